@@ -49,20 +49,20 @@ class Logits:
 
 def read_logits(value: ir.Value | None) -> Logits:
     """Read what leads to a softmax, from its input back to ``Q K^T``."""
-    found = Logits()
-    while found.reason is None:
+    logits = Logits()
+    while logits.reason is None:
         node = None if value is None else value.producer()
         if node is None or not _leads_to_product(value):
-            found.reason = "its logits come from no product of queries and keys"
+            logits.reason = "its logits come from no product of queries and keys"
         elif is_value_product(node):
-            found.product = node
+            logits.product = node
             break
         else:
-            value = _step(node, found)
-    return found
+            value = _step(node, logits)
+    return logits
 
 
-def _step(node: ir.Node, found: Logits) -> ir.Value | None:
+def _step(node: ir.Node, logits: Logits) -> ir.Value | None:
     """Take one operator into account; its input on the side of the product."""
     inputs = [value for value in node.inputs if value is not None]
     sides = [value for value in inputs if _leads_to_product(value)]
@@ -71,37 +71,37 @@ def _step(node: ir.Node, found: Logits) -> ir.Value | None:
     if node.op_type == "Sub" and len(sides) == 2 and sides[1] in shift:
         return sides[0]  # a softmax made safe by hand, which changes nothing
     if len(sides) != 1:
-        found.reason = f"its logits join several products (by {node.op_type}), as relative positions do"
+        logits.reason = f"its logits join several products (by {node.op_type}), as relative positions do"
         return None
     side = sides[0]
     if node.op_type in _PASSING:
         pass
     elif node.op_type in ("Mul", "Div") and not (node.op_type == "Div" and inputs[0] is not side):
-        _multiply(node.op_type, others[0], found)
+        _multiply(node.op_type, others[0], logits)
     elif node.op_type in ("Add", "Sub") and not (node.op_type == "Sub" and inputs[0] is not side):
-        found.addends.append((found.scale if node.op_type == "Add" else -found.scale, others[0]))
+        logits.addends.append((logits.scale if node.op_type == "Add" else -logits.scale, others[0]))
     elif node.op_type == "Where" and inputs[0] is not side:
-        found.fills.append((found.scale, next(value for value in inputs[1:] if value is not side)))
+        logits.fills.append((logits.scale, next(value for value in inputs[1:] if value is not side)))
     elif node.op_type == "Max":
-        found.fills.extend((found.scale, value) for value in others)
+        logits.fills.extend((logits.scale, value) for value in others)
     elif node.op_type == "Tanh":
-        if found.softcap is not None or found.multipliers:
-            found.reason = "its logits are bounded in a way that is not a softcap"
-        found.softcap = found.scale
+        if logits.softcap is not None or logits.multipliers:
+            logits.reason = "its logits are bounded in a way that is not a softcap"
+        logits.softcap = logits.scale
     elif node.op_type == "Concat" and int_attribute(node, "axis") in (-1, 3):
-        found.sinks = True
+        logits.sinks = True
     else:
-        found.reason = f"its logits pass through {node.op_type}"
+        logits.reason = f"its logits pass through {node.op_type}"
     return side
 
 
-def _multiply(op_type: str, factor: ir.Value, found: Logits) -> None:
+def _multiply(op_type: str, factor: ir.Value, logits: Logits) -> None:
     constant = constant_of(factor)
     if constant is not None and constant.size == 1:
         number = float(constant.astype(np.float64).reshape(()))
-        found.scale = found.scale * number if op_type == "Mul" else found.scale / number
+        logits.scale = logits.scale * number if op_type == "Mul" else logits.scale / number
     else:
-        found.multipliers.append((op_type, factor))
+        logits.multipliers.append((op_type, factor))
 
 
 def _is_row_maximum(value: ir.Value) -> bool:
@@ -185,9 +185,9 @@ def find_factors(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tupl
     graph = read_graph(model)
     values = {name_of(value): value for value in (*graph.inputs, *(out for node in graph for out in node.outputs))}
     read = [read_logits(values[site.logits]) if site.supported and site.logits else None for site in sites]
-    wanted = {name_of(value) for logits in read if logits is not None for value in _tensors(logits)}
-    wanted |= {name for site in sites if site.supported for name in (site.probs, site.logits) if name}
-    arrays = probe_tensors(model, sorted(wanted)) if wanted else {}
+    names = {name_of(value) for logits in read if logits is not None for value in _tensors(logits)}
+    names |= {name for site in sites if site.supported for name in (site.probs, site.logits) if name}
+    arrays = probe_tensors(model, sorted(names)) if names else {}
     return tuple(_factors(site, logits, arrays) for site, logits in zip(sites, read, strict=True))
 
 
@@ -283,8 +283,8 @@ def _distinct_heads(keys: ir.Value, layout: Layout, heads: int, arrays: Arrays) 
     The operators that repeat heads are replayed on indices, so that equal heads are the same numbers for sure.
     """
     chain = repeat_chain(keys)
-    scaled = (place for place, node in enumerate(chain) if node.op_type in SCALING_OPS)
-    uneven = (place for place in scaled if _value(operands(chain[place])[1], arrays).size != 1)
+    scaled = (number for number, node in enumerate(chain) if node.op_type in SCALING_OPS)
+    uneven = (number for number in scaled if _value(operands(chain[number])[1], arrays).size != 1)
     chain = tuple(reversed(chain[: next(uneven, None)]))
     source = None if not chain else chain[0].inputs[0]
     if source is None or constant_of(source) is not None:

@@ -75,17 +75,17 @@ def find_ffns(graph: ir.Graph) -> list[Ffn]:
     Returns:
         In the graph's order. A layer may have none, or several, and one whose activation cannot go has its reason.
     """
-    places = {node: place for place, node in enumerate(graph)}
+    places = {node: position for position, node in enumerate(graph)}
     sites = [places[walk.node] for walk in walk_graph(graph) if walk.node in places]
-    found = []
-    for second, place in places.items():
-        layer = sum(site < place for site in sites) - 1
+    ffns = []
+    for second, position in places.items():
+        layer = sum(site < position for site in sites) - 1
         region = _region_before(second) if layer >= 0 and _is_linear(second) else None
         if region is not None:
             ffn = _read_ffn(layer, second, region)
             if ffn is not None:
-                found.append(ffn)
-    return found
+                ffns.append(ffn)
+    return ffns
 
 
 def _is_linear(node: ir.Node) -> bool:
@@ -115,7 +115,7 @@ def _region_before(second: ir.Node) -> _Region | None:
         nodes.add(node)
         if len(nodes) > _MOST_NODES:
             return None
-        waiting += [node.inputs[0]] if carries else [each for each in node.inputs if not is_constant(each)]
+        waiting += [node.inputs[0]] if carries else [source for source in node.inputs if not is_constant(source)]
     return _Region(frozenset(nodes), tuple(sources), parted) if nodes and sources else None
 
 
@@ -148,12 +148,12 @@ def _is_straight(node: ir.Node) -> bool:
     """Whether it is linear in the one tensor that it reads."""
     if node.op_type in _KEEPING:
         return True
-    varying = [place for place, each in enumerate(node.inputs) if not is_constant(each)]
+    varying = [number for number, value in enumerate(node.inputs) if not is_constant(value)]
     return node.op_type in _AFFINE and len(varying) == 1 and (node.op_type != "Div" or varying == [0])
 
 
 def _find_reason(own: frozenset[ir.Node], first: ir.Node, second: ir.Node, hidden: ir.Value) -> str | None:
-    wide = [each for node in own for each in _constants(node) if _count(each) != 1]
+    wide = [constant for node in own for constant in _constants(node) if _count(constant) != 1]
     raw = first.outputs[0]
     if not (_adds_bias(first) and _adds_bias(second)):
         return "one of its products adds other numbers to each row, which is no bias"
@@ -166,12 +166,12 @@ def _find_reason(own: frozenset[ir.Node], first: ir.Node, second: ir.Node, hidde
 
 def _constants(node: ir.Node) -> Iterator[ir.Value]:
     if node.op_type not in _KEEPING:
-        yield from (each for each in node.inputs if each is not None and is_constant(each))
+        yield from (value for value in node.inputs if value is not None and is_constant(value))
 
 
 def _count(value: ir.Value) -> int:
-    found = constant_of(value)
-    return 0 if found is None else found.size
+    constant = constant_of(value)
+    return 0 if constant is None else constant.size
 
 
 def _sizes(node: ir.Node) -> tuple[int, int] | None:
@@ -179,8 +179,8 @@ def _sizes(node: ir.Node) -> tuple[int, int] | None:
     matrix = node.inputs[1]
     stated = None if matrix is None else ir.convenience.get_const_tensor(matrix)
     if stated is None:  # it is computed from constants
-        found = constant_of(matrix)
-        shape = () if found is None else found.shape
+        constant = constant_of(matrix)
+        shape = () if constant is None else constant.shape
     else:
         shape = tuple(stated.shape.numpy())
     if len(shape) != 2 or int_attribute(node, "transA"):
@@ -192,8 +192,8 @@ def _adds_bias(product: ir.Node) -> bool:
     """Whether what a Gemm adds, if anything, is a constant that all rows share."""
     if product.op_type != "Gemm" or len(product.inputs) < 3 or product.inputs[2] is None:
         return True
-    given = constant_of(product.inputs[2])
-    return given is not None and given.size == (given.shape[-1] if given.ndim else 1)
+    bias = constant_of(product.inputs[2])
+    return bias is not None and bias.size == (bias.shape[-1] if bias.ndim else 1)
 
 
 def _with_bias(product: ir.Node, width: int) -> tuple[ir.Value, NDArray[Any] | None]:
@@ -201,17 +201,17 @@ def _with_bias(product: ir.Node, width: int) -> tuple[ir.Value, NDArray[Any] | N
     out = product.outputs[0]
     biases = []
     if product.op_type == "Gemm" and len(product.inputs) > 2 and product.inputs[2] is not None:
-        given = constant_of(product.inputs[2])
-        if given is None or given.size not in (1, width):
+        bias = constant_of(product.inputs[2])
+        if bias is None or bias.size not in (1, width):
             return out, None
         beta = float_attribute(product, "beta")
-        biases.append(np.broadcast_to(beta * given.reshape(-1).astype(np.float64), (width,)))
+        biases.append(np.broadcast_to(beta * bias.reshape(-1).astype(np.float64), (width,)))
     uses = list(out.uses())
     if len(uses) == 1 and not out.is_graph_output() and uses[0][0].op_type == "Add":
-        node, place = uses[0]
-        other = node.inputs[1 - place]
-        found = constant_of(other) if is_constant(other) else None
-        if found is not None and found.size == width and found.ndim and found.shape[-1] == width:
+        node, number = uses[0]
+        other = node.inputs[1 - number]
+        constant = constant_of(other) if is_constant(other) else None
+        if constant is not None and constant.size == width and constant.ndim and constant.shape[-1] == width:
             out = node.outputs[0]
-            biases.append(found.reshape(-1).astype(np.float64))
+            biases.append(constant.reshape(-1).astype(np.float64))
     return out, np.sum(biases, axis=0) if biases else None

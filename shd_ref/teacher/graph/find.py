@@ -152,10 +152,10 @@ def find_sites(model: onnx.ModelProto) -> tuple[AttentionSite, ...]:
 def _judge_samples(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tuple[AttentionSite, ...]:
     """The sites, without those whose maps are not of single samples, or no distributions."""
     maps = {site.probs: (site.layout, site.num_heads or 1, site.row_sums) for site in sites if site.supported}
-    found = probe_samples(model, maps) if maps else {}
+    findings = probe_samples(model, maps) if maps else {}
     judged = []
     for site in sites:
-        finding = found.get(site.probs, Finding()) if site.supported else Finding()
+        finding = findings.get(site.probs, Finding()) if site.supported else Finding()
         reason = site.reason or finding.reason
         judged.append(replace(site, supported=reason is None, **(vars(finding) | {"reason": reason})))
     return tuple(judged)
@@ -227,23 +227,23 @@ def select_sites(sites: Sequence[AttentionSite], wanted: str | None) -> tuple[At
     if wanted is None:
         return tuple(sites)
     chosen: set[int] = set()
-    for part in (part.strip() for part in wanted.split(",")):
-        found = {site.layer for site in sites if _is_named(site, part)}
-        if not found:
+    for term in (term.strip() for term in wanted.split(",")):
+        layers = {site.layer for site in sites if _is_named(site, term)}
+        if not layers:
             raise ShdError(
                 "argument-value",
                 f"sites must name attention sites, by number from 0 to {len(sites) - 1}, range, name or kind (self, "
-                f"cross), such as 0,2,4-7; got {part!r}, which names none: see shd inspect",
+                f"cross), such as 0,2,4-7; got {term!r}, which names none: see shd inspect",
             )
-        chosen |= found
+        chosen |= layers
     return tuple(site for site in sites if site.layer in chosen)
 
 
-def _is_named(site: AttentionSite, part: str) -> bool:
-    numbers = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part)
+def _is_named(site: AttentionSite, term: str) -> bool:
+    numbers = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", term)
     if numbers is not None:
         first = int(numbers[1])
         return first <= site.layer <= int(numbers[2] or first)
-    if part in ("self", "cross"):
-        return site.cross is (part == "cross")
-    return site.name == part or fnmatchcase(site.name, part)
+    if term in ("self", "cross"):
+        return site.cross is (term == "cross")
+    return site.name == term or fnmatchcase(site.name, term)

@@ -229,17 +229,17 @@ class Trial:
     def _keeps_samples(self, first: Maps, second: Maps, places: Sequence[int]) -> bool:
         """Whether maps of samples 0 and 1 are the same in both runs; ``places`` says which the second run has."""
         return all(
-            self._are_close(first[place], maps, first[1 - place])
-            for place, maps in zip(places, second, strict=True)
-            if place < 2
+            self._are_close(first[sample], maps, first[1 - sample])
+            for sample, maps in zip(places, second, strict=True)
+            if sample < 2
         )
 
-    def _are_close(self, expected: Maps, found: Maps, other: Maps) -> bool:
-        if not expected.shape == found.shape == other.shape:
+    def _are_close(self, expected: Maps, maps: Maps, other: Maps) -> bool:
+        if not expected.shape == maps.shape == other.shape:
             return False
         apart = _distance(expected, other)
         limit = self._allowed.share * apart if apart > self._allowed.least else self._allowed.rounding
-        return _distance(expected, found) <= limit
+        return _distance(expected, maps) <= limit
 
     def _choose_places(self, samples: int, grows: bool) -> Sequence[int]:
         """Which samples run the second time."""
@@ -260,9 +260,9 @@ def probe_samples(model: onnx.ModelProto, maps: Mapping[str, tuple[Layout | None
     Returns:
         What was found, by name.
     """
-    found = _probe_samples(model, maps)
+    findings = _probe_samples(model, maps)
     if not Allowed.of(model).same_samples:
-        return found
+        return findings
     # Whatever else could be shown or not.
     return {
         name: finding
@@ -270,7 +270,7 @@ def probe_samples(model: onnx.ModelProto, maps: Mapping[str, tuple[Layout | None
         else replace(
             finding, note="; ".join(filter(None, (finding.note, SHARED_SCALES))).removeprefix(f"{NOT_TOLD}; ")
         )
-        for name, finding in found.items()
+        for name, finding in findings.items()
     }
 
 
@@ -281,21 +281,21 @@ def _probe_samples(model: onnx.ModelProto, maps: Mapping[str, tuple[Layout | Non
         if any(spec.part == "mask" for spec in probe.specs if spec.name == masking):
             return dict.fromkeys(maps, Finding(_MASK_TURNED.format(name=masking)))
         trial = _open_trial(probe, feeds, Allowed.of(model))
-        found = {name: trial.judge(name, *kind[:2]) for name, kind in maps.items()}
+        findings = {name: trial.judge(name, *kind[:2]) for name, kind in maps.items()}
         for name, (_, _, row_sums) in maps.items():
-            reason = found[name].reason or trial.why_no_distribution(name, row_sums)
-            found[name] = found[name] if reason is None else Finding(reason)
+            reason = findings[name].reason or trial.why_no_distribution(name, row_sums)
+            findings[name] = findings[name] if reason is None else Finding(reason)
         if probe.is_frozen_inside():
             frozen = Finding(note=_FROZEN.format(length=probe.frozen_length))
-            found = {name: frozen if finding == Finding() else finding for name, finding in found.items()}
+            findings = {name: frozen if finding == Finding() else finding for name, finding in findings.items()}
         if masking is not None:
             note = MASKS_ALL.format(name=masking)
-            found = {name: each if each.reason else replace(each, note=note) for name, each in found.items()}
-        for name, finding in found.items():
+            findings = {name: each if each.reason else replace(each, note=note) for name, each in findings.items()}
+        for name, finding in findings.items():
             if finding.reason is None:
                 rows, keys = trial.inputs_as_long(name)
-                found[name] = replace(finding, row_inputs=rows, key_inputs=keys)
-        return found
+                findings[name] = replace(finding, row_inputs=rows, key_inputs=keys)
+        return findings
     except BoundError as error:
         return dict.fromkeys(maps, Finding(str(error)))
     except ShdError as error:

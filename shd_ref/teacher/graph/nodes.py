@@ -31,27 +31,29 @@ def constant_of(value: ir.Value | None) -> NDArray[Any] | None:
     """The value as an array where the graph fixes it, computed from its constants where it has to be."""
     if value is None or not is_constant(value):
         return None
-    found: dict[ir.Value, NDArray[Any]] = {}
+    arrays: dict[ir.Value, NDArray[Any]] = {}
     held, most = 0, _MOST_HELD
     waiting = [value]  # not by recursion: a graph may be as deep as its author likes
     while waiting:
         node = waiting[-1].producer()
         stated = ir.convenience.get_const_tensor(waiting[-1])
-        inputs = [] if node is None or stated is not None else [each for each in node.inputs if each is not None]
-        unknown = [each for each in inputs if each not in found]
+        inputs = (
+            [] if node is None or stated is not None else [source for source in node.inputs if source is not None]
+        )
+        unknown = [source for source in inputs if source not in arrays]
         if unknown:
             waiting += unknown
             continue
         current = waiting.pop()
-        if current in found:
+        if current in arrays:
             continue
         try:
             if stated is not None:
-                found[current] = stated.numpy()
-                most += 8 * found[current].size
+                arrays[current] = stated.numpy()
+                most += 8 * arrays[current].size
             elif node is not None:
-                held = _count_held(node, [found[each] for each in inputs], held, most)
-                found.update(zip(node.outputs, compute(node, found), strict=False))
+                held = _count_held(node, [arrays[source] for source in inputs], held, most)
+                arrays.update(zip(node.outputs, compute(node, arrays), strict=False))
         except ShdError:
             raise
         except Exception as error:  # the evaluator raises what NumPy and its own operators raise
@@ -61,12 +63,12 @@ def constant_of(value: ir.Value | None) -> NDArray[Any] | None:
                 f"constants of the graph must be what its operators take; {name} cannot be computed: {error}: copy "
                 "or export the model again",
             ) from error
-    return found[value]
+    return arrays[value]
 
 
 def compute(node: ir.Node, known: dict[ir.Value, NDArray[Any]]) -> list[NDArray[Any]]:
     """The outputs of an operator on constants."""
-    feeds = {name_of(each): known[each] for each in node.inputs if each is not None}
+    feeds = {name_of(source): known[source] for source in node.inputs if source is not None}
     version = None if node.graph is None else node.graph.opset_imports.get("")
     opsets = None if version is None else {"": version}
     with np.errstate(all="ignore"):  # NaN and infinity are found where they are used
@@ -262,10 +264,10 @@ def _quantised_weight(node: ir.Node) -> NDArray[np.float32] | None:
 def _scale_behind(product: ir.Node) -> NDArray[Any] | None:
     """The weight's scale, which follows a product of integers: ``Cast``, then ``Mul`` by both operands' scales."""
     for cast, _ in product.outputs[0].uses():
-        for scaled, place in cast.outputs[0].uses() if cast.op_type == "Cast" else ():
+        for scaled, number in cast.outputs[0].uses() if cast.op_type == "Cast" else ():
             if scaled.op_type != "Mul":
                 continue
-            scales = _input(scaled, 1 - place)
+            scales = _input(scaled, 1 - number)
             node = None if scales is None else scales.producer()
             sources = (scales,) if node is None or node.op_type != "Mul" else node.inputs
             return next((constant_of(source) for source in sources if is_constant(source)), None)

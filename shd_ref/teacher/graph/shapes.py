@@ -340,12 +340,12 @@ def _frozen_lengths(model: onnx.ModelProto) -> list[int]:
             constants[node.output[0]] = node.attribute[0].t
     counts: Counter[int] = Counter()
     for node in model.graph.node:
-        place = _SHAPE_PLACES.get(node.op_type)
+        shape_place = _SHAPE_PLACES.get(node.op_type)
         for number, name in enumerate(node.input):
             tensor = constants.get(name)
             if tensor is None:
                 continue
-            if number == place and not tensor.external_data and math.prod(tensor.dims) <= 8:
+            if number == shape_place and not tensor.external_data and math.prod(tensor.dims) <= 8:
                 counts.update(onnx.numpy_helper.to_array(tensor).ravel().tolist())
             elif len(tensor.dims) > 2:
                 counts.update(tensor.dims[-2:])

@@ -78,8 +78,8 @@ def find_targets(
         of_decoder: whether the sites are a decoder's, beside an encoder.
     """
     layers = sorted(set(hidden))
-    found = _find_hidden(model, sites, layers, LAST_STATES[: 1 if of_decoder else 2]) if layers else ()
-    return TargetTensors(_find_logits(model, output) if logits else None, found)
+    states = _find_hidden(model, sites, layers, LAST_STATES[: 1 if of_decoder else 2]) if layers else ()
+    return TargetTensors(_find_logits(model, output) if logits else None, states)
 
 
 def dtype_of(model: onnx.ModelProto, sites: Sequence[AttentionSite], targets: TargetTensors) -> str:
@@ -147,20 +147,20 @@ def _find_hidden(
     graph = read_graph(model)
     graph.sort()
     values = {value.name: value for node in graph for value in node.outputs if value.name}
-    found = []
+    states = []
     for layer in layers:
         state = _last_state(graph, last_states) if layer == count else _entering_state(graph, values, sites[layer])
         if state is None:
             raise ShdError("graph-unsupported", _advice(layer, count, sites))
-        found.append((layer, state))
-    names = [name for _, name in found]
+        states.append((layer, state))
+    names = [name for _, name in states]
     if len(set(names)) != len(names):
         raise ShdError(
             "graph-unsupported",
             f"hidden states of layers {', '.join(map(str, layers))} must be different tensors, but attention sites "
             "share a block (as a decoder's do with cross attention): ask for fewer layers",
         )
-    return tuple(found)
+    return tuple(states)
 
 
 def _advice(layer: int, count: int, sites: Sequence[AttentionSite]) -> str:
@@ -185,7 +185,9 @@ def _last_state(graph: ir.Graph, last_states: Sequence[str]) -> str | None:
     while named is None and value is not None:
         node = value.producer()
         made_from = (
-            [] if node is None else [each for each in node.inputs if each is not None and not is_constant(each)]
+            []
+            if node is None
+            else [source for source in node.inputs if source is not None and not is_constant(source)]
         )
         if node is None or node.op_type not in _BEHIND_HEAD | PRODUCTS or len(made_from) != 1:
             return None

@@ -48,9 +48,10 @@ def check_sizes(model: onnx.ModelProto, file: Path) -> None:
 
 def check_functions(model: onnx.ModelProto, file: Path) -> None:
     """Local functions may not call one another so often, or so deep, that a few of them make an endless graph."""
-    functions = {(each.domain, each.name): each for each in model.functions}
+    functions = {(function.domain, function.name): function for function in model.functions}
     calls = {
-        key: Counter((node.domain, node.op_type) for node in function_nodes(each)) for key, each in functions.items()
+        key: Counter((node.domain, node.op_type) for node in function_nodes(function))
+        for key, function in functions.items()
     }
     sizes: dict[tuple[str, str], tuple[int, int]] = {}  # nodes after inlining, and how deep
     for key in calls:
@@ -139,8 +140,8 @@ def _made_shape(op_type: str, inputs: Sequence[NDArray[Any] | None]) -> list[int
     if op_type == "OneHot" and inputs[1] is not None:
         indices = 1 if inputs[0] is None else inputs[0].size
         return [indices, *(abs(int(size)) for size in inputs[1].ravel()[:1])]
-    if op_type == "Range" and not any(each is None or each.size != 1 for each in inputs):
-        start, stop, step = (float(each.ravel()[0]) for each in inputs if each is not None)
+    if op_type == "Range" and not any(limit is None or limit.size != 1 for limit in inputs):
+        start, stop, step = (float(limit.ravel()[0]) for limit in inputs if limit is not None)
         count = (stop - start) / step if step else 0.0
         return [int(min(max(count, 0.0), 2.0**62))] if math.isfinite(count) else [2**62]
     shape = inputs[place] if place is not None and place < len(inputs) else None
@@ -263,15 +264,15 @@ def _find_schema(op_type: str, opset: int) -> Any:
 
 def check_wiring(graph: onnx.GraphProto, file: Path, outer: frozenset[str] = frozenset()) -> None:
     """Every tensor that a graph reads must be one of its inputs, a constant, or what exactly one node gives."""
-    given = [value.name for value in graph.input]
+    inputs = [value.name for value in graph.input]
     constants = {tensor.name for tensor in graph.initializer}
     constants |= {tensor.values.name for tensor in graph.sparse_initializer}
     made = [name for node in graph.node for name in node.output if name]
-    names = [*given, *constants, *made]
+    names = [*inputs, *constants, *made]
     kinds = [text for node in graph.node for text in (node.op_type, node.domain, node.name)]
     if not all(isinstance(name, str) for name in (*names, *kinds)):  # bytes, where they are not text
         raise _broken(file, "a tensor or node has a name that is not text")
-    if len(set(given)) < len(given) or len({*given, *constants, *made}) < len({*given, *constants}) + len(made):
+    if len(set(inputs)) < len(inputs) or len({*inputs, *constants, *made}) < len({*inputs, *constants}) + len(made):
         raise _broken(file, "a tensor has two sources")
     known = outer.union(names)
     for node in graph.node:

@@ -84,8 +84,8 @@ def _rewrite(
                 return False  # one of them is broadcast
     while len(operands) > 1:
         first, second, *rest = operands
-        wanted = set(output).union(*(operand.letters for operand in rest))
-        kept = output if not rest else "".join(sorted(wanted & set(first.letters + second.letters)))
+        needed = set(output).union(*(operand.letters for operand in rest))
+        kept = output if not rest else "".join(sorted(needed & set(first.letters + second.letters)))
         product = _multiply(body, first, second, kept, numbers)
         if product is None:
             return False
@@ -171,7 +171,7 @@ def _num_moves(left: _Operand, right: _Operand, output: str) -> int:
     batch, rows, columns = _split(left, right, output)
     summed = "".join(letter for letter in left.letters if letter in right.letters and letter not in output)
     moved = (batch + rows + summed, left.letters), (batch + summed + columns, right.letters)
-    return sum(wanted != got for wanted, got in (*moved, (batch + rows + columns, output)))
+    return sum(order != got for order, got in (*moved, (batch + rows + columns, output)))
 
 
 def _sum_out(body: Body, operand: _Operand, needed: str) -> _Operand:
@@ -183,27 +183,27 @@ def _sum_out(body: Body, operand: _Operand, needed: str) -> _Operand:
     return _Operand(name, "".join(letter for letter in operand.letters if letter in needed), operand.is_map)
 
 
-def _transpose(body: Body, name: str, letters: str, wanted: str) -> str:
-    if letters == wanted:
+def _transpose(body: Body, name: str, letters: str, order: str) -> str:
+    if letters == order:
         return name
-    return body.op("Transpose", name, perm=[letters.index(letter) for letter in wanted])
+    return body.op("Transpose", name, perm=[letters.index(letter) for letter in order])
 
 
 def _arrange(body: Body, operand: _Operand, groups: Sequence[str], numbers: Mapping[str, int]) -> str:
     """The operand with one axis for each group of letters, in this order; of size one for no letter."""
     letters = "".join(groups)
     name = _transpose(body, operand.name, operand.letters, letters)
-    gaps = [place for place, group in enumerate(groups) if not group]
-    wanted: list[int | list[int]] = []
-    for place, group in enumerate(filter(None, groups)):
-        if len(group) == 1 and letters.index(group) == place:
-            wanted.append(0)  # as it is
+    gaps = [number for number, group in enumerate(groups) if not group]
+    sizes: list[int | list[int]] = []
+    for number, group in enumerate(filter(None, groups)):
+        if len(group) == 1 and letters.index(group) == number:
+            sizes.append(0)  # as it is
         elif all(letter in numbers for letter in group):
-            wanted.append(prod(numbers[letter] for letter in group))
+            sizes.append(prod(numbers[letter] for letter in group))
         else:
-            wanted.append([letters.index(letter) for letter in group])
-    if len(wanted) < len(letters):
-        name = _reshape(body, name, [(name, one) if isinstance(one, list) else one for one in wanted])
+            sizes.append([letters.index(letter) for letter in group])
+    if len(sizes) < len(letters):
+        name = _reshape(body, name, [(name, one) if isinstance(one, list) else one for one in sizes])
     return body.op("Unsqueeze", name, body.const(gaps)) if gaps else name
 
 
@@ -212,14 +212,14 @@ def _spread(
 ) -> str:
     """The opposite: one axis for each letter, as the factors have them."""
     letters = "".join(groups)
-    gaps = [place for place, group in enumerate(groups) if not group]
+    gaps = [number for number, group in enumerate(groups) if not group]
     name = body.op("Squeeze", name, body.const(gaps)) if gaps else name
     groups = [group for group in groups if group]
     if list(letters) == groups:
         return name
     sizes: list[int | tuple[str, list[int]]] = []
-    for place, letter in enumerate(letters):
-        if list(groups[: place + 1]) == list(letters[: place + 1]):
+    for number, letter in enumerate(letters):
+        if list(groups[: number + 1]) == list(letters[: number + 1]):
             sizes.append(0)
         elif letter in numbers:
             sizes.append(numbers[letter])

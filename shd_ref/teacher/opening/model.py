@@ -25,7 +25,7 @@ def all_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
 
 def all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
     """The nodes of all these."""
-    yield from (node for part in all_graphs(graph) for node in part.node)
+    yield from (node for inner in all_graphs(graph) for node in inner.node)
 
 
 def function_nodes(function: onnx.FunctionProto) -> Iterator[onnx.NodeProto]:
@@ -163,9 +163,9 @@ def load_external_data(model: onnx.ModelProto, file: Path, *, everything: bool) 
 
     What is left keeps its place in its file, and the model remembers the folder for later readers and sessions.
     """
-    for place in reversed(range(len(model.metadata_props))):
-        if model.metadata_props[place].key == _FOLDER:  # the file has no say in this
-            del model.metadata_props[place]
+    for number in reversed(range(len(model.metadata_props))):
+        if model.metadata_props[number].key == _FOLDER:  # the file has no say in this
+            del model.metadata_props[number]
     folder = str(file.parent.resolve())
     if not everything:
         model.metadata_props.add(key=_FOLDER, value=folder)

@@ -89,8 +89,8 @@ def gram_matrices(rule: MergeRule, output_projection: NDArray[Any]) -> list[Arra
     grams = []
     for one_round in list_rounds(rule):
         rows = by_head[np.array(one_round.members())]  # (2 m, k, d_v, D)
-        for place, position in enumerate(one_round.order):
-            rows[place, len(one_round.pool[position]) :] = 0.0
+        for number, position in enumerate(one_round.order):
+            rows[number, len(one_round.pool[position]) :] = 0.0
         stacked = rows.reshape(len(one_round.pairs), 2 * one_round.width * rule.d_v, -1)
         grams.append((stacked @ stacked.swapaxes(1, 2)).astype(np.float32))
     return grams

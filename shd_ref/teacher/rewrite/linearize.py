@@ -76,9 +76,9 @@ def linearize_graph(model: onnx.ModelProto, layers: Sequence[int]) -> Linearized
     return Linearized(made, sizes)
 
 
-def _choose(found: list[Ffn], layers: Sequence[int]) -> list[Ffn]:
+def _choose(ffns: list[Ffn], layers: Sequence[int]) -> list[Ffn]:
     by_layer: dict[int, list[Ffn]] = {}
-    for ffn in found:
+    for ffn in ffns:
         by_layer.setdefault(ffn.layer, []).append(ffn)
     chosen = []
     for layer in layers:

@@ -123,6 +123,6 @@ def _as_in_site(body: Body, site: AttentionSite, maps: str) -> str:
 def _substitute(model: onnx.ModelProto, old: str, new: str) -> None:
     """Let every node that reads one tensor read another."""
     for node in model.graph.node:
-        for place, name in enumerate(node.input):
+        for number, name in enumerate(node.input):
             if name == old:
-                node.input[place] = new
+                node.input[number] = new

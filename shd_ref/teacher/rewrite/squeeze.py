@@ -362,8 +362,8 @@ def _with_prefix(model: onnx.ModelProto, prefix: str) -> onnx.ModelProto:
     for node in copy.graph.node:
         node.name = _renamed(node.name, prefix)
         for names in (node.input, node.output):
-            for place, name in enumerate(names):
-                names[place] = name if name in kept else _renamed(name, prefix)
+            for number, name in enumerate(names):
+                names[number] = name if name in kept else _renamed(name, prefix)
     for items in (copy.graph.initializer, copy.graph.output):
         for item in items:
             item.name = item.name if item.name in kept else _renamed(item.name, prefix)

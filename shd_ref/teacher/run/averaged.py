@@ -215,7 +215,7 @@ def check_teachers(first: Path, options: PrecomputeOptions) -> None:
             "CACHE-163",
         )
     places = [path.resolve() for path in (first, *others)]
-    twice = next((path for path, place in zip(others, places[1:], strict=True) if places.count(place) > 1), None)
+    twice = next((path for path, file in zip(others, places[1:], strict=True) if places.count(file) > 1), None)
     if twice is not None:
         raise ShdError(
             "argument-value",

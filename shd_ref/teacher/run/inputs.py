@@ -144,8 +144,8 @@ class ModelInputs:
         self._rows = dict(rows or {})
         self._source = source if isinstance(source, Source) else ArraySource(source)
         self._reading = threading.Lock()  # a file has one position, and a source need know nothing of threads
-        given = self._source.columns if names is None else names
-        self._supply = Supply([spec for spec in specs if spec.part in SUPPLIED and spec.name not in given])
+        columns = self._source.columns if names is None else names
+        self._supply = Supply([spec for spec in specs if spec.part in SUPPLIED and spec.name not in columns])
         self.supplied = self._supply.names
         self._specs = {spec.name: spec for spec in specs if spec.name not in self.supplied}
         self.names = tuple(sorted(self._specs))
@@ -365,26 +365,26 @@ class ModelInputs:
         for name in self._rows.keys() & sample.keys():
             array, rows = sample[name], self._rows[name]
             if array.size and (array.min() < 0 or array.max() >= rows):
-                place = np.argwhere((array < 0) | (array >= rows))[0].tolist()
+                position = np.argwhere((array < 0) | (array >= rows))[0].tolist()
                 raise self._source.refuse(
                     f"{name} must be 0 to {rows - 1}, as the teacher's table has {rows} rows; got "
-                    f"{array[tuple(place)]} at position {', '.join(map(str, place)) or 0}: take the teacher's own "
-                    "tokenizer (--tokenizer), and no labels in place of tokens",
+                    f"{array[tuple(position)]} at position {', '.join(map(str, position)) or 0}: take the teacher's "
+                    "own tokenizer (--tokenizer), and no labels in place of tokens",
                     index,
                 )
 
     def _check_length(self, sample: Sample, index: int) -> None:
         """A length that the graph fixes holds for every sample; padding fills shorter ones where there is a mask."""
         for name in self._sequences:
-            fixed, found = self._specs[name].shape[1], len(sample[name])
+            fixed, length = self._specs[name].shape[1], len(sample[name])
             padded = name in self._padded | self._padded_decoder
-            if isinstance(fixed, int) and (found > fixed or (found != fixed and not padded)):
+            if isinstance(fixed, int) and (length > fixed or (length != fixed and not padded)):
                 tokens = padded or len(self._specs[name].shape) == 2
                 what = (
                     f"positions, since the graph fixes its length at {fixed}" if tokens else "rows, as the graph says"
                 )
                 raise self._source.refuse(
-                    f"{name} must have {'at most ' * padded}{fixed} {what}; got {found}: cut the samples"
+                    f"{name} must have {'at most ' * padded}{fixed} {what}; got {length}: cut the samples"
                     f"{'' if padded else ' or pad them'}, or re-export the graph with this axis open",
                     index,
                 )
@@ -434,12 +434,12 @@ class ModelInputs:
         return np.stack(arrays)
 
 
-def _choose_mask(wanted: Mapping[str, InputSpec], mask: str | None) -> str | None:
+def _choose_mask(specs: Mapping[str, InputSpec], mask: str | None) -> str | None:
     if mask is None:
-        return next((name for name in MASK_NAMES if name in wanted and len(wanted[name].shape) == 2), None)
-    if mask not in wanted or len(wanted[mask].shape) != 2:
-        found = [name for name, spec in wanted.items() if len(spec.shape) == 2]
-        raise ShdError("inputs-invalid", f"mask must be one of the graph's (B, L) inputs {found}; got {mask!r}")
+        return next((name for name in MASK_NAMES if name in specs and len(specs[name].shape) == 2), None)
+    if mask not in specs or len(specs[mask].shape) != 2:
+        names = [name for name, spec in specs.items() if len(spec.shape) == 2]
+        raise ShdError("inputs-invalid", f"mask must be one of the graph's (B, L) inputs {names}; got {mask!r}")
     return mask
 
 
@@ -451,15 +451,15 @@ def _pad(array: NDArray[Any], length: int) -> NDArray[Any]:
     return padded
 
 
-def as_dtype(array: NDArray[Any], wanted: np.dtype[Any]) -> NDArray[Any] | None:
+def as_dtype(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any] | None:
     """The array in the graph's dtype where no value changes its meaning; otherwise None."""
-    if array.dtype == wanted:
+    if array.dtype == dtype:
         return array
-    both_integer = array.dtype.kind in "iub" and wanted.kind in "iub"
-    both_float = array.dtype.kind == "f" and wanted.kind == "f"
+    both_integer = array.dtype.kind in "iub" and dtype.kind in "iub"
+    both_float = array.dtype.kind == "f" and dtype.kind == "f"
     if not both_integer and not both_float:
         return None
-    converted = array.astype(wanted)
+    converted = array.astype(dtype)
     return None if both_integer and not np.array_equal(converted, array) else converted
 
 

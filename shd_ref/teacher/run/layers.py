@@ -44,7 +44,7 @@ def choose_layers(
         chosen, meant = _choose_pairs(sites, options.layer_pairs, meant)
     elif kinds.kinds:
         chosen, counts = _choose_by_kind(selected, kinds, meant)
-        meant = sum(each.num_student_layers for each in counts)
+        meant = sum(kind.num_student_layers for kind in counts)
     else:
         if isinstance(meant, Mapping):
             raise ShdError(
@@ -83,7 +83,7 @@ def _choose_by_kind(
 ) -> tuple[Chosen, tuple[KindLayers, ...]]:
     """A layer map for each kind; student layers are numbered kind after kind (CACHE-105)."""
     of_kind = {kind: [site for site in sites if kinds.kind(site) == kind] for kind in KINDS}
-    held = {kind: len(found) for kind, found in of_kind.items() if found}
+    held = {kind: len(members) for kind, members in of_kind.items() if members}
     if isinstance(meant, int) and len(held) == 1:
         meant = dict.fromkeys(held, meant)
     if isinstance(meant, int) or (meant is not None and not (meant and meant.keys() <= held.keys())):

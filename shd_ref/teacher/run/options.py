@@ -300,9 +300,9 @@ class PrecomputeOptions:
     def attention_given(self) -> dict[str, object]:
         """The options of attention that were given: those that are not at their default."""
         return {
-            each.name: getattr(self, each.name)
-            for each in fields(self)
-            if each.name in _OF_ATTENTION.split() and getattr(self, each.name) != each.default
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.name in _OF_ATTENTION.split() and getattr(self, field.name) != field.default
         }
 
 
@@ -409,8 +409,8 @@ def _check_targets(options: PrecomputeOptions) -> None:
     check_option("hidden_codec", options.hidden_codec, HIDDEN_CODECS, "CACHE-177")
     for name in ("logits_output", "vocab_size"):
         if options.logits == "none" and getattr(options, name) is not None:
-            given = getattr(options, name)
-            raise ShdError("argument-value", f"{name} must go with logits; got {given!r} with logits 'none'")
+            value = getattr(options, name)
+            raise ShdError("argument-value", f"{name} must go with logits; got {value!r} with logits 'none'")
     temperature = options.logits_temperature
     if options.logits in ("none", "float16") and temperature != 1.0:
         raise ShdError(

@@ -138,7 +138,7 @@ class TargetOutputs:
     def positions(self) -> int | None:
         """Rows of one sample, padding included; None of a classifier, and where nothing was asked for."""
         rows = [*self.hidden.values(), *(() if self.logits is None else (self.logits,))]
-        return next((each.shape[-2] for each in rows if each.ndim == 2), None)
+        return next((array.shape[-2] for array in rows if array.ndim == 2), None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,7 +179,7 @@ class StudentOutputs:
     @classmethod
     def joined(cls, parts: Sequence[StudentOutputs]) -> StudentOutputs:
         """Of a batch that ran some layers at a time."""
-        return replace(parts[0], layers=tuple(layer for part in parts for layer in part.layers))
+        return replace(parts[0], layers=tuple(layer for outputs in parts for layer in outputs.layers))
 
     def select(self, numbers: Sequence[int]) -> StudentOutputs:
         """Of some samples, by their numbers in the batch; the batch keeps no arrays."""
@@ -250,13 +250,13 @@ def find_faults(work: TeacherRun, outputs: StudentOutputs) -> list[Fault]:
             suspect |= (_is_doubtful(layer.codes) & rows).any(axis=(1, 2))
     numbers = np.flatnonzero(suspect).tolist()
     if outputs.layers and outputs.layers[0].has_check:
-        found = [_first_fault(work.sample(outputs, number)) for number in numbers]
+        suspects = [_first_fault(work.sample(outputs, number)) for number in numbers]
     else:
-        found = []
-        for part in work.checked_batches(indices[number] for number in numbers):
-            checked = work.squeeze(part, checked=True)[outputs.student.number]
-            found += [_first_fault(work.sample(checked, number)) for number in range(len(part.indices))]
-    faults = [fault for fault in found if fault is not None]
+        suspects = []
+        for batch in work.checked_batches(indices[number] for number in numbers):
+            checked = work.squeeze(batch, checked=True)[outputs.student.number]
+            suspects += [_first_fault(work.sample(checked, number)) for number in range(len(batch.indices))]
+    faults = [fault for fault in suspects if fault is not None]
     if outputs.targets.logits is None and not outputs.targets.hidden:
         return faults
     known = {fault.index for fault in faults}
@@ -296,16 +296,16 @@ def _is_doubtful(codes: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 def _first_fault(sample: SampleOutputs) -> Fault | None:
-    for each in sample.layers:
-        layer = each.layer
-        counted = np.ones((1, 1), dtype=np.bool_) if each.row_mask is None else each.row_mask[None]  # (1, L)
-        finite = np.isfinite(each.probs).all(axis=-1)
-        sound = np.isfinite(each.values).all(axis=-1)
+    for outputs in sample.layers:
+        layer = outputs.layer
+        counted = np.ones((1, 1), dtype=np.bool_) if outputs.row_mask is None else outputs.row_mask[None]  # (1, L)
+        finite = np.isfinite(outputs.probs).all(axis=-1)
+        sound = np.isfinite(outputs.values).all(axis=-1)
         # Values are those of the keys, which are the rows where the map is square.
         finite &= sound if sound.shape == finite.shape else sound.all(axis=-1, keepdims=True)
         heads = np.flatnonzero((~finite & counted).any(axis=-1))
-        merged_is_finite = (np.isfinite(each.merged).all(axis=-1) | ~counted).all()
-        if len(heads) or not merged_is_finite or not np.isfinite(each.alphas).all():
+        merged_is_finite = (np.isfinite(outputs.merged).all(axis=-1) | ~counted).all()
+        if len(heads) or not merged_is_finite or not np.isfinite(outputs.alphas).all():
             head = int(heads[0]) if len(heads) else None
             return Fault(sample.index, sample.key, layer.student_layer, layer.site.name, head)
     return None

@@ -90,8 +90,8 @@ class TeacherRun:
         self.path = teacher
         self.options = options = students[0]
         self.run = run
-        for each in students:
-            check_options(each)
+        for student in students:
+            check_options(student)
         check_run(run)
         check_teachers(teacher, options)
         self._provider = PROVIDERS.get(run.provider, run.provider)
@@ -118,7 +118,7 @@ class TeacherRun:
         self._check_classes()
         self.factors = choose_stored(self.model, self.layers, self.site_kinds, options)
         self.num_teacher_heads = common_heads(self.layers)
-        given = [self._given_plans(each) for each in students]
+        plans_given = [self._given_plans(student) for student in students]
         # After what can be refused at once, because it reads the whole data set.
         specs = frozen_specs(self.model, [site.probs for _, site in self.layers])
         self.inputs = ModelInputs(
@@ -139,8 +139,8 @@ class TeacherRun:
             other.fit(self.inputs)
         self.bare, self.weights = take_weights(self.model)
         self.students = tuple(
-            Student(number, each, plans or (self._match_plans(each) if self.layers else ()))
-            for number, (each, plans) in enumerate(zip(students, given, strict=True))
+            Student(number, student, plans or (self._match_plans(student) if self.layers else ()))
+            for number, (student, plans) in enumerate(zip(students, plans_given, strict=True))
         )
         self._sessions: dict[bool, _Session] = {}
         self._opening: Callable[[], _Session] | None = None
@@ -152,8 +152,8 @@ class TeacherRun:
         """The same teacher on the same inputs, merged by the same plans, in new sessions: stored in another way."""
         other = copy.copy(self)
         other.students = tuple(
-            replace(each, options=replace(each.options, **changes))  # type: ignore[arg-type]
-            for each in self.students
+            replace(student, options=replace(student.options, **changes))  # type: ignore[arg-type]
+            for student in self.students
         )
         other.options = other.students[0].options
         check_options(other.options)
@@ -319,7 +319,7 @@ class TeacherRun:
         if self._target_columns is None or None in others:
             return 1
         # Beside the first teacher's, one other's logits are held at a time.
-        columns = self._target_columns + max((each for each in others if each is not None), default=0)
+        columns = self._target_columns + max((width for width in others if width is not None), default=0)
         entries = columns * max(self.inputs.longest_axis(indices), 1)
         return min(len(indices), max(1, TARGET_BYTES // (4 * entries)))
 
@@ -355,11 +355,11 @@ class TeacherRun:
 
     def _check_classes(self) -> None:
         """Refuse further teachers with other classes, as far as the graphs say how many they have."""
-        given = self.options.vocab_size
-        size = count_classes(self.model, str(self.targets.logits)) if given is None else given
+        stated = self.options.vocab_size
+        size = count_classes(self.model, str(self.targets.logits)) if stated is None else stated
         if size is not None:
             for other in self.others:
-                other.check_classes(size, exact=given is None)
+                other.check_classes(size, exact=stated is None)
 
     @property
     def has_decoder_rows(self) -> bool:

@@ -131,7 +131,7 @@ class ParquetSource(Source):
             self.columns = tuple(self._library.read_schema(paths[0]).names)
         except (OSError, self._pa.ArrowException) as error:
             raise self.refuse(f"must be readable Parquet files: {error}") from error
-        self._count = int(sum(part.num_rows for part in metadata))
+        self._count = int(sum(footer.num_rows for footer in metadata))
         if not self._count:
             raise self.refuse("must hold at least 1 sample")
 
@@ -145,8 +145,8 @@ class ParquetSource(Source):
             for path in self._paths:
                 with self._library.ParquetFile(path) as file:
                     for batch in file.iter_batches(_BLOCK_ROWS, columns=list(columns)):
-                        for place in range(batch.num_rows):
-                            yield _row_of(self, batch, place, index, columns)
+                        for number in range(batch.num_rows):
+                            yield _row_of(self, batch, number, index, columns)
                             index += 1
         except (OSError, self._pa.ArrowException) as error:
             raise self.refuse(f"must be readable Parquet files: {error}", index) from error
@@ -160,9 +160,9 @@ def open_folder(path: Path) -> Source:
     if splits:
         raise ShdError("inputs-invalid", f"inputs {path} hold the splits {', '.join(splits)}: name one of them")
     for pattern, kind in (("*.parquet", ParquetSource), ("*.arrow", ArrowSource)):
-        found = sorted(path.rglob(pattern))
-        if found:
-            return kind(found, str(path))
+        files = sorted(path.rglob(pattern))
+        if files:
+            return kind(files, str(path))
     raise ShdError(
         "inputs-invalid", f"inputs {path} must be a data set of save_to_disk, or hold .parquet or .arrow files"
     )
@@ -188,9 +188,9 @@ def _map_table(pa: Any, path: Path) -> Any:
         return pa.ipc.open_file(mapped).read_all()
 
 
-def _row_of(source: Source, batch: Any, place: int, index: int, columns: Sequence[str]) -> Row:
+def _row_of(source: Source, batch: Any, number: int, index: int, columns: Sequence[str]) -> Row:
     try:
-        return {name: _value_of(batch.column(name)[place]) for name in columns}
+        return {name: _value_of(batch.column(name)[number]) for name in columns}
     except (ValueError, TypeError, KeyError, NotImplementedError) as error:  # the last of types that numpy lacks
         raise source.refuse(f"columns must hold numbers, lists of numbers or text: {error}", index) from error
 

@@ -84,13 +84,13 @@ class TokenizedSource(Source):
         """All rows in order, with these columns."""
         self.truncated = 0
         others = [name for name in columns if name not in TOKEN_COLUMNS]
-        wanted = list(dict.fromkeys([self._text_column, *others]))
-        for start, block in self._blocks(self._rows.rows(wanted)):
+        needed = list(dict.fromkeys([self._text_column, *others]))
+        for start, block in self._blocks(self._rows.rows(needed)):
             answer = self._encode([row[self._text_column] for row in block], start)
-            for place, (row, tokens, is_cut) in enumerate(zip(block, *answer, strict=True)):
+            for number, (row, tokens, is_cut) in enumerate(zip(block, *answer, strict=True)):
                 self.truncated += is_cut
                 if not tokens.size:
-                    raise self.refuse("the text must give at least one token; got none", start + place)
+                    raise self.refuse("the text must give at least one token; got none", start + number)
                 made = dict(zip(TOKEN_COLUMNS, tokens, strict=True))
                 yield {name: made[name] if name in made else row[name] for name in columns}
 
@@ -173,7 +173,7 @@ def _load_tokenizer(path: Path, max_length: int | None) -> tuple[_Tokenizer, int
     except (OSError, ValueError) as error:  # a path that no file has
         raise ShdError("inputs-invalid", f"tokenizer {path} must be a readable tokenizer.json: {error}") from error
     limits = [about["own"], _model_max_length(path / CONFIG_NAME) if is_folder else None]
-    limit = min((each for each in limits if each), default=None) if max_length is None else max_length
+    limit = min((length for length in limits if length), default=None) if max_length is None else max_length
     if limit is None:
         return tokenizer, None
     added = about["added"]
@@ -191,19 +191,19 @@ def _load_tokenizer(path: Path, max_length: int | None) -> tuple[_Tokenizer, int
 def _model_max_length(file: Path) -> int | None:
     """How many tokens the model takes, by the tokenizer's settings; None where they say none."""
     try:
-        found = read_json(file).get("model_max_length")
+        length = read_json(file).get("model_max_length")
     except FileNotFoundError:
         return None
     except OSError as error:
         raise ShdError("inputs-invalid", f"{file} must be a readable file: {error}") from error
     except (ValueError, AttributeError) as error:
         raise ShdError("inputs-invalid", f"{file} must hold a JSON object: {error}") from error
-    if found is None or (isinstance(found, int | float) and found >= _UNLIMITED):
+    if length is None or (isinstance(length, int | float) and length >= _UNLIMITED):
         return None
-    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
         raise ShdError(
             "inputs-invalid",
-            f"model_max_length of {file} must be an integer from 1; got {str(found)[:80]}: correct it, or give the "
+            f"model_max_length of {file} must be an integer from 1; got {str(length)[:80]}: correct it, or give the "
             "tokenizer.json itself",
         )
-    return found
+    return length

@@ -91,7 +91,7 @@ class _Sweep:
     def __init__(self, context: ir.Value) -> None:
         producer = context.producer()
         graph = None if producer is None else producer.graph
-        self.places = {id(node): place for place, node in enumerate(graph or ())}
+        self.places = {id(node): position for position, node in enumerate(graph or ())}
         self.readings: dict[ir.Value, _Reading] = {}
         self.waiting: dict[ir.Value, set[int]] = {}  # the operators that are still to read a tensor, if any
         self.queue: list[int] = []
@@ -131,16 +131,16 @@ class _Sweep:
         self.readings[value] = reading
         waiting = self.waiting[value] = set[int]()
         for node, _ in value.uses():
-            place = self.places.get(id(node))
+            position = self.places.get(id(node))
             if node.op_type in _SIZES:
                 continue
-            if place is None:  # in the body of a control-flow operator
+            if position is None:  # in the body of a control-flow operator
                 self.bends.append(node)
                 continue
-            waiting.add(place)
-            if place not in self.nodes:
-                self.nodes[place] = node
-                heapq.heappush(self.queue, place)
+            waiting.add(position)
+            if position not in self.nodes:
+                self.nodes[position] = node
+                heapq.heappush(self.queue, position)
         self._drop_if_read(value)
 
     def _take(self, node: ir.Node) -> None:
@@ -262,19 +262,19 @@ def _sum_heads(node: ir.Node, reading: _Linear) -> _Linear | None:
 
 def _multiply(node: ir.Node, place: int, reading: _Linear) -> _Linear | None:
     """The product with a constant; of a product, the product of both matrices."""
-    found: Weight | None = product_weight(node, place)
+    factor: Weight | None = product_weight(node, place)
     source = node.inputs[place]
-    if found is None or source is None:
+    if factor is None or source is None:
         return None
     if not reading.terms:
-        return _Linear((Term(source, found.axis, found.matrix),), found.out_axis, by_head=found.matrix.ndim == 3)
-    if reading.axis != found.axis or reading.by_head or found.matrix.ndim != 2:
+        return _Linear((Term(source, factor.axis, factor.matrix),), factor.out_axis, by_head=factor.matrix.ndim == 3)
+    if reading.axis != factor.axis or reading.by_head or factor.matrix.ndim != 2:
         return None
-    if reading.terms[0].weight.shape[-1] != len(found.matrix):
+    if reading.terms[0].weight.shape[-1] != len(factor.matrix):
         return None
-    wide = found.matrix.astype(np.float64)
+    wide = factor.matrix.astype(np.float64)
     terms = tuple(replace(term, weight=_as_weight(term.weight @ wide, term.weight)) for term in reading.terms)
-    return replace(reading, terms=terms, axis=found.out_axis)
+    return replace(reading, terms=terms, axis=factor.out_axis)
 
 
 def _as_weight(product: NDArray[Any], like: NDArray[Any]) -> NDArray[Any]:

@@ -76,7 +76,7 @@ def _is_stated(value: ir.Value) -> bool:
 def operands(product: ir.Node) -> tuple[ir.Value, ir.Value]:
     """The two factors of a product."""
     places = (0, 3) if product.op_type == "QLinearMatMul" else (0, 1)
-    left, right = (product.inputs[place] if place < len(product.inputs) else None for place in places)
+    left, right = (product.inputs[number] if number < len(product.inputs) else None for number in places)
     if left is None or right is None:
         raise ShdError("graph-invalid", f"node {product.name!r} ({product.op_type}) lacks an operand")
     return left, right
@@ -125,16 +125,16 @@ def ancestors(value: ir.Value) -> set[ir.Value]:
 
 def _projected_tensors(projection: ir.Node) -> set[ir.Value]:
     """What a projection reads, and what that is projected from in turn: adapters and latents have two products."""
-    found: set[ir.Value] = set()
+    tensors: set[ir.Value] = set()
     waiting = [value for value in operands(projection) if not is_constant(value)]
     while waiting:
         value = waiting.pop()
-        if value in found:
+        if value in tensors:
             continue
-        found.add(value)
+        tensors.add(value)
         node = value.producer()
         waiting += [] if node is None else _other_forms(node)
-    return found
+    return tensors
 
 
 def _other_forms(node: ir.Node) -> list[ir.Value]:
@@ -196,15 +196,15 @@ def before_rounding(value: ir.Value) -> ir.Value:
 
 def list_repeats(values: ir.Value) -> tuple[ir.Node, ...]:
     """Operators between V and its projection that may repeat value heads for grouped queries."""
-    found: list[ir.Node] = []
+    nodes: list[ir.Node] = []
     node = values.producer()
     while node is not None and node.op_type in LAYOUT_OPS | REPEAT_OPS:
         # A Concat of different tensors joins past values or rotary halves: it repeats nothing.
         if node.op_type != "Concat" or len(set(node.inputs)) == 1:
-            found.append(node)
+            nodes.append(node)
         source = node.inputs[0]
         node = None if source is None else source.producer()
-    return tuple(node for node in found if node.op_type in REPEAT_OPS)
+    return tuple(node for node in nodes if node.op_type in REPEAT_OPS)
 
 
 def repeat_chain(values: ir.Value) -> tuple[ir.Node, ...]:

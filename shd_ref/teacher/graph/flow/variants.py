@@ -125,16 +125,18 @@ def _read_sum(value: ir.Value, numbers: ir.Value, depth: int = 0) -> bool | None
         return None
     inputs = list(node.inputs[1:] if node.op_type == "Where" else node.inputs)
     inputs = inputs[:1] if node.op_type in _SHAPING else inputs
-    read = [None if each is None else _read_sum(each, numbers, depth + 1) for each in inputs]
-    others = [each for each, found in zip(inputs, read, strict=True) if found is None and each is not None]
-    sums = [found for found in read if found is not None]
+    read = [None if operand is None else _read_sum(operand, numbers, depth + 1) for operand in inputs]
+    others = [
+        operand for operand, reading in zip(inputs, read, strict=True) if reading is None and operand is not None
+    ]
+    sums = [reading for reading in read if reading is not None]
     is_bounded = node.op_type == "Clip" and len(inputs) > 2 and inputs[2] is not None
     if len(sums) != 1 or is_bounded or (node.op_type == "Add" and not all(map(_is_positive, others))):
         return None
-    constants = [constant_of(each) for each in others]
+    constants = [constant_of(operand) for operand in others]
     if node.op_type == "Where":  # another denominator for rows without any
-        return sums[0] if all(each is not None and (each > 0).all() for each in constants) else None
-    return sums[0] and all(each is not None and (np.abs(each) <= _NEGLIGIBLE).all() for each in constants)
+        return sums[0] if all(operand is not None and (operand > 0).all() for operand in constants) else None
+    return sums[0] and all(operand is not None and (np.abs(operand) <= _NEGLIGIBLE).all() for operand in constants)
 
 
 def _is_over_last_axis(total: ir.Node) -> bool:
@@ -165,8 +167,8 @@ def _is_positive(value: ir.Value) -> bool:
             return False
         sources = {"Where": node.inputs[1:]}.get(node.op_type, node.inputs[:1])
         sources = node.inputs if node.op_type in _OF_ALL else sources
-        waiting += [each for each in sources if each is not None and each not in seen]
-        seen.update(each for each in sources if each is not None)
+        waiting += [source for source in sources if source is not None and source not in seen]
+        seen.update(source for source in sources if source is not None)
     return True
 
 
@@ -188,7 +190,7 @@ def _has_floor(node: ir.Node) -> bool:
     """Whether numbers are cut off at zero or above."""
     if node.op_type not in ("Clip", "Max"):
         return False
-    floors = [constant_of(each) for each in (node.inputs[1:2] if node.op_type == "Clip" else node.inputs)]
+    floors = [constant_of(operand) for operand in (node.inputs[1:2] if node.op_type == "Clip" else node.inputs)]
     return any(floor is not None and bool((floor >= 0).all()) for floor in floors)
 
 
@@ -231,9 +233,9 @@ def _products_behind(start: ir.Node, is_map: bool) -> Iterator[tuple[ir.Node, fr
     queue: list[tuple[ir.Value, Counter[str] | None, frozenset[str]]] = [(first, _sizes(first, 2), frozenset())]
     seen = {first}
     for value, axes, passed in queue:
-        for node, place in value.uses():
+        for node, number in value.uses():
             if is_value_product(node):
-                if place == 0 or is_map:
+                if number == 0 or is_map:
                     yield node, passed
                 continue
             for output in node.outputs if _is_followed(node, value, axes) else ():
@@ -250,7 +252,7 @@ def _is_followed(node: ir.Node, value: ir.Value, axes: Counter[str] | None) -> b
         return axes is not None
     # Without known axes, what a computed tensor joins may be anything, such as the stream after a router.
     known = axes is not None or node.op_type not in (*_BY_ENTRY, "Concat")
-    joined = known or all(each is None or each is value or _is_like_a_map(each) for each in node.inputs)
+    joined = known or all(operand is None or operand is value or _is_like_a_map(operand) for operand in node.inputs)
     return node.op_type in _FOLLOWED and joined
 
 

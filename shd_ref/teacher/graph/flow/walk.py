@@ -89,7 +89,7 @@ def walk_graph(graph: ir.Graph) -> Iterator[Walk]:
             for inner in _nodes_inside(node)
             for walk in _walk_from(inner, met)
         ]
-    walked = {node for node, found in walks.items() if found}
+    walked = {node for node, started in walks.items() if started}
     for node, reason in find_remade(graph, walked, met):
         walks[node].append(Walk(node, reason))
     for node in graph:
@@ -269,11 +269,11 @@ def _meet_values(probs: ir.Value) -> list[_Meeting]:
     queue, met = [_Trail(probs, probs)], []
     seen = {probs}
     for trail in queue:
-        for node, place in trail.value.uses():
+        for node, number in trail.value.uses():
             if is_value_product(node):
-                met.append(_Meeting(node, place, trail))
+                met.append(_Meeting(node, number, trail))
                 continue
-            step = _step(trail, node, place)
+            step = _step(trail, node, number)
             if step is not None and step.value not in seen:
                 seen.add(step.value)
                 queue.append(step)
