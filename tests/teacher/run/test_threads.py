@@ -33,13 +33,13 @@ from shd_ref.teacher.sources import Source
 from shd_ref.teacher.sources.source import Spool
 
 
-def make_arrays(layers: int = 1) -> dict[str, Any]:
+def make_arrays() -> dict[str, Any]:
     rng = np.random.default_rng(0)
-    arrays: dict[str, Any] = {"mask": np.ones((3, 5), dtype=np.int64)}
-    for layer in range(layers):
-        arrays[f"logits_{layer}"] = rng.normal(size=(3, 4, 5, 5)).astype(np.float32)
-        arrays[f"values_{layer}"] = rng.normal(size=(3, 4, 5, 4)).astype(np.float32)
-    return arrays
+    return {
+        "mask": np.ones((3, 5), dtype=np.int64),
+        "logits_0": rng.normal(size=(3, 4, 5, 5)).astype(np.float32),
+        "values_0": rng.normal(size=(3, 4, 5, 4)).astype(np.float32),
+    }
 
 
 def blas_threads() -> list[int]:

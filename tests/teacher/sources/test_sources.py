@@ -255,13 +255,6 @@ def test_settings_of_a_tokenizer_that_say_nothing_usable_are_refused(
         open_source(tmp_path / "data.jsonl", tokenizer=folder)
 
 
-def test_a_length_that_special_tokens_fill_is_refused(tmp_path: Path) -> None:
-    save_json_lines([{"text": "the cat"}], tmp_path / "data.jsonl")
-    with pytest.raises(ShdError, match="must be at least 3, since this tokenizer adds 2 special tokens") as caught:
-        open_source(tmp_path / "data.jsonl", tokenizer=save_tokenizer(tmp_path), max_length=1)
-    assert caught.value.code == "argument-value"
-
-
 def test_text_that_is_none_is_refused_by_its_row(tmp_path: Path) -> None:
     save_json_lines([{"text": "the"}, {"text": "\ud800"}], tmp_path / "data.jsonl")
     source = open_source(tmp_path / "data.jsonl", tokenizer=save_tokenizer(tmp_path))
