@@ -108,16 +108,18 @@ def write_both(folder: Path, samples: int, length: int, support: str, codec: str
         spec_version="1.0",
         created_by="benchmark",
         teacher=Teacher("00" * 32, "benchmark", "CPUExecutionProvider", "float32"),
-        attention=Maps(
-            num_student_heads=HEADS,
-            layers=tuple(LayerPair(layer, layer, f"site {layer}", HEADS) for layer in range(LAYERS)),
-            plan=(),
-            strategy="shd",
-            alpha_rule="least_squares",
-            alpha_per="map",
-            temperature=1.0,
-            support=support,
-            codec=codec,
+        forms=(
+            Maps(
+                num_student_heads=HEADS,
+                layers=tuple(LayerPair(layer, layer, f"site {layer}", HEADS) for layer in range(LAYERS)),
+                plan=(),
+                strategy="shd",
+                alpha_rule="least_squares",
+                alpha_per="map",
+                temperature=1.0,
+                support=support,
+                codec=codec,
+            ),
         ),
         compression=compression,
         inputs=SampleInputs(("input_ids",), None),
@@ -126,14 +128,14 @@ def write_both(folder: Path, samples: int, length: int, support: str, codec: str
     )
     writer = CacheWriter(folder / "cache", manifest)
     raw = np.memmap(folder / "raw", np.float16, "w+", shape=(samples, LAYERS, HEADS, length, length))
-    alphas = np.zeros((LAYERS, 0), np.float32)
     size = 0
     for shard in writer.missing_shards():
         records = []
         for index in manifest.shard_samples(shard):
             maps = make_maps(index, length, support)
             raw[index] = maps
-            records.append(NewRecord(index, keys[index], length, [encode(codec, layer) for layer in maps], alphas))
+            parts = {f"L{number:02d}": encode(codec, layer) for number, layer in enumerate(maps)}
+            records.append(NewRecord(index, keys[index], length, parts))
         size += writer.write_shard(shard, records, Errors.unmeasured(manifest)).size
     writer.seal()
     raw.flush()

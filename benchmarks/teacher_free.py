@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, StackDataset
 
+from shd_ref.cache import CodecError, LogitsError
 from shd_ref.teacher.precompute.engine import precompute
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_torch import (
@@ -135,18 +136,20 @@ def prepare(
     (summary,) = precompute(graph, {"input_ids": train}, [(folder / "cache", options)], run)
     joined = SupervisedDataset(StackDataset(input_ids=torch.from_numpy(train)), folder / "cache")
     record = joined[0][1]
-    assert record.logits is not None
-    assert summary.errors.logits is not None
+    attention, logits = summary.errors["attention"], summary.errors["logits"]
+    assert isinstance(attention, CodecError)
+    assert isinstance(logits, LogitsError)
+    sizes = {name: part.nbytes for name, part in record.parts.items() if part.dtype == np.uint8}
     stored = {
-        "attention_bytes_a_token": sum(map(len, record.blobs.values())) / record.length,
-        "logits_bytes_a_token": len(record.logits) / record.length,
+        "attention_bytes_a_token": (sum(sizes.values()) - sizes["logits"]) / record.length,
+        "logits_bytes_a_token": sizes["logits"] / record.length,
         "cache_bytes_a_token": sum(path.stat().st_size for path in (folder / "cache").rglob("*") if path.is_file())
         / train.size,
-        "attention_kl_mean": summary.errors.attention.kl_mean,
-        "attention_kl_max": summary.errors.attention.kl_max,
-        "logits_kl_mean": summary.errors.logits.kl_mean,
-        "logits_kl_max": summary.errors.logits.kl_max,
-        "logits_gradient_mean": summary.errors.logits.gradient_mean,
+        "attention_kl_mean": attention.kl_mean,
+        "attention_kl_max": attention.kl_max,
+        "logits_kl_mean": logits.kl_mean,
+        "logits_kl_max": logits.kl_max,
+        "logits_gradient_mean": logits.gradient_mean,
     }
     return teacher, {"input_ids": train}, valid, folder / "cache", stored
 

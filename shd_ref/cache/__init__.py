@@ -22,6 +22,7 @@ from shd_ref.cache.codecs.distortion import (
     CodecError,
     HiddenError,
     LogitsError,
+    RowError,
     codec_error,
     kl_bound,
     merge_codec_errors,
@@ -49,10 +50,11 @@ from shd_ref.cache.documents.seal import Seal
 from shd_ref.cache.export import ExportSummary, export_webdataset
 from shd_ref.cache.forms.attention import Attention, KindLayers, LayerPair, Matching
 from shd_ref.cache.forms.factors import Factors
-from shd_ref.cache.forms.form import NO_ATTENTION, Extent, Form, NewRecord, StoredRecord
+from shd_ref.cache.forms.form import F32, U8, Extent, Form, NewRecord, Part, StoredRecord
 from shd_ref.cache.forms.hidden import Hidden, HiddenLayer
 from shd_ref.cache.forms.logits import AveragedTeacher, Logits
 from shd_ref.cache.forms.maps import Maps
+from shd_ref.cache.forms.table import ROWS, Forms, Row
 from shd_ref.cache.listing import CacheListing, list_cache
 from shd_ref.cache.merge import MergeSummary, merge_caches
 from shd_ref.cache.reader import CacheReader
@@ -64,11 +66,13 @@ __all__ = [
     "COMPRESSIONS",
     "DEFAULT_CODEC",
     "DEFAULT_FACTORED_CODEC",
+    "F32",
     "FACTORED_CODECS",
     "FORMAT_VERSION",
-    "NO_ATTENTION",
     "ON_ERROR",
+    "ROWS",
     "SUPPORTS",
+    "U8",
     "Attention",
     "AveragedTeacher",
     "Blob",
@@ -83,6 +87,7 @@ __all__ = [
     "Extent",
     "Factors",
     "Form",
+    "Forms",
     "Hidden",
     "HiddenError",
     "HiddenLayer",
@@ -96,9 +101,12 @@ __all__ = [
     "Matching",
     "MergeSummary",
     "NewRecord",
+    "Part",
     "Problem",
     "Receipt",
     "Record",
+    "Row",
+    "RowError",
     "SampleInputs",
     "Seal",
     "ShardPlan",

@@ -107,7 +107,7 @@ class CacheListing:
                     for form in manifest.forms
                 },
             },
-            "errors": {name: asdict(error) for name, error in self.errors.measured().items()},
+            "errors": {name: vars(error) for name, error in self.errors.items()},
         }
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,10 @@ from shd_ref.cache.codecs.compression import expand_blob
 from shd_ref.cache.documents.manifest import Manifest
 from shd_ref.cache.documents.receipts import Blob, Errors, Receipt, Record
 from shd_ref.cache.documents.seal import Seal
-from shd_ref.cache.forms.form import F32, NO_ATTENTION, U8, Extent, StoredRecord
+from shd_ref.cache.forms.form import F32, U8, Extent, StoredRecord
+from shd_ref.cache.forms.hidden import Hidden
+from shd_ref.cache.forms.logits import Logits
+from shd_ref.cache.forms.table import ROWS
 from shd_ref.cache.ranges import ShardFile, check_shard_size
 from shd_ref.cache.storage.checksums import hex_64, xxh3_64
 from shd_ref.cache.storage.documents import checksum_of
@@ -24,7 +27,8 @@ from shd_ref.cache.storage.places import Folder, open_storage
 from shd_ref.errors import ShdError
 from shd_ref.kd.records import SampledTargets, TopkTargets
 
-_Held = TypeVar("_Held")
+Choice: TypeAlias = Iterable[int] | bool | None
+"""What to read of a form: some of its layers, all of it (None and True), or nothing."""
 
 OPEN_SHARDS: Final = 32
 """Shard files that a reader keeps open."""
@@ -100,50 +104,46 @@ class CacheReader:
         self,
         key: str,
         layers: Iterable[int] | None = None,
-        *,
-        logits: bool = True,
-        hidden: Iterable[int] | None = None,
+        **choices: Choice,
     ) -> StoredRecord:
         """Read one sample and check every byte (CACHE-81).
 
         Args:
             key: ``sample_key`` of its inputs. Of equal samples the one with the lowest index is read.
             layers: student layers whose attention to read; all by default.
-            logits: whether to read logits, if the cache has them.
-            hidden: teacher layers whose hidden states to read; all that the cache has by default.
+            **choices: what to read of the other forms, by default all that the cache has: ``logits`` True or False,
+                ``hidden`` the teacher layers.
 
         Raises:
-            ShdError: ``sample-missing``; ``argument-value`` (layers, hidden); ``cache-incomplete`` for a shard that
+            ShdError: ``sample-missing``; ``argument-value`` (layers, choices); ``cache-incomplete`` for a shard that
                 vanished or was cut short; ``cache-corrupt`` naming file, record and layer.
         """
-        return self.read_batch([key], layers, logits=logits, hidden=hidden)[0]
+        return self.read_batch([key], layers, allocate=_allocate, **choices)[0]
 
     def read_batch(
         self,
         keys: Sequence[str],
         layers: Iterable[int] | None = None,
         *,
-        logits: bool = True,
-        hidden: Iterable[int] | None = None,
         allocate: Callable[[int], NDArray[np.uint8]] = _allocate,
+        **choices: Choice,
     ) -> list[StoredRecord]:
         """Read several samples; without compression their bytes are read into one buffer, without copies.
 
         Args:
-            keys: as for ``read``, in any order; read in stored order, and from an object store many at once.
-            layers: student layers whose attention to read; all by default.
-            logits: whether to read logits, if the cache has them.
-            hidden: teacher layers whose hidden states to read; all that the cache has by default.
-            allocate: function from a number of bytes to memory for all blobs: attention layer by layer, logits, then
-                hidden states layer by layer, each sample by sample. Not called for a compressed cache, whose frames
-                are inspected before memory is allocated (CACHE-44): each blob is allocated separately.
+            keys: as for ``read``, in any order; read in the order in which they lie in their shards, and from an
+                object store many at once.
+            layers: as for ``read``.
+            allocate: from a number of bytes to the memory that takes all blobs: form by form (attention, logits,
+                hidden states), in each layer by layer, in each of these sample by sample. Not called for a compressed
+                cache, whose frames are inspected before memory is taken for them (CACHE-44): each of its blobs is
+                allocated alone.
+            **choices: as for ``read``.
 
         Raises:
             ShdError: as ``read``.
         """
-        coded = self._parts_of("attention", "layers must be among student layers", layers)
-        coded += self._parts_of("logits", "logits must be", None if logits else ())
-        coded += self._parts_of("hidden", "hidden must be among teacher layers", hidden)
+        coded = [number for name, choice in self._choices(layers, choices) for number in self._parts_of(name, choice)]
         positions = [self._find(key) for key in keys]
         places = [_Place(position, *self._where[position].tolist()) for position in positions]
         starts, stops, _ = self._spans[positions][:, coded].T.astype(np.int64)
@@ -189,7 +189,7 @@ class CacheReader:
         Raises:
             ShdError: ``argument-value`` where the cache, or the record as it was read, has none; ``cache-corrupt``.
         """
-        return self._form("logits", self.manifest.logits).decode(record)
+        return self.manifest.need(Logits, "logits").decode(record)
 
     def decode_hidden(self, record: StoredRecord, layer: int) -> NDArray[np.float32]:
         """The teacher's hidden states of one of its layers, ``(R, width)`` float32; row r as for logits.
@@ -197,29 +197,31 @@ class CacheReader:
         Raises:
             ShdError: ``argument-value`` where the cache, or the record as it was read, does not have them.
         """
-        return self._form("hidden", self.manifest.hidden).decode(record, layer)
+        return self.manifest.need(Hidden, "hidden states").decode(record, layer)
 
-    def _form(self, name: str, form: _Held | None) -> _Held:
-        if form is None:
-            held = ", ".join(each.SUBJECT for each in self.manifest.forms)
-            message = (
-                f"the cache must hold {name} to decode them; {self.folder} holds {held}: precompute it with them"
-            )
-            raise ShdError("argument-value", message, "CACHE-160")
-        return form
+    def _choices(self, layers: Iterable[int] | None, choices: Mapping[str, Choice]) -> list[tuple[str, Choice]]:
+        """By the keyword of each form in the table what to read of it."""
+        names = dict.fromkeys(row.form.CHOICE for row in ROWS)
+        unknown = sorted(choices.keys() - names.keys())
+        if unknown:
+            raise ShdError("argument-value", f"a form must be one of {', '.join(names)}; got {unknown}", "CACHE-81")
+        given = {"layers": layers, **choices}
+        return [(name, given.get(name)) for name in names]
 
-    def _parts_of(self, subject: str, rule: str, layers: Iterable[int] | None) -> list[int]:
-        """Numbers of the coded parts of a form that are asked for; all where layers is None."""
+    def _parts_of(self, name: str, choice: Choice) -> list[int]:
+        """Numbers of the coded parts of a form that are asked for, by the keyword of its choice."""
+        chosen = {form.SUBJECT for form in self.manifest.forms if name == form.CHOICE}
         held = {
             part.layer: number
             for number, part in enumerate(self.manifest.parts)
-            if part.subject == subject and part.dtype == U8
+            if part.subject in chosen and part.dtype == U8
         }
-        wanted: list[int | None] = list(held if layers is None else dict.fromkeys(layers))
-        for layer in wanted:
+        if choice is None or isinstance(choice, bool):
+            return [] if choice is False else list(held.values())
+        for layer in choice:
             if layer not in held:
-                raise ShdError("argument-value", f"{rule} {list(held)}; got {layer}", "CACHE-81")
-        return [held[layer] for layer in wanted]
+                raise ShdError("argument-value", f"{name} must be among {list(held)}; got {layer}", "CACHE-81")
+        return [held[layer] for layer in dict.fromkeys(choice)]
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("_open", "_part_shapes")}
@@ -295,25 +297,17 @@ class CacheReader:
         }
         stored = floats | coded
         self._read_blobs(place, list(stored), [spans[number] for number in stored], list(stored.values()))
-        values = {parts[number].name: _floats(data, sizes[number]) for number, data in floats.items()}
-        alphas = values.get("alphas")
-        if alphas is None:
-            layers, _, *rows = sizes[0] if self.manifest.attention is not NO_ATTENTION else (0, 0)
-            alphas = np.empty((layers, 0, *rows), np.float32)
-        blobs: dict[str, dict[int | None, NDArray[np.uint8]]] = {"attention": {}, "logits": {}, "hidden": {}}
+        values: dict[str, NDArray[Any]] = {
+            parts[number].name: _floats(data, sizes[number]) for number, data in floats.items()
+        }
         for number, blob in coded.items():
-            part = parts[number]
-            where = f"{self.folder}: record {place.index} {part.title}"
-            blobs[part.subject][part.layer] = expand_blob(blob, sizes[number][0], where)
+            where = f"{self.folder}: record {place.index} {parts[number].title}"
+            values[parts[number].name] = expand_blob(blob, sizes[number][0], where)
         return StoredRecord(
             index=place.index,
             key=key,
             length=place.length,
-            blobs={layer or 0: blob for layer, blob in blobs["attention"].items()},
-            logits=blobs["logits"].get(None),
-            hidden={layer or 0: blob for layer, blob in blobs["hidden"].items()},
-            alphas=alphas,
-            mixing=values.get("mixing"),
+            parts=values,
             seed=self._seeds.get(place.index),
             first=place.first,
             shapes=shapes,

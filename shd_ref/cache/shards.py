@@ -91,16 +91,12 @@ def check_record(record: NewRecord, manifest: Manifest) -> None:
         raise misfit(record, "length must be at least 1", record.length)
     for problem in manifest.extent_problems(record.extent):
         raise ShdError("argument-shape", f"record {record.index}: {problem}", "CACHE-40")
+    names = [part.name for part in manifest.parts]
+    missing = {part.name for part in manifest.parts if not part.optional} - record.parts.keys()
+    if missing or not record.parts.keys() <= set(names):
+        raise misfit(record, f"parts must be {names}, as the manifest's forms", sorted(record.parts), "CACHE-160")
     for form in manifest.forms:
         form.check(record)
-    given = {
-        "attention": len(record.codes) > 0 or record.alphas.size > 0 or record.mixing is not None,
-        "logits": record.logits is not None,
-        "hidden": len(record.hidden) > 0,
-    }
-    held = {form.SUBJECT for form in manifest.forms}
-    for name in (name for name in given if given[name] and name not in held):
-        raise misfit(record, f"{name} must be left out where the manifest has none", "some", "CACHE-160")
     if (record.seed is None) != (manifest.inputs.seed is None) or not 0 <= (record.seed or 0) <= MAX_INTEGER:
         raise ShdError(
             "argument-value",

@@ -13,6 +13,7 @@ import typer
 from rich.filesize import decimal
 from rich.table import Table
 
+from shd_ref.cache import CodecError, HiddenError, LogitsError
 from shd_ref.commands.derive import Document, Without, option_of
 from shd_ref.commands.options import (
     InputOptions,
@@ -186,14 +187,14 @@ def _summary_table(summary: PrecomputeSummary) -> Table:
             f"{comparison.residual:.4f} of the attention output, constant merge {comparison.constant_residual:.4f} "
             f"(of {summary.compared_samples} samples)",
         )
-        error = summary.errors.attention
+    error, logits, hidden = (summary.errors.get(name) for name in ("attention", "logits", "hidden"))
+    if isinstance(error, CodecError):
         codec = f"KL {error.kl_mean:.2g} nats per row (max {error.kl_max:.2g}), total variation {error.tv_mean:.2%}"
         table.add_row("codec", codec)
-    logits, hidden = summary.errors.logits, summary.errors.hidden
-    if logits is not None:
+    if isinstance(logits, LogitsError):
         left_out = f", {logits.gradient_mean:.1%} of a gradient with what is left out"
         table.add_row("logits", f"KL {logits.kl_mean:.2g} nats per row (max {logits.kl_max:.2g}){left_out}")
-    if hidden is not None:
+    if isinstance(hidden, HiddenError):
         table.add_row("hidden", f"{hidden.relative_mean:.2g} of a row's length (max {hidden.relative_max:.2g})")
     if comparison is not None:
         table.add_row(

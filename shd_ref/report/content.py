@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache import NO_ATTENTION, CacheListing, CacheReader, Manifest, list_cache
+from shd_ref.cache import Attention, CacheListing, CacheReader, Manifest, list_cache
 from shd_ref.errors import ShdError
 from shd_ref.merging.mixing import squeeze_heads
 from shd_ref.merging.plans import MergePlan, merge_plan, merge_pool, plan_groups
@@ -137,9 +137,10 @@ def read_content(reader: CacheReader, *, max_records: int = 512) -> CacheContent
             "CACHE-56",
         )
     listing, manifest = list_cache(reader.folder), reader.manifest
-    if manifest.attention is NO_ATTENTION:
+    attention = manifest.find(Attention)
+    if attention is None:
         return CacheContent(listing, (), len(keys), 0)
-    alphas = [_by_row(reader.read(key, (), logits=False, hidden=()).alphas) for key in keys]
+    alphas = [_by_row(attention.alphas(reader.read(key, (), logits=False, hidden=()))) for key in keys]
     entropies: list[NDArray[np.float64]] = []
     for key in keys[:_MAPS_READ]:
         record = reader.read(key, logits=False, hidden=())
@@ -173,8 +174,8 @@ def read_evidence(
         ShdError: ``cache-mismatch`` for another teacher or other inputs; ``not-finite`` and
             ``not-a-distribution`` for maps that the reference refuses.
     """
-    form = reader.manifest.attention
-    if form is NO_ATTENTION:
+    form = reader.manifest.find(Attention)
+    if form is None:
         raise ShdError(
             "argument-value",
             f"{reader.folder} must hold attention to be shown beside its teacher's; it holds none: leave --teacher "

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rich.filesize import decimal
 
-from shd_ref.cache import NO_ATTENTION, CacheListing
+from shd_ref.cache import Attention, CacheListing
 from shd_ref.cache.listing import spans
 
 SHOWN_SPANS = 8
@@ -16,10 +16,10 @@ SHOWN_SPANS = 8
 def listing_facts(listing: CacheListing) -> Iterator[tuple[str, str]]:
     """All but whether the cache is complete."""
     manifest, missing = listing.manifest, listing.missing
-    teacher, attention = manifest.teacher, manifest.attention
+    teacher, attention = manifest.teacher, manifest.find(Attention)
     several = len(manifest.forms) > 1
     yield "teacher", f"{teacher.name}, {teacher.dtype}, {teacher.provider}, sha256 {teacher.sha256[:16]}..."
-    if attention is not NO_ATTENTION:
+    if attention is not None:
         heads = f"{attention.num_teacher_heads} -> {attention.num_student_heads}"
         yield "heads", f"{heads}, strategy {attention.strategy}"
         pairs = ", ".join(f"{layer.student_layer}:{layer.teacher_layer}" for layer in attention.layers)
@@ -27,7 +27,7 @@ def listing_facts(listing: CacheListing) -> Iterator[tuple[str, str]]:
     for form in manifest.forms:
         yield from form.describe()
     yield "compression", manifest.compression
-    for name, error in listing.errors.measured().items():
+    for name, error in listing.errors.items():
         yield f"{name} error" if several else "error", error.describe()
     skipped = f", {listing.skipped} skipped" if listing.skipped else ""
     mean = listing.positions / max(listing.samples, 1)

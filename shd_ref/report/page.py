@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 import shd_ref
-from shd_ref.cache import NO_ATTENTION, CacheReader, Manifest, StoredRecord
+from shd_ref.cache import Attention, CacheReader, Manifest, StoredRecord
 from shd_ref.report.content import CACHED, CacheContent, Evidence, LayerContent, choose_example
 from shd_ref.report.facts import listing_facts
 from shd_ref.report.figures import alpha_figure, entropy_figure, jinja2, map_picture, residual_figure
@@ -51,7 +51,7 @@ def render_page(reader: CacheReader, content: CacheContent, evidence: Evidence |
     listing, manifest = content.listing, reader.manifest
     shards = f"{len(listing.written)} of {manifest.shards.num_shards}"
     sections: dict[str, Any] = {}
-    if manifest.attention is not NO_ATTENTION:
+    if manifest.find(Attention) is not None:
         sections = {
             "alphas": _alphas(content, manifest),
             "residuals": _residuals(reader, evidence),
@@ -75,8 +75,8 @@ def count_of(number: int, noun: str) -> str:
 
 
 def _lead(manifest: Manifest) -> str:
-    attention = manifest.attention
-    if attention is NO_ATTENTION:
+    attention = manifest.find(Attention)
+    if attention is None:
         return " and ".join("hidden states" if form.SUBJECT == "hidden" else "Logits" for form in manifest.forms)
     heads = f"{attention.num_teacher_heads} heads to {attention.num_student_heads}"
     return f"Attention of {count_of(len(attention.layers), 'layer')}, squeezed from {heads}"
@@ -163,7 +163,7 @@ def _maps(reader: CacheReader, content: CacheContent, evidence: Evidence | None)
         "The teacher's maps are not in a cache: give --teacher and --inputs to see them beside the merged ones."
         if evidence is None
         else "Beside each merged map stand the teacher's maps it was made of"
-        + ("." if record.mixing is None else ", with their weights.")
+        + ("." if "mixing" not in record.parts else ", with their weights.")
     )
     temperature = attention.bound_temperature
     if temperature not in (None, 1.0):
@@ -184,7 +184,8 @@ def _head(
     record: StoredRecord, number: int, head: int, group: Sequence[int], merged: Any, teacher: Any
 ) -> dict[str, Any]:
     """A merged map, and the maps of the teacher that it was made of, with their weights if they are one per map."""
-    weights = None if record.mixing is None or record.mixing.ndim != 3 else record.mixing[number, head]
+    mixing = record.parts.get("mixing")
+    weights = None if mixing is None or mixing.ndim != 3 else mixing[number, head]
     before = [
         {
             "uri": map_picture(teacher[member]),

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from shd_ref.cache import NO_ATTENTION, Factors, Manifest, StoredRecord, packed_size
+from shd_ref.cache import Attention, Manifest, StoredRecord, packed_size
+from shd_ref.cache.forms.attention import blob_name
+from shd_ref.cache.forms.table import load, row_of
 from shd_torch.supervision.coded import Coded
-from shd_torch.supervision.factored_codes import FactoredCodes, pack_factored
+from shd_torch.supervision.factored_codes import FactoredCodes
 from shd_torch.supervision.stored_rows import BatchRows, StoredRows, find_rows, held_positions, row_blobs
 from shd_torch.supervision.taught_layers import taught_layers
 
@@ -161,28 +163,37 @@ def pack_records(
 ) -> CachedSupervision:
     """The records of a batch in one buffer, layer by layer, so that they cross processes and devices once."""
     records = [record for _, record in batch]
-    form = manifest.attention
-    if isinstance(form, Factors):
-        return pack_factored(records, manifest, layers)
+    form = manifest.find(Attention)
     buffer = batch.buffer_of(layers) if isinstance(batch, ReadBatch) else None
-    codes = [record.blobs[layer] for layer in layers for record in records]
+    if form is not None:
+        packed: CachedSupervision = load(row_of(form).decoder)(records, manifest, layers, buffer)
+        return packed
     if buffer is None:
-        buffer = torch.from_numpy(np.concatenate([*codes, *row_blobs(records)]))
-    rows = find_rows(records, manifest, sum(map(len, codes)))
+        buffer = torch.from_numpy(np.concatenate(row_blobs(records, manifest)))
     lengths = tuple(record.length for record in records)
-    if form is NO_ATTENTION:
-        return CodedSupervision(buffer, lengths, taught_layers(manifest), 0, "float32", "full", rows=rows)
+    rows = find_rows(records, manifest, 0)
+    return CodedSupervision(buffer, lengths, taught_layers(manifest), 0, "float32", "full", rows=rows)
+
+
+def pack_maps(
+    records: Sequence[StoredRecord], manifest: Manifest, layers: Sequence[int], buffer: Tensor | None
+) -> CodedSupervision:
+    """A batch of maps, from the buffer that its records were read into, or a new one."""
+    form = manifest.attention
+    codes = [record.parts[blob_name(layer)] for layer in layers for record in records]
+    if buffer is None:
+        buffer = torch.from_numpy(np.concatenate([*codes, *row_blobs(records, manifest)]))
     columns = [form.column(layer) for layer in layers] if any(record.shapes for record in records) else []
     return CodedSupervision(
         buffer=buffer,
-        lengths=lengths,
+        lengths=tuple(record.length for record in records),
         layers=taught_layers(manifest, layers),
         num_student_heads=form.num_student_heads,
         codec=form.codec,
         support=form.support,
         temperature=form.bound_temperature,
-        shapes=tuple(tuple(record.shapes[column] for record in records) for column in columns),
-        rows=rows,
+        shapes=tuple(tuple(record.extent.shapes[column] for record in records) for column in columns),
+        rows=find_rows(records, manifest, sum(map(len, codes))),
     )
 
 

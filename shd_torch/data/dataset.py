@@ -181,7 +181,7 @@ class SupervisedDataset(CacheJoin, Dataset[tuple[Any, StoredRecord]]):
         wanted = list(indices)
         # Queries and keys are taken apart again; records in memory, or of a subclass's own making, have no buffer.
         is_own = type(self).__getitem__ is SupervisedDataset.__getitem__
-        if not is_own or self._records is not None or isinstance(self.cache.manifest.attention, Factors):
+        if not is_own or self._records is not None or self.cache.manifest.find(Factors) is not None:
             return [self[index] for index in wanted]
         buffers: list[Tensor] = []
 

@@ -224,7 +224,7 @@ def _draw_all(
 
     attention = reader.manifest.attention
     assert isinstance(attention, Maps)
-    alphas = np.stack([reader.read(key, layers=()).alphas for key in reader])
+    alphas = np.stack([attention.alphas(reader.read(key, layers=())) for key in reader])
     titles = [f"student layer {p.student_layer}, teacher layer {p.teacher_layer}" for p in attention.layers]
     labels = [_pair_labels(plan, TEACHER_HEADS) for plan in attention.layer_plans]
     draw_alphas(alphas, titles, labels, out / "alphas.png")

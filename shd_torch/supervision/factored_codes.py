@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shd_ref.cache import Factors, LayerFactors, Manifest, StoredRecord
+from shd_ref.cache.forms.attention import blob_name
 from shd_ref.errors import ShdError
 from shd_ref.merging.plans import plan_groups
 from shd_torch.supervision.factored import Factored
@@ -163,7 +164,9 @@ class FactoredCodes(BatchRows):
         return tuple(n - first for n, first in zip(self.lengths, firsts, strict=True))
 
 
-def pack_factored(records: Sequence[StoredRecord], manifest: Manifest, layers: Sequence[int]) -> FactoredCodes:
+def pack_factored(
+    records: Sequence[StoredRecord], manifest: Manifest, layers: Sequence[int], _buffer: Tensor | None = None
+) -> FactoredCodes:
     """Put the records of a batch into one buffer, so that it crosses processes and devices once.
 
     Raises:
@@ -179,18 +182,16 @@ def pack_factored(records: Sequence[StoredRecord], manifest: Manifest, layers: S
     codes: list[np.ndarray] = []
     for layer, column, each in zip(layers, columns, factors, strict=True):
         for record in records:
-            if record.mixing is None:  # a reader has refused this already
-                raise ShdError("argument-value", f"record {record.index} must have mixing; got None", "CACHE-141")
             vectors = (form.num_teacher_heads + each.num_key_heads) * (record.length - record.first)
             end = 4 * vectors if form.codec == "int8" else 0
-            mixing.append(np.ascontiguousarray(record.mixing[column]).reshape(-1).view(np.uint8))
-            steps.append(record.blobs[layer][:end])
-            codes.append(record.blobs[layer][end:])
+            mixing.append(np.ascontiguousarray(record.parts["mixing"][column]).reshape(-1).view(np.uint8))
+            steps.append(record.parts[blob_name(layer)][:end])
+            codes.append(record.parts[blob_name(layer)][end:])
     heads = form.num_teacher_heads
     merges_all = form.strategy == "mean"
     blobs = [*mixing, *steps, *codes]
     return FactoredCodes(
-        buffer=torch.from_numpy(np.concatenate([*blobs, *row_blobs(records)])),
+        buffer=torch.from_numpy(np.concatenate([*blobs, *row_blobs(records, manifest)])),
         lengths=tuple(record.length for record in records),
         layers=taught_layers(manifest, layers),
         factors=factors,

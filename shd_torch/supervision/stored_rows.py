@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -12,81 +12,83 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shd_ref.cache import Hidden, Logits, Manifest, StoredRecord
+from shd_ref.cache.forms.rows import Rows
+from shd_ref.cache.forms.table import load, row_of
 from shd_ref.errors import ShdError
 from shd_torch.supervision.row_codes import decode_rows
 from shd_torch.supervision.targets import SampledTargets, TopkTargets
 
+Spread: TypeAlias = Callable[[Tensor], Tensor]
+"""Puts rows ``(R, ...)`` where they stand in the padded batch, ``(B, L, ...)``; one row per sample stays as it is."""
+
 
 @dataclass(frozen=True)
 class StoredRows:
-    """What the buffer holds after the codes of attention: logits, then hidden states layer by layer.
+    """What the buffer holds after the codes of attention: the rows of all other forms, part by part.
 
     Attributes:
         lengths: positions of each sample.
         firsts: positions of padding in front of each, which have no row.
-        start: where the first row begins in the buffer.
-        logits: form of the logits, where the buffer has some.
-        hidden: form of the hidden states, with the layers that the buffer has; None without any.
         decoder: positions of each sample's second sequence, where a form has a row for each; else empty.
+        start: where the first row begins in the buffer.
+        forms: that have rows, in stored order.
+        names: of their parts that the buffer holds.
     """
 
     lengths: tuple[int, ...]
     firsts: tuple[int, ...]
+    decoder: tuple[int, ...]
     start: int
-    logits: Logits | None = None
-    hidden: Hidden | None = None
-    decoder: tuple[int, ...] = ()
+    forms: tuple[Rows, ...]
+    names: frozenset[str]
 
-    def targets(self, buffer: Tensor, length: int | None) -> Tensor | TopkTargets | SampledTargets | None:
-        """What ``kd_loss`` takes, on the buffer's device; see ``CodedSupervision.targets``."""
-        form = self.logits
-        if form is None:
-            return None
-        rows = self._rows(buffer, 0)
-        place = self._place(form, length)
-        if form.codec == "float16":
-            return place.spread(_view(rows, torch.float16))
-        assert form.temperature is not None  # it is None of float16 alone
-        ids, by_slot, by_row = (place.spread(values) for values in decode_rows(form, rows))
-        record = SampledTargets if form.draws else TopkTargets
-        return record(ids, by_slot, by_row, form.temperature, form.vocab_size)
+    def read(self, buffer: Tensor, subject: str, length: int | None) -> Any:
+        """A form, decoded on the buffer's device; None where nothing of it was read."""
+        counts = [n - first for n, first in zip(self.lengths, self.firsts, strict=True)]
+        num_rows = {"positions": sum(counts), "decoder": sum(self.decoder), "sample": len(counts)}
+        start = self.start
+        for form in self.forms:
+            rows: dict[str, Tensor] = {}
+            for part, size in zip(form.parts, form.row_sizes, strict=True):
+                if part.name in self.names:
+                    count = num_rows[form.rows]
+                    rows[part.name] = buffer[start : start + count * size].view(count, size)
+                    start += count * size
+            if subject == form.SUBJECT:
+                return load(row_of(form).decoder)(form, rows, self._place(form, length).spread) if rows else None
+        return None
 
-    def hidden_states(self, buffer: Tensor, length: int | None) -> dict[int, Tensor]:
-        """By teacher's number ``(B, L, width)`` float32; see ``CodedSupervision.hidden_states``."""
-        if self.hidden is None:
-            return {}
-        place = self._place(self.hidden, length)
-        states = {}
-        for number, each in enumerate(self.hidden.layers, start=self.logits is not None):
-            rows = self._rows(buffer, number)
-            if self.hidden.codec == "float16":
-                values = _view(rows, torch.float16).float()
-            else:
-                values = rows[:, 4:].view(torch.int8) * rows[:, :4].contiguous().view(torch.float32)
-            states[each.layer] = place.spread(values)
-        return states
-
-    @property
-    def row_sizes(self) -> tuple[int, ...]:
-        """Bytes of a row of each part."""
-        return tuple(size for form in (self.logits, self.hidden) if form is not None for size in form.row_sizes)
-
-    def _place(self, form: Logits | Hidden, length: int | None) -> _Place:
+    def _place(self, form: Rows, length: int | None) -> _Place:
         """Where the rows of a form stand in a batch that is padded to a length."""
         by_sample, of_decoder = form.rows == "sample", form.rows == "decoder"
         lengths, firsts = (self.decoder, (0,) * len(self.decoder)) if of_decoder else (self.lengths, self.firsts)
         # A classifier's logits have no axis of positions, which a student's second axis would be taken for.
         return _Place(lengths, firsts, _check_length(lengths, None if by_sample else length), by_sample)
 
-    def _rows(self, buffer: Tensor, part: int) -> Tensor:
-        """A part as rows ``(R, bytes)``, a view of the buffer."""
-        counts = [n - first for n, first in zip(self.lengths, self.firsts, strict=True)]
-        of_kind = {"positions": sum(counts), "decoder": sum(self.decoder), "sample": len(counts)}
-        forms = [form for form in (self.logits, self.hidden) if form is not None]
-        numbers = [of_kind[form.rows] for form in forms for _ in form.row_sizes]
-        sizes = [rows * size for rows, size in zip(numbers, self.row_sizes, strict=True)]
-        starts = list(accumulate(sizes, initial=self.start))
-        return buffer[starts[part] : starts[part + 1]].view(numbers[part], self.row_sizes[part])
+
+def decode_logits(form: Logits, rows: dict[str, Tensor], spread: Spread) -> Tensor | TopkTargets | SampledTargets:
+    """What ``kd_loss`` takes: all logits in float16, or the record of CACHE-164."""
+    (codes,) = rows.values()
+    if form.codec == "float16":
+        return spread(view_rows(codes, torch.float16))
+    assert form.temperature is not None  # it is None of float16 alone
+    ids, by_slot, by_row = (spread(values) for values in decode_rows(form, codes))
+    record = SampledTargets if form.draws else TopkTargets
+    return record(ids, by_slot, by_row, form.temperature, form.vocab_size)
+
+
+def decode_hidden(form: Hidden, rows: dict[str, Tensor], spread: Spread) -> dict[int, Tensor]:
+    """Hidden states by the teacher's number, float32."""
+    states = {}
+    for part in form.parts:
+        if part.name in rows and part.layer is not None:
+            codes = rows[part.name]
+            if form.codec == "float16":
+                values = view_rows(codes, torch.float16).float()
+            else:
+                values = codes[:, 4:].view(torch.int8) * codes[:, :4].contiguous().view(torch.float32)
+            states[part.layer] = spread(values)
+    return states
 
 
 def held_positions(lengths: Sequence[int], firsts: Sequence[int], length: int | None, device: torch.device) -> Tensor:
@@ -117,26 +119,24 @@ def find_rows(records: Sequence[StoredRecord], manifest: Manifest, start: int) -
         manifest: of their cache.
         start: where their rows begin in the buffer.
     """
-    hidden, held = manifest.hidden, records[0].hidden
-    if records[0].logits is None and not held:
+    forms = tuple(form for form in manifest.forms if isinstance(form, Rows))
+    names = {part.name for form in forms for part in form.parts} & records[0].parts.keys()
+    if not names:
         return None
-    if hidden is not None:
-        kept = tuple(each for each in hidden.layers if each.layer in held)
-        hidden = replace(hidden, layers=kept) if kept else None
     return StoredRows(
         lengths=tuple(record.length for record in records),
         firsts=tuple(record.first for record in records),
-        start=start,
-        logits=None if records[0].logits is None else manifest.logits,
-        hidden=hidden,
         decoder=tuple(record.decoder for record in records) if manifest.has_decoder_rows else (),
+        start=start,
+        forms=forms,
+        names=frozenset(names),
     )
 
 
-def row_blobs(records: Sequence[StoredRecord]) -> list[NDArray[np.uint8]]:
-    """The bytes of those rows in the buffer's order: logits, then hidden states layer by layer."""
-    blobs = [record.logits for record in records if record.logits is not None]
-    return blobs + [record.hidden[layer] for layer in sorted(records[0].hidden) for record in records]
+def row_blobs(records: Sequence[StoredRecord], manifest: Manifest) -> list[NDArray[np.uint8]]:
+    """The bytes of those rows in the buffer's order: form by form, part by part."""
+    names = [part.name for form in manifest.forms if isinstance(form, Rows) for part in form.parts]
+    return [record.parts[name] for name in names if name in records[0].parts for record in records]
 
 
 class BatchRows:
@@ -144,6 +144,18 @@ class BatchRows:
 
     buffer: Tensor
     rows: StoredRows | None
+
+    def read(self, subject: str, length: int | None = None) -> Any:
+        """What a form of rows holds, as its decoder gives it; None where nothing of it was read.
+
+        Args:
+            subject: of the form, such as ``"logits"``.
+            length: as for ``targets``.
+
+        Raises:
+            ShdError: ``argument-shape`` for a length below the longest sample.
+        """
+        return None if self.rows is None else self.rows.read(self.buffer, subject, length)
 
     def targets(self, length: int | None = None) -> Tensor | TopkTargets | SampledTargets | None:
         """The teacher's logits as ``kd_loss`` takes them, on the buffer's device; None where none were read.
@@ -159,7 +171,8 @@ class BatchRows:
         Raises:
             ShdError: ``argument-shape`` for a length below the longest sample.
         """
-        return None if self.rows is None else self.rows.targets(self.buffer, length)
+        found: Tensor | TopkTargets | SampledTargets | None = self.read("logits", length)
+        return found
 
     def hidden_states(self, length: int | None = None) -> dict[int, Tensor]:
         """Hidden states by the teacher's number, ``(B, L, width)`` float32; empty where none were read.
@@ -170,7 +183,7 @@ class BatchRows:
         Raises:
             ShdError: ``argument-shape`` for a length below the longest sample.
         """
-        return {} if self.rows is None else self.rows.hidden_states(self.buffer, length)
+        return self.read("hidden", length) or {}
 
     def decoder_mask(self, length: int | None = None) -> Tensor | None:
         """``(B, L)``, True where a decoder's logits or hidden states are stored; None where neither are its rows."""
@@ -202,6 +215,6 @@ class _Place:
         return spread.view(shape)
 
 
-def _view(rows: Tensor, dtype: torch.dtype) -> Tensor:
+def view_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows of bytes as numbers; copied where they do not begin at a whole number of them."""
     return (rows.clone() if rows.storage_offset() % dtype.itemsize else rows).view(dtype)

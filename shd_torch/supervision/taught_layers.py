@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Self, TypeAlias, TypeVar
 
-from shd_ref.cache import NO_ATTENTION, Manifest
+from shd_ref.cache import Attention, Manifest
 from shd_ref.errors import ShdError
 
 Kinds: TypeAlias = tuple[tuple[str, int], ...]
@@ -125,7 +125,7 @@ def taught_layers(manifest: Manifest, numbers: Iterable[int] | None = None) -> T
         ShdError: ``argument-value`` for numbers of a cache without attention, which teaches no layer.
     """
     if numbers is None:
-        if manifest.attention is NO_ATTENTION:
+        if manifest.find(Attention) is None:
             return TaughtLayers(())
         numbers = manifest.attention.student_layers
     kinds = tuple((each.kind, each.num_student_layers) for each in manifest.attention.kinds)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shd_ref.errors import ShdError
-from shd_ref.integers import check_integer
+from shd_ref.integers import as_index, check_integer
 from shd_torch.checks import check_temperature
 from shd_torch.kd.rows import Record
 from shd_torch.kd.targets import cut_teacher, kd_targets_sampled, kd_targets_topk
@@ -95,9 +95,12 @@ class TargetReader:
 
 def read_hidden_layers(layers: Iterable[int]) -> tuple[int, ...]:
     """Numbers of hidden states, each once, ascending."""
-    numbers = tuple(layers) if isinstance(layers, Iterable) and not isinstance(layers, str) else (layers,)
-    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
+    try:
+        numbers = {as_index(number) for number in layers}
+    except TypeError:
+        numbers = {-1}
+    if min(numbers, default=0) < 0:
         raise ShdError(
             "layers-invalid", f"hidden_layers must be integers of at least 0, 0 for the embeddings; got {layers!r}"
         )
-    return tuple(sorted(set(numbers)))
+    return tuple(sorted(numbers))

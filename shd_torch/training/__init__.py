@@ -6,7 +6,7 @@ Imports ``data``, ``capture``, ``kd``, ``recipes`` and ``teacher``. Start with `
 from shd_torch.training.recipe import Recipe
 from shd_torch.training.schedules import BetaSchedule, LossBalancer
 from shd_torch.training.shares import batch_share
-from shd_torch.training.terms import HiddenTerm, KdTerm
+from shd_torch.training.terms import HiddenTerm, KdTerm, RowsTerm
 
 __all__ = [
     "BetaSchedule",
@@ -14,5 +14,6 @@ __all__ = [
     "KdTerm",
     "LossBalancer",
     "Recipe",
+    "RowsTerm",
     "batch_share",
 ]

@@ -45,8 +45,8 @@ class SupervisedCollator:
         if isinstance(mask, Tensor) and mask.ndim == 2:
             _check_padding(mask, [self._seen(*pair) for pair in zip(samples, records, strict=True)])
         joined["supervision"] = pack_records(batch, self.manifest, self.layers)
-        alphas = torch.cat([torch.from_numpy(record.alphas).flatten() for record in records])
-        joined["alpha_counts"] = torch.tensor([int(((alphas < 0) | (alphas > 1)).sum()), alphas.numel()])
+        tallies = {form.SUBJECT: [form.tally(record) for record in records] for form in self.manifest.forms}
+        joined["tallies"] = {name: torch.tensor(counts).sum(0) for name, counts in tallies.items() if counts[0]}
         return joined
 
     def _seen(self, sample: Any, record: StoredRecord) -> Tensor:

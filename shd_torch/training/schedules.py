@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from numbers import Real
 from typing import Final
 
 import torch
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shd_ref.errors import ShdError
+from shd_ref.integers import check_number
 
 KINDS: Final[tuple[str, ...]] = ("constant", "linear", "cosine")
 """How beta goes from its peak to its end."""
@@ -40,9 +40,8 @@ class BetaSchedule:
         if self.kind not in KINDS:
             raise ShdError("argument-value", f"kind must be one of {', '.join(KINDS)}; got {self.kind!r}")
         for name, value in (("peak", self.peak), ("end", self.end)):
-            if not (_is_finite(value) and value >= 0):
-                raise ShdError("argument-value", f"{name} must be a finite number, at least 0; got {value!r}")
-        if not (_is_finite(self.warmup) and 0 <= self.warmup < 1):
+            check_number(name, value, "", least=0.0)
+        if not 0 <= check_number("warmup", self.warmup, "") < 1:
             raise ShdError("argument-value", f"warmup must be in [0, 1), a part of the training; got {self.warmup!r}")
 
     def __call__(self, progress: float) -> float:
@@ -77,8 +76,7 @@ class LossBalancer:
 
     def __post_init__(self) -> None:
         for name, value in (("fraction", self.fraction), ("limit", self.limit)):
-            if not (_is_finite(value) and value > 0):
-                raise ShdError("argument-value", f"{name} must be a finite number above 0; got {value!r}")
+            check_number(name, value, "", above=0.0)
 
     @torch.no_grad()
     def scale(self, base: Tensor, term: Tensor) -> Tensor:
@@ -87,8 +85,3 @@ class LossBalancer:
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(both)
         return (self.fraction * both[0] / both[1].clamp(min=torch.finfo(torch.float32).tiny)).clamp(max=self.limit)
-
-
-def _is_finite(value: object) -> bool:
-    """Whether this is a number, of Python or numpy, and finite; a boolean is not."""
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)

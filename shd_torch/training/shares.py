@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from numbers import Real
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shd_ref.errors import ShdError
+from shd_ref.integers import check_number
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -41,7 +41,7 @@ def batch_share(
 
     Source: silent, as it trains in one process. Decision: D-10, a mean over the rows of the whole batch.
     """
-    rows = _read_number("num_rows", num_rows, 0)
+    rows = _read_number("num_rows", num_rows, 0.0)
     whole = rows if num_rows_in_all is None else _read_number("num_rows_in_all", num_rows_in_all, rows).to(rows)
     ranks = 1
     if dist.is_available() and dist.is_initialized():
@@ -51,13 +51,12 @@ def batch_share(
     return torch.where(whole == 0, 0.0, ranks * rows / whole).to(torch.float32)
 
 
-def _read_number(name: str, value: object, least: int | Tensor) -> Tensor:
-    number = None
-    if isinstance(value, Tensor) and value.ndim == 0 and value.dtype != torch.bool and not value.is_complex():
-        number = value.detach().to(torch.float64)
-    elif isinstance(value, Real) and not isinstance(value, bool):
-        number = torch.tensor(float(value), dtype=torch.float64)
-    if number is None or (number.is_cpu and not (torch.isfinite(number) & (number >= torch.as_tensor(least).cpu()))):
-        rule = "0" if isinstance(least, int) else "num_rows"
-        raise ShdError("argument-value", f"{name} must be one finite number, at least {rule}; got {value!r}")
-    return number
+def _read_number(name: str, value: object, least: float | Tensor) -> Tensor:
+    """A number as float64; of a tensor on an accelerator the value is not read."""
+    if not isinstance(value, Tensor):
+        return torch.tensor(check_number(name, value, "", least=float(least)), dtype=torch.float64)
+    if value.ndim or value.dtype == torch.bool or value.is_complex():
+        raise ShdError("argument-value", f"{name} must be one number; got {value!r}")
+    if value.is_cpu:
+        check_number(name, value.item(), "", least=float(least))
+    return value.detach().to(torch.float64)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
 
 from torch import Tensor, nn
 
 from shd_ref.errors import ShdError
+from shd_torch.capture.outputs import read_hidden_states, read_logits
 from shd_torch.checks import check_option, check_temperature
 from shd_torch.kd import hidden_loss, kd_loss, mean_logits
 from shd_torch.kd.loss import DISTANCES
@@ -17,14 +19,88 @@ from shd_torch.kd.rows import DIVERGENCES
 from shd_torch.training.rows import ROWS
 from shd_torch.training.schedules import BetaSchedule
 
+if TYPE_CHECKING:
+    from shd_torch.data.dataset import CacheJoin
+
 Weight: TypeAlias = float | Callable[[float], float]
 
 TEACHERS: Final[tuple[str, ...]] = ("losses", "logits", "probs")
 """What is averaged where several teachers have logits."""
 
 
+class RowsTerm(ABC):
+    """A term on what records hold beside attention, or a live teacher gives; the table of forms names one per form.
+
+    Attributes:
+        SUBJECT: of the form.
+        NAME: of what it logs, ``<NAME>_loss`` and ``<NAME>_weight``.
+        KEYWORDS: that the student is called with.
+        weight: a number of at least 0, or a function of progress in [0, 1].
+        rows: which rows count, see ``KdTerm``.
+    """
+
+    SUBJECT: ClassVar[str]
+    NAME: ClassVar[str]
+    KEYWORDS: ClassVar[Mapping[str, Any]] = {}
+    weight: Weight
+    rows: str = "positions"
+
+    def check_cache(self, joined: CacheJoin, *, has_teacher: bool) -> None:
+        """Refuse a cache that this term cannot learn from, before the first step.
+
+        Args:
+            joined: the training data.
+            has_teacher: whether there is a live teacher too.
+
+        Raises:
+            ShdError: ``cache-mismatch``, ``argument-value``.
+        """
+        if not has_teacher and all(form.SUBJECT != self.SUBJECT for form in joined.cache.manifest.forms):
+            raise ShdError(
+                "cache-mismatch",
+                f"{self.NAME} must have {self.SUBJECT} in {joined.cache.folder}, or a live teacher; got neither: "
+                "precompute it with them",
+                "CACHE-160",
+            )
+
+    def read_taught(self, taught: Any, length: int | None) -> Any:
+        """What a cache's batch or a live teacher's gives; None for nothing."""
+        return taught.read(self.SUBJECT, length) if hasattr(taught, "read") else None
+
+    @abstractmethod
+    def read_student(self, outputs: Any, name: str, projectors: Callable[..., Any]) -> tuple[Any, int | None]:
+        """What is compared of the student's outputs, and its L; None of one row per sample.
+
+        Args:
+            outputs: of the student.
+            name: of the student, for errors.
+            projectors: from its hidden states by number to the teacher's widths.
+
+        Raises:
+            ShdError: ``argument-value``.
+        """
+
+    @abstractmethod
+    def parts(
+        self, taught: Sequence[Any], student: Any, *, loss_mask: Tensor | None, check: bool
+    ) -> dict[str, Tensor]:
+        """Losses whose sum is the term, by what their logged names end in; before the weight.
+
+        Args:
+            taught: one per teacher, as ``read_taught`` gives it.
+            student: as ``read_student`` gives it.
+            loss_mask: boolean ``(B, L)``, True = counts.
+            check: validate the values, which costs a device sync.
+        """
+
+    @property
+    def lacking(self) -> str:
+        """The error where no teacher gives what it needs."""
+        return f"{self.NAME} must have a teacher that gives {self.SUBJECT}; got none"
+
+
 @dataclass(frozen=True)
-class KdTerm:
+class KdTerm(RowsTerm):
     """Additional loss on logits: ``weight * kd_loss(targets, student's logits)``.
 
     Attributes:
@@ -43,6 +119,9 @@ class KdTerm:
     Raises:
         ShdError: ``argument-value``.
     """
+
+    SUBJECT: ClassVar[str] = "logits"
+    NAME: ClassVar[str] = "kd"
 
     weight: Weight = 1.0
     temperature: float | None = None
@@ -75,6 +154,41 @@ class KdTerm:
         check_targets(
             "kd", self.temperature, self.divergence, temperature=temperature, sampled=sampled, origin=origin
         )
+
+    def check_cache(self, joined: CacheJoin, *, has_teacher: bool) -> None:
+        """Stored logits must be of its temperature and suit its divergence."""
+        folder, form = str(joined.cache.folder), joined.logits
+        if form is not None:
+            self.check_targets(temperature=form.temperature, sampled=form.codec == "sampled", origin=folder)
+        elif not has_teacher:
+            raise ShdError("cache-mismatch", no_logits(self.NAME, folder), "CACHE-160")
+
+    def read_taught(self, taught: Any, length: int | None) -> Any:
+        """Its logits."""
+        return taught.targets(length)
+
+    def read_student(self, outputs: Any, name: str, projectors: Callable[..., Any]) -> tuple[Any, int | None]:
+        """Its logits ``(B, L, V)``, or ``(B, V)``."""
+        logits = read_logits(outputs)
+        if logits is None or logits.ndim > 3:
+            got = "none" if logits is None else str(tuple(logits.shape))
+            raise ShdError(
+                "argument-value",
+                f"kd must have a student that returns logits (B, L, V) or (B, V); got {got}: one that fuses its head "
+                "with its loss is trained by linear_kd_loss in a loop of your own",
+            )
+        return logits, None if logits.ndim == 2 else logits.shape[1]
+
+    def parts(
+        self, taught: Sequence[Any], student: Any, *, loss_mask: Tensor | None, check: bool
+    ) -> dict[str, Tensor]:
+        """``loss``."""
+        return {"": self.loss(taught, student, loss_mask=loss_mask, check=check)}
+
+    @property
+    def lacking(self) -> str:
+        """See ``RowsTerm``."""
+        return "kd must have a teacher that returns logits (..., V); got none"
 
     def loss(self, targets: Sequence[Any], logits: Tensor, *, loss_mask: Tensor | None, check: bool) -> Tensor:
         """The mean over counted rows, before the weight.
@@ -120,7 +234,7 @@ class KdTerm:
 
 
 @dataclass(frozen=True, eq=False)
-class HiddenTerm:
+class HiddenTerm(RowsTerm):
     """Additional loss on hidden states.
 
     Attributes:
@@ -136,6 +250,10 @@ class HiddenTerm:
     Raises:
         ShdError: ``argument-value``, ``layers-invalid``.
     """
+
+    SUBJECT: ClassVar[str] = "hidden"
+    NAME: ClassVar[str] = "hidden"
+    KEYWORDS: ClassVar[Mapping[str, Any]] = {"output_hidden_states": True}
 
     pairs: Sequence[tuple[int, int]]
     weight: Weight = 1.0
@@ -165,6 +283,42 @@ class HiddenTerm:
         """The teacher's hidden states that are compared, each once, ascending."""
         return tuple(sorted({teacher for _, teacher in self.pairs}))
 
+    def check_cache(self, joined: CacheJoin, *, has_teacher: bool) -> None:
+        """The cache must hold the teacher's layers, or nothing where a live teacher gives them."""
+        folder, held = joined.cache.folder, joined.hidden_layers
+        if not set(self.teacher_layers) <= set(held) and (held or not has_teacher):
+            raise ShdError(
+                "cache-mismatch",
+                f"hidden must have the teacher's hidden states {list(self.teacher_layers)} in {folder}; got "
+                f"{list(held)}: precompute with --hidden, and read them",
+                "CACHE-176",
+            )
+
+    def read_taught(self, taught: Any, length: int | None) -> Any:
+        """Its hidden states by number."""
+        return taught.hidden_states(length) or None
+
+    def read_student(self, outputs: Any, name: str, projectors: Callable[..., Any]) -> tuple[Any, int | None]:
+        """Its hidden states by number, projected."""
+        numbers = [student for student, _ in self.pairs]
+        states = projectors(read_hidden_states(outputs, numbers, name))
+        return states, states[numbers[0]].shape[1]
+
+    def parts(
+        self, taught: Sequence[Any], student: Any, *, loss_mask: Tensor | None, check: bool
+    ) -> dict[str, Tensor]:
+        """``losses``, by layer."""
+        losses = self.losses(taught, student, loss_mask=loss_mask, check=check)
+        return {f"_layer_{number}": loss for number, loss in losses.items()}
+
+    @property
+    def lacking(self) -> str:
+        """See ``RowsTerm``."""
+        return (
+            "hidden must have a teacher that keeps hidden states; got none: give OnlineTeacher hidden_layers="
+            f"{self.teacher_layers}"
+        )
+
     def losses(
         self,
         teachers: Sequence[Mapping[int, Tensor]],
@@ -192,6 +346,14 @@ class HiddenTerm:
                 term = hidden_loss(own, taught, distance=self.distance, loss_mask=loss_mask, check=check) / count
                 terms[student] = terms[student] + term if student in terms else term
         return dict(sorted(terms.items()))
+
+
+def no_logits(name: str, folder: str) -> str:
+    """The error for a cache without logits."""
+    return (
+        f"{name} must have logits in {folder}, or a live teacher; got neither: precompute with --logits, and read "
+        "them (logits=True)"
+    )
 
 
 def read_weight(weight: Weight) -> Callable[[float], float]:

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from shd_ref.cache import CacheReader
+from shd_ref.cache import ROWS, Attention, CacheReader
+from shd_ref.cache.forms.table import load
 from shd_ref.errors import ShdError
 from shd_torch.capture.capture import capture_attention
-from shd_torch.capture.outputs import read_hidden_states, read_logits, read_output
+from shd_torch.capture.outputs import read_logits, read_output
 from shd_torch.data.dataset import CacheJoin, SupervisedDataset, check_cache
 from shd_torch.data.stream import SupervisedStream
 from shd_torch.supervision.taught_layers import unite_layers
@@ -28,7 +29,7 @@ from shd_torch.training.record import StepRecord
 from shd_torch.training.rows import count_rows, counted_rows, mask_of_rows
 from shd_torch.training.schedules import LossBalancer
 from shd_torch.training.shares import batch_share
-from shd_torch.training.terms import HiddenTerm, KdTerm, Weight, read_weight
+from shd_torch.training.terms import HiddenTerm, KdTerm, RowsTerm, Weight, no_logits, read_weight
 
 try:
     from accelerate.data_loader import prepare_data_loader
@@ -70,6 +71,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         kd: the term on logits, or None. The student's loss computes the logits in any case; a loop without that loss
             can avoid them with ``linear_kd_loss``.
         hidden: the term on hidden states, or None. The student is called with ``output_hidden_states=True``.
+        terms: further terms by the subject of a form that the table of forms names: the term, or its weight.
         teacher: live teachers (callables that return the same as ``OnlineTeacher``), which see every batch without
             its labels; or None if ``train_dataset`` is a ``SupervisedDataset`` or ``SupervisedStream`` with a cache.
             Several are averaged, each term over the teachers that provide its targets.
@@ -94,6 +96,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         recipe: str | Recipe | None = None,
         kd: KdTerm | None = None,
         hidden: HiddenTerm | None = None,
+        terms: Mapping[str, Weight | RowsTerm] | None = None,
         teacher: OnlineTeacher | Sequence[OnlineTeacher] | None = None,
         temperature: float = 1.0,
         balancer: LossBalancer | None = None,
@@ -104,7 +107,8 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         self._is_self_taught: bool = self.can_return_loss  # as CLIP is; the attribute changes in prediction_step
         if not torch.accelerator.is_available():
             self.args.dataloader_pin_memory = False  # there is nothing to pin for, of which PyTorch warns
-        if beta is None and recipe is None and kd is None and hidden is None:
+        self.terms = [term for term in (kd, hidden) if term is not None] + _read_terms(terms or {})
+        if beta is None and recipe is None and not self.terms:
             raise ShdError("argument-value", "SHDTrainer must have a term: beta, recipe, kd or hidden; got none")
         self.beta = None if beta is None else read_weight(beta)
         self.kd, self.hidden, self.recipe = kd, hidden, read_recipe(recipe)
@@ -163,7 +167,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
     def _needs_teacher(self) -> bool:
         """Whether a term has something to learn from a teacher; a recipe of labels alone is a baseline."""
         taught = self.recipe is not None and self.recipe.is_taught
-        return taught or not (self.beta is None and self.kd is None and self.hidden is None)
+        return taught or self.beta is not None or bool(self.terms)
 
     def _check_recipe(self, recipe: Recipe) -> None:
         """Refuse what would be a second base loss, or a second term on logits."""
@@ -180,30 +184,13 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
 
     def _check_rows(self, joined: CacheJoin) -> None:
         """Refuse a term that neither the records nor a live teacher can teach."""
-        folder, form = joined.cache.folder, joined.logits
-        taught = (
-            "kd" if self.kd is not None else "recipe" if self.recipe is not None and self.recipe.is_taught else ""
-        )
+        folder, form = str(joined.cache.folder), joined.logits
         if self.recipe is not None and form is not None:
-            self.recipe.check_cache(form.codec, form.temperature, str(folder))
-        if self.kd is not None and form is not None:
-            drawn = form.codec == "sampled"
-            self.kd.check_targets(temperature=form.temperature, sampled=drawn, origin=str(folder))
-        elif taught and form is None and not self.teachers:
-            raise ShdError(
-                "cache-mismatch",
-                f"{taught} must have logits in {folder}, or a live teacher; got neither: precompute with --logits, "
-                "and read them (logits=True)",
-                "CACHE-160",
-            )
-        wanted, held = () if self.hidden is None else self.hidden.teacher_layers, joined.hidden_layers
-        if not set(wanted) <= set(held) and (held or not self.teachers):
-            raise ShdError(
-                "cache-mismatch",
-                f"hidden must have the teacher's hidden states {list(wanted)} in {folder}; got {list(held)}: "
-                "precompute with --hidden, and read them",
-                "CACHE-176",
-            )
+            self.recipe.check_cache(form.codec, form.temperature, folder)
+        elif self.recipe is not None and self.recipe.is_taught and not self.teachers:
+            raise ShdError("cache-mismatch", no_logits("recipe", folder), "CACHE-160")
+        for term in self.terms:
+            term.check_cache(joined, has_teacher=bool(self.teachers))
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """As the base class does it; a stream is read by every rank for itself."""
@@ -293,7 +280,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
     ) -> Any:
         """The student's loss, if it has one, plus the terms in training."""
         given = dict(inputs)
-        stored, counts = given.pop("supervision", None), given.pop("alpha_counts", None)
+        stored, tallies = given.pop("supervision", None), given.pop("tallies", {})
         if not model.training:
             if self._has_own_loss(given):
                 return super().compute_loss(model, given, return_outputs, num_items_in_batch)
@@ -305,7 +292,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         online = [teacher(**seen) for teacher in self.teachers]
         taught += online
         layers = unite_layers([each.layers for each in taught])
-        asked = {} if self.hidden is None else {"output_hidden_states": True}
+        asked = {name: value for term in self.terms for name, value in term.KEYWORDS.items()}
         with nullcontext() if self.beta is None else capture_attention(model, layers) as captured:
             if self.recipe is None:
                 base, outputs = self._own_loss(model, given | asked, num_items_in_batch)
@@ -328,11 +315,8 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
             kls = layer_kls(captured, of_attention, loss_mask=masks, temperature=self.temperature, **keywords)
             terms.append(self._attention_term(kls, None if base is None else base / parts, inputs))
             if model.training:
-                self._record.count_alphas(counts, online, count_rows(inputs))
-        if self.kd is not None:
-            terms.append(self._kd_term(taught, outputs, inputs))
-        if self.hidden is not None:
-            terms.append(self._hidden_term(taught, outputs, inputs))
+                self._record.count_alphas(tallies.get(Attention.SUBJECT), online, count_rows(inputs))
+        terms += [self._rows_term(term, taught, outputs, inputs) for term in self.terms]
         losses = [] if base is None else [base]
         losses += [parts * term.weight * term.value for term in terms if not term.is_base]
         loss = torch.stack(losses).sum()
@@ -366,8 +350,8 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
     def _count_step(self, batches: Sequence[Mapping[str, Any]]) -> None:
         """Note the rows of a step's micro-batches, by the term that counts them."""
         counts = ["positions"]
-        counts += ["samples"] if self.kd is not None or self.recipe is not None else []
-        counts += [name for name in ("kd", "hidden", "recipe") if getattr(self, name) is not None]
+        counts += ["samples"] if self.terms or self.recipe is not None else []
+        counts += [term.NAME for term in self.terms] + ["recipe"] * (self.recipe is not None)
         self._record.rows_in_step = {name: sum(self._count(batch, name) for batch in batches) for name in counts}
 
     def _check_eval(self, dataset: Any) -> None:
@@ -445,44 +429,18 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
             return "samples"
         return "next_labels" if recipe.is_shifted(self.accelerator.unwrap_model(self.model)) else "labels"
 
-    def _kd_term(self, taught: Sequence[Any], outputs: Any, inputs: Mapping[str, Any]) -> _Term:
-        assert self.kd is not None
-        logits = read_logits(outputs)
-        if logits is None or logits.ndim > 3:
-            got = "none" if logits is None else str(tuple(logits.shape))
-            raise ShdError(
-                "argument-value",
-                f"kd must have a student that returns logits (B, L, V) or (B, V); got {got}: one that fuses its head "
-                "with its loss is trained by linear_kd_loss in a loop of your own",
-            )
-        by_sample = logits.ndim == 2
-        mask = None if by_sample else self._mask(self.kd.rows, taught, inputs, logits.shape[1])
-        targets = [found for each in taught if (found := each.targets(logits.shape[1])) is not None]
-        if not targets:
-            raise ShdError("argument-value", "kd must have a teacher that returns logits (..., V); got none")
-        loss = self.kd.loss(targets, logits, loss_mask=mask, check=self._checks)
-        value = self._share(inputs, "samples" if by_sample else "kd") * loss
-        return _Term(value, self._weigh(read_weight(self.kd.weight)), "kd_weight", {"kd_loss": value})
-
-    def _hidden_term(self, taught: Sequence[Any], outputs: Any, inputs: Mapping[str, Any]) -> _Term:
-        assert self.hidden is not None
-        numbers = [student for student, _ in self.hidden.pairs]
-        states = self.projectors(read_hidden_states(outputs, numbers, type(self.model).__name__))
-        length = states[numbers[0]].shape[1]
-        teachers = [found for each in taught if (found := each.hidden_states(length))]
-        if not teachers:
-            raise ShdError(
-                "argument-value",
-                "hidden must have a teacher that keeps hidden states; got none: give OnlineTeacher hidden_layers="
-                f"{self.hidden.teacher_layers}",
-            )
-        mask = self._mask("positions", taught, inputs, length)
-        losses = self.hidden.losses(teachers, states, loss_mask=mask, check=self._checks)
-        share = self._share(inputs, "hidden")
-        layers = {f"hidden_loss_layer_{number}": share * loss for number, loss in losses.items()}
-        value = torch.stack(list(layers.values())).sum()
-        weight = self._weigh(read_weight(self.hidden.weight))
-        return _Term(value, weight, "hidden_weight", {"hidden_loss": value} | layers)
+    def _rows_term(self, term: RowsTerm, taught: Sequence[Any], outputs: Any, inputs: Mapping[str, Any]) -> _Term:
+        student, length = term.read_student(outputs, type(self.model).__name__, self.projectors)
+        mask = None if length is None else self._mask(term.rows, taught, inputs, length)
+        lessons = [lesson for each in taught if (lesson := term.read_taught(each, length)) is not None]
+        if not lessons:
+            raise ShdError("argument-value", term.lacking)
+        losses = term.parts(lessons, student, loss_mask=mask, check=self._checks)
+        share = self._share(inputs, "samples" if length is None else term.NAME)
+        parts = {f"{term.NAME}_loss{end}": share * loss for end, loss in losses.items()}
+        value = torch.stack(list(parts.values())).sum()
+        weight = self._weigh(read_weight(term.weight))
+        return _Term(value, weight, f"{term.NAME}_weight", {f"{term.NAME}_loss": value} | parts)
 
     @property
     def _checks(self) -> bool:
@@ -503,13 +461,11 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         """Rows of a batch: ``"positions"``, ``"samples"``, or those that a term counts, by its name."""
         if name in ("positions", "samples"):
             return count_rows(inputs, name)
-        rule = "positions"
         if name == "recipe":
             assert self.recipe is not None
             rule = self._recipe_rule(self.recipe, inputs)
-        elif name == "kd":
-            assert self.kd is not None
-            rule = self.kd.rows
+        else:
+            rule = next(term.rows for term in self.terms if name == term.NAME)
         if rule == "samples":
             return count_rows(inputs, rule)
         stored = inputs.get("supervision")
@@ -605,6 +561,17 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
             return bool(declared)
         counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
         return counted or self.compute_loss_func is not None
+
+
+def _read_terms(terms: Mapping[str, Weight | RowsTerm]) -> list[RowsTerm]:
+    """Terms by subject, made of their weights where these are given."""
+    makers = {row.form.SUBJECT: row.term for row in ROWS}
+    unknown = sorted(terms.keys() - makers.keys())
+    if unknown:
+        raise ShdError("argument-value", f"terms must be of {', '.join(makers)}; got {', '.join(unknown)}")
+    return [
+        term if isinstance(term, RowsTerm) else load(makers[subject])(weight=term) for subject, term in terms.items()
+    ]
 
 
 @dataclass(frozen=True)

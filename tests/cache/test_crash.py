@@ -76,6 +76,6 @@ def test_racing_writers_that_round_differently_do_not_mix(tmp_path: Path) -> Non
     assert verify_cache(tmp_path).ok
     reader = CacheReader(tmp_path)
     for index in range(NUM_SAMPLES):
-        written = record_of(MANIFEST, index).alphas
-        found = reader.read(key_of(index)).alphas
+        written = record_of(MANIFEST, index).parts["alphas"]
+        found = reader.read(key_of(index)).parts["alphas"]
         assert any(np.array_equal(found, written * np.float32(scale)) for scale in scales)

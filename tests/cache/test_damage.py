@@ -145,7 +145,7 @@ def test_reader_does_not_touch_damage_it_was_not_asked_for(folder: Path, manifes
     record = Receipt.read(folder, 1, manifest).records[0]
     flip(folder / SHARD, start_of(record, 1), 0)
     reader = CacheReader(folder)
-    assert list(reader.read(record.key, layers=[1]).blobs) == [1]
+    assert "L01" in reader.read(record.key, layers=[1]).parts
     with pytest.raises(ShdError, match="layer 2"):
         reader.read(record.key, layers=[2])
 

@@ -126,7 +126,7 @@ def test_cache_returns_what_was_written(tmp_path: Path, codec: str, compression:
     assert verify_cache(tmp_path / "cache").ok
     for index in range(manifest.dataset.num_samples):
         record = reader.read(key_of(index))
-        assert record.mixing is not None
+        assert "mixing" in record.parts
         for column, layer in enumerate(manifest.attention.student_layers):
             wanted = decode_factors(encode_factors(codec, *factors_of(manifest, index, column)))
             for got, expected in zip(reader.decode_factors(record, layer), wanted, strict=True):
@@ -145,7 +145,7 @@ def test_windows_and_padding_in_front(tmp_path: Path, support: str) -> None:
     for index in range(manifest.dataset.num_samples):
         record, first, n = reader.read(key_of(index)), first_of(index), length_of(index)
         assert (record.first, record.length) == (first, n)
-        assert record.mixing is not None
+        assert "mixing" in record.parts
         for column, (layer, factors) in enumerate(zip(manifest.attention.student_layers, WINDOWED, strict=True)):
             queries, keys = reader.decode_factors(record, layer)
             assert queries.shape == (manifest.attention.num_teacher_heads, n - first, factors.width)
@@ -164,7 +164,7 @@ def test_windows_and_padding_in_front(tmp_path: Path, support: str) -> None:
                     powers[first:, first:] = np.exp(factors.scale * queries[teacher].astype(float) @ key_head.T)
                     powers *= seen
                     sums = powers.sum(-1, keepdims=True)
-                    expected += record.mixing[column, head, teacher] * powers / np.where(sums > 0, sums, 1)
+                    expected += record.parts["mixing"][column, head, teacher] * powers / np.where(sums > 0, sums, 1)
                 np.testing.assert_allclose(maps[head], expected, rtol=1e-5, atol=1e-7)
 
 
@@ -203,7 +203,7 @@ def test_manifest_that_contradicts_itself_is_refused(changes: dict[str, Any]) ->
 def refuse(tmp_path: Path, manifest: Manifest, code: str, **changes: Any) -> None:
     writer = CacheWriter(tmp_path / "cache", manifest)
     records = [record_of(manifest, index) for index in manifest.shard_samples(0)]
-    records[0] = replace(records[0], **changes)
+    records[0] = record_of(manifest, records[0].index, **changes)
     with pytest.raises(ShdError) as caught:
         writer.write_shard(0, records, Errors.unmeasured(manifest))
     assert caught.value.code == code
@@ -213,20 +213,18 @@ def refuse(tmp_path: Path, manifest: Manifest, code: str, **changes: Any) -> Non
 def test_records_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     manifest = job(codec="int8", factors=FACTORS)
     index = manifest.shard_samples(0)[0]
-    good = record_of(manifest, index).codes
-    broken = replace(good[0], queries=np.full_like(good[0].queries, -128))
-    negative = replace(good[0], query_steps=-np.ones_like(good[0].queries[..., 0], dtype=np.float32))
+    good, other = (record_of(manifest, index).parts[name] for name in ("L01", "L02"))
+    broken = replace(good, queries=np.full_like(good.queries, -128))
+    negative = replace(good, query_steps=-np.ones_like(good.queries[..., 0], dtype=np.float32))
     half = encode_factors("float16", *factors_of(manifest, index, 0))
-    refuse(tmp_path, manifest, "argument-value", codes=[broken, good[1]])
-    refuse(tmp_path, manifest, "argument-value", codes=[negative, good[1]])
-    refuse(tmp_path, manifest, "argument-shape", codes=[half, good[1]])
-    refuse(tmp_path, manifest, "argument-shape", codes=good[:1])
-    refuse(tmp_path, manifest, "argument-shape", codes=good[::-1])
-    refuse(tmp_path, manifest, "argument-shape", mixing=None)
+    maps = record_of(job(), index).parts["L01"]
+    refuse(tmp_path, manifest, "argument-value", parts={"L01": broken})
+    refuse(tmp_path, manifest, "argument-value", parts={"L01": negative})
+    for wrong in (half, None, other, maps):
+        refuse(tmp_path, manifest, "argument-shape", parts={"L01": wrong})
+    refuse(tmp_path, manifest, "argument-shape", parts={"mixing": None})
     refuse(tmp_path, manifest, "argument-shape", first=1)
-    maps = record_of(job(), index).codes
-    refuse(tmp_path, manifest, "argument-shape", codes=maps)
-    refuse(tmp_path / "maps", job(), "argument-shape", codes=good)
+    refuse(tmp_path / "maps", job(), "argument-shape", parts={"L01": good})
     around = job(codec="int8", factors=FACTORS, padding="around")
     refuse(tmp_path / "around", around, "argument-shape", first=length_of(index))
 

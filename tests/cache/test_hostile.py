@@ -209,9 +209,10 @@ def large_cache(folder: Path, length: int) -> Path:
     """One record with blobs of many megabytes."""
     manifest = job(num_samples=1, samples_per_shard=1)
     codes = [np.tile(encode("sqrt8-row", probs_of(manifest, 0, 1, 64)), (1, length // 64, length // 64))] * 2
-    alphas = np.zeros((2, manifest.attention.num_alphas), np.float32)
+    parts = {"alphas": np.zeros((2, manifest.attention.num_alphas), np.float32)}
+    parts |= dict(zip(("L01", "L02"), codes, strict=True)) | {"mixing": np.zeros((2, 2, 4), np.float32)}
     writer = CacheWriter(folder, replace(manifest, dataset=manifest.dataset))
-    writer.write_shard(0, [NewRecord(index=0, key=key_of(0), length=length, codes=codes, alphas=alphas)], MEASURED)
+    writer.write_shard(0, [NewRecord(0, key_of(0), length, parts)], MEASURED)
     writer.seal()
     return folder
 

@@ -63,7 +63,7 @@ def test_caches_of_other_jobs_are_refused_before_anything_is_written(tmp_path: P
 def test_a_shard_that_was_made_twice_is_named(tmp_path: Path, place: str) -> None:
     first, manifest = part(tmp_path / "a", [0, 2]), job()
     writer = CacheWriter(tmp_path / "b", manifest)
-    writer.write_shard(2, records_of(manifest, 2), Errors(replace(MEASURED.attention, kl_mean=0.5)))
+    writer.write_shard(2, records_of(manifest, 2), Errors(attention=replace(MEASURED["attention"], kl_mean=0.5)))
     if place == "out":
         sources, out = [first], tmp_path / "b"
     else:
@@ -145,8 +145,8 @@ def test_listing_an_unfinished_cache(tmp_path: Path) -> None:
         "skipped": 0,
         "positions": sum(record.length for record in records),
     }
-    assert stable["bytes"]["coded"] == sum(len(blob) for record in records for blob in record.blobs.values())
-    maps = [reader.decode(record, layer) for record in records for layer in record.blobs]
+    assert stable["bytes"]["coded"] == sum(len(record.parts[name]) for record in records for name in ("L01", "L02"))
+    maps = [reader.decode(record, layer) for record in records for layer in (1, 2)]
     assert stable["bytes"]["as_float32"] == sum(array.nbytes for array in maps)
 
 

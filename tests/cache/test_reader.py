@@ -61,7 +61,7 @@ def test_missing_sample(folder: Path) -> None:
 
 
 def test_unknown_layer(folder: Path) -> None:
-    with pytest.raises(ShdError, match=r"must be among student layers \[1, 2\]; got 3") as caught:
+    with pytest.raises(ShdError, match=r"layers must be among \[1, 2\]; got 3") as caught:
         CacheReader(folder).read(key_of(0), layers=[1, 3])
     assert caught.value.code == "argument-value"
 
@@ -82,7 +82,7 @@ def test_a_batch_is_its_records_in_one_buffer(tmp_path: Path, compression: str, 
 
     batch = reader.read_batch(keys, layers, allocate=allocate)
     wanted = job().attention.student_layers if layers is None else layers
-    blobs = [record.blobs[layer] for layer in wanted for record in batch]
+    blobs = [record.parts[f"L{layer:02d}"] for layer in wanted for record in batch]
     if compression == "none":
         (buffer,) = asked
         assert buffer.tobytes() == b"".join(blob.tobytes() for blob in blobs)
@@ -91,16 +91,12 @@ def test_a_batch_is_its_records_in_one_buffer(tmp_path: Path, compression: str, 
         assert not asked, "what a frame claims is looked at first"
     for key, record in zip(keys, batch, strict=True):
         alone = reader.read(key, layers)
-        assert (record.key, record.index, record.length, list(record.blobs)) == (
-            key,
-            alone.index,
-            alone.length,
-            list(wanted),
-        )
-        np.testing.assert_array_equal(record.alphas, alone.alphas)
-        np.testing.assert_array_equal(record.mixing, alone.mixing)
+        assert (record.key, record.index, record.length) == (key, alone.index, alone.length)
+        assert list(record.parts) == ["alphas", "mixing", *(f"L{layer:02d}" for layer in wanted)]
+        np.testing.assert_array_equal(record.parts["alphas"], alone.parts["alphas"])
+        np.testing.assert_array_equal(record.parts["mixing"], alone.parts["mixing"])
         for layer in wanted:
-            np.testing.assert_array_equal(record.blobs[layer], alone.blobs[layer])
+            np.testing.assert_array_equal(record.parts[f"L{layer:02d}"], alone.parts[f"L{layer:02d}"])
     assert reader.read_batch([]) == []
 
 

@@ -45,13 +45,15 @@ def test_what_was_written_is_read(tmp_path: Path, codec: str, support: str, alph
     reader = CacheReader(write_cache(tmp_path / "cache", manifest))
     assert reader.sealed
     assert len(reader) == 7
-    assert reader.errors.attention == replace(MEASURED.attention, rows=4 * MEASURED.attention.rows)  # of four shards
+    assert reader.errors["attention"] == replace(
+        MEASURED["attention"], rows=4 * MEASURED["attention"].rows
+    )  # of four shards
     assert reader.keys() == [key_of(index) for shard in range(4) for index in manifest.shard_samples(shard)]
     for index in range(7):
         record, written = reader.read(key_of(index)), record_of(manifest, index)
         assert (record.index, record.key, record.length) == (index, key_of(index), length_of(index))
-        np.testing.assert_array_equal(record.alphas, written.alphas)
-        np.testing.assert_array_equal(record.mixing, written.mixing)
+        np.testing.assert_array_equal(record.parts["alphas"], written.parts["alphas"])
+        np.testing.assert_array_equal(record.parts["mixing"], written.parts["mixing"])
         for layer in (1, 2):
             probs = probs_of(manifest, index, layer)
             np.testing.assert_array_equal(reader.decode(record, layer), decode(codec, encode(codec, probs)))
@@ -98,12 +100,13 @@ def test_padding_is_cut_off(tmp_path: Path) -> None:
     padded = []
     for index in (0, 1):
         record, length = record_of(manifest, index), length_of(index)
-        codes = [np.pad(array, ((0, 0), (0, 3), (0, 3))) for array in record.codes]
-        for array in codes:
+        parts = {name: np.pad(record.parts[name], ((0, 0), (0, 3), (0, 3))) for name in ("L01", "L02")}
+        for array in parts.values():
             array[:, length:, 0] = 77  # padding rows may hold anything
         rows = ((0, 0), (0, 0), (0, 3))
-        alphas, mixing = np.pad(record.alphas, rows), np.pad(record.mixing, ((0, 0), *rows))
-        padded.append(replace(record, codes=codes, alphas=alphas, mixing=mixing))
+        parts |= {"alphas": np.pad(record.parts["alphas"], rows)}
+        parts |= {"mixing": np.pad(record.parts["mixing"], ((0, 0), *rows))}
+        padded.append(replace(record, parts=parts))
     CacheWriter(tmp_path / "padded", manifest).write_shard(0, padded, MEASURED)
     write_shards(CacheWriter(tmp_path / "cut", manifest), [0])
     assert contents(tmp_path / "padded") == contents(tmp_path / "cut")
@@ -113,37 +116,38 @@ def test_alphas_and_mixing_may_be_absent(tmp_path: Path) -> None:
     manifest = job(strategy="mean")
     writer = CacheWriter(tmp_path, manifest)
     for shard in range(4):
-        none = np.zeros((2, 0), dtype=np.float32)
-        records = [replace(record, alphas=none, mixing=None) for record in records_of(manifest, shard)]
+        records = [
+            record_of(manifest, index, parts={"alphas": None, "mixing": None})
+            for index in manifest.shard_samples(shard)
+        ]
         writer.write_shard(shard, records, MEASURED)
     writer.seal()
     record = CacheReader(tmp_path).read(key_of(3))
-    assert record.alphas.shape == (2, 0)
-    assert record.mixing is None
+    assert manifest.attention.alphas(record).shape == (2, 0)
+    assert list(record.parts) == ["L01", "L02"]
     assert verify_cache(tmp_path).ok
 
 
 def test_identity_has_no_pairs(tmp_path: Path) -> None:
     manifest = job(num_student_heads=4, plan=())
     record = CacheReader(write_cache(tmp_path, manifest)).read(key_of(0))
-    assert record.alphas.shape == (2, 0)
-    assert record.mixing is not None
-    assert record.mixing.shape == (2, 4, 4)
+    assert "alphas" not in record.parts
+    assert record.parts["mixing"].shape == (2, 4, 4)
 
 
 def test_some_layers(tmp_path: Path) -> None:
     reader = CacheReader(write_cache(tmp_path, job()))
     record = reader.read(key_of(4), layers=[2])
-    assert list(record.blobs) == [2]
-    np.testing.assert_array_equal(record.blobs[2], reader.read(key_of(4)).blobs[2])
+    assert list(record.parts) == ["alphas", "mixing", "L02"]
+    np.testing.assert_array_equal(record.parts["L02"], reader.read(key_of(4)).parts["L02"])
 
 
 def test_arrays_belong_to_the_caller(tmp_path: Path) -> None:
     reader = CacheReader(write_cache(tmp_path, job()))
     record = reader.read(key_of(4))
-    record.blobs[1][:] = 0
-    record.alphas[:] = 0
-    assert reader.read(key_of(4)).blobs[1].any()
+    record.parts["L01"][:] = 0
+    record.parts["alphas"][:] = 0
+    assert reader.read(key_of(4)).parts["L01"].any()
 
 
 def test_equal_samples_share_a_key_and_the_first_is_read(tmp_path: Path) -> None:
@@ -172,9 +176,9 @@ def test_shards_are_safetensors_files(tmp_path: Path, framework: str) -> None:
             assert set(file.keys()) == names
             for index in manifest.shard_samples(shard):
                 record = reader.read(key_of(index))
-                np.testing.assert_array_equal(file.get_tensor(f"{index:08d}/L02"), record.blobs[2])
-                np.testing.assert_array_equal(file.get_tensor(f"{index:08d}/alphas"), record.alphas)
-                np.testing.assert_array_equal(file.get_tensor(f"{index:08d}/mixing"), record.mixing)
+                np.testing.assert_array_equal(file.get_tensor(f"{index:08d}/L02"), record.parts["L02"])
+                np.testing.assert_array_equal(file.get_tensor(f"{index:08d}/alphas"), record.parts["alphas"])
+                np.testing.assert_array_equal(file.get_tensor(f"{index:08d}/mixing"), record.parts["mixing"])
 
 
 PARTS = ("alphas", "mixing", "L01", "L02")

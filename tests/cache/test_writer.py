@@ -51,7 +51,8 @@ def test_committed_shard_is_not_written_again(tmp_path: Path) -> None:
     writer = CacheWriter(tmp_path, job())
     receipt = writer.write_shard(1, records_of(job(), 1), MEASURED)
     before = contents(tmp_path)
-    other = [replace(record, alphas=record.alphas / 2) for record in records_of(job(), 1)]
+    halves = {record.index: {"alphas": record.parts["alphas"] / 2} for record in records_of(job(), 1)}
+    other = [record_of(job(), index, parts=half) for index, half in halves.items()]
     assert writer.write_shard(1, other, MEASURED) == receipt
     assert contents(tmp_path) == before
 
@@ -185,28 +186,23 @@ def _mass_on_padding(array: np.ndarray) -> np.ndarray:
     return padded
 
 
-LENGTH = length_of(1)
+LENGTH, CODES = length_of(1), record_of(job(), 1).parts["L01"]
 WRONG_RECORDS: dict[str, tuple[dict[str, Any], str]] = {
     "key": ({"key": "../../../etc/passwd"}, "argument-value"),
     "length zero": ({"length": 0}, "argument-shape"),
     "length beyond the map": ({"length": LENGTH + 1}, "argument-shape"),
-    "a layer too few": ({"codes": record_of(job(), 1).codes[:1]}, "argument-shape"),
-    "not square": ({"codes": [array[:, :-1] for array in record_of(job(), 1).codes]}, "argument-shape"),
-    "a head too many": (
-        {"codes": [np.repeat(array, 2, axis=0) for array in record_of(job(), 1).codes]},
-        "argument-shape",
-    ),
-    "mass on padding": (
-        {"codes": [_mass_on_padding(array) for array in record_of(job(), 1).codes]},
-        "support-mismatch",
-    ),
-    "code type": ({"codes": [array.astype(np.int32) for array in record_of(job(), 1).codes]}, "argument-dtype"),
-    "alphas type": ({"alphas": np.zeros((2, 2))}, "argument-dtype"),
-    "alphas shape": ({"alphas": np.zeros((2, 3), np.float32)}, "argument-shape"),
-    "alphas per row": ({"alphas": np.zeros((2, 2, LENGTH), np.float32)}, "argument-shape"),
-    "alphas not finite": ({"alphas": np.full((2, 2), np.nan, np.float32)}, "not-finite"),
-    "mixing shape": ({"mixing": np.zeros((2, 4, 2), np.float32)}, "argument-shape"),
-    "mixing not finite": ({"mixing": np.full((2, 2, 4), np.inf, np.float32)}, "not-finite"),
+    "a layer too few": ({"parts": {"L02": None}}, "argument-shape"),
+    "a part too many": ({"parts": {"logits": np.zeros((LENGTH, 3), np.uint8)}}, "argument-shape"),
+    "not square": ({"parts": {"L01": CODES[:, :-1]}}, "argument-shape"),
+    "a head too many": ({"parts": {"L01": np.repeat(CODES, 2, axis=0)}}, "argument-shape"),
+    "mass on padding": ({"parts": {"L01": _mass_on_padding(CODES)}}, "support-mismatch"),
+    "code type": ({"parts": {"L01": CODES.astype(np.int32)}}, "argument-dtype"),
+    "alphas type": ({"parts": {"alphas": np.zeros((2, 2))}}, "argument-dtype"),
+    "alphas shape": ({"parts": {"alphas": np.zeros((2, 3), np.float32)}}, "argument-shape"),
+    "alphas per row": ({"parts": {"alphas": np.zeros((2, 2, LENGTH), np.float32)}}, "argument-shape"),
+    "alphas not finite": ({"parts": {"alphas": np.full((2, 2), np.nan, np.float32)}}, "not-finite"),
+    "mixing shape": ({"parts": {"mixing": np.zeros((2, 4, 2), np.float32)}}, "argument-shape"),
+    "mixing not finite": ({"parts": {"mixing": np.full((2, 2, 4), np.inf, np.float32)}}, "not-finite"),
 }
 
 
@@ -231,7 +227,7 @@ def test_future_mass_is_refused_in_a_causal_cache(tmp_path: Path) -> None:
 
 
 def test_lost_support_is_refused(tmp_path: Path) -> None:
-    broken = Errors(replace(MEASURED.attention, kl_max=math.inf))
+    broken = Errors(attention=replace(MEASURED["attention"], kl_max=math.inf))
     with pytest.raises(ShdError, match=r"errors\.attention must be finite") as caught:
         CacheWriter(tmp_path, job()).write_shard(0, records_of(job(), 0), broken)
     assert caught.value.code == "not-finite"

@@ -167,7 +167,9 @@ def test_counts_are_those_of_the_records(tmp_path: Path, alpha_per: str) -> None
     content = read_content(reader)
     records = [reader.read(key) for key in reader]
     for number, layer in enumerate(content.layers):
-        alphas = np.concatenate([record.alphas[number].reshape(len(layer.merges), -1) for record in records], axis=1)
+        alphas = np.concatenate(
+            [record.parts["alphas"][number].reshape(len(layer.merges), -1) for record in records], axis=1
+        )
         for merge, values in zip(layer.merges, alphas, strict=True):
             np.testing.assert_array_equal(merge.values, values)
             assert merge.clipped == ((values < 0) | (values > 1)).sum()
@@ -223,11 +225,13 @@ def test_what_a_cache_says_is_escaped(tmp_path: Path) -> None:
     manifest = replace(
         manifest,
         created_by=HOSTILE,
-        attention=replace(
-            manifest.attention,
-            strategy="shd" + HOSTILE,
-            alpha_rule=HOSTILE,
-            layers=tuple(replace(layer, site=HOSTILE) for layer in manifest.attention.layers),
+        forms=(
+            replace(
+                manifest.attention,
+                strategy="shd" + HOSTILE,
+                alpha_rule=HOSTILE,
+                layers=tuple(replace(layer, site=HOSTILE) for layer in manifest.attention.layers),
+            ),
         ),
         teacher=replace(manifest.teacher, name=HOSTILE, provider=HOSTILE, dtype=HOSTILE),
         inputs=replace(manifest.inputs, names=(HOSTILE,), mask=HOSTILE),

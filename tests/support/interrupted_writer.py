@@ -31,7 +31,10 @@ if __name__ == "__main__":
     print("ready", flush=True)
     for shard in writer.missing_shards():
         records = records_of(writer.manifest, shard)
-        records = [replace(record, alphas=record.alphas * np.float32(sys.argv[2])) for record in records]
+        records = [
+            replace(record, parts={**record.parts, "alphas": record.parts["alphas"] * np.float32(sys.argv[2])})
+            for record in records
+        ]
         writer.write_shard(shard, records, errors_of(writer.manifest))
     writer.seal()
     print("sealed", flush=True)

@@ -13,7 +13,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from shd_ref.cache import (
-    NO_ATTENTION,
+    Attention,
     AveragedTeacher,
     CacheReader,
     CacheWriter,
@@ -52,7 +52,7 @@ OTHER_PLAN = (((1, 3),), ((0, 2),))
 MAX_LENGTH = 9
 FACTORS = (LayerFactors(2, 3, 0.5), LayerFactors(4, 2, 0.75))
 WINDOWED = (LayerFactors(2, 3, 0.5, 2), LayerFactors(4, 2, 0.75))
-MEASURED = Errors(CodecError(kl_mean=2.0**-14, kl_max=2.0**-12, tv_mean=2.0**-9, rows=16))
+MEASURED = Errors(attention=CodecError(kl_mean=2.0**-14, kl_max=2.0**-12, tv_mean=2.0**-9, rows=16))
 
 VOCABULARY = 37
 TOPK = Logits(
@@ -96,7 +96,7 @@ FORMS = {
     "hidden": {"hidden": HIDDEN_INT8},
 }
 """Members of a manifest beside attention."""
-ALONE: dict[str, dict[str, Any]] = {name: {"attention": NO_ATTENTION, **FORMS[name]} for name in FORMS}
+ALONE: dict[str, dict[str, Any]] = {name: {"attention": None, **FORMS[name]} for name in FORMS}
 """The same without attention."""
 
 
@@ -130,17 +130,20 @@ def job(num_samples: int = 7, samples_per_shard: int = 2, **changes: Any) -> Man
     }
     attention |= {"codec": "sqrt8-row", "temperature": 1.0} if kind is Maps else {"codec": "int8"}
     members = {field.name for field in fields(Manifest)}
+    others = [changes.pop(name, None) for name in ("logits", "hidden")]
+    has_attention = changes.pop("attention", True) is not None
     attention |= {name: value for name, value in changes.items() if name not in members}
-    manifest = Manifest(
-        spec_version="1.0",
-        created_by="squeezing-heads test",
-        teacher=Teacher(sha256="ab" * 32, name="tiny", provider="CPUExecutionProvider", dtype="float32"),
-        attention=kind(**attention),
-        inputs=SampleInputs(names=("input_ids",), mask=None),
-        dataset=Dataset(dataset_fingerprint(key_of(index) for index in range(num_samples)), num_samples),
-        shards=ShardPlan(samples_per_shard, seed=17, num_shards=-(-num_samples // samples_per_shard)),
-    )
-    return replace(manifest, **{name: value for name, value in changes.items() if name in members})
+    forms = [kind(**attention) if has_attention else None, *others]
+    manifest: dict[str, Any] = {
+        "spec_version": "1.0",
+        "created_by": "squeezing-heads test",
+        "teacher": Teacher(sha256="ab" * 32, name="tiny", provider="CPUExecutionProvider", dtype="float32"),
+        "forms": tuple(form for form in forms if form is not None),
+        "inputs": SampleInputs(names=("input_ids",), mask=None),
+        "dataset": Dataset(dataset_fingerprint(key_of(index) for index in range(num_samples)), num_samples),
+        "shards": ShardPlan(samples_per_shard, seed=17, num_shards=-(-num_samples // samples_per_shard)),
+    }
+    return Manifest(**manifest | {name: value for name, value in changes.items() if name in members})
 
 
 def generated(shape: tuple[int, ...], seed: int) -> NDArray[np.uint64]:
@@ -175,7 +178,8 @@ KINDS = {
 def shapes_of(manifest: Manifest, index: int) -> tuple[tuple[int, int], ...]:
     """Rows and keys of each layer, where every record keeps its own shapes."""
     keys = 1 + index * 3 % 4
-    own = isinstance(manifest.attention, Maps) and manifest.attention.shapes == "own"
+    form = manifest.find(Maps)
+    own = form is not None and form.shapes == "own"
     return ((keys, keys), (keys, length_of(index))) if own else ()
 
 
@@ -209,27 +213,32 @@ def decoder_of(manifest: Manifest, index: int) -> int:
 
 
 def record_of(manifest: Manifest, index: int, *, with_mixing: bool = True, **changes: Any) -> NewRecord:
-    of_attention = {} if manifest.attention is NO_ATTENTION else attention_of(manifest, index)
+    parts = parts_of(manifest, index)
     if not with_mixing:
-        of_attention["mixing"] = None
+        del parts["mixing"]
+    parts |= changes.pop("parts", {})
     record = NewRecord(
         index=index,
         key=key_of(index),
         length=length_of(index),
-        **of_attention,
+        parts={name: part for name, part in parts.items() if part is not None},
         seed=None if manifest.inputs.seed is None else 3**33 + index,
         first=padding_of(manifest, index),
         shapes=shapes_of(manifest, index),
-        logits=None if manifest.logits is None else manifest.logits.encode(logits_of(manifest, index), index),
-        hidden={
-            layer: manifest.hidden.encode(layer, hidden_of(manifest, index, layer))
-            for layer in manifest.hidden.teacher_layers
-        }
-        if manifest.hidden is not None
-        else {},
         decoder=decoder_of(manifest, index),
     )
     return replace(record, **changes)
+
+
+def parts_of(manifest: Manifest, index: int) -> dict[str, Any]:
+    """The parts of a record, of all its forms."""
+    parts = {} if manifest.find(Attention) is None else attention_of(manifest, index)
+    if manifest.logits is not None:
+        parts["logits"] = manifest.logits.encode(logits_of(manifest, index), index)
+    for layer in [] if manifest.hidden is None else manifest.hidden.teacher_layers:
+        assert manifest.hidden is not None
+        parts[f"H{layer:02d}"] = manifest.hidden.encode(layer, hidden_of(manifest, index, layer))
+    return parts
 
 
 def attention_of(manifest: Manifest, index: int) -> dict[str, Any]:
@@ -243,17 +252,18 @@ def attention_of(manifest: Manifest, index: int) -> dict[str, Any]:
         codes = [encode_factors(form.codec, *factors_of(manifest, index, column)) for column in range(layers)]
     else:
         codes = [encode(form.codec, probs_of(manifest, index, layer)) for layer in form.student_layers]
+    alphas = fractions((layers, form.num_alphas, *rows), 1000 + index)
     return {
-        "codes": codes,
-        "alphas": fractions((layers, form.num_alphas, *rows), 1000 + index),
+        **({"alphas": alphas} if alphas.size else {}),
         "mixing": fractions((layers, *heads, *rows), 2000 + index),
+        **{f"L{layer:02d}": each for layer, each in zip(form.student_layers, codes, strict=True)},
     }
 
 
 def padding_of(manifest: Manifest, index: int) -> int:
     """Positions of padding in front that a record leaves out."""
-    form = manifest.attention
-    around = form is NO_ATTENTION or (isinstance(form, Factors) and form.padding == "around")
+    form = manifest.find(Attention)
+    around = form is None or (isinstance(form, Factors) and form.padding == "around")
     return first_of(index) if around else 0
 
 
@@ -277,12 +287,11 @@ def hidden_of(manifest: Manifest, index: int, layer: int) -> NDArray[np.float32]
 
 def errors_of(manifest: Manifest) -> Errors:
     """As a writer measured them."""
-    return replace(
-        MEASURED,
-        attention=manifest.attention if manifest.attention is NO_ATTENTION else MEASURED.attention,
-        logits=None if manifest.logits is None else LogitsError(2.0**-13, 2.0**-11, 2.0**-8, 2.0**-3, 16),
-        hidden=None if manifest.hidden is None else HiddenError(2.0**-9, 2.0**-7, 16),
-    )
+    measured = MEASURED | {
+        "logits": LogitsError(2.0**-13, 2.0**-11, 2.0**-8, 2.0**-3, 16),
+        "hidden": HiddenError(2.0**-9, 2.0**-7, 16),
+    }
+    return Errors({form.SUBJECT: measured[form.SUBJECT] for form in manifest.forms})
 
 
 def is_skipped(manifest: Manifest, index: int) -> bool:
@@ -327,19 +336,7 @@ def read_everything(reader: CacheReader) -> dict[str, bytes]:
     """All samples of an open cache in one comparable form; also run in other processes."""
     records = [reader.read(key) for key in reader]
     return {
-        record.key: b"".join(
-            [
-                record.alphas.tobytes(),
-                *([] if record.mixing is None else [record.mixing.tobytes()]),
-                *(reader.decode(record, layer).tobytes() for layer in record.blobs),
-                *(
-                    array.tobytes()
-                    for form in (reader.manifest.logits, reader.manifest.hidden)
-                    if form is not None
-                    for _, array in form.arrays(record)
-                ),
-            ]
-        )
+        record.key: b"".join([array.tobytes() for form in reader.manifest.forms for _, array in form.arrays(record)])
         for record in records
     }
 

@@ -13,8 +13,18 @@ from shd_ref.cache.codecs.codecs import SMALLEST_PROB, code_dtype
 from shd_ref.errors import ShdError
 
 
+class RowError:
+    """What coding cost rows: a dataclass of numbers whose names end in ``_mean`` or ``_max``, and ``rows``."""
+
+    rows: int
+
+    def describe(self) -> str:
+        """For a listing and a report."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class CodecError:
+class CodecError(RowError):
     """Error measured over rows that have mass.
 
     Attributes:
@@ -35,7 +45,7 @@ class CodecError:
 
 
 @dataclass(frozen=True)
-class LogitsError:
+class LogitsError(RowError):
     """Error of rows of logits that count (CACHE-170).
 
     Attributes:
@@ -62,7 +72,7 @@ class LogitsError:
 
 
 @dataclass(frozen=True)
-class HiddenError:
+class HiddenError(RowError):
     """Error of rows of hidden states that count, over all layers (CACHE-178).
 
     Attributes:
@@ -83,7 +93,7 @@ class HiddenError:
 _TILE_BYTES: Final = 2**24
 """Rows that are compared in float64 at once."""
 
-_Error = TypeVar("_Error", CodecError, LogitsError, HiddenError)
+_Error = TypeVar("_Error", bound=RowError)
 
 
 def kl_bound(codec: str, num_positive: Any, largest: Any) -> Any:
@@ -164,18 +174,18 @@ def _row_errors(probs: NDArray[Any], decoded: NDArray[Any]) -> tuple[NDArray[np.
 
 
 def merge_codec_errors(errors: Iterable[CodecError]) -> CodecError:
-    """The error over all rows of several measurements, such as the batches of one shard."""
+    """``merge_errors`` of maps."""
     return merge_errors(CodecError, errors)
 
 
 def merge_errors(kind: type[_Error], errors: Iterable[_Error]) -> _Error:
-    """The same for any kind of error: means are weighted by rows; of no row every number is 0."""
+    """The error over all rows of several measurements: means are weighted by rows; of no row every number is 0."""
     parts = list(errors)
     rows = sum(part.rows for part in parts)
     numbers: dict[str, float] = {}
-    for field in fields(kind):
+    for field in fields(kind):  # type: ignore[arg-type]  # a dataclass
         if field.name.endswith("_mean"):
             numbers[field.name] = sum(getattr(part, field.name) * part.rows for part in parts) / max(rows, 1)
         elif field.name.endswith("_max"):
             numbers[field.name] = max((getattr(part, field.name) for part in parts if part.rows), default=0.0)
-    return kind(rows=rows, **numbers)
+    return kind(rows=rows, **numbers)  # type: ignore[call-arg]

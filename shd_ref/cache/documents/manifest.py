@@ -11,12 +11,9 @@ from typing import Any, Final
 
 from shd_ref.cache.codecs.compression import COMPRESSIONS
 from shd_ref.cache.documents.members import Dataset, SampleInputs, ShardPlan, Teacher, sample_order
-from shd_ref.cache.forms.factors import Factors
-from shd_ref.cache.forms.form import NO_ATTENTION, Extent, Form, Part, require
-from shd_ref.cache.forms.hidden import Hidden
-from shd_ref.cache.forms.logits import Logits
-from shd_ref.cache.forms.maps import Maps
-from shd_ref.cache.storage.documents import build, encode_document, optional, parse_members, read_document
+from shd_ref.cache.forms.form import Extent, Form, Part, require
+from shd_ref.cache.forms.table import Held, subjects
+from shd_ref.cache.storage.documents import build, encode_document, fields_of, optional, parse_members, read_document
 from shd_ref.cache.storage.layout import MANIFEST_NAME
 from shd_ref.cache.storage.places import Folder, open_storage
 from shd_ref.errors import ShdError
@@ -31,22 +28,20 @@ ON_ERROR: Final = ("stop", "skip")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """Everything that determines the numbers in a cache (CACHE-20).
+class Manifest(Held):
+    """Everything that decides the numbers in a cache (CACHE-20).
 
     Attributes:
         spec_version: of the specification.
         created_by: name and version of the package.
         teacher: what was run.
-        attention: the form in which attention is stored, and the squeeze that made it; ``NO_ATTENTION`` where it is
-            not, whose every use is an error.
+        forms: what a record holds, at least one; each is the member of the file that its ``SUBJECT`` names. See
+            also ``attention``, ``logits`` and ``hidden``, and ``find``.
         inputs: what a sample key is made of.
         dataset: which samples.
         shards: assignment of samples to shards.
         compression: of coded parts: ``"none"`` or ``"zstd"``.
         on_error: ``"skip"`` where receipts may name samples that the teacher failed on, else ``"stop"``.
-        logits: how the teacher's logits are stored; None where they are not.
-        hidden: the same of its hidden states.
 
     Raises:
         ShdError: ``argument-value`` for a number or name outside its range.
@@ -55,14 +50,12 @@ class Manifest:
     spec_version: str
     created_by: str
     teacher: Teacher
-    attention: Maps | Factors = optional(NO_ATTENTION)  # noqa: RUF009  (which cannot change)
+    forms: tuple[Form, ...]
     inputs: SampleInputs
     dataset: Dataset
     shards: ShardPlan
     compression: str = optional("none")
     on_error: str = optional("stop")
-    logits: Logits | None = optional(None)  # noqa: RUF009
-    hidden: Hidden | None = optional(None)  # noqa: RUF009
 
     def __post_init__(self) -> None:
         require(
@@ -71,14 +64,17 @@ class Manifest:
             self.compression,
             "CACHE-43",
         )
-        require(bool(self.forms), "a cache must hold attention, logits or hidden states", "none", "CACHE-160")
-        others = () if self.logits is None else self.logits.with_teachers
-        own = self.teacher.sha256 not in [each.sha256 for each in others]
-        require(own, "logits.with_teachers must be other teachers than the first", self.teacher.sha256, "CACHE-163")
-        for form in (self.logits, self.hidden):
-            fits = form is None or form.rows != "decoder" or bool(self.inputs.decoder)
-            rule = "rows must be 'positions' or 'sample' without a second sequence"
-            require(fits, f"{'' if form is None else form.SUBJECT}.{rule}", "decoder", "CACHE-160")
+        names = [form.SUBJECT for form in self.forms]
+        order = [name for name in subjects() if name in names]
+        require(
+            bool(names) and sorted(names) == sorted(order),
+            f"a cache must hold some of {list(subjects())}",
+            names,
+            "CACHE-160",
+        )
+        object.__setattr__(self, "forms", tuple(sorted(self.forms, key=lambda form: order.index(form.SUBJECT))))
+        for form in self.forms:
+            form.check_manifest(self.teacher.sha256, has_decoder=bool(self.inputs.decoder))
         require(self.on_error in ON_ERROR, f"on_error must be one of {ON_ERROR}", self.on_error, "CACHE-51")
         shards = -(-self.dataset.num_samples // self.shards.samples_per_shard)
         require(self.shards.num_shards == shards, f"num_shards must be {shards}", self.shards.num_shards, "CACHE-22")
@@ -89,15 +85,9 @@ class Manifest:
         return hashlib.sha256(self.to_bytes()).hexdigest()
 
     @property
-    def forms(self) -> tuple[Form, ...]:
-        """The forms of a record, in stored order (CACHE-160)."""
-        forms = (self.attention, self.logits, self.hidden)
-        return tuple(form for form in forms if form is not None and form is not NO_ATTENTION)
-
-    @property
     def has_decoder_rows(self) -> bool:
-        """Whether rows of logits or hidden states are positions of the second sequence."""
-        return any(form is not None and form.rows == "decoder" for form in (self.logits, self.hidden))
+        """Whether a form has a row for each position of the second sequence."""
+        return any("decoder" in form.stated for form in self.forms)
 
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:
@@ -108,21 +98,15 @@ class Manifest:
         """The shape of each of ``parts``, see ``Form.part_shapes``."""
         return tuple(shape for form in self.forms for shape in form.part_shapes(extent))
 
-    def extent_problems(self, extent: Extent) -> Iterator[str]:
-        """What keeps a record from being of this extent."""
-        for form in self.forms:
-            yield from form.extent_problems(extent)
-        if extent.decoder and not self.has_decoder_rows:
-            yield f"decoder must be left out where no form has its rows; got {extent.decoder}"
-        if self.attention is NO_ATTENTION:
-            if not 0 <= extent.first < max(extent.length, 1):
-                yield f"first must be 0, or below length {extent.length}; got {extent.first}"
-            if extent.shapes:
-                yield f"shapes must be left out without attention; got {str(extent.shapes)[:80]}"
+    @property
+    def members(self) -> dict[str, Any]:
+        """The members of the file, each form under its ``SUBJECT``."""
+        members = fields_of(self)
+        return {form.SUBJECT: form for form in members.pop("forms")} | members
 
     def to_bytes(self) -> bytes:
         """The manifest file."""
-        return encode_document(self, format_version=FORMAT_VERSION)
+        return encode_document(self.members, format_version=FORMAT_VERSION)
 
     @classmethod
     def from_bytes(cls, data: bytes, source: object = "manifest") -> Manifest:
@@ -142,7 +126,7 @@ class Manifest:
                 "install a release of squeezing-heads that reads it, or precompute the cache again",
                 "CACHE-25",
             )
-        return build(cls, members, source)
+        return build(cls, members, source, {"forms": subjects()})
 
     @classmethod
     def read(cls, folder: Folder) -> Manifest:
@@ -162,7 +146,7 @@ class Manifest:
 
     def differences(self, other: Manifest) -> list[str]:
         """The members in which another manifest differs, as ``name: this -> other``."""
-        return list(_differences("", asdict(self), asdict(other)))
+        return list(_differences("", _plain(self), _plain(other)))
 
     def shard_samples(self, shard: int) -> list[int]:
         """Sample indices of one shard, in the order in which it stores them (CACHE-26).
@@ -200,6 +184,12 @@ def _differences(name: str, mine: Any, theirs: Any) -> Iterator[str]:
         yield from _differences(f"{name}[{first}]", mine[first], theirs[first])
         if more:
             yield f"{name}: {len(more)} more of {len(mine)} entries"
+
+
+def _plain(manifest: Manifest) -> dict[str, Any]:
+    """Its members, as values of Python."""
+    members = asdict(manifest)
+    return members | {form.SUBJECT: plain for form, plain in zip(manifest.forms, members.pop("forms"), strict=True)}
 
 
 def _is_list(value: Any) -> bool:

@@ -7,13 +7,14 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
-from shd_ref.cache.codecs.distortion import CodecError, HiddenError, LogitsError, merge_errors
+from shd_ref.cache.codecs.distortion import RowError, merge_errors
 from shd_ref.cache.documents.keys import check_key
 from shd_ref.cache.documents.manifest import Manifest
-from shd_ref.cache.forms.form import F32, NO_ATTENTION, U8, Extent, Part
+from shd_ref.cache.forms.form import F32, U8, Extent, Part
+from shd_ref.cache.forms.table import error_kinds
 from shd_ref.cache.storage.documents import build, encode_document, optional, parse_members, read_document
 from shd_ref.cache.storage.layout import receipt_name
 from shd_ref.cache.storage.places import Folder, open_storage
@@ -30,51 +31,33 @@ class Blob(NamedTuple):
     xxh3_64: str
 
 
-@dataclass(frozen=True)
-class Errors:
-    """Coding errors, measured by the writer on its rows: one member per subject of the manifest.
+class Errors(dict[str, RowError]):
+    """What coding cost, measured by the writer on its own rows, by ``SUBJECT`` of the manifest's forms."""
 
-    Attributes:
-        attention: of merged maps; ``NO_ATTENTION`` where the manifest has none.
-        logits: of rows of logits; present exactly if the manifest has logits.
-        hidden: of rows of hidden states; present exactly if the manifest has hidden states.
-    """
-
-    attention: CodecError = optional(NO_ATTENTION)  # noqa: RUF009  (which cannot change either)
-    logits: LogitsError | None = optional(None)  # noqa: RUF009  (None, which cannot change)
-    hidden: HiddenError | None = optional(None)  # noqa: RUF009
+    @staticmethod
+    def hints() -> dict[str, type]:
+        """What a document may hold."""
+        return error_kinds()
 
     @classmethod
     def unmeasured(cls, manifest: Manifest) -> Errors:
-        """Errors over no rows, with the members that the manifest's forms require."""
-        kinds = {"attention": CodecError, "logits": LogitsError, "hidden": HiddenError}
-        nothing: dict[str, Any] = {form.SUBJECT: merge_errors(kinds[form.SUBJECT], ()) for form in manifest.forms}
-        return cls(**nothing)
+        """Of no row, with the members that the manifest's forms want."""
+        return cls({form.SUBJECT: merge_errors(form.ERROR, ()) for form in manifest.forms})
 
     @classmethod
     def merged(cls, parts: Iterable[Errors]) -> Errors:
-        """Errors over the rows of several measurements; a member that none of them has is None."""
+        """Over the rows of several measurements."""
         parts = list(parts)
-        attention = [part.attention for part in parts if part.attention is not NO_ATTENTION]
-        logits = [part.logits for part in parts if part.logits is not None]
-        hidden = [part.hidden for part in parts if part.hidden is not None]
-        return cls(
-            attention=merge_errors(CodecError, attention) if attention else NO_ATTENTION,
-            logits=merge_errors(LogitsError, logits) if logits else None,
-            hidden=merge_errors(HiddenError, hidden) if hidden else None,
-        )
-
-    def measured(self) -> dict[str, CodecError | LogitsError | HiddenError]:
-        """The present members, by name."""
-        return {name: error for name, error in vars(self).items() if error not in (None, NO_ATTENTION)}
+        measured = {name: [part[name] for part in parts if name in part] for name in error_kinds()}
+        return cls({name: merge_errors(type(errors[0]), errors) for name, errors in measured.items() if errors})
 
     def problems(self, manifest: Manifest) -> Iterator[str]:
-        """Impossible values, and members that do not match the manifest's forms."""
-        wanted, found = {form.SUBJECT for form in manifest.forms}, self.measured()
-        if found.keys() != wanted:
-            yield f"errors must have the members {sorted(wanted)}, as the manifest's forms; got {sorted(found)}"
-        for name, error in found.items():
-            if not all(0 <= number < math.inf for number in asdict(error).values()):
+        """What no measurement gives, and members that are not those of the manifest's forms."""
+        subjects = {form.SUBJECT for form in manifest.forms}
+        if self.keys() != subjects:
+            yield f"errors must have the members {sorted(subjects)}, as the manifest's forms; got {sorted(self)}"
+        for name, error in self.items():
+            if not all(0 <= number < math.inf for number in vars(error).values()):
                 yield f"errors.{name} must be finite and not negative; got {error}"
 
 

@@ -3,8 +3,7 @@
 ``form.py`` is the interface: a form names its tensors, says how many bytes each has, checks and packs what a writer
 is given, and decodes what a reader found. ``attention.py`` is what both forms of attention share (who teaches whom,
 by which plan, with which weights); ``maps.py`` stores merged maps, ``factors.py`` the teacher's queries and keys.
-``rows.py`` is what logits and hidden states share, ``logits.py`` and ``hidden.py`` are these. A new form is a file
-here, a member of the manifest and of ``Errors``, and a maker in ``shd_ref.teacher.precompute.forms``; the writer, the
-verifier, merge and listing go through ``Manifest.forms``.
+``rows.py`` is what logits and hidden states share, ``logits.py`` and ``hidden.py`` are these. ``table.py`` has a row
+for each, and is where a new form is entered; everything else goes through ``Manifest.forms``.
 Imports ``codecs`` and ``storage``.
 """

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from shd_ref.cache.codecs.distortion import CodecError, RowError
 from shd_ref.cache.codecs.packing import SUPPORTS
 from shd_ref.cache.forms.form import F32, U8, Extent, Form, NewRecord, Part, StoredRecord, misfit, require
 from shd_ref.cache.storage.documents import MAX_INTEGER, optional
@@ -97,6 +98,8 @@ class Attention(Form):
     """
 
     SUBJECT: ClassVar[str] = "attention"
+    ERROR: ClassVar[type[RowError]] = CodecError
+    CHOICE: ClassVar[str] = "layers"
 
     num_student_heads: int
     layers: tuple[LayerPair, ...]
@@ -150,8 +153,10 @@ class Attention(Form):
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:
         """Weights and mixing matrices of all layers, then a blob per layer (CACHE-40)."""
-        blobs = (Part(f"L{layer:02d}", U8, layer=layer) for layer in self.student_layers)
-        return Part("alphas", F32, optional=True), Part("mixing", F32, optional=self.mixing_is_optional), *blobs
+        name = self.SUBJECT
+        blobs = (Part(blob_name(layer), U8, name, layer, called=f"layer {layer}") for layer in self.student_layers)
+        mixing = Part("mixing", F32, name, optional=self.mixing_is_optional)
+        return Part("alphas", F32, name, optional=True), mixing, *blobs
 
     def part_shapes(self, extent: Extent) -> tuple[tuple[int, ...], ...]:
         """``(layers, n_pairs)`` and ``(layers, H_s, H_t)``, with a last axis by row, and the size of each blob."""
@@ -163,11 +168,9 @@ class Attention(Form):
 
     def floats(self, record: NewRecord) -> Iterator[NDArray[np.float32] | None]:
         """Alphas, unless the strategy has none, and mixing."""
-        for values in (record.alphas if record.alphas.size else None, record.mixing):
-            if values is None or self.alpha_per == "map":
-                yield values
-            else:
-                yield values[..., : record.extent.num_rows]
+        for values in super().floats(record):
+            by_row = values is not None and self.alpha_per == "row"
+            yield values[..., : record.extent.num_rows] if by_row and values is not None else values
 
     def num_rows(self, extent: Extent) -> int:
         """Rows of the layer with the most rows, without leading padding; a decoder's rows are its positions."""
@@ -175,30 +178,34 @@ class Attention(Form):
 
     def check(self, record: NewRecord) -> None:
         """Refuse a record whose layers, alphas or mixing do not fit."""
-        if len(record.codes) != len(self.layers):
-            raise misfit(record, f"codes must be {len(self.layers)}, one for each layer", len(record.codes))
         self.check_codes(record)
-        alphas, mixing, *_ = self.part_shapes(record.extent)
-        num_alphas = record.alphas.shape[1] if record.alphas.ndim > 1 else -1
-        if num_alphas not in (0, self.num_alphas):
-            raise misfit(record, f"alphas must hold {self.num_alphas} pairs, or none", record.alphas.shape)
-        _check_floats(record, "alphas", record.alphas, (alphas[0], num_alphas, *alphas[2:]))
-        if record.mixing is not None:
-            _check_floats(record, "mixing", record.mixing, mixing)
-        elif not self.mixing_is_optional:
-            raise misfit(record, f"mixing must be {mixing}", None)
+        for part, shape in zip(self.parts[:2], self.part_shapes(record.extent), strict=False):
+            if part.name in record.parts:
+                _check_floats(record, part.name, record.parts[part.name], shape)
 
     def plain_size(self, extent: Extent) -> int:
         """Bytes of the merged maps as float32."""
         return 4 * self.num_student_heads * sum(rows * keys for rows, keys in self.map_shapes(extent))
 
     def arrays(self, record: StoredRecord) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """A decoded record, by the names of its parts, as in an export."""
-        for layer in record.blobs:
-            yield f"L{layer:02d}", self.decode(record, layer)
-        yield "alphas", record.alphas
-        if record.mixing is not None:
-            yield "mixing", record.mixing
+        """A record decoded, by the names of its parts: what an export holds."""
+        for layer in self.student_layers:
+            if blob_name(layer) in record.parts:
+                yield blob_name(layer), self.decode(record, layer)
+        yield "alphas", self.alphas(record)
+        if "mixing" in record.parts:
+            yield "mixing", record.parts["mixing"]
+
+    def alphas(self, record: StoredRecord) -> NDArray[np.float32]:
+        """Weights ``(layers, n_pairs)``, or ``(layers, n_pairs, n)``; ``n_pairs`` is 0 where none are stored."""
+        layers, _, *rows = self.part_shapes(record.extent)[0]
+        weights: NDArray[np.float32] = record.parts.get("alphas", np.empty((layers, 0, *rows), np.float32))
+        return weights
+
+    def tally(self, record: StoredRecord) -> tuple[int, ...]:
+        """Merge weights outside [0, 1], and all."""
+        alphas = self.alphas(record)
+        return int(((alphas < 0) | (alphas > 1)).sum()), alphas.size
 
     def map_shapes(self, extent: Extent) -> tuple[tuple[int, int], ...]:
         """Rows and keys of each layer's maps in a record: n and n, unless the record says otherwise (CACHE-128)."""
@@ -266,6 +273,11 @@ class Attention(Form):
 
     def _describe_merge(self) -> str:
         return f"{self.support} support, one alpha per {self.alpha_per}"
+
+
+def blob_name(layer: int) -> str:
+    """The name of the part that holds a student layer's codes (CACHE-3)."""
+    return f"L{layer:02d}"
 
 
 def _count_pairs(plan: Plan) -> int:

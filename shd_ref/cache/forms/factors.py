@@ -20,7 +20,7 @@ from shd_ref.cache.codecs.factored import (
     rebuild_maps,
     unpack_factors,
 )
-from shd_ref.cache.forms.attention import Attention
+from shd_ref.cache.forms.attention import Attention, blob_name
 from shd_ref.cache.forms.form import Extent, NewRecord, StoredRecord, misfit, require
 from shd_ref.cache.storage.documents import optional
 from shd_ref.errors import ShdError
@@ -66,27 +66,22 @@ class Factors(Attention):
         """Logits are divided by a temperature during training (CACHE-153)."""
         return None
 
-    def extent_problems(self, extent: Extent) -> Iterator[str]:
-        """Leading padding is omitted if the manifest says so; maps are square."""
-        if not 0 <= extent.first < max(extent.length, 1) or (extent.first and self.padding == "behind"):
-            yield f"first must be 0, or below length {extent.length} where padding is around; got {extent.first}"
-        if extent.shapes:
-            yield f"shapes must be left out for factors; got {str(extent.shapes)[:80]}"
+    @property
+    def stated(self) -> frozenset[str]:
+        """Padding in front is left out where the manifest says so; maps are square."""
+        return frozenset({"first"} if self.padding == "around" else ())
 
     def blob_sizes(self, extent: Extent) -> tuple[int, ...]:
         """By CACHE-149."""
         length, heads = extent.length - extent.first, self.num_teacher_heads
         return tuple(factored_size(self.codec, heads, layer, length) for layer in self.factors)
 
-    def held_size(self, extent: Extent) -> int:
-        """As many bytes as are stored."""
-        return sum(self.blob_sizes(extent))
-
     def check_codes(self, record: NewRecord) -> None:
         """Queries must be ``(H_t, n - first, d)``, keys ``(H_kv, n - first, d)``, both with steps for int8."""
         length, heads = record.length - record.first, self.num_teacher_heads
         dtype, has_steps = np.dtype(self.codec), self.codec == "int8"
-        for factors, coded in zip(self.factors, record.codes, strict=True):
+        for factors, name in zip(self.factors, map(blob_name, self.student_layers), strict=True):
+            coded = record.parts[name]
             if not isinstance(coded, CodedFactors):
                 raise misfit(record, "codes must be queries and keys for factors", coded.shape)
             parts = ((heads, coded.queries, coded.query_steps), (factors.num_key_heads, coded.keys, coded.key_steps))
@@ -106,17 +101,16 @@ class Factors(Attention):
         Raises:
             ShdError: as ``check_coded_factors``.
         """
-        for coded in record.codes:
-            assert isinstance(coded, CodedFactors)  # refused by check
+        for layer in self.student_layers:
+            coded = record.parts[blob_name(layer)]
             check_coded_factors(coded)
             yield pack_factors(coded)
 
     def decode(self, record: StoredRecord, layer: int) -> NDArray[np.float32]:
         """``(H_s, n, n)`` float32, made from queries and keys (CACHE-152)."""
-        assert record.mixing is not None  # refused by the receipt
         queries, keys = self.decode_factors(record, layer)
         column = self.column(layer)
-        factors, mixing = self.factors[column], record.mixing[column]
+        factors, mixing = self.factors[column], record.parts["mixing"][column]
         return rebuild_maps(
             queries, keys, factors.scale, self.support, mixing, window=factors.window, first=record.first
         )
@@ -125,7 +119,7 @@ class Factors(Attention):
         """Queries ``(H_t, n, d)`` and centred keys ``(H_kv, n, d)``, float32, without padding in front."""
         factors, length = self.factors[self.column(layer)], record.length - record.first
         return decode_factors(
-            unpack_factors(record.blobs[layer], self.codec, self.num_teacher_heads, factors, length)
+            unpack_factors(record.parts[blob_name(layer)], self.codec, self.num_teacher_heads, factors, length)
         )
 
     def describe(self) -> list[tuple[str, str]]:

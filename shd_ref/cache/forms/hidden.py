@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache.codecs.distortion import HiddenError
+from shd_ref.cache.codecs.distortion import HiddenError, RowError
 from shd_ref.cache.codecs.vectors import INT8_LEVELS, VECTOR_CODECS, largest_move, to_float16, to_int8
-from shd_ref.cache.forms.form import U8, Extent, NewRecord, Part, StoredRecord, misfit, require
+from shd_ref.cache.forms.form import U8, Extent, NewRecord, Part, StoredRecord, require
 from shd_ref.cache.forms.rows import Rows, as_rows, counted_rows
 from shd_ref.cache.storage.layout import MAX_LAYERS
 from shd_ref.errors import ShdError
@@ -53,6 +53,8 @@ class Hidden(Rows):
     """
 
     SUBJECT: ClassVar[str] = "hidden"
+    ERROR: ClassVar[type[RowError]] = HiddenError
+    CHOICE: ClassVar[str] = "hidden"
     layers: tuple[HiddenLayer, ...]
 
     def __post_init__(self) -> None:
@@ -84,14 +86,7 @@ class Hidden(Rows):
     @property
     def parts(self) -> tuple[Part, ...]:
         """One per layer."""
-        return tuple(Part(f"H{each.layer:02d}", U8, layer=each.layer, subject=self.SUBJECT) for each in self.layers)
-
-    def check(self, record: NewRecord) -> None:
-        """Refuse other layers than the manifest's, and rows that do not fit."""
-        if sorted(record.hidden) != self.teacher_layers:
-            raise misfit(record, f"hidden must have layers {self.teacher_layers}", sorted(record.hidden), "CACHE-176")
-        for each in self.layers:
-            self.check_rows(record, f"hidden[{each.layer}]", record.hidden[each.layer], self._size(each.width))
+        return tuple(self._part(layer) for layer in self.teacher_layers)
 
     def pack(self, record: NewRecord) -> Iterator[NDArray[np.uint8]]:
         """The rows of each layer, one after another.
@@ -100,7 +95,7 @@ class Hidden(Rows):
             ShdError: ``not-finite``, ``argument-value``: codes that no encoder makes.
         """
         for each in self.layers:
-            rows = np.ascontiguousarray(record.hidden[each.layer])
+            rows = np.ascontiguousarray(record.parts[self._part(each.layer).name])
             steps, codes = self._split(rows)
             where = f"record {record.index}: hidden[{each.layer}]"
             if not np.isfinite(codes if steps is None else steps).all():
@@ -124,7 +119,7 @@ class Hidden(Rows):
             counted: ``(R,)``, True where a position counts; all by default. Others are coded as rows of zeros.
 
         Returns:
-            ``(R, row_bytes)``: what ``NewRecord.hidden`` takes.
+            ``(R, row_bytes)``: the layer's part of a ``NewRecord``.
 
         Raises:
             ShdError: ``argument-value`` (layer, a number that float16 cannot hold), ``argument-shape``,
@@ -166,11 +161,7 @@ class Hidden(Rows):
             ShdError: ``argument-value`` for a layer that is not stored, or was not read; ``cache-corrupt`` for
                 numbers that are not finite.
         """
-        size = self.row_bytes(layer)
-        if layer not in record.hidden:
-            message = f"record {record.index} must be read with hidden layer {layer} to decode it; got "
-            raise ShdError("argument-value", f"{message}{sorted(record.hidden)}", "CACHE-161")
-        values = self._decode(self.split_rows(record.hidden[layer], size, record.extent, f"hidden[{layer}]"))
+        values = self._decode(self.read_rows(record, self._part(layer), self.row_bytes(layer)))
         if not np.isfinite(values).all():
             raise ShdError("cache-corrupt", f"hidden[{layer}] must be finite; got NaN or infinity", "CACHE-177")
         return values
@@ -209,6 +200,9 @@ class Hidden(Rows):
             return None, rows.view("<f2")
         steps = np.ascontiguousarray(rows[:, :4]).view("<f4").astype(np.float32, copy=False)
         return steps, rows[:, 4:].view(np.int8)
+
+    def _part(self, layer: int) -> Part:
+        return Part(f"H{layer:02d}", U8, self.SUBJECT, layer, called=f"hidden layer {layer}")
 
     def _size(self, width: int) -> int:
         return 2 * width if self.codec == "float16" else 4 + width

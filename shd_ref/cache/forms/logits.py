@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache.codecs.distortion import LogitsError
+from shd_ref.cache.codecs.distortion import LogitsError, RowError
 from shd_ref.cache.codecs.logits import (
     LOGITS_CODECS,
     check_padding,
@@ -80,6 +80,8 @@ class Logits(Rows):
     """
 
     SUBJECT: ClassVar[str] = "logits"
+    ERROR: ClassVar[type[RowError]] = LogitsError
+    CHOICE: ClassVar[str] = "logits"
 
     tensor: str
     vocab_size: int
@@ -120,6 +122,12 @@ class Logits(Rows):
         _require(few, f"head and draws must be at most {MAX_CLASSES}", (self.head, self.draws))
         _ = self.code  # which checks head, draws and value_bits
 
+    def check_manifest(self, teacher: str, *, has_decoder: bool) -> None:
+        """The further teachers must be other ones than the first."""
+        super().check_manifest(teacher, has_decoder=has_decoder)
+        own = teacher not in [each.sha256 for each in self.with_teachers]
+        require(own, "logits.with_teachers must be other teachers than the first", teacher, "CACHE-163")
+
     @property
     def code(self) -> RowCode:
         """How rows of ``topk`` and ``sampled`` are coded."""
@@ -143,11 +151,7 @@ class Logits(Rows):
     @property
     def parts(self) -> tuple[Part, ...]:
         """One, of all rows."""
-        return (Part("logits", U8, subject=self.SUBJECT),)
-
-    def check(self, record: NewRecord) -> None:
-        """Refuse rows that do not fit."""
-        self.check_rows(record, "logits", record.logits, self.row_bytes)
+        return (Part("logits", U8, self.SUBJECT),)
 
     def pack(self, record: NewRecord) -> Iterator[NDArray[np.uint8]]:
         """The rows, one after another.
@@ -155,12 +159,12 @@ class Logits(Rows):
         Raises:
             ShdError: ``not-finite``, ``argument-value``: numbers that no encoder makes.
         """
-        assert record.logits is not None  # refused by check
+        rows = np.ascontiguousarray(record.parts["logits"])
         if self.codec != "float16":
-            check_row_numbers(self.code, record.logits)
-        elif not np.isfinite(np.ascontiguousarray(record.logits).view("<f2")).all():
+            check_row_numbers(self.code, rows)
+        elif not np.isfinite(rows.view("<f2")).all():
             raise ShdError("not-finite", f"record {record.index}: logits must be finite; got NaN", "CACHE-169")
-        yield np.ascontiguousarray(record.logits).reshape(-1)
+        yield rows.reshape(-1)
 
     def plain_size(self, extent: Extent) -> int:
         """Bytes of the logits as float32."""
@@ -178,7 +182,7 @@ class Logits(Rows):
             counted: ``(R,)``, True where a position counts; all by default. Others are coded as rows of zeros.
 
         Returns:
-            ``(R, row_bytes)``: what ``NewRecord.logits`` takes.
+            ``(R, row_bytes)``: the part of a ``NewRecord``.
 
         Raises:
             ShdError: ``argument-shape``, ``argument-dtype``, ``not-finite``; ``argument-value`` for padding that has
@@ -303,10 +307,7 @@ class Logits(Rows):
         return kept
 
     def _rows_of(self, record: StoredRecord) -> NDArray[np.uint8]:
-        if record.logits is None:
-            message = f"record {record.index} must be read with logits to decode them; got none"
-            raise ShdError("argument-value", message, "CACHE-161")
-        return self.split_rows(record.logits, self.row_bytes, record.extent, "logits")
+        return self.read_rows(record, self.parts[0], self.row_bytes)
 
     def _decode(self, rows: NDArray[np.uint8]) -> Any:
         """``DecodedRows``, or logits."""

@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache.codecs.codecs import CODECS, check_codes, code_dtype, decode
-from shd_ref.cache.codecs.factored import CodedFactors
 from shd_ref.cache.codecs.packing import pack, packed_size, unpack
-from shd_ref.cache.forms.attention import Attention
+from shd_ref.cache.forms.attention import Attention, blob_name
 from shd_ref.cache.forms.form import Extent, NewRecord, StoredRecord, misfit, require
 from shd_ref.cache.storage.documents import optional
 from shd_ref.errors import ShdError
@@ -55,14 +54,16 @@ class Maps(Attention):
         """Maps are softened before they are merged."""
         return self.temperature
 
+    @property
+    def stated(self) -> frozenset[str]:
+        """Padding in front is stored, as rows of zeros; shapes are there where the manifest says so."""
+        return frozenset({"shapes"} if self.shapes == "own" else ())
+
     def extent_problems(self, extent: Extent) -> Iterator[str]:
-        """Leading padding is stored as rows of zeros; shapes are present if the manifest says so."""
-        if extent.first:
-            yield f"first must be 0 for maps; got {extent.first}"
-        wanted = len(self.layers) if self.shapes == "own" else 0
-        sizes = [size for shape in extent.shapes for size in shape]
-        if len(extent.shapes) != wanted or not all(1 <= size < 2**31 for size in sizes):
-            yield f"shapes must be rows and keys, at least 1, of {wanted} layers; got {str(extent.shapes)[:80]}"
+        """Shapes must be those of all layers."""
+        count, sizes = len(self.layers), [size for shape in extent.shapes for size in shape]
+        if self.shapes == "own" and (len(extent.shapes) != count or not all(1 <= size < 2**31 for size in sizes)):
+            yield f"shapes must be rows and keys, at least 1, of {count} layers; got {str(extent.shapes)[:80]}"
 
     def blob_sizes(self, extent: Extent) -> tuple[int, ...]:
         """By CACHE-125."""
@@ -77,13 +78,12 @@ class Maps(Attention):
     def check_codes(self, record: NewRecord) -> None:
         """Codes must be ``(H_s, L, L)`` with L >= n, or as large as ``shapes`` says."""
         heads, shapes = self.num_student_heads, self.map_shapes(record.extent)
-        for layer, codes, (rows, keys) in zip(self.student_layers, record.codes, shapes, strict=True):
-            found = codes.queries.shape if isinstance(codes, CodedFactors) else codes.shape
-            square = bool(record.shapes) or found[1:] == found[1:2] * 2
-            fits = len(found) == 3 and found[0] == heads and found[1] >= rows >= 1 and found[2] >= keys >= 1
-            if isinstance(codes, CodedFactors) or not fits or not square:
+        for layer, (rows, keys) in zip(self.student_layers, shapes, strict=True):
+            shape: tuple[int, ...] = getattr(record.parts[blob_name(layer)], "shape", ())  # factors have none
+            square = bool(record.shapes) or shape[1:] == shape[1:2] * 2
+            if not (len(shape) == 3 and shape[0] == heads and shape[1] >= rows and shape[2] >= keys and square):
                 sizes = f"L, L) with L >= {rows}" if rows == keys else f"L, S) with L >= {rows}, S >= {keys}"
-                raise misfit(record, f"codes of layer {layer} must be ({heads}, {sizes}", found)
+                raise misfit(record, f"codes of layer {layer} must be ({heads}, {sizes}", shape)
 
     def pack(self, record: NewRecord) -> Iterator[NDArray[np.uint8]]:
         """One blob per layer (CACHE-126).
@@ -93,8 +93,8 @@ class Maps(Attention):
                 on padding.
         """
         shapes = self.map_shapes(record.extent)
-        for layer, codes, (num_rows, num_keys) in zip(self.student_layers, record.codes, shapes, strict=True):
-            assert not isinstance(codes, CodedFactors)  # refused by check
+        for layer, (num_rows, num_keys) in zip(self.student_layers, shapes, strict=True):
+            codes = record.parts[blob_name(layer)]
             counted = cut_map(codes, num_rows, num_keys, f"record {record.index} layer {layer}")
             check_codes(self.codec, counted)
             yield pack(counted, self.support, self.codec)
@@ -103,7 +103,7 @@ class Maps(Attention):
         """``(H_s, rows, keys)`` float32; rows sum to one or are zero."""
         num_rows, num_keys = self.map_shapes(record.extent)[self.column(layer)]
         heads = self.num_student_heads
-        codes = unpack(record.blobs[layer], self.codec, self.support, heads, num_rows, num_keys)
+        codes = unpack(record.parts[blob_name(layer)], self.codec, self.support, heads, num_rows, num_keys)
         return decode(self.codec, codes)
 
     def decode_factors(self, record: StoredRecord, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:

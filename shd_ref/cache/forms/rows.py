@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache.forms.form import Extent, Form, NewRecord, misfit, require
+from shd_ref.cache.forms.form import Extent, Form, NewRecord, Part, StoredRecord, misfit, require
 from shd_ref.errors import ShdError
 
 ROWS: Final = {"positions": "position", "decoder": "position of the decoder", "sample": "sample"}
@@ -31,6 +31,11 @@ class Rows(Form):
     def __post_init__(self) -> None:
         require(self.rows in ROWS, f"{self.SUBJECT}.rows must be one of {tuple(ROWS)}", self.rows, "CACHE-160")
 
+    def check_manifest(self, teacher: str, *, has_decoder: bool) -> None:
+        """Rows of a second sequence need one."""
+        rule = f"{self.SUBJECT}.rows must be 'positions' or 'sample' without a second sequence"
+        require(self.rows != "decoder" or has_decoder, rule, "decoder", "CACHE-160")
+
     @property
     @abstractmethod
     def row_sizes(self) -> tuple[int, ...]:
@@ -49,44 +54,46 @@ class Rows(Form):
         """The bytes of each part."""
         return tuple((self.num_rows(extent) * size,) for size in self.row_sizes)
 
+    @property
+    def stated(self) -> frozenset[str]:
+        """Padding in front is left out; the second sequence counts where rows are its positions."""
+        return frozenset({"first", "decoder"} if self.rows == "decoder" else {"first"})
+
     def extent_problems(self, extent: Extent) -> Iterator[str]:
-        """Rows of the second sequence must be at least one; attention decides about padding in front."""
+        """Rows of the second sequence must be at least one."""
         if self.rows == "decoder" and extent.decoder < 1:
             yield f"decoder must be at least 1 where {self.SUBJECT} have its rows; got {extent.decoder}"
 
-    def floats(self, record: NewRecord) -> Iterator[NDArray[np.float32] | None]:
-        """None: all is coded."""
-        return iter(())
+    def check(self, record: NewRecord) -> None:
+        """Refuse parts that are not ``(R, row size)`` bytes."""
+        for part, size in zip(self.parts, self.row_sizes, strict=True):
+            rows, shape = record.parts[part.name], (self.num_rows(record.extent), size)
+            if not isinstance(rows, np.ndarray) or rows.shape != shape:
+                found = getattr(rows, "shape", rows)
+                raise misfit(record, f"{part.title} must be {shape}, rows of bytes", found, "CACHE-161")
+            if rows.dtype != np.uint8:
+                message = f"record {record.index}: {part.title} must be uint8; got {rows.dtype}"
+                raise ShdError("argument-dtype", message, "CACHE-161")
 
-    def held_size(self, extent: Extent) -> int:
-        """Codes are packed as they are made."""
-        return self.num_rows(extent) * sum(self.row_sizes)
-
-    def check_rows(self, record: NewRecord, name: str, given: object, size: int) -> None:
-        """Refuse rows that are not ``(R, size)`` bytes: ``argument-shape``, ``argument-dtype``."""
-        wanted = (self.num_rows(record.extent), size)
-        if not isinstance(given, np.ndarray) or given.shape != wanted:
-            found = getattr(given, "shape", given)
-            raise misfit(record, f"{name} must be {wanted}, rows of bytes", found, "CACHE-161")
-        if given.dtype != np.uint8:
-            message = f"record {record.index}: {name} must be uint8; got {given.dtype}"
-            raise ShdError("argument-dtype", message, "CACHE-161")
-
-    def split_rows(self, blob: NDArray[np.uint8], size: int, extent: Extent, name: str) -> NDArray[np.uint8]:
+    def read_rows(self, record: StoredRecord, part: Part, size: int) -> NDArray[np.uint8]:
         """A part as rows ``(R, size)``, without a copy.
 
         Raises:
-            ShdError: ``argument-shape`` for a blob of another size.
+            ShdError: ``argument-value`` where it was not read, ``argument-shape`` for a blob of another size.
         """
-        wanted = (self.num_rows(extent), size)
-        if blob.dtype != np.uint8 or blob.shape != (wanted[0] * size,):
+        if part.name not in record.parts:
+            message = f"record {record.index} must be read with {part.title} to decode it; got {sorted(record.parts)}"
+            raise ShdError("argument-value", message, "CACHE-161")
+        blob, count = record.parts[part.name], self.num_rows(record.extent)
+        if blob.dtype != np.uint8 or blob.shape != (count * size,):
             raise ShdError(
                 "argument-shape",
-                f"{name} must be ({wanted[0] * size},) uint8, {wanted[0]} rows of {size} bytes; got {blob.shape} "
+                f"{part.title} must be ({count * size},) uint8, {count} rows of {size} bytes; got {blob.shape} "
                 f"{blob.dtype}",
                 "CACHE-161",
             )
-        return blob.reshape(wanted)
+        rows: NDArray[np.uint8] = blob.reshape(count, size)
+        return rows
 
 
 def as_rows(name: str, rows: NDArray[np.floating], width: int) -> NDArray[np.floating]:

@@ -14,6 +14,7 @@ import functools
 import json
 import types
 import typing
+from collections.abc import Mapping
 from typing import Any, Final, TypeVar
 
 from shd_ref.cache.storage.checksums import xxh3_128
@@ -30,6 +31,7 @@ _Content = TypeVar("_Content")
 _PRIMITIVES: Final = (int, str, float, bool)
 _OPTIONAL: Final = "optional"
 _TAG: Final = "form"
+_NOTHING: Final[Mapping[str, Any]] = types.MappingProxyType({})
 
 
 def optional(default: Any) -> Any:
@@ -37,15 +39,15 @@ def optional(default: Any) -> Any:
     return dataclasses.field(default=default, metadata={_OPTIONAL: True})
 
 
-def encode_document(content: Any, **more: str) -> bytes:
+def encode_document(content: Any, **more: Any) -> bytes:
     """Canonical bytes of a dataclass and further members, with the checksum added (CACHE-11, CACHE-13)."""
-    members = _fields_of(content) | more
+    members = fields_of(content) | more
     return _serialise(members | {"checksum": xxh3_128(_serialise(members))})
 
 
 def checksum_of(content: Any) -> str:
     """The checksum of a dataclass: XXH3-128 of its canonical bytes without the checksum (CACHE-13)."""
-    return xxh3_128(_serialise(_fields_of(content)))
+    return xxh3_128(_serialise(fields_of(content)))
 
 
 def read_document(storage: Storage, name: str) -> bytes:
@@ -88,19 +90,38 @@ def parse_members(data: bytes, source: object) -> dict[str, Any]:
     return typing.cast(dict[str, Any], members)
 
 
-def build(kind: type[_Content], members: dict[str, Any], source: object) -> _Content:
+def build(
+    kind: type[_Content],
+    members: dict[str, Any],
+    source: object,
+    gathered: Mapping[str, Mapping[str, Any]] = _NOTHING,
+) -> _Content:
     """A dataclass from the members of a document.
+
+    Args:
+        kind: the dataclass.
+        members: of the document.
+        source: the file's path, for messages.
+        gathered: fields that are tuples of further members: the names and types of those that may be there.
 
     Raises:
         ShdError: ``cache-corrupt`` naming the file and the member, also when the dataclass itself refuses.
     """
+    rest = {name: value for name, value in members.items() if not any(name in hints for hints in gathered.values())}
     try:
-        return typing.cast(_Content, _build(kind, members, ""))
+        fields = {
+            field: tuple(_build(hint, members[name], name) for name, hint in hints.items() if name in members)
+            for field, hints in gathered.items()
+        }
+        return typing.cast(_Content, _build_fields(kind, rest, "", fields))
     except ShdError as error:
         raise _corrupt(source, str(error), None) from error
 
 
-def _fields_of(content: Any) -> dict[str, Any]:
+def fields_of(content: Any) -> dict[str, Any]:
+    """The members of a dataclass; of a mapping, its own."""
+    if isinstance(content, dict):
+        return content
     return {
         field.name: value
         for field in dataclasses.fields(content)
@@ -109,7 +130,7 @@ def _fields_of(content: Any) -> dict[str, Any]:
 
 
 def _serialise(members: dict[str, Any]) -> bytes:
-    text = json.dumps(members, sort_keys=True, separators=(",", ":"), allow_nan=False, default=_fields_of)
+    text = json.dumps(members, sort_keys=True, separators=(",", ":"), allow_nan=False, default=fields_of)
     return text.encode("ascii") + b"\n"
 
 
@@ -161,7 +182,19 @@ def _build(hint: Any, value: Any, where: str) -> Any:
         return _build_tuple(arguments, value, where)
     if issubclass(hint, tuple):  # a named tuple is stored as a list
         return hint(*_build_tuple(arguments, value, where))
+    if issubclass(hint, dict):
+        return hint(_build_mapping(hint.hints(), value, where))
     return _build_fields(hint, value, where)
+
+
+def _build_mapping(hints: dict[str, Any], value: Any, where: str) -> dict[str, Any]:
+    """Members of which none must be there; the class of the mapping names their types."""
+    if type(value) is not dict:
+        raise _mistyped("an object", value, where)
+    unknown = sorted(value.keys() - hints.keys())
+    if unknown:
+        raise ShdError("cache-corrupt", f"{where} must have members of {sorted(hints)}; got {unknown}", "CACHE-15")
+    return {name: _build(hints[name], item, f"{where}.{name}") for name, item in value.items()}
 
 
 def _build_tuple(hints: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
@@ -174,8 +207,8 @@ def _build_tuple(hints: tuple[Any, ...], value: Any, where: str) -> tuple[Any, .
     return tuple([_build(hint, item, where) for hint, item in zip(hints, value, strict=True)])
 
 
-def _build_fields(kind: type, value: Any, where: str) -> Any:
-    hints = _hints(kind)
+def _build_fields(kind: type, value: Any, where: str, gathered: Mapping[str, Any] = _NOTHING) -> Any:
+    hints = {name: hint for name, hint in _hints(kind).items() if name not in gathered} if gathered else _hints(kind)
     if type(value) is not dict:
         raise _mistyped("an object", value, where)
     defaults = _optional_members(kind)
@@ -195,7 +228,8 @@ def _build_fields(kind: type, value: Any, where: str) -> Any:
             name: _build(hint, value[name], f"{where}.{name}" if where else name)
             for name, hint in hints.items()
             if name in value and name not in _fixed_members(kind)
-        }
+        },
+        **gathered,
     )
 
 

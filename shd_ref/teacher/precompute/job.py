@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import fields, replace
-from itertools import permutations
+from itertools import chain, permutations
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -17,10 +17,8 @@ from shd_ref.cache.storage.places import open_storage
 from shd_ref.errors import ShdError
 from shd_ref.teacher.precompute.commits import Commits
 from shd_ref.teacher.precompute.compare import Comparison, compare_layers
-from shd_ref.teacher.precompute.destination import check_destination
-from shd_ref.teacher.precompute.forms.targets import make_targets
-from shd_ref.teacher.precompute.manifest import adopt_plans, make_manifests
-from shd_ref.teacher.precompute.records import MAKERS, extent_of, make_records, maker_of, measure_errors
+from shd_ref.teacher.precompute.forms.maker import make_records, maker_of, makers, measure_errors
+from shd_ref.teacher.precompute.manifest import adopt_plans, check_destination, make_manifests
 from shd_ref.teacher.precompute.summary import PrecomputeSummary, summarise
 from shd_ref.teacher.run.inputs import Batch, group_shards, share_shards
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
@@ -80,9 +78,9 @@ class PrecomputeJob:
         manifests = make_manifests(self._work, first)
         for manifest, each in zip(manifests, first, strict=True):
             samples = [self._work.sample(each, number) for number in range(len(each.batch.indices))]
-            maker_of(manifest.attention).check(manifest.attention, samples)
-            for sample in samples:  # before a manifest binds the folder to options that do not suit the teacher
-                make_targets(manifest, sample, extent_of(manifest, sample))
+            extents = [manifest.extent_of(sample.extent) for sample in samples]
+            for form in manifest.forms:  # before a manifest binds the folder to options that do not suit the teacher
+                maker_of(form).check(form, samples, extents)
         self._caches = [
             _StudentCache(self._work, number, folder, manifest, comparison)
             for number, ((folder, _), manifest, comparison) in enumerate(
@@ -252,9 +250,10 @@ class PrecomputeJob:
                 # In float64, so of a few: the ends of the batch, which are its longest sample and its shortest.
                 few = each.select(sorted({sound[0], sound[-1]}))
                 compared = compare_layers(few.layers, work.callers)
-                maker = MAKERS[each.student.options.form]
                 for number in sound:
-                    maker.compare(work, work.sample(each, number))
+                    sample = work.sample(each, number)
+                    for maker in chain(*makers().values()):
+                        maker.compare(work, sample)
             layers = tuple(layer.without_check() for layer in each.layers)
             checked.append((replace(each, layers=layers), compared))
         return checked

@@ -1,32 +1,27 @@
-"""What a precompute run writes: its manifest, decided before the first record."""
+"""What a run writes, and where: its manifest, and what can be refused of its folder before a sample is read."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final
+from pathlib import Path
+from typing import Final
 
 import shd_ref
-from shd_ref.cache import (
-    NO_ATTENTION,
-    Dataset,
-    Factors,
-    LayerPair,
-    Manifest,
-    Maps,
-    Matching,
-    SampleInputs,
-    ShardPlan,
-    dataset_fingerprint,
-)
+from shd_ref.cache import Attention, Dataset, Manifest, SampleInputs, ShardPlan, dataset_fingerprint
 from shd_ref.cache.storage.layout import MANIFEST_NAME
 from shd_ref.cache.storage.places import Folder, open_storage
-from shd_ref.teacher.precompute.forms.targets import Forms, describe_hidden, describe_logits
-from shd_ref.teacher.precompute.records import MAKERS, extent_of
-from shd_ref.teacher.run.options import MATCHED, PrecomputeOptions, RunOptions
+from shd_ref.cache.storage.storage import write_errors
+from shd_ref.cache.writer import check_free, other_job
+from shd_ref.errors import ShdError
+from shd_ref.teacher.precompute.forms.attention import matching_of
+from shd_ref.teacher.precompute.forms.maker import describe_forms, makers
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.run.outputs import StudentOutputs
 from shd_ref.teacher.run.teacher import TeacherRun
+from shd_ref.teacher.session import PROVIDERS
 
 SHARD_BYTES: Final = 256 * 2**20
 """Default size of a shard, unless the data set is small."""
@@ -34,11 +29,56 @@ LEAST_SHARDS: Final = 16
 """A killed run loses at most the shards in progress: even a small data set has a few."""
 
 
-def matching_of(options: PrecomputeOptions, run: RunOptions) -> Matching | None:
-    """What the manifest says of plans that are matched on the data; None for others."""
-    if options.plan != MATCHED:
-        return None
-    return Matching(options.matched_by, options.calibration_samples, run.seed)
+def check_destination(folder: Folder, teacher: Path, options: PrecomputeOptions, run: RunOptions) -> None:
+    """Refuse a place that cannot become this job's cache, as far as options tell; nothing is written.
+
+    What the options leave open, such as the data set's fingerprint, is compared by ``CacheWriter``.
+
+    Args:
+        folder: the cache, a path or an address.
+        teacher: the ``.onnx`` file; its name is compared, not its content.
+        options: what to make of the teacher.
+        run: how to run it.
+
+    Raises:
+        ShdError: ``cache-exists`` (it holds something else), ``cache-mismatch`` (a cache of another job),
+            ``cache-corrupt``, ``write-failed`` (it cannot be made), ``argument-value`` (an address of no known kind).
+    """
+    storage = open_storage(folder)
+    if isinstance(storage.root, Path):
+        with write_errors(storage.root):
+            _check_folder(storage.root)
+    check_free(storage)
+    if not storage.exists(MANIFEST_NAME):
+        return
+    found = Manifest.read(storage)
+    size = found.shards.samples_per_shard
+    members: list[tuple[str, object, object]] = [
+        ("spec_version", found.spec_version, shd_ref.SPEC_VERSION),
+        ("teacher.name", found.teacher.name, teacher.name),
+        ("teacher.provider", found.teacher.provider, PROVIDERS.get(run.provider, run.provider)),
+        ("compression", found.compression, options.compression),
+        ("on_error", found.on_error, options.on_error),
+        ("inputs.seed", found.inputs.seed, options.seed_column),
+        ("shards.seed", found.shards.seed, run.seed),
+        ("shards.samples_per_shard", size, size if run.samples_per_shard is None else run.samples_per_shard),
+    ]
+    for subject, (maker, *_) in makers().items():
+        form = next((form for form in found.forms if subject == form.SUBJECT), None)
+        members += [(f"{subject}.{name}", old, new) for name, old, new in maker.decided(form, options, run)]
+    differences = [f"{name}: {old!r} -> {new!r}" for name, old, new in members if old != new]
+    if differences:
+        raise other_job(storage.root, differences)
+
+
+def _check_folder(root: Path) -> None:
+    """A folder, or a place where one can be made."""
+    there = next(place for place in (root, *root.parents) if place.exists())
+    if there == root and not root.is_dir():
+        raise ShdError("cache-exists", f"{root} must be a folder; it is a file: name another --out", "CACHE-60")
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        reason = "may not be written" if there.is_dir() else "is a file"
+        raise ShdError("write-failed", f"{root} could not be written: {there} {reason}: name another --out")
 
 
 def adopt_plans(folder: Folder, options: PrecomputeOptions, run: RunOptions) -> PrecomputeOptions:
@@ -48,14 +88,13 @@ def adopt_plans(folder: Folder, options: PrecomputeOptions, run: RunOptions) -> 
     """
     if matching_of(options, run) is None or not open_storage(folder).exists(MANIFEST_NAME):
         return options
-    manifest = Manifest.read(folder)
-    if manifest.attention is NO_ATTENTION:
+    form = Manifest.read(folder).find(Attention)
+    if form is None or (form.matching, form.num_student_heads) != (
+        matching_of(options, run),
+        options.num_student_heads,
+    ):
         return options
-    same = (
-        manifest.attention.matching == matching_of(options, run)
-        and manifest.attention.num_student_heads == options.num_student_heads
-    )
-    return replace(options, plans=manifest.attention.layer_plans) if same else options
+    return replace(options, plans=form.layer_plans)
 
 
 def make_manifests(work: TeacherRun, outputs: Sequence[StudentOutputs]) -> list[Manifest]:
@@ -71,16 +110,10 @@ def make_manifests(work: TeacherRun, outputs: Sequence[StudentOutputs]) -> list[
         ShdError: ``graph-unsupported``.
     """
     run, inputs, count = work.run, work.inputs, len(work.inputs)
-    forms = [describe_attention(work, each) for each in outputs]
-    logits, hidden = describe_logits(work, outputs[0]), describe_hidden(work, outputs[0])
-    extents = [
-        extent_of(Forms(form, logits, hidden), work.sample(each, 0))
-        for form, each in zip(forms, outputs, strict=True)
-    ]
-    rows = [each for each in (logits, hidden) if each is not None]
+    forms = [describe_forms(work, each) for each in outputs]
     per_sample = max(
-        (0 if form is NO_ATTENTION else sum(form.blob_sizes(extent))) + sum(each.held_size(extent) for each in rows)
-        for form, extent in zip(forms, extents, strict=True)
+        sum(form.coded_size(of_student.extent_of(work.sample(each, 0).extent)) for form in of_student.forms)
+        for of_student, each in zip(forms, outputs, strict=True)
     )
     size = run.samples_per_shard or max(1, min(SHARD_BYTES // per_sample, math.ceil(count / LEAST_SHARDS)))
     teacher = work.fingerprint()
@@ -90,9 +123,7 @@ def make_manifests(work: TeacherRun, outputs: Sequence[StudentOutputs]) -> list[
             spec_version=shd_ref.SPEC_VERSION,
             created_by=f"squeezing-heads {shd_ref.__version__}",
             teacher=teacher,
-            attention=form,
-            logits=logits,
-            hidden=hidden,
+            forms=of_student.forms,
             compression=each.student.options.compression,
             on_error=each.student.options.on_error,
             inputs=SampleInputs(
@@ -105,30 +136,5 @@ def make_manifests(work: TeacherRun, outputs: Sequence[StudentOutputs]) -> list[
             dataset=Dataset(fingerprint=fingerprint, num_samples=count),
             shards=ShardPlan(samples_per_shard=size, seed=run.seed, num_shards=math.ceil(count / size)),
         )
-        for form, each in zip(forms, outputs, strict=True)
+        for of_student, each in zip(forms, outputs, strict=True)
     ]
-
-
-def describe_attention(work: TeacherRun, outputs: StudentOutputs) -> Maps | Factors:
-    """How attention is stored for a student, see ``make_manifests``; ``NO_ATTENTION`` where it is not."""
-    if not outputs.layers:
-        return NO_ATTENTION  # type: ignore[no-any-return]  # which stands for any form
-    options, plans = outputs.student.options, outputs.student.plans
-    same = len(set(plans)) == 1
-    squeeze: dict[str, Any] = {
-        "num_student_heads": options.num_student_heads,
-        "layers": tuple(
-            LayerPair(student, site.layer, site.name, work.num_teacher_heads) for student, site in work.layers
-        ),
-        "plan": plans[0] if same else (),
-        "plans": None if same else plans,
-        "matching": matching_of(options, work.run),
-        "strategy": options.strategy,
-        "alpha_rule": options.alpha_rule,
-        "alpha_per": options.alpha_per,
-        "codec": options.stored_codec,
-        "num_student_layers": work.num_student_layers,
-        "kinds": work.kinds,
-    }
-    form: Maps | Factors = MAKERS[options.form].describe(work, outputs, squeeze)
-    return form

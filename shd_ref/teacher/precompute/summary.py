@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache import NO_ATTENTION, Errors, Manifest, Receipt
+from shd_ref.cache import Attention, Errors, Manifest, Receipt
 from shd_ref.cache.ranges import ShardFile
 from shd_ref.cache.storage.layout import RECEIPTS_NAME, committed_shards
 from shd_ref.cache.storage.places import is_address, open_storage
@@ -92,7 +92,8 @@ def summarise(
         if sum(map(len, alphas)) < MAX_ALPHAS:
             alphas.append(_read_alphas(storage, receipt, manifest))
     found = np.concatenate([*alphas, np.empty(0, np.float32)])
-    solved = manifest.attention is not NO_ATTENTION and manifest.attention.strategy == "shd"
+    attention = manifest.find(Attention)
+    solved = attention is not None and attention.strategy == "shd"
     return PrecomputeSummary(
         folder=folder if isinstance(folder, str) and is_address(folder) else Path(folder),
         samples=samples,

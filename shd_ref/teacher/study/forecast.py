@@ -15,16 +15,14 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache import NO_ATTENTION, CodecError, Errors, Extent, HiddenError, LogitsError, NewRecord
+from shd_ref.cache import Attention, CodecError, Errors, Extent, Forms, LogitsError, NewRecord, RowError
 from shd_ref.cache.codecs.compression import compress_blob
 from shd_ref.cache.forms.form import F32, Form
 from shd_ref.errors import ShdError
-from shd_ref.teacher.precompute.forms.targets import Forms, describe_hidden, describe_logits
-from shd_ref.teacher.precompute.manifest import describe_attention
-from shd_ref.teacher.precompute.records import extent_of, make_records, measure_errors
+from shd_ref.teacher.precompute.forms.maker import describe_forms, make_records, measure_errors
 from shd_ref.teacher.run.inputs import Batch
 from shd_ref.teacher.run.options import CODECS_OF, NO_FORM, PrecomputeOptions, RunOptions
-from shd_ref.teacher.run.outputs import SampleOutputs, StudentOutputs, TargetOutputs, find_faults
+from shd_ref.teacher.run.outputs import StudentOutputs, find_faults
 from shd_ref.teacher.run.teacher import TeacherRun
 from shd_ref.teacher.session import open_session
 from shd_ref.teacher.sources import Arrays, ArraySource, IndexedSource, Row, Source
@@ -49,7 +47,7 @@ class TargetForecast:
     unit: str
     bytes_per_row: float
     total_bytes: float
-    error: CodecError | LogitsError | HiddenError
+    error: RowError
 
 
 @dataclass(frozen=True)
@@ -128,14 +126,14 @@ def forecast_cache(
     # Images have no lengths among their inputs: those of their maps.
     lengths = _lengths_of(measured[0], work)
     longest = int(lengths.max())
-    held = measured[-1].forms.attention
+    held = measured[-1].forms.find(Attention)
     return Forecast(
         num_samples=len(source),
         read_samples=len(work.inputs),
         measured_samples=len(chosen),
         mean_length=float(lengths.mean()),
         max_length=longest,
-        support="" if held is NO_ATTENTION else held.support,
+        support="" if held is None else held.support,
         teacher_seconds=teacher_seconds,
         squeeze_seconds=_time(work.storing(**taken.asks).squeeze, work.batches(chosen)) / len(chosen),
         ways=tuple(ways),
@@ -159,12 +157,13 @@ class _Way:
 
     def __init__(self, work: TeacherRun, asks: dict[str, str], outputs: StudentOutputs) -> None:
         self.work, self.asks = work, asks
-        attention = describe_attention(work, outputs)
-        if attention is not NO_ATTENTION:
-            attention = replace(attention, codec=work.options.stored_codec)
-        self.forms = Forms(attention, describe_logits(work, outputs), describe_hidden(work, outputs))
-        self.beside: list[Form] = [form for form in self.forms[1:] if form is not None]
-        self.held = self.beside if attention is NO_ATTENTION else [attention, *self.beside]
+        forms = [  # the outputs are of the first codec
+            replace(form, codec=work.options.stored_codec) if isinstance(form, Attention) else form
+            for form in describe_forms(work, outputs).forms
+        ]
+        self.forms = Forms(*forms)
+        self.held = self.forms.forms
+        self.beside = tuple(form for form in self.held if not isinstance(form, Attention))
         self._errors: list[Errors] = []
         self._packed: list[tuple[int, int]] = []  # bytes of each record, and compressed
         self._extents: list[Extent] = []
@@ -191,12 +190,12 @@ class _Way:
     @property
     def extents(self) -> list[Extent]:
         """Of the records of all samples that were read; where lengths do not decide them, of those that were run."""
-        inputs, none = self.work.inputs, TargetOutputs(None, {})
+        inputs = self.work.inputs
         if self.record.shapes or not inputs.lengths.any():
             return self._extents
         sizes = zip(inputs.lengths.tolist(), inputs.firsts.tolist(), inputs.decoder_lengths.tolist(), strict=True)
         extents = [Extent(length, first, decoder=decoder) for length, first, decoder in sizes]
-        return [extent_of(self.forms, SampleOutputs(0, "", extent, (), none)) for extent in extents]
+        return [self.forms.extent_of(extent) for extent in extents]
 
 
 def _measure_form(work: TeacherRun, form: str, chosen: Sequence[int], refused: list[str]) -> list[_Way]:
@@ -272,7 +271,7 @@ def _forecast_way(
             unit=form.unit,
             bytes_per_row=float(sizes_of[form.SUBJECT].mean()) / rows_of[form.SUBJECT],
             total_bytes=float(sizes_of[form.SUBJECT].mean()) * num_samples,
-            error=errors.measured()[form.SUBJECT],
+            error=errors[form.SUBJECT],
         )
         for form in way.beside
     )
@@ -293,14 +292,10 @@ def _forecast_way(
 
 def _error_of(errors: Errors) -> CodecError:
     """Of the maps; where there are none, of the rows of logits."""
-    if errors.attention is not NO_ATTENTION:
-        return errors.attention
-    logits = errors.logits
-    return (
-        CodecError(0.0, 0.0, 0.0, 0)
-        if logits is None
-        else CodecError(logits.kl_mean, logits.kl_max, logits.tv_mean, logits.rows)
-    )
+    for error in errors.values():
+        if isinstance(error, CodecError | LogitsError):
+            return CodecError(error.kl_mean, error.kl_max, error.tv_mean, error.rows)
+    return CodecError(0.0, 0.0, 0.0, 0)
 
 
 def record_sizes(form: Form, record: NewRecord, extents: Sequence[Extent]) -> NDArray[np.float64]:

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from shd_ref.cache import NO_ATTENTION, AveragedTeacher, CacheReader, Manifest, StoredRecord, Teacher
+from shd_ref.cache import AveragedTeacher, CacheReader, Teacher
 from shd_ref.errors import ShdError
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.opening.model import hash_teacher
-from shd_ref.teacher.precompute.forms.maker import tolerance_of
-from shd_ref.teacher.precompute.forms.targets import check_targets
-from shd_ref.teacher.precompute.records import maker_of
-from shd_ref.teacher.run.options import CODECS_OF, NO_FORM, PrecomputeOptions, RunOptions
-from shd_ref.teacher.run.outputs import LayerOutputs
+from shd_ref.teacher.precompute.forms.maker import maker_of
+from shd_ref.teacher.run.options import NO_FORM, PrecomputeOptions, RunOptions
 from shd_ref.teacher.run.teacher import TeacherRun
 from shd_ref.teacher.sources import Arrays, Source
 
@@ -65,51 +61,29 @@ def recheck_records(
         ShdError: ``cache-mismatch`` for another teacher, other inputs or maps that differ; ``sample-missing``.
     """
     reader = CacheReader(cache)
+    manifest = reader.manifest
     work = rerun_teacher(reader, teacher, inputs, with_teachers=with_teachers, provider=provider)
     count = len(work.inputs)
     skipped = {index for index in range(count) if work.inputs.key(index) in reader.skipped}
     chosen = [int(i) for i in np.random.default_rng(seed).permutation(count) if int(i) not in skipped][:num_records]
     rows, tv_max, target_rows = 0, 0.0, 0
-    for batch in work.checked_batches(chosen):
-        for part, (outputs,) in enumerate(work.squeeze_parts(batch)):
-            for number in range(len(batch.indices)):
-                sample = work.sample(outputs, number)
-                record = reader.read(sample.key)
-                target_rows += 0 if part else check_targets(reader.manifest, sample, record)
-                for layer in sample.layers:
-                    difference = _compare_layer(reader, record, layer)
-                    rows += difference.size
-                    tv_max = max(tv_max, float(difference.max()))
+    parts = (
+        (place, outputs)
+        for batch in work.checked_batches(chosen)
+        for place, (outputs,) in enumerate(work.squeeze_parts(batch))
+    )
+    for place, outputs in parts:
+        for number in range(len(outputs.batch.indices)):
+            sample = work.sample(outputs, number)
+            record = reader.read(sample.key)
+            for form in manifest.forms:
+                maker = maker_of(form)
+                if maker.BY_LAYER:
+                    compared, difference = maker.recheck(form, manifest, sample, record)
+                    rows, tv_max = rows + compared, max(tv_max, difference)
+                elif not place:
+                    target_rows += maker.recheck(form, manifest, sample, record)[0]
     return RecheckReport(records=len(chosen), rows=rows, tv_max=tv_max, target_rows=target_rows)
-
-
-def _compare_layer(reader: CacheReader, record: StoredRecord, layer: LayerOutputs) -> NDArray[np.float64]:
-    """Total variation ``(H, n)`` between the stored rows of a layer, decoded, and those of the second run.
-
-    Raises:
-        ShdError: ``cache-mismatch`` for rows that differ by more than their codec may cost.
-    """
-    manifest, form, student_layer = reader.manifest, reader.manifest.attention, layer.layer.student_layer
-    n, keys = form.map_shapes(record.extent)[form.column(student_layer)]
-    again = np.asarray(layer.merged[:, :n, :keys], dtype=np.float32).copy()
-    again[:, : record.first] = 0.0  # rows of padding in front, which factored records leave out
-    if layer.row_mask is not None:
-        again[:, ~layer.row_mask[:n]] = 0.0  # rows of padding hold nothing (CACHE-129)
-    stored = reader.decode(record, student_layer)
-    difference: NDArray[np.float64] = 0.5 * np.abs(stored - again).sum(axis=-1, dtype=np.float64)
-    limits = maker_of(form).bound(form, layer, record.extent, again)
-    limits = limits + tolerance_of("recheck", manifest.teacher.dtype)
-    if not (difference <= limits).all():
-        head, row = np.unravel_index(int((difference - limits).argmax()), difference.shape)
-        raise ShdError(
-            "cache-mismatch",
-            f"{reader.folder}: record {record.index} (key {record.key}) layer {student_layer} head {head} row {row} "
-            f"must equal what the teacher gives now within a total variation of {limits[head, row]:.4f}, which is "
-            f"what {form.codec} and another run of the teacher may cost it; got {difference[head, row]:.4f}: the "
-            "cache was made another way",
-            "CACHE-91",
-        )
-    return difference
 
 
 def rerun_teacher(
@@ -134,10 +108,13 @@ def rerun_teacher(
         ShdError: ``cache-mismatch`` for another teacher or other inputs; ``argument-value`` for another number of
             further teachers.
     """
-    manifest = reader.manifest
-    _check_teachers(reader, (teacher, *(with_teachers or ())), has_targets=with_teachers is not None)
-    options = _options_of(manifest, has_targets=with_teachers is not None)
-    options = replace(options, with_teachers=tuple(map(Path, with_teachers or ())))
+    manifest, has_targets = reader.manifest, with_teachers is not None
+    _check_teachers(reader, (teacher, *(with_teachers or ())), has_targets=has_targets)
+    asked: dict[str, Any] = {"form": NO_FORM, "on_error": manifest.on_error}
+    for form in manifest.forms:
+        maker = maker_of(form)
+        asked |= maker.options(form) if has_targets or maker.BY_LAYER else {}
+    options = PrecomputeOptions(**asked, with_teachers=tuple(map(Path, with_teachers or ())))
     run = RunOptions(mask=manifest.inputs.mask, decoder_mask=manifest.inputs.decoder_mask, provider=provider)
     work = TeacherRun(Path(teacher), inputs, [options], run, input_names=manifest.inputs.names)
     count = len(work.inputs)
@@ -150,35 +127,6 @@ def rerun_teacher(
             f"first sample {absent[0]} with key {work.inputs.key(absent[0])}: they are other inputs",
         )
     return work
-
-
-def _options_of(manifest: Manifest, *, has_targets: bool) -> PrecomputeOptions:
-    """The options that ask for the attention of a cache, and for its logits and hidden states."""
-    form, logits, hidden = manifest.attention, manifest.logits, manifest.hidden
-    asked: dict[str, Any] = {"form": NO_FORM}
-    if form is not NO_ATTENTION:
-        asked = {
-            "num_student_heads": form.num_student_heads,
-            "layer_pairs": tuple((layer.student_layer, layer.teacher_layer) for layer in form.layers),
-            "plans": form.layer_plans,
-            "strategy": form.strategy,
-            "alpha_rule": form.alpha_rule,
-            "alpha_per": form.alpha_per,
-            "temperature": form.bound_temperature or 1.0,
-            "form": form.form,
-            CODECS_OF[form.form][0]: form.codec,
-        }
-    if has_targets and logits is not None:
-        asked |= {
-            "logits": logits.codec,
-            "logits_output": logits.tensor,
-            "logits_temperature": logits.temperature or 1.0,
-            # Several teachers may be padded to different sizes, or not at all.
-            "vocab_size": logits.vocab_size if logits.padded_vocab_size or logits.with_teachers else None,
-        }
-    if has_targets and hidden is not None:
-        asked["hidden"] = tuple(hidden.teacher_layers)
-    return PrecomputeOptions(on_error=manifest.on_error, **asked)
 
 
 def _check_teachers(reader: CacheReader, teachers: Sequence[str | Path], *, has_targets: bool) -> None:

@@ -33,9 +33,10 @@ def even_records(manifest: Manifest, shard: int) -> list[NewRecord]:
     records = []
     for record in records_of(manifest, shard):
         even = np.full((2, 9, 9), 1 / 9, dtype=np.float32)
-        codes = [encode(manifest.attention.codec, even)] * 2 if record.index % 2 else record.codes
-        length = 9 if record.index % 2 else record.length
-        records.append(replace(record, codes=codes, length=length))
+        if record.index % 2:
+            codes = dict.fromkeys(("L01", "L02"), encode(manifest.attention.codec, even))
+            record = replace(record, parts={**record.parts, **codes}, length=9)
+        records.append(record)
     return records
 
 

@@ -61,7 +61,7 @@ def test_differences_name_members_and_not_whole_lists() -> None:
     ]
     fewer = job(layers=job().attention.layers[:1])
     assert job().differences(fewer) == ["attention.layers: 2 -> 1 entries"]
-    assert job(logits=TOPK).differences(job(**ALONE["topk"]))[0] == "attention: sqrt8-row -> no attention"
+    assert job(logits=TOPK).differences(job(**ALONE["topk"]))[0] == "attention: sqrt8-row -> None"
 
 
 def test_how_many_layers_were_meant() -> None:

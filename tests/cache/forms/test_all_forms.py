@@ -38,7 +38,7 @@ from support.makers import (
 )
 
 from shd_ref.cache import (
-    NO_ATTENTION,
+    Attention,
     CacheReader,
     CacheWriter,
     Manifest,
@@ -54,7 +54,7 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "factors": {"codec": "int8", "factors": FACTORS},
     "factors with padding in front": {"codec": "float16", "factors": WINDOWED, "padding": "around"},
     "skipped": {"on_error": "skip"},
-    "none": {"attention": NO_ATTENTION},
+    "none": {"attention": None},
 }
 
 
@@ -72,18 +72,14 @@ def test_what_was_written_is_read(tmp_path: Path, forms: str, attention: str, co
         if is_skipped(manifest, index):
             continue
         record, written = reader.read(key_of(index)), record_of(manifest, index)
-        assert list(record.blobs) == ([] if manifest.attention is NO_ATTENTION else [1, 2])
-        assert (record.logits is None) == (manifest.logits is None)
-        if record.logits is not None and written.logits is not None:
-            np.testing.assert_array_equal(record.logits, written.logits.ravel())
+        assert record.parts.keys() == written.parts.keys()
+        if manifest.logits is not None:
+            np.testing.assert_array_equal(record.parts["logits"], written.parts["logits"].ravel())
             reader.decode_logits(record)
-        assert record.hidden.keys() == written.hidden.keys()
-        for layer, codes in written.hidden.items():
-            np.testing.assert_array_equal(record.hidden[layer], codes.ravel())
+        for layer in [] if manifest.hidden is None else manifest.hidden.teacher_layers:
+            np.testing.assert_array_equal(record.parts[f"H{layer:02d}"], written.parts[f"H{layer:02d}"].ravel())
             assert len(reader.decode_hidden(record, layer)) == record.length - record.first
-    errors = reader.errors
-    assert (errors.logits is None, errors.hidden is None) == (manifest.logits is None, manifest.hidden is None)
-    assert len(reader.errors.measured()) == len(manifest.forms)
+    assert list(reader.errors) == [form.SUBJECT for form in manifest.forms]
 
 
 @pytest.mark.parametrize("compression", ["none", "zstd"])
@@ -99,9 +95,9 @@ def test_a_batch_is_one_buffer_of_attention_logits_and_hidden_states(tmp_path: P
         return asked[-1]
 
     batch = reader.read_batch(keys, [2, 1], hidden=[11, 0], allocate=allocate)
-    parts = [record.blobs[layer] for layer in (2, 1) for record in batch]
-    parts += [record.logits for record in batch if record.logits is not None]
-    parts += [record.hidden[layer] for layer in (11, 0) for record in batch]
+    parts = [record.parts[f"L{layer:02d}"] for layer in (2, 1) for record in batch]
+    parts += [record.parts["logits"] for record in batch if "logits" in record.parts]
+    parts += [record.parts[f"H{layer:02d}"] for layer in (11, 0) for record in batch]
     assert len(parts) == 5 * 5
     if compression == "none":
         (buffer,) = asked
@@ -109,42 +105,41 @@ def test_a_batch_is_one_buffer_of_attention_logits_and_hidden_states(tmp_path: P
         assert all(part.base is buffer for part in parts)
     for key, record in zip(keys, batch, strict=True):
         alone = reader.read(key)
-        np.testing.assert_array_equal(record.logits, alone.logits)
-        assert list(record.hidden) == [11, 0]
+        np.testing.assert_array_equal(record.parts["logits"], alone.parts["logits"])
+        assert [name for name in record.parts if name[0] == "H"] == ["H11", "H00"]
         for layer in (0, 11):
-            np.testing.assert_array_equal(record.hidden[layer], alone.hidden[layer])
+            np.testing.assert_array_equal(record.parts[f"H{layer:02d}"], alone.parts[f"H{layer:02d}"])
 
 
 def test_a_cache_without_attention_says_so(tmp_path: Path) -> None:
     manifest = job(**ALONE["topk"])
     reader = pickle.loads(pickle.dumps(CacheReader(write_cache(tmp_path, manifest))))
-    assert reader.manifest.attention is NO_ATTENTION
+    assert reader.manifest.find(Attention) is None
     assert copy.deepcopy(reader.manifest) == manifest
     assert b"attention" not in manifest.to_bytes()
     record = reader.read(key_of(2))
-    assert (record.blobs, record.alphas.shape, record.mixing, record.first) == ({}, (0, 0), None, 1)
+    assert (list(record.parts), record.first) == (["logits", "H00", "H11"], 1)
     assert len(reader.decode_hidden(record, 11)) == record.length - 1
     uses: dict[str, Callable[[], object]] = {
         "maps": lambda: reader.decode(record, 1),
         "factors": lambda: reader.decode_factors(record, 1),
         "layers": lambda: reader.manifest.attention.student_layers,
-        "errors": lambda: reader.errors.attention.kl_mean,
     }
     for use in uses.values():
-        with pytest.raises(ShdError, match="must contain attention for this; it has none") as caught:
+        with pytest.raises(ShdError, match="must hold attention for this; it holds logits, hidden") as caught:
             use()
         assert caught.value.code == "argument-value"
-    with pytest.raises(ShdError, match=r"must be among student layers \[\]; got 1"):
+    with pytest.raises(ShdError, match=r"layers must be among \[\]; got 1"):
         reader.read(key_of(2), layers=[1])
 
 
 def test_a_cache_holds_something(tmp_path: Path) -> None:
-    with pytest.raises(ShdError, match="must hold attention, logits or hidden states") as caught:
-        job(attention=NO_ATTENTION)
+    with pytest.raises(ShdError, match="a cache must hold some of") as caught:
+        job(attention=None)
     assert caught.value.code == "argument-value"
     manifest = job(**ALONE["topk"])
     with_attention = records_of(job(**FORMS["topk"]), 0)
-    with pytest.raises(ShdError, match="attention must be left out where the manifest has none"):
+    with pytest.raises(ShdError, match="as the manifest's forms"):
         CacheWriter(tmp_path, manifest).write_shard(0, with_attention, errors_of(manifest))
     for first in (-1, 2**40, 9):
         with pytest.raises(ShdError, match="first must be 0, or below length"):
@@ -152,7 +147,7 @@ def test_a_cache_holds_something(tmp_path: Path) -> None:
                 0, [replace(record, first=first) for record in records_of(manifest, 0)], errors_of(manifest)
             )
     shaped = [replace(record, shapes=((1, 1),)) for record in records_of(manifest, 0)]
-    with pytest.raises(ShdError, match="shapes must be left out without attention"):
+    with pytest.raises(ShdError, match="must be left out where no form has a use for them"):
         CacheWriter(tmp_path, manifest).write_shard(0, shaped, errors_of(manifest))
 
 
@@ -173,9 +168,8 @@ def test_a_listing_counts_each_form(tmp_path: Path) -> None:
     records = [reader.read(key) for key in reader]
     listing = list_cache(tmp_path)
     sizes = {
-        "attention": sum(blob.nbytes for record in records for blob in record.blobs.values()),
-        "logits": sum(record.logits.nbytes for record in records if record.logits is not None),
-        "hidden": sum(rows.nbytes for record in records for rows in record.hidden.values()),
+        name: sum(part.nbytes for record in records for key, part in record.parts.items() if key[:1] in letters)
+        for name, letters in {"attention": "L", "logits": "l", "hidden": "H"}.items()
     }
     assert listing.coded_by_form == sizes
     assert listing.coded_bytes == sum(sizes.values())
@@ -203,7 +197,7 @@ def test_the_command_lists_each_form(tmp_path: Path, forms: dict[str, dict[str, 
 
     listing = list_cache(write_cache(tmp_path, job(**forms["sampled"])))
     output = CliRunner().invoke(load_app(), ["ls", str(tmp_path)], env={"COLUMNS": "300"}).output
-    for error in listing.errors.measured().values():
+    for error in listing.errors.values():
         assert error.describe() in output
     for form in listing.manifest.forms:
         rows = sum(form.num_rows(each.extent) for shard in range(4) for each in records_of(listing.manifest, shard))
@@ -286,4 +280,3 @@ def test_receipts_state_errors_of_every_form_and_of_no_other(tmp_path: Path, cha
     with pytest.raises(ShdError, match="errors") as caught:
         CacheReader(tmp_path, allow_partial=True)
     assert caught.value.code == "cache-corrupt"
-    assert errors_of(manifest).logits is not None

@@ -19,6 +19,7 @@ from support.makers import (
     job,
     key_of,
     length_of,
+    record_of,
     records_of,
     write_cache,
 )
@@ -46,7 +47,7 @@ def test_numbers_are_within_the_stated_bound(tmp_path: Path, codec: str) -> None
     (record,) = (record for record in records_of(manifest, 0) if record.length == 6)
     writer = CacheWriter(tmp_path, manifest)
     changed = [
-        replace(each, hidden=dict(each.hidden) | {11: codes[: each.length]}) for each in records_of(manifest, 0)
+        record_of(manifest, each.index, parts={"H11": codes[: each.length]}) for each in records_of(manifest, 0)
     ]
     writer.write_shard(0, changed, errors_of(manifest))
     reader = CacheReader(tmp_path, allow_partial=True)
@@ -154,14 +155,14 @@ def test_forms_that_make_no_sense(name: str) -> None:
 def test_records_that_do_not_fit_are_refused(tmp_path: Path, code: str, change: Any) -> None:
     manifest = job(hidden=HIDDEN_INT8)
     first, second = records_of(manifest, 0)
-    broken = replace(second, hidden=dict(second.hidden) | {11: change(second.hidden[11])})
+    broken = record_of(manifest, second.index, parts={"H11": change(second.parts["H11"])})
     with pytest.raises(ShdError, match=f"record {second.index}") as caught:
         CacheWriter(tmp_path, manifest).write_shard(0, [first, broken], errors_of(manifest))
     assert caught.value.code == code
-    for layers in ({}, {0: second.hidden[0]}, dict(second.hidden) | {5: second.hidden[0]}):
-        with pytest.raises(ShdError, match=r"hidden must have layers \[0, 11\]"):
+    for parts in ({"H00": None, "H11": None}, {"H11": None}, {"H05": second.parts["H00"]}):
+        with pytest.raises(ShdError, match="as the manifest's forms"):
             CacheWriter(tmp_path, manifest).write_shard(
-                0, [first, replace(second, hidden=layers)], errors_of(manifest)
+                0, [first, record_of(manifest, second.index, parts=parts)], errors_of(manifest)
             )
 
 
@@ -169,13 +170,13 @@ def test_only_the_layers_that_are_asked_for_are_read(tmp_path: Path) -> None:
     manifest = job(**FORMS["topk"])
     reader = CacheReader(write_cache(tmp_path, manifest))
     record = reader.read(key_of(4), layers=[2], logits=False, hidden=[11])
-    assert (list(record.blobs), record.logits, list(record.hidden)) == ([2], None, [11])
+    assert list(record.parts) == ["alphas", "mixing", "L02", "H11"]
     found = reader.decode_hidden(record, 11)
     assert np.abs(found - hidden_of(manifest, 4, 11)).max() <= 4 / 254 * 1.001
     assert len(found) == length_of(4)
-    with pytest.raises(ShdError, match=r"must be read with hidden layer 0 to decode it; got \[11\]"):
+    with pytest.raises(ShdError, match="must be read with hidden layer 0 to decode it"):
         reader.decode_hidden(record, 0)
-    with pytest.raises(ShdError, match=r"must be among teacher layers \[0, 11\]; got 3"):
+    with pytest.raises(ShdError, match=r"hidden must be among \[0, 11\]; got 3"):
         reader.read(key_of(4), hidden=[3])
-    with pytest.raises(ShdError, match="must hold hidden to decode them"):
+    with pytest.raises(ShdError, match="must hold hidden states for this"):
         CacheReader(write_cache(tmp_path / "plain", job())).decode_hidden(record, 11)

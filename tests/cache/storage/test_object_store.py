@@ -88,12 +88,12 @@ def test_readers_fetch_the_ranges_they_return_and_no_more(cache: str, monkeypatc
     monkeypatch.setattr(RemoteStorage, "read", None)
     record = reader.read(key_of(3), layers=[2])
     mixing = record_of(job(), 3).mixing
-    assert record.mixing is not None
+    assert "mixing" in record.parts
     assert mixing is not None
-    np.testing.assert_array_equal(record.mixing, mixing)
+    np.testing.assert_array_equal(record.parts["mixing"], mixing)
     # The two float blobs lie side by side: one request.
     assert sorted(size for _, size in fetched) == sorted(
-        [record.alphas.nbytes + record.mixing.nbytes, record.blobs[2].nbytes]
+        [record.parts["alphas"].nbytes + record.parts["mixing"].nbytes, record.parts["L02"].nbytes]
     )
 
 
@@ -169,13 +169,13 @@ def test_killed_writers_resume(bucket: str, tmp_path: Path) -> None:
         partial = CacheReader(address, allow_partial=True)
         assert committed < len(partial) < NUM_SAMPLES
         committed = len(partial)
-        assert partial.read(partial.keys()[-1], layers=[1]).blobs
+        assert partial.read(partial.keys()[-1], layers=[1]).parts
     lengths = []
     with start_writer(address) as process:
         while process.poll() is None:  # a reader while a writer works
             partial = CacheReader(address, allow_partial=True)
             lengths.append(len(partial))
-            assert partial.read(partial.keys()[-1], layers=[1]).blobs
+            assert partial.read(partial.keys()[-1], layers=[1]).parts
             time.sleep(0.2)
     assert process.returncode == 0
     assert lengths == sorted(lengths)
@@ -191,7 +191,8 @@ def test_racing_writers_that_round_differently_do_not_mix(bucket: str) -> None:
         for shard in range(job().shards.num_shards):
             start.wait(240)  # a store retries for a while on a busy machine
             records = [
-                replace(record, alphas=record.alphas * np.float32(scale)) for record in records_of(job(), shard)
+                replace(record, parts={**record.parts, "alphas": record.parts["alphas"] * np.float32(scale)})
+                for record in records_of(job(), shard)
             ]
             writer.write_shard(shard, records, MEASURED)
 
@@ -202,7 +203,7 @@ def test_racing_writers_that_round_differently_do_not_mix(bucket: str) -> None:
     assert verify_cache(address).ok
     reader = CacheReader(address)
     for index in range(len(reader)):
-        written, found = record_of(job(), index).alphas, reader.read(key_of(index)).alphas
+        written, found = (read.parts["alphas"] for read in (record_of(job(), index), reader.read(key_of(index))))
         assert any(np.array_equal(found, written * np.float32(scale)) for scale in scales)
 
 
@@ -226,7 +227,8 @@ def test_shard_that_was_replaced_before_its_receipt_is_written_again(
     address = request.getfixturevalue("bucket") if kind == "s3" else f"memory://{request.node.name}"
     other = CacheWriter(address, job())
     rounded = [
-        record_of(job(), record.index, alphas=record.alphas * np.float32(0.5)) for record in records_of(job(), 0)
+        record_of(job(), record.index, parts={"alphas": record.parts["alphas"] * np.float32(0.5)})
+        for record in records_of(job(), 0)
     ]
     writer = CacheWriter(_Interposed(address, [lambda: other.write_shard(0, rounded, MEASURED)] * 2), job())
     receipt = writer.write_shard(0, records_of(job(), 0), MEASURED)

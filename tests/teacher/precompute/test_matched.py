@@ -85,12 +85,14 @@ def test_every_layer_has_the_plan_that_the_reference_finds(
             reference = squeeze_heads(maps, outputs, 2, plan=plan, alpha_per=alpha_per)
             np.testing.assert_allclose(reader.decode(record, number), reference.probs[0], atol=2e-5)
             alphas = np.concatenate(reference.alphas, axis=1)[0]
-            np.testing.assert_allclose(np.clip(record.alphas[number], 0, 1), alphas, atol=1e-3)
-            if record.mixing is not None:
-                np.testing.assert_allclose(record.mixing[number], reference.mixing[0], atol=1e-3)
+            np.testing.assert_allclose(np.clip(record.parts["alphas"][number], 0, 1), alphas, atol=1e-3)
+            if "mixing" in record.parts:
+                np.testing.assert_allclose(record.parts["mixing"][number], reference.mixing[0], atol=1e-3)
                 ends = np.cumsum([len(one_round) for one_round in plan])[:-1]
-                rounds = np.split(np.clip(record.alphas[None, number], 0, 1), ends, axis=1)
-                np.testing.assert_allclose(compose_mixing(rounds, plan, HEADS)[0], record.mixing[number], atol=1e-6)
+                rounds = np.split(np.clip(record.parts["alphas"][None, number], 0, 1), ends, axis=1)
+                np.testing.assert_allclose(
+                    compose_mixing(rounds, plan, HEADS)[0], record.parts["mixing"][number], atol=1e-6
+                )
     assert verify_cache(tmp_path / "cache").ok
     assert recheck_records(tmp_path / "cache", teacher, make_inputs()).records == SAMPLES
 

@@ -91,10 +91,10 @@ def test_cache_holds_what_the_reference_computes(teacher: Path, tmp_path: Path, 
         assert record.index == index
         exact = decode(codec, encode(codec, reference.probs[0].astype(np.float32)))
         np.testing.assert_allclose(reader.decode(record, 0), exact, atol=limit if codec == "float32" else 0.01)
-        np.testing.assert_allclose(np.clip(record.alphas[0], 0, 1), reference.alphas[0][0], atol=1e-3)
+        np.testing.assert_allclose(np.clip(record.parts["alphas"][0], 0, 1), reference.alphas[0][0], atol=1e-3)
         if alpha_per == "map":
-            assert record.mixing is not None
-            np.testing.assert_allclose(record.mixing[0], reference.mixing[0], atol=1e-3)
+            assert "mixing" in record.parts
+            np.testing.assert_allclose(record.parts["mixing"][0], reference.mixing[0], atol=1e-3)
 
 
 @pytest.mark.parametrize("strategy", ["constant", "hard", "mean"])
@@ -107,8 +107,8 @@ def test_other_strategies_reach_the_cache(teacher: Path, tmp_path: Path, strateg
         probs, outputs = teacher_maps(teacher, inputs, record.index)
         reference = squeeze_heads(probs, outputs, 2, strategy=strategy)
         np.testing.assert_allclose(reader.decode(record, 0), reference.probs[0], atol=2e-5)
-        assert record.mixing is not None
-        np.testing.assert_allclose(record.mixing[0], reference.mixing[0], atol=1e-3)
+        assert "mixing" in record.parts
+        np.testing.assert_allclose(record.parts["mixing"][0], reference.mixing[0], atol=1e-3)
 
 
 def test_batching_and_order_do_not_matter(teacher: Path, tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_batching_and_order_do_not_matter(teacher: Path, tmp_path: Path) -> None
     for key in first:
         one, two = first.read(key), second.read(key)
         np.testing.assert_allclose(first.decode(one, 0), second.decode(two, 0), atol=0.01)
-        np.testing.assert_allclose(one.alphas, two.alphas, atol=1e-4)
+        np.testing.assert_allclose(one.parts["alphas"], two.parts["alphas"], atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -194,9 +194,11 @@ def _change_codes(cache: Path, change: Callable[[str, NDArray[Any]], NDArray[Any
     for shard in writer.missing_shards():
         new = []
         for record in (records[index] for index in manifest.shard_samples(shard)):
-            codes = unpack(record.blobs[0], manifest.attention.codec, manifest.attention.support, 2, record.length)
-            changed = [change(record.key, codes)]
-            new.append(NewRecord(record.index, record.key, record.length, changed, record.alphas, record.mixing))
+            codes = unpack(
+                record.parts["L00"], manifest.attention.codec, manifest.attention.support, 2, record.length
+            )
+            changed = {**record.parts, "L00": change(record.key, codes)}
+            new.append(NewRecord(record.index, record.key, record.length, changed))
         writer.write_shard(shard, new, Errors.unmeasured(manifest))
     writer.seal()
 
@@ -259,7 +261,7 @@ def _rewrite_as(source: Path, target: Path) -> None:
         for index in manifest.shard_samples(shard):
             record = records[index]
             maps = encode(manifest.attention.codec, reader.decode(record, 0))
-            new.append(NewRecord(index, record.key, record.length, [maps], record.alphas, record.mixing))
+            new.append(NewRecord(index, record.key, record.length, {**record.parts, "L00": maps}))
         writer.write_shard(shard, new, Errors.unmeasured(manifest))
     writer.seal()
 

@@ -26,8 +26,8 @@ from shd_ref.cache.storage.places import open_storage
 from shd_ref.cli import load_app
 from shd_ref.errors import ShdError
 from shd_ref.teacher.precompute import engine
+from shd_ref.teacher.precompute.forms.maker import make_records
 from shd_ref.teacher.precompute.job import PrecomputeJob
-from shd_ref.teacher.precompute.records import make_records
 from shd_ref.teacher.run.inputs import Batch, group_samples, group_shards, run_batch
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.run.teacher import TeacherRun
@@ -88,7 +88,7 @@ def test_large_maps_are_checked_a_sample_at_a_time(
         np.testing.assert_allclose(one.decode(one.read(key), 0), two.decode(two.read(key), 0), atol=0.01)
     fewer = 0
     for shard in range(3):
-        all_rows, some_rows = (Receipt.read(at.folder, shard, at.manifest).errors.attention for at in (one, two))
+        all_rows, some_rows = (Receipt.read(at.folder, shard, at.manifest).errors["attention"] for at in (one, two))
         assert 0 < some_rows.rows <= all_rows.rows
         assert 0 < some_rows.kl_max <= 1.01 * all_rows.kl_max
         fewer += some_rows.rows < all_rows.rows
@@ -210,12 +210,12 @@ def test_pending_records_keep_no_more_than_their_codes(
     precompute(teacher, make_tokens(), tmp_path, OPTIONS, RunOptions(batch_size=8, samples_per_shard=2))
     owners = {}
     for record in made:
-        for codes in record.codes:
+        for codes in record.parts.values():
             owner: Any = codes
             while isinstance(owner.base, np.ndarray):
                 owner = owner.base
             owners[id(owner)] = owner.nbytes
-    assert sum(owners.values()) == sum(codes.nbytes for record in made for codes in record.codes)
+    assert sum(owners.values()) == sum(codes.nbytes for record in made for codes in record.parts.values())
 
 
 def test_shards_may_be_divided(teacher: Path, tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_batching_changes_results_by_rounding_only(teacher: Path, tmp_path: Path
     assert one.manifest == two.manifest
     for key in one:
         np.testing.assert_allclose(one.decode(one.read(key), 0), two.decode(two.read(key), 0), atol=1e-6)
-        np.testing.assert_allclose(one.read(key).alphas, two.read(key).alphas, atol=1e-4)
+        np.testing.assert_allclose(one.read(key).parts["alphas"], two.read(key).parts["alphas"], atol=1e-4)
 
 
 @pytest.mark.parametrize("codec", ["sqrt8-abs", "u4"])
@@ -280,7 +280,7 @@ def test_small_codecs_are_coded_on_the_host(teacher: Path, tmp_path: Path, codec
     options = PrecomputeOptions(num_student_heads=2, codec=codec, compression="zstd", temperature=2.0)
     summary = precompute(teacher, inputs, tmp_path / "small", options, RUN)
     precompute(teacher, inputs, tmp_path / "exact", PrecomputeOptions(2, temperature=2.0, codec="float32"), RUN)
-    assert summary.errors.attention.kl_max < {"u4": 10 / 206, "sqrt8-abs": 10 / 255**2}[codec]
+    assert summary.errors["attention"].kl_max < {"u4": 10 / 206, "sqrt8-abs": 10 / 255**2}[codec]
     assert summary.coded_bytes < summary.float32_bytes / (3.9 if codec == "sqrt8-abs" else 7)
     small, exact = CacheReader(tmp_path / "small"), CacheReader(tmp_path / "exact")
     for key in exact:
@@ -314,7 +314,7 @@ def test_several_students_share_one_pass_of_the_teacher(
         assert one.manifest == two.manifest
         for key in one:
             np.testing.assert_allclose(one.decode(one.read(key), 0), two.decode(two.read(key), 0), atol=0.01)
-            np.testing.assert_allclose(one.read(key).alphas, two.read(key).alphas, atol=1e-4)
+            np.testing.assert_allclose(one.read(key).parts["alphas"], two.read(key).parts["alphas"], atol=1e-4)
     (tmp_path / "all/heads-2/receipts/000003.json").unlink()
     again = precompute_heads(teacher, inputs, tmp_path / "all", OPTIONS, [1, 2, 3], run)
     assert [summary.resumed for summary in again] == [60, 55, 60]

@@ -98,10 +98,10 @@ def test_records_are_what_the_teacher_gives(
     assert recheck_records(tmp_path / "cache", teacher, inputs, num_records=NUM_SAMPLES).records == NUM_SAMPLES
     logits, hidden = forms_of(tmp_path / "cache")
     errors = summary.errors
-    assert errors.logits is not None
-    assert errors.hidden is not None
-    assert errors.logits.rows > 0
-    assert 0 < errors.hidden.relative_max < 0.02
+    assert errors["logits"] is not None
+    assert errors["hidden"] is not None
+    assert errors["logits"].rows > 0
+    assert 0 < errors["hidden"].relative_max < 0.02
     for index, record in enumerate(records_of(tmp_path / "cache", inputs)):
         expected, end = run_alone(teacher, inputs, index)
         kept = slice(record.first, end)
@@ -146,10 +146,10 @@ def test_sampled_rows_say_on_average_what_the_teacher_says(teacher: Path, tmp_pa
     logits = CacheReader(tmp_path / "cache").manifest.logits
     assert logits is not None
     record, rows = records_of(tmp_path / "cache", inputs)[0], run_alone(teacher, inputs, 0)[0]["logits"]
-    np.testing.assert_array_equal(logits.encode(rows, 0).reshape(-1), record.logits)
+    np.testing.assert_array_equal(logits.encode(rows, 0).reshape(-1), record.parts["logits"])
     for seed in range(rounds):
         codes = replace(logits, seed=seed).encode(rows, 0)
-        stored: Any = logits.decode(replace(record, logits=codes.reshape(-1)))
+        stored: Any = logits.decode(replace(record, parts={"logits": codes.reshape(-1)}))
         np.add.at(total, stored.ids[1], stored.weights[1] / rounds)
     expected = np.exp(log_softmax(rows[1].astype(np.float64)))
     spread = np.sqrt(expected / (3 * rounds))  # of a class that is drawn independently
@@ -203,8 +203,8 @@ def test_every_student_of_a_pass_gets_the_same_targets(teacher: Path, tmp_path: 
     precompute_heads(teacher, make_inputs(), tmp_path, options, [1, 2])
     one, two = (records_of(tmp_path / f"heads-{heads}", make_inputs()) for heads in (1, 2))
     for a, b in zip(one, two, strict=True):
-        np.testing.assert_array_equal(a.logits, b.logits)
-        np.testing.assert_array_equal(a.hidden[1], b.hidden[1])
+        np.testing.assert_array_equal(a.parts["logits"], b.parts["logits"])
+        np.testing.assert_array_equal(a.parts["H01"], b.parts["H01"])
 
 
 def test_batches_are_smaller_where_logits_would_take_too_much(

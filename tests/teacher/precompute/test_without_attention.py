@@ -18,7 +18,7 @@ from support.students import precompute
 from typer.testing import CliRunner
 
 from shd_ref.cache import (
-    NO_ATTENTION,
+    Attention,
     CacheReader,
     export_webdataset,
     list_cache,
@@ -86,15 +86,14 @@ def test_rows_are_those_beside_attention(teachers: dict[str, Path], tmp_path: Pa
     assert (again.records, again.rows) == (NUM_SAMPLES, 0)
     alone, other = CacheReader(tmp_path / "alone"), CacheReader(tmp_path / "beside")
     assert again.target_rows == 4 * sum(alone.read(key).length - alone.read(key).first for key in alone)
-    assert alone.manifest.attention is NO_ATTENTION
+    assert alone.manifest.find(Attention) is None
     assert alone.manifest.logits == other.manifest.logits
     for key in other:
         one, two = alone.read(key), other.read(key)
         assert (one.length, one.first) == (two.length, two.first)
-        np.testing.assert_array_equal(one.logits, two.logits)
-        assert one.hidden.keys() == two.hidden.keys()
-        for layer, states in one.hidden.items():
-            np.testing.assert_array_equal(states, two.hidden[layer])
+        np.testing.assert_array_equal(one.parts["logits"], two.parts["logits"])
+        for name in one.parts:
+            np.testing.assert_array_equal(one.parts[name], two.parts[name])
 
 
 @pytest.mark.parametrize("codec", ["float16", "topk"])
@@ -155,7 +154,7 @@ def test_what_was_changed_is_found_out(teachers: dict[str, Path], tmp_path: Path
     assert caught.value.code == "cache-mismatch"
     with pytest.raises(ShdError, match="must come from this teacher"):
         recheck_records(cache, teachers["images"], inputs)
-    with pytest.raises(ShdError, match="attention: none -> maps") as caught:
+    with pytest.raises(ShdError, match=r"attention\.form: 'none' -> 'maps'") as caught:
         precompute(teachers["tokens"], inputs, cache, replace(ALONE, form="maps", num_student_heads=2), RUN)
     assert caught.value.code == "cache-mismatch"
     for path in sorted(cache.rglob("*.safetensors"))[:2]:

@@ -71,7 +71,7 @@ def test_every_form_and_codec_is_forecast_as_it_is_written(teacher: Path, tmp_pa
         assert way.bytes_per_token == pytest.approx(sum(stored) / counted)
         assert way.break_even == pytest.approx(way.bytes_per_sample / forecast.teacher_seconds)
         assert way.error.rows > 0
-        assert way.error.kl_mean == pytest.approx(summary.errors.attention.kl_mean, rel=0.5, abs=1e-7)
+        assert way.error.kl_mean == pytest.approx(summary.errors["attention"].kl_mean, rel=0.5, abs=1e-7)
 
 
 def test_weights_by_row_leave_maps_alone(teacher: Path, tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_logits_and_hidden_states_count_in_every_form(tmp_path: Path) -> None:
     summary = precompute(tmp_path / "teacher.onnx", make_tokens(), tmp_path / "cache", replace(options, **way.asks))
     assert way.total_bytes == pytest.approx(sum(stored_sizes(tmp_path / "cache")))
     for each in forecast.beside:
-        measured = summary.errors.measured()[each.subject]
+        measured = summary.errors[each.subject]
         for name in ("gradient_mean", "relative_mean"):
             if hasattr(measured, name):
                 assert getattr(each.error, name) == pytest.approx(getattr(measured, name), rel=0.5)
@@ -139,7 +139,7 @@ def test_any_form_says_its_own_sizes() -> None:
     form = Logits(
         codec="topk", rows="positions", tensor="logits", vocab_size=512, temperature=1.0, head=8, value_bits=8
     )
-    record = NewRecord(0, "0" * 32, 5, (), np.empty((0, 0), np.float32))
+    record = NewRecord(0, "0" * 32, 5, {})
     sizes = record_sizes(form, record, [Extent(5), Extent(9, first=2)])
     assert sizes.tolist() == [5 * form.row_bytes, 7 * form.row_bytes]
 

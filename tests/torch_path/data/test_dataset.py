@@ -123,11 +123,11 @@ def test_the_codes_of_a_batch_are_copied_nowhere(tmp_path: Path) -> None:
     assert [record.index for _, record in pairs] == [3, 0, 7]
     for chosen in ([0, 1, 2], [2, 1, 0], [0, 1], [0, 1, 2, 0]):
         batch = joined.__getitems__([3, 0, 7])
-        place = batch[0][1].blobs[1].__array_interface__["data"][0]
+        place = batch[0][1].parts["L01"].__array_interface__["data"][0]
         batch[:] = [batch[number] for number in chosen]
         _, supervision = joined.collate_with(_numbers)(batch)
         assert (supervision.buffer.data_ptr() == place) == (chosen == [0, 1, 2])
-        alone = [joined[(3, 0, 7)[number]][1].blobs[layer] for layer in (1, 2) for number in chosen]
+        alone = [joined[(3, 0, 7)[number]][1].parts[f"L{layer:02d}"] for layer in (1, 2) for number in chosen]
         assert supervision.buffer.numpy().tobytes() == b"".join(blob.tobytes() for blob in alone)
     loader = DataLoader(joined, 3, num_workers=1, collate_fn=joined.collate_with(_numbers))
     assert all(supervision.buffer.is_shared() for _, supervision in loader)

@@ -55,7 +55,7 @@ def test_student_of_a_real_language_model(folder: Path) -> None:
     run = RunOptions(num_threads=1)
     summary = precompute(folder / "teacher.onnx", {"input_ids": tokens}, folder / "cache", options, run)
     assert summary.comparison.residual < summary.comparison.constant_residual
-    assert summary.errors.attention.kl_mean < 1e-3
+    assert summary.errors["attention"].kl_mean < 1e-3
     cache = CacheReader(folder / "cache")
     assert cache.manifest.attention.support == "causal"
     assert [(p.student_layer, p.teacher_layer) for p in cache.manifest.attention.layers] == [(0, 1), (1, 2), (2, 4)]

@@ -37,10 +37,10 @@ def convex(folder: Path, **changes: Any) -> CacheReader:
     for shard in writer.missing_shards():
         records = records_of(manifest, shard)
         for record in records:
-            assert record.mixing is not None
-            record.mixing[:, 0, 2:] = 0  # the plan's groups
-            record.mixing[:, 1, :2] = 0
-            record.mixing[...] /= record.mixing.sum(-1, keepdims=True)
+            assert "mixing" in record.parts
+            record.parts["mixing"][:, 0, 2:] = 0  # the plan's groups
+            record.parts["mixing"][:, 1, :2] = 0
+            record.parts["mixing"][...] /= record.parts["mixing"].sum(-1, keepdims=True)
         writer.write_shard(shard, records, MEASURED)
     writer.seal()
     return CacheReader(folder)

@@ -25,7 +25,7 @@ from support.makers import (
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from shd_ref.cache import NO_ATTENTION, CacheReader, Logits
+from shd_ref.cache import Attention, CacheReader, Logits
 from shd_torch import ShdError, SupervisedDataset, SupervisedStream, kd_loss
 from shd_torch.data.batches import CachedSupervision
 from shd_torch.kd import SampledTargets, TopkTargets
@@ -35,7 +35,7 @@ INDICES = (3, 0, 7, 3)
 WHOLE = replace(ALL_CLASSES, rows="positions")
 BESIDE: dict[str, dict[str, Any]] = FORMS | {"whole": {"logits": WHOLE, "hidden": FORMS["topk"]["hidden"]}}
 ATTENTION: dict[str, dict[str, Any]] = {
-    "none": {"attention": NO_ATTENTION},
+    "none": {"attention": None},
     "maps": {},
     "u4": {"codec": "u4", "support": "causal"},
     "factored": {"factors": FACTORS},
@@ -102,7 +102,7 @@ def test_decodes_what_the_reference_does(tmp_path: Path, attention: str, beside:
     manifest = job(8, **ATTENTION[attention], **BESIDE[beside])
     write_cache(tmp_path, manifest)
     reader = CacheReader(tmp_path)
-    held = manifest.attention is not NO_ATTENTION
+    held = manifest.find(Attention) is not None
     for options in ({}, {"preload": True}, {"layers": [2]} if held else {}):
         dataset = joined(tmp_path, **options)
         (batch,) = batches(dataset, sampler=INDICES, batch_size=4)

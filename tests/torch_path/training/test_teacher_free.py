@@ -26,7 +26,7 @@ from support.students import precompute
 from support.two_sequences import encoder_decoder
 
 import shd_torch.kd.targets
-from shd_ref.cache import NO_ATTENTION, CacheReader
+from shd_ref.cache import Attention, CacheReader
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_torch import (
     HiddenTerm,
@@ -127,9 +127,9 @@ def test_loss_and_gradient_are_within_the_stated_error(form: str, cached: Callab
         loss = term.loss([targets], z, loss_mask=mask, check=True)
         loss.backward()
         found.append((loss.detach(), z.grad))
-    assert reader.errors.logits is not None
+    assert reader.errors["logits"] is not None
     # Receipts measure float16 logits at T = 1; dividing them by 2 halves their rounding, and so does not raise it.
-    rows = math.sqrt(2 * reader.errors.logits.kl_max)
+    rows = math.sqrt(2 * reader.errors["logits"].kl_max)
     difference = (found[0][1] - found[1][1]).abs().sum(-1)
     assert float(difference.max()) <= 2.0 / int(mask.sum()) * rows + 1e-7
     assert float(difference[~mask].max()) == 0.0
@@ -138,10 +138,10 @@ def test_loss_and_gradient_are_within_the_stated_error(form: str, cached: Callab
     torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-3, atol=0)
     states, wanted = supervision.hidden_states(), online.hidden_states()
     assert list(states) == list(wanted) == [0, 1, 2]
-    assert reader.errors.hidden is not None
+    assert reader.errors["hidden"] is not None
     for layer, state in states.items():
         off = (state - wanted[layer])[mask].norm(dim=-1) / wanted[layer][mask].norm(dim=-1)
-        assert float(off.max()) <= reader.errors.hidden.relative_max + 1e-5
+        assert float(off.max()) <= reader.errors["hidden"].relative_max + 1e-5
         assert float(hidden_loss(state, wanted[layer], loss_mask=mask)) < 1e-5
 
 
@@ -162,8 +162,8 @@ def test_several_teachers_teach_the_same_from_a_cache(cached: Callable[..., Path
         z = logits.clone().requires_grad_()
         term.loss([targets], z, loss_mask=mask, check=True).backward()
         gradients.append(z.grad)
-    assert reader.errors.logits is not None
-    rows = 2.0 / int(mask.sum()) * math.sqrt(2 * reader.errors.logits.kl_max)
+    assert reader.errors["logits"] is not None
+    rows = 2.0 / int(mask.sum()) * math.sqrt(2 * reader.errors["logits"].kl_max)
     moved = [float((gradient - gradients[1]).abs().sum(-1).max()) for gradient in gradients]
     assert moved[0] <= rows + 1e-7
     assert moved[2] > 10 * rows
@@ -230,7 +230,7 @@ def test_a_cache_without_attention_teaches_kd_and_hidden_states(cached: Callable
     """``precompute --no-attention`` and a step on it: what the live teacher's logits and hidden states give."""
     options, kept = FORMS["topk"]
     alone = cached(**options, form="none", num_student_heads=0, codec="sqrt8-row")
-    assert CacheReader(alone).manifest.attention is NO_ATTENTION
+    assert CacheReader(alone).manifest.find(Attention) is None
     given = terms() | {"beta": None}
     joined = SupervisedDataset(make_samples(), alone)
     free = make_trainer(tmp_path, train=joined, arguments=WHOLE, **given)

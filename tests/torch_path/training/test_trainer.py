@@ -172,5 +172,5 @@ def test_what_is_refused(trainer_cache: Path, tmp_path: Path) -> None:
     with pytest.raises(ShdError, match="padding_side to 'right'") as padded:
         left([joined[0], joined[1]])
     assert padded.value.code == "inputs-invalid"
-    counts = collate([joined[0], joined[1]])["alpha_counts"]
-    assert counts[1] == np.prod(joined[0][1].alphas.shape) * 2
+    counts = collate([joined[0], joined[1]])["tallies"]["attention"]
+    assert counts[1] == np.prod(joined[0][1].parts["alphas"].shape) * 2

@@ -1,16 +1,15 @@
-"""The teacher's queries and keys: coded, and judged by the maps that they make."""
+"""The teacher's queries and keys: coded, judged by the maps that they make, and held against the teacher's mask."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache import (
     CodecError,
-    CodedFactors,
     Extent,
     Factors,
     LayerFactors,
@@ -21,18 +20,22 @@ from shd_ref.cache import (
     factored_kl_bound,
     merge_codec_errors,
     rebuild_maps,
+    row_bounds,
 )
+from shd_ref.cache.forms.attention import blob_name
 from shd_ref.errors import ShdError
-from shd_ref.teacher.precompute.forms.maker import Maker, tolerance_of
-from shd_ref.teacher.precompute.forms.masks import check_mask, describe_mask, read_spans
+from shd_ref.teacher.precompute.forms.attention import AttentionMaker
+from shd_ref.teacher.precompute.forms.maker import tolerance_of
 from shd_ref.teacher.run.outputs import LayerOutputs, SampleOutputs, StudentOutputs
 from shd_ref.teacher.run.teacher import TeacherRun
 
 
-class FactorsMaker(Maker[Factors]):
+class FactorsMaker(AttentionMaker[Factors]):
     """Makes ``Factors``."""
 
-    def describe(self, work: TeacherRun, outputs: StudentOutputs, squeeze: dict[str, Any]) -> Factors:
+    NAME: ClassVar[str] = "factored"
+
+    def describe_form(self, work: TeacherRun, outputs: StudentOutputs, squeeze: dict[str, Any]) -> Factors:
         """Support and windows are read off the mask of a longest sample."""
         support, windows = describe_mask(read_spans(work, outputs))
         factors = tuple(
@@ -42,7 +45,7 @@ class FactorsMaker(Maker[Factors]):
         padding = "around" if work.inputs.firsts.any() else "behind"
         return Factors(**squeeze, support=support, factors=factors, padding=padding)
 
-    def check(self, form: Factors, samples: Sequence[SampleOutputs]) -> None:
+    def check(self, form: Factors, samples: Sequence[SampleOutputs], extents: Sequence[Extent]) -> None:
         """Refuse a teacher that masks these samples in another way (CACHE-143).
 
         Raises:
@@ -53,6 +56,8 @@ class FactorsMaker(Maker[Factors]):
 
     def compare(self, work: TeacherRun, sample: SampleOutputs) -> None:
         """Refuse maps that are not what queries and keys make (CACHE-143), under the mask that this sample has."""
+        if not work.options.is_factored:
+            return
         first, length = sample.extent.first, sample.extent.length
         support, windows = describe_mask([layer.spans[:, first:length] - first for layer in sample.layers])
         _check_sample(sample, support, windows)
@@ -60,11 +65,7 @@ class FactorsMaker(Maker[Factors]):
         for layer, window in zip(sample.layers, windows, strict=True):
             _compare_maps(layer, sample.extent, scales[layer.layer.student_layer], support, window)
 
-    def extent(self, form: Factors, sample: SampleOutputs) -> Extent:
-        """Padding in front is left out."""
-        return Extent(sample.extent.length, sample.extent.first)
-
-    def make(self, form: Factors, sample: SampleOutputs) -> list[NDArray[Any] | CodedFactors]:
+    def make_codes(self, form: Factors, sample: SampleOutputs) -> list[Any]:
         """Queries and keys of each layer, where the teacher masked the sample as the manifest says.
 
         Raises:
@@ -82,15 +83,12 @@ class FactorsMaker(Maker[Factors]):
         """
         errors = []
         for sample, record in zip(samples, records, strict=True):
-            assert record.mixing is not None
-            first, n = record.first, record.length
-            for layer, factors, coded, mixing in zip(
-                sample.layers, form.factors, record.codes, record.mixing, strict=True
-            ):
-                assert isinstance(coded, CodedFactors)
+            counted = slice(record.first, record.length)
+            for layer, factors, mixing in zip(sample.layers, form.factors, record.parts["mixing"], strict=True):
                 _compare_maps(layer, sample.extent, factors.scale, form.support, factors.window)
-                found = _rebuild(factors, form.support, *decode_factors(coded), mixing)
-                errors.append(codec_error(layer.merged[:, first:n, first:n], found))
+                queries, keys = decode_factors(record.parts[blob_name(layer.layer.student_layer)])
+                found = rebuild_maps(queries, keys, factors.scale, form.support, mixing, window=factors.window)
+                errors.append(codec_error(layer.merged[:, counted, counted], found))
         return merge_codec_errors(errors)
 
     def bound(self, form: Factors, layer: LayerOutputs, extent: Extent, merged: NDArray[Any]) -> NDArray[np.float64]:
@@ -140,11 +138,65 @@ def _compare_maps(layer: LayerOutputs, extent: Extent, scale: float, support: st
         )
 
 
-def _rebuild(
-    factors: LayerFactors,
-    support: str,
-    queries: NDArray[np.float32],
-    keys: NDArray[np.float32],
-    mixing: NDArray[np.float32] | None = None,
-) -> NDArray[np.float32]:
-    return rebuild_maps(queries, keys, factors.scale, support, mixing, window=factors.window)
+def describe_mask(spans: Sequence[NDArray[Any]]) -> tuple[str, tuple[int | None, ...]]:
+    """What a manifest says of the mask: the support of all layers, and each layer's window (CACHE-144).
+
+    Whether all rows of all samples keep to it is for ``check_mask`` to find.
+
+    Args:
+        spans: of each layer ``(H_t, n, 3)``, as ``add_spans`` makes them, of one of the longest samples, all of whose
+            positions count.
+
+    Returns:
+        ``"causal"`` or ``"full"``; windows, None where every row of the support is seen.
+    """
+    windows: list[int | None] = []
+    for layer in spans:
+        first, n = int(layer[0, -1, 0]), layer.shape[1]
+        windows.append(None if first == 0 else n - first)
+    ahead = any((layer[..., 1] > np.arange(layer.shape[1])).any() for layer in spans)
+    return "full" if ahead or spans[0].shape[1] == 1 else "causal", tuple(windows)
+
+
+def read_spans(work: TeacherRun, outputs: StudentOutputs) -> list[NDArray[Any]]:
+    """What ``describe_mask`` takes, of the first sample of a batch.
+
+    A sample with padding in front is run again without any: a window that is shorter than the longest sample shows
+    in a row that looks back as far as any sample's.
+
+    Args:
+        work: the run.
+        outputs: of longest samples.
+    """
+    index = outputs.batch.indices[0]
+    if work.inputs.firsts[index]:
+        alone = work.inputs.unmasked(work.inputs.batch([index]))
+        outputs = work.squeeze(alone)[outputs.student.number]
+    length = work.sample(outputs, 0).extent.length
+    return [layer.spans[0, :, :length] for layer in outputs.layers]
+
+
+def check_mask(sample: SampleOutputs, support: str, windows: Sequence[int | None]) -> None:
+    """Refuse a teacher that masked this sample in another way than ``describe_mask`` says (CACHE-143).
+
+    Raises:
+        ShdError: ``graph-unsupported``.
+    """
+    first, length = sample.extent.first, sample.extent.length
+    for outputs, window in zip(sample.layers, windows, strict=True):
+        layer = outputs.layer
+        low, high = row_bounds(length - first, support, window)
+        expected = np.stack([first + low, first + high, high - low + 1], axis=-1)
+        found = outputs.spans[:, first:length]
+        wrong = np.argwhere((found != expected).any(axis=-1))
+        if len(wrong):
+            head, row = (int(place) for place in wrong[0])
+            seen, wanted = found[head, row].tolist(), expected[row].tolist()
+            raise ShdError(
+                "graph-unsupported",
+                f"attention site {layer.site.layer} ({layer.site.name}) must let a row see the keys that causality "
+                f"and a window say, {wanted[2]} from {wanted[0]} to {wanted[1]} for row {first + row} "
+                f"({support}, window {window}); got {seen[2]} from {seen[0]} to {seen[1]} in head "
+                f"{head}: it has a mask of its own; use --form maps",
+                "CACHE-143",
+            )

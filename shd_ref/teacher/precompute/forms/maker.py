@@ -1,64 +1,156 @@
-"""The interface: what a precompute run asks of the maker of a form."""
+"""The interface: what a precompute run asks of the maker of a form; and records, made by all of them together."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Container, Iterator, Sequence
+from typing import Any, ClassVar, Generic, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from shd_ref.cache import CodecError, CodedFactors, Extent, NewRecord
-from shd_ref.teacher.run.outputs import LayerOutputs, SampleOutputs, StudentOutputs
+from shd_ref.cache import ROWS, Errors, Extent, Form, Forms, Manifest, NewRecord, RowError, StoredRecord
+from shd_ref.cache.forms.table import Held, load, row_of
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
+from shd_ref.teacher.run.outputs import SampleOutputs, StudentOutputs
 from shd_ref.teacher.run.teacher import TeacherRun
 from shd_ref.tolerances import load_tolerances
 
-FormT = TypeVar("FormT")
+FormT = TypeVar("FormT", bound=Form)
 
 
 class Maker(ABC, Generic[FormT]):
-    """Makes records of one form from the outputs of a run."""
+    """Makes parts of records from the outputs of a run; a row of the table of forms names it.
+
+    Attributes:
+        BY_LAYER: whether ``recheck`` compares layer by layer, so that some layers of a run will do.
+    """
+
+    BY_LAYER: ClassVar[bool] = False
 
     @abstractmethod
-    def describe(self, work: TeacherRun, outputs: StudentOutputs, squeeze: dict[str, Any]) -> FormT:
-        """The form as the manifest will have it.
+    def describe(self, work: TeacherRun, outputs: StudentOutputs) -> FormT | None:
+        """The form as the manifest will have it; None where the options do not ask for it.
 
         Args:
             work: the run.
             outputs: of its longest samples, after check outputs were looked at.
-            squeeze: the members that all forms of attention share.
+
+        Raises:
+            ShdError: ``graph-unsupported``, ``argument-value``.
         """
 
     @abstractmethod
-    def check(self, form: FormT, samples: Sequence[SampleOutputs]) -> None:
-        """Refuse a teacher that this form cannot hold (``graph-unsupported``), before anything is written."""
+    def options(self, form: FormT) -> dict[str, Any]:
+        """The ``PrecomputeOptions`` that ask for what a cache holds."""
+
+    @abstractmethod
+    def decided(
+        self, form: Form | None, options: PrecomputeOptions, run: RunOptions
+    ) -> Iterator[tuple[str, object, object]]:
+        """Members of the form that options decide before a sample is read: name, as stored, as asked for.
+
+        Args:
+            form: of this subject that a cache holds, if any.
+            options: of a job.
+            run: how it runs.
+        """
+
+    def check(self, form: FormT, samples: Sequence[SampleOutputs], extents: Sequence[Extent]) -> None:
+        """Refuse a teacher that this form cannot hold, before anything is written: by default by making parts."""
+        self.make(form, samples, extents)
 
     def compare(self, work: TeacherRun, sample: SampleOutputs) -> None:
         """Refuse maps that this form cannot make (``graph-unsupported``), of some layers with check outputs."""
 
     @abstractmethod
-    def extent(self, form: FormT, sample: SampleOutputs) -> Extent:
-        """The extent that the record of a sample states."""
-
-    @abstractmethod
-    def make(self, form: FormT, sample: SampleOutputs) -> list[NDArray[Any] | CodedFactors]:
-        """What the record of a sample holds of each layer; arrays that share no memory with the batch."""
-
-    @abstractmethod
-    def measure(self, form: FormT, samples: Sequence[SampleOutputs], records: Sequence[NewRecord]) -> CodecError:
-        """What coding cost the merged maps of samples with check outputs, on the rows that count."""
-
-    @abstractmethod
-    def bound(self, form: FormT, layer: LayerOutputs, extent: Extent, merged: NDArray[Any]) -> NDArray[np.float64]:
-        """The total variation that coding may cost each row, ``(H_s, n)`` (CACHE-91).
+    def make(self, form: FormT, samples: Sequence[SampleOutputs], extents: Sequence[Extent]) -> list[dict[str, Any]]:
+        """The parts of each sample's record, see ``NewRecord``; arrays that share no memory with the batch.
 
         Args:
             form: of the manifest.
-            layer: of one sample, as the teacher gives it now.
-            extent: of its record.
-            merged: its merged maps, cut to the record.
+            samples: of one batch.
+            extents: of their records.
         """
+
+    @abstractmethod
+    def measure(self, form: FormT, samples: Sequence[SampleOutputs], records: Sequence[NewRecord]) -> RowError:
+        """What coding cost these samples, on the rows that count; of attention they have check outputs."""
+
+    @abstractmethod
+    def recheck(
+        self, form: FormT, manifest: Manifest, sample: SampleOutputs, record: StoredRecord
+    ) -> tuple[int, float]:
+        """Refuse a record that is not what the teacher gives now (CACHE-91).
+
+        Returns:
+            How many rows were compared, and the largest difference.
+
+        Raises:
+            ShdError: ``cache-mismatch``.
+        """
+
+
+def maker_of(form: Form) -> Maker[Any]:
+    """The maker of a form."""
+    maker: Maker[Any] = load(row_of(form).maker)()
+    return maker
+
+
+def makers() -> dict[str, list[Maker[Any]]]:
+    """All makers, by subject."""
+    by_subject: dict[str, list[Maker[Any]]] = {}
+    for row in ROWS:
+        by_subject.setdefault(row.form.SUBJECT, []).append(load(row.maker)())
+    return by_subject
+
+
+def describe_forms(work: TeacherRun, outputs: StudentOutputs) -> Forms:
+    """All that the options ask for, see ``Maker.describe``."""
+    forms = [maker.describe(work, outputs) for of_subject in makers().values() for maker in of_subject]
+    return Forms(*(form for form in forms if form is not None))
+
+
+def make_records(work: TeacherRun, outputs: StudentOutputs, wanted: Container[int], forms: Held) -> list[NewRecord]:
+    """A batch as records.
+
+    Args:
+        work: the run.
+        outputs: what it gave the student.
+        wanted: indices of the samples to make a record of.
+        forms: of the records, such as the manifest.
+
+    Raises:
+        ShdError: as ``Maker.make``.
+    """
+    numbers = [number for number, index in enumerate(outputs.batch.indices) if index in wanted]
+    samples = [work.sample(outputs, number) for number in numbers]
+    extents = [forms.extent_of(sample.extent) for sample in samples]
+    made = [maker_of(form).make(form, samples, extents) for form in forms.forms] if samples else []
+    return [
+        NewRecord(
+            index=sample.index,
+            key=sample.key,
+            length=extent.length,
+            parts={name: part for of_form in made for name, part in of_form[place].items()},
+            seed=work.inputs.seed(sample.index),
+            first=extent.first,
+            shapes=extent.shapes,
+            decoder=extent.decoder,
+        )
+        for place, (sample, extent) in enumerate(zip(samples, extents, strict=True))
+    ]
+
+
+def measure_errors(work: TeacherRun, outputs: StudentOutputs, records: Sequence[NewRecord], forms: Held) -> Errors:
+    """What coding cost the rows of these samples that count, from outputs with check outputs.
+
+    Args:
+        work: the run.
+        outputs: what it gave the student.
+        records: what ``make_records`` made of it.
+        forms: of the records, such as the manifest.
+    """
+    place = {index: number for number, index in enumerate(outputs.batch.indices)}
+    samples = [work.sample(outputs, place[record.index]) for record in records]
+    return Errors({form.SUBJECT: maker_of(form).measure(form, samples, records) for form in forms.forms})
 
 
 def tolerance_of(name: str, dtype: str) -> float:

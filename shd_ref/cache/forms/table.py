@@ -1,0 +1,163 @@
+"""The table of forms: everything that is stored of a sample, from the manifest to the trainer, in one row per form.
+
+A new form is a row here and the files that the row names. Whatever reads, writes, makes, decodes and trains iterates
+over the forms of a manifest and looks their rows up; nothing else names a subject, but for the shortcuts of ``Held``.
+Makers, decoders and terms lie in rooms that this one may not import, so rows name them, ``"module:name"``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+from shd_ref.cache.forms.factors import Factors
+from shd_ref.cache.forms.form import Extent, Form
+from shd_ref.cache.forms.hidden import Hidden
+from shd_ref.cache.forms.logits import Logits
+from shd_ref.cache.forms.maps import Maps
+from shd_ref.errors import ShdError
+
+_FormT = TypeVar("_FormT")
+
+
+class Row(NamedTuple):
+    """A form of supervision.
+
+    Attributes:
+        form: the class that a manifest's member becomes; of several with one subject the member ``form`` decides.
+        maker: subclass of ``Maker``: how records of it are made of a teacher's outputs, measured and compared.
+        decoder: function that decodes a batch of it where the student trains: of rows ``(form, rows, spread)``, see
+            ``StoredRows.read``; of attention ``(records, manifest, layers, buffer)`` to the batch.
+        term: subclass of ``RowsTerm``: what ``SHDTrainer`` learns from it; of attention ``layer_kls``.
+    """
+
+    form: type[Form]
+    maker: str | type
+    decoder: str | Callable[..., Any]
+    term: str | Callable[..., Any]
+
+
+ROWS: list[Row] = [
+    Row(
+        Maps,
+        "shd_ref.teacher.precompute.forms.attention:MapsMaker",
+        "shd_torch.data.batches:pack_maps",
+        "shd_torch.teacher.online:layer_kls",
+    ),
+    Row(
+        Factors,
+        "shd_ref.teacher.precompute.forms.factors:FactorsMaker",
+        "shd_torch.supervision.factored_codes:pack_factored",
+        "shd_torch.teacher.online:layer_kls",
+    ),
+    Row(
+        Logits,
+        "shd_ref.teacher.precompute.forms.rows:LogitsMaker",
+        "shd_torch.supervision.stored_rows:decode_logits",
+        "shd_torch.training.terms:KdTerm",
+    ),
+    Row(
+        Hidden,
+        "shd_ref.teacher.precompute.forms.rows:HiddenMaker",
+        "shd_torch.supervision.stored_rows:decode_hidden",
+        "shd_torch.training.terms:HiddenTerm",
+    ),
+]
+"""In the order in which records hold them (CACHE-160). A form from elsewhere is appended before a cache is opened."""
+
+
+def row_of(form: Form) -> Row:
+    """The row of a form."""
+    return next(row for row in ROWS if row.form is type(form))
+
+
+def load(reference: str | Callable[..., Any]) -> Any:
+    """What a row names."""
+    if not isinstance(reference, str):
+        return reference
+    module, name = reference.split(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def subjects() -> dict[str, Any]:
+    """By subject the type hint of its member in a manifest: a class, or a union that the member ``form`` decides."""
+    names = dict.fromkeys(row.form.SUBJECT for row in ROWS)
+    return {
+        name: functools.reduce(operator.or_, [row.form for row in ROWS if name == row.form.SUBJECT]) for name in names
+    }
+
+
+def error_kinds() -> dict[str, type]:
+    """By subject what coding it costs, as receipts hold it."""
+    return {row.form.SUBJECT: row.form.ERROR for row in ROWS}
+
+
+class Held:
+    """The forms that records hold together; base of the manifest."""
+
+    forms: tuple[Form, ...]
+
+    def find(self, kind: type[_FormT]) -> _FormT | None:
+        """The form of this class, or of a subclass, if records hold one."""
+        return next((form for form in self.forms if isinstance(form, kind)), None)
+
+    def need(self, kind: type[_FormT], name: str) -> _FormT:
+        """The same, where there must be one.
+
+        Raises:
+            ShdError: ``argument-value``.
+        """
+        form = self.find(kind)
+        if form is None:
+            held = ", ".join(form.SUBJECT for form in self.forms)
+            message = f"the cache must hold {name} for this; it holds {held}: precompute it with {name}"
+            raise ShdError("argument-value", message, "CACHE-160")
+        return form
+
+    @property
+    def attention(self) -> Maps | Factors:
+        """How attention is stored, and the squeeze that made it.
+
+        Raises:
+            ShdError: ``argument-value`` where the cache has none; ask ``find(Attention)`` first.
+        """
+        return self.find(Maps) or self.need(Factors, "attention")
+
+    @property
+    def logits(self) -> Logits | None:
+        """How the teacher's logits are stored; None where they are not."""
+        return self.find(Logits)
+
+    @property
+    def hidden(self) -> Hidden | None:
+        """The same of its hidden states."""
+        return self.find(Hidden)
+
+    def extent_of(self, sample: Extent) -> Extent:
+        """The extent that a record states of a sample: what any of its forms has a use for."""
+        stated = [form.stated for form in self.forms]
+        return Extent(
+            sample.length,
+            sample.first if all("first" in names for names in stated) else 0,
+            sample.shapes if any("shapes" in names for names in stated) else (),
+            sample.decoder if any("decoder" in names for names in stated) else 0,
+        )
+
+    def extent_problems(self, extent: Extent) -> Iterator[str]:
+        """What keeps a record from being of this extent."""
+        if not 0 <= extent.first < max(extent.length, 1):
+            yield f"first must be 0, or below length {extent.length}; got {extent.first}"
+        elif extent != self.extent_of(extent):
+            yield f"first, shapes and decoder must be left out where no form has a use for them; got {extent}"
+        for form in self.forms:
+            yield from form.extent_problems(extent)
+
+
+class Forms(Held):
+    """Forms before there is a manifest."""
+
+    def __init__(self, *forms: Form) -> None:
+        self.forms = forms

@@ -1,0 +1,285 @@
+"""Logits and hidden states: rows of each sample, coded on the host."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.cache import (
+    AveragedTeacher,
+    Extent,
+    Form,
+    Hidden,
+    HiddenLayer,
+    Logits,
+    Manifest,
+    NewRecord,
+    RowError,
+    StoredRecord,
+    Teacher,
+)
+from shd_ref.cache.codecs.distortion import merge_errors
+from shd_ref.cache.codecs.logits import entropy_moves
+from shd_ref.cache.forms.rows import Rows
+from shd_ref.errors import ShdError
+from shd_ref.teacher.precompute.forms.maker import Maker, tolerance_of
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
+from shd_ref.teacher.run.outputs import SampleOutputs, StudentOutputs
+from shd_ref.teacher.run.teacher import TeacherRun
+
+Counted = NDArray[np.bool_] | None
+RowsT = TypeVar("RowsT", bound=Rows)
+
+
+class RowsMaker(Maker[RowsT]):
+    """Makes a form whose parts are rows."""
+
+    @abstractmethod
+    def values(self, form: RowsT, sample: SampleOutputs) -> Iterator[NDArray[np.float32]]:
+        """What the teacher gave for each part of the form: rows, padding included, or the one row of a sample."""
+
+    @abstractmethod
+    def encode(self, form: RowsT, part: int, rows: NDArray[np.float32], index: int, counted: Counted) -> Any:
+        """The rows of a part, by its number, as bytes."""
+
+    @abstractmethod
+    def measure_part(
+        self, form: RowsT, part: int, rows: NDArray[np.float32], codes: Any, counted: Counted
+    ) -> RowError:
+        """What coding cost them."""
+
+    def make(self, form: RowsT, samples: Sequence[SampleOutputs], extents: Sequence[Extent]) -> list[dict[str, Any]]:
+        """Rows of bytes, by the names of the form's parts; errors name the sample."""
+        made = []
+        for sample, extent in zip(samples, extents, strict=True):
+            try:
+                parts = enumerate(self.rows(form, sample, extent))
+                codes = [self.encode(form, part, rows, sample.index, counted) for part, (rows, counted) in parts]
+            except ShdError as error:
+                named = ShdError(error.code, f"sample {sample.index} (key {sample.key}): {error}")
+                named.spec_id = error.spec_id
+                raise named from error
+            made.append(dict(zip((part.name for part in form.parts), codes, strict=True)))
+        return made
+
+    def measure(self, form: RowsT, samples: Sequence[SampleOutputs], records: Sequence[NewRecord]) -> RowError:
+        """Over all parts."""
+        return merge_errors(
+            form.ERROR,
+            [
+                self.measure_part(form, number, rows, record.parts[part.name], counted)
+                for sample, record in zip(samples, records, strict=True)
+                for number, (part, (rows, counted)) in enumerate(
+                    zip(form.parts, self.rows(form, sample, record.extent), strict=True)
+                )
+            ],
+        )
+
+    def rows(
+        self, form: RowsT, sample: SampleOutputs, extent: Extent
+    ) -> Iterator[tuple[NDArray[np.float32], Counted]]:
+        """The rows of a record, and which of them count, part by part."""
+        kept = slice(extent.decoder) if form.rows == "decoder" else slice(extent.first, extent.length)
+        mask = sample.targets.row_mask
+        for values in self.values(form, sample):
+            if form.rows == "sample":
+                yield values[None], None
+            else:
+                yield values[kept], None if mask is None else mask[kept]
+
+
+class LogitsMaker(RowsMaker[Logits]):
+    """Makes ``Logits``."""
+
+    def describe(self, work: TeacherRun, outputs: StudentOutputs) -> Logits | None:
+        """Refuses logits that are no rows of classes."""
+        options, logits = work.options, outputs.targets.logits
+        if logits is None:
+            return None
+        name = str(work.targets.logits)
+        if logits.ndim == 3:
+            _check_rows(work, outputs, "logits", logits)
+        elif logits.ndim != 2:
+            raise ShdError(
+                "graph-unsupported",
+                f"logits must be (samples, positions, classes) or (samples, classes); got {logits.ndim} axes in "
+                f"{name}: name another output (--logits-output)",
+                "CACHE-160",
+            )
+        columns = work.logit_columns or logits.shape[-1]  # a mean of several is cut already
+        size = columns if options.vocab_size is None else options.vocab_size
+        if size > columns:
+            raise ShdError(
+                "argument-value", f"vocab_size must be at most {columns}, the columns of {name}; got {size}", "KD-7"
+            )
+        common: dict[str, Any] = {
+            "codec": options.logits,
+            "rows": "sample" if logits.ndim == 2 else "decoder" if work.has_decoder_rows else "positions",
+            "tensor": name,
+            "vocab_size": size,
+            "padded_vocab_size": columns if size < columns else None,
+            "with_teachers": tuple(other.describe(size) for other in work.others),
+        }
+        if options.logits == "float16":
+            return Logits(**common)
+        drawn = options.logits == "sampled"
+        return Logits(
+            **common,
+            temperature=options.logits_temperature,
+            # A small vocabulary is kept whole; a class is left to draw from.
+            head=min(options.logits_top, size - drawn),
+            draws=options.logits_draws if drawn else 0,
+            value_bits=options.logits_bits,
+            seed=work.run.seed if drawn else None,
+        )
+
+    def options(self, form: Logits) -> dict[str, Any]:
+        """Codec, tensor and vocabulary."""
+        return {
+            "logits": form.codec,
+            "logits_output": form.tensor,
+            "logits_temperature": form.temperature or 1.0,
+            # Several teachers may be padded to different sizes, or not at all.
+            "vocab_size": form.vocab_size if form.padded_vocab_size or form.with_teachers else None,
+        }
+
+    def decided(
+        self, form: Form | None, options: PrecomputeOptions, run: RunOptions
+    ) -> Iterator[tuple[str, object, object]]:
+        """Codec and further teachers."""
+        others = form.with_teachers if isinstance(form, Logits) else ()
+        yield "codec", None if form is None else form.codec, None if options.logits == "none" else options.logits
+        yield "with_teachers", [other.name for other in others], [path.name for path in options.with_teachers]
+
+    def values(self, form: Logits, sample: SampleOutputs) -> Iterator[NDArray[np.float32]]:
+        """The logits."""
+        assert sample.targets.logits is not None
+        yield sample.targets.logits
+
+    def encode(self, form: Logits, part: int, rows: NDArray[np.float32], index: int, counted: Counted) -> Any:
+        """See ``Logits.encode``."""
+        return form.encode(rows, index, counted)
+
+    def measure_part(
+        self, form: Logits, part: int, rows: NDArray[np.float32], codes: Any, counted: Counted
+    ) -> RowError:
+        """See ``Logits.measure``."""
+        return form.measure(rows, codes, counted)
+
+    def recheck(
+        self, form: Logits, manifest: Manifest, sample: SampleOutputs, record: StoredRecord
+    ) -> tuple[int, float]:
+        """The total variation of each row, and how far drawn classes' entropies are off."""
+        # A mean moves no further than the teacher of it that moves most.
+        teachers: tuple[Teacher | AveragedTeacher, ...] = (manifest.teacher, *form.with_teachers)
+        again = max(tolerance_of("recheck", teacher.dtype) for teacher in teachers)
+        ((rows, counted),) = self.rows(form, sample, record.extent)
+        moved, bound = form.compare(record, rows)
+        _check_moves(record, "logits", moved, bound + again, counted)
+        if form.draws:
+            differences, limits = form.compare_entropies(record, rows)
+            limits = limits + entropy_moves(again, form.vocab_size)
+            _check_moves(record, "entropies of logits", differences, limits, counted)
+        return len(moved), float(moved.max(initial=0.0))
+
+
+class HiddenMaker(RowsMaker[Hidden]):
+    """Makes ``Hidden``."""
+
+    def describe(self, work: TeacherRun, outputs: StudentOutputs) -> Hidden | None:
+        """Refuses tensors that have no row for each position."""
+        layers = []
+        for layer, tensor in work.targets.hidden:
+            states = outputs.targets.hidden[layer]
+            if states.ndim != 3:
+                raise ShdError(
+                    "graph-unsupported",
+                    f"hidden state {layer} must be (samples, positions, width); got {states.ndim} axes in {tensor}: "
+                    "ask for other layers",
+                    "CACHE-160",
+                )
+            _check_rows(work, outputs, f"hidden state {layer}", states)
+            layers.append(HiddenLayer(layer, tensor, states.shape[-1]))
+        rows = "decoder" if work.has_decoder_rows else "positions"
+        return Hidden(codec=work.options.hidden_codec, rows=rows, layers=tuple(layers)) if layers else None
+
+    def options(self, form: Hidden) -> dict[str, Any]:
+        """The layers."""
+        return {"hidden": tuple(form.teacher_layers)}
+
+    def decided(
+        self, form: Form | None, options: PrecomputeOptions, run: RunOptions
+    ) -> Iterator[tuple[str, object, object]]:
+        """Nothing: which layers there are, the graph says."""
+        return iter(())
+
+    def values(self, form: Hidden, sample: SampleOutputs) -> Iterator[NDArray[np.float32]]:
+        """Each layer's."""
+        return (sample.targets.hidden[layer] for layer in form.teacher_layers)
+
+    def encode(self, form: Hidden, part: int, rows: NDArray[np.float32], index: int, counted: Counted) -> Any:
+        """See ``Hidden.encode``."""
+        return form.encode(form.teacher_layers[part], rows, counted)
+
+    def measure_part(
+        self, form: Hidden, part: int, rows: NDArray[np.float32], codes: Any, counted: Counted
+    ) -> RowError:
+        """See ``Hidden.measure``."""
+        return form.measure(form.teacher_layers[part], rows, codes, counted)
+
+    def recheck(
+        self, form: Hidden, manifest: Manifest, sample: SampleOutputs, record: StoredRecord
+    ) -> tuple[int, float]:
+        """The distance of each row as a share of its norm."""
+        count, largest = 0, 0.0
+        for layer, (rows, counted) in zip(form.teacher_layers, self.rows(form, sample, record.extent), strict=True):
+            stored = form.decode(record, layer).astype(np.float64)
+            norms = np.linalg.norm(rows, axis=-1)
+            norms = np.where(norms > 0, norms, 1.0)
+            moved = np.linalg.norm(stored - rows, axis=-1) / norms
+            bound = np.sqrt(rows.shape[-1]) * form.bound(rows) / norms
+            limits = bound + tolerance_of("recheck", manifest.teacher.dtype)
+            _check_moves(record, f"hidden state {layer}", moved, limits, counted)
+            count, largest = count + len(moved), max(largest, float(moved.max(initial=0.0)))
+        return count, largest
+
+
+def _check_rows(work: TeacherRun, outputs: StudentOutputs, what: str, rows: NDArray[Any]) -> None:
+    """Refuse rows that are not those of the positions."""
+    mask = outputs.targets.row_mask
+    if mask is not None:
+        positions = mask.shape[1]
+    elif work.has_decoder_rows:
+        positions = int(work.inputs.decoder_lengths[list(outputs.batch.indices)].max())
+    elif outputs.layers:
+        positions = outputs.layers[0].map_axes[0]
+    else:
+        positions = 0
+    if not positions:
+        return  # nothing else says how many there are
+    if rows.shape[1] != positions:
+        raise ShdError(
+            "graph-unsupported",
+            f"{what} must have a row for each of {positions} positions of the sequence; got {rows.shape[1]}: "
+            "export the model with all positions (as of a decoder without a number of logits to keep)",
+            "CACHE-160",
+        )
+
+
+def _check_moves(
+    record: StoredRecord, what: str, found: NDArray[np.float64], limits: NDArray[np.float64], counted: Counted
+) -> None:
+    wrong = ~(found <= limits) if counted is None else ~(found <= limits) & counted
+    if wrong.any():
+        row = int(np.where(wrong, found - limits, -np.inf).argmax())
+        raise ShdError(
+            "cache-mismatch",
+            f"record {record.index} (key {record.key}) {what} row {row} must equal what the teacher gives now within "
+            f"{limits[row]:.4f}, the bound for coding and rerunning the teacher; got "
+            f"{found[row]:.4f}: the cache was made another way",
+            "CACHE-91",
+        )

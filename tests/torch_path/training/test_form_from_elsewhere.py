@@ -1,0 +1,202 @@
+"""A form of supervision in one file, entered into the table from outside: the entropy of each row of logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+pytest.importorskip("transformers", reason="SHDTrainer needs the extra 'hf'")
+pytest.importorskip("accelerate", reason="transformers' trainer needs accelerate")
+pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
+pytest.importorskip("onnxscript", reason="export needs onnxscript")
+
+from support.binding.trainer_cases import export, make_samples, make_trainer, pad
+from support.makers import contents
+from support.students import precompute
+from torch import Tensor
+
+from shd_ref.cache import (
+    ROWS,
+    U8,
+    CacheReader,
+    Extent,
+    NewRecord,
+    Part,
+    Row,
+    RowError,
+    StoredRecord,
+    list_cache,
+    merge_caches,
+    verify_cache,
+)
+from shd_ref.cache.forms.rows import Rows
+from shd_ref.errors import ShdError
+from shd_ref.teacher.precompute.forms.rows import RowsMaker
+from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
+from shd_ref.teacher.study.recheck import recheck_records
+from shd_torch import SupervisedDataset
+from shd_torch.training import RowsTerm
+
+OPTIONS = PrecomputeOptions(form="none", logits="float16")
+
+
+@dataclass(frozen=True)
+class EntropyError(RowError):
+    moved_mean: float
+    moved_max: float
+    rows: int
+
+    def describe(self) -> str:
+        return f"{self.moved_mean:.2g} nats"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entropies(Rows):
+    SUBJECT: ClassVar[str] = "entropy"
+    ERROR: ClassVar[type[RowError]] = EntropyError
+    CHOICE: ClassVar[str] = "entropy"
+
+    @property
+    def row_sizes(self) -> tuple[int, ...]:
+        return (2,)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return (Part("entropy", U8, self.SUBJECT),)
+
+    def pack(self, record: NewRecord) -> Iterator[NDArray[np.uint8]]:
+        yield record.parts["entropy"].reshape(-1)
+
+    def plain_size(self, extent: Extent) -> int:
+        return 4 * self.num_rows(extent)
+
+    def decode(self, record: StoredRecord) -> NDArray[np.float32]:
+        rows = np.ascontiguousarray(self.read_rows(record, self.parts[0], 2))
+        return rows.view("<f2")[:, 0].astype(np.float32)
+
+    def arrays(self, record: StoredRecord) -> Iterator[tuple[str, NDArray[Any]]]:
+        yield "entropy", self.decode(record)
+
+    def describe(self) -> list[tuple[str, str]]:
+        return [("entropy", "of every row"), ("entropy codec", self.codec)]
+
+
+class EntropyMaker(RowsMaker[Entropies]):
+    def describe(self, work: Any, outputs: Any) -> Entropies | None:
+        return Entropies(codec="float16", rows="positions") if outputs.targets.logits is not None else None
+
+    def options(self, form: Entropies) -> dict[str, Any]:
+        return {}
+
+    def decided(self, form: Any, options: Any, run: Any) -> Iterator[tuple[str, object, object]]:
+        return iter(())
+
+    def values(self, form: Entropies, sample: Any) -> Iterator[NDArray[np.float32]]:
+        yield np.asarray(entropies(torch.from_numpy(sample.targets.logits)))
+
+    def encode(self, form: Entropies, part: int, rows: NDArray[np.float32], index: int, counted: Any) -> Any:
+        return rows.astype("<f2")[:, None].view(np.uint8)
+
+    def measure_part(
+        self, form: Entropies, part: int, rows: NDArray[np.float32], codes: Any, counted: Any
+    ) -> EntropyError:
+        moved = np.abs(codes.view("<f2")[:, 0].astype(np.float32) - rows)
+        return EntropyError(float(moved.mean()), float(moved.max()), len(moved))
+
+    def recheck(self, form: Entropies, manifest: Any, sample: Any, record: StoredRecord) -> tuple[int, float]:
+        ((rows, _),) = self.rows(form, sample, record.extent)
+        moved = float(np.abs(form.decode(record) - rows).max())
+        if moved > 0.01:
+            raise ShdError("cache-mismatch", f"record {record.index}: entropies moved by {moved}")
+        return len(rows), moved
+
+
+def decode_entropies(form: Entropies, rows: dict[str, Tensor], spread: Callable[[Tensor], Tensor]) -> Tensor:
+    return spread(rows["entropy"].clone().view(torch.float16)[:, 0].float())
+
+
+@dataclass(frozen=True)
+class EntropyTerm(RowsTerm):
+    SUBJECT: ClassVar[str] = "entropy"
+    NAME: ClassVar[str] = "entropy"
+    weight: Any = 1.0
+
+    def read_student(self, outputs: Any, name: str, projectors: Any) -> tuple[Tensor, int]:
+        return entropies(outputs.logits), outputs.logits.shape[1]
+
+    def parts(
+        self, taught: Sequence[Any], student: Tensor, *, loss_mask: Tensor | None, check: bool
+    ) -> dict[str, Tensor]:
+        assert loss_mask is not None
+        return {"": (student - taught[0]).square()[loss_mask].mean()}
+
+
+def entropies(logits: Tensor) -> Tensor:
+    log_probs = logits.log_softmax(-1)
+    return -(log_probs.exp() * log_probs).sum(-1)
+
+
+@pytest.fixture(autouse=True)
+def entered() -> Iterator[None]:
+    ROWS.append(Row(Entropies, EntropyMaker, decode_entropies, EntropyTerm))
+    yield
+    ROWS.pop()
+
+
+def test_a_form_from_elsewhere_goes_from_the_graph_to_the_gradient(tmp_path: Path) -> None:
+    export(tmp_path)
+    arrays = {name: value.numpy() for name, value in pad(make_samples()).items() if name != "labels"}
+    run = RunOptions(num_threads=1, samples_per_shard=2)
+    for folder, shards in (("whole", (0, 1)), ("resumed", (0, 2)), ("part", (1, 2))):
+        other = RunOptions(num_threads=1, samples_per_shard=2, shards=shards)
+        precompute(tmp_path / "teacher.onnx", arrays, tmp_path / folder, OPTIONS, other)
+    merge_caches([tmp_path / "resumed", tmp_path / "part"], tmp_path / "merged")
+    precompute(tmp_path / "teacher.onnx", arrays, tmp_path / "resumed", OPTIONS, run)
+    assert contents(tmp_path / "resumed") == contents(tmp_path / "whole") == contents(tmp_path / "merged")
+    assert verify_cache(tmp_path / "whole").ok
+    assert recheck_records(tmp_path / "whole", tmp_path / "teacher.onnx", arrays).records == 8
+    listed = list_cache(tmp_path / "whole").to_json()
+    assert listed["entropy"] == {"codec": "float16", "rows": "positions"}
+    assert 0 < listed["errors"]["entropy"]["moved_mean"] < 1e-3
+
+    reader = CacheReader(tmp_path / "whole")
+    key = reader.keys()[0]
+    assert list(reader.read(key, logits=False).parts) == ["entropy"]
+    assert list(reader.read(key, entropy=False).parts) == ["logits"]
+    record, form = reader.read(key), reader.manifest.find(Entropies)
+    assert form is not None
+    logits = reader.decode_logits(record)
+    assert isinstance(logits, np.ndarray)
+    np.testing.assert_allclose(form.decode(record), entropies(torch.from_numpy(logits)), atol=5e-3)
+
+    joined = SupervisedDataset(make_samples(), reader)
+    _, batch = joined.collate_with(pad)([joined[index] for index in range(8)])
+    assert batch.read("entropy").shape == batch.query_mask().shape
+    arguments = {"max_steps": 8, "per_device_train_batch_size": 8, "learning_rate": 0.5}
+    losses = []
+    for weight in (0.0, 30.0):
+        trainer = make_trainer(tmp_path / "out", train=joined, terms={"entropy": weight}, arguments=arguments)
+        trainer.train()
+        losses.append([step["entropy_loss"] for step in trainer.state.log_history if "entropy_loss" in step])
+    assert len(losses[0]) == 8
+    assert losses[1][-1] < losses[0][-1] / 4  # without it the labels draw entropies away from the teacher's
+    with pytest.raises(ShdError, match="terms must be of attention, logits, hidden, entropy; got other"):
+        make_trainer(tmp_path / "out", train=joined, terms={"other": 1.0})
+
+
+def test_a_cache_without_it_cannot_teach_it(tmp_path: Path) -> None:
+    export(tmp_path)
+    arrays = {name: value.numpy() for name, value in pad(make_samples()).items() if name != "labels"}
+    row = ROWS.pop()
+    precompute(tmp_path / "teacher.onnx", arrays, tmp_path / "plain", OPTIONS, RunOptions(num_threads=1))
+    ROWS.append(row)
+    with pytest.raises(ShdError, match="entropy must have entropy in") as caught:
+        make_trainer(tmp_path, train=SupervisedDataset(make_samples(), tmp_path / "plain"), terms={"entropy": 1.0})
+    assert caught.value.code == "cache-mismatch"
