@@ -43,10 +43,16 @@ from shd_ref.cache.codecs.factored import (
 )
 from shd_ref.cache.codecs.packing import SUPPORTS, pack, packed_size, unpack
 from shd_ref.cache.documents.keys import dataset_fingerprint, sample_key, trim_inputs, trim_sample
-from shd_ref.cache.documents.manifest import FORMAT_VERSION, ON_ERROR, Manifest
-from shd_ref.cache.documents.members import Dataset, SampleInputs, ShardPlan, Teacher
-from shd_ref.cache.documents.receipts import Blob, Errors, Receipt, Record, Skipped
-from shd_ref.cache.documents.seal import Seal
+from shd_ref.cache.documents.manifest import (
+    FORMAT_VERSION,
+    ON_ERROR,
+    Dataset,
+    Manifest,
+    SampleInputs,
+    ShardPlan,
+    Teacher,
+)
+from shd_ref.cache.documents.receipts import Blob, Errors, Receipt, Record, Seal, Skipped
 from shd_ref.cache.export import ExportSummary, export_webdataset
 from shd_ref.cache.forms.attention import Attention, KindLayers, LayerPair, Matching
 from shd_ref.cache.forms.factors import Factors

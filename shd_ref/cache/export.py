@@ -31,9 +31,8 @@ from shd_ref.cache.documents.manifest import Manifest
 from shd_ref.cache.documents.receipts import Receipt, Record
 from shd_ref.cache.forms.form import StoredRecord
 from shd_ref.cache.reader import CacheReader
-from shd_ref.cache.storage.drafts import DraftFolder, drafting, part_folder
+from shd_ref.cache.storage.drafts import DraftFolder, drafting, output_path, part_folder
 from shd_ref.cache.storage.layout import MANIFEST_NAME, RECEIPTS_NAME
-from shd_ref.cache.storage.outputs import output_path
 from shd_ref.cache.storage.places import Folder
 from shd_ref.cache.storage.storage import write_errors
 from shd_ref.errors import ShdError

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from shd_ref.cache.documents.manifest import FORMAT_VERSION, Manifest
-from shd_ref.cache.documents.receipts import Errors, Receipt
-from shd_ref.cache.documents.seal import Seal
+from shd_ref.cache.documents.receipts import Errors, Receipt, Seal
 from shd_ref.cache.forms.form import Form
-from shd_ref.cache.ranges import check_shard_size
+from shd_ref.cache.shards import check_shard_size
 from shd_ref.cache.storage.layout import RECEIPTS_NAME, SEAL_NAME, committed_shards, receipt_name
 from shd_ref.cache.storage.places import Folder, open_storage
 from shd_ref.errors import ShdError

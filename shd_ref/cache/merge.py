@@ -9,7 +9,7 @@ from typing import Final
 
 from shd_ref.cache.documents.manifest import Manifest
 from shd_ref.cache.documents.receipts import Receipt
-from shd_ref.cache.ranges import ShardFile, check_shard_size
+from shd_ref.cache.shards import ShardFile, check_shard_size
 from shd_ref.cache.storage.checksums import RunningHash
 from shd_ref.cache.storage.documents import checksum_of
 from shd_ref.cache.storage.layout import RECEIPTS_NAME, committed_shards, receipt_name, shard_name

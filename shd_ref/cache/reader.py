@@ -13,19 +13,18 @@ from numpy.typing import NDArray
 
 from shd_ref.cache.codecs.compression import expand_blob
 from shd_ref.cache.documents.manifest import Manifest
-from shd_ref.cache.documents.receipts import Blob, Errors, Receipt, Record
-from shd_ref.cache.documents.seal import Seal
+from shd_ref.cache.documents.receipts import Blob, Errors, Receipt, Record, Seal
 from shd_ref.cache.forms.form import F32, U8, Extent, StoredRecord
 from shd_ref.cache.forms.hidden import Hidden
 from shd_ref.cache.forms.logits import Logits
 from shd_ref.cache.forms.table import ROWS
-from shd_ref.cache.ranges import ShardFile, check_shard_size
+from shd_ref.cache.shards import ShardFile, check_shard_size
 from shd_ref.cache.storage.checksums import hex_64, xxh3_64
 from shd_ref.cache.storage.documents import checksum_of
 from shd_ref.cache.storage.layout import RECEIPTS_NAME, SEAL_NAME, committed_shards, receipt_name
 from shd_ref.cache.storage.places import Folder, open_storage
 from shd_ref.errors import ShdError
-from shd_ref.kd.records import SampledTargets, TopkTargets
+from shd_ref.kd.codes import SampledTargets, TopkTargets
 
 Choice: TypeAlias = Iterable[int] | bool | None
 """What to read of a form: some of its layers, all of it (None and True), or nothing."""

@@ -10,10 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache.documents.manifest import Manifest
-from shd_ref.cache.documents.receipts import Receipt
-from shd_ref.cache.documents.seal import Seal, check_fingerprint
-from shd_ref.cache.ranges import ShardFile, check_shard_size
-from shd_ref.cache.shards import Stored, shard_header, shard_tensors
+from shd_ref.cache.documents.receipts import Receipt, Seal, check_fingerprint
+from shd_ref.cache.shards import ShardFile, Stored, check_shard_size, shard_header, shard_tensors
 from shd_ref.cache.storage.checksums import RunningHash
 from shd_ref.cache.storage.documents import checksum_of
 from shd_ref.cache.storage.layout import (

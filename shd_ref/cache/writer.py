@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from shd_ref.cache.documents.manifest import Manifest
-from shd_ref.cache.documents.receipts import Errors, Receipt, Skipped
-from shd_ref.cache.documents.seal import Seal, check_fingerprint
+from shd_ref.cache.documents.receipts import Errors, Receipt, Seal, Skipped, check_fingerprint
 from shd_ref.cache.forms.form import NewRecord
 from shd_ref.cache.shards import write_blobs
 from shd_ref.cache.storage.documents import checksum_of

@@ -102,8 +102,7 @@ def report(
     shows maps before and after merging, and compares the cache with every other strategy.
     """
     from shd_ref.cache import CacheReader
-    from shd_ref.cache.storage.drafts import drafting
-    from shd_ref.cache.storage.outputs import output_file
+    from shd_ref.cache.storage.drafts import drafting, output_file
     from shd_ref.report.content import read_content, read_evidence
     from shd_ref.report.page import render_page
 

@@ -3,6 +3,6 @@
 The losses on them are ``shd_torch.kd``. Imports the reference; lies below the cache.
 """
 
-from shd_ref.kd.records import SampledTargets, TopkTargets
+from shd_ref.kd.codes import SampledTargets, TopkTargets
 
 __all__ = ["SampledTargets", "TopkTargets"]

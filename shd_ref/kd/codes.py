@@ -284,3 +284,26 @@ def _check_ids(ids: NDArray[Any], vocab_size: int, least: int, code: str) -> Non
 
 def _corrupt(problem: str) -> ShdError:
     return ShdError("cache-corrupt", f"{problem}: the bytes are damaged, or of another code")
+
+
+Ids: TypeAlias = NDArray[np.int64]
+
+
+class TopkTargets(NamedTuple):
+    """The k likeliest classes of every row, and the mass of all others in one number (KD-8)."""
+
+    ids: Ids  # (..., k), ascending
+    log_probs: NDArray[np.float64]  # (..., k), log P at the temperature
+    log_tail: NDArray[np.float64]  # (...), log of the mass of all others; -inf where there are none
+    temperature: float
+    vocab_size: int
+
+
+class SampledTargets(NamedTuple):
+    """Classes kept and drawn, with weights that make any sum over the vocabulary unbiased (KD-12, KD-13)."""
+
+    ids: Ids  # (..., keep + n), kept classes first; may repeat
+    weights: NDArray[np.float64]  # (..., keep + n)
+    entropy: NDArray[np.float64]  # (...), that of the whole row
+    temperature: float
+    vocab_size: int

@@ -29,7 +29,7 @@ from shd_torch.rivals.losses import (
 from shd_torch.rivals.rival import Rival, Seen, eval_mode, watch_model
 from shd_torch.supervision.factored import Factored
 from shd_torch.teacher import OnlineTeacher
-from shd_torch.teacher.gram import gram_tensor_from_qk
+from shd_torch.teacher.squeeze import gram_tensor_from_qk
 
 Pairs = tuple[tuple[int, int], ...]
 

@@ -3,10 +3,9 @@
 Imports ``capture``, ``supervision``, ``maps``, ``kl`` and ``kd``.
 """
 
-from shd_torch.teacher.gram import gram_tensor_from_qk
 from shd_torch.teacher.online import OnlineSupervision, OnlineTeacher, layer_kls
 from shd_torch.teacher.outputs import LiveTargets
-from shd_torch.teacher.squeeze import FactoredSqueeze, squeeze_factored
+from shd_torch.teacher.squeeze import FactoredSqueeze, gram_tensor_from_qk, squeeze_factored
 
 __all__ = [
     "FactoredSqueeze",

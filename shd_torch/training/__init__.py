@@ -4,8 +4,8 @@ Imports ``data``, ``capture``, ``kd``, ``recipes`` and ``teacher``. Start with `
 """
 
 from shd_torch.training.recipe import Recipe
+from shd_torch.training.rows import batch_share
 from shd_torch.training.schedules import BetaSchedule, LossBalancer
-from shd_torch.training.shares import batch_share
 from shd_torch.training.terms import HiddenTerm, KdTerm, RowsTerm
 
 __all__ = [

@@ -26,9 +26,8 @@ from shd_torch.training.collator import SupervisedCollator, leave_samples
 from shd_torch.training.projectors import Projectors, make_projectors
 from shd_torch.training.recipe import Recipe, read_recipe
 from shd_torch.training.record import StepRecord
-from shd_torch.training.rows import count_rows, counted_rows, mask_of_rows
+from shd_torch.training.rows import batch_share, count_rows, counted_rows, mask_of_rows
 from shd_torch.training.schedules import LossBalancer
-from shd_torch.training.shares import batch_share
 from shd_torch.training.terms import HiddenTerm, KdTerm, RowsTerm, Weight, no_logits, read_weight
 
 try:

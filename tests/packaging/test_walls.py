@@ -210,7 +210,6 @@ FLOORS = {
             "tolerances",
             "printable",
             "kd/codes",
-            "kd/records",
             "cache/storage",
             "cache/codecs",
             "cache/forms",

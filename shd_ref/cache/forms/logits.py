@@ -28,8 +28,7 @@ from shd_ref.cache.forms.form import SHA256, U8, Extent, NewRecord, Part, Stored
 from shd_ref.cache.forms.rows import Rows, as_rows, counted_rows
 from shd_ref.cache.storage.documents import MAX_INTEGER, optional
 from shd_ref.errors import ShdError
-from shd_ref.kd.codes import MAX_VOCABULARY, RowCode
-from shd_ref.kd.records import SampledTargets, TopkTargets
+from shd_ref.kd.codes import MAX_VOCABULARY, RowCode, SampledTargets, TopkTargets
 
 MAX_CLASSES: Final = 1 << 16
 """Of a head, and drawn: decoding makes a number of every bit, so a forged row of more would take gigabytes."""

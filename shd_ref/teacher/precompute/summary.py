@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache import Attention, Errors, Manifest, Receipt
-from shd_ref.cache.ranges import ShardFile
+from shd_ref.cache.shards import ShardFile
 from shd_ref.cache.storage.layout import RECEIPTS_NAME, committed_shards
 from shd_ref.cache.storage.places import is_address, open_storage
 from shd_ref.cache.storage.storage import Storage

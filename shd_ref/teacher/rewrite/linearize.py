@@ -13,8 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache.storage.drafts import drafting, put
-from shd_ref.cache.storage.outputs import output_file
+from shd_ref.cache.storage.drafts import drafting, output_file, put
 from shd_ref.cache.storage.storage import write_errors
 from shd_ref.errors import ShdError
 from shd_ref.shrink.ffn import merge_linear

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from shd_ref.attention import Array, Mask, check_option, value_outputs
-from shd_ref.cache.documents.members import sample_order
+from shd_ref.cache.documents.manifest import sample_order
 from shd_ref.merging.alpha import ALPHA_PER
 from shd_ref.merging.matching import MATCHED_BY, match_pairs, read_calibration, score_pair
 from shd_ref.merging.pairwise import Head, merge_round

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache.documents.members import sample_order
+from shd_ref.cache.documents.manifest import sample_order
 from shd_ref.errors import ShdError
 from shd_ref.merging.alpha import ALPHA_PER, check_option
 from shd_ref.merging.matching import MATCHED_BY

@@ -20,7 +20,7 @@ from support.students import precompute
 from shd_ref import ShdError, compose_mixing, matched_plan, squeeze_heads
 from shd_ref.attention import value_outputs
 from shd_ref.cache import CacheReader, Matching, verify_cache
-from shd_ref.cache.documents.members import sample_order
+from shd_ref.cache.documents.manifest import sample_order
 from shd_ref.commands.app import app
 from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.graph.inputs import input_specs
