@@ -49,7 +49,7 @@ class Stored:
     sizes: tuple[int | None, ...]
 
 
-def shard_tensors(manifest: Manifest, records: Sequence[Stored]) -> Iterator[Tensor]:
+def shard_tensors(manifest: Manifest, records: Sequence[Stored | Record]) -> Iterator[Tensor]:
     """The tensors of a shard in stored order (CACHE-40).
 
     All float32 tensors come first: after codes of odd length they would not be aligned, and readers of

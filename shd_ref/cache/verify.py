@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from shd_ref.cache.documents.manifest import Manifest
 from shd_ref.cache.documents.receipts import Receipt, Seal, check_fingerprint
-from shd_ref.cache.shards import ShardFile, Stored, check_shard_size, shard_header, shard_tensors
+from shd_ref.cache.shards import ShardFile, check_shard_size, shard_header, shard_tensors
 from shd_ref.cache.storage.checksums import RunningHash
 from shd_ref.cache.storage.documents import checksum_of
 from shd_ref.cache.storage.layout import (
@@ -152,8 +152,7 @@ class _Verification:
 
     def _check_bytes(self, receipt: Receipt, manifest: Manifest) -> None:
         path = shard_name(receipt.shard)
-        stored = [Stored(record.index, record.extent, record.sizes) for record in receipt.records]
-        header = shard_header(manifest, receipt.shard, list(shard_tensors(manifest, stored)))
+        header = shard_header(manifest, receipt.shard, list(shard_tensors(manifest, receipt.records)))
         blobs = list(receipt.stored_parts(manifest))
         whole = RunningHash()
         file = _ReadAhead(ShardFile(self.storage, receipt.shard), receipt.size)

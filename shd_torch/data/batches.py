@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -72,36 +73,14 @@ class CodedSupervision(BatchRows):
         Raises:
             ShdError: ``argument-shape`` for a length below the longest sample.
         """
-        if self.shapes or not (length is None or isinstance(length, int)):
-            return self._supervise_shapes(length)
-        sizes = [packed_size(self.codec, self.support, self.num_student_heads, n) for n in self.lengths]
-        starts = list(accumulate(sizes * len(self.layers), initial=0))
-        count = len(sizes)
-        return [
-            Coded(
-                self.buffer,
-                tuple(starts[place * count : (place + 1) * count]),
-                self.lengths,
-                self.num_student_heads,
-                self.codec,
-                self.support,
-                max(self.lengths) if length is None else length,
-                self.temperature,
-            )
-            for place in range(len(self.layers))
-        ]
-
-    def _supervise_shapes(self, length: int | Sequence[tuple[int, int]] | None) -> list[Coded]:
-        shapes = self.shapes or (tuple((n, n) for n in self.lengths),) * len(self.layers)
-        result, start = [], 0
-        for place, of_samples in enumerate(shapes):
-            sizes = [packed_size(self.codec, self.support, self.num_student_heads, *shape) for shape in of_samples]
-            starts = list(accumulate(sizes, initial=start))
-            start = starts.pop()
-            rows, keys = (tuple(part) for part in zip(*of_samples, strict=True))
+        sizes_of = functools.cache(self._sizes)
+        supervisions, start = [], 0
+        for place, shapes in enumerate(self.shapes or (tuple((n, n) for n in self.lengths),) * len(self.layers)):
+            *starts, start = accumulate(sizes_of(shapes), initial=start)
+            rows, keys = (tuple(side) for side in zip(*shapes, strict=True))
             padded = (max(rows), max(keys)) if length is None else length
             num_rows, num_keys = (padded, padded) if isinstance(padded, int) else _shape_of(padded, place)
-            result.append(
+            supervisions.append(
                 Coded(
                     self.buffer,
                     tuple(starts),
@@ -115,7 +94,10 @@ class CodedSupervision(BatchRows):
                     num_keys=num_keys,
                 )
             )
-        return result
+        return supervisions
+
+    def _sizes(self, shapes: tuple[tuple[int, int], ...]) -> list[int]:
+        return [packed_size(self.codec, self.support, self.num_student_heads, *shape) for shape in shapes]
 
     def decode(
         self, length: int | Sequence[tuple[int, int]] | None = None, dtype: torch.dtype = torch.float32

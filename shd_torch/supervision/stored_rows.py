@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -55,15 +56,28 @@ class StoredRows:
                     rows[part.name] = buffer[start : start + count * size].view(count, size)
                     start += count * size
             if subject == form.SUBJECT:
-                return load(row_of(form).decoder)(form, rows, self._place(form, length).spread) if rows else None
+                spread = partial(self._spread, form, length)
+                return load(row_of(form).decoder)(form, rows, spread) if rows else None
         return None
 
-    def _place(self, form: Rows, length: int | None) -> _Place:
-        """Where the rows of a form stand in a batch that is padded to a length."""
-        by_sample, of_decoder = form.rows == "sample", form.rows == "decoder"
+    def _spread(self, form: Rows, length: int | None, values: Tensor) -> Tensor:
+        """``(R, ...)`` as ``(B, L, ...)``, zero where nothing is stored; one row per sample stays as it is.
+
+        A classifier's logits have no axis of positions, which a student's second axis would be taken for.
+        """
+        if form.rows == "sample":
+            return values
+        of_decoder = form.rows == "decoder"
         lengths, firsts = (self.decoder, (0,) * len(self.decoder)) if of_decoder else (self.lengths, self.firsts)
-        # A classifier's logits have no axis of positions, which a student's second axis would be taken for.
-        return _Place(lengths, firsts, _check_length(lengths, None if by_sample else length), by_sample)
+        size = _check_length(lengths, length)
+        shape = (len(lengths), size, *values.shape[1:])
+        if len(values) == shape[0] * size:
+            return values.view(shape)
+        spread = values.new_zeros((shape[0] * size, *values.shape[1:]))
+        spans = enumerate(zip(firsts, lengths, strict=True))
+        spots = torch.cat([torch.arange(first, n) + size * number for number, (first, n) in spans])
+        spread[spots.to(values.device, non_blocking=True)] = values
+        return spread.view(shape)
 
 
 def decode_logits(form: Logits, rows: dict[str, Tensor], spread: Spread) -> Tensor | TopkTargets | SampledTargets:
@@ -190,29 +204,6 @@ class BatchRows:
         if self.rows is None or not self.rows.decoder:
             return None
         return held_positions(self.rows.decoder, (), length, self.buffer.device)
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where the rows of samples stand in a padded batch."""
-
-    lengths: tuple[int, ...]
-    firsts: tuple[int, ...]
-    length: int
-    by_sample: bool
-
-    def spread(self, values: Tensor) -> Tensor:
-        """``(R, ...)`` as ``(B, L, ...)``, zero where nothing is stored; of a classifier ``(B, ...)`` as it is."""
-        if self.by_sample:
-            return values
-        shape = (len(self.lengths), self.length, *values.shape[1:])
-        if len(values) == shape[0] * shape[1]:
-            return values.view(shape)
-        spread = values.new_zeros((shape[0] * shape[1], *values.shape[1:]))
-        spans = zip(self.lengths, self.firsts, strict=True)
-        spots = torch.cat([torch.arange(first, n) + self.length * b for b, (n, first) in enumerate(spans)])
-        spread[spots.to(values.device, non_blocking=True)] = values
-        return spread.view(shape)
 
 
 def view_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,21 +64,14 @@ class PrecomputeSummary:
     remark: str | None = None
 
 
-def summarise(
-    folder: str | os.PathLike[str],
-    manifest: Manifest,
-    *,
-    missing_shards: int,
-    written: int,
-    resumed: int,
-    seconds: float,
-    compared_samples: int,
-    comparison: Comparison | None,
-    remarks: tuple[str, ...] = (),
-    supplied: str = "",
-    remark: str | None = None,
-) -> PrecomputeSummary:
-    """The summary of what is committed in a cache."""
+def summarise(folder: str | os.PathLike[str], manifest: Manifest, **told: Any) -> PrecomputeSummary:
+    """The summary of what is committed in a cache.
+
+    Args:
+        folder: the cache.
+        manifest: of it.
+        **told: members of the summary that the run knows.
+    """
     storage = open_storage(folder)
     samples, skipped, coded, float32, errors = 0, 0, 0, 0, []
     alphas: list[NDArray[np.float32]] = []
@@ -97,22 +90,14 @@ def summarise(
     return PrecomputeSummary(
         folder=folder if isinstance(folder, str) and is_address(folder) else Path(folder),
         samples=samples,
-        missing_shards=missing_shards,
-        written=written,
-        resumed=resumed,
         skipped=skipped,
-        seconds=seconds,
         coded_bytes=coded,
         float32_bytes=float32,
         alphas=found,
         num_clipped=int(((found < 0) | (found > 1)).sum()),
         num_degenerate=int((found == 0.5).sum()) if solved else 0,
         errors=Errors.merged(errors),
-        compared_samples=compared_samples,
-        comparison=comparison,
-        remarks=remarks,
-        supplied=supplied,
-        remark=remark,
+        **told,
     )
 
 
