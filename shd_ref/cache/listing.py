@@ -155,10 +155,9 @@ def list_cache(folder: Folder) -> CacheListing:
         samples += len(receipt.records)
         skipped += len(receipt.skipped)
         shard_bytes += receipt.size
-        coded_by_form += receipt.coded_bytes(manifest)
+        for total, more in zip((coded_by_form, float32_by_form, rows_by_form), receipt.sizes(manifest), strict=True):
+            total.update(more)
         positions += sum(record.length for record in receipt.records)
-        float32_by_form += receipt.plain_bytes(manifest)
-        rows_by_form += receipt.counted_rows(manifest)
     return CacheListing(
         folder=storage.root,
         manifest=manifest,

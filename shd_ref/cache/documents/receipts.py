@@ -188,29 +188,19 @@ class Receipt:
                     if blob is not None:
                         yield record, part, blob
 
-    def coded_bytes(self, manifest: Manifest) -> Counter[str]:
-        """Stored bytes of the coded parts of each form, by its ``SUBJECT``."""
-        sizes: Counter[str] = Counter()
+    def sizes(self, manifest: Manifest) -> tuple[Counter[str], Counter[str], Counter[str]]:
+        """By ``SUBJECT`` of each form: stored bytes of coded parts, bytes of what it teaches in float32, and rows.
+
+        Rows are what a listing divides bytes by, see ``Form.num_rows``.
+        """
+        coded, plain, rows = Counter[str](), Counter[str](), Counter[str]()
         for _, part, blob in self.stored_parts(manifest):
-            if part.dtype == U8:
-                sizes[part.subject] += blob.end - blob.start
-        return sizes
-
-    def plain_bytes(self, manifest: Manifest) -> Counter[str]:
-        """Size of the supervision as float32, by the same names."""
-        sizes: Counter[str] = Counter()
+            coded[part.subject] += (blob.end - blob.start) * (part.dtype == U8)
         for record in self.records:
             for form in manifest.forms:
-                sizes[form.SUBJECT] += form.plain_size(record.extent)
-        return sizes
-
-    def counted_rows(self, manifest: Manifest) -> Counter[str]:
-        """Number of rows of each form, see ``Form.num_rows``, by the same names."""
-        rows: Counter[str] = Counter()
-        for record in self.records:
-            for form in manifest.forms:
+                plain[form.SUBJECT] += form.plain_size(record.extent)
                 rows[form.SUBJECT] += form.num_rows(record.extent)
-        return rows
+        return coded, plain, rows
 
     def _problems(self, shard: int, manifest: Manifest) -> Iterator[str]:
         samples, size = manifest.dataset.num_samples, manifest.shards.samples_per_shard

@@ -10,9 +10,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache import Attention, Errors, Manifest, Receipt
+from shd_ref.cache import Attention, Errors, Manifest, Receipt, list_cache
 from shd_ref.cache.shards import ShardFile
-from shd_ref.cache.storage.layout import RECEIPTS_NAME, committed_shards
 from shd_ref.cache.storage.places import is_address, open_storage
 from shd_ref.cache.storage.storage import Storage
 from shd_ref.teacher.precompute.compare import Comparison
@@ -72,31 +71,24 @@ def summarise(folder: str | os.PathLike[str], manifest: Manifest, **told: Any) -
         manifest: of it.
         **told: members of the summary that the run knows.
     """
-    storage = open_storage(folder)
-    samples, skipped, coded, float32, errors = 0, 0, 0, 0, []
+    listing, storage = list_cache(folder), open_storage(folder)
     alphas: list[NDArray[np.float32]] = []
-    for shard in committed_shards(storage.names(RECEIPTS_NAME)):
-        receipt = Receipt.read(storage, shard, manifest)
-        samples += len(receipt.records)
-        skipped += len(receipt.skipped)
-        errors.append(receipt.errors)
-        coded += receipt.coded_bytes(manifest).total()
-        float32 += receipt.plain_bytes(manifest).total()
+    for shard in listing.written:
         if sum(map(len, alphas)) < MAX_ALPHAS:
-            alphas.append(_read_alphas(storage, receipt, manifest))
+            alphas.append(_read_alphas(storage, Receipt.read(storage, shard, manifest), manifest))
     found = np.concatenate([*alphas, np.empty(0, np.float32)])
     attention = manifest.find(Attention)
     solved = attention is not None and attention.strategy == "shd"
     return PrecomputeSummary(
         folder=folder if isinstance(folder, str) and is_address(folder) else Path(folder),
-        samples=samples,
-        skipped=skipped,
-        coded_bytes=coded,
-        float32_bytes=float32,
+        samples=listing.samples,
+        skipped=listing.skipped,
+        coded_bytes=listing.coded_bytes,
+        float32_bytes=listing.float32_bytes,
         alphas=found,
         num_clipped=int(((found < 0) | (found > 1)).sum()),
         num_degenerate=int((found == 0.5).sum()) if solved else 0,
-        errors=Errors.merged(errors),
+        errors=listing.errors,
         **told,
     )
 
