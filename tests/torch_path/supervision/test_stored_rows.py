@@ -29,7 +29,7 @@ from shd_ref.cache import Attention, CacheReader, Logits
 from shd_torch import ShdError, SupervisedDataset, SupervisedStream, kd_loss
 from shd_torch.data.batches import CachedSupervision
 from shd_torch.kd import SampledTargets, TopkTargets
-from shd_torch.supervision import row_codes, stored_rows
+from shd_torch.supervision import stored_rows
 
 INDICES = (3, 0, 7, 3)
 WHOLE = replace(ALL_CLASSES, rows="positions")
@@ -186,8 +186,8 @@ def test_rows_of_every_size(
     if draws:
         expected = [*wanted.slots(), wanted.entropy]
     for entries in (10**9, 8 * rows.shape[1] * 5):
-        monkeypatch.setattr(row_codes, "tile_entries", lambda device, entries=entries: entries)
-        for got, want in zip(row_codes.decode_rows(form, torch.from_numpy(rows)), expected, strict=True):
+        monkeypatch.setattr(stored_rows, "tile_entries", lambda device, entries=entries: entries)
+        for got, want in zip(stored_rows.decode_rows(form, torch.from_numpy(rows)), expected, strict=True):
             assert got.shape == want.shape
             assert torch.equal(got.double(), torch.from_numpy(want).to(got.dtype).double())
 
@@ -196,7 +196,7 @@ def test_bytes_that_no_encoder_writes_stay_within_the_vocabulary() -> None:
     for form in (TOPK, SAMPLED):
         for fill in (0, 255):
             rows = torch.full((3, form.row_bytes), fill, dtype=torch.uint8)
-            ids = row_codes.decode_rows(form, rows)[0]
+            ids = stored_rows.decode_rows(form, rows)[0]
             assert ids.shape == (3, form.head + form.draws)
             assert 0 <= int(ids.min()) <= int(ids.max()) < form.vocab_size
 
