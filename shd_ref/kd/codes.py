@@ -286,9 +286,6 @@ def _corrupt(problem: str) -> ShdError:
     return ShdError("cache-corrupt", f"{problem}: the bytes are damaged, or of another code")
 
 
-Ids: TypeAlias = NDArray[np.int64]
-
-
 class TopkTargets(NamedTuple):
     """The k likeliest classes of every row, and the mass of all others in one number (KD-8)."""
 
