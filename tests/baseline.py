@@ -29,7 +29,15 @@ RTOL = 1e-9
 """Sums may be made in another order."""
 
 ROOMS = (
-    *("shd_ref", "shd_ref.cache", "shd_ref.kd", "shd_ref.shrink", "shd_ref.recipes", "shd_ref.conformance"),
+    *(
+        "shd_ref",
+        "shd_ref.cache",
+        "shd_ref.kd",
+        "shd_ref.shrink",
+        "shd_ref.teacher",
+        "shd_ref.recipes",
+        "shd_ref.conformance",
+    ),
     *("shd_torch", "shd_torch.maps", "shd_torch.kd", "shd_torch.recipes", "shd_torch.rivals", "shd_torch.shrink"),
     *("shd_torch.capture", "shd_torch.supervision", "shd_torch.kl", "shd_torch.teacher", "shd_torch.data"),
     *("shd_torch.training", "shd_torch.doctor", "shd_torch.export"),

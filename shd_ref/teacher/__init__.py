@@ -4,4 +4,78 @@ The rooms, from the ground up; each imports only from rooms above it in this lis
 ``shd_ref.cache``: ``body`` makes nodes, ``opening`` reads an untrusted file, ``session`` runs a graph, ``graph``
 finds the attention, ``rewrite`` puts the merge into the graph, ``sources`` reads data sets, ``run`` brings graph and
 data together, ``precompute`` writes caches, ``study`` measures without writing. Start with ``graph/find.py``.
+
+The names below are loaded when they are first used: the import by itself needs neither onnx nor onnxruntime.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shd_ref.teacher.adapter import OnnxAdapter as OnnxAdapter
+    from shd_ref.teacher.graph.factors import find_factors as find_factors
+    from shd_ref.teacher.graph.find import AttentionSite as AttentionSite
+    from shd_ref.teacher.graph.find import find_sites as find_sites
+    from shd_ref.teacher.graph.inputs import InputSpec as InputSpec
+    from shd_ref.teacher.graph.inputs import input_specs as input_specs
+    from shd_ref.teacher.graph.kinds import find_kinds as find_kinds
+    from shd_ref.teacher.graph.targets import find_targets as find_targets
+    from shd_ref.teacher.opening.load import load_teacher as load_teacher
+    from shd_ref.teacher.opening.model import hash_teacher as hash_teacher
+    from shd_ref.teacher.precompute.compare import compare_with_reference as compare_with_reference
+    from shd_ref.teacher.precompute.summary import PrecomputeSummary as PrecomputeSummary
+    from shd_ref.teacher.rewrite.function import MergeRule as MergeRule
+    from shd_ref.teacher.rewrite.linearize import linearize_graph as linearize_graph
+    from shd_ref.teacher.rewrite.squeeze import SqueezedGraph as SqueezedGraph
+    from shd_ref.teacher.rewrite.squeeze import squeeze_graph as squeeze_graph
+    from shd_ref.teacher.run.inputs import ModelInputs as ModelInputs
+    from shd_ref.teacher.run.options import PrecomputeOptions as PrecomputeOptions
+    from shd_ref.teacher.run.options import RunOptions as RunOptions
+    from shd_ref.teacher.session import open_session as open_session
+    from shd_ref.teacher.sources import ArraySource as ArraySource
+    from shd_ref.teacher.sources import IndexedSource as IndexedSource
+    from shd_ref.teacher.sources import Row as Row
+    from shd_ref.teacher.sources import Source as Source
+    from shd_ref.teacher.sources import open_source as open_source
+    from shd_ref.teacher.study.fidelity import measure_fidelity as measure_fidelity
+    from shd_ref.teacher.study.forecast import forecast_cache as forecast_cache
+    from shd_ref.teacher.study.options import FidelityOptions as FidelityOptions
+    from shd_ref.teacher.study.options import PlanOptions as PlanOptions
+    from shd_ref.teacher.study.ranking import FidelityReport as FidelityReport
+    from shd_ref.teacher.study.ranking import Setting as Setting
+    from shd_ref.teacher.study.recheck import recheck_records as recheck_records
+
+_ROOMS = {
+    "adapter": ("OnnxAdapter",),
+    "graph.factors": ("find_factors",),
+    "graph.find": ("AttentionSite", "find_sites"),
+    "graph.inputs": ("InputSpec", "input_specs"),
+    "graph.kinds": ("find_kinds",),
+    "graph.targets": ("find_targets",),
+    "opening.load": ("load_teacher",),
+    "opening.model": ("hash_teacher",),
+    "precompute.compare": ("compare_with_reference",),
+    "precompute.summary": ("PrecomputeSummary",),
+    "rewrite.function": ("MergeRule",),
+    "rewrite.linearize": ("linearize_graph",),
+    "rewrite.squeeze": ("SqueezedGraph", "squeeze_graph"),
+    "run.inputs": ("ModelInputs",),
+    "run.options": ("PrecomputeOptions", "RunOptions"),
+    "session": ("open_session",),
+    "sources": ("ArraySource", "IndexedSource", "Row", "Source", "open_source"),
+    "study.fidelity": ("measure_fidelity",),
+    "study.forecast": ("forecast_cache",),
+    "study.options": ("FidelityOptions", "PlanOptions"),
+    "study.ranking": ("FidelityReport", "Setting"),
+    "study.recheck": ("recheck_records",),
+}
+_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
+__all__ = sorted(_ROOM_OF)
+
+
+def __getattr__(name: str) -> Any:
+    """Load a name from its room when it is first used."""
+    if name not in _ROOM_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_ROOM_OF[name]}"), name)
+    return value
