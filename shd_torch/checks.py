@@ -198,5 +198,5 @@ def _first(where: Tensor) -> tuple[int, ...]:
 
 def _place(where: tuple[int, ...], layer: int | None) -> str:
     names = _AXES.get(len(where))
-    place = [f"{n} {i}" for n, i in zip(names, where, strict=True)] if names else [f"index {where}"]
-    return ", ".join([f"layer {layer}"] * (layer is not None) + place)
+    words = [f"{n} {i}" for n, i in zip(names, where, strict=True)] if names else [f"index {where}"]
+    return ", ".join([f"layer {layer}"] * (layer is not None) + words)

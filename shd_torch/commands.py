@@ -103,9 +103,9 @@ def _time_beside(out: Path, beside: Path, inputs: dict[str, Any]) -> dict[str, f
 
     # Eight samples, and texts of a few dozen tokens.
     arrays = {
-        name: part.repeat(4, 4 if part.ndim == 2 else 1, *[1] * (part.ndim - 2)) for name, part in inputs.items()
+        name: array.repeat(4, 4 if array.ndim == 2 else 1, *[1] * (array.ndim - 2)) for name, array in inputs.items()
     }
-    seconds = time_graphs([out, beside], {name: part.numpy() for name, part in arrays.items()})
+    seconds = time_graphs([out, beside], {name: array.numpy() for name, array in arrays.items()})
     shape = tuple(next(iter(arrays.values())).shape)
     for path, taken in zip((out, beside), seconds, strict=True):
         console.say(f"{path}: {1e3 * taken:.2f} ms for {shape} in onnxruntime")

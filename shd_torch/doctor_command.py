@@ -73,15 +73,15 @@ def doctor(
     arrays = None if data is None else read_data(data, samples, (teacher, student))
     wishes = Wishes(probe, seeds, batch_size, learning_rate, beta)
     with show_progress("models are read") as (on_progress,):
-        found = diagnose(
+        diagnosis = diagnose(
             teacher,
             student,
             arrays,
             wishes,
             progress=lambda done, total, what: on_progress(done, total, says=what),
         )
-    print_diagnosis(found)
-    return found.document()
+    print_diagnosis(diagnosis)
+    return diagnosis.document()
 
 
 def read_data(path: Path, samples: int, models: Sequence[str] = ()) -> dict[str, NDArray[Any]]:

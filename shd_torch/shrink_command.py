@@ -146,16 +146,16 @@ def _open_comparison(
     if held_out is None:
         return nullcontext()
     folder = Path(os.path.realpath(out))
-    place = part_folder(folder, "compare")
-    if not place.exists():
+    kept = part_folder(folder, "compare")
+    if not kept.exists():
         new_folder(out)
-    return Unfinished(place, run_key(teacher, options, data=data, held_out=held_out))
+    return Unfinished(kept, run_key(teacher, options, data=data, held_out=held_out))
 
 
 def _say_what_was_made(report: dict[str, Any], out: Path) -> None:
     for number, (source, layer) in enumerate(zip(report["sources"], report["layers"], strict=True)):
-        place = f"layer {number} of {len(report['layers'])} from {source}"
-        console.say(f"{place}: {layer['case']}, error {layer['layer_error']:.3f}")
+        title = f"layer {number} of {len(report['layers'])} from {source}"
+        console.say(f"{title}: {layer['case']}, error {layer['layer_error']:.3f}")
     before, after = (report[name] for name in ("teacher", "student"))
     for name in ("parameters", "layers", "heads", "kv_heads", "head_dim", "hidden", "neurons"):
         console.say(f"{name}: {before[name]:,} -> {after[name]:,}")
@@ -186,8 +186,8 @@ def following_commands(
         lines.append(["python", "-c", code])
     with torch.no_grad():
         example = next(student.parameters())
-        rows = {name: torch.as_tensor(part[:2]).to(example.device) for name, part in inputs.items()}
-        floats = {name: part.to(example.dtype) for name, part in rows.items() if part.is_floating_point()}
+        rows = {name: torch.as_tensor(array[:2]).to(example.device) for name, array in inputs.items()}
+        floats = {name: array.to(example.dtype) for name, array in rows.items() if array.is_floating_point()}
         logits = read_logits(student(**rows | floats))
     words = ["shd", "precompute", graph, "--inputs", str(file)]
     words += ["--tokenizer", str(teacher)] * (data.suffix == ".jsonl") + ["--student", str(out)]
@@ -247,17 +247,17 @@ def read_inputs(
             raise ShdError(error.code, f"{argument} must be a readable .npz; got {path}: {error}") from error
         columns = [name for name in source.columns if name != "labels"]
         rows = list(islice(source.rows(columns), samples))
-        given = {name: np.stack([row[name] for row in rows]) for name in columns}
+        loaded = {name: np.stack([row[name] for row in rows]) for name in columns}
     else:
         try:
             mapped = np.lib.format.open_memmap(path, mode="r")
         except (OSError, ValueError, OverflowError) as error:
             raise ShdError("read-failed", f"{argument} must be a readable .npy; got {path}: {error}") from error
         name = "input_ids" if mapped.dtype.kind in "iu" else "pixel_values"
-        given = {name: np.array(np.atleast_1d(mapped)[:samples])}
+        loaded = {name: np.array(np.atleast_1d(mapped)[:samples])}
     # torch has few unsigned integers, and no model takes any; a mask of True and False is one of ones and zeros.
-    arrays = {name: part.astype(np.int64) if part.dtype.kind in "iub" else part for name, part in given.items()}
-    wrong = [name for name, part in arrays.items() if part.ndim < 2 or part.dtype.kind not in "if"]
+    arrays = {name: array.astype(np.int64) if array.dtype.kind in "iub" else array for name, array in loaded.items()}
+    wrong = [name for name, array in arrays.items() if array.ndim < 2 or array.dtype.kind not in "if"]
     if wrong or not arrays:
         raise ShdError(
             "argument-shape",
@@ -271,8 +271,8 @@ def read_inputs(
 def _tokenise(path: Path, samples: int, tokenizer: Path | None) -> dict[str, NDArray[Any]]:
     names = "input_ids", "attention_mask"
     rows = list(islice(open_source(path, tokenizer=tokenizer).rows(names), samples))
-    given = {name: np.zeros((len(rows), max(len(row[name]) for row in rows)), np.int64) for name in names}
+    arrays = {name: np.zeros((len(rows), max(len(row[name]) for row in rows)), np.int64) for name in names}
     for number, row in enumerate(rows):
         for name in names:
-            given[name][number, : len(row[name])] = row[name]
-    return given
+            arrays[name][number, : len(row[name])] = row[name]
+    return arrays

@@ -29,10 +29,10 @@ def conformance(context: typer.Context) -> None:
     """
     from shd_ref.conformance.__main__ import main, make_parser
 
-    actions = [each for each in make_parser(context.command_path)._actions if each.dest != "help"]
+    actions = [action for action in make_parser(context.command_path)._actions if action.dest != "help"]
 
     def judge(quiet: bool, **given: Any) -> None:
-        words = [word for each in actions if each.option_strings for word in _words(each, given[each.dest])]
+        words = [word for action in actions if action.option_strings for word in _words(action, given[action.dest])]
         words += ["--", *(given["arguments"] or [])]
         with quiet_progress(quiet), show_progress("items are judged") as (on_progress,):
             on_progress(0, 0)
@@ -40,7 +40,7 @@ def conformance(context: typer.Context) -> None:
         raise typer.Exit(status)
 
     quiet = typer.Option("--quiet", help="Hide progress; results, remarks and errors are still shown.")
-    parameters = [_parameter(each) for each in actions]
+    parameters = [_parameter(action) for action in actions]
     parameters.append(_keyword("quiet", Annotated[bool, quiet], False))
     judge.__doc__ = conformance.__doc__
     judge.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -73,4 +73,4 @@ def _words(action: argparse.Action, value: Any) -> list[str]:
     if isinstance(value, bool):
         return [option] * value
     values = value if isinstance(value, list) else [] if value is None else [value]
-    return [f"{option}={each}" for each in values]
+    return [f"{option}={one}" for one in values]

@@ -69,17 +69,17 @@ def inspect(
 
     model = load_teacher(teacher)
     everything, specs = find_sites(model), input_specs(model)
-    found = select_sites(everything, sites)
+    chosen = select_sites(everything, sites)
     decoder = find_kinds(model, everything, specs).decoder_inputs
-    factors = _find_factors(model, found) if factored else ()
-    console.print(_table(teacher, found, factors))
-    for reason in _reasons(found, factors):
+    factors = _find_factors(model, chosen) if factored else ()
+    console.print(_table(teacher, chosen, factors))
+    for reason in _reasons(chosen, factors):
         console.print(reason, highlight=False)
     console.print()
     console.print(_inputs_table(specs, decoder))
-    document = report_sites(teacher, found, factors, specs, decoder)
-    if not any(site.supported for site in found):
-        if not found:
+    document = report_sites(teacher, chosen, factors, specs, decoder)
+    if not any(site.supported for site in chosen):
+        if not chosen:
             messages.print("no attention found: export the model with eager attention (shd-torch export does)")
         raise Failed(document)
     return document

@@ -113,8 +113,8 @@ def heads_of(
             )
         return student_heads, options
     if student_heads is not None:
-        given = ",".join(map(str, student_heads))
-        raise ShdError("argument-value", f"--student-heads must be left out with --no-attention; got {given}")
+        heads = ",".join(map(str, student_heads))
+        raise ShdError("argument-value", f"--student-heads must be left out with --no-attention; got {heads}")
     form = options.keywords.get("form", PrecomputeOptions.form)
     if form != PrecomputeOptions.form:
         raise ShdError("argument-value", f"--form must be left out with --no-attention; got {form}")

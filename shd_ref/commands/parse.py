@@ -26,14 +26,14 @@ def read_list(
     """
     if text is None:
         return ()
-    parts = [part.strip() for part in text.split(",")]
+    parts = [word.strip() for word in text.split(",")]
     if kind is int:
         least = 1 if least is None else least
-        if not all(part.isdecimal() and int(part) >= least for part in parts):
+        if not all(word.isdecimal() and int(word) >= least for word in parts):
             raise ShdError(
                 "argument-value", f"{option} must be numbers from {least}, separated by commas: 4,6; got {text!r}"
             )
-        return tuple(int(part) for part in parts)
+        return tuple(int(word) for word in parts)
     if not set(parts) <= set(choices):
         raise ShdError(
             "argument-value",
@@ -50,7 +50,7 @@ def parse_student_layers(text: str | None) -> int | dict[str, int] | None:
     """
     if text is None:
         return None
-    parts = [part.strip().partition("=") for part in text.split(",")]
+    parts = [word.strip().partition("=") for word in text.split(",")]
     numbers = {kind.strip(): number.strip() for kind, _, number in parts}
     if len(parts) == 1 and not parts[0][1]:
         numbers = {"": parts[0][0]}
@@ -75,7 +75,7 @@ def parse_layer_pairs(text: str | None) -> tuple[tuple[int, int], ...] | None:
     if text is None:
         return None
     try:
-        pairs = [part.split(":") for part in text.split(",")]
+        pairs = [pair.split(":") for pair in text.split(",")]
         return tuple((int(student), int(teacher)) for student, teacher in pairs)
     except ValueError:
         raise ShdError(
@@ -91,10 +91,10 @@ def parse_shards(text: str | None) -> tuple[int, int]:
     """
     if text is None:
         return (0, 1)
-    part, _, parts = text.partition("/")
-    if not (part.isdecimal() and parts.isdecimal() and int(part) < int(parts)):
+    share, _, parts = text.partition("/")
+    if not (share.isdecimal() and parts.isdecimal() and int(share) < int(parts)):
         raise ShdError("argument-value", f"--shards must be i/n with 0 <= i < n, such as 0/4; got {text!r}")
-    return int(part), int(parts)
+    return int(share), int(parts)
 
 
 PARSERS: Final[dict[str, Callable[[Any], Any]]] = {

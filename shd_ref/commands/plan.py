@@ -124,8 +124,8 @@ def precompute_command(
     words = option_words(inputs, options, run, without=without)
     words += [] if options.has_attention else ["--no-attention"]
     words += [] if student is None else ["--student", str(student)]
-    place = out or (f"cache-{options.num_student_heads}" if options.has_attention else "cache-targets")
-    return shlex.join(["shd", "precompute", str(teacher), *words, "--out", place])
+    cache = out or (f"cache-{options.num_student_heads}" if options.has_attention else "cache-targets")
+    return shlex.join(["shd", "precompute", str(teacher), *words, "--out", cache])
 
 
 def _print_forecast(forecast: Forecast, num_student_heads: int, command: str | None) -> None:

@@ -145,7 +145,7 @@ def read_content(reader: CacheReader, *, max_records: int = 512) -> CacheContent
     for key in keys[:_MAPS_READ]:
         record = reader.read(key, logits=False, hidden=())
         maps = (reader.decode(record, layer) for layer in manifest.attention.student_layers)
-        entropies.append(np.stack([mean_entropy(each) for each in maps]))
+        entropies.append(np.stack([mean_entropy(one) for one in maps]))
     layers = tuple(
         _layer_content(manifest, number, np.concatenate([values[number] for values in alphas], axis=-1), entropy)
         for number, entropy in enumerate(np.mean(entropies, axis=0))
@@ -193,12 +193,12 @@ def read_evidence(
     for number, (student_layer, site) in enumerate(work.layers):
         errors = np.zeros((len(keys), len(kinds)))
         # One sample a batch: without padding, so that the example's maps are its own.
-        for place, key in enumerate(keys):
+        for row, key in enumerate(keys):
             (batch,) = work.inputs.batches([index_of[key]], 1)
             mask = work.query_mask(batch, site)
             maps, outputs = attention.read(number, batch)
             for column, (name, (strategy, alpha_per)) in enumerate(kinds.items()):
-                errors[place, column] = squeeze_heads(
+                errors[row, column] = squeeze_heads(
                     maps,
                     outputs,
                     form.num_student_heads,

@@ -193,7 +193,7 @@ def _run(console: Console, program: str, *arguments: object) -> None:
 def _cpu_seconds() -> float:
     """Processor time of this process and of those that it started."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in used)
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 def _draw_all(

@@ -75,7 +75,7 @@ def find_beta(
     def look() -> float:
         """The beta at which both gradients are equally long."""
         student.eval()
-        terms = (student_terms(objective, student, teacher(**inputs_of(each)), each, 0.0) for each in looked)
+        terms = (student_terms(objective, student, teacher(**inputs_of(batch)), batch, 0.0) for batch in looked)
         return statistics.median(scale_report(one, student.parameters()).weight_for(1.0) for one in terms)
 
     first = look()

@@ -134,18 +134,18 @@ def diagnose(
     by_parts = [] if parts is None else compare_parts(parts, own)
     # Of tokenizers first: other tokens make all else vain.
     differences = tuple(sorted([*tokens, *by_parts], key=lambda one: EFFECTS.index(one.effect)))
-    found = Diagnosis(teacher, student, parts, own, differences, learner.has_weights, learner.is_squeezed)
-    if data is not None and not any(one.effect == BLOCKS for one in found.differences):
-        _measure(found, taught, learner, data, wishes, tell)
-    found.verdict = judge(
-        found.differences,
-        found.squeezed,
-        found.probe,
-        is_squeezed_start=found.is_squeezed,
-        failure=found.failure,
-        is_measurable=found.unmeasured is None,
+    diagnosis = Diagnosis(teacher, student, parts, own, differences, learner.has_weights, learner.is_squeezed)
+    if data is not None and not any(one.effect == BLOCKS for one in diagnosis.differences):
+        _measure(diagnosis, taught, learner, data, wishes, tell)
+    diagnosis.verdict = judge(
+        diagnosis.differences,
+        diagnosis.squeezed,
+        diagnosis.probe,
+        is_squeezed_start=diagnosis.is_squeezed,
+        failure=diagnosis.failure,
+        is_measurable=diagnosis.unmeasured is None,
     )
-    return found
+    return diagnosis
 
 
 def _measure(
@@ -157,7 +157,7 @@ def _measure(
     tell: Progress,
 ) -> None:
     own = found.student_parts
-    arrays = {name: part for name, part in data.items() if name != "labels"}
+    arrays = {name: array for name, array in data.items() if name != "labels"}
     for tokens, mask in (("input_ids", "attention_mask"), ("decoder_input_ids", "decoder_attention_mask")):
         if tokens in arrays and mask not in arrays:
             arrays[mask] = (arrays[tokens] >= 0).astype("int64")
@@ -170,8 +170,8 @@ def _measure(
                 raise
             found.failure = str(error)
         return
-    batch: dict[str, Tensor] = {name: torch.as_tensor(part) for name, part in arrays.items()}
-    batch = {name: part.float() if part.is_floating_point() else part.long() for name, part in batch.items()}
+    batch: dict[str, Tensor] = {name: torch.as_tensor(array) for name, array in arrays.items()}
+    batch = {name: array.float() if array.is_floating_point() else array.long() for name, array in batch.items()}
     if "labels" in data:
         batch["labels"] = torch.as_tensor(data["labels"]).long()
         _check_labels(batch["labels"], own)
@@ -189,7 +189,7 @@ def _measure(
     if found.untried is not None:
         return
     start = student.make(0)
-    few = {name: part[:2] for name, part in batch.items()}
+    few = {name: array[:2] for name, array in batch.items()}
     live = _try_together(found, model, student, start, inputs_of(few))
     if live is None:
         return

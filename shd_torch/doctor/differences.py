@@ -44,8 +44,8 @@ def compare_parts(teacher: Parts, student: Parts) -> list[Difference]:
     students without them lose by attention transfer, and no longer do once they have such parts, initialised at
     random.
     """
-    found = [*_sizes(teacher, student), *_seen(teacher, student), *_inside(teacher, student)]
-    return sorted(found, key=lambda one: EFFECTS.index(one.effect))
+    differences = [*_sizes(teacher, student), *_seen(teacher, student), *_inside(teacher, student)]
+    return sorted(differences, key=lambda one: EFFECTS.index(one.effect))
 
 
 def compare_tokenizers(teacher: Path | None, student: Path) -> list[Difference]:
@@ -113,15 +113,15 @@ def _seen(teacher: Parts, student: Parts) -> Iterator[Difference]:
 
 def _inside(teacher: Parts, student: Parts) -> Iterator[Difference]:
     """Parts of the models' own."""
-    for part, has, other, remedy in (
+    for name, has, other, remedy in (
         ("LayerScale", teacher.layer_scale, student.layer_scale, "one too, at its usual start (arXiv 2605.07191)"),
         ("registers", bool(teacher.registers), bool(student.registers), "as many, at random (arXiv 2605.07191)"),
         ("QK-norm", teacher.qk_norm, student.qk_norm, "one too"),
     ):
         if has and not other:
-            yield Difference(part, "yes", "no", HURTS, f"give the student {remedy}")
+            yield Difference(name, "yes", "no", HURTS, f"give the student {remedy}")
         elif other and not has:
-            yield Difference(part, "no", "yes", NOTE, "the student has a part that the teacher lacks")
+            yield Difference(name, "no", "yes", NOTE, "the student has a part that the teacher lacks")
     if teacher.positions != student.positions:
         remedy = "distance is encoded differently: use the teacher's kind of positions"
         yield Difference("positions", teacher.positions, student.positions, HURTS, remedy)

@@ -61,9 +61,9 @@ class Objective:
             labels = batch["input_ids"]
             if "attention_mask" in batch:
                 labels = labels.masked_fill(batch["attention_mask"] == 0, -100)
-        given = [] if self.recipe == "cross_entropy" else [taught]
-        found: Terms = getattr(recipes, self.recipe)(logits, labels, *given, shd=shd, check=False, **self.options)
-        return found
+        extra = [] if self.recipe == "cross_entropy" else [taught]
+        result: Terms = getattr(recipes, self.recipe)(logits, labels, *extra, shd=shd, check=False, **self.options)
+        return result
 
 
 def choose_objective(student: Any, teacher: Any, batch: Batch) -> Objective | None:
@@ -132,10 +132,10 @@ def mask_of(batch: Batch) -> Tensor | None:
 
 def inputs_of(batch: Batch) -> dict[str, Any]:
     """A batch without its labels, as keywords of a model."""
-    return {name: part for name, part in batch.items() if name != "labels"}
+    return {name: array for name, array in batch.items() if name != "labels"}
 
 
 def cut_batches(data: Batch, rows: Tensor, size: int) -> Iterator[dict[str, Tensor]]:
     """Batches of some rows, in their order."""
-    for part in torch.split(rows, size):
-        yield {name: array[part] for name, array in data.items()}
+    for chosen in torch.split(rows, size):
+        yield {name: array[chosen] for name, array in data.items()}

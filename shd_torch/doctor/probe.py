@@ -228,7 +228,7 @@ def train_students(
     warm = max(steps // 10, 1)
     optimizers = [torch.optim.AdamW(student.parameters(), wishes.learning_rate) for student in students]
     schedules = [
-        torch.optim.lr_scheduler.LambdaLR(each, lambda step: min((step + 1) / warm, 1.0)) for each in optimizers
+        torch.optim.lr_scheduler.LambdaLR(one, lambda step: min((step + 1) / warm, 1.0)) for one in optimizers
     ]
     source, step = torch.Generator().manual_seed(seed), 0
     for student in students:

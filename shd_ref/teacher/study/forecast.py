@@ -301,8 +301,8 @@ def _error_of(errors: Errors) -> CodecError:
 def record_sizes(form: Form, record: NewRecord, extents: Sequence[Extent]) -> NDArray[np.float64]:
     """Bytes of records of some extents before compression; one of them tells whether optional parts are there."""
     floats = iter(form.floats(record))
-    there = [part.dtype != F32 or next(floats) is not None for part in form.parts]
-    widths = [(4 if part.dtype == F32 else 1) * held for part, held in zip(form.parts, there, strict=True)]
+    there = [tensor.dtype != F32 or next(floats) is not None for tensor in form.parts]
+    widths = [(4 if tensor.dtype == F32 else 1) * held for tensor, held in zip(form.parts, there, strict=True)]
     return np.array(
         [
             sum(width * math.prod(shape) for width, shape in zip(widths, form.part_shapes(extent), strict=True))
