@@ -98,9 +98,10 @@ def train_one(job: Job) -> Outcome:
     """Train and test one student; the same job gives the same numbers."""
     with np.load(job.folder / "digits.npz", allow_pickle=False) as arrays:
         chosen = choose_labelled(arrays["labels"], job.num_labels, job.seed)
-        labelled = StackDataset(
-            **{name: torch.from_numpy(arrays[name][chosen]) for name in ("pixel_values", "labels")}
-        )
+        tensors: dict[str, Any] = {
+            name: torch.from_numpy(arrays[name][chosen]) for name in ("pixel_values", "labels")
+        }
+        labelled: StackDataset[Any] = StackDataset(**tensors)
         tested: tuple[NDArray[Any], NDArray[Any]] = arrays["test_images"], arrays["test_labels"]
     student = load_start(job.folder, job.method.start, job.seed)
     history = _train(student, labelled, job)
@@ -113,7 +114,7 @@ def train_one(job: Job) -> Outcome:
     return Outcome(job.method, job.num_labels, job.seed, accuracy, losses, student.state_dict())
 
 
-def _train(student: Any, labelled: StackDataset, job: Job) -> Sequence[Mapping[str, Any]]:
+def _train(student: Any, labelled: StackDataset[Any], job: Job) -> Sequence[Mapping[str, Any]]:
     """What the trainer logged."""
     from transformers import PrinterCallback, Trainer, TrainingArguments
 
