@@ -12,12 +12,11 @@ from torch import Tensor
 from shd_ref.errors import ShdError
 from shd_ref.teacher.study.ranking import Fidelity, FidelityReport
 from shd_torch.capture import capture_attention
-from shd_torch.doctor.beta import BetaRange, find_beta
 from shd_torch.doctor.differences import BLOCKS, EFFECTS, Difference, compare_parts, compare_tokenizers
 from shd_torch.doctor.graph import Arrays, Progress, measure_graph, measure_model
 from shd_torch.doctor.objective import Objective, choose_objective, inputs_of, mask_of
 from shd_torch.doctor.pair import Parts, Student, Teacher, parts_of, read_student, read_teacher
-from shd_torch.doctor.probe import Probe, Wishes, check_probe, run_probe
+from shd_torch.doctor.probe import BetaRange, Probe, Wishes, check_probe, find_beta, run_probe
 from shd_torch.doctor.verdict import Verdict, judge
 from shd_torch.maps import layer_map
 from shd_torch.teacher import OnlineTeacher

@@ -17,14 +17,14 @@ pytest.importorskip("typer", reason="the command needs the extra 'torch'")
 from support.shrink.models import make_data, make_teacher
 from typer.testing import CliRunner
 
-import shd_torch.doctor.beta
+import shd_torch.doctor.probe
 import shd_torch.doctor_command
 from shd_ref.errors import ShdError
 from shd_torch.commands import app
 from shd_torch.doctor import Probe, Wishes, diagnose, diagnosis
-from shd_torch.doctor.beta import find_beta
 from shd_torch.doctor.differences import Difference, compare_parts, compare_tokenizers
 from shd_torch.doctor.pair import Parts, parts_of
+from shd_torch.doctor.probe import find_beta
 from shd_torch.doctor.verdict import judge
 from shd_torch.doctor_command import read_data
 
@@ -184,13 +184,13 @@ def run(*arguments: object) -> Any:
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("onnxruntime", "onnxscript", "networkx"):
         pytest.importorskip(package, reason="the teacher's graph is measured")
-    monkeypatch.setattr(shd_torch.doctor.beta, "WARM_UP", 3)
+    monkeypatch.setattr(shd_torch.doctor.probe, "WARM_UP", 3)
 
 
 @pytest.fixture
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """No graph is made of the teacher, which takes seconds."""
-    monkeypatch.setattr(shd_torch.doctor.beta, "WARM_UP", 3)
+    monkeypatch.setattr(shd_torch.doctor.probe, "WARM_UP", 3)
     monkeypatch.setattr(diagnosis, "measure_model", lambda *_, **__: None)
 
 
@@ -274,9 +274,9 @@ def test_betas_of_two_looks(
         def weight_for(self, share: float) -> float:
             return share * next(found)
 
-    monkeypatch.setattr(shd_torch.doctor.beta, "scale_report", lambda *_: Report())
-    monkeypatch.setattr(shd_torch.doctor.beta, "train_students", lambda *_, **__: None)
-    monkeypatch.setattr(shd_torch.doctor.beta, "student_terms", lambda *_: None)
+    monkeypatch.setattr(shd_torch.doctor.probe, "scale_report", lambda *_: Report())
+    monkeypatch.setattr(shd_torch.doctor.probe, "train_students", lambda *_, **__: None)
+    monkeypatch.setattr(shd_torch.doctor.probe, "student_terms", lambda *_: None)
     teacher: Any = lambda **_: None  # noqa: E731
     data = {"input_ids": torch.zeros(6, 2)}
     made = find_beta(None, torch.nn.Linear(1, 1), teacher, data, Wishes(batch_size=3))  # type: ignore[arg-type]
