@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from support.makers import FACTORS, WINDOWED, factors_of, first_of, job, key_of, length_of, record_of, write_cache
+from support.makers import FACTORS, WINDOWED, factors_of, first_of, job, key_of, length_of, write_cache
 
 from shd_ref.cache import (
     FACTORED_CODECS,
     CacheReader,
-    CacheWriter,
-    Errors,
     LayerFactors,
     Manifest,
     codec_error,
@@ -198,35 +195,6 @@ def test_manifest_that_contradicts_itself_is_refused(changes: dict[str, Any]) ->
     with pytest.raises(ShdError) as caught:
         job(**({"codec": "int8", "factors": FACTORS} | changes))
     assert caught.value.code == "argument-value"
-
-
-def refuse(tmp_path: Path, manifest: Manifest, code: str, **changes: Any) -> None:
-    writer = CacheWriter(tmp_path / "cache", manifest)
-    records = [record_of(manifest, index) for index in manifest.shard_samples(0)]
-    records[0] = record_of(manifest, records[0].index, **changes)
-    with pytest.raises(ShdError) as caught:
-        writer.write_shard(0, records, Errors.unmeasured(manifest))
-    assert caught.value.code == code
-    assert len(writer.missing_shards()) == manifest.shards.num_shards
-
-
-def test_records_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    manifest = job(codec="int8", factors=FACTORS)
-    index = manifest.shard_samples(0)[0]
-    good, other = (record_of(manifest, index).parts[name] for name in ("L01", "L02"))
-    broken = replace(good, queries=np.full_like(good.queries, -128))
-    negative = replace(good, query_steps=-np.ones_like(good.queries[..., 0], dtype=np.float32))
-    half = encode_factors("float16", *factors_of(manifest, index, 0))
-    maps = record_of(job(), index).parts["L01"]
-    refuse(tmp_path, manifest, "argument-value", parts={"L01": broken})
-    refuse(tmp_path, manifest, "argument-value", parts={"L01": negative})
-    for wrong in (half, None, other, maps):
-        refuse(tmp_path, manifest, "argument-shape", parts={"L01": wrong})
-    refuse(tmp_path, manifest, "argument-shape", parts={"mixing": None})
-    refuse(tmp_path, manifest, "argument-shape", first=1)
-    refuse(tmp_path / "maps", job(), "argument-shape", parts={"L01": good})
-    around = job(codec="int8", factors=FACTORS, padding="around")
-    refuse(tmp_path / "around", around, "argument-shape", first=length_of(index))
 
 
 def test_maps_have_no_queries(tmp_path: Path) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.makers import KINDS, MEASURED, document, job, key_of, probs_of, records_of, shapes_of, write_cache
+from support.makers import KINDS, document, job, key_of, probs_of, shapes_of, write_cache
 
-from shd_ref.cache import CODECS, CacheReader, CacheWriter, sample_key, trim_inputs, verify_cache
+from shd_ref.cache import CODECS, CacheReader, sample_key, trim_inputs, verify_cache
 from shd_ref.errors import ShdError
 
 
@@ -29,21 +28,6 @@ def test_what_is_written_is_read(tmp_path: Path, codec: str, alpha_per: str) -> 
             assert float(0.5 * np.abs(maps - probs).sum(-1).max()) < 0.2
         if alpha_per == "row":
             assert record.parts["alphas"].shape[-1] == max(rows for rows, _ in record.shapes)
-
-
-@pytest.mark.parametrize("shapes", [(), ((2, 2),), ((2, 2), (2, 90)), ((90, 2), (2, 2)), ((0, 1), (1, 1))])
-def test_records_that_do_not_fit_are_refused(tmp_path: Path, shapes: tuple[tuple[int, int], ...]) -> None:
-    manifest = job(**KINDS)
-    writer = CacheWriter(tmp_path, manifest)
-    records = [replace(record, shapes=shapes) for record in records_of(manifest, 0)]
-    with pytest.raises(ShdError) as caught:
-        writer.write_shard(0, records, MEASURED)
-    assert caught.value.code == "argument-shape"
-    square = job()
-    with pytest.raises(ShdError, match="must be left out where no form has a use for them"):
-        CacheWriter(tmp_path / "square", square).write_shard(
-            0, [replace(record, shapes=((1, 1), (1, 1))) for record in records_of(square, 0)], MEASURED
-        )
 
 
 @pytest.mark.parametrize("shapes", [[], [[1, 1]], [[1, 1], [1, 2**40]], [[2, 2], [2, 0]], [[9, 9], [9, 9]]])

@@ -11,14 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from support.makers import (
     MEASURED,
     contents,
     job,
     key_of,
-    length_of,
     record_of,
     records_of,
     temporary_files,
@@ -178,52 +176,6 @@ def test_records_of_another_shard_are_refused(tmp_path: Path, name: str) -> None
     with pytest.raises(ShdError, match="records of shard 0 must be its 2 samples") as caught:
         writer.write_shard(0, WRONG_SETS[name](records_of(job(), 0)), MEASURED)
     assert caught.value.code == "argument-value"
-
-
-def _mass_on_padding(array: np.ndarray) -> np.ndarray:
-    padded = np.pad(array, ((0, 0), (0, 1), (0, 1)))
-    padded[0, 0, -1] = 1
-    return padded
-
-
-LENGTH, CODES = length_of(1), record_of(job(), 1).parts["L01"]
-WRONG_RECORDS: dict[str, tuple[dict[str, Any], str]] = {
-    "key": ({"key": "../../../etc/passwd"}, "argument-value"),
-    "length zero": ({"length": 0}, "argument-shape"),
-    "length beyond the map": ({"length": LENGTH + 1}, "argument-shape"),
-    "a layer too few": ({"parts": {"L02": None}}, "argument-shape"),
-    "a part too many": ({"parts": {"logits": np.zeros((LENGTH, 3), np.uint8)}}, "argument-shape"),
-    "not square": ({"parts": {"L01": CODES[:, :-1]}}, "argument-shape"),
-    "a head too many": ({"parts": {"L01": np.repeat(CODES, 2, axis=0)}}, "argument-shape"),
-    "mass on padding": ({"parts": {"L01": _mass_on_padding(CODES)}}, "support-mismatch"),
-    "code type": ({"parts": {"L01": CODES.astype(np.int32)}}, "argument-dtype"),
-    "alphas type": ({"parts": {"alphas": np.zeros((2, 2))}}, "argument-dtype"),
-    "alphas shape": ({"parts": {"alphas": np.zeros((2, 3), np.float32)}}, "argument-shape"),
-    "alphas per row": ({"parts": {"alphas": np.zeros((2, 2, LENGTH), np.float32)}}, "argument-shape"),
-    "alphas not finite": ({"parts": {"alphas": np.full((2, 2), np.nan, np.float32)}}, "not-finite"),
-    "mixing shape": ({"parts": {"mixing": np.zeros((2, 4, 2), np.float32)}}, "argument-shape"),
-    "mixing not finite": ({"parts": {"mixing": np.full((2, 2, 4), np.inf, np.float32)}}, "not-finite"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG_RECORDS)
-def test_records_that_do_not_fit_are_refused_without_a_trace(tmp_path: Path, name: str) -> None:
-    manifest = job(num_samples=2, samples_per_shard=2)
-    changes, code = WRONG_RECORDS[name]
-    writer = CacheWriter(tmp_path, manifest)
-    before = contents(tmp_path)
-    with pytest.raises(ShdError) as caught:
-        writer.write_shard(0, [record_of(manifest, 0), record_of(manifest, 1, **changes)], MEASURED)
-    assert caught.value.code == code
-    assert contents(tmp_path) == before
-
-
-def test_future_mass_is_refused_in_a_causal_cache(tmp_path: Path) -> None:
-    manifest = job(num_samples=2, samples_per_shard=2, support="causal")
-    full = record_of(job(num_samples=2, samples_per_shard=2), 1)
-    with pytest.raises(ShdError, match="above the diagonal") as caught:
-        CacheWriter(tmp_path, manifest).write_shard(0, [record_of(manifest, 0), full], MEASURED)
-    assert caught.value.code == "support-mismatch"
 
 
 def test_lost_support_is_refused(tmp_path: Path) -> None:

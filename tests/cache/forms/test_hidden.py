@@ -140,32 +140,6 @@ def test_forms_that_make_no_sense(name: str) -> None:
             HiddenLayer(numbers[0], "x", numbers[1])
 
 
-@pytest.mark.parametrize(
-    ("code", "change"),
-    [
-        ("argument-shape", lambda codes: codes[:-1]),
-        ("argument-shape", lambda codes: codes[:, 1:]),
-        ("argument-shape", lambda codes: None),
-        ("argument-dtype", lambda codes: codes.view(np.int8)),
-        ("not-finite", lambda codes: np.full_like(codes, 255)),
-        ("argument-value", lambda codes: codes | np.array([0, 0, 0, 128] + [0] * 7, np.uint8)),
-        ("argument-value", lambda codes: np.concatenate((codes[:, :-1], np.full_like(codes[:, :1], 128)), axis=1)),
-    ],
-)
-def test_records_that_do_not_fit_are_refused(tmp_path: Path, code: str, change: Any) -> None:
-    manifest = job(hidden=HIDDEN_INT8)
-    first, second = records_of(manifest, 0)
-    broken = record_of(manifest, second.index, parts={"H11": change(second.parts["H11"])})
-    with pytest.raises(ShdError, match=f"record {second.index}") as caught:
-        CacheWriter(tmp_path, manifest).write_shard(0, [first, broken], errors_of(manifest))
-    assert caught.value.code == code
-    for parts in ({"H00": None, "H11": None}, {"H11": None}, {"H05": second.parts["H00"]}):
-        with pytest.raises(ShdError, match="as the manifest's forms"):
-            CacheWriter(tmp_path, manifest).write_shard(
-                0, [first, record_of(manifest, second.index, parts=parts)], errors_of(manifest)
-            )
-
-
 def test_only_the_layers_that_are_asked_for_are_read(tmp_path: Path) -> None:
     manifest = job(**FORMS["topk"])
     reader = CacheReader(write_cache(tmp_path, manifest))
