@@ -104,17 +104,6 @@ def test_damage_that_cannot_be_repaired_is_an_error(tmp_path: Path, damage: str)
     assert list_cache(tmp_path / "out").written == (0, 1)
 
 
-def test_a_link_in_place_of_a_shard_is_not_followed(tmp_path: Path) -> None:
-    source = part(tmp_path / "a", [0])
-    shard = source / "shards/00/000000.safetensors"
-    shard.rename(tmp_path / "secret")
-    shard.symlink_to(tmp_path / "secret")
-    for link in (False, True):
-        with pytest.raises(ShdError) as caught:
-            merge_caches([source], tmp_path / f"out-{link}", link=link)
-        assert caught.value.code == "path-unsafe"
-
-
 def test_what_cannot_be_merged(tmp_path: Path) -> None:
     source = part(tmp_path / "a", [0])
     with pytest.raises(ShdError, match="out must be none of the sources"):

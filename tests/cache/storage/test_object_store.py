@@ -97,15 +97,6 @@ def test_readers_fetch_the_ranges_they_return_and_no_more(cache: str, monkeypatc
     )
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "SEALED.json", RECEIPT])
-def test_flipped_bit_in_a_document(cache: str, name: str) -> None:
-    change(cache, name, 40)
-    with pytest.raises(ShdError, match=name) as caught:
-        CacheReader(cache)
-    assert caught.value.code == "cache-corrupt"
-    assert name in {problem.path for problem in verify_cache(cache).problems}
-
-
 @pytest.mark.parametrize(("position", "is_read"), [(-1, True), (20, False)], ids=["blob", "header"])
 def test_flipped_bit_in_a_shard(cache: str, position: int, is_read: bool) -> None:
     change(cache, SHARD, position)
