@@ -10,7 +10,6 @@ import pytest
 
 import shd_ref
 from shd_ref.conformance import ConformanceError, Report, cases, check, judge
-from shd_ref.merging import mixing
 
 
 def failed(report: Report) -> set[str]:
@@ -38,74 +37,6 @@ def test_misprinted_alpha(wrong: Any, vectors: Path) -> None:
     text = report.summary(full=100)
     assert "ALPHA-2: `a* = -<N, M> / ||M||^2`" in text
     assert "looks like this equals what you get if N is taken as the source misprints it" in " ".join(text.split())
-
-
-def test_loss_is_a_cross_entropy(wrong: Any, vectors: Path) -> None:
-    def cross_entropy(supervision: Any, student_logits: Any, **options: Any) -> float:
-        def entropy(maps: Any) -> float:
-            terms = np.where(maps > 0, maps * np.log(np.where(maps > 0, maps, 1.0)), 0.0).sum(-1)
-            return float(terms.mean((0, 2)).sum())
-
-        maps = supervision if isinstance(supervision, list) else [supervision]
-        return shd_ref.shd_loss(supervision, student_logits, **options) - sum(map(entropy, maps))
-
-    only = ["shd_loss/*", "law/loss-zero-iff-equal", "law/loss-uniform-student"]
-    report = judge(wrong(shd_loss=cross_entropy), vectors=vectors, only=only)
-    assert {"shd_loss/uniform", "law/loss-zero-iff-equal", "law/loss-uniform-student"} <= failed(report)
-    assert "this is the cross entropy, not KL" in hints(report)
-
-
-def test_temperature_squared(wrong: Any, vectors: Path) -> None:
-    def loss(*args: Any, temperature: float = 1.0, **options: Any) -> float:
-        return temperature**2 * shd_ref.shd_loss(*args, temperature=temperature, **options)
-
-    report = judge(wrong(shd_loss=loss), only="law/loss-*", vectors=vectors)
-    crossed = {f"law/loss-{name}" for name in ("options", "magnitudes", "near-sums", "sizes")}
-    assert failed(report) == {"law/loss-temperature"} | crossed
-    assert "multiplied by T^2" in hints(report)
-
-
-def test_per_sample_mean(wrong: Any, vectors: Path) -> None:
-    def loss(supervision: Any, student_logits: Any, *, loss_mask: Any = None, **options: Any) -> float:
-        if isinstance(supervision, list) or loss_mask is None:
-            return shd_ref.shd_loss(supervision, student_logits, loss_mask=loss_mask, **options)
-        parts = [
-            shd_ref.shd_loss(
-                supervision[b : b + 1], student_logits[b : b + 1], loss_mask=loss_mask[b : b + 1], **options
-            )
-            for b in range(len(supervision))
-        ]
-        return float(np.mean(parts))
-
-    report = judge(wrong(shd_loss=loss), only="law/loss-*", vectors=vectors)
-    assert "law/loss-batch-mean" in failed(report)
-    assert "taken per sample and then over samples" in hints(report)
-
-
-def test_value_outputs_of_merged_heads_not_summed(wrong: Any, vectors: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def squeeze(teacher_probs: Any, value_outputs: Any, num_student_heads: int, **options: Any) -> Any:
-        # Only the later rounds see the wrong value outputs, so a first round is always right.
-        from shd_ref.conformance.variants import Choices, compute
-
-        inputs = {
-            "teacher_probs": teacher_probs,
-            "value_outputs": value_outputs,
-            "num_student_heads": num_student_heads,
-            **options,
-        }
-        right = shd_ref.squeeze_heads(**inputs)
-        if options.get("strategy", "shd") != "shd":
-            return right
-        return mixing.SqueezeResult(
-            **{**vars(right), **compute("squeeze_heads", inputs, Choices(merged_outputs="mean"))}
-        )
-
-    report = judge(wrong(squeeze_heads=squeeze), only="law/squeeze-*", dtype="float32", vectors=vectors)
-    assert "law/squeeze-one-head" in failed(report)
-    assert "a merged head gets the mean of the two value outputs" in hints(report)
-    (result,) = [r for r in report.failures if r.id == "law/squeeze-one-head"]
-    assert result.finding
-    assert "round 2, pair 0" in result.finding.problem
 
 
 def test_arguments_that_change(wrong: Any, vectors: Path) -> None:
