@@ -60,57 +60,6 @@ def _one_hot(trial: Trial) -> None:
         trial.agree(got, wanted, "loss", what)
 
 
-def _uniform(trial: Trial) -> None:
-    # Against a uniform student the loss is log S minus the teacher's entropy: never a cross entropy.
-    target = _target(trial, 409, 2, 3, 4, 4)
-    P = target.astype(np.float64)
-    wanted = (P * (np.log(P) + np.log(4.0))).sum(-1).mean((0, 2)).sum()
-    got = _loss(trial, supervision=target, student_logits=trial.rounded(np.zeros(target.shape)))
-    trial.agree(got, wanted, "loss", "the loss against a uniform student, log S minus the entropy,")
-
-
-def _divergences(trial: Trial) -> None:
-    inputs = _inputs(trial, 413)
-    P, z = (array.astype(np.float64) for array in inputs.values())
-    Q = np.exp(z) / np.exp(z).sum(-1, keepdims=True)
-    R = (P + Q) / 2
-    wanted = {
-        "kl": P * np.log(P / Q),
-        "reverse_kl": Q * np.log(Q / P),
-        "js": (P * np.log(P / R) + Q * np.log(Q / R)) / 2,
-        "mse": (P - Q) ** 2,
-    }
-    for divergence, terms in wanted.items():
-        got = _loss(trial, **inputs, divergence=divergence)
-        trial.agree(got, terms.sum(-1).mean((0, 2)).sum(), "loss", f"the divergence {divergence}")
-
-
-def _uncounted(trial: Trial) -> None:
-    inputs = _inputs(trial, 417)
-    for divergence in _DIVERGENCES:
-        masked = _loss(trial, **inputs, loss_mask=_MASK, divergence=divergence)
-        kept = _MASK[:, None, :, None]
-        other = _inputs(trial, 421)
-        changed = {name: np.where(kept, array, other[name]) for name, array in inputs.items()}
-        again = _loss(trial, **changed, loss_mask=_MASK, divergence=divergence)
-        trial.agree(again, masked, "loss", f"the {divergence} loss after changes in rows that do not count")
-
-
-def _batch_mean(trial: Trial) -> None:
-    # Three rows count in the first sample and one in the second: the mean is over four rows.
-    inputs = _inputs(trial, 425)
-    whole = _loss(trial, **inputs, loss_mask=_MASK)
-    parts = [
-        _loss(trial, **{name: array[b : b + 1] for name, array in inputs.items()}, loss_mask=_MASK[b : b + 1])
-        for b in (0, 1)
-    ]
-    trial.agree(whole, (3 * parts[0] + 1 * parts[1]) / 4, "loss", "the mean over the batch's counted rows")
-    twice = {name: np.concatenate([array, array]) for name, array in inputs.items()}
-    trial.agree(
-        _loss(trial, **twice, loss_mask=np.concatenate([_MASK, _MASK])), whole, "loss", "the same batch twice"
-    )
-
-
 def _masked_rows(trial: Trial) -> None:
     # A row without mass counts as little as one outside of loss_mask.
     inputs = _inputs(trial, 429)
@@ -138,28 +87,6 @@ def _scaled(trial: Trial) -> None:
     trial.agree(_loss(trial, **inputs, beta=2.5), 2.5 * loss, "loss", "the loss with beta=2.5")
     exactly(_loss(trial, **inputs, beta=0.0), 0.0, "the loss with beta=0")
     trial.agree(_loss(trial, **inputs, reduction="mean"), loss / 3, "loss", "the mean over three heads")
-
-
-def _layers(trial: Trial) -> None:
-    first, second = _inputs(trial, 441), _inputs(trial, 445)
-    second = {name: np.ascontiguousarray(array[:, :2]) for name, array in second.items()}
-    both = {name: [first[name], second[name]] for name in first}
-    apart = _loss(trial, **first, loss_mask=_MASK) + _loss(trial, **second, loss_mask=_MASK)
-    trial.agree(_loss(trial, **both, loss_mask=_MASK), apart, "loss", "the loss of two layers, against their sum,")
-    mean = _loss(trial, **both, loss_mask=_MASK, reduction="mean")
-    trial.agree(mean, apart / 5, "loss", "the mean over the five maps of two layers")
-    empty = {"supervision": [first["supervision"], np.zeros_like(second["supervision"])]}
-    one = _loss(trial, student_logits=both["student_logits"], **empty, reduction="mean")
-    trial.agree(one, _loss(trial, **first) / 5, "loss", "the mean, maps without a counted row included,")
-
-
-def _temperature(trial: Trial) -> None:
-    inputs = _inputs(trial, 449)
-    halved = trial.rounded(inputs["student_logits"] / 2.0)
-    for divergence in _DIVERGENCES:
-        warm = _loss(trial, **inputs, temperature=2.0, divergence=divergence)
-        wanted = _loss(trial, supervision=inputs["supervision"], student_logits=halved, divergence=divergence)
-        trial.agree(warm, wanted, "loss", f"{divergence} at temperature 2, against halved logits,")
 
 
 def _attn_mask(trial: Trial) -> None:
@@ -194,16 +121,6 @@ def _far_logits(trial: Trial) -> None:
             what = f"{divergence} of logits far below a masked one of {masked:g}, against the same moved to 0,"
             trial.agree(losses[0], losses[1], "loss", what, times=2)
             trial.agree(slopes[0], slopes[1], "gradient", f"dz for {what}", times=2)
-
-
-def _sinks(trial: Trial) -> None:
-    inputs = _inputs(trial, 457)
-    for divergence in _DIVERGENCES:
-        full = _loss(trial, **inputs, divergence=divergence)
-        half = {**inputs, "supervision": trial.rounded(inputs["supervision"] / 2.0)}
-        sunk = _loss(trial, **half, row_sums="at_most_one", divergence=divergence)
-        # The rows are distributions up to rounding, which at_most_one divides out.
-        trial.agree(sunk, full / 2, "loss", f"{divergence} of rows with half their mass", times=4)
 
 
 def _gradient(trial: Trial, **inputs: Any) -> Array:
@@ -298,16 +215,6 @@ def _zero_gradient(trial: Trial) -> None:
         exactly(nothing, 0.0, f"dz of {divergence} with an empty mask")
 
 
-def _gradient_layers(trial: Trial) -> None:
-    first, second = _inputs(trial, 473), _inputs(trial, 477)
-    lists = {name: [first[name], second[name]] for name in first}
-    both = trial.call("shd_loss_gradient", **lists, loss_mask=_MASK)["dz"]
-    require(isinstance(both, list | tuple) and len(both) == 2, "dz of two layers", "a list of two arrays", both)
-    for got, inputs in zip(both, (first, second), strict=True):
-        wanted = _gradient(trial, **inputs, loss_mask=_MASK)
-        trial.agree(got, wanted, "gradient", "dz of one layer of two, against that layer alone,")
-
-
 def _chain_rule(trial: Trial) -> None:
     queries, keys = trial.numbers(481, 2, 4, 4, 3), trial.numbers(482, 2, 2, 4, 3)
     target = trial.probs(483, 2, 4, 4, 4)
@@ -381,37 +288,21 @@ LAWS = (
     law("loss-zero-iff-equal", _LOSS, "LOSS-1 LOSS-11 LOSS-17",
         "Every divergence is 0 for equal maps and above 0 for others.", _zero_iff_equal),
     law("loss-one-hot", _LOSS, "LOSS-1 LOSS-12", "For one-hot rows the loss is -log Q.", _one_hot),
-    law("loss-uniform-student", _LOSS, "LOSS-1",
-        "Against a uniform student the loss is log S minus the teacher's entropy, which is part of it.",
-        _uniform),
-    law("loss-divergences", _LOSS, "LOSS-11 LOSS-12", "Each divergence is its formula.", _divergences),
-    law("loss-uncounted-rows", _LOSS, "LOSS-4 LOSS-11", "What stands in rows that do not count does not matter.",
-        _uncounted),
-    law("loss-batch-mean", _LOSS, "LOSS-4 NUM-3",
-        "The mean is over the counted rows of the whole batch, not over samples.", _batch_mean),
     law("loss-zero-rows", _LOSS, "LOSS-4 LOSS-16 MAP-2", "Rows without mass do not count, and never make NaN.",
         _masked_rows),
     law("loss-empty-mask", _LOSS, "LOSS-7", "Without a counted row the loss is exactly 0.", _empty),
     law("loss-beta-and-mean", _LOSS, "LOSS-2 LOSS-5",
         "beta multiplies, and reduction='mean' divides by the number of maps.", _scaled),
-    law("loss-layers", _LOSS, "LOSS-2 LOSS-3 LOSS-5 LOSS-16 LOSS-18",
-        "The loss of several layers is the sum of theirs, and the mean divides by all maps.", _layers),
-    law("loss-temperature", _LOSS, "TEMP-4 LOSS-16",
-        "The temperature divides the student's logits and is not a factor of the loss.", _temperature),
     law("loss-attn-mask", _LOSS, "LOSS-12 LOSS-16 MAP-7",
         "A masked key is one with logit -inf, and large logits give a finite loss.", _attn_mask),
     law("loss-far-logits", "shd_loss shd_loss_gradient", "LOSS-16 MAP-2",
         "Masked keys are left out of the student's softmax, however large their logits are.", _far_logits),
-    law("loss-sinks", _LOSS, "LOSS-10 LOSS-11 MAP-9",
-        "A row with half its mass in a sink is compared by its distribution and weighs half.", _sinks),
     law("gradient-finite-differences", "shd_loss shd_loss_gradient", "LOSS-8 GRAD-1 GRAD-2 LOSS-14",
         "The gradient is the slope of the implementation's own loss.", _finite_differences, dtypes=("float64",)),
     law("gradient-formula", _GRADIENT, "LOSS-8 GRAD-1",
         "The gradient of KL is beta (s Q - P) / (n T) on counted rows.", _formula),
     law("gradient-zeros", _GRADIENT, "LOSS-7 LOSS-8 GRAD-3",
         "The gradient is exactly 0 on uncounted rows and masked keys, and sums to 0 over keys.", _zero_gradient),
-    law("gradient-layers", _GRADIENT, "GRAD-9 LOSS-3",
-        "A list of layers gives a list of gradients, each that of its layer.", _gradient_layers),
     law("gradient-queries-and-keys", "shd_loss_gradient_qk", "GRAD-4 GRAD-5 GRAD-6",
         "Gradients of queries and keys follow from dz by the chain rule, shared key heads summed.", _chain_rule),
     law("support-intersected", "intersect_support shd_loss", "LOSS-14 LOSS-15",
