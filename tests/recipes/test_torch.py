@@ -17,7 +17,6 @@ import shd_torch.kd  # noqa: E402
 import shd_torch.recipes  # noqa: E402
 from shd_ref.tolerances import load_tolerances  # noqa: E402
 
-LOSS, GRADIENT = (load_tolerances()["agreement"]["float64"][name] for name in ("loss", "gradient"))
 RNG = np.random.default_rng(7)
 B, L, V, N, D = 3, 4, 6, 6, 5
 

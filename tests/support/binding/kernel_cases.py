@@ -124,29 +124,6 @@ class Case:
             "row_sums": "at_most_one" if self.has_sinks else "one",
         }
 
-    @property
-    def student_arguments(self) -> dict[str, Any]:
-        return {
-            "student_q": self.tensors["student_q"],
-            "student_k": self.tensors["student_k"],
-            "scale": scale_of(self.tensors["student_q"]),
-            "key_mask": self.key_mask,
-            "is_causal": self.is_causal,
-            "window": self.window,
-            "temperature": self.temperature,
-        }
-
-    @property
-    def factored_arguments(self) -> dict[str, Any]:
-        mixing = self.mixing[..., None] * self.row_mass[:, None] if self.has_sinks else self.mixing
-        return self.student_arguments | {
-            "teacher_q": self.tensors["teacher_q"],
-            "teacher_k": self.tensors["teacher_k"],
-            "teacher_scale": scale_of(self.tensors["teacher_q"]),
-            "mixing": mixing.astype(np.float32),
-            "groups": self.groups,
-        }
-
 
 def scale_of(queries: Array) -> float:
     return float(queries.shape[-1] ** -0.5)

@@ -14,8 +14,6 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-SCALER = 2.0**14
-
 
 @contextmanager
 def start_interpreter() -> Iterator[ProcessPoolExecutor]:
@@ -50,84 +48,45 @@ def call_adapter(operation: str, inputs: dict[str, Any], dtype: str) -> Any:
     return KernelAdapter("cpu").run_operation(operation, inputs, dtype)
 
 
-def call_kernel(name: str, arguments: dict[str, Any], device: str = "cpu") -> dict[str, Any]:
-    """Call an entry point of ``shd_torch.kernels`` with arrays for tensors, and return arrays.
-
-    Args:
-        name: of the entry point.
-        arguments: queries, keys and weights; ``scale``, ``key_mask``, ``is_causal`` and ``window``; the teacher's
-            queries, keys, scale, mixing and groups, or ``codes``: ``(B, H_s, L, S)``, or the fields of ``Coded``.
-        device: where to run.
-    """
-    import numpy as np
-    import torch
-
-    from shd_torch import kernels
-    from shd_torch.supervision import AttentionRule, Coded, Factored
-    from support.binding.twins import to_tensor
-
-    def convert(values: dict[str, Any]) -> dict[str, Any]:
-        return {
-            key: to_tensor(value, device) if isinstance(value, np.ndarray) else value for key, value in values.items()
-        }
-
-    given = convert(arguments)
-    before = {key: value.clone() for key, value in given.items() if isinstance(value, torch.Tensor)}
-    left = dict(given)
-    q, k, weights = left.pop("student_q"), left.pop("student_k"), left.pop("row_weights")
-    key_mask = left.pop("key_mask", None)
-    mask = None if key_mask is None else key_mask[:, None, None]
-    rule = AttentionRule(mask, left.pop("is_causal", False), left.pop("window", None), scale=left.pop("scale"))
-    if name == "kl_factored":
-        of_teacher = (left.pop("teacher_q"), left.pop("teacher_k"), left.pop("mixing"), rule)
-        taught: Any = Factored(*of_teacher, groups=left.pop("groups"), scale=left.pop("teacher_scale"))
-    else:
-        codes = left.pop("codes")
-        taught = Coded(**convert(codes)) if isinstance(codes, dict) else _plain_codes(codes)
-    result = getattr(kernels, name)(q, k, taught, weights, rule.fit(q, k), **left)
-    changed = [key for key, value in before.items() if not torch.equal(value, given[key])]
-    arrays = {key: None if value is None else value.cpu().numpy() for key, value in result._asdict().items()}
-    return arrays | {"changed": changed}
-
-
-def _plain_codes(codes: Any) -> Any:
-    """Codes ``(B, H_s, L, S)`` of whole maps as a cache would hold them."""
-    from shd_torch.supervision import Coded
-
-    batch, heads, rows, keys = codes.shape
-    starts = tuple(range(0, codes.numel(), codes.numel() // batch))
-    shape = {} if rows == keys else {"key_lengths": (keys,) * batch, "num_keys": keys}
-    return Coded(codes.flatten(), starts, (rows,) * batch, heads, "sqrt8-row", "full", rows, **shape)
-
-
-def call_loss(supervision: dict[str, Any], arguments: dict[str, Any], device: str = "cpu") -> dict[str, Any]:
+def call_loss(
+    supervision: dict[str, Any], arguments: dict[str, Any], deterministic: bool = False, device: str = "cpu"
+) -> dict[str, Any]:
     """``attention_kl`` by the kernels with arrays for tensors: the loss, its gradients, and how it was chosen.
 
     Args:
         supervision: fields of ``Coded`` where it has a buffer, else of ``Factored``.
         arguments: of ``attention_kl``; a mask is the tensor of the teacher as well.
+        deterministic: whether two passes run.
         device: where to run.
     """
     import torch
 
     from shd_torch import attention_kl, explain_backend
-    from shd_torch.supervision import Factored
-    from shd_torch.supervision.coded import Coded
+    from shd_torch.supervision import Coded, Factored
     from support.binding.twins import to_tensor
 
     def convert(fields: dict[str, Any]) -> dict[str, Any]:
         return {key: to_tensor(value, device) if hasattr(value, "dtype") else value for key, value in fields.items()}
 
-    given = {"backend": "triton"} | convert(arguments)
+    given, fields = {"backend": "triton"} | convert(arguments), convert(supervision)
+    tensors = [value for value in (given | fields).values() if isinstance(value, torch.Tensor)]
+    before = [tensor.clone() for tensor in tensors]
     shared = {name: given[name] for name in ("attn_mask", "is_causal", "window") if name in given}
-    taught = Coded(**convert(supervision)) if "buffer" in supervision else Factored(**shared | convert(supervision))
+    taught = Coded(**fields) if "buffer" in fields else Factored(**shared | fields)
     q, k = given.pop("student_q").requires_grad_(), given.pop("student_k").requires_grad_()
     (choice,) = explain_backend(q, k, taught, **given)
-    loss = attention_kl(q, k, taught, **given)
-    # As a gradient scaler does; small numbers would vanish in float16.
-    dq, dk = torch.autograd.grad(loss, (q, k), loss.new_tensor(SCALER))
-    tensors = {"loss": loss, "dq": dq.double() / SCALER, "dk": dk.double() / SCALER}
-    return {name: value.detach().double().cpu().numpy() for name, value in tensors.items()} | {"choice": choice}
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, cuBLAS refuses to be deterministic
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        loss = attention_kl(q, k, taught, **given)
+        # As a gradient scaler does; small numbers would vanish in float16.
+        scaler = 16.0 / given["beta"]
+        dq, dk = torch.autograd.grad(loss, (q, k), loss.new_tensor(scaler))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(old, new) for old, new in zip(before, tensors, strict=True)), "an argument was written"
+    results = {"loss": loss, "dq": dq.double() / scaler, "dk": dk.double() / scaler}
+    return {name: value.detach().double().cpu().numpy() for name, value in results.items()} | {"choice": choice}
 
 
 def call_reason(*dtypes: str) -> str | None:

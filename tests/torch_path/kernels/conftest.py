@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from support.binding.kernel_interpreter import call_kernel, start_interpreter
+from support.binding.kernel_interpreter import call_loss, start_interpreter
 
 pytest.importorskip("triton", reason="the kernels need the extra 'triton' (Linux only)")
 
-Kernel = Callable[..., dict[str, Any]]
+ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")]
 
 
 @pytest.fixture(scope="session")
@@ -21,21 +21,10 @@ def interpreter() -> Iterator[Any]:
         yield pool
 
 
-@pytest.fixture(
-    params=[
-        "interpreted",
-        pytest.param(
-            "cuda",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device"),
-            ],
-        ),
-    ]
-)
-def kernel(request: pytest.FixtureRequest) -> Kernel:
-    """``kernel(name, **arguments)`` calls an entry point with arrays for tensors."""
+@pytest.fixture(params=["interpreted", pytest.param("cuda", marks=ON_CUDA)])
+def loss(request: pytest.FixtureRequest) -> Any:
+    """``loss(supervision, arguments)``: ``attention_kl`` with arrays for tensors, see ``call_loss``."""
     if request.param == "cuda":
-        return lambda name, **arguments: call_kernel(name, arguments, "cuda")
+        return lambda *given: call_loss(*given, device="cuda")
     pool = request.getfixturevalue("interpreter")
-    return lambda name, **arguments: pool.submit(call_kernel, name, arguments).result(timeout=300)
+    return lambda *given: pool.submit(call_loss, *given).result(timeout=300)

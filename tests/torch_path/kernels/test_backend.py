@@ -1,20 +1,14 @@
-"""``attention_kl`` by the kernels against the reference, value and gradients by name; when they are taken."""
+"""When the kernels are taken, and what is said where they are not."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
-from support.binding.kernel_cases import Case, assert_value, relative_error
-from support.binding.kernel_interpreter import call_loss
 
-from shd_ref.cache import decode, encode, pack
-from shd_ref.tolerances import load_tolerances
 from shd_torch import attention_kl, explain_backend
 from shd_torch.kernels import RowsKl
 from shd_torch.kl import backends
@@ -22,108 +16,6 @@ from shd_torch.kl.backends import BACKENDS, choose_backend
 from shd_torch.kl.request import KlRequest
 from shd_torch.supervision import Dense, Factored
 from shd_torch.supervision.coded import Coded
-
-Loss = Callable[..., dict[str, Any]]
-
-BETA = 1e-3
-CASES = [
-    Case("causal, L=63, d=40 and 24, grouped", 63, None, 40, 24, kv_heads=1, teacher_kv_heads=2, is_causal=True),
-    Case("L=65, S=70, weights per row, T=2.5", 65, 70, mixes_rows=True, temperature=2.5),
-    Case("causal, padded on the left: empty rows", 40, is_causal=True, has_key_mask=True, batch=2),
-    Case(
-        "groups of 3, 1 and 2, window", 37, groups=((0, 4, 2), (5,), (1, 3)), kv_heads=3, teacher_kv_heads=6, window=9
-    ),
-    Case("six heads in one", 34, groups=(tuple(range(6)),), kv_heads=1, teacher_kv_heads=3),
-    Case("window of 9 both ways, sinks", 45, groups=((0,), (1,)), window=9, teacher_kv_heads=2, has_sinks=True),
-    Case("float16, d=80, causal, L=70", 70, width=80, teacher_width=32, is_causal=True, dtype="float16"),
-]
-
-
-@pytest.fixture
-def loss(kernel: Any, request: pytest.FixtureRequest) -> Loss:
-    """``loss(supervision, arguments)`` on the device of the fixture ``kernel``."""
-    if request.node.callspec.params["kernel"] == "cuda":
-        return lambda supervision, arguments: call_loss(supervision, arguments, "cuda")
-    pool = request.getfixturevalue("interpreter")
-    return lambda supervision, arguments: pool.submit(call_loss, supervision, arguments).result(timeout=300)
-
-
-def factored(case: Case) -> dict[str, Any]:
-    return {
-        "queries": case.tensors["teacher_q"],
-        "keys": case.tensors["teacher_k"],
-        "mixing": case.mixing.astype(np.float32),
-        "groups": case.groups,
-        "row_mass": case.row_mass.astype(np.float32) if case.has_sinks else None,
-    }
-
-
-def arguments(case: Case) -> dict[str, Any]:
-    mask = {} if case.key_mask is None else {"attn_mask": case.key_mask[:, None, None]}
-    return {
-        "student_q": case.tensors["student_q"],
-        "student_k": case.tensors["student_k"],
-        "is_causal": case.is_causal,
-        "window": case.window,
-        "temperature": case.temperature,
-        "loss_mask": case.loss_mask,
-        "beta": BETA,
-    } | mask
-
-
-def assert_agrees(actual: dict[str, Any], expected: tuple[Any, ...], dtype: str) -> None:
-    """The loss by its published tolerance, gradients as a whole by the kernels'."""
-    value, dq, dk, _ = expected
-    assert_value(float(actual["loss"]) / BETA, value, dtype)
-    tolerance = load_tolerances()["kernels"]["gradient"][dtype]
-    for name, want in (("dq", dq), ("dk", dk)):
-        assert relative_error(actual[name] / BETA, want) <= tolerance, name
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_factored_supervision(loss: Loss, case: Case) -> None:
-    actual = loss(factored(case), arguments(case))
-    assert (actual["choice"].name, actual["choice"].reason) == ("triton", "it was asked for")
-    assert_agrees(actual, case.expect(case.supervision), case.dtype)
-
-
-def test_groups_need_not_be_given(loss: Loss) -> None:
-    case = CASES[3]
-    actual = loss(factored(case) | {"groups": None}, arguments(case))
-    assert_agrees(actual, case.expect(case.supervision), case.dtype)
-
-
-@pytest.mark.parametrize("support", ["full", "causal"])
-@pytest.mark.parametrize("codec", ["sqrt8-row", "sqrt8-abs"])
-def test_a_batch_of_a_cache(loss: Loss, support: str, codec: str) -> None:
-    """Samples of different lengths; padding has no supervision, and does not count."""
-    case = Case("coded", 40, is_causal=support == "causal", batch=2, temperature=1.5)
-    lengths = (40, 23)
-    codes = encode(codec, case.supervision)
-    codes[1, :, 23:] = 0
-    codes[1, :, :, 23:] = 0
-    blobs = [pack(codes[sample, :, :n, :n], support) for sample, n in enumerate(lengths)]
-    supervision = {
-        "buffer": np.concatenate([np.full(7, 255, np.uint8), *blobs]),
-        "starts": (7, 7 + blobs[0].size),
-        "lengths": lengths,
-        "num_student_heads": 2,
-        "codec": codec,
-        "support": support,
-        "length": 40,
-        "temperature": 1.5,
-    }
-    actual = loss(supervision, arguments(case))
-    assert_agrees(actual, case.expect(decode(codec, codes).astype(np.float64)), "float32")
-
-
-def test_gradients_without_the_value(loss: Loss) -> None:
-    case = CASES[0]
-    actual = loss(factored(case), arguments(case) | {"value": "surrogate"})
-    value, dq, dk, weights = case.expect(case.supervision)
-    exact = BETA * float((case.tensors["student_q"] * dq).sum())
-    assert_agrees(actual | {"loss": BETA * value}, (value, dq, dk, weights), case.dtype)
-    np.testing.assert_allclose(actual["loss"], exact, **load_tolerances()["agreement"]["float32"]["loss"])
 
 
 def heads(length: int = 8, width: int = 8, dtype: torch.dtype = torch.float32) -> torch.Tensor:
