@@ -17,7 +17,7 @@ from judge.mutants.mutant import SHOWN_BY, Mutant, apply, built, failures, items
 from judge.mutants.pattern import locals_of, rewrite
 
 from shd_ref.conformance import OUTPUTS, Status, cases
-from shd_ref.conformance.mistakes import MISTAKES
+from shd_ref.conformance.runner import MISTAKES
 from shd_ref.conformance.specification import load_mistakes, load_sentences, specs_folder
 from shd_ref.conformance.vectors import Case
 from shd_ref.loss import LossKeywords
