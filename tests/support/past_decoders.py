@@ -23,7 +23,6 @@ _TOKENS: Final = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2
 
 # Optimum gives OPT no position_ids: the model counts them from the mask.
 DECODERS: Final = ("gpt2", "llama", "opt", "gpt_neox")
-KEY_VALUE_HEADS: Final = {"llama": 2}
 
 
 def make_decoder(name: str, num_heads: int = 4, num_layers: int = 2) -> Any:
@@ -48,14 +47,6 @@ def make_decoder(name: str, num_heads: int = 4, num_layers: int = 2) -> Any:
             if parameter.ndim == 2:
                 parameter.mul_(8)
     return model
-
-
-def output_projections(model: Any) -> list[torch.Tensor]:
-    """W_o ``(in, out)`` of every layer."""
-    ends = {"gpt2": "attn.c_proj", "llama": "o_proj", "opt": "out_proj", "gpt_neox": "attention.dense"}
-    kind = model.config.model_type
-    modules = [module for name, module in model.named_modules() if name.endswith(ends[kind])]
-    return [module.weight.detach() if kind == "gpt2" else module.weight.detach().T for module in modules]
 
 
 class _WithPast(torch.nn.Module):

@@ -23,6 +23,7 @@ from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.study.recheck import recheck_records
 from shd_ref.tolerances import load_tolerances
 from shd_torch import SupervisedDataset, attention_kl, capture_attention, layer_kls
+from shd_torch.capture.outputs import read_hidden_states
 from shd_torch.export import example_inputs
 from shd_torch.maps import squeeze_heads
 from shd_torch.maps.attention import value_outputs
@@ -129,24 +130,36 @@ def test_cached_maps_are_the_models_own_maps_merged(path: Made) -> None:
     joined = SupervisedDataset(samples_of(path.arrays), reader)
     limit = load_tolerances()["graph"]["probs"]["float32"]
     tensors = {name: torch.from_numpy(array) for name, array in path.arrays.items()}
-    path.teacher.set_attn_implementation("eager")
     with torch.no_grad(), capture_attention(path.teacher, keep_values=True) as captured:
         path.teacher(**tensors, use_cache=False)
-    names = dict(path.teacher.named_modules())
-    for place, (kind, call) in enumerate(zip(LAYERS, (1, 4, 5), strict=True)):
+    for column, (kind, call) in enumerate(zip(LAYERS, (1, 4, 5), strict=True)):
         attention = captured.calls[call]
         projection = getattr(attention.module, "out_proj", None) or attention.module.o
-        assert any(module is attention.module for module in names.values())
         rows = tensors["attention_mask" if kind == "encoder" else "decoder_attention_mask"].bool()
         outputs = value_outputs(attention.value, projection.weight.detach().T)
         merged = squeeze_heads(captured.probs[call], outputs, HEADS, query_mask=rows).probs
-        for number, key in enumerate(joined.keys):
+        for number, (key, n, m) in enumerate(zip(joined.keys, ENCODER_LENGTHS, DECODER_LENGTHS, strict=True)):
             record = reader.read(key)
-            n, m = ENCODER_LENGTHS[number], DECODER_LENGTHS[number]
             assert record.shapes == ((n, n), (m, m), (m, n))
-            num_rows, num_keys = record.shapes[place]
+            num_rows, num_keys = record.shapes[column]
             expected = merged[number, :, :num_rows, :num_keys].detach().numpy()
-            np.testing.assert_allclose(reader.decode(record, place), expected, atol=limit)
+            np.testing.assert_allclose(reader.decode(record, column), expected, atol=limit)
+
+
+def test_hidden_states_are_those_of_the_models_decoder(path: Made, tmp_path: Path) -> None:
+    """As Hugging Face counts them: T5's last one before the scale in front of its head."""
+    options = PrecomputeOptions(num_student_heads=HEADS, num_student_layers=LAYERS, hidden=(0, 1, 2))
+    precompute(path.graph, path.arrays, tmp_path / "cache", options, RunOptions(num_threads=1))
+    tensors = {name: torch.from_numpy(array) for name, array in path.arrays.items()}
+    with torch.no_grad():
+        output = path.teacher(**tensors, output_hidden_states=True, use_cache=False)
+    expected = read_hidden_states(output, [0, 1, 2], "the model")
+    joined = SupervisedDataset(samples_of(path.arrays), tmp_path / "cache")
+    _, supervision = joined.collate([joined[index] for index in range(len(joined))])
+    mask = tensors["decoder_attention_mask"].bool()
+    for layer, states in supervision.hidden_states(mask.shape[1]).items():
+        torch.testing.assert_close(states[mask], expected.pop(layer)[mask], rtol=2e-3, atol=2e-3)
+    assert not expected
 
 
 def test_a_student_learns_every_kind(path: Made) -> None:

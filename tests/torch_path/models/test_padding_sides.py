@@ -19,13 +19,12 @@ from support.binding.trainer_cases import make_trainer
 from support.exported_models import trace
 from support.students import precompute
 
-from shd_ref import squeeze_heads, value_outputs
 from shd_ref.cache import CacheReader
 from shd_ref.cache.codecs.distortion import row_tv_bound
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.study.recheck import recheck_records
 from shd_ref.tolerances import load_tolerances
-from shd_torch import ShdError, SupervisedDataset, attention_kl, capture_attention
+from shd_torch import OnlineTeacher, ShdError, SupervisedDataset, attention_kl, capture_attention
 from shd_torch.maps import shd_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
@@ -69,25 +68,10 @@ def write(graph: Path, folder: Path, data: Arrays, **options: Any) -> CacheReade
     return CacheReader(folder)
 
 
-def own_maps(name: str, data: Arrays) -> list[NDArray[np.float64]]:
-    """Merged maps of the PyTorch model, layer by layer, by the reference."""
-    teacher, inputs = teacher_of(name), {key: torch.from_numpy(array) for key, array in data.items()}
-    values: list[Tensor] = []
-    outer: list[Tensor] = []
-    for key, module in teacher.named_modules():
-        if key.endswith(("v_proj", "self.value")):
-            module.register_forward_hook(lambda *call: values.append(call[2].unflatten(-1, (-1, 8)).transpose(1, 2)))
-        if key.endswith(("o_proj", "attention.output.dense")):
-            outer.append(module.weight.detach().T)
-    with torch.no_grad():
-        attentions = teacher(**inputs, output_attentions=True).attentions
-    merged = []
-    for probs, value, projection in zip(attentions, values, outer, strict=True):
-        each = value.repeat_interleave(probs.shape[1] // value.shape[1], dim=1)
-        outputs = value_outputs(each.double().numpy(), projection.double().numpy())
-        mask = data["attention_mask"].astype(bool)
-        merged.append(squeeze_heads(probs.double().numpy(), outputs, 2, query_mask=mask).probs)
-    return merged
+def own_maps(name: str, data: Arrays) -> list[NDArray[np.float32]]:
+    """Merged maps of the live PyTorch model, layer by layer."""
+    taught = OnlineTeacher(teacher_of(name), 2, 2)(**{key: torch.from_numpy(array) for key, array in data.items()})
+    return [supervision.probs().numpy() for supervision in taught.supervisions]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Decoders as the hub has them, exported with past: from the graph to a student that has learnt from it."""
+"""Decoders as the hub has them, exported with past: the graph, its cache, and what other tools make of it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ import onnx
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader
 from typer.testing import CliRunner
 
 pytest.importorskip("transformers", reason="these teachers come from transformers")
 pytest.importorskip("onnxruntime", reason="a teacher graph is run")
 
-from support.past_decoders import DECODERS, VOCABULARY, export_with_past, make_decoder, output_projections
+from support.past_decoders import DECODERS, VOCABULARY, export_with_past, make_decoder
 from support.students import precompute
 
-from shd_ref import squeeze_heads, value_outputs
 from shd_ref.cache import CacheReader, Factors, sample_key, trim_sample
 from shd_ref.cli import load_app
 from shd_ref.teacher.graph.find import find_sites
@@ -30,7 +28,7 @@ from shd_ref.teacher.study.fidelity import FidelityOptions, measure_fidelity
 from shd_ref.teacher.study.forecast import forecast_cache
 from shd_ref.teacher.study.recheck import recheck_records
 from shd_ref.tolerances import load_tolerances
-from shd_torch import SupervisedDataset, attention_kl, capture_attention
+from shd_torch import OnlineTeacher
 
 SAMPLES, LENGTH, PADDED_IN_FRONT = 12, 9, 2
 MASK_AXES = {"gpt2": "past_sequence_length + 1", "llama": "past_sequence_length + sequence_length"}
@@ -71,25 +69,6 @@ def taught(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Taught(request.param, model, graph, folder / "cache")
 
 
-def own_maps(taught: Taught, index: int) -> list[NDArray[np.float32]]:
-    """The merged maps of a sample by the PyTorch model alone, without padding behind, by the reference."""
-    sample, _ = trim_sample({name: array[index] for name, array in make_data().items()}, "attention_mask")
-    inputs = {name: torch.from_numpy(array[None]) for name, array in sample.items()}
-    mask = inputs["attention_mask"]
-    if taught.name != "opt":
-        inputs["position_ids"] = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)  # as generate() does
-    with torch.no_grad():
-        output = taught.model(**inputs, output_attentions=True, use_cache=True)
-    merged = []
-    layers = zip(output.attentions, output.past_key_values.layers, output_projections(taught.model), strict=True)
-    for probs, layer, projection in layers:
-        values = layer.values.repeat_interleave(probs.shape[1] // layer.values.shape[1], dim=1)
-        outputs = value_outputs(values.numpy(), projection.numpy())
-        result = squeeze_heads(probs.numpy(), outputs, 2, query_mask=mask.numpy().astype(bool))
-        merged.append(result.probs[0])
-    return merged
-
-
 def test_every_site_is_found_with_its_heads(taught: Taught) -> None:
     sites = find_sites(load_teacher(taught.graph))
     assert [site.supported for site in sites] == [True, True]
@@ -99,19 +78,25 @@ def test_every_site_is_found_with_its_heads(taught: Taught) -> None:
         assert found == expected
 
 
-def test_cached_maps_are_the_models_own_merged_maps(taught: Taught) -> None:
+def test_cached_maps_are_those_of_the_live_model(taught: Taught) -> None:
     reader = CacheReader(taught.cache)
     assert reader.manifest.inputs.names == ("attention_mask", "input_ids")
     data, limit = make_data(), load_tolerances()["graph"]["probs"]["float32"]
+    tensors = {name: torch.from_numpy(array) for name, array in data.items()}
+    mask = tensors["attention_mask"]
+    if taught.name != "opt":
+        tensors["position_ids"] = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)  # as generate() does
+    live = [each.probs().numpy() for each in OnlineTeacher(taught.model, 2, 2)(**tensors).supervisions]
     spread = 0.0
     for index in range(SAMPLES):
         sample = {name: array[index] for name, array in data.items()}
         record = reader.read(sample_key(trim_sample(sample, "attention_mask")[0]))
         rows = sample["attention_mask"][: record.length].astype(bool)
-        for layer, expected in enumerate(own_maps(taught, index)):
-            found = reader.decode(record, layer)
-            np.testing.assert_allclose(found[:, rows], expected[:, rows], atol=limit, rtol=0)
-            spread = max(spread, float(np.ptp(found[:, rows][..., rows].max(axis=-1))))
+        for layer, maps in enumerate(live):
+            cached = reader.decode(record, layer)[:, rows]
+            expected = maps[index, :, : record.length, : record.length][:, rows]
+            np.testing.assert_allclose(cached, expected, atol=limit, rtol=0)
+            spread = max(spread, float(np.ptp(cached[..., rows].max(axis=-1))))
     assert spread > 0.2, "maps that are all alike would show nothing"
 
 
@@ -148,31 +133,6 @@ def test_factored_records_keep_causality_beside_an_empty_past(taught: Taught, tm
     assert manifest.attention.support == "causal"
     assert isinstance(manifest.attention, Factors)
     assert manifest.attention.padding == "around"
-
-
-@FEW
-def test_a_student_learns_from_the_cache(taught: Taught) -> None:
-    data = {name: torch.from_numpy(array) for name, array in make_data().items()}
-    samples = [{name: array[i] for name, array in data.items()} for i in range(SAMPLES)]
-    joined = SupervisedDataset(samples, taught.cache)
-    loader = DataLoader(joined, batch_size=SAMPLES, collate_fn=joined.collate)
-    torch.manual_seed(1)
-    student = make_decoder(taught.name, num_heads=2)
-    optimizer = torch.optim.Adam(student.parameters(), lr=1e-2)
-    losses = []
-    for step in range(15):
-        for batch, supervision in loader:
-            with capture_attention(student, layers=supervision.layers) as captured:
-                student(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
-            loss = sum(
-                attention_kl(call.query, call.key, one, check=step == 0, **call.mask_keywords)
-                for call, one in zip(captured.calls, supervision.supervise(), strict=True)
-            )
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-    assert losses[-1] < 0.5 * losses[0]
 
 
 def test_no_output_of_the_past_is_computed(taught: Taught) -> None:
