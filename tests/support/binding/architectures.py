@@ -20,7 +20,7 @@ _DECODER: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_SEQ2SEQ: dict[str, Any] = {
+SEQ2SEQ: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "d_model": 32,
     "encoder_layers": 1,
@@ -75,13 +75,13 @@ _HUGGING_FACE: dict[str, tuple[str, str, dict[str, Any]]] = {
         "T5EncoderModel",
         {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": HEADS},
     ),
-    "bart": ("BartConfig", "BartModel", {**_SEQ2SEQ, "max_position_embeddings": 64}),
+    "bart": ("BartConfig", "BartModel", {**SEQ2SEQ, "max_position_embeddings": 64}),
     "vit": ("ViTConfig", "ViTModel", _VISION),
     "deit": ("DeiTConfig", "DeiTModel", _VISION),
     "whisper": (
         "WhisperConfig",
         "WhisperModel",
-        {**_SEQ2SEQ, "num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 20},
+        {**SEQ2SEQ, "num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 20},
     ),
 }
 ENCODERS_INSIDE = ("bart", "whisper")  # of these the encoder alone is the teacher

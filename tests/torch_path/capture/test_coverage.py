@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.binding.architectures import SEQ2SEQ
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -16,46 +17,14 @@ from shd_torch import capture_attention
 
 transformers = pytest.importorskip("transformers", reason="these are Hugging Face architectures")
 
-_SEQ2SEQ: dict[str, Any] = {
-    "vocab_size": 50,
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 3,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 1,
-}
-_T5: dict[str, Any] = {
-    "vocab_size": 50,
-    "d_model": 32,
-    "d_kv": 8,
-    "d_ff": 48,
-    "num_layers": 2,
-    "num_decoder_layers": 3,
-    "num_heads": 4,
-    "pad_token_id": 0,
-    "decoder_start_token_id": 0,
-}
-SEEN: dict[str, dict[str, Any]] = {
-    "Bart": _SEQ2SEQ,
-    "MBart": _SEQ2SEQ,
-    "Marian": _SEQ2SEQ,
-    "Pegasus": _SEQ2SEQ,
-    "Blenderbot": _SEQ2SEQ,
-    "M2M100": _SEQ2SEQ,
-    "PLBart": _SEQ2SEQ,
-    "T5": _T5,
-    "UMT5": _T5,
-}
-UNSEEN: dict[str, dict[str, Any]] = {
-    "BigBirdPegasus": {**_SEQ2SEQ, "block_size": 4, "num_random_blocks": 1},
-    "PegasusX": {**_SEQ2SEQ, "block_size": 4, "num_global_tokens": 2},
+SIZES: dict[str, Any] = SEQ2SEQ | {"encoder_layers": 2, "decoder_layers": 3, "max_position_embeddings": 64}
+T5: dict[str, Any] = {"vocab_size": 50, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "pad_token_id": 0}
+T5 |= {"num_layers": 2, "num_decoder_layers": 3, "decoder_start_token_id": 0}
+SEEN = dict.fromkeys(("Bart", "MBart", "Marian", "Pegasus", "Blenderbot", "M2M100", "PLBart"), SIZES)
+SEEN |= {"T5": T5, "UMT5": T5}
+UNSEEN = {
+    "BigBirdPegasus": {**SIZES, "block_size": 4, "num_random_blocks": 1},
+    "PegasusX": {**SIZES, "block_size": 4, "num_global_tokens": 2},
 }
 
 

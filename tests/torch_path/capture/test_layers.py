@@ -113,41 +113,6 @@ def test_a_layer_of_several_calls_is_refused_by_its_name(way: str) -> None:
     assert len(captured.calls) == 4
 
 
-def test_layers_before_one_of_several_calls_can_be_taught() -> None:
-    torch.manual_seed(0)
-    model, x = Model("once", "chunks", "once"), torch.randn(2, 8, WIDTH)
-    with capture_attention(model, [0, 2]) as captured:
-        model(x)
-    assert [call.module for call in captured.calls] == [model.layers[0], model.layers[2]]
-    taught = OnlineTeacher(model.eval(), 2, [(0, 0), (1, 2)])(x)
-    assert len(taught.supervisions) == 2
-
-
-def test_the_pooling_head_of_siglip_is_no_layer() -> None:
-    transformers = pytest.importorskip("transformers", reason="a Hugging Face architecture")
-    config = transformers.SiglipVisionConfig(
-        hidden_size=WIDTH,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        image_size=16,
-        patch_size=4,
-    )
-    torch.manual_seed(0)
-    model, images = transformers.SiglipVisionModel(config).eval(), torch.randn(2, 3, 16, 16)
-    for layers in (None, 2, TaughtLayers((0, 1), 2)):
-        with capture_attention(model, layers) as captured:
-            model(pixel_values=images)
-        assert [call.query.shape[2] for call in captured.calls] == [16, 16]
-    head = next(module for module in model.modules() if "PoolingHead" in type(module).__name__)
-    with capture_attention(head) as captured:
-        model(pixel_values=images)
-    assert captured.calls[0].query.shape[2] == 1
-    teacher = OnlineTeacher(model, 2, 2)
-    teacher(pixel_values=images)
-    assert [supervision.shape for supervision in teacher(pixel_values=images).supervisions] == [(2, 2, 16, 16)] * 2
-
-
 def test_another_layer_under_the_same_number_is_refused() -> None:
     """A layer that is dropped in each pass, and not the same one: there are as many calls, and others."""
     torch.manual_seed(0)

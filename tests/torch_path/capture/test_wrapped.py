@@ -14,7 +14,7 @@ from support.binding.models import PlainViT, hf_inputs, hf_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shd_torch import ShdError, attention_kl, capture_attention, record_attention, record_query_key
+from shd_torch import ShdError, attention_kl, capture_attention, record_query_key
 from shd_torch.capture import Captured
 
 
@@ -301,19 +301,6 @@ def test_record_query_key() -> None:
     with capture_attention(model, 1), pytest.raises(ShdError, match="of OwnAttention must be") as caught:
         model(hidden)
     assert caught.value.code == "capture-failed"
-
-
-def test_logits_alone_are_no_queries() -> None:
-    class LogitsOnly(nn.Module):
-        def forward(self, logits: Tensor) -> Tensor:
-            return F.softmax(record_attention(self, logits), -1)
-
-    model = LogitsOnly()
-    with capture_attention(model, 1) as captured:
-        model(torch.zeros(1, 2, 3, 3))
-    assert captured.logits[0].shape == (1, 2, 3, 3)
-    with pytest.raises(ShdError, match="record_query_key instead"):
-        _ = captured.calls
 
 
 def test_layer_numbers_hold_while_every_pass_makes_the_same_calls() -> None:
