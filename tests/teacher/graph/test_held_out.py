@@ -22,12 +22,15 @@ quantization = pytest.importorskip("onnxruntime.quantization")
 from support.attention_graphs import run_session  # noqa: E402
 from support.exporter import quicken_exports  # noqa: E402  (after the skips)
 
-from shd_ref.teacher.graph.factors import find_factors  # noqa: E402
-from shd_ref.teacher.graph.find import AttentionSite, find_sites  # noqa: E402
-from shd_ref.teacher.opening.load import load_teacher  # noqa: E402
-from shd_ref.teacher.precompute.compare import compare_with_reference  # noqa: E402  (after the skips)
-from shd_ref.teacher.rewrite.squeeze import squeeze_graph  # noqa: E402
-from shd_ref.teacher.session import open_session  # noqa: E402
+from shd_ref.teacher import (  # noqa: E402
+    AttentionSite,
+    compare_with_reference,
+    find_factors,
+    find_sites,
+    load_teacher,
+    open_session,
+    squeeze_graph,
+)
 
 quicken_exports()
 WIDTH, HEADS = 16, 4
@@ -147,10 +150,7 @@ def half(folder: Path) -> Path:
 
 SQUEEZED: dict[str, Callable[[Path], Path]] = {
     "traced": exported(Attention, dynamo=False),
-    "exported": exported(Attention, dynamo=True),
     "fused function, traced": exported(Fused, dynamo=False),
-    "fused function, exported": exported(Fused, dynamo=True),
-    "module": exported(Module, dynamo=True),
     "cross attention": exported(lambda: Module(2), dynamo=True),
     "einsum, traced": exported(ByEinsum, dynamo=False),
     "int8 weights": dynamic_int8(),
@@ -162,12 +162,10 @@ SQUEEZED: dict[str, Callable[[Path], Path]] = {
 
 
 # torch.export takes seconds to start.
-SLOW = ("exported", "fused function, exported", "module", "cross attention")
+SLOW = [pytest.param(name, marks=pytest.mark.slow) if "cross" in name else name for name in SQUEEZED]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in SQUEEZED]
-)
+@pytest.mark.parametrize("name", SLOW)
 def test_supported_graphs_equal_the_reference_on_their_own_maps(name: str, tmp_path: Path) -> None:
     model = load_teacher(SQUEEZED[name](tmp_path))
     (site,) = find_sites(model)
@@ -188,8 +186,7 @@ def test_supported_graphs_equal_the_reference_on_their_own_maps(name: str, tmp_p
 
 def check_projection(name: str, site: AttentionSite) -> None:
     """W_o is the module's own weight, as closely as the graph holds it."""
-    module = "module" in name or "cross" in name
-    weight = (Module().attention.out_proj if module else Attention().output).weight.detach().numpy().T
+    weight = (Module().attention.out_proj if "cross" in name else Attention().output).weight.detach().numpy().T
     atol = (
         1.5 * np.abs(weight).max() / 127 if "int8" in name or "quantised" in name else 1e-3 if name == "half" else 0
     )
