@@ -179,27 +179,34 @@ def attention_on_inputs(
     change_logits: Change | None = None,
     change_probs: Change | None = None,
     *,
+    change_keys: Change | None = None,
+    normalise: Change | None = None,
+    multiply: Change | None = None,
     opset: int = 18,
-    **extra: tuple[int, Sequence[str | int]],
+    **inputs: tuple[int, Sequence[str | int]],
 ) -> onnx.ModelProto:
     """Attention of two heads of width 3 on inputs ``q (B, 2, rows, 3)`` and ``k (B, 2, keys, 3)``, which is V too.
 
     Args:
         change_logits: appends nodes between ``Q K^T`` and the softmax, and names their result.
         change_probs: appends nodes between the softmax and V, and names their result.
-        extra: more inputs.
+        change_keys: appends nodes that make keys and values of ``k``, and names their result.
+        normalise: appends nodes instead of the softmax.
+        multiply: appends nodes instead of the product of map and values, of ``k``.
+        opset: of the model.
+        inputs: more inputs, or other shapes of q and k.
     """
     build = GraphBuilder()
-    logits = build.op("MatMul", "q", build.op("Transpose", "k", perm=[0, 1, 3, 2]))
+    keys = "k" if change_keys is None else change_keys(build, "k")
+    logits = build.op("MatMul", "q", build.op("Transpose", keys, perm=[0, 1, 3, 2]))
     logits = logits if change_logits is None else change_logits(build, logits)
-    probs = build.op("Softmax", logits, axis=-1)
+    probs = build.op("Softmax", logits, axis=-1) if normalise is None else normalise(build, logits)
     probs = probs if change_probs is None else change_probs(build, probs)
-    joined = build.op("Transpose", build.op("MatMul", probs, "k"), perm=[0, 2, 1, 3])
-    flat = build.op("Reshape", joined, build.const(np.array([0, 0, 6])))
+    context = build.op("MatMul", probs, keys) if multiply is None else multiply(build, probs)
+    flat = build.op("Reshape", build.op("Transpose", context, perm=[0, 2, 1, 3]), build.const(np.array([0, 0, 6])))
     output = build.op("MatMul", flat, build.const(random_projection(6, 5)))
-    queries = (TensorProto.FLOAT, ["batch", 2, "rows", 3])
-    keys = (TensorProto.FLOAT, ["batch", 2, "keys", 3])
-    return build.model({"q": queries, "k": keys, **extra}, [output], opset)
+    shapes = {name: (TensorProto.FLOAT, ["batch", 2, axis, 3]) for name, axis in (("q", "rows"), ("k", "keys"))}
+    return build.model({**shapes, **inputs}, [output], opset)
 
 
 def attention_operator(

@@ -14,17 +14,14 @@ from support.attention_graphs import (
     attention_operator,
     bare_attention,
     encoder_layer,
-    random_projection,
 )
 
 from shd_ref.errors import ShdError
+from shd_ref.teacher import find_factors, find_sites, load_teacher, open_session
 from shd_ref.teacher.body import FLOAT, Body
-from shd_ref.teacher.graph.factors import SiteFactors, find_factors
-from shd_ref.teacher.graph.find import find_sites
-from shd_ref.teacher.opening.load import load_teacher
+from shd_ref.teacher.graph.factors import SiteFactors
 from shd_ref.teacher.rewrite.sites import add_factors
 from shd_ref.teacher.rewrite.squeeze import assemble_graph, site_tensors
-from shd_ref.teacher.session import open_session
 from shd_ref.tolerances import load_tolerances
 
 HEADS = 4
@@ -100,19 +97,14 @@ def test_the_attention_operator_gives_queries_and_keys(attributes: dict[str, Any
 
 
 def test_past_keys_are_part_of_the_keys() -> None:
-    build = GraphBuilder()
-    keys = build.op("Concat", "past", "k", axis=2)
-    repeated = build.op("Gather", keys, build.const(np.array([0, 0])), axis=1)
-    probs = build.op("Softmax", build.op("MatMul", "q", build.op("Transpose", repeated, perm=[0, 1, 3, 2])), axis=-1)
-    joined = build.op("Transpose", build.op("MatMul", probs, repeated), perm=[0, 2, 1, 3])
-    flat = build.op("Reshape", joined, build.const(np.array([0, 0, 6])))
-    output = build.op("MatMul", flat, build.const(random_projection(6, 5)))
-    kinds = {"q": (2, "rows"), "k": (1, "rows"), "past": (1, "past")}
-    inputs = {name: (TensorProto.FLOAT, ["batch", heads, axis, 3]) for name, (heads, axis) in kinds.items()}
-    model = build.model(inputs, [output])
+    def joined(build: GraphBuilder, keys: str) -> str:
+        return build.op("Gather", build.op("Concat", "past", keys, axis=2), build.const(np.array([0, 0])), axis=1)
+
+    shapes = {name: (TensorProto.FLOAT, ["batch", 1, axis, 3]) for name, axis in (("k", "rows"), ("past", "past"))}
+    model = attention_on_inputs(change_keys=joined, **shapes)
     rng = np.random.default_rng(0)
-    shapes = {"q": (2, 2, 3, 3), "k": (2, 1, 3, 3), "past": (2, 1, 4, 3)}
-    check_factors(model, {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}, True)
+    sizes = {"q": (2, 2, 3, 3), "k": (2, 1, 3, 3), "past": (2, 1, 4, 3)}
+    check_factors(model, {name: rng.normal(size=size).astype(np.float32) for name, size in sizes.items()}, True)
     assert only_factors(model).num_kv_heads == 1
 
 

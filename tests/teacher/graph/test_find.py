@@ -7,16 +7,13 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto
 from support import attention_graphs
-from support.attention_graphs import GraphBuilder, encoder_layer, random_projection
+from support.attention_graphs import Change, GraphBuilder, attention_on_inputs, encoder_layer, random_projection
 
 from shd_ref.errors import ShdError
+from shd_ref.teacher import AttentionSite, find_sites, load_teacher, open_session, squeeze_graph
 from shd_ref.teacher.graph import find
-from shd_ref.teacher.graph.find import AttentionSite, find_sites
-from shd_ref.teacher.opening.load import load_teacher
-from shd_ref.teacher.rewrite.squeeze import squeeze_graph
-from shd_ref.teacher.session import open_session
 
 LAYOUTS = ("batch-heads", "heads-batch", "batch-folded", "heads-folded")
 
@@ -191,14 +188,7 @@ def test_learned_values_beside_the_sequence_repeat_no_heads() -> None:
         learned = build.op("Expand", build.const(np.ones((1, 2, 1, 3), np.float32)), shape)
         return build.op("Concat", learned, values, axis=2)
 
-    build = GraphBuilder()
-    values = joined(build, "k")
-    logits = build.op("MatMul", "q", build.op("Transpose", values, perm=[0, 1, 3, 2]))
-    context = build.op("MatMul", build.op("Softmax", logits, axis=-1), values)
-    flat = build.op("Reshape", build.op("Transpose", context, perm=[0, 2, 1, 3]), build.const(np.array([0, 0, 6])))
-    output = build.op("MatMul", flat, build.const(random_projection(6, 5)))
-    shapes = {name: (TensorProto.FLOAT, ["batch", 2, name + "s", 3]) for name in ("q", "k")}
-    site = only_site(build.model(shapes, [output]))
+    site = only_site(attention_on_inputs(change_keys=joined))
     assert (site.supported, site.num_heads, site.num_kv_heads) == (True, 2, 2)
 
 
@@ -301,9 +291,8 @@ def old_graph(last: str, **attributes: Any) -> onnx.ModelProto:
     return build.model(inputs, [build.op(last, projected, ones, **attributes)], opset=11)
 
 
-@pytest.mark.parametrize("last", ["Mul", "LayerNormalization"])
-def test_old_operator_sets_are_converted_also_with_norms_that_onnx_did_not_know(last: str, tmp_path: Path) -> None:
-    old = old_graph(last, **({} if last == "Mul" else {"axis": -1}))
+def test_old_operator_sets_are_converted_also_with_norms_that_onnx_did_not_know(tmp_path: Path) -> None:
+    old = old_graph("LayerNormalization", axis=-1)
     onnx.save(old, tmp_path / "old.onnx")
     converted = load_teacher(tmp_path / "old.onnx")
     assert [(entry.domain, entry.version) for entry in converted.opset_import] == [("", 18)]
@@ -328,44 +317,20 @@ def test_old_graphs_without_a_conversion_are_refused_by_inspection_too(tmp_path:
     assert caught.value.code == "graph-unsupported"
 
 
-def _with_second_product(kind: str) -> onnx.ModelProto:
-    """A layer whose map multiplies two tensors, each of which gives a part of what the heads put out."""
-    model = encoder_layer(mask=None)
-    (site,) = find_sites(model)
-    graph, names = model.graph, {"probs": site.probs, "values": site.values}
-    (product,) = [node for node in graph.node if site.probs in node.input and node.op_type == "MatMul"]
-    context = product.output[0]
-    added = []
-
-    def op(op_type: str, *inputs: str, **attributes: Any) -> str:
-        added.append(helper.make_node(op_type, inputs, [f"added_{len(added)}"], **attributes))
-        return str(added[-1].output[0])
-
-    if kind == "two tensors":
-        whole, second = context, op("MatMul", names["probs"], op("Relu", names["values"]))
-        product.output[0] = "first"
-        added.append(helper.make_node("Add", ["first", second], [whole]))
-    else:
-        for name, value in (("0", [0]), ("1", [1]), ("end", [2**31]), ("keys", [3]), ("rows", [2])):
-            graph.initializer.append(numpy_helper.from_array(np.array(value), f"at_{name}"))
-        parts = [
-            op(
-                "MatMul",
-                op("Slice", names["probs"], start, stop, "at_keys"),
-                op("Slice", names["values"], start, stop, "at_rows"),
-            )
-            for start, stop in (("at_0", "at_1"), ("at_1", "at_end"))
-        ]
-        graph.node.remove(product)
-        added.append(helper.make_node("Add", parts, [context]))
-    place = max(i for i, node in enumerate(graph.node) if {site.probs, site.values} & set(node.output)) + 1
-    for node in reversed(added):
-        graph.node.insert(place, node)
-    return model
+def two_tensors(build: GraphBuilder, probs: str) -> str:
+    return build.op("Add", *(build.op("MatMul", probs, values) for values in ("k", build.op("Relu", "k"))))
 
 
-@pytest.mark.parametrize("kind", ["two tensors", "parts of the keys"])
-def test_a_map_that_multiplies_two_tensors_is_refused(kind: str) -> None:
-    (site,) = find_sites(_with_second_product(kind))
+def parts_of_the_keys(build: GraphBuilder, probs: str) -> str:
+    def cut(tensor: str, first: int, last: int, axis: int) -> str:
+        return build.op("Slice", tensor, *(build.const(np.array([number])) for number in (first, last, axis)))
+
+    bounds = ((0, 1), (1, 2**31))
+    return build.op("Add", *(build.op("MatMul", cut(probs, *ends, 3), cut("k", *ends, 2)) for ends in bounds))
+
+
+@pytest.mark.parametrize("multiply", [two_tensors, parts_of_the_keys])
+def test_a_map_that_multiplies_two_tensors_is_refused(multiply: Change) -> None:
+    site = only_site(attention_on_inputs(multiply=multiply))
     assert not site.supported
     assert "its map multiplies 2 tensors" in str(site.reason)

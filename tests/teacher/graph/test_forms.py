@@ -23,14 +23,18 @@ from support.attention_graphs import (
 
 from shd_ref import merge_plan
 from shd_ref.errors import ShdError
-from shd_ref.teacher.graph.factors import find_factors
-from shd_ref.teacher.graph.find import AttentionSite, find_sites, projection_of
-from shd_ref.teacher.opening.load import load_teacher
-from shd_ref.teacher.precompute.compare import Comparison, compare_with_reference
-from shd_ref.teacher.rewrite.function import MergeRule
+from shd_ref.teacher import (
+    AttentionSite,
+    MergeRule,
+    compare_with_reference,
+    find_factors,
+    find_sites,
+    load_teacher,
+    open_session,
+    squeeze_graph,
+)
+from shd_ref.teacher.graph.find import projection_of
 from shd_ref.teacher.rewrite.replace import replace_attention
-from shd_ref.teacher.rewrite.squeeze import squeeze_graph
-from shd_ref.teacher.session import open_session
 
 Feeds = Mapping[str, NDArray[Any]]
 
@@ -40,7 +44,12 @@ def only_site(model: onnx.ModelProto) -> AttentionSite:
     return site
 
 
-def squeeze_and_compare(model: onnx.ModelProto, feeds: Feeds, heads: int = 1, **options: Any) -> Comparison:
+def loaded(model: onnx.ModelProto, folder: Path) -> onnx.ModelProto:
+    onnx.save(model, folder / "teacher.onnx")
+    return load_teacher(folder / "teacher.onnx")
+
+
+def squeeze_and_compare(model: onnx.ModelProto, feeds: Feeds, heads: int = 1, **options: Any) -> None:
     """Squeeze every site; the graph's merged maps are those of NumPy on the graph's own maps."""
     sites = find_sites(model)
     assert sites
@@ -51,7 +60,19 @@ def squeeze_and_compare(model: onnx.ModelProto, feeds: Feeds, heads: int = 1, **
     outputs = run_session(session, fed)
     for layer in graph.layers:
         assert outputs[layer.names["probs"]].std() > 0.01, "maps that are all alike compare nothing"
-    return compare_with_reference(graph, outputs)
+    compare_with_reference(graph, outputs)
+
+
+def check_outputs(model: onnx.ModelProto, feeds: Feeds, *, added: NDArray[Any] | float = 0.0) -> NDArray[Any]:
+    """The only attention's map, of which values, projection and what is added behind it make the graph's output."""
+    squeeze_and_compare(model, feeds, codec="float32")
+    site = only_site(model)
+    graph = squeeze_graph(model, ((0, site),), num_student_heads=2, check_outputs=True, codec="float32")
+    outputs = run_session(open_session(graph.model, num_threads=1), feeds)
+    probs, values = (outputs[graph.layers[0].names[name]] for name in ("probs", "values"))
+    result = (probs @ values @ projection_of(site).reshape(2, site.d_v, -1)).sum(axis=1) + added
+    np.testing.assert_allclose(result, open_session(model, num_threads=1).run(None, feeds)[0], atol=1e-5)
+    return probs
 
 
 def inputs_of(rows: int = 4, keys: int = 4) -> dict[str, NDArray[Any]]:
@@ -70,10 +91,57 @@ def causal(build: GraphBuilder) -> str:
     return build.const(np.tri(4, dtype=np.float32))
 
 
+def row_sum(build: GraphBuilder, tensor: str) -> str:
+    return build.op("ReduceSum", tensor, build.const(np.array([-1])), keepdims=1)
+
+
 def written_out(build: GraphBuilder, logits: str) -> str:
-    highest = build.op("ReduceMax", logits, build.const(np.array([-1])), keepdims=1)
-    powers = build.op("Exp", build.op("Sub", logits, highest))
-    return build.op("Div", powers, build.op("ReduceSum", powers, build.const(np.array([-1])), keepdims=1))
+    powers = build.op("Exp", build.op("Sub", logits, build.op("ReduceMax", logits, build.const(np.array([-1])))))
+    return build.op("Div", powers, row_sum(build, powers))
+
+
+def plus_one(build: GraphBuilder, logits: str) -> str:
+    powers = build.op("Exp", logits)
+    return build.op("Div", powers, build.op("Add", number(build, 1), row_sum(build, powers)))
+
+
+def masked_powers(build: GraphBuilder, logits: str) -> str:
+    powers = build.op("Mul", build.op("Exp", logits), causal(build))
+    return build.op("Div", powers, build.op("Clip", row_sum(build, powers), number(build, 1e-6)))
+
+
+def masked_behind(build: GraphBuilder, logits: str) -> str:
+    kept = build.op("Mul", build.op("Softmax", logits, axis=-1), causal(build))
+    return build.op("Div", kept, build.op("Add", row_sum(build, kept), number(build, 1e-12)))
+
+
+def squares(build: GraphBuilder, logits: str) -> str:
+    positive = build.op("Relu", build.op("Add", logits, number(build, 1)))
+    squared = build.op("Mul", positive, positive)
+    return build.op("Div", squared, build.op("Add", row_sum(build, squared), number(build, 1e-8)))
+
+
+NORMALISED: dict[str, tuple[Change, str]] = {
+    "written out": (written_out, "one"),
+    "plus one": (plus_one, "at_most_one"),
+    "masked powers": (masked_powers, "one"),
+    "masked behind": (masked_behind, "one"),
+    "squares": (squares, "one"),
+    "log-softmax": (lambda b, z: b.op("Exp", b.op("LogSoftmax", z, axis=-1)), "one"),
+    "log-sum-exp": (
+        lambda b, z: b.op("Exp", b.op("Sub", z, b.op("ReduceLogSumExp", z, b.const(np.array([-1]))))),
+        "one",
+    ),
+}
+
+
+@pytest.mark.parametrize("form", NORMALISED)
+def test_rows_that_are_scaled_to_one_in_every_form(form: str) -> None:
+    normalise, row_sums = NORMALISED[form]
+    model = attention_on_inputs(normalise=normalise)
+    assert only_site(model).row_sums == row_sums
+    sums = check_outputs(model, inputs_of()).sum(axis=-1)
+    assert (sums < 0.99).any() if row_sums == "at_most_one" else np.allclose(sums, 1, atol=1e-5)
 
 
 LOGITS: dict[str, Change] = {
@@ -127,30 +195,7 @@ def test_older_operator_sets_are_converted(opset: int, tmp_path: Path) -> None:
     for node in model.graph.node:  # in these sets softmax flattens what comes after its axis
         if node.op_type == "Softmax":
             node.attribute[0].i = 3
-    onnx.save(model, tmp_path / "teacher.onnx")
-    squeeze_and_compare(load_teacher(tmp_path / "teacher.onnx"), inputs_of())
-
-
-def test_a_softmax_that_is_written_out() -> None:
-    model = attention_on_inputs()
-    build = GraphBuilder()
-    softmax = next(node for node in model.graph.node if node.op_type == "Softmax")
-    place = list(model.graph.node).index(softmax)
-    result = written_out(build, softmax.input[0])
-    for node in model.graph.node:
-        for number_of_input, name in enumerate(node.input):
-            node.input[number_of_input] = result if name == softmax.output[0] else name
-    for node in build.nodes:
-        for number_of_input, name in enumerate(node.input):
-            node.input[number_of_input] = f"written_{name}" if name.startswith("constant") else name
-    for tensor in build.initializers:
-        tensor.name = f"written_{tensor.name}"
-    model.graph.initializer.extend(build.initializers)
-    del model.graph.node[place]
-    for offset, node in enumerate(build.nodes):
-        model.graph.node.insert(place + offset, node)
-    assert only_site(model).op_type == "Div"
-    squeeze_and_compare(model, inputs_of())
+    squeeze_and_compare(loaded(model, tmp_path), inputs_of())
 
 
 def add_sink(build: GraphBuilder, logits: str) -> str:
@@ -184,25 +229,12 @@ def test_rectangular_maps() -> None:
     squeeze_and_compare(attention_on_inputs(), inputs_of(rows=3, keys=5))
 
 
-def test_past_keys_and_values() -> None:
-    build = GraphBuilder()
-    split = [build.op("Reshape", "x", build.const(np.array([0, 0, 2, 3]))) for _ in range(2)]
-    query, new = (build.op("Transpose", heads, perm=[0, 2, 1, 3]) for heads in split)
-    keys, values = (build.op("Concat", past, new, axis=2) for past in ("past_key", "past_value"))
-    logits = build.op("MatMul", query, build.op("Transpose", keys, perm=[0, 1, 3, 2]))
-    probs = build.op("Softmax", logits, axis=-1)
-    joined = build.op("Transpose", build.op("MatMul", probs, values), perm=[0, 2, 1, 3])
-    flat = build.op("Reshape", joined, build.const(np.array([0, 0, 6])))
-    output = build.op("MatMul", flat, build.const(random_projection(6, 5)))
+@pytest.mark.parametrize("length", [5, 0])
+def test_past_keys_and_values(length: int) -> None:
     past = (TensorProto.FLOAT, ["batch", 2, "past", 3])
-    inputs = {"x": (TensorProto.FLOAT, ["batch", "rows", 6]), "past_key": past, "past_value": past}
-    model = build.model(inputs, [output])
+    model = attention_on_inputs(change_keys=lambda b, k: b.op("Concat", "past", k, axis=2), past=past)
     assert (only_site(model).num_heads, only_site(model).num_kv_heads) == (2, 2)
-    rng = np.random.default_rng(0)
-    feeds = {name: rng.normal(size=(2, 2, 5, 3)).astype(np.float32) for name in ("past_key", "past_value")}
-    squeeze_and_compare(model, {"x": 3 * rng.normal(size=(2, 3, 6)).astype(np.float32), **feeds})
-    empty = {name: array[:, :, :0] for name, array in feeds.items()}
-    squeeze_and_compare(model, {"x": 3 * rng.normal(size=(2, 3, 6)).astype(np.float32), **empty})
+    check_outputs(model, {**inputs_of(), "past": np.ones((3, 2, length, 3), np.float32)})
 
 
 @pytest.mark.parametrize("opset", [23, 24])
@@ -222,15 +254,14 @@ def test_past_keys_and_values() -> None:
 )
 def test_the_standard_attention_operator(form: dict[str, Any], opset: int, tmp_path: Path) -> None:
     model = attention_operator(opset, **form)
-    onnx.save(model, tmp_path / "teacher.onnx")
-    loaded = load_teacher(tmp_path / "teacher.onnx")
+    plain_model = loaded(model, tmp_path)
     feeds: Feeds = {
         "x": 2 * np.random.default_rng(0).normal(size=(3, 4, 12)).astype(np.float32),
         "mask": (np.arange(4) < np.array([[4], [3], [1]])).astype(np.int64),
     }
-    squeeze_and_compare(loaded, feeds, heads=2)
+    squeeze_and_compare(plain_model, feeds, heads=2)
     fed = {value.name: feeds[value.name] for value in model.graph.input}
-    runs = [run_session(open_session(one, num_threads=1), fed) for one in (model, loaded)]
+    runs = [run_session(open_session(one, num_threads=1), fed) for one in (model, plain_model)]
     for fused, plain in zip(*(run.values() for run in runs), strict=True):
         np.testing.assert_allclose(fused, plain, atol=1e-5)
 
@@ -299,14 +330,6 @@ def turned(build: GraphBuilder, probs: str) -> str:
     return build.op("Transpose", probs, perm=[0, 1, 3, 2])
 
 
-def by_einsum() -> onnx.ModelProto:
-    model = attention_on_inputs()
-    (product,) = (node for node in model.graph.node if node.op_type == "MatMul" and node.input[1] == "k")
-    product.op_type = "Einsum"
-    product.attribute.append(helper.make_attribute("equation", "bhls,bhsd->bhld"))
-    return model
-
-
 def by_equations(scores: str, context: str) -> onnx.ModelProto:
     """The attention of ``attention_on_inputs`` by two equations; the operands are turned to their letters."""
     build = GraphBuilder()
@@ -316,11 +339,8 @@ def by_equations(scores: str, context: str) -> onnx.ModelProto:
 
     def product(equation: str, **operands: tuple[str, str]) -> tuple[str, str]:
         terms, result = equation.split("->")
-        inputs = []
-        for term in terms.split(","):
-            name, have = operands["left" if "l" in term else "right"]
-            inputs.append(turn(name, have, term))
-        return build.op("Einsum", *inputs, equation=equation), result
+        pairs = [(operands["left" if "l" in term else "right"], term) for term in terms.split(",")]
+        return build.op("Einsum", *(turn(*operand, term) for operand, term in pairs), equation=equation), result
 
     logits, have = product(scores, left=("q", "bhld"), right=("k", "bhsd"))
     if have[-1] != "s":
@@ -337,9 +357,7 @@ def by_equations(scores: str, context: str) -> onnx.ModelProto:
     ("scores", "context"),
     [
         ("bhld,bhsd->bhls", "bhls,bhsd->bhld"),
-        ("blhd,bshd->bhls", "bhls,bshd->blhd"),
         ("bshd,blhd->bhls", "bshd,bhls->blhd"),  # the map second
-        ("lbhd,sbhd->bhls", "bhls,sbhd->lbhd"),
         ("hbld,hbsd->hbls", "hbls,hbsd->hbld"),
         ("blhd,bshd->blhs", "blhs,bshd->blhd"),
         ("blhd,bhds->lbhs", "lbhs,bhds->bhdl"),
@@ -347,20 +365,13 @@ def by_equations(scores: str, context: str) -> onnx.ModelProto:
     ],
 )
 def test_both_products_by_equation(scores: str, context: str, tmp_path: Path) -> None:
-    plain = attention_on_inputs()
-    onnx.save(by_equations(scores, context), tmp_path / "teacher.onnx")
-    model = load_teacher(tmp_path / "teacher.onnx")
-    feeds = inputs_of(rows=3, keys=5)
-    squeeze_and_compare(model, feeds)
-    site, other = only_site(model), only_site(plain)
+    model, feeds = loaded(by_equations(scores, context), tmp_path), inputs_of(rows=3, keys=5)
+    site, other = only_site(model), only_site(attention_on_inputs())
     assert (site.num_heads, site.d_k, site.d_v, site.cross) == (other.num_heads, other.d_k, other.d_v, other.cross)
-    squeezed = []
-    for one in (model, plain):
-        graph = squeeze_graph(one, ((0, only_site(one)),), num_student_heads=1, check_outputs=True, codec="float32")
-        outputs = run_session(open_session(graph.model, num_threads=1), feeds)
-        squeezed.append([outputs[name] for name in (graph.layers[0].names["probs"], graph.layers[0].names["merged"])])
-    for found, expected in zip(*squeezed, strict=True):
-        np.testing.assert_allclose(found, expected, atol=1e-5)
+    logits = feeds["q"] @ feeds["k"].swapaxes(2, 3)
+    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    probs = check_outputs(model, feeds)
+    np.testing.assert_allclose(probs, powers / powers.sum(axis=-1, keepdims=True), atol=1e-5)
     (factors,) = find_factors(model, (site,))
     assert factors.supported or "pass through Transpose" in str(factors.reason)
 
@@ -388,28 +399,18 @@ def mixed_with_bias(build: GraphBuilder, probs: str) -> str:
 @pytest.mark.parametrize("change", [mixed_by_product, mixed_by_convolution, mixed_by_equation, mixed_with_bias])
 def test_maps_that_are_mixed_among_heads_give_joined_values(change: Change, tmp_path: Path) -> None:
     """The map is the softmax's; what it gives is all that the heads which it is mixed into make of it."""
-    onnx.save(attention_on_inputs(change_probs=change), tmp_path / "teacher.onnx")
-    model = load_teacher(tmp_path / "teacher.onnx")
-    feeds = inputs_of(rows=3, keys=5)
-    squeeze_and_compare(model, feeds)
+    model, feeds, added = loaded(attention_on_inputs(change_probs=change), tmp_path), inputs_of(rows=3, keys=5), 0.0
     site = only_site(model)
     assert (site.num_heads, site.joined_values, site.row_sums) == (2, True, "one")
-    graph = squeeze_graph(model, ((0, site),), num_student_heads=2, check_outputs=True, codec="float32")
-    outputs = run_session(open_session(graph.model, num_threads=1), feeds)
-    probs, values = (outputs[name] for name in (graph.layers[0].names["probs"], graph.layers[0].names["values"]))
-    np.testing.assert_allclose(probs.sum(axis=-1), 1.0, atol=1e-5)
-    given = (probs @ values @ projection_of(site).reshape(2, site.d_v, -1)).sum(axis=1)
-    (own,) = open_session(model, num_threads=1).run(None, feeds)
     if change is mixed_with_bias:  # which depends on no map
         weight = random_projection(6, 5).reshape(2, 3, 5)
-        given += (feeds["k"].sum(axis=2)[:, :, None] @ weight * np.float32([[[1]], [[-1]]])).sum(axis=1)
-    np.testing.assert_allclose(given, own, atol=1e-5)
+        added = (feeds["k"].sum(axis=2)[:, :, None] @ weight * np.float32([[[1]], [[-1]]])).sum(axis=1)
+    np.testing.assert_allclose(check_outputs(model, feeds, added=added).sum(axis=-1), 1.0, atol=1e-5)
 
 
 @pytest.mark.parametrize("heads", [2, 1])
 def test_a_teacher_runs_on_mixed_maps_that_are_replaced(heads: int, tmp_path: Path) -> None:
-    onnx.save(attention_on_inputs(change_probs=mixed_by_product), tmp_path / "teacher.onnx")
-    model = load_teacher(tmp_path / "teacher.onnx")
+    model = loaded(attention_on_inputs(change_probs=mixed_by_product), tmp_path)
     site, feeds, output = only_site(model), inputs_of(rows=3, keys=5), model.graph.output[0].name
     rules = [MergeRule(2, site.d_v or 0, merge_plan(2, heads))]
     replaced = replace_attention(model, [site], rules, output=output)
@@ -466,11 +467,33 @@ def test_a_layer_whose_map_takes_part_in_another_keeps_its_own() -> None:
     assert "made of its map by Add, Mul" in str(second.reason)
 
 
-def over_another_axis() -> onnx.ModelProto:
-    model = attention_on_inputs()
-    (softmax,) = (node for node in model.graph.node if node.op_type == "Softmax")
-    softmax.attribute[0].i = 2
-    return model
+def by_einsum(build: GraphBuilder, probs: str) -> str:
+    return build.op("Einsum", probs, "k", equation="bhls,bhsd->bhld")
+
+
+def smoothed(build: GraphBuilder, probs: str) -> str:
+    return build.op("Add", build.op("Mul", probs, number(build, 0.9)), number(build, 0.1 / 4))
+
+
+FIXED = {name: (TensorProto.FLOAT, ["batch", 2, 4, 3]) for name in ("q", "k")}
+
+
+def convolved(build: GraphBuilder, probs: str) -> str:
+    return build.op("Conv", probs, build.const(np.ones((2, 1, 3, 3), np.float32)), pads=[1] * 4, group=2)
+
+
+def less_another(build: GraphBuilder, probs: str) -> str:
+    other = build.op("MatMul", build.op("Tanh", "q"), build.op("Transpose", "k", perm=[0, 1, 3, 2]))
+    return build.op("Sub", probs, build.op("Mul", build.op("Softmax", other, axis=-1), number(build, 0.3)))
+
+
+def gated(build: GraphBuilder, probs: str) -> str:
+    gate = build.op("ReduceSum", "q", build.const(np.array([-1])), keepdims=1)
+    return build.op("Mul", probs, build.op("Sigmoid", gate))
+
+
+def sigmoids(build: GraphBuilder, logits: str) -> str:
+    return build.op("Sigmoid", build.op("Sub", logits, number(build, 2)))
 
 
 def normalised_before_projection() -> onnx.ModelProto:
@@ -489,11 +512,16 @@ def normalised_before_projection() -> onnx.ModelProto:
     ("model", "reason"),
     [
         (attention_on_inputs(change_probs=turned), "the map is transposed on its way"),
-        (by_einsum(), "meet in Einsum"),
+        (attention_on_inputs(multiply=by_einsum), "meet in Einsum"),
+        (attention_on_inputs(change_probs=smoothed), "made of its map by Add, Mul, as in differential attention or"),
+        (attention_on_inputs(change_probs=convolved, **FIXED), "made of its map by Conv"),
+        (attention_on_inputs(change_probs=less_another), "Sub, as in differential attention"),
+        (attention_on_inputs(change_probs=gated), "changed after the softmax, as by a gate"),
+        (attention_on_inputs(normalise=sigmoids), "made of queries and keys by Sigmoid, Sub and by no softmax"),
         (attention_on_inputs(change_probs=mixed_and_masked), "not a matrix over heads"),
         (attention_on_inputs(change_probs=mixed_twice), "not a matrix over heads"),
         (attention_on_inputs(change_probs=mixed_over_rows), "not a matrix over heads"),
-        (over_another_axis(), "not over the last axis"),
+        (attention_on_inputs(normalise=lambda b, z: b.op("Softmax", z, axis=2)), "not over the last axis"),
         (normalised_before_projection(), "they go to LayerNormalization"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -502,4 +530,4 @@ def test_what_cannot_work_is_refused_with_its_reason(model: onnx.ModelProto, rea
     site = only_site(model)
     assert not site.supported
     assert reason in str(site.reason)
-    assert "export" in str(site.reason)
+    assert "export" in str(site.reason) or "choose other layers" in str(site.reason)

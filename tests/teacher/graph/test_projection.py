@@ -205,6 +205,9 @@ LINEAR: dict[str, Spelling] = {
     "by head, split": by_head("Split"),
     "by head, sliced": by_head("Slice"),
     "heads joined by Concat": heads_joined_by_concat,
+    "heads picked": lambda build, context: times(
+        build, join(build, build.op("Gather", context, ints(build, 2, 0, 1), axis=1))
+    ),
     "interleaved": interleaved,
     "matrices by head": matrices_by_head,
     "convolution": convolution(3),
