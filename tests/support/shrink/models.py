@@ -43,10 +43,7 @@ def make_teacher(
     model = model(model.config_class(**{**options, **changes})).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim < 2:
-                parameter.add_(0.2 * torch.randn_like(parameter))
-            else:
-                parameter.add_(0.1 * torch.randn_like(parameter))
+            parameter.add_((0.2 if parameter.ndim < 2 else 0.1) * torch.randn_like(parameter))
     return model
 
 
@@ -59,6 +56,13 @@ def make_data(name: str, samples: int = 6, length: int = 9, seed: int = 1) -> di
     mask = torch.ones_like(ids)
     mask[0, length - 2 :] = 0
     return {"input_ids": ids, "attention_mask": mask}
+
+
+def logits_of(model: Any, data: dict[str, Tensor]) -> Tensor:
+    """Of the rows that are no padding."""
+    with torch.no_grad():
+        logits: Tensor = model(**data).logits
+    return logits if "attention_mask" not in data else logits[data["attention_mask"].bool()]
 
 
 @contextmanager

@@ -100,22 +100,6 @@ def test_next_lines_follow_the_student(tmp_path: Path, monkeypatch: pytest.Monke
             }
 
 
-def test_the_table_of_starts(tmp_path: Path) -> None:
-    make_teacher("llama").float().save_pretrained(tmp_path / "teacher")
-    for name, seed in (("data", 1), ("other", 2)):
-        np.savez(
-            tmp_path / f"{name}.npz", **{key: part.numpy() for key, part in make_data("llama", seed=seed).items()}
-        )
-    words = [tmp_path / "teacher", "--data", tmp_path / "data.npz", "--compare", tmp_path / "other.npz"]
-    output = run(*words, "--out", tmp_path / "student", "--heads", 2, "--layers", 2)
-    assert "cross entropy before any training" in output
-    for start in ("teacher", "this student", "closed form", "kept heads", "mean pooling", "Minitron importance"):
-        assert re.search(rf"^{start} .* \d+\.\d{{4}} .* [\d,]+ .* \d+\.\d\d ", output, flags=re.MULTILINE), output
-    assert "layers 0, 2 as they are" in output
-    assert "read-failed" in run(*words[:-1], tmp_path / "none", "--out", tmp_path / "more", "--heads", 2, code=1)
-    assert not (tmp_path / "more").exists()
-
-
 def test_errors_name_what_was_typed(tmp_path: Path) -> None:
     make_teacher("bert").float().save_pretrained(tmp_path / "teacher")
     np.save(tmp_path / "ids.npy", np.ones((3, 5), dtype=np.uint16))

@@ -11,19 +11,13 @@ from torch import Tensor
 
 pytest.importorskip("transformers", reason="students are Hugging Face models: pip install 'squeezing-heads[hf]'")
 
-from support.shrink.models import make_data, make_teacher
+from support.shrink.models import logits_of, make_data, make_teacher
 
 from shd_ref.errors import ShdError
 from shd_torch.shrink import shrink
 from shd_torch.shrink.compare import MEASURES, RIVALS, compare_starts, count_flops, measure_loss
 
 FAMILIES = ["llama", "qwen3", "gpt2", "bert", "vit", "dinov2"]
-
-
-def run(model: Any, data: dict[str, Tensor]) -> Tensor:
-    with torch.no_grad():
-        out: Tensor = model(**data).logits
-    return out if "attention_mask" not in data else out[data["attention_mask"].bool()]
 
 
 def heads_of(teacher: Any, name: str, part: str) -> list[Tensor]:
@@ -43,7 +37,7 @@ def heads_of(teacher: Any, name: str, part: str) -> list[Tensor]:
 def test_all_heads_are_the_teacher(rival: str, name: str) -> None:
     teacher, data = make_teacher(name), make_data(name)
     student = shrink(teacher, data, **RIVALS[rival], align=False).student
-    torch.testing.assert_close(run(student, data), run(teacher, data), atol=1e-10, rtol=0.0)
+    torch.testing.assert_close(logits_of(student, data), logits_of(teacher, data), atol=1e-10, rtol=0.0)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -52,7 +46,7 @@ def test_rivals_of_every_size(rival: str, name: str) -> None:
     teacher, data = make_teacher(name), make_data(name)
     options: dict[str, Any] = {"heads": 2, "layers": 2} | ({} if name == "bert" else {"hidden": 16})
     student = shrink(teacher, data, **options, **RIVALS[rival], align=False).student
-    assert torch.isfinite(run(student, data)).all()
+    assert torch.isfinite(logits_of(student, data)).all()
     assert student.config.num_attention_heads == 2
 
 
@@ -65,7 +59,7 @@ def test_kept_heads_lose_nothing_where_the_others_say_nothing(name: str) -> None
             output[1:3] = 0.0
     made = shrink(teacher, data, heads=2, plan="balanced", align=False, **RIVALS["kept heads"])
     assert {layer["case"] for layer in made.report["layers"]} == {"picked"}
-    torch.testing.assert_close(run(made.student, data), run(teacher, data), atol=1e-10, rtol=0.0)
+    torch.testing.assert_close(logits_of(made.student, data), logits_of(teacher, data), atol=1e-10, rtol=0.0)
 
 
 def test_pooled_heads_lose_nothing_where_they_are_equal() -> None:
@@ -77,7 +71,7 @@ def test_pooled_heads_lose_nothing_where_they_are_equal() -> None:
             if hasattr(module, "q_proj"):
                 module.q_proj.bias.view(4, 6)[1::2] = module.q_proj.bias.view(4, 6)[::2]
     student = shrink(teacher, data, heads=2, plan="balanced", align=False, **RIVALS["mean pooling"]).student
-    torch.testing.assert_close(run(student, data), run(teacher, data), atol=1e-10, rtol=0.0)
+    torch.testing.assert_close(logits_of(student, data), logits_of(teacher, data), atol=1e-10, rtol=0.0)
 
 
 def test_important_heads_are_those_with_long_outputs() -> None:
@@ -88,9 +82,9 @@ def test_important_heads_are_those_with_long_outputs() -> None:
             for part in (layer.attention.self.value.weight, layer.attention.self.value.bias):
                 part[12:] = 0.0  # heads 2 and 3: their outputs are zeros
     student = shrink(teacher, data, heads=2, plan="balanced", align=False, **RIVALS["Minitron importance"]).student
-    torch.testing.assert_close(run(student, data), run(teacher, data), atol=1e-10, rtol=0.0)
+    torch.testing.assert_close(logits_of(student, data), logits_of(teacher, data), atol=1e-10, rtol=0.0)
     kept = shrink(teacher, data, heads=2, plan="balanced", align=False, **RIVALS["kept heads"]).student
-    assert float((run(kept, data) - run(teacher, data)).abs().max()) > 1e-3
+    assert float((logits_of(kept, data) - logits_of(teacher, data)).abs().max()) > 1e-3
 
 
 def test_minitron_keeps_neurons_by_their_activations_alone() -> None:
@@ -140,7 +134,7 @@ def test_the_table(name: str, measure: str, options: dict[str, Any]) -> None:
         assert 0 < second.loss < rows["random"].loss
         return
     kept = {key: part[:1] for key, part in held_out.items()}  # by hand: a row counts where it and the next are real
-    logits = run(teacher.eval(), kept).log_softmax(-1)
+    logits = logits_of(teacher.eval(), kept).log_softmax(-1)
     wanted = -logits[:-1].gather(1, kept["input_ids"][:, 1 : len(logits)].T).mean()
     (alone,) = compare_starts(teacher, data, kept, made, **options)[:1]
     assert alone.loss == pytest.approx(float(wanted), rel=1e-5)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers", reason="students are Hugging Face models: pip install 'squeezing-heads[hf]'")
 
-from support.shrink.models import make_data, make_teacher
+from support.shrink.models import logits_of, make_data, make_teacher
 
 from shd_ref.errors import ShdError
 from shd_ref.shrink.predictor import best_split, fit_predictor
@@ -20,12 +20,6 @@ from shd_torch.shrink import shrink
 from shd_torch.shrink.gates import Ranking, choose_splits, gate_layers, measure_splits, rank_layers
 
 PLAIN = ["gpt2", "bert", "vit", "deit", "dinov2"]
-
-
-def logits(model: Any, data: dict[str, Tensor]) -> Tensor:
-    with torch.no_grad():
-        out: Tensor = model(**data).logits
-    return out if "attention_mask" not in data else out[data["attention_mask"].bool()]
 
 
 def square(model: Any, batch: Any) -> Tensor:
@@ -37,13 +31,13 @@ def square(model: Any, batch: Any) -> Tensor:
 @pytest.mark.parametrize("name", [*PLAIN, "llama", "qwen3"])
 def test_open_gates_change_nothing_and_go(name: str) -> None:
     teacher, data = make_teacher(name), make_data(name)
-    before = logits(teacher, data)
+    before = logits_of(teacher, data)
     with gate_layers(teacher) as gates:
-        assert torch.equal(logits(teacher, data), before)
+        assert torch.equal(logits_of(teacher, data), before)
         gates.keep(attention=1)
-        assert not torch.equal(logits(teacher, data), before)
+        assert not torch.equal(logits_of(teacher, data), before)
         assert len(gates.activations) == (3 if name in PLAIN else 0)
-    assert torch.equal(logits(teacher, data), before)
+    assert torch.equal(logits_of(teacher, data), before)
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -54,9 +48,9 @@ def test_closed_gates_are_what_shrink_makes(name: str) -> None:
             gates.attention.copy_(torch.tensor([0.1, 0.9, 0.5]))
             gates.activations.copy_(torch.tensor([0.9, 0.1, 0.2]))
         gates.keep(attention=2, activations=1)
-        wanted = logits(teacher, data)
+        wanted = logits_of(teacher, data)
     student = shrink(teacher, data, drop_attention=[0], drop_activations=[1, 2], align=False).student
-    torch.testing.assert_close(logits(student, data), wanted, atol=1e-10, rtol=0.0)
+    torch.testing.assert_close(logits_of(student, data), wanted, atol=1e-10, rtol=0.0)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "llama"])
@@ -93,7 +87,7 @@ def test_a_part_that_says_nothing_goes_first() -> None:
     student = shrink(
         teacher, data, drop_attention=dropped.attention, drop_activations=dropped.activations, align=False
     )
-    torch.testing.assert_close(logits(student.student, data), logits(teacher, data), atol=1e-10, rtol=0.0)
+    torch.testing.assert_close(logits_of(student.student, data), logits_of(teacher, data), atol=1e-10, rtol=0.0)
 
 
 def test_kinds_are_ranked_apart() -> None:
@@ -168,7 +162,7 @@ def test_points_go_on_where_they_stopped(tmp_path: Path) -> None:
     teacher, data = make_teacher("gpt2"), make_data("gpt2")
     ranking = rank_layers(teacher, [data], square)
     splits = [(a, t) for a in (1, 2, 3) for t in (0, 2, 3)]
-    wanted = logits(teacher, data)
+    wanted = logits_of(teacher, data)
     calls: list[float] = []
 
     def quality(model: Any) -> float:
@@ -180,7 +174,7 @@ def test_points_go_on_where_they_stopped(tmp_path: Path) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         square(model.train(), data).backward()
         optimizer.step()
-        calls.append(-float((logits(model.eval(), data) - wanted).square().mean()) + float(torch.rand(())) * 1e-6)
+        calls.append(-float((logits_of(model.eval(), data) - wanted).square().mean()) + float(torch.rand(())) * 1e-6)
         return calls[-1]
 
     out = tmp_path / "points.json"

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 pytest.importorskip("transformers", reason="students are Hugging Face models: pip install 'squeezing-heads[hf]'")
 
-from support.shrink.models import make_data, make_teacher
+from support.shrink.models import logits_of, make_data, make_teacher
 
 from shd_ref.errors import ShdError
 from shd_torch import load_student
@@ -44,12 +44,6 @@ for name in ("AutoConfig", "AutoModel", "AutoModelForMaskedLM", "BertForMaskedLM
     else:
         print(name, "loaded")
 """
-
-
-def run(model: Any, data: dict[str, Tensor]) -> Tensor:
-    with torch.no_grad():
-        out: Tensor = model(**data).logits
-    return out if "attention_mask" not in data else out[data["attention_mask"].bool()]
 
 
 @contextmanager
@@ -80,9 +74,9 @@ def test_what_is_left_is_exact(name: str) -> None:
     made = shrink(teacher, make_data(name), drop_attention=[0, 2], drop_activations=activations, align=False)
     other = make_data(name, samples=3, length=13, seed=5)
     with without(teacher, name, [0, 2], activations):
-        wanted = run(teacher, other)
-    torch.testing.assert_close(run(made.student, other), wanted, atol=1e-10, rtol=0.0)
-    assert float((wanted - run(teacher, other)).abs().max()) > 1e-3  # something was dropped
+        wanted = logits_of(teacher, other)
+    torch.testing.assert_close(logits_of(made.student, other), wanted, atol=1e-10, rtol=0.0)
+    assert float((wanted - logits_of(teacher, other)).abs().max()) > 1e-3  # something was dropped
     assert [layer["case"] for layer in made.report["layers"]] == ["dropped", "copied", "dropped"]
     assert [layer.get("ffn") for layer in made.report["layers"]] == [
         "linear" if number in activations else None for number in range(3)
@@ -101,7 +95,7 @@ def test_every_other_change_beside_it(name: str, tmp_path: Path) -> None:
     made = shrink(teacher, data, **options, out=tmp_path / "student")
     loaded = load_student(tmp_path / "student")
     assert not loaded.training
-    torch.testing.assert_close(run(loaded.double(), data), run(made.student, data), atol=1e-5, rtol=0.0)
+    torch.testing.assert_close(logits_of(loaded.double(), data), logits_of(made.student, data), atol=1e-5, rtol=0.0)
     assert made.report["layer_map"] == [[0, 2]]
     assert made.report["sources"] == [0, 2]
     assert all(0 <= layer["layer_error"] < 1.5 for layer in made.report["layers"])
@@ -159,7 +153,9 @@ def test_plain_transformers_refuse_the_folder(tmp_path: Path) -> None:
     assert all(torch.equal(one, two) for one, two in zip(again.parameters(), loaded.parameters(), strict=True))
     assert type(transformers.AutoModel.from_pretrained(tmp_path)).__name__ == "DroppedBertModel"
     loaded.save_pretrained(tmp_path / "again")
-    assert torch.equal(run(load_student(tmp_path / "again"), make_data("bert")), run(loaded, make_data("bert")))
+    assert torch.equal(
+        logits_of(load_student(tmp_path / "again"), make_data("bert")), logits_of(loaded, make_data("bert"))
+    )
 
 
 def test_stock_students_load_too(tmp_path: Path) -> None:
@@ -181,6 +177,7 @@ def test_stock_students_load_too(tmp_path: Path) -> None:
         ({"architectures": ["DroppedGPT2LMHeadModel"]}, "architecture"),
         ({"architectures": []}, "architecture"),
         ({"num_hidden_layers": 4}, "every weight"),
+        ({"quantization_config": {"quant_method": "own"}}, r"quantization_config \(own\)"),
         ({"model_type": "os with dropped layers (load it with shd_torch.load_student)"}, "os"),
     ],
     ids=str,
@@ -191,24 +188,13 @@ def test_folders_that_contradict_themselves(changes: dict[str, Any], says: str, 
     (tmp_path / "config.json").write_text(json.dumps(config | changes), encoding="utf-8")
     with pytest.raises(ShdError, match=says) as error:
         load_student(tmp_path)
+    assert error.value.code == ("shrink-unsupported" if "quantization_config" in changes else "read-failed")
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(ShdError, match="folder") as error:
+        load_student(tmp_path / "none")
     assert error.value.code == "read-failed"
-
-
-def test_quantised_students_are_refused_by_name(tmp_path: Path) -> None:
-    shrink(make_teacher("bert"), make_data("bert"), drop_attention=[1], out=tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
-    config["quantization_config"] = {"quant_method": "own"}
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    with pytest.raises(ShdError, match=r"quantization_config \(own\)") as error:
-        load_student(tmp_path)
-    assert error.value.code == "shrink-unsupported"
-
-
-def test_other_folders(tmp_path: Path) -> None:
-    for folder in (tmp_path, tmp_path / "none"):
-        with pytest.raises(ShdError) as error:
-            load_student(folder)
-        assert error.value.code == "read-failed"
 
 
 @pytest.mark.parametrize(

@@ -12,20 +12,12 @@ import torch
 
 pytest.importorskip("transformers", reason="students are Hugging Face models: pip install 'squeezing-heads[hf]'")
 
-from support.shrink.models import WIDTH, make_data, make_teacher, mixed_logits
+from support.shrink.models import WIDTH, logits_of, make_data, make_teacher, mixed_logits
 
 from shd_ref.errors import ShdError
-from shd_ref.tolerances import load_tolerances
 from shd_torch.shrink import shrink
 
-ATOL = {"float64": 1e-10}  # of logits
 FAMILIES = ["llama", "mistral", "qwen2", "gemma", "gpt2", "bert", "vit", "deit", "dinov2"]
-
-
-def run(model: Any, data: dict[str, torch.Tensor]) -> torch.Tensor:
-    with torch.no_grad():
-        out: torch.Tensor = model(**data).logits
-    return out if "attention_mask" not in data else out[data["attention_mask"].bool()]
 
 
 def merges_of(report: dict[str, Any]) -> list[Any]:
@@ -43,24 +35,9 @@ def test_half_the_heads_are_the_teacher_with_mixed_logits(name: str) -> None:
     assert {layer["case"] for layer in made.report["layers"]} == {expected_case}
     other = make_data(name, samples=3, length=13, seed=5)
     with mixed_logits(teacher, merges_of(made.report)):
-        wanted = run(teacher, other)
-    torch.testing.assert_close(run(made.student, other), wanted, atol=ATOL["float64"], rtol=0.0)
-    assert float((wanted - run(teacher, other)).abs().max()) > 1e-3  # the merge changes something
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "vit"])
-def test_exact_cases_in_float32(name: str) -> None:
-    """Probabilities of the next token, or of the class, within the tolerance of maps."""
-    teacher = make_teacher(name).float()
-    data, other = (
-        {key: part.float() if part.is_floating_point() else part for key, part in made.items()}
-        for made in (make_data(name), make_data(name, samples=3, length=13, seed=5))
-    )
-    made = shrink(teacher, data, heads=2, align=False, **({"head_dim": 12} if name == "vit" else {}))
-    with mixed_logits(teacher, merges_of(made.report)):
-        wanted = run(teacher, other).softmax(-1)
-    allowed = load_tolerances()["agreement"]["float32"]["probs"]
-    torch.testing.assert_close(run(made.student, other).softmax(-1), wanted, **allowed)
+        wanted = logits_of(teacher, other)
+    torch.testing.assert_close(logits_of(made.student, other), wanted, atol=1e-10, rtol=0.0)
+    assert float((wanted - logits_of(teacher, other)).abs().max()) > 1e-3  # the merge changes something
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "qwen3"])
@@ -68,7 +45,7 @@ def test_all_heads_and_layers_are_the_teacher(name: str) -> None:
     teacher, data = make_teacher(name), make_data(name)
     made = shrink(teacher, data, align=False)
     assert {layer["case"] for layer in made.report["layers"]} == {"copied"}
-    torch.testing.assert_close(run(made.student, data), run(teacher, data), atol=ATOL["float64"], rtol=0.0)
+    torch.testing.assert_close(logits_of(made.student, data), logits_of(teacher, data), atol=1e-10, rtol=0.0)
     assert max(layer["layer_error"] for layer in made.report["layers"]) < 1e-6
 
 
@@ -88,23 +65,21 @@ def test_smaller_students_save_and_load(name: str, tmp_path: Path) -> None:
     assert (report["layer_map"], report["holes"]) == ([[0, 0], [1, 2]], [1])
     assert report["student"]["parameters"] < report["teacher"]["parameters"]
     loaded = type(teacher).from_pretrained(tmp_path / "student", dtype=torch.float64).eval()
-    torch.testing.assert_close(run(loaded, data), run(made.student, data), atol=1e-5, rtol=0.0)
+    torch.testing.assert_close(logits_of(loaded, data), logits_of(made.student, data), atol=1e-5, rtol=0.0)
     base = transformers.AutoModel.from_pretrained(tmp_path / "student")
     assert base.config.num_attention_heads == 2
     assert all(0 <= layer["layer_error"] < 1.5 for layer in report["layers"])
-    assert float((run(made.student, data) - run(teacher, data)).abs().max()) > 1e-6
+    assert float((logits_of(made.student, data) - logits_of(teacher, data)).abs().max()) > 1e-6
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma", "gpt2", "vit", "deit", "dinov2"])
-def test_width(name: str, tmp_path: Path) -> None:
+def test_width(name: str) -> None:
     teacher, data = make_teacher(name), make_data(name, samples=24)
     errors = []
     for hidden in (16, 8) if name == "dinov2" else (20, 8):
-        made = shrink(teacher, data, hidden=hidden, out=tmp_path / str(hidden))
-        loaded = type(teacher).from_pretrained(tmp_path / str(hidden), dtype=torch.float64).eval()
-        torch.testing.assert_close(run(loaded, data), run(made.student, data), atol=1e-5, rtol=0.0)
-        wanted = run(teacher, data)
-        errors.append(float((run(made.student, data) - wanted).norm() / (wanted - wanted.mean(0)).norm()))
+        made = shrink(teacher, data, hidden=hidden)
+        wanted = logits_of(teacher, data)
+        errors.append(float((logits_of(made.student, data) - wanted).norm() / (wanted - wanted.mean(0)).norm()))
     assert errors[0] < errors[1]
 
 
@@ -142,7 +117,7 @@ def test_a_stream_that_never_leaves_some_axes_is_cut_exactly(name: str) -> None:
                 parameter.fill_(0.7)
     made = shrink(teacher, data, hidden=16 if name == "dinov2" else 20, align=False)
     other = make_data(name, samples=3, length=12, seed=9)
-    torch.testing.assert_close(run(made.student, other), run(teacher, other), atol=2e-5, rtol=0.0)
+    torch.testing.assert_close(logits_of(made.student, other), logits_of(teacher, other), atol=2e-5, rtol=0.0)
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "vit"])
@@ -157,7 +132,7 @@ def test_alignment_lowers_the_error_on_the_calibration_set(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "neurons"), [("llama", 12), ("gpt2", 88), ("bert", 12), ("vit", 12), ("dinov2", 24)]
 )
-def test_neurons_that_say_nothing_go_first(name: str, neurons: int, tmp_path: Path) -> None:
+def test_neurons_that_say_nothing_go_first(name: str, neurons: int) -> None:
     teacher, data = make_teacher(name), make_data(name)
     silent = slice(3, 11)
     with torch.no_grad():
@@ -165,15 +140,13 @@ def test_neurons_that_say_nothing_go_first(name: str, neurons: int, tmp_path: Pa
             last = any(f"{part}.weight" in label for part in ("down_proj", "fc2", "mlp.c_proj", "output.dense"))
             if last and "attention" not in label:
                 (parameter if name == "gpt2" else parameter.T)[silent] = 0.0
-    made = shrink(teacher, data, neurons=neurons, align=False, out=tmp_path / "student")
+    made = shrink(teacher, data, neurons=neurons, align=False)
     total = made.report["teacher"]["neurons"]
     for layer in made.report["layers"]:
         assert len(layer["neurons"]) == neurons
         assert total - neurons < 8 or not set(range(3, 11)) & set(layer["neurons"])
-    loaded = type(teacher).from_pretrained(tmp_path / "student", dtype=torch.float64).eval()
-    torch.testing.assert_close(run(loaded, data), run(made.student, data), atol=1e-5, rtol=0.0)
     if total - neurons <= 8:
-        torch.testing.assert_close(run(made.student, data), run(teacher, data), atol=1e-10, rtol=0.0)
+        torch.testing.assert_close(logits_of(made.student, data), logits_of(teacher, data), atol=1e-10, rtol=0.0)
     both = shrink(teacher, data, neurons=neurons, heads=2, layers=2)
     assert both.report["student"]["neurons"] == neurons
 
@@ -220,7 +193,6 @@ def test_teacher_is_left_as_it_was() -> None:
     [
         ("llama", {"heads": 5}, "heads-exceed", "1..4"),
         ("llama", {"heads": 0}, "argument-value", "heads"),
-        ("llama", {"heads": True}, "argument-value", "heads"),
         ("llama", {"layers": [0, 3]}, "layers-invalid", "0..2"),
         ("llama", {"layers": [2, 0]}, "layers-invalid", "rising"),
         ("llama", {"layers": 4}, "layers-invalid", "1..3"),
@@ -229,16 +201,10 @@ def test_teacher_is_left_as_it_was() -> None:
         ("llama", {"heads": 3, "kv_heads": 2}, "argument-value", "kv_heads"),
         ("llama", {"plan": "best"}, "argument-value", "plan"),
         ("llama", {"neurons": 21}, "argument-value", "1 to 20"),
-        ("llama", {"neurons": 2.0}, "argument-value", "neurons"),
         ("llama", {"head_dim": 0}, "argument-value", "head_dim"),
-        ("llama", {"kv_heads": "2"}, "argument-value", "kv_heads"),
         ("llama", {"kv_heads": True}, "argument-value", "kv_heads"),
-        ("llama", {"layers": 3.0}, "layers-invalid", "3.0"),
-        ("llama", {"layers": 0}, "layers-invalid", "1..3"),
         ("llama", {"batch_size": 0}, "argument-value", "batch_size"),
-        ("llama", {"batch_size": 2.5}, "argument-value", "batch_size"),
         ("llama", {"ridge": -1.0}, "argument-value", "ridge"),
-        ("llama", {"ridge": float("nan")}, "argument-value", "ridge"),
         ("dinov2", {"neurons": 30}, "shrink-unsupported", "mlp_ratio"),
         ("qwen3", {"heads": 1}, "shrink-unsupported", "normed"),
         ("gpt2", {"heads": 2, "head_dim": 6}, "shrink-unsupported", "hidden / heads"),
