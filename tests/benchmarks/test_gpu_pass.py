@@ -17,7 +17,9 @@ pytest.importorskip("torch", reason="the kernels are PyTorch's")
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import gpu_pass  # noqa: E402  (after the path)
+import torch  # noqa: E402  (after the skip)
+
+from benchmarks import attention_kl_cuda, gpu_pass  # noqa: E402  (after the path)
 
 
 @pytest.mark.slow
@@ -38,6 +40,15 @@ def test_the_rehearsal(tmp_path: Path) -> None:
         assert {row["name"] for row in facts["rows"] if "refused" not in row} == {"plain", *gpu_pass.REHEARSAL.names}
     (judged,) = found["targets"].values()
     assert judged["met"].keys() == {"step_ratio", "faster_than_eager"}
+
+
+def test_ways_of_the_loss_compute_one() -> None:
+    """The rivals' figures count only if they compute the same."""
+    cpu = torch.device("cpu")
+    step = attention_kl_cuda.Step(cpu, torch.float32, 33, "factored", batch=2, heads=2, members=2, width=8)
+    ways = attention_kl_cuda.losses(["dense", "sdpa", "eager"], "exact").values()
+    losses = [step.run_with(loss_of) for loss_of in ways]
+    torch.testing.assert_close(losses, [losses[0]] * 3)
 
 
 def test_it_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

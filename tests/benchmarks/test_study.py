@@ -227,19 +227,3 @@ def test_a_squeezed_denoiser_mixes_its_teachers_logits() -> None:
     torch.testing.assert_close(logits[0] @ mixing.mT, logits[1])
     torch.testing.assert_close(mixing.sum(1), torch.ones(2))
     assert (mixing.abs() > 1e-4).sum(0).tolist() == [1, 1, 1, 1]  # every teacher head in one group
-
-
-@pytest.mark.parametrize("task", ["images", "language", "instructions", "generation"])
-def test_the_preset_of_a_gpu_has_larger_sizes_and_whole_parts(task: str) -> None:
-    from benchmarks.study.arms import read_grid
-
-    usual, larger = read_grid(task), read_grid(task, "gpu")
-    for sizes in ("teacher", "student"):
-        small = usual.arms[0].settings.get(sizes, usual.arms[0].options)
-        large = larger.arms[0].settings.get(sizes, larger.arms[0].options)
-        assert all(large[name] >= small[name] for name in ("width", "layers", "steps") if name in small)
-    assert larger.seeds == usual.seeds == 3
-    assert {arm.part for arm in larger.arms} <= {arm.part for arm in usual.arms}
-    for arm in larger.arms:  # a squeezed denoiser has its teacher's width
-        if task == "generation" and arm.options["start"] == "squeezed":
-            assert arm.settings["student"]["width"] == arm.settings["teacher"]["width"]

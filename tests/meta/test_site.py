@@ -31,11 +31,6 @@ def hooks() -> ModuleType:
     return module
 
 
-def test_public_modules_have_pages() -> None:
-    rooms = {"shd_torch", "shd_torch.maps", "shd_torch.recipes", "shd_torch.shrink", "shd_ref", "shd_ref.cache"}
-    assert rooms <= set(MODULES)
-
-
 @pytest.mark.parametrize("module", MODULES)
 def test_every_public_name_is_on_its_page(module: str) -> None:
     needed = "xxhash" if module == "shd_ref.cache" else "torch" if module.startswith("shd_torch") else "numpy"
@@ -69,18 +64,6 @@ def test_links_become_those_of_the_site(hooks: ModuleType) -> None:
         assert relinked(outside, "training.md") == outside
 
 
-def test_sections_of_the_readme_are_borrowed(hooks: ModuleType) -> None:
-    readme = "# Name\n\n## Install\n\npip\n\n### More\n\nx\n\n## Next\n"
-    made = hooks.borrow("a\n\n[Install](x). <!-- from README.md: Install -->\n\nb", readme)
-    assert made == "a\n\n\n## Install\n\npip\n\n### More\n\nx\n\n\n\nb"
-    with pytest.raises(ValueError, match="no section 'Gone'"):
-        hooks.borrow("<!-- from README.md: Gone -->", readme)
-    whole = (ROOT / "README.md").read_text(encoding="utf-8")
-    index = hooks.relink(whole, "index.md", REPOSITORY, "")
-    assert "](docs/" not in index
-    assert "<!-- from" not in hooks.borrow((ROOT / "docs" / "index.md").read_text(encoding="utf-8"), index)
-
-
 def test_ids_become_links_outside_of_code(hooks: ModuleType) -> None:
     urls = {"specs/shd.md": "../specs/shd/"}
     link = '<a class="sentence" href="../specs/shd/#alpha-3">ALPHA-3</a>'
@@ -95,35 +78,6 @@ def test_sentences_have_one_anchor_on_their_page(hooks: ModuleType) -> None:
     assert made.count('id="d-1"') == 1
     assert '<strong id="map-1"><a class="sentence" href="#map-1">MAP-1</a></strong>' in made
     assert 'id="map-1"' not in hooks.link_ids(html, "specs/kd.md", {"specs/shd.md": "../shd/"})
-
-
-def test_ids_of_all_chapters_are_known(hooks: ModuleType) -> None:
-    places = {
-        "ALPHA-3": "shd",
-        "D-1": "shd",
-        "KD-1": "kd",
-        "HEAD-4": "shrink",
-        "REC-1": "recipes",
-        "CACHE-1": "cache-format",
-    }
-    assert {name: hooks.IDS[name] for name in places} == {n: f"specs/{page}.md" for n, page in places.items()}
-
-
-def test_notebooks_become_pages(hooks: ModuleType) -> None:
-    cells = [
-        {"cell_type": "markdown", "source": ["# Title\n", "text"]},
-        {
-            "cell_type": "code",
-            "source": ["print(1)"],
-            "outputs": [
-                {"output_type": "stream", "text": ["1\n"]},
-                {"output_type": "display_data", "data": {"image/png": "QUJD\n", "text/plain": ["<Figure>"]}},
-            ],
-        },
-    ]
-    page = hooks.notebook_page({"cells": cells})
-    assert page.startswith("# Title\ntext\n\n```python\nprint(1)\n```\n\n```text\n1\n```\n")
-    assert page.endswith('src="data:image/png;base64,QUJD">\n')
 
 
 def anchors(page: Path) -> set[str]:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes
 import numpy as np
-import pytest
 import torch
 from numpy.typing import NDArray
 
 import shd_ref
-import shd_torch.maps as shd
 from shd_ref.tolerances import load_tolerances
 
 DTYPES: dict[str, Any] = {
@@ -22,35 +18,6 @@ DTYPES: dict[str, Any] = {
     "float16": np.float16,
     "bfloat16": ml_dtypes.bfloat16,
 }
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device"),
-        ],
-    ),
-]
-
-
-class Implementation(NamedTuple):
-    """One of the twins: where its functions live and how an array becomes its argument."""
-
-    name: str
-    module: ModuleType
-    convert: Callable[[NDArray[Any]], Any]
-
-    def call(self, function: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a function by name with every array converted."""
-        return getattr(self.module, function)(
-            *(self._argument(a) for a in args), **{k: self._argument(v) for k, v in kwargs.items()}
-        )
-
-    def _argument(self, value: Any) -> Any:
-        if isinstance(value, np.ndarray):
-            return self.convert(value)
-        return [self._argument(v) for v in value] if isinstance(value, list) else value
 
 
 def to_tensor(array: NDArray[Any], device: str = "cpu") -> torch.Tensor:
@@ -61,9 +28,6 @@ def to_tensor(array: NDArray[Any], device: str = "cpu") -> torch.Tensor:
 
 def to_float64(tensor: torch.Tensor) -> NDArray[np.float64]:
     return tensor.detach().double().cpu().numpy()
-
-
-TWINS = [Implementation("shd_ref", shd_ref, lambda array: array), Implementation("shd_torch.maps", shd, to_tensor)]
 
 
 def assert_agrees(actual: torch.Tensor, expected: NDArray[np.float64], dtype: str, quantity: str) -> None:
