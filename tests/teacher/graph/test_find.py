@@ -7,12 +7,27 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from numpy.typing import NDArray
 from onnx import TensorProto
 from support import attention_graphs
-from support.attention_graphs import Change, GraphBuilder, attention_on_inputs, encoder_layer, random_projection
+from support.attention_graphs import (
+    Change,
+    GraphBuilder,
+    attention_on_inputs,
+    encoder_layer,
+    random_projection,
+    run_session,
+)
 
 from shd_ref.errors import ShdError
-from shd_ref.teacher import AttentionSite, find_sites, load_teacher, open_session, squeeze_graph
+from shd_ref.teacher import (
+    AttentionSite,
+    compare_with_reference,
+    find_sites,
+    load_teacher,
+    open_session,
+    squeeze_graph,
+)
 from shd_ref.teacher.graph import find
 
 LAYOUTS = ("batch-heads", "heads-batch", "batch-folded", "heads-folded")
@@ -21,6 +36,20 @@ LAYOUTS = ("batch-heads", "heads-batch", "batch-folded", "heads-folded")
 def only_site(model: onnx.ModelProto) -> AttentionSite:
     (site,) = find_sites(model)
     return site
+
+
+def squeezed_maps(form: dict[str, Any]) -> NDArray[Any]:
+    """The merged maps of a form, after the comparison with NumPy on the graph's own maps and values."""
+    model, mask = encoder_layer(**form), np.array([[1] * 5, [1] * 3 + [0] * 2, [1] + [0] * 4])
+    feeds = {"x": np.random.default_rng(0).normal(size=(3, 5, 12)).astype(np.float32), "mask": mask}
+    graph = squeeze_graph(
+        model, [(0, only_site(model))], num_student_heads=2, row_mask_input="mask", check_outputs=True
+    )
+    outputs = run_session(open_session(graph.model, num_threads=1), feeds)
+    names = graph.layers[0].names
+    assert (outputs[names["probs"]].shape, outputs[names["values"]].shape) == ((3, 4, 5, 5), (3, 4, 5, 3))
+    compare_with_reference(graph, outputs, query_mask=mask.astype(bool))
+    return outputs[names["merged"]]
 
 
 @pytest.mark.parametrize(
@@ -40,7 +69,7 @@ def only_site(model: onnx.ModelProto) -> AttentionSite:
         {"num_kv_heads": 1},
         {"head_mask": True},
         {"opset": 13},
-        *({"layout": layout} for layout in LAYOUTS),
+        *({"layout": layout} for layout in LAYOUTS[1:]),
     ],
     ids=str,
 )
@@ -55,6 +84,10 @@ def test_every_form_is_understood(form: dict[str, Any]) -> None:
     expected = random_projection(12, 14, 4)
     tolerance = 1e-3 if form.get("float16") else 0.0
     np.testing.assert_allclose(site.output_projection, expected, atol=tolerance)
+    merged = squeezed_maps(form)
+    if "num_kv_heads" not in form:  # the same weights in the plainest form give the same maps
+        plain = squeezed_maps({"mask": None if "layout" in form else form.get("mask", "add")})
+        np.testing.assert_allclose(merged, plain, atol=5e-3 if "float16" in form else 1e-6)
 
 
 def test_the_map_is_the_last_float_value_before_the_product() -> None:

@@ -16,18 +16,13 @@ from onnx import TensorProto, helper
 from support.attention_graphs import GraphBuilder, attention_operator, encoder_layer
 
 from shd_ref.errors import ShdError
+from shd_ref.teacher import PrecomputeOptions, RunOptions, find_sites, load_teacher, open_session, squeeze_graph
 from shd_ref.teacher.graph import shapes
-from shd_ref.teacher.graph.find import find_sites
-from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.precompute.engine import precompute
-from shd_ref.teacher.rewrite.squeeze import squeeze_graph
-from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
-from shd_ref.teacher.session import open_session
 
 CODES = {"graph-invalid", "graph-unsupported"}
 GRAPHS = {
     "encoder": encoder_layer(mask="where", nan_guard=True).SerializeToString(),
-    "folded": encoder_layer(layout="batch-folded").SerializeToString(),
     "operator": attention_operator().SerializeToString(),
 }
 
@@ -49,7 +44,7 @@ def use(path: Path) -> str:
 def test_flipped_bits_never_crash(name: str, tmp_path: Path) -> None:
     whole, path = GRAPHS[name], tmp_path / "teacher.onnx"
     codes = []
-    for seed in range(40):
+    for seed in range(24):
         random = Random(seed)
         damaged = bytearray(whole)
         for _ in range(random.choice([1, 2, 4, 32])):
@@ -114,7 +109,7 @@ def damage(model: onnx.ModelProto, random: Random) -> None:
 @pytest.mark.parametrize("name", GRAPHS)
 def test_graphs_changed_by_hand_never_crash(name: str, tmp_path: Path) -> None:
     path, codes = tmp_path / "teacher.onnx", []
-    for seed in range(150):
+    for seed in range(100):
         random, model = Random(seed), onnx.load_from_string(GRAPHS[name])
         for _ in range(random.choice([1, 1, 2, 4])):
             damage(model, random)
@@ -124,7 +119,7 @@ def test_graphs_changed_by_hand_never_crash(name: str, tmp_path: Path) -> None:
         except ShdError as error:
             codes.append(error.code)
     assert set(codes) <= CODES
-    assert 20 < len(codes) < 150
+    assert 20 < len(codes) < 100
 
 
 NARROW = {21: 4, 22: 4, 23: 4, 25: 2, 26: 2, 27: 6, 28: 6}

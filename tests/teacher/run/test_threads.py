@@ -1,9 +1,8 @@
-"""Threads: one for small matrix products, two batches at once, and what goes wrong on any of them."""
+"""Threads: two batches at once, and what goes wrong on any of them."""
 
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 import time
 import weakref
@@ -16,20 +15,15 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-import threadpoolctl
 from support.attention_graphs import bare_attention, language_model
 from support.makers import contents
 
 from shd_ref.cache import CacheWriter
 from shd_ref.errors import ShdError
-from shd_ref.teacher import session
-from shd_ref.teacher.graph.inputs import input_specs
+from shd_ref.teacher import ModelInputs, PrecomputeOptions, RunOptions, Source, input_specs, session
 from shd_ref.teacher.precompute.engine import precompute
-from shd_ref.teacher.run import teacher, threads
-from shd_ref.teacher.run.inputs import ModelInputs
-from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
-from shd_ref.teacher.run.threads import SMALL_PRODUCT, count_cores, run_ahead, share_threads, threads_for
-from shd_ref.teacher.sources import Source
+from shd_ref.teacher.run import teacher
+from shd_ref.teacher.run.threads import run_ahead
 from shd_ref.teacher.sources.source import Spool
 
 
@@ -40,25 +34,6 @@ def make_arrays() -> dict[str, Any]:
         "logits_0": rng.normal(size=(3, 4, 5, 5)).astype(np.float32),
         "values_0": rng.normal(size=(3, 4, 5, 4)).astype(np.float32),
     }
-
-
-def blas_threads() -> list[int]:
-    return [each["num_threads"] for each in threadpoolctl.threadpool_info() if each["user_api"] == "blas"]
-
-
-def test_small_products_take_one_thread() -> None:
-    with threadpoolctl.threadpool_limits(2, user_api="blas"):
-        before = blas_threads()
-        if max(before, default=1) < 2:
-            pytest.skip("NumPy's BLAS has one thread here")
-        with threads_for(SMALL_PRODUCT):
-            assert set(blas_threads()) == {1}
-        assert blas_threads() == before
-        with threads_for(SMALL_PRODUCT + 1):
-            assert blas_threads() == before
-        with pytest.raises(ValueError, match="inside"), threads_for(1):
-            raise ValueError("inside")
-        assert blas_threads() == before
 
 
 def test_what_goes_wrong_with_the_hash_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,67 +65,6 @@ def test_only_sessions_on_the_processor_are_opened_beside(
     assert len(run.fingerprint().sha256) == 64
 
 
-@pytest.mark.parametrize(
-    ("num_threads", "on_cpu", "cores", "sharing"),
-    [
-        (1, True, 4, (0, 1)),
-        (2, True, 4, (2, 1)),
-        (8, True, 4, (2, 7)),
-        (None, True, 4, (2, 3)),
-        (None, True, 1, (0, 1)),
-        (None, False, 4, (2, None)),
-        (2, False, 4, (2, 2)),
-        (1, False, 4, (0, 1)),
-    ],
-)
-def test_a_run_takes_the_threads_it_is_given(
-    num_threads: int | None,
-    on_cpu: bool,
-    cores: int,
-    sharing: tuple[int, int | None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(threads, "count_cores", lambda: cores)
-    assert share_threads(num_threads, on_cpu=on_cpu) == sharing
-
-
-def test_cores_are_those_that_the_process_may_use() -> None:
-    assert 1 <= count_cores() <= (os.cpu_count() or 1)
-    if not hasattr(os, "sched_setaffinity"):
-        pytest.skip("this system binds no process to cores")
-    usable = os.sched_getaffinity(0)
-    try:
-        os.sched_setaffinity(0, {min(usable)})
-        assert count_cores() == 1
-    finally:
-        os.sched_setaffinity(0, usable)
-
-
-@pytest.mark.parametrize("callers", [0, 1, 2])
-def test_results_come_in_order_and_few_wait(callers: int) -> None:
-    begun, looked_at = itertools.count(1), 0
-    most_ahead, own = 0, threading.get_ident()
-    takers: set[int] = set()
-
-    def items() -> Iterator[int]:
-        for item in range(20):
-            takers.add(threading.get_ident())
-            yield item
-
-    def run(item: int) -> tuple[int, int]:
-        nonlocal most_ahead
-        most_ahead = max(most_ahead, next(begun) - looked_at)
-        return item * item, threading.get_ident()
-
-    for expected, (item, (square, thread)) in enumerate(run_ahead(run, items(), callers)):
-        assert (item, square) == (expected, expected**2)
-        assert (thread == own) == (callers == 0)
-        looked_at = expected + 1
-    assert looked_at == 20
-    assert takers == {own}
-    assert most_ahead <= callers + 1
-
-
 @pytest.mark.parametrize("callers", [1, 2])
 def test_one_more_result_is_held_than_there_are_callers(callers: int) -> None:
     class Result:
@@ -166,9 +80,12 @@ def test_one_more_result_is_held_than_there_are_callers(callers: int) -> None:
         most = max(most, len(alive))
         return made
 
-    for _, made in run_ahead(run, range(30), callers):
+    numbers = []
+    for number, made in run_ahead(run, range(30), callers):
+        numbers.append(number)
         assert made in alive
         del made
+    assert numbers == list(range(30))
     assert most <= callers + 1
     assert not alive
 
@@ -239,11 +156,6 @@ def test_two_threads_read_their_own_samples(monkeypatch: pytest.MonkeyPatch) -> 
     with ThreadPoolExecutor(2) as pool:
         for done in [pool.submit(read, range(20)), pool.submit(read, reversed(range(20)))]:
             done.result()
-
-
-def test_two_callers_run_at_once() -> None:
-    both = threading.Barrier(2, timeout=30)
-    assert [index for index, _ in run_ahead(lambda _: both.wait(), range(4), 2)] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("callers", [0, 1, 2])
