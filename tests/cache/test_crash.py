@@ -17,7 +17,7 @@ from support.makers import contents, key_of, read_everything, record_of, write_c
 from shd_ref.cache import CacheReader, verify_cache
 
 ROOT = Path(__file__).resolve().parents[2]
-KILLS = 20
+KILLS = 6
 MANIFEST = interrupted_job(NUM_SAMPLES)
 
 
@@ -33,7 +33,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "kills"), [("one-sequence", KILLS), ("decoder", 4)])
+@pytest.mark.parametrize(("kind", "kills"), [("one-sequence", KILLS), ("decoder", 2)])
 def test_killed_writers_resume(tmp_path: Path, kind: str, kills: int) -> None:
     undisturbed = write_cache(tmp_path / "undisturbed", interrupted_job(NUM_SAMPLES, kind))
     tmp_path /= "killed"
@@ -59,13 +59,6 @@ def test_killed_writers_resume(tmp_path: Path, kind: str, kills: int) -> None:
     assert contents(tmp_path) == contents(undisturbed)
     assert len(CacheReader(tmp_path)) == NUM_SAMPLES
     assert verify_cache(tmp_path).ok
-
-
-def test_racing_writers_agree(tmp_path: Path, undisturbed: Path) -> None:
-    writers = [start_writer(tmp_path) for _ in range(3)]
-    outputs = [writer.communicate(timeout=30)[0] for writer in writers]
-    assert outputs == [b"ready\nsealed\n"] * 3
-    assert contents(tmp_path) == contents(undisturbed)
 
 
 def test_racing_writers_that_round_differently_do_not_mix(tmp_path: Path) -> None:

@@ -19,11 +19,7 @@ from shd_ref.cache import (
     decode_factors,
     encode_factors,
     factored_kl_bound,
-    factored_size,
-    pack_factors,
     rebuild_maps,
-    row_bounds,
-    unpack_factors,
     verify_cache,
 )
 from shd_ref.errors import ShdError
@@ -69,22 +65,6 @@ def test_what_all_keys_share_changes_nothing() -> None:
     assert codec_error(maps[0], maps[1]).kl_max < 1e-3
     queries, keys = decode_factors(encode_factors("float16", queries, keys))
     np.testing.assert_allclose(keys.mean(axis=1), 0, atol=2.0**-9)
-
-
-@pytest.mark.parametrize("codec", FACTORED_CODECS)
-def test_packing_is_undone(codec: str) -> None:
-    layer = LayerFactors(2, 3, 1)
-    coded = encode_factors(codec, vectors(4, 5, 3, 5), vectors(2, 5, 3, 6))
-    blob = pack_factors(coded)
-    assert len(blob) == factored_size(codec, 4, layer, 5) == 6 * 5 * (6 if codec == "float16" else 7)
-    # Blobs lie anywhere in a file.
-    shifted = np.concatenate([np.zeros(1, np.uint8), blob])[1:]
-    again = unpack_factors(shifted, codec, 4, layer, 5)
-    for name in ("queries", "keys", "query_steps", "key_steps"):
-        np.testing.assert_array_equal(getattr(again, name), getattr(coded, name))
-    with pytest.raises(ShdError, match="blob must be") as caught:
-        unpack_factors(blob[1:], codec, 4, layer, 5)
-    assert caught.value.code == "argument-shape"
 
 
 def test_zeros_and_tiny_numbers_have_no_step() -> None:
@@ -163,16 +143,6 @@ def test_windows_and_padding_in_front(tmp_path: Path, support: str) -> None:
                     sums = powers.sum(-1, keepdims=True)
                     expected += record.parts["mixing"][column, head, teacher] * powers / np.where(sums > 0, sums, 1)
                 np.testing.assert_allclose(maps[head], expected, rtol=1e-5, atol=1e-7)
-
-
-def test_rows_look_at_what_a_window_leaves() -> None:
-    for window, support, bounds in [
-        (2, "causal", [(0, 0), (0, 1), (1, 2), (2, 3)]),
-        (2, "full", [(0, 1), (0, 2), (1, 3), (2, 3)]),
-        (9, "full", [(0, 3)] * 4),
-        (None, "causal", [(0, 0), (0, 1), (0, 2), (0, 3)]),
-    ]:
-        assert list(zip(*(bound.tolist() for bound in row_bounds(4, support, window)), strict=True)) == bounds
 
 
 @pytest.mark.parametrize(

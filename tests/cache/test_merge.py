@@ -158,13 +158,6 @@ def test_listing_names_what_is_damaged(tmp_path: Path) -> None:
         list_cache(folder)
 
 
-def test_listing_counts_skipped_samples(tmp_path: Path) -> None:
-    folder = write_cache(tmp_path, job(on_error="skip"))
-    listing = list_cache(folder)
-    assert listing.skipped == 2
-    assert listing.samples + listing.skipped == 7
-
-
 def test_parts_in_an_object_store(tmp_path: Path) -> None:
     pytest.importorskip("fsspec", reason="object stores need the extra 'remote'")
     address = f"memory://{tmp_path.name}"

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import json
-import struct
 from dataclasses import replace
 from pathlib import Path
 
@@ -135,13 +133,6 @@ def test_identity_has_no_pairs(tmp_path: Path) -> None:
     assert record.parts["mixing"].shape == (2, 4, 4)
 
 
-def test_some_layers(tmp_path: Path) -> None:
-    reader = CacheReader(write_cache(tmp_path, job()))
-    record = reader.read(key_of(4), layers=[2])
-    assert list(record.parts) == ["alphas", "mixing", "L02"]
-    np.testing.assert_array_equal(record.parts["L02"], reader.read(key_of(4)).parts["L02"])
-
-
 def test_arrays_belong_to_the_caller(tmp_path: Path) -> None:
     reader = CacheReader(write_cache(tmp_path, job()))
     record = reader.read(key_of(4))
@@ -182,15 +173,3 @@ def test_shards_are_safetensors_files(tmp_path: Path, framework: str) -> None:
 
 
 PARTS = ("alphas", "mixing", "L01", "L02")
-
-
-def test_float_tensors_are_aligned(tmp_path: Path) -> None:
-    write_cache(tmp_path, job())
-    for path in tmp_path.rglob("*.safetensors"):
-        data = path.read_bytes()
-        (length,) = struct.unpack("<Q", data[:8])
-        header = json.loads(data[8 : 8 + length])
-        assert length % 8 == 0
-        for name, tensor in header.items():
-            if name != "__metadata__" and tensor["dtype"] == "F32":
-                assert tensor["data_offsets"][0] % 4 == 0

@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 from support.makers import job, read_everything, write_cache
-from typer.testing import CliRunner
 
 from shd_ref.cache import CacheReader, CacheWriter, export_webdataset, list_cache, merge_caches, verify_cache
 from shd_ref.cache.storage.local import LocalStorage
-from shd_ref.cli import load_app
 from shd_ref.errors import ShdError
 
 RECEIPT, SHARD = "receipts/000001.json", "shards/01/000001.safetensors"
@@ -87,29 +85,6 @@ def test_a_folder_that_cannot_be_listed_is_not_empty(folder: Path, monkeypatch: 
         list_cache(folder)
     assert caught.value.code == "read-failed"
     assert ("read-failed", "receipts") in {(each.code, each.path) for each in verify_cache(folder).problems}
-
-
-def commands(cache: Path, out: Path) -> dict[str, list[str]]:
-    return {
-        "ls": ["ls", str(cache)],
-        "verify": ["verify", str(cache)],
-        "seal": ["seal", str(cache)],
-        "report": ["report", str(cache), "--out", str(out)],
-        "export": ["export", str(cache), "--out", str(out)],
-        "merge": ["merge", str(cache), "--out", str(out)],
-    }
-
-
-@pytest.mark.parametrize("command", commands(Path(), Path()))
-def test_a_file_in_place_of_a_cache_is_refused(tmp_path: Path, command: str) -> None:
-    cache, out = tmp_path / "d.npz", tmp_path / "out"
-    cache.write_bytes(b"no cache")
-    result = CliRunner().invoke(load_app(), commands(cache, out)[command])
-    assert isinstance(result.exception, SystemExit), result.exception
-    assert result.exit_code == 1
-    assert "cache-incomplete" in result.output
-    assert "is not a cache folder" in " ".join(result.output.split())
-    assert not out.exists()
 
 
 @pytest.mark.parametrize("name", ["receipts", "shards"])
