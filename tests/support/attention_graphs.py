@@ -319,11 +319,6 @@ def _project(build: GraphBuilder, flat: str, weight: NDArray[Any], projection: s
         rows = build.op("Reshape", flat, build.const(np.array([-1, weight.shape[0]])))
         bias = build.const(np.zeros(weight.shape[1], weight.dtype))
         return build.op("Gemm", rows, build.const(weight.T.copy()), bias, transB=1)
-    if projection == "dequantized":
-        scale = np.abs(weight).max(axis=0) / 127
-        codes = np.rint(weight / scale).astype(np.int8)
-        zero = build.const(np.zeros(weight.shape[1], np.int8))
-        return build.op("MatMul", flat, build.op("DequantizeLinear", build.const(codes), build.const(scale), zero))
     raise ValueError(projection)
 
 

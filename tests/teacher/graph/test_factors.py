@@ -108,11 +108,6 @@ def test_past_keys_are_part_of_the_keys() -> None:
     assert only_factors(model).num_kv_heads == 1
 
 
-def test_half_precision_teachers_give_queries_and_keys() -> None:
-    factors = only_factors(encoder_layer(float16=True, mask="where"))
-    assert factors.supported
-
-
 def scaled_again(build: GraphBuilder, probs: str) -> str:
     kept = build.op("Trilu", probs, upper=0)
     return build.op("Div", kept, build.op("ReduceSum", kept, build.const([-1]), keepdims=1))

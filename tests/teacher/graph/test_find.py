@@ -97,28 +97,6 @@ def test_the_map_is_the_last_float_value_before_the_product() -> None:
     assert (rounded.probs, rounded.dtype) == ("softmax", "float32"), "the float32 map before its cast to float16"
 
 
-def test_dequantised_weights_are_folded() -> None:
-    site = only_site(encoder_layer(projection="dequantized"))
-    assert site.supported
-    assert site.output_projection is not None
-    np.testing.assert_allclose(site.output_projection, random_projection(12, 14, 4), atol=0.01)
-
-
-def test_quantised_map_and_values_are_read_before_rounding() -> None:
-    model = attention_graphs.bare_attention(2)
-    build = GraphBuilder()
-    scale, zero = build.const(np.float32(1 / 255), "scale"), build.const(np.uint8(0), "zero")
-    coded = build.op("QuantizeLinear", "probs_0", scale, zero)
-    rounded = build.op("DequantizeLinear", coded, scale, zero)
-    product = next(node for node in model.graph.node if node.op_type == "MatMul" and "values_0" in node.input)
-    product.input[0] = rounded
-    model.graph.node.extend(build.nodes)
-    model.graph.initializer.extend(build.initializers)
-    site = only_site(model)
-    assert site.supported
-    assert site.probs == "probs_0"
-
-
 def test_sites_follow_the_data_and_have_unique_names() -> None:
     model = attention_graphs.bare_attention(3, num_layers=3)
     for node in model.graph.node:
@@ -136,20 +114,6 @@ def test_unsorted_graphs_are_walked_in_data_order() -> None:
     del model.graph.node[:]
     model.graph.node.extend(reversed(nodes))
     assert only_site(model).supported
-
-
-def test_cross_attention_is_told_from_self_attention() -> None:
-    build = GraphBuilder()
-    query = build.op("MatMul", "x", build.const(random_projection(6, 6)))
-    key = build.op("Transpose", build.op("MatMul", "memory", build.const(random_projection(6, 6))), perm=[0, 2, 1])
-    value = build.op("MatMul", "memory", build.const(random_projection(6, 6)))
-    probs = build.op("Softmax", build.op("MatMul", query, key), axis=-1)
-    output = build.op("MatMul", build.op("MatMul", probs, value), build.const(random_projection(6, 6)))
-    shape = (TensorProto.FLOAT, ["batch", "length", 6])
-    memory = (TensorProto.FLOAT, ["batch", "keys", 6])
-    site = only_site(build.model({"x": shape, "memory": memory}, [output]))
-    assert site.cross is True
-    assert (site.num_heads, site.folded) == (1, True)
 
 
 def attention_on(build: GraphBuilder, query: str, key: str) -> onnx.ModelProto:
@@ -246,16 +210,6 @@ def test_fused_attention_is_reported_with_the_remedy(op_type: str, domain: str) 
     assert site.num_heads == 2
     assert site.reason is not None
     assert "attention fusion off" in site.reason
-
-
-def test_a_projection_that_is_an_input_is_refused() -> None:
-    model = encoder_layer()
-    weight = next(tensor for tensor in model.graph.initializer if list(tensor.dims) == [12, 14])
-    model.graph.initializer.remove(weight)
-    model.graph.input.append(onnx.helper.make_tensor_value_info(weight.name, TensorProto.FLOAT, [12, 14]))
-    site = only_site(model)
-    assert not site.supported
-    assert "output projection" in str(site.reason)
 
 
 def test_rows_of_the_projection_are_put_in_head_order() -> None:

@@ -307,23 +307,20 @@ def in_branch(model: onnx.ModelProto) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version)
 
 
-def test_attention_inside_control_flow_is_refused() -> None:
+@pytest.mark.parametrize("merged", [True, False])
+def test_attention_inside_control_flow_is_refused(merged: bool) -> None:
+    """As a merged decoder it is named with the file to take: an input chooses the body."""
     model = in_branch(attention_on_inputs())
-    flag = helper.make_node("Not", ["cached"], ["first"])
-    model.graph.node[0].input[0] = "first"
-    model.graph.node.insert(0, flag)
+    if not merged:
+        model.graph.node[0].input[0] = "first"
+        model.graph.node.insert(0, helper.make_node("Not", ["cached"], ["first"]))
+    words = ["merged decoder", "'cached'", "take the file with one body beside it (decoder_model.onnx"]
     sites = find_sites(model)
     assert [site.supported for site in sites] == [False, False]
-    assert all("inside the body of If" in str(site.reason) and "control flow" in str(site.reason) for site in sites)
-
-
-def test_merged_decoders_are_refused_with_the_file_to_take() -> None:
-    sites = find_sites(in_branch(attention_on_inputs()))
-    assert [site.supported for site in sites] == [False, False]
     for site in sites:
-        assert "merged decoder" in str(site.reason)
-        assert "'cached'" in str(site.reason)
-        assert "take the file with one body beside it (decoder_model.onnx" in str(site.reason)
+        assert all(
+            word in str(site.reason) for word in (words if merged else ("inside the body of If", "control flow"))
+        )
 
 
 def turned(build: GraphBuilder, probs: str) -> str:

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from support.attention_graphs import bare_attention, language_model
 from support.makers import contents
@@ -47,22 +46,6 @@ def test_what_goes_wrong_with_the_hash_stops_the_run(tmp_path: Path, monkeypatch
     with pytest.raises(ShdError, match="the file is gone"):
         precompute(tmp_path / "teacher.onnx", arrays, students)
     assert not (tmp_path / "cache").exists()
-
-
-@pytest.mark.parametrize(("provider", "beside"), [("cpu", True), ("CPUExecutionProvider", True), ("cuda", False)])
-def test_only_sessions_on_the_processor_are_opened_beside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, provider: str, beside: bool
-) -> None:
-    """Loading CUDA redirects stdout, which two threads at once would not give back."""
-    both = ["CUDAExecutionProvider", "CPUExecutionProvider"]
-    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: both)
-    onnx.save(bare_attention(4), tmp_path / "teacher.onnx")
-    arrays = make_arrays()
-    options = [PrecomputeOptions(num_student_heads=2)]
-    run = teacher.TeacherRun(tmp_path / "teacher.onnx", arrays, options, RunOptions(provider=provider))
-    run.begin()
-    assert (run._opening is not None) == beside
-    assert len(run.fingerprint().sha256) == 64
 
 
 @pytest.mark.parametrize("callers", [1, 2])

@@ -22,10 +22,9 @@ from typer.testing import CliRunner
 from shd_ref.cache.storage import strict_json
 from shd_ref.cli import load_app
 from shd_ref.errors import ShdError
-from shd_ref.teacher.graph.inputs import InputSpec, count_rows, input_specs
-from shd_ref.teacher.opening.load import load_teacher
-from shd_ref.teacher.run.inputs import ModelInputs
-from shd_ref.teacher.sources import open_source, text
+from shd_ref.teacher import InputSpec, ModelInputs, input_specs, load_teacher, open_source
+from shd_ref.teacher.graph.inputs import count_rows
+from shd_ref.teacher.sources import text
 
 SPECS = tuple(InputSpec(name, "int64", ("batch", "length")) for name in ("input_ids", "attention_mask"))
 

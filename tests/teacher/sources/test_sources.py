@@ -12,9 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError
-from shd_ref.teacher.graph.inputs import InputSpec
-from shd_ref.teacher.run.inputs import ModelInputs
-from shd_ref.teacher.sources import IndexedSource, Row, Source, open_source
+from shd_ref.teacher import IndexedSource, InputSpec, ModelInputs, Row, Source, open_source
 
 NUM_SAMPLES = 700  # more than two blocks of every reader
 SPECS = (
@@ -308,18 +306,6 @@ def test_json_lines_that_do_not_fit_are_named(tmp_path: Path, line: str, message
     assert caught.value.code == "inputs-invalid"
 
 
-def test_arrow_columns_that_do_not_fit_are_named(tmp_path: Path) -> None:
-    good = {"input_ids": [1], "pixels": [[1.0] * 3] * 2}
-    for change, message in (
-        ({"input_ids": None}, "row 1: columns must hold"),
-        ({"input_ids": [None]}, "row 1: columns must hold"),
-        ({"pixels": [[1.0] * 3, [1.0]]}, "row 1: columns must hold"),
-    ):
-        save_parquet([good, good | change], tmp_path / "data.parquet")
-        with pytest.raises(ShdError, match=message):
-            ModelInputs(open_source(tmp_path / "data.parquet"), SPECS)
-
-
 @pytest.mark.parametrize(
     ("name", "make"),
     [
@@ -351,15 +337,6 @@ def test_a_data_set_with_splits_asks_which(tmp_path: Path) -> None:
     save_dataset(ragged_rows()[:4], tmp_path / "all" / "train")
     with pytest.raises(ShdError, match="hold the splits train: name one"):
         open_source(tmp_path / "all")
-
-
-@pytest.mark.parametrize("name", ["../secret.arrow", "/etc/passwd", "..", "", 5])
-def test_a_data_set_never_leads_out_of_its_folder(tmp_path: Path, name: Any) -> None:
-    pytest.importorskip("pyarrow", reason="Arrow needs the extra 'inputs'")
-    (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
-    with pytest.raises(ShdError, match="must name files of its own folder") as caught:
-        open_source(tmp_path)
-    assert caught.value.code == "path-unsafe"
 
 
 def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,7 +394,7 @@ def test_memory_stays_flat_however_long_the_data() -> None:
 
     specs = (SPECS[0], SPECS[1])
     peaks = []
-    for count in (300, 2000):
+    for count in (200, 1000):
         tracemalloc.start()
         inputs = ModelInputs(Counted(count, length=1000), specs)  # 16 kB a sample
         batch = inputs.batch([count - 1])
