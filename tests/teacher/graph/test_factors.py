@@ -100,7 +100,9 @@ def test_past_keys_are_part_of_the_keys() -> None:
     def joined(build: GraphBuilder, keys: str) -> str:
         return build.op("Gather", build.op("Concat", "past", keys, axis=2), build.const(np.array([0, 0])), axis=1)
 
-    shapes = {name: (TensorProto.FLOAT, ["batch", 1, axis, 3]) for name, axis in (("k", "rows"), ("past", "past"))}
+    shapes: dict[str, Any] = {
+        name: (TensorProto.FLOAT, ["batch", 1, axis, 3]) for name, axis in (("k", "rows"), ("past", "past"))
+    }
     model = attention_on_inputs(change_keys=joined, **shapes)
     rng = np.random.default_rng(0)
     sizes = {"q": (2, 2, 3, 3), "k": (2, 1, 3, 3), "past": (2, 1, 4, 3)}

@@ -472,7 +472,7 @@ def smoothed(build: GraphBuilder, probs: str) -> str:
     return build.op("Add", build.op("Mul", probs, number(build, 0.9)), number(build, 0.1 / 4))
 
 
-FIXED = {name: (TensorProto.FLOAT, ["batch", 2, 4, 3]) for name in ("q", "k")}
+FIXED: dict[str, Any] = {name: (TensorProto.FLOAT, ["batch", 2, 4, 3]) for name in ("q", "k")}
 
 
 def convolved(build: GraphBuilder, probs: str) -> str:

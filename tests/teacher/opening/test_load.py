@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
-from support.attention_graphs import GraphBuilder, attention_operator, encoder_layer, random_projection, run_session
+from support.attention_graphs import GraphBuilder, encoder_layer, random_projection, run_session
 
 from shd_ref.errors import ShdError
 from shd_ref.teacher import (
@@ -96,6 +97,14 @@ def hide_weight(place: str, weight: TensorProto) -> onnx.ModelProto:
 PLACES = ["Constant", "body", "Constant in a body", "function", "body in a function", "sparse initialiser"]
 
 
+def no_protobuf(folder: Path) -> None:
+    (folder / "teacher.onnx").write_bytes(b"import os\n" * 100)
+
+
+def hidden_above(place: str, _: Path) -> onnx.ModelProto:
+    return hide_weight(place, external_tensor("../secret.data", [3, 3]))
+
+
 def located(location: str) -> onnx.ModelProto:
     model = encoder_layer()
     onnx.external_data_helper.set_external_data(model.graph.initializer[0], location)
@@ -146,7 +155,7 @@ def wrong_shape(_: Path) -> onnx.ModelProto:
 
 HOSTILE: dict[str, tuple[Callable[[Path], onnx.ModelProto | None], str]] = {
     "no file": (lambda folder: None, "readable file"),
-    "no protobuf": (lambda folder: (folder / "teacher.onnx").write_bytes(b"import os\n" * 100) and None, ""),
+    "no protobuf": (no_protobuf, ""),
     "data above": (lambda folder: located("../secret.data"), "outside its own folder"),
     "data above a folder": (lambda folder: located("a/../../secret.data"), "outside its own folder"),
     "data at an absolute path": (lambda folder: located("/etc/hostname"), "outside its own folder"),
@@ -158,13 +167,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], onnx.ModelProto | None], str]] = {
     "a huge constant": (huge_constant, "at most 268435456 entries"),
     "a huge input": (huge_input, "dynamic axes"),
     "another shape": (wrong_shape, "numbers of its shape"),
-    **{
-        f"{place} from above": (
-            lambda folder, place=place: hide_weight(place, external_tensor("../secret.data", [3, 3])),
-            "outside its own folder",
-        )
-        for place in PLACES
-    },
+    **{f"{place} from above": (partial(hidden_above, place), "outside its own folder") for place in PLACES},
 }
 
 
@@ -241,13 +244,3 @@ def test_a_data_folder_that_the_file_names_is_ignored(tmp_path: Path) -> None:
     onnx.save(model, tmp_path / "teacher.onnx")
     assert data_folder(load_teacher(tmp_path / "teacher.onnx")) is None
     assert data_folder(load_teacher(tmp_path / "teacher.onnx", inline_bytes=0)) == str(tmp_path.resolve())
-
-
-def test_the_standard_attention_operator_is_decomposed(tmp_path: Path) -> None:
-    for opset in (23, 24):
-        model = attention_operator(opset)
-        assert "Attention" in {node.op_type for node in model.graph.node}
-        onnx.save(model, tmp_path / "teacher.onnx")
-        (site,) = find_sites(load_teacher(tmp_path / "teacher.onnx"))
-        assert site.supported, site.reason
-        assert (site.num_heads, site.num_kv_heads, site.d_v) == (4, 2, 3)
