@@ -43,11 +43,6 @@ def test_a_cache_that_lacks_the_seal_alone_names_the_command(folder: Path) -> No
         CacheReader(folder)
 
 
-def test_cache_without_a_shard_is_empty_but_readable(tmp_path: Path) -> None:
-    CacheWriter(tmp_path, job())
-    assert len(CacheReader(tmp_path, allow_partial=True)) == 0
-
-
 def test_missing_sample(folder: Path) -> None:
     reader = CacheReader(folder)
     key = sample_key({"input_ids": np.array([-1])})

@@ -127,15 +127,6 @@ def test_truncated_and_absent_objects(cache: str) -> None:
     assert CacheWriter(cache, job()).missing_shards() == [1]
 
 
-def test_another_job_is_refused(cache: str, bucket: str) -> None:
-    with pytest.raises(ShdError, match=r"temperature: 1\.0 -> 2\.0") as caught:
-        CacheWriter(cache, job(temperature=2.0))
-    assert caught.value.code == "cache-mismatch"
-    with pytest.raises(ShdError, match=r"holds 'cache/SEALED\.json' and no manifest") as caught:
-        CacheWriter(f"{bucket}/runs", job())
-    assert caught.value.code == "cache-exists"
-
-
 def test_of_racing_manifests_the_first_stays(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = open_storage(f"{bucket}/cache")
     filesystem, _ = storage._connect()  # type: ignore[attr-defined]
