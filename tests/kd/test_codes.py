@@ -64,12 +64,6 @@ def test_round_trip_within_the_bound(shape: tuple[int, int, int, int], scale: fl
     np.testing.assert_array_equal(code.encode(**again), rows)
 
 
-def test_bytes_of_a_row() -> None:
-    assert RowCode(151936, 50).row_bytes == 2 + 50 + 69 + 16
-    assert RowCode(151936, 50, value_bits=6).row_bytes < 50 * 18 // 8 + 16
-    assert RowCode(32000, 0, 32).row_bytes == 4 + 36 + 12
-
-
 def test_bound_says_something() -> None:
     code = RowCode(512, 50)
     given, rows = rows_of(code)

@@ -13,18 +13,13 @@ import onnxruntime
 import pytest
 from numpy.typing import NDArray
 from support.attention_graphs import language_model
-from support.makers import contents
 from support.plain_kd import topk_targets
 from support.students import precompute
 from typer.testing import CliRunner
 
-from shd_ref.attention import softmax
-from shd_ref.cache import CacheReader, list_cache, merge_caches, sample_key, verify_cache
+from shd_ref.cache import CacheReader, list_cache, sample_key, verify_cache
 from shd_ref.commands.app import app
 from shd_ref.errors import ShdError
-from shd_ref.teacher.run import averaged
-from shd_ref.teacher.run import teacher as teacher_run
-from shd_ref.teacher.run.averaged import LogitsTeacher
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.study.recheck import recheck_records
 
@@ -115,59 +110,6 @@ def test_a_row_is_that_of_the_mean(teachers: list[Path], tmp_path: Path, codec: 
     assert again.records == 8
 
 
-def test_the_mean_of_two_truncated_caches_is_another(teachers: list[Path], tmp_path: Path) -> None:
-    """Why there is one pass: a class that only one of both keeps has no logit in the other to be averaged with."""
-    inputs = make_inputs()
-    ids, mask = inputs["input_ids"][0], inputs["attention_mask"][0]
-    end = int(mask.sum())
-    key = sample_key({"input_ids": ids[:end], "attention_mask": mask[:end]})
-    found = {}
-    for name, first, others in (("both", 0, [1]), ("one", 0, []), ("two", 1, [])):
-        options = options_of([teachers[other] for other in others])
-        precompute(teachers[first], inputs, tmp_path / name, options, RUN)
-        reader = CacheReader(tmp_path / name)
-        assert reader.manifest.logits is not None
-        stored: Any = reader.manifest.logits.decode(reader.read(key))
-        rows = np.full((end, 50), np.nan)
-        rest = np.exp(stored.log_tail)[:, None] / (50 - TOP)  # the rest in equal shares: all that a record knows
-        rows[:] = rest
-        np.put_along_axis(rows, stored.ids, np.exp(stored.log_probs), -1)
-        found[name] = rows
-    joint = softmax(mean_of(teachers[:2], ids[:end], mask[:end]))
-    truncated = softmax((np.log(found["one"]) + np.log(found["two"])) / 2)
-    head = np.argsort(joint, axis=-1)[:, -TOP:]
-    exact = np.abs(np.take_along_axis(found["both"] - joint, head, -1)).max()
-    wrong = np.abs(np.take_along_axis(truncated - joint, head, -1)).max()
-    assert exact < 1e-4
-    assert wrong > 100 * exact
-
-
-def test_parts_killed_and_whole_give_the_same_bytes(
-    teachers: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inputs, options = make_inputs(), options_of([teachers[1]])
-    one = replace(RUN, batch_size=1)
-    precompute(teachers[0], inputs, tmp_path / "whole", options, one)
-    run = LogitsTeacher.run
-
-    def dying(self: LogitsTeacher, batch: Any) -> Any:
-        if len(list((tmp_path / "killed" / "receipts").glob("*.json"))) > 1:
-            raise KeyboardInterrupt
-        return run(self, batch)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(LogitsTeacher, "run", dying)
-        with pytest.raises(KeyboardInterrupt):
-            precompute(teachers[0], inputs, tmp_path / "killed", options, one)
-    assert 0 < len(list_cache(tmp_path / "killed").written) < 5
-    precompute(teachers[0], inputs, tmp_path / "killed", options, one)
-    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
-    for part in range(2):
-        precompute(teachers[0], inputs, tmp_path / f"part-{part}", options, replace(one, shards=(part, 2)))
-    merge_caches([tmp_path / "part-0", tmp_path / "part-1"], tmp_path / "merged")
-    assert contents(tmp_path / "merged") == contents(tmp_path / "whole")
-
-
 @pytest.fixture(scope="module")
 def joint_cache(teachers: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("joint") / "cache"
@@ -198,24 +140,6 @@ def test_a_changed_second_teacher_of_the_same_name_is_found_out(teachers: list[P
     with pytest.raises(ShdError, match=r"must come from this teacher.*'second\.onnx'") as caught:
         recheck_records(tmp_path / "cache", teachers[0], inputs, with_teachers=[second])
     assert caught.value.code == "cache-mismatch"
-
-
-def test_rows_of_the_first_teacher_alone_are_found_out(
-    teachers: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As if the second's had been forgotten."""
-    inputs = make_inputs()
-
-    def first_alone(first: Any, *given: Any) -> Any:
-        alone = first.copy()
-        averaged.average_logits(first, *given)
-        return alone
-
-    with monkeypatch.context() as patched:
-        patched.setattr(teacher_run, "average_logits", first_alone)
-        precompute(teachers[0], inputs, tmp_path / "cache", options_of([teachers[1]]), RUN)
-    with pytest.raises(ShdError, match=r"logits row .* must equal what the teacher gives now"):
-        recheck_records(tmp_path / "cache", teachers[0], inputs, with_teachers=[teachers[1]])
 
 
 def other_mask(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -289,23 +213,6 @@ def test_a_sample_on_which_the_second_fails_is_skipped(teachers: list[Path], tmp
     summary = precompute(teachers[0], inputs, tmp_path / "skipped", replace(options, on_error="skip"), RUN)
     assert summary.missing_shards == 0
     assert list_cache(tmp_path / "skipped").skipped == 1
-
-
-def test_batches_leave_room_for_a_second_row(
-    teachers: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes: list[int] = []
-    run_batch = averaged.run_batch
-
-    def counted(session: Any, names: Any, batch: Any) -> Any:
-        sizes.append(batch.arrays["input_ids"].size)
-        return run_batch(session, names, batch)
-
-    monkeypatch.setattr(averaged, "run_batch", counted)
-    monkeypatch.setattr(teacher_run, "TARGET_BYTES", 2 * 4 * (50 + 56) * LENGTH)
-    options = options_of(teachers[1:], vocab_size=50)
-    precompute(teachers[0], make_inputs(), tmp_path / "cache", options, RunOptions(num_threads=1))
-    assert max(sizes[4:]) <= 2 * LENGTH
 
 
 def test_the_commands_take_and_name_all_teachers(teachers: list[Path], tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import onnx
 import onnxruntime
 import pytest
 from numpy.typing import NDArray
-from support.makers import contents, document
 from support.plain_kd import topk_targets
 from support.students import precompute
 from support.two_sequences import encoder_decoder
@@ -22,15 +20,11 @@ from shd_ref.cache import (
     CacheReader,
     CacheWriter,
     StoredRecord,
-    export_webdataset,
-    list_cache,
-    merge_caches,
     sample_key,
     verify_cache,
 )
 from shd_ref.commands.app import app
 from shd_ref.errors import ShdError
-from shd_ref.teacher.precompute.commits import Commits
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.study.recheck import recheck_records
 
@@ -134,47 +128,6 @@ def test_the_mean_of_two_encoder_decoders(teacher: Path, tmp_path: Path) -> None
     onnx.save(encoder_decoder(seed=1, masked=False), second)
     with pytest.raises(ShdError, match="must take decoder_attention_mask, as the first teacher does"):
         precompute(teacher, inputs, tmp_path / "other", options, RUN)
-
-
-def test_parts_and_an_interrupted_run_give_the_same_bytes(
-    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inputs = make_inputs()
-    precompute(teacher, inputs, tmp_path / "whole", OPTIONS, RUN)
-    put, shards = Commits.put, set[int]()
-
-    def dying(self: Commits, shard: int, *given: Any) -> None:
-        shards.add(shard)
-        if len(shards) == 3:
-            raise KeyboardInterrupt
-        put(self, shard, *given)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Commits, "put", dying)
-        with pytest.raises(KeyboardInterrupt):
-            precompute(teacher, inputs, tmp_path / "killed", OPTIONS, RUN)
-    assert 0 < len(list_cache(tmp_path / "killed").written) < 4
-    precompute(teacher, inputs, tmp_path / "killed", OPTIONS, RUN)
-    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
-    for part in range(2):
-        precompute(teacher, inputs, tmp_path / f"part-{part}", OPTIONS, replace(RUN, shards=(part, 2)))
-    merge_caches([tmp_path / "part-0", tmp_path / "part-1"], tmp_path / "merged")
-    assert contents(tmp_path / "merged") == contents(tmp_path / "whole")
-    assert export_webdataset(tmp_path / "merged", tmp_path / "tars").samples == NUM_SAMPLES
-
-
-@pytest.mark.parametrize("decoder", [None, 0, 1, 2**40], ids=str)
-def test_receipts_with_another_decoder_are_refused(teacher: Path, tmp_path: Path, decoder: int | None) -> None:
-    precompute(teacher, make_inputs(), tmp_path / "cache", ALONE, RUN)
-    path = tmp_path / "cache/receipts/000000.json"
-    members = json.loads(path.read_bytes())
-    members["records"][0].pop("decoder")
-    if decoder is not None:
-        members["records"][0]["decoder"] = decoder
-    path.write_bytes(document(members))
-    with pytest.raises(ShdError) as caught:
-        CacheReader(tmp_path / "cache", allow_partial=True)
-    assert caught.value.code == "cache-corrupt"
 
 
 def test_what_does_not_fit_is_refused(teacher: Path, tmp_path: Path) -> None:

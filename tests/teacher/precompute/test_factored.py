@@ -73,18 +73,6 @@ def test_records_make_the_maps_that_a_cache_of_maps_holds(teacher: Path, tmp_pat
     assert 0 < again.tv_max <= np.sqrt(max(bounds) / 2) + 1e-4  # CACHE-151 with Pinsker's inequality
 
 
-def test_resumed_run_gives_the_same_bytes(teacher: Path, tmp_path: Path) -> None:
-    inputs = make_inputs()
-    precompute(teacher, inputs, tmp_path / "once", OPTIONS, RUN)
-    precompute(teacher, inputs, tmp_path / "twice", OPTIONS, RUN)
-    (tmp_path / "twice" / "SEALED.json").unlink()
-    (tmp_path / "twice" / "receipts" / "000001.json").unlink()
-    summary = precompute(teacher, inputs, tmp_path / "twice", OPTIONS, RUN)
-    assert 0 < summary.resumed < NUM_SAMPLES
-    for path in (tmp_path / "once").rglob("*.json"):
-        assert path.read_bytes() == (tmp_path / "twice" / path.relative_to(tmp_path / "once")).read_bytes()
-
-
 def test_several_students_in_one_pass(teacher: Path, tmp_path: Path) -> None:
     inputs = make_inputs()
     precompute_heads(teacher, inputs, tmp_path / "both", OPTIONS, [2, 3], RUN)

@@ -18,7 +18,6 @@ pytest.importorskip("networkx", reason="matched plans need networkx")
 from support.students import precompute
 
 from shd_ref import ShdError, compose_mixing, matched_plan, squeeze_heads
-from shd_ref.attention import value_outputs
 from shd_ref.cache import CacheReader, Matching, verify_cache
 from shd_ref.cache.documents.manifest import sample_order
 from shd_ref.commands.app import app
@@ -27,7 +26,7 @@ from shd_ref.teacher.graph.inputs import input_specs
 from shd_ref.teacher.run import teacher as run_module
 from shd_ref.teacher.run.inputs import ModelInputs
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
-from shd_ref.teacher.run.reading import AttentionReader, calibrate_plans, match_factored
+from shd_ref.teacher.run.reading import AttentionReader
 from shd_ref.teacher.study.recheck import recheck_records
 
 HEADS, SAMPLES, LENGTH = 6, 8, 5
@@ -174,37 +173,3 @@ def test_the_command_matches_and_repeats_itself(teacher: Path, tmp_path: Path) -
         result = CliRunner().invoke(app, words)
         assert result.exit_code == 0, result.output
     assert CacheReader(tmp_path / "cache").manifest.attention.matching == Matching("similarity", 2, 0)
-
-
-@pytest.mark.parametrize("by", ["residual", "similarity"])
-@pytest.mark.parametrize("alpha_per", ["map", "row"])
-@pytest.mark.parametrize(("heads", "kv_heads", "d_v", "width"), [(7, 7, 3, 40), (8, 2, 3, 40), (6, 6, 5, 8)])
-def test_values_and_weights_give_the_plan_of_value_outputs(
-    heads: int, kv_heads: int, d_v: int, width: int, by: str, alpha_per: str
-) -> None:
-    rng = np.random.default_rng(heads)
-    projection = rng.normal(size=(heads * d_v, width))
-    factored: list[Any] = []
-    whole: list[Any] = []
-    for samples, rows, columns, masked in ((3, 6, 6, True), (2, 4, 9, False)):
-        probs = rng.dirichlet(np.full(columns, 0.3), size=(samples, heads, rows))
-        values = rng.normal(size=(samples, kv_heads, columns, d_v))
-        mask = rng.random((samples, rows)) < 0.7 if masked else None
-        factored.append((probs, values, mask))
-        whole.append((probs, value_outputs(values, projection), mask))
-    for students in (heads - 1, heads // 2, 2, 1):  # the last three take two rounds or three
-        wanted = matched_plan(whole, students, by, alpha_per=alpha_per)
-        assert match_factored(factored, projection, students, by, alpha_per=alpha_per) == wanted
-
-
-def test_calibration_never_holds_value_outputs(teacher: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are D / d_v times as large as values: gigabytes for a large teacher."""
-
-    def too_large(*_: Any) -> Any:
-        raise AssertionError("value outputs were made")
-
-    monkeypatch.setattr("shd_ref.teacher.run.reading.value_outputs", too_large)
-    model = onnx.load(teacher)
-    inputs = ModelInputs(make_inputs(), input_specs(model), "mask")
-    plans = calibrate_plans(AttentionReader(model, find_sites(model)), inputs, 2, num_samples=3)
-    assert [len(plan[-1]) > 0 for plan in plans] == [True, True]

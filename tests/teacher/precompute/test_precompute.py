@@ -169,19 +169,6 @@ def test_verify_runs_the_teacher_again(teacher: Path, tmp_path: Path) -> None:
     assert caught.value.code == "cache-mismatch"
 
 
-def test_maps_that_differ_are_found(teacher: Path, tmp_path: Path) -> None:
-    """A cache whose bytes are right and whose maps are another plan's."""
-    inputs = make_inputs()
-    cache = tmp_path / "cache"
-    precompute(teacher, inputs, cache, PrecomputeOptions(num_student_heads=2, strategy="constant"), RUN)
-    other = tmp_path / "other"
-    precompute(teacher, inputs, other, PrecomputeOptions(num_student_heads=2, strategy="hard"), RUN)
-    _rewrite_as(other, cache)
-    with pytest.raises(ShdError, match="total variation") as caught:
-        recheck_records(cache, teacher, inputs, num_records=NUM_SAMPLES)
-    assert caught.value.code == "cache-mismatch"
-
-
 def _change_codes(cache: Path, change: Callable[[str, NDArray[Any]], NDArray[Any]]) -> None:
     """Put other codes in place of every record's, by its key, with valid checksums."""
     from shd_ref.cache import CacheWriter, Errors, NewRecord
@@ -248,24 +235,6 @@ def test_maps_that_are_not_rounded_must_not_be_off(teacher: Path, tmp_path: Path
     assert caught.value.code == "cache-mismatch"
 
 
-def _rewrite_as(source: Path, target: Path) -> None:
-    """Store the records of one cache under the manifest of another, with valid checksums."""
-    from shd_ref.cache import CacheWriter, Errors, NewRecord
-
-    reader, manifest = CacheReader(source), CacheReader(target).manifest
-    records = {record.index: record for record in map(reader.read, reader)}
-    shutil.rmtree(target)
-    writer = CacheWriter(target, manifest)
-    for shard in writer.missing_shards():
-        new = []
-        for index in manifest.shard_samples(shard):
-            record = records[index]
-            maps = encode(manifest.attention.codec, reader.decode(record, 0))
-            new.append(NewRecord(index, record.key, record.length, {**record.parts, "L00": maps}))
-        writer.write_shard(shard, new, Errors.unmeasured(manifest))
-    writer.seal()
-
-
 def test_causal_teachers_are_packed_as_triangles(tmp_path: Path) -> None:
     model = bare_attention(4, num_layers=2)
     onnx.save(model, tmp_path / "teacher.onnx")
@@ -313,7 +282,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     assert not (tmp_path / "cache").exists()
 
 
-@pytest.mark.parametrize("strategy", ["shd", "constant", "hard", "mean"])
+@pytest.mark.parametrize("strategy", ["shd", "hard"])
 def test_nan_of_one_later_sample_is_named_and_not_stored(teacher: Path, tmp_path: Path, strategy: str) -> None:
     inputs = make_inputs()
     shortest = int(inputs["mask"].sum(1).argmin())

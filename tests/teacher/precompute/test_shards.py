@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,8 @@ from support.makers import contents
 from support.students import precompute, precompute_heads
 from typer.testing import CliRunner
 
-from shd_ref.cache import CacheReader, list_cache, merge_caches, verify_cache
+from shd_ref.cache import list_cache, merge_caches, verify_cache
 from shd_ref.cli import load_app
-from shd_ref.errors import ShdError
 from shd_ref.teacher.run.inputs import share_shards
 from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 
@@ -49,20 +47,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_every_shard_is_in_one_part() -> None:
-    for num_shards in (1, 5, 16, 23):
-        for parts in (1, 2, 7, 30):
-            divided = [share_shards(num_shards, part, parts) for part in range(parts)]
-            assert [shard for part in divided for shard in part] == list(range(num_shards))
-            assert max(map(len, divided)) - min(map(len, divided)) <= 1
-    for part, parts in ((3, 3), (-1, 2), (0, 0)):
-        with pytest.raises(ShdError, match="count from 0") as caught:
-            share_shards(9, part, parts)
-        assert caught.value.code == "argument-value"
-
-
-@pytest.mark.parametrize("apart", [False, True], ids=["one folder", "a folder each"])
-@pytest.mark.parametrize("per_shard", [3, 10])
+@pytest.mark.parametrize(("apart", "per_shard"), [(False, 3), (True, 10)], ids=["one folder", "a folder each"])
 def test_parts_give_the_bytes_of_a_single_run(teacher: Path, tmp_path: Path, per_shard: int, apart: bool) -> None:
     """Also where one batch holds samples of shards that different processes write."""
     whole, parts = tmp_path / "whole", 3
@@ -154,27 +139,3 @@ def test_commands(teacher: Path, tmp_path: Path) -> None:
     exported = shd("export", tmp_path / "b", "--out", tmp_path / "tars", fails=True)
     assert "cache-incomplete" in exported
     assert "must be i/n with 0 <= i < n" in shd(*job, "--out", tmp_path / "c", "--shards", "2/2", fails=True)
-
-
-def test_export_from_the_command_line(teacher: Path, tmp_path: Path) -> None:
-    """Tar files of every sample, and the same command again makes what is missing alone."""
-    np.savez(tmp_path / "data.npz", **make_tokens())
-    cache, tars = tmp_path / "cache", tmp_path / "tars"
-    job = ["precompute", teacher, "--inputs", tmp_path / "data.npz", "--student-heads", "2", "--out", cache]
-    shd(*job, "--samples-per-shard", "10")
-    assert "webdataset: 41 samples in 5 files written" in shd("export", cache, "--out", tars)
-    names = sorted(path.name for path in tars.glob("*.tar"))
-    (tars / names[2]).unlink()
-    again = shd("export", cache, "--out", tars)
-    assert "10 samples in 1 files written" in again
-    assert "4 files already existed" in again
-    keys = set()
-    for name in names:
-        with tarfile.open(tars / name) as tar:
-            keys |= {
-                json.loads(file.read())["key"]
-                for m in tar
-                if m.name.endswith(".json") and (file := tar.extractfile(m))
-            }
-    assert keys == set(CacheReader(cache).keys())
-    assert "--format" in shd("export", cache, "--out", tars, "--format", "mds", fails=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from torch.utils.data import DataLoader
 
 from shd_ref.cache import CODECS, CacheReader, SampleInputs, dataset_fingerprint
 from shd_torch import ShdError
-from shd_torch.data.batches import CodedSupervision
 from shd_torch.data.dataset import SupervisedDataset, check_cache
 
 NUM_SAMPLES = 11
@@ -217,25 +215,6 @@ def test_what_a_subclass_makes_of_an_item_reaches_the_loader(tmp_path: Path) -> 
     assert joined.__getitems__(iter([2]))[0][0]["number"] == 1002
 
 
-def test_single_items_take_no_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ``ConcatDataset`` asks for them: each would be a separate file, and copied all the same."""
-    joined = SupervisedDataset(TokenData(), write_cache(tmp_path, job(NUM_SAMPLES)))
-    monkeypatch.setattr("shd_torch.data.dataset.allocate_codes", lambda _size: pytest.fail("asked for"))
-    both = torch.utils.data.ConcatDataset([joined, joined])
-    (loaded,) = DataLoader(both, 2 * NUM_SAMPLES, collate_fn=joined.collate_with(_numbers))
-    assert loaded[0] == 2 * list(range(NUM_SAMPLES))
-    with pytest.raises(pytest.fail.Exception, match="asked for"):
-        joined.__getitems__([0, 1])
-
-
-def test_supervision_is_picklable_and_moves(tmp_path: Path) -> None:
-    joined = SupervisedDataset(TokenData(), write_cache(tmp_path, job(NUM_SAMPLES)))
-    _, supervision = joined.collate([joined[2]])
-    again: CodedSupervision = pickle.loads(pickle.dumps(supervision))
-    assert torch.equal(again.to("cpu").decode()[1], supervision.decode()[1])
-    assert supervision.decode(dtype=torch.float16)[0].dtype == torch.float16
-
-
 def test_samples_that_the_cache_lacks_are_counted_before_the_first_step(tmp_path: Path) -> None:
     cache = write_cache(tmp_path, job(NUM_SAMPLES))
     with pytest.raises(ShdError, match=r"11 of 11 are not in it, first sample 0") as caught:
@@ -363,9 +342,7 @@ def test_plans_of_layers_are_compared_one_by_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"num_workers": 2, "prefetch_factor": 3},
-        {"num_workers": 2, "persistent_workers": True},
-        {"pin_memory": True},
+        {"num_workers": 2, "prefetch_factor": 3, "persistent_workers": True},
         {"num_workers": 1, "pin_memory": True, "persistent_workers": True},
     ],
     ids=str,

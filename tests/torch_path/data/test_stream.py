@@ -179,7 +179,7 @@ def test_what_workers_read_is_not_counted_silently(cache: Path, copied: bool) ->
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("num_batches", range(7))
+@pytest.mark.parametrize("num_batches", [0, 1, 4, 6])
 def test_a_stateful_loader_goes_on_where_it_stopped(cache: Path, workers: int, num_batches: int) -> None:
     """Its state says what training has seen, not what workers have read ahead."""
     torchdata = pytest.importorskip(
@@ -220,12 +220,6 @@ def test_what_is_refused(cache: Path) -> None:
     with pytest.raises(ShdError, match="inputs input_ids") as inputs:
         list(SupervisedStream([{"text": "x"}], cache))
     assert inputs.value.code == "inputs-invalid"
-
-
-def test_model_inputs_find_the_key(cache: Path) -> None:
-    data = [{"tokens": np.arange(3, 3 + length_of(3))}]
-    stream = SupervisedStream(data, cache, model_inputs=lambda sample: {"input_ids": sample["tokens"]})
-    assert [record.index for _, record in stream] == [3]
 
 
 def test_every_epoch_has_the_order_of_its_data(cache: Path) -> None:
@@ -301,16 +295,8 @@ class Turning(Tokens):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("start", "persistent", "epochs"),
-    [
-        ("fork", False, (0, 1, 1, 2)),
-        ("fork", True, (0, 1, 1, 2)),
-        (SERVER, False, (0, 1, 1, 2)),
-        (SERVER, True, (0, 1, 1, 2)),
-    ],
-)
-def test_workers_hear_of_every_epoch(cache: Path, start: Any, persistent: bool, epochs: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("start", "persistent"), [("fork", False), (SERVER, True)])
+def test_workers_hear_of_every_epoch(cache: Path, start: Any, persistent: bool) -> None:
     stream = SupervisedStream(Turning(), cache)
     loader = DataLoader(
         stream,
@@ -320,7 +306,7 @@ def test_workers_hear_of_every_epoch(cache: Path, start: Any, persistent: bool, 
         multiprocessing_context=start,
         collate_fn=stream.collate_with(numbers),
     )
-    for epoch in epochs:
+    for epoch in (0, 1, 1, 2):
         stream.set_epoch(epoch)
         order = list(range(NUM_SAMPLES))[:: -1 if epoch == 1 else 1]
         assert [number for batch, _ in loader for number in batch] == order

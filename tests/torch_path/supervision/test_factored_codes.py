@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 from support.binding.models import hf_inputs, hf_model
 from support.exported_models import trace
-from support.makers import FACTORS, MEASURED, WINDOWED, first_of, job, key_of, length_of, records_of, write_cache
+from support.makers import FACTORS, MEASURED, WINDOWED, first_of, job, key_of, length_of, records_of
 from torch import Tensor
 
 from shd_ref.cache import FACTORED_CODECS, CacheReader, CacheWriter, Factors, codec_error
@@ -87,22 +86,6 @@ def test_windows_and_padding_in_front(tmp_path: Path, codec: str, support: str) 
             expected[:, :n, :n] = reader.decode(reader.read(key_of(index)), layer)
             np.testing.assert_array_equal(maps[number].numpy() > 0, expected > 0)
             np.testing.assert_allclose(maps[number].numpy(), expected, rtol=1e-4, atol=1e-6)
-
-
-def test_one_buffer_that_is_picklable_and_moves(tmp_path: Path) -> None:
-    reader = convex(tmp_path, codec="int8")
-    batch = batch_of(reader, INDICES, layers=(2,))
-    assert (batch.buffer.dtype, batch.buffer.ndim, batch.layers) == (torch.uint8, 1, (2,))
-    again: FactoredCodes = pickle.loads(pickle.dumps(batch))
-    assert torch.equal(again.to("cpu").decode()[0], batch.decode()[0])
-    assert batch.supervise(dtype=torch.float16)[0].queries.dtype == torch.float16
-
-
-def test_caches_of_maps_have_no_factors(tmp_path: Path) -> None:
-    reader = CacheReader(write_cache(tmp_path, job()))
-    with pytest.raises(ShdError, match="manifest must have factors") as caught:
-        batch_of(reader, (0,))
-    assert caught.value.code == "argument-value"
 
 
 def test_every_temperature_is_right(tmp_path: Path) -> None:

@@ -144,13 +144,6 @@ def test_rows_pass_through_workers_streams_and_devices(tmp_path: Path, attention
         assert all(state.device.type == "meta" for state in moved.hidden_states().values())
 
 
-def test_compressed_caches_give_the_same(tmp_path: Path) -> None:
-    pytest.importorskip("zstandard", reason="compression needs the extra 'zstd'")
-    write_cache(tmp_path, job(8, compression="zstd", **BESIDE["topk"]))
-    (batch,) = batches(joined(tmp_path), batch_size=8)
-    assert_decodes(batch, CacheReader(tmp_path), tuple(range(8)), None)
-
-
 def test_some_hidden_states_alone(tmp_path: Path) -> None:
     write_cache(tmp_path, job(8, **BESIDE["hidden"]))
     (both,) = batches(joined(tmp_path), batch_size=8)

@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="SHDTrainer needs the extra 'hf'")
 pytest.importorskip("accelerate", reason="transformers' trainer needs accelerate")
 
 import transformers
-from support.binding.trainer_cases import make_model, make_samples, make_trainer, pad, weights, write_cache
+from support.binding.trainer_cases import make_model, make_samples, make_trainer, pad, weights
 from support.exported_models import trace
 from support.students import precompute
 
@@ -31,21 +31,6 @@ TEXTS: dict[str, Any] = {
     "babyllama": "babyllama",
 }
 IMAGES = ("image_kd", "nkd", "deit_soft", "deit_hard")
-
-
-@pytest.fixture(scope="module")
-def cached(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
-    pytest.importorskip("onnxscript", reason="export needs onnxscript")
-    folder, made = tmp_path_factory.mktemp("recipes"), {}
-
-    def cache(**options: Any) -> Path:
-        key = str(options)
-        if key not in made:
-            made[key] = write_cache(folder, **options)
-        return made[key]
-
-    return cache
 
 
 def live(seed: int = 1) -> OnlineTeacher:
@@ -155,34 +140,6 @@ def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
 
 
-@pytest.mark.parametrize("name", IMAGES)
-def test_a_recipe_of_images_whole_and_in_parts(name: str, tmp_path: Path) -> None:
-    samples = picture_samples()
-    runs = [
-        run(
-            tmp_path,
-            train=samples,
-            model=Classifier(2, 2, tokens=True),
-            collate=collate,
-            teacher=OnlineTeacher(Classifier(4, 1, tokens=False), 2, 1),
-            recipe=name,
-            beta=0.1,
-            arguments=arguments | {"remove_unused_columns": False},
-        )
-        for arguments in (WHOLE, PARTS)
-    ]
-    assert_same(runs[1], runs[0])
-    student, batch = Classifier(2, 2, tokens=True), collate(samples)
-    output = student(batch["pixel_values"])
-    with torch.no_grad():
-        taught = Classifier(4, 1, tokens=False)(batch["pixel_values"])["logits"]
-    logits = [output["cls_logits"], batch["labels"], output["distillation_logits"], taught]
-    if not name.startswith("deit"):
-        logits = [output["logits"], batch["labels"], taught]
-    expected = getattr(recipes, name)(*logits).total.item()
-    assert runs[0].state.log_history[0]["base_loss"] == pytest.approx(expected, rel=1e-4)
-
-
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache of a classifier's attention and logits."""
@@ -196,29 +153,35 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", IMAGES)
-def test_a_cached_recipe_of_images_is_the_live_one(name: str, pictures: Path, tmp_path: Path) -> None:
-    """A classifier's logits have no axis of positions, in a cache either; accumulated as whole."""
+def test_a_recipe_of_images_cached_live_and_in_parts(name: str, pictures: Path, tmp_path: Path) -> None:
+    """A classifier's logits have no axis of positions, in a cache either."""
     samples = picture_samples()
-    joined = SupervisedDataset(samples, pictures)
-    live_one, whole, parts = (
+    whole, parts, cached, cached_parts = (
         run(
             tmp_path,
             train=train,
             model=Classifier(2, 2, tokens=True),
             collate=collate,
-            teacher=teacher,
+            teacher=OnlineTeacher(Classifier(4, 1, tokens=False), 2, 1) if train is samples else None,
             recipe=name,
             beta=0.1,
             arguments=arguments | {"remove_unused_columns": False},
         )
-        for train, teacher, arguments in (
-            (samples, OnlineTeacher(Classifier(4, 1, tokens=False), 2, 1), WHOLE),
-            (joined, None, WHOLE),
-            (joined, None, PARTS),
-        )
+        for train in (samples, SupervisedDataset(samples, pictures))
+        for arguments in (WHOLE, PARTS)
     )
-    assert_same(whole, live_one, rel=2e-3)
     assert_same(parts, whole)
+    assert_same(cached, whole, rel=2e-3)
+    assert_same(cached_parts, cached)
+    student, batch = Classifier(2, 2, tokens=True), collate(samples)
+    output = student(batch["pixel_values"])
+    with torch.no_grad():
+        taught = Classifier(4, 1, tokens=False)(batch["pixel_values"])["logits"]
+    logits = [output["cls_logits"], batch["labels"], output["distillation_logits"], taught]
+    if not name.startswith("deit"):
+        logits = [output["logits"], batch["labels"], taught]
+    expected = getattr(recipes, name)(*logits).total.item()
+    assert whole.state.log_history[0]["base_loss"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_several_teachers_and_none(tmp_path: Path) -> None:

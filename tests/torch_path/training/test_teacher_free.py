@@ -19,8 +19,8 @@ pytest.importorskip("onnxscript", reason="export needs onnxscript")
 
 import onnx
 from support.binding.allocations import Live
-from support.binding.trainer_cases import export, make_model, make_samples, make_trainer, pad, weights, write_cache
-from support.makers import ALONE, TOPK, job, key_of, length_of
+from support.binding.trainer_cases import export, make_model, make_samples, make_trainer, pad, weights
+from support.makers import job, length_of
 from support.makers import write_cache as write_made
 from support.students import precompute
 from support.two_sequences import encoder_decoder
@@ -51,19 +51,6 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """Options of precompute, and what keeps the same classes of a live teacher."""
 
 
-@pytest.fixture(scope="module")
-def cached(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    folder, made = tmp_path_factory.mktemp("forms"), {}
-
-    def cache(**options: Any) -> Path:
-        key = str(options)
-        if key not in made:
-            made[key] = write_cache(folder, **options)
-        return made[key]
-
-    return cache
-
-
 def live(with_teachers: Sequence[torch.nn.Module] = (), **targets: Any) -> OnlineTeacher:
     return OnlineTeacher(
         make_model(4, seed=1),
@@ -73,6 +60,27 @@ def live(with_teachers: Sequence[torch.nn.Module] = (), **targets: Any) -> Onlin
         hidden_layers=[0, 1, 2],
         with_teachers=with_teachers,
     )
+
+
+@pytest.fixture(scope="module")
+def held(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """The step with the live teacher of ``FORMS["topk"]``, once for each choice of rows and arguments."""
+    folder, made = tmp_path_factory.mktemp("live"), {}
+
+    def train(rows: str = "positions", **arguments: Any) -> Any:
+        key = (rows, *arguments)
+        if key not in made:
+            made[key] = make_trainer(
+                folder,
+                train=make_samples(),
+                teacher=live(**FORMS["topk"][1]),
+                arguments=WHOLE | arguments,
+                **terms(rows=rows),
+            )
+            made[key].train()
+        return made[key]
+
+    return train
 
 
 def terms(**options: Any) -> dict[str, Any]:
@@ -176,8 +184,8 @@ def test_several_teachers_teach_the_same_from_a_cache(cached: Callable[..., Path
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile's own
 @pytest.mark.parametrize("way", ["stream", "accumulated", "bf16", "compiled", "preloaded", "next_labels", "workers"])
-def test_pairs_of_options(way: str, cached: Callable[..., Path], tmp_path: Path) -> None:
-    options, kept = FORMS["topk"]
+def test_pairs_of_options(way: str, cached: Callable[..., Path], held: Callable[..., Any], tmp_path: Path) -> None:
+    options, _ = FORMS["topk"]
     more: dict[str, Any] = {
         "accumulated": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
         "bf16": {"bf16": True},
@@ -187,21 +195,18 @@ def test_pairs_of_options(way: str, cached: Callable[..., Path], tmp_path: Path)
     train: Any = SupervisedDataset(make_samples(), cached(**options), preload=way == "preloaded")
     if way == "stream":
         train = SupervisedStream(make_samples(), cached(**options))
-    given = terms(rows="next_labels" if way == "next_labels" else "positions")
-    free = make_trainer(tmp_path, train=train, arguments={**WHOLE, **more}, **given)
-    same = {"bf16": more.get("bf16", False)}
-    held = make_trainer(tmp_path, train=make_samples(), teacher=live(**kept), arguments={**WHOLE, **same}, **given)
+    rows = "next_labels" if way == "next_labels" else "positions"
+    free = make_trainer(tmp_path, train=train, arguments={**WHOLE, **more}, **terms(rows=rows))
     free.train()
-    held.train()
-    assert_same_run(free, held)
+    assert_same_run(free, held(rows, **(more if way == "bf16" else {})))
 
 
 @pytest.mark.slow
-def test_a_cache_and_a_live_teacher_are_averaged(cached: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_cache_and_a_live_teacher_are_averaged(
+    cached: Callable[..., Path], held: Callable[..., Any], tmp_path: Path
+) -> None:
     """Two equal teachers are one; a cache without logits leaves KD to the live one."""
     options, kept = FORMS["topk"]
-    alone = make_trainer(tmp_path, train=make_samples(), teacher=live(**kept), arguments=WHOLE, **terms())
-    alone.train()
     for made in (options, {}):
         both = make_trainer(
             tmp_path,
@@ -211,7 +216,7 @@ def test_a_cache_and_a_live_teacher_are_averaged(cached: Callable[..., Path], tm
             **terms(),
         )
         both.train()
-        assert_same_run(both, alone)
+        assert_same_run(both, held())
 
 
 @pytest.mark.slow
@@ -240,30 +245,6 @@ def test_a_cache_without_attention_teaches_kd_and_hidden_states(cached: Callable
     for key in ("loss", "base_loss", "kd_loss", "hidden_loss"):
         assert free.state.log_history[0][key] == pytest.approx(held.state.log_history[0][key], rel=1e-3), key
     assert "shd_loss" not in free.state.log_history[0]
-
-
-def test_without_attention_logits_teach_alone(tmp_path: Path) -> None:
-    """A cache of logits and hidden states alone, with padding in front of some samples."""
-    write_made(tmp_path / "cache", job(8, **ALONE["topk"]))
-    samples = []
-    for index in range(8):
-        ids = torch.arange(index, index + length_of(index))
-        samples.append({"input_ids": ids, "labels": ids})
-    joined = SupervisedDataset(samples, tmp_path / "cache", hidden=[])
-    assert joined.keys[3] == key_of(3)
-    trainer = make_trainer(
-        tmp_path,
-        train=joined,
-        model=make_model(2, seed=2, vocabulary=TOPK.vocab_size),
-        kd=KdTerm(),
-        collate=lambda batch: {
-            name: torch.nn.utils.rnn.pad_sequence([s[name] for s in batch], batch_first=True, padding_value=fill)
-            for name, fill in (("input_ids", 0), ("labels", -100))
-        },
-        arguments=WHOLE,
-    )
-    trainer.train()
-    assert trainer.state.log_history[0]["kd_loss"] > 0
     with pytest.raises(ShdError, match="must hold attention") as caught:
         make_trainer(tmp_path, train=joined, beta=0.1)
     assert caught.value.code == "argument-value"
