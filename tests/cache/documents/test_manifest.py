@@ -51,12 +51,6 @@ def test_differences_name_members_and_not_whole_lists() -> None:
     assert job(logits=TOPK).differences(job(**ALONE["topk"]))[0] == "attention: sqrt8-row -> None"
 
 
-def test_how_many_layers_were_meant() -> None:
-    manifest = job(num_student_layers=4)
-    assert Manifest.from_bytes(manifest.to_bytes()) == manifest
-    assert job().differences(manifest) == ["attention.num_student_layers: None -> 4"]
-
-
 def test_same_job_same_id() -> None:
     assert job().id == job().id == job(temperature=1).id
     assert job(temperature=2.0).id != job().id

@@ -68,17 +68,6 @@ def test_parts_give_the_bytes_of_a_single_run(teacher: Path, tmp_path: Path, per
     assert contents(tmp_path / ("merged" if apart else "shared")) == contents(whole)
 
 
-def test_a_part_resumes(teacher: Path, tmp_path: Path) -> None:
-    run = RunOptions(batch_size=4, samples_per_shard=3, shards=(1, 2))
-    precompute(teacher, make_tokens(), tmp_path, OPTIONS, run)
-    lost = share_shards(14, 1, 2)[2]
-    before = contents(tmp_path)
-    (tmp_path / f"receipts/{lost:06d}.json").unlink()
-    again = precompute(teacher, make_tokens(), tmp_path, OPTIONS, run)
-    assert (again.written, again.resumed, again.missing_shards) == (3, 17, 7)
-    assert contents(tmp_path) == before
-
-
 def test_parts_of_caches_for_several_students(teacher: Path, tmp_path: Path) -> None:
     precompute_heads(teacher, make_tokens(), tmp_path / "whole", OPTIONS, [1, 3], RunOptions(samples_per_shard=3))
     for part in range(2):

@@ -215,11 +215,3 @@ def test_the_loss_takes_what_a_batch_gives(tmp_path: Path) -> None:
             for divergence in ("reverse_kl", "jsd"):
                 with pytest.raises(ShdError, match="biased estimate"):
                     kd_loss(targets, logits, divergence=divergence, loss_mask=mask)
-
-
-def test_a_cache_without_rows_gives_none(tmp_path: Path) -> None:
-    write_cache(tmp_path, job(8))
-    (batch,) = batches(joined(tmp_path), batch_size=8)
-    assert batch.targets() is None
-    assert batch.hidden_states() == {}
-    assert stored_rows.find_rows([CacheReader(tmp_path).read(key_of(0))], job(8), 0) is None
