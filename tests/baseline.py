@@ -160,7 +160,7 @@ def results() -> Iterator[tuple[str, list[float]]]:
     from shd_torch import attention_kl
     from shd_torch.maps import shd_loss, softmax, squeeze_heads
     from shd_torch.shrink import shrink
-    from shd_torch.supervision.supervision import Dense
+    from shd_torch.supervision import Dense
 
     random = np.random.default_rng(0)
 

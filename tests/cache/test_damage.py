@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from support.makers import AVERAGED, FORMS, HIDDEN_OF_A_DECODER, KINDS, document, job, read_everything, write_cache
 
+from shd_ref import ShdError
 from shd_ref.cache import CacheReader, LayerPair, Manifest, Receipt, Record, SampleInputs, Teacher, verify_cache
-from shd_ref.errors import ShdError
 
 FLIPS_PER_FILE = 12
 DOCUMENTS = [

@@ -17,9 +17,9 @@ import pytest
 from support.killed_child import run_killed
 from support.makers import ALONE, FORMS, contents, job, write_cache, write_shards
 
+from shd_ref import ShdError
 from shd_ref.cache import Attention, CacheReader, CacheWriter, SampleInputs, export, export_webdataset
 from shd_ref.cache.storage import drafts
-from shd_ref.errors import ShdError
 
 JOBS = {
     "plain": job(),

@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 from support.makers import FACTORS, WINDOWED, factors_of, first_of, job, key_of, length_of, write_cache
 
+from shd_ref import ShdError
 from shd_ref.cache import (
     FACTORED_CODECS,
     CacheReader,
@@ -22,7 +23,6 @@ from shd_ref.cache import (
     rebuild_maps,
     verify_cache,
 )
-from shd_ref.errors import ShdError
 
 
 def vectors(heads: int, length: int, width: int, seed: int, spread: float = 2.0) -> NDArray[np.float32]:

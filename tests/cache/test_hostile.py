@@ -16,6 +16,7 @@ import pytest
 from support.makers import ALONE, FORMS, MEASURED, document, job, key_of, probs_of, read_everything, write_cache
 from typer.testing import CliRunner
 
+from shd_ref import ShdError
 from shd_ref.cache import (
     CacheReader,
     CacheWriter,
@@ -29,7 +30,6 @@ from shd_ref.cache import (
 )
 from shd_ref.cache.verify import READ_BYTES
 from shd_ref.cli import load_app
-from shd_ref.errors import ShdError
 
 DOCUMENTS = ("manifest.json", "receipts/000001.json", "SEALED.json")
 VALUES: tuple[Any, ...] = (

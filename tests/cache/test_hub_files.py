@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from support.makers import FORMS, job, read_everything, write_cache
 
+from shd_ref import ShdError
 from shd_ref.cache import CacheReader, CacheWriter, export_webdataset, merge_caches, verify_cache
-from shd_ref.errors import ShdError
 
 
 def test_every_tool_takes_a_cache_with_hub_files_of_any_content(tmp_path: Path) -> None:

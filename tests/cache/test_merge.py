@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from support.makers import MEASURED, contents, job, records_of, write_cache, write_shards
 
+from shd_ref import ShdError
 from shd_ref.cache import CacheReader, CacheWriter, Errors, Manifest, list_cache, merge_caches, verify_cache
-from shd_ref.errors import ShdError
 
 NUM_SHARDS = 4
 

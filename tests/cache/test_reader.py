@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from support.makers import job, key_of, read_everything, write_cache, write_shards
 
+from shd_ref import ShdError
 from shd_ref.cache import CacheReader, CacheWriter, sample_key
 from shd_ref.cache import reader as reader_module
-from shd_ref.errors import ShdError
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from support.makers import (
     write_shards,
 )
 
+from shd_ref import ShdError
 from shd_ref.cache import (
     CODECS,
     SUPPORTS,
@@ -32,7 +33,6 @@ from shd_ref.cache import (
     encode,
     verify_cache,
 )
-from shd_ref.errors import ShdError
 
 
 @pytest.mark.parametrize("alpha_per", ["map", "row"])

@@ -24,8 +24,8 @@ from support.makers import (
     write_shards,
 )
 
+from shd_ref import ShdError
 from shd_ref.cache import CacheReader, CacheWriter, Dataset, Errors, verify_cache
-from shd_ref.errors import ShdError
 
 
 def test_resume_writes_what_is_missing(tmp_path: Path) -> None:

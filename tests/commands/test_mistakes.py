@@ -18,10 +18,10 @@ pytest.importorskip("onnxruntime", reason="shd needs the extra 'teacher'")
 
 from support.attention_graphs import token_teacher  # noqa: E402  (after the skips)
 
+from shd_ref import ShdError  # noqa: E402  (after the skips)
 from shd_ref.cli import load_app  # noqa: E402
 from shd_ref.commands import terminal  # noqa: E402
 from shd_ref.commands.derive import add_command  # noqa: E402
-from shd_ref.errors import ShdError  # noqa: E402
 
 SHD = load_app()
 

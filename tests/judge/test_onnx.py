@@ -16,11 +16,15 @@ from numpy.typing import NDArray
 onnx = pytest.importorskip("onnx", reason="the package onnx is not installed (squeezing-heads[teacher])")
 pytest.importorskip("onnx_ir", reason="the package onnx_ir is not installed (squeezing-heads[teacher])")
 
-from shd_ref.conformance import cases, judge  # noqa: E402  (after the skips)
-from shd_ref.conformance.report import Status  # noqa: E402
+from shd_ref import ShdError  # noqa: E402  (after the skips)
+from shd_ref.conformance import (  # noqa: E402  (after the skips)
+    Status,
+    cases,
+    judge,
+)
 from shd_ref.conformance.specification import agreement  # noqa: E402
-from shd_ref.errors import ShdError  # noqa: E402
-from shd_ref.teacher.adapter import BACKENDS, OnnxAdapter  # noqa: E402
+from shd_ref.teacher import OnnxAdapter  # noqa: E402  (after the skips)
+from shd_ref.teacher.adapter import BACKENDS  # noqa: E402  (after the skips)
 from shd_ref.teacher.rewrite import function  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]

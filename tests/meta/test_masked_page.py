@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers", reason="the page trains a Hug
 pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
 pytest.importorskip("onnxscript", reason="export needs onnxscript")
 
-from shd_ref.errors import ShdError  # noqa: E402
+from shd_ref import ShdError  # noqa: E402  (after the skips)
 from shd_torch import SupervisedDataset, export_teacher  # noqa: E402
 
 PAGE = (Path(__file__).parents[2] / "docs" / "masked-language-models.md").read_text(encoding="utf-8")

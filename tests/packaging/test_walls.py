@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import shd_ref
-from shd_ref.errors import ERROR_CODES
+from shd_ref import ERROR_CODES
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "transformers", "onnx", "onnx_ir", "onnxruntime", "xxhash", "rich", "typer", "scipy", "networkx")

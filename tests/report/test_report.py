@@ -28,10 +28,7 @@ from shd_ref.commands.app import app
 from shd_ref.report.content import mean_entropy, read_content, read_evidence
 from shd_ref.report.figures import map_picture
 from shd_ref.report.page import render_page
-from shd_ref.teacher.graph.find import find_sites
-from shd_ref.teacher.graph.inputs import input_specs
-from shd_ref.teacher.run.inputs import ModelInputs
-from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
+from shd_ref.teacher import ModelInputs, PrecomputeOptions, RunOptions, find_sites, input_specs
 from shd_ref.teacher.run.reading import AttentionReader
 
 NUM_SAMPLES, LENGTH = 9, 12

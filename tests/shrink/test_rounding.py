@@ -6,11 +6,19 @@ import numpy as np
 import pytest
 
 from shd_ref import gram_tensor, softmax
-from shd_ref.shrink.ffn import Linear, keep_neurons
-from shd_ref.shrink.heads import HeadWeights, Rotary, low_rank_heads
-from shd_ref.shrink.merges import HeadMerge, grouped_plan
-from shd_ref.shrink.predictor import Predictor, best_split, choose_degree
-from shd_ref.shrink.width import kept_scale, principal_axes
+from shd_ref.shrink import (
+    best_split,
+    choose_degree,
+    grouped_plan,
+    keep_neurons,
+    kept_scale,
+    low_rank_heads,
+    principal_axes,
+)
+from shd_ref.shrink.ffn import Linear
+from shd_ref.shrink.heads import HeadWeights, Rotary
+from shd_ref.shrink.merges import HeadMerge
+from shd_ref.shrink.predictor import Predictor
 
 RANDOM = np.random.default_rng(1)
 

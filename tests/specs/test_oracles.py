@@ -13,8 +13,8 @@ from shd_ref.merging.mixing import STRATEGIES
 
 pytest.importorskip("scipy", reason="the oracles need scipy")
 
+from shd_ref import diagnose
 from shd_ref.merging.oracles import (
-    diagnose,
     head_residual,
     nearest_weights,
     simplex_weights,

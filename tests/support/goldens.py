@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from shd_ref import ShdError
-from shd_ref.conformance.adapter import Adapter, Functions, take_output
+from shd_ref.conformance import Adapter
+from shd_ref.conformance.adapter import Functions, take_output
 from shd_ref.conformance.compare import compare_output
 from shd_ref.conformance.vectors import Case, decode_input, load_cases
 from support.products import PRODUCTS

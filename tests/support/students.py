@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from shd_ref.teacher import PrecomputeOptions, PrecomputeSummary, RunOptions
 from shd_ref.teacher.precompute import engine
-from shd_ref.teacher.precompute.summary import PrecomputeSummary
-from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 
 
 def precompute(

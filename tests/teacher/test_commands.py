@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from shd_ref.cli import load_app
 from shd_ref.commands.terminal import console
-from shd_ref.teacher.run.inputs import ModelInputs
+from shd_ref.teacher import ModelInputs
 
 NUM_SAMPLES = 12
 APP = load_app()

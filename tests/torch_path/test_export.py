@@ -13,8 +13,7 @@ from support.binding.models import HF_MODELS, NUM_LAYERS, TEXT_MODELS, PlainBloc
 from torch import Tensor, nn
 
 import shd_torch.export
-from shd_ref.teacher.graph.find import find_sites
-from shd_ref.teacher.opening.load import load_teacher
+from shd_ref.teacher import find_sites, load_teacher
 from shd_torch import ShdError, export_teacher
 from shd_torch.export import load_hf_model
 

@@ -6,6 +6,7 @@ import struct
 import numpy as np
 import pytest
 
+from shd_ref import ShdError
 from shd_ref.cache import (
     CODECS,
     CodecError,
@@ -20,7 +21,6 @@ from shd_ref.cache import (
     sqrt8_table,
     u4_table,
 )
-from shd_ref.errors import ShdError
 
 LOSSY = [codec for codec in CODECS if codec != "float32"]
 

@@ -16,8 +16,8 @@ from support.makers import (
     records_of,
 )
 
+from shd_ref import ShdError
 from shd_ref.cache import CacheReader, CacheWriter, Manifest, NewRecord, Receipt, encode, verify_cache
-from shd_ref.errors import ShdError
 
 pytest.importorskip("zstandard", reason="compressed caches need the extra 'zstd'")
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import xxhash
 
+from shd_ref import ShdError
 from shd_ref.cache import dataset_fingerprint, sample_key, trim_sample
-from shd_ref.errors import ShdError
 
 TOKENS = np.array([101, 7592, 102], dtype=np.int64)
 

@@ -11,6 +11,7 @@ import pytest
 import xxhash
 from support.makers import ALONE, KINDS, OTHER_PLAN, PLAN, TOPK, document, job, key_of
 
+from shd_ref import ShdError
 from shd_ref.cache import (
     Dataset,
     Factors,
@@ -23,7 +24,6 @@ from shd_ref.cache import (
     ShardPlan,
     Teacher,
 )
-from shd_ref.errors import ShdError
 
 
 def members_of(manifest: Manifest) -> dict[str, Any]:

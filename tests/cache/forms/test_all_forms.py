@@ -34,6 +34,7 @@ from support.makers import (
     write_cache,
 )
 
+from shd_ref import ShdError
 from shd_ref.cache import (
     Attention,
     CacheReader,
@@ -42,7 +43,6 @@ from shd_ref.cache import (
     list_cache,
     verify_cache,
 )
-from shd_ref.errors import ShdError
 
 ATTENTION: dict[str, dict[str, Any]] = {
     "maps": {},

@@ -25,8 +25,8 @@ from support.makers import (
     record_of,
 )
 
+from shd_ref import ShdError
 from shd_ref.cache import CacheWriter, encode_factors
-from shd_ref.errors import ShdError
 
 JOBS: dict[str, dict[str, Any]] = {
     "maps": {},

@@ -24,8 +24,8 @@ from support.makers import (
     write_cache,
 )
 
+from shd_ref import ShdError
 from shd_ref.cache import CacheReader, CacheWriter, HiddenLayer
-from shd_ref.errors import ShdError
 
 CODECS = {"int8": HIDDEN_INT8, "float16": HIDDEN_FLOAT16}
 

@@ -31,9 +31,9 @@ from support.makers import (
 )
 from support.plain_kd import topk_targets
 
+from shd_ref import ShdError
 from shd_ref.cache import CacheReader, CacheWriter, Logits, StoredRecord
 from shd_ref.cache.codecs.logits import draw_uniforms, pick_classes
-from shd_ref.errors import ShdError
 from shd_ref.kd import SampledTargets, TopkTargets
 
 """The sum over the rest is made in single precision where logits are no better; it is stored in binary16."""

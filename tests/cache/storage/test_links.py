@@ -11,9 +11,9 @@ import pytest
 from support.makers import contents, job, read_everything, write_cache
 from typer.testing import CliRunner
 
+from shd_ref import ShdError
 from shd_ref.cache import CacheReader, CacheWriter, export_webdataset, list_cache, merge_caches, verify_cache
 from shd_ref.cli import load_app
-from shd_ref.errors import ShdError
 
 PLACES = (
     "manifest.json",

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from support.makers import contents, job, write_cache, write_shards
 
+from shd_ref import ShdError
 from shd_ref.cache import CacheWriter
-from shd_ref.errors import ShdError
 
 
 @pytest.mark.parametrize("kind", ["nothing", "folder", "link", "cache"])

@@ -30,10 +30,10 @@ from support.makers import (
 )
 from support.object_store import environment, free_port
 
+from shd_ref import ShdError
 from shd_ref.cache import CacheReader, CacheWriter, Manifest, verify_cache
 from shd_ref.cache.storage.places import is_address, open_storage, subfolder
 from shd_ref.cache.storage.remote import COMPARED_BYTES, RemoteStorage
-from shd_ref.errors import ShdError
 
 pytest.importorskip("s3fs", reason="caches in object stores need the extra 'remote'")
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from support.makers import job, read_everything, write_cache
 
+from shd_ref import ShdError
 from shd_ref.cache import CacheReader, CacheWriter, export_webdataset, list_cache, merge_caches, verify_cache
 from shd_ref.cache.storage.local import LocalStorage
-from shd_ref.errors import ShdError
 
 RECEIPT, SHARD = "receipts/000001.json", "shards/01/000001.safetensors"
 

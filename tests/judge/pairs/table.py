@@ -16,8 +16,8 @@ import numpy as np
 from implementations import ReferenceWithOracles
 from judge.pairs.options import OPTIONS, read_call
 
-from shd_ref.conformance import cases
-from shd_ref.conformance.adapter import Missing, Subject, as_adapter
+from shd_ref.conformance import Missing, cases
+from shd_ref.conformance.adapter import Subject, as_adapter
 from shd_ref.conformance.laws import Law, Trial, calls, refusals
 
 PAGE = Path(__file__).resolve().parents[3] / "specs" / "pairs.md"

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 import shd_torch.recipes
-from shd_ref.errors import ShdError
+from shd_ref import ShdError
 from shd_torch.maps.judged import Adapter
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
+from shd_ref.teacher import PrecomputeOptions, RunOptions
 from shd_torch.training.trainer import SHDTrainer
 from support.exported_models import trace
 from support.students import precompute

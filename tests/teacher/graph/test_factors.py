@@ -16,7 +16,7 @@ from support.attention_graphs import (
     encoder_layer,
 )
 
-from shd_ref.errors import ShdError
+from shd_ref import ShdError
 from shd_ref.teacher import find_factors, find_sites, load_teacher, open_session
 from shd_ref.teacher.body import FLOAT, Body
 from shd_ref.teacher.graph.factors import SiteFactors

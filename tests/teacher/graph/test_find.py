@@ -19,7 +19,7 @@ from support.attention_graphs import (
     run_session,
 )
 
-from shd_ref.errors import ShdError
+from shd_ref import ShdError
 from shd_ref.teacher import (
     AttentionSite,
     compare_with_reference,

@@ -21,8 +21,7 @@ from support.attention_graphs import (
     run_session,
 )
 
-from shd_ref import merge_plan
-from shd_ref.errors import ShdError
+from shd_ref import ShdError, merge_plan
 from shd_ref.teacher import (
     AttentionSite,
     MergeRule,

@@ -14,12 +14,9 @@ pytest.importorskip("onnxruntime")
 
 from support.students import precompute
 
+from shd_ref import ShdError
 from shd_ref.cache import CacheReader
-from shd_ref.errors import ShdError
-from shd_ref.teacher.graph.find import find_sites
-from shd_ref.teacher.graph.inputs import input_specs
-from shd_ref.teacher.graph.kinds import find_kinds
-from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
+from shd_ref.teacher import PrecomputeOptions, RunOptions, find_kinds, find_sites, input_specs
 
 
 def attend(build: GraphBuilder, rows: str, keys: str, seed: int, *, mask: str | None = None) -> str:

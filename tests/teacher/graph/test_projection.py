@@ -13,11 +13,9 @@ from numpy.typing import NDArray
 from onnx import TensorProto
 from support.attention_graphs import GraphBuilder, random_projection
 
-from shd_ref.errors import ShdError
+from shd_ref import ShdError
+from shd_ref.teacher import AttentionSite, find_sites, load_teacher, open_session
 from shd_ref.teacher.graph import nodes
-from shd_ref.teacher.graph.find import AttentionSite, find_sites
-from shd_ref.teacher.opening.load import load_teacher
-from shd_ref.teacher.session import open_session
 
 HEADS, D_V, D_MODEL = 3, 2, 5
 ROWS = HEADS * D_V

@@ -9,9 +9,8 @@ import onnx
 import pytest
 from support.attention_graphs import GraphBuilder, bare_attention
 
-from shd_ref.errors import ShdError
-from shd_ref.teacher.graph.find import find_sites
-from shd_ref.teacher.graph.targets import find_targets
+from shd_ref import ShdError
+from shd_ref.teacher import find_sites, find_targets
 
 
 def test_a_state_without_a_residual_connection_is_refused_by_its_site() -> None:

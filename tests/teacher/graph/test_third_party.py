@@ -13,13 +13,8 @@ from numpy.typing import NDArray
 from support.attention_graphs import run_session
 
 from shd_ref import merge_plan
-from shd_ref.teacher.graph.find import find_sites
-from shd_ref.teacher.opening.load import load_teacher
-from shd_ref.teacher.precompute.compare import compare_with_reference
-from shd_ref.teacher.rewrite.function import MergeRule
+from shd_ref.teacher import MergeRule, compare_with_reference, find_sites, load_teacher, open_session, squeeze_graph
 from shd_ref.teacher.rewrite.replace import replace_attention
-from shd_ref.teacher.rewrite.squeeze import squeeze_graph
-from shd_ref.teacher.session import open_session
 
 
 class Verdict(NamedTuple):

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto
 from support.attention_graphs import GraphBuilder
 
-from shd_ref.teacher.opening.load import load_teacher
-from shd_ref.teacher.session import open_session
+from shd_ref.teacher import load_teacher, open_session
 
 SIZES = dict(zip("bhlsdmkgijn", (2, 3, 4, 5, 6, 7, 2, 3, 4, 5, 6), strict=True))
 

@@ -13,7 +13,7 @@ import pytest
 from onnx import TensorProto, helper
 from support.attention_graphs import GraphBuilder, encoder_layer, random_projection, run_session
 
-from shd_ref.errors import ShdError
+from shd_ref import ShdError
 from shd_ref.teacher import (
     compare_with_reference,
     find_sites,

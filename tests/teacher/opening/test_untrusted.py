@@ -15,7 +15,7 @@ import pytest
 from onnx import TensorProto, helper
 from support.attention_graphs import GraphBuilder, attention_operator, encoder_layer
 
-from shd_ref.errors import ShdError
+from shd_ref import ShdError
 from shd_ref.teacher import PrecomputeOptions, RunOptions, find_sites, load_teacher, open_session, squeeze_graph
 from shd_ref.teacher.graph import shapes
 from shd_ref.teacher.precompute.engine import precompute

@@ -17,11 +17,10 @@ from support.plain_kd import topk_targets
 from support.students import precompute
 from typer.testing import CliRunner
 
+from shd_ref import ShdError
 from shd_ref.cache import CacheReader, list_cache, sample_key, verify_cache
 from shd_ref.commands.app import app
-from shd_ref.errors import ShdError
-from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
-from shd_ref.teacher.study.recheck import recheck_records
+from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
 
 NUM_SAMPLES, LENGTH, TOP = 10, 7, 4
 RUN = RunOptions(batch_size=4, samples_per_shard=2, num_threads=1)

@@ -18,8 +18,7 @@ from typer.testing import CliRunner
 from shd_ref import ShdError
 from shd_ref.cache import CacheReader, Factors, codec_error, factored_kl_bound, verify_cache
 from shd_ref.commands.app import app
-from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
-from shd_ref.teacher.study.recheck import recheck_records
+from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
 
 NUM_SAMPLES = 11
 LENGTH = 9

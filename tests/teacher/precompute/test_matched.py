@@ -21,13 +21,9 @@ from shd_ref import ShdError, compose_mixing, matched_plan, squeeze_heads
 from shd_ref.cache import CacheReader, Matching, verify_cache
 from shd_ref.cache.documents.manifest import sample_order
 from shd_ref.commands.app import app
-from shd_ref.teacher.graph.find import find_sites
-from shd_ref.teacher.graph.inputs import input_specs
+from shd_ref.teacher import ModelInputs, PrecomputeOptions, RunOptions, find_sites, input_specs, recheck_records
 from shd_ref.teacher.run import teacher as run_module
-from shd_ref.teacher.run.inputs import ModelInputs
-from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.run.reading import AttentionReader
-from shd_ref.teacher.study.recheck import recheck_records
 
 HEADS, SAMPLES, LENGTH = 6, 8, 5
 MATCHED = PrecomputeOptions(2, plan="matched", calibration_samples=3, codec="float32")

@@ -19,14 +19,17 @@ from support.students import precompute
 
 from shd_ref import ShdError, squeeze_heads, value_outputs
 from shd_ref.cache import CacheReader, decode, encode, sample_key, verify_cache
-from shd_ref.teacher.graph.find import find_sites
-from shd_ref.teacher.graph.inputs import input_specs
-from shd_ref.teacher.opening.load import load_teacher
-from shd_ref.teacher.opening.model import hash_teacher
-from shd_ref.teacher.run.inputs import ModelInputs
-from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
-from shd_ref.teacher.session import open_session
-from shd_ref.teacher.study.recheck import recheck_records
+from shd_ref.teacher import (
+    ModelInputs,
+    PrecomputeOptions,
+    RunOptions,
+    find_sites,
+    hash_teacher,
+    input_specs,
+    load_teacher,
+    open_session,
+    recheck_records,
+)
 from shd_ref.tolerances import load_tolerances
 
 NUM_SAMPLES = 23
@@ -171,8 +174,7 @@ def test_verify_runs_the_teacher_again(teacher: Path, tmp_path: Path) -> None:
 
 def _change_codes(cache: Path, change: Callable[[str, NDArray[Any]], NDArray[Any]]) -> None:
     """Put other codes in place of every record's, by its key, with valid checksums."""
-    from shd_ref.cache import CacheWriter, Errors, NewRecord
-    from shd_ref.cache.codecs.packing import unpack
+    from shd_ref.cache import CacheWriter, Errors, NewRecord, unpack
 
     reader = CacheReader(cache)
     manifest, records = reader.manifest, {record.index: record for record in map(reader.read, reader)}

@@ -18,17 +18,15 @@ from support.makers import contents
 from support.students import precompute, precompute_heads
 from typer.testing import CliRunner
 
+from shd_ref import ShdError
 from shd_ref.cache import CacheReader, Receipt, sample_key, verify_cache
 from shd_ref.cache.storage.places import open_storage
 from shd_ref.cli import load_app
-from shd_ref.errors import ShdError
+from shd_ref.teacher import PrecomputeOptions, RunOptions, open_session, recheck_records
 from shd_ref.teacher.precompute import engine
 from shd_ref.teacher.precompute.job import PrecomputeJob
 from shd_ref.teacher.run.inputs import Batch, group_samples, run_batch
-from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.run.teacher import TeacherRun
-from shd_ref.teacher.session import open_session
-from shd_ref.teacher.study.recheck import recheck_records
 
 ROOT = Path(__file__).resolve().parents[3]
 NUM_SAMPLES = 60

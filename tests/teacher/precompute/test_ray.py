@@ -18,11 +18,10 @@ from support.makers import contents
 from support.students import precompute, precompute_heads
 from typer.testing import CliRunner
 
+from shd_ref import ShdError
 from shd_ref.cache import list_cache, verify_cache
 from shd_ref.cli import load_app
-from shd_ref.errors import ShdError
-from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
-from shd_ref.teacher.sources import ArraySource, Row
+from shd_ref.teacher import ArraySource, PrecomputeOptions, Row, RunOptions
 
 ray = pytest.importorskip("ray", reason="--engine ray needs the extra 'ray'")
 pytestmark = [

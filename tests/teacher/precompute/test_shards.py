@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 from shd_ref.cache import list_cache, merge_caches, verify_cache
 from shd_ref.cli import load_app
+from shd_ref.teacher import PrecomputeOptions, RunOptions
 from shd_ref.teacher.run.inputs import share_shards
-from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 
 NUM_SAMPLES = 41
 OPTIONS = PrecomputeOptions(num_student_heads=2)

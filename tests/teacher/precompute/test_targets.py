@@ -17,13 +17,12 @@ from support.plain_kd import log_softmax, topk_targets
 from support.students import precompute, precompute_heads
 from typer.testing import CliRunner
 
+from shd_ref import ShdError
 from shd_ref.cache import CacheReader, Hidden, Logits, StoredRecord, sample_key, verify_cache
 from shd_ref.cache.forms import logits as logits_form
 from shd_ref.commands.app import app
-from shd_ref.errors import ShdError
+from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
 from shd_ref.teacher.run import teacher as teacher_run
-from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
-from shd_ref.teacher.study.recheck import recheck_records
 
 NUM_SAMPLES = 14
 LENGTH = 8

@@ -16,6 +16,7 @@ from support.attention_graphs import language_model
 from support.students import precompute
 from typer.testing import CliRunner
 
+from shd_ref import ShdError
 from shd_ref.cache import (
     Attention,
     CacheReader,
@@ -24,9 +25,7 @@ from shd_ref.cache import (
     verify_cache,
 )
 from shd_ref.commands.app import app
-from shd_ref.errors import ShdError
-from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
-from shd_ref.teacher.study.recheck import recheck_records
+from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
 
 NUM_SAMPLES, LENGTH = 10, 7
 RUN = RunOptions(batch_size=2, samples_per_shard=2, num_threads=1)

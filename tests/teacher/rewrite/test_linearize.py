@@ -18,9 +18,9 @@ typer_testing = pytest.importorskip("typer.testing", reason="the commands need t
 
 from support.killed_child import run_killed  # noqa: E402  (after the skips)
 
+from shd_ref import ShdError  # noqa: E402  (after the skips)
 from shd_ref.cache.storage import drafts  # noqa: E402
 from shd_ref.commands.app import app  # noqa: E402
-from shd_ref.errors import ShdError  # noqa: E402
 from shd_ref.teacher import find_sites, linearize_graph, load_teacher  # noqa: E402
 from shd_ref.teacher.body import Body  # noqa: E402
 from shd_ref.teacher.opening import model as opening  # noqa: E402

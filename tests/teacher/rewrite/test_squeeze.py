@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from onnx import TensorProto
 from support.attention_graphs import GraphBuilder, bare_attention, encoder_layer, random_projection, run_session
 
-from shd_ref import squeeze_heads, value_outputs
-from shd_ref.cache.codecs.codecs import encode
-from shd_ref.errors import ShdError
+from shd_ref import ShdError, squeeze_heads, value_outputs
+from shd_ref.cache import encode
 from shd_ref.teacher import SqueezedGraph, compare_with_reference, find_sites, open_session, squeeze_graph
 from shd_ref.tolerances import load_tolerances
 

@@ -20,9 +20,9 @@ from support.attention_graphs import (
 )
 from support.students import precompute
 
+from shd_ref import ShdError
 from shd_ref.cache import CacheReader
 from shd_ref.cli import load_app
-from shd_ref.errors import ShdError
 from shd_ref.teacher import (
     AttentionSite,
     FidelityOptions,

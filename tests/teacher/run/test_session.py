@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 from support.attention_graphs import bare_attention
 
-from shd_ref.errors import ShdError
-from shd_ref.teacher.session import open_session
+from shd_ref import ShdError
+from shd_ref.teacher import open_session
 
 
 @pytest.mark.parametrize("provider", ["NoSuchExecutionProvider", "tpu"])

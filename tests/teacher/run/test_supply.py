@@ -12,13 +12,9 @@ from onnx import TensorProto
 from support.attention_graphs import GraphBuilder, random_projection
 from support.students import precompute
 
+from shd_ref import ShdError
 from shd_ref.cache import CacheReader, sample_key
-from shd_ref.errors import ShdError
-from shd_ref.teacher.graph.find import find_sites
-from shd_ref.teacher.graph.inputs import InputSpec
-from shd_ref.teacher.opening.load import load_teacher
-from shd_ref.teacher.run.inputs import ModelInputs
-from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
+from shd_ref.teacher import InputSpec, ModelInputs, PrecomputeOptions, RunOptions, find_sites, load_teacher
 
 IDS = InputSpec("input_ids", "int64", ("batch_size", "sequence_length"))
 MASK = InputSpec("attention_mask", "int64", ("batch_size", "past_sequence_length + 1"))

@@ -17,8 +17,8 @@ import pytest
 from support.attention_graphs import bare_attention, language_model
 from support.makers import contents
 
+from shd_ref import ShdError
 from shd_ref.cache import CacheWriter
-from shd_ref.errors import ShdError
 from shd_ref.teacher import ModelInputs, PrecomputeOptions, RunOptions, Source, input_specs, session
 from shd_ref.teacher.precompute.engine import precompute
 from shd_ref.teacher.run import teacher

@@ -19,9 +19,9 @@ from onnx import TensorProto
 from support.attention_graphs import GraphBuilder, token_teacher
 from typer.testing import CliRunner
 
+from shd_ref import ShdError
 from shd_ref.cache.storage import strict_json
 from shd_ref.cli import load_app
-from shd_ref.errors import ShdError
 from shd_ref.teacher import InputSpec, ModelInputs, input_specs, load_teacher, open_source
 from shd_ref.teacher.graph.inputs import count_rows
 from shd_ref.teacher.sources import text

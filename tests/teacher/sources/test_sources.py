@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from shd_ref.errors import ShdError
+from shd_ref import ShdError
 from shd_ref.teacher import IndexedSource, InputSpec, ModelInputs, Row, Source, open_source
 
 NUM_SAMPLES = 700  # more than two blocks of every reader

@@ -16,23 +16,21 @@ from typer.testing import CliRunner
 
 from shd_ref import ShdError, merge_plan, plan_groups, squeeze_heads
 from shd_ref.commands.app import app
-from shd_ref.teacher.graph.find import find_sites
-from shd_ref.teacher.graph.inputs import input_specs
-from shd_ref.teacher.rewrite.function import MergeRule
-from shd_ref.teacher.rewrite.replace import replace_attention
-from shd_ref.teacher.run.inputs import Batch, ModelInputs
-from shd_ref.teacher.run.options import PLANS, RunOptions
-from shd_ref.teacher.run.reading import AttentionReader
-from shd_ref.teacher.session import open_session
-from shd_ref.teacher.study.fidelity import (
-    Targets,
-    cosine_distances,
-    cross_entropies,
+from shd_ref.teacher import (
+    FidelityOptions,
+    MergeRule,
+    ModelInputs,
+    RunOptions,
+    find_sites,
+    input_specs,
     measure_fidelity,
-    relative_error,
-    squared_error,
+    open_session,
 )
-from shd_ref.teacher.study.options import FidelityOptions
+from shd_ref.teacher.rewrite.replace import replace_attention
+from shd_ref.teacher.run.inputs import Batch
+from shd_ref.teacher.run.options import PLANS
+from shd_ref.teacher.run.reading import AttentionReader
+from shd_ref.teacher.study.fidelity import Targets, cosine_distances, cross_entropies, relative_error, squared_error
 from shd_ref.teacher.study.ranking import rank_costs
 from shd_ref.tolerances import load_tolerances
 

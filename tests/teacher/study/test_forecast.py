@@ -16,15 +16,14 @@ from support.attention_graphs import bare_attention, language_model, token_teach
 from support.students import precompute
 from typer.testing import CliRunner
 
-from shd_ref.cache import CacheReader, CodecError, Extent, NewRecord, Receipt
-from shd_ref.cache.forms.logits import Logits
+from shd_ref import ShdError
+from shd_ref.cache import CacheReader, CodecError, Extent, Logits, NewRecord, Receipt
 from shd_ref.cache.storage.places import open_storage
 from shd_ref.cli import load_app
-from shd_ref.errors import ShdError
-from shd_ref.teacher.run.options import CODECS_OF, PrecomputeOptions, RunOptions
+from shd_ref.teacher import PlanOptions, PrecomputeOptions, RunOptions, forecast_cache
+from shd_ref.teacher.run.options import CODECS_OF
 from shd_ref.teacher.study.advice import FormForecast, advise, count_weights
-from shd_ref.teacher.study.forecast import Forecast, forecast_cache, record_sizes
-from shd_ref.teacher.study.options import PlanOptions
+from shd_ref.teacher.study.forecast import Forecast, record_sizes
 
 app = load_app()
 OPTIONS = PrecomputeOptions(num_student_heads=2)

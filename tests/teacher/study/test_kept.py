@@ -14,9 +14,9 @@ from support.attention_graphs import token_teacher
 from typer.testing import CliRunner
 
 from shd_ref.commands.app import app
-from shd_ref.teacher.run.options import PrecomputeOptions
+from shd_ref.teacher import FidelityReport, PrecomputeOptions, Setting
 from shd_ref.teacher.study.kept import advise_plan, keep_report, kept_path
-from shd_ref.teacher.study.ranking import Fidelity, FidelityReport, Setting
+from shd_ref.teacher.study.ranking import Fidelity
 
 PAPER = Setting(2, "progressive", None, "shd", "map")
 BY_ROW = replace(PAPER, alpha_per="row")

@@ -10,7 +10,7 @@ from support.binding.architectures import GROUPED, HEADS, HUGGING_FACE, make_inp
 from torch import Tensor
 
 from shd_torch import attention_kl, capture_attention
-from shd_torch.capture.call import AttentionCall
+from shd_torch.capture import AttentionCall
 from shd_torch.maps import shd_loss
 
 transformers = pytest.importorskip("transformers", reason="these are Hugging Face architectures")

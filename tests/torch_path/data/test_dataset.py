@@ -16,8 +16,8 @@ from support.started_processes import SERVER
 from torch.utils.data import DataLoader
 
 from shd_ref.cache import CODECS, CacheReader, SampleInputs, dataset_fingerprint
-from shd_torch import ShdError
-from shd_torch.data.dataset import SupervisedDataset, check_cache
+from shd_torch import ShdError, SupervisedDataset
+from shd_torch.data import check_cache
 
 NUM_SAMPLES = 11
 

@@ -12,8 +12,8 @@ transformers = pytest.importorskip("transformers", reason="the tokenizer of a tr
 
 from tokenizers import Tokenizer, models, pre_tokenizers, processors  # noqa: E402  (after the skips)
 
-from shd_ref.errors import ShdError  # noqa: E402
-from shd_ref.teacher.sources import open_source  # noqa: E402
+from shd_ref import ShdError  # noqa: E402  (after the skips)
+from shd_ref.teacher import open_source  # noqa: E402  (after the skips)
 from shd_torch import read_texts  # noqa: E402
 
 TEXTS = ("a b c d e f", "b", "c a unheard")

@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 
 import shd_torch.doctor.probe
 import shd_torch.doctor_command
-from shd_ref.errors import ShdError
+from shd_ref import ShdError
 from shd_torch.commands import app
-from shd_torch.doctor import Probe, Wishes, diagnose, diagnosis
-from shd_torch.doctor.differences import Difference, compare_parts, compare_tokenizers
+from shd_torch.doctor import Difference, Probe, Wishes, diagnose, diagnosis
+from shd_torch.doctor.differences import compare_parts, compare_tokenizers
 from shd_torch.doctor.pair import Parts, parts_of
 from shd_torch.doctor.probe import find_beta
 from shd_torch.doctor.verdict import judge

@@ -14,8 +14,7 @@ from shd_torch.kernels import RowsKl
 from shd_torch.kl import backends
 from shd_torch.kl.backends import BACKENDS, choose_backend
 from shd_torch.kl.request import KlRequest
-from shd_torch.supervision import Dense, Factored
-from shd_torch.supervision.coded import Coded
+from shd_torch.supervision import Coded, Dense, Factored
 
 
 def heads(length: int = 8, width: int = 8, dtype: torch.dtype = torch.float32) -> torch.Tensor:

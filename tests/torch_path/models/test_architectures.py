@@ -22,12 +22,15 @@ pytest.importorskip("onnxruntime", reason="a graph is judged by running it")
 
 from support.attention_graphs import run_session
 
-from shd_ref.teacher.graph.find import find_sites
-from shd_ref.teacher.graph.targets import TargetTensors, find_targets
-from shd_ref.teacher.opening.load import load_teacher
-from shd_ref.teacher.precompute.compare import compare_with_reference
-from shd_ref.teacher.rewrite.squeeze import squeeze_graph
-from shd_ref.teacher.session import open_session
+from shd_ref.teacher import (
+    compare_with_reference,
+    find_sites,
+    find_targets,
+    load_teacher,
+    open_session,
+    squeeze_graph,
+)
+from shd_ref.teacher.graph.targets import TargetTensors
 
 
 @pytest.mark.slow

@@ -14,19 +14,14 @@ from support.exported_models import trace
 from support.students import precompute
 from torch.utils.data import DataLoader
 
+from shd_ref import ShdError
 from shd_ref.cache import CacheReader, verify_cache
-from shd_ref.errors import ShdError
-from shd_ref.teacher.graph.find import find_sites
-from shd_ref.teacher.graph.kinds import find_kinds
-from shd_ref.teacher.opening.load import load_teacher
-from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
-from shd_ref.teacher.study.recheck import recheck_records
+from shd_ref.teacher import PrecomputeOptions, RunOptions, find_kinds, find_sites, load_teacher, recheck_records
 from shd_ref.tolerances import load_tolerances
 from shd_torch import SupervisedDataset, attention_kl, capture_attention, layer_kls
 from shd_torch.capture.outputs import read_hidden_states
 from shd_torch.export import example_inputs
-from shd_torch.maps import squeeze_heads
-from shd_torch.maps.attention import value_outputs
+from shd_torch.maps import squeeze_heads, value_outputs
 from shd_torch.training.trainer import SHDTrainer
 
 pytestmark = pytest.mark.slow  # every test stands on a large export

@@ -17,17 +17,18 @@ pytest.importorskip("networkx", reason="matched plans need networkx")
 
 from support.attention_graphs import run_session
 
-from shd_ref import plan_groups, softmax, squeeze_heads
-from shd_ref.merging.plans import MergePlan
-from shd_ref.teacher.graph.find import find_sites
-from shd_ref.teacher.opening.load import load_teacher
-from shd_ref.teacher.precompute.compare import compare_with_reference
-from shd_ref.teacher.rewrite.squeeze import squeeze_graph
-from shd_ref.teacher.run.options import RunOptions
-from shd_ref.teacher.session import open_session
-from shd_ref.teacher.study.fidelity import measure_fidelity
-from shd_ref.teacher.study.options import FidelityOptions
-from shd_ref.teacher.study.ranking import Setting
+from shd_ref import MergePlan, plan_groups, softmax, squeeze_heads
+from shd_ref.teacher import (
+    FidelityOptions,
+    RunOptions,
+    Setting,
+    compare_with_reference,
+    find_sites,
+    load_teacher,
+    measure_fidelity,
+    open_session,
+    squeeze_graph,
+)
 
 # The exporter and its own dependencies deprecate one another's interfaces.
 pytestmark = pytest.mark.filterwarnings(

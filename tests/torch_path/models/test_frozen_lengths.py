@@ -15,12 +15,16 @@ from support.students import precompute
 
 from shd_ref import ShdError
 from shd_ref.cache import CacheReader, sample_key
-from shd_ref.teacher.graph.find import find_sites
+from shd_ref.teacher import (
+    FidelityOptions,
+    PrecomputeOptions,
+    RunOptions,
+    find_sites,
+    load_teacher,
+    measure_fidelity,
+    recheck_records,
+)
 from shd_ref.teacher.graph.shapes import Probe
-from shd_ref.teacher.opening.load import load_teacher
-from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
-from shd_ref.teacher.study.fidelity import FidelityOptions, measure_fidelity
-from shd_ref.teacher.study.recheck import recheck_records
 from shd_ref.tolerances import load_tolerances
 
 HEADS, WIDTH, FROZEN = 4, 12, 7

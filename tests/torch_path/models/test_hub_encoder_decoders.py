@@ -13,12 +13,16 @@ from numpy.typing import NDArray
 from support.students import precompute
 
 from shd_ref.cache import CacheReader, sample_key, trim_inputs, verify_cache
-from shd_ref.teacher.graph.find import find_sites
-from shd_ref.teacher.graph.inputs import input_specs
-from shd_ref.teacher.graph.kinds import find_kinds
-from shd_ref.teacher.opening.load import load_teacher
-from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
-from shd_ref.teacher.study.fidelity import FidelityOptions, measure_fidelity
+from shd_ref.teacher import (
+    FidelityOptions,
+    PrecomputeOptions,
+    RunOptions,
+    find_kinds,
+    find_sites,
+    input_specs,
+    load_teacher,
+    measure_fidelity,
+)
 from shd_ref.tolerances import load_tolerances
 from shd_torch import export_teacher
 

@@ -21,12 +21,16 @@ from support.students import precompute
 
 from shd_ref.cache import CacheReader, Factors, sample_key, trim_sample
 from shd_ref.cli import load_app
-from shd_ref.teacher.graph.find import find_sites
-from shd_ref.teacher.opening.load import load_teacher
-from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
-from shd_ref.teacher.study.fidelity import FidelityOptions, measure_fidelity
-from shd_ref.teacher.study.forecast import forecast_cache
-from shd_ref.teacher.study.recheck import recheck_records
+from shd_ref.teacher import (
+    FidelityOptions,
+    PrecomputeOptions,
+    RunOptions,
+    find_sites,
+    forecast_cache,
+    load_teacher,
+    measure_fidelity,
+    recheck_records,
+)
 from shd_ref.tolerances import load_tolerances
 from shd_torch import OnlineTeacher
 
@@ -136,7 +140,7 @@ def test_factored_records_keep_causality_beside_an_empty_past(taught: Taught, tm
 
 
 def test_no_output_of_the_past_is_computed(taught: Taught) -> None:
-    from shd_ref.teacher.rewrite.squeeze import squeeze_graph
+    from shd_ref.teacher import squeeze_graph
 
     model = load_teacher(taught.graph)
     assert sum(value.name.startswith("present.") for value in model.graph.output) == 4

@@ -17,9 +17,7 @@ pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxru
 from support.students import precompute
 
 from shd_ref.cache import CacheReader
-from shd_ref.teacher.graph.find import find_sites
-from shd_ref.teacher.opening.load import load_teacher
-from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
+from shd_ref.teacher import PrecomputeOptions, RunOptions, find_sites, load_teacher
 from shd_torch import SupervisedDataset, capture_attention
 from shd_torch.data import check_cache
 from shd_torch.maps import shd_loss

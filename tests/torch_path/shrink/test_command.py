@@ -17,7 +17,7 @@ typer_testing = pytest.importorskip("typer.testing", reason="the commands need t
 
 from support.shrink.models import make_data, make_teacher  # noqa: E402  (after the skips)
 
-from shd_ref.errors import ShdError  # noqa: E402
+from shd_ref import ShdError  # noqa: E402  (after the skips)
 from shd_torch.commands import app  # noqa: E402
 from shd_torch.shrink_command import following_commands, read_inputs, read_layers  # noqa: E402
 

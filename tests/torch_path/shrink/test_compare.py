@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="students are Hugging Face models: pi
 
 from support.shrink.models import logits_of, make_data, make_teacher
 
-from shd_ref.errors import ShdError
+from shd_ref import ShdError
 from shd_torch.shrink import shrink
 from shd_torch.shrink.compare import MEASURES, RIVALS, compare_starts, count_flops, measure_loss
 

@@ -14,10 +14,9 @@ pytest.importorskip("transformers", reason="students are Hugging Face models: pi
 
 from support.shrink.models import logits_of, make_data, make_teacher
 
-from shd_ref.errors import ShdError
-from shd_ref.shrink.predictor import best_split, fit_predictor
-from shd_torch.shrink import shrink
-from shd_torch.shrink.gates import Ranking, choose_splits, gate_layers, measure_splits, rank_layers
+from shd_ref import ShdError
+from shd_ref.shrink import best_split, fit_predictor
+from shd_torch.shrink import Ranking, choose_splits, gate_layers, measure_splits, rank_layers, shrink
 
 PLAIN = ["gpt2", "bert", "vit", "deit", "dinov2"]
 

@@ -16,7 +16,7 @@ typer_testing = pytest.importorskip("typer.testing", reason="the commands need t
 from support.shrink.models import make_data, make_teacher  # noqa: E402  (after the skips)
 
 import shd_torch.export as export  # noqa: E402
-from shd_ref.errors import ShdError  # noqa: E402
+from shd_ref import ShdError  # noqa: E402  (after the skips)
 from shd_torch.commands import app  # noqa: E402
 from shd_torch.shrink import shrink  # noqa: E402
 

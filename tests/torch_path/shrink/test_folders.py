@@ -17,7 +17,7 @@ pytest.importorskip("transformers", reason="students are Hugging Face models: pi
 from safetensors.torch import load_file, save_file
 from support.shrink.models import make_data, make_teacher
 
-from shd_ref.errors import ShdError
+from shd_ref import ShdError
 from shd_torch.doctor.pair import read_student, read_teacher
 from shd_torch.export import load_hf_model
 from shd_torch.shrink import folders, load_teacher, shrink

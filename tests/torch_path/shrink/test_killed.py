@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from support.killed_child import run_killed  # noqa: E402
 from support.shrink.models import make_data, make_teacher  # noqa: E402
 
+from shd_ref import ShdError  # noqa: E402  (after the skips)
 from shd_ref.cache.storage import drafts  # noqa: E402
-from shd_ref.errors import ShdError  # noqa: E402
 from shd_torch.commands import app  # noqa: E402
 from shd_torch.shrink import compare as starts  # noqa: E402
 from shd_torch.shrink import folders, shrink, unfinished  # noqa: E402

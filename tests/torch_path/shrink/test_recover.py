@@ -19,9 +19,9 @@ from support.binding.trainer_cases import make_trainer  # noqa: E402  (after the
 from support.exported_models import trace  # noqa: E402
 from support.shrink.models import make_data, make_teacher  # noqa: E402
 
+from shd_ref import ShdError  # noqa: E402  (after the skips)
 from shd_ref.cache import CacheReader  # noqa: E402
 from shd_ref.commands.app import app  # noqa: E402
-from shd_ref.errors import ShdError  # noqa: E402
 from shd_ref.shrink.student import read_student  # noqa: E402
 from shd_torch import OnlineTeacher, SupervisedDataset, capture_attention, layer_kls  # noqa: E402
 from shd_torch import load_student as load  # noqa: E402

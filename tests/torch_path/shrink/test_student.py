@@ -14,7 +14,7 @@ pytest.importorskip("transformers", reason="students are Hugging Face models: pi
 
 from support.shrink.models import WIDTH, logits_of, make_data, make_teacher, mixed_logits
 
-from shd_ref.errors import ShdError
+from shd_ref import ShdError
 from shd_torch.shrink import shrink
 
 FAMILIES = ["llama", "mistral", "qwen2", "gemma", "gpt2", "bert", "vit", "deit", "dinov2"]

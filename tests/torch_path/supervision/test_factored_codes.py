@@ -135,7 +135,7 @@ def test_training_step_is_that_of_the_maps(name: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
     from support.students import precompute
 
-    from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
+    from shd_ref.teacher import PrecomputeOptions, RunOptions
 
     inputs, layers = hf_inputs(name, batch=6, length=12), {"num_hidden_layers": 1}
     teacher = trace(hf_model(name, **layers), hf_inputs(name), tmp_path / "teacher.onnx")
@@ -197,7 +197,7 @@ def test_decoders_with_windows_and_padding_in_front(name: str, windows: list[int
     from support.binding.architectures import HEADS, make_inputs, make_model
     from support.students import precompute
 
-    from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
+    from shd_ref.teacher import PrecomputeOptions, RunOptions
 
     model = make_model(name, **({"attn_logit_softcapping": None} if name == "gemma2" else {}))
     inputs = make_inputs(name, batch=6, length=12)

@@ -22,6 +22,7 @@ from support.makers import contents
 from support.students import precompute
 from torch import Tensor
 
+from shd_ref import ShdError
 from shd_ref.cache import (
     ROWS,
     U8,
@@ -37,10 +38,8 @@ from shd_ref.cache import (
     verify_cache,
 )
 from shd_ref.cache.forms.rows import Rows
-from shd_ref.errors import ShdError
+from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
 from shd_ref.teacher.precompute.forms.rows import RowsMaker
-from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
-from shd_ref.teacher.study.recheck import recheck_records
 from shd_torch import SupervisedDataset
 from shd_torch.training import RowsTerm
 

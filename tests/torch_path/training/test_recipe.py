@@ -17,7 +17,7 @@ from support.binding.trainer_cases import make_model, make_samples, make_trainer
 from support.exported_models import trace
 from support.students import precompute
 
-from shd_ref.teacher.run.options import PrecomputeOptions
+from shd_ref.teacher import PrecomputeOptions
 from shd_torch import KdTerm, OnlineTeacher, ShdError, SupervisedDataset, capture_attention, recipes
 from shd_torch.recipes import SHD
 from shd_torch.training import Recipe

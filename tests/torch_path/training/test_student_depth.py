@@ -14,9 +14,9 @@ from support.exported_models import trace
 from support.students import precompute
 from torch.utils.data import DataLoader
 
+from shd_ref import ShdError
 from shd_ref.cache import CacheReader
-from shd_ref.errors import ShdError
-from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
+from shd_ref.teacher import PrecomputeOptions, RunOptions
 from shd_torch import OnlineTeacher, SupervisedDataset, SupervisedStream, capture_attention, layer_kls
 
 TEACHER_LAYERS, MEANT = 6, 3

@@ -27,7 +27,7 @@ from support.two_sequences import encoder_decoder
 
 import shd_torch.kd.targets
 from shd_ref.cache import Attention, CacheReader
-from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
+from shd_ref.teacher import PrecomputeOptions, RunOptions
 from shd_torch import (
     HiddenTerm,
     KdTerm,
