@@ -50,8 +50,7 @@ def doctor(
         float, Shown("Learning rate of AdamW, in the probe and when estimating beta; above 0.", needs="data")
     ] = 1e-3,
     beta: Annotated[
-        float | None,
-        Shown("Weight of SHD in the probe. Default: the middle of the estimated range.", needs="probe"),
+        float | None, Shown("Weight of SHD in the probe. Default: the middle of the estimated range.", needs="probe")
     ] = None,
 ) -> Document:
     """Will attention supervision work for this teacher and student? Prints an answer and its evidence.
@@ -74,11 +73,7 @@ def doctor(
     wishes = Wishes(probe, seeds, batch_size, learning_rate, beta)
     with show_progress("models are read") as (on_progress,):
         diagnosis = diagnose(
-            teacher,
-            student,
-            arrays,
-            wishes,
-            progress=lambda done, total, what: on_progress(done, total, says=what),
+            teacher, student, arrays, wishes, progress=lambda done, total, what: on_progress(done, total, says=what)
         )
     print_diagnosis(diagnosis)
     return diagnosis.document()

@@ -219,10 +219,7 @@ def _read_numbers(option: str, text: str | None) -> tuple[int, ...]:
 
 
 def read_inputs(
-    path: Path,
-    samples: int,
-    tokenizer: Path | None = None,
-    argument: str = "data",
+    path: Path, samples: int, tokenizer: Path | None = None, argument: str = "data"
 ) -> dict[str, NDArray[Any]]:
     """The first samples of each array but ``labels``, by the name of the model's input; nothing in the file is run.
 

@@ -207,13 +207,7 @@ def results() -> Iterator[tuple[str, list[float]]]:
             yield name, [logits.sum().item(), logits.square().sum().item(), logits.flatten()[5].item()]
 
 
-PARTS = {
-    "names": signatures,
-    "help": helps,
-    "bytes": golden_bytes,
-    "published": published,
-    "results": results,
-}
+PARTS = {"names": signatures, "help": helps, "bytes": golden_bytes, "published": published, "results": results}
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:

@@ -97,10 +97,7 @@ plt.show()
 # Neighbours are the simplest plan. A *matched* plan uses some samples to pair the heads that merge best.
 
 # %%
-plans = {
-    "neighbours": shd.merge_plan(12, 6),
-    "matched": shd.matched_plan([(maps, outputs)], 6),
-}
+plans = {"neighbours": shd.merge_plan(12, 6), "matched": shd.matched_plan([(maps, outputs)], 6)}
 for name, plan in plans.items():
     result = shd.squeeze_heads(maps, outputs, 6, plan=plan)
     print(f"{name:10} output off by {result.residual[0]:.3f}   {[tuple(pair) for pair in plan[0]]}")

@@ -99,12 +99,7 @@ class CacheReader:
         """The augmentation seed of every sample by its index, skipped ones too; empty without seeds (CACHE-35)."""
         return dict(self._seeds)
 
-    def read(
-        self,
-        key: str,
-        layers: Iterable[int] | None = None,
-        **choices: Choice,
-    ) -> StoredRecord:
+    def read(self, key: str, layers: Iterable[int] | None = None, **choices: Choice) -> StoredRecord:
         """Read one sample and check every byte (CACHE-81).
 
         Args:

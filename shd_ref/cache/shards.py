@@ -67,11 +67,7 @@ def shard_tensors(manifest: Manifest, records: Sequence[Stored | Record]) -> Ite
 def shard_header(manifest: Manifest, shard: int, tensors: Sequence[Tensor]) -> bytes:
     """Eight bytes of header length, then the JSON header padded with spaces (CACHE-41)."""
     members: dict[str, Any] = {
-        "__metadata__": {
-            "format": f"shd-cache-{FORMAT_VERSION}",
-            "manifest": manifest.id,
-            "shard": str(shard),
-        }
+        "__metadata__": {"format": f"shd-cache-{FORMAT_VERSION}", "manifest": manifest.id, "shard": str(shard)}
     }
     position = 0
     for name, dtype, shape, size in tensors:

@@ -91,11 +91,7 @@ class CacheWriter:
         return [shard for shard, found in zip(shards, committed, strict=True) if not found]
 
     def write_shard(
-        self,
-        shard: int,
-        records: Sequence[NewRecord],
-        errors: Errors,
-        skipped: Sequence[Skipped] = (),
+        self, shard: int, records: Sequence[NewRecord], errors: Errors, skipped: Sequence[Skipped] = ()
     ) -> Receipt:
         """Commit one shard: its file first, then its receipt (CACHE-61).
 
@@ -157,9 +153,7 @@ class CacheWriter:
             # Few receipts in memory at a time: those of a large cache do not fit together.
             check_fingerprint(self.folder, self.manifest, self._receipts(checksums))
             seal = Seal(
-                manifest=self.manifest.id,
-                num_samples=self.manifest.dataset.num_samples,
-                receipts=tuple(checksums),
+                manifest=self.manifest.id, num_samples=self.manifest.dataset.num_samples, receipts=tuple(checksums)
             )
             self._storage.write_whole(SEAL_NAME, seal.to_bytes())
         return seal

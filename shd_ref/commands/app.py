@@ -15,11 +15,7 @@ from shd_ref.commands.precompute import precompute
 from shd_ref.commands.terminal import ShownCommand, ShownGroup
 
 app = typer.Typer(
-    name="shd",
-    cls=ShownGroup,
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
-    pretty_exceptions_enable=False,
+    name="shd", cls=ShownGroup, no_args_is_help=True, rich_markup_mode="markdown", pretty_exceptions_enable=False
 )
 
 

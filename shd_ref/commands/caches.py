@@ -66,13 +66,7 @@ def verify(
         with show_progress("records run again") as (on_progress,):
             on_progress(0, 0)
             again = recheck_records(
-                cache,
-                teacher,
-                source,
-                with_teachers=with_teachers,
-                num_records=records,
-                seed=seed,
-                provider=provider,
+                cache, teacher, source, with_teachers=with_teachers, num_records=records, seed=seed, provider=provider
             )
         print_remarks(source.remark)
         rows = f"{again.rows} rows, largest total variation {again.tv_max:.2g}" if again.rows else ""

@@ -242,8 +242,7 @@ class _Group:
             for name, value in own.items():
                 if value != self.fields[name][1]:
                     raise ShdError(
-                        "argument-value",
-                        f"{option_of(name)} must go with {option_of(first)}; got {value} without it",
+                        "argument-value", f"{option_of(name)} must go with {option_of(first)}; got {value} without it"
                     )
             return None
         return self.cls(**own)

@@ -52,8 +52,7 @@ def inspect(
         str | None, Shown("Sites by number, name or kind: 0,2,4-7, encoder*, self, cross. Default: all.")
     ] = None,
     factored: Annotated[
-        bool,
-        typer.Option("--factored", help="Also run the graph once on tiny inputs, to find queries and keys."),
+        bool, typer.Option("--factored", help="Also run the graph once on tiny inputs, to find queries and keys.")
     ] = False,
 ) -> Document:
     """List the attention sites of a teacher graph, whether they can be squeezed, and the graph's inputs.

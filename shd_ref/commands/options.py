@@ -34,9 +34,7 @@ def refuse_nothing(value: Any) -> Any:
 CacheArgument = Annotated[
     str,
     typer.Argument(
-        help="The cache: a folder, or an address such as s3://bucket/cache.",
-        metavar="CACHE",
-        callback=refuse_nothing,
+        help="The cache: a folder, or an address such as s3://bucket/cache.", metavar="CACHE", callback=refuse_nothing
     ),
 ]
 TeacherPath = Annotated[Path, typer.Argument(help="The teacher as an ONNX graph.", metavar="TEACHER.onnx")]

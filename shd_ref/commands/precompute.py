@@ -48,8 +48,7 @@ def precompute(
     ],
     student_heads: StudentHeads = None,
     student: Annotated[
-        Path | None,
-        Shown("Folder of a student from shd-torch shrink; it sets heads, layers, pairs and plans."),
+        Path | None, Shown("Folder of a student from shd-torch shrink; it sets heads, layers, pairs and plans.")
     ] = None,
     no_attention: NoAttention = False,
     dry_run: Annotated[

@@ -154,12 +154,7 @@ def read_content(reader: CacheReader, *, max_records: int = 512) -> CacheContent
 
 
 def read_evidence(
-    reader: CacheReader,
-    teacher: str | Path,
-    inputs: Source | Arrays,
-    *,
-    num_samples: int = 4,
-    provider: str = "cpu",
+    reader: CacheReader, teacher: str | Path, inputs: Source | Arrays, *, num_samples: int = 4, provider: str = "cpu"
 ) -> Evidence:
     """Run the cache's teacher on a few of its samples.
 

@@ -33,12 +33,7 @@ class RowSums(NamedTuple):
 
 
 def align_output(
-    inputs: ArrayLike,
-    targets: ArrayLike,
-    weight: ArrayLike,
-    bias: ArrayLike | None = None,
-    *,
-    ridge: float = RIDGE,
+    inputs: ArrayLike, targets: ArrayLike, weight: ArrayLike, bias: ArrayLike | None = None, *, ridge: float = RIDGE
 ) -> tuple[Array, Array | None]:
     """The matrix nearest to ``weight`` that maps the inputs to the targets, by ridge least squares (ALIGN-2).
 

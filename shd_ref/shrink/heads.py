@@ -305,13 +305,7 @@ def _factor_groups(lefts: Forms, rights: Forms, c: Array, groups: Sequence[Seque
 
 
 def _fill_rotary(
-    query: Array,
-    key: Array,
-    queries: Array,
-    keys: Array,
-    c: Array,
-    groups: Sequence[Sequence[int]],
-    rotary: Rotary,
+    query: Array, key: Array, queries: Array, keys: Array, c: Array, groups: Sequence[Sequence[int]], rotary: Rotary
 ) -> None:
     """Rank one for each turning pair in complex numbers, real factors for what does not turn (HEAD-15, HEAD-16)."""
     first, second = rotary.entries()

@@ -105,8 +105,7 @@ def _read_flash(raw: RawCall, query: Tensor, key: Tensor, rule: AttentionRule, n
     is_causal = keywords.get("is_causal")
     is_causal = getattr(raw.module, "is_causal", True) if is_causal is None else is_causal
     structure = AttentionRule(
-        is_causal=bool(is_causal) and length > 1,
-        window=window if window is not None and window < num_keys else None,
+        is_causal=bool(is_causal) and length > 1, window=window if window is not None and window < num_keys else None
     )
     mask = None if raw.attn_mask is None else raw.attn_mask[:, None, None, -num_keys:].bool()
     if length == num_keys:

@@ -8,10 +8,4 @@ from shd_torch.data.dataset import SupervisedDataset, check_cache
 from shd_torch.data.stream import SupervisedStream
 from shd_torch.data.texts import read_texts
 
-__all__ = [
-    "CodedSupervision",
-    "SupervisedDataset",
-    "SupervisedStream",
-    "check_cache",
-    "read_texts",
-]
+__all__ = ["CodedSupervision", "SupervisedDataset", "SupervisedStream", "check_cache", "read_texts"]

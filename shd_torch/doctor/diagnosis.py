@@ -148,12 +148,7 @@ def diagnose(
 
 
 def _measure(
-    found: Diagnosis,
-    teacher: Teacher,
-    student: Student,
-    data: Arrays,
-    wishes: Wishes,
-    tell: Progress,
+    found: Diagnosis, teacher: Teacher, student: Student, data: Arrays, wishes: Wishes, tell: Progress
 ) -> None:
     own = found.student_parts
     arrays = {name: array for name, array in data.items() if name != "labels"}
@@ -201,12 +196,7 @@ def _measure(
         )
         return
     found.beta = find_beta(
-        found.objective,
-        start,
-        live,
-        batch,
-        wishes,
-        progress=lambda done, total: tell(done, total, "steps to beta"),
+        found.objective, start, live, batch, wishes, progress=lambda done, total: tell(done, total, "steps to beta")
     )
     if wishes.probe:
         found.probe = run_probe(

@@ -61,11 +61,7 @@ def kd_loss(targets: Targets, student_logits: Tensor, **keywords: Unpack[KdKeywo
 
 
 def linear_kd_loss(
-    targets: Targets,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    **keywords: Unpack[KdKeywords],
+    targets: Targets, hidden: Tensor, weight: Tensor, bias: Tensor | None = None, **keywords: Unpack[KdKeywords]
 ) -> Tensor:
     """``kd_loss`` on the logits ``hidden @ weight^T + bias``, without materialising all of them (KD-25).
 

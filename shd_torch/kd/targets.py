@@ -240,9 +240,7 @@ def cut(logits: Tensor, vocab_size: int | None, name: str) -> Tensor:
     size = check_integer("vocab_size", vocab_size, 1, None, "KD-7")
     if logits.shape[-1] < size:
         raise ShdError(
-            "argument-shape",
-            f"{name} must have at least vocab_size = {size} classes; got {logits.shape[-1]}",
-            "KD-7",
+            "argument-shape", f"{name} must have at least vocab_size = {size} classes; got {logits.shape[-1]}", "KD-7"
         )
     return logits[..., :size]
 

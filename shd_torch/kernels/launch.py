@@ -188,12 +188,7 @@ def compute_masses(coded: CodedOperands, mask: Mask, is_causal: bool, is_triangu
     batch, num_heads, num_rows = coded.masses.shape
     with _on_device(coded.masses):
         passes.mass_pass[(_count_tiles(num_rows, MASS_TILE.rows), batch * num_heads)](
-            coded.masses,
-            coded,
-            mask,
-            CAUSAL=is_causal,
-            TRIANGULAR=is_triangular,
-            **_program_options(MASS_TILE),
+            coded.masses, coded, mask, CAUSAL=is_causal, TRIANGULAR=is_triangular, **_program_options(MASS_TILE)
         )
 
 

@@ -68,13 +68,7 @@ def lse_pass(
 
 @triton.jit
 def mass_pass(
-    masses,
-    supervision,
-    mask,
-    CAUSAL: tl.constexpr,
-    TRIANGULAR: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
+    masses, supervision, mask, CAUSAL: tl.constexpr, TRIANGULAR: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr
 ):
     """What the stored entries of a row sum to ``(B, H_s, L)``; NaN where one lies outside the student's mask."""
     start = tl.program_id(0) * ROWS

@@ -29,16 +29,8 @@ class Tile(NamedTuple):
 
 
 # By bytes of a padded row; the first that is large enough holds.
-_AMPERE = {
-    128: Tile(64, 32, 4, 2),
-    256: Tile(64, 32, 8, 2),
-    512: Tile(32, 32, 8, 1),
-}
-_HOPPER = {
-    128: Tile(64, 64, 8, 2),
-    256: Tile(64, 32, 8, 2),
-    512: Tile(32, 32, 8, 2),
-}
+_AMPERE = {128: Tile(64, 32, 4, 2), 256: Tile(64, 32, 8, 2), 512: Tile(32, 32, 8, 1)}
+_HOPPER = {128: Tile(64, 64, 8, 2), 256: Tile(64, 32, 8, 2), 512: Tile(32, 32, 8, 2)}
 _LSE = {128: Tile(64, 64, 4, 3), 256: Tile(64, 64, 8, 2), 512: Tile(64, 32, 8, 2)}
 # Each warp holds sixteen whole rows of an operand, twice: more rows, or wide heads in fewer warps, would spill.
 _FLOAT32 = {256: Tile(16, 32, 4, 2), 512: Tile(16, 32, 8, 1)}

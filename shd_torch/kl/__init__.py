@@ -8,8 +8,4 @@
 from shd_torch.kl.backends import BackendChoice
 from shd_torch.kl.loss import attention_kl, explain_backend
 
-__all__ = [
-    "BackendChoice",
-    "attention_kl",
-    "explain_backend",
-]
+__all__ = ["BackendChoice", "attention_kl", "explain_backend"]

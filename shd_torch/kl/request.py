@@ -11,14 +11,7 @@ from torch import Tensor
 
 from shd_ref.errors import ShdError
 from shd_ref.integers import check_number
-from shd_torch.checks import (
-    check_mask,
-    check_option,
-    check_query_key,
-    check_real,
-    check_temperature,
-    compute_dtype,
-)
+from shd_torch.checks import check_mask, check_option, check_query_key, check_real, check_temperature, compute_dtype
 from shd_torch.maps.attention import temper
 from shd_torch.maps.loss import REDUCTIONS, SUPPORTS
 from shd_torch.supervision.mask import AttentionRule, RuleKeywords

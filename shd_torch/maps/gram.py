@@ -147,9 +147,7 @@ def _check_pool(gram: Tensor, p: int, q: int, check: bool) -> tuple[int, int]:
     check_real(gram, "gram", check=check)
     if gram.ndim not in (5, 6) or len(set(gram.shape[1:5])) != 1:
         raise ShdError(
-            "argument-shape",
-            f"gram must be (B, H, H, H, H) or with a last axis L; got {tuple(gram.shape)}",
-            "GRAM-6",
+            "argument-shape", f"gram must be (B, H, H, H, H) or with a last axis L; got {tuple(gram.shape)}", "GRAM-6"
         )
     heads = gram.shape[1]
     p, q = (check_integer(name, head, 0, heads - 1, "GRAM-6") for name, head in (("p", p), ("q", q)))

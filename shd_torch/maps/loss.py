@@ -219,12 +219,7 @@ def layer_rows(supervision: Layers, student_logits: Layers, options: LossOptions
 
 
 def _safe_rows(
-    teacher: Tensor,
-    logits: Tensor,
-    may_attend: Tensor,
-    counted: Tensor,
-    violated: Tensor,
-    options: LossOptions,
+    teacher: Tensor, logits: Tensor, may_attend: Tensor, counted: Tensor, violated: Tensor, options: LossOptions
 ) -> LayerRows:
     """Rows in which nothing is infinite; what does not count is cut off before any function could give NaN."""
     number = counted.sum((0, 2)).clamp(min=1).to(teacher.dtype)

@@ -105,9 +105,7 @@ class ViTKD(nn.Module):
         made = self.generate(_as_picture(torch.where(gone, self.mask_token, self.project(student_last)), grid))
         generated = _squares(made.flatten(2).mT, teacher_last).masked_fill(~gone, 0.0).sum() / batch
         return join(
-            shd,
-            mimic=Term(mimic, self.mimic_weight),
-            generate=Term(generated, self.generate_weight / self.removed),
+            shd, mimic=Term(mimic, self.mimic_weight), generate=Term(generated, self.generate_weight / self.removed)
         )
 
     def _check(

@@ -68,9 +68,7 @@ def check_dropped(dropped: Dropped, family: Family, config: Any, kept: Sequence[
             )
     if len(dropped.attention) == len(kept):
         raise ShdError(
-            "layers-invalid",
-            f"drop_attention must leave a block with attention; got all of {list(kept)}",
-            "DEPTH-4",
+            "layers-invalid", f"drop_attention must leave a block with attention; got all of {list(kept)}", "DEPTH-4"
         )
     if dropped.activations and family.is_gated:
         raise ShdError(

@@ -21,13 +21,7 @@ from shd_torch.shrink.calibration import read_data, rotary_frequencies, run_laye
 from shd_torch.shrink.dropped import check_dropped, choose_dropped
 from shd_torch.shrink.families import as_array, base_of, family_of, find_part
 from shd_torch.shrink.folders import load_student, load_teacher, new_folder, save_student
-from shd_torch.shrink.layer import (
-    STAGES,
-    Work,
-    counted_rows,
-    fit_final,
-    make_layer,
-)
+from shd_torch.shrink.layer import STAGES, Work, counted_rows, fit_final, make_layer
 from shd_torch.shrink.sizes import ShrinkOptions, Sizes, choose_sizes, count_parameters, make_student, sizes_of
 from shd_torch.shrink.unfinished import Unfinished, run_key
 from shd_torch.shrink.width import Turn, check_width, turn_ends

@@ -11,11 +11,4 @@ from shd_torch.supervision.factored_codes import FactoredCodes
 from shd_torch.supervision.mask import AttentionRule
 from shd_torch.supervision.supervision import Dense, Supervision
 
-__all__ = [
-    "AttentionRule",
-    "Coded",
-    "Dense",
-    "Factored",
-    "FactoredCodes",
-    "Supervision",
-]
+__all__ = ["AttentionRule", "Coded", "Dense", "Factored", "FactoredCodes", "Supervision"]

@@ -21,14 +21,7 @@ from shd_ref.merging.plans import check_count
 from shd_torch.capture.call import AttentionCall
 from shd_torch.capture.capture import Captured
 from shd_torch.capture.compiling import never_compiled, run_eagerly
-from shd_torch.capture.layers import (
-    Layer,
-    SameLayers,
-    check_calls,
-    check_every_layer,
-    check_single,
-    number_layers,
-)
+from shd_torch.capture.layers import Layer, SameLayers, check_calls, check_every_layer, check_single, number_layers
 from shd_torch.capture.outputs import read_hidden_states, read_logits, without
 from shd_torch.capture.projections import Projection, ProjectionWatch
 from shd_torch.capture.taps import record
@@ -166,11 +159,7 @@ class OnlineTeacher:
         self.model = model
         self.num_student_heads = num_student_heads
         self._layer_map = read_layer_map(layer_map)
-        self._squeeze: dict[str, Any] = {
-            "strategy": strategy,
-            "alpha_rule": alpha_rule,
-            "alpha_per": alpha_per,
-        }
+        self._squeeze: dict[str, Any] = {"strategy": strategy, "alpha_rule": alpha_rule, "alpha_per": alpha_per}
         self._plan = read_plans(plan, num_student_heads, self._layer_map)
         self._given = read_projections(output_projections)
         self.hidden_layers = read_hidden_layers(hidden_layers)

@@ -8,12 +8,4 @@ from shd_torch.training.rows import batch_share
 from shd_torch.training.schedules import BetaSchedule, LossBalancer
 from shd_torch.training.terms import HiddenTerm, KdTerm, RowsTerm
 
-__all__ = [
-    "BetaSchedule",
-    "HiddenTerm",
-    "KdTerm",
-    "LossBalancer",
-    "Recipe",
-    "RowsTerm",
-    "batch_share",
-]
+__all__ = ["BetaSchedule", "HiddenTerm", "KdTerm", "LossBalancer", "Recipe", "RowsTerm", "batch_share"]

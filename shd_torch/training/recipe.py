@@ -126,12 +126,7 @@ class Recipe:
             )
         wanted = 1.0 if self.kind.divergence == "jsd" else self._temperature
         check_targets(
-            "recipe",
-            wanted,
-            self.kind.divergence,
-            temperature=temperature,
-            sampled=codec == "sampled",
-            origin=origin,
+            "recipe", wanted, self.kind.divergence, temperature=temperature, sampled=codec == "sampled", origin=origin
         )
 
     def terms(
@@ -189,8 +184,7 @@ class Recipe:
             )
         if self.kind.targets != "one" and not all(isinstance(each, Tensor) for each in targets):
             raise ShdError(
-                "argument-value",
-                f"recipe {self.name} must have all logits of a teacher; got a part of the classes",
+                "argument-value", f"recipe {self.name} must have all logits of a teacher; got a part of the classes"
             )
         return [list(targets)] if several else [targets[0]]
 

@@ -366,13 +366,7 @@ def read_weight(weight: Weight) -> Callable[[float], float]:
 
 
 def check_targets(
-    argument: str,
-    wanted: float | None,
-    divergence: str,
-    *,
-    temperature: float | None,
-    sampled: bool,
-    origin: str,
+    argument: str, wanted: float | None, divergence: str, *, temperature: float | None, sampled: bool, origin: str
 ) -> None:
     """Refuse targets of another temperature, or drawn ones that a divergence cannot use.
 

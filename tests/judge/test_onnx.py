@@ -17,11 +17,7 @@ onnx = pytest.importorskip("onnx", reason="the package onnx is not installed (sq
 pytest.importorskip("onnx_ir", reason="the package onnx_ir is not installed (squeezing-heads[teacher])")
 
 from shd_ref import ShdError  # noqa: E402  (after the skips)
-from shd_ref.conformance import (  # noqa: E402  (after the skips)
-    Status,
-    cases,
-    judge,
-)
+from shd_ref.conformance import Status, cases, judge  # noqa: E402  (after the skips)
 from shd_ref.conformance.specification import agreement  # noqa: E402
 from shd_ref.teacher import OnnxAdapter  # noqa: E402  (after the skips)
 from shd_ref.teacher.adapter import BACKENDS  # noqa: E402  (after the skips)

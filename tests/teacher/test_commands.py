@@ -134,10 +134,7 @@ def test_what_is_written_locally_takes_no_address(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for words in (
-        ("export", made / "c", "--out", place),
-        ("report", made / "c", "--out", place),
-    ):
+    for words in (("export", made / "c", "--out", place), ("report", made / "c", "--out", place)):
         assert "error (argument-value): " in shd(*words, code=1)
     assert not any(tmp_path.iterdir())
 

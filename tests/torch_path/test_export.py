@@ -213,18 +213,11 @@ class Untranslated(nn.Module):
         (Raises(), r"Raises must run on the example inputs .*; got RuntimeError: first line: "),
         (Branches(), r"Branches must be traced by torch\.export; got "),
         (Untranslated(), r"Untranslated must be converted to ONNX; got "),
-        (
-            nn.Identity(),
-            r"Identity must run in onnxruntime at another .*; got RuntimeError: no such op: ",
-        ),
+        (nn.Identity(), r"Identity must run in onnxruntime at another .*; got RuntimeError: no such op: "),
     ],
 )
 def test_a_failed_export_is_one_sentence(
-    model: nn.Module,
-    stage: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    model: nn.Module, stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """By the model, the stage and the first line of the cause, with nothing printed beside it."""
     if isinstance(model, nn.Identity):
@@ -266,9 +259,7 @@ def test_a_graph_that_differs_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
 def test_without_onnxruntime_nothing_is_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name, *a: None if name == "onnxruntime" else find_spec(name, *a),
+        importlib.util, "find_spec", lambda name, *a: None if name == "onnxruntime" else find_spec(name, *a)
     )
     report = export_teacher(Decoder(), torch.ones(2, 4, dtype=torch.int64), tmp_path / "decoder.onnx")
     assert (report.max_difference, report.tolerance, report.checked_shapes) == (None, None, ())

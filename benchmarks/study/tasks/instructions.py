@@ -18,15 +18,7 @@ from benchmarks.study.memory import Remembered
 from benchmarks.study.starts import start_student
 from benchmarks.study.training import Course, Lessons, train
 from shd_ref.layers import layer_map
-from shd_torch.recipes import (
-    SHD,
-    TeacherMixture,
-    Terms,
-    cross_entropy,
-    language_kd,
-    minillm_policy,
-    minillm_rollout,
-)
+from shd_torch.recipes import SHD, TeacherMixture, Terms, cross_entropy, language_kd, minillm_policy, minillm_rollout
 from shd_torch.rivals import Rival, make_rival
 
 SOURCE = Path(__file__).resolve().parents[4] / "shared" / "data" / "dolly_pairs" / "dolly_pairs.jsonl"

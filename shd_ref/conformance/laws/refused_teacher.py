@@ -84,9 +84,7 @@ def _calibration(trial: Trial) -> dict[str, Any]:
 _CALLS = (
     Subjected("softmax", lambda trial: {"attn_logits": trial.numbers(8051, 2, 3, 4, 5)}, "attn_logits:logits:"),
     Subjected(
-        "soften",
-        lambda trial: {"attn_probs": trial.probs(8052, 2, 3, 4, 5), "temperature": 2.0},
-        "attn_probs:maps:",
+        "soften", lambda trial: {"attn_probs": trial.probs(8052, 2, 3, 4, 5), "temperature": 2.0}, "attn_probs:maps:"
     ),
     Subjected(
         "value_outputs",
@@ -127,11 +125,7 @@ _CALLS = (
         "teacher_probs:maps:03 values:numbers:02 output_projection:numbers:0",
         "teacher_probs",
     ),
-    Subjected(
-        "solve_alpha_from_gram",
-        lambda trial: {"gram": _gram(trial, 4), "p": 2, "q": 0},
-        "gram:numbers:1234",
-    ),
+    Subjected("solve_alpha_from_gram", lambda trial: {"gram": _gram(trial, 4), "p": 2, "q": 0}, "gram:numbers:1234"),
     Subjected(
         "merge_gram",
         lambda trial: {"gram": _gram(trial, 4), "p": 2, "q": 0, "alpha": _weights(trial, 8091, 3, 4)},

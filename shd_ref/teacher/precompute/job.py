@@ -119,10 +119,7 @@ class PrecomputeJob:
         return list(group_shards(range(plan.num_shards), plan.samples_per_shard, per_batch, most))
 
     def write(
-        self,
-        shards: Sequence[int],
-        missing: Sequence[Collection[int]],
-        on_progress: OnProgress | None = None,
+        self, shards: Sequence[int], missing: Sequence[Collection[int]], on_progress: OnProgress | None = None
     ) -> None:
         """Write what is missing of some shards: every batch runs once, and all students take what they lack of it.
 

@@ -119,10 +119,7 @@ class ShardWriter:
 
 
 def _fill(
-    plan: RayJob,
-    workers: int | None,
-    on_progress: OnProgress | None,
-    on_read: OnRead | None,
+    plan: RayJob, workers: int | None, on_progress: OnProgress | None, on_read: OnRead | None
 ) -> list[PrecomputeSummary]:
     job = plan.prepare(on_read)  # it makes the caches too: the actors adopt their plans
     lost = set().union(*job.missing)

@@ -19,13 +19,7 @@ from shd_ref.teacher.graph.targets import TargetTensors
 from shd_ref.teacher.opening.load import old_opset_reason, opset_version
 from shd_ref.teacher.opening.model import copy_skeleton, restore_weights
 from shd_ref.teacher.packages import ir, onnx
-from shd_ref.teacher.rewrite.function import (
-    MergeRule,
-    constant_alphas,
-    every_row,
-    gram_matrices,
-    squeeze_function,
-)
+from shd_ref.teacher.rewrite.function import MergeRule, constant_alphas, every_row, gram_matrices, squeeze_function
 from shd_ref.teacher.rewrite.sites import add_factors, add_spans, batch_heads
 
 _MIN_IR_VERSION: Final = 8  # the first with model-local functions

@@ -112,8 +112,7 @@ def _check_supported(chosen: Chosen) -> None:
     for _, site in chosen:
         if not site.supported:
             raise ShdError(
-                "graph-unsupported",
-                f"{site.label} cannot be squeezed: {site.reason} (or select other sites)",
+                "graph-unsupported", f"{site.label} cannot be squeezed: {site.reason} (or select other sites)"
             )
 
 

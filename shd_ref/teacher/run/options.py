@@ -193,12 +193,10 @@ class PrecomputeOptions:
         str, Shown("zstd: smaller, for slow storage; needs the extra 'zstd'.", STORING, COMPRESSIONS)
     ] = "none"
     on_error: Annotated[
-        str,
-        Shown("If a sample gives NaN: stop and name it, or skip and record it.", RUNNING, ON_ERROR),
+        str, Shown("If a sample gives NaN: stop and name it, or skip and record it.", RUNNING, ON_ERROR)
     ] = "stop"
     seed_column: Annotated[
-        str | None,
-        Shown("Column of augmentation seeds, stored with the maps and reused in training.", STORING),
+        str | None, Shown("Column of augmentation seeds, stored with the maps and reused in training.", STORING)
     ] = None
 
     logits: Annotated[
@@ -223,10 +221,7 @@ class PrecomputeOptions:
     logits_draws: Annotated[
         int,
         Shown(
-            "Classes to draw per row from the rest, with the run's seed.",
-            TARGETS,
-            least=1,
-            needs="logits=sampled",
+            "Classes to draw per row from the rest, with the run's seed.", TARGETS, least=1, needs="logits=sampled"
         ),
     ] = 32
     logits_bits: Annotated[
@@ -273,10 +268,7 @@ class PrecomputeOptions:
     hidden_codec: Annotated[
         str,
         Shown(
-            "Codec of hidden states: int8 (one scale per token) or float16.",
-            TARGETS,
-            HIDDEN_CODECS,
-            needs="hidden",
+            "Codec of hidden states: int8 (one scale per token) or float16.", TARGETS, HIDDEN_CODECS, needs="hidden"
         ),
     ] = "float16"
 
@@ -387,9 +379,7 @@ def _check_form(options: PrecomputeOptions) -> None:
             raise ShdError("argument-value", f"{name} must be left out without attention; got {value!r}", "CACHE-160")
         if options.logits == "none" and not options.hidden:
             raise ShdError(
-                "argument-value",
-                "logits or hidden must be requested without attention; got neither",
-                "CACHE-160",
+                "argument-value", "logits or hidden must be requested without attention; got neither", "CACHE-160"
             )
     if not options.is_factored:
         return

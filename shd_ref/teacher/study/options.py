@@ -9,14 +9,7 @@ from shd_ref.errors import ShdError
 from shd_ref.merging.alpha import ALPHA_PER
 from shd_ref.merging.matching import MATCHED_BY
 from shd_ref.merging.mixing import STRATEGIES
-from shd_ref.teacher.run.options import (
-    CALIBRATION_HELP,
-    CALIBRATION_SAMPLES,
-    MERGING,
-    PLANS,
-    SITES_HELP,
-    Shown,
-)
+from shd_ref.teacher.run.options import CALIBRATION_HELP, CALIBRATION_SAMPLES, MERGING, PLANS, SITES_HELP, Shown
 
 MEASURING: Final = "What is measured"
 
@@ -109,8 +102,7 @@ class FidelityOptions:
     calibration_samples: Annotated[int, CALIBRATION_HELP] = CALIBRATION_SAMPLES
     sites: Annotated[str | None, SITES_HELP] = None
     graph_output: Annotated[
-        str | None,
-        Shown("The graph output to compare. Default: the first floating-point one.", MEASURING),
+        str | None, Shown("The graph output to compare. Default: the first floating-point one.", MEASURING)
     ] = None
     targets: Annotated[
         str | None,

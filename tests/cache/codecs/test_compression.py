@@ -7,14 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.makers import (
-    MEASURED,
-    job,
-    key_of,
-    read_everything,
-    record_of,
-    records_of,
-)
+from support.makers import MEASURED, job, key_of, read_everything, record_of, records_of
 
 from shd_ref import ShdError
 from shd_ref.cache import CacheReader, CacheWriter, Manifest, NewRecord, Receipt, encode, verify_cache

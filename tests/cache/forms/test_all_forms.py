@@ -35,14 +35,7 @@ from support.makers import (
 )
 
 from shd_ref import ShdError
-from shd_ref.cache import (
-    Attention,
-    CacheReader,
-    CacheWriter,
-    Manifest,
-    list_cache,
-    verify_cache,
-)
+from shd_ref.cache import Attention, CacheReader, CacheWriter, Manifest, list_cache, verify_cache
 
 ATTENTION: dict[str, dict[str, Any]] = {
     "maps": {},

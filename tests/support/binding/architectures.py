@@ -115,10 +115,7 @@ def make_inputs(name: str, batch: int = 2, length: int = 9, seed: int = 0) -> di
     if name == "whisper":
         return {"input_features": torch.randn(batch, 8, 40, generator=draw)}
     if name == "dit":
-        return {
-            "patches": torch.randn(batch, 16, 12, generator=draw),
-            "timestep": torch.rand(batch, generator=draw),
-        }
+        return {"patches": torch.randn(batch, 16, 12, generator=draw), "timestep": torch.rand(batch, generator=draw)}
     ids = torch.randint(3, VOCABULARY, (batch, length), generator=draw)
     mask = torch.ones_like(ids)
     mask[1, length - 3 :] = 0

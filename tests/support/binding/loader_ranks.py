@@ -11,14 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from shd_torch import (
-    OnlineTeacher,
-    SupervisedDataset,
-    SupervisedStream,
-    batch_share,
-    capture_attention,
-    layer_kls,
-)
+from shd_torch import OnlineTeacher, SupervisedDataset, SupervisedStream, batch_share, capture_attention, layer_kls
 from support.binding.stories import Stories
 from support.makers import MAX_LENGTH, length_of
 

@@ -151,12 +151,7 @@ def other_mask(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 WRONG: dict[str, tuple[Callable[[], onnx.ModelProto], dict[str, Any], str, str]] = {
-    "other classes": (
-        lambda: language_model(padding=6),
-        {},
-        "argument-value",
-        "classes .* 50; got 56.*--vocab-size",
-    ),
+    "other classes": (lambda: language_model(padding=6), {}, "argument-value", "classes .* 50; got 56.*--vocab-size"),
     "fewer classes": (
         lambda: language_model(vocabulary=50 - 8),
         {"vocab_size": 50},

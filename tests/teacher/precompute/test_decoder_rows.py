@@ -17,13 +17,7 @@ from support.two_sequences import encoder_decoder
 from typer.testing import CliRunner
 
 from shd_ref import ShdError
-from shd_ref.cache import (
-    CacheReader,
-    CacheWriter,
-    StoredRecord,
-    sample_key,
-    verify_cache,
-)
+from shd_ref.cache import CacheReader, CacheWriter, StoredRecord, sample_key, verify_cache
 from shd_ref.commands.app import app
 from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
 

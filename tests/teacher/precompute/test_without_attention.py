@@ -17,13 +17,7 @@ from support.students import precompute
 from typer.testing import CliRunner
 
 from shd_ref import ShdError
-from shd_ref.cache import (
-    Attention,
-    CacheReader,
-    list_cache,
-    sample_key,
-    verify_cache,
-)
+from shd_ref.cache import Attention, CacheReader, list_cache, sample_key, verify_cache
 from shd_ref.commands.app import app
 from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
 

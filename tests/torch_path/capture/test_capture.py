@@ -255,11 +255,7 @@ def test_nothing_is_left_behind_after_an_error(attn_implementation: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("layers", "message"),
-    [
-        (3, r"must make layers=3 attention calls; got 2"),
-        ([0, 2], r"layers must lie in 0\.\.1"),
-    ],
+    ("layers", "message"), [(3, r"must make layers=3 attention calls; got 2"), ([0, 2], r"layers must lie in 0\.\.1")]
 )
 def test_counts_that_differ(layers: Any, message: str) -> None:
     model = PlainViT()

@@ -227,10 +227,7 @@ def test_every_epoch_has_the_order_of_its_data(cache: Path) -> None:
     datasets = pytest.importorskip("datasets", reason="streams of Hugging Face need the package datasets")
     accelerate = pytest.importorskip("accelerate", reason="Accelerate's loaders need the package accelerate")
     rows = datasets.Dataset.from_dict(
-        {
-            "input_ids": [sample["input_ids"].tolist() for sample in Tokens()],
-            "number": list(range(NUM_SAMPLES)),
-        }
+        {"input_ids": [sample["input_ids"].tolist() for sample in Tokens()], "number": list(range(NUM_SAMPLES))}
     )
     data = rows.to_iterable_dataset().shuffle(seed=3, buffer_size=NUM_SAMPLES)
 

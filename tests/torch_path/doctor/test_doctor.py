@@ -245,11 +245,7 @@ def test_what_a_user_sees(pair: Path, short: None, monkeypatch: pytest.MonkeyPat
     lines = result.stdout.splitlines()
     assert lines[0].startswith("probably not, because they differ in LayerScale (teacher yes")
     assert max(map(len, lines)) <= 80
-    for word in (
-        "fidelity",
-        "best plan",
-        "image_kd with SHD",
-    ):
+    for word in ("fidelity", "best plan", "image_kd with SHD"):
         assert word in result.stdout
 
 

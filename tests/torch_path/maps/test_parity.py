@@ -7,12 +7,7 @@ import inspect
 import numpy as np
 import pytest
 import torch
-from support.binding.twins import (
-    DTYPES,
-    row_mask,
-    teacher_case,
-    to_tensor,
-)
+from support.binding.twins import DTYPES, row_mask, teacher_case, to_tensor
 
 import shd_ref
 import shd_torch.maps as shd

@@ -157,11 +157,7 @@ def test_the_trainer_takes_data_as_the_teacher_saw_them(form: str, graphs: dict[
             model=hf_model("llama", num_attention_heads=2),
             collate=stack,
             beta=0.1,
-            arguments={
-                "per_device_train_batch_size": size,
-                "gradient_accumulation_steps": 8 // size,
-                "max_steps": 1,
-            },
+            arguments={"per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size, "max_steps": 1},
         )
         trainer.train()
         logs.append(next(entry["shd_loss"] for entry in trainer.state.log_history if "shd_loss" in entry))

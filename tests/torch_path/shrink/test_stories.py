@@ -26,11 +26,7 @@ def stories(shared_data: Path) -> tuple[Any, torch.Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "most"),
-    [
-        ({"heads": 2}, 1.83),
-        ({"heads": 4, "layers": 3}, 2.72),
-        ({"heads": 4, "hidden": 48}, 2.44),
-    ],
+    [({"heads": 2}, 1.83), ({"heads": 4, "layers": 3}, 2.72), ({"heads": 4, "hidden": 48}, 2.44)],
     ids=lambda value: str(value),
 )
 def test_loss_before_any_training(stories: tuple[Any, torch.Tensor], options: dict[str, int], most: float) -> None:

@@ -14,12 +14,7 @@ from shd_torch.supervision import AttentionRule
 from shd_torch.supervision.mask import mark_masked
 
 BATCH, HEADS, KEY_HEADS, ROWS, KEYS, WIDTH = 2, 4, 2, 7, 9, 3
-STRUCTURES: tuple[dict[str, Any], ...] = (
-    {},
-    {"is_causal": True},
-    {"window": 3},
-    {"is_causal": True, "window": 2},
-)
+STRUCTURES: tuple[dict[str, Any], ...] = ({}, {"is_causal": True}, {"window": 3}, {"is_causal": True, "window": 2})
 MASKS = ("none", "keys", "heads", "added")
 OTHERS: tuple[dict[str, Any], ...] = ({}, {"alibi_slopes": torch.tensor([0.5, 0.0, 2.0, -1.0])}, {"softcap": 1.5})
 

@@ -10,18 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.makers import (
-    ALL_CLASSES,
-    FACTORS,
-    FORMS,
-    SAMPLED,
-    TOPK,
-    job,
-    key_of,
-    length_of,
-    padding_of,
-    write_cache,
-)
+from support.makers import ALL_CLASSES, FACTORS, FORMS, SAMPLED, TOPK, job, key_of, length_of, padding_of, write_cache
 from torch import Tensor
 from torch.utils.data import DataLoader
 

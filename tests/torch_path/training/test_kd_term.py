@@ -16,15 +16,7 @@ pytest.importorskip("onnxscript", reason="export needs onnxscript")
 from safetensors.torch import load_file
 from support.binding.trainer_cases import make_model, make_samples, make_trainer, pad, weights
 
-from shd_torch import (
-    BetaSchedule,
-    OnlineTeacher,
-    ShdError,
-    capture_attention,
-    hidden_loss,
-    kd_loss,
-    layer_kls,
-)
+from shd_torch import BetaSchedule, OnlineTeacher, ShdError, capture_attention, hidden_loss, kd_loss, layer_kls
 from shd_torch.kd import kd_targets_topk, mean_logits
 from shd_torch.teacher import LiveTargets
 from shd_torch.training import HiddenTerm, KdTerm

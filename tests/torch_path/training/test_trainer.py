@@ -13,21 +13,9 @@ pytest.importorskip("accelerate", reason="transformers' trainer needs accelerate
 pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
 pytest.importorskip("onnxscript", reason="export needs onnxscript")
 
-from support.binding.trainer_cases import (
-    LENGTHS,
-    make_model,
-    make_samples,
-    make_trainer,
-    pad,
-)
+from support.binding.trainer_cases import LENGTHS, make_model, make_samples, make_trainer, pad
 
-from shd_torch import (
-    BetaSchedule,
-    LossBalancer,
-    OnlineTeacher,
-    ShdError,
-    SupervisedDataset,
-)
+from shd_torch import BetaSchedule, LossBalancer, OnlineTeacher, ShdError, SupervisedDataset
 from shd_torch.training.collator import SupervisedCollator
 
 
