@@ -139,9 +139,9 @@ def check_probs(
     With ``ndim=None`` the maps may have any leading axes, and ``query_mask`` has no place.
     """
     check_option("row_sums", row_sums, ROW_SUMS, "MAP-9")
-    given = np.asarray(attn_probs)
-    tolerance = row_sum_tolerance(dtype_name(given))
-    probs = as_float(given, name, ndim=ndim, layer=layer)
+    raw = np.asarray(attn_probs)
+    tolerance = row_sum_tolerance(dtype_name(raw))
+    probs = as_float(raw, name, ndim=ndim, layer=layer)
     check_axes(probs, name)
     if probs.size and probs.min() < 0.0:
         where = _first(probs < 0.0)
@@ -162,8 +162,8 @@ def check_probs(
             rule, spec_id = f"rows that sum to at most 1 within {tolerance:g}", "MAP-9"
         else:
             rule, spec_id = f"rows that sum to 1 within {tolerance:g}, or to exactly 0 where fully masked", "MAP-3"
-        place = _place(where, probs.ndim, layer)
-        raise ShdError("not-a-distribution", f"{name} must have {rule}; got {sums[where]:.6g} at {place}", spec_id)
+        position = _place(where, probs.ndim, layer)
+        raise ShdError("not-a-distribution", f"{name} must have {rule}; got {sums[where]:.6g} at {position}", spec_id)
     return probs
 
 
@@ -171,17 +171,17 @@ def as_float(
     value: ArrayLike, name: str, *, ndim: int | None = None, allow_minus_inf: bool = False, layer: int | None = None
 ) -> Array:
     """A finite float64 copy of the argument, or the error that names where it is not (MAP-5)."""
-    given = np.asarray(value)
-    if not (dtype_name(given) in ("float64", "float32", "float16", "bfloat16") or given.dtype.kind in "iu"):
-        raise ShdError("argument-dtype", f"{name} must be a real array; got dtype {given.dtype}", "MAP-5")
-    array: Array = np.array(given, dtype=np.float64)
+    raw = np.asarray(value)
+    if not (dtype_name(raw) in ("float64", "float32", "float16", "bfloat16") or raw.dtype.kind in "iu"):
+        raise ShdError("argument-dtype", f"{name} must be a real array; got dtype {raw.dtype}", "MAP-5")
+    array: Array = np.array(raw, dtype=np.float64)
     if ndim is not None and array.ndim != ndim:
         raise ShdError("argument-shape", f"{name} must have {ndim} axes; got shape {array.shape}", "MAP-4")
     bad = np.isnan(array) | np.isposinf(array) if allow_minus_inf else ~np.isfinite(array)
     if bad.any():
         where = _first(bad)
-        place = _place(where, array.ndim, layer)
-        raise ShdError("not-finite", f"{name} must be finite; got {array[where]} at {place}", "MAP-5")
+        position = _place(where, array.ndim, layer)
+        raise ShdError("not-finite", f"{name} must be finite; got {array[where]} at {position}", "MAP-5")
     return array
 
 
@@ -232,7 +232,7 @@ def _first(where: NDArray[np.bool_]) -> tuple[int, ...]:
 def _place(where: tuple[int, ...], num_axes: int, layer: int | None) -> str:
     names = ("sample", "head", "row", "key")
     if num_axes == 4:
-        place = [f"{n} {i}" for n, i in zip(names, where, strict=False)]
+        coordinates = [f"{n} {i}" for n, i in zip(names, where, strict=False)]
     else:
-        place = [f"sample {where[0]}"] * (num_axes > 2) + [f"index {where}"]
-    return ", ".join([f"layer {layer}"] * (layer is not None) + place)
+        coordinates = [f"sample {where[0]}"] * (num_axes > 2) + [f"index {where}"]
+    return ", ".join([f"layer {layer}"] * (layer is not None) + coordinates)

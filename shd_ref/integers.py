@@ -22,8 +22,8 @@ def check_integer(name: str, value: object, low: int, high: int | None, spec_id:
     except TypeError:
         valid = False
     if not valid:
-        wanted = f"of at least {low}" if high is None else f"from {low} to {high}"
-        raise ShdError("argument-value", f"{name} must be an integer {wanted}; got {value!r}", spec_id)
+        bounds = f"of at least {low}" if high is None else f"from {low} to {high}"
+        raise ShdError("argument-value", f"{name} must be an integer {bounds}; got {value!r}", spec_id)
     return number
 
 

@@ -59,13 +59,13 @@ def _check_pairs(
     pairs: Iterable[tuple[int, int]], num_teacher_layers: int, num_student_layers: int
 ) -> tuple[tuple[int, int], ...]:
     try:
-        given = [(as_index(student), as_index(teacher)) for student, teacher in pairs]
+        index_pairs = [(as_index(student), as_index(teacher)) for student, teacher in pairs]
     except (TypeError, ValueError):
         raise ShdError(
             "layers-invalid", f"pairs must hold (student_layer, teacher_layer), integers; got {pairs!r}", "LAYER-4"
         ) from None
     seen: set[int] = set()
-    for student, teacher in given:
+    for student, teacher in index_pairs:
         if not (0 <= student < num_student_layers and 0 <= teacher < num_teacher_layers):
             raise ShdError(
                 "layers-invalid",
@@ -76,6 +76,6 @@ def _check_pairs(
         if student in seen:
             raise ShdError("layers-invalid", f"pairs must name student layer {student} once; got it twice", "LAYER-4")
         seen.add(student)
-    if not given:
+    if not index_pairs:
         raise ShdError("layers-invalid", "pairs must name at least one layer; got none", "LAYER-4")
-    return tuple(sorted(given))
+    return tuple(sorted(index_pairs))

@@ -152,9 +152,9 @@ def layer_rows(
     num_maps = sum(np.shape(logits)[1] for logits in student_logits if np.ndim(logits) == 4)
     scale = beta / num_maps if reduction == "mean" and num_maps else beta
     layers = []
-    for layer, (given, logits) in enumerate(zip(supervision, student_logits, strict=True)):
+    for layer, (source, logits) in enumerate(zip(supervision, student_logits, strict=True)):
         teacher, masked, counted = check_layer(
-            given, logits, loss_mask=loss_mask, attn_mask=attn_mask, row_sums=row_sums, layer=layer
+            source, logits, loss_mask=loss_mask, attn_mask=attn_mask, row_sums=row_sums, layer=layer
         )
         may_attend = ~np.isneginf(masked)
         if support == "intersect":
@@ -195,14 +195,14 @@ def safe_log(probs: Array) -> Array:
     return logs
 
 
-def as_layers(**given: Layers) -> list[list[ArrayLike]]:
+def as_layers(**arrays: Layers) -> list[list[ArrayLike]]:
     """Every argument as a list of layers: one array is one layer, a list holds one array per layer (LOSS-3)."""
-    counts = [len(value) if isinstance(value, list | tuple) else None for value in given.values()]
+    counts = [len(value) if isinstance(value, list | tuple) else None for value in arrays.values()]
     if len(set(counts)) > 1 or counts[0] == 0:
         got = ", ".join("one array" if count is None else f"a list of {count}" for count in counts)
         raise ShdError(
             "argument-shape",
-            f"{', '.join(given)} must be one array each, or equally long lists with one array per layer; got {got}",
+            f"{', '.join(arrays)} must be one array each, or equally long lists with one array per layer; got {got}",
             "LOSS-3",
         )
-    return [[*value] if isinstance(value, list | tuple) else [np.asarray(value)] for value in given.values()]
+    return [[*value] if isinstance(value, list | tuple) else [np.asarray(value)] for value in arrays.values()]

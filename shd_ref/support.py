@@ -99,10 +99,10 @@ def check_support(teacher: Array, may_attend: Mask, counted: Mask, *, divergence
     """The two sides must have one support: LOSS-6, and for the reverse KL the other way as well (LOSS-13)."""
     outside = (teacher > 0.0) & ~may_attend & counted[..., None]
     if outside.any():
-        value, place = _first(teacher, outside, layer)
+        value, position = _first(teacher, outside, layer)
         raise ShdError(
             "support-mismatch",
-            f"supervision must be 0 where the student may not attend; got {value:.6g} at {place}: "
+            f"supervision must be 0 where the student may not attend; got {value:.6g} at {position}: "
             "teacher and student must share one mask",
             "LOSS-6",
         )
@@ -110,11 +110,11 @@ def check_support(teacher: Array, may_attend: Mask, counted: Mask, *, divergence
         return
     empty = (teacher == 0.0) & may_attend & counted[..., None]
     if empty.any():
-        _, place = _first(teacher, empty, layer)
+        _, position = _first(teacher, empty, layer)
         raise ShdError(
             "support-mismatch",
             f"supervision must be above 0 where the student may attend, for reverse_kl is infinite otherwise; "
-            f"got 0 at {place}: js is the divergence for maps with zeros",
+            f"got 0 at {position}: js is the divergence for maps with zeros",
             "LOSS-13",
         )
 

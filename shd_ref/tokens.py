@@ -67,15 +67,15 @@ def _check_positions(name: str, positions: Sequence[int] | None, size: int) -> l
     """A list of distinct positions of an axis (TOKEN-4)."""
     if positions is None:
         return list(range(size))
-    given = list(positions)
+    values = list(positions)
     try:
-        kept = [as_index(i) for i in given]
+        kept = [as_index(i) for i in values]
     except TypeError:
         kept = []
     if not kept or not all(0 <= i < size for i in kept) or len(set(kept)) < len(kept):
         raise ShdError(
             "argument-value",
-            f"{name} must name at least one position, each once, of 0..{size - 1}; got {given!r}",
+            f"{name} must name at least one position, each once, of 0..{size - 1}; got {values!r}",
             "TOKEN-4",
         )
     return kept

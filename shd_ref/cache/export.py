@@ -94,17 +94,17 @@ def _check_folder(folder: Path, manifest: Manifest, drafts: Path) -> None:
     """Refuse a folder that is no export of this cache; its manifest comes first."""
     path = folder / MANIFEST_NAME
     if path.exists() and not (folder / RECEIPTS_NAME).exists():  # a cache has the same manifest, and is not an export
-        found = Manifest.read(folder)
-        if found.id != manifest.id:
+        existing = Manifest.read(folder)
+        if existing.id != manifest.id:
             raise ShdError(
                 "cache-mismatch",
                 f"{folder} holds the export of another cache (export -> cache): "
-                f"{'; '.join(found.differences(manifest))}: choose another folder (--out)",
+                f"{'; '.join(existing.differences(manifest))}: choose another folder (--out)",
                 "CACHE-24",
             )
         return
     with write_errors(folder):
-        is_taken = folder.exists() and (not folder.is_dir() or any(place != drafts for place in folder.iterdir()))
+        is_taken = folder.exists() and (not folder.is_dir() or any(child != drafts for child in folder.iterdir()))
     if is_taken:
         message = f"{folder} must be empty or an export begun; it holds something else: choose another folder (--out)"
         raise ShdError("cache-exists", message, "CACHE-60")
@@ -120,8 +120,8 @@ def _is_whole(path: Path, records: Sequence[Record]) -> bool:
     except (OSError, tarfile.TarError):
         return False
     names = [member.name for member in members if member.name.endswith(".json")]
-    wanted = [f"{record.index:08d}-{record.key}.json" for record in records]
-    return names == wanted and length == -(-end // tarfile.RECORDSIZE) * tarfile.RECORDSIZE
+    expected = [f"{record.index:08d}-{record.key}.json" for record in records]
+    return names == expected and length == -(-end // tarfile.RECORDSIZE) * tarfile.RECORDSIZE
 
 
 def _write_tar(path: Path, reader: CacheReader, records: Sequence[Record]) -> None:
@@ -134,8 +134,8 @@ def _write_tar(path: Path, reader: CacheReader, records: Sequence[Record]) -> No
 def _add_record(tar: tarfile.TarFile, reader: CacheReader, record: StoredRecord) -> None:
     name = f"{record.index:08d}-{record.key}"
     for form in reader.manifest.forms:
-        for part, array in form.arrays(record):
-            _add_array(tar, f"{name}.{part}.npy", array)
+        for array_name, array in form.arrays(record):
+            _add_array(tar, f"{name}.{array_name}.npy", array)
     about = {"index": record.index, "key": record.key, "length": record.length, "seed": record.seed}
     _add_file(tar, f"{name}.json", json.dumps(about).encode())
 

@@ -119,14 +119,14 @@ def _find_offers(
             if shard >= manifest.shards.num_shards or (source is target and shard in missing):
                 continue
             try:
-                found = checksum_of(Receipt.read(source, shard, manifest))
+                checksum = checksum_of(Receipt.read(source, shard, manifest))
             except ShdError as error:
                 if error.code != "cache-corrupt":
                     raise
-                found = None  # judged again when no other source has the shard
-            if found is not None:
-                expected, holder = first_seen.setdefault(shard, (found, source))
-                if found != expected:
+                checksum = None  # judged again when no other source has the shard
+            if checksum is not None:
+                expected, holder = first_seen.setdefault(shard, (checksum, source))
+                if checksum != expected:
                     raise _conflict(shard, holder, source)
             if shard in missing:
                 offers.setdefault(shard, []).append(source)

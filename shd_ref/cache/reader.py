@@ -154,8 +154,8 @@ class CacheReader:
             ),
             order,
         )
-        found = dict(zip(order, records, strict=True))
-        return [found[number] for number in range(len(keys))]
+        by_number = dict(zip(order, records, strict=True))
+        return [by_number[number] for number in range(len(keys))]
 
     def decode(self, record: StoredRecord, layer: int) -> NDArray[np.float32]:
         """The merged maps of one student layer: ``(H_s, n, n)`` float32, rows sum to one or are zero.
@@ -199,8 +199,8 @@ class CacheReader:
         unknown = sorted(choices.keys() - names.keys())
         if unknown:
             raise ShdError("argument-value", f"a form must be one of {', '.join(names)}; got {unknown}", "CACHE-81")
-        given = {"layers": layers, **choices}
-        return [(name, given.get(name)) for name in names]
+        options = {"layers": layers, **choices}
+        return [(name, options.get(name)) for name in names]
 
     def _parts_of(self, name: str, choice: Choice) -> list[int]:
         """Numbers of the coded parts of a form that are asked for, by the keyword of its choice."""
@@ -231,10 +231,10 @@ class CacheReader:
 
     def _open_receipt(self, shard: int, seal: Seal | None) -> Receipt:
         receipt = Receipt.read(self._storage, shard, self.manifest)
-        found = checksum_of(receipt)
-        if seal is not None and seal.receipts[shard] != found:
+        checksum = checksum_of(receipt)
+        if seal is not None and seal.receipts[shard] != checksum:
             path = self._storage.locate(receipt_name(shard))
-            message = f"{path} must have checksum {seal.receipts[shard]}; got {found}"
+            message = f"{path} must have checksum {seal.receipts[shard]}; got {checksum}"
             raise ShdError("cache-corrupt", message + ": it changed after the cache was sealed", "CACHE-55")
         check_shard_size(self._storage, receipt)
         return receipt
@@ -322,13 +322,13 @@ class CacheReader:
             for number, (start, end, expected), blob in zip(
                 numbers[first:stop], spans[first:stop], parts[first:stop], strict=True
             ):
-                found = xxh3_64(blob)
-                if found != expected:
+                digest = xxh3_64(blob)
+                if digest != expected:
                     name = self.manifest.parts[number].title
                     raise ShdError(
                         "cache-corrupt",
                         f"{file.path}: record {place.index} {name}: bytes {start} to {end} must have "
-                        f"XXH3-64 {hex_64(expected)}; got {hex_64(found)}: restore the file, or delete "
+                        f"XXH3-64 {hex_64(expected)}; got {hex_64(digest)}: restore the file, or delete "
                         f"{self._storage.locate(receipt_name(place.shard))} and write the shard again",
                         "CACHE-81",
                     )

@@ -261,9 +261,9 @@ class ShardFile:
         except FileNotFoundError as error:
             raise _incomplete(self.path, "it does not exist") from error
 
-    def _check_length(self, start: int, count: int, wanted: int) -> None:
-        if count < wanted:
-            raise _incomplete(self.path, f"it ends at byte {start + count} of at least {start + wanted}")
+    def _check_length(self, start: int, count: int, least: int) -> None:
+        if count < least:
+            raise _incomplete(self.path, f"it ends at byte {start + count} of at least {start + least}")
 
 
 def check_shard_size(folder: Folder, receipt: Receipt) -> None:

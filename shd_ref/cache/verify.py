@@ -99,7 +99,7 @@ class _Verification:
         committed = committed_shards(self._list_names(RECEIPTS_NAME))
         missing = manifest.shards.num_shards - len(committed)
         if missing > 0:
-            first = next(shard for shard, found in enumerate([*committed, -1]) if shard != found)
+            first = next(shard for shard, number in enumerate([*committed, -1]) if shard != number)
             message = f"{missing} of {manifest.shards.num_shards} shards have no receipt, first shard {first}"
             self._note("cache-incomplete", receipt_name(first), message)
         receipts = []
@@ -157,13 +157,13 @@ class _Verification:
         whole = RunningHash()
         file = _ReadAhead(ShardFile(self.storage, receipt.shard), receipt.size)
         start = blobs[0][2].start if blobs else receipt.size
-        found = RunningHash()
+        actual = RunningHash()
         for piece in file.pieces(start):
             whole.update(piece)
-            found.update(piece)
+            actual.update(piece)
         expected = RunningHash()
         expected.update(header)
-        if len(header) != start or found.hexdigest() != expected.hexdigest():
+        if len(header) != start or actual.hexdigest() != expected.hexdigest():
             self._note("cache-corrupt", path, "its header must be the one that manifest and receipt imply")
         for record, part, blob in blobs:
             held = RunningHash(64)
@@ -234,6 +234,6 @@ class _ReadAhead:
                 end = max(self._position + 1, min(self._size, self._position + READ_BYTES))
                 self._piece = self._file.read(self._position, end)
                 self._position = end
-            found, self._piece = self._piece[:count], self._piece[count:]
-            count -= len(found)
-            yield found
+            piece, self._piece = self._piece[:count], self._piece[count:]
+            count -= len(piece)
+            yield piece

@@ -88,7 +88,7 @@ class CacheWriter:
         """
         shards = range(self.manifest.shards.num_shards) if shards is None else shards
         committed = self._storage.map(lambda shard: self._committed(shard) is not None, shards)
-        return [shard for shard, found in zip(shards, committed, strict=True) if not found]
+        return [shard for shard, is_committed in zip(shards, committed, strict=True) if not is_committed]
 
     def write_shard(
         self, shard: int, records: Sequence[NewRecord], errors: Errors, skipped: Sequence[Skipped] = ()
@@ -192,24 +192,24 @@ class CacheWriter:
     def _ordered(
         self, shard: int, records: Sequence[NewRecord], skipped: Sequence[Skipped]
     ) -> tuple[list[NewRecord], list[Skipped]]:
-        wanted = self.manifest.shard_samples(shard)
+        indices = self.manifest.shard_samples(shard)
         if skipped and self.manifest.on_error != "skip":
             message = (
                 f"skipped must be empty where on_error is {self.manifest.on_error!r}; got {len(skipped)} samples"
             )
             raise ShdError("argument-value", message, "CACHE-51")
-        given: list[NewRecord | Skipped] = [*records, *skipped]
-        by_index = {sample.index: sample for sample in given}
-        if len(by_index) != len(given) or by_index.keys() != set(wanted):
-            unknown = sorted(by_index.keys() - set(wanted))[:3]
-            absent = sorted(set(wanted) - by_index.keys())[:3]
+        samples: list[NewRecord | Skipped] = [*records, *skipped]
+        by_index = {sample.index: sample for sample in samples}
+        if len(by_index) != len(samples) or by_index.keys() != set(indices):
+            unknown = sorted(by_index.keys() - set(indices))[:3]
+            absent = sorted(set(indices) - by_index.keys())[:3]
             raise ShdError(
                 "argument-value",
-                f"records of shard {shard} must be its {len(wanted)} samples, once each; got {len(records)} records "
+                f"records of shard {shard} must be its {len(indices)} samples, once each; got {len(records)} records "
                 f"(not of this shard: {unknown}; absent: {absent})",
                 "CACHE-26",
             )
-        ordered = [by_index[index] for index in wanted]
+        ordered = [by_index[index] for index in indices]
         return (
             [sample for sample in ordered if isinstance(sample, NewRecord)],
             [sample for sample in ordered if isinstance(sample, Skipped)],

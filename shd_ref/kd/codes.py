@@ -52,8 +52,8 @@ class DecodedRows(NamedTuple):
 
     def slots(self) -> tuple[Ids, Array]:
         """Ids and weights ``(R, head + draws)``, as ``SampledTargets`` has them."""
-        each = np.exp(self.log_tail)[:, None] / max(self.draw_ids.shape[1], 1)
-        weights = np.concatenate((np.exp(self.log_probs), np.broadcast_to(each, self.draw_ids.shape)), axis=-1)
+        share = np.exp(self.log_tail)[:, None] / max(self.draw_ids.shape[1], 1)
+        weights = np.concatenate((np.exp(self.log_probs), np.broadcast_to(share, self.draw_ids.shape)), axis=-1)
         return np.concatenate((self.head_ids, self.draw_ids), axis=-1), weights
 
 

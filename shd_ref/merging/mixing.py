@@ -204,8 +204,8 @@ def mix_maps(probs: Array, weights: Array) -> Array:
 
 def check_mixing(mixing: ArrayLike, probs_shape: tuple[int, ...]) -> Array:
     """A mixing matrix as float64, after checking its shape and that its rows are convex (MIX-3)."""
-    given = np.asarray(mixing)
-    weights = as_float(given, "mixing")
+    raw = np.asarray(mixing)
+    weights = as_float(raw, "mixing")
     batch, num_heads, rows, _ = probs_shape
     if not (
         weights.ndim in (3, 4)
@@ -219,7 +219,7 @@ def check_mixing(mixing: ArrayLike, probs_shape: tuple[int, ...]) -> Array:
             f"got {weights.shape}",
             "MIX-3",
         )
-    tolerance = row_sum_tolerance(dtype_name(given))
+    tolerance = row_sum_tolerance(dtype_name(raw))
     if (weights < 0.0).any() or (np.abs(weights.sum(axis=2) - 1.0) > tolerance).any():
         raise ShdError(
             "mixing-invalid",
@@ -251,22 +251,22 @@ def compose_mixing(
     """
     check_count("num_teacher_heads", num_teacher_heads)
     rounds = check_plan(plan, num_teacher_heads)
-    given = [as_float(weights, "alphas") for weights in alphas]
-    shapes = [weights.shape for weights in given]
-    wanted = [(*shapes[0][:1], len(one_round), *shapes[0][2:]) for one_round in rounds] if shapes else []
-    if not shapes or shapes != wanted or len(shapes[0]) not in (2, 3):
+    arrays = [as_float(weights, "alphas") for weights in alphas]
+    shapes = [weights.shape for weights in arrays]
+    expected = [(*shapes[0][:1], len(one_round), *shapes[0][2:]) for one_round in rounds] if shapes else []
+    if not shapes or shapes != expected or len(shapes[0]) not in (2, 3):
         raise ShdError(
             "argument-shape",
             f"alphas must hold one array (B, num_pairs) or (B, num_pairs, L) for each of {len(rounds)} rounds, and "
             f"at least one; got {shapes}",
             "MIX-13",
         )
-    for weights in given:
+    for weights in arrays:
         check_alphas(weights, "alphas", "MIX-13")
     batch, by_row = shapes[0][0], shapes[0][2:]
     unit = np.eye(num_teacher_heads).reshape(num_teacher_heads, num_teacher_heads, *(1 for _ in by_row))
     pool = [np.broadcast_to(unit[t], (batch, num_teacher_heads, *by_row)) for t in range(num_teacher_heads)]
-    for weights, one_round in zip(given, rounds, strict=True):
+    for weights, one_round in zip(arrays, rounds, strict=True):
         merged = []
         for number, (p, q) in enumerate(one_round):
             alpha = weights[:, None, number]  # (B, 1) or (B, 1, L)

@@ -75,11 +75,11 @@ class CodedSupervision(BatchRows):
         """
         sizes_of = functools.cache(self._sizes)
         supervisions, start = [], 0
-        for place, shapes in enumerate(self.shapes or (tuple((n, n) for n in self.lengths),) * len(self.layers)):
+        for layer, shapes in enumerate(self.shapes or (tuple((n, n) for n in self.lengths),) * len(self.layers)):
             *starts, start = accumulate(sizes_of(shapes), initial=start)
             rows, keys = (tuple(side) for side in zip(*shapes, strict=True))
             padded = (max(rows), max(keys)) if length is None else length
-            num_rows, num_keys = (padded, padded) if isinstance(padded, int) else _shape_of(padded, place)
+            num_rows, num_keys = (padded, padded) if isinstance(padded, int) else _shape_of(padded, layer)
             supervisions.append(
                 Coded(
                     self.buffer,
@@ -179,9 +179,9 @@ def pack_maps(
     )
 
 
-def _shape_of(padded: Sequence[Any], place: int) -> tuple[int, int]:
+def _shape_of(padded: Sequence[Any], layer: int) -> tuple[int, int]:
     """Rows and keys of a layer, from those of all layers; or from its own."""
-    rows, keys = padded if isinstance(padded[0], int) else padded[place]
+    rows, keys = padded if isinstance(padded[0], int) else padded[layer]
     return rows, keys
 
 

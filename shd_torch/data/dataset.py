@@ -85,15 +85,17 @@ class CacheJoin:
             ShdError: ``inputs-invalid`` for a sample without the teacher's inputs.
         """
         inputs = self.cache.manifest.inputs
-        given = sample if self._model_inputs is None else self._model_inputs(sample)
-        if not isinstance(given, Mapping) or not set(inputs.names) <= given.keys():
-            held = sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__
+        model_inputs = sample if self._model_inputs is None else self._model_inputs(sample)
+        if not isinstance(model_inputs, Mapping) or not set(inputs.names) <= model_inputs.keys():
+            held = (
+                sorted(map(str, model_inputs)) if isinstance(model_inputs, Mapping) else type(model_inputs).__name__
+            )
             raise ShdError(
                 "inputs-invalid",
                 f"a sample must hold the teacher's inputs {', '.join(inputs.names)}; got {held}: give model_inputs",
                 "CACHE-30",
             )
-        arrays = {name: np.asarray(given[name]) for name in inputs.names}
+        arrays = {name: np.asarray(model_inputs[name]) for name in inputs.names}
         return sample_key(trim_inputs(arrays, inputs.mask, inputs.decoder, inputs.decoder_mask)[0])
 
     def _record(self, key: str) -> StoredRecord:
@@ -178,11 +180,11 @@ class SupervisedDataset(CacheJoin, Dataset[tuple[Any, StoredRecord]]):
 
         The records are views of it. A collation that is given another list of them copies their codes.
         """
-        wanted = list(indices)
+        numbers = list(indices)
         # Queries and keys are taken apart again; records in memory, or of a subclass's own making, have no buffer.
         is_own = type(self).__getitem__ is SupervisedDataset.__getitem__
         if not is_own or self._records is not None or self.cache.manifest.find(Factors) is not None:
-            return [self[index] for index in wanted]
+            return [self[index] for index in numbers]
         buffers: list[Tensor] = []
 
         def allocate(size: int) -> NDArray[np.uint8]:
@@ -190,13 +192,13 @@ class SupervisedDataset(CacheJoin, Dataset[tuple[Any, StoredRecord]]):
             return buffers[0].numpy()
 
         records = self.cache.read_batch(
-            [self.keys[index] for index in wanted],
+            [self.keys[index] for index in numbers],
             self.layers,
             logits=self.logits is not None,
             hidden=self.hidden_layers,
             allocate=allocate,
         )
-        pairs = [(self._seen_sample(index), record) for index, record in zip(wanted, records, strict=True)]
+        pairs = [(self._seen_sample(index), record) for index, record in zip(numbers, records, strict=True)]
         return ReadBatch(pairs, buffers[0], self.layers) if buffers else pairs
 
     def _seen_sample(self, index: int) -> Any:
@@ -269,7 +271,7 @@ def check_cache(
     Source: silent. Specification: the manifest of ``specs/cache-format.md``.
     """
     manifest, form = cache.manifest, cache.manifest.attention
-    wanted: list[tuple[str, object, object]] = [
+    checks: list[tuple[str, object, object]] = [
         ("num_student_heads", num_student_heads, form.num_student_heads),
         (
             "temperature",
@@ -279,7 +281,7 @@ def check_cache(
         ("plan", plan, form.plan if form.plans is None else form.plans),
         ("teacher_sha256", teacher_sha256, manifest.teacher.sha256),
     ]
-    for name, want, have in wanted:
+    for name, want, have in checks:
         if want is not None and want != have:
             raise ShdError(
                 "cache-mismatch",

@@ -37,9 +37,12 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, list[dict[str, Any]]]:
     """
     tables: dict[str, list[dict[str, Any]]] = {"accuracy": [], "gain": []}
     for labels in sorted({outcome.num_labels for outcome in outcomes}):
-        chosen = sorted((each for each in outcomes if each.num_labels == labels), key=lambda each: each.seed)
+        chosen = sorted(
+            (outcome for outcome in outcomes if outcome.num_labels == labels), key=lambda outcome: outcome.seed
+        )
         by_method = {
-            method: np.array([each.accuracy for each in chosen if each.method == method]) for method in METHODS
+            method: np.array([outcome.accuracy for outcome in chosen if outcome.method == method])
+            for method in METHODS
         }
         for method, accuracies in by_method.items():
             tables["accuracy"].append({"labels": labels, "name": str(method), **_mean(accuracies)})

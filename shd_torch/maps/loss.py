@@ -191,9 +191,9 @@ def layer_rows(supervision: Layers, student_logits: Layers, options: LossOptions
     """Check the maps of the loss and make each layer's rows; see ``shd_loss``."""
     teachers, students = match_layers(supervision=supervision, student_logits=student_logits)
     layers = []
-    for layer, (given, logits) in enumerate(zip(teachers, students, strict=True)):
+    for layer, (source, logits) in enumerate(zip(teachers, students, strict=True)):
         teacher, masked, mask = check_layer(
-            given,
+            source,
             logits,
             loss_mask=options.loss_mask,
             attn_mask=options.attn_mask,

@@ -58,9 +58,9 @@ class ScaleReport:
         width = max(len(name) for name in ("term", *self.terms))
         head = f"{'term':<{width}}       value     weight  of loss    gradient  of grad.  cosine"
         rows = [
-            f"{name:<{width}}  {each.value:>10.4g}  {each.weight:>9.4g}  {each.loss_share:>7.1%}  "
-            f"{each.gradient_norm:>10.4g}  {each.gradient_share:>8.1%}  {each.cosine:>6.2f}"
-            for name, each in self.terms.items()
+            f"{name:<{width}}  {term.value:>10.4g}  {term.weight:>9.4g}  {term.loss_share:>7.1%}  "
+            f"{term.gradient_norm:>10.4g}  {term.gradient_share:>8.1%}  {term.cosine:>6.2f}"
+            for name, term in self.terms.items()
         ]
         return "\n".join([head, *rows])
 

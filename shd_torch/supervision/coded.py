@@ -74,14 +74,14 @@ class Coded(Supervision):
                 f"buffer must be uint8 with one axis; got {self.buffer.dtype} {tuple(self.buffer.shape)}",
                 "CACHE-110",
             )
-        for name, given, longest in (
+        for name, size, longest in (
             ("length", self.length, max(self.lengths)),
             ("num_keys", self.shape[3], max(self.lengths if self.key_lengths is None else self.key_lengths)),
         ):
-            if given < longest:
+            if size < longest:
                 raise ShdError(
                     "argument-shape",
-                    f"{name} must be at least the longest sample's {longest}; got {given}: teacher and student must "
+                    f"{name} must be at least the longest sample's {longest}; got {size}: teacher and student must "
                     "see the same positions",
                 )
         # Views of the buffer, found once: a lazy property would take a lock, which no compiler follows.
@@ -165,8 +165,8 @@ class Coded(Supervision):
             return
         kept = self if loss_mask is None else self.drop_rows(loss_mask)
         softened = 1.0 if self.temperature is None else self.temperature  # the one temperature that codes are read at
-        for part, _, rows in kept.tiles():
-            check_probs(part.probs(rows, temperature=softened), "supervision", check=True, layer=layer)
+        for subset, _, rows in kept.tiles():
+            check_probs(subset.probs(rows, temperature=softened), "supervision", check=True, layer=layer)
 
     def key_range(self, rows: slice) -> slice:
         """All keys, or those up to the last row; see ``Supervision``."""

@@ -78,8 +78,8 @@ class Factored(Supervision):
         _check_merging(queries, mixing, groups, row_mass)
         rule = replace(AttentionRule() if rule is None else rule, **described)
         # Found once, here: every tile reads them, and a mask that does not fit is refused before the first step.
-        given = (queries, keys, mixing, rule.fit(queries, keys), groups, row_mass)
-        for name, value in zip(("queries", "keys", "mixing", "rule", "groups", "row_mass"), given, strict=True):
+        fields = (queries, keys, mixing, rule.fit(queries, keys), groups, row_mass)
+        for name, value in zip(("queries", "keys", "mixing", "rule", "groups", "row_mass"), fields, strict=True):
             object.__setattr__(self, name, value)
         object.__setattr__(self, "pair_weights", self._weigh_pairs())
 
@@ -139,7 +139,7 @@ class Factored(Supervision):
         Returns:
             Distributions over keys; anything finite in a fully masked row.
         """
-        rows, keys = (slice(*each.indices(size)[:2]) for each, size in zip((rows, keys), self.shape[2:], strict=True))
+        rows, keys = (slice(*span.indices(size)[:2]) for span, size in zip((rows, keys), self.shape[2:], strict=True))
         held, queries = (
             self.keys.detach()[:, :, keys].to(self.dtype),
             self.queries.detach()[:, :, rows].to(self.dtype),

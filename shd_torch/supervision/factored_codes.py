@@ -133,7 +133,7 @@ class FactoredCodes(BatchRows):
     def _sections(self) -> tuple[Tensor, tuple[Tensor, ...] | None, tuple[Tensor, ...]]:
         """Mixing ``(layers, B, H_s, H_t)``, and the steps and codes of each layer."""
         shape = (len(self.layers), len(self.lengths), self.num_student_heads, self.num_teacher_heads)
-        vectors = [(self.num_teacher_heads + each.num_key_heads) * sum(self._counts) for each in self.factors]
+        vectors = [(self.num_teacher_heads + layer.num_key_heads) * sum(self._counts) for layer in self.factors]
         # Numbers of four bytes come first, so that every section is aligned.
         start = 4 * shape[0] * shape[1] * shape[2] * shape[3]
         mixing = self.buffer[:start].view(torch.float32).view(shape)
@@ -144,7 +144,7 @@ class FactoredCodes(BatchRows):
             start = end
         stop = None if self.rows is None else self.rows.start
         codes = self.buffer[start:stop].view(torch.int8 if self.codec == "int8" else torch.float16)
-        sizes = [n * each.width for n, each in zip(vectors, self.factors, strict=True)]
+        sizes = [n * layer.width for n, layer in zip(vectors, self.factors, strict=True)]
         return mixing, steps, torch.split(codes, sizes)
 
     def _spread(self, packed: Tensor, heads: int, width: int, size: int) -> Tensor:
@@ -153,8 +153,8 @@ class FactoredCodes(BatchRows):
             return packed.view(len(self.lengths), heads, size, width).to(torch.float32, copy=True)
         spread = torch.zeros(len(self.lengths), heads, size, width, device=packed.device)
         parts = torch.split(packed, [heads * n * width for n in self._counts])
-        for target, part, n, count in zip(spread, parts, self.lengths, self._counts, strict=True):
-            target[:, n - count : n].copy_(part.view(heads, count, width))
+        for target, block, n, count in zip(spread, parts, self.lengths, self._counts, strict=True):
+            target[:, n - count : n].copy_(block.view(heads, count, width))
         return spread
 
     @property
@@ -180,9 +180,9 @@ def pack_factored(
     mixing: list[np.ndarray] = []
     steps: list[np.ndarray] = []
     codes: list[np.ndarray] = []
-    for layer, column, each in zip(layers, columns, factors, strict=True):
+    for layer, column, layer_factors in zip(layers, columns, factors, strict=True):
         for record in records:
-            vectors = (form.num_teacher_heads + each.num_key_heads) * (record.length - record.first)
+            vectors = (form.num_teacher_heads + layer_factors.num_key_heads) * (record.length - record.first)
             end = 4 * vectors if form.codec == "int8" else 0
             mixing.append(np.ascontiguousarray(record.parts["mixing"][column]).reshape(-1).view(np.uint8))
             steps.append(record.parts[blob_name(layer)][:end])

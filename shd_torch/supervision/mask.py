@@ -192,16 +192,16 @@ class AttentionRule:
                 near = near & (j - i < self.window)
             allowed = near if allowed is None else allowed & near
         if self.attn_mask is not None:
-            given = is_allowed(self._cut(self.attn_mask, rows, keys))
-            allowed = given if allowed is None else allowed & given
+            mask = is_allowed(self._cut(self.attn_mask, rows, keys))
+            allowed = mask if allowed is None else allowed & mask
         return allowed
 
     def bias(self, rows: slice, keys: slice, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         """What is added to the logits of a tile, 0 where an added mask masks a key; None for nothing."""
         bias = None
         if self.attn_mask is not None and self.attn_mask.dtype != torch.bool:
-            given = self._cut(self.attn_mask, rows, keys)
-            bias = given.to(dtype).masked_fill(~is_allowed(given), 0.0)
+            mask = self._cut(self.attn_mask, rows, keys)
+            bias = mask.to(dtype).masked_fill(~is_allowed(mask), 0.0)
         if self.alibi_slopes is not None:
             i = torch.arange(rows.start, rows.stop, device=device, dtype=dtype).reshape(-1, 1)
             j = torch.arange(keys.start, keys.stop, device=device, dtype=dtype)

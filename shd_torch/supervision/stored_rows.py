@@ -185,8 +185,8 @@ class BatchRows:
         Raises:
             ShdError: ``argument-shape`` for a length below the longest sample.
         """
-        found: Tensor | TopkTargets | SampledTargets | None = self.read("logits", length)
-        return found
+        targets: Tensor | TopkTargets | SampledTargets | None = self.read("logits", length)
+        return targets
 
     def hidden_states(self, length: int | None = None) -> dict[int, Tensor]:
         """Hidden states by the teacher's number, ``(B, L, width)`` float32; empty where none were read.
@@ -230,7 +230,7 @@ def decode_rows(form: Logits, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     # Bits are unpacked to a number each.
     together = max(tile_entries(rows.device) // (8 * rows.shape[1]), 1)
-    parts = [_decode(form, part) for part in torch.split(rows, together)]
+    parts = [_decode(form, block) for block in torch.split(rows, together)]
     ids, by_slot, by_row = (torch.cat(column) for column in zip(*parts, strict=True))
     return ids, by_slot, by_row
 
@@ -250,8 +250,8 @@ def _decode(form: Logits, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if not form.draws:
         return ids, log_probs.float(), log_tail[:, 0].float()
     drawn = _unpack_ids(rows[:, head_end:], form.draws, form.vocab_size)
-    each = (log_tail.exp() / form.draws).expand(-1, form.draws)
-    return torch.cat((ids, drawn), -1), torch.cat((log_probs.exp(), each), -1).float(), header[:, 1].float()
+    share = (log_tail.exp() / form.draws).expand(-1, form.draws)
+    return torch.cat((ids, drawn), -1), torch.cat((log_probs.exp(), share), -1).float(), header[:, 1].float()
 
 
 def _low_bits(count: int, vocab_size: int) -> int:
@@ -275,8 +275,8 @@ def _unpack_ids(rows: Tensor, count: int, vocab_size: int) -> Tensor:
     bits = ((rows[:, start:, None] >> eight) & 1).flatten(1)
     # Where the running number of ones reaches i + 1 stands the i-th of them.
     numbers = torch.arange(count, device=rows.device, dtype=torch.int32)
-    wanted = (numbers + 1).expand(len(rows), count).contiguous()
-    places = torch.searchsorted(bits.cumsum(-1, dtype=torch.int32), wanted)
+    ordinals = (numbers + 1).expand(len(rows), count).contiguous()
+    places = torch.searchsorted(bits.cumsum(-1, dtype=torch.int32), ordinals)
     ids = ((places - numbers) << low) | _unpack(rows[:, :start], count, low)
     # An index beyond the vocabulary would end a process on a GPU.
     return ids.clamp_(max=vocab_size - 1)

@@ -137,9 +137,9 @@ class Supervision(ABC):
         height = max(min(num_rows, 16), entries // (together * heads * num_keys))
         for first in range(0, batch, together):
             samples = slice(first, min(first + together, batch))
-            part = self if together == batch else self.samples(samples.start, samples.stop)
+            subset = self if together == batch else self.samples(samples.start, samples.stop)
             for start in range(0, num_rows, height):
-                yield part, samples, slice(start, min(start + height, num_rows))
+                yield subset, samples, slice(start, min(start + height, num_rows))
 
     @without_autocast
     def apply_to(self, vectors: Tensor, *, temperature: float = 1.0) -> Tensor:
@@ -155,9 +155,9 @@ class Supervision(ABC):
         dtype = compute_dtype(vectors)
         vectors = expand_heads(vectors.detach(), self.num_heads).to(dtype)
         result = vectors.new_empty((*self.shape[:3], vectors.shape[3]))
-        for part, samples, rows in self.tiles():
-            keys = part.key_range(rows)
-            probs = part.probs(rows, keys, temperature=temperature).to(dtype)
+        for subset, samples, rows in self.tiles():
+            keys = subset.key_range(rows)
+            probs = subset.probs(rows, keys, temperature=temperature).to(dtype)
             result[samples, :, rows] = probs @ vectors[samples, :, keys]
         return result
 
@@ -177,9 +177,9 @@ class Supervision(ABC):
         vectors, weighted = vectors.detach().to(dtype), weighted.detach().to(dtype)
         forward = vectors.new_empty((*self.shape[:3], vectors.shape[3]))
         transposed = torch.zeros_like(vectors)
-        for part, samples, rows in self.tiles():
-            keys = part.key_range(rows)
-            probs = part.probs(rows, keys, temperature=temperature).to(dtype)
+        for subset, samples, rows in self.tiles():
+            keys = subset.key_range(rows)
+            probs = subset.probs(rows, keys, temperature=temperature).to(dtype)
             forward[samples, :, rows] = probs @ vectors[samples, :, keys]
             transposed[samples, :, keys] += probs.mT @ weighted[samples, :, rows]
         return forward, transposed
@@ -187,8 +187,8 @@ class Supervision(ABC):
     def entropies(self, *, temperature: float = 1.0) -> Tensor:
         """``- sum_j A~_j log A~_j`` of each row ``(B, H_s, L)``, in nats; 0 for a row without mass."""
         result = torch.empty(self.shape[:3], dtype=self.dtype, device=self.device)
-        for part, samples, rows in self.tiles():
-            probs = part.probs(rows, part.key_range(rows), temperature=temperature)
+        for subset, samples, rows in self.tiles():
+            probs = subset.probs(rows, subset.key_range(rows), temperature=temperature)
             # The logarithm of 0 takes ten times that of a number; times 0 either is 0.
             logs = probs.clamp(min=torch.finfo(probs.dtype).tiny).log_()
             result[samples, :, rows] = -logs.mul_(probs).sum(-1)

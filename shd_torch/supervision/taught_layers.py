@@ -60,16 +60,21 @@ class TaughtLayers(tuple[int, ...]):
         Raises:
             ShdError: ``cache-mismatch`` where there are more or fewer of a kind than was meant.
         """
-        found = {kind: kinds.count(kind) for kind in dict.fromkeys([*(kind for kind, _ in self.kinds), *kinds])}
-        if any(found[kind] != count for kind, count in self.kinds):
-            meant, got = (", ".join(f"{kind}={n}" for kind, n in pairs) for pairs in (self.kinds, found.items()))
+        counts = {kind: kinds.count(kind) for kind in dict.fromkeys([*(kind for kind, _ in self.kinds), *kinds])}
+        if any(counts[kind] != count for kind, count in self.kinds):
+            meant, got = (", ".join(f"{kind}={n}" for kind, n in pairs) for pairs in (self.kinds, counts.items()))
             raise ShdError(
                 "cache-mismatch",
                 f"a forward pass of {name} must make as many attention calls of each kind as its teaching was made "
                 f"for, {meant}; got {got}: precompute with --student-layers of this student's numbers",
                 "CACHE-105",
             )
-        return [call for wanted, _ in self.kinds for call, kind in zip(calls, kinds, strict=True) if kind == wanted]
+        return [
+            call
+            for taught_kind, _ in self.kinds
+            for call, kind in zip(calls, kinds, strict=True)
+            if kind == taught_kind
+        ]
 
     def check_calls(self, num_calls: int, name: str) -> None:
         """Refuse a student of another depth than was meant.
@@ -128,5 +133,5 @@ def taught_layers(manifest: Manifest, numbers: Iterable[int] | None = None) -> T
         if manifest.find(Attention) is None:
             return TaughtLayers(())
         numbers = manifest.attention.student_layers
-    kinds = tuple((each.kind, each.num_student_layers) for each in manifest.attention.kinds)
+    kinds = tuple((entry.kind, entry.num_student_layers) for entry in manifest.attention.kinds)
     return TaughtLayers(numbers, manifest.attention.num_student_layers, kinds)

@@ -220,7 +220,7 @@ class OnlineTeacher:
         """
         first = not self._pairs
         check = first if check is None else check
-        given = kwargs
+        inputs = kwargs
         if self.hidden_layers:
             kwargs = {**kwargs, "output_hidden_states": True}
         with _eval_mode(self.model):
@@ -233,7 +233,7 @@ class OnlineTeacher:
             squeezes[layer] = self._squeeze_layer(layer, call, padding if fits else query_mask, check)
         logits = read_logits(output)
         if self.with_teachers:
-            logits = self._average(logits, args, given, check=check)
+            logits = self._average(logits, args, inputs, check=check)
         return self._gather(tuple(squeezes[teacher] for _, teacher in self._pairs), output, logits, check=check)
 
     def _average(self, first: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any], *, check: bool) -> Tensor:
@@ -279,17 +279,17 @@ class OnlineTeacher:
             pairs = pair_layers(len(layers), num_student_layers, self._layer_map)
         check_single(layers, {teacher for _, teacher in pairs}, self.model)
         for layer in {teacher for _, teacher in pairs}:
-            found = watch.find(layers[layer][0])
+            projections = watch.find(layers[layer][0])
             if layer in self._given:
-                found = [Projection(self._given[layer], is_linear=False)]
-            if len(found) != 1:
+                projections = [Projection(self._given[layer], is_linear=False)]
+            if len(projections) != 1:
                 raise ShdError(
                     "capture-failed",
                     f"attention call {layer} of {name} must hand its output to one output projection; got "
-                    f"{len(found)}: merge adapters into it, or give W_o (H_t * d_v, D) as "
+                    f"{len(projections)}: merge adapters into it, or give W_o (H_t * d_v, D) as "
                     f"output_projections={{{layer}: ...}}",
                 )
-            self._projections[layer] = found[0]
+            self._projections[layer] = projections[0]
         self._pairs = pairs
         return self._read(layers), output
 

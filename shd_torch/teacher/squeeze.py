@@ -103,22 +103,24 @@ def squeeze_factored(
         else:
             grams = _grams(products, groups, projection, query_mask, alpha_per)
             solutions = _solve_rounds(grams, groups, rounds, strategy, alpha_rule)
-        mixing = compose_rounds([each.clipped for each in solutions], rounds, _identity(teacher, alpha_per))
+        mixing = compose_rounds([solution.clipped for solution in solutions], rounds, _identity(teacher, alpha_per))
     supervision = replace(
         teacher,
         mixing=mixing if alpha_per == "row" else mixing[..., 0],
         groups=groups if products is not None else (tuple(range(teacher.num_heads)),) * num_student_heads,
     )
     if query_mask is not None and alpha_per == "row":
-        solutions = [each._replace(degenerate=each.degenerate & query_mask[:, None, :]) for each in solutions]
+        solutions = [
+            solution._replace(degenerate=solution.degenerate & query_mask[:, None, :]) for solution in solutions
+        ]
     none = torch.zeros((), dtype=torch.int64, device=teacher.device)
     return FactoredSqueeze(
         supervision=supervision,
         mixing=supervision.mixing,
-        alphas=tuple(each.clipped.to(teacher.dtype) for each in solutions),
+        alphas=tuple(solution.clipped.to(teacher.dtype) for solution in solutions),
         residual=_residual(supervision, teacher, values, projection, products, groups, query_mask),
-        num_clipped=sum((((each.raw < 0) | (each.raw > 1)).sum() for each in solutions), none),
-        num_degenerate=sum((each.degenerate.sum() for each in solutions), none),
+        num_clipped=sum((((solution.raw < 0) | (solution.raw > 1)).sum() for solution in solutions), none),
+        num_degenerate=sum((solution.degenerate.sum() for solution in solutions), none),
         plan=rounds,
     )
 
@@ -131,7 +133,7 @@ def _group_products(teacher: Factored, values: Tensor, groups: Sequence[Sequence
         # Every head reads the values of its group's member number `slot`, the last one where there are fewer.
         read = [group_of[head][min(slot, len(group_of[head]) - 1)] for head in range(teacher.num_heads)]
         slots.append(teacher.apply_to(values[:, read]))
-    return [torch.stack([each[:, list(group)] for each in slots[: len(group)]], dim=2) for group in groups]
+    return [torch.stack([product[:, list(group)] for product in slots[: len(group)]], dim=2) for group in groups]
 
 
 def _grams(
@@ -169,7 +171,7 @@ def _solve_rounds(
     pool, fresh = sorted(home), len(home)  # the heads of the plan's pool, by the same names
     solutions = []
     for one_round in rounds:
-        found, merged = [], []
+        round_solutions, merged = [], []
         for p, q in one_round:
             number, (first, second) = home[pool[p]], (pool[p], pool[q])
             order, gram = orders[number], grams[number]
@@ -179,7 +181,7 @@ def _solve_rounds(
                 # E is a parabola around alpha: the nearer of 0 and 1 is the better; ties keep p (MIX-5).
                 chosen = (solution.raw >= 0.5).to(gram.dtype)
                 solution = solution._replace(raw=chosen, clipped=chosen)
-            found.append(solution)
+            round_solutions.append(solution)
             grams[number] = merge_gram(gram, *at, solution.clipped, check=False)
             orders[number] = [fresh, *(name for name in order if name not in (first, second))]
             home[fresh] = number
@@ -187,7 +189,7 @@ def _solve_rounds(
             fresh += 1
         used = {pool[position] for pair in one_round for position in pair}
         pool = merged + [name for name in pool if name not in used]
-        solutions.append(AlphaSolution(*(torch.stack(parts, dim=1) for parts in zip(*found, strict=True))))
+        solutions.append(AlphaSolution(*(torch.stack(parts, dim=1) for parts in zip(*round_solutions, strict=True))))
     return solutions
 
 
@@ -219,8 +221,8 @@ def _residual(
         error += torch.einsum("bjld,jdm->blm", (merged - own).double(), projection[members])
         target += torch.einsum("bjld,jdm->blm", own.double(), projection[members])
     if query_mask is not None:
-        target, error = (each.masked_fill(~query_mask[:, :, None], 0.0) for each in (target, error))
-    error_norm, norm = (torch.linalg.vector_norm(each, dim=(1, 2)) for each in (error, target))
+        target, error = (tensor.masked_fill(~query_mask[:, :, None], 0.0) for tensor in (target, error))
+    error_norm, norm = (torch.linalg.vector_norm(tensor, dim=(1, 2)) for tensor in (error, target))
     # 0 / 0 is no error; anything else over 0 stays infinite.
     residual = torch.where((norm == 0) & (error_norm == 0), error_norm, error_norm / norm)
     return residual.to(teacher.dtype)

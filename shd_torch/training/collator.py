@@ -82,9 +82,9 @@ def leave_samples(dataset: Any, argument: str) -> Any:
 
 def _check_padding(mask: Tensor, seen: Sequence[Tensor]) -> None:
     """Refuse a batch whose collation moved the positions of a sample, or cut them."""
-    for number, (given, expected) in enumerate(zip(mask.bool().cpu(), seen, strict=True)):
+    for number, (row, expected) in enumerate(zip(mask.bool().cpu(), seen, strict=True)):
         n = len(expected)
-        if len(given) < n or given[n:].any() or not torch.equal(given[:n], expected):
+        if len(row) < n or row[n:].any() or not torch.equal(row[:n], expected):
             what = "ones" if expected.all() else f"{expected.int().tolist()}, as in the sample,"
             raise ShdError(
                 "inputs-invalid",

@@ -81,7 +81,7 @@ class Recipe:
             raise ShdError("argument-value", f"recipe must be one of {', '.join(KINDS)}; got {name!r}{why}")
         self.name, self.kind, self.shift = name, KINDS[name], shift
         taken = set(inspect.signature(self.kind.run).parameters) - {"shd", "check", "shift"}
-        known = sorted(each for each in taken if not each.endswith(("logits", "labels", "targets")))
+        known = sorted(keyword for keyword in taken if not keyword.endswith(("logits", "labels", "targets")))
         unknown = sorted(set(options) - set(known))
         if unknown or (shift is not None and self.kind.of_text is False):
             raise ShdError(
@@ -93,8 +93,8 @@ class Recipe:
         self._try()
 
     def __repr__(self) -> str:
-        given = "".join(f", {name}={value!r}" for name, value in self.options.items())
-        return f"Recipe({self.name!r}{given})"
+        options = "".join(f", {name}={value!r}" for name, value in self.options.items())
+        return f"Recipe({self.name!r}{options})"
 
     @property
     def is_taught(self) -> bool:
@@ -124,9 +124,14 @@ class Recipe:
                 f"recipe {self.name} must have all logits of a teacher; {origin} has {codec} ones, a part of the "
                 "classes: precompute with --logits float16, or give a live teacher",
             )
-        wanted = 1.0 if self.kind.divergence == "jsd" else self._temperature
+        expected = 1.0 if self.kind.divergence == "jsd" else self._temperature
         check_targets(
-            "recipe", wanted, self.kind.divergence, temperature=temperature, sampled=codec == "sampled", origin=origin
+            "recipe",
+            expected,
+            self.kind.divergence,
+            temperature=temperature,
+            sampled=codec == "sampled",
+            origin=origin,
         )
 
     def terms(
@@ -153,23 +158,23 @@ class Recipe:
         Raises:
             ShdError: ``argument-value`` for outputs or targets of another kind; what the recipe raises.
         """
-        given: list[Any] = [read_output(outputs, "cls_logits") if self.kind.has_token else read_logits(outputs)]
+        arguments: list[Any] = [read_output(outputs, "cls_logits") if self.kind.has_token else read_logits(outputs)]
         if self.kind.has_token:
-            given.append(read_output(outputs, "distillation_logits"))
-        if any(not isinstance(each, Tensor) for each in given):
+            arguments.append(read_output(outputs, "distillation_logits"))
+        if any(not isinstance(output, Tensor) for output in arguments):
             names = "cls_logits and distillation_logits" if self.kind.has_token else "logits"
             raise ShdError(
                 "argument-value",
                 f"recipe {self.name} must have a student that returns {names}; got {type(outputs).__name__}",
             )
         keywords = dict(self.options) | {"check": check}
-        if self.kind.of_text or (self.kind.of_text is None and given[0].ndim == 3):
+        if self.kind.of_text or (self.kind.of_text is None and arguments[0].ndim == 3):
             keywords["shift"] = shift
             if counted is not None:
                 kept = torch.cat((torch.ones_like(counted[:, :1]), counted[:, :-1]), 1) if shift else counted
                 labels = labels.masked_fill(~kept.to(labels.device), IGNORED)
-        given.insert(1, labels)
-        return self.kind.run(*given, *self._of_teachers(targets), **keywords)
+        arguments.insert(1, labels)
+        return self.kind.run(*arguments, *self._of_teachers(targets), **keywords)
 
     def _of_teachers(self, targets: Sequence[Any]) -> list[Any]:
         """The targets as the recipe takes them."""
@@ -182,7 +187,7 @@ class Recipe:
                 "argument-value",
                 f"recipe {self.name} must have {rule} that returns logits, cached or live; got {len(targets)}",
             )
-        if self.kind.targets != "one" and not all(isinstance(each, Tensor) for each in targets):
+        if self.kind.targets != "one" and not all(isinstance(target, Tensor) for target in targets):
             raise ShdError(
                 "argument-value", f"recipe {self.name} must have all logits of a teacher; got a part of the classes"
             )
@@ -191,8 +196,8 @@ class Recipe:
     @property
     def _temperature(self) -> float | None:
         """T of both sides; None = that of the targets, and of a recipe without one."""
-        found = inspect.signature(self.kind.run).parameters.get("temperature")
-        return None if found is None else self.options.get("temperature", found.default)
+        parameter = inspect.signature(self.kind.run).parameters.get("temperature")
+        return None if parameter is None else self.options.get("temperature", parameter.default)
 
     def _try(self) -> None:
         """Let the recipe look at its options before there is a batch: it is run on three rows of zeros."""

@@ -31,16 +31,16 @@ class StepRecord:
     def add(self, parts: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
         """A micro-batch's parts of its step's losses, by the names they are logged under, and what weighs them."""
         for name, value in parts.items():
-            part = value.detach()
-            self._sums[name] = self._sums[name] + part if name in self._sums else part
+            term = value.detach()
+            self._sums[name] = self._sums[name] + term if name in self._sums else term
         self._weights = dict(weights)
 
     def count_alphas(self, counts: Tensor | None, online: Sequence[Any], num_rows: int) -> None:
         """Merge weights of a micro-batch: ``(clipped, all)`` of a cache, and what live teachers report."""
         if counts is not None:
             self._alphas.append((counts[0], counts[1]))
-        for each in online:
-            for squeeze in each.squeezes:
+        for supervision in online:
+            for squeeze in supervision.squeezes:
                 # (B, pairs), or (B, pairs, L) with rows of padding among them.
                 numbers = (
                     num_rows * alpha.shape[1] if alpha.ndim == 3 else alpha.numel() for alpha in squeeze.alphas
@@ -52,8 +52,8 @@ class StepRecord:
         steps = max(step - (self._last_step or 0), 1)
         means = {name: float(value) / steps for name, value in self._sums.items()}
         means |= {name: float(weight) for name, weight in self._weights.items()}
-        for place, name in enumerate(("clipped", "alphas")):
-            means[name] = float(sum(int(pair[place]) for pair in self._alphas))
+        for index, name in enumerate(("clipped", "alphas")):
+            means[name] = float(sum(int(pair[index]) for pair in self._alphas))
         means["wait_seconds"] = self.wait_seconds / steps
         rows = self.rows_in_step
         self.__init__()  # type: ignore[misc]

@@ -202,9 +202,9 @@ class KdTerm(RowsTerm):
         Raises:
             ShdError: what ``kd_loss`` raises; ``argument-value`` for records where teachers' logits are averaged.
         """
-        given = list(targets)
-        if len(given) > 1 and self.teachers != "losses":
-            if not all(isinstance(each, Tensor) for each in given):
+        sources = list(targets)
+        if len(sources) > 1 and self.teachers != "losses":
+            if not all(isinstance(source, Tensor) for source in sources):
                 raise ShdError(
                     "argument-value",
                     f"kd must have teachers='losses' where a teacher gives some of its classes alone; got "
@@ -212,10 +212,10 @@ class KdTerm(RowsTerm):
                     "KD-15",
                 )
             temperature = 1.0 if self.temperature is None else self.temperature
-            given = [mean_logits(given, of=self.teachers, temperature=temperature, check=check)]
+            sources = [mean_logits(sources, of=self.teachers, temperature=temperature, check=check)]
         terms = [
             kd_loss(
-                each,
+                source,
                 logits,
                 divergence=self.divergence,
                 mixing=self.mixing,
@@ -225,7 +225,7 @@ class KdTerm(RowsTerm):
                 vocab_size=self.vocab_size,
                 check=check,
             )
-            for each in given
+            for source in sources
         ]
         total = terms[0]
         for term in terms[1:]:

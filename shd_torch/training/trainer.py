@@ -144,8 +144,8 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
             )
         if self.eval_dataset is not None and self.args.eval_strategy != "no":
             sets = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
-            for each in sets:
-                self._check_eval(each)
+            for dataset in sets:
+                self._check_eval(dataset)
         self._record = StepRecord()
         self._shares: dict[str, Tensor] = {}  # of the micro-batch that is running
         self.projectors = self._make_projectors()
@@ -175,10 +175,11 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
             "compute_loss_func": self.compute_loss_func,
             "label_smoothing_factor": self.label_smoother,
         }
-        given = [name for name, value in beside.items() if value is not None]
-        if given:
+        arguments = [name for name, value in beside.items() if value is not None]
+        if arguments:
             raise ShdError(
-                "argument-value", f"{given[0]} must be left out where recipe={recipe.name!r} says what the loss is"
+                "argument-value",
+                f"{arguments[0]} must be left out where recipe={recipe.name!r} says what the loss is",
             )
 
     def _check_rows(self, joined: CacheJoin) -> None:
@@ -278,23 +279,23 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """The student's loss, if it has one, plus the terms in training."""
-        given = dict(inputs)
-        stored, tallies = given.pop("supervision", None), given.pop("tallies", {})
+        model_inputs = dict(inputs)
+        stored, tallies = model_inputs.pop("supervision", None), model_inputs.pop("tallies", {})
         if not model.training:
-            if self._has_own_loss(given):
-                return super().compute_loss(model, given, return_outputs, num_items_in_batch)
+            if self._has_own_loss(model_inputs):
+                return super().compute_loss(model, model_inputs, return_outputs, num_items_in_batch)
             self._count_step([inputs])
         taught: list[Any] = [] if stored is None else [stored.to(self.args.device, non_blocking=True)]
-        seen = {name: value for name, value in given.items() if not name.startswith("labels")}
+        seen = {name: value for name, value in model_inputs.items() if not name.startswith("labels")}
         if self.teachers or self.recipe is not None:
             self._check_decoder(seen)
         online = [teacher(**seen) for teacher in self.teachers]
         taught += online
-        layers = unite_layers([each.layers for each in taught])
+        layers = unite_layers([teaching.layers for teaching in taught])
         asked = {name: value for term in self.terms for name, value in term.KEYWORDS.items()}
         with nullcontext() if self.beta is None else capture_attention(model, layers) as captured:
             if self.recipe is None:
-                base, outputs = self._own_loss(model, given | asked, num_items_in_batch)
+                base, outputs = self._own_loss(model, model_inputs | asked, num_items_in_batch)
             else:
                 outputs = model(**(seen | asked))
         # The base class divides by the number of micro-batches what is not a part of the whole step yet.
@@ -306,11 +307,13 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
             terms += self._recipe_terms(self.recipe, taught, outputs, inputs)
             base = parts * torch.stack([term.weight * term.value for term in terms]).sum()
         if captured is not None:
-            masks = {layer: mask_of_rows(given, of_decoder=layers.kind(layer) in DECODER_KINDS) for layer in layers}
+            masks = {
+                layer: mask_of_rows(model_inputs, of_decoder=layers.kind(layer) in DECODER_KINDS) for layer in layers
+            }
             keywords = LayerKeywords(**({"check": self._checks} | self.kl))
             if not model.training:
                 keywords["value"] = "exact"  # a surrogate is for gradients
-            of_attention = [each for each in taught if each.layers]
+            of_attention = [teaching for teaching in taught if teaching.layers]
             kls = layer_kls(captured, of_attention, loss_mask=masks, temperature=self.temperature, **keywords)
             terms.append(self._attention_term(kls, None if base is None else base / parts, inputs))
             if model.training:
@@ -331,18 +334,18 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         """Whether a student of this kind can have a loss of its own."""
         return bool(self.label_names) or self.compute_loss_func is not None or self._is_self_taught
 
-    def _has_own_loss(self, given: Mapping[str, Any]) -> bool:
+    def _has_own_loss(self, inputs: Mapping[str, Any]) -> bool:
         """Whether the base class makes a loss of this batch."""
-        is_labelled = any(given.get(name) is not None for name in self.label_names)
+        is_labelled = any(inputs.get(name) is not None for name in self.label_names)
         return is_labelled or self.compute_loss_func is not None or self._is_self_taught
 
-    def _own_loss(self, model: nn.Module, given: dict[str, Any], num_items: Any) -> tuple[Tensor | None, Any]:
+    def _own_loss(self, model: nn.Module, inputs: dict[str, Any], num_items: Any) -> tuple[Tensor | None, Any]:
         """The student's own loss, None where it returns none, and its outputs."""
-        if self._has_own_loss(given):
+        if self._has_own_loss(inputs):
             # The base class takes the labels out of what it is given.
-            base, outputs = super().compute_loss(model, given, True, num_items)
+            base, outputs = super().compute_loss(model, inputs, True, num_items)
             return base, outputs
-        outputs = model(**{name: value for name, value in given.items() if not name.startswith("label")})
+        outputs = model(**{name: value for name, value in inputs.items() if not name.startswith("label")})
         loss = outputs[0] if isinstance(outputs, tuple) and outputs else read_output(outputs, "loss")
         return (loss if isinstance(loss, Tensor) and loss.ndim == 0 else None), outputs
 
@@ -389,7 +392,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
                 )
             # Both as parts of the whole step, or the scale would depend on how it is divided.
             weight = weight * self.balancer.scale(base, value)
-        layers = {f"shd_loss_layer_{layer}": share * each for layer, each in kls.items()}
+        layers = {f"shd_loss_layer_{layer}": share * kl for layer, kl in kls.items()}
         return _Term(value, weight, "beta", {"shd_loss": value} | layers)
 
     def _recipe_terms(
@@ -402,22 +405,22 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         length = 0 if logits is None else logits.shape[1]
         rule = self._recipe_rule(recipe, inputs)
         counted = None if rule == "samples" else self._mask(rule, taught, inputs, length)
-        stored = [each for each in taught if hasattr(each, "query_mask")]
-        if recipe.kind.by_sample and any(not bool(each.query_mask(length).all()) for each in stored):
+        stored = [teaching for teaching in taught if hasattr(teaching, "query_mask")]
+        if recipe.kind.by_sample and any(not bool(teaching.query_mask(length).all()) for teaching in stored):
             raise ShdError(
                 "argument-value",
                 f"a batch of recipe {recipe.name} must be full where a cache teaches, as it counts every position, "
                 "and a cache holds nothing of padding: train on texts of one length, or with a live teacher",
                 "REC-15",
             )
-        targets = [found for each in taught if (found := each.targets(length)) is not None]
+        targets = [target for teaching in taught if (target := teaching.targets(length)) is not None]
         shift = recipe.is_shifted(self.accelerator.unwrap_model(self.model))
         made = recipe.terms(outputs, labels, targets, counted=counted, shift=shift, check=self._checks)
         terms = []
         for name, (value, weight) in made.items():
             share = self._share(inputs, "samples" if name in recipe.kind.by_sample else "recipe")
-            part, factor = share * value, torch.tensor(weight, device=self.args.device)
-            terms.append(_Term(part, factor, f"{name}_weight", {f"{name}_loss": part}, is_base=True))
+            loss, factor = share * value, torch.tensor(weight, device=self.args.device)
+            terms.append(_Term(loss, factor, f"{name}_weight", {f"{name}_loss": loss}, is_base=True))
         return terms
 
     def _recipe_rule(self, recipe: Recipe, inputs: Mapping[str, Any]) -> str:
@@ -431,7 +434,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
     def _rows_term(self, term: RowsTerm, taught: Sequence[Any], outputs: Any, inputs: Mapping[str, Any]) -> _Term:
         student, length = term.read_student(outputs, type(self.model).__name__, self.projectors)
         mask = None if length is None else self._mask(term.rows, taught, inputs, length)
-        lessons = [lesson for each in taught if (lesson := term.read_taught(each, length)) is not None]
+        lessons = [lesson for teaching in taught if (lesson := term.read_taught(teaching, length)) is not None]
         if not lessons:
             raise ShdError("argument-value", term.lacking)
         losses = term.parts(lessons, student, loss_mask=mask, check=self._checks)
@@ -480,8 +483,12 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         """
         mask = counted_rows(rule, inputs, of_decoder=self._has_decoder)
         name = "decoder_mask" if self._has_decoder else "query_mask"
-        for each in taught:
-            held = getattr(each, name)(length if mask is None else mask.shape[1]) if hasattr(each, name) else None
+        for teaching in taught:
+            held = (
+                getattr(teaching, name)(length if mask is None else mask.shape[1])
+                if hasattr(teaching, name)
+                else None
+            )
             if held is not None:
                 mask = held if mask is None else mask & held.to(mask.device)
         return mask
@@ -518,7 +525,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
             return Projectors({})
         widths: dict[int, int] = {}
         if isinstance(self.train_dataset, CacheJoin) and self.train_dataset.cache.manifest.hidden is not None:
-            widths |= {each.layer: each.width for each in self.train_dataset.cache.manifest.hidden.layers}
+            widths |= {layer.layer: layer.width for layer in self.train_dataset.cache.manifest.hidden.layers}
         for teacher in self.teachers:
             width = _find_width(getattr(teacher, "model", None))
             widths |= {} if width is None else dict.fromkeys(self.hidden.teacher_layers, width)

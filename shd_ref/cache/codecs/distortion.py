@@ -181,11 +181,11 @@ def merge_codec_errors(errors: Iterable[CodecError]) -> CodecError:
 def merge_errors(kind: type[_Error], errors: Iterable[_Error]) -> _Error:
     """The error over all rows of several measurements: means are weighted by rows; of no row every number is 0."""
     parts = list(errors)
-    rows = sum(part.rows for part in parts)
+    rows = sum(error.rows for error in parts)
     numbers: dict[str, float] = {}
     for field in fields(kind):  # type: ignore[arg-type]  # a dataclass
         if field.name.endswith("_mean"):
-            numbers[field.name] = sum(getattr(part, field.name) * part.rows for part in parts) / max(rows, 1)
+            numbers[field.name] = sum(getattr(error, field.name) * error.rows for error in parts) / max(rows, 1)
         elif field.name.endswith("_max"):
-            numbers[field.name] = max((getattr(part, field.name) for part in parts if part.rows), default=0.0)
+            numbers[field.name] = max((getattr(error, field.name) for error in parts if error.rows), default=0.0)
     return kind(rows=rows, **numbers)  # type: ignore[call-arg]

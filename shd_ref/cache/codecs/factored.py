@@ -125,7 +125,7 @@ def factored_size(codec: str, num_heads: int, layer: LayerFactors, length: int) 
 def pack_factors(coded: CodedFactors) -> NDArray[np.uint8]:
     """Codes of one layer as bytes: steps if there are any, then codes, queries before keys (CACHE-149)."""
     parts = [coded.query_steps, coded.key_steps, coded.queries, coded.keys]
-    return np.concatenate([_little_bytes(part) for part in parts if part is not None])
+    return np.concatenate([_little_bytes(array) for array in parts if array is not None])
 
 
 def unpack_factors(
@@ -148,17 +148,17 @@ def unpack_factors(
     steps: list[Array32 | None] = [None, None]
     start = 0
     if codec == "int8":
-        for place, count in enumerate(heads):
+        for index, count in enumerate(heads):
             end = start + 4 * count * length
             # A copy: blobs lie in a shard without alignment.
-            steps[place] = blob[start:end].copy().view("<f4").astype(np.float32, copy=False).reshape(count, length)
+            steps[index] = blob[start:end].copy().view("<f4").astype(np.float32, copy=False).reshape(count, length)
             start = end
     dtype = _CODE_DTYPES[codec]
     codes = blob[start:].copy().view(dtype.newbyteorder("<")).astype(dtype, copy=False)
     split = num_heads * length * layer.width
     queries, keys = (
-        part.reshape(count, length, layer.width)
-        for part, count in zip((codes[:split], codes[split:]), heads, strict=True)
+        array.reshape(count, length, layer.width)
+        for array, count in zip((codes[:split], codes[split:]), heads, strict=True)
     )
     return CodedFactors(queries, keys, *steps)
 
@@ -266,9 +266,9 @@ def factored_kl_bound(
     # A rounded query is longer than the query by at most d times its move.
     query_sums = np.abs(queries).sum(axis=-1) + queries.shape[-1] * moved_queries
     if support == "causal":  # row i looks at keys 0 to i
-        key_sums, moved_keys = (np.maximum.accumulate(part, axis=1) for part in (key_sums, moved_keys))
+        key_sums, moved_keys = (np.maximum.accumulate(values, axis=1) for values in (key_sums, moved_keys))
     else:
-        key_sums, moved_keys = (part.max(axis=1, keepdims=True) for part in (key_sums, moved_keys))
+        key_sums, moved_keys = (values.max(axis=1, keepdims=True) for values in (key_sums, moved_keys))
     moved = scale * (moved_queries * key_sums + moved_keys * query_sums)
     return np.asarray(moved**2 / 2, dtype=np.float64)
 

@@ -69,7 +69,7 @@ def decode_rows(code: RowCode, rows: NDArray[np.uint8]) -> DecodedRows:
         ShdError: ``cache-corrupt``: bytes that no encoder writes.
     """
     parts = [code.decode(rows[some]) for some in _coded_slices(code, len(rows))]
-    joined = [None if each[0] is None else np.concatenate(each) for each in zip(*parts, strict=True)]
+    joined = [None if column[0] is None else np.concatenate(column) for column in zip(*parts, strict=True)]
     return DecodedRows(*joined)  # type: ignore[arg-type]
 
 
@@ -155,7 +155,7 @@ def rows_moved(
 def row_entropies(logits: NDArray[Any], temperature: float) -> Array:
     """Entropies of rows at a temperature ``(R,)``, in nats, in bounded memory."""
     parts = [_log_softmax(logits[rows], temperature) for rows in _slices(*logits.shape)]
-    return np.concatenate([-(np.exp(part) * part).sum(axis=-1) for part in parts])
+    return np.concatenate([-(np.exp(log_p) * log_p).sum(axis=-1) for log_p in parts])
 
 
 def entropy_moves(total_variation: float, vocab_size: int) -> float:
@@ -188,9 +188,9 @@ def _pick(logits: NDArray[Any], head: int, temperature: float, uniforms: Array) 
     if uniforms.shape[1]:
         running = shares.cumsum(axis=-1, dtype=np.float64)
         for row, (edges, points) in enumerate(zip(running, uniforms, strict=True)):
-            found = np.searchsorted(edges, points * edges[-1], side="right")
+            indices = np.searchsorted(edges, points * edges[-1], side="right")
             # A product may round up to the whole sum: the last class that has a share is meant.
-            drawn[row] = np.minimum(found, np.searchsorted(edges, edges[-1]))
+            drawn[row] = np.minimum(indices, np.searchsorted(edges, edges[-1]))
         np.put_along_axis(rest, ids, 0.0, -1)
         mean = (shares * rest).sum(axis=-1, dtype=np.float64) / sums + peaks
         entropy = whole - (np.exp(log_probs) * kept).sum(axis=-1) - np.exp(log_tail) * mean
@@ -215,11 +215,11 @@ def _largest(row: NDArray[Any], count: int) -> NDArray[np.int64]:
     return ids
 
 
-def _error(logits: NDArray[Any], temperature: float, found: DecodedRows | NDArray[Any]) -> LogitsError:
+def _error(logits: NDArray[Any], temperature: float, decoded: DecodedRows | NDArray[Any]) -> LogitsError:
     log_p = _log_softmax(logits, temperature)
     p = np.exp(log_p)
-    log_classes, log_coded = _told_apart(log_p, temperature, found)
-    said = np.exp(log_coded) if isinstance(found, np.ndarray) else _expand(found, p.shape[1])
+    log_classes, log_coded = _told_apart(log_p, temperature, decoded)
+    said = np.exp(log_coded) if isinstance(decoded, np.ndarray) else _expand(decoded, p.shape[1])
     classes = np.exp(log_classes)
     ratios = np.zeros_like(classes)
     np.subtract(log_classes, log_coded, out=ratios, where=classes > 0)
@@ -229,32 +229,32 @@ def _error(logits: NDArray[Any], temperature: float, found: DecodedRows | NDArra
     return LogitsError(float(kl.mean()), float(kl.max()), float(tv.mean()), float(gradient.mean()), len(p))
 
 
-def _told_apart(log_p: Array, temperature: float, found: DecodedRows | NDArray[Any]) -> tuple[Array, Array]:
+def _told_apart(log_p: Array, temperature: float, decoded: DecodedRows | NDArray[Any]) -> tuple[Array, Array]:
     """Log-probabilities of the classes that a record tells apart, the teacher's and the record's."""
-    if isinstance(found, np.ndarray):
-        return log_p, _log_softmax(found, temperature)
+    if isinstance(decoded, np.ndarray):
+        return log_p, _log_softmax(decoded, temperature)
     with np.errstate(divide="ignore"):
-        log_rest = np.log(_rest(log_p, found).sum(axis=-1, keepdims=True))
-    exact = np.concatenate((np.take_along_axis(log_p, found.head_ids, -1), log_rest), axis=-1)
-    return exact, np.concatenate((found.log_probs, found.log_tail[:, None]), axis=-1)
+        log_rest = np.log(_rest(log_p, decoded).sum(axis=-1, keepdims=True))
+    exact = np.concatenate((np.take_along_axis(log_p, decoded.head_ids, -1), log_rest), axis=-1)
+    return exact, np.concatenate((decoded.log_probs, decoded.log_tail[:, None]), axis=-1)
 
 
-def _rest(log_p: Array, found: DecodedRows) -> Array:
+def _rest(log_p: Array, decoded: DecodedRows) -> Array:
     """Probabilities with zeros in place of the head's."""
     rest = np.exp(log_p)
-    np.put_along_axis(rest, found.head_ids, 0.0, -1)
+    np.put_along_axis(rest, decoded.head_ids, 0.0, -1)
     return rest
 
 
-def _moved(log_p: Array, temperature: float, found: DecodedRows | NDArray[Any], uniforms: Array) -> Array:
-    exact, coded = _told_apart(log_p, temperature, found)
+def _moved(log_p: Array, temperature: float, decoded: DecodedRows | NDArray[Any], uniforms: Array) -> Array:
+    exact, coded = _told_apart(log_p, temperature, decoded)
     moved: Array = np.abs(np.exp(exact) - np.exp(coded)).sum(axis=-1) / 2
-    if isinstance(found, np.ndarray) or not uniforms.shape[1]:
+    if isinstance(decoded, np.ndarray) or not uniforms.shape[1]:
         return moved
-    rest = _rest(log_p, found)
+    rest = _rest(log_p, decoded)
     running = rest.cumsum(axis=-1)
-    points, upper = uniforms * running[:, -1:], np.take_along_axis(running, found.draw_ids, -1)
-    lower = upper - np.take_along_axis(rest, found.draw_ids, -1)
+    points, upper = uniforms * running[:, -1:], np.take_along_axis(running, decoded.draw_ids, -1)
+    lower = upper - np.take_along_axis(rest, decoded.draw_ids, -1)
     # Rows that differ by some total variation differ by as much in a running sum, and in what a point is a share of.
     moved = np.maximum(moved, np.maximum(lower - points, points - upper).max(axis=-1) / 2)
     return moved
@@ -264,8 +264,8 @@ def _expand(rows: DecodedRows, vocab_size: int) -> Array:
     """What a record says of every class: of a tail that was not drawn from, that its classes are equally likely."""
     count, draws = rows.head_ids.shape[1], rows.draw_ids.shape[1]
     tail = np.exp(rows.log_tail)[:, None]
-    each = 0.0 if draws else tail / max(vocab_size - count, 1)
-    said = np.zeros((len(tail), vocab_size)) + each
+    share = 0.0 if draws else tail / max(vocab_size - count, 1)
+    said = np.zeros((len(tail), vocab_size)) + share
     np.put_along_axis(said, rows.head_ids, np.exp(rows.log_probs), -1)
     if draws:
         np.add.at(said, (np.arange(len(tail))[:, None], rows.draw_ids), tail / draws)

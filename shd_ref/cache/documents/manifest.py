@@ -263,9 +263,9 @@ class Manifest(Held):
 
 def _list_caches(root: Path | str) -> str:
     """Where a folder of caches was named instead of a cache: the names of some of them."""
-    found = sorted(path.parent.name for path in root.glob(f"*/{MANIFEST_NAME}")) if isinstance(root, Path) else []
-    shown = ", ".join(found[:SHOWN_CACHES]) + ", ..." * (len(found) > SHOWN_CACHES)
-    return f", but holds some: name one of {shown}" if found else ""
+    names = sorted(path.parent.name for path in root.glob(f"*/{MANIFEST_NAME}")) if isinstance(root, Path) else []
+    shown = ", ".join(names[:SHOWN_CACHES]) + ", ..." * (len(names) > SHOWN_CACHES)
+    return f", but holds some: name one of {shown}" if names else ""
 
 
 def _differences(name: str, mine: Any, theirs: Any) -> Iterator[str]:
@@ -280,7 +280,7 @@ def _differences(name: str, mine: Any, theirs: Any) -> Iterator[str]:
     elif len(mine) != len(theirs):
         yield f"{name}: {len(mine)} -> {len(theirs)} entries"
     else:
-        first, *more = [number for number, each in enumerate(mine) if each != theirs[number]]
+        first, *more = [number for number, entry in enumerate(mine) if entry != theirs[number]]
         yield from _differences(f"{name}[{first}]", mine[first], theirs[first])
         if more:
             yield f"{name}: {len(more)} more of {len(mine)} entries"
@@ -293,7 +293,7 @@ def _plain(manifest: Manifest) -> dict[str, Any]:
 
 
 def _is_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(isinstance(each, dict) for each in value)
+    return isinstance(value, (list, tuple)) and all(isinstance(item, dict) for item in value)
 
 
 def _say(value: Any) -> str:

@@ -50,7 +50,7 @@ class Errors(dict[str, RowError]):
     def merged(cls, parts: Iterable[Errors]) -> Errors:
         """Over the rows of several measurements."""
         parts = list(parts)
-        measured = {name: [part[name] for part in parts if name in part] for name in error_kinds()}
+        measured = {name: [by_kind[name] for by_kind in parts if name in by_kind] for name in error_kinds()}
         return cls({name: merge_errors(type(errors[0]), errors) for name, errors in measured.items() if errors})
 
     def problems(self, manifest: Manifest) -> Iterator[str]:
@@ -206,9 +206,9 @@ class Receipt:
         samples, size = manifest.dataset.num_samples, manifest.shards.samples_per_shard
         if self.shard != shard or shard >= manifest.shards.num_shards:
             yield f"shard must be {shard}, as its name says, below {manifest.shards.num_shards}; got {self.shard}"
-        found = len(self.records) + len(self.skipped)
-        if found != min(size, samples - shard * size):
-            yield f"records must be {min(size, samples - shard * size)}, by the shard plan; got {found}"
+        total = len(self.records) + len(self.skipped)
+        if total != min(size, samples - shard * size):
+            yield f"records must be {min(size, samples - shard * size)}, by the shard plan; got {total}"
         if self.skipped and manifest.on_error != "skip":
             yield f"skipped must be empty where the manifest does not allow it; got {len(self.skipped)}"
         for skipped in self.skipped:
@@ -321,13 +321,13 @@ def check_fingerprint(folder: object, manifest: Manifest, receipts: Iterable[Rec
         for index, key in receipt.sample_keys().items():
             keys[index] = np.frombuffer(bytes.fromhex(key), dtype=np.uint8)
             held[index] = True
-    found = dataset_fingerprint(key.tobytes().hex() for key in keys)
+    fingerprint = dataset_fingerprint(key.tobytes().hex() for key in keys)
     expected = manifest.dataset.fingerprint
-    if found != expected or not held.all():
+    if fingerprint != expected or not held.all():
         raise ShdError(
             "cache-mismatch",
             f"{folder}: the fingerprint of its {held.sum()} sample keys must be {expected}, as in the manifest; "
-            f"got {found}: the data set or the tokenizer changed while the cache was written; start over "
+            f"got {fingerprint}: the data set or the tokenizer changed while the cache was written; start over "
             "in another folder",
             "CACHE-37",
         )

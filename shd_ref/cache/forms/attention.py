@@ -246,11 +246,11 @@ class Attention(Form):
         """
 
     def _check_kinds(self) -> None:
-        names = [each.kind for each in self.kinds]
-        wanted = [kind for kind in KINDS if kind in names]
-        require(names == wanted, f"kinds must be some of {KINDS} in this order", names, "CACHE-105")
+        names = [entry.kind for entry in self.kinds]
+        expected = [kind for kind in KINDS if kind in names]
+        require(names == expected, f"kinds must be some of {KINDS} in this order", names, "CACHE-105")
         if self.kinds:
-            count = sum(each.num_student_layers for each in self.kinds)
+            count = sum(entry.num_student_layers for entry in self.kinds)
             meant = self.num_student_layers
             require(meant == count, f"num_student_layers must be {count}, the sum of all kinds", meant, "CACHE-105")
 

@@ -89,8 +89,8 @@ class Factors(Attention):
                 if codes.shape != (count, length, factors.width):
                     raise misfit(record, f"factors must be ({count}, {length}, {factors.width})", codes.shape)
                 if (steps is not None) != has_steps or (steps is not None and steps.shape != (count, length)):
-                    found = None if steps is None else steps.shape
-                    raise misfit(record, f"steps must be ({count}, {length}) for int8, else None", found)
+                    steps_shape = None if steps is None else steps.shape
+                    raise misfit(record, f"steps must be ({count}, {length}) for int8, else None", steps_shape)
                 if codes.dtype != dtype or (steps is not None and steps.dtype != np.float32):
                     message = f"record {record.index}: factors must be {dtype} with float32 steps; got {codes.dtype}"
                     raise ShdError("argument-dtype", message, "CACHE-142")

@@ -61,14 +61,14 @@ class Hidden(Rows):
         super().__post_init__()
         require(self.rows != "sample", "hidden.rows must be 'positions' or 'decoder'", self.rows, "CACHE-175")
         require(self.codec in VECTOR_CODECS, f"hidden.codec must be one of {VECTOR_CODECS}", self.codec, "CACHE-177")
-        names = [each.layer for each in self.layers]
+        names = [layer.layer for layer in self.layers]
         ascending = bool(names) and names == sorted(set(names))
         require(ascending, "hidden.layers must be at least one, ascending", names, "CACHE-176")
 
     @property
     def teacher_layers(self) -> list[int]:
         """Their numbers, ascending."""
-        return [each.layer for each in self.layers]
+        return [layer.layer for layer in self.layers]
 
     def row_bytes(self, layer: int) -> int:
         """Bytes of a row of a layer.
@@ -81,7 +81,7 @@ class Hidden(Rows):
     @property
     def row_sizes(self) -> tuple[int, ...]:
         """Of every layer."""
-        return tuple(self._size(each.width) for each in self.layers)
+        return tuple(self._size(layer.width) for layer in self.layers)
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -94,10 +94,10 @@ class Hidden(Rows):
         Raises:
             ShdError: ``not-finite``, ``argument-value``: codes that no encoder makes.
         """
-        for each in self.layers:
-            rows = np.ascontiguousarray(record.parts[self._part(each.layer).name])
+        for layer in self.layers:
+            rows = np.ascontiguousarray(record.parts[self._part(layer.layer).name])
             steps, codes = self._split(rows)
-            where = f"record {record.index}: hidden[{each.layer}]"
+            where = f"record {record.index}: hidden[{layer.layer}]"
             if not np.isfinite(codes if steps is None else steps).all():
                 raise ShdError("not-finite", f"{where} must be finite; got NaN or infinity", "CACHE-177")
             if steps is not None and ((steps < 0).any() or (codes < -INT8_LEVELS).any()):
@@ -106,7 +106,7 @@ class Hidden(Rows):
 
     def plain_size(self, extent: Extent) -> int:
         """Bytes as float32."""
-        return 4 * sum(each.width for each in self.layers) * self.num_rows(extent)
+        return 4 * sum(layer.width for layer in self.layers) * self.num_rows(extent)
 
     def encode(
         self, layer: int, rows: NDArray[np.floating[Any]], counted: NDArray[np.bool_] | None = None
@@ -174,7 +174,7 @@ class Hidden(Rows):
 
     def describe(self) -> list[tuple[str, str]]:
         """For a listing and a report."""
-        names, widths = ", ".join(map(str, self.teacher_layers)), sorted({each.width for each in self.layers})
+        names, widths = ", ".join(map(str, self.teacher_layers)), sorted({layer.width for layer in self.layers})
         return [
             ("hidden states", f"teacher layers {names}, width {', '.join(map(str, widths))}"),
             ("hidden codec", f"{self.codec}, {sum(self.row_sizes)} bytes per {self.unit}"),
@@ -208,8 +208,8 @@ class Hidden(Rows):
         return 2 * width if self.codec == "float16" else 4 + width
 
     def _layer(self, layer: int) -> HiddenLayer:
-        for each in self.layers:
-            if each.layer == layer:
-                return each
+        for entry in self.layers:
+            if entry.layer == layer:
+                return entry
         message = f"layer must be one of the teacher's {self.teacher_layers}; got {layer}"
         raise ShdError("argument-value", message, "CACHE-176")

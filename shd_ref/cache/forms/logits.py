@@ -97,10 +97,10 @@ class Logits(Rows):
         require(self.codec in LOGITS_CODECS, f"logits.codec must be one of {LOGITS_CODECS}", self.codec, "CACHE-164")
         size = self.vocab_size
         _require(1 <= size <= MAX_VOCABULARY, f"vocab_size must be 1 to {MAX_VOCABULARY}", size)
-        for padded in (self.padded_vocab_size, *(each.padded_vocab_size for each in self.with_teachers)):
+        for padded in (self.padded_vocab_size, *(teacher.padded_vocab_size for teacher in self.with_teachers)):
             fits = padded is None or size < padded <= MAX_VOCABULARY
             _require(fits, f"padded_vocab_size must be None, or above vocab_size, at most {MAX_VOCABULARY}", padded)
-        hashes = [each.sha256 for each in self.with_teachers]
+        hashes = [teacher.sha256 for teacher in self.with_teachers]
         _require(len(set(hashes)) == len(hashes), "with_teachers must be different teachers", hashes)
         if self.codec == "float16":
             unused = (self.temperature, self.head, self.draws, self.value_bits, self.seed)
@@ -124,7 +124,7 @@ class Logits(Rows):
     def check_manifest(self, teacher: str, *, has_decoder: bool) -> None:
         """The further teachers must be other ones than the first."""
         super().check_manifest(teacher, has_decoder=has_decoder)
-        own = teacher not in [each.sha256 for each in self.with_teachers]
+        own = teacher not in [other.sha256 for other in self.with_teachers]
         require(own, "logits.with_teachers must be other teachers than the first", teacher, "CACHE-163")
 
     @property
@@ -212,16 +212,16 @@ class Logits(Rows):
             ShdError: ``argument-value`` where the record was read without logits; ``cache-corrupt`` for rows that no
                 encoder writes.
         """
-        found = self._decode(self._rows_of(record))
-        if isinstance(found, np.ndarray):
-            return found
+        decoded = self._decode(self._rows_of(record))
+        if isinstance(decoded, np.ndarray):
+            return decoded
         assert self.temperature is not None
         if self.codec == "topk":
-            log_probs, log_tail = found.log_probs, found.log_tail
-            return TopkTargets(found.head_ids, log_probs, log_tail, self.temperature, self.vocab_size)
-        assert found.entropy is not None
-        ids, weights = found.slots()
-        return SampledTargets(ids, weights, found.entropy, self.temperature, self.vocab_size)
+            log_probs, log_tail = decoded.log_probs, decoded.log_tail
+            return TopkTargets(decoded.head_ids, log_probs, log_tail, self.temperature, self.vocab_size)
+        assert decoded.entropy is not None
+        ids, weights = decoded.slots()
+        return SampledTargets(ids, weights, decoded.entropy, self.temperature, self.vocab_size)
 
     def compare(
         self, record: StoredRecord, rows: NDArray[np.floating[Any]]
@@ -265,18 +265,18 @@ class Logits(Rows):
         Raises:
             ShdError: as ``decode``.
         """
-        found = self._decode(self._rows_of(record))
+        decoded = self._decode(self._rows_of(record))
         logits = as_rows("logits", rows, self.given_classes)[:, : self.vocab_size]
         entropies = row_entropies(logits, self.temperature or 1.0)
-        return np.abs(found.entropy - entropies), np.maximum(entropies * 2.0**-11, 2.0**-25)
+        return np.abs(decoded.entropy - entropies), np.maximum(entropies * 2.0**-11, 2.0**-25)
 
     def arrays(self, record: StoredRecord) -> Iterator[tuple[str, NDArray[Any]]]:
         """A decoded record, as in an export."""
-        found = self.decode(record)
-        if isinstance(found, np.ndarray):
-            yield "logits", found
+        decoded = self.decode(record)
+        if isinstance(decoded, np.ndarray):
+            yield "logits", decoded
             return
-        for name, values in zip(found._fields, found, strict=True):
+        for name, values in zip(decoded._fields, decoded, strict=True):
             if isinstance(values, np.ndarray):
                 yield f"logits_{name}", values.astype(np.int32 if name == "ids" else np.float32)
 
@@ -290,7 +290,9 @@ class Logits(Rows):
             "float16": "all classes",
         }[self.codec]
         bound = "any temperature" if self.temperature is None else f"temperature {self.temperature:g}"
-        mean = f"; mean with {', '.join(each.name for each in self.with_teachers)}" if self.with_teachers else ""
+        mean = (
+            f"; mean with {', '.join(teacher.name for teacher in self.with_teachers)}" if self.with_teachers else ""
+        )
         return [
             ("logits", f"{what}; {self.vocab_size} classes{padding}; {bound}{mean}"),
             ("logits codec", f"{self.codec}, {self.row_bytes} bytes per {self.unit}"),

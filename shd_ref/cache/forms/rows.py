@@ -69,8 +69,8 @@ class Rows(Form):
         for part, size in zip(self.parts, self.row_sizes, strict=True):
             rows, shape = record.parts[part.name], (self.num_rows(record.extent), size)
             if not isinstance(rows, np.ndarray) or rows.shape != shape:
-                found = getattr(rows, "shape", rows)
-                raise misfit(record, f"{part.title} must be {shape}, rows of bytes", found, "CACHE-161")
+                actual = getattr(rows, "shape", rows)
+                raise misfit(record, f"{part.title} must be {shape}, rows of bytes", actual, "CACHE-161")
             if rows.dtype != np.uint8:
                 message = f"record {record.index}: {part.title} must be uint8; got {rows.dtype}"
                 raise ShdError("argument-dtype", message, "CACHE-161")

@@ -83,10 +83,10 @@ def parse_members(data: bytes, source: object) -> dict[str, Any]:
         raise _corrupt(
             source, "not in canonical form: its bytes were changed, or another tool wrote them", "CACHE-11"
         )
-    found = members.pop("checksum", None)
+    checksum = members.pop("checksum", None)
     expected = xxh3_128(_serialise(members))
-    if found != expected:
-        raise _corrupt(source, f"its checksum must be {expected}; got {found}", "CACHE-13")
+    if checksum != expected:
+        raise _corrupt(source, f"its checksum must be {expected}; got {checksum}", "CACHE-13")
     return typing.cast(dict[str, Any], members)
 
 

@@ -57,7 +57,7 @@ class DraftFolder:
                 raise ShdError("write-failed", message) from None
             except OSError:  # a file system without locks, or without room: nothing stays that was not there
                 with contextlib.suppress(OSError):
-                    if all(place.name == LOCK for place in folder.iterdir()):
+                    if all(child.name == LOCK for child in folder.iterdir()):
                         (folder / LOCK).unlink(missing_ok=True)
                         folder.rmdir()
                 raise
@@ -65,11 +65,11 @@ class DraftFolder:
     def clear(self) -> None:
         """Remove what an earlier run left."""
         with write_errors(self.folder):
-            for place in self.folder.iterdir():
-                if place.is_dir() and not place.is_symlink():
-                    shutil.rmtree(place)
-                elif place.name != LOCK:
-                    place.unlink()
+            for child in self.folder.iterdir():
+                if child.is_dir() and not child.is_symlink():
+                    shutil.rmtree(child)
+                elif child.name != LOCK:
+                    child.unlink()
 
     def close(self, *, remove: bool) -> None:
         """Let the next run in, and first remove the folder, if so told."""
@@ -106,8 +106,8 @@ def drafting(target: Path, folder: Path | None = None) -> Iterator[Path]:
 
 def put(draft: Path, target: Path) -> None:
     """Give a draft its place: all of it is on the disk before, and its name after."""
-    for place in (*(draft.iterdir() if draft.is_dir() else ()), draft):
-        sync(place)
+    for path in (*(draft.iterdir() if draft.is_dir() else ()), draft):
+        sync(path)
     draft.replace(target)
     sync(target.parent)
 
@@ -122,9 +122,9 @@ def remove_finished(folder: Path) -> None:
             folder.rmdir()
 
 
-def sync(place: Path) -> None:
+def sync(path: Path) -> None:
     """Wait until a file or a folder's list of files is on the disk."""
-    descriptor = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:
@@ -155,7 +155,7 @@ def output_path(out: str | os.PathLike[str], *, cache: Folder | None = None, arg
         with write_errors(path):
             path.exists()  # refused here if the system cannot say
             real = path.resolve()  # links and '..' may lead into the cache too
-        if any(_is_same(place, root) for place in (real, *real.parents)):
+        if any(_is_same(candidate, root) for candidate in (real, *real.parents)):
             raise ShdError("argument-value", f"{argument} must lie outside the cache {root}; got {path}")
     return path
 
@@ -175,8 +175,8 @@ def output_file(out: str | os.PathLike[str], *, cache: Folder | None = None, arg
     return path
 
 
-def _is_same(place: Path, root: Path) -> bool:
+def _is_same(path: Path, root: Path) -> bool:
     try:
-        return place.samefile(root)
+        return path.samefile(root)
     except OSError:  # not there yet
         return False

@@ -33,8 +33,8 @@ def receipt_name(shard: int) -> str:
 
 def committed_shards(names: Iterable[str]) -> list[int]:
     """Shards whose receipts are among these names, ascending; other names (temporary files) are passed over."""
-    found = [_RECEIPT_FORM.fullmatch(name) for name in names]
-    return sorted(int(name[1]) for name in found if name)
+    matches = [_RECEIPT_FORM.fullmatch(name) for name in names]
+    return sorted(int(name[1]) for name in matches if name)
 
 
 def tensor_name(index: int, part: str) -> str:

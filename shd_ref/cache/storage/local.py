@@ -94,19 +94,19 @@ class LocalStorage(Storage):
 
     def names(self, folder: str = "") -> list[str]:
         """Every file below a folder, links included, and folders that have the name of a file."""
-        found: list[str] = []
+        paths: list[str] = []
         if self._held is None and not os.path.isdir(self.root):  # noqa: PTH112  (as it never raises)
-            return found
+            return paths
         with self.reads(folder or "."), contextlib.suppress(FileNotFoundError):
             descriptor = self._open_folder(folder.split("/") if folder else [])
             try:
-                for place, folders, files, inside in os.fwalk(".", onerror=_raise, dir_fd=descriptor):
+                for directory, folders, files, inside in os.fwalk(".", onerror=_raise, dir_fd=descriptor):
                     links = [name for name in folders if _is_link(inside, name)]
                     misnamed = [name for name in folders if FILE_FORM.fullmatch(name) and name not in links]
-                    found += [(Path(folder) / place / name).as_posix() for name in files + links + misnamed]
+                    paths += [(Path(folder) / directory / name).as_posix() for name in files + links + misnamed]
             finally:
                 os.close(descriptor)
-        return sorted(found)
+        return sorted(paths)
 
     def exists(self, name: str) -> bool:
         """Whether there is such a file; none where a file is in the folder's own place."""
@@ -224,13 +224,13 @@ class LocalStorage(Storage):
     def _open_folder(self, parts: Sequence[str], *, make: bool = False) -> int:
         """A descriptor of a folder of the cache; its parts may not be links (CACHE-7)."""
         folder = os.open(self.root, _FOLDER) if self._held is None else os.dup(self._held)
-        for count, part in enumerate(parts, 1):
+        for count, name in enumerate(parts, 1):
             try:
                 if make:
-                    _make_inside(folder, part)
-                inner = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
+                    _make_inside(folder, name)
+                inner = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
             except OSError as error:
-                if error.errno in (errno.ELOOP, errno.ENOTDIR) and _is_link(folder, part):
+                if error.errno in (errno.ELOOP, errno.ENOTDIR) and _is_link(folder, name):
                     raise self._unsafe("/".join(parts[:count])) from error
                 raise
             finally:
@@ -256,7 +256,9 @@ class LocalStorage(Storage):
             if not self.root.is_dir():
                 message = f"{self.root} is not a cache folder: name the folder that holds manifest.json"
                 return ShdError("cache-incomplete", message, "CACHE-83")
-            blocking = next((part for part in (path, *path.parents) if part.exists() and not part.is_dir()), path)
+            blocking = next(
+                (ancestor for ancestor in (path, *path.parents) if ancestor.exists() and not ancestor.is_dir()), path
+            )
             message = f"{blocking} must be a folder; it is a file: move it away, then restore the folder"
             return ShdError("cache-corrupt", message, "CACHE-83")
         if isinstance(error, IsADirectoryError):
@@ -341,18 +343,18 @@ class _LocalFile(RangeFile):
         return data[: self.read_into(start, [data])]
 
     def read_into(self, start: int, parts: Sequence[NDArray[np.uint8]]) -> int:
-        rest, place = [part.data for part in parts], start
+        rest, offset = [buffer.data for buffer in parts], start
         with self._reads():
             while rest:
-                count = os.preadv(self._descriptor, rest[:MAX_PARTS], place)
+                count = os.preadv(self._descriptor, rest[:MAX_PARTS], offset)
                 if not count:
                     break
-                place += count
+                offset += count
                 while rest and count >= len(rest[0]):
                     count -= len(rest.pop(0))
                 if count:  # one read may bring less than was asked for
                     rest[0] = rest[0][count:]
-        return place - start
+        return offset - start
 
     def __del__(self) -> None:
         # Not when the cache of open files drops it: another thread may still be reading.

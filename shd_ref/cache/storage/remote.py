@@ -72,13 +72,13 @@ class RemoteStorage(Storage):
     def names(self, folder: str = "") -> list[str]:
         """Every object below a prefix."""
         filesystem, prefix = self._connect()
-        place = f"{prefix}/{folder}" if folder else prefix
+        base = f"{prefix}/{folder}" if folder else prefix
         try:
             with self._reads(folder):
-                found = filesystem.find(place, withdirs=False)
+                paths = filesystem.find(base, withdirs=False)
         except FileNotFoundError:
             return []
-        return sorted(str(path)[len(prefix) :].lstrip("/") for path in found if len(str(path)) > len(prefix))
+        return sorted(str(path)[len(prefix) :].lstrip("/") for path in paths if len(str(path)) > len(prefix))
 
     def prepare(self) -> None:
         """Nothing: a prefix needs no making."""

@@ -74,11 +74,11 @@ class RangeFile(abc.ABC):
             FileNotFoundError: the file vanished.
         """
         data = self.read(start, start + sum(map(len, parts)))
-        place = 0
-        for part in parts:
-            held = data[place : place + len(part)]
-            part[: len(held)] = held
-            place += len(part)
+        offset = 0
+        for buffer in parts:
+            held = data[offset : offset + len(buffer)]
+            buffer[: len(held)] = held
+            offset += len(buffer)
         return len(data)
 
 

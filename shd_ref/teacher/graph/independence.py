@@ -174,7 +174,9 @@ class Trial:
         """The inputs with as many positions as a map has rows, and those with as many as it has keys."""
         lengths = {name: array.shape[1] for name, array in self._feeds.items() if array.ndim > 1}
         sizes = self._first[name].shape[-2:]
-        return tuple(tuple(sorted(each for each, length in lengths.items() if length == size)) for size in sizes)
+        return tuple(
+            tuple(sorted(input_name for input_name, length in lengths.items() if length == size)) for size in sizes
+        )
 
     def why_no_distribution(self, name: str, row_sums: str) -> str | None:
         """Why rows of a map are not what ``row_sums`` says; None where they are."""
@@ -290,7 +292,9 @@ def _probe_samples(model: onnx.ModelProto, maps: Mapping[str, tuple[Layout | Non
             findings = {name: frozen if finding == Finding() else finding for name, finding in findings.items()}
         if masking is not None:
             note = MASKS_ALL.format(name=masking)
-            findings = {name: each if each.reason else replace(each, note=note) for name, each in findings.items()}
+            findings = {
+                name: finding if finding.reason else replace(finding, note=note) for name, finding in findings.items()
+            }
         for name, finding in findings.items():
             if finding.reason is None:
                 rows, keys = trial.inputs_as_long(name)

@@ -108,8 +108,8 @@ class InputSizes:
         ordered = sorted(specs, key=lambda spec: (spec.part == "past", np.dtype(spec.dtype).kind == "f"))
         return {
             spec.name: tuple(
-                axis if isinstance(axis, int) else self._size_of(axis, spec, place, bound)
-                for place, axis in enumerate(spec.shape)
+                axis if isinstance(axis, int) else self._size_of(axis, spec, position, bound)
+                for position, axis in enumerate(spec.shape)
             )
             for spec in ordered
         }
@@ -118,36 +118,36 @@ class InputSizes:
         """Places of the axes of every input that grow with one of ``batch`` and ``length``, by its name."""
         more = replace(self, **{axis: getattr(self, axis) + 1}).shapes(specs)
         return {
-            name: [place for place, size in enumerate(shape) if size != more[name][place]]
+            name: [position for position, size in enumerate(shape) if size != more[name][position]]
             for name, shape in self.shapes(specs).items()
         }
 
-    def _size_of(self, name: str | None, spec: InputSpec, place: int, bound: dict[str, int]) -> int:
+    def _size_of(self, name: str | None, spec: InputSpec, position: int, bound: dict[str, int]) -> int:
         if spec.part == "past" and (name is None or not _TOLD.search(_UNNAMED.sub("", name))):
             # A stack of keys and values, and of layers, stands before the batch; its size is fixed.
             opened = [number for number, axis in enumerate(spec.shape) if not isinstance(axis, int)]
-            return self.batch if place == opened[0] and len(opened) > 1 else 0
+            return self.batch if position == opened[0] and len(opened) > 1 else 0
         if name is None:
-            return self.length if place else self.batch
+            return self.length if position else self.batch
         if name not in bound:
-            bound[name] = self._size_of_name(name, place, bound)
+            bound[name] = self._size_of_name(name, position, bound)
         return bound[name]
 
-    def _size_of_name(self, name: str, place: int, bound: dict[str, int]) -> int:
+    def _size_of_name(self, name: str, position: int, bound: dict[str, int]) -> int:
         terms = [term.strip() for term in name.split("+")]
         if len(terms) > 1:
             # "past + 1" was named after the one token of the export; the axis takes as many as there are.
             return sum(
                 (self.length if term == "1" else int(term))
                 if term.isdecimal()
-                else bound.setdefault(term, self._size_of_name(term, place, bound))
+                else bound.setdefault(term, self._size_of_name(term, position, bound))
                 for term in terms
             )
         if _EARLIER.search(name) and not _TOTAL.search(name):
             return 0
         if "batch" in name.lower():
             return self.batch
-        return self.length if place or _LENGTH.search(name) else self.batch
+        return self.length if position or _LENGTH.search(name) else self.batch
 
 
 def past_problem(specs: Sequence[InputSpec]) -> str | None:
@@ -168,8 +168,8 @@ def with_fixed(specs: Sequence[InputSpec], batch: int | None, length: int | None
     shapes = {spec.name: list(spec.shape) for spec in specs}
     for axis, size in (("batch", batch), ("length", length)):
         for name, places in InputSizes(2, 3).growing(specs, axis).items():
-            for place in () if size is None else places:
-                shapes[name][place] = size
+            for position in () if size is None else places:
+                shapes[name][position] = size
     return tuple(replace(spec, shape=tuple(shapes[spec.name])) for spec in specs)
 
 
@@ -273,8 +273,8 @@ def _check_past(spec: InputSpec) -> None:
     if problem is not None:
         raise ShdError("inputs-invalid", f"inputs must hold {spec.name}: {problem}")
     # A stack, (2, B, H, past, d), stands before the batch: heads and width are among the last three axes.
-    opened = [place - len(spec.shape) for place, axis in enumerate(spec.shape) if not isinstance(axis, int)]
-    if len(opened) > 2 or sum(place >= max(-3, 1 - len(spec.shape)) for place in opened) > 1:
+    opened = [position - len(spec.shape) for position, axis in enumerate(spec.shape) if not isinstance(axis, int)]
+    if len(opened) > 2 or sum(position >= max(-3, 1 - len(spec.shape)) for position in opened) > 1:
         raise ShdError(
             "inputs-invalid",
             f"{spec.name} must have open axes for the batch and the past alone, so that it can be fed empty; got "

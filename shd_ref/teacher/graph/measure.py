@@ -178,7 +178,7 @@ def _move(node: ir.Node, arrays: list[NDArray[Any]], shapes: Shapes) -> list[NDA
             return _evaluate(node, arrays)
         if node.op_type == "Split":
             axis, parts = int_attribute(node, "axis") or 0, [shapes.get(name_of(value)) for value in node.outputs]
-            sizes = [part[axis] for part in parts if part is not None]
+            sizes = [output_shape[axis] for output_shape in parts if output_shape is not None]
             complete = len(sizes) == len(parts) and sum(sizes) == array.shape[axis]
             return np.split(array, np.cumsum(sizes)[:-1], axis) if complete else None
         if shape is None:

@@ -244,8 +244,8 @@ def _wide(weight: NDArray[Any]) -> NDArray[Any]:
 def _quantised_weight(node: ir.Node) -> NDArray[np.float32] | None:
     """``(codes - zero) * scale`` of a product of integers."""
     codes, scale, zero = (
-        constant_of(_input(node, place)) if place >= 0 else None
-        for place in {
+        constant_of(_input(node, position)) if position >= 0 else None
+        for position in {
             "DynamicQuantizeMatMul": (1, 2, 3),
             "MatMulInteger": (1, -1, 3),
             "MatMulIntegerToFloat": (1, 3, 5),

@@ -134,9 +134,9 @@ def _is_readable(tensor: onnx.TensorProto) -> bool:
 
 def _made_shape(op_type: str, inputs: Sequence[NDArray[Any] | None]) -> list[int] | None:
     """The shape that an operator makes, as far as its constant inputs tell; None where they tell nothing."""
-    place = _SHAPE_INPUTS.get(op_type)
+    position = _SHAPE_INPUTS.get(op_type)
     if op_type == "Resize" and len(inputs) > 3:
-        place = 3
+        position = 3
     if op_type == "OneHot" and inputs[1] is not None:
         indices = 1 if inputs[0] is None else inputs[0].size
         return [indices, *(abs(int(size)) for size in inputs[1].ravel()[:1])]
@@ -144,7 +144,7 @@ def _made_shape(op_type: str, inputs: Sequence[NDArray[Any] | None]) -> list[int
         start, stop, step = (float(limit.ravel()[0]) for limit in inputs if limit is not None)
         count = (stop - start) / step if step else 0.0
         return [int(min(max(count, 0.0), 2.0**62))] if math.isfinite(count) else [2**62]
-    shape = inputs[place] if place is not None and place < len(inputs) else None
+    shape = inputs[position] if position is not None and position < len(inputs) else None
     if shape is None or shape.dtype.kind not in "iu":
         return None
     held = inputs[0].size if op_type == "Tile" and inputs[0] is not None else 1
@@ -243,14 +243,14 @@ def _signature_problem(node: onnx.NodeProto, opset: int) -> str | None:
         return f"has {len(node.input)} inputs, and may have {schema.min_input} to {schema.max_input}"
     if not schema.min_output <= len(node.output) <= schema.max_output:
         return f"has {len(node.output)} outputs, and may have {schema.min_output} to {schema.max_output}"
-    for given, formal in zip(node.input, schema.inputs, strict=False):
-        if not given and formal.option == onnx.defs.OpSchema.FormalParameterOption.Single:
+    for value, formal in zip(node.input, schema.inputs, strict=False):
+        if not value and formal.option == onnx.defs.OpSchema.FormalParameterOption.Single:
             return f"lacks its input {formal.name!r}"
     for attribute in node.attribute:
         formal = schema.attributes.get(attribute.name)
         if formal is not None and attribute.type != int(formal.type):
             return f"has an attribute {attribute.name!r} of another type than the operator's"
-    lacking = {name for name, each in schema.attributes.items() if each.required} - {a.name for a in node.attribute}
+    lacking = {name for name, entry in schema.attributes.items() if entry.required} - {a.name for a in node.attribute}
     return f"lacks its attribute {min(lacking)!r}" if lacking else None
 
 

@@ -43,15 +43,15 @@ def all_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
     for node in (node for function in model.functions for node in function.node):
         inner = [graph for body in bodies(node) for graph in all_graphs(body)]
         graphs += inner
-        nodes += [node, *(each for graph in inner for each in graph.node)]
+        nodes += [node, *(child for graph in inner for child in graph.node)]
     for graph in graphs:
         yield from graph.initializer
-        yield from (part for sparse in graph.sparse_initializer for part in (sparse.values, sparse.indices))
+        yield from (tensor for sparse in graph.sparse_initializer for tensor in (sparse.values, sparse.indices))
     for attribute in (attribute for node in nodes for attribute in node.attribute):
         yield from attribute.tensors
         if attribute.HasField("t"):
             yield attribute.t
-        yield from (part for sparse in attribute.sparse_tensors for part in (sparse.values, sparse.indices))
+        yield from (tensor for sparse in attribute.sparse_tensors for tensor in (sparse.values, sparse.indices))
         if attribute.HasField("sparse_tensor"):
             yield from (attribute.sparse_tensor.values, attribute.sparse_tensor.indices)
 

@@ -74,9 +74,9 @@ def compare_with_reference(
     masks = (
         query_mask
         if isinstance(query_mask, Mapping)
-        else dict.fromkeys((each.student_layer for each in squeezed.layers), query_mask)
+        else dict.fromkeys((layer.student_layer for layer in squeezed.layers), query_mask)
     )
-    layers = [LayerOutputs.read(each, outputs, masks[each.student_layer]) for each in squeezed.layers]
+    layers = [LayerOutputs.read(layer, outputs, masks[layer.student_layer]) for layer in squeezed.layers]
     return Comparison.merged(compare_layers(layers))
 
 
@@ -87,7 +87,8 @@ def compare_layers(outputs: Sequence[LayerOutputs], callers: int = 2) -> list[Co
         ShdError: as ``compare_with_reference``.
     """
     products = [
-        each.probs.shape[-2] * each.probs.shape[-1] * projection_of(each.layer.site).shape[-1] for each in outputs
+        output.probs.shape[-2] * output.probs.shape[-1] * projection_of(output.layer.site).shape[-1]
+        for output in outputs
     ]
     largest = max(products)
     with threads_for(largest if callers else 0):  # a run of one thread takes no more for its products
@@ -96,8 +97,8 @@ def compare_layers(outputs: Sequence[LayerOutputs], callers: int = 2) -> list[Co
         return [comparison for _, comparison in ahead]
 
 
-def _compare_layer(each: LayerOutputs) -> Comparison:
-    samples = [_compare_sample(each[number : number + 1]) for number in range(len(each.alphas))]
+def _compare_layer(layer_outputs: LayerOutputs) -> Comparison:
+    samples = [_compare_sample(layer_outputs[number : number + 1]) for number in range(len(layer_outputs.alphas))]
     return Comparison(
         map_difference=max(sample.map_difference for sample in samples),
         code_mismatch=_mean(sample.code_mismatch for sample in samples),
@@ -106,33 +107,33 @@ def _compare_layer(each: LayerOutputs) -> Comparison:
     )
 
 
-def _compare_sample(each: LayerOutputs) -> Comparison:
-    layer, merged, rule = each.layer, each.merged, each.layer.rule
+def _compare_sample(layer_outputs: LayerOutputs) -> Comparison:
+    layer, merged, rule = layer_outputs.layer, layer_outputs.merged, layer_outputs.layer.rule
     limits = load_tolerances()["graph"]
     dtype = layer.site.dtype or "float32"
     dtype = dtype if dtype in limits["probs"] else "float32"
-    products, outputs = _factor_products(each, rule.strategy, dtype)
+    products, outputs = _factor_products(layer_outputs, rule.strategy, dtype)
     mixing_of = functools.partial(
         solve_mixing,
         products,
         outputs,
         rule.rounds,
-        query_mask=each.row_mask,
+        query_mask=layer_outputs.row_mask,
         alpha_rule=rule.alpha_rule,
         alpha_per=rule.alpha_per,
     )
     mixing, constant = (mixing_of(strategy=strategy)[0] for strategy in (rule.strategy, "constant"))
     groups = plan_groups(rule.rounds, products.shape[1])
     difference = wrong = 0.0
-    for rows, probs in _tiles(each, dtype):
+    for rows, probs in _tiles(layer_outputs, dtype):
         weights = mixing if mixing.ndim == 3 else mixing[..., rows]
         expected = mix_maps(soften_rows(probs, rule.temperature, row_sums=layer.site.row_sums), weights)
-        found = merged[:, :, rows]
-        difference = float(np.maximum(difference, np.abs(found - expected.astype(dtype)).max(initial=0.0)))
+        actual = merged[:, :, rows]
+        difference = float(np.maximum(difference, np.abs(actual - expected.astype(dtype)).max(initial=0.0)))
         if rule.codec != "float32":
             # bf16 is coded on the host, from the graph's float32 maps.
-            coded = each.codes if rule.codec == "sqrt8-row" else None
-            codes = encode(rule.codec, found) if coded is None else coded[:, :, rows]
+            coded = layer_outputs.codes if rule.codec == "sqrt8-row" else None
+            codes = encode(rule.codec, actual) if coded is None else coded[:, :, rows]
             wrong += int((codes != encode(rule.codec, expected.astype(np.float32))).sum())
     mismatch = wrong / max(merged.size, 1)
     for name, got in (("probs", difference), ("code_mismatch", mismatch)):
@@ -145,37 +146,38 @@ def _compare_sample(each: LayerOutputs) -> Comparison:
                 "host with shd_ref.squeeze_heads",
             )
     residual, constant_residual = (
-        float(output_residual(products, outputs, weights, groups, each.row_mask)[0]) for weights in (mixing, constant)
+        float(output_residual(products, outputs, weights, groups, layer_outputs.row_mask)[0])
+        for weights in (mixing, constant)
     )
     return Comparison(difference, mismatch, residual, constant_residual)
 
 
-def _factor_products(each: LayerOutputs, strategy: str, dtype: str) -> tuple[Array, Array]:
+def _factor_products(layer_outputs: LayerOutputs, strategy: str, dtype: str) -> tuple[Array, Array]:
     """Factors ``(1, H, L, m)`` and ``(1, H, m, D)`` of all products ``A_p X_q`` that a merge of one sample reads.
 
     ``A_p X_q = (A_p V_q) W_q``, for heads that merge with one another: m is d_v of each of these.
     """
-    probs, values = each.probs, as_float(each.values, "values", ndim=4)
+    probs, values = layer_outputs.probs, as_float(layer_outputs.values, "values", ndim=4)
     (_, heads, rows, _), d_v = probs.shape, values.shape[-1]
-    projection = projection_of(each.layer.site).astype(np.float64).reshape(heads, d_v, -1)
+    projection = projection_of(layer_outputs.layer.site).astype(np.float64).reshape(heads, d_v, -1)
     values = np.repeat(values, heads // values.shape[1], axis=1)
-    groups = [tuple(range(heads))] if strategy == "mean" else plan_groups(each.layer.rule.rounds, heads)
+    groups = [tuple(range(heads))] if strategy == "mean" else plan_groups(layer_outputs.layer.rule.rounds, heads)
     width = d_v * max(map(len, groups))
     products, outputs = np.zeros((1, heads, rows, width)), np.zeros((1, heads, width, projection.shape[-1]))
     columns = np.zeros((heads, values.shape[2], width))  # of each head the values of its group
     for group in groups:
-        for place, head in enumerate(group):
-            part = slice(place * d_v, (place + 1) * d_v)
-            outputs[0, head, part] = projection[head]
-            columns[list(group), :, part] = values[0, head]
-    for tile, maps in _tiles(each, dtype):
+        for index, head in enumerate(group):
+            block = slice(index * d_v, (index + 1) * d_v)
+            outputs[0, head, block] = projection[head]
+            columns[list(group), :, block] = values[0, head]
+    for tile, maps in _tiles(layer_outputs, dtype):
         products[:, :, tile] = maps @ columns
     return products, outputs
 
 
-def _tiles(each: LayerOutputs, dtype: str) -> Iterator[tuple[slice, Array]]:
+def _tiles(layer_outputs: LayerOutputs, dtype: str) -> Iterator[tuple[slice, Array]]:
     """Some rows of the maps at a time, checked and in float64: whole ones would take many times a plain pass."""
-    probs, mask = each.probs, each.row_mask
+    probs, mask = layer_outputs.probs, layer_outputs.row_mask
     _, heads, rows, keys = probs.shape
     size = max(1, _TILE_BYTES // (8 * heads * max(keys, 1)))
     for start in range(0, rows, size):
@@ -184,7 +186,7 @@ def _tiles(each: LayerOutputs, dtype: str) -> Iterator[tuple[slice, Array]]:
         # In the teacher's own precision, which decides how exactly rows must sum to one.
         maps = probs[:, :, tile].astype(dtype)
         counted = None if mask is None else mask[:, tile]
-        yield tile, check_probs(maps, name, query_mask=counted, row_sums=each.layer.site.row_sums)
+        yield tile, check_probs(maps, name, query_mask=counted, row_sums=layer_outputs.layer.site.row_sums)
 
 
 def _mean(numbers: Iterable[float]) -> float:

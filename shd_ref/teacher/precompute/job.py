@@ -76,8 +76,8 @@ class PrecomputeJob:
         self._work.check_samples()
         first, comparisons = self._check_first()
         manifests = make_manifests(self._work, first)
-        for manifest, each in zip(manifests, first, strict=True):
-            samples = [self._work.sample(each, number) for number in range(len(each.batch.indices))]
+        for manifest, outputs in zip(manifests, first, strict=True):
+            samples = [self._work.sample(outputs, number) for number in range(len(outputs.batch.indices))]
             extents = [manifest.extent_of(sample.extent) for sample in samples]
             for form in manifest.forms:  # before a manifest binds the folder to options that do not suit the teacher
                 maker_of(form).check(form, samples, extents)
@@ -175,11 +175,11 @@ class PrecomputeJob:
         with closing(run_ahead(self._run_step, self._steps(shard_of), work.callers)) as squeezed:
             for step, (outputs, made) in squeezed:
                 again = functools.cache(self._check_again)
-                for (cache, _), each in zip(step.takers, made, strict=True):
+                for (cache, _), result in zip(step.takers, made, strict=True):
                     own = outputs[cache.number] if outputs else None
-                    progress.samples += cache.take(step.batch.indices, each, own, again)
+                    progress.samples += cache.take(step.batch.indices, result, own, again)
                 progress.report()
-                del outputs, own, made, each  # before the next are waited for
+                del outputs, own, made, result  # before the next are waited for
 
     def _run_step(self, step: _Step) -> tuple[tuple[StudentOutputs, ...] | None, list[_Made]]:
         """Run a batch, and make its records for each taker; several threads do so at once.
@@ -203,7 +203,11 @@ class PrecomputeJob:
             shards = {shard_of[index] for index in indices}
             first = not shards <= begun
             begun |= shards
-            takers = [(cache, wanted) for cache in self._caches if (wanted := sorted(cache.pending.keys() & shards))]
+            takers = [
+                (cache, cache_shards)
+                for cache in self._caches
+                if (cache_shards := sorted(cache.pending.keys() & shards))
+            ]
             if takers:
                 checked = first and work.count_checked(indices) == len(indices)
                 work.open(checked=checked)
@@ -226,33 +230,37 @@ class PrecomputeJob:
             parts = list(map(functools.partial(self._check_part, faulty), work.squeeze_parts(batch)))
             sound = [number for number, index in enumerate(batch.indices) if index not in faulty]
             if sound:
-                first = [StudentOutputs.joined([outputs for outputs, _ in each]) for each in zip(*parts, strict=True)]
-                layers = [[layer for _, compared in each for layer in compared] for each in zip(*parts, strict=True)]
-                return [each.select(sound) for each in first], [
+                first = [
+                    StudentOutputs.joined([outputs for outputs, _ in column]) for column in zip(*parts, strict=True)
+                ]
+                layers = [
+                    [layer for _, compared in column for layer in compared] for column in zip(*parts, strict=True)
+                ]
+                return [student.select(sound) for student in first], [
                     Comparison.merged(compared) if compared else None for compared in layers
                 ]
         raise ShdError("not-finite", "the teacher gives NaN or infinity on every sample: check its inputs", "MAP-5")
 
     def _check_part(
-        self, faulty: set[int], part: Sequence[StudentOutputs]
+        self, faulty: set[int], outputs: Sequence[StudentOutputs]
     ) -> list[tuple[StudentOutputs, list[Comparison]]]:
         """Outputs without check outputs, and how their layers compare; faulty samples are noted, and left out."""
-        work, indices = self._work, part[0].batch.indices
-        faulty |= {index for each in part for index in _judge(work, each)}
+        work, indices = self._work, outputs[0].batch.indices
+        faulty |= {index for student in outputs for index in _judge(work, student)}
         sound = [number for number, index in enumerate(indices) if index not in faulty]
         checked = []
-        for each in part:
+        for student in outputs:
             compared: list[Comparison] = []
-            if sound and each.layers:
+            if sound and student.layers:
                 # In float64, so of a few: the ends of the batch, which are its longest sample and its shortest.
-                few = each.select(sorted({sound[0], sound[-1]}))
+                few = student.select(sorted({sound[0], sound[-1]}))
                 compared = compare_layers(few.layers, work.callers)
                 for number in sound:
-                    sample = work.sample(each, number)
+                    sample = work.sample(student, number)
                     for maker in chain(*makers().values()):
                         maker.compare(work, sample)
-            layers = tuple(layer.without_check() for layer in each.layers)
-            checked.append((replace(each, layers=layers), compared))
+            layers = tuple(layer.without_check() for layer in student.layers)
+            checked.append((replace(student, layers=layers), compared))
         return checked
 
 
@@ -316,8 +324,10 @@ class _StudentCache:
             shards: pending ones that the batch has samples of.
         """
         faults = _judge(self._work, outputs)
-        wanted = {shard: self.pending[shard].samples - faults.keys() for shard in shards}
-        made = {shard: make_records(self._work, outputs, samples, self.manifest) for shard, samples in wanted.items()}
+        indices = {shard: self.pending[shard].samples - faults.keys() for shard in shards}
+        made = {
+            shard: make_records(self._work, outputs, samples, self.manifest) for shard, samples in indices.items()
+        }
         return _Made(faults, made)
 
     def take(
@@ -340,18 +350,20 @@ class _StudentCache:
         """
         inputs, taken = self._work.inputs, 0
         for shard, records in made.records.items():
-            part = self.pending[shard]
-            skipped = [index for index in indices if index in part.samples & made.faults.keys()]
-            part.records += records
-            part.skipped += [
+            pending = self.pending[shard]
+            skipped = [index for index in indices if index in pending.samples & made.faults.keys()]
+            pending.records += records
+            pending.skipped += [
                 Skipped(index, inputs.key(index), made.faults[index], inputs.seed(index)) for index in skipped
             ]
             taken += len(records) + len(skipped)
-            if part.errors is None and outputs is not None and records:
-                part.errors = self._measure(outputs, records, check_again)
-            if part.full:
+            if pending.errors is None and outputs is not None and records:
+                pending.errors = self._measure(outputs, records, check_again)
+            if pending.full:
                 del self.pending[shard]
-                self.commits.put(shard, part.records, part.errors or Errors.unmeasured(self.manifest), part.skipped)
+                self.commits.put(
+                    shard, pending.records, pending.errors or Errors.unmeasured(self.manifest), pending.skipped
+                )
         return taken
 
     def _measure(
@@ -371,7 +383,7 @@ class _StudentCache:
 def _check_students(students: Students) -> None:
     """Refuse students that cannot share a pass, before a manifest of any is written."""
     heads = [options.num_student_heads for _, options in students]
-    if not students or any(heads.count(each) > 1 for each in heads):
+    if not students or any(heads.count(number) > 1 for number in heads):
         raise ShdError(
             "argument-value", f"students must be at least one, with distinct numbers of heads; got {heads}"
         )

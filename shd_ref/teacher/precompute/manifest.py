@@ -51,20 +51,20 @@ def check_destination(folder: Folder, teacher: Path, options: PrecomputeOptions,
     check_free(storage)
     if not storage.exists(MANIFEST_NAME):
         return
-    found = Manifest.read(storage)
-    size = found.shards.samples_per_shard
+    existing = Manifest.read(storage)
+    size = existing.shards.samples_per_shard
     members: list[tuple[str, object, object]] = [
-        ("spec_version", found.spec_version, shd_ref.SPEC_VERSION),
-        ("teacher.name", found.teacher.name, teacher.name),
-        ("teacher.provider", found.teacher.provider, PROVIDERS.get(run.provider, run.provider)),
-        ("compression", found.compression, options.compression),
-        ("on_error", found.on_error, options.on_error),
-        ("inputs.seed", found.inputs.seed, options.seed_column),
-        ("shards.seed", found.shards.seed, run.seed),
+        ("spec_version", existing.spec_version, shd_ref.SPEC_VERSION),
+        ("teacher.name", existing.teacher.name, teacher.name),
+        ("teacher.provider", existing.teacher.provider, PROVIDERS.get(run.provider, run.provider)),
+        ("compression", existing.compression, options.compression),
+        ("on_error", existing.on_error, options.on_error),
+        ("inputs.seed", existing.inputs.seed, options.seed_column),
+        ("shards.seed", existing.shards.seed, run.seed),
         ("shards.samples_per_shard", size, size if run.samples_per_shard is None else run.samples_per_shard),
     ]
     for subject, (maker, *_) in makers().items():
-        form = next((form for form in found.forms if subject == form.SUBJECT), None)
+        form = next((form for form in existing.forms if subject == form.SUBJECT), None)
         members += [(f"{subject}.{name}", old, new) for name, old, new in maker.decided(form, options, run)]
     differences = [f"{name}: {old!r} -> {new!r}" for name, old, new in members if old != new]
     if differences:
@@ -73,7 +73,7 @@ def check_destination(folder: Folder, teacher: Path, options: PrecomputeOptions,
 
 def _check_folder(root: Path) -> None:
     """A folder, or a place where one can be made."""
-    there = next(place for place in (root, *root.parents) if place.exists())
+    there = next(path for path in (root, *root.parents) if path.exists())
     if there == root and not root.is_dir():
         raise ShdError("cache-exists", f"{root} must be a folder; it is a file: name another --out", "CACHE-60")
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
@@ -110,10 +110,10 @@ def make_manifests(work: TeacherRun, outputs: Sequence[StudentOutputs]) -> list[
         ShdError: ``graph-unsupported``.
     """
     run, inputs, count = work.run, work.inputs, len(work.inputs)
-    forms = [describe_forms(work, each) for each in outputs]
+    forms = [describe_forms(work, output) for output in outputs]
     per_sample = max(
-        sum(form.coded_size(of_student.extent_of(work.sample(each, 0).extent)) for form in of_student.forms)
-        for of_student, each in zip(forms, outputs, strict=True)
+        sum(form.coded_size(of_student.extent_of(work.sample(output, 0).extent)) for form in of_student.forms)
+        for of_student, output in zip(forms, outputs, strict=True)
     )
     size = run.samples_per_shard or max(1, min(SHARD_BYTES // per_sample, math.ceil(count / LEAST_SHARDS)))
     teacher = work.fingerprint()
@@ -124,8 +124,8 @@ def make_manifests(work: TeacherRun, outputs: Sequence[StudentOutputs]) -> list[
             created_by=f"squeezing-heads {shd_ref.__version__}",
             teacher=teacher,
             forms=of_student.forms,
-            compression=each.student.options.compression,
-            on_error=each.student.options.on_error,
+            compression=output.student.options.compression,
+            on_error=output.student.options.on_error,
             inputs=SampleInputs(
                 names=inputs.names,
                 mask=inputs.mask,
@@ -136,5 +136,5 @@ def make_manifests(work: TeacherRun, outputs: Sequence[StudentOutputs]) -> list[
             dataset=Dataset(fingerprint=fingerprint, num_samples=count),
             shards=ShardPlan(samples_per_shard=size, seed=run.seed, num_shards=math.ceil(count / size)),
         )
-        for of_student, each in zip(forms, outputs, strict=True)
+        for of_student, output in zip(forms, outputs, strict=True)
     ]

@@ -76,7 +76,7 @@ def summarise(folder: str | os.PathLike[str], manifest: Manifest, **told: Any) -
     for shard in listing.written:
         if sum(map(len, alphas)) < MAX_ALPHAS:
             alphas.append(_read_alphas(storage, Receipt.read(storage, shard, manifest), manifest))
-    found = np.concatenate([*alphas, np.empty(0, np.float32)])
+    values = np.concatenate([*alphas, np.empty(0, np.float32)])
     attention = manifest.find(Attention)
     solved = attention is not None and attention.strategy == "shd"
     return PrecomputeSummary(
@@ -85,9 +85,9 @@ def summarise(folder: str | os.PathLike[str], manifest: Manifest, **told: Any) -
         skipped=listing.skipped,
         coded_bytes=listing.coded_bytes,
         float32_bytes=listing.float32_bytes,
-        alphas=found,
-        num_clipped=int(((found < 0) | (found > 1)).sum()),
-        num_degenerate=int((found == 0.5).sum()) if solved else 0,
+        alphas=values,
+        num_clipped=int(((values < 0) | (values > 1)).sum()),
+        num_degenerate=int((values == 0.5).sum()) if solved else 0,
         errors=listing.errors,
         **told,
     )

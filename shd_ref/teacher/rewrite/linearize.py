@@ -140,12 +140,12 @@ def _merge(graph: ir.Graph, ffn: Ffn) -> tuple[int, int, int]:
     assert producer is not None
     graph.insert_before(producer, nodes)
     new.shape, new.type = old.shape, old.type
-    for user, place in tuple(old.uses()):
-        user.replace_input_with(place, new)
-    for place, value in enumerate(graph.outputs):
+    for user, index in tuple(old.uses()):
+        user.replace_input_with(index, new)
+    for index, value in enumerate(graph.outputs):
         if value is old:
             old.name, new.name = f"{name}/unused", old.name
-            graph.outputs[place] = new
+            graph.outputs[index] = new
     return first.shape[0], first.shape[1], second.shape[1]
 
 

@@ -118,11 +118,11 @@ class LogitsTeacher:
     def _feeds(self, batch: Batch) -> dict[str, NDArray[Any]]:
         """The arrays of a batch as this graph takes them, and what is supplied."""
         arrays = {
-            given: as_dtype(batch.arrays[given], np.dtype(spec.dtype))
-            for given, spec in self._specs.items()
-            if given in batch.arrays and given not in self._supply.names
+            name: as_dtype(batch.arrays[name], np.dtype(spec.dtype))
+            for name, spec in self._specs.items()
+            if name in batch.arrays and name not in self._supply.names
         }
-        wrong = [given for given, array in arrays.items() if array is None]
+        wrong = [name for name, array in arrays.items() if array is None]
         if wrong:
             raise ShdError(
                 "inputs-invalid",

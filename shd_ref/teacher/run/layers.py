@@ -101,7 +101,7 @@ def _choose_by_kind(
         if kind not in (held if meant is None else meant):
             continue
         number = held[kind] if meant is None else meant[kind]
-        before = sum(each.num_student_layers for each in counts)
+        before = sum(entry.num_student_layers for entry in counts)
         pairs = layer_map(held[kind], number)
         chosen += [(before + student, of_kind[kind][teacher]) for student, teacher in pairs]
         counts.append(KindLayers(kind, number))

@@ -68,11 +68,11 @@ def recheck_records(
     chosen = [int(i) for i in np.random.default_rng(seed).permutation(count) if int(i) not in skipped][:num_records]
     rows, tv_max, target_rows = 0, 0.0, 0
     parts = (
-        (place, outputs)
+        (position, outputs)
         for batch in work.checked_batches(chosen)
-        for place, (outputs,) in enumerate(work.squeeze_parts(batch))
+        for position, (outputs,) in enumerate(work.squeeze_parts(batch))
     )
-    for place, outputs in parts:
+    for position, outputs in parts:
         for number in range(len(outputs.batch.indices)):
             sample = work.sample(outputs, number)
             record = reader.read(sample.key)
@@ -81,7 +81,7 @@ def recheck_records(
                 if maker.BY_LAYER:
                     compared, difference = maker.recheck(form, manifest, sample, record)
                     rows, tv_max = rows + compared, max(tv_max, difference)
-                elif not place:
+                elif not position:
                     target_rows += maker.recheck(form, manifest, sample, record)[0]
     return RecheckReport(records=len(chosen), rows=rows, tv_max=tv_max, target_rows=target_rows)
 
@@ -137,7 +137,7 @@ def _check_teachers(reader: CacheReader, teachers: Sequence[str | Path], *, has_
         raise ShdError(
             "argument-value",
             "with_teachers must be the further teachers whose logits were averaged, "
-            f"{', '.join(repr(each.name) for each in averaged) or 'none'}, in this order; got "
+            f"{', '.join(repr(teacher.name) for teacher in averaged) or 'none'}, in this order; got "
             f"{', '.join(map(str, teachers[1:])) or 'none'}",
             "CACHE-163",
         )

@@ -176,7 +176,7 @@ class _Sweep:
 
 def read_operator(node: ir.Node, known: dict[ir.Value, _Linear]) -> _Linear | None:
     """What an operator makes of linear tensors; None where its result is not linear in them."""
-    places = {place: known[value] for place, value in enumerate(node.inputs) if value in known}
+    places = {position: known[value] for position, value in enumerate(node.inputs) if value in known}
     if node.op_type in ADDING_OPS:
         if node.op_type == "Sub" and 1 in places:
             if not places[1].terms:
@@ -190,18 +190,18 @@ def read_operator(node: ir.Node, known: dict[ir.Value, _Linear]) -> _Linear | No
         return None if product is None else _join([product, _scale(places[2], float_attribute(node, "beta"))])
     if len(places) != 1:
         return None
-    ((place, reading),) = places.items()
-    others = [value for number, value in enumerate(node.inputs) if number != place and value is not None]
+    ((position, reading),) = places.items()
+    others = [value for number, value in enumerate(node.inputs) if number != position and value is not None]
     if node.op_type in LAYOUT_OPS:
-        return _move(node, reading) if place == 0 else None
+        return _move(node, reading) if position == 0 else None
     if node.op_type in _PICKING:
-        fixed = place == 0 and all(is_constant(value) for value in others)
+        fixed = position == 0 and all(is_constant(value) for value in others)
         return reading if fixed and not reading.terms else None
-    if node.op_type == "Mul" or (node.op_type == "Div" and place == 0):
+    if node.op_type == "Mul" or (node.op_type == "Div" and position == 0):
         return _scale_by(node.op_type, reading, others[0])
     if node.op_type == "ReduceSum":
         return _sum_heads(node, reading)
-    return _multiply(node, place, reading)
+    return _multiply(node, position, reading)
 
 
 def _join(readings: list[_Linear]) -> _Linear | None:

@@ -288,7 +288,7 @@ def _step(trail: _Trail, node: ir.Node, place: int) -> _Trail | None:
         order = node.attributes["perm"].as_ints()
         if len(order) > len(_AXES):
             return None
-        turned = tuple(trail.axes[place - len(order)] for place in order)
+        turned = tuple(trail.axes[number - len(order)] for number in order)
         return replace(trail, value=output, axes=trail.axes[: -len(order)] + turned)
     quotient = None if trail.is_mixed or not in_order else read_quotient(node)
     if quotient is not None and quotient.numbers is trail.value and node.inputs[place] is trail.value:

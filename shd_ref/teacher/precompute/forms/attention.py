@@ -264,11 +264,11 @@ def mixings_of(form: Attention, raw_alphas: NDArray[np.float32]) -> NDArray[np.f
 def _stack_layers(samples: Sequence[SampleOutputs]) -> NDArray[np.float32]:
     """Weights of all layers ``(B, layers, n)`` or ``(B, layers, n, L)``; layers with fewer rows end in zeros."""
     weights = [[layer.alphas for layer in sample.layers] for sample in samples]
-    shape = max(each.shape for of_sample in weights for each in of_sample)
+    shape = max(alphas.shape for of_sample in weights for alphas in of_sample)
     stacked = np.zeros((len(samples), len(weights[0]), *shape), np.float32)
     for number, of_sample in enumerate(weights):
-        for column, each in enumerate(of_sample):
-            stacked[number, column, ..., : each.shape[-1]] = each
+        for column, alphas in enumerate(of_sample):
+            stacked[number, column, ..., : alphas.shape[-1]] = alphas
     return stacked
 
 

@@ -39,8 +39,8 @@ class FactorsMaker(AttentionMaker[Factors]):
         """Support and windows are read off the mask of a longest sample."""
         support, windows = describe_mask(read_spans(work, outputs))
         factors = tuple(
-            LayerFactors(each.num_kv_heads, each.d, each.scale, window)
-            for each, window in zip(work.factors, windows, strict=True)
+            LayerFactors(layer.num_kv_heads, layer.d, layer.scale, window)
+            for layer, window in zip(work.factors, windows, strict=True)
         )
         padding = "around" if work.inputs.firsts.any() else "behind"
         return Factors(**squeeze, support=support, factors=factors, padding=padding)
@@ -87,8 +87,8 @@ class FactorsMaker(AttentionMaker[Factors]):
             for layer, factors, mixing in zip(sample.layers, form.factors, record.parts["mixing"], strict=True):
                 _compare_maps(layer, sample.extent, factors.scale, form.support, factors.window)
                 queries, keys = decode_factors(record.parts[blob_name(layer.layer.student_layer)])
-                found = rebuild_maps(queries, keys, factors.scale, form.support, mixing, window=factors.window)
-                errors.append(codec_error(layer.merged[:, counted, counted], found))
+                rebuilt = rebuild_maps(queries, keys, factors.scale, form.support, mixing, window=factors.window)
+                errors.append(codec_error(layer.merged[:, counted, counted], rebuilt))
         return merge_codec_errors(errors)
 
     def bound(self, form: Factors, layer: LayerOutputs, extent: Extent, merged: NDArray[Any]) -> NDArray[np.float64]:
@@ -187,15 +187,15 @@ def check_mask(sample: SampleOutputs, support: str, windows: Sequence[int | None
         layer = outputs.layer
         low, high = row_bounds(length - first, support, window)
         expected = np.stack([first + low, first + high, high - low + 1], axis=-1)
-        found = outputs.spans[:, first:length]
-        wrong = np.argwhere((found != expected).any(axis=-1))
+        actual = outputs.spans[:, first:length]
+        wrong = np.argwhere((actual != expected).any(axis=-1))
         if len(wrong):
-            head, row = (int(place) for place in wrong[0])
-            seen, wanted = found[head, row].tolist(), expected[row].tolist()
+            head, row = (int(index) for index in wrong[0])
+            seen, limits = actual[head, row].tolist(), expected[row].tolist()
             raise ShdError(
                 "graph-unsupported",
                 f"attention site {layer.site.layer} ({layer.site.name}) must let a row see the keys that causality "
-                f"and a window say, {wanted[2]} from {wanted[0]} to {wanted[1]} for row {first + row} "
+                f"and a window say, {limits[2]} from {limits[0]} to {limits[1]} for row {first + row} "
                 f"({support}, window {window}); got {seen[2]} from {seen[0]} to {seen[1]} in head "
                 f"{head}: it has a mask of its own; use --form maps",
                 "CACHE-143",

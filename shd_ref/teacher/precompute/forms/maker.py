@@ -129,13 +129,13 @@ def make_records(work: TeacherRun, outputs: StudentOutputs, wanted: Container[in
             index=sample.index,
             key=sample.key,
             length=extent.length,
-            parts={name: part for of_form in made for name, part in of_form[place].items()},
+            parts={name: blob for of_form in made for name, blob in of_form[position].items()},
             seed=work.inputs.seed(sample.index),
             first=extent.first,
             shapes=extent.shapes,
             decoder=extent.decoder,
         )
-        for place, (sample, extent) in enumerate(zip(samples, extents, strict=True))
+        for position, (sample, extent) in enumerate(zip(samples, extents, strict=True))
     ]
 
 
@@ -148,8 +148,8 @@ def measure_errors(work: TeacherRun, outputs: StudentOutputs, records: Sequence[
         records: what ``make_records`` made of it.
         forms: of the records, such as the manifest.
     """
-    place = {index: number for number, index in enumerate(outputs.batch.indices)}
-    samples = [work.sample(outputs, place[record.index]) for record in records]
+    positions = {index: number for number, index in enumerate(outputs.batch.indices)}
+    samples = [work.sample(outputs, positions[record.index]) for record in records]
     return Errors({form.SUBJECT: maker_of(form).measure(form, samples, records) for form in forms.forms})
 
 

@@ -58,7 +58,7 @@ class RowsMaker(Maker[RowsT]):
         for sample, extent in zip(samples, extents, strict=True):
             try:
                 parts = enumerate(self.rows(form, sample, extent))
-                codes = [self.encode(form, part, rows, sample.index, counted) for part, (rows, counted) in parts]
+                codes = [self.encode(form, number, rows, sample.index, counted) for number, (rows, counted) in parts]
             except ShdError as error:
                 named = ShdError(error.code, f"sample {sample.index} (key {sample.key}): {error}")
                 named.spec_id = error.spec_id
@@ -271,15 +271,15 @@ def _check_rows(work: TeacherRun, outputs: StudentOutputs, what: str, rows: NDAr
 
 
 def _check_moves(
-    record: StoredRecord, what: str, found: NDArray[np.float64], limits: NDArray[np.float64], counted: Counted
+    record: StoredRecord, what: str, moves: NDArray[np.float64], limits: NDArray[np.float64], counted: Counted
 ) -> None:
-    wrong = ~(found <= limits) if counted is None else ~(found <= limits) & counted
+    wrong = ~(moves <= limits) if counted is None else ~(moves <= limits) & counted
     if wrong.any():
-        row = int(np.where(wrong, found - limits, -np.inf).argmax())
+        row = int(np.where(wrong, moves - limits, -np.inf).argmax())
         raise ShdError(
             "cache-mismatch",
             f"record {record.index} (key {record.key}) {what} row {row} must equal what the teacher gives now within "
             f"{limits[row]:.4f}, the bound for coding and rerunning the teacher; got "
-            f"{found[row]:.4f}: the cache was made another way",
+            f"{moves[row]:.4f}: the cache was made another way",
             "CACHE-91",
         )
