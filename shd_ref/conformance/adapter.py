@@ -172,8 +172,8 @@ class Subject:
         for operation, arrays, before in self._earlier:
             if before != [array.tobytes() for array in arrays]:
                 raise BrokenError(f"changed what an earlier call of {operation} had answered", "NUM-9")
-        answered, given = _arrays(call.answer), _arrays(inputs)
-        if any(np.may_share_memory(*pair) for pair in product(answered, given)):
+        answered, arguments = _arrays(call.answer), _arrays(inputs)
+        if any(np.may_share_memory(*pair) for pair in product(answered, arguments)):
             raise BrokenError("answered with memory of an argument: what a caller writes there changes both", "NUM-9")
         small = [array for array in answered if array.nbytes < _LARGE]
         self._earlier.append((call.operation, small, [array.tobytes() for array in small]))

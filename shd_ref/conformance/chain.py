@@ -125,15 +125,15 @@ def check_chain(
     shape = (batch, len(groups), heads, *((rows,) if per_row else ()))
     mixing = as_numbers(got["mixing"])
     if mixing is None or mixing.shape != shape:
-        found = abbreviate(got["mixing"]) if mixing is None else f"shape {list(mixing.shape)}"
-        return "mixing", Difference(f"must be numbers of the shape {list(shape)}", f"shape {list(shape)}", found)
+        actual = abbreviate(got["mixing"]) if mixing is None else f"shape {list(mixing.shape)}"
+        return "mixing", Difference(f"must be numbers of the shape {list(shape)}", f"shape {list(shape)}", actual)
     by_row = mixing if per_row else mixing[..., None]  # (B, H_s, H_t, 1 or L)
 
     if strategy == "mean":
         extra = _pairless(got)
         if extra:
             return extra
-        wanted = np.full(by_row.shape, 1.0 / heads)
+        expected = np.full(by_row.shape, 1.0 / heads)
     else:
         runner = _Rounds(solved_on, outputs, inputs, dtype, flat)
         difference = runner.run(plan, got["alphas"], weights)
@@ -143,8 +143,8 @@ def check_chain(
         if miscounted:
             return miscounted
         composed = np.stack(runner.rows, axis=1)  # (B, H_s, H_t, 1 or L)
-        wanted = np.broadcast_to(composed, by_row.shape)
-    difference = compare_close(wanted, by_row, *agreement(dtype, "alpha"))
+        expected = np.broadcast_to(composed, by_row.shape)
+    difference = compare_close(expected, by_row, *agreement(dtype, "alpha"))
     if difference:
         return "mixing", difference
     # (B, H_s, L or 1, H_t) against (B, L, H_t, S)
@@ -195,14 +195,14 @@ class _Rounds:
             return Difference(f"must hold one array a round, {len(plan)} in all", str(len(plan)), abbreviate(alphas))
         per_row = self.inputs.get("alpha_per", "map") == "row"
         for number, (one_round, answer) in enumerate(zip(plan, alphas, strict=True)):
-            given = as_numbers(answer)
+            array = as_numbers(answer)
             shape = (weights[0], len(one_round), *(weights[1:] if per_row else ()))
-            if given is None or given.shape != shape:
-                found = abbreviate(answer) if given is None else f"shape {list(given.shape)}"
-                return Difference(f"round {number} must have the shape {list(shape)}", f"shape {list(shape)}", found)
+            if array is None or array.shape != shape:
+                actual = abbreviate(answer) if array is None else f"shape {list(array.shape)}"
+                return Difference(f"round {number} must have the shape {list(shape)}", f"shape {list(shape)}", actual)
             merged = []
             for position, (p, q) in enumerate(one_round):
-                alpha = given[:, position].reshape(weights)
+                alpha = array[:, position].reshape(weights)
                 difference = self._check_pair(p, q, alpha)
                 if difference:
                     return Difference(
@@ -230,9 +230,9 @@ class _Rounds:
                 return None
             clipped += int(((pair.best < 0.0) | (pair.best > 1.0)).sum()) if self.strategy == "shd" else 0
             degenerate += int(pair.degenerate.sum())
-        for name, wanted in (("num_clipped", clipped), ("num_degenerate", degenerate)):
-            if as_plain(got[name]) != wanted:
-                return name, Difference("is not the count of MIX-9", str(wanted), abbreviate(as_plain(got[name])))
+        for name, expected in (("num_clipped", clipped), ("num_degenerate", degenerate)):
+            if as_plain(got[name]) != expected:
+                return name, Difference("is not the count of MIX-9", str(expected), abbreviate(as_plain(got[name])))
         return None
 
     def _check_pair(self, p: int, q: int, alpha: Array) -> Difference | None:
@@ -297,8 +297,8 @@ def _sum_rows(terms: Array, per_row: bool) -> Array:
 
 
 def _compare(wanted: Array, got: Any, dtype: str, quantity: str) -> Difference | None:
-    given = as_numbers(got)
-    if given is None or given.shape != wanted.shape:
-        found = abbreviate(got) if given is None else f"shape {list(given.shape)}"
-        return Difference(f"must be numbers of the shape {list(wanted.shape)}", f"shape {list(wanted.shape)}", found)
-    return compare_close(wanted, given, *agreement(dtype, quantity))
+    numbers = as_numbers(got)
+    if numbers is None or numbers.shape != wanted.shape:
+        actual = abbreviate(got) if numbers is None else f"shape {list(numbers.shape)}"
+        return Difference(f"must be numbers of the shape {list(wanted.shape)}", f"shape {list(wanted.shape)}", actual)
+    return compare_close(wanted, numbers, *agreement(dtype, quantity))

@@ -50,35 +50,35 @@ def compare_close(
     expected: NDArray[Any], got: NDArray[np.float64], atol: float, rtol: float, *, exact_zeros: bool = False
 ) -> Difference | None:
     """Entries within ``atol + rtol * abs(expected)``; infinities must be equal and NaN never passes."""
-    wanted = np.asarray(expected, dtype=np.float64)
+    reference = np.asarray(expected, dtype=np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
-        limit = atol + rtol * np.abs(wanted)
+        limit = atol + rtol * np.abs(reference)
         # Most answers are right and finite; an infinite limit would let every number pass.
-        if not exact_zeros and bool(((np.abs(got - wanted) <= limit) & (limit < np.inf)).all()):
+        if not exact_zeros and bool(((np.abs(got - reference) <= limit) & (limit < np.inf)).all()):
             return None
-    finite = np.isfinite(wanted)
+    finite = np.isfinite(reference)
     with np.errstate(invalid="ignore", over="ignore"):
-        distance = np.where(finite, np.abs(got - wanted), np.where(got == wanted, 0.0, np.inf))
+        distance = np.where(finite, np.abs(got - reference), np.where(got == reference, 0.0, np.inf))
     distance = np.where(np.isnan(distance), np.inf, distance)
-    allowed = np.where(finite, atol + rtol * np.abs(np.where(finite, wanted, 0.0)), 0.0)
+    allowed = np.where(finite, atol + rtol * np.abs(np.where(finite, reference, 0.0)), 0.0)
     wrong = distance > allowed
     if exact_zeros:
-        wrong |= (wanted == 0.0) & (got != 0.0)
+        wrong |= (reference == 0.0) & (got != 0.0)
     if not wrong.any():
         return None
     excess = np.where(wrong, distance - allowed, -np.inf)
-    where = tuple(int(i) for i in np.unravel_index(int(excess.argmax()), wanted.shape))
+    where = tuple(int(i) for i in np.unravel_index(int(excess.argmax()), reference.shape))
     if np.isnan(got[where]):
         problem = "is NaN"
-    elif exact_zeros and wanted[where] == 0.0 and distance[where] <= allowed[where]:
+    elif exact_zeros and reference[where] == 0.0 and distance[where] <= allowed[where]:
         problem = f"must be exactly 0; got {got[where]:.17g}"
     else:
         problem = f"differs by {distance[where]:.6g}, allowed {allowed[where]:.6g}"
-    place = f" at index {list(where)}" if wanted.ndim else ""
-    count = f"; {int(wrong.sum())} of {wanted.size} entries are wrong" if wanted.size > 1 else ""
+    position = f" at index {list(where)}" if reference.ndim else ""
+    count = f"; {int(wrong.sum())} of {reference.size} entries are wrong" if reference.size > 1 else ""
     return Difference(
-        f"{problem}{place} (expected {wanted[where]:.17g}, got {got[where]:.17g}){count}",
-        abbreviate(wanted),
+        f"{problem}{position} (expected {reference[where]:.17g}, got {got[where]:.17g}){count}",
+        abbreviate(reference),
         abbreviate(got),
     )
 
@@ -90,7 +90,7 @@ def compare_exact(expected: Any, got: Any) -> Difference | None:
         or isinstance(expected, Mapping)
         or (isinstance(expected, list) and _holds_mappings(expected))
     ):
-        return _compare_nested(expected, got, lambda wanted, given: compare_close(wanted, given, 0.0, 0.0))
+        return _compare_nested(expected, got, lambda reference, numbers: compare_close(reference, numbers, 0.0, 0.0))
     plain = as_plain(got)
     # True == 1 in Python, but a count is not a boolean.
     if plain == expected and _kinds(plain) == _kinds(expected):
@@ -105,9 +105,9 @@ def compare_plans(expected: Any, got: Any) -> Difference | None:
         return None
     problem = f"must have {len(expected)} rounds of pairs"
     if isinstance(plain, list):
-        for number, (wanted, given) in enumerate(zip(expected, plain, strict=False)):
-            if wanted != given:
-                problem = f"differs first in round {number}: expected {abbreviate(wanted)}, got {abbreviate(given)}"
+        for number, (right, actual) in enumerate(zip(expected, plain, strict=False)):
+            if right != actual:
+                problem = f"differs first in round {number}: expected {abbreviate(right)}, got {abbreviate(actual)}"
                 break
         else:
             problem += f"; got {len(plain)}"
@@ -171,27 +171,29 @@ def _compare_nested(expected: Any, got: Any, compare: Any) -> Difference | None:
     """Lists item by item; arrays by shape, then by ``compare``; ``at`` picks entries first."""
     if isinstance(expected, list):
         if not isinstance(got, list | tuple) or len(got) != len(expected):
-            found = f"{len(got)} items" if isinstance(got, list | tuple) else abbreviate(got)
-            return Difference(f"must be a list of {len(expected)} arrays", f"{len(expected)} items", found)
-        for number, (wanted, given) in enumerate(zip(expected, got, strict=True)):
-            difference = _compare_nested(wanted, given, compare)
+            actual = f"{len(got)} items" if isinstance(got, list | tuple) else abbreviate(got)
+            return Difference(f"must be a list of {len(expected)} arrays", f"{len(expected)} items", actual)
+        for number, (expected_item, item) in enumerate(zip(expected, got, strict=True)):
+            difference = _compare_nested(expected_item, item, compare)
             if difference:
                 return Difference(f"item {number}: {difference.problem}", difference.expected, difference.got)
         return None
     numbers = as_numbers(got)
     if numbers is None:
         return Difference("must be numbers", abbreviate(decode_expected(expected)), abbreviate(got))
-    wanted = np.asarray(decode_expected(expected))
+    reference = np.asarray(decode_expected(expected))
     shape = tuple(expected["shape"]) if isinstance(expected, Mapping) else ()
     if numbers.shape != shape:
         return Difference(
-            f"must have the shape {list(shape)}; got {list(numbers.shape)}", abbreviate(wanted), abbreviate(numbers)
+            f"must have the shape {list(shape)}; got {list(numbers.shape)}",
+            abbreviate(reference),
+            abbreviate(numbers),
         )
     if isinstance(expected, Mapping) and "at" in expected:
         # Entries that the file does not list are taken as they came, so that indices in the report are true.
-        listed, wanted = wanted, numbers.copy()
-        wanted.reshape(-1)[expected["at"]] = listed
-    result: Difference | None = compare(wanted, numbers)
+        listed, reference = reference, numbers.copy()
+        reference.reshape(-1)[expected["at"]] = listed
+    result: Difference | None = compare(reference, numbers)
     return result
 
 

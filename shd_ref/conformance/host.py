@@ -83,15 +83,15 @@ def _load(path: str) -> Adapter:
     if folder not in sys.path and "" not in sys.path:
         sys.path.insert(0, folder)
     try:
-        found: Any = importlib.import_module(module_name)
+        target: Any = importlib.import_module(module_name)
     except BaseException as error:  # Somebody else's module may fail in any way while it is imported.
         raise _UnusableError(f"cannot be imported: {type(error).__name__}: {error}") from error
     for step in attribute.split(".") if attribute else ():
-        if not hasattr(found, step):
+        if not hasattr(target, step):
             raise _UnusableError(f"cannot be found: {module_name} has no {attribute}")
-        found = getattr(found, step)
+        target = getattr(target, step)
     try:
-        return as_adapter(found() if isinstance(found, type) else found)
+        return as_adapter(target() if isinstance(target, type) else target)
     except BaseException as error:  # so may its constructor
         raise _UnusableError(f"cannot be constructed: {type(error).__name__}: {error}") from error
 

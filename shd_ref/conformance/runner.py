@@ -150,9 +150,9 @@ def _run_case(case: Case, subject: Subject) -> Finding | None:
     outputs = {name: take_output(answer, name, case.outputs) for name in rules}
     if _FLAT in case.flags and case.operation == "squeeze_heads":
         record = {name: take_output(answer, name, case.outputs) for name in case.outputs}
-        found = check_chain(case.make_inputs(subject.dtype), record, subject.dtype, flat=True)
-        if found:
-            return _find(case.operation, inputs, found[0], record[found[0]], found[1], subject.dtype)
+        failure = check_chain(case.make_inputs(subject.dtype), record, subject.dtype, flat=True)
+        if failure:
+            return _find(case.operation, inputs, failure[0], record[failure[0]], failure[1], subject.dtype)
         rules = {name: rule for name, rule in rules.items() if rule["rule"] in ("exact", "plan")}
     for name, rule in rules.items():
         got, expected = outputs[name], case.expected[name]
@@ -172,8 +172,8 @@ def _check_flat_alpha(
         np.asarray(inputs[name], dtype=np.float64)
         for name in ("probs_p", "probs_q", "value_outputs_p", "value_outputs_q")
     )
-    wanted, alpha = np.asarray(decode_expected(expected)), as_numbers(got)
-    if alpha is None or alpha.shape != wanted.shape:
+    reference, alpha = np.asarray(decode_expected(expected)), as_numbers(got)
+    if alpha is None or alpha.shape != reference.shape:
         return difference
     pair = Pair.of(
         p,
@@ -184,20 +184,20 @@ def _check_flat_alpha(
         per_row=inputs.get("alpha_per", "map") == "row",
         printed=inputs.get("rule", "least_squares") == "as_printed",
     )
-    return check_effect(pair, wanted.reshape(pair.best.shape), alpha.reshape(pair.best.shape), dtype)
+    return check_effect(pair, reference.reshape(pair.best.shape), alpha.reshape(pair.best.shape), dtype)
 
 
 def _run_invalid(case: Case, subject: Subject, inputs: dict[str, Any]) -> Finding | None:
-    wanted = f"an error with the code {' or '.join(case.codes)}"
+    expected = f"an error with the code {' or '.join(case.codes)}"
     try:
         answer = subject.run(case.operation, inputs)
     except RefusedError as refusal:
         if refusal.code in case.codes:
             return None
-        return Finding("invalid inputs were refused with another code", "", wanted, str(refusal))
+        return Finding("invalid inputs were refused with another code", "", expected, str(refusal))
     except BrokenError as problem:
-        return Finding(f"invalid inputs must be refused with a code: {problem}", "", wanted, "none")
-    return Finding("invalid inputs were accepted", "", wanted, f"the answer {abbreviate(answer)}")
+        return Finding(f"invalid inputs must be refused with a code: {problem}", "", expected, "none")
+    return Finding("invalid inputs were accepted", "", expected, f"the answer {abbreviate(answer)}")
 
 
 def _run_law(law: Law, trial: Trial) -> Finding | None:
@@ -330,27 +330,27 @@ def recognise(operation: str, inputs: Mapping[str, Any], output: str, got: Any, 
         right = _try(operation, inputs, output, Choices())
         if right is None or _same(right, got, output, dtype):
             return []
-        found = []
+        sentences = []
         for mistake in MISTAKES:
             if operation not in mistake.operations:
                 continue
             wrong = _try(operation, inputs, output, mistake.choices)
             if wrong is not None and _same(wrong, got, output, dtype) and not _same(wrong, right, output, dtype):
-                found.append(mistake.sentence)
-        return found
+                sentences.append(mistake.sentence)
+        return sentences
 
 
 def recognise_call(call: Call, dtype: str) -> list[str]:
     """Sentences of the mistakes that would give any output of a recorded call."""
     names = OUTPUTS.get(call.operation, ())
-    found: list[str] = []
+    sentences: list[str] = []
     for name in names:
         try:
             got = take_output(call.answer, name, names)
         except BrokenError:
             continue
-        found += [s for s in recognise(call.operation, call.inputs, name, got, dtype) if s not in found]
-    return found
+        sentences += [s for s in recognise(call.operation, call.inputs, name, got, dtype) if s not in sentences]
+    return sentences
 
 
 # What a difference is measured by, where an output is not probabilities.

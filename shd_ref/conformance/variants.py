@@ -67,9 +67,9 @@ def compute(operation: str, inputs: Mapping[str, Any], choices: Choices | None =
     unknown = set(inputs) - known
     if unknown:
         raise LookupError(f"{operation}: arguments {', '.join(sorted(unknown))} are not known here")
-    given = {name: _as_float64(value) for name, value in inputs.items()}
+    arguments = {name: _as_float64(value) for name, value in inputs.items()}
     with np.errstate(all="ignore"):
-        outputs: dict[str, Any] = function(given, choices or Choices())
+        outputs: dict[str, Any] = function(arguments, choices or Choices())
     return outputs
 
 

@@ -145,14 +145,14 @@ def load_cases(folder: str | Path | None = None) -> list[Case]:
     Raises:
         VectorError: no vector file there, or one that this judge does not understand.
     """
-    place = vectors_folder() if folder is None else Path(folder)
-    cases = [case for path in sorted(place.glob("*.json")) for case in read_cases(path)]
+    directory = vectors_folder() if folder is None else Path(folder)
+    cases = [case for path in sorted(directory.glob("*.json")) for case in read_cases(path)]
     if not cases:
-        raise VectorError(f"no vectors found in {place}: the judge would judge by laws alone")
+        raise VectorError(f"no vectors found in {directory}: the judge would judge by laws alone")
     ids = [case.id for case in cases]
     twice = sorted({name for name in ids if ids.count(name) > 1}) if len(set(ids)) < len(ids) else []
     if twice:
-        raise VectorError(f"the ids in {place} must be unique; got {', '.join(twice)} more than once")
+        raise VectorError(f"the ids in {directory} must be unique; got {', '.join(twice)} more than once")
     return cases
 
 

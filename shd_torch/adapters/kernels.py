@@ -38,7 +38,7 @@ class KernelAdapter(KlAdapter):
         arguments |= _describe_mask(arguments.pop("attn_mask", None), shape) | {"check": False}
         shared = {name: arguments[name] for name in ("attn_mask", "is_causal")}
         temperature = arguments.get("temperature", 1.0)
-        taught = [_factor_maps(each, temperature, shared) for each in supervision]
+        taught = [_factor_maps(maps, temperature, shared) for maps in supervision]
         for choice in explain_backend(q, k, taught, **arguments):
             if self.backend in choice.refused:
                 raise NotImplementedError(f"{self.backend}: {choice.refused[self.backend]}")

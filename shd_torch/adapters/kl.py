@@ -47,18 +47,18 @@ class KlAdapter(Adapter):
         maps = arguments.pop("supervision")
         if operation == "shd_loss_gradient_qk":
             check_number("scale", arguments["scale"], "GRAD-8")
-            given: Layers = arguments["queries"]
+            student_input: Layers = arguments["queries"]
             taught, q, k = match_layers(
                 supervision=maps, queries=arguments.pop("queries"), keys=arguments.pop("keys")
             )
             # Before they are widened, which would hide what they were.
             for name, layers in (("queries", q), ("keys", k)):
-                for layer, each in enumerate(layers):
-                    check_real(each, name, check=True, ndim=4, layer=layer)
+                for layer, tensor in enumerate(layers):
+                    check_real(tensor, name, check=True, ndim=4, layer=layer)
             masks = [attn_mask] * len(q)
         else:
-            given = arguments.pop("student_logits")
-            taught, logits = match_layers(supervision=maps, student_logits=given)
+            student_input = arguments.pop("student_logits")
+            taught, logits = match_layers(supervision=maps, student_logits=student_input)
             q, k, masks = [], [], []
             for layer, z in enumerate(logits):
                 _check_maps_fit(taught[layer], z, layer)
@@ -69,15 +69,15 @@ class KlAdapter(Adapter):
         for mask, queries, keys in zip(masks, q, k, strict=True):
             if mask is not None and queries.ndim == keys.ndim == 4:
                 check_attn_mask(mask, (*queries.shape[:3], keys.shape[2]))
-        for layer, each in enumerate(taught):
+        for layer, probs in enumerate(taught):
             # attention_kl lets rows that do not count hold anything; the operations do not (MAP-3, MAP-5).
-            check_probs(each, "supervision", check=True, layer=layer, row_sums=None)
-        loss, leaves = self._run(q, k, [Dense(each, row_sums=row_sums) for each in taught], masks, arguments)
+            check_probs(probs, "supervision", check=True, layer=layer, row_sums=None)
+        loss, leaves = self._run(q, k, [Dense(probs, row_sums=row_sums) for probs in taught], masks, arguments)
         if operation == "shd_loss":
             return loss.detach()
         dq, dk = leaves[: len(q)], leaves[len(q) :]
         gradients = (dq, dk) if operation == "shd_loss_gradient_qk" else (dq,)
-        answers = tuple(each[0] if isinstance(given, Tensor) else each for each in gradients)
+        answers = tuple(gradient[0] if isinstance(student_input, Tensor) else gradient for gradient in gradients)
         return answers if len(answers) > 1 else answers[0]
 
     def _run(
@@ -89,14 +89,14 @@ class KlAdapter(Adapter):
         arguments: dict[str, Any],
     ) -> tuple[Tensor, list[Tensor]]:
         """The loss, and its gradients in float32 or wider."""
-        wide = [each.to(compute_dtype(each)).requires_grad_() for each in (*queries, *keys)]
+        wide = [tensor.to(compute_dtype(tensor)).requires_grad_() for tensor in (*queries, *keys)]
         q, k = wide[: len(queries)], wide[len(queries) :]
         if len({id(mask) for mask in masks}) == 1:
             loss = self._loss(q, k, supervision, attn_mask=masks[0], **arguments)
         else:
             # attention_kl has one mask for all layers; logits that hold their own give each layer another.
             mean = arguments.pop("reduction", "sum") == "mean"
-            shares = [each.shape[1] / sum(one.shape[1] for one in q) if mean else 1.0 for each in q]
+            shares = [query.shape[1] / sum(one.shape[1] for one in q) if mean else 1.0 for query in q]
             loss = torch.stack(
                 [
                     share * self._loss([q[i]], [k[i]], [supervision[i]], attn_mask=masks[i], **by_layer)

@@ -154,7 +154,7 @@ def _degenerate(trial: Trial) -> None:
 
 def _threshold(trial: Trial) -> None:
     # Maps that differ by delta change an output of 4 to 5 by delta: ||M||^2 is about delta^2 / 40 of its scale.
-    for exponent, wanted in ((4, 0.25), (7, 0.25), (12, 0.25), (20, 0.5)):
+    for exponent, expected in ((4, 0.25), (7, 0.25), (12, 0.25), (20, 0.5)):
         delta = 2.0**-exponent
         pair = {
             "probs_p": trial.rounded([[[0.5, 0.5]]]),
@@ -165,7 +165,7 @@ def _threshold(trial: Trial) -> None:
         if exponent == 12:  # 1.5e-9 of the scale: too flat to ask for the value, but no reason for 1/2
             require(bool(_alpha(trial, pair) < 0.4), "alpha above the threshold", "about 0.25", _alpha(trial, pair))
         else:
-            trial.agree(_alpha(trial, pair), [wanted], "alpha", f"alpha of maps that differ by {delta:g}")
+            trial.agree(_alpha(trial, pair), [expected], "alpha", f"alpha of maps that differ by {delta:g}")
 
 
 def _alpha_batch(trial: Trial) -> None:
@@ -195,10 +195,12 @@ def _gram(trial: Trial) -> None:
         weight = mask.astype(np.float64)
         terms = "bijld,bmnld,bl->bijmn" if per == "map" else "bijld,bmnld,bl->bijmnl"
         gram = trial.numbers_of("gram_tensor", **inputs, query_mask=mask, alpha_per=per)
-        wanted = np.einsum(terms, products, products, weight)
+        expected = np.einsum(terms, products, products, weight)
         # Its entries are squared outputs: relative to the largest.
-        size = float(np.abs(wanted).max())
-        trial.agree(gram / size, wanted / size, "probs", f"the gram tensor per {per}, relative to its largest entry,")
+        size = float(np.abs(expected).max())
+        trial.agree(
+            gram / size, expected / size, "probs", f"the gram tensor per {per}, relative to its largest entry,"
+        )
 
 
 def _gram_alpha(trial: Trial) -> None:
@@ -256,7 +258,7 @@ def _gram_cancelled(trial: Trial) -> None:
 def near_ends(trial: Trial) -> dict[str, Array]:
     """Pairs, one a sample, whose ``a*`` come near to 1, to 0 and to 1/2 from either side, and go far from them."""
     u, w = [], []
-    for small in (part * 2.0**-power for power in range(4, 15) for part in (1.0, 1.625)):
+    for small in (factor * 2.0**-power for power in range(4, 15) for factor in (1.0, 1.625)):
         far = max(small, 2.0**-10)  # a* of 1 / far, and of 1 less than that below 0
         u += [(1.0, 0.0), (0.0, small), (1.0, 0.0), (1.0 + 1.75 * small * small, small), (1.0, 0.0), (far - 1.0, 0.0)]
         w += [(0.0, small), (1.0, 0.0), (-small * small, small), (1.0 - 1.75 * small * small, small)]
@@ -302,18 +304,18 @@ def _counted_scale(trial: Trial) -> None:
     stacked = {"teacher_probs": np.stack(maps, axis=1), "value_outputs": np.stack(outputs, axis=1)}
     projected = {"values": stacked["value_outputs"], "output_projection": trial.rounded([[1.0], [1.0]])}
     for per in ("map", "row"):
-        wanted = np.full((2,) if per == "map" else (2, 2), 0.25)
+        expected = np.full((2,) if per == "map" else (2, 2), 0.25)
         counted = mask if per == "row" else np.full(2, True)
-        given: dict[str, Any] = {"query_mask": mask, "alpha_per": per}
-        found = {"alpha": _alpha(trial, pair, **given)}
-        got = trial.call("squeeze_heads", **stacked, num_student_heads=1, **given)
-        found["the mixing"] = as_array(got["mixing"], "mixing")[:, 0, 0]
-        gram = trial.numbers_of("gram_tensor", teacher_probs=stacked["teacher_probs"], **projected, **given)
+        options: dict[str, Any] = {"query_mask": mask, "alpha_per": per}
+        alphas = {"alpha": _alpha(trial, pair, **options)}
+        got = trial.call("squeeze_heads", **stacked, num_student_heads=1, **options)
+        alphas["the mixing"] = as_array(got["mixing"], "mixing")[:, 0, 0]
+        gram = trial.numbers_of("gram_tensor", teacher_probs=stacked["teacher_probs"], **projected, **options)
         if trial.subject.dtype == "float64":  # the gram form cancels (GRAM-5)
-            found["alpha of the gram tensor"] = trial.numbers_of("solve_alpha_from_gram", gram=gram, p=0, q=1)
-        for name, alpha in found.items():
+            alphas["alpha of the gram tensor"] = trial.numbers_of("solve_alpha_from_gram", gram=gram, p=0, q=1)
+        for name, alpha in alphas.items():
             what = f"{name} per {per}, beside rows and samples of another scale,"
-            trial.agree(alpha[counted], wanted[counted], "alpha", what, times=4)
+            trial.agree(alpha[counted], expected[counted], "alpha", what, times=4)
 
 
 LAWS = (

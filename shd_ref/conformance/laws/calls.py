@@ -149,7 +149,7 @@ def _numbers(value: Any, name: str) -> Iterator[tuple[str, Array]]:
     if isinstance(value, Mapping):
         parts = [(str(key), item) for key, item in value.items()]
     elif isinstance(value, list | tuple):
-        parts = [(str(place), item) for place, item in enumerate(value)]
+        parts = [(str(index), item) for index, item in enumerate(value)]
     else:
         parts = list(vars(value).items()) if hasattr(value, "__dict__") else []
     for key, item in parts:
@@ -163,7 +163,7 @@ def numbers_of(trial: Trial, operation: str, inputs: Mapping[str, Any]) -> dict[
 
 def _copied(operation: str, answer: Any) -> dict[str, Array]:
     names = OUTPUTS[operation]
-    return {place: found for name in names for place, found in _numbers(take_output(answer, name, names), name)}
+    return {path: array for name in names for path, array in _numbers(take_output(answer, name, names), name)}
 
 
 def _survive(operation: str, trial: Trial) -> None:
@@ -173,9 +173,9 @@ def _survive(operation: str, trial: Trial) -> None:
     if not before:
         raise broken(f"the answer of {operation}", "holds no numbers", "numbers", first)
     # All options at once, and each alone: the next call must know nothing of them.
-    for name, given in (("other options", options), *((name, {name: value}) for name, value in options.items())):
+    for name, arguments in (("other options", options), *((name, {name: value}) for name, value in options.items())):
         try:
-            trial.subject.run(operation, {**make(trial, 9531), **given})
+            trial.subject.run(operation, {**make(trial, 9531), **arguments})
         except Missing:
             continue
         again = numbers_of(trial, operation, make(trial, 9500))
@@ -250,10 +250,10 @@ def _spoiled(inputs: Mapping[str, Any]) -> dict[str, Any]:
 def _few_numbers(trial: Trial, operation: str, batch: int, rows: int) -> dict[str, Any]:
     """A call of the same bytes for any batch and rows of one product."""
     maps, numbers = trial.probs(9541, batch * rows * 4, 5), trial.numbers(9542, batch * rows * 4 * 5)
-    each = {"supervision": maps.reshape(batch, rows, 4, 5), "student_logits": numbers.reshape(batch, rows, 4, 5)}
+    inputs = {"supervision": maps.reshape(batch, rows, 4, 5), "student_logits": numbers.reshape(batch, rows, 4, 5)}
     heads, width = batch * 4 * 5, rows
     calls: dict[str, dict[str, Any]] = {
-        "softmax": {"attn_logits": each["student_logits"]},
+        "softmax": {"attn_logits": inputs["student_logits"]},
         "value_outputs": {
             "values": numbers[: batch * rows * 10].reshape(batch, 2, rows, 5),
             "output_projection": trial.numbers(9543, 10, 3),
@@ -272,8 +272,8 @@ def _few_numbers(trial: Trial, operation: str, batch: int, rows: int) -> dict[st
             "values": numbers[: batch * rows * 10].reshape(batch, 2, 5, rows),
             "output_projection": trial.numbers(9544, 4 * rows * batch).reshape(4 * rows, batch),
         },
-        "shd_loss": each,
-        "shd_loss_gradient": each,
+        "shd_loss": inputs,
+        "shd_loss_gradient": inputs,
     }
     return {name: np.ascontiguousarray(v) if isinstance(v, np.ndarray) else v for name, v in calls[operation].items()}
 
@@ -298,9 +298,9 @@ def _resembling(operation: str, trial: Trial) -> None:
     """Arrays that have much in common: their bytes, or all but one number. Each call in turn, and then back."""
     calls = [_few_numbers(trial, operation, batch, rows) for batch, rows in ((2, 3), (3, 2))]
     name = _NUMBERS[operation]
-    for place in (1, -1, calls[0][name].size // 2):
+    for index in (1, -1, calls[0][name].size // 2):
         array = calls[0][name].copy()
-        array.reshape(-1)[place] += 1.0
+        array.reshape(-1)[index] += 1.0
         calls.append({**calls[0], name: array})
     array = calls[0][name]
     calls.append({**calls[0], name: array.reshape(-1).reshape(array.shape, order="F")})
@@ -310,9 +310,9 @@ def _resembling(operation: str, trial: Trial) -> None:
         for output, right in right_answer.items():
             if isinstance(right, np.ndarray | float):
                 what = f"{output} of call {number} of {len(calls)} whose arrays resemble each other"
-                wanted = np.asarray(right)
-                size = max(1.0, float(np.abs(wanted).max()))
-                trial.agree(as_array(got[output], what) / size, wanted / size, "probs", what, times=4)
+                expected = np.asarray(right)
+                size = max(1.0, float(np.abs(expected).max()))
+                trial.agree(as_array(got[output], what) / size, expected / size, "probs", what, times=4)
 
 
 # Calls that differ only in the order of something: a cache with too short a key confuses them.
@@ -326,9 +326,9 @@ def _alike(operation: str, trial: Trial) -> None:
     """Every call in turn and then the other way round, against what it gives."""
     calls = list(_similar_calls(operation, trial))
     for number in (*range(len(calls)), *reversed(range(len(calls)))):
-        inputs, wanted = calls[number]
+        inputs, expected = calls[number]
         got = trial.call(operation, **inputs)
-        for name, right in wanted.items():
+        for name, right in expected.items():
             what = f"{name} of call {number} of {len(calls)} that differ only in an order,"
             if isinstance(right, np.ndarray):
                 trial.agree(got[name], right, "alpha" if operation == "compose_mixing" else "probs", what, times=2)
@@ -357,10 +357,10 @@ def _similar_calls(operation: str, trial: Trial) -> Iterator[tuple[dict[str, Any
 
 def _composed(plan: Sequence[Sequence[Sequence[int]]], alphas: Sequence[Array]) -> Array:
     pool = [np.broadcast_to(unit, (2, 5)) for unit in np.eye(5)]
-    for one_round, given in zip(plan, alphas, strict=True):
+    for one_round, weights in zip(plan, alphas, strict=True):
         used = {head for pair in one_round for head in pair}
-        merged = [given[:, [n]] * pool[p] + (1 - given[:, [n]]) * pool[q] for n, (p, q) in enumerate(one_round)]
-        pool = merged + [head for place, head in enumerate(pool) if place not in used]
+        merged = [weights[:, [n]] * pool[p] + (1 - weights[:, [n]]) * pool[q] for n, (p, q) in enumerate(one_round)]
+        pool = merged + [head for position, head in enumerate(pool) if position not in used]
     return np.stack(pool, axis=1)
 
 
@@ -368,14 +368,14 @@ def same(before: Mapping[str, Array], after: Mapping[str, Array], what: str, *, 
     """All numbers of one answer are those of another, up to rounding, or bit for bit."""
     if before.keys() != after.keys():
         raise broken(what, "has other parts", str(sorted(before)), str(sorted(after)))
-    for place, old in before.items():
-        new = after[place]
+    for path, old in before.items():
+        new = after[path]
         if old.shape != new.shape:
-            raise broken(f"{what}, {place},", "has another shape", str(old.shape), str(new.shape))
+            raise broken(f"{what}, {path},", "has another shape", str(old.shape), str(new.shape))
         # The order of a sum may differ between calls; a state does more than a rounding.
         size = float(np.abs(old[np.isfinite(old)]).max(initial=0.0))
         if not np.allclose(new, old, rtol=0.0, atol=0.0 if exact else 1e-3 * size, equal_nan=True):
-            raise broken(f"{what}, {place},", "is another", old, new)
+            raise broken(f"{what}, {path},", "is another", old, new)
 
 
 LAWS = (

@@ -65,14 +65,14 @@ def choices(kind: str, count: int) -> tuple[Choice, ...]:
     factors = _FACTORS[kind]
     draws = iter(draw_integers(sum(map(ord, kind)), count * _CANDIDATES * len(factors)).tolist())
     seen: set[Any] = set()
-    found = []
+    result = []
     for _ in range(count):
         drawn = [
             {name: values[next(draws) % len(values)] for name, values in factors.items()} for _ in range(_CANDIDATES)
         ]
-        found.append(max(drawn, key=lambda choice: len(set(combinations(choice.items(), 2)) - seen)))
-        seen.update(combinations(found[-1].items(), 2))
-    return tuple(found)
+        result.append(max(drawn, key=lambda choice: len(set(combinations(choice.items(), 2)) - seen)))
+        seen.update(combinations(result[-1].items(), 2))
+    return tuple(result)
 
 
 @dataclass
@@ -95,12 +95,12 @@ class Maker:
         """Numbers of [0, 1): multiples of 1/16, or with all bits of a float64."""
         if not self.full:
             return self.draws(*shape) % 16 / 16.0
-        return sum((self.draws(*shape) / 2.0 ** (16 * part) for part in (1, 2, 3, 4)), np.zeros(shape))
+        return sum((self.draws(*shape) / 2.0 ** (16 * digit) for digit in (1, 2, 3, 4)), np.zeros(shape))
 
     def number(self, low: float, high: float) -> float:
         """A Python number in between: of a few bits, or of all."""
-        part = float(self.fractions(1)[0])
-        return low + (high - low) * part if self.full else round(8 * low + 0.5) / 8 + int(8 * (high - low) * part) / 8
+        draw = float(self.fractions(1)[0])
+        return low + (high - low) * draw if self.full else round(8 * low + 0.5) / 8 + int(8 * (high - low) * draw) / 8
 
     def distributions(self, weights: Array) -> Array:
         """Rows of weights (whole numbers) as distributions; rows without a weight are zero."""
@@ -218,7 +218,7 @@ def _attn_mask(make: Maker, choice: Choice, shape: Sequence[int]) -> Array | Non
     kind = choice["attn_mask"]
     if kind == "none":
         return None
-    wanted = {
+    mask_shape = {
         "full": (batch, heads, rows, keys),
         "(L, S)": (rows, keys),
         "(B, 1, 1, S)": (batch, 1, 1, keys),
@@ -227,7 +227,7 @@ def _attn_mask(make: Maker, choice: Choice, shape: Sequence[int]) -> Array | Non
         "(B, 1, L, S)": (batch, 1, rows, keys),
         "(1, H, L, 1)": (1, heads, rows, 1),
     }[kind]
-    mask: Array = make.draws(*wanted) % 3 > 0
+    mask: Array = make.draws(*mask_shape) % 3 > 0
     if kind == "(1, H, L, 1)":
         mask[..., 0, :] = True
         return mask if _zero(choice) else np.ones_like(mask)

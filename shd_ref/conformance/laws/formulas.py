@@ -48,10 +48,10 @@ def gradient_qk_of(inputs: Mapping[str, Any]) -> tuple[list[Array], list[Array]]
     options = {name: value for name, value in inputs.items() if name not in ("scale", "queries", "keys")}
     slopes = gradient_of({**options, "supervision": as_list(inputs["supervision"]), "student_logits": logits})
     dq = [scale * np.einsum("bhij,bhjd->bhid", dz, k) for dz, k in zip(slopes, read, strict=True)]
-    each = [scale * np.einsum("bhij,bhid->bhjd", dz, q) for dz, q in zip(slopes, queries, strict=True)]
+    head_gradients = [scale * np.einsum("bhij,bhid->bhjd", dz, q) for dz, q in zip(slopes, queries, strict=True)]
     dk = [
-        part.reshape(*k.shape[:2], part.shape[1] // k.shape[1], *k.shape[2:]).sum(2)
-        for part, k in zip(each, keys, strict=True)
+        gradient.reshape(*k.shape[:2], gradient.shape[1] // k.shape[1], *k.shape[2:]).sum(2)
+        for gradient, k in zip(head_gradients, keys, strict=True)
     ]
     return dq, dk
 
@@ -76,10 +76,10 @@ def layer_rows(inputs: Mapping[str, Any]) -> list[Rows]:
     """Every layer's rows (LOSS-4, -5, -10, -14, -16, -18)."""
     logits = as_list(inputs["student_logits"])
     maps = sum(z.shape[1] for z in logits) if inputs.get("reduction") == "mean" else 1
-    found = []
-    for given, z in zip(as_list(inputs["supervision"]), logits, strict=True):
+    rows = []
+    for supervision, z in zip(as_list(inputs["supervision"]), logits, strict=True):
         may = _may_attend(z, inputs.get("attn_mask"))
-        teacher = given.astype(np.float64)
+        teacher = supervision.astype(np.float64)
         if inputs.get("support") == "intersect":
             teacher = _kept(teacher, may)[0]
         counted = teacher.sum(-1) > 0
@@ -89,7 +89,7 @@ def layer_rows(inputs: Mapping[str, Any]) -> list[Rows]:
         mass = teacher.sum(-1) if inputs.get("row_sums") == "at_most_one" else counted.astype(np.float64)
         number = np.maximum(counted.sum((0, 2)), 1)[None, :, None]
         log_q = _log_softmax(z.astype(np.float64), may, inputs.get("temperature", 1.0))
-        found.append(
+        rows.append(
             Rows(
                 p=teacher / np.where(counted, mass, 1.0)[..., None],
                 q=np.where(may, np.exp(log_q), 0.0),
@@ -99,7 +99,7 @@ def layer_rows(inputs: Mapping[str, Any]) -> list[Rows]:
                 weight=np.where(counted, inputs.get("beta", 1.0) / (number * maps), 0.0),
             )
         )
-    return found
+    return rows
 
 
 def as_list(value: Any) -> list[Array]:
@@ -203,8 +203,8 @@ def check_diagnosis(trial: Trial, inputs: Mapping[str, Any], say: str) -> None:
         head = as_array(field("head_residual"), "head_residual")
         square = relative(((probs @ merged - target) ** 2).sum(-1), head)
         trial.agree(head, np.sqrt(square), "residual", f"the head residual of {name} {say}", times=2)
-        wanted = as_array(squeezed[name]["residual"], "residual")
-        trial.agree(field("residual"), wanted, "residual", f"the residual of {name} {say}")
+        expected = as_array(squeezed[name]["residual"], "residual")
+        trial.agree(field("residual"), expected, "residual", f"the residual of {name} {say}")
         for bound, least in squares.items():
             what = f"the ratio over_{bound} of {name} {say}"
             trial.agree(field(f"over_{bound}"), ratio_of(square, least), "residual", what, times=8)
@@ -250,9 +250,9 @@ def _to_hull(points: Array, target: Array, allowed: Any, *, sink: bool) -> Array
     size = np.trace(gram, axis1=-2, axis2=-1)
     unproven = (gap > 1e-14 * size) | (weights.sum(-1) == 0)
     for row in np.argwhere(unproven & allowed.any(-1)):
-        place = tuple(row)
-        kept = np.flatnonzero(allowed[place])
-        weights[place][kept] = _best_simplex(gram[place][np.ix_(kept, kept)])
+        index = tuple(row)
+        kept = np.flatnonzero(allowed[index])
+        weights[index][kept] = _best_simplex(gram[index][np.ix_(kept, kept)])
     reached = ((weights[..., None] * moved).sum(-2) ** 2).sum(-1)
     best: Array = np.where(allowed.any(-1), reached, (target**2).sum(-1))  # a row without a key stays zero
     return best
@@ -274,14 +274,14 @@ def _try_faces(gram: Array, allowed: Array) -> Array:
             right = np.zeros((*inner.shape[:-2], count + 1, 1))
             right[..., count, 0] = 1.0
             try:
-                found = np.linalg.solve(system, right)[..., :count, 0]
+                share = np.linalg.solve(system, right)[..., :count, 0]
             except np.linalg.LinAlgError:
                 continue  # dependent points somewhere: smaller faces, or a proof by slopes, have the minimum
-            found = found / found.sum(-1, keepdims=True)  # of points that nearly depend only the directions are right
-            value = (found * (inner @ found[..., None])[..., 0]).sum(-1)
-            better = (found >= 0).all(-1) & allowed[..., face].all(-1) & (value < least)
+            share = share / share.sum(-1, keepdims=True)  # of points that nearly depend only the directions are right
+            value = (share * (inner @ share[..., None])[..., 0]).sum(-1)
+            better = (share >= 0).all(-1) & allowed[..., face].all(-1) & (value < least)
             spread = np.zeros(allowed.shape)
-            spread[..., face] = found
+            spread[..., face] = share
             best, least = np.where(better[..., None], spread, best), np.where(better, value, least)
     return best
 
@@ -312,19 +312,19 @@ def _best_simplex(gram: Array) -> Array:
             system[-1, -1] = 0.0
             size = max(float(np.diag(gram)[used].max()), 1e-300)
             system[:-1, :-1] = gram[np.ix_(used, used)] / size
-            wanted = np.linalg.lstsq(system, np.append(np.zeros(len(used)), 1.0), rcond=1e-15)[0][:-1]
-            if wanted.min() >= 0:
+            solution = np.linalg.lstsq(system, np.append(np.zeros(len(used)), 1.0), rcond=1e-15)[0][:-1]
+            if solution.min() >= 0:
                 break
             now = weights[used]
-            falling = wanted < 0
-            steps = now[falling] / (now[falling] - wanted[falling])
-            wanted = now + steps.min() * (wanted - now)
-            wanted[np.flatnonzero(falling)[steps.argmin()]] = 0.0
+            falling = solution < 0
+            steps = now[falling] / (now[falling] - solution[falling])
+            solution = now + steps.min() * (solution - now)
+            solution[np.flatnonzero(falling)[steps.argmin()]] = 0.0
             weights[:] = 0.0
-            weights[used] = np.maximum(wanted, 0.0)
+            weights[used] = np.maximum(solution, 0.0)
             used = [i for i in used if weights[i] > 0]
         weights[:] = 0.0
-        weights[used] = wanted
+        weights[used] = solution
     if gap > 1e-12:
         raise ArithmeticError("the judge found no proof that these weights are the best")
     best: Array = weights / weights.sum()

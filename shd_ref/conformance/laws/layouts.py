@@ -98,10 +98,10 @@ def _agree(operation: str, spelled: Callable[[str, Trial], Iterator[_Spelled]], 
     missing, answered = None, False
     for plain, others in spelled(operation, trial):
         right: dict[str, Array] = {}
-        for what, given in others:
+        for what, inputs in others:
             try:
                 right = right or numbers_of(trial, operation, plain)
-                got = numbers_of(trial, operation, given)
+                got = numbers_of(trial, operation, inputs)
             except Missing as reason:
                 missing = reason
                 continue
@@ -148,20 +148,20 @@ def _kinds(operation: str, trial: Trial) -> Iterator[_Spelled]:
         for half, kinds in ((False, KINDS), (True, (np.float16,))):
             change = partial(_whole, trial, operation in _CHOOSING, half)
             whole = {name: _changed(value, partial(change, name)) for name, value in plain.items()}
-            given = {
+            copies = {
                 kind: {name: _changed(value, partial(_as_kind, kind)) for name, value in whole.items()}
                 for kind in kinds
             }
-            yield whole, [(f"{kind.__name__} everywhere", given[kind]) for kind in kinds]
+            yield whole, [(f"{kind.__name__} everywhere", copies[kind]) for kind in kinds]
             for name, value in whole.items():
                 fitting = [kind for kind in kinds if any(_fits(item, kind) for item in _items(value))]
-                others = [(f"{kind.__name__} in {name}", {**plain, name: given[kind][name]}) for kind in fitting]
+                others = [(f"{kind.__name__} in {name}", {**plain, name: copies[kind][name]}) for kind in fitting]
                 yield {**plain, name: value}, others
 
 
 def _items(value: Any) -> list[Any]:
     if isinstance(value, list | tuple):
-        return [found for item in value for found in _items(item)]
+        return [leaf for item in value for leaf in _items(item)]
     return [] if isinstance(value, str | bool) or value is None else [value]
 
 
@@ -203,8 +203,8 @@ def _refused(operation: str, trial: Trial) -> Iterator[Asked]:
         mask = name.endswith("mask")
         kinds = (np.uint8, np.int8, np.int32, np.float16) if mask else (np.bool_, np.complex64)
         for kind in kinds if _arrays_of(value) else ():
-            given = {**inputs, name: _changed(value, partial(_on_arrays, partial(_cast, kind)))}
-            yield Asked(f"{name} of {np.dtype(kind).name}", DTYPE, operation, given)
+            arguments = {**inputs, name: _changed(value, partial(_on_arrays, partial(_cast, kind)))}
+            yield Asked(f"{name} of {np.dtype(kind).name}", DTYPE, operation, arguments)
 
 
 def _objects(operation: str, trial: Trial) -> None:
@@ -212,9 +212,9 @@ def _objects(operation: str, trial: Trial) -> None:
     make, options = CALLS[operation]
     inputs = {**make(trial, 9721), **options}
     for name in [name for name, value in inputs.items() if _arrays_of(value)]:
-        given = {**inputs, name: _changed(inputs[name], partial(_on_arrays, partial(_cast, object)))}
+        arguments = {**inputs, name: _changed(inputs[name], partial(_on_arrays, partial(_cast, object)))}
         with contextlib.suppress(BrokenError, Missing):
-            ask(trial, Asked(f"{name} of objects", DTYPE, operation, given))
+            ask(trial, Asked(f"{name} of objects", DTYPE, operation, arguments))
 
 
 def _not_numbers(operation: str, trial: Trial) -> None:

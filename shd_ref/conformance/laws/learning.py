@@ -54,10 +54,10 @@ def _one_hot(trial: Trial) -> None:
         z = logits.astype(np.float64) * factor
         peak = z.max(-1, keepdims=True)
         log_probs = z - peak - np.log(np.exp(z - peak).sum(-1, keepdims=True))
-        wanted = -log_probs[:, :, np.arange(3), chosen].mean((0, 2)).sum()
+        expected = -log_probs[:, :, np.arange(3), chosen].mean((0, 2)).sum()
         got = _loss(trial, supervision=trial.rounded(target), student_logits=trial.rounded(z))
         what = f"the loss of one-hot rows, -log Q of the chosen keys, with logits up to {np.abs(z).max():g},"
-        trial.agree(got, wanted, "loss", what)
+        trial.agree(got, expected, "loss", what)
 
 
 def _masked_rows(trial: Trial) -> None:
@@ -107,12 +107,12 @@ def _far_logits(trial: Trial) -> None:
     keys = np.array([True, True, True, False])
     near = trial.numbers(458, 2, 3, 4, 4, low=-4, high=4, shift=0)
     for masked in (0.0, 24576.0):
-        given = trial.rounded(np.where(keys, near - 24576.0, masked))
-        plain = trial.rounded(np.where(keys, given + 24576.0, 0.0))
+        far_logits = trial.rounded(np.where(keys, near - 24576.0, masked))
+        plain = trial.rounded(np.where(keys, far_logits + 24576.0, 0.0))
         for divergence in _DIVERGENCES:
             calls = (
                 {"supervision": target, "student_logits": logits, "attn_mask": keys, "divergence": divergence}
-                for logits in (given, plain)
+                for logits in (far_logits, plain)
             )
             losses, slopes = [], []
             for inputs in calls:
@@ -179,11 +179,11 @@ def _formula(trial: Trial) -> None:
         powers = np.exp(z / temperature)
         Q = powers / powers.sum(-1, keepdims=True)
         s = P.sum(-1, keepdims=True)
-        wanted = np.where(_MASK[:, None, :, None], beta * (s * Q - P) / (4 * temperature), 0.0)
+        expected = np.where(_MASK[:, None, :, None], beta * (s * Q - P) / (4 * temperature), 0.0)
         options = {"temperature": temperature, "beta": beta, "loss_mask": _MASK}
-        trial.agree(_gradient(trial, **inputs, **options), wanted, "gradient", f"dz at temperature {temperature:g}")
+        trial.agree(_gradient(trial, **inputs, **options), expected, "gradient", f"dz at temperature {temperature:g}")
         mean = _gradient(trial, **inputs, **options, reduction="mean")
-        trial.agree(mean, wanted / 3, "gradient", "dz with reduction='mean'")
+        trial.agree(mean, expected / 3, "gradient", "dz with reduction='mean'")
 
 
 def _zero_gradient(trial: Trial) -> None:
@@ -232,8 +232,8 @@ def _chain_rule(trial: Trial) -> None:
     dq, dk = (as_array(got[name], name) for name in ("dq", "dk"))
     trial.agree(dq, scale * dz @ k, "gradient", "dq, scale * dz k,", times=4)
     per_query_head = scale * dz.swapaxes(-1, -2) @ q
-    wanted = per_query_head.reshape(2, 2, 2, 4, 3).sum(2)
-    trial.agree(dk, wanted, "gradient", "dk, summed over the query heads that read a key head,", times=8)
+    expected = per_query_head.reshape(2, 2, 2, 4, 3).sum(2)
+    trial.agree(dk, expected, "gradient", "dk, summed over the query heads that read a key head,", times=8)
     counted = np.broadcast_to(_MASK[:, None, :], (2, 4, 4))
     exactly(dq[~counted], 0.0, "dq on rows that do not count")
 
@@ -248,16 +248,16 @@ def _intersected(trial: Trial) -> None:
     trial.agree(got["dropped"], dropped, "probs", "the dropped mass")
     kept = np.where(keys, P, 0.0)
     left = kept.sum(-1, keepdims=True)
-    wanted = np.where(left > 0, kept / np.where(left > 0, left, 1.0), 0.0)
+    expected = np.where(left > 0, kept / np.where(left > 0, left, 1.0), 0.0)
     supervision = as_array(got["supervision"], "supervision")
-    trial.agree(supervision, wanted, "probs", "the intersected maps: kept mass scaled back to the row's sum,")
+    trial.agree(supervision, expected, "probs", "the intersected maps: kept mass scaled back to the row's sum,")
     exactly(supervision[np.broadcast_to(~keys, P.shape)], 0.0, "the mass where the student may not attend")
     loss = _loss(trial, supervision=target, student_logits=logits, attn_mask=keys, support="intersect")
     exps = np.where(keys, np.exp(logits.astype(np.float64)), 0.0)
     Q = exps / exps.sum(-1, keepdims=True)
-    shared = wanted > 0
-    terms = np.where(shared, wanted * np.log(np.where(shared, wanted, 1.0) / np.where(shared, Q, 1.0)), 0.0)
-    number = (wanted.sum(-1) > 0).sum((0, 2))
+    shared = expected > 0
+    terms = np.where(shared, expected * np.log(np.where(shared, expected, 1.0) / np.where(shared, Q, 1.0)), 0.0)
+    number = (expected.sum(-1) > 0).sum((0, 2))
     kl = (terms.sum((-1, 0, 2)) / number).sum()
     trial.agree(loss, kl, "loss", "the loss with support='intersect', against the intersected maps,")
 
@@ -268,8 +268,8 @@ def _aligned(trial: Trial) -> None:
     P = maps.astype(np.float64)[:, :, [3, 0, 2]]
     kept, mass = P[..., [4, 1, 2]], P.sum(-1, keepdims=True)
     left = kept.sum(-1, keepdims=True)
-    wanted = np.where(left > 0, kept * mass / np.where(left > 0, left, 1.0), 0.0)
-    trial.agree(got["probs"], wanted, "probs", "the aligned maps: listed rows and columns, scaled back,")
+    expected = np.where(left > 0, kept * mass / np.where(left > 0, left, 1.0), 0.0)
+    trial.agree(got["probs"], expected, "probs", "the aligned maps: listed rows and columns, scaled back,")
     trial.agree(got["dropped"], P[..., [0, 3]].sum(-1), "probs", "the dropped mass")
     whole = trial.call("align_tokens", attn_probs=maps)
     exactly(whole["probs"], maps, "maps aligned with nothing left out")

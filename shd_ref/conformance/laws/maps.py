@@ -57,8 +57,8 @@ def _temperature(trial: Trial) -> None:
     for temperature in temperatures(trial.subject.dtype):
         exps = np.exp((logits.astype(np.float64) - 3.0) / temperature)
         probs = trial.numbers_of("softmax", attn_logits=logits, temperature=temperature)
-        wanted = exps / exps.sum(-1, keepdims=True)
-        trial.agree(probs, wanted, "probs", f"softmax at temperature {temperature:g}")
+        expected = exps / exps.sum(-1, keepdims=True)
+        trial.agree(probs, expected, "probs", f"softmax at temperature {temperature:g}")
 
 
 # As little beside 1 as each dtype tells from it and its tolerance shows, and far from it on either side.
@@ -75,8 +75,8 @@ def _soften(trial: Trial) -> None:
     probs = trial.probs(6, 1, 3, 4, 5)
     for temperature in temperatures(trial.subject.dtype):
         softened = trial.numbers_of("soften", attn_probs=probs, temperature=temperature)
-        wanted = soften_maps(probs.astype(np.float64), temperature, "one")
-        trial.agree(softened, wanted, "probs", f"soften at temperature {temperature:g}")
+        expected = soften_maps(probs.astype(np.float64), temperature, "one")
+        trial.agree(softened, expected, "probs", f"soften at temperature {temperature:g}")
         exactly(softened[probs == 0], 0.0, "the softened probability of a key without mass")
     exactly(trial.numbers_of("soften", attn_probs=probs, temperature=1.0), probs, "soften at temperature 1")
 
@@ -105,12 +105,12 @@ def _soften_near_sums(trial: Trial) -> None:
     probs = trial.probs(18, 1, 2, 4, 5)
     off = 1.0 + 0.7 * row_sum_tolerance("float64") * np.array([1.0, -1.0, 0.5, 0.0])[:, None]
     for temperature in (2.0, 0.5):
-        wanted = soften_maps(probs, temperature, "one")
+        expected = soften_maps(probs, temperature, "one")
         got = trial.numbers_of("soften", attn_probs=probs * off, temperature=temperature)
         what = f"at temperature {temperature:g} of rows whose sums are off by less than ROW_SUM"
-        trial.agree(got, wanted, "probs", f"soften {what}, which are divided by their sums,")
+        trial.agree(got, expected, "probs", f"soften {what}, which are divided by their sums,")
         got = trial.numbers_of("soften", attn_probs=probs * off, temperature=temperature, row_sums="at_most_one")
-        trial.agree(got, wanted * off, "probs", f"soften {what}, with a sink: they keep their sums,")
+        trial.agree(got, expected * off, "probs", f"soften {what}, with a sink: they keep their sums,")
     exactly(
         trial.numbers_of("soften", attn_probs=probs * off, temperature=1.0), probs * off, "soften at temperature 1"
     )
@@ -121,23 +121,25 @@ def _far_logits(trial: Trial) -> None:
     allowed = np.array([-24576.0, -24575.0, -24577.0, 0.0, 0.0])
     for masked in (0.0, 24576.0):
         logits = np.where(np.arange(5) < 3, allowed, masked)
-        given = trial.rounded(np.broadcast_to(logits, (2, 2, 3, 5)))
-        exps = np.where(np.arange(5) < 3, np.exp(given[0, 0, 0].astype(np.float64) + 24576.0), 0.0)
+        far_logits = trial.rounded(np.broadcast_to(logits, (2, 2, 3, 5)))
+        exps = np.where(np.arange(5) < 3, np.exp(far_logits[0, 0, 0].astype(np.float64) + 24576.0), 0.0)
         mask = np.arange(5) < 3
         for temperature in (1.0, 4.0):
             powers = exps ** (1 / temperature)
-            got = trial.numbers_of("softmax", attn_logits=given, attn_mask=mask, temperature=temperature)
-            wanted = np.broadcast_to(powers / powers.sum(), given.shape)
-            trial.agree(got, wanted, "probs", f"softmax of logits far below a masked one of {masked:g}")
+            got = trial.numbers_of("softmax", attn_logits=far_logits, attn_mask=mask, temperature=temperature)
+            expected = np.broadcast_to(powers / powers.sum(), far_logits.shape)
+            trial.agree(got, expected, "probs", f"softmax of logits far below a masked one of {masked:g}")
 
 
 def _least_logits(trial: Trial) -> None:
     # The least number of a dtype is a number, and no other word for minus infinity.
     logits = np.full((2, 3, 5), np.finfo(trial.subject.dtype).min)
     logits[:, :, 1] = -np.inf
-    given = trial.rounded(logits)
-    wanted = np.where(np.isneginf(given), 0.0, 0.25)
-    trial.agree(trial.numbers_of("softmax", attn_logits=given), wanted, "probs", "softmax of the least numbers")
+    least_logits = trial.rounded(logits)
+    expected = np.where(np.isneginf(least_logits), 0.0, 0.25)
+    trial.agree(
+        trial.numbers_of("softmax", attn_logits=least_logits), expected, "probs", "softmax of the least numbers"
+    )
 
 
 def _value_outputs(trial: Trial) -> None:

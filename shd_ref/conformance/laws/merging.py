@@ -45,9 +45,9 @@ def _squeeze(trial: Trial, seed: int, *, heads: int = 5, rows: int = 5, keys: in
     counts = {"num_teacher_heads": heads, "num_student_heads": options["num_student_heads"]}
     rounds = compute("merge_plan", {**counts, "kind": options.get("plan", "progressive")})["plan"]
     exactly(got["plan"], rounds, "the plan of the result")
-    found = check_chain(inputs, got, trial.subject.dtype)
-    if found:
-        name, difference = found
+    failure = check_chain(inputs, got, trial.subject.dtype)
+    if failure:
+        name, difference = failure
         named = Difference(f"{name}: {difference.problem}", difference.expected, difference.got)
         raise LawBrokenError(named, _LINKS[name])
     probs = as_array(got["probs"], "probs")
@@ -115,13 +115,13 @@ def _squeeze_uncounted(trial: Trial) -> None:
         before, after = (
             trial.call(
                 "squeeze_heads",
-                teacher_probs=given,
+                teacher_probs=probs,
                 value_outputs=outputs,
                 num_student_heads=2,
                 query_mask=_MASK,
                 alpha_per=per,
             )
-            for given in (maps, changed)
+            for probs in (maps, changed)
         )
         counted = np.broadcast_to(_MASK[:, None, :], (3, 2, 5))
         first, second = as_array(before["probs"], "probs"), as_array(after["probs"], "probs")
@@ -178,8 +178,8 @@ def _mixes(trial: Trial) -> None:
     trial.agree(mixed, (C[:, :, :, None, None] * A[:, None]).sum(2), "probs", "mix_heads")
     by_row = np.ascontiguousarray(trial.probs(235, 2, 2, 3, 4).transpose(0, 1, 3, 2))  # (B, H_s, H_t, L)
     mixed = trial.numbers_of("mix_heads", teacher_probs=maps, mixing=by_row)
-    wanted = (by_row.astype(np.float64)[..., None] * A[:, None]).sum(2)
-    trial.agree(mixed, wanted, "probs", "mix_heads with a weight per row")
+    expected = (by_row.astype(np.float64)[..., None] * A[:, None]).sum(2)
+    trial.agree(mixed, expected, "probs", "mix_heads with a weight per row")
 
 
 def _oracles(trial: Trial) -> None:
@@ -195,12 +195,12 @@ def _oracles(trial: Trial) -> None:
         head = as_array(field("head_residual"), "head_residual")
         trial.at_most(stochastic, head, "residual", f"the row-stochastic optimum, against {name},")
         squeezed = trial.call("squeeze_heads", **inputs, num_student_heads=2, strategy=name)
-        wanted = as_array(squeezed["residual"], "residual")
-        trial.agree(field("residual"), wanted, "residual", f"the residual of {name}, against squeeze_heads,")
+        expected = as_array(squeezed["residual"], "residual")
+        trial.agree(field("residual"), expected, "residual", f"the residual of {name}, against squeeze_heads,")
         ratio = np.asarray(field("over_stochastic"), dtype=np.float64)
-        wanted = ratio_of(head**2, stochastic**2)
-        factor = np.where(np.isinf(wanted), 1.0, stochastic)
-        trial.agree(ratio * factor, wanted * factor, "residual", f"over_stochastic of {name} times the optimum")
+        expected = ratio_of(head**2, stochastic**2)
+        factor = np.where(np.isinf(expected), 1.0, stochastic)
+        trial.agree(ratio * factor, expected * factor, "residual", f"over_stochastic of {name} times the optimum")
 
 
 def _odd_outputs(trial: Trial) -> None:
@@ -262,10 +262,10 @@ def _near_ends(trial: Trial) -> None:
     for strategy in ("shd", "hard"):
         for per in ("map", "row"):
             call = {**inputs, "strategy": strategy, "alpha_per": per}
-            found = check_chain(call, trial.call("squeeze_heads", **call), trial.subject.dtype)
-            if found:
-                problem = f"{found[0]} of {strategy}, alpha per {per}: {found[1].problem}"
-                raise LawBrokenError(Difference(problem, found[1].expected, found[1].got), _LINKS[found[0]])
+            failure = check_chain(call, trial.call("squeeze_heads", **call), trial.subject.dtype)
+            if failure:
+                problem = f"{failure[0]} of {strategy}, alpha per {per}: {failure[1].problem}"
+                raise LawBrokenError(Difference(problem, failure[1].expected, failure[1].got), _LINKS[failure[0]])
 
 
 def _temperatures(trial: Trial) -> None:
@@ -274,10 +274,10 @@ def _temperatures(trial: Trial) -> None:
         for source in ("teacher", "softened"):
             options = {"temperature": temperature, "alpha_from": source}
             call = {**inputs, "num_student_heads": 2, **options}
-            found = check_chain(call, trial.call("squeeze_heads", **call), trial.subject.dtype)
-            if found:
-                problem = f"{found[0]} at temperature {temperature:g}, solved on {source}: {found[1].problem}"
-                raise LawBrokenError(Difference(problem, found[1].expected, found[1].got), _LINKS[found[0]])
+            failure = check_chain(call, trial.call("squeeze_heads", **call), trial.subject.dtype)
+            if failure:
+                problem = f"{failure[0]} at temperature {temperature:g}, solved on {source}: {failure[1].problem}"
+                raise LawBrokenError(Difference(problem, failure[1].expected, failure[1].got), _LINKS[failure[0]])
 
 
 def _softened_first(trial: Trial) -> None:
@@ -289,8 +289,8 @@ def _softened_first(trial: Trial) -> None:
     cold = as_array(plain["mixing"], "mixing")
     trial.agree(warm["mixing"], cold, "alpha", "the mixing at temperature 4, against that at temperature 1,")
     softened = soften_maps(maps.astype(np.float64), 4.0, "one")
-    wanted = (cold[:, :, :, None, None] * softened[:, None]).sum(2)
-    trial.agree(warm["probs"], wanted, "probs", "the maps at temperature 4: softened, then mixed,", times=2)
+    expected = (cold[:, :, :, None, None] * softened[:, None]).sum(2)
+    trial.agree(warm["probs"], expected, "probs", "the maps at temperature 4: softened, then mixed,", times=2)
 
 
 _Statement = Callable[[Trial], None]

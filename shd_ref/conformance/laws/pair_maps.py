@@ -81,9 +81,9 @@ def _softmax(trial: Trial) -> None:
         peak = wide.max(-1, keepdims=True)
         exps = np.exp(wide - np.where(np.isneginf(peak), 0.0, peak))
         total = exps.sum(-1, keepdims=True)
-        wanted = exps / np.where(total > 0, total, 1.0)
+        expected = exps / np.where(total > 0, total, 1.0)
         got = trial.numbers_of("softmax", **inputs)
-        trial.agree(got, wanted, "probs", f"softmax {say(row)}")
+        trial.agree(got, expected, "probs", f"softmax {say(row)}")
         exactly(got[np.isneginf(wide)], 0.0, f"the masked keys of softmax {say(row)}")
 
     each(_softmax_rows(), check)
@@ -111,8 +111,8 @@ def _soften(trial: Trial) -> None:
         temperature = TEMPERATURES[row["temperature"], row["numbers"]]
         options = options_of(row, {"row_sums": "one"})
         got = trial.numbers_of("soften", attn_probs=maps, temperature=temperature, **options)
-        wanted = soften_maps(maps.astype(np.float64), temperature, row["row_sums"])
-        trial.agree(got, wanted, "probs", f"soften {say(row)}")
+        expected = soften_maps(maps.astype(np.float64), temperature, row["row_sums"])
+        trial.agree(got, expected, "probs", f"soften {say(row)}")
 
     each(_soften_rows(), check)
 
@@ -142,16 +142,16 @@ def values_of(trial: Trial, seed: int, row: Row, keys: int | None = None) -> tup
     values = numbers_of(trial, seed, row, SAMPLES[row["samples"]], kv, keys, width)
     projection = numbers_of(trial, seed + 1, row, heads * width, out)
     read = np.repeat(values.astype(np.float64), heads // kv, axis=1)
-    wanted = np.einsum("bhsv,hvd->bhsd", read, projection.astype(np.float64).reshape(heads, width, out))
-    return values, projection, wanted
+    outputs = np.einsum("bhsv,hvd->bhsd", read, projection.astype(np.float64).reshape(heads, width, out))
+    return values, projection, outputs
 
 
 def _value_outputs(trial: Trial) -> None:
     def check(number: int, row: Row) -> None:
-        values, projection, wanted = values_of(trial, 2701 + 7 * number, row)
+        values, projection, expected = values_of(trial, 2701 + 7 * number, row)
         got = trial.numbers_of("value_outputs", values=values, output_projection=projection)
-        size = np.abs(wanted).max()
-        trial.agree(got / size, wanted / size, "probs", f"value_outputs over their largest entry, {say(row)}")
+        size = np.abs(expected).max()
+        trial.agree(got / size, expected / size, "probs", f"value_outputs over their largest entry, {say(row)}")
 
     each(_value_rows(), check)
 
@@ -252,11 +252,11 @@ def _gram_tensor(trial: Trial) -> None:
         got = trial.numbers_of(
             "gram_tensor", teacher_probs=maps, values=values, output_projection=projection, **options
         )
-        wanted = _gram_of(maps, outputs, mask, row["alpha_per"])
+        expected = _gram_of(maps, outputs, mask, row["alpha_per"])
         # Its entries are squared outputs, of every sample relative to the largest.
-        size = np.abs(wanted).reshape(batch, -1).max(-1).reshape(batch, *(1 for _ in wanted.shape[1:]))
+        size = np.abs(expected).reshape(batch, -1).max(-1).reshape(batch, *(1 for _ in expected.shape[1:]))
         size = np.where(size > 0, size, 1.0)
-        trial.agree(got / size, wanted / size, "probs", f"the gram tensor over its largest entry, {say(row)}")
+        trial.agree(got / size, expected / size, "probs", f"the gram tensor over its largest entry, {say(row)}")
 
     each(_gram_rows(), check)
 
@@ -308,8 +308,8 @@ def _gram_alphas(trial: Trial) -> None:
                 maps[:, p], maps[:, q], outputs[:, p], outputs[:, q], None, per_row=row["alpha_per"] == "row"
             )
             alpha = trial.numbers_of("solve_alpha_from_gram", gram=gram, p=p, q=q)
-            wanted = right.clipped if row["alpha_per"] == "row" else right.clipped[:, 0]
-            trial.agree(alpha, wanted, "alpha", f"alpha of heads {p} and {q} from the gram tensor, {say(row)}")
+            expected = right.clipped if row["alpha_per"] == "row" else right.clipped[:, 0]
+            trial.agree(alpha, expected, "alpha", f"alpha of heads {p} and {q} from the gram tensor, {say(row)}")
 
     each(_pool_rows(), check)
 
@@ -325,10 +325,10 @@ def _merged_grams(trial: Trial) -> None:
             if row["numbers"] == "full":
                 alpha = trial.rounded(np.abs(trial.quotients(seed + 3, *shape)) / 3.5)
             got = trial.numbers_of("merge_gram", gram=gram, p=p, q=q, alpha=alpha)
-            wanted = _merge_gram(gram.astype(np.float64), p, q, alpha.astype(np.float64))
-            size = np.abs(wanted).max()
+            expected = _merge_gram(gram.astype(np.float64), p, q, alpha.astype(np.float64))
+            size = np.abs(expected).max()
             what = f"the gram tensor after merging {p} and {q}, over its largest entry, {say(row)}"
-            trial.agree(got / size, wanted / size, "probs", what)
+            trial.agree(got / size, expected / size, "probs", what)
 
     each(_pool_rows(), check)
 

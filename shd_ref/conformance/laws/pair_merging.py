@@ -56,8 +56,8 @@ def _composed(trial: Trial) -> None:
         plan = ordered(EXPLICIT[heads, students], row["order"])
         batch, by_row = SAMPLES[row["samples"]], (4,) if row["alpha_per"] == "row" else ()
         alphas = []
-        for place, one_round in enumerate(plan):
-            seed, shape = 5501 + 17 * number + place, (batch, len(one_round), *by_row)
+        for index, one_round in enumerate(plan):
+            seed, shape = 5501 + 17 * number + index, (batch, len(one_round), *by_row)
             short = trial.numbers(seed, *shape, low=0, high=16, shift=4)
             full = trial.rounded(np.abs(trial.quotients(seed, *shape)) / 3.5)
             alphas.append(full if row["numbers"] == "full" else short)
@@ -69,9 +69,9 @@ def _composed(trial: Trial) -> None:
             used = {head for pair in one_round for head in pair}
             merged = [a[:, n] * vectors[p] + (1 - a[:, n]) * vectors[q] for n, (p, q) in enumerate(one_round)]
             vectors = merged + [c for position, c in enumerate(vectors) if position not in used]
-        wanted = np.stack(vectors, axis=1)  # (B, H_s, H_t) or (B, H_s, L, H_t)
-        wanted = np.swapaxes(wanted, 2, 3) if by_row else wanted
-        trial.agree(got, wanted, "alpha", f"compose_mixing {say(row)}")
+        expected = np.stack(vectors, axis=1)  # (B, H_s, H_t) or (B, H_s, L, H_t)
+        expected = np.swapaxes(expected, 2, 3) if by_row else expected
+        trial.agree(got, expected, "alpha", f"compose_mixing {say(row)}")
 
     each(rows, check)
 
@@ -103,8 +103,8 @@ def _mixed(trial: Trial) -> None:
         mixing = np.ascontiguousarray(np.swapaxes(weights, 2, 3) if by_row else weights[:, :, 0])
         got = trial.numbers_of("mix_heads", teacher_probs=maps, mixing=mixing)
         wide = mixing.astype(np.float64)[..., None] if by_row else mixing.astype(np.float64)[..., None, None]
-        wanted = (wide * maps.astype(np.float64)[:, None]).sum(2)
-        trial.agree(got, wanted, "probs", f"mix_heads {say(row)}")
+        expected = (wide * maps.astype(np.float64)[:, None]).sum(2)
+        trial.agree(got, expected, "probs", f"mix_heads {say(row)}")
 
     each(_mix_rows(), check)
 
@@ -161,12 +161,12 @@ def _squeezed(strategy: str) -> Callable[[Trial], None]:
             got = trial.call("squeeze_heads", **inputs)
             counts = {"num_teacher_heads": heads, "num_student_heads": students, "kind": kind}
             exactly(got["plan"], compute("merge_plan", counts)["plan"], f"the plan {say(row)}")
-            found = check_chain(inputs, got, trial.subject.dtype)
-            if found:
-                raise broken_row(row, found[1], found[0])
+            failure = check_chain(inputs, got, trial.subject.dtype)
+            if failure:
+                raise broken_row(row, failure[1], failure[0])
 
         numbered = [(number, row) for number, row in enumerate(_squeeze_rows()) if row["strategy"] == strategy]
-        each([row for _, row in numbered], lambda place, row: check(numbered[place][0], row))
+        each([row for _, row in numbered], lambda index, row: check(numbered[index][0], row))
 
     return law
 
@@ -323,9 +323,9 @@ def check_squeezed(trial: Trial, inputs: Mapping[str, Any], answer: Mapping[str,
         "kind": inputs.get("plan", "progressive"),
     }
     exactly(answer["plan"], compute("merge_plan", counts)["plan"], f"the plan {say}")
-    found = check_chain(inputs, answer, trial.subject.dtype)
-    if found:
-        name, difference = found
+    failure = check_chain(inputs, answer, trial.subject.dtype)
+    if failure:
+        name, difference = failure
         raise LawBrokenError(Difference(f"{name}: {difference.problem}; {say}", difference.expected, difference.got))
 
 
@@ -386,7 +386,7 @@ def matched_inputs(trial: Trial, number: int, row: Row) -> list[dict[str, Any]]:
     """The calls that a row asks for."""
     heads, students = _COUNTS[row["heads"]]
     named = {name: row[name] for name in ("by", "alpha_per", "row_sums") if row[name] != DEFAULTS[name]}
-    found = []
+    calls = []
     # A choice of pairs shows less than a number, and alphas by similarity show in later rounds alone.
     draws = 1 if row["alpha_per"] == "map" else 9 if row["by"] == "similarity" else 5
     for draw in range(draws):
@@ -397,8 +397,8 @@ def matched_inputs(trial: Trial, number: int, row: Row) -> list[dict[str, Any]]:
             width = 1 if row["by"] == "similarity" else 3
             maps, outputs, mask = _teacher(trial, seed, row, heads, batch=1, width=width)
             calibration.append((maps, outputs) if mask is None else (maps, outputs, mask))
-        found.append({"calibration": calibration, "num_student_heads": students, **named})
-    return found
+        calls.append({"calibration": calibration, "num_student_heads": students, **named})
+    return calls
 
 
 def check_matching(trial: Trial, inputs: Mapping[str, Any], answer: Mapping[str, Any]) -> None:

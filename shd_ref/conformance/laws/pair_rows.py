@@ -65,12 +65,12 @@ def _extend(
         for value in options[name]:
             if not allowed({**row, name: value}):
                 continue
-            found = 0
+            count = 0
             for others in combinations(row.items(), strength - 1):
                 meeting = tuple(sorted(((name, value), *others), key=lambda item: order.index(item[0])))
-                found += meeting in left
-            if found > gain:
-                best, gain = value, found
+                count += meeting in left
+            if count > gain:
+                best, gain = value, count
         if best is None:
             return None
         row[name] = best

@@ -58,12 +58,12 @@ def _progressive(trial: Trial) -> None:
         counts = {"num_teacher_heads": heads, "num_student_heads": students}
         plan = as_plain(trial.call("merge_plan", **counts)["plan"])
         _check_rounds(plan, heads, students)
-        wanted, left = [], heads
+        expected, left = [], heads
         while left > students:
             pairs = min(left // 2, left - students)
-            wanted.append([[2 * i, 2 * i + 1] for i in range(pairs)])
+            expected.append([[2 * i, 2 * i + 1] for i in range(pairs)])
             left -= pairs
-        exactly(plan, wanted, f"the progressive plan {heads} -> {students}")
+        exactly(plan, expected, f"the progressive plan {heads} -> {students}")
 
 
 def _balanced(trial: Trial) -> None:
@@ -73,11 +73,11 @@ def _balanced(trial: Trial) -> None:
         groups = _check_rounds(plan, heads, students)
         sizes = [heads // students + (group < heads % students) for group in range(students)]
         starts = [sum(sizes[:group]) for group in range(students)]
-        wanted = [list(range(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
+        expected = [list(range(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
         # Groups that are complete early wait behind later rounds' merges, so their order is the plan's.
         exactly(
             sorted(sorted(group) for group in groups),
-            wanted,
+            expected,
             f"the groups of the balanced plan {heads} -> {students}",
         )
         rounds = compute("merge_plan", {**counts, "kind": "balanced"})["plan"]
@@ -89,9 +89,9 @@ def _groups(trial: Trial) -> None:
         for kind in ("progressive", "balanced"):
             counts = {"num_teacher_heads": heads, "num_student_heads": students}
             plan = trial.call("merge_plan", kind=kind, **counts)["plan"]
-            wanted = _check_rounds(as_plain(plan), heads, students)
+            expected = _check_rounds(as_plain(plan), heads, students)
             groups = trial.call("plan_groups", plan=plan, num_teacher_heads=heads)["groups"]
-            exactly(groups, wanted, f"the groups of the {kind} plan {heads} -> {students}")
+            exactly(groups, expected, f"the groups of the {kind} plan {heads} -> {students}")
 
 
 def _explicit(trial: Trial) -> None:
@@ -116,14 +116,14 @@ def _layers(trial: Trial) -> None:
             )
             what = f"the layer map {teachers} -> {students}"
             exactly(pairs[-1], [students - 1, teachers - 1], f"the last pair of {what}")
-            wanted = [[s, (2 * (s + 1) * teachers + students) // (2 * students) - 1] for s in range(students)]
-            exactly(pairs, wanted, what)
+            expected = [[s, (2 * (s + 1) * teachers + students) // (2 * students) - 1] for s in range(students)]
+            exactly(pairs, expected, what)
 
 
 def _explicit_layers(trial: Trial) -> None:
-    given = [[3, 11], [0, 2], [1, 2]]
-    pairs = trial.call("layer_map", num_teacher_layers=12, num_student_layers=4, pairs=given)["pairs"]
-    exactly(pairs, sorted(given), "explicit layer pairs")
+    layer_pairs = [[3, 11], [0, 2], [1, 2]]
+    pairs = trial.call("layer_map", num_teacher_layers=12, num_student_layers=4, pairs=layer_pairs)["pairs"]
+    exactly(pairs, sorted(layer_pairs), "explicit layer pairs")
     wide = trial.call("layer_map", num_teacher_layers=2, num_student_layers=4, pairs=[[3, 1], [1, 0]])["pairs"]
     exactly(wide, [[1, 0], [3, 1]], "explicit pairs with more student than teacher layers")
 
@@ -174,8 +174,8 @@ def check_matched(trial: Trial, plan: Any, calibration: Sequence[Any], students:
         trial.at_most(missed, np.zeros(1), "residual", f"{what} the share of the score missed in round {number}")
         used = {head for pair in one_round for head in pair}
         for item, pool in enumerate(pools):
-            for part, heads_of in enumerate(pool):
-                merged = [merges[p, q][item][part] for p, q in one_round]
+            for component, heads_of in enumerate(pool):
+                merged = [merges[p, q][item][component] for p, q in one_round]
                 heads_of[:] = merged + [head for position, head in enumerate(heads_of) if position not in used]
         heads -= count
 
@@ -189,8 +189,8 @@ def _largest_sum(scores: dict[tuple[int, int], float], heads: int, count: int) -
             return 0.0
         first = min(left)
         rest = left - {first}
-        found = [best(rest, alone - 1)] if alone else []
-        return max([*found, *(scores[first, other] + best(rest - {other}, alone) for other in rest)], default=-np.inf)
+        sums = [best(rest, alone - 1)] if alone else []
+        return max([*sums, *(scores[first, other] + best(rest - {other}, alone) for other in rest)], default=-np.inf)
 
     return best(frozenset(range(heads)), heads - 2 * count)
 
@@ -224,9 +224,9 @@ def _plans(trial: Trial) -> None:
         heads, students = COUNTS[row["rounds"], row["heads left"]]
         kind = EXPLICIT[heads, students] if row["kind"] == "explicit" else row["kind"]
         counts: dict[str, Any] = {"num_teacher_heads": heads, "num_student_heads": students}
-        wanted = compute("merge_plan", {**counts, "kind": kind})["plan"]
-        given = {} if kind == "progressive" and number % 2 else {"kind": kind}
-        exactly(trial.call("merge_plan", **counts, **given)["plan"], wanted, f"the plan {say(row)}")
+        expected = compute("merge_plan", {**counts, "kind": kind})["plan"]
+        options = {} if kind == "progressive" and number % 2 else {"kind": kind}
+        exactly(trial.call("merge_plan", **counts, **options)["plan"], expected, f"the plan {say(row)}")
 
     each(rows, check)
 
@@ -235,9 +235,9 @@ def _groups_pairs(trial: Trial) -> None:
     def check(_: int, row: Row) -> None:
         heads, students = COUNTS[row["rounds"], row["heads left"]]
         plan = ordered(EXPLICIT[heads, students], row["order"])
-        wanted = compute("plan_groups", {"plan": plan, "num_teacher_heads": heads})["groups"]
+        expected = compute("plan_groups", {"plan": plan, "num_teacher_heads": heads})["groups"]
         got = trial.call("plan_groups", plan=plan, num_teacher_heads=heads)["groups"]
-        exactly(got, wanted, f"the groups {say(row)}")
+        exactly(got, expected, f"the groups {say(row)}")
 
     each(ordered_rows(rounds=ROUNDS, **{"heads left": LEFT}), check)
 

@@ -113,9 +113,9 @@ def _bad_entries(trial: Trial, operation: str) -> Iterator[Asked]:
         good = {**_good(trial, operation), **option}
         for name in _arrays(operation):
             for words, codes, value, add in _faults(trial, name, option):
-                for place in _PLACES:
-                    bad = _placed(trial, good[name], place, value, add=add)
-                    yield Asked(f"{words} at {list(place)} of {name}", codes, operation, {**good, name: bad})
+                for index in _PLACES:
+                    bad = _placed(trial, good[name], index, value, add=add)
+                    yield Asked(f"{words} at {list(index)} of {name}", codes, operation, {**good, name: bad})
     # The last place of axes longer than what is looked at in one go.
     for shape in ((9, 18, 2, 2), (1, 2, 131, 2), (1, 2, 2, 67)):
         good = _good(trial, operation, shape)
@@ -127,16 +127,16 @@ def _bad_entries(trial: Trial, operation: str) -> Iterator[Asked]:
                     yield Asked(f"{words} at the last of {good[name].shape} of {name}", codes, operation, inputs)
     maps = _arrays(operation)[0]
     good = _good(trial, operation)
-    for place in _PLACES:
+    for index in _PLACES:
         for share in (0.75, 0.25, 2.0**-10, 2.0**-20):
             short = good[maps].copy()
-            short[place[:3]] *= share
-            yield Asked(f"{share} of the mass of row {list(place[:3])}", SUMS, operation, {**good, maps: short})
+            short[index[:3]] *= share
+            yield Asked(f"{share} of the mass of row {list(index[:3])}", SUMS, operation, {**good, maps: short})
         # The row keeps its sum, so that the sign alone is wrong.
-        bad = _placed(trial, good[maps], place, -_tiny(trial))
-        other = (*place[:3], (place[3] + 1) % 3)
-        bad = _placed(trial, bad, other, 1.0 - float(bad[place[:3]].sum()), add=True)
-        yield Asked(f"a negative entry at {list(place)}", SUMS, operation, {**good, maps: bad})
+        bad = _placed(trial, good[maps], index, -_tiny(trial))
+        other = (*index[:3], (index[3] + 1) % 3)
+        bad = _placed(trial, bad, other, 1.0 - float(bad[index[:3]].sum()), add=True)
+        yield Asked(f"a negative entry at {list(index)}", SUMS, operation, {**good, maps: bad})
 
 
 def _uncounted_entries(trial: Trial, operation: str) -> Iterator[Asked]:
@@ -179,9 +179,9 @@ def _near_sums(trial: Trial, operation: str) -> None:
     answered = False
     for option in _variants(operation):
         good = {**_good(trial, operation), **option}
-        for place in _PLACES:
+        for index in _PLACES:
             for sign in (1, -1):
-                near = _placed(trial, good[name], place, sign * off, add=True)
+                near = _placed(trial, good[name], index, sign * off, add=True)
                 try:
                     check_answer(trial, operation, {**good, name: near})
                     answered = True
@@ -201,29 +201,29 @@ def _mismatches(trial: Trial, operation: str) -> Iterator[Asked]:
     for option in _VARIANTS:
         if option.get("support") == "intersect":
             continue
-        for place in _PLACES:
-            little = np.where(np.arange(3) == place[3] % 3, _tiny(trial), 0.5)
+        for index in _PLACES:
+            little = np.where(np.arange(3) == index[3] % 3, _tiny(trial), 0.5)
             maps = trial.rounded(np.broadcast_to(little, (3, 4, 3, 3)))
             allowed = np.zeros((3, 4, 3, 3), dtype=np.bool_)
-            allowed[..., np.arange(3) != place[3] % 3] = True
+            allowed[..., np.arange(3) != index[3] % 3] = True
             only = maps.copy()
             keep = np.zeros((3, 4, 3), dtype=np.bool_)
-            keep[place[:3]] = True
+            keep[index[:3]] = True
             only[~keep] = np.where(allowed[~keep], only[~keep], 0.0)
-            words = f"2^{round(np.log2(_tiny(trial)))} of mass on a masked key at {list(place)}"
+            words = f"2^{round(np.log2(_tiny(trial)))} of mass on a masked key at {list(index)}"
             yield Asked(words, MISMATCH, operation, {**good, **option, "supervision": only, "attn_mask": allowed})
             if "student_logits" in good:
                 blocked = trial.rounded(np.where(allowed, good["student_logits"], -np.inf))
                 inputs = {**rest, **option, "supervision": only, "student_logits": blocked}
                 yield Asked(words.replace("masked key", "key of -inf"), MISMATCH, operation, inputs)
     for option in ({}, {"support": "intersect"}, {"row_sums": "at_most_one", "temperature": 2.0}):
-        for place in _PLACES:
-            holed = _placed(trial, good["supervision"], place, 0.0)
+        for index in _PLACES:
+            holed = _placed(trial, good["supervision"], index, 0.0)
             holed = holed if "row_sums" in option else _placed(
-                trial, holed, (*place[:3], (place[3] + 1) % 3), 1.0 - float(holed[place[:3]].sum()), add=True
+                trial, holed, (*index[:3], (index[3] + 1) % 3), 1.0 - float(holed[index[:3]].sum()), add=True
             )  # fmt: skip
             inputs = {**good, **option, "supervision": holed, "divergence": "reverse_kl"}
-            yield Asked(f"a teacher's zero at {list(place)}", MISMATCH, operation, inputs)
+            yield Asked(f"a teacher's zero at {list(index)}", MISMATCH, operation, inputs)
     for layer in (0, 4, 9):
         mask = np.array([True, False, True])
         fitting = trial.rounded(np.broadcast_to([0.5, 0.0, 0.5], (3, 4, 3, 3)))
@@ -331,13 +331,13 @@ def _bad_lists(trial: Trial) -> Iterator[Asked]:
     good = _good(trial, "align_tokens", (1, 1, size, size))
     order = [3, 0, 6, 2, 5, 1]
     for name in ("rows", "columns"):
-        for place in range(len(order)):
+        for position in range(len(order)):
             for value in (size, -1, size + 1000, -size, True):
-                changed = [*order[:place], value, *order[place + 1 :]]
-                yield Asked(f"{value!r} at {place} of {name}", VALUE, "align_tokens", {**good, name: changed})
-            for other in range(place):
-                changed = [*order[:place], order[other], *order[place + 1 :]]
-                yield Asked(f"{other} again at {place} of {name}", VALUE, "align_tokens", {**good, name: changed})
+                changed = [*order[:position], value, *order[position + 1 :]]
+                yield Asked(f"{value!r} at {position} of {name}", VALUE, "align_tokens", {**good, name: changed})
+            for other in range(position):
+                changed = [*order[:position], order[other], *order[position + 1 :]]
+                yield Asked(f"{other} again at {position} of {name}", VALUE, "align_tokens", {**good, name: changed})
         yield Asked(f"no {name}", VALUE, "align_tokens", {**good, name: []})
         longer = [*range(size), 0]
         yield Asked(f"more {name} than there are", VALUE, "align_tokens", {**good, name: longer})
@@ -349,13 +349,13 @@ def _bad_pairs(trial: Trial) -> Iterator[Asked]:
         counts = {"num_teacher_layers": teachers, "num_student_layers": students}
         order = [(s * 3 + 1) % students for s in range(students)]
         pairs = [[s, (s * 2 + 1) % teachers] for s in order]
-        for place, (student, teacher) in enumerate(pairs):
+        for position, (student, teacher) in enumerate(pairs):
             bad: list[list[Any]] = [[student, teachers], [students, teacher], [student, -1], [-1, teacher]]
             bad += [[True, teacher], [student, True], [student, teacher, 0], [student]]
-            bad += [[student, teacher + 1000], [pairs[place - 1][0], teacher]]
+            bad += [[student, teacher + 1000], [pairs[position - 1][0], teacher]]
             for pair in bad:
-                changed = [*pairs[:place], pair, *pairs[place + 1 :]]
-                yield Asked(f"{pair} at {place} of pairs", codes, "layer_map", {**counts, "pairs": changed})
+                changed = [*pairs[:position], pair, *pairs[position + 1 :]]
+                yield Asked(f"{pair} at {position} of pairs", codes, "layer_map", {**counts, "pairs": changed})
     for teachers, students in ((0, 1), (-1, 1), (4, 0), (4, -2), (True, 1), (4, True), (3, 4), (1, 2)):
         counts = {"num_teacher_layers": teachers, "num_student_layers": students}
         yield Asked("such counts", codes, "layer_map", counts)
@@ -370,7 +370,7 @@ def _named(trial: Trial, operation: str) -> None:
     """MAP-5 and LOSS-6: layer, sample and head, and row and key of a mismatch, as words with their numbers."""
     layers = 5
     good = _good(trial, operation, (3, 8, 2, 4))
-    place = (2, 1, 0, 3)
+    index = (2, 1, 0, 3)
     wrong: list[tuple[Asked, dict[str, int]]] = []
     for name in _arrays(operation):
         bad = _placed(trial, good[name], (2, 1, 0, 0), np.nan)
@@ -383,7 +383,7 @@ def _named(trial: Trial, operation: str) -> None:
             wrong.append((Asked(f"NaN in layer 4 of {name}", FINITE, operation, inputs), {"layer": 4, **named}))
     if operation in _LOSSES:
         mask = np.ones((3, 8, 2, 4), dtype=np.bool_)
-        mask[place] = False
+        mask[index] = False
         lists = {other: [good[other]] * layers for other in _arrays(operation)}
         fitting = np.where(mask, good["supervision"], 0.0)
         fitting[2, 1, 0, 0] = 1.0 - float(fitting[2, 1, 0, 1:].sum())

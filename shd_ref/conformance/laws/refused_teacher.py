@@ -154,7 +154,7 @@ def _put(value: Any, path: Sequence[Any], array: Array) -> Any:
     step, *rest = path
     if isinstance(value, Mapping):
         return {**value, step: _put(value[step], rest, array)}
-    return type(value)(_put(item, rest, array) if place == step else item for place, item in enumerate(value))
+    return type(value)(_put(item, rest, array) if index == step else item for index, item in enumerate(value))
 
 
 def _places(shape: Sequence[int]) -> list[tuple[int, ...]]:
@@ -206,14 +206,14 @@ def _everywhere(call: Subjected, trial: Trial) -> Iterator[Asked]:
     tolerance = row_sum_tolerance(dtype) if dtype in _WIDE else 0.0
     for argument in call.arguments:
         array, name = _take(inputs, argument.path), ".".join(map(str, argument.path))
-        for place in _places(array.shape):
-            for words, changed, codes in _wrong(argument.role, array, place, tolerance):
-                given = _put(inputs, argument.path, trial.rounded(changed))
-                yield Asked(f"{words} at {list(place)} of {name}", codes, call.operation, given)
+        for index in _places(array.shape):
+            for words, changed, codes in _wrong(argument.role, array, index, tolerance):
+                changed_inputs = _put(inputs, argument.path, trial.rounded(changed))
+                yield Asked(f"{words} at {list(index)} of {name}", codes, call.operation, changed_inputs)
             if tolerance and argument.role in ("maps", "mixed", "mixing"):
                 inside = array.copy()
-                inside[place] += 0.7 * tolerance
-                words = f"a sum off by less than ROW_SUM at {list(place)} of {name}"
+                inside[index] += 0.7 * tolerance
+                words = f"a sum off by less than ROW_SUM at {list(index)} of {name}"
                 yield Asked(words, (), call.operation, _put(inputs, argument.path, inside))
 
 
@@ -244,11 +244,11 @@ def _masks(call: Subjected, trial: Trial) -> Iterator[Asked]:
     )  # fmt: skip
     for samples, kept, shape in (*((batch, rows, shape) for shape in shapes), *looking_right):
         fewer = {name: _fewer(value, name, samples, kept) for name, value in inputs.items()}
-        given = {**fewer, "query_mask": np.ones(shape, dtype=np.bool_)}
-        yield Asked(f"a query_mask {list(shape)}, B = {samples}, L = {kept}", SHAPE, call.operation, given)
+        arguments = {**fewer, "query_mask": np.ones(shape, dtype=np.bool_)}
+        yield Asked(f"a query_mask {list(shape)}, B = {samples}, L = {kept}", SHAPE, call.operation, arguments)
     for dtype in (np.int64, np.float32):
-        given = {**inputs, "query_mask": np.ones((batch, rows), dtype=dtype)}
-        yield Asked(f"a query_mask of {np.dtype(dtype).name}", DTYPE, call.operation, given)
+        arguments = {**inputs, "query_mask": np.ones((batch, rows), dtype=dtype)}
+        yield Asked(f"a query_mask of {np.dtype(dtype).name}", DTYPE, call.operation, arguments)
 
 
 def _fewer(value: Any, name: str, samples: int, rows: int) -> Any:
@@ -268,23 +268,23 @@ def _uncounted(call: Subjected, trial: Trial) -> Iterator[Asked]:
             mask = np.full((maps.shape[0], maps.shape[-2]), others)
             mask[sample, row] = False
             for head in range(maps.shape[1]) if maps.ndim == 4 else (0,):
-                place = (sample, head, row) if maps.ndim == 4 else (sample, row)
+                index = (sample, head, row) if maps.ndim == 4 else (sample, row)
                 short, negative, broken_row, elsewhere = maps.copy(), maps.copy(), maps.copy(), maps.copy()
-                short[place] *= 0.25
-                negative[place] = np.roll(negative[place], 1)
-                negative[(*place, int(np.argmin(negative[place])))] = -_TINY
-                broken_row[(*place, -1)] = np.nan
-                other = (*place[:-1], (row + 1) % maps.shape[-2])
+                short[index] *= 0.25
+                negative[index] = np.roll(negative[index], 1)
+                negative[(*index, int(np.argmin(negative[index])))] = -_TINY
+                broken_row[(*index, -1)] = np.nan
+                other = (*index[:-1], (row + 1) % maps.shape[-2])
                 elsewhere[other] *= 0.25
-                where = f"{list(place)} of {name}, a row that does not count"
+                where = f"{list(index)} of {name}, a row that does not count"
                 for words, codes, changed in (
                     ("a sum of 1/4 at", (), short),
                     ("an entry below zero at", SUMS, negative),
                     ("NaN at", FINITE, broken_row),
                     ("a sum of 1/4 beside", SUMS if others else (), elsewhere),
                 ):
-                    given = {**inputs, name: changed, "query_mask": mask}
-                    yield Asked(f"{words} {where}", codes, call.operation, given)
+                    changed_inputs = {**inputs, name: changed, "query_mask": mask}
+                    yield Asked(f"{words} {where}", codes, call.operation, changed_inputs)
 
 
 def _attn_masks(trial: Trial) -> Iterator[Asked]:
@@ -292,8 +292,8 @@ def _attn_masks(trial: Trial) -> Iterator[Asked]:
     for shape in (
         (2, 5), (3, 5), (2, 4, 5), (2, 3, 4), (4, 1, 5), (2, 1, 5, 4), (1, 1, 1, 4), (4,), (3, 1, 1, 5), (2, 2, 4, 5),
     ):  # fmt: skip
-        given = {"attn_logits": logits, "attn_mask": np.ones(shape, dtype=np.bool_)}
-        yield Asked(f"an attn_mask {list(shape)}", SHAPE, "softmax", given)
+        inputs = {"attn_logits": logits, "attn_mask": np.ones(shape, dtype=np.bool_)}
+        yield Asked(f"an attn_mask {list(shape)}", SHAPE, "softmax", inputs)
 
 
 def _gram_axes(trial: Trial) -> Iterator[Asked]:
@@ -304,14 +304,14 @@ def _gram_axes(trial: Trial) -> Iterator[Asked]:
         by_row = [(batch,), (rows,), (), (batch, 1), (1, rows), (rows, batch), (batch, rows, 1), (batch, 1, rows)]
         by_map = [(batch, 1), (1, batch), (batch, batch), (1,), (), (batch, rows), (batch, heads), (batch, 1, 1)]
         for tensor, right, wrong in ((gram, (batch, rows), by_row), (gram[..., 0].copy(), (batch,), by_map)):
-            given = {"gram": tensor, "p": 0, "q": 1}
+            inputs = {"gram": tensor, "p": 0, "q": 1}
             fitting = alpha.copy() if len(right) == 2 else alpha[:, 0].copy()
-            yield Asked("an alpha that fits", (), "merge_gram", {**given, "alpha": fitting})
+            yield Asked("an alpha that fits", (), "merge_gram", {**inputs, "alpha": fitting})
             for shape in wrong:
                 if shape != right:
-                    part = np.resize(alpha, shape).astype(alpha.dtype)
+                    weights = np.resize(alpha, shape).astype(alpha.dtype)
                     what = f"an alpha {list(shape)} for a gram tensor {list(tensor.shape)}"
-                    yield Asked(what, SHAPE, "merge_gram", {**given, "alpha": part})
+                    yield Asked(what, SHAPE, "merge_gram", {**inputs, "alpha": weights})
 
 
 _LONG = ((1, 2, 131, 3), (1, 2, 3, 131), (1, 19, 2, 3), (9, 2, 2, 3))
@@ -363,16 +363,16 @@ def _far(operation: str, trial: Trial) -> Iterator[Asked]:
         inputs, roles = _sized(trial, operation, *sizes)
         for name, role in roles.items():
             array = inputs[name]
-            place = tuple(size - 1 for size in array.shape)
+            index = tuple(size - 1 for size in array.shape)
             faults = [("NaN", np.nan, FINITE)]
             if role in ("maps", "mixed", "sums"):
                 codes = SUMS if role != "sums" else ("mixing-invalid",)
-                faults += [("a sixteenth too much", array[place] + 0.0625, codes), ("less than zero", -_TINY, codes)]
+                faults += [("a sixteenth too much", array[index] + 0.0625, codes), ("less than zero", -_TINY, codes)]
             for words, value, codes in faults:
                 changed = array.copy()
-                changed[place] = value
-                given = {**inputs, name: trial.rounded(changed)}
-                yield Asked(f"{words} at the last of {list(array.shape)} of {name}", codes, operation, given)
+                changed[index] = value
+                changed_inputs = {**inputs, name: trial.rounded(changed)}
+                yield Asked(f"{words} at the last of {list(array.shape)} of {name}", codes, operation, changed_inputs)
         for number in range(len(inputs.get("alphas", ()))):
             alphas = list(inputs["alphas"])
             alphas[number] = trial.rounded(

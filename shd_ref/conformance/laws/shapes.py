@@ -64,8 +64,8 @@ def _maps(trial: Trial, sizes: Sizes, seed: int) -> Array:
     maps = trial.shares(seed, *shape) if sizes.full else trial.probs(seed, *shape, bits=12)
     if sizes.tiny:
         maps = maps.astype(np.float64)
-        place = np.arange(maps[..., 0].size).reshape(maps.shape[:-1])
-        tiny = 2.0**-sizes.tiny * (1 + (place + place // sizes.rows) % 3)  # another in every head
+        index = np.arange(maps[..., 0].size).reshape(maps.shape[:-1])
+        tiny = 2.0**-sizes.tiny * (1 + (index + index // sizes.rows) % 3)  # another in every head
         receiver = maps[..., 1:].argmax(-1)[..., None] + 1  # the sum stays one
         np.put_along_axis(
             maps, receiver, np.take_along_axis(maps, receiver, -1) + (maps[..., 0] - tiny)[..., None], -1
@@ -119,18 +119,18 @@ def _soften(trial: Trial, sizes: Sizes) -> None:
     maps = _maps(trial, sizes, 9011)
     for temperature in (2.0, 0.75):
         got = trial.numbers_of("soften", attn_probs=maps, temperature=temperature)
-        wanted = soften_maps(maps.astype(np.float64), temperature, "one")
-        trial.agree(got, wanted, "probs", f"soften at temperature {temperature:g} {sizes}")
+        expected = soften_maps(maps.astype(np.float64), temperature, "one")
+        trial.agree(got, expected, "probs", f"soften at temperature {temperature:g} {sizes}")
         row = maps[0, 0, :1].copy()
         got = trial.numbers_of("soften", attn_probs=row, temperature=temperature)
-        trial.agree(got, wanted[0, 0, :1], "probs", f"soften at temperature {temperature:g} of a row alone {sizes}")
+        trial.agree(got, expected[0, 0, :1], "probs", f"soften at temperature {temperature:g} of a row alone {sizes}")
         # Rows of which a sink takes nearly all.
         for exponent in (8, 14, 30, *((90,) if trial.subject.dtype in _WIDE else ())):
             thin, sharp = trial.rounded(maps * 2.0**-exponent), temperature / 64
             got = trial.numbers_of("soften", attn_probs=thin, temperature=sharp, row_sums="at_most_one")
-            wanted = soften_maps(thin.astype(np.float64), sharp, "at_most_one") * 2.0**exponent
+            expected = soften_maps(thin.astype(np.float64), sharp, "at_most_one") * 2.0**exponent
             what = f"soften at temperature {sharp:g} of rows with a mass of 2^-{exponent}, {sizes}"
-            trial.agree(got * 2.0**exponent, wanted, "probs", what)
+            trial.agree(got * 2.0**exponent, expected, "probs", what)
 
 
 def _projected(trial: Trial, sizes: Sizes, seed: int) -> tuple[Array, Array, Array]:
@@ -157,9 +157,9 @@ def _over_largest(trial: Trial, got: Array, wanted: Array, what: str) -> None:
 
 
 def _value_outputs(trial: Trial, sizes: Sizes) -> None:
-    values, projection, wanted = _projected(trial, sizes, 9021)
+    values, projection, expected = _projected(trial, sizes, 9021)
     got = trial.numbers_of("value_outputs", values=values, output_projection=projection)
-    _over_largest(trial, got, wanted, f"value_outputs {sizes}")
+    _over_largest(trial, got, expected, f"value_outputs {sizes}")
 
 
 def _solve_alpha(trial: Trial, sizes: Sizes) -> None:
@@ -183,12 +183,12 @@ def _compose_mixing(trial: Trial, sizes: Sizes) -> None:
     plan = [[[2 * n + 1, 2 * n] for n in range(pairs)]]
     alphas = trial.numbers(9041, sizes.samples, pairs, sizes.rows, low=0, high=16, shift=4)
     got = trial.numbers_of("compose_mixing", alphas=[alphas], plan=plan, num_teacher_heads=sizes.heads)
-    wanted = np.zeros((sizes.samples, sizes.heads - pairs, sizes.heads, sizes.rows))
+    expected = np.zeros((sizes.samples, sizes.heads - pairs, sizes.heads, sizes.rows))
     for n in range(pairs):
-        wanted[:, n, 2 * n + 1], wanted[:, n, 2 * n] = alphas[:, n], 1 - alphas[:, n]
+        expected[:, n, 2 * n + 1], expected[:, n, 2 * n] = alphas[:, n], 1 - alphas[:, n]
     for n in range(sizes.heads - 2 * pairs):
-        wanted[:, pairs + n, 2 * pairs + n] = 1.0
-    trial.agree(got, wanted, "alpha", f"compose_mixing {sizes}")
+        expected[:, pairs + n, 2 * pairs + n] = 1.0
+    trial.agree(got, expected, "alpha", f"compose_mixing {sizes}")
 
 
 def _mix_heads(trial: Trial, sizes: Sizes) -> None:
@@ -203,7 +203,7 @@ def _mix_heads(trial: Trial, sizes: Sizes) -> None:
     # Weights that sum to one along two axes: no check of sums tells whether these are swapped.
     share = np.zeros(sizes.heads)
     share[:3] = 0.5, 0.375, 0.125
-    circle = np.stack([np.roll(share, place) for place in range(sizes.heads)])  # (h or l, t)
+    circle = np.stack([np.roll(share, shift) for shift in range(sizes.heads)])  # (h or l, t)
     shape = sizes.samples, sizes.heads, sizes.heads
     _mixed(trial, maps, np.broadcast_to(circle, shape), f"square weights {sizes}")
     if sizes.heads == sizes.rows:
@@ -227,9 +227,9 @@ def _squeeze_heads(trial: Trial, sizes: Sizes) -> None:
     for options in ways:
         call = {**inputs, "num_student_heads": sizes.students, **options}
         got = trial.call("squeeze_heads", **call)
-        found = check_chain(call, got, trial.subject.dtype)
-        if found:
-            name, difference = found
+        failure = check_chain(call, got, trial.subject.dtype)
+        if failure:
+            name, difference = failure
             what = f"{name}: {difference.problem}; {sizes}, {', '.join(options) or 'defaults'}"
             raise LawBrokenError(Difference(what, difference.expected, difference.got))
 
@@ -245,13 +245,13 @@ def _gram_tensor(trial: Trial, sizes: Sizes) -> None:
         weight = np.ones((sizes.samples, sizes.rows)) if mask is None else mask.astype(np.float64)
         flat = products * weight[:, None, None, :, None]
         if options.get("alpha_per") == "row":
-            wanted = np.einsum("bijld,bmnld->bijmnl", flat, products, optimize=True)
+            expected = np.einsum("bijld,bmnld->bijmnl", flat, products, optimize=True)
         else:
-            wanted = np.einsum("bijld,bmnld->bijmn", flat, products, optimize=True)
+            expected = np.einsum("bijld,bmnld->bijmn", flat, products, optimize=True)
         got = trial.numbers_of(
             "gram_tensor", teacher_probs=maps, values=values, output_projection=projection, **options
         )
-        _over_largest(trial, got, wanted, f"the gram tensor {sizes}")
+        _over_largest(trial, got, expected, f"the gram tensor {sizes}")
 
 
 def _diagnose(trial: Trial, sizes: Sizes) -> None:
@@ -296,7 +296,7 @@ def _threshold(trial: Trial) -> None:
         p, q = np.array([[0.5, 0.5]]), np.array([[0.5 + delta, 0.5 - delta]])
         x, y = np.array([[1.0], [1.25]]), np.array([[3.0], [3.75]])
         maps, outputs = np.stack([p, q])[None], np.stack([x, y])[None]
-        wanted = 0.5 if degenerate else 0.25
+        expected = 0.5 if degenerate else 0.25
         for per in ("map", "row"):
             alpha = trial.numbers_of(
                 "solve_alpha",
@@ -307,14 +307,17 @@ def _threshold(trial: Trial) -> None:
                 alpha_per=per,
             )
             require(
-                bool((np.abs(alpha - wanted) < 1e-4).all()), f"alpha at {share:g} of its scale", str(wanted), alpha
+                bool((np.abs(alpha - expected) < 1e-4).all()),
+                f"alpha at {share:g} of its scale",
+                str(expected),
+                alpha,
             )
             got = trial.call(
                 "squeeze_heads", teacher_probs=maps, value_outputs=outputs, num_student_heads=1, alpha_per=per
             )
             mixing = as_numbers(got["mixing"])
-            near = mixing is not None and abs(mixing.reshape(-1)[0] - wanted) < 1e-4
-            require(bool(near), f"shd per {per} at {share:g} of its scale", str(wanted), got["mixing"])
+            near = mixing is not None and abs(mixing.reshape(-1)[0] - expected) < 1e-4
+            require(bool(near), f"shd per {per} at {share:g} of its scale", str(expected), got["mixing"])
 
 
 def _laws() -> Iterator[Law]:
@@ -373,7 +376,7 @@ def _degenerate(trial: Trial) -> None:
         (p, q, x, y), mask = _flat_pairs(trial, per == "row", masked)
         options: dict[str, Any] = {"alpha_per": per, **({"query_mask": mask} if masked else {})}
         right = Pair.of(p, q, x, y, mask, per_row=per == "row")
-        wanted = right.clipped if per == "row" else right.clipped[:, 0]
+        expected = right.clipped if per == "row" else right.clipped[:, 0]
         probs = {"probs_p": p, "probs_q": q, "value_outputs_p": x, "value_outputs_q": y}
         maps, outputs = np.stack([p, q], axis=1), np.stack([x, y], axis=1)
         squeezed = trial.call(
@@ -385,8 +388,8 @@ def _degenerate(trial: Trial) -> None:
         }
         what = f"per {per} {'with' if masked else 'without'} a mask, near the threshold of ALPHA-6"
         for name, alpha in alphas.items():
-            exactly(list(alpha.shape), list(wanted.shape), f"the shape of alpha of {name}")
-            require(bool((np.abs(alpha - wanted) < 1e-4).all()), f"alpha of {name} {what}", wanted, alpha)
+            exactly(list(alpha.shape), list(expected.shape), f"the shape of alpha of {name}")
+            require(bool((np.abs(alpha - expected) < 1e-4).all()), f"alpha of {name} {what}", expected, alpha)
         exactly(squeezed["num_degenerate"], int(right.degenerate.sum()), f"num_degenerate {what}")
 
 
@@ -396,11 +399,11 @@ def _gram_degenerate(trial: Trial) -> None:
         right = Pair.of(p, q, x, y, mask, per_row=per_row).clipped
         products = np.stack([p, q], axis=1)[:, :, None] @ np.stack([x, y], axis=1)[:, None]  # A_i X_j
         gram = np.einsum("bijld,bmnld->bijmnl", products, products)
-        wanted = right if per_row else right[:, 0]
+        expected = right if per_row else right[:, 0]
         alpha = trial.numbers_of("solve_alpha_from_gram", gram=gram if per_row else gram.sum(-1), p=0, q=1)
         what = f"alpha from a gram tensor of {'rows' if per_row else 'maps'} near the threshold of GRAM-3"
-        exactly(list(alpha.shape), list(wanted.shape), f"the shape of {what}")
-        require(bool((np.abs(alpha - wanted) < 1e-2).all()), what, wanted, alpha)
+        exactly(list(alpha.shape), list(expected.shape), f"the shape of {what}")
+        require(bool((np.abs(alpha - expected) < 1e-2).all()), what, expected, alpha)
 
 
 def _clipped(trial: Trial) -> None:

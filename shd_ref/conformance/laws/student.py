@@ -213,7 +213,7 @@ def _scale_calls(operation: str, trial: Trial) -> Iterator[dict[str, Any]]:
         low = np.where(np.arange(4) == 1, -(2.0**100), np.arange(4) / 2.0)
         some = np.array([0.5, 0.25, 0.125, 0.125])
         for row, divergence in ((some, "kl"), (some, "mse"), (some[[0, 0, 0, 0]] / 2, "js")):
-            maps, logits = (trial.rounded(np.broadcast_to(each, shape)) for each in (row, low))
+            maps, logits = (trial.rounded(np.broadcast_to(array, shape)) for array in (row, low))
             yield {"supervision": maps, "student_logits": logits, "divergence": divergence, "beta": 2.0**-90}
     yield from _uneven_calls(operation, trial)
 
@@ -229,12 +229,12 @@ def _uneven_calls(operation: str, trial: Trial) -> Iterator[dict[str, Any]]:
         z = (make.draws(*shape) % 48 - 24) / 8.0
         exact = trial.subject.dtype in ("float64", "float32")
         shares = 2.0 ** -(np.arange(18).reshape(3, 2, 3)[::-1] * (2.0 if exact else 0.25) // 1)
-        given = {"supervision": trial.rounded(maps), "divergence": divergence}
+        inputs = {"supervision": trial.rounded(maps), "divergence": divergence}
         sunk = {"supervision": trial.rounded(maps * shares[..., None]), "row_sums": "at_most_one"}
         thin = {**sunk, "supervision": trial.rounded(maps * 2.0**-10), "beta": 2.0**10, "divergence": divergence}
         # Keys of next to no mass: 2^-30 of the row's, where the dtype holds it.
         little = trial.rounded(np.where(np.arange(4) == number, 2.0**-30, np.array([0.5, 0.25, 0.125, 0.125])))
-        few = {**given, "supervision": np.broadcast_to(little, shape).copy(), "row_sums": "at_most_one"}
+        few = {**inputs, "supervision": np.broadcast_to(little, shape).copy(), "row_sums": "at_most_one"}
         if operation.endswith("qk"):
             rest: dict[str, Any] = {
                 "queries": trial.rounded((make.draws(*shape[:3], 2) % 15 - 7) * (512.0 if number % 2 else 2.0**-9)),
@@ -244,9 +244,9 @@ def _uneven_calls(operation: str, trial: Trial) -> Iterator[dict[str, Any]]:
         else:
             rest = {"student_logits": trial.rounded(z)}
             if exact:
-                yield {**given, "student_logits": trial.rounded(z + offsets)}
-        yield {**given, **rest}
-        yield {**given, **sunk, **rest}
+                yield {**inputs, "student_logits": trial.rounded(z + offsets)}
+        yield {**inputs, **rest}
+        yield {**inputs, **sunk, **rest}
         yield {**thin, **rest}
         if exact:
             yield {**few, **rest}
@@ -256,21 +256,21 @@ def _little_left(operation: str, trial: Trial) -> Iterator[dict[str, Any]]:
     """Rows that keep, or lose, from 2^-5 to 2^-40 of their mass."""
     for number, power in enumerate((5, 8, 11, 14, 20, 27, 34, 40)):
         make = Maker(trial, 6200 + number, full=False)
-        part = 2.0**-power
+        share = 2.0**-power
         base = make.distributions(1 + make.draws(2, 2, 3, 4) % 8)
-        halves = np.array([part, part, 1.0, 1.0])
+        halves = np.array([share, share, 1.0, 1.0])
         # Two of four keys have nearly all; each sample, head and row has them in turns among those that stay.
         maps = base * np.where((np.arange(3) % 2 == 0)[:, None], halves, halves[::-1])
         maps = maps / maps.sum(-1, keepdims=True)
         for sinks in (1.0, 0.375, 2.0**-9):
             options = {} if sinks == 1.0 else {"row_sums": "at_most_one"}
-            given = trial.rounded(maps * sinks)
+            probs = trial.rounded(maps * sinks)
             stay = np.array([True, True, False, False])
             if operation == "align_tokens":
-                yield {"attn_probs": given, "columns": [1, 0] if number % 2 else [0, 1], **options}
+                yield {"attn_probs": probs, "columns": [1, 0] if number % 2 else [0, 1], **options}
                 continue
             logits = trial.rounded((make.draws(2, 2, 3, 4) % 16 - 8) / 8.0)
-            inputs = {"supervision": given, "student_logits": logits, "attn_mask": stay, **options}
+            inputs = {"supervision": probs, "student_logits": logits, "attn_mask": stay, **options}
             if operation == "intersect_support":
                 yield inputs
             else:
@@ -283,9 +283,9 @@ def _little_left(operation: str, trial: Trial) -> Iterator[dict[str, Any]]:
 def _every_layer_map(trial: Trial) -> None:
     for teachers in range(1, 25):
         for students in range(1, teachers + 1):
-            wanted = [[s - 1, (2 * s * teachers + students) // (2 * students) - 1] for s in range(1, students + 1)]
+            expected = [[s - 1, (2 * s * teachers + students) // (2 * students) - 1] for s in range(1, students + 1)]
             got = trial.call("layer_map", num_teacher_layers=teachers, num_student_layers=students)["pairs"]
-            exactly(got, wanted, f"layer_map({teachers}, {students})")
+            exactly(got, expected, f"layer_map({teachers}, {students})")
 
 
 def _long_layer_lists(trial: Trial) -> None:

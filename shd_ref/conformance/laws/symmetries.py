@@ -162,11 +162,11 @@ def _check(trial: Trial, one: Turned, sizes: Sequence[int]) -> None:
     whole = trial.call(one.operation, **inputs)
     parts = {letter: [slice(None, None, -1)] for letter in one.letters}
     parts["B"] += [slice(0, 1), slice(sizes[0] // 2, None)] if sizes[0] > 1 else []
-    for letter, wanted in parts.items():
-        for part in wanted:
-            given = {name: _flip(value, one.axes.get(name, ""), letter, part) for name, value in inputs.items()}
-            got = trial.call(one.operation, **given)
-            how = "turned around" if part.step else f"samples {part.start} to {part.stop or sizes[0]}"
+    for letter, slices in parts.items():
+        for piece in slices:
+            arguments = {name: _flip(value, one.axes.get(name, ""), letter, piece) for name, value in inputs.items()}
+            got = trial.call(one.operation, **arguments)
+            how = "turned around" if piece.step else f"samples {piece.start} to {piece.stop or sizes[0]}"
             what = f"of {one.operation} with axis {letter} {how}, (B, L, S, D) = {tuple(sizes)},"
             for name, (letters, quantity) in one.answers.items():
                 if not letters:
@@ -175,7 +175,7 @@ def _check(trial: Trial, one: Turned, sizes: Sequence[int]) -> None:
                 before, after = as_numbers(whole[name]), as_numbers(got[name])
                 if before is None or after is None or before.ndim != len(letters):
                     raise broken(f"{name} {what}", "must be numbers with its axes", letters, whole[name])
-                right = _flip(before, letters, letter, part)
+                right = _flip(before, letters, letter, piece)
                 size = max(1.0, float(np.abs(right).max()))
                 trial.agree(after / size, right / size, quantity, f"{name} {what}", times=2)
 
@@ -207,16 +207,16 @@ def _renamed(plan: Sequence[Sequence[Sequence[int]]]) -> tuple[list[list[list[in
 def _squeezed_renamed(trial: Trial) -> None:
     plan, students = _renamed(_PLAN)
     for options in ({"strategy": "shd"}, {"strategy": "hard", "alpha_per": "row"}):
-        given = {**_teacher(trial, (3, 4, 5, 4), heads=5), **options}
-        before = trial.call("squeeze_heads", **given, plan=_PLAN)
-        renamed = {**given, **{name: given[name][:, _ORDER].copy() for name in ("teacher_probs", "value_outputs")}}
+        inputs = {**_teacher(trial, (3, 4, 5, 4), heads=5), **options}
+        before = trial.call("squeeze_heads", **inputs, plan=_PLAN)
+        renamed = {**inputs, **{name: inputs[name][:, _ORDER].copy() for name in ("teacher_probs", "value_outputs")}}
         after = trial.call("squeeze_heads", **renamed, plan=plan)
         say = f"of {options['strategy']} with heads and plan renumbered,"
-        wanted = {name: as_array(before[name], name) for name in ("probs", "mixing", "residual")}
-        trial.agree(after["probs"], wanted["probs"][:, students], "probs", f"the maps {say}", times=2)
-        mixing = wanted["mixing"][:, students][:, :, _ORDER]
+        expected = {name: as_array(before[name], name) for name in ("probs", "mixing", "residual")}
+        trial.agree(after["probs"], expected["probs"][:, students], "probs", f"the maps {say}", times=2)
+        mixing = expected["mixing"][:, students][:, :, _ORDER]
         trial.agree(after["mixing"], mixing, "alpha", f"the mixing {say}", times=2)
-        trial.agree(after["residual"], wanted["residual"], "residual", f"the residual {say}", times=2)
+        trial.agree(after["residual"], expected["residual"], "residual", f"the residual {say}", times=2)
         for one, other in zip(before["alphas"], after["alphas"], strict=True):
             trial.agree(other, as_array(one, "alphas"), "alpha", f"the alphas {say}", times=2)
         for name in ("num_clipped", "num_degenerate"):
@@ -224,9 +224,9 @@ def _squeezed_renamed(trial: Trial) -> None:
 
 
 def _diagnosed_renamed(trial: Trial) -> None:
-    given = {**_teacher(trial, (2, 3, 4, 5), heads=5), "strategies": ["shd", "mean"]}
-    before = trial.call("diagnose", **given, plan=_PLAN)
-    renamed = {**given, **{name: given[name][:, _ORDER].copy() for name in ("teacher_probs", "value_outputs")}}
+    inputs = {**_teacher(trial, (2, 3, 4, 5), heads=5), "strategies": ["shd", "mean"]}
+    before = trial.call("diagnose", **inputs, plan=_PLAN)
+    renamed = {**inputs, **{name: inputs[name][:, _ORDER].copy() for name in ("teacher_probs", "value_outputs")}}
     after = trial.call("diagnose", **renamed, plan=_renamed(_PLAN)[0])
     for name in ("unconstrained", "stochastic"):
         what = f"the {name} optimum with heads and plan renumbered"
@@ -235,15 +235,15 @@ def _diagnosed_renamed(trial: Trial) -> None:
 
 def _matched_renamed(trial: Trial) -> None:
     for by in ("residual", "similarity"):
-        given = _teacher(trial, (2, 4, 5, 3), heads=5)
-        item = given["teacher_probs"], given["value_outputs"], given["query_mask"]
+        inputs = _teacher(trial, (2, 4, 5, 3), heads=5)
+        item = inputs["teacher_probs"], inputs["value_outputs"], inputs["query_mask"]
         moved = *(array[:, _ORDER].copy() for array in item[:2]), item[2]
         before, after = (
             as_plain(trial.call("matched_plan", calibration=[one], num_student_heads=2, by=by)["plan"])
             for one in (item, moved)
         )
-        wanted, found = _merged(before, range(5)), _merged(after, _ORDER)
-        require(wanted == found, f"the plan matched by {by} with heads renumbered", str(wanted), str(found))
+        expected, actual = _merged(before, range(5)), _merged(after, _ORDER)
+        require(expected == actual, f"the plan matched by {by} with heads renumbered", str(expected), str(actual))
 
 
 def _merged(plan: Sequence[Sequence[Sequence[int]]], heads: Iterable[int]) -> list[set[frozenset[int]]]:
@@ -261,14 +261,14 @@ def _gram_renamed(trial: Trial) -> None:
     projection = trial.quotients(13_083, 10, 3)
     blocks = projection.reshape(5, 2, 3)[_ORDER].reshape(10, 3).copy()
     moved = {"values": values[:, _ORDER].copy(), "output_projection": blocks}
-    given = {"values": values, "output_projection": projection}
-    outputs, other = (trial.numbers_of("value_outputs", **inputs) for inputs in (given, moved))
+    arguments = {"values": values, "output_projection": projection}
+    outputs, other = (trial.numbers_of("value_outputs", **inputs) for inputs in (arguments, moved))
     trial.agree(other, outputs[:, _ORDER], "probs", "value outputs of renumbered heads", times=2)
-    gram = trial.numbers_of("gram_tensor", teacher_probs=maps, **given)
+    gram = trial.numbers_of("gram_tensor", teacher_probs=maps, **arguments)
     renamed = trial.numbers_of("gram_tensor", teacher_probs=maps[:, _ORDER].copy(), **moved)
-    wanted = gram[np.ix_(range(2), _ORDER, _ORDER, _ORDER, _ORDER)]
+    expected = gram[np.ix_(range(2), _ORDER, _ORDER, _ORDER, _ORDER)]
     size = float(np.abs(gram).max())
-    trial.agree(renamed / size, wanted / size, "probs", "the gram tensor of renumbered heads", times=2)
+    trial.agree(renamed / size, expected / size, "probs", "the gram tensor of renumbered heads", times=2)
 
 
 def _renamed_laws() -> Iterator[Law]:
