@@ -11,7 +11,7 @@ import functools
 import importlib
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from shd_ref.cache.forms.factors import Factors
 from shd_ref.cache.forms.form import Extent, Form
@@ -100,11 +100,11 @@ class Held:
 
     forms: tuple[Form, ...]
 
-    def find(self, kind: type[_FormT]) -> _FormT | None:
-        """The form of this class, or of a subclass, if records hold one."""
-        return next((form for form in self.forms if isinstance(form, kind)), None)
+    def find(self, kind: Callable[..., _FormT]) -> _FormT | None:
+        """The form of this class, or of a subclass, if records hold one; the class may be abstract."""
+        return cast("_FormT | None", next((form for form in self.forms if isinstance(form, cast(type, kind))), None))
 
-    def need(self, kind: type[_FormT], name: str) -> _FormT:
+    def need(self, kind: Callable[..., _FormT], name: str) -> _FormT:
         """The same, where there must be one.
 
         Raises:

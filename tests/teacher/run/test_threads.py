@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 import weakref
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+import threadpoolctl
 from support.attention_graphs import bare_attention, language_model
 from support.makers import contents
 
@@ -21,8 +23,8 @@ from shd_ref import ShdError
 from shd_ref.cache import CacheWriter
 from shd_ref.teacher import ModelInputs, PrecomputeOptions, RunOptions, Source, input_specs, session
 from shd_ref.teacher.precompute.engine import precompute
-from shd_ref.teacher.run import teacher
-from shd_ref.teacher.run.threads import run_ahead
+from shd_ref.teacher.run import teacher, threads
+from shd_ref.teacher.run.threads import SMALL_PRODUCT, count_cores, run_ahead, share_threads, threads_for
 from shd_ref.teacher.sources.source import Spool
 
 
@@ -46,6 +48,51 @@ def test_what_goes_wrong_with_the_hash_stops_the_run(tmp_path: Path, monkeypatch
     with pytest.raises(ShdError, match="the file is gone"):
         precompute(tmp_path / "teacher.onnx", arrays, students)
     assert not (tmp_path / "cache").exists()
+
+
+def blas_threads() -> list[int]:
+    return [pool["num_threads"] for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
+
+
+def test_small_products_take_one_thread() -> None:
+    with threadpoolctl.threadpool_limits(2, user_api="blas"):
+        before = blas_threads()
+        if max(before, default=1) < 2:
+            pytest.skip("NumPy's BLAS has one thread here")
+        with threads_for(SMALL_PRODUCT):
+            assert set(blas_threads()) == {1}
+        assert blas_threads() == before
+        with threads_for(SMALL_PRODUCT + 1):
+            assert blas_threads() == before
+        with pytest.raises(ValueError, match="inside"), threads_for(1):
+            raise ValueError("inside")
+        assert blas_threads() == before
+
+
+@pytest.mark.parametrize(
+    ("num_threads", "on_cpu", "cores", "shares"),
+    [
+        *((1, True, 4, (0, 1)), (2, True, 4, (2, 1)), (8, True, 4, (2, 7)), (None, True, 4, (2, 3))),
+        *((None, True, 1, (0, 1)), (None, False, 4, (2, None)), (1, False, 4, (0, 1)), (4, False, 4, (2, 4))),
+    ],
+)
+def test_a_run_takes_the_threads_that_it_may(
+    num_threads: int | None, on_cpu: bool, cores: int, shares: tuple[int, int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads, "count_cores", lambda: cores)
+    assert share_threads(num_threads, on_cpu=on_cpu) == shares
+
+
+def test_cores_are_those_that_the_process_may_use() -> None:
+    assert 1 <= count_cores() <= (os.cpu_count() or 1)
+    if not hasattr(os, "sched_setaffinity"):
+        pytest.skip("this system binds no process to cores")
+    usable = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(usable)})
+        assert count_cores() == 1
+    finally:
+        os.sched_setaffinity(0, usable)
 
 
 @pytest.mark.parametrize("callers", [1, 2])
