@@ -134,9 +134,7 @@ def check_probs(
 ) -> Array:
     """Attention maps as float64 after the checks of MAP-3..5 and MAP-9.
 
-    Every entry must be finite and at least 0; every row that counts must sum to one within the tolerance of
-    its dtype, or be all zeros (a fully masked row). With ``row_sums="at_most_one"`` a row may fall short of one.
-    With ``ndim=None`` the maps may have any leading axes, and ``query_mask`` has no place.
+    Rows outside ``query_mask`` may have any sum. With ``ndim=None`` the maps may have any leading axes, and no mask.
     """
     check_option("row_sums", row_sums, ROW_SUMS, "MAP-9")
     raw = np.asarray(attn_probs)

@@ -11,11 +11,7 @@ from shd_ref.errors import ShdError
 
 
 def check_integer(name: str, value: object, low: int, high: int | None, spec_id: str) -> int:
-    """An integer from ``low`` to ``high``, or without an end; booleans and floats are refused (ERR-6).
-
-    Raises:
-        ShdError: ``argument-value``.
-    """
+    """An integer from ``low`` to ``high``, or without an end; booleans and floats are refused (ERR-6)."""
     try:
         number = as_index(value)
         valid = number >= low and (high is None or number <= high)
@@ -36,11 +32,7 @@ def check_number(
     least: float = -math.inf,
     most: float = math.inf,
 ) -> float:
-    """A finite number as a float: Python's or NumPy's, above ``above`` and from ``least`` to ``most`` (ERR-6).
-
-    Raises:
-        ShdError: ``argument-value``.
-    """
+    """A finite number as a float: Python's or NumPy's, above ``above`` and from ``least`` to ``most`` (ERR-6)."""
     try:
         number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
     except OverflowError:  # an integer or a fraction beyond all floats
@@ -53,11 +45,7 @@ def check_number(
 
 
 def as_index(value: object) -> int:
-    """An integer as an ``int``; booleans, floats and arrays are refused (ERR-6).
-
-    Raises:
-        TypeError: not an integer.
-    """
+    """An integer as an ``int``; TypeError for booleans, floats and arrays (ERR-6)."""
     if isinstance(value, bool | np.bool_ | np.ndarray) or not hasattr(value, "__index__"):
         raise TypeError(f"not an integer: {value!r}")
     return int(value.__index__())

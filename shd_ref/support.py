@@ -58,13 +58,7 @@ def intersect(teacher: Array, may_attend: Mask) -> IntersectedMaps:
 
 
 def rescale_rows(kept: Array, mass: Array, dropped: Array) -> Array:
-    """Rows scaled back to the mass they had; rows that lost nothing stay as they are, bit for bit.
-
-    Args:
-        kept: ``(..., S)``, what is left of each row.
-        mass: ``(...)``, the sum of each row before.
-        dropped: ``(...)``, how much of it was dropped.
-    """
+    """Rows ``(..., S)`` scaled back to their mass; those that lost nothing stay as they are, bit for bit."""
     left = kept.sum(axis=-1, keepdims=True)
     rescaled = kept / np.where(left == 0.0, 1.0, left) * mass[..., None]
     return np.where(dropped[..., None] > 0.0, rescaled, kept)

@@ -1,7 +1,4 @@
-"""Shard files: safetensors, written blob by blob, read by byte ranges (CACHE-40 to CACHE-45, CACHE-80).
-
-The header follows from the manifest and the receipt alone, so a verifier can make it again and compare.
-"""
+"""Shard files: safetensors whose header follows from manifest and receipt alone (CACHE-40 to CACHE-45, CACHE-80)."""
 
 from __future__ import annotations
 
@@ -50,11 +47,7 @@ class Stored:
 
 
 def shard_tensors(manifest: Manifest, records: Sequence[Stored | Record]) -> Iterator[Tensor]:
-    """The tensors of a shard in stored order (CACHE-40).
-
-    All float32 tensors come first: after codes of odd length they would not be aligned, and readers of
-    safetensors files map them in place.
-    """
+    """Tensors in stored order (CACHE-40): float32 first, aligned, as readers map them in place."""
     shapes = [manifest.part_shapes(record.extent) for record in records]
     for dtype in (F32, U8):
         for record, of_parts in zip(records, shapes, strict=True):
@@ -79,11 +72,7 @@ def shard_header(manifest: Manifest, shard: int, tensors: Sequence[Tensor]) -> b
 
 
 def check_record(record: NewRecord, manifest: Manifest) -> None:
-    """Refuse a record that does not fit the manifest.
-
-    Raises:
-        ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype`` or ``not-finite``, naming the record.
-    """
+    """Refuse a record that does not fit the manifest."""
     check_key(record.key)
     if record.length < 1:
         raise misfit(record, "length must be at least 1", record.length)
@@ -112,21 +101,7 @@ def write_blobs(
     errors: Errors,
     skipped: Sequence[Skipped] = (),
 ) -> Receipt:
-    """Write a shard's header and blobs, and make its receipt.
-
-    One packed blob is in memory at a time; all of them where they are compressed, since the header tells their sizes.
-
-    Args:
-        file: an empty pending file.
-        manifest: of the cache.
-        shard: its number.
-        records: in stored order.
-        errors: measured on their rows.
-        skipped: the shard's samples without a record.
-
-    Raises:
-        ShdError: for a record that does not fit; see ``check_record`` and ``Form.pack``.
-    """
+    """Write a shard and make its receipt; one blob is in memory at a time, or all where they are compressed."""
     for record in records:
         check_record(record, manifest)
     floats = [[_bytes_of(v) for form in manifest.forms for v in form.floats(record)] for record in records]
@@ -212,18 +187,7 @@ class _HashedStream:
 
 
 class ShardFile:
-    """An open shard. Reads name their position, so processes and threads may share it.
-
-    Args:
-        folder: the cache.
-        shard: its number.
-
-    Attributes:
-        path: path or address of the file.
-
-    Raises:
-        ShdError: ``cache-incomplete`` when there is no such file; an object store tells at the first read.
-    """
+    """An open shard. Reads name their position, so processes and threads may share it."""
 
     def __init__(self, folder: Folder, shard: int) -> None:
         storage = open_storage(folder)
@@ -234,22 +198,14 @@ class ShardFile:
             raise _incomplete(self.path, "it does not exist") from error
 
     def read(self, start: int, end: int) -> NDArray[np.uint8]:
-        """Bytes ``start`` to ``end``, in memory of the caller's own.
-
-        Raises:
-            ShdError: ``cache-incomplete`` when the file ends before that, or vanished.
-        """
+        """Bytes ``start`` to ``end``, in memory of the caller's own."""
         with self._found():
             data = self._file.read(start, end)
         self._check_length(start, len(data), end - start)
         return data
 
     def read_into(self, start: int, parts: Sequence[NDArray[np.uint8]]) -> None:
-        """Fill these arrays, one after another, with the bytes from ``start`` on.
-
-        Raises:
-            ShdError: as ``read``.
-        """
+        """Fill these arrays, one after another, with the bytes from ``start`` on."""
         with self._found():
             count = self._file.read_into(start, parts)
         self._check_length(start, count, sum(map(len, parts)))

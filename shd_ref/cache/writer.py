@@ -31,12 +31,7 @@ def check_free(storage: Storage) -> None:
 
 
 def other_job(folder: object, differences: Sequence[str]) -> ShdError:
-    """The error for a cache of another job: ``cache-mismatch`` (CACHE-24).
-
-    Args:
-        folder: the cache.
-        differences: members of the manifests, as ``Manifest.differences`` words them.
-    """
+    """The error for a cache of another job, with ``Manifest.differences``: ``cache-mismatch`` (CACHE-24)."""
     return ShdError(
         "cache-mismatch",
         f"{folder} holds a cache made from something else (cache -> this job): {'; '.join(differences)}; "
@@ -124,15 +119,7 @@ class CacheWriter:
     def commit_file(self, shard_file: PendingFile, receipt: Receipt) -> Receipt:
         """Commit a shard whose bytes are written, synchronised and known to be those of its receipt.
 
-        Args:
-            shard_file: what is to become the shard.
-            receipt: of this cache.
-
-        Returns:
-            The committed receipt: an earlier one if the shard had been committed before.
-
-        Raises:
-            ShdError: ``write-failed``.
+        Returns the committed receipt: an earlier one if the shard had been committed before. Raises ``write-failed``.
         """
         name = receipt_name(receipt.shard)
         with write_errors(self._storage.locate(name)), self._storage.pending(name) as receipt_file:

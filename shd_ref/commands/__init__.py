@@ -1,6 +1,4 @@
-"""The ``shd`` command: each subcommand is a plain function; ``app.py`` puts them in the order of use.
+"""The ``shd`` command: each subcommand is a plain function; ``derive.py`` makes its options, ``terminal.py`` prints.
 
-``derive.py`` makes options of their annotations and of the option dataclasses, ``terminal.py`` prints. Heavy packages
-are imported when a command runs. May import everything else; imported by ``shd_ref.cli`` and, for ``derive`` and
-``terminal``, by ``shd_torch.commands``.
+Heavy packages are imported when a command runs. ``shd_torch.commands`` uses ``derive`` and ``terminal`` too.
 """

@@ -66,11 +66,7 @@ class Failed(typer.Exit):
 
 
 def require_packages(*packages: str, extra: str) -> None:
-    """Refuse to run without some packages, and name the extra that brings them.
-
-    Raises:
-        ShdError: ``dependency-missing``.
-    """
+    """Refuse to run without some packages, and name the extra that brings them: ``dependency-missing``."""
     for package in packages:
         if find_spec(package) is None:
             message = f"this command needs the package {package}: pip install 'squeezing-heads[{extra}]'"
@@ -87,14 +83,8 @@ def add_command(
 ) -> None:
     """Make a command of a function whose parameters are annotated as this module says.
 
-    Args:
-        app: where the command goes, after those that are there.
-        function: what it does; a ``ShdError`` of it becomes one message and exit code 1. What it returns, or the
-            ``document`` of a ``Failed``, is what ``--json`` prints, a line each of a list; one that is annotated to
-            return None has no ``--json``.
-        name: of the command, by default the function's.
-        panel: its heading in the application's ``--help``.
-        is_long: whether it shows progress, which ``--quiet`` leaves out.
+    A ``ShdError`` becomes one message and exit code 1. ``--json`` prints its result, a line each of a list, or the
+    ``document`` of a ``Failed``; a function that returns None has none. ``is_long`` adds ``--quiet``.
     """
     app.command(name or function.__name__, cls=ShownCommand, rich_help_panel=panel)(expand(function, is_long=is_long))
 

@@ -91,15 +91,7 @@ def report_sites(
     specs: Sequence[InputSpec] = (),
     decoder: Collection[str] = (),
 ) -> dict[str, Any]:
-    """What ``shd inspect --json`` prints.
-
-    Args:
-        teacher: the graph's file.
-        sites: from ``find_sites``.
-        factors: of these sites, from ``find_factors``; none where they were not asked for.
-        specs: the graph's inputs, from ``input_specs``.
-        decoder: which of them belong to the decoder's sequence.
-    """
+    """What ``shd inspect --json`` prints; without factors where they were not asked for."""
     from shd_ref.teacher.graph.inputs import SUPPLIED
 
     entries = []

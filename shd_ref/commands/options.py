@@ -82,11 +82,7 @@ class InputOptions:
     ] = None
 
     def open(self) -> Source:
-        """The rows.
-
-        Raises:
-            ShdError: as ``open_source``.
-        """
+        """The rows, by ``open_source``."""
         from shd_ref.teacher.sources import open_source
 
         return open_source(
@@ -97,11 +93,7 @@ class InputOptions:
 def heads_of(
     student_heads: tuple[int, ...] | None, options: partial[PrecomputeOptions], *, no_attention: bool
 ) -> tuple[tuple[int, ...], partial[PrecomputeOptions]]:
-    """The numbers of heads, one at least, and the options; without attention the one number 0.
-
-    Raises:
-        ShdError: ``argument-value``.
-    """
+    """The numbers of heads, one at least, and the options; without attention the one number 0: ``argument-value``."""
     if not no_attention:
         if student_heads is None:
             raise ShdError(
@@ -120,22 +112,13 @@ def heads_of(
 
 
 def check_both(teacher: Path | None, inputs: InputOptions | None) -> None:
-    """Refuse one of teacher and inputs without the other, where the teacher is run on request.
-
-    Raises:
-        ShdError: ``argument-value``.
-    """
+    """Refuse one of teacher and inputs without the other, where the teacher is run on request: ``argument-value``."""
     if (teacher is None) != (inputs is None):
         raise ShdError("argument-value", "--teacher and --inputs must be given together; got one of them")
 
 
 def option_words(*groups: Any, without: Collection[str] = ()) -> list[str]:
-    """The options that say what dataclasses hold: those of fields that are ``Shown`` and are not at their default.
-
-    Args:
-        *groups: dataclasses.
-        without: fields to leave out.
-    """
+    """The options that dataclasses hold: fields that are ``Shown``, not at their default and not ``without``."""
     words: list[str] = []
     for group in groups:
         hints = get_type_hints(type(group), include_extras=True)

@@ -12,18 +12,7 @@ from shd_ref.errors import ShdError
 def read_list(
     option: str, text: str | None, *, kind: type, choices: tuple[str, ...] = (), least: int | None = None
 ) -> tuple[Any, ...]:
-    """The values of an option that takes several, such as ``4,6``; spaces around them do not count.
-
-    Args:
-        option: its name, for messages.
-        text: as it was given; None for no values.
-        kind: ``int`` or ``str``.
-        choices: the words that it takes.
-        least: the smallest number that it takes.
-
-    Raises:
-        ShdError: ``argument-value``.
-    """
+    """The values of an option that takes several, such as ``4,6``: numbers from ``least``, or some of ``choices``."""
     if text is None:
         return ()
     parts = [word.strip() for word in text.split(",")]
@@ -43,11 +32,7 @@ def read_list(
 
 
 def parse_student_layers(text: str | None) -> int | dict[str, int] | None:
-    """``--student-layers``: a number, or one for each kind.
-
-    Raises:
-        ShdError: ``argument-value``.
-    """
+    """``--student-layers``: a number, or one for each kind."""
     if text is None:
         return None
     parts = [word.strip().partition("=") for word in text.split(",")]
@@ -67,11 +52,7 @@ def parse_student_layers(text: str | None) -> int | dict[str, int] | None:
 
 
 def parse_layer_pairs(text: str | None) -> tuple[tuple[int, int], ...] | None:
-    """``--layer-pairs``.
-
-    Raises:
-        ShdError: ``argument-value``.
-    """
+    """``--layer-pairs``."""
     if text is None:
         return None
     try:
@@ -84,11 +65,7 @@ def parse_layer_pairs(text: str | None) -> tuple[tuple[int, int], ...] | None:
 
 
 def parse_shards(text: str | None) -> tuple[int, int]:
-    """``--shards``: part and number of parts.
-
-    Raises:
-        ShdError: ``argument-value``.
-    """
+    """``--shards``: part and number of parts."""
     if text is None:
         return (0, 1)
     share, _, parts = text.partition("/")

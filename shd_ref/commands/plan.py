@@ -61,20 +61,7 @@ def measure(
     wanted: PlanOptions | None = None,
     student: Path | None = None,
 ) -> Document:
-    """Forecast the cache of each student, and print it.
-
-    Args:
-        teacher: the ``.onnx`` file.
-        inputs: where the samples come from.
-        source: the samples.
-        students: what to make of the teacher, and the cache; None for a name that says how many heads.
-        run: how.
-        wanted: what is measured, and what for; None where a cache was asked for.
-        student: the folder that heads, layers and plans were read from, if any.
-
-    Returns:
-        What ``--json`` prints.
-    """
+    """Forecast the cache of each student (options, and its place if asked for), print it, and return ``--json``."""
     from shd_ref.teacher.study.forecast import forecast_cache
     from shd_ref.teacher.study.kept import advise_plan
 
@@ -108,16 +95,7 @@ def precompute_command(
     out: str | None = None,
     student: Path | None = None,
 ) -> str:
-    """The command that makes a cache.
-
-    Args:
-        teacher: the ``.onnx`` file.
-        inputs: where the samples come from.
-        options: what to make of the teacher.
-        run: how.
-        out: the cache.
-        student: the folder that heads, layers and plans were read from, if any.
-    """
+    """The command that makes a cache; ``student`` is the folder that heads, layers and plans were read from."""
     without = (
         ("num_student_heads", "form") if not options.has_attention else () if student is None else STUDENT_FIELDS
     )

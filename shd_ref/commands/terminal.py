@@ -43,13 +43,7 @@ class ShownGroup(_PlainFlags, TyperGroup):
 
 
 class PlainConsole(Console):
-    """A console for which a string is a string: no markup, no emoji codes, and unprintable characters escaped.
-
-    Colours are given as ``marked`` text.
-
-    Args:
-        stderr: print on the error stream.
-    """
+    """A console for which a string is a string: no markup, no emoji codes, unprintable characters escaped."""
 
     def __init__(self, *, stderr: bool = False) -> None:
         super().__init__(stderr=stderr, markup=False, emoji=False)
@@ -119,8 +113,7 @@ about."""
 def reported_errors(options: Mapping[str, str] | None = None) -> Iterator[None]:
     """A ``ShdError`` becomes one message and exit code 1, Ctrl-C another and 130; all else keeps its traceback.
 
-    Args:
-        options: the option behind each argument, which a message names where it says what that argument must be.
+    Where a message says what an argument must be, it names the option of ``options`` behind that argument.
     """
     try:
         yield
@@ -154,14 +147,8 @@ def quiet_progress(is_quiet: bool) -> Iterator[None]:
 def show_progress(*units: str) -> Iterator[tuple[Callable[..., None], ...]]:
     """Progress on the error stream while work is done: bars on a terminal, elsewhere a line now and then.
 
-    Bars go when the work ends, also with an error. Under ``quiet_progress`` there is neither.
-
-    Args:
-        units: what is counted, a bar each.
-
-    Yields:
-        For each, what to call with the numbers done and in all, 0 where that is not known, and with ``says`` in place
-        of the unit what is done now; other things that follow are ignored. A call with 0 done begins a stage.
+    Yields for each unit what to call with the numbers done and in all (0 where not known), and with ``says`` in place
+    of the unit what is done now; all else is ignored. A call with 0 done begins a stage.
     """
     if _IS_QUIET.get():
         yield tuple(lambda *_, **__: None for _ in units)

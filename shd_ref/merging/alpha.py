@@ -122,19 +122,7 @@ def check_alphas(alphas: Array, name: str, spec_id: str) -> None:
 def merge_error(
     a_p: Array, a_q: Array, x_p: Array, x_q: Array, alpha: Array, *, query_mask: Mask | None = None
 ) -> Array:
-    """``E(alpha)``, the squared error of the merged attention output, per sample (chapter ALPHA, PLAN-12).
-
-    Args:
-        a_p: ``(B, L, S)``.
-        a_q: same shape.
-        x_p: ``(B, S, D)``.
-        x_q: same shape.
-        alpha: ``(B,)``, or one per row ``(B, L)``.
-        query_mask: boolean ``(B, L)``, True = the row counts.
-
-    Returns:
-        ``(B,)``.
-    """
+    """``E(alpha)`` ``(B,)``, squared error of the merged attention output (PLAN-12); alpha ``(B,)`` or ``(B, L)``."""
     a = alpha.reshape(len(alpha), -1, 1)  # (B, 1 or L, 1)
     error = ((a * a_p + (1.0 - a) * a_q) @ (x_p + x_q) - a_p @ x_p - a_q @ x_q) ** 2  # (B, L, D)
     weight = 1.0 if query_mask is None else query_mask[:, :, None].astype(np.float64)

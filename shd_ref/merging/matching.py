@@ -73,12 +73,7 @@ def matched_plan(
 
 
 def match_pairs(scores: Array, num_pairs: int) -> tuple[Pair, ...]:
-    """Exactly ``num_pairs`` disjoint pairs with the largest sum of scores, the first of several (PLAN-9, PLAN-10).
-
-    Args:
-        scores: ``(H, H)``; the entries above the diagonal are read.
-        num_pairs: from 1 to ``H // 2``.
-    """
+    """Disjoint pairs with the largest sum of scores above the diagonal, the first of several (PLAN-9, PLAN-10)."""
     networkx = _import_networkx()
     heads = len(scores)
     graph = networkx.Graph()

@@ -131,11 +131,7 @@ def solve_mixing(
 ) -> tuple[Array, list[list[AlphaSolution]]]:
     """C of checked arrays, and the solutions of each round: all follows from the products of maps and value outputs.
 
-    Args:
-        probs: ``(B, H_t, L, S)``, or factors ``(B, H_t, L, m)`` of these products.
-        outputs: ``(B, H_t, S, D)``, or the other factors ``(B, H_t, m, D)``.
-        rounds: from ``merge_plan``.
-        strategy, query_mask, alpha_rule, alpha_per: as for ``squeeze_heads``.
+    Factors ``(B, H_t, L, m)`` and ``(B, H_t, m, D)`` of these products will do as well.
     """
     batch, num_heads, rows, _ = probs.shape
     groups = plan_groups(rounds, num_heads)

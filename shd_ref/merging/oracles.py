@@ -101,15 +101,7 @@ def diagnose(
 
 
 def head_residual(maps: Array, probs: Array, outputs: Array, groups: Groups, mask: Mask | None = None) -> Array:
-    """``sqrt(sum_h ||A_h X'_h - O_h||^2 / sum_h ||O_h||^2)`` per sample over counted rows (ORACLE-1).
-
-    Args:
-        maps: ``(B, H_s, L, S)``, the maps to judge.
-        probs: A ``(B, H_t, L, S)``.
-        outputs: X ``(B, H_t, S, D)``.
-        groups: the teacher heads behind each student head, from ``plan_groups``.
-        mask: boolean ``(B, L)``, True = the row counts.
-    """
+    """``sqrt(sum_h ||A_h X'_h - O_h||^2 / sum_h ||O_h||^2)`` per sample over counted rows (ORACLE-1)."""
     merged, targets = _group_outputs(probs, outputs, groups)
     weight = 1.0 if mask is None else mask[:, None, :, None].astype(np.float64)
     error = (((maps @ merged - targets) ** 2) * weight).sum(axis=(1, 2, 3))
@@ -146,16 +138,10 @@ def stochastic_optimum(probs: Array, outputs: Array, groups: Groups, *, row_sums
 
 
 def nearest_weights(points: Array) -> Array:
-    """Weights on the simplex that bring ``sum_j a_j p_j`` nearest to zero, by non-negative least squares (ORACLE-4).
+    """Weights ``(k,)`` on the simplex that bring ``sum_j a_j p_j`` of points ``(k, D)`` nearest to zero (ORACLE-4).
 
-    The minimum over ``a >= 0`` of ``||sum_j a_j p_j||^2 + (sum_j a_j - 1)^2`` has the same direction: for
-    ``a = t c`` with c on the simplex, the best t leaves ``e / (1 + e)`` with ``e = ||sum_j c_j p_j||^2``.
-
-    Args:
-        points: ``(k, D)``.
-
-    Returns:
-        ``(k,)``, at least 0, summing to one.
+    The minimum over ``a >= 0`` of ``||sum_j a_j p_j||^2 + (sum_j a_j - 1)^2``, by non-negative least squares, has the
+    same direction: for ``a = t c``, c on the simplex, the best t leaves ``e / (1 + e)`` of ``e = ||sum c_j p_j||^2``.
     """
     nnls = _import_nnls()
     scale = float(np.abs(points).max(initial=0.0)) or 1.0
@@ -172,16 +158,7 @@ def nearest_weights(points: Array) -> Array:
 
 
 def simplex_weights(gram: Array) -> Array:
-    """The convex weights c that minimise ``c^T gram c``: the point of a hull nearest to zero (ORACLE-4).
-
-    Wolfe's active-set method on the Gram matrix of the hull's points; exact in finitely many steps.
-
-    Args:
-        gram: ``(k, k)``, positive semi-definite.
-
-    Returns:
-        ``(k,)``, at least 0, summing to one.
-    """
+    """Convex weights c that minimise ``c^T gram c``, by Wolfe's active-set method, exact in finitely many steps."""
     k = len(gram)
     tolerance = 1e-14 * max(float(np.trace(gram)), np.finfo(np.float64).tiny)
     weights: Array = np.zeros(k)

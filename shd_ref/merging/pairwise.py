@@ -28,16 +28,7 @@ def merge_round(
     rule: str = "least_squares",
     alpha_per: str = "map",
 ) -> tuple[list[Head], list[AlphaSolution]]:
-    """The pool after one round, merged heads first and untouched ones after, and each pair's alpha (MIX-4, MIX-5).
-
-    Args:
-        pool: the heads before the round.
-        one_round: pairs of positions in the pool.
-        strategy: ``"shd"``, ``"constant"`` or ``"hard"``.
-        query_mask: boolean ``(B, L)``, True = the row counts.
-        rule: see ``solve_alpha``.
-        alpha_per: see ``solve_alpha``.
-    """
+    """The pool after one round, merged heads first and untouched ones after, and each pair's alpha (MIX-4, MIX-5)."""
     merged, solutions = [], []
     for p, q in one_round:
         (a_p, x_p), (a_q, x_q) = pool[p], pool[q]

@@ -119,15 +119,9 @@ class Evidence:
 
 
 def read_content(reader: CacheReader, *, max_records: int = 512) -> CacheContent:
-    """Summarise a cache.
+    """Summarise a cache, sealed or not; alphas come from the first ``max_records``, whose order is random (CACHE-26).
 
-    Args:
-        reader: of the cache, sealed or not.
-        max_records: how many records' alphas are read, in stored order, which is a random one (CACHE-26).
-
-    Raises:
-        ShdError: ``cache-corrupt`` and other codes of reading; ``cache-incomplete`` where nothing is committed;
-            ``plan-invalid`` for a plan that does not lead to the student's heads.
+    Raises ``cache-incomplete`` where nothing is committed, ``plan-invalid``, and the codes of reading.
     """
     keys = list(dict.fromkeys(reader.keys()))[:max_records]
     if not keys:
@@ -156,18 +150,9 @@ def read_content(reader: CacheReader, *, max_records: int = 512) -> CacheContent
 def read_evidence(
     reader: CacheReader, teacher: str | Path, inputs: Source | Arrays, *, num_samples: int = 4, provider: str = "cpu"
 ) -> Evidence:
-    """Run the cache's teacher on a few of its samples.
+    """Run the cache's teacher on the example and some samples more, in stored order.
 
-    Args:
-        reader: the cache.
-        teacher: the ``.onnx`` file that it comes from.
-        inputs: the model inputs that it comes from, or some of them.
-        num_samples: how many samples: the example, then others in stored order.
-        provider: as in ``precompute``.
-
-    Raises:
-        ShdError: ``cache-mismatch`` for another teacher or other inputs; ``not-finite`` and
-            ``not-a-distribution`` for maps that the reference refuses.
+    Raises ``cache-mismatch`` for another teacher or other inputs, ``not-finite``, ``not-a-distribution``.
     """
     form = reader.manifest.find(Attention)
     if form is None:
@@ -213,15 +198,7 @@ def read_evidence(
 
 
 def choose_example(reader: CacheReader, known: Container[str] | None = None) -> str:
-    """The key of a sample whose maps can be looked at: of the first in stored order, the shortest of some length.
-
-    Args:
-        reader: of a cache that holds something.
-        known: keys to choose from; all by default.
-
-    Raises:
-        ShdError: ``sample-missing`` where none of the cache's samples is known.
-    """
+    """The key of a ``known`` sample whose maps can be looked at: of the first, the shortest of some length."""
     keys = [key for key in dict.fromkeys(reader.keys()) if known is None or key in known][:_EXAMPLE_CANDIDATES]
     if not keys:
         raise ShdError(

@@ -73,13 +73,7 @@ def align_output(
 def choose_change(fitted: RowSums, held: RowSums, *, biased: bool) -> tuple[Array | None, float | None]:
     """The change of a matrix with the ridge of ``RIDGES`` that leaves the least error on held-out rows (ALIGN-7).
 
-    Args:
-        fitted: of the samples that are fitted.
-        held: of those that choose.
-        biased: whether the last row of the change is that of a bias, which no ridge holds.
-
-    Returns:
-        The change on all rows, and its ridge; None twice where the closed form stays.
+    On all rows, with its ridge; None twice where the closed form stays. ``biased``: no ridge holds the last row.
     """
     ridge = RIDGES[-1]
     if held.rows and fitted.rows:

@@ -39,14 +39,10 @@ class Factors(NamedTuple):
 
 
 def factor_forms(lefts: Sequence[Forms], rights: Sequence[Forms], rank: int) -> Factors:
-    """The factors with the least error of the forms ``M_h = lefts[h] @ rights[h]^H`` (HEAD-13).
+    """The factors with the least error of ``M_h = lefts[h] @ rights[h]^H`` (HEAD-13), zeros beyond their rank.
 
-    The forms are never made: one SVD of their core, as large as the columns of all ``rights``, is that of the stack.
-
-    Args:
-        lefts: ``(D1, r_h)`` each, real or complex, times the root of what they multiply (``moment_roots``).
-        rights: ``(D2, r_h)`` each, also.
-        rank: at least 1. More than the forms have is filled with zeros.
+    The forms, ``(D1, r_h)`` by ``(D2, r_h)``, are never made: one SVD of their core, as large as the columns of all
+    ``rights``, is that of the stack.
     """
     basis, core = np.linalg.qr(np.concatenate(rights, axis=1))
     ends = np.cumsum([matrix.shape[1] for matrix in rights])[:-1]

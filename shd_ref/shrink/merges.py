@@ -214,13 +214,9 @@ def as_merge(merge: HeadMerge | Mapping[str, Any]) -> HeadMerge:
 
 
 def merge_heads(gram: ArrayLike, num_student_heads: int, kind: str, num_kv_heads: int) -> HeadMerge:
-    """The merge of a layer by a kind of plan (HEAD-3, HEAD-4).
+    """A layer's merge by a ``"matched"`` (needs networkx), ``"balanced"`` or ``"progressive"`` plan (HEAD-3, HEAD-4).
 
-    Args:
-        gram: as in ``pooled_mixing``.
-        num_student_heads: H_s.
-        kind: ``"matched"`` inside ``num_kv_heads`` groups (needs networkx), ``"balanced"`` or ``"progressive"``.
-        num_kv_heads: of the teacher; where they do not divide H_s, any two heads may meet.
+    Where key heads do not divide H_s, any two heads may meet in a matched plan.
     """
     if kind != "matched":
         return pooled_mixing(gram, merge_plan(len(np.asarray(gram)), num_student_heads, kind))

@@ -27,11 +27,7 @@ class ShrunkStudent:
 
 
 def read_student(source: str | os.PathLike[str] | Mapping[str, Any]) -> ShrunkStudent:
-    """What a student was made as.
-
-    Args:
-        source: the folder that ``shd-torch shrink`` wrote, its ``shrink.json``, or the report itself.
-    """
+    """What a student was made as, from the folder of ``shd-torch shrink``, its ``shrink.json`` or the report."""
     report, name = (source, "the report") if isinstance(source, Mapping) else _read(Path(source))
     try:
         if report["format"] != FORMAT:

@@ -1,4 +1,1 @@
-"""Maps and factors as bytes and back: codecs, packing, compression, and what they cost.
-
-Start with ``codecs.py``, where a new codec goes; its error goes into ``distortion.py``. Imports ``storage``.
-"""
+"""Rows as bytes and back, and what that costs: start with ``codecs.py``. Imports ``storage``."""

@@ -86,10 +86,7 @@ def u4_table() -> NDArray[np.float32]:
 
 
 def u4_thresholds() -> NDArray[np.float32]:
-    """The smallest share of the row's largest entry that gets each code from 2 on: ``((code - 1/2) / 15)^3``.
-
-    Thresholds, because no rule says how a cube root is rounded (CACHE-117).
-    """
+    """Smallest share of the largest entry for codes from 2 on: no rule says how to round a cube root (CACHE-117)."""
     return (((np.arange(2, U4_LEVELS + 1) - 0.5) / U4_LEVELS) ** 3).astype(np.float32)
 
 

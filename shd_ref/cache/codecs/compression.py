@@ -42,16 +42,7 @@ def compress_blob(blob: NDArray[np.uint8], compression: str) -> NDArray[np.uint8
 
 
 def expand_blob(stored: NDArray[np.uint8], size: int, source: str) -> NDArray[np.uint8]:
-    """The blob from the bytes that are stored; memory is only ever taken for ``size`` bytes (CACHE-44).
-
-    Args:
-        stored: as ``compress_blob`` made it.
-        size: of the blob, which follows from the manifest and the record's length.
-        source: file and record, for messages.
-
-    Raises:
-        ShdError: ``cache-corrupt`` for bytes that are not a frame of exactly that size; ``dependency-missing``.
-    """
+    """The blob of ``size`` bytes from what is stored; memory is only ever taken for ``size`` (CACHE-44)."""
     if len(stored) == size:
         return stored
     library = _zstandard()

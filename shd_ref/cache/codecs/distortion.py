@@ -119,15 +119,7 @@ def kl_bound(codec: str, num_positive: Any, largest: Any) -> Any:
 
 
 def row_tv_bound(codec: str, probs: NDArray[Any]) -> NDArray[np.float64]:
-    """The most that a codec can move each row, in total variation: Pinsker's inequality on ``kl_bound`` (CACHE-121).
-
-    Args:
-        codec: one of ``CODECS``.
-        probs: ``(..., L, S)`` rows before coding.
-
-    Returns:
-        ``(..., L)`` float64.
-    """
+    """Bound on the total variation of each row ``(..., L)``: Pinsker's inequality on ``kl_bound`` (CACHE-121)."""
     bound = kl_bound(codec, (probs >= SMALLEST_PROB).sum(axis=-1), probs.max(axis=-1, initial=0.0).astype(np.float64))
     return np.asarray(np.sqrt(bound / 2), dtype=np.float64)
 

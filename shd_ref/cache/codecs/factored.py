@@ -164,11 +164,7 @@ def unpack_factors(
 
 
 def check_coded_factors(coded: CodedFactors) -> None:
-    """Refuse codes that no encoder makes (CACHE-150).
-
-    Raises:
-        ShdError: ``not-finite``, ``argument-value``.
-    """
+    """Refuse codes that no encoder makes: ``not-finite``, ``argument-value`` (CACHE-150)."""
     for values in (coded.queries, coded.keys, coded.query_steps, coded.key_steps):
         if values is not None and values.dtype != np.int8 and not np.isfinite(values).all():
             raise ShdError("not-finite", "queries and keys must be finite; got NaN or infinity", "CACHE-150")

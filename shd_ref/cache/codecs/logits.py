@@ -43,13 +43,7 @@ class Picked(NamedTuple):
 def pick_classes(logits: NDArray[Any], head: int, temperature: float, uniforms: Array) -> Picked:
     """The likeliest classes of every row with the mass of the rest, and classes drawn from the rest.
 
-    The same as ``kd_targets_topk`` and ``kd_targets_sampled`` of ``shd_torch.kd``, for vocabularies of any size.
-
-    Args:
-        logits: ``(R, V)``, finite.
-        head: how many are kept, 0 to V; of equal ones at the edge those of lower ids.
-        temperature: T.
-        uniforms: ``(R, draws)`` in [0, 1), ascending; where there are draws, head is below V.
+    Of equal logits ``(R, V)`` at the edge those of lower ids; ``uniforms`` are ``(R, draws)`` in [0, 1), ascending.
     """
     picked = [_pick(logits[rows], head, temperature, uniforms[rows]) for rows in _slices(*logits.shape)]
     return Picked(*(np.concatenate(parts) for parts in zip(*picked, strict=True)))
@@ -63,11 +57,7 @@ def draw_uniforms(index: int, num_rows: int, draws: int, seed: int) -> Array:
 
 
 def decode_rows(code: RowCode, rows: NDArray[np.uint8]) -> DecodedRows:
-    """What rows of bytes say, at least one, in bounded memory.
-
-    Raises:
-        ShdError: ``cache-corrupt``: bytes that no encoder writes.
-    """
+    """What rows of bytes say, at least one, in bounded memory; ``cache-corrupt`` for bytes that no encoder writes."""
     parts = [code.decode(rows[some]) for some in _coded_slices(code, len(rows))]
     joined = [None if column[0] is None else np.concatenate(column) for column in zip(*parts, strict=True)]
     return DecodedRows(*joined)  # type: ignore[arg-type]
@@ -93,16 +83,7 @@ def check_row_numbers(code: RowCode, rows: NDArray[np.uint8]) -> None:
 
 
 def check_padding(logits: NDArray[Any], vocab_size: int, temperature: float) -> None:
-    """Refuse to cut classes off that do not only pad the vocabulary: they must have next to no mass (CACHE-168).
-
-    Args:
-        logits: ``(R, padded V)``; the first ``vocab_size`` are finite.
-        vocab_size: how many are kept.
-        temperature: that the mass is taken at.
-
-    Raises:
-        ShdError: ``argument-value``.
-    """
+    """Refuse to cut classes from ``vocab_size`` on unless they have next to no mass (CACHE-168)."""
     if logits.shape[1] == vocab_size or not len(logits):
         return
     allowed = float(load_tolerances()["constants"]["cut_mass"])
@@ -120,13 +101,7 @@ def check_padding(logits: NDArray[Any], vocab_size: int, temperature: float) -> 
 def logits_error(
     logits: NDArray[Any], temperature: float, decode: Callable[[slice], DecodedRows | NDArray[Any]]
 ) -> LogitsError:
-    """What coding cost rows of logits (CACHE-170), in float64 and bounded memory.
-
-    Args:
-        logits: ``(R, V)``, the teacher's, finite.
-        temperature: T.
-        decode: some of the rows as stored: their classes, or logits.
-    """
+    """What coding cost rows of logits ``(R, V)`` (CACHE-170), in bounded memory; ``decode`` gives rows as stored."""
     slices = _slices(*logits.shape)
     return merge_errors(LogitsError, (_error(logits[rows], temperature, decode(rows)) for rows in slices))
 
@@ -134,14 +109,9 @@ def logits_error(
 def rows_moved(
     logits: NDArray[Any], temperature: float, uniforms: Array, decode: Callable[[slice], DecodedRows | NDArray[Any]]
 ) -> Array:
-    """How far stored rows are from a teacher's, in total variation ``(R,)``, as far as a record tells (CACHE-91).
+    """Total variation ``(R,)`` between stored rows and a teacher's, as far as a record tells (CACHE-91).
 
-    Args:
-        logits: as in ``logits_error``, of a run of the teacher.
-        temperature: T.
-        uniforms: ``(R, draws)``, those that classes were drawn with: a class that another would have been drawn in
-            place of counts by how far its share lies from the uniform.
-        decode: as in ``logits_error``.
+    A class that another would have been drawn in place of counts by how far its share lies from its uniform.
     """
     slices = _slices(*logits.shape)
     return np.concatenate(
@@ -159,10 +129,7 @@ def row_entropies(logits: NDArray[Any], temperature: float) -> Array:
 
 
 def entropy_moves(total_variation: float, vocab_size: int) -> float:
-    """The most that entropies of two rows of so many classes differ by, in nats, within a total variation below 1/2.
-
-    The inequality of Fannes and Audenaert: ``d log(V - 1) - d log d - (1 - d) log(1 - d)``.
-    """
+    """The most that entropies differ by, in nats, at a total variation below 1/2 (Fannes and Audenaert)."""
     d = total_variation
     binary = -d * math.log(d) - (1 - d) * math.log1p(-d) if d > 0 else 0.0
     return d * math.log(max(vocab_size - 1, 1)) + binary

@@ -16,16 +16,7 @@ INT8_LEVELS: Final = 127
 
 
 def to_float16(name: str, values: NDArray[Any], remedy: str = "use int8") -> NDArray[np.float16]:
-    """Every number rounded to nearest even.
-
-    Args:
-        name: for messages.
-        values: of any shape, finite.
-        remedy: for messages.
-
-    Raises:
-        ShdError: ``argument-value`` where one would become infinite.
-    """
+    """Finite values rounded to nearest even; ``argument-value`` where one would become infinite."""
     with np.errstate(over="ignore"):
         codes = values.astype(np.float16)
     if not np.isfinite(codes).all():

@@ -1,7 +1,4 @@
-"""Sample keys: a sample is found by a hash of what the teacher saw (CACHE-30 to CACHE-37).
-
-Never by a step or row number: shuffling, ranks and a changed tokenizer cannot misalign a cache.
-"""
+"""Sample keys: hashes of what the teacher saw, which no shuffling or rank can misalign (CACHE-30 to 37)."""
 
 from __future__ import annotations
 

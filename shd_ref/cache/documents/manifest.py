@@ -110,10 +110,7 @@ class ShardPlan:
 
 @functools.lru_cache(maxsize=2)
 def sample_order(num_samples: int, seed: int) -> NDArray[np.int64]:
-    """Sample indices sorted by the seeded XXH3-64 of each, so that any language can repeat it (CACHE-26).
-
-    A library's shuffle is not used: its stream of random numbers may change from release to release.
-    """
+    """Indices sorted by their seeded XXH3-64: a library's shuffle may change from release to release (CACHE-26)."""
     hashes = (xxh3_64(struct.pack("<Q", index), seed) for index in range(num_samples))
     return np.argsort(np.fromiter(hashes, dtype=np.uint64, count=num_samples), kind="stable")
 

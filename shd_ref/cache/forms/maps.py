@@ -117,17 +117,7 @@ class Maps(Attention):
 
 
 def cut_map(codes: NDArray[Any], num_rows: int, num_keys: int, where: str) -> NDArray[Any]:
-    """The counted rows and keys of codes or maps ``(H_s, L, S)``.
-
-    Args:
-        codes: padded.
-        num_rows: rows that count.
-        num_keys: keys that count.
-        where: for messages.
-
-    Raises:
-        ShdError: ``support-mismatch`` where a counted row has mass on padding.
-    """
+    """The counted rows and keys of ``(H_s, L, S)``; ``support-mismatch`` where a counted row has mass on padding."""
     rows = codes[:, :num_rows]
     if rows[:, :, num_keys:].any():
         message = f"{where}: keys from {num_keys} on must have no probability: the teacher attends to padding"

@@ -19,12 +19,7 @@ ROWS: Final = {"positions": "position", "decoder": "position of the decoder", "s
 
 @dataclass(frozen=True, kw_only=True)
 class Rows(Form):
-    """A form whose parts are rows.
-
-    Attributes:
-        rows: ``"positions"``: a row for each position from ``first`` to n - 1 of the sample; ``"decoder"``: a row for
-            each of its second sequence; ``"sample"``: one row.
-    """
+    """A form whose parts are rows: of positions ``first`` to n - 1, of decoder positions, or of a sample."""
 
     rows: str
 
@@ -76,11 +71,7 @@ class Rows(Form):
                 raise ShdError("argument-dtype", message, "CACHE-161")
 
     def read_rows(self, record: StoredRecord, part: Part, size: int) -> NDArray[np.uint8]:
-        """A part as rows ``(R, size)``, without a copy.
-
-        Raises:
-            ShdError: ``argument-value`` where it was not read, ``argument-shape`` for a blob of another size.
-        """
+        """A part as rows ``(R, size)``, without a copy; ``argument-value`` where it was not read."""
         if part.name not in record.parts:
             message = f"record {record.index} must be read with {part.title} to decode it; got {sorted(record.parts)}"
             raise ShdError("argument-value", message, "CACHE-161")
@@ -97,11 +88,7 @@ class Rows(Form):
 
 
 def as_rows(name: str, rows: NDArray[np.floating], width: int) -> NDArray[np.floating]:
-    """The rows themselves, if they are real numbers ``(R, width)``.
-
-    Raises:
-        ShdError: ``argument-shape``, ``argument-dtype``.
-    """
+    """The rows themselves, if they are real numbers ``(R, width)``: ``argument-shape``, ``argument-dtype``."""
     if rows.ndim != 2 or rows.shape[1] != width:
         raise ShdError("argument-shape", f"{name} must be (R, {width}); got {rows.shape}", "CACHE-161")
     if rows.dtype.kind != "f":
@@ -110,11 +97,7 @@ def as_rows(name: str, rows: NDArray[np.floating], width: int) -> NDArray[np.flo
 
 
 def counted_rows(rows: NDArray[np.floating], counted: NDArray[np.bool_] | None) -> NDArray[np.floating]:
-    """The rows, with zeros in place of those that do not count (CACHE-162).
-
-    Raises:
-        ShdError: ``argument-shape`` or ``argument-dtype`` for a mask that does not fit.
-    """
+    """The rows, with zeros in place of those that do not count (CACHE-162)."""
     if counted is None:
         return rows
     if counted.shape != rows.shape[:1]:

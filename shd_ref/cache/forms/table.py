@@ -1,7 +1,5 @@
-"""The table of forms: everything that is stored of a sample, from the manifest to the trainer, in one row per form.
+"""The table of forms. All code iterates over a manifest's forms and their rows; only ``Held`` names subjects.
 
-A new form is a row here and the files that the row names. Whatever reads, writes, makes, decodes and trains iterates
-over the forms of a manifest and looks their rows up; nothing else names a subject, but for the shortcuts of ``Held``.
 Makers, decoders and terms lie in rooms that this one may not import, so rows name them, ``"module:name"``.
 """
 
@@ -105,11 +103,7 @@ class Held:
         return cast("_FormT | None", next((form for form in self.forms if isinstance(form, cast(type, kind))), None))
 
     def need(self, kind: Callable[..., _FormT], name: str) -> _FormT:
-        """The same, where there must be one.
-
-        Raises:
-            ShdError: ``argument-value``.
-        """
+        """The same, where there must be one: ``argument-value``."""
         form = self.find(kind)
         if form is None:
             held = ", ".join(form.SUBJECT for form in self.forms)
@@ -119,11 +113,7 @@ class Held:
 
     @property
     def attention(self) -> Maps | Factors:
-        """How attention is stored, and the squeeze that made it.
-
-        Raises:
-            ShdError: ``argument-value`` where the cache has none; ask ``find(Attention)`` first.
-        """
+        """How attention is stored; ``argument-value`` where it is not: ask ``find(Attention)`` first."""
         return self.find(Maps) or self.need(Factors, "attention")
 
     @property

@@ -1,4 +1,1 @@
-"""Where a cache lies and in which bytes: folders and object stores, file names, checksums, canonical documents.
-
-The ground floor: imports nothing of the cache's other rooms. Start with ``storage.py``, the interface of a place.
-"""
+"""Folders and object stores, file names, checksums, canonical documents. Imports no other room of the cache."""

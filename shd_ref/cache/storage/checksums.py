@@ -1,7 +1,4 @@
-"""XXH3 checksums (CACHE-5): lower-case hex digits, most significant first, as every XXH3 tool prints them.
-
-They guard against accidents, not against someone who rewrites the receipts as well.
-"""
+"""XXH3 checksums (CACHE-5), in lower-case hex digits: a guard against accidents, not against forgery."""
 
 from __future__ import annotations
 

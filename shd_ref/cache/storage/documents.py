@@ -1,10 +1,8 @@
 """JSON documents of the cache: one spelling, their own checksum, strict reading (CACHE-10 to CACHE-15).
 
-A document is refused unless its bytes are exactly what ``encode_document`` writes for its content, so one
-flipped byte anywhere, even in white space, is an error. Content becomes dataclasses by their type hints:
-unknown, missing and mistyped members are errors, and nothing is converted. Fields made with ``optional`` are
-members that are left out, never spelled out, where they have their default. Where a hint allows several dataclasses,
-the member ``form``, which each fixes, tells which it is.
+Only bytes that ``encode_document`` writes are accepted. Content becomes dataclasses by their type hints, without any
+conversion. Fields made with ``optional`` are left out where they have their default. Where a hint allows several
+dataclasses, the member ``form``, which each fixes, tells which it is.
 """
 
 from __future__ import annotations
@@ -51,12 +49,7 @@ def checksum_of(content: Any) -> str:
 
 
 def read_document(storage: Storage, name: str) -> bytes:
-    """The bytes of a document file that is regular and not too large (CACHE-14).
-
-    Raises:
-        ShdError: ``path-unsafe`` for a link or device, ``cache-corrupt`` for an absurd size.
-        FileNotFoundError: no such file; what that means depends on the file.
-    """
+    """A document that is regular and not too large (CACHE-14); FileNotFoundError where there is none."""
     size = storage.size(name)
     if size > MAX_DOCUMENT_BYTES:
         message = f"{storage.locate(name)} must hold at most {MAX_DOCUMENT_BYTES} bytes; got {size}"
@@ -65,15 +58,7 @@ def read_document(storage: Storage, name: str) -> bytes:
 
 
 def parse_members(data: bytes, source: object) -> dict[str, Any]:
-    """The members of a document, after its spelling and checksum were found right.
-
-    Args:
-        data: the bytes of the file.
-        source: the file's path, for messages.
-
-    Raises:
-        ShdError: ``cache-corrupt``.
-    """
+    """The members of a document whose spelling and checksum are right; ``cache-corrupt`` naming ``source``."""
     try:
         members = json.loads(data)
         canonical = isinstance(members, dict) and _serialise(members) == data
@@ -96,17 +81,7 @@ def build(
     source: object,
     gathered: Mapping[str, Mapping[str, Any]] = _NOTHING,
 ) -> _Content:
-    """A dataclass from the members of a document.
-
-    Args:
-        kind: the dataclass.
-        members: of the document.
-        source: the file's path, for messages.
-        gathered: fields that are tuples of further members: the names and types of those that may be there.
-
-    Raises:
-        ShdError: ``cache-corrupt`` naming the file and the member, also when the dataclass itself refuses.
-    """
+    """A dataclass of members; ``gathered`` fields are tuples of the members of these names and types."""
     rest = {name: value for name, value in members.items() if not any(name in hints for hints in gathered.values())}
     try:
         fields = {

@@ -1,7 +1,6 @@
 """Outputs other than caches are written whole or not at all, and the next run replaces the draft of a killed one.
 
-The draft of ``NAME`` is in the folder ``.NAME.part`` next to it, and its writer holds a lock on the file ``lock`` in
-there. The draft of a killed run thus has a known name, and the draft of a running one is never touched.
+The draft of ``NAME`` is in ``.NAME.part`` next to it; its writer holds the file ``lock`` there, so it is not touched.
 """
 
 from __future__ import annotations
@@ -28,14 +27,7 @@ def part_folder(out: Path, what: str | None = None) -> Path:
 
 
 class DraftFolder:
-    """A folder that one run works in, from ``part_folder``; removed when the ``with`` block ends.
-
-    Args:
-        folder: new, or left by a run that ended.
-
-    Raises:
-        ShdError: ``write-failed``, also while another run is at work there.
-    """
+    """A ``part_folder`` for one run, removed when the ``with`` block ends; ``write-failed`` while another has it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -89,15 +81,7 @@ class DraftFolder:
 
 @contextlib.contextmanager
 def drafting(target: Path, folder: Path | None = None) -> Iterator[Path]:
-    """A path for a new file or folder, which takes the place of ``target`` when the block ends.
-
-    Args:
-        target: a file, which is replaced, or a folder that is new or empty.
-        folder: where the draft lies; default ``part_folder(target)``.
-
-    Raises:
-        ShdError: ``write-failed`` for every error of the system in the block; then no draft is left.
-    """
+    """A path for a new file or folder, which takes the place of ``target`` when the block ends, or is removed."""
     with write_errors(target), DraftFolder(folder or part_folder(target)) as drafts:
         drafts.clear()
         yield drafts.folder / target.name
@@ -132,16 +116,7 @@ def sync(path: Path) -> None:
 
 
 def output_path(out: str | os.PathLike[str], *, cache: Folder | None = None, argument: str = "out") -> Path:
-    """A place on this machine that may be written.
-
-    Args:
-        out: what the user gave.
-        cache: what the output is made from; nothing may be written into it.
-        argument: name of ``out``, for messages.
-
-    Raises:
-        ShdError: ``argument-value`` for an address, for nothing, and for a place in the cache.
-    """
+    """A place on this machine, outside ``cache``, from which the output is made: ``argument-value``."""
     if is_address(os.fspath(out)):
         raise ShdError(
             "argument-value",
@@ -161,11 +136,7 @@ def output_path(out: str | os.PathLike[str], *, cache: Folder | None = None, arg
 
 
 def output_file(out: str | os.PathLike[str], *, cache: Folder | None = None, argument: str = "out") -> Path:
-    """The same for one file, whose folder must be there: found before the work is done, not after.
-
-    Raises:
-        ShdError: as ``output_path``; ``write-failed``.
-    """
+    """The same for one file, whose folder must be there: ``write-failed`` before the work, not after."""
     path = output_path(out, cache=cache, argument=argument)
     with write_errors(path):
         fits = not path.is_dir() and path.parent.is_dir()

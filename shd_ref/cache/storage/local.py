@@ -1,12 +1,8 @@
 """Local folders: files that appear whole or not at all (CACHE-60 to CACHE-66).
 
-A file is written under a temporary name, synchronised and renamed. Its writer holds an advisory lock on it
-all the while, so another process can tell a dead writer's leftovers from work in progress, on any host that
-shares the file system, and for any process id.
-
-Files are opened folder by folder below the cache's own, and no link on the way is followed (CACHE-7). A writer holds
-the folder that it began with open: when that is moved, what is under way goes with it, and nothing is written to
-another folder that takes its place (CACHE-66).
+A writer holds an advisory lock on its temporary file until that is renamed, so any host can tell leftovers from work
+in progress. Files are opened folder by folder below the cache's own, and no link on the way is followed (CACHE-7). A
+writer holds its folder open: nothing is written to another that takes its place (CACHE-66).
 """
 
 from __future__ import annotations
@@ -51,11 +47,7 @@ _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
 class LocalStorage(Storage):
-    """A folder on a file system.
-
-    Args:
-        root: its path.
-    """
+    """A folder on a file system."""
 
     root: Path
 

@@ -30,12 +30,7 @@ def subfolder(folder: str | os.PathLike[str], name: str) -> Path | str:
 
 
 def open_storage(folder: Folder) -> Storage:
-    """The storage behind a path or an address. ``file://`` is a path.
-
-    Raises:
-        ShdError: ``dependency-missing`` where an address needs a package; ``argument-value`` for an address of an
-            unknown kind.
-    """
+    """The storage behind a path or an address (``file://`` is a path): ``dependency-missing``, ``argument-value``."""
     if isinstance(folder, Storage):
         return folder
     if isinstance(folder, str) and folder.startswith("file://"):

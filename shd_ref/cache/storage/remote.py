@@ -1,7 +1,4 @@
-"""Object stores through fsspec (CACHE-70 to CACHE-73): a PUT is atomic, and there are no locks.
-
-A file is gathered in a local temporary file and uploaded in one go, so readers see it whole or not at all.
-"""
+"""Object stores through fsspec (CACHE-70 to CACHE-73): a PUT is atomic, and there are no locks."""
 
 from __future__ import annotations
 
@@ -32,17 +29,7 @@ _Result = TypeVar("_Result")
 
 
 class RemoteStorage(Storage):
-    """A prefix of an object store.
-
-    Where it is and who may read it is fsspec's business: credentials and endpoints come from the environment
-    (``AWS_ENDPOINT_URL``, ...) or from fsspec's configuration files, never from the address.
-
-    Args:
-        root: its address, such as ``s3://bucket/prefix``.
-
-    Raises:
-        ShdError: ``dependency-missing``, ``argument-value`` (an address of an unknown kind).
-    """
+    """A prefix of an object store; credentials and endpoints are fsspec's business, never the address's."""
 
     root: str
 

@@ -1,7 +1,4 @@
-"""Where a cache lies: a local folder, or an object store through fsspec (CACHE-60 to CACHE-73).
-
-Everything above this module asks for files by their names inside the cache, such as ``receipts/000123.json``.
-"""
+"""The files of a cache by their names in it, such as ``receipts/000123.json`` (CACHE-60 to CACHE-73)."""
 
 from __future__ import annotations
 
@@ -52,27 +49,14 @@ class PendingFile(abc.ABC):
 
 
 class RangeFile(abc.ABC):
-    """An open file that is read by position."""
+    """An open file that is read by position; errors are those of ``Storage``."""
 
     @abc.abstractmethod
     def read(self, start: int, end: int) -> NDArray[np.uint8]:
-        """Bytes ``start`` to ``end``, fewer where the file ends before, in memory of the caller's own.
-
-        Raises:
-            ShdError: as ``Storage.read``.
-            FileNotFoundError: the file vanished.
-        """
+        """Bytes ``start`` to ``end``, fewer where the file ends before, in memory of the caller's own."""
 
     def read_into(self, start: int, parts: Sequence[NDArray[np.uint8]]) -> int:
-        """Fill these arrays, one after another, with the bytes from ``start`` on.
-
-        Returns:
-            How many bytes there were; fewer than wanted where the file ends before.
-
-        Raises:
-            ShdError: as ``read``.
-            FileNotFoundError: the file vanished.
-        """
+        """Fill these arrays in order with the bytes from ``start`` on; how many there were."""
         data = self.read(start, start + sum(map(len, parts)))
         offset = 0
         for buffer in parts:
@@ -85,8 +69,8 @@ class RangeFile(abc.ABC):
 class Storage(abc.ABC):
     """The files of one cache. Safe to pickle, to fork and to share between threads.
 
-    Attributes:
-        root: the folder (absolute) or the address, for messages and to open it again.
+    An absent file is a FileNotFoundError; what the system or store refuses is a ShdError naming it (CACHE-83).
+    ``root`` is the folder (absolute) or the address.
     """
 
     root: Path | str
@@ -97,19 +81,10 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def size(self, name: str) -> int:
-        """Bytes of a file.
-
-        Raises:
-            ShdError: ``path-unsafe`` for a link or device (CACHE-7); as ``read``.
-            FileNotFoundError: no such file.
-        """
+        """Bytes of a file; ``path-unsafe`` for a link or device (CACHE-7)."""
 
     def exists(self, name: str) -> bool:
-        """Whether there is such a file.
-
-        Raises:
-            ShdError: as ``size``.
-        """
+        """Whether there is such a file."""
         try:
             self.size(name)
         except FileNotFoundError:
@@ -118,49 +93,26 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def read(self, name: str) -> bytes:
-        """A whole file.
-
-        Raises:
-            ShdError: naming the file (CACHE-83): ``read-failed`` where the system or store refuses;
-                ``cache-incomplete`` or ``cache-corrupt`` for a file in a folder's place, or a folder in a file's.
-            FileNotFoundError: no such file.
-        """
+        """A whole file."""
 
     @abc.abstractmethod
     def open(self, name: str) -> RangeFile:
-        """A file to be read by position.
-
-        Raises:
-            ShdError: as ``read``.
-            FileNotFoundError: no such file; some storages find that out at the first read.
-        """
+        """A file to be read by position; some storages find out at the first read that it is absent."""
 
     @abc.abstractmethod
     def names(self, folder: str = "") -> list[str]:
-        """Every file below a folder, ascending; no file where there is no folder.
-
-        Raises:
-            ShdError: as ``read``.
-        """
+        """Every file below a folder, ascending; none where there is no folder."""
 
     def links(self) -> list[str]:
         """Names that are links, of which a cache holds none."""
         return []
 
     def check_place(self, name: str) -> None:  # noqa: B027  (a store has no folders)
-        """Refuse a place where no file can be written, because a folder is there or a file in a folder's place.
-
-        Raises:
-            ShdError: ``cache-corrupt`` naming what is in the way (CACHE-83).
-        """
+        """Refuse a place where a folder is, or a file in a folder's place: ``cache-corrupt`` (CACHE-83)."""
 
     @abc.abstractmethod
     def prepare(self) -> None:
-        """Make the place ready for its first file.
-
-        Raises:
-            ShdError: ``cache-exists`` when a file is in its place.
-        """
+        """Make the place ready for its first file; ``cache-exists`` when a file is in its place."""
 
     @abc.abstractmethod
     def remove_stale(self) -> None:
@@ -199,15 +151,7 @@ class Storage(abc.ABC):
 
 
 def check_path(path: str | os.PathLike[str], argument: str = "the cache") -> str | os.PathLike[str]:
-    """The path itself, if a file system can have it.
-
-    Args:
-        path: what the user gave.
-        argument: what it is, for messages.
-
-    Raises:
-        ShdError: ``argument-value`` for a NUL, or characters that cannot be encoded.
-    """
+    """The path itself; ``argument-value`` for a NUL, or characters that cannot be encoded."""
     try:
         possible = b"\0" not in os.fsencode(path)
     except UnicodeEncodeError:

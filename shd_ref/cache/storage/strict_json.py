@@ -12,11 +12,7 @@ MAX_JSON_BYTES: Final = 1 << 26
 
 
 def parse_json(data: bytes) -> Any:
-    """The value that a JSON text in UTF-8 holds.
-
-    Raises:
-        ValueError: not JSON, a member that is there twice, NaN or an infinity, nested too deep, or too large.
-    """
+    """The value of a JSON text; ValueError for repeated members, NaN, infinities, deep nesting, or a large text."""
     if len(data) > MAX_JSON_BYTES:
         raise ValueError(f"it must have at most {MAX_JSON_BYTES} bytes")
     try:
@@ -26,12 +22,7 @@ def parse_json(data: bytes) -> Any:
 
 
 def read_json(file: Path) -> Any:
-    """The value that a JSON file holds.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: as ``parse_json``.
-    """
+    """The value of a JSON file; OSError, ValueError."""
     with file.open("rb") as stream:
         return parse_json(stream.read(MAX_JSON_BYTES + 1))
 
