@@ -1,9 +1,7 @@
 """The generated ONNX functions as an implementation that ``shd_ref.conformance`` can judge.
 
-What is judged is the graph: every number of an answer is an output of a model that the chosen backend ran. Two things
-are the caller's, as they are around a teacher graph. Options and plans are checked where the graph is written, with
-their codes. Arrays are checked by the caller of a graph, which computes and never refuses: for arrays that must be
-refused this adapter says that the operation is missing, and neither runs the graph nor claims the reference's check.
+Options and plans are checked where the graph is written; arrays by a graph's caller, which this adapter does not
+play: for arrays that must be refused it says that the operation is missing, and never claims the reference's check.
 """
 
 from __future__ import annotations
@@ -33,12 +31,7 @@ _Run: TypeAlias = Callable[[dict[str, NDArray[Any]]], dict[str, NDArray[Any]]]
 
 @dataclass(frozen=True)
 class GraphCall:
-    """A call of ``squeeze_heads`` as a graph and its inputs.
-
-    Attributes:
-        rule: what the graph computes.
-        feeds: the graph's inputs by name.
-    """
+    """A call of ``squeeze_heads`` as a graph, by its rule, and the graph's inputs by name."""
 
     rule: MergeRule
     feeds: dict[str, NDArray[Any]]
@@ -69,9 +62,7 @@ def make_call(
 ) -> GraphCall:
     """The graph of a call with the arguments of ``shd_ref.squeeze_heads``.
 
-    Raises:
-        NotImplementedError: options that the function lacks, or arrays to be refused.
-        ShdError: an option or a plan that is wrong.
+    Raises ``NotImplementedError`` for options that the function lacks and for arrays to be refused.
     """
     check_option("strategy", strategy, STRATEGIES, "MIX-2")
     check_option("alpha_rule", alpha_rule, ALPHA_RULES, "ALPHA-4")
@@ -110,13 +101,7 @@ class OnnxAdapter:
         self._runs: dict[tuple[Any, ...], _Run] = {}
 
     def run_operation(self, operation: str, inputs: Mapping[str, Any], dtype: str) -> Any:
-        """Run one operation of ``specs/shd.md``.
-
-        Args:
-            operation: its name.
-            inputs: the arguments by name.
-            dtype: of maps and value outputs in the graph; the function computes in float32.
-        """
+        """Run an operation of ``specs/shd.md``; ``dtype`` is that of maps and value outputs in the graph."""
         if dtype not in GRAPH_DTYPES:
             raise NotImplementedError(f"the functions compute in float32, which is too narrow for {dtype}")
         if operation == "squeeze_heads":

@@ -22,11 +22,7 @@ MAX_THREADS: Final = 1024
 
 
 def check_session(provider: str, num_threads: int | None = None) -> str:
-    """Refuse what no session can be opened with, before there is a model.
-
-    Returns:
-        onnxruntime's name of the provider.
-    """
+    """Refuse what no session can be opened with, before there is a model; onnxruntime's name of the provider."""
     try:
         import onnxruntime
     except ImportError as error:

@@ -24,18 +24,7 @@ _ARITHMETIC: Final = _PASSING | kinds("Add Clip Concat Div Max Mul ReduceMax Sub
 
 @dataclass
 class Logits:
-    """``softmax(scale * multipliers * Q K^T + addends)``, as it was read.
-
-    Attributes:
-        product: the node of ``Q K^T``; None where it was not reached.
-        scale: all constant factors of the product together.
-        multipliers: computed factors, each with the operator (``Mul`` or ``Div``) that applies it.
-        addends: tensors that are added, masks or biases, each with the factor of all that follows.
-        fills: tensors that replace masked entries, each with the factor of all that follows.
-        softcap: c of ``c * tanh(z / c)``.
-        sinks: whether columns without a key join the softmax.
-        reason: why this form cannot be read.
-    """
+    """``softmax(scale * multipliers * Q K^T + addends)``, as it was read."""
 
     product: ir.Node | None = None
     scale: float = 1.0
@@ -138,19 +127,13 @@ class SiteFactors:
     """Where a site's queries and keys are: its map is ``softmax(scale * q @ k^T)`` over the keys its mask allows.
 
     Attributes:
-        site: the attention site.
-        queries: name of the tensor that the product consumes, after rotary embedding and norms.
-        keys: name of the product's other operand, the keys; transposed where ``keys_transposed``.
-        keys_transposed: the tensor's last axes are ``(d, S)``.
-        layout: as of the site, but of the product's operands.
-        logits_layout: as of the site, but of what its softmax reads.
+        queries, keys: names of the product's operands, after rotary embedding and norms.
+        keys_transposed: the keys' last axes are ``(d, S)``.
+        layout, logits_layout: as of the site, but of the product's operands, and of what its softmax reads.
         num_kv_heads: key heads before they are repeated for grouped queries.
         key_heads: which of the product's key heads to keep, one of each; empty for all.
-        d: width of a query and of a key.
-        scale: all constant factors of the product together.
         multipliers: names of computed factors ``(..., 1)`` with their operators, applied to the queries.
-        supported: whether ``add_factors`` can output them.
-        reason: why queries and keys cannot stand for the map, and what to do about it.
+        reason: why queries and keys cannot stand for the map, and what to do about it; None where ``supported``.
     """
 
     site: AttentionSite
@@ -280,7 +263,7 @@ def _layout(site: AttentionSite, map_rank: int, product_rank: int) -> Layout | N
 def _distinct_heads(keys: ir.Value, layout: Layout, heads: int, arrays: Arrays) -> tuple[int, ...]:
     """The first of each run of equal key heads, where all runs are equally long; else none.
 
-    The operators that repeat heads are replayed on indices, so that equal heads are the same numbers for sure.
+    Operators that repeat heads are replayed on indices: equal heads are then the same numbers for sure.
     """
     chain = repeat_chain(keys)
     scaled = (number for number, node in enumerate(chain) if node.op_type in SCALING_OPS)

@@ -33,16 +33,10 @@ _MOST_NODES: Final = 64  # of one activation, however it is written out
 
 @dataclass(frozen=True, eq=False)
 class Ffn:
-    """One feed-forward layer.
+    """A feed-forward layer behind an attention site: products that make and read its neurons, biases ``(F,)``,
+    ``(D,)``.
 
-    Attributes:
-        layer: number of the attention site that it follows, as ``find_sites`` counts.
-        first: the product that makes the neurons.
-        second: the product that reads them.
-        first_bias: added to the first product ``(F,)``, or None.
-        second_bias: added to the second ``(D,)``, or None.
-        out: what the layer gives, the second bias included.
-        reason: why its activation cannot be dropped; None where it can.
+    ``out`` has the second bias; ``reason`` says why the activation cannot be dropped, None where it can.
     """
 
     layer: int
@@ -56,13 +50,7 @@ class Ffn:
 
 @dataclass(frozen=True, eq=False)
 class _Region:
-    """What lies between a product and the constant matrices that it leads back to.
-
-    Attributes:
-        nodes: the operators, in no order.
-        sources: the products it begins at.
-        parted: whether a tensor is cut on the way.
-    """
+    """Operators between a product and the products that it leads back to; ``parted``: a tensor is cut on the way."""
 
     nodes: frozenset[ir.Node]
     sources: tuple[ir.Node, ...]
@@ -70,11 +58,7 @@ class _Region:
 
 
 def find_ffns(graph: ir.Graph) -> list[Ffn]:
-    """Every feed-forward layer that follows an attention site; nothing is changed.
-
-    Returns:
-        In the graph's order. A layer may have none, or several, and one whose activation cannot go has its reason.
-    """
+    """Every feed-forward layer behind an attention site, in the graph's order; a site may have none, or several."""
     places = {node: position for position, node in enumerate(graph)}
     sites = [places[walk.node] for walk in walk_graph(graph) if walk.node in places]
     ffns = []

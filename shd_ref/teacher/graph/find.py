@@ -1,8 +1,4 @@
-"""Find the attention of a teacher's ONNX graph by following data, not by matching patterns.
-
-Each softmax whose map meets values is a site: ``walk`` follows its data, ``shapes`` knows or measures the sizes on
-the way, ``measure`` reads heads and layout off them, and ``independence`` runs the graph to see whose maps they are.
-"""
+"""Find the attention of a teacher's ONNX graph by following data, not by matching patterns."""
 
 from __future__ import annotations
 
@@ -217,13 +213,7 @@ def projection_of(site: AttentionSite) -> NDArray[Any]:
 
 
 def select_sites(sites: Sequence[AttentionSite], wanted: str | None) -> tuple[AttentionSite, ...]:
-    """The sites that a text such as ``0,2,4-7`` or ``encoder*`` names, in the order of the graph, each once.
-
-    Args:
-        sites: of a graph, from ``find_sites``.
-        wanted: parts with commas between: numbers and ranges as ``shd inspect`` counts, names, patterns of names
-            with ``*``, and the kinds ``self`` and ``cross``; all sites by default.
-    """
+    """The sites that a text such as ``0,2,4-7``, ``encoder*``, ``self`` or ``cross`` names, in order, each once."""
     if wanted is None:
         return tuple(sites)
     chosen: set[int] = set()

@@ -1,8 +1,7 @@
 """Whether a site's maps are those of single samples: shown by running the graph, as no shape alone can show it.
 
-Different samples run together, and then copies of one of them. Its maps must be the same in both batches, one for
-every copy. That fails where the first axis of the graph's inputs is the sequence, where a sample has several maps
-(one for every window of an image), and where samples change one another (batch normalisation in training mode).
+Different samples run together, and then copies of one. Its maps must be the same in both batches, one for each copy:
+not so where the inputs' first axis is the sequence, a sample has several maps, or samples change one another.
 """
 
 from __future__ import annotations
@@ -80,13 +79,10 @@ SHARED_SCALES: Final = (
 
 @dataclass(frozen=True)
 class Finding:
-    """What running a graph showed of one site.
+    """What running a graph showed of one site: why it cannot be used (reason), or what is open (note).
 
-    Attributes:
-        reason: why its maps are not those of single samples, and what to do about it.
-        note: what could not be shown, or holds with a restriction; None with a reason.
-        row_inputs: names of the inputs with as many positions as the map has rows; None where it was not run.
-        key_inputs: names of those with as many positions as it has columns; None where it was not run.
+    ``row_inputs`` and ``key_inputs`` name the inputs as long as the map has rows and columns; None where it was not
+    run.
     """
 
     reason: str | None = None
@@ -103,7 +99,7 @@ class Allowed:
         share: of the distance to another sample's maps, for rounding.
         least: distance of two samples that tells them apart.
         rounding: of maps as such.
-        same_samples: the others may change places alone, as dynamic quantisation takes its scales from all of them.
+        same_samples: the others may only change places, as dynamic quantisation takes its scales from all of them.
     """
 
     share: float
@@ -127,15 +123,9 @@ class Allowed:
 class Trial:
     """A graph that runs on different samples, and on others of them that tell whether its maps keep to samples.
 
-    Those are copies of sample 1, one more than before where the graph takes as many; or the same samples in another
-    order and one of them twice, where others may change the graph's scales.
-
-    Args:
-        run: gives maps by name.
-        feeds: some samples, the first two of them different; of a single one only the number of maps is judged.
-        sampled: names of the inputs whose first axis is the sample.
-        allowed: see there.
-        grows: whether the graph takes larger batches.
+    Those are copies of sample 1, one more than before where the graph grows; or, where others may change the graph's
+    scales, the same samples in another order and one of them twice. Of a single sample only the number of maps is
+    judged.
     """
 
     def __init__(
@@ -257,11 +247,7 @@ class Trial:
 
 
 def probe_samples(model: onnx.ModelProto, maps: Mapping[str, tuple[Layout | None, int, str]]) -> dict[str, Finding]:
-    """Whether maps are those of single samples, and distributions, by one session on tiny inputs.
-
-    Returns:
-        What was found, by name.
-    """
+    """Whether maps are those of single samples, and distributions, by name: one session on tiny inputs."""
     findings = _probe_samples(model, maps)
     if not Allowed.of(model).same_samples:
         return findings

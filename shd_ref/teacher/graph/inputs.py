@@ -72,16 +72,12 @@ def input_specs(model: onnx.ModelProto) -> tuple[InputSpec, ...]:
 
 @dataclass(frozen=True)
 class InputSizes:
-    """Sizes of the open axes of a graph's inputs: a batch of samples of one length, with nothing before them.
+    """Sizes of the open axes of a graph's inputs: ``batch`` samples of one ``length``, with nothing before them.
 
     Equal names are equal sizes, a name that is a sum (``past_sequence_length + sequence_length``) is the sum, and
-    names of the past are 0. A name that tells nothing is the batch where it first stands on a first axis, and the
-    length elsewhere; so is an axis without a name. Of a past, such an axis is the batch where it is the first of its
-    open axes, and the past elsewhere. What a graph fixes stays as it is.
-
-    Attributes:
-        batch: samples.
-        length: positions of each.
+    names of the past are 0. A name that tells nothing, or none, is the batch on a first axis and the length
+    elsewhere; of a past, the batch on the first of its open axes, and the past elsewhere. What a graph fixes stays as
+    it is.
     """
 
     batch: int
@@ -186,10 +182,7 @@ _GATHERS: Final = frozenset({"Gather", "GatherBlockQuantized"})
 
 
 def count_rows(model: onnx.ModelProto) -> dict[str, int]:
-    """How many rows the smallest table has that each input chooses rows of, by the input's name.
-
-    An input that is clipped or computed with on its way is not listed.
-    """
+    """Rows of the smallest table that each input, if not computed with first, chooses from; by its name."""
     stated = [(tensor.name, tensor) for tensor in model.graph.initializer]
     stated += [
         (node.output[0], a.t) for node in model.graph.node if node.op_type == "Constant" for a in node.attribute
@@ -217,11 +210,7 @@ SUPPLIED: Final[frozenset[Part]] = frozenset({"past", "positions", "branch"})
 
 
 class Supply:
-    """What is fed beside the data.
-
-    Past keys and values are empty, ``position_ids`` ``(B, L)`` are the number of real tokens before each, and 0 on
-    padding, and the flag of a graph with two bodies is False.
-    """
+    """What is fed beside the data: an empty past, ``position_ids`` counted by the mask, no cache branch."""
 
     def __init__(self, specs: Sequence[InputSpec]) -> None:
         self._specs = tuple(specs)
@@ -250,13 +239,7 @@ class Supply:
         return ", ".join(parts)
 
     def arrays(self, rows: int, length: int, mask: NDArray[Any] | None) -> dict[str, NDArray[Any]]:
-        """The arrays of a batch.
-
-        Args:
-            rows: its samples.
-            length: its positions.
-            mask: ``(B, L)`` of 0 and 1; None where every position is a token.
-        """
+        """The arrays of a batch of ``rows`` samples; ``mask`` is ``(B, L)``, None where all are tokens."""
         shapes = InputSizes(rows, length).shapes(self._specs)
         supplied: dict[str, NDArray[Any]] = {}
         for spec in self._specs:

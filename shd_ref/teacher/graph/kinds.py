@@ -1,8 +1,7 @@
 """Encoder, decoder and cross attention of one graph, told apart by what feeds what.
 
-Where a graph has cross attention, the positions of its maps are those of two sequences: keys are made from what
-the encoder gives, queries from what the decoder was fed. A site that the keys of a cross site are made from belongs
-to the encoder, and so does one beside it on the encoder's inputs alone; every other is the decoder's.
+Sites that the keys of a cross site are made from belong to the encoder, and so do those beside them on the encoder's
+inputs alone; all others are the decoder's.
 """
 
 from __future__ import annotations
@@ -25,12 +24,9 @@ class SiteKinds:
     """What the sites of a graph are to each other.
 
     Attributes:
-        kinds: ``"encoder"``, ``"decoder"`` or ``"cross"`` by the site's number; empty for a graph without cross
-            attention, whose sites are all of one kind.
-        own_keys: cross sites whose keys are made by the decoder, not by the encoder (such as what reads a latent
-            array out): no mask says how many count.
-        decoder_inputs: the graph's inputs that belong to the decoder's sequence, sorted.
-        decoder_mask: their mask, or None.
+        kinds: ``"encoder"``, ``"decoder"`` or ``"cross"`` by site number; empty for a graph without cross attention.
+        own_keys: cross sites whose keys the decoder makes (such as a latent array's reader): no mask counts them.
+        decoder_inputs: the graph's inputs of the decoder's sequence, sorted; ``decoder_mask`` is one or None.
     """
 
     kinds: Mapping[int, str]

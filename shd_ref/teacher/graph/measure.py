@@ -1,8 +1,4 @@
-"""Heads, widths and layout of an attention site, from the shapes along its walk.
-
-Which axis holds the heads is not guessed: the layout operators between ``map @ V`` and W_o are replayed on an array
-of indices, and W_o's rows say where every number came from.
-"""
+"""Heads, widths and layout of a site: layout operators are replayed on indices, W_o's rows say the rest."""
 
 from __future__ import annotations
 
@@ -154,10 +150,7 @@ def _size_of(value: ir.Value, shapes: Shapes) -> tuple[int, ...] | None:
 
 
 def replay(path: Iterable[ir.Node], context: tuple[int, ...], shapes: Shapes) -> NDArray[np.int64] | None:
-    """Apply operators that move or repeat numbers to an array of flat indices, of the shape that the first reads.
-
-    None where a shape is missing or absurd, or an operator does something else.
-    """
+    """Operators that move or repeat numbers, applied to flat indices; None where that cannot be told."""
     if math.prod(context) > _MOST_INDICES:
         return None
     indices: NDArray[np.int64] = np.arange(math.prod(context)).reshape(context)
@@ -249,10 +242,7 @@ def _rows_of(term: Term, indices: NDArray[np.int64], *factors: NDArray[Any]) -> 
 
 
 def _layout(rows: list[_Rows], context: tuple[int, ...], num_heads: int) -> tuple[Layout | None, NDArray[Any] | None]:
-    """The reading of the context's leading axes under which every row of indices is all heads at one position.
-
-    And W_o under it: the rows of the weights at the places of the numbers that they multiply.
-    """
+    """The reading of the context's leading axes under which each row is all heads at one position; W_o under it."""
     indices = np.arange(np.prod(context)).reshape(context)
     batch, rest = divmod(context[0], num_heads)
     readings: dict[Layout, NDArray[np.int64]] = {}

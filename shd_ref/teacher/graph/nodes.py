@@ -104,10 +104,7 @@ def _count_held(node: ir.Node, inputs: list[NDArray[Any]], held: int, most: int)
 
 
 def is_constant(value: ir.Value | None) -> bool:
-    """Whether ``constant_of`` gives a value, found without computing it.
-
-    The answer is kept with the value, since every later value asks for it: a graph is to be read, not changed.
-    """
+    """Whether ``constant_of`` gives a value; the answer is kept with the value, as every later value asks for it."""
     if value is None:
         return False
     waiting, begun = [value], {value}
@@ -178,12 +175,10 @@ def data_inputs(node: ir.Node) -> list[ir.Value]:
 
 @dataclass(frozen=True)
 class Weight:
-    """A constant factor.
+    """A constant factor ``(in, out)``, or ``(N, in, out)`` stacked.
 
-    Attributes:
-        matrix: ``(in, out)``; ``(N, in, out)`` for a product of stacked matrices.
-        axis: of the other factor, over which the product sums; from the end, so negative.
-        out_axis: of the product, where it has the matrix's columns; from the end, so negative.
+    The product sums over ``axis`` of the other factor, and has the matrix's columns on ``out_axis``; both from the
+    end.
     """
 
     matrix: NDArray[Any]

@@ -52,12 +52,8 @@ def static_shapes(model: onnx.ModelProto) -> dict[str, tuple[int, ...]]:
 def frozen_specs(model: onnx.ModelProto, maps: Sequence[str]) -> tuple[InputSpec, ...]:
     """The graph's inputs, with the length and batch that its constants fix, even where it declares them open.
 
-    A tracer leaves the example's length in the constants of reshapes and masks. Shape inference then knows the sizes
-    of the attention maps while the inputs are open; a run at that length and at no smaller one confirms it.
-
-    Args:
-        model: from ``load_teacher``.
-        maps: names of its attention maps ``(..., L, S)``.
+    A tracer leaves its example's length in constants. Shape inference then knows the maps' sizes while the inputs are
+    open; a run at that length and at no smaller one confirms it.
     """
     specs = input_specs(model)
     values = [value for value in infer_shapes(model).graph.value_info if value.name in maps]
@@ -87,15 +83,10 @@ def probe_tensors(model: onnx.ModelProto, names: Sequence[str]) -> dict[str, NDA
 def probe_feeds(
     specs: Sequence[InputSpec], sizes: InputSizes, *, samples: Sequence[int] | None = None, largest: int = 1
 ) -> dict[str, NDArray[Any]]:
-    """Inputs that a graph can run on: masks of ones, positions from 0, an empty past.
+    """Inputs that a graph can run on: masks of ones, positions from 0, an empty past, integers ``largest``, floats 1.
 
-    Args:
-        specs: the graph's inputs.
-        sizes: batch and length; sizes that the graph fixes stay as they are.
-        samples: ``batch`` numbers, each of which stands for one sample: integers from 0 to ``largest`` and normal
-            floats drawn from it, so that equal numbers are equal samples wherever they stand. Default: integers are
-            ``largest`` and floats 1. Masks and positions are the same in all samples.
-        largest: of token numbers and the like; 0 for tables of one row.
+    With ``samples``, a number for each of the batch, data is drawn from it: equal numbers are equal samples.
+    ``largest`` is the largest token number, 0 for tables of one row.
     """
     sizes = sizes.fitted(specs)
     shapes, axes = sizes.shapes(specs), batch_axes(specs, sizes)
@@ -134,26 +125,12 @@ class BoundError(ShdError):
 
 
 class Probe:
-    """A graph that runs on tiny inputs and gives any of its tensors, on the CPU.
+    """A graph that runs on tiny inputs and gives any of its tensors (or only their shapes), on the CPU.
 
-    Opening it finds sizes that it runs on: a batch of 2 and length 3, or what the graph fixes. A graph traced with
-    open axes may still have the example's length, and its batch, in its constants: those are tried next.
-
-    The graph is not trusted, and may loop for ever or fill the memory: a run ends after 10 seconds and beyond 1 GiB,
-    with more of both for large weights, and then for a length that the graph fixes.
-
-    Args:
-        model: from ``load_teacher``; not changed.
-        names: of its tensors.
-        sizes: of open axes.
-        only_shapes: give the shape of each tensor instead of the tensor, which is then not held.
-
-    Attributes:
-        specs: the graph's inputs.
-        sizes: that it runs on.
-        largest: integer that it runs on, 1 or 0.
-        frozen_length: the length that its inputs or its constants fix, as far as is known; None where it is open.
-        frozen_batch: the batch size that they fix; None where it is open.
+    Opening it finds sizes that it runs on: a batch of 2 and length 3, what the graph fixes, or what a tracer may have
+    left in its constants (``frozen_length``, ``frozen_batch``: None where open). The graph is not trusted, and may
+    loop for ever or fill the memory: a run ends after 10 seconds and beyond 1 GiB, with more of both for large
+    weights.
 
     Raises:
         BoundError: where it takes too long or, at an open length, too much memory.
@@ -207,12 +184,7 @@ class Probe:
         return self._try(InputSizes(self.sizes.batch, self.frozen_length + 1))[1] is not None
 
     def run(self, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        """The tensors by name, or their shapes, on inputs such as ``probe_feeds`` makes.
-
-        Raises:
-            BoundError: where this takes too long.
-            Exception: what onnxruntime raises.
-        """
+        """The tensors by name, or their shapes, on such inputs as ``probe_feeds``; raises what onnxruntime does."""
         return dict(zip(self._names, self._session.run(feeds), strict=True))
 
     def _try(self, sizes: InputSizes) -> tuple[int, Exception | None]:
@@ -243,7 +215,7 @@ class Probe:
 class _Bounded:
     """A session whose runs end after some seconds and beyond some bytes, by its weights and the inputs' sizes.
 
-    A length has a share of both only as far as weights go with it: weights are in the file, a length is only stated.
+    A length counts only as far as weights go with it: weights are in the file, a length is only stated.
     """
 
     def __init__(
@@ -290,15 +262,9 @@ class _Bounded:
 def check_bounds(
     model: onnx.ModelProto, names: Sequence[str], feeds: Callable[[], Mapping[str, NDArray[Any]]]
 ) -> None:
-    """Run a graph once within bounds, before it runs without any; errors of other kinds are left to that run.
+    """Run a graph once within bounds before it runs without; only ``BoundError`` is raised, others are that run's.
 
-    Args:
-        model: from ``load_teacher``.
-        names: of the tensors that will be read.
-        feeds: gives one of the user's samples, for a graph that runs on no tiny one.
-
-    Raises:
-        BoundError: where it takes too long or too much memory.
+    ``feeds`` gives one of the user's samples, for a graph that runs on no tiny one.
     """
     try:
         Probe(model, names, InputSizes(1, _PROBE_SIZES.length), only_shapes=True)

@@ -1,10 +1,8 @@
 """What a teacher gives beside its attention: the logits of its head, and the hidden states between its blocks.
 
-A hidden state is found by where it is used, not by its name. Forward from a site's map, the first sum with a tensor
-that the map itself was made from is the residual connection around that attention, and this tensor is what enters
-the block: ``hidden_states[k]`` of Hugging Face for site k, whether the norm stands before or after the sum, and also
-where attention and feed-forward network stand side by side. What leaves the last block is an output of the graph, or
-what its head multiplies.
+A hidden state is found by use, not by name. Forward from a site's map, the first sum with a tensor that the map was
+made from is the residual connection around that attention, and this tensor enters the block: ``hidden_states[k]`` of
+Hugging Face, with pre- and post-norm and parallel blocks. The last is an output, or what the head multiplies.
 """
 
 from __future__ import annotations
@@ -39,10 +37,8 @@ _FLOATS: Final = frozenset(
 class TargetTensors:
     """Names of the tensors that become outputs beside the squeezed attention.
 
-    Attributes:
-        logits: of the head, or None where they are not asked for.
-        hidden: pairs of a layer and its hidden state, ascending; layer k is what enters block k, counted from 0, and
-            the number of blocks is what leaves the last, as the head reads it.
+    ``hidden`` pairs a layer with its state, ascending; layer k enters block k, and the number of blocks is what
+    leaves the last, as the head reads it.
     """
 
     logits: str | None = None
@@ -83,10 +79,7 @@ def find_targets(
 
 
 def dtype_of(model: onnx.ModelProto, sites: Sequence[AttentionSite], targets: TargetTensors) -> str:
-    """The type that a teacher computes in, for its manifest: of its attention, else of its logits or hidden states.
-
-    Inference may know neither; float32 is then also the type in which a graph is compared with the reference.
-    """
+    """The type that a teacher computes in: of its attention, else of its targets, else float32."""
     if sites:
         return sites[0].dtype or "float32"
     names = {name for name in (targets.logits, *(name for _, name in targets.hidden)) if name is not None}

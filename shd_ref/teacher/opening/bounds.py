@@ -98,10 +98,7 @@ def check_growth(model: onnx.ModelProto, file: Path) -> None:
 
 
 def check_folded(model: onnx.ModelProto, file: Path) -> None:
-    """What operators make of constant shapes, also of computed ones, may not be absurdly large.
-
-    onnxruntime computes such tensors before it runs anything.
-    """
+    """What operators make of constant shapes, which onnxruntime computes first, may not be absurdly large."""
     known: dict[str, NDArray[Any]] = {}
     for graph in all_graphs(model.graph):
         for tensor in graph.initializer:
@@ -220,10 +217,7 @@ _CONTRIB_INPUTS: Final = {
 
 
 def check_nodes(graph: onnx.GraphProto, opset: int, file: Path) -> None:
-    """Every node must have the inputs, outputs and kinds of attributes that its operator is defined with.
-
-    onnxruntime asks for no less, so no graph that runs is refused.
-    """
+    """Every node must have the inputs, outputs and attributes of its operator, as onnxruntime demands too."""
     for node in all_nodes(graph):
         problem = _signature_problem(node, opset)
         if problem is not None:

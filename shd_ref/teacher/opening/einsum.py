@@ -1,7 +1,6 @@
 """Einsum as the products that it stands for: Transpose, Reshape and MatMul say which axis is which, letters do not.
 
-Only products of two or more operands are rewritten, to the same numbers up to rounding. An equation that repeats a
-letter in one operand, that sums over no letter that two operands share, or whose axes are unknown stays as it is.
+An equation that repeats a letter in one operand, sums over no shared letter, or has unknown axes stays as it is.
 """
 
 from __future__ import annotations
@@ -135,10 +134,7 @@ def _comes_from_softmax(name: str, producers: Mapping[str, onnx.NodeProto]) -> b
 def _multiply(
     body: Body, first: _Operand, second: _Operand, output: str, numbers: Mapping[str, int]
 ) -> _Operand | None:
-    """The product of two operands with the letters of ``output`` in that order.
-
-    The map is the left factor; else the order is the one that moves fewer axes.
-    """
+    """The product of two operands as ``output``; the map is left, else the order that moves fewer axes."""
     first, second = (_sum_out(body, first, second.letters + output), _sum_out(body, second, first.letters + output))
     shared = [letter for letter in first.letters if letter in second.letters and letter not in output]
     if not shared:

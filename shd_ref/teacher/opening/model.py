@@ -225,16 +225,9 @@ _LOCATION: Final = "weights in memory"  # not a file: onnxruntime is given the a
 
 
 def take_weights(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Weights]:
-    """Split a teacher into its graph and its large weights.
+    """A copy of a teacher without its large weights, to derive graphs from, and the weights for ``open_session``.
 
     External data stay in their files, and tensors of types that NumPy lacks stay in the graph.
-
-    Args:
-        model: from ``load_teacher``; not changed.
-
-    Returns:
-        A copy without these weights, to derive graphs from, and the weights, which ``open_session`` takes with any of
-        them.
     """
     # An initialiser that is also an input may be overridden, and a body may define the same name for itself.
     others = {value.name for value in model.graph.input} | _names_in_bodies(model.graph)
@@ -253,10 +246,7 @@ def take_weights(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Weights]:
 
 
 def find_taken(model: onnx.ModelProto, weights: Weights) -> Weights:
-    """The weights that a graph derived from ``take_weights`` needs in order to run.
-
-    Unread ones are left out: onnxruntime drops unused initialisers first, and then fails to find the one it is given.
-    """
+    """The weights that such a graph reads: onnxruntime drops unused ones first, and then fails to find them."""
     read = {name for node in all_nodes(model.graph) for name in node.input}
     read |= {value.name for value in model.graph.output}
     return {

@@ -11,15 +11,11 @@ from shd_ref.teacher.run.threads import run_beside
 
 
 class Commits:
-    """Commits shards in the background, one after another, so that the teacher waits for no disk and no upload.
+    """Commits shards in the background, at most one at a time, so that the teacher waits for no disk and no upload.
 
-    At most one shard is under way: the next one waits for it, and raises what went wrong with it. Leaving the
-    context waits for the last one, which is committed also where an error stops the run.
-
-    Args:
-        writer: of the cache.
-        on_written: called with the size in bytes of a committed shard, in the thread that uses this object.
-        callers: of the run, see ``share_threads``; 0 to write each shard before ``put`` returns.
+    What goes wrong with one is raised by the next ``put``, or on leaving the context, which waits for the last one
+    even where an error stops the run. ``on_written`` gets the size of each in the caller's thread; without callers
+    nothing is left to a thread.
     """
 
     def __init__(self, writer: CacheWriter, on_written: Callable[[int], None], callers: int = 1) -> None:
@@ -43,11 +39,7 @@ class Commits:
                 error.add_note(f"the shard that was being written failed too: {failure}")
 
     def put(self, shard: int, records: Sequence[NewRecord], errors: Errors, skipped: Sequence[Skipped]) -> None:
-        """Begin to write a shard, see ``CacheWriter.write_shard``.
-
-        Raises:
-            ShdError: what the shard before this one met with.
-        """
+        """Begin to write a shard, see ``CacheWriter.write_shard``; raises what the one before it met with."""
         self._wait()
         write = functools.partial(self._writer.write_shard, shard, records, errors, skipped)
         self._under_way = run_beside(write, self._callers)

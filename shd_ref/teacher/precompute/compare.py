@@ -81,11 +81,7 @@ def compare_with_reference(
 
 
 def compare_layers(outputs: Sequence[LayerOutputs], callers: int = 2) -> list[Comparison]:
-    """``compare_with_reference`` on the typed outputs of a run, layer by layer.
-
-    Raises:
-        ShdError: as ``compare_with_reference``.
-    """
+    """``compare_with_reference`` on the typed outputs of a run, layer by layer."""
     products = [
         output.probs.shape[-2] * output.probs.shape[-1] * projection_of(output.layer.site).shape[-1]
         for output in outputs
@@ -153,9 +149,9 @@ def _compare_sample(layer_outputs: LayerOutputs) -> Comparison:
 
 
 def _factor_products(layer_outputs: LayerOutputs, strategy: str, dtype: str) -> tuple[Array, Array]:
-    """Factors ``(1, H, L, m)`` and ``(1, H, m, D)`` of all products ``A_p X_q`` that a merge of one sample reads.
+    """Factors ``(1, H, L, m)``, ``(1, H, m, D)`` of all ``A_p X_q = (A_p V_q) W_q`` that a merge of one sample reads.
 
-    ``A_p X_q = (A_p V_q) W_q``, for heads that merge with one another: m is d_v of each of these.
+    Only heads of one group meet: m is d_v of each of these.
     """
     probs, values = layer_outputs.probs, as_float(layer_outputs.values, "values", ndim=4)
     (_, heads, rows, _), d_v = probs.shape, values.shape[-1]

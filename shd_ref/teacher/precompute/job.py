@@ -44,18 +44,7 @@ Students = Sequence[tuple[str | os.PathLike[str], PrecomputeOptions]]
 class PrecomputeJob:
     """A pass that is ready to write: teacher open, inputs read, graph found equal to the reference, caches opened.
 
-    Args:
-        teacher: the ``.onnx`` file.
-        inputs: model inputs.
-        students: their caches.
-        run: how to run it.
-        on_read: called with samples read and in all, while the inputs are read.
-
-    Attributes:
-        shards: those that this run answers for.
-
-    Raises:
-        ShdError: as ``precompute``, before anything but manifests is written.
+    Until then nothing but manifests is written. ``shards`` are those that this run answers for.
     """
 
     def __init__(
@@ -121,13 +110,7 @@ class PrecomputeJob:
     def write(
         self, shards: Sequence[int], missing: Sequence[Collection[int]], on_progress: OnProgress | None = None
     ) -> None:
-        """Write what is missing of some shards: every batch runs once, and all students take what they lack of it.
-
-        Args:
-            shards: ascending.
-            missing: what ``find_missing`` says of them.
-            on_progress: called after every batch and shard.
-        """
+        """Write what ``find_missing`` says: every batch runs once, and all students take what they lack."""
         total = self._count(shards) * len(self._caches)
         progress = _Progress(on_progress, total, total - self.count_samples(shards, missing))
         chosen = set(shards)
@@ -182,11 +165,7 @@ class PrecomputeJob:
                 del outputs, own, made, result  # before the next are waited for
 
     def _run_step(self, step: _Step) -> tuple[tuple[StudentOutputs, ...] | None, list[_Made]]:
-        """Run a batch, and make its records for each taker; several threads do so at once.
-
-        Returns:
-            What the batch gave, where coding errors are measured on it, and the records.
-        """
+        """Run a batch and make its records, on any thread; its outputs too, where coding errors are measured."""
         outputs = self._work.squeeze(step.batch, checked=step.checked)
         made = [cache.make(outputs[cache.number], shards) for cache, shards in step.takers]
         return outputs if step.first else None, made
@@ -194,8 +173,8 @@ class PrecomputeJob:
     def _steps(self, shard_of: Mapping[int, int]) -> Iterator[_Step]:
         """The batches of a window of shards, in the order in which they run.
 
-        Which there are, and which of them also yield the uncoded maps, does not depend on what is missing: a resumed
-        run gives the bytes that an undisturbed one gives.
+        Which there are, and which yield the uncoded maps, does not depend on what is missing: a resumed run gives the
+        same bytes.
         """
         work = self._work
         begun: set[int] = set()
@@ -219,10 +198,7 @@ class PrecomputeJob:
         return self._work.squeeze(self._work.inputs.batch(chosen), checked=True)
 
     def _check_first(self) -> tuple[list[StudentOutputs], list[Comparison | None]]:
-        """A few of the longest samples without a fault, by student, and how their maps compare with the reference.
-
-        Check outputs are there of some layers at a time, and not afterwards.
-        """
+        """A few of the longest samples without a fault, by student, and how their maps compare with the reference."""
         work = self._work
         for batch in work.checked_batches(range(len(work.inputs)), FIRST_SAMPLES):
             faulty: set[int] = set()
@@ -265,14 +241,7 @@ class PrecomputeJob:
 
 
 class _Step(NamedTuple):
-    """A batch that runs.
-
-    Attributes:
-        batch: its samples.
-        first: whether it is the first of a shard, whose errors are then measured.
-        checked: whether it yields check outputs.
-        takers: the caches that lack samples of it, and which shards these are in.
-    """
+    """A batch that runs; errors are measured on the first of a shard. Takers lack samples of it in these shards."""
 
     batch: Batch
     first: bool
@@ -281,12 +250,7 @@ class _Step(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """What a batch gave a cache.
-
-    Attributes:
-        faults: what is wrong with samples, by index.
-        records: of all others, by shard.
-    """
+    """What a batch gave a cache: what is wrong with samples, by index; and the records of all others, by shard."""
 
     faults: Mapping[int, str]
     records: Mapping[int, list[NewRecord]]
@@ -317,12 +281,7 @@ class _StudentCache:
         self.pending = {shard: _Pending(self.manifest.shard_samples(shard)) for shard in shards}
 
     def make(self, outputs: StudentOutputs, shards: Iterable[int]) -> _Made:
-        """The records of a batch that pending shards lack; nothing is changed.
-
-        Args:
-            outputs: what the batch gave this student.
-            shards: pending ones that the batch has samples of.
-        """
+        """The records of a batch that these pending shards lack; nothing is changed."""
         faults = _judge(self._work, outputs)
         indices = {shard: self.pending[shard].samples - faults.keys() for shard in shards}
         made = {
@@ -337,16 +296,13 @@ class _StudentCache:
         outputs: StudentOutputs | None,
         check_again: Callable[[tuple[int, ...]], tuple[StudentOutputs, ...]],
     ) -> int:
-        """Take what was made of a batch, and commit the shards that are full.
+        """Take what ``make`` made of a batch, and commit the shards that are full; how many samples were taken.
 
         Args:
             indices: the samples of the batch.
             made: by ``make``.
-            outputs: what it gave this student, where it is the first of a shard, whose errors are then measured.
+            outputs: of the first batch of a shard, whose errors are then measured; else None.
             check_again: runs some samples for check outputs that the batch did not give.
-
-        Returns:
-            How many samples were taken.
         """
         inputs, taken = self._work.inputs, 0
         for shard, records in made.records.items():
@@ -420,10 +376,7 @@ def _judge(work: TeacherRun, outputs: StudentOutputs) -> dict[int, str]:
 
 
 def _seal(writer: CacheWriter) -> int:
-    """Seal a cache, unless shards are missing; how many are.
-
-    Of processes that share the work, the last one finds none; two at once write the same seal.
-    """
+    """Seal a cache, unless shards are missing; how many are. Two processes at once write the same seal."""
     while True:
         try:
             writer.seal()

@@ -32,17 +32,8 @@ LEAST_SHARDS: Final = 16
 def check_destination(folder: Folder, teacher: Path, options: PrecomputeOptions, run: RunOptions) -> None:
     """Refuse a place that cannot become this job's cache, as far as options tell; nothing is written.
 
-    What the options leave open, such as the data set's fingerprint, is compared by ``CacheWriter``.
-
-    Args:
-        folder: the cache, a path or an address.
-        teacher: the ``.onnx`` file; its name is compared, not its content.
-        options: what to make of the teacher.
-        run: how to run it.
-
-    Raises:
-        ShdError: ``cache-exists`` (it holds something else), ``cache-mismatch`` (a cache of another job),
-            ``cache-corrupt``, ``write-failed`` (it cannot be made), ``argument-value`` (an address of no known kind).
+    What they leave open, such as the data set's fingerprint, ``CacheWriter`` compares; of the teacher its name
+    counts.
     """
     storage = open_storage(folder)
     if isinstance(storage.root, Path):
@@ -82,7 +73,7 @@ def _check_folder(root: Path) -> None:
 
 
 def adopt_plans(folder: Folder, options: PrecomputeOptions, run: RunOptions) -> PrecomputeOptions:
-    """The options of a job that a folder may hold already: matched plans are then those of its manifest (CACHE-103).
+    """The options of a job that a folder may hold already: matched plans are then its manifest's (CACHE-103).
 
     Where it holds another job, the options come back as they are, and the writer will refuse the folder.
     """
@@ -98,16 +89,9 @@ def adopt_plans(folder: Folder, options: PrecomputeOptions, run: RunOptions) -> 
 
 
 def make_manifests(work: TeacherRun, outputs: Sequence[StudentOutputs]) -> list[Manifest]:
-    """The manifest of every student of a run.
+    """The manifest of every student of a run, by the outputs of its longest samples.
 
     They hold equally many samples per shard, as many as suit the largest records, so that all share their batches.
-
-    Args:
-        work: the run.
-        outputs: of its longest samples, with check outputs, by student.
-
-    Raises:
-        ShdError: ``graph-unsupported``.
     """
     run, inputs, count = work.run, work.inputs, len(work.inputs)
     forms = [describe_forms(work, output) for output in outputs]

@@ -1,8 +1,7 @@
 """Precompute on a Ray cluster: Ray Data deals shards to actors that each hold the teacher.
 
-One input row is one shard; shards whose samples run in common batches are one block, so the bytes are those of a
-single process. Maps never pass through Ray: an actor writes its shards and their receipts to the cache and returns
-two numbers. So Ray may lose and repeat any block: what is committed stays, and the same call resumes.
+A row is a shard; shards that share batches are one block, so the bytes are those of one process. An actor writes
+shards and receipts itself and returns two numbers: Ray may lose and repeat any block, and the same call resumes.
 """
 
 from __future__ import annotations
@@ -33,14 +32,7 @@ except ImportError as error:
 
 @dataclass(frozen=True)
 class RayJob:
-    """What every actor needs to make any shard; paths must mean the same on all machines.
-
-    Attributes:
-        teacher: the ``.onnx`` file.
-        open_inputs: opens the model inputs; it is pickled.
-        students: the caches.
-        run: how to run it.
-    """
+    """What every actor needs to make any shard; it is pickled, and paths must mean the same on all machines."""
 
     teacher: Path
     open_inputs: OpenInputs

@@ -64,13 +64,7 @@ class PrecomputeSummary:
 
 
 def summarise(folder: str | os.PathLike[str], manifest: Manifest, **told: Any) -> PrecomputeSummary:
-    """The summary of what is committed in a cache.
-
-    Args:
-        folder: the cache.
-        manifest: of it.
-        **told: members of the summary that the run knows.
-    """
+    """The summary of what is committed in a cache, with the members that the run knows."""
     listing, storage = list_cache(folder), open_storage(folder)
     alphas: list[NDArray[np.float32]] = []
     for shard in listing.written:

@@ -1,8 +1,4 @@
-"""``squeeze_heads`` as an ONNX model by itself: the generated function with its arguments as graph inputs.
-
-The function gives merged maps, alphas and whether they are degenerate. The other fields of the result (MIX-9) follow
-from these, by standard operators around the call, so that a backend answers with the whole record.
-"""
+"""``squeeze_heads`` as an ONNX model by itself; its other fields (MIX-9) follow by operators around the call."""
 
 from __future__ import annotations
 
@@ -38,17 +34,11 @@ _INT64: Final = onnx.TensorProto.INT64
 def build_bare_model(
     rule: MergeRule, *, dtype: str = "float32", masked: bool = False, opset: int = 18
 ) -> onnx.ModelProto:
-    """A model that computes ``squeeze_heads`` by this rule, for any batch size and any lengths.
+    """A model that computes ``squeeze_heads`` by this rule (its ``d_v`` is D), for any batch size and any lengths.
 
-    Its inputs are ``teacher_probs`` ``(B, H_t, L, S)`` and ``value_outputs`` ``(B, H_t, S, D)`` in float32, and with
-    ``masked`` also ``query_mask``, boolean ``(B, L)``. Its outputs are ``probs``, ``mixing``, ``residual``,
-    ``num_clipped``, ``num_degenerate``, and ``alphas_0``, ``alphas_1``, ... one per round, for strategies with them.
-
-    Args:
-        rule: of which the codec plays no part, and ``d_v`` is D.
-        dtype: to which the graph casts maps and value outputs before anything else.
-        masked: whether there is a query mask.
-        opset: version of the standard operators.
+    Inputs: ``teacher_probs`` ``(B, H_t, L, S)``, ``value_outputs`` ``(B, H_t, S, D)`` in float32, cast to ``dtype``
+    first, and where ``masked`` ``query_mask``, boolean ``(B, L)``. Outputs: the result's fields, and ``alphas_0``,
+    ... by round.
     """
     body = Body("", opset)
     maps, values = (body.op("Cast", name, to=GRAPH_DTYPES[dtype]) for name in ("teacher_probs", "value_outputs"))

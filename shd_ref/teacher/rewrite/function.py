@@ -137,14 +137,9 @@ def membership_of(groups: Sequence[Sequence[int]], num_heads: int) -> Array32:
 
 
 def _mix(body: Body, maps: str, mixing: Array32 | None, weights: str | None, alpha_per: str) -> str:
-    """``sum_t mixing[n, t] weights[t] A_t``: maps ``(B, n, L, S)``.
+    """``sum_t mixing[n, t] weights[t] A_t``: maps ``(B, n, L, S)``; without mixing the maps as they are.
 
-    Args:
-        body: what the nodes are appended to.
-        maps: A ``(B, H_t, L, S)``.
-        mixing: ``(n, H_t)``, or None for the maps as they are.
-        weights: ``(B, H_t, 1)``, or ``(B, H_t, L)`` per row; None for ones.
-        alpha_per: which of the two.
+    Weights are ``(B, H_t, 1)``, or ``(B, H_t, L)`` per row; None for ones.
     """
     if mixing is None:
         return maps
@@ -164,7 +159,7 @@ def _mix(body: Body, maps: str, mixing: Array32 | None, weights: str | None, alp
 
 
 def _diagonal_blocks(mixing: Array32) -> Array32:
-    """A mixing matrix ``(n, H_t)`` as ``(n, 1, H_t / n)`` where neighbours of equal number mix, else ``(1, n, H_t)``.
+    """A mixing ``(n, H_t)`` as ``(n, 1, H_t / n)`` where neighbours of equal number mix, else ``(1, n, H_t)``.
 
     Vectors times blocks are about a third faster than one product with a mostly empty matrix.
     """
@@ -224,8 +219,8 @@ def _products(body: Body, rule: MergeRule, one_round: Round, paired: str, values
 def _moments(body: Body, rule: MergeRule, one_round: Round, products: str, gram: str) -> str:
     """Numerator, denominator and scale of every pair's alpha, over the rows that count: ``(B, m, 1 or L, 3)``.
 
-    The scale ``||P_p||^2 + ||P_q||^2`` is half of ``||P_p + P_q||^2 + ||P_p - P_q||^2``, and the second term is
-    needed anyway, so one pass over sums and differences gives all three (norms in the metric of the Gram matrix).
+    The scale ``||P_p||^2 + ||P_q||^2`` is half of ``||P_p + P_q||^2 + ||P_p - P_q||^2``, whose second term is needed
+    anyway.
     """
     num_pairs, width = len(one_round.pairs), 2 * one_round.width * rule.d_v
     both = body.const(np.array([[1.0, 1.0], [1.0, -1.0]], dtype=np.float32))

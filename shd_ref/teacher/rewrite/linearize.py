@@ -28,12 +28,9 @@ _DATA_FOLDER: Final = "squeezing_heads.data_folder"
 
 @dataclass(frozen=True)
 class Linearized:
-    """What ``linearize_graph`` returns.
+    """A graph with merged layers, whose large weights stay in the teacher's files until it is saved.
 
-    Attributes:
-        model: the teacher's graph with the merged layers; large weights stay in the teacher's files until it is
-            saved.
-        sizes: for each layer that changed, channels read, neurons that were there, and channels given.
+    ``sizes`` are, for each changed layer, channels read, neurons that were there, and channels given.
     """
 
     model: ir.Model
@@ -158,13 +155,9 @@ def _matrix(node: ir.Node) -> NDArray[Any]:
 def save_graph(model: ir.Model, out: str | os.PathLike[str], teacher: Path) -> Path:
     """Write a graph, whole or not at all: weights of large ones beside it, tensor by tensor.
 
-    Their file is named after what it holds, ``NAME.0123456789abcdef.data``, so that a graph and its weights change
-    together at one rename, that of the graph: whoever is killed before it leaves the earlier graph as it was.
-
-    Args:
-        model: with its weights in memory, or in the files of ``teacher``.
-        out: a file in a folder that is there; an earlier graph of this name is replaced, with its weights.
-        teacher: the file that the graph came from, which stays.
+    Their file is named after its hash, ``NAME.0123456789abcdef.data``, so that graph and weights change together at
+    one rename, the graph's; whoever is killed before leaves the earlier graph, else replaced with its weights, as it
+    was.
     """
     target = output_file(out)
     kept = {Path(teacher).resolve(), *_data_files(model)}

@@ -1,8 +1,7 @@
 """The teacher with squeezed attention in place of its full attention: what it computes with fewer heads.
 
-With student head h reading the summed value outputs of its group, ``sum_h A~_h X'_h = sum_t A~_h(t) V_t W_t``: the
-attention output is what the graph itself makes of its values when every teacher head t uses its group's merged map.
-So the map is replaced, and everything after it stays as it is: layout, W_o, bias, quantisers.
+``sum_h A~_h X'_h = sum_t A~_h(t) V_t W_t``: every teacher head t uses its group's merged map. So the map is replaced,
+and everything after it stays as it is: layout, W_o, bias, quantisers.
 """
 
 from __future__ import annotations
@@ -24,12 +23,8 @@ _CAST_LIKE_OPSET = 15
 
 @dataclass(frozen=True)
 class ReplacedSite:
-    """Names of what one attention site gives, float32 ``(B, H, L, d_v)``: every head's map times its values.
-
-    Attributes:
-        site: where.
-        context: with the maps that the graph uses: merged ones, where they were replaced.
-        unmerged: with the maps that merging started from; the same tensor where nothing was replaced.
+    """Tensors of a site, float32 ``(B, H, L, d_v)``: every head's map times its values, with the maps that the graph
+    uses (``context``) and with those that merging started from (``unmerged``).
     """
 
     site: AttentionSite
@@ -56,12 +51,8 @@ def replace_attention(
 ) -> ReplacedGraph:
     """Rewrite a teacher so that its own layers go on with squeezed attention, all sites at once.
 
-    Args:
-        model: the teacher, from ``load_teacher``; not changed.
-        sites: supported sites of this model, from ``find_sites``.
-        rules: a merge for each; None leaves the teacher's own maps and only adds outputs.
-        output: the output to keep beside those of the sites.
-        row_mask_input: as in ``squeeze_graph``; or one for each site.
+    Without ``rules`` (one a site) the maps stay, and outputs are added. ``row_mask_input`` is as in
+    ``squeeze_graph``, or one a site; ``output`` is kept beside them.
     """
     named = {value.name: value for value in model.graph.output}
     if output not in named:

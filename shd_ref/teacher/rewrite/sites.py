@@ -51,8 +51,8 @@ def add_factors(body: Body, factors: SiteFactors) -> tuple[str, str]:
 def add_spans(body: Body, factors: SiteFactors) -> str:
     """Append nodes that say which keys the graph's own mask leaves each row: ``(B, H, L, 3)`` int32.
 
-    They are the first and the last of these keys and their number, so that a run of keys is told from any other mask.
-    A key counts as masked where its logit lies far below the row's largest.
+    First, last and number of these keys: a run of keys is told from any other mask. Masked is what lies far below the
+    row's largest logit.
     """
     site = factors.site
     logits = batch_heads(body, body.op("Cast", site.logits, to=FLOAT), factors.logits_layout, site.num_heads or 1)

@@ -259,8 +259,7 @@ def assemble_graph(model: onnx.ModelProto, body: Body) -> onnx.ModelProto:
 def remove_unused(graph: ir.Graph) -> None:
     """Nodes and initialisers that no output needs.
 
-    The pass of onnx-ir does more: before 1.1 it turns batch normalisation in training mode, whose maps are refused,
-    into inference.
+    The pass of onnx-ir before 1.1 also turns batch normalisation in training mode, which is refused, into inference.
     """
     outputs = set(graph.outputs)
     for node in reversed(graph):
@@ -280,10 +279,7 @@ def check_opset(model: onnx.ModelProto) -> int:
 
 
 def check_sinks(site: AttentionSite, codec: str, temperature: float) -> None:
-    """Refuse lossy codecs and softening where there are attention sinks.
-
-    Both scale rows to one, and would lose what the sinks took.
-    """
+    """Refuse lossy codecs and softening where there are attention sinks: both scale rows to one."""
     if site.row_sums == "at_most_one" and (codec != "float32" or temperature != 1.0):
         raise ShdError(
             "graph-unsupported",
@@ -346,10 +342,7 @@ def _append(united: onnx.ModelProto, model: onnx.ModelProto) -> None:
 
 
 def _with_prefix(model: onnx.ModelProto, prefix: str) -> onnx.ModelProto:
-    """The model with everything that the squeeze added renamed.
-
-    Weights held outside the graph belong to the teacher and keep their names, whatever these are.
-    """
+    """The model with everything that the squeeze added renamed; weights outside the graph are the teacher's."""
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     kept = {tensor.name for tensor in copy.graph.initializer if tensor.data_location == onnx.TensorProto.EXTERNAL}

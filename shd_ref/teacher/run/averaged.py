@@ -31,10 +31,7 @@ _WHO: Final = "--with-teacher {}"
 class LogitsTeacher:
     """A teacher of which nothing but its logits is asked.
 
-    Attributes:
-        path: of the file.
-        model: as it was loaded.
-        columns: classes that it gives, padding included; None until a run told, where the graph does not say.
+    ``columns`` are the classes that it gives, padding included; None until a run told, where the graph does not say.
     """
 
     def __init__(self, path: Path, options: PrecomputeOptions, run: RunOptions) -> None:
@@ -158,19 +155,10 @@ def average_logits(
     mask: NDArray[np.bool_] | None,
     options: PrecomputeOptions,
 ) -> NDArray[np.float32]:
-    """The mean logits of all teachers on a batch (KD-15), of the classes that count.
+    """The mean logits of all teachers on a batch (KD-15), of the classes that count: ``(B, L, V)`` or ``(B, V)``.
 
-    One teacher's logits are held beside the sum at a time.
-
-    Args:
-        first: the first teacher's, ``(B, L, V')`` or ``(B, V')``; overwritten.
-        others: the further teachers, which run here.
-        batch: the samples.
-        mask: ``(B, L)``, True = the position counts; None where all do.
-        options: of the pass.
-
-    Returns:
-        ``(B, L, V)`` or ``(B, V)``.
+    ``first`` is overwritten, and one other teacher's logits are held beside it; ``mask`` is ``(B, L)``, None: all
+    count.
     """
     columns, count = first.shape[-1], len(batch.indices)
     size = columns if options.vocab_size is None else options.vocab_size

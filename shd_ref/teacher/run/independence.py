@@ -27,10 +27,7 @@ _FRONT: Final = 16
 def cut_batch(inputs: ModelInputs, batch: Batch) -> Batch | None:
     """The same samples, cut to a stretch of positions that begins where the first two of them differ.
 
-    A shorter sample ends in padding, in proportion to what it ends in as a whole.
-
-    Returns:
-        The batch, which the graph need not run on; None where samples are as short as a cut, or of a fixed length.
+    A shorter sample ends in padding, in proportion. None where samples are as short as a cut, or of a fixed length.
     """
     cut: dict[str, NDArray[Any]] = {}
     for names, mask in inputs.sequences:
@@ -82,9 +79,7 @@ def check_samples(
     whole samples decide, a few outputs at a time.
 
     Args:
-        model: the teacher.
         sites: by the name of an output with their maps ``(B, H, L, S)``, or what is made of these.
-        inputs: the samples.
         run: gives some of these outputs on a batch.
         targets: what other outputs are, by name: logits and hidden states, with a first axis B.
     """

@@ -34,9 +34,7 @@ def group_samples(
     Longest first, because an inference arena grows to its largest batch and never shrinks.
 
     Args:
-        indices: the samples.
         lengths: of all samples, by index.
-        batch_size: samples in a batch, at most.
         batch_tokens: in place of ``batch_size``: samples times the longest of them, at most; a longer one runs alone.
         equal: ``(N, k)``: only samples for which these are the same run together, because nothing may be padded.
     """
@@ -81,11 +79,8 @@ MASK_NAMES: tuple[str, ...] = ("attention_mask", "input_mask")
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples that run together: their data-set indices and lengths, and arrays with a batch axis.
-
-    ``decoder_lengths`` are those of the second sequence, where there is one with a mask.
-
-    Where the graph fixes its batch axis, the arrays hold more rows than there are indices.
+    """Samples that run together: indices, lengths (of a second sequence too, where it has a mask), and arrays with a
+    batch axis, which have more rows where the graph fixes that axis.
     """
 
     indices: tuple[int, ...]

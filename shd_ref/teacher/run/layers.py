@@ -117,11 +117,7 @@ def _check_supported(chosen: Chosen) -> None:
 
 
 def common_heads(layers: Chosen) -> int:
-    """H of all layers; 0 without any.
-
-    Raises:
-        ShdError: ``graph-unsupported`` where they differ.
-    """
+    """H of all layers; 0 without any, refused where they differ."""
     heads = {site.num_heads for _, site in layers}
     if layers and (len(heads) != 1 or None in heads):
         raise ShdError(

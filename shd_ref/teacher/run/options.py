@@ -1,7 +1,4 @@
-"""The options of a teacher's run: what to make of the teacher, and how to run it.
-
-Kept apart from what runs a graph, so that the commands can show them without loading onnx.
-"""
+"""What to make of a teacher, and how to run it; apart from what runs a graph, so that commands need not load onnx."""
 
 from __future__ import annotations
 
@@ -52,10 +49,7 @@ class Shown:
     """How a command shows a field: ``shd_ref.commands.derive`` makes an option of it.
 
     Attributes:
-        help: what it sets, in a sentence.
         panel: its heading in ``--help``; None for the everyday options, which come first.
-        choices: the values that it takes, where they are few.
-        least: the smallest number that it takes.
         metavar: what stands for its value in ``--help``.
         needs: the field without which this one means nothing, or ``field=value|value``: a command refuses the option
             where that is not given, or is none of these.

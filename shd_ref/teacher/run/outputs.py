@@ -23,13 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Student:
-    """A student that a pass of the teacher serves.
-
-    Attributes:
-        number: among the students of the pass.
-        options: what to make of the teacher for it.
-        plans: the rounds of merges of every layer.
-    """
+    """A student that a pass serves: its number among them, what to make of the teacher, the rounds of its layers."""
 
     number: int
     options: PrecomputeOptions
@@ -46,13 +40,8 @@ class LayerOutputs:
     """What a run gave for one layer of one student. Indexed by samples, the same of these.
 
     Attributes:
-        layer: the student's layer and the teacher's site.
         row_mask: boolean ``(B, L)``, True = the row counts; None where every row does.
-        arrays: by role, as far as the graph gives them. Always ``alphas``, float32 ``(B, n)`` or ``(B, n, L)`` before
-            clipping. For records of maps ``codes`` ``(B, H_s, L, S)``: of ``sqrt8-row``, or float32 maps for other
-            codecs. For factored records ``queries`` ``(B, H_t, L, d)``, ``keys`` ``(B, H_kv, S, d)`` and int32
-            ``spans`` ``(B, H_t, L, 3)``, see ``add_spans``. To check: teacher maps ``probs`` ``(B, H_t, L, S)``,
-            V ``values`` ``(B, H_t, S, d_v)`` and ``merged`` maps before coding ``(B, H_s, L, S)``, in float32.
+        arrays: by role, as far as the graph gives them: see ``SqueezedLayer.names``.
         ahead: boolean ``(B,)``, what ``looks_ahead`` was where check outputs are no longer held; else None.
     """
 
@@ -109,12 +98,10 @@ class LayerOutputs:
 
 @dataclass(frozen=True, eq=False)
 class TargetOutputs:
-    """What a run gave beside the attention; in float32, padding included. Indexed by samples, the same of these.
+    """What a run gave beside the attention, float32 with padding. Indexed by samples, the same of these.
 
-    Attributes:
-        logits: ``(B, L, V)``, or ``(B, V)`` of a classifier; None where they are not asked for.
-        hidden: ``(B, L, D)`` by layer, see ``TargetTensors``.
-        row_mask: boolean ``(B, L)``, True = the position counts; None where every one does.
+    ``logits`` are ``(B, L, V)``, or ``(B, V)`` of a classifier; ``hidden`` ``(B, L, D)`` by layer; ``row_mask`` ``(B,
+    L)``, None where every position counts.
     """
 
     logits: NDArray[np.float32] | None
@@ -143,15 +130,7 @@ class TargetOutputs:
 
 @dataclass(frozen=True, eq=False)
 class SampleOutputs:
-    """One sample of a run: the outputs of each layer without the batch axis.
-
-    Attributes:
-        index: of the sample in the data set.
-        key: its sample key.
-        extent: its length, its padding in front, and the rows and keys that a record keeps of each layer.
-        layers: by student layer; none where attention is not asked for.
-        targets: logits and hidden states, padding included.
-    """
+    """One sample of a run, without the batch axis: its extent, its layers where there is attention, its targets."""
 
     index: int
     key: str
@@ -162,14 +141,7 @@ class SampleOutputs:
 
 @dataclass(frozen=True, eq=False)
 class StudentOutputs:
-    """What a run gave one student.
-
-    Attributes:
-        student: whose supervision it is.
-        batch: what was fed.
-        layers: by student layer.
-        targets: logits and hidden states, the same for all students.
-    """
+    """What a run gave one student for a batch; targets are the same for all students."""
 
     student: Student
     batch: Batch
@@ -203,8 +175,6 @@ class Fault:
     """Where a teacher first went wrong on a sample.
 
     Attributes:
-        index: of the sample in the data set.
-        key: its sample key.
         student_layer: whose supervision it is; None where it is of all.
         site: the teacher's attention; empty where that is finite.
         head: the teacher's, or None where its maps and values are finite and what is made of them is not.

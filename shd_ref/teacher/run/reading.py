@@ -27,15 +27,7 @@ from shd_ref.teacher.session import open_session
 
 
 class AttentionReader:
-    """A teacher graph that outputs the maps and values of its attention sites.
-
-    Args:
-        model: the teacher, from ``load_teacher``; not changed.
-        sites: supported sites of this model, from ``find_sites``.
-        provider: as in ``open_session``.
-        num_threads: as in ``open_session``.
-        weights: as in ``open_session``.
-    """
+    """A teacher graph that outputs the maps and values of supported sites; options are as in ``open_session``."""
 
     def __init__(
         self,
@@ -66,15 +58,8 @@ class AttentionReader:
     def read_values(
         self, number: int, batch: Batch, *, on_error: str = "stop"
     ) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.intp]]:
-        """The same with V ``(B, H_kv, S, d_v)`` in the place of X.
-
-        Args:
-            number: of the site.
-            batch: the samples.
-            on_error: ``"skip"`` leaves out samples on which the teacher gives NaN or infinity.
-
-        Returns:
-            Maps, values, and the places in the batch of the samples that they hold.
+        """The same with V ``(B, H_kv, S, d_v)`` for X, and the places in the batch of the samples that they hold:
+        all, or with ``on_error="skip"`` those without NaN and infinity.
         """
         site, count = self.sites[number], len(batch.indices)
         probs, values = (array[:count] for array in self.run(self._names(number), batch).values())
@@ -112,19 +97,10 @@ def calibrate_plans(
     on_error: str = "stop",
     mask_of_rows: Callable[[AttentionSite], str | None] | None = None,
 ) -> tuple[MergePlan, ...]:
-    """The matched plan of every site of the reader; the same call gives the same plans.
+    """The matched plan of every site of the reader, on samples of the order of CACHE-26.
 
-    Args:
-        reader: of the sites that will be merged.
-        inputs: the data set that the sample is drawn from.
-        num_student_heads: H_s.
-        by: ``"residual"`` or ``"similarity"``.
-        alpha_per: ``"map"`` or ``"row"``, as the merge will use it.
-        num_samples: how many samples, at least 1; all where there are fewer.
-        seed: of the choice, which is that of CACHE-26.
-        batch_size: samples per teacher call.
-        on_error: ``"skip"`` leaves out samples on which the teacher gives NaN or infinity.
-        mask_of_rows: from a site to the input that says which of its rows count; by default the inputs' mask.
+    ``on_error="skip"`` leaves out samples with NaN or infinity; ``mask_of_rows`` gives the input that says which rows
+    of a site count, by default the inputs' mask.
     """
     chosen = [int(index) for index in sample_order(len(inputs), seed)[:num_samples]]
     plans = []
@@ -154,15 +130,11 @@ def match_factored(
     alpha_per: str = "map",
     row_sums: str = "one",
 ) -> MergePlan:
-    """The plan of ``matched_plan``, from values and W_o: value outputs are never made.
+    """The plan of ``matched_plan``, from values and W_o ``(H * d_v, D)``: value outputs are never made.
 
     Two heads write into 2 d_v directions of the D of the model. In an orthonormal basis of these all lengths and
-    products that a score is made of stay what they are, and cost 2 d_v / D of the time and memory.
-
-    Args:
-        calibration: items (maps ``(B, H, L, S)``, V ``(B, H_kv, S, d_v)``, query mask ``(B, L)`` or None).
-        projection: W_o ``(H * d_v, D)``.
-        num_student_heads, by, alpha_per, row_sums: as for ``matched_plan``.
+    products that a score is made of stay what they are. Items: maps ``(B, H, L, S)``, V ``(B, H_kv, S, d_v)``, mask
+    ``(B, L)``.
     """
     whole = np.asarray(projection, dtype=np.float64)
     items = []

@@ -47,33 +47,21 @@ class TeacherRun:
     """A teacher graph with its attention squeezed, ready to run: what precompute and verify share.
 
     Args:
-        teacher: the ``.onnx`` file.
-        source: model inputs.
         students: what to make of the teacher for each student; they differ in the number of heads and plans alone.
-        run: how to run it.
         on_read: called with samples read and in all, while the inputs are read once.
         input_names: the inputs that the data must give, as a manifest lists them; by default all that they can.
         ahead: whether two threads will call ``squeeze`` at once, by ``run_ahead``: sessions then leave one to the
             second. Hashing of the file then begins at once, on a thread.
 
     Attributes:
-        inputs: the samples, checked against the graph.
-        layers: ``(student_layer, site)`` pairs.
+        layers: ``(student_layer, site)`` pairs; ``factors`` of each in the same order, empty where maps are kept.
         num_student_layers: L_s, or None where explicit pairs leave it open.
         kinds: how many calls of each kind, where the graph has several and no explicit pairs are given.
-        site_kinds: what the graph's sites are to each other.
-        students: with the plans of every layer, in the order of ``layers``; one alone where there is no attention.
-        options: what the students have in common; heads and plans are those of the first.
-        factors: where the queries and keys of each are, in the same order; empty where maps are kept.
-        targets: the teacher's tensors of logits and hidden states, where they are asked for.
+        students: with the plans of every layer; ``options`` are what they have in common.
         model, bare, weights: the graph; the same without its large weights; these, which all sessions share.
         others: further teachers, whose logits are averaged with this one's.
         callers: threads that call ``squeeze`` at once, see ``run_ahead``.
         logit_columns: classes that this teacher gives, padding included, once a run told.
-
-    Raises:
-        ShdError: ``graph-invalid``, ``graph-unsupported`` (no site, or one that is needed cannot be squeezed),
-            ``inputs-invalid``, ``heads-exceed``, ``layers-invalid``, ``provider-unavailable``.
     """
 
     def __init__(
@@ -279,9 +267,7 @@ class TeacherRun:
         return map(self.inputs.batch, self.groups(indices))
 
     def checked_batches(self, indices: Iterable[int], most: int | None = None) -> Iterator[Batch]:
-        """The same in batches that are small enough for check outputs: those of large teachers are many times larger
-        than what is stored.
-        """
+        """The same in batches that are small enough for check outputs, many times larger than what is stored."""
         for chosen in self.groups(indices):
             size = self.count_checked(chosen)
             size = size if most is None or self.inputs.fixed_batch is not None else min(size, most)
@@ -289,10 +275,10 @@ class TeacherRun:
                 yield self.inputs.batch(chosen[start : start + size])
 
     def count_checked(self, indices: Sequence[int]) -> int:
-        """How many of these samples, in this order, may yield check outputs at once.
+        """How many of these samples, in this order, may yield check outputs at once, by their lengths.
 
-        Known from the samples' lengths; where they have none, as images do, all of them, and also where the graph's
-        batch axis is fixed, so that fewer samples are filled up again. The same for all students of a pass.
+        All where they have none, as images, and where the batch axis is fixed, so that fewer would be filled up
+        again.
         """
         if self.inputs.fixed_batch is not None or not indices:
             return len(indices)

@@ -1,7 +1,4 @@
-"""The threads of a run: how many there are, and the two ways onto them, ``run_ahead`` and ``run_beside``.
-
-A run of one thread has no others: both then do their work on the thread that calls them, where a debugger follows.
-"""
+"""How many threads a run has, and the two ways onto them; a run of one does all on the caller's, for debuggers."""
 
 from __future__ import annotations
 
@@ -24,8 +21,8 @@ SMALL_PRODUCT: Final = 2**27
 def threads_for(multiplications: int) -> AbstractContextManager[object]:
     """One thread while products are of this size or smaller, if that is small; else as many as ever.
 
-    Threads of BLAS wait for each other at the end of every product: on a machine that is busy with something else,
-    small ones take ten times as long as on one thread.
+    BLAS threads wait for each other after every product: on a busy machine small ones take ten times as long as on
+    one.
     """
     if multiplications > SMALL_PRODUCT:
         return nullcontext()
@@ -36,14 +33,10 @@ def threads_for(multiplications: int) -> AbstractContextManager[object]:
 
 
 def share_threads(num_threads: int | None, *, on_cpu: bool) -> tuple[int, int | None]:
-    """How many batches a run has under way at once, and how many threads its session takes.
+    """How many batches a run has under way at once, and how many threads its session takes (None: its choice).
 
     Two batches, so that no core waits for a barrier, nor a device for records that are made; none beside the caller's
-    own (0) where there is one thread. The session's threads are None where onnxruntime chooses.
-
-    Args:
-        num_threads: of the whole run; None for one per core.
-        on_cpu: whether the session runs on the CPU.
+    own (0) where there is one thread.
     """
     threads = count_cores() if num_threads is None and on_cpu else num_threads
     if threads == 1:
@@ -63,10 +56,8 @@ def count_cores() -> int:
 def run_beside(work: Callable[[], T], callers: int, *, daemon: bool = False) -> Callable[[], T]:
     """Begin a piece of work; calling what is returned waits for it, and gives its value or raises its error.
 
-    Args:
-        work: the function.
-        callers: of ``share_threads``; 0 for work that is done when its result is asked for.
-        daemon: do not wait for it when the process ends.
+    Without callers (see ``share_threads``) it is done when asked for; a daemon is not waited for when the process
+    ends.
     """
     if not callers:
         return functools.cache(work)
@@ -83,15 +74,11 @@ def run_beside(work: Callable[[], T], callers: int, *, daemon: bool = False) -> 
 
 
 def run_ahead(run: Callable[[T], R], items: Iterable[T], callers: int) -> Generator[tuple[T, R], None, None]:
-    """Results in the order of the items, computed while the consumer handles earlier ones.
+    """Results in the order of the items, computed on worker threads while the consumer handles earlier ones.
 
-    What goes wrong comes in its turn, as it would with one item after the other.
-
-    Args:
-        run: called on ``callers`` worker threads. One item more is under way than there are of them, so that none
-            waits while a result is handled or an earlier one is slow.
-        items: taken on the thread that asks for results.
-        callers: 0 to call ``run`` where its result is asked for.
+    One item more is under way than there are callers, so that none waits while a result is handled or an earlier one
+    is slow; items are taken on the consumer's thread. What goes wrong comes in its turn. Without callers nothing runs
+    ahead.
     """
     if not callers:
         for item in items:

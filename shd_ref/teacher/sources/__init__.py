@@ -1,8 +1,4 @@
-"""Where model inputs come from: files of several kinds, read row by row, so that memory stays flat.
-
-``source.py`` is the interface; a new kind of data is a file here and a line in ``KINDS``. Imports none of the
-other rooms.
-"""
+"""Where model inputs come from: files of several kinds, read row by row, so that memory stays flat."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Rows of arrays: in memory, of safetensors files, and of archives of numpy.savez.
-
-Files are mapped where their arrays are stored as they are, and streamed where they are compressed.
-"""
+"""Rows of arrays: in memory, safetensors, numpy.savez; mapped where they are stored as they are, else streamed."""
 
 from __future__ import annotations
 

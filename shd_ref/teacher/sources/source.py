@@ -77,11 +77,7 @@ def import_package(name: str) -> Any:
 
 
 class Spool:
-    """Samples appended one after another and read back by number.
-
-    The file has no name and goes with its process, however that ends. It lies where Python puts temporary files
-    (``TMPDIR``); 8 bytes per sample stay in memory.
-    """
+    """Samples appended to a nameless temporary file and read back by number; 8 bytes of each stay in memory."""
 
     def __init__(self, dtypes: Mapping[str, np.dtype[Any]]) -> None:
         self._dtypes = dict(dtypes)

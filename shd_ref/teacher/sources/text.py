@@ -38,16 +38,8 @@ _BLOCK_CHARACTERS: Final = 2**20  # or fewer, where they are as long
 class TokenizedSource(Source):
     """Another source with its text column tokenised; nothing is padded.
 
-    Args:
-        rows: the source that holds the text.
-        tokenizer: a ``tokenizer.json``, or a folder that holds one.
-        text_column: which column.
-        max_length: tokens to keep of a text; default: as the tokenizer's file says, and of a folder no more than the
-            ``model_max_length`` of its ``tokenizer_config.json``.
-
-    Attributes:
-        max_length: tokens that are kept of a text; None for all.
-        truncated: texts that were cut in the last pass over the rows.
+    ``max_length`` tokens are kept of a text, None: all; by default what the tokenizer's file and, in a folder, the
+    ``model_max_length`` of its ``tokenizer_config.json`` say. ``truncated`` texts were cut in the last pass.
     """
 
     def __init__(

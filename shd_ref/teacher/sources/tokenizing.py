@@ -1,9 +1,8 @@
 """The process in which text is tokenised, with bounds: ``python tokenizing.py MEMORY_BYTES``.
 
-A ``tokenizer.json`` comes from elsewhere, and its expressions and replacements may take any time and memory. So they
-run where the system ends them: the process dies of the signal SIGALRM when an answer takes too long, and gets no more
-memory than it was told. It reads a JSON object a line, and answers each with another and the arrays that this
-announces. It is run as a file, so that nothing but the library is imported.
+A ``tokenizer.json`` comes from elsewhere, and its rules may take any time and memory: the system ends this process by
+SIGALRM, and gives it no more memory. It answers lines of JSON, and is run as a file, to import nothing but the
+library.
 """
 
 from __future__ import annotations

@@ -26,8 +26,7 @@ class FormForecast:
 
     Attributes:
         asks: the fields of ``PrecomputeOptions`` that ask for it.
-        bytes_per_sample: of the mean sample's record, all that it holds.
-        bytes_per_token: the same for each position that counts.
+        bytes_per_sample, bytes_per_token: of the mean sample's record, and for each of its positions that counts.
         zstd_ratio: compressed size over plain, measured; None where the package zstandard is missing.
         break_even: bytes per second: a reader that is slower waits longer than the teacher would take.
         error: of the maps, or without attention of the logits, measured on the sampled rows.
@@ -52,9 +51,8 @@ class FormForecast:
 
 @dataclass(frozen=True)
 class Advice:
-    """What to do: the number of the way to take, and ``"zstd"`` where plain codes are read too slowly.
-
-    ``pays`` says whether reading it is faster than running the teacher; if not, the teacher runs while training.
+    """The number of the way to take, with ``"zstd"`` where plain codes are read too slowly; without ``pays`` reading
+    is slower than the teacher, which should then run while training.
     """
 
     form: int
@@ -67,13 +65,7 @@ def advise(ways: Sequence[FormForecast], usual: FormForecast | None, bandwidth: 
     """The smallest way that is exact enough and that a training device reads faster than the teacher would run.
 
     Compression costs time, so it is used only where reading would be too slow without it. Of equal sizes the more
-    exact one is taken.
-
-    Args:
-        ways: those that can hold what the teacher gives, at least one.
-        usual: what ``precompute`` does unasked, to be compared with; None where it cannot.
-        bandwidth: bytes per second that a training device is fed.
-        max_error: the largest mean total variation of a row.
+    exact one is taken. ``usual`` is what ``precompute`` does unasked; None where it cannot.
     """
     exact = [way for way in ways if way.error.tv_mean <= max_error]
     ordered = sorted(exact, key=lambda way: (way.bytes_per_sample, way.error.tv_mean))
@@ -131,10 +123,9 @@ class TrainingMemory:
     """Bytes of one step, in float32 with AdamW (mixed precision takes as much: halves beside float32 copies).
 
     Attributes:
-        length: positions of the longest sample.
         is_assumed: whether ``student_parameters`` is only the teacher's number, as none was given.
         student, optimizer: weights; gradients and both moments.
-        records: of the batch, each as large as the longest.
+        records: of the batch, each as large as the longest, ``length`` positions.
         term: of SHD: gradients of queries and keys of all taught layers, and one layer's work; about.
         teacher: of a live one instead of ``records``: weights, and its queries and keys of the batch.
     """
@@ -153,8 +144,7 @@ class TrainingMemory:
 def forecast_memory(
     work: TeacherRun, record_bytes: float, length: int, batch_size: int, student_parameters: int | None
 ) -> TrainingMemory:
-    """What a step takes, from the bytes and positions of the longest sample; a student of unknown size is as large as
-    its teacher."""
+    """What a step takes, by the longest sample; a student of unknown size is as large as its teacher."""
     parameters, weights = count_weights(work.model)
     student = parameters if student_parameters is None else student_parameters
     weights += sum(count_weights(other.model)[1] for other in work.others)

@@ -1,7 +1,4 @@
-"""The fidelity test: what a teacher loses when its own layers must work with the squeezed attention.
-
-It needs no student and no training, so it tells how to merge before anything is precomputed.
-"""
+"""The fidelity test: what a teacher loses when its own layers must work with the squeezed attention."""
 
 from __future__ import annotations
 
@@ -98,11 +95,7 @@ def measure_fidelity(
 
 
 def _settings(options: FidelityOptions) -> list[Setting]:
-    """Every combination that makes a difference.
-
-    Raises:
-        ShdError: ``argument-value``.
-    """
+    """Every combination that makes a difference."""
     for name, known, sentence in (
         ("plan", PLANS, "PLAN-1"),
         ("matched_by", MATCHED_BY, "PLAN-9"),
@@ -295,13 +288,10 @@ class _FidelityTest:
 
 @dataclass
 class Losses:
-    """What one setting loses, summed over batches.
+    """What one setting loses, summed over batches; entropies are empty without targets.
 
-    Attributes:
-        squares: ``(2, 1 + 2 sites)``: squared lengths of errors, and of what they are relative to: of the output, and
-            for every site of the attention output, with drift from earlier layers and without.
-        distances: of the outputs, see ``cosine_distances``.
-        entropies, teacher_entropies: of the squeezed teacher and of the teacher; empty without targets.
+    ``squares`` ``(2, 1 + 2 sites)`` are squared lengths of errors, and of what they are relative to: of the output,
+    and for every site of the attention output, with drift from earlier layers and without.
     """
 
     squares: NDArray[np.float64] | float = 0.0
@@ -317,12 +307,10 @@ class Losses:
 
 @dataclass(frozen=True)
 class Targets:
-    """What the teacher should have said; from it, its own loss.
+    """What the teacher should have said: of every sample a class, or one for each position; negative ones do not
+    count.
 
-    Attributes:
-        name: of the column.
-        by_sample: for every sample a class label, or a class for each position ``(L,)``; negative ones do not count.
-        next_token: the column is the model's own input, so position i is judged by the token at i + 1.
+    ``next_token``: the column is the model's own input, so position i is judged by the token at i + 1.
     """
 
     name: str
@@ -330,11 +318,7 @@ class Targets:
     next_token: bool
 
     def of_batch(self, batch: Batch, row_mask: RowMask | None, logits: NDArray[Any]) -> NDArray[np.int64]:
-        """The target of every row of the logits; -1 where none counts.
-
-        Raises:
-            ShdError: ``inputs-invalid`` where they do not fit the output.
-        """
+        """The target of every row of the logits, -1 where none counts; refused where they do not fit the output."""
         targets: NDArray[np.int64] = np.full(logits.shape[:-1], -1, dtype=np.int64)
         for number, index in enumerate(batch.indices):
             target = self.by_sample[index]
@@ -361,11 +345,7 @@ class Targets:
 
 
 def read_targets(source: Source, name: str, samples: Collection[int], *, next_token: bool) -> Targets:
-    """The targets of some samples, by their indices: a column of classes, one per sample or one per position.
-
-    Raises:
-        ShdError: ``inputs-invalid`` for a column that is absent or holds something else.
-    """
+    """The targets of some samples, by their indices: a column of classes, one per sample or one per position."""
     if name not in source.columns:
         raise source.refuse(f"must hold the targets {name}; found {', '.join(source.columns)}")
     if isinstance(source, IndexedSource):

@@ -55,15 +55,12 @@ class Forecast:
     """What ``shd plan`` shows.
 
     Attributes:
-        num_samples, read_samples, measured_samples: in the data set; of how many the lengths are known, from which
-            the rest is extrapolated; on how many the teacher ran, evenly spread over the lengths.
+        num_samples, read_samples, measured_samples: in the data set; of how many the lengths are known; on how many,
+            evenly spread over the lengths, the teacher ran.
         support: ``"full"`` or ``"causal"``; empty without attention.
         teacher_seconds, squeeze_seconds: per sample, of the teacher as it is and of the advised way's graph.
-        ways: all forms and codecs of attention that can hold what the teacher gives.
-        beside: what the same records hold beside attention, where it is asked for; ``ways`` count its bytes.
-        refused: those that cannot, and why.
-        remarks: see ``TeacherRun.remarks``.
-        supplied: what is fed beside the data, in a line; empty for nothing.
+        ways, refused: forms and codecs that can hold what the teacher gives; why others cannot.
+        beside: what the same records hold beside attention; ``ways`` count its bytes.
     """
 
     num_samples: int
@@ -147,13 +144,7 @@ def forecast_cache(
 
 
 class _Way:
-    """One way of storing, measured on a batch at a time; no arrays are kept but those of one record.
-
-    Args:
-        work: the teacher, storing so.
-        asks: the options that ask for it.
-        outputs: of the first batch.
-    """
+    """One way of storing, measured on a batch at a time; no arrays are kept but those of one record."""
 
     def __init__(self, work: TeacherRun, asks: dict[str, str], outputs: StudentOutputs) -> None:
         self.work, self.asks = work, asks
@@ -202,9 +193,6 @@ def _measure_form(work: TeacherRun, form: str, chosen: Sequence[int], refused: l
     """The codecs of a form that can hold what the teacher gives; why others cannot is appended to ``refused``.
 
     The teacher runs once for all codecs, and the check outputs of one batch are held at a time.
-
-    Raises:
-        ShdError: ``not-finite``.
     """
     name, codecs = CODECS_OF.get(form, ("form", (form,)))
     works: dict[str, TeacherRun] = {}

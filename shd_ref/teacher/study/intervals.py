@@ -1,7 +1,6 @@
-"""How far a mean over some samples may be from the mean over all: intervals, and differences of two runs.
+"""Intervals of a mean over some samples, and of a difference of two, by Student's t: without a draw.
 
-By Student's t on the samples, without a draw: the same run gives the same numbers. A ratio of sums, such as the loss
-of a token, is linearised (the delta method), so that long samples count as what they are.
+A ratio of sums, such as the loss of a token, is linearised (the delta method), so that long samples count as such.
 """
 
 from __future__ import annotations
@@ -20,12 +19,7 @@ _ANGLES: Final = 2**16  # steps of the integral below; the quantile is right to 
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """What every sample says of one number: ``value`` is the ratio of both sums.
-
-    Attributes:
-        sums: ``(n,)``, of each sample.
-        counts: ``(n,)``, how much of it was counted: 1 for a mean over samples.
-    """
+    """What every sample says of one number, the ratio of the totals of ``sums`` and ``counts``, both ``(n,)``."""
 
     sums: Array = field(default_factory=lambda: np.zeros(0))
     counts: Array = field(default_factory=lambda: np.zeros(0))
@@ -58,20 +52,13 @@ class Scores:
     def above(self, other: Scores, comparisons: int = 1) -> tuple[float, float | None]:
         """By how much this value is above another on the same samples, and half of that difference's interval.
 
-        Args:
-            other: of the same samples, in the same order.
-            comparisons: how many are made; all their intervals hold at once (Bonferroni).
+        All intervals of so many comparisons hold at once (Bonferroni).
         """
         return self.value - other.value, half_width(self.influences - other.influences, comparisons)
 
 
 def half_width(influences: Array, comparisons: int = 1) -> float | None:
-    """Half of the ``CONFIDENCE`` interval of a mean; None of fewer than two samples.
-
-    Args:
-        influences: ``(n,)``.
-        comparisons: see ``Scores.above``.
-    """
+    """Half of the ``CONFIDENCE`` interval of the mean of influences ``(n,)``; None of fewer than two samples."""
     count = len(influences)
     if count < 2:
         return None
@@ -80,13 +67,9 @@ def half_width(influences: Array, comparisons: int = 1) -> float | None:
 
 
 def t_quantile(probability: float, freedom: int) -> float:
-    """The quantile of Student's t.
+    """The quantile of Student's t, of a probability in [0.5, 1).
 
     With ``t = sqrt(freedom) tan(angle)`` the density is ``cos(angle)^(freedom - 1)`` up to a factor.
-
-    Args:
-        probability: in [0.5, 1).
-        freedom: degrees of freedom, at least 1.
     """
     step = np.pi / 2 / _ANGLES
     density = np.cos((np.arange(_ANGLES) + 0.5) * step) ** (freedom - 1)

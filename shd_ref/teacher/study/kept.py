@@ -32,15 +32,7 @@ def kept_path(teacher: Path) -> Path:
 
 
 def keep_report(teacher: Path, report: FidelityReport) -> Path | None:
-    """Keep a report beside its teacher, in place of an earlier one.
-
-    Args:
-        teacher: the file that was measured, which ``load_teacher`` has passed.
-        report: what was found.
-
-    Returns:
-        Where it is; None where nothing can be written there, or an error is infinite.
-    """
+    """Keep a report beside its teacher, in place of an earlier one; None where that cannot be written."""
     path = kept_path(teacher)
     try:
         data = encode_document(_Kept(hash_teacher(teacher), report))
@@ -54,13 +46,8 @@ def keep_report(teacher: Path, report: FidelityReport) -> Path | None:
 def advise_plan(teacher: Path, options: PrecomputeOptions) -> str | None:
     """What to say before a teacher is squeezed in another way than the best that a fidelity test found for it.
 
-    Args:
-        teacher: the ``.onnx`` file; the test is looked for beside it.
-        options: how it will be squeezed.
-
-    Returns:
-        None where no test is known for this file and number of heads, and where the samples of the test could not
-        tell this way from the recommended one.
+    None where no test is known for this file and number of heads, and where its samples could not tell the ways
+    apart.
     """
     path = kept_path(teacher)
     try:

@@ -40,11 +40,7 @@ class PlanOptions:
         return 1e6 * self.read_bandwidth
 
     def check(self) -> None:
-        """Refuse what says nothing.
-
-        Raises:
-            ShdError: ``argument-value``.
-        """
+        """Refuse what says nothing (``argument-value``)."""
         for name, least in (("samples", 1), ("train_batch", 1), ("num_student_parameters", 1)):
             value = getattr(self, name)
             if value is not None and value < least:

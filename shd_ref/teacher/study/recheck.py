@@ -21,13 +21,9 @@ from shd_ref.teacher.sources import Arrays, Source
 
 @dataclass(frozen=True)
 class RecheckReport:
-    """What the second run showed.
+    """How many records were run again, of how many rows of maps, and of logits and hidden states (``target_rows``).
 
-    Attributes:
-        records: how many were run again.
-        rows: how many rows of maps were compared.
-        target_rows: how many of logits and hidden states.
-        tv_max: largest total variation between a stored row, decoded, and the same row run again.
+    ``tv_max`` is the largest total variation between a stored row of a map, decoded, and the same row run again.
     """
 
     records: int
@@ -94,19 +90,9 @@ def rerun_teacher(
     with_teachers: Sequence[str | Path] | None = None,
     provider: str = "cpu",
 ) -> TeacherRun:
-    """The teacher of a cache, ready to squeeze as the cache was squeezed.
+    """The teacher of a cache, ready to squeeze as the cache was squeezed; the inputs may be some of its samples.
 
-    Args:
-        reader: the cache; a partial one may lack some of the inputs.
-        teacher: the ``.onnx`` file that it should come from.
-        inputs: the model inputs that it should come from, or some of them.
-        with_teachers: the further teachers of a mean of logits, in the order of the manifest; None to run for the
-            attention alone.
-        provider: as in ``precompute``.
-
-    Raises:
-        ShdError: ``cache-mismatch`` for another teacher or other inputs; ``argument-value`` for another number of
-            further teachers.
+    ``with_teachers`` are the further teachers of a mean of logits, in the manifest's order; None for attention alone.
     """
     manifest, has_targets = reader.manifest, with_teachers is not None
     _check_teachers(reader, (teacher, *(with_teachers or ())), has_targets=has_targets)

@@ -1,8 +1,8 @@
 """The output projection after the heads' outputs: all that is linear in them, in every form that graphs give it.
 
 Forward from ``map @ V`` every tensor is read as a sum of products of the heads' outputs with constant matrices. W_o
-is that sum where everything made of them has met again: one product in most models, several beside an adapter that
-was not merged, one per head where heads are projected apart.
+is that sum where everything made of them has met again: one product, or several beside adapters or with a matrix a
+head.
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ _PICKING: Final = frozenset({"Gather", "GatherND", "Slice", "Split"})
 
 @dataclass(frozen=True, eq=False)
 class Term:
-    """A product of the heads' outputs with a constant.
+    """A product of the heads' outputs, moved, picked and scaled, with a constant.
 
-    Attributes:
-        source: the heads' outputs as the product reads them: moved, picked and scaled, and nothing else.
-        axis: of the source, over which the product sums; from the end, so negative.
-        weight: ``(in, out)``; ``(H, in, out)`` where the third last axis of the source says which matrix.
+    The product sums over ``axis`` of the source (negative, from the end). The weight is ``(in, out)``, or ``(H, in,
+    out)`` where the third last axis of the source says which matrix.
     """
 
     source: ir.Value
@@ -39,13 +37,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Projection:
-    """What becomes of the heads' outputs.
-
-    Attributes:
-        terms: whose sum is the attention output, except for what does not depend on the heads' outputs.
-        path: the operators between the heads' outputs and the products, in the order of the graph.
-        reason: why there is no such sum; None where there is.
-    """
+    """The terms whose sum is the attention output, the operators before them, or why there is no such sum."""
 
     terms: tuple[Term, ...] = ()
     path: tuple[ir.Node, ...] = ()

@@ -1,9 +1,8 @@
 """Maps that no softmax operator gives, and attention that has no softmax map to read.
 
-``exp(z) / sum(exp(z))`` is a softmax; with a 1 in the denominator a part of each row goes to no key, as with
-attention sinks. A map that was masked after its softmax is divided by what is left of it. The difference of two maps,
-maps smoothed over positions or layers, and products of queries and keys weighed by a sigmoid are named and refused,
-so that no layer of a model is passed over.
+``exp(z) / sum(exp(z))`` is a softmax; with a 1 in the denominator part of each row goes to no key (sinks).
+Differences and smoothings of maps, and scores weighed by a sigmoid, are named and refused: no layer of a model is
+passed over.
 """
 
 from __future__ import annotations
@@ -43,12 +42,7 @@ _DEEPEST: Final = 8
 
 @dataclass(frozen=True)
 class Quotient:
-    """Numbers of at least zero over their sum along the last axis.
-
-    Attributes:
-        numbers: the numerator.
-        sums_to_one: whether rows do; they have less where something is added to the sum.
-    """
+    """Numbers of at least zero over their sum along the last axis, or over more: then ``sums_to_one`` is False."""
 
     numbers: ir.Value
     sums_to_one: bool
@@ -210,10 +204,8 @@ _SMOOTHING: Final = PRODUCTS | {"AveragePool", "Conv", "CumSum", "MaxPool", "Pad
 def find_remade(
     graph: ir.Graph, walked: Collection[ir.Node], met: Collection[ir.Node]
 ) -> Iterator[tuple[ir.Node, str]]:
-    """Softmaxes, or else products of queries and keys, whose numbers multiply values in another form.
-
-    Yields:
-        The node that the attention begins with, and why it cannot be squeezed; one for each product with values.
+    """Nodes where attention begins that cannot be squeezed, and why: softmaxes, or else products of queries and keys,
+    whose numbers multiply values in another form; one for each product with values.
     """
     told = set(met)
     softmaxes = [node for node in graph if node.op_type == "Softmax" and node.domain in STANDARD_DOMAINS]

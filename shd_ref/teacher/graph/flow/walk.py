@@ -1,7 +1,7 @@
 """Follow data through a graph, from a softmax to the output projection; no pattern, and no size.
 
 Forward from the softmax, the first product with something that is not a weight is ``map @ V``; forward from that,
-what weights make of it is the output projection W_o. Backward from the softmax, the first product is ``Q K^T``.
+what weights make of it is W_o. Backward from the softmax, the first product is ``Q K^T``.
 """
 
 from __future__ import annotations
@@ -230,15 +230,11 @@ def _is_product(values: ir.Value) -> bool:
 
 @dataclass(frozen=True)
 class _Trail:
-    """A tensor that a map leads to.
+    """A tensor that a map leads to: ``axes`` says which of the map's each of its last four is (both from the end).
 
-    Attributes:
-        value: the tensor.
-        source: the last tensor before heads were mixed that had its axes in their order.
-        axes: which of the map's axes each of its last four is; both from the end.
-        is_mixed: whether it was multiplied by a constant over another axis than the keys'.
-        mixing: that constant where the axis is the heads', and nothing but moves came after it.
-        quotient: the last one that scaled it to one again, if any.
+    ``source`` is the last tensor with the map's axes in order before heads were mixed, ``is_mixed`` whether a
+    constant multiplied another axis than the keys', ``mixing`` that constant of the heads', where only moves came
+    after it.
     """
 
     value: ir.Value

@@ -46,11 +46,7 @@ AttentionT = TypeVar("AttentionT", Maps, Factors)
 
 
 class AttentionMaker(Maker[AttentionT]):
-    """Makes one of the two forms of attention.
-
-    Attributes:
-        NAME: of the form, in options and manifests.
-    """
+    """Makes one of the two forms of attention, by its name in options and manifests."""
 
     NAME: ClassVar[str]
     BY_LAYER: ClassVar[bool] = True
@@ -145,14 +141,7 @@ class AttentionMaker(Maker[AttentionT]):
     def bound(
         self, form: AttentionT, layer: LayerOutputs, extent: Extent, merged: NDArray[Any]
     ) -> NDArray[np.float64]:
-        """The total variation that coding may cost each row, ``(H_s, n)`` (CACHE-91).
-
-        Args:
-            form: of the manifest.
-            layer: of one sample, as the teacher gives it now.
-            extent: of its record.
-            merged: its merged maps, cut to the record.
-        """
+        """The total variation that coding may cost each row of a sample's merged maps, ``(H_s, n)`` (CACHE-91)."""
 
     def recheck(
         self, form: AttentionT, manifest: Manifest, sample: SampleOutputs, record: StoredRecord
@@ -206,11 +195,7 @@ class MapsMaker(AttentionMaker[Maps]):
         """Maps hold what any teacher gives."""
 
     def make_codes(self, form: Maps, sample: SampleOutputs) -> list[Any]:
-        """Codes ``(H_s, rows, keys)``, of a graph that codes so, or of one that gives float32 maps.
-
-        Raises:
-            ShdError: ``support-mismatch`` for a teacher that attends to padding.
-        """
+        """Codes ``(H_s, rows, keys)``; ``support-mismatch`` for a teacher that attends to padding."""
         made: list[Any] = []
         for layer, (rows, keys) in zip(sample.layers, sample.extent.shapes, strict=True):
             where = f"record {sample.index} layer {layer.layer.student_layer}"

@@ -46,11 +46,7 @@ class FactorsMaker(AttentionMaker[Factors]):
         return Factors(**squeeze, support=support, factors=factors, padding=padding)
 
     def check(self, form: Factors, samples: Sequence[SampleOutputs], extents: Sequence[Extent]) -> None:
-        """Refuse a teacher that masks these samples in another way (CACHE-143).
-
-        Raises:
-            ShdError: ``graph-unsupported``; ``inputs-invalid`` for padding between positions that count.
-        """
+        """Refuse a teacher that masks these samples in another way, or padding between positions (CACHE-143)."""
         for sample in samples:
             _check_sample(sample, form.support, [factors.window for factors in form.factors])
 
@@ -66,21 +62,12 @@ class FactorsMaker(AttentionMaker[Factors]):
             _compare_maps(layer, sample.extent, scales[layer.layer.student_layer], support, window)
 
     def make_codes(self, form: Factors, sample: SampleOutputs) -> list[Any]:
-        """Queries and keys of each layer, where the teacher masked the sample as the manifest says.
-
-        Raises:
-            ShdError: ``inputs-invalid`` for padding between positions; ``argument-value`` for numbers beyond float16;
-                ``graph-unsupported`` for another mask.
-        """
+        """Queries and keys of each layer, where the teacher masked the sample as the manifest says."""
         _check_sample(sample, form.support, [factors.window for factors in form.factors])
         return [encode_factors(form.codec, *_cut(layer, sample.extent)) for layer in sample.layers]
 
     def measure(self, form: Factors, samples: Sequence[SampleOutputs], records: Sequence[NewRecord]) -> CodecError:
-        """Of the maps that the stored numbers make (CACHE-152).
-
-        Raises:
-            ShdError: ``graph-unsupported`` as ``check``.
-        """
+        """Of the maps that the stored numbers make (CACHE-152)."""
         errors = []
         for sample, record in zip(samples, records, strict=True):
             counted = slice(record.first, record.length)
@@ -139,16 +126,10 @@ def _compare_maps(layer: LayerOutputs, extent: Extent, scale: float, support: st
 
 
 def describe_mask(spans: Sequence[NDArray[Any]]) -> tuple[str, tuple[int | None, ...]]:
-    """What a manifest says of the mask: the support of all layers, and each layer's window (CACHE-144).
+    """The support of all layers and each layer's window (None: every row of it is seen), for a manifest (CACHE-144).
 
-    Whether all rows of all samples keep to it is for ``check_mask`` to find.
-
-    Args:
-        spans: of each layer ``(H_t, n, 3)``, as ``add_spans`` makes them, of one of the longest samples, all of whose
-            positions count.
-
-    Returns:
-        ``"causal"`` or ``"full"``; windows, None where every row of the support is seen.
+    ``spans`` are of each layer ``(H_t, n, 3)``, of a longest sample all of whose positions count. Whether other rows
+    and samples keep to it is for ``check_mask``.
     """
     windows: list[int | None] = []
     for layer in spans:
@@ -159,14 +140,9 @@ def describe_mask(spans: Sequence[NDArray[Any]]) -> tuple[str, tuple[int | None,
 
 
 def read_spans(work: TeacherRun, outputs: StudentOutputs) -> list[NDArray[Any]]:
-    """What ``describe_mask`` takes, of the first sample of a batch.
+    """What ``describe_mask`` takes, of the first of the longest samples.
 
-    A sample with padding in front is run again without any: a window that is shorter than the longest sample shows
-    in a row that looks back as far as any sample's.
-
-    Args:
-        work: the run.
-        outputs: of longest samples.
+    Padding in front is taken away first: a short window shows only in rows that look back as far as any sample's.
     """
     index = outputs.batch.indices[0]
     if work.inputs.firsts[index]:
@@ -177,11 +153,7 @@ def read_spans(work: TeacherRun, outputs: StudentOutputs) -> list[NDArray[Any]]:
 
 
 def check_mask(sample: SampleOutputs, support: str, windows: Sequence[int | None]) -> None:
-    """Refuse a teacher that masked this sample in another way than ``describe_mask`` says (CACHE-143).
-
-    Raises:
-        ShdError: ``graph-unsupported``.
-    """
+    """Refuse a teacher that masked this sample in another way than ``describe_mask`` says (CACHE-143)."""
     first, length = sample.extent.first, sample.extent.length
     for outputs, window in zip(sample.layers, windows, strict=True):
         layer = outputs.layer

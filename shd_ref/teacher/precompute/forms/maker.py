@@ -19,23 +19,14 @@ FormT = TypeVar("FormT", bound=Form)
 class Maker(ABC, Generic[FormT]):
     """Makes parts of records from the outputs of a run; a row of the table of forms names it.
 
-    Attributes:
-        BY_LAYER: whether ``recheck`` compares layer by layer, so that some layers of a run will do.
+    ``BY_LAYER``: whether ``recheck`` compares layer by layer, so that some layers of a run will do.
     """
 
     BY_LAYER: ClassVar[bool] = False
 
     @abstractmethod
     def describe(self, work: TeacherRun, outputs: StudentOutputs) -> FormT | None:
-        """The form as the manifest will have it; None where the options do not ask for it.
-
-        Args:
-            work: the run.
-            outputs: of its longest samples, after check outputs were looked at.
-
-        Raises:
-            ShdError: ``graph-unsupported``, ``argument-value``.
-        """
+        """The form as the manifest will have it, by longest samples; None where the options do not ask for it."""
 
     @abstractmethod
     def options(self, form: FormT) -> dict[str, Any]:
@@ -45,13 +36,7 @@ class Maker(ABC, Generic[FormT]):
     def decided(
         self, form: Form | None, options: PrecomputeOptions, run: RunOptions
     ) -> Iterator[tuple[str, object, object]]:
-        """Members of the form that options decide before a sample is read: name, as stored, as asked for.
-
-        Args:
-            form: of this subject that a cache holds, if any.
-            options: of a job.
-            run: how it runs.
-        """
+        """Members of the form that options decide before a sample is read: name, as stored (if any), as asked for."""
 
     def check(self, form: FormT, samples: Sequence[SampleOutputs], extents: Sequence[Extent]) -> None:
         """Refuse a teacher that this form cannot hold, before anything is written: by default by making parts."""
@@ -62,13 +47,7 @@ class Maker(ABC, Generic[FormT]):
 
     @abstractmethod
     def make(self, form: FormT, samples: Sequence[SampleOutputs], extents: Sequence[Extent]) -> list[dict[str, Any]]:
-        """The parts of each sample's record, see ``NewRecord``; arrays that share no memory with the batch.
-
-        Args:
-            form: of the manifest.
-            samples: of one batch.
-            extents: of their records.
-        """
+        """The parts of each sample's record, see ``NewRecord``; arrays that share no memory with the batch."""
 
     @abstractmethod
     def measure(self, form: FormT, samples: Sequence[SampleOutputs], records: Sequence[NewRecord]) -> RowError:
@@ -78,14 +57,7 @@ class Maker(ABC, Generic[FormT]):
     def recheck(
         self, form: FormT, manifest: Manifest, sample: SampleOutputs, record: StoredRecord
     ) -> tuple[int, float]:
-        """Refuse a record that is not what the teacher gives now (CACHE-91).
-
-        Returns:
-            How many rows were compared, and the largest difference.
-
-        Raises:
-            ShdError: ``cache-mismatch``.
-        """
+        """Refuse a record that is not what the teacher gives now (CACHE-91); rows compared, largest difference."""
 
 
 def maker_of(form: Form) -> Maker[Any]:
@@ -109,17 +81,7 @@ def describe_forms(work: TeacherRun, outputs: StudentOutputs) -> Forms:
 
 
 def make_records(work: TeacherRun, outputs: StudentOutputs, wanted: Container[int], forms: Held) -> list[NewRecord]:
-    """A batch as records.
-
-    Args:
-        work: the run.
-        outputs: what it gave the student.
-        wanted: indices of the samples to make a record of.
-        forms: of the records, such as the manifest.
-
-    Raises:
-        ShdError: as ``Maker.make``.
-    """
+    """Records of those samples of a batch whose index is wanted, in these forms, such as the manifest's."""
     numbers = [number for number, index in enumerate(outputs.batch.indices) if index in wanted]
     samples = [work.sample(outputs, number) for number in numbers]
     extents = [forms.extent_of(sample.extent) for sample in samples]
@@ -140,14 +102,7 @@ def make_records(work: TeacherRun, outputs: StudentOutputs, wanted: Container[in
 
 
 def measure_errors(work: TeacherRun, outputs: StudentOutputs, records: Sequence[NewRecord], forms: Held) -> Errors:
-    """What coding cost the rows of these samples that count, from outputs with check outputs.
-
-    Args:
-        work: the run.
-        outputs: what it gave the student.
-        records: what ``make_records`` made of it.
-        forms: of the records, such as the manifest.
-    """
+    """What coding cost the rows of these records that count, from outputs with check outputs."""
     positions = {index: number for number, index in enumerate(outputs.batch.indices)}
     samples = [work.sample(outputs, positions[record.index]) for record in records]
     return Errors({form.SUBJECT: maker_of(form).measure(form, samples, records) for form in forms.forms})
