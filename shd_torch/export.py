@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shd_ref.cache.storage.drafts import drafting, put
 from shd_ref.cache.storage.strict_json import read_json
 from shd_ref.errors import ShdError
 from shd_ref.tolerances import load_tolerances
@@ -87,7 +86,8 @@ def export_teacher(
         model: any module that ``torch.export`` can trace; its first output becomes the graph's only one.
         example_inputs: tensors by the names of the forward arguments, or in their order. Any sizes work that the
             model accepts, also when one shorter along every dynamic axis but the batch.
-        path: where to write the graph; weights of a large model are saved to ``<path>.data``.
+        path: where to write the graph; weights of a large model lie beside it, in ``<path>.0123456789abcdef.data``,
+            named after what they are. An earlier graph stays whole until this one takes its name.
         dynamic: names of the axes that may vary, by input and axis, such as
             ``{"input_ids": {0: "batch", 1: "sequence"}}``; axes of one name share one size. Default: the first
             axis of every input is ``batch``, the second of two-dimensional integer inputs ``sequence``, or
@@ -199,24 +199,19 @@ def _export(
         samples = [inputs, _resized(inputs, axes, lambda size, axis: size + 1 if axis == "batch" else size - 1)]
         expected = [_run_model(wrapper, sample) for sample in samples]
     _strip_metadata(program)
-    with drafting(target) as draft:  # of the same name, which external data are found by
-        try:
-            program.save(draft, external_data=_num_bytes(model) > _EXTERNAL_DATA_BYTES)
+    from shd_ref.teacher.rewrite.linearize import saving_graph
+
+    large = _num_bytes(model) > _EXTERNAL_DATA_BYTES
+    try:
+        with saving_graph(program.model, target, large=large) as (draft, data_path):
             max_difference, tolerance = _compare(draft, samples, expected)
-        except (OSError, ShdError):
-            raise
-        except Exception as error:  # onnx's and onnxruntime's exceptions share no base class
-            raise _refuse(model, "run in onnxruntime at another batch and length", error) from error
-        data_path, draft_data = (path.with_name(path.name + ".data") for path in (target, draft))
-        has_data = draft_data.exists()
-        if has_data or data_path.exists():
-            target.unlink(missing_ok=True)  # an earlier graph must not read other weights than those it had
-            data_path.unlink(missing_ok=True)
-        if has_data:
-            put(draft_data, data_path)
+    except ShdError:
+        raise
+    except Exception as error:  # onnx's and onnxruntime's exceptions share no base class
+        raise _refuse(model, "run in onnxruntime at another batch and length", error) from error
     return ExportReport(
         path=target,
-        data_path=data_path if has_data else None,
+        data_path=data_path,
         inputs={
             name: tuple(axes[name].get(axis, size) for axis, size in enumerate(tensor.shape))
             for name, tensor in inputs.items()

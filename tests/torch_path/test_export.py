@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.binding.models import HF_MODELS, NUM_LAYERS, TEXT_MODELS, PlainBlock, PlainViT, hf_inputs, hf_model
+from support.killed_child import run_killed
 from torch import Tensor, nn
 
 import shd_torch.export
+from shd_ref.cache.storage import drafts
 from shd_ref.teacher import find_sites, load_teacher
 from shd_torch import ShdError, export_teacher
 from shd_torch.export import load_hf_model
@@ -162,12 +165,36 @@ def test_large_models_keep_their_weights_beside_the_graph(tmp_path: Path, monkey
     model, images, path = PlainViT(num_layers=1).eval(), torch.randn(2, 3, 16, 16), tmp_path / "vit.onnx"
     monkeypatch.setattr(shd_torch.export, "_EXTERNAL_DATA_BYTES", 0)
     report = export_teacher(model, images, path)
-    assert report.data_path == tmp_path / "vit.onnx.data"
+    assert report.data_path is not None
+    assert re.fullmatch(r"vit\.onnx\.[0-9a-f]{16}\.data", report.data_path.name)
     assert report.data_path.stat().st_size > path.stat().st_size
     torch.testing.assert_close(run(path, {"images": images}), model(images).detach(), atol=2e-5, rtol=1e-4)
     monkeypatch.undo()
     assert export_teacher(model, images, path).data_path is None
     assert [p.name for p in tmp_path.iterdir()] == ["vit.onnx"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("earlier", "later"), [(0, 0), (0, 1 << 30), (1 << 30, 0)], ids=["large", "shrunk", "grown"])
+def test_an_interrupted_export_leaves_a_whole_one(
+    earlier: int, later: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed before any step that writes to the disk, with weights beside the graph or inside of it."""
+    torch.manual_seed(0)
+    images, path = torch.randn(2, 3, 16, 16), tmp_path / "vit.onnx"
+    models = [PlainViT(num_layers=1).eval() for _ in range(2)]
+    outputs = [model(images).detach() for model in models]
+    monkeypatch.setattr(shd_torch.export, "_EXTERNAL_DATA_BYTES", earlier)
+    export_teacher(models[0], images, path)
+    monkeypatch.setattr(shd_torch.export, "_EXTERNAL_DATA_BYTES", later)
+    last = 2 if later else 4  # the graph, at its place; before them its weights, at their place
+    for calls in range(1, last + 1):
+        assert run_killed(lambda: export_teacher(models[1], images, path), drafts, "sync", calls)
+        expected = outputs[0] if calls < last else outputs[1]
+        torch.testing.assert_close(run(path, {"images": images}), expected, atol=2e-5, rtol=1e-4)
+    report = export_teacher(models[1], images, path)
+    torch.testing.assert_close(run(path, {"images": images}), outputs[1], atol=2e-5, rtol=1e-4)
+    assert set(tmp_path.iterdir()) == {path} | ({report.data_path} if report.data_path else set())
 
 
 class OneSize(nn.Module):

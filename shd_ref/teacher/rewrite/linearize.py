@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -153,38 +154,47 @@ def _matrix(node: ir.Node) -> NDArray[Any]:
 
 
 def save_graph(model: ir.Model, out: str | os.PathLike[str], teacher: Path) -> Path:
-    """Write a graph, whole or not at all: weights of large ones beside it, tensor by tensor.
-
-    Their file is named after its hash, ``NAME.0123456789abcdef.data``, so that graph and weights change together at
-    one rename, the graph's; whoever is killed before leaves the earlier graph, else replaced with its weights, as it
-    was.
-    """
+    """``saving_graph`` for a graph made from that of ``teacher``, which stays with its weights."""
     target = output_file(out)
     kept = {Path(teacher).resolve(), *_data_files(model)}
     if target.resolve() in kept:
         raise ShdError("argument-value", f"out must be another file than the teacher and its data; got {target}")
     tensors = [value.const_value for value in model.graph.initializers.values() if value.const_value is not None]
     large = sum(tensor.nbytes for tensor in tensors) >= INLINE_BYTES
-    with drafting(target) as draft:
-        data = draft.with_name("data")
-        if not large:
-            ir.external_data.load_to_model(model)  # of a teacher that was larger, whose files another place lacks
-        ir.save(model, draft, external_data=data.name if large else None)
-        if data.exists():
-            named = target.with_name(_data_name(target.name, data))
-            _name_data(draft, named.name)
-            put(data, named)
-            kept.add(named.resolve())
-    with write_errors(target):
-        for file in target.parent.iterdir():  # of earlier graphs of this name, and of those that were never finished
-            if _is_data_of(target, file.name) and file.resolve() not in kept:
-                file.unlink(missing_ok=True)
+    if not large:
+        ir.external_data.load_to_model(model)  # of a teacher that was larger, whose files another place lacks
+    with saving_graph(model, target, large=large, kept=kept):
+        pass
     return target
 
 
-def _data_name(name: str, data: Path) -> str:
-    with data.open("rb") as file:
-        return f"{name}.{hashlib.file_digest(file, 'sha256').hexdigest()[:16]}.data"
+@contextmanager
+def saving_graph(
+    model: ir.Model, target: Path, *, large: bool, kept: Collection[Path] = ()
+) -> Iterator[tuple[Path, Path | None]]:
+    """The draft of a graph, and the place of its weights beside it; both are in place when the block has not failed.
+
+    The file of ``large`` weights is named after its hash, ``NAME.0123456789abcdef.data``, so that graph and weights
+    change together at one rename, the graph's; whoever is killed before leaves the earlier graph, else replaced with
+    its weights (but for those ``kept``), as it was.
+    """
+    with drafting(target) as draft:
+        data, place = draft.with_name("data"), None
+        ir.save(model, draft, external_data=data.name if large else None)
+        if data.exists():
+            with data.open("rb") as written:
+                digest = hashlib.file_digest(written, "sha256").hexdigest()
+            place = target.with_name(f"{target.name}.{digest[:16]}.data")
+            _name_data(draft, place.name)
+            data = data.rename(draft.with_name(place.name))
+        yield draft, place
+        if place is not None:
+            put(data, place)
+    with write_errors(target):
+        others = {file.resolve() for file in (*kept, *([] if place is None else [place]))}
+        for file in target.parent.iterdir():  # also of graphs that were never finished
+            if _is_data_of(target, file.name) and file.resolve() not in others:
+                file.unlink(missing_ok=True)
 
 
 def _name_data(graph: Path, name: str) -> None:
