@@ -31,8 +31,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from shd_ref.cache import CacheReader, codec_error, merge_codec_errors
+from shd_ref.teacher.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.engine import precompute
-from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_torch import SupervisedDataset
 
 RESULT = Path(__file__).with_suffix(".json")

@@ -39,7 +39,7 @@ TARGET = 1.25  # peak over ten times the data
 WHOLE = """
 import sys
 from shd_ref.teacher.precompute.engine import precompute
-from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
+from shd_ref.teacher.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.sources import open_source
 rows = list(open_source(sys.argv[2]).rows(["attention_mask", "input_ids", "features"]))
 import numpy as np
@@ -63,7 +63,7 @@ if kind == "plain":
         session.run(None, {name: array[row : row + 1] for name, array in inputs.items()})
 else:
     from shd_ref.teacher.precompute.job import PrecomputeJob
-    from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
+    from shd_ref.teacher.options import PrecomputeOptions, RunOptions
     students = [(out, PrecomputeOptions(4, form=sys.argv[5]))]
     job = PrecomputeJob(teacher, inputs, students, RunOptions(batch_size=1, num_threads=1))
     if kind == "whole":

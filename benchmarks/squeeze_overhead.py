@@ -27,6 +27,7 @@ import transformers
 from numpy.typing import NDArray
 
 from shd_ref.teacher.graph.find import AttentionSite, find_sites
+from shd_ref.teacher.options import PrecomputeOptions
 from shd_ref.teacher.rewrite.squeeze import squeeze_graph
 from shd_ref.teacher.session import open_session
 
@@ -95,13 +96,8 @@ def variants(model: onnx.ModelProto) -> dict[str, onnx.ModelProto]:
     sites = find_sites(model)
 
     def squeezed(num_student_heads: int, **options: Any) -> onnx.ModelProto:
-        return squeeze_graph(
-            model,
-            tuple(enumerate(sites)),
-            num_student_heads=num_student_heads,
-            row_mask_input="attention_mask",
-            **options,
-        ).model
+        asked = PrecomputeOptions(num_student_heads, **options)
+        return squeeze_graph(model, tuple(enumerate(sites)), asked, row_mask_input="attention_mask").model
 
     return {
         "plain forward": model,

@@ -27,8 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, StackDataset
 
+from shd_ref.teacher.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.engine import precompute, students_of
-from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_torch import OnlineTeacher, SupervisedDataset, attention_kl, capture_attention, export_teacher, layer_kls
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))

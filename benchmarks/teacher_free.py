@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, StackDataset
 
 from shd_ref.cache import CodecError, LogitsError
+from shd_ref.teacher.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.engine import precompute
-from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_torch import (
     LiveTargets,
     OnlineTeacher,

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 import transformers
 
+from shd_ref.teacher.options import PrecomputeOptions
 from shd_ref.teacher.precompute.engine import precompute
-from shd_ref.teacher.run.options import PrecomputeOptions
 from shd_ref.teacher.sources import IndexedSource, Row
 from shd_torch import KdTerm, SHDTrainer, SupervisedDataset, load_student
 

@@ -17,9 +17,9 @@ from functools import partial
 from pathlib import Path
 
 from shd_ref.cache import verify_cache
+from shd_ref.teacher.options import PrecomputeOptions
 from shd_ref.teacher.precompute.engine import precompute
 from shd_ref.teacher.precompute.ray_engine import RayEngine
-from shd_ref.teacher.run.options import PrecomputeOptions
 from shd_ref.teacher.sources import open_source
 
 

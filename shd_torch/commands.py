@@ -14,7 +14,7 @@ from shd_ref.commands.derive import Document, add_command, require_packages
 from shd_ref.commands.options import ShowVersion
 from shd_ref.commands.terminal import ShownGroup, console, show_progress
 from shd_ref.errors import ShdError
-from shd_ref.teacher.run.options import Shown
+from shd_ref.teacher.options import Shown
 from shd_torch.doctor_command import doctor
 from shd_torch.shrink_command import shrink
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from shd_ref.commands.derive import Document, require_packages
 from shd_ref.commands.terminal import console, marked, narrow_table, plus_minus, show_progress
 from shd_ref.errors import ShdError
-from shd_ref.teacher.run.options import Shown
+from shd_ref.teacher.options import Shown
 
 if TYPE_CHECKING:
     from shd_torch.doctor import Diagnosis, Probe

@@ -18,7 +18,7 @@ from shd_ref.commands.derive import Document, require_packages
 from shd_ref.commands.parse import read_list
 from shd_ref.commands.terminal import console, narrow_table, print_remarks, show_progress
 from shd_ref.errors import ShdError
-from shd_ref.teacher.run.options import Shown
+from shd_ref.teacher.options import Shown
 from shd_ref.teacher.sources import KINDS, open_source
 from shd_ref.teacher.sources.arrays import open_npz
 

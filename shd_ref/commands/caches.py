@@ -16,7 +16,7 @@ from shd_ref.commands.options import CacheArgument, CheckProvider, InputOptions,
 from shd_ref.commands.terminal import console, fact_table, marked, messages, print_remarks, show_progress
 from shd_ref.errors import ShdError
 from shd_ref.report.facts import listing_facts, shard_ranges
-from shd_ref.teacher.run.options import Shown
+from shd_ref.teacher.options import Shown
 
 
 def verify(

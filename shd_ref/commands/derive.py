@@ -27,7 +27,7 @@ from typer.models import ArgumentInfo
 from shd_ref.commands.parse import PARSERS, read_list
 from shd_ref.commands.terminal import ShownCommand, console, quiet_progress, reported_errors
 from shd_ref.errors import ShdError
-from shd_ref.teacher.run.options import PANELS, Shown
+from shd_ref.teacher.options import PANELS, Shown
 
 Document: TypeAlias = dict[str, Any] | list[dict[str, Any]]
 """A command's result as JSON can say it: one object, or one for each student."""

@@ -13,8 +13,7 @@ from shd_ref.commands.derive import Document, Without
 from shd_ref.commands.options import InputOptions, TeacherPath
 from shd_ref.commands.plan import precompute_command
 from shd_ref.commands.terminal import console, messages, narrow_table, plus_minus, print_remarks, show_progress
-from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
-from shd_ref.teacher.study.options import FidelityOptions
+from shd_ref.teacher.options import FidelityOptions, PrecomputeOptions, RunOptions
 
 if TYPE_CHECKING:
     from shd_ref.teacher.study.ranking import FidelityReport, Setting

@@ -16,7 +16,7 @@ from shd_ref.commands.options import TeacherPath
 from shd_ref.commands.parse import read_list
 from shd_ref.commands.terminal import console, marked, messages, narrow_table
 from shd_ref.errors import ShdError
-from shd_ref.teacher.run.options import Shown
+from shd_ref.teacher.options import Shown
 
 if TYPE_CHECKING:
     from shd_ref.teacher.graph.factors import SiteFactors

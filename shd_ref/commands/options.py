@@ -14,7 +14,7 @@ import shd_ref
 from shd_ref.commands.derive import option_of, shown_of
 from shd_ref.commands.terminal import console
 from shd_ref.errors import ShdError
-from shd_ref.teacher.run.options import NO_FORM, READING, RUNNING, STORING, PrecomputeOptions, Shown
+from shd_ref.teacher.options import NO_FORM, READING, RUNNING, STORING, PrecomputeOptions, Shown
 from shd_ref.teacher.sources import Source
 
 

@@ -16,9 +16,8 @@ from rich.table import Table
 from shd_ref.commands.derive import Document, Without
 from shd_ref.commands.options import InputOptions, NoAttention, StudentHeads, TeacherPath, heads_of, option_words
 from shd_ref.commands.terminal import console, narrow_table, print_remarks, show_progress
-from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
+from shd_ref.teacher.options import PlanOptions, PrecomputeOptions, RunOptions
 from shd_ref.teacher.sources import Source
-from shd_ref.teacher.study.options import PlanOptions
 
 if TYPE_CHECKING:
     from shd_ref.teacher.study.advice import TrainingMemory

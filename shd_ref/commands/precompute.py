@@ -26,7 +26,7 @@ from shd_ref.commands.options import (
 )
 from shd_ref.commands.terminal import console, fact_table, marked, print_remarks, show_progress
 from shd_ref.errors import ShdError
-from shd_ref.teacher.run.options import RUNNING, PrecomputeOptions, RunOptions, Shown
+from shd_ref.teacher.options import RUNNING, PrecomputeOptions, RunOptions, Shown
 
 if TYPE_CHECKING:
     from shd_ref.teacher.precompute.job import Students

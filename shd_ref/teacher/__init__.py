@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from shd_ref.teacher.graph.targets import find_targets as find_targets
     from shd_ref.teacher.opening.load import load_teacher as load_teacher
     from shd_ref.teacher.opening.model import hash_teacher as hash_teacher
+    from shd_ref.teacher.options import FidelityOptions as FidelityOptions
+    from shd_ref.teacher.options import PlanOptions as PlanOptions
+    from shd_ref.teacher.options import PrecomputeOptions as PrecomputeOptions
+    from shd_ref.teacher.options import RunOptions as RunOptions
     from shd_ref.teacher.precompute.compare import compare_with_reference as compare_with_reference
     from shd_ref.teacher.precompute.summary import PrecomputeSummary as PrecomputeSummary
     from shd_ref.teacher.rewrite.function import MergeRule as MergeRule
@@ -24,8 +28,6 @@ if TYPE_CHECKING:
     from shd_ref.teacher.rewrite.squeeze import SqueezedGraph as SqueezedGraph
     from shd_ref.teacher.rewrite.squeeze import squeeze_graph as squeeze_graph
     from shd_ref.teacher.run.inputs import ModelInputs as ModelInputs
-    from shd_ref.teacher.run.options import PrecomputeOptions as PrecomputeOptions
-    from shd_ref.teacher.run.options import RunOptions as RunOptions
     from shd_ref.teacher.session import open_session as open_session
     from shd_ref.teacher.sources import ArraySource as ArraySource
     from shd_ref.teacher.sources import IndexedSource as IndexedSource
@@ -34,8 +36,6 @@ if TYPE_CHECKING:
     from shd_ref.teacher.sources import open_source as open_source
     from shd_ref.teacher.study.fidelity import measure_fidelity as measure_fidelity
     from shd_ref.teacher.study.forecast import forecast_cache as forecast_cache
-    from shd_ref.teacher.study.options import FidelityOptions as FidelityOptions
-    from shd_ref.teacher.study.options import PlanOptions as PlanOptions
     from shd_ref.teacher.study.ranking import FidelityReport as FidelityReport
     from shd_ref.teacher.study.ranking import Setting as Setting
     from shd_ref.teacher.study.recheck import recheck_records as recheck_records
@@ -49,18 +49,17 @@ _ROOMS = {
     "graph.targets": ("find_targets",),
     "opening.load": ("load_teacher",),
     "opening.model": ("hash_teacher",),
+    "options": ("FidelityOptions", "PlanOptions", "PrecomputeOptions", "RunOptions"),
     "precompute.compare": ("compare_with_reference",),
     "precompute.summary": ("PrecomputeSummary",),
     "rewrite.function": ("MergeRule",),
     "rewrite.linearize": ("linearize_graph",),
     "rewrite.squeeze": ("SqueezedGraph", "squeeze_graph"),
     "run.inputs": ("ModelInputs",),
-    "run.options": ("PrecomputeOptions", "RunOptions"),
     "session": ("open_session",),
     "sources": ("ArraySource", "IndexedSource", "Row", "Source", "open_source"),
     "study.fidelity": ("measure_fidelity",),
     "study.forecast": ("forecast_cache",),
-    "study.options": ("FidelityOptions", "PlanOptions"),
     "study.ranking": ("FidelityReport", "Setting"),
     "study.recheck": ("recheck_records",),
 }

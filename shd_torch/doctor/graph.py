@@ -12,8 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError
-from shd_ref.teacher.run.options import RunOptions
-from shd_ref.teacher.study.options import FidelityOptions
+from shd_ref.teacher.options import FidelityOptions, RunOptions
 from shd_ref.teacher.study.ranking import FidelityReport
 
 Arrays = Mapping[str, NDArray[Any]]

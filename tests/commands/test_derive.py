@@ -26,7 +26,7 @@ from shd_ref.cli import load_app  # noqa: E402
 from shd_ref.commands.derive import Failed, Without, add_command, option_of  # noqa: E402
 from shd_ref.commands.terminal import console  # noqa: E402
 from shd_ref.teacher import PrecomputeOptions, RunOptions  # noqa: E402  (after the skips)
-from shd_ref.teacher.run.options import Shown  # noqa: E402  (after the skips)
+from shd_ref.teacher.options import Shown  # noqa: E402  (after the skips)
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDE = {"COLUMNS": "200", "TERM": "dumb"}

@@ -23,8 +23,8 @@ from benchmarks.study.keeping import keep_trained, kept_place
 from benchmarks.study.starts import start_student
 from benchmarks.study.training import Course, train
 from shd_ref.layers import layer_map
+from shd_ref.teacher.options import PrecomputeOptions
 from shd_ref.teacher.precompute.engine import precompute
-from shd_ref.teacher.run.options import PrecomputeOptions
 from shd_ref.teacher.sources import IndexedSource, Row
 from shd_torch import SupervisedDataset, capture_attention
 from shd_torch.export import export_teacher

@@ -10,9 +10,9 @@ from typing import TypeAlias
 
 from shd_ref.cache.storage.places import subfolder
 from shd_ref.errors import ShdError
+from shd_ref.teacher.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.job import OnProgress, PrecomputeJob, Students
 from shd_ref.teacher.precompute.summary import PrecomputeSummary
-from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.sources import Arrays, Source
 
 OpenInputs: TypeAlias = Callable[[], Source | Arrays]

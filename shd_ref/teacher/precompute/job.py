@@ -15,13 +15,13 @@ from typing import Final, NamedTuple
 from shd_ref.cache import CacheWriter, Errors, Extent, Manifest, NewRecord, Skipped
 from shd_ref.cache.storage.places import open_storage
 from shd_ref.errors import ShdError
+from shd_ref.teacher.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.commits import Commits
 from shd_ref.teacher.precompute.compare import Comparison, compare_layers
 from shd_ref.teacher.precompute.forms.maker import make_records, maker_of, makers, measure_errors
 from shd_ref.teacher.precompute.manifest import adopt_plans, check_destination, make_manifests
 from shd_ref.teacher.precompute.summary import PrecomputeSummary, summarise
 from shd_ref.teacher.run.inputs import Batch, group_shards, share_shards
-from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.run.outputs import StudentOutputs, find_faults
 from shd_ref.teacher.run.teacher import TeacherRun
 from shd_ref.teacher.run.threads import run_ahead

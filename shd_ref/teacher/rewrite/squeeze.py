@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 from shd_ref.attention import check_temperature
-from shd_ref.cache.codecs.codecs import CODECS
 from shd_ref.errors import ShdError
-from shd_ref.merging.alpha import ALPHA_PER, ALPHA_RULES, check_option
-from shd_ref.merging.mixing import STRATEGIES
 from shd_ref.merging.plans import MergePlan, merge_plan
 from shd_ref.teacher.body import FLOAT, FUNCTION_DOMAIN, Body
 from shd_ref.teacher.graph.factors import SiteFactors
 from shd_ref.teacher.graph.find import AttentionSite, projection_of
+from shd_ref.teacher.graph.measure import Layout
 from shd_ref.teacher.graph.targets import TargetTensors
 from shd_ref.teacher.opening.load import old_opset_reason, opset_version
 from shd_ref.teacher.opening.model import copy_skeleton, restore_weights
+from shd_ref.teacher.options import PrecomputeOptions, check_merge
 from shd_ref.teacher.packages import ir, onnx
 from shd_ref.teacher.rewrite.function import MergeRule, constant_alphas, every_row, gram_matrices, squeeze_function
-from shd_ref.teacher.rewrite.sites import add_factors, add_spans, batch_heads
 
 _MIN_IR_VERSION: Final = 8  # the first with model-local functions
 _RANKS: Final = {"alphas": 3, "degenerate": 3}  # per row; everything else is (B, H, L, S)
@@ -70,15 +68,8 @@ class SqueezedGraph:
 def squeeze_graph(
     model: onnx.ModelProto,
     layers: Sequence[tuple[int, AttentionSite]],
+    options: PrecomputeOptions | None = None,
     *,
-    num_student_heads: int = 0,
-    plan: str | Iterable[Iterable[Sequence[int]]] = "progressive",
-    plans: Mapping[int, MergePlan] | None = None,
-    strategy: str = "shd",
-    alpha_rule: str = "least_squares",
-    alpha_per: str = "map",
-    temperature: float = 1.0,
-    codec: str = "sqrt8-row",
     row_mask_input: str | Mapping[int, str | None] | None = None,
     check_outputs: bool = False,
     factors: Mapping[int, SiteFactors] | None = None,
@@ -93,14 +84,8 @@ def squeeze_graph(
         model: the teacher, from ``load_teacher``; not changed.
         layers: pairs of student layer and the site (from ``find_sites`` on this model) it learns from; none for a
             graph of targets alone.
-        num_student_heads: H_s, at most every site's H.
-        plan: see ``merge_plan``.
-        plans: rounds by student layer, for layers that have their own.
-        strategy: ``shd``, ``constant``, ``hard`` or ``mean``.
-        alpha_rule: see ``solve_alpha``.
-        alpha_per: ``"map"`` or ``"row"``.
-        temperature: T_a; alphas come from the maps as they are, and mix the softened ones.
-        codec: ``sqrt8-row`` codes in the graph; ``float32`` and ``bf16`` output float32 maps.
+        options: heads, plan (or plans, one for each of ``layers``), strategy, alphas, temperature and codec count:
+            ``sqrt8-row`` codes in the graph, the other codecs output float32 maps.
         row_mask_input: a model input ``(B, L)``, integer or boolean, non-zero = the row counts; default all. Or one
             by student layer, where rows are not of one sequence.
         check_outputs: also output each layer's teacher map, V and merged maps, see ``compare_with_reference``.
@@ -111,29 +96,35 @@ def squeeze_graph(
         ShdError: ``graph-unsupported`` (a site, or an operator set that is too old), ``argument-value``,
             ``heads-exceed``, ``plan-invalid``, ``inputs-invalid`` (the row mask), ``layers-invalid``.
     """
-    check_option("strategy", strategy, STRATEGIES, "MIX-2")
-    check_option("alpha_rule", alpha_rule, ALPHA_RULES, "ALPHA-4")
-    check_option("alpha_per", alpha_per, ALPHA_PER, "ALPHA-9")
-    check_option("codec", codec, CODECS, "CACHE-110")
+    options = options or PrecomputeOptions()
+    check_merge(options)
     _check_layers(model, layers, has_targets=bool(targets))
-    if not isinstance(plan, str):
-        plan = merge_plan(layers[0][1].num_heads or 0, num_student_heads, plan)
-    temperature = check_temperature(temperature)
+    codec = "float32" if factors else options.codec
+    temperature = check_temperature(options.temperature)
     body = Body(f"{FUNCTION_DOMAIN}/", check_opset(model))
     named = row_mask_input if isinstance(row_mask_input, Mapping) else dict.fromkeys(dict(layers), row_mask_input)
     masks = {name: row_mask_of(body, model, name) for name in dict.fromkeys(named.values())}
     squeezed = []
-    for student_layer, site in layers:
+    for (student_layer, site), plan in zip(layers, list_plans(options, len(layers)), strict=True):
         check_sinks(site, codec, temperature)
         body.prefix = f"{FUNCTION_DOMAIN}/{student_layer}/"
         heads, d_v = site.num_heads or 0, site.d_v or 0  # known for supported sites
-        rounds = merge_plan(heads, num_student_heads, (plans or {}).get(student_layer, plan))
-        rule = MergeRule(heads, d_v, rounds, strategy, alpha_rule, alpha_per, temperature, codec)
+        rounds = merge_plan(heads, options.num_student_heads, plan)
+        weights = options.strategy, options.alpha_rule, options.alpha_per
+        rule = MergeRule(heads, d_v, rounds, *weights, temperature, codec)
         hidden = () if check_outputs else ("probs", "values", "merged", *(("codes",) if factors else ()))
         layer = _squeeze_layer(body, rule, student_layer, site, masks[named[student_layer]], hidden)
         squeezed.append(layer if factors is None else _output_factors(body, layer, factors[student_layer]))
     outputs = _output_targets(body, targets or TargetTensors())
     return SqueezedGraph(assemble_graph(model, body), tuple(squeezed), check_outputs, outputs)
+
+
+def list_plans(options: PrecomputeOptions, count: int) -> tuple[str | MergePlan, ...]:
+    """What is asked for each of so many layers."""
+    plans = (options.plan,) * count if options.plans is None else options.plans
+    if len(plans) != count:
+        raise ShdError("plan-invalid", f"plans must be one for each of {count} layers; got {len(plans)}")
+    return plans
 
 
 def _output_targets(body: Body, targets: TargetTensors) -> TargetTensors:
@@ -195,6 +186,59 @@ def site_tensors(body: Body, site: AttentionSite) -> tuple[str, str]:
         by_key = body.reshape(body.op("Transpose", values, perm=[0, 2, 1, 3]), 0, 1, -1, site.d_v or 0)
         values = body.op("Expand", by_key, body.const([1, heads, 1, 1]))
     return batch_heads(body, site.probs, site.layout, heads), values
+
+
+def batch_heads(body: Body, tensor: str, layout: Layout | None, num_heads: int) -> str:
+    """A map, V, queries or keys with the leading axes ``(B, H)``, from any layout."""
+    if layout in ("batch-folded", "heads-folded"):
+        sizes = [-1, num_heads] if layout == "batch-folded" else [num_heads, -1]
+        inner = body.op("Slice", body.op("Shape", tensor), body.const([1]), body.const([3]))
+        tensor = body.op("Reshape", tensor, body.op("Concat", body.const(sizes), inner, axis=0))
+    if layout in ("heads-batch", "heads-folded"):
+        return body.op("Transpose", tensor, perm=[1, 0, 2, 3])
+    return tensor
+
+
+# Half of it: what a mask leaves below a row's largest logit, and no teacher's own logits reach.
+_FAR_BELOW: Final = 500.0
+
+
+def add_factors(body: Body, factors: SiteFactors) -> tuple[str, str]:
+    """Append nodes that give queries ``(B, H, L, d)`` and keys ``(B, H_kv, S, d)`` in float32."""
+    site = factors.site
+    if not factors.supported:
+        raise ShdError(
+            "graph-unsupported", f"site {site.name} cannot be stored as queries and keys: {factors.reason}"
+        )
+    queries = body.op("Cast", factors.queries, to=FLOAT)
+    for op_type, multiplier in factors.multipliers:
+        queries = body.op(op_type, queries, body.op("Cast", multiplier, to=FLOAT))
+    keys = body.op("Cast", factors.keys, to=FLOAT)
+    heads = site.num_heads or 1
+    shared = factors.layout in ("batch-heads", "heads-batch") and factors.num_kv_heads == 1 and not factors.key_heads
+    queries = batch_heads(body, queries, factors.layout, heads)
+    keys = batch_heads(body, keys, factors.layout, 1 if shared else heads)
+    if factors.keys_transposed:
+        keys = body.op("Transpose", keys, perm=[0, 1, 3, 2])
+    if factors.key_heads:
+        keys = body.op("Gather", keys, body.const(list(factors.key_heads)), axis=1)
+    return queries, keys
+
+
+def add_spans(body: Body, factors: SiteFactors) -> str:
+    """Append nodes that say which keys the graph's own mask leaves each row: ``(B, H, L, 3)`` int32.
+
+    First, last and number of these keys: a run of keys is told from any other mask. Masked is what lies far below the
+    row's largest logit.
+    """
+    site = factors.site
+    logits = batch_heads(body, body.op("Cast", site.logits, to=FLOAT), factors.logits_layout, site.num_heads or 1)
+    least = body.op("Sub", body.reduce_max(logits), body.const(_FAR_BELOW))
+    seen = body.op("Cast", body.op("Greater", logits, least), to=FLOAT)
+    first = body.op("ArgMax", seen, axis=-1, keepdims=1)
+    last = body.op("ArgMax", seen, axis=-1, keepdims=1, select_last_index=1)
+    count = body.op("Cast", body.reduce_sum(seen, -1, keepdims=1), to=onnx.TensorProto.INT64)
+    return body.op("Cast", body.concat([first, last, count], axis=-1), to=onnx.TensorProto.INT32)
 
 
 def call_squeeze(

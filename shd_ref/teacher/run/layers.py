@@ -15,7 +15,7 @@ from shd_ref.teacher.packages import onnx
 from shd_ref.teacher.rewrite.squeeze import check_sinks
 
 if TYPE_CHECKING:
-    from shd_ref.teacher.run.options import PrecomputeOptions
+    from shd_ref.teacher.options import PrecomputeOptions
 
 Chosen: TypeAlias = tuple[tuple[int, AttentionSite], ...]
 MaskOf: TypeAlias = Callable[[AttentionSite], str | None]

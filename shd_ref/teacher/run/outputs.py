@@ -13,9 +13,9 @@ from shd_ref.cache import Extent
 from shd_ref.errors import ShdError
 from shd_ref.merging.plans import MergePlan
 from shd_ref.teacher.graph.targets import TargetTensors
+from shd_ref.teacher.options import PrecomputeOptions
 from shd_ref.teacher.rewrite.squeeze import SqueezedLayer
 from shd_ref.teacher.run.inputs import Batch
-from shd_ref.teacher.run.options import PrecomputeOptions
 
 if TYPE_CHECKING:
     from shd_ref.teacher.run.teacher import TeacherRun

@@ -25,12 +25,12 @@ from shd_ref.teacher.graph.shapes import TOO_MUCH, check_bounds, frozen_specs
 from shd_ref.teacher.graph.targets import TargetTensors, dtype_of, find_targets
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.opening.model import hash_teacher, take_weights
-from shd_ref.teacher.rewrite.squeeze import SqueezedGraph, squeeze_graph, unite_graphs
+from shd_ref.teacher.options import MATCHED, PrecomputeOptions, RunOptions, check_options, check_run
+from shd_ref.teacher.rewrite.squeeze import SqueezedGraph, list_plans, squeeze_graph, unite_graphs
 from shd_ref.teacher.run.averaged import LogitsTeacher, average_logits, check_teachers, count_classes
 from shd_ref.teacher.run.independence import check_samples
 from shd_ref.teacher.run.inputs import Batch, ModelInputs, run_batch
 from shd_ref.teacher.run.layers import Chosen, check_lengths, choose_layers, choose_stored, common_heads
-from shd_ref.teacher.run.options import MATCHED, PrecomputeOptions, RunOptions, check_options, check_run
 from shd_ref.teacher.run.outputs import LayerOutputs, SampleOutputs, Student, StudentOutputs, TargetOutputs
 from shd_ref.teacher.run.reading import AttentionReader, calibrate_plans
 from shd_ref.teacher.run.threads import run_beside, share_threads
@@ -397,13 +397,10 @@ class TeacherRun:
         if not self.layers:
             return ()
         check_counts(self.num_teacher_heads, options.num_student_heads)
-        count = len(self.layers)
         if options.plans is None and options.plan == MATCHED:
             return ()
-        kinds = (options.plan,) * count if options.plans is None else options.plans
-        if len(kinds) != count:
-            raise ShdError("plan-invalid", f"plans must be one for each of {count} layers; got {len(kinds)}")
-        return tuple(merge_plan(self.num_teacher_heads, options.num_student_heads, kind) for kind in kinds)
+        plans = list_plans(options, len(self.layers))
+        return tuple(merge_plan(self.num_teacher_heads, options.num_student_heads, plan) for plan in plans)
 
     def read_attention(self) -> AttentionReader:
         """The teacher's own maps and value outputs at the chosen sites, read in a separate session."""
@@ -460,21 +457,15 @@ class TeacherRun:
     def _make_graph(
         self, student: Student, chosen: Chosen, *, check_outputs: bool, targets: TargetTensors | None
     ) -> SqueezedGraph:
-        options = student.options
-        layers = [layer for layer, _ in self.layers]
+        plans = {layer: plan for (layer, _), plan in zip(self.layers, student.plans, strict=True)}
+        factors = {layer: one for (layer, _), one in zip(self.layers, self.factors, strict=False)}
         return squeeze_graph(
             self.bare,
             chosen,
-            num_student_heads=options.num_student_heads,
-            plans=dict(zip(layers, student.plans, strict=True)),
-            strategy=options.strategy,
-            alpha_rule=options.alpha_rule,
-            alpha_per=options.alpha_per,
-            temperature=options.temperature,
-            codec="float32" if options.is_factored else options.codec,
+            replace(student.options, plans=tuple(plans[layer] for layer, _ in chosen)),
             row_mask_input={layer: self.mask_of_rows(site) for layer, site in self.layers},
             check_outputs=check_outputs,
-            factors=dict(zip(layers, self.factors, strict=True)) if self.factors else None,
+            factors=factors or None,
             targets=targets,
         )
 

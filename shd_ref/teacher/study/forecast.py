@@ -19,15 +19,14 @@ from shd_ref.cache import Attention, CodecError, Errors, Extent, Forms, LogitsEr
 from shd_ref.cache.codecs.compression import compress_blob
 from shd_ref.cache.forms.form import F32, Form
 from shd_ref.errors import ShdError
+from shd_ref.teacher.options import CODECS_OF, NO_FORM, PlanOptions, PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.forms.maker import describe_forms, make_records, measure_errors
 from shd_ref.teacher.run.inputs import Batch
-from shd_ref.teacher.run.options import CODECS_OF, NO_FORM, PrecomputeOptions, RunOptions
 from shd_ref.teacher.run.outputs import StudentOutputs, find_faults
 from shd_ref.teacher.run.teacher import TeacherRun
 from shd_ref.teacher.session import open_session
 from shd_ref.teacher.sources import Arrays, ArraySource, IndexedSource, Row, Source
 from shd_ref.teacher.study.advice import Advice, FormForecast, TrainingMemory, advise, forecast_memory
-from shd_ref.teacher.study.options import PlanOptions
 
 READ_SAMPLES: Final = 1000
 """Samples whose lengths are read: spread over the data set where any row is at hand, else the first."""

@@ -11,8 +11,8 @@ from shd_ref.cache.storage.documents import build, encode_document, parse_member
 from shd_ref.cache.storage.drafts import drafting
 from shd_ref.cache.storage.local import LocalStorage
 from shd_ref.teacher.opening.model import check_external_data, hash_teacher
+from shd_ref.teacher.options import MATCHED, PrecomputeOptions
 from shd_ref.teacher.packages import DecodeError, onnx
-from shd_ref.teacher.run.options import MATCHED, PrecomputeOptions
 from shd_ref.teacher.study.ranking import WEIGHED, FidelityReport, Setting
 
 SUFFIX: Final = ".fidelity.json"

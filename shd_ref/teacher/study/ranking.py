@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from shd_ref.merging.plans import MergePlan
-from shd_ref.teacher.run.options import PrecomputeOptions
+from shd_ref.teacher.options import PrecomputeOptions
 from shd_ref.tolerances import tie_width
 
 WEIGHED: Final = ("shd", "hard")

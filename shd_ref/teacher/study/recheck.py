@@ -13,8 +13,8 @@ from shd_ref.cache import AveragedTeacher, CacheReader, Teacher
 from shd_ref.errors import ShdError
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.opening.model import hash_teacher
+from shd_ref.teacher.options import NO_FORM, PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.forms.maker import maker_of
-from shd_ref.teacher.run.options import NO_FORM, PrecomputeOptions, RunOptions
 from shd_ref.teacher.run.teacher import TeacherRun
 from shd_ref.teacher.sources import Arrays, Source
 

@@ -22,6 +22,7 @@ from support.attention_graphs import (
 from shd_ref import ShdError
 from shd_ref.teacher import (
     AttentionSite,
+    PrecomputeOptions,
     compare_with_reference,
     find_sites,
     load_teacher,
@@ -43,7 +44,7 @@ def squeezed_maps(form: dict[str, Any]) -> NDArray[Any]:
     model, mask = encoder_layer(**form), np.array([[1] * 5, [1] * 3 + [0] * 2, [1] + [0] * 4])
     feeds = {"x": np.random.default_rng(0).normal(size=(3, 5, 12)).astype(np.float32), "mask": mask}
     graph = squeeze_graph(
-        model, [(0, only_site(model))], num_student_heads=2, row_mask_input="mask", check_outputs=True
+        model, [(0, only_site(model))], PrecomputeOptions(2), row_mask_input="mask", check_outputs=True
     )
     outputs = run_session(open_session(graph.model, num_threads=1), feeds)
     names = graph.layers[0].names
@@ -300,7 +301,7 @@ def test_old_graphs_without_a_conversion_are_refused_by_inspection_too(tmp_path:
     assert not site.supported
     assert "operator set 13 or later; got 11" in str(site.reason)
     with pytest.raises(ShdError, match="re-export it with opset 18") as caught:
-        squeeze_graph(model, [(0, site)], num_student_heads=1)
+        squeeze_graph(model, [(0, site)], PrecomputeOptions(1))
     assert caught.value.code == "graph-unsupported"
 
 

@@ -25,6 +25,7 @@ from shd_ref import ShdError, merge_plan
 from shd_ref.teacher import (
     AttentionSite,
     MergeRule,
+    PrecomputeOptions,
     compare_with_reference,
     find_factors,
     find_sites,
@@ -53,7 +54,7 @@ def squeeze_and_compare(model: onnx.ModelProto, feeds: Feeds, heads: int = 1, **
     sites = find_sites(model)
     assert sites
     assert all(site.supported for site in sites), [site.reason for site in sites]
-    graph = squeeze_graph(model, tuple(enumerate(sites)), num_student_heads=heads, check_outputs=True, **options)
+    graph = squeeze_graph(model, tuple(enumerate(sites)), PrecomputeOptions(heads, **options), check_outputs=True)
     session = open_session(graph.model, num_threads=1)
     fed = {value.name: feeds[value.name] for value in session.get_inputs()}
     outputs = run_session(session, fed)
@@ -66,7 +67,7 @@ def check_outputs(model: onnx.ModelProto, feeds: Feeds, *, added: NDArray[Any] |
     """The only attention's map, of which values, projection and what is added behind it make the graph's output."""
     squeeze_and_compare(model, feeds, codec="float32")
     site = only_site(model)
-    graph = squeeze_graph(model, ((0, site),), num_student_heads=2, check_outputs=True, codec="float32")
+    graph = squeeze_graph(model, ((0, site),), PrecomputeOptions(2, codec="float32"), check_outputs=True)
     outputs = run_session(open_session(graph.model, num_threads=1), feeds)
     probs, values = (outputs[graph.layers[0].names[name]] for name in ("probs", "values"))
     result = (probs @ values @ projection_of(site).reshape(2, site.d_v, -1)).sum(axis=1) + added

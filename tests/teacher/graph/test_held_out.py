@@ -24,6 +24,7 @@ from support.exporter import quicken_exports  # noqa: E402  (after the skips)
 
 from shd_ref.teacher import (  # noqa: E402
     AttentionSite,
+    PrecomputeOptions,
     compare_with_reference,
     find_factors,
     find_sites,
@@ -172,7 +173,7 @@ def test_supported_graphs_equal_the_reference_on_their_own_maps(name: str, tmp_p
     assert site.supported, site.reason
     assert (site.num_heads, site.num_kv_heads, site.d_k, site.d_v, site.d_model) == (4, 4, 4, 4, 16)
     check_projection(name, site)
-    graph = squeeze_graph(model, ((0, site),), num_student_heads=2, check_outputs=True)
+    graph = squeeze_graph(model, ((0, site),), PrecomputeOptions(2), check_outputs=True)
     session = open_session(graph.model, num_threads=1)
     x = 2 * np.random.default_rng(0).normal(size=(3, 7, WIDTH)).astype(np.float32)
     outputs = run_session(session, {session.get_inputs()[0].name: x})

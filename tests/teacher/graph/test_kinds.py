@@ -23,6 +23,7 @@ from support.attention_kinds import CASES, HEADS, Together, sample  # noqa: E402
 
 from shd_ref.teacher import (  # noqa: E402
     AttentionSite,
+    PrecomputeOptions,
     compare_with_reference,
     find_sites,
     load_teacher,
@@ -43,7 +44,7 @@ def exported() -> tuple[dict[str, AttentionSite], dict[str, Any], dict[str, Any]
         model = load_teacher(path)
     names, sites = list(CASES), find_sites(model)
     supported = [(number, site) for number, site in enumerate(sites) if site.supported]
-    graph = squeeze_graph(model, supported, num_student_heads=2, check_outputs=True, codec="float32")
+    graph = squeeze_graph(model, supported, PrecomputeOptions(2, codec="float32"), check_outputs=True)
     session = open_session(graph.model, num_threads=1)
     inputs = sample(3, 6)
     with torch.no_grad():

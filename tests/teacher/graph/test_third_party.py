@@ -13,7 +13,15 @@ from numpy.typing import NDArray
 from support.attention_graphs import run_session
 
 from shd_ref import merge_plan
-from shd_ref.teacher import MergeRule, compare_with_reference, find_sites, load_teacher, open_session, squeeze_graph
+from shd_ref.teacher import (
+    MergeRule,
+    PrecomputeOptions,
+    compare_with_reference,
+    find_sites,
+    load_teacher,
+    open_session,
+    squeeze_graph,
+)
 from shd_ref.teacher.rewrite.replace import replace_attention
 
 
@@ -83,7 +91,7 @@ def random_feeds(session: Any) -> dict[str, NDArray[Any]]:
 def test_squeezed_and_compared(shared_data: Path, name: str) -> None:
     model = graph(shared_data, name)
     sites = find_sites(model)
-    squeezed = squeeze_graph(model, tuple(enumerate(sites)), num_student_heads=1, check_outputs=True)
+    squeezed = squeeze_graph(model, tuple(enumerate(sites)), PrecomputeOptions(1), check_outputs=True)
     session = open_session(squeezed.model.SerializeToString(), num_threads=1)
     compare_with_reference(squeezed, run_session(session, random_feeds(session)))
 

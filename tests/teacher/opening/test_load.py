@@ -15,6 +15,7 @@ from support.attention_graphs import GraphBuilder, encoder_layer, random_project
 
 from shd_ref import ShdError
 from shd_ref.teacher import (
+    PrecomputeOptions,
     compare_with_reference,
     find_sites,
     hash_teacher,
@@ -231,7 +232,7 @@ def test_large_models_leave_their_data_in_their_files(tmp_path: Path) -> None:
     assert find_sites(large) == find_sites(small)
     outputs = []
     for model in (whole, large):
-        squeezed = squeeze_graph(model, tuple(enumerate(find_sites(model))), num_student_heads=4, check_outputs=True)
+        squeezed = squeeze_graph(model, tuple(enumerate(find_sites(model))), PrecomputeOptions(4), check_outputs=True)
         outputs.append(run_session(open_session(squeezed.model, num_threads=1), feeds))
         compare_with_reference(squeezed, outputs[-1])
     for name, wanted in outputs[0].items():

@@ -33,7 +33,7 @@ def use(path: Path) -> str:
         model = load_teacher(path)
         sites = [site for site in find_sites(model) if site.supported]
         if sites:
-            squeezed = squeeze_graph(model, tuple(enumerate(sites)), num_student_heads=1)
+            squeezed = squeeze_graph(model, tuple(enumerate(sites)), PrecomputeOptions(1))
             open_session(squeezed.model, num_threads=1)
     except ShdError as error:
         return error.code
@@ -293,7 +293,7 @@ from pathlib import Path
 import numpy as np
 from shd_ref.errors import ShdError
 from shd_ref.teacher.precompute.engine import precompute
-from shd_ref.teacher.run.options import PrecomputeOptions
+from shd_ref.teacher.options import PrecomputeOptions
 folder, length, started = sys.argv[1], int(sys.argv[2]), time.monotonic()
 try:
     precompute(

@@ -15,7 +15,14 @@ from support.attention_graphs import GraphBuilder, bare_attention, encoder_layer
 
 from shd_ref import ShdError, squeeze_heads, value_outputs
 from shd_ref.cache import encode
-from shd_ref.teacher import SqueezedGraph, compare_with_reference, find_sites, open_session, squeeze_graph
+from shd_ref.teacher import (
+    PrecomputeOptions,
+    SqueezedGraph,
+    compare_with_reference,
+    find_sites,
+    open_session,
+    squeeze_graph,
+)
 from shd_ref.tolerances import load_tolerances
 
 Arrays: TypeAlias = dict[str, NDArray[Any]]
@@ -41,9 +48,11 @@ def random_inputs(num_heads: int, seed: int = 0, num_layers: int = 1) -> Arrays:
     return feeds
 
 
-def squeeze(model: onnx.ModelProto, num_student_heads: int, **options: Any) -> SqueezedGraph:
-    layers = tuple(enumerate(find_sites(model)))
-    return squeeze_graph(model, layers, num_student_heads=num_student_heads, check_outputs=True, **options)
+def squeeze(
+    model: onnx.ModelProto, num_student_heads: int, *, row_mask_input: str | None = None, **options: Any
+) -> SqueezedGraph:
+    layers, asked = tuple(enumerate(find_sites(model))), PrecomputeOptions(num_student_heads, **options)
+    return squeeze_graph(model, layers, asked, row_mask_input=row_mask_input, check_outputs=True)
 
 
 def run(graph: SqueezedGraph, feeds: Arrays) -> Arrays:
@@ -167,7 +176,7 @@ def test_probabilities_below_the_smallest_normal_number_get_code_zero() -> None:
 def test_what_no_output_needs_is_pruned() -> None:
     model = bare_attention(4, num_layers=2)
     sites, before = find_sites(model), model.SerializeToString()
-    graph = squeeze_graph(model, [(0, sites[0])], num_student_heads=2)
+    graph = squeeze_graph(model, [(0, sites[0])], PrecomputeOptions(2))
     names = {value.name for value in graph.model.graph.output}
     (layer,) = graph.layers
     assert names == {layer.names["codes"], layer.names["alphas"], layer.names["degenerate"]}
@@ -182,7 +191,7 @@ def test_what_no_output_needs_is_pruned() -> None:
 def test_student_layers_may_choose_their_sites() -> None:
     model = bare_attention(4, num_layers=3)
     sites = find_sites(model)
-    graph = squeeze_graph(model, [(0, sites[2]), (1, sites[0])], num_student_heads=2, check_outputs=True)
+    graph = squeeze_graph(model, [(0, sites[2]), (1, sites[0])], PrecomputeOptions(2), check_outputs=True)
     outputs = run(graph, random_inputs(4, num_layers=3))
     assert [layer.site.layer for layer in graph.layers] == [2, 0]
     assert_agrees(graph, outputs, mask=False)
@@ -232,6 +241,7 @@ def test_comparison_reports_residuals() -> None:
         ({"plan": (((0, 0),),)}, "plan-invalid"),
         ({"plan": (((0, 1, 2),),)}, "plan-invalid"),
         ({"plan": 3}, "plan-invalid"),
+        ({"plans": (((0, 1), (2, 3)),) * 2}, "plan-invalid"),
         ({"strategy": "best"}, "argument-value"),
         ({"alpha_per": "key"}, "argument-value"),
         ({"alpha_rule": "guess"}, "argument-value"),
@@ -249,15 +259,16 @@ def test_arguments_are_checked(options: dict[str, Any], code: str) -> None:
     (site,) = find_sites(model)
     layers = options.pop("layers", [(0, site)])
     layers = [(0, site), (0, site)] if layers == "twice" else layers
+    mask = options.pop("row_mask_input", None)
     with pytest.raises(ShdError) as caught:
-        squeeze_graph(model, layers, **{"num_student_heads": 2, **options})
+        squeeze_graph(model, layers, PrecomputeOptions(**{"num_student_heads": 2, **options}), row_mask_input=mask)
     assert caught.value.code == code
 
 
 def test_sites_of_another_model_are_refused() -> None:
     layers = [(0, find_sites(encoder_layer())[0])]
     with pytest.raises(ShdError, match="find_sites on the same model") as caught:
-        squeeze_graph(bare_attention(4), layers, num_student_heads=2)
+        squeeze_graph(bare_attention(4), layers, PrecomputeOptions(2))
     assert caught.value.code == "graph-unsupported"
 
 

@@ -26,9 +26,9 @@ from shd_ref.teacher import (
     measure_fidelity,
     open_session,
 )
+from shd_ref.teacher.options import PLANS
 from shd_ref.teacher.rewrite.replace import replace_attention
 from shd_ref.teacher.run.inputs import Batch
-from shd_ref.teacher.run.options import PLANS
 from shd_ref.teacher.run.reading import AttentionReader
 from shd_ref.teacher.study.fidelity import Targets, cosine_distances, cross_entropies, relative_error, squared_error
 from shd_ref.teacher.study.ranking import rank_costs

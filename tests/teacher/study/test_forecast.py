@@ -21,7 +21,7 @@ from shd_ref.cache import CacheReader, CodecError, Extent, Logits, NewRecord, Re
 from shd_ref.cache.storage.places import open_storage
 from shd_ref.cli import load_app
 from shd_ref.teacher import PlanOptions, PrecomputeOptions, RunOptions, forecast_cache
-from shd_ref.teacher.run.options import CODECS_OF
+from shd_ref.teacher.options import CODECS_OF
 from shd_ref.teacher.study.advice import FormForecast, advise, count_weights
 from shd_ref.teacher.study.forecast import Forecast, record_sizes
 

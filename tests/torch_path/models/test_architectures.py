@@ -23,6 +23,7 @@ pytest.importorskip("onnxruntime", reason="a graph is judged by running it")
 from support.attention_graphs import run_session
 
 from shd_ref.teacher import (
+    PrecomputeOptions,
     compare_with_reference,
     find_sites,
     find_targets,
@@ -75,7 +76,7 @@ def test_exported_found_and_squeezed(name: str, tmp_path: Path) -> None:
     squeezed = squeeze_graph(
         teacher,
         tuple(enumerate(sites)),
-        num_student_heads=2,
+        PrecomputeOptions(2),
         row_mask_input=None if mask is None else "attention_mask",
         check_outputs=True,
         targets=targets,

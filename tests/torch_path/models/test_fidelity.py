@@ -20,6 +20,7 @@ from support.attention_graphs import run_session
 from shd_ref import MergePlan, plan_groups, softmax, squeeze_heads
 from shd_ref.teacher import (
     FidelityOptions,
+    PrecomputeOptions,
     RunOptions,
     Setting,
     compare_with_reference,
@@ -192,7 +193,7 @@ def test_pretrained_encoder_merges_within_bounds_and_better_than_constant(
     assert [(s.num_heads, s.d_k, s.d_v, s.d_model, s.supported) for s in sites] == [(12, 32, 32, 384, True)] * 6
     feeds = sentences(shared_data, tokenizer, 4)
     graph = squeeze_graph(
-        model, tuple(enumerate(sites)), num_student_heads=4, row_mask_input="attention_mask", check_outputs=True
+        model, tuple(enumerate(sites)), PrecomputeOptions(4), row_mask_input="attention_mask", check_outputs=True
     )
     outputs = run_session(open_session(graph.model.SerializeToString()), feeds)
     alphas = np.stack([outputs[layer.names["alphas"]] for layer in graph.layers])

@@ -145,7 +145,7 @@ def test_no_output_of_the_past_is_computed(taught: Taught) -> None:
     model = load_teacher(taught.graph)
     assert sum(value.name.startswith("present.") for value in model.graph.output) == 4
     layers = tuple(enumerate(find_sites(model)))[:1]
-    squeezed: onnx.ModelProto = squeeze_graph(model, layers, num_student_heads=2).model
+    squeezed: onnx.ModelProto = squeeze_graph(model, layers, PrecomputeOptions(2)).model
     assert not [value.name for value in squeezed.graph.output if "present" in value.name]
     left = [value.name for value in squeezed.graph.input if value.name.startswith("past")]
     assert left == ["past_key_values.0.key", "past_key_values.0.value"], "the second layer is not run"

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from shd_ref.cache import ROWS, Errors, Extent, Form, Forms, Manifest, NewRecord, RowError, StoredRecord
 from shd_ref.cache.forms.table import Held, load, row_of
-from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
+from shd_ref.teacher.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.run.outputs import SampleOutputs, StudentOutputs
 from shd_ref.teacher.run.teacher import TeacherRun
 from shd_ref.tolerances import load_tolerances

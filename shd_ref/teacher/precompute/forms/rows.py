@@ -26,8 +26,8 @@ from shd_ref.cache.codecs.distortion import merge_errors
 from shd_ref.cache.codecs.logits import entropy_moves
 from shd_ref.cache.forms.rows import Rows
 from shd_ref.errors import ShdError
+from shd_ref.teacher.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.forms.maker import Maker, tolerance_of
-from shd_ref.teacher.run.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.run.outputs import SampleOutputs, StudentOutputs
 from shd_ref.teacher.run.teacher import TeacherRun
 
