@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shd_torch.kernels.launch import DTYPES, CodedOperands, FactoredOperands, Heads, Mask, dot_precision, make_heads
+from shd_torch.kernels.launch import DTYPES, CodedOperands, FactoredOperands, Heads, Mask, constant, make_heads
 from shd_torch.kernels.tiles import MAX_FLOAT32_WIDTH, MAX_WIDTH, Tile, choose_tile, count_unrolled, pad_width
 
 PROGRAMS: tuple[str, ...] = ("lse", "rows", "keys")
@@ -128,7 +128,9 @@ class _Specialised:
     attributes: dict[tuple[int, ...], list[list[Any]]]
 
     def specialise(self, path: tuple[int, ...], value: Any, *, constant: bool = False) -> Any:
-        if constant or value is None or (isinstance(value, int) and value == 1):
+        from triton.language import constexpr
+
+        if constant or value is None or isinstance(value, constexpr) or (isinstance(value, int) and value == 1):
             self.constants[path] = value
             return "constexpr"
         if isinstance(value, tuple):
@@ -152,7 +154,7 @@ def _example_arguments(variant: Variant) -> dict[str, Any]:
         # (B, L, H, d) seen as (B, H, L, d), as models make them.
         tensors = [empty(batch, length, n, variant.width, dtype=variant.dtype) for n in (number, number // 2)]
         queries, keys = (x.transpose(1, 2) for x in tensors)
-        return make_heads(queries, keys, 0.125, 1.0)._replace(lse=empty(batch, number, length))
+        return make_heads(queries, keys, 0.125)._replace(lse=empty(batch, number, length))
 
     student, teacher = heads(num_student_heads), heads(num_teacher_heads)
     rows = empty(batch, num_student_heads, length)
@@ -167,11 +169,13 @@ def _example_arguments(variant: Variant) -> dict[str, Any]:
         members.shape[1],
         rows,
         length,
+        constant(variant.members or 0),
+        constant(False),
     )
     samples = empty(batch, dtype=torch.int32)
     starts = empty(batch, num_student_heads, dtype=torch.int64)
-    coded = CodedOperands(empty(1, dtype=torch.uint8), starts, samples, samples, rows, num_student_heads)
-    padded = pad_width(variant.width)
+    stored = (empty(1, dtype=torch.uint8), starts, samples, samples, rows, num_student_heads)
+    coded = CodedOperands(*stored, constant(variant.is_causal), constant(True))
     return {
         "lse": rows,
         "model": student,
@@ -180,19 +184,10 @@ def _example_arguments(variant: Variant) -> dict[str, Any]:
         "kl": rows,
         "student": student,
         "supervision": coded if variant.members is None else factored,
-        "mask": Mask(None, None, length, length),
+        "mask": Mask(None, None, length, length, constant(variant.is_causal)),
         "weights": rows,
         "peak": empty(),
         "factor": 0.125,
-        "CODED": variant.members is None,
-        "MEMBERS": variant.members or 0,
-        "TRIANGULAR": variant.is_causal,
-        "CAUSAL": variant.is_causal,
-        "WIDTH": variant.width,
-        "PADDED": padded,
-        "TEACHER_WIDTH": variant.width,
-        "TEACHER_PADDED": padded,
-        "PRECISION": dot_precision(),
     }
 
 

@@ -4,7 +4,7 @@ Functions of a checked request, without automatic differentiation: ``coded.py`` 
 queries and keys, ``launch.py`` says what cannot be served. Imports ``supervision``; Triton only when a kernel runs.
 """
 
-from shd_torch.kernels.divergence import kl_coded, kl_factored
+from shd_torch.kernels.divergence import kl_rows
 from shd_torch.kernels.launch import RowsKl, unsupported_reason
 
-__all__ = ["RowsKl", "kl_coded", "kl_factored", "unsupported_reason"]
+__all__ = ["RowsKl", "kl_rows", "unsupported_reason"]

@@ -7,22 +7,13 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shd_torch.kernels.tiles import (
-    MASS_TILE,
-    MAX_FLOAT32_WIDTH,
-    MAX_WIDTH,
-    Tile,
-    choose_tile,
-    count_unrolled,
-    pad_width,
-)
+from shd_torch.kernels.tiles import MASS_TILE, MAX_FLOAT32_WIDTH, MAX_WIDTH, Tile, choose_tile, pad_width
 from shd_torch.supervision.mask import AttentionRule
 
 
@@ -37,15 +28,19 @@ class Heads(NamedTuple):
     num_heads: int
     group_size: int  # query heads that read one key head
     scale: float  # of the logits, over T, in units of log2
+    width: Any  # d, as are the next two, known when the program is compiled
+    padded: Any  # d as the matrix units take it
+    precision: Any  # how float32 is multiplied
 
 
 class Mask(NamedTuple):
-    """Which keys a row may attend to; causality is decided when the program is compiled."""
+    """Which keys a row may attend to."""
 
     key_mask: Tensor | None  # (B, S) uint8, 1 = may attend
     window: int | None
     num_rows: int  # L
     num_keys: int  # S
+    is_causal: Any  # known when the program is compiled
 
 
 class FactoredOperands(NamedTuple):
@@ -59,6 +54,8 @@ class FactoredOperands(NamedTuple):
     max_members: int
     masses: Tensor  # (B, H_s, L) float32, rho: what the mixing weights of a row sum to
     num_rows: int  # L
+    unrolled: Any  # how many members are, 0 for none; this and the next are known when the program is compiled
+    is_coded: Any
 
 
 class CodedOperands(NamedTuple):
@@ -70,6 +67,8 @@ class CodedOperands(NamedTuple):
     num_keys: Tensor  # (B,) int32
     masses: Tensor  # (B, H_s, L) float32, what the entries of a row sum to
     num_heads: int
+    is_triangular: Any  # this and the next are known when the program is compiled
+    is_coded: Any
 
 
 class RowsKl(NamedTuple):
@@ -140,12 +139,13 @@ def make_mask(rule: AttentionRule, queries: Tensor, keys: Tensor) -> Mask:
     key_mask = rule.attn_mask
     if key_mask is not None:
         key_mask = key_mask[:, 0, 0].expand(queries.shape[0], keys.shape[2]).contiguous().view(torch.uint8)
-    return Mask(key_mask=key_mask, window=rule.window, num_rows=queries.shape[2], num_keys=keys.shape[2])
+    return Mask(key_mask, rule.window, queries.shape[2], keys.shape[2], constant(rule.is_causal))
 
 
-def make_heads(queries: Tensor, keys: Tensor, scale: float, temperature: float) -> Heads:
+def make_heads(queries: Tensor, keys: Tensor, scale: float) -> Heads:
     """Queries and keys as the kernels read them, without a log-sum-exp; copied where heads are not contiguous."""
     queries, keys = (x.detach() if x.stride(-1) == 1 else x.detach().contiguous() for x in (queries, keys))
+    width = queries.shape[3]
     return Heads(
         queries=queries,
         keys=keys,
@@ -154,42 +154,37 @@ def make_heads(queries: Tensor, keys: Tensor, scale: float, temperature: float) 
         lse=None,
         num_heads=queries.shape[1],
         group_size=queries.shape[1] // keys.shape[1],
-        scale=scale / temperature * _LOG2_E,
+        scale=scale * _LOG2_E,
+        width=constant(width),
+        padded=constant(pad_width(width)),
+        # In three TF32 products, close to exact, unless PyTorch was told that one will do.
+        precision=constant("tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"),
     )
 
 
-def compute_lse(heads: Heads, mask: Mask, is_causal: bool) -> Tensor:
-    """The natural log-sum-exp of every row ``(B, H, L)``, float32; -inf where a row may attend to nothing."""
+def constant(value: Any) -> Any:
+    """A value that a program is compiled for."""
+    import triton.language as tl
+
+    return tl.constexpr(value)
+
+
+def with_lse(heads: Heads, mask: Mask) -> Heads:
+    """The heads with the log-sum-exp of every row, float32; -inf where a row may attend to nothing."""
     from shd_torch.kernels import passes
 
-    batch, num_heads, num_rows, width = heads.queries.shape
-    padded = pad_width(width)
+    lse = torch.empty(heads.queries.shape[:3], dtype=torch.float32, device=heads.queries.device)
     is_float32 = heads.queries.dtype == torch.float32
-    tile = choose_tile("lse", _row_bytes(heads), 0, _capability(heads.queries), is_float32=is_float32)
-    lse = torch.empty(batch, num_heads, num_rows, dtype=torch.float32, device=heads.queries.device)
-    with _on_device(lse):
-        passes.lse_pass[(_count_tiles(num_rows, tile.rows), batch * num_heads)](
-            lse,
-            heads,
-            mask,
-            CAUSAL=is_causal,
-            WIDTH=width,
-            PADDED=padded,
-            PRECISION=dot_precision(),
-            **_program_options(tile),
-        )
-    return lse
+    tile = choose_tile("lse", row_bytes(heads), 0, _capability(lse), is_float32=is_float32)
+    _launch(passes.lse_pass, lse, tile.rows, tile, lse, heads, mask)
+    return heads._replace(lse=lse)
 
 
-def compute_masses(coded: CodedOperands, mask: Mask, is_causal: bool, is_triangular: bool) -> None:
+def fill_masses(coded: CodedOperands, mask: Mask) -> None:
     """Fill ``coded.masses``: what a row's entries sum to; NaN where one lies outside the student's mask."""
     from shd_torch.kernels import passes
 
-    batch, num_heads, num_rows = coded.masses.shape
-    with _on_device(coded.masses):
-        passes.mass_pass[(_count_tiles(num_rows, MASS_TILE.rows), batch * num_heads)](
-            coded.masses, coded, mask, CAUSAL=is_causal, TRIANGULAR=is_triangular, **_program_options(MASS_TILE)
-        )
+    _launch(passes.mass_pass, coded.masses, MASS_TILE.rows, MASS_TILE, coded.masses, coded, mask)
 
 
 def run_passes(
@@ -198,9 +193,6 @@ def run_passes(
     mask: Mask,
     row_weights: Tensor,
     *,
-    is_causal: bool,
-    is_triangular: bool,
-    group_sizes: set[int],
     factor: float,
     deterministic: bool,
     want_value: bool,
@@ -208,76 +200,40 @@ def run_passes(
     """Launch the gradient's programs: rows and keys one after the other, or both in one with atomic additions."""
     from shd_torch.kernels import passes
 
-    batch, num_heads, num_rows, width = student.queries.shape
-    num_kv_heads, num_keys = student.keys.shape[1:3]
-    teacher = supervision.teacher if isinstance(supervision, FactoredOperands) else student
-    teacher_width = teacher.queries.shape[-1]
-    row_bytes = max(_row_bytes(student), _row_bytes(teacher))
-    is_float32 = torch.float32 in (student.queries.dtype, teacher.queries.dtype)
-    members = None
+    teacher, members = student, None
     if isinstance(supervision, FactoredOperands):
-        members = count_unrolled(group_sizes, row_bytes, is_float32=is_float32)
-    capability = _capability(student.queries)
-    options: dict[str, Any] = {
-        "CODED": isinstance(supervision, CodedOperands),
-        "MEMBERS": members or 0,
-        "TRIANGULAR": is_triangular,
-        "CAUSAL": is_causal,
-        "WIDTH": width,
-        "PADDED": pad_width(width),
-        "TEACHER_WIDTH": teacher_width,
-        "TEACHER_PADDED": pad_width(teacher_width),
-        "PRECISION": dot_precision(),
-    }
+        teacher, members = supervision.teacher, supervision.unrolled.value
+    options: tuple[Any, ...] = (max(row_bytes(student), row_bytes(teacher)), members, _capability(row_weights))
+    is_float32 = torch.float32 in (student.queries.dtype, teacher.queries.dtype)
     fresh: dict[str, Any] = {"dtype": torch.float32, "device": student.queries.device}
-    dq = torch.empty(batch, num_heads, num_rows, width, **fresh)
-    make_dk = torch.empty if deterministic else torch.zeros
-    dk = make_dk(batch, num_kv_heads, num_keys, width, **fresh)
-    kl = torch.empty(batch, num_heads, num_rows, **fresh) if want_value else None
+    dq = torch.empty(student.queries.shape, **fresh)
+    dk = (torch.empty if deterministic else torch.zeros)(student.keys.shape, **fresh)
+    kl = torch.empty(student.queries.shape[:3], **fresh) if want_value else None
     weights = row_weights.detach().contiguous()
     shared = (student, supervision, mask, weights, weights.abs().amax(), factor)
-    tile = choose_tile("rows", row_bytes, members, capability, is_float32=is_float32)
-    with _on_device(dq):
-        passes.rows_pass[(_count_tiles(num_rows, tile.rows), batch * num_heads)](
-            dq, None if deterministic else dk, kl, *shared, **options, **_program_options(tile)
-        )
-        if deterministic:
-            tile = choose_tile("keys", row_bytes, members, capability, is_float32=is_float32)
-            passes.keys_pass[(_count_tiles(num_keys, tile.keys), batch * num_kv_heads)](
-                dk, *shared, **options, **_program_options(tile)
-            )
+    tile = choose_tile("rows", *options, is_float32=is_float32)
+    _launch(passes.rows_pass, dq, tile.rows, tile, dq, None if deterministic else dk, kl, *shared)
+    if deterministic:
+        tile = choose_tile("keys", *options, is_float32=is_float32)
+        _launch(passes.keys_pass, dk, tile.keys, tile, dk, *shared)
     return RowsKl(kl, dq, dk)
 
 
-def dot_precision() -> str:
-    """How float32 is multiplied: in three TF32 products, close to exact, unless PyTorch was told that one will do."""
-    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+def row_bytes(heads: Heads) -> int:
+    """Of a padded row of queries."""
+    return int(heads.padded.value) * heads.queries.element_size()
 
 
-def _program_options(tile: Tile) -> dict[str, Any]:
+def _launch(program: Any, result: Tensor, size: int, tile: Tile, *arguments: Any) -> None:
+    """Run a program for every tile of ``size`` positions of a result ``(B, H, positions, ...)``."""
     options: dict[str, Any] = {"ROWS": tile.rows, "KEYS": tile.keys}
     if not is_interpreted():
         options |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
-    return options
-
-
-def _row_bytes(heads: Heads) -> int:
-    return pad_width(heads.queries.shape[-1]) * heads.queries.element_size()
+    batch, heads, positions = result.shape[:3]
+    # Triton launches on the current device, which need not be the tensors'.
+    with torch.cuda.device(result.device) if result.is_cuda else nullcontext():
+        program[(-(-positions // size), batch * heads)](*arguments, **options)
 
 
 def _capability(tensor: Tensor) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else None
-
-
-def _count_tiles(length: int, size: int) -> int:
-    return -(-length // size)
-
-
-@contextmanager
-def _on_device(tensor: Tensor) -> Iterator[None]:
-    # Triton launches on the current device, which need not be the tensors'.
-    if tensor.is_cuda:
-        with torch.cuda.device(tensor.device):
-            yield
-    else:
-        yield

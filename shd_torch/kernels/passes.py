@@ -12,14 +12,12 @@ from shd_torch.kernels.maps import (
     LOG2_E,
     coded_tile,
     factored_tile,
-    key_base,
     key_range,
-    load_heads,
-    load_key_mask,
+    load_keys,
+    load_queries,
     locate_heads,
     logits_tile,
     may_attend,
-    query_base,
     row_range,
 )
 
@@ -28,33 +26,20 @@ HEADROOM = tl.constexpr(4096.0)
 
 
 @triton.jit
-def lse_pass(
-    lse,
-    model,
-    mask,
-    CAUSAL: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-):
+def lse_pass(lse, model, mask, ROWS: tl.constexpr, KEYS: tl.constexpr):
     """Natural log-sum-exp of every row ``(B, H, L)``; -inf on rows that may attend to nothing."""
     start = tl.program_id(0) * ROWS
     batch, head = tl.program_id(1) // model.num_heads, tl.program_id(1) % model.num_heads
     rows = start + tl.arange(0, ROWS)
     exist = rows < mask.num_rows
-    queries = load_heads(query_base(model, batch, head), model.query_strides[2], rows, exist, WIDTH, PADDED)
-    base = key_base(model, batch, head)
+    queries = load_queries(model, batch, head, rows, exist)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    first, end = key_range(mask, start, ROWS, KEYS, CAUSAL)
+    first, end = key_range(mask, start, ROWS, KEYS)
     for key_start in range(first, end, KEYS):
         keys = key_start + tl.arange(0, KEYS)
-        held = load_heads(base, model.key_strides[2], keys, keys < mask.num_keys, WIDTH, PADDED)
-        logits = logits_tile(queries, held, model.scale, PRECISION)
-        allowed = may_attend(mask, rows, keys, load_key_mask(mask, batch, keys), CAUSAL)
-        logits = tl.where(allowed, logits, float("-inf"))
+        held = load_keys(model, batch, head, keys, keys < mask.num_keys)
+        logits = tl.where(may_attend(mask, batch, rows, keys), logits_tile(queries, held, model), float("-inf"))
         raised = tl.maximum(peak, tl.max(logits, 1))
         # A row without a key so far has no peak to subtract; any finite number serves.
         shift = tl.where(raised == float("-inf"), 0.0, raised)
@@ -67,9 +52,7 @@ def lse_pass(
 
 
 @triton.jit
-def mass_pass(
-    masses, supervision, mask, CAUSAL: tl.constexpr, TRIANGULAR: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr
-):
+def mass_pass(masses, supervision, mask, ROWS: tl.constexpr, KEYS: tl.constexpr):
     """What the stored entries of a row sum to ``(B, H_s, L)``; NaN where one lies outside the student's mask."""
     start = tl.program_id(0) * ROWS
     batch, head = tl.program_id(1) // supervision.num_heads, tl.program_id(1) % supervision.num_heads
@@ -79,16 +62,15 @@ def mass_pass(
     outside = tl.zeros([ROWS], tl.float32)
     for key_start in range(0, mask.num_keys, KEYS):
         keys = key_start + tl.arange(0, KEYS)
-        entries = coded_tile(supervision, batch, head, start, rows, keys, TRIANGULAR)
-        allowed = may_attend(mask, rows, keys, load_key_mask(mask, batch, keys), CAUSAL)
+        entries = coded_tile(supervision, batch, head, start, rows, keys)
         total += tl.sum(entries, 1)
-        outside += tl.sum(tl.where(allowed, 0.0, entries), 1)
+        outside += tl.sum(tl.where(may_attend(mask, batch, rows, keys), 0.0, entries), 1)
     result = tl.where(outside > 0.0, float("nan"), total)
     tl.store(masses + tl.program_id(1).to(tl.int64) * mask.num_rows + rows, result, mask=exist)
 
 
 @triton.jit
-def load_rows(student, supervision, weights, largest, num_rows, batch, head, rows, CODED: tl.constexpr):
+def load_rows(student, supervision, weights, largest, num_rows, batch, head, rows):
     """What each row brings: its weight g, g's share of the largest, and its terms.
 
     Terms are the log-sum-exp, rho, and the factor of the stored entries.
@@ -98,7 +80,7 @@ def load_rows(student, supervision, weights, largest, num_rows, batch, head, row
     weight = tl.load(weights + line + rows, mask=exist, other=0.0)
     lse = tl.load(student.lse + line + rows, mask=exist, other=0.0) * LOG2_E
     mass = tl.load(supervision.masses + line + rows, mask=exist, other=0.0)
-    if CODED:
+    if supervision.is_coded:
         # A row without supervision, or with some where the student may not attend (NaN), moves nothing.
         held = mass > 0.0
         factor = tl.where(held, 1.0 / tl.where(held, mass, 1.0), 0.0)
@@ -109,160 +91,70 @@ def load_rows(student, supervision, weights, largest, num_rows, batch, head, row
 
 
 @triton.jit
-def difference_tile(
-    student,
-    supervision,
-    mask,
-    queries,
-    held,
-    batch,
-    head,
-    start,
-    rows,
-    keys,
-    terms,
-    gain,
-    CODED: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    TRIANGULAR: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    TEACHER_WIDTH: tl.constexpr,
-    TEACHER_PADDED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def difference_tile(student, supervision, mask, queries, held, batch, head, start, rows, keys, terms, gain):
     """``gain (rho A_student - A~)``, then ``gain A~`` and log2 of ``gain rho A_student``.
 
     The factors of a row go into its exponent, which costs nothing an entry.
     """
     lse, mass, factor = terms
-    allowed = may_attend(mask, rows, keys, load_key_mask(mask, batch, keys), CAUSAL)
-    logits = logits_tile(queries, held, student.scale, PRECISION)
+    allowed = may_attend(mask, batch, rows, keys)
+    logits = logits_tile(queries, held, student)
     log_probs = tl.where(allowed, logits - (lse - tl.log2(mass * gain))[:, None], float("-inf"))
-    if CODED:
-        taught = coded_tile(supervision, batch, head, start, rows, keys, TRIANGULAR)
-        taught = taught * (factor * gain)[:, None]
+    if supervision.is_coded:
+        taught = coded_tile(supervision, batch, head, start, rows, keys) * (factor * gain)[:, None]
     else:
-        taught = factored_tile(
-            supervision,
-            batch,
-            head,
-            rows,
-            keys,
-            gain,
-            mask.num_keys,
-            MEMBERS,
-            TEACHER_WIDTH,
-            TEACHER_PADDED,
-            PRECISION,
-        )
+        taught = factored_tile(supervision, batch, head, rows, keys, gain, mask.num_keys)
         taught = tl.where(allowed, taught, 0.0)
     return tl.exp2(log_probs) - taught, taught, log_probs
 
 
 @triton.jit
-def rows_pass(
-    dq,
-    dk,
-    kl,
-    student,
-    supervision,
-    mask,
-    weights,
-    peak,
-    factor,
-    CODED: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    TRIANGULAR: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-    TEACHER_WIDTH: tl.constexpr,
-    TEACHER_PADDED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-):
+def rows_pass(dq, dk, kl, student, supervision, mask, weights, peak, factor, ROWS: tl.constexpr, KEYS: tl.constexpr):
     """dq ``(B, H_s, L, d)`` and, if wanted, the divergence of each row; with ``dk`` also dk, by atomic additions."""
     start = tl.program_id(0) * ROWS
     batch, head = tl.program_id(1) // student.num_heads, tl.program_id(1) % student.num_heads
     rows = start + tl.arange(0, ROWS)
     exist = rows < mask.num_rows
     largest = tl.load(peak)
-    weight, share, terms = load_rows(student, supervision, weights, largest, mask.num_rows, batch, head, rows, CODED)
-    queries = load_heads(query_base(student, batch, head), student.query_strides[2], rows, exist, WIDTH, PADDED)
-    base = key_base(student, batch, head)
+    weight, share, terms = load_rows(student, supervision, weights, largest, mask.num_rows, batch, head, rows)
+    queries = load_queries(student, batch, head, rows, exist)
     gain = tl.full([ROWS], HEADROOM, tl.float32)
-    gradient = tl.zeros([ROWS, PADDED], tl.float32)
+    gradient = tl.zeros([ROWS, student.padded], tl.float32)
     divergence = tl.zeros([ROWS], tl.float32)
-    first, end = key_range(mask, start, ROWS, KEYS, CAUSAL)
+    first, end = key_range(mask, start, ROWS, KEYS)
     # A block without a row that counts (prompt tokens, padding) has nothing to compute.
     end = tl.where(tl.max(tl.abs(weight), 0) > 0.0, end, first)
     for key_start in range(first, end, KEYS):
         keys = key_start + tl.arange(0, KEYS)
-        held = load_heads(base, student.key_strides[2], keys, keys < mask.num_keys, WIDTH, PADDED)
+        held = load_keys(student, batch, head, keys, keys < mask.num_keys)
         difference, taught, log_probs = difference_tile(
-            student,
-            supervision,
-            mask,
-            queries,
-            held,
-            batch,
-            head,
-            start,
-            rows,
-            keys,
-            terms,
-            gain,
-            CODED,
-            MEMBERS,
-            TRIANGULAR,
-            CAUSAL,
-            TEACHER_WIDTH,
-            TEACHER_PADDED,
-            PRECISION,
+            student, supervision, mask, queries, held, batch, head, start, rows, keys, terms, gain
         )
-        gradient = tl.dot(difference.to(held.dtype), held, gradient, input_precision=PRECISION)
+        gradient = tl.dot(difference.to(held.dtype), held, gradient, input_precision=student.precision)
         if kl is not None:
             surprise = tl.log2(tl.where(taught > 0.0, taught, 1.0)) - log_probs
             divergence += tl.sum(tl.where(taught > 0.0, taught * surprise, 0.0), 1)
         if dk is not None:
             weighted = (difference * share[:, None]).to(queries.dtype)
-            product = tl.dot(tl.trans(weighted), queries, input_precision=PRECISION) * (factor * largest / HEADROOM)
+            product = tl.dot(tl.trans(weighted), queries, input_precision=student.precision) * (
+                factor * largest / HEADROOM
+            )
             line = batch.to(tl.int64) * (student.num_heads // student.group_size) + head // student.group_size
-            pointers, inside = locate_heads(dk, line * mask.num_keys, keys, keys < mask.num_keys, WIDTH, PADDED)
+            pointers, inside = locate_heads(dk, line * mask.num_keys, keys, keys < mask.num_keys, student)
             tl.atomic_add(pointers, product, mask=inside, sem="relaxed")
     line = tl.program_id(1).to(tl.int64) * mask.num_rows
-    pointers, inside = locate_heads(dq, line, rows, exist, WIDTH, PADDED)
+    pointers, inside = locate_heads(dq, line, rows, exist, student)
     tl.store(pointers, gradient * (weight * (factor / HEADROOM))[:, None], mask=inside)
     if kl is not None:
         divergence = divergence / (HEADROOM * LOG2_E)
-        if CODED:
+        if supervision.is_coded:
             masses = tl.load(supervision.masses + line + rows, mask=exist, other=0.0)
             divergence = tl.where(masses != masses, float("inf"), divergence)
         tl.store(kl + line + rows, tl.where(weight != 0.0, divergence, 0.0), mask=exist)
 
 
 @triton.jit
-def keys_pass(
-    dk,
-    student,
-    supervision,
-    mask,
-    weights,
-    peak,
-    factor,
-    CODED: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    TRIANGULAR: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-    TEACHER_WIDTH: tl.constexpr,
-    TEACHER_PADDED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-):
+def keys_pass(dk, student, supervision, mask, weights, peak, factor, ROWS: tl.constexpr, KEYS: tl.constexpr):
     """dk ``(B, H_kv, S, d)``, summed in one order over the rows and over the query heads that read a key head."""
     key_start = tl.program_id(0) * KEYS
     num_kv_heads = student.num_heads // student.group_size
@@ -270,41 +162,24 @@ def keys_pass(
     keys = key_start + tl.arange(0, KEYS)
     exist = keys < mask.num_keys
     first_head = kv_head * student.group_size
-    held = load_heads(key_base(student, batch, first_head), student.key_strides[2], keys, exist, WIDTH, PADDED)
+    held = load_keys(student, batch, first_head, keys, exist)
     largest = tl.load(peak)
-    gradient = tl.zeros([KEYS, PADDED], tl.float32)
-    first, end = row_range(mask, key_start, ROWS, KEYS, CAUSAL)
+    gradient = tl.zeros([KEYS, student.padded], tl.float32)
+    first, end = row_range(mask, key_start, ROWS, KEYS)
     num_blocks = tl.cdiv(tl.maximum(end - first, 0), ROWS)
     # One loop over heads and blocks of rows, not two: only an innermost loop is overlapped with its loads.
     for step in range(num_blocks * student.group_size):
         head = first_head + step // num_blocks
         start = first + step % num_blocks * ROWS
         rows = start + tl.arange(0, ROWS)
-        _, share, terms = load_rows(student, supervision, weights, largest, mask.num_rows, batch, head, rows, CODED)
-        base = query_base(student, batch, head)
-        queries = load_heads(base, student.query_strides[2], rows, rows < mask.num_rows, WIDTH, PADDED)
+        _, share, terms = load_rows(student, supervision, weights, largest, mask.num_rows, batch, head, rows)
+        queries = load_queries(student, batch, head, rows, rows < mask.num_rows)
         difference, _, _ = difference_tile(
-            student,
-            supervision,
-            mask,
-            queries,
-            held,
-            batch,
-            head,
-            start,
-            rows,
-            keys,
-            terms,
-            share * HEADROOM,
-            CODED,
-            MEMBERS,
-            TRIANGULAR,
-            CAUSAL,
-            TEACHER_WIDTH,
-            TEACHER_PADDED,
-            PRECISION,
+            student, supervision, mask, queries, held, batch, head, start, rows, keys, terms, share * HEADROOM
         )
-        gradient = tl.dot(tl.trans(difference.to(queries.dtype)), queries, gradient, input_precision=PRECISION)
+        gradient = tl.dot(
+            tl.trans(difference.to(queries.dtype)), queries, gradient, input_precision=student.precision
+        )
     line = tl.program_id(1).to(tl.int64) * mask.num_keys
-    pointers, inside = locate_heads(dk, line, keys, exist, WIDTH, PADDED)
+    pointers, inside = locate_heads(dk, line, keys, exist, student)
     tl.store(pointers, gradient * (factor * largest / HEADROOM), mask=inside)

@@ -7,13 +7,10 @@ come from the forward pass. dk is summed by one pass with atomic additions, whos
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 import shd_torch.kernels as kernels
-from shd_torch.kernels import RowsKl
 from shd_torch.kernels.divergence import CODECS
 from shd_torch.kl.gradient import KlResult
 from shd_torch.kl.request import KlRequest
@@ -49,25 +46,23 @@ def unsupported_reason(request: KlRequest) -> str | None:
 @torch.no_grad()
 def run(request: KlRequest) -> KlResult:
     """Value and gradients of one layer by the kernels."""
-    rows = _run_kernels(request)
+    taught = request.supervision
+    assert isinstance(taught, Coded | Factored)  # what else there is was refused
+    rows = kernels.kl_rows(
+        request.queries,
+        request.keys,
+        taught,
+        request.weights.float(),
+        request.rule,
+        temperature=request.temperature,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        want_value=request.wants_value,
+    )
     value = None if rows.kl is None else (request.weights * rows.kl).sum()
-    if value is not None and request.supervision.row_sums == "one":
+    if value is not None and taught.row_sums == "one":
         # The kernels count what a row lacks of one as the sinks' mass, and here it is a rounding (LOSS-10).
         value = value + (request.weights * torch.xlogy(request.mass, request.mass)).sum()
     return KlResult(value, rows.dq, rows.dk) if request.wants_gradient else KlResult(value)
-
-
-def _run_kernels(request: KlRequest) -> RowsKl:
-    options: dict[str, Any] = {
-        "temperature": request.temperature,
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "want_value": request.wants_value,
-    }
-    taught, weights = request.supervision, request.weights.float()
-    if isinstance(taught, Coded):
-        return kernels.kl_coded(request.queries, request.keys, taught, weights, request.rule, **options)
-    assert isinstance(taught, Factored)  # what else there is was refused
-    return kernels.kl_factored(request.queries, request.keys, taught, weights, request.rule, **options)
 
 
 def _logits_reason(request: KlRequest) -> str | None:

@@ -74,7 +74,7 @@ def test_pytorchs_switch_decides_whether_two_passes_run(monkeypatch: pytest.Monk
         return RowsKl(tensors[0][..., 0], *tensors[:2])
 
     monkeypatch.setattr("shd_torch.kernels.unsupported_reason", lambda *tensors: None)
-    monkeypatch.setattr("shd_torch.kernels.kl_factored", record)
+    monkeypatch.setattr("shd_torch.kernels.kl_rows", record)
     torch.use_deterministic_algorithms(mode)
     try:
         attention_kl(heads().requires_grad_(), heads(), teach(heads()), backend="triton")
