@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
+
+
+def load_app() -> Any:
+    """The command with all its subcommands."""
+    from shd_torch.commands import app
+
+    return app
 
 
 def main() -> None:
@@ -12,6 +20,4 @@ def main() -> None:
         import typer  # noqa: F401
     except ImportError as error:
         sys.exit(f"shd-torch needs the package {error.name}: pip install 'squeezing-heads[torch]'")
-    from shd_torch.commands import app
-
-    app()
+    load_app()()

@@ -13,7 +13,6 @@ from support.makers import job, key_of, read_everything, write_cache, write_shar
 
 from shd_ref import ShdError
 from shd_ref.cache import CacheReader, CacheWriter, sample_key
-from shd_ref.cache import reader as reader_module
 
 
 @pytest.fixture
@@ -135,13 +134,12 @@ def open_descriptors() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="this system does not list open files there")
-def test_reader_keeps_few_files_open(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader_module, "OPEN_SHARDS", 2)
-    reader = CacheReader(folder)
+def test_reader_keeps_few_files_open(tmp_path: Path) -> None:
+    reader = CacheReader(write_cache(tmp_path / "cache", job(80)))
+    assert reader.manifest.shards.num_shards == 40
     before = open_descriptors()
-    expected = read_everything(reader)
-    assert open_descriptors() == before + 2
-    assert len(expected) == 7
+    assert len(read_everything(reader)) == 80
+    assert open_descriptors() == before + 32
     del reader
     assert open_descriptors() == before
 
@@ -162,9 +160,9 @@ def test_other_processes_read(folder: Path, method: str) -> None:
     assert read_everything(reader) == expected
 
 
-def test_threads_share_a_reader(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader_module, "OPEN_SHARDS", 1)  # every read closes what another thread is reading
-    reader = CacheReader(folder)
+def test_threads_share_a_reader(tmp_path: Path) -> None:
+    """Of more shards than stay open: every read closes what another thread is reading."""
+    reader = CacheReader(write_cache(tmp_path / "cache", job(80)))
     expected = read_everything(reader)
     with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(lambda _: read_everything(reader), range(40))) == [expected] * 40
+        assert list(pool.map(lambda _: read_everything(reader), range(8))) == [expected] * 8

@@ -166,7 +166,7 @@ def test_options_of_what_is_not_done(words: str) -> None:
     is_torch = words.startswith("doctor") or "--beside" in words
     if is_torch:
         pytest.importorskip("torch", reason="shd-torch needs the extra 'torch'")
-    app = import_module("shd_torch.commands").app if is_torch else load_app()
+    app = import_module("shd_torch.cli").load_app() if is_torch else load_app()
     result = CliRunner().invoke(app, words.split(), env=WIDE)
     assert (result.exit_code, "must go with" in result.output) == (1, True), result.output
 
@@ -189,7 +189,7 @@ def test_json_is_all_that_is_printed() -> None:
 
 def test_every_command_has_json_and_long_ones_quiet() -> None:
     pytest.importorskip("torch", reason="shd-torch needs the extra 'torch'")
-    for command in (*load_app().registered_commands, *import_module("shd_torch.commands").app.registered_commands):
+    for command in (*load_app().registered_commands, *import_module("shd_torch.cli").load_app().registered_commands):
         assert command.callback is not None
         if command.name != "conformance":
             names = inspect.signature(command.callback).parameters

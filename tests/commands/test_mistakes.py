@@ -155,9 +155,10 @@ def test_ctrl_c_says_that_the_same_command_goes_on() -> None:
 def test_mistakes_of_shd_torch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch", reason="shd-torch needs PyTorch")
     pytest.importorskip("transformers", reason="the commands load Hugging Face models")
-    from shd_torch.commands import app
+    from shd_torch.cli import load_app as load_shd_torch
 
     monkeypatch.chdir(folder)
+    app = load_shd_torch()
     shrink = ("shrink", "model", "--out", "student")
     for words, said in (
         ((*shrink, "--data", "d.npz"), "--heads, --layers, --hidden"),
@@ -183,9 +184,9 @@ def test_samples_that_a_model_does_not_take_are_named(folder: Path, tmp_path: Pa
     pytest.importorskip("transformers", reason="the commands load Hugging Face models")
     from support.binding.models import hf_model
 
-    from shd_torch.commands import app
+    from shd_torch.cli import load_app as load_shd_torch
 
     hf_model("vit").save_pretrained(tmp_path / "vit")
     words = ("shrink", str(tmp_path / "vit"), "--heads", "2", "--out", str(tmp_path / "student"))
-    said = run(app, *words, "--data", str(folder / "image.npz"))
+    said = run(load_shd_torch(), *words, "--data", str(folder / "image.npz"))
     assert "--data must hold inputs that ViT" in said

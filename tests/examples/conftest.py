@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -49,10 +50,8 @@ def run_line(line: str) -> None:
         return
     from typer.testing import CliRunner
 
-    from shd_ref.cli import load_app
-    from shd_torch.commands import app
-
-    result = CliRunner().invoke({"shd": load_app, "shd-torch": lambda: app}[program](), words)
+    load_app = import_module({"shd": "shd_ref.cli", "shd-torch": "shd_torch.cli"}[program]).load_app
+    result = CliRunner().invoke(load_app(), words)
     assert result.exit_code == 0, f"{line}\n{result.output}"
 
 

@@ -11,10 +11,9 @@ import pytest
 from implementations import ReferenceWithOracles
 
 from shd_ref.conformance.adapter import RefusedError, Subject, as_adapter
-from shd_ref.conformance.laws import Trial
+from shd_ref.conformance.laws import LawBrokenError, Trial
 from shd_ref.conformance.laws import pair_merging as triples
 from shd_ref.conformance.laws.formulas import check_diagnosis
-from shd_ref.conformance.laws.law import LawBrokenError
 from shd_ref.conformance.laws.pair_rows import Row, cover
 
 REFERENCE = ReferenceWithOracles()

@@ -24,9 +24,9 @@ def test_commands_and_their_options_exist() -> None:
     pytest.importorskip("onnxruntime", reason="shd needs the extra 'teacher'")
     pytest.importorskip("torch", reason="shd-torch needs the extra 'torch'")
     from shd_ref.cli import load_app
-    from shd_torch.commands import app as shd_torch
+    from shd_torch.cli import load_app as load_shd_torch
 
-    shd = load_app()
+    shd, shd_torch = load_app(), load_shd_torch()
     runner = testing.CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
     pages = README + TEACHERS
     lines = [line.split("#")[0] for line in pages.splitlines() if line.startswith(("shd ", "shd-torch "))]

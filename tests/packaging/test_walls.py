@@ -104,13 +104,66 @@ def test_shd_never_imports_torch(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="shd needs the extra 'teacher'")
     pytest.importorskip("typer", reason="shd needs the extra 'teacher'")
     code = f"""
-from shd_ref.commands.app import app
+from shd_ref.cli import load_app
 import shd_ref.teacher.precompute.engine, shd_ref.teacher.study.recheck
 from typer.testing import CliRunner
-result = CliRunner().invoke(app, ["verify", {str(tmp_path)!r}])
+result = CliRunner().invoke(load_app(), ["verify", {str(tmp_path)!r}])
 assert result.exit_code == 1 and "is not a cache" in result.output, result.output
 """
     run_without(("torch", "transformers", "shd_torch"), code)
+
+
+def cache_of(options: str) -> str:
+    return f"from support.makers import job, write_cache; write_cache('watched', job({options}))"
+
+
+SQUEEZED = "np.full((1, 4, 3, 3), 1 / 3), np.ones((1, 4, 3, 5))"
+WITHOUT = {
+    "zstandard": ("cache", cache_of("compression='zstd'"), "zstd"),
+    "fsspec.core": ("cache", "from shd_ref.cache import CacheReader; CacheReader('s3://bucket/cache')", "remote"),
+    "networkx": ("", f"from shd_ref import matched_plan; matched_plan([({SQUEEZED})], 2)", "oracles"),
+    "scipy.optimize": ("", f"from shd_ref import diagnose; diagnose({SQUEEZED}, 2)", "oracles"),
+    **{
+        package: ("onnx", f"from shd_ref.teacher import open_source; open_source('data.{suffix}')", "inputs")
+        for package, suffix in (("pyarrow", "parquet"), ("pyarrow.ipc", "arrow"), ("safetensors", "safetensors"))
+    },
+    "sklearn": (
+        "torch",
+        "from typer.testing import CliRunner; from shd_torch.cli import load_app; "
+        "print('dependency-missing', CliRunner(env={'COLUMNS': '200'}).invoke(load_app(), ['demo']).output)",
+        "all",
+    ),
+    "transformers": ("torch", "from shd_torch.export import load_hf_model; load_hf_model('.')", "hf"),
+    "onnxscript": (
+        "torch",
+        "import torch, shd_torch; shd_torch.export_teacher(torch.nn.Identity(), torch.ones(2, 3), 't.onnx')",
+        "torch",
+    ),
+}
+"""By missing package: what must be there for the code that needs it, the code, and the extra that is named."""
+
+
+@pytest.mark.parametrize("package", WITHOUT)
+def test_a_missing_package_is_named_with_its_extra(package: str, tmp_path: Path) -> None:
+    needed, code, extra = WITHOUT[package]
+    pytest.importorskip({"cache": "xxhash"}.get(needed, needed or "numpy"), reason="this part has other needs too")
+    for name in ("data.parquet", "data.arrow", "data.safetensors"):
+        (tmp_path / name).touch()
+    lines = ["import os, numpy as np", f"os.chdir({str(tmp_path)!r})", f"sys.path.append({str(ROOT / 'tests')!r})"]
+    lines += ["from shd_ref import ShdError", "try:", f"    {code}", "except ShdError as error:"]
+    said = run_without((package,), "\n".join([*lines, "    print(error.code, error)"]))
+    assert said.startswith("dependency-missing")
+    assert f"pip install 'squeezing-heads[{extra}]'" in said
+
+
+def test_without_onnxruntime_nothing_is_claimed(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript", reason="export needs onnxscript")
+    code = f"""
+import torch, shd_torch
+report = shd_torch.export_teacher(torch.nn.Softmax(-1), torch.ones(2, 3), {str(tmp_path / "t.onnx")!r})
+print((report.max_difference, report.tolerance, report.checked_shapes))
+"""
+    assert run_without(("onnxruntime",), code).endswith("(None, None, ())\n")
 
 
 def test_commands_say_what_to_install() -> None:

@@ -24,7 +24,7 @@ from support.students import precompute
 
 from shd_ref import ShdError, squeeze_heads
 from shd_ref.cache import CacheReader, Matching
-from shd_ref.commands.app import app
+from shd_ref.cli import load_app
 from shd_ref.report.content import mean_entropy, read_content, read_evidence
 from shd_ref.report.figures import map_picture
 from shd_ref.report.page import render_page
@@ -116,7 +116,7 @@ def check_page(text: str) -> Page:
 
 
 def invoke(*words: object) -> Any:
-    return CliRunner().invoke(app, ["report", *map(str, words)], env={"COLUMNS": "300"})
+    return CliRunner().invoke(load_app(), ["report", *map(str, words)], env={"COLUMNS": "300"})
 
 
 def test_a_page_from_the_cache_alone(made: Path, tmp_path: Path) -> None:
@@ -183,7 +183,9 @@ def test_counts_are_those_of_the_records(tmp_path: Path, alpha_per: str) -> None
 def test_the_page_says_what_shd_ls_says(tmp_path: Path, forms: dict[str, Any]) -> None:
     reader = CacheReader(write_cache(tmp_path / "cache", job(num_samples=7, **forms)))
     page = check_page(render_page(reader, read_content(reader), None))
-    listed = CliRunner().invoke(app, ["ls", str(tmp_path / "cache")], env={"COLUMNS": "400"}).output.splitlines()
+    listed = (
+        CliRunner().invoke(load_app(), ["ls", str(tmp_path / "cache")], env={"COLUMNS": "400"}).output.splitlines()
+    )
     facts = [line.strip("│ ").split("│", 1) for line in listed if "│" in line]
     assert len(facts) > 8
     for name, text in facts[1:]:  # the first is whether it is complete

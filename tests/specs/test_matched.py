@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import numpy as np
@@ -51,10 +50,3 @@ def test_equal_counts_are_the_identity_and_bad_calibration_is_an_error() -> None
             matched_plan(items, **{"num_student_heads": 3, **keywords})
         assert caught.value.code == code
     assert len(matched_plan([(probs / 2, outputs)], 3, row_sums="at_most_one")[0]) == 3
-
-
-def test_without_networkx_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "networkx", None)
-    with pytest.raises(ShdError, match="squeezing-heads\\[oracles\\]") as caught:
-        matched_plan([teacher()], 3)
-    assert caught.value.code == "dependency-missing"

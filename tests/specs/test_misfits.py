@@ -11,8 +11,7 @@ import pytest
 import shd_ref
 from shd_ref import ShdError, shrink
 from shd_ref.conformance.adapter import Functions, Subject
-from shd_ref.conformance.laws import calls
-from shd_ref.conformance.laws.law import Trial
+from shd_ref.conformance.laws import Trial, calls
 
 TRIAL = Trial(Subject(Functions(None), "float64"))
 ROTARY = {"frequencies": np.ones(1), "layout": "half", "slow": np.zeros(1, bool)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import numpy as np
@@ -112,11 +111,7 @@ def test_merging_nothing_is_exact() -> None:
     assert (shd.over_stochastic == 1.0).all()
 
 
-def test_bad_arguments_and_missing_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_arguments() -> None:
     with pytest.raises(ShdError) as caught:
         diagnose(*teacher(), 2, strategies=["best"])
     assert caught.value.code == "argument-value"
-    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    with pytest.raises(ShdError, match="squeezing-heads\\[oracles\\]") as caught:
-        diagnose(*teacher(), 2)
-    assert caught.value.code == "dependency-missing"

@@ -18,9 +18,9 @@ typer_testing = pytest.importorskip("typer.testing", reason="the commands need t
 
 from shd_ref.cache import CacheReader  # noqa: E402  (after the skips)
 from shd_ref.cli import load_app  # noqa: E402
-from shd_torch.commands import app as shd_torch  # noqa: E402
+from shd_torch.cli import load_app as load_shd_torch  # noqa: E402
 
-shd = load_app()
+shd, shd_torch = load_app(), load_shd_torch()
 RUNNER = typer_testing.CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
 
 
@@ -89,11 +89,6 @@ def test_help_of_every_command_shows_it_in_use(program: str, app: Any) -> None:
         for option in re.findall(r"--[a-z-]+", " ".join(examples)):
             assert page.count(option) > len(examples), option
     assert "specification" in run(shd, "--version")
-
-
-def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shd_ref.commands.derive.find_spec", lambda _: None)
-    assert "pip install 'squeezing-heads[all]'" in run(shd_torch, "demo", code=1)
 
 
 def test_errors_of_hostile_paths_are_shown_as_they_are(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from pathlib import Path
@@ -234,25 +233,26 @@ class Untranslated(nn.Module):
         return torch.special.bessel_j0(images)
 
 
+class Halved(nn.Module):
+    """An operator that onnxruntime lacks for bfloat16."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images.bfloat16().sin().float()
+
+
 @pytest.mark.parametrize(
     ("model", "stage"),
     [
         (Raises(), r"Raises must run on the example inputs .*; got RuntimeError: first line: "),
         (Branches(), r"Branches must be traced by torch\.export; got "),
         (Untranslated(), r"Untranslated must be converted to ONNX; got "),
-        (nn.Identity(), r"Identity must run in onnxruntime at another .*; got RuntimeError: no such op: "),
+        (Halved(), r"Halved must run in onnxruntime at another .*; got "),
     ],
 )
 def test_a_failed_export_is_one_sentence(
-    model: nn.Module, stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    model: nn.Module, stage: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """By the model, the stage and the first line of the cause, with nothing printed beside it."""
-    if isinstance(model, nn.Identity):
-
-        def refuse(*_: Any, **__: Any) -> None:
-            raise RuntimeError("no such op\nand a page of text")
-
-        monkeypatch.setattr("onnxruntime.InferenceSession", refuse)
     capfd.readouterr()
     with pytest.raises(ShdError, match=stage + r".*take a model whose attention is plain") as caught:
         export_teacher(model, torch.randn(2, 3), tmp_path / "teacher.onnx")
@@ -265,31 +265,21 @@ def test_a_failed_export_is_one_sentence(
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_graph_that_differs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, path = PlainViT(num_layers=1), tmp_path / "vit.onnx"
+class TwoFaced(nn.Module):
+    """Computes something else while it is exported."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return (2 if torch.compiler.is_exporting() else 1) * images.softmax(-1)
+
+
+def test_a_graph_that_differs_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "teacher.onnx"
     path.write_bytes(b"an older graph")
-    trace = shd_torch.export._trace
-
-    def trace_another(wrapper: Any, *args: Any) -> Any:
-        program = trace(wrapper, *args)
-        wrapper.model.head = nn.Linear(32, 5)
-        return program
-
-    monkeypatch.setattr(shd_torch.export, "_trace", trace_another)
     with pytest.raises(ShdError, match="must give the model's output within") as caught:
-        export_teacher(model, torch.randn(2, 3, 16, 16), path)
+        export_teacher(TwoFaced(), torch.randn(2, 3), path)
     assert caught.value.code == "export-failed"
     assert path.read_bytes() == b"an older graph"
-    assert [p.name for p in tmp_path.iterdir()] == ["vit.onnx"]
-
-
-def test_without_onnxruntime_nothing_is_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *a: None if name == "onnxruntime" else find_spec(name, *a)
-    )
-    report = export_teacher(Decoder(), torch.ones(2, 4, dtype=torch.int64), tmp_path / "decoder.onnx")
-    assert (report.max_difference, report.tolerance, report.checked_shapes) == (None, None, ())
+    assert [p.name for p in tmp_path.iterdir()] == ["teacher.onnx"]
 
 
 @pytest.mark.parametrize(
@@ -351,14 +341,3 @@ def test_load_hf_model_from_nothing(tmp_path: Path) -> None:
     with pytest.raises(ShdError, match="save_pretrained") as caught:
         load_hf_model(tmp_path)
     assert caught.value.code == "export-failed"
-
-
-def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda *_: None)
-    for call in (
-        lambda: load_hf_model(tmp_path),
-        lambda: export_teacher(Decoder(), torch.ones(2, 4, dtype=torch.int64), tmp_path / "x.onnx"),
-    ):
-        with pytest.raises(ShdError, match="pip install") as caught:
-            call()
-        assert caught.value.code == "dependency-missing"

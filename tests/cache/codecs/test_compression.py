@@ -7,9 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.makers import MEASURED, job, key_of, read_everything, record_of, records_of
+from support.makers import MEASURED, job, read_everything, records_of
 
-from shd_ref import ShdError
 from shd_ref.cache import CacheReader, CacheWriter, Manifest, NewRecord, Receipt, encode, verify_cache
 
 pytest.importorskip("zstandard", reason="compressed caches need the extra 'zstd'")
@@ -44,18 +43,3 @@ def test_what_was_written_is_read(tmp_path: Path, codec: str) -> None:
         for one, two in zip(plain.records, packed.records, strict=True):
             sizes = one.sizes[2:], two.sizes[2:]
             assert all(small < full if one.index % 2 else small <= full for full, small in zip(*sizes, strict=True))
-
-
-def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shd_ref.cache.codecs import compression
-
-    def missing(name: str) -> None:
-        raise ModuleNotFoundError(name=name)
-
-    compression._zstandard.cache_clear()
-    monkeypatch.setattr("importlib.import_module", missing)
-    manifest = job(1, compression="zstd")
-    with pytest.raises(ShdError, match=r"squeezing-heads\[zstd\]") as caught:
-        CacheWriter(tmp_path, manifest).write_shard(0, [record_of(manifest, 0)], MEASURED)
-    assert caught.value.code == "dependency-missing"
-    assert key_of(0) not in CacheReader(tmp_path, allow_partial=True)

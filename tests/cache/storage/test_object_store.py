@@ -9,10 +9,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -31,11 +32,11 @@ from support.makers import (
 from support.object_store import environment, free_port
 
 from shd_ref import ShdError
-from shd_ref.cache import CacheReader, CacheWriter, Manifest, verify_cache
-from shd_ref.cache.storage.places import is_address, open_storage, subfolder
-from shd_ref.cache.storage.remote import COMPARED_BYTES, RemoteStorage
+from shd_ref.cache import CacheReader, CacheWriter, verify_cache
 
 pytest.importorskip("s3fs", reason="caches in object stores need the extra 'remote'")
+import fsspec
+from fsspec.implementations.memory import MemoryFileSystem
 
 pytestmark = pytest.mark.slow  # most tests need the S3 server, which is a process of several seconds
 ROOT = Path(__file__).resolve().parents[3]
@@ -43,16 +44,78 @@ NUM_SAMPLES = 30
 SHARD, RECEIPT = "shards/01/000001.safetensors", "receipts/000001.json"
 
 
+class Store(MemoryFileSystem):  # type: ignore[misc]
+    """A store in memory, of which tests see every request and in whose uploads they may meddle."""
+
+    protocol = "watched"
+    store: ClassVar[dict[str, Any]] = {}
+    fetched: ClassVar[list[tuple[str, int]]] = []
+    after_upload: ClassVar[list[Callable[[], object]]] = []
+    hidden, lost = False, False
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(super()._strip_protocol(path.removeprefix("watched://")))
+
+    def exists(self, path: str, **more: Any) -> bool:
+        return not Store.hidden and bool(super().exists(path, **more))
+
+    def info(self, path: str, **more: Any) -> Any:
+        if Store.lost:
+            raise ConnectionResetError(f"connection lost at {path}")
+        return super().info(path, **more)
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **more: Any) -> bytes:
+        data: bytes = super().cat_file(path, start, end, **more)
+        Store.fetched.append((path, len(data)))
+        return data
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **more: Any) -> None:
+        if mode == "create" and self._strip_protocol(path) in self.store:
+            raise FileExistsError(path)
+        super().pipe_file(path, value, **more)
+
+    def put_file(self, local: str, path: str, **more: Any) -> None:
+        super().put_file(local, path, **more)
+        if "/shards/" in path and Store.after_upload:
+            Store.after_upload.pop(0)()
+
+
+@pytest.fixture
+def store() -> Iterator[str]:
+    """Address of a new cache in it."""
+    fsspec.register_implementation("watched", Store, clobber=True)
+    yield "watched://cache"
+    for left in (Store.store, Store.fetched, Store.after_upload):
+        left.clear()
+    Store.hidden = Store.lost = False
+
+
+def files(address: str) -> tuple[Any, str]:
+    filesystem, prefix = fsspec.core.url_to_fs(address)
+    filesystem.invalidate_cache()
+    return filesystem, prefix
+
+
 def objects(address: str) -> dict[str, bytes]:
-    storage = open_storage(address)
-    return {name: storage.read(name) for name in storage.names()}
+    filesystem, prefix = files(address)
+    return {path[len(prefix) :].lstrip("/"): filesystem.cat_file(path) for path in filesystem.find(prefix)}
+
+
+def put(address: str, name: str, data: bytes) -> None:
+    filesystem, prefix = files(address)
+    filesystem.pipe_file(f"{prefix}/{name}", data)
+
+
+def remove(address: str, name: str) -> None:
+    filesystem, prefix = files(address)
+    filesystem.rm_file(f"{prefix}/{name}")
 
 
 def change(address: str, name: str, position: int) -> None:
-    storage = open_storage(address)
-    data = bytearray(storage.read(name))
+    data = bytearray(objects(address)[name])
     data[position] ^= 0x10
-    storage.write_whole(name, bytes(data))
+    put(address, name, bytes(data))
 
 
 def start_writer(address: str) -> subprocess.Popen[bytes]:
@@ -74,22 +137,13 @@ def test_objects_are_the_files_of_a_local_cache(cache: str, tmp_path: Path) -> N
     assert CacheReader(cache).folder == cache
 
 
-def test_readers_fetch_the_ranges_they_return_and_no_more(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    reader = CacheReader(cache)
-    fetched = []
-    real = RemoteStorage.read_range
-
-    def read_range(storage: RemoteStorage, name: str, start: int, end: int) -> bytes:
-        data = real(storage, name, start, end)
-        fetched.append((name, len(data)))
-        return data
-
-    monkeypatch.setattr(RemoteStorage, "read_range", read_range)
-    monkeypatch.setattr(RemoteStorage, "read", None)
+def test_readers_fetch_the_ranges_they_return_and_no_more(store: str) -> None:
+    reader = CacheReader(write_cache(store, job()))
+    Store.fetched.clear()
     record = reader.read(key_of(3), layers=[2])
     np.testing.assert_array_equal(record.parts["mixing"], record_of(job(), 3).parts["mixing"])
     # The two float blobs lie side by side: one request.
-    assert sorted(size for _, size in fetched) == sorted(
+    assert sorted(size for _, size in Store.fetched) == sorted(
         [record.parts["alphas"].nbytes + record.parts["mixing"].nbytes, record.parts["L02"].nbytes]
     )
 
@@ -105,11 +159,10 @@ def test_flipped_bit_in_a_shard(cache: str, position: int, is_read: bool) -> Non
 
 
 def test_truncated_and_absent_objects(cache: str) -> None:
-    reader, storage = CacheReader(cache), open_storage(cache)
-    whole = storage.read(SHARD)
+    reader, whole = CacheReader(cache), objects(cache)[SHARD]
     victim = next(index for index in job().shard_samples(1))
     for length in (len(whole) - 1, 100):
-        storage.write_whole(SHARD, whole[:length])
+        put(cache, SHARD, whole[:length])
         with pytest.raises(ShdError, match=f"it must have {len(whole)} bytes and has {length}") as caught:
             CacheReader(cache)
         assert caught.value.code == "cache-incomplete"
@@ -117,30 +170,31 @@ def test_truncated_and_absent_objects(cache: str) -> None:
         with pytest.raises(ShdError, match=problem) as caught:
             reader.read(key_of(victim))
         assert caught.value.code == "cache-incomplete"
-        storage.remove(SHARD)
-    storage.write_whole(SHARD, whole)
+        if SHARD in objects(cache):
+            remove(cache, SHARD)
+    put(cache, SHARD, whole)
     assert reader.read(key_of(victim)).index == victim
-    storage.remove(RECEIPT)
+    remove(cache, RECEIPT)
     with pytest.raises(ShdError, match="shard 1 was never committed") as caught:
         CacheReader(cache)
     assert caught.value.code == "cache-incomplete"
     assert CacheWriter(cache, job()).missing_shards() == [1]
 
 
-def test_of_racing_manifests_the_first_stays(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    storage = open_storage(f"{bucket}/cache")
-    filesystem, _ = storage._connect()  # type: ignore[attr-defined]
-    monkeypatch.setattr(filesystem, "exists", lambda path: False)  # both looked before either wrote
-    storage.create("manifest.json", job().to_bytes())
-    storage.create("manifest.json", job(temperature=2.0).to_bytes())
-    assert Manifest.read(storage) == job()
+def test_of_racing_manifests_the_first_stays(store: str) -> None:
+    Store.hidden = True  # both looked before either wrote
+    CacheWriter(store, job())
+    with pytest.raises(ShdError, match="temperature") as caught:
+        CacheWriter(store, job(temperature=2.0))
+    assert caught.value.code == "cache-mismatch"
+    assert objects(store)["manifest.json"] == job().to_bytes()
 
 
 def test_killed_writers_resume(bucket: str, tmp_path: Path) -> None:
     address, moments, committed = f"{bucket}/cache", random.Random(5), 0
     for _ in range(2):
         with start_writer(address) as process:
-            while len(open_storage(address).names("receipts")) <= committed // 3:  # three samples a shard
+            while len(files(address)[0].find(f"{address}/receipts")) <= committed // 3:  # three samples a shard
                 assert process.poll() is None
                 time.sleep(0.05)
             time.sleep(moments.uniform(0, 0.1))
@@ -186,64 +240,37 @@ def test_racing_writers_that_round_differently_do_not_mix(bucket: str) -> None:
         assert any(np.array_equal(found, written * np.float32(scale)) for scale in scales)
 
 
-class _Interposed(RemoteStorage):
-    """Something happens right after each upload of a shard."""
-
-    def __init__(self, root: str, events: list[Any]) -> None:
-        super().__init__(root)
-        self.events = events
-
-    def upload(self, name: str, path: str) -> None:
-        super().upload(name, path)
-        if name.startswith("shards/") and self.events:
-            self.events.pop(0)()
-
-
-def test_shard_that_was_replaced_before_its_receipt_is_written_again(request: pytest.FixtureRequest) -> None:
-    address = f"memory://{request.node.name}"
-    other = CacheWriter(address, job())
+def test_shard_that_was_replaced_before_its_receipt_is_written_again(store: str) -> None:
+    writer, other = CacheWriter(store, job()), CacheWriter(store, job())
     rounded = [
         record_of(job(), record.index, parts={"alphas": record.parts["alphas"] * np.float32(0.5)})
         for record in records_of(job(), 0)
     ]
-    writer = CacheWriter(_Interposed(address, [lambda: other.write_shard(0, rounded, MEASURED)] * 2), job())
+    # Each upload of the first writer is followed by one of the other, which is followed by none.
+    Store.after_upload[:] = [lambda: other.write_shard(0, rounded, MEASURED), lambda: None] * 2
     receipt = writer.write_shard(0, records_of(job(), 0), MEASURED)
     write_shards(writer, [1, 2, 3])
     writer.seal()
-    assert verify_cache(address).ok
+    assert verify_cache(store).ok
     first = records_of(job(), 0)[0]
-    found = CacheReader(address).read(key_of(first.index))
+    found = CacheReader(store).read(key_of(first.index))
     np.testing.assert_array_equal(found.parts["alphas"], first.parts["alphas"])
     assert receipt.shard == 0
 
 
-def test_writer_that_is_always_overtaken_gives_up(request: pytest.FixtureRequest) -> None:
-    address = f"memory://{request.node.name}"
-    storage = open_storage(address)
-
-    def replace() -> None:
-        storage.write_whole("shards/00/000000.safetensors", b"another writer's")
-
-    writer = CacheWriter(_Interposed(address, [replace] * 100), job())
+@pytest.mark.parametrize(
+    "change",
+    [lambda data: b"another writer's", lambda data: data[:-1] + b"\xff", lambda data: data + b"0"],
+    ids=["all", "last byte", "longer"],
+)
+def test_writer_that_is_always_overtaken_gives_up(store: str, change: Callable[[bytes], bytes]) -> None:
+    name = "shards/00/000000.safetensors"
+    Store.after_upload[:] = [lambda: put(store, name, change(objects(store)[name]))] * 100
+    writer = CacheWriter(store, job())
     with pytest.raises(ShdError, match=r"other writers replaced it 5 times: .*--shards i/n") as caught:
         write_shards(writer, [0])
     assert caught.value.code == "write-failed"
-    assert CacheWriter(address, job()).missing_shards() == [0, 1, 2, 3]
-
-
-def test_a_large_upload_stands_until_another_byte_is_in_it(request: pytest.FixtureRequest) -> None:
-    storage = open_storage(f"memory://{request.node.name}")
-    with storage.pending("large") as file:
-        large = bytes(COMPARED_BYTES + 1)
-        file.write(large)
-        file.sync()
-        file.commit()
-        assert file.stands()
-        for other in (large[:-1] + b"1", large[:-1], large + b"0"):
-            storage.write_whole("large", other)
-            assert not file.stands()
-        storage.remove("large")
-        assert not file.stands()
+    assert CacheWriter(store, job()).missing_shards() == [0, 1, 2, 3]
 
 
 def test_readers_are_shared_by_threads_and_processes(cache: str) -> None:
@@ -273,17 +300,12 @@ for call in (CacheReader, lambda address: CacheWriter(address, job())):
     subprocess.run([sys.executable, "-c", code], env=os.environ | variables, check=True, timeout=120)
 
 
-def test_writer_does_not_take_an_unreadable_shard_for_missing(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = CacheWriter(cache, job())
-    monkeypatch.setattr(RemoteStorage, "_info", _unreachable)
+def test_writer_does_not_take_an_unreadable_shard_for_missing(store: str) -> None:
+    writer = CacheWriter(write_cache(store, job()), job())
+    Store.lost = True
     with pytest.raises(ShdError, match="network") as caught:
         writer.missing_shards()
     assert caught.value.code == "read-failed"
-
-
-def _unreachable(storage: RemoteStorage, name: str) -> Any:
-    with storage._reads(name):
-        raise ConnectionResetError(f"connection lost at {name}")
 
 
 def test_missing_bucket(bucket: str) -> None:
@@ -295,17 +317,7 @@ def test_missing_bucket(bucket: str) -> None:
     assert caught.value.code == "cache-incomplete"
 
 
-def test_addresses() -> None:
-    assert [is_address(place) for place in ("s3://b/c", "memory://x", "cache", "a/b:c", "C://x", Path("s3:/b"))] == [
-        True,
-        True,
-        False,
-        False,
-        False,
-        False,
-    ]
-    assert subfolder("s3://b/c/", "heads-2") == "s3://b/c/heads-2"
-    assert subfolder("cache", "heads-2") == Path("cache/heads-2")
+def test_an_unknown_kind_of_address_is_refused() -> None:
     with pytest.raises(ShdError, match="an address that fsspec knows") as caught:
         CacheReader("nowhere://bucket/cache")
     assert caught.value.code == "argument-value"
@@ -314,10 +326,3 @@ def test_addresses() -> None:
 def test_file_addresses_are_paths(tmp_path: Path) -> None:
     folder = write_cache(tmp_path / "a cache", job())
     assert CacheReader(folder.as_uri()).folder == folder
-
-
-def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "fsspec.core", None)
-    with pytest.raises(ShdError, match=r"pip install 'squeezing-heads\[remote\]'") as caught:
-        CacheReader("s3://bucket/cache")
-    assert caught.value.code == "dependency-missing"

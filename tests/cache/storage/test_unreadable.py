@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from support.faults import permissions_count
 from support.makers import job, read_everything, write_cache
 
 from shd_ref import ShdError
 from shd_ref.cache import CacheReader, CacheWriter, export_webdataset, list_cache, merge_caches, verify_cache
-from shd_ref.cache.storage.local import LocalStorage
 
 RECEIPT, SHARD = "receipts/000001.json", "shards/01/000001.safetensors"
 
@@ -30,29 +28,16 @@ def folder(pristine: Path, tmp_path: Path) -> Path:
     return shutil.copytree(pristine, tmp_path / "cache")
 
 
-def refuse(monkeypatch: pytest.MonkeyPatch, name: str, number: int) -> None:
-    """Let the system refuse a file, as a disk or a file server does; permissions do not stop an administrator."""
-
-    def wrap(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(path: Any, *args: Any, **more: Any) -> Any:
-            if str(path).endswith(name) or str(path) == name.rpartition("/")[2]:  # in a folder that is open
-                raise OSError(number, os.strerror(number), str(path))
-            return real(path, *args, **more)
-
-        return call
-
-    monkeypatch.setattr(os, "open", wrap(os.open))
-    monkeypatch.setattr(Path, "read_bytes", wrap(Path.read_bytes))
-    monkeypatch.setattr(os, "scandir", wrap(os.scandir))
+@pytest.fixture
+def private() -> Iterator[None]:
+    with permissions_count():
+        yield
 
 
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
 @pytest.mark.parametrize("name", ["manifest.json", "SEALED.json", RECEIPT, SHARD])
-def test_a_file_that_cannot_be_read_is_named(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
-) -> None:
-    refuse(monkeypatch, name, number)
-    with pytest.raises(ShdError, match=f"{re.escape(name)} could not be read: {os.strerror(number)}") as caught:
+def test_a_file_that_cannot_be_read_is_named(folder: Path, private: None, name: str) -> None:
+    (folder / name).chmod(0)
+    with pytest.raises(ShdError, match=f"{re.escape(name)} could not be read: Permission denied") as caught:
         read_everything(CacheReader(folder))
     assert caught.value.code == "read-failed"
     report = verify_cache(folder)
@@ -67,24 +52,26 @@ def test_a_file_that_cannot_be_read_is_named(
         assert caught.value.code == "read-failed", "a shard that cannot be read is not a missing one"
 
 
-def test_a_read_that_fails_on_the_way_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> bytes:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
+def test_a_read_that_fails_on_the_way_is_named(folder: Path) -> None:
     reader = CacheReader(folder)
-    monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(ShdError, match=r"safetensors could not be read: Input/output error") as caught:
+    read_everything(reader)
+    elsewhere = os.open(folder / SHARD, os.O_WRONLY)  # from which no byte can be read
+    for descriptor in Path("/proc/self/fd").iterdir():
+        if os.path.realpath(descriptor).startswith(str(folder / "shards")):
+            os.dup2(elsewhere, int(descriptor.name))
+    os.close(elsewhere)
+    with pytest.raises(ShdError, match=r"safetensors could not be read: Bad file descriptor") as caught:
         reader.read(reader.keys()[0])
     assert caught.value.code == "read-failed"
-    assert {problem.code for problem in verify_cache(folder).problems} == {"read-failed"}
 
 
-def test_a_folder_that_cannot_be_listed_is_not_empty(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse(monkeypatch, "receipts", errno.EACCES)
+def test_a_folder_that_cannot_be_listed_is_not_empty(folder: Path, private: None) -> None:
+    (folder / "receipts").chmod(0o100)
     with pytest.raises(ShdError, match=r"receipts could not be read: Permission denied") as caught:
         list_cache(folder)
     assert caught.value.code == "read-failed"
     assert ("read-failed", "receipts") in {(each.code, each.path) for each in verify_cache(folder).problems}
+    (folder / "receipts").chmod(0o700)
 
 
 @pytest.mark.parametrize("name", ["receipts", "shards", "manifest.json", "SEALED.json", RECEIPT, SHARD])
@@ -132,4 +119,3 @@ def test_places_below_a_file_are_refused_for_output(folder: Path, tmp_path: Path
     with pytest.raises(ShdError, match="a file is where a folder is meant") as caught:
         export_webdataset(folder, file / "export")
     assert caught.value.code == "write-failed"
-    assert LocalStorage(file).names() == []

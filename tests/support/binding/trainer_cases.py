@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from shd_ref.teacher import PrecomputeOptions, RunOptions
-from shd_torch.training.trainer import SHDTrainer
+from shd_torch import SHDTrainer
 from support.exported_models import trace
 from support.students import precompute
 

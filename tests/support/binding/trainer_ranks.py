@@ -10,8 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shd_torch import HiddenTerm, KdTerm, LossBalancer, OnlineTeacher, SupervisedDataset, SupervisedStream
-from shd_torch.training.trainer import SHDTrainer
+from shd_torch import HiddenTerm, KdTerm, LossBalancer, OnlineTeacher, SHDTrainer, SupervisedDataset, SupervisedStream
 from support.binding.trainer_cases import make_model, make_samples, make_trainer, weights
 
 RANKS = 2

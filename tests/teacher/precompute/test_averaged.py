@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from shd_ref import ShdError
 from shd_ref.cache import CacheReader, list_cache, sample_key, verify_cache
-from shd_ref.commands.app import app
+from shd_ref.cli import load_app
 from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
 
 NUM_SAMPLES, LENGTH, TOP = 10, 7, 4
@@ -214,21 +214,21 @@ def test_the_commands_take_and_name_all_teachers(teachers: list[Path], tmp_path:
     run, data = CliRunner(), ["--inputs", str(tmp_path / "data.npz")]
     others = ["--with-teacher", str(teachers[1]), "--with-teacher", str(teachers[2]), "--vocab-size", "50"]
     asked = [str(teachers[0]), *data, "--student-heads", "2", "--logits", "topk", "--logits-top", "4", *others]
-    planned = run.invoke(app, ["plan", *asked, "--samples", "2", "--json"])
+    planned = run.invoke(load_app(), ["plan", *asked, "--samples", "2", "--json"])
     assert planned.exit_code == 0, planned.output
     assert f"--with-teacher {teachers[1]} --with-teacher {teachers[2]}" in planned.output
     cache = str(tmp_path / "cache")
-    made = run.invoke(app, ["precompute", *asked, "--out", cache])
+    made = run.invoke(load_app(), ["precompute", *asked, "--out", cache])
     assert made.exit_code == 0, made.output
     words = made.output.rpartition("next: shd ")[2].split()
     assert words[words.index("--with-teacher") + 1] == str(teachers[1])
-    assert run.invoke(app, words).exit_code == 0
-    shown = " ".join(run.invoke(app, ["ls", cache]).output.replace("│", " ").split())
+    assert run.invoke(load_app(), words).exit_code == 0
+    shown = " ".join(run.invoke(load_app(), ["ls", cache]).output.replace("│", " ").split())
     assert "mean with second.onnx, third.onnx" in shown
-    alone = run.invoke(app, ["verify", cache, "--teacher", str(teachers[0]), *data])
+    alone = run.invoke(load_app(), ["verify", cache, "--teacher", str(teachers[0]), *data])
     assert alone.exit_code == 1
     assert "'second.onnx', 'third.onnx'" in " ".join(alone.output.split())
     page = str(tmp_path / "report.html")
-    reported = run.invoke(app, ["report", cache, "--out", page, "--teacher", str(teachers[0]), *data])
+    reported = run.invoke(load_app(), ["report", cache, "--out", page, "--teacher", str(teachers[0]), *data])
     assert reported.exit_code == 0, reported.output
     assert "mean with second.onnx, third.onnx" in Path(page).read_text(encoding="utf-8")

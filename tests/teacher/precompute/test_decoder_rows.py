@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from shd_ref import ShdError
 from shd_ref.cache import CacheReader, CacheWriter, StoredRecord, sample_key, verify_cache
-from shd_ref.commands.app import app
+from shd_ref.cli import load_app
 from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
 
 NUM_SAMPLES = 8
@@ -144,15 +144,15 @@ def test_the_commands(teacher: Path, tmp_path: Path) -> None:
     np.savez(tmp_path / "data.npz", **make_inputs())
     run, data, cache = CliRunner(), ["--inputs", str(tmp_path / "data.npz")], str(tmp_path / "cache")
     asked = [str(teacher), *data, "--student-heads", "2", "--logits", "topk", "--hidden", "0,1"]
-    planned = run.invoke(app, ["plan", *asked, "--samples", "3"])
+    planned = run.invoke(load_app(), ["plan", *asked, "--samples", "3"])
     assert planned.exit_code == 0, planned.output
-    made = run.invoke(app, ["precompute", *asked, "--out", cache])
+    made = run.invoke(load_app(), ["precompute", *asked, "--out", cache])
     assert made.exit_code == 0, made.output
     words = made.output.rpartition("next: shd ")[2].split()
     for shown in (words, ["ls", cache], ["report", cache, "--out", str(tmp_path / "page.html")]):
-        result = run.invoke(app, shown)
+        result = run.invoke(load_app(), shown)
         assert result.exit_code == 0, result.output
     said = " ".join(planned.output.split())
     assert "of these hidden float16: 48 bytes per position of the decoder" in said  # 2 states, 12 wide
-    listed = " ".join(run.invoke(app, ["ls", cache]).output.replace("│", " ").split())
+    listed = " ".join(run.invoke(load_app(), ["ls", cache]).output.replace("│", " ").split())
     assert "48.0 bytes per position of the decoder" in listed

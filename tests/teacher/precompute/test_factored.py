@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from shd_ref import ShdError
 from shd_ref.cache import CacheReader, Factors, codec_error, factored_kl_bound, verify_cache
-from shd_ref.commands.app import app
+from shd_ref.cli import load_app
 from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
 
 NUM_SAMPLES = 11
@@ -264,8 +264,8 @@ def test_command_line(teacher: Path, tmp_path: Path) -> None:
     source = ["--inputs", str(tmp_path / "data.npz")]
     command = ["precompute", str(teacher), *source, "--mask", "mask", "--student-heads", "2", "--form", "factored"]
     cache = str(tmp_path / "cache")
-    result = CliRunner().invoke(app, [*command, "--factored-codec", "float16", "--out", cache])
+    result = CliRunner().invoke(load_app(), [*command, "--factored-codec", "float16", "--out", cache])
     assert result.exit_code == 0, result.output
     assert CacheReader(cache).manifest.attention.codec == "float16"
-    result = CliRunner().invoke(app, ["verify", cache, "--teacher", str(teacher), *source])
+    result = CliRunner().invoke(load_app(), ["verify", cache, "--teacher", str(teacher), *source])
     assert result.exit_code == 0, result.output

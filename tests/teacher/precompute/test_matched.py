@@ -20,7 +20,7 @@ from support.students import precompute
 from shd_ref import ShdError, compose_mixing, matched_plan, squeeze_heads
 from shd_ref.cache import CacheReader, Matching, verify_cache
 from shd_ref.cache.documents.manifest import sample_order
-from shd_ref.commands.app import app
+from shd_ref.cli import load_app
 from shd_ref.teacher import ModelInputs, PrecomputeOptions, RunOptions, find_sites, input_specs, recheck_records
 from shd_ref.teacher.run import teacher as run_module
 from shd_ref.teacher.run.reading import AttentionReader
@@ -166,6 +166,6 @@ def test_the_command_matches_and_repeats_itself(teacher: Path, tmp_path: Path) -
     words += ["--mask", "mask", "--plan", "matched", "--matched-by", "similarity", "--calibration-samples", "2"]
     words += ["--out", str(tmp_path / "cache")]
     for _ in range(2):
-        result = CliRunner().invoke(app, words)
+        result = CliRunner().invoke(load_app(), words)
         assert result.exit_code == 0, result.output
     assert CacheReader(tmp_path / "cache").manifest.attention.matching == Matching("similarity", 2, 0)

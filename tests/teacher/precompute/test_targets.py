@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from shd_ref import ShdError
 from shd_ref.cache import CacheReader, Hidden, Logits, StoredRecord, sample_key, verify_cache
 from shd_ref.cache.forms import logits as logits_form
-from shd_ref.commands.app import app
+from shd_ref.cli import load_app
 from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
 from shd_ref.teacher.run import teacher as teacher_run
 
@@ -337,6 +337,6 @@ def test_what_is_wrong_with_a_sample_names_the_option(tmp_path: Path) -> None:
     np.savez(tmp_path / "data.npz", **make_inputs())
     command = ["precompute", str(tmp_path / "teacher.onnx"), "--inputs", str(tmp_path / "data.npz")]
     command += ["--student-heads", "2", "--out", str(tmp_path / "cache"), "--logits", "topk", "--vocab-size", "40"]
-    result = CliRunner().invoke(app, command)
+    result = CliRunner().invoke(load_app(), command)
     assert result.exit_code == 1
     assert re.search(r"sample \d+ \(key \w+\): --vocab-size must cut padding alone", result.output)

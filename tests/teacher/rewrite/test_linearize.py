@@ -16,11 +16,10 @@ onnx = pytest.importorskip("onnx", reason="teachers are ONNX graphs")
 ort = pytest.importorskip("onnxruntime", reason="a graph is judged by running it")
 typer_testing = pytest.importorskip("typer.testing", reason="the commands need typer")
 
-from support.killed_child import run_killed  # noqa: E402  (after the skips)
+from support.calls import run_killed  # noqa: E402  (after the skips)
 
 from shd_ref import ShdError  # noqa: E402  (after the skips)
-from shd_ref.cache.storage import drafts  # noqa: E402
-from shd_ref.commands.app import app  # noqa: E402
+from shd_ref.cli import load_app  # noqa: E402
 from shd_ref.teacher import find_sites, linearize_graph, load_teacher  # noqa: E402
 from shd_ref.teacher.body import Body  # noqa: E402
 from shd_ref.teacher.opening import model as opening  # noqa: E402
@@ -232,7 +231,7 @@ def test_a_killed_writer_leaves_a_whole_graph(tmp_path: Path, monkeypatch: pytes
             save_graph(made[0][0], out, made[0][1])
     earlier = data_of(out)
     for calls in (1, 2, 3, 4):  # weights written, at their place; the graph written, at its place
-        assert run_killed(lambda: save_graph(made[1][0], out, made[1][1]), drafts, "sync", calls)
+        assert run_killed(lambda: save_graph(made[1][0], out, made[1][1]), "sync", calls)
         np.testing.assert_allclose(run(onnx.load(out), x), first if calls < 4 else wanted, atol=1e-10)
     assert (tmp_path / earlier).exists()
     save_graph(made[0][0], out, made[0][1])  # names the weights that were left, and removes the others
@@ -259,13 +258,13 @@ def test_data_that_only_looks_like_a_graphs_own_stays(tmp_path: Path, monkeypatc
 def test_the_command(tmp_path: Path) -> None:
     onnx.save(make_graph(gelu, dtype=np.float32), tmp_path / "teacher.onnx")
     words = ["linearize", str(tmp_path / "teacher.onnx"), "--drop-activations", "0", "--out"]
-    result = RUNNER.invoke(app, [*words, str(tmp_path / "smaller.onnx")])
+    result = RUNNER.invoke(load_app(), [*words, str(tmp_path / "smaller.onnx")])
     assert result.exit_code == 0, result.output
     assert f"layer 0: {D} -> {F} -> {D} became {D} -> {D}" in result.output
     x = RNG.normal(size=(3, 5, D)).astype(np.float32)
     (found,) = ort.InferenceSession(tmp_path / "smaller.onnx").run(None, {"x": x})
     check_close(found, run(make_graph(None, dtype=np.float32), x))
-    result = RUNNER.invoke(app, [*words, str(tmp_path / "teacher.onnx")])
+    result = RUNNER.invoke(load_app(), [*words, str(tmp_path / "teacher.onnx")])
     assert result.exit_code == 1
     assert "--out must be another file" in result.output
 

@@ -339,18 +339,6 @@ def test_a_data_set_with_splits_asks_which(tmp_path: Path) -> None:
         open_source(tmp_path / "all")
 
 
-def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise ModuleNotFoundError(name=name)
-
-    monkeypatch.setattr("importlib.import_module", missing)
-    for name in ("data.parquet", "data.arrow", "data.safetensors"):
-        (tmp_path / name).write_bytes(b"")
-        with pytest.raises(ShdError, match=r"squeezing-heads\[inputs\]") as caught:
-            open_source(tmp_path / name)
-        assert caught.value.code == "dependency-missing"
-
-
 def test_what_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
     arrays = padded_arrays(ragged_rows())
     np.savez(tmp_path / "data.npz", **arrays)

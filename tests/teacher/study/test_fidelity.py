@@ -15,7 +15,7 @@ from support.attention_graphs import bare_attention, encoder_layer
 from typer.testing import CliRunner
 
 from shd_ref import ShdError, merge_plan, plan_groups, squeeze_heads
-from shd_ref.commands.app import app
+from shd_ref.cli import load_app
 from shd_ref.teacher import (
     FidelityOptions,
     MergeRule,
@@ -279,7 +279,7 @@ def test_command_takes_lists_and_ends_with_the_next_command(tmp_path: Path) -> N
     given += ["--student-heads", "4, 2", "--plan", "progressive,balanced", "--strategy", "shd", "--alpha-per", "row"]
 
     def run(*more: str, code: int = 0) -> str:
-        result = CliRunner().invoke(app, ["fidelity", *given, *more], env={"COLUMNS": "200"})
+        result = CliRunner().invoke(load_app(), ["fidelity", *given, *more], env={"COLUMNS": "200"})
         assert result.exit_code == code, result.output
         return result.output
 

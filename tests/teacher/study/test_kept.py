@@ -13,7 +13,7 @@ from onnx import numpy_helper
 from support.attention_graphs import token_teacher
 from typer.testing import CliRunner
 
-from shd_ref.commands.app import app
+from shd_ref.cli import load_app
 from shd_ref.teacher import FidelityReport, PrecomputeOptions, Setting
 from shd_ref.teacher.study.kept import advise_plan, keep_report, kept_path
 from shd_ref.teacher.study.ranking import Fidelity
@@ -135,7 +135,7 @@ def test_commands_keep_it_and_say_it(teacher: Path, tmp_path: Path) -> None:
     given = [str(teacher), "--inputs", str(tmp_path / "data.npz"), "--student-heads", "2", "--threads", "1"]
 
     def shd(*words: str) -> str:
-        result = CliRunner().invoke(app, list(words))
+        result = CliRunner().invoke(load_app(), list(words))
         assert result.exit_code == 0, result.output
         return result.output
 

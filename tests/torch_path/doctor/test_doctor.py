@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import shd_torch.doctor.probe
 import shd_torch.doctor_command
 from shd_ref import ShdError
-from shd_torch.commands import app
+from shd_torch.cli import load_app
 from shd_torch.doctor import Difference, Probe, Wishes, diagnose, diagnosis
 from shd_torch.doctor.differences import compare_parts, compare_tokenizers
 from shd_torch.doctor.pair import Parts, parts_of
@@ -177,7 +177,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*arguments: object) -> Any:
-    return CliRunner().invoke(app, ["doctor", *map(str, arguments)])
+    return CliRunner().invoke(load_app(), ["doctor", *map(str, arguments)])
 
 
 @pytest.fixture

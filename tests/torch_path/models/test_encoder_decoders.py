@@ -18,11 +18,10 @@ from shd_ref import ShdError
 from shd_ref.cache import CacheReader, verify_cache
 from shd_ref.teacher import PrecomputeOptions, RunOptions, find_kinds, find_sites, load_teacher, recheck_records
 from shd_ref.tolerances import load_tolerances
-from shd_torch import SupervisedDataset, attention_kl, capture_attention, layer_kls
+from shd_torch import SHDTrainer, SupervisedDataset, attention_kl, capture_attention, layer_kls
 from shd_torch.capture.outputs import read_hidden_states
 from shd_torch.export import example_inputs
 from shd_torch.maps import squeeze_heads, value_outputs
-from shd_torch.training.trainer import SHDTrainer
 
 pytestmark = pytest.mark.slow  # every test stands on a large export
 

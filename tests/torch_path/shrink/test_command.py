@@ -18,14 +18,14 @@ typer_testing = pytest.importorskip("typer.testing", reason="the commands need t
 from support.shrink.models import make_data, make_teacher  # noqa: E402  (after the skips)
 
 from shd_ref import ShdError  # noqa: E402  (after the skips)
-from shd_torch.commands import app  # noqa: E402
+from shd_torch.cli import load_app  # noqa: E402
 from shd_torch.shrink_command import following_commands, read_inputs, read_layers  # noqa: E402
 
 RUNNER = typer_testing.CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
 
 
 def run(*words: object, code: int = 0) -> str:
-    result = RUNNER.invoke(app, ["shrink", *(str(word) for word in words)])
+    result = RUNNER.invoke(load_app(), ["shrink", *(str(word) for word in words)])
     assert result.exit_code == code, result.output
     return str(result.output)
 

@@ -17,7 +17,7 @@ from support.shrink.models import make_data, make_teacher  # noqa: E402  (after 
 
 import shd_torch.export as export  # noqa: E402
 from shd_ref import ShdError  # noqa: E402  (after the skips)
-from shd_torch.commands import app  # noqa: E402
+from shd_torch.cli import load_app  # noqa: E402
 from shd_torch.shrink import shrink  # noqa: E402
 
 RUNNER = typer_testing.CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
@@ -29,7 +29,7 @@ def test_a_dropped_student_from_its_folder(tmp_path: Path) -> None:
     teacher, data = make_teacher("bert", layers=2).float(), make_data("bert")
     made = shrink(teacher, data, heads=2, drop_attention=[1], drop_activations=[0, 1], out=tmp_path / "student")
     words = ["export", str(tmp_path / "student"), "--student", "--out", str(tmp_path / "student.onnx")]
-    result = RUNNER.invoke(app, [*words, "--beside", str(tmp_path / "student.onnx")])
+    result = RUNNER.invoke(load_app(), [*words, "--beside", str(tmp_path / "student.onnx")])
     assert result.exit_code == 0, result.output
     assert "1 fused attention nodes, 0 softmax nodes, opset 24" in result.output
     assert "times as fast" in result.output
@@ -38,7 +38,7 @@ def test_a_dropped_student_from_its_folder(tmp_path: Path) -> None:
     (found,) = session.run(None, {name: part.numpy() for name, part in other.items()})
     wanted = made.student.eval()(**other).logits.detach().numpy()
     np.testing.assert_allclose(found, wanted, atol=1e-5)
-    assert RUNNER.invoke(app, [*words[:2], "--out", words[-1], "--beside", words[-1]]).exit_code == 1
+    assert RUNNER.invoke(load_app(), [*words[:2], "--out", words[-1], "--beside", words[-1]]).exit_code == 1
 
 
 @pytest.mark.slow

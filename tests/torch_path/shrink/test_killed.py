@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
+import fcntl
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +15,12 @@ pytest.importorskip("transformers", reason="students are Hugging Face models: pi
 typer_testing = pytest.importorskip("typer.testing", reason="the commands need typer")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
-from support.killed_child import run_killed  # noqa: E402
+from support.calls import calls_of, run_killed  # noqa: E402
 from support.shrink.models import make_data, make_teacher  # noqa: E402
 
 from shd_ref import ShdError  # noqa: E402  (after the skips)
-from shd_ref.cache.storage import drafts  # noqa: E402
-from shd_torch.commands import app  # noqa: E402
-from shd_torch.shrink import compare as starts  # noqa: E402
-from shd_torch.shrink import folders, shrink, unfinished  # noqa: E402
+from shd_torch.cli import load_app  # noqa: E402
+from shd_torch.shrink import shrink  # noqa: E402
 
 SIZES: dict[str, Any] = {"heads": 2, "hidden": 20, "batch_size": 4}
 
@@ -50,16 +46,9 @@ def test_a_killed_run_gives_the_undisturbed_bytes(teacher: Path, tmp_path: Path)
     out = tmp_path / "student"
     killed = 0
     # Before a draft is on the disk, before its name is, within a layer, and while the student is written.
-    for module, name, calls in [
-        (drafts, "sync", 1),
-        (drafts, "sync", 3),
-        (drafts, "sync", 2),
-        (drafts, "sync", 6),
-        (drafts.fcntl, "flock", 1),
-        (folders, "copy_readers", 1),
-        (drafts, "put", 1),
-    ]:
-        killed += run_killed(lambda: run(out), module, name, calls)
+    syncs = [("sync", calls) for calls in (1, 3, 2, 6)]
+    for name, calls in [*syncs, ("flock", 1), ("copy_readers", 1), ("put", 1)]:
+        killed += run_killed(lambda: run(out), name, calls)
         assert not out.exists()
         assert [path.name for path in tmp_path.glob(".*")] == [".student.part"]
     assert killed == 7
@@ -72,7 +61,7 @@ def test_a_killed_run_gives_the_undisturbed_bytes(teacher: Path, tmp_path: Path)
 
 def test_a_kill_after_the_student_took_its_name(teacher: Path, tmp_path: Path) -> None:
     data, out = make_data("llama"), tmp_path / "student"
-    assert run_killed(lambda: shrink(teacher, data, **SIZES, out=out), drafts.DraftFolder, "clear", 2)
+    assert run_killed(lambda: shrink(teacher, data, **SIZES, out=out), "DraftFolder.clear", 2)
     assert out.exists()
     with pytest.raises(ShdError, match="taken"):
         shrink(teacher, data, **SIZES, out=out)
@@ -89,24 +78,24 @@ def test_a_kill_while_a_finished_run_is_cleared_away(tmp_path: Path, left: list[
     for name in left:
         (part / name).touch()
     with pytest.raises(ShdError, match="taken"):
-        folders.new_folder(out)
+        shrink(make_teacher("llama"), {}, out=out)
     assert [path.name for path in tmp_path.iterdir()] == ["student"]
 
 
 def test_pieces_that_do_not_fit(teacher: Path, tmp_path: Path) -> None:
     data, out = make_data("llama"), tmp_path / "student"
     part = tmp_path / ".student.part"
-    assert run_killed(lambda: shrink(teacher, data, **SIZES, out=out), folders, "copy_readers", 1)
+    assert run_killed(lambda: shrink(teacher, data, **SIZES, out=out), "copy_readers", 1)
     for options, other in (({**SIZES, "ridge": 0.5}, "options"), (SIZES, "data")):
         with pytest.raises(ShdError, match=f"same {other}") as error:
             shrink(teacher, data if other == "options" else make_data("llama", seed=2), **options, out=out)
         assert error.value.code == "argument-value"
     with pytest.raises(ShdError, match="same teacher"):
         shrink(make_teacher("llama", seed=1).float(), data, **SIZES, out=out)
-    holder = unfinished.Unfinished(part, json.loads((part / "run.json").read_text()))
-    with pytest.raises(ShdError, match="at work"):
-        shrink(teacher, data, **SIZES, out=out)
-    os.close(holder._lock)
+    with (part / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ShdError, match="at work"):
+            shrink(teacher, data, **SIZES, out=out)
     piece = load_file(part / "layer-0.safetensors")
     for damage in (piece | {"more": torch.zeros(1)}, {name: part[:1] for name, part in piece.items()}):
         save_file(damage, part / "layer-0.safetensors", {"notes": "{}"})
@@ -119,7 +108,7 @@ def test_pieces_that_do_not_fit(teacher: Path, tmp_path: Path) -> None:
     assert not out.exists()
 
 
-def test_a_killed_comparison_goes_on(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_comparison_goes_on(teacher: Path, tmp_path: Path) -> None:
     words = ["shrink", str(teacher), "--out", str(tmp_path / "student"), "--heads", "2"]
     for option, seed in (("--data", 1), ("--compare", 2)):
         np.savez(
@@ -129,17 +118,15 @@ def test_a_killed_comparison_goes_on(teacher: Path, tmp_path: Path, monkeypatch:
     runner = typer_testing.CliRunner(env={"COLUMNS": "80", "TERM": "dumb"})
 
     def run() -> str:
-        result = runner.invoke(app, words)
+        result = runner.invoke(load_app(), words)
         assert result.exit_code == 0, result.output
         return str(result.output)
 
-    assert run_killed(run, folders, "copy_readers", 1)  # while the student is written
-    assert run_killed(run, starts, "measure_loss", 3)
+    assert run_killed(run, "copy_readers", 1)  # while the student is written
+    assert run_killed(run, "measure_loss", 3)
     assert {path.name for path in tmp_path.glob(".*")} == {".student.compare.part"}
-    measured: list[str] = []
-    plain = starts.count_flops
-    monkeypatch.setattr(starts, "count_flops", lambda *given: measured.append("") or plain(*given))
-    output = run()
+    with calls_of("count_flops") as measured:
+        output = run()
     assert len(measured) == 5  # of seven starts, two were done
     for start in ("teacher", "this student", "closed form", "kept heads", "mean pooling", "Minitron importance"):
         assert re.search(rf"^{start}", output, flags=re.MULTILINE), output
@@ -147,24 +134,6 @@ def test_a_killed_comparison_goes_on(teacher: Path, tmp_path: Path, monkeypatch:
     assert len(said) < len(output.splitlines())
     assert max(map(len, said)) <= 80 + len(str(tmp_path))
     assert not list(tmp_path.glob(".*"))
-    again = runner.invoke(app, words)
+    again = runner.invoke(load_app(), words)
     assert again.exit_code == 1
     assert "taken" in again.output
-
-
-def test_a_lock_that_was_taken_away_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the opening of the file and its lock a run may end, and another begin."""
-    folder, lock, others = tmp_path / ".student.part", drafts.fcntl.flock, list[Any]()
-
-    def late(file: int, operation: int) -> None:
-        if not others:
-            shutil.rmtree(folder)
-            others.append(None)
-            others.append(unfinished.Unfinished(folder, {"a": 1}))
-        lock(file, operation)
-
-    monkeypatch.setattr(drafts.fcntl, "flock", late)
-    with pytest.raises(ShdError, match="another run is at work"):
-        unfinished.Unfinished(folder, {"a": 1})
-    with others[1]:
-        others[1].put("one", {})

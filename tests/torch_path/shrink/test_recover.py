@@ -21,7 +21,7 @@ from support.shrink.models import make_data, make_teacher  # noqa: E402
 
 from shd_ref import ShdError  # noqa: E402  (after the skips)
 from shd_ref.cache import CacheReader  # noqa: E402
-from shd_ref.commands.app import app  # noqa: E402
+from shd_ref.cli import load_app  # noqa: E402
 from shd_ref.shrink.student import read_student  # noqa: E402
 from shd_torch import OnlineTeacher, SupervisedDataset, capture_attention, layer_kls  # noqa: E402
 from shd_torch import load_student as load  # noqa: E402
@@ -35,7 +35,7 @@ STUDENTS: dict[str, dict[str, Any]] = {
 
 
 def run(*words: object, code: int = 0) -> str:
-    result = RUNNER.invoke(app, ["precompute", *(str(word) for word in words)])
+    result = RUNNER.invoke(load_app(), ["precompute", *(str(word) for word in words)])
     assert result.exit_code == code, result.output
     return str(result.output)
 
