@@ -13,7 +13,6 @@ from shd_ref.cache import CODECS, DEFAULT_FACTORED_CODEC, FACTORED_CODECS
 from shd_ref.cache.codecs.compression import COMPRESSIONS, check_compression
 from shd_ref.cache.codecs.factored import check_factored_codec
 from shd_ref.cache.documents.manifest import ON_ERROR
-from shd_ref.cache.storage.documents import MAX_INTEGER
 from shd_ref.errors import ShdError
 from shd_ref.merging.alpha import ALPHA_PER, ALPHA_RULES, check_option
 from shd_ref.merging.matching import MATCHED_BY
@@ -454,19 +453,6 @@ def check_merge(options: PrecomputeOptions) -> None:
     check_option("alpha_rule", options.alpha_rule, ALPHA_RULES, "ALPHA-4")
     check_option("alpha_per", options.alpha_per, ALPHA_PER, "ALPHA-9")
     check_option("codec", options.codec, CODECS, "CACHE-110")
-
-
-def check_run(run: RunOptions) -> None:
-    """Refuse what no run can be done with, before a teacher is loaded or a sample read."""
-    for name in ("batch_size", "batch_tokens", "samples_per_shard"):
-        number = getattr(run, name)
-        if number is not None and not 1 <= number <= MAX_INTEGER:
-            raise ShdError("argument-value", f"{name} must be 1 to {MAX_INTEGER}; got {number}")
-    if not 0 <= run.seed <= MAX_INTEGER:
-        raise ShdError("argument-value", f"seed must be 0 to {MAX_INTEGER}; got {run.seed}", "CACHE-12")
-    from shd_ref.teacher.session import check_session  # loads onnx
-
-    check_session(run.provider, run.num_threads)
 
 
 def _check_form(options: PrecomputeOptions) -> None:

@@ -10,8 +10,10 @@ from typing import Any, Final
 
 from numpy.typing import NDArray
 
+from shd_ref.cache.storage.documents import MAX_INTEGER
 from shd_ref.errors import ShdError
 from shd_ref.teacher.opening.model import Weights, data_folder, find_taken, put_back
+from shd_ref.teacher.options import RunOptions
 from shd_ref.teacher.packages import onnx
 
 PROVIDERS: Final[dict[str, str]] = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
@@ -35,6 +37,17 @@ def check_session(provider: str, num_threads: int | None = None) -> str:
     if num_threads is not None and not 1 <= num_threads <= MAX_THREADS:
         raise ShdError("argument-value", f"num_threads must be 1 to {MAX_THREADS}; got {num_threads}")
     return name
+
+
+def check_run(run: RunOptions) -> None:
+    """Refuse what no run can be done with, before a teacher is loaded or a sample read."""
+    for name in ("batch_size", "batch_tokens", "samples_per_shard"):
+        number = getattr(run, name)
+        if number is not None and not 1 <= number <= MAX_INTEGER:
+            raise ShdError("argument-value", f"{name} must be 1 to {MAX_INTEGER}; got {number}")
+    if not 0 <= run.seed <= MAX_INTEGER:
+        raise ShdError("argument-value", f"seed must be 0 to {MAX_INTEGER}; got {run.seed}", "CACHE-12")
+    check_session(run.provider, run.num_threads)
 
 
 def open_session(

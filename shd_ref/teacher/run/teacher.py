@@ -25,7 +25,7 @@ from shd_ref.teacher.graph.shapes import TOO_MUCH, check_bounds, frozen_specs
 from shd_ref.teacher.graph.targets import TargetTensors, dtype_of, find_targets
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.opening.model import hash_teacher, take_weights
-from shd_ref.teacher.options import MATCHED, PrecomputeOptions, RunOptions, check_options, check_run
+from shd_ref.teacher.options import MATCHED, PrecomputeOptions, RunOptions, check_options
 from shd_ref.teacher.rewrite.squeeze import SqueezedGraph, list_plans, squeeze_graph, unite_graphs
 from shd_ref.teacher.run.averaged import LogitsTeacher, average_logits, check_teachers, count_classes
 from shd_ref.teacher.run.independence import check_samples
@@ -34,7 +34,7 @@ from shd_ref.teacher.run.layers import Chosen, check_lengths, choose_layers, cho
 from shd_ref.teacher.run.outputs import LayerOutputs, SampleOutputs, Student, StudentOutputs, TargetOutputs
 from shd_ref.teacher.run.reading import AttentionReader, calibrate_plans
 from shd_ref.teacher.run.threads import run_beside, share_threads
-from shd_ref.teacher.session import PROVIDERS, open_session
+from shd_ref.teacher.session import PROVIDERS, check_run, open_session
 from shd_ref.teacher.sources import Arrays, Source
 
 CHECKED_BYTES: Final = 2**28

@@ -23,14 +23,14 @@ from shd_ref.teacher.graph.kinds import find_kinds
 from shd_ref.teacher.graph.shapes import check_bounds, frozen_specs
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.opening.model import take_weights
-from shd_ref.teacher.options import MATCHED, PLANS, FidelityOptions, RunOptions, check_run
+from shd_ref.teacher.options import MATCHED, PLANS, FidelityOptions, RunOptions
 from shd_ref.teacher.packages import onnx
 from shd_ref.teacher.rewrite.function import MergeRule
 from shd_ref.teacher.rewrite.replace import ReplacedGraph, replace_attention
 from shd_ref.teacher.run.independence import check_samples
 from shd_ref.teacher.run.inputs import Batch, ModelInputs, run_batch
 from shd_ref.teacher.run.reading import AttentionReader, calibrate_plans
-from shd_ref.teacher.session import open_session
+from shd_ref.teacher.session import check_run, open_session
 from shd_ref.teacher.sources import Arrays, ArraySource, IndexedSource, Source
 from shd_ref.teacher.study.intervals import Scores
 from shd_ref.teacher.study.ranking import WEIGHED, Fidelity, FidelityReport, Setting, rank_costs
