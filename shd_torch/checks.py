@@ -6,7 +6,7 @@ makes the host wait for the device, so those checks depend on the keyword ``chec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ from shd_ref.tolerances import row_sum_tolerance
 
 ROW_SUMS: tuple[str, ...] = ("one", "at_most_one")
 
-_INTEGER_DTYPES = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
-_REAL_DTYPES = _INTEGER_DTYPES | {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+REALS = INTEGERS | {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _AXES = {4: ("sample", "head", "row", "key"), 3: ("sample", "head", "row")}
 
 
@@ -37,10 +37,11 @@ def check_weights(weights: Tensor, name: str, spec_id: str) -> None:
         )
 
 
-def check_map_axes(value: Tensor, name: str) -> None:
-    """Maps of any rank have a query and a key axis at least (MAP-13)."""
-    if value.ndim < 2:
-        raise ShdError("argument-shape", f"{name} must be (..., L, S); got shape {tuple(value.shape)}", "MAP-13")
+def check_shapes(fit: bool, rule: str, spec_id: str, *tensors: Tensor) -> None:
+    """Shapes must fit together, by a rule without numbers: a compiled graph would be bound to them."""
+    if not fit:
+        shapes = " and ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        raise ShdError("argument-shape", f"{rule}; got {shapes}", spec_id)
 
 
 def check_temperature(temperature: object) -> float:
@@ -58,15 +59,8 @@ def check_real(
     layer: int | None = None,
 ) -> None:
     """The argument must be a real tensor with ``ndim`` axes and, with ``check``, finite entries (MAP-4, MAP-5)."""
-    if not isinstance(value, Tensor) or value.dtype not in _REAL_DTYPES:
-        kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
-        raise ShdError(
-            "argument-dtype",
-            f"{name} must be a tensor of integers or of floating point above 8 bits; got {kind}",
-            "MAP-5",
-        )
-    if ndim is not None and value.ndim != ndim:
-        raise ShdError("argument-shape", f"{name} must have {ndim} axes; got shape {tuple(value.shape)}", "MAP-4")
+    check_dtype(value, REALS, f"{name} must be a tensor of integers or of floating point above 8 bits", "MAP-5")
+    check_shapes(ndim is None or value.ndim == ndim, f"{name} must have {ndim} axes", "MAP-4", value)
     if check:
         bad = torch.isnan(value) | torch.isposinf(value) if allow_minus_inf else ~torch.isfinite(value)
         if bad.any():
@@ -154,16 +148,7 @@ def check_attn_mask(attn_mask: Tensor, shape: Sequence[int]) -> None:
 def check_query_key(
     queries: Tensor, keys: Tensor, names: str = "queries and keys", *, code: str = "argument-shape"
 ) -> None:
-    """Queries and keys must be the two sides of one product: query head h reads key head ``h // (H / H_kv)``.
-
-    Args:
-        queries: ``(B, H, L, d)``.
-        keys: ``(B, H_kv, S, d)``, H_kv a divisor of H.
-        names: of the two, for the error.
-        code: of the error.
-
-    Specification: GRAD-5.
-    """
+    """Queries and keys must make one product: query head h reads key head ``h // (H / H_kv)`` (GRAD-5)."""
     fits = queries.ndim == keys.ndim == 4 and queries.shape[0] == keys.shape[0] and queries.shape[3] == keys.shape[3]
     if not fits or keys.shape[1] == 0 or queries.shape[1] % keys.shape[1]:
         raise ShdError(
@@ -184,12 +169,15 @@ def map_dtype(attn_probs: Tensor) -> torch.dtype:
     return attn_probs.dtype if attn_probs.dtype.is_floating_point else torch.float32
 
 
+def check_dtype(value: object, dtypes: Collection[torch.dtype], rule: str, spec_id: str) -> None:
+    """The argument must be a tensor of one of these dtypes."""
+    if not isinstance(value, Tensor) or value.dtype not in dtypes:
+        kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise ShdError("argument-dtype", f"{rule}; got {kind}", spec_id)
+
+
 def _check_boolean(mask: Tensor, name: str) -> None:
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise ShdError(
-            "argument-dtype", f"{name} must be a boolean tensor (True = counts / may attend); got {kind}", "MAP-7"
-        )
+    check_dtype(mask, (torch.bool,), f"{name} must be a boolean tensor (True = counts / may attend)", "MAP-7")
 
 
 def _first(where: Tensor) -> tuple[int, ...]:

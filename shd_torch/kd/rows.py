@@ -13,7 +13,7 @@ from torch import Tensor
 from shd_ref.errors import ShdError
 from shd_ref.integers import check_integer, check_number
 from shd_ref.tolerances import row_sum_tolerance
-from shd_torch.checks import check_mask, check_option, check_real, check_temperature
+from shd_torch.checks import INTEGERS, check_dtype, check_mask, check_option, check_real, check_temperature
 from shd_torch.kd.targets import check_logits, cut_teacher, take_tail
 from shd_torch.supervision.targets import SampledTargets, TopkTargets
 
@@ -23,7 +23,7 @@ Record: TypeAlias = TopkTargets | SampledTargets
 DIVERGENCES: tuple[str, ...] = ("kl", "reverse_kl", "jsd", "cross_entropy")
 REDUCTIONS: tuple[str, ...] = ("mean", "sum", "batch_mean")
 
-_INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32})
+_IDS = INTEGERS | {torch.uint16, torch.uint32}
 
 
 class KdKeywords(TypedDict, total=False):
@@ -75,12 +75,7 @@ class KdRows:
     counted: Tensor | None  # (R,) boolean, None where all rows count
     index: Tensor | None  # of the rows that count; None where all rows are read, and counted is applied
     vocab_size: int  # V, after the cut
-    logits: Tensor | None  # (R, V) of the teacher, or None
-    ids: Tensor | None  # (R, slots), or None
-    log_probs: Tensor | None  # of top-k targets
-    log_tail: Tensor | None  # of top-k targets
-    weights: Tensor | None  # of sampled targets
-    entropy: Tensor | None  # of sampled targets
+    taught: Tensor | Record  # the teacher's logits (R, V), or its record, on the student's device
     chunk_rows: int | None  # as given
 
     def rows_of(self, chunk: slice) -> slice | Tensor:
@@ -97,13 +92,12 @@ class KdRows:
         ``z`` are the student's logits of the rows ``at``, ``(r, V)`` in a wide dtype; they are overwritten.
         """
         log_q = _log_softmax_(z, self.temperature)
-        if self.weights is not None:
-            values, gradient = self._sampled(log_q, at, wants_gradient)
-        elif self.ids is not None:
-            values, gradient = self._topk(log_q, at, wants_gradient)
+        if isinstance(self.taught, SampledTargets):
+            values, gradient = self._sampled(self.taught, log_q, at, wants_gradient)
+        elif isinstance(self.taught, TopkTargets):
+            values, gradient = self._topk(self.taught, log_q, at, wants_gradient)
         else:
-            assert self.logits is not None
-            log_p = _log_softmax_(self.logits[at].to(log_q.dtype, copy=True), self.temperature)
+            log_p = _log_softmax_(self.taught[at].to(log_q.dtype, copy=True), self.temperature)
             values, gradient = self._classes(log_p, log_q, wants_gradient)
         if self.index is None and self.counted is not None:
             uncounted = ~self.counted[at]
@@ -133,31 +127,29 @@ class KdRows:
         slope = slope.masked_fill(q == 0, 0.0)
         return values, slope.sub_((q * slope).sum(-1, keepdim=True)).mul_(q)
 
-    def _topk(self, log_q: Tensor, at: slice | Tensor, wants_gradient: bool) -> tuple[Tensor, Tensor | None]:
-        assert self.ids is not None
-        assert self.log_probs is not None
-        assert self.log_tail is not None
-        ids = self.ids[at].long()
+    def _topk(
+        self, record: TopkTargets, log_q: Tensor, at: slice | Tensor, wants_gradient: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        ids = record.ids[at].long()
         own = log_q.gather(-1, ids)
         if ids.shape[-1] == self.vocab_size:
-            values, slope = self._classes(self.log_probs[at].to(own.dtype), own, wants_gradient)
+            values, slope = self._classes(record.log_probs[at].to(own.dtype), own, wants_gradient)
             return values, None if slope is None else log_q.scatter_(-1, ids, slope)
         tail = take_tail(log_q, ids, own)[:, None]
-        log_p = torch.cat((self.log_probs[at], self.log_tail[at][:, None]), -1).to(own.dtype)
+        log_p = torch.cat((record.log_probs[at], record.log_tail[at][:, None]), -1).to(own.dtype)
         values, slope = self._classes(log_p, torch.cat((own, tail), -1), wants_gradient)
         if slope is None:
             return values, None
         spread = log_q.sub_(tail).exp_().mul_(slope[:, -1:])
         return values, spread.scatter_(-1, ids, slope[:, :-1])
 
-    def _sampled(self, log_q: Tensor, at: slice | Tensor, wants_gradient: bool) -> tuple[Tensor, Tensor | None]:
-        assert self.ids is not None
-        assert self.weights is not None
-        assert self.entropy is not None
-        ids, weights = self.ids[at].long(), self.weights[at].to(log_q.dtype)
+    def _sampled(
+        self, record: SampledTargets, log_q: Tensor, at: slice | Tensor, wants_gradient: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        ids, weights = record.ids[at].long(), record.weights[at].to(log_q.dtype)
         values = -(weights * log_q.gather(-1, ids)).sum(-1)
         if self.divergence == "kl":
-            values = values - self.entropy[at].to(log_q.dtype)
+            values = values - record.entropy[at].to(log_q.dtype)
         if not wants_gradient:
             return values, None
         return values, log_q.exp_().mul_(weights.sum(-1, keepdim=True)).scatter_add_(-1, ids, -weights)
@@ -171,16 +163,7 @@ def kd_rows(
     device: torch.device,
     options: KdOptions,
 ) -> KdRows:
-    """Every check of the loss but those of the student's side, and its rows.
-
-    Args:
-        targets: as in ``kd_loss``.
-        rows: leading axes of the student's logits.
-        num_classes: V of the student's side, after the cut.
-        dtype: what is computed in.
-        device: where.
-        options: of the loss.
-    """
+    """Every check of the loss but those of the student's side: ``rows`` of ``num_classes`` after the cut."""
     divergence, mixing, loss_mask, check = options.divergence, options.mixing, options.loss_mask, options.check
     if loss_mask is not None:
         check_mask(loss_mask, "loss_mask", rows)
@@ -202,17 +185,21 @@ def kd_rows(
     elif options.reduction == "batch_mean":
         divisor = float(max(rows[0], 1))
     scale = torch.full((), temperature**2 if options.t_squared else 1.0, dtype=dtype, device=device)
-    fields: dict[str, Tensor | None] = dict.fromkeys(("logits", "ids", "log_probs", "log_tail", "weights", "entropy"))
+    taught: Tensor | Record
     if record is None:
         assert isinstance(targets, Tensor)
-        fields["logits"] = _check_teacher(targets, (*rows, num_classes), temperature, options)
+        logits = _check_teacher(targets, (*rows, num_classes), temperature, options)
+        taught = _flat(logits, len(rows), device)
     else:
         _check_ids(record, rows, num_classes, check=check)
         if isinstance(record, SampledTargets):
             _check_sampled(record, check=check)
         else:
             _check_topk(record, divergence, loss_mask, check=check)
-        fields.update({name: value for name, value in record._asdict().items() if name in fields})
+        flat: dict[str, Any] = {
+            name: _flat(field, len(rows), device) for name, field in zip(record._fields[:3], record[:3], strict=True)
+        }
+        taught = record._replace(**flat)
     return KdRows(
         divergence=divergence,
         mixing=mixing,
@@ -222,8 +209,8 @@ def kd_rows(
         # Rows that do not count are not computed, where the host waits for the device in any case.
         index=counted.nonzero()[:, 0] if counted is not None and check else None,
         vocab_size=num_classes,
+        taught=taught,
         chunk_rows=options.chunk_rows,
-        **{name: _flat(value, len(rows), device) for name, value in fields.items()},
     )
 
 
@@ -256,8 +243,8 @@ def _times_log(factor: Tensor, log: Tensor) -> Tensor:
     return factor * log.masked_fill(factor == 0, 0.0)
 
 
-def _flat(value: Tensor | None, axes: int, device: torch.device) -> Tensor | None:
-    return None if value is None else value.detach().flatten(0, axes - 1).to(device)
+def _flat(value: Tensor, axes: int, device: torch.device) -> Tensor:
+    return value.detach().flatten(0, axes - 1).to(device)
 
 
 def _resolve_temperature(temperature: float | None, record: Record | None) -> float:
@@ -292,11 +279,10 @@ def _check_ids(record: Record, rows: tuple[int, ...], vocab_size: int, *, check:
     """Ids as integers within the vocabulary, and every field shaped as they are (KD-7, KD-10)."""
     size = check_integer("vocab_size", record.vocab_size, 1, None, "KD-7")
     ids, by_slot, by_row = record[:3]
-    for name, field in zip(record._fields[:3], (ids, by_slot, by_row), strict=True):
+    for name, field in zip(record._fields[1:3], (by_slot, by_row), strict=True):
         if not isinstance(field, Tensor):
             raise ShdError("argument-dtype", f"{name} must be a tensor; got {type(field).__name__}", "KD-10")
-    if ids.dtype not in _INTEGERS:
-        raise ShdError("argument-dtype", f"ids must be integers; got {ids.dtype}", "KD-10")
+    check_dtype(ids, _IDS, "ids must be integers", "KD-10")
     fits = ids.shape == by_slot.shape and tuple(by_row.shape) == tuple(ids.shape[:-1]) == rows and ids.shape[-1] > 0
     if size != vocab_size or not fits:
         shapes = ", ".join(str(tuple(field.shape)) for field in (ids, by_slot, by_row))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias, Unpack
+from typing import NamedTuple, TypeAlias, Unpack
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from shd_ref.errors import ShdError
 from shd_torch.kl.backends import BACKENDS, BackendChoice, choose_backend
 from shd_torch.kl.gradient import attach, refuse_transforms
 from shd_torch.kl.request import KlKeywords, KlRequest, make_request, read_keywords
+from shd_torch.maps.loss import match_layers
 from shd_torch.precision import without_autocast
 from shd_torch.supervision.supervision import Dense, Supervision
 
@@ -131,28 +132,13 @@ def _prepare(student_q: Layers, student_k: Layers, supervision: Supervisions, ke
 def _match(
     student_q: Layers, student_k: Layers, supervision: Supervisions
 ) -> list[tuple[Tensor, Tensor, Supervision]]:
-    """The layers of the three: one of each, or lists of one length, at least 1 (LOSS-3)."""
-    arguments = (student_q, student_k, supervision)
-    for name, argument in zip(("student_q", "student_k", "supervision"), arguments, strict=True):
-        kinds = (Tensor, Supervision) if name == "supervision" else Tensor
-        for layer in argument if isinstance(argument, list | tuple) else (argument,):
-            if not isinstance(layer, kinds):
-                kind = "a Supervision or a tensor" if name == "supervision" else "a tensor"
-                got = type(layer).__name__
-                message = f"{name} must be {kind}, or a list with one for each layer; got {got}"
-                raise ShdError("argument-dtype", message, "LOSS-3")
-    forms = {isinstance(argument, Tensor | Supervision) for argument in arguments}
-    lists: list[list[Any]] = [
-        [value] if isinstance(value, Tensor | Supervision) else list(value) for value in arguments
-    ]
-    lengths = [len(layers) for layers in lists]
-    if len(forms) > 1 or len(set(lengths)) > 1 or 0 in lengths:
-        raise ShdError(
-            "argument-shape",
-            "student_q, student_k and supervision must be one each, or lists of one length, at least 1; got "
-            f"{lengths[0]}, {lengths[1]} and {lengths[2]}" + (", not all of them lists" if len(forms) > 1 else ""),
-            "LOSS-3",
-        )
+    """The layers of the three (LOSS-3)."""
+    lists = match_layers(student_q=student_q, student_k=student_k, supervision=supervision)
+    for name, layers in zip(("student_q", "student_k", "supervision"), lists, strict=True):
+        for layer in layers:
+            if not isinstance(layer, Tensor) and not (name == "supervision" and isinstance(layer, Supervision)):
+                rule = f"{name} must be a tensor{' or a Supervision' * (name == 'supervision')} for each layer"
+                raise ShdError("argument-dtype", f"{rule}; got {type(layer).__name__}", "LOSS-3")
     return [
         (q, k, Dense(taught) if isinstance(taught, Tensor) else taught) for q, k, taught in zip(*lists, strict=True)
     ]

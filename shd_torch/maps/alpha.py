@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shd_ref.errors import ShdError
+from shd_ref.merging.plans import MergePlan
 from shd_ref.tolerances import degenerate_threshold
-from shd_torch.checks import check_mask, check_option, check_probs, check_real, compute_dtype
+from shd_torch.checks import check_mask, check_option, check_probs, check_real, check_shapes, compute_dtype
 from shd_torch.precision import without_autocast
 
 ALPHA_RULES: tuple[str, ...] = ("least_squares", "as_printed")
@@ -30,6 +30,11 @@ class AlphaSolution(NamedTuple):
     raw: Tensor  # before clipping; 1/2 where degenerate or not counted
     clipped: Tensor  # in [0, 1]
     degenerate: Tensor  # boolean: every a is optimal, and the row counts
+
+    def hardened(self) -> AlphaSolution:
+        """The nearer of 0 and 1, which is the better, E being a parabola around alpha; ties keep p (MIX-5)."""
+        chosen = (self.raw >= 0.5).to(self.raw.dtype)
+        return self._replace(raw=chosen, clipped=chosen)
 
 
 @torch.no_grad()
@@ -62,23 +67,14 @@ def solve_alpha(
     check_option("alpha_per", alpha_per, ALPHA_PER, "ALPHA-9")
     for name, tensor in (("probs_p", probs_p), ("probs_q", probs_q)):
         check_real(tensor, name, check=False)
-    if probs_p.ndim != 3 or probs_p.shape != probs_q.shape:
-        raise ShdError(
-            "argument-shape",
-            f"probs_p and probs_q must share one shape (B, L, S); got {tuple(probs_p.shape)} and "
-            f"{tuple(probs_q.shape)}",
-            "ALPHA-1",
-        )
+    fit = probs_p.ndim == 3 and probs_p.shape == probs_q.shape
+    check_shapes(fit, "probs_p and probs_q must share one shape (B, L, S)", "ALPHA-1", probs_p, probs_q)
     batch, rows, keys = probs_p.shape
     for name, tensor in (("value_outputs_p", value_outputs_p), ("value_outputs_q", value_outputs_q)):
         check_real(tensor, name, check=check, ndim=3)
-    if value_outputs_p.shape != value_outputs_q.shape or value_outputs_p.shape[:2] != (batch, keys):
-        raise ShdError(
-            "argument-shape",
-            f"value_outputs must both be (B, S, D) with B={batch}, S={keys}; got {tuple(value_outputs_p.shape)} "
-            f"and {tuple(value_outputs_q.shape)}",
-            "ALPHA-1",
-        )
+    fit = value_outputs_p.shape == value_outputs_q.shape and value_outputs_p.shape[:2] == (batch, keys)
+    rule_of_values = "maps (B, L, S) must have two value outputs (B, S, D)"
+    check_shapes(fit, rule_of_values, "ALPHA-1", probs_p, value_outputs_p, value_outputs_q)
     if query_mask is not None:
         check_mask(query_mask, "query_mask", (batch, rows))
     check_probs(probs_p[:, None], "probs_p", check=check, query_mask=query_mask, row_sums=row_sums)
@@ -91,17 +87,7 @@ def solve_alpha(
 def solve_pairs(
     a_p: Tensor, a_q: Tensor, x_p: Tensor, x_q: Tensor, *, query_mask: Tensor | None, rule: str, alpha_per: str
 ) -> AlphaSolution:
-    """``solve_alpha`` for every pair of a round at once, on checked tensors of one dtype.
-
-    Args:
-        a_p: first maps ``(B, P, L, S)``.
-        a_q: second maps, same shape.
-        x_p: value outputs ``(B, P, S, D)`` of the first heads.
-        x_q: the same of the second heads.
-        query_mask: boolean ``(B, L)``, True = the row counts.
-        rule: see ``solve_alpha``.
-        alpha_per: see ``solve_alpha``.
-    """
+    """``solve_alpha`` for all pairs of a round: checked maps ``(B, P, L, S)``, value outputs ``(B, P, S, D)``."""
     both = x_p + x_q
     difference = a_p - a_q
     m = difference @ both  # (B, P, L, D)
@@ -120,8 +106,21 @@ def solve_pairs(
     if alpha_per == "map":
         sums = sums.sum(-1)
     numerator, denominator, scale = sums.unbind()
+    solution = minimize(numerator, denominator, scale)
+    if alpha_per == "row" and query_mask is not None:
+        return solution._replace(degenerate=solution.degenerate & query_mask[:, None, :])
+    return solution
+
+
+def minimize(numerator: Tensor, denominator: Tensor, scale: Tensor) -> AlphaSolution:
+    """The minimum of the parabola, 1/2 where it is flat against the scale of its maps (ALPHA-6)."""
     degenerate = denominator <= _DEGENERATE * scale
     raw = (numerator / denominator.masked_fill(degenerate, 1.0)).masked_fill(degenerate, 0.5)
-    if alpha_per == "row" and query_mask is not None:
-        degenerate = degenerate & query_mask[:, None, :]
     return AlphaSolution(raw, raw.clamp(0.0, 1.0), degenerate)
+
+
+def constant_alphas(rounds: MergePlan, rows: int, alpha_per: str, identity: Tensor) -> list[AlphaSolution]:
+    """1/2 for every pair of every round, in the dtype of the mixing ``(B, ...)`` that they make."""
+    sizes = [(len(identity), len(pairs), rows)[: 2 + (alpha_per == "row")] for pairs in rounds]
+    halves = [identity.new_full(size, 0.5) for size in sizes]
+    return [AlphaSolution(half, half, torch.zeros_like(half, dtype=torch.bool)) for half in halves]

@@ -10,12 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shd_ref.errors import ShdError
 from shd_torch.checks import (
     check_attn_mask,
-    check_map_axes,
     check_probs,
     check_real,
+    check_shapes,
     check_temperature,
     compute_dtype,
     map_dtype,
@@ -36,7 +35,7 @@ def softmax(
         ``attn_probs`` of the same shape and dtype; masked entries are exactly 0.
     """
     check_real(attn_logits, "attn_logits", check=check, allow_minus_inf=True)
-    check_map_axes(attn_logits, "attn_logits")
+    check_shapes(attn_logits.ndim >= 2, "attn_logits must be (..., L, S)", "MAP-13", attn_logits)
     temperature = check_temperature(temperature)
     logits = mask_logits(attn_logits.to(compute_dtype(attn_logits)), attn_mask)
     empty = torch.isneginf(logits).all(dim=-1, keepdim=True)
@@ -47,12 +46,9 @@ def softmax(
 
 
 def temper(logits: Tensor, allowed: Tensor, temperature: float) -> Tensor:
-    """``logits / T`` less the row's largest entry, so that finite logits of any size stay in range (MAP-1).
+    """``logits / T`` less the largest entry of the row, so that finite logits of any size stay in range (MAP-1).
 
-    Args:
-        logits: ``(..., L, S)``.
-        allowed: the same with -inf where a key plays no part; a finite entry in each row.
-        temperature: T_a > 0.
+    ``allowed`` are the logits with -inf where a key plays no part, and a finite entry in each row.
     """
     peak = allowed.detach().amax(dim=-1, keepdim=True)
     if temperature == 1.0:
@@ -79,7 +75,7 @@ def soften(attn_probs: Tensor, temperature: float, *, row_sums: str = "one", che
     Returns:
         The softened maps, same shape and dtype.
     """
-    check_map_axes(attn_probs, "attn_probs")
+    check_shapes(attn_probs.ndim >= 2, "attn_probs must be (..., L, S)", "MAP-13", attn_probs)
     check_probs(attn_probs, "attn_probs", check=check, row_sums=row_sums, ndim=None)
     probs = attn_probs.to(compute_dtype(attn_probs))
     softened = soften_probs(probs, check_temperature(temperature), row_sums).to(map_dtype(attn_probs))
@@ -111,13 +107,9 @@ def value_outputs(values: Tensor, output_projection: Tensor, *, check: bool = Tr
     check_real(output_projection, "output_projection", check=check, ndim=2)
     num_kv_heads, d_v = values.shape[1], values.shape[3]
     width = num_kv_heads * d_v
-    if output_projection.shape[0] == 0 or width == 0 or output_projection.shape[0] % width:
-        raise ShdError(
-            "argument-shape",
-            f"output_projection must have a multiple of H_kv * d_v = {num_kv_heads} * {d_v} rows; "
-            f"got {output_projection.shape[0]}",
-            "MAP-6",
-        )
+    fit = output_projection.shape[0] > 0 and width > 0 and output_projection.shape[0] % width == 0
+    rule = "output_projection must have a multiple of H_kv * d_v rows, as values (B, H_kv, S, d_v)"
+    check_shapes(fit, rule, "MAP-6", output_projection, values)
     dtype = compute_dtype(values, output_projection)
     group = output_projection.shape[0] // width  # query heads that share one value head
     projection = output_projection.to(dtype).reshape(num_kv_heads, group, d_v, -1)

@@ -10,19 +10,9 @@ from typing import TypeAlias, Unpack
 import torch
 from torch import Tensor
 
-from shd_ref.errors import ShdError
 from shd_ref.integers import check_number
-from shd_torch.checks import check_real, compute_dtype
-from shd_torch.maps.loss import (
-    LayerRows,
-    Layers,
-    LossKeywords,
-    LossOptions,
-    as_layers,
-    layer_rows,
-    match_layers,
-    row_gradient,
-)
+from shd_torch.checks import check_query_key, check_real, compute_dtype
+from shd_torch.maps.loss import Layers, LossKeywords, LossOptions, as_layers, layer_rows, match_layers, row_gradient
 from shd_torch.precision import without_autocast
 
 Gradients: TypeAlias = Tensor | list[Tensor]
@@ -39,7 +29,11 @@ def shd_loss_gradient(supervision: Layers, student_logits: Layers, **keywords: U
         rows that do not count and on masked keys.
     """
     options = LossOptions(**keywords)
-    gradients = [_logit_gradient(rows, options) for rows in layer_rows(supervision, student_logits, options)]
+    gradients = []
+    for rows in layer_rows(supervision, student_logits, options):
+        factor = rows.weight * rows.mass / options.temperature  # (B, H_s, L)
+        slope = row_gradient(rows.p, rows.log_q, rows.may_attend, options.divergence)
+        gradients.append(factor[..., None] * slope)
     return gradients[0] if isinstance(student_logits, Tensor) else gradients
 
 
@@ -69,22 +63,11 @@ def shd_loss_gradient_qk(
     return dq[0] if isinstance(queries, Tensor) else dq, dk[0] if isinstance(keys, Tensor) else dk
 
 
-def _logit_gradient(rows: LayerRows, options: LossOptions) -> Tensor:
-    factor = rows.weight * rows.mass / options.temperature  # (B, H_s, L)
-    return factor[..., None] * row_gradient(rows.p, rows.log_q, rows.may_attend, options.divergence)
-
-
 def _check_qk(queries: Tensor, keys: Tensor, layer: int, check: bool) -> tuple[Tensor, Tensor]:
     """Queries ``(B, H_kv, H_s / H_kv, L, d)`` by the key head that they read, and keys, in one dtype (GRAD-5)."""
     check_real(queries, "queries", check=check, ndim=4, layer=layer)
     check_real(keys, "keys", check=check, ndim=4, layer=layer)
-    batch, heads, rows, width = queries.shape
-    if keys.shape[0] != batch or keys.shape[3] != width or keys.shape[1] == 0 or heads % keys.shape[1]:
-        raise ShdError(
-            "argument-shape",
-            f"keys must be (B, H_kv, S, d) with B={batch}, d={width} and H_kv a divisor of {heads} in layer "
-            f"{layer}; got {tuple(keys.shape)}",
-            "GRAD-5",
-        )
+    check_query_key(queries, keys, f"queries and keys of layer {layer}")
+    batch, _, rows, width = queries.shape
     dtype = compute_dtype(queries, keys)
     return queries.to(dtype).reshape(batch, keys.shape[1], -1, rows, width), keys.to(dtype)

@@ -10,12 +10,9 @@ from torch import Tensor
 
 from shd_ref.errors import ShdError
 from shd_ref.integers import check_integer
-from shd_ref.tolerances import degenerate_threshold
-from shd_torch.checks import check_mask, check_option, check_probs, check_real, check_weights
-from shd_torch.maps.alpha import ALPHA_PER, AlphaSolution
+from shd_torch.checks import check_mask, check_option, check_probs, check_real, check_shapes, check_weights
+from shd_torch.maps.alpha import ALPHA_PER, AlphaSolution, minimize
 from shd_torch.precision import without_autocast
-
-_DEGENERATE = degenerate_threshold()  # read once, here: a compiled graph cannot read files
 
 
 @torch.no_grad()
@@ -39,36 +36,36 @@ def gram_tensor(
     """
     check_option("alpha_per", alpha_per, ALPHA_PER, "ALPHA-9")
     check_real(teacher_probs, "teacher_probs", check=False, ndim=4)
-    check_real(values, "values", check=check, ndim=4)
-    check_real(output_projection, "output_projection", check=check, ndim=2)
-    batch, heads, rows, keys = teacher_probs.shape
-    num_kv_heads, width = values.shape[1], values.shape[3]
-    fits = values.shape[0] == batch and values.shape[2] == keys and output_projection.shape[0] == heads * width
-    if not fits or num_kv_heads == 0 or heads % num_kv_heads:
-        raise ShdError(
-            "argument-shape",
-            "teacher_probs (B, H_t, L, S), values (B, H_kv, S, d_v) and output_projection (H_t * d_v, D) must fit; "
-            f"got {tuple(teacher_probs.shape)}, {tuple(values.shape)} and {tuple(output_projection.shape)}",
-            "GRAM-6",
-        )
-    if query_mask is not None:
-        check_mask(query_mask, "query_mask", (batch, rows))
+    projection = split_projection(tuple(teacher_probs.shape), values, output_projection, query_mask, check=check)
     check_probs(teacher_probs, "teacher_probs", check=check, query_mask=query_mask, row_sums=row_sums)
-    projection = output_projection.double().reshape(heads, width, -1)  # (H_t, d_v, D)
     # Every head's map with every head's values: ordinary attention outputs (B, H_t, H_t, L, d_v).
     read = torch.einsum("bils,bgsd->bigld", teacher_probs.double(), values.double())
-    return gram_of_products(read.repeat_interleave(heads // num_kv_heads, dim=2), projection, query_mask, alpha_per)
+    group = len(projection) // values.shape[1]
+    return gram_of_products(read.repeat_interleave(group, dim=2), projection, query_mask, alpha_per)
+
+
+def split_projection(
+    maps: tuple[int, ...], values: Tensor, output_projection: Tensor, query_mask: Tensor | None, *, check: bool
+) -> Tensor:
+    """The projection by heads ``(H_t, d_v, D)``, float64; all must fit maps ``(B, H_t, L, S)`` (GRAM-6)."""
+    check_real(values, "values", check=check, ndim=4)
+    check_real(output_projection, "output_projection", check=check, ndim=2)
+    (batch, heads, rows, keys), (num_kv_heads, width) = maps, values.shape[1::2]
+    fit = values.shape[0] == batch and values.shape[2] == keys and output_projection.shape[0] == heads * width
+    check_shapes(
+        fit and num_kv_heads > 0 and heads % num_kv_heads == 0,
+        "values (B, H_kv, S, d_v) and output_projection (H_t * d_v, D) must fit the teacher's (B, H_t, L, S)",
+        "GRAM-6",
+        values,
+        output_projection,
+    )
+    if query_mask is not None:
+        check_mask(query_mask, "query_mask", (batch, rows))
+    return output_projection.detach().double().reshape(heads, width, -1)
 
 
 def gram_of_products(read: Tensor, projection: Tensor, query_mask: Tensor | None, alpha_per: str) -> Tensor:
-    """The gram tensor of some heads from their products (GRAM-1).
-
-    Args:
-        read: ``A_i V_j``, ``(B, H, H, L, d_v)``, float64.
-        projection: their slices W_j of the output projection ``(H, d_v, D)``, float64.
-        query_mask: boolean ``(B, L)``, True = the row counts.
-        alpha_per: ``"map"`` or ``"row"``.
-    """
+    """The gram tensor of heads from ``A_i V_j`` ``(B, H, H, L, d_v)`` and W_j ``(H, d_v, D)``, float64 (GRAM-1)."""
     inner = torch.einsum("jdm,lem->jlde", projection, projection)  # K
     if query_mask is not None:
         read = read.masked_fill(~query_mask[:, None, None, :, None], 0.0)
@@ -109,9 +106,7 @@ def solve_gram_pair(gram: Tensor, p: int, q: int, rule: str) -> AlphaSolution:
     denominator = difference.sum((1, 2))
     # Where value outputs cancel, rounding leaves this scale below 0, and the quotient of two zeros (GRAM-7).
     scale = (maps[0, 0] + maps[1, 1]).sum((1, 2)).clamp_min(0.0)
-    degenerate = denominator <= _DEGENERATE * scale
-    raw = (numerator / denominator.masked_fill(degenerate, 1.0)).masked_fill(degenerate, 0.5)
-    return AlphaSolution(raw, raw.clamp(0.0, 1.0), degenerate)
+    return minimize(numerator, denominator, scale)
 
 
 @torch.no_grad()
@@ -127,8 +122,7 @@ def merge_gram(gram: Tensor, p: int, q: int, alpha: Tensor, *, check: bool = Tru
     p, q = _check_pool(gram, p, q, check)
     check_real(alpha, "alpha", check=check)
     shape = (gram.shape[0], *gram.shape[5:])
-    if tuple(alpha.shape) != shape:
-        raise ShdError("argument-shape", f"alpha must have shape {shape}; got {tuple(alpha.shape)}", "GRAM-6")
+    check_shapes(tuple(alpha.shape) == shape, "alpha must be (B,), or (B, L), as gram", "GRAM-6", gram, alpha)
     if check:
         check_weights(alpha, "alpha", "GRAM-6")
     others = [head for head in range(gram.shape[1]) if head not in (p, q)]
@@ -145,10 +139,8 @@ def merge_gram(gram: Tensor, p: int, q: int, alpha: Tensor, *, check: bool = Tru
 def _check_pool(gram: Tensor, p: int, q: int, check: bool) -> tuple[int, int]:
     """Two positions of the pool of a gram tensor (GRAM-6), as Python's integers: torch takes uint8 for a mask."""
     check_real(gram, "gram", check=check)
-    if gram.ndim not in (5, 6) or len(set(gram.shape[1:5])) != 1:
-        raise ShdError(
-            "argument-shape", f"gram must be (B, H, H, H, H) or with a last axis L; got {tuple(gram.shape)}", "GRAM-6"
-        )
+    fit = gram.ndim in (5, 6) and len(set(gram.shape[1:5])) == 1
+    check_shapes(fit, "gram must be (B, H, H, H, H) or with a last axis L", "GRAM-6", gram)
     heads = gram.shape[1]
     p, q = (check_integer(name, head, 0, heads - 1, "GRAM-6") for name, head in (("p", p), ("q", q)))
     if p == q:

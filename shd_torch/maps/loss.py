@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias, TypedDict
+from typing import Any, NamedTuple, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
@@ -24,16 +24,9 @@ DIVERGENCES: tuple[str, ...] = ("kl", "reverse_kl", "js", "mse")
 
 
 def row_divergence(p: Tensor, log_q: Tensor, may_attend: Tensor, divergence: str) -> Tensor:
-    """The divergence of each row of P and Q, differentiable in ``log_q`` (LOSS-11, LOSS-12).
+    """The divergence ``(...)`` of each row of P and Q, differentiable in ``log_q`` (LOSS-11, LOSS-12).
 
-    Args:
-        p: rows ``(..., S)``, without gradient.
-        log_q: the same shape, finite; anything where ``may_attend`` is False.
-        may_attend: boolean, the same shape; Q is 0 elsewhere.
-        divergence: one of ``DIVERGENCES``.
-
-    Returns:
-        ``(...)``; 0 for a row that is zero in both.
+    ``log_q`` is finite, and may be anything where ``may_attend`` is False and Q is 0.
     """
     if divergence == "kl":
         return (p * (_log(p) - log_q)).sum(-1)
@@ -243,24 +236,24 @@ def _safe_rows(
     return LayerRows(teacher, mass, log_q, may_attend, violated, number.reciprocal()[:, None])
 
 
-def match_layers(**arguments: Layers) -> tuple[list[Tensor], ...]:
-    """The layers of several arguments: all of them tensors, or all of them lists of one length (LOSS-3)."""
+def match_layers(**arguments: Any) -> tuple[list[Any], ...]:
+    """The layers of several arguments: one of each, or lists of one length, at least 1 (LOSS-3)."""
     layers = tuple(as_layers(value) for value in arguments.values())
     counts = {len(sequence) for sequence in layers}
-    forms = {isinstance(value, Tensor) for value in arguments.values()}
+    forms = {isinstance(value, Sequence) for value in arguments.values()}
     if len(counts) > 1 or len(forms) > 1 or 0 in counts:
         counted = ", ".join(
-            f"{name}: {'one tensor' if isinstance(value, Tensor) else f'a list of {len(value)}'}"
+            f"{name}: {f'a list of {len(value)}' if isinstance(value, Sequence) else 'one'}"
             for name, value in arguments.items()
         )
         raise ShdError(
             "argument-shape",
-            f"{' and '.join(arguments)} must be one tensor each, or lists of one length, at least 1; got {counted}",
+            f"{' and '.join(arguments)} must be one each, or lists of one length, at least 1; got {counted}",
             "LOSS-3",
         )
     return layers
 
 
-def as_layers(value: Layers) -> list[Tensor]:
-    """One tensor is one layer; a sequence holds one tensor per layer (LOSS-3)."""
-    return [value] if isinstance(value, Tensor) else list(value)
+def as_layers(value: Any) -> list[Any]:
+    """One tensor or supervision is one layer; a sequence holds one per layer (LOSS-3)."""
+    return list(value) if isinstance(value, Sequence) else [value]

@@ -20,12 +20,13 @@ from shd_torch.checks import (
     check_option,
     check_probs,
     check_real,
+    check_shapes,
     check_temperature,
     check_weights,
     compute_dtype,
     map_dtype,
 )
-from shd_torch.maps.alpha import ALPHA_PER, ALPHA_RULES, AlphaSolution, solve_pairs
+from shd_torch.maps.alpha import ALPHA_PER, ALPHA_RULES, AlphaSolution, constant_alphas, solve_pairs
 from shd_torch.maps.attention import soften_probs
 from shd_torch.precision import without_autocast
 
@@ -103,7 +104,11 @@ def squeeze_heads(
     if strategy == "mean":
         mixing = probs.new_full((batch, num_student_heads, num_heads, num_weights), 1.0 / num_heads)
     else:
-        solutions = _solve_rounds(solved_on, outputs, rounds, strategy, query_mask, alpha_rule, alpha_per)
+        solutions = (
+            constant_alphas(rounds, rows, alpha_per, probs)
+            if strategy == "constant"
+            else _solve_rounds(solved_on, outputs, rounds, strategy, query_mask, alpha_rule, alpha_per)
+        )
         identity = torch.eye(num_heads, dtype=dtype, device=probs.device)[None, :, :, None]
         mixing = compose_rounds([s.clipped for s in solutions], rounds, identity.expand(batch, -1, -1, num_weights))
     if alpha_per == "map":
@@ -136,14 +141,14 @@ def mix_heads(teacher_probs: Tensor, mixing: Tensor, *, check: bool = True) -> T
     check_probs(teacher_probs, "teacher_probs", check=check, row_sums="at_most_one")
     check_real(mixing, "mixing", check=check)
     batch, num_heads, rows, _ = teacher_probs.shape
-    shape = tuple(mixing.shape)
-    if len(shape) not in (3, 4) or shape[0] != batch or shape[2] != num_heads or shape[3:] not in ((), (rows,)):
-        raise ShdError(
-            "argument-shape",
-            f"mixing must be (B, H_s, H_t) or (B, H_s, H_t, L) with B={batch}, H_t={num_heads}, L={rows}; "
-            f"got {shape}",
-            "MIX-3",
-        )
+    fit = mixing.ndim in (3, 4) and mixing.shape[0] == batch and mixing.shape[2] == num_heads
+    check_shapes(
+        fit and tuple(mixing.shape[3:]) in ((), (rows,)),
+        "maps (B, H_t, L, S) must have a mixing (B, H_s, H_t) or (B, H_s, H_t, L)",
+        "MIX-3",
+        teacher_probs,
+        mixing,
+    )
     dtype = compute_dtype(teacher_probs, mixing)
     weights = mixing.to(dtype)
     if check:
@@ -245,13 +250,8 @@ def _solve_rounds(
     alpha_per: str,
 ) -> list[AlphaSolution]:
     """Run the plan, a round at once (MIX-4, MIX-5)."""
-    batch, _, rows, _ = probs.shape
     solutions = []
     for number, one_round in enumerate(rounds):
-        if strategy == "constant":
-            half = probs.new_full((batch, len(one_round), rows)[: 2 + (alpha_per == "row")], 0.5)
-            solutions.append(AlphaSolution(half, half, torch.zeros_like(half, dtype=torch.bool)))
-            continue
         first, second = [p for p, _ in one_round], [q for _, q in one_round]
         solution = solve_pairs(
             probs[:, first],
@@ -263,12 +263,10 @@ def _solve_rounds(
             alpha_per=alpha_per,
         )
         if strategy == "hard":
-            # E is a parabola around alpha: the nearer of 0 and 1 is the better; ties keep p (MIX-5).
-            chosen = (solution.raw >= 0.5).to(probs.dtype)
-            solution = solution._replace(raw=chosen, clipped=chosen)
+            solution = solution.hardened()
         solutions.append(solution)
         if number + 1 < len(rounds):  # only alphas of a later round read the pool
-            probs = _merge_round(probs, one_round, solution.clipped.reshape(batch, len(one_round), -1, 1))
+            probs = _merge_round(probs, one_round, solution.clipped.reshape(len(probs), len(one_round), -1, 1))
             outputs = _merge_round(outputs, one_round, None)
     return solutions
 
@@ -283,6 +281,11 @@ def _residual(
     student_head = [next(h for h, group in enumerate(groups) if t in group) for t in range(probs.shape[1])]
     target = torch.einsum("btls,btsd->bld", probs, outputs)
     error = torch.einsum("btls,btsd->bld", merged[:, student_head] - probs, outputs)
+    return relative_error(error, target, query_mask)
+
+
+def relative_error(error: Tensor, target: Tensor, query_mask: Tensor | None) -> Tensor:
+    """The Frobenius norm of an error over that of its target ``(B, L, D)``, per sample over counted rows."""
     if query_mask is not None:
         target, error = (t.masked_fill(~query_mask[:, :, None], 0.0) for t in (target, error))
     error_norm, norm = (torch.linalg.vector_norm(t, dim=(1, 2)) for t in (error, target))

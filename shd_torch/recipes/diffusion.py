@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shd_ref.errors import ShdError
 from shd_ref.integers import check_integer, check_number
-from shd_torch.checks import check_real, compute_dtype
+from shd_torch.checks import check_real, check_shapes, compute_dtype
 from shd_torch.precision import without_autocast
 from shd_torch.recipes.terms import SHD, Term, Terms, check_integers, check_weight, join
 
@@ -216,25 +216,22 @@ def _schedule(betas: Tensor | None, t: Tensor, like: Tensor, check: bool) -> _Ta
 def _check_same_shape(x0: Tensor, noise: Tensor, check: bool) -> None:
     for name, value in (("x0", x0), ("noise", noise)):
         check_real(value, name, check=check)
-    if x0.shape != noise.shape or x0.ndim < 2:
-        raise ShdError(
-            "argument-shape",
-            f"x0 and noise must share one shape (B, C, ...); got {tuple(x0.shape)} and {tuple(noise.shape)}",
-            "REC-28",
-        )
+    fit = x0.shape == noise.shape and x0.ndim >= 2
+    check_shapes(fit, "x0 and noise must share one shape (B, C, ...)", "REC-28", x0, noise)
 
 
 def _split(output: Tensor, name: str, x0: Tensor, check: bool) -> tuple[Tensor, Tensor | None]:
     """Epsilon and, where there are twice the channels, the range; in the dtype of ``x0``."""
     check_real(output, name, check=check)
-    channels, shape = x0.shape[1], tuple(x0.shape)
-    fits = output.ndim == x0.ndim and (output.shape[0], *output.shape[2:]) == (shape[0], *shape[2:])
-    if not fits or output.shape[1] not in (channels, 2 * channels):
-        raise ShdError(
-            "argument-shape",
-            f"{name} must be {shape}, or have twice the channels where it holds a range; got {tuple(output.shape)}",
-            "REC-29",
-        )
+    channels = x0.shape[1]
+    fit = output.ndim == x0.ndim and (output.shape[0], *output.shape[2:]) == (x0.shape[0], *x0.shape[2:])
+    check_shapes(
+        fit and output.shape[1] in (channels, 2 * channels),
+        f"{name} must be as x0, or have twice the channels where it holds a range",
+        "REC-29",
+        output,
+        x0,
+    )
     wide = output.to(x0.dtype)
     return wide[:, :channels], wide[:, channels:] if output.shape[1] > channels else None
 

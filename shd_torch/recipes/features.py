@@ -12,7 +12,7 @@ from torch.nn.utils.parametrizations import orthogonal
 
 from shd_ref.errors import ShdError
 from shd_ref.integers import check_number
-from shd_torch.checks import check_real, compute_dtype
+from shd_torch.checks import check_real, check_shapes, compute_dtype
 from shd_torch.kd import kd_loss
 from shd_torch.kd.rows import Targets
 from shd_torch.precision import without_autocast
@@ -132,12 +132,8 @@ class ViTKD(nn.Module):
             for (side, width), value in zip(widths.items(), pair, strict=True):
                 check_real(value, f"{side}_{name}", check=check, ndim=3, layer=layer)
                 if tuple(value.shape) != (*rows, width):
-                    raise ShdError(
-                        "argument-shape",
-                        f"{side}_{name} must be {(*rows, width)}, patch tokens alone, in every layer; "
-                        f"got {tuple(value.shape)}",
-                        "REC-16",
-                    )
+                    rule = f"{side}_{name} must be {(*rows, width)}, patch tokens alone, in every layer"
+                    raise ShdError("argument-shape", f"{rule}; got {tuple(value.shape)}", "REC-16")
 
 
 def _squares(student: Tensor, teacher: Tensor) -> Tensor:
@@ -150,9 +146,8 @@ def _removed_tokens(noise: Tensor, shape: tuple[int, int], part: float) -> Tenso
     """``(B, N)``, True = removed: all but the ``floor(N (1 - part))`` with the smallest noise."""
     check_real(noise, "noise", check=False)
     if tuple(noise.shape) != shape:
-        raise ShdError(
-            "argument-shape", f"noise must be one number per token {shape}; got {tuple(noise.shape)}", "REC-17"
-        )
+        message = f"noise must be one number per token {shape}; got {tuple(noise.shape)}"
+        raise ShdError("argument-shape", message, "REC-17")
     kept = noise.argsort(dim=1, stable=True)[:, : int(shape[1] * (1 - part))]
     return torch.ones(shape, dtype=torch.bool, device=noise.device).scatter(1, kept, False)
 
@@ -248,13 +243,9 @@ def vkd(
     dtype = compute_dtype(student_features, projection)
     student = student_features.to(dtype).mean(1)
     teacher = _pool(teacher_features.detach().to(student.device, dtype))
-    if tuple(projection.shape) != (teacher.shape[-1], student.shape[-1]) or len(student) != len(teacher):
-        raise ShdError(
-            "argument-shape",
-            f"projection must be (D_t, D_s) = {(teacher.shape[-1], student.shape[-1])}, and both features of one "
-            f"batch; got {tuple(projection.shape)}, {len(student)} and {len(teacher)} samples",
-            "REC-19",
-        )
+    fit = tuple(projection.shape) == (teacher.shape[-1], student.shape[-1]) and len(student) == len(teacher)
+    rule = "projection must be (D_t, D_s), and both features of one batch"
+    check_shapes(fit, rule, "REC-19", projection, teacher_features, student_features)
     target = F.layer_norm(teacher, teacher.shape[-1:], eps=LAYER_NORM_EPSILON)
     features = F.smooth_l1_loss(F.linear(student, projection.to(dtype)), target)
     return join(
@@ -322,10 +313,6 @@ def _standardised(rows: Tensor) -> Tensor:
 
 def _pool(features: Tensor) -> Tensor:
     """One vector a sample ``(B, D_t)``: the mean over positions."""
-    if features.ndim not in (3, 4):
-        raise ShdError(
-            "argument-shape",
-            f"teacher_features must be (B, D_t, h, w), or tokens (B, M, D_t); got {tuple(features.shape)}",
-            "REC-19",
-        )
+    rule = "teacher_features must be (B, D_t, h, w), or tokens (B, M, D_t)"
+    check_shapes(features.ndim in (3, 4), rule, "REC-19", features)
     return features.mean(1) if features.ndim == 3 else features.mean((2, 3))

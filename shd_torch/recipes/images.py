@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shd_ref.errors import ShdError
-from shd_torch.checks import check_temperature, compute_dtype
+from shd_torch.checks import check_shapes, check_temperature, compute_dtype
 from shd_torch.kd import kd_loss
 from shd_torch.kd.rows import Targets
-from shd_torch.kd.targets import check_logits
 from shd_torch.precision import without_autocast
 from shd_torch.recipes.terms import (
     SHD,
@@ -17,6 +15,7 @@ from shd_torch.recipes.terms import (
     Term,
     Terms,
     as_labels,
+    check_alike,
     check_share,
     check_weight,
     first_largest,
@@ -96,14 +95,8 @@ def deit_hard(
     """
     weight = check_share("kd_weight", kd_weight)
     checked = check_tokens(student_logits, labels, distillation_logits, "deit_hard", check)
-    check_logits(teacher_logits, "teacher_logits", check=check)
-    if teacher_logits.shape != distillation_logits.shape:
-        raise ShdError(
-            "argument-shape",
-            f"teacher_logits must be {tuple(distillation_logits.shape)}, as the student's; "
-            f"got {tuple(teacher_logits.shape)}",
-            "REC-13",
-        )
+    models = {"teacher_logits": teacher_logits, "distillation_logits": distillation_logits}
+    check_alike("(B, C)", "REC-13", check=check, **models)
     decided = Labels(first_largest(teacher_logits.detach().to(distillation_logits.device)), None, None)
     return join(
         shd,
@@ -116,15 +109,8 @@ def check_tokens(
     student_logits: Tensor, labels: Tensor, distillation_logits: Tensor, recipe: str, check: bool
 ) -> Labels:
     """Labels of two tokens' logits, which share one shape (REC-12)."""
-    for name, logits in (("student_logits", student_logits), ("distillation_logits", distillation_logits)):
-        check_logits(logits, name, check=check)
-    if distillation_logits.shape != student_logits.shape:
-        raise ShdError(
-            "argument-shape",
-            f"distillation_logits must be {tuple(student_logits.shape)}, as student_logits; "
-            f"got {tuple(distillation_logits.shape)}",
-            "REC-12",
-        )
+    tokens = {"student_logits": student_logits, "distillation_logits": distillation_logits}
+    check_alike("(B, C)", "REC-12", check=check, **tokens)
     return as_labels(labels, student_logits, check=check, all_count=recipe)
 
 
@@ -159,15 +145,10 @@ def nkd(
         ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``, ``not-a-distribution``.
     """
     weight, temperature = check_weight("nontarget_weight", nontarget_weight), check_temperature(temperature)
-    for name, logits in (("student_logits", student_logits), ("teacher_logits", teacher_logits)):
-        check_logits(logits, name, check=check)
-    if student_logits.shape != teacher_logits.shape or student_logits.shape[-1] < 2:
-        raise ShdError(
-            "argument-shape",
-            "student_logits and teacher_logits must share one shape (B, C) with two classes at least; "
-            f"got {tuple(student_logits.shape)} and {tuple(teacher_logits.shape)}",
-            "REC-10",
-        )
+    check_alike("(B, C)", "REC-10", check=check, student_logits=student_logits, teacher_logits=teacher_logits)
+    check_shapes(
+        student_logits.shape[-1] > 1, "student_logits must have two classes at least", "REC-10", student_logits
+    )
     checked = as_labels(labels, student_logits, check=check, all_count="nkd")
     dtype, at = compute_dtype(student_logits), checked.classes[..., None]
     z, u = student_logits.to(dtype), teacher_logits.detach().to(student_logits.device, dtype)

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 
 from shd_ref.errors import ShdError
 from shd_ref.integers import check_number
-from shd_torch.checks import check_mask, check_option, check_real, compute_dtype
+from shd_torch.checks import check_mask, check_option, check_real, check_shapes, compute_dtype
 from shd_torch.kd import kd_loss
-from shd_torch.kd.targets import check_logits
 from shd_torch.precision import without_autocast
-from shd_torch.recipes.terms import SHD, Term, Terms, check_integers, check_share, check_weight, join
+from shd_torch.recipes.terms import SHD, Term, Terms, check_alike, check_integers, check_share, check_weight, join
 
 
 class TeacherMixture:
@@ -246,15 +245,8 @@ def _check_text(
     student_logits: Tensor, teacher_logits: Tensor, tokens: Tensor, mask: Tensor, check: bool
 ) -> tuple[Tensor, Tensor]:
     """Ids and mask ``(B, R)`` on the student's device; ids of rows that do not count are 0."""
-    for name, logits in (("student_logits", student_logits), ("teacher_logits", teacher_logits)):
-        check_logits(logits, name, check=check)
-    if student_logits.ndim != 3 or student_logits.shape != teacher_logits.shape:
-        raise ShdError(
-            "argument-shape",
-            "student_logits and teacher_logits must share one shape (B, R, V); "
-            f"got {tuple(student_logits.shape)} and {tuple(teacher_logits.shape)}",
-            "REC-21",
-        )
+    check_alike("(B, R, V)", "REC-21", check=check, student_logits=student_logits, teacher_logits=teacher_logits)
+    check_shapes(student_logits.ndim == 3, "student_logits must be (B, R, V)", "REC-21", student_logits)
     rows, size = tuple(student_logits.shape[:2]), student_logits.shape[2]
     check_integers(tokens, "tokens", rows, "REC-21")
     check_mask(mask, "mask", rows)

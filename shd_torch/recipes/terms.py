@@ -15,8 +15,9 @@ from shd_ref.errors import ShdError
 from shd_ref.integers import check_number
 from shd_ref.tolerances import row_sum_tolerance
 from shd_torch.capture.capture import Captured
-from shd_torch.checks import check_real, compute_dtype
+from shd_torch.checks import INTEGERS, REALS, check_dtype, check_real, check_shapes, compute_dtype
 from shd_torch.kd import TopkTargets, kd_loss
+from shd_torch.kd.targets import check_logits
 from shd_torch.teacher.online import LayerKeywords, OnlineSupervision, Teaching, layer_kls
 
 
@@ -127,17 +128,22 @@ def check_share(name: str, value: Any) -> float:
 
 def check_integers(value: Any, name: str, shape: tuple[int, ...], spec_id: str) -> None:
     """A tensor of integers of this shape."""
-    if not isinstance(value, Tensor) or value.dtype not in _INTEGERS:
-        kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
-        raise ShdError("argument-dtype", f"{name} must be a tensor of integers; got {kind}", spec_id)
+    check_dtype(value, INTEGERS, f"{name} must be a tensor of integers", spec_id)
     if tuple(value.shape) != shape:
         raise ShdError("argument-shape", f"{name} must have shape {shape}; got {tuple(value.shape)}", spec_id)
 
 
+def check_alike(axes: str, spec_id: str, *, check: bool, **logits: Tensor) -> None:
+    """Logits of two models or tokens, by the arguments' names, which share one shape."""
+    for name, value in logits.items():
+        check_logits(value, name, check=check)
+    first, second = logits.values()
+    rule = f"{' and '.join(logits)} must share one shape {axes}"
+    check_shapes(first.shape == second.shape, rule, spec_id, first, second)
+
+
 IGNORED = -100
 """The hard label of a row that does not count (REC-4)."""
-
-_INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
 
 class Labels(NamedTuple):
@@ -151,29 +157,18 @@ class Labels(NamedTuple):
 def as_labels(
     labels: Tensor, logits: Tensor, *, check: bool, shift: bool = False, all_count: str | None = None
 ) -> Labels:
-    """Checked labels for these logits ``(..., C)``, moved to the rows that predict them with ``shift``.
+    """Checked classes ``(...)`` or distributions ``(..., C)`` for these logits ``(..., C)``.
 
-    Args:
-        labels: classes ``(...)`` or distributions ``(..., C)``.
-        logits: that they belong to.
-        check: validate the values, which costs a device sync.
-        shift: row t of ``(B, L, C)`` has the label at t + 1.
-        all_count: a recipe of which every row counts, so that -100 is refused in its name.
+    With ``shift`` row t of ``(B, L, C)`` has the label at t + 1; of a recipe ``all_count`` every row counts, so that
+    -100 is refused in its name.
     """
     rows = tuple(logits.shape[:-1])
-    if not isinstance(labels, Tensor) or labels.dtype == torch.bool:
-        kind = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
-        raise ShdError("argument-dtype", f"labels must be a tensor of classes or of floats; got {kind}", "REC-4")
+    check_dtype(labels, REALS, "labels must be a tensor of classes or of floats", "REC-4")
     if labels.dtype.is_floating_point and labels.shape == logits.shape:
         if shift:
             raise ShdError("argument-shape", "labels must be hard, (B, L), to be shifted; got soft ones", "REC-6")
         return _soft(labels, logits, check)
-    if labels.dtype not in _INTEGERS:
-        raise ShdError(
-            "argument-dtype",
-            f"labels must be integers, or floats {tuple(logits.shape)}; got {labels.dtype} {tuple(labels.shape)}",
-            "REC-4",
-        )
+    check_dtype(labels, INTEGERS, "labels must be integers, or floats of the logits' shape", "REC-4")
     if tuple(labels.shape) != rows:
         raise ShdError(
             "argument-shape", f"labels must have the shape of the rows {rows}; got {tuple(labels.shape)}", "REC-4"

@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from shd_ref.errors import ShdError
 from shd_ref.merging.plans import MergePlan, merge_plan, plan_groups
-from shd_torch.checks import check_mask, check_option, check_real
-from shd_torch.maps.alpha import ALPHA_PER, ALPHA_RULES, AlphaSolution
-from shd_torch.maps.gram import gram_of_products, merge_gram, solve_gram_pair
-from shd_torch.maps.mixing import STRATEGIES, compose_rounds
+from shd_torch.checks import check_option
+from shd_torch.maps.alpha import ALPHA_PER, ALPHA_RULES, AlphaSolution, constant_alphas
+from shd_torch.maps.gram import gram_of_products, merge_gram, solve_gram_pair, split_projection
+from shd_torch.maps.mixing import STRATEGIES, compose_rounds, relative_error
 from shd_torch.precision import without_autocast
 from shd_torch.supervision.factored import Factored
 from shd_torch.supervision.fused import expand_heads
@@ -88,7 +87,7 @@ def squeeze_factored(
     check_option("strategy", strategy, STRATEGIES, "MIX-2")
     check_option("alpha_rule", alpha_rule, ALPHA_RULES, "ALPHA-4")
     check_option("alpha_per", alpha_per, ALPHA_PER, "ALPHA-9")
-    projection = check_factors(teacher, values, output_projection, query_mask, check=check)
+    projection = _check_factors(teacher, values, output_projection, query_mask, check=check)
     teacher = teacher.unmixed()
     rounds = merge_plan(teacher.num_heads, num_student_heads, "progressive" if plan is None else plan)
     groups = plan_groups(rounds, teacher.num_heads)
@@ -99,7 +98,7 @@ def squeeze_factored(
         mixing = _identity(teacher, alpha_per).mean(1, keepdim=True).expand(-1, num_student_heads, -1, -1)
     else:
         if strategy == "constant":
-            solutions = _halves(teacher, rounds, alpha_per)
+            solutions = constant_alphas(rounds, teacher.shape[2], alpha_per, teacher.mixing)
         else:
             grams = _grams(products, groups, projection, query_mask, alpha_per)
             solutions = _solve_rounds(grams, groups, rounds, strategy, alpha_rule)
@@ -155,13 +154,6 @@ def _identity(teacher: Factored, alpha_per: str) -> Tensor:
     return teacher.mixing[..., None].expand(batch, heads, heads, rows if alpha_per == "row" else 1)
 
 
-def _halves(teacher: Factored, rounds: MergePlan, alpha_per: str) -> list[AlphaSolution]:
-    batch, _, rows, _ = teacher.shape
-    sizes = [(batch, len(pairs), rows)[: 2 + (alpha_per == "row")] for pairs in rounds]
-    halves = [torch.full(size, 0.5, dtype=teacher.dtype, device=teacher.device) for size in sizes]
-    return [AlphaSolution(half, half, torch.zeros_like(half, dtype=torch.bool)) for half in halves]
-
-
 def _solve_rounds(
     grams: list[Tensor], groups: Sequence[Sequence[int]], rounds: MergePlan, strategy: str, alpha_rule: str
 ) -> list[AlphaSolution]:
@@ -178,9 +170,7 @@ def _solve_rounds(
             at = order.index(first), order.index(second)
             solution = solve_gram_pair(gram, *at, alpha_rule)
             if strategy == "hard":
-                # E is a parabola around alpha: the nearer of 0 and 1 is the better; ties keep p (MIX-5).
-                chosen = (solution.raw >= 0.5).to(gram.dtype)
-                solution = solution._replace(raw=chosen, clipped=chosen)
+                solution = solution.hardened()
             round_solutions.append(solution)
             grams[number] = merge_gram(gram, *at, solution.clipped, check=False)
             orders[number] = [fresh, *(name for name in order if name not in (first, second))]
@@ -220,12 +210,7 @@ def _residual(
             merged = torch.einsum("bil,bijld->bjld", weights, products[head])
         error += torch.einsum("bjld,jdm->blm", (merged - own).double(), projection[members])
         target += torch.einsum("bjld,jdm->blm", own.double(), projection[members])
-    if query_mask is not None:
-        target, error = (tensor.masked_fill(~query_mask[:, :, None], 0.0) for tensor in (target, error))
-    error_norm, norm = (torch.linalg.vector_norm(tensor, dim=(1, 2)) for tensor in (error, target))
-    # 0 / 0 is no error; anything else over 0 stays infinite.
-    residual = torch.where((norm == 0) & (error_norm == 0), error_norm, error_norm / norm)
-    return residual.to(teacher.dtype)
+    return relative_error(error, target, query_mask).to(teacher.dtype)
 
 
 @torch.no_grad()
@@ -258,7 +243,7 @@ def gram_tensor_from_qk(
     Source: silent. Decision: D-22.
     """
     check_option("alpha_per", alpha_per, ALPHA_PER, "ALPHA-9")
-    projection = check_factors(teacher, values, output_projection, query_mask, check=check)
+    projection = _check_factors(teacher, values, output_projection, query_mask, check=check)
     heads = projection.shape[0]
     maps, group = teacher.unmixed(), heads // values.shape[1]
     read = [maps.apply_to(values[:, head : head + 1]) for head in range(values.shape[1])]  # (B, H_t, L, d_v) each
@@ -266,24 +251,12 @@ def gram_tensor_from_qk(
     return gram_of_products(products.double(), projection, query_mask, alpha_per)
 
 
-def check_factors(
+def _check_factors(
     teacher: Factored, values: Tensor, output_projection: Tensor, query_mask: Tensor | None, *, check: bool
 ) -> Tensor:
-    """Teacher, values and output projection must fit; the projection ``(H_t, d_v, D)``, float64 (GRAM-6)."""
-    check_real(values, "values", check=check, ndim=4)
-    check_real(output_projection, "output_projection", check=check, ndim=2)
-    batch, heads, rows, _ = teacher.queries.shape
-    num_kv_heads, width = values.shape[1], values.shape[3]
-    fits = values.shape[0] == batch and values.shape[2] == teacher.keys.shape[2]
-    if not fits or num_kv_heads == 0 or heads % num_kv_heads or output_projection.shape[0] != heads * width:
-        raise ShdError(
-            "argument-shape",
-            "the teacher's queries (B, H_t, L, d), values (B, H_kv, S, d_v) and output_projection (H_t * d_v, D) "
-            f"must fit; got {tuple(teacher.queries.shape)}, {tuple(values.shape)}, {tuple(output_projection.shape)}",
-            "GRAM-6",
-        )
-    if query_mask is not None:
-        check_mask(query_mask, "query_mask", (batch, rows))
+    """The projection by heads, see ``split_projection``; the teacher's queries and keys are looked at with it."""
+    maps = (*teacher.queries.shape[:3], teacher.keys.shape[2])
+    projection = split_projection(maps, values, output_projection, query_mask, check=check)
     if check:
         teacher.check(None, 0)  # also rows that do not count (MAP-5)
-    return output_projection.detach().double().reshape(heads, width, -1)
+    return projection
