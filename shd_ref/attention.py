@@ -53,11 +53,8 @@ def mask_logits(logits: Array, attn_mask: ArrayLike | None) -> Array:
     try:
         mask = np.broadcast_to(mask, logits.shape)
     except ValueError:
-        raise ShdError(
-            "argument-shape",
-            f"attn_mask must broadcast to the logits' shape {logits.shape}; got {mask.shape}",
-            "MAP-2",
-        ) from None
+        message = f"attn_mask must broadcast to the logits' shape {logits.shape}; got {mask.shape}"
+        raise ShdError("argument-shape", message, "MAP-2") from None
     return np.where(mask, logits, -np.inf)
 
 
@@ -112,11 +109,8 @@ def value_outputs(values: ArrayLike, output_projection: ArrayLike) -> Array:
     w = as_float(output_projection, "output_projection", ndim=2)
     num_kv_heads, d_v = v.shape[1], v.shape[3]
     if w.shape[0] == 0 or w.shape[0] % (num_kv_heads * d_v):
-        raise ShdError(
-            "argument-shape",
-            f"output_projection must have a multiple of H_kv * d_v = {num_kv_heads} * {d_v} rows; got {w.shape[0]}",
-            "MAP-6",
-        )
+        rule = f"output_projection must have a multiple of H_kv * d_v = {num_kv_heads} * {d_v} rows"
+        raise ShdError("argument-shape", f"{rule}; got {w.shape[0]}", "MAP-6")
     num_heads = w.shape[0] // d_v
     v = np.repeat(v, num_heads // num_kv_heads, axis=1)  # (B, H_t, S, d_v)
     outputs: Array = np.einsum("bhsv,hvd->bhsd", v, w.reshape(num_heads, d_v, -1))
@@ -143,11 +137,8 @@ def check_probs(
     check_axes(probs, name)
     if probs.size and probs.min() < 0.0:
         where = _first(probs < 0.0)
-        raise ShdError(
-            "not-a-distribution",
-            f"{name} must be at least 0; got {probs[where]:.6g} at {_place(where, probs.ndim, layer)}",
-            "MAP-3",
-        )
+        message = f"{name} must be at least 0; got {probs[where]:.6g} at {_place(where, probs.ndim, layer)}"
+        raise ShdError("not-a-distribution", message, "MAP-3")
     sums = probs.sum(axis=-1)  # (..., L)
     wrong = sums - 1.0 > tolerance
     if row_sums == "one":
@@ -155,11 +146,10 @@ def check_probs(
     if query_mask is not None:
         wrong &= query_mask[:, None, :]
     if wrong.any():
-        where = _first(wrong)
+        rule, spec_id = f"rows that sum to 1 within {tolerance:g}, or to exactly 0 where fully masked", "MAP-3"
         if row_sums == "at_most_one":
             rule, spec_id = f"rows that sum to at most 1 within {tolerance:g}", "MAP-9"
-        else:
-            rule, spec_id = f"rows that sum to 1 within {tolerance:g}, or to exactly 0 where fully masked", "MAP-3"
+        where = _first(wrong)
         position = _place(where, probs.ndim, layer)
         raise ShdError("not-a-distribution", f"{name} must have {rule}; got {sums[where]:.6g} at {position}", spec_id)
     return probs
@@ -199,9 +189,8 @@ def as_mask(value: ArrayLike, name: str, shape: tuple[int, ...] | None = None) -
     """A boolean mask of the given shape; integers and floats are refused, never guessed (MAP-7)."""
     mask = np.asarray(value)
     if mask.dtype != np.bool_:
-        raise ShdError(
-            "argument-dtype", f"{name} must be boolean (True = counts / may attend); got dtype {mask.dtype}", "MAP-7"
-        )
+        message = f"{name} must be boolean (True = counts / may attend); got dtype {mask.dtype}"
+        raise ShdError("argument-dtype", message, "MAP-7")
     if shape is not None and mask.shape != shape:
         raise ShdError("argument-shape", f"{name} must have shape {shape}; got {mask.shape}", "MAP-7")
     return mask

@@ -6,7 +6,8 @@ which argument broke which rule, with what value, and what to do next.
 
 from __future__ import annotations
 
-from typing import Final
+import importlib
+from typing import Any, Final
 
 ERROR_CODES: Final[dict[str, str]] = {
     # The meaning (every implementation raises these; ERR-2).
@@ -62,3 +63,11 @@ class ShdError(ValueError):
     def __reduce__(self) -> tuple[type[ShdError], tuple[str, str, None], dict[str, str | None]]:
         # Errors cross process borders (data-loader workers): keep code and text.
         return type(self), (self.code, str(self), None), {"spec_id": self.spec_id}
+
+
+def import_package(name: str, message: str, spec_id: str | None = None) -> Any:
+    """An optional module, imported by the call that needs it; ``dependency-missing`` with this message."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ShdError("dependency-missing", message, spec_id) from error

@@ -104,10 +104,6 @@ def _check_qk(queries: ArrayLike, keys: ArrayLike, layer: int) -> tuple[Array, A
     q = as_float(queries, "queries", ndim=4, layer=layer)
     k = as_float(keys, "keys", ndim=4, layer=layer)
     if k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3] or not k.shape[1] or q.shape[1] % k.shape[1]:
-        raise ShdError(
-            "argument-shape",
-            f"keys must be (B, H_kv, S, d) with B={q.shape[0]}, d={q.shape[3]} and H_kv a divisor of {q.shape[1]} "
-            f"in layer {layer}; got {k.shape}",
-            "GRAD-5",
-        )
+        fit = f"B={q.shape[0]}, d={q.shape[3]} and H_kv a divisor of {q.shape[1]} in layer {layer}"
+        raise ShdError("argument-shape", f"keys must be (B, H_kv, S, d) with {fit}; got {k.shape}", "GRAD-5")
     return q, k

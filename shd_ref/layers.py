@@ -32,12 +32,8 @@ def layer_map(
     if pairs is not None:
         return _check_pairs(pairs, num_teacher_layers, num_student_layers)
     if num_student_layers > num_teacher_layers:
-        raise ShdError(
-            "layers-invalid",
-            f"num_student_layers must be at most num_teacher_layers={num_teacher_layers}; got "
-            f"{num_student_layers}: give explicit pairs",
-            "LAYER-2",
-        )
+        rule = f"num_student_layers must be at most num_teacher_layers={num_teacher_layers}"
+        raise ShdError("layers-invalid", f"{rule}; got {num_student_layers}: give explicit pairs", "LAYER-2")
     return tuple(
         # floor(s * L_t / L_s + 1/2) in integers, then zero-based
         (s - 1, (2 * s * num_teacher_layers + num_student_layers) // (2 * num_student_layers) - 1)
@@ -61,18 +57,13 @@ def _check_pairs(
     try:
         index_pairs = [(as_index(student), as_index(teacher)) for student, teacher in pairs]
     except (TypeError, ValueError):
-        raise ShdError(
-            "layers-invalid", f"pairs must hold (student_layer, teacher_layer), integers; got {pairs!r}", "LAYER-4"
-        ) from None
+        message = f"pairs must hold (student_layer, teacher_layer), integers; got {pairs!r}"
+        raise ShdError("layers-invalid", message, "LAYER-4") from None
     seen: set[int] = set()
     for student, teacher in index_pairs:
         if not (0 <= student < num_student_layers and 0 <= teacher < num_teacher_layers):
-            raise ShdError(
-                "layers-invalid",
-                f"pairs must lie in 0..{num_student_layers - 1} and 0..{num_teacher_layers - 1}; "
-                f"got ({student}, {teacher})",
-                "LAYER-4",
-            )
+            rule = f"pairs must lie in 0..{num_student_layers - 1} and 0..{num_teacher_layers - 1}"
+            raise ShdError("layers-invalid", f"{rule}; got ({student}, {teacher})", "LAYER-4")
         if student in seen:
             raise ShdError("layers-invalid", f"pairs must name student layer {student} once; got it twice", "LAYER-4")
         seen.add(student)

@@ -200,9 +200,6 @@ def as_layers(**arrays: Layers) -> list[list[ArrayLike]]:
     counts = [len(value) if isinstance(value, list | tuple) else None for value in arrays.values()]
     if len(set(counts)) > 1 or counts[0] == 0:
         got = ", ".join("one array" if count is None else f"a list of {count}" for count in counts)
-        raise ShdError(
-            "argument-shape",
-            f"{', '.join(arrays)} must be one array each, or equally long lists with one array per layer; got {got}",
-            "LOSS-3",
-        )
+        rule = f"{', '.join(arrays)} must be one array each, or equally long lists with one array per layer"
+        raise ShdError("argument-shape", f"{rule}; got {got}", "LOSS-3")
     return [[*value] if isinstance(value, list | tuple) else [np.asarray(value)] for value in arrays.values()]

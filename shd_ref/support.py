@@ -77,12 +77,8 @@ def check_layer(
     logits = as_float(student_logits, "student_logits", ndim=4, allow_minus_inf=True, layer=layer)
     batch, heads, rows, _ = logits.shape
     if np.shape(supervision) != logits.shape:
-        raise ShdError(
-            "argument-shape",
-            f"supervision and student_logits must share one shape (B, H_s, L, S) in layer {layer}; "
-            f"got {np.shape(supervision)} and {logits.shape}",
-            "LOSS-3",
-        )
+        rule = f"supervision and student_logits must share one shape (B, H_s, L, S) in layer {layer}"
+        raise ShdError("argument-shape", f"{rule}; got {np.shape(supervision)} and {logits.shape}", "LOSS-3")
     row_mask = None if loss_mask is None else as_mask(loss_mask, "loss_mask", (batch, rows))
     teacher = check_probs(supervision, "supervision", query_mask=row_mask, layer=layer, row_sums=row_sums)
     counted = np.ones((batch, rows), dtype=np.bool_) if row_mask is None else row_mask
@@ -94,23 +90,16 @@ def check_support(teacher: Array, may_attend: Mask, counted: Mask, *, divergence
     outside = (teacher > 0.0) & ~may_attend & counted[..., None]
     if outside.any():
         value, position = _first(teacher, outside, layer)
-        raise ShdError(
-            "support-mismatch",
-            f"supervision must be 0 where the student may not attend; got {value:.6g} at {position}: "
-            "teacher and student must share one mask",
-            "LOSS-6",
-        )
+        rule = f"supervision must be 0 where the student may not attend; got {value:.6g} at {position}"
+        raise ShdError("support-mismatch", f"{rule}: teacher and student must share one mask", "LOSS-6")
     if divergence != "reverse_kl":
         return
     empty = (teacher == 0.0) & may_attend & counted[..., None]
     if empty.any():
         _, position = _first(teacher, empty, layer)
-        raise ShdError(
-            "support-mismatch",
-            f"supervision must be above 0 where the student may attend, for reverse_kl is infinite otherwise; "
-            f"got 0 at {position}: js is the divergence for maps with zeros",
-            "LOSS-13",
-        )
+        rule = "supervision must be above 0 where the student may attend, for reverse_kl is infinite otherwise"
+        message = f"{rule}; got 0 at {position}: js is the divergence for maps with zeros"
+        raise ShdError("support-mismatch", message, "LOSS-13")
 
 
 def _first(teacher: Array, where: Mask, layer: int) -> tuple[float, str]:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shd_ref.cache.storage.strict_json import read_json
+from shd_ref.cache.storage.documents import read_json
 from shd_ref.errors import ShdError
 from shd_ref.tolerances import load_tolerances
 

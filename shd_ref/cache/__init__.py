@@ -8,14 +8,18 @@ Start reading with ``forms``. Needs numpy and xxhash; imports no deep-learning f
 from shd_ref.cache.codecs.codecs import (
     CODECS,
     DEFAULT_CODEC,
+    SUPPORTS,
     check_codes,
     code_bits,
     code_dtype,
     code_values,
     decode,
     encode,
+    pack,
+    packed_size,
     sqrt8_table,
     u4_table,
+    unpack,
 )
 from shd_ref.cache.codecs.compression import COMPRESSIONS
 from shd_ref.cache.codecs.distortion import (
@@ -41,7 +45,6 @@ from shd_ref.cache.codecs.factored import (
     row_bounds,
     unpack_factors,
 )
-from shd_ref.cache.codecs.packing import SUPPORTS, pack, packed_size, unpack
 from shd_ref.cache.documents.keys import dataset_fingerprint, sample_key, trim_inputs, trim_sample
 from shd_ref.cache.documents.manifest import (
     FORMAT_VERSION,

@@ -20,20 +20,16 @@ import json
 import os
 import tarfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shd_ref.cache.documents.manifest import Manifest
 from shd_ref.cache.documents.receipts import Receipt, Record
-from shd_ref.cache.forms.form import StoredRecord
 from shd_ref.cache.reader import CacheReader
 from shd_ref.cache.storage.drafts import DraftFolder, drafting, output_path, part_folder
-from shd_ref.cache.storage.layout import MANIFEST_NAME, RECEIPTS_NAME
-from shd_ref.cache.storage.places import Folder
+from shd_ref.cache.storage.places import MANIFEST_NAME, RECEIPTS_NAME, Folder
 from shd_ref.cache.storage.storage import write_errors
 from shd_ref.errors import ShdError
 
@@ -70,10 +66,11 @@ def export_webdataset(
     drafts = part_folder(folder / "export")  # inside, as nothing else need be writable
     _check_folder(folder, reader.manifest, drafts)
     written = present = samples = size = 0
+    part = drafts / "file"
     shards = reader.manifest.shards.num_shards
     with DraftFolder(drafts):
         if not (folder / MANIFEST_NAME).exists():
-            with drafting(folder / MANIFEST_NAME, drafts / "file") as draft:
+            with drafting(folder / MANIFEST_NAME, part) as draft:
                 draft.write_bytes(reader.manifest.to_bytes())
         for shard in range(shards):
             path = folder / f"{shard:06d}.tar"
@@ -81,8 +78,9 @@ def export_webdataset(
             if _is_whole(path, records):
                 present += 1
             else:
-                with drafting(path, drafts / "file") as draft:
-                    _write_tar(draft, reader, records)
+                with drafting(path, part) as draft, tarfile.open(draft, "x:", format=tarfile.USTAR_FORMAT) as tar:
+                    for record in records:
+                        _add_record(tar, reader, record)
                 samples += len(records)
                 written, size = written + 1, size + path.stat().st_size
             if on_progress is not None:
@@ -96,12 +94,9 @@ def _check_folder(folder: Path, manifest: Manifest, drafts: Path) -> None:
     if path.exists() and not (folder / RECEIPTS_NAME).exists():  # a cache has the same manifest, and is not an export
         existing = Manifest.read(folder)
         if existing.id != manifest.id:
-            raise ShdError(
-                "cache-mismatch",
-                f"{folder} holds the export of another cache (export -> cache): "
-                f"{'; '.join(existing.differences(manifest))}: choose another folder (--out)",
-                "CACHE-24",
-            )
+            differences = "; ".join(existing.differences(manifest))
+            message = f"{folder} holds the export of another cache (export -> cache): {differences}"
+            raise ShdError("cache-mismatch", message + ": choose another folder (--out)", "CACHE-24")
         return
     with write_errors(folder):
         is_taken = folder.exists() and (not folder.is_dir() or any(child != drafts for child in folder.iterdir()))
@@ -124,26 +119,16 @@ def _is_whole(path: Path, records: Sequence[Record]) -> bool:
     return names == expected and length == -(-end // tarfile.RECORDSIZE) * tarfile.RECORDSIZE
 
 
-def _write_tar(path: Path, reader: CacheReader, records: Sequence[Record]) -> None:
-    with tarfile.open(path, "x:", format=tarfile.USTAR_FORMAT) as tar:
-        for record in records:
-            # By key, which equal samples share: what is read is the same, except for the index.
-            _add_record(tar, reader, replace(reader.read(record.key), index=record.index, seed=record.seed))
-
-
-def _add_record(tar: tarfile.TarFile, reader: CacheReader, record: StoredRecord) -> None:
+def _add_record(tar: tarfile.TarFile, reader: CacheReader, record: Record) -> None:
     name = f"{record.index:08d}-{record.key}"
+    stored = reader.read(record.key)  # of equal samples, which share a key, that of the first
     for form in reader.manifest.forms:
-        for array_name, array in form.arrays(record):
-            _add_array(tar, f"{name}.{array_name}.npy", array)
+        for array_name, array in form.arrays(stored):
+            buffer = io.BytesIO()
+            np.save(buffer, np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")), allow_pickle=False)
+            _add_file(tar, f"{name}.{array_name}.npy", buffer.getvalue())
     about = {"index": record.index, "key": record.key, "length": record.length, "seed": record.seed}
     _add_file(tar, f"{name}.json", json.dumps(about).encode())
-
-
-def _add_array(tar: tarfile.TarFile, name: str, array: NDArray[Any]) -> None:
-    buffer = io.BytesIO()
-    np.save(buffer, np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")), allow_pickle=False)
-    _add_file(tar, name, buffer.getvalue())
 
 
 def _add_file(tar: tarfile.TarFile, name: str, data: bytes) -> None:

@@ -12,8 +12,14 @@ from shd_ref.cache.documents.manifest import FORMAT_VERSION, Manifest
 from shd_ref.cache.documents.receipts import Errors, Receipt, Seal
 from shd_ref.cache.forms.form import Form
 from shd_ref.cache.shards import check_shard_size
-from shd_ref.cache.storage.layout import RECEIPTS_NAME, SEAL_NAME, committed_shards, receipt_name
-from shd_ref.cache.storage.places import Folder, open_storage
+from shd_ref.cache.storage.places import (
+    RECEIPTS_NAME,
+    SEAL_NAME,
+    Folder,
+    committed_shards,
+    open_storage,
+    receipt_name,
+)
 from shd_ref.errors import ShdError
 
 
@@ -71,6 +77,15 @@ class CacheListing:
     def to_json(self) -> dict[str, Any]:
         """The stable form of ``shd ls --json``; missing shards are a list of [first, last]."""
         manifest = self.manifest
+        forms = {
+            form.SUBJECT: {
+                "coded": self.coded_by_form[form.SUBJECT],
+                "as_float32": self.float32_by_form[form.SUBJECT],
+                "rows": self.rows_by_form[form.SUBJECT],
+                "row_of": form.unit,
+            }
+            for form in manifest.forms
+        }
         return {
             "folder": str(self.folder),
             "id": manifest.id,
@@ -96,15 +111,7 @@ class CacheListing:
                 "shards": self.shard_bytes,
                 "coded": self.coded_bytes,
                 "as_float32": self.float32_bytes,
-                "forms": {
-                    form.SUBJECT: {
-                        "coded": self.coded_by_form[form.SUBJECT],
-                        "as_float32": self.float32_by_form[form.SUBJECT],
-                        "rows": self.rows_by_form[form.SUBJECT],
-                        "row_of": form.unit,
-                    }
-                    for form in manifest.forms
-                },
+                "forms": forms,
             },
             "errors": {name: vars(error) for name, error in self.errors.items()},
         }
@@ -142,36 +149,31 @@ def list_cache(folder: Folder) -> CacheListing:
 
     written: list[int] = []
     errors: list[Errors] = []
-    samples = skipped = shard_bytes = positions = 0
-    coded_by_form: Counter[str] = Counter()
-    float32_by_form: Counter[str] = Counter()
-    rows_by_form: Counter[str] = Counter()
+    counts = dict.fromkeys(("samples", "skipped", "shard_bytes", "positions"), 0)
+    by_form = (Counter[str](), Counter[str](), Counter[str]())
     for shard, receipt in zip(committed, storage.map(read, committed), strict=True):
         if isinstance(receipt, ShdError):
             damaged.append(f"{receipt_name(shard)}: {receipt}")
             continue
         written.append(shard)
         errors.append(receipt.errors)
-        samples += len(receipt.records)
-        skipped += len(receipt.skipped)
-        shard_bytes += receipt.size
-        for total, more in zip((coded_by_form, float32_by_form, rows_by_form), receipt.sizes(manifest), strict=True):
+        counts["samples"] += len(receipt.records)
+        counts["skipped"] += len(receipt.skipped)
+        counts["shard_bytes"] += receipt.size
+        counts["positions"] += sum(record.length for record in receipt.records)
+        for total, more in zip(by_form, receipt.sizes(manifest), strict=True):
             total.update(more)
-        positions += sum(record.length for record in receipt.records)
     return CacheListing(
         folder=storage.root,
         manifest=manifest,
         sealed=sealed,
         written=tuple(written),
         damaged=tuple(damaged),
-        samples=samples,
-        skipped=skipped,
-        shard_bytes=shard_bytes,
-        coded_by_form=coded_by_form,
-        float32_by_form=float32_by_form,
-        rows_by_form=rows_by_form,
-        positions=positions,
+        coded_by_form=by_form[0],
+        float32_by_form=by_form[1],
+        rows_by_form=by_form[2],
         errors=Errors.merged(errors),
+        **counts,
     )
 
 

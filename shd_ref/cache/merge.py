@@ -12,9 +12,15 @@ from shd_ref.cache.documents.receipts import Receipt
 from shd_ref.cache.shards import ShardFile, check_shard_size
 from shd_ref.cache.storage.checksums import RunningHash
 from shd_ref.cache.storage.documents import checksum_of
-from shd_ref.cache.storage.layout import RECEIPTS_NAME, committed_shards, receipt_name, shard_name
 from shd_ref.cache.storage.local import LocalStorage
-from shd_ref.cache.storage.places import Folder, open_storage
+from shd_ref.cache.storage.places import (
+    RECEIPTS_NAME,
+    Folder,
+    committed_shards,
+    open_storage,
+    receipt_name,
+    shard_name,
+)
 from shd_ref.cache.storage.storage import PendingFile, Storage, write_errors
 from shd_ref.cache.writer import CacheWriter
 from shd_ref.errors import ShdError
@@ -99,12 +105,9 @@ def _common_manifest(sources: Sequence[Storage]) -> Manifest:
     first, *others = [Manifest.read(source) for source in sources]
     for source, manifest in zip(sources[1:], others, strict=True):
         if manifest.id != first.id:
-            raise ShdError(
-                "cache-mismatch",
-                f"{source.root} must be of the same job as {sources[0].root}; they differ in (first -> this): "
-                f"{'; '.join(first.differences(manifest))}: merge only caches with one manifest",
-                "CACHE-52",
-            )
+            differences = f"they differ in (first -> this): {'; '.join(first.differences(manifest))}"
+            message = f"{source.root} must be of the same job as {sources[0].root}; {differences}"
+            raise ShdError("cache-mismatch", message + ": merge only caches with one manifest", "CACHE-52")
     return first
 
 
@@ -127,20 +130,13 @@ def _find_offers(
             if checksum is not None:
                 expected, holder = first_seen.setdefault(shard, (checksum, source))
                 if checksum != expected:
-                    raise _conflict(shard, holder, source)
+                    places = " and ".join(str(one.locate(receipt_name(shard))) for one in (holder, source))
+                    message = f"shard {shard} must be the same wherever it is held; {places} differ"
+                    remedy = "it was made twice, so remove one of the two receipts with its shard"
+                    raise ShdError("cache-mismatch", f"{message}: {remedy}", "CACHE-63")
             if shard in missing:
                 offers.setdefault(shard, []).append(source)
     return offers
-
-
-def _conflict(shard: int, first: Storage, second: Storage) -> ShdError:
-    name = receipt_name(shard)
-    return ShdError(
-        "cache-mismatch",
-        f"shard {shard} must be the same wherever it is held; {first.locate(name)} and {second.locate(name)} differ: "
-        "it was made twice, so remove one of the two receipts with its shard",
-        "CACHE-63",
-    )
 
 
 def _take_over(
@@ -171,19 +167,14 @@ def _copy_bytes(source: Storage, receipt: Receipt, copy: PendingFile) -> None:
         whole.update(data)
         copy.write(data)
     if whole.hexdigest() != receipt.xxh3_128:
-        raise ShdError(
-            "cache-corrupt",
-            f"{file.path}: XXH3-128 of the file must be {receipt.xxh3_128}; got {whole.hexdigest()}: restore the "
-            f"file, or delete {source.locate(receipt_name(receipt.shard))} and write the shard again",
-            "CACHE-90",
-        )
+        message = f"{file.path}: XXH3-128 of the file must be {receipt.xxh3_128}; got {whole.hexdigest()}"
+        remedy = f"restore the file, or delete {source.locate(receipt_name(receipt.shard))} and write the shard again"
+        raise ShdError("cache-corrupt", f"{message}: {remedy}", "CACHE-90")
     copy.sync()
 
 
 def _open_copy(source: Storage, target: Storage, shard: int, link: bool) -> PendingFile:
-    name = shard_name(shard)
+    linked = None
     if link and isinstance(source, LocalStorage) and isinstance(target, LocalStorage):
-        linked = target.pending_link(name, source)
-        if linked is not None:
-            return linked
-    return target.pending(name)
+        linked = target.pending_link(shard_name(shard), source)
+    return linked or target.pending(shard_name(shard))

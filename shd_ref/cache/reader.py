@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Final, TypeAlias
 
@@ -21,13 +20,22 @@ from shd_ref.cache.forms.table import ROWS
 from shd_ref.cache.shards import ShardFile, check_shard_size
 from shd_ref.cache.storage.checksums import hex_64, xxh3_64
 from shd_ref.cache.storage.documents import checksum_of
-from shd_ref.cache.storage.layout import RECEIPTS_NAME, SEAL_NAME, committed_shards, receipt_name
-from shd_ref.cache.storage.places import Folder, open_storage
+from shd_ref.cache.storage.places import (
+    RECEIPTS_NAME,
+    SEAL_NAME,
+    Folder,
+    committed_shards,
+    open_storage,
+    receipt_name,
+)
 from shd_ref.errors import ShdError
 from shd_ref.kd.codes import SampledTargets, TopkTargets
 
 Choice: TypeAlias = Iterable[int] | bool | None
 """What to read of a form: some of its layers, all of it (None and True), or nothing."""
+
+Spans: TypeAlias = list[tuple[int, int, int]]
+"""Start, end and XXH3-64 of each part of a record."""
 
 OPEN_SHARDS: Final = 32
 """Shard files that a reader keeps open."""
@@ -139,7 +147,6 @@ class CacheReader:
         """
         coded = [number for name, choice in self._choices(layers, choices) for number in self._parts_of(name, choice)]
         positions = [self._find(key) for key in keys]
-        places = [_Place(position, *self._where[position].tolist()) for position in positions]
         starts, stops, _ = self._spans[positions][:, coded].T.astype(np.int64)
         ends = list(accumulate((stops - starts).ravel().tolist(), initial=0))
         if self.manifest.compression == "none":
@@ -147,14 +154,13 @@ class CacheReader:
             slots = [buffer[start:end] for start, end in pairwise(ends)]
         else:
             slots = [np.empty(end - start, np.uint8) for start, end in pairwise(ends)]
-        order = sorted(range(len(keys)), key=lambda number: (places[number].shard, places[number].position))
-        records = self._storage.map(
-            lambda number: self._read_place(
-                keys[number], places[number], dict(zip(coded, slots[number :: len(keys)], strict=True))
-            ),
-            order,
-        )
-        by_number = dict(zip(order, records, strict=True))
+        order = sorted(range(len(keys)), key=positions.__getitem__)  # by shard, and in stored order
+
+        def read(number: int) -> StoredRecord:
+            parts = dict(zip(coded, slots[number :: len(keys)], strict=True))
+            return self._read(keys[number], positions[number], parts)
+
+        by_number = dict(zip(order, self._storage.map(read, order), strict=True))
         return [by_number[number] for number in range(len(keys))]
 
     def decode(self, record: StoredRecord, layer: int) -> NDArray[np.float32]:
@@ -196,8 +202,7 @@ class CacheReader:
     def _choices(self, layers: Iterable[int] | None, choices: Mapping[str, Choice]) -> list[tuple[str, Choice]]:
         """By the keyword of each form in the table what to read of it."""
         names = dict.fromkeys(row.form.CHOICE for row in ROWS)
-        unknown = sorted(choices.keys() - names.keys())
-        if unknown:
+        if unknown := sorted(choices.keys() - names.keys()):
             raise ShdError("argument-value", f"a form must be one of {', '.join(names)}; got {unknown}", "CACHE-81")
         options = {"layers": layers, **choices}
         return [(name, options.get(name)) for name in names]
@@ -205,11 +210,8 @@ class CacheReader:
     def _parts_of(self, name: str, choice: Choice) -> list[int]:
         """Numbers of the coded parts of a form that are asked for, by the keyword of its choice."""
         chosen = {form.SUBJECT for form in self.manifest.forms if name == form.CHOICE}
-        held = {
-            part.layer: number
-            for number, part in enumerate(self.manifest.parts)
-            if part.subject in chosen and part.dtype == U8
-        }
+        coded = [number for number, part in enumerate(self.manifest.parts) if part.dtype == U8]
+        held = {part.layer: number for number in coded if (part := self.manifest.parts[number]).subject in chosen}
         if choice is None or isinstance(choice, bool):
             return [] if choice is False else list(held.values())
         for layer in choice:
@@ -279,78 +281,50 @@ class CacheReader:
             advice = "the cache is partial: write the rest"
         raise ShdError("sample-missing", f"{self.folder} must hold sample {key}; it does not: {advice}", "CACHE-82")
 
-    def _read_place(self, key: str, place: _Place, coded: dict[int, NDArray[np.uint8]]) -> StoredRecord:
+    def _read(self, key: str, position: int, coded: dict[int, NDArray[np.uint8]]) -> StoredRecord:
         """A record; its coded parts, by their numbers, fill the memory that is given for them."""
-        parts, spans = self.manifest.parts, self._spans[place.position].tolist()
-        shapes = tuple((rows, keys) for rows, keys in self._shapes[place.position].tolist())
-        sizes = self._part_shapes(Extent(place.length, place.first, shapes, place.decoder))
+        parts, spans = self.manifest.parts, self._spans[position].tolist()
+        shard, index, length, first, decoder = self._where[position].tolist()
+        shapes = tuple((rows, keys) for rows, keys in self._shapes[position].tolist())
+        sizes = self._part_shapes(Extent(length, first, shapes, decoder))
         floats = {
             number: np.empty(spans[number][1] - spans[number][0], np.uint8)
             for number, part in enumerate(parts)
             if part.dtype == F32 and spans[number][1]
         }
         stored = floats | coded
-        self._read_blobs(place, list(stored), [spans[number] for number in stored], list(stored.values()))
-        values: dict[str, NDArray[Any]] = {
-            parts[number].name: _floats(data, sizes[number]) for number, data in floats.items()
-        }
+        self._read_blobs(shard, index, stored, spans)
+        values: dict[str, NDArray[Any]] = {}
+        for number, data in floats.items():
+            numbers = data.view("<f4").astype(np.float32, copy=False)
+            values[parts[number].name] = numbers.reshape(sizes[number])
         for number, blob in coded.items():
-            where = f"{self.folder}: record {place.index} {parts[number].title}"
+            where = f"{self.folder}: record {index} {parts[number].title}"
             values[parts[number].name] = expand_blob(blob, sizes[number][0], where)
-        return StoredRecord(
-            index=place.index,
-            key=key,
-            length=place.length,
-            parts=values,
-            seed=self._seeds.get(place.index),
-            first=place.first,
-            shapes=shapes,
-            decoder=place.decoder,
-        )
+        return StoredRecord(index, key, length, values, self._seeds.get(index), first, shapes, decoder)
 
-    def _read_blobs(
-        self, place: _Place, numbers: list[int], spans: list[list[int]], parts: list[NDArray[np.uint8]]
-    ) -> None:
+    def _read_blobs(self, shard: int, index: int, stored: dict[int, NDArray[np.uint8]], spans: Spans) -> None:
         """Blobs of one record; those that lie side by side are fetched at once, to save requests."""
-        file = self._open(place.shard)
-        first = 0
-        while first < len(spans):
-            stop = first + 1
-            while stop < len(spans) and spans[stop][0] == spans[stop - 1][1]:
-                stop += 1
-            file.read_into(spans[first][0], parts[first:stop])
-            for number, (start, end, expected), blob in zip(
-                numbers[first:stop], spans[first:stop], parts[first:stop], strict=True
-            ):
-                digest = xxh3_64(blob)
+        file, rest = self._open(shard), list(stored)
+        while rest:
+            count = 1
+            while count < len(rest) and spans[rest[count]][0] == spans[rest[count - 1]][1]:
+                count += 1
+            together, rest = rest[:count], rest[count:]
+            file.read_into(spans[together[0]][0], [stored[number] for number in together])
+            for number in together:
+                (start, end, expected), digest = spans[number], xxh3_64(stored[number])
                 if digest != expected:
-                    name = self.manifest.parts[number].title
+                    where = f"{file.path}: record {index} {self.manifest.parts[number].title}: bytes {start} to {end}"
+                    receipt = self._storage.locate(receipt_name(shard))
                     raise ShdError(
                         "cache-corrupt",
-                        f"{file.path}: record {place.index} {name}: bytes {start} to {end} must have "
-                        f"XXH3-64 {hex_64(expected)}; got {hex_64(digest)}: restore the file, or delete "
-                        f"{self._storage.locate(receipt_name(place.shard))} and write the shard again",
+                        f"{where} must have XXH3-64 {hex_64(expected)}; got {hex_64(digest)}: restore the file, or "
+                        f"delete {receipt} and write the shard again",
                         "CACHE-81",
                     )
-            first = stop
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a record is."""
-
-    position: int  # among the reader's records
-    shard: int
-    index: int
-    length: int
-    first: int
-    decoder: int
-
-
-def _spans(record: Record) -> list[tuple[int, int, int]]:
+def _spans(record: Record) -> Spans:
     blobs = (blob or Blob(0, 0, "0") for blob in record.blobs)
     return [(blob.start, blob.end, int(blob.xxh3_64, 16)) for blob in blobs]
-
-
-def _floats(data: NDArray[np.uint8], shape: tuple[int, ...]) -> NDArray[np.float32]:
-    return data.view("<f4").astype(np.float32, copy=False).reshape(shape)

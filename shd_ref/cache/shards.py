@@ -7,7 +7,7 @@ import json
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,22 +19,12 @@ from shd_ref.cache.documents.receipts import Blob, Errors, Receipt, Record, Skip
 from shd_ref.cache.forms.form import F32, U8, Extent, NewRecord, misfit
 from shd_ref.cache.storage.checksums import RunningHash, hex_64, xxh3_64
 from shd_ref.cache.storage.documents import MAX_INTEGER
-from shd_ref.cache.storage.layout import shard_name, tensor_name
-from shd_ref.cache.storage.places import Folder, open_storage
+from shd_ref.cache.storage.places import Folder, open_storage, shard_name, tensor_name
 from shd_ref.cache.storage.storage import PendingFile
 from shd_ref.errors import ShdError
 
 _ALIGNMENT: Final = 8
 _Held = TypeVar("_Held")
-
-
-class Tensor(NamedTuple):
-    """One entry of a safetensors header."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    size: int
 
 
 @dataclass(frozen=True)
@@ -46,26 +36,24 @@ class Stored:
     sizes: tuple[int | None, ...]
 
 
-def shard_tensors(manifest: Manifest, records: Sequence[Stored | Record]) -> Iterator[Tensor]:
-    """Tensors in stored order (CACHE-40): float32 first, aligned, as readers map them in place."""
+def shard_header(manifest: Manifest, shard: int, records: Sequence[Stored | Record]) -> bytes:
+    """Eight bytes of header length, then the JSON header padded with spaces (CACHE-41).
+
+    Float32 tensors come first, aligned, as readers map them in place (CACHE-40).
+    """
+    members: dict[str, Any] = {
+        "__metadata__": {"format": f"shd-cache-{FORMAT_VERSION}", "manifest": manifest.id, "shard": str(shard)}
+    }
+    position = 0
     shapes = [manifest.part_shapes(record.extent) for record in records]
     for dtype in (F32, U8):
         for record, of_parts in zip(records, shapes, strict=True):
             for part, shape, size in zip(manifest.parts, of_parts, record.sizes, strict=True):
                 if part.dtype == dtype and size is not None:
+                    offsets, position = (position, position + size), position + size
                     held = shape if dtype == F32 else (size,)
-                    yield Tensor(tensor_name(record.index, part.name), dtype, held, size)
-
-
-def shard_header(manifest: Manifest, shard: int, tensors: Sequence[Tensor]) -> bytes:
-    """Eight bytes of header length, then the JSON header padded with spaces (CACHE-41)."""
-    members: dict[str, Any] = {
-        "__metadata__": {"format": f"shd-cache-{FORMAT_VERSION}", "manifest": manifest.id, "shard": str(shard)}
-    }
-    position = 0
-    for name, dtype, shape, size in tensors:
-        members[name] = {"dtype": dtype, "shape": shape, "data_offsets": (position, position + size)}
-        position += size
+                    name = tensor_name(record.index, part.name)
+                    members[name] = {"dtype": dtype, "shape": held, "data_offsets": offsets}
     header = json.dumps(members, separators=(",", ":")).encode("ascii")
     header += b" " * (-len(header) % _ALIGNMENT)
     return struct.pack("<Q", len(header)) + header
@@ -85,12 +73,8 @@ def check_record(record: NewRecord, manifest: Manifest) -> None:
     for form in manifest.forms:
         form.check(record)
     if (record.seed is None) != (manifest.inputs.seed is None) or not 0 <= (record.seed or 0) <= MAX_INTEGER:
-        raise ShdError(
-            "argument-value",
-            f"record {record.index}: seed must be 0 to {MAX_INTEGER} where the manifest names a column of seeds, "
-            f"else None; got {record.seed}",
-            "CACHE-50",
-        )
+        rule = f"seed must be 0 to {MAX_INTEGER} where the manifest names a column of seeds, else None"
+        raise ShdError("argument-value", f"record {record.index}: {rule}; got {record.seed}", "CACHE-50")
 
 
 def write_blobs(
@@ -113,7 +97,7 @@ def write_blobs(
         for record, values, blobs in zip(records, floats, coded, strict=True)
     ]
     stream = _HashedStream(file)
-    stream.write(shard_header(manifest, shard, list(shard_tensors(manifest, stored))))
+    stream.write(shard_header(manifest, shard, stored))
     float_places = [[None if data is None else stream.write(data) for data in values] for values in floats]
     coded_places = [[stream.write(data) for data in blobs] for blobs in coded]
     return Receipt(
@@ -140,9 +124,8 @@ def write_blobs(
 
 
 def _coded(record: NewRecord, manifest: Manifest) -> Iterator[NDArray[np.uint8]]:
-    for form in manifest.forms:
-        for blob in form.pack(record):
-            yield compress_blob(blob, manifest.compression)
+    blobs = (blob for form in manifest.forms for blob in form.pack(record))
+    return (compress_blob(blob, manifest.compression) for blob in blobs)
 
 
 def _bytes_of(values: NDArray[np.float32] | None) -> NDArray[np.uint8] | None:
@@ -192,30 +175,21 @@ class ShardFile:
     def __init__(self, folder: Folder, shard: int) -> None:
         storage = open_storage(folder)
         self.path = storage.locate(shard_name(shard))
-        try:
+        with _present(self.path):  # an object store tells at the first read
             self._file = storage.open(shard_name(shard))
-        except FileNotFoundError as error:
-            raise _incomplete(self.path, "it does not exist") from error
 
     def read(self, start: int, end: int) -> NDArray[np.uint8]:
         """Bytes ``start`` to ``end``, in memory of the caller's own."""
-        with self._found():
+        with _present(self.path):
             data = self._file.read(start, end)
         self._check_length(start, len(data), end - start)
         return data
 
     def read_into(self, start: int, parts: Sequence[NDArray[np.uint8]]) -> None:
         """Fill these arrays, one after another, with the bytes from ``start`` on."""
-        with self._found():
+        with _present(self.path):
             count = self._file.read_into(start, parts)
         self._check_length(start, count, sum(map(len, parts)))
-
-    @contextlib.contextmanager
-    def _found(self) -> Iterator[None]:
-        try:
-            yield
-        except FileNotFoundError as error:
-            raise _incomplete(self.path, "it does not exist") from error
 
     def _check_length(self, start: int, count: int, least: int) -> None:
         if count < least:
@@ -226,12 +200,18 @@ def check_shard_size(folder: Folder, receipt: Receipt) -> None:
     """Refuse a shard file that is absent or has another size than its receipt states (CACHE-80)."""
     storage = open_storage(folder)
     path = storage.locate(shard_name(receipt.shard))
-    try:
+    with _present(path):
         size = storage.size(shard_name(receipt.shard))
-    except FileNotFoundError as error:
-        raise _incomplete(path, "it does not exist") from error
     if size != receipt.size:
         raise _incomplete(path, f"it must have {receipt.size} bytes and has {size}")
+
+
+@contextlib.contextmanager
+def _present(path: object) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise _incomplete(path, "it does not exist") from error
 
 
 def _incomplete(path: object, problem: str) -> ShdError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -11,20 +12,21 @@ from numpy.typing import NDArray
 
 from shd_ref.cache.documents.manifest import Manifest
 from shd_ref.cache.documents.receipts import Receipt, Seal, check_fingerprint
-from shd_ref.cache.shards import ShardFile, check_shard_size, shard_header, shard_tensors
-from shd_ref.cache.storage.checksums import RunningHash
+from shd_ref.cache.shards import ShardFile, check_shard_size, shard_header
+from shd_ref.cache.storage.checksums import RunningHash, hex_64, xxh3_64
 from shd_ref.cache.storage.documents import checksum_of
-from shd_ref.cache.storage.layout import (
+from shd_ref.cache.storage.places import (
     HUB_NAMES,
     LOCK_NAME,
     MANIFEST_NAME,
     RECEIPTS_NAME,
     SEAL_NAME,
+    Folder,
     committed_shards,
+    open_storage,
     receipt_name,
     shard_name,
 )
-from shd_ref.cache.storage.places import Folder, open_storage
 from shd_ref.cache.storage.storage import Storage
 from shd_ref.errors import ShdError
 
@@ -90,12 +92,17 @@ class _Verification:
         self.report = VerifyReport()
 
     def run(self, on_progress: Callable[[int, int], None] | None) -> None:
-        try:
+        manifest = None
+        with self._noting(MANIFEST_NAME):
             manifest = Manifest.read(self.storage)
-        except ShdError as error:
-            self._note(error.code, MANIFEST_NAME, str(error))
+        if manifest is None:
             return  # nothing else can be judged without it
-        seal = self._read_seal(manifest)
+        seal = None
+        with self._noting(SEAL_NAME):
+            seal = Seal.read(self.storage, manifest)
+            self.report.sealed = seal is not None
+            if seal is None:
+                raise ShdError("cache-incomplete", "it does not exist: the cache is partial")
         committed = committed_shards(self._list_names(RECEIPTS_NAME))
         missing = manifest.shards.num_shards - len(committed)
         if missing > 0:
@@ -110,27 +117,15 @@ class _Verification:
             if on_progress is not None:
                 on_progress(done, len(committed))
         if len(receipts) == manifest.shards.num_shards:
-            self._check_keys(manifest, receipts)
+            with self._noting(MANIFEST_NAME):
+                check_fingerprint(self.storage.root, manifest, receipts)
         self._report_strays(committed)
 
-    def _read_seal(self, manifest: Manifest) -> Seal | None:
-        path = SEAL_NAME
-        try:
-            seal = Seal.read(self.storage, manifest)
-        except ShdError as error:
-            self._note(error.code, path, str(error))
-            return None
-        if seal is None:
-            self._note("cache-incomplete", path, "it does not exist: the cache is partial")
-        self.report.sealed = seal is not None
-        return seal
-
     def _check_shard(self, shard: int, manifest: Manifest, seal: Seal | None) -> Receipt | None:
-        path = receipt_name(shard)
-        try:
+        path, receipt = receipt_name(shard), None
+        with self._noting(path):
             receipt = Receipt.read(self.storage, shard, manifest)
-        except ShdError as error:
-            self._note(error.code, path, str(error))
+        if receipt is None:
             return None
         if seal is not None and seal.receipts[shard] != checksum_of(receipt):
             self._note("cache-corrupt", path, f"its checksum must be {seal.receipts[shard]}, as the seal states")
@@ -139,11 +134,9 @@ class _Verification:
         if indices != [i for i in planned if i not in left_out] or not left_out <= set(planned):
             self._note("cache-corrupt", path, "its records are not the samples of this shard, in order")
         known = len(self.report.problems)
-        try:
+        with self._noting(shard_name(shard)):
             check_shard_size(self.storage, receipt)
             self._check_bytes(receipt, manifest)
-        except ShdError as error:
-            self._note(error.code, shard_name(shard), str(error))
         if len(self.report.problems) == known:
             self.report.shards += 1
             self.report.records += len(receipt.records)
@@ -152,38 +145,30 @@ class _Verification:
 
     def _check_bytes(self, receipt: Receipt, manifest: Manifest) -> None:
         path = shard_name(receipt.shard)
-        header = shard_header(manifest, receipt.shard, list(shard_tensors(manifest, receipt.records)))
+        header = shard_header(manifest, receipt.shard, receipt.records)
         blobs = list(receipt.stored_parts(manifest))
         whole = RunningHash()
         file = _ReadAhead(ShardFile(self.storage, receipt.shard), receipt.size)
         start = blobs[0][2].start if blobs else receipt.size
-        actual = RunningHash()
-        for piece in file.pieces(start):
-            whole.update(piece)
-            actual.update(piece)
-        expected = RunningHash()
-        expected.update(header)
-        if len(header) != start or actual.hexdigest() != expected.hexdigest():
+
+        def digest(count: int) -> str:
+            """XXH3-64 of the next bytes, which the whole file's hash takes in too."""
+            running = RunningHash(64)
+            for piece in file.pieces(count):
+                whole.update(piece)
+                running.update(piece)
+            return running.hexdigest()
+
+        if digest(start) != hex_64(xxh3_64(header)) or len(header) != start:
             self._note("cache-corrupt", path, "its header must be the one that manifest and receipt imply")
         for record, part, blob in blobs:
-            held = RunningHash(64)
-            for piece in file.pieces(blob.end - blob.start):
-                whole.update(piece)
-                held.update(piece)
-            if held.hexdigest() != blob.xxh3_64:
-                message = (
-                    f"record {record.index} {part.title}: XXH3-64 must be {blob.xxh3_64}; got {held.hexdigest()}"
-                )
+            actual = digest(blob.end - blob.start)
+            if actual != blob.xxh3_64:
+                message = f"record {record.index} {part.title}: XXH3-64 must be {blob.xxh3_64}; got {actual}"
                 self._note("cache-corrupt", path, message, record.index)
         if whole.hexdigest() != receipt.xxh3_128:
             message = f"XXH3-128 of the file must be {receipt.xxh3_128}; got {whole.hexdigest()}"
             self._note("cache-corrupt", path, message)
-
-    def _check_keys(self, manifest: Manifest, receipts: list[Receipt]) -> None:
-        try:
-            check_fingerprint(self.storage.root, manifest, receipts)
-        except ShdError as error:
-            self._note(error.code, MANIFEST_NAME, str(error))
 
     def _report_strays(self, committed: list[int]) -> None:
         known = {MANIFEST_NAME, SEAL_NAME}
@@ -200,27 +185,31 @@ class _Verification:
                 self._note("cache-corrupt", name, message)
 
     def _is_empty(self, name: str) -> bool:
-        try:
-            return self.storage.size(name) == 0
-        except ShdError as error:
-            self._note(error.code, name, str(error))
-        except FileNotFoundError:  # a moment ago it was there
-            pass
-        return True
+        size = 0
+        with suppress(FileNotFoundError), self._noting(name):  # a moment ago it was there
+            size = self.storage.size(name)
+        return size == 0
 
     def _list_names(self, folder: str = "") -> list[str]:
+        names: list[str] = []
+        with self._noting(folder or "."):
+            names = self.storage.names(folder)
+        return names
+
+    @contextmanager
+    def _noting(self, name: str) -> Iterator[None]:
+        """Go on after an error, and report it of this file."""
         try:
-            return self.storage.names(folder)
+            yield
         except ShdError as error:
-            self._note(error.code, folder or ".", str(error))
-            return []
+            self._note(error.code, name, str(error))
 
     def _note(self, code: str, name: str, message: str, record: int | None = None) -> None:
         self.report.problems.append(Problem(code, name, record, message))
 
 
 class _ReadAhead:
-    """A shard file from its beginning to its end, in large pieces: however large a blob is, memory is bounded."""
+    """A shard file from beginning to end, in large pieces: however large a blob is, memory is bounded."""
 
     def __init__(self, file: ShardFile, size: int) -> None:
         self._file, self._size = file, size

@@ -10,8 +10,7 @@ from shd_ref.cache.documents.receipts import Errors, Receipt, Seal, Skipped, che
 from shd_ref.cache.forms.form import NewRecord
 from shd_ref.cache.shards import write_blobs
 from shd_ref.cache.storage.documents import checksum_of
-from shd_ref.cache.storage.layout import MANIFEST_NAME, SEAL_NAME, receipt_name, shard_name
-from shd_ref.cache.storage.places import Folder, open_storage
+from shd_ref.cache.storage.places import MANIFEST_NAME, SEAL_NAME, Folder, open_storage, receipt_name, shard_name
 from shd_ref.cache.storage.storage import PendingFile, Storage, write_errors
 from shd_ref.errors import ShdError
 
@@ -32,12 +31,9 @@ def check_free(storage: Storage) -> None:
 
 def other_job(folder: object, differences: Sequence[str]) -> ShdError:
     """The error for a cache of another job, with ``Manifest.differences``: ``cache-mismatch`` (CACHE-24)."""
-    return ShdError(
-        "cache-mismatch",
-        f"{folder} holds a cache made from something else (cache -> this job): {'; '.join(differences)}; "
-        "choose another folder (--out), or repeat the job as it was",
-        "CACHE-24",
-    )
+    what = f"{folder} holds a cache made from something else (cache -> this job): {'; '.join(differences)}"
+    remedy = "choose another folder (--out), or repeat the job as it was"
+    return ShdError("cache-mismatch", f"{what}; {remedy}", "CACHE-24")
 
 
 class CacheWriter:
@@ -57,23 +53,18 @@ class CacheWriter:
     """
 
     def __init__(self, folder: Folder, manifest: Manifest) -> None:
-        self._storage = open_storage(folder)
-        self.folder = self._storage.root
+        self.storage = open_storage(folder)
+        self.folder = self.storage.root
         self.manifest = manifest
-        check_free(self._storage)
+        check_free(self.storage)
         with write_errors(self.folder):
-            self._storage.prepare()
-            self._storage.create(MANIFEST_NAME, manifest.to_bytes())
-        held = Manifest.read(self._storage)
+            self.storage.prepare()
+            self.storage.create(MANIFEST_NAME, manifest.to_bytes())
+        held = Manifest.read(self.storage)
         if held.id != manifest.id:
             raise other_job(self.folder, held.differences(manifest))
         with write_errors(self.folder):
-            self._storage.remove_stale()
-
-    @property
-    def storage(self) -> Storage:
-        """Where the cache is written."""
-        return self._storage
+            self.storage.remove_stale()
 
     def missing_shards(self, shards: Sequence[int] | None = None) -> list[int]:
         """Shards without a valid receipt of this cache, or whose file size differs from the receipt.
@@ -82,7 +73,7 @@ class CacheWriter:
             shards: which to check; default all.
         """
         shards = range(self.manifest.shards.num_shards) if shards is None else shards
-        committed = self._storage.map(lambda shard: self._committed(shard) is not None, shards)
+        committed = self.storage.map(lambda shard: self._committed(shard) is not None, shards)
         return [shard for shard, is_committed in zip(shards, committed, strict=True) if not is_committed]
 
     def write_shard(
@@ -111,7 +102,7 @@ class CacheWriter:
         if committed is not None:
             return committed
         name = shard_name(shard)
-        with write_errors(self._storage.locate(name)), self._storage.pending(name) as shard_file:
+        with write_errors(self.storage.locate(name)), self.storage.pending(name) as shard_file:
             receipt = write_blobs(shard_file, self.manifest, shard, ordered, errors, left_out)
             shard_file.sync()
             return self.commit_file(shard_file, receipt)
@@ -122,10 +113,10 @@ class CacheWriter:
         Returns the committed receipt: an earlier one if the shard had been committed before. Raises ``write-failed``.
         """
         name = receipt_name(receipt.shard)
-        with write_errors(self._storage.locate(name)), self._storage.pending(name) as receipt_file:
+        with write_errors(self.storage.locate(name)), self.storage.pending(name) as receipt_file:
             receipt_file.write(receipt.to_bytes())
             receipt_file.sync()
-            with self._storage.exclusive():
+            with self.storage.exclusive():
                 return self._commit(shard_file, receipt_file, receipt)
 
     def seal(self) -> Seal:
@@ -136,33 +127,31 @@ class CacheWriter:
                 are not those of the data set in the manifest; ``write-failed``.
         """
         checksums: list[str] = []
-        with write_errors(self._storage.locate(SEAL_NAME)):
+        with write_errors(self.storage.locate(SEAL_NAME)):
             # Few receipts in memory at a time: those of a large cache do not fit together.
             check_fingerprint(self.folder, self.manifest, self._receipts(checksums))
             seal = Seal(
                 manifest=self.manifest.id, num_samples=self.manifest.dataset.num_samples, receipts=tuple(checksums)
             )
-            self._storage.write_whole(SEAL_NAME, seal.to_bytes())
+            self.storage.write_whole(SEAL_NAME, seal.to_bytes())
         return seal
 
     def _receipts(self, checksums: list[str]) -> Iterator[Receipt]:
         shards = range(self.manifest.shards.num_shards)
-        for shard, receipt in zip(shards, self._storage.map(self._committed, shards), strict=True):
+        for shard, receipt in zip(shards, self.storage.map(self._committed, shards), strict=True):
             if receipt is None:
                 missing = self.missing_shards(shards[shard:])
-                raise ShdError(
-                    "cache-incomplete",
-                    f"{self.folder} must hold all {len(shards)} shards before it is sealed; {len(missing)} are "
-                    f"missing, first shard {shard}: run the same shd precompute again, or shd merge the parts",
-                    "CACHE-55",
-                )
+                rule = f"{self.folder} must hold all {len(shards)} shards before it is sealed"
+                remedy = "run the same shd precompute again, or shd merge the parts"
+                message = f"{rule}; {len(missing)} are missing, first shard {shard}: {remedy}"
+                raise ShdError("cache-incomplete", message, "CACHE-55")
             checksums.append(checksum_of(receipt))
             yield receipt
 
     def _committed(self, shard: int) -> Receipt | None:
         try:
-            receipt = Receipt.read(self._storage, shard, self.manifest)
-            size = self._storage.size(shard_name(shard))
+            receipt = Receipt.read(self.storage, shard, self.manifest)
+            size = self.storage.size(shard_name(shard))
         except FileNotFoundError:
             pass
         except ShdError as error:
@@ -173,7 +162,7 @@ class CacheWriter:
             if size == receipt.size:
                 return receipt
         for name in (receipt_name(shard), shard_name(shard)):
-            self._storage.check_place(name)
+            self.storage.check_place(name)
         return None
 
     def _ordered(
@@ -181,21 +170,16 @@ class CacheWriter:
     ) -> tuple[list[NewRecord], list[Skipped]]:
         indices = self.manifest.shard_samples(shard)
         if skipped and self.manifest.on_error != "skip":
-            message = (
-                f"skipped must be empty where on_error is {self.manifest.on_error!r}; got {len(skipped)} samples"
-            )
+            message = f"skipped must be empty where on_error is {self.manifest.on_error!r}; got {len(skipped)}"
             raise ShdError("argument-value", message, "CACHE-51")
         samples: list[NewRecord | Skipped] = [*records, *skipped]
         by_index = {sample.index: sample for sample in samples}
         if len(by_index) != len(samples) or by_index.keys() != set(indices):
             unknown = sorted(by_index.keys() - set(indices))[:3]
             absent = sorted(set(indices) - by_index.keys())[:3]
-            raise ShdError(
-                "argument-value",
-                f"records of shard {shard} must be its {len(indices)} samples, once each; got {len(records)} records "
-                f"(not of this shard: {unknown}; absent: {absent})",
-                "CACHE-26",
-            )
+            rule = f"records of shard {shard} must be its {len(indices)} samples, once each; got {len(records)}"
+            message = f"{rule} (not of this shard: {unknown}; absent: {absent})"
+            raise ShdError("argument-value", message, "CACHE-26")
         ordered = [by_index[index] for index in indices]
         return (
             [sample for sample in ordered if isinstance(sample, NewRecord)],
@@ -208,13 +192,13 @@ class CacheWriter:
             return committed
         for _ in range(ATTEMPTS):
             # A shard that is written again makes a seal and a damaged receipt untrue: they go before it changes.
-            self._storage.remove(SEAL_NAME)
-            self._storage.remove(receipt_name(receipt.shard))
+            self.storage.remove(SEAL_NAME)
+            self.storage.remove(receipt_name(receipt.shard))
             shard_file.commit()
             receipt_file.commit()
             # Where there are no locks, a racing writer may have put its own shard between the two (CACHE-71).
             if shard_file.stands():
                 return receipt
-        self._storage.remove(receipt_name(receipt.shard))
+        self.storage.remove(receipt_name(receipt.shard))
         message = f"other writers replaced it {ATTEMPTS} times: let each process write its own shards (--shards i/n)"
-        raise ShdError("write-failed", f"{self._storage.locate(shard_name(receipt.shard))}: {message}", "CACHE-71")
+        raise ShdError("write-failed", f"{self.storage.locate(shard_name(receipt.shard))}: {message}", "CACHE-71")

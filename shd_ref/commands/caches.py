@@ -194,10 +194,8 @@ def export(
     """
     with show_progress("shards") as (on_progress,):
         summary = export_webdataset(cache, out, on_progress=on_progress)
-    console.say(
-        f"{format}: {summary.samples} samples in {summary.written} files written ({decimal(summary.bytes)}), "
-        f"{summary.present} files already existed"
-    )
+    written = f"{summary.samples} samples in {summary.written} files written ({decimal(summary.bytes)})"
+    console.say(f"{format}: {written}, {summary.present} files already existed")
     return {"folder": out, "format": format} | asdict(summary)
 
 

@@ -51,15 +51,14 @@ def conformance(context: typer.Context) -> None:
 
 def _parameter(action: argparse.Action) -> inspect.Parameter:
     """An option or argument of the judge as typer takes it; what it may be the judge decides."""
-    is_flag, is_list = action.nargs == 0, isinstance(action, argparse._AppendAction) or action.nargs == "*"
     metavar = "|".join(action.choices) if action.choices else str(action.metavar)
     text = f"{action.help}."[0].upper() + f"{action.help}."[1:]
     if not action.option_strings:
         return _keyword(action.dest, Annotated[list[str] | None, typer.Argument(help=text, metavar=metavar)], None)
-    if is_flag:
+    if action.nargs == 0:
         return _keyword(action.dest, Annotated[bool, typer.Option(*action.option_strings, help=text)], False)
     option = typer.Option(*action.option_strings, help=text, metavar=metavar)
-    kind: Any = list[str] if is_list else str
+    kind: Any = list[str] if isinstance(action, argparse._AppendAction) else str
     return _keyword(action.dest, Annotated[kind | None, option], None)
 
 

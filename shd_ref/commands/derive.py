@@ -231,9 +231,8 @@ class _Group:
         if self.is_optional and own[first] is None:
             for name, value in own.items():
                 if value != self.fields[name][1]:
-                    raise ShdError(
-                        "argument-value", f"{option_of(name)} must go with {option_of(first)}; got {value} without it"
-                    )
+                    message = f"{option_of(name)} must go with {option_of(first)}; got {value} without it"
+                    raise ShdError("argument-value", message)
             return None
         return self.cls(**own)
 

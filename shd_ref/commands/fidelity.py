@@ -44,12 +44,8 @@ def fidelity(
         heads: _command(teacher, inputs, report, result.setting, options, run)
         for heads, result in report.recommended().items()
     }
-    lost = (
-        None
-        if keep_report(teacher, report)
-        else f"{kept_path(teacher)} could not be written: the result is not saved"
-    )
-    print_remarks(source.remark, lost)
+    lost = f"{kept_path(teacher)} could not be written: the result is not saved"
+    print_remarks(source.remark, None if keep_report(teacher, report) else lost)
     for skipped in report.skipped:
         messages.say(f"left as it is: {skipped}")
     _print_report(teacher, report, commands)
@@ -72,11 +68,8 @@ def _print_report(teacher: Path, report: FidelityReport, commands: dict[int, str
             console.print(f"take: {_reason(report, heads)}", highlight=False)
             console.say(f"  {commands[heads]}")
     console.print()
-    console.print(
-        f"±: {CONFIDENCE:.0%} intervals over samples (Student's t); differences sample by sample, all of a table at "
-        "once",
-        highlight=False,
-    )
+    how = "intervals over samples (Student's t); differences sample by sample, all of a table at once"
+    console.print(f"±: {CONFIDENCE:.0%} {how}", highlight=False)
 
 
 def _table(report: FidelityReport, heads: int) -> Table:
@@ -118,10 +111,8 @@ def _reason(report: FidelityReport, heads: int) -> str:
         return f"{taken.setting.title}: the lowest {report.measure}, significant with {samples}"
     if taken is tied[0] and taken.excess_margin is not None:
         return f"{taken.setting.title}: the lowest {report.measure}, and no equally good setting has fewer options"
-    return (
-        f"{taken.setting.title}: the fewest options of {len(tied)} settings without significant differences on "
-        f"{samples} (more: --samples)"
-    )
+    tie = f"{len(tied)} settings without significant differences on {samples} (more: --samples)"
+    return f"{taken.setting.title}: the fewest options of {tie}"
 
 
 def _command(
@@ -147,11 +138,10 @@ def _command(
 
 def _document(teacher: Path, report: FidelityReport, commands: dict[int, str]) -> dict[str, Any]:
     """What ``--json`` prints."""
-    results = [
-        asdict(result.setting) | asdict(result) | {"indistinguishable": result.is_tied} for result in report.results
-    ]
-    for result in results:
-        del result["setting"]
+    results = []
+    for result in report.results:
+        members = asdict(result)
+        results.append(members.pop("setting") | members | {"indistinguishable": result.is_tied})
     return {
         "teacher": teacher.name,
         "graph_output": report.output,

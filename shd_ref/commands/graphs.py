@@ -98,13 +98,9 @@ def report_sites(
     for number, site in enumerate(sites):
         entry = {field: getattr(site, field) for field in _FIELDS}
         one = factors[number] if factors else None
-        entry["factored"] = one and {
-            "supported": one.supported,
-            "reason": one.reason,
-            "num_kv_heads": one.num_kv_heads if one.supported else None,
-            "d": one.d if one.supported else None,
-            "scale": one.scale if one.supported else None,
-        }
+        held = one if one and one.supported else None
+        sizes = {name: getattr(held, name, None) for name in ("num_kv_heads", "d", "scale")}
+        entry["factored"] = one and {"supported": one.supported, "reason": one.reason, **sizes}
         entries.append(entry)
     inputs = [
         {
@@ -140,9 +136,8 @@ def _table(teacher: Path, sites: Sequence[AttentionSite], factors: Sequence[Site
         kind = {True: "cross", False: "self", None: "?"}[site.cross]
         sizes = (site.num_heads, site.num_kv_heads, site.d_k, site.d_v, site.d_model)
         verdicts = [_verdict(site.supported), *(_verdict(one.supported) for one in factors[number : number + 1])]
-        table.add_row(
-            str(site.layer), kind, *("?" if size is None else str(size) for size in sizes), *verdicts, site.name
-        )
+        shown = ("?" if size is None else str(size) for size in sizes)
+        table.add_row(str(site.layer), kind, *shown, *verdicts, site.name)
     return table
 
 

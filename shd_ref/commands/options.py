@@ -96,11 +96,8 @@ def heads_of(
     """The numbers of heads, one at least, and the options; without attention the one number 0: ``argument-value``."""
     if not no_attention:
         if student_heads is None:
-            raise ShdError(
-                "argument-value",
-                "--student-heads must be given, or --student, unless only logits or hidden states are stored "
-                "(--no-attention)",
-            )
+            when = "unless only logits or hidden states are stored (--no-attention)"
+            raise ShdError("argument-value", f"--student-heads must be given, or --student, {when}")
         return student_heads, options
     if student_heads is not None:
         heads = ",".join(map(str, student_heads))

@@ -19,15 +19,12 @@ def read_list(
     if kind is int:
         least = 1 if least is None else least
         if not all(word.isdecimal() and int(word) >= least for word in parts):
-            raise ShdError(
-                "argument-value", f"{option} must be numbers from {least}, separated by commas: 4,6; got {text!r}"
-            )
+            message = f"{option} must be numbers from {least}, separated by commas: 4,6; got {text!r}"
+            raise ShdError("argument-value", message)
         return tuple(int(word) for word in parts)
     if not set(parts) <= set(choices):
-        raise ShdError(
-            "argument-value",
-            f"{option} must be one or several of {', '.join(choices)}, separated by commas; got {text!r}",
-        )
+        message = f"{option} must be one or several of {', '.join(choices)}, separated by commas; got {text!r}"
+        raise ShdError("argument-value", message)
     return tuple(parts)
 
 
@@ -42,12 +39,8 @@ def parse_student_layers(text: str | None) -> int | dict[str, int] | None:
     counts = {kind: int(number) if number.isdecimal() else 0 for kind, number in numbers.items()}
     known = counts.keys() <= set(KINDS) or counts.keys() == {""}
     if len(counts) != len(parts) or not known or min(counts.values()) < 1:
-        raise ShdError(
-            "argument-value",
-            f"--student-layers must be a number from 1, or one for each kind ({', '.join(KINDS)}) such as "
-            f"encoder=2,decoder=3,cross=3; got {text!r}",
-            "LAYER-2",
-        )
+        rule = f"a number from 1, or one for each kind ({', '.join(KINDS)}) such as encoder=2,decoder=3,cross=3"
+        raise ShdError("argument-value", f"--student-layers must be {rule}; got {text!r}", "LAYER-2")
     return counts.get("", counts)
 
 
@@ -59,9 +52,8 @@ def parse_layer_pairs(text: str | None) -> tuple[tuple[int, int], ...] | None:
         pairs = [pair.split(":") for pair in text.split(",")]
         return tuple((int(student), int(teacher)) for student, teacher in pairs)
     except ValueError:
-        raise ShdError(
-            "argument-value", f"--layer-pairs must be student:teacher pairs such as 0:3,1:7; got {text!r}", "LAYER-4"
-        ) from None
+        message = f"--layer-pairs must be student:teacher pairs such as 0:3,1:7; got {text!r}"
+        raise ShdError("argument-value", message, "LAYER-4") from None
 
 
 def parse_shards(text: str | None) -> tuple[int, int]:

@@ -95,9 +95,9 @@ def precompute_command(
     student: Path | None = None,
 ) -> str:
     """The command that makes a cache; ``student`` is the folder that heads, layers and plans were read from."""
-    without = (
-        ("num_student_heads", "form") if not options.has_attention else () if student is None else STUDENT_FIELDS
-    )
+    without: tuple[str, ...] = () if student is None else STUDENT_FIELDS
+    if not options.has_attention:
+        without = ("num_student_heads", "form")
     words = option_words(inputs, options, run, without=without)
     words += [] if options.has_attention else ["--no-attention"]
     words += [] if student is None else ["--student", str(student)]
@@ -107,12 +107,10 @@ def precompute_command(
 
 def _print_forecast(forecast: Forecast, num_student_heads: int, command: str | None) -> None:
     """What was found, what to do and why, and what training will need; without a command where no cache pays."""
-    heads, support = f"{num_student_heads} student heads", f", {forecast.support} support"
-    _say(
-        f"{heads if num_student_heads else 'no attention'}; {forecast.num_samples} samples, "
-        f"{forecast.mean_length:.0f} positions on average, {forecast.max_length} at most"
-        f"{support * bool(forecast.support)}"
-    )
+    heads = f"{num_student_heads} student heads" if num_student_heads else "no attention"
+    length = f"{forecast.mean_length:.0f} positions on average, {forecast.max_length} at most"
+    support = f", {forecast.support} support" if forecast.support else ""
+    _say(f"{heads}; {forecast.num_samples} samples, {length}{support}")
     if forecast.supplied:
         _say(f"added inputs: {forecast.supplied}")
     console.print(_table(forecast))
@@ -169,10 +167,8 @@ def _table(forecast: Forecast) -> Table:
 def _say_time(forecast: Forecast) -> None:
     duration = timedelta(seconds=max(1, round(forecast.squeeze_seconds * forecast.num_samples)))
     teacher, squeezed = 1000 * forecast.teacher_seconds, 1000 * forecast.squeeze_seconds
-    _say(
-        f"time: teacher {teacher:.3g} ms per sample, squeezed {squeezed:.3g} ms: {duration} in all on this machine "
-        f"(measured on {forecast.measured_samples} samples)"
-    )
+    times = f"teacher {teacher:.3g} ms per sample, squeezed {squeezed:.3g} ms: {duration} in all on this machine"
+    _say(f"time: {times} (measured on {forecast.measured_samples} samples)")
 
 
 def _say_memory(memory: TrainingMemory) -> None:
@@ -180,14 +176,12 @@ def _say_memory(memory: TrainingMemory) -> None:
         decimal(size).replace("bytes", "B")
         for size in (memory.student, memory.optimizer, memory.records, memory.term, memory.teacher)
     )
-    _say(
-        f"memory of a step of {memory.batch_size} samples of {memory.length} positions, in float32 with AdamW, "
-        "activations apart:"
-    )
+    step = f"{memory.batch_size} samples of {memory.length} positions"
+    _say(f"memory of a step of {step}, in float32 with AdamW, activations apart:")
     whose = ", as many as the teacher (set --student-parameters to change)" if memory.is_assumed else ""
+    parameters = f"{memory.student_parameters / 1e6:.3g} M parameters{whose}"
     _list(
-        f"student {student}, its gradients and optimizer {optimizer}: {memory.student_parameters / 1e6:.3g} M "
-        f"parameters{whose}",
+        f"student {student}, its gradients and optimizer {optimizer}: {parameters}",
         *([f"SHD term about {term}"] * bool(memory.term)),
         f"records {records}; a live teacher instead: {teacher}",
     )

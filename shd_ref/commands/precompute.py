@@ -104,10 +104,8 @@ def precompute(
         console.print(_summary_table(summary))
     for command in following or ["the other parts; the last one seals the cache (separate folders: shd merge)"]:
         console.say(f"next: {command}")
-    return [
-        {name: value for name, value in vars(summary).items() if name != "alphas"} | {"next": following}
-        for summary in summaries
-    ]
+    documents = [vars(summary) | {"next": following} for summary in summaries]
+    return [{name: value for name, value in members.items() if name != "alphas"} for members in documents]
 
 
 def _read_student(
@@ -120,17 +118,10 @@ def _read_student(
     values = {"num_student_heads": student_heads} | {name: options.keywords[name] for name in names}
     for name, value in values.items():
         if value is not None and value != getattr(PrecomputeOptions, name, None):
-            raise ShdError(
-                "argument-value",
-                f"{option_of(name)} must not be given with --student, which sets it; got {value!r}",
-                "STUDENT-6",
-            )
+            message = f"{option_of(name)} must not be given with --student, which sets it; got {value!r}"
+            raise ShdError("argument-value", message, "STUDENT-6")
     made = read_student(folder)
-    fixed: dict[str, Any] = {
-        "num_student_layers": made.num_layers,
-        "layer_pairs": made.layer_pairs,
-        "plans": made.plans,
-    }
+    fixed = {"num_student_layers": made.num_layers, "layer_pairs": made.layer_pairs, "plans": made.plans}
     return partial(options.func, **options.keywords | fixed), (made.num_heads,)
 
 
@@ -147,13 +138,11 @@ def _run_on_ray(
     from shd_ref.teacher.precompute.engine import precompute as precompute_caches
     from shd_ref.teacher.precompute.ray_engine import RayEngine
 
-    placed = [
-        (
-            cache if is_address(str(cache)) else Path(cache).absolute(),
-            replace(options, with_teachers=tuple(path.absolute() for path in options.with_teachers)),
-        )
-        for cache, options in students
-    ]
+    placed = []
+    for cache, options in students:
+        others = tuple(path.absolute() for path in options.with_teachers)
+        place = cache if is_address(str(cache)) else Path(cache).absolute()
+        placed.append((place, replace(options, with_teachers=others)))
     tokenizer = inputs.tokenizer and inputs.tokenizer.absolute()
     reopen = replace(inputs, inputs=inputs.inputs.absolute(), tokenizer=tokenizer).open
     return precompute_caches(teacher.absolute(), reopen, placed, run, engine=RayEngine(workers), **told)
@@ -181,11 +170,8 @@ def _summary_table(summary: PrecomputeSummary) -> Table:
         table.add_row("clipped", f"{summary.num_clipped} outside [0, 1]; {summary.num_degenerate} without preference")
     comparison = summary.comparison
     if comparison is not None:
-        table.add_row(
-            "residual",
-            f"{comparison.residual:.4f} of the attention output, constant merge {comparison.constant_residual:.4f} "
-            f"(of {summary.compared_samples} samples)",
-        )
+        constant = f"constant merge {comparison.constant_residual:.4f} (of {summary.compared_samples} samples)"
+        table.add_row("residual", f"{comparison.residual:.4f} of the attention output, {constant}")
     error, logits, hidden = (summary.errors.get(name) for name in ("attention", "logits", "hidden"))
     if isinstance(error, CodecError):
         codec = f"KL {error.kl_mean:.2g} nats per row (max {error.kl_max:.2g}), total variation {error.tv_mean:.2%}"
@@ -196,8 +182,6 @@ def _summary_table(summary: PrecomputeSummary) -> Table:
     if isinstance(hidden, HiddenError):
         table.add_row("hidden", f"{hidden.relative_mean:.2g} of a row's length (max {hidden.relative_max:.2g})")
     if comparison is not None:
-        table.add_row(
-            "graph = reference",
-            f"maps within {comparison.map_difference:.1g}, {comparison.code_mismatch:.3%} of codes differ",
-        )
+        difference = f"maps within {comparison.map_difference:.1g}, {comparison.code_mismatch:.3%} of codes differ"
+        table.add_row("graph = reference", difference)
     return table

@@ -83,13 +83,11 @@ class RowCode:
             "draws": 0 <= self.draws <= MAX_VOCABULARY and not (self.draws and self.head == self.vocab_size),
             "value_bits": 4 <= self.value_bits <= 16,
         }
+        ranges = "vocab_size 1 to 2^24, head 0 to vocab_size, draws of at least 0 (0 with a whole head)"
         for name, fits in in_range.items():
             if not fits:
-                raise ShdError(
-                    "argument-value",
-                    f"a code of rows needs vocab_size 1 to 2^24, head 0 to vocab_size, draws of at least 0 (0 with "
-                    f"a whole head) and value_bits 4 to 16; got {name} = {getattr(self, name)}",
-                )
+                message = f"a code of rows needs {ranges} and value_bits 4 to 16; got {name} = {getattr(self, name)}"
+                raise ShdError("argument-value", message)
         if not self.head and not self.draws:
             raise ShdError("argument-value", "a code of rows needs a head or draws; got neither")
 
@@ -277,9 +275,8 @@ def _check_ids(ids: NDArray[Any], vocab_size: int, least: int, code: str) -> Non
     if not ids.size:
         return
     if ids.min() < 0 or ids.max() >= vocab_size or (np.diff(ids, axis=-1) < least).any():
-        raise ShdError(
-            code, f"ids of a row must ascend within 0 to {vocab_size - 1}, those of a head without repeats"
-        )
+        message = f"ids of a row must ascend within 0 to {vocab_size - 1}, those of a head without repeats"
+        raise ShdError(code, message)
 
 
 def _corrupt(problem: str) -> ShdError:

@@ -65,20 +65,14 @@ def solve_alpha(
     """
     a_p, a_q = (np.asarray(a) for a in (probs_p, probs_q))
     if a_p.ndim != 3 or a_p.shape != a_q.shape:
-        raise ShdError(
-            "argument-shape",
-            f"probs_p and probs_q must share one shape (B, L, S); got {a_p.shape} and {a_q.shape}",
-            "ALPHA-1",
-        )
+        message = f"probs_p and probs_q must share one shape (B, L, S); got {a_p.shape} and {a_q.shape}"
+        raise ShdError("argument-shape", message, "ALPHA-1")
     batch, rows, keys = a_p.shape
     x_p = as_float(value_outputs_p, "value_outputs_p", ndim=3)
     x_q = as_float(value_outputs_q, "value_outputs_q", ndim=3)
     if x_p.shape != x_q.shape or x_p.shape[:2] != (batch, keys):
-        raise ShdError(
-            "argument-shape",
-            f"value_outputs must both be (B, S, D) with B={batch}, S={keys}; got {x_p.shape} and {x_q.shape}",
-            "ALPHA-1",
-        )
+        message = f"value_outputs must both be (B, S, D) with B={batch}, S={keys}; got {x_p.shape} and {x_q.shape}"
+        raise ShdError("argument-shape", message, "ALPHA-1")
     mask = None if query_mask is None else as_mask(query_mask, "query_mask", (batch, rows))
     checked_p = check_probs(a_p[:, None], "probs_p", query_mask=mask, row_sums=row_sums)[:, 0]
     checked_q = check_probs(a_q[:, None], "probs_q", query_mask=mask, row_sums=row_sums)[:, 0]
@@ -112,11 +106,8 @@ def solve_pair(
 def check_alphas(alphas: Array, name: str, spec_id: str) -> None:
     """Alphas given by a caller are weights: both they and what they leave are at least 0 (MIX-13, GRAM-6)."""
     if ((alphas < 0.0) | (alphas > 1.0)).any():
-        raise ShdError(
-            "mixing-invalid",
-            f"{name} must lie in [0, 1]; got from {alphas.min():.6g} to {alphas.max():.6g}: clip them first",
-            spec_id,
-        )
+        message = f"{name} must lie in [0, 1]; got from {alphas.min():.6g} to {alphas.max():.6g}: clip them first"
+        raise ShdError("mixing-invalid", message, spec_id)
 
 
 def merge_error(

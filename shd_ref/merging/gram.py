@@ -48,12 +48,8 @@ def gram_tensor(
     v, w = as_float(values, "values", ndim=4), as_float(output_projection, "output_projection", ndim=2)
     shape = np.shape(teacher_probs)
     if len(shape) != 4 or v.shape[::2] != shape[::3] or shape[1] % v.shape[1] or len(w) != shape[1] * v.shape[3]:
-        raise ShdError(
-            "argument-shape",
-            "teacher_probs (B, H_t, L, S), values (B, H_kv, S, d_v) and output_projection (H_t * d_v, D) must fit; "
-            f"got {shape}, {v.shape} and {w.shape}",
-            "GRAM-6",
-        )
+        rule = "teacher_probs (B, H_t, L, S), values (B, H_kv, S, d_v) and output_projection (H_t * d_v, D) must fit"
+        raise ShdError("argument-shape", f"{rule}; got {shape}, {v.shape} and {w.shape}", "GRAM-6")
     mask = None if query_mask is None else as_mask(query_mask, "query_mask", shape[::2])
     probs = check_probs(teacher_probs, "teacher_probs", query_mask=mask, row_sums=row_sums)
     weight = np.ones(shape[::2]) if mask is None else mask.astype(np.float64)  # (B, L)
@@ -84,7 +80,8 @@ def solve_alpha_from_gram(gram: ArrayLike, p: int, q: int) -> Array:
     Source: Eq. 5-9. Deviation: D-1.
     """
     g = _check_pool(gram, p, q)
-    pp, pq, qq = (g[:, p, j, p, k] - g[:, p, j, q, k] - g[:, q, j, p, k] + g[:, q, j, q, k] for j, k in _pairs(p, q))
+    pairs = ((p, p), (p, q), (q, q))
+    pp, pq, qq = (g[:, p, j, p, k] - g[:, p, j, q, k] - g[:, q, j, p, k] + g[:, q, j, q, k] for j, k in pairs)
     scale = sum(g[:, i, j, i, k] for i in (p, q) for j in (p, q) for k in (p, q))
     denominator = pp + 2 * pq + qq  # ||M||^2
     # Where value outputs cancel, rounding leaves the scale below 0, and the quotient of two zeros (GRAM-7).
@@ -111,10 +108,9 @@ def merge_gram(gram: ArrayLike, p: int, q: int, alpha: ArrayLike) -> Array:
     Source: Eq. 5 and 6, in inner products. Decisions: D-2, D-22.
     """
     g, a = _check_pool(gram, p, q), as_float(alpha, "alpha")
-    if a.shape != g.shape[:1] + g.shape[5:]:
-        raise ShdError(
-            "argument-shape", f"alpha must have shape {g.shape[:1] + g.shape[5:]}; got {a.shape}", "GRAM-6"
-        )
+    shape = g.shape[:1] + g.shape[5:]
+    if a.shape != shape:
+        raise ShdError("argument-shape", f"alpha must have shape {shape}; got {a.shape}", "GRAM-6")
     check_alphas(a, "alpha", "GRAM-6")
     a = a.reshape(len(a), 1, 1, 1, *a.shape[1:])  # beside three axes of heads
     rest = [head for head in range(g.shape[1]) if head not in (p, q)]
@@ -126,22 +122,16 @@ def merge_gram(gram: ArrayLike, p: int, q: int, alpha: ArrayLike) -> Array:
     return g
 
 
-def _pairs(p: int, q: int) -> tuple[tuple[int, int], ...]:
-    return (p, p), (p, q), (q, q)
-
-
 def _check_pool(gram: ArrayLike, p: int, q: int) -> Array:
     g = as_float(gram, "gram")
     if g.ndim not in (5, 6) or len(set(g.shape[1:5])) != 1:
-        raise ShdError(
-            "argument-shape", f"gram must be (B, H, H, H, H) or with a last axis L; got {g.shape}", "GRAM-6"
-        )
+        message = f"gram must be (B, H, H, H, H) or with a last axis L; got {g.shape}"
+        raise ShdError("argument-shape", message, "GRAM-6")
     try:
         valid = as_index(p) != as_index(q) and all(0 <= head < g.shape[1] for head in (p, q))
     except TypeError:
         valid = False
     if not valid:
-        raise ShdError(
-            "argument-value", f"p and q must be two positions of 0..{g.shape[1] - 1}; got {p!r} and {q!r}", "GRAM-6"
-        )
+        message = f"p and q must be two positions of 0..{g.shape[1] - 1}; got {p!r} and {q!r}"
+        raise ShdError("argument-value", message, "GRAM-6")
     return g

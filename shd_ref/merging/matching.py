@@ -6,16 +6,14 @@ Needs networkx (the extra ``oracles``), asked for by the call and not by the imp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from shd_ref.attention import Array, Mask, check_option
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, import_package
 from shd_ref.merging.alpha import ALPHA_PER, merge_error, solve_pair
-from shd_ref.merging.mixing import check_teacher
-from shd_ref.merging.pairwise import Head, make_pool, merge_round
+from shd_ref.merging.mixing import Head, check_teacher, make_pool, merge_round
 from shd_ref.merging.plans import MergePlan, Pair, check_counts
 from shd_ref.tolerances import tie_width
 
@@ -74,7 +72,8 @@ def matched_plan(
 
 def match_pairs(scores: Array, num_pairs: int) -> tuple[Pair, ...]:
     """Disjoint pairs with the largest sum of scores above the diagonal, the first of several (PLAN-9, PLAN-10)."""
-    networkx = _import_networkx()
+    message = "matched_plan needs networkx; got none: pip install 'squeezing-heads[oracles]'"
+    networkx = import_package("networkx", message, "ERR-5")
     heads = len(scores)
     graph = networkx.Graph()
     rows, columns = np.triu_indices(heads, 1)
@@ -122,12 +121,8 @@ def read_calibration(
     masks: list[Mask | None] = []
     for number, item in enumerate(calibration):
         if not isinstance(item, list | tuple) or len(item) not in (2, 3) or item[0] is None or item[1] is None:
-            raise ShdError(
-                "argument-shape",
-                "calibration must hold items (teacher_probs, value_outputs) or (teacher_probs, value_outputs, "
-                f"query_mask); got {type(item).__name__} as item {number}",
-                "PLAN-11",
-            )
+            rule = "calibration must hold items (teacher_probs, value_outputs), or with query_mask at the end"
+            raise ShdError("argument-shape", f"{rule}; got {type(item).__name__} as item {number}", "PLAN-11")
         probs, outputs, mask = check_teacher(item[0], item[1], item[2] if len(item) == 3 else None, row_sums=row_sums)
         pools.append(make_pool(probs, outputs))
         masks.append(mask)
@@ -135,19 +130,6 @@ def read_calibration(
         raise ShdError("argument-value", "calibration must hold at least one item; got none", "PLAN-11")
     counts = [len(pool) for pool in pools]
     if len(set(counts)) > 1:
-        raise ShdError(
-            "argument-shape", f"calibration must hold maps of one number of heads; got {counts}", "PLAN-11"
-        )
+        message = f"calibration must hold maps of one number of heads; got {counts}"
+        raise ShdError("argument-shape", message, "PLAN-11")
     return pools, masks
-
-
-def _import_networkx() -> Any:
-    try:
-        import networkx
-    except ImportError:
-        raise ShdError(
-            "dependency-missing",
-            "matched_plan needs networkx; got none: pip install 'squeezing-heads[oracles]'",
-            "ERR-5",
-        ) from None
-    return networkx

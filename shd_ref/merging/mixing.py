@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -25,9 +26,8 @@ from shd_ref.attention import (
     soften_rows,
 )
 from shd_ref.errors import ShdError
-from shd_ref.merging.alpha import ALPHA_PER, ALPHA_RULES, AlphaSolution, check_alphas
-from shd_ref.merging.pairwise import make_pool, merge_round
-from shd_ref.merging.plans import MergePlan, check_count, check_plan, merge_plan, plan_groups
+from shd_ref.merging.alpha import ALPHA_PER, ALPHA_RULES, AlphaSolution, check_alphas, solve_pair
+from shd_ref.merging.plans import MergePlan, Pair, check_count, check_plan, merge_plan, plan_groups
 from shd_ref.tolerances import row_sum_tolerance
 
 STRATEGIES: tuple[str, ...] = ("shd", "constant", "hard", "mean")
@@ -163,11 +163,9 @@ def check_teacher(
         raise ShdError("argument-shape", f"teacher_probs must be (B, H_t, L, S); got shape {maps.shape}", "MAP-4")
     batch, num_heads, rows, keys = maps.shape
     if outputs.shape[:3] != (batch, num_heads, keys):
-        raise ShdError(
-            "argument-shape",
-            f"value_outputs must be (B, H_t, S, D) with B={batch}, H_t={num_heads}, S={keys}; got {outputs.shape}",
-            "MIX-1",
-        )
+        fit = f"B={batch}, H_t={num_heads}, S={keys}"
+        message = f"value_outputs must be (B, H_t, S, D) with {fit}; got {outputs.shape}"
+        raise ShdError("argument-shape", message, "MIX-1")
     mask = None if query_mask is None else as_mask(query_mask, "query_mask", (batch, rows))
     return check_probs(maps, "teacher_probs", query_mask=mask, row_sums=row_sums), outputs, mask
 
@@ -203,27 +201,15 @@ def check_mixing(mixing: ArrayLike, probs_shape: tuple[int, ...]) -> Array:
     raw = np.asarray(mixing)
     weights = as_float(raw, "mixing")
     batch, num_heads, rows, _ = probs_shape
-    if not (
-        weights.ndim in (3, 4)
-        and weights.shape[0] == batch
-        and weights.shape[2] == num_heads
-        and weights.shape[3:] in ((), (rows,))
-    ):
-        raise ShdError(
-            "argument-shape",
-            f"mixing must be (B, H_s, H_t) or (B, H_s, H_t, L) with B={batch}, H_t={num_heads}, L={rows}; "
-            f"got {weights.shape}",
-            "MIX-3",
-        )
-    tolerance = row_sum_tolerance(dtype_name(raw))
-    if (weights < 0.0).any() or (np.abs(weights.sum(axis=2) - 1.0) > tolerance).any():
-        raise ShdError(
-            "mixing-invalid",
-            f"mixing must be at least 0 and sum to 1 over the teacher's heads within {tolerance:g}; "
-            f"got a minimum of {weights.min():.6g} and sums from {weights.sum(axis=2).min():.6g} "
-            f"to {weights.sum(axis=2).max():.6g}",
-            "MIX-3",
-        )
+    fits = weights.ndim in (3, 4) and weights.shape[::2] == (batch, num_heads)
+    if not fits or weights.shape[3:] not in ((), (rows,)):
+        rule = f"mixing must be (B, H_s, H_t) or (B, H_s, H_t, L) with B={batch}, H_t={num_heads}, L={rows}"
+        raise ShdError("argument-shape", f"{rule}; got {weights.shape}", "MIX-3")
+    tolerance, sums = row_sum_tolerance(dtype_name(raw)), weights.sum(axis=2)
+    if (weights < 0.0).any() or (np.abs(sums - 1.0) > tolerance).any():
+        rule = f"mixing must be at least 0 and sum to 1 over the teacher's heads within {tolerance:g}"
+        got = f"a minimum of {weights.min():.6g} and sums from {sums.min():.6g} to {sums.max():.6g}"
+        raise ShdError("mixing-invalid", f"{rule}; got {got}", "MIX-3")
     return weights
 
 
@@ -251,12 +237,9 @@ def compose_mixing(
     shapes = [weights.shape for weights in arrays]
     expected = [(*shapes[0][:1], len(one_round), *shapes[0][2:]) for one_round in rounds] if shapes else []
     if not shapes or shapes != expected or len(shapes[0]) not in (2, 3):
-        raise ShdError(
-            "argument-shape",
-            f"alphas must hold one array (B, num_pairs) or (B, num_pairs, L) for each of {len(rounds)} rounds, and "
-            f"at least one; got {shapes}",
-            "MIX-13",
-        )
+        count = f"for each of {len(rounds)} rounds, and at least one"
+        message = f"alphas must hold one array (B, num_pairs) or (B, num_pairs, L) {count}; got {shapes}"
+        raise ShdError("argument-shape", message, "MIX-13")
     for weights in arrays:
         check_alphas(weights, "alphas", "MIX-13")
     batch, by_row = shapes[0][0], shapes[0][2:]
@@ -285,3 +268,39 @@ def output_residual(
     relative = error / np.where(norm == 0.0, 1.0, norm)
     residual: Array = np.where((norm == 0.0) & (error > 0.0), np.inf, relative)
     return residual
+
+
+Head: TypeAlias = tuple[Array, Array]  # a map (B, L, S) and its value output (B, S, D)
+
+
+def make_pool(probs: Array, outputs: Array) -> list[Head]:
+    """The first pool: the teacher's heads in order, from maps ``(B, H_t, L, S)`` and outputs ``(B, H_t, S, D)``."""
+    return [(probs[:, head], outputs[:, head]) for head in range(probs.shape[1])]
+
+
+def merge_round(
+    pool: Sequence[Head],
+    one_round: Sequence[Pair],
+    *,
+    strategy: str = "shd",
+    query_mask: Mask | None = None,
+    rule: str = "least_squares",
+    alpha_per: str = "map",
+) -> tuple[list[Head], list[AlphaSolution]]:
+    """The pool after one round, merged heads first and untouched ones after, and each pair's alpha (MIX-4, MIX-5)."""
+    merged, solutions = [], []
+    for p, q in one_round:
+        (a_p, x_p), (a_q, x_q) = pool[p], pool[q]
+        solution = solve_pair(a_p, a_q, x_p, x_q, query_mask=query_mask, rule=rule, alpha_per=alpha_per)
+        if strategy == "constant":
+            half = np.full_like(solution.raw, 0.5)
+            solution = AlphaSolution(half, half, np.zeros_like(solution.degenerate), solution.counted)
+        elif strategy == "hard":
+            # E is a parabola around alpha: the nearer of 0 and 1 is the better; ties keep p.
+            chosen = np.where(solution.raw >= 0.5, 1.0, 0.0)
+            solution = solution._replace(raw=chosen, clipped=chosen)
+        alpha = solution.clipped.reshape(len(a_p), -1, 1)  # (B, 1 or L, 1)
+        merged.append((alpha * a_p + (1 - alpha) * a_q, x_p + x_q))
+        solutions.append(solution)
+    used = {head for pair in one_round for head in pair}
+    return merged + [head for position, head in enumerate(pool) if position not in used], solutions

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from shd_ref.attention import Array, Mask, check_option
-from shd_ref.errors import ShdError
+from shd_ref.errors import import_package
 from shd_ref.merging.alpha import ALPHA_PER
 from shd_ref.merging.mixing import STRATEGIES, check_teacher, mix_maps, squeeze_heads
 from shd_ref.merging.plans import MergePlan, merge_plan, plan_groups
@@ -143,7 +143,8 @@ def nearest_weights(points: Array) -> Array:
     The minimum over ``a >= 0`` of ``||sum_j a_j p_j||^2 + (sum_j a_j - 1)^2``, by non-negative least squares, has the
     same direction: for ``a = t c``, c on the simplex, the best t leaves ``e / (1 + e)`` of ``e = ||sum c_j p_j||^2``.
     """
-    nnls = _import_nnls()
+    message = "the row-stochastic optimum needs scipy; got none: pip install 'squeezing-heads[oracles]'"
+    nnls = import_package("scipy.optimize", message, "ERR-5").nnls
     scale = float(np.abs(points).max(initial=0.0)) or 1.0
     # Both terms of one size, for value outputs of any unit.
     system = np.vstack((points.T / scale, np.ones(len(points))))
@@ -218,15 +219,3 @@ def _ratio(reached: Array, optimum: Array) -> Array:
     ratio: Array = np.where(at_zero, np.where(reached_zero, 1.0, np.inf), reached / divisor)
     ratio[both_infinite] = 1.0
     return ratio
-
-
-def _import_nnls() -> Any:
-    try:
-        from scipy.optimize import nnls
-    except ImportError:
-        raise ShdError(
-            "dependency-missing",
-            "the row-stochastic optimum needs scipy; got none: pip install 'squeezing-heads[oracles]'",
-            "ERR-5",
-        ) from None
-    return nnls

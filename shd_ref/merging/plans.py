@@ -45,11 +45,8 @@ def merge_plan(
             return _progressive(num_teacher_heads, num_student_heads)
         if kind == "balanced":
             return _balanced(num_teacher_heads, num_student_heads)
-        raise ShdError(
-            "argument-value",
-            f"kind must be one of {', '.join(PLAN_KINDS)} or explicit rounds of pairs; got {kind!r}",
-            "PLAN-1",
-        )
+        message = f"kind must be one of {', '.join(PLAN_KINDS)} or explicit rounds of pairs; got {kind!r}"
+        raise ShdError("argument-value", message, "PLAN-1")
     return check_plan(kind, num_teacher_heads, num_student_heads)
 
 
@@ -58,11 +55,8 @@ def check_counts(num_teacher_heads: int, num_student_heads: int) -> None:
     check_count("num_teacher_heads", num_teacher_heads)
     check_count("num_student_heads", num_student_heads)
     if num_student_heads > num_teacher_heads:
-        raise ShdError(
-            "heads-exceed",
-            f"num_student_heads must be at most num_teacher_heads={num_teacher_heads}; got {num_student_heads}",
-            "PLAN-2",
-        )
+        message = f"num_student_heads must be at most num_teacher_heads={num_teacher_heads}; got {num_student_heads}"
+        raise ShdError("heads-exceed", message, "PLAN-2")
 
 
 def check_plan(
@@ -72,33 +66,25 @@ def check_plan(
     try:
         plan = tuple(tuple((as_index(p), as_index(q)) for p, q in one_round) for one_round in rounds)
     except (TypeError, ValueError):
-        raise ShdError(
-            "plan-invalid", f"plan must be rounds of pairs of integers; got {rounds!r}", "PLAN-7"
-        ) from None
+        raise _invalid(f" must be rounds of pairs of integers; got {rounds!r}") from None
     heads = num_teacher_heads
     for number, one_round in enumerate(plan):
         used = [head for pair in one_round for head in pair]
         if not used:
-            raise ShdError("plan-invalid", f"plan round {number} must hold at least one pair; got none", "PLAN-7")
+            raise _invalid(f" round {number} must hold at least one pair; got none")
         for head in used:
             if not 0 <= head < heads:
-                raise ShdError(
-                    "plan-invalid", f"plan round {number} must use positions 0..{heads - 1}; got {head}", "PLAN-7"
-                )
+                raise _invalid(f" round {number} must use positions 0..{heads - 1}; got {head}")
             if used.count(head) > 1:
-                raise ShdError(
-                    "plan-invalid",
-                    f"plan round {number} must use each position at most once; got {head} twice",
-                    "PLAN-7",
-                )
+                raise _invalid(f" round {number} must use each position at most once; got {head} twice")
         heads -= len(one_round)
     if num_student_heads is not None and heads != num_student_heads:
-        raise ShdError(
-            "plan-invalid",
-            f"plan must leave num_student_heads={num_student_heads} of {num_teacher_heads} heads; got {heads}",
-            "PLAN-7",
-        )
+        raise _invalid(f" must leave num_student_heads={num_student_heads} of {num_teacher_heads} heads; got {heads}")
     return plan
+
+
+def _invalid(problem: str) -> ShdError:
+    return ShdError("plan-invalid", f"plan{problem}", "PLAN-7")
 
 
 def plan_groups(plan: Iterable[Iterable[Sequence[int]]], num_teacher_heads: int) -> tuple[tuple[int, ...], ...]:
@@ -136,9 +122,8 @@ def _progressive(heads: int, num_student_heads: int) -> MergePlan:
 
 def _balanced(num_teacher_heads: int, num_student_heads: int) -> MergePlan:
     small, num_large = divmod(num_teacher_heads, num_student_heads)
-    group_of = [
-        group for group in range(num_student_heads) for _ in range(small + (group < num_large))
-    ]  # the group of each pool position
+    # The group of each pool position.
+    group_of = [group for group in range(num_student_heads) for _ in range(small + (group < num_large))]
     rounds = []
     while len(group_of) > num_student_heads:
         pairs: list[Pair] = []

@@ -39,15 +39,10 @@ STRATEGIES: Final[dict[str, tuple[str, str]]] = {
 
 @dataclass(frozen=True)
 class MergeAlphas:
-    """The alphas of one merge of one layer, before clipping.
+    """The alphas of one merge of one layer, before clipping."""
 
-    Attributes:
-        label: the teacher heads on either side, such as ``"0 1 + 2 3"``; alpha is the weight of the first side.
-        values: all that are finite.
-    """
-
-    label: str
-    values: NDArray[np.float32]
+    label: str  # the teacher heads on either side, such as "0 1 + 2 3"; alpha is the weight of the first side
+    values: NDArray[np.float32]  # all that are finite
 
     @property
     def quantiles(self) -> tuple[float, ...]:
@@ -67,55 +62,35 @@ class MergeAlphas:
 
 @dataclass(frozen=True)
 class LayerContent:
-    """One student layer.
-
-    Attributes:
-        student_layer, teacher_layer, site: as in the manifest.
-        groups: the teacher heads behind each student head.
-        merges: in plan order; empty for strategies without alphas.
-        entropy: mean row entropy of every student head's maps, in nats.
-    """
+    """One student layer."""
 
     student_layer: int
     teacher_layer: int
     site: str
-    groups: tuple[tuple[int, ...], ...]
-    merges: tuple[MergeAlphas, ...]
-    entropy: tuple[float, ...]
+    groups: tuple[tuple[int, ...], ...]  # the teacher heads behind each student head
+    merges: tuple[MergeAlphas, ...]  # in plan order; empty for strategies without alphas
+    entropy: tuple[float, ...]  # mean row entropy of every student head's maps, in nats
 
 
 @dataclass(frozen=True)
 class CacheContent:
-    """A whole cache.
-
-    Attributes:
-        listing: as of ``shd ls``.
-        layers: by student layer; none without attention.
-        records_read, maps_read: how many records their alphas and their maps come from.
-    """
+    """A whole cache."""
 
     listing: CacheListing
-    layers: tuple[LayerContent, ...]
-    records_read: int
-    maps_read: int
+    layers: tuple[LayerContent, ...]  # none without attention
+    records_read: int  # for alphas
+    maps_read: int  # records whose maps were decoded
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the teacher told of a few samples.
+    """What the teacher told of a few samples."""
 
-    Attributes:
-        example: key of the sample whose maps are kept.
-        samples: how many samples the residuals are the mean of.
-        residuals: by ``CACHED`` and the names of ``STRATEGIES``: for every layer the mean relative error of the
-            merged attention output (MIX-8), along the cache's plan.
-        maps: by student layer the teacher's maps of the example, ``(H_t, n, n)``.
-    """
-
-    example: str
-    samples: int
+    example: str  # key of the sample whose maps are kept
+    samples: int  # how many samples the residuals are the mean of
+    # by CACHED and the names of STRATEGIES: each layer's mean relative error (MIX-8), along the cache's plan
     residuals: dict[str, list[float]]
-    maps: dict[int, NDArray[Any]]
+    maps: dict[int, NDArray[Any]]  # by student layer the teacher's maps of the example (H_t, n, n)
 
 
 def read_content(reader: CacheReader, *, max_records: int = 512) -> CacheContent:
@@ -125,16 +100,17 @@ def read_content(reader: CacheReader, *, max_records: int = 512) -> CacheContent
     """
     keys = list(dict.fromkeys(reader.keys()))[:max_records]
     if not keys:
-        raise ShdError(
-            "cache-incomplete",
-            f"{reader.folder} must hold at least one committed sample to be reported; got none",
-            "CACHE-56",
-        )
+        message = f"{reader.folder} must hold at least one committed sample to be reported; got none"
+        raise ShdError("cache-incomplete", message, "CACHE-56")
     listing, manifest = list_cache(reader.folder), reader.manifest
     attention = manifest.find(Attention)
     if attention is None:
         return CacheContent(listing, (), len(keys), 0)
-    alphas = [_by_row(attention.alphas(reader.read(key, (), logits=False, hidden=()))) for key in keys]
+    alphas = []
+    for key in keys:
+        weights = attention.alphas(reader.read(key, (), logits=False, hidden=()))
+        weights = weights if weights.ndim == 3 else weights[..., None]
+        alphas.append(weights[..., :: -(-weights.shape[-1] // _ROWS_PER_RECORD)])
     entropies: list[NDArray[np.float64]] = []
     for key in keys[:_MAPS_READ]:
         record = reader.read(key, logits=False, hidden=())
@@ -156,12 +132,9 @@ def read_evidence(
     """
     form = reader.manifest.find(Attention)
     if form is None:
-        raise ShdError(
-            "argument-value",
-            f"{reader.folder} must hold attention to be shown beside its teacher's; it holds none: leave --teacher "
-            "and --inputs out, and let shd verify run the teacher again",
-            "CACHE-160",
-        )
+        rule = f"{reader.folder} must hold attention to be shown beside its teacher's; it holds none"
+        remedy = "leave --teacher and --inputs out, and let shd verify run the teacher again"
+        raise ShdError("argument-value", f"{rule}: {remedy}", "CACHE-160")
     work = rerun_teacher(reader, teacher, inputs, provider=provider)
     index_of = {work.inputs.key(index): index for index in reversed(range(len(work.inputs)))}
     example = choose_example(reader, index_of)
@@ -201,9 +174,8 @@ def choose_example(reader: CacheReader, known: Container[str] | None = None) -> 
     """The key of a ``known`` sample whose maps can be looked at: of the first, the shortest of some length."""
     keys = [key for key in dict.fromkeys(reader.keys()) if known is None or key in known][:_EXAMPLE_CANDIDATES]
     if not keys:
-        raise ShdError(
-            "sample-missing", f"the inputs must hold a sample of {reader.folder}; they hold none: they are others"
-        )
+        message = f"the inputs must hold a sample of {reader.folder}; they hold none: they are others"
+        raise ShdError("sample-missing", message)
     lengths = {key: reader.read(key, (), logits=False, hidden=()).length for key in keys}
     return min(keys, key=lambda key: (lengths[key] < _EXAMPLE_LENGTH, abs(lengths[key] - _EXAMPLE_LENGTH)))
 
@@ -225,12 +197,6 @@ def merge_labels(plan: MergePlan, num_teacher_heads: int) -> Iterator[str]:
         for p, q in one_round:
             yield " + ".join(" ".join(map(str, pool[side])) for side in (p, q))
         pool = merge_pool(pool, one_round)
-
-
-def _by_row(alphas: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Alphas ``(layers, n, rows)``, thinned where every row has its own."""
-    by_row = alphas if alphas.ndim == 3 else alphas[..., None]
-    return by_row[..., :: -(-by_row.shape[-1] // _ROWS_PER_RECORD)]
 
 
 def _layer_content(

@@ -37,13 +37,7 @@ class Table:
 
 
 def render_page(reader: CacheReader, content: CacheContent, evidence: Evidence | None) -> str:
-    """The whole page as HTML.
-
-    Args:
-        reader: of the cache, for the example's maps.
-        content: what the cache holds.
-        evidence: what the teacher told, where it was at hand.
-    """
+    """The whole page as HTML; ``evidence`` where the teacher was at hand."""
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -224,14 +218,10 @@ def _entropy(content: CacheContent) -> dict[str, Any]:
 
 
 def _groups(layers: Sequence[LayerContent]) -> Table:
+    groups = (" | ".join(" ".join(map(str, group)) for group in layer.groups) for layer in layers)
     rows = [
-        [
-            str(layer.student_layer),
-            str(layer.teacher_layer),
-            layer.site,
-            " | ".join(" ".join(map(str, group)) for group in layer.groups),
-        ]
-        for layer in layers
+        [str(layer.student_layer), str(layer.teacher_layer), layer.site, heads]
+        for layer, heads in zip(layers, groups, strict=True)
     ]
     columns = ["student layer", "teacher layer", "site", "teacher heads of each student head"]
     return Table("Which teacher heads each student head learns from", columns, rows, (2, 3))

@@ -53,11 +53,9 @@ def align_output(
     z, t = as_float(inputs, "inputs", ndim=2), as_float(targets, "targets", ndim=2)
     start = as_float(weight, "weight", ndim=2)
     if len(z) != len(t) or start.shape != (z.shape[1], t.shape[1]) or not len(z):
-        raise ShdError(
-            "argument-shape",
-            f"inputs (n, F), targets (n, D) and weight (F, D) must fit; got {z.shape}, {t.shape} and {start.shape}",
-            "ALIGN-2",
-        )
+        got = f"{z.shape}, {t.shape} and {start.shape}"
+        message = f"inputs (n, F), targets (n, D) and weight (F, D) must fit; got {got}"
+        raise ShdError("argument-shape", message, "ALIGN-2")
     ridge = check_number("ridge", ridge, "ALIGN-2", least=0)
     shift = None if bias is None else as_float(bias, "bias", ndim=1)
     if shift is not None and len(shift) != t.shape[1]:

@@ -55,18 +55,14 @@ def merge_linear(
     Source: the second source's exact merge of what is left without an activation.
     """
     if gate is not None:
-        raise ShdError(
-            "shrink-unsupported",
-            "a gated FFN multiplies two functions of its input: without the activation it is quadratic, and no "
-            "linear map equals it; keep its activation",
-            "FFN-3",
-        )
+        why = "a gated FFN multiplies two functions of its input: without the activation it is quadratic"
+        message = f"{why}, and no linear map equals it; keep its activation"
+        raise ShdError("shrink-unsupported", message, "FFN-3")
     w1, w2 = as_float(first, "first", ndim=2), as_float(second, "second", ndim=2)
     b1, b2 = _bias(first_bias, "first_bias", len(w1)), _bias(second_bias, "second_bias", len(w2))
     if w2.shape[1] != len(w1):
-        raise ShdError(
-            "argument-shape", f"second must have a column a row of first; got {w2.shape} and {w1.shape}", "FFN-1"
-        )
+        message = f"second must have a column a row of first; got {w2.shape} and {w1.shape}"
+        raise ShdError("argument-shape", message, "FFN-1")
     terms = [term for term in (None if b1 is None else w2 @ b1, b2) if term is not None]
     return Linear(w2 @ w1, None if not terms else np.sum(terms, axis=0))
 
@@ -83,11 +79,8 @@ def neuron_importance(activations: ArrayLike, second: ArrayLike) -> Array:
     """
     hidden, w2 = as_float(activations, "activations", ndim=2), as_float(second, "second", ndim=2)
     if hidden.shape[1] != w2.shape[1] or not len(hidden):
-        raise ShdError(
-            "argument-shape",
-            f"activations must be (n, {w2.shape[1]}) with n of at least 1; got {hidden.shape}",
-            "FFN-4",
-        )
+        message = f"activations must be (n, {w2.shape[1]}) with n of at least 1; got {hidden.shape}"
+        raise ShdError("argument-shape", message, "FFN-4")
     return score_neurons((hidden**2).mean(axis=0), w2)
 
 
@@ -120,12 +113,8 @@ def keep_neurons(
     scores = as_float(importance, "importance", ndim=1)
     count = check_integer("count", count, 1, len(scores), "FFN-5")
     if len(first.weight) != len(scores) or second.weight.shape[1] != len(scores):
-        raise ShdError(
-            "argument-shape",
-            f"importance must have an entry per neuron; got {len(scores)} for {first.weight.shape} and "
-            f"{second.weight.shape}",
-            "FFN-5",
-        )
+        got = f"{len(scores)} for {first.weight.shape} and {second.weight.shape}"
+        raise ShdError("argument-shape", f"importance must have an entry per neuron; got {got}", "FFN-5")
     kept = most_important(scores, count)
     rows = list(kept)
     cut = Linear(first.weight[rows], None if first.bias is None else first.bias[rows])

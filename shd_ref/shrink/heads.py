@@ -25,17 +25,11 @@ RIDGE = 1e-6
 
 
 class Factors(NamedTuple):
-    """``M_h ~ left[h] @ right^H`` with one right factor for all forms.
+    """``M_h ~ left[h] @ right^H`` with one right factor for all forms."""
 
-    Attributes:
-        left: ``(G, D1, rank)``.
-        right: ``(D2, rank)``.
-        error: ``sum_h || M_h - left[h] right^H ||^2`` over the same of ``M_h``; 0 for 0 / 0.
-    """
-
-    left: Forms
-    right: Forms
-    error: float
+    left: Forms  # (G, D1, rank)
+    right: Forms  # (D2, rank)
+    error: float  # sum_h || M_h - left[h] right^H ||^2 over the same of M_h; 0 for 0 / 0
 
 
 def factor_forms(lefts: Sequence[Forms], rights: Sequence[Forms], rank: int) -> Factors:
@@ -105,16 +99,12 @@ def attend(
     merge = None if merge is None else _fitting(merge, weights)
     x = as_float(inputs, "inputs", ndim=3)[:, None]
     if x.shape[3] != weights.query.shape[1]:
-        raise ShdError(
-            "argument-shape", f"inputs must have {weights.query.shape[1]} channels; got {x.shape[3]}", "HEAD-2"
-        )
+        message = f"inputs must have {weights.query.shape[1]} channels; got {x.shape[3]}"
+        raise ShdError("argument-shape", message, "HEAD-2")
+    biases = (weights.query_bias, weights.key_bias, weights.value_bias)
     query, key, value = (
         x @ matrix + (0.0 if bias is None else bias[:, None])  # (B, H or H_kv, L, d)
-        for matrix, bias in (
-            (weights.query, weights.query_bias),
-            (weights.key, weights.key_bias),
-            (weights.value, weights.value_bias),
-        )
+        for matrix, bias in zip((weights.query, weights.key, weights.value), biases, strict=True)
     )
     if rotary is not None:
         query, key = rotary.turn(query), rotary.turn(key)
@@ -147,20 +137,16 @@ def mix_queries(
     if query_size is not None:
         size = as_float(query_size, "query_size", ndim=1)
         if len(size) != weights.num_heads:
-            raise ShdError(
-                "argument-shape", f"query_size must be ({weights.num_heads},); got {size.shape}", "HEAD-18"
-            )
+            message = f"query_size must be ({weights.num_heads},); got {size.shape}"
+            raise ShdError("argument-shape", message, "HEAD-18")
         if not (size > 0.0).all():
             raise ShdError("argument-value", f"query_size must be above 0; got {size.min():g}", "HEAD-18")
         c = c / size
     if not merge.shares_keys(weights.num_kv_heads):
-        raise ShdError(
-            "shrink-unsupported",
-            f"merge must stay inside the {weights.num_kv_heads} key and value heads, with equally many student heads "
-            "for each, in order; got groups "
-            f"{merge.groups}: take the plan of grouped_plan, or low_rank_heads",
-            "HEAD-7",
-        )
+        rule = f"merge must stay inside the {weights.num_kv_heads} key and value heads"
+        rule += ", with equally many student heads for each, in order"
+        remedy = "take the plan of grouped_plan, or low_rank_heads"
+        raise ShdError("shrink-unsupported", f"{rule}; got groups {merge.groups}: {remedy}", "HEAD-7")
     return replace(
         weights,
         query=np.einsum("ht,tdk->hdk", c, weights.query),
@@ -250,21 +236,16 @@ def low_rank_heads(
     s = as_float(moment, "moment", ndim=2)
     width = weights.query.shape[1]
     if c.shape[0] % num_kv_heads:
-        raise ShdError(
-            "argument-value", f"num_kv_heads must be a divisor of {c.shape[0]}; got {num_kv_heads}", "HEAD-11"
-        )
+        message = f"num_kv_heads must be a divisor of {c.shape[0]}; got {num_kv_heads}"
+        raise ShdError("argument-value", message, "HEAD-11")
     if s.shape != (width + 1, width + 1):
         raise ShdError("argument-shape", f"moment must be ({width + 1}, {width + 1}); got {s.shape}", "HEAD-11")
     spread = None if key_moment is None else as_float(key_moment, "key_moment", ndim=2)
     if spread is not None and spread.shape != (width, width):
         raise ShdError("argument-shape", f"key_moment must be ({width}, {width}); got {spread.shape}", "HEAD-11")
     if rotary is not None and head_dim != weights.query.shape[2]:
-        raise ShdError(
-            "shrink-unsupported",
-            f"head_dim must stay {weights.query.shape[2]} with rotary positions, whose frequencies depend on it; "
-            f"got {head_dim}",
-            "HEAD-14",
-        )
+        rule = f"head_dim must stay {weights.query.shape[2]} with rotary positions, whose frequencies depend on it"
+        raise ShdError("shrink-unsupported", f"{rule}; got {head_dim}", "HEAD-14")
     mean = s[-1, :-1]
     centred = s[:-1, :-1] - np.outer(mean, mean) if spread is None else spread
     scaled = weights.logit_scale * head_dim**0.5 * c

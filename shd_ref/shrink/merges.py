@@ -121,9 +121,8 @@ def as_weights(weights: HeadWeights | Mapping[str, Any]) -> HeadWeights:
             message = f"{name} must be {shapes[name]} with a query {query.shape}; got {array.shape}"
             raise ShdError("argument-shape", message, "HEAD-1")
     if not kv_heads or heads % kv_heads or not dim:
-        raise ShdError(
-            "argument-shape", f"query must have a multiple of the {kv_heads} key heads; got {query.shape}", "HEAD-1"
-        )
+        message = f"query must have a multiple of the {kv_heads} key heads; got {query.shape}"
+        raise ShdError("argument-shape", message, "HEAD-1")
     scale = fields.get("scale")
     scale = None if scale is None else check_number("scale", scale, "HEAD-1", above=0)
     return HeadWeights(query, key, value, output, **biases, scale=scale)
@@ -136,9 +135,8 @@ def as_rotary(fields: Rotary | Mapping[str, Any]) -> Rotary:
     frequencies = as_float(rotary.frequencies, "frequencies", ndim=1)
     slow = None if rotary.slow is None else np.asarray(rotary.slow)
     if slow is not None and (slow.shape != frequencies.shape or slow.dtype != np.bool_):
-        raise ShdError(
-            "argument-shape", f"slow must be {len(frequencies)} booleans, one per pair; got {slow.shape}", "HEAD-16"
-        )
+        message = f"slow must be {len(frequencies)} booleans, one per pair; got {slow.shape}"
+        raise ShdError("argument-shape", message, "HEAD-16")
     return Rotary(frequencies, rotary.layout, slow)
 
 
@@ -158,22 +156,14 @@ class HeadMerge:
         c = as_float(self.mixing, "mixing", ndim=2)
         heads = sorted(head for group in self.groups for head in group)
         if c.shape[0] != len(self.groups) or heads != list(range(c.shape[1])) or not all(self.groups):
-            raise ShdError(
-                "argument-shape",
-                f"groups must hold each of the {c.shape[1]} teacher heads once, in {c.shape[0]} groups; "
-                f"got {self.groups}",
-                "HEAD-1",
-            )
+            rule = f"groups must hold each of the {c.shape[1]} teacher heads once, in {c.shape[0]} groups"
+            raise ShdError("argument-shape", f"{rule}; got {self.groups}", "HEAD-1")
         sums = c.sum(axis=1)
         outside = np.abs(c * (1.0 - self.members)).max()
         if (c < 0.0).any() or (np.abs(sums - 1.0) > row_sum_tolerance("float64")).any() or outside > 0.0:
-            raise ShdError(
-                "mixing-invalid",
-                f"mixing must be at least 0, sum to 1 over each group and be 0 outside; "
-                f"got a minimum of {c.min():.6g}, sums from {sums.min():.6g} to {sums.max():.6g}, and up to "
-                f"{outside:.6g} outside",
-                "HEAD-1",
-            )
+            rule = "mixing must be at least 0, sum to 1 over each group and be 0 outside"
+            got = f"a minimum of {c.min():.6g}, sums from {sums.min():.6g} to {sums.max():.6g}"
+            raise ShdError("mixing-invalid", f"{rule}; got {got}, and up to {outside:.6g} outside", "HEAD-1")
 
     @property
     def members(self) -> Array:
@@ -193,11 +183,8 @@ class HeadMerge:
         student, teacher = self.mixing.shape
         if teacher % num_kv_heads or student % num_kv_heads:
             return False
-        return all(
-            t // (teacher // num_kv_heads) == h // (student // num_kv_heads)
-            for h, group in enumerate(self.groups)
-            for t in group
-        )
+        before, after = teacher // num_kv_heads, student // num_kv_heads
+        return all(t // before == h // after for h, group in enumerate(self.groups) for t in group)
 
 
 def as_merge(merge: HeadMerge | Mapping[str, Any]) -> HeadMerge:
@@ -207,9 +194,8 @@ def as_merge(merge: HeadMerge | Mapping[str, Any]) -> HeadMerge:
     try:
         groups = tuple(tuple(as_index(head) for head in group) for group in merge["groups"])
     except TypeError:
-        raise ShdError(
-            "argument-shape", f"groups must be lists of heads; got {merge['groups']!r}", "HEAD-1"
-        ) from None
+        message = f"groups must be lists of heads; got {merge['groups']!r}"
+        raise ShdError("argument-shape", message, "HEAD-1") from None
     return HeadMerge(as_float(merge["mixing"], "mixing", ndim=2), groups)
 
 
@@ -267,12 +253,8 @@ def grouped_plan(gram: ArrayLike, num_student_heads: int, num_kv_heads: int) -> 
     num_student_heads = check_integer("num_student_heads", num_student_heads, 1, heads, "HEAD-4")
     num_kv_heads = check_integer("num_kv_heads", num_kv_heads, 1, num_student_heads, "HEAD-4")
     if heads % num_kv_heads or num_student_heads % num_kv_heads:
-        raise ShdError(
-            "argument-value",
-            f"num_student_heads and the {heads} heads must be multiples of num_kv_heads; "
-            f"got {num_student_heads} and {num_kv_heads}",
-            "HEAD-4",
-        )
+        rule = f"num_student_heads and the {heads} heads must be multiples of num_kv_heads"
+        raise ShdError("argument-value", f"{rule}; got {num_student_heads} and {num_kv_heads}", "HEAD-4")
     groups = [list(range(start, start + heads // num_kv_heads)) for start in range(0, heads, heads // num_kv_heads)]
     goal = num_student_heads // num_kv_heads
     rounds: list[tuple[Pair, ...]] = []

@@ -40,12 +40,8 @@ class Predictor:
         _check_degree(self.degree)
         check_option("meaning", self.meaning, MEANINGS, "PRED-2")
         if len(self.coefficients) != num_monomials(self.degree):
-            raise ShdError(
-                "argument-shape",
-                f"coefficients of degree {self.degree} must be {num_monomials(self.degree)}; "
-                f"got {len(self.coefficients)}",
-                "PRED-1",
-            )
+            rule = f"coefficients of degree {self.degree} must be {num_monomials(self.degree)}"
+            raise ShdError("argument-shape", f"{rule}; got {len(self.coefficients)}", "PRED-1")
 
     def predict(self, attention: ArrayLike, activation: ArrayLike) -> Array:
         """The polynomial at these ratios, which broadcast, in this predictor's own meaning."""
@@ -99,12 +95,9 @@ def fit_predictor(points: ArrayLike, degree: int, meaning: str = "retained") -> 
     rows, design = _design(points, degree)
     solution, _, rank, _ = np.linalg.lstsq(design, rows[:, 2], rcond=None)
     if rank < design.shape[1]:
-        raise ShdError(
-            "argument-shape",
-            f"points must determine the {design.shape[1]} coefficients of degree {degree}; "
-            f"got {len(design)} points of rank {rank}: measure more splits, or lower the degree",
-            "PRED-3",
-        )
+        rule = f"points must determine the {design.shape[1]} coefficients of degree {degree}"
+        got = f"{len(design)} points of rank {rank}: measure more splits, or lower the degree"
+        raise ShdError("argument-shape", f"{rule}; got {got}", "PRED-3")
     return Predictor(degree, tuple(float(c) for c in solution), meaning)
 
 
@@ -238,17 +231,11 @@ def _design(points: ArrayLike, degree: int) -> tuple[Array, Array]:
 def _check_points(points: ArrayLike) -> Array:
     rows = as_float(points, "points")
     if rows.ndim != 2 or rows.shape[1] != 3 or len(rows) < 1:
-        raise ShdError(
-            "argument-shape",
-            f"points must be rows (attention, activation, quality); got shape {rows.shape}",
-            "PRED-3",
-        )
-    if (rows[:, :2] < 0.0).any() or (rows[:, :2] > 1.0).any():
-        raise ShdError(
-            "argument-value",
-            f"ratios must lie in [0, 1]; got {rows[:, :2].min():g} to {rows[:, :2].max():g}",
-            "PRED-3",
-        )
+        message = f"points must be rows (attention, activation, quality); got shape {rows.shape}"
+        raise ShdError("argument-shape", message, "PRED-3")
+    low, high = rows[:, :2].min(), rows[:, :2].max()
+    if low < 0.0 or high > 1.0:
+        raise ShdError("argument-value", f"ratios must lie in [0, 1]; got {low:g} to {high:g}", "PRED-3")
     return rows
 
 

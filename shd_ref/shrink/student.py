@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from shd_ref.cache.storage.strict_json import read_json
+from shd_ref.cache.storage.documents import read_json
 from shd_ref.errors import ShdError
 from shd_ref.layers import layer_map
 from shd_ref.merging.plans import MergePlan, check_plan
@@ -48,6 +48,5 @@ def _read(path: Path) -> tuple[Any, str]:
     try:
         return read_json(file), str(file)
     except (OSError, ValueError) as error:
-        raise ShdError(
-            "read-failed", f"student must be a folder of shd-torch shrink; got {str(path)!r}: {error}", "STUDENT-6"
-        ) from error
+        message = f"student must be a folder of shd-torch shrink; got {str(path)!r}: {error}"
+        raise ShdError("read-failed", message, "STUDENT-6") from error

@@ -37,12 +37,8 @@ def kept_layers(num_teacher_layers: int, layers: int | Iterable[int]) -> tuple[i
     except TypeError:
         numbers = ()
     if not numbers or list(numbers) != sorted(set(numbers)) or numbers[0] < 0 or numbers[-1] >= teacher:
-        raise ShdError(
-            "layers-invalid",
-            f"layers must be a number of 1..{num_teacher_layers}, or a rising list of teacher layers "
-            f"0..{teacher - 1}; got {layers!r}",
-            "DEPTH-1",
-        )
+        rule = f"a number of 1..{num_teacher_layers}, or a rising list of teacher layers 0..{teacher - 1}"
+        raise ShdError("layers-invalid", f"layers must be {rule}; got {layers!r}", "DEPTH-1")
     return numbers
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from shd_ref.cache.storage.strict_json import read_json
+from shd_ref.cache.storage.documents import read_json
 from shd_ref.errors import ShdError
 from shd_torch.doctor.pair import Parts
 

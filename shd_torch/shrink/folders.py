@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from shd_ref.cache.storage.documents import read_json
 from shd_ref.cache.storage.drafts import drafting, output_path, part_folder, remove_finished
-from shd_ref.cache.storage.strict_json import read_json
 from shd_ref.errors import ShdError
 from shd_torch.shrink.dropped import check_dropped, dropped_class, read_dropped, read_kind, stock_name
 from shd_torch.shrink.families import FAMILIES, check_config

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shd_ref.cache.storage.documents import read_json
 from shd_ref.cache.storage.drafts import drafting, output_file
-from shd_ref.cache.storage.strict_json import read_json
 from shd_ref.errors import ShdError
 from shd_ref.integers import check_integer, check_number
 from shd_ref.shrink.ffn import most_important

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shd_ref.cache.storage.documents import read_json
 from shd_ref.cache.storage.drafts import part_folder
-from shd_ref.cache.storage.strict_json import read_json
 from shd_ref.errors import ShdError
 from shd_ref.shrink.width import kept_layers
 from shd_torch.precision import without_autocast

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shd_ref.cache.storage.documents import read_json
 from shd_ref.cache.storage.drafts import DraftFolder, put
 from shd_ref.cache.storage.storage import write_errors
-from shd_ref.cache.storage.strict_json import read_json
 from shd_ref.errors import ShdError
 
 HEAD = "run.json"

@@ -31,14 +31,9 @@ SQRT8_LEVELS: Final = 255
 U4_LEVELS: Final = 15
 """Code of the row's largest entry in ``u4``; codes go as the cube root of the probability."""
 
-_CODE_DTYPES: Final[dict[str, np.dtype[Any]]] = {
-    "float32": np.dtype(np.float32),
-    "bf16": np.dtype(np.uint16),
-    "sqrt8-row": np.dtype(np.uint8),
-    "sqrt8-abs": np.dtype(np.uint8),
-    "u4": np.dtype(np.uint8),
-}
 _BITS: Final = {"float32": 32, "bf16": 16, "sqrt8-row": 8, "sqrt8-abs": 8, "u4": 4}
+_CODE_DTYPES: Final[dict[int, type[Any]]] = {32: np.float32, 16: np.uint16, 8: np.uint8, 4: np.uint8}
+"""By the bits of a code."""
 
 
 def code_dtype(codec: str) -> np.dtype[Any]:
@@ -47,14 +42,13 @@ def code_dtype(codec: str) -> np.dtype[Any]:
     Raises:
         ShdError: ``argument-value`` for a codec that is not in ``CODECS``.
     """
-    if codec not in _CODE_DTYPES:
-        raise ShdError("argument-value", f"codec must be one of {', '.join(CODECS)}; got {codec!r}", "CACHE-110")
-    return _CODE_DTYPES[codec]
+    return np.dtype(_CODE_DTYPES[code_bits(codec)])
 
 
 def code_bits(codec: str) -> int:
     """Bits of one stored code; below 8, several codes share a byte (CACHE-110)."""
-    code_dtype(codec)
+    if codec not in _BITS:
+        raise ShdError("argument-value", f"codec must be one of {', '.join(CODECS)}; got {codec!r}", "CACHE-110")
     return _BITS[codec]
 
 
@@ -130,12 +124,16 @@ def encode(codec: str, probs: FloatArray) -> NDArray[Any]:
     if dtype == np.float32:
         return values
     if codec == "bf16":
-        return _bf16_bits(values)
+        bits = np.ascontiguousarray(values).view(np.uint32)
+        # Round to nearest, ties to even: just under half a unit, plus the bit that decides a tie.
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     if codec == "sqrt8-abs":
         return _sqrt8_codes(values, values)
     row_max = values.max(axis=-1, keepdims=True, initial=0.0)
     shares = np.divide(values, np.where(row_max > 0, row_max, 1.0), dtype=np.float32)
-    return _sqrt8_codes(values, shares) if codec == "sqrt8-row" else _u4_codes(values, shares)
+    if codec == "sqrt8-row":
+        return _sqrt8_codes(values, shares)
+    return np.where(values > 0, np.searchsorted(u4_thresholds(), shares, side="right") + 1, 0).astype(np.uint8)
 
 
 def decode(codec: str, codes: NDArray[Any]) -> NDArray[np.float32]:
@@ -188,17 +186,145 @@ def _bf16_values(codes: NDArray[Any]) -> NDArray[np.float32]:
     return (codes.astype(np.uint32) << 16).view(np.float32)
 
 
-def _bf16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    bits = np.ascontiguousarray(values).view(np.uint32)
-    # Round to nearest, ties to even: just under half a unit, plus the bit that decides a tie.
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-
-
 def _sqrt8_codes(values: NDArray[np.float32], shares: NDArray[np.float32]) -> NDArray[np.uint8]:
     codes = np.clip(np.rint(np.sqrt(shares) * np.float32(SQRT8_LEVELS)), 1, SQRT8_LEVELS)
     return np.where(values > 0, codes, 0).astype(np.uint8)
 
 
-def _u4_codes(values: NDArray[np.float32], shares: NDArray[np.float32]) -> NDArray[np.uint8]:
-    codes = np.searchsorted(u4_thresholds(), shares, side="right") + 1
-    return np.where(values > 0, codes, 0).astype(np.uint8)
+SUPPORTS: Final = ("full", "causal")
+
+
+def packed_size(codec: str, support: str, num_heads: int, length: int, num_keys: int | None = None) -> int:
+    """Bytes of one blob: heads x entries of the support x bits of a code, in whole bytes (CACHE-125)."""
+    return -(-code_bits(codec) * num_codes(support, num_heads, length, num_keys) // 8)
+
+
+def num_codes(support: str, num_heads: int, length: int, num_keys: int | None = None) -> int:
+    """Codes of one blob: heads x entries of the support; as many keys as rows, unless ``num_keys`` is given."""
+    check_support(support)
+    num_keys = length if num_keys is None else num_keys
+    if support == "causal" and num_keys != length:
+        message = f"maps of causal support must be square; got {length} rows and {num_keys} keys"
+        raise ShdError("argument-shape", message, "CACHE-128")
+    return num_heads * (length * num_keys if support == "full" else length * (length + 1) // 2)
+
+
+def pack(codes: NDArray[Any], support: str, codec: str | None = None) -> NDArray[np.uint8]:
+    """The codes of one layer as bytes: head by head, row by row, little endian (CACHE-126).
+
+    Args:
+        codes: ``(H_s, n, n)`` codes, with full support also ``(H_s, n, S)``; a code of zero means probability zero in
+            every codec.
+        support: ``"full"`` or ``"causal"``.
+        codec: the codec; needed for ``u4``, which packs two codes into a byte.
+
+    Returns:
+        ``(packed_size,)`` uint8.
+
+    Raises:
+        ShdError: ``argument-shape``; ``argument-value`` (support, codec); ``argument-dtype``; ``support-mismatch``
+            when causal codes hold something above the diagonal.
+    """
+    check_support(support)
+    if codec is not None:
+        check_dtype(codec, codes)
+    if codes.ndim != 3 or (support == "causal" and codes.shape[1] != codes.shape[2]):
+        raise ShdError("argument-shape", f"codes must be (H_s, n, n); got {codes.shape}", "CACHE-125")
+    stored = codes
+    if support == "causal":
+        stored = codes.reshape(len(codes), -1)[:, _lower_triangle(codes.shape[1])]
+        if np.count_nonzero(stored) != np.count_nonzero(codes):
+            head, row, key = np.argwhere(np.triu(codes, 1))[0]
+            place = f"{codes[head, row, key]} at head {head}, row {row}, key {key}"
+            message = f"codes must be zero above the diagonal for causal support; got {place}"
+            raise ShdError("support-mismatch", message, "CACHE-127")
+    little = np.ascontiguousarray(stored, dtype=codes.dtype.newbyteorder("<")).reshape(-1)
+    if codec != "u4":
+        return little.view(np.uint8)
+    # Two codes a byte, the first in the lower half; a last one alone is followed by zero bits.
+    even = np.pad(little, (0, len(little) % 2))
+    packed: NDArray[np.uint8] = even[0::2] | (even[1::2] << np.uint8(4))
+    return packed
+
+
+def unpack(
+    blob: NDArray[np.uint8], codec: str, support: str, num_heads: int, length: int, num_keys: int | None = None
+) -> NDArray[Any]:
+    """The inverse of ``pack`` (CACHE-130).
+
+    Args:
+        blob: ``(packed_size,)`` uint8.
+        codec: one of ``CODECS``; determines the width of a code.
+        support: ``"full"`` or ``"causal"``.
+        num_heads: H_s.
+        length: n, the counted positions of the sample.
+        num_keys: of a map with another number of keys than of rows.
+
+    Returns:
+        ``(H_s, n, n)`` or ``(H_s, n, num_keys)`` codes of ``code_dtype(codec)``. May share memory with ``blob``.
+
+    Raises:
+        ShdError: ``argument-value`` (codec, support); ``argument-shape`` for a blob of the wrong size.
+    """
+    num_keys = length if num_keys is None else num_keys
+    size = packed_size(codec, support, num_heads, length, num_keys)
+    if blob.dtype != np.uint8 or blob.shape != (size,):
+        layout = f"{num_heads} heads x {length} rows x {num_keys} keys ({codec}, {support})"
+        message = f"blob must be ({size},) uint8 for {layout}; got {blob.shape} {blob.dtype}"
+        raise ShdError("argument-shape", message, "CACHE-130")
+    dtype = code_dtype(codec)
+    if codec == "u4":
+        halves = np.stack([blob & 0x0F, blob >> 4], axis=-1).reshape(-1)
+        stored = halves[: num_codes(support, num_heads, length, num_keys)]
+    else:
+        stored = blob.view(dtype.newbyteorder("<")).astype(dtype, copy=False)
+    if support == "full":
+        return stored.reshape(num_heads, length, num_keys)
+    codes = np.zeros((num_heads, length * length), dtype=dtype)
+    codes[:, _lower_triangle(length)] = stored.reshape(num_heads, -1)
+    return codes.reshape(num_heads, length, length)
+
+
+def _lower_triangle(length: int) -> NDArray[np.intp]:
+    # Positions in the flattened map, row by row; faster to index with than a mask.
+    return np.flatnonzero(np.tri(length, dtype=np.bool_))
+
+
+def check_support(support: str) -> None:
+    """Refuse a support that is not in ``SUPPORTS``: ``argument-value``."""
+    if support not in SUPPORTS:
+        message = f"support must be one of {', '.join(SUPPORTS)}; got {support!r}"
+        raise ShdError("argument-value", message, "CACHE-125")
+
+
+VECTOR_CODECS: Final = ("float16", "int8")
+
+INT8_LEVELS: Final = 127
+"""Code of a vector's largest component; -128 is not used."""
+
+
+def to_float16(name: str, values: NDArray[Any], remedy: str = "use int8") -> NDArray[np.float16]:
+    """Finite values rounded to nearest even; ``argument-value`` where one would become infinite."""
+    with np.errstate(over="ignore"):
+        codes = values.astype(np.float16)
+    if not np.isfinite(codes).all():
+        message = f"{name} must be below 65520 for float16; got {np.abs(values).max():g}: {remedy}"
+        raise ShdError("argument-value", message, "CACHE-147")
+    return codes
+
+
+def to_int8(values: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+    """Codes ``(..., d)`` and steps ``(...)`` of finite vectors."""
+    steps = np.abs(values).max(axis=-1) / np.float32(INT8_LEVELS)
+    steps[steps < np.finfo(np.float32).tiny] = 0.0  # subnormal numbers, which accelerators flush
+    divisors = np.where(steps > 0, steps, np.float32(np.inf))[..., None]
+    codes = np.clip(np.rint(values / divisors), -INT8_LEVELS, INT8_LEVELS)
+    return codes.astype(np.int8), steps
+
+
+def largest_move(codec: str, values: NDArray[Any]) -> NDArray[np.float64]:
+    """How far coding moves a component of each vector ``(..., d)`` at most: u of CACHE-151."""
+    largest = np.abs(values).max(axis=-1).astype(np.float64)
+    if codec == "int8":
+        return np.asarray(largest / (2 * INT8_LEVELS) * (1 + 2.0**-14), dtype=np.float64)
+    return np.asarray(np.maximum(largest * 2.0**-11, 2.0**-25) * (1 + 2.0**-10), dtype=np.float64)

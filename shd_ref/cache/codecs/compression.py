@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, import_package
 
 COMPRESSIONS: Final = ("none", "zstd")
 _MOST_EXPANSION: Final = 2**15
@@ -20,11 +19,8 @@ _LEVEL: Final = 1  # codes hold little that a slower search would find
 
 @functools.cache
 def _zstandard() -> Any:
-    try:
-        return importlib.import_module("zstandard")
-    except ModuleNotFoundError as error:
-        message = "compressed caches need the package zstandard: pip install 'squeezing-heads[zstd]'"
-        raise ShdError("dependency-missing", message) from error
+    message = "compressed caches need the package zstandard: pip install 'squeezing-heads[zstd]'"
+    return import_package("zstandard", message)
 
 
 def check_compression(compression: str) -> None:
@@ -54,9 +50,7 @@ def expand_blob(stored: NDArray[np.uint8], size: int, source: str) -> NDArray[np
         possible = claimed == size <= _MOST_EXPANSION * len(data)
         blob = library.ZstdDecompressor().decompress(data, allow_extra_data=False) if possible else b""
     except MemoryError as error:
-        message = (
-            f"{source}: must fit the memory; it expands {len(data)} bytes to {size}: read it where there is more"
-        )
+        message = f"{source}: must fit the memory; {len(data)} bytes expand to {size}: read it where there is more"
         raise ShdError("cache-corrupt", message, "CACHE-44") from error
     except library.ZstdError as error:
         raise ShdError("cache-corrupt", f"{source}: must be a Zstandard frame: {error}", "CACHE-44") from error

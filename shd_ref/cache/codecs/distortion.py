@@ -138,9 +138,8 @@ def codec_error(probs: NDArray[Any], decoded: NDArray[Any]) -> CodecError:
         ShdError: ``argument-shape``.
     """
     if probs.shape != decoded.shape:
-        raise ShdError(
-            "argument-shape", f"decoded must have the shape of probs {probs.shape}; got {decoded.shape}", "CACHE-120"
-        )
+        message = f"decoded must have the shape of probs {probs.shape}; got {decoded.shape}"
+        raise ShdError("argument-shape", message, "CACHE-120")
     exact, coded = (maps.reshape(-1, maps.shape[-1]) for maps in (probs, decoded))
     size = max(1, _TILE_BYTES // (8 * max(exact.shape[-1], 1)))
     tiles = [_row_errors(exact[row : row + size], coded[row : row + size]) for row in range(0, len(exact), size)]

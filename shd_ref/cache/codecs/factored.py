@@ -17,8 +17,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache.codecs.packing import SUPPORTS
-from shd_ref.cache.codecs.vectors import INT8_LEVELS, VECTOR_CODECS, largest_move, to_float16, to_int8
+from shd_ref.cache.codecs.codecs import INT8_LEVELS, VECTOR_CODECS, check_support, largest_move, to_float16, to_int8
 from shd_ref.cache.storage.documents import MAX_INTEGER, optional
 from shd_ref.errors import ShdError
 
@@ -30,8 +29,6 @@ DEFAULT_FACTORED_CODEC: Final = "int8"
 
 MAX_SCALE: Final = 2.0**128
 """Below it no logit of binary32 queries and keys overflows in binary64."""
-
-_CODE_DTYPES: Final[dict[str, np.dtype[Any]]] = {"float16": np.dtype(np.float16), "int8": np.dtype(np.int8)}
 
 
 @dataclass(frozen=True)
@@ -124,8 +121,9 @@ def factored_size(codec: str, num_heads: int, layer: LayerFactors, length: int) 
 
 def pack_factors(coded: CodedFactors) -> NDArray[np.uint8]:
     """Codes of one layer as bytes: steps if there are any, then codes, queries before keys (CACHE-149)."""
-    parts = [coded.query_steps, coded.key_steps, coded.queries, coded.keys]
-    return np.concatenate([_little_bytes(array) for array in parts if array is not None])
+    parts = [part for part in (coded.query_steps, coded.key_steps, coded.queries, coded.keys) if part is not None]
+    little = (np.ascontiguousarray(part, dtype=part.dtype.newbyteorder("<")) for part in parts)
+    return np.concatenate([part.reshape(-1).view(np.uint8) for part in little])
 
 
 def unpack_factors(
@@ -138,29 +136,18 @@ def unpack_factors(
     """
     size = factored_size(codec, num_heads, layer, length)
     if blob.dtype != np.uint8 or blob.shape != (size,):
-        raise ShdError(
-            "argument-shape",
-            f"blob must be ({size},) uint8 for {num_heads} and {layer.num_key_heads} heads x {length} positions of "
-            f"width {layer.width} ({codec}); got {blob.shape} {blob.dtype}",
-            "CACHE-149",
-        )
-    heads = (num_heads, layer.num_key_heads)
-    steps: list[Array32 | None] = [None, None]
-    start = 0
+        layout = f"{num_heads} and {layer.num_key_heads} heads x {length} positions of width {layer.width} ({codec})"
+        message = f"blob must be ({size},) uint8 for {layout}; got {blob.shape} {blob.dtype}"
+        raise ShdError("argument-shape", message, "CACHE-149")
+    dtype, vectors, start = np.dtype(codec), (num_heads + layer.num_key_heads) * length, 0
+    steps: list[Array32] = []
     if codec == "int8":
-        for index, count in enumerate(heads):
-            end = start + 4 * count * length
-            # A copy: blobs lie in a shard without alignment.
-            steps[index] = blob[start:end].copy().view("<f4").astype(np.float32, copy=False).reshape(count, length)
-            start = end
-    dtype = _CODE_DTYPES[codec]
+        start = 4 * vectors
+        # A copy: blobs lie in a shard without alignment.
+        rows = blob[:start].copy().view("<f4").astype(np.float32, copy=False).reshape(-1, length)
+        steps = np.split(rows, [num_heads])
     codes = blob[start:].copy().view(dtype.newbyteorder("<")).astype(dtype, copy=False)
-    split = num_heads * length * layer.width
-    queries, keys = (
-        array.reshape(count, length, layer.width)
-        for array, count in zip((codes[:split], codes[split:]), heads, strict=True)
-    )
-    return CodedFactors(queries, keys, *steps)
+    return CodedFactors(*np.split(codes.reshape(-1, length, layer.width), [num_heads]), *steps)
 
 
 def check_coded_factors(coded: CodedFactors) -> None:
@@ -200,10 +187,7 @@ def rebuild_maps(
     Raises:
         ShdError: ``argument-value`` (support).
     """
-    if support not in SUPPORTS:
-        raise ShdError(
-            "argument-value", f"support must be one of {', '.join(SUPPORTS)}; got {support!r}", "CACHE-125"
-        )
+    check_support(support)
     (heads, length), share = queries.shape[:2], len(queries) // len(keys)
     weights = np.eye(heads) if mixing is None else mixing.astype(np.float64)
     positions = np.arange(length)
@@ -288,11 +272,5 @@ def check_layers(codec: str, layers: Sequence[LayerFactors], num_heads: int) -> 
 def check_factored_codec(codec: str) -> None:
     """Refuse a codec that is not in ``FACTORED_CODECS``: ``argument-value``."""
     if codec not in FACTORED_CODECS:
-        raise ShdError(
-            "argument-value", f"codec must be one of {', '.join(FACTORED_CODECS)}; got {codec!r}", "CACHE-142"
-        )
-
-
-def _little_bytes(values: NDArray[Any]) -> NDArray[np.uint8]:
-    little = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<"))
-    return little.reshape(-1).view(np.uint8)
+        message = f"codec must be one of {', '.join(FACTORED_CODECS)}; got {codec!r}"
+        raise ShdError("argument-value", message, "CACHE-142")

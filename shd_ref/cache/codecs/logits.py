@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterator
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,23 +30,12 @@ _HELD_BYTES: Final = 1 << 20
 Array = NDArray[np.float64]
 
 
-class Picked(NamedTuple):
-    """What a record says of rows, before it is coded."""
-
-    head_ids: NDArray[np.int64]  # (R, head), ascending
-    log_probs: Array  # (R, head)
-    log_tail: Array  # (R,), -inf where the head is everything
-    draw_ids: NDArray[np.int64]  # (R, draws), ascending
-    entropy: Array  # (R,)
-
-
-def pick_classes(logits: NDArray[Any], head: int, temperature: float, uniforms: Array) -> Picked:
+def pick_classes(logits: NDArray[Any], head: int, temperature: float, uniforms: Array) -> DecodedRows:
     """The likeliest classes of every row with the mass of the rest, and classes drawn from the rest.
 
     Of equal logits ``(R, V)`` at the edge those of lower ids; ``uniforms`` are ``(R, draws)`` in [0, 1), ascending.
     """
-    picked = [_pick(logits[rows], head, temperature, uniforms[rows]) for rows in _slices(*logits.shape)]
-    return Picked(*(np.concatenate(parts) for parts in zip(*picked, strict=True)))
+    return _joined(_pick(logits[rows], head, temperature, uniforms[rows]) for rows in _slices(*logits.shape))
 
 
 def draw_uniforms(index: int, num_rows: int, draws: int, seed: int) -> Array:
@@ -58,7 +47,10 @@ def draw_uniforms(index: int, num_rows: int, draws: int, seed: int) -> Array:
 
 def decode_rows(code: RowCode, rows: NDArray[np.uint8]) -> DecodedRows:
     """What rows of bytes say, at least one, in bounded memory; ``cache-corrupt`` for bytes that no encoder writes."""
-    parts = [code.decode(rows[some]) for some in _coded_slices(code, len(rows))]
+    return _joined(code.decode(rows[some]) for some in _coded_slices(code, len(rows)))
+
+
+def _joined(parts: Iterable[DecodedRows]) -> DecodedRows:
     joined = [None if column[0] is None else np.concatenate(column) for column in zip(*parts, strict=True)]
     return DecodedRows(*joined)  # type: ignore[arg-type]
 
@@ -75,11 +67,8 @@ def check_row_numbers(code: RowCode, rows: NDArray[np.uint8]) -> None:
     if np.isnan(numbers).any() or not np.isfinite(numbers[:, 1:]).all():
         raise ShdError("not-finite", "numbers of a row of logits must be finite; got NaN or infinity", "CACHE-169")
     if (numbers[:, 0] > 0).any() or (numbers[:, 1:] < 0).any() or (numbers[:, 1:] > code.max_entropy).any():
-        raise ShdError(
-            "argument-value",
-            f"log_tail of a row must be at most 0, and its entropy 0 to log {code.vocab_size}",
-            "CACHE-169",
-        )
+        message = f"log_tail of a row must be at most 0, and its entropy 0 to log {code.vocab_size}"
+        raise ShdError("argument-value", message, "CACHE-169")
 
 
 def check_padding(logits: NDArray[Any], vocab_size: int, temperature: float) -> None:
@@ -90,12 +79,9 @@ def check_padding(logits: NDArray[Any], vocab_size: int, temperature: float) -> 
     for rows in _slices(*logits.shape):
         mass = np.exp(_log_softmax(logits[rows], temperature)[:, vocab_size:]).sum(axis=-1).max()
         if not mass <= allowed:  # nor NaN
-            raise ShdError(
-                "argument-value",
-                f"vocab_size must cut padding alone, with a mass of at most {allowed:g} in every row; got "
-                f"{mass:.6g} on the classes from {vocab_size} to {logits.shape[1] - 1}",
-                "CACHE-168",
-            )
+            rule = f"vocab_size must cut padding alone, with a mass of at most {allowed:g} in every row"
+            got = f"{mass:.6g} on the classes from {vocab_size} to {logits.shape[1] - 1}"
+            raise ShdError("argument-value", f"{rule}; got {got}", "CACHE-168")
 
 
 def logits_error(
@@ -113,13 +99,11 @@ def rows_moved(
 
     A class that another would have been drawn in place of counts by how far its share lies from its uniform.
     """
-    slices = _slices(*logits.shape)
-    return np.concatenate(
-        [
-            _moved(_log_softmax(logits[rows], temperature), temperature, decode(rows), uniforms[rows])
-            for rows in slices
-        ]
-    )
+    parts = [
+        _moved(_log_softmax(logits[rows], temperature), temperature, decode(rows), uniforms[rows])
+        for rows in _slices(*logits.shape)
+    ]
+    return np.concatenate(parts)
 
 
 def row_entropies(logits: NDArray[Any], temperature: float) -> Array:
@@ -135,7 +119,7 @@ def entropy_moves(total_variation: float, vocab_size: int) -> float:
     return d * math.log(max(vocab_size - 1, 1)) + binary
 
 
-def _pick(logits: NDArray[Any], head: int, temperature: float, uniforms: Array) -> Picked:
+def _pick(logits: NDArray[Any], head: int, temperature: float, uniforms: Array) -> DecodedRows:
     ids = np.stack([_largest(row, head) for row in logits])
     kept = np.take_along_axis(logits, ids, -1).astype(np.float64) / temperature
     # The rest in single precision where the teacher's is no better: its sum is stored in binary16.
@@ -162,7 +146,7 @@ def _pick(logits: NDArray[Any], head: int, temperature: float, uniforms: Array) 
         mean = (shares * rest).sum(axis=-1, dtype=np.float64) / sums + peaks
         entropy = whole - (np.exp(log_probs) * kept).sum(axis=-1) - np.exp(log_tail) * mean
         entropy = np.clip(entropy, 0.0, np.log(logits.shape[1]))  # of an even row rounding may lead above it
-    return Picked(ids, log_probs, log_tail, drawn, entropy)
+    return DecodedRows(ids, log_probs, log_tail, drawn, entropy)
 
 
 def _largest(row: NDArray[Any], count: int) -> NDArray[np.int64]:

@@ -70,11 +70,8 @@ def trim_sample(inputs: Mapping[str, NDArray[Any]], mask_name: str) -> tuple[dic
         raise ShdError("inputs-invalid", f"{mask_name} must leave at least one token; got none", "CACHE-32")
     length = int(tokens[-1]) + 1
     arrays = {name: np.asarray(array) for name, array in inputs.items()}
-    trimmed = {
-        name: array[:length] if array.ndim and array.shape[0] == mask.shape[0] else array
-        for name, array in arrays.items()
-    }
-    return trimmed, length
+    cut = {name: array[:length] for name, array in arrays.items() if array.ndim and len(array) == len(mask)}
+    return arrays | cut, length
 
 
 def trim_inputs(
@@ -134,9 +131,8 @@ def _canonical(name: str, array: NDArray[Any]) -> NDArray[Any]:
     if kind == "f":
         return array.astype(np.float32)
     if kind not in "iu":
-        raise ShdError(
-            "inputs-invalid", f"input {name!r} must be integer, floating or boolean; got {array.dtype}", "CACHE-31"
-        )
+        message = f"input {name!r} must be integer, floating or boolean; got {array.dtype}"
+        raise ShdError("inputs-invalid", message, "CACHE-31")
     if kind == "u" and array.size and int(array.max()) > np.iinfo(np.int64).max:
         raise ShdError("inputs-invalid", f"input {name!r} must fit int64; got {array.max()}", "CACHE-31")
     return array.astype(np.int64)

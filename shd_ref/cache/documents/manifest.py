@@ -27,8 +27,7 @@ from shd_ref.cache.storage.documents import (
     parse_members,
     read_document,
 )
-from shd_ref.cache.storage.layout import MANIFEST_NAME, MAX_SAMPLES, MAX_SHARDS
-from shd_ref.cache.storage.places import Folder, open_storage
+from shd_ref.cache.storage.places import MANIFEST_NAME, MAX_SAMPLES, MAX_SHARDS, Folder, open_storage
 from shd_ref.errors import ShdError
 
 _require: Final = functools.partial(require, spec_id="CACHE-22")
@@ -73,9 +72,8 @@ class SampleInputs:
         names, decoder = list(self.names), list(self.decoder)
         valid = decoder == sorted(set(decoder)) and set(decoder) <= set(names) and self.mask not in decoder
         _require(valid, f"inputs.decoder must be some of {names}, sorted, without the mask", decoder)
-        _require(
-            self.decoder_mask in (*decoder, None), f"inputs.decoder_mask must be one of {decoder}", self.decoder_mask
-        )
+        fits = self.decoder_mask in (*decoder, None)
+        _require(fits, f"inputs.decoder_mask must be one of {decoder}", self.decoder_mask)
         _require(bool(names) and names == sorted(set(names)), "inputs.names must be sorted and distinct", names)
         _require(self.mask in (*names, None), f"inputs.mask must be one of {names} or None", self.mask)
 
@@ -155,20 +153,12 @@ class Manifest(Held):
     on_error: str = optional("stop")
 
     def __post_init__(self) -> None:
-        require(
-            self.compression in COMPRESSIONS,
-            f"compression must be one of {COMPRESSIONS}",
-            self.compression,
-            "CACHE-43",
-        )
+        packed = self.compression
+        require(packed in COMPRESSIONS, f"compression must be one of {COMPRESSIONS}", packed, "CACHE-43")
         names = [form.SUBJECT for form in self.forms]
         order = [name for name in subjects() if name in names]
-        require(
-            bool(names) and sorted(names) == sorted(order),
-            f"a cache must hold some of {list(subjects())}",
-            names,
-            "CACHE-160",
-        )
+        known = bool(names) and sorted(names) == sorted(order)
+        require(known, f"a cache must hold some of {list(subjects())}", names, "CACHE-160")
         object.__setattr__(self, "forms", tuple(sorted(self.forms, key=lambda form: order.index(form.SUBJECT))))
         for form in self.forms:
             form.check_manifest(self.teacher.sha256, has_decoder=bool(self.inputs.decoder))
@@ -217,12 +207,9 @@ class Manifest(Held):
         if not isinstance(version, str):
             raise ShdError("cache-corrupt", f"{source}: format_version must be a string; got {version!r}", "CACHE-15")
         if version != FORMAT_VERSION:
-            raise ShdError(
-                "cache-version",
-                f"{source}: format_version must be {FORMAT_VERSION!r} for this release; got {version[:20]!r}: "
-                "install a release of squeezing-heads that reads it, or precompute the cache again",
-                "CACHE-25",
-            )
+            rule = f"{source}: format_version must be {FORMAT_VERSION!r} for this release; got {version[:20]!r}"
+            remedy = "install a release of squeezing-heads that reads it, or precompute the cache again"
+            raise ShdError("cache-version", f"{rule}: {remedy}", "CACHE-25")
         return build(cls, members, source, {"forms": subjects()})
 
     @classmethod
@@ -273,7 +260,9 @@ def _differences(name: str, mine: Any, theirs: Any) -> Iterator[str]:
         for key in sorted(mine.keys() | theirs.keys()):
             yield from _differences(f"{name}.{key}" if name else key, mine.get(key), theirs.get(key))
     elif not (_is_list(mine) and _is_list(theirs)):
-        yield f"{name}: {_say(mine)} -> {_say(theirs)}"
+        # Of an object its codec, if it has one: the rest has nothing to be compared with.
+        said = (str(one.get("codec", "given")) if isinstance(one, dict) else repr(one) for one in (mine, theirs))
+        yield f"{name}: {' -> '.join(said)}"
     elif len(mine) != len(theirs):
         yield f"{name}: {len(mine)} -> {len(theirs)} entries"
     else:
@@ -291,8 +280,3 @@ def _plain(manifest: Manifest) -> dict[str, Any]:
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(item, dict) for item in value)
-
-
-def _say(value: Any) -> str:
-    """A value; of an object its codec, if it has one, as the rest has nothing to be compared with."""
-    return str(value.get("codec", "given")) if isinstance(value, dict) else repr(value)

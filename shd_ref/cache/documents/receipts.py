@@ -18,8 +18,7 @@ from shd_ref.cache.documents.manifest import Manifest
 from shd_ref.cache.forms.form import F32, U8, Extent, Part
 from shd_ref.cache.forms.table import error_kinds
 from shd_ref.cache.storage.documents import build, encode_document, optional, parse_members, read_document
-from shd_ref.cache.storage.layout import SEAL_NAME, receipt_name
-from shd_ref.cache.storage.places import Folder, open_storage
+from shd_ref.cache.storage.places import SEAL_NAME, Folder, open_storage, receipt_name
 from shd_ref.errors import ShdError
 
 _XXH3_64: Final = re.compile(r"[0-9a-f]{16}")
@@ -157,9 +156,7 @@ class Receipt:
     def from_bytes(cls, data: bytes, shard: int, manifest: Manifest, source: object = "receipt") -> Receipt:
         """As ``read``, from bytes."""
         receipt = build(cls, parse_members(data, source), source)
-        if receipt.manifest != manifest.id:
-            message = f"{source} must belong to manifest {manifest.id}; got {receipt.manifest}"
-            raise ShdError("cache-mismatch", message + ": it was copied from another cache", "CACHE-52")
+        _check_manifest(receipt, manifest, source)
         for problem in receipt._problems(shard, manifest):
             raise ShdError("cache-corrupt", f"{source}: {problem}", "CACHE-53")
         return receipt
@@ -168,15 +165,18 @@ class Receipt:
         """The receipt file."""
         return encode_document(self)
 
+    @property
+    def samples(self) -> tuple[Record | Skipped, ...]:
+        """Records, and skipped samples after them."""
+        return (*self.records, *self.skipped)
+
     def sample_keys(self) -> dict[int, str]:
         """The key of every sample of the shard, skipped ones included, by index."""
-        samples: tuple[Record | Skipped, ...] = (*self.records, *self.skipped)
-        return {sample.index: sample.key for sample in samples}
+        return {sample.index: sample.key for sample in self.samples}
 
     def sample_seeds(self) -> dict[int, int]:
         """The seed of every sample that has one, skipped ones included, by index."""
-        samples: tuple[Record | Skipped, ...] = (*self.records, *self.skipped)
-        return {sample.index: sample.seed for sample in samples if sample.seed is not None}
+        return {sample.index: sample.seed for sample in self.samples if sample.seed is not None}
 
     def stored_parts(self, manifest: Manifest) -> Iterator[tuple[Record, Part, Blob]]:
         """All blobs in stored order: the float32 ones of every record, then the coded ones (CACHE-40)."""
@@ -214,17 +214,16 @@ class Receipt:
         for skipped in self.skipped:
             if skipped.index >= samples:
                 yield f"skipped index must be below {samples}; got {skipped.index}"
-            problems = (*_key_problems(skipped.key), *_seed_problems(skipped.seed, manifest))
-            yield from (f"skipped sample {skipped.index}: {problem}" for problem in problems)
+            for problem in _sample_problems(skipped, manifest):
+                yield f"skipped sample {skipped.index}: {problem}"
         yield from self.errors.problems(manifest)
         count, shapes_of = len(manifest.parts), functools.cache(manifest.part_shapes)
         for record in self.records:
             if len(record.blobs) != count:
                 yield f"record {record.index}: blobs must be {count}, one for each part; got {len(record.blobs)}"
                 return
-            yield from (
-                f"record {record.index}: {problem}" for problem in _record_problems(record, manifest, shapes_of)
-            )
+            for problem in _record_problems(record, manifest, shapes_of):
+                yield f"record {record.index}: {problem}"
         position = None
         for _, _, blob in self.stored_parts(manifest):
             if blob.start != (blob.start if position is None else position) or blob.end < blob.start:
@@ -237,8 +236,7 @@ class Receipt:
 def _record_problems(
     record: Record, manifest: Manifest, shapes_of: Callable[[Extent], tuple[tuple[int, ...], ...]]
 ) -> Iterator[str]:
-    yield from _key_problems(record.key)
-    yield from _seed_problems(record.seed, manifest)
+    yield from _sample_problems(record, manifest)
     if record.index >= manifest.dataset.num_samples or record.length < 1:
         yield f"index must be below {manifest.dataset.num_samples} and length at least 1; got length {record.length}"
     wrong = list(manifest.extent_problems(record.extent))
@@ -258,16 +256,13 @@ def _record_problems(
             yield f"xxh3_64 must be 16 hex digits; got {blob.xxh3_64[:20]!r}"
 
 
-def _key_problems(key: str) -> Iterator[str]:
+def _sample_problems(sample: Record | Skipped, manifest: Manifest) -> Iterator[str]:
     try:
-        check_key(key)
+        check_key(sample.key)
     except ShdError as error:
         yield str(error)
-
-
-def _seed_problems(seed: int | None, manifest: Manifest) -> Iterator[str]:
-    if (seed is None) != (manifest.inputs.seed is None):
-        yield f"seed must be there where the manifest names a column of seeds, and only there; got {seed}"
+    if (sample.seed is None) != (manifest.inputs.seed is None):
+        yield f"seed must be there where the manifest names a column of seeds, and only there; got {sample.seed}"
 
 
 @dataclass(frozen=True)
@@ -298,19 +293,21 @@ class Seal:
         except FileNotFoundError:
             return None
         seal = build(cls, parse_members(data, path), path)
-        if seal.manifest != manifest.id:
-            message = f"{path} must belong to manifest {manifest.id}; got {seal.manifest}"
-            raise ShdError("cache-mismatch", message + ": it was copied from another cache", "CACHE-52")
-        if (seal.num_samples, len(seal.receipts)) != (manifest.dataset.num_samples, manifest.shards.num_shards):
-            message = (
-                f"{path} must count {manifest.dataset.num_samples} samples in {manifest.shards.num_shards} shards"
-            )
-            raise ShdError("cache-corrupt", message, "CACHE-55")
+        _check_manifest(seal, manifest, path)
+        samples, shards = manifest.dataset.num_samples, manifest.shards.num_shards
+        if (seal.num_samples, len(seal.receipts)) != (samples, shards):
+            raise ShdError("cache-corrupt", f"{path} must count {samples} samples in {shards} shards", "CACHE-55")
         return seal
 
     def to_bytes(self) -> bytes:
         """The seal file."""
         return encode_document(self)
+
+
+def _check_manifest(document: Receipt | Seal, manifest: Manifest, source: object) -> None:
+    if document.manifest != manifest.id:
+        message = f"{source} must belong to manifest {manifest.id}; got {document.manifest}"
+        raise ShdError("cache-mismatch", message + ": it was copied from another cache", "CACHE-52")
 
 
 def check_fingerprint(folder: object, manifest: Manifest, receipts: Iterable[Receipt]) -> None:
@@ -324,10 +321,6 @@ def check_fingerprint(folder: object, manifest: Manifest, receipts: Iterable[Rec
     fingerprint = dataset_fingerprint(key.tobytes().hex() for key in keys)
     expected = manifest.dataset.fingerprint
     if fingerprint != expected or not held.all():
-        raise ShdError(
-            "cache-mismatch",
-            f"{folder}: the fingerprint of its {held.sum()} sample keys must be {expected}, as in the manifest; "
-            f"got {fingerprint}: the data set or the tokenizer changed while the cache was written; start over "
-            "in another folder",
-            "CACHE-37",
-        )
+        rule = f"{folder}: the fingerprint of its {held.sum()} sample keys must be {expected}, as in the manifest"
+        remedy = "the data set or the tokenizer changed while the cache was written; start over in another folder"
+        raise ShdError("cache-mismatch", f"{rule}; got {fingerprint}: {remedy}", "CACHE-37")

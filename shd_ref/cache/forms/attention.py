@@ -11,11 +11,11 @@ from typing import Any, ClassVar, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from shd_ref.cache.codecs.codecs import SUPPORTS
 from shd_ref.cache.codecs.distortion import CodecError, RowError
-from shd_ref.cache.codecs.packing import SUPPORTS
 from shd_ref.cache.forms.form import F32, U8, Extent, Form, NewRecord, Part, StoredRecord, misfit, require
 from shd_ref.cache.storage.documents import MAX_INTEGER, optional
-from shd_ref.cache.storage.layout import MAX_LAYERS
+from shd_ref.cache.storage.places import MAX_LAYERS
 from shd_ref.errors import ShdError
 
 MAX_HEADS: Final = 10_000
@@ -261,13 +261,10 @@ class Attention(Form):
             require(all(0 <= p < limit for p in positions), f"plan positions must be below {limit}", plan)
         if self.plans is None:
             return
-        require(
-            len(self.plans) == len(self.layers), f"plans must be {len(self.layers)}", len(self.plans), "CACHE-102"
-        )
+        layers, different = len(self.layers), len(set(self.plans)) > 1
+        require(len(self.plans) == layers, f"plans must be {layers}", len(self.plans), "CACHE-102")
         require(not self.plan, "plan must be empty where plans holds one for each layer", self.plan, "CACHE-102")
-        require(
-            len(set(self.plans)) > 1, "plans must not all be equal: then plan holds them", self.plans, "CACHE-102"
-        )
+        require(different, "plans must not all be equal: then plan holds them", self.plans, "CACHE-102")
         pairs = {_count_pairs(plan) for plan in self.plans}
         require(len(pairs) == 1, "plans must have one number of pairs", sorted(pairs), "CACHE-102")
 
@@ -293,6 +290,5 @@ def _check_floats(record: NewRecord, name: str, values: NDArray[Any], shape: tup
         message = f"record {record.index}: {name} must be float32; got {values.dtype}"
         raise ShdError("argument-dtype", message, "CACHE-107")
     if not np.isfinite(values).all():
-        raise ShdError(
-            "not-finite", f"record {record.index}: {name} must be finite; got NaN or infinity", "CACHE-107"
-        )
+        message = f"record {record.index}: {name} must be finite; got NaN or infinity"
+        raise ShdError("not-finite", message, "CACHE-107")

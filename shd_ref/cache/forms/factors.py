@@ -44,12 +44,8 @@ class Factors(Attention):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            len(self.factors) == len(self.layers),
-            f"factors must be {len(self.layers)}",
-            len(self.factors),
-            "CACHE-141",
-        )
+        count, layers = len(self.factors), len(self.layers)
+        require(count == layers, f"factors must be {layers}", count, "CACHE-141")
         problem = check_layers(self.codec, self.factors, self.num_teacher_heads)
         if problem is not None:
             raise ShdError("argument-value", problem, "CACHE-141")
@@ -110,17 +106,14 @@ class Factors(Attention):
         """``(H_s, n, n)`` float32, made from queries and keys (CACHE-152)."""
         queries, keys = self.decode_factors(record, layer)
         column = self.column(layer)
-        factors, mixing = self.factors[column], record.parts["mixing"][column]
-        return rebuild_maps(
-            queries, keys, factors.scale, self.support, mixing, window=factors.window, first=record.first
-        )
+        one, mixing = self.factors[column], record.parts["mixing"][column]
+        return rebuild_maps(queries, keys, one.scale, self.support, mixing, window=one.window, first=record.first)
 
     def decode_factors(self, record: StoredRecord, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Queries ``(H_t, n, d)`` and centred keys ``(H_kv, n, d)``, float32, without padding in front."""
-        factors, length = self.factors[self.column(layer)], record.length - record.first
-        return decode_factors(
-            unpack_factors(record.parts[blob_name(layer)], self.codec, self.num_teacher_heads, factors, length)
-        )
+        blob, factors = record.parts[blob_name(layer)], self.factors[self.column(layer)]
+        length = record.length - record.first
+        return decode_factors(unpack_factors(blob, self.codec, self.num_teacher_heads, factors, length))
 
     def describe(self) -> list[tuple[str, str]]:
         """For a listing and a report."""

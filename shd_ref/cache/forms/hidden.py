@@ -9,11 +9,11 @@ from typing import Any, ClassVar, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from shd_ref.cache.codecs.codecs import INT8_LEVELS, VECTOR_CODECS, largest_move, to_float16, to_int8
 from shd_ref.cache.codecs.distortion import HiddenError, RowError
-from shd_ref.cache.codecs.vectors import INT8_LEVELS, VECTOR_CODECS, largest_move, to_float16, to_int8
 from shd_ref.cache.forms.form import U8, Extent, NewRecord, Part, StoredRecord, require
 from shd_ref.cache.forms.rows import Rows, as_rows, counted_rows
-from shd_ref.cache.storage.layout import MAX_LAYERS
+from shd_ref.cache.storage.places import MAX_LAYERS
 from shd_ref.errors import ShdError
 
 MAX_WIDTH: Final = 1 << 20

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from shd_ref.cache.codecs.codecs import largest_move, to_float16
 from shd_ref.cache.codecs.distortion import LogitsError, RowError
 from shd_ref.cache.codecs.logits import (
     LOGITS_CODECS,
@@ -23,7 +24,6 @@ from shd_ref.cache.codecs.logits import (
     row_entropies,
     rows_moved,
 )
-from shd_ref.cache.codecs.vectors import largest_move, to_float16
 from shd_ref.cache.forms.form import SHA256, U8, Extent, NewRecord, Part, StoredRecord, require
 from shd_ref.cache.forms.rows import Rows, as_rows, counted_rows
 from shd_ref.cache.storage.documents import MAX_INTEGER, optional
@@ -114,9 +114,8 @@ class Logits(Rows):
         drawn = self.draws > 0
         _require(drawn == (self.codec == "sampled"), "draws must be above 0 for sampled, 0 for topk", self.draws)
         seeded = self.seed is not None and 0 <= self.seed <= MAX_INTEGER
-        _require(
-            seeded if drawn else self.seed is None, f"seed must be 0 to {MAX_INTEGER}, of draws alone", self.seed
-        )
+        valid = seeded if drawn else self.seed is None
+        _require(valid, f"seed must be 0 to {MAX_INTEGER}, of draws alone", self.seed)
         few = max(self.head, self.draws) <= MAX_CLASSES
         _require(few, f"head and draws must be at most {MAX_CLASSES}", (self.head, self.draws))
         _ = self.code  # which checks head, draws and value_bits
@@ -212,7 +211,7 @@ class Logits(Rows):
             ShdError: ``argument-value`` where the record was read without logits; ``cache-corrupt`` for rows that no
                 encoder writes.
         """
-        decoded = self._decode(self._rows_of(record))
+        decoded = self._decode(self.read_rows(record, self.parts[0], self.row_bytes))
         if isinstance(decoded, np.ndarray):
             return decoded
         assert self.temperature is not None
@@ -239,7 +238,7 @@ class Logits(Rows):
         Raises:
             ShdError: as ``decode``; ``argument-shape`` for another number of rows.
         """
-        codes, temperature = self._rows_of(record), self.temperature or 1.0
+        codes, temperature = self.read_rows(record, self.parts[0], self.row_bytes), self.temperature or 1.0
         logits = as_rows("logits", rows, self.given_classes)[:, : self.vocab_size]
         if len(logits) != len(codes):
             raise ShdError("argument-shape", f"rows must be {len(codes)}; got {len(logits)}", "CACHE-160")
@@ -265,7 +264,7 @@ class Logits(Rows):
         Raises:
             ShdError: as ``decode``.
         """
-        decoded = self._decode(self._rows_of(record))
+        decoded = self._decode(self.read_rows(record, self.parts[0], self.row_bytes))
         logits = as_rows("logits", rows, self.given_classes)[:, : self.vocab_size]
         entropies = row_entropies(logits, self.temperature or 1.0)
         return np.abs(decoded.entropy - entropies), np.maximum(entropies * 2.0**-11, 2.0**-25)
@@ -283,18 +282,14 @@ class Logits(Rows):
     def describe(self) -> list[tuple[str, str]]:
         """For a listing and a report."""
         padding = "" if self.padded_vocab_size is None else f" of {self.padded_vocab_size}, the rest is padding"
-        what = {
-            "topk": f"the {self.head} likeliest classes and their rest",
-            "sampled": (f"the {self.head} likeliest classes and " if self.head else "")
-            + f"{self.draws} that were drawn",
-            "float16": "all classes",
-        }[self.codec]
+        head = f"the {self.head} likeliest classes and " * (self.head > 0)
+        drawn = f"{self.draws} that were drawn"
+        rest = {"topk": "their rest", "sampled": drawn, "float16": "all classes"}[self.codec]
         bound = "any temperature" if self.temperature is None else f"temperature {self.temperature:g}"
-        mean = (
-            f"; mean with {', '.join(teacher.name for teacher in self.with_teachers)}" if self.with_teachers else ""
-        )
+        others = ", ".join(teacher.name for teacher in self.with_teachers)
+        mean = f"; mean with {others}" if others else ""
         return [
-            ("logits", f"{what}; {self.vocab_size} classes{padding}; {bound}{mean}"),
+            ("logits", f"{head}{rest}; {self.vocab_size} classes{padding}; {bound}{mean}"),
             ("logits codec", f"{self.codec}, {self.row_bytes} bytes per {self.unit}"),
         ]
 
@@ -306,9 +301,6 @@ class Logits(Rows):
             raise ShdError("not-finite", "logits must be finite; got NaN or infinity", "CACHE-165")
         check_padding(rows if counted is None else rows[counted], self.vocab_size, self.temperature or 1.0)
         return kept
-
-    def _rows_of(self, record: StoredRecord) -> NDArray[np.uint8]:
-        return self.read_rows(record, self.parts[0], self.row_bytes)
 
     def _decode(self, rows: NDArray[np.uint8]) -> Any:
         """``DecodedRows``, or logits."""

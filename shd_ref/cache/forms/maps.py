@@ -10,8 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache.codecs.codecs import CODECS, check_codes, code_dtype, decode
-from shd_ref.cache.codecs.packing import pack, packed_size, unpack
+from shd_ref.cache.codecs.codecs import CODECS, check_codes, code_dtype, decode, pack, packed_size, unpack
 from shd_ref.cache.forms.attention import Attention, blob_name
 from shd_ref.cache.forms.form import Extent, NewRecord, StoredRecord, misfit, require
 from shd_ref.cache.storage.documents import optional
@@ -67,9 +66,8 @@ class Maps(Attention):
 
     def blob_sizes(self, extent: Extent) -> tuple[int, ...]:
         """By CACHE-125."""
-        return tuple(
-            packed_size(self.codec, self.support, self.num_student_heads, *shape) for shape in self.map_shapes(extent)
-        )
+        heads = self.num_student_heads
+        return tuple(packed_size(self.codec, self.support, heads, *shape) for shape in self.map_shapes(extent))
 
     def held_size(self, extent: Extent) -> int:
         """One code per entry, including those above the diagonal."""

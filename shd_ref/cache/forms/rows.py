@@ -77,12 +77,8 @@ class Rows(Form):
             raise ShdError("argument-value", message, "CACHE-161")
         blob, count = record.parts[part.name], self.num_rows(record.extent)
         if blob.dtype != np.uint8 or blob.shape != (count * size,):
-            raise ShdError(
-                "argument-shape",
-                f"{part.title} must be ({count * size},) uint8, {count} rows of {size} bytes; got {blob.shape} "
-                f"{blob.dtype}",
-                "CACHE-161",
-            )
+            rule = f"{part.title} must be ({count * size},) uint8, {count} rows of {size} bytes"
+            raise ShdError("argument-shape", f"{rule}; got {blob.shape} {blob.dtype}", "CACHE-161")
         rows: NDArray[np.uint8] = blob.reshape(count, size)
         return rows
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import Any
 
-from shd_ref.errors import ShdError
+from shd_ref.errors import import_package
 
 
 @functools.cache
 def _xxhash() -> Any:
     # Imported late, so that coding and decoding maps works where only numpy is installed.
-    try:
-        return importlib.import_module("xxhash")
-    except ModuleNotFoundError as error:
-        message = "the supervision cache must have xxhash for its checksums; pip install 'squeezing-heads[cache]'"
-        raise ShdError("dependency-missing", message) from error
+    message = "the supervision cache must have xxhash for its checksums; pip install 'squeezing-heads[cache]'"
+    return import_package("xxhash", message)
 
 
 def xxh3_64(data: Any, seed: int = 0) -> int:

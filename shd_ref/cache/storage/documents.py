@@ -1,4 +1,4 @@
-"""JSON documents of the cache: one spelling, their own checksum, strict reading (CACHE-10 to CACHE-15).
+"""JSON documents of the cache: one spelling, their own checksum, strict reading (CACHE-10 to CACHE-15); foreign JSON.
 
 Only bytes that ``encode_document`` writes are accepted. Content becomes dataclasses by their type hints, without any
 conversion. Fields made with ``optional`` are left out where they have their default. Where a hint allows several
@@ -12,8 +12,10 @@ import functools
 import json
 import types
 import typing
+from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Final, TypeVar
+from pathlib import Path
+from typing import Any, Final, NoReturn, TypeVar
 
 from shd_ref.cache.storage.checksums import xxh3_128
 from shd_ref.cache.storage.storage import Storage
@@ -221,3 +223,35 @@ def _choose_kind(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
 
 def _mistyped(expected: str, value: Any, where: str) -> ShdError:
     return ShdError("cache-corrupt", f"{where} must be {expected}; got {str(value)[:80]!r}", "CACHE-15")
+
+
+MAX_JSON_BYTES: Final = 1 << 26
+"""Larger ones are refused unread: the smallest objects take twenty times their bytes in memory."""
+
+
+def parse_json(data: bytes) -> Any:
+    """The value of a JSON text; ValueError for repeated members, NaN, infinities, deep nesting, or a large text."""
+    if len(data) > MAX_JSON_BYTES:
+        raise ValueError(f"it must have at most {MAX_JSON_BYTES} bytes")
+    try:
+        return json.loads(str(data, "utf-8"), object_pairs_hook=_distinct, parse_constant=_refuse)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def read_json(file: Path) -> Any:
+    """The value of a JSON file; OSError, ValueError."""
+    with file.open("rb") as stream:
+        return parse_json(stream.read(MAX_JSON_BYTES + 1))
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"the member {name[:80]!r} is there twice")
+    return members
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no number of JSON")

@@ -18,14 +18,13 @@ import stat
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache.storage.drafts import sync
-from shd_ref.cache.storage.layout import LOCK_NAME
+from shd_ref.cache.storage.places import LOCK_NAME
 from shd_ref.cache.storage.storage import PendingFile, RangeFile, Storage
 from shd_ref.errors import ShdError
 
@@ -92,6 +91,7 @@ class LocalStorage(Storage):
         with self.reads(folder or "."), contextlib.suppress(FileNotFoundError):
             descriptor = self._open_folder(folder.split("/") if folder else [])
             try:
+                # A folder that cannot be listed is not an empty one.
                 for directory, folders, files, inside in os.fwalk(".", onerror=_raise, dir_fd=descriptor):
                     links = [name for name in folders if _is_link(inside, name)]
                     misnamed = [name for name in folders if FILE_FORM.fullmatch(name) and name not in links]
@@ -285,16 +285,14 @@ class _LocalPending(PendingFile):
         os.rename(self._temp, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
         os.fsync(self._folder)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._temp, dir_fd=self._folder)  # already gone after a commit
         os.close(self._descriptor)
         os.close(self._folder)
 
 
-class _PendingLink(PendingFile):
+class _PendingLink(_LocalPending):
     """Another name for a file that exists: committed shards never change in place, so caches may share them."""
 
     def __init__(self, storage: LocalStorage, name: str, source: LocalStorage) -> None:
@@ -311,12 +309,9 @@ class _PendingLink(PendingFile):
     def commit(self) -> None:
         """Link under a temporary name and rename, so that a shard without a receipt is replaced as well."""
         os.link(self._source, self._temp, dst_dir_fd=self._folder, follow_symlinks=False)
-        os.rename(self._temp, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
-        os.fsync(self._folder)
+        super().commit()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._temp, dir_fd=self._folder)
         os.close(self._folder)
@@ -355,7 +350,6 @@ class _LocalFile(RangeFile):
 
 
 def _raise(error: OSError) -> None:
-    """A folder that cannot be listed is not an empty one."""
     raise error
 
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import itertools
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache.storage.storage import PendingFile, RangeFile, Storage
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, import_package
 
 REQUESTS: Final = 16
 """Requests under way at once while a cache is opened or checked."""
@@ -46,7 +44,10 @@ class RemoteStorage(Storage):
 
     def size(self, name: str) -> int:
         """Size of an object; a store has neither links nor devices."""
-        return int(self._info(name)["size"])
+        filesystem, path = self._connect(name)
+        with self._reads(name):
+            filesystem.invalidate_cache(path)
+            return int(filesystem.info(path)["size"])
 
     def read(self, name: str) -> bytes:
         """A whole object."""
@@ -59,23 +60,12 @@ class RemoteStorage(Storage):
     def names(self, folder: str = "") -> list[str]:
         """Every object below a prefix."""
         filesystem, prefix = self._connect()
-        base = f"{prefix}/{folder}" if folder else prefix
         try:
             with self._reads(folder):
-                paths = filesystem.find(base, withdirs=False)
+                paths = filesystem.find(self._connect(folder)[1], withdirs=False)
         except FileNotFoundError:
             return []
         return sorted(str(path)[len(prefix) :].lstrip("/") for path in paths if len(str(path)) > len(prefix))
-
-    def prepare(self) -> None:
-        """Nothing: a prefix needs no making."""
-
-    def remove_stale(self) -> None:
-        """Nothing: an upload that was not completed is not an object. The store's own rules expire its parts."""
-
-    def is_leftover(self, name: str) -> bool:
-        """Nothing is."""
-        return False
 
     def pending(self, name: str) -> PendingFile:
         """A local temporary file, uploaded on commit."""
@@ -83,20 +73,16 @@ class RemoteStorage(Storage):
 
     def create(self, name: str, data: bytes) -> None:
         """Put an object unless it exists: atomically where the store has conditional writes (CACHE-72)."""
-        filesystem, prefix = self._connect()
+        filesystem, path = self._connect(name)
         with contextlib.suppress(FileExistsError), _store_errors():
-            if not filesystem.exists(f"{prefix}/{name}"):
-                filesystem.pipe_file(f"{prefix}/{name}", data, mode="create")
+            if not filesystem.exists(path):
+                filesystem.pipe_file(path, data, mode="create")
 
     def remove(self, name: str) -> None:
         """Delete an object, if it exists."""
-        filesystem, prefix = self._connect()
+        filesystem, path = self._connect(name)
         with contextlib.suppress(FileNotFoundError), _store_errors():
-            filesystem.rm_file(f"{prefix}/{name}")
-
-    def exclusive(self) -> contextlib.AbstractContextManager[None]:
-        """Nothing: a store has no locks."""
-        return contextlib.nullcontext()
+            filesystem.rm_file(path)
 
     def map(self, function: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
         """In threads, a few at a time, so that not all results wait in memory."""
@@ -107,9 +93,9 @@ class RemoteStorage(Storage):
 
     def upload(self, name: str, path: str) -> None:
         """Put a local file as an object."""
-        filesystem, prefix = self._connect()
+        filesystem, target = self._connect(name)
         with _store_errors():
-            filesystem.put_file(path, f"{prefix}/{name}")
+            filesystem.put_file(path, target)
 
     def read_range(self, name: str, start: int, end: int) -> bytes:
         """Bytes of an object, fewer where it ends before."""
@@ -126,26 +112,20 @@ class RemoteStorage(Storage):
         return {"root": self.root}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.root = state["root"]
-        self._connections = {}
+        self.root, self._connections = state["root"], {}
 
-    def _connect(self) -> tuple[Any, str]:
-        """The filesystem of this process and the prefix in it: connections do not survive a fork."""
+    def _connect(self, name: str = "") -> tuple[Any, str]:
+        """The filesystem of this process and a file's path in it: connections do not survive a fork."""
         process = os.getpid()
         if process not in self._connections:
             self._connections = {process: _open_filesystem(self.root)}
-        return self._connections[process]
-
-    def _info(self, name: str) -> Any:
-        filesystem, prefix = self._connect()
-        with self._reads(name):
-            filesystem.invalidate_cache(f"{prefix}/{name}")
-            return filesystem.info(f"{prefix}/{name}")
+        filesystem, prefix = self._connections[process]
+        return filesystem, f"{prefix}/{name}" if name else prefix
 
     def _read(self, name: str, start: int | None, end: int | None) -> bytes:
-        filesystem, prefix = self._connect()
+        filesystem, path = self._connect(name)
         with self._reads(name):
-            data: bytes = filesystem.cat_file(f"{prefix}/{name}", start=start, end=end)
+            data: bytes = filesystem.cat_file(path, start=start, end=end)
         return data
 
     @contextlib.contextmanager
@@ -156,11 +136,9 @@ class RemoteStorage(Storage):
         except FileNotFoundError:
             raise
         except OSError as error:
-            raise ShdError(
-                "read-failed",
-                f"{self.locate(name)} could not be read: {error}; check the address, the credentials and the network",
-                "CACHE-73",
-            ) from error
+            advice = "check the address, the credentials and the network"
+            message = f"{self.locate(name)} could not be read: {error}; {advice}"
+            raise ShdError("read-failed", message, "CACHE-73") from error
 
 
 class _RemotePending(PendingFile):
@@ -178,26 +156,15 @@ class _RemotePending(PendingFile):
         self._storage.upload(self._name, self._file.name)
 
     def stands(self) -> bool:
-        try:
-            return self._equals_object()
-        except FileNotFoundError:
-            return False
-
-    def _equals_object(self) -> bool:
-        """Whether the object holds these bytes, by reading all of it back."""
         size = os.path.getsize(self._file.name)  # noqa: PTH202 (a name of tempfile's)
-        if self._storage.size(self._name) != size:
-            return False
-        with open(self._file.name, "rb") as file:  # noqa: PTH123 (as above)
-            for start in range(0, size, COMPARED_BYTES):
-                piece = file.read(COMPARED_BYTES)
-                if self._storage.read_range(self._name, start, start + len(piece)) != piece:
-                    return False
-        return True
+        with contextlib.suppress(FileNotFoundError), open(self._file.name, "rb") as file:  # noqa: PTH123 (as above)
+            spans = [(start, min(start + COMPARED_BYTES, size)) for start in range(0, size, COMPARED_BYTES)]
+            return self._storage.size(self._name) == size and all(
+                file.read(end - start) == self._storage.read_range(self._name, start, end) for start, end in spans
+            )
+        return False
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
 
@@ -211,15 +178,14 @@ class _RemoteFile(RangeFile):
 
 def _open_filesystem(root: str) -> tuple[Any, str]:
     remedy = "pip install 'squeezing-heads[remote]' (s3://), or the package that fsspec names"
+    fsspec = import_package("fsspec.core", f"{root} needs the package fsspec; {remedy}")
     try:
-        fsspec = importlib.import_module("fsspec.core")
         filesystem, prefix = fsspec.url_to_fs(root, use_listings_cache=False)
     except ImportError as error:
         raise ShdError("dependency-missing", f"{root} needs a package: {error}; {remedy}") from error
     except ValueError as error:
-        raise ShdError(
-            "argument-value", f"a cache must be a folder or an address that fsspec knows: {error}"
-        ) from error
+        message = f"a cache must be a folder or an address that fsspec knows: {error}"
+        raise ShdError("argument-value", message) from error
     return filesystem, str(prefix).rstrip("/")
 
 

@@ -7,7 +7,6 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -42,9 +41,7 @@ class PendingFile(abc.ABC):
         return self
 
     @abc.abstractmethod
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Discard what was not committed."""
 
 
@@ -110,17 +107,15 @@ class Storage(abc.ABC):
     def check_place(self, name: str) -> None:  # noqa: B027  (a store has no folders)
         """Refuse a place where a folder is, or a file in a folder's place: ``cache-corrupt`` (CACHE-83)."""
 
-    @abc.abstractmethod
-    def prepare(self) -> None:
+    def prepare(self) -> None:  # noqa: B027  (a prefix needs no making)
         """Make the place ready for its first file; ``cache-exists`` when a file is in its place."""
 
-    @abc.abstractmethod
-    def remove_stale(self) -> None:
+    def remove_stale(self) -> None:  # noqa: B027  (an upload that was not completed is not an object)
         """Remove what dead writers left behind."""
 
-    @abc.abstractmethod
     def is_leftover(self, name: str) -> bool:
         """Whether a file is a lock or temporary, so that a place that holds only such files is empty."""
+        return False
 
     @abc.abstractmethod
     def pending(self, name: str) -> PendingFile:
@@ -134,9 +129,9 @@ class Storage(abc.ABC):
     def remove(self, name: str) -> None:
         """Remove a file, if it exists."""
 
-    @abc.abstractmethod
     def exclusive(self) -> contextlib.AbstractContextManager[None]:
         """Exclude other writers, where the storage can; where it cannot, ``PendingFile.stands`` tells."""
+        return contextlib.nullcontext()
 
     def write_whole(self, name: str, data: bytes) -> None:
         """Write a small file atomically."""
@@ -166,14 +161,9 @@ def write_errors(path: Path | str) -> Iterator[None]:
     """Turn what the operating system or the store refuses into ``write-failed`` naming the file."""
     try:
         yield
-    except (NotADirectoryError, IsADirectoryError, FileExistsError) as error:
-        message = f"{path} could not be written: {error.strerror or error}: a file is where a folder is meant"
-        advice = "(or the reverse): move it away, or choose another place"
-        raise ShdError("write-failed", f"{message} {advice}", "CACHE-64") from error
     except OSError as error:
-        raise ShdError(
-            "write-failed",
-            f"{path} could not be written: {error.strerror or error}; everything committed is intact: "
-            "make room or regain access, then run again to resume",
-            "CACHE-64",
-        ) from error
+        advice = "everything committed is intact: make room or regain access, then run again to resume"
+        if isinstance(error, (NotADirectoryError, IsADirectoryError, FileExistsError)):
+            advice = "a file is where a folder is meant (or the reverse): move it away, or choose another place"
+        message = f"{path} could not be written: {error.strerror or error}; {advice}"
+        raise ShdError("write-failed", message, "CACHE-64") from error

@@ -11,8 +11,7 @@ from typing import Final
 
 import shd_ref
 from shd_ref.cache import Attention, Dataset, Manifest, SampleInputs, ShardPlan, dataset_fingerprint
-from shd_ref.cache.storage.layout import MANIFEST_NAME
-from shd_ref.cache.storage.places import Folder, open_storage
+from shd_ref.cache.storage.places import MANIFEST_NAME, Folder, open_storage
 from shd_ref.cache.storage.storage import write_errors
 from shd_ref.cache.writer import check_free, other_job
 from shd_ref.errors import ShdError

@@ -13,7 +13,7 @@ from shd_ref.attention import Array, Mask, check_option, value_outputs
 from shd_ref.cache.documents.manifest import sample_order
 from shd_ref.merging.alpha import ALPHA_PER
 from shd_ref.merging.matching import MATCHED_BY, match_pairs, read_calibration, score_pair
-from shd_ref.merging.pairwise import Head, merge_round
+from shd_ref.merging.mixing import Head, merge_round
 from shd_ref.merging.plans import MergePlan, Pair, check_counts
 from shd_ref.teacher.body import FLOAT, FUNCTION_DOMAIN, Body
 from shd_ref.teacher.graph.find import AttentionSite, projection_of

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache.storage.strict_json import MAX_JSON_BYTES, parse_json, read_json
+from shd_ref.cache.storage.documents import MAX_JSON_BYTES, parse_json, read_json
 from shd_ref.errors import ShdError
 from shd_ref.teacher.sources.source import IndexedSource, Row, Source, import_package
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache.storage.strict_json import read_json
+from shd_ref.cache.storage.documents import read_json
 from shd_ref.errors import ShdError
 from shd_ref.teacher.sources.source import Row, Source, import_package
 

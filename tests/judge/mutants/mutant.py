@@ -41,7 +41,6 @@ SHOWN_BY: Mapping[str, tuple[str, ...]] = {
     "merging.matching": ("matched_plan",),
     "merging.mixing": ("squeeze_heads", "mix_heads", "compose_mixing"),
     "merging.oracles": ("diagnose",),
-    "merging.pairwise": ("squeeze_heads",),
     "merging.plans": ("merge_plan", "plan_groups", "squeeze_heads"),
     "support": ("intersect_support", "align_tokens", *_LOSS),
     "tokens": ("align_tokens",),
