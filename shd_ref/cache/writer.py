@@ -53,27 +53,28 @@ class CacheWriter:
     """
 
     def __init__(self, folder: Folder, manifest: Manifest) -> None:
-        self.storage = open_storage(folder)
-        self.folder = self.storage.root
+        self._storage = open_storage(folder)
+        self.folder = self._storage.root
         self.manifest = manifest
-        check_free(self.storage)
+        check_free(self._storage)
         with write_errors(self.folder):
-            self.storage.prepare()
-            self.storage.create(MANIFEST_NAME, manifest.to_bytes())
-        held = Manifest.read(self.storage)
+            self._storage.prepare()
+            self._storage.create(MANIFEST_NAME, manifest.to_bytes())
+        held = Manifest.read(self._storage)
         if held.id != manifest.id:
             raise other_job(self.folder, held.differences(manifest))
         with write_errors(self.folder):
-            self.storage.remove_stale()
+            self._storage.remove_stale()
+
+    @property
+    def storage(self) -> Storage:
+        """Where the cache is written."""
+        return self._storage
 
     def missing_shards(self, shards: Sequence[int] | None = None) -> list[int]:
-        """Shards without a valid receipt of this cache, or whose file size differs from the receipt.
-
-        Args:
-            shards: which to check; default all.
-        """
+        """Those of some shards, by default all, without a valid receipt, or whose file size differs from it."""
         shards = range(self.manifest.shards.num_shards) if shards is None else shards
-        committed = self.storage.map(lambda shard: self._committed(shard) is not None, shards)
+        committed = self._storage.map(lambda shard: self._committed(shard) is not None, shards)
         return [shard for shard, is_committed in zip(shards, committed, strict=True) if not is_committed]
 
     def write_shard(
@@ -102,7 +103,7 @@ class CacheWriter:
         if committed is not None:
             return committed
         name = shard_name(shard)
-        with write_errors(self.storage.locate(name)), self.storage.pending(name) as shard_file:
+        with write_errors(self._storage.locate(name)), self._storage.pending(name) as shard_file:
             receipt = write_blobs(shard_file, self.manifest, shard, ordered, errors, left_out)
             shard_file.sync()
             return self.commit_file(shard_file, receipt)
@@ -113,10 +114,10 @@ class CacheWriter:
         Returns the committed receipt: an earlier one if the shard had been committed before. Raises ``write-failed``.
         """
         name = receipt_name(receipt.shard)
-        with write_errors(self.storage.locate(name)), self.storage.pending(name) as receipt_file:
+        with write_errors(self._storage.locate(name)), self._storage.pending(name) as receipt_file:
             receipt_file.write(receipt.to_bytes())
             receipt_file.sync()
-            with self.storage.exclusive():
+            with self._storage.exclusive():
                 return self._commit(shard_file, receipt_file, receipt)
 
     def seal(self) -> Seal:
@@ -127,18 +128,18 @@ class CacheWriter:
                 are not those of the data set in the manifest; ``write-failed``.
         """
         checksums: list[str] = []
-        with write_errors(self.storage.locate(SEAL_NAME)):
+        with write_errors(self._storage.locate(SEAL_NAME)):
             # Few receipts in memory at a time: those of a large cache do not fit together.
             check_fingerprint(self.folder, self.manifest, self._receipts(checksums))
             seal = Seal(
                 manifest=self.manifest.id, num_samples=self.manifest.dataset.num_samples, receipts=tuple(checksums)
             )
-            self.storage.write_whole(SEAL_NAME, seal.to_bytes())
+            self._storage.write_whole(SEAL_NAME, seal.to_bytes())
         return seal
 
     def _receipts(self, checksums: list[str]) -> Iterator[Receipt]:
         shards = range(self.manifest.shards.num_shards)
-        for shard, receipt in zip(shards, self.storage.map(self._committed, shards), strict=True):
+        for shard, receipt in zip(shards, self._storage.map(self._committed, shards), strict=True):
             if receipt is None:
                 missing = self.missing_shards(shards[shard:])
                 rule = f"{self.folder} must hold all {len(shards)} shards before it is sealed"
@@ -150,8 +151,8 @@ class CacheWriter:
 
     def _committed(self, shard: int) -> Receipt | None:
         try:
-            receipt = Receipt.read(self.storage, shard, self.manifest)
-            size = self.storage.size(shard_name(shard))
+            receipt = Receipt.read(self._storage, shard, self.manifest)
+            size = self._storage.size(shard_name(shard))
         except FileNotFoundError:
             pass
         except ShdError as error:
@@ -162,7 +163,7 @@ class CacheWriter:
             if size == receipt.size:
                 return receipt
         for name in (receipt_name(shard), shard_name(shard)):
-            self.storage.check_place(name)
+            self._storage.check_place(name)
         return None
 
     def _ordered(
@@ -192,13 +193,13 @@ class CacheWriter:
             return committed
         for _ in range(ATTEMPTS):
             # A shard that is written again makes a seal and a damaged receipt untrue: they go before it changes.
-            self.storage.remove(SEAL_NAME)
-            self.storage.remove(receipt_name(receipt.shard))
+            self._storage.remove(SEAL_NAME)
+            self._storage.remove(receipt_name(receipt.shard))
             shard_file.commit()
             receipt_file.commit()
             # Where there are no locks, a racing writer may have put its own shard between the two (CACHE-71).
             if shard_file.stands():
                 return receipt
-        self.storage.remove(receipt_name(receipt.shard))
+        self._storage.remove(receipt_name(receipt.shard))
         message = f"other writers replaced it {ATTEMPTS} times: let each process write its own shards (--shards i/n)"
-        raise ShdError("write-failed", f"{self.storage.locate(shard_name(receipt.shard))}: {message}", "CACHE-71")
+        raise ShdError("write-failed", f"{self._storage.locate(shard_name(receipt.shard))}: {message}", "CACHE-71")

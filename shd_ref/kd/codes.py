@@ -59,17 +59,7 @@ class DecodedRows(NamedTuple):
 
 @dataclass(frozen=True)
 class RowCode:
-    """How rows are coded: what a header must say to read them.
-
-    Args:
-        vocab_size: V, 1 to 2^24.
-        head: number of classes with a probability each, 0 to V.
-        draws: number of classes drawn from the rest, at least 0; with a head of V there is none.
-        value_bits: bits of a head's probability, 4 to 16.
-
-    Raises:
-        ShdError: ``argument-value``.
-    """
+    """How rows are coded: of V classes ``head`` with a probability each, and ``draws`` from the rest."""
 
     vocab_size: int
     head: int
@@ -115,20 +105,9 @@ class RowCode:
         draw_ids: NDArray[Any] | None = None,
         entropy: NDArray[Any] | None = None,
     ) -> Bytes:
-        """Rows as bytes.
+        """Rows as bytes ``(R, row_bytes)``; ids ascend, a head's without repeats, and ``log_tail`` may be -inf.
 
-        Args:
-            head_ids: ``(R, head)``, ascending and different.
-            log_probs: ``(R, head)``, finite.
-            log_tail: ``(R,)``, log of the mass outside of the head, -inf where there is none.
-            draw_ids: ``(R, draws)``, ascending; None without draws.
-            entropy: ``(R,)``; None without draws.
-
-        Returns:
-            ``(R, row_bytes)``.
-
-        Raises:
-            ShdError: ``argument-value``: ids out of order or range, numbers that float16 cannot hold.
+        Raises ``argument-value``: ids out of order or range, numbers that float16 cannot hold.
         """
         log_tail = np.asarray(log_tail, np.float64)
         draws = np.zeros((len(log_tail), 0), np.int64) if draw_ids is None else np.asarray(draw_ids)
@@ -148,14 +127,7 @@ class RowCode:
         return np.concatenate((header, *parts), axis=-1)
 
     def decode(self, rows: Bytes) -> DecodedRows:
-        """What was coded, within ``bound``; bytes from elsewhere are checked.
-
-        Args:
-            rows: ``(R, row_bytes)``.
-
-        Raises:
-            ShdError: ``cache-corrupt``: bytes that ``encode`` does not write.
-        """
+        """What was coded, within ``bound``; ``cache-corrupt`` for bytes that ``encode`` does not write."""
         rows = np.asarray(rows)
         if rows.dtype != np.uint8 or rows.ndim != 2 or rows.shape[1] != self.row_bytes:
             raise _corrupt(f"rows must be bytes (R, {self.row_bytes}); got {rows.dtype} {rows.shape}")

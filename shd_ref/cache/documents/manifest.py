@@ -197,11 +197,7 @@ class Manifest(Held):
 
     @classmethod
     def from_bytes(cls, data: bytes, source: object = "manifest") -> Manifest:
-        """Parse an untrusted manifest file.
-
-        Raises:
-            ShdError: ``cache-corrupt``, or ``cache-version`` for a format this release does not read.
-        """
+        """Parse an untrusted manifest file: ``cache-corrupt``, or ``cache-version`` for another format."""
         members = parse_members(data, source)
         version = members.pop("format_version", None)
         if not isinstance(version, str):
@@ -214,11 +210,7 @@ class Manifest(Held):
 
     @classmethod
     def read(cls, folder: Folder) -> Manifest:
-        """The manifest of a cache.
-
-        Raises:
-            ShdError: as ``from_bytes``; ``cache-incomplete`` when the folder holds none.
-        """
+        """The manifest of a cache; raises as ``from_bytes``, and ``cache-incomplete`` where there is none."""
         storage = open_storage(folder)
         path = storage.locate(MANIFEST_NAME)
         try:
@@ -233,11 +225,7 @@ class Manifest(Held):
         return list(_differences("", _plain(self), _plain(other)))
 
     def shard_samples(self, shard: int) -> list[int]:
-        """Sample indices of one shard, in the order in which it stores them (CACHE-26).
-
-        Raises:
-            ShdError: ``argument-value`` for a shard number outside the plan.
-        """
+        """Indices of a shard's samples in stored order (CACHE-26); ``argument-value`` outside the plan."""
         count = self.shards.num_shards
         require(0 <= shard < count, f"shard must be 0 to {count - 1}", shard, "CACHE-26")
         size = self.shards.samples_per_shard

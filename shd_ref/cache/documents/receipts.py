@@ -140,8 +140,7 @@ class Receipt:
     def read(cls, folder: Folder, shard: int, manifest: Manifest) -> Receipt:
         """Parse one receipt and check it against the manifest.
 
-        Raises:
-            ShdError: ``cache-incomplete`` (no receipt), ``cache-corrupt``, ``cache-mismatch`` (another cache's).
+        Raises ``cache-incomplete`` (no receipt), ``cache-corrupt``, ``cache-mismatch`` (another cache's).
         """
         storage = open_storage(folder)
         path = storage.locate(receipt_name(shard))
@@ -189,10 +188,7 @@ class Receipt:
                         yield record, part, blob
 
     def sizes(self, manifest: Manifest) -> tuple[Counter[str], Counter[str], Counter[str]]:
-        """By ``SUBJECT`` of each form: stored bytes of coded parts, bytes of what it teaches in float32, and rows.
-
-        Rows are what a listing divides bytes by, see ``Form.num_rows``.
-        """
+        """By ``SUBJECT``: stored bytes of coded parts, bytes of what it teaches in float32, and ``Form.num_rows``."""
         coded, plain, rows = Counter[str](), Counter[str](), Counter[str]()
         for _, part, blob in self.stored_parts(manifest):
             coded[part.subject] += (blob.end - blob.start) * (part.dtype == U8)
@@ -281,11 +277,7 @@ class Seal:
 
     @classmethod
     def read(cls, folder: Folder, manifest: Manifest) -> Seal | None:
-        """The seal of a cache, or None.
-
-        Raises:
-            ShdError: ``cache-corrupt``, ``cache-mismatch``.
-        """
+        """The seal of a cache, or None: ``cache-corrupt``, ``cache-mismatch``."""
         storage = open_storage(folder)
         path = storage.locate(SEAL_NAME)
         try:

@@ -216,14 +216,14 @@ class Attention(Form):
         return self.student_layers.index(layer)
 
     @property
-    @abstractmethod
     def mixing_is_optional(self) -> bool:
         """Whether a record may lack its mixing matrices."""
+        return True
 
     @property
-    @abstractmethod
     def bound_temperature(self) -> float | None:
-        """The attention temperature of the supervision; None if it works at any."""
+        """The attention temperature of the supervision; None if it works at any, as logits can be divided by it."""
+        return None
 
     @abstractmethod
     def blob_sizes(self, extent: Extent) -> tuple[int, ...]:
@@ -237,13 +237,10 @@ class Attention(Form):
     def decode(self, record: StoredRecord, layer: int) -> NDArray[np.float32]:
         """The merged maps of one student layer, ``(H_s, rows, keys)``."""
 
-    @abstractmethod
     def decode_factors(self, record: StoredRecord, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """The teacher's queries and keys of one student layer, in factored records.
-
-        Raises:
-            ShdError: ``argument-value`` for maps.
-        """
+        """The teacher's queries and keys of one student layer; ``argument-value`` for a cache of maps."""
+        message = f"the cache must hold queries and keys to decode them; it holds maps (codec {self.codec})"
+        raise ShdError("argument-value", message, "CACHE-140")
 
     def _check_kinds(self) -> None:
         names = [entry.kind for entry in self.kinds]

@@ -58,11 +58,6 @@ class Factors(Attention):
         return False
 
     @property
-    def bound_temperature(self) -> None:
-        """Logits are divided by a temperature during training (CACHE-153)."""
-        return None
-
-    @property
     def stated(self) -> frozenset[str]:
         """Padding in front is left out where the manifest says so; maps are square."""
         return frozenset({"first"} if self.padding == "around" else ())
@@ -92,11 +87,7 @@ class Factors(Attention):
                     raise ShdError("argument-dtype", message, "CACHE-142")
 
     def pack(self, record: NewRecord) -> Iterator[NDArray[np.uint8]]:
-        """One blob per layer (CACHE-149).
-
-        Raises:
-            ShdError: as ``check_coded_factors``.
-        """
+        """One blob per layer (CACHE-149); ``not-finite``, ``argument-value``: codes that no encoder makes."""
         for layer in self.student_layers:
             coded = record.parts[blob_name(layer)]
             check_coded_factors(coded)

@@ -125,7 +125,7 @@ class Form(ABC):
     """One form of supervision, as the manifest describes it.
 
     Attributes:
-        SUBJECT: what it is supervision of; the name of the manifest's member, and of the error in receipts.
+        SUBJECT: what it is supervision of: the manifest's member, and the error in receipts.
         ERROR: what coding it costs.
         CHOICE: the keyword by which a reader is told what to read of it.
         codec: how it is coded.
@@ -151,12 +151,7 @@ class Form(ABC):
         """Which of ``first``, ``shapes`` and ``decoder`` its records state: ``first`` counts where all forms do."""
 
     def check_manifest(self, teacher: str, *, has_decoder: bool) -> None:  # noqa: B027  (most have nothing to refuse)
-        """Refuse a manifest that this form does not suit: ``argument-value``.
-
-        Args:
-            teacher: SHA-256 of its first teacher.
-            has_decoder: whether its samples have a second sequence.
-        """
+        """Refuse a manifest that this form does not suit, by its first teacher's SHA-256: ``argument-value``."""
 
     def extent_problems(self, extent: Extent) -> Iterator[str]:
         """What keeps a record from being of this extent."""
@@ -181,11 +176,7 @@ class Form(ABC):
 
     @abstractmethod
     def pack(self, record: NewRecord) -> Iterator[NDArray[np.uint8]]:
-        """The ``U8`` parts of a record that was checked, padding cut off, before compression.
-
-        Raises:
-            ShdError: for codes that no encoder makes, or that would be lost.
-        """
+        """The ``U8`` parts of a checked record, padding cut off, uncompressed; refuses what no encoder makes."""
 
     def held_size(self, extent: Extent) -> int:
         """Bytes that the codes of a sample take in memory before they are packed."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from shd_ref.cache.codecs.codecs import INT8_LEVELS, VECTOR_CODECS, largest_move, to_float16, to_int8
 from shd_ref.cache.codecs.distortion import HiddenError, RowError
 from shd_ref.cache.forms.form import U8, Extent, NewRecord, Part, StoredRecord, require
-from shd_ref.cache.forms.rows import Rows, as_rows, counted_rows
+from shd_ref.cache.forms.rows import Counted, Reals, Rows, as_rows, counted_rows
 from shd_ref.cache.storage.places import MAX_LAYERS
 from shd_ref.errors import ShdError
 
@@ -71,11 +71,7 @@ class Hidden(Rows):
         return [layer.layer for layer in self.layers]
 
     def row_bytes(self, layer: int) -> int:
-        """Bytes of a row of a layer.
-
-        Raises:
-            ShdError: ``argument-value`` for a layer that is not stored.
-        """
+        """Bytes of a row of a layer; ``argument-value`` for one that is not stored."""
         return self._size(self._layer(layer).width)
 
     @property
@@ -89,11 +85,7 @@ class Hidden(Rows):
         return tuple(self._part(layer) for layer in self.teacher_layers)
 
     def pack(self, record: NewRecord) -> Iterator[NDArray[np.uint8]]:
-        """The rows of each layer, one after another.
-
-        Raises:
-            ShdError: ``not-finite``, ``argument-value``: codes that no encoder makes.
-        """
+        """The rows of each layer in turn; ``not-finite``, ``argument-value``: codes that no encoder makes."""
         for layer in self.layers:
             rows = np.ascontiguousarray(record.parts[self._part(layer.layer).name])
             steps, codes = self._split(rows)
@@ -108,22 +100,11 @@ class Hidden(Rows):
         """Bytes as float32."""
         return 4 * sum(layer.width for layer in self.layers) * self.num_rows(extent)
 
-    def encode(
-        self, layer: int, rows: NDArray[np.floating[Any]], counted: NDArray[np.bool_] | None = None
-    ) -> NDArray[np.uint8]:
-        """A sample's hidden states of one layer as bytes.
+    def encode(self, layer: int, rows: Reals, counted: Counted = None) -> NDArray[np.uint8]:
+        """A sample's hidden states of one layer ``(R, width)`` as its part of a record, ``(R, row_bytes)`` bytes.
 
-        Args:
-            layer: of the teacher.
-            rows: ``(R, width)``, floating.
-            counted: ``(R,)``, True where a position counts; all by default. Others are coded as rows of zeros.
-
-        Returns:
-            ``(R, row_bytes)``: the layer's part of a ``NewRecord``.
-
-        Raises:
-            ShdError: ``argument-value`` (layer, a number that float16 cannot hold), ``argument-shape``,
-                ``argument-dtype``, ``not-finite``.
+        Where ``counted`` ``(R,)`` is False, a row is coded as zeros. Raises ``argument-value`` (layer, a number that
+        float16 cannot hold), ``argument-shape``, ``argument-dtype``, ``not-finite``.
         """
         values = self._values(layer, rows, counted)
         if self.codec == "float16":
@@ -132,13 +113,7 @@ class Hidden(Rows):
         codes, steps = to_int8(values)
         return np.concatenate((steps.astype("<f4")[:, None].view(np.uint8), codes.view(np.uint8)), axis=1)
 
-    def measure(
-        self,
-        layer: int,
-        rows: NDArray[np.floating[Any]],
-        codes: NDArray[np.uint8],
-        counted: NDArray[np.bool_] | None = None,
-    ) -> HiddenError:
+    def measure(self, layer: int, rows: Reals, codes: NDArray[np.uint8], counted: Counted = None) -> HiddenError:
         """Coding error over counted rows (CACHE-178): arguments and result of ``encode``."""
         values = self._values(layer, rows, counted).astype(np.float64)
         moved = self._decode(codes) - values
@@ -150,16 +125,15 @@ class Hidden(Rows):
         relative = np.linalg.norm(moved, axis=-1) / np.where(norms > 0, norms, 1.0)
         return HiddenError(float(relative.mean()), float(relative.max()), len(relative))
 
-    def bound(self, rows: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
+    def bound(self, rows: Reals) -> NDArray[np.float64]:
         """Largest coding error of a number in each row of ``(R, width)``: ``(R,)`` (CACHE-179)."""
         return largest_move(self.codec, rows)
 
     def decode(self, record: StoredRecord, layer: int) -> NDArray[np.float32]:
         """A record's rows of one layer ``(R, width)``.
 
-        Raises:
-            ShdError: ``argument-value`` for a layer that is not stored, or was not read; ``cache-corrupt`` for
-                numbers that are not finite.
+        Raises ``argument-value`` for a layer that is not stored or was not read; ``cache-corrupt`` for NaN and
+        infinity.
         """
         values = self._decode(self.read_rows(record, self._part(layer), self.row_bytes(layer)))
         if not np.isfinite(values).all():
@@ -180,9 +154,7 @@ class Hidden(Rows):
             ("hidden codec", f"{self.codec}, {sum(self.row_sizes)} bytes per {self.unit}"),
         ]
 
-    def _values(
-        self, layer: int, rows: NDArray[np.floating[Any]], counted: NDArray[np.bool_] | None
-    ) -> NDArray[np.float32]:
+    def _values(self, layer: int, rows: Reals, counted: Counted) -> NDArray[np.float32]:
         name = f"hidden[{layer}]"
         values = counted_rows(as_rows(name, rows, self._layer(layer).width), counted).astype(np.float32)
         if not np.isfinite(values).all():

@@ -25,7 +25,7 @@ from shd_ref.cache.codecs.logits import (
     rows_moved,
 )
 from shd_ref.cache.forms.form import SHA256, U8, Extent, NewRecord, Part, StoredRecord, require
-from shd_ref.cache.forms.rows import Rows, as_rows, counted_rows
+from shd_ref.cache.forms.rows import Counted, Reals, Rows, as_rows, counted_rows
 from shd_ref.cache.storage.documents import MAX_INTEGER, optional
 from shd_ref.errors import ShdError
 from shd_ref.kd.codes import MAX_VOCABULARY, RowCode, SampledTargets, TopkTargets
@@ -152,11 +152,7 @@ class Logits(Rows):
         return (Part("logits", U8, self.SUBJECT),)
 
     def pack(self, record: NewRecord) -> Iterator[NDArray[np.uint8]]:
-        """The rows, one after another.
-
-        Raises:
-            ShdError: ``not-finite``, ``argument-value``: numbers that no encoder makes.
-        """
+        """The rows, one after another; ``not-finite``, ``argument-value``: numbers that no encoder makes."""
         rows = np.ascontiguousarray(record.parts["logits"])
         if self.codec != "float16":
             check_row_numbers(self.code, rows)
@@ -168,23 +164,12 @@ class Logits(Rows):
         """Bytes of the logits as float32."""
         return 4 * self.vocab_size * self.num_rows(extent)
 
-    def encode(
-        self, rows: NDArray[np.floating[Any]], index: int, counted: NDArray[np.bool_] | None = None
-    ) -> NDArray[np.uint8]:
-        """A sample's logits as bytes.
+    def encode(self, rows: Reals, index: int, counted: Counted = None) -> NDArray[np.uint8]:
+        """A sample's logits ``(R, V)``, or with the classes that pad the vocabulary, as bytes ``(R, row_bytes)``.
 
-        Args:
-            rows: ``(R, V)``, or with the classes that pad the vocabulary; floating. Of several teachers the mean,
-                ``(R, V)``.
-            index: of the sample, which its draws depend on.
-            counted: ``(R,)``, True where a position counts; all by default. Others are coded as rows of zeros.
-
-        Returns:
-            ``(R, row_bytes)``: the part of a ``NewRecord``.
-
-        Raises:
-            ShdError: ``argument-shape``, ``argument-dtype``, ``not-finite``; ``argument-value`` for padding that has
-                mass (CACHE-168), and for a number that float16 cannot hold.
+        Of several teachers rows are those of the mean. Draws depend on the sample's ``index``. Where ``counted``
+        ``(R,)`` is False, a row is coded as zeros. Raises ``argument-shape``, ``argument-dtype``, ``not-finite``, and
+        ``argument-value`` for padding that has mass (CACHE-168) and for a number that float16 cannot hold.
         """
         logits = self._cut(rows, counted)
         if self.codec == "float16":
@@ -195,9 +180,7 @@ class Logits(Rows):
         picked = pick_classes(logits, self.head, self.temperature, uniforms)
         return self.code.encode(*picked)
 
-    def measure(
-        self, rows: NDArray[np.floating[Any]], codes: NDArray[np.uint8], counted: NDArray[np.bool_] | None = None
-    ) -> LogitsError:
+    def measure(self, rows: Reals, codes: NDArray[np.uint8], counted: Counted = None) -> LogitsError:
         """Coding error over counted rows (CACHE-170): arguments and result of ``encode``, at T or at 1."""
         logits = self._cut(rows, counted)
         if counted is not None:
@@ -207,9 +190,8 @@ class Logits(Rows):
     def decode(self, record: StoredRecord) -> TopkTargets | SampledTargets | NDArray[np.float32]:
         """A record's rows, as ``shd_torch.kd`` takes them: R rows of classes, or logits ``(R, V)``.
 
-        Raises:
-            ShdError: ``argument-value`` where the record was read without logits; ``cache-corrupt`` for rows that no
-                encoder writes.
+        Raises ``argument-value`` where the record was read without; ``cache-corrupt`` for rows that no encoder
+        writes.
         """
         decoded = self._decode(self.read_rows(record, self.parts[0], self.row_bytes))
         if isinstance(decoded, np.ndarray):
@@ -222,21 +204,11 @@ class Logits(Rows):
         ids, weights = decoded.slots()
         return SampledTargets(ids, weights, decoded.entropy, self.temperature, self.vocab_size)
 
-    def compare(
-        self, record: StoredRecord, rows: NDArray[np.floating[Any]]
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Distance of a record from the teacher's current rows, and the bound due to coding.
+    def compare(self, record: StoredRecord, rows: Reals) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Total variation ``(R,)`` of a record from the teacher's current rows, and its bound due to coding.
 
-        Args:
-            record: of the same sample.
-            rows: as for ``encode``.
-
-        Returns:
-            Total variation of each row ``(R,)`` over the classes that the record distinguishes, including draws, and
-            its bound (CACHE-91, CACHE-171).
-
-        Raises:
-            ShdError: as ``decode``; ``argument-shape`` for another number of rows.
+        Over the classes that the record tells apart, draws included (CACHE-91, CACHE-171). Raises as ``decode``, and
+        ``argument-shape`` for another number of rows.
         """
         codes, temperature = self.read_rows(record, self.parts[0], self.row_bytes), self.temperature or 1.0
         logits = as_rows("logits", rows, self.given_classes)[:, : self.vocab_size]
@@ -249,21 +221,8 @@ class Logits(Rows):
         # Of a tail, whose logarithm x is rounded: exp(x) |x| 2^-11 is less than half of 2^-11.
         return moved, (head_moves(self.code, codes) + 2.0**-11) / 2
 
-    def compare_entropies(
-        self, record: StoredRecord, rows: NDArray[np.floating[Any]]
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Difference between the entropies of a sampled record and of the teacher's current rows, in nats.
-
-        Args:
-            record: of the same sample, of codec ``sampled``.
-            rows: as for ``encode``.
-
-        Returns:
-            The differences ``(R,)``, and the bound on each due to rounding.
-
-        Raises:
-            ShdError: as ``decode``.
-        """
+    def compare_entropies(self, record: StoredRecord, rows: Reals) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Moves of a sampled record's entropies from the current rows', and their bounds, in nats ``(R,)``."""
         decoded = self._decode(self.read_rows(record, self.parts[0], self.row_bytes))
         logits = as_rows("logits", rows, self.given_classes)[:, : self.vocab_size]
         entropies = row_entropies(logits, self.temperature or 1.0)
@@ -293,7 +252,7 @@ class Logits(Rows):
             ("logits codec", f"{self.codec}, {self.row_bytes} bytes per {self.unit}"),
         ]
 
-    def _cut(self, rows: NDArray[np.floating[Any]], counted: NDArray[np.bool_] | None) -> NDArray[np.floating[Any]]:
+    def _cut(self, rows: Reals, counted: Counted) -> Reals:
         """The classes that are stored, with zeros in rows that do not count."""
         rows = as_rows("logits", rows, self.given_classes)
         kept = counted_rows(rows[:, : self.vocab_size], counted)

@@ -44,11 +44,6 @@ class Maps(Attention):
         require(not own, "shapes must be length for causal support", self.shapes, "CACHE-128")
 
     @property
-    def mixing_is_optional(self) -> bool:
-        """The maps are merged already."""
-        return True
-
-    @property
     def bound_temperature(self) -> float:
         """Maps are softened before they are merged."""
         return self.temperature
@@ -84,12 +79,7 @@ class Maps(Attention):
                 raise misfit(record, f"codes of layer {layer} must be ({heads}, {sizes}", shape)
 
     def pack(self, record: NewRecord) -> Iterator[NDArray[np.uint8]]:
-        """One blob per layer (CACHE-126).
-
-        Raises:
-            ShdError: as ``codecs.check_codes`` and ``packing.pack``; ``support-mismatch`` when a counted row has mass
-                on padding.
-        """
+        """One blob per layer (CACHE-126); ``support-mismatch`` when a counted row has mass on padding."""
         shapes = self.map_shapes(record.extent)
         for layer, (num_rows, num_keys) in zip(self.student_layers, shapes, strict=True):
             codes = record.parts[blob_name(layer)]
@@ -103,11 +93,6 @@ class Maps(Attention):
         heads = self.num_student_heads
         codes = unpack(record.parts[blob_name(layer)], self.codec, self.support, heads, num_rows, num_keys)
         return decode(self.codec, codes)
-
-    def decode_factors(self, record: StoredRecord, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Rejected: queries and keys cannot be recovered from maps."""
-        message = f"the cache must hold queries and keys to decode them; it holds maps (codec {self.codec})"
-        raise ShdError("argument-value", message, "CACHE-140")
 
     def describe(self) -> list[tuple[str, str]]:
         """For a listing and a report."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache.forms.form import Extent, Form, NewRecord, Part, StoredRecord, misfit, require
 from shd_ref.errors import ShdError
+
+Reals: TypeAlias = NDArray[np.floating[Any]]
+Counted: TypeAlias = NDArray[np.bool_] | None
 
 ROWS: Final = {"positions": "position", "decoder": "position of the decoder", "sample": "sample"}
 """What ``rows`` may be, and what a row then belongs to."""
@@ -83,7 +86,7 @@ class Rows(Form):
         return rows
 
 
-def as_rows(name: str, rows: NDArray[np.floating], width: int) -> NDArray[np.floating]:
+def as_rows(name: str, rows: Reals, width: int) -> Reals:
     """The rows themselves, if they are real numbers ``(R, width)``: ``argument-shape``, ``argument-dtype``."""
     if rows.ndim != 2 or rows.shape[1] != width:
         raise ShdError("argument-shape", f"{name} must be (R, {width}); got {rows.shape}", "CACHE-161")
@@ -92,7 +95,7 @@ def as_rows(name: str, rows: NDArray[np.floating], width: int) -> NDArray[np.flo
     return rows
 
 
-def counted_rows(rows: NDArray[np.floating], counted: NDArray[np.bool_] | None) -> NDArray[np.floating]:
+def counted_rows(rows: Reals, counted: Counted) -> Reals:
     """The rows, with zeros in place of those that do not count (CACHE-162)."""
     if counted is None:
         return rows

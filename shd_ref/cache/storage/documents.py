@@ -67,9 +67,8 @@ def parse_members(data: bytes, source: object) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # not JSON, NaN, a huge number, or nested too deep
         raise _corrupt(source, f"not a document of this format: {error}", "CACHE-11") from error
     if not canonical:
-        raise _corrupt(
-            source, "not in canonical form: its bytes were changed, or another tool wrote them", "CACHE-11"
-        )
+        problem = "not in canonical form: its bytes were changed, or another tool wrote them"
+        raise _corrupt(source, problem, "CACHE-11")
     checksum = members.pop("checksum", None)
     expected = xxh3_128(_serialise(members))
     if checksum != expected:
@@ -112,31 +111,23 @@ def _serialise(members: dict[str, Any]) -> bytes:
 
 
 def _corrupt(source: object, message: str, spec_id: str | None) -> ShdError:
-    advice = (
-        "restore the file from a copy, or write it again: a receipt with its shard, of a manifest the whole cache"
-    )
+    advice = "restore the file from a copy, or write it again: a receipt with its shard, a manifest with the cache"
     return ShdError("cache-corrupt", f"{source}: {message}; {advice}", spec_id)
 
 
 @functools.cache
 def _hints(kind: type) -> dict[str, Any]:
     hints = typing.get_type_hints(kind)
-    return (
-        {field.name: hints[field.name] for field in dataclasses.fields(kind)}
-        if dataclasses.is_dataclass(kind)
-        else hints
-    )
+    names = [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else hints
+    return {name: hints[name] for name in names}
 
 
 @functools.cache
-def _optional_members(kind: type) -> dict[str, Any]:
-    return {field.name: field.default for field in dataclasses.fields(kind) if _OPTIONAL in field.metadata}
-
-
-@functools.cache
-def _fixed_members(kind: type) -> dict[str, Any]:
-    """Members that a dataclass does not take, as its kind decides them."""
-    return {field.name: field.default for field in dataclasses.fields(kind) if not field.init}
+def _defaults(kind: type) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Members that may be left out, and those that a dataclass does not take, as its kind decides them."""
+    fields = dataclasses.fields(kind)
+    left_out = {field.name: field.default for field in fields if _OPTIONAL in field.metadata}
+    return left_out, {field.name: field.default for field in fields if not field.init}
 
 
 @functools.cache
@@ -188,23 +179,20 @@ def _build_fields(kind: type, value: Any, where: str, gathered: Mapping[str, Any
     hints = {name: hint for name, hint in _hints(kind).items() if name not in gathered} if gathered else _hints(kind)
     if type(value) is not dict:
         raise _mistyped("an object", value, where)
-    defaults = _optional_members(kind)
+    defaults, fixed = _defaults(kind)
     for name, default in defaults.items():
         if name in value and value[name] == (list(default) if isinstance(default, tuple) else default):
             message = f"{where or 'the document'} must leave out {name} where it is {value[name]!r}"
             raise ShdError("cache-corrupt", message, "CACHE-16")
     unknown, missing = sorted(value.keys() - hints.keys()), sorted(hints.keys() - value.keys() - defaults.keys())
     if unknown or missing:
-        raise ShdError(
-            "cache-corrupt",
-            f"{where or 'the document'} must have the members of the spec; unknown {unknown}, missing {missing}",
-            "CACHE-15",
-        )
+        rule = f"{where or 'the document'} must have the members of the spec"
+        raise ShdError("cache-corrupt", f"{rule}; unknown {unknown}, missing {missing}", "CACHE-15")
     return kind(
         **{
             name: _build(hint, value[name], f"{where}.{name}" if where else name)
             for name, hint in hints.items()
-            if name in value and name not in _fixed_members(kind)
+            if name in value and name not in fixed
         },
         **gathered,
     )
@@ -214,7 +202,7 @@ def _choose_kind(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
     """Which of several types a value is of: the one that is not None, or the dataclass that its ``form`` names."""
     if len(kinds) == 2 and kinds[1] is types.NoneType:
         return kinds[0]
-    tags = {_fixed_members(kind)[_TAG]: kind for kind in kinds if kind is not types.NoneType}
+    tags = {_defaults(kind)[1][_TAG]: kind for kind in kinds if kind is not types.NoneType}
     tag = value.get(_TAG) if type(value) is dict else None
     if not isinstance(tag, str) or tag not in tags:
         raise _mistyped(f"an object whose {_TAG} is one of {', '.join(tags)}", tag, where)

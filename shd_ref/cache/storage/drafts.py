@@ -118,10 +118,8 @@ def sync(path: Path) -> None:
 def output_path(out: str | os.PathLike[str], *, cache: Folder | None = None, argument: str = "out") -> Path:
     """A place on this machine, outside ``cache``, from which the output is made: ``argument-value``."""
     if is_address(os.fspath(out)):
-        raise ShdError(
-            "argument-value",
-            f"{argument} must be a path on this machine; got the address {out}: write it here, then copy it there",
-        )
+        message = f"{argument} must be a path on this machine; got the address {out}: write it here, then copy it"
+        raise ShdError("argument-value", message)
     if not os.fspath(out):
         raise ShdError("argument-value", f"{argument} must be a path; got nothing")
     path = Path(check_path(out, argument))
