@@ -20,7 +20,7 @@ from support.attention_graphs import GraphBuilder, token_teacher
 from typer.testing import CliRunner
 
 from shd_ref import ShdError
-from shd_ref.cache.storage import strict_json
+from shd_ref.cache.storage import documents
 from shd_ref.cli import load_app
 from shd_ref.teacher import InputSpec, ModelInputs, input_specs, load_teacher, open_source
 from shd_ref.teacher.graph.inputs import count_rows
@@ -263,7 +263,7 @@ def test_lines_of_numbers_that_are_none(tmp_path: Path, line: str) -> None:
 
 
 def test_a_line_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strict_json, "MAX_JSON_BYTES", 50)
+    monkeypatch.setattr(documents, "MAX_JSON_BYTES", 50)
     (tmp_path / "data.jsonl").write_text('{"input_ids": [1], "attention_mask": [1], "label": 10000}\n')
     assert "at most 50 bytes" in refused(tmp_path / "data.jsonl")
 
