@@ -1,25 +1,49 @@
-"""Run a teacher graph over a data set and store its squeezed attention in caches, resumably."""
+"""Run a teacher over a data set and fill a cache for each student in one pass, resumably."""
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, fields, replace
+from itertools import chain, permutations
 from pathlib import Path
-from typing import TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
-from shd_ref.cache.storage.places import subfolder
+from shd_ref.cache import CacheWriter, Errors, Extent, Manifest, NewRecord, Receipt, Skipped
+from shd_ref.cache.storage.places import open_storage, subfolder
 from shd_ref.errors import ShdError
 from shd_ref.teacher.options import PrecomputeOptions, RunOptions
-from shd_ref.teacher.precompute.job import OnProgress, PrecomputeJob, Students
-from shd_ref.teacher.precompute.summary import PrecomputeSummary
+from shd_ref.teacher.precompute.compare import Comparison, compare_layers
+from shd_ref.teacher.precompute.forms.maker import make_records, maker_of, makers, measure_errors
+from shd_ref.teacher.precompute.manifest import adopt_plans, check_destination, make_manifests
+from shd_ref.teacher.precompute.summary import PrecomputeSummary, summarise
+from shd_ref.teacher.run.inputs import Batch, group_shards, share_shards
+from shd_ref.teacher.run.outputs import StudentOutputs, find_faults
+from shd_ref.teacher.run.teacher import TeacherRun
+from shd_ref.teacher.run.threads import run_ahead, run_beside
 from shd_ref.teacher.sources import Arrays, Source
+
+WINDOW_BYTES: Final = 2**30
+"""Codes of a student that are held at most before their shards are written (but at least one shard's); the shard that
+is being written meanwhile comes on top."""
+
+FIRST_SAMPLES: Final = 4
+"""Samples that are looked at before anything is written: what a mask leaves, and that graph and reference agree."""
+
+OnProgress: TypeAlias = Callable[[int, int, int], None]
+"""Called with samples done, samples in all and bytes written, summed over students."""
+
+OnRead: TypeAlias = Callable[[int, int], None]
+"""Called with samples read and in all, while the inputs are read for their keys and lengths."""
 
 OpenInputs: TypeAlias = Callable[[], Source | Arrays]
 """Opens the model inputs, on any machine that it is called on."""
 
-OnRead: TypeAlias = Callable[[int, int], None]
-"""Called with samples read and in all, while the inputs are read for their keys and lengths."""
+Students: TypeAlias = Sequence[tuple[str | os.PathLike[str], PrecomputeOptions]]
+"""Each student's cache and what it holds; those of one pass differ in ``num_student_heads`` and ``plans`` alone."""
 
 Engine: TypeAlias = Callable[
     [Path, Source | Arrays | OpenInputs, Students, RunOptions, OnProgress | None, OnRead | None],
@@ -37,8 +61,7 @@ def run_here(
     on_read: OnRead | None,
 ) -> list[PrecomputeSummary]:
     """The engine that is this process."""
-    opened = inputs() if callable(inputs) else inputs
-    job = PrecomputeJob(teacher, opened, students, run, on_read)
+    job = PrecomputeJob(teacher, inputs() if callable(inputs) else inputs, students, run, on_read)
     job.write(job.shards, job.missing, on_progress)
     return job.finish()
 
@@ -82,14 +105,386 @@ def precompute(
 
 
 def students_of(out: str | os.PathLike[str], options: PrecomputeOptions, student_heads: Sequence[int]) -> Students:
-    """Students with several numbers of heads, most first; their caches are folders ``heads-<n>``.
-
-    Raises:
-        ShdError: ``argument-value``.
-    """
+    """Students with several numbers of heads, most first; their caches are folders ``heads-<n>``."""
     if not student_heads or len(set(student_heads)) != len(student_heads):
         raise ShdError("argument-value", f"student_heads must be distinct numbers; got {list(student_heads)}")
     return [
         (subfolder(out, f"heads-{number}"), replace(options, num_student_heads=number))
         for number in sorted(student_heads, reverse=True)
     ]
+
+
+class PrecomputeJob:
+    """A pass that is ready to write: teacher open, inputs read, graph found equal to the reference, caches opened.
+
+    Until then nothing but manifests is written. ``shards`` are those that this run answers for.
+    """
+
+    def __init__(
+        self,
+        teacher: Path,
+        inputs: Source | Arrays,
+        students: Students,
+        run: RunOptions,
+        on_read: OnRead | None = None,
+    ) -> None:
+        self._started = time.monotonic()
+        _check_students(students)
+        for folder, options in students:
+            check_destination(folder, teacher, options, run)
+        options_of = [adopt_plans(folder, options, run) for folder, options in students]
+        work = self._work = TeacherRun(teacher, inputs, options_of, run, on_read, ahead=True)
+        work.begin()
+        work.check_samples()
+        first, comparisons = self._check_first()
+        manifests = make_manifests(work, first)
+        for manifest, outputs in zip(manifests, first, strict=True):
+            samples = [work.sample(outputs, number) for number in range(len(outputs.batch.indices))]
+            extents = [manifest.extent_of(sample.extent) for sample in samples]
+            for form in manifest.forms:  # before a manifest binds the folder to options that do not suit the teacher
+                maker_of(form).check(form, samples, extents)
+        opened = zip(students, manifests, comparisons, strict=True)
+        self._caches = [
+            _StudentCache(work, number, folder, manifest, comparison)
+            for number, ((folder, _), manifest, comparison) in enumerate(opened)
+        ]
+        self._compared = min(len(first[0].batch.indices), 2)
+        self.shards = share_shards(manifests[0].shards.num_shards, *run.shards)
+
+    @functools.cached_property
+    def missing(self) -> list[set[int]]:
+        """For each student those of ``shards`` that were not committed when this was first asked for."""
+        return self.find_missing(self.shards)
+
+    def find_missing(self, shards: Sequence[int]) -> list[set[int]]:
+        """For each student those of some shards that are not committed."""
+        return [set(cache.writer.missing_shards(shards)) for cache in self._caches]
+
+    def count_samples(self, shards: Collection[int], missing: Sequence[Collection[int]]) -> int:
+        """Samples to write of all students: of those of these shards that are missing."""
+        return sum(self._count(set(shards).intersection(lost)) for lost in missing)
+
+    def windows(self) -> list[Sequence[int]]:
+        """Shards of the whole job whose samples are batched together, as many as memory may hold.
+
+        They do not depend on who writes which shards: so the bytes do not depend on how a job is divided.
+        """
+        run, plan, inputs = self._work.run, self._caches[0].manifest.shards, self._work.inputs
+        longest = Extent(max(int(inputs.lengths.max()), 1), decoder=int(inputs.decoder_lengths.max()))
+        held = max(sum(form.held_size(longest) for form in cache.manifest.forms) for cache in self._caches)
+        mean_length = max(1.0, float(inputs.lengths.mean()))
+        per_batch = run.batch_size if run.batch_tokens is None else max(1, int(run.batch_tokens / mean_length))
+        most = WINDOW_BYTES // (plan.samples_per_shard * held)
+        return list(group_shards(range(plan.num_shards), plan.samples_per_shard, per_batch, most))
+
+    def write(
+        self, shards: Sequence[int], missing: Sequence[Collection[int]], on_progress: OnProgress | None = None
+    ) -> None:
+        """Write what ``find_missing`` says: every batch runs once, and all students take what they lack."""
+        total = self._count(shards) * len(self._caches)
+        progress = _Progress(on_progress, total, total - self.count_samples(shards, missing))
+        progress.report()
+        try:
+            for window in self.windows():
+                if not set(shards).isdisjoint(window):
+                    self._write_window(window, missing, progress)
+            for cache in self._caches:
+                cache.wait(progress)
+        except BaseException as error:
+            for cache in self._caches:  # the shard under way is committed all the same
+                try:
+                    cache.wait(progress)
+                except Exception as failure:
+                    error.add_note(f"the shard that was being written failed too: {failure}")
+            raise
+
+    def finish(self) -> list[PrecomputeSummary]:
+        """Seal every cache of which nothing is missing, and sum them up."""
+        return [
+            summarise(
+                cache.folder,
+                cache.manifest,
+                missing_shards=_seal(cache.writer),
+                resumed=self._count(self.shards) - self._count(lost),
+                written=self._count(lost),
+                seconds=time.monotonic() - self._started,
+                compared_samples=self._compared,
+                comparison=cache.comparison,
+                remarks=self._work.remarks,
+                supplied=self._work.inputs.supply,
+                remark=self._work.inputs.remark,
+            )
+            for cache, lost in zip(self._caches, self.missing, strict=True)
+        ]
+
+    def _count(self, shards: Iterable[int]) -> int:
+        """Samples of these shards."""
+        return sum(len(self._caches[0].manifest.shard_samples(shard)) for shard in shards)
+
+    def _write_window(self, window: Sequence[int], missing: Sequence[Collection[int]], progress: _Progress) -> None:
+        """Run the batches of these shards that reach a missing one, and write each shard when it is full."""
+        work, manifest = self._work, self._caches[0].manifest
+        shard_of = {index: shard for shard in window for index in manifest.shard_samples(shard)}
+        for cache, lost in zip(self._caches, missing, strict=True):
+            cache.pending = {shard: _Pending(set(manifest.shard_samples(shard))) for shard in window if shard in lost}
+        work.open(checked=True)  # samples that look faulty run again, with check outputs, on any thread
+        with closing(run_ahead(self._run_step, self._steps(shard_of), work.callers)) as squeezed:
+            for step, (outputs, made) in squeezed:
+                again = functools.cache(self._check_again)
+                for (cache, _), result in zip(step.takers, made, strict=True):
+                    own = outputs[cache.number] if outputs else None
+                    progress.samples += cache.take(step.batch.indices, result, own, again, progress)
+                progress.report()
+                del outputs, own, made, result  # before the next are waited for
+
+    def _run_step(self, step: _Step) -> tuple[tuple[StudentOutputs, ...] | None, list[_Made]]:
+        """Run a batch and make its records, on any thread; its outputs too, where coding errors are measured."""
+        outputs = self._work.squeeze(step.batch, checked=step.checked)
+        made = [cache.make(outputs[cache.number], shards) for cache, shards in step.takers]
+        return outputs if step.first else None, made
+
+    def _steps(self, shard_of: Mapping[int, int]) -> Iterator[_Step]:
+        """The batches of a window of shards, in the order in which they run.
+
+        Which there are, and which yield the uncoded maps, does not depend on what is missing: a resumed run gives the
+        same bytes.
+        """
+        work = self._work
+        begun: set[int] = set()
+        for indices in work.groups(shard_of):
+            shards = {shard_of[index] for index in indices}
+            first = not shards <= begun
+            begun |= shards
+            takers = [(cache, lacked) for cache in self._caches if (lacked := sorted(cache.pending.keys() & shards))]
+            if takers:
+                checked = first and work.count_checked(indices) == len(indices)
+                work.open(checked=checked)
+                yield _Step(work.inputs.batch(indices), first, checked, takers)
+
+    def _check_again(self, indices: tuple[int, ...]) -> tuple[StudentOutputs, ...]:
+        """The check outputs of as many of these samples as may yield them at once."""
+        chosen = indices[: self._work.count_checked(indices)]
+        return self._work.squeeze(self._work.inputs.batch(chosen), checked=True)
+
+    def _check_first(self) -> tuple[list[StudentOutputs], list[Comparison | None]]:
+        """A few of the longest samples without a fault, by student, and how their maps compare with the reference."""
+        work = self._work
+        for batch in work.checked_batches(range(len(work.inputs)), FIRST_SAMPLES):
+            faulty: set[int] = set()
+            # By map, which keeps nothing of a part while the next one runs.
+            parts = list(map(functools.partial(self._check_part, faulty), work.squeeze_parts(batch)))
+            sound = [number for number, index in enumerate(batch.indices) if index not in faulty]
+            if sound:
+                columns = list(zip(*parts, strict=True))
+                joined = [StudentOutputs.joined([outputs for outputs, _ in column]) for column in columns]
+                layers = [list(chain.from_iterable(compared for _, compared in column)) for column in columns]
+                comparisons = [Comparison.merged(compared) if compared else None for compared in layers]
+                return [outputs.select(sound) for outputs in joined], comparisons
+        raise ShdError("not-finite", "the teacher gives NaN or infinity on every sample: check its inputs", "MAP-5")
+
+    def _check_part(
+        self, faulty: set[int], outputs: Sequence[StudentOutputs]
+    ) -> list[tuple[StudentOutputs, list[Comparison]]]:
+        """Outputs without check outputs, and how their layers compare; faulty samples are noted, and left out."""
+        work, indices = self._work, outputs[0].batch.indices
+        faulty |= {index for student in outputs for index in _judge(work, student)}
+        sound = [number for number, index in enumerate(indices) if index not in faulty]
+        checked = []
+        for student in outputs:
+            compared: list[Comparison] = []
+            if sound and student.layers:
+                # In float64, so of a few: the ends of the batch, which are its longest sample and its shortest.
+                few = student.select(sorted({sound[0], sound[-1]}))
+                compared = compare_layers(few.layers, work.callers)
+                for number in sound:
+                    sample = work.sample(student, number)
+                    for maker in chain(*makers().values()):
+                        maker.compare(work, sample)
+            layers = tuple(layer.without_check() for layer in student.layers)
+            checked.append((replace(student, layers=layers), compared))
+        return checked
+
+
+class _Step(NamedTuple):
+    """A batch that runs; errors are measured on the first of a shard. Takers lack samples of it in these shards."""
+
+    batch: Batch
+    first: bool
+    checked: bool
+    takers: Sequence[tuple[_StudentCache, Sequence[int]]]
+
+
+class _Made(NamedTuple):
+    """What a batch gave a cache: what is wrong with samples, by index; and the records of all others, by shard."""
+
+    faults: Mapping[int, str]
+    records: Mapping[int, list[NewRecord]]
+
+
+class _Pending:
+    """A shard in the making."""
+
+    def __init__(self, samples: set[int]) -> None:
+        self.samples = samples
+        self.records: list[NewRecord] = []
+        self.skipped: list[Skipped] = []
+        self.errors: Errors | None = None
+
+
+@dataclass
+class _Progress:
+    """Counts, and tells the caller."""
+
+    on_progress: OnProgress | None
+    total: int
+    samples: int
+    written: int = 0
+
+    def report(self, size: int = 0) -> None:
+        """After a batch, or a shard of this size."""
+        self.written += size
+        if self.on_progress is not None:
+            self.on_progress(self.samples, self.total, self.written)
+
+
+class _StudentCache:
+    """One student's cache in the making.
+
+    Shards are committed in the background, one at a time, so that the teacher waits for no disk and no upload.
+    """
+
+    def __init__(
+        self,
+        work: TeacherRun,
+        number: int,
+        folder: str | os.PathLike[str],
+        manifest: Manifest,
+        comparison: Comparison | None,
+    ) -> None:
+        self._work, self.number, self.folder = work, number, folder
+        self.manifest, self.comparison = manifest, comparison
+        self.writer = CacheWriter(folder, manifest)
+        self.pending: dict[int, _Pending] = {}
+        self._under_way: Callable[[], Receipt] | None = None
+
+    def make(self, outputs: StudentOutputs, shards: Iterable[int]) -> _Made:
+        """The records of a batch that these pending shards lack; nothing is changed."""
+        faults = _judge(self._work, outputs)
+        lacked = {shard: self.pending[shard].samples - faults.keys() for shard in shards}
+        records = {
+            shard: make_records(self._work, outputs, samples, self.manifest) for shard, samples in lacked.items()
+        }
+        return _Made(faults, records)
+
+    def take(
+        self,
+        indices: Sequence[int],
+        made: _Made,
+        outputs: StudentOutputs | None,
+        check_again: Callable[[tuple[int, ...]], tuple[StudentOutputs, ...]],
+        progress: _Progress,
+    ) -> int:
+        """Take what ``make`` made of a batch, and commit the shards that are full; how many samples were taken.
+
+        Args:
+            indices: the samples of the batch.
+            made: by ``make``.
+            outputs: of the first batch of a shard, whose errors are then measured; else None.
+            check_again: runs some samples for check outputs that the batch did not give.
+            progress: told of each shard that is committed.
+        """
+        inputs, taken = self._work.inputs, 0
+        for shard, records in made.records.items():
+            pending = self.pending[shard]
+            skipped = [index for index in indices if index in pending.samples & made.faults.keys()]
+            pending.records += records
+            pending.skipped += [
+                Skipped(index, inputs.key(index), made.faults[index], inputs.seed(index)) for index in skipped
+            ]
+            taken += len(records) + len(skipped)
+            if pending.errors is None and outputs is not None and records:
+                pending.errors = self._measure(outputs, records, check_again)
+            if len(pending.records) + len(pending.skipped) == len(pending.samples):
+                self._commit(shard, self.pending.pop(shard), progress)
+        return taken
+
+    def wait(self, progress: _Progress) -> None:
+        """For the shard under way; what went wrong with it is raised."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            progress.report(under_way().size)
+
+    def _commit(self, shard: int, full: _Pending, progress: _Progress) -> None:
+        self.wait(progress)
+        errors = full.errors or Errors.unmeasured(self.manifest)
+        write = functools.partial(self.writer.write_shard, shard, full.records, errors, full.skipped)
+        self._under_way = run_beside(write, self._work.callers)
+        if not self._work.callers:
+            self.wait(progress)
+
+    def _measure(
+        self,
+        outputs: StudentOutputs,
+        records: Sequence[NewRecord],
+        check_again: Callable[[tuple[int, ...]], tuple[StudentOutputs, ...]],
+    ) -> Errors:
+        """What coding cost these records, or the first of them where check outputs of all would take too much."""
+        if outputs.layers and not outputs.layers[0].has_check:
+            outputs = check_again(tuple(record.index for record in records))[self.number]
+            records = [record for record in records if record.index in outputs.batch.indices]
+        return measure_errors(self._work, outputs, records, self.manifest)
+
+
+def _check_students(students: Students) -> None:
+    """Refuse students that cannot share a pass, before a manifest of any is written."""
+    heads = [options.num_student_heads for _, options in students]
+    if not students or any(heads.count(number) > 1 for number in heads):
+        raise ShdError(
+            "argument-value", f"students must be at least one, with distinct numbers of heads; got {heads}"
+        )
+    roots = [open_storage(folder).root for folder, _ in students]
+    places = [os.path.realpath(root) if isinstance(root, Path) else root for root in roots]
+    if any(f"{inner}/".startswith(f"{outer}/") for inner, outer in permutations(places, 2)):
+        raise ShdError(
+            "argument-value",
+            f"students must each have their own cache, none inside another's; got {', '.join(places)}",
+        )
+    first = students[0][1]
+    for _, options in students[1:]:
+        differing = [
+            f"{field.name} {getattr(first, field.name)!r} and {getattr(options, field.name)!r}"
+            for field in fields(options)
+            if field.name not in ("num_student_heads", "plans")
+            and getattr(first, field.name) != getattr(options, field.name)
+            and repr(getattr(first, field.name)) != repr(getattr(options, field.name))  # NaN, refused by its own rule
+        ]
+        if differing:
+            raise ShdError(
+                "argument-value",
+                "students of one pass must have the same options except num_student_heads and plans; got "
+                f"{', '.join(differing)}: give each its own run",
+            )
+
+
+def _judge(work: TeacherRun, outputs: StudentOutputs) -> dict[int, str]:
+    """What is wrong with samples of a batch, by index; raised where the run is to stop."""
+    faults = {fault.index: fault for fault in find_faults(work, outputs)}
+    if faults and work.options.on_error == "stop":
+        raise faults[min(faults)].error()
+    return {index: fault.reason for index, fault in faults.items()}
+
+
+def _seal(writer: CacheWriter) -> int:
+    """Seal a cache, unless shards are missing; how many are. Two processes at once write the same seal."""
+    while True:
+        try:
+            writer.seal()
+        except ShdError as error:
+            if error.code != "cache-incomplete":
+                raise
+            missing = len(writer.missing_shards())
+            if missing:
+                return missing
+            # Another process committed the last one just now, and may have died before it sealed.
+        else:
+            return 0

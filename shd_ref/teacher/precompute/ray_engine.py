@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError
 from shd_ref.teacher.options import RunOptions
-from shd_ref.teacher.precompute.engine import OnRead, OpenInputs
-from shd_ref.teacher.precompute.job import OnProgress, PrecomputeJob, Students
+from shd_ref.teacher.precompute.engine import OnProgress, OnRead, OpenInputs, PrecomputeJob, Students
 from shd_ref.teacher.precompute.summary import PrecomputeSummary
 from shd_ref.teacher.sources import Arrays, Source
 

@@ -24,7 +24,7 @@ from shd_ref.cache.storage.places import open_storage
 from shd_ref.cli import load_app
 from shd_ref.teacher import PrecomputeOptions, RunOptions, open_session, recheck_records
 from shd_ref.teacher.precompute import engine
-from shd_ref.teacher.precompute.job import PrecomputeJob
+from shd_ref.teacher.precompute.engine import PrecomputeJob
 from shd_ref.teacher.run.inputs import Batch, group_samples, run_batch
 from shd_ref.teacher.run.teacher import TeacherRun
 
