@@ -71,6 +71,45 @@ RUNNING: Final = "Running the teacher"
 PANELS: Final = (MERGING, STORING, TARGETS, READING, RUNNING)
 """Headings of options in ``--help``, in this order."""
 
+HELP: Final = {
+    "num_student_layers": "Layers of the student. Default: as many as the teacher. Encoder-decoders: a number per"
+    " kind, such as encoder=2,decoder=3,cross=3.",
+    "layer_pairs": "Layer pairs student:teacher, counted from 0, such as 0:3,1:7. Default: evenly spaced. Student"
+    " layers may be omitted.",
+    "strategy": "Weights of merged heads: shd (the paper's closed form), constant (1/2), hard (the better head), "
+    "mean (of all heads).",
+    "plan": "Heads to merge: progressive (neighbours, in rounds, as in the paper), balanced (neighbouring "
+    "groups), matched (best-fitting pairs on some samples, per layer).",
+    "matched_by": "Score for matched plans: residual (of the output) or similarity (of the maps).",
+    "form": "maps (merged), or factored: the teacher's queries and keys with the mixing weights, smaller for long"
+    " samples, with a free temperature. shd plan compares them.",
+    "factored_codec": "Codec of queries and keys: int8 (1 byte per number) or float16 (2).",
+    "codec": "Codec of maps: sqrt8-row, sqrt8-abs (1 byte per entry), u4 (1/2), bf16 (2), float32 (4).",
+    "logits": "Store the teacher's logits, for KD without a teacher: topk (the likeliest classes and the total "
+    "mass of the others), sampled (unbiased; forward KL and cross entropy only), float16 (complete "
+    "rows, for classifiers).",
+    "logits_top": "Classes to keep per row with their probabilities; the rest is stored as one number.",
+    "logits_draws": "Classes to draw per row from the rest, with the run's seed.",
+    "logits_output": "The graph output with the logits, if not 'logits'. For other teachers it is only needed if "
+    "they have neither 'logits' nor a single possible output.",
+    "vocab_size": "Number of real classes if the teacher's vocabulary is padded; the others must have no mass.",
+    "with_teachers": "Another teacher with the same vocabulary: the mean of all logits is stored (BabyLlama). "
+    "Repeat per teacher.",
+    "hidden": "Hidden states to store, such as 0,3,6: k is the input of block k, counted from 0; the number of "
+    "blocks is the last block's output. For encoder-decoders: the decoder's blocks.",
+    "hidden_codec": "Codec of hidden states: int8 (one scale per token) or float16.",
+    "batch_tokens": "Positions per teacher call, instead of --batch-size: more samples per call if they are short.",
+    "shards": "Write only part i of n of the shards, i from 0 to n-1: n processes fill one folder, or one each "
+    "for shd merge.",
+    "num_student_parameters": "Parameters of the student, to estimate its memory. Default: as many as the teacher.",
+    "fidelity_plan": "Heads to merge: progressive (neighbours, in rounds, as in the paper), balanced "
+    "(neighbouring groups), matched (best-fitting pairs on some samples).",
+    "fidelity_matched_by": "Score for matched plans: residual (of the output), similarity (of the maps).",
+    "targets": "Column with class labels (N,) or token ids (N, L), for the teacher's loss; the graph's token "
+    "input means next-token prediction.",
+}
+"""What longer options set, by field."""
+
 SITES_HELP: Final = Shown(
     "Attention sites by number or name, as listed by shd inspect: 0,2,4-7, encoder*, self, cross. Default: all.",
     MERGING,
@@ -105,50 +144,15 @@ class PrecomputeOptions:
 
     num_student_heads: Annotated[int, Shown("Heads of the student, at most the teacher's.", least=1)] = 0
     num_student_layers: Annotated[
-        int | Mapping[str, int] | None,
-        Shown(
-            "Layers of the student. Default: as many as the teacher. Encoder-decoders: a number per kind, such as "
-            "encoder=2,decoder=3,cross=3.",
-            metavar="N|KIND=N,...",
-        ),
+        int | Mapping[str, int] | None, Shown(HELP["num_student_layers"], metavar="N|KIND=N,...")
     ] = None
     layer_pairs: Annotated[
-        tuple[tuple[int, int], ...] | None,
-        Shown(
-            "Layer pairs student:teacher, counted from 0, such as 0:3,1:7. Default: evenly spaced. Student layers"
-            " may be omitted.",
-            MERGING,
-            metavar="S:T,...",
-        ),
+        tuple[tuple[int, int], ...] | None, Shown(HELP["layer_pairs"], MERGING, metavar="S:T,...")
     ] = None
     sites: Annotated[str | None, SITES_HELP] = None
-    strategy: Annotated[
-        str,
-        Shown(
-            "Weights of merged heads: shd (the paper's closed form), constant (1/2), hard (the better head), mean "
-            "(of all heads).",
-            MERGING,
-            STRATEGIES,
-        ),
-    ] = "shd"
-    plan: Annotated[
-        str | MergePlan,
-        Shown(
-            "Heads to merge: progressive (neighbours, in rounds, as in the paper), balanced (neighbouring "
-            "groups), matched (best-fitting pairs on some samples, per layer).",
-            MERGING,
-            PLANS,
-        ),
-    ] = "progressive"
-    matched_by: Annotated[
-        str,
-        Shown(
-            "Score for matched plans: residual (of the output) or similarity (of the maps).",
-            MERGING,
-            MATCHED_BY,
-            needs="plan=matched",
-        ),
-    ] = "residual"
+    strategy: Annotated[str, Shown(HELP["strategy"], MERGING, STRATEGIES)] = "shd"
+    plan: Annotated[str | MergePlan, Shown(HELP["plan"], MERGING, PLANS)] = "progressive"
+    matched_by: Annotated[str, Shown(HELP["matched_by"], MERGING, MATCHED_BY, needs="plan=matched")] = "residual"
     calibration_samples: Annotated[int, CALIBRATION_HELP] = CALIBRATION_SAMPLES
     plans: tuple[MergePlan, ...] | None = None
     alpha_rule: str = "least_squares"
@@ -156,33 +160,11 @@ class PrecomputeOptions:
         "map"
     )
     temperature: Annotated[float, Shown("Attention temperature of the stored maps, above 0.", MERGING)] = 1.0
-    form: Annotated[
-        str,
-        Shown(
-            "maps (merged), or factored: the teacher's queries and keys with the mixing weights, smaller for long"
-            " samples, with a free temperature. shd plan compares them.",
-            STORING,
-            FORMS,
-        ),
-    ] = "maps"
-    factored_codec: Annotated[
-        str,
-        Shown(
-            "Codec of queries and keys: int8 (1 byte per number) or float16 (2).",
-            STORING,
-            FACTORED_CODECS,
-            needs="form=factored",
-        ),
-    ] = DEFAULT_FACTORED_CODEC
-    codec: Annotated[
-        str,
-        Shown(
-            "Codec of maps: sqrt8-row, sqrt8-abs (1 byte per entry), u4 (1/2), bf16 (2), float32 (4).",
-            STORING,
-            CODECS,
-            needs="form=maps",
-        ),
-    ] = "sqrt8-row"
+    form: Annotated[str, Shown(HELP["form"], STORING, FORMS)] = "maps"
+    factored_codec: Annotated[str, Shown(HELP["factored_codec"], STORING, FACTORED_CODECS, needs="form=factored")] = (
+        DEFAULT_FACTORED_CODEC
+    )
+    codec: Annotated[str, Shown(HELP["codec"], STORING, CODECS, needs="form=maps")] = "sqrt8-row"
     compression: Annotated[
         str, Shown("zstd: smaller, for slow storage; needs the extra 'zstd'.", STORING, COMPRESSIONS)
     ] = "none"
@@ -193,78 +175,20 @@ class PrecomputeOptions:
         str | None, Shown("Column of augmentation seeds, stored with the maps and reused in training.", STORING)
     ] = None
 
-    logits: Annotated[
-        str,
-        Shown(
-            "Store the teacher's logits, for KD without a teacher: topk (the likeliest classes and the total mass"
-            " of the others), sampled (unbiased; forward KL and cross entropy only), float16 (complete rows, for "
-            "classifiers).",
-            TARGETS,
-            LOGIT_FORMS,
-        ),
-    ] = "none"
-    logits_top: Annotated[
-        int,
-        Shown(
-            "Classes to keep per row with their probabilities; the rest is stored as one number.",
-            TARGETS,
-            least=0,
-            needs="logits=topk|sampled",
-        ),
-    ] = 32
-    logits_draws: Annotated[
-        int,
-        Shown(
-            "Classes to draw per row from the rest, with the run's seed.", TARGETS, least=1, needs="logits=sampled"
-        ),
-    ] = 32
+    logits: Annotated[str, Shown(HELP["logits"], TARGETS, LOGIT_FORMS)] = "none"
+    logits_top: Annotated[int, Shown(HELP["logits_top"], TARGETS, least=0, needs="logits=topk|sampled")] = 32
+    logits_draws: Annotated[int, Shown(HELP["logits_draws"], TARGETS, least=1, needs="logits=sampled")] = 32
     logits_bits: Annotated[
         int, Shown("Bits per kept probability, 4 to 16.", TARGETS, least=4, needs="logits=topk|sampled")
     ] = 8
     logits_temperature: Annotated[
         float, Shown("Temperature of the stored probabilities, above 0; KD must then use it.", TARGETS)
     ] = 1.0
-    logits_output: Annotated[
-        str | None,
-        Shown(
-            "The graph output with the logits, if not 'logits'. For other teachers it is only needed if they have"
-            " neither 'logits' nor a single possible output.",
-            TARGETS,
-        ),
-    ] = None
-    vocab_size: Annotated[
-        int | None,
-        Shown(
-            "Number of real classes if the teacher's vocabulary is padded; the others must have no mass.",
-            TARGETS,
-            least=1,
-        ),
-    ] = None
-    with_teachers: Annotated[
-        tuple[Path, ...],
-        Shown(
-            "Another teacher with the same vocabulary: the mean of all logits is stored (BabyLlama). Repeat per "
-            "teacher.",
-            TARGETS,
-            metavar="TEACHER.onnx",
-        ),
-    ] = ()
-    hidden: Annotated[
-        tuple[int, ...],
-        Shown(
-            "Hidden states to store, such as 0,3,6: k is the input of block k, counted from 0; the number of "
-            "blocks is the last block's output. For encoder-decoders: the decoder's blocks.",
-            TARGETS,
-            least=0,
-            metavar="K,...",
-        ),
-    ] = ()
-    hidden_codec: Annotated[
-        str,
-        Shown(
-            "Codec of hidden states: int8 (one scale per token) or float16.", TARGETS, HIDDEN_CODECS, needs="hidden"
-        ),
-    ] = "float16"
+    logits_output: Annotated[str | None, Shown(HELP["logits_output"], TARGETS)] = None
+    vocab_size: Annotated[int | None, Shown(HELP["vocab_size"], TARGETS, least=1)] = None
+    with_teachers: Annotated[tuple[Path, ...], Shown(HELP["with_teachers"], TARGETS, metavar="TEACHER.onnx")] = ()
+    hidden: Annotated[tuple[int, ...], Shown(HELP["hidden"], TARGETS, least=0, metavar="K,...")] = ()
+    hidden_codec: Annotated[str, Shown(HELP["hidden_codec"], TARGETS, HIDDEN_CODECS, needs="hidden")] = "float16"
 
     @property
     def has_attention(self) -> bool:
@@ -310,14 +234,7 @@ class RunOptions:
         str | None, Shown("The same for a decoder with cross-attention, if not decoder_attention_mask.", READING)
     ] = None
     batch_size: Annotated[int, Shown("Samples per teacher call.", RUNNING, least=1)] = 16
-    batch_tokens: Annotated[
-        int | None,
-        Shown(
-            "Positions per teacher call, instead of --batch-size: more samples per call if they are short.",
-            RUNNING,
-            least=1,
-        ),
-    ] = None
+    batch_tokens: Annotated[int | None, Shown(HELP["batch_tokens"], RUNNING, least=1)] = None
     samples_per_shard: Annotated[
         int | None, Shown("Samples per shard. Default: about 256 MiB, at least 16 shards.", STORING, least=1)
     ] = None
@@ -328,15 +245,7 @@ class RunOptions:
     num_threads: Annotated[int | None, Shown("Threads for the teacher. Default: one per core.", RUNNING, least=1)] = (
         None
     )
-    shards: Annotated[
-        tuple[int, int],
-        Shown(
-            "Write only part i of n of the shards, i from 0 to n-1: n processes fill one folder, or one each for "
-            "shd merge.",
-            RUNNING,
-            metavar="i/n",
-        ),
-    ] = (0, 1)
+    shards: Annotated[tuple[int, int], Shown(HELP["shards"], RUNNING, metavar="i/n")] = (0, 1)
 
 
 @dataclass(frozen=True)
@@ -354,10 +263,7 @@ class PlanOptions:
         0.01
     )
     train_batch: Annotated[int, Shown("Samples per training step, to estimate its memory.", least=1)] = 16
-    num_student_parameters: Annotated[
-        int | None,
-        Shown("Parameters of the student, to estimate its memory. Default: as many as the teacher.", least=1),
-    ] = None
+    num_student_parameters: Annotated[int | None, Shown(HELP["num_student_parameters"], least=1)] = None
 
     @property
     def bandwidth(self) -> float:
@@ -392,47 +298,20 @@ class FidelityOptions:
     student_heads: Annotated[
         tuple[int, ...], Shown("Heads of the student, at most the teacher's; several to compare: 4,6.")
     ]
-    plan: Annotated[
-        tuple[str, ...],
-        Shown(
-            "Heads to merge: progressive (neighbours, in rounds, as in the paper), balanced (neighbouring "
-            "groups), matched (best-fitting pairs on some samples).",
-            choices=PLANS,
-        ),
-    ] = ("progressive", "matched")
-    strategy: Annotated[
-        tuple[str, ...],
-        Shown(
-            "Weights of merged heads: shd (the paper's closed form), constant (1/2), hard (the better head), mean "
-            "(of all heads).",
-            choices=STRATEGIES,
-        ),
-    ] = ("shd", "constant")
+    plan: Annotated[tuple[str, ...], Shown(HELP["fidelity_plan"], choices=PLANS)] = ("progressive", "matched")
+    strategy: Annotated[tuple[str, ...], Shown(HELP["strategy"], choices=STRATEGIES)] = ("shd", "constant")
     alpha_per: Annotated[
         tuple[str, ...], Shown("One merge weight per map (the paper) or per query row.", choices=ALPHA_PER)
     ] = ("map", "row")
     matched_by: Annotated[
-        tuple[str, ...],
-        Shown(
-            "Score for matched plans: residual (of the output), similarity (of the maps).",
-            MERGING,
-            MATCHED_BY,
-            needs="plan=matched",
-        ),
+        tuple[str, ...], Shown(HELP["fidelity_matched_by"], MERGING, MATCHED_BY, needs="plan=matched")
     ] = ("residual",)
     calibration_samples: Annotated[int, CALIBRATION_HELP] = CALIBRATION_SAMPLES
     sites: Annotated[str | None, SITES_HELP] = None
     graph_output: Annotated[
         str | None, Shown("The graph output to compare. Default: the first floating-point one.", MEASURING)
     ] = None
-    targets: Annotated[
-        str | None,
-        Shown(
-            "Column with class labels (N,) or token ids (N, L), for the teacher's loss; the graph's token input "
-            "means next-token prediction.",
-            MEASURING,
-        ),
-    ] = None
+    targets: Annotated[str | None, Shown(HELP["targets"], MEASURING)] = None
     samples: Annotated[int, Shown("Samples to run, chosen by the seed.", MEASURING, least=1)] = 128
 
 
