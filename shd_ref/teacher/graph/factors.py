@@ -56,9 +56,10 @@ def _step(node: ir.Node, logits: Logits) -> ir.Value | None:
     inputs = [value for value in node.inputs if value is not None]
     sides = [value for value in inputs if _leads_to_product(value)]
     others = [value for value in inputs if not any(value is side for side in sides)]
-    shift = [side for side in sides if _is_row_maximum(side)]
-    if node.op_type == "Sub" and len(sides) == 2 and sides[1] in shift:
-        return sides[0]  # a softmax made safe by hand, which changes nothing
+    if node.op_type == "Sub" and len(sides) == 2:
+        maximum = sides[1].producer()
+        if maximum is not None and maximum.op_type == "ReduceMax":
+            return sides[0]  # a softmax made safe by hand, which changes nothing
     if len(sides) != 1:
         logits.reason = f"its logits join several products (by {node.op_type}), as relative positions do"
         return None
@@ -91,11 +92,6 @@ def _multiply(op_type: str, factor: ir.Value, logits: Logits) -> None:
         logits.scale = logits.scale * number if op_type == "Mul" else logits.scale / number
     else:
         logits.multipliers.append((op_type, factor))
-
-
-def _is_row_maximum(value: ir.Value) -> bool:
-    node = value.producer()
-    return node is not None and node.op_type == "ReduceMax"
 
 
 def _leads_to_product(value: ir.Value | None) -> bool:
@@ -231,9 +227,10 @@ def _reason(logits: Logits, arrays: Arrays) -> str | None:
         return "attention sinks take part of each row"
     if logits.softcap is not None:
         return f"its logits are softcapped at {logits.softcap:g}"
+    rank = 0 if logits.product is None else arrays[name_of(logits.product.outputs[0])].ndim
     for _, value in logits.multipliers:
         factor = _value(value, arrays)
-        if factor.size != 1 and (factor.shape[-1] != 1 or factor.ndim > _product_rank(logits, arrays)):
+        if factor.size != 1 and (factor.shape[-1] != 1 or factor.ndim > rank):
             return "its logits are multiplied entry by entry"
     for scale, value in logits.addends:
         added = scale * _value(value, arrays).astype(np.float64)
@@ -242,10 +239,6 @@ def _reason(logits: Logits, arrays: Arrays) -> str | None:
     if any((scale * _value(value, arrays).astype(np.float64) > _MASKED).any() for scale, value in logits.fills):
         return "its masked logits are replaced by numbers that still count"
     return None
-
-
-def _product_rank(logits: Logits, arrays: Arrays) -> int:
-    return 0 if logits.product is None else arrays[name_of(logits.product.outputs[0])].ndim
 
 
 def _value(value: ir.Value, arrays: Arrays) -> NDArray[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -137,7 +136,8 @@ def _is_straight(node: ir.Node) -> bool:
 
 
 def _find_reason(own: frozenset[ir.Node], first: ir.Node, second: ir.Node, hidden: ir.Value) -> str | None:
-    wide = [constant for node in own for constant in _constants(node) if _count(constant) != 1]
+    constants = [value for node in own if node.op_type not in _KEEPING for value in node.inputs if is_constant(value)]
+    wide = [array for value in constants if (array := constant_of(value)) is None or array.size != 1]
     raw = first.outputs[0]
     if not (_adds_bias(first) and _adds_bias(second)):
         return "one of its products adds other numbers to each row, which is no bias"
@@ -146,16 +146,6 @@ def _find_reason(own: frozenset[ir.Node], first: ir.Node, second: ir.Node, hidde
     if first.op_type != second.op_type and any(node.op_type == "Reshape" for node in own):
         return "its two products read rows of different shapes: re-export the model with linear layers of one kind"
     return None
-
-
-def _constants(node: ir.Node) -> Iterator[ir.Value]:
-    if node.op_type not in _KEEPING:
-        yield from (value for value in node.inputs if value is not None and is_constant(value))
-
-
-def _count(value: ir.Value) -> int:
-    constant = constant_of(value)
-    return 0 if constant is None else constant.size
 
 
 def _sizes(node: ir.Node) -> tuple[int, int] | None:

@@ -42,10 +42,6 @@ class SiteKinds:
         """Whether the rows of its maps are the decoder's positions."""
         return self.kinds.get(site.layer) in ("decoder", "cross")
 
-    def has_decoder_keys(self, site: AttentionSite) -> bool:
-        """Whether the columns of its maps are the decoder's positions."""
-        return self.kinds.get(site.layer) == "decoder"
-
 
 def find_kinds(
     model: onnx.ModelProto,

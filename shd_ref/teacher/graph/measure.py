@@ -85,7 +85,10 @@ def measure_site(walk: Walk, shapes: Shapes) -> Measure | None:
     if walk.mixing is not None:
         if layout != "batch-heads" or len(walk.mixing) != num_heads or weight is None:
             return None
-        weight, d_v = _unmix(weight, walk.mixing), num_heads * d_v
+        # For maps before they are mixed: head h gives sum_g mixing[h, g] V_g W_g, of all values side by side.
+        by_head = weight.reshape(num_heads, -1, weight.shape[1])
+        unmixed = walk.mixing.astype(weight.dtype)[:, :, None, None] * by_head
+        weight, d_v = unmixed.reshape(-1, weight.shape[1]), num_heads * d_v
     return Measure(
         layout=layout,
         num_heads=num_heads,
@@ -96,13 +99,6 @@ def measure_site(walk: Walk, shapes: Shapes) -> Measure | None:
         output_projection=weight,
         joined_values=walk.mixing is not None,
     )
-
-
-def _unmix(weight: NDArray[Any], mixing: NDArray[Any]) -> NDArray[Any]:
-    """W_o for maps before they are mixed: head h gives ``sum_g mixing[h, g] V_g W_g``, of all values side by side."""
-    by_head = weight.reshape(len(mixing), -1, weight.shape[1])
-    unmixed: NDArray[Any] = mixing.astype(weight.dtype)[:, :, None, None] * by_head
-    return unmixed.reshape(-1, weight.shape[1])
 
 
 def describe_contradiction(walk: Walk, shapes: Shapes) -> str:

@@ -190,8 +190,10 @@ def product_weight(node: ir.Node, place: int) -> Weight | None:
     """What an operator multiplies its input at this place by; None where it does something else."""
     if node.op_type == "Conv":
         return _pointwise_weight(node) if place == 0 else None
-    if node.op_type in PRODUCTS and place == 1:
-        return _left_weight(node)
+    if node.op_type in PRODUCTS and place == 1:  # W x on columns: (out, in) on the left
+        weight = constant_of(node.inputs[0])
+        plain = node.op_type == "MatMul"
+        return Weight(_wide(weight.T), -2, -2) if plain and weight is not None and weight.ndim == 2 else None
     if node.op_type in ("Gemm", *PRODUCTS) and place == 0:
         return _right_weight(node)
     if (node.op_type in INTEGER_PRODUCTS or node.op_type == "DynamicQuantizeMatMul") and place == 0:
@@ -212,13 +214,6 @@ def _right_weight(node: ir.Node) -> Weight | None:
     dtype = np.float64 if weight.dtype == np.float64 else np.float32
     wide: NDArray[Any] = np.multiply(matrix, dtype(float_attribute(node, "alpha")), order="C", dtype=dtype)
     return Weight(wide)
-
-
-def _left_weight(node: ir.Node) -> Weight | None:
-    """``W x`` on columns: ``(out, in)`` on the left."""
-    weight = constant_of(node.inputs[0])
-    plain = node.op_type == "MatMul"
-    return Weight(_wide(weight.T), -2, -2) if plain and weight is not None and weight.ndim == 2 else None
 
 
 def _pointwise_weight(node: ir.Node) -> Weight | None:

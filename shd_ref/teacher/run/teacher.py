@@ -360,7 +360,7 @@ class TeacherRun:
         """Name of the input that says which of a site's keys count; None where every key does."""
         if site.layer in self.site_kinds.own_keys:
             return None
-        return self.inputs.decoder_mask if self.site_kinds.has_decoder_keys(site) else self.inputs.mask
+        return self.inputs.decoder_mask if self.site_kinds.kind(site) == "decoder" else self.inputs.mask
 
     def query_mask(self, batch: Batch, site: AttentionSite) -> NDArray[np.bool_] | None:
         """``(B, L)``, True = the row of the site's maps counts; None where every row does."""

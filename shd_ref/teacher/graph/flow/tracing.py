@@ -27,6 +27,7 @@ _LAYER_NORMS: Final = frozenset(
 )
 _NORM_STEPS: Final = frozenset({"Add", "Cast", "Clip", "Div", "Expand", "Max", "Reciprocal", "Sqrt"})
 """Between a mean of squares and what is divided by its root."""
+_MEANS: Final = frozenset({"ReduceL2", "ReduceMean", "ReduceSum", "ReduceSumSquare"})
 _FLOATS: Final = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE})
 
 
@@ -56,19 +57,12 @@ def _is_weight(value: ir.Value) -> bool:
     """Whether a constant is a matrix; learned queries and maps are computed constants, too, of more axes."""
     if not is_constant(value):
         return False
-    if _is_stated(value):
-        return True
-    constant = constant_of(value)
-    return constant is not None and constant.ndim <= 2
-
-
-def _is_stated(value: ir.Value) -> bool:
-    """Whether a constant is only moved, cast or dequantised, and not computed of others."""
     current: ir.Value | None = value
     while current is not None and ir.convenience.get_const_tensor(current) is None:
         node = current.producer()
-        if node is None or node.op_type not in LAYOUT_OPS:
-            return False
+        if node is None or node.op_type not in LAYOUT_OPS:  # it is computed of others
+            constant = constant_of(value)
+            return constant is not None and constant.ndim <= 2
         current = node.inputs[0]
     return True
 
@@ -147,15 +141,12 @@ def _other_forms(node: ir.Node) -> list[ir.Value]:
         return sources[:1] if _cuts_width(node) else []
     if node.op_type in SCALING_OPS and len(sources) == 2:  # a norm that is written out
         left, right = sources
-        return [one for one, other in ((left, right), (right, left)) if trace_back(other, _NORM_STEPS, _is_mean)]
+        pairs = (left, right), (right, left)
+        return [one for one, other in pairs if trace_back(other, _NORM_STEPS, lambda node: node.op_type in _MEANS)]
     if node.op_type in ADDING_OPS | SCALING_OPS:
         return sources if len(sources) == 1 else []
     kept = node.op_type in LAYOUT_OPS or node.op_type in _LAYER_NORMS or _is_weight_product(node)
     return sources if kept else []
-
-
-def _is_mean(node: ir.Node) -> bool:
-    return node.op_type in ("ReduceL2", "ReduceMean", "ReduceSum", "ReduceSumSquare")
 
 
 def _cuts_width(node: ir.Node) -> bool:
@@ -200,11 +191,11 @@ def list_repeats(values: ir.Value) -> tuple[ir.Node, ...]:
     node = values.producer()
     while node is not None and node.op_type in LAYOUT_OPS | REPEAT_OPS:
         # A Concat of different tensors joins past values or rotary halves: it repeats nothing.
-        if node.op_type != "Concat" or len(set(node.inputs)) == 1:
+        if node.op_type in REPEAT_OPS and (node.op_type != "Concat" or len(set(node.inputs)) == 1):
             nodes.append(node)
         source = node.inputs[0]
         node = None if source is None else source.producer()
-    return tuple(node for node in nodes if node.op_type in REPEAT_OPS)
+    return tuple(nodes)
 
 
 def repeat_chain(values: ir.Value) -> tuple[ir.Node, ...]:

@@ -153,9 +153,7 @@ def _is_positive(value: ir.Value) -> bool:
             if not (constant >= 0).all():
                 return False
             continue
-        if node is None or current.dtype == ir.DataType.BOOL or node.op_type in _POSITIVE or _is_filled(node):
-            continue
-        if _is_square(node) or _has_floor(node):
+        if node is None or current.dtype == ir.DataType.BOOL or node.op_type in _POSITIVE or _has_floor(node):
             continue
         if node.op_type not in (*_OF_FIRST, *_OF_ALL, "Where"):
             return False
@@ -166,22 +164,15 @@ def _is_positive(value: ir.Value) -> bool:
     return True
 
 
-def _is_filled(node: ir.Node) -> bool:
-    """Whether it fills a tensor with one number of at least zero."""
-    if node.op_type != "ConstantOfShape":
-        return False
-    return "value" not in node.attributes or bool((node.attributes["value"].as_tensor().numpy() >= 0).all())
-
-
-def _is_square(node: ir.Node) -> bool:
+def _has_floor(node: ir.Node) -> bool:
+    """Whether it fills with a number of at least zero, squares, or cuts numbers off there."""
+    if node.op_type == "ConstantOfShape":
+        return "value" not in node.attributes or bool((node.attributes["value"].as_tensor().numpy() >= 0).all())
     if node.op_type == "Pow":
         exponent = constant_of(node.inputs[1])
         return exponent is not None and bool((exponent % 2 == 0).all())
-    return node.op_type == "Mul" and node.inputs[0] is node.inputs[1]
-
-
-def _has_floor(node: ir.Node) -> bool:
-    """Whether numbers are cut off at zero or above."""
+    if node.op_type == "Mul":
+        return node.inputs[0] is node.inputs[1]
     if node.op_type not in ("Clip", "Max"):
         return False
     floors = [constant_of(operand) for operand in (node.inputs[1:2] if node.op_type == "Clip" else node.inputs)]
@@ -232,7 +223,8 @@ def _products_behind(start: ir.Node, is_map: bool) -> Iterator[tuple[ir.Node, fr
                 continue
             for output in node.outputs if _is_followed(node, value, axes) else ():
                 sizes = _sizes(output)
-                if output in seen or (axes is not None and sizes is not None and not _keeps(node, axes, sizes)):
+                is_kept = axes is None or sizes is None or node.op_type in _CUTTING or axes <= sizes
+                if output in seen or not is_kept:  # rows and keys are axes no more
                     continue
                 seen.add(output)
                 cut = _sizes(output, 2) if node.op_type in _CUTTING and _last(value) != _last(output) else None
@@ -246,11 +238,6 @@ def _is_followed(node: ir.Node, value: ir.Value, axes: Counter[str] | None) -> b
     known = axes is not None or node.op_type not in (*_BY_ENTRY, "Concat")
     joined = known or all(operand is None or operand is value or _is_like_a_map(operand) for operand in node.inputs)
     return node.op_type in _FOLLOWED and joined
-
-
-def _keeps(node: ir.Node, axes: Counter[str], sizes: Counter[str]) -> bool:
-    """Whether rows and keys are still axes, wherever they stand."""
-    return node.op_type in _CUTTING or axes <= sizes
 
 
 def _is_like_a_map(value: ir.Value) -> bool:

@@ -171,7 +171,8 @@ def _walk_map(start: _Start, all_met: set[ir.Node]) -> Iterator[Walk]:
     projection = follow_to_projection(product.outputs[0])
     scores = trace_back(start.made_of, _SCORE_CARRIERS, is_value_product)
     reason = projection.reason
-    if scores is None and _is_product(values):
+    made = trace_back(values, LAYOUT_OPS, lambda node: node.op_type not in LAYOUT_OPS)
+    if scores is None and made is not None and is_value_product(made):
         reason = (
             "it is linear attention: keys and values are multiplied first, so what its softmax gives is a feature of "
             "a query and no attention to keys: choose other layers (--sites), or another teacher"
@@ -220,12 +221,6 @@ def _why_unreadable(start: _Start, meetings: list[_Meeting]) -> str | None:
             "model with one product of map and values"
         )
     return None
-
-
-def _is_product(values: ir.Value) -> bool:
-    """Whether a tensor is a product of computed ones, moved or not."""
-    node = trace_back(values, LAYOUT_OPS, lambda node: node.op_type not in LAYOUT_OPS)
-    return node is not None and is_value_product(node)
 
 
 @dataclass(frozen=True)
@@ -289,7 +284,7 @@ def _step(trail: _Trail, node: ir.Node, place: int) -> _Trail | None:
     quotient = None if trail.is_mixed or not in_order else read_quotient(node)
     if quotient is not None and quotient.numbers is trail.value and node.inputs[place] is trail.value:
         return replace(trail, value=output, source=output, quotient=quotient)
-    if node.op_type in MAP_CARRIERS and place in _data_places(node):
+    if node.op_type in MAP_CARRIERS and place in {"Where": (1, 2), "Mul": (0, 1)}.get(node.op_type, (0,)):
         if node.op_type == "Reshape" and trail.axes[-1] != -1:
             return None
         keeps = node.op_type in ("Cast", "Dropout", "Identity")
@@ -311,7 +306,3 @@ def _is_plain(product: ir.Node) -> bool:
     """Whether a product multiplies its operands as they are."""
     flags = ("transA", "transB", "transBatchA", "transBatchB")
     return not any(int_attribute(product, flag) for flag in flags) and float_attribute(product, "alpha") == 1.0
-
-
-def _data_places(node: ir.Node) -> tuple[int, ...]:
-    return {"Where": (1, 2), "Mul": (0, 1)}.get(node.op_type, (0,))
