@@ -1,7 +1,6 @@
 """The generated ONNX functions as an implementation that ``shd_ref.conformance`` can judge.
 
-Options and plans are checked where the graph is written; arrays by a graph's caller, which this adapter does not
-play: for arrays that must be refused it says that the operation is missing, and never claims the reference's check.
+For arrays that a graph's caller must refuse, it says that the operation is missing: it does not play the caller.
 """
 
 from __future__ import annotations
@@ -74,10 +73,7 @@ def make_call(
     alpha_from: str = "teacher",
     row_sums: str = "one",
 ) -> GraphCall:
-    """The graph of a call with the arguments of ``shd_ref.squeeze_heads``.
-
-    Raises ``NotImplementedError`` for options that the function lacks and for arrays to be refused.
-    """
+    """The graph of a call of ``shd_ref.squeeze_heads``; ``NotImplementedError`` where that is not the graph's."""
     check_option("strategy", strategy, STRATEGIES, "MIX-2")
     check_option("alpha_rule", alpha_rule, ALPHA_RULES, "ALPHA-4")
     check_option("alpha_per", alpha_per, ALPHA_PER, "ALPHA-9")
@@ -204,12 +200,7 @@ def _stack(first: ArrayLike, second: ArrayLike) -> NDArray[Any]:
 def build_bare_model(
     rule: MergeRule, *, dtype: str = "float32", masked: bool = False, opset: int = 18
 ) -> onnx.ModelProto:
-    """A model that computes ``squeeze_heads`` by this rule (its ``d_v`` is D), for any batch size and any lengths.
-
-    Inputs: ``teacher_probs`` ``(B, H_t, L, S)``, ``value_outputs`` ``(B, H_t, S, D)`` in float32, cast to ``dtype``
-    first, and where ``masked`` ``query_mask``, boolean ``(B, L)``. Outputs: the result's fields, and ``alphas_0``,
-    ... by round.
-    """
+    """A model from ``teacher_probs``, ``value_outputs`` and perhaps ``query_mask`` to the result's fields."""
     body = Body("", opset)
     maps, values = (body.op("Cast", name, to=GRAPH_DTYPES[dtype]) for name in ("teacher_probs", "value_outputs"))
     rows = body.op("Cast", "query_mask", to=FLOAT) if masked else every_row(body, maps)

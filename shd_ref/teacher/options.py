@@ -45,13 +45,10 @@ PLANS: Final = (*PLAN_KINDS, MATCHED)
 
 @dataclass(frozen=True)
 class Shown:
-    """How a command shows a field: ``shd_ref.commands.derive`` makes an option of it.
+    """How a command shows a field, without ``panel`` among the everyday options; ``shd_ref.commands.derive`` reads
+    it.
 
-    Attributes:
-        panel: its heading in ``--help``; None for the everyday options, which come first.
-        metavar: what stands for its value in ``--help``.
-        needs: the field without which this one means nothing, or ``field=value|value``: a command refuses the option
-            where that is not given, or is none of these.
+    ``needs`` names the field without which this one means nothing, or ``field=value|value``.
     """
 
     help: str

@@ -254,10 +254,7 @@ def _layout(site: AttentionSite, map_rank: int, product_rank: int) -> Layout | N
 
 
 def _distinct_heads(keys: ir.Value, layout: Layout, heads: int, arrays: Arrays) -> tuple[int, ...]:
-    """The first of each run of equal key heads, where all runs are equally long; else none.
-
-    Operators that repeat heads are replayed on indices: equal heads are then the same numbers for sure.
-    """
+    """The first of each run of equal key heads, by replay on indices, where runs are equally long; else none."""
     chain = repeat_chain(keys)
     scaled = (number for number, node in enumerate(chain) if node.op_type in SCALING_OPS)
     uneven = (number for number in scaled if _value(operands(chain[number])[1], arrays).size != 1)

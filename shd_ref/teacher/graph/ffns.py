@@ -32,11 +32,7 @@ _MOST_NODES: Final = 64  # of one activation, however it is written out
 
 @dataclass(frozen=True, eq=False)
 class Ffn:
-    """A feed-forward layer behind an attention site: products that make and read its neurons, biases ``(F,)``,
-    ``(D,)``.
-
-    ``out`` has the second bias; ``reason`` says why the activation cannot be dropped, None where it can.
-    """
+    """A feed-forward layer behind a site; ``out`` has the second bias; ``reason`` is why it must stay as it is."""
 
     layer: int
     first: ir.Node

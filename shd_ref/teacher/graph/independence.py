@@ -1,8 +1,4 @@
-"""Whether a site's maps are those of single samples: shown by running the graph, as no shape alone can show it.
-
-Different samples run together, and then copies of one. Its maps must be the same in both batches, one for each copy:
-not so where the inputs' first axis is the sequence, a sample has several maps, or samples change one another.
-"""
+"""Whether a site's maps are those of single samples: shown by running different ones together, then copies of one."""
 
 from __future__ import annotations
 
@@ -79,11 +75,7 @@ SHARED_SCALES: Final = (
 
 @dataclass(frozen=True)
 class Finding:
-    """What running a graph showed of one site: why it cannot be used (reason), or what is open (note).
-
-    ``row_inputs`` and ``key_inputs`` name the inputs as long as the map has rows and columns; None where it was not
-    run.
-    """
+    """Why a site cannot be used, or what is open, as a run showed; inputs as long as the map's rows and keys."""
 
     reason: str | None = None
     note: str | None = None
@@ -123,9 +115,7 @@ class Allowed:
 class Trial:
     """A graph that runs on different samples, and on others of them that tell whether its maps keep to samples.
 
-    Those are copies of sample 1, one more than before where the graph grows; or, where others may change the graph's
-    scales, the same samples in another order and one of them twice. Of a single sample only the number of maps is
-    judged.
+    Those are copies of sample 1, or the same in another order where the others may change the graph's scales.
     """
 
     def __init__(
@@ -316,10 +306,7 @@ def _open_trial(probe: Probe, feeds: Arrays, allowed: Allowed) -> Trial:
 
 
 def _different_samples(probe: Probe) -> tuple[dict[str, NDArray[Any]], str | None]:
-    """Inputs that differ from sample to sample wherever the graph runs on such inputs.
-
-    And the one that must be zeros for the maps to be numbers, as ones in it mask every key; None where none must.
-    """
+    """Inputs that differ by sample where the graph runs on such; an input that must be 0, or None."""
     feeds, masking = probe_feeds(probe.specs, probe.sizes, largest=probe.largest), None
     if not _gives_numbers(probe, feeds):
         zeros = {name: np.zeros_like(array) for name, array in feeds.items() if array.any()}

@@ -1,8 +1,4 @@
-"""Encoder, decoder and cross attention of one graph, told apart by what feeds what.
-
-Sites that the keys of a cross site are made from belong to the encoder, and so do those beside them on the encoder's
-inputs alone; all others are the decoder's.
-"""
+"""Encoder (what keys of cross sites are made from, and sites beside it), decoder and cross attention of a graph."""
 
 from __future__ import annotations
 

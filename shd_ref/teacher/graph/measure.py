@@ -260,10 +260,7 @@ def _layout(rows: list[_Rows], context: tuple[int, ...], num_heads: int) -> tupl
 
 
 def _weight_in_order(rows: list[_Rows], joined: NDArray[np.int64]) -> NDArray[Any] | None:
-    """W_o with a row for each column of ``joined``; None where the products read other rows than these.
-
-    Rows may stand in any order, (B, L) or (L, B), but in the same one in all products.
-    """
+    """W_o with a row for each column of ``joined``; None where products read other rows, or in other orders."""
     count, width = joined.shape
     row_of, column_of = np.empty((2, joined.size), dtype=np.int64)
     row_of[joined], column_of[joined] = np.arange(count)[:, None], np.arange(width)

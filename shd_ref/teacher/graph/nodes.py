@@ -175,11 +175,7 @@ def data_inputs(node: ir.Node) -> list[ir.Value]:
 
 @dataclass(frozen=True)
 class Weight:
-    """A constant factor ``(in, out)``, or ``(N, in, out)`` stacked.
-
-    The product sums over ``axis`` of the other factor, and has the matrix's columns on ``out_axis``; both from the
-    end.
-    """
+    """A constant ``(in, out)``, ``(N, in, out)``; summed over ``axis``, columns on ``out_axis``, from the end."""
 
     matrix: NDArray[Any]
     axis: int = -1

@@ -50,11 +50,7 @@ def static_shapes(model: onnx.ModelProto) -> dict[str, tuple[int, ...]]:
 
 
 def frozen_specs(model: onnx.ModelProto, maps: Sequence[str]) -> tuple[InputSpec, ...]:
-    """The graph's inputs, with the length and batch that its constants fix, even where it declares them open.
-
-    A tracer leaves its example's length in constants. Shape inference then knows the maps' sizes while the inputs are
-    open; a run at that length and at no smaller one confirms it.
-    """
+    """The graph's inputs, with length and batch that a tracer left in its constants, as a run confirms."""
     specs = input_specs(model)
     values = [value for value in infer_shapes(model).graph.value_info if value.name in maps]
     lengths = {tuple(dim.dim_value for dim in value.type.tensor_type.shape.dim[-2:]) for value in values}
@@ -83,11 +79,7 @@ def probe_tensors(model: onnx.ModelProto, names: Sequence[str]) -> dict[str, NDA
 def probe_feeds(
     specs: Sequence[InputSpec], sizes: InputSizes, *, samples: Sequence[int] | None = None, largest: int = 1
 ) -> dict[str, NDArray[Any]]:
-    """Inputs that a graph can run on: masks of ones, positions from 0, an empty past, integers ``largest``, floats 1.
-
-    With ``samples``, a number for each of the batch, data is drawn from it: equal numbers are equal samples.
-    ``largest`` is the largest token number, 0 for tables of one row.
-    """
+    """Inputs that a graph can run on: masks of ones, an empty past; data by ``samples``, or all alike."""
     sizes = sizes.fitted(specs)
     shapes, axes = sizes.shapes(specs), batch_axes(specs, sizes)
     feeds: dict[str, NDArray[Any]] = {}
@@ -213,10 +205,7 @@ class Probe:
 
 
 class _Bounded:
-    """A session whose runs end after some seconds and beyond some bytes, by its weights and the inputs' sizes.
-
-    A length counts only as far as weights go with it: weights are in the file, a length is only stated.
-    """
+    """A session whose runs end after some seconds and beyond some bytes, by weights; a stated length adds little."""
 
     def __init__(
         self, model: onnx.ModelProto, names: Sequence[str], sizes: InputSizes, only_shapes: bool = False
@@ -262,10 +251,7 @@ class _Bounded:
 def check_bounds(
     model: onnx.ModelProto, names: Sequence[str], feeds: Callable[[], Mapping[str, NDArray[Any]]]
 ) -> None:
-    """Run a graph once within bounds before it runs without; only ``BoundError`` is raised, others are that run's.
-
-    ``feeds`` gives one of the user's samples, for a graph that runs on no tiny one.
-    """
+    """Run a graph once within bounds before it runs without, on ``feeds`` if on no tiny sample; else no error."""
     try:
         Probe(model, names, InputSizes(1, _PROBE_SIZES.length), only_shapes=True)
     except BoundError:

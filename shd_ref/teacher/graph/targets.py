@@ -1,8 +1,7 @@
 """What a teacher gives beside its attention: the logits of its head, and the hidden states between its blocks.
 
-A hidden state is found by use, not by name. Forward from a site's map, the first sum with a tensor that the map was
-made from is the residual connection around that attention, and this tensor enters the block: ``hidden_states[k]`` of
-Hugging Face, with pre- and post-norm and parallel blocks. The last is an output, or what the head multiplies.
+Forward from a site's map, the first sum with a tensor that the map was made from is the residual connection, and this
+tensor enters the block: ``hidden_states[k]`` of Hugging Face.
 """
 
 from __future__ import annotations
@@ -35,11 +34,7 @@ _FLOATS: Final = frozenset(
 
 @dataclass(frozen=True)
 class TargetTensors:
-    """Names of the tensors that become outputs beside the squeezed attention.
-
-    ``hidden`` pairs a layer with its state, ascending; layer k enters block k, and the number of blocks is what
-    leaves the last, as the head reads it.
-    """
+    """Tensors that become outputs beside attention; hidden state k enters block k, and the last leaves it."""
 
     logits: str | None = None
     hidden: tuple[tuple[int, str], ...] = ()

@@ -1,7 +1,4 @@
-"""Einsum as the products that it stands for: Transpose, Reshape and MatMul say which axis is which, letters do not.
-
-An equation that repeats a letter in one operand, sums over no shared letter, or has unknown axes stays as it is.
-"""
+"""Einsum as Transpose, Reshape and MatMul, which say which axis is which, where it is a product of known axes."""
 
 from __future__ import annotations
 

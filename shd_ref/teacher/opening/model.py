@@ -159,10 +159,7 @@ def check_external_data(model: onnx.ModelProto, file: Path) -> int:
 
 
 def load_external_data(model: onnx.ModelProto, file: Path, *, everything: bool) -> None:
-    """Read external data that has passed ``check_external_data``: all of it, or small tensors only.
-
-    What is left keeps its place in its file, and the model remembers the folder for later readers and sessions.
-    """
+    """Read checked external data, all or small tensors; for what is left the model remembers the folder."""
     for number in reversed(range(len(model.metadata_props))):
         if model.metadata_props[number].key == _FOLDER:  # the file has no say in this
             del model.metadata_props[number]
@@ -225,10 +222,7 @@ _LOCATION: Final = "weights in memory"  # not a file: onnxruntime is given the a
 
 
 def take_weights(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Weights]:
-    """A copy of a teacher without its large weights, to derive graphs from, and the weights for ``open_session``.
-
-    External data stay in their files, and tensors of types that NumPy lacks stay in the graph.
-    """
+    """A copy of a teacher without its large weights, which sessions share; those in files stay there."""
     # An initialiser that is also an input may be overridden, and a body may define the same name for itself.
     others = {value.name for value in model.graph.input} | _names_in_bodies(model.graph)
     weights = {

@@ -149,10 +149,7 @@ def _compare_sample(layer_outputs: LayerOutputs) -> Comparison:
 
 
 def _factor_products(layer_outputs: LayerOutputs, strategy: str, dtype: str) -> tuple[Array, Array]:
-    """Factors ``(1, H, L, m)``, ``(1, H, m, D)`` of all ``A_p X_q = (A_p V_q) W_q`` that a merge of one sample reads.
-
-    Only heads of one group meet: m is d_v of each of these.
-    """
+    """Factors ``(1, H, L, m)``, ``(1, H, m, D)`` of the ``A_p X_q = (A_p V_q) W_q`` within groups; m is their d_v."""
     probs, values = layer_outputs.probs, as_float(layer_outputs.values, "values", ndim=4)
     (_, heads, rows, _), d_v = probs.shape, values.shape[-1]
     projection = projection_of(layer_outputs.layer.site).astype(np.float64).reshape(heads, d_v, -1)

@@ -115,10 +115,7 @@ def students_of(out: str | os.PathLike[str], options: PrecomputeOptions, student
 
 
 class PrecomputeJob:
-    """A pass that is ready to write: teacher open, inputs read, graph found equal to the reference, caches opened.
-
-    Until then nothing but manifests is written. ``shards`` are those that this run answers for.
-    """
+    """A pass that is ready to write ``shards``: inputs read, graph equal to the reference, manifests written."""
 
     def __init__(
         self,
@@ -165,10 +162,7 @@ class PrecomputeJob:
         return sum(self._count(set(shards).intersection(lost)) for lost in missing)
 
     def windows(self) -> list[Sequence[int]]:
-        """Shards of the whole job whose samples are batched together, as many as memory may hold.
-
-        They do not depend on who writes which shards: so the bytes do not depend on how a job is divided.
-        """
+        """Shards of the whole job that share batches, as many as memory may hold, whoever writes which of them."""
         run, plan, inputs = self._work.run, self._caches[0].manifest.shards, self._work.inputs
         longest = Extent(max(int(inputs.lengths.max()), 1), decoder=int(inputs.decoder_lengths.max()))
         held = max(sum(form.held_size(longest) for form in cache.manifest.forms) for cache in self._caches)
@@ -244,11 +238,7 @@ class PrecomputeJob:
         return outputs if step.first else None, made
 
     def _steps(self, shard_of: Mapping[int, int]) -> Iterator[_Step]:
-        """The batches of a window of shards, in the order in which they run.
-
-        Which there are, and which yield the uncoded maps, does not depend on what is missing: a resumed run gives the
-        same bytes.
-        """
+        """The batches of a window in order, the same whatever is missing: a resumed run gives the same bytes."""
         work = self._work
         begun: set[int] = set()
         for indices in work.groups(shard_of):
@@ -348,10 +338,7 @@ class _Progress:
 
 
 class _StudentCache:
-    """One student's cache in the making.
-
-    Shards are committed in the background, one at a time, so that the teacher waits for no disk and no upload.
-    """
+    """A student's cache in the making; shards are committed in the background, one at a time."""
 
     def __init__(
         self,
@@ -386,12 +373,8 @@ class _StudentCache:
     ) -> int:
         """Take what ``make`` made of a batch, and commit the shards that are full; how many samples were taken.
 
-        Args:
-            indices: the samples of the batch.
-            made: by ``make``.
-            outputs: of the first batch of a shard, whose errors are then measured; else None.
-            check_again: runs some samples for check outputs that the batch did not give.
-            progress: told of each shard that is committed.
+        ``outputs`` are of the first batch of a shard, whose errors are measured, with ``check_again`` where they lack
+        checks.
         """
         inputs, taken = self._work.inputs, 0
         for shard, records in made.records.items():

@@ -29,11 +29,7 @@ LEAST_SHARDS: Final = 16
 
 
 def check_destination(folder: Folder, teacher: Path, options: PrecomputeOptions, run: RunOptions) -> None:
-    """Refuse a place that cannot become this job's cache, as far as options tell; nothing is written.
-
-    What they leave open, such as the data set's fingerprint, ``CacheWriter`` compares; of the teacher its name
-    counts.
-    """
+    """Refuse a place that cannot become this job's cache, as far as options tell; ``CacheWriter`` knows the rest."""
     storage = open_storage(folder)
     if isinstance(storage.root, Path):
         with write_errors(storage.root):
@@ -72,10 +68,7 @@ def _check_folder(root: Path) -> None:
 
 
 def adopt_plans(folder: Folder, options: PrecomputeOptions, run: RunOptions) -> PrecomputeOptions:
-    """The options of a job that a folder may hold already: matched plans are then its manifest's (CACHE-103).
-
-    Where it holds another job, the options come back as they are, and the writer will refuse the folder.
-    """
+    """The options, with the plans that the manifest of this job says where they are matched (CACHE-103)."""
     if matching_of(options, run) is None or not open_storage(folder).exists(MANIFEST_NAME):
         return options
     form = Manifest.read(folder).find(Attention)
@@ -88,10 +81,7 @@ def adopt_plans(folder: Folder, options: PrecomputeOptions, run: RunOptions) -> 
 
 
 def make_manifests(work: TeacherRun, outputs: Sequence[StudentOutputs]) -> list[Manifest]:
-    """The manifest of every student of a run, by the outputs of its longest samples.
-
-    They hold equally many samples per shard, as many as suit the largest records, so that all share their batches.
-    """
+    """The manifest of every student, with equally many samples per shard, so that all share their batches."""
     run, inputs, count = work.run, work.inputs, len(work.inputs)
     forms = [describe_forms(work, output) for output in outputs]
     per_sample = max(

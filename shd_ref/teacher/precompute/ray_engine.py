@@ -1,7 +1,6 @@
-"""Precompute on a Ray cluster: Ray Data deals shards to actors that each hold the teacher.
+"""Precompute on a Ray cluster: Ray Data deals shards, in blocks that share batches, to actors that hold the teacher.
 
-A row is a shard; shards that share batches are one block, so the bytes are those of one process. An actor writes
-shards and receipts itself and returns two numbers: Ray may lose and repeat any block, and the same call resumes.
+An actor writes shards and receipts itself: Ray may lose and repeat any block, and the same call resumes.
 """
 
 from __future__ import annotations
@@ -85,10 +84,7 @@ class ShardWriter:
         self._job: PrecomputeJob | None = None
 
     def __call__(self, block: dict[str, NDArray[Any]]) -> dict[str, list[Any]]:
-        """Write the shards of one block; which is its first and how many bytes that were, or what went wrong.
-
-        Errors are returned, as Ray would keep no more than their text, and repeat what cannot succeed.
-        """
+        """Write a block's shards; its first one and bytes, or an error, of which Ray would keep only the text."""
         shards = [int(shard) for shard in block["shard"]]
         try:
             written = self._write(shards)

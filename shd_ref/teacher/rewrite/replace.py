@@ -1,8 +1,4 @@
-"""The teacher with squeezed attention in place of its full attention: what it computes with fewer heads.
-
-``sum_h A~_h X'_h = sum_t A~_h(t) V_t W_t``: every teacher head t uses its group's merged map. So the map is replaced,
-and everything after it stays as it is: layout, W_o, bias, quantisers.
-"""
+"""The teacher with merged maps in place of its own: ``sum_h A~_h X'_h = sum_t A~_h(t) V_t W_t``, all else stays."""
 
 from __future__ import annotations
 
@@ -23,9 +19,7 @@ _CAST_LIKE_OPSET = 15
 
 @dataclass(frozen=True)
 class ReplacedSite:
-    """Tensors of a site, float32 ``(B, H, L, d_v)``: every head's map times its values, with the maps that the graph
-    uses (``context``) and with those that merging started from (``unmerged``).
-    """
+    """A site's maps times values, float32 ``(B, H, L, d_v)``: with the maps in use, and with those before merging."""
 
     site: AttentionSite
     context: str
@@ -49,11 +43,7 @@ def replace_attention(
     output: str,
     row_mask_input: str | Sequence[str | None] | None = None,
 ) -> ReplacedGraph:
-    """Rewrite a teacher so that its own layers go on with squeezed attention, all sites at once.
-
-    Without ``rules`` (one a site) the maps stay, and outputs are added. ``row_mask_input`` is as in
-    ``squeeze_graph``, or one a site; ``output`` is kept beside them.
-    """
+    """Rewrite a teacher so that its own layers go on with attention squeezed by ``rules``; None: as it is."""
     named = {value.name: value for value in model.graph.output}
     if output not in named:
         raise ShdError("argument-value", f"output must be one of the graph's {', '.join(named)}; got {output!r}")

@@ -226,11 +226,7 @@ def add_factors(body: Body, factors: SiteFactors) -> tuple[str, str]:
 
 
 def add_spans(body: Body, factors: SiteFactors) -> str:
-    """Append nodes that say which keys the graph's own mask leaves each row: ``(B, H, L, 3)`` int32.
-
-    First, last and number of these keys: a run of keys is told from any other mask. Masked is what lies far below the
-    row's largest logit.
-    """
+    """First, last and number of the keys that the mask leaves each row, as nodes: ``(B, H, L, 3)`` int32."""
     site = factors.site
     logits = batch_heads(body, body.op("Cast", site.logits, to=FLOAT), factors.logits_layout, site.num_heads or 1)
     least = body.op("Sub", body.reduce_max(logits), body.const(_FAR_BELOW))
@@ -301,10 +297,7 @@ def assemble_graph(model: onnx.ModelProto, body: Body) -> onnx.ModelProto:
 
 
 def remove_unused(graph: ir.Graph) -> None:
-    """Nodes and initialisers that no output needs.
-
-    The pass of onnx-ir before 1.1 also turns batch normalisation in training mode, which is refused, into inference.
-    """
+    """Nodes and initialisers that no output needs; onnx-ir's pass before 1.1 also changes batch normalisation."""
     outputs = set(graph.outputs)
     for node in reversed(graph):
         if not any(value in outputs or value.uses() for value in node.outputs):

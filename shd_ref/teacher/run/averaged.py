@@ -29,10 +29,7 @@ _WHO: Final = "--with-teacher {}"
 
 
 class LogitsTeacher:
-    """A teacher of which nothing but its logits is asked.
-
-    ``columns`` are the classes that it gives, padding included; None until a run told, where the graph does not say.
-    """
+    """A teacher of which nothing but its logits is asked; ``columns``, with padding, may be None until it ran."""
 
     def __init__(self, path: Path, options: PrecomputeOptions, run: RunOptions) -> None:
         self.path = path
@@ -155,11 +152,7 @@ def average_logits(
     mask: NDArray[np.bool_] | None,
     options: PrecomputeOptions,
 ) -> NDArray[np.float32]:
-    """The mean logits of all teachers on a batch (KD-15), of the classes that count: ``(B, L, V)`` or ``(B, V)``.
-
-    ``first`` is overwritten, and one other teacher's logits are held beside it; ``mask`` is ``(B, L)``, None: all
-    count.
-    """
+    """The mean logits of all teachers on a batch, of the classes that count (KD-15); ``first`` is overwritten."""
     columns, count = first.shape[-1], len(batch.indices)
     size = columns if options.vocab_size is None else options.vocab_size
     if size > columns:

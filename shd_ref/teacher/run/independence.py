@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,10 +24,7 @@ _FRONT: Final = 16
 
 
 def cut_batch(inputs: ModelInputs, batch: Batch) -> Batch | None:
-    """The same samples, cut to a stretch of positions that begins where the first two of them differ.
-
-    A shorter sample ends in padding, in proportion. None where samples are as short as a cut, or of a fixed length.
-    """
+    """The samples, cut where the first two of them differ, padding in proportion; None where they are short."""
     cut: dict[str, NDArray[Any]] = {}
     for names, mask in inputs.sequences:
         longest = max((batch.arrays[name].shape[1] for name in names), default=0)
@@ -75,19 +71,17 @@ def check_samples(
 ) -> None:
     """Refuse what is not of single samples, by a few samples of the user's data.
 
-    Of long samples it is shown on short cuts. Where these do not show it, as where the graph does not run on them,
-    whole samples decide, a few outputs at a time.
-
-    Args:
-        sites: by the name of an output with their maps ``(B, H, L, S)``, or what is made of these.
-        run: gives some of these outputs on a batch.
-        targets: what other outputs are, by name: logits and hidden states, with a first axis B.
+    Of long samples it is shown on short cuts, and where these do not show it, on whole ones, a few outputs at a time.
+    ``sites`` are by the output with their maps ``(B, H, L, S)``, or what is made of these; ``targets`` say what
+    others are.
     """
     allowed, pending = Allowed.of(model), [*sites, *(targets or {})]
     heads = max((site.num_heads or 1 for site in sites.values()), default=1)
     # A graph that branches may treat long samples in another way.
-    cuts = () if any(node.op_type in _BRANCHES for node in all_nodes(model.graph)) else _cut_pairs(inputs)
-    for batch, is_cut in itertools.chain(cuts, ((inputs.batch(pair), False) for pair in _pairs(inputs))):
+    pairs = () if any(node.op_type in _BRANCHES for node in all_nodes(model.graph)) else _pairs(inputs)
+    cuts = itertools.takewhile(lambda cut: cut is not None, (cut_batch(inputs, inputs.batch(pair)) for pair in pairs))
+    whole = ((inputs.batch(pair), False) for pair in _pairs(inputs))
+    for batch, is_cut in itertools.chain(((cut, True) for cut in cuts if cut is not None), whole):
         rows = len(batch.arrays[inputs.names[0]])
         longest = max((array.shape[1] for array in batch.arrays.values() if array.ndim > 1), default=0)
         sampled = [name for name in inputs.names if len(batch.arrays[name]) == rows]
@@ -95,9 +89,13 @@ def check_samples(
         told = set()
         for start in range(0, len(pending), at_once):
             names = pending[start : start + at_once]
-            runner = functools.partial(_run_changed, run, names, batch, inputs)
+
+            def run_changed(arrays: Arrays, names: Sequence[str] = names, batch: Batch = batch) -> Arrays:
+                # What is supplied may be a flag, or have its samples on another axis: it is made again.
+                return run(names, replace(batch, arrays=inputs.with_supplied(arrays)))
+
             try:
-                trial = Trial(runner, batch.arrays, sampled, allowed, grows=inputs.fixed_batch is None)
+                trial = Trial(run_changed, batch.arrays, sampled, allowed, grows=inputs.fixed_batch is None)
                 findings = {name: trial.judge(name, "batch-heads", 1) for name in names}
             except ShdError:
                 if not is_cut:
@@ -117,25 +115,6 @@ def _describe(name: str, sites: Mapping[str, AttentionSite], targets: Mapping[st
     if name in targets:
         return f"{targets[name]} cannot be stored: {reason.replace('its maps', 'its rows')}"
     return f"{sites[name].label} cannot be squeezed: {reason}"
-
-
-def _run_changed(
-    run: Callable[[Sequence[str], Batch], Arrays],
-    names: Sequence[str],
-    batch: Batch,
-    inputs: ModelInputs,
-    arrays: Arrays,
-) -> Arrays:
-    # What is supplied beside the data may be a single flag, or have its samples on another axis: it is made again.
-    return run(names, replace(batch, arrays=inputs.with_supplied(arrays)))
-
-
-def _cut_pairs(inputs: ModelInputs) -> Iterator[tuple[Batch, bool]]:
-    for pair in _pairs(inputs):
-        cut = cut_batch(inputs, inputs.batch(pair))
-        if cut is None:
-            return
-        yield cut, True
 
 
 def _pairs(inputs: ModelInputs) -> Iterator[Sequence[int]]:

@@ -29,14 +29,10 @@ def group_samples(
     batch_tokens: int | None = None,
     equal: NDArray[np.int64] | None = None,
 ) -> Iterator[tuple[int, ...]]:
-    """Batches of samples by descending length, equal lengths by index.
+    """Batches of samples by descending length, as an inference arena grows to its largest batch and never shrinks.
 
-    Longest first, because an inference arena grows to its largest batch and never shrinks.
-
-    Args:
-        lengths: of all samples, by index.
-        batch_tokens: in place of ``batch_size``: samples times the longest of them, at most; a longer one runs alone.
-        equal: ``(N, k)``: only samples for which these are the same run together, because nothing may be padded.
+    ``batch_tokens`` bounds samples times the longest in place of ``batch_size``; only samples whose row of ``equal``
+    ``(N, k)`` is the same run together, because nothing may be padded.
     """
     chosen = np.fromiter(indices, dtype=np.int64)
     columns = [] if equal is None else [-equal[chosen, column] for column in reversed(range(equal.shape[1]))]
@@ -63,10 +59,7 @@ def share_shards(num_shards: int, part: int, parts: int) -> range:
 def group_shards(
     shards: Sequence[int], samples_per_shard: int, samples_per_batch: int, max_shards: int
 ) -> Iterator[Sequence[int]]:
-    """Runs of shards whose samples are batched together, so that small shards do not mean padded batches.
-
-    They depend on the list of shards alone, not on what is written already, so a resumed job repeats its batches.
-    """
+    """Runs of shards that share batches, by the list of shards alone, so that a resumed job repeats its batches."""
     size = max(1, min(math.ceil(WINDOW_BATCHES * samples_per_batch / samples_per_shard), max_shards))
     for start in range(0, len(shards), size):
         yield shards[start : start + size]
@@ -147,7 +140,10 @@ class ModelInputs:
         self.decoder = tuple(name for name in self.names if name in decoder)
         self.decoder_mask = decoder_mask if decoder_mask in self.decoder else None
         first_specs = {name: spec for name, spec in self._specs.items() if name not in self.decoder}
-        self.mask = _choose_mask(first_specs, mask)
+        pairs = [name for name, spec in first_specs.items() if len(spec.shape) == 2]
+        if mask is not None and mask not in pairs:
+            raise ShdError("inputs-invalid", f"mask must be one of the graph's (B, L) inputs {pairs}; got {mask!r}")
+        self.mask = next((name for name in MASK_NAMES if name in pairs), None) if mask is None else mask
         self.ignored = tuple(sorted(set(self._source.columns) - set(self.names)))
         self._sequences = [name for name in self.names if len(self._specs[name].shape) > 1]
         # Those that are as long as their mask, always.
@@ -168,16 +164,15 @@ class ModelInputs:
         self.fixed_batch: int | None = batch_axes.pop() if batch_axes else None
         dtypes = {name: np.dtype(self._specs[name].dtype) for name in self.names}
         self._spool = None if isinstance(self._source, IndexedSource) else Spool(dtypes)
-        self.keys = np.empty((len(self._source), 16), dtype=np.uint8)
-        self.lengths = np.empty(len(self._source), dtype=np.int64)
-        self.decoder_lengths = np.zeros(len(self._source), dtype=np.int64)
-        self.firsts = np.zeros(len(self._source), dtype=np.int64)
-        self.seeds = None if seed_column is None else np.empty(len(self._source), dtype=np.int64)
+        count = len(self._source)
+        self.keys = np.empty((count, 16), dtype=np.uint8)
+        self.lengths, self.decoder_lengths, self.firsts = np.zeros((3, count), dtype=np.int64)
+        self.seeds = None if seed_column is None else np.empty(count, dtype=np.int64)
         self._read_all(on_read)
-        fixed = [axis for name in self._padded if isinstance(axis := self._specs[name].shape[1], int)]
-        self._fixed_length = max(fixed, default=0)
-        fixed = [axis for name in self._padded_decoder if isinstance(axis := self._specs[name].shape[1], int)]
-        self._fixed_decoder_length = max(fixed, default=0)
+        self._fixed_length, self._fixed_decoder_length = (
+            max((axis for name in names if isinstance(axis := self._specs[name].shape[1], int)), default=0)
+            for names in (self._padded, self._padded_decoder)
+        )
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -231,7 +226,10 @@ class ModelInputs:
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """These samples with a batch axis, padded where there is a mask."""
-        samples = [self._unchanged(index) for index in indices]
+        samples = [self.sample(index) for index in indices]
+        for index, sample in zip(indices, samples, strict=True) if self._spool is None else ():
+            if sample_key(sample) != self.key(index):
+                raise self._source.refuse("it changed while it was read: leave the file alone, then run again", index)
         # A graph with a fixed batch axis gets its last batch filled up by repeating a sample.
         rows = samples + samples[-1:] * ((self.fixed_batch or 0) - len(samples))
         lengths = tuple(int(self.lengths[index]) for index in indices)
@@ -413,37 +411,15 @@ class ModelInputs:
             raise self._source.refuse(f"{self.seed_column} must be an integer from 0 to 2^53 - 1; got {seed}", index)
         return int(seed)
 
-    def _unchanged(self, index: int) -> Sample:
-        sample = self.sample(index)
-        if self._spool is None and sample_key(sample) != self.key(index):
-            raise self._source.refuse("it changed while it was read: leave the file alone, then run again", index)
-        return sample
-
     def _stack(self, name: str, samples: Sequence[Sample], longest: int) -> NDArray[Any]:
         arrays = [sample[name] for sample in samples]
         if name in self._padded | self._padded_decoder:
-            arrays = [_pad(array, longest) for array in arrays]
+            axes = [(0, 0)] * (arrays[0].ndim - 1)
+            arrays = [np.pad(array, [(0, max(longest - len(array), 0)), *axes]) for array in arrays]
         shapes = sorted({array.shape for array in arrays})
         if len(shapes) > 1:
             raise self._source.refuse(f"{name} must have one shape in samples that run together; got {shapes}")
         return np.stack(arrays)
-
-
-def _choose_mask(specs: Mapping[str, InputSpec], mask: str | None) -> str | None:
-    if mask is None:
-        return next((name for name in MASK_NAMES if name in specs and len(specs[name].shape) == 2), None)
-    if mask not in specs or len(specs[mask].shape) != 2:
-        names = [name for name, spec in specs.items() if len(spec.shape) == 2]
-        raise ShdError("inputs-invalid", f"mask must be one of the graph's (B, L) inputs {names}; got {mask!r}")
-    return mask
-
-
-def _pad(array: NDArray[Any], length: int) -> NDArray[Any]:
-    if len(array) >= length:
-        return array
-    padded = np.zeros((length, *array.shape[1:]), dtype=array.dtype)
-    padded[: len(array)] = array
-    return padded
 
 
 def as_dtype(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any] | None:

@@ -98,11 +98,7 @@ class LayerOutputs:
 
 @dataclass(frozen=True, eq=False)
 class TargetOutputs:
-    """What a run gave beside the attention, float32 with padding. Indexed by samples, the same of these.
-
-    ``logits`` are ``(B, L, V)``, or ``(B, V)`` of a classifier; ``hidden`` ``(B, L, D)`` by layer; ``row_mask`` ``(B,
-    L)``, None where every position counts.
-    """
+    """Logits ``(B, L, V)`` or ``(B, V)`` and hidden states ``(B, L, D)`` of a run, float32 with padding."""
 
     logits: NDArray[np.float32] | None
     hidden: Mapping[int, NDArray[np.float32]]
@@ -157,15 +153,12 @@ class StudentOutputs:
         """Of some samples, by their numbers in the batch; the batch keeps no arrays."""
         if len(numbers) == len(self.batch.indices):
             return self
-        batch = replace(
-            self.batch,
-            indices=tuple(self.batch.indices[number] for number in numbers),
-            lengths=tuple(self.batch.lengths[number] for number in numbers),
-            decoder_lengths=tuple(self.batch.decoder_lengths[number] for number in numbers)
-            if self.batch.decoder_lengths
-            else (),
-            arrays={},
+        whole = self.batch
+        indices, lengths, decoder_lengths = (
+            tuple(column[number] for number in numbers) if column else ()
+            for column in (whole.indices, whole.lengths, whole.decoder_lengths)
         )
+        batch = Batch(indices, lengths, {}, decoder_lengths)
         layers = tuple(layer[numbers] for layer in self.layers)
         return replace(self, batch=batch, layers=layers, targets=self.targets[numbers])
 
@@ -252,10 +245,7 @@ def _fault_of_targets(work: TeacherRun, sample: SampleOutputs) -> Fault | None:
 
 
 def _is_doubtful(codes: NDArray[Any]) -> NDArray[np.bool_]:
-    """Rows without mass, and of float codes those with NaN or infinity, in one pass over the codes.
-
-    A graph's quantiser turns NaN into a row of zeros, as it does a fully masked row: the maps tell which.
-    """
+    """Rows without mass, which NaN becomes in a graph's quantiser, and of float codes those with NaN or infinity."""
     if codes.dtype.kind == "u":
         empty: NDArray[np.bool_] = codes.max(axis=-1, initial=0) == 0
         return empty

@@ -48,19 +48,14 @@ class AttentionReader:
         self._session = open_session(graph, provider=provider, num_threads=num_threads, weights=weights)
 
     def read(self, number: int, batch: Batch) -> tuple[NDArray[Any], NDArray[np.float64]]:
-        """Maps ``(B, H, L, S)`` in the teacher's own dtype and X ``(B, H, S, D)`` of one site, by its number.
-
-        One site a call: value outputs are many times larger than what they are made of.
-        """
+        """Maps ``(B, H, L, S)`` in their own dtype and X ``(B, H, S, D)`` of one site, as X is large."""
         maps, values, _ = self.read_values(number, batch)
         return maps, value_outputs(values, projection_of(self.sites[number]))
 
     def read_values(
         self, number: int, batch: Batch, *, on_error: str = "stop"
     ) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.intp]]:
-        """The same with V ``(B, H_kv, S, d_v)`` for X, and the places in the batch of the samples that they hold:
-        all, or with ``on_error="skip"`` those without NaN and infinity.
-        """
+        """The same with V ``(B, H_kv, S, d_v)`` for X, and the places of the samples in the batch."""
         site, count = self.sites[number], len(batch.indices)
         probs, values = (array[:count] for array in self.run(self._names(number), batch).values())
         places = np.arange(count)
@@ -97,11 +92,7 @@ def calibrate_plans(
     on_error: str = "stop",
     mask_of_rows: Callable[[AttentionSite], str | None] | None = None,
 ) -> tuple[MergePlan, ...]:
-    """The matched plan of every site of the reader, on samples of the order of CACHE-26.
-
-    ``on_error="skip"`` leaves out samples with NaN or infinity; ``mask_of_rows`` gives the input that says which rows
-    of a site count, by default the inputs' mask.
-    """
+    """The matched plan of every site on samples of CACHE-26's order; ``"skip"`` leaves out those with NaN."""
     chosen = [int(index) for index in sample_order(len(inputs), seed)[:num_samples]]
     plans = []
     for number, site in enumerate(reader.sites):
@@ -130,11 +121,9 @@ def match_factored(
     alpha_per: str = "map",
     row_sums: str = "one",
 ) -> MergePlan:
-    """The plan of ``matched_plan``, from values and W_o ``(H * d_v, D)``: value outputs are never made.
+    """``matched_plan`` from items (maps, V, mask) and W_o ``(H * d_v, D)``: value outputs are never made.
 
-    Two heads write into 2 d_v directions of the D of the model. In an orthonormal basis of these all lengths and
-    products that a score is made of stay what they are. Items: maps ``(B, H, L, S)``, V ``(B, H_kv, S, d_v)``, mask
-    ``(B, L)``.
+    Two heads write into 2 d_v directions; in an orthonormal basis of these, products and lengths stay what they are.
     """
     whole = np.asarray(projection, dtype=np.float64)
     items = []

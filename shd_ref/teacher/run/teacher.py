@@ -103,7 +103,11 @@ class TeacherRun:
             LogitsTeacher(path, options, replace(run, num_threads=self._session_threads))
             for path in options.with_teachers
         )
-        self._check_classes()
+        stated = options.vocab_size
+        size = count_classes(self.model, str(self.targets.logits)) if stated is None else stated
+        if size is not None:  # as far as the graphs say how many classes they have
+            for other in self.others:
+                other.check_classes(size, exact=stated is None)
         self.factors = choose_stored(self.model, self.layers, self.site_kinds, options)
         self.num_teacher_heads = common_heads(self.layers)
         plans_given = [self._given_plans(student) for student in students]
@@ -149,13 +153,17 @@ class TeacherRun:
         other._sessions, other._opening = {}, None
         return other
 
-    def open(self, *, checked: bool = False) -> None:
-        """Open what ``squeeze`` needs, on this thread: two that are opened at once would not know of each other."""
-        self._open(checked and bool(self.layers))
+    def open(self, *, checked: bool = False) -> _Session:
+        """What ``squeeze`` needs, opened when first asked for: by one thread, as two would not know of each other."""
+        checked = checked and bool(self.layers)
+        if checked not in self._sessions:
+            begun = None if checked else self._opening
+            self._sessions[checked] = self._make_session(checked) if begun is None else begun()
+        return self._sessions[checked]
 
     def squeeze(self, batch: Batch, *, checked: bool = False) -> tuple[StudentOutputs, ...]:
         """Run a batch once, for all students; several threads may, after ``open``."""
-        return self._squeeze(self._open(checked and bool(self.layers)), batch)
+        return self._squeeze(self.open(checked=checked), batch)
 
     def squeeze_parts(self, batch: Batch) -> Iterator[tuple[StudentOutputs, ...]]:
         """The same with check outputs, of some layers at a time, as many as may be held; targets are in the first."""
@@ -228,14 +236,14 @@ class TeacherRun:
     def check_samples(self) -> None:
         """Refuse a teacher whose maps, logits or hidden states of a sample depend on the samples that run with it."""
         if all(site.note is None for _, site in self.layers):
-            opened = self._open(bool(self.layers))
+            opened = self.open(checked=True)
             sites = {layer.names["probs"]: layer.site for layer in opened.graphs[0].layers}
             check_samples(self.model, sites, self.inputs, self._run_checked, opened.graphs[0].targets.titles)
         else:  # the squeezed graph may not even run
             reader = self.read_attention()
             check_samples(self.model, reader.maps, self.inputs, reader.run)
             if self.targets:
-                titles = self._open(True).graphs[0].targets.titles
+                titles = self.open(checked=True).graphs[0].targets.titles
                 check_samples(self.model, {}, self.inputs, self._run_checked, titles)
         self._part = None
         for other in self.others:
@@ -243,7 +251,7 @@ class TeacherRun:
 
     def _run_checked(self, names: Sequence[str], batch: Batch) -> dict[str, NDArray[Any]]:
         """Some outputs with check outputs, by name; of long samples in a session for their layers alone."""
-        opened = self._open(bool(self.layers))
+        opened = self.open(checked=True)
         named = zip(opened.graphs[0].layers, self.layers, strict=True)
         layers = tuple(chosen for layer, chosen in named if layer.names["probs"] in names)
         if self._count_layers(batch) < len(self.layers):
@@ -275,27 +283,21 @@ class TeacherRun:
                 yield self.inputs.batch(chosen[start : start + size])
 
     def count_checked(self, indices: Sequence[int]) -> int:
-        """How many of these samples, in this order, may yield check outputs at once, by their lengths.
-
-        All where they have none, as images, and where the batch axis is fixed, so that fewer would be filled up
-        again.
-        """
+        """How many of these samples may yield check outputs at once; all where no length or a fixed batch decides."""
         if self.inputs.fixed_batch is not None or not indices:
             return len(indices)
-        entries = len(self.layers) * self._held_heads * self.inputs.longest_axis(indices) ** 2
-        return min(len(indices), max(1, CHECKED_BYTES // max(4 * entries, 1)))
+        return min(len(indices), self._count_held(len(self.layers), self.inputs.longest_axis(indices)))
 
     def _count_layers(self, batch: Batch) -> int:
         """How many layers may yield check outputs of a batch at once."""
         arrays = [array for array in batch.arrays.values() if array.ndim > 1]
         longest = max((array.shape[1] for array in arrays), default=1)
-        entries = len(batch.arrays[self.inputs.names[0]]) * self._held_heads * longest**2
-        return max(1, CHECKED_BYTES // max(4 * entries, 1))
+        return self._count_held(len(batch.arrays[self.inputs.names[0]]), longest)
 
-    @property
-    def _held_heads(self) -> int:
-        """Maps of a layer among the check outputs."""
-        return self.num_teacher_heads + max(student.options.num_student_heads for student in self.students)
+    def _count_held(self, maps: int, longest: int) -> int:
+        """How many things with so many maps of every head each may be among the check outputs."""
+        heads = self.num_teacher_heads + max(student.options.num_student_heads for student in self.students)
+        return max(1, CHECKED_BYTES // max(4 * maps * heads * longest**2, 1))
 
     def _count_targets(self, indices: Sequence[int]) -> int:
         """How many of these samples may give logits and hidden states at once: one, until a run told the widths."""
@@ -305,7 +307,7 @@ class TeacherRun:
         if self._target_columns is None or None in others:
             return 1
         # Beside the first teacher's, one other's logits are held at a time.
-        columns = self._target_columns + max((width for width in others if width is not None), default=0)
+        columns = self._target_columns + max(filter(None, others), default=0)
         entries = columns * max(self.inputs.longest_axis(indices), 1)
         return min(len(indices), max(1, TARGET_BYTES // (4 * entries)))
 
@@ -338,14 +340,6 @@ class TeacherRun:
             hidden=options.hidden,
             of_decoder=self.has_decoder_rows,
         )
-
-    def _check_classes(self) -> None:
-        """Refuse further teachers with other classes, as far as the graphs say how many they have."""
-        stated = self.options.vocab_size
-        size = count_classes(self.model, str(self.targets.logits)) if stated is None else stated
-        if size is not None:
-            for other in self.others:
-                other.check_classes(size, exact=stated is None)
 
     @property
     def has_decoder_rows(self) -> bool:
@@ -394,10 +388,9 @@ class TeacherRun:
 
     def _given_plans(self, options: PrecomputeOptions) -> tuple[MergePlan, ...]:
         """The plan of every layer; none where they are matched on the data, and without layers."""
-        if not self.layers:
-            return ()
-        check_counts(self.num_teacher_heads, options.num_student_heads)
-        if options.plans is None and options.plan == MATCHED:
+        if self.layers:
+            check_counts(self.num_teacher_heads, options.num_student_heads)
+        if not self.layers or (options.plans is None and options.plan == MATCHED):
             return ()
         plans = list_plans(options, len(self.layers))
         return tuple(merge_plan(self.num_teacher_heads, options.num_student_heads, plan) for plan in plans)
@@ -425,13 +418,6 @@ class TeacherRun:
             on_error=options.on_error,
             mask_of_rows=self.mask_of_rows,
         )
-
-    def _open(self, checked: bool) -> _Session:
-        """The session of all students with or without check outputs, made when it is first needed."""
-        if checked not in self._sessions:
-            begun = None if checked else self._opening
-            self._sessions[checked] = self._make_session(checked) if begun is None else begun()
-        return self._sessions[checked]
 
     def _make_session(self, checked: bool, layers: Chosen | None = None, has_targets: bool = True) -> _Session:
         graphs = [

@@ -19,11 +19,7 @@ SMALL_PRODUCT: Final = 2**27
 
 
 def threads_for(multiplications: int) -> AbstractContextManager[object]:
-    """One thread while products are of this size or smaller, if that is small; else as many as ever.
-
-    BLAS threads wait for each other after every product: on a busy machine small ones take ten times as long as on
-    one.
-    """
+    """One thread for small products, after which BLAS threads would wait for each other on a busy machine."""
     if multiplications > SMALL_PRODUCT:
         return nullcontext()
     import threadpoolctl
@@ -33,11 +29,7 @@ def threads_for(multiplications: int) -> AbstractContextManager[object]:
 
 
 def share_threads(num_threads: int | None, *, on_cpu: bool) -> tuple[int, int | None]:
-    """How many batches a run has under way at once, and how many threads its session takes (None: its choice).
-
-    Two batches, so that no core waits for a barrier, nor a device for records that are made; none beside the caller's
-    own (0) where there is one thread.
-    """
+    """How many batches run at once (0: on the caller's thread), and threads of a session (None: its choice)."""
     threads = count_cores() if num_threads is None and on_cpu else num_threads
     if threads == 1:
         return 0, 1
@@ -54,11 +46,7 @@ def count_cores() -> int:
 
 
 def run_beside(work: Callable[[], T], callers: int, *, daemon: bool = False) -> Callable[[], T]:
-    """Begin a piece of work; calling what is returned waits for it, and gives its value or raises its error.
-
-    Without callers (see ``share_threads``) it is done when asked for; a daemon is not waited for when the process
-    ends.
-    """
+    """Begin a piece of work (without callers when asked for); what is returned waits and gives its result."""
     if not callers:
         return functools.cache(work)
     future = Future[T]()
@@ -74,11 +62,9 @@ def run_beside(work: Callable[[], T], callers: int, *, daemon: bool = False) -> 
 
 
 def run_ahead(run: Callable[[T], R], items: Iterable[T], callers: int) -> Generator[tuple[T, R], None, None]:
-    """Results in the order of the items, computed on worker threads while the consumer handles earlier ones.
+    """Results in the order of the items, which are taken on this thread, computed while earlier ones are handled.
 
-    One item more is under way than there are callers, so that none waits while a result is handled or an earlier one
-    is slow; items are taken on the consumer's thread. What goes wrong comes in its turn. Without callers nothing runs
-    ahead.
+    One more is under way than there are callers (0: none), so that none waits; errors come in their turn.
     """
     if not callers:
         for item in items:

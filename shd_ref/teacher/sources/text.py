@@ -36,11 +36,7 @@ _BLOCK_CHARACTERS: Final = 2**20  # or fewer, where they are as long
 
 
 class TokenizedSource(Source):
-    """Another source with its text column tokenised; nothing is padded.
-
-    ``max_length`` tokens are kept of a text, None: all; by default what the tokenizer's file and, in a folder, the
-    ``model_max_length`` of its ``tokenizer_config.json`` say. ``truncated`` texts were cut in the last pass.
-    """
+    """Another source with its text tokenised to ``max_length`` (None: all) and not padded; ``truncated`` were cut."""
 
     def __init__(
         self, rows: Source, tokenizer: Path, text_column: str = "text", max_length: int | None = None

@@ -51,9 +51,7 @@ class FormForecast:
 
 @dataclass(frozen=True)
 class Advice:
-    """The number of the way to take, with ``"zstd"`` where plain codes are read too slowly; without ``pays`` reading
-    is slower than the teacher, which should then run while training.
-    """
+    """The number of the way to take, and its compression; where nothing ``pays``, run the teacher while training."""
 
     form: int
     compression: str
@@ -62,10 +60,11 @@ class Advice:
 
 
 def advise(ways: Sequence[FormForecast], usual: FormForecast | None, bandwidth: float, max_error: float) -> Advice:
-    """The smallest way that is exact enough and that a training device reads faster than the teacher would run.
+    """The smallest way, of equal ones the most exact, that is exact enough and read faster than the teacher would
+    run.
 
-    Compression costs time, so it is used only where reading would be too slow without it. Of equal sizes the more
-    exact one is taken. ``usual`` is what ``precompute`` does unasked; None where it cannot.
+    Compression costs time, so it is used only where reading would be too slow without it. ``usual`` is the default
+    way.
     """
     exact = [way for way in ways if way.error.tv_mean <= max_error]
     ordered = sorted(exact, key=lambda way: (way.bytes_per_sample, way.error.tv_mean))

@@ -287,10 +287,10 @@ class _FidelityTest:
 
 @dataclass
 class Losses:
-    """What one setting loses, summed over batches; entropies are empty without targets.
+    """What one setting loses, summed over batches.
 
-    ``squares`` ``(2, 1 + 2 sites)`` are squared lengths of errors, and of what they are relative to: of the output,
-    and for every site of the attention output, with drift from earlier layers and without.
+    ``squares`` ``(2, 1 + 2 sites)``: errors and what they are relative to, of the output, and of each site's
+    attention output with drift from earlier layers and without.
     """
 
     squares: NDArray[np.float64] | float = 0.0
@@ -306,11 +306,7 @@ class Losses:
 
 @dataclass(frozen=True)
 class Targets:
-    """What the teacher should have said: of every sample a class, or one for each position; negative ones do not
-    count.
-
-    ``next_token``: the column is the model's own input, so position i is judged by the token at i + 1.
-    """
+    """A class for each sample or position, negative for none; ``next_token``: position i is judged by token i + 1."""
 
     name: str
     by_sample: Mapping[int, NDArray[np.int64]]

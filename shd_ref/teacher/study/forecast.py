@@ -189,10 +189,7 @@ class _Way:
 
 
 def _measure_form(work: TeacherRun, form: str, chosen: Sequence[int], refused: list[str]) -> list[_Way]:
-    """The codecs of a form that can hold what the teacher gives; why others cannot is appended to ``refused``.
-
-    The teacher runs once for all codecs, and the check outputs of one batch are held at a time.
-    """
+    """The codecs that can hold what the teacher gives, from one run; why others cannot is added to ``refused``."""
     name, codecs = CODECS_OF.get(form, ("form", (form,)))
     works: dict[str, TeacherRun] = {}
     ways: dict[str, _Way] = {}

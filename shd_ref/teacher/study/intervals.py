@@ -1,7 +1,4 @@
-"""Intervals of a mean over some samples, and of a difference of two, by Student's t: without a draw.
-
-A ratio of sums, such as the loss of a token, is linearised (the delta method), so that long samples count as such.
-"""
+"""Intervals of means and of their differences, by Student's t; ratios of sums are linearised (the delta method)."""
 
 from __future__ import annotations
 
@@ -50,10 +47,7 @@ class Scores:
         return half_width(self.influences)
 
     def above(self, other: Scores, comparisons: int = 1) -> tuple[float, float | None]:
-        """By how much this value is above another on the same samples, and half of that difference's interval.
-
-        All intervals of so many comparisons hold at once (Bonferroni).
-        """
+        """By how much it is above another on the same samples, and half of one of so many intervals."""
         return self.value - other.value, half_width(self.influences - other.influences, comparisons)
 
 
@@ -67,10 +61,7 @@ def half_width(influences: Array, comparisons: int = 1) -> float | None:
 
 
 def t_quantile(probability: float, freedom: int) -> float:
-    """The quantile of Student's t, of a probability in [0.5, 1).
-
-    With ``t = sqrt(freedom) tan(angle)`` the density is ``cos(angle)^(freedom - 1)`` up to a factor.
-    """
+    """The quantile of Student's t, which is ``sqrt(freedom) tan(angle)`` of density ``cos(angle)^(freedom-1)``."""
     step = np.pi / 2 / _ANGLES
     density = np.cos((np.arange(_ANGLES) + 0.5) * step) ** (freedom - 1)
     below = np.concatenate([np.zeros(1), np.cumsum(density)])

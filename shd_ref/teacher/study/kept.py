@@ -44,11 +44,7 @@ def keep_report(teacher: Path, report: FidelityReport) -> Path | None:
 
 
 def advise_plan(teacher: Path, options: PrecomputeOptions) -> str | None:
-    """What to say before a teacher is squeezed in another way than the best that a fidelity test found for it.
-
-    None where no test is known for this file and number of heads, and where its samples could not tell the ways
-    apart.
-    """
+    """What to say before a teacher is squeezed otherwise than its fidelity test found best; None: nothing known."""
     path = kept_path(teacher)
     try:
         kept = build(_Kept, parse_members(read_document(LocalStorage(path.parent), path.name), path), path)

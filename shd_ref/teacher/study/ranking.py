@@ -147,6 +147,5 @@ class FidelityReport:
         return tuple(result for result in of_heads if result.is_tied)
 
     def recommended(self) -> dict[int, Fidelity]:
-        """What to precompute, by number of student heads: of ``tied`` the one with fewest options, so that no option
-        is set because of noise; of equally many the lowest cost."""
+        """By number of student heads, of ``tied`` the one with fewest options, then the lowest cost."""
         return {heads: min(self.tied(heads), key=lambda one: one.setting.departures) for heads in self.best()}

@@ -21,10 +21,7 @@ from shd_ref.teacher.sources import Arrays, Source
 
 @dataclass(frozen=True)
 class RecheckReport:
-    """How many records were run again, of how many rows of maps, and of logits and hidden states (``target_rows``).
-
-    ``tv_max`` is the largest total variation between a stored row of a map, decoded, and the same row run again.
-    """
+    """Records and rows (of targets apart) that were run again, and the largest total variation of a map's row."""
 
     records: int
     rows: int
@@ -90,10 +87,7 @@ def rerun_teacher(
     with_teachers: Sequence[str | Path] | None = None,
     provider: str = "cpu",
 ) -> TeacherRun:
-    """The teacher of a cache, ready to squeeze as the cache was squeezed; the inputs may be some of its samples.
-
-    ``with_teachers`` are the further teachers of a mean of logits, in the manifest's order; None for attention alone.
-    """
+    """The teacher of a cache, ready to squeeze as that was; without ``with_teachers`` for attention alone."""
     manifest, has_targets = reader.manifest, with_teachers is not None
     _check_teachers(reader, (teacher, *(with_teachers or ())), has_targets=has_targets)
     asked: dict[str, Any] = {"form": NO_FORM, "on_error": manifest.on_error}

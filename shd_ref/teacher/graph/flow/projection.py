@@ -1,8 +1,6 @@
-"""The output projection after the heads' outputs: all that is linear in them, in every form that graphs give it.
+"""The output projection: all that is linear in the heads' outputs, in every form that graphs give it.
 
-Forward from ``map @ V`` every tensor is read as a sum of products of the heads' outputs with constant matrices. W_o
-is that sum where everything made of them has met again: one product, or several beside adapters or with a matrix a
-head.
+W_o is the sum of products with constants where everything made of ``map @ V`` has met again.
 """
 
 from __future__ import annotations
@@ -24,10 +22,9 @@ _PICKING: Final = frozenset({"Gather", "GatherND", "Slice", "Split"})
 
 @dataclass(frozen=True, eq=False)
 class Term:
-    """A product of the heads' outputs, moved, picked and scaled, with a constant.
+    """A product over ``axis`` (from the end) of the heads' outputs, only moved, picked and scaled, with a constant.
 
-    The product sums over ``axis`` of the source (negative, from the end). The weight is ``(in, out)``, or ``(H, in,
-    out)`` where the third last axis of the source says which matrix.
+    The weight is ``(in, out)``, or ``(H, in, out)`` where the third last axis of the source says which matrix.
     """
 
     source: ir.Value

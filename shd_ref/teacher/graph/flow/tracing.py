@@ -132,10 +132,7 @@ def _projected_tensors(projection: ir.Node) -> set[ir.Value]:
 
 
 def _other_forms(node: ir.Node) -> list[ir.Value]:
-    """What a tensor is another form of: moved, normed or projected, or a part of its width.
-
-    Not where two are joined or added, as past a residual connection everything comes from everything.
-    """
+    """What a tensor is moved, normed, projected or cut from; past sums everything comes from everything."""
     sources = [value for value in node.inputs if value is not None and not is_constant(value)]
     if node.op_type in ("Slice", "Split"):
         return sources[:1] if _cuts_width(node) else []

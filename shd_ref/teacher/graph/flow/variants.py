@@ -1,9 +1,4 @@
-"""Maps that no softmax operator gives, and attention that has no softmax map to read.
-
-``exp(z) / sum(exp(z))`` is a softmax; with a 1 in the denominator part of each row goes to no key (sinks).
-Differences and smoothings of maps, and scores weighed by a sigmoid, are named and refused: no layer of a model is
-passed over.
-"""
+"""Maps that no softmax operator gives: quotients are read, and what need be no distribution is refused by name."""
 
 from __future__ import annotations
 
@@ -195,9 +190,7 @@ _SMOOTHING: Final = PRODUCTS | {"AveragePool", "Conv", "CumSum", "MaxPool", "Pad
 def find_remade(
     graph: ir.Graph, walked: Collection[ir.Node], met: Collection[ir.Node]
 ) -> Iterator[tuple[ir.Node, str]]:
-    """Nodes where attention begins that cannot be squeezed, and why: softmaxes, or else products of queries and keys,
-    whose numbers multiply values in another form; one for each product with values.
-    """
+    """Softmaxes and scores whose numbers multiply values in another form, and why that is refused."""
     told = set(met)
     softmaxes = [node for node in graph if node.op_type == "Softmax" and node.domain in STANDARD_DOMAINS]
     scores = [node for node in graph if node not in told and is_value_product(node)]

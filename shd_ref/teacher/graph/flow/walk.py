@@ -1,8 +1,4 @@
-"""Follow data through a graph, from a softmax to the output projection; no pattern, and no size.
-
-Forward from the softmax, the first product with something that is not a weight is ``map @ V``; forward from that,
-what weights make of it is W_o. Backward from the softmax, the first product is ``Q K^T``.
-"""
+"""Follow data, no pattern and no size: from a softmax to ``map @ V`` and W_o, and back to ``Q K^T``."""
 
 from __future__ import annotations
 
@@ -227,9 +223,7 @@ def _why_unreadable(start: _Start, meetings: list[_Meeting]) -> str | None:
 class _Trail:
     """A tensor that a map leads to: ``axes`` says which of the map's each of its last four is (both from the end).
 
-    ``source`` is the last tensor with the map's axes in order before heads were mixed, ``is_mixed`` whether a
-    constant multiplied another axis than the keys', ``mixing`` that constant of the heads', where only moves came
-    after it.
+    ``mixing`` is the heads' constant that it was multiplied by, ``source`` the last tensor in order before that.
     """
 
     value: ir.Value

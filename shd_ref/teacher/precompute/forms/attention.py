@@ -118,10 +118,7 @@ class AttentionMaker(Maker[AttentionT]):
     def make(
         self, form: AttentionT, samples: Sequence[SampleOutputs], extents: Sequence[Extent]
     ) -> list[dict[str, Any]]:
-        """Alphas before clipping, the mixing that they compose to, and the codes of each layer.
-
-        Weights by row follow from the alphas and would double a record; weights by map are small.
-        """
+        """Alphas before clipping, mixing (by row it follows from these, and would double a record), and codes."""
         alphas = _stack_layers(samples)
         mixings = mixings_of(form, alphas) if form.alpha_per == "map" else None
         made = []

@@ -126,11 +126,7 @@ def _compare_maps(layer: LayerOutputs, extent: Extent, scale: float, support: st
 
 
 def describe_mask(spans: Sequence[NDArray[Any]]) -> tuple[str, tuple[int | None, ...]]:
-    """The support of all layers and each layer's window (None: every row of it is seen), for a manifest (CACHE-144).
-
-    ``spans`` are of each layer ``(H_t, n, 3)``, of a longest sample all of whose positions count. Whether other rows
-    and samples keep to it is for ``check_mask``.
-    """
+    """The support and each layer's window (None: all), from spans ``(H_t, n, 3)`` of a longest sample (CACHE-144)."""
     windows: list[int | None] = []
     for layer in spans:
         first, n = int(layer[0, -1, 0]), layer.shape[1]
@@ -140,10 +136,7 @@ def describe_mask(spans: Sequence[NDArray[Any]]) -> tuple[str, tuple[int | None,
 
 
 def read_spans(work: TeacherRun, outputs: StudentOutputs) -> list[NDArray[Any]]:
-    """What ``describe_mask`` takes, of the first of the longest samples.
-
-    Padding in front is taken away first: a short window shows only in rows that look back as far as any sample's.
-    """
+    """What ``describe_mask`` takes, without padding in front, which would hide a short window."""
     index = outputs.batch.indices[0]
     if work.inputs.firsts[index]:
         alone = work.inputs.unmasked(work.inputs.batch([index]))

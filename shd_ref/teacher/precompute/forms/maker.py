@@ -17,10 +17,7 @@ FormT = TypeVar("FormT", bound=Form)
 
 
 class Maker(ABC, Generic[FormT]):
-    """Makes parts of records from the outputs of a run; a row of the table of forms names it.
-
-    ``BY_LAYER``: whether ``recheck`` compares layer by layer, so that some layers of a run will do.
-    """
+    """Makes parts of records; a row of the table of forms names it. ``recheck`` may run ``BY_LAYER``."""
 
     BY_LAYER: ClassVar[bool] = False
 
