@@ -1,6 +1,6 @@
-"""A user's data joined with a cache by sample key: ``dataset.py`` (map-style), ``stream.py``, and ``batches.py``.
+"""A user's data joined with a cache by sample key. Start with ``dataset.py``.
 
-``texts.py`` reads texts as samples. Start with ``dataset.py``. Imports ``supervision`` and ``shd_ref.cache``.
+Imports ``supervision`` and ``shd_ref.cache``.
 """
 
 from shd_torch.data.batches import CodedSupervision

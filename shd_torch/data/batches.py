@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, TypeAlias
 
@@ -18,26 +18,20 @@ from shd_ref.cache.forms.attention import blob_name
 from shd_ref.cache.forms.table import load, row_of
 from shd_torch.supervision.coded import Coded
 from shd_torch.supervision.factored_codes import FactoredCodes
-from shd_torch.supervision.stored_rows import BatchRows, StoredRows, find_rows, held_positions, row_blobs
+from shd_torch.supervision.stored_rows import CachedBatch, find_rows, row_blobs
 from shd_torch.supervision.taught_layers import taught_layers
 
 
 @dataclass(frozen=True)
-class CodedSupervision(BatchRows):
-    """The supervision of a batch as the cache stores it: a byte or two an entry, in one buffer.
+class CodedSupervision(CachedBatch):
+    """The supervision of a batch as the cache stores it: a byte or two an entry; see ``CachedBatch``.
+
+    The buffer holds the packed codes layer by layer, sample by sample.
 
     Attributes:
-        buffer: uint8, the packed codes layer by layer, sample by sample; then rows of logits and hidden states.
-        lengths: positions of each sample.
-        layers: student layers in the buffer's order; give it to ``capture_attention``, which then refuses a student
-            with another number of layers than the cache was made for. None of a cache without attention.
-        num_student_heads: H_s.
-        codec: of the cache.
-        support: ``"full"`` or ``"causal"``.
         temperature: T_a of the cache, where it is known.
         shapes: by layer, rows and keys of each sample's maps, where these are not its positions (cross attention);
             else empty.
-        rows: where rows of logits and hidden states lie in the buffer, after the codes; None where there are none.
 
     Raises:
         ShdError: not when it is made, from records that the reader has checked; see ``supervise`` and ``decode``.
@@ -45,23 +39,8 @@ class CodedSupervision(BatchRows):
     Source: CACHE-125, CACHE-126.
     """
 
-    buffer: Tensor
-    lengths: tuple[int, ...]
-    layers: tuple[int, ...]
-    num_student_heads: int
-    codec: str
-    support: str
     temperature: float | None = None
     shapes: tuple[tuple[tuple[int, int], ...], ...] = ()
-    rows: StoredRows | None = None
-
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> CodedSupervision:
-        """A copy on another device."""
-        return replace(self, buffer=self.buffer.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> CodedSupervision:
-        """A copy in page-locked memory; a ``DataLoader`` with ``pin_memory=True`` calls this."""
-        return replace(self, buffer=self.buffer.pin_memory())
 
     def supervise(self, length: int | Sequence[tuple[int, int]] | None = None) -> list[Coded]:
         """One ``Coded`` a layer, for ``attention_kl``: maps are made tile by tile, and never held.
@@ -114,20 +93,9 @@ class CodedSupervision(BatchRows):
         temperature = 1.0 if self.temperature is None else self.temperature
         return [coded.probs(temperature=temperature).to(dtype) for coded in self.supervise(length)]
 
-    def query_mask(self, length: int | None = None) -> Tensor:
-        """``(B, L)``, True where a sample has a position."""
-        firsts = () if self.rows is None else self.rows.firsts
-        return held_positions(self.lengths, firsts, length, self.buffer.device)
-
 
 class ReadBatch(list[tuple[Any, StoredRecord]]):
-    """Samples and records as ``__getitems__`` read them together, with the buffer that holds all codes.
-
-    Args:
-        pairs: samples and records.
-        buffer: uint8, the codes layer by layer, in it sample by sample, then logits and hidden states in that way.
-        layers: student layers in the buffer's order.
-    """
+    """Samples and records as ``__getitems__`` read them together, with the buffer that holds all codes."""
 
     def __init__(self, pairs: Iterable[tuple[Any, StoredRecord]], buffer: Tensor, layers: tuple[int, ...]) -> None:
         super().__init__(pairs)
@@ -153,8 +121,8 @@ def pack_records(
     if buffer is None:
         buffer = torch.from_numpy(np.concatenate(row_blobs(records, manifest)))
     lengths = tuple(record.length for record in records)
-    rows = find_rows(records, manifest, 0)
-    return CodedSupervision(buffer, lengths, taught_layers(manifest), 0, "float32", "full", rows=rows)
+    fields = find_rows(records, manifest, 0)
+    return CodedSupervision(buffer, lengths, taught_layers(manifest), 0, "float32", "full", **fields)
 
 
 def pack_maps(
@@ -175,7 +143,7 @@ def pack_maps(
         support=form.support,
         temperature=form.bound_temperature,
         shapes=tuple(tuple(record.extent.shapes[column] for record in records) for column in columns),
-        rows=find_rows(records, manifest, sum(map(len, codes))),
+        **find_rows(records, manifest, sum(map(len, codes))),
     )
 
 

@@ -49,18 +49,12 @@ class CacheJoin:
         held = [] if manifest.hidden is None else manifest.hidden.teacher_layers
         self.hidden_layers = tuple(held if hidden is None else sorted(set(hidden)))
         if not set(self.hidden_layers) <= set(held):
-            raise ShdError(
-                "argument-value",
-                f"hidden must be among the teacher's layers {held} of {self.cache.folder}; got "
-                f"{list(self.hidden_layers)}: precompute it with them",
-                "CACHE-81",
-            )
+            rule = f"hidden must be among the teacher's layers {held} of {self.cache.folder}"
+            message = f"{rule}; got {list(self.hidden_layers)}: precompute it with them"
+            raise ShdError("argument-value", message, "CACHE-81")
         if not (self.layers or self.logits is not None or self.hidden_layers):
-            raise ShdError(
-                "argument-value",
-                f"layers, logits and hidden must leave something to read of {self.cache.folder}; got nothing",
-                "CACHE-160",
-            )
+            message = f"layers, logits and hidden must leave something to read of {self.cache.folder}; got nothing"
+            raise ShdError("argument-value", message, "CACHE-160")
         self._model_inputs = model_inputs
         self._drops = skipped == "drop"
 
@@ -87,14 +81,10 @@ class CacheJoin:
         inputs = self.cache.manifest.inputs
         model_inputs = sample if self._model_inputs is None else self._model_inputs(sample)
         if not isinstance(model_inputs, Mapping) or not set(inputs.names) <= model_inputs.keys():
-            held = (
-                sorted(map(str, model_inputs)) if isinstance(model_inputs, Mapping) else type(model_inputs).__name__
-            )
-            raise ShdError(
-                "inputs-invalid",
-                f"a sample must hold the teacher's inputs {', '.join(inputs.names)}; got {held}: give model_inputs",
-                "CACHE-30",
-            )
+            is_mapping = isinstance(model_inputs, Mapping)
+            held = sorted(map(str, model_inputs)) if is_mapping else type(model_inputs).__name__
+            rule = f"a sample must hold the teacher's inputs {', '.join(inputs.names)}"
+            raise ShdError("inputs-invalid", f"{rule}; got {held}: give model_inputs", "CACHE-30")
         arrays = {name: np.asarray(model_inputs[name]) for name in inputs.names}
         return sample_key(trim_inputs(arrays, inputs.mask, inputs.decoder, inputs.decoder_mask)[0])
 
@@ -105,9 +95,10 @@ class CacheJoin:
         return self._drops and key in self.cache.skipped
 
     def _advice(self, key: str) -> str:
-        """What to do about a sample that the cache lacks."""
+        """The key of a sample that the cache lacks, and what to do about it."""
         reason = self.cache.skipped.get(key)
-        return "precompute from these very inputs" if reason is None else f'{reason}; skipped="drop" leaves it out'
+        advice = "precompute from these very inputs" if reason is None else f'{reason}; skipped="drop" leaves it out'
+        return f"key {key}: {advice}"
 
 
 class SupervisedDataset(CacheJoin, Dataset[tuple[Any, StoredRecord]]):
@@ -152,18 +143,17 @@ class SupervisedDataset(CacheJoin, Dataset[tuple[Any, StoredRecord]]):
     ) -> None:
         super().__init__(cache, model_inputs, layers, skipped, logits, hidden)
         self.data = data
-        self._augment = augment
-        self._seeds = self._choose_seeds()
+        self._augment, self._seeds = augment, self.cache.seeds()
+        if augment is not None and not self._seeds:
+            rule = f"augment must be left out where the cache has no seeds; {self.cache.folder} has none"
+            raise ShdError("argument-value", f"{rule}: precompute with --seed-column", "CACHE-35")
         keys = [self.key(self._sample(index)) for index in range(len(data))]
         self._indices = [index for index, key in enumerate(keys) if not self._is_dropped(key)]
         missing = [index for index in self._indices if keys[index] not in self.cache]
         if missing:
-            raise ShdError(
-                "sample-missing",
-                f"{self.cache.folder} must hold every sample; {len(missing)} of {len(keys)} are not in it, "
-                f"first sample {missing[0]} with key {keys[missing[0]]}: {self._advice(keys[missing[0]])}",
-                "CACHE-82",
-            )
+            rule = f"{self.cache.folder} must hold every sample; {len(missing)} of {len(keys)} are not in it"
+            message = f"{rule}, first sample {missing[0]} with {self._advice(keys[missing[0]])}"
+            raise ShdError("sample-missing", message, "CACHE-82")
         self.keys = [keys[index] for index in self._indices]
         self._records = {key: self._record(key) for key in set(self.keys)} if preload else None
 
@@ -209,34 +199,19 @@ class SupervisedDataset(CacheJoin, Dataset[tuple[Any, StoredRecord]]):
             return sample
         number = self._indices[index]
         if self._augment is not None:
-            raise ShdError(
-                "inputs-invalid",
-                f"augment must depend on the sample and its seed alone; sample {number} came out another way than "
-                "before: seed every random choice in it",
-                "CACHE-35",
-            )
-        raise ShdError(
-            "inputs-invalid",
-            f"data must give at every read what they gave when they were joined with {self.cache.folder}; sample "
-            f"{number} has key {key}, its record {self.keys[index]}: shuffle with a sampler and not the data, keep "
-            "random transforms after the join (or replay them with augment), or join the changed data again",
-            "CACHE-84",
+            rule = "augment must depend on the sample and its seed alone"
+            message = f"{rule}; sample {number} came out another way than before: seed every random choice in it"
+            raise ShdError("inputs-invalid", message, "CACHE-35")
+        rule = f"data must give at every read what they gave when they were joined with {self.cache.folder}"
+        advice = (
+            "shuffle with a sampler and not the data, keep random transforms after the join (or replay them with "
         )
+        message = f"{rule}; sample {number} has key {key}, its record {self.keys[index]}: {advice}augment)"
+        raise ShdError("inputs-invalid", message, "CACHE-84")
 
     def sample(self, index: int) -> Any:
         """A sample without its record, augmented as for the teacher."""
         return self._sample(self._indices[index])
-
-    def _choose_seeds(self) -> dict[int, int]:
-        seeds = self.cache.seeds()
-        if self._augment is not None and not seeds:
-            raise ShdError(
-                "argument-value",
-                f"augment must be left out where the cache has no seeds; {self.cache.folder} has none: precompute "
-                "with --seed-column",
-                "CACHE-35",
-            )
-        return seeds
 
     def _sample(self, index: int) -> Any:
         # A sample beyond the precomputed data set has no seed, and no record either.
@@ -271,22 +246,17 @@ def check_cache(
     Source: silent. Specification: the manifest of ``specs/cache-format.md``.
     """
     manifest, form = cache.manifest, cache.manifest.attention
+    bound = form.bound_temperature
     checks: list[tuple[str, object, object]] = [
         ("num_student_heads", num_student_heads, form.num_student_heads),
-        (
-            "temperature",
-            None if temperature is None or form.bound_temperature is None else float(temperature),
-            form.bound_temperature,
-        ),
+        ("temperature", None if temperature is None or bound is None else float(temperature), bound),
         ("plan", plan, form.plan if form.plans is None else form.plans),
         ("teacher_sha256", teacher_sha256, manifest.teacher.sha256),
     ]
-    for name, want, have in checks:
-        if want is not None and want != have:
-            raise ShdError(
-                "cache-mismatch",
-                f"{name} must be {have!r}, as {cache.folder} was made; got {want!r}: precompute one for this student",
-            )
+    for name, own, stored in checks:
+        if own is not None and own != stored:
+            rule = f"{name} must be {stored!r}, as {cache.folder} was made"
+            raise ShdError("cache-mismatch", f"{rule}; got {own!r}: precompute one for this student")
     if num_student_layers is None:
         return
     last, meant = max(form.student_layers), form.num_student_layers
@@ -294,12 +264,11 @@ def check_cache(
     if meant is not None:
         rule = f"{meant}, as {cache.folder} was made for"
     if num_student_layers != meant if meant is not None else num_student_layers <= last:
-        raise ShdError(
-            "cache-mismatch",
-            f"num_student_layers must be {rule}; got {num_student_layers}: precompute with --student-layers "
-            f"{num_student_layers}, or with --layer-pairs where some of them are not to be taught",
-            "CACHE-104",
+        advice = (
+            f"precompute with --student-layers {num_student_layers}, or with --layer-pairs where some of them are "
         )
+        message = f"num_student_layers must be {rule}; got {num_student_layers}: {advice}not to be taught"
+        raise ShdError("cache-mismatch", message, "CACHE-104")
 
 
 def _collate(

@@ -67,11 +67,8 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
         check_option("remainder", remainder, REMAINDERS, "")  # not in the specification
         super().__init__(cache, model_inputs, layers, skipped, logits, hidden)
         if iter(data) is data:
-            raise ShdError(
-                "argument-value",
-                f"data must be an iterable that can be iterated again; got the iterator {type(data).__name__}: give "
-                "the list, the data set or an object with __iter__",
-            )
+            rule = f"data must be an iterable that can be iterated again; got the iterator {type(data).__name__}"
+            raise ShdError("argument-value", f"{rule}: give the list, the data set or an object with __iter__")
         self.data = data
         self._divide = divide
         self._remainder = remainder
@@ -99,17 +96,13 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
         share = self._find_share()
         self._hear_epoch()
         if self._saved_epoch not in (None, int(self._epoch)):
-            raise ShdError(
-                "argument-value",
-                f"state must be of the epoch that is read now, {int(self._epoch)}; got one of {self._saved_epoch}: "
-                f"call set_epoch({self._saved_epoch}) first, that of the loader where Accelerate made it",
-            )
+            rule = f"state must be of the epoch that is read now, {int(self._epoch)}; got one of {self._saved_epoch}"
+            advice = f"call set_epoch({self._saved_epoch}) first, that of the loader where Accelerate made it"
+            raise ShdError("argument-value", f"{rule}: {advice}")
         if self._saved_among not in (None, share.readers):
-            raise ShdError(
-                "argument-value",
-                f"state must be of as many ranks and workers as read now, {tuple(share.readers)}; got one of "
-                f"{tuple(self._saved_among)}: load it where they are as many, or start the pass over",
-            )
+            rule = f"state must be of as many ranks and workers as read now, {tuple(share.readers)}"
+            advice = "load it where they are as many, or start the pass over"
+            raise ShdError("argument-value", f"{rule}; got one of {tuple(self._saved_among)}: {advice}")
         self._given, self._resume, self._saved_among, self._saved_epoch = self._resume, 0, None, None
         self._read_by_workers.fill_(get_worker_info() is not None)
         return self._read(share)
@@ -134,12 +127,11 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
             ShdError: ``argument-value`` in a process whose ``DataLoader`` has workers, which do the reading.
         """
         if get_worker_info() is None and self._read_by_workers:
-            raise ShdError(
-                "argument-value",
-                "state_dict must be asked where the stream is read; got the main process of a DataLoader with "
-                "workers, whose samples it cannot count: use torchdata's StatefulDataLoader and its state_dict, or "
-                "num_workers=0",
+            rule = (
+                "state_dict must be asked where the stream is read; got the main process of a DataLoader with workers"
             )
+            advice = "use torchdata's StatefulDataLoader and its state_dict, or num_workers=0"
+            raise ShdError("argument-value", f"{rule}: {advice}")
         return {"given": self._given, "epoch": int(self._epoch), **self._find_share().readers._asdict()}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -151,12 +143,8 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
         numbers = [state.get(name) for name in ("given", "epoch", *_Readers._fields)]
         least = (0, 0, 1, 1)
         if any(type(n) is not int or n < bound for n, bound in zip(numbers, least, strict=True)):
-            raise ShdError(
-                "argument-value",
-                "state must hold 'given' and 'epoch', at least 0, 'ranks' and 'workers', at least 1, as state_dict "
-                "returned it; "
-                f"got {dict(state)}",
-            )
+            rule = "state must hold 'given' and 'epoch', at least 0, 'ranks' and 'workers', at least 1"
+            raise ShdError("argument-value", f"{rule}, as state_dict returned it; got {dict(state)}")
         self._resume = self._given = state["given"]
         self._saved_among = _Readers(state["ranks"], state["workers"])
         self._saved_epoch = state["epoch"] if state["given"] else None  # at the start of a pass any will do
@@ -175,12 +163,8 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
             self._given += 1
             key = self.key(sample)
             if key not in self.cache:
-                raise ShdError(
-                    "sample-missing",
-                    f"{self.cache.folder} must hold every sample; sample {number} with key {key} "
-                    f"is not in it: {self._advice(key)}",
-                    "CACHE-82",
-                )
+                rule = f"{self.cache.folder} must hold every sample; it lacks sample {number}"
+                raise ShdError("sample-missing", f"{rule} with {self._advice(key)}", "CACHE-82")
             yield sample, self._record(key)
         # A worker stays at its end: others may not have got there yet, and the loader's state holds all of them.
         if get_worker_info() is None:
@@ -204,10 +188,8 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
 
     def _entries(self) -> Iterator[tuple[int, Any]]:
         """The samples that are not dropped, numbered as they stand: what is left can be shared out equally."""
-        drops = self._drops and bool(self.cache.skipped)
-        return (
-            (n, sample) for n, sample in enumerate(self.data) if not drops or not self._is_dropped(self.key(sample))
-        )
+        drops = self._drops and bool(self.cache.skipped)  # else no key is made here
+        return (entry for entry in enumerate(self.data) if not drops or not self._is_dropped(self.key(entry[1])))
 
     def _find_share(self) -> _Share:
         if not self._divide:

@@ -36,10 +36,8 @@ def read_texts(
     """
     source = open_source(path)
     if text_column not in source.columns:
-        raise ShdError(
-            "inputs-invalid",
-            f"text_column must be one of {', '.join(source.columns)}, the columns of {path}; got {text_column!r}",
-        )
+        rule = f"text_column must be one of {', '.join(source.columns)}, the columns of {path}"
+        raise ShdError("inputs-invalid", f"{rule}; got {text_column!r}")
     samples = []
     for number, row in enumerate(source.rows([text_column])):
         text = row[text_column]

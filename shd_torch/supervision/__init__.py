@@ -1,8 +1,7 @@
 """What a student is taught with: dense maps, codes of a cache, or the teacher's queries and keys.
 
-``supervision.py`` is the interface; bytes become maps in ``coded.py`` and ``factored_codes.py``; ``mask.py`` holds
-``AttentionRule``: how queries and keys become logits, and who may attend. Logits and hidden states that a cache holds
-beside attention are in ``stored_rows.py`` and ``row_codes.py``. Imports ``maps``.
+``supervision.py`` is the interface; bytes become maps in ``coded.py`` and ``factored_codes.py``; ``mask.py`` decides
+who may attend. Logits and hidden states beside attention are in ``stored_rows.py``. Imports ``maps``.
 """
 
 from shd_torch.supervision.coded import Coded

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -53,6 +53,8 @@ class Coded(Supervision):
     Source: CACHE-125, CACHE-126.
     """
 
+    PER_SAMPLE: ClassVar[tuple[str, ...]] = ("starts", "lengths", "key_lengths", "counted")
+
     buffer: Tensor
     starts: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -69,21 +71,10 @@ class Coded(Supervision):
 
     def __post_init__(self) -> None:
         if self.buffer.dtype != torch.uint8 or self.buffer.ndim != 1:
-            raise ShdError(
-                "argument-dtype",
-                f"buffer must be uint8 with one axis; got {self.buffer.dtype} {tuple(self.buffer.shape)}",
-                "CACHE-110",
-            )
-        for name, size, longest in (
-            ("length", self.length, max(self.lengths)),
-            ("num_keys", self.shape[3], max(self.lengths if self.key_lengths is None else self.key_lengths)),
-        ):
-            if size < longest:
-                raise ShdError(
-                    "argument-shape",
-                    f"{name} must be at least the longest sample's {longest}; got {size}: teacher and student must "
-                    "see the same positions",
-                )
+            message = f"buffer must be uint8 with one axis; got {self.buffer.dtype} {tuple(self.buffer.shape)}"
+            raise ShdError("argument-dtype", message, "CACHE-110")
+        check_length(self.lengths, self.length)
+        check_length(self.key_lengths or self.lengths, self.shape[3], "num_keys")
         # Views of the buffer, found once: a lazy property would take a lock, which no compiler follows.
         object.__setattr__(self, "_parts", tuple(self._find_parts()))
 
@@ -131,33 +122,16 @@ class Coded(Supervision):
             square = codes.view(*codes.shape[:2], bottom - top, part.num_keys)
             # Codes of float32 are stored as they were, not made to sum to one.
             return square.sum(-1) if self.codec == "float32" else (square != 0).any(-1).float()
-        first = _triangle(top)
         if self.codec == "float32":
             return torch.stack([row.sum(-1) for row in torch.split(codes, list(range(top + 1, bottom + 1)), -1)], -1)
         ends = torch.arange(top + 1, bottom + 1, device=codes.device)
-        counts = (codes != 0).cumsum(-1, dtype=torch.int32)[..., ends * (ends + 1) // 2 - first - 1]
+        counts = (codes != 0).cumsum(-1, dtype=torch.int32)[..., ends * (ends + 1) // 2 - _triangle(top) - 1]
         return (counts.diff(dim=-1, prepend=torch.zeros_like(counts[..., :1])) > 0).float()
-
-    def samples(self, start: int, stop: int) -> Self:
-        """The codes of samples ``start .. stop - 1``."""
-        key_lengths = None if self.key_lengths is None else self.key_lengths[start:stop]
-        return replace(
-            self,
-            starts=self.starts[start:stop],
-            lengths=self.lengths[start:stop],
-            key_lengths=key_lengths,
-            counted=None if self.counted is None else self.counted[start:stop],
-        )
 
     def drop_rows(self, loss_mask: Tensor) -> Self:
         """The codes, zero in rows that do not count wherever a tile is read; see ``Supervision``."""
         # Only codes that are numbers themselves can be NaN.
         return replace(self, counted=loss_mask) if self.codec in _WIDE_CODES else self
-
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
-        """A copy on another device, with all that its buffer holds."""
-        counted = None if self.counted is None else self.counted.to(device, non_blocking=non_blocking)
-        return replace(self, buffer=self.buffer.to(device, non_blocking=non_blocking), counted=counted)
 
     def check(self, loss_mask: Tensor | None, layer: int) -> None:
         """Codes that are numbers themselves must be distributions; all others are by their decoding."""
@@ -176,12 +150,9 @@ class Coded(Supervision):
     def check_temperature(self, temperature: float) -> None:
         """Refuse another temperature than the cache's."""
         if self.temperature is not None and temperature != self.temperature:
-            raise ShdError(
-                "argument-value",
-                f"temperature must be {self.temperature:g}, which the cached maps were softened with before mixing; "
-                f"got {temperature:g}: precompute with --temperature {temperature:g}",
-                "TEMP-2",
-            )
+            rule = f"temperature must be {self.temperature:g}, which the cached maps were softened with before mixing"
+            message = f"{rule}; got {temperature:g}: precompute with --temperature {temperature:g}"
+            raise ShdError("argument-value", message, "TEMP-2")
 
     def _find_parts(self) -> Iterator[_Part]:
         """The codes as tensors; views of the buffer wherever a code fills whole bytes."""
@@ -263,13 +234,17 @@ def _triangle(rows: int) -> int:
     return rows * (rows + 1) // 2
 
 
-def decode_codes(codec: str, codes: Tensor) -> Tensor:
-    """Codes, as float32 numbers, to probabilities in place (CACHE-118, CACHE-112, CACHE-113, CACHE-115).
+def check_length(lengths: Sequence[int], length: int | None, name: str = "length") -> int:
+    """The length to pad to, by default that of the longest sample."""
+    longest = max(lengths)
+    if length is not None and length < longest:
+        rule = f"{name} must be at least the longest sample's {longest}"
+        raise ShdError("argument-shape", f"{rule}; got {length}: teacher and student must see the same positions")
+    return longest if length is None else length
 
-    Args:
-        codec: of the cache.
-        codes: whole rows ``(..., S)``, or all of a row that is not 0.
-    """
+
+def decode_codes(codec: str, codes: Tensor) -> Tensor:
+    """Whole rows of codes, as float32 numbers, to probabilities in place (CACHE-112, -113, -115, -118)."""
     if codec == "float32":
         return codes
     if codec in _LAWS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Self, Unpack
+from typing import Any, ClassVar, Self, Unpack
 
 import torch
 from torch import Tensor
@@ -38,12 +38,6 @@ class Factored(Supervision):
             masked rows.
 
     Args:
-        queries: see above.
-        keys: see above.
-        mixing: see above.
-        rule: see above; default the rule without a mask.
-        groups: see above.
-        row_mass: see above.
         **described: fields of the rule, such as ``is_causal=True``.
 
     Raises:
@@ -52,6 +46,8 @@ class Factored(Supervision):
 
     Source: MIX-3, GRAD-5.
     """
+
+    PER_SAMPLE: ClassVar[tuple[str, ...]] = ("queries", "keys", "mixing", "rule", "row_mass")
 
     queries: Tensor
     keys: Tensor
@@ -85,13 +81,7 @@ class Factored(Supervision):
 
     @classmethod
     def teacher(cls, queries: Tensor, keys: Tensor, **fields: Any) -> Self:
-        """A teacher's own maps, unmixed: what ``squeeze_factored`` starts from.
-
-        Args:
-            queries: ``(B, H_t, L, d)``.
-            keys: ``(B, H_kv, S, d)``.
-            **fields: ``rule`` or its fields, and ``row_mass``.
-        """
+        """A teacher's own maps, unmixed; ``fields`` are ``rule`` or its fields, and ``row_mass``."""
         check_real(queries, "queries", check=False, ndim=4)
         batch, heads = queries.shape[:2]
         own = torch.eye(heads, dtype=compute_dtype(queries), device=queries.device).expand(batch, -1, -1)
@@ -129,22 +119,10 @@ class Factored(Supervision):
 
     @without_autocast
     def teacher_probs(self, rows: slice = ALL, keys: slice = ALL, *, temperature: float = 1.0) -> Tensor:
-        """A tile of the teacher's own maps ``(B, H_t, R, K)``, without sinks.
-
-        Args:
-            rows: query rows.
-            keys: keys; the tile's rows may attend to no other (see ``key_range``).
-            temperature: T_a > 0.
-
-        Returns:
-            Distributions over keys; anything finite in a fully masked row.
-        """
+        """A tile of the teacher's own maps ``(B, H_t, R, K)``, without sinks; finite in a fully masked row."""
         rows, keys = (slice(*span.indices(size)[:2]) for span, size in zip((rows, keys), self.shape[2:], strict=True))
-        held, queries = (
-            self.keys.detach()[:, :, keys].to(self.dtype),
-            self.queries.detach()[:, :, rows].to(self.dtype),
-        )
-        logits, _ = self.rule.tile_logits(queries.to(self.dtype), held.to(self.dtype), rows, keys)
+        queries = self.queries.detach()[:, :, rows].to(self.dtype)
+        logits, _ = self.rule.tile_logits(queries, self.keys.detach()[:, :, keys].to(self.dtype), rows, keys)
         return (logits if temperature == 1.0 else temper(logits, logits, temperature)).softmax(-1)
 
     def probs(self, rows: slice = ALL, keys: slice = ALL, *, temperature: float = 1.0) -> Tensor:
@@ -184,28 +162,6 @@ class Factored(Supervision):
             row_mass=None if self.row_mass is None else self.row_mass.masked_fill(dropped, 0.0),
         )
 
-    def samples(self, start: int, stop: int) -> Self:
-        """The supervision of samples ``start .. stop - 1``."""
-        return replace(
-            self,
-            queries=self.queries[start:stop],
-            keys=self.keys[start:stop],
-            mixing=self.mixing[start:stop],
-            rule=self.rule.narrow(slice(start, stop)),
-            row_mass=None if self.row_mass is None else self.row_mass[start:stop],
-        )
-
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
-        """A copy on another device."""
-        return replace(
-            self,
-            queries=self.queries.to(device, non_blocking=non_blocking),
-            keys=self.keys.to(device, non_blocking=non_blocking),
-            mixing=self.mixing.to(device, non_blocking=non_blocking),
-            rule=self.rule.to(device, non_blocking=non_blocking),
-            row_mass=None if self.row_mass is None else self.row_mass.to(device, non_blocking=non_blocking),
-        )
-
     def check(self, loss_mask: Tensor | None, layer: int) -> None:
         """Check the values; see ``Supervision``."""
         kept = self if loss_mask is None else self.drop_rows(loss_mask)
@@ -218,16 +174,12 @@ class Factored(Supervision):
         outside = torch.ones(mixing.shape[1:3], dtype=torch.bool, device=self.device)
         outside[self._pair_heads] = False
         if (mixing.movedim(0, -1)[outside] != 0).any():
-            raise ShdError(
-                "mixing-invalid", "mixing must be 0 outside of groups; got weights above 0 there", "PLAN-6"
-            )
+            message = "mixing must be 0 outside of groups; got weights above 0 there"
+            raise ShdError("mixing-invalid", message, "PLAN-6")
         mass = kept.row_mass
         if mass is not None and not ((mass >= 0) & (mass <= 1 + row_sum_tolerance("float32"))).all():
-            raise ShdError(
-                "not-a-distribution",
-                f"row_mass must lie in [0, 1]; got {mass.min().item():.6g} to {mass.max().item():.6g}",
-                "MAP-9",
-            )
+            message = f"row_mass must lie in [0, 1]; got {mass.min().item():.6g} to {mass.max().item():.6g}"
+            raise ShdError("not-a-distribution", message, "MAP-9")
 
     def key_range(self, rows: slice) -> slice:
         """Keys outside of which these rows have no mass, from causality and window."""
@@ -294,21 +246,13 @@ def _check_merging(
     batch, heads, rows, _ = queries.shape
     shape = tuple(mixing.shape)
     if len(shape) not in (3, 4) or shape[0] != batch or shape[2] != heads or shape[3:] not in ((), (rows,)):
-        raise ShdError(
-            "argument-shape",
-            f"mixing must be (B, H_s, H_t[, L]) with B={batch}, H_t={heads}, L={rows}; got {shape}",
-            "MIX-3",
-        )
+        message = f"mixing must be (B, H_s, H_t[, L]) with B={batch}, H_t={heads}, L={rows}; got {shape}"
+        raise ShdError("argument-shape", message, "MIX-3")
     if row_mass is not None and tuple(row_mass.shape) != (batch, heads, rows):
-        raise ShdError(
-            "argument-shape", f"row_mass must be {(batch, heads, rows)}; got {tuple(row_mass.shape)}", "MAP-9"
-        )
+        message = f"row_mass must be {(batch, heads, rows)}; got {tuple(row_mass.shape)}"
+        raise ShdError("argument-shape", message, "MAP-9")
     if groups is not None and (
         len(groups) != shape[1] or any(len({*group} & {*range(heads)}) != len(group) for group in groups)
     ):
-        raise ShdError(
-            "argument-value",
-            f"groups must name heads of 0..{heads - 1}, each once, for each of {shape[1]} student heads; "
-            f"got {groups}",
-            "PLAN-6",
-        )
+        rule = f"groups must name heads of 0..{heads - 1}, each once, for each of {shape[1]} student heads"
+        raise ShdError("argument-value", f"{rule}; got {groups}", "PLAN-6")

@@ -1,12 +1,9 @@
-"""The queries and keys of a batch as the cache stores them, in one buffer, and the supervision made from them.
-
-As with maps, codes cross processes and devices, and are decoded where the student trains.
-"""
+"""The queries and keys of a batch as the cache stores them, in one buffer, and the supervision made from them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,30 +13,24 @@ from shd_ref.cache import Factors, LayerFactors, Manifest, StoredRecord
 from shd_ref.cache.forms.attention import blob_name
 from shd_ref.errors import ShdError
 from shd_ref.merging.plans import plan_groups
+from shd_torch.supervision.coded import check_length
 from shd_torch.supervision.factored import Factored
-from shd_torch.supervision.stored_rows import BatchRows, StoredRows, find_rows, held_positions, row_blobs
+from shd_torch.supervision.stored_rows import CachedBatch, find_firsts, find_rows, row_blobs
 from shd_torch.supervision.taught_layers import taught_layers
 
 Groups = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
-class FactoredCodes(BatchRows):
-    """The supervision of a batch from a cache of queries and keys (CACHE-140).
+class FactoredCodes(CachedBatch):
+    """The supervision of a batch from a cache of queries and keys; see ``CachedBatch``.
+
+    The buffer holds the mixing matrices and steps of all layers and samples, then their codes.
 
     Attributes:
-        buffer: uint8: the mixing matrices and steps of all layers and samples, then their codes, then rows of logits
-            and hidden states.
-        lengths: positions of each sample.
-        layers: student layers in the buffer's order.
         factors: how each layer's queries and keys make its maps.
         groups: the teacher heads merged into each student head, by layer; None where all are.
-        num_student_heads: H_s.
         num_teacher_heads: H_t.
-        codec: ``"float16"`` or ``"int8"``.
-        support: ``"full"`` or ``"causal"``.
-        firsts: positions of padding in front of each sample; none where no sample has any.
-        rows: where rows of logits and hidden states lie in the buffer; None where there are none.
 
     Raises:
         ShdError: not when it is made, from records that the reader has checked; see ``supervise`` and ``decode``.
@@ -47,25 +38,9 @@ class FactoredCodes(BatchRows):
     Source: CACHE-140.
     """
 
-    buffer: Tensor
-    lengths: tuple[int, ...]
-    layers: tuple[int, ...]
     factors: tuple[LayerFactors, ...]
     groups: tuple[Groups | None, ...]
-    num_student_heads: int
     num_teacher_heads: int
-    codec: str
-    support: str
-    firsts: tuple[int, ...] = ()
-    rows: StoredRows | None = None
-
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> FactoredCodes:
-        """A copy on another device."""
-        return replace(self, buffer=self.buffer.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> FactoredCodes:
-        """A copy in page-locked memory; a ``DataLoader`` with ``pin_memory=True`` calls this."""
-        return replace(self, buffer=self.buffer.pin_memory())
 
     def supervise(self, length: int | None = None, dtype: torch.dtype = torch.float32) -> list[Factored]:
         """What ``attention_kl`` takes: one ``Factored`` a layer, on the buffer's device; no map is formed.
@@ -78,13 +53,7 @@ class FactoredCodes(BatchRows):
         Raises:
             ShdError: ``argument-shape`` for a length below the longest sample.
         """
-        size = max(self.lengths) if length is None else length
-        if size < max(self.lengths):
-            raise ShdError(
-                "argument-shape",
-                f"length must be at least the longest sample's {max(self.lengths)}; got {size}: teacher and student "
-                "must see the same positions",
-            )
+        size = check_length(self.lengths, length)
         mixing, steps, codes = self._sections()
         present = self.query_mask(size)
         padded = any(self.firsts) or any(n != size for n in self.lengths)
@@ -126,14 +95,10 @@ class FactoredCodes(BatchRows):
         """
         return [layer.probs(temperature=temperature).to(dtype) for layer in self.supervise(length)]
 
-    def query_mask(self, length: int | None = None) -> Tensor:
-        """``(B, L)``, True where a sample has a position."""
-        return held_positions(self.lengths, self.firsts, length, self.buffer.device)
-
     def _sections(self) -> tuple[Tensor, tuple[Tensor, ...] | None, tuple[Tensor, ...]]:
         """Mixing ``(layers, B, H_s, H_t)``, and the steps and codes of each layer."""
         shape = (len(self.layers), len(self.lengths), self.num_student_heads, self.num_teacher_heads)
-        vectors = [(self.num_teacher_heads + layer.num_key_heads) * sum(self._counts) for layer in self.factors]
+        vectors = [(self.num_teacher_heads + layer.num_key_heads) * sum(self.counts) for layer in self.factors]
         # Numbers of four bytes come first, so that every section is aligned.
         start = 4 * shape[0] * shape[1] * shape[2] * shape[3]
         mixing = self.buffer[:start].view(torch.float32).view(shape)
@@ -142,44 +107,31 @@ class FactoredCodes(BatchRows):
             end = start + 4 * sum(vectors)
             steps = torch.split(self.buffer[start:end].view(torch.float32), vectors)
             start = end
-        stop = None if self.rows is None else self.rows.start
-        codes = self.buffer[start:stop].view(torch.int8 if self.codec == "int8" else torch.float16)
+        codes = self.buffer[start : self.start].view(torch.int8 if self.codec == "int8" else torch.float16)
         sizes = [n * layer.width for n, layer in zip(vectors, self.factors, strict=True)]
         return mixing, steps, torch.split(codes, sizes)
 
     def _spread(self, packed: Tensor, heads: int, width: int, size: int) -> Tensor:
         """Numbers, sample by sample, as float32 ``(B, heads, size, width)``, padded with zeros."""
-        if all(n == size for n in self._counts):
+        if all(n == size for n in self.counts):
             return packed.view(len(self.lengths), heads, size, width).to(torch.float32, copy=True)
         spread = torch.zeros(len(self.lengths), heads, size, width, device=packed.device)
-        parts = torch.split(packed, [heads * n * width for n in self._counts])
-        for target, block, n, count in zip(spread, parts, self.lengths, self._counts, strict=True):
+        parts = torch.split(packed, [heads * n * width for n in self.counts])
+        for target, block, n, count in zip(spread, parts, self.lengths, self.counts, strict=True):
             target[:, n - count : n].copy_(block.view(heads, count, width))
         return spread
-
-    @property
-    def _counts(self) -> tuple[int, ...]:
-        """Positions of each sample without padding: those that the buffer holds."""
-        firsts = self.firsts or (0,) * len(self.lengths)
-        return tuple(n - first for n, first in zip(self.lengths, firsts, strict=True))
 
 
 def pack_factored(
     records: Sequence[StoredRecord], manifest: Manifest, layers: Sequence[int], _buffer: Tensor | None = None
 ) -> FactoredCodes:
-    """Put the records of a batch into one buffer, so that it crosses processes and devices once.
-
-    Raises:
-        ShdError: ``argument-value`` for a cache of maps.
-    """
+    """Put the records of a batch into one buffer, so that it crosses processes and devices once."""
     form = manifest.attention
     if not isinstance(form, Factors):
         raise ShdError("argument-value", f"manifest must have factors; got maps (codec {form.codec})", "CACHE-140")
     columns = [form.column(layer) for layer in layers]
     factors = tuple(form.factors[column] for column in columns)
-    mixing: list[np.ndarray] = []
-    steps: list[np.ndarray] = []
-    codes: list[np.ndarray] = []
+    mixing, steps, codes = [], [], []
     for layer, column, layer_factors in zip(layers, columns, factors, strict=True):
         for record in records:
             vectors = (form.num_teacher_heads + layer_factors.num_key_heads) * (record.length - record.first)
@@ -200,6 +152,5 @@ def pack_factored(
         num_teacher_heads=heads,
         codec=form.codec,
         support=form.support,
-        firsts=tuple(record.first for record in records) if any(record.first for record in records) else (),
-        rows=find_rows(records, manifest, sum(map(len, blobs))),
+        **find_firsts(records) | find_rows(records, manifest, sum(map(len, blobs))),
     )

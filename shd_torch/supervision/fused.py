@@ -1,7 +1,6 @@
 """Products of attention maps with vectors through PyTorch's fused attention: no map is ever formed.
 
-``A v`` is a call of ``scaled_dot_product_attention`` with ``v`` as values, and ``A^T y`` is the gradient that this
-call gives to its values. Only PyTorch's public functions take part.
+``A v`` is fused attention with ``v`` as values, and ``A^T y`` the gradient that it gives to its values.
 """
 
 from __future__ import annotations
@@ -23,18 +22,11 @@ _FLOAT16_COLUMN = 2.0**15
 
 
 class MapFactors(NamedTuple):
-    """Attention maps ``softmax((scale q k^T + bias) / T)`` that are never formed; without a soft cap.
+    """Attention maps ``softmax((scale q k^T + bias) / T)`` that are never formed; without a soft cap."""
 
-    Attributes:
-        queries: ``(B, H, L, d)``.
-        keys: ``(B, H, S, d)``, of the same dtype.
-        rule: how they become logits, and who may attend; fits ``(B, H, L, S)``.
-        temperature: T_a > 0.
-    """
-
-    queries: Tensor
-    keys: Tensor
-    rule: AttentionRule
+    queries: Tensor  # (B, H, L, d)
+    keys: Tensor  # (B, H, S, d), of the same dtype
+    rule: AttentionRule  # fits (B, H, L, S)
     temperature: float = 1.0
 
     @property
@@ -51,15 +43,7 @@ class _Call(NamedTuple):
 
 
 def attend(maps: MapFactors, values: Tensor) -> Tensor:
-    """``A v``, with memory linear in the length; rows that may attend to no key hold anything finite.
-
-    Args:
-        maps: A.
-        values: v ``(B, H, S, d_v)``, of the maps' dtype.
-
-    Returns:
-        ``(B, H, L, d_v)``.
-    """
+    """``A v`` ``(B, H, L, d_v)`` in the maps' dtype; rows that may attend to no key hold anything finite."""
     maps = _with_positive_scale(maps)
     width, (queries, keys, values) = values.shape[3], _pad(maps.queries, maps.keys, values)
     parts = []
@@ -70,15 +54,9 @@ def attend(maps: MapFactors, values: Tensor) -> Tensor:
 
 
 def attend_both_ways(maps: MapFactors, values: Tensor, weighted: Tensor) -> tuple[Tensor, Tensor]:
-    """``A v`` and ``A^T y``, without gradient; see ``attend``.
+    """``A v`` in the maps' dtype and ``A^T y`` in float32 or wider, without gradient; see ``attend``.
 
-    Args:
-        maps: A.
-        values: v ``(B, H, S, d_v)``, of the maps' dtype.
-        weighted: y ``(B, H, L, d_v)``, of that or a wider dtype; 0 in rows that may attend to no key.
-
-    Returns:
-        ``(B, H, L, d_v)`` in the maps' dtype, and ``(B, H, S, d_v)`` in float32 or wider.
+    ``weighted``, y ``(B, H, L, d_v)``, may be of a wider dtype; it is 0 in rows that may attend to no key.
     """
     maps = _with_positive_scale(maps)
     weighted, unit = _fit_range(weighted, values.dtype)

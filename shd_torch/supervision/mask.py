@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TypedDict
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,17 @@ from shd_torch.precision import without_autocast
 
 CHUNK = 256
 """Rows that are looked at together where a mask must be read as a whole."""
+
+HolderT = TypeVar("HolderT")
+
+
+def move(holder: HolderT, device: torch.device | str, *, non_blocking: bool = False) -> HolderT:
+    """A copy of a dataclass with its tensors, and what holds tensors in it, on another device."""
+    record: Any = holder
+    own = {field.name: getattr(record, field.name) for field in fields(record) if field.init}
+    for name, value in own.items():
+        own[name] = value.to(device, non_blocking=non_blocking) if hasattr(value, "to") else value
+    return replace(record, **own)  # type: ignore[no-any-return]
 
 
 class RuleKeywords(TypedDict, total=False):
@@ -73,11 +84,7 @@ class AttentionRule:
         return 1.0 / math.sqrt(width) if self.scale is None else float(self.scale)
 
     def check(self) -> None:
-        """Check what does not depend on queries and keys.
-
-        Raises:
-            ShdError: ``argument-value``, ``argument-dtype``.
-        """
+        """Check what does not depend on queries and keys: ``argument-value``, ``argument-dtype``."""
         if self.scale is not None:
             check_number("scale", self.scale, "GRAD-8")
         if self.softcap is not None and check_number("softcap", self.softcap, "GRAD-8") <= 0:
@@ -93,12 +100,7 @@ class AttentionRule:
     def fit(self, queries: Tensor, keys: Tensor) -> AttentionRule:
         """The rule with tensors of four axes on the queries' device, checked against queries and keys.
 
-        Args:
-            queries: ``(B, H, L, d)``.
-            keys: ``(B, H_kv, S, d)``; that they fit is checked already (``check_query_key``).
-
-        Raises:
-            ShdError: ``argument-shape``, ``argument-dtype``, ``argument-value``.
+        That queries ``(B, H, L, d)`` and keys ``(B, H_kv, S, d)`` fit is checked already (``check_query_key``).
         """
         self.check()
         shape, device = (*queries.shape[:3], keys.shape[2]), queries.device
@@ -108,11 +110,8 @@ class AttentionRule:
             mask = mask.to(device).reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
         if slopes is not None:
             if not slopes.is_floating_point() or tuple(slopes.shape) not in ((shape[1],), (1, shape[1]), shape[:2]):
-                raise ShdError(
-                    "argument-shape",
-                    f"alibi_slopes must be floating point of shape (H,) or (B, H) with B={shape[0]}, H={shape[1]}; "
-                    f"got {slopes.dtype} {tuple(slopes.shape)}",
-                )
+                rule = f"alibi_slopes must be floating point of shape (H,) or (B, H) with B={shape[0]}, H={shape[1]}"
+                raise ShdError("argument-shape", f"{rule}; got {slopes.dtype} {tuple(slopes.shape)}")
             slopes = slopes.detach().to(device).reshape(-1, shape[1])
         return replace(self, attn_mask=mask, alibi_slopes=slopes)
 
@@ -151,11 +150,10 @@ class AttentionRule:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> AttentionRule:
         """The rule on another device."""
-        mask, slopes = (
-            None if tensor is None else tensor.to(device, non_blocking=non_blocking)
-            for tensor in (self.attn_mask, self.alibi_slopes)
-        )
-        return replace(self, attn_mask=mask, alibi_slopes=slopes)
+        return move(self, device, non_blocking=non_blocking)
+
+    def __getitem__(self, samples: slice) -> AttentionRule:
+        return self.narrow(samples)
 
     def narrow(self, samples: slice = slice(None), heads: Tensor | None = None) -> AttentionRule:
         """The rule of some samples, and of the heads that an index names."""
@@ -227,11 +225,7 @@ class AttentionRule:
     def tile_logits(self, queries: Tensor, keys: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor | None]:
         """The logits of a tile ``(B, H, R, K)``, its empty rows left open, and the derivative of a soft cap.
 
-        Args:
-            queries: of these rows.
-            keys: of these columns, of the queries' dtype.
-            rows: where the tile's rows are.
-            columns: where its keys are.
+        ``queries`` are those of ``rows``, ``keys`` those of ``columns``, of one dtype.
         """
         logits, slope = self.products(queries, keys)
         tile = self.tile(rows, columns, logits.dtype, logits.device)
@@ -287,15 +281,9 @@ def mark_masked(logits: Tensor) -> Tensor:
 
 def _check_mask(mask: Tensor, shape: Sequence[int]) -> None:
     if not (mask.dtype == torch.bool or mask.is_floating_point()):
-        raise ShdError(
-            "argument-dtype",
-            f"attn_mask must be a boolean tensor (True = may attend) or a floating-point one; got {mask.dtype}",
-            "MAP-7",
-        )
+        message = f"attn_mask must be a boolean tensor (True = may attend) or a floating-point one; got {mask.dtype}"
+        raise ShdError("argument-dtype", message, "MAP-7")
     pairs = zip(reversed(mask.shape), reversed(shape), strict=False)
     if mask.ndim > 4 or any(size not in (1, full) for size, full in pairs):
-        raise ShdError(
-            "argument-shape",
-            f"attn_mask must broadcast to (B, H, L, S) = {tuple(shape)}; got {tuple(mask.shape)}",
-            "MAP-10",
-        )
+        message = f"attn_mask must broadcast to (B, H, L, S) = {tuple(shape)}; got {tuple(mask.shape)}"
+        raise ShdError("argument-shape", message, "MAP-10")

@@ -1,11 +1,11 @@
-"""The rows of logits and hidden states in a batch's buffer, beside its attention."""
+"""A batch of a cache, and the rows of logits and hidden states in its buffer, beside its attention."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -15,7 +15,8 @@ from torch import Tensor
 from shd_ref.cache import Hidden, Logits, Manifest, StoredRecord
 from shd_ref.cache.forms.rows import Rows
 from shd_ref.cache.forms.table import load, row_of
-from shd_ref.errors import ShdError
+from shd_torch.supervision.coded import check_length
+from shd_torch.supervision.mask import move
 from shd_torch.supervision.supervision import tile_entries
 from shd_torch.supervision.targets import SampledTargets, TopkTargets
 
@@ -24,58 +25,118 @@ Spread: TypeAlias = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class StoredRows:
-    """What the buffer holds after the codes of attention: the rows of all other forms, part by part.
+class CachedBatch:
+    """A batch of a cache in one buffer, whatever its form of attention.
 
     Attributes:
+        buffer: uint8: the codes of attention, then the rows of all other forms, part by part.
         lengths: positions of each sample.
-        firsts: positions of padding in front of each, which have no row.
+        layers: student layers in the buffer's order; give it to ``capture_attention``, which then refuses a student
+            with another number of layers than the cache was made for. None of a cache without attention.
+        num_student_heads: H_s.
+        codec: of the attention.
+        support: ``"full"`` or ``"causal"``.
+        firsts: positions of padding in front of each sample, which have no row; empty where no sample has any.
         decoder: positions of each sample's second sequence, where a form has a row for each; else empty.
-        start: where the first row begins in the buffer.
+        start: where the first row begins in the buffer; None where there are no rows.
         forms: that have rows, in stored order.
         names: of their parts that the buffer holds.
     """
 
+    buffer: Tensor
     lengths: tuple[int, ...]
-    firsts: tuple[int, ...]
-    decoder: tuple[int, ...]
-    start: int
-    forms: tuple[Rows, ...]
-    names: frozenset[str]
+    layers: tuple[int, ...]
+    num_student_heads: int
+    codec: str
+    support: str
+    firsts: tuple[int, ...] = field(default=(), kw_only=True)
+    decoder: tuple[int, ...] = field(default=(), kw_only=True)
+    start: int | None = field(default=None, kw_only=True)
+    forms: tuple[Rows, ...] = field(default=(), kw_only=True)
+    names: frozenset[str] = field(default=frozenset(), kw_only=True)
 
-    def read(self, buffer: Tensor, subject: str, length: int | None) -> Any:
-        """A form, decoded on the buffer's device; None where nothing of it was read."""
-        counts = [n - first for n, first in zip(self.lengths, self.firsts, strict=True)]
-        num_rows = {"positions": sum(counts), "decoder": sum(self.decoder), "sample": len(counts)}
-        start = self.start
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
+        """A copy on another device."""
+        return move(self, device, non_blocking=non_blocking)
+
+    def pin_memory(self) -> Self:
+        """A copy in page-locked memory; a ``DataLoader`` with ``pin_memory=True`` calls this."""
+        return replace(self, buffer=self.buffer.pin_memory())
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Positions of each sample without padding in front: those that the buffer holds."""
+        firsts = self.firsts or (0,) * len(self.lengths)
+        return tuple(n - first for n, first in zip(self.lengths, firsts, strict=True))
+
+    def query_mask(self, length: int | None = None) -> Tensor:
+        """``(B, L)``, True where a sample has a position."""
+        return held_positions(self.lengths, self.firsts, length, self.buffer.device)
+
+    def decoder_mask(self, length: int | None = None) -> Tensor | None:
+        """``(B, L)``, True where a decoder's logits or hidden states are stored; None where neither are its rows."""
+        return held_positions(self.decoder, (), length, self.buffer.device) if self.decoder else None
+
+    def read(self, subject: str, length: int | None = None) -> Any:
+        """What a form of rows holds, such as ``"logits"``, as its decoder gives it; None where nothing was read.
+
+        Raises:
+            ShdError: ``argument-shape`` for a length, as for ``targets``, below the longest sample.
+        """
+        num_rows = {"positions": sum(self.counts), "decoder": sum(self.decoder), "sample": len(self.lengths)}
+        start = self.start or 0
         for form in self.forms:
             rows: dict[str, Tensor] = {}
             for part, size in zip(form.parts, form.row_sizes, strict=True):
                 if part.name in self.names:
                     count = num_rows[form.rows]
-                    rows[part.name] = buffer[start : start + count * size].view(count, size)
+                    rows[part.name] = self.buffer[start : start + count * size].view(count, size)
                     start += count * size
             if subject == form.SUBJECT:
-                spread = partial(self._spread, form, length)
+                spread = partial(self._pad_rows, form, length)
                 return load(row_of(form).decoder)(form, rows, spread) if rows else None
         return None
 
-    def _spread(self, form: Rows, length: int | None, values: Tensor) -> Tensor:
+    def targets(self, length: int | None = None) -> Tensor | TopkTargets | SampledTargets | None:
+        """The teacher's logits as ``kd_loss`` takes them, on the buffer's device; None where none were read.
+
+        Args:
+            length: L, to which shorter samples are padded; default: of the longest. Padded rows hold zeros: leave
+                them out by ``loss_mask=query_mask(length)``, a decoder's by ``decoder_mask(length)``. A classifier's
+                have no such axis.
+
+        Returns:
+            float16 ``(B, L, V)`` where all logits are stored, else the record of CACHE-164.
+
+        Raises:
+            ShdError: ``argument-shape`` for a length below the longest sample.
+        """
+        targets: Tensor | TopkTargets | SampledTargets | None = self.read("logits", length)
+        return targets
+
+    def hidden_states(self, length: int | None = None) -> dict[int, Tensor]:
+        """Hidden states by the teacher's number, ``(B, L, width)`` float32; empty where none were read.
+
+        Raises:
+            ShdError: ``argument-shape`` for a length, as for ``targets``, below the longest sample.
+        """
+        return self.read("hidden", length) or {}
+
+    def _pad_rows(self, form: Rows, length: int | None, values: Tensor) -> Tensor:
         """``(R, ...)`` as ``(B, L, ...)``, zero where nothing is stored; one row per sample stays as it is.
 
         A classifier's logits have no axis of positions, which a student's second axis would be taken for.
         """
         if form.rows == "sample":
             return values
-        of_decoder = form.rows == "decoder"
-        lengths, firsts = (self.decoder, (0,) * len(self.decoder)) if of_decoder else (self.lengths, self.firsts)
-        size = _check_length(lengths, length)
+        lengths, counts = (self.decoder, self.decoder) if form.rows == "decoder" else (self.lengths, self.counts)
+        size = check_length(lengths, length)
         shape = (len(lengths), size, *values.shape[1:])
         if len(values) == shape[0] * size:
             return values.view(shape)
         spread = values.new_zeros((shape[0] * size, *values.shape[1:]))
-        spans = enumerate(zip(firsts, lengths, strict=True))
-        spots = torch.cat([torch.arange(first, n) + size * number for number, (first, n) in spans])
+        spans = enumerate(zip(counts, lengths, strict=True))
+        spots = torch.cat([torch.arange(n - count, n) + size * number for number, (count, n) in spans])
         spread[spots.to(values.device, non_blocking=True)] = values
         return spread.view(shape)
 
@@ -114,96 +175,26 @@ def held_positions(lengths: Sequence[int], firsts: Sequence[int], length: int | 
     return mask
 
 
-def _check_length(lengths: Sequence[int], length: int | None) -> int:
-    longest = max(lengths)
-    if length is not None and length < longest:
-        raise ShdError(
-            "argument-shape",
-            f"length must be at least the longest sample's {longest}; got {length}: teacher and student must see "
-            "the same positions",
-        )
-    return longest if length is None else length
+def find_firsts(records: Sequence[StoredRecord]) -> dict[str, Any]:
+    """The field of a ``CachedBatch`` for positions of padding in front, where any sample has some."""
+    firsts = tuple(record.first for record in records)
+    return {"firsts": firsts} if any(firsts) else {}
 
 
-def find_rows(records: Sequence[StoredRecord], manifest: Manifest, start: int) -> StoredRows | None:
-    """Which rows the records of a batch were read with; None where with none.
-
-    Args:
-        records: of a batch, all read alike.
-        manifest: of their cache.
-        start: where their rows begin in the buffer.
-    """
+def find_rows(records: Sequence[StoredRecord], manifest: Manifest, start: int) -> dict[str, Any]:
+    """Fields of a ``CachedBatch`` for the rows that its records were read with, from a byte of its buffer on."""
     forms = tuple(form for form in manifest.forms if isinstance(form, Rows))
     names = {part.name for form in forms for part in form.parts} & records[0].parts.keys()
     if not names:
-        return None
-    return StoredRows(
-        lengths=tuple(record.length for record in records),
-        firsts=tuple(record.first for record in records),
-        decoder=tuple(record.decoder for record in records) if manifest.has_decoder_rows else (),
-        start=start,
-        forms=forms,
-        names=frozenset(names),
-    )
+        return {}
+    decoder = tuple(record.decoder for record in records) if manifest.has_decoder_rows else ()
+    return find_firsts(records) | {"decoder": decoder, "start": start, "forms": forms, "names": frozenset(names)}
 
 
 def row_blobs(records: Sequence[StoredRecord], manifest: Manifest) -> list[NDArray[np.uint8]]:
     """The bytes of those rows in the buffer's order: form by form, part by part."""
     names = [part.name for form in manifest.forms if isinstance(form, Rows) for part in form.parts]
     return [record.parts[name] for name in names if name in records[0].parts for record in records]
-
-
-class BatchRows:
-    """What a batch offers of the rows in its buffer, in every form of attention beside them."""
-
-    buffer: Tensor
-    rows: StoredRows | None
-
-    def read(self, subject: str, length: int | None = None) -> Any:
-        """What a form of rows holds, as its decoder gives it; None where nothing of it was read.
-
-        Args:
-            subject: of the form, such as ``"logits"``.
-            length: as for ``targets``.
-
-        Raises:
-            ShdError: ``argument-shape`` for a length below the longest sample.
-        """
-        return None if self.rows is None else self.rows.read(self.buffer, subject, length)
-
-    def targets(self, length: int | None = None) -> Tensor | TopkTargets | SampledTargets | None:
-        """The teacher's logits as ``kd_loss`` takes them, on the buffer's device; None where none were read.
-
-        Args:
-            length: L, to which shorter samples are padded; default: of the longest. Padded rows hold zeros: leave
-                them out by ``loss_mask=query_mask(length)``, a decoder's by ``decoder_mask(length)``. A classifier's
-                have no such axis.
-
-        Returns:
-            float16 ``(B, L, V)`` where all logits are stored, else the record of CACHE-164.
-
-        Raises:
-            ShdError: ``argument-shape`` for a length below the longest sample.
-        """
-        targets: Tensor | TopkTargets | SampledTargets | None = self.read("logits", length)
-        return targets
-
-    def hidden_states(self, length: int | None = None) -> dict[int, Tensor]:
-        """Hidden states by the teacher's number, ``(B, L, width)`` float32; empty where none were read.
-
-        Args:
-            length: as for ``targets``.
-
-        Raises:
-            ShdError: ``argument-shape`` for a length below the longest sample.
-        """
-        return self.read("hidden", length) or {}
-
-    def decoder_mask(self, length: int | None = None) -> Tensor | None:
-        """``(B, L)``, True where a decoder's logits or hidden states are stored; None where neither are its rows."""
-        if self.rows is None or not self.rows.decoder:
-            return None
-        return held_positions(self.rows.decoder, (), length, self.buffer.device)
 
 
 def view_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -215,21 +206,12 @@ _TINY = 2.0**-25  # what float16 rounds to nothing: a tail that close to one lea
 
 
 def decode_rows(form: Logits, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The rows of ``topk`` and ``sampled`` (CACHE-164 to CACHE-167); numbers are found in float64.
+    """The first three fields of ``TopkTargets`` or ``SampledTargets`` of rows of bytes (CACHE-164 to CACHE-167).
 
     Bytes that no encoder makes give numbers that mean nothing, within the vocabulary; a reader has compared their
     checksums, and the loss looks at its first targets.
-
-    Args:
-        form: how they are coded.
-        rows: uint8 ``(R, row_bytes)``.
-
-    Returns:
-        The first three fields of ``TopkTargets``, or with draws of ``SampledTargets``: ids ``(R, slots)``, numbers by
-        slot, numbers by row; float32.
     """
-    # Bits are unpacked to a number each.
-    together = max(tile_entries(rows.device) // (8 * rows.shape[1]), 1)
+    together = max(tile_entries(rows.device) // (8 * rows.shape[1]), 1)  # bits are unpacked to a number each
     parts = [_decode(form, block) for block in torch.split(rows, together)]
     ids, by_slot, by_row = (torch.cat(column) for column in zip(*parts, strict=True))
     return ids, by_slot, by_row

@@ -1,16 +1,11 @@
-"""What a student is taught with: merged maps A~ in one of two forms, behind one small interface.
-
-``Dense`` holds the maps. ``Factored`` (in ``factored.py``) holds the teacher's queries and keys with the mixing
-matrix, and forms a map only when asked for one: its memory is linear in the length, and its temperature is
-free until the loss is computed.
-"""
+"""What a student is taught with: merged maps A~ behind one small interface, and ``Dense``, which holds them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -19,6 +14,7 @@ from shd_ref.errors import ShdError
 from shd_torch.checks import ROW_SUMS, check_option, check_probs, check_real, check_temperature, compute_dtype
 from shd_torch.precision import without_autocast
 from shd_torch.supervision.fused import expand_heads
+from shd_torch.supervision.mask import move
 
 TILE_ENTRIES = 2**19
 """Entries of the largest tile that is formed at once on a processor: its cache holds a few of them."""
@@ -39,8 +35,10 @@ class Supervision(ABC):
 
     Attributes:
         row_sums: ``"one"``, or ``"at_most_one"`` where rows have less mass, as with attention sinks (LOSS-10).
+        PER_SAMPLE: names of the fields with an entry for each sample.
     """
 
+    PER_SAMPLE: ClassVar[tuple[str, ...]]
     row_sums: str
 
     @property
@@ -84,9 +82,11 @@ class Supervision(ABC):
     def mass(self) -> Tensor:
         """What each row sums to, ``(B, H_s, L)``; 0 where a row does not count. The same at every temperature."""
 
-    @abstractmethod
     def samples(self, start: int, stop: int) -> Self:
         """The supervision of samples ``start .. stop - 1``."""
+        record: Any = self
+        held = {name: value for name in self.PER_SAMPLE if (value := getattr(record, name)) is not None}
+        return replace(record, **{name: value[start:stop] for name, value in held.items()})  # type: ignore[no-any-return]
 
     def drop_rows(self, loss_mask: Tensor) -> Self:
         """A copy for a loss that does not count some rows: they may hold anything, but make no sum NaN.
@@ -96,9 +96,9 @@ class Supervision(ABC):
         """
         return self
 
-    @abstractmethod
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
         """A copy on another device."""
+        return move(self, device, non_blocking=non_blocking)
 
     @abstractmethod
     def check(self, loss_mask: Tensor | None, layer: int) -> None:
@@ -118,18 +118,10 @@ class Supervision(ABC):
 
     @abstractmethod
     def check_temperature(self, temperature: float) -> None:
-        """Refuse a temperature that the maps were not made for.
-
-        Raises:
-            ShdError: ``argument-value``.
-        """
+        """Refuse a temperature that the maps were not made for: ``argument-value``."""
 
     def tiles(self) -> Iterator[tuple[Self, slice, slice]]:
-        """Tiles of about ``tile_entries(self.device)`` entries that cover the maps.
-
-        Yields:
-            The supervision of some samples, which samples, and which rows.
-        """
+        """Tiles that cover the maps: the supervision of some samples, which samples, and which rows."""
         batch, heads, num_rows, num_keys = self.shape
         entries = tile_entries(self.device)
         least = min(num_rows, 64)  # rows that make a matrix product worth its call
@@ -211,6 +203,8 @@ class Dense(Supervision):
     Source: MAP-3, MAP-9.
     """
 
+    PER_SAMPLE: ClassVar[tuple[str, ...]] = ("maps", "counted")
+
     maps: Tensor
     temperature: float | None = None
     row_sums: str = "one"
@@ -252,19 +246,9 @@ class Dense(Supervision):
         """What each row sums to, ``(B, H_s, L)``; see ``Supervision``."""
         return self.maps.detach().sum(-1, dtype=self.dtype)
 
-    def samples(self, start: int, stop: int) -> Self:
-        """The maps of samples ``start .. stop - 1``."""
-        counted = None if self.counted is None else self.counted[start:stop]
-        return replace(self, maps=self.maps[start:stop], counted=counted)
-
     def drop_rows(self, loss_mask: Tensor) -> Self:
         """The maps, zero in rows that do not count wherever a tile is read; see ``Supervision``."""
         return replace(self, counted=loss_mask)
-
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
-        """A copy on another device."""
-        counted = None if self.counted is None else self.counted.to(device, non_blocking=non_blocking)
-        return replace(self, maps=self.maps.to(device, non_blocking=non_blocking), counted=counted)
 
     def check(self, loss_mask: Tensor | None, layer: int) -> None:
         """The maps must be distributions; see ``Supervision``."""

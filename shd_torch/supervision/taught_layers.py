@@ -50,85 +50,44 @@ class TaughtLayers(tuple[int, ...]):
         return None
 
     def order_calls(self, calls: Sequence[Call], kinds: Sequence[str], name: str) -> list[Call]:
-        """The calls that are numbered, kind after kind, where there are kinds.
-
-        Args:
-            calls: of a forward pass, in the order they ran.
-            kinds: of each.
-            name: of the student.
-
-        Raises:
-            ShdError: ``cache-mismatch`` where there are more or fewer of a kind than was meant.
-        """
+        """The calls of a forward pass of a student ``name``, kind after kind; ``cache-mismatch`` for other counts."""
         counts = {kind: kinds.count(kind) for kind in dict.fromkeys([*(kind for kind, _ in self.kinds), *kinds])}
         if any(counts[kind] != count for kind, count in self.kinds):
             meant, got = (", ".join(f"{kind}={n}" for kind, n in pairs) for pairs in (self.kinds, counts.items()))
-            raise ShdError(
-                "cache-mismatch",
-                f"a forward pass of {name} must make as many attention calls of each kind as its teaching was made "
-                f"for, {meant}; got {got}: precompute with --student-layers of this student's numbers",
-                "CACHE-105",
-            )
-        return [
-            call
-            for taught_kind, _ in self.kinds
-            for call, kind in zip(calls, kinds, strict=True)
-            if kind == taught_kind
-        ]
+            rule = f"a forward pass of {name} must make as many attention calls of each kind as its teaching, {meant}"
+            message = f"{rule}; got {got}: precompute with --student-layers of this student's numbers"
+            raise ShdError("cache-mismatch", message, "CACHE-105")
+        by_call = list(zip(calls, kinds, strict=True))
+        return [call for taught_kind, _ in self.kinds for call, kind in by_call if kind == taught_kind]
 
     def check_calls(self, num_calls: int, name: str) -> None:
-        """Refuse a student of another depth than was meant.
-
-        Args:
-            num_calls: attention calls of a forward pass.
-            name: of the student.
-
-        Raises:
-            ShdError: ``cache-mismatch``.
-        """
+        """Refuse a student ``name`` of another depth than was meant: ``cache-mismatch``."""
         meant = None if self.kinds else self.num_student_layers
         if meant is not None and num_calls != meant:
-            raise ShdError(
-                "cache-mismatch",
-                f"a forward pass of {name} must make {meant} attention calls, as its teaching was made for {meant} "
-                f"student layers; got {num_calls}: precompute with --student-layers {num_calls} (a live "
-                f"teacher: layer_map={num_calls}), or with --layer-pairs where some are not to be taught",
-                "CACHE-104",
-            )
+            rule = f"a forward pass of {name} must make {meant} attention calls, as its teaching was made for {meant}"
+            advice = f"precompute with --student-layers {num_calls} (a live teacher: layer_map={num_calls}), or with "
+            message = f"{rule} student layers; got {num_calls}: {advice}--layer-pairs where some are not to be taught"
+            raise ShdError("cache-mismatch", message, "CACHE-104")
 
 
 def unite_layers(taught: Sequence[tuple[int, ...]]) -> TaughtLayers:
-    """The layers that several teachers teach, ascending.
-
-    Raises:
-        ShdError: ``cache-mismatch`` where they are meant for students of different depths.
-    """
+    """The layers that several teachers teach, ascending; ``cache-mismatch`` for students of different depths."""
     meant = {layers.num_student_layers for layers in taught if isinstance(layers, TaughtLayers)} - {None}
     if len(meant) > 1:
-        counts = " and ".join(str(count) for count in sorted(count for count in meant if count is not None))
-        raise ShdError(
-            "cache-mismatch",
-            f"all teachers must be mapped to one number of student layers; got {counts}: precompute, or make the "
-            "live teacher, for this student",
-            "CACHE-104",
-        )
+        counts = " and ".join(map(str, sorted(count for count in meant if count is not None)))
+        rule = f"all teachers must be mapped to one number of student layers; got {counts}"
+        message = f"{rule}: precompute, or make the live teacher, for this student"
+        raise ShdError("cache-mismatch", message, "CACHE-104")
     kinds = {layers.kinds for layers in taught if isinstance(layers, TaughtLayers)}
     if len(kinds) > 1:
-        raise ShdError(
-            "cache-mismatch",
-            f"all teachers must number one set of attention kinds; got {' and '.join(map(str, sorted(kinds)))}",
-            "CACHE-105",
-        )
+        message = f"all teachers must number one set of attention kinds; got {' and '.join(map(str, sorted(kinds)))}"
+        raise ShdError("cache-mismatch", message, "CACHE-105")
     numbers = sorted({layer for layers in taught for layer in layers})
     return TaughtLayers(numbers, meant.pop() if meant else None, kinds.pop() if kinds else ())
 
 
 def taught_layers(manifest: Manifest, numbers: Iterable[int] | None = None) -> TaughtLayers:
-    """Some layers of a cache, by default all, with the student that its manifest was made for.
-
-    Raises:
-        ShdError: ``argument-value`` for numbers of a cache without attention, which teaches no layer.
-    """
+    """Some layers of a cache, by default all, with the student that its manifest was made for."""
     if numbers is None:
         if manifest.find(Attention) is None:
             return TaughtLayers(())

@@ -28,7 +28,7 @@ class Row(NamedTuple):
         form: the class that a manifest's member becomes; of several with one subject the member ``form`` decides.
         maker: subclass of ``Maker``: how records of it are made of a teacher's outputs, measured and compared.
         decoder: function that decodes a batch of it where the student trains: of rows ``(form, rows, spread)``, see
-            ``StoredRows.read``; of attention ``(records, manifest, layers, buffer)`` to the batch.
+            ``CachedBatch.read``; of attention ``(records, manifest, layers, buffer)`` to the batch.
         term: subclass of ``RowsTerm``: what ``SHDTrainer`` learns from it; of attention ``layer_kls``.
     """
 
