@@ -64,16 +64,16 @@ def doctor(
     require_packages("torch", "transformers", extra="hf")
     from transformers.utils import logging
 
-    from shd_torch.doctor import Wishes, diagnose
+    from shd_torch.doctor import DiagnosisOptions, diagnose
 
     quiet: Any = logging
     quiet.disable_progress_bar()
     quiet.set_verbosity_error()
     arrays = None if data is None else read_data(data, samples, (teacher, student))
-    wishes = Wishes(probe, seeds, batch_size, learning_rate, beta)
+    options = DiagnosisOptions(probe, seeds, batch_size, learning_rate, beta)
     with show_progress("models are read") as (on_progress,):
         diagnosis = diagnose(
-            teacher, student, arrays, wishes, progress=lambda done, total, what: on_progress(done, total, says=what)
+            teacher, student, arrays, options, progress=lambda done, total, what: on_progress(done, total, says=what)
         )
     print_diagnosis(diagnosis)
     return diagnosis.document()
@@ -82,14 +82,7 @@ def doctor(
 def read_data(path: Path, samples: int, models: Sequence[str] = ()) -> dict[str, NDArray[Any]]:
     """The first samples of the models' inputs, and ``labels`` ``(N,)`` or ``(N, L)`` of an .npz.
 
-    Args:
-        path: of the file.
-        samples: how many.
-        models: the first of them that is a folder with a tokenizer.json tokenises the texts of a .jsonl.
-
-    Raises:
-        ShdError: as ``read_inputs``; ``argument-shape`` for labels that are no integers; ``inputs-invalid`` for texts
-            without a tokenizer.
+    The first model that is a folder with a tokenizer.json tokenises the texts of a .jsonl.
     """
     from shd_ref.teacher.sources.arrays import open_npz
     from shd_torch.shrink_command import read_inputs
@@ -106,10 +99,8 @@ def read_data(path: Path, samples: int, models: Sequence[str] = ()) -> dict[str,
         count = len(next(iter(arrays.values())))
         labels = np.stack([row["labels"] for _, row in zip(range(count), source.rows(["labels"]), strict=False)])
         if labels.dtype.kind not in "iu" or labels.ndim > 2:
-            raise ShdError(
-                "argument-shape",
-                f"data must hold labels as integers (N,) or (N, L); got {labels.dtype} {labels.shape}",
-            )
+            message = f"data must hold labels as integers (N,) or (N, L); got {labels.dtype} {labels.shape}"
+            raise ShdError("argument-shape", message)
         arrays["labels"] = labels.astype(np.int64)
     return arrays
 
@@ -132,8 +123,8 @@ def print_diagnosis(found: Diagnosis) -> None:
     facts = narrow_table()
     facts.add_column("measured")
     facts.add_column("", overflow="fold")
-    for name, text in _facts(found):
-        facts.add_row(name, text)
+    for fact in _facts(found):
+        facts.add_row(*fact)
     console.print()
     console.print(facts)
 
@@ -144,15 +135,9 @@ def _rows(found: Diagnosis) -> Iterator[tuple[str, str, str, str]]:
     different = {one.part for one in found.differences}
     for name in ("layers", "heads", "hidden", "parameters"):
         if name not in different:
-            own = getattr(student, name)
-            other = "?" if teacher is None else getattr(teacher, name)
-            yield name, _number(other), _number(own), ""
+            yield name, "?" if teacher is None else f"{getattr(teacher, name):,}", f"{getattr(student, name):,}", ""
     for one in found.differences:
         yield one.part, one.teacher, one.student, one.effect
-
-
-def _number(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _facts(found: Diagnosis) -> Iterator[tuple[str, str]]:
@@ -178,22 +163,18 @@ def _facts(found: Diagnosis) -> Iterator[tuple[str, str]]:
     if found.objective is not None and found.beta is not None:
         beta = found.beta
         yield "recipe", f"{found.objective.recipe} with SHD ({found.objective.reason})"
-        yield (
-            "beta",
-            f"{beta.low:.1g} to {beta.high:.1g}; {beta.middle:.1g} has a gradient norm of {beta.first:.1%} of all "
-            f"else's at the first step, and {beta.later:.0%} after {beta.steps} steps without it",
-        )
+        norm = f"{beta.middle:.1g} has a gradient norm of {beta.first:.1%} of all else's at the first step"
+        later = f"{beta.later:.0%} after {beta.steps} steps without it"
+        yield "beta", f"{beta.low:.1g} to {beta.high:.1g}; {norm}, and {later}"
     if found.probe is not None:
         yield "probe", _say_probe(found.probe)
 
 
 def _say_probe(probe: Probe) -> str:
     means = f"{np.mean(probe.without):.4g} without, {np.mean(probe.with_shd):.4g} with SHD"
-    gain = f"gain {plus_minus(probe.gain, probe.margin)}"
-    return (
-        f"{gain} ({probe.measure} on {probe.held_out} held-out samples: {means}; {probe.options.seeds} pairs "
-        f"of {probe.options.probe} steps, beta {probe.options.beta:.1g}; 95% over seeds). {_say_power(probe)}"
-    )
+    judged = f"gain {plus_minus(probe.gain, probe.margin)} ({probe.measure} on {probe.held_out} held-out samples"
+    run = f"{probe.options.seeds} pairs of {probe.options.probe} steps, beta {probe.options.beta:.1g}"
+    return f"{judged}: {means}; {run}; 95% over seeds). {_say_power(probe)}"
 
 
 def _say_power(probe: Probe) -> str:

@@ -16,7 +16,7 @@ from shd_torch.doctor.differences import BLOCKS, EFFECTS, Difference, compare_pa
 from shd_torch.doctor.graph import Arrays, Progress, measure_graph, measure_model
 from shd_torch.doctor.objective import Objective, choose_objective, inputs_of, mask_of
 from shd_torch.doctor.pair import Parts, Student, Teacher, parts_of, read_student, read_teacher
-from shd_torch.doctor.probe import BetaRange, Probe, Wishes, check_probe, find_beta, run_probe
+from shd_torch.doctor.probe import BetaRange, DiagnosisOptions, Probe, Trial, check_probe, find_beta, run_probe
 from shd_torch.doctor.verdict import Verdict, judge
 from shd_torch.maps import layer_map
 from shd_torch.teacher import OnlineTeacher
@@ -98,7 +98,7 @@ def diagnose(
     teacher: str,
     student: str,
     data: Arrays | None = None,
-    wishes: Wishes | None = None,
+    options: DiagnosisOptions | None = None,
     *,
     progress: Progress | None = None,
 ) -> Diagnosis:
@@ -109,24 +109,20 @@ def diagnose(
         student: a folder or hub id; a configuration without weights means random initialisation.
         data: the models' inputs by name ``(N, ...)``, with optional ``labels``; None compares only the
             configurations.
-        wishes: a probe, and how.
+        options: a probe, and how.
         progress: called with the numbers of finished and of all steps (0 if unknown) and the current step.
 
     Raises:
         ShdError: ``read-failed``, ``argument-value``; what the measurements raise.
     """
-    wishes, tell = wishes or Wishes(), progress or (lambda *_: None)
+    options, tell = options or DiagnosisOptions(), progress or (lambda *_: None)
     tell(0, 0, "models are read")
-    count = None if data is None else len(next(iter(data.values())))
-    check_probe(wishes, count)
+    check_probe(options, None if data is None else len(next(iter(data.values()))))
     taught, learner = read_teacher(teacher), read_student(student)
-    if wishes.probe and taught.model is None:
-        raise ShdError(
-            "argument-value",
-            f"teacher must be a Hugging Face folder for a probe, which runs it at every step; got {teacher!r}: "
-            "give the folder that it was exported from, or leave the probe out, make a cache (shd precompute) and "
-            "train your student with and without it (docs/doctor.md)",
-        )
+    if options.probe and taught.model is None:
+        rule = "teacher must be a Hugging Face folder for a probe, which runs it at every step"
+        advice = "give its folder, or make a cache (shd precompute) and train with and without it (docs/doctor.md)"
+        raise ShdError("argument-value", f"{rule}; got {teacher!r}: {advice}")
     own = parts_of(learner.make(0))
     parts = None if taught.model is None else parts_of(taught.model)
     tokens = compare_tokenizers(taught.folder, learner.folder) if own.patches is None else []
@@ -135,7 +131,7 @@ def diagnose(
     differences = tuple(sorted([*tokens, *by_parts], key=lambda one: EFFECTS.index(one.effect)))
     diagnosis = Diagnosis(teacher, student, parts, own, differences, learner.has_weights, learner.is_squeezed)
     if data is not None and not any(one.effect == BLOCKS for one in diagnosis.differences):
-        _measure(diagnosis, taught, learner, data, wishes, tell)
+        _measure(diagnosis, taught, learner, data, options, tell)
     diagnosis.verdict = judge(
         diagnosis.differences,
         diagnosis.squeezed,
@@ -148,7 +144,7 @@ def diagnose(
 
 
 def _measure(
-    found: Diagnosis, teacher: Teacher, student: Student, data: Arrays, wishes: Wishes, tell: Progress
+    found: Diagnosis, teacher: Teacher, student: Student, data: Arrays, options: DiagnosisOptions, tell: Progress
 ) -> None:
     own = found.student_parts
     arrays = {name: array for name, array in data.items() if name != "labels"}
@@ -177,10 +173,8 @@ def _measure(
             raise
         found.unmeasured = str(error)
     found.failure = _find_unknown(batch, own)
-    if found.failure is not None:
-        return
-    found.untried = _find_other_rows(found, model)
-    if found.untried is not None:
+    found.untried = None if found.failure is not None else _find_other_rows(found, model)
+    if found.failure is not None or found.untried is not None:
         return
     start = student.make(0)
     few = {name: array[:2] for name, array in batch.items()}
@@ -195,17 +189,12 @@ def _measure(
             "with SHDTrainer (beta and hidden) and judge it by your task"
         )
         return
-    found.beta = find_beta(
-        found.objective, start, live, batch, wishes, progress=lambda done, total: tell(done, total, "steps to beta")
-    )
-    if wishes.probe:
+    trial = Trial(live, found.objective, batch, options)
+    found.beta = find_beta(trial, start, lambda done, total: tell(done, total, "steps to beta"))
+    if options.probe:
+        options = replace(options, beta=found.beta.middle if options.beta is None else options.beta)
         found.probe = run_probe(
-            student.make,
-            live,
-            found.objective,
-            batch,
-            replace(wishes, beta=found.beta.middle if wishes.beta is None else wishes.beta),
-            lambda done, total: tell(done, total, "steps of the probe"),
+            replace(trial, options=options), student.make, lambda done, total: tell(done, total, "steps of the probe")
         )
 
 
@@ -214,11 +203,8 @@ def _check_labels(labels: Tensor, student: Parts) -> None:
     classes = student.labels if labels.ndim == 1 else student.vocabulary
     counted = labels[labels != IGNORED]
     if classes is not None and counted.numel() and not 0 <= int(counted.min()) <= int(counted.max()) < classes:
-        raise ShdError(
-            "argument-value",
-            f"data must hold labels below the student's {classes} classes, or {IGNORED}; got {int(counted.min())} to "
-            f"{int(counted.max())}",
-        )
+        rule = f"data must hold labels below the student's {classes} classes, or {IGNORED}"
+        raise ShdError("argument-value", f"{rule}; got {int(counted.min())} to {int(counted.max())}")
 
 
 def _find_unknown(batch: Mapping[str, Tensor], student: Parts) -> str | None:
@@ -226,10 +212,8 @@ def _find_unknown(batch: Mapping[str, Tensor], student: Parts) -> str | None:
     tokens, size = batch.get("input_ids"), student.vocabulary
     if tokens is None or size is None or int(tokens.max()) < size:
         return None
-    return (
-        f"the data has token {int(tokens.max())}, and the student a vocabulary of {size}: give it the teacher's "
-        "tokenizer and vocabulary"
-    )
+    problem = f"the data has token {int(tokens.max())}, and the student a vocabulary of {size}"
+    return f"{problem}: give it the teacher's tokenizer and vocabulary"
 
 
 def live_teacher(found: Diagnosis, model: Any, student: Student) -> OnlineTeacher:
@@ -256,16 +240,11 @@ def _check_tokens(arrays: Arrays, vocabulary: int | None) -> None:
         return
     longest = int(arrays["attention_mask"].sum(-1).max()) if tokens.ndim == 2 and len(tokens) else 0
     if longest < 2:
-        raise ShdError(
-            "argument-value",
-            f"data must hold texts of at least 2 tokens, as attention of one token is always 1; got {longest}",
-        )
+        rule = "data must hold texts of at least 2 tokens, as attention of one token is always 1"
+        raise ShdError("argument-value", f"{rule}; got {longest}")
     if vocabulary is not None and int(tokens.max()) >= vocabulary:
-        raise ShdError(
-            "argument-value",
-            f"data must hold tokens below the teacher's vocabulary of {vocabulary}; got {int(tokens.max())}: use the "
-            "teacher's tokenizer",
-        )
+        rule = f"data must hold tokens below the teacher's vocabulary of {vocabulary}; got {int(tokens.max())}"
+        raise ShdError("argument-value", f"{rule}: use the teacher's tokenizer")
 
 
 def _find_other_rows(found: Diagnosis, model: Any) -> str | None:
@@ -288,7 +267,7 @@ def _try_together(
 
     A teacher whose attention cannot be read as it runs may still teach from a cache, if its graph can be read.
     """
-    live, taught, problem = None, None, None
+    taught, problem = None, None
     try:
         live = live_teacher(found, model, student)
         taught = live(**inputs)

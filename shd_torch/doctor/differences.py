@@ -41,23 +41,16 @@ def compare_parts(teacher: Parts, student: Parts) -> list[Difference]:
     """All differences of two Hugging Face models, those that block first.
 
     What hurts is what arXiv 2605.07191 found: where the teacher's attention relies on LayerScale or registers,
-    students without them lose by attention transfer, and no longer do once they have such parts, initialised at
-    random.
+    students without them lose by attention transfer.
     """
     differences = [*_sizes(teacher, student), *_seen(teacher, student), *_inside(teacher, student)]
     return sorted(differences, key=lambda one: EFFECTS.index(one.effect))
 
 
 def compare_tokenizers(teacher: Path | None, student: Path) -> list[Difference]:
-    """Whether both folders make the same tokens of a text: maps of different tokens do not correspond.
-
-    Raises:
-        ShdError: ``read-failed`` for a tokenizer.json that is no JSON.
-    """
+    """Whether both folders make the same tokens of a text: maps of different tokens do not correspond."""
     own, other = (None if folder is None else _read_tokenizer(folder) for folder in (teacher, student))
-    if own is None or other is None:
-        return []
-    names = [name for name in _OF_TOKENS if own.get(name) != other.get(name)]
+    names = [name for name in _OF_TOKENS if own and other and own.get(name) != other.get(name)]
     if not names:
         return []
     # Tokens that were added do not change what other text becomes.
@@ -78,7 +71,7 @@ def _sizes(teacher: Parts, student: Parts) -> Iterator[Difference]:
     if teacher.learned_sinks:
         effect = NOTE if student.learned_sinks else HURTS
         remedy = "the teacher's rows sum to less than one; give the student sinks too"
-        yield Difference("learned sinks", "yes", _yes(student.learned_sinks), effect, remedy)
+        yield Difference("learned sinks", "yes", "yes" if student.learned_sinks else "no", effect, remedy)
 
 
 def _seen(teacher: Parts, student: Parts) -> Iterator[Difference]:
@@ -125,10 +118,6 @@ def _inside(teacher: Parts, student: Parts) -> Iterator[Difference]:
     if teacher.positions != student.positions:
         remedy = "distance is encoded differently: use the teacher's kind of positions"
         yield Difference("positions", teacher.positions, student.positions, HURTS, remedy)
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"
 
 
 def _read_tokenizer(folder: Path) -> dict[str, Any] | None:

@@ -29,15 +29,8 @@ def measure_graph(
 ) -> FidelityReport:
     """Run a teacher graph on samples with its attention squeezed to some heads, in the ways of ``shd fidelity``.
 
-    Args:
-        graph: an ``.onnx`` file.
-        arrays: inputs by name ``(N, ...)``; what the graph does not take is left out.
-        heads: of the student.
-        next_token: judge by the teacher's own loss on the next tokens, not by the cosine of its output.
-        progress: gets the numbers of batches done and in all, 0 where nothing is counted, and what is done.
-
-    Raises:
-        ShdError: as ``measure_fidelity``.
+    What the graph does not take of the arrays is left out. ``next_token`` judges by the teacher's own loss on the
+    next tokens, not by the cosine of its output.
     """
     from shd_ref.teacher.opening.load import load_teacher
     from shd_ref.teacher.study.fidelity import measure_fidelity
@@ -60,18 +53,11 @@ def measure_graph(
 def measure_model(
     model: Any, arrays: Arrays, heads: int, *, next_token: bool = False, progress: Progress = lambda *_: None
 ) -> FidelityReport:
-    """``measure_graph`` of a Hugging Face teacher, whose graph is made for it and thrown away.
-
-    Raises:
-        ShdError: ``dependency-missing``; as ``measure_graph``, ``export_teacher`` and ``example_inputs``.
-    """
+    """``measure_graph`` of a Hugging Face teacher, whose graph is made for it and thrown away."""
     for package in ("onnx", "onnxruntime", "onnxscript"):
         if find_spec(package) is None:
-            raise ShdError(
-                "dependency-missing",
-                f"data is measured on the teacher's graph, which needs the package {package}: pip install "
-                "'squeezing-heads[all]'",
-            )
+            message = f"data is measured on the teacher's graph, which needs the package {package}"
+            raise ShdError("dependency-missing", f"{message}: pip install 'squeezing-heads[all]'")
     from shd_torch.export import example_inputs, export_teacher
 
     with tempfile.TemporaryDirectory(prefix="shd-doctor-") as folder:

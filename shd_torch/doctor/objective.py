@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,31 +23,16 @@ Batch = Mapping[str, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Objective:
-    """A base loss.
+    """A base loss."""
 
-    Attributes:
-        recipe: of ``shd_torch.recipes``; ``hidden_loss`` for a student without a head.
-        measure: the term whose value on held-out data says how good a student is.
-        labels: where they are from, in words.
-        reason: why this one.
-        options: its keywords.
-    """
-
-    recipe: str
-    measure: str
-    labels: str
-    reason: str
+    recipe: str  # of shd_torch.recipes; hidden_loss for a student without a head
+    measure: str  # the term whose value on held-out data says how good a student is
+    labels: str  # where they are from, in words
+    reason: str  # why this one
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def terms(self, output: Any, taught_output: Any, batch: Batch, shd: SHD | None = None) -> Terms:
-        """Its terms on a batch.
-
-        Args:
-            output: of the student.
-            taught_output: of the teacher.
-            batch: inputs, and ``labels`` where they are given.
-            shd: the term on attention.
-        """
+        """Its terms on the outputs of student and teacher for a batch, and the term on attention."""
         if self.recipe == "hidden_loss":
             states = output.last_hidden_state, taught_output.last_hidden_state
             value = hidden_loss(*states, distance="cosine", loss_mask=mask_of(batch), check=False)
@@ -69,17 +54,8 @@ class Objective:
 def choose_objective(student: Any, teacher: Any, batch: Batch) -> Objective | None:
     """The recipe for a pair, from what both return on a batch.
 
-    Args:
-        student: in evaluation mode.
-        teacher: the same.
-        batch: inputs of both, with ``labels`` where there are any.
-
-    Returns:
-        The recipe; None for a student without a head whose last hidden states are not of the teacher's shape, so that
-        nothing could say how good it is.
-
-    Raises:
-        ShdError: ``argument-value`` for a student with nothing to learn but attention.
+    None for a student without a head whose last hidden states are not of the teacher's shape, so that nothing could
+    say how good it is.
     """
     with torch.no_grad():
         outputs = [model(**inputs_of(batch)) for model in (student, teacher)]
@@ -88,9 +64,8 @@ def choose_objective(student: Any, teacher: Any, batch: Batch) -> Objective | No
         shapes = [getattr(read_output(output, "last_hidden_state"), "shape", None) for output in outputs]
         if shapes[0] is None or shapes[0] != shapes[1]:
             return None
-        return Objective(
-            "hidden_loss", "hidden_distance", "none", "no head; the last hidden states of both are compared"
-        )
+        reason = "no head; the last hidden states of both are compared"
+        return Objective("hidden_loss", "hidden_distance", "none", reason)
     same = other is not None and own.shape == other.shape
     has_labels = "labels" in batch
     if own.ndim == 2 and same:
@@ -108,11 +83,8 @@ def choose_objective(student: Any, teacher: Any, batch: Batch) -> Objective | No
         return Objective("language_kd", "cross_entropy", labels, "both predict the next token", options)
     if own.ndim == 3 and same:
         return Objective("gkd", "jsd", "none", "both fill in tokens", {"mixing": 0.0})
-    raise ShdError(
-        "argument-value",
-        "data must hold labels where the teacher's logits are not of the student's classes; got none: add an array "
-        "labels to the .npz",
-    )
+    rule = "data must hold labels where the teacher's logits are not of the student's classes"
+    raise ShdError("argument-value", f"{rule}; got none: add an array labels to the .npz")
 
 
 def student_terms(objective: Objective, student: Any, taught: Any, batch: Batch, beta: float | None) -> Terms:
@@ -133,9 +105,3 @@ def mask_of(batch: Batch) -> Tensor | None:
 def inputs_of(batch: Batch) -> dict[str, Any]:
     """A batch without its labels, as keywords of a model."""
     return {name: array for name, array in batch.items() if name != "labels"}
-
-
-def cut_batches(data: Batch, rows: Tensor, size: int) -> Iterator[dict[str, Tensor]]:
-    """Batches of some rows, in their order."""
-    for chosen in torch.split(rows, size):
-        yield {name: array[chosen] for name, array in data.items()}

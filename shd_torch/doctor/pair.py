@@ -13,14 +13,7 @@ import torch
 from torch import nn
 
 from shd_ref.errors import ShdError
-from shd_torch.shrink.folders import (
-    find_folder,
-    implementation_of,
-    load_student,
-    load_weights,
-    model_class,
-    read_config,
-)
+from shd_torch.shrink import folders
 from shd_torch.training.recipe import is_causal_model
 
 _LAYER_SCALE: Final = re.compile(r"layer_?scale|lambda_?[12]$|\.ls[12]\.|gamma_[12]$")
@@ -33,100 +26,63 @@ _ALIBI: Final = ("bloom", "mpt")
 
 @dataclass(frozen=True, eq=False)
 class Teacher:
-    """Attributes:
-    name: for people.
-    folder: of a Hugging Face model; None of a graph.
-    graph: an ``.onnx`` file; None of a Hugging Face model.
-    model: in evaluation mode, float32; None of a graph.
-    """
+    """A Hugging Face model, or a graph."""
 
-    name: str
-    folder: Path | None
-    graph: Path | None
-    model: Any
+    folder: Path | None  # of a model
+    graph: Path | None  # an .onnx file
+    model: Any  # in evaluation mode, float32
 
 
 @dataclass(frozen=True, eq=False)
 class Student:
-    """Attributes:
-    name: for people.
-    folder: with its configuration.
-    config: of Hugging Face.
-    has_weights: whether the folder holds any; otherwise it starts at random.
-    is_squeezed: whether ``shrink`` made it.
-    """
+    """A Hugging Face model to be made."""
 
-    name: str
-    folder: Path
+    folder: Path  # with its configuration
     config: Any
-    has_weights: bool
-    is_squeezed: bool
+    has_weights: bool  # whether the folder holds any; otherwise it starts at random
+    is_squeezed: bool  # whether shrink made it
 
     def make(self, seed: int) -> Any:
         """A new one in float32: with the folder's weights, or with random ones by the seed."""
         if self.is_squeezed:
-            return load_student(self.folder).float()
+            return folders.load_student(self.folder).float()
         config = copy.deepcopy(self.config)
         if self.has_weights:
-            return load_weights(self.folder, config).float()
-        kind = model_class(config)
+            return folders.load_weights(self.folder, config).float()
+        kind = folders.model_class(config)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             made = getattr(kind, "_from_config", getattr(kind, "from_config", None))
             assert made is not None  # every class of transformers has one of them
-            return made(config, attn_implementation=implementation_of(kind)).float().eval()
+            return made(config, attn_implementation=folders.implementation_of(kind)).float().eval()
 
 
 def read_teacher(source: str) -> Teacher:
-    """A teacher from an ``.onnx`` file, a folder or a hub id.
-
-    Raises:
-        ShdError: ``read-failed``, ``shrink-unsupported`` (quantised weights).
-    """
+    """A teacher from an ``.onnx`` file, a folder or a hub id."""
     if source.endswith(".onnx"):
         if not Path(source).is_file():
             raise ShdError("read-failed", f"teacher must be an .onnx file, a folder or a hub id; got {source!r}")
-        return Teacher(Path(source).name, None, Path(source), None)
-    folder = find_folder(source, "teacher")
-    model = load_weights(folder, read_config(folder)).float()
-    return Teacher(source, folder, None, model)
+        return Teacher(None, Path(source), None)
+    folder = folders.find_folder(source, "teacher")
+    return Teacher(folder, None, folders.load_weights(folder, folders.read_config(folder)).float())
 
 
 def read_student(source: str) -> Student:
-    """A student from a folder or a hub id; a configuration without weights will do.
-
-    Raises:
-        ShdError: ``read-failed``.
-    """
-    folder = find_folder(source, "student")
+    """A student from a folder or a hub id; a configuration without weights will do."""
+    folder = folders.find_folder(source, "student")
     is_squeezed = (folder / "shrink.json").is_file()
-    config = load_student(folder).config if is_squeezed else read_config(folder, "student")
+    config = folders.load_student(folder).config if is_squeezed else folders.read_config(folder, "student")
     has_weights = any(folder.glob("*.safetensors"))
     if not has_weights and any(folder.glob("*.bin")):
-        raise ShdError(
-            "read-failed",
-            f"student must hold safetensors, or a configuration alone; got {source!r} with weights that run code "
-            "when they are read: save it again with save_pretrained",
-        )
-    return Student(source, folder, config, has_weights, is_squeezed)
+        rule = "student must hold safetensors, or a configuration alone"
+        message = f"{rule}; got {source!r} with weights that run code: save it again with save_pretrained"
+        raise ShdError("read-failed", message)
+    return Student(folder, config, has_weights, is_squeezed)
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Sizes of a model, and what else its attention depends on.
-
-    Attributes:
-        layer_scale: whether blocks are scaled channel by channel after their end.
-        registers: tokens beside class and patches.
-        qk_norm: whether queries and keys of a head are normalised.
-        positions: ``learned``, ``rotary``, ``relative``, ``alibi`` or ``none``.
-        is_causal: whether a row sees earlier positions alone.
-        window: how many positions a row sees at most; None = all.
-        learned_sinks: whether rows may give attention to nothing.
-        vocabulary: classes of a text's tokens; None of images.
-        patches: of an image, with its size and channels; None of texts.
-        labels: classes of a classifier's head.
-    """
+    """Sizes of a model, and what else its attention depends on."""
 
     name: str
     heads: int
@@ -134,18 +90,18 @@ class Parts:
     layers: int
     hidden: int
     parameters: int
-    layer_scale: bool
-    registers: int
+    layer_scale: bool  # whether blocks are scaled channel by channel after their end
+    registers: int  # tokens beside class and patches
     class_token: bool
     distillation_token: bool
-    qk_norm: bool
-    positions: str
-    is_causal: bool
-    window: int | None
-    learned_sinks: bool
-    vocabulary: int | None
-    patches: tuple[int, ...] | None
-    labels: int | None
+    qk_norm: bool  # whether queries and keys of a head are normalised
+    positions: str  # learned, rotary, relative, alibi or none
+    is_causal: bool  # whether a row sees earlier positions alone
+    window: int | None  # how many positions a row sees at most; None = all
+    learned_sinks: bool  # whether rows may give attention to nothing
+    vocabulary: int | None  # classes of a text's tokens; None of images
+    patches: tuple[int, ...] | None  # rows, columns and channels of an image; None of texts
+    labels: int | None  # classes of a classifier's head
 
     @property
     def specials(self) -> int:
@@ -176,7 +132,7 @@ def parts_of(model: nn.Module) -> Parts:
         positions=_positions(config, shapes, modules),
         is_causal=is_causal_model(model)  # of old models no module says so
         or any(getattr(module, "is_causal", False) is True for module in modules.values()),
-        window=_window(config),
+        window=_first(config, "sliding_window") if getattr(config, "use_sliding_window", True) else None,
         learned_sinks=any(name.endswith(("sinks", "attn_sink")) for name in shapes),
         vocabulary=None if is_image else _first(config, "vocab_size"),
         patches=_patches(config) if is_image else None,
@@ -192,12 +148,6 @@ def _positions(config: Any, shapes: Iterable[str], modules: Iterable[str]) -> st
     if getattr(config, "model_type", "") in _ALIBI or getattr(config, "alibi", False) is True:
         return "alibi"
     return "learned" if _any(_LEARNED, [*shapes, *modules]) else "none"
-
-
-def _window(config: Any) -> int | None:
-    window = getattr(config, "sliding_window", None)
-    used = getattr(config, "use_sliding_window", True)
-    return window if isinstance(window, int) and used else None
 
 
 def _patches(config: Any) -> tuple[int, ...] | None:

@@ -45,13 +45,7 @@ def judge(
 ) -> Verdict:
     """What was measured decides before what is known of other pairs; what makes it impossible decides before all.
 
-    Args:
-        differences: of the models.
-        squeezed: the teacher with the student's number of heads.
-        probe: the paired run, where there was one.
-        is_squeezed_start: whether ``shrink`` made the student.
-        failure: why the pair could not be run together, if it could not.
-        is_measurable: False where data was there and the teacher's graph could not be made.
+    ``is_measurable`` is False where data was there and the teacher's graph could not be made.
     """
     blocking = [one for one in differences if one.effect == BLOCKS]
     hurting = [one for one in differences if one.effect == HURTS]

@@ -21,10 +21,10 @@ import shd_torch.doctor.probe
 import shd_torch.doctor_command
 from shd_ref import ShdError
 from shd_torch.cli import load_app
-from shd_torch.doctor import Difference, Probe, Wishes, diagnose, diagnosis
+from shd_torch.doctor import DiagnosisOptions, Difference, Probe, diagnose, diagnosis
 from shd_torch.doctor.differences import compare_parts, compare_tokenizers
 from shd_torch.doctor.pair import Parts, parts_of
-from shd_torch.doctor.probe import find_beta
+from shd_torch.doctor.probe import Trial, find_beta
 from shd_torch.doctor.verdict import judge
 from shd_torch.doctor_command import read_data
 
@@ -119,7 +119,7 @@ def test_tokenizers(tmp_path: Path) -> None:
 
 
 def probe_of(*gains: float) -> Probe:
-    options = Wishes(10, len(gains), 4, 1e-3, 0.1)
+    options = DiagnosisOptions(10, len(gains), 4, 1e-3, 0.1)
     return Probe(options, "cross_entropy", 9, tuple(1 + gain for gain in gains), tuple(1.0 for _ in gains), gains)
 
 
@@ -271,11 +271,12 @@ def test_betas_of_two_looks(
             return share * next(found)
 
     monkeypatch.setattr(shd_torch.doctor.probe, "scale_report", lambda *_: Report())
-    monkeypatch.setattr(shd_torch.doctor.probe, "train_students", lambda *_, **__: None)
+    monkeypatch.setattr(Trial, "train", lambda *_, **__: None)
     monkeypatch.setattr(shd_torch.doctor.probe, "student_terms", lambda *_: None)
     teacher: Any = lambda **_: None  # noqa: E731
     data = {"input_ids": torch.zeros(6, 2)}
-    made = find_beta(None, torch.nn.Linear(1, 1), teacher, data, Wishes(batch_size=3))  # type: ignore[arg-type]
+    objective: Any = None
+    made = find_beta(Trial(teacher, objective, data, DiagnosisOptions(batch_size=3)), torch.nn.Linear(1, 1))
     assert (made.low, made.middle, made.high, made.first, made.later) == pytest.approx(expected)
 
 
@@ -311,8 +312,8 @@ def test_a_student_without_a_head(tmp_path: Path, unmeasured: None) -> None:
     }.items():
         BertModel(make_teacher("bert", **sizes).config).save_pretrained(tmp_path / name)
     data = {"input_ids": make_data("bert", samples=24)["input_ids"].numpy()}
-    wishes = Wishes(probe=2, seeds=2, batch_size=8)
-    found = diagnose(str(tmp_path / "teacher"), str(tmp_path / "student"), data, wishes)
+    options = DiagnosisOptions(probe=2, seeds=2, batch_size=8)
+    found = diagnose(str(tmp_path / "teacher"), str(tmp_path / "student"), data, options)
     assert (found.failure, found.untried) == (None, None)
     assert found.objective is not None
     assert (found.objective.recipe, found.objective.measure) == ("hidden_loss", "hidden_distance")
@@ -320,7 +321,7 @@ def test_a_student_without_a_head(tmp_path: Path, unmeasured: None) -> None:
     assert all(0 < value < 2 for value in (*found.probe.without, *found.probe.with_shd))
     assert found.probe.without != found.probe.with_shd
     assert found.verdict.rests_on == "probe"
-    found = diagnose(str(tmp_path / "teacher"), str(tmp_path / "narrow"), data, wishes)
+    found = diagnose(str(tmp_path / "teacher"), str(tmp_path / "narrow"), data, options)
     assert (found.probe, found.objective) == (None, None)
     assert "has no head" in str(found.untried)
 
