@@ -19,24 +19,14 @@ from shd_torch.data.stream import SupervisedStream
 
 @dataclass(frozen=True)
 class SupervisedCollator:
-    """Any collator for samples, with the records of a cache beside them in one buffer.
-
-    Attributes:
-        collate: of samples, to a mapping.
-        manifest: of the cache.
-        layers: student layers that are read.
-    """
+    """Any collator for samples, with the records of a cache beside them in one buffer."""
 
     collate: Callable[[list[Any]], Mapping[str, Any]]
     manifest: Manifest
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]  # of the student, that are read
 
     def __call__(self, batch: Sequence[Any]) -> dict[str, Any]:
-        """Samples with records become a mapping with ``supervision``; samples alone what they always became.
-
-        Raises:
-            ShdError: ``inputs-invalid`` where the attention mask is not that of the samples, padded on the right.
-        """
+        """Samples with records become a mapping with ``supervision``; samples alone what they always became."""
         if not isinstance(batch[0], tuple) or not isinstance(batch[0][1], StoredRecord):
             return dict(self.collate(list(batch)))
         samples, records = zip(*batch, strict=True)
@@ -73,10 +63,8 @@ class _Samples(Dataset[Any]):
 def leave_samples(dataset: Any, argument: str) -> Any:
     """Supervised data without its supervision; any other data as they are."""
     if isinstance(dataset, SupervisedStream):
-        raise ShdError(
-            "argument-value",
-            f"{argument} must hold samples alone; got a SupervisedStream: give the data it was made of",
-        )
+        rule = f"{argument} must hold samples alone; got a SupervisedStream"
+        raise ShdError("argument-value", f"{rule}: give the data it was made of")
     return _Samples(dataset) if isinstance(dataset, SupervisedDataset) else dataset
 
 
@@ -86,10 +74,7 @@ def _check_padding(mask: Tensor, seen: Sequence[Tensor]) -> None:
         n = len(expected)
         if len(row) < n or row[n:].any() or not torch.equal(row[:n], expected):
             what = "ones" if expected.all() else f"{expected.int().tolist()}, as in the sample,"
-            raise ShdError(
-                "inputs-invalid",
-                f"attention_mask must be {what} for the {n} positions that the teacher saw, then zeros; "
-                f"sample {number} of a batch has {mask[number].tolist()}: set the tokenizer's padding_side to "
-                "'right', and truncate as for precompute; or pad the samples before precompute, and join those",
-                "CACHE-82",
-            )
+            rule = f"attention_mask must be {what} for the {n} positions that the teacher saw, then zeros"
+            advice = "set the tokenizer's padding_side to 'right', and truncate as for precompute; or pad the samples"
+            message = f"{rule}; sample {number} of a batch has {mask[number].tolist()}: {advice} before precompute"
+            raise ShdError("inputs-invalid", message, "CACHE-82")

@@ -18,11 +18,7 @@ FILE_NAME: Final = "hidden_projectors.safetensors"
 
 
 class Projectors(nn.Module):
-    """The projectors of a ``HiddenTerm`` by the student's number of hidden states.
-
-    Args:
-        modules: from ``(B, L, student's width)`` to ``(B, L, teacher's width)``; one may serve several numbers.
-    """
+    """The projectors of a ``HiddenTerm`` by the student's number of hidden states; one may serve several."""
 
     def __init__(self, modules: Mapping[int, nn.Module]) -> None:
         super().__init__()
@@ -61,11 +57,7 @@ class Projectors(nn.Module):
             save_model(self, str(Path(folder) / FILE_NAME))
 
     def load(self, folder: str | Path) -> None:
-        """Read them from one.
-
-        Raises:
-            ShdError: ``argument-value`` where the checkpoint has none for these projectors.
-        """
+        """Read them from one; ``argument-value`` where it has none for these projectors."""
         from safetensors.torch import load_model
 
         if not self.state_dict():
@@ -74,25 +66,16 @@ class Projectors(nn.Module):
         try:
             load_model(self, str(path))
         except (OSError, RuntimeError) as error:
-            raise ShdError(
-                "argument-value",
-                f"resume_from_checkpoint must hold the projectors of this HiddenTerm in {path}; got: {error}",
-            ) from error
+            rule = f"resume_from_checkpoint must hold the projectors of this HiddenTerm in {path}"
+            raise ShdError("argument-value", f"{rule}; got: {error}") from error
 
 
 def make_projectors(
     term: HiddenTerm, student_width: int | None, teacher_widths: Mapping[int, int], *, seed: int
 ) -> Projectors:
-    """The term's own modules, or a linear layer for each pair of different widths.
+    """The term's own modules, or a linear layer for each pair of different widths, as far as they are known.
 
-    Args:
-        term: with pairs and projectors.
-        student_width: None where it is not known, which makes none.
-        teacher_widths: by teacher's number, as far as they are known.
-        seed: of the layers that are made: the same on every rank, and no draw of the training's own.
-
-    Raises:
-        ShdError: ``argument-value`` for projectors of numbers that are in no pair.
+    The seed makes the layers the same on every rank, without a draw of the training's own.
     """
     students = [student for student, _ in term.pairs]
     if isinstance(term.projectors, nn.Module):
@@ -100,9 +83,8 @@ def make_projectors(
     if term.projectors is not None:
         unknown = sorted(set(term.projectors) - set(students))
         if unknown:
-            raise ShdError(
-                "argument-value", f"projectors must be by the student numbers of pairs, {students}; got {unknown}"
-            )
+            rule = f"projectors must be by the student numbers of pairs, {students}"
+            raise ShdError("argument-value", f"{rule}; got {unknown}")
         return Projectors(term.projectors)
     modules: dict[int, nn.Module] = {}
     with torch.random.fork_rng(devices=[]):

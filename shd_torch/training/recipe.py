@@ -20,24 +20,15 @@ from shd_torch.training.terms import check_targets
 
 @dataclass(frozen=True)
 class _Kind:
-    """How a recipe is called.
-
-    Attributes:
-        run: it.
-        targets: what it takes of the teachers: ``"none"``, ``"one"`` teacher's targets in any form, one teacher's
-            ``"logits"`` as they are, or the ``"several"`` logits of any number of teachers.
-        of_text: whether its rows are those of a text, ``(B, L, V)``; None = as the labels are.
-        divergence: that decides which targets will do.
-        has_token: whether the student has a distillation token.
-        by_sample: terms that are a mean (or a sum) over samples where the other terms count rows.
-    """
+    """How a recipe is called."""
 
     run: Callable[..., Terms]
+    # of the teachers: "none", "one" teacher's targets in any form, one's "logits" as they are, or "several" of those
     targets: str
-    of_text: bool | None = False
-    divergence: str = "cross_entropy"
-    has_token: bool = False
-    by_sample: tuple[str, ...] = ()
+    of_text: bool | None = False  # whether its rows are those of a text, (B, L, V); None = as the labels are
+    divergence: str = "cross_entropy"  # that decides which targets will do
+    has_token: bool = False  # whether the student has a distillation token
+    by_sample: tuple[str, ...] = ()  # terms that are a mean (or a sum) over samples where the others count rows
 
 
 KINDS: Final[Mapping[str, _Kind]] = {
@@ -84,11 +75,8 @@ class Recipe:
         known = sorted(keyword for keyword in taken if not keyword.endswith(("logits", "labels", "targets")))
         unknown = sorted(set(options) - set(known))
         if unknown or (shift is not None and self.kind.of_text is False):
-            raise ShdError(
-                "argument-value",
-                f"options of recipe {name} must be of {', '.join(known) or 'none'}; "
-                f"got {', '.join(unknown or ['shift'])}",
-            )
+            rule = f"options of recipe {name} must be of {', '.join(known) or 'none'}"
+            raise ShdError("argument-value", f"{rule}; got {', '.join(unknown or ['shift'])}")
         self.options = options
         self._try()
 
@@ -106,33 +94,16 @@ class Recipe:
         return is_causal_model(student) if self.shift is None else self.shift
 
     def check_cache(self, codec: str, temperature: float | None, origin: str) -> None:
-        """Refuse stored logits that this recipe cannot learn from, before the first step.
-
-        Args:
-            codec: of the logits.
-            temperature: of the targets, or None.
-            origin: the cache, for errors.
-
-        Raises:
-            ShdError: ``argument-value``.
-        """
+        """Refuse logits of the cache ``origin`` that this recipe cannot learn from: ``argument-value``."""
         if not self.is_taught:
             return
         if self.kind.targets != "one" and codec != "float16":
-            raise ShdError(
-                "argument-value",
-                f"recipe {self.name} must have all logits of a teacher; {origin} has {codec} ones, a part of the "
-                "classes: precompute with --logits float16, or give a live teacher",
-            )
+            rule = f"recipe {self.name} must have all logits of a teacher; {origin} has {codec} ones"
+            advice = "precompute with --logits float16, or give a live teacher"
+            raise ShdError("argument-value", f"{rule}, a part of the classes: {advice}")
         expected = 1.0 if self.kind.divergence == "jsd" else self._temperature
-        check_targets(
-            "recipe",
-            expected,
-            self.kind.divergence,
-            temperature=temperature,
-            sampled=codec == "sampled",
-            origin=origin,
-        )
+        is_sampled = codec == "sampled"
+        check_targets("recipe", expected, self.kind.divergence, temperature, is_sampled=is_sampled, origin=origin)
 
     def terms(
         self,
@@ -158,15 +129,13 @@ class Recipe:
         Raises:
             ShdError: ``argument-value`` for outputs or targets of another kind; what the recipe raises.
         """
-        arguments: list[Any] = [read_output(outputs, "cls_logits") if self.kind.has_token else read_logits(outputs)]
-        if self.kind.has_token:
-            arguments.append(read_output(outputs, "distillation_logits"))
+        names = ("cls_logits", "distillation_logits") if self.kind.has_token else ("logits",)
+        arguments: list[Any] = [
+            read_output(outputs, name) if len(names) > 1 else read_logits(outputs) for name in names
+        ]
         if any(not isinstance(output, Tensor) for output in arguments):
-            names = "cls_logits and distillation_logits" if self.kind.has_token else "logits"
-            raise ShdError(
-                "argument-value",
-                f"recipe {self.name} must have a student that returns {names}; got {type(outputs).__name__}",
-            )
+            rule = f"recipe {self.name} must have a student that returns {' and '.join(names)}"
+            raise ShdError("argument-value", f"{rule}; got {type(outputs).__name__}")
         keywords = dict(self.options) | {"check": check}
         if self.kind.of_text or (self.kind.of_text is None and arguments[0].ndim == 3):
             keywords["shift"] = shift
@@ -182,15 +151,11 @@ class Recipe:
             return []
         several = self.kind.targets == "several"
         if not targets or (len(targets) > 1 and not several):
-            rule = "a teacher" if several else "one teacher"
-            raise ShdError(
-                "argument-value",
-                f"recipe {self.name} must have {rule} that returns logits, cached or live; got {len(targets)}",
-            )
+            rule = f"recipe {self.name} must have {'a' if several else 'one'} teacher that returns logits"
+            raise ShdError("argument-value", f"{rule}, cached or live; got {len(targets)}")
         if self.kind.targets != "one" and not all(isinstance(target, Tensor) for target in targets):
-            raise ShdError(
-                "argument-value", f"recipe {self.name} must have all logits of a teacher; got a part of the classes"
-            )
+            message = f"recipe {self.name} must have all logits of a teacher; got a part of the classes"
+            raise ShdError("argument-value", message)
         return [list(targets)] if several else [targets[0]]
 
     @property
@@ -215,8 +180,3 @@ def is_causal_model(model: Any) -> bool:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return type(model).__name__ in set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-
-
-def read_recipe(recipe: str | Recipe | None) -> Recipe | None:
-    """A recipe from its name."""
-    return Recipe(recipe) if isinstance(recipe, str) else recipe

@@ -9,16 +9,11 @@ from torch import Tensor
 
 
 class StepRecord:
-    """Sums over the steps since the last log, of this process; kept on the device until they are logged.
-
-    Attributes:
-        rows_in_step: rows that count in the micro-batches of the step that is running, by what counts them.
-        wait_seconds: for data.
-    """
+    """Sums over the steps since the last log, of this process; kept on the device until they are logged."""
 
     def __init__(self) -> None:
-        self.rows_in_step: dict[str, int] = {}
-        self.wait_seconds = 0.0
+        self.rows_in_step: dict[str, int] = {}  # that count in the running step's micro-batches, by what counts them
+        self.wait_seconds = 0.0  # for data
         self._last_step: int | None = None
         self._sums: dict[str, Tensor] = {}
         self._weights: dict[str, Tensor] = {}

@@ -20,27 +20,13 @@ IGNORED: Final = -100
 
 
 def mask_of_rows(given: Mapping[str, Any], *, of_decoder: bool = False) -> Tensor | None:
-    """``(B, L)``, True = a position of the sample, by the batch's own mask; None where it has none.
-
-    Args:
-        given: the student's inputs.
-        of_decoder: of an encoder-decoder, whether the rows are of its decoder.
-    """
+    """``(B, L)``, True = a position of the sample (or of its decoder), by the batch's own mask; None without one."""
     mask = given.get("decoder_attention_mask" if of_decoder else "attention_mask")
     return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
 
 def counted_rows(rule: str, given: Mapping[str, Any], *, of_decoder: bool = False) -> Tensor | None:
-    """``(B, L)``, True = the row of logits counts by a rule of ``ROWS``; None: all do.
-
-    Args:
-        rule: one of ``ROWS``.
-        given: the student's inputs, with ``labels`` ``(B, L)`` for the rules that read them.
-        of_decoder: as in ``mask_of_rows``.
-
-    Raises:
-        ShdError: ``argument-value`` where labels are needed and absent.
-    """
+    """``(B, L)``, True = the row of logits counts by a rule of ``ROWS``; None: all do."""
     mask = mask_of_rows(given, of_decoder=of_decoder)
     if rule == "positions":
         return mask
@@ -55,13 +41,7 @@ def counted_rows(rule: str, given: Mapping[str, Any], *, of_decoder: bool = Fals
 
 
 def count_rows(given: Mapping[str, Any], rule: str = "positions", *, of_decoder: bool = False) -> int:
-    """Rows of a batch that count by a rule of ``ROWS``, or its ``"samples"``.
-
-    Args:
-        given: the student's inputs; with ``supervision`` of a cache, which knows its lengths.
-        rule: one of ``ROWS``, or ``"samples"``.
-        of_decoder: as in ``mask_of_rows``.
-    """
+    """Rows of a batch that count by a rule of ``ROWS``, or its ``"samples"``."""
     first = next(value for value in given.values() if isinstance(value, Tensor))
     if rule == "samples":
         return int(first.shape[0])

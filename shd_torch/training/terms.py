@@ -46,22 +46,14 @@ class RowsTerm(ABC):
     rows: str = "positions"
 
     def check_cache(self, joined: CacheJoin, *, has_teacher: bool) -> None:
-        """Refuse a cache that this term cannot learn from, before the first step.
-
-        Args:
-            joined: the training data.
-            has_teacher: whether there is a live teacher too.
+        """Refuse training data that this term cannot learn from, before the first step.
 
         Raises:
             ShdError: ``cache-mismatch``, ``argument-value``.
         """
         if not has_teacher and all(form.SUBJECT != self.SUBJECT for form in joined.cache.manifest.forms):
-            raise ShdError(
-                "cache-mismatch",
-                f"{self.NAME} must have {self.SUBJECT} in {joined.cache.folder}, or a live teacher; got neither: "
-                "precompute it with them",
-                "CACHE-160",
-            )
+            rule = f"{self.NAME} must have {self.SUBJECT} in {joined.cache.folder}, or a live teacher"
+            raise ShdError("cache-mismatch", f"{rule}; got neither: precompute it with them", "CACHE-160")
 
     def read_taught(self, taught: Any, length: int | None) -> Any:
         """What a cache's batch or a live teacher's gives; None for nothing."""
@@ -69,12 +61,9 @@ class RowsTerm(ABC):
 
     @abstractmethod
     def read_student(self, outputs: Any, name: str, projectors: Callable[..., Any]) -> tuple[Any, int | None]:
-        """What is compared of the student's outputs, and its L; None of one row per sample.
+        """What is compared of the outputs of the student ``name``, and its L; None of one row per sample.
 
-        Args:
-            outputs: of the student.
-            name: of the student, for errors.
-            projectors: from its hidden states by number to the teacher's widths.
+        ``projectors`` takes its hidden states by number to the teacher's widths.
 
         Raises:
             ShdError: ``argument-value``.
@@ -140,26 +129,12 @@ class KdTerm(RowsTerm):
         check_option("rows", self.rows, ROWS, "")
         check_option("teachers", self.teachers, TEACHERS, "")
 
-    def check_targets(self, *, temperature: float | None, sampled: bool, origin: str) -> None:
-        """Refuse targets that this term cannot use, before the first step.
-
-        Args:
-            temperature: of the targets, or None.
-            sampled: whether they were drawn.
-            origin: of them, for errors.
-
-        Raises:
-            ShdError: ``argument-value``.
-        """
-        check_targets(
-            "kd", self.temperature, self.divergence, temperature=temperature, sampled=sampled, origin=origin
-        )
-
     def check_cache(self, joined: CacheJoin, *, has_teacher: bool) -> None:
         """Stored logits must be of its temperature and suit its divergence."""
         folder, form = str(joined.cache.folder), joined.logits
         if form is not None:
-            self.check_targets(temperature=form.temperature, sampled=form.codec == "sampled", origin=folder)
+            is_sampled, own = form.codec == "sampled", (self.temperature, self.divergence)
+            check_targets("kd", *own, form.temperature, is_sampled=is_sampled, origin=folder)
         elif not has_teacher:
             raise ShdError("cache-mismatch", no_logits(self.NAME, folder), "CACHE-160")
 
@@ -172,11 +147,9 @@ class KdTerm(RowsTerm):
         logits = read_logits(outputs)
         if logits is None or logits.ndim > 3:
             got = "none" if logits is None else str(tuple(logits.shape))
-            raise ShdError(
-                "argument-value",
-                f"kd must have a student that returns logits (B, L, V) or (B, V); got {got}: one that fuses its head "
-                "with its loss is trained by linear_kd_loss in a loop of your own",
-            )
+            rule = f"kd must have a student that returns logits (B, L, V) or (B, V); got {got}"
+            advice = "one that fuses its head with its loss is trained by linear_kd_loss in a loop of your own"
+            raise ShdError("argument-value", f"{rule}: {advice}")
         return logits, None if logits.ndim == 2 else logits.shape[1]
 
     def parts(
@@ -205,32 +178,15 @@ class KdTerm(RowsTerm):
         sources = list(targets)
         if len(sources) > 1 and self.teachers != "losses":
             if not all(isinstance(source, Tensor) for source in sources):
-                raise ShdError(
-                    "argument-value",
-                    f"kd must have teachers='losses' where a teacher gives some of its classes alone; got "
-                    f"{self.teachers!r}: the mean of truncated rows is not the truncated mean",
-                    "KD-15",
-                )
+                rule = "kd must have teachers='losses' where a teacher gives some of its classes alone"
+                reason = "the mean of truncated rows is not the truncated mean"
+                raise ShdError("argument-value", f"{rule}; got {self.teachers!r}: {reason}", "KD-15")
             temperature = 1.0 if self.temperature is None else self.temperature
             sources = [mean_logits(sources, of=self.teachers, temperature=temperature, check=check)]
-        terms = [
-            kd_loss(
-                source,
-                logits,
-                divergence=self.divergence,
-                mixing=self.mixing,
-                temperature=self.temperature,
-                t_squared=self.t_squared,
-                loss_mask=loss_mask,
-                vocab_size=self.vocab_size,
-                check=check,
-            )
-            for source in sources
-        ]
-        total = terms[0]
-        for term in terms[1:]:
-            total = total + term
-        return total / len(terms)
+        names = ("divergence", "mixing", "temperature", "t_squared", "vocab_size")
+        options: dict[str, Any] = {name: getattr(self, name) for name in names}
+        terms = [kd_loss(source, logits, loss_mask=loss_mask, check=check, **options) for source in sources]
+        return sum(terms[1:], terms[0]) / len(terms)
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,11 +227,8 @@ class HiddenTerm(RowsTerm):
             for pair in pairs
         )
         if not good or len({student for student, _ in pairs}) < len(pairs):
-            raise ShdError(
-                "layers-invalid",
-                "pairs must be (student, teacher) numbers of hidden states of at least 0, each student's once; "
-                f"got {self.pairs!r}",
-            )
+            rule = "pairs must be (student, teacher) numbers of hidden states of at least 0, each student's once"
+            raise ShdError("layers-invalid", f"{rule}; got {self.pairs!r}")
         object.__setattr__(self, "pairs", tuple((student, teacher) for student, teacher in pairs))
 
     @property
@@ -287,12 +240,9 @@ class HiddenTerm(RowsTerm):
         """The cache must hold the teacher's layers, or nothing where a live teacher gives them."""
         folder, held = joined.cache.folder, joined.hidden_layers
         if not set(self.teacher_layers) <= set(held) and (held or not has_teacher):
-            raise ShdError(
-                "cache-mismatch",
-                f"hidden must have the teacher's hidden states {list(self.teacher_layers)} in {folder}; got "
-                f"{list(held)}: precompute with --hidden, and read them",
-                "CACHE-176",
-            )
+            rule = f"hidden must have the teacher's hidden states {list(self.teacher_layers)} in {folder}"
+            message = f"{rule}; got {list(held)}: precompute with --hidden, and read them"
+            raise ShdError("cache-mismatch", message, "CACHE-176")
 
     def read_taught(self, taught: Any, length: int | None) -> Any:
         """Its hidden states by number."""
@@ -307,91 +257,44 @@ class HiddenTerm(RowsTerm):
     def parts(
         self, taught: Sequence[Any], student: Any, *, loss_mask: Tensor | None, check: bool
     ) -> dict[str, Tensor]:
-        """``losses``, by layer."""
-        losses = self.losses(taught, student, loss_mask=loss_mask, check=check)
-        return {f"_layer_{number}": loss for number, loss in losses.items()}
+        """By layer the mean over counted rows, averaged over teachers."""
+        count = len(taught) * (len(self.pairs) if self.reduction == "mean" else 1)
+        losses: dict[str, Tensor] = {}
+        for number, teacher_number in sorted(self.pairs):
+            for states in taught:
+                own, goal = student[number], states[teacher_number]
+                loss = hidden_loss(own, goal, distance=self.distance, loss_mask=loss_mask, check=check) / count
+                name = f"_layer_{number}"
+                losses[name] = losses[name] + loss if name in losses else loss
+        return losses
 
     @property
     def lacking(self) -> str:
         """See ``RowsTerm``."""
-        return (
-            "hidden must have a teacher that keeps hidden states; got none: give OnlineTeacher hidden_layers="
-            f"{self.teacher_layers}"
-        )
-
-    def losses(
-        self,
-        teachers: Sequence[Mapping[int, Tensor]],
-        students: Mapping[int, Tensor],
-        *,
-        loss_mask: Tensor | None,
-        check: bool,
-    ) -> dict[int, Tensor]:
-        """Mean over counted rows by student number, averaged over teachers; their sum is the term.
-
-        Args:
-            teachers: hidden states by teacher number, one mapping per teacher.
-            students: the student's by student number, projected.
-            loss_mask: boolean ``(B, L)``, True = counts.
-            check: validate the values, which costs a device sync.
-
-        Raises:
-            ShdError: what ``hidden_loss`` raises.
-        """
-        count = len(teachers) * (len(self.pairs) if self.reduction == "mean" else 1)
-        terms: dict[int, Tensor] = {}
-        for student, number in self.pairs:
-            for states in teachers:
-                own, taught = students[student], states[number]
-                term = hidden_loss(own, taught, distance=self.distance, loss_mask=loss_mask, check=check) / count
-                terms[student] = terms[student] + term if student in terms else term
-        return dict(sorted(terms.items()))
+        rule = "hidden must have a teacher that keeps hidden states; got none"
+        return f"{rule}: give OnlineTeacher hidden_layers={self.teacher_layers}"
 
 
 def no_logits(name: str, folder: str) -> str:
     """The error for a cache without logits."""
-    return (
-        f"{name} must have logits in {folder}, or a live teacher; got neither: precompute with --logits, and read "
-        "them (logits=True)"
-    )
+    rule = f"{name} must have logits in {folder}, or a live teacher"
+    return f"{rule}; got neither: precompute with --logits, and read them (logits=True)"
 
 
 def read_weight(weight: Weight) -> Callable[[float], float]:
-    """A schedule, from a number or a function of progress.
-
-    Raises:
-        ShdError: ``argument-value``.
-    """
+    """A schedule, from a number or a function of progress."""
     return weight if callable(weight) else BetaSchedule(weight)
 
 
 def check_targets(
-    argument: str, wanted: float | None, divergence: str, *, temperature: float | None, sampled: bool, origin: str
+    argument: str, own: float | None, divergence: str, temperature: float | None, *, is_sampled: bool, origin: str
 ) -> None:
-    """Refuse targets of another temperature, or drawn ones that a divergence cannot use.
-
-    Args:
-        argument: that asks for them, for errors.
-        wanted: its temperature; None is that of the targets.
-        divergence: as in ``KdTerm``.
-        temperature: that the targets are bound to, or None.
-        sampled: whether they were drawn.
-        origin: of them, for errors.
-
-    Raises:
-        ShdError: ``argument-value``.
-    """
-    if temperature is not None and wanted not in (None, temperature):
-        raise ShdError(
-            "argument-value",
-            f"{argument} must have the temperature {temperature:g} of {origin}, or None; got {wanted:g}: what "
-            "lies outside of the kept classes cannot be moved to another, so make the targets at this one",
-            "KD-6",
-        )
-    if sampled and divergence in ("reverse_kl", "jsd"):
-        raise ShdError(
-            "argument-value",
-            f"{argument} must have the divergence kl or cross_entropy with the drawn classes of {origin}; got "
-            f"{divergence}, of which they give a biased estimate: keep the top k instead",
-            "KD-19",
-        )
+    """Refuse targets of another temperature than an argument's own, or drawn ones that its divergence cannot use."""
+    if temperature is not None and own not in (None, temperature):
+        rule = f"{argument} must have the temperature {temperature:g} of {origin}, or None; got {own:g}"
+        reason = "what lies outside of the kept classes cannot be moved to another"
+        raise ShdError("argument-value", f"{rule}: {reason}, so make the targets at this one", "KD-6")
+    if is_sampled and divergence in ("reverse_kl", "jsd"):
+        rule = f"{argument} must have the divergence kl or cross_entropy with the drawn classes of {origin}"
+        reason = f"{divergence}, of which they give a biased estimate: keep the top k instead"
+        raise ShdError("argument-value", f"{rule}; got {reason}", "KD-19")

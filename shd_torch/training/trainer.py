@@ -24,7 +24,7 @@ from shd_torch.supervision.taught_layers import unite_layers
 from shd_torch.teacher.online import LayerKeywords, OnlineTeacher, layer_kls
 from shd_torch.training.collator import SupervisedCollator, leave_samples
 from shd_torch.training.projectors import Projectors, make_projectors
-from shd_torch.training.recipe import Recipe, read_recipe
+from shd_torch.training.recipe import Recipe
 from shd_torch.training.record import StepRecord
 from shd_torch.training.rows import batch_share, count_rows, counted_rows, mask_of_rows
 from shd_torch.training.schedules import LossBalancer
@@ -110,15 +110,12 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         if beta is None and recipe is None and not self.terms:
             raise ShdError("argument-value", "SHDTrainer must have a term: beta, recipe, kd or hidden; got none")
         self.beta = None if beta is None else read_weight(beta)
-        self.kd, self.hidden, self.recipe = kd, hidden, read_recipe(recipe)
+        self.kd, self.hidden, self.recipe = kd, hidden, Recipe(recipe) if isinstance(recipe, str) else recipe
         self.teachers = [] if teacher is None else list(teacher) if isinstance(teacher, Sequence) else [teacher]
         self.temperature, self.balancer, self.kl = temperature, balancer, LayerKeywords(**(kl or {}))
         if self.args.n_gpu > 1:
-            raise ShdError(
-                "argument-value",
-                f"SHDTrainer must run one process a device; got {self.args.n_gpu} devices in one process "
-                "(DataParallel): start it with torchrun or accelerate",
-            )
+            rule = f"SHDTrainer must run one process a device; got {self.args.n_gpu} devices in one process"
+            raise ShdError("argument-value", f"{rule} (DataParallel): start it with torchrun or accelerate")
         if self.recipe is not None:
             self._check_recipe(self.recipe)
         if isinstance(self.train_dataset, CacheJoin):
@@ -126,10 +123,8 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
                 self._check_cache(self.train_dataset.cache)
             self._check_rows(self.train_dataset)
             if self.accelerator.dispatch_batches:
-                raise ShdError(
-                    "argument-value",
-                    "accelerator_config must leave dispatch_batches off; got True: every rank reads its own records",
-                )
+                rule = "accelerator_config must leave dispatch_batches off"
+                raise ShdError("argument-value", f"{rule}; got True: every rank reads its own records")
             self.data_collator = SupervisedCollator(
                 # The base class removes columns from samples alone, not from samples with records.
                 self._get_collator_with_removed_columns(self.data_collator, "training"),
@@ -137,11 +132,8 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
                 self.train_dataset.layers,
             )
         elif not self.teachers and (self._needs_teacher or self.recipe is None):
-            raise ShdError(
-                "argument-value",
-                "train_dataset must be a SupervisedDataset or SupervisedStream, or teacher an OnlineTeacher; got "
-                "neither",
-            )
+            rule = "train_dataset must be a SupervisedDataset or SupervisedStream, or teacher an OnlineTeacher"
+            raise ShdError("argument-value", f"{rule}; got neither")
         if self.eval_dataset is not None and self.args.eval_strategy != "no":
             sets = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
             for dataset in sets:
@@ -152,15 +144,11 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
 
     def _check_cache(self, cache: CacheReader) -> None:
         """Refuse a cache for another student before the first step, as far as the student's config says."""
-        config = getattr(self.accelerator.unwrap_model(self.model), "config", None)
-        check_cache(
-            cache,
-            num_student_heads=getattr(config, "num_attention_heads", None),
-            # Of an encoder-decoder this is the encoder's alone: its kinds are counted in the first forward pass.
-            num_student_layers=None if cache.manifest.attention.kinds else _count_attention(config),
-            # Queries and keys are good at any temperature.
-            temperature=self.temperature,
-        )
+        config = getattr(self._student, "config", None)
+        heads = getattr(config, "num_attention_heads", None)
+        # Of an encoder-decoder this is the encoder's alone: its kinds are counted in the first forward pass.
+        layers = None if cache.manifest.attention.kinds else _count_attention(config)
+        check_cache(cache, num_student_heads=heads, num_student_layers=layers, temperature=self.temperature)
 
     @property
     def _needs_teacher(self) -> bool:
@@ -177,10 +165,8 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         }
         arguments = [name for name, value in beside.items() if value is not None]
         if arguments:
-            raise ShdError(
-                "argument-value",
-                f"{arguments[0]} must be left out where recipe={recipe.name!r} says what the loss is",
-            )
+            rule = f"{arguments[0]} must be left out where recipe={recipe.name!r} says what the loss is"
+            raise ShdError("argument-value", rule)
 
     def _check_rows(self, joined: CacheJoin) -> None:
         """Refuse a term that neither the records nor a live teacher can teach."""
@@ -208,14 +194,8 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
             drop_last=self.args.dataloader_drop_last,
         )
         # As one process: the stream divides itself, and Accelerate would divide each share again.
-        prepared: DataLoader[Any] = prepare_data_loader(
-            loader,
-            self.accelerator.device,
-            num_processes=1,
-            process_index=0,
-            put_on_device=True,
-            dispatch_batches=False,
-        )
+        alone: dict[str, Any] = {"num_processes": 1, "process_index": 0, "dispatch_batches": False}
+        prepared: DataLoader[Any] = prepare_data_loader(loader, self.accelerator.device, put_on_device=True, **alone)
         return prepared
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
@@ -360,23 +340,18 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         """Refuse an evaluation that could measure nothing."""
         taught = bool(self.teachers) or isinstance(dataset, CacheJoin)
         if not (self._takes_labels or taught or self.compute_metrics is not None):
-            student = type(self.accelerator.unwrap_model(self.model)).__name__
-            raise ShdError(
-                "argument-value",
-                f"eval_dataset must be a SupervisedDataset, or teacher an OnlineTeacher, as a {student} has no loss "
-                "of its own; got neither, nor compute_metrics",
-            )
+            student = type(self._student).__name__
+            rule = "eval_dataset must be a SupervisedDataset, or teacher an OnlineTeacher"
+            reason = f"as a {student} has no loss of its own; got neither, nor compute_metrics"
+            raise ShdError("argument-value", f"{rule}, {reason}")
 
     def _check_decoder(self, seen: Mapping[str, Any]) -> None:
         """Refuse a batch from which the student alone could tell what its decoder reads, by shifting the labels."""
         if self._has_decoder and not {"decoder_input_ids", "decoder_inputs_embeds"} & seen.keys():
             who = "a live teacher" if self.recipe is None else f"recipe {self.recipe.name}"
-            raise ShdError(
-                "argument-value",
-                f"a batch of an encoder-decoder must hold decoder_input_ids, as {who} is given no labels to shift; "
-                f"got {', '.join(seen)}: make them in the collator, such as by DataCollatorForSeq2Seq(tokenizer, "
-                "model=student)",
-            )
+            rule = f"a batch of an encoder-decoder must hold decoder_input_ids, as {who} is given no labels to shift"
+            advice = "make them in the collator, such as by DataCollatorForSeq2Seq(tokenizer, model=student)"
+            raise ShdError("argument-value", f"{rule}; got {', '.join(seen)}: {advice}")
 
     def _attention_term(self, kls: Mapping[int, Tensor], base: Tensor | None, inputs: Mapping[str, Any]) -> _Term:
         assert self.beta is not None
@@ -385,11 +360,8 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         weight = self._weigh(self.beta)
         if self.balancer is not None:
             if base is None:
-                raise ShdError(
-                    "argument-value",
-                    "balancer must have a loss of the student's own to scale to; got a student or a batch without: "
-                    "give labels or a recipe, or leave the balancer out",
-                )
+                rule = "balancer must have a loss of the student's own to scale to; got a student or a batch without"
+                raise ShdError("argument-value", f"{rule}: give labels or a recipe, or leave the balancer out")
             # Both as parts of the whole step, or the scale would depend on how it is divided.
             weight = weight * self.balancer.scale(base, value)
         layers = {f"shd_loss_layer_{layer}": share * kl for layer, kl in kls.items()}
@@ -407,14 +379,12 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         counted = None if rule == "samples" else self._mask(rule, taught, inputs, length)
         stored = [teaching for teaching in taught if hasattr(teaching, "query_mask")]
         if recipe.kind.by_sample and any(not bool(teaching.query_mask(length).all()) for teaching in stored):
-            raise ShdError(
-                "argument-value",
-                f"a batch of recipe {recipe.name} must be full where a cache teaches, as it counts every position, "
-                "and a cache holds nothing of padding: train on texts of one length, or with a live teacher",
-                "REC-15",
-            )
+            rule = f"a batch of recipe {recipe.name} must be full where a cache teaches, as it counts every position"
+            advice = "train on texts of one length, or with a live teacher"
+            message = f"{rule}, and a cache holds nothing of padding: {advice}"
+            raise ShdError("argument-value", message, "REC-15")
         targets = [target for teaching in taught if (target := teaching.targets(length)) is not None]
-        shift = recipe.is_shifted(self.accelerator.unwrap_model(self.model))
+        shift = recipe.is_shifted(self._student)
         made = recipe.terms(outputs, labels, targets, counted=counted, shift=shift, check=self._checks)
         terms = []
         for name, (value, weight) in made.items():
@@ -429,15 +399,15 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         is_text = isinstance(labels, Tensor) and labels.ndim == 2 and not labels.is_floating_point()
         if recipe.kind.of_text is False or (recipe.kind.of_text is None and not is_text):
             return "samples"
-        return "next_labels" if recipe.is_shifted(self.accelerator.unwrap_model(self.model)) else "labels"
+        return "next_labels" if recipe.is_shifted(self._student) else "labels"
 
     def _rows_term(self, term: RowsTerm, taught: Sequence[Any], outputs: Any, inputs: Mapping[str, Any]) -> _Term:
         student, length = term.read_student(outputs, type(self.model).__name__, self.projectors)
         mask = None if length is None else self._mask(term.rows, taught, inputs, length)
-        lessons = [lesson for teaching in taught if (lesson := term.read_taught(teaching, length)) is not None]
-        if not lessons:
+        targets = [target for teaching in taught if (target := term.read_taught(teaching, length)) is not None]
+        if not targets:
             raise ShdError("argument-value", term.lacking)
-        losses = term.parts(lessons, student, loss_mask=mask, check=self._checks)
+        losses = term.parts(targets, student, loss_mask=mask, check=self._checks)
         share = self._share(inputs, "samples" if length is None else term.NAME)
         parts = {f"{term.NAME}_loss{end}": share * loss for end, loss in losses.items()}
         value = torch.stack(list(parts.values())).sum()
@@ -477,19 +447,12 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
     def _mask(
         self, rule: str, taught: Sequence[Any], inputs: Mapping[str, Any], length: int | None = None
     ) -> Tensor | None:
-        """``(B, L)``, the rows that count by a rule, and in which a cache holds something; None: all.
-
-        ``length`` is L of a batch that has no mask; by default that of the longest record.
-        """
+        """``(B, L)``, the rows that count by a rule, and in which a cache holds something; None: all."""
         mask = counted_rows(rule, inputs, of_decoder=self._has_decoder)
         name = "decoder_mask" if self._has_decoder else "query_mask"
         for teaching in taught:
-            held = (
-                getattr(teaching, name)(length if mask is None else mask.shape[1])
-                if hasattr(teaching, name)
-                else None
-            )
-            if held is not None:
+            find_held: Callable[[int | None], Tensor | None] = getattr(teaching, name, lambda _: None)
+            if (held := find_held(length if mask is None else mask.shape[1])) is not None:
                 mask = held if mask is None else mask & held.to(mask.device)
         return mask
 
@@ -501,11 +464,9 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         mine = [parameter for parameter in self.projectors.parameters() if parameter.requires_grad]
         absent = [parameter for parameter in mine if parameter not in held]
         if absent and is_given:
-            raise ShdError(
-                "argument-value",
-                "optimizers must hold the parameters of HiddenTerm's projectors too; got an optimizer without "
-                f"{len(absent)} of them: make the modules, and give them to both",
-            )
+            rule = "optimizers must hold the parameters of HiddenTerm's projectors too"
+            advice = "make the modules, and give them to both"
+            raise ShdError("argument-value", f"{rule}; got an optimizer without {len(absent)} of them: {advice}")
         if absent:
             optimizer.add_param_group({"params": absent, "weight_decay": self.args.weight_decay})
         return optimizer
@@ -529,16 +490,19 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         for teacher in self.teachers:
             width = _find_width(getattr(teacher, "model", None))
             widths |= {} if width is None else dict.fromkeys(self.hidden.teacher_layers, width)
-        student = self.accelerator.unwrap_model(self.model)
-        projectors = make_projectors(self.hidden, _find_width(student), widths, seed=self.args.seed)
+        projectors = make_projectors(self.hidden, _find_width(self._student), widths, seed=self.args.seed)
         projectors.to(self.args.device).join_ranks()
         return projectors
 
     @property
+    def _student(self) -> Any:
+        """The model without what training wraps around it."""
+        return self.accelerator.unwrap_model(self.model)
+
+    @property
     def _has_decoder(self) -> bool:
         """Whether the student's logits are a decoder's, beside an encoder."""
-        config = getattr(self.accelerator.unwrap_model(self.model), "config", None)
-        return bool(getattr(config, "is_encoder_decoder", False))
+        return bool(getattr(getattr(self._student, "config", None), "is_encoder_decoder", False))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the terms of the steps since the last log."""
