@@ -125,9 +125,7 @@ def demo(
 
     shd-torch demo --out demo_out --seeds 2
     """
-    require_packages(
-        "torch", "transformers", "accelerate", "sklearn", "matplotlib", "scipy", "onnxruntime", extra="all"
-    )
+    require_packages("torch", "transformers", "accelerate", "sklearn", "matplotlib", "onnxruntime", extra="all")
     from shd_torch.demo.run import run_demo
 
     return run_demo(

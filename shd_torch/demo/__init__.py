@@ -1,5 +1,4 @@
-"""The demo: the whole path on handwritten digits, with a table and pictures.
+"""The demo: the whole path on handwritten digits, with a table and pictures. Start with ``run.py``.
 
-Start with ``run.py``; ``models.py`` has the digits and the teacher, ``students.py`` what is compared. May import
-everything; imported by ``commands`` alone.
+May import everything; imported by ``commands`` alone.
 """

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,13 +20,12 @@ TEACHER_LAYERS = 4
 TEACHER_WIDTH = 64
 
 
-@dataclass(frozen=True)
-class Digits:
+class Digits(NamedTuple):
     """Images ``(N, 1, 8, 8)`` float32 in [0, 1] and labels ``(N,)`` int64."""
 
     train_images: NDArray[np.float32]
-    train_labels: NDArray[np.int64]
     test_images: NDArray[np.float32]
+    train_labels: NDArray[np.int64]
     test_labels: NDArray[np.int64]
 
 
@@ -39,23 +37,17 @@ def load_split(seed: int = 0) -> Digits:
     data: Any = load_digits()
     images = (data.images / 16.0).astype(np.float32)[:, None]
     labels = data.target.astype(np.int64)
-    parts = train_test_split(images, labels, test_size=0.3, stratify=labels, random_state=seed)
-    train_images, test_images, train_labels, test_labels = parts
-    return Digits(train_images, train_labels, test_images, test_labels)
+    return Digits(*train_test_split(images, labels, test_size=0.3, stratify=labels, random_state=seed))
 
 
 def choose_labelled(labels: NDArray[np.int64], count: int, seed: int) -> NDArray[np.int64]:
     """Indices of ``count`` training images, as many of each class as possible, drawn with the seed."""
-    if count >= len(labels):
-        return np.arange(len(labels))
-    rng = np.random.default_rng(seed)
-    shuffled = rng.permutation(len(labels))
+    shuffled = np.random.default_rng(seed).permutation(len(labels))
     rank = np.zeros(len(labels), dtype=np.int64)  # how many of its class come before an image in the shuffle
     for digit in range(NUM_CLASSES):
         members = shuffled[labels[shuffled] == digit]
         rank[members] = np.arange(len(members))
-    order = sorted(shuffled, key=lambda index: rank[index])
-    return np.sort(np.asarray(order[:count], dtype=np.int64))
+    return np.sort(shuffled[np.argsort(rank[shuffled], kind="stable")][:count])
 
 
 def make_teacher(seed: int = 0) -> Any:
@@ -88,8 +80,8 @@ def train_teacher(digits: Digits, *, epochs: int, on_epoch: Callable[[int, int],
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, epochs * steps)
     generator = torch.Generator().manual_seed(seed)
     for epoch in range(epochs):
-        order = torch.randperm(len(images), generator=generator)
-        for chosen in torch.split(order[: steps * batch_size], batch_size):
+        order = torch.randperm(len(images), generator=generator)[: steps * batch_size]
+        for chosen in torch.split(order, batch_size):
             loss = F.cross_entropy(teacher(images[chosen]).logits, labels[chosen], label_smoothing=0.1)
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it without a type
@@ -106,14 +98,15 @@ def measure_accuracy(model: Any, images: NDArray[Any], labels: NDArray[Any]) -> 
     return float((predicted == torch.from_numpy(labels)).float().mean())
 
 
-def class_rows(maps: NDArray[Any]) -> NDArray[Any]:
+def class_rows(maps: torch.Tensor) -> NDArray[Any]:
     """The class token's attention to the patches as pictures: ``(H, 17, 17)`` to ``(H, 4, 4)``."""
     side = IMAGE_SIZE // PATCH_SIZE
-    return maps[:, 0, 1:].reshape(-1, side, side)
+    rows: NDArray[Any] = maps[:, 0, 1:].reshape(-1, side, side).numpy()
+    return rows
 
 
 def last_class_rows(model: Any, image: NDArray[Any]) -> NDArray[Any]:
     """The same of a model's last layer, for one image ``(1, 8, 8)``."""
     with torch.no_grad(), capture_attention(model) as captured:
         model(torch.from_numpy(image[None]))
-    return class_rows(captured.probs[-1][0].numpy())
+    return class_rows(captured.probs[-1][0])

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from shd_ref.commands.terminal import narrow_table
+from shd_ref.teacher.study.intervals import half_width
 from shd_torch.demo.students import METHODS, Method, Outcome
 
 COMPARISONS: Final[dict[str, tuple[Method, Method]]] = {
@@ -37,15 +38,13 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, list[dict[str, Any]]]:
     """
     tables: dict[str, list[dict[str, Any]]] = {"accuracy": [], "gain": []}
     for labels in sorted({outcome.num_labels for outcome in outcomes}):
-        chosen = sorted(
-            (outcome for outcome in outcomes if outcome.num_labels == labels), key=lambda outcome: outcome.seed
-        )
-        by_method = {
-            method: np.array([outcome.accuracy for outcome in chosen if outcome.method == method])
-            for method in METHODS
-        }
-        for method, accuracies in by_method.items():
-            tables["accuracy"].append({"labels": labels, "name": str(method), **_mean(accuracies)})
+        accuracies: dict[Method, dict[int, float]] = {method: {} for method in METHODS}
+        for outcome in sorted(outcomes, key=lambda outcome: outcome.seed):
+            if outcome.num_labels == labels:
+                accuracies[outcome.method][outcome.seed] = outcome.accuracy
+        by_method = {method: np.array(list(by_seed.values())) for method, by_seed in accuracies.items()}
+        for method in METHODS:
+            tables["accuracy"].append({"labels": labels, "name": str(method), **_mean(by_method[method])})
         for name, (one, other) in COMPARISONS.items():
             tables["gain"].append({"labels": labels, "name": name, **_mean(by_method[one] - by_method[other])})
     return tables
@@ -53,11 +52,7 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, list[dict[str, Any]]]:
 
 def _mean(values: NDArray[Any]) -> dict[str, Any]:
     """A mean, half the width of its 95% t interval (None of one seed), and what it is the mean of."""
-    from scipy import stats
-
-    several = len(values) > 1
-    half = float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)) if several else None
-    return {"mean": float(values.mean()), "interval": half, "by_seed": [float(value) for value in values]}
+    return {"mean": float(values.mean()), "interval": half_width(values), "by_seed": values.tolist()}
 
 
 def console_table(rows: Sequence[Mapping[str, Any]], title: str, form: str) -> Table:
@@ -128,10 +123,8 @@ def _markdown(rows: Sequence[Mapping[str, Any]], form: str, best_of: Sequence[Ma
     means = {(row["name"], row["labels"]): row["mean"] for row in rows}
     text = [f"| | {' | '.join(f'{count} labels' for count in counts)} |", "|---" * (1 + len(counts)) + "|"]
     for name, *cells in lines:
-        marked = [
-            f"**{cell}**" if means[name, count] == best[count] else cell
-            for count, cell in zip(counts, cells, strict=True)
-        ]
+        marks = ["**" if means[name, count] == best[count] else "" for count in counts]
+        marked = [f"{mark}{cell}{mark}" for mark, cell in zip(marks, cells, strict=True)]
         text.append(f"| {name} | {' | '.join(marked)} |")
     return "\n".join(text) + "\n"
 

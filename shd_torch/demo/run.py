@@ -23,29 +23,9 @@ from shd_ref.commands.terminal import PlainConsole, show_progress
 from shd_ref.errors import ShdError
 from shd_ref.merging.plans import MergePlan, merge_pool
 from shd_torch.data.dataset import SupervisedDataset
-from shd_torch.demo.models import (
-    TEACHER_HEADS,
-    TEACHER_LAYERS,
-    Digits,
-    class_rows,
-    last_class_rows,
-    load_split,
-    measure_accuracy,
-    train_teacher,
-)
-from shd_torch.demo.page import YOUR_OWN, YOUR_TRAINING, console_table, render_page, summarise
-from shd_torch.demo.pictures import draw_accuracy, draw_alphas, draw_losses, draw_maps
-from shd_torch.demo.students import (
-    BETA,
-    LEARNING_RATE,
-    METHODS,
-    TERMS,
-    Method,
-    Outcome,
-    be_quiet_and_single,
-    load_start,
-    train_all,
-)
+from shd_torch.demo import models, page, pictures, students
+from shd_torch.demo.models import TEACHER_HEADS, TEACHER_LAYERS, Digits, class_rows, last_class_rows
+from shd_torch.demo.students import METHODS, Method, Outcome
 
 STUDENT_HEADS = 2
 STUDENT_LAYERS = 2
@@ -75,13 +55,13 @@ def run_demo(
     console = console or PlainConsole()
     started = time.monotonic()
     _clear(out)
-    be_quiet_and_single()
-    digits = load_split()
+    students.be_quiet_and_single()
+    digits = models.load_split()
 
     console.rule(f"1. a teacher: {TEACHER_HEADS} heads, {TEACHER_LAYERS} layers, all 1,257 labels")
     with show_progress("epochs") as (on_epoch,):
-        teacher = train_teacher(digits, epochs=teacher_epochs, on_epoch=on_epoch)
-    accuracy = measure_accuracy(teacher, digits.test_images, digits.test_labels)
+        teacher = models.train_teacher(digits, epochs=teacher_epochs, on_epoch=on_epoch)
+    accuracy = models.measure_accuracy(teacher, digits.test_images, digits.test_labels)
     console.print(f"teacher: {accuracy:.1%} of {len(digits.test_labels)} test images")
     teacher.save_pretrained(out / "teacher")
 
@@ -102,36 +82,41 @@ def run_demo(
 
     console.rule(f"4. students: {STUDENT_HEADS} heads, {STUDENT_LAYERS} layers, few labels, no teacher in memory")
     with show_progress("students") as (on_done,):
-        results = train_all(
+        results = students.train_all(
             out, num_labels=num_labels, seeds=range(seeds), steps=steps, workers=workers, on_done=on_done
         )
-    tables = summarise(results)
+    tables = page.summarise(results)
     several = f"{seeds} seed{'s' * (seeds > 1)}"
     title = f"test accuracy in %: mean and 95% interval of {several} (teacher {accuracy:.1%})"
-    console.print(console_table(tables["accuracy"], title, ".1f"))
+    console.print(page.console_table(tables["accuracy"], title, ".1f"))
     title = "differences in points, paired by seed; an interval that contains 0 shows nothing"
-    console.print(console_table(tables["gain"], title, "+.1f"))
+    console.print(page.console_table(tables["gain"], title, "+.1f"))
 
-    _draw_all(out, digits, teacher, results, tables["accuracy"], {"teacher": accuracy, "squeezed": start["accuracy"]})
+    _draw_maps(out, digits, teacher, results)
+    _draw_curves(out, results)
+    lines = {f"teacher ({TEACHER_HEADS} heads, all labels)": accuracy, "squeezed start, untrained": start["accuracy"]}
+    by_method = {method: [row for row in tables["accuracy"] if row["name"] == str(method)] for method in METHODS}
+    pictures.draw_accuracy(by_method, lines, out / "accuracy.png")
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     summary = {
         "teacher_accuracy": accuracy,
         "squeezed_start": start,
         **tables,
         "seeds": seeds,
         "steps": steps,
-        "beta": BETA,
-        "learning_rate": LEARNING_RATE,
+        "beta": students.BETA,
+        "learning_rate": students.LEARNING_RATE,
         "test_images": len(digits.test_labels),
         "cache_bytes": sum(path.stat().st_size for path in cache.rglob("*") if path.is_file()),
         "seconds": round(time.monotonic() - started, 1),
-        "cpu_seconds": round(_cpu_seconds(), 1),
+        "cpu_seconds": round(sum(usage.ru_utime + usage.ru_stime for usage in used), 1),
         "machine": f"{platform.machine()}, {workers} students at a time, torch {torch.__version__}",
     }
     (out / "results.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    (out / "README.md").write_text(render_page(summary), encoding="utf-8")
+    (out / "README.md").write_text(page.render_page(summary), encoding="utf-8")
     console.print(f"done in {summary['seconds']:.0f} s: {out / 'README.md'} has the tables and the pictures")
     console.rule("now your own teacher")
-    console.print(f"{YOUR_OWN}\n\n{YOUR_TRAINING}", highlight=False, soft_wrap=True)
+    console.print(f"{page.YOUR_OWN}\n\n{page.YOUR_TRAINING}", highlight=False, soft_wrap=True)
     return summary
 
 
@@ -139,10 +124,8 @@ def _clear(out: Path) -> None:
     """An empty folder; one that the demo made is made again."""
     if out.is_dir() and any(out.iterdir()):
         if not (out / MARK).is_file():
-            raise ShdError(
-                "argument-value",
-                f"--out must be a new folder, or one of the demo's; got {out}, which holds others' files",
-            )
+            message = f"--out must be a new folder, or one of the demo's; got {out}, which holds others' files"
+            raise ShdError("argument-value", message)
         for name in ("teacher", "student", "cache"):
             shutil.rmtree(out / name, ignore_errors=True)
     try:
@@ -154,13 +137,8 @@ def _clear(out: Path) -> None:
 
 def _write_data(out: Path, digits: Digits) -> Path:
     """``digits.npz`` for students, and what the teacher reads, without labels: the returned path."""
-    np.savez(
-        out / "digits.npz",
-        pixel_values=digits.train_images,
-        labels=digits.train_labels,
-        test_images=digits.test_images,
-        test_labels=digits.test_labels,
-    )
+    tests: Any = {"test_images": digits.test_images, "test_labels": digits.test_labels}
+    np.savez(out / "digits.npz", pixel_values=digits.train_images, labels=digits.train_labels, **tests)
     images = out / "images.npz"
     np.savez(images, pixel_values=digits.train_images)
     return images
@@ -170,12 +148,10 @@ def _describe_start(folder: Path, digits: Digits) -> dict[str, Any]:
     """What ``shrink`` made: sizes, and how good it is before any training."""
     report = json.loads((folder / "shrink.json").read_text(encoding="utf-8"))
     names = ("heads", "layers", "parameters")
-    untrained = load_start(folder.parent, "squeezed", 0)
-    return {
-        **{f"teacher_{name}": report["teacher"][name] for name in names},
-        **{name: report["student"][name] for name in names},
-        "accuracy": measure_accuracy(untrained, digits.test_images, digits.test_labels),
-    }
+    untrained = students.load_start(folder.parent, "squeezed", 0)
+    sizes = {f"teacher_{name}": report["teacher"][name] for name in names}
+    sizes |= {name: report["student"][name] for name in names}
+    return {**sizes, "accuracy": models.measure_accuracy(untrained, digits.test_images, digits.test_labels)}
 
 
 def _run(console: Console, program: str, *arguments: object) -> None:
@@ -190,63 +166,48 @@ def _run(console: Console, program: str, *arguments: object) -> None:
         raise ShdError("export-failed", message)
 
 
-def _cpu_seconds() -> float:
-    """Processor time of this process and of those that it started."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in used)
-
-
-def _draw_all(
-    out: Path,
-    digits: Digits,
-    teacher: Any,
-    outcomes: Sequence[Outcome],
-    rows: Sequence[dict[str, Any]],
-    lines: dict[str, float],
-) -> None:
+def _draw_maps(out: Path, digits: Digits, teacher: Any, outcomes: Sequence[Outcome]) -> None:
+    """Maps of the teacher, the cache and students of the first seed; and how the cache's maps were merged."""
     reader = CacheReader(out / "cache")
-    counts = sorted({one.num_labels for one in outcomes})
-    middle = [one for one in outcomes if one.num_labels == counts[len(counts) // 2]]
-    students = [("squeezed start, untrained", load_start(out, "squeezed", 0))]
-    for one in middle:
+    shown = [("squeezed start, untrained", students.load_start(out, "squeezed", 0))]
+    for one in _of_middle_count(outcomes):
         if one.seed == 0 and one.method.kd:
-            student = load_start(out, one.method.start, 0)
+            student = students.load_start(out, one.method.start, 0)
             student.load_state_dict(one.state)
-            students.append((str(one.method), student))
+            shown.append((str(one.method), student))
     images, panels = [], []
     for digit in SHOWN_DIGITS:
         image = digits.train_images[int(np.flatnonzero(digits.train_labels == digit)[0])]
-        squeezed = (f"squeezed to {STUDENT_HEADS}", class_rows(_squeezed(reader, image)))
+        joined = SupervisedDataset([{"pixel_values": torch.from_numpy(image)}], reader)
+        _, supervision = joined.collate([joined[0]])
+        squeezed = (f"squeezed to {STUDENT_HEADS}", class_rows(supervision.decode()[-1][0]))
         images.append(image[0])
         panels.append([(f"teacher, {TEACHER_HEADS} heads", last_class_rows(teacher, image)), squeezed])
-        panels.append([(title, last_class_rows(model, image)) for title, model in students])
-    draw_maps(images, panels, out / "maps.png")
+        panels.append([(title, last_class_rows(model, image)) for title, model in shown])
+    pictures.draw_maps(images, panels, out / "maps.png")
 
     attention = reader.manifest.attention
     assert isinstance(attention, Maps)
     alphas = np.stack([attention.alphas(reader.read(key, layers=())) for key in reader])
     titles = [f"student layer {p.student_layer}, teacher layer {p.teacher_layer}" for p in attention.layers]
     labels = [_pair_labels(plan, TEACHER_HEADS) for plan in attention.layer_plans]
-    draw_alphas(alphas, titles, labels, out / "alphas.png")
+    pictures.draw_alphas(alphas, titles, labels, out / "alphas.png")
 
+
+def _draw_curves(out: Path, outcomes: Sequence[Outcome]) -> None:
+    middle = _of_middle_count(outcomes)
     curves: dict[str, dict[Method, NDArray[Any]]] = {}
-    for term, name in TERMS.items():
+    for term, name in students.TERMS.items():
         for method in METHODS:
             runs = [one.losses[term] for one in middle if one.method == method and term in one.losses]
             if runs:
                 curves.setdefault(f"{name}, {middle[0].num_labels} labels", {})[method] = np.mean(runs, axis=0)
-    draw_losses(curves, out / "losses.png")
-    by_method = {method: [row for row in rows if row["name"] == str(method)] for method in METHODS}
-    names = {"teacher": f"teacher ({TEACHER_HEADS} heads, all labels)", "squeezed": "squeezed start, untrained"}
-    draw_accuracy(by_method, {names[key]: value for key, value in lines.items()}, out / "accuracy.png")
+    pictures.draw_losses(curves, out / "losses.png")
 
 
-def _squeezed(reader: CacheReader, image: NDArray[Any]) -> NDArray[Any]:
-    """The maps of the last layer that the cache holds for an image."""
-    joined = SupervisedDataset([{"pixel_values": torch.from_numpy(image)}], reader)
-    _, supervision = joined.collate([joined[0]])
-    maps: NDArray[Any] = supervision.decode()[-1][0].numpy()
-    return maps
+def _of_middle_count(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    counts = sorted({one.num_labels for one in outcomes})
+    return [one for one in outcomes if one.num_labels == counts[len(counts) // 2]]
 
 
 def _pair_labels(plan: MergePlan, heads: int) -> list[str]:

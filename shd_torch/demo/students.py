@@ -1,14 +1,10 @@
-"""The demo's comparison: students of one teacher by start, loss, number of labels and seed.
-
-Every student has the same 2 heads and 2 layers, and is trained as you would train yours: ``SHDTrainer`` on a
-``SupervisedDataset``, whose cache holds the teacher's attention and logits.
-"""
+"""The demo's comparison: students of one teacher by start, loss, number of labels and seed."""
 
 from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from multiprocessing import get_context
@@ -59,16 +55,13 @@ METHODS: Final = tuple(
 
 
 class Job(NamedTuple):
-    """One student, trained on so many labelled images; the seed is of their choice, of random weights and of batches.
-
-    The demo's folder holds ``digits.npz``, ``student/`` and ``cache/``.
-    """
+    """One student, trained on so many labelled images."""
 
     method: Method
     num_labels: int
-    seed: int
+    seed: int  # of the choice of images, of random weights and of batches
     steps: int
-    folder: Path
+    folder: Path  # the demo's, with digits.npz, student/ and cache/
 
 
 @dataclass(frozen=True)
@@ -98,23 +91,18 @@ def train_one(job: Job) -> Outcome:
     """Train and test one student; the same job gives the same numbers."""
     with np.load(job.folder / "digits.npz", allow_pickle=False) as arrays:
         chosen = choose_labelled(arrays["labels"], job.num_labels, job.seed)
-        tensors: dict[str, Any] = {
-            name: torch.from_numpy(arrays[name][chosen]) for name in ("pixel_values", "labels")
-        }
-        labelled: StackDataset[Any] = StackDataset(**tensors)
+        tensors: Any = {name: torch.from_numpy(arrays[name][chosen]) for name in ("pixel_values", "labels")}
         tested: tuple[NDArray[Any], NDArray[Any]] = arrays["test_images"], arrays["test_labels"]
     student = load_start(job.folder, job.method.start, job.seed)
-    history = _train(student, labelled, job)
-    losses = {
-        term: [(entry["step"], entry[term]) for entry in history if term in entry]
-        for term in TERMS
-        if any(term in entry for entry in history)
-    }
+    losses: dict[str, list[tuple[int, float]]] = {}
+    for entry in _train(student, StackDataset(**tensors), job):
+        for term in TERMS.keys() & entry.keys():
+            losses.setdefault(term, []).append((entry["step"], entry[term]))
     accuracy = measure_accuracy(student, *tested)
     return Outcome(job.method, job.num_labels, job.seed, accuracy, losses, student.state_dict())
 
 
-def _train(student: Any, labelled: StackDataset[Any], job: Job) -> Sequence[Mapping[str, Any]]:
+def _train(student: Any, labelled: StackDataset[Any], job: Job) -> list[dict[str, Any]]:
     """What the trainer logged."""
     from transformers import PrinterCallback, Trainer, TrainingArguments
 
@@ -162,10 +150,8 @@ def train_all(
     on_done: Callable[[int, int], None],
 ) -> list[Outcome]:
     """Every method, number of labels and seed, over a few single-threaded processes."""
-    jobs = [
-        Job(method, labels, seed, steps, folder)
-        for labels, seed, method in itertools.product(num_labels, seeds, METHODS)
-    ]
+    choices = itertools.product(num_labels, seeds, METHODS)
+    jobs = [Job(method, labels, seed, steps, folder) for labels, seed, method in choices]
     results: dict[Job, Outcome] = {}
     # Spawned, not forked: a forked PyTorch may hang in its thread pool.
     with ProcessPoolExecutor(workers, get_context("spawn"), be_quiet_and_single) as pool:
