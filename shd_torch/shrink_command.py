@@ -6,6 +6,7 @@ import os
 import shlex
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,6 +31,34 @@ COMPARED = 128
 """Samples that ``--compare`` uses, the first ones."""
 
 
+@dataclass(frozen=True)
+class StudentSizes:
+    """What is asked of a student, as the command line says it; one of them must be given."""
+
+    heads: Annotated[int | None, Shown("Query heads of the student. Default: the teacher's.", least=1)] = None
+    layers: Annotated[str | None, Shown("Number of layers, or a list of the teacher's: 3, or 0,2,4.")] = None
+    hidden: Annotated[int | None, Shown("Channels of the student's residual stream.", least=1)] = None
+    neurons: Annotated[int | None, Shown("Neurons per FFN; the most important are kept.", least=1)] = None
+    kv_heads: Annotated[int | None, Shown("Key and value heads of the student.", least=1)] = None
+    head_dim: Annotated[int | None, Shown("Width of a head, if the configuration allows it.", least=1)] = None
+    drop_attention: Annotated[str | None, Shown("Teacher layers that lose their attention block: 1,4.")] = None
+    drop_activations: Annotated[
+        str | None, Shown("Teacher layers whose FFN loses its activation and becomes one linear map: 2,3.")
+    ] = None
+
+    def options(self) -> dict[str, Any]:
+        """Keywords of ``shrink``."""
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        if not given:
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in asdict(self))
+            raise ShdError("argument-value", f"one of {names} must be given; got none, which reproduces the teacher")
+        for name in given.keys() & {"layers", "drop_attention", "drop_activations"}:
+            numbers = read_list(f"--{name.replace('_', '-')}", given[name], kind=int, least=0)
+            is_count = name == "layers" and "," not in given[name]  # 3 is a number of layers, 0,2,4 names them
+            given[name] = numbers[0] if is_count else numbers
+        return given
+
+
 def shrink(
     teacher: Annotated[
         Path, typer.Argument(help="Folder of a Hugging Face model with safetensors.", metavar="TEACHER")
@@ -42,16 +71,7 @@ def shrink(
         ),
     ],
     out: Annotated[Path, Shown("A new folder for the student.")],
-    heads: Annotated[int | None, Shown("Query heads of the student. Default: the teacher's.", least=1)] = None,
-    layers: Annotated[str | None, Shown("Number of layers, or a list of the teacher's: 3, or 0,2,4.")] = None,
-    hidden: Annotated[int | None, Shown("Channels of the student's residual stream.", least=1)] = None,
-    neurons: Annotated[int | None, Shown("Neurons per FFN; the most important are kept.", least=1)] = None,
-    kv_heads: Annotated[int | None, Shown("Key and value heads of the student.", least=1)] = None,
-    head_dim: Annotated[int | None, Shown("Width of a head, if the configuration allows it.", least=1)] = None,
-    drop_attention: Annotated[str | None, Shown("Teacher layers that lose their attention block: 1,4.")] = None,
-    drop_activations: Annotated[
-        str | None, Shown("Teacher layers whose FFN loses its activation and becomes one linear map: 2,3.")
-    ] = None,
+    sizes: StudentSizes,
     plan: Annotated[str, Shown("Heads to merge.", choices=("auto", "matched", "balanced", "progressive"))] = "auto",
     samples: Annotated[int, Shown("Number of samples to use, from the start of the data.", least=1)] = 64,
     batch_size: Annotated[int, Shown("Samples per batch.", least=1)] = 16,
@@ -76,20 +96,7 @@ def shrink(
     teacher. If a run is stopped, the same command resumes it. See specs/shrink.md.
     """
     require_packages("torch", "transformers", extra="hf")
-    smaller: dict[str, Any] = {
-        "heads": heads,
-        "layers": read_layers(layers),
-        "hidden": hidden,
-        "neurons": neurons,
-        "kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "drop_attention": _read_numbers("--drop-attention", drop_attention),
-        "drop_activations": _read_numbers("--drop-activations", drop_activations),
-    }
-    if not any(value is not None and value != () for value in smaller.values()):
-        options = ", ".join(f"--{name.replace('_', '-')}" for name in smaller)
-        raise ShdError("argument-value", f"one of {options} must be given; got none, which reproduces the teacher")
-    sizes = {**smaller, "plan": plan, "align": not no_align, "ridge": ridge}
+    options = sizes.options() | {"plan": plan, "align": not no_align, "ridge": ridge, "batch_size": batch_size}
     if data.suffix == ".jsonl" and not teacher.is_dir():  # else its tokenizer would be missed first
         raise ShdError("read-failed", f"teacher must be a folder that save_pretrained wrote; got {teacher}")
     inputs = read_inputs(data, samples, teacher)
@@ -100,7 +107,7 @@ def shrink(
 
     hide_weight_bars()
     starts: list[Start] = []
-    with _open_comparison(out, str(teacher), inputs, held_out, {**sizes, "batch_size": batch_size}) as unfinished:
+    with _open_comparison(out, str(teacher), inputs, held_out, options) as unfinished:
         if unfinished is not None and (out / "shrink.json").is_file():  # made before the comparison was stopped
             made = read_made(out)
         else:
@@ -108,10 +115,9 @@ def shrink(
                 made = run(
                     str(teacher),
                     inputs,
-                    **sizes,
-                    batch_size=batch_size,
-                    out=out,
                     progress=lambda done, total, what: on_step(done, total, says=what),
+                    out=out,
+                    **options,
                 )
         _say_what_was_made(made.report, out)
         if held_out is not None:
@@ -123,10 +129,9 @@ def shrink(
                     inputs,
                     held_out,
                     made,
-                    batch_size=batch_size,
                     progress=lambda done, total, name: on_start(done, total, says=name),
                     unfinished=unfinished,
-                    **sizes,
+                    **options,
                 )
             print_starts(starts)
     following = following_commands(teacher, data, out, made.student, inputs)
@@ -206,18 +211,6 @@ def print_starts(starts: Sequence[Start]) -> None:
     console.print(table)
 
 
-def read_layers(text: str | None) -> int | tuple[int, ...] | None:
-    """``3`` is a number of layers, ``0,2,4`` names them."""
-    if text is None:
-        return None
-    numbers = read_list("--layers", text, kind=int, least=0)
-    return numbers if "," in text else numbers[0]
-
-
-def _read_numbers(option: str, text: str | None) -> tuple[int, ...]:
-    return () if text is None else read_list(option, text, kind=int, least=0)
-
-
 def read_inputs(
     path: Path, samples: int, tokenizer: Path | None = None, argument: str = "data"
 ) -> dict[str, NDArray[Any]]:
@@ -225,13 +218,6 @@ def read_inputs(
 
     A .npy of integers holds ``input_ids`` ``(N, L)``, one of floating point ``pixel_values`` ``(N, C, H, W)``; the
     texts of a .jsonl are tokenised by the tokenizer's folder and padded on the right.
-
-    Args:
-        path: of the file.
-        samples: how many.
-
-    Raises:
-        ShdError: ``read-failed``, ``inputs-invalid``, ``argument-shape``, ``dependency-missing`` (tokenizers).
     """
     if path.suffix == ".jsonl":
         return _tokenise(path, samples, tokenizer)
@@ -256,12 +242,9 @@ def read_inputs(
     arrays = {name: array.astype(np.int64) if array.dtype.kind in "iub" else array for name, array in loaded.items()}
     wrong = [name for name, array in arrays.items() if array.ndim < 2 or array.dtype.kind not in "if"]
     if wrong or not arrays:
-        raise ShdError(
-            "argument-shape",
-            f"{argument} must hold the model's inputs, numbers of shape (N, ...) with two axes or more, and nothing "
-            "else; "
-            + (f"got {wrong[0]!r} of {arrays[wrong[0]].dtype} {arrays[wrong[0]].shape}" if wrong else "got nothing"),
-        )
+        rule = f"{argument} must hold the model's inputs, numbers of shape (N, ...) with two axes or more"
+        got = f"{wrong[0]!r} of {arrays[wrong[0]].dtype} {arrays[wrong[0]].shape}" if wrong else "nothing"
+        raise ShdError("argument-shape", f"{rule}, and nothing else; got {got}")
     return arrays
 
 

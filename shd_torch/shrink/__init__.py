@@ -1,9 +1,7 @@
 """A student that starts as its squeezed teacher (specs/shrink.md): ``shrink`` takes and gives a Hugging Face model.
 
-``gates`` says which attention blocks and activations matter, and measures students without some. ``families`` alone
-knows names of modules, ``calibration`` runs a model layer by layer; the algebra is NumPy, in ``shd_ref.shrink``:
-``heads`` chooses its case and gathers sums, ``width`` puts a model on its axes. ``layer`` joins them, and ``student``
-the layers; ``dropped`` is what no stock configuration can say, ``folders`` what is on the disk. Imports ``maps``.
+``families`` alone knows names of modules; ``heads`` and ``width`` call the algebra of ``shd_ref.shrink``, ``layer``
+joins them, and ``student`` the layers. ``dropped`` is what no stock configuration can say. Imports ``maps``.
 """
 
 from shd_torch.shrink.folders import load_student, load_teacher

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -55,9 +55,8 @@ def start_batches(model: Any, family: Family, data: Mapping[str, Any], batch_siz
 def read_data(data: Any) -> dict[str, Tensor]:
     """Inputs by name, as tensors with equally many samples."""
     if not isinstance(data, Mapping):
-        raise ShdError(
-            "argument-dtype", f"data must be a mapping from the model's inputs to arrays; got a {type(data).__name__}"
-        )
+        message = f"data must be a mapping from the model's inputs to arrays; got a {type(data).__name__}"
+        raise ShdError("argument-dtype", message)
     try:
         inputs = {name: torch.as_tensor(array) for name, array in data.items()}
     except (TypeError, ValueError, RuntimeError) as error:
@@ -85,11 +84,9 @@ def _start_batch(model: Any, layers: nn.ModuleList, inputs: dict[str, Tensor], f
         model(**inputs, **extra)
     except (TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
         # An input that is missing is None to some models, which then miss its attributes.
-        raise ShdError(
-            "inputs-invalid",
-            f"data must hold inputs that {type(model).__name__} takes; got "
-            f"{ {name: tuple(tensor.shape) for name, tensor in inputs.items()} }: {error}",
-        ) from error
+        shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items()}
+        rule = f"data must hold inputs that {type(model).__name__} takes"
+        raise ShdError("inputs-invalid", f"{rule}; got {shapes}: {error}") from error
     finally:
         for handle in handles:
             handle.remove()
@@ -114,9 +111,13 @@ def run_layer(
 
     ``number`` is of the teacher layer whose arguments it gets.
     """
+
+    def keep_input(at: int, _: nn.Module, args: tuple[Any, ...]) -> None:
+        read[at] = args[0]
+
     for stream, batch in zip(streams, batches, strict=True):
         read: list[Tensor | None] = [None] * len(watched)
-        handles = [module.register_forward_pre_hook(_keep_input(read, at)) for at, module in enumerate(watched)]
+        handles = [module.register_forward_pre_hook(partial(keep_input, at)) for at, module in enumerate(watched)]
         args, kwargs = batch.calls[number]
         try:
             out = layer(stream, *args, **kwargs)
@@ -126,23 +127,16 @@ def run_layer(
         yield (out[0] if isinstance(out, tuple) else out), [tensor for tensor in read if tensor is not None]
 
 
-def _keep_input(inputs: list[Tensor | None], at: int) -> Callable[..., None]:
-    def keep(_: nn.Module, args: tuple[Any, ...]) -> None:
-        inputs[at] = args[0]
-
-    return keep
-
-
 @dataclass(frozen=True, eq=False)
 class LayerTrace:
     """What one teacher layer did, batch by batch: all that the making of a student layer needs of its streams."""
 
-    inputs: list[Tensor]  # what queries, keys and values read
-    middles: list[Tensor]  # the stream after the attention
-    ffn_inputs: list[Tensor]  # what the FFN reads
-    ends: list[Tensor]  # the stream after the FFN, before a norm that lies on it
-    outputs: list[Tensor]  # what the layer returns
     neuron_squares: Array  # mean over counted rows of the squares of what the FFN's last matrix reads (F,)
+    inputs: tuple[Tensor, ...]  # what queries, keys and values read
+    middles: tuple[Tensor, ...]  # the stream after the attention
+    ffn_inputs: tuple[Tensor, ...]  # what the FFN reads
+    ends: tuple[Tensor, ...]  # the stream after the FFN, before a norm that lies on it
+    outputs: tuple[Tensor, ...]  # what the layer returns
 
 
 @torch.no_grad()
@@ -167,7 +161,7 @@ def study_layer(
     bias = 0.0 if weights.query_bias is None else torch.from_numpy(weights.query_bias)[:, None].to(device)
     lengths = torch.zeros_like(sizes)
     squares = torch.zeros((), dtype=torch.float64, device=device)
-    trace = LayerTrace([], [], [], [], [], np.empty(0))
+    streams_of_batches = []
     with _attention(model, _RECORDED) as recorded:
         watched = [find_part(layer, name) for name in names]
         for (out, read), batch in zip(run_layer(layer, streams, batches, number, watched), batches, strict=True):
@@ -184,36 +178,24 @@ def study_layer(
             outputs = probs.to(values.dtype) @ values.repeat_interleave(heads // values.shape[1], 1)
             lengths += (outputs.double().norm(dim=-1) * batch.counted[:, None]).sum((0, 2))
             squares = squares + (read[3].double() * there).square().sum((0, 1))
-            kept = (read[0], read[1], read[2], read[4] if len(read) > 4 else out, out)
-            for streams_of, tensor in zip(
-                (trace.inputs, trace.middles, trace.ffn_inputs, trace.ends, trace.outputs), kept, strict=True
-            ):
-                streams_of.append(tensor)
+            streams_of_batches.append((*read[:3], read[4] if len(read) > 4 else out, out))
     rows = int(augmented[-1, -1])
     if not rows:
         raise ShdError("argument-value", "data must hold a row that counts; got an attention_mask of zeros")
     if not (torch.isfinite(gram).all() and torch.isfinite(squares).all()):
         raise ShdError("not-finite", f"the teacher must give finite numbers; got NaN or infinity in layer {number}")
     query_size = (sizes / rows / weights.head_dim).sqrt()
-    statistics = AttentionStatistics(
-        as_array(gram),
-        as_array(augmented / rows),
-        as_array(centred / rows),
-        as_array(query_size),
-        as_array(lengths / rows),
-        max(stream.shape[1] for stream in streams),
-    )
-    return statistics, replace(trace, neuron_squares=as_array(squares / rows))
+    arrays = map(as_array, (gram, augmented / rows, centred / rows, query_size, lengths / rows))
+    statistics = AttentionStatistics(max(stream.shape[1] for stream in streams), *arrays)
+    return statistics, LayerTrace(as_array(squares / rows), *zip(*streams_of_batches, strict=True))
 
 
 def _add_gram(gram: Tensor, probs: Tensor, values: Tensor, projection: Tensor, counted: Tensor) -> None:
     batch, heads, rows, _ = probs.shape
     size = max(1, _GRAM_ENTRIES // (heads * heads * rows * values.shape[3]))
     for start in range(0, batch, size):
-        samples = slice(start, start + size)
-        gram += gram_tensor(
-            probs[samples], values[samples], projection, query_mask=counted[samples], check=False
-        ).sum(0)
+        some = slice(start, start + size)
+        gram += gram_tensor(probs[some], values[some], projection, query_mask=counted[some], check=False).sum(0)
 
 
 def rotary_frequencies(model: nn.Module, family: Family) -> Array | None:
@@ -226,15 +208,12 @@ def rotary_frequencies(model: nn.Module, family: Family) -> Array | None:
     return as_array(find_part(base, "rotary_emb.inv_freq"))
 
 
-Recorded = list[tuple[Tensor, Tensor]]
-
-
 @contextmanager
-def _attention(model: Any, name: str) -> Iterator[Recorded]:
+def _attention(model: Any, name: str) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """The model with another attention function; with ``shd_recorded`` its maps and values are kept."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    recorded: Recorded = []
+    recorded: list[tuple[Tensor, Tensor]] = []
 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any

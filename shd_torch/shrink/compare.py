@@ -45,10 +45,7 @@ def choose_measure(teacher: Any, data: Mapping[str, Tensor]) -> str:
 
 @torch.no_grad()
 def measure_loss(teacher: Any, model: Any, data: Mapping[str, Tensor], batch_size: int, name: str) -> float:
-    """Mean over what counts of one of ``MEASURES``, of a model against its teacher; entropies in nats.
-
-    Rows that a 2-D ``attention_mask`` leaves out do not count.
-    """
+    """Mean over the rows of a 2-D ``attention_mask`` of one of ``MEASURES``, of a model against its teacher."""
     total, count = 0.0, 0
     for start in range(0, len(next(iter(data.values()))), batch_size):
         batch = {key: tensor[start : start + batch_size] for key, tensor in data.items()}
@@ -125,7 +122,7 @@ def keep_largest(_: HeadWeights, merge: HeadMerge, statistics: AttentionStatisti
 
 
 def keep_important(weights: HeadWeights, merge: HeadMerge, statistics: AttentionStatistics) -> list[list[int]]:
-    """Minitron (arXiv 2407.14679): heads whose output before the projection is longest; groups play no part.
+    """Minitron (arXiv 2407.14679): heads whose output before the projection is longest, not group by group.
 
     Inside key/value groups where all of these stay, else of all heads.
     """
@@ -146,15 +143,10 @@ def pick_heads(choose: Choice) -> Squeezer:
     """A ``squeezer`` of ``shrink`` that takes weights as they are, or their means."""
 
     def squeeze(
-        weights: HeadWeights,
-        merge: HeadMerge,
-        statistics: AttentionStatistics,
-        num_kv_heads: int,
-        head_dim: int,
-        **_: Any,
+        weights: HeadWeights, merge: HeadMerge, study: AttentionStatistics, kv_heads: int, head_dim: int, **_: Any
     ) -> Squeezed:
-        chosen = [list(heads) for heads in choose(weights, merge, statistics)]
-        per = len(chosen) // num_kv_heads
+        chosen = [list(heads) for heads in choose(weights, merge, study)]
+        per = len(chosen) // kv_heads
         sharing = [chosen[start : start + per] for start in range(0, len(chosen), per)]
         read = [[weights.reads[head] for heads in group for head in heads] for group in sharing]
         scale = (head_dim / weights.head_dim) ** 0.5  # it undoes the scale of a head of another length
@@ -164,21 +156,14 @@ def pick_heads(choose: Choice) -> Squeezer:
             room = max(0, head_dim - rows.shape[-1])
             return np.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, room)])[..., :head_dim]
 
-        def mean(rows: Array, sets: list[list[int]]) -> Array:
-            return fit(np.stack([rows[heads].mean(0) for heads in sets]))
-
-        query_bias, key_bias, value_bias = weights.query_bias, weights.key_bias, weights.value_bias
-        made = HeadWeights(
-            mean(weights.query, chosen) * scale,
-            mean(weights.key, read),
-            mean(weights.value, read),
-            fit(np.stack([weights.output[heads].sum(0) for heads in chosen]).swapaxes(1, 2)).swapaxes(1, 2),
-            None if query_bias is None else mean(query_bias, chosen) * scale,
-            None if key_bias is None else mean(key_bias, read),
-            None if value_bias is None else mean(value_bias, read),
-            weights.output_bias,
-        )
-        return Squeezed(made, "picked", False)
+        means: dict[str, Any] = {"output_bias": weights.output_bias}
+        for name, sets, factor in (("query", chosen, scale), ("key", read, 1.0), ("value", read, 1.0)):
+            for field in (name, f"{name}_bias"):
+                rows = getattr(weights, field)
+                mean = None if rows is None else np.stack([rows[heads].mean(0) for heads in sets])
+                means[field] = None if mean is None else fit(mean) * factor
+        output = np.stack([weights.output[heads].sum(0) for heads in chosen]).swapaxes(1, 2)
+        return Squeezed(HeadWeights(output=fit(output).swapaxes(1, 2), **means), "picked", False)
 
     return squeeze
 
@@ -190,19 +175,13 @@ def keep_channels(moment: Array, width: int, _: str) -> Axes:
     return Axes(np.eye(len(moment))[:, best], float(size[best].sum() / size.sum()))
 
 
-def by_activation(squares: Array, _: Array) -> Array:
-    """``importance`` of ``shrink`` as Minitron has it: how large a neuron is, not how much of it is read."""
-    size: Array = np.sqrt(squares)
-    return size
-
-
 RIVALS: dict[str, dict[str, Any]] = {
-    "kept heads": {"squeezer": pick_heads(keep_largest), "axes": keep_channels},
-    "mean pooling": {"squeezer": pick_heads(pool_groups), "axes": keep_channels},
+    "kept heads": {"axes": keep_channels, "squeezer": pick_heads(keep_largest)},
+    "mean pooling": {"axes": keep_channels, "squeezer": pick_heads(pool_groups)},
     "Minitron importance": {
-        "squeezer": pick_heads(keep_important),
         "axes": keep_channels,
-        "importance": by_activation,
+        "squeezer": pick_heads(keep_important),
+        "importance": lambda squares, _: np.sqrt(squares),  # how large neurons are, not how much of them is read
     },
 }
 """Options of ``shrink`` by name; all are compared without alignment."""
@@ -212,7 +191,7 @@ RIVALS: dict[str, dict[str, Any]] = {
 class Start:
     """One row of the table."""
 
-    name: str  # of the start
+    name: str
     parameters: int  # how many numbers it has
     flops: int  # floating point operations of matrix products, a sample
     seconds: float  # of a forward pass in PyTorch, a sample
@@ -242,10 +221,9 @@ def compare_starts(
         data: the calibration set.
         held_out: other samples, in the same form.
         made: what ``shrink`` returned.
-        options: as they were given to ``shrink``.
+        options: as they were given to ``shrink``, as are the ``changes``.
         progress: gets the numbers of starts that are done and of all, and the name of the next.
         unfinished: where rows are kept as they are done, of a run that may be killed and started again.
-        **changes: as they were given to ``shrink``.
 
     Raises:
         ShdError: what ``shrink`` raises; ``inputs-invalid``.
@@ -269,14 +247,9 @@ def compare_starts(
             if unfinished is not None and (kept := unfinished.get(piece)) is not None:
                 rows.append(Start(**kept[1]))
                 continue
-            start = make()
-            cost = (
-                count_parameters(start),
-                count_flops(start, samples),
-                time_model(start, samples, options.batch_size),
-            )
-            loss = measure_loss(model, start, samples, options.batch_size, measure)
-            rows.append(Start(name, *cost, loss, measure))
+            start, size = make(), options.batch_size
+            cost = count_parameters(start), count_flops(start, samples), time_model(start, samples, size)
+            rows.append(Start(name, *cost, measure_loss(model, start, samples, size, measure), measure))
             if unfinished is not None:
                 unfinished.put(piece, {}, asdict(rows[-1]))
     finally:

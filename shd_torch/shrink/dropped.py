@@ -47,12 +47,8 @@ def choose_dropped(attention: Iterable[int], activations: Iterable[int]) -> Drop
     try:
         return Dropped(*(tuple(as_index(layer) for layer in layers) for layers in (attention, activations)))
     except TypeError:
-        raise ShdError(
-            "layers-invalid",
-            f"drop_attention and drop_activations must be lists of teacher layers; got {attention!r} and "
-            f"{activations!r}",
-            "DEPTH-4",
-        ) from None
+        rule = "drop_attention and drop_activations must be lists of teacher layers"
+        raise ShdError("layers-invalid", f"{rule}; got {attention!r} and {activations!r}", "DEPTH-4") from None
 
 
 def check_dropped(dropped: Dropped, family: Family, config: Any, kept: Sequence[int]) -> None:
@@ -60,31 +56,20 @@ def check_dropped(dropped: Dropped, family: Family, config: Any, kept: Sequence[
     for name, layers in (("drop_attention", dropped.attention), ("drop_activations", dropped.activations)):
         whole = all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers)
         if not whole or list(layers) != sorted(set(layers)) or not set(layers) <= set(kept):
-            raise ShdError(
-                "layers-invalid",
-                f"{name} must be a rising list of teacher layers that the student keeps, {list(kept)}; got "
-                f"{list(layers)}",
-                "DEPTH-4",
-            )
+            rule = f"{name} must be a rising list of teacher layers that the student keeps, {list(kept)}"
+            raise ShdError("layers-invalid", f"{rule}; got {list(layers)}", "DEPTH-4")
     if len(dropped.attention) == len(kept):
-        raise ShdError(
-            "layers-invalid", f"drop_attention must leave a block with attention; got all of {list(kept)}", "DEPTH-4"
-        )
+        message = f"drop_attention must leave a block with attention; got all of {list(kept)}"
+        raise ShdError("layers-invalid", message, "DEPTH-4")
     if dropped.activations and family.is_gated:
-        raise ShdError(
-            "shrink-unsupported",
-            f"drop_activations must be empty for {config.model_type}: its gated FFNs multiply two functions of "
-            "their input, and without the activation no linear map equals them; drop attention or whole layers",
-            "FFN-3",
-        )
+        rule = f"drop_activations must be empty for {config.model_type}: its gated FFNs multiply two functions of"
+        message = f"{rule} their input, and no linear map equals them; drop attention or whole layers"
+        raise ShdError("shrink-unsupported", message, "FFN-3")
     kinds = set(getattr(config, "layer_types", None) or ())
     if dropped.attention and len(kinds) > 1:
-        raise ShdError(
-            "shrink-unsupported",
-            f"drop_attention must be empty where layers attend differently ({', '.join(sorted(kinds))}): a cache of "
-            "keys would give a layer another one's window; drop whole layers",
-            "DEPTH-7",
-        )
+        rule = f"drop_attention must be empty where layers attend differently ({', '.join(sorted(kinds))})"
+        message = f"{rule}: a cache of keys would give a layer another one's window; drop whole layers"
+        raise ShdError("shrink-unsupported", message, "DEPTH-7")
 
 
 def drop_parts(model: nn.Module, family: Family, dropped: Dropped) -> None:
@@ -105,8 +90,7 @@ def drop_parts(model: nn.Module, family: Family, dropped: Dropped) -> None:
 class _Absent(nn.Module):
     """Passes its input on, where a projection was.
 
-    A checkpoint holds one number under the projection's name. Its shape makes a stock class refuse the file, where
-    it would fill weights that are missing at random.
+    A checkpoint holds one number under its name: a stock class refuses the shape, and would make up missing weights.
     """
 
     def __init__(self) -> None:
@@ -190,11 +174,9 @@ def _config_class(stock: Any) -> Any:
 def dropped_config(config: Any, dropped: Dropped) -> Any:
     """A stock configuration as one that says what is dropped."""
     fields = {name: value for name, value in config.to_dict().items() if name not in ("model_type", "architectures")}
-    lists = {
-        name: list(numbers) for name, numbers in zip(_LISTS, (dropped.attention, dropped.activations), strict=True)
-    }
+    fields |= {_LISTS[0]: list(dropped.attention), _LISTS[1]: list(dropped.activations)}
     stock: Any = type(config)
-    made = _config_class(stock)(**fields, **lists)
+    made = _config_class(stock)(**fields)
     made._attn_implementation = config._attn_implementation
     return made
 

@@ -83,11 +83,9 @@ class Family:
         matrices = [join_heads(heads) for heads in stacks]
         biases = [weights.query_bias, weights.key_bias, weights.value_bias]
         if len(inputs) == 1:
-            whole = [
-                np.zeros(heads.shape[::2]) if bias is None else bias
-                for heads, bias in zip(stacks, biases, strict=True)
-            ]
-            matrices, biases = [np.concatenate(matrices, axis=1)], [np.concatenate([bias.ravel() for bias in whole])]
+            pairs = zip(stacks, biases, strict=True)
+            whole = [(np.zeros(heads.shape[::2]) if bias is None else bias).ravel() for heads, bias in pairs]
+            matrices, biases = [np.concatenate(matrices, axis=1)], [np.concatenate(whole)]
         for module, matrix, bias in zip(inputs, matrices, biases, strict=True):
             write_linear(module, matrix, None if bias is None else bias.ravel())
         write_linear(last, weights.output.reshape(-1, weights.output.shape[2]), weights.output_bias)
@@ -202,29 +200,17 @@ def check_config(config: Any, name: str | None = None) -> Family:
     """The family of a configuration, before any weight is read; ``name`` stands for a model of no family."""
     kind = getattr(config, "model_type", None)
     if kind not in FAMILIES:
-        raise ShdError(
-            "shrink-unsupported",
-            f"teacher must be of one of the families {', '.join(FAMILIES)}; got {name or kind!r}"
-            + ("" if kind not in ("gemma2", "gemma3", "gemma3_text") else ": its norms after the blocks do not fold")
-            + ("" if kind not in ("bloom", "mpt", "falcon") else ": its position slopes are fixed by the head count"),
-            "STUDENT-1",
-        )
-    family = FAMILIES[kind]
-    usual = {
-        "add_cross_attention": False,
-        "use_swiglu_ffn": False,
-        "scale_attn_by_inverse_layer_idx": False,
-        "scale_attn_weights": True,
-    }
-    for option, value in usual.items():
+        rule = f"teacher must be of one of the families {', '.join(FAMILIES)}; got {name or kind!r}"
+        reason = dict.fromkeys(("gemma2", "gemma3", "gemma3_text"), ": its norms after the blocks do not fold")
+        reason |= dict.fromkeys(("bloom", "mpt", "falcon"), ": its position slopes are fixed by the head count")
+        raise ShdError("shrink-unsupported", rule + reason.get(str(kind), ""), "STUDENT-1")
+    usual = dict.fromkeys(("add_cross_attention", "use_swiglu_ffn", "scale_attn_by_inverse_layer_idx"), False)
+    for option, value in (usual | {"scale_attn_weights": True}).items():
         if getattr(config, option, value) != value:
-            raise ShdError(
-                "shrink-unsupported",
-                f"teacher must be a stack of self-attention, scaled by its head's length, and FFNs as its family has "
-                f"them; got {option}={getattr(config, option)} in its configuration",
-                "STUDENT-1",
-            )
-    return family
+            rule = "teacher must be a stack of self-attention, scaled by its head's length, and its family's FFNs"
+            message = f"{rule}; got {option}={getattr(config, option)} in its configuration"
+            raise ShdError("shrink-unsupported", message, "STUDENT-1")
+    return FAMILIES[kind]
 
 
 def base_of(model: nn.Module) -> nn.Module:
@@ -239,12 +225,8 @@ def find_part(module: nn.Module, path: str) -> Any:
     if member is None:
         import transformers
 
-        raise ShdError(
-            "shrink-unsupported",
-            f"{type(module).__name__} has no {path}: its layout in transformers {transformers.__version__} is not "
-            "known",
-            "STUDENT-1",
-        )
+        layout = f"its layout in transformers {transformers.__version__} is not known"
+        raise ShdError("shrink-unsupported", f"{type(module).__name__} has no {path}: {layout}", "STUDENT-1")
     return member
 
 
@@ -279,8 +261,5 @@ def write_linear(module: Any, matrix: Array, bias: Array | None) -> None:
     if module.bias is not None:
         module.bias.copy_(torch.zeros_like(module.bias) if bias is None else torch.from_numpy(bias))
     elif bias is not None and bias.any():
-        raise ShdError(
-            "shrink-unsupported",
-            f"a {type(module).__name__} of the student must hold a bias, which its configuration cannot say",
-            "STUDENT-2",
-        )
+        message = f"a {type(module).__name__} of the student must hold a bias, which its configuration cannot say"
+        raise ShdError("shrink-unsupported", message, "STUDENT-2")

@@ -98,9 +98,8 @@ def read_config(source: str | os.PathLike[str], argument: str = "teacher") -> An
     try:
         return AutoConfig.from_pretrained(folder, **_LOCAL)
     except Exception as error:  # transformers raises what it meets in a configuration
-        raise ShdError(
-            "read-failed", f"{argument} must be a Hugging Face model; got {str(folder)!r}: {error}"
-        ) from error
+        message = f"{argument} must be a Hugging Face model; got {str(folder)!r}: {error}"
+        raise ShdError("read-failed", message) from error
 
 
 def load_weights(source: str | os.PathLike[str], config: Any) -> Any:
@@ -140,20 +139,15 @@ def load_student(source: str | os.PathLike[str]) -> Any:
     _check_stored(folder, raw.get("quantization_config"))
     stock = find_class(stock_name((raw.get("architectures") or [None])[0]))
     if stock is None or name not in FAMILIES or stock.config_class.model_type != name:
-        raise ShdError(
-            "read-failed",
-            f"{str(folder)!r} must name a class of one of the families as its architecture; got a {name} and "
-            f"{raw.get('architectures')}",
-            "DEPTH-6",
-        )
+        rule = f"{str(folder)!r} must name a class of one of the families as its architecture"
+        raise ShdError("read-failed", f"{rule}; got a {name} and {raw.get('architectures')}", "DEPTH-6")
     kind = dropped_class(stock)
     try:
         config = kind.config_class.from_dict(dict(raw))
         check_dropped(read_dropped(config), FAMILIES[name], config, range(config.num_hidden_layers))
     except Exception as error:
-        raise ShdError(
-            "read-failed", f"{str(folder)!r} must hold a student's configuration: {error}", "DEPTH-6"
-        ) from error
+        message = f"{str(folder)!r} must hold a student's configuration: {error}"
+        raise ShdError("read-failed", message, "DEPTH-6") from error
     return _load(folder, kind, config=config)
 
 
@@ -164,12 +158,8 @@ def _check_stored(folder: Path, quantised: object) -> None:
     """Weights must be numbers as they are: those of a quantised model need the code that quantised them."""
     if quantised is not None:
         kind = quantised.get("quant_method") if isinstance(quantised, Mapping) else type(quantised).__name__
-        raise ShdError(
-            "shrink-unsupported",
-            f"the model must not be quantised; {str(folder)!r} has a quantization_config ({kind}): give the model it "
-            "was made from",
-            "STUDENT-8",
-        )
+        rule = f"the model must not be quantised; {str(folder)!r} has a quantization_config ({kind})"
+        raise ShdError("shrink-unsupported", f"{rule}: give the model it was made from", "STUDENT-8")
 
 
 def find_class(name: object) -> Any:
@@ -198,11 +188,9 @@ def _load(folder: Path, kind: Any, **options: Any) -> Any:
     model, info = loaded
     missing = sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
     if missing:
-        raise ShdError(
-            "read-failed",
-            f"{str(folder)!r} must hold every weight of a {type(model).__name__}; {len(missing)} are missing or of "
-            f"other sizes, first {missing[0]}: copy the model again",
-        )
+        rule = f"{str(folder)!r} must hold every weight of a {type(model).__name__}"
+        got = f"{len(missing)} are missing or of other sizes, first {missing[0]}"
+        raise ShdError("read-failed", f"{rule}; {got}: copy the model again")
     return model.eval()
 
 
@@ -213,36 +201,26 @@ def implementation_of(kind: Any) -> str:
 
 def check_files(folder: Path) -> None:
     """No file may lead out of the folder: by a link, an index of weights, or an adapter that names its base."""
+    name = repr(str(folder))
     if not folder.is_dir():
-        raise ShdError(
-            "read-failed",
-            f"{str(folder)!r} must hold a Hugging Face model; it is not a folder: download the model first",
-        )
+        message = f"{name} must hold a Hugging Face model; it is not a folder: download the model first"
+        raise ShdError("read-failed", message)
     if (folder / "adapter_config.json").exists():
-        raise ShdError(
-            "read-failed",
-            f"{str(folder)!r} must hold a whole model; it holds an adapter: merge it and save the model",
-        )
+        message = f"{name} must hold a whole model; it holds an adapter: merge it and save the model"
+        raise ShdError("read-failed", message)
     home = _find_home(folder)
     try:
         files = [
             file for file in folder.iterdir() if file.suffix in (".json", ".safetensors") or file.name in READERS
         ]
-        named = {
-            folder / str(shard)
-            for file in files
-            if file.name.endswith(".index.json")
-            for shard in read_json(file)["weight_map"].values()
-        }
+        indices = [read_json(file)["weight_map"] for file in files if file.name.endswith(".index.json")]
+        shards = {folder / str(shard) for index in indices for shard in index.values()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ShdError("read-failed", f"{str(folder)!r} must hold readable files: {error!r}") from error
-    for file in (*files, *named):
+        raise ShdError("read-failed", f"{name} must hold readable files: {error!r}") from error
+    for file in (*files, *shards):
         if not Path(os.path.realpath(file)).is_relative_to(home):
-            raise ShdError(
-                "read-failed",
-                f"{str(folder)!r} must hold its own files; {str(file)!r} lies elsewhere: put the model's files, not "
-                "links to them, into one folder",
-            )
+            rule = f"{name} must hold its own files; {str(file)!r} lies elsewhere"
+            raise ShdError("read-failed", f"{rule}: put the model's files, not links to them, into one folder")
 
 
 def _find_home(folder: Path) -> Path:
@@ -271,10 +249,7 @@ READERS = (
 
 
 def copy_readers(source: Path, target: Path) -> None:
-    """Copy what is there of ``READERS``, as it is, from a folder that ``check_files`` let pass.
-
-    A configuration that names code stays behind.
-    """
+    """Copy ``READERS`` from a folder that ``check_files`` let pass; a configuration that names code stays behind."""
     home = _find_home(source)
     for name in READERS:
         real = Path(os.path.realpath(source / name))
@@ -282,17 +257,12 @@ def copy_readers(source: Path, target: Path) -> None:
             continue
         if not real.is_relative_to(home) or not real.is_file():
             raise ShdError("read-failed", f"{str(source)!r} must hold its own files; {name!r} is none of them")
-        if name.endswith("_config.json") and _names_code(real):
-            continue
-        shutil.copyfile(real, target / name, follow_symlinks=False)
-
-
-def _names_code(file: Path) -> bool:
-    try:
-        config = read_json(file)
-    except ValueError as error:
-        raise ShdError("read-failed", f"{str(file)!r} must hold a JSON object: {error}") from error
-    return isinstance(config, dict) and "auto_map" in config
+        try:
+            config = read_json(real) if name.endswith("_config.json") else {}
+        except ValueError as error:
+            raise ShdError("read-failed", f"{str(real)!r} must hold a JSON object: {error}") from error
+        if not (isinstance(config, dict) and "auto_map" in config):
+            shutil.copyfile(real, target / name, follow_symlinks=False)
 
 
 def new_folder(out: str | os.PathLike[str]) -> Path:
@@ -324,10 +294,7 @@ def _find_problem(folder: Path) -> str | None:
 
 
 def save_student(student: Any, report: dict[str, Any], folder: Path, teacher: Path | None = None) -> None:
-    """The model, ``shrink.json`` and the teacher's tokenizer, in a draft that is renamed when it is whole.
-
-    ``folder`` is from ``new_folder``; ``report`` is that of STUDENT-3.
-    """
+    """The model, ``shrink.json`` (STUDENT-3) and the teacher's tokenizer, in a draft renamed when it is whole."""
     from safetensors import SafetensorError  # its error for a full disk is not an OSError
 
     home = part_folder(folder)
@@ -338,9 +305,8 @@ def save_student(student: Any, report: dict[str, Any], folder: Path, teacher: Pa
                 copy_readers(teacher, draft)
             (draft / "shrink.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     except SafetensorError as error:
-        raise ShdError(
-            "write-failed", f"{folder} could not be written: {error}: make room, or name another"
-        ) from error
+        message = f"{folder} could not be written: {error}: make room, or name another"
+        raise ShdError("write-failed", message) from error
     finally:
         with suppress(OSError):  # it holds what else the run has finished
             home.rmdir()

@@ -109,11 +109,8 @@ class Gates(nn.Module):
             scores = getattr(self, kind)
             gradient = scores.grad if gradients is None else gradients[kind]
             if gradient is None and len(scores):
-                raise ShdError(
-                    "argument-value",
-                    "gates must have a gradient: call backward on the loss before observe",
-                    "DEPTH-9",
-                )
+                message = "gates must have a gradient: call backward on the loss before observe"
+                raise ShdError("argument-value", message, "DEPTH-9")
             if gradient is not None:
                 self._gradient[kind] += gradient.abs()
                 self._importance[kind] += (gradient * scores.detach()).abs()
@@ -200,13 +197,9 @@ def rank_layers(
             for batch in batches:
                 value = model(**batch).loss if loss is None else loss(model, batch)
                 if not isinstance(value, Tensor) or value.ndim or not value.requires_grad:
-                    raise ShdError(
-                        "argument-value",
-                        "the loss must be one number that depends on the model; got "
-                        + (f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value))
-                        + ": give batches with labels, or a loss",
-                        "DEPTH-9",
-                    )
+                    got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+                    rule = f"the loss must be one number that depends on the model; got {got}"
+                    raise ShdError("argument-value", f"{rule}: give batches with labels, or a loss", "DEPTH-9")
                 gradients = torch.autograd.grad(value, [*numbers.values()], allow_unused=True, materialize_grads=True)
                 gates.observe(dict(zip(KINDS, gradients, strict=True)))
             return gates.rank()
@@ -278,11 +271,8 @@ def measure_splits(
     file = output_file(out)
     num_layers = sizes_of(teacher.config).layers
     if len(ranking.attention) != num_layers:
-        raise ShdError(
-            "argument-value",
-            f"ranking must be of the teacher's {num_layers} layers; got one of {len(ranking.attention)}",
-            "DEPTH-9",
-        )
+        message = f"ranking must be of the teacher's {num_layers} layers; got one of {len(ranking.attention)}"
+        raise ShdError("argument-value", message, "DEPTH-9")
     gated = family_of(teacher).is_gated
     dropped = [_drop(ranking, split, num_layers, gated) for split in splits]
     keys = [json.dumps([list(lacks.attention), list(lacks.activations)]) for lacks in dropped]
@@ -293,22 +283,18 @@ def measure_splits(
         "seed": check_integer("seed", seed, 0, None, "PRED-3"),
     }
     measured = _read_points(file, head)
-    for number, (split, lacks) in enumerate(zip(splits, dropped, strict=True)):
-        key = keys[number]
+    for number, (split, lacks, key) in enumerate(zip(splits, dropped, keys, strict=True)):
         if key not in measured:
-            student = shrink(
-                teacher, data, drop_attention=lacks.attention, drop_activations=lacks.activations, **sizes
-            ).student
+            without: dict[str, Any] = {"drop_attention": lacks.attention, "drop_activations": lacks.activations}
+            student = shrink(teacher, data, **without, **sizes).student
             torch.manual_seed(seed)
             measured[key] = check_number("quality", quality(student), "PRED-3")
             points = [{"dropped": json.loads(name), "quality": value} for name, value in measured.items()]
             with drafting(file) as draft:  # a run that is killed leaves the last one
                 draft.write_text(json.dumps(head | {"points": points}, indent=1) + "\n", encoding="utf-8")
         if progress is not None:
-            progress(
-                f"split {number + 1} of {len(splits)}: {split[0]} attention blocks, {split[1]} activations: "
-                f"{measured[key]:g}"
-            )
+            kept = f"{split[0]} attention blocks, {split[1]} activations"
+            progress(f"split {number + 1} of {len(splits)}: {kept}: {measured[key]:g}")
     return [(a / num_layers, t / num_layers, measured[key]) for (a, t), key in zip(splits, keys, strict=True)]
 
 
@@ -317,11 +303,8 @@ def _drop(ranking: Ranking, split: Split, num_layers: int, gated: bool) -> Dropp
     if not gated:
         return ranking.drop(attention=attention, activations=activations)
     if activations != num_layers:
-        raise ShdError(
-            "shrink-unsupported",
-            f"splits must keep all {num_layers} activations where FFNs are gated; got {split}",
-            "FFN-3",
-        )
+        message = f"splits must keep all {num_layers} activations where FFNs are gated; got {split}"
+        raise ShdError("shrink-unsupported", message, "FFN-3")
     return Dropped(ranking.drop(attention=attention).attention)
 
 
@@ -334,14 +317,11 @@ def _read_points(path: Path, head: dict[str, Any]) -> dict[str, float]:
         stored = {name: file[name] for name in head}
         points = {json.dumps(point["dropped"]): float(point["quality"]) for point in file["points"]}
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ShdError(
-            "read-failed", f"out must be new, or points of measure_splits; got {str(path)!r}: {error!r}"
-        ) from error
-    other = [name for name, value in head.items() if stored[name] != value]
-    if other:
-        raise ShdError(
-            "argument-value",
-            f"out must be new, or hold points of the same {other[0]}; got {stored[other[0]]} in {str(path)!r}, and "
-            f"now {head[other[0]]}: name another file",
-        )
+        message = f"out must be new, or points of measure_splits; got {str(path)!r}: {error!r}"
+        raise ShdError("read-failed", message) from error
+    for name, value in head.items():
+        if stored[name] != value:
+            got = f"{stored[name]} in {str(path)!r}, and now {value}"
+            message = f"out must be new, or hold points of the same {name}; got {got}: name another file"
+            raise ShdError("argument-value", message)
     return points

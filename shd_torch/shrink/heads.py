@@ -22,12 +22,12 @@ SLOW_ANGLE = 1.0
 class AttentionStatistics:
     """What one layer's attention says over the whole calibration set."""
 
+    length: int  # of the longest sample
     gram: Array  # the gram tensor, summed (H, H, H, H)
     augmented: Array  # second moment of the inputs with a one, [x, 1], (D + 1, D + 1)
     centred: Array  # of the inputs less their mean over the sample, (D, D)
     query_size: Array  # root mean square of each head's queries (H,)
     output_size: Array  # mean length of each head's output before the projection (H,), for comparisons
-    length: int  # of the longest sample
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,14 +51,8 @@ def squeeze_attention(
 ) -> Squeezed:
     """The best case that applies (HEAD's table), for a student of these sizes.
 
-    Args:
-        weights: of the teacher.
-        merge: groups and C.
-        statistics: of the layer.
-        num_kv_heads: of the student.
-        head_dim: of the student.
-        frequencies: of rotary positions, one a pair of entries i and ``i + d / 2``; None without.
-        query_norm: whether queries are normed before their product with keys.
+    ``frequencies`` are of rotary positions, one a pair of entries i and ``i + d / 2``; ``query_norm`` says whether
+    queries are normed before their product with keys.
     """
     same_shape = num_kv_heads == weights.num_kv_heads and head_dim == weights.head_dim
     if len(merge.groups) == weights.num_heads and same_shape:
@@ -67,34 +61,24 @@ def squeeze_attention(
         mixed = mix_queries(weights, merge, statistics.query_size if query_norm else None)
         return Squeezed(mixed, "queries", not query_norm)
     if query_norm:
-        raise ShdError(
-            "shrink-unsupported",
-            "heads must merge inside key and value heads where queries are normed, since keys are normed too: ask "
-            f"for a multiple of the teacher's {weights.num_kv_heads} key and value heads; got groups {merge.groups}",
-            "HEAD-18",
-        )
+        rule = "heads must merge inside key and value heads where queries are normed, since keys are normed too"
+        advice = f"ask for a multiple of the teacher's {weights.num_kv_heads} key and value heads"
+        raise ShdError("shrink-unsupported", f"{rule}: {advice}; got groups {merge.groups}", "HEAD-18")
     longest = max(len(group) for group in merge.groups)
     if frequencies is None and num_kv_heads == len(merge.groups) and longest * weights.head_dim <= head_dim:
         return Squeezed(concatenate_heads(weights, merge, head_dim), "side-by-side", True)
     rotary = None
     if frequencies is not None:
         rotary = Rotary(frequencies, slow=frequencies * statistics.length < SLOW_ANGLE)
-    moments = statistics.augmented, statistics.centred
-    nearest = low_rank_heads(weights, merge, num_kv_heads, head_dim, moments[0], key_moment=moments[1], rotary=rotary)
+    sizes, moments = (num_kv_heads, head_dim), (statistics.augmented, statistics.centred)
+    nearest = low_rank_heads(weights, merge, *sizes, moments[0], key_moment=moments[1], rotary=rotary)
     return Squeezed(nearest, "low-rank" if rotary is None else "rotary", False)
 
 
 class OutputFit:
-    """Sums of one ridge regression, batch by batch (ALIGN-2, ALIGN-7).
+    """Sums of one ridge regression from W0 ``(F, D)`` of the closed form, batch by batch (ALIGN-2, ALIGN-7).
 
-    Args:
-        matrix: W0 of the closed form ``(F, D)``.
-        bias: ``(D,)``, or None where the layer has none.
-        ridge: see ``shrink``; None chooses one, or no change at all, on samples that are held out.
-        device: where rows are.
-
-    Attributes:
-        chosen: the ridge of the last ``solve``; None where the closed form stayed as it was.
+    Without a ridge, one, or no change at all, is ``chosen`` on samples that are held out.
     """
 
     def __init__(self, matrix: Array, bias: Array | None, ridge: float | None, device: torch.device) -> None:
@@ -105,10 +89,7 @@ class OutputFit:
         self._fitted, self._held = _Sums(self._matrix), _Sums(self._matrix)
 
     def add(self, inputs: Tensor, targets: Tensor, held: Tensor) -> None:
-        """Rows that count: what the matrix reads ``(n, F)`` and what it should give ``(n, D)``.
-
-        ``held`` is boolean ``(n,)``, True = a row of a held-out sample; it matters where no ridge is given.
-        """
+        """Rows that count: what the matrix reads ``(n, F)`` and should give ``(n, D)``, and which are held out."""
         z, goal = inputs.double(), targets.double()
         if self.biased:
             z = torch.cat([z, z.new_ones(len(z), 1)], dim=1)

@@ -66,13 +66,8 @@ def make_layer(
 ) -> tuple[list[Tensor], list[Tensor], dict[str, Any]]:
     """One student layer; returns the streams of teacher and student after it, and its report.
 
-    Args:
-        work: of the run.
-        number: of the student layer.
-        source: of the teacher layer that it comes from.
-        following: of the teacher layer that the next one comes from.
-        taught: the teacher's stream before ``source``, batch by batch.
-        own: the student's stream before ``number``.
+    ``source`` and ``following`` are the teacher layers that it and the next one come from; ``taught`` and ``own`` the
+    streams of teacher and student before it, batch by batch.
     """
     family = work.family
     layer, target = family.layers_of(work.teacher)[source], family.layers_of(work.student)[number]
@@ -85,15 +80,9 @@ def make_layer(
     squeezed = None
     if number not in work.dropped.attention:
         merge = merge_heads(statistics.gram, work.sizes.heads, _choose_plan(work, teacher), teacher.kv_heads)
-        squeezed = work.options.squeezer(
-            weights,
-            merge,
-            statistics,
-            work.sizes.kv_heads,
-            work.sizes.head_dim,
-            frequencies=work.frequencies,
-            query_norm=family.query_norm is not None,
-        )
+        positions: dict[str, Any] = {"frequencies": work.frequencies, "query_norm": family.query_norm is not None}
+        sizes = work.sizes.kv_heads, work.sizes.head_dim
+        squeezed = work.options.squeezer(weights, merge, statistics, *sizes, **positions)
         report = {
             "case": squeezed.case,
             "exact": squeezed.exact,
@@ -119,13 +108,9 @@ def make_layer(
 
 
 def _align_layer(
-    fitter: _Fitter, squeezed: Squeezed | None, ffn: _Ffn, trace: LayerTrace, ends: list[Tensor]
+    fitter: _Fitter, squeezed: Squeezed | None, ffn: _Ffn, trace: LayerTrace, ends: Sequence[Tensor]
 ) -> dict[str, float | None]:
-    """Refit one matrix after the other, each on what those before it now give (ALIGN-1, ALIGN-6).
-
-    Returns:
-        The ridge of each; None where the closed form stayed.
-    """
+    """Refit one matrix after the other, each on what those before it now give: their ridges (ALIGN-1, ALIGN-6)."""
     family, is_cut = fitter.work.family, fitter.work.turn is not None
     ridges: dict[str, float | None] = {}
     if squeezed is not None:
@@ -144,7 +129,7 @@ def _advance(
 ) -> tuple[list[Tensor], list[Tensor], nn.Module]:
     """The teacher's stream before the next source layer, what the last norm on it read, and the last layer run."""
     layers = work.family.layers_of(work.teacher)
-    taught, ends = trace.outputs, trace.ends
+    taught, ends = list(trace.outputs), list(trace.ends)
     for number in range(source + 1, following):
         watched = [] if work.family.end is None else [find_part(layers[number], work.family.end)]
         runs = list(run_layer(layers[number], taught, work.batches, number, watched))
@@ -179,8 +164,8 @@ def _fill_layer(
     target: nn.Module,
     squeezed: Squeezed | None,
     ffn: _Ffn,
-    taught: list[Tensor],
-    middles: list[Tensor],
+    taught: Sequence[Tensor],
+    middles: Sequence[Tensor],
 ) -> None:
     """The closed form in place: attention as squeezed, the rest as in the teacher, both on the kept axes."""
     family, turn = work.family, work.turn
@@ -226,7 +211,7 @@ class _Fitter(NamedTuple):
     source: int
     own: list[Tensor]
 
-    def fit(self, name: str, goal_path: str | None, goals: list[Tensor]) -> float | None:
+    def fit(self, name: str, goal_path: str | None, goals: Sequence[Tensor]) -> float | None:
         """One matrix, towards the teacher's stream at a place of the layer (ALIGN-1, -2)."""
         work, module = self.work, find_part(self.target, name)
         fit = OutputFit(*read_linear(module), work.options.ridge, work.device)
@@ -239,7 +224,7 @@ class _Fitter(NamedTuple):
         write_linear(module, *fit.solve())
         return fit.chosen
 
-    def fit_readers(self, names: Sequence[str], inputs: list[Tensor], rows: Rows) -> float | None:
+    def fit_readers(self, names: Sequence[str], inputs: Sequence[Tensor], rows: Rows) -> float | None:
         """What reads a cut stream, towards what the same matrices make of the teacher's whole one (ALIGN-6)."""
         work, modules = self.work, [find_part(self.target, name) for name in names]
         fit = OutputFit(*_side_by_side([read_linear(module) for module in modules]), work.options.ridge, work.device)
@@ -270,7 +255,7 @@ def fit_final(work: Work, taught: list[Tensor], own: list[Tensor]) -> None:
 
 
 def _measure(
-    work: Work, target: nn.Module, source: int, own: list[Tensor], middles: list[Tensor], ends: list[Tensor]
+    work: Work, target: nn.Module, source: int, own: list[Tensor], middles: Sequence[Tensor], ends: list[Tensor]
 ) -> tuple[list[Tensor], dict[str, float]]:
     """The student's stream after a layer and the relative errors in it (STUDENT-3)."""
     names = [work.family.middle] + ([] if work.family.end is None else [work.family.end])
@@ -296,14 +281,8 @@ def _side_by_side(linears: Sequence[Rows]) -> Rows:
 
 def _input_matrix(weights: HeadWeights) -> Rows:
     """Queries, keys and values side by side, in the order in which a layer stores them."""
-    heads = (weights.query, weights.key, weights.value)
-    biases = (weights.query_bias, weights.key_bias, weights.value_bias)
-    return _side_by_side(
-        [
-            (join_heads(stack), None if bias is None else bias.ravel())
-            for stack, bias in zip(heads, biases, strict=True)
-        ]
-    )
+    stacks = ((getattr(weights, name), getattr(weights, f"{name}_bias")) for name in ("query", "key", "value"))
+    return _side_by_side([(join_heads(heads), None if bias is None else bias.ravel()) for heads, bias in stacks])
 
 
 def _choose_plan(work: Work, teacher: Sizes) -> str:

@@ -79,11 +79,7 @@ class ShrinkOptions:
         return (self.squeezer, self.axes, self.importance) == (squeeze_attention, principal_axes, score_neurons)
 
     def changed(self, changes: Mapping[str, Any]) -> ShrinkOptions:
-        """These options with some replaced by name.
-
-        Raises:
-            ShdError: ``argument-value``.
-        """
+        """These options with some replaced by name, or ``argument-value``."""
         known = [field.name for field in fields(self)]
         if unknown := [name for name in changes if name not in known]:
             raise ShdError("argument-value", f"options must be of {', '.join(known)}; got {', '.join(unknown)}")
@@ -132,49 +128,33 @@ def choose_sizes(options: ShrinkOptions, teacher: Sizes, family: Family, layers:
 
     heads = read("heads", teacher.heads, 1, None, "STUDENT-2")
     if heads > teacher.heads:
-        raise ShdError(
-            "heads-exceed", f"heads must lie in 1..{teacher.heads}, the teacher's; got {heads}", "STUDENT-2"
-        )
+        message = f"heads must lie in 1..{teacher.heads}, the teacher's; got {heads}"
+        raise ShdError("heads-exceed", message, "STUDENT-2")
     hidden = read("hidden", teacher.hidden, 2 if family.norm == "layer" else 1, teacher.hidden, "WIDTH-3")
     neurons = read("neurons", teacher.neurons, 1, teacher.neurons, "STUDENT-2")
     head_dim = read("head_dim", None, 1, None, "STUDENT-2")
     fitting = (count for count in range(min(teacher.kv_heads, heads), 0, -1) if heads % count == 0)
     kv_heads = read("kv_heads", next(fitting) if family.grouped else heads, 1, heads, "HEAD-17")
     if heads % kv_heads or (kv_heads != heads and not family.grouped):
-        raise ShdError(
-            "argument-value",
-            f"kv_heads must divide heads={heads}"
-            + ("" if family.grouped else ", and be equal to it in this family")
-            + f"; got {kv_heads!r}",
-            "HEAD-17",
-        )
+        rule = f"kv_heads must divide heads={heads}{'' if family.grouped else ', and be equal to it in this family'}"
+        raise ShdError("argument-value", f"{rule}; got {kv_heads!r}", "HEAD-17")
     fixed = None if family.free_head_dim else hidden // heads
     chosen = head_dim or fixed or teacher.head_dim
     if fixed is not None and (chosen != fixed or hidden % heads):
-        divisors = [count for count in range(1, teacher.heads + 1) if hidden % count == 0]
-        raise ShdError(
-            "shrink-unsupported",
-            f"head_dim is hidden / heads in this family, a whole number; got hidden={hidden}, heads={heads} and "
-            f"head_dim={head_dim}: with this hidden, heads may be {', '.join(map(str, divisors))}",
-            "STUDENT-2",
-        )
+        divisors = ", ".join(str(count) for count in range(1, teacher.heads + 1) if hidden % count == 0)
+        rule = f"head_dim is hidden / heads in this family, a whole number; got hidden={hidden}, heads={heads} and"
+        message = f"{rule} head_dim={head_dim}: with this hidden, heads may be {divisors}"
+        raise ShdError("shrink-unsupported", message, "STUDENT-2")
     if family.rotary and chosen != teacher.head_dim:
-        raise ShdError(
-            "shrink-unsupported",
-            f"head_dim must stay {teacher.head_dim} with rotary positions, whose frequencies depend on it; "
-            f"got {chosen}",
-            "HEAD-14",
-        )
+        rule = f"head_dim must stay {teacher.head_dim} with rotary positions, whose frequencies depend on it"
+        raise ShdError("shrink-unsupported", f"{rule}; got {chosen}", "HEAD-14")
     return Sizes(heads, kv_heads, chosen, layers, hidden, neurons)
 
 
 def make_student(
     teacher: nn.Module, family: Family, sizes: Sizes, kept: Sequence[int], dropped: Dropped = NOTHING
 ) -> Any:
-    """A model of the teacher's class with these sizes, its weights still random; or what its configuration lacks.
-
-    Where student layers lack something, ``dropped``, the class is one of ``dropped_class``.
-    """
+    """A model of the teacher's class, or of its ``dropped_class``, with these sizes, its weights still random."""
     config: Any = copy.deepcopy(teacher.config)
     before = sizes_of(config)
     try:
@@ -202,12 +182,9 @@ def make_student(
     except (TypeError, ValueError) as error:
         if isinstance(error, ShdError):
             raise
-        raise ShdError(
-            "shrink-unsupported",
-            f"a {config.model_type} configuration cannot say {sizes.heads} heads, {sizes.layers} layers, hidden "
-            f"{sizes.hidden} and {sizes.neurons} neurons: {error}",
-            "STUDENT-2",
-        ) from error
+        rule = f"a {config.model_type} configuration cannot say {sizes.heads} heads, {sizes.layers} layers, hidden"
+        message = f"{rule} {sizes.hidden} and {sizes.neurons} neurons: {error}"
+        raise ShdError("shrink-unsupported", message, "STUDENT-2") from error
     generation: Any = getattr(teacher, "generation_config", None)
     if generation is not None:  # it may hold the only word of where a text ends
         with suppress(ValueError):  # of a contradiction, with which it could not be saved
@@ -220,9 +197,8 @@ def make_student(
 def _write_neurons(config: Any, sizes: Sizes) -> None:
     if hasattr(config, "mlp_ratio"):
         if sizes.neurons % sizes.hidden:
-            raise ValueError(
-                f"mlp_ratio must be a whole number, and {sizes.neurons} neurons are not a multiple of {sizes.hidden}"
-            )
+            rule = "mlp_ratio must be a whole number"
+            raise ValueError(f"{rule}, and {sizes.neurons} neurons are not a multiple of {sizes.hidden}")
         config.mlp_ratio = sizes.neurons // sizes.hidden
     elif hasattr(config, "n_inner"):
         config.n_inner = sizes.neurons

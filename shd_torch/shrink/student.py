@@ -154,11 +154,8 @@ def _stored_dtype(model: Any, is_given: bool) -> torch.dtype:
     if stored in (torch.float32, torch.float64):
         return stored
     if is_given:
-        raise ShdError(
-            "argument-dtype",
-            f"teacher must be float32 or float64 while it is shrunk, since streams are subtracted; got {stored}: "
-            "give its folder, or teacher.float()",
-        )
+        rule = "teacher must be float32 or float64 while it is shrunk, since streams are subtracted"
+        raise ShdError("argument-dtype", f"{rule}; got {stored}: give its folder, or teacher.float()")
     model.float()
     return stored
 
@@ -193,11 +190,8 @@ def _run_layers(work: Work, saved: Unfinished | None) -> None:
         taught, own, report = make_layer(work, number, work.kept[number], following, taught, own)
         work.reports.append(report)
         if saved is not None:  # the layer last: with it, its streams are there
-            streams = {
-                f"{name}.{at}": tensor
-                for name, tensors in (("taught", taught), ("own", own))
-                for at, tensor in enumerate(tensors)
-            }
+            streams = {f"taught.{at}": tensor for at, tensor in enumerate(taught)}
+            streams |= {f"own.{at}": tensor for at, tensor in enumerate(own)}
             saved.put(f"streams-{number}", streams)
             saved.put(f"layer-{number}", work.family.layers_of(work.student)[number].state_dict(), report)
             saved.drop(f"streams-{number - 1}")

@@ -28,11 +28,8 @@ _DRAFT = ".draft"
 class Unfinished(DraftFolder):
     """Pieces of a run, a file each, which takes its name when all of it is on the disk (STUDENT-7).
 
-    As a context manager it removes the folder when the block ends; after an error only where nothing was finished.
-
-    Args:
-        folder: from ``part_folder``; new, or left by a run with the same key.
-        key: what the pieces depend on, by name, as JSON can hold it.
+    The folder is new, or left by a run with the same key: what the pieces depend on. As a context manager it removes
+    the folder when the block ends; after an error only where nothing was finished.
     """
 
     def __init__(self, folder: Path, key: Mapping[str, Any]) -> None:
@@ -54,12 +51,10 @@ class Unfinished(DraftFolder):
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise self._unreadable(error) from error
         if other:
-            raise ShdError(
-                "argument-value",
-                f"out must be new, or that of an unfinished run with the same {other[0]}; got {stored[other[0]]} in "
-                f"{self.folder}, and now {key[other[0]]}: remove that folder, or name another out",
-                "STUDENT-7",
-            )
+            rule = f"out must be new, or that of an unfinished run with the same {other[0]}"
+            got = f"{stored[other[0]]} in {self.folder}, and now {key[other[0]]}"
+            message = f"{rule}; got {got}: remove that folder, or name another out"
+            raise ShdError("argument-value", message, "STUDENT-7")
 
     def __exit__(self, *error: object) -> None:
         self.close(remove=error[0] is None or not any(self._names()))
@@ -81,9 +76,8 @@ class Unfinished(DraftFolder):
         try:
             self._put(name + _SUFFIX, lambda draft: save_file(own, draft, {"notes": json.dumps(notes)}))
         except SafetensorError as error:
-            raise ShdError(
-                "write-failed", f"{self.folder} could not be written: {error}: make room, then run again to resume"
-            ) from error
+            message = f"{self.folder} could not be written: {error}: make room, then run again to resume"
+            raise ShdError("write-failed", message) from error
 
     def get(self, name: str) -> tuple[dict[str, Tensor], Any] | None:
         """A piece, its tensors on the CPU; None where it is not finished."""
@@ -128,23 +122,18 @@ class Unfinished(DraftFolder):
             put(draft, file)
 
     def _unreadable(self, error: Exception) -> ShdError:
-        return ShdError(
-            "read-failed",
-            f"{self.folder} must hold what an unfinished run of this version left; got {error!r}: remove it, and the "
-            "run begins at its start",
-            "STUDENT-7",
-        )
+        rule = f"{self.folder} must hold what an unfinished run of this version left"
+        message = f"{rule}; got {error!r}: remove it, and the run begins at its start"
+        return ShdError("read-failed", message, "STUDENT-7")
 
 
 def run_key(teacher: nn.Module | str | os.PathLike[str], options: Mapping[str, Any], **data: Any) -> dict[str, Any]:
     """What pieces depend on: hashes of the teacher and of each set of data, the options, and the software."""
     versions = {name: version(name) for name in ("torch", "transformers", "squeezing-heads")}
+    tensors = {name: {key: torch.as_tensor(array) for key, array in one.items()} for name, one in data.items()}
     return {
         "teacher": _hash_model(teacher) if isinstance(teacher, nn.Module) else _hash_files(Path(teacher)),
-        **{
-            name: _hash_tensors({key: torch.as_tensor(array) for key, array in one.items()})
-            for name, one in data.items()
-        },
+        **{name: _hash_tensors(one) for name, one in tensors.items()},
         "options": dict(options),
         "versions": versions | {"machine": platform.machine()},
     }

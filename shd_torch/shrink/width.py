@@ -14,17 +14,8 @@ from torch import Tensor, nn
 from shd_ref.errors import ShdError
 from shd_ref.shrink.merges import HeadWeights, join_heads, split_heads
 from shd_ref.shrink.width import fold_norm, kept_scale
-from shd_torch.shrink.families import (
-    Array,
-    Family,
-    Rows,
-    as_array,
-    base_of,
-    find_part,
-    has_part,
-    read_linear,
-    write_linear,
-)
+from shd_torch.shrink import families
+from shd_torch.shrink.families import Array, Family, Rows, as_array, base_of, find_part, has_part
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,12 +71,9 @@ class Turn:
 def check_width(model: nn.Module, family: Family) -> None:
     """Everything outside the layers must write to the stream or read its last norm (WIDTH-1, WIDTH-2)."""
     if family.norms is None or family.final_norm is None:
-        raise ShdError(
-            "shrink-unsupported",
-            "hidden must stay the teacher's where norms lie on the stream (post-norm): their scale has no "
-            f"next matrix to fold into; got a {type(model).__name__}",
-            "WIDTH-2",
-        )
+        rule = "hidden must stay the teacher's where norms lie on the stream (post-norm)"
+        message = f"{rule}: their scale has no next matrix to fold into; got a {type(model).__name__}"
+        raise ShdError("shrink-unsupported", message, "WIDTH-2")
     base = base_of(model)
     known = {id(parameter) for parameter in family.layers_of(model).parameters()}
     known |= {id(parameter) for parameter in find_part(base, family.final_norm).parameters()}
@@ -111,10 +99,7 @@ def final_readers(model: Any, family: Family) -> Iterator[tuple[str, nn.Linear]]
 
 @torch.no_grad()
 def turn_ends(teacher: nn.Module, student: nn.Module, family: Family, turn: Turn, last_rows: Tensor) -> None:
-    """Embeddings, the last norm and its readers, on the kept axes (WIDTH-1, -5, -6).
-
-    ``last_rows`` are what the last norm gives before its scale ``(n, D)``.
-    """
+    """Embeddings, the last norm and its readers, on the kept axes (WIDTH-1, -5, -6), from what the norm gave."""
     base, own = base_of(teacher), base_of(student)
     factor = (turn.basis.shape[0] / turn.basis.shape[1]) ** 0.5 if family.embedding_scale else 1.0
     for path, axis in family.embeddings:
@@ -126,7 +111,7 @@ def turn_ends(teacher: nn.Module, student: nn.Module, family: Family, turn: Turn
     shift = None
     for name, module in final_readers(teacher, family):
         target = student.get_submodule(name)
-        matrix, bias = read_linear(module)
+        matrix, bias = families.read_linear(module)
         # A reader of several rows side by side has a chunk for each.
         chunks = matrix.reshape(-1, turn.basis.shape[0], matrix.shape[1])
         turned, moved = zip(*(turn.read(norm, chunk, None) for chunk in chunks), strict=True)
@@ -136,5 +121,5 @@ def turn_ends(teacher: nn.Module, student: nn.Module, family: Family, turn: Turn
             # No place for a bias: the last norm keeps the shift that comes nearest to it through this reader.
             shift = np.linalg.lstsq(turned[0].T, total, rcond=None)[0]
             total = None
-        write_linear(target, np.concatenate(turned), total)
+        families.write_linear(target, np.concatenate(turned), total)
     turn.write_norm(find_part(own, family.final_norm), last_rows, shift)

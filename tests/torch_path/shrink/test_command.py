@@ -19,7 +19,7 @@ from support.shrink.models import make_data, make_teacher  # noqa: E402  (after 
 
 from shd_ref import ShdError  # noqa: E402  (after the skips)
 from shd_torch.cli import load_app  # noqa: E402
-from shd_torch.shrink_command import following_commands, read_inputs, read_layers  # noqa: E402
+from shd_torch.shrink_command import StudentSizes, following_commands, read_inputs  # noqa: E402
 
 RUNNER = typer_testing.CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
 
@@ -146,4 +146,4 @@ def test_data_files(tmp_path: Path) -> None:
         with pytest.raises(ShdError) as error:
             read_inputs(tmp_path / name, 9)
         assert error.value.code == code
-    assert (read_layers(None), read_layers("3"), read_layers("0,2")) == (None, 3, (0, 2))
+    assert [StudentSizes(layers=text).options() for text in ("3", "0,2")] == [{"layers": 3}, {"layers": (0, 2)}]
