@@ -23,7 +23,7 @@ from shd_ref.commands.terminal import PlainConsole, show_progress
 from shd_ref.errors import ShdError
 from shd_ref.merging.plans import MergePlan, merge_pool
 from shd_torch.data.dataset import SupervisedDataset
-from shd_torch.demo import models, page, pictures, students
+from shd_torch.demo import models, page, students
 from shd_torch.demo.models import TEACHER_HEADS, TEACHER_LAYERS, Digits, class_rows, last_class_rows
 from shd_torch.demo.students import METHODS, Method, Outcome
 
@@ -96,7 +96,7 @@ def run_demo(
     _draw_curves(out, results)
     lines = {f"teacher ({TEACHER_HEADS} heads, all labels)": accuracy, "squeezed start, untrained": start["accuracy"]}
     by_method = {method: [row for row in tables["accuracy"] if row["name"] == str(method)] for method in METHODS}
-    pictures.draw_accuracy(by_method, lines, out / "accuracy.png")
+    page.draw_accuracy(by_method, lines, out / "accuracy.png")
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     summary = {
         "teacher_accuracy": accuracy,
@@ -184,14 +184,14 @@ def _draw_maps(out: Path, digits: Digits, teacher: Any, outcomes: Sequence[Outco
         images.append(image[0])
         panels.append([(f"teacher, {TEACHER_HEADS} heads", last_class_rows(teacher, image)), squeezed])
         panels.append([(title, last_class_rows(model, image)) for title, model in shown])
-    pictures.draw_maps(images, panels, out / "maps.png")
+    page.draw_maps(images, panels, out / "maps.png")
 
     attention = reader.manifest.attention
     assert isinstance(attention, Maps)
     alphas = np.stack([attention.alphas(reader.read(key, layers=())) for key in reader])
     titles = [f"student layer {p.student_layer}, teacher layer {p.teacher_layer}" for p in attention.layers]
     labels = [_pair_labels(plan, TEACHER_HEADS) for plan in attention.layer_plans]
-    pictures.draw_alphas(alphas, titles, labels, out / "alphas.png")
+    page.draw_alphas(alphas, titles, labels, out / "alphas.png")
 
 
 def _draw_curves(out: Path, outcomes: Sequence[Outcome]) -> None:
@@ -202,7 +202,7 @@ def _draw_curves(out: Path, outcomes: Sequence[Outcome]) -> None:
             runs = [one.losses[term] for one in middle if one.method == method and term in one.losses]
             if runs:
                 curves.setdefault(f"{name}, {middle[0].num_labels} labels", {})[method] = np.mean(runs, axis=0)
-    pictures.draw_losses(curves, out / "losses.png")
+    page.draw_losses(curves, out / "losses.png")
 
 
 def _of_middle_count(outcomes: Sequence[Outcome]) -> list[Outcome]:

@@ -212,21 +212,10 @@ def compare_starts(
 ) -> list[Start]:
     """The student that ``shrink`` made, its teacher and other starts of its size, in one table.
 
-    Rivals have the student's sizes and are not aligned: kept heads, mean pooling and Minitron's importance, each with
-    the channels of the largest activation where the stream is narrower; the teacher's layers as they are, where the
-    student has fewer; random weights. One of them is in memory at a time.
-
-    Args:
-        teacher: as it was given to ``shrink``.
-        data: the calibration set.
-        held_out: other samples, in the same form.
-        made: what ``shrink`` returned.
-        options: as they were given to ``shrink``, as are the ``changes``.
-        progress: gets the numbers of starts that are done and of all, and the name of the next.
-        unfinished: where rows are kept as they are done, of a run that may be killed and started again.
-
-    Raises:
-        ShdError: what ``shrink`` raises; ``inputs-invalid``.
+    Rivals have the student's sizes and are not aligned: those of ``RIVALS``; the teacher's layers as they are, where
+    the student has fewer; random weights. One of them is in memory at a time. Teacher, data, options and changes are
+    as they were given to ``shrink``, which made ``made``; losses are of ``held_out``, other samples in the same form.
+    ``unfinished`` keeps rows as they are done, of a run that may be killed and started again.
     """
     options = (options or ShrinkOptions()).changed(changes)
     model: Any = teacher if isinstance(teacher, nn.Module) else load_teacher(teacher)

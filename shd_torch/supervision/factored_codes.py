@@ -46,12 +46,8 @@ class FactoredCodes(CachedBatch):
         """What ``attention_kl`` takes: one ``Factored`` a layer, on the buffer's device; no map is formed.
 
         Args:
-            length: L to pad to, the student's sequence length; default: of the longest sample. Padded rows have no
-                mass, so they do not count, and padded keys are masked.
+            length: L to pad to, as for ``CodedSupervision``; padded rows do not count, and padded keys are masked.
             dtype: of queries and keys.
-
-        Raises:
-            ShdError: ``argument-shape`` for a length below the longest sample.
         """
         size = check_length(self.lengths, length)
         mixing, steps, codes = self._sections()
@@ -83,16 +79,7 @@ class FactoredCodes(CachedBatch):
     def decode(
         self, length: int | None = None, dtype: torch.dtype = torch.float32, *, temperature: float = 1.0
     ) -> list[Tensor]:
-        """The merged maps, one tensor ``(B, H_s, L, L)`` a layer, for a loss that needs them.
-
-        Args:
-            length: as for ``supervise``; padding is zero, which ``shd_loss`` does not count.
-            dtype: of the maps; the arithmetic is float32.
-            temperature: T_a that the loss will be called with.
-
-        Raises:
-            ShdError: ``argument-shape`` for a length below the longest sample.
-        """
+        """The merged maps, one tensor ``(B, H_s, L, L)`` a layer, at the T_a that the loss will be called with."""
         return [layer.probs(temperature=temperature).to(dtype) for layer in self.supervise(length)]
 
     def _sections(self) -> tuple[Tensor, tuple[Tensor, ...] | None, tuple[Tensor, ...]]:

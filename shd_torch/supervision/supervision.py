@@ -135,14 +135,9 @@ class Supervision(ABC):
 
     @without_autocast
     def apply_to(self, vectors: Tensor, *, temperature: float = 1.0) -> Tensor:
-        """``A~ v``, without gradient.
+        """``A~ v`` ``(B, H_s, L, d)``, float64 or float32, without gradient.
 
-        Args:
-            vectors: ``(B, H_s, S, d)``, or ``(B, H_kv, S, d)`` with H_kv a divisor of H_s.
-            temperature: T_a > 0.
-
-        Returns:
-            ``(B, H_s, L, d)``, float64 or float32.
+        The vectors are ``(B, H_s, S, d)``, or ``(B, H_kv, S, d)`` with H_kv a divisor of H_s.
         """
         dtype = compute_dtype(vectors)
         vectors = expand_heads(vectors.detach(), self.num_heads).to(dtype)
@@ -155,15 +150,9 @@ class Supervision(ABC):
 
     @without_autocast
     def products(self, vectors: Tensor, weighted: Tensor, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """``A~ v`` and ``A~^T y``, the two products that a gradient needs, without gradient.
+        """``A~ v`` and ``A~^T y``, the two products that a gradient needs, without gradient, float64 or float32.
 
-        Args:
-            vectors: v ``(B, H_s, S, d)``; in float16 the products may be made in it.
-            weighted: y ``(B, H_s, L, d)``.
-            temperature: T_a > 0.
-
-        Returns:
-            ``(B, H_s, L, d)`` and ``(B, H_s, S, d)``, float64 or float32.
+        v is ``(B, H_s, S, d)``, in whose float16 the products may be made, and y, ``weighted``, ``(B, H_s, L, d)``.
         """
         dtype = compute_dtype(vectors)
         vectors, weighted = vectors.detach().to(dtype), weighted.detach().to(dtype)

@@ -115,16 +115,7 @@ class Recipe:
         shift: bool,
         check: bool,
     ) -> Terms:
-        """The recipe's terms of a batch.
-
-        Args:
-            outputs: of the student, with ``logits``; with a distillation token ``cls_logits`` and
-                ``distillation_logits``.
-            labels: as the recipe takes them; of a text ``(B, L)``.
-            targets: of each teacher that has some.
-            counted: ``(B, L)``, True = the row counts; of a text.
-            shift: as ``is_shifted`` says.
-            check: validate the values, which costs a device sync.
+        """The recipe's terms of a batch; of a text, ``counted`` says which rows count.
 
         Raises:
             ShdError: ``argument-value`` for outputs or targets of another kind; what the recipe raises.
