@@ -129,12 +129,15 @@ class KdTerm(RowsTerm):
         check_option("rows", self.rows, ROWS, "")
         check_option("teachers", self.teachers, TEACHERS, "")
 
+    def check_targets(self, *, temperature: float | None, sampled: bool, origin: str) -> None:
+        """Refuse targets of another temperature, or drawn ones that the divergence cannot use: ``argument-value``."""
+        check_targets("kd", self.temperature, self.divergence, temperature, is_sampled=sampled, origin=origin)
+
     def check_cache(self, joined: CacheJoin, *, has_teacher: bool) -> None:
         """Stored logits must be of its temperature and suit its divergence."""
         folder, form = str(joined.cache.folder), joined.logits
         if form is not None:
-            is_sampled, own = form.codec == "sampled", (self.temperature, self.divergence)
-            check_targets("kd", *own, form.temperature, is_sampled=is_sampled, origin=folder)
+            self.check_targets(temperature=form.temperature, sampled=form.codec == "sampled", origin=folder)
         elif not has_teacher:
             raise ShdError("cache-mismatch", no_logits(self.NAME, folder), "CACHE-160")
 
@@ -257,22 +260,33 @@ class HiddenTerm(RowsTerm):
     def parts(
         self, taught: Sequence[Any], student: Any, *, loss_mask: Tensor | None, check: bool
     ) -> dict[str, Tensor]:
-        """By layer the mean over counted rows, averaged over teachers."""
-        count = len(taught) * (len(self.pairs) if self.reduction == "mean" else 1)
-        losses: dict[str, Tensor] = {}
-        for number, teacher_number in sorted(self.pairs):
-            for states in taught:
-                own, goal = student[number], states[teacher_number]
-                loss = hidden_loss(own, goal, distance=self.distance, loss_mask=loss_mask, check=check) / count
-                name = f"_layer_{number}"
-                losses[name] = losses[name] + loss if name in losses else loss
-        return losses
+        """``losses``, by layer."""
+        losses = self.losses(taught, student, loss_mask=loss_mask, check=check)
+        return {f"_layer_{number}": loss for number, loss in losses.items()}
 
     @property
     def lacking(self) -> str:
         """See ``RowsTerm``."""
         rule = "hidden must have a teacher that keeps hidden states; got none"
         return f"{rule}: give OnlineTeacher hidden_layers={self.teacher_layers}"
+
+    def losses(
+        self,
+        teachers: Sequence[Mapping[int, Tensor]],
+        students: Mapping[int, Tensor],
+        *,
+        loss_mask: Tensor | None,
+        check: bool,
+    ) -> dict[int, Tensor]:
+        """By student number the mean over counted rows, averaged over teachers; their sum is the term."""
+        count = len(teachers) * (len(self.pairs) if self.reduction == "mean" else 1)
+        losses: dict[int, Tensor] = {}
+        for number, source in sorted(self.pairs):
+            for states in teachers:
+                pair = students[number], states[source]
+                loss = hidden_loss(*pair, distance=self.distance, loss_mask=loss_mask, check=check) / count
+                losses[number] = losses[number] + loss if number in losses else loss
+        return losses
 
 
 def no_logits(name: str, folder: str) -> str:
