@@ -57,8 +57,10 @@ class CodedSupervision(CachedBatch):
         for layer, shapes in enumerate(self.shapes or (tuple((n, n) for n in self.lengths),) * len(self.layers)):
             *starts, start = accumulate(sizes_of(shapes), initial=start)
             rows, keys = (tuple(side) for side in zip(*shapes, strict=True))
-            padded = (max(rows), max(keys)) if length is None else length
-            num_rows, num_keys = (padded, padded) if isinstance(padded, int) else _shape_of(padded, layer)
+            if length is None:
+                num_rows, num_keys = max(rows), max(keys)
+            else:
+                num_rows, num_keys = (length, length) if isinstance(length, int) else length[layer]
             supervisions.append(
                 Coded(
                     self.buffer,
@@ -145,12 +147,6 @@ def pack_maps(
         shapes=tuple(tuple(record.extent.shapes[column] for record in records) for column in columns),
         **find_rows(records, manifest, sum(map(len, codes))),
     )
-
-
-def _shape_of(padded: Sequence[Any], layer: int) -> tuple[int, int]:
-    """Rows and keys of a layer, from those of all layers; or from its own."""
-    rows, keys = padded if isinstance(padded[0], int) else padded[layer]
-    return rows, keys
 
 
 def allocate_codes(size: int) -> Tensor:

@@ -93,10 +93,12 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
 
     def __iter__(self) -> Iterator[tuple[Any, StoredRecord]]:
         # Not when the first sample is asked for: a loader asks for the state before that.
-        share = self._find_share()
-        self._hear_epoch()
-        if self._saved_epoch not in (None, int(self._epoch)):
-            rule = f"state must be of the epoch that is read now, {int(self._epoch)}; got one of {self._saved_epoch}"
+        share, epoch = self._find_share(), int(self._epoch)
+        if epoch != self._heard:  # in a worker, whose data were there before the epoch was set
+            self._heard = epoch
+            self.data.set_epoch(epoch)  # type: ignore[attr-defined]  # an epoch is only set where there is one
+        if self._saved_epoch not in (None, epoch):
+            rule = f"state must be of the epoch that is read now, {epoch}; got one of {self._saved_epoch}"
             advice = f"call set_epoch({self._saved_epoch}) first, that of the loader where Accelerate made it"
             raise ShdError("argument-value", f"{rule}: {advice}")
         if self._saved_among not in (None, share.readers):
@@ -149,13 +151,6 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
         self._saved_among = _Readers(state["ranks"], state["workers"])
         self._saved_epoch = state["epoch"] if state["given"] else None  # at the start of a pass any will do
         self._read_by_workers.zero_()
-
-    def _hear_epoch(self) -> None:
-        """Tell the data in a worker, which was there before the epoch was set."""
-        epoch = int(self._epoch)
-        if epoch != self._heard:
-            self._heard = epoch
-            self.data.set_epoch(epoch)  # type: ignore[attr-defined]  # an epoch is only set where there is one
 
     def _read(self, share: _Share) -> Iterator[tuple[Any, StoredRecord]]:
         start = share.worker + self._given * share.readers.workers

@@ -96,19 +96,15 @@ def time_model(model: Any, data: Mapping[str, Tensor], batch_size: int, repeats:
     """Seconds a sample of a forward pass: the median of several, after one that does not count."""
     batch = {key: tensor[:batch_size] for key, tensor in data.items()}
     size = len(next(iter(batch.values())))
+    wait: Callable[[], None] = torch.cuda.synchronize if next(model.parameters()).is_cuda else lambda: None
     seconds = []
     for _ in range(repeats + 1):
-        _wait(model)
+        wait()
         started = time.perf_counter()
         model(**batch)
-        _wait(model)
+        wait()
         seconds.append((time.perf_counter() - started) / size)
     return statistics.median(seconds[1:])
-
-
-def _wait(model: Any) -> None:
-    if next(model.parameters()).is_cuda:
-        torch.cuda.synchronize()
 
 
 Choice = Callable[[HeadWeights, HeadMerge, AttentionStatistics], Sequence[Sequence[int]]]

@@ -57,10 +57,7 @@ class Unfinished(DraftFolder):
             raise ShdError("argument-value", message, "STUDENT-7")
 
     def __exit__(self, *error: object) -> None:
-        self.close(remove=error[0] is None or not any(self._names()))
-
-    def _names(self) -> Iterator[str]:
-        yield from (file.name for file in self.folder.glob(f"*{_SUFFIX}"))
+        self.close(remove=error[0] is None or not any(self.folder.glob(f"*{_SUFFIX}")))
 
     def put(self, name: str, tensors: Mapping[str, Tensor], notes: Any = None) -> None:
         """Keep a piece: tensors by name, of any device, and notes as JSON can hold them."""
