@@ -70,6 +70,8 @@ REMOVED: Mapping[str, str] = {
     r"names: shd_ref\.cache\.(Maps|Factors|Attention|Logits|Hidden|CodecError)": "forms table",
     r"bytes: (kd|recipes|shrink)-v1: ": "goldens now, in tests/goldens",
     r"names: shd_torch(\.kl)?\.(attention_kl|explain_backend): ": "its keywords are those of KlKeywords",
+    r"names: shd_torch\.(supervision|data)\.(Coded|Dense|Factored)": "inherited from Supervision and CachedBatch",
+    r"names: shd_torch\.(doctor\.Wishes|rivals\.(Lesson|Seen|Rival))": "TeacherOutputs, ForwardPass and so on",
     r"names: shd_torch\.shrink\.shrink: ": "its keywords are fields of ShrinkOptions, still given by name",
 }
 """Patterns of entries that go or change on purpose, and why."""

@@ -1,4 +1,4 @@
-"""A teacher's lessons on a whole training set, kept in memory: the teacher runs once, and every run takes rows.
+"""A teacher's outputs on a whole training set, kept in memory: the teacher runs once, and every run takes rows.
 
 Values are those of a live teacher to the last bit, since nothing is coded: what a cache's codecs change is measured
 elsewhere (benchmarks/stories_distillation.py). Only for models whose attention needs no mask beside causality.
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from shd_torch.capture import AttentionCall
-from shd_torch.rivals import Lesson, Rival
+from shd_torch.rivals import Rival, TeacherOutputs
 from shd_torch.supervision.supervision import Dense
 
 CHUNK = 64
 
 
 class Remembered:
-    """Lessons of a rival on every sample.
+    """Outputs of a rival's teacher on every sample.
 
     Args:
         rival: what teaches.
@@ -40,23 +40,23 @@ class Remembered:
         self.seconds = time.process_time() - started
         self._lesson = _join(parts, rival.temperature)
 
-    def __call__(self, index: Tensor, _: Mapping[str, Tensor]) -> Lesson:
-        """The lesson of some samples, in any order."""
+    def __call__(self, index: Tensor, _: Mapping[str, Tensor]) -> TeacherOutputs:
+        """The outputs of some samples, in any order."""
         return _take(self._lesson, index)
 
 
-def bytes_a_sample(rival: Rival, lesson: Lesson) -> float:
+def bytes_a_sample(rival: Rival, outputs: TeacherOutputs) -> float:
     """What of the teacher a sample's loss reads, in half precision: merged maps, logits or features.
 
     Of causal maps the half that may be above zero counts.
     """
     if rival.reads_hidden:
-        return 2.0 * sum(hidden[0].numel() for hidden in lesson.hidden.values())
-    causal = next(iter(lesson.calls.values())).rule.is_causal
+        return 2.0 * sum(hidden[0].numel() for hidden in outputs.hidden.values())
+    causal = next(iter(outputs.calls.values())).rule.is_causal
     if rival.merges_maps:
-        shapes = [each.shape[1:] for each in lesson.squeezed.supervisions]
+        shapes = [each.shape[1:] for each in outputs.squeezed.supervisions]
     else:
-        shapes = [(call.num_heads, *_lengths(call)) for call in lesson.calls.values()]
+        shapes = [(call.num_heads, *_lengths(call)) for call in outputs.calls.values()]
     return 2.0 * sum(h * (rows * (rows + 1) // 2 if causal else rows * keys) for h, rows, keys in shapes)
 
 
@@ -64,8 +64,8 @@ def _lengths(call: AttentionCall) -> tuple[int, int]:
     return call.query.shape[2], call.key.shape[2]
 
 
-def _join(parts: list[Lesson], temperature: float) -> Lesson:
-    """Lessons of chunks as one of all samples, merged maps formed."""
+def _join(parts: list[TeacherOutputs], temperature: float) -> TeacherOutputs:
+    """Outputs of chunks as one of all samples, merged maps formed."""
     calls = {
         layer: _rebuild_call(
             call, *(torch.cat([getattr(p.calls[layer], f) for p in parts]) for f in ("query", "key", "value"))
@@ -91,22 +91,22 @@ def _join(parts: list[Lesson], temperature: float) -> Lesson:
             output=None,
             logits=None,
         )
-    return Lesson(attention, calls, hidden, None)
+    return TeacherOutputs(attention, calls, hidden, None)
 
 
-def _take(lesson: Lesson, index: Tensor) -> Lesson:
+def _take(outputs: TeacherOutputs, index: Tensor) -> TeacherOutputs:
     calls = {
         layer: _rebuild_call(call, *(getattr(call, f)[index] for f in ("query", "key", "value")))
-        for layer, call in lesson.calls.items()
+        for layer, call in outputs.calls.items()
     }
-    attention = lesson.attention
+    attention = outputs.attention
     if attention is not None:
         squeezes = [
             replace(squeeze, supervision=replace(squeeze.supervision, maps=squeeze.supervision.maps[index]))
             for squeeze in attention.squeezes
         ]
         attention = replace(attention, squeezes=tuple(squeezes))
-    return Lesson(attention, calls, {layer: hidden[index] for layer, hidden in lesson.hidden.items()}, None)
+    return TeacherOutputs(attention, calls, {layer: hidden[index] for layer, hidden in outputs.hidden.items()}, None)
 
 
 def _rebuild_call(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> AttentionCall:

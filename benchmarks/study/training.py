@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from benchmarks.study.memory import bytes_a_sample
 from shd_torch.recipes import SHD, Terms, scale_report
-from shd_torch.rivals import Lesson, Rival, RivalTerm, Seen
+from shd_torch.rivals import ForwardPass, Rival, RivalTerm, TeacherOutputs
 
 Batch = Mapping[str, Tensor]
 
 
-Lessons = Callable[[Tensor, Batch], Lesson]
-"""What a teacher makes of samples: their numbers and the student's inputs, to a lesson."""
+Teach = Callable[[Tensor, Batch], TeacherOutputs]
+"""What a teacher makes of samples: their numbers and the student's inputs, to its outputs."""
 
 
 @dataclass(eq=False)
@@ -34,7 +34,7 @@ class Course:
         batch: numbers of samples to the student's arguments by name.
         base: ``(output, index, shd)`` to the base loss of the samples that ``batch`` gave last.
         evaluate: figures by name, of the student as it stands; ``forward(inputs)`` runs it as in training.
-        rivals: what teaches beside the base loss, one a teacher, with its lessons.
+        rivals: what teaches beside the base loss, one a teacher, with what makes its outputs.
         parts: modules of the base loss that are trained too.
         loss_mask: numbers of samples to ``(B, L)`` boolean, True = the row counts in the rivals' loss; None for all.
     """
@@ -44,7 +44,7 @@ class Course:
     batch: Callable[[Tensor], Batch]
     base: Callable[[Any, Tensor, SHD | None], Terms]
     evaluate: Callable[[Callable[[Batch], Any]], dict[str, float]]
-    rivals: Sequence[tuple[Rival, Lessons]] = ()
+    rivals: Sequence[tuple[Rival, Teach]] = ()
     parts: Sequence[nn.Module] = field(default=())
     loss_mask: Callable[[Tensor], Tensor] | None = None
 
@@ -65,7 +65,7 @@ def train(
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     draw = torch.Generator().manual_seed(seed)
     order = torch.cat([torch.randperm(course.size, generator=draw) for _ in range(-(-steps * batch // course.size))])
-    seconds, shares, last = [], {}, list[Lesson]()
+    seconds, shares, last = [], {}, list[TeacherOutputs]()
     curve = {"0": course.evaluate(_forward(course))} if 0 in marks else {}
     for step in range(steps):
         index = order[step * batch : (step + 1) * batch]
@@ -87,7 +87,7 @@ def train(
         "step_seconds": statistics.median(seconds),
         "parameter_bytes": sum(p.nbytes for part in extra for p in part.parameters()),
         "sample_bytes": sum(
-            bytes_a_sample(rival, lesson) for (rival, _), lesson in zip(course.rivals, last, strict=True)
+            bytes_a_sample(rival, outputs) for (rival, _), outputs in zip(course.rivals, last, strict=True)
         ),
         "gradient_share": shares,
     }
@@ -101,28 +101,28 @@ def _now(student: nn.Module) -> float:
     return time.perf_counter()
 
 
-def _loss(course: Course, index: Tensor, beta: float) -> tuple[Terms, list[Lesson]]:
+def _loss(course: Course, index: Tensor, beta: float) -> tuple[Terms, list[TeacherOutputs]]:
     inputs = course.batch(index)
-    lessons = [teach(index, inputs) for _, teach in course.rivals]
-    with _watching(course, lessons) as seen:
+    taught = [teach(index, inputs) for _, teach in course.rivals]
+    with _watching(course, taught) as passes:
         output = course.student.train()(**inputs)
     if not course.rivals or any(rival.needs_teacher for rival, _ in course.rivals):
-        return course.base(output, index, None), lessons
+        return course.base(output, index, None), taught
     mask = None if course.loss_mask is None else course.loss_mask(index)
     values = [
-        rival(each, lesson, loss_mask=mask)
-        for (rival, _), each, lesson in zip(course.rivals, seen, lessons, strict=True)
+        rival(each, outputs, loss_mask=mask)
+        for (rival, _), each, outputs in zip(course.rivals, passes, taught, strict=True)
     ]
-    shd = RivalTerm(seen[0].captured, (), beta, value=torch.stack(values).mean())
-    return course.base(output, index, shd), lessons
+    shd = RivalTerm(passes[0].captured, (), beta, value=torch.stack(values).mean())
+    return course.base(output, index, shd), taught
 
 
 @contextlib.contextmanager
-def _watching(course: Course, lessons: Sequence[Lesson]) -> Iterator[list[Seen]]:
+def _watching(course: Course, taught: Sequence[TeacherOutputs]) -> Iterator[list[ForwardPass]]:
     with ExitStack() as stack:
         yield [
-            stack.enter_context(rival.watch(course.student, lesson))
-            for (rival, _), lesson in zip(course.rivals, lessons, strict=True)
+            stack.enter_context(rival.capture(course.student, outputs))
+            for (rival, _), outputs in zip(course.rivals, taught, strict=True)
         ]
 
 
@@ -133,7 +133,7 @@ def _forward(course: Course) -> Callable[[Batch], Any]:
         block: AbstractContextManager[Any] = contextlib.nullcontext()
         for rival, _ in course.rivals:
             if rival.needs_teacher:
-                block = rival.watch(course.student, rival.teach(**inputs))
+                block = rival.capture(course.student, rival.teach(**inputs))
         with torch.no_grad(), block:
             return course.student.eval()(**inputs)
 

@@ -13,6 +13,6 @@ A rival teaches live. Start with ``rival.py``; may import every room of the trai
 """
 
 from shd_torch.rivals.make import RIVALS, make_rival
-from shd_torch.rivals.rival import Lesson, Rival, RivalTerm, Seen
+from shd_torch.rivals.rival import ForwardPass, Rival, RivalTerm, TeacherOutputs
 
-__all__ = ["RIVALS", "Lesson", "Rival", "RivalTerm", "Seen", "make_rival"]
+__all__ = ["RIVALS", "ForwardPass", "Rival", "RivalTerm", "TeacherOutputs", "make_rival"]

@@ -17,7 +17,7 @@ from shd_ref.merging.plans import plan_groups
 from shd_torch.capture import AttentionCall
 from shd_torch.maps import shd_loss, softmax
 from shd_torch.recipes import OrthogonalProjection
-from shd_torch.rivals.rival import LayerPair, Lesson, Rival, Seen, mean_rows, watch_model
+from shd_torch.rivals.rival import ForwardPass, LayerPair, Rival, TeacherOutputs, capture_model, mean_rows
 from shd_torch.teacher import layer_kls
 
 
@@ -26,10 +26,10 @@ class MergedMaps(Rival):
 
     merges_maps = True
 
-    def forward(self, seen: Seen, lesson: Lesson, *, loss_mask: Tensor | None = None) -> Tensor:
+    def forward(self, own_pass: ForwardPass, outputs: TeacherOutputs, *, loss_mask: Tensor | None = None) -> Tensor:
         """``layer_kls``, a sum over layers and heads."""
         kls = layer_kls(
-            seen.captured, lesson.squeezed, loss_mask=loss_mask, temperature=self.temperature, check=False
+            own_pass.captured, outputs.squeezed, loss_mask=loss_mask, temperature=self.temperature, check=False
         )
         return torch.stack(list(kls.values())).sum()
 
@@ -43,11 +43,11 @@ class Divergence(Rival):
         super().__init__(*args, **kwargs)
         self.divergence = divergence
 
-    def forward(self, seen: Seen, lesson: Lesson, *, loss_mask: Tensor | None = None) -> Tensor:
+    def forward(self, own_pass: ForwardPass, outputs: TeacherOutputs, *, loss_mask: Tensor | None = None) -> Tensor:
         """``shd_loss``, a sum over layers and heads."""
         return shd_loss(
-            [supervision.probs(temperature=self.temperature) for supervision in lesson.squeezed.supervisions],
-            [seen.captured.layer(student).compute_logits() for student, _ in self.pairs],
+            [supervision.probs(temperature=self.temperature) for supervision in outputs.squeezed.supervisions],
+            [own_pass.captured.layer(student).compute_logits() for student, _ in self.pairs],
             loss_mask=loss_mask,
             temperature=self.temperature,
             divergence=self.divergence,
@@ -69,12 +69,12 @@ class GeometricMean(Rival):
         super().__init__(*args, **kwargs)
         self.all_heads, self.class_row = all_heads, class_row
 
-    def forward(self, seen: Seen, lesson: Lesson, *, loss_mask: Tensor | None = None) -> Tensor:
+    def forward(self, own_pass: ForwardPass, outputs: TeacherOutputs, *, loss_mask: Tensor | None = None) -> Tensor:
         """A sum over layers and over maps."""
         taught, logits = [], []
-        for (student, teacher), squeeze in zip(self.pairs, lesson.squeezed.squeezes, strict=True):
-            own = seen.captured.layer(student).compute_logits()
-            other = lesson.calls[teacher].compute_logits()
+        for (student, teacher), squeeze in zip(self.pairs, outputs.squeezed.squeezes, strict=True):
+            own = own_pass.captured.layer(student).compute_logits()
+            other = outputs.calls[teacher].compute_logits()
             groups = plan_groups(squeeze.plan, other.shape[1])
             if self.all_heads:
                 own, groups = own.mean(1, keepdim=True), (tuple(range(other.shape[1])),)
@@ -203,30 +203,30 @@ def attention_output(call: AttentionCall) -> Tensor:
 class AttentionCopy(Rival):
     """What a student could gain if it attended exactly as SHD asks: a bound, not a method.
 
-    Inside ``watch`` the maps of taught layers are the merged ones, frozen, in training as in evaluation; queries and
-    keys of those layers learn nothing. The loss is 0. The student's attention must be
+    Inside ``capture`` the maps of taught layers are the merged ones, frozen, in training as in evaluation; queries
+    and keys of those layers learn nothing. The loss is 0. The student's attention must be
     ``torch.nn.functional.scaled_dot_product_attention``; its dropout is left out.
     """
 
     merges_maps = True
     needs_teacher = True
 
-    def watch(self, student: nn.Module, lesson: Lesson) -> Any:
-        """A block for the student's forward pass on the lesson's batch, with the lesson's maps in it."""
-        maps = dict(zip(lesson.squeezed.layers, lesson.squeezed.supervisions, strict=True))
+    def capture(self, student: nn.Module, outputs: TeacherOutputs) -> Any:
+        """A block for the student's forward pass on the teacher's batch, with its maps in it."""
+        maps = dict(zip(outputs.squeezed.layers, outputs.squeezed.supervisions, strict=True))
         return _copy_maps(
             student, {layer: supervision.probs(temperature=self.temperature) for layer, supervision in maps.items()}
         )
 
-    def forward(self, seen: Seen, lesson: Lesson, *, loss_mask: Tensor | None = None) -> Tensor:
+    def forward(self, own_pass: ForwardPass, outputs: TeacherOutputs, *, loss_mask: Tensor | None = None) -> Tensor:
         """0: what is copied needs no loss."""
-        return seen.captured.layer(self.pairs[0][0]).query.new_zeros(())
+        return own_pass.captured.layer(self.pairs[0][0]).query.new_zeros(())
 
 
 @contextmanager
-def _copy_maps(student: nn.Module, maps: Mapping[int, Tensor]) -> Iterator[Seen]:
-    with watch_model(student, hidden=False) as seen, _Copying(student, maps):
-        yield seen
+def _copy_maps(student: nn.Module, maps: Mapping[int, Tensor]) -> Iterator[ForwardPass]:
+    with capture_model(student, hidden=False) as own_pass, _Copying(student, maps):
+        yield own_pass
 
 
 class _Copying(TorchFunctionMode):

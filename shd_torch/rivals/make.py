@@ -1,4 +1,4 @@
-"""One name, one rival: both models are read on a batch, and the rest follows from what was seen."""
+"""One name, one rival: both models are read on a batch, and the rest follows from what they did."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shd_torch.rivals.losses import (
     ScoreMse,
     SelfCorrelation,
 )
-from shd_torch.rivals.rival import Rival, Seen, eval_mode, watch_model
+from shd_torch.rivals.rival import ForwardPass, Rival, capture_model, eval_mode
 from shd_torch.supervision.factored import Factored
 from shd_torch.teacher import OnlineTeacher
 from shd_torch.teacher.squeeze import gram_tensor_from_qk
@@ -93,10 +93,10 @@ def make_rival(
     if name not in RIVALS:
         raise ShdError("argument-value", f"name must be one of {', '.join(RIVALS)}; got {name!r}")
     cls, own = (MergedMaps, {}) if name in _MERGES else _OTHERS[name]
-    teacher_seen, student_seen = _look(teacher, batch, cls.reads_hidden), _look(student, batch, cls.reads_hidden)
-    counts = teacher_seen.captured.num_calls, student_seen.captured.num_calls
+    teacher_pass, own_pass = _look(teacher, batch, cls.reads_hidden), _look(student, batch, cls.reads_hidden)
+    counts = teacher_pass.captured.num_calls, own_pass.captured.num_calls
     pairs = layer_map(*counts, None if layer_pairs is None else tuple(layer_pairs))
-    heads = student_seen.captured.layer(pairs[0][0]).num_heads
+    heads = own_pass.captured.layer(pairs[0][0]).num_heads
     if plan == "matched":
         plan = _match(teacher, batch, pairs, heads)
     squeezing = {key: options.pop(key) for key in ("targets", "output_projections") if key in options}
@@ -104,27 +104,27 @@ def make_rival(
         teacher, heads, pairs, plan=plan, alpha_per=alpha_per, **_MERGES.get(name, {}), **squeezing
     )
     if issubclass(cls, Projector | OrthogonalProjector):
-        own = {**own, "widths": [_widths(cls, student_seen, teacher_seen, pair) for pair in pairs]}
+        own = {**own, "widths": [_widths(cls, own_pass, teacher_pass, pair) for pair in pairs]}
     rival = cls(online, pairs, temperature=temperature, **own, **options)
     return rival.to(next(student.parameters()).device)
 
 
 @torch.no_grad()
-def _look(model: nn.Module, batch: Mapping[str, Any], hidden: bool) -> Seen:
+def _look(model: nn.Module, batch: Mapping[str, Any], hidden: bool) -> ForwardPass:
     """A forward pass in evaluation mode; modes are left as they were."""
-    with eval_mode(model), watch_model(model, hidden=hidden) as seen:
+    with eval_mode(model), capture_model(model, hidden=hidden) as forward_pass:
         model(**batch)
-    return seen
+    return forward_pass
 
 
-def _widths(cls: type[Rival], student: Seen, teacher: Seen, pair: tuple[int, int]) -> tuple[int, int]:
+def _widths(cls: type[Rival], student: ForwardPass, teacher: ForwardPass, pair: tuple[int, int]) -> tuple[int, int]:
     """D_s and D_t of the features of a pair of layers."""
     pairs = []
-    for seen, layer in zip((student, teacher), pair, strict=True):
+    for forward_pass, layer in zip((student, teacher), pair, strict=True):
         if cls.reads_hidden:
-            pairs.append(seen.hidden[layer + 1].shape[-1])
+            pairs.append(forward_pass.hidden[layer + 1].shape[-1])
         else:
-            call = seen.captured.layer(layer)
+            call = forward_pass.captured.layer(layer)
             assert call.value is not None
             pairs.append(call.num_heads * call.value.shape[-1])
     return pairs[0], pairs[1]

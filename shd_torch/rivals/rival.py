@@ -1,4 +1,4 @@
-"""What all rivals share: a live teacher, a watched student, a loss, and the term that joins a recipe."""
+"""What all rivals share: a live teacher, a captured student, a loss, and the term that joins a recipe."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from shd_torch.teacher.online import OnlineSupervision, OnlineTeacher
 
 
 @dataclass(eq=False)
-class Seen:
-    """The last forward pass of a watched model.
+class ForwardPass:
+    """The last forward pass of a model that is read.
 
     Attributes:
         captured: its attention calls, with values.
@@ -32,24 +32,24 @@ class Seen:
 
 
 @contextmanager
-def watch_model(model: nn.Module, *, hidden: bool) -> Iterator[Seen]:
+def capture_model(model: nn.Module, *, hidden: bool) -> Iterator[ForwardPass]:
     """Read every forward pass inside the block; the last one wins.
 
     With ``hidden`` the model is asked for hidden states, by ``output_hidden_states=True``.
     """
     with capture_attention(model, keep_values=True) as captured:
-        seen, handles = Seen(captured), []
+        forward_pass, handles = ForwardPass(captured), []
         if hidden:
 
             def ask(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
                 return args, {**kwargs, "output_hidden_states": True}
 
             def take(_: nn.Module, __: Any, output: Any) -> None:
-                seen.hidden = read_every_hidden_state(output, type(model).__name__)
+                forward_pass.hidden = read_every_hidden_state(output, type(model).__name__)
 
             handles = [model.register_forward_pre_hook(ask, with_kwargs=True), model.register_forward_hook(take)]
         try:
-            yield seen
+            yield forward_pass
         finally:
             for handle in handles:
                 handle.remove()
@@ -67,7 +67,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-class Lesson(NamedTuple):
+class TeacherOutputs(NamedTuple):
     """A live teacher's outputs for one batch.
 
     Attributes:
@@ -151,10 +151,10 @@ class Rival(nn.Module):
         return first
 
     @torch.no_grad()
-    def teach(self, *args: Any, **kwargs: Any) -> Lesson:
+    def teach(self, *args: Any, **kwargs: Any) -> TeacherOutputs:
         """Run the teacher on a batch; arguments as of ``OnlineTeacher.__call__``."""
         model = self.online.model
-        with watch_model(model, hidden=self.reads_hidden) as seen:
+        with capture_model(model, hidden=self.reads_hidden) as forward_pass:
             if self.merges_maps:
                 attention = self.online(*args, **kwargs)
                 output = attention.output
@@ -162,43 +162,46 @@ class Rival(nn.Module):
                 with eval_mode(model):
                     attention, output = None, model(*args, **kwargs)
         layers = sorted({teacher for _, teacher in self.pairs})
-        hidden = {layer: seen.hidden[layer + 1] for layer in layers} if self.reads_hidden else {}
-        return Lesson(attention, {layer: seen.captured.layer(layer) for layer in layers}, hidden, output)
+        hidden = {layer: forward_pass.hidden[layer + 1] for layer in layers} if self.reads_hidden else {}
+        calls = {layer: forward_pass.captured.layer(layer) for layer in layers}
+        return TeacherOutputs(attention, calls, hidden, output)
 
-    def watch(self, student: nn.Module, lesson: Lesson) -> AbstractContextManager[Seen]:
+    def capture(self, student: nn.Module, outputs: TeacherOutputs) -> AbstractContextManager[ForwardPass]:
         """A context for the student's forward pass on the same batch."""
-        return watch_model(student, hidden=self.reads_hidden)
+        return capture_model(student, hidden=self.reads_hidden)
 
-    def forward(self, seen: Seen, lesson: Lesson, *, loss_mask: Tensor | None = None) -> Tensor:
+    def forward(self, own_pass: ForwardPass, outputs: TeacherOutputs, *, loss_mask: Tensor | None = None) -> Tensor:
         """The loss ``()`` before its weight: a sum over layers, with gradients for the student and the rival's
         parameters.
 
         Args:
-            seen: of the student.
-            lesson: of the same batch.
+            own_pass: of the student.
+            outputs: of the same batch.
             loss_mask: boolean ``(B, L)``, True = the row counts; default all.
 
         Raises:
             ShdError: what the loss raises.
         """
-        terms = [self.layer_loss(pair, loss_mask) for pair in self._pair_layers(seen, lesson)]
+        terms = [self.layer_loss(pair, loss_mask) for pair in self._pair_layers(own_pass, outputs)]
         return torch.stack([term.to(terms[0].device) for term in terms]).sum()
 
-    def beside(self, seen: Seen, lesson: Lesson, beta: float, *, loss_mask: Tensor | None = None) -> RivalTerm:
+    def beside(
+        self, own_pass: ForwardPass, outputs: TeacherOutputs, beta: float, *, loss_mask: Tensor | None = None
+    ) -> RivalTerm:
         """The argument ``shd`` of any recipe, with this loss instead of SHD."""
-        value = self(seen, lesson, loss_mask=loss_mask)
-        return RivalTerm(seen.captured, lesson.attention or (), beta, loss_mask=loss_mask, value=value)
+        value = self(own_pass, outputs, loss_mask=loss_mask)
+        return RivalTerm(own_pass.captured, outputs.attention or (), beta, loss_mask=loss_mask, value=value)
 
     @abstractmethod
     def layer_loss(self, pair: LayerPair, loss_mask: Tensor | None) -> Tensor:
         """The loss ``()`` of one pair of layers."""
 
-    def _pair_layers(self, seen: Seen, lesson: Lesson) -> list[LayerPair]:
+    def _pair_layers(self, own_pass: ForwardPass, outputs: TeacherOutputs) -> list[LayerPair]:
         pairs = []
         for number, (student, teacher) in enumerate(self.pairs):
-            calls = seen.captured.layer(student), lesson.calls[teacher]
-            own = seen.hidden[student + 1] if self.reads_hidden else None
-            pairs.append(LayerPair(number, *calls, own, lesson.hidden.get(teacher)))
+            calls = own_pass.captured.layer(student), outputs.calls[teacher]
+            own = own_pass.hidden[student + 1] if self.reads_hidden else None
+            pairs.append(LayerPair(number, *calls, own, outputs.hidden.get(teacher)))
         return pairs
 
 

@@ -138,10 +138,10 @@ def test_a_remembered_lesson_is_that_of_a_live_teacher() -> None:
     for name in ("shd", "geometric_mean", "js", "linear_projector", "attention_output"):
         rival = make_rival(name, teacher, student, {"input_ids": ids[:8]}, temperature=2.0)
         losses = []
-        for lesson in (Remembered(rival, {"input_ids": ids})(index, {}), rival.teach(input_ids=ids[index])):
-            with rival.watch(student, lesson) as seen:
+        for outputs in (Remembered(rival, {"input_ids": ids})(index, {}), rival.teach(input_ids=ids[index])):
+            with rival.capture(student, outputs) as own_pass:
                 student(input_ids=ids[index])
-            losses.append(rival(seen, lesson))
+            losses.append(rival(own_pass, outputs))
         torch.testing.assert_close(losses[0], losses[1])
 
 

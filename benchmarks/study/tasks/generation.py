@@ -15,7 +15,7 @@ from benchmarks.study.arms import ALONE, Arm
 from benchmarks.study.denoiser import Denoiser, squeeze_denoiser
 from benchmarks.study.digits import load_digits, load_small_digits
 from benchmarks.study.keeping import keep_trained, kept_place
-from benchmarks.study.training import Course, Lessons, train
+from benchmarks.study.training import Course, Teach, train
 from shd_ref.layers import layer_map
 from shd_torch.recipes import SHD, Terms, diffusion, draw_diffusion, linear_betas, noised
 from shd_torch.rivals import Rival, make_rival
@@ -126,7 +126,7 @@ class Generation:
             raise ValueError(f"a squeezed denoiser has its teacher's width of {student.width}; got {sizes['width']}")
         return student
 
-    def _rivals(self, arm: Arm, student: Any) -> list[tuple[Rival, Lessons]]:
+    def _rivals(self, arm: Arm, student: Any) -> list[tuple[Rival, Teach]]:
         """Noise differs at every step, so that a teacher teaches live."""
         if arm.method == ALONE:
             return []

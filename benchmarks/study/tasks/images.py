@@ -87,10 +87,10 @@ class Images:
             course = self._course(arm, 0)
             if not rows:
                 rival = make_rival("shd", self.teacher, course.student, one)
-                lesson, layer = rival.teach(**one), rival.pairs[-1][1]
+                outputs, layer = rival.teach(**one), rival.pairs[-1][1]
                 rows = [
-                    ("teacher", lesson.calls[layer].compute_logits().softmax(-1)),
-                    ("merged", lesson.squeezed.supervisions[-1].probs()),
+                    ("teacher", outputs.calls[layer].compute_logits().softmax(-1)),
+                    ("merged", outputs.squeezed.supervisions[-1].probs()),
                 ]
             self._train(course, arm, 0)
             with torch.no_grad(), capture_attention(course.student.eval()) as captured:

@@ -16,7 +16,7 @@ from benchmarks.study.digits import UnavailableError
 from benchmarks.study.keeping import keep_trained, kept_place
 from benchmarks.study.memory import Remembered
 from benchmarks.study.starts import start_student
-from benchmarks.study.training import Course, Lessons, train
+from benchmarks.study.training import Course, Teach, train
 from shd_ref.layers import layer_map
 from shd_torch.recipes import SHD, TeacherMixture, Terms, cross_entropy, language_kd, minillm_policy, minillm_rollout
 from shd_torch.rivals import Rival, make_rival
@@ -221,7 +221,7 @@ class Instructions:
 
         return batch, base, lambda _: last["mask"]
 
-    def _rivals(self, arm: Arm, student: Any, *, live: bool) -> list[tuple[Rival, Lessons]]:
+    def _rivals(self, arm: Arm, student: Any, *, live: bool) -> list[tuple[Rival, Teach]]:
         if arm.method == ALONE:
             return []
         rival = make_rival(arm.method, self.teacher, student, {"input_ids": self.ids[:32]}, plan=arm.options["plan"])

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from shd_torch import ShdError, capture_attention
 from shd_torch.maps import softmax, squeeze_heads, value_outputs
 from shd_torch.recipes import SHD, language_kd
-from shd_torch.rivals import RIVALS, Lesson, Rival, Seen, make_rival
+from shd_torch.rivals import RIVALS, ForwardPass, Rival, TeacherOutputs, make_rival
 
 pytest.importorskip("transformers", reason="the two models are from transformers")
 
@@ -38,11 +38,11 @@ def teacher() -> Any:
     return make_model(32, 4, 4)
 
 
-def run(rival: Rival, student: Any) -> tuple[Seen, Lesson]:
-    lesson = rival.teach(**BATCH)
-    with rival.watch(student, lesson) as seen:
+def run(rival: Rival, student: Any) -> tuple[ForwardPass, TeacherOutputs]:
+    outputs = rival.teach(**BATCH)
+    with rival.capture(student, outputs) as own_pass:
         student(**BATCH)
-    return seen, lesson
+    return own_pass, outputs
 
 
 def rows_mean(values: Tensor) -> Tensor:
@@ -50,24 +50,24 @@ def rows_mean(values: Tensor) -> Tensor:
     return values.movedim(1, -1)[COUNTED].mean(0).sum()
 
 
-def student_maps(seen: Seen) -> list[Tensor]:
-    return [seen.captured.probs[layer] for layer in (0, 1)]
+def student_maps(own_pass: ForwardPass) -> list[Tensor]:
+    return [own_pass.captured.probs[layer] for layer in (0, 1)]
 
 
 def attention_maps(call: Any) -> Tensor:
     return softmax(call.compute_logits(), check=False)
 
 
-def teacher_maps(lesson: Lesson) -> list[Tensor]:
+def teacher_maps(outputs: TeacherOutputs) -> list[Tensor]:
     """Student layers 0 and 1 of 2 meet teacher layers 1 and 3 of 4."""
-    return [attention_maps(lesson.calls[layer]) for layer in (1, 3)]
+    return [attention_maps(outputs.calls[layer]) for layer in (1, 3)]
 
 
-def merged_maps(teacher: Any, lesson: Lesson, name: str, **options: Any) -> list[Tensor]:
+def merged_maps(teacher: Any, outputs: TeacherOutputs, name: str, **options: Any) -> list[Tensor]:
     keywords = {"alpha_rule": "as_printed"} if name == "as_printed" else {"strategy": name}
     found = []
-    for layer, maps in zip((1, 3), teacher_maps(lesson), strict=True):
-        value = lesson.calls[layer].value
+    for layer, maps in zip((1, 3), teacher_maps(outputs), strict=True):
+        value = outputs.calls[layer].value
         assert value is not None
         projection = teacher.model.layers[layer].self_attn.o_proj.weight.detach().mT
         outputs = value_outputs(value, projection)
@@ -83,9 +83,11 @@ def kl(p: Tensor, q: Tensor) -> Tensor:
 def test_merged_maps_are_taught_by_their_kl(teacher: Any, name: str) -> None:
     student = make_model(16, 2, 2)
     rival = make_rival(name, teacher, student, BATCH)
-    seen, lesson = run(rival, student)
-    maps = zip(merged_maps(teacher, lesson, name), student_maps(seen), strict=True)
-    torch.testing.assert_close(rival(seen, lesson, loss_mask=COUNTED), sum(rows_mean(kl(*pair)) for pair in maps))
+    own_pass, outputs = run(rival, student)
+    maps = zip(merged_maps(teacher, outputs, name), student_maps(own_pass), strict=True)
+    torch.testing.assert_close(
+        rival(own_pass, outputs, loss_mask=COUNTED), sum(rows_mean(kl(*pair)) for pair in maps)
+    )
 
 
 @pytest.mark.parametrize("name", ["mse", "js", "reverse_kl"])
@@ -98,10 +100,10 @@ def test_other_divergences_of_the_same_maps(teacher: Any, name: str) -> None:
 
     student = make_model(16, 2, 2)
     rival = make_rival(name, teacher, student, BATCH)
-    seen, lesson = run(rival, student)
-    maps = zip(merged_maps(teacher, lesson, "shd"), student_maps(seen), strict=True)
+    own_pass, outputs = run(rival, student)
+    maps = zip(merged_maps(teacher, outputs, "shd"), student_maps(own_pass), strict=True)
     expected = sum(rows_mean(divergence(*pair)) for pair in maps)
-    torch.testing.assert_close(rival(seen, lesson, loss_mask=COUNTED), expected)
+    torch.testing.assert_close(rival(own_pass, outputs, loss_mask=COUNTED), expected)
 
 
 @pytest.mark.parametrize("options", [{}, {"all_heads": True}, {"all_heads": True, "class_row": True}])
@@ -112,25 +114,25 @@ def test_geometric_means_of_maps(teacher: Any, options: dict[str, bool]) -> None
 
     student = make_model(16, 2, 2)
     rival = make_rival("geometric_mean", teacher, student, BATCH, **options)
-    seen, lesson = run(rival, student)
+    own_pass, outputs = run(rival, student)
     expected = torch.zeros(())
-    for own, other in zip(student_maps(seen), teacher_maps(lesson), strict=True):
+    for own, other in zip(student_maps(own_pass), teacher_maps(outputs), strict=True):
         if not options:
             losses = kl(torch.cat([mean(other[:, :2]), mean(other[:, 2:])], dim=1), own)
         else:
             losses = kl(mean(other), mean(own))
         # A causal first row is the same in every map.
         expected = expected + (0.0 if "class_row" in options else rows_mean(losses))
-    torch.testing.assert_close(rival(seen, lesson, loss_mask=COUNTED), expected, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(rival(own_pass, outputs, loss_mask=COUNTED), expected, atol=1e-6, rtol=1e-4)
 
 
 def test_scores_are_compared_head_by_head(teacher: Any) -> None:
     student = make_model(16, 4, 2)
     rival = make_rival("score_mse", teacher, student, BATCH)
-    seen, lesson = run(rival, student)
+    own_pass, outputs = run(rival, student)
     expected = torch.zeros(())
     for own, other in ((0, 1), (1, 3)):
-        mine, theirs = seen.captured.logits[own].detach(), lesson.calls[other].compute_logits()
+        mine, theirs = own_pass.captured.logits[own].detach(), outputs.calls[other].compute_logits()
         entries = [
             (float(mine[b, h, i, j]) - float(theirs[b, h, i, j])) ** 2
             for b in range(2)
@@ -140,7 +142,7 @@ def test_scores_are_compared_head_by_head(teacher: Any) -> None:
             if COUNTED[b, i]
         ]
         expected += sum(entries) / len(entries)
-    torch.testing.assert_close(rival(seen, lesson, loss_mask=COUNTED), expected)
+    torch.testing.assert_close(rival(own_pass, outputs, loss_mask=COUNTED), expected)
 
 
 def test_scores_of_other_heads_are_refused(teacher: Any) -> None:
@@ -196,11 +198,11 @@ def test_features_of_blocks(teacher: Any, name: str) -> None:
 def test_outputs_of_attention_are_projected(teacher: Any) -> None:
     student = make_model(16, 2, 2)
     rival = make_rival("attention_output", teacher, student, BATCH)
-    seen, lesson = run(rival, student)
+    own_pass, outputs = run(rival, student)
     expected = torch.zeros(())
     for number, (own, other) in enumerate(((0, 1), (1, 3))):
         sides = []
-        for call in (seen.captured.layer(own), lesson.calls[other]):
+        for call in (own_pass.captured.layer(own), outputs.calls[other]):
             maps, value = attention_maps(call), call.value
             assert value is not None
             groups = maps.shape[1] // value.shape[1]
@@ -208,22 +210,22 @@ def test_outputs_of_attention_are_projected(teacher: Any) -> None:
             sides.append(torch.cat(heads, -1)[COUNTED])
         projector: Any = rival.projectors[number]
         expected = expected + (projector(sides[0]) - sides[1]).square().mean()
-    torch.testing.assert_close(rival(seen, lesson, loss_mask=COUNTED), expected)
+    torch.testing.assert_close(rival(own_pass, outputs, loss_mask=COUNTED), expected)
 
 
 def test_copied_maps_are_what_the_student_attends_with(teacher: Any) -> None:
     student = make_model(16, 2, 2)
     rival = make_rival("attention_copy", teacher, student, BATCH)
-    lesson = rival.teach(**BATCH)
+    outputs = rival.teach(**BATCH)
     for _ in range(2):  # pass after pass
-        with rival.watch(student, lesson) as seen:
+        with rival.capture(student, outputs) as own_pass:
             inside = student(**BATCH).logits
-        for layer, maps in enumerate(merged_maps(teacher, lesson, "shd")):
-            call = seen.captured.layer(layer)
+        for layer, maps in enumerate(merged_maps(teacher, outputs, "shd")):
+            call = own_pass.captured.layer(layer)
             assert call.value is not None
             assert call.output is not None
             torch.testing.assert_close(call.output.transpose(1, 2), maps @ call.value, atol=1e-5, rtol=1e-4)
-    assert rival(seen, lesson) == 0.0
+    assert rival(own_pass, outputs) == 0.0
     with torch.no_grad():
         outside = student(**BATCH).logits
     assert not torch.allclose(outside, inside)
@@ -231,10 +233,10 @@ def test_copied_maps_are_what_the_student_attends_with(teacher: Any) -> None:
 
 def test_a_copy_of_its_own_maps_changes_nothing(teacher: Any) -> None:
     rival = make_rival("attention_copy", teacher, teacher, BATCH)
-    lesson = rival.teach(**BATCH)
-    with torch.no_grad(), rival.watch(teacher, lesson):
+    outputs = rival.teach(**BATCH)
+    with torch.no_grad(), rival.capture(teacher, outputs):
         logits = teacher(**BATCH).logits
-    torch.testing.assert_close(logits[COUNTED], lesson.output.logits[COUNTED], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(logits[COUNTED], outputs.output.logits[COUNTED], atol=1e-5, rtol=1e-4)
 
 
 def test_a_copy_needs_fused_attention(teacher: Any) -> None:
@@ -248,12 +250,12 @@ def test_a_copy_needs_fused_attention(teacher: Any) -> None:
 def test_gradients_reach_the_student_alone(teacher: Any, name: str) -> None:
     student = make_model(16, 4 if name == "score_mse" else 2, 2)
     rival = make_rival(name, teacher, student, BATCH)
-    lesson = rival.teach(**BATCH)
-    with rival.watch(student, lesson) as seen:
+    outputs = rival.teach(**BATCH)
+    with rival.capture(student, outputs) as own_pass:
         logits = student(**BATCH).logits
     labels = BATCH["input_ids"].masked_fill(~COUNTED, -100)
-    term = rival.beside(seen, lesson, beta=0.5, loss_mask=COUNTED)
-    terms = language_kd(logits, labels, lesson.targets(), shift=True, shd=term)
+    term = rival.beside(own_pass, outputs, beta=0.5, loss_mask=COUNTED)
+    terms = language_kd(logits, labels, outputs.targets(), shift=True, shd=term)
     assert isinstance(term, SHD)
     assert terms["shd"].weight == 0.5
     terms.total.backward()
@@ -272,9 +274,9 @@ def test_matched_pairs_are_those_of_the_reference(teacher: Any) -> None:
 
     student = make_model(16, 2, 2)
     rival = make_rival("shd", teacher, student, BATCH, plan="matched", alpha_per="row")
-    lesson = rival.teach(**BATCH)
-    for squeeze, layer, maps in zip(lesson.squeezed.squeezes, (1, 3), teacher_maps(lesson), strict=True):
-        value = lesson.calls[layer].value
+    outputs = rival.teach(**BATCH)
+    for squeeze, layer, maps in zip(outputs.squeezed.squeezes, (1, 3), teacher_maps(outputs), strict=True):
+        value = outputs.calls[layer].value
         assert value is not None
         projection = teacher.model.layers[layer].self_attn.o_proj.weight.detach().mT
         outputs = value_outputs(value, projection).double()
