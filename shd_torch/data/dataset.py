@@ -203,10 +203,8 @@ class SupervisedDataset(CacheJoin, Dataset[tuple[Any, StoredRecord]]):
             message = f"{rule}; sample {number} came out another way than before: seed every random choice in it"
             raise ShdError("inputs-invalid", message, "CACHE-35")
         rule = f"data must give at every read what they gave when they were joined with {self.cache.folder}"
-        advice = (
-            "shuffle with a sampler and not the data, keep random transforms after the join (or replay them with "
-        )
-        message = f"{rule}; sample {number} has key {key}, its record {self.keys[index]}: {advice}augment)"
+        advice = "shuffle with a sampler, not the data, and keep random transforms after the join, or use augment"
+        message = f"{rule}; sample {number} has key {key}, its record {self.keys[index]}: {advice}"
         raise ShdError("inputs-invalid", message, "CACHE-84")
 
     def sample(self, index: int) -> Any:
@@ -264,10 +262,8 @@ def check_cache(
     if meant is not None:
         rule = f"{meant}, as {cache.folder} was made for"
     if num_student_layers != meant if meant is not None else num_student_layers <= last:
-        advice = (
-            f"precompute with --student-layers {num_student_layers}, or with --layer-pairs where some of them are "
-        )
-        message = f"num_student_layers must be {rule}; got {num_student_layers}: {advice}not to be taught"
+        advice = f"--student-layers {num_student_layers}, or with --layer-pairs where some are not to be taught"
+        message = f"num_student_layers must be {rule}; got {num_student_layers}: precompute with {advice}"
         raise ShdError("cache-mismatch", message, "CACHE-104")
 
 

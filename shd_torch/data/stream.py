@@ -129,9 +129,7 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
             ShdError: ``argument-value`` in a process whose ``DataLoader`` has workers, which do the reading.
         """
         if get_worker_info() is None and self._read_by_workers:
-            rule = (
-                "state_dict must be asked where the stream is read; got the main process of a DataLoader with workers"
-            )
+            rule = "state_dict must be asked where the stream is read; got the process beside a DataLoader's workers"
             advice = "use torchdata's StatefulDataLoader and its state_dict, or num_workers=0"
             raise ShdError("argument-value", f"{rule}: {advice}")
         return {"given": self._given, "epoch": int(self._epoch), **self._find_share().readers._asdict()}

@@ -153,9 +153,8 @@ class Trial:
                 terms = student_terms(self.objective, student.eval(), taught, batch, None)
                 sums[number] += float(terms[self.objective.measure].value) * len(next(iter(batch.values())))
         if not np.isfinite(sums).all():
-            raise ShdError(
-                "not-finite", "a probed student must stay finite; got NaN or infinity: lower learning_rate"
-            )
+            message = "a probed student must stay finite; got NaN or infinity: lower learning_rate"
+            raise ShdError("not-finite", message)
         return tuple((sums / len(rows)).tolist())
 
     def train(

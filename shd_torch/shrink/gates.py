@@ -54,9 +54,8 @@ class Ranking:
         Raises:
             ShdError: ``argument-value``.
         """
-        return Dropped(
-            _least(self.attention, "attention", attention, 1), _least(self.activations, "activations", activations, 0)
-        )
+        blocks = _least(self.attention, "attention", attention, 1)
+        return Dropped(blocks, _least(self.activations, "activations", activations, 0))
 
 
 def _least(scores: tuple[float, ...], kind: str, kept: int | None, least: int) -> tuple[int, ...]:

@@ -167,11 +167,9 @@ class Coded(Supervision):
             count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(held, expected, strict=True)))
             start, end = self.starts[first], self.starts[first] + count * size
             if start < 0 or end > self.buffer.numel():
-                raise ShdError(
-                    "argument-shape",
-                    f"buffer must hold the codes of sample {first + count - 1}, bytes {end - size} to {end}; got "
-                    f"{self.buffer.numel()} bytes, and samples from byte {start} on",
-                )
+                rule = f"buffer must hold the codes of sample {first + count - 1}, bytes {end - size} to {end}"
+                got = f"{self.buffer.numel()} bytes, and samples from byte {start} on"
+                raise ShdError("argument-shape", f"{rule}; got {got}")
             codes = self.buffer[start:end]
             if self.codec in _WIDE_CODES:
                 codes = codes.view(_WIDE_CODES[self.codec])

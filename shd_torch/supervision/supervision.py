@@ -247,9 +247,6 @@ class Dense(Supervision):
     def check_temperature(self, temperature: float) -> None:
         """Refuse another temperature than the maps'."""
         if self.temperature is not None and temperature != self.temperature:
-            raise ShdError(
-                "argument-value",
-                f"temperature must be {self.temperature:g}, which the maps were softened with before mixing; got "
-                f"{temperature:g}: softening a mixture is not mixing softened maps",
-                "TEMP-2",
-            )
+            rule = f"temperature must be {self.temperature:g}, which the maps were softened with before mixing"
+            message = f"{rule}; got {temperature:g}: softening a mixture is not mixing softened maps"
+            raise ShdError("argument-value", message, "TEMP-2")

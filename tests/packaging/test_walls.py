@@ -233,9 +233,13 @@ def test_binding_shares_no_mathematics_with_the_reference(path: Path) -> None:
     """Independence gives agreement its value in merging, alphas, mixing and the loss, which the judge compares.
 
     Shrinking has one implementation, in NumPy. The doctor runs a teacher's graph, as ``shd fidelity`` does; an export
-    is saved as ``shd linearize`` saves a graph.
+    is saved as ``shd linearize`` saves a graph, and the demo's intervals are those of the studies.
     """
-    own = {"doctor": {"shd_ref.teacher"}, "export.py": {"shd_ref.teacher.rewrite.linearize"}}
+    own = {
+        "doctor": {"shd_ref.teacher"},
+        "demo": {"shd_ref.teacher.study.intervals"},
+        "export.py": {"shd_ref.teacher.rewrite.linearize"},
+    }
     allowed = ALLOWED_IN_TORCH | own.get(path.parent.name, own.get(path.name, set()))
     for module in _imported(path):
         if module.split(".")[0] == "shd_ref":
