@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 from support.binding.models import HF_MODELS, NUM_LAYERS, TEXT_MODELS, PlainBlock, PlainViT, hf_inputs, hf_model
-from support.killed_child import run_killed
+from support.calls import run_killed
 from torch import Tensor, nn
 
 import shd_torch.export
-from shd_ref.cache.storage import drafts
 from shd_ref.teacher import find_sites, load_teacher
 from shd_torch import ShdError, export_teacher
 from shd_torch.export import load_hf_model
@@ -188,7 +187,7 @@ def test_an_interrupted_export_leaves_a_whole_one(
     monkeypatch.setattr(shd_torch.export, "_EXTERNAL_DATA_BYTES", later)
     last = 2 if later else 4  # the graph, at its place; before them its weights, at their place
     for calls in range(1, last + 1):
-        assert run_killed(lambda: export_teacher(models[1], images, path), drafts, "sync", calls)
+        assert run_killed(lambda: export_teacher(models[1], images, path), "sync", calls)
         expected = outputs[0] if calls < last else outputs[1]
         torch.testing.assert_close(run(path, {"images": images}), expected, atol=2e-5, rtol=1e-4)
     report = export_teacher(models[1], images, path)
