@@ -92,13 +92,13 @@ def _count_attention(query: Sequence[int], key: Sequence[int], value: Sequence[i
 
 
 @torch.no_grad()
-def time_model(model: Any, data: Mapping[str, Tensor], batch_size: int, repeats: int = REPEATS) -> float:
+def time_model(model: Any, data: Mapping[str, Tensor], batch_size: int) -> float:
     """Seconds a sample of a forward pass: the median of several, after one that does not count."""
     batch = {key: tensor[:batch_size] for key, tensor in data.items()}
     size = len(next(iter(batch.values())))
     wait: Callable[[], None] = torch.cuda.synchronize if next(model.parameters()).is_cuda else lambda: None
     seconds = []
-    for _ in range(repeats + 1):
+    for _ in range(REPEATS + 1):
         wait()
         started = time.perf_counter()
         model(**batch)

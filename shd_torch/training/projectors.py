@@ -26,14 +26,10 @@ class Projectors(nn.Module):
 
     def forward(self, states: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Hidden states by number, projected where there is a projector, in its dtype."""
-        return {number: self._project(str(number), state) for number, state in states.items()}
-
-    def _project(self, number: str, state: Tensor) -> Tensor:
-        if number not in self.by_number:
-            return state
-        module = self.by_number[number]
-        parameter = next(module.parameters(), state)
-        projected: Tensor = module(state.to(parameter.dtype))
+        projected = dict(states)
+        for number, module in self.by_number.items():
+            if (state := states.get(int(number))) is not None:
+                projected[int(number)] = module(state.to(next(module.parameters(), state).dtype))
         return projected
 
     def join_ranks(self) -> None:

@@ -70,8 +70,8 @@ def merged_maps(teacher: Any, outputs: TeacherOutputs, name: str, **options: Any
         value = outputs.calls[layer].value
         assert value is not None
         projection = teacher.model.layers[layer].self_attn.o_proj.weight.detach().mT
-        outputs = value_outputs(value, projection)
-        found.append(squeeze_heads(maps, outputs, 2, query_mask=COUNTED, check=False, **keywords, **options).probs)
+        products = value_outputs(value, projection)
+        found.append(squeeze_heads(maps, products, 2, query_mask=COUNTED, check=False, **keywords, **options).probs)
     return found
 
 
@@ -279,8 +279,8 @@ def test_matched_pairs_are_those_of_the_reference(teacher: Any) -> None:
         value = outputs.calls[layer].value
         assert value is not None
         projection = teacher.model.layers[layer].self_attn.o_proj.weight.detach().mT
-        outputs = value_outputs(value, projection).double()
-        calibration = [(maps.double().numpy(), outputs.numpy(), COUNTED.numpy())]
+        products = value_outputs(value, projection).double()
+        calibration = [(maps.double().numpy(), products.numpy(), COUNTED.numpy())]
         assert squeeze.plan == matched_plan(calibration, 2)
         assert squeeze.mixing.ndim == 4
 
