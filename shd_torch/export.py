@@ -254,7 +254,7 @@ def load_hf_model(model: str | os.PathLike[str], *, dtype: torch.dtype = torch.f
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         config = transformers.AutoConfig.from_pretrained(folder, **options)
-        model_class = find_class(next(iter(config.architectures or ()), None)) or transformers.AutoModel
+        model_class = find_class(config.architectures) or transformers.AutoModel
         # Attention is named, since a configuration may name kernels that are downloaded and run; the export
         # chooses another. Pickled weights would run what they hold.
         loaded: nn.Module = model_class.from_pretrained(

@@ -19,7 +19,7 @@ from shd_ref.errors import ShdError
 from shd_ref.integers import as_index
 from shd_torch.shrink.families import FAMILIES, Family, find_part
 
-_PREFIX = "Dropped"
+PREFIX = "Dropped"
 _KIND = "{} with dropped layers (load it with shd_torch.load_student)"
 _LISTS = ("dropped_attention", "dropped_activations")
 
@@ -152,7 +152,7 @@ def dropped_class(stock: Any) -> Any:
 
     config_class = _config_class(stock.config_class)
     members = {"__init__": make, "config_class": config_class, "__module__": __name__, "__doc__": stock.__doc__}
-    made = type(_PREFIX + stock.__name__, (stock,), members)
+    made = type(PREFIX + stock.__name__, (stock,), members)
     for auto in vars(modeling_auto).values():
         mapping: Any = getattr(auto, "_model_mapping", None) if isinstance(auto, type) else None
         kind = None if mapping is None else mapping.get(stock.config_class, None)
@@ -166,7 +166,7 @@ def _config_class(stock: Any) -> Any:
     import transformers
 
     name = _KIND.format(stock.model_type)
-    made = type(_PREFIX + stock.__name__, (stock,), {"model_type": name, "__module__": __name__})
+    made = type(PREFIX + stock.__name__, (stock,), {"model_type": name, "__module__": __name__})
     transformers.AutoConfig.register(name, made, exist_ok=True)
     return made
 
@@ -185,11 +185,6 @@ def read_kind(raw: Mapping[str, Any]) -> str | None:
     """The ``model_type`` of the stock class, from a configuration of such a student; None from another's."""
     match = re.fullmatch(re.escape(_KIND).replace(r"\{\}", "(.+)"), str(raw.get("model_type")))
     return None if match is None else match[1]
-
-
-def stock_name(name: object) -> str | None:
-    """The stock class's name, from that of a class of ``dropped_class``."""
-    return name.removeprefix(_PREFIX) if isinstance(name, str) and name.startswith(_PREFIX) else None
 
 
 def read_dropped(config: Any) -> Dropped:

@@ -15,7 +15,7 @@ from typing import Any
 from shd_ref.cache.storage.documents import read_json
 from shd_ref.cache.storage.drafts import drafting, output_path, part_folder, remove_finished
 from shd_ref.errors import ShdError
-from shd_torch.shrink.dropped import check_dropped, dropped_class, read_dropped, read_kind, stock_name
+from shd_torch.shrink.dropped import PREFIX, check_dropped, dropped_class, read_dropped, read_kind
 from shd_torch.shrink.families import FAMILIES, check_config
 
 HUB_SECONDS = 5.0
@@ -112,7 +112,7 @@ def model_class(config: Any) -> Any:
     """The class that a configuration names, or that of the bare model."""
     from transformers import AutoModel
 
-    return find_class((getattr(config, "architectures", None) or [None])[0]) or AutoModel
+    return find_class(getattr(config, "architectures", None)) or AutoModel
 
 
 def load_student(source: str | os.PathLike[str]) -> Any:
@@ -137,7 +137,7 @@ def load_student(source: str | os.PathLike[str]) -> Any:
     if name is None:
         return load_teacher(folder)
     _check_stored(folder, raw.get("quantization_config"))
-    stock = find_class(stock_name((raw.get("architectures") or [None])[0]))
+    stock = find_class(raw.get("architectures"), PREFIX)
     if stock is None or name not in FAMILIES or stock.config_class.model_type != name:
         rule = f"{str(folder)!r} must name a class of one of the families as its architecture"
         raise ShdError("read-failed", f"{rule}; got a {name} and {raw.get('architectures')}", "DEPTH-6")
@@ -162,11 +162,15 @@ def _check_stored(folder: Path, quantised: object) -> None:
         raise ShdError("shrink-unsupported", f"{rule}: give the model it was made from", "STUDENT-8")
 
 
-def find_class(name: object) -> Any:
-    """The model class of this name in transformers, or None."""
+def find_class(architectures: object, prefix: str = "") -> Any:
+    """The class of transformers that a configuration's ``architectures`` names first, after a prefix, or None."""
     import transformers
 
-    kind = getattr(transformers, name, None) if isinstance(name, str) else None
+    names = [] if architectures is None else architectures
+    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ShdError("read-failed", f"architectures in config.json must be a list of classes; got {names!r}")
+    first = names[0] if names else ""
+    kind = getattr(transformers, first.removeprefix(prefix), None) if first.startswith(prefix) else None
     return kind if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel) else None
 
 

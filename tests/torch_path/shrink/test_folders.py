@@ -82,6 +82,8 @@ def add_an_adapter(folder: Path) -> None:
         (configure(num_hidden_layers=4), "read-failed", "model.layers.3."),
         (configure(intermediate_size=21), "read-failed", "other sizes"),
         (configure(num_attention_heads="4"), "read-failed", "num_attention_heads"),
+        (configure(architectures=-1), "read-failed", "architectures"),
+        (configure(architectures=[["LlamaForCausalLM"]]), "read-failed", "architectures"),
         (name_files_elsewhere, "read-failed", "elsewhere"),
         (link_weights, "read-failed", "links"),
         (pickle_weights, "read-failed", "safetensors"),
