@@ -235,37 +235,24 @@ def load_hf_model(model: str | os.PathLike[str], *, dtype: torch.dtype = torch.f
         dtype: what to load the weights as; onnxruntime has no bfloat16 attention on the CPU.
 
     Raises:
-        ShdError: ``dependency-missing`` (transformers), ``export-failed`` where nothing can be loaded,
-            ``read-failed`` for a hub id that is not found, and a folder whose files lie elsewhere.
+        ShdError: ``dependency-missing`` (transformers), ``read-failed`` for a hub id that is not found, and for a
+            folder that lacks a weight of the model, or whose files are elsewhere.
     """
     if importlib.util.find_spec("transformers") is None:
         raise ShdError(
             "dependency-missing",
             "transformers must be installed to load a Hugging Face model: pip install 'squeezing-heads[hf]'",
         )
-    import transformers
-
-    from shd_torch.shrink.folders import check_files, find_class, find_folder, load_student
+    from shd_torch.shrink.folders import check_files, find_folder, load_model, load_student, model_class, read_config
 
     folder = find_folder(model, "model")
     check_files(folder)
     if _is_dropped(folder):
         return load_student(folder).to(dtype)  # type: ignore[no-any-return]
-    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder, **options)
-        model_class = find_class(config.architectures) or transformers.AutoModel
-        # Attention is named, since a configuration may name kernels that are downloaded and run; the export
-        # chooses another. Pickled weights would run what they hold.
-        loaded: nn.Module = model_class.from_pretrained(
-            folder, dtype=dtype, use_safetensors=True, attn_implementation="eager", **options
-        )
-    except Exception as error:  # transformers and safetensors raise what they meet
-        raise ShdError(
-            "export-failed",
-            f"model must be a folder that save_pretrained wrote, with weights as safetensors; got {model}: {error}",
-        ) from error
-    return loaded.eval()
+    # Attention is named, since a configuration may name kernels that are downloaded and run; the export chooses
+    # another.
+    kind = model_class(read_config(folder, "model"))
+    return load_model(folder, kind, dtype=dtype, attn_implementation="eager")  # type: ignore[no-any-return]
 
 
 def hide_weight_bars() -> None:

@@ -105,7 +105,7 @@ def read_config(source: str | os.PathLike[str], argument: str = "teacher") -> An
 def load_weights(source: str | os.PathLike[str], config: Any) -> Any:
     """The model of a folder whose configuration ``read_config`` gave."""
     _check_stored(Path(source), getattr(config, "quantization_config", None))
-    return _load(Path(source), model_class(config))
+    return load_model(Path(source), model_class(config))
 
 
 def model_class(config: Any) -> Any:
@@ -148,7 +148,7 @@ def load_student(source: str | os.PathLike[str]) -> Any:
     except Exception as error:
         message = f"{str(folder)!r} must hold a student's configuration: {error}"
         raise ShdError("read-failed", message, "DEPTH-6") from error
-    return _load(folder, kind, config=config)
+    return load_model(folder, kind, config=config)
 
 
 _LOCAL: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
@@ -174,16 +174,15 @@ def find_class(architectures: object, prefix: str = "") -> Any:
     return kind if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel) else None
 
 
-def _load(folder: Path, kind: Any, **options: Any) -> Any:
-    """A model with every weight from the folder, or an error."""
+def load_model(folder: Path, kind: Any, **options: Any) -> Any:
+    """A model with every weight from the folder, in evaluation mode, or an error."""
+    # The implementation is named because a configuration may name one that is downloaded. Pickled weights would run
+    # what they hold.
+    options = {"attn_implementation": implementation_of(kind), "use_safetensors": True} | _LOCAL | options
     try:
-        # The implementation is named because a configuration may name one that is downloaded.
         loaded: Any = kind.from_pretrained(
             folder,
-            **_LOCAL,
             **options,
-            use_safetensors=True,
-            attn_implementation=implementation_of(kind),
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # told below, by name
         )

@@ -73,7 +73,7 @@ def test_errors_are_one_message(tmp_path: Path) -> None:
     assert "error (graph-invalid)" in run(shd, "inspect", tmp_path / "broken.onnx", code=1)
     assert "is not a cache" in run(shd, "verify", tmp_path, code=1)
     assert "given together" in run(shd, "verify", tmp_path, "--teacher", "x.onnx", code=1)
-    assert "error (export-failed)" in run(shd_torch, "export", tmp_path, "--out", tmp_path / "t", code=1)
+    assert "error (read-failed)" in run(shd_torch, "export", tmp_path, "--out", tmp_path / "t", code=1)
 
 
 @pytest.mark.parametrize(("program", "app"), [("shd", shd), ("shd-torch", shd_torch)])

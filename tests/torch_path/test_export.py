@@ -329,7 +329,7 @@ def test_folders_are_loaded_without_trust(tmp_path: Path) -> None:
     weights.rename(tmp_path.parent / "elsewhere.safetensors")
     with pytest.raises(ShdError, match="safetensors") as caught:
         load_hf_model(tmp_path)
-    assert caught.value.code == "export-failed"
+    assert caught.value.code == "read-failed"
     weights.symlink_to(tmp_path.parent / "elsewhere.safetensors")
     with pytest.raises(ShdError, match="lies elsewhere") as caught:
         load_hf_model(tmp_path)
@@ -337,6 +337,17 @@ def test_folders_are_loaded_without_trust(tmp_path: Path) -> None:
 
 
 def test_load_hf_model_from_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ShdError, match="save_pretrained") as caught:
+    with pytest.raises(ShdError, match="model must be a Hugging Face model") as caught:
         load_hf_model(tmp_path)
-    assert caught.value.code == "export-failed"
+    assert caught.value.code == "read-failed"
+
+
+def test_a_teacher_of_random_weights_is_refused(tmp_path: Path) -> None:
+    """transformers draws weights that a folder lacks."""
+    model = hf_model("bert")
+    model.save_pretrained(tmp_path)
+    model.config.num_hidden_layers += 1
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(ShdError, match=r"must hold every weight of a .*; 16 are missing") as caught:
+        load_hf_model(tmp_path)
+    assert caught.value.code == "read-failed"
