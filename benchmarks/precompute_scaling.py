@@ -27,8 +27,7 @@ import transformers
 from numpy.typing import NDArray
 
 from shd_ref.teacher.options import PrecomputeOptions, RunOptions
-from shd_ref.teacher.precompute.engine import precompute
-from shd_ref.teacher.precompute.job import PrecomputeJob
+from shd_ref.teacher.precompute.engine import PrecomputeJob, precompute
 from shd_ref.teacher.session import open_session
 from shd_torch import export_teacher
 
