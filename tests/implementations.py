@@ -71,7 +71,7 @@ def _node() -> str | None:
 
 
 def _program(*command: str) -> AbstractContextManager[Any]:
-    from shd_ref.conformance.program import Program
+    from shd_ref.conformance import Program
 
     return Program(command)
 

@@ -7,8 +7,10 @@ reference only to name a mistake.
 """
 
 from shd_ref.conformance.adapter import OUTPUTS, Adapter, Missing, OwnDtype
+from shd_ref.conformance.program import Program, ProgramError
 from shd_ref.conformance.report import KnownFailures, Report, Result, Status
 from shd_ref.conformance.runner import ConformanceError, cases, check, judge
+from shd_ref.tolerances import load_tolerances
 
 __all__ = [
     "OUTPUTS",
@@ -17,10 +19,13 @@ __all__ = [
     "KnownFailures",
     "Missing",
     "OwnDtype",
+    "Program",
+    "ProgramError",
     "Report",
     "Result",
     "Status",
     "cases",
     "check",
     "judge",
+    "load_tolerances",
 ]

@@ -7,10 +7,11 @@ made as. Imports the reference; start with ``heads.py``.
 """
 
 from shd_ref.shrink.align import align_output
-from shd_ref.shrink.ffn import keep_neurons, merge_linear, neuron_importance
+from shd_ref.shrink.ffn import Linear, keep_neurons, merge_linear, neuron_importance
 from shd_ref.shrink.heads import attend, concatenate_heads, low_rank_heads, mix_queries
-from shd_ref.shrink.merges import grouped_plan, pooled_mixing
+from shd_ref.shrink.merges import HeadMerge, HeadWeights, Rotary, grouped_plan, merge_heads, pooled_mixing
 from shd_ref.shrink.predictor import (
+    Predictor,
     best_split,
     change_meaning,
     choose_degree,
@@ -18,9 +19,15 @@ from shd_ref.shrink.predictor import (
     fit_predictor,
     study_noise,
 )
+from shd_ref.shrink.student import read_student
 from shd_ref.shrink.width import fold_norm, kept_layers, kept_scale, principal_axes
 
 __all__ = [
+    "HeadMerge",
+    "HeadWeights",
+    "Linear",
+    "Predictor",
+    "Rotary",
     "align_output",
     "attend",
     "best_split",
@@ -35,10 +42,12 @@ __all__ = [
     "kept_layers",
     "kept_scale",
     "low_rank_heads",
+    "merge_heads",
     "merge_linear",
     "mix_queries",
     "neuron_importance",
     "pooled_mixing",
     "principal_axes",
+    "read_student",
     "study_noise",
 ]

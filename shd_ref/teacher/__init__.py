@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from shd_ref.teacher.graph.factors import find_factors as find_factors
     from shd_ref.teacher.graph.find import AttentionSite as AttentionSite
     from shd_ref.teacher.graph.find import find_sites as find_sites
+    from shd_ref.teacher.graph.find import projection_of as projection_of
+    from shd_ref.teacher.graph.find import select_sites as select_sites
     from shd_ref.teacher.graph.inputs import InputSpec as InputSpec
     from shd_ref.teacher.graph.inputs import input_specs as input_specs
     from shd_ref.teacher.graph.kinds import find_kinds as find_kinds
@@ -25,9 +27,12 @@ if TYPE_CHECKING:
     from shd_ref.teacher.precompute.summary import PrecomputeSummary as PrecomputeSummary
     from shd_ref.teacher.rewrite.function import MergeRule as MergeRule
     from shd_ref.teacher.rewrite.linearize import linearize_graph as linearize_graph
+    from shd_ref.teacher.rewrite.linearize import save_graph as save_graph
+    from shd_ref.teacher.rewrite.replace import replace_attention as replace_attention
     from shd_ref.teacher.rewrite.squeeze import SqueezedGraph as SqueezedGraph
     from shd_ref.teacher.rewrite.squeeze import squeeze_graph as squeeze_graph
     from shd_ref.teacher.run.inputs import ModelInputs as ModelInputs
+    from shd_ref.teacher.run.reading import AttentionReader as AttentionReader
     from shd_ref.teacher.session import open_session as open_session
     from shd_ref.teacher.sources import ArraySource as ArraySource
     from shd_ref.teacher.sources import IndexedSource as IndexedSource
@@ -36,14 +41,16 @@ if TYPE_CHECKING:
     from shd_ref.teacher.sources import open_source as open_source
     from shd_ref.teacher.study.fidelity import measure_fidelity as measure_fidelity
     from shd_ref.teacher.study.forecast import forecast_cache as forecast_cache
+    from shd_ref.teacher.study.ranking import Fidelity as Fidelity
     from shd_ref.teacher.study.ranking import FidelityReport as FidelityReport
     from shd_ref.teacher.study.ranking import Setting as Setting
+    from shd_ref.teacher.study.ranking import rank_costs as rank_costs
     from shd_ref.teacher.study.recheck import recheck_records as recheck_records
 
 _ROOMS = {
     "adapter": ("OnnxAdapter",),
     "graph.factors": ("find_factors",),
-    "graph.find": ("AttentionSite", "find_sites"),
+    "graph.find": ("AttentionSite", "find_sites", "projection_of", "select_sites"),
     "graph.inputs": ("InputSpec", "input_specs"),
     "graph.kinds": ("find_kinds",),
     "graph.targets": ("find_targets",),
@@ -53,14 +60,16 @@ _ROOMS = {
     "precompute.compare": ("compare_with_reference",),
     "precompute.summary": ("PrecomputeSummary",),
     "rewrite.function": ("MergeRule",),
-    "rewrite.linearize": ("linearize_graph",),
+    "rewrite.linearize": ("linearize_graph", "save_graph"),
+    "rewrite.replace": ("replace_attention",),
     "rewrite.squeeze": ("SqueezedGraph", "squeeze_graph"),
     "run.inputs": ("ModelInputs",),
+    "run.reading": ("AttentionReader",),
     "session": ("open_session",),
     "sources": ("ArraySource", "IndexedSource", "Row", "Source", "open_source"),
     "study.fidelity": ("measure_fidelity",),
     "study.forecast": ("forecast_cache",),
-    "study.ranking": ("FidelityReport", "Setting"),
+    "study.ranking": ("Fidelity", "FidelityReport", "Setting", "rank_costs"),
     "study.recheck": ("recheck_records",),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}

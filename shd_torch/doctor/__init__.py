@@ -5,8 +5,20 @@ Imports ``recipes``, ``teacher``, ``training``, ``shrink`` and the studies of ``
 """
 
 from shd_torch.doctor.diagnosis import Diagnosis, diagnose
-from shd_torch.doctor.differences import Difference
+from shd_torch.doctor.differences import Difference, compare_parts, compare_tokenizers
+from shd_torch.doctor.pair import Parts, parts_of
 from shd_torch.doctor.probe import DiagnosisOptions, Probe
 from shd_torch.doctor.verdict import Verdict
 
-__all__ = ["Diagnosis", "DiagnosisOptions", "Difference", "Probe", "Verdict", "diagnose"]
+__all__ = [
+    "Diagnosis",
+    "DiagnosisOptions",
+    "Difference",
+    "Parts",
+    "Probe",
+    "Verdict",
+    "compare_parts",
+    "compare_tokenizers",
+    "diagnose",
+    "parts_of",
+]

@@ -9,5 +9,6 @@ from shd_torch.supervision.factored import Factored
 from shd_torch.supervision.factored_codes import FactoredCodes
 from shd_torch.supervision.mask import AttentionRule
 from shd_torch.supervision.supervision import Dense, Supervision
+from shd_torch.supervision.taught_layers import TaughtLayers
 
-__all__ = ["AttentionRule", "Coded", "Dense", "Factored", "FactoredCodes", "Supervision"]
+__all__ = ["AttentionRule", "Coded", "Dense", "Factored", "FactoredCodes", "Supervision", "TaughtLayers"]

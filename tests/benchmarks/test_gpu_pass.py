@@ -23,6 +23,7 @@ from benchmarks import attention_kl_cuda, gpu_pass  # noqa: E402  (after the pat
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # tests/torch_path/kernels interprets the same programs
 def test_the_rehearsal(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="the kernels are interpreted by Triton")
     pytest.importorskip("onnxruntime", reason="a stage times it")
@@ -76,7 +77,8 @@ def test_it_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("quick", "broken", "long"), 1
     )
     assert found["machine"]["device"] == "cpu"
-    monkeypatch.setattr(gpu_pass, "describe", lambda sizes: {"device": "another"})
+    found["machine"]["device"] = "another"
+    (tmp_path / "kernels.json").write_text(json.dumps(found))
     before = (tmp_path / "kernels.json").read_bytes()
     with pytest.raises(SystemExit, match="name another --out"):
         gpu_pass.run_stages(gpu_pass.REHEARSAL, tmp_path, ["kernels"], 1.0)
@@ -102,15 +104,6 @@ def test_from_where_on_the_kernels_pay(
         for length, ratio in ratios.items()
     ]
     assert gpu_pass.find_threshold(rows) == expected
-
-
-def test_auto_takes_the_kernels_where_the_file_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shd_torch.kl import backends
-
-    devices = [{"capability": [9, 0], "triton_from": 1024}, {"capability": [8, 0], "triton_from": None}]
-    (tmp_path / "measured.json").write_text(json.dumps({"devices": devices}))
-    monkeypatch.setattr(backends, "__file__", str(tmp_path / "backends.py"))
-    assert backends._read_measured() == {(9, 0): 1024}
 
 
 def test_what_is_packed_is_complete_and_brings_no_pytorch() -> None:

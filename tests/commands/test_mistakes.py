@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -117,30 +117,33 @@ def test_no_bar_stays_above_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert drawn.endswith("\x1b[1A\x1b[2K")
 
 
-def test_lines_of_progress_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_of_progress_where_there_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One now and then, one for a stage that begins late, and none of a short command, or with --quiet."""
-    lines: list[str] = []
-    said = threading.Event()
-    monkeypatch.setattr(terminal.messages, "say", lambda text: (lines.append(text), said.set()))
-    with terminal.show_progress("steps") as (tell,):
-        tell(0, 4)
-        tell(1, 4)
-    assert not lines
+    told = ""
+
+    def wait_for(text: str) -> None:
+        nonlocal told
+        end = time.monotonic() + 20
+        while text not in told:
+            assert time.monotonic() < end, told
+            time.sleep(0.01)
+            told += capsys.readouterr().err
+
     monkeypatch.setattr(terminal, "EVERY", 0.01)
     with terminal.quiet_progress(True), terminal.show_progress("steps") as (tell,):
         tell(0, 4)
-        assert not said.wait(0.1)
+        time.sleep(0.1)
+    assert capsys.readouterr().err == ""
     with terminal.show_progress("steps") as (tell,):
         tell(1, 4)
-        assert said.wait(20)
+        wait_for("progress: 1/4 steps; 0:00:")
         tell(2, 4)
-        for _ in range(2):
-            said.clear()
-            assert said.wait(20)
+        wait_for("progress: 2/4 steps; 0:00:")
+        wait_for(" left\n")
         tell(0, 0, says="graph is made")
-        assert any(line.startswith("progress: graph is made; 0:00:") for line in lines)
-    assert lines[0].startswith("progress: 1/4 steps; 0:00:")
-    assert any(line.startswith("progress: 2/4 steps; 0:00:") and line.endswith(" left") for line in lines)
+        wait_for("progress: graph is made; 0:00:")
 
 
 def test_ctrl_c_says_that_the_same_command_goes_on() -> None:

@@ -24,6 +24,11 @@ RAY_WARNS = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
+MARKS = {
+    "ray_cluster.py": [*RAY_WARNS, pytest.mark.nightly],
+    # Other tests train such students: of two teachers, encoders with decoders, and of classes.
+    **dict.fromkeys(("two_teachers.py", "encoder_decoder.py", "classification.py"), pytest.mark.nightly),
+}
 NEEDS = {"lightning_module.py": "lightning", "ray_cluster.py": "ray"}
 
 FIGURES = {
@@ -124,9 +129,7 @@ def without_ray() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("without_ray")
-@pytest.mark.parametrize(
-    "script", [pytest.param(name, marks=RAY_WARNS if name == "ray_cluster.py" else ()) for name in SCRIPTS]
-)
+@pytest.mark.parametrize("script", [pytest.param(name, marks=MARKS.get(name, ())) for name in SCRIPTS])
 def test_example_prints_what_it_says(
     script: str, run_in: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

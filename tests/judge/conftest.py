@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 import shd_ref
-from shd_ref.conformance import OUTPUTS, specification
-from shd_ref.tolerances import load_tolerances
+from shd_ref.conformance import OUTPUTS, load_tolerances, specification
 
 HERE = Path(__file__).resolve().parent
 VECTORS_ALONE = [f"{operation}/*" for operation in OUTPUTS]

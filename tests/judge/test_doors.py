@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 from judge.conftest import VECTORS_ALONE
+from support.faults import file_size_limit
 
 import shd_ref
 from shd_ref.conformance import ConformanceError, Missing, Status, cases, check, judge
@@ -63,7 +63,7 @@ def test_command_line_judges_a_module_in_the_current_folder(
         encoding="utf-8",
     )
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.syspath_prepend(tmp_path)
     chosen = ["--impl", "strangers_shd", "--vectors", str(vectors), "--only", "shd_loss/*", "--only", "solve_alpha/*"]
     assert main([*chosen, "--save-calls", "calls"]) == 1
     call = json.loads(Path("calls/shd_loss-two-layers-float64.json").read_text(encoding="utf-8"))
@@ -84,10 +84,10 @@ def test_command_line_judges_a_module_in_the_current_folder(
     assert run["counts"]["known_failure"] == 1
     assert run["requirements"]["LOSS-2"]["known_failure"] == 1
     before = Path("report.json").read_bytes()
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", lambda _: os.close(-1))
-        assert main([*chosen, "--report", "report.json", "--seed", "7"]) == 2
-    assert "Bad file descriptor" in capsys.readouterr().err
+    with file_size_limit(100):
+        code = main([*chosen, "--report", "report.json", "--seed", "7"])
+    assert code == 2
+    assert "File too large" in capsys.readouterr().err
     assert Path("report.json").read_bytes() == before
     assert not [*tmp_path.glob(".*")]
 

@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 onnx = pytest.importorskip("onnx", reason="the package onnx is not installed (squeezing-heads[teacher])")
 pytest.importorskip("onnx_ir", reason="the package onnx_ir is not installed (squeezing-heads[teacher])")
 
-from shd_ref import ShdError  # noqa: E402  (after the skips)
+from support.calls import calls_of  # noqa: E402  (after the skips)
+
+from shd_ref import ShdError  # noqa: E402
 from shd_ref.conformance import Status, cases, judge  # noqa: E402  (after the skips)
 from shd_ref.conformance.specification import agreement  # noqa: E402
 from shd_ref.teacher import OnnxAdapter  # noqa: E402  (after the skips)
-from shd_ref.teacher.adapter import BACKENDS  # noqa: E402  (after the skips)
 from shd_ref.teacher.rewrite import function  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +33,7 @@ ITEMS = (*VECTORS, "law/*")
 LACKING = ("there is no ONNX function", "softens rows", "solves alphas on the maps as given")
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=["onnxruntime", "onnx.reference"])
 def backend(request: pytest.FixtureRequest) -> str:
     name = str(request.param)
     if name == "onnxruntime":
@@ -82,28 +83,28 @@ def test_only_what_the_functions_lack_is_missing() -> None:
     assert sum(name.startswith("solve_alpha/") for name in passed) > 30
 
 
+def swapped(body: Any, *rest: Any) -> Any:
+    """1 - alpha for p."""
+    return FACTORS(body, *rest[:-1], body.op("Sub", body.const(1.0), rest[-1]))
+
+
+def other_half(width: int) -> NDArray[np.float32]:
+    """<w, u + w> in place of <u, u + w>."""
+    return np.concatenate([PICK(width)[:, ::-1, :1], PICK(width)[:, :, 1:]], axis=2)
+
+
+FACTORS, PICK = function.factors_of_round, function._pick_moments
+MISTAKES = {"factors_of_round": swapped, "degenerate_threshold": lambda: 0.01, "_pick_moments": other_half}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("mistake", ["factors", "threshold", "columns"])
-def test_a_wrong_function_is_caught(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def swap(name: str) -> Any:
-        right = getattr(function, name)
-        return lambda body, *rest: right(body, *rest[:-1], body.op("Sub", body.const(1.0), rest[-1]))
-
-    if mistake == "factors":  # 1 - alpha for p
-        monkeypatch.setattr(function, "factors_of_round", swap("factors_of_round"))
-    elif mistake == "threshold":
-        monkeypatch.setattr(function, "degenerate_threshold", lambda: 0.01)
-    else:  # <w, u + w> in place of <u, u + w>
-        pick = function._pick_moments
-
-        def other_half(width: int) -> NDArray[np.float32]:
-            return np.concatenate([pick(width)[:, ::-1, :1], pick(width)[:, :, 1:]], axis=2)
-
-        monkeypatch.setattr(function, "_pick_moments", other_half)
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_wrong_function_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(function, name, MISTAKES[name])
     report = judge(OnnxAdapter("onnx.reference"), dtype="float32", only=VECTORS)
     failed = {result.id.split("/")[0] for result in report.failures}
     # solve_alpha reads the alphas themselves, which a wrong use of them leaves right.
-    assert failed >= ({"squeeze_heads"} if mistake == "factors" else {"squeeze_heads", "solve_alpha"})
+    assert failed >= ({"squeeze_heads"} if name == "factors_of_round" else {"squeeze_heads", "solve_alpha"})
 
 
 @pytest.mark.parametrize("alpha_per", ["map", "row"])
@@ -169,13 +170,14 @@ def test_an_unknown_backend_is_refused() -> None:
     assert caught.value.code == "argument-value"
 
 
-def test_models_are_built_once_for_any_batch_and_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_are_built_once_for_any_batch_and_lengths() -> None:
     adapter = OnnxAdapter("onnx.reference")
     adapter.run_operation("squeeze_heads", two_heads(), "float32")
-    monkeypatch.setattr("shd_ref.teacher.adapter.build_bare_model", lambda *_, **__: pytest.fail("built again"))
     maps, outputs = np.full((3, 2, 4, 5), 0.2, dtype=np.float32), np.ones((3, 2, 5, 1), dtype=np.float32)
     again = two_heads(teacher_probs=maps, value_outputs=outputs)
-    assert adapter.run_operation("squeeze_heads", again, "float32")["probs"].shape == (3, 1, 4, 5)
+    with calls_of("build_bare_model") as built:
+        assert adapter.run_operation("squeeze_heads", again, "float32")["probs"].shape == (3, 1, 4, 5)
+    assert built == []
 
 
 # --- the backend tests ------------------------------------------------------------------------------------------

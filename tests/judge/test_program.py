@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 from judge.conftest import VECTORS_ALONE
 
-from shd_ref.conformance import Status, judge
+from shd_ref.conformance import Program, ProgramError, Status, judge
 from shd_ref.conformance.__main__ import main
-from shd_ref.conformance.program import Program, ProgramError
 
 ROOT = Path(__file__).resolve().parents[2]
 

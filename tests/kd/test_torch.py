@@ -15,7 +15,7 @@ from torch import Tensor  # noqa: E402
 
 import shd_torch.kd  # noqa: E402
 from shd_ref import ShdError  # noqa: E402
-from shd_ref.tolerances import load_tolerances  # noqa: E402
+from shd_ref.conformance import load_tolerances  # noqa: E402
 
 RNG = np.random.default_rng(11)
 V = 13
@@ -158,12 +158,11 @@ def test_no_wide_copy_of_the_logits_is_made(kind: str, masked: bool) -> None:
     assert fused.most < some
 
 
-def test_checks_make_no_copy_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(shd_torch.kd.targets._ENTRIES, "cpu", 4000)
-    z = torch.randn(2, 256, 1000, dtype=torch.bfloat16)
+def test_checks_make_no_copy_either() -> None:
+    z = torch.zeros(2, 2560, 20_000, dtype=torch.bfloat16)  # of 400 MB in float32: a tile of them takes 16
     with Live(z) as looking:
         shd_torch.kd.targets.check_logits(z, "student_logits", check=True)
-    assert looking.most < z.nbytes / 20
+    assert looking.most < z.nbytes / 5
     z[1, 200, 999] = torch.nan
     with pytest.raises(ShdError, match=r"must be finite; got nan at index \(1, 200, 999\)|sample 1"):
         shd_torch.kd.targets.check_logits(z, "student_logits", check=True)

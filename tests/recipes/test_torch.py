@@ -15,7 +15,7 @@ from torch import Tensor  # noqa: E402
 
 import shd_torch.kd  # noqa: E402
 import shd_torch.recipes  # noqa: E402
-from shd_ref.tolerances import load_tolerances  # noqa: E402
+from shd_ref.conformance import load_tolerances  # noqa: E402
 
 RNG = np.random.default_rng(7)
 B, L, V, N, D = 3, 4, 6, 6, 5

@@ -28,8 +28,7 @@ from shd_ref.cli import load_app
 from shd_ref.report.content import mean_entropy, read_content, read_evidence
 from shd_ref.report.figures import map_picture
 from shd_ref.report.page import render_page
-from shd_ref.teacher import ModelInputs, PrecomputeOptions, RunOptions, find_sites, input_specs
-from shd_ref.teacher.run.reading import AttentionReader
+from shd_ref.teacher import AttentionReader, ModelInputs, PrecomputeOptions, RunOptions, find_sites, input_specs
 
 NUM_SAMPLES, LENGTH = 9, 12
 HOSTILE = "<script>alert(1)</script>\"'&{{ 7 * 7 }}$\\frac{a}{b}$"

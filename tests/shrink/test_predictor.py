@@ -9,8 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shd_ref.shrink import best_split, change_meaning, choose_degree, cross_validate, fit_predictor, study_noise
-from shd_ref.shrink.predictor import Predictor
+from shd_ref.shrink import (
+    Predictor,
+    best_split,
+    change_meaning,
+    choose_degree,
+    cross_validate,
+    fit_predictor,
+    study_noise,
+)
 
 
 @pytest.fixture(scope="module")

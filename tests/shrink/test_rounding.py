@@ -7,6 +7,11 @@ import pytest
 
 from shd_ref import gram_tensor, softmax
 from shd_ref.shrink import (
+    HeadMerge,
+    HeadWeights,
+    Linear,
+    Predictor,
+    Rotary,
     best_split,
     choose_degree,
     grouped_plan,
@@ -15,10 +20,6 @@ from shd_ref.shrink import (
     low_rank_heads,
     principal_axes,
 )
-from shd_ref.shrink.ffn import Linear
-from shd_ref.shrink.heads import HeadWeights, Rotary
-from shd_ref.shrink.merges import HeadMerge
-from shd_ref.shrink.predictor import Predictor
 
 RANDOM = np.random.default_rng(1)
 

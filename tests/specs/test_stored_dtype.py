@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import shd_ref
-from shd_ref.tolerances import row_sum_tolerance
+from shd_ref.conformance import load_tolerances
 
 OUTPUTS = np.random.default_rng(5).standard_normal((2, 4, 24, 3))
 LOGITS = np.random.default_rng(6).standard_normal((2, 2, 6, 24))
@@ -27,7 +27,8 @@ def stored_maps(name: str) -> Any:
 def test_what_was_accepted_is_accepted_again(name: str) -> None:
     maps = stored_maps(name)
     error = np.abs(maps.astype(np.float64).sum(-1) - 1).max()
-    assert row_sum_tolerance("float64") < error < row_sum_tolerance(name)
+    allowed = load_tolerances()["row_sum"]
+    assert allowed["float64"] < error < allowed[name]
     merged = shd_ref.squeeze_heads(maps, OUTPUTS, 2).probs
     with pytest.raises(shd_ref.ShdError, match="sum to 1"):
         shd_ref.shd_loss(merged.astype(np.float64), LOGITS)

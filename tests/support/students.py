@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import shd_ref.teacher.precompute as engine
 from shd_ref.teacher import PrecomputeOptions, PrecomputeSummary, RunOptions
-from shd_ref.teacher.precompute import engine
 
 
 def precompute(

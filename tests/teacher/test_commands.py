@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +19,6 @@ from support.attention_graphs import token_teacher
 from typer.testing import CliRunner
 
 from shd_ref.cli import load_app
-from shd_ref.commands.terminal import console
-from shd_ref.teacher import ModelInputs
 
 NUM_SAMPLES = 12
 APP = load_app()
@@ -162,44 +164,53 @@ def test_what_is_written_locally_takes_no_address(
 def test_what_the_command_line_tells_is_refused_before_the_inputs_are_read(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], said: str
 ) -> None:
-    """They may be terabytes, and are read from beginning to end."""
+    """They may be terabytes, and are read from beginning to end: at the end of these is an error."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(made / "c", "c")
     shutil.copytree(made / "c", "many/heads-2")
     Path("foreign").mkdir()
     for name in ("file", "foreign/thesis.txt"):
         Path(name).write_text("dear")
+    row = '{"input_ids": [1, 2], "attention_mask": [1, 1]}\n'
+    Path("broken.jsonl").write_text(12 * row + "{")
     before = contents(tmp_path)
-
-    def never(*_: object) -> None:
-        raise AssertionError("the inputs were read")
-
-    monkeypatch.setattr(ModelInputs, "_read_all", never)
-    assert said in shd("precompute", *run_of(made), "--out", "new", *words, code=1)
+    asked = (made / "t.onnx", "--inputs", "broken.jsonl", "--student-heads", "2")
+    assert said in shd("precompute", *asked, "--out", "new", *words, code=1)
     assert contents(tmp_path) == before
 
 
-def test_tables_fit_a_terminal(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+ASK = """
+import json, sys
+from typer.testing import CliRunner
+from shd_ref.cli import load_app
+for words in json.load(sys.stdin):
+    result = CliRunner().invoke(load_app(), words, env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    print(result.output)
+"""
+
+
+def test_tables_fit_a_terminal(made: Path, tmp_path: Path) -> None:
     """Of 80 columns, without a word cut short; commands and errors are single lines, so that they can be copied."""
-    monkeypatch.chdir(made)
-    monkeypatch.setattr(console, "_width", 80)  # read from the environment when it was made
     words = "t.onnx", "--inputs", "d.npz", "--student-heads", "2"
-    part = ("precompute", *words, "--out", tmp_path / "part", "--samples-per-shard", "5", "--shards", "0/3")
+    cache = str(tmp_path / "part")
     several = "progressive,matched", "--matched-by", "residual,similarity", "--strategy", "shd,constant,hard"
-    for command in (
+    commands = [
         ("inspect", "t.onnx", "--factored"),
         ("plan", *words),
         ("fidelity", *words, "--plan", *several),
-        part,
-        ("ls", tmp_path / "part"),
+        ("precompute", *words, "--out", cache, "--samples-per-shard", "5", "--shards", "0/3"),
+        ("ls", cache),
         *((name, "--help") for name in ("inspect", "plan", "fidelity", "precompute", "verify", "report", "merge")),
-    ):
-        output = shd(*command, columns=80)
-        for line in output.splitlines():
-            assert len(line) <= 80 or line.startswith(("next: ", "  shd ")), line
-            assert "…" not in line, line
-    monkeypatch.setattr(console, "_width", 250)
-    assert "2 of 3 shards are missing" in shd("ls", tmp_path / "part")
+    ]
+    process = [sys.executable, "-c", ASK]  # consoles take their width when they are made
+    env = os.environ | {"COLUMNS": "80", "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    done = subprocess.run(process, input=json.dumps(commands), cwd=made, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for line in done.stdout.splitlines():
+        assert len(line) <= 80 or line.startswith(("next: ", "  shd ")), line
+        assert "…" not in line, line
+    assert "2 of 3 shards are missing" in shd("ls", cache)
 
 
 def test_an_error_stands_alone(made: Path, tmp_path: Path) -> None:

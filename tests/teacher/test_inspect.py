@@ -19,8 +19,7 @@ from typer.testing import CliRunner  # (after the skip)
 from shd_ref import ShdError
 from shd_ref.cache import CacheReader
 from shd_ref.cli import load_app
-from shd_ref.teacher import PrecomputeOptions, RunOptions, find_sites
-from shd_ref.teacher.graph.find import select_sites
+from shd_ref.teacher import PrecomputeOptions, RunOptions, find_sites, select_sites
 
 RUNNER = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
 FOUR = find_sites(bare_attention(2, num_layers=4))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -157,17 +158,23 @@ def test_half_precision(tmp_path: Path) -> None:
     assert next(model.parameters()).dtype == torch.float16
 
 
+@pytest.fixture
+def files_from(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """From how many bytes on weights have a file of their own."""
+    return lambda size: monkeypatch.setattr(shd_torch.export, "_EXTERNAL_DATA_BYTES", size)
+
+
 @pytest.mark.slow
-def test_large_models_keep_their_weights_beside_the_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_models_keep_their_weights_beside_the_graph(tmp_path: Path, files_from: Callable[[int], None]) -> None:
     torch.manual_seed(0)
     model, images, path = PlainViT(num_layers=1).eval(), torch.randn(2, 3, 16, 16), tmp_path / "vit.onnx"
-    monkeypatch.setattr(shd_torch.export, "_EXTERNAL_DATA_BYTES", 0)
+    files_from(0)
     report = export_teacher(model, images, path)
     assert report.data_path is not None
     assert re.fullmatch(r"vit\.onnx\.[0-9a-f]{16}\.data", report.data_path.name)
     assert report.data_path.stat().st_size > path.stat().st_size
     torch.testing.assert_close(run(path, {"images": images}), model(images).detach(), atol=2e-5, rtol=1e-4)
-    monkeypatch.undo()
+    files_from(1 << 30)
     assert export_teacher(model, images, path).data_path is None
     assert [p.name for p in tmp_path.iterdir()] == ["vit.onnx"]
 
@@ -175,16 +182,16 @@ def test_large_models_keep_their_weights_beside_the_graph(tmp_path: Path, monkey
 @pytest.mark.slow
 @pytest.mark.parametrize(("earlier", "later"), [(0, 0), (0, 1 << 30), (1 << 30, 0)], ids=["large", "shrunk", "grown"])
 def test_an_interrupted_export_leaves_a_whole_one(
-    earlier: int, later: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    earlier: int, later: int, tmp_path: Path, files_from: Callable[[int], None]
 ) -> None:
     """Killed before any step that writes to the disk, with weights beside the graph or inside of it."""
     torch.manual_seed(0)
     images, path = torch.randn(2, 3, 16, 16), tmp_path / "vit.onnx"
     models = [PlainViT(num_layers=1).eval() for _ in range(2)]
     outputs = [model(images).detach() for model in models]
-    monkeypatch.setattr(shd_torch.export, "_EXTERNAL_DATA_BYTES", earlier)
+    files_from(earlier)
     export_teacher(models[0], images, path)
-    monkeypatch.setattr(shd_torch.export, "_EXTERNAL_DATA_BYTES", later)
+    files_from(later)
     last = 2 if later else 4  # the graph, at its place; before them its weights, at their place
     for calls in range(1, last + 1):
         assert run_killed(lambda: export_teacher(models[1], images, path), "sync", calls)

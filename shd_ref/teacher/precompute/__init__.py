@@ -1,1 +1,21 @@
-"""From a running teacher to a cache: manifest, comparison with the reference, records, shards, several students."""
+"""From a running teacher to a cache: manifest, comparison with the reference, records, shards, several students.
+
+Other programs take the names below; Ray is imported with ``RayEngine``.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shd_ref.teacher.precompute.engine import precompute as precompute
+    from shd_ref.teacher.precompute.engine import students_of as students_of
+    from shd_ref.teacher.precompute.ray_engine import RayEngine as RayEngine
+
+__all__ = ["RayEngine", "precompute", "students_of"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a name when it is first used."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{'ray_engine' if name == 'RayEngine' else 'engine'}"), name)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shd_ref
-from shd_ref.tolerances import load_tolerances
+from shd_ref.conformance import load_tolerances
 from support.binding.twins import DTYPES
 
 Array = NDArray[Any]

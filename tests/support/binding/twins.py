@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 import shd_ref
-from shd_ref.tolerances import load_tolerances
+from shd_ref.conformance import load_tolerances
 
 DTYPES: dict[str, Any] = {
     "float64": np.float64,

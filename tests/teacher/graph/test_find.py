@@ -29,7 +29,6 @@ from shd_ref.teacher import (
     open_session,
     squeeze_graph,
 )
-from shd_ref.teacher.graph import find
 
 LAYOUTS = ("batch-heads", "heads-batch", "batch-folded", "heads-folded")
 
@@ -235,13 +234,6 @@ def test_a_transposed_map_is_refused() -> None:
     site = only_site(build.model(shapes, [output]))
     assert not site.supported
     assert "transposed" in str(site.reason)
-
-
-@pytest.mark.parametrize("form", [*({"layout": layout} for layout in LAYOUTS), {"num_kv_heads": 2}], ids=str)
-def test_a_probe_finds_what_shape_inference_finds(form: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = find_sites(encoder_layer(**form))
-    monkeypatch.setattr(find, "static_shapes", lambda model: {})
-    assert find_sites(encoder_layer(**form)) == expected
 
 
 def test_a_circular_graph_is_refused() -> None:

@@ -31,10 +31,10 @@ from shd_ref.teacher import (
     find_sites,
     load_teacher,
     open_session,
+    projection_of,
+    replace_attention,
     squeeze_graph,
 )
-from shd_ref.teacher.graph.find import projection_of
-from shd_ref.teacher.rewrite.replace import replace_attention
 
 Feeds = Mapping[str, NDArray[Any]]
 

@@ -20,9 +20,9 @@ from shd_ref.teacher import (
     find_sites,
     load_teacher,
     open_session,
+    replace_attention,
     squeeze_graph,
 )
-from shd_ref.teacher.rewrite.replace import replace_attention
 
 
 class Verdict(NamedTuple):

@@ -13,11 +13,11 @@ import pytest
 from support.attention_graphs import language_model
 from support.makers import contents, read_everything
 from support.started_processes import start_command
+from support.two_sequences import encoder_decoder
 
 from shd_ref import ShdError
 from shd_ref.cache import CacheReader, verify_cache
 
-KILLS = 6
 NUM_SAMPLES = 150
 LENGTH = 9
 PATIENCE = 120.0
@@ -28,14 +28,22 @@ def committed(folder: Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("attention", "kills"), [("--student-heads=2", KILLS), ("--no-attention", 2)])
-def test_a_killed_precompute_resumes_to_the_undisturbed_cache(attention: str, kills: int, tmp_path: Path) -> None:
-    onnx.save(language_model(), tmp_path / "teacher.onnx")
-    onnx.save(language_model(num_layers=1), tmp_path / "second.onnx")
-    rng, moments = np.random.default_rng(0), random.Random(3)
-    mask = (np.arange(LENGTH) < rng.integers(2, LENGTH + 1, NUM_SAMPLES)[:, None]).astype(np.int64)
-    ids = rng.integers(0, 50, (NUM_SAMPLES, LENGTH))
-    np.savez(tmp_path / "data.npz", input_ids=ids, attention_mask=mask)
+@pytest.mark.parametrize(
+    ("attention", "kills", "sequences"),
+    [("--student-heads=2", 4, ("",)), ("--no-attention", 2, ("",)), ("--student-heads=2", 2, ("", "decoder_"))],
+    ids=["maps", "no attention", "encoder-decoder"],
+)
+def test_a_killed_precompute_resumes_to_the_undisturbed_cache(
+    attention: str, kills: int, sequences: tuple[str, ...], tmp_path: Path
+) -> None:
+    onnx.save(encoder_decoder() if "decoder_" in sequences else language_model(), tmp_path / "teacher.onnx")
+    rng, moments, data = np.random.default_rng(0), random.Random(3), {}
+    for name in sequences:
+        mask = (np.arange(LENGTH) < rng.integers(2, LENGTH + 1, NUM_SAMPLES)[:, None]).astype(np.int64)
+        data |= {f"{name}input_ids": rng.integers(0, 30, mask.shape), f"{name}attention_mask": mask}
+    np.savez(tmp_path / "data.npz", **data)
+    second = encoder_decoder(seed=1) if "decoder_" in sequences else language_model(num_layers=1)
+    onnx.save(second, tmp_path / "second.onnx")
 
     def command(folder: Path) -> list[str]:
         teacher, inputs = str(tmp_path / "teacher.onnx"), str(tmp_path / "data.npz")

@@ -19,6 +19,7 @@ from support.students import precompute
 
 from shd_ref import ShdError, squeeze_heads, value_outputs
 from shd_ref.cache import CacheReader, decode, encode, sample_key, verify_cache
+from shd_ref.conformance import load_tolerances
 from shd_ref.teacher import (
     ModelInputs,
     PrecomputeOptions,
@@ -30,7 +31,6 @@ from shd_ref.teacher import (
     open_session,
     recheck_records,
 )
-from shd_ref.tolerances import load_tolerances
 
 NUM_SAMPLES = 23
 LENGTH = 9

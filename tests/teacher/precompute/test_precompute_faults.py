@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import tracemalloc
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,20 +12,17 @@ import numpy as np
 import onnx
 import pytest
 from numpy.typing import NDArray
-from support.attention_graphs import bare_attention, encoder_layer, language_model, token_teacher
+from support.attention_graphs import bare_attention, encoder_layer, token_teacher
+from support.calls import calls_of
 from support.makers import contents
 from support.students import precompute, precompute_heads
 from typer.testing import CliRunner
 
 from shd_ref import ShdError
 from shd_ref.cache import CacheReader, Receipt, sample_key, verify_cache
-from shd_ref.cache.storage.places import open_storage
 from shd_ref.cli import load_app
-from shd_ref.teacher import PrecomputeOptions, RunOptions, open_session, recheck_records
-from shd_ref.teacher.precompute import engine
-from shd_ref.teacher.precompute.engine import PrecomputeJob
-from shd_ref.teacher.run.inputs import Batch, group_samples, run_batch
-from shd_ref.teacher.run.teacher import TeacherRun
+from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
+from shd_ref.teacher.precompute import precompute as precompute_students
 
 ROOT = Path(__file__).resolve().parents[3]
 NUM_SAMPLES = 60
@@ -47,10 +43,6 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def without_seal(folder: Path) -> dict[str, bytes]:
-    return {name: data for name, data in contents(folder).items() if name != "SEALED.json"}
-
-
 @pytest.mark.parametrize("run", [RUN, RunOptions(batch_tokens=30, samples_per_shard=2)])
 def test_resumed_runs_give_the_same_bytes(teacher: Path, tmp_path: Path, run: RunOptions) -> None:
     """The batches are always those of an undisturbed run, so even rounding is the same."""
@@ -68,12 +60,12 @@ def test_resumed_runs_give_the_same_bytes(teacher: Path, tmp_path: Path, run: Ru
 
 @pytest.mark.parametrize("form", ["maps", "factored"])
 def test_large_maps_are_checked_a_sample_at_a_time(
-    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+    teacher: Path, tmp_path: Path, checked_bytes: Callable[[int], None], form: str
 ) -> None:
-    """Check outputs of a large teacher do not fit a batch; what is stored does not change, its error is measured."""
+    """What is stored does not change, its error is measured."""
     options, inputs, run = replace(OPTIONS, form=form), make_tokens(), RunOptions(batch_size=10, samples_per_shard=20)
     whole = precompute(teacher, inputs, tmp_path / "whole", options, run)
-    monkeypatch.setattr("shd_ref.teacher.run.teacher.CHECKED_BYTES", 1)
+    checked_bytes(1)
     cut = precompute(teacher, inputs, tmp_path / "cut", options, run)
     assert (whole.compared_samples, cut.compared_samples) == (2, 1)
     one, two = CacheReader(tmp_path / "whole"), CacheReader(tmp_path / "cut")
@@ -94,20 +86,13 @@ def test_large_maps_are_checked_a_sample_at_a_time(
     assert recheck_records(tmp_path / "cut", teacher, inputs).records == 8
 
 
-def count_runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
-    """Of every call of a squeezed teacher: how many samples, and whether with check outputs."""
-    runs: list[tuple[int, bool]] = []
-
-    def counted(session: Any, names: Sequence[str], batch: Batch) -> dict[str, NDArray[Any]]:
-        if any("alphas" in name for name in names):  # not the teacher's own maps alone
-            runs.append((len(batch.indices), any("merged" in name for name in names)))
-        return run_batch(session, names, batch)
-
-    monkeypatch.setattr("shd_ref.teacher.run.teacher.run_batch", counted)
-    return runs
+@pytest.fixture
+def checked_bytes(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Check outputs of a large teacher do not fit a batch: how much of them is taken for large."""
+    return lambda count: monkeypatch.setattr("shd_ref.teacher.run.teacher.CHECKED_BYTES", count)
 
 
-def test_a_fault_is_looked_for_in_its_own_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_is_looked_for_in_its_own_sample(tmp_path: Path, checked_bytes: Callable[[int], None]) -> None:
     """Not in check outputs of its whole batch, which need not fit."""
     onnx.save(bare_attention(4), tmp_path / "teacher.onnx")
     rng = np.random.default_rng(0)
@@ -117,97 +102,20 @@ def test_a_fault_is_looked_for_in_its_own_sample(tmp_path: Path, monkeypatch: py
         "mask": np.ones((32, 12), np.int64),
     }
     inputs["values_0"][20, 1, 3] = np.nan
-    monkeypatch.setattr("shd_ref.teacher.run.teacher.CHECKED_BYTES", 1)
-    runs = count_runs(monkeypatch)
+    checked_bytes(1)
     options = replace(OPTIONS, on_error="skip")
     run = RunOptions(batch_size=16, samples_per_shard=16, mask="mask")
-    summary = precompute(tmp_path / "teacher.onnx", inputs, tmp_path / "cache", options, run)
+    with calls_of("run_batch") as calls:
+        summary = precompute(tmp_path / "teacher.onnx", inputs, tmp_path / "cache", options, run)
+    runs = [
+        (len(call["batch"].indices), any("merged" in name for name in call["names"]))
+        for call in calls
+        if any("alphas" in name for name in call["names"])  # not the teacher's own maps alone
+    ]
     assert (summary.samples, summary.skipped) == (31, 1)
     assert "head 1" in next(iter(CacheReader(tmp_path / "cache").skipped.values()))
     assert {count for count, checked in runs if checked} == {1}
     assert [count for count, checked in runs if not checked] == [16, 16]
-
-
-@pytest.mark.parametrize(("axis", "most"), [(None, 8), (0, 8), (1, 1)])
-def test_check_outputs_are_counted_as_the_graph_gives_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, axis: int | None, most: int
-) -> None:
-    """A fixed length pads short samples; a fixed batch is filled up, so that nothing is won by fewer samples."""
-    model = token_teacher()
-    for value in model.graph.input if axis is not None else ():
-        dimension = value.type.tensor_type.shape.dim[axis]
-        dimension.ClearField("dim_param")
-        dimension.dim_value = (8, 64)[axis]
-    onnx.save(model, tmp_path / "teacher.onnx")
-    mask = np.zeros((8, 64), np.int64)
-    mask[:, :5] = 1
-    monkeypatch.setattr("shd_ref.teacher.run.teacher.CHECKED_BYTES", 20_000)
-    work = TeacherRun(tmp_path / "teacher.onnx", {"input_ids": mask, "attention_mask": mask}, [OPTIONS], RUN)
-    assert work.count_checked(range(8)) == most
-
-
-@pytest.mark.parametrize("form", ["maps", "factored"])
-def test_checks_of_long_samples_take_the_memory_of_a_few_maps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
-) -> None:
-    """Of one layer at a time, on cuts where a cut shows it, and otherwise in tiles: not of every layer in float64."""
-    onnx.save(language_model(num_layers=3), tmp_path / "teacher.onnx")
-    length, options = 256, replace(OPTIONS, form=form)
-    maps = 4 * 4 * length**2  # bytes of a layer, in float32
-    tokens = np.random.default_rng(0).integers(1, 50, (3, length))
-    inputs = {"input_ids": tokens, "attention_mask": np.ones_like(tokens)}
-    monkeypatch.setattr("shd_ref.teacher.run.teacher.CHECKED_BYTES", maps)
-    monkeypatch.setattr("shd_ref.teacher.precompute.compare._TILE_BYTES", maps // 16)
-    shapes: list[tuple[int, ...]] = []
-
-    def noted(session: Any, names: Sequence[str], batch: Batch) -> dict[str, NDArray[Any]]:
-        values = run_batch(session, names, batch)
-        shapes.extend(values[name].shape for name in names if "probs" in name)
-        return values
-
-    monkeypatch.setattr("shd_ref.teacher.run.teacher.run_batch", noted)
-    tracemalloc.start()
-    try:
-        PrecomputeJob(tmp_path / "teacher.onnx", inputs, [(tmp_path / "cache", options)], RunOptions(num_threads=1))
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert {shape[-1] for shape in shapes if shape[0] > 1} == {128}  # samples together, and then copies of one
-    assert [shape for shape in shapes if shape[-1] == length] == [(1, 4, length, length)] * 3
-    assert peak < 6 * maps
-
-
-def test_shards_may_be_divided(teacher: Path, tmp_path: Path) -> None:
-    job = PrecomputeJob(teacher, make_tokens(), [(tmp_path, OPTIONS)], RUN)
-    seen: list[tuple[int, int, int]] = []
-    assert job.find_missing([1, 5]) == [{1, 5}]
-    job.write([1, 5], [{1, 5}], lambda *counts: seen.append(counts))
-    assert job.find_missing(range(12)) == [{0, 2, 3, 4, *range(6, 12)}]
-    assert [counts[1] for counts in seen] == [10] * len(seen)
-    assert seen[-1][0] == 10
-    job.write(range(6), job.find_missing(range(6)))
-    assert job.find_missing(range(12)) == [set(range(6, 12))]
-    job.write(range(12), job.find_missing(range(12)))
-    assert [summary.missing_shards for summary in job.finish()] == [0]
-    assert verify_cache(tmp_path).ok
-
-
-def test_batches_hold_samples_of_similar_length() -> None:
-    lengths = np.random.default_rng(0).integers(1, 100, 400)
-    batches = list(group_samples(range(100, 400), lengths, 16))
-    assert sorted(index for batch in batches for index in batch) == list(range(100, 400))
-    assert all(len(batch) <= 16 for batch in batches)
-    padded = sum(len(batch) * lengths[list(batch)].max() for batch in batches)
-    assert padded < 1.05 * lengths[100:].sum()
-    longest = [int(lengths[list(batch)].max()) for batch in batches]
-    assert longest == sorted(longest, reverse=True)
-    assert batches == list(group_samples(reversed(range(100, 400)), lengths, 16))
-    by_tokens = list(group_samples(range(400), lengths, 16, batch_tokens=150))
-    assert all(len(batch) == 1 or len(batch) * lengths[batch[0]] <= 150 for batch in by_tokens)
-    assert max(len(batch) for batch in by_tokens) > 16
-    equal = list(group_samples(range(400), lengths, 16, equal=lengths[:, None]))
-    assert all(len(set(lengths[list(batch)].tolist())) == 1 for batch in equal)
-    assert sorted(index for batch in equal for index in batch) == list(range(400))
 
 
 @pytest.mark.parametrize("codec", ["sqrt8-abs", "u4"])
@@ -225,27 +133,17 @@ def test_small_codecs_are_coded_on_the_host(teacher: Path, tmp_path: Path, codec
     assert recheck_records(tmp_path / "small", teacher, inputs).records == 8
 
 
-def test_several_students_share_one_pass_of_the_teacher(
-    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_students_share_one_pass_of_the_teacher(teacher: Path, tmp_path: Path) -> None:
     inputs = make_tokens()
-    sessions: list[Any] = []
-
-    def counted(*arguments: Any, **keywords: Any) -> Any:
-        sessions.append(CountedSession(open_session(*arguments, **keywords)))
-        return sessions[-1]
-
-    monkeypatch.setattr("shd_ref.teacher.run.teacher.open_session", counted)
     run = RunOptions(batch_size=4, samples_per_shard=5)
-    summaries = precompute_heads(teacher, inputs, tmp_path / "all", OPTIONS, [1, 3, 2], run)
+    with calls_of("run_batch") as shared:
+        summaries = precompute_heads(teacher, inputs, tmp_path / "all", OPTIONS, [1, 3, 2], run)
     assert [summary.folder.name for summary in summaries] == ["heads-3", "heads-2", "heads-1"]
-    shared = sum(session.calls for session in sessions)
-    sessions.clear()
     for heads in (1, 2, 3):
         options = PrecomputeOptions(num_student_heads=heads)
-        precompute(teacher, inputs, tmp_path / f"alone-{heads}", options, run)
-        if heads == 1:
-            assert sum(session.calls for session in sessions) == shared
+        with calls_of("run_batch") as alone:
+            precompute(teacher, inputs, tmp_path / f"alone-{heads}", options, run)
+        assert len(alone) == len(shared)
         assert verify_cache(tmp_path / f"all/heads-{heads}").ok
         one, two = (CacheReader(tmp_path / name) for name in (f"all/heads-{heads}", f"alone-{heads}"))
         assert one.manifest == two.manifest
@@ -282,19 +180,9 @@ def test_students_that_cannot_share_a_pass_are_refused_before_anything_is_writte
     students = [(tmp_path / "one", OPTIONS), (tmp_path / folder, replace(OPTIONS, **changes))]
     for given in (students, students[::-1]):
         with pytest.raises(ShdError, match=said if given is students else None) as caught:
-            engine.precompute(teacher, make_tokens(), given, RUN)
+            precompute_students(teacher, make_tokens(), given, RUN)
         assert caught.value.code == ("read-failed" if folder == "loop" else "argument-value")
     assert [path.name for path in tmp_path.iterdir()] == ["loop"]
-
-
-class CountedSession:
-    def __init__(self, session: Any) -> None:
-        self.session, self.calls = session, 0
-        self.get_inputs = session.get_inputs
-
-    def run(self, *arguments: Any) -> Any:
-        self.calls += 1
-        return self.session.run(*arguments)
 
 
 def test_numbers_of_heads_that_are_none_are_refused_by_the_command(teacher: Path, tmp_path: Path) -> None:
@@ -320,7 +208,7 @@ CHANGED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 @pytest.fixture(scope="module")
 def begun(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("begun")
-    PrecomputeJob(teacher, make_tokens(), [(folder, OPTIONS)], RUN).write([0, 1], [{0, 1}])
+    precompute(teacher, make_tokens(), folder, OPTIONS, replace(RUN, shards=(0, 6)))
     return folder
 
 
@@ -500,6 +388,8 @@ def test_seeds_travel_from_the_inputs_to_the_reader(teacher: Path, tmp_path: Pat
 
 @pytest.mark.slow
 def test_precompute_verify_and_report_take_addresses(teacher: Path, tmp_path: Path, bucket: str) -> None:
+    import fsspec
+
     inputs = make_tokens()
     np.savez(tmp_path / "data.npz", **inputs)
     address, data = f"{bucket}/runs/cache", ("--inputs", tmp_path / "data.npz")
@@ -510,18 +400,20 @@ def test_precompute_verify_and_report_take_addresses(teacher: Path, tmp_path: Pa
     again = run_shd("precompute", teacher, *data, *made, "--out", address)
     assert "60 (60 resumed)" in again.output
     precompute(teacher, inputs, tmp_path / "cache", OPTIONS, RUN)
-    storage = open_storage(address)
-    assert {name: storage.read(name) for name in storage.names()} == contents(tmp_path / "cache")
+    store = fsspec.filesystem("s3", skip_instance_cache=True)
+    root = address.removeprefix("s3://")
+    stored = {path.removeprefix(f"{root}/"): store.cat_file(path) for path in store.find(root)}
+    assert stored == contents(tmp_path / "cache")
     checked = run_shd("verify", address, "--teacher", teacher, *data)
     assert checked.exit_code == 0, checked.output
     assert "60 records in 12 shards" in checked.output
-    storage.remove("receipts/000003.json")
+    store.rm_file(f"{root}/receipts/000003.json")
     damaged = run_shd("verify", address)
     assert damaged.exit_code == 1
     assert "cache-incomplete: receipts/000003.json: 1 of 12 shards have no receipt" in damaged.output
     pytest.importorskip("jinja2", reason="shd report needs the extra 'report'")
     pytest.importorskip("matplotlib", reason="shd report needs the extra 'report'")
-    storage.remove("SEALED.json")
+    store.rm_file(f"{root}/SEALED.json")
     reported = run_shd("report", address, "--out", tmp_path / "report.html")
     assert reported.exit_code == 0, reported.output
     assert "11 of 12 shards are committed" in (tmp_path / "report.html").read_text(encoding="utf-8")

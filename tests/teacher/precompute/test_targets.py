@@ -13,16 +13,25 @@ import onnxruntime
 import pytest
 from numpy.typing import NDArray
 from support.attention_graphs import language_model
+from support.calls import calls_of
 from support.plain_kd import log_softmax, topk_targets
 from support.students import precompute, precompute_heads
 from typer.testing import CliRunner
 
 from shd_ref import ShdError
-from shd_ref.cache import CacheReader, Hidden, Logits, StoredRecord, sample_key, verify_cache
-from shd_ref.cache.forms import logits as logits_form
+from shd_ref.cache import (
+    CacheReader,
+    CacheWriter,
+    Hidden,
+    Logits,
+    NewRecord,
+    Receipt,
+    StoredRecord,
+    sample_key,
+    verify_cache,
+)
 from shd_ref.cli import load_app
 from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
-from shd_ref.teacher.run import teacher as teacher_run
 
 NUM_SAMPLES = 14
 LENGTH = 8
@@ -218,64 +227,39 @@ def test_batches_are_smaller_where_logits_would_take_too_much(
     teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = PrecomputeOptions(num_student_heads=2, logits="topk", logits_top=4, hidden=(0, 1))
-    sizes: list[tuple[int, int]] = []
-    run_batch = teacher_run.run_batch
-
-    def counted(session: Any, names: Any, batch: Any) -> Any:
-        sizes.append(batch.arrays["input_ids"].shape)
-        return run_batch(session, names, batch)
-
-    monkeypatch.setattr(teacher_run, "run_batch", counted)
-    monkeypatch.setattr(teacher_run, "TARGET_BYTES", 2 * 4 * (50 + 2 * 12) * LENGTH)
-    precompute(teacher, make_inputs(), tmp_path / "cache", options)
+    monkeypatch.setattr("shd_ref.teacher.run.teacher.TARGET_BYTES", 2 * 4 * (50 + 2 * 12) * LENGTH)
+    with calls_of("run_batch") as calls:
+        precompute(teacher, make_inputs(), tmp_path / "cache", options)
+    sizes = [call["batch"].arrays["input_ids"].shape for call in calls]
     after_checks = sizes[2:]  # these say how wide the rows are
     assert all(samples > 1 and samples * length <= 2 * LENGTH for samples, length in after_checks[:-1])
     assert verify_cache(tmp_path / "cache").ok
-    sizes.clear()
-    recheck_records(tmp_path / "cache", teacher, make_inputs())
+    with calls_of("run_batch") as calls:
+        recheck_records(tmp_path / "cache", teacher, make_inputs())
+    sizes = [call["batch"].arrays["input_ids"].shape for call in calls]
     assert sizes[0][0] == 1  # nothing has told yet
     assert all(samples * length <= 2 * LENGTH for samples, length in sizes)
     assert max(samples for samples, _ in sizes) > 1
 
 
-@pytest.mark.parametrize("what", ["logits", "hidden"])
-def test_another_teachers_rows_are_found_out(
-    teacher: Path, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("name", "said"), [("logits", "logits row"), ("H01", "hidden state 1 row")])
+def test_another_teachers_rows_are_found_out(teacher: Path, tmp_path: Path, name: str, said: str) -> None:
     """As if the cache had been filled by something else under the teacher's name."""
-    form = Logits if what == "logits" else Hidden
-    encode = form.encode
-
-    def turned(self: Any, *arguments: Any) -> Any:
-        rows = next(each for each in arguments if isinstance(each, np.ndarray))
-        given = [rows[:, ::-1] if each is rows else each for each in arguments]
-        return encode(self, *given)
-
-    options = PrecomputeOptions(num_student_heads=2, logits="topk", logits_top=4, hidden=(1,))
-    with monkeypatch.context() as patched:
-        patched.setattr(form, "encode", turned)
-        precompute(teacher, make_inputs(), tmp_path / "cache", options)
-    message = "logits row" if what == "logits" else "hidden state 1 row"
-    with pytest.raises(ShdError, match=f"{message} .* must equal what the teacher gives now") as caught:
-        recheck_records(tmp_path / "cache", teacher, make_inputs())
-    assert caught.value.code == "cache-mismatch"
-
-
-def test_entropies_of_another_row_are_found_out(
-    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The one number of a sampled row that no share of a class tells."""
-    pick = logits_form.pick_classes
-
-    def flattened(*given: Any) -> Any:
-        picked = pick(*given)
-        return picked._replace(entropy=picked.entropy / 2)
-
-    options = PrecomputeOptions(num_student_heads=2, logits="sampled", logits_top=4, logits_draws=3)
-    with monkeypatch.context() as patched:
-        patched.setattr(logits_form, "pick_classes", flattened)
-        precompute(teacher, make_inputs(), tmp_path / "cache", options)
-    with pytest.raises(ShdError, match=r"entropies of logits row .* must equal what the teacher gives now") as caught:
+    options = PrecomputeOptions(form="none", logits="topk", logits_top=4, hidden=(1,))
+    made = CacheReader(precompute(teacher, make_inputs(), tmp_path / "made", options).folder)
+    form, _ = forms_of(tmp_path / "made")
+    writer = CacheWriter(tmp_path / "cache", made.manifest)
+    for shard in writer.missing_shards():
+        receipt = Receipt.read(made.folder, shard, made.manifest)
+        turned = []
+        for record in (made.read(record.key) for record in receipt.records):
+            count = record.parts["logits"].size // form.row_bytes
+            parts = {part: rows.reshape(count, -1) for part, rows in record.parts.items()}
+            parts[name] = parts[name][::-1]
+            turned.append(NewRecord(index=record.index, key=record.key, length=record.length, parts=parts))
+        writer.write_shard(shard, turned, receipt.errors)
+    writer.seal()
+    with pytest.raises(ShdError, match=f"{said} .* must equal what the teacher gives now") as caught:
         recheck_records(tmp_path / "cache", teacher, make_inputs())
     assert caught.value.code == "cache-mismatch"
 

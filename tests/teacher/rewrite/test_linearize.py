@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,22 +16,19 @@ onnx = pytest.importorskip("onnx", reason="teachers are ONNX graphs")
 ort = pytest.importorskip("onnxruntime", reason="a graph is judged by running it")
 typer_testing = pytest.importorskip("typer.testing", reason="the commands need typer")
 
-from support.calls import run_killed  # noqa: E402  (after the skips)
+from support.attention_graphs import GraphBuilder  # noqa: E402  (after the skips)
+from support.calls import run_killed  # noqa: E402
 
 from shd_ref import ShdError  # noqa: E402  (after the skips)
 from shd_ref.cli import load_app  # noqa: E402
-from shd_ref.teacher import find_sites, linearize_graph, load_teacher  # noqa: E402
-from shd_ref.teacher.body import Body  # noqa: E402
-from shd_ref.teacher.opening import model as opening  # noqa: E402
-from shd_ref.teacher.rewrite import linearize  # noqa: E402
-from shd_ref.teacher.rewrite.linearize import save_graph  # noqa: E402
-from shd_ref.tolerances import load_tolerances  # noqa: E402
+from shd_ref.conformance import load_tolerances  # noqa: E402
+from shd_ref.teacher import find_sites, linearize_graph, load_teacher, save_graph  # noqa: E402
 
 RUNNER = typer_testing.CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
-D, F = 8, 12
+D, F = 96, 100  # weights of more than 64 KiB, which are not read with the graph
 RNG = np.random.default_rng(0)
 WEIGHTS = {
-    name: RNG.normal(size=shape)
+    name: RNG.normal(size=shape) / shape[0] ** 0.5
     for name, shape in {
         "qkv": (D, D),
         "first": (D, F),
@@ -41,28 +38,31 @@ WEIGHTS = {
         "slope": (F,),
     }.items()
 }
-Activation = Callable[[Body, str], str]
+Activation = Callable[[GraphBuilder, str], str]
 
 
-def gelu(body: Body, h: str) -> str:
+def gelu(body: GraphBuilder, h: str) -> str:
     scaled = body.op("Div", h, body.const(np.array(2**0.5)))
     erf = body.op("Add", body.op("Erf", scaled), body.const(np.array(1.0)))
     return body.op("Mul", body.op("Mul", h, erf), body.const(np.array(0.5)))
 
 
-def quick_gelu(body: Body, h: str) -> str:
+def quick_gelu(body: GraphBuilder, h: str) -> str:
     return body.op("Mul", h, body.op("Sigmoid", body.op("Mul", h, body.const(np.array(1.702)))))
 
 
 def make_graph(
-    activation: Activation | None, *, biases: str = "both", gemm: bool = False, dtype: Any = np.float64
+    activation: Activation | None,
+    *,
+    biases: str = "both",
+    gemm: bool = False,
+    dtype: Any = np.float64,
+    scales: Mapping[str, float] | None = None,
 ) -> Any:
     """One layer: attention of one head, then an FFN with a residual; weights as initialisers."""
-    body = Body("", 18)
-    names = {}
+    body = GraphBuilder()
     for name, array in WEIGHTS.items():
-        names[name] = name
-        body.initializers.append(onnx.numpy_helper.from_array(array.astype(dtype), name))
+        body.const(((scales or {}).get(name, 1.0) * array).astype(dtype), name)
     query = body.op("MatMul", "x", "qkv")
     probs = body.op("Softmax", body.op("MatMul", query, body.op("Transpose", query, perm=[0, 2, 1])), axis=-1)
     x = body.op("Add", "x", body.op("MatMul", body.op("MatMul", probs, query), "qkv"))
@@ -77,7 +77,7 @@ def make_graph(
     h = linear(rows, "first", "b1" if biases in ("both", "first") else None)
     out = linear(activation(body, h) if activation else h, "second", "b2" if biases in ("both", "second") else None)
     out = body.op("Reshape", out, body.op("Shape", x)) if gemm else out
-    body.rename(body.op("Add", x, out), "y")
+    body.op("Add", x, out, name="y")
     kind = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
     graph = onnx.helper.make_graph(
         body.nodes,
@@ -87,6 +87,12 @@ def make_graph(
         body.initializers,
     )
     return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=10)
+
+
+@pytest.fixture
+def files_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the graph were above 2 GB."""
+    monkeypatch.setattr("shd_ref.teacher.rewrite.linearize.INLINE_BYTES", 0)
 
 
 def run(model: Any, x: NDArray[Any]) -> NDArray[Any]:
@@ -170,9 +176,8 @@ def test_what_a_product_adds_must_be_a_bias(added: str, tmp_path: Path) -> None:
     assert error.value.code == "shrink-unsupported"
 
 
-def test_a_graph_that_became_small_holds_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_that_became_small_holds_its_weights(tmp_path: Path) -> None:
     """A teacher that was just too large to be read as a whole: the new graph must not lean on its files."""
-    monkeypatch.setattr(opening, "_SMALL_BYTES", 0)
     onnx.save(make_graph(gelu), tmp_path / "teacher.onnx", save_as_external_data=True, size_threshold=0)
     made = linearize_graph(load_teacher(tmp_path / "teacher.onnx", inline_bytes=0), [0])
     (tmp_path / "other").mkdir()
@@ -183,10 +188,8 @@ def test_a_graph_that_became_small_holds_its_weights(tmp_path: Path, monkeypatch
     np.testing.assert_allclose(found, run(make_graph(None), x), atol=1e-10)
 
 
-def test_weights_stay_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_stay_in_files(tmp_path: Path, files_only: None) -> None:
     """As of a graph above 2 GB: nothing large is in either graph, and other weights are copied as they are."""
-    monkeypatch.setattr(opening, "_SMALL_BYTES", 0)
-    monkeypatch.setattr(linearize, "INLINE_BYTES", 0)
     teacher = make_graph(gelu)
     onnx.save(teacher, tmp_path / "teacher.onnx", save_as_external_data=True, location="weights", size_threshold=0)
     before = (tmp_path / "weights").read_bytes()
@@ -214,18 +217,17 @@ def data_of(graph: Path) -> str:
     return str(name)
 
 
-def test_a_killed_writer_leaves_a_whole_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_writer_leaves_a_whole_graph(tmp_path: Path, files_only: None) -> None:
     """The earlier one before the graph has its name, the new one after; the next writer takes the rest away."""
-    monkeypatch.setattr(linearize, "INLINE_BYTES", 0)
     x, out = RNG.normal(size=(2, 5, D)), tmp_path / "smaller.onnx"
     made = []
     for scale in (1.0, 2.0):
-        monkeypatch.setitem(WEIGHTS, "first", scale * WEIGHTS["first"])
-        onnx.save(make_graph(gelu), tmp_path / f"{scale}.onnx")
+        scales = {"first": scale}
+        onnx.save(make_graph(gelu, scales=scales), tmp_path / f"{scale}.onnx")
         made.append(
             (linearize_graph(load_teacher(tmp_path / f"{scale}.onnx"), [0]).model, tmp_path / f"{scale}.onnx")
         )
-        wanted = run(make_graph(None), x)
+        wanted = run(make_graph(None, scales=scales), x)
         if scale == 1.0:
             first = wanted
             save_graph(made[0][0], out, made[0][1])
@@ -240,9 +242,8 @@ def test_a_killed_writer_leaves_a_whole_graph(tmp_path: Path, monkeypatch: pytes
     assert {file.name for file in tmp_path.iterdir()} == {"1.0.onnx", "2.0.onnx", "smaller.onnx", earlier}
 
 
-def test_data_that_only_looks_like_a_graphs_own_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_that_only_looks_like_a_graphs_own_stays(tmp_path: Path) -> None:
     """Weights of an earlier graph at this place that are the teacher's, or of another name."""
-    monkeypatch.setattr(opening, "_SMALL_BYTES", 0)
     kept = {"location": "out.onnx.data", "save_as_external_data": True, "size_threshold": 0}
     onnx.save(make_graph(gelu), tmp_path / "teacher.onnx", **kept)
     (tmp_path / "out.onnx").write_bytes((tmp_path / "teacher.onnx").read_bytes())
@@ -298,9 +299,8 @@ def test_exported_teachers(name: str, layers: int, tmp_path: Path) -> None:
     assert [site.supported for site in find_sites(load_teacher(tmp_path / "smaller.onnx"))] == [True] * layers
 
 
-def test_a_product_that_its_dtype_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("first", "second"):
-        monkeypatch.setitem(WEIGHTS, name, 300.0 * WEIGHTS[name])
+def test_a_product_that_its_dtype_cannot_hold_is_refused() -> None:
+    scales = dict.fromkeys(("first", "second"), 3000.0)
     with pytest.raises(ShdError, match="does not fit float16; export the teacher in float32") as caught:
-        linearize_graph(make_graph(gelu, dtype=np.float16), (0,))
+        linearize_graph(make_graph(gelu, dtype=np.float16, scales=scales), (0,))
     assert caught.value.code == "shrink-unsupported"

@@ -15,6 +15,7 @@ from support.attention_graphs import GraphBuilder, bare_attention, encoder_layer
 
 from shd_ref import ShdError, squeeze_heads, value_outputs
 from shd_ref.cache import encode
+from shd_ref.conformance import load_tolerances
 from shd_ref.teacher import (
     PrecomputeOptions,
     SqueezedGraph,
@@ -23,7 +24,6 @@ from shd_ref.teacher import (
     open_session,
     squeeze_graph,
 )
-from shd_ref.tolerances import load_tolerances
 
 Arrays: TypeAlias = dict[str, NDArray[Any]]
 

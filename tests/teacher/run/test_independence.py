@@ -23,6 +23,7 @@ from support.students import precompute
 from shd_ref import ShdError
 from shd_ref.cache import CacheReader
 from shd_ref.cli import load_app
+from shd_ref.conformance import load_tolerances
 from shd_ref.teacher import (
     AttentionSite,
     FidelityOptions,
@@ -34,7 +35,6 @@ from shd_ref.teacher import (
 )
 from shd_ref.teacher.graph import find
 from shd_ref.teacher.graph.independence import Finding
-from shd_ref.tolerances import load_tolerances
 
 HEADS, WIDTH = 2, 6
 Change = Callable[[GraphBuilder, str], str]

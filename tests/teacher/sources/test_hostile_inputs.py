@@ -20,11 +20,9 @@ from support.attention_graphs import GraphBuilder, token_teacher
 from typer.testing import CliRunner
 
 from shd_ref import ShdError
-from shd_ref.cache.storage import documents
 from shd_ref.cli import load_app
 from shd_ref.teacher import InputSpec, ModelInputs, input_specs, load_teacher, open_source
 from shd_ref.teacher.graph.inputs import count_rows
-from shd_ref.teacher.sources import text
 
 SPECS = tuple(InputSpec(name, "int64", ("batch", "length")) for name in ("input_ids", "attention_mask"))
 
@@ -262,10 +260,9 @@ def test_lines_of_numbers_that_are_none(tmp_path: Path, line: str) -> None:
     refused(tmp_path / "data.jsonl")
 
 
-def test_a_line_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "MAX_JSON_BYTES", 50)
-    (tmp_path / "data.jsonl").write_text('{"input_ids": [1], "attention_mask": [1], "label": 10000}\n')
-    assert "at most 50 bytes" in refused(tmp_path / "data.jsonl")
+def test_a_line_that_is_too_long(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text('{"input_ids": [1], "attention_mask": [1]' + " " * 2**26 + "}\n")
+    assert f"at most {2**26} bytes" in refused(tmp_path / "data.jsonl")
 
 
 TYPES = ["F8_E4M3", "F8_E5M2", "F8_E8M0", "BF16", "C64", "F4", "F6_E2M3", "F6_E3M2", "I128", ""]
@@ -298,8 +295,8 @@ HOSTILE_RULES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", HOSTILE_RULES)
 def test_rules_of_a_tokenizer_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     pytest.importorskip("tokenizers", reason="text needs the extra 'inputs'")
-    monkeypatch.setattr(text, "SECONDS", 2.0)
-    monkeypatch.setattr(text, "_MEMORY", 2**29)
+    monkeypatch.setattr("shd_ref.teacher.sources.text.SECONDS", 2.0)
+    monkeypatch.setattr("shd_ref.teacher.sources.text._MEMORY", 2**29)
     rules: dict[str, Any] = {"version": "1.0", "added_tokens": []}
     for place, (pattern, rule) in HOSTILE_RULES[kind].items():
         one = {"type": rule, "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}

@@ -16,7 +16,9 @@ from typer.testing import CliRunner
 
 from shd_ref import ShdError, merge_plan, plan_groups, squeeze_heads
 from shd_ref.cli import load_app
+from shd_ref.conformance import load_tolerances
 from shd_ref.teacher import (
+    AttentionReader,
     FidelityOptions,
     MergeRule,
     ModelInputs,
@@ -25,14 +27,11 @@ from shd_ref.teacher import (
     input_specs,
     measure_fidelity,
     open_session,
+    rank_costs,
+    replace_attention,
 )
-from shd_ref.teacher.options import PLANS
-from shd_ref.teacher.rewrite.replace import replace_attention
 from shd_ref.teacher.run.inputs import Batch
-from shd_ref.teacher.run.reading import AttentionReader
 from shd_ref.teacher.study.fidelity import Targets, cosine_distances, cross_entropies, relative_error, squared_error
-from shd_ref.teacher.study.ranking import rank_costs
-from shd_ref.tolerances import load_tolerances
 
 LENGTH = 7
 FORMS: dict[str, dict[str, Any]] = {
@@ -154,7 +153,10 @@ def test_settings_are_ranked_and_matched_plans_are_explicit() -> None:
     pytest.importorskip("networkx", reason="matched plans need networkx")
     arrays = make_arrays(12, samples=5)
     options = FidelityOptions(
-        (4, 2), plan=PLANS, matched_by=("residual", "similarity"), strategy=("shd", "constant", "hard")
+        (4, 2),
+        plan=("balanced", "progressive", "matched"),
+        matched_by=("residual", "similarity"),
+        strategy=("shd", "constant", "hard"),
     )
     report = measure_fidelity_of(encoder_layer(num_heads=4), arrays, options)
     assert len(report.results) == 2 * 4 * 5  # alpha_per makes a difference for shd and hard alone

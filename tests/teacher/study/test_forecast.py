@@ -17,11 +17,9 @@ from support.students import precompute
 from typer.testing import CliRunner
 
 from shd_ref import ShdError
-from shd_ref.cache import CacheReader, CodecError, Extent, Logits, NewRecord, Receipt
-from shd_ref.cache.storage.places import open_storage
+from shd_ref.cache import CODECS, FACTORED_CODECS, CacheReader, CodecError, Extent, Logits, NewRecord, Receipt
 from shd_ref.cli import load_app
 from shd_ref.teacher import PlanOptions, PrecomputeOptions, RunOptions, forecast_cache
-from shd_ref.teacher.options import CODECS_OF
 from shd_ref.teacher.study.advice import FormForecast, advise, count_weights
 from shd_ref.teacher.study.forecast import Forecast, record_sizes
 
@@ -46,7 +44,7 @@ def stored_sizes(folder: Path) -> list[int]:
     """Bytes of every record of a cache, alphas and mixing included."""
     manifest = CacheReader(folder).manifest
     shards = range(manifest.shards.num_shards)
-    receipts = [Receipt.read(open_storage(folder), shard, manifest) for shard in shards]
+    receipts = [Receipt.read(folder, shard, manifest) for shard in shards]
     return [sum(size or 0 for size in record.sizes) for receipt in receipts for record in receipt.records]
 
 
@@ -58,7 +56,8 @@ def test_every_form_and_codec_is_forecast_as_it_is_written(teacher: Path, tmp_pa
     assert (forecast.num_samples, forecast.read_samples, forecast.measured_samples) == (60, 60, 5)
     assert (forecast.mean_length, forecast.max_length) == ((20, 20) if front else (counted / 60, 20))
     assert [(way.form, way.codec) for way in forecast.ways] == [
-        (form, codec) for form, (_, codecs) in CODECS_OF.items() for codec in codecs
+        *(("maps", codec) for codec in CODECS),
+        *(("factored", codec) for codec in FACTORED_CODECS),
     ]
     for way in forecast.ways:
         options = replace(OPTIONS, **way.asks)
@@ -247,12 +246,7 @@ def test_commands_print_and_write_nothing(teacher: Path, tmp_path: Path, monkeyp
         return " ".join(result.output.split())
 
     table = shd("plan", *arguments)
-    for word in (
-        *(codec for _, codecs in CODECS_OF.values() for codec in codecs),
-        "break-even",
-        "60 samples",
-        "take: ",
-    ):
+    for word in (*CODECS, *FACTORED_CODECS, "break-even", "60 samples", "take: "):
         assert word in table
     dry = shd("precompute", *arguments, "--dry-run", "--out", "cache")
     assert "take: maps sqrt8-row" in dry

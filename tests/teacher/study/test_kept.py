@@ -14,9 +14,8 @@ from support.attention_graphs import token_teacher
 from typer.testing import CliRunner
 
 from shd_ref.cli import load_app
-from shd_ref.teacher import FidelityReport, PrecomputeOptions, Setting
+from shd_ref.teacher import Fidelity, FidelityReport, PrecomputeOptions, Setting
 from shd_ref.teacher.study.kept import advise_plan, keep_report, kept_path
-from shd_ref.teacher.study.ranking import Fidelity
 
 PAPER = Setting(2, "progressive", None, "shd", "map")
 BY_ROW = replace(PAPER, alpha_per="row")

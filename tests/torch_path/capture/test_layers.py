@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from shd_ref import ShdError
 from shd_torch import OnlineTeacher, capture_attention
-from shd_torch.supervision.taught_layers import TaughtLayers
+from shd_torch.supervision import TaughtLayers
 
 WIDTH = 32
 

@@ -13,7 +13,16 @@ from support.binding.models import NUM_LAYERS, PlainViT, hf_inputs, hf_model
 from torch import Tensor, nn
 
 from shd_torch import OnlineTeacher, ShdError, capture_attention
-from shd_torch.capture.taps import record
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Somebody puts a function in the place of PyTorch's, as libraries do."""
+
+    def put(function: Any, name: str = "scaled_dot_product_attention", home: Any = F) -> None:
+        monkeypatch.setattr(home, name, function)
+
+    return put
 
 
 class Doubled:
@@ -44,13 +53,13 @@ def in_another_thread(function: Callable[[], object]) -> None:
         raise failed[0]
 
 
-def test_a_replaced_function_runs_and_is_tapped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replaced_function_runs_and_is_tapped(install: Callable[..., None]) -> None:
     torch.manual_seed(0)
     model, images, mine = PlainViT().eval(), torch.randn(2, 3, 16, 16), Doubled()
     with capture_attention(model, NUM_LAYERS) as captured:
         ordinary = model(images)
     queries = [call.query for call in captured.calls]
-    monkeypatch.setattr(F, "scaled_dot_product_attention", mine)
+    install(mine)
     plain = model(images)
     assert not torch.equal(plain, ordinary)
     with capture_attention(model, NUM_LAYERS) as captured:
@@ -61,8 +70,8 @@ def test_a_replaced_function_runs_and_is_tapped(monkeypatch: pytest.MonkeyPatch)
     assert mine.calls == 3 * NUM_LAYERS
 
 
-def test_a_function_replaced_during_a_pass_stays_and_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(F, "scaled_dot_product_attention", F.scaled_dot_product_attention)  # put back at the end
+def test_a_function_replaced_during_a_pass_stays_and_is_counted_once(install: Callable[..., None]) -> None:
+    install(F.scaled_dot_product_attention)  # put back at the end
     torch.manual_seed(0)
     model, images = PlainViT(), torch.randn(2, 3, 16, 16)
     patches: list[Doubled] = []
@@ -81,22 +90,20 @@ def test_a_function_replaced_during_a_pass_stays_and_is_counted_once(monkeypatch
     assert torch.equal(captured_output, model(images))
 
 
-def test_a_replaced_multi_head_function_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replaced_multi_head_function_runs(install: Callable[..., None]) -> None:
     torch.manual_seed(0)
     attention, hidden = nn.MultiheadAttention(16, 4, batch_first=True), torch.randn(2, 5, 16)
     original = F.multi_head_attention_forward
-    monkeypatch.setattr(
-        F, "multi_head_attention_forward", lambda *args, **kwargs: (2 * original(*args, **kwargs)[0], None)
-    )
+    install(lambda *args, **kwargs: (2 * original(*args, **kwargs)[0], None), "multi_head_attention_forward")
     plain = attention(hidden, hidden, hidden, need_weights=False)[0]
     with capture_attention(attention, 1) as captured:
         assert torch.equal(attention(hidden, hidden, hidden, need_weights=False)[0], plain)
     assert captured.calls[0].query.shape == (2, 4, 5, 4)
 
 
-def test_keywords_of_unknown_meaning_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keywords_of_unknown_meaning_are_refused(install: Callable[..., None]) -> None:
     original = F.scaled_dot_product_attention
-    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, tensor_layout="HND": original(q, k, v))
+    install(lambda q, k, v, tensor_layout="HND": original(q, k, v))
 
     class Other(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -109,7 +116,7 @@ def test_keywords_of_unknown_meaning_are_refused(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile's own
-def test_a_compiled_student_is_compiled_once_for_each_function(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_student_is_compiled_once_for_each_function(install: Callable[..., None]) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     graphs: list[object] = []
@@ -127,7 +134,7 @@ def test_a_compiled_student_is_compiled_once_for_each_function(monkeypatch: pyte
 
     compiled_after = []
     for function in (ours, theirs, ours, theirs):
-        monkeypatch.setattr(F, "scaled_dot_product_attention", function)
+        install(function)
         for _ in range(2):
             with capture_attention(model, 1):
                 model(images)
@@ -173,7 +180,7 @@ def test_another_thread_inside_of_a_hugging_face_call_is_not_recorded() -> None:
     assert [(call.rule.scale, call.rule.is_causal) for call in captured.calls] == [(8**-0.5, True)] * NUM_LAYERS
 
 
-def test_products_of_another_thread_are_not_taken_for_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_of_another_thread_are_not_taken_for_attention(install: Callable[..., None]) -> None:
     attention, hidden = nn.MultiheadAttention(16, 4, batch_first=True), torch.randn(2, 5, 16)
     original = torch.baddbmm
 
@@ -181,16 +188,15 @@ def test_products_of_another_thread_are_not_taken_for_attention(monkeypatch: pyt
         in_another_thread(lambda: torch.bmm(torch.randn(1, 2, 3), torch.randn(1, 3, 2)))
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(torch, "baddbmm", multiply)
+    install(multiply, "baddbmm", torch)
     mask = torch.zeros(5, 5, dtype=torch.bool)
-    with record(attention, values=True) as recording:
+    with capture_attention(attention, 1) as captured:
         attention(hidden, hidden, hidden, attn_mask=mask)
-    (call,) = recording.calls
-    assert call.value is not None
-    assert call.query.shape == call.value.shape == (2, 4, 5, 4)
+    (call,) = captured.calls
+    assert call.query.shape == (2, 4, 5, 4)
 
 
-def test_reading_eager_logits_leaves_the_softmax_of_other_threads() -> None:
+def test_reading_eager_logits_leaves_the_softmax_of_other_threads(install: Callable[..., None]) -> None:
     model, inputs = hf_model("bert", "eager"), hf_inputs("bert")
     with capture_attention(model, NUM_LAYERS) as captured:
         model(**inputs)
@@ -205,8 +211,7 @@ def test_reading_eager_logits_leaves_the_softmax_of_other_threads() -> None:
         in_another_thread(lambda: seen.append(F.softmax(torch.zeros(1, 2), -1)))
         return original(*args)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "matmul", multiply)
-        assert function().shape == (2, 4, 7, 7)
+    install(multiply, "matmul", torch)
+    assert function().shape == (2, 4, 7, 7)
     assert all(torch.equal(each, torch.full((1, 2), 0.5)) for each in seen)
     assert seen

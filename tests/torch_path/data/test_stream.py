@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ import pytest
 import torch
 from support.makers import is_skipped, job, length_of, write_cache
 from support.started_processes import SERVER
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader, DistributedSampler
 
 from shd_torch import ShdError, SupervisedStream, attention_kl
-from shd_torch.data.stream import REMAINDERS
 
 NUM_SAMPLES = 11
 
@@ -64,20 +65,24 @@ def test_every_sample_once(cache: Path, workers: int) -> None:
     assert sorted(seen) == list(range(NUM_SAMPLES))
 
 
-def as_rank(patch: pytest.MonkeyPatch, rank: int, ranks: int) -> None:
-    patch.setattr("torch.distributed.is_initialized", lambda: True)
-    patch.setattr("torch.distributed.get_world_size", lambda: ranks)
-    patch.setattr("torch.distributed.get_rank", lambda: rank)
+@contextmanager
+def as_rank(rank: int, ranks: int) -> Iterator[None]:
+    """In a process group whose other ranks are nowhere."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("remainder", REMAINDERS)
+@pytest.mark.parametrize("remainder", ["repeat", "drop", "keep"])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 16])
-def test_ranks_share_the_stream_as_a_distributed_sampler_does(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, remainder: str
-) -> None:
+def test_ranks_share_the_stream_as_a_distributed_sampler_does(cache: Path, ranks: int, remainder: str) -> None:
     for rank in range(ranks):
-        as_rank(monkeypatch, rank, ranks)
-        seen = [record.index for _, record in SupervisedStream(Tokens(), cache, remainder=remainder)]
+        with as_rank(rank, ranks):
+            seen = [record.index for _, record in SupervisedStream(Tokens(), cache, remainder=remainder)]
+            whole = [record.index for _, record in SupervisedStream(Tokens(), cache, divide=False)]
+        assert whole == list(range(NUM_SAMPLES))
         if remainder == "keep":
             assert seen == list(range(rank, NUM_SAMPLES, ranks))
         elif remainder == "drop" and ranks > NUM_SAMPLES:
@@ -87,39 +92,36 @@ def test_ranks_share_the_stream_as_a_distributed_sampler_does(
             assert seen == list(
                 DistributedSampler(range(NUM_SAMPLES), ranks, rank, shuffle=False, drop_last=drop_last)
             )
-        whole = [record.index for _, record in SupervisedStream(Tokens(), cache, divide=False)]
-        assert whole == list(range(NUM_SAMPLES))
 
 
-def test_workers_of_all_ranks_give_equally_many_batches(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_of_all_ranks_give_equally_many_batches(cache: Path) -> None:
     seen: list[list[list[int]]] = []
     for rank in range(2):
-        as_rank(monkeypatch, rank, 2)
-        stream = SupervisedStream(Tokens(), cache)
-        loader = DataLoader(stream, 2, num_workers=2, collate_fn=stream.collate_with(numbers))
-        seen.append([batch for batch, _ in loader])
+        with as_rank(rank, 2):
+            stream = SupervisedStream(Tokens(), cache)
+            loader = DataLoader(stream, 2, num_workers=2, collate_fn=stream.collate_with(numbers))
+            seen.append([batch for batch, _ in loader])
     assert [len(batch) for batch in seen[0]] == [len(batch) for batch in seen[1]]
     assert sorted(index for batches in seen for batch in batches for index in batch) == sorted([*range(11), 0])
 
 
 @pytest.mark.parametrize("remainder", ["repeat", "drop"])
-def test_dropped_samples_leave_shares_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remainder: str) -> None:
+def test_dropped_samples_leave_shares_equal(tmp_path: Path, remainder: str) -> None:
     manifest = job(NUM_SAMPLES, on_error="skip")
     folder = write_cache(tmp_path / "skipping", manifest)
     left = [index for index in range(NUM_SAMPLES) if not is_skipped(manifest, index)]
     seen = []
     for rank in range(2):
-        as_rank(monkeypatch, rank, 2)
-        stream = SupervisedStream(Tokens(), folder, skipped="drop", remainder=remainder)
-        seen.append([record.index for _, record in stream])
+        with as_rank(rank, 2):
+            stream = SupervisedStream(Tokens(), folder, skipped="drop", remainder=remainder)
+            seen.append([record.index for _, record in stream])
     assert len(left) == 7
     drops, repeats = [left[0:6:2], left[1:6:2]], [left[0::2], [*left[1::2], left[0]]]
     assert seen == (drops if remainder == "drop" else repeats)
 
 
 def test_a_spawned_worker_knows_its_rank(cache: Path) -> None:
-    with pytest.MonkeyPatch.context() as patched:
-        as_rank(patched, 1, 3)
+    with as_rank(1, 3):
         sent = pickle.dumps(SupervisedStream(Tokens(), cache))
     received = [record.index for _, record in pickle.loads(sent)]  # where no process group runs
     assert received == [1, 4, 7, 10]
@@ -150,13 +152,15 @@ def test_goes_on_where_it_stopped(cache: Path) -> None:
             second.load_state_dict(wrong)
 
 
-def test_a_state_of_other_shares_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_of_other_shares_is_refused(cache: Path) -> None:
     stream = SupervisedStream(Tokens(), cache)
     next(iter(stream))
     state = stream.state_dict()
-    as_rank(monkeypatch, 0, 2)
     stream.load_state_dict(state)
-    with pytest.raises(ShdError, match=r"state must be of as many ranks and workers .*\(2, 1\); got one of \(1, 1\)"):
+    with (
+        as_rank(0, 2),
+        pytest.raises(ShdError, match=r"state must be of as many ranks and workers .*\(2, 1\); got one of \(1, 1\)"),
+    ):
         iter(stream)
 
 

@@ -15,9 +15,10 @@ pytest.importorskip("transformers", reason="the demo's teacher is a model of tra
 pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
 pytest.importorskip("onnxscript", reason="export needs onnxscript")
 
-from shd_torch import ShdError
+from typer.testing import CliRunner
+
+from shd_torch.cli import load_app
 from shd_torch.demo.page import COMPARISONS, render_page, summarise
-from shd_torch.demo.run import run_demo
 from shd_torch.demo.students import METHODS, Outcome
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "demo"
@@ -25,10 +26,13 @@ PICTURES = ("accuracy", "maps", "alphas", "losses")
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # test_commands and the examples run the same commands
 def test_demo_runs(tmp_path: Path) -> None:
-    summary = run_demo(tmp_path / "out", num_labels=(50,), seeds=1, steps=2, teacher_epochs=1, workers=1)
     out = tmp_path / "out"
-    assert json.loads((out / "results.json").read_text(encoding="utf-8")) == summary
+    few = ["--labels", "50", "--seeds", "1", "--steps", "2", "--teacher-epochs", "1", "--workers", "1"]
+    result = CliRunner().invoke(load_app(), ["demo", "--out", str(out), *few])
+    assert result.exit_code == 0, result.output
+    summary = json.loads((out / "results.json").read_text(encoding="utf-8"))
     assert [row["name"] for row in summary["accuracy"]] == list(map(str, METHODS))
     assert all(0 <= row["mean"] <= 1 for row in summary["accuracy"])
     assert summary["squeezed_start"]["heads"] < summary["squeezed_start"]["teacher_heads"]
@@ -38,8 +42,9 @@ def test_demo_runs(tmp_path: Path) -> None:
 
 def test_a_folder_of_other_things_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "student").mkdir()
-    with pytest.raises(ShdError, match="--out must be a new folder"):
-        run_demo(tmp_path)
+    result = CliRunner().invoke(load_app(), ["demo", "--out", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "--out must be a new folder" in " ".join(result.output.split())
     assert list(tmp_path.iterdir()) == [tmp_path / "student"]
 
 

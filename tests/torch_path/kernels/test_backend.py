@@ -8,12 +8,11 @@ from typing import Any, cast
 
 import pytest
 import torch
+from support.calls import calls_of
 
 from shd_torch import attention_kl, explain_backend
-from shd_torch.kernels import RowsKl
 from shd_torch.kl import backends
 from shd_torch.kl.backends import BACKENDS, choose_backend
-from shd_torch.kl.request import KlRequest
 from shd_torch.supervision import Coded, Dense, Factored
 
 
@@ -29,6 +28,12 @@ def cross(support: str) -> Coded:
     """Maps with rows and keys of two sequences."""
     buffer = torch.zeros(256, dtype=torch.uint8)
     return Coded(buffer, (0, 128), (8, 8), 2, "sqrt8-row", support, 8, key_lengths=(8, 8), num_keys=8)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that they do run on, for which any device is taken here."""
+    monkeypatch.setattr("shd_torch.kernels.unsupported_reason", lambda *tensors: None)
 
 
 KEYS = torch.ones(2, 1, 1, 8, dtype=torch.bool)
@@ -56,31 +61,24 @@ KEYS = torch.ones(2, 1, 1, 8, dtype=torch.bool)
     ],
 )
 def test_what_the_kernels_do_not_read_is_said(
-    monkeypatch: pytest.MonkeyPatch, supervision: Any, keywords: dict[str, Any], part: str | None
+    served: None, supervision: Any, keywords: dict[str, Any], part: str | None
 ) -> None:
-    """On a device that they do run on, for which any device is taken here."""
-    monkeypatch.setattr("shd_torch.kernels.unsupported_reason", lambda *tensors: None)
     (choice,) = explain_backend(heads().requires_grad_(), heads(), supervision, check=False, **keywords)
     reason = choice.refused.get("triton")
     assert reason is None if part is None else re.search(part, str(reason)), reason
 
 
 @pytest.mark.parametrize("mode", [False, True])
-def test_pytorchs_switch_decides_whether_two_passes_run(monkeypatch: pytest.MonkeyPatch, mode: bool) -> None:
-    taken = []
-
-    def record(*tensors: torch.Tensor, deterministic: bool, **options: Any) -> RowsKl:
-        taken.append(deterministic)
-        return RowsKl(tensors[0][..., 0], *tensors[:2])
-
-    monkeypatch.setattr("shd_torch.kernels.unsupported_reason", lambda *tensors: None)
-    monkeypatch.setattr("shd_torch.kernels.kl_rows", record)
+def test_pytorchs_switch_decides_whether_two_passes_run(served: None, mode: bool) -> None:
+    pytest.importorskip("triton", reason="the kernels are Triton's")
     torch.use_deterministic_algorithms(mode)
     try:
-        attention_kl(heads().requires_grad_(), heads(), teach(heads()), backend="triton")
+        # There is no device after all.
+        with calls_of("kl_rows") as calls, pytest.raises(Exception, match=r"(?i)driver|cuda|gpu|interpret|cpu"):
+            attention_kl(heads().requires_grad_(), heads(), teach(heads()), backend="triton")
     finally:
         torch.use_deterministic_algorithms(False)
-    assert taken == [mode]
+    assert [call["deterministic"] for call in calls] == [mode]
 
 
 def test_device_dtype_and_head_size_are_said_first() -> None:
@@ -120,6 +118,6 @@ def test_auto_takes_the_kernels_where_they_were_measured_to_pay(
     shape = (1, 2, length, length)
     request = SimpleNamespace(weights=SimpleNamespace(device=torch.device("cuda", 0)), shape=shape)
     request.queries = SimpleNamespace(dtype=dtype)
-    choice = choose_backend(cast(KlRequest, request), "auto")
+    choice = choose_backend(cast(Any, request), "auto")
     assert choice.name == chosen
     assert part in choice.reason

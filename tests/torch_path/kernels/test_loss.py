@@ -12,7 +12,7 @@ from support.binding.kernel_cases import Case, assert_gradient, assert_value, lo
 
 import shd_ref
 from shd_ref.cache import decode, encode, pack
-from shd_ref.tolerances import load_tolerances
+from shd_ref.conformance import load_tolerances
 
 Loss = Callable[..., dict[str, Any]]
 BETA = 1e-3

@@ -13,7 +13,7 @@ from support.binding.twins import DTYPES, assert_agrees, row_mask, to_float64, t
 import shd_ref
 import shd_torch.maps as shd
 from shd_ref import ShdError
-from shd_torch.maps.loss import DIVERGENCES
+from shd_ref.loss import DIVERGENCES
 
 SHAPE = (2, 3, 5, 7)  # (B, H_s, L, S)
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -16,10 +16,9 @@ from torch.utils.data import DataLoader
 
 from shd_ref import ShdError
 from shd_ref.cache import CacheReader, verify_cache
+from shd_ref.conformance import load_tolerances
 from shd_ref.teacher import PrecomputeOptions, RunOptions, find_kinds, find_sites, load_teacher, recheck_records
-from shd_ref.tolerances import load_tolerances
 from shd_torch import SHDTrainer, SupervisedDataset, attention_kl, capture_attention, layer_kls
-from shd_torch.capture.outputs import read_hidden_states
 from shd_torch.export import example_inputs
 from shd_torch.maps import squeeze_heads, value_outputs
 
@@ -147,7 +146,7 @@ def test_hidden_states_are_those_of_the_models_decoder(path: Made, tmp_path: Pat
     tensors = {name: torch.from_numpy(array) for name, array in path.arrays.items()}
     with torch.no_grad():
         output = path.teacher(**tensors, output_hidden_states=True, use_cache=False)
-    expected = read_hidden_states(output, [0, 1, 2], "the model")
+    expected = dict(enumerate(output.decoder_hidden_states[:3]))
     joined = SupervisedDataset(samples_of(path.arrays), tmp_path / "cache")
     _, supervision = joined.collate([joined[index] for index in range(len(joined))])
     mask = tensors["decoder_attention_mask"].bool()

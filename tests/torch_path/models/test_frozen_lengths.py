@@ -15,6 +15,7 @@ from support.students import precompute
 
 from shd_ref import ShdError
 from shd_ref.cache import CacheReader, sample_key
+from shd_ref.conformance import load_tolerances
 from shd_ref.teacher import (
     FidelityOptions,
     PrecomputeOptions,
@@ -25,7 +26,6 @@ from shd_ref.teacher import (
     recheck_records,
 )
 from shd_ref.teacher.graph.shapes import Probe
-from shd_ref.tolerances import load_tolerances
 
 HEADS, WIDTH, FROZEN = 4, 12, 7
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from support.students import precompute
 
 from shd_ref.cache import CacheReader, sample_key, trim_inputs, verify_cache
+from shd_ref.conformance import load_tolerances
 from shd_ref.teacher import (
     FidelityOptions,
     PrecomputeOptions,
@@ -23,7 +24,6 @@ from shd_ref.teacher import (
     load_teacher,
     measure_fidelity,
 )
-from shd_ref.tolerances import load_tolerances
 from shd_torch import export_teacher
 
 pytestmark = pytest.mark.slow  # torch.export takes seconds to start

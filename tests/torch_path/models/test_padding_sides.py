@@ -21,8 +21,8 @@ from support.students import precompute
 
 from shd_ref.cache import CacheReader
 from shd_ref.cache.codecs.distortion import row_tv_bound
+from shd_ref.conformance import load_tolerances
 from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
-from shd_ref.tolerances import load_tolerances
 from shd_torch import OnlineTeacher, ShdError, SupervisedDataset, attention_kl, capture_attention
 from shd_torch.maps import shd_loss
 

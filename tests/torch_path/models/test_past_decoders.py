@@ -21,6 +21,7 @@ from support.students import precompute
 
 from shd_ref.cache import CacheReader, Factors, sample_key, trim_sample
 from shd_ref.cli import load_app
+from shd_ref.conformance import load_tolerances
 from shd_ref.teacher import (
     FidelityOptions,
     PrecomputeOptions,
@@ -31,7 +32,6 @@ from shd_ref.teacher import (
     measure_fidelity,
     recheck_records,
 )
-from shd_ref.tolerances import load_tolerances
 from shd_torch import OnlineTeacher
 
 SAMPLES, LENGTH, PADDED_IN_FRONT = 12, 9, 2

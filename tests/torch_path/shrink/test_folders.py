@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from support.shrink.models import make_data, make_teacher
 
 from shd_ref import ShdError
-from shd_torch.doctor.pair import read_student, read_teacher
+from shd_torch.doctor import diagnose
 from shd_torch.export import load_hf_model
-from shd_torch.shrink import folders, load_teacher, shrink
+from shd_torch.shrink import load_teacher, shrink
 from shd_torch.shrink.folders import find_folder, new_folder, save_student
 
 WEIGHTS = "model.safetensors"
@@ -165,14 +165,15 @@ def test_snapshots_of_the_hubs_cache_link_to_its_blobs(teacher_folder: Path, tmp
 def test_a_hub_that_is_not_reached(
     answers: bool, teacher_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folders, "HUB_SECONDS", 0.5)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with socket.socket() as hub:
         hub.bind(("127.0.0.1", 0))
         if answers:
             hub.listen()  # and never says a word
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{hub.getsockname()[1]}")
-        for read in (load_hf_model, read_teacher, read_student):
+        known = str(teacher_folder)
+        reads = (load_hf_model, lambda name: diagnose(name, known), lambda name: diagnose(known, name))
+        for read in reads:
             with pytest.raises(ShdError, match=r"cannot be reached: download it .*hf download some/model") as error:
                 read("some/model")
             assert error.value.code == "read-failed"

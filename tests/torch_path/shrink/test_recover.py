@@ -22,7 +22,7 @@ from support.shrink.models import make_data, make_teacher  # noqa: E402
 from shd_ref import ShdError  # noqa: E402  (after the skips)
 from shd_ref.cache import CacheReader  # noqa: E402
 from shd_ref.cli import load_app  # noqa: E402
-from shd_ref.shrink.student import read_student  # noqa: E402
+from shd_ref.shrink import read_student  # noqa: E402
 from shd_torch import OnlineTeacher, SupervisedDataset, capture_attention, layer_kls  # noqa: E402
 from shd_torch import load_student as load  # noqa: E402
 from shd_torch.shrink import shrink  # noqa: E402

@@ -62,13 +62,15 @@ def test_tiles_are_the_decoded_maps(codec: str, support: str) -> None:
         np.testing.assert_allclose(one, maps, rtol=1e-6, atol=0)
 
 
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shd_torch.supervision.supervision.TILE_ENTRIES", 20)
+
+
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("support", ["full", "causal"])
 @pytest.mark.parametrize("backend", ["dense", "sdpa"])
-def test_the_loss_is_that_of_the_maps(
-    backend: str, support: str, codec: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shd_torch.supervision.supervision.TILE_ENTRIES", 100)
+def test_the_loss_is_that_of_the_maps(backend: str, support: str, codec: str, small_tiles: None) -> None:
     batch, _ = make_batch(codec, support)
     generator = torch.Generator().manual_seed(0)
     arguments: dict[str, Any] = {"is_causal": support == "causal", "temperature": 2.0, "backend": backend}
@@ -115,7 +117,7 @@ def test_numbers_that_are_no_distribution_are_found(codec: str) -> None:
 
 @pytest.mark.parametrize("support", ["full", "causal"])
 @pytest.mark.parametrize("codec", ["sqrt8-row", "u4", "float32"])
-def test_mass_is_found_by_tiles(monkeypatch: pytest.MonkeyPatch, support: str, codec: str) -> None:
+def test_mass_is_found_by_tiles(request: pytest.FixtureRequest, support: str, codec: str) -> None:
     """Codes are a byte an entry: nothing of that size may be made beside them."""
     lengths = (9, 7, 7)
     sizes = [packed_size(codec, support, 3, length) for length in lengths]
@@ -127,7 +129,7 @@ def test_mass_is_found_by_tiles(monkeypatch: pytest.MonkeyPatch, support: str, c
     starts = (0, sizes[0], sizes[0] + sizes[1])
     coded = Coded(buffer, starts, lengths, 3, codec, support, 10)
     whole = coded.mass()
-    monkeypatch.setattr("shd_torch.supervision.supervision.TILE_ENTRIES", 20)
+    request.getfixturevalue("small_tiles")
     assert torch.equal(coded.mass(), whole)
     assert torch.equal(whole != 0, coded.has_mass(slice(0, 10), slice(0, 10)).any(-1))
     assert 0 < (whole != 0).sum() < whole.numel()
@@ -136,7 +138,10 @@ def test_mass_is_found_by_tiles(monkeypatch: pytest.MonkeyPatch, support: str, c
 # The compiler makes an instance of torch.autograd.Function, which torch itself deprecates.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize(("support", "codec", "backend"), [("full", "u4", "dense"), ("causal", "sqrt8-row", "sdpa")])
+@pytest.mark.parametrize(
+    ("support", "codec", "backend"),
+    [pytest.param("full", "u4", "dense", marks=pytest.mark.nightly), ("causal", "sqrt8-row", "sdpa")],
+)
 def test_codes_compile_whole(support: str, codec: str, backend: str) -> None:
     lengths, heads = (9, 6), 2
     sizes = [packed_size(codec, support, heads, length) for length in lengths]

@@ -15,7 +15,7 @@ from support.makers import FACTORS, MEASURED, WINDOWED, first_of, job, key_of, l
 from torch import Tensor
 
 from shd_ref.cache import FACTORED_CODECS, CacheReader, CacheWriter, Factors, codec_error
-from shd_ref.tolerances import load_tolerances
+from shd_ref.conformance import load_tolerances
 from shd_torch import ShdError, SupervisedDataset, attention_kl, capture_attention
 from shd_torch.data import check_cache
 from shd_torch.maps import shd_loss

@@ -70,7 +70,7 @@ def test_bf16_is_autocast_of_the_formula(trainer_cache: Path, tmp_path: Path) ->
     "arguments",
     [
         {"torch_compile": True, "torch_compile_backend": "eager"},
-        {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+        pytest.param({"torch_compile": True, "torch_compile_backend": "aot_eager"}, marks=pytest.mark.nightly),
         {"gradient_checkpointing": True},
     ],
     ids=["eager", "aot_eager", "checkpointed"],

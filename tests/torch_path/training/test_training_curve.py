@@ -1,4 +1,4 @@
-"""Eighty steps by either backend are one curve: same student, same live teacher, same batches."""
+"""Two hundred steps by either backend are one curve: same student, same live teacher, same batches."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from support.binding.models import PlainBlock
 from torch import Tensor, nn
 
-from shd_ref.tolerances import load_tolerances
+from shd_ref.conformance import load_tolerances
 from shd_torch import OnlineTeacher, capture_attention, layer_kls
 
-STEPS = 80
+STEPS = 200
 
 
 class TinyLanguageModel(nn.Module):
@@ -49,9 +49,9 @@ def train(backend: str, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.nightly)], ids=str)
 def test_dense_and_sdpa_give_the_same_curve(dtype: torch.dtype) -> None:
     dense, sdpa = train("dense", dtype), train("sdpa", dtype)
     tolerance = load_tolerances()["agreement"][str(dtype).removeprefix("torch.")]["loss"]
     torch.testing.assert_close(dense, sdpa, **tolerance)
-    assert dense[-10:, 1].mean() < 0.9 * dense[:10, 1].mean()
+    assert dense[-20:, 1].mean() < 0.8 * dense[:20, 1].mean()
