@@ -472,11 +472,16 @@ def smoothed(build: GraphBuilder, probs: str) -> str:
     return build.op("Add", build.op("Mul", probs, number(build, 0.9)), number(build, 0.1 / 4))
 
 
+OPEN: dict[str, Any] = dict.fromkeys("qk", (TensorProto.FLOAT, None))
 FIXED: dict[str, Any] = {name: (TensorProto.FLOAT, ["batch", 2, 4, 3]) for name in ("q", "k")}
 
 
 def convolved(build: GraphBuilder, probs: str) -> str:
     return build.op("Conv", probs, build.const(np.ones((2, 1, 3, 3), np.float32)), pads=[1] * 4, group=2)
+
+
+def pooled(build: GraphBuilder, probs: str) -> str:
+    return build.op("AveragePool", probs, kernel_shape=[3, 3], pads=[1] * 4)
 
 
 def less_another(build: GraphBuilder, probs: str) -> str:
@@ -512,6 +517,9 @@ def normalised_before_projection() -> onnx.ModelProto:
         (attention_on_inputs(multiply=by_einsum), "meet in Einsum"),
         (attention_on_inputs(change_probs=smoothed), "made of its map by Add, Mul, as in differential attention or"),
         (attention_on_inputs(change_probs=convolved, **FIXED), "made of its map by Conv"),
+        (attention_on_inputs(change_probs=convolved), "made of its map by Conv"),
+        (attention_on_inputs(change_probs=convolved, **OPEN), "made of its map by Conv"),
+        (attention_on_inputs(change_probs=pooled), "made of its map by AveragePool"),
         (attention_on_inputs(change_probs=less_another), "Sub, as in differential attention"),
         (attention_on_inputs(change_probs=gated), "changed after the softmax, as by a gate"),
         (attention_on_inputs(normalise=sigmoids), "made of queries and keys by Sigmoid, Sub and by no softmax"),

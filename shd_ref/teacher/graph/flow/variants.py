@@ -184,7 +184,8 @@ _FOLLOWED: Final = (
     _BY_ENTRY | LAYOUT_OPS | MAP_CARRIERS | REPEAT_OPS | {"GatherElements", "GatherND", "Split", "Trilu"}
 )
 _CUTTING: Final = frozenset({"Pad", "Slice"})
-_SMOOTHING: Final = PRODUCTS | {"AveragePool", "Conv", "CumSum", "MaxPool", "Pad", "ReduceMean", "ReduceSum"}
+_WINDOWS: Final = frozenset({"AveragePool", "Conv", "MaxPool"})
+_SMOOTHING: Final = PRODUCTS | _WINDOWS | {"CumSum", "Pad", "ReduceMean", "ReduceSum"}
 
 
 def find_remade(
@@ -216,17 +217,19 @@ def _products_behind(start: ir.Node, is_map: bool) -> Iterator[tuple[ir.Node, fr
                 continue
             for output in node.outputs if _is_followed(node, value, axes) else ():
                 sizes = _sizes(output)
-                is_kept = axes is None or sizes is None or node.op_type in _CUTTING or axes <= sizes
+                # Inference gives the axes of windows new names, where they had any.
+                is_cut = node.op_type in _CUTTING or (node.op_type in _WINDOWS and axes == _sizes(value, 2))
+                is_kept = axes is None or sizes is None or is_cut or axes <= sizes
                 if output in seen or not is_kept:  # rows and keys are axes no more
                     continue
                 seen.add(output)
-                cut = _sizes(output, 2) if node.op_type in _CUTTING and _last(value) != _last(output) else None
+                cut = _sizes(output, 2) if is_cut and _last(value) != _last(output) else None
                 queue.append((output, None if sizes is None else cut or axes, passed | {node.op_type}))
 
 
 def _is_followed(node: ir.Node, value: ir.Value, axes: Counter[str] | None) -> bool:
     if node.op_type in _SMOOTHING:
-        return axes is not None
+        return axes is not None or (node.op_type in _WINDOWS and _is_like_a_map(value))
     # Without known axes, what a computed tensor joins may be anything, such as the stream after a router.
     known = axes is not None or node.op_type not in (*_BY_ENTRY, "Concat")
     joined = known or all(operand is None or operand is value or _is_like_a_map(operand) for operand in node.inputs)
