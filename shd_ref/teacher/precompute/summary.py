@@ -25,21 +25,16 @@ class PrecomputeSummary:
     """What ``precompute`` did and found.
 
     Attributes:
-        folder: the cache's path or address.
-        samples: in the cache.
+        samples, skipped: in the cache; without a record, because the teacher failed on them.
         missing_shards: that other processes have yet to write; the cache is sealed once no shard is missing.
-        written: samples that this run ran the teacher on.
-        resumed: those of its share of the shards that were there already.
-        skipped: samples without a record, because the teacher failed on them.
+        written, resumed: samples that this run ran the teacher on; those of its shards that were there already.
         seconds: of this run.
         coded_bytes: of all codes in the cache; ``float32_bytes`` is what they teach, unpadded, as float32.
-        alphas: alphas before clipping ``(n,)`` of the first shards; empty for strategies without any.
-        num_clipped, num_degenerate: counted over them.
+        alphas: before clipping ``(n,)``, of the first shards; ``num_clipped``, ``num_degenerate`` count over them.
         errors: coding errors, over the measured rows.
-        compared_samples: how many of the first batch the reference squeezed too, against the graph.
-        comparison: what it showed; None without attention.
+        compared_samples, comparison: how many of the first batch the reference squeezed too, and what that showed.
         remarks: what is to be known of the records, such as that they depend on the batches they were made in.
-        supplied: what was fed beside the data, as it follows from them (CACHE-36), in a line; empty for nothing.
+        supplied: what was fed beside the data (CACHE-36), in a line; empty for nothing.
         remark: what the reading process said of the data, such as how many texts were cut; None for nothing.
     """
 

@@ -45,13 +45,11 @@ def linearize_graph(model: onnx.ModelProto, layers: Sequence[int]) -> Linearized
     float64 and stored in the dtype of the teacher's.
 
     Args:
-        model: from ``load_teacher``; not changed.
         layers: each by the number of the attention site that it follows, as ``shd inspect`` prints; rising.
 
     Raises:
-        ShdError: ``layers-invalid`` for a list that is not rising, or a number that no such layer has;
-            ``shrink-unsupported`` for gated layers and activations with weights; ``graph-unsupported`` for an
-            operator set that is too old, or several such layers behind one site.
+        ShdError: ``layers-invalid``, ``shrink-unsupported`` for gated layers and activations with weights,
+            ``graph-unsupported`` for an operator set that is too old, or several such layers behind one site.
     """
     check_opset(model)
     if not layers or list(layers) != sorted(set(layers)):

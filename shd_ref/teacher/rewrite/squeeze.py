@@ -30,16 +30,11 @@ class SqueezedLayer:
     """One student layer in the squeezed graph.
 
     Attributes:
-        student_layer: the student's layer, from 0.
-        site: the teacher's attention it learns from.
-        rule: the merge.
-        names: of its outputs, by role. ``codes`` ``(B, H_s, L, S)``: uint8 codes of ``sqrt8-row``, float32 maps for
-            the other codecs; ``alphas``, float32 ``(B, num_pairs)`` or ``(B, num_pairs, L)``: all rounds in plan
-            order, before clipping, 1/2 where degenerate or not counted (``num_pairs`` is 0 for the strategy
-            ``mean``); ``degenerate``, bool of the same shape where alphas are solved for: every alpha was optimal;
-            ``queries``, ``keys`` and ``spans`` with factors. In float32 and output with ``check_outputs`` only: the
-            teacher's map ``probs`` ``(B, H_t, L, S)``, V ``values`` ``(B, H_t, S, d_v)``, and the student's maps
-            before coding ``merged`` ``(B, H_s, L, S)``; with factors also ``codes``.
+        names: of its outputs, by role. ``codes`` ``(B, H_s, L, S)``: of ``sqrt8-row``, else float32 maps; ``alphas``
+            ``(B, num_pairs)`` or ``(B, num_pairs, L)``: all rounds in order, before clipping, 1/2 where degenerate
+            or not counted; ``degenerate``, bool, where they are solved for; ``queries`` ``(B, H_t, L, d)``, ``keys``
+            ``(B, H_kv, S, d)`` and int32 ``spans`` ``(B, H_t, L, 3)`` with factors. With ``check_outputs`` only:
+            maps ``probs`` ``(B, H_t, L, S)``, V ``values`` ``(B, H_t, S, d_v)``, ``merged`` maps before coding.
     """
 
     student_layer: int

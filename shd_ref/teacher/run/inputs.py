@@ -88,11 +88,10 @@ class ModelInputs:
     In memory stay 32 bytes per sample (and 8 more where the source is spooled), never the data.
 
     Args:
-        source: the rows; a mapping of arrays by name, first axis N, is one too. Columns that the graph does not
-            take are ignored.
+        source: the rows, or arrays by name with first axis N; columns that the graph does not take are ignored.
         specs: the graph's inputs.
-        mask: name of the attention mask ``(L,)`` of 0 and 1, 1 = a real token; by default an input with one of
-            ``MASK_NAMES``, if the graph has one. Where no row is padded, a mask that the source lacks is made.
+        mask: name of the attention mask ``(L,)`` of 0 and 1, 1 = a real token; by default one of ``MASK_NAMES``,
+            if the graph has one. Where no row is padded, a mask that the source lacks is made.
         seed_column: an integer column that is kept per sample, beside the inputs.
         on_read: called with the number of samples read and of all.
         names: the inputs that the data must give, as a manifest lists them; by default all that they can.
@@ -101,17 +100,11 @@ class ModelInputs:
         rows: how many rows the table has that an input chooses from, by name, see ``count_rows``.
 
     Attributes:
-        names: inputs that the data give, sorted: these alone make a sample's key.
-        supplied: inputs that follow from the others, where the data lack them: see ``Supply``.
-        mask: name of the attention mask, or None.
-        ignored: names of columns that the graph does not take.
-        keys: ``(N, 16)`` uint8, the sample keys.
+        names, supplied: inputs that the data give, which make a key; those that follow, see ``Supply``.
+        keys: ``(N, 16)`` uint8, the sample keys; ``seeds`` ``(N,)``, or None.
         lengths: ``(N,)`` positions of each sample; without a mask its sequence axis, or 0 where it has none.
-        decoder: inputs of the second sequence that are fed, sorted.
-        decoder_mask: their mask, or None.
         decoder_lengths: ``(N,)`` positions of the second sequence; 0 where there is none.
         firsts: ``(N,)`` positions of padding in front of each sample; 0 without a mask.
-        seeds: ``(N,)``, or None without a seed column.
 
     Raises:
         ShdError: ``inputs-invalid``, naming the sample and input, what the graph wants and what was found.

@@ -46,21 +46,15 @@ TARGET_BYTES: Final = 2**29
 class TeacherRun:
     """A teacher graph with its attention squeezed, ready to run: what precompute and verify share.
 
-    Args:
-        students: what to make of the teacher for each student; they differ in the number of heads and plans alone.
-        on_read: called with samples read and in all, while the inputs are read once.
-        input_names: the inputs that the data must give, as a manifest lists them; by default all that they can.
-        ahead: whether two threads will call ``squeeze`` at once, by ``run_ahead``: sessions then leave one to the
-            second. Hashing of the file then begins at once, on a thread.
+    ``ahead`` says that two threads will call ``squeeze`` at once, by ``run_ahead``: sessions leave one to the second,
+    and the file is hashed beside the start.
 
     Attributes:
-        layers: ``(student_layer, site)`` pairs; ``factors`` of each in the same order, empty where maps are kept.
+        layers, factors: ``(student_layer, site)`` pairs; the queries and keys of each, empty where maps are kept.
         num_student_layers: L_s, or None where explicit pairs leave it open.
         kinds: how many calls of each kind, where the graph has several and no explicit pairs are given.
         students: with the plans of every layer; ``options`` are what they have in common.
         model, bare, weights: the graph; the same without its large weights; these, which all sessions share.
-        others: further teachers, whose logits are averaged with this one's.
-        callers: threads that call ``squeeze`` at once, see ``run_ahead``.
         logit_columns: classes that this teacher gives, padding included, once a run told.
     """
 

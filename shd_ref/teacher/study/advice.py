@@ -22,10 +22,9 @@ _WORKING_ARRAYS: Final = 6  # of the size of a layer's queries, while its loss i
 
 @dataclass(frozen=True)
 class FormForecast:
-    """One way to store what supervises a student.
+    """One way to store what supervises a student, asked for by the fields ``asks`` of ``PrecomputeOptions``.
 
     Attributes:
-        asks: the fields of ``PrecomputeOptions`` that ask for it.
         bytes_per_sample, bytes_per_token: of the mean sample's record, and for each of its positions that counts.
         zstd_ratio: compressed size over plain, measured; None where the package zstandard is missing.
         break_even: bytes per second: a reader that is slower waits longer than the teacher would take.

@@ -54,12 +54,10 @@ class Forecast:
     """What ``shd plan`` shows.
 
     Attributes:
-        num_samples, read_samples, measured_samples: in the data set; of how many the lengths are known; on how many,
-            evenly spread over the lengths, the teacher ran.
+        read_samples, measured_samples: of how many the lengths are known; on how many the teacher ran.
         support: ``"full"`` or ``"causal"``; empty without attention.
         teacher_seconds, squeeze_seconds: per sample, of the teacher as it is and of the advised way's graph.
-        ways, refused: forms and codecs that can hold what the teacher gives; why others cannot.
-        beside: what the same records hold beside attention; ``ways`` count its bytes.
+        ways, refused, beside: of storing attention; why others cannot; what records hold beside, in ``ways`` too.
     """
 
     num_samples: int
