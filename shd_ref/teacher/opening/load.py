@@ -67,7 +67,12 @@ def load_teacher(path: str | Path, *, inline_bytes: int = INLINE_BYTES) -> onnx.
     check_sizes(model, file)
     if model.functions:
         check_functions(model, file)
-        model = _inline_functions(model, file)
+        try:
+            model = onnx.inliner.inline_local_functions(model)
+        except Exception as error:  # the inliner raises what its C++ throws
+            raise ShdError(
+                "graph-invalid", f"teacher graph {file} has functions that call one another wrongly: {error}"
+            ) from error
     foreign = {node.domain for node in all_nodes(model.graph)} - _KNOWN_DOMAINS
     if foreign:
         raise ShdError(
@@ -99,15 +104,6 @@ def opset_version(model: onnx.ModelProto) -> int:
     return max((entry.version for entry in model.opset_import if entry.domain in STANDARD_DOMAINS), default=0)
 
 
-def _inline_functions(model: onnx.ModelProto, file: Path) -> onnx.ModelProto:
-    try:
-        return onnx.inliner.inline_local_functions(model)
-    except Exception as error:  # the inliner raises what its C++ throws
-        raise ShdError(
-            "graph-invalid", f"teacher graph {file} has functions that call one another wrongly: {error}"
-        ) from error
-
-
 def _decompose_attention(model: onnx.ModelProto) -> onnx.ModelProto:
     """The operator Attention by its own definition; a provider may fuse it without ever forming the map."""
     if not any(node.op_type == "Attention" and node.domain in STANDARD_DOMAINS for node in all_nodes(model.graph)):
@@ -126,7 +122,8 @@ def _modernise(model: onnx.ModelProto) -> onnx.ModelProto:
     opset, old = opset_version(model), onnx.ModelProto()
     old.CopyFrom(model)
     for node in all_nodes(old.graph):
-        if node.domain in STANDARD_DOMAINS and node.op_type in _EARLY and not _is_defined(node.op_type, opset):
+        is_early = node.domain in STANDARD_DOMAINS and node.op_type in _EARLY
+        if is_early and not onnx.defs.has(node.op_type, max_inclusive_version=opset):
             node.domain = _ASIDE
     old.opset_import.add(domain=_ASIDE, version=1)
     try:
@@ -141,7 +138,3 @@ def _modernise(model: onnx.ModelProto) -> onnx.ModelProto:
     del new.opset_import[:]
     new.opset_import.extend(kept)
     return new
-
-
-def _is_defined(op_type: str, opset: int) -> bool:
-    return bool(onnx.defs.has(op_type, max_inclusive_version=opset))

@@ -38,22 +38,18 @@ def function_nodes(function: onnx.FunctionProto) -> Iterator[onnx.NodeProto]:
 
 def all_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
     """Initialisers and tensors in attributes, also of bodies and local functions; sparse ones as their parts."""
-    graphs = [*all_graphs(model.graph)]
-    nodes = [node for graph in graphs for node in graph.node]
-    for node in (node for function in model.functions for node in function.node):
-        inner = [graph for body in bodies(node) for graph in all_graphs(body)]
-        graphs += inner
-        nodes += [node, *(child for graph in inner for child in graph.node)]
-    for graph in graphs:
+    nodes = [*all_nodes(model.graph), *(node for function in model.functions for node in function_nodes(function))]
+    sparse = []
+    for graph in (model.graph, *(graph for node in nodes for graph in bodies(node))):
         yield from graph.initializer
-        yield from (tensor for sparse in graph.sparse_initializer for tensor in (sparse.values, sparse.indices))
+        sparse += graph.sparse_initializer
     for attribute in (attribute for node in nodes for attribute in node.attribute):
         yield from attribute.tensors
         if attribute.HasField("t"):
             yield attribute.t
-        yield from (tensor for sparse in attribute.sparse_tensors for tensor in (sparse.values, sparse.indices))
-        if attribute.HasField("sparse_tensor"):
-            yield from (attribute.sparse_tensor.values, attribute.sparse_tensor.indices)
+        sparse += [*attribute.sparse_tensors, *([attribute.sparse_tensor] * attribute.HasField("sparse_tensor"))]
+    for tensor in sparse:
+        yield from (tensor.values, tensor.indices)
 
 
 def bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
@@ -224,7 +220,11 @@ _LOCATION: Final = "weights in memory"  # not a file: onnxruntime is given the a
 def take_weights(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Weights]:
     """A copy of a teacher without its large weights, which sessions share; those in files stay there."""
     # An initialiser that is also an input may be overridden, and a body may define the same name for itself.
-    others = {value.name for value in model.graph.input} | _names_in_bodies(model.graph)
+    others = {value.name for value in model.graph.input}
+    for body in all_graphs(model.graph):
+        if body is not model.graph:
+            others |= {value.name for value in body.input} | {tensor.name for tensor in body.initializer}
+            others |= {name for node in body.node for name in node.output}
     weights = {
         tensor.name: np.frombuffer(tensor.raw_data, _DTYPES[tensor.data_type]).reshape(tuple(tensor.dims))
         for tensor in model.graph.initializer
@@ -268,13 +268,3 @@ def _is_whole(tensor: onnx.TensorProto) -> bool:
         return False
     size = math.prod(tensor.dims) * _DTYPES[tensor.data_type].itemsize
     return bool(min(tensor.dims) > 0 and len(tensor.raw_data) == size)
-
-
-def _names_in_bodies(graph: onnx.GraphProto) -> set[str]:
-    """What the bodies of control flow define."""
-    names: set[str] = set()
-    for body in all_graphs(graph):
-        if body is not graph:
-            names |= {value.name for value in body.input} | {tensor.name for tensor in body.initializer}
-            names |= {name for node in body.node for name in node.output}
-    return names

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -95,12 +95,7 @@ def compare_layers(outputs: Sequence[LayerOutputs], callers: int = 2) -> list[Co
 
 def _compare_layer(layer_outputs: LayerOutputs) -> Comparison:
     samples = [_compare_sample(layer_outputs[number : number + 1]) for number in range(len(layer_outputs.alphas))]
-    return Comparison(
-        map_difference=max(sample.map_difference for sample in samples),
-        code_mismatch=_mean(sample.code_mismatch for sample in samples),
-        residual=_mean(sample.residual for sample in samples),
-        constant_residual=_mean(sample.constant_residual for sample in samples),
-    )
+    return replace(Comparison.merged(samples), code_mismatch=_mean(sample.code_mismatch for sample in samples))
 
 
 def _compare_sample(layer_outputs: LayerOutputs) -> Comparison:

@@ -73,7 +73,17 @@ class RayEngine:
         if not callable(inputs):
             raise ShdError("argument-value", "inputs must be what opens them, as every actor does; got opened ones")
         plan = RayJob(teacher, inputs, students, replace(run, num_threads=run.num_threads or 1))
-        return _fill(plan, self.workers, on_progress, on_read)
+        job = plan.prepare(on_read)  # it makes the caches too: the actors adopt their plans
+        lost = set().union(*job.missing)
+        blocks = [block for window in job.windows() if (block := [shard for shard in window if shard in lost])]
+        todo = {block[0]: job.count_samples(block, job.missing) for block in blocks}
+        total, written = job.count_samples(job.shards, [job.shards] * len(students)), 0
+        done = total - sum(todo.values())
+        for first, size in _run_blocks(blocks, plan, self.workers):
+            done, written = done + todo[first], written + size
+            if on_progress is not None:
+                on_progress(done, total, written)
+        return job.finish()
 
 
 class ShardWriter:
@@ -86,39 +96,14 @@ class ShardWriter:
     def __call__(self, block: dict[str, NDArray[Any]]) -> dict[str, list[Any]]:
         """Write a block's shards; its first one and bytes, or an error, of which Ray would keep only the text."""
         shards = [int(shard) for shard in block["shard"]]
+        sizes, code, message = [0], "", ""
         try:
-            written = self._write(shards)
+            if self._job is None:  # not when the actor is made, where errors cannot be returned
+                self._job = self._plan.prepare()
+            self._job.write(shards, self._job.find_missing(shards), lambda _done, _total, size: sizes.append(size))
         except ShdError as error:
-            return {"first": shards[:1], "bytes": [0], "code": [error.code], "message": [str(error)]}
-        return {"first": shards[:1], "bytes": [written], "code": [""], "message": [""]}
-
-    def _write(self, shards: list[int]) -> int:
-        if self._job is None:  # not when the actor is made, where errors cannot be returned
-            self._job = self._plan.prepare()
-        written = 0
-
-        def note(_done: int, _total: int, size: int) -> None:
-            nonlocal written
-            written = size
-
-        self._job.write(shards, self._job.find_missing(shards), note)
-        return written
-
-
-def _fill(
-    plan: RayJob, workers: int | None, on_progress: OnProgress | None, on_read: OnRead | None
-) -> list[PrecomputeSummary]:
-    job = plan.prepare(on_read)  # it makes the caches too: the actors adopt their plans
-    lost = set().union(*job.missing)
-    blocks = [block for window in job.windows() if (block := [shard for shard in window if shard in lost])]
-    todo = {block[0]: job.count_samples(block, job.missing) for block in blocks}
-    total, written = job.count_samples(job.shards, [job.shards] * len(plan.students)), 0
-    done = total - sum(todo.values())
-    for first, size in _run_blocks(blocks, plan, workers):
-        done, written = done + todo[first], written + size
-        if on_progress is not None:
-            on_progress(done, total, written)
-    return job.finish()
+            code, message = error.code, str(error)
+        return {"first": shards[:1], "bytes": sizes[-1:], "code": [code], "message": [message]}
 
 
 def _run_blocks(blocks: Sequence[list[int]], plan: RayJob, workers: int | None) -> Iterator[tuple[int, int]]:
@@ -129,7 +114,9 @@ def _run_blocks(blocks: Sequence[list[int]], plan: RayJob, workers: int | None) 
         ray.init()
     gpus = int(plan.run.provider in ("cuda", "CUDAExecutionProvider"))
     cpus = plan.run.num_threads or 1
-    room = _count_room(cpus, gpus)
+    cluster = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    room = int(cluster.get("CPU", 0)) // cpus
+    room = min(room, int(cluster.get("GPU", 0))) if gpus else room
     if not 1 <= (workers or room) <= room:
         raise ShdError(
             "argument-value",
@@ -151,9 +138,3 @@ def _run_blocks(blocks: Sequence[list[int]], plan: RayJob, workers: int | None) 
         if row["code"]:
             raise ShdError(row["code"], row["message"])
         yield int(row["first"]), int(row["bytes"])
-
-
-def _count_room(cpus: int, gpus: int) -> int:
-    cluster = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    room = int(cluster.get("CPU", 0)) // cpus
-    return min(room, int(cluster.get("GPU", 0)) // gpus) if gpus else room

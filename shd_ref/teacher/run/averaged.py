@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,11 +35,9 @@ class LogitsTeacher:
     def __init__(self, path: Path, options: PrecomputeOptions, run: RunOptions) -> None:
         self.path = path
         self.who = _WHO.format(path)
-        try:
+        with naming(self.who):
             self.model = load_teacher(path)
             self._targets = _find_logits(self.model, options.logits_output)
-        except ShdError as error:
-            raise _named(error, self.who) from error
         self._options, self._run_options = options, run
         self._specs = {spec.name: spec for spec in input_specs(self.model)}
         self._supply = Supply(())
@@ -73,10 +72,8 @@ class LogitsTeacher:
                     f"{self.who} must take {name} as the first teacher does, {list(first)}; it takes {list(own)}: "
                     "export it with open axes",
                 )
-        try:
+        with naming(self.who):
             check_bounds(self.model, [str(self._targets.logits)], lambda: self._feeds(inputs.shortest()))
-        except ShdError as error:
-            raise _named(error, self.who) from error
 
     def check_classes(self, size: int, *, exact: bool) -> None:
         """Refuse another number of classes, as soon as this teacher's are known."""
@@ -91,20 +88,14 @@ class LogitsTeacher:
 
     def check_samples(self, inputs: ModelInputs) -> None:
         """Refuse logits of a sample that depend on the samples that run with it."""
-        name = str(self._graph[1])
-
-        def run(names: Sequence[str], batch: Batch) -> dict[str, NDArray[Any]]:
-            return {name: self.run(batch)}
-
-        check_samples(self.model, {}, inputs, run, {name: f"{self.who}: logits"})
+        name = self._graph[1]
+        check_samples(self.model, {}, inputs, lambda _, batch: {name: self.run(batch)}, {name: f"{self.who}: logits"})
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         """Its logits of a batch, float32 ``(B, L, V)`` or ``(B, V)`` with padding; a fixed batch keeps its fill."""
         session, name = self._graph
-        try:
+        with naming(self.who):
             values = run_batch(session, [name], Batch(batch.indices, batch.lengths, self._feeds(batch)))
-        except ShdError as error:
-            raise _named(error, self.who) from error
         logits: NDArray[np.float32] = values[name]
         self.columns = logits.shape[-1]
         return logits
@@ -179,10 +170,8 @@ def average_logits(
 
 def count_classes(model: onnx.ModelProto, output: str) -> int | None:
     """How many classes an output has, where the graph says it."""
-    for value in model.graph.output:
-        if value.name == output and value.type.tensor_type.shape.dim:
-            return value.type.tensor_type.shape.dim[-1].dim_value or None
-    return None
+    axes = [value.type.tensor_type.shape.dim for value in model.graph.output if value.name == output]
+    return axes[0][-1].dim_value or None if axes and axes[0] else None
 
 
 def check_teachers(first: Path, options: PrecomputeOptions) -> None:
@@ -213,10 +202,8 @@ def _check_padding(
         return
     rows = logits.reshape(-1, logits.shape[-1]) if counted is None else logits[counted]
     rows = rows[np.isfinite(rows[:, :size]).all(axis=-1)]
-    try:
+    with naming(who):
         check_padding(rows, size, options.logits_temperature)
-    except ShdError as error:
-        raise _named(error, who) from error
 
 
 def _find_logits(model: onnx.ModelProto, output: str | None) -> TargetTensors:
@@ -229,7 +216,12 @@ def _find_logits(model: onnx.ModelProto, output: str | None) -> TargetTensors:
     return find_targets(model, (), logits=True, output=output)
 
 
-def _named(error: ShdError, who: str) -> ShdError:
-    named = ShdError(error.code, f"{who}: {error}")
-    named.spec_id = error.spec_id
-    return named
+@contextmanager
+def naming(who: str) -> Iterator[None]:
+    """Errors say whose they are."""
+    try:
+        yield
+    except ShdError as error:
+        named = ShdError(error.code, f"{who}: {error}")
+        named.spec_id = error.spec_id
+        raise named from error

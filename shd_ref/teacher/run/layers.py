@@ -61,7 +61,11 @@ def choose_layers(
                 "LAYER-2",
             )
         chosen = tuple((student, selected[teacher]) for student, teacher in layer_map(len(selected), meant))
-    _check_supported(chosen)
+    for _, site in chosen:
+        if not site.supported:
+            raise ShdError(
+                "graph-unsupported", f"{site.label} cannot be squeezed: {site.reason} (or select other sites)"
+            )
     return chosen, meant, counts
 
 
@@ -106,14 +110,6 @@ def _choose_by_kind(
         chosen += [(before + student, of_kind[kind][teacher]) for student, teacher in pairs]
         counts.append(KindLayers(kind, number))
     return tuple(chosen), tuple(counts)
-
-
-def _check_supported(chosen: Chosen) -> None:
-    for _, site in chosen:
-        if not site.supported:
-            raise ShdError(
-                "graph-unsupported", f"{site.label} cannot be squeezed: {site.reason} (or select other sites)"
-            )
 
 
 def common_heads(layers: Chosen) -> int:

@@ -28,6 +28,7 @@ from shd_ref.cache.forms.rows import Rows
 from shd_ref.errors import ShdError
 from shd_ref.teacher.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.forms.maker import Maker, tolerance_of
+from shd_ref.teacher.run.averaged import naming
 from shd_ref.teacher.run.outputs import SampleOutputs, StudentOutputs
 from shd_ref.teacher.run.teacher import TeacherRun
 
@@ -56,13 +57,9 @@ class RowsMaker(Maker[RowsT]):
         """Rows of bytes, by the names of the form's parts; errors name the sample."""
         made = []
         for sample, extent in zip(samples, extents, strict=True):
-            try:
+            with naming(f"sample {sample.index} (key {sample.key})"):
                 parts = enumerate(self.rows(form, sample, extent))
                 codes = [self.encode(form, number, rows, sample.index, counted) for number, (rows, counted) in parts]
-            except ShdError as error:
-                named = ShdError(error.code, f"sample {sample.index} (key {sample.key}): {error}")
-                named.spec_id = error.spec_id
-                raise named from error
             made.append(dict(zip((part.name for part in form.parts), codes, strict=True)))
         return made
 
