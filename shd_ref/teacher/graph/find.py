@@ -20,7 +20,7 @@ from shd_ref.teacher.graph.shapes import Shapes, probe_shapes, static_shapes
 from shd_ref.teacher.opening.bounds import check_inferred
 from shd_ref.teacher.opening.load import old_opset_reason
 from shd_ref.teacher.opening.model import infer_shapes, read_graph
-from shd_ref.teacher.packages import ir, onnx
+from shd_ref.teacher.packages import onnx
 
 _LARGEST_WEIGHT: Final = 1e15
 """Products of larger weights leave the range of float32."""
@@ -135,18 +135,13 @@ def find_sites(model: onnx.ModelProto) -> tuple[AttentionSite, ...]:
     too_old = old_opset_reason(model)
     if too_old is not None:
         walks = [replace(walk, reason=walk.reason or too_old) for walk in walks]
-    names_seen: set[str] = set()
-    return _judge_samples(
-        model,
-        [
-            _site(layer, walk, measure, _unique(walk.node, layer, names_seen), probe_error, shapes)
-            for layer, (walk, measure) in enumerate(zip(walks, measures, strict=True))
-        ],
-    )
-
-
-def _judge_samples(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tuple[AttentionSite, ...]:
-    """The sites, without those whose maps are not of single samples, or no distributions."""
+    sites: list[AttentionSite] = []
+    for layer, (walk, measure) in enumerate(zip(walks, measures, strict=True)):
+        name = walk.node.name or f"{walk.node.op_type}_{layer}"
+        while any(site.name == name for site in sites):
+            name = f"{name}_{layer}"
+        sites.append(_site(layer, walk, measure, name, probe_error, shapes))
+    # Without those whose maps are not of single samples, or no distributions.
     maps = {site.probs: (site.layout, site.num_heads or 1, site.row_sums) for site in sites if site.supported}
     findings = probe_samples(model, maps) if maps else {}
     judged = []
@@ -195,14 +190,6 @@ def _site(
         reason=reason,
         **vars(measure),
     )
-
-
-def _unique(node: ir.Node, layer: int, seen: set[str]) -> str:
-    name = node.name or f"{node.op_type}_{layer}"
-    while name in seen:
-        name = f"{name}_{layer}"
-    seen.add(name)
-    return name
 
 
 def projection_of(site: AttentionSite) -> NDArray[Any]:

@@ -152,11 +152,9 @@ class Trial:
 
     def inputs_as_long(self, name: str) -> tuple[tuple[str, ...], ...]:
         """The inputs with as many positions as a map has rows, and those with as many as it has keys."""
-        lengths = {name: array.shape[1] for name, array in self._feeds.items() if array.ndim > 1}
+        lengths = sorted((name, array.shape[1]) for name, array in self._feeds.items() if array.ndim > 1)
         sizes = self._first[name].shape[-2:]
-        return tuple(
-            tuple(sorted(input_name for input_name, length in lengths.items() if length == size)) for size in sizes
-        )
+        return tuple(tuple(name for name, length in lengths if length == size) for size in sizes)
 
     def why_no_distribution(self, name: str, row_sums: str) -> str | None:
         """Why rows of a map are not what ``row_sums`` says; None where they are."""
@@ -238,18 +236,12 @@ class Trial:
 
 def probe_samples(model: onnx.ModelProto, maps: Mapping[str, tuple[Layout | None, int, str]]) -> dict[str, Finding]:
     """Whether maps are those of single samples, and distributions, by name: one session on tiny inputs."""
-    findings = _probe_samples(model, maps)
-    if not Allowed.of(model).same_samples:
-        return findings
-    # Whatever else could be shown or not.
-    return {
-        name: finding
-        if finding.reason is not None
-        else replace(
-            finding, note="; ".join(filter(None, (finding.note, SHARED_SCALES))).removeprefix(f"{NOT_TOLD}; ")
-        )
-        for name, finding in findings.items()
-    }
+    findings, is_shared = _probe_samples(model, maps), Allowed.of(model).same_samples
+    for name, finding in findings.items():
+        if finding.reason is None and is_shared:  # whatever else could be shown or not
+            notes = "; ".join(filter(None, (finding.note, SHARED_SCALES))).removeprefix(f"{NOT_TOLD}; ")
+            findings[name] = replace(finding, note=notes)
+    return findings
 
 
 def _probe_samples(model: onnx.ModelProto, maps: Mapping[str, tuple[Layout | None, int, str]]) -> dict[str, Finding]:

@@ -65,14 +65,15 @@ def frozen_specs(model: onnx.ModelProto, maps: Sequence[str]) -> tuple[InputSpec
 
 def probe_shapes(model: onnx.ModelProto, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
     """Shapes of tensors in one tiny run, see ``Probe``."""
-    probe = Probe(model, names, only_shapes=True)
-    shapes = probe.run(probe_feeds(probe.specs, probe.sizes, largest=probe.largest))
+    shapes = probe_tensors(model, names, only_shapes=True)
     return {name: tuple(shape.tolist()) for name, shape in shapes.items()}
 
 
-def probe_tensors(model: onnx.ModelProto, names: Sequence[str]) -> dict[str, NDArray[Any]]:
+def probe_tensors(
+    model: onnx.ModelProto, names: Sequence[str], *, only_shapes: bool = False
+) -> dict[str, NDArray[Any]]:
     """Tensors of one tiny run of a graph, see ``Probe``."""
-    probe = Probe(model, names)
+    probe = Probe(model, names, only_shapes=only_shapes)
     return probe.run(probe_feeds(probe.specs, probe.sizes, largest=probe.largest))
 
 
@@ -137,7 +138,7 @@ class Probe:
         *,
         only_shapes: bool = False,
     ) -> None:
-        self._model, self._names, self._only_shapes = model, tuple(dict.fromkeys(names)), only_shapes
+        self._names = tuple(dict.fromkeys(names))
         self.specs = input_specs(model)
         self.sizes = sizes.fitted(self.specs)
         other = InputSizes(sizes.batch + 1, sizes.length + 1).fitted(self.specs)
@@ -148,7 +149,10 @@ class Probe:
         self.largest, failure = self._try(self.sizes)
         if failure is not None and self.frozen_length is None and _NO_MEMORY in str(failure):
             raise self._session.too_large() from failure
-        others = [] if failure is None else self._other_sizes()
+        # Lengths that may be frozen into the constants, each with the probe's batch and with a batch of one.
+        lengths = [] if failure is None or self.frozen_length is not None else _frozen_lengths(model)
+        batches = dict.fromkeys((self.sizes.batch, 1))
+        others = [InputSizes(batch, length).fitted(self.specs) for length in lengths for batch in batches]
         if others:
             longest = max(others, key=lambda sizes: (sizes.length, sizes.batch))
             self._session = _Bounded(model, self._names, longest, only_shapes)
@@ -194,14 +198,6 @@ class Probe:
             else:
                 return largest, None
         return 1, failure
-
-    def _other_sizes(self) -> list[InputSizes]:
-        """Lengths that may be frozen into the constants, each with the probe's batch and with a batch of one."""
-        return [
-            InputSizes(batch, length).fitted(self.specs)
-            for length in (_frozen_lengths(self._model) if self.frozen_length is None else ())
-            for batch in dict.fromkeys((self.sizes.batch, 1))
-        ]
 
 
 class _Bounded:

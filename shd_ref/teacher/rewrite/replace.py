@@ -63,9 +63,13 @@ def replace_attention(
         if rules is not None:
             rule = rules[number]
             merged = call_squeeze(body, rule, site, maps, values, masks[of_sites[number]])["merged"]
-            per_head = body.op("Gather", merged, body.const(_group_of_heads(rule)), axis=1)
+            group_of = {head: number for number, group in enumerate(rule.groups) for head in group}
+            per_head = body.op("Gather", merged, body.const([group_of[head] for head in sorted(group_of)]), axis=1)
             context = _context(body, per_head, values)
-            _substitute(replaced, site.probs, _as_in_site(body, site, per_head))
+            substitute = _as_in_site(body, site, per_head)
+            for node in replaced.graph.node:  # those of the squeeze, which read the old map, are not among them yet
+                for place in (place for place, name in enumerate(node.input) if name == site.probs):
+                    node.input[place] = substitute
         names = (f"{body.prefix}context", f"{body.prefix}unmerged")
         for value, name in zip((context, unmerged), names, strict=True):
             body.output(value, name, FLOAT, rank=4)
@@ -78,12 +82,6 @@ def _context(body: Body, maps: str, values: str) -> str:
     return body.op("MatMul", body.op("Cast", maps, to=FLOAT), body.op("Cast", values, to=FLOAT))
 
 
-def _group_of_heads(rule: MergeRule) -> list[int]:
-    """The student head whose map each teacher head takes."""
-    group_of = {head: number for number, group in enumerate(rule.groups) for head in group}
-    return [group_of[head] for head in range(rule.num_heads)]
-
-
 def _as_in_site(body: Body, site: AttentionSite, maps: str) -> str:
     """Maps ``(B, H, L, S)`` in the layout and dtype of the site's own."""
     if site.layout in ("heads-batch", "heads-folded"):
@@ -93,11 +91,3 @@ def _as_in_site(body: Body, site: AttentionSite, maps: str) -> str:
     if body.opset >= _CAST_LIKE_OPSET:
         return body.op("CastLike", maps, site.probs)
     return body.op("Cast", maps, to=onnx.helper.np_dtype_to_tensor_dtype(np.dtype(site.dtype or "float32")))
-
-
-def _substitute(model: onnx.ModelProto, old: str, new: str) -> None:
-    """Let every node that reads one tensor read another."""
-    for node in model.graph.node:
-        for number, name in enumerate(node.input):
-            if name == old:
-                node.input[number] = new

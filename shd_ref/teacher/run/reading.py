@@ -33,7 +33,6 @@ class AttentionReader:
         self,
         model: onnx.ModelProto,
         sites: Sequence[AttentionSite],
-        *,
         provider: str = "cpu",
         num_threads: int | None = None,
         weights: Weights | None = None,

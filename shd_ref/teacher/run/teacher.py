@@ -391,13 +391,8 @@ class TeacherRun:
 
     def read_attention(self) -> AttentionReader:
         """The teacher's own maps and value outputs at the chosen sites, read in a separate session."""
-        return AttentionReader(
-            self.bare,
-            [site for _, site in self.layers],
-            provider=self.run.provider,
-            num_threads=self.run.num_threads,
-            weights=self.weights,
-        )
+        sites, run = [site for _, site in self.layers], self.run
+        return AttentionReader(self.bare, sites, run.provider, run.num_threads, self.weights)
 
     def _match_plans(self, options: PrecomputeOptions) -> tuple[MergePlan, ...]:
         return calibrate_plans(

@@ -45,8 +45,11 @@ def open_source(
             ``dependency-missing`` naming the extra that brings its reader.
     """
     file = Path(path)
-    if tokenizer is None:
-        _refuse_text_options(text_column=text_column, max_length=max_length)
+    for name, value in (("text_column", text_column), ("max_length", max_length)):
+        if tokenizer is None and value is not None:
+            raise ShdError(
+                "argument-value", f"{name} must be given with a tokenizer alone; got {value!r} without one"
+            )
     try:
         is_folder, exists = file.is_dir(), file.exists()
     except (OSError, ValueError) as error:  # a name too long, or one with NUL
@@ -61,12 +64,3 @@ def open_source(
     return (
         source if tokenizer is None else TokenizedSource(source, Path(tokenizer), text_column or "text", max_length)
     )
-
-
-def _refuse_text_options(**options: str | int | None) -> None:
-    """Options of a tokenizer say nothing of inputs that are numbers already."""
-    for name, value in options.items():
-        if value is not None:
-            raise ShdError(
-                "argument-value", f"{name} must be given with a tokenizer alone; got {value!r} without one"
-            )

@@ -70,10 +70,10 @@ class JsonLinesSource(Source):
             return value
         try:
             array = np.asarray(value)
-        except ValueError as error:  # lists of different lengths
-            raise self.refuse(f"{name} must be numbers, even lists of numbers, or text: {error}", index) from error
-        if array.dtype.kind not in "iufb":
-            raise self.refuse(f"{name} must be numbers, even lists of numbers, or text; got {str(value)[:80]}", index)
+            if array.dtype.kind not in "iufb":
+                raise ValueError(f"got {str(value)[:80]}")
+        except ValueError as error:  # also lists of different lengths
+            raise self.refuse(f"{name} must be numbers, even lists of numbers, or text; {error}", index) from error
         return array
 
 
@@ -228,10 +228,7 @@ def _array_of(items: Any) -> NDArray[Any]:
         return _array_of(items.dictionary_decode())
     if hasattr(items.type, "value_type"):
         return np.stack([_array_of(item.values) for item in items])
-    return _checked(items.to_numpy(zero_copy_only=False), items.type)
-
-
-def _checked(array: NDArray[Any], kind: Any) -> NDArray[Any]:
+    array: NDArray[Any] = items.to_numpy(zero_copy_only=False)
     if array.dtype.kind not in "iufb":
-        raise TypeError(f"got {kind}")
+        raise TypeError(f"got {items.type}")
     return array

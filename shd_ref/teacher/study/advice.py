@@ -101,15 +101,11 @@ def _compare(
 
 def _say_reading(taken: FormForecast, bandwidth: float, compression: str) -> str:
     packed = taken.break_even * ((taken.zstd_ratio or 1.0) if compression != "none" else 1.0)
-    least, fed = _megabytes(packed), _megabytes(bandwidth)
+    least, fed, unpacked = (f"{rate / 1e6:.3g} MB/s" for rate in (packed, bandwidth, taken.break_even))
     if packed > bandwidth:
         return f"reading it keeps up with the teacher from {least} for each training device, which gets {fed}"
-    plain = f" compressed, {_megabytes(taken.break_even)} without," if compression != "none" else ""
+    plain = f" compressed, {unpacked} without," if compression != "none" else ""
     return f"read faster than the teacher runs, from {least}{plain} for each training device ({fed} assumed)"
-
-
-def _megabytes(rate: float) -> str:
-    return f"{rate / 1e6:.3g} MB/s"
 
 
 def _percent(share: float) -> str:

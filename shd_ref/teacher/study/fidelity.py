@@ -179,11 +179,8 @@ class _FidelityTest:
         others = order[options.calibration_samples :] if MATCHED in options.plan else order
         self.held_out = len(others) >= LEAST_SAMPLES or len(others) == len(order)
         chosen = (others if self.held_out else order)[: options.samples]
-        self.targets: Targets | None = None
-        if options.targets is not None:
-            self.targets = read_targets(
-                source, options.targets, chosen, next_token=options.targets in self.inputs.names
-            )
+        named = options.targets
+        self.targets = None if named is None else read_targets(source, named, chosen, named in self.inputs.names)
         self.batches = list(self.inputs.batches(chosen, run.batch_size, run.batch_tokens))
         self.projections = [projection_of(site).astype(np.float32) for site in self.sites]
         self._plans: dict[tuple[int, str | None, str], tuple[MergePlan, ...]] = {}
@@ -225,14 +222,8 @@ class _FidelityTest:
             )
         squares = [squared_error(output, own, mask)]
         for number, projection in enumerate(self.projections):
-            merged, unmerged, teacher = (
-                _project(array, projection)
-                for array in (
-                    squeezed[f"context_{number}"],
-                    squeezed[f"unmerged_{number}"],
-                    plain[f"context_{number}"],
-                )
-            )
+            contexts = squeezed[f"context_{number}"], squeezed[f"unmerged_{number}"], plain[f"context_{number}"]
+            merged, unmerged, teacher = (_project(array, projection) for array in contexts)
             rows = _rows_that_count(self._masks[number], batch)
             squares += [squared_error(merged, teacher, rows), squared_error(merged, unmerged, rows)]
         losses.squares = losses.squares + np.array(squares).T
@@ -250,13 +241,9 @@ class _FidelityTest:
         if by is None:
             return tuple(merge_plan(site.num_heads or 0, heads, setting.plan) for site in self.sites)
         if key not in self._plans:
-            opened: dict[str, Any] = {
-                "provider": self.run.provider,
-                "num_threads": self.run.num_threads,
-                "weights": self._weights,
-            }
+            run = self.run
             self._plans[key] = calibrate_plans(
-                AttentionReader(self._bare, self.sites, **opened),
+                AttentionReader(self._bare, self.sites, run.provider, run.num_threads, self._weights),
                 self.inputs,
                 heads,
                 by=by,
@@ -270,10 +257,9 @@ class _FidelityTest:
 
     def _open(self, rules: Sequence[MergeRule] | None) -> tuple[ReplacedGraph, Any]:
         graph = replace_attention(self._bare, self.sites, rules, output=self.output, row_mask_input=self._masks)
-        session = open_session(
-            graph.model, provider=self.run.provider, num_threads=self.run.num_threads, weights=self._weights
-        )
-        return graph, session
+        run = self.run
+        opened = open_session(graph.model, provider=run.provider, num_threads=run.num_threads, weights=self._weights)
+        return graph, opened
 
     def _run_plain(self, number: int) -> Results:
         if number in self._held:
@@ -339,7 +325,7 @@ class Targets:
         return targets
 
 
-def read_targets(source: Source, name: str, samples: Collection[int], *, next_token: bool) -> Targets:
+def read_targets(source: Source, name: str, samples: Collection[int], next_token: bool) -> Targets:
     """The targets of some samples, by their indices: a column of classes, one per sample or one per position."""
     if name not in source.columns:
         raise source.refuse(f"must hold the targets {name}; found {', '.join(source.columns)}")

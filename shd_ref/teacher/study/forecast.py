@@ -21,7 +21,7 @@ from shd_ref.cache.forms.form import F32, Form
 from shd_ref.errors import ShdError
 from shd_ref.teacher.options import CODECS_OF, NO_FORM, PlanOptions, PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.forms.maker import describe_forms, make_records, measure_errors
-from shd_ref.teacher.run.inputs import Batch
+from shd_ref.teacher.run.inputs import Batch, run_batch
 from shd_ref.teacher.run.outputs import StudentOutputs, find_faults
 from shd_ref.teacher.run.teacher import TeacherRun
 from shd_ref.teacher.session import open_session
@@ -257,6 +257,11 @@ def _forecast_way(
         )
         for form in way.beside
     )
+    measures = (
+        (error.kl_mean, error.kl_max, error.tv_mean, error.rows)
+        for error in errors.values()
+        if isinstance(error, CodecError | LogitsError)
+    )
     forecast = FormForecast(
         form=way.asks["form"],
         codec=first.codec if way.held != way.beside else " and ".join(form.codec for form in way.beside),
@@ -267,17 +272,9 @@ def _forecast_way(
         total_bytes=mean * num_samples,
         zstd_ratio=way.zstd_ratio,
         break_even=mean / teacher_seconds,
-        error=_error_of(errors),
+        error=CodecError(*next(measures, (0.0, 0.0, 0.0, 0))),
     )
     return forecast, beside
-
-
-def _error_of(errors: Errors) -> CodecError:
-    """Of the maps; where there are none, of the rows of logits."""
-    for error in errors.values():
-        if isinstance(error, CodecError | LogitsError):
-            return CodecError(error.kl_mean, error.kl_max, error.tv_mean, error.rows)
-    return CodecError(0.0, 0.0, 0.0, 0)
 
 
 def record_sizes(form: Form, record: NewRecord, extents: Sequence[Extent]) -> NDArray[np.float64]:
@@ -332,17 +329,16 @@ def _compress(blobs: Sequence[Any]) -> tuple[int, int]:
 
 
 def _plain_runner(work: TeacherRun) -> Callable[[Batch], Any]:
-    session = open_session(
-        work.bare, provider=work.run.provider, num_threads=work.run.num_threads, weights=work.weights
-    )
-    fed = {value.name for value in session.get_inputs()}
+    run = work.run
+    session = open_session(work.bare, provider=run.provider, num_threads=run.num_threads, weights=work.weights)
+    names = [output.name for output in session.get_outputs()]
 
-    def run(batch: Batch) -> None:
-        session.run(None, {name: array for name, array in batch.arrays.items() if name in fed})
+    def run_all(batch: Batch) -> None:
+        run_batch(session, names, batch)
         for other in work.others:
             other.run(batch)
 
-    return run
+    return run_all
 
 
 def _time(run: Callable[[Batch], Any], batches: Iterable[Batch]) -> float:

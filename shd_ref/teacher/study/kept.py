@@ -67,7 +67,12 @@ def _compare(report: FidelityReport, options: PrecomputeOptions) -> str | None:
         return None
     best = report.recommended()[heads]
     best = best if best in offered else offered[0]
-    used = next((one for one in offered if one.setting == _setting_of(options)), None)
+    setting = None
+    if options.plans is None and isinstance(options.plan, str):  # no test measures rounds that were given one by one
+        matched_by = options.matched_by if options.plan == MATCHED else None
+        alpha_per = options.alpha_per if options.strategy in WEIGHED else "map"
+        setting = Setting(heads, options.plan, matched_by, options.strategy, alpha_per)
+    used = next((one for one in offered if one.setting == setting), None)
     title = f"{best.setting.title}: {report.measure} {max(best.cost, 0.0):.4g}"
     if used is None:
         return (
@@ -82,12 +87,3 @@ def _compare(report: FidelityReport, options: PrecomputeOptions) -> str | None:
         f"{heads} heads are merged by {used.setting.title}: {report.measure} {used.cost:.4g} in shd fidelity; better "
         f"is {title}, lower by {excess:.2g} ± {margin:.1g} on {report.samples} samples"
     )
-
-
-def _setting_of(options: PrecomputeOptions) -> Setting | None:
-    """None for rounds that were given one by one, which no test measures."""
-    if options.plans is not None or not isinstance(options.plan, str):
-        return None
-    matched_by = options.matched_by if options.plan == MATCHED else None
-    alpha_per = options.alpha_per if options.strategy in WEIGHED else "map"
-    return Setting(options.num_student_heads, options.plan, matched_by, options.strategy, alpha_per)

@@ -33,11 +33,8 @@ class Setting:
     @property
     def plan_title(self) -> str:
         """The plan, with what it is matched by where that is not the usual."""
-        return (
-            self.plan
-            if self.matched_by in (None, PrecomputeOptions.matched_by)
-            else f"{self.plan} ({self.matched_by})"
-        )
+        is_usual = self.matched_by in (None, PrecomputeOptions.matched_by)
+        return self.plan if is_usual else f"{self.plan} ({self.matched_by})"
 
     @property
     def weights_title(self) -> str:
@@ -47,9 +44,8 @@ class Setting:
     @property
     def departures(self) -> int:
         """How many options differ from what ``precompute`` does unasked."""
-        usual = (("plan", self.plan), ("matched_by", self.matched_by), ("strategy", self.strategy))
-        named = (*usual, ("alpha_per", self.alpha_per))
-        return sum(value not in (None, getattr(PrecomputeOptions, name)) for name, value in named)
+        names = ("plan", "matched_by", "strategy", "alpha_per")
+        return sum(getattr(self, name) not in (None, getattr(PrecomputeOptions, name)) for name in names)
 
 
 @dataclass(frozen=True)
