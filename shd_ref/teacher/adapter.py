@@ -175,7 +175,6 @@ def open_backend(model: onnx.ModelProto, backend: str) -> _Run:
 def _check_arrays(
     teacher_probs: ArrayLike, value_outputs: ArrayLike, query_mask: ArrayLike | None, row_sums: str
 ) -> dict[str, NDArray[Any]]:
-    """The graph's inputs, in its dtypes."""
     try:
         probs, outputs, mask = check_teacher(teacher_probs, value_outputs, query_mask, row_sums=row_sums)
     except ShdError as error:
@@ -289,7 +288,6 @@ def _residual(body: Body, rule: MergeRule, maps: str, values: str, mixing: str, 
 
 
 def _norm(body: Body, array: str, rows: str) -> str:
-    """The norm of ``(B, L, D)`` over the rows that count, ``(B,)``."""
     squares = body.op("Mul", body.op("Mul", array, array), body.reshape(rows, 0, -1, 1))
     return body.op("Sqrt", body.reduce_sum(body.reduce_sum(squares, 2), 1))
 

@@ -171,7 +171,6 @@ def find_factors(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tupl
 
 
 def _tensors(logits: Logits) -> Iterator[ir.Value]:
-    """What has to be measured of a site: computed tensors only."""
     values = [value for _, value in (*logits.multipliers, *logits.addends, *logits.fills)]
     if logits.product is not None:
         queries, keys = operands(logits.product)

@@ -124,7 +124,6 @@ def _read_ffn(layer: int, second: ir.Node, region: _Region) -> Ffn | None:
 
 
 def _is_straight(node: ir.Node) -> bool:
-    """Whether it is linear in the one tensor that it reads."""
     if node.op_type in _KEEPING:
         return True
     varying = [number for number, value in enumerate(node.inputs) if not is_constant(value)]
@@ -159,7 +158,6 @@ def _sizes(node: ir.Node) -> tuple[int, int] | None:
 
 
 def _adds_bias(product: ir.Node) -> bool:
-    """Whether what a Gemm adds, if anything, is a constant that all rows share."""
     if product.op_type != "Gemm" or len(product.inputs) < 3 or product.inputs[2] is None:
         return True
     bias = constant_of(product.inputs[2])

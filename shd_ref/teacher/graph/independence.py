@@ -177,7 +177,6 @@ class Trial:
         return None
 
     def _why_as_many(self, first: Maps, second: Maps, maps_of: Callable[[Arrays], Maps]) -> str:
-        """Why there is not one map per sample."""
         if self._runs_between_samples(first, maps_of):
             return _SEQUENCE_FIRST
         number, rest = divmod(len(first), self._samples)
@@ -188,7 +187,6 @@ class Trial:
         return _OTHER_AXIS
 
     def _why_different(self, first: Maps, maps_of: Callable[[Arrays], Maps]) -> str:
-        """Why a sample's maps are not what they are beside others."""
         if self._runs_between_samples(first, maps_of):
             return _SEQUENCE_FIRST
         if _distance(first, maps_of(self._run(self._feeds))) > self._allowed.rounding:
@@ -222,7 +220,6 @@ class Trial:
         return _distance(expected, maps) <= limit
 
     def _choose_places(self, samples: int, grows: bool) -> Sequence[int]:
-        """Which samples run the second time."""
         if self._allowed.same_samples:
             return [*range(samples)[::-1], *[0] * grows]
         return [min(1, samples - 1)] * (samples + grows)

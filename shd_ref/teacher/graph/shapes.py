@@ -267,7 +267,6 @@ def check_bounds(
 
 
 def _remedy(specs: Sequence[InputSpec]) -> str:
-    """What to do about a graph that does not run, by what its inputs say."""
     problem = past_problem(specs)
     if problem is not None:
         return problem

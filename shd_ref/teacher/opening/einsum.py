@@ -20,8 +20,6 @@ _SPARE_LETTERS: Final = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 @dataclass(frozen=True)
 class _Operand:
-    """A tensor and the letter of each of its axes."""
-
     name: str
     letters: str
     is_map: bool = False
@@ -168,7 +166,6 @@ def _num_moves(left: _Operand, right: _Operand, output: str) -> int:
 
 
 def _sum_out(body: Body, operand: _Operand, needed: str) -> _Operand:
-    """Without the axes that no other operand has."""
     alone = [axis for axis, letter in enumerate(operand.letters) if letter not in needed]
     if not alone:
         return operand

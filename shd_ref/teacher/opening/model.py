@@ -92,7 +92,6 @@ def is_small(tensor: onnx.TensorProto) -> bool:
 
 
 def _copy_fields(source: Message, target: Message, *left_out: str) -> None:
-    """Set the fields of a new message to another's, but for those named."""
     for field, value in source.ListFields():
         if field.name in left_out:
             continue

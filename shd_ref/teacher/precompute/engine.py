@@ -212,7 +212,6 @@ class PrecomputeJob:
         ]
 
     def _count(self, shards: Iterable[int]) -> int:
-        """Samples of these shards."""
         return sum(len(self._caches[0].manifest.shard_samples(shard)) for shard in shards)
 
     def _write_window(self, window: Sequence[int], missing: Sequence[Collection[int]], progress: _Progress) -> None:
@@ -312,8 +311,6 @@ class _Made(NamedTuple):
 
 
 class _Pending:
-    """A shard in the making."""
-
     def __init__(self, samples: set[int]) -> None:
         self.samples = samples
         self.records: list[NewRecord] = []
@@ -323,15 +320,12 @@ class _Pending:
 
 @dataclass
 class _Progress:
-    """Counts, and tells the caller."""
-
     on_progress: OnProgress | None
     total: int
     samples: int
     written: int = 0
 
     def report(self, size: int = 0) -> None:
-        """After a batch, or a shard of this size."""
         self.written += size
         if self.on_progress is not None:
             self.on_progress(self.samples, self.total, self.written)
@@ -392,7 +386,6 @@ class _StudentCache:
         return taken
 
     def wait(self, progress: _Progress) -> None:
-        """For the shard under way; what went wrong with it is raised."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             progress.report(under_way().size)

@@ -58,7 +58,6 @@ def check_destination(folder: Folder, teacher: Path, options: PrecomputeOptions,
 
 
 def _check_folder(root: Path) -> None:
-    """A folder, or a place where one can be made."""
     there = next(path for path in (root, *root.parents) if path.exists())
     if there == root and not root.is_dir():
         raise ShdError("cache-exists", f"{root} must be a folder; it is a file: name another --out", "CACHE-60")

@@ -196,7 +196,6 @@ def _solve(body: Body, rule: MergeRule, maps: str) -> str:
 
 
 def _take_heads(body: Body, tensor: str, heads: Sequence[int], num_heads: int) -> str:
-    """Heads along axis 1; free where they are all heads in order."""
     if list(heads) == list(range(num_heads)):
         return tensor
     if list(heads) == list(range(heads[0], heads[0] + len(heads))):
@@ -293,7 +292,6 @@ def factors_of_round(body: Body, rule: MergeRule, one_round: Round, alphas: str)
 
 
 def _soften(body: Body, maps: str, temperature: float) -> str:
-    """``A^(1/T)`` over its row sums, relative to the row's maximum as in the reference."""
     if temperature == 1.0:
         return maps
     relative = body.op("Div", maps, body.or_one(body.reduce_max(maps)))

@@ -83,7 +83,6 @@ def _context(body: Body, maps: str, values: str) -> str:
 
 
 def _as_in_site(body: Body, site: AttentionSite, maps: str) -> str:
-    """Maps ``(B, H, L, S)`` in the layout and dtype of the site's own."""
     if site.layout in ("heads-batch", "heads-folded"):
         maps = body.op("Transpose", maps, perm=[1, 0, 2, 3])
     if site.folded:

@@ -163,7 +163,6 @@ def _squeeze_layer(
 
 
 def _output_factors(body: Body, layer: SqueezedLayer, factors: SiteFactors) -> SqueezedLayer:
-    """Make queries, keys and what the mask leaves graph outputs."""
     names = {role: f"{body.prefix}{role}" for role in ("queries", "keys", "spans")}
     for source, name in zip(add_factors(body, factors), names.values(), strict=False):
         body.output(source, name, FLOAT, rank=4)

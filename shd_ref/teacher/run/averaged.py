@@ -101,7 +101,6 @@ class LogitsTeacher:
         return logits
 
     def _feeds(self, batch: Batch) -> dict[str, NDArray[Any]]:
-        """The arrays of a batch as this graph takes them, and what is supplied."""
         arrays = {
             name: as_dtype(batch.arrays[name], np.dtype(spec.dtype))
             for name, spec in self._specs.items()

@@ -195,7 +195,6 @@ class TeacherRun:
         )
 
     def _average(self, targets: TargetOutputs, batch: Batch) -> TargetOutputs:
-        """With the mean logits of all teachers in place of this one's."""
         if targets.logits is None:
             return targets
         self.logit_columns = targets.logits.shape[-1]
@@ -283,7 +282,6 @@ class TeacherRun:
         return min(len(indices), self._count_held(len(self.layers), self.inputs.longest_axis(indices)))
 
     def _count_layers(self, batch: Batch) -> int:
-        """How many layers may yield check outputs of a batch at once."""
         arrays = [array for array in batch.arrays.values() if array.ndim > 1]
         longest = max((array.shape[1] for array in arrays), default=1)
         return self._count_held(len(batch.arrays[self.inputs.names[0]]), longest)
@@ -446,8 +444,6 @@ class TeacherRun:
 
 
 class _Session(NamedTuple):
-    """A united graph that runs: the names of its outputs, and each student's graph."""
-
     session: Any
     names: list[str]
     graphs: tuple[SqueezedGraph, ...]

@@ -134,7 +134,6 @@ class _CompressedNpz(Source):
         return self._count
 
     def rows(self, columns: Sequence[str]) -> Iterator[Row]:
-        """All rows in order, with these columns."""
         with zipfile.ZipFile(self._path) as archive:
             streams = {name: archive.open(self._members[name].info) for name in columns}
             for name, stream in streams.items():

@@ -82,7 +82,6 @@ def advise(ways: Sequence[FormForecast], usual: FormForecast | None, bandwidth: 
 def _compare(
     taken: FormForecast, ways: Sequence[FormForecast], usual: FormForecast | None, max_error: float, compression: str
 ) -> list[str]:
-    """With the limit, with the usual way, and with those that were too coarse."""
     error = taken.error.tv_mean
     cost = f"{taken.bytes_per_token:.0f} bytes per token, and coding moves {_percent(error)} of a row's probability"
     if error > max_error:

@@ -94,7 +94,6 @@ def measure_fidelity(
 
 
 def _settings(options: FidelityOptions) -> list[Setting]:
-    """Every combination that makes a difference."""
     for name, known, sentence in (
         ("plan", PLANS, "PLAN-1"),
         ("matched_by", MATCHED_BY, "PLAN-9"),
@@ -140,8 +139,6 @@ def _summarise(measured: Sequence[tuple[Setting, tuple[MergeRule, ...], Losses]]
 
 
 class _FidelityTest:
-    """The teacher, its samples, and its own results beside those of a squeezed one."""
-
     def __init__(self, teacher: Path, inputs: Source | Arrays, options: FidelityOptions, run: RunOptions) -> None:
         self.options, self.run = options, run
         check_run(run)
@@ -197,7 +194,6 @@ class _FidelityTest:
         self._held_bytes = 0
 
     def rules(self, setting: Setting) -> tuple[MergeRule, ...]:
-        """The merge of every site."""
         return tuple(
             MergeRule(site.num_heads or 0, site.d_v or 0, rounds, setting.strategy, alpha_per=setting.alpha_per)
             for site, rounds in zip(self.sites, self._plans_of(setting), strict=True)
@@ -210,7 +206,6 @@ class _FidelityTest:
             yield _run(squeezed, batch), self._run_plain(number), batch
 
     def add(self, losses: Losses, squeezed: Results, plain: Results, batch: Batch) -> None:
-        """Count one batch."""
         mask = _rows_that_count(self._output_mask, batch)
         output, own = squeezed[self.output], plain[self.output]
         if not np.isfinite(output).all():

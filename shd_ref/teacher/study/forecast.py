@@ -157,7 +157,6 @@ class _Way:
         self._extents: list[Extent] = []
 
     def add(self, outputs: StudentOutputs) -> None:
-        """Code the samples of a batch."""
         records = make_records(self.work, outputs, set(outputs.batch.indices), self.forms)
         self._errors.append(measure_errors(self.work, outputs, records, self.forms))
         self._extents += [record.extent for record in records]
@@ -166,12 +165,10 @@ class _Way:
 
     @property
     def errors(self) -> Errors:
-        """Over all batches."""
         return Errors.merged(self._errors)
 
     @property
     def zstd_ratio(self) -> float | None:
-        """None where the package is missing."""
         plain, packed = map(sum, zip(*self._packed, strict=True))
         return packed / plain if packed else None
 
@@ -232,7 +229,6 @@ def _lengths_of(way: _Way, work: TeacherRun) -> NDArray[np.int64]:
 def _forecast_way(
     way: _Way, work: TeacherRun, num_samples: int, teacher_seconds: float
 ) -> tuple[FormForecast, tuple[TargetForecast, ...]]:
-    """A way of storing, and what its records hold beside attention."""
     extents, errors = way.extents, way.errors
     sizes_of = {form.SUBJECT: record_sizes(form, way.record, extents) for form in way.held}
     sizes: NDArray[np.float64] = np.sum(list(sizes_of.values()), axis=0)

@@ -133,7 +133,6 @@ class _Sweep:
         self._drop_if_read(value)
 
     def _take(self, node: ir.Node) -> None:
-        """Read one operator."""
         sources = [value for value in dict.fromkeys(node.inputs) if value is not None and value in self.readings]
         readings = [self.readings[value] for value in sources]
         for value in sources:

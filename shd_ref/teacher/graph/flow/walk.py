@@ -105,7 +105,6 @@ def _inside_reason(node: ir.Node, graph: ir.Graph) -> str:
 
 
 def _nodes_inside(node: ir.Node) -> Iterator[ir.Node]:
-    """The nodes of a control-flow operator's bodies."""
     for attribute in node.attributes.values():
         if attribute.type == ir.AttributeType.GRAPH:
             yield from attribute.as_graph().all_nodes()
@@ -146,7 +145,6 @@ class _Start:
 
     @property
     def made_of(self) -> ir.Value | None:
-        """What leads back to queries and keys."""
         return self.logits if self.quotient is None else self.quotient.numbers
 
 
@@ -192,7 +190,6 @@ def _walk_map(start: _Start, all_met: set[ir.Node]) -> Iterator[Walk]:
 
 
 def _why_unreadable(start: _Start, meetings: list[_Meeting]) -> str | None:
-    """Why a map that meets values cannot be read from the graph; None where it can."""
     product, trail = meetings[0].product, meetings[0].trail
     if product.op_type in INTEGER_PRODUCTS:
         return f"map and values meet in {product.op_type}: {_FLOAT_FORM}"
@@ -236,8 +233,6 @@ class _Trail:
 
 @dataclass(frozen=True)
 class _Meeting:
-    """Where a map meets values."""
-
     product: ir.Node
     place: int  # of the map among the product's inputs
     trail: _Trail
@@ -297,6 +292,5 @@ def _step(trail: _Trail, node: ir.Node, place: int) -> _Trail | None:
 
 
 def _is_plain(product: ir.Node) -> bool:
-    """Whether a product multiplies its operands as they are."""
     flags = ("transA", "transB", "transBatchA", "transBatchB")
     return not any(int_attribute(product, flag) for flag in flags) and float_attribute(product, "alpha") == 1.0

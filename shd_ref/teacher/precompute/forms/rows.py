@@ -246,7 +246,6 @@ class HiddenMaker(RowsMaker[Hidden]):
 
 
 def _check_rows(work: TeacherRun, outputs: StudentOutputs, what: str, rows: NDArray[Any]) -> None:
-    """Refuse rows that are not those of the positions."""
     mask = outputs.targets.row_mask
     if mask is not None:
         positions = mask.shape[1]
