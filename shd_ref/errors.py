@@ -7,6 +7,7 @@ which argument broke which rule, with what value, and what to do next.
 from __future__ import annotations
 
 import importlib
+from functools import partial
 from typing import Any, Final
 
 ERROR_CODES: Final[dict[str, str]] = {
@@ -71,3 +72,10 @@ def import_package(name: str, message: str, spec_id: str | None = None) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ShdError("dependency-missing", message, spec_id) from error
+
+
+# The errors of codes that the tools raise the most.
+argument_value: Final = partial(ShdError, "argument-value")
+inputs_invalid: Final = partial(ShdError, "inputs-invalid")
+graph_invalid: Final = partial(ShdError, "graph-invalid")
+graph_unsupported: Final = partial(ShdError, "graph-unsupported")

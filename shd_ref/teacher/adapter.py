@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from shd_ref.attention import ROW_SUMS, check_option, check_temperature
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, argument_value
 from shd_ref.merging.alpha import ALPHA_PER, ALPHA_RULES
 from shd_ref.merging.mixing import ALPHA_FROM, STRATEGIES, check_teacher
 from shd_ref.merging.plans import merge_plan
@@ -106,7 +106,7 @@ class OnnxAdapter:
 
     def __init__(self, backend: str = "onnxruntime") -> None:
         if backend not in BACKENDS:
-            raise ShdError("argument-value", f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
+            raise argument_value(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
         self.backend = backend
         self._runs: dict[tuple[Any, ...], _Run] = {}
 

@@ -13,7 +13,7 @@ from shd_ref.cache import CODECS, DEFAULT_FACTORED_CODEC, FACTORED_CODECS
 from shd_ref.cache.codecs.compression import COMPRESSIONS, check_compression
 from shd_ref.cache.codecs.factored import check_factored_codec
 from shd_ref.cache.documents.manifest import ON_ERROR
-from shd_ref.errors import ShdError
+from shd_ref.errors import argument_value
 from shd_ref.merging.alpha import ALPHA_PER, ALPHA_RULES, check_option
 from shd_ref.merging.matching import MATCHED_BY
 from shd_ref.merging.mixing import STRATEGIES
@@ -272,11 +272,11 @@ class PlanOptions:
         for name, least in (("samples", 1), ("train_batch", 1), ("num_student_parameters", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
-                raise ShdError("argument-value", f"{name} must be at least {least}; got {value}")
+                raise argument_value(f"{name} must be at least {least}; got {value}")
         if not 0 < self.read_bandwidth < float("inf"):
-            raise ShdError("argument-value", f"read_bandwidth must be above 0 MB a second; got {self.read_bandwidth}")
+            raise argument_value(f"read_bandwidth must be above 0 MB a second; got {self.read_bandwidth}")
         if not 0 < self.max_error <= 1:
-            raise ShdError("argument-value", f"max_error must be above 0, at most 1; got {self.max_error}")
+            raise argument_value(f"max_error must be above 0, at most 1; got {self.max_error}")
 
 
 @dataclass(frozen=True)
@@ -335,18 +335,15 @@ def _check_form(options: PrecomputeOptions) -> None:
     check_option("form", options.form, (*FORMS, NO_FORM), "CACHE-140")
     if not options.has_attention:
         for name, value in options.attention_given.items():
-            raise ShdError("argument-value", f"{name} must be left out without attention; got {value!r}", "CACHE-160")
+            raise argument_value(f"{name} must be left out without attention; got {value!r}", "CACHE-160")
         if options.logits == "none" and not options.hidden:
-            raise ShdError(
-                "argument-value", "logits or hidden must be requested without attention; got neither", "CACHE-160"
-            )
+            raise argument_value("logits or hidden must be requested without attention; got neither", "CACHE-160")
     if not options.is_factored:
         return
     check_factored_codec(options.factored_codec)
     for name, value, only in (("alpha_per", options.alpha_per, "map"), ("temperature", options.temperature, 1.0)):
         if value != only:
-            raise ShdError(
-                "argument-value",
+            raise argument_value(
                 f"{name} must be {only} for factored records; got {value}: the temperature is chosen with the loss, "
                 "and one weight per map is stored; use --form maps for others",
                 "CACHE-141",
@@ -359,15 +356,14 @@ def _check_targets(options: PrecomputeOptions) -> None:
     for name in ("logits_output", "vocab_size"):
         if options.logits == "none" and getattr(options, name) is not None:
             value = getattr(options, name)
-            raise ShdError("argument-value", f"{name} must go with logits; got {value!r} with logits 'none'")
+            raise argument_value(f"{name} must go with logits; got {value!r} with logits 'none'")
     temperature = options.logits_temperature
     if options.logits in ("none", "float16") and temperature != 1.0:
-        raise ShdError(
-            "argument-value",
+        raise argument_value(
             f"logits_temperature must go with topk or sampled logits, whose records are bound to it; got "
-            f"{temperature:g} with logits {options.logits!r}",
+            f"{temperature:g} with logits {options.logits!r}"
         )
     if not 0 < temperature < math.inf:
-        raise ShdError("argument-value", f"logits_temperature must be finite and above 0; got {temperature}", "KD-5")
+        raise argument_value(f"logits_temperature must be finite and above 0; got {temperature}", "KD-5")
     if options.logits == "topk" and options.logits_top < 1:
-        raise ShdError("argument-value", f"logits_top must be at least 1 for topk; got {options.logits_top}", "KD-8")
+        raise argument_value(f"logits_top must be at least 1 for topk; got {options.logits_top}", "KD-8")

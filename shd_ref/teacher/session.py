@@ -11,7 +11,7 @@ from typing import Any, Final
 from numpy.typing import NDArray
 
 from shd_ref.cache.storage.documents import MAX_INTEGER
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, argument_value, graph_invalid
 from shd_ref.teacher.opening.model import Weights, data_folder, find_taken, put_back
 from shd_ref.teacher.options import RunOptions
 from shd_ref.teacher.packages import onnx
@@ -35,7 +35,7 @@ def check_session(provider: str, num_threads: int | None = None) -> str:
     if name not in onnxruntime.get_available_providers():
         raise ShdError("provider-unavailable", _remedy(name, onnxruntime.get_available_providers()))
     if num_threads is not None and not 1 <= num_threads <= MAX_THREADS:
-        raise ShdError("argument-value", f"num_threads must be 1 to {MAX_THREADS}; got {num_threads}")
+        raise argument_value(f"num_threads must be 1 to {MAX_THREADS}; got {num_threads}")
     return name
 
 
@@ -44,9 +44,9 @@ def check_run(run: RunOptions) -> None:
     for name in ("batch_size", "batch_tokens", "samples_per_shard"):
         number = getattr(run, name)
         if number is not None and not 1 <= number <= MAX_INTEGER:
-            raise ShdError("argument-value", f"{name} must be 1 to {MAX_INTEGER}; got {number}")
+            raise argument_value(f"{name} must be 1 to {MAX_INTEGER}; got {number}")
     if not 0 <= run.seed <= MAX_INTEGER:
-        raise ShdError("argument-value", f"seed must be 0 to {MAX_INTEGER}; got {run.seed}", "CACHE-12")
+        raise argument_value(f"seed must be 0 to {MAX_INTEGER}; got {run.seed}", "CACHE-12")
     check_session(run.provider, run.num_threads)
 
 
@@ -123,9 +123,7 @@ def open_session(
     except Exception as error:  # onnxruntime's errors share no base class but Exception
         if name != PROVIDERS["cpu"]:
             raise ShdError("provider-unavailable", f"{_remedy(name, [])} ({error})") from error
-        raise ShdError(
-            "graph-invalid", f"onnxruntime rejects the teacher graph: {error}: copy or export it again"
-        ) from error
+        raise graph_invalid(f"onnxruntime rejects the teacher graph: {error}: copy or export it again") from error
     finally:
         if name != PROVIDERS["cpu"]:
             onnxruntime.set_default_logger_severity(2)  # its default

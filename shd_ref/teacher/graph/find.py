@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, argument_value, graph_invalid, graph_unsupported
 from shd_ref.teacher.graph.flow.walk import Walk, walk_graph
 from shd_ref.teacher.graph.independence import Finding, probe_samples
 from shd_ref.teacher.graph.measure import Layout, Measure, describe_contradiction, measure_site
@@ -115,7 +115,7 @@ def find_sites(model: onnx.ModelProto) -> tuple[AttentionSite, ...]:
     try:
         graph.sort()
     except ValueError as error:
-        raise ShdError("graph-invalid", f"the graph's nodes feed one another in a circle: {error}") from error
+        raise graph_invalid(f"the graph's nodes feed one another in a circle: {error}") from error
     walks = list(walk_graph(graph))
     shapes: Shapes = static_shapes(inferred)
     measures = [measure_site(walk, shapes) for walk in walks]
@@ -195,7 +195,7 @@ def _site(
 def projection_of(site: AttentionSite) -> NDArray[Any]:
     """W_o of a supported site."""
     if site.output_projection is None:
-        raise ShdError("graph-unsupported", f"site {site.name} cannot be squeezed: it has no output projection")
+        raise graph_unsupported(f"site {site.name} cannot be squeezed: it has no output projection")
     return site.output_projection
 
 
@@ -207,10 +207,9 @@ def select_sites(sites: Sequence[AttentionSite], wanted: str | None) -> tuple[At
     for term in (term.strip() for term in wanted.split(",")):
         layers = {site.layer for site in sites if _is_named(site, term)}
         if not layers:
-            raise ShdError(
-                "argument-value",
+            raise argument_value(
                 f"sites must name attention sites, by number from 0 to {len(sites) - 1}, range, name or kind (self, "
-                f"cross), such as 0,2,4-7; got {term!r}, which names none: see shd inspect",
+                f"cross), such as 0,2,4-7; got {term!r}, which names none: see shd inspect"
             )
         chosen |= layers
     return tuple(site for site in sites if site.layer in chosen)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.attention import check_probs
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, graph_unsupported
 from shd_ref.teacher.graph.measure import Layout, by_sample
 from shd_ref.teacher.graph.shapes import BoundError, Probe, probe_feeds
 from shd_ref.teacher.opening.model import all_nodes, all_tensors
@@ -281,7 +281,7 @@ def _open_trial(probe: Probe, feeds: Arrays, allowed: Allowed) -> Trial:
     # Fixed numbers, such as a temperature (1,), are not samples, unless there is nothing else.
     data = [name for name in data if len(specs[name].shape) > 1 or not isinstance(specs[name].shape[0], int)] or data
     if not data:
-        raise ShdError("graph-unsupported", "the graph takes no data")
+        raise graph_unsupported("the graph takes no data")
     samples = min(len(feeds[name]) for name in data)
     sampled = [name for name, array in feeds.items() if array.ndim and len(array) == samples]
     if probe.frozen_batch is None and not any(isinstance(specs[name].shape[0], int) for name in sampled):

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.errors import ShdError
+from shd_ref.errors import graph_invalid, inputs_invalid
 from shd_ref.teacher.opening.operators import CONTRIB_DOMAIN, STANDARD_DOMAINS
 from shd_ref.teacher.packages import onnx
 
@@ -62,8 +62,8 @@ def input_specs(model: onnx.ModelProto) -> tuple[InputSpec, ...]:
         try:
             dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)
         except KeyError as error:
-            raise ShdError(
-                "graph-invalid", f"input {value.name!r} of the teacher graph must be a tensor: export it again"
+            raise graph_invalid(
+                f"input {value.name!r} of the teacher graph must be a tensor: export it again"
             ) from error
         axes = [axis.dim_value if axis.HasField("dim_value") else axis.dim_param or None for axis in tensor.shape.dim]
         specs.append(InputSpec(value.name, str(np.dtype(dtype)), tuple(axes)))
@@ -218,10 +218,9 @@ class Supply:
             if spec.part == "past":
                 _check_past(spec)
             elif spec.part == "positions" and len(spec.shape) != 2:
-                raise ShdError(
-                    "inputs-invalid",
+                raise inputs_invalid(
                     f"inputs must hold {spec.name}, since the graph takes it with {len(spec.shape)} axes and only "
-                    "(B, L) follows from the attention mask: give it as a column",
+                    "(B, L) follows from the attention mask: give it as a column"
                 )
 
     @property
@@ -254,12 +253,11 @@ class Supply:
 def _check_past(spec: InputSpec) -> None:
     problem = past_problem([spec])
     if problem is not None:
-        raise ShdError("inputs-invalid", f"inputs must hold {spec.name}: {problem}")
+        raise inputs_invalid(f"inputs must hold {spec.name}: {problem}")
     # A stack, (2, B, H, past, d), stands before the batch: heads and width are among the last three axes.
     opened = [position - len(spec.shape) for position, axis in enumerate(spec.shape) if not isinstance(axis, int)]
     if len(opened) > 2 or sum(position >= max(-3, 1 - len(spec.shape)) for position in opened) > 1:
-        raise ShdError(
-            "inputs-invalid",
+        raise inputs_invalid(
             f"{spec.name} must have open axes for the batch and the past alone, so that it can be fed empty; got "
-            f"the shape {list(spec.shape)}: re-export with heads and width fixed, or with use_cache off",
+            f"the shape {list(spec.shape)}: re-export with heads and width fixed, or with use_cache off"
         )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, inputs_invalid
 from shd_ref.teacher.graph.find import AttentionSite
 from shd_ref.teacher.graph.inputs import InputSpec
 from shd_ref.teacher.packages import onnx
@@ -85,9 +85,8 @@ def find_kinds(
 
 
 def _no_mask(name: str, masks: Sequence[str]) -> ShdError:
-    return ShdError(
-        "inputs-invalid",
-        f"decoder_mask must be a (B, L) input that the decoder's rows alone depend on, {list(masks)}; got {name!r}",
+    return inputs_invalid(
+        f"decoder_mask must be a (B, L) input that the decoder's rows alone depend on, {list(masks)}; got {name!r}"
     )
 
 

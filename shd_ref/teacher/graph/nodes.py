@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, graph_invalid
 from shd_ref.teacher.opening.operators import INTEGER_PRODUCTS, PRODUCTS, STANDARD_DOMAINS, kinds
 from shd_ref.teacher.packages import ir, onnx
 
@@ -58,10 +58,9 @@ def constant_of(value: ir.Value | None) -> NDArray[Any] | None:
             raise
         except Exception as error:  # the evaluator raises what NumPy and its own operators raise
             name = "a constant" if node is None else f"node {node.name!r} ({node.op_type})"
-            raise ShdError(
-                "graph-invalid",
+            raise graph_invalid(
                 f"constants of the graph must be what its operators take; {name} cannot be computed: {error}: copy "
-                "or export the model again",
+                "or export the model again"
             ) from error
     return arrays[value]
 
@@ -94,11 +93,10 @@ def _count_held(node: ir.Node, inputs: list[NDArray[Any]], held: int, most: int)
         entries = math.prod(np.broadcast_shapes(left[:-2], right[:-2])) * rows * columns
         products = entries * left[-1]
     if held + entries > most or products > _MOST_PRODUCTS:
-        raise ShdError(
-            "graph-invalid",
+        raise graph_invalid(
             f"constants of the graph must be computed from one another within {most} entries and "
             f"{_MOST_PRODUCTS} multiplications; node {node.name!r} ({node.op_type}) needs more: export the model "
-            "with its constants folded",
+            "with its constants folded"
         )
     return held + entries
 
@@ -149,17 +147,16 @@ def float_attribute(node: ir.Node, name: str) -> float:
 
 
 def _mistyped(node: ir.Node, name: str) -> ShdError:
-    return ShdError(
-        "graph-invalid",
+    return graph_invalid(
         f"attribute {name!r} of node {node.name!r} ({node.op_type}) is of another type than the operator's: copy or "
-        "export the model again",
+        "export the model again"
     )
 
 
 def name_of(value: ir.Value) -> str:
     """A tensor's name."""
     if not value.name:
-        raise ShdError("graph-invalid", "a tensor of the graph has no name: export the model again")
+        raise graph_invalid("a tensor of the graph has no name: export the model again")
     return value.name
 
 

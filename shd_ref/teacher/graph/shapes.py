@@ -11,7 +11,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, graph_unsupported
 from shd_ref.teacher.graph.inputs import InputSizes, InputSpec, batch_axes, input_specs, past_problem, with_fixed
 from shd_ref.teacher.opening.model import infer_shapes, take_weights
 from shd_ref.teacher.packages import onnx
@@ -166,10 +166,9 @@ class Probe:
                 self.sizes = sizes
                 return
         if failure is not None:
-            raise ShdError(
-                "graph-unsupported",
+            raise graph_unsupported(
                 f"the graph does not run on a probe of batch {self.sizes.batch} and length {self.sizes.length} "
-                f"({failure}): {_remedy(self.specs)}",
+                f"({failure}): {_remedy(self.specs)}"
             )
 
     def is_frozen_inside(self) -> bool:

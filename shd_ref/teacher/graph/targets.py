@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from shd_ref.errors import ShdError
+from shd_ref.errors import argument_value, graph_unsupported
 from shd_ref.teacher.graph.find import AttentionSite
 from shd_ref.teacher.graph.flow.tracing import ancestors
 from shd_ref.teacher.graph.nodes import constant_of, is_constant, name_of
@@ -91,10 +91,9 @@ def _find_logits(model: onnx.ModelProto, output: str | None) -> str:
     }
     if output is not None:
         if output not in outputs:
-            raise ShdError(
-                "argument-value",
+            raise argument_value(
                 f"logits_output must name an output of real numbers of the graph, one of {', '.join(outputs)}; got "
-                f"{output!r}",
+                f"{output!r}"
             )
         return output
     if _LOGITS in outputs:
@@ -106,11 +105,10 @@ def _find_logits(model: onnx.ModelProto, output: str | None) -> str:
         if (not tensor.HasField("shape") or len(tensor.shape.dim) in (2, 3)) and "hidden" not in name
     ]
     if len(fitting) != 1:
-        raise ShdError(
-            "argument-value",
+        raise argument_value(
             "logits must come from an output of the graph named logits, or its only output of two or three axes; "
             f"it has {', '.join(outputs) or 'none of real numbers'}: name it (--logits-output), or export the model "
-            "with its head",
+            "with its head"
         )
     return fitting[0]
 
@@ -120,17 +118,15 @@ def _find_hidden(
 ) -> tuple[tuple[int, str], ...]:
     count = len(sites)
     if not count:
-        raise ShdError(
-            "graph-unsupported",
+        raise graph_unsupported(
             f"hidden states are found by the attention of their blocks, and the graph has none; got layers "
-            f"{', '.join(map(str, layers))}: store only its logits",
+            f"{', '.join(map(str, layers))}: store only its logits"
         )
     wrong = [layer for layer in layers if not 0 <= layer <= count]
     if wrong:
-        raise ShdError(
-            "argument-value",
+        raise argument_value(
             f"hidden must hold layers from 0 (what enters the first block) to {count} (what leaves the last); got "
-            f"{wrong[0]}",
+            f"{wrong[0]}"
         )
     graph = read_graph(model)
     graph.sort()
@@ -139,14 +135,13 @@ def _find_hidden(
     for layer in layers:
         state = _last_state(graph, last_states) if layer == count else _entering_state(graph, values, sites[layer])
         if state is None:
-            raise ShdError("graph-unsupported", _advice(layer, count, sites))
+            raise graph_unsupported(_advice(layer, count, sites))
         states.append((layer, state))
     names = [name for _, name in states]
     if len(set(names)) != len(names):
-        raise ShdError(
-            "graph-unsupported",
+        raise graph_unsupported(
             f"hidden states of layers {', '.join(map(str, layers))} must be different tensors, but attention sites "
-            "share a block (as a decoder's do with cross attention): ask for fewer layers",
+            "share a block (as a decoder's do with cross attention): ask for fewer layers"
         )
     return tuple(states)
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, graph_invalid
 from shd_ref.teacher.opening.model import all_graphs, all_nodes, all_tensors, bodies, function_nodes
 from shd_ref.teacher.opening.operators import CONTRIB_DOMAIN, STANDARD_DOMAINS, kinds
 from shd_ref.teacher.packages import ir, onnx
@@ -36,10 +36,9 @@ def check_sizes(model: onnx.ModelProto, file: Path) -> None:
     """Tensors must hold what their shapes say, and no shape that the graph states may be absurd."""
     for tensor in all_tensors(model):
         if min(tensor.dims, default=0) < 0 or not _holds(tensor, file.parent):
-            raise ShdError(
-                "graph-invalid",
+            raise graph_invalid(
                 f"tensor {tensor.name!r} of teacher graph {file} must hold the numbers of its shape "
-                f"{list(tensor.dims)[:8]}, no more and no less: copy or export it again",
+                f"{list(tensor.dims)[:8]}, no more and no less: copy or export it again"
             )
     for value in model.graph.input:
         axes = value.type.tensor_type.shape.dim
@@ -70,11 +69,10 @@ def check_functions(model: onnx.ModelProto, file: Path) -> None:
     total = sum(sizes.get((node.domain, node.op_type), (1, 0))[0] for node in all_nodes(model.graph))
     depth = max((deep for _, deep in sizes.values()), default=0)
     if total > _MOST_NODES or depth > _MOST_NESTED:
-        raise ShdError(
-            "graph-invalid",
+        raise graph_invalid(
             f"functions of teacher graph {file} must make at most {_MOST_NODES} nodes, and call one another at most "
             f"{_MOST_NESTED} deep; they make {total if total <= _MOST_NODES else 'more'}, {depth} deep: export the "
-            "model without functions",
+            "model without functions"
         )
 
 
@@ -86,10 +84,9 @@ def check_growth(model: onnx.ModelProto, file: Path) -> None:
         if node.op_type == "Concat":
             size = sum(sizes.get(name, 1) for name in node.input)
             if size > most:
-                raise ShdError(
-                    "graph-invalid",
+                raise graph_invalid(
                     f"teacher graph {file} joins tensors to one of {size} entries at node {node.name!r} (Concat): "
-                    "export it again",
+                    "export it again"
                 )
         else:  # what depends on the inputs has sizes that are theirs, and counts as one
             carriers = node.input if node.op_type in _SHAPE_ARITHMETIC else []
@@ -161,20 +158,18 @@ def check_inferred(model: onnx.ModelProto) -> None:
         size = math.prod(dim.dim_value if dim.HasField("dim_value") else 1 for dim in dims)
         most = max(_MOST_ENTRIES, weights) if value.name in folded else max(_MOST_ACTIVATIONS, weights)
         if size > most:
-            raise ShdError(
-                "graph-invalid",
+            raise graph_invalid(
                 f"tensor {value.name!r} of the teacher graph must have at most {most} entries; its shape is "
                 f"{[dim.dim_value for dim in dims][:8]}: export the model again, with dynamic axes in place of large "
-                "fixed ones",
+                "fixed ones"
             )
 
 
 def _check_shape(file: Path, name: str, shape: Sequence[int]) -> None:
     if any(size < 0 for size in shape) or math.prod(shape) > _MOST_ENTRIES:
-        raise ShdError(
-            "graph-invalid",
+        raise graph_invalid(
             f"shapes of teacher graph {file} must be of at most {_MOST_ENTRIES} entries; got {list(shape)[:8]} "
-            f"for {name!r}: export it again, with dynamic axes in place of large fixed ones",
+            f"for {name!r}: export it again, with dynamic axes in place of large fixed ones"
         )
 
 
@@ -281,4 +276,4 @@ def check_wiring(graph: onnx.GraphProto, file: Path, outer: frozenset[str] = fro
 
 
 def _broken(file: Path, what: str) -> ShdError:
-    return ShdError("graph-invalid", f"teacher graph {file} is broken, as {what}: copy or export it again")
+    return graph_invalid(f"teacher graph {file} is broken, as {what}: copy or export it again")

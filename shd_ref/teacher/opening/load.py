@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from shd_ref.errors import ShdError
+from shd_ref.errors import graph_invalid
 from shd_ref.teacher.opening.bounds import (
     check_folded,
     check_functions,
@@ -55,13 +55,13 @@ def load_teacher(path: str | Path, *, inline_bytes: int = INLINE_BYTES) -> onnx.
         model = onnx.load(file, load_external_data=False)
     except (OSError, ValueError) as error:  # the latter for a name with NUL
         remedy = "shd-torch export FOLDER --out teacher.onnx makes one of a Hugging Face model"
-        raise ShdError("graph-invalid", f"teacher graph {file} must be a readable file: {error}: {remedy}") from error
+        raise graph_invalid(f"teacher graph {file} must be a readable file: {error}: {remedy}") from error
     except DecodeError as error:
-        raise ShdError(
-            "graph-invalid", f"teacher graph {file} is not a complete ONNX file ({error}): copy or export it again"
+        raise graph_invalid(
+            f"teacher graph {file} is not a complete ONNX file ({error}): copy or export it again"
         ) from error
     if not model.graph.node or not model.opset_import:
-        raise ShdError("graph-invalid", f"teacher graph {file} holds no ONNX graph: copy or export it again")
+        raise graph_invalid(f"teacher graph {file} holds no ONNX graph: copy or export it again")
     size = check_external_data(model, file)
     check_wiring(model.graph, file)
     check_sizes(model, file)
@@ -70,15 +70,14 @@ def load_teacher(path: str | Path, *, inline_bytes: int = INLINE_BYTES) -> onnx.
         try:
             model = onnx.inliner.inline_local_functions(model)
         except Exception as error:  # the inliner raises what its C++ throws
-            raise ShdError(
-                "graph-invalid", f"teacher graph {file} has functions that call one another wrongly: {error}"
+            raise graph_invalid(
+                f"teacher graph {file} has functions that call one another wrongly: {error}"
             ) from error
     foreign = {node.domain for node in all_nodes(model.graph)} - _KNOWN_DOMAINS
     if foreign:
-        raise ShdError(
-            "graph-invalid",
+        raise graph_invalid(
             f"teacher graph {file} needs operators of {', '.join(sorted(foreign))}, and custom operator "
-            "libraries are never loaded: re-export the model with standard operators",
+            "libraries are never loaded: re-export the model with standard operators"
         )
     check_nodes(model.graph, opset_version(model), file)
     check_growth(model, file)

@@ -11,7 +11,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.errors import ShdError
+from shd_ref.errors import graph_invalid
 from shd_ref.teacher.packages import Message, ir, onnx
 
 
@@ -133,21 +133,18 @@ def check_external_data(model: onnx.ModelProto, file: Path) -> int:
             first, length = info.offset or 0, info.length or 0
             outside, missing = not target.is_relative_to(folder), not target.is_file()
         except (ValueError, OSError) as error:  # numbers that cannot be read, names that no file can have
-            raise ShdError(
-                "graph-invalid",
-                f"teacher graph {file} describes the data of {tensor.name!r} wrongly ({error}): export it again",
+            raise graph_invalid(
+                f"teacher graph {file} describes the data of {tensor.name!r} wrongly ({error}): export it again"
             ) from error
         if outside:
-            raise ShdError(
-                "graph-invalid",
+            raise graph_invalid(
                 f"teacher graph {file} refers to {info.location!r}, outside its own folder: "
-                "put the model and its data files, not links to them, into one folder",
+                "put the model and its data files, not links to them, into one folder"
             )
         if missing or min(first, length) < 0 or target.stat().st_size < first + length:
-            raise ShdError(
-                "graph-invalid",
+            raise graph_invalid(
                 f"teacher graph {file} needs {first + length} bytes of {info.location!r}, which is missing or "
-                "shorter: copy the model again together with its data files",
+                "shorter: copy the model again together with its data files"
             )
         sizes[target] = target.stat().st_size
     return sum(sizes.values())
@@ -196,7 +193,7 @@ def read_graph(model: onnx.ModelProto) -> ir.Graph:
     try:
         graph = ir.from_proto(model).graph
     except (ir.serde.SerdeError, TypeError, ValueError) as error:
-        raise ShdError("graph-invalid", f"the teacher graph is broken: {error}: copy or export it again") from error
+        raise graph_invalid(f"the teacher graph is broken: {error}: copy or export it again") from error
     folder = data_folder(model)
     if folder is not None:
         ir.external_data.set_base_dir(graph, folder)

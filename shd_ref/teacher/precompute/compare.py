@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from shd_ref.attention import Array, as_float, check_probs, soften_rows
 from shd_ref.cache.codecs.codecs import encode
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, argument_value
 from shd_ref.merging.mixing import mix_maps, output_residual, solve_mixing
 from shd_ref.merging.plans import plan_groups
 from shd_ref.teacher.graph.find import projection_of
@@ -70,7 +70,7 @@ def compare_with_reference(
             refuses.
     """
     if not squeezed.check_outputs:
-        raise ShdError("argument-value", "squeezed must be made with check_outputs=True to be compared")
+        raise argument_value("squeezed must be made with check_outputs=True to be compared")
     masks = (
         query_mask
         if isinstance(query_mask, Mapping)

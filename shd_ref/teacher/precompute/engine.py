@@ -14,10 +14,10 @@ from typing import Final, NamedTuple, TypeAlias
 
 from shd_ref.cache import CacheWriter, Errors, Extent, Manifest, NewRecord, Receipt, Skipped
 from shd_ref.cache.storage.places import open_storage, subfolder
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, argument_value
 from shd_ref.teacher.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.compare import Comparison, compare_layers
-from shd_ref.teacher.precompute.forms.maker import make_records, maker_of, makers, measure_errors
+from shd_ref.teacher.precompute.forms import make_records, maker_of, makers, measure_errors
 from shd_ref.teacher.precompute.manifest import adopt_plans, check_destination, make_manifests
 from shd_ref.teacher.precompute.summary import PrecomputeSummary, summarise
 from shd_ref.teacher.run.inputs import Batch, group_shards, share_shards
@@ -107,7 +107,7 @@ def precompute(
 def students_of(out: str | os.PathLike[str], options: PrecomputeOptions, student_heads: Sequence[int]) -> Students:
     """Students with several numbers of heads, most first; their caches are folders ``heads-<n>``."""
     if not student_heads or len(set(student_heads)) != len(student_heads):
-        raise ShdError("argument-value", f"student_heads must be distinct numbers; got {list(student_heads)}")
+        raise argument_value(f"student_heads must be distinct numbers; got {list(student_heads)}")
     return [
         (subfolder(out, f"heads-{number}"), replace(options, num_student_heads=number))
         for number in sorted(student_heads, reverse=True)
@@ -415,15 +415,12 @@ def _check_students(students: Students) -> None:
     """Refuse students that cannot share a pass, before a manifest of any is written."""
     heads = [options.num_student_heads for _, options in students]
     if not students or any(heads.count(number) > 1 for number in heads):
-        raise ShdError(
-            "argument-value", f"students must be at least one, with distinct numbers of heads; got {heads}"
-        )
+        raise argument_value(f"students must be at least one, with distinct numbers of heads; got {heads}")
     roots = [open_storage(folder).root for folder, _ in students]
     places = [os.path.realpath(root) if isinstance(root, Path) else root for root in roots]
     if any(f"{inner}/".startswith(f"{outer}/") for inner, outer in permutations(places, 2)):
-        raise ShdError(
-            "argument-value",
-            f"students must each have their own cache, none inside another's; got {', '.join(places)}",
+        raise argument_value(
+            f"students must each have their own cache, none inside another's; got {', '.join(places)}"
         )
     first = students[0][1]
     for _, options in students[1:]:
@@ -435,10 +432,9 @@ def _check_students(students: Students) -> None:
             and repr(getattr(first, field.name)) != repr(getattr(options, field.name))  # NaN, refused by its own rule
         ]
         if differing:
-            raise ShdError(
-                "argument-value",
+            raise argument_value(
                 "students of one pass must have the same options except num_student_heads and plans; got "
-                f"{', '.join(differing)}: give each its own run",
+                f"{', '.join(differing)}: give each its own run"
             )
 
 

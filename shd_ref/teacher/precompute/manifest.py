@@ -16,8 +16,8 @@ from shd_ref.cache.storage.storage import write_errors
 from shd_ref.cache.writer import check_free, other_job
 from shd_ref.errors import ShdError
 from shd_ref.teacher.options import PrecomputeOptions, RunOptions
+from shd_ref.teacher.precompute.forms import describe_forms, makers
 from shd_ref.teacher.precompute.forms.attention import matching_of
-from shd_ref.teacher.precompute.forms.maker import describe_forms, makers
 from shd_ref.teacher.run.outputs import StudentOutputs
 from shd_ref.teacher.run.teacher import TeacherRun
 from shd_ref.teacher.session import PROVIDERS

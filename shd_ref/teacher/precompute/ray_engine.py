@@ -12,7 +12,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, argument_value
 from shd_ref.teacher.options import RunOptions
 from shd_ref.teacher.precompute.engine import OnProgress, OnRead, OpenInputs, PrecomputeJob, Students
 from shd_ref.teacher.precompute.summary import PrecomputeSummary
@@ -71,7 +71,7 @@ class RayEngine:
     ) -> list[PrecomputeSummary]:
         """See ``Engine``."""
         if not callable(inputs):
-            raise ShdError("argument-value", "inputs must be what opens them, as every actor does; got opened ones")
+            raise argument_value("inputs must be what opens them, as every actor does; got opened ones")
         plan = RayJob(teacher, inputs, students, replace(run, num_threads=run.num_threads or 1))
         job = plan.prepare(on_read)  # it makes the caches too: the actors adopt their plans
         lost = set().union(*job.missing)
@@ -118,10 +118,9 @@ def _run_blocks(blocks: Sequence[list[int]], plan: RayJob, workers: int | None) 
     room = int(cluster.get("CPU", 0)) // cpus
     room = min(room, int(cluster.get("GPU", 0))) if gpus else room
     if not 1 <= (workers or room) <= room:
-        raise ShdError(
-            "argument-value",
+        raise argument_value(
             f"workers must be 1 to {room}, as many as the cluster has {cpus} CPUs and {gpus} GPUs for; got "
-            f"{workers or room}: add machines, or lower workers or threads",
+            f"{workers or room}: add machines, or lower workers or threads"
         )
     data = ray.data.from_arrow([pa.table({"shard": block}) for block in blocks])
     data.context.enable_progress_bars = False

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from shd_ref.cache.storage.drafts import drafting, output_file, put
 from shd_ref.cache.storage.storage import write_errors
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, argument_value, graph_invalid, graph_unsupported
 from shd_ref.shrink.ffn import merge_linear
 from shd_ref.teacher.graph.ffns import Ffn, find_ffns
 from shd_ref.teacher.graph.nodes import constant_of, product_weight
@@ -64,7 +64,7 @@ def linearize_graph(model: onnx.ModelProto, layers: Sequence[int]) -> Linearized
     try:
         made.graph.sort()
     except ValueError as error:
-        raise ShdError("graph-invalid", f"the graph's nodes feed one another in a circle: {error}") from error
+        raise graph_invalid(f"the graph's nodes feed one another in a circle: {error}") from error
     chosen = _choose(find_ffns(made.graph), layers)
     sizes = {ffn.layer: _merge(made.graph, ffn) for ffn in chosen}
     remove_unused(made.graph)
@@ -93,9 +93,7 @@ def _choose(ffns: list[Ffn], layers: Sequence[int]) -> list[Ffn]:
             )
         if len(own) > 1:
             names = ", ".join(repr(ffn.second.name) for ffn in own)
-            raise ShdError(
-                "graph-unsupported", f"layer {layer} must have one feed-forward layer; got {len(own)}, with {names}"
-            )
+            raise graph_unsupported(f"layer {layer} must have one feed-forward layer; got {len(own)}, with {names}")
         chosen += own
     return chosen
 
@@ -156,7 +154,7 @@ def save_graph(model: ir.Model, out: str | os.PathLike[str], teacher: Path) -> P
     target = output_file(out)
     kept = {Path(teacher).resolve(), *_data_files(model)}
     if target.resolve() in kept:
-        raise ShdError("argument-value", f"out must be another file than the teacher and its data; got {target}")
+        raise argument_value(f"out must be another file than the teacher and its data; got {target}")
     tensors = [value.const_value for value in model.graph.initializers.values() if value.const_value is not None]
     large = sum(tensor.nbytes for tensor in tensors) >= INLINE_BYTES
     if not large:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shd_ref.errors import ShdError
+from shd_ref.errors import argument_value
 from shd_ref.teacher.body import FLOAT, FUNCTION_DOMAIN, Body
 from shd_ref.teacher.graph.find import AttentionSite
 from shd_ref.teacher.packages import onnx
@@ -46,7 +46,7 @@ def replace_attention(
     """Rewrite a teacher so that its own layers go on with attention squeezed by ``rules``; None: as it is."""
     named = {value.name: value for value in model.graph.output}
     if output not in named:
-        raise ShdError("argument-value", f"output must be one of the graph's {', '.join(named)}; got {output!r}")
+        raise argument_value(f"output must be one of the graph's {', '.join(named)}; got {output!r}")
     replaced = onnx.ModelProto()
     replaced.CopyFrom(model)
     body = Body(f"{FUNCTION_DOMAIN}/", check_opset(model))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from shd_ref.attention import check_temperature
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, graph_invalid, graph_unsupported, inputs_invalid
 from shd_ref.merging.plans import MergePlan, merge_plan
 from shd_ref.teacher.body import FLOAT, FUNCTION_DOMAIN, Body
 from shd_ref.teacher.graph.factors import SiteFactors
@@ -201,9 +201,7 @@ def add_factors(body: Body, factors: SiteFactors) -> tuple[str, str]:
     """Append nodes that give queries ``(B, H, L, d)`` and keys ``(B, H_kv, S, d)`` in float32."""
     site = factors.site
     if not factors.supported:
-        raise ShdError(
-            "graph-unsupported", f"site {site.name} cannot be stored as queries and keys: {factors.reason}"
-        )
+        raise graph_unsupported(f"site {site.name} cannot be stored as queries and keys: {factors.reason}")
     queries = body.op("Cast", factors.queries, to=FLOAT)
     for op_type, multiplier in factors.multipliers:
         queries = body.op(op_type, queries, body.op("Cast", multiplier, to=FLOAT))
@@ -255,10 +253,9 @@ def row_mask_of(body: Body, model: onnx.ModelProto, name: str | None) -> str | N
     inputs = {value.name: value.type.tensor_type for value in model.graph.input}
     tensor = inputs.get(name)
     if tensor is None or tensor.elem_type not in _MASK_TYPES or len(tensor.shape.dim) != 2:
-        raise ShdError(
-            "inputs-invalid",
+        raise inputs_invalid(
             f"row_mask_input must name an integer or boolean (B, L) input of the graph, one of "
-            f"{', '.join(inputs)}; got {name!r}",
+            f"{', '.join(inputs)}; got {name!r}"
         )
     return body.op("Cast", body.op("Cast", name, to=onnx.TensorProto.BOOL), to=FLOAT)
 
@@ -283,9 +280,7 @@ def assemble_graph(model: onnx.ModelProto, body: Body) -> onnx.ModelProto:
     try:
         assembled = ir.to_proto(pruned)
     except ir.serde.SerdeError as error:
-        raise ShdError(
-            "graph-invalid", f"the teacher graph cannot be written again: {error}: export it again"
-        ) from error
+        raise graph_invalid(f"the teacher graph cannot be written again: {error}: export it again") from error
     restore_weights(assembled, model)
     return assembled
 
@@ -305,15 +300,14 @@ def check_opset(model: onnx.ModelProto) -> int:
     """The operator set of a graph, where it is new enough."""
     reason = old_opset_reason(model)
     if reason is not None:
-        raise ShdError("graph-unsupported", reason)
+        raise graph_unsupported(reason)
     return opset_version(model)
 
 
 def check_sinks(site: AttentionSite, codec: str, temperature: float) -> None:
     """Refuse lossy codecs and softening where there are attention sinks: both scale rows to one."""
     if site.row_sums == "at_most_one" and (codec != "float32" or temperature != 1.0):
-        raise ShdError(
-            "graph-unsupported",
+        raise graph_unsupported(
             f"site {site.name} has attention sinks, so its rows sum to less than one: use codec 'float32' and "
             f"temperature 1, which keep the sums; got codec {codec!r}, temperature {temperature:g}",
             "MAP-9",
@@ -329,12 +323,11 @@ def _check_layers(model: onnx.ModelProto, layers: Sequence[tuple[int, AttentionS
     tensors = {name for node in model.graph.node for name in node.output} | {v.name for v in model.graph.input}
     for _, site in layers:
         if not site.supported:
-            raise ShdError("graph-unsupported", f"site {site.name} cannot be squeezed: {site.reason}")
+            raise graph_unsupported(f"site {site.name} cannot be squeezed: {site.reason}")
         if not tensors >= {site.probs, site.values}:
-            raise ShdError(
-                "graph-unsupported",
+            raise graph_unsupported(
                 f"site {site.name} must be one of this model's, but it has no tensors {site.probs!r} and "
-                f"{site.values!r}: call find_sites on the same model",
+                f"{site.values!r}: call find_sites on the same model"
             )
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from shd_ref.cache import AveragedTeacher
 from shd_ref.cache.codecs.logits import check_padding
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, argument_value, graph_unsupported, inputs_invalid
 from shd_ref.teacher.graph.inputs import SUPPLIED, Supply, input_specs
 from shd_ref.teacher.graph.shapes import check_bounds
 from shd_ref.teacher.graph.targets import TargetTensors, dtype_of, find_targets
@@ -50,27 +50,24 @@ class LogitsTeacher:
         self._supply, self._mask = Supply(supplied), inputs.mask
         missing = sorted(self._specs.keys() - set(inputs.names) - {spec.name for spec in supplied})
         if missing:
-            raise ShdError(
-                "inputs-invalid",
+            raise inputs_invalid(
                 f"{self.who} must take inputs that the first teacher takes too ({', '.join(inputs.names)}), since "
                 f"these find a sample; it also takes {', '.join(missing)}: export both with the same inputs",
                 "CACHE-36",
             )
         unread = [name for name in (inputs.mask, inputs.decoder_mask) if name not in {None, *self._specs}]
         if unread:
-            raise ShdError(
-                "inputs-invalid",
+            raise inputs_invalid(
                 f"{self.who} must take {unread[0]}, as the first teacher does, or padding would change its logits; "
-                f"it takes {', '.join(sorted(self._specs))}: export it with its mask",
+                f"it takes {', '.join(sorted(self._specs))}: export it with its mask"
             )
         for name in self._specs.keys() & set(inputs.names):
             own, first = self._specs[name].shape, inputs.spec(name).shape
             axes = zip(own, first, strict=False)
             if len(own) != len(first) or any(isinstance(axis, int) and axis != other for axis, other in axes):
-                raise ShdError(
-                    "inputs-invalid",
+                raise inputs_invalid(
                     f"{self.who} must take {name} as the first teacher does, {list(first)}; it takes {list(own)}: "
-                    "export it with open axes",
+                    "export it with open axes"
                 )
         with naming(self.who):
             check_bounds(self.model, [str(self._targets.logits)], lambda: self._feeds(inputs.shortest()))
@@ -79,8 +76,7 @@ class LogitsTeacher:
         """Refuse another number of classes, as soon as this teacher's are known."""
         if self.columns is None or self.columns == size or (self.columns > size and not exact):
             return
-        raise ShdError(
-            "argument-value",
+        raise argument_value(
             f"{self.who} must have the first teacher's classes for a mean of logits, {size}; got {self.columns}: "
             "take teachers of one vocabulary, and where one pads it, say how many classes count (--vocab-size)",
             "CACHE-163",
@@ -108,10 +104,9 @@ class LogitsTeacher:
         }
         wrong = [name for name, array in arrays.items() if array is None]
         if wrong:
-            raise ShdError(
-                "inputs-invalid",
+            raise inputs_invalid(
                 f"{self.who} must take {wrong[0]} in a type that holds its values; it takes "
-                f"{self._specs[wrong[0]].dtype}, and the first teacher's are {batch.arrays[wrong[0]].dtype}",
+                f"{self._specs[wrong[0]].dtype}, and the first teacher's are {batch.arrays[wrong[0]].dtype}"
             )
         mask = None if self._mask is None else batch.arrays[self._mask]
         first = mask if mask is not None else next(iter(batch.arrays.values()))
@@ -155,8 +150,7 @@ def average_logits(
         logits = other.run(batch)[:count]
         other.check_classes(size, exact=options.vocab_size is None)
         if logits.shape[:-1] != first.shape[:-1]:
-            raise ShdError(
-                "graph-unsupported",
+            raise graph_unsupported(
                 f"{other.who} must give logits for the first teacher's samples and positions, "
                 f"{list(first.shape[:-1])}; got {list(logits.shape[:-1])}: export both with the same head",
                 "CACHE-163",
@@ -177,8 +171,7 @@ def check_teachers(first: Path, options: PrecomputeOptions) -> None:
     """Refuse further teachers that options rule out, before any is loaded."""
     others = options.with_teachers
     if others and options.logits == "none":
-        raise ShdError(
-            "argument-value",
+        raise argument_value(
             f"with_teachers must go with logits, whose mean is stored; got {', '.join(map(str, others))} with logits "
             "'none'",
             "CACHE-163",
@@ -186,10 +179,8 @@ def check_teachers(first: Path, options: PrecomputeOptions) -> None:
     places = [path.resolve() for path in (first, *others)]
     twice = next((path for path, file in zip(others, places[1:], strict=True) if places.count(file) > 1), None)
     if twice is not None:
-        raise ShdError(
-            "argument-value",
-            f"with_teachers must name each teacher once, and not the first; got {twice}",
-            "CACHE-163",
+        raise argument_value(
+            f"with_teachers must name each teacher once, and not the first; got {twice}", "CACHE-163"
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, graph_unsupported
 from shd_ref.teacher.graph.find import AttentionSite
 from shd_ref.teacher.graph.independence import NOT_TOLD, Allowed, Arrays, Trial
 from shd_ref.teacher.opening.model import all_nodes
@@ -105,7 +105,7 @@ def check_samples(
                 if finding.reason is None and finding.note != NOT_TOLD:
                     told.add(name)
                 elif finding.reason is not None and not is_cut:  # only whole samples show what is wrong
-                    raise ShdError("graph-unsupported", _describe(name, sites, targets or {}, finding.reason))
+                    raise graph_unsupported(_describe(name, sites, targets or {}, finding.reason))
         pending = [name for name in pending if name not in told]
         if not pending:
             return

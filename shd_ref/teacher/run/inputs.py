@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache import sample_key, trim_inputs
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, argument_value, inputs_invalid
 from shd_ref.teacher.graph.inputs import SUPPLIED, InputSpec, Supply
 from shd_ref.teacher.sources import Arrays, ArraySource, IndexedSource, Row, Source
 from shd_ref.teacher.sources.source import Spool
@@ -52,7 +52,7 @@ def group_samples(
 def share_shards(num_shards: int, part: int, parts: int) -> range:
     """One of equal parts of a job's shards: neighbours, as they share batches and folders."""
     if not 0 <= part < parts:
-        raise ShdError("argument-value", f"shards must be i/n with 0 <= i < n; got {part}/{parts}: count from 0")
+        raise argument_value(f"shards must be i/n with 0 <= i < n; got {part}/{parts}: count from 0")
     return range(part * num_shards // parts, (part + 1) * num_shards // parts)
 
 
@@ -135,7 +135,7 @@ class ModelInputs:
         first_specs = {name: spec for name, spec in self._specs.items() if name not in self.decoder}
         pairs = [name for name, spec in first_specs.items() if len(spec.shape) == 2]
         if mask is not None and mask not in pairs:
-            raise ShdError("inputs-invalid", f"mask must be one of the graph's (B, L) inputs {pairs}; got {mask!r}")
+            raise inputs_invalid(f"mask must be one of the graph's (B, L) inputs {pairs}; got {mask!r}")
         self.mask = next((name for name in MASK_NAMES if name in pairs), None) if mask is None else mask
         self.ignored = tuple(sorted(set(self._source.columns) - set(self.names)))
         self._sequences = [name for name in self.names if len(self._specs[name].shape) > 1]
@@ -434,11 +434,10 @@ def run_batch(session: Any, names: Sequence[str], batch: Batch) -> dict[str, NDA
         values = session.run(list(names), {name: array for name, array in batch.arrays.items() if name in fed})
     except Exception as error:  # onnxruntime's errors share no base class but Exception
         foreign = "indices element out of data bounds" in str(error)
-        raise ShdError(
-            "inputs-invalid",
+        raise inputs_invalid(
             f"inputs must be what the teacher can run on; samples {list(batch.indices)[:8]} and their batch of "
             f"{len(batch.indices)} failed: {error}"
             + ": an id is outside of the teacher's vocabulary; take the teacher's own tokenizer (--tokenizer)"
-            * foreign,
+            * foreign
         ) from error
     return dict(zip(names, values, strict=True))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from shd_ref.cache.forms.attention import KINDS, KindLayers
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, argument_value, graph_unsupported
 from shd_ref.layers import layer_map
 from shd_ref.teacher.graph.factors import SiteFactors, find_factors
 from shd_ref.teacher.graph.find import AttentionSite, select_sites
@@ -28,15 +28,12 @@ def choose_layers(
     if not options.has_attention:
         return (), None, ()
     if not sites:
-        raise ShdError(
-            "graph-unsupported",
+        raise graph_unsupported(
             "teacher graph must hold an attention site (a softmax whose map multiplies values); found none: "
-            "export the model with eager attention, or store only its logits (--no-attention)",
+            "export the model with eager attention, or store only its logits (--no-attention)"
         )
     if options.sites is not None and options.layer_pairs is not None:
-        raise ShdError(
-            "argument-value", "sites must not be given with layer pairs, which select sites themselves", "LAYER-4"
-        )
+        raise argument_value("sites must not be given with layer pairs, which select sites themselves", "LAYER-4")
     selected = select_sites(sites, options.sites)
     counts: tuple[KindLayers, ...] = ()
     meant = options.num_student_layers
@@ -63,9 +60,7 @@ def choose_layers(
         chosen = tuple((student, selected[teacher]) for student, teacher in layer_map(len(selected), meant))
     for _, site in chosen:
         if not site.supported:
-            raise ShdError(
-                "graph-unsupported", f"{site.label} cannot be squeezed: {site.reason} (or select other sites)"
-            )
+            raise graph_unsupported(f"{site.label} cannot be squeezed: {site.reason} (or select other sites)")
     return chosen, meant, counts
 
 
@@ -116,9 +111,8 @@ def common_heads(layers: Chosen) -> int:
     """H of all layers; 0 without any, refused where they differ."""
     heads = {site.num_heads for _, site in layers}
     if layers and (len(heads) != 1 or None in heads):
-        raise ShdError(
-            "graph-unsupported",
-            f"the layers must share one number of heads, as one plan serves all; got {sorted(map(str, heads))}",
+        raise graph_unsupported(
+            f"the layers must share one number of heads, as one plan serves all; got {sorted(map(str, heads))}"
         )
     return int(heads.pop() or 0) if layers else 0
 
@@ -130,12 +124,11 @@ def check_lengths(layers: Chosen, mask_of_rows: MaskOf, mask_of_keys: MaskOf) ->
         for axis, inputs, mask_of in masks:
             mask = mask_of(site)
             if mask is not None and inputs is not None and mask not in inputs:
-                raise ShdError(
-                    "graph-unsupported",
+                raise graph_unsupported(
                     f"{site.label} must have as many {axis} as {mask} has positions, but tokens are joined to the "
                     "sequence inside the graph (a class token, registers), or it is made shorter: export a wrapper "
                     "whose inputs and mask have a position for each of them, such as a placeholder in front, or "
-                    "select other sites (--sites)",
+                    "select other sites (--sites)"
                 )
 
 
@@ -145,8 +138,7 @@ def choose_stored(
     """Queries and keys of the layers where these are stored; refuse a form or a codec that cannot hold the layers."""
     for _, site in layers:
         if options.is_factored and kinds.kinds and kinds.kind(site) != "encoder":
-            raise ShdError(
-                "graph-unsupported",
+            raise graph_unsupported(
                 f"{site.label} cannot be stored as queries and keys: its rows are those of a decoder with cross "
                 "attention (--form maps)",
                 "CACHE-128",
@@ -156,9 +148,7 @@ def choose_stored(
     for factors in stored:
         reason = factors.reason if factors.scale > 0 or not factors.supported else f"its scale is {factors.scale:g}"
         if reason is not None:
-            raise ShdError(
-                "graph-unsupported",
-                f"{factors.site.label} cannot be stored as queries and keys: {reason} (--form maps)",
-                "CACHE-143",
+            raise graph_unsupported(
+                f"{factors.site.label} cannot be stored as queries and keys: {reason} (--form maps)", "CACHE-143"
             )
     return stored

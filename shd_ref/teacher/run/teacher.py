@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache import Extent, Teacher
-from shd_ref.errors import ShdError
+from shd_ref.errors import graph_unsupported
 from shd_ref.merging.plans import MergePlan, check_counts, merge_plan
 from shd_ref.teacher.graph.find import AttentionSite, find_sites
 from shd_ref.teacher.graph.independence import SEVERAL, SHARED_SCALES, Allowed
@@ -89,7 +89,7 @@ class TeacherRun:
         sites, specs = find_sites(self.model), input_specs(self.model)
         endless = next((site.reason for site in sites if site.reason and TOO_MUCH in site.reason), None)
         if endless is not None:  # also where no attention is asked for
-            raise ShdError("graph-unsupported", endless)
+            raise graph_unsupported(endless)
         self.site_kinds = find_kinds(self.model, sites, specs, run.decoder_mask)
         self.layers, self.num_student_layers, self.kinds = choose_layers(sites, self.site_kinds, options)
         self.targets = self._find_targets(sites)
@@ -175,9 +175,7 @@ class TeacherRun:
         for output, array in values.items():  # which short cuts of the samples may not have shown
             if len(array) != rows:
                 reason = SEVERAL.format(number=len(array) // rows)
-                raise ShdError(
-                    "graph-unsupported", f"what is made of attention ({output}) cannot be stored: {reason}"
-                )
+                raise graph_unsupported(f"what is made of attention ({output}) cannot be stored: {reason}")
         values = {name: array[:count] for name, array in values.items()}  # a fixed batch may have been filled up
         masks = {student: self.query_mask(batch, site) for student, site in self.layers}
         masks = {student: None if mask is None else mask[:count] for student, mask in masks.items()}
@@ -317,8 +315,7 @@ class TeacherRun:
         options = self.options
         own = [site for site in sites if self.site_kinds.kind(site) in (None, "decoder")]
         if options.hidden and self.has_decoder_rows and not (own and self.site_kinds.decoder_inputs):
-            raise ShdError(
-                "graph-unsupported",
+            raise graph_unsupported(
                 "hidden states of a graph with cross attention are those of its decoder, which must have "
                 "self-attention and inputs for its sequence; this graph lacks them: store its attention and logits, "
                 "and run the teacher beside the student (OnlineTeacher) for hidden states",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from shd_ref.errors import ShdError
+from shd_ref.errors import argument_value, inputs_invalid
 from shd_ref.teacher.sources.arrays import Arrays, ArraySource, SafetensorsSource, open_npz
 from shd_ref.teacher.sources.source import IndexedSource, Row, Source
 from shd_ref.teacher.sources.tables import ArrowSource, JsonLinesSource, ParquetSource, open_folder
@@ -47,18 +47,16 @@ def open_source(
     file = Path(path)
     for name, value in (("text_column", text_column), ("max_length", max_length)):
         if tokenizer is None and value is not None:
-            raise ShdError(
-                "argument-value", f"{name} must be given with a tokenizer alone; got {value!r} without one"
-            )
+            raise argument_value(f"{name} must be given with a tokenizer alone; got {value!r} without one")
     try:
         is_folder, exists = file.is_dir(), file.exists()
     except (OSError, ValueError) as error:  # a name too long, or one with NUL
-        raise ShdError("inputs-invalid", f"inputs must be a path; got {str(path)[:80]!r}: {error}") from error
+        raise inputs_invalid(f"inputs must be a path; got {str(path)[:80]!r}: {error}") from error
     if is_folder:
         source = open_folder(file)
     elif file.suffix not in KINDS or not exists:
         rule = "must exist" if file.suffix in KINDS else f"must be a folder or end in one of {', '.join(KINDS)}"
-        raise ShdError("inputs-invalid", f"inputs {rule}; got {path}")
+        raise inputs_invalid(f"inputs {rule}; got {path}")
     else:
         source = KINDS[file.suffix](file)
     return (

@@ -12,7 +12,7 @@ from typing import IO, Any, Final, Literal, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.errors import ShdError
+from shd_ref.errors import inputs_invalid
 from shd_ref.teacher.sources.source import IndexedSource, Row, Source, import_package
 
 Arrays: TypeAlias = Mapping[str, NDArray[Any]]
@@ -63,9 +63,7 @@ class SafetensorsSource(IndexedSource):
             self._slices = {column: self._file.get_slice(column) for column in self.columns}
             shapes = {column: piece.get_shape() for column, piece in self._slices.items()}
         except self._errors as error:
-            raise ShdError(
-                "inputs-invalid", f"inputs {path} must be a readable .safetensors file: {error}"
-            ) from error
+            raise inputs_invalid(f"inputs {path} must be a readable .safetensors file: {error}") from error
         self._count = common_length(self, shapes)
 
     def __len__(self) -> int:
@@ -107,8 +105,8 @@ def open_npz(path: Path) -> Source:
             if len(members) < len(archive.infolist()):
                 raise ValueError("two of its arrays have one name")
     except Exception as error:  # zipfile, zlib and numpy's parser of headers raise what they meet
-        raise ShdError(
-            "inputs-invalid", f"inputs {path} must be a readable .npz file of plain arrays (numpy.savez): {error}"
+        raise inputs_invalid(
+            f"inputs {path} must be a readable .npz file of plain arrays (numpy.savez): {error}"
         ) from error
     if any(member.info.compress_type != zipfile.ZIP_STORED for member in members.values()):
         return _CompressedNpz(path, members)
@@ -186,5 +184,5 @@ def _map_member(path: Path, member: _Member) -> NDArray[Any]:
     try:
         mapped: NDArray[Any] = np.memmap(path, member.dtype, "r", start, member.shape, order)
     except (OSError, ValueError) as error:
-        raise ShdError("inputs-invalid", f"inputs {path}: {member.info.filename} ends too early: {error}") from error
+        raise inputs_invalid(f"inputs {path}: {member.info.filename} ends too early: {error}") from error
     return mapped

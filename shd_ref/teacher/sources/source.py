@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache.storage.storage import write_errors
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, inputs_invalid
 
 Row: TypeAlias = dict[str, Any]
 """One sample by column: arrays without a batch axis, or text."""
@@ -50,7 +50,7 @@ class Source(ABC):
 
     def refuse(self, problem: str, index: int | None = None) -> ShdError:
         """The error ``inputs-invalid`` that names this source, and the row."""
-        return ShdError("inputs-invalid", f"inputs {self.name}{'' if index is None else f', row {index}'}: {problem}")
+        return inputs_invalid(f"inputs {self.name}{'' if index is None else f', row {index}'}: {problem}")
 
 
 class IndexedSource(Source):

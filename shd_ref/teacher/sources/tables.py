@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache.storage.documents import MAX_JSON_BYTES, parse_json, read_json
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, inputs_invalid
 from shd_ref.teacher.sources.source import IndexedSource, Row, Source, import_package
 
 
@@ -26,7 +26,7 @@ class JsonLinesSource(Source):
         try:
             first = next(self._objects(), None)
         except OSError as error:
-            raise ShdError("inputs-invalid", f"inputs {path} must be a readable file: {error}") from error
+            raise inputs_invalid(f"inputs {path} must be a readable file: {error}") from error
         if first is None:
             raise self.refuse("must hold at least 1 sample")
         self.columns = tuple(first)
@@ -158,14 +158,12 @@ def open_folder(path: Path) -> Source:
         return ArrowSource([path / name for name in _listed_files(path / STATE_NAME)], str(path))
     splits = sorted(state.parent.name for state in path.glob(f"*/{STATE_NAME}"))
     if splits:
-        raise ShdError("inputs-invalid", f"inputs {path} hold the splits {', '.join(splits)}: name one of them")
+        raise inputs_invalid(f"inputs {path} hold the splits {', '.join(splits)}: name one of them")
     for pattern, kind in (("*.parquet", ParquetSource), ("*.arrow", ArrowSource)):
         files = sorted(path.rglob(pattern))
         if files:
             return kind(files, str(path))
-    raise ShdError(
-        "inputs-invalid", f"inputs {path} must be a data set of save_to_disk, or hold .parquet or .arrow files"
-    )
+    raise inputs_invalid(f"inputs {path} must be a data set of save_to_disk, or hold .parquet or .arrow files")
 
 
 def _listed_files(state: Path) -> list[str]:
@@ -173,7 +171,7 @@ def _listed_files(state: Path) -> list[str]:
     try:
         names = [entry["filename"] for entry in read_json(state)["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ShdError("inputs-invalid", f"inputs {state} must list the files of a data set: {error!r}") from error
+        raise inputs_invalid(f"inputs {state} must list the files of a data set: {error!r}") from error
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
             raise ShdError("path-unsafe", f"{state} must name files of its own folder; got {str(name)[:80]!r}")

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache.storage.documents import read_json
-from shd_ref.errors import ShdError
+from shd_ref.errors import argument_value, inputs_invalid
 from shd_ref.teacher.sources.source import Row, Source, import_package
 
 TOKEN_COLUMNS: Final = ("input_ids", "attention_mask", "token_type_ids")
@@ -45,10 +45,9 @@ class TokenizedSource(Source):
         self._rows = rows
         self._text_column = text_column
         if text_column not in rows.columns:
-            raise ShdError(
-                "inputs-invalid",
+            raise inputs_invalid(
                 f"text_column must be one of {', '.join(rows.columns)}, the columns of {rows.name}; got "
-                f"{text_column!r}: name the one that holds text, or give no tokenizer where none does",
+                f"{text_column!r}: name the one that holds text, or give no tokenizer where none does"
             )
         self.columns = (*TOKEN_COLUMNS, *(name for name in rows.columns if name not in TOKEN_COLUMNS))
         self._tokenizer, self.max_length = _load_tokenizer(tokenizer, max_length)
@@ -159,17 +158,16 @@ def _load_tokenizer(path: Path, max_length: int | None) -> tuple[_Tokenizer, int
         tokenizer = _Tokenizer()
         about, _ = tokenizer.ask(SECONDS, file=str(path / "tokenizer.json" if is_folder else path))
     except (OSError, ValueError) as error:  # a path that no file has
-        raise ShdError("inputs-invalid", f"tokenizer {path} must be a readable tokenizer.json: {error}") from error
+        raise inputs_invalid(f"tokenizer {path} must be a readable tokenizer.json: {error}") from error
     limits = [about["own"], _model_max_length(path / CONFIG_NAME) if is_folder else None]
     limit = min((length for length in limits if length), default=None) if max_length is None else max_length
     if limit is None:
         return tokenizer, None
     added = about["added"]
     if limit <= added:  # the library would then cut nothing at all
-        raise ShdError(
-            "argument-value",
+        raise argument_value(
             f"max_length must be at least {added + 1}, since this tokenizer adds {added} special tokens to every "
-            f"text; got {limit}",
+            f"text; got {limit}"
         )
     if limit != about["own"]:
         tokenizer.ask(SECONDS, limit=limit)
@@ -183,15 +181,14 @@ def _model_max_length(file: Path) -> int | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise ShdError("inputs-invalid", f"{file} must be a readable file: {error}") from error
+        raise inputs_invalid(f"{file} must be a readable file: {error}") from error
     except (ValueError, AttributeError) as error:
-        raise ShdError("inputs-invalid", f"{file} must hold a JSON object: {error}") from error
+        raise inputs_invalid(f"{file} must hold a JSON object: {error}") from error
     if length is None or (isinstance(length, int | float) and length >= _UNLIMITED):
         return None
     if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-        raise ShdError(
-            "inputs-invalid",
+        raise inputs_invalid(
             f"model_max_length of {file} must be an integer from 1; got {str(length)[:80]}: correct it, or give the "
-            "tokenizer.json itself",
+            "tokenizer.json itself"
         )
     return length

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache.documents.manifest import sample_order
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, argument_value, graph_unsupported, inputs_invalid
 from shd_ref.merging.alpha import ALPHA_PER, check_option
 from shd_ref.merging.matching import MATCHED_BY
 from shd_ref.merging.mixing import STRATEGIES
@@ -148,10 +148,9 @@ class _FidelityTest:
         self.sites = tuple(site for site in sites if site.supported)
         self.skipped = tuple(f"{site.name}: {site.reason}" for site in sites if not site.supported)
         if not self.sites:
-            raise ShdError(
-                "graph-unsupported",
+            raise graph_unsupported(
                 f"teacher graph {teacher} must hold an attention site that can be squeezed; found "
-                f"{'; '.join(self.skipped) or 'none'}: see shd inspect {teacher}",
+                f"{'; '.join(self.skipped) or 'none'}: see shd inspect {teacher}"
             )
         self.output = _choose_output(self.model, options.graph_output)
         source = inputs if isinstance(inputs, Source) else ArraySource(inputs)
@@ -299,10 +298,9 @@ class Targets:
         for number, index in enumerate(batch.indices):
             target = self.by_sample[index]
             if target.ndim != targets.ndim - 1:
-                raise ShdError(
-                    "inputs-invalid",
+                raise inputs_invalid(
                     f"targets {self.name!r} must hold a class for every row {logits.shape[:-1]} of the output; got "
-                    f"{target.shape} a sample: choose another --output, or other targets",
+                    f"{target.shape} a sample: choose another --output, or other targets"
                 )
             if target.ndim:
                 targets[number, : len(target)] = target[: targets.shape[-1]]  # the rest is padding
@@ -313,9 +311,8 @@ class Targets:
         if self.next_token:
             targets = np.concatenate([targets[:, 1:], np.full_like(targets[:, :1], -1)], axis=1)
         if targets.max(initial=-1) >= logits.shape[-1]:
-            raise ShdError(
-                "inputs-invalid",
-                f"targets {self.name!r} must be below the output's {logits.shape[-1]} classes; got {targets.max()}",
+            raise inputs_invalid(
+                f"targets {self.name!r} must be below the output's {logits.shape[-1]} classes; got {targets.max()}"
             )
         return targets
 
@@ -410,9 +407,8 @@ def _choose_output(model: onnx.ModelProto, name: str | None) -> str:
     floats = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE)
     names = [value.name for value in model.graph.output if value.type.tensor_type.elem_type in floats]
     if not names or name not in (None, *names):
-        raise ShdError(
-            "argument-value",
+        raise argument_value(
             f"graph_output must be one of the graph's floating-point outputs {', '.join(names) or '(it has none)'}; "
-            f"got {name!r}",
+            f"got {name!r}"
         )
     return name or names[0]

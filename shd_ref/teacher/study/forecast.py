@@ -20,7 +20,7 @@ from shd_ref.cache.codecs.compression import compress_blob
 from shd_ref.cache.forms.form import F32, Form
 from shd_ref.errors import ShdError
 from shd_ref.teacher.options import CODECS_OF, NO_FORM, PlanOptions, PrecomputeOptions, RunOptions
-from shd_ref.teacher.precompute.forms.maker import describe_forms, make_records, measure_errors
+from shd_ref.teacher.precompute.forms import describe_forms, make_records, measure_errors
 from shd_ref.teacher.run.inputs import Batch, run_batch
 from shd_ref.teacher.run.outputs import StudentOutputs, find_faults
 from shd_ref.teacher.run.teacher import TeacherRun

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from shd_ref.cache import AveragedTeacher, CacheReader, Teacher
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, argument_value
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.opening.model import hash_teacher
 from shd_ref.teacher.options import NO_FORM, PrecomputeOptions, RunOptions
-from shd_ref.teacher.precompute.forms.maker import maker_of
+from shd_ref.teacher.precompute.forms import maker_of
 from shd_ref.teacher.run.teacher import TeacherRun
 from shd_ref.teacher.sources import Arrays, Source
 
@@ -114,8 +114,7 @@ def _check_teachers(reader: CacheReader, teachers: Sequence[str | Path], *, has_
     manifest = reader.manifest
     averaged = manifest.logits.with_teachers if has_targets and manifest.logits is not None else ()
     if len(averaged) != len(teachers) - 1:
-        raise ShdError(
-            "argument-value",
+        raise argument_value(
             "with_teachers must be the further teachers whose logits were averaged, "
             f"{', '.join(repr(teacher.name) for teacher in averaged) or 'none'}, in this order; got "
             f"{', '.join(map(str, teachers[1:])) or 'none'}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
-from shd_ref.errors import ShdError
+from shd_ref.errors import graph_invalid
 from shd_ref.teacher.graph.inputs import InputSpec
 from shd_ref.teacher.graph.nodes import constant_of, int_attribute, is_constant
 from shd_ref.teacher.opening.operators import (
@@ -72,7 +72,7 @@ def operands(product: ir.Node) -> tuple[ir.Value, ir.Value]:
     places = (0, 3) if product.op_type == "QLinearMatMul" else (0, 1)
     left, right = (product.inputs[number] if number < len(product.inputs) else None for number in places)
     if left is None or right is None:
-        raise ShdError("graph-invalid", f"node {product.name!r} ({product.op_type}) lacks an operand")
+        raise graph_invalid(f"node {product.name!r} ({product.op_type}) lacks an operand")
     return left, right
 
 

@@ -35,7 +35,7 @@ from shd_ref.errors import ShdError
 from shd_ref.merging.mixing import compose_mixing
 from shd_ref.merging.plans import merge_plan
 from shd_ref.teacher.options import MATCHED, NO_FORM, PrecomputeOptions, RunOptions
-from shd_ref.teacher.precompute.forms.maker import Maker, tolerance_of
+from shd_ref.teacher.precompute.forms import Maker, tolerance_of
 from shd_ref.teacher.run.outputs import LayerOutputs, SampleOutputs, StudentOutputs
 from shd_ref.teacher.run.teacher import TeacherRun
 

@@ -23,9 +23,9 @@ from shd_ref.cache import (
     row_bounds,
 )
 from shd_ref.cache.forms.attention import blob_name
-from shd_ref.errors import ShdError
+from shd_ref.errors import graph_unsupported, inputs_invalid
+from shd_ref.teacher.precompute.forms import tolerance_of
 from shd_ref.teacher.precompute.forms.attention import AttentionMaker
-from shd_ref.teacher.precompute.forms.maker import tolerance_of
 from shd_ref.teacher.run.outputs import LayerOutputs, SampleOutputs, StudentOutputs
 from shd_ref.teacher.run.teacher import TeacherRun
 
@@ -97,8 +97,7 @@ def _cut(layer: LayerOutputs, extent: Extent) -> tuple[NDArray[np.float32], NDAr
 def _check_sample(sample: SampleOutputs, support: str, windows: Sequence[int | None]) -> None:
     mask = sample.layers[0].row_mask
     if mask is not None and not mask[sample.extent.first : sample.extent.length].all():
-        raise ShdError(
-            "inputs-invalid",
+        raise inputs_invalid(
             f"sample {sample.index} must have its positions in one run to be stored as queries and keys; got padding "
             "between them: pad in front or behind, or use --form maps",
             "CACHE-145",
@@ -116,8 +115,7 @@ def _compare_maps(layer: LayerOutputs, extent: Extent, scale: float, support: st
         difference = float(np.maximum(difference, (0.5 * np.abs(made, out=made).sum(axis=-1)).max()))
     limit = tolerance_of("factored", site.dtype or "float32")
     if not difference <= limit:
-        raise ShdError(
-            "graph-unsupported",
+        raise graph_unsupported(
             f"attention site {site.layer} ({site.name}) must have the maps that its queries and keys "
             f"make, within a total variation of {limit:g}; got {difference:.3g}: something else takes part, such "
             "as a bias; use --form maps",
@@ -157,8 +155,7 @@ def check_mask(sample: SampleOutputs, support: str, windows: Sequence[int | None
         if len(wrong):
             head, row = (int(index) for index in wrong[0])
             seen, limits = actual[head, row].tolist(), expected[row].tolist()
-            raise ShdError(
-                "graph-unsupported",
+            raise graph_unsupported(
                 f"attention site {layer.site.layer} ({layer.site.name}) must let a row see the keys that causality "
                 f"and a window say, {limits[2]} from {limits[0]} to {limits[1]} for row {first + row} "
                 f"({support}, window {window}); got {seen[2]} from {seen[0]} to {seen[1]} in head "

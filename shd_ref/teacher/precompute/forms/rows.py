@@ -25,9 +25,9 @@ from shd_ref.cache import (
 from shd_ref.cache.codecs.distortion import merge_errors
 from shd_ref.cache.codecs.logits import entropy_moves
 from shd_ref.cache.forms.rows import Rows
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, argument_value, graph_unsupported
 from shd_ref.teacher.options import PrecomputeOptions, RunOptions
-from shd_ref.teacher.precompute.forms.maker import Maker, tolerance_of
+from shd_ref.teacher.precompute.forms import Maker, tolerance_of
 from shd_ref.teacher.run.averaged import naming
 from shd_ref.teacher.run.outputs import SampleOutputs, StudentOutputs
 from shd_ref.teacher.run.teacher import TeacherRun
@@ -101,8 +101,7 @@ class LogitsMaker(RowsMaker[Logits]):
         if logits.ndim == 3:
             _check_rows(work, outputs, "logits", logits)
         elif logits.ndim != 2:
-            raise ShdError(
-                "graph-unsupported",
+            raise graph_unsupported(
                 f"logits must be (samples, positions, classes) or (samples, classes); got {logits.ndim} axes in "
                 f"{name}: name another output (--logits-output)",
                 "CACHE-160",
@@ -110,9 +109,7 @@ class LogitsMaker(RowsMaker[Logits]):
         columns = work.logit_columns or logits.shape[-1]  # a mean of several is cut already
         size = columns if options.vocab_size is None else options.vocab_size
         if size > columns:
-            raise ShdError(
-                "argument-value", f"vocab_size must be at most {columns}, the columns of {name}; got {size}", "KD-7"
-            )
+            raise argument_value(f"vocab_size must be at most {columns}, the columns of {name}; got {size}", "KD-7")
         common: dict[str, Any] = {
             "codec": options.logits,
             "rows": "sample" if logits.ndim == 2 else "decoder" if work.has_decoder_rows else "positions",
@@ -193,8 +190,7 @@ class HiddenMaker(RowsMaker[Hidden]):
         for layer, tensor in work.targets.hidden:
             states = outputs.targets.hidden[layer]
             if states.ndim != 3:
-                raise ShdError(
-                    "graph-unsupported",
+                raise graph_unsupported(
                     f"hidden state {layer} must be (samples, positions, width); got {states.ndim} axes in {tensor}: "
                     "ask for other layers",
                     "CACHE-160",
@@ -258,8 +254,7 @@ def _check_rows(work: TeacherRun, outputs: StudentOutputs, what: str, rows: NDAr
     if not positions:
         return  # nothing else says how many there are
     if rows.shape[1] != positions:
-        raise ShdError(
-            "graph-unsupported",
+        raise graph_unsupported(
             f"{what} must have a row for each of {positions} positions of the sequence; got {rows.shape[1]}: "
             "export the model with all positions (as of a decoder without a number of logits to keep)",
             "CACHE-160",
