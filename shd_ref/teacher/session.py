@@ -11,7 +11,7 @@ from typing import Any, Final
 from numpy.typing import NDArray
 
 from shd_ref.cache.storage.documents import MAX_INTEGER
-from shd_ref.errors import ShdError, argument_value, graph_invalid
+from shd_ref.errors import ShdError, argument_value, graph_invalid, import_package
 from shd_ref.teacher.opening.model import Weights, data_folder, find_taken, put_back
 from shd_ref.teacher.options import RunOptions
 from shd_ref.teacher.packages import onnx
@@ -25,12 +25,8 @@ MAX_THREADS: Final = 1024
 
 def check_session(provider: str, num_threads: int | None = None) -> str:
     """Refuse what no session can be opened with, before there is a model; onnxruntime's name of the provider."""
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise ShdError(
-            "dependency-missing", "running a teacher needs onnxruntime: pip install 'squeezing-heads[teacher]'"
-        ) from error
+    remedy = "running a teacher needs onnxruntime: pip install 'squeezing-heads[teacher]'"
+    onnxruntime = import_package("onnxruntime", remedy)
     name = PROVIDERS.get(provider, provider)
     if name not in onnxruntime.get_available_providers():
         raise ShdError("provider-unavailable", _remedy(name, onnxruntime.get_available_providers()))

@@ -28,34 +28,27 @@ _LARGEST_WEIGHT: Final = 1e15
 
 @dataclass(frozen=True)
 class AttentionSite:
-    """One attention block of a teacher graph.
+    """One attention block of a teacher graph, with H heads.
 
     Attributes:
-        layer: position among the graph's attention sites, from 0.
-        name: name of the softmax (or fused operator) node, made unique.
+        layer, name: position among the sites, from 0; name of the softmax (or fused operator) node, made unique.
         op_type: ``"Softmax"``, ``"Div"`` or ``"Exp"`` for one written out, or the fused operator.
-        logits: name of what the softmax reads; empty where ``supported`` is False, or the map is not a softmax of it.
-        probs: name of the map's tensor; empty where ``supported`` is False and no map exists.
-        values: name of V's tensor, as the product consumes it; empty where ``probs`` is.
+        logits, probs, values: names of what the softmax reads, of the map, and of V as the product consumes it; empty
+            where ``supported`` is False and none exists.
         layout: how the map's and V's leading axes hold samples and heads; None where unknown.
-        num_heads: H.
         num_kv_heads: value heads before they are repeated for grouped queries.
         shared_values: V has a single head, which the product broadcasts to all.
         joined_values: every head reads the values of all, side by side, since maps are mixed among heads after the
             softmax by a constant (talking heads); the constant is part of W_o, and maps are those of the softmax.
-        d_k: width of a query head.
-        d_v: width of a value head, or of all of them where they are joined.
-        d_model: D, columns of W_o.
+        d_k, d_v, d_model: widths of a query head, of a value head (or of all, joined), and D, columns of W_o.
         dtype: of the map, such as ``"float32"``; None where shape inference does not tell.
         cross: True where queries and keys come from different tensors; None where undecided.
         row_sums: ``"one"``, or ``"at_most_one"`` where attention sinks take part of a row's mass (MAP-9).
         output_projection: W_o ``(H * d_v, D)``, rows in head order, float32 or float64.
-        supported: whether ``squeeze_graph`` can squeeze this site.
-        reason: why not, and what to do about it.
+        supported, reason: whether ``squeeze_graph`` can squeeze this site; why not, and what to do about it.
         note: of a supported site, what a probe run could not show: that its maps are those of single samples.
-        row_inputs: of a supported site, the graph's inputs with a position for every row of the map; None where no
-            probe run told.
-        key_inputs: the inputs with a position for every column; None where no probe run told.
+        row_inputs, key_inputs: of a supported site, the graph's inputs with a position for every row, and for every
+            column of the map; None where no probe run told.
     """
 
     layer: int
@@ -94,17 +87,14 @@ class AttentionSite:
 
 
 def find_sites(model: onnx.ModelProto) -> tuple[AttentionSite, ...]:
-    """Every attention site of a graph, in the order in which data flows; nothing is changed.
+    """Every attention site of a graph, in the order in which data flows; an unsupported one has its ``reason``.
 
     Shapes come from ONNX shape inference; where that leaves the heads undecided, one probe run with tiny inputs
     measures them. A few more such runs show that the maps are those of single samples. A softmax that never meets a
     product (a classifier's, a router's) is not a site.
 
     Args:
-        model: a graph without local functions, see ``load_teacher``.
-
-    Returns:
-        All sites, supported or not: an unsupported one has its ``reason``.
+        model: a graph without local functions, see ``load_teacher``; not changed.
 
     Raises:
         ShdError: ``graph-invalid`` for a graph that is not well formed.

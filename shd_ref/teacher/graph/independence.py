@@ -85,13 +85,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class Allowed:
-    """How far maps of a sample may move when others of its batch change.
-
-    Attributes:
-        share: of the distance to another sample's maps, for rounding.
-        least: distance of two samples that tells them apart.
-        rounding: of maps as such.
-        same_samples: the others may only change places, as dynamic quantisation takes its scales from all of them.
+    """How far maps of a sample may move when others of its batch change: by a ``share`` of the distance to another's
+    maps (``least``, if that tells them apart), for ``rounding``. ``same_samples``: the others may only change places.
     """
 
     share: float

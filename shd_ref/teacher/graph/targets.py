@@ -61,10 +61,8 @@ def find_targets(
     """The tensors of a graph that hold the logits and the chosen hidden states.
 
     Args:
-        model: the teacher, from ``load_teacher``.
         sites: all its attention sites, from ``find_sites``; of an encoder-decoder the decoder's self-attention.
-        logits: whether logits are asked for.
-        output: the graph output that holds them; by default ``logits``, or the only output that can.
+        output: the graph output that holds the logits; by default ``logits``, or the only output that can.
         hidden: layers, 0 to the number of sites.
         of_decoder: whether the sites are a decoder's, beside an encoder.
     """

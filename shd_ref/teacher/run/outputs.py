@@ -165,13 +165,8 @@ class StudentOutputs:
 
 @dataclass(frozen=True)
 class Fault:
-    """Where a teacher first went wrong on a sample.
-
-    Attributes:
-        student_layer: whose supervision it is; None where it is of all.
-        site: the teacher's attention; empty where that is finite.
-        head: the teacher's, or None where its maps and values are finite and what is made of them is not.
-        target: what is not finite where the attention is: the logits, or a hidden state.
+    """Where a teacher first went wrong on a sample: at a head of a site, in what is made of its maps (no head), or in
+    a ``target``, the logits or a hidden state, where the attention is finite (no site, and no student layer).
     """
 
     index: int

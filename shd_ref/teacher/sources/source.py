@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import tempfile
 import weakref
@@ -15,6 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from shd_ref import errors
 from shd_ref.cache.storage.storage import write_errors
 from shd_ref.errors import ShdError, inputs_invalid
 
@@ -67,13 +67,8 @@ class IndexedSource(Source):
 
 def import_package(name: str) -> Any:
     """An optional module of the extra ``inputs``."""
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise ShdError(
-            "dependency-missing",
-            f"reading these inputs needs the package {name.split('.')[0]}: pip install 'squeezing-heads[inputs]'",
-        ) from error
+    remedy = f"reading these inputs needs the package {name.split('.')[0]}: pip install 'squeezing-heads[inputs]'"
+    return errors.import_package(name, remedy)
 
 
 class Spool:

@@ -117,8 +117,7 @@ class TrainingMemory:
 
     Attributes:
         is_assumed: whether ``student_parameters`` is only the teacher's number, as none was given.
-        student, optimizer: weights; gradients and both moments.
-        records: of the batch, each as large as the longest, ``length`` positions.
+        optimizer, records: gradients and both moments; of the batch, each as large as the longest.
         term: of SHD: gradients of queries and keys of all taught layers, and one layer's work; about.
         teacher: of a live one instead of ``records``: weights, and its queries and keys of the batch.
     """

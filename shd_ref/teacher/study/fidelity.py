@@ -56,10 +56,7 @@ def measure_fidelity(
     """Run a teacher with its attention squeezed in every layer at once, for every setting.
 
     Args:
-        teacher: an ``.onnx`` file.
-        inputs: model inputs: a source (``open_source``), or arrays by graph input name with first axis N; and the
-            targets.
-        options: what to try.
+        inputs: model inputs and targets: a source (``open_source``), or arrays by graph input name with first axis N.
         run: how to run it; ``samples_per_shard`` plays no part.
         on_progress: called after every batch, with batches done and in all.
 

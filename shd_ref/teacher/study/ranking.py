@@ -55,14 +55,12 @@ class Fidelity:
     Attributes:
         output_error: relative error of the output over counted rows.
         cosine_distance: mean over samples of 1 - cosine of the output (of its mean over counted rows).
-        attention_error: mean over sites of the relative error of the attention output, drift from earlier layers
-            included.
-        merge_error: the same without drift: against the unmerged maps of the squeezed teacher itself (MIX-8).
+        attention_error, merge_error: mean over sites of the relative error of the attention output, with drift from
+            earlier layers, and without: against the unmerged maps of the squeezed teacher itself (MIX-8).
         loss: mean cross entropy on the targets; None without targets.
         margin: half of the interval of ``cost`` over samples; None of a single sample.
-        excess: by how much ``cost`` is above that of the best of these student heads.
-        excess_margin: half of the interval of ``excess``, on the same samples; all of a number of heads hold at once.
-        plans: the rounds of every site.
+        excess, excess_margin: by how much ``cost`` is above the best of these student heads, and half of its
+            interval on the same samples; all of a number of heads hold at once.
     """
 
     setting: Setting
@@ -103,18 +101,13 @@ def rank_costs(costs: Sequence[float]) -> list[int]:
 
 @dataclass(frozen=True)
 class FidelityReport:
-    """All settings, best first.
-
-    Intervals are of ``intervals.CONFIDENCE``, by Student's t over samples.
+    """All settings, best first, with intervals by Student's t over samples (``intervals.CONFIDENCE``).
 
     Attributes:
-        output: what was compared.
-        sites: names of the attention sites that were squeezed.
+        output, sites: what was compared, and the attention sites that were squeezed.
         skipped: ``name: reason`` of those that were not.
-        samples: how many were run.
-        held_out: whether none of them is one that plans were matched on.
+        held_out: whether none of the samples is one that plans were matched on.
         loss: the teacher's own, unsqueezed; None without targets.
-        results: by ``Fidelity.cost``.
     """
 
     output: str
