@@ -98,10 +98,7 @@ class OnnxAdapter:
     onnxruntime. Models are built once for each set of options, number of heads and width.
 
     Args:
-        backend: one of ``BACKENDS``.
-
-    Raises:
-        ShdError: ``argument-value`` for another backend.
+        backend: one of ``BACKENDS``; ``argument-value`` for another.
     """
 
     def __init__(self, backend: str = "onnxruntime") -> None:
@@ -124,7 +121,10 @@ class OnnxAdapter:
         call = make_call(**inputs)
         key = call.rule, "query_mask" in call.feeds, dtype  # a model's batch size and lengths are free
         if key not in self._runs:
-            self._runs[key] = open_backend(call.build_model(dtype=dtype), self.backend)
+            model, is_runtime = call.build_model(dtype=dtype), self.backend == "onnxruntime"
+            session = open_session(model, num_threads=1) if is_runtime else onnx.reference.ReferenceEvaluator(model)
+            names = [output.name for output in model.graph.output]
+            self._runs[key] = lambda feeds: dict(zip(names, session.run(names, feeds), strict=True))
         outputs = self._runs[key](call.feeds)
         return {
             "probs": outputs["probs"],
@@ -162,14 +162,6 @@ class OnnxAdapter:
         )
         alpha: NDArray[Any] = squeezed["alphas"][0][:, 0]
         return alpha
-
-
-def open_backend(model: onnx.ModelProto, backend: str) -> _Run:
-    """A model ready to run in a backend of ``BACKENDS``: feeds by name to outputs by name."""
-    names = [output.name for output in model.graph.output]
-    is_runtime = backend == "onnxruntime"
-    session = open_session(model, num_threads=1) if is_runtime else onnx.reference.ReferenceEvaluator(model)
-    return lambda feeds: dict(zip(names, session.run(names, feeds), strict=True))
 
 
 def _check_arrays(

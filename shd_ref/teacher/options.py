@@ -45,10 +45,8 @@ PLANS: Final = (*PLAN_KINDS, MATCHED)
 
 @dataclass(frozen=True)
 class Shown:
-    """How a command shows a field, without ``panel`` among the everyday options; ``shd_ref.commands.derive`` reads
-    it.
-
-    ``needs`` names the field without which this one means nothing, or ``field=value|value``.
+    """How a command shows a field; ``needs`` another one, or ``field=value|value``, without which it means
+    nothing.
     """
 
     help: str

@@ -201,18 +201,12 @@ class Trial:
 
     def _keeps_samples(self, first: Maps, second: Maps, places: Sequence[int]) -> bool:
         """Whether maps of samples 0 and 1 are the same in both runs; ``places`` says which the second run has."""
-        return all(
-            self._are_close(first[sample], maps, first[1 - sample])
-            for sample, maps in zip(places, second, strict=True)
-            if sample < 2
-        )
-
-    def _are_close(self, expected: Maps, maps: Maps, other: Maps) -> bool:
-        if not expected.shape == maps.shape == other.shape:
+        if first.shape[1:] != second.shape[1:]:
             return False
-        apart = _distance(expected, other)
+        apart = _distance(first[0], first[1])
         limit = self._allowed.share * apart if apart > self._allowed.least else self._allowed.rounding
-        return _distance(expected, maps) <= limit
+        compared = ((first[sample], maps) for sample, maps in zip(places, second, strict=True) if sample < 2)
+        return all(_distance(expected, maps) <= limit for expected, maps in compared)
 
     def _choose_places(self, samples: int, grows: bool) -> Sequence[int]:
         if self._allowed.same_samples:

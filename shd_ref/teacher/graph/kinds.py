@@ -22,7 +22,6 @@ class SiteKinds:
     Attributes:
         kinds: ``"encoder"``, ``"decoder"`` or ``"cross"`` by site number; empty for a graph without cross attention.
         own_keys: cross sites whose keys the decoder makes (such as a latent array's reader): no mask counts them.
-        decoder_inputs: the graph's inputs of the decoder's sequence, sorted; ``decoder_mask`` is one or None.
     """
 
     kinds: Mapping[int, str]

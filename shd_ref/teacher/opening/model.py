@@ -168,11 +168,7 @@ def load_external_data(model: onnx.ModelProto, file: Path, *, everything: bool) 
 
 
 def hash_teacher(path: str | Path) -> str:
-    """SHA-256 of a model file, continued over the SHA-256 of each of its external data files in order of their names.
-
-    The file must have passed ``load_teacher``, which refuses external data outside its folder. Every tensor counts,
-    wherever it is: a weight in a ``Constant`` node, a body or a local function is a weight.
-    """
+    """SHA-256 of a model file that ``load_teacher`` passed, continued over that of each of its data files by name."""
     file = Path(path)
     digest = hashlib.sha256(file.read_bytes())
     model = onnx.load(file, load_external_data=False)

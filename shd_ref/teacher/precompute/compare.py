@@ -57,11 +57,9 @@ class Comparison:
 def compare_with_reference(
     squeezed: SqueezedGraph, outputs: Mapping[str, NDArray[Any]], *, query_mask: QueryMask = None
 ) -> Comparison:
-    """Judge a run of a graph made with ``check_outputs=True`` by the float64 reference.
+    """Judge the outputs by name of a graph made with ``check_outputs=True`` by the float64 reference.
 
     Args:
-        squeezed: the graph that was run.
-        outputs: its outputs by name, from one run.
         query_mask: boolean ``(B, L)``, what was fed to ``row_mask_input``; or that of each layer, by student layer.
 
     Raises:

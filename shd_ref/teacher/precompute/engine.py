@@ -76,11 +76,11 @@ def precompute(
     on_progress: OnProgress | None = None,
     on_read: OnRead | None = None,
 ) -> list[PrecomputeSummary]:
-    """Squeeze a teacher's attention over a data set into caches, one for each student.
+    """Squeeze a teacher's attention over a data set into caches, one for each student; a summary of each, in order.
 
-    The first batch is also squeezed by the NumPy reference; a difference above tolerance refuses the whole run
-    before anything is written. Stopping it at any moment loses at most the shards in progress: the same call
-    goes on where it stopped, in the same batches.
+    The first batch is also squeezed by the NumPy reference; a difference above tolerance refuses the whole run before
+    anything is written. Stopping it at any moment loses at most the shards in progress: the same call goes on where
+    it stopped, in the same batches.
 
     Args:
         teacher: an ``.onnx`` file.
@@ -88,13 +88,7 @@ def precompute(
             opens them; columns that the graph does not take are ignored.
         students: of each the cache, a folder or an address such as ``s3://bucket/cache``, new or with the same job
             begun; and what to make of the teacher, see ``students_of``.
-        run: how to run it.
-        engine: what runs it.
-        on_progress: called after every batch and shard.
-        on_read: called with samples read and in all, while the inputs are read for their keys and lengths.
-
-    Returns:
-        A summary of each student's cache, in their order.
+        on_progress, on_read: called after every batch and shard; and while the inputs are read for keys and lengths.
 
     Raises:
         ShdError: as ``TeacherRun``; ``graph-mismatch`` (in-graph squeeze against the reference), ``cache-mismatch``
@@ -365,11 +359,7 @@ class _StudentCache:
         check_again: Callable[[tuple[int, ...]], tuple[StudentOutputs, ...]],
         progress: _Progress,
     ) -> int:
-        """Take what ``make`` made of a batch, and commit the shards that are full; how many samples were taken.
-
-        ``outputs`` are of the first batch of a shard, whose errors are measured, with ``check_again`` where they lack
-        checks.
-        """
+        """Take what ``make`` made of a batch, and commit full shards; how many samples were taken."""
         inputs, taken = self._work.inputs, 0
         for shard, records in made.records.items():
             pending = self.pending[shard]

@@ -48,14 +48,8 @@ class RayEngine:
 
     Teacher and caches must have the same path or address on all machines; inputs are given as what opens them, and
     every actor reads them once for keys and lengths. An actor takes ``num_threads`` CPUs (1 by default), and one GPU
-    for provider ``cuda``. Progress is reported after every block of shards, reading only in this process.
-
-    Attributes:
-        workers: actors; None: as many as the cluster has room for.
-
-    Raises:
-        ShdError: when called, as ``precompute``, also what an actor raised; ``argument-value`` where the cluster has
-            no room; ``dependency-missing``.
+    for provider ``cuda``. There are ``workers`` of them; None: as many as the cluster has room for. What an actor
+    raised is raised here, and progress is reported after every block of shards, reading only in this process.
     """
 
     workers: int | None = None

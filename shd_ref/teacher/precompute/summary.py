@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from shd_ref.cache import Attention, Errors, Manifest, Receipt, list_cache
 from shd_ref.cache.shards import ShardFile
 from shd_ref.cache.storage.places import is_address, open_storage
-from shd_ref.cache.storage.storage import Storage
 from shd_ref.teacher.precompute.compare import Comparison
 
 MAX_ALPHAS: Final = 2**20
@@ -64,7 +63,10 @@ def summarise(folder: str | os.PathLike[str], manifest: Manifest, **told: Any) -
     alphas: list[NDArray[np.float32]] = []
     for shard in listing.written:
         if sum(map(len, alphas)) < MAX_ALPHAS:
-            alphas.append(_read_alphas(storage, Receipt.read(storage, shard, manifest), manifest))
+            file, parts = ShardFile(storage, shard), Receipt.read(storage, shard, manifest).stored_parts(manifest)
+            alphas += [
+                file.read(blob.start, blob.end).view("<f4") for _, part, blob in parts if part.name == "alphas"
+            ]
     values = np.concatenate([*alphas, np.empty(0, np.float32)])
     attention = manifest.find(Attention)
     solved = attention is not None and attention.strategy == "shd"
@@ -80,10 +82,3 @@ def summarise(folder: str | os.PathLike[str], manifest: Manifest, **told: Any) -
         errors=listing.errors,
         **told,
     )
-
-
-def _read_alphas(storage: Storage, receipt: Receipt, manifest: Manifest) -> NDArray[np.float32]:
-    file = ShardFile(storage, receipt.shard)
-    places = (blob for _, part, blob in receipt.stored_parts(manifest) if part.name == "alphas")
-    blobs = [file.read(blob.start, blob.end) for blob in places]
-    return np.concatenate([blob.view("<f4") for blob in blobs] or [np.empty(0, np.float32)])

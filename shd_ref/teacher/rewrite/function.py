@@ -1,8 +1,7 @@
-"""One merge plan as an ONNX function, the quantiser at its end.
+"""One merge plan as an ONNX function of standard operators, the quantiser at its end.
 
-The function uses standard operators only, so onnxruntime inlines it and ``onnx.reference`` runs it too. No value
-output X is ever formed D wide: with ``P_i = A_i [V_p | V_q]`` and the constant Gram matrix ``G`` of the pair's rows
-of W_o, ``|| A_i (X_p + X_q) ||^2`` is the sum of ``(P_i G) * P_i``.
+No value output X is formed D wide: with ``P_i = A_i [V_p | V_q]`` and the Gram matrix ``G`` of the pair's rows of
+W_o, ``|| A_i (X_p + X_q) ||^2`` is the sum of ``(P_i G) * P_i``.
 """
 
 from __future__ import annotations
@@ -137,10 +136,7 @@ def membership_of(groups: Sequence[Sequence[int]], num_heads: int) -> Array32:
 
 
 def _mix(body: Body, maps: str, mixing: Array32 | None, weights: str | None, alpha_per: str) -> str:
-    """``sum_t mixing[n, t] weights[t] A_t``: maps ``(B, n, L, S)``; without mixing the maps as they are.
-
-    Weights are ``(B, H_t, 1)``, or ``(B, H_t, L)`` per row; None for ones.
-    """
+    """``sum_t mixing[n, t] weights[t] A_t`` ``(B, n, L, S)``; weights ``(B, H_t, 1)``, ``(B, H_t, L)`` or ones."""
     if mixing is None:
         return maps
     num_maps = len(mixing)
@@ -159,10 +155,7 @@ def _mix(body: Body, maps: str, mixing: Array32 | None, weights: str | None, alp
 
 
 def _diagonal_blocks(mixing: Array32) -> Array32:
-    """A mixing ``(n, H_t)`` as ``(n, 1, H_t / n)`` where neighbours of equal number mix, else ``(1, n, H_t)``.
-
-    Vectors times blocks are about a third faster than one product with a mostly empty matrix.
-    """
+    """A mixing as ``(n, 1, H_t / n)`` where neighbours mix, a third faster, else ``(1, n, H_t)``."""
     num_maps, num_heads = mixing.shape
     if num_heads % num_maps == 0:
         by_block = mixing.reshape(num_maps, num_maps, -1)

@@ -29,10 +29,7 @@ _DATA_FOLDER: Final = "squeezing_heads.data_folder"
 
 @dataclass(frozen=True)
 class Linearized:
-    """A graph with merged layers, whose large weights stay in the teacher's files until it is saved.
-
-    ``sizes`` are, for each changed layer, channels read, neurons that were there, and channels given.
-    """
+    """A graph with merged layers; of each channels read, neurons that were there, channels given (``sizes``)."""
 
     model: ir.Model
     sizes: dict[int, tuple[int, int, int]]

@@ -48,7 +48,6 @@ class SqueezedGraph:
     """A teacher that outputs squeezed supervision and nothing else.
 
     Attributes:
-        model: the graph.
         layers: its outputs for each student layer.
         check_outputs: whether it also outputs what the reference needs.
         targets: float32 outputs beside the attention: logits and hidden states.

@@ -29,10 +29,10 @@ def group_samples(
     batch_tokens: int | None = None,
     equal: NDArray[np.int64] | None = None,
 ) -> Iterator[tuple[int, ...]]:
-    """Batches of samples by descending length, as an inference arena grows to its largest batch and never shrinks.
+    """Batches of samples, longest first, as an inference arena grows to its largest batch and never shrinks.
 
-    ``batch_tokens`` bounds samples times the longest in place of ``batch_size``; only samples whose row of ``equal``
-    ``(N, k)`` is the same run together, because nothing may be padded.
+    ``batch_tokens`` bounds samples times the longest of them; samples whose rows of ``equal`` ``(N, k)`` differ run
+    apart.
     """
     chosen = np.fromiter(indices, dtype=np.int64)
     columns = [] if equal is None else [-equal[chosen, column] for column in reversed(range(equal.shape[1]))]
@@ -72,8 +72,8 @@ MASK_NAMES: tuple[str, ...] = ("attention_mask", "input_mask")
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples that run together: indices, lengths (of a second sequence too, where it has a mask), and arrays with a
-    batch axis, which have more rows where the graph fixes that axis.
+    """Samples that run together: indices, lengths of both sequences, arrays, which may have more rows to a fixed
+    batch.
     """
 
     indices: tuple[int, ...]
@@ -284,7 +284,11 @@ class ModelInputs:
             sample = self._trim(row, index)
             self.keys[index] = np.frombuffer(bytes.fromhex(sample_key(sample)), dtype=np.uint8)
             if self.seeds is not None:
-                self.seeds[index] = self._seed_of(row, index)
+                seed = row[self.seed_column or ""]
+                if isinstance(seed, str) or seed.ndim or seed.dtype.kind not in "iu" or not 0 <= seed < 2**53:
+                    rule = f"{self.seed_column} must be an integer from 0 to 2^53 - 1; got {seed}"
+                    raise self._source.refuse(rule, index)
+                self.seeds[index] = int(seed)
             if self._spool is not None:
                 self._spool.append(sample)
             count += 1
@@ -397,12 +401,6 @@ class ModelInputs:
             raise self._source.refuse(
                 f"{name} must hold 0 and 1 alone, as it is the attention mask; got {wrong[0]}: name another", index
             )
-
-    def _seed_of(self, row: Row, index: int) -> int:
-        seed = row[self.seed_column or ""]
-        if isinstance(seed, str) or seed.ndim or seed.dtype.kind not in "iu" or not 0 <= seed < 2**53:
-            raise self._source.refuse(f"{self.seed_column} must be an integer from 0 to 2^53 - 1; got {seed}", index)
-        return int(seed)
 
     def _stack(self, name: str, samples: Sequence[Sample], longest: int) -> NDArray[Any]:
         arrays = [sample[name] for sample in samples]

@@ -120,10 +120,7 @@ def match_factored(
     alpha_per: str = "map",
     row_sums: str = "one",
 ) -> MergePlan:
-    """``matched_plan`` from items (maps, V, mask) and W_o ``(H * d_v, D)``: value outputs are never made.
-
-    Two heads write into 2 d_v directions; in an orthonormal basis of these, products and lengths stay what they are.
-    """
+    """``matched_plan`` from items (maps, V, mask) and W_o; products are kept in a basis of two heads' rows."""
     whole = np.asarray(projection, dtype=np.float64)
     items = []
     for probs, values, mask in calibration:

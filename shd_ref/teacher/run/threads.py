@@ -62,10 +62,7 @@ def run_beside(work: Callable[[], T], callers: int, *, daemon: bool = False) -> 
 
 
 def run_ahead(run: Callable[[T], R], items: Iterable[T], callers: int) -> Generator[tuple[T, R], None, None]:
-    """Results in the order of the items, which are taken on this thread, computed while earlier ones are handled.
-
-    One more is under way than there are callers (0: none), so that none waits; errors come in their turn.
-    """
+    """Results in the order of the items, computed while earlier ones are handled; errors come in their turn."""
     if not callers:
         for item in items:
             yield item, run(item)

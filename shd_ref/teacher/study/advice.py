@@ -59,12 +59,7 @@ class Advice:
 
 
 def advise(ways: Sequence[FormForecast], usual: FormForecast | None, bandwidth: float, max_error: float) -> Advice:
-    """The smallest way, of equal ones the most exact, that is exact enough and read faster than the teacher would
-    run.
-
-    Compression costs time, so it is used only where reading would be too slow without it. ``usual`` is the default
-    way.
-    """
+    """The smallest way, of equal ones the most exact, that is exact enough and read faster than the teacher runs."""
     exact = [way for way in ways if way.error.tv_mean <= max_error]
     ordered = sorted(exact, key=lambda way: (way.bytes_per_sample, way.error.tv_mean))
     if not ordered:  # none is exact enough: take the most exact

@@ -264,11 +264,7 @@ class _FidelityTest:
 
 @dataclass
 class Losses:
-    """What one setting loses, summed over batches.
-
-    ``squares`` ``(2, 1 + 2 sites)``: errors and what they are relative to, of the output, and of each site's
-    attention output with drift from earlier layers and without.
-    """
+    """What one setting loses, summed over batches; ``squares`` ``(2, 1 + 2 sites)`` are those of errors and norms."""
 
     squares: NDArray[np.float64] | float = 0.0
     distances: Scores = field(default_factory=Scores)
@@ -378,7 +374,6 @@ def cross_entropies(logits: NDArray[Any], targets: NDArray[np.int64]) -> Scores:
 
 
 def _rows_that_count(name: str | None, batch: Batch) -> RowMask | None:
-    """``(B, L)``, True = the row counts, as the input of this name says; None: every row."""
     return None if name is None else batch.arrays[name][: len(batch.indices)].astype(np.bool_)
 
 

@@ -1,7 +1,4 @@
-"""The output projection: all that is linear in the heads' outputs, in every form that graphs give it.
-
-W_o is the sum of products with constants where everything made of ``map @ V`` has met again.
-"""
+"""The output projection: the sum of products with constants where all that is made of ``map @ V`` has met again."""
 
 from __future__ import annotations
 
@@ -22,9 +19,8 @@ _PICKING: Final = frozenset({"Gather", "GatherND", "Slice", "Split"})
 
 @dataclass(frozen=True, eq=False)
 class Term:
-    """A product over ``axis`` (from the end) of the heads' outputs, only moved, picked and scaled, with a constant.
-
-    The weight is ``(in, out)``, or ``(H, in, out)`` where the third last axis of the source says which matrix.
+    """A product over ``axis`` (from the end) of moved, picked and scaled heads' outputs with ``(in, out)``, one a
+    head.
     """
 
     source: ir.Value

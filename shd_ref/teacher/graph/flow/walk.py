@@ -218,9 +218,8 @@ def _why_unreadable(start: _Start, meetings: list[_Meeting]) -> str | None:
 
 @dataclass(frozen=True)
 class _Trail:
-    """A tensor that a map leads to: ``axes`` says which of the map's each of its last four is (both from the end).
-
-    ``mixing`` is the heads' constant that it was multiplied by, ``source`` the last tensor in order before that.
+    """A tensor that a map leads to; ``axes``: which of the map's its last four are; ``mixing``: over
+    heads, if any.
     """
 
     value: ir.Value
