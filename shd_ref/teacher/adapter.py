@@ -149,7 +149,6 @@ class OnnxAdapter:
         alpha_per: str = "map",
         row_sums: str = "one",
     ) -> NDArray[Any]:
-        """The one alpha of merging two heads into one."""
         squeezed = self._squeeze_heads(
             dtype,
             teacher_probs=_stack(probs_p, probs_q),

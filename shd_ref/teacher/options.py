@@ -45,9 +45,7 @@ PLANS: Final = (*PLAN_KINDS, MATCHED)
 
 @dataclass(frozen=True)
 class Shown:
-    """How a command shows a field; ``needs`` another one, or ``field=value|value``, without which it means
-    nothing.
-    """
+    """How a command shows a field; ``needs`` a field, or ``field=value|value``, without which it means nothing."""
 
     help: str
     panel: str | None = None

@@ -72,9 +72,7 @@ MASK_NAMES: tuple[str, ...] = ("attention_mask", "input_mask")
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples that run together: indices, lengths of both sequences, arrays, which may have more rows to a fixed
-    batch.
-    """
+    """Samples that run together: indices, lengths of both sequences, arrays (with more rows for a fixed batch)."""
 
     indices: tuple[int, ...]
     lengths: tuple[int, ...]

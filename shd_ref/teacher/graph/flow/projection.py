@@ -19,9 +19,7 @@ _PICKING: Final = frozenset({"Gather", "GatherND", "Slice", "Split"})
 
 @dataclass(frozen=True, eq=False)
 class Term:
-    """A product over ``axis`` (from the end) of moved, picked and scaled heads' outputs with ``(in, out)``, one a
-    head.
-    """
+    """A product over ``axis`` (from the end) of heads' outputs, moved and scaled, with ``(in, out)``, one a head."""
 
     source: ir.Value
     axis: int

@@ -218,9 +218,7 @@ def _why_unreadable(start: _Start, meetings: list[_Meeting]) -> str | None:
 
 @dataclass(frozen=True)
 class _Trail:
-    """A tensor that a map leads to; ``axes``: which of the map's its last four are; ``mixing``: over
-    heads, if any.
-    """
+    """A tensor that a map leads to; ``axes``: which of the map's its last four are; ``mixing``: over heads if any."""
 
     value: ir.Value
     source: ir.Value
