@@ -200,7 +200,6 @@ def _arrange(body: Body, operand: _Operand, groups: Sequence[str], numbers: Mapp
 def _spread(
     body: Body, name: str, groups: Sequence[str], factors: tuple[_Operand, _Operand], numbers: Mapping[str, int]
 ) -> str:
-    """The opposite: one axis for each letter, as the factors have them."""
     letters = "".join(groups)
     gaps = [number for number, group in enumerate(groups) if not group]
     name = body.op("Squeeze", name, body.const(gaps)) if gaps else name

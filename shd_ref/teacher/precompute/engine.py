@@ -343,7 +343,6 @@ class _StudentCache:
         self._under_way: Callable[[], Receipt] | None = None
 
     def make(self, outputs: StudentOutputs, shards: Iterable[int]) -> _Made:
-        """The records of a batch that these pending shards lack; nothing is changed."""
         faults = _judge(self._work, outputs)
         lacked = {shard: self.pending[shard].samples - faults.keys() for shard in shards}
         records = {

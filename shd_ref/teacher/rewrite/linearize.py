@@ -191,7 +191,6 @@ def saving_graph(
 
 
 def _name_data(graph: Path, name: str) -> None:
-    """Let all tensors of a graph that lie in a file lie in the file of this name."""
     proto = onnx.load(graph, load_external_data=False)
     for tensor in all_tensors(proto):
         for entry in tensor.external_data:

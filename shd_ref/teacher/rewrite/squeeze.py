@@ -122,7 +122,6 @@ def list_plans(options: PrecomputeOptions, count: int) -> tuple[str | MergePlan,
 
 
 def _output_targets(body: Body, targets: TargetTensors) -> TargetTensors:
-    """Make tensors of the teacher float32 outputs; the names that they have as such."""
     body.prefix = f"{FUNCTION_DOMAIN}/targets/"
 
     def output(source: str, name: str) -> str:

@@ -151,7 +151,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _load_tokenizer(path: Path, max_length: int | None) -> tuple[_Tokenizer, int | None]:
-    """The tokenizer, and how many tokens it keeps of a text; None for all."""
     import_package("tokenizers")
     try:
         is_folder = path.is_dir()
@@ -175,7 +174,6 @@ def _load_tokenizer(path: Path, max_length: int | None) -> tuple[_Tokenizer, int
 
 
 def _model_max_length(file: Path) -> int | None:
-    """How many tokens the model takes, by the tokenizer's settings; None where they say none."""
     try:
         length = read_json(file).get("model_max_length")
     except FileNotFoundError:

@@ -110,7 +110,6 @@ def _settings(options: FidelityOptions) -> list[Setting]:
 
 
 def _summarise(measured: Sequence[tuple[Setting, tuple[MergeRule, ...], Losses]]) -> tuple[Fidelity, ...]:
-    """Each setting compared with the best of its student heads, by cost."""
     # Equal costs keep the order of the settings: the source's own way comes first.
     ordered = [measured[number] for number in rank_costs([losses.scores.value for *_, losses in measured])]
     results = []
@@ -378,7 +377,6 @@ def _rows_that_count(name: str | None, batch: Batch) -> RowMask | None:
 
 
 def _run(opened: tuple[ReplacedGraph, Any], batch: Batch) -> Results:
-    """The output by its name, and ``context_i`` and ``unmerged_i`` of every site."""
     graph, session = opened
     names = {graph.output: graph.output}
     for number, site in enumerate(graph.sites):
@@ -389,7 +387,6 @@ def _run(opened: tuple[ReplacedGraph, Any], batch: Batch) -> Results:
 
 
 def _project(context: NDArray[Any], projection: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The heads' outputs ``(B, H, L, d_v)`` times W_o: ``(B, L, D)``."""
     batch, heads, rows, width = context.shape
     joined: NDArray[np.float32] = context.transpose(0, 2, 1, 3).reshape(batch, rows, heads * width) @ projection
     return joined

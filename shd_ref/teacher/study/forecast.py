@@ -141,8 +141,6 @@ def forecast_cache(
 
 
 class _Way:
-    """One way of storing, measured on a batch at a time; no arrays are kept but those of one record."""
-
     def __init__(self, work: TeacherRun, asks: dict[str, str], outputs: StudentOutputs) -> None:
         self.work, self.asks = work, asks
         forms = [  # the outputs are of the first codec

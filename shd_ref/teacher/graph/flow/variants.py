@@ -139,7 +139,6 @@ def _is_over_last_axis(total: ir.Node) -> bool:
 
 
 def _is_positive(value: ir.Value) -> bool:
-    """Whether numbers are certainly at least zero; inputs of the graph are taken for masks."""
     waiting, seen = [value], {value}
     while waiting:
         current = waiting.pop()

@@ -133,8 +133,6 @@ def _walk_from(node: ir.Node, met: set[ir.Node]) -> Iterator[Walk]:
 
 @dataclass(frozen=True)
 class _Start:
-    """What gives a map: a softmax, or numbers over their sum."""
-
     node: ir.Node
     logits: ir.Value | None  # None where the map is not a softmax
     quotient: Quotient | None = None
