@@ -123,11 +123,9 @@ class SiteFactors:
     """Where a site's queries and keys are: its map is ``softmax(scale * q @ k^T)`` over the keys its mask allows.
 
     Attributes:
-        queries, keys: names of the product's operands, after rotary embedding and norms.
-        keys_transposed: the keys' last axes are ``(d, S)``.
+        queries, keys: names of the product's operands, after rotary embedding; ``(d, S)`` if ``keys_transposed``.
         layout, logits_layout: as of the site, but of the product's operands, and of what its softmax reads.
-        num_kv_heads: key heads before they are repeated for grouped queries.
-        key_heads: which of the product's key heads to keep, one of each; empty for all.
+        key_heads: which of the product's key heads to keep, one of each repeated; empty for all.
         multipliers: names of computed factors ``(..., 1)`` with their operators, applied to the queries.
         reason: why queries and keys cannot stand for the map, and what to do about it; None where ``supported``.
     """

@@ -74,10 +74,8 @@ def input_specs(model: onnx.ModelProto) -> tuple[InputSpec, ...]:
 class InputSizes:
     """Sizes of the open axes of a graph's inputs: ``batch`` samples of one ``length``, with nothing before them.
 
-    Equal names are equal sizes, a name that is a sum (``past_sequence_length + sequence_length``) is the sum, and
-    names of the past are 0. A name that tells nothing, or none, is the batch on a first axis and the length
-    elsewhere; of a past, the batch on the first of its open axes, and the past elsewhere. What a graph fixes stays as
-    it is.
+    Equal names are equal sizes, names that are sums the sum, and names of the past 0. A name that tells nothing, or
+    none, is the batch on a first axis, else the length; of a past, the batch on its first open axis, else the past.
     """
 
     batch: int

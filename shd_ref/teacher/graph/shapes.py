@@ -123,11 +123,7 @@ class Probe:
     Opening it finds sizes that it runs on: a batch of 2 and length 3, what the graph fixes, or what a tracer may have
     left in its constants (``frozen_length``, ``frozen_batch``: None where open). The graph is not trusted, and may
     loop for ever or fill the memory: a run ends after 10 seconds and beyond 1 GiB, with more of both for large
-    weights.
-
-    Raises:
-        BoundError: where it takes too long or, at an open length, too much memory.
-        ShdError: ``graph-unsupported`` where the graph does not run.
+    weights (``BoundError``).
     """
 
     def __init__(

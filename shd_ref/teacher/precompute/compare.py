@@ -32,10 +32,8 @@ class Comparison:
     """A squeezed graph beside the reference, on the graph's own maps and values; worst or mean over layers.
 
     Attributes:
-        map_difference: largest absolute difference of a merged map.
-        code_mismatch: largest fraction of codes of a layer that differ; 0 for the codec float32.
-        residual: mean relative error of the merged attention output, see ``SqueezeResult``.
-        constant_residual: the same for the strategy ``constant``.
+        map_difference, code_mismatch: largest of a merged map; largest fraction of a layer's codes that differ.
+        residual, constant_residual: mean relative error of the merged attention output; with strategy ``constant``.
     """
 
     map_difference: float

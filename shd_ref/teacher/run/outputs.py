@@ -37,12 +37,10 @@ def _array(role: str) -> property:
 
 @dataclass(frozen=True, eq=False)
 class LayerOutputs:
-    """What a run gave for one layer of one student. Indexed by samples, the same of these.
+    """What a run gave for one layer of one student, by role as in ``SqueezedLayer``. Indexed by samples.
 
-    Attributes:
-        row_mask: boolean ``(B, L)``, True = the row counts; None where every row does.
-        arrays: by role, as far as the graph gives them: see ``SqueezedLayer.names``.
-        ahead: boolean ``(B,)``, what ``looks_ahead`` was where check outputs are no longer held; else None.
+    ``row_mask`` ``(B, L)``, None: every row counts; ``ahead`` ``(B,)`` is ``looks_ahead`` where checks are no longer
+    held.
     """
 
     layer: SqueezedLayer

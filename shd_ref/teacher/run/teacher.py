@@ -46,14 +46,11 @@ TARGET_BYTES: Final = 2**29
 class TeacherRun:
     """A teacher graph with its attention squeezed, ready to run: what precompute and verify share.
 
-    ``ahead`` says that two threads will call ``squeeze`` at once, by ``run_ahead``: sessions leave one to the second,
-    and the file is hashed beside the start.
+    With ``ahead`` two threads will call ``squeeze``: sessions leave one to the second, and the file is hashed beside.
 
     Attributes:
         layers, factors: ``(student_layer, site)`` pairs; the queries and keys of each, empty where maps are kept.
-        num_student_layers: L_s, or None where explicit pairs leave it open.
-        kinds: how many calls of each kind, where the graph has several and no explicit pairs are given.
-        students: with the plans of every layer; ``options`` are what they have in common.
+        num_student_layers, kinds: L_s and calls of each kind, where explicit pairs do not leave them open.
         model, bare, weights: the graph; the same without its large weights; these, which all sessions share.
         logit_columns: classes that this teacher gives, padding included, once a run told.
     """

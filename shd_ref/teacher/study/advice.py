@@ -28,7 +28,6 @@ class FormForecast:
         bytes_per_sample, bytes_per_token: of the mean sample's record, and for each of its positions that counts.
         zstd_ratio: compressed size over plain, measured; None where the package zstandard is missing.
         break_even: bytes per second: a reader that is slower waits longer than the teacher would take.
-        error: of the maps, or without attention of the logits, measured on the sampled rows.
     """
 
     form: str

@@ -92,9 +92,7 @@ def forecast_cache(
     """Measure a few samples and say what the cache of the whole data set would cost, in every form and codec.
 
     Arguments are those of ``precompute``, whose form and codec do not matter here; ``plan`` says what is measured.
-
-    Raises:
-        ShdError: as ``TeacherRun``; ``argument-value``, ``graph-unsupported``, ``not-finite``.
+    Raises what ``TeacherRun`` does, and ``argument-value``, ``graph-unsupported``, ``not-finite``.
     """
     plan = plan or PlanOptions()
     plan.check()
