@@ -118,9 +118,7 @@ _OF_ATTENTION: Final = (
 
 @dataclass(frozen=True)
 class PrecomputeOptions:
-    """What to make of the teacher; see ``shd_ref.squeeze_heads`` for the meaning.
-
-    Every field says in its annotation what it sets. Beyond that:
+    """What to make of the teacher, see ``shd_ref.squeeze_heads``; beyond what annotations say of fields:
 
     Attributes:
         num_student_layers: L_s, how many attention calls the student makes; by default as many as the teacher has
@@ -128,8 +126,7 @@ class PrecomputeOptions:
             (``encoder``, ``decoder``, ``cross``) that is to be taught.
         layer_pairs: zero-based. Without ``num_student_layers`` the student may make more calls than they name.
         plan: a kind, explicit rounds, or ``"matched"``: pairs chosen by ``matched_plan``, layer by layer, with the
-            run's seed.
-        plans: in place of ``plan``: rounds for every layer, in the order of the student's layers.
+            run's seed; ``plans`` in its place are rounds for every layer, in the order of the student's layers.
         alpha_rule: see ``shd_ref.solve_alpha``.
         form: also ``"none"``, for logits and hidden states alone; the options of attention are then left alone.
         codec: ``sqrt8-row`` is coded inside the graph, the others on the host.
@@ -196,8 +193,7 @@ class PrecomputeOptions:
     @property
     def stored_codec(self) -> str:
         """The codec of what records hold."""
-        codec: str = getattr(self, CODECS_OF[self.form][0])
-        return codec
+        return str(getattr(self, CODECS_OF[self.form][0]))
 
     @property
     def attention_given(self) -> dict[str, object]:
@@ -211,9 +207,7 @@ class PrecomputeOptions:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How to run the teacher; none of these changes what a cache means.
-
-    Every field says in its annotation what it sets. Beyond that:
+    """How to run the teacher, which changes nothing that a cache means; beyond what annotations say:
 
     Attributes:
         samples_per_shard: None for shards of about 256 MiB, and at least 16 of them.

@@ -225,9 +225,12 @@ def _signature_problem(node: onnx.NodeProto, opset: int) -> str | None:
     if node.domain == CONTRIB_DOMAIN:
         least = _CONTRIB_INPUTS.get(node.op_type, 0)
         return None if sum(map(bool, node.input[:least])) == least else f"lacks one of its {least} inputs"
-    schema = _find_schema(node.op_type, opset) if node.domain in STANDARD_DOMAINS else None
-    if schema is None:
+    if node.domain not in STANDARD_DOMAINS or not onnx.defs.has(node.op_type):
         return None
+    version = min(max(opset, 1), 2**31 - 1)
+    # The operator's definition in this version, or its latest: onnxruntime knows some earlier than ONNX.
+    is_known = onnx.defs.has(node.op_type, max_inclusive_version=version)
+    schema: Any = onnx.defs.get_schema(node.op_type, version if is_known else 2**31 - 1)
     if not schema.min_input <= len(node.input) <= schema.max_input:
         return f"has {len(node.input)} inputs, and may have {schema.min_input} to {schema.max_input}"
     if not schema.min_output <= len(node.output) <= schema.max_output:
@@ -241,14 +244,6 @@ def _signature_problem(node: onnx.NodeProto, opset: int) -> str | None:
             return f"has an attribute {attribute.name!r} of another type than the operator's"
     lacking = {name for name, entry in schema.attributes.items() if entry.required} - {a.name for a in node.attribute}
     return f"lacks its attribute {min(lacking)!r}" if lacking else None
-
-
-def _find_schema(op_type: str, opset: int) -> Any:
-    """The operator's definition in this version, or its latest: onnxruntime knows some earlier than ONNX."""
-    version = min(max(opset, 1), 2**31 - 1)
-    if onnx.defs.has(op_type, max_inclusive_version=version):
-        return onnx.defs.get_schema(op_type, version)
-    return onnx.defs.get_schema(op_type) if onnx.defs.has(op_type) else None
 
 
 def check_wiring(graph: onnx.GraphProto, file: Path, outer: frozenset[str] = frozenset()) -> None:

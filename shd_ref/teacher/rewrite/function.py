@@ -209,11 +209,7 @@ def _products(body: Body, rule: MergeRule, one_round: Round, paired: str, values
 
 
 def _moments(body: Body, rule: MergeRule, one_round: Round, products: str, gram: str) -> str:
-    """Numerator, denominator and scale of every pair's alpha, over the rows that count: ``(B, m, 1 or L, 3)``.
-
-    The scale ``||P_p||^2 + ||P_q||^2`` is half of ``||P_p + P_q||^2 + ||P_p - P_q||^2``, whose second term is needed
-    anyway.
-    """
+    """Numerator, denominator and scale of alphas, from sums and differences of products: ``(B, m, 1 or L, 3)``."""
     num_pairs, width = len(one_round.pairs), 2 * one_round.width * rule.d_v
     both = body.const(np.array([[1.0, 1.0], [1.0, -1.0]], dtype=np.float32))
     turned = body.op("MatMul", both, body.reshape(products, 0, num_pairs, 2, -1))  # sums, differences

@@ -108,7 +108,13 @@ def squeeze_graph(
         rule = MergeRule(heads, d_v, rounds, *weights, temperature, codec)
         hidden = () if check_outputs else ("probs", "values", "merged", *(("codes",) if factors else ()))
         layer = _squeeze_layer(body, rule, student_layer, site, masks[named[student_layer]], hidden)
-        squeezed.append(layer if factors is None else _output_factors(body, layer, factors[student_layer]))
+        if factors is not None:
+            names = {role: f"{body.prefix}{role}" for role in ("queries", "keys", "spans")}
+            for source, name in zip(add_factors(body, factors[student_layer]), names.values(), strict=False):
+                body.output(source, name, FLOAT, rank=4)
+            body.output(add_spans(body, factors[student_layer]), names["spans"], onnx.TensorProto.INT32, rank=4)
+            layer = replace(layer, names={**layer.names, **names})
+        squeezed.append(layer)
     outputs = _output_targets(body, targets or TargetTensors())
     return SqueezedGraph(assemble_graph(model, body), tuple(squeezed), check_outputs, outputs)
 
@@ -158,14 +164,6 @@ def _squeeze_layer(
             by_pair = name in ("alphas", "degenerate") and rule.alpha_per == "map"
             body.output(source, names[name], kinds.get(name, FLOAT), rank=2 if by_pair else _RANKS.get(name, 4))
     return SqueezedLayer(student_layer, site, rule, names)
-
-
-def _output_factors(body: Body, layer: SqueezedLayer, factors: SiteFactors) -> SqueezedLayer:
-    names = {role: f"{body.prefix}{role}" for role in ("queries", "keys", "spans")}
-    for source, name in zip(add_factors(body, factors), names.values(), strict=False):
-        body.output(source, name, FLOAT, rank=4)
-    body.output(add_spans(body, factors), names["spans"], onnx.TensorProto.INT32, rank=4)
-    return replace(layer, names={**layer.names, **names})
 
 
 def site_tensors(body: Body, site: AttentionSite) -> tuple[str, str]:

@@ -69,9 +69,8 @@ def check_samples(
     run: Callable[[Sequence[str], Batch], Arrays],
     targets: Mapping[str, str] | None = None,
 ) -> None:
-    """Refuse what is not of single samples, by a few samples of the user's data.
+    """Refuse what is not of single samples, by a few of them, cut short and, where that does not show it, whole.
 
-    Of long samples it is shown on short cuts, and where these do not show it, on whole ones, a few outputs at a time.
     ``sites`` are by the output with their maps ``(B, H, L, S)``, or what is made of these; ``targets`` say what
     others are.
     """

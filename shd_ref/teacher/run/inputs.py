@@ -187,7 +187,7 @@ class ModelInputs:
         return bytes(self.keys[index]).hex()
 
     def seed(self, index: int) -> int | None:
-        """The augmentation seed, where there is a column of them."""
+        """The augmentation seed, if any."""
         return None if self.seeds is None else int(self.seeds[index])
 
     def sample(self, index: int) -> Sample:

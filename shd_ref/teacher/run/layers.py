@@ -38,7 +38,15 @@ def choose_layers(
     counts: tuple[KindLayers, ...] = ()
     meant = options.num_student_layers
     if options.layer_pairs is not None:
-        chosen, meant = _choose_pairs(sites, options.layer_pairs, meant)
+        if isinstance(meant, Mapping):
+            raise ShdError(
+                "layers-invalid",
+                f"num_student_layers must be one number with pairs, which count all calls; got {dict(meant)}",
+                "CACHE-105",
+            )
+        pairs = options.layer_pairs
+        count = 1 + max((student for student, _ in pairs), default=0) if meant is None else meant
+        chosen = tuple((student, sites[teacher]) for student, teacher in layer_map(len(sites), count, pairs))
     elif kinds.kinds:
         chosen, counts = _choose_by_kind(selected, kinds, meant)
         meant = sum(kind.num_student_layers for kind in counts)
@@ -62,19 +70,6 @@ def choose_layers(
         if not site.supported:
             raise graph_unsupported(f"{site.label} cannot be squeezed: {site.reason} (or select other sites)")
     return chosen, meant, counts
-
-
-def _choose_pairs(
-    sites: Sequence[AttentionSite], pairs: tuple[tuple[int, int], ...], meant: int | Mapping[str, int] | None
-) -> tuple[Chosen, int | None]:
-    if isinstance(meant, Mapping):
-        raise ShdError(
-            "layers-invalid",
-            f"num_student_layers must be one number with explicit pairs, which count all calls; got {dict(meant)}",
-            "CACHE-105",
-        )
-    num_layers = 1 + max((student for student, _ in pairs), default=0) if meant is None else meant
-    return tuple((student, sites[teacher]) for student, teacher in layer_map(len(sites), num_layers, pairs)), meant
 
 
 def _choose_by_kind(

@@ -163,9 +163,7 @@ class StudentOutputs:
 
 @dataclass(frozen=True)
 class Fault:
-    """Where a teacher first went wrong on a sample: at a head of a site, in what is made of its maps (no head), or in
-    a ``target``, the logits or a hidden state, where the attention is finite (no site, and no student layer).
-    """
+    """Where a teacher first went wrong on a sample; where attention is finite, the ``target`` that is not."""
 
     index: int
     key: str

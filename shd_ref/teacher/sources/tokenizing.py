@@ -1,8 +1,6 @@
 """The process in which text is tokenised, with bounds: ``python tokenizing.py MEMORY_BYTES``.
 
-A ``tokenizer.json`` comes from elsewhere, and its rules may take any time and memory: the system ends this process by
-SIGALRM, and gives it no more memory. It answers lines of JSON, and is run as a file, to import nothing but the
-library.
+The rules of a ``tokenizer.json`` may take any time and memory: SIGALRM and a limit end it. It answers lines of JSON.
 """
 
 from __future__ import annotations

@@ -203,18 +203,14 @@ def _measure_form(work: TeacherRun, form: str, chosen: Sequence[int], refused: l
         outputs: StudentOutputs | None = None
         for codec, one in list(works.items()):
             with noted(codec):
-                outputs = outputs or _run_checked(one, batch)
+                if outputs is None:
+                    (outputs,) = one.squeeze(batch, checked=True)
+                    for fault in find_faults(one, outputs):
+                        raise fault.error()
                 if codec not in ways:
                     ways[codec] = _Way(one, {"form": form, name: codec}, outputs)
                 ways[codec].add(outputs)
     return list(ways.values())
-
-
-def _run_checked(work: TeacherRun, batch: Batch) -> StudentOutputs:
-    (outputs,) = work.squeeze(batch, checked=True)
-    for fault in find_faults(work, outputs):
-        raise fault.error()
-    return outputs
 
 
 def _lengths_of(way: _Way, work: TeacherRun) -> NDArray[np.int64]:
