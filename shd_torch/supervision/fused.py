@@ -35,21 +35,14 @@ class MapFactors(NamedTuple):
         return self.rule.scale_for(self.queries.shape[3])
 
 
-class _Call(NamedTuple):
-    rows: slice
-    keys: slice
-    tile: Tensor | None
-    is_causal: bool
-
-
 def attend(maps: MapFactors, values: Tensor) -> Tensor:
     """``A v`` ``(B, H, L, d_v)`` in the maps' dtype; rows that may attend to no key hold anything finite."""
     maps = _with_positive_scale(maps)
     width, (queries, keys, values) = values.shape[3], _pad(maps.queries, maps.keys, values)
     parts = []
-    for call in _calls(maps):
-        inside = queries[:, :, call.rows], keys[:, :, call.keys], values[:, :, call.keys]
-        parts.append(_attend_once(*inside, call.tile, call.is_causal, maps.scale / maps.temperature))
+    for rows, columns, mask in _calls(maps):
+        inside = queries[:, :, rows], keys[:, :, columns], values[:, :, columns]
+        parts.append(_attend_once(*inside, mask, maps.scale / maps.temperature))
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2))[..., :width]
 
 
@@ -62,17 +55,11 @@ def attend_both_ways(maps: MapFactors, values: Tensor, weighted: Tensor) -> tupl
     weighted, unit = _fit_range(weighted, values.dtype)
     width, (queries, keys, values, weighted) = values.shape[3], _pad(maps.queries, maps.keys, values, weighted)
     parts, transposed = [], torch.zeros_like(values, dtype=torch.promote_types(values.dtype, torch.float32))
-    for call in _calls(maps):
-        function = partial(
-            _attend_once,
-            queries[:, :, call.rows],
-            keys[:, :, call.keys],
-            tile=call.tile,
-            is_causal=call.is_causal,
-            scale=maps.scale / maps.temperature,
-        )
-        product, pulled = _result_and_gradient(function, values[:, :, call.keys], weighted[:, :, call.rows])
-        transposed[:, :, call.keys] += pulled
+    for rows, columns, mask in _calls(maps):
+        inside = queries[:, :, rows], keys[:, :, columns]
+        function = partial(_attend_once, *inside, mask=mask, scale=maps.scale / maps.temperature)
+        product, pulled = _result_and_gradient(function, values[:, :, columns], weighted[:, :, rows])
+        transposed[:, :, columns] += pulled
         parts.append(product)
     return torch.cat(parts, dim=2)[..., :width], transposed[..., :width] * unit
 
@@ -101,11 +88,11 @@ def sum_heads(gradient: Tensor, num_kv_heads: int) -> Tensor:
     return gradient.reshape(batch, num_kv_heads, heads // num_kv_heads, length, width).sum(2)
 
 
-def _calls(maps: MapFactors) -> Iterator[_Call]:
-    """One call where causality is all there is to say, else one for every few rows, with their tile of the mask."""
+def _calls(maps: MapFactors) -> Iterator[tuple[slice, slice, Tensor | bool | None]]:
+    """Rows, keys and mask, or whether they are causal: all rows where that is all there is to say, else a few."""
     num_rows, num_keys, rule = maps.queries.shape[2], maps.keys.shape[2], maps.rule
     if rule.attn_mask is None and rule.window is None and rule.alibi_slopes is None:
-        yield _Call(slice(0, num_rows), slice(0, num_keys), None, rule.is_causal)
+        yield slice(0, num_rows), slice(0, num_keys), rule.is_causal
         return
     for start in range(0, num_rows, CHUNK):
         rows = slice(start, min(start + CHUNK, num_rows))
@@ -113,7 +100,7 @@ def _calls(maps: MapFactors) -> Iterator[_Call]:
         tile = rule.tile(rows, keys, maps.queries.dtype, maps.queries.device)
         if tile is not None:
             tile = (tile / maps.temperature).expand(*tile.shape[:2], rows.stop - start, keys.stop - keys.start)
-        yield _Call(rows, keys, tile, False)
+        yield rows, keys, tile
 
 
 def _with_positive_scale(maps: MapFactors) -> MapFactors:
@@ -125,9 +112,8 @@ def _with_positive_scale(maps: MapFactors) -> MapFactors:
     return maps._replace(queries=-maps.queries, rule=replace(maps.rule, scale=-maps.scale))
 
 
-def _attend_once(
-    queries: Tensor, keys: Tensor, values: Tensor, tile: Tensor | None, is_causal: bool, scale: float
-) -> Tensor:
+def _attend_once(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | bool | None, scale: float) -> Tensor:
+    tile, is_causal = (None, mask) if isinstance(mask, bool) else (mask, False)
     with torch.autocast(queries.device.type, enabled=False):
         return scaled_dot_product_attention(queries, keys, values, tile, is_causal=is_causal, scale=scale)
 
