@@ -4,8 +4,7 @@ Imports ``supervision`` and ``shd_ref.cache``.
 """
 
 from shd_torch.data.batches import CodedSupervision
-from shd_torch.data.dataset import SupervisedDataset, check_cache
+from shd_torch.data.dataset import SupervisedDataset, check_cache, read_texts
 from shd_torch.data.stream import SupervisedStream
-from shd_torch.data.texts import read_texts
 
 __all__ = ["CodedSupervision", "SupervisedDataset", "SupervisedStream", "check_cache", "read_texts"]

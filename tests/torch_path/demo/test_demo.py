@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 pytest.importorskip("matplotlib", reason="the demo draws pictures")
-pytest.importorskip("scipy", reason="the demo computes intervals")
 pytest.importorskip("sklearn", reason="the demo's digits come with scikit-learn")
 pytest.importorskip("transformers", reason="the demo's teacher is a model of transformers")
 pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
