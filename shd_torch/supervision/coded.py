@@ -54,6 +54,7 @@ class Coded(Supervision):
     """
 
     PER_SAMPLE: ClassVar[tuple[str, ...]] = ("starts", "lengths", "key_lengths", "counted")
+    REMEDY: ClassVar[str] = "precompute with --temperature {:g}"
 
     buffer: Tensor
     starts: tuple[int, ...]
@@ -146,13 +147,6 @@ class Coded(Supervision):
         """All keys, or those up to the last row; see ``Supervision``."""
         last = self.shape[3] if self.support == "full" else rows.indices(self.length)[1]
         return slice(0, last)
-
-    def check_temperature(self, temperature: float) -> None:
-        """Refuse another temperature than the cache's."""
-        if self.temperature is not None and temperature != self.temperature:
-            rule = f"temperature must be {self.temperature:g}, which the cached maps were softened with before mixing"
-            message = f"{rule}; got {temperature:g}: precompute with --temperature {temperature:g}"
-            raise ShdError("argument-value", message, "TEMP-2")
 
     def _find_parts(self) -> Iterator[_Part]:
         """The codes as tensors; views of the buffer wherever a code fills whole bytes."""

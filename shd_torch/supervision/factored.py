@@ -145,9 +145,6 @@ class Factored(Supervision):
         counts = taught.new_zeros((self.shape[0], self.num_heads, *taught.shape[2:]), dtype=torch.int32)
         return counts.index_add_(1, students, taught.int()) > 0
 
-    def check_temperature(self, temperature: float) -> None:
-        """Every temperature is right."""
-
     def mass(self) -> Tensor:
         """What each row sums to, ``(B, H_s, L)``; see ``Supervision``."""
         return self._sum_pairs(self.pair_weights).expand(self.shape[:3])

@@ -35,11 +35,15 @@ class Supervision(ABC):
 
     Attributes:
         row_sums: ``"one"``, or ``"at_most_one"`` where rows have less mass, as with attention sinks (LOSS-10).
+        temperature: T_a that the maps were softened with before mixing; None for any that the loss is called with.
         PER_SAMPLE: names of the fields with an entry for each sample.
+        REMEDY: what to do where another temperature is needed.
     """
 
     PER_SAMPLE: ClassVar[tuple[str, ...]]
+    REMEDY: ClassVar[str] = "softening a mixture is not mixing softened maps"
     row_sums: str
+    temperature: float | None = None
 
     @property
     @abstractmethod
@@ -116,9 +120,12 @@ class Supervision(ABC):
         """Keys outside of which these rows are known to have no mass."""
         return slice(0, self.shape[3])
 
-    @abstractmethod
     def check_temperature(self, temperature: float) -> None:
         """Refuse a temperature that the maps were not made for: ``argument-value``."""
+        if self.temperature is not None and temperature != self.temperature:
+            rule = f"temperature must be {self.temperature:g}, which the maps were softened with before mixing"
+            remedy = self.REMEDY.format(temperature)
+            raise ShdError("argument-value", f"{rule}; got {temperature:g}: {remedy}", "TEMP-2")
 
     def tiles(self) -> Iterator[tuple[Self, slice, slice]]:
         """Tiles that cover the maps: the supervision of some samples, which samples, and which rows."""
@@ -243,10 +250,3 @@ class Dense(Supervision):
         """The maps must be distributions; see ``Supervision``."""
         maps = self.maps if loss_mask is None else self.maps.masked_fill(~loss_mask[:, None, :, None], 0)
         check_probs(maps, "supervision", check=True, layer=layer, row_sums=self.row_sums)
-
-    def check_temperature(self, temperature: float) -> None:
-        """Refuse another temperature than the maps'."""
-        if self.temperature is not None and temperature != self.temperature:
-            rule = f"temperature must be {self.temperature:g}, which the maps were softened with before mixing"
-            message = f"{rule}; got {temperature:g}: softening a mixture is not mixing softened maps"
-            raise ShdError("argument-value", message, "TEMP-2")
