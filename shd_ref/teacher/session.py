@@ -55,9 +55,7 @@ def open_session(
     most_bytes: int | None = None,
     keeps_memory: bool = True,
 ) -> Any:
-    """An ``onnxruntime.InferenceSession`` on exactly this provider.
-
-    onnxruntime falls back to the CPU with no more than a log line; here that is an error.
+    """An ``onnxruntime.InferenceSession`` on exactly this provider: a fall-back to the CPU is an error here.
 
     Args:
         model: from ``load_teacher`` or made of such a one, serialised, or the path of one.
@@ -68,8 +66,7 @@ def open_session(
         keeps_memory: of the host, from run to run: quicker, and as much as its largest run took.
 
     Raises:
-        ShdError: ``provider-unavailable``, ``argument-value``; ``graph-invalid`` where onnxruntime rejects the model;
-            ``dependency-missing``.
+        ShdError: ``provider-unavailable``, ``argument-value``, ``dependency-missing``, ``graph-invalid``.
     """
     name = check_session(provider, num_threads)
     import onnxruntime

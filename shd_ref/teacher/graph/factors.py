@@ -149,12 +149,7 @@ def find_factors(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tupl
     """Queries, keys and scale of each site, or the reason why there are none; the graph is not changed.
 
     Masks are told from biases by their numbers, in one probe run with tiny inputs that mask nothing: a mask adds
-    zero, or so little that nothing is left. Maps with a bias, a softcap or attention sinks are not a function of
-    queries and keys alone, and are refused.
-
-    Args:
-        model: the teacher, from ``load_teacher``.
-        sites: of this model, from ``find_sites``.
+    zero, or so little that nothing is left. Maps with a bias, a softcap or attention sinks are refused.
     """
     graph = read_graph(model)
     values = {name_of(value): value for value in (*graph.inputs, *(out for node in graph for out in node.outputs))}

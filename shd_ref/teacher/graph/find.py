@@ -190,7 +190,10 @@ def projection_of(site: AttentionSite) -> NDArray[Any]:
 
 
 def select_sites(sites: Sequence[AttentionSite], wanted: str | None) -> tuple[AttentionSite, ...]:
-    """The sites that a text such as ``0,2,4-7``, ``encoder*``, ``self`` or ``cross`` names, in order, each once."""
+    """The sites that a text such as ``0,2,4-7``, ``encoder*``, ``self`` or ``cross`` names, in order, each once.
+
+    Without a text all; ``argument-value`` for a part that names none.
+    """
     if wanted is None:
         return tuple(sites)
     chosen: set[int] = set()

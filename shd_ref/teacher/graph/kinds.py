@@ -17,12 +17,7 @@ DECODER_MASK: Final = "decoder_attention_mask"
 
 @dataclass(frozen=True)
 class SiteKinds:
-    """What the sites of a graph are to each other.
-
-    Attributes:
-        kinds: ``"encoder"``, ``"decoder"`` or ``"cross"`` by site number; empty for a graph without cross attention.
-        own_keys: cross sites whose keys the decoder makes (such as a latent array's reader): no mask counts them.
-    """
+    """The kind of each site by number, none where there is no cross attention; ``own_keys`` are the decoder's own."""
 
     kinds: Mapping[int, str]
     own_keys: Collection[int] = ()

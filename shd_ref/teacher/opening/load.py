@@ -37,14 +37,11 @@ _KNOWN_DOMAINS: Final = frozenset({*STANDARD_DOMAINS, "ai.onnx.ml", CONTRIB_DOMA
 def load_teacher(path: str | Path, *, inline_bytes: int = INLINE_BYTES) -> onnx.ModelProto:
     """Read an ONNX model from a file that is not trusted, with its external data, local functions inlined.
 
-    Graphs of old operator sets are converted where ONNX can; others come as they are, to be inspected at least.
-    The standard operator Attention is replaced by the operators that define it, so that its map exists; Einsum is
-    replaced by MatMul where it is a product, so that its axes are known.
-
-    Args:
-        path: the ``.onnx`` file; external data must lie in its folder or below.
-        inline_bytes: models that are larger, with their data, leave large tensors in their files: nothing above
-            2 GB is ever serialised, and onnxruntime maps the files.
+    Graphs of old operator sets are converted where ONNX can; others come as they are, to be inspected at least. The
+    standard operator Attention is replaced by the operators that define it, so that its map exists; Einsum is
+    replaced by MatMul where it is a product, so that its axes are known. External data must lie in the file's folder
+    or below. Models larger than ``inline_bytes`` with their data leave large tensors in their files, which
+    onnxruntime maps: nothing above 2 GB is ever serialised.
 
     Raises:
         ShdError: ``graph-invalid`` for a file that cannot be read or parsed, that refers to data outside its

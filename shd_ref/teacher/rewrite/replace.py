@@ -43,7 +43,10 @@ def replace_attention(
     output: str,
     row_mask_input: str | Sequence[str | None] | None = None,
 ) -> ReplacedGraph:
-    """Rewrite a teacher so that its own layers go on with attention squeezed by ``rules``; None: as it is."""
+    """Rewrite a teacher so that its own layers go on with squeezed attention, by one of ``rules`` a site, or None.
+
+    ``output`` is kept beside those of the sites; ``row_mask_input`` is as in ``squeeze_graph``, or one a site.
+    """
     named = {value.name: value for value in model.graph.output}
     if output not in named:
         raise argument_value(f"output must be one of the graph's {', '.join(named)}; got {output!r}")

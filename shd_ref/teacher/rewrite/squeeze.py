@@ -45,12 +45,9 @@ class SqueezedLayer:
 
 @dataclass(frozen=True)
 class SqueezedGraph:
-    """A teacher that outputs squeezed supervision and nothing else.
+    """A teacher that outputs squeezed supervision, and the ``targets`` beside it as float32, and nothing else.
 
-    Attributes:
-        layers: its outputs for each student layer.
-        check_outputs: whether it also outputs what the reference needs.
-        targets: float32 outputs beside the attention: logits and hidden states.
+    With ``check_outputs`` also what the reference needs.
     """
 
     model: onnx.ModelProto

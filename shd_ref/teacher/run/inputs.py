@@ -87,21 +87,18 @@ class ModelInputs:
 
     Args:
         source: the rows, or arrays by name with first axis N; columns that the graph does not take are ignored.
-        specs: the graph's inputs.
+        specs: the graph's inputs; ``rows`` says of some how many rows their table has, see ``count_rows``.
         mask: name of the attention mask ``(L,)`` of 0 and 1, 1 = a real token; by default one of ``MASK_NAMES``,
             if the graph has one. Where no row is padded, a mask that the source lacks is made.
         seed_column: an integer column that is kept per sample, beside the inputs.
-        on_read: called with the number of samples read and of all.
         names: the inputs that the data must give, as a manifest lists them; by default all that they can.
-        decoder: inputs of a second sequence, whose padding is not the mask's.
-        decoder_mask: which of them is its mask, if any; without one, samples of different lengths run apart.
-        rows: how many rows the table has that an input chooses from, by name, see ``count_rows``.
+        decoder, decoder_mask: inputs of a second sequence, whose padding is not the mask's; which of them is its
+            mask, if any; without one, samples of different lengths run apart.
 
     Attributes:
         names, supplied: inputs that the data give, which make a key; those that follow, see ``Supply``.
         keys: ``(N, 16)`` uint8, the sample keys; ``seeds`` ``(N,)``, or None.
-        lengths: ``(N,)`` positions of each sample; without a mask its sequence axis, or 0 where it has none.
-        decoder_lengths: ``(N,)`` positions of the second sequence; 0 where there is none.
+        lengths, decoder_lengths: ``(N,)`` positions of both sequences, by mask or axis; 0 where there is none.
         firsts: ``(N,)`` positions of padding in front of each sample; 0 without a mask.
 
     Raises:

@@ -25,10 +25,8 @@ Row: TypeAlias = dict[str, Any]
 class Source(ABC):
     """A data set that can be read from its beginning, with one row (or block of rows) in memory at a time.
 
-    Attributes:
-        name: for messages, such as the path.
-        columns: what a row can hold.
-        ragged: rows of one column may differ in length, because none is padded.
+    ``name`` is for messages, such as the path; ``columns`` are what a row can hold; rows of one column of a
+    ``ragged`` source may differ in length, because none is padded.
     """
 
     name: str

@@ -22,12 +22,10 @@ _WORKING_ARRAYS: Final = 6  # of the size of a layer's queries, while its loss i
 
 @dataclass(frozen=True)
 class FormForecast:
-    """One way to store what supervises a student, asked for by the fields ``asks`` of ``PrecomputeOptions``.
+    """A way to store supervision, asked for by the fields ``asks``; ``error`` is of the maps, else the logits.
 
-    Attributes:
-        bytes_per_sample, bytes_per_token: of the mean sample's record, and for each of its positions that counts.
-        zstd_ratio: compressed size over plain, measured; None where the package zstandard is missing.
-        break_even: bytes per second: a reader that is slower waits longer than the teacher would take.
+    ``zstd_ratio`` is None where zstandard is missing; a reader slower than ``break_even`` bytes per second waits
+    longer than the teacher would take.
     """
 
     form: str
@@ -109,11 +107,8 @@ def _percent(share: float) -> str:
 class TrainingMemory:
     """Bytes of one step, in float32 with AdamW (mixed precision takes as much: halves beside float32 copies).
 
-    Attributes:
-        is_assumed: whether ``student_parameters`` is only the teacher's number, as none was given.
-        optimizer, records: gradients and both moments; of the batch, each as large as the longest.
-        term: of SHD: gradients of queries and keys of all taught layers, and one layer's work; about.
-        teacher: of a live one instead of ``records``: weights, and its queries and keys of the batch.
+    ``optimizer`` is gradients and both moments, ``records`` are as large as the longest, ``term`` is SHD's work,
+    about, and ``teacher`` is a live one's weights, queries and keys instead of ``records``.
     """
 
     batch_size: int

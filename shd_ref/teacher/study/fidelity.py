@@ -195,7 +195,6 @@ class _FidelityTest:
         )
 
     def compare(self, rules: tuple[MergeRule, ...]) -> Iterator[tuple[Results, Results, Batch]]:
-        """Results of the squeezed teacher, of the teacher, and the batch that both ran."""
         squeezed = self._open(rules)
         for number, batch in enumerate(self.batches):
             yield _run(squeezed, batch), self._run_plain(number), batch

@@ -51,13 +51,10 @@ class TargetForecast:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What ``shd plan`` shows.
+    """What ``shd plan`` shows; seconds are per sample, of the teacher and of the advised way's graph.
 
-    Attributes:
-        read_samples, measured_samples: of how many the lengths are known; on how many the teacher ran.
-        support: ``"full"`` or ``"causal"``; empty without attention.
-        teacher_seconds, squeeze_seconds: per sample, of the teacher as it is and of the advised way's graph.
-        ways, refused, beside: of storing attention; why others cannot; what records hold beside, in ``ways`` too.
+    Lengths of ``read_samples`` are known, ``measured_samples`` were run; ``beside`` is held beside attention in all
+    ways.
     """
 
     num_samples: int

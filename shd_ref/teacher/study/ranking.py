@@ -57,7 +57,6 @@ class Fidelity:
         cosine_distance: mean over samples of 1 - cosine of the output (of its mean over counted rows).
         attention_error, merge_error: mean over sites of the relative error of the attention output, with drift from
             earlier layers, and without: against the unmerged maps of the squeezed teacher itself (MIX-8).
-        loss: mean cross entropy on the targets; None without targets.
         margin: half of the interval of ``cost`` over samples; None of a single sample.
         excess, excess_margin: by how much ``cost`` is above the best of these student heads, and half of its
             interval on the same samples; all of a number of heads hold at once.
