@@ -34,8 +34,8 @@ from shd_ref.cache import (
     LayerPair,
     Manifest,
     Maps,
-    NewRecord,
     SampleInputs,
+    SampleRecord,
     ShardPlan,
     Teacher,
     dataset_fingerprint,
@@ -135,7 +135,7 @@ def write_both(folder: Path, samples: int, length: int, support: str, codec: str
             maps = make_maps(index, length, support)
             raw[index] = maps
             parts = {f"L{number:02d}": encode(codec, layer) for number, layer in enumerate(maps)}
-            records.append(NewRecord(index, keys[index], length, parts))
+            records.append(SampleRecord(index, keys[index], length, parts))
         size += writer.write_shard(shard, records, Errors.unmeasured(manifest)).size
     writer.seal()
     raw.flush()

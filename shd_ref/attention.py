@@ -1,7 +1,6 @@
-"""Attention maps (spec chapter MAP): masked softmax, checks, temperature, value outputs.
+"""Attention maps ``(B, H, L, S)`` (spec chapter MAP): masked softmax, checks, temperature, value outputs, in float64.
 
-Axes are always ``(B, H, L, S)``: batch, heads, query length, key length. A boolean mask is True where
-attending is allowed or where a row counts. All arithmetic is float64.
+A boolean mask is True where attending is allowed or where a row counts.
 """
 
 from __future__ import annotations
@@ -136,8 +135,8 @@ def check_probs(
     probs = as_float(raw, name, ndim=ndim, layer=layer)
     check_axes(probs, name)
     if probs.size and probs.min() < 0.0:
-        where = _first(probs < 0.0)
-        message = f"{name} must be at least 0; got {probs[where]:.6g} at {_place(where, probs.ndim, layer)}"
+        where = first_of(probs < 0.0)
+        message = f"{name} must be at least 0; got {probs[where]:.6g} at {place_of(where, probs.ndim, layer)}"
         raise ShdError("not-a-distribution", message, "MAP-3")
     sums = probs.sum(axis=-1)  # (..., L)
     wrong = sums - 1.0 > tolerance
@@ -149,8 +148,8 @@ def check_probs(
         rule, spec_id = f"rows that sum to 1 within {tolerance:g}, or to exactly 0 where fully masked", "MAP-3"
         if row_sums == "at_most_one":
             rule, spec_id = f"rows that sum to at most 1 within {tolerance:g}", "MAP-9"
-        where = _first(wrong)
-        position = _place(where, probs.ndim, layer)
+        where = first_of(wrong)
+        position = place_of(where, probs.ndim, layer)
         raise ShdError("not-a-distribution", f"{name} must have {rule}; got {sums[where]:.6g} at {position}", spec_id)
     return probs
 
@@ -167,8 +166,8 @@ def as_float(
         raise ShdError("argument-shape", f"{name} must have {ndim} axes; got shape {array.shape}", "MAP-4")
     bad = np.isnan(array) | np.isposinf(array) if allow_minus_inf else ~np.isfinite(array)
     if bad.any():
-        where = _first(bad)
-        position = _place(where, array.ndim, layer)
+        where = first_of(bad)
+        position = place_of(where, array.ndim, layer)
         raise ShdError("not-finite", f"{name} must be finite; got {array[where]} at {position}", "MAP-5")
     return array
 
@@ -212,11 +211,13 @@ def dtype_name(array: NDArray[Any]) -> str:
     return str(array.dtype.name)
 
 
-def _first(where: NDArray[np.bool_]) -> tuple[int, ...]:
+def first_of(where: NDArray[np.bool_]) -> tuple[int, ...]:
+    """The index of the first True."""
     return tuple(int(i) for i in np.argwhere(where)[0])
 
 
-def _place(where: tuple[int, ...], num_axes: int, layer: int | None) -> str:
+def place_of(where: tuple[int, ...], num_axes: int, layer: int | None) -> str:
+    """An index of maps in words."""
     names = ("sample", "head", "row", "key")
     if num_axes == 4:
         coordinates = [f"{n} {i}" for n, i in zip(names, where, strict=False)]

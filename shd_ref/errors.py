@@ -1,8 +1,4 @@
-"""Errors (spec chapter ERR): one exception class, a closed list of codes.
-
-A caller handles ``ShdError`` by its ``code``, which never changes; the message is for people and says
-which argument broke which rule, with what value, and what to do next.
-"""
+"""Errors (spec chapter ERR): one exception class, a closed list of codes. A code never changes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Gradients of the SHD loss (spec chapter GRAD), in closed form: what automatic differentiation must give.
-
-With ``z`` the student's logits and ``Q = softmax(z / T)``, a row's gradient needs the maps of both sides alone.
-None reaches the supervision.
-"""
+"""Gradients of the SHD loss (spec chapter GRAD), in closed form; none reaches the supervision."""
 
 from __future__ import annotations
 

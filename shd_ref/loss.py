@@ -1,7 +1,6 @@
-"""The SHD loss (spec chapter LOSS): teach the student's maps with the merged ones.
+"""The SHD loss (spec chapter LOSS): ``beta * sum_layers sum_heads mean_rows KL(A~ || A_student)``, natural logarithm.
 
-``L = beta * sum_layers sum_heads mean_rows KL(A~ || A_student)``, natural logarithm, the teacher's entropy
-included, so that it is zero exactly where the maps are equal.
+The teacher's entropy is included, so that it is zero exactly where the maps are equal.
 """
 
 from __future__ import annotations

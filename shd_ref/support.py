@@ -7,7 +7,17 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from shd_ref.attention import Array, Mask, as_float, as_mask, check_probs, in_dtype_of, mask_logits
+from shd_ref.attention import (
+    Array,
+    Mask,
+    as_float,
+    as_mask,
+    check_probs,
+    first_of,
+    in_dtype_of,
+    mask_logits,
+    place_of,
+)
 from shd_ref.errors import ShdError
 
 
@@ -89,19 +99,15 @@ def check_support(teacher: Array, may_attend: Mask, counted: Mask, *, divergence
     """The two sides must have one support: LOSS-6, and for the reverse KL the other way as well (LOSS-13)."""
     outside = (teacher > 0.0) & ~may_attend & counted[..., None]
     if outside.any():
-        value, position = _first(teacher, outside, layer)
-        rule = f"supervision must be 0 where the student may not attend; got {value:.6g} at {position}"
+        where = first_of(outside)
+        got = f"{teacher[where]:.6g} at {place_of(where, 4, layer)}"
+        rule = f"supervision must be 0 where the student may not attend; got {got}"
         raise ShdError("support-mismatch", f"{rule}: teacher and student must share one mask", "LOSS-6")
     if divergence != "reverse_kl":
         return
     empty = (teacher == 0.0) & may_attend & counted[..., None]
     if empty.any():
-        _, position = _first(teacher, empty, layer)
+        position = place_of(first_of(empty), 4, layer)
         rule = "supervision must be above 0 where the student may attend, for reverse_kl is infinite otherwise"
         message = f"{rule}; got 0 at {position}: js is the divergence for maps with zeros"
         raise ShdError("support-mismatch", message, "LOSS-13")
-
-
-def _first(teacher: Array, where: Mask, layer: int) -> tuple[float, str]:
-    b, h, i, j = (int(index) for index in np.argwhere(where)[0])
-    return float(teacher[b, h, i, j]), f"layer {layer}, sample {b}, head {h}, row {i}, key {j}"

@@ -73,9 +73,6 @@ def _check_positions(name: str, positions: Sequence[int] | None, size: int) -> l
     except TypeError:
         kept = []
     if not kept or not all(0 <= i < size for i in kept) or len(set(kept)) < len(kept):
-        raise ShdError(
-            "argument-value",
-            f"{name} must name at least one position, each once, of 0..{size - 1}; got {values!r}",
-            "TOKEN-4",
-        )
+        message = f"{name} must name at least one position, each once, of 0..{size - 1}; got {values!r}"
+        raise ShdError("argument-value", message, "TOKEN-4")
     return kept

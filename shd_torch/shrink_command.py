@@ -15,8 +15,7 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from shd_ref.commands.derive import Document, require_packages
-from shd_ref.commands.parse import read_list
+from shd_ref.commands.derive import Document, read_list, require_packages
 from shd_ref.commands.terminal import console, narrow_table, print_remarks, show_progress
 from shd_ref.errors import ShdError
 from shd_ref.teacher.options import Shown

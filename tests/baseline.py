@@ -66,6 +66,7 @@ REMOVED: Mapping[str, str] = {
     r"bytes: v1: squeeze_heads/(full-|temperature-)?simplex": "the strategy simplex",
     r"bytes: v1: diagnose/(all-strategies|full-map|per-row|more-columns-than-keys)": "the strategy simplex",
     r"names: shd_ref\.cache\.(NO_ATTENTION|Errors|Manifest|NewRecord|StoredRecord|CacheReader|Receipt)": "forms",
+    r"names: shd_ref\.cache\.(SampleRecord|CacheWriter\.write_shard)": "one record, to be written and as read",
     r"names: shd_ref\.cache\.(Part|Form|Row|ROWS|F32|U8)": "forms table",
     r"names: shd_ref\.cache\.(Maps|Factors|Attention|Logits|Hidden|CodecError)": "forms table",
     r"bytes: (kd|recipes|shrink)-v1: ": "goldens now, in tests/goldens",

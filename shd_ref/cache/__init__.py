@@ -1,156 +1,90 @@
-"""The supervision cache (specs/cache-format.md): computed once, read by key.
+"""The supervision cache (specs/cache-format.md): computed once, read by key. Needs numpy and xxhash.
 
-``storage`` knows places and files, ``codecs`` rows and bytes, ``forms`` what a record can hold, ``documents`` the
-manifest, receipts and seal. Callers use the files beside them: ``writer.py``, ``reader.py``, ``verify.py`` and so on.
-Start reading with ``forms``. Needs numpy and xxhash; imports no deep-learning framework.
+Callers use the files beside the rooms, ``writer.py``, ``reader.py`` and so on. Start reading with ``forms``.
 """
 
-from shd_ref.cache.codecs.codecs import (
-    CODECS,
-    DEFAULT_CODEC,
-    SUPPORTS,
-    check_codes,
-    code_bits,
-    code_dtype,
-    code_values,
-    decode,
-    encode,
-    pack,
-    packed_size,
-    sqrt8_table,
-    u4_table,
-    unpack,
-)
-from shd_ref.cache.codecs.compression import COMPRESSIONS
-from shd_ref.cache.codecs.distortion import (
-    CodecError,
-    HiddenError,
-    LogitsError,
-    RowError,
-    codec_error,
-    kl_bound,
-    merge_codec_errors,
-)
-from shd_ref.cache.codecs.factored import (
-    DEFAULT_FACTORED_CODEC,
-    FACTORED_CODECS,
-    CodedFactors,
-    LayerFactors,
-    decode_factors,
-    encode_factors,
-    factored_kl_bound,
-    factored_size,
-    pack_factors,
-    rebuild_maps,
-    row_bounds,
-    unpack_factors,
-)
-from shd_ref.cache.documents.keys import dataset_fingerprint, sample_key, trim_inputs, trim_sample
-from shd_ref.cache.documents.manifest import (
-    FORMAT_VERSION,
-    ON_ERROR,
-    Dataset,
-    Manifest,
-    SampleInputs,
-    ShardPlan,
-    Teacher,
-)
-from shd_ref.cache.documents.receipts import Blob, Errors, Receipt, Record, Seal, Skipped
-from shd_ref.cache.export import ExportSummary, export_webdataset
-from shd_ref.cache.forms.attention import Attention, KindLayers, LayerPair, Matching
-from shd_ref.cache.forms.factors import Factors
-from shd_ref.cache.forms.form import F32, U8, Extent, Form, NewRecord, Part, StoredRecord
-from shd_ref.cache.forms.hidden import Hidden, HiddenLayer
-from shd_ref.cache.forms.logits import AveragedTeacher, Logits
-from shd_ref.cache.forms.maps import Maps
-from shd_ref.cache.forms.table import ROWS, Forms, Row
-from shd_ref.cache.listing import CacheListing, list_cache
-from shd_ref.cache.merge import MergeSummary, merge_caches
-from shd_ref.cache.reader import CacheReader
-from shd_ref.cache.verify import Problem, VerifyReport, verify_cache
-from shd_ref.cache.writer import CacheWriter
+from types import ModuleType as _ModuleType
 
-__all__ = [
-    "CODECS",
-    "COMPRESSIONS",
-    "DEFAULT_CODEC",
-    "DEFAULT_FACTORED_CODEC",
-    "F32",
-    "FACTORED_CODECS",
-    "FORMAT_VERSION",
-    "ON_ERROR",
-    "ROWS",
-    "SUPPORTS",
-    "U8",
-    "Attention",
-    "AveragedTeacher",
-    "Blob",
-    "CacheListing",
-    "CacheReader",
-    "CacheWriter",
-    "CodecError",
-    "CodedFactors",
-    "Dataset",
-    "Errors",
-    "ExportSummary",
-    "Extent",
-    "Factors",
-    "Form",
-    "Forms",
-    "Hidden",
-    "HiddenError",
-    "HiddenLayer",
-    "KindLayers",
-    "LayerFactors",
-    "LayerPair",
-    "Logits",
-    "LogitsError",
-    "Manifest",
-    "Maps",
-    "Matching",
-    "MergeSummary",
-    "NewRecord",
-    "Part",
-    "Problem",
-    "Receipt",
-    "Record",
-    "Row",
-    "RowError",
-    "SampleInputs",
-    "Seal",
-    "ShardPlan",
-    "Skipped",
-    "StoredRecord",
-    "Teacher",
-    "VerifyReport",
-    "check_codes",
-    "code_bits",
-    "code_dtype",
-    "code_values",
-    "codec_error",
-    "dataset_fingerprint",
-    "decode",
-    "decode_factors",
-    "encode",
-    "encode_factors",
-    "export_webdataset",
-    "factored_kl_bound",
-    "factored_size",
-    "kl_bound",
-    "list_cache",
-    "merge_caches",
-    "merge_codec_errors",
-    "pack",
-    "pack_factors",
-    "packed_size",
-    "rebuild_maps",
-    "row_bounds",
-    "sample_key",
-    "sqrt8_table",
-    "trim_inputs",
-    "trim_sample",
-    "u4_table",
-    "unpack",
-    "unpack_factors",
-    "verify_cache",
-]
+from shd_ref.cache.codecs.codecs import CODECS as CODECS
+from shd_ref.cache.codecs.codecs import DEFAULT_CODEC as DEFAULT_CODEC
+from shd_ref.cache.codecs.codecs import SUPPORTS as SUPPORTS
+from shd_ref.cache.codecs.codecs import check_codes as check_codes
+from shd_ref.cache.codecs.codecs import code_bits as code_bits
+from shd_ref.cache.codecs.codecs import code_dtype as code_dtype
+from shd_ref.cache.codecs.codecs import code_values as code_values
+from shd_ref.cache.codecs.codecs import decode as decode
+from shd_ref.cache.codecs.codecs import encode as encode
+from shd_ref.cache.codecs.codecs import pack as pack
+from shd_ref.cache.codecs.codecs import packed_size as packed_size
+from shd_ref.cache.codecs.codecs import sqrt8_table as sqrt8_table
+from shd_ref.cache.codecs.codecs import u4_table as u4_table
+from shd_ref.cache.codecs.codecs import unpack as unpack
+from shd_ref.cache.codecs.compression import COMPRESSIONS as COMPRESSIONS
+from shd_ref.cache.codecs.distortion import CodecError as CodecError
+from shd_ref.cache.codecs.distortion import HiddenError as HiddenError
+from shd_ref.cache.codecs.distortion import LogitsError as LogitsError
+from shd_ref.cache.codecs.distortion import RowError as RowError
+from shd_ref.cache.codecs.distortion import codec_error as codec_error
+from shd_ref.cache.codecs.distortion import kl_bound as kl_bound
+from shd_ref.cache.codecs.distortion import merge_codec_errors as merge_codec_errors
+from shd_ref.cache.codecs.factored import DEFAULT_FACTORED_CODEC as DEFAULT_FACTORED_CODEC
+from shd_ref.cache.codecs.factored import FACTORED_CODECS as FACTORED_CODECS
+from shd_ref.cache.codecs.factored import CodedFactors as CodedFactors
+from shd_ref.cache.codecs.factored import LayerFactors as LayerFactors
+from shd_ref.cache.codecs.factored import decode_factors as decode_factors
+from shd_ref.cache.codecs.factored import encode_factors as encode_factors
+from shd_ref.cache.codecs.factored import factored_kl_bound as factored_kl_bound
+from shd_ref.cache.codecs.factored import factored_size as factored_size
+from shd_ref.cache.codecs.factored import pack_factors as pack_factors
+from shd_ref.cache.codecs.factored import rebuild_maps as rebuild_maps
+from shd_ref.cache.codecs.factored import row_bounds as row_bounds
+from shd_ref.cache.codecs.factored import unpack_factors as unpack_factors
+from shd_ref.cache.documents.keys import dataset_fingerprint as dataset_fingerprint
+from shd_ref.cache.documents.keys import sample_key as sample_key
+from shd_ref.cache.documents.keys import trim_inputs as trim_inputs
+from shd_ref.cache.documents.keys import trim_sample as trim_sample
+from shd_ref.cache.documents.manifest import FORMAT_VERSION as FORMAT_VERSION
+from shd_ref.cache.documents.manifest import ON_ERROR as ON_ERROR
+from shd_ref.cache.documents.manifest import Dataset as Dataset
+from shd_ref.cache.documents.manifest import Manifest as Manifest
+from shd_ref.cache.documents.manifest import SampleInputs as SampleInputs
+from shd_ref.cache.documents.manifest import ShardPlan as ShardPlan
+from shd_ref.cache.documents.manifest import Teacher as Teacher
+from shd_ref.cache.documents.receipts import Blob as Blob
+from shd_ref.cache.documents.receipts import Errors as Errors
+from shd_ref.cache.documents.receipts import Receipt as Receipt
+from shd_ref.cache.documents.receipts import Record as Record
+from shd_ref.cache.documents.receipts import Seal as Seal
+from shd_ref.cache.documents.receipts import Skipped as Skipped
+from shd_ref.cache.export import ExportSummary as ExportSummary
+from shd_ref.cache.export import export_webdataset as export_webdataset
+from shd_ref.cache.forms.attention import Attention as Attention
+from shd_ref.cache.forms.attention import KindLayers as KindLayers
+from shd_ref.cache.forms.attention import LayerPair as LayerPair
+from shd_ref.cache.forms.attention import Matching as Matching
+from shd_ref.cache.forms.factors import Factors as Factors
+from shd_ref.cache.forms.form import F32 as F32
+from shd_ref.cache.forms.form import U8 as U8
+from shd_ref.cache.forms.form import Extent as Extent
+from shd_ref.cache.forms.form import Form as Form
+from shd_ref.cache.forms.form import Part as Part
+from shd_ref.cache.forms.form import SampleRecord as SampleRecord
+from shd_ref.cache.forms.hidden import Hidden as Hidden
+from shd_ref.cache.forms.hidden import HiddenLayer as HiddenLayer
+from shd_ref.cache.forms.logits import AveragedTeacher as AveragedTeacher
+from shd_ref.cache.forms.logits import Logits as Logits
+from shd_ref.cache.forms.maps import Maps as Maps
+from shd_ref.cache.forms.table import ROWS as ROWS
+from shd_ref.cache.forms.table import Forms as Forms
+from shd_ref.cache.forms.table import Row as Row
+from shd_ref.cache.listing import CacheListing as CacheListing
+from shd_ref.cache.listing import list_cache as list_cache
+from shd_ref.cache.merge import MergeSummary as MergeSummary
+from shd_ref.cache.merge import merge_caches as merge_caches
+from shd_ref.cache.reader import CacheReader as CacheReader
+from shd_ref.cache.verify import Problem as Problem
+from shd_ref.cache.verify import VerifyReport as VerifyReport
+from shd_ref.cache.verify import verify_cache as verify_cache
+from shd_ref.cache.writer import CacheWriter as CacheWriter
+
+__all__ = [name for name, value in globals().items() if name[0] != "_" and not isinstance(value, _ModuleType)]

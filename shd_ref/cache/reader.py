@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Final, TypeAlias
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from shd_ref.cache.codecs.compression import expand_blob
 from shd_ref.cache.documents.manifest import Manifest
 from shd_ref.cache.documents.receipts import Blob, Errors, Receipt, Record, Seal
-from shd_ref.cache.forms.form import F32, U8, Extent, StoredRecord
+from shd_ref.cache.forms.form import F32, U8, Extent, SampleRecord
 from shd_ref.cache.forms.hidden import Hidden
 from shd_ref.cache.forms.logits import Logits
 from shd_ref.cache.forms.table import ROWS
@@ -107,7 +107,7 @@ class CacheReader:
         """The augmentation seed of every sample by its index, skipped ones too; empty without seeds (CACHE-35)."""
         return dict(self._seeds)
 
-    def read(self, key: str, layers: Iterable[int] | None = None, **choices: Choice) -> StoredRecord:
+    def read(self, key: str, layers: Iterable[int] | None = None, **choices: Choice) -> SampleRecord:
         """Read one sample and check every byte (CACHE-81).
 
         Args:
@@ -129,7 +129,7 @@ class CacheReader:
         *,
         allocate: Callable[[int], NDArray[np.uint8]] = _allocate,
         **choices: Choice,
-    ) -> list[StoredRecord]:
+    ) -> list[SampleRecord]:
         """Read several samples; without compression their bytes are read into one buffer, without copies.
 
         Args:
@@ -145,7 +145,10 @@ class CacheReader:
         Raises:
             ShdError: as ``read``.
         """
-        coded = [number for name, choice in self._choices(layers, choices) for number in self._parts_of(name, choice)]
+        names, choices = dict.fromkeys(row.form.CHOICE for row in ROWS), {"layers": layers, **choices}
+        if unknown := sorted(choices.keys() - names.keys()):
+            raise ShdError("argument-value", f"a form must be one of {', '.join(names)}; got {unknown}", "CACHE-81")
+        coded = [number for name in names for number in self._parts_of(name, choices.get(name))]
         positions = [self._find(key) for key in keys]
         starts, stops, _ = self._spans[positions][:, coded].T.astype(np.int64)
         ends = list(accumulate((stops - starts).ravel().tolist(), initial=0))
@@ -156,14 +159,14 @@ class CacheReader:
             slots = [np.empty(end - start, np.uint8) for start, end in pairwise(ends)]
         order = sorted(range(len(keys)), key=positions.__getitem__)  # by shard, and in stored order
 
-        def read(number: int) -> StoredRecord:
+        def read(number: int) -> SampleRecord:
             parts = dict(zip(coded, slots[number :: len(keys)], strict=True))
             return self._read(keys[number], positions[number], parts)
 
         by_number = dict(zip(order, self._storage.map(read, order), strict=True))
         return [by_number[number] for number in range(len(keys))]
 
-    def decode(self, record: StoredRecord, layer: int) -> NDArray[np.float32]:
+    def decode(self, record: SampleRecord, layer: int) -> NDArray[np.float32]:
         """The merged maps of one student layer: ``(H_s, n, n)`` float32, rows sum to one or are zero.
 
         ``(H_s, rows, keys)`` if the record has ``shapes`` (CACHE-128); computed from queries and keys in factored
@@ -171,7 +174,7 @@ class CacheReader:
         """
         return self.manifest.attention.decode(record, layer)
 
-    def decode_factors(self, record: StoredRecord, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    def decode_factors(self, record: SampleRecord, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """The teacher's queries ``(H_t, n, d)`` and centred keys ``(H_kv, n, d)`` of one student layer, float32.
 
         Leading padding is omitted: n counts from the record's ``first``.
@@ -181,7 +184,7 @@ class CacheReader:
         """
         return self.manifest.attention.decode_factors(record, layer)
 
-    def decode_logits(self, record: StoredRecord) -> TopkTargets | SampledTargets | NDArray[np.float32]:
+    def decode_logits(self, record: SampleRecord) -> TopkTargets | SampledTargets | NDArray[np.float32]:
         """The teacher's logits of one sample: classes of R rows, or ``(R, V)`` float32 if all are stored.
 
         Row r belongs to position ``first + r``; a classifier has a single row (CACHE-160).
@@ -191,21 +194,13 @@ class CacheReader:
         """
         return self.manifest.need(Logits, "logits").decode(record)
 
-    def decode_hidden(self, record: StoredRecord, layer: int) -> NDArray[np.float32]:
+    def decode_hidden(self, record: SampleRecord, layer: int) -> NDArray[np.float32]:
         """The teacher's hidden states of one of its layers, ``(R, width)`` float32; row r as for logits.
 
         Raises:
             ShdError: ``argument-value`` where the cache, or the record as it was read, does not have them.
         """
         return self.manifest.need(Hidden, "hidden states").decode(record, layer)
-
-    def _choices(self, layers: Iterable[int] | None, choices: Mapping[str, Choice]) -> list[tuple[str, Choice]]:
-        """By the keyword of each form in the table what to read of it."""
-        names = dict.fromkeys(row.form.CHOICE for row in ROWS)
-        if unknown := sorted(choices.keys() - names.keys()):
-            raise ShdError("argument-value", f"a form must be one of {', '.join(names)}; got {unknown}", "CACHE-81")
-        options = {"layers": layers, **choices}
-        return [(name, options.get(name)) for name in names]
 
     def _parts_of(self, name: str, choice: Choice) -> list[int]:
         """Numbers of the coded parts of a form that are asked for, by the keyword of its choice."""
@@ -281,7 +276,7 @@ class CacheReader:
             advice = "the cache is partial: write the rest"
         raise ShdError("sample-missing", f"{self.folder} must hold sample {key}; it does not: {advice}", "CACHE-82")
 
-    def _read(self, key: str, position: int, coded: dict[int, NDArray[np.uint8]]) -> StoredRecord:
+    def _read(self, key: str, position: int, coded: dict[int, NDArray[np.uint8]]) -> SampleRecord:
         """A record; its coded parts, by their numbers, fill the memory that is given for them."""
         parts, spans = self.manifest.parts, self._spans[position].tolist()
         shard, index, length, first, decoder = self._where[position].tolist()
@@ -301,7 +296,7 @@ class CacheReader:
         for number, blob in coded.items():
             where = f"{self.folder}: record {index} {parts[number].title}"
             values[parts[number].name] = expand_blob(blob, sizes[number][0], where)
-        return StoredRecord(index, key, length, values, self._seeds.get(index), first, shapes, decoder)
+        return SampleRecord(index, key, length, values, self._seeds.get(index), first, shapes, decoder)
 
     def _read_blobs(self, shard: int, index: int, stored: dict[int, NDArray[np.uint8]], spans: Spans) -> None:
         """Blobs of one record; those that lie side by side are fetched at once, to save requests."""

@@ -6,8 +6,8 @@ import contextlib
 import json
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from dataclasses import astuple, replace
+from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,34 +16,25 @@ from shd_ref.cache.codecs.compression import compress_blob
 from shd_ref.cache.documents.keys import check_key
 from shd_ref.cache.documents.manifest import FORMAT_VERSION, Manifest
 from shd_ref.cache.documents.receipts import Blob, Errors, Receipt, Record, Skipped
-from shd_ref.cache.forms.form import F32, U8, Extent, NewRecord, misfit
+from shd_ref.cache.forms.form import F32, U8, SampleRecord, misfit
 from shd_ref.cache.storage.checksums import RunningHash, hex_64, xxh3_64
 from shd_ref.cache.storage.documents import MAX_INTEGER
 from shd_ref.cache.storage.places import Folder, open_storage, shard_name, tensor_name
 from shd_ref.cache.storage.storage import PendingFile
 from shd_ref.errors import ShdError
 
+Bytes: TypeAlias = NDArray[np.uint8]
 _ALIGNMENT: Final = 8
 _Held = TypeVar("_Held")
 
 
-@dataclass(frozen=True)
-class Stored:
-    """What decides a record's entries in the header: its stored sizes, None for parts that it lacks."""
-
-    index: int
-    extent: Extent
-    sizes: tuple[int | None, ...]
-
-
-def shard_header(manifest: Manifest, shard: int, records: Sequence[Stored | Record]) -> bytes:
+def shard_header(manifest: Manifest, shard: int, records: Sequence[Record]) -> bytes:
     """Eight bytes of header length, then the JSON header padded with spaces (CACHE-41).
 
     Float32 tensors come first, aligned, as readers map them in place (CACHE-40).
     """
-    members: dict[str, Any] = {
-        "__metadata__": {"format": f"shd-cache-{FORMAT_VERSION}", "manifest": manifest.id, "shard": str(shard)}
-    }
+    about = {"format": f"shd-cache-{FORMAT_VERSION}", "manifest": manifest.id, "shard": str(shard)}
+    members: dict[str, Any] = {"__metadata__": about}
     position = 0
     shapes = [manifest.part_shapes(record.extent) for record in records]
     for dtype in (F32, U8):
@@ -59,7 +50,7 @@ def shard_header(manifest: Manifest, shard: int, records: Sequence[Stored | Reco
     return struct.pack("<Q", len(header)) + header
 
 
-def check_record(record: NewRecord, manifest: Manifest) -> None:
+def check_record(record: SampleRecord, manifest: Manifest) -> None:
     """Refuse a record that does not fit the manifest."""
     check_key(record.key)
     if record.length < 1:
@@ -81,7 +72,7 @@ def write_blobs(
     file: PendingFile,
     manifest: Manifest,
     shard: int,
-    records: Sequence[NewRecord],
+    records: Sequence[SampleRecord],
     errors: Errors,
     skipped: Sequence[Skipped] = (),
 ) -> Receipt:
@@ -89,15 +80,12 @@ def write_blobs(
     for record in records:
         check_record(record, manifest)
     floats = [[_bytes_of(v) for form in manifest.forms for v in form.floats(record)] for record in records]
-    coded: list[Iterable[NDArray[np.uint8]]] = [_coded(record, manifest) for record in records]
+    coded: list[Iterable[Bytes]] = [_coded(record, manifest) for record in records]
     if manifest.compression != "none":
         coded = [list(blobs) for blobs in coded]
-    stored = [
-        Stored(record.index, record.extent, _sizes(record, manifest, values, blobs))
-        for record, values, blobs in zip(records, floats, coded, strict=True)
-    ]
+    drafts = [_draft(manifest, *parts) for parts in zip(records, floats, coded, strict=True)]
     stream = _HashedStream(file)
-    stream.write(shard_header(manifest, shard, stored))
+    stream.write(shard_header(manifest, shard, drafts))
     float_places = [[None if data is None else stream.write(data) for data in values] for values in floats]
     coded_places = [[stream.write(data) for data in blobs] for blobs in coded]
     return Receipt(
@@ -107,45 +95,32 @@ def write_blobs(
         xxh3_128=stream.hash.hexdigest(),
         errors=errors,
         records=tuple(
-            Record(
-                index=record.index,
-                key=record.key,
-                length=record.length,
-                blobs=_in_order(manifest, values, codes),
-                seed=record.seed,
-                first=record.first,
-                shapes=record.extent.shapes,
-                decoder=record.decoder,
-            )
-            for record, values, codes in zip(records, float_places, coded_places, strict=True)
+            replace(draft, blobs=_in_order(manifest, values, codes))
+            for draft, values, codes in zip(drafts, float_places, coded_places, strict=True)
         ),
         skipped=tuple(skipped),
     )
 
 
-def _coded(record: NewRecord, manifest: Manifest) -> Iterator[NDArray[np.uint8]]:
+def _coded(record: SampleRecord, manifest: Manifest) -> Iterator[Bytes]:
     blobs = (blob for form in manifest.forms for blob in form.pack(record))
     return (compress_blob(blob, manifest.compression) for blob in blobs)
 
 
-def _bytes_of(values: NDArray[np.float32] | None) -> NDArray[np.uint8] | None:
+def _bytes_of(values: NDArray[np.float32] | None) -> Bytes | None:
     return None if values is None else np.ascontiguousarray(values, dtype="<f4").reshape(-1).view(np.uint8)
 
 
-def _sizes(
-    record: NewRecord,
-    manifest: Manifest,
-    floats: Sequence[NDArray[np.uint8] | None],
-    blobs: Iterable[NDArray[np.uint8]],
-) -> tuple[int | None, ...]:
-    """Bytes of each part as it will be stored; of codes that are not compressed without making them."""
-    shapes = zip(manifest.parts, manifest.part_shapes(record.extent), strict=True)
-    sizes = (
-        [shape[0] for part, shape in shapes if part.dtype == U8]
-        if manifest.compression == "none"
-        else map(len, blobs)
-    )
-    return _in_order(manifest, [None if data is None else len(data) for data in floats], sizes)
+def _draft(manifest: Manifest, record: SampleRecord, floats: list[Bytes | None], blobs: Iterable[Bytes]) -> Record:
+    """The record with its parts' sizes alone; of codes that are not compressed, without making them."""
+    sized = zip(manifest.parts, manifest.part_shapes(record.extent), strict=True)
+    sizes: Iterable[int] = (shape[0] for part, shape in sized if part.dtype == U8)
+    if manifest.compression != "none":
+        sizes = map(len, blobs)
+    held = _in_order(manifest, [None if data is None else len(data) for data in floats], sizes)
+    parts = tuple(None if size is None else Blob(0, size, "") for size in held)
+    length, first, shapes, decoder = astuple(record.extent)
+    return Record(record.index, record.key, length, parts, record.seed, first, shapes, decoder)
 
 
 def _in_order(manifest: Manifest, floats: Iterable[_Held | None], codes: Iterable[_Held]) -> tuple[_Held | None, ...]:
@@ -162,7 +137,7 @@ class _HashedStream:
         self.hash = RunningHash()
         self.position = 0
 
-    def write(self, data: bytes | NDArray[np.uint8]) -> Blob:
+    def write(self, data: bytes | Bytes) -> Blob:
         self._file.write(data)
         self.hash.update(data)
         start, self.position = self.position, self.position + len(data)
@@ -178,14 +153,14 @@ class ShardFile:
         with _present(self.path):  # an object store tells at the first read
             self._file = storage.open(shard_name(shard))
 
-    def read(self, start: int, end: int) -> NDArray[np.uint8]:
+    def read(self, start: int, end: int) -> Bytes:
         """Bytes ``start`` to ``end``, in memory of the caller's own."""
         with _present(self.path):
             data = self._file.read(start, end)
         self._check_length(start, len(data), end - start)
         return data
 
-    def read_into(self, start: int, parts: Sequence[NDArray[np.uint8]]) -> None:
+    def read_into(self, start: int, parts: Sequence[Bytes]) -> None:
         """Fill these arrays, one after another, with the bytes from ``start`` on."""
         with _present(self.path):
             count = self._file.read_into(start, parts)

@@ -7,7 +7,7 @@ from typing import Final
 
 from shd_ref.cache.documents.manifest import Manifest
 from shd_ref.cache.documents.receipts import Errors, Receipt, Seal, Skipped, check_fingerprint
-from shd_ref.cache.forms.form import NewRecord
+from shd_ref.cache.forms.form import SampleRecord
 from shd_ref.cache.shards import write_blobs
 from shd_ref.cache.storage.documents import checksum_of
 from shd_ref.cache.storage.places import MANIFEST_NAME, SEAL_NAME, Folder, open_storage, receipt_name, shard_name
@@ -78,7 +78,7 @@ class CacheWriter:
         return [shard for shard, is_committed in zip(shards, committed, strict=True) if not is_committed]
 
     def write_shard(
-        self, shard: int, records: Sequence[NewRecord], errors: Errors, skipped: Sequence[Skipped] = ()
+        self, shard: int, records: Sequence[SampleRecord], errors: Errors, skipped: Sequence[Skipped] = ()
     ) -> Receipt:
         """Commit one shard: its file first, then its receipt (CACHE-61).
 
@@ -131,9 +131,7 @@ class CacheWriter:
         with write_errors(self._storage.locate(SEAL_NAME)):
             # Few receipts in memory at a time: those of a large cache do not fit together.
             check_fingerprint(self.folder, self.manifest, self._receipts(checksums))
-            seal = Seal(
-                manifest=self.manifest.id, num_samples=self.manifest.dataset.num_samples, receipts=tuple(checksums)
-            )
+            seal = Seal(self.manifest.id, self.manifest.dataset.num_samples, tuple(checksums))
             self._storage.write_whole(SEAL_NAME, seal.to_bytes())
         return seal
 
@@ -167,13 +165,13 @@ class CacheWriter:
         return None
 
     def _ordered(
-        self, shard: int, records: Sequence[NewRecord], skipped: Sequence[Skipped]
-    ) -> tuple[list[NewRecord], list[Skipped]]:
+        self, shard: int, records: Sequence[SampleRecord], skipped: Sequence[Skipped]
+    ) -> tuple[list[SampleRecord], list[Skipped]]:
         indices = self.manifest.shard_samples(shard)
         if skipped and self.manifest.on_error != "skip":
             message = f"skipped must be empty where on_error is {self.manifest.on_error!r}; got {len(skipped)}"
             raise ShdError("argument-value", message, "CACHE-51")
-        samples: list[NewRecord | Skipped] = [*records, *skipped]
+        samples: list[SampleRecord | Skipped] = [*records, *skipped]
         by_index = {sample.index: sample for sample in samples}
         if len(by_index) != len(samples) or by_index.keys() != set(indices):
             unknown = sorted(by_index.keys() - set(indices))[:3]
@@ -182,10 +180,8 @@ class CacheWriter:
             message = f"{rule} (not of this shard: {unknown}; absent: {absent})"
             raise ShdError("argument-value", message, "CACHE-26")
         ordered = [by_index[index] for index in indices]
-        return (
-            [sample for sample in ordered if isinstance(sample, NewRecord)],
-            [sample for sample in ordered if isinstance(sample, Skipped)],
-        )
+        left_out = [sample for sample in ordered if isinstance(sample, Skipped)]
+        return [sample for sample in ordered if isinstance(sample, SampleRecord)], left_out
 
     def _commit(self, shard_file: PendingFile, receipt_file: PendingFile, receipt: Receipt) -> Receipt:
         committed = self._committed(receipt.shard)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import typer
 
 from shd_ref.commands.caches import export, ls, merge, report, seal, verify
@@ -31,23 +33,16 @@ def root(version: ShowVersion = False) -> None:
     """
 
 
-BEFORE, MAKING, FILES = "Look before you spend", "Make a cache", "Caches as files"
-GRAPHS, JUDGING = "Smaller graphs", "Implementations"
-_LONG = {plan, fidelity, precompute, verify, report, merge, export}
-for _command, _panel in (
-    (inspect, BEFORE),
-    (plan, BEFORE),
-    (fidelity, BEFORE),
-    (precompute, MAKING),
-    (verify, MAKING),
-    (report, MAKING),
-    (ls, FILES),
-    (seal, FILES),
-    (merge, FILES),
-    (export, FILES),
-    (linearize, GRAPHS),
-):
-    add_command(app, _command, panel=_panel, is_long=_command in _LONG)
+_PANELS: dict[str, tuple[Any, ...]] = {
+    "Look before you spend": (inspect, plan, fidelity),
+    "Make a cache": (precompute, verify, report),
+    "Caches as files": (ls, seal, merge, export),
+    "Smaller graphs": (linearize,),
+}
+for _panel, _commands in _PANELS.items():
+    for _command in _commands:
+        is_quick = _command in (inspect, ls, seal, linearize)
+        add_command(app, _command, panel=_panel, is_long=not is_quick)
 
 
 # It reads its own options, which no import of the judge shall delay the other commands for.
@@ -56,5 +51,5 @@ app.command(
     cls=ShownCommand,
     add_help_option=False,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    rich_help_panel=JUDGING,
+    rich_help_panel="Implementations",
 )(conformance)

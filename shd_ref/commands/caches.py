@@ -204,11 +204,9 @@ def _listing_table(listing: CacheListing) -> Table:
     missing, total = listing.missing, listing.manifest.shards.num_shards
     remedy = "shd seal marks it as complete"
     if missing:
-        remedy = (
-            f"{len(missing)} of {total} shards are missing ({shard_ranges(missing)}). If this is one part of a "
-            "run (--shards), the other parts have them: merge them with shd merge. If not, the same shd "
-            "precompute resumes"
-        )
+        parts = "If this is one part of a run (--shards), the other parts have them: merge them with shd merge"
+        remedy = f"{len(missing)} of {total} shards are missing ({shard_ranges(missing)}). {parts}. "
+        remedy += "If not, the same shd precompute resumes"
     state = marked("sealed", "green", ": complete") if listing.sealed else marked("partial", "yellow", f": {remedy}")
     table.add_row("state", state)
     for name, text in listing_facts(listing):

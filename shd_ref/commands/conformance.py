@@ -8,6 +8,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from shd_ref.commands.derive import keyword, quiet_flag
 from shd_ref.commands.terminal import ShownCommand, quiet_progress, show_progress
 
 
@@ -39,10 +40,8 @@ def conformance(context: typer.Context) -> None:
             status = main(words, context.command_path, parser=_Parser)
         raise typer.Exit(status)
 
-    quiet = typer.Option("--quiet", help="Hide progress; results, remarks and errors are still shown.")
-    parameters = [_parameter(action) for action in actions]
-    parameters.append(_keyword("quiet", Annotated[bool, quiet], False))
     judge.__doc__ = conformance.__doc__
+    parameters = [*map(_parameter, actions), quiet_flag()]
     judge.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     app = typer.Typer(rich_markup_mode="markdown", pretty_exceptions_enable=False, add_completion=False)
     app.command(cls=ShownCommand)(judge)
@@ -54,16 +53,12 @@ def _parameter(action: argparse.Action) -> inspect.Parameter:
     metavar = "|".join(action.choices) if action.choices else str(action.metavar)
     text = f"{action.help}."[0].upper() + f"{action.help}."[1:]
     if not action.option_strings:
-        return _keyword(action.dest, Annotated[list[str] | None, typer.Argument(help=text, metavar=metavar)], None)
+        return keyword(action.dest, Annotated[list[str] | None, typer.Argument(help=text, metavar=metavar)], None)
     if action.nargs == 0:
-        return _keyword(action.dest, Annotated[bool, typer.Option(*action.option_strings, help=text)], False)
+        return keyword(action.dest, Annotated[bool, typer.Option(*action.option_strings, help=text)], False)
     option = typer.Option(*action.option_strings, help=text, metavar=metavar)
     kind: Any = list[str] if isinstance(action, argparse._AppendAction) else str
-    return _keyword(action.dest, Annotated[kind | None, option], None)
-
-
-def _keyword(name: str, hint: Any, default: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+    return keyword(action.dest, Annotated[kind | None, option], None)
 
 
 def _words(action: argparse.Action, value: Any) -> list[str]:

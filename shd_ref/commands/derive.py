@@ -24,7 +24,7 @@ from typing import Annotated, Any, Final, TypeAlias, get_args, get_origin, get_t
 import typer
 from typer.models import ArgumentInfo
 
-from shd_ref.commands.parse import PARSERS, read_list
+from shd_ref.cache.forms.attention import KINDS
 from shd_ref.commands.terminal import ShownCommand, console, quiet_progress, reported_errors
 from shd_ref.errors import ShdError
 from shd_ref.teacher.options import PANELS, Shown
@@ -95,17 +95,17 @@ def expand(function: Callable[..., Document | None], *, is_long: bool = False) -
     groups = {name: group for name, hint in hints.items() if (group := _Group.of(hint)) is not None}
     readers: dict[str, Callable[[Any], Any]] = {}
     parameters: list[inspect.Parameter] = []
+    needs: list[tuple[str, str]] = []
     for name, parameter in inspect.signature(function).parameters.items():
-        if name in groups:
-            for field, (hint, default) in groups[name].fields.items():
-                parameters.append(_parameter(field, hint, default, readers))
-        else:
-            parameters.append(_parameter(name, hints[name], parameter.default, readers))
+        options_of = groups[name].fields if name in groups else {name: (hints[name], parameter.default)}
+        for field, (hint, default) in options_of.items():
+            parameters.append(_parameter(field, hint, default, readers))
+            if (shown := shown_of(hint)) is not None and shown.needs is not None:
+                needs.append((field, shown.needs))
     if hints.get("return") is not types.NoneType:
-        parameters.append(_flag("json", "Print only the result, as JSON, on standard output."))
+        parameters.append(flag("json", "Print only the result, as JSON, on standard output."))
     if is_long:
-        parameters.append(_flag("quiet", "Hide progress; results, remarks and errors are still shown."))
-    needs = [(name, shown.needs) for name, shown in _shown_in(hints, groups) if shown.needs is not None]
+        parameters.append(quiet_flag())
     defaults = {one.name: one.default for one in parameters}
     arguments = {one.name for one in parameters if isinstance(get_args(one.annotation)[1], ArgumentInfo)}
     options = {one.name: option_of(one.name) for one in parameters if one.name not in arguments}
@@ -128,13 +128,6 @@ def expand(function: Callable[..., Document | None], *, is_long: bool = False) -
     command.__name__, command.__doc__ = function.__name__, function.__doc__
     command.__signature__ = inspect.Signature(sorted(parameters, key=_place))  # type: ignore[attr-defined]
     return command
-
-
-def _shown_in(hints: dict[str, Any], groups: dict[str, _Group]) -> Iterator[tuple[str, Shown]]:
-    """Every option of a command by its field."""
-    for name, hint in hints.items():
-        fields_of = groups[name].fields if name in groups else {name: (hint, None)}
-        yield from ((field, shown) for field, (one, _) in fields_of.items() if (shown := shown_of(one)) is not None)
 
 
 def _check_needs(needs: list[tuple[str, str]], given: dict[str, Any], defaults: dict[str, Any]) -> None:
@@ -175,10 +168,19 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
-def _flag(name: str, text: str) -> inspect.Parameter:
-    """A parameter of every command of a kind."""
-    option = typer.Option(f"--{name}", help=text)
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option])
+def keyword(name: str, hint: Any, default: Any) -> inspect.Parameter:
+    """A parameter of a command as typer reads it."""
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+
+
+def flag(name: str, text: str) -> inspect.Parameter:
+    """An option without a value."""
+    return keyword(name, Annotated[bool, typer.Option(f"--{name}", help=text)], False)
+
+
+def quiet_flag() -> inspect.Parameter:
+    """``--quiet``."""
+    return flag("quiet", "Hide progress; results, remarks and errors are still shown.")
 
 
 def option_of(field: str) -> str:
@@ -241,7 +243,7 @@ def _parameter(name: str, hint: Any, default: Any, readers: dict[str, Callable[[
     """A parameter that typer can take; what it cannot read itself is a string, with its reader among ``readers``."""
     shown = shown_of(hint)
     if shown is None:
-        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+        return keyword(name, hint, default)
     kind, optional = _strip_none(get_args(hint)[0])
     metavar = shown.metavar or _PLAIN.get(kind)
     if name in _REPEATED:
@@ -274,8 +276,7 @@ def _parameter(name: str, hint: Any, default: Any, readers: dict[str, Callable[[
         metavar=metavar,
         rich_help_panel=shown.panel,
     )
-    annotation: Any = Annotated[kind | None if optional else kind, option]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    return keyword(name, Annotated[kind | None if optional else kind, option], default)
 
 
 def shown_of(hint: Any) -> Shown | None:
@@ -296,3 +297,68 @@ def _place(parameter: inspect.Parameter) -> int:
     """Everyday options first, then panels in their order; all keep the order of the signature."""
     panel = getattr(get_args(parameter.annotation)[1], "rich_help_panel", None)
     return 1 + PANELS.index(panel) if panel in PANELS else 0
+
+
+def read_list(
+    option: str, text: str | None, *, kind: type, choices: tuple[str, ...] = (), least: int | None = None
+) -> tuple[Any, ...]:
+    """The values of an option that takes several, such as ``4,6``: numbers from ``least``, or some of ``choices``."""
+    if text is None:
+        return ()
+    parts = [word.strip() for word in text.split(",")]
+    if kind is int:
+        least = 1 if least is None else least
+        if not all(word.isdecimal() and int(word) >= least for word in parts):
+            message = f"{option} must be numbers from {least}, separated by commas: 4,6; got {text!r}"
+            raise ShdError("argument-value", message)
+        return tuple(int(word) for word in parts)
+    if not set(parts) <= set(choices):
+        message = f"{option} must be one or several of {', '.join(choices)}, separated by commas; got {text!r}"
+        raise ShdError("argument-value", message)
+    return tuple(parts)
+
+
+def parse_student_layers(text: str | None) -> int | dict[str, int] | None:
+    """``--student-layers``: a number, or one for each kind."""
+    if text is None:
+        return None
+    parts = [word.strip().partition("=") for word in text.split(",")]
+    numbers = {kind.strip(): number.strip() for kind, _, number in parts}
+    if len(parts) == 1 and not parts[0][1]:
+        numbers = {"": parts[0][0]}
+    counts = {kind: int(number) if number.isdecimal() else 0 for kind, number in numbers.items()}
+    known = counts.keys() <= set(KINDS) or counts.keys() == {""}
+    if len(counts) != len(parts) or not known or min(counts.values()) < 1:
+        rule = f"a number from 1, or one for each kind ({', '.join(KINDS)}) such as encoder=2,decoder=3,cross=3"
+        raise ShdError("argument-value", f"--student-layers must be {rule}; got {text!r}", "LAYER-2")
+    return counts.get("", counts)
+
+
+def parse_layer_pairs(text: str | None) -> tuple[tuple[int, int], ...] | None:
+    """``--layer-pairs``."""
+    if text is None:
+        return None
+    try:
+        pairs = [pair.split(":") for pair in text.split(",")]
+        return tuple((int(student), int(teacher)) for student, teacher in pairs)
+    except ValueError:
+        message = f"--layer-pairs must be student:teacher pairs such as 0:3,1:7; got {text!r}"
+        raise ShdError("argument-value", message, "LAYER-4") from None
+
+
+def parse_shards(text: str | None) -> tuple[int, int]:
+    """``--shards``: part and number of parts."""
+    if text is None:
+        return (0, 1)
+    share, _, parts = text.partition("/")
+    if not (share.isdecimal() and parts.isdecimal() and int(share) < int(parts)):
+        raise ShdError("argument-value", f"--shards must be i/n with 0 <= i < n, such as 0/4; got {text!r}")
+    return int(share), int(parts)
+
+
+PARSERS: Final[dict[str, Callable[[Any], Any]]] = {
+    "num_student_layers": parse_student_layers,
+    "layer_pairs": parse_layer_pairs,
+    "shards": parse_shards,
+}
+"""By field: how the text of its option is read."""

@@ -11,9 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from shd_ref.cache.listing import spans
-from shd_ref.commands.derive import Document, Failed
+from shd_ref.commands.derive import Document, Failed, read_list
 from shd_ref.commands.options import TeacherPath
-from shd_ref.commands.parse import read_list
 from shd_ref.commands.terminal import console, marked, messages, narrow_table
 from shd_ref.errors import ShdError
 from shd_ref.teacher.options import Shown
@@ -174,12 +173,10 @@ def _origin(spec: InputSpec, is_decoder: bool) -> str:
     """Where an input comes from, in words."""
     from shd_ref.teacher.graph.inputs import past_problem
 
-    if spec.part == "past":
-        return past_problem([spec]) or "shd: an empty past, unless the data hold it"
-    if spec.part == "positions":
-        return "shd: counted from the mask, unless the data hold it"
-    if spec.part == "branch":
-        return "shd: false, unless the data hold it"
+    made = {"past": "an empty past", "positions": "counted from the mask", "branch": "false"}
+    if spec.part in made:
+        problem = past_problem([spec]) if spec.part == "past" else None
+        return problem or f"shd: {made[spec.part]}, unless the data hold it"
     return "the data" + ", for the decoder" * is_decoder + " (mask of padding)" * (spec.part == "mask")
 
 

@@ -129,7 +129,10 @@ def _print_forecast(forecast: Forecast, num_student_heads: int, command: str | N
     _list(*forecast.advice.reasons)
     if command:
         console.say(f"  {command}")
-    _say_time(forecast)
+    duration = timedelta(seconds=max(1, round(forecast.squeeze_seconds * forecast.num_samples)))
+    teacher, squeezed = 1000 * forecast.teacher_seconds, 1000 * forecast.squeeze_seconds
+    times = f"teacher {teacher:.3g} ms per sample, squeezed {squeezed:.3g} ms: {duration} in all on this machine"
+    _say(f"time: {times} (measured on {forecast.measured_samples} samples)")
     _say_memory(forecast.memory)
 
 
@@ -162,13 +165,6 @@ def _table(forecast: Forecast) -> Table:
             style="bold" * (way is forecast.taken),
         )
     return table
-
-
-def _say_time(forecast: Forecast) -> None:
-    duration = timedelta(seconds=max(1, round(forecast.squeeze_seconds * forecast.num_samples)))
-    teacher, squeezed = 1000 * forecast.teacher_seconds, 1000 * forecast.squeeze_seconds
-    times = f"teacher {teacher:.3g} ms per sample, squeezed {squeezed:.3g} ms: {duration} in all on this machine"
-    _say(f"time: {times} (measured on {forecast.measured_samples} samples)")
 
 
 def _say_memory(memory: TrainingMemory) -> None:

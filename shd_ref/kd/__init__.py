@@ -1,7 +1,4 @@
-"""Sparse targets of a teacher's logits (``specs/kd.md``): ``records`` are they, and ``codes`` turns rows into bytes.
-
-The losses on them are ``shd_torch.kd``. Imports the reference; lies below the cache.
-"""
+"""Sparse targets of logits (``specs/kd.md``) and their bytes. Imports the reference; lies below the cache."""
 
 from shd_ref.kd.codes import SampledTargets, TopkTargets
 

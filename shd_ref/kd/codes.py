@@ -1,24 +1,9 @@
-"""Sparse targets as bytes: rows of one size, each readable by itself, with a stated error.
+"""Sparse targets as bytes (CACHE-166): rows of one size, each readable by itself, with a stated error.
 
-A row of ``RowCode`` is, in this order and little-endian:
-
-| part | bytes |
-|---|---|
-| ``log_tail``, float16: log of the mass outside of the head | 2 |
-| ``entropy``, float16; only with draws | 2 |
-| head: a code c of ``value_bits`` bits per class, ``(c / (2^value_bits - 1))^3`` of the largest one | packed |
-| ids of the head, ascending | Elias-Fano |
-| ids of the draws, ascending, each weighing ``exp(log_tail) / draws`` | Elias-Fano |
-
-The head's probabilities are scaled to ``1 - exp(log_tail)``, so that a row sums to one after any rounding. Bits
-fill bytes from the lowest up, and the last byte of a part with zeros. A cube lies between steps of equal size in the
-probability, which lose small classes, and in its logarithm, which round large ones as coarsely as small ones: at the
-same bits it left the least error in a student's gradient (``benchmarks/kd_targets.py``). No code is 0, so that every
-class of a head has a logarithm. Elias-Fano of m ascending ids below V: with
-``l = floor(log2(V / m))`` (0 where that is negative) the l low bits of each id, then a string of
-``m + floor((V - 1) / 2^l) + 1`` bits in which bit ``i + (id_i >> l)`` is one. That is below ``l + 3`` bits an id,
-within 2 of the least that any code of a set of m ids can do; ids in order of probability would cost
-``log2(V)`` each.
+The head's probabilities are coded by their cube roots: these lie between steps of equal size in the probability,
+which lose small classes, and in its logarithm, which round large ones as coarsely as small ones. At the same bits
+they left the least error in a student's gradient (``benchmarks/kd_targets.py``). Ids are Elias-Fano codes, below
+``log2(V / m) + 3`` bits each; ids in order of probability would cost ``log2(V)``.
 """
 
 from __future__ import annotations
@@ -193,26 +178,22 @@ def _as_half(numbers: Array, name: str) -> NDArray[np.float16]:
     return halves
 
 
-def _id_low_bits(count: int, vocab_size: int) -> int:
-    return max(vocab_size // count, 1).bit_length() - 1
+def _id_layout(count: int, vocab_size: int) -> tuple[int, int, int]:
+    """The low bits of an id, the bytes of all of these, and the length of the string of high bits."""
+    low = max(vocab_size // count, 1).bit_length() - 1
+    return low, -(-count * low // 8), count + ((vocab_size - 1) >> low) + 1
 
 
 def _id_bytes(count: int, vocab_size: int) -> int:
-    if not count:
-        return 0
-    low = _id_low_bits(count, vocab_size)
-    return -(-count * low // 8) + -(-_high_bits(count, vocab_size, low) // 8)
-
-
-def _high_bits(count: int, vocab_size: int, low: int) -> int:
-    return count + ((vocab_size - 1) >> low) + 1
+    _, low_bytes, high = _id_layout(count, vocab_size) if count else (0, 0, 0)
+    return low_bytes + -(-high // 8)
 
 
 def _pack_ids(ids: NDArray[Any], vocab_size: int) -> Bytes:
     count = ids.shape[1]
-    low = _id_low_bits(count, vocab_size)
+    low, _, high = _id_layout(count, vocab_size)
     places = (ids >> low) + np.arange(count)
-    bits = np.zeros((len(ids), _high_bits(count, vocab_size, low)), np.uint8)
+    bits = np.zeros((len(ids), high), np.uint8)
     np.put_along_axis(bits, places, 1, -1)
     return np.concatenate((_pack(ids & ((1 << low) - 1), low), np.packbits(bits, axis=-1, bitorder="little")), -1)
 
@@ -220,8 +201,7 @@ def _pack_ids(ids: NDArray[Any], vocab_size: int) -> Bytes:
 def _unpack_ids(rows: Bytes, count: int, vocab_size: int, least: int) -> Ids:
     if not count:
         return np.zeros((len(rows), 0), np.int64)
-    low = _id_low_bits(count, vocab_size)
-    at = -(-count * low // 8)
+    low, at, _ = _id_layout(count, vocab_size)
     bits = np.unpackbits(rows[:, at:], axis=-1, bitorder="little")
     if (bits.sum(axis=-1, dtype=np.int64) != count).any():
         raise _corrupt(f"the ids of a row must be {count}")

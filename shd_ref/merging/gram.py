@@ -1,7 +1,6 @@
 """The gram tensor (spec chapter GRAM): every alpha of every round without a value output in memory.
 
-``G[i, j, k, l] = <A_i X_j, A_k X_l>`` comes from attention outputs ``A_i V_j``, which any fused attention kernel
-gives, and from ``W_j W_l^T``, a constant of the weights. It agrees with chapter ALPHA (GRAM-5).
+``G[i, j, k, l] = <A_i X_j, A_k X_l>`` comes from attention outputs ``A_i V_j`` and the constants ``W_j W_l^T``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Matched plans (spec chapter PLAN, PLAN-9 to -13): pairs chosen once, on calibration data, by a matching.
-
-Needs networkx (the extra ``oracles``), asked for by the call and not by the import.
-"""
+"""Matched plans (spec chapter PLAN, PLAN-9 to -13): pairs chosen once, on calibration data. Needs networkx."""
 
 from __future__ import annotations
 

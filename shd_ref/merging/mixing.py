@@ -1,7 +1,6 @@
 """Mixing (spec chapter MIX): every strategy returns a mixing matrix; everything after it is shared.
 
-``mixing`` C is ``(B, H_s, H_t)``, or ``(B, H_s, H_t, L)`` when rows have their own weights; its entries are
-at least 0 and sum to one over the teacher's heads. The student's maps are ``A~_h = sum_t C[h, t] A_t``.
+C is ``(B, H_s, H_t)``, or ``(B, H_s, H_t, L)`` by row, at least 0, and sums to one over the teacher's heads.
 """
 
 from __future__ import annotations

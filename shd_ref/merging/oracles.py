@@ -1,8 +1,4 @@
-"""Oracles (spec chapter ORACLE): the best map that any merge could give, and how far each strategy is from it.
-
-The two problems of the source's section 4.1, solved head by head. Needs scipy (the extra ``oracles``);
-asked for by the call and not by the import.
-"""
+"""Oracles (spec chapter ORACLE): the best map of any merge, head by head, and how far strategies are. Needs scipy."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Merge plans (spec chapter PLAN): which heads merge with which, as data.
+"""Merge plans (spec chapter PLAN): rounds of pairs of positions in the current pool of heads.
 
-A plan is a list of rounds; a round is a list of pairs of positions in the current pool of heads.
 After a round the pool is the merged heads in the order listed, then the untouched ones in order.
 """
 

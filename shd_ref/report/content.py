@@ -207,8 +207,6 @@ def _layer_content(
     # A manifest's plan is checked for its range alone.
     plan = merge_plan(layer.num_teacher_heads, attention.num_student_heads, attention.layer_plans[number])
     labels = list(merge_labels(plan, layer.num_teacher_heads)) if len(alphas) else []
-    merges = tuple(
-        MergeAlphas(label, values[np.isfinite(values)]) for label, values in zip(labels, alphas, strict=True)
-    )
+    merges = tuple(MergeAlphas(label, a[np.isfinite(a)]) for label, a in zip(labels, alphas, strict=True))
     groups = plan_groups(plan, layer.num_teacher_heads)
     return LayerContent(layer.student_layer, layer.teacher_layer, layer.site, groups, merges, tuple(entropy.tolist()))

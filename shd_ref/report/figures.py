@@ -22,9 +22,8 @@ try:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 except ImportError as error:
-    raise ShdError(
-        "dependency-missing", f"shd report needs the package {error.name}: pip install 'squeezing-heads[report]'"
-    ) from error
+    message = f"shd report needs the package {error.name}: pip install 'squeezing-heads[report]'"
+    raise ShdError("dependency-missing", message) from error
 
 # Stand-ins that nothing else draws with; the page's style sheet says what they are in light and in dark.
 _COLOURS: Final = {"#0a0b01": "var(--ink)", "#0a0b02": "var(--muted)", "#0a0b03": "var(--line)"}

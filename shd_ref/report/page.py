@@ -1,7 +1,7 @@
 """The page: every number as text, every figure in its place. Needs the extra ``report``.
 
-Everything that comes from a cache is untrusted: the template escapes it, figures never hold its strings, and the
-page's own policy forbids scripts and requests.
+Caches are untrusted: the template escapes, figures hold none of their strings, and the page forbids scripts and
+requests.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 import shd_ref
-from shd_ref.cache import Attention, CacheReader, Manifest, StoredRecord
+from shd_ref.cache import Attention, CacheReader, Manifest, SampleRecord
 from shd_ref.report.content import CACHED, CacheContent, Evidence, LayerContent, choose_example
 from shd_ref.report.facts import listing_facts
 from shd_ref.report.figures import alpha_figure, entropy_figure, jinja2, map_picture, residual_figure
@@ -112,11 +112,9 @@ def _alphas(content: CacheContent, manifest: Manifest) -> dict[str, Any]:
 def _residuals(reader: CacheReader, evidence: Evidence | None) -> dict[str, Any]:
     """Every strategy beside the cache, or how to get that."""
     if evidence is None:
-        text = (
-            "A cache does not hold the teacher's own maps, so what merging loses is not in it: make this page with "
-            "--teacher and --inputs to compare every strategy on some samples."
-        )
-        return {"text": text, "table": None}
+        why = "A cache does not hold the teacher's own maps, so what merging loses is not in it"
+        how = "make this page with --teacher and --inputs to compare every strategy on some samples."
+        return {"text": f"{why}: {how}", "table": None}
     series, layers = evidence.residuals, reader.manifest.attention.student_layers
     means = {name: float(np.mean(values)) for name, values in series.items()}
     by_layer = [*zip(*series.values(), strict=True), tuple(means.values())]
@@ -175,7 +173,7 @@ def _maps(reader: CacheReader, content: CacheContent, evidence: Evidence | None)
 
 
 def _head(
-    record: StoredRecord, number: int, head: int, group: Sequence[int], merged: Any, teacher: Any
+    record: SampleRecord, number: int, head: int, group: Sequence[int], merged: Any, teacher: Any
 ) -> dict[str, Any]:
     """A merged map, and the maps of the teacher that it was made of, with their weights if they are one per map."""
     mixing = record.parts.get("mixing")

@@ -1,9 +1,6 @@
-"""A smaller student in closed form (specs/shrink.md): merged heads, linear FFNs, fewer axes, and how deep to cut.
+"""A smaller student in closed form (specs/shrink.md): pure float64 functions of arrays. Start with ``heads.py``.
 
-Pure functions on arrays, float64: ``merges``, ``heads`` with ``factors``, ``align``, ``ffn``, ``width``, ``depth``,
-``predictor``. ``shd_torch.shrink`` gathers moments of a model and calls these. Inputs are rows, so a projection is
-``x @ W``; ``torch.nn.Linear`` stores the transpose, as the FFN's chapter does. ``student`` reads what a student was
-made as. Imports the reference; start with ``heads.py``.
+Inputs are rows, so a projection is ``x @ W``; ``torch.nn.Linear`` stores the transpose, as chapter FFN does.
 """
 
 from shd_ref.shrink.align import align_output

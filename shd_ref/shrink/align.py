@@ -75,7 +75,9 @@ def choose_change(fitted: RowSums, held: RowSums, *, biased: bool) -> tuple[Arra
     """
     ridge = RIDGES[-1]
     if held.rows and fitted.rows:
-        errors = {ridge: _change_error(held, solve_change(fitted, ridge, biased=biased)) for ridge in RIDGES}
+        changes = {ridge: solve_change(fitted, ridge, biased=biased) for ridge in RIDGES}
+        # The squared error of the held-out rows after the change, less that before it.
+        errors = {ridge: float((x * (held.inner @ x - 2.0 * held.cross)).sum()) for ridge, x in changes.items()}
         # Errors that rounding may tell apart are equal: then the closed form stays, or the larger ridge is taken.
         most = min(0.0, *errors.values()) + degenerate_threshold() * held.size
         if most >= 0.0:
@@ -97,8 +99,3 @@ def solve_change(sums: RowSums, ridge: float, *, biased: bool) -> Array:
     except np.linalg.LinAlgError:  # without a ridge, or without rows enough for it
         return np.asarray(np.linalg.lstsq(held, sums.cross, rcond=None)[0], np.float64)
     return np.asarray(np.linalg.solve(held, sums.cross), np.float64)
-
-
-def _change_error(sums: RowSums, change: Array) -> float:
-    """The squared error of these rows after a change of the matrix, less that before it."""
-    return float((change * (sums.inner @ change - 2.0 * sums.cross)).sum())

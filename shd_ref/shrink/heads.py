@@ -1,7 +1,7 @@
 """Fewer heads (spec chapter HEAD): the weights of a student head that stands for a group of the teacher's.
 
-A student head's logits are the group's logits mixed by a row of C, its value output the sum of the group's. One
-softmax of mixed logits is the normalised geometric mixture of the group's maps; chapter MIX mixes arithmetically."""
+One softmax of mixed logits is the normalised geometric mixture of the group's maps; chapter MIX mixes arithmetically.
+"""
 
 from __future__ import annotations
 

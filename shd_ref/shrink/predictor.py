@@ -1,7 +1,4 @@
-"""MAP, the accuracy predictor of depth pruning (spec chapter PRED): a polynomial over two ratios, and its best split.
-
-Numbers only: how the points were measured is the caller's business.
-"""
+"""MAP, the accuracy predictor of depth pruning (chapter PRED): a polynomial of two ratios, and its best split."""
 
 from __future__ import annotations
 

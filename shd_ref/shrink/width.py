@@ -1,7 +1,7 @@
-"""Which layers and channels a smaller student keeps (spec chapters DEPTH and WIDTH).
+"""Which layers and channels a smaller student keeps (spec chapters DEPTH and WIDTH). Pre-norm models only.
 
-A narrower residual stream: fold the norms, turn the stream to its principal axes, cut. Pre-norm models only: a norm
-that the stream itself passes through has no place to fold its scale into."""
+A norm that the stream itself passes through has no place to fold its scale into.
+"""
 
 from __future__ import annotations
 

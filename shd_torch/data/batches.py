@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from shd_ref.cache import Attention, Manifest, StoredRecord, packed_size
+from shd_ref.cache import Attention, Manifest, SampleRecord, packed_size
 from shd_ref.cache.forms.attention import blob_name
 from shd_ref.cache.forms.table import load, row_of
 from shd_torch.supervision.coded import Coded
@@ -96,10 +96,10 @@ class CodedSupervision(CachedBatch):
         return [coded.probs(temperature=temperature).to(dtype) for coded in self.supervise(length)]
 
 
-class ReadBatch(list[tuple[Any, StoredRecord]]):
+class ReadBatch(list[tuple[Any, SampleRecord]]):
     """Samples and records as ``__getitems__`` read them together, with the buffer that holds all codes."""
 
-    def __init__(self, pairs: Iterable[tuple[Any, StoredRecord]], buffer: Tensor, layers: tuple[int, ...]) -> None:
+    def __init__(self, pairs: Iterable[tuple[Any, SampleRecord]], buffer: Tensor, layers: tuple[int, ...]) -> None:
         super().__init__(pairs)
         self._read = [record for _, record in self]
         self._buffer, self._layers = buffer, layers
@@ -111,7 +111,7 @@ class ReadBatch(list[tuple[Any, StoredRecord]]):
 
 
 def pack_records(
-    batch: Sequence[tuple[Any, StoredRecord]], manifest: Manifest, layers: Sequence[int]
+    batch: Sequence[tuple[Any, SampleRecord]], manifest: Manifest, layers: Sequence[int]
 ) -> CachedSupervision:
     """The records of a batch in one buffer, layer by layer, so that they cross processes and devices once."""
     records = [record for _, record in batch]
@@ -128,7 +128,7 @@ def pack_records(
 
 
 def pack_maps(
-    records: Sequence[StoredRecord], manifest: Manifest, layers: Sequence[int], buffer: Tensor | None
+    records: Sequence[SampleRecord], manifest: Manifest, layers: Sequence[int], buffer: Tensor | None
 ) -> CodedSupervision:
     """A batch of maps, from the buffer that its records were read into, or a new one."""
     form = manifest.attention

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from shd_ref.cache import CacheReader, Factors, Manifest, StoredRecord, sample_key, trim_inputs
+from shd_ref.cache import CacheReader, Factors, Manifest, SampleRecord, sample_key, trim_inputs
 from shd_ref.errors import ShdError
 from shd_ref.merging.plans import MergePlan
 from shd_ref.teacher.sources import open_source
@@ -59,13 +59,13 @@ class CacheJoin:
         self._model_inputs = model_inputs
         self._drops = skipped == "drop"
 
-    def collate(self, batch: Sequence[tuple[Any, StoredRecord]]) -> tuple[Any, CachedSupervision]:
+    def collate(self, batch: Sequence[tuple[Any, SampleRecord]]) -> tuple[Any, CachedSupervision]:
         """For a ``DataLoader``: the samples by PyTorch's default collation, the records in one buffer."""
         return self.collate_with(default_collate)(batch)
 
     def collate_with(
         self, collate: Callable[[list[Any]], Any]
-    ) -> Callable[[Sequence[tuple[Any, StoredRecord]]], tuple[Any, CachedSupervision]]:
+    ) -> Callable[[Sequence[tuple[Any, SampleRecord]]], tuple[Any, CachedSupervision]]:
         """Like ``collate``, with another collation of the samples, such as one that pads them (on the right).
 
         Args:
@@ -89,7 +89,7 @@ class CacheJoin:
         arrays = {name: np.asarray(model_inputs[name]) for name in inputs.names}
         return sample_key(trim_inputs(arrays, inputs.mask, inputs.decoder, inputs.decoder_mask)[0])
 
-    def _record(self, key: str) -> StoredRecord:
+    def _record(self, key: str) -> SampleRecord:
         return self.cache.read(key, self.layers, logits=self.logits is not None, hidden=self.hidden_layers)
 
     def _is_dropped(self, key: str) -> bool:
@@ -102,7 +102,7 @@ class CacheJoin:
         return f"key {key}: {advice}"
 
 
-class SupervisedDataset(CacheJoin, Dataset[tuple[Any, StoredRecord]]):
+class SupervisedDataset(CacheJoin, Dataset[tuple[Any, SampleRecord]]):
     """Pairs every sample of a map-style data set with its record in a cache.
 
     Records are found by a hash of the teacher's inputs, never by position: shuffles, subsets, ranks and a changed
@@ -161,12 +161,12 @@ class SupervisedDataset(CacheJoin, Dataset[tuple[Any, StoredRecord]]):
     def __len__(self) -> int:
         return len(self.keys)
 
-    def __getitem__(self, index: int) -> tuple[Any, StoredRecord]:
+    def __getitem__(self, index: int) -> tuple[Any, SampleRecord]:
         key = self.keys[index]
         record = self._record(key) if self._records is None else self._records[key]
         return self._seen_sample(index), record
 
-    def __getitems__(self, indices: Iterable[int]) -> list[tuple[Any, StoredRecord]]:
+    def __getitems__(self, indices: Iterable[int]) -> list[tuple[Any, SampleRecord]]:
         """Several pairs, as a ``DataLoader`` asks for them: their codes are read into one buffer, in its order.
 
         The records are views of it. A collation that is given another list of them copies their codes.
@@ -306,7 +306,7 @@ def read_texts(
 
 
 def _collate(
-    batch: Sequence[tuple[Any, StoredRecord]],
+    batch: Sequence[tuple[Any, SampleRecord]],
     *,
     collate: Callable[[list[Any]], Any],
     manifest: Manifest,

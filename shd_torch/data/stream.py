@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from shd_ref.cache import CacheReader, StoredRecord
+from shd_ref.cache import CacheReader, SampleRecord
 from shd_ref.errors import ShdError
 from shd_torch.checks import check_option
 from shd_torch.data.dataset import CacheJoin, ModelInputs
@@ -21,7 +21,7 @@ REMAINDERS: tuple[str, ...] = ("repeat", "drop", "keep")
 """What becomes of samples that are too few for all ranks."""
 
 
-class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
+class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, SampleRecord]]):
     """Pairs every sample of an iterable with its record in a cache; ``SupervisedDataset`` for data without a length.
 
     Each rank takes every n-th sample of the same stream, and each worker of its ``DataLoader`` every m-th of those.
@@ -91,7 +91,7 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
             self._read_by_workers = _make_shared(torch.bool)
             self._epoch = _make_shared(torch.int64).copy_(self._epoch)
 
-    def __iter__(self) -> Iterator[tuple[Any, StoredRecord]]:
+    def __iter__(self) -> Iterator[tuple[Any, SampleRecord]]:
         # Not when the first sample is asked for: a loader asks for the state before that.
         share, epoch = self._find_share(), int(self._epoch)
         if epoch != self._heard:  # in a worker, whose data were there before the epoch was set
@@ -150,7 +150,7 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, StoredRecord]]):
         self._saved_epoch = state["epoch"] if state["given"] else None  # at the start of a pass any will do
         self._read_by_workers.zero_()
 
-    def _read(self, share: _Share) -> Iterator[tuple[Any, StoredRecord]]:
+    def _read(self, share: _Share) -> Iterator[tuple[Any, SampleRecord]]:
         start = share.worker + self._given * share.readers.workers
         for number, sample in islice(self._rank_share(share), start, None, share.readers.workers):
             self._given += 1

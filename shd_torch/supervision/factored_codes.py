@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shd_ref.cache import Factors, LayerFactors, Manifest, StoredRecord
+from shd_ref.cache import Factors, LayerFactors, Manifest, SampleRecord
 from shd_ref.cache.forms.attention import blob_name
 from shd_ref.errors import ShdError
 from shd_ref.merging.plans import plan_groups
@@ -110,7 +110,7 @@ class FactoredCodes(CachedBatch):
 
 
 def pack_factored(
-    records: Sequence[StoredRecord], manifest: Manifest, layers: Sequence[int], _buffer: Tensor | None = None
+    records: Sequence[SampleRecord], manifest: Manifest, layers: Sequence[int], _buffer: Tensor | None = None
 ) -> FactoredCodes:
     """Put the records of a batch into one buffer, so that it crosses processes and devices once."""
     form = manifest.attention

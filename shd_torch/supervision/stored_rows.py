@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shd_ref.cache import Hidden, Logits, Manifest, StoredRecord
+from shd_ref.cache import Hidden, Logits, Manifest, SampleRecord
 from shd_ref.cache.forms.rows import Rows
 from shd_ref.cache.forms.table import load, row_of
 from shd_torch.supervision.coded import check_length
@@ -175,13 +175,13 @@ def held_positions(lengths: Sequence[int], firsts: Sequence[int], length: int | 
     return mask
 
 
-def find_firsts(records: Sequence[StoredRecord]) -> dict[str, Any]:
+def find_firsts(records: Sequence[SampleRecord]) -> dict[str, Any]:
     """The field of a ``CachedBatch`` for positions of padding in front, where any sample has some."""
     firsts = tuple(record.first for record in records)
     return {"firsts": firsts} if any(firsts) else {}
 
 
-def find_rows(records: Sequence[StoredRecord], manifest: Manifest, start: int) -> dict[str, Any]:
+def find_rows(records: Sequence[SampleRecord], manifest: Manifest, start: int) -> dict[str, Any]:
     """Fields of a ``CachedBatch`` for the rows that its records were read with, from a byte of its buffer on."""
     forms = tuple(form for form in manifest.forms if isinstance(form, Rows))
     names = {part.name for form in forms for part in form.parts} & records[0].parts.keys()
@@ -191,7 +191,7 @@ def find_rows(records: Sequence[StoredRecord], manifest: Manifest, start: int) -
     return find_firsts(records) | {"decoder": decoder, "start": start, "forms": forms, "names": frozenset(names)}
 
 
-def row_blobs(records: Sequence[StoredRecord], manifest: Manifest) -> list[NDArray[np.uint8]]:
+def row_blobs(records: Sequence[SampleRecord], manifest: Manifest) -> list[NDArray[np.uint8]]:
     """The bytes of those rows in the buffer's order: form by form, part by part."""
     names = [part.name for form in manifest.forms if isinstance(form, Rows) for part in form.parts]
     return [record.parts[name] for name in names if name in records[0].parts for record in records]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from shd_ref.cache import Manifest, StoredRecord
+from shd_ref.cache import Manifest, SampleRecord
 from shd_ref.errors import ShdError
 from shd_torch.data.batches import pack_records
 from shd_torch.data.dataset import SupervisedDataset
@@ -27,7 +27,7 @@ class SupervisedCollator:
 
     def __call__(self, batch: Sequence[Any]) -> dict[str, Any]:
         """Samples with records become a mapping with ``supervision``; samples alone what they always became."""
-        if not isinstance(batch[0], tuple) or not isinstance(batch[0][1], StoredRecord):
+        if not isinstance(batch[0], tuple) or not isinstance(batch[0][1], SampleRecord):
             return dict(self.collate(list(batch)))
         samples, records = zip(*batch, strict=True)
         joined = dict(self.collate(list(samples)))
@@ -39,7 +39,7 @@ class SupervisedCollator:
         joined["tallies"] = {name: torch.tensor(counts).sum(0) for name, counts in tallies.items() if counts[0]}
         return joined
 
-    def _seen(self, sample: Any, record: StoredRecord) -> Tensor:
+    def _seen(self, sample: Any, record: SampleRecord) -> Tensor:
         """``(n,)``, the mask of the positions that the teacher saw; ones where the sample does not hold it."""
         name = self.manifest.inputs.mask
         if name is None or not isinstance(sample, Mapping) or name not in sample:

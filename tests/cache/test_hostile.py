@@ -21,7 +21,7 @@ from shd_ref.cache import (
     CacheReader,
     CacheWriter,
     Manifest,
-    NewRecord,
+    SampleRecord,
     encode,
     export_webdataset,
     list_cache,
@@ -211,7 +211,7 @@ def large_cache(folder: Path, length: int) -> Path:
     parts = {"alphas": np.zeros((2, manifest.attention.num_alphas), np.float32)}
     parts |= dict(zip(("L01", "L02"), codes, strict=True)) | {"mixing": np.zeros((2, 2, 4), np.float32)}
     writer = CacheWriter(folder, replace(manifest, dataset=manifest.dataset))
-    writer.write_shard(0, [NewRecord(0, key_of(0), length, parts)], MEASURED)
+    writer.write_shard(0, [SampleRecord(0, key_of(0), length, parts)], MEASURED)
     writer.seal()
     return folder
 

@@ -206,7 +206,6 @@ ALLOWED_IN_TORCH = {
     "shd_ref.cache",
     "shd_ref.commands.derive",
     "shd_ref.commands.options",
-    "shd_ref.commands.parse",
     "shd_ref.commands.terminal",
     "shd_ref.conformance.adapter",
     "shd_ref.errors",

@@ -32,8 +32,8 @@ from shd_ref.cache import (
     LogitsError,
     Manifest,
     Maps,
-    NewRecord,
     SampleInputs,
+    SampleRecord,
     ShardPlan,
     Skipped,
     Teacher,
@@ -212,12 +212,12 @@ def decoder_of(manifest: Manifest, index: int) -> int:
     return 1 + index * 3 % 4 if manifest.has_decoder_rows else 0
 
 
-def record_of(manifest: Manifest, index: int, *, with_mixing: bool = True, **changes: Any) -> NewRecord:
+def record_of(manifest: Manifest, index: int, *, with_mixing: bool = True, **changes: Any) -> SampleRecord:
     parts = parts_of(manifest, index)
     if not with_mixing:
         del parts["mixing"]
     parts |= changes.pop("parts", {})
-    record = NewRecord(
+    record = SampleRecord(
         index=index,
         key=key_of(index),
         length=length_of(index),
@@ -298,7 +298,7 @@ def is_skipped(manifest: Manifest, index: int) -> bool:
     return manifest.on_error == "skip" and index % 3 == 1
 
 
-def records_of(manifest: Manifest, shard: int) -> list[NewRecord]:
+def records_of(manifest: Manifest, shard: int) -> list[SampleRecord]:
     wanted = [index for index in manifest.shard_samples(shard) if not is_skipped(manifest, index)]
     return [record_of(manifest, index) for index in wanted]
 

@@ -1,11 +1,7 @@
-"""Codecs: how the rows of a squeezed map become stored numbers, and back (CACHE-110 to CACHE-121).
+"""Codecs: rows of maps as numbers (CACHE-110 to 121), these as bytes (CACHE-125 to 130), and vectors (CACHE-147).
 
-A codec works on rows along the last axis and keeps the shape. Every lossy codec's decoder makes the rows sum
-to one again, so no scale is stored. The arithmetic is float32 and only uses operations that IEEE 754 rounds
-correctly, so an ONNX graph can end in the same quantiser and give the same codes.
-
-What each costs is known beforehand (CACHE-121): with S positive entries in a row, the largest of them m, KL in nats
-is at most ``S m / 255^2`` (sqrt8-row), ``S / 255^2`` (sqrt8-abs), ``S m / 206`` (u4) and ``1.01 / 2^16`` (bf16).
+Every lossy decoder makes rows sum to one again, so no scale is stored. Codes come of float32 operations that IEEE 754
+rounds correctly, so that an ONNX graph can end in the same quantiser. ``kl_bound`` says what each costs.
 """
 
 from __future__ import annotations
@@ -74,9 +70,7 @@ def u4_table() -> NDArray[np.float32]:
     Returns:
         ``(16,)`` float32, in units of the row's largest entry.
     """
-    cubes = np.arange(U4_LEVELS + 1, dtype=np.float64) ** 3
-    cubes[1] = 0.84375
-    return (cubes / U4_LEVELS**3).astype(np.float32)
+    return _power_table(U4_LEVELS, 3, 0.84375)
 
 
 def u4_thresholds() -> NDArray[np.float32]:
@@ -93,9 +87,13 @@ def sqrt8_table() -> NDArray[np.float32]:
     Returns:
         ``(256,)`` float32, in units of the row's largest entry (``sqrt8-row``) or of 1 (``sqrt8-abs``).
     """
-    squares = np.arange(SQRT8_LEVELS + 1, dtype=np.float64) ** 2
-    squares[1] = 0.75
-    return (squares / SQRT8_LEVELS**2).astype(np.float32)
+    return _power_table(SQRT8_LEVELS, 2, 0.75)
+
+
+def _power_table(levels: int, power: int, centroid: float) -> NDArray[np.float32]:
+    powers = np.arange(levels + 1, dtype=np.float64) ** power
+    powers[1] = centroid
+    return (powers / float(levels**power)).astype(np.float32)
 
 
 def encode(codec: str, probs: FloatArray) -> NDArray[Any]:

@@ -40,7 +40,6 @@ class CodecError(RowError):
     rows: int
 
     def describe(self) -> str:
-        """For a listing and a report."""
         return f"KL {self.kl_mean:.2g} nats per row, at most {self.kl_max:.2g}; total variation {self.tv_mean:.2%}"
 
 
@@ -67,7 +66,6 @@ class LogitsError(RowError):
     rows: int
 
     def describe(self) -> str:
-        """For a listing and a report."""
         return f"KL {self.kl_mean:.2g} nats per row from rounding; gradient {self.gradient_mean:.2%} of a row's"
 
 
@@ -86,7 +84,6 @@ class HiddenError(RowError):
     rows: int
 
     def describe(self) -> str:
-        """For a listing and a report."""
         return f"{self.relative_mean:.2%} of a row's norm, at most {self.relative_max:.2%}"
 
 

@@ -1,11 +1,8 @@
 """Factored records: the teacher's queries and keys in place of maps (CACHE-140 to CACHE-153).
 
-A map is the softmax of scaled products of queries and keys, so for long samples these are smaller, and a student
-can be trained on them without a map. Keys are centred first: what is added to all keys of a head changes no map, and
-smaller numbers are rounded by less.
-
-What rounding costs can be said beforehand (CACHE-151): if it moves no logit of a row by more than e, the row's KL
-is at most ``e^2 / 2`` (Hoeffding's lemma, as the KL is ``log E exp(d) - E d`` of the moves d); mixing only lowers it.
+For long samples these are smaller. Keys are centred first: what is added to all keys of a head changes no map, and
+smaller numbers are rounded by less. If rounding moves no logit of a row by more than e, the row's KL is at most ``e^2
+/ 2`` (CACHE-151, by Hoeffding's lemma); mixing only lowers it.
 """
 
 from __future__ import annotations

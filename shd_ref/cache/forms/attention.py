@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from shd_ref.cache.codecs.codecs import SUPPORTS
 from shd_ref.cache.codecs.distortion import CodecError, RowError
-from shd_ref.cache.forms.form import F32, U8, Extent, Form, NewRecord, Part, StoredRecord, misfit, require
+from shd_ref.cache.forms.form import F32, U8, Extent, Form, Part, SampleRecord, misfit, require
 from shd_ref.cache.storage.documents import MAX_INTEGER, optional
 from shd_ref.cache.storage.places import MAX_LAYERS
 from shd_ref.errors import ShdError
@@ -121,7 +121,12 @@ class Attention(Form):
         if self.num_student_layers is not None:
             meant, last = self.num_student_layers, students[-1]
             require(last < meant <= MAX_LAYERS, f"num_student_layers must be {last + 1} to {MAX_LAYERS}", meant)
-        self._check_kinds()
+        names = [entry.kind for entry in self.kinds]
+        expected = [kind for kind in KINDS if kind in names]
+        require(names == expected, f"kinds must be some of {KINDS} in this order", names, "CACHE-105")
+        total, count = sum(entry.num_student_layers for entry in self.kinds), self.num_student_layers
+        fits = count == total or not self.kinds
+        require(fits, f"num_student_layers must be {total}, the sum of all kinds", count, "CACHE-105")
         heads = {layer.num_teacher_heads for layer in self.layers}
         require(len(heads) == 1, "num_teacher_heads must agree in all layers, as one plan serves all", heads)
         limit, wanted_heads = self.num_teacher_heads, self.num_student_heads
@@ -166,7 +171,7 @@ class Attention(Form):
         mixing = (layers, self.num_student_heads, self.num_teacher_heads, *rows)
         return alphas, mixing, *((size,) for size in self.blob_sizes(extent))
 
-    def floats(self, record: NewRecord) -> Iterator[NDArray[np.float32] | None]:
+    def floats(self, record: SampleRecord) -> Iterator[NDArray[np.float32] | None]:
         """Alphas, unless the strategy has none, and mixing."""
         for values in super().floats(record):
             by_row = values is not None and self.alpha_per == "row"
@@ -176,19 +181,16 @@ class Attention(Form):
         """Rows of the layer with the most rows, without leading padding; a decoder's rows are its positions."""
         return extent.num_rows - extent.first
 
-    def check(self, record: NewRecord) -> None:
-        """Refuse a record whose layers, alphas or mixing do not fit."""
+    def check(self, record: SampleRecord) -> None:
         self.check_codes(record)
         for part, shape in zip(self.parts[:2], self.part_shapes(record.extent), strict=False):
             if part.name in record.parts:
                 _check_floats(record, part.name, record.parts[part.name], shape)
 
     def plain_size(self, extent: Extent) -> int:
-        """Bytes of the merged maps as float32."""
         return 4 * self.num_student_heads * sum(rows * keys for rows, keys in self.map_shapes(extent))
 
-    def arrays(self, record: StoredRecord) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """A record decoded, by the names of its parts: what an export holds."""
+    def arrays(self, record: SampleRecord) -> Iterator[tuple[str, NDArray[np.float32]]]:
         for layer in self.student_layers:
             if blob_name(layer) in record.parts:
                 yield blob_name(layer), self.decode(record, layer)
@@ -196,13 +198,13 @@ class Attention(Form):
         if "mixing" in record.parts:
             yield "mixing", record.parts["mixing"]
 
-    def alphas(self, record: StoredRecord) -> NDArray[np.float32]:
+    def alphas(self, record: SampleRecord) -> NDArray[np.float32]:
         """Weights ``(layers, n_pairs)``, or ``(layers, n_pairs, n)``; ``n_pairs`` is 0 where none are stored."""
         layers, _, *rows = self.part_shapes(record.extent)[0]
         weights: NDArray[np.float32] = record.parts.get("alphas", np.empty((layers, 0, *rows), np.float32))
         return weights
 
-    def tally(self, record: StoredRecord) -> tuple[int, ...]:
+    def tally(self, record: SampleRecord) -> tuple[int, ...]:
         """Merge weights outside [0, 1], and all."""
         alphas = self.alphas(record)
         return int(((alphas < 0) | (alphas > 1)).sum()), alphas.size
@@ -230,26 +232,17 @@ class Attention(Form):
         """Bytes of each layer's blob, before compression."""
 
     @abstractmethod
-    def check_codes(self, record: NewRecord) -> None:
+    def check_codes(self, record: SampleRecord) -> None:
         """Refuse codes whose shapes or types do not fit."""
 
     @abstractmethod
-    def decode(self, record: StoredRecord, layer: int) -> NDArray[np.float32]:
+    def decode(self, record: SampleRecord, layer: int) -> NDArray[np.float32]:
         """The merged maps of one student layer, ``(H_s, rows, keys)``."""
 
-    def decode_factors(self, record: StoredRecord, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    def decode_factors(self, record: SampleRecord, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """The teacher's queries and keys of one student layer; ``argument-value`` for a cache of maps."""
         message = f"the cache must hold queries and keys to decode them; it holds maps (codec {self.codec})"
         raise ShdError("argument-value", message, "CACHE-140")
-
-    def _check_kinds(self) -> None:
-        names = [entry.kind for entry in self.kinds]
-        expected = [kind for kind in KINDS if kind in names]
-        require(names == expected, f"kinds must be some of {KINDS} in this order", names, "CACHE-105")
-        if self.kinds:
-            count = sum(entry.num_student_layers for entry in self.kinds)
-            meant = self.num_student_layers
-            require(meant == count, f"num_student_layers must be {count}, the sum of all kinds", meant, "CACHE-105")
 
     def _check_plans(self) -> None:
         limit = self.num_teacher_heads
@@ -278,7 +271,7 @@ def _count_pairs(plan: Plan) -> int:
     return sum(len(one_round) for one_round in plan)
 
 
-def _check_floats(record: NewRecord, name: str, values: NDArray[Any], shape: tuple[int, ...]) -> None:
+def _check_floats(record: SampleRecord, name: str, values: NDArray[Any], shape: tuple[int, ...]) -> None:
     by_row = len(shape) > 2 + (name == "mixing")
     padded_rows = by_row and values.ndim == len(shape) and values.shape[-1] >= shape[-1]
     if values.shape != ((*shape[:-1], values.shape[-1]) if padded_rows else shape):

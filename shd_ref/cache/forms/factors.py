@@ -21,7 +21,7 @@ from shd_ref.cache.codecs.factored import (
     unpack_factors,
 )
 from shd_ref.cache.forms.attention import Attention, blob_name
-from shd_ref.cache.forms.form import Extent, NewRecord, StoredRecord, misfit, require
+from shd_ref.cache.forms.form import Extent, SampleRecord, misfit, require
 from shd_ref.cache.storage.documents import optional
 from shd_ref.errors import ShdError
 
@@ -63,12 +63,10 @@ class Factors(Attention):
         return frozenset({"first"} if self.padding == "around" else ())
 
     def blob_sizes(self, extent: Extent) -> tuple[int, ...]:
-        """By CACHE-149."""
         length, heads = extent.length - extent.first, self.num_teacher_heads
         return tuple(factored_size(self.codec, heads, layer, length) for layer in self.factors)
 
-    def check_codes(self, record: NewRecord) -> None:
-        """Queries must be ``(H_t, n - first, d)``, keys ``(H_kv, n - first, d)``, both with steps for int8."""
+    def check_codes(self, record: SampleRecord) -> None:
         length, heads = record.length - record.first, self.num_teacher_heads
         dtype, has_steps = np.dtype(self.codec), self.codec == "int8"
         for factors, name in zip(self.factors, map(blob_name, self.student_layers), strict=True):
@@ -86,26 +84,25 @@ class Factors(Attention):
                     message = f"record {record.index}: factors must be {dtype} with float32 steps; got {codes.dtype}"
                     raise ShdError("argument-dtype", message, "CACHE-142")
 
-    def pack(self, record: NewRecord) -> Iterator[NDArray[np.uint8]]:
+    def pack(self, record: SampleRecord) -> Iterator[NDArray[np.uint8]]:
         """One blob per layer (CACHE-149); ``not-finite``, ``argument-value``: codes that no encoder makes."""
         for layer in self.student_layers:
             coded = record.parts[blob_name(layer)]
             check_coded_factors(coded)
             yield pack_factors(coded)
 
-    def decode(self, record: StoredRecord, layer: int) -> NDArray[np.float32]:
+    def decode(self, record: SampleRecord, layer: int) -> NDArray[np.float32]:
         """``(H_s, n, n)`` float32, made from queries and keys (CACHE-152)."""
         queries, keys = self.decode_factors(record, layer)
         column = self.column(layer)
         one, mixing = self.factors[column], record.parts["mixing"][column]
         return rebuild_maps(queries, keys, one.scale, self.support, mixing, window=one.window, first=record.first)
 
-    def decode_factors(self, record: StoredRecord, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    def decode_factors(self, record: SampleRecord, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Queries ``(H_t, n, d)`` and centred keys ``(H_kv, n, d)``, float32, without padding in front."""
         blob, factors = record.parts[blob_name(layer)], self.factors[self.column(layer)]
         length = record.length - record.first
         return decode_factors(unpack_factors(blob, self.codec, self.num_teacher_heads, factors, length))
 
     def describe(self) -> list[tuple[str, str]]:
-        """For a listing and a report."""
         return [("form", f"queries and keys, {self._describe_merge()}, any temperature"), ("codec", self.codec)]

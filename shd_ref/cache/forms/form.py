@@ -73,7 +73,14 @@ class Extent:
 
 @dataclass(frozen=True, eq=False)
 class SampleRecord:
-    """A sample, and the tensors of its record by the names of its form's ``parts``.
+    """A sample with its tensors by the names of its forms' ``parts``, to be written, or as read and checked.
+
+    To be written, padding after ``length`` is cut off; it must carry no probability. ``alphas`` are float32
+    ``(num_layers, n_pairs)`` and ``mixing`` is ``(num_layers, H_s, H_t)``, with a last axis L where every row has its
+    own; ``L<layer>`` are codes ``(H_s, L, L)`` with L >= n of maps, or the ``CodedFactors`` of positions ``first`` to
+    n - 1; ``logits`` and ``H<layer>`` are uint8 ``(R, row_bytes)`` as ``Logits.encode`` and ``Hidden.encode`` give
+    them. As read, ``alphas`` and ``mixing`` are there where they are stored; all others are uint8 ``(bytes,)``, those
+    that were asked for: see ``CacheReader.decode``, ``decode_logits`` and ``decode_hidden``.
 
     Attributes:
         index: position in the data set.
@@ -100,24 +107,6 @@ class SampleRecord:
         """The extent, which determines the sizes of its tensors."""
         shapes = tuple((rows, keys) for rows, keys in self.shapes)
         return Extent(self.length, self.first, shapes, self.decoder)
-
-
-class NewRecord(SampleRecord):
-    """A sample to be written. Padding after ``length`` is cut off; it must carry no probability.
-
-    Of its parts ``alphas`` are float32 ``(num_layers, n_pairs)`` and ``mixing`` is ``(num_layers, H_s, H_t)``, both
-    with a last axis L where every row has its own; ``L<layer>`` are codes ``(H_s, L, L)`` with L >= n of maps, or the
-    ``CodedFactors`` of positions ``first`` to n - 1; ``logits`` and ``H<layer>`` are uint8 ``(R, row_bytes)`` as
-    ``Logits.encode`` and ``Hidden.encode`` give them.
-    """
-
-
-class StoredRecord(SampleRecord):
-    """A sample as stored, its checksums found right.
-
-    Of its parts ``alphas`` and ``mixing`` are float32, where they are stored. All others are uint8 ``(bytes,)``, and
-    those that were asked for; see ``CacheReader.decode``, ``decode_logits`` and ``decode_hidden``.
-    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,15 +156,15 @@ class Form(ABC):
         return "position"
 
     @abstractmethod
-    def check(self, record: NewRecord) -> None:
+    def check(self, record: SampleRecord) -> None:
         """Refuse parts that do not fit: ``argument-shape``, ``argument-dtype``, ``not-finite``; all are there."""
 
-    def floats(self, record: NewRecord) -> Iterator[NDArray[np.float32] | None]:
+    def floats(self, record: SampleRecord) -> Iterator[NDArray[np.float32] | None]:
         """The ``F32`` parts of a record that was checked, padding cut off; None for one that it lacks."""
         return (record.parts.get(part.name) for part in self.parts if part.dtype == F32)
 
     @abstractmethod
-    def pack(self, record: NewRecord) -> Iterator[NDArray[np.uint8]]:
+    def pack(self, record: SampleRecord) -> Iterator[NDArray[np.uint8]]:
         """The ``U8`` parts of a checked record, padding cut off, uncompressed; refuses what no encoder makes."""
 
     def held_size(self, extent: Extent) -> int:
@@ -192,10 +181,10 @@ class Form(ABC):
         """Size of a record's supervision as float32, in bytes."""
 
     @abstractmethod
-    def arrays(self, record: StoredRecord) -> Iterator[tuple[str, NDArray[Any]]]:
+    def arrays(self, record: SampleRecord) -> Iterator[tuple[str, NDArray[Any]]]:
         """A decoded record as float32 or int32 arrays by name, as in an export."""
 
-    def tally(self, record: StoredRecord) -> tuple[int, ...]:
+    def tally(self, record: SampleRecord) -> tuple[int, ...]:
         """Counts of a record that a training logs."""
         return ()
 
@@ -210,6 +199,6 @@ def require(holds: bool, rule: str, value: object, spec_id: str = "CACHE-101") -
         raise ShdError("argument-value", f"{rule}; got {value!r}", spec_id)
 
 
-def misfit(record: NewRecord, rule: str, value: object, spec_id: str = "CACHE-40") -> ShdError:
+def misfit(record: SampleRecord, rule: str, value: object, spec_id: str = "CACHE-40") -> ShdError:
     """The error for a record that is not as the manifest says: ``argument-shape``."""
     return ShdError("argument-shape", f"record {record.index}: {rule}; got {value}", spec_id)

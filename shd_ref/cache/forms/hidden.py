@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from shd_ref.cache.codecs.codecs import INT8_LEVELS, VECTOR_CODECS, largest_move, to_float16, to_int8
 from shd_ref.cache.codecs.distortion import HiddenError, RowError
-from shd_ref.cache.forms.form import U8, Extent, NewRecord, Part, StoredRecord, require
+from shd_ref.cache.forms.form import U8, Extent, Part, SampleRecord, require
 from shd_ref.cache.forms.rows import Counted, Reals, Rows, as_rows, counted_rows
 from shd_ref.cache.storage.places import MAX_LAYERS
 from shd_ref.errors import ShdError
@@ -76,15 +76,13 @@ class Hidden(Rows):
 
     @property
     def row_sizes(self) -> tuple[int, ...]:
-        """Of every layer."""
         return tuple(self._size(layer.width) for layer in self.layers)
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """One per layer."""
         return tuple(self._part(layer) for layer in self.teacher_layers)
 
-    def pack(self, record: NewRecord) -> Iterator[NDArray[np.uint8]]:
+    def pack(self, record: SampleRecord) -> Iterator[NDArray[np.uint8]]:
         """The rows of each layer in turn; ``not-finite``, ``argument-value``: codes that no encoder makes."""
         for layer in self.layers:
             rows = np.ascontiguousarray(record.parts[self._part(layer.layer).name])
@@ -97,7 +95,6 @@ class Hidden(Rows):
             yield rows.reshape(-1)
 
     def plain_size(self, extent: Extent) -> int:
-        """Bytes as float32."""
         return 4 * sum(layer.width for layer in self.layers) * self.num_rows(extent)
 
     def encode(self, layer: int, rows: Reals, counted: Counted = None) -> NDArray[np.uint8]:
@@ -129,7 +126,7 @@ class Hidden(Rows):
         """Largest coding error of a number in each row of ``(R, width)``: ``(R,)`` (CACHE-179)."""
         return largest_move(self.codec, rows)
 
-    def decode(self, record: StoredRecord, layer: int) -> NDArray[np.float32]:
+    def decode(self, record: SampleRecord, layer: int) -> NDArray[np.float32]:
         """A record's rows of one layer ``(R, width)``.
 
         Raises ``argument-value`` for a layer that is not stored or was not read; ``cache-corrupt`` for NaN and
@@ -140,19 +137,16 @@ class Hidden(Rows):
             raise ShdError("cache-corrupt", f"hidden[{layer}] must be finite; got NaN or infinity", "CACHE-177")
         return values
 
-    def arrays(self, record: StoredRecord) -> Iterator[tuple[str, NDArray[Any]]]:
-        """A decoded record, by the names of its parts, as in an export."""
+    def arrays(self, record: SampleRecord) -> Iterator[tuple[str, NDArray[Any]]]:
         for part in self.parts:
             assert part.layer is not None
             yield part.name, self.decode(record, part.layer)
 
     def describe(self) -> list[tuple[str, str]]:
-        """For a listing and a report."""
         names, widths = ", ".join(map(str, self.teacher_layers)), sorted({layer.width for layer in self.layers})
-        return [
-            ("hidden states", f"teacher layers {names}, width {', '.join(map(str, widths))}"),
-            ("hidden codec", f"{self.codec}, {sum(self.row_sizes)} bytes per {self.unit}"),
-        ]
+        states = f"teacher layers {names}, width {', '.join(map(str, widths))}"
+        codec = f"{self.codec}, {sum(self.row_sizes)} bytes per {self.unit}"
+        return [("hidden states", states), ("hidden codec", codec)]
 
     def _values(self, layer: int, rows: Reals, counted: Counted) -> NDArray[np.float32]:
         name = f"hidden[{layer}]"

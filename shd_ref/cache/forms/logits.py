@@ -24,7 +24,7 @@ from shd_ref.cache.codecs.logits import (
     row_entropies,
     rows_moved,
 )
-from shd_ref.cache.forms.form import SHA256, U8, Extent, NewRecord, Part, StoredRecord, require
+from shd_ref.cache.forms.form import SHA256, U8, Extent, Part, SampleRecord, require
 from shd_ref.cache.forms.rows import Counted, Reals, Rows, as_rows, counted_rows
 from shd_ref.cache.storage.documents import MAX_INTEGER, optional
 from shd_ref.errors import ShdError
@@ -121,7 +121,6 @@ class Logits(Rows):
         _ = self.code  # which checks head, draws and value_bits
 
     def check_manifest(self, teacher: str, *, has_decoder: bool) -> None:
-        """The further teachers must be other ones than the first."""
         super().check_manifest(teacher, has_decoder=has_decoder)
         own = teacher not in [other.sha256 for other in self.with_teachers]
         require(own, "logits.with_teachers must be other teachers than the first", teacher, "CACHE-163")
@@ -143,15 +142,13 @@ class Logits(Rows):
 
     @property
     def row_sizes(self) -> tuple[int, ...]:
-        """Of the only part."""
         return (self.row_bytes,)
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """One, of all rows."""
         return (Part("logits", U8, self.SUBJECT),)
 
-    def pack(self, record: NewRecord) -> Iterator[NDArray[np.uint8]]:
+    def pack(self, record: SampleRecord) -> Iterator[NDArray[np.uint8]]:
         """The rows, one after another; ``not-finite``, ``argument-value``: numbers that no encoder makes."""
         rows = np.ascontiguousarray(record.parts["logits"])
         if self.codec != "float16":
@@ -161,7 +158,6 @@ class Logits(Rows):
         yield rows.reshape(-1)
 
     def plain_size(self, extent: Extent) -> int:
-        """Bytes of the logits as float32."""
         return 4 * self.vocab_size * self.num_rows(extent)
 
     def encode(self, rows: Reals, index: int, counted: Counted = None) -> NDArray[np.uint8]:
@@ -187,7 +183,7 @@ class Logits(Rows):
             logits, codes = logits[counted], codes[counted]
         return logits_error(logits, self.temperature or 1.0, lambda some: self._decode(codes[some]))
 
-    def decode(self, record: StoredRecord) -> TopkTargets | SampledTargets | NDArray[np.float32]:
+    def decode(self, record: SampleRecord) -> TopkTargets | SampledTargets | NDArray[np.float32]:
         """A record's rows, as ``shd_torch.kd`` takes them: R rows of classes, or logits ``(R, V)``.
 
         Raises ``argument-value`` where the record was read without; ``cache-corrupt`` for rows that no encoder
@@ -204,7 +200,7 @@ class Logits(Rows):
         ids, weights = decoded.slots()
         return SampledTargets(ids, weights, decoded.entropy, self.temperature, self.vocab_size)
 
-    def compare(self, record: StoredRecord, rows: Reals) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def compare(self, record: SampleRecord, rows: Reals) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Total variation ``(R,)`` of a record from the teacher's current rows, and its bound due to coding.
 
         Over the classes that the record tells apart, draws included (CACHE-91, CACHE-171). Raises as ``decode``, and
@@ -221,15 +217,14 @@ class Logits(Rows):
         # Of a tail, whose logarithm x is rounded: exp(x) |x| 2^-11 is less than half of 2^-11.
         return moved, (head_moves(self.code, codes) + 2.0**-11) / 2
 
-    def compare_entropies(self, record: StoredRecord, rows: Reals) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def compare_entropies(self, record: SampleRecord, rows: Reals) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Moves of a sampled record's entropies from the current rows', and their bounds, in nats ``(R,)``."""
         decoded = self._decode(self.read_rows(record, self.parts[0], self.row_bytes))
         logits = as_rows("logits", rows, self.given_classes)[:, : self.vocab_size]
         entropies = row_entropies(logits, self.temperature or 1.0)
         return np.abs(decoded.entropy - entropies), np.maximum(entropies * 2.0**-11, 2.0**-25)
 
-    def arrays(self, record: StoredRecord) -> Iterator[tuple[str, NDArray[Any]]]:
-        """A decoded record, as in an export."""
+    def arrays(self, record: SampleRecord) -> Iterator[tuple[str, NDArray[Any]]]:
         decoded = self.decode(record)
         if isinstance(decoded, np.ndarray):
             yield "logits", decoded
@@ -239,7 +234,6 @@ class Logits(Rows):
                 yield f"logits_{name}", values.astype(np.int32 if name == "ids" else np.float32)
 
     def describe(self) -> list[tuple[str, str]]:
-        """For a listing and a report."""
         padding = "" if self.padded_vocab_size is None else f" of {self.padded_vocab_size}, the rest is padding"
         head = f"the {self.head} likeliest classes and " * (self.head > 0)
         drawn = f"{self.draws} that were drawn"
@@ -247,10 +241,8 @@ class Logits(Rows):
         bound = "any temperature" if self.temperature is None else f"temperature {self.temperature:g}"
         others = ", ".join(teacher.name for teacher in self.with_teachers)
         mean = f"; mean with {others}" if others else ""
-        return [
-            ("logits", f"{head}{rest}; {self.vocab_size} classes{padding}; {bound}{mean}"),
-            ("logits codec", f"{self.codec}, {self.row_bytes} bytes per {self.unit}"),
-        ]
+        rows = f"{head}{rest}; {self.vocab_size} classes{padding}; {bound}{mean}"
+        return [("logits", rows), ("logits codec", f"{self.codec}, {self.row_bytes} bytes per {self.unit}")]
 
     def _cut(self, rows: Reals, counted: Counted) -> Reals:
         """The classes that are stored, with zeros in rows that do not count."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from shd_ref.cache.codecs.codecs import CODECS, check_codes, code_dtype, decode, pack, packed_size, unpack
 from shd_ref.cache.forms.attention import Attention, blob_name
-from shd_ref.cache.forms.form import Extent, NewRecord, StoredRecord, misfit, require
+from shd_ref.cache.forms.form import Extent, SampleRecord, misfit, require
 from shd_ref.cache.storage.documents import optional
 from shd_ref.errors import ShdError
 
@@ -60,7 +60,6 @@ class Maps(Attention):
             yield f"shapes must be rows and keys, at least 1, of {count} layers; got {str(extent.shapes)[:80]}"
 
     def blob_sizes(self, extent: Extent) -> tuple[int, ...]:
-        """By CACHE-125."""
         heads = self.num_student_heads
         return tuple(packed_size(self.codec, self.support, heads, *shape) for shape in self.map_shapes(extent))
 
@@ -68,8 +67,7 @@ class Maps(Attention):
         """One code per entry, including those above the diagonal."""
         return self.plain_size(extent) // 4 * code_dtype(self.codec).itemsize
 
-    def check_codes(self, record: NewRecord) -> None:
-        """Codes must be ``(H_s, L, L)`` with L >= n, or as large as ``shapes`` says."""
+    def check_codes(self, record: SampleRecord) -> None:
         heads, shapes = self.num_student_heads, self.map_shapes(record.extent)
         for layer, (rows, keys) in zip(self.student_layers, shapes, strict=True):
             shape: tuple[int, ...] = getattr(record.parts[blob_name(layer)], "shape", ())  # factors have none
@@ -78,7 +76,7 @@ class Maps(Attention):
                 sizes = f"L, L) with L >= {rows}" if rows == keys else f"L, S) with L >= {rows}, S >= {keys}"
                 raise misfit(record, f"codes of layer {layer} must be ({heads}, {sizes}", shape)
 
-    def pack(self, record: NewRecord) -> Iterator[NDArray[np.uint8]]:
+    def pack(self, record: SampleRecord) -> Iterator[NDArray[np.uint8]]:
         """One blob per layer (CACHE-126); ``support-mismatch`` when a counted row has mass on padding."""
         shapes = self.map_shapes(record.extent)
         for layer, (num_rows, num_keys) in zip(self.student_layers, shapes, strict=True):
@@ -87,7 +85,7 @@ class Maps(Attention):
             check_codes(self.codec, counted)
             yield pack(counted, self.support, self.codec)
 
-    def decode(self, record: StoredRecord, layer: int) -> NDArray[np.float32]:
+    def decode(self, record: SampleRecord, layer: int) -> NDArray[np.float32]:
         """``(H_s, rows, keys)`` float32; rows sum to one or are zero."""
         num_rows, num_keys = self.map_shapes(record.extent)[self.column(layer)]
         heads = self.num_student_heads
@@ -95,7 +93,6 @@ class Maps(Attention):
         return decode(self.codec, codes)
 
     def describe(self) -> list[tuple[str, str]]:
-        """For a listing and a report."""
         return [("form", f"maps, {self._describe_merge()}, temperature {self.temperature:g}"), ("codec", self.codec)]
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache.forms.form import Extent, Form, NewRecord, Part, StoredRecord, misfit, require
+from shd_ref.cache.forms.form import Extent, Form, Part, SampleRecord, misfit, require
 from shd_ref.errors import ShdError
 
 Reals: TypeAlias = NDArray[np.floating[Any]]
@@ -30,7 +30,6 @@ class Rows(Form):
         require(self.rows in ROWS, f"{self.SUBJECT}.rows must be one of {tuple(ROWS)}", self.rows, "CACHE-160")
 
     def check_manifest(self, teacher: str, *, has_decoder: bool) -> None:
-        """Rows of a second sequence need one."""
         rule = f"{self.SUBJECT}.rows must be 'positions' or 'sample' without a second sequence"
         require(self.rows != "decoder" or has_decoder, rule, "decoder", "CACHE-160")
 
@@ -41,15 +40,12 @@ class Rows(Form):
 
     @property
     def unit(self) -> str:
-        """What a row belongs to."""
         return ROWS[self.rows]
 
     def num_rows(self, extent: Extent) -> int:
-        """R: rows of each part of a record."""
         return {"positions": extent.length - extent.first, "decoder": extent.decoder, "sample": 1}[self.rows]
 
     def part_shapes(self, extent: Extent) -> tuple[tuple[int, ...], ...]:
-        """The bytes of each part."""
         return tuple((self.num_rows(extent) * size,) for size in self.row_sizes)
 
     @property
@@ -58,12 +54,10 @@ class Rows(Form):
         return frozenset({"first", "decoder"} if self.rows == "decoder" else {"first"})
 
     def extent_problems(self, extent: Extent) -> Iterator[str]:
-        """Rows of the second sequence must be at least one."""
         if self.rows == "decoder" and extent.decoder < 1:
             yield f"decoder must be at least 1 where {self.SUBJECT} have its rows; got {extent.decoder}"
 
-    def check(self, record: NewRecord) -> None:
-        """Refuse parts that are not ``(R, row size)`` bytes."""
+    def check(self, record: SampleRecord) -> None:
         for part, size in zip(self.parts, self.row_sizes, strict=True):
             rows, shape = record.parts[part.name], (self.num_rows(record.extent), size)
             if not isinstance(rows, np.ndarray) or rows.shape != shape:
@@ -73,7 +67,7 @@ class Rows(Form):
                 message = f"record {record.index}: {part.title} must be uint8; got {rows.dtype}"
                 raise ShdError("argument-dtype", message, "CACHE-161")
 
-    def read_rows(self, record: StoredRecord, part: Part, size: int) -> NDArray[np.uint8]:
+    def read_rows(self, record: SampleRecord, part: Part, size: int) -> NDArray[np.uint8]:
         """A part as rows ``(R, size)``, without a copy; ``argument-value`` where it was not read."""
         if part.name not in record.parts:
             message = f"record {record.index} must be read with {part.title} to decode it; got {sorted(record.parts)}"

@@ -38,31 +38,13 @@ class Row(NamedTuple):
     term: str | Callable[..., Any]
 
 
+_MAKERS, _READ = "shd_ref.teacher.precompute.forms", "shd_torch.supervision"
+_KLS, _TERMS = "shd_torch.teacher.online:layer_kls", "shd_torch.training.terms"
 ROWS: list[Row] = [
-    Row(
-        Maps,
-        "shd_ref.teacher.precompute.forms.attention:MapsMaker",
-        "shd_torch.data.batches:pack_maps",
-        "shd_torch.teacher.online:layer_kls",
-    ),
-    Row(
-        Factors,
-        "shd_ref.teacher.precompute.forms.factors:FactorsMaker",
-        "shd_torch.supervision.factored_codes:pack_factored",
-        "shd_torch.teacher.online:layer_kls",
-    ),
-    Row(
-        Logits,
-        "shd_ref.teacher.precompute.forms.rows:LogitsMaker",
-        "shd_torch.supervision.stored_rows:decode_logits",
-        "shd_torch.training.terms:KdTerm",
-    ),
-    Row(
-        Hidden,
-        "shd_ref.teacher.precompute.forms.rows:HiddenMaker",
-        "shd_torch.supervision.stored_rows:decode_hidden",
-        "shd_torch.training.terms:HiddenTerm",
-    ),
+    Row(Maps, f"{_MAKERS}.attention:MapsMaker", "shd_torch.data.batches:pack_maps", _KLS),
+    Row(Factors, f"{_MAKERS}.factors:FactorsMaker", f"{_READ}.factored_codes:pack_factored", _KLS),
+    Row(Logits, f"{_MAKERS}.rows:LogitsMaker", f"{_READ}.stored_rows:decode_logits", f"{_TERMS}:KdTerm"),
+    Row(Hidden, f"{_MAKERS}.rows:HiddenMaker", f"{_READ}.stored_rows:decode_hidden", f"{_TERMS}:HiddenTerm"),
 ]
 """In the order in which records hold them (CACHE-160). A form from elsewhere is appended before a cache is opened."""
 

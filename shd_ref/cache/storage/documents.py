@@ -1,8 +1,7 @@
 """JSON documents of the cache: one spelling, their own checksum, strict reading (CACHE-10 to CACHE-15); foreign JSON.
 
-Only bytes that ``encode_document`` writes are accepted. Content becomes dataclasses by their type hints, without any
-conversion. Fields made with ``optional`` are left out where they have their default. Where a hint allows several
-dataclasses, the member ``form``, which each fixes, tells which it is.
+Content becomes dataclasses by their type hints, without any conversion. Fields made with ``optional`` are left out
+where they have their default. Where a hint allows several dataclasses, the member ``form`` tells which it is.
 """
 
 from __future__ import annotations
@@ -150,19 +149,14 @@ def _build(hint: Any, value: Any, where: str) -> Any:
         return _build_tuple(arguments, value, where)
     if issubclass(hint, tuple):  # a named tuple is stored as a list
         return hint(*_build_tuple(arguments, value, where))
-    if issubclass(hint, dict):
-        return hint(_build_mapping(hint.hints(), value, where))
-    return _build_fields(hint, value, where)
-
-
-def _build_mapping(hints: dict[str, Any], value: Any, where: str) -> dict[str, Any]:
-    """Members of which none must be there; the class of the mapping names their types."""
+    if not issubclass(hint, dict):
+        return _build_fields(hint, value, where)
+    hints = hint.hints()  # of members of which none must be there
     if type(value) is not dict:
         raise _mistyped("an object", value, where)
-    unknown = sorted(value.keys() - hints.keys())
-    if unknown:
+    if unknown := sorted(value.keys() - hints.keys()):
         raise ShdError("cache-corrupt", f"{where} must have members of {sorted(hints)}; got {unknown}", "CACHE-15")
-    return {name: _build(hints[name], item, f"{where}.{name}") for name, item in value.items()}
+    return hint({name: _build(hints[name], item, f"{where}.{name}") for name, item in value.items()})
 
 
 def _build_tuple(hints: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:

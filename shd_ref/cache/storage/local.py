@@ -55,21 +55,17 @@ class LocalStorage(Storage):
         self._held: int | None = None  # descriptor of the folder, once it is written to
 
     def locate(self, name: str) -> Path:
-        """The file's path."""
         return self.root / name
 
     def size(self, name: str) -> int:
-        """Size of a regular file, refusing links and devices (CACHE-7)."""
         with self.reads(name), self._parent(name) as (folder, base):
             return self._check_regular(name, os.stat(base, dir_fd=folder, follow_symlinks=False))
 
     def read(self, name: str) -> bytes:
-        """A whole file."""
         with self.reads(name), os.fdopen(self.open_regular(name), "rb") as file:
             return file.read()
 
     def open(self, name: str) -> RangeFile:
-        """The file's descriptor."""
         return _LocalFile(self, name)
 
     def open_regular(self, name: str) -> int:
@@ -110,13 +106,11 @@ class LocalStorage(Storage):
             raise
 
     def check_place(self, name: str) -> None:
-        """Refuse a folder in the file's place, and files in its folders' places."""
         with contextlib.suppress(FileNotFoundError), self.reads(name), self._parent(name) as (folder, base):
             if stat.S_ISDIR(os.stat(base, dir_fd=folder, follow_symlinks=False).st_mode):
                 raise IsADirectoryError
 
     def links(self) -> list[str]:
-        """Names that are links."""
         return [name for name in self.names() if (self.root / name).is_symlink()]
 
     def prepare(self) -> None:
@@ -125,7 +119,10 @@ class LocalStorage(Storage):
             if path.exists() and not path.is_dir():
                 message = f"{path} must be a folder; it is a file: choose another place, or move it away"
                 raise ShdError("cache-exists", message, "CACHE-60")
-        _make_folder(self.root)
+        missing = [folder for folder in (self.root, *self.root.parents) if not folder.exists()]
+        self.root.mkdir(parents=True, exist_ok=True)
+        for folder in missing:  # so that it survives a power cut
+            sync(folder.parent)
         if self._held is None:
             self._held = os.open(self.root, _FOLDER)
             weakref.finalize(self, os.close, self._held)
@@ -139,11 +136,9 @@ class LocalStorage(Storage):
                         _remove_if_stale(folder, base)
 
     def is_leftover(self, name: str) -> bool:
-        """The lock and temporary files."""
         return name == LOCK_NAME or bool(TEMP_FORM.fullmatch(name))
 
     def pending(self, name: str) -> PendingFile:
-        """A temporary file beside the final one."""
         return _LocalPending(self, name)
 
     def pending_link(self, name: str, source: LocalStorage) -> PendingFile | None:
@@ -153,7 +148,6 @@ class LocalStorage(Storage):
         return _PendingLink(self, name, source)
 
     def create(self, name: str, data: bytes) -> None:
-        """Write a file under the lock, unless it exists."""
         with self.pending(name) as file:
             file.write(data)
             file.sync()
@@ -162,7 +156,6 @@ class LocalStorage(Storage):
                     file.commit()
 
     def remove(self, name: str) -> None:
-        """Remove a file, if it exists."""
         with contextlib.suppress(FileNotFoundError), self._parent(name) as (folder, base):
             os.unlink(base, dir_fd=folder)
 
@@ -248,9 +241,8 @@ class LocalStorage(Storage):
             if not self.root.is_dir():
                 message = f"{self.root} is not a cache folder: name the folder that holds manifest.json"
                 return ShdError("cache-incomplete", message, "CACHE-83")
-            blocking = next(
-                (ancestor for ancestor in (path, *path.parents) if ancestor.exists() and not ancestor.is_dir()), path
-            )
+            ancestors = (path, *path.parents)
+            blocking = next((one for one in ancestors if one.exists() and not one.is_dir()), path)
             message = f"{blocking} must be a folder; it is a file: move it away, then restore the folder"
             return ShdError("cache-corrupt", message, "CACHE-83")
         if isinstance(error, IsADirectoryError):
@@ -351,14 +343,6 @@ class _LocalFile(RangeFile):
 
 def _raise(error: OSError) -> None:
     raise error
-
-
-def _make_folder(path: Path) -> None:
-    """Create a folder (and its parents), and make it survive a power cut."""
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    path.mkdir(parents=True, exist_ok=True)
-    for folder in missing:
-        sync(folder.parent)
 
 
 def _make_inside(folder: int, name: str) -> None:

@@ -39,26 +39,21 @@ class RemoteStorage(Storage):
         self._connect()
 
     def locate(self, name: str) -> str:
-        """The file's address."""
         return f"{self.root}/{name}" if name else self.root
 
     def size(self, name: str) -> int:
-        """Size of an object; a store has neither links nor devices."""
         filesystem, path = self._connect(name)
         with self._reads(name):
             filesystem.invalidate_cache(path)
             return int(filesystem.info(path)["size"])
 
     def read(self, name: str) -> bytes:
-        """A whole object."""
         return self._read(name, None, None)
 
     def open(self, name: str) -> RangeFile:
-        """Ranges of an object, each a request."""
         return _RemoteFile(self, name)
 
     def names(self, folder: str = "") -> list[str]:
-        """Every object below a prefix."""
         filesystem, prefix = self._connect()
         try:
             with self._reads(folder):
@@ -79,7 +74,6 @@ class RemoteStorage(Storage):
                 filesystem.pipe_file(path, data, mode="create")
 
     def remove(self, name: str) -> None:
-        """Delete an object, if it exists."""
         filesystem, path = self._connect(name)
         with contextlib.suppress(FileNotFoundError), _store_errors():
             filesystem.rm_file(path)

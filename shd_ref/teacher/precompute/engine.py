@@ -12,7 +12,7 @@ from itertools import chain, permutations
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
-from shd_ref.cache import CacheWriter, Errors, Extent, Manifest, NewRecord, Receipt, Skipped
+from shd_ref.cache import CacheWriter, Errors, Extent, Manifest, Receipt, SampleRecord, Skipped
 from shd_ref.cache.storage.places import open_storage, subfolder
 from shd_ref.errors import ShdError, argument_value
 from shd_ref.teacher.options import PrecomputeOptions, RunOptions
@@ -301,13 +301,13 @@ class _Made(NamedTuple):
     """What a batch gave a cache: what is wrong with samples, by index; and the records of all others, by shard."""
 
     faults: Mapping[int, str]
-    records: Mapping[int, list[NewRecord]]
+    records: Mapping[int, list[SampleRecord]]
 
 
 class _Pending:
     def __init__(self, samples: set[int]) -> None:
         self.samples = samples
-        self.records: list[NewRecord] = []
+        self.records: list[SampleRecord] = []
         self.skipped: list[Skipped] = []
         self.errors: Errors | None = None
 
@@ -390,7 +390,7 @@ class _StudentCache:
     def _measure(
         self,
         outputs: StudentOutputs,
-        records: Sequence[NewRecord],
+        records: Sequence[SampleRecord],
         check_again: Callable[[tuple[int, ...]], tuple[StudentOutputs, ...]],
     ) -> Errors:
         """What coding cost these records, or the first of them where check outputs of all would take too much."""

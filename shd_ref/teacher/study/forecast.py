@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache import Attention, CodecError, Errors, Extent, Forms, LogitsError, NewRecord, RowError
+from shd_ref.cache import Attention, CodecError, Errors, Extent, Forms, LogitsError, RowError, SampleRecord
 from shd_ref.cache.codecs.compression import compress_blob
 from shd_ref.cache.forms.form import F32, Form
 from shd_ref.errors import ShdError
@@ -262,7 +262,7 @@ def _forecast_way(
     return forecast, beside
 
 
-def record_sizes(form: Form, record: NewRecord, extents: Sequence[Extent]) -> NDArray[np.float64]:
+def record_sizes(form: Form, record: SampleRecord, extents: Sequence[Extent]) -> NDArray[np.float64]:
     """Bytes of records of some extents before compression; one of them tells whether optional parts are there."""
     floats = iter(form.floats(record))
     there = [tensor.dtype != F32 or next(floats) is not None for tensor in form.parts]

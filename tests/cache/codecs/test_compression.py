@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from support.makers import MEASURED, job, read_everything, records_of
 
-from shd_ref.cache import CacheReader, CacheWriter, Manifest, NewRecord, Receipt, encode, verify_cache
+from shd_ref.cache import CacheReader, CacheWriter, Manifest, Receipt, SampleRecord, encode, verify_cache
 
 pytest.importorskip("zstandard", reason="compressed caches need the extra 'zstd'")
 
 
-def even_records(manifest: Manifest, shard: int) -> list[NewRecord]:
+def even_records(manifest: Manifest, shard: int) -> list[SampleRecord]:
     """Every second sample has the same value everywhere, which compresses well; random ones do not."""
     records = []
     for record in records_of(manifest, shard):

@@ -32,7 +32,7 @@ from support.makers import (
 from support.plain_kd import topk_targets
 
 from shd_ref import ShdError
-from shd_ref.cache import CacheReader, CacheWriter, Logits, StoredRecord
+from shd_ref.cache import CacheReader, CacheWriter, Logits, SampleRecord
 from shd_ref.cache.codecs.logits import draw_uniforms, pick_classes
 from shd_ref.kd import SampledTargets, TopkTargets
 
@@ -46,10 +46,10 @@ def rows_of(form: Logits, count: int = 9, seed: int = 3, spread: float = 3.0) ->
     return rows.astype(np.float32)
 
 
-def stored(form: Logits, codes: NDArray[np.uint8]) -> StoredRecord:
+def stored(form: Logits, codes: NDArray[np.uint8]) -> SampleRecord:
     """A record of so many positions, as a reader gives it."""
     length = len(codes) if form.rows == "positions" else 1
-    return StoredRecord(0, key_of(0), length, {"logits": codes.reshape(-1)})
+    return SampleRecord(0, key_of(0), length, {"logits": codes.reshape(-1)})
 
 
 def test_the_largest_of_many_are_found_wherever_they_lie() -> None:

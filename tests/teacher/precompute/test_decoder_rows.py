@@ -17,7 +17,7 @@ from support.two_sequences import encoder_decoder
 from typer.testing import CliRunner
 
 from shd_ref import ShdError
-from shd_ref.cache import CacheReader, CacheWriter, StoredRecord, sample_key, verify_cache
+from shd_ref.cache import CacheReader, CacheWriter, SampleRecord, sample_key, verify_cache
 from shd_ref.cli import load_app
 from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
 
@@ -82,7 +82,7 @@ def test_rows_are_the_decoders_positions(teacher: Path, tmp_path: Path, options:
 
 
 def check_hidden(
-    teacher: Path, reader: CacheReader, record: StoredRecord, sample: dict[str, NDArray[Any]], logits: NDArray[Any]
+    teacher: Path, reader: CacheReader, record: SampleRecord, sample: dict[str, NDArray[Any]], logits: NDArray[Any]
 ) -> None:
     """State 0 is the embeddings of what the decoder reads, and the last is what its head makes the logits of."""
     weights = {each.name: onnx.numpy_helper.to_array(each) for each in onnx.load(teacher).graph.initializer}

@@ -174,7 +174,7 @@ def test_verify_runs_the_teacher_again(teacher: Path, tmp_path: Path) -> None:
 
 def _change_codes(cache: Path, change: Callable[[str, NDArray[Any]], NDArray[Any]]) -> None:
     """Put other codes in place of every record's, by its key, with valid checksums."""
-    from shd_ref.cache import CacheWriter, Errors, NewRecord, unpack
+    from shd_ref.cache import CacheWriter, Errors, SampleRecord, unpack
 
     reader = CacheReader(cache)
     manifest, records = reader.manifest, {record.index: record for record in map(reader.read, reader)}
@@ -187,7 +187,7 @@ def _change_codes(cache: Path, change: Callable[[str, NDArray[Any]], NDArray[Any
                 record.parts["L00"], manifest.attention.codec, manifest.attention.support, 2, record.length
             )
             changed = {**record.parts, "L00": change(record.key, codes)}
-            new.append(NewRecord(record.index, record.key, record.length, changed))
+            new.append(SampleRecord(record.index, record.key, record.length, changed))
         writer.write_shard(shard, new, Errors.unmeasured(manifest))
     writer.seal()
 

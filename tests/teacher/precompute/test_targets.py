@@ -19,17 +19,7 @@ from support.students import precompute, precompute_heads
 from typer.testing import CliRunner
 
 from shd_ref import ShdError
-from shd_ref.cache import (
-    CacheReader,
-    CacheWriter,
-    Hidden,
-    Logits,
-    NewRecord,
-    Receipt,
-    StoredRecord,
-    sample_key,
-    verify_cache,
-)
+from shd_ref.cache import CacheReader, CacheWriter, Hidden, Logits, Receipt, SampleRecord, sample_key, verify_cache
 from shd_ref.cli import load_app
 from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
 
@@ -67,7 +57,7 @@ def run_alone(teacher: Path, inputs: dict[str, NDArray[Any]], index: int) -> tup
     return {name: value[0] for name, value in zip(names, values, strict=True)}, end
 
 
-def records_of(folder: Path, inputs: dict[str, NDArray[Any]]) -> list[StoredRecord]:
+def records_of(folder: Path, inputs: dict[str, NDArray[Any]]) -> list[SampleRecord]:
     reader = CacheReader(folder)
     found = []
     for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True):
@@ -256,7 +246,7 @@ def test_another_teachers_rows_are_found_out(teacher: Path, tmp_path: Path, name
             count = record.parts["logits"].size // form.row_bytes
             parts = {part: rows.reshape(count, -1) for part, rows in record.parts.items()}
             parts[name] = parts[name][::-1]
-            turned.append(NewRecord(index=record.index, key=record.key, length=record.length, parts=parts))
+            turned.append(SampleRecord(index=record.index, key=record.key, length=record.length, parts=parts))
         writer.write_shard(shard, turned, receipt.errors)
     writer.seal()
     with pytest.raises(ShdError, match=f"{said} .* must equal what the teacher gives now") as caught:

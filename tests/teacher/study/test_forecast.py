@@ -17,7 +17,7 @@ from support.students import precompute
 from typer.testing import CliRunner
 
 from shd_ref import ShdError
-from shd_ref.cache import CODECS, FACTORED_CODECS, CacheReader, CodecError, Extent, Logits, NewRecord, Receipt
+from shd_ref.cache import CODECS, FACTORED_CODECS, CacheReader, CodecError, Extent, Logits, Receipt, SampleRecord
 from shd_ref.cli import load_app
 from shd_ref.teacher import PlanOptions, PrecomputeOptions, RunOptions, forecast_cache
 from shd_ref.teacher.study.advice import FormForecast, advise, count_weights
@@ -137,7 +137,7 @@ def test_any_form_says_its_own_sizes() -> None:
     form = Logits(
         codec="topk", rows="positions", tensor="logits", vocab_size=512, temperature=1.0, head=8, value_bits=8
     )
-    record = NewRecord(0, "0" * 32, 5, {})
+    record = SampleRecord(0, "0" * 32, 5, {})
     sizes = record_sizes(form, record, [Extent(5), Extent(9, first=2)])
     assert sizes.tolist() == [5 * form.row_bytes, 7 * form.row_bytes]
 

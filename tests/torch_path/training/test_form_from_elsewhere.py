@@ -28,11 +28,10 @@ from shd_ref.cache import (
     U8,
     CacheReader,
     Extent,
-    NewRecord,
     Part,
     Row,
     RowError,
-    StoredRecord,
+    SampleRecord,
     list_cache,
     merge_caches,
     verify_cache,
@@ -70,17 +69,17 @@ class Entropies(Rows):
     def parts(self) -> tuple[Part, ...]:
         return (Part("entropy", U8, self.SUBJECT),)
 
-    def pack(self, record: NewRecord) -> Iterator[NDArray[np.uint8]]:
+    def pack(self, record: SampleRecord) -> Iterator[NDArray[np.uint8]]:
         yield record.parts["entropy"].reshape(-1)
 
     def plain_size(self, extent: Extent) -> int:
         return 4 * self.num_rows(extent)
 
-    def decode(self, record: StoredRecord) -> NDArray[np.float32]:
+    def decode(self, record: SampleRecord) -> NDArray[np.float32]:
         rows = np.ascontiguousarray(self.read_rows(record, self.parts[0], 2))
         return rows.view("<f2")[:, 0].astype(np.float32)
 
-    def arrays(self, record: StoredRecord) -> Iterator[tuple[str, NDArray[Any]]]:
+    def arrays(self, record: SampleRecord) -> Iterator[tuple[str, NDArray[Any]]]:
         yield "entropy", self.decode(record)
 
     def describe(self) -> list[tuple[str, str]]:
@@ -109,7 +108,7 @@ class EntropyMaker(RowsMaker[Entropies]):
         moved = np.abs(codes.view("<f2")[:, 0].astype(np.float32) - rows)
         return EntropyError(float(moved.mean()), float(moved.max()), len(moved))
 
-    def recheck(self, form: Entropies, manifest: Any, sample: Any, record: StoredRecord) -> tuple[int, float]:
+    def recheck(self, form: Entropies, manifest: Any, sample: Any, record: SampleRecord) -> tuple[int, float]:
         ((rows, _),) = self.rows(form, sample, record.extent)
         moved = float(np.abs(form.decode(record) - rows).max())
         if moved > 0.01:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Container, Iterator, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
-from shd_ref.cache import ROWS, Errors, Extent, Form, Forms, Manifest, NewRecord, RowError, StoredRecord
+from shd_ref.cache import ROWS, Errors, Extent, Form, Forms, Manifest, RowError, SampleRecord
 from shd_ref.cache.forms.table import Held, load, row_of
 from shd_ref.teacher.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.run.outputs import SampleOutputs, StudentOutputs
@@ -44,15 +44,15 @@ class Maker(ABC, Generic[FormT]):
 
     @abstractmethod
     def make(self, form: FormT, samples: Sequence[SampleOutputs], extents: Sequence[Extent]) -> list[dict[str, Any]]:
-        """The parts of each sample's record, see ``NewRecord``; arrays that share no memory with the batch."""
+        """The parts of each sample's record, see ``SampleRecord``; arrays that share no memory with the batch."""
 
     @abstractmethod
-    def measure(self, form: FormT, samples: Sequence[SampleOutputs], records: Sequence[NewRecord]) -> RowError:
+    def measure(self, form: FormT, samples: Sequence[SampleOutputs], records: Sequence[SampleRecord]) -> RowError:
         """What coding cost these samples, on the rows that count; of attention they have check outputs."""
 
     @abstractmethod
     def recheck(
-        self, form: FormT, manifest: Manifest, sample: SampleOutputs, record: StoredRecord
+        self, form: FormT, manifest: Manifest, sample: SampleOutputs, record: SampleRecord
     ) -> tuple[int, float]:
         """Refuse a record that is not what the teacher gives now (CACHE-91); rows compared, largest difference."""
 
@@ -77,14 +77,16 @@ def describe_forms(work: TeacherRun, outputs: StudentOutputs) -> Forms:
     return Forms(*(form for form in forms if form is not None))
 
 
-def make_records(work: TeacherRun, outputs: StudentOutputs, wanted: Container[int], forms: Held) -> list[NewRecord]:
+def make_records(
+    work: TeacherRun, outputs: StudentOutputs, wanted: Container[int], forms: Held
+) -> list[SampleRecord]:
     """Records of those samples of a batch whose index is wanted, in these forms, such as the manifest's."""
     numbers = [number for number, index in enumerate(outputs.batch.indices) if index in wanted]
     samples = [work.sample(outputs, number) for number in numbers]
     extents = [forms.extent_of(sample.extent) for sample in samples]
     made = [maker_of(form).make(form, samples, extents) for form in forms.forms] if samples else []
     return [
-        NewRecord(
+        SampleRecord(
             index=sample.index,
             key=sample.key,
             length=extent.length,
@@ -98,7 +100,7 @@ def make_records(work: TeacherRun, outputs: StudentOutputs, wanted: Container[in
     ]
 
 
-def measure_errors(work: TeacherRun, outputs: StudentOutputs, records: Sequence[NewRecord], forms: Held) -> Errors:
+def measure_errors(work: TeacherRun, outputs: StudentOutputs, records: Sequence[SampleRecord], forms: Held) -> Errors:
     """What coding cost the rows of these records that count, from outputs with check outputs."""
     positions = {index: number for number, index in enumerate(outputs.batch.indices)}
     samples = [work.sample(outputs, positions[record.index]) for record in records]

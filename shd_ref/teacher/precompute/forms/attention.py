@@ -20,8 +20,7 @@ from shd_ref.cache import (
     Manifest,
     Maps,
     Matching,
-    NewRecord,
-    StoredRecord,
+    SampleRecord,
     codec_error,
     decode,
     encode,
@@ -141,7 +140,7 @@ class AttentionMaker(Maker[AttentionT]):
         """The total variation that coding may cost each row of a sample's merged maps, ``(H_s, n)`` (CACHE-91)."""
 
     def recheck(
-        self, form: AttentionT, manifest: Manifest, sample: SampleOutputs, record: StoredRecord
+        self, form: AttentionT, manifest: Manifest, sample: SampleOutputs, record: SampleRecord
     ) -> tuple[int, float]:
         """The total variation between each stored row, decoded, and the row that the teacher gives now."""
         rows, largest = 0, 0.0
@@ -202,7 +201,7 @@ class MapsMaker(AttentionMaker[Maps]):
             made.append(np.ascontiguousarray(codes) if in_graph else encode(form.codec, codes))
         return made
 
-    def measure(self, form: Maps, samples: Sequence[SampleOutputs], records: Sequence[NewRecord]) -> CodecError:
+    def measure(self, form: Maps, samples: Sequence[SampleOutputs], records: Sequence[SampleRecord]) -> CodecError:
         """Over the merged maps before coding; rows without mass do not count."""
         errors = []
         for sample in samples:

@@ -13,7 +13,7 @@ from shd_ref.cache import (
     Extent,
     Factors,
     LayerFactors,
-    NewRecord,
+    SampleRecord,
     codec_error,
     decode_factors,
     encode_factors,
@@ -66,7 +66,7 @@ class FactorsMaker(AttentionMaker[Factors]):
         _check_sample(sample, form.support, [factors.window for factors in form.factors])
         return [encode_factors(form.codec, *_cut(layer, sample.extent)) for layer in sample.layers]
 
-    def measure(self, form: Factors, samples: Sequence[SampleOutputs], records: Sequence[NewRecord]) -> CodecError:
+    def measure(self, form: Factors, samples: Sequence[SampleOutputs], records: Sequence[SampleRecord]) -> CodecError:
         """Of the maps that the stored numbers make (CACHE-152)."""
         errors = []
         for sample, record in zip(samples, records, strict=True):

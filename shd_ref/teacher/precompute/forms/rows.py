@@ -17,9 +17,8 @@ from shd_ref.cache import (
     HiddenLayer,
     Logits,
     Manifest,
-    NewRecord,
     RowError,
-    StoredRecord,
+    SampleRecord,
     Teacher,
 )
 from shd_ref.cache.codecs.distortion import merge_errors
@@ -63,7 +62,7 @@ class RowsMaker(Maker[RowsT]):
             made.append(dict(zip((part.name for part in form.parts), codes, strict=True)))
         return made
 
-    def measure(self, form: RowsT, samples: Sequence[SampleOutputs], records: Sequence[NewRecord]) -> RowError:
+    def measure(self, form: RowsT, samples: Sequence[SampleOutputs], records: Sequence[SampleRecord]) -> RowError:
         """Over all parts."""
         return merge_errors(
             form.ERROR,
@@ -165,7 +164,7 @@ class LogitsMaker(RowsMaker[Logits]):
         return form.measure(rows, codes, counted)
 
     def recheck(
-        self, form: Logits, manifest: Manifest, sample: SampleOutputs, record: StoredRecord
+        self, form: Logits, manifest: Manifest, sample: SampleOutputs, record: SampleRecord
     ) -> tuple[int, float]:
         """The total variation of each row, and how far drawn classes' entropies are off."""
         # A mean moves no further than the teacher of it that moves most.
@@ -225,7 +224,7 @@ class HiddenMaker(RowsMaker[Hidden]):
         return form.measure(form.teacher_layers[part], rows, codes, counted)
 
     def recheck(
-        self, form: Hidden, manifest: Manifest, sample: SampleOutputs, record: StoredRecord
+        self, form: Hidden, manifest: Manifest, sample: SampleOutputs, record: SampleRecord
     ) -> tuple[int, float]:
         """The distance of each row as a share of its norm."""
         count, largest = 0, 0.0
@@ -262,7 +261,7 @@ def _check_rows(work: TeacherRun, outputs: StudentOutputs, what: str, rows: NDAr
 
 
 def _check_moves(
-    record: StoredRecord, what: str, moves: NDArray[np.float64], limits: NDArray[np.float64], counted: Counted
+    record: SampleRecord, what: str, moves: NDArray[np.float64], limits: NDArray[np.float64], counted: Counted
 ) -> None:
     wrong = ~(moves <= limits) if counted is None else ~(moves <= limits) & counted
     if wrong.any():
