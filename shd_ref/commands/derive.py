@@ -1,10 +1,8 @@
 """Commands made of plain functions: their options come from annotations, those of dataclasses included.
 
-A function returns its result as a document, which ``--json`` prints in place of what the function says to people; a
-result that is a failure is raised as ``Failed``. A parameter or field ``Annotated[T, Shown(...)]`` is an option of
-the same name, with its default. A parameter whose type is a dataclass stands for the options of its fields: all of
-them, or all but those of ``Without``. What typer itself annotates (``typer.Argument``, ``typer.Option``) is left to
-typer.
+``--json`` prints the document that a function returns; a result that is a failure is raised as ``Failed``. A
+parameter or field ``Annotated[T, Shown(...)]`` is an option of the same name; a parameter whose type is a dataclass
+stands for the options of its fields, all but those of ``Without``. What typer itself annotates is left to typer.
 """
 
 from __future__ import annotations
