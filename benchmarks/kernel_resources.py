@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shd_torch.kernels.launch import DTYPES, CodedOperands, FactoredOperands, Heads, Mask, constant, make_heads
+from shd_torch.kernels.divergence import DTYPES, CodedOperands, FactoredOperands, Heads, Mask, constant, make_heads
 from shd_torch.kernels.tiles import MAX_FLOAT32_WIDTH, MAX_WIDTH, Tile, choose_tile, count_unrolled, pad_width
 
 PROGRAMS: tuple[str, ...] = ("lse", "rows", "keys")

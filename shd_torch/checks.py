@@ -7,6 +7,7 @@ makes the host wait for the device, so those checks depend on the keyword ``chec
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,11 +31,14 @@ def check_option(name: str, value: object, options: tuple[str, ...], spec_id: st
 
 def check_weights(weights: Tensor, name: str, spec_id: str) -> None:
     """Merge weights must lie in [0, 1] (MIX-13, GRAM-6); waits for the device."""
-    outside = (weights < 0) | (weights > 1)
-    if outside.any():
-        raise ShdError(
-            "mixing-invalid", f"{name} must lie in [0, 1]; got {weights[_first(outside)].item():.6g}", spec_id
-        )
+    _check_entries(weights, (weights < 0) | (weights > 1), "mixing-invalid", f"{name} must lie in [0, 1]", spec_id)
+
+
+def check_shape(value: Any, name: str, shape: Sequence[int], spec_id: str, remedy: str = "") -> None:
+    """The argument must have exactly this shape."""
+    if tuple(value.shape) != tuple(shape):
+        got = f"{tuple(value.shape)}{remedy}"
+        raise ShdError("argument-shape", f"{name} must have shape {tuple(shape)}; got {got}", spec_id)
 
 
 def check_shapes(fit: bool, rule: str, spec_id: str, *tensors: Tensor) -> None:
@@ -63,11 +67,7 @@ def check_real(
     check_shapes(ndim is None or value.ndim == ndim, f"{name} must have {ndim} axes", "MAP-4", value)
     if check:
         bad = torch.isnan(value) | torch.isposinf(value) if allow_minus_inf else ~torch.isfinite(value)
-        if bad.any():
-            where = _first(bad)
-            raise ShdError(
-                "not-finite", f"{name} must be finite; got {value[where].item()} at {_place(where, layer)}", "MAP-5"
-            )
+        _check_entries(value, bad, "not-finite", f"{name} must be finite", "MAP-5", layer)
 
 
 def check_probs(
@@ -91,19 +91,9 @@ def check_probs(
     check_real(attn_probs, name, check=check, ndim=ndim, layer=layer)
     if not check:
         return
-    negative = attn_probs < 0
-    if negative.any():
-        where = _first(negative)
-        raise ShdError(
-            "not-a-distribution",
-            f"{name} must be at least 0; got {attn_probs[where].item():.6g} at {_place(where, layer)}",
-            "MAP-3",
-        )
-    if row_sums is not None:
-        _check_sums(attn_probs, name, query_mask, layer, row_sums)
-
-
-def _check_sums(attn_probs: Tensor, name: str, query_mask: Tensor | None, layer: int | None, row_sums: str) -> None:
+    _check_entries(attn_probs, attn_probs < 0, "not-a-distribution", f"{name} must be at least 0", "MAP-3", layer)
+    if row_sums is None:
+        return
     tolerance = row_sum_tolerance(str(attn_probs.dtype).removeprefix("torch."))
     sums = attn_probs.sum(-1, dtype=compute_dtype(attn_probs))  # (B, H, L)
     wrong = sums > 1 + tolerance
@@ -111,26 +101,20 @@ def _check_sums(attn_probs: Tensor, name: str, query_mask: Tensor | None, layer:
         wrong |= (sums < 1 - tolerance) & (sums != 0)
     if query_mask is not None:
         wrong &= query_mask[:, None, :]
-    if wrong.any():
-        where = _first(wrong)
+    rule, spec_id = f"{name} must have rows that sum to at most 1 within {tolerance:g}", "MAP-9"
+    if row_sums == "one":
         rule = (
-            "to 1 within {:g}, or to exactly 0 where fully masked (row_sums='at_most_one' is for attention sinks)"
-            if row_sums == "one"
-            else "to at most 1 within {:g}"
+            f"{name} must have rows that sum to 1 within {tolerance:g}, or to exactly 0 where fully masked "
+            "(row_sums='at_most_one' is for attention sinks)"
         )
-        raise ShdError(
-            "not-a-distribution",
-            f"{name} must have rows that sum {rule.format(tolerance)}; "
-            f"got {sums[where].item():.6g} at {_place(where, layer)}",
-            "MAP-3" if row_sums == "one" else "MAP-9",
-        )
+        spec_id = "MAP-3"
+    _check_entries(sums, wrong, "not-a-distribution", rule, spec_id, layer)
 
 
 def check_mask(mask: Tensor, name: str, shape: Sequence[int]) -> None:
     """A mask must be boolean and of exactly this shape; other dtypes are refused, never guessed (MAP-7)."""
     _check_boolean(mask, name)
-    if tuple(mask.shape) != tuple(shape):
-        raise ShdError("argument-shape", f"{name} must have shape {tuple(shape)}; got {tuple(mask.shape)}", "MAP-7")
+    check_shape(mask, name, shape, "MAP-7")
 
 
 def check_attn_mask(attn_mask: Tensor, shape: Sequence[int]) -> None:
@@ -180,11 +164,13 @@ def _check_boolean(mask: Tensor, name: str) -> None:
     check_dtype(mask, (torch.bool,), f"{name} must be a boolean tensor (True = counts / may attend)", "MAP-7")
 
 
-def _first(where: Tensor) -> tuple[int, ...]:
-    return tuple(int(i) for i in where.nonzero()[0])
-
-
-def _place(where: tuple[int, ...], layer: int | None) -> str:
-    names = _AXES.get(len(where))
-    words = [f"{n} {i}" for n, i in zip(names, where, strict=True)] if names else [f"index {where}"]
-    return ", ".join([f"layer {layer}"] * (layer is not None) + words)
+def _check_entries(
+    values: Tensor, wrong: Tensor, code: str, rule: str, spec_id: str, layer: int | None = None
+) -> None:
+    """No entry may be wrong: the error names the first, with its place; waits for the device."""
+    if wrong.any():
+        where = tuple(int(i) for i in wrong.nonzero()[0])
+        names = _AXES.get(len(where))
+        words = [f"{n} {i}" for n, i in zip(names, where, strict=True)] if names else [f"index {where}"]
+        place = ", ".join([f"layer {layer}"] * (layer is not None) + words)
+        raise ShdError(code, f"{rule}; got {values[where].item():.6g} at {place}", spec_id)

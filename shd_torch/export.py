@@ -126,13 +126,13 @@ def export_student(
     Raises:
         ShdError: as ``export_teacher``.
     """
-    for opset in FUSED_OPSETS[:-1]:
-        try:
-            return _export(model, example_inputs, path, dynamic, opset, "sdpa")
-        except ShdError as error:
-            if error.code != "export-failed":
-                raise
-    return _export(model, example_inputs, path, dynamic, FUSED_OPSETS[-1], "sdpa")
+    fused, plain = FUSED_OPSETS
+    try:
+        return _export(model, example_inputs, path, dynamic, fused, "sdpa")
+    except ShdError as error:
+        if error.code != "export-failed":
+            raise
+    return _export(model, example_inputs, path, dynamic, plain, "sdpa")
 
 
 def time_graphs(
@@ -201,7 +201,8 @@ def _export(
     _strip_metadata(program)
     from shd_ref.teacher.rewrite.linearize import saving_graph
 
-    large = _num_bytes(model) > _EXTERNAL_DATA_BYTES
+    tensors = (*model.parameters(), *model.buffers())
+    large = sum(tensor.numel() * tensor.element_size() for tensor in tensors) > _EXTERNAL_DATA_BYTES
     try:
         with saving_graph(program.model, target, large=large) as (draft, data_path):
             max_difference, tolerance = _compare(draft, samples, expected)
@@ -374,21 +375,18 @@ def _read_axes(
 ) -> dict[str, dict[int, str]]:
     """The dynamic axes of every input, by their names."""
     if dynamic is None:
-        return {
-            name: {0: "batch", 1: _sequence_of(name)} if t.ndim == 2 and not t.is_floating_point() else {0: "batch"}
-            for name, t in inputs.items()
-        }
+        named: dict[str, dict[int, str]] = {name: {0: "batch"} for name in inputs}
+        for name, tensor in inputs.items():
+            if tensor.ndim == 2 and not tensor.is_floating_point():
+                # An encoder-decoder's two sequences need not be of one length.
+                named[name][1] = "decoder_sequence" if name.startswith("decoder_") else "sequence"
+        return named
     for name, named_axes in dynamic.items():
         if name not in inputs or not all(0 <= axis < inputs[name].ndim for axis in named_axes):
             raise ShdError(
                 "argument-value", f"dynamic must name axes of {_shapes(inputs)}; got {name!r}: {dict(named_axes)}"
             )
     return {name: dict(dynamic.get(name, {})) for name in inputs}
-
-
-def _sequence_of(name: str) -> str:
-    """The name of an input's sequence axis: an encoder-decoder's two sequences need not be of one length."""
-    return "decoder_sequence" if name.startswith("decoder_") else "sequence"
 
 
 def _shapes(inputs: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
@@ -483,11 +481,6 @@ def _strip_metadata(program: Any) -> None:
         node.metadata_props.clear()
         for value in node.outputs:
             value.metadata_props.clear()
-
-
-def _num_bytes(model: nn.Module) -> int:
-    tensors = (*model.parameters(), *model.buffers())
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _compare(

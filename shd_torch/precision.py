@@ -1,7 +1,6 @@
 """What is computed here keeps its own dtypes, also inside a training step's ``torch.autocast``.
 
-Autocast would make every matrix product in bfloat16, and a small divergence would be lost in the difference of two
-rounded maps. Callers choose a lower precision by the dtype of their tensors, or by ``product_dtype``.
+Autocast would make every product in bfloat16, and lose a small divergence in the difference of two rounded maps.
 """
 
 from __future__ import annotations

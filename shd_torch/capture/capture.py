@@ -1,13 +1,5 @@
 """Capture: a student's queries and keys, with gradient, while its own forward pass stays bit for bit the same.
 
-Nothing is re-implemented, so nothing can drift: the model runs its own code, and the arguments of its attention are
-noted where they pass. No logits are computed unless they are read. There are four such places:
-
-- Hugging Face's table of attention functions: "sdpa", "eager", "flash_attention_*", "flex_attention", and others.
-- ``torch.nn.functional.scaled_dot_product_attention``, through which most other models go.
-- ``torch.nn.MultiheadAttention``, with and without weights, without its inference-only fast path.
-- ``record_query_key`` and ``record_attention``, a line that any other module may hold.
-
 Activation checkpointing: with ``use_reentrant=False`` the first run of a layer builds the graph, so what is noted
 there carries the gradient, and the second, hidden run is not recorded. With ``use_reentrant=True`` the first run has
 no graph at all and PyTorch keeps the second one to itself: that is refused.
@@ -16,9 +8,9 @@ no graph at all and PyTorch keeps the second one to itself: that is refused.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, TypeAlias, overload
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +19,6 @@ from shd_ref.errors import ShdError
 from shd_ref.integers import as_index
 from shd_torch.capture.call import AttentionCall, LogitsCall
 from shd_torch.capture.compiling import never_compiled
-from shd_torch.capture.encoder_padding import fill_own_padding, keep_padded_zeros
 from shd_torch.capture.hugging_face import read_hf_call
 from shd_torch.capture.layers import (
     Layer,
@@ -38,6 +29,7 @@ from shd_torch.capture.layers import (
     find_call_kinds,
     number_layers,
 )
+from shd_torch.capture.outputs import fill_own_padding, keep_padded_zeros
 from shd_torch.capture.taps import RawCall, add_call, is_recording, record
 from shd_torch.checks import check_query_key
 from shd_torch.maps.attention import softmax
@@ -160,13 +152,7 @@ class Captured:
 
 
 class AttentionCapture:
-    """Records a student between ``start`` and ``stop``, or inside a ``with`` block.
-
-    Args:
-        student: as for ``capture_attention``.
-        layers: as for ``capture_attention``.
-        keep_values: as for ``capture_attention``.
-        ignored_arguments: as for ``capture_attention``.
+    """Records a student between ``start`` and ``stop``, or inside a ``with`` block; as ``capture_attention``.
 
     Raises:
         ShdError: ``argument-value`` for bad ``layers`` or ``ignored_arguments``.
@@ -245,15 +231,17 @@ class AttentionCapture:
         grad_enabled = torch.is_grad_enabled()
         with ExitStack() as hooks:
             keep_padded_zeros(self._student, hooks)
-            with record(self._student, values=self._keep_values) as recording:
+            with record(self._student, values=self._keep_values) as calls:
                 result = original(*args, **kwargs)
         result = fill_own_padding(self._student, args, kwargs, result)
-        name, calls = type(self._student).__name__, recording.calls
+        name = type(self._student).__name__
         is_count = self._expected == len(calls)  # call is meant, also of modules that make several
         layers: list[Layer] = [[call] for call in calls] if is_count else number_layers(calls, self._student)
         if self._taught is not None and layers:
             self._taught.check_calls(len(layers), name)
-            layers = self._order_by_kind(self._taught, layers, name)
+            if self._taught.kinds:
+                firsts, taught = [layer[0] for layer in layers], [kind for kind, _ in self._taught.kinds]
+                layers = self._taught.order_calls(layers, find_call_kinds(firsts, self._student, taught), name)
         check_calls(len(layers), self._expected, self._kept, name)
         check_single(layers, range(len(layers)) if self._kept is None else self._kept, self._student)
         if self._kept is not None:
@@ -272,12 +260,6 @@ class AttentionCapture:
             self.captured.clear()  # half a pass does not count as one
             raise
         return result
-
-    def _order_by_kind(self, taught: TaughtLayers, layers: list[Layer], name: str) -> list[Layer]:
-        if not taught.kinds:
-            return layers
-        kinds = find_call_kinds([layer[0] for layer in layers], self._student, [kind for kind, _ in taught.kinds])
-        return taught.order_calls(layers, kinds, name)
 
 
 class _WatchedForward:
@@ -375,7 +357,7 @@ def record_attention(module: nn.Module, attn_logits: Tensor) -> Tensor:
                 "capture-failed",
                 f"attn_logits of {type(module).__name__} must be (B, H, L, S); got {tuple(attn_logits.shape)}",
             )
-        add_call(RawCall("logits", None, None, logits=attn_logits, module=module))
+        add_call(RawCall(logits=attn_logits, module=module))
     return attn_logits
 
 
@@ -413,7 +395,6 @@ def record_query_key(
         check_query_key(query, key, f"queries and keys of {type(module).__name__}", code="capture-failed")
         add_call(
             RawCall(
-                "fused",
                 query,
                 key,
                 attn_mask,
@@ -437,16 +418,7 @@ class _Lazy(Sequence[Tensor]):
     def __len__(self) -> int:
         return len(self._calls)
 
-    def __iter__(self) -> Iterator[Tensor]:
-        return map(self._compute, self._calls)
-
-    @overload
-    def __getitem__(self, index: int) -> Tensor: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Tensor]: ...
-
-    def __getitem__(self, index: int | slice) -> Tensor | Sequence[Tensor]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return _Lazy(self._calls[index], self._compute)
         return self._compute(self._calls[index])
@@ -465,7 +437,7 @@ def _with_query_key(call: Call, number: int) -> AttentionCall:
 def _read_call(raw: RawCall, opened: dict[int, Tensor], ignored_arguments: frozenset[str]) -> Call:
     if raw.logits is not None:
         return LogitsCall(raw.logits)
-    if raw.kind == "hugging-face":
+    if raw.function is not None:
         return read_hf_call(raw, opened, ignored_arguments)
     assert raw.query is not None
     assert raw.key is not None

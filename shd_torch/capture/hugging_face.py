@@ -31,10 +31,8 @@ def read_hf_call(
 ) -> AttentionCall:
     """The call that a Hugging Face attention function made, as the tap saw it.
 
-    Args:
-        raw: the call.
-        opened: the masks of the same pass that were opened before, by the identity of their ``BlockMask``.
-        ignored_arguments: names of further tensors that change no map.
+    ``opened`` are the masks of the same pass that were opened before, by the identity of their ``BlockMask``, and
+    ``ignored_arguments`` names of further tensors that change no map.
     """
     name = type(raw.module).__name__
     query, key, keywords = raw.query, raw.key, raw.keywords or {}
@@ -68,8 +66,13 @@ def _read_rule(raw: RawCall, query: Tensor, key: Tensor, opened: dict[int, Tenso
     rule = AttentionRule(scale=keywords.get("scaling"), softcap=keywords.get("softcap"))
     bias = keywords.get("position_bias")
     if mask is not None and not isinstance(mask, Tensor):
-        if id(mask) not in opened:
-            opened[id(mask)] = _open_block_mask(mask, query, key)
+        if id(mask) not in opened:  # a BlockMask, with one head or sample where it was made for all of them
+            from torch.nn.attention.flex_attention import create_mask
+
+            samples, heads = mask.shape[:2]
+            opened[id(mask)] = create_mask(
+                mask.mask_mod, samples, heads, query.shape[2], key.shape[2], device=query.device
+            )
         return replace(rule, attn_mask=_add_bias(opened[id(mask)], bias))
     if mask is not None and (mask.ndim == 4 or raw.implementation == "eager"):
         return replace(rule, attn_mask=_add_bias(mask[..., : key.shape[2]], bias))
@@ -121,14 +124,6 @@ def _add_bias(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
     if bias is None or mask is None:
         return mask if bias is None else bias
     return torch.where(is_allowed(mask), bias if mask.dtype == torch.bool else bias + mask, -torch.inf)
-
-
-def _open_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> Tensor:
-    """A ``BlockMask`` as a boolean one, with one head or sample where it was made for all of them."""
-    from torch.nn.attention.flex_attention import create_mask
-
-    samples, heads = block_mask.shape[:2]
-    return create_mask(block_mask.mask_mod, samples, heads, query.shape[2], key.shape[2], device=query.device)
 
 
 class _SoftmaxReachedError(Exception):

@@ -26,10 +26,7 @@ _REMEDY = (
 
 @never_compiled
 def number_layers(calls: Sequence[RawCall], model: nn.Module) -> list[Layer]:
-    """The calls of each layer in one forward pass of a model; one call where it can be taught.
-
-    A pooling head is no layer: one query for all positions, in a module that stands in no list of layers.
-    """
+    """The calls of each layer in one forward pass; a pooling head (one query, in no list of layers) is no layer."""
     runs: dict[tuple[int, int], list[RawCall]] = {}
     layers = []
     for call in calls:
@@ -114,11 +111,8 @@ def check_calls(calls: int, expected: int | None, kept: tuple[int, ...] | None, 
 def check_every_layer(model: nn.Module, calls: Sequence[RawCall], encoder_ran: bool, remedy: str) -> None:
     """Layers that attend by code which is not watched make no call, and shift the numbers of those that do.
 
-    Args:
-        model: the module that ran.
-        calls: of one forward pass.
-        encoder_ran: False where the decoder was given the encoder's outputs.
-        remedy: for who means to leave them out.
+    ``encoder_ran`` is False where the decoder was given the encoder's outputs, and ``remedy`` is for who means to
+    leave such layers out.
     """
     unseen = _find_unseen(model, calls, encoder_ran=encoder_ran)
     if unseen:
@@ -143,15 +137,14 @@ def _find_unseen(student: nn.Module, calls: Sequence[RawCall], *, encoder_ran: b
     A layer is an entry of a list of modules with a module named after attention in it. A stack that nothing was seen
     of may not have run (a vision tower that got no picture), unless it is the encoder of a decoder that was seen.
     """
-    stacks = {
-        path: layers for path, stack in _find_stacks(student, "") if (layers := _find_attending_layers(path, stack))
-    }
     callers = {id(call.source) for call in calls}
-    unseen: dict[str, list[str]] = {
-        path: [name for name, layer in layers.items() if not any(id(module) in callers for module in layer.modules())]
-        for path, layers in stacks.items()
-    }
-    seen = {path for path, names in unseen.items() if len(names) < len(stacks[path])}
+    unseen: dict[str, list[str]] = {}
+    seen = set()
+    for path, stack in _find_stacks(student, ""):
+        layers = {f"{path}.{number}": layer for number, layer in enumerate(stack) if _attends(layer)}
+        unseen[path] = [n for n, layer in layers.items() if callers.isdisjoint(map(id, layer.modules()))]
+        if len(unseen[path]) < len(layers):
+            seen.add(path)
     return [
         name
         for path, names in unseen.items()
@@ -168,10 +161,6 @@ def _find_stacks(module: nn.Module, path: str) -> Iterator[tuple[str, nn.ModuleL
             yield inside, child
         else:
             yield from _find_stacks(child, inside)
-
-
-def _find_attending_layers(path: str, stack: nn.ModuleList) -> dict[str, nn.Module]:
-    return {f"{path}.{number}": layer for number, layer in enumerate(stack) if _attends(layer)}
 
 
 def _attends(layer: nn.Module) -> bool:
@@ -200,12 +189,8 @@ def find_call_kinds(calls: Sequence[RawCall], student: nn.Module, taught: Sequen
 
     Cross attention is known by what is certain first: another number of keys than of queries, what the module says
     of itself, other keys than queries given to ``torch.nn.MultiheadAttention``; then by the name that its model has
-    for it. Self-attention is the decoder's where the module says so, or stands among layers with cross attention.
-
-    Args:
-        calls: in the order they ran.
-        student: whose modules made them.
-        taught: the kinds that are asked for; a student without cross attention has one of them.
+    for it. Self-attention is the decoder's where the module says so, or stands among layers with cross attention. A
+    student without cross attention has one of the kinds that are ``taught``.
     """
     names = {id(module): name for name, module in student.named_modules()}
     paths = ["" if call.source is None else names.get(id(call.source), "") for call in calls]

@@ -1,8 +1,7 @@
 """The weights that an attention call's output is multiplied with: found by looking, with no list of module names.
 
-The output projection is the matrix that meets exactly the numbers which the call returned, heads side by side. That
-holds for every architecture that projects its heads at all, under any name and in any place. Where
-several matrices meet them (an adapter beside the projection) or none does (a gate before it), nothing is guessed.
+The output projection is the matrix that meets exactly the numbers which the call returned, heads side by side. Where
+several do (an adapter beside it) or none does (a gate before it), nothing is guessed.
 """
 
 from __future__ import annotations

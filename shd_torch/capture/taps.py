@@ -1,7 +1,9 @@
 """Where attention passes, watched for the length of a forward pass, while every model runs its own code.
 
-A tap notes the arguments of a call and computes nothing. What it notes goes into a linked list that only grows at
-its head: ``torch.compile`` traces that without a guard on what is already there, so a tapped layer is compiled once.
+Watched are Hugging Face's table of attention functions, ``scaled_dot_product_attention``, and
+``torch.nn.MultiheadAttention`` without its inference-only fast path; other modules call ``record_query_key``. A tap
+notes arguments in a linked list that only grows at its head: ``torch.compile`` traces that without a guard on what is
+already there, so a tapped layer is compiled once.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,49 +24,29 @@ from shd_ref.errors import ShdError
 from shd_torch.capture.compiling import never_compiled
 
 
+@dataclass(eq=False)
 class RawCall:
     """One attention call as a tap saw it; ``hugging_face.py`` and ``capture.py`` make sense of it."""
 
-    def __init__(
-        self,
-        kind: str,
-        query: Tensor | None,
-        key: Tensor | None,
-        attn_mask: Any = None,
-        *,
-        is_causal: bool | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        value: Tensor | None = None,
-        output: Tensor | None = None,
-        logits: Tensor | None = None,
-        module: nn.Module | None = None,
-        implementation: str | None = None,
-        function: Callable[..., Any] | None = None,
-        keywords: dict[str, Any] | None = None,
-        inner: RawCall | None = None,
-        projection: Tensor | None = None,
-    ) -> None:
-        self.kind = kind  # "fused", "hugging-face" or "logits"
-        self.query = query
-        self.key = key
-        self.attn_mask = attn_mask
-        self.is_causal = is_causal
-        self.scale = scale
-        self.softcap = softcap
-        self.value = value
-        self.output = output
-        self.logits = logits
-        self.module = module
-        self.implementation = implementation
-        self.function = function
-        self.keywords = keywords
-        self.inner = inner  # the fused call inside of a Hugging Face one
-        self.projection = projection  # (D, H * d_v), of a function that attends and projects in one
-        self.grad_enabled = torch.is_grad_enabled()
-        self.is_cross: bool | None = None  # whether keys are of another sequence, where a tap can tell
-        self.before: RawCall | None = None
-        self.run: ModuleRun | None = None
+    query: Tensor | None = None
+    key: Tensor | None = None
+    attn_mask: Any = None
+    is_causal: bool | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    value: Tensor | None = None
+    output: Tensor | None = None
+    logits: Tensor | None = None  # of a call that gives nothing else
+    module: nn.Module | None = None
+    implementation: str | None = None  # this and the next three are of a Hugging Face call
+    function: Callable[..., Any] | None = None
+    keywords: dict[str, Any] | None = None
+    inner: RawCall | None = None  # the fused call inside of it
+    projection: Tensor | None = None  # (D, H * d_v), of a function that attends and projects in one
+    is_cross: bool | None = None  # whether keys are of another sequence, where a tap can tell
+    before: RawCall | None = None
+    run: ModuleRun | None = None
+    grad_enabled: bool = field(default_factory=torch.is_grad_enabled)
 
     @property
     def source(self) -> nn.Module | None:
@@ -86,24 +69,24 @@ class RawCall:
         return self.logits.shape[3]
 
 
+@dataclass(eq=False)
 class ModuleRun:
     """One run of a module, inside ``outer``. A compiled graph makes it unread, so that it has no guard on it."""
 
-    def __init__(self, module: nn.Module, outer: ModuleRun | None) -> None:
-        self.module = module
-        self.outer = outer
+    module: nn.Module
+    outer: ModuleRun | None
 
 
+@dataclass(eq=False)
 class _Recorder:
     """What one thread records; one object for good."""
 
-    def __init__(self) -> None:
-        self.run: ModuleRun | None = None  # the module under way
-        self.active = False
-        self.wants_values = False
-        self.last: RawCall | None = None
-        self.nested = False  # inside an attention function that is recorded as a whole
-        self.inner: RawCall | None = None
+    run: ModuleRun | None = None  # the module under way
+    active: bool = False
+    wants_values: bool = False
+    last: RawCall | None = None
+    nested: bool = False  # inside an attention function that is recorded as a whole
+    inner: RawCall | None = None
 
 
 class _Threads(threading.local):
@@ -120,20 +103,13 @@ _threads = _Threads()
 _lock = threading.RLock()  # the taps are the process's: one recording thread at a time
 
 
-class Recording:
-    """The calls of one forward pass; complete when ``record`` is left."""
-
-    def __init__(self) -> None:
-        self.calls: list[RawCall] = []
-
-
 @contextmanager
-def record(model: nn.Module, *, values: bool = False) -> Iterator[Recording]:
-    """Note every attention call of this thread inside the block, with ``values`` also values and outputs.
+def record(model: nn.Module, *, values: bool = False) -> Iterator[list[RawCall]]:
+    """The attention calls of this thread inside the block, once it is left; with ``values`` also values and outputs.
 
     Calls are known by the modules of ``model`` that make them.
     """
-    recording = Recording()
+    calls: list[RawCall] = []
     with _lock:
         recorder = _threads.recorder
         saved = dict(vars(recorder))
@@ -145,19 +121,19 @@ def record(model: nn.Module, *, values: bool = False) -> Iterator[Recording]:
                 if not saved["active"]:
                     _install(stack)
                 _watch_runs(model, stack)
-                yield recording
+                yield calls
             last = recorder.last
         finally:
             vars(recorder).update(saved)
         chain = last
         while chain is not None:
-            recording.calls.append(chain)
+            calls.append(chain)
             chain = chain.before
-        recording.calls.reverse()
-        if saved["active"] and not saved["nested"] and recording.calls:
-            recording.calls[0].before = saved["last"]  # an outer recording sees them too
+        calls.reverse()
+        if saved["active"] and not saved["nested"] and calls:
+            calls[0].before = saved["last"]  # an outer recording sees them too
             recorder.last = last
-        for call in recording.calls if not saved["active"] else ():
+        for call in calls if not saved["active"] else ():
             call.before = None
 
 
@@ -199,7 +175,6 @@ def tap_interface(implementation: str, function: Callable[..., Any]) -> Callable
         recorder.nested, recorder.inner = False, None
         add_call(
             RawCall(
-                "hugging-face",
                 query,
                 key,
                 attention_mask,
@@ -301,7 +276,7 @@ def _read_sdpa(
         )
     if query.ndim != 4:
         return None
-    call = RawCall("fused", query, key, attn_mask, is_causal=is_causal, scale=scale)
+    call = RawCall(query, key, attn_mask, is_causal=is_causal, scale=scale)
     if _threads.recorder.wants_values:
         call.value, call.output = value, output
     return call
@@ -336,9 +311,7 @@ def _tap_multi_head(original: Callable[..., Any]) -> Callable[..., Any]:
             values = products[1][1] if _threads.recorder.wants_values else None
             values = None if values is None else values.reshape(-1, num_heads, *values.shape[1:])
             add_call(
-                RawCall(
-                    "fused", heads[0], heads[1], bias, is_causal=False, scale=1.0, value=values, projection=projection
-                )
+                RawCall(heads[0], heads[1], bias, is_causal=False, scale=1.0, value=values, projection=projection)
             )
         elif _threads.recorder.last is not None and _threads.recorder.last is not before:
             _threads.recorder.last.projection = projection
@@ -361,9 +334,8 @@ def _watch(products: list[tuple[Tensor, ...]], original: Callable[..., Tensor], 
 def _install_interface(stack: ExitStack) -> None:
     """Hugging Face's table of attention functions, with every function tapped.
 
-    A modelling file asks ``get_interface`` for its implementation and gives its own "eager" function as the default.
-    Replacing the entries, "eager" included, changes no configuration, and so no mask; and it is what a compiled
-    graph has guards on.
+    A modelling file gives its own "eager" function as a default. Replacing entries changes no configuration, and so
+    no mask, and compiled graphs have guards on it.
     """
     from transformers import AttentionInterface
 

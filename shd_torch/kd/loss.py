@@ -1,8 +1,8 @@
 """The losses on logits (KD-1 to KD-25), a chunk of rows at a time, and on hidden states (chapter HID).
 
-No copy of all logits is made in a wide dtype. ``kd_loss`` computes its gradient when it is asked for, into a tensor
-of the logits' own dtype; ``linear_kd_loss`` never holds the logits: it finds value and gradients in one pass, and
-keeps those of its arguments alone. ``hidden_loss`` is made of operations that PyTorch differentiates."""
+No wide copy of all logits is made: ``kd_loss`` computes its gradient when it is asked for, ``linear_kd_loss`` in one
+pass with its value, and keeps gradients of its arguments alone.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from shd_ref.errors import ShdError
-from shd_torch.checks import check_mask, check_option, check_real, compute_dtype
+from shd_torch.checks import check_mask, check_option, check_real, check_shapes, compute_dtype
 from shd_torch.kd.rows import KdKeywords, KdOptions, KdRows, Targets, kd_rows
 from shd_torch.kd.targets import check_logits, check_rows, cut, row_chunks
-from shd_torch.kl.gradient import differentiated_once, refuse_transforms
+from shd_torch.kl.gradient import once, refuse_transforms
 from shd_torch.maps.loss import Layers, match_layers
 from shd_torch.precision import without_autocast
 
@@ -86,14 +85,15 @@ def linear_kd_loss(
     for name, value in (("hidden", hidden), ("weight", weight), ("bias", bias)):
         if value is not None:
             check_rows(value, name, check=options.check, ndim={"weight": 2}.get(name))
-    biased = bias is None or tuple(bias.shape) == tuple(weight.shape[:1])
-    if hidden.ndim < 2 or hidden.shape[-1] != weight.shape[1] or not biased:
-        raise ShdError(
-            "argument-shape",
-            "hidden must be (..., D), weight (V, D) and bias (V,) or None; got "
-            f"{tuple(hidden.shape)}, {tuple(weight.shape)} and {None if bias is None else tuple(bias.shape)}",
-            "KD-25",
-        )
+    fit = hidden.ndim >= 2 and hidden.shape[-1] == weight.shape[1]
+    layer = [weight] if bias is None else [weight, bias]
+    check_shapes(
+        fit and tuple(layer[-1].shape[:1]) == tuple(weight.shape[:1]) and (bias is None or bias.ndim == 1),
+        "hidden must be (..., D), weight (V, D) and bias (V,) or None",
+        "KD-25",
+        hidden,
+        *layer,
+    )
     if options.vocab_size is not None:
         weight = cut(weight.mT, options.vocab_size, "weight").mT
         bias = None if bias is None else bias[: options.vocab_size]
@@ -127,7 +127,7 @@ class _LossOnLogits(torch.autograd.Function):
             at = rows.rows_of(chunk)
             slope = rows.terms(z.detach()[at].to(factor.dtype, copy=True), at, wants_gradient=True)[1]
             dz[at] = slope.mul_(factor).to(z.dtype)
-        return _once(dz, upstream, z), None
+        return once(dz, upstream, z), None
 
 
 class _LossOfHead(torch.autograd.Function):
@@ -139,10 +139,9 @@ class _LossOfHead(torch.autograd.Function):
     ) -> Tensor:
         wide, wants = rows.factor.dtype, ctx.needs_input_grad
         total = torch.zeros((), dtype=wide, device=hidden.device)
-        dhidden = torch.zeros(hidden.shape, dtype=wide, device=hidden.device) if wants[0] else None
-        dweight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if wants[1] else None
-        dbias = (
-            torch.zeros(weight.shape[:1], dtype=wide, device=weight.device) if bias is not None and wants[2] else None
+        dhidden, dweight, dbias = (
+            torch.zeros(value.shape, dtype=wide, device=value.device) if value is not None and wanted else None
+            for value, wanted in zip((hidden, weight, bias), wants[:3], strict=True)
         )
         head = weight.to(product)
         for chunk in row_chunks(rows.count(len(hidden)), rows.vocab_size, hidden.device, rows.chunk_rows):
@@ -175,18 +174,10 @@ class _LossOfHead(torch.autograd.Function):
         arguments, gradients = saved[:3], saved[3:]
         roots = [argument for argument in arguments if argument is not None]
         scaled = [
-            None if gradient is None else _once((upstream.detach() * gradient).to(argument.dtype), upstream, *roots)
+            None if gradient is None else once((upstream.detach() * gradient).to(argument.dtype), upstream, *roots)
             for argument, gradient in zip(arguments, gradients, strict=True)
         ]
         return *scaled, None, None
-
-
-def _once(gradient: Tensor, *roots: Tensor) -> Tensor:
-    """A gradient whose own derivative is refused, not zero."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():  # with create_graph=True, or it might be
-        once: Tensor = differentiated_once(gradient, list(roots))
-        return once
-    return gradient
 
 
 def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
@@ -237,13 +228,8 @@ def hidden_loss(
     for number, (student, teacher) in enumerate(zip(students, teachers, strict=True)):
         check_real(student, "student_hidden", check=check, layer=number)
         check_real(teacher, "teacher_hidden", check=check, layer=number)
-        if student.ndim < 2 or student.shape != teacher.shape:
-            raise ShdError(
-                "argument-shape",
-                f"student_hidden and teacher_hidden must share one shape (..., D) in layer {number}; "
-                f"got {tuple(student.shape)} and {tuple(teacher.shape)}: project the student's where widths differ",
-                "HID-1",
-            )
+        rule = f"student_hidden, projected if need be, must have teacher_hidden's shape (..., D) in layer {number}"
+        check_shapes(student.ndim >= 2 and student.shape == teacher.shape, rule, "HID-1", student, teacher)
         if loss_mask is not None:
             check_mask(loss_mask, "loss_mask", student.shape[:-1])
         terms.append(_layer_loss(student, teacher, loss_mask, distance))

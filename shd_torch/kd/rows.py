@@ -13,7 +13,15 @@ from torch import Tensor
 from shd_ref.errors import ShdError
 from shd_ref.integers import check_integer, check_number
 from shd_ref.tolerances import row_sum_tolerance
-from shd_torch.checks import INTEGERS, check_dtype, check_mask, check_option, check_real, check_temperature
+from shd_torch.checks import (
+    INTEGERS,
+    check_dtype,
+    check_mask,
+    check_option,
+    check_real,
+    check_shape,
+    check_temperature,
+)
 from shd_torch.kd.targets import check_logits, cut_teacher, take_tail
 from shd_torch.supervision.targets import SampledTargets, TopkTargets
 
@@ -265,13 +273,9 @@ def _check_teacher(logits: Tensor, shape: tuple[int, ...], temperature: float, o
     check_logits(logits, "targets", check=options.check)
     counted = options.loss_mask if tuple(logits.shape[:-1]) == shape[:-1] else None
     kept = cut_teacher(logits.detach(), options.vocab_size, temperature, check=options.check, counted=counted)
-    if tuple(kept.shape) != shape:
-        raise ShdError(
-            "argument-shape",
-            f"targets must have the shape of the student's logits {shape}; got {tuple(kept.shape)}: vocab_size cuts "
-            "classes that are padding",
-            "KD-7",
-        )
+    check_shape(
+        kept, "targets, as the student's logits,", shape, "KD-7", ": vocab_size cuts classes that are padding"
+    )
     return kept
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from shd_ref.errors import ShdError
 from shd_ref.integers import check_integer, check_number
 from shd_ref.tolerances import load_tolerances
-from shd_torch.checks import check_option, check_real, check_temperature, compute_dtype
+from shd_torch.checks import check_option, check_real, check_shapes, check_temperature, compute_dtype
 from shd_torch.precision import without_autocast
 from shd_torch.supervision.targets import SampledTargets, TopkTargets
 
@@ -71,13 +71,8 @@ def mean_logits(
     for number, teacher in enumerate(logits):
         check_logits(teacher, f"logits[{number}]", check=check)
     shares = _check_shares(weights, len(logits))
-    if any(teacher.shape != logits[0].shape for teacher in logits):
-        shapes = ", ".join(str(tuple(teacher.shape)) for teacher in logits)
-        raise ShdError(
-            "argument-shape",
-            f"logits must have one shape, for teachers that share vocabulary and rows; got {shapes}",
-            "KD-15",
-        )
+    alike = all(teacher.shape == logits[0].shape for teacher in logits)
+    check_shapes(alike, "logits must have one shape, of teachers that share vocabulary and rows", "KD-15", *logits)
     mean = torch.zeros(logits[0].shape, dtype=compute_dtype(*logits), device=logits[0].device)
     if of == "logits":
         for share, teacher in zip(shares, logits, strict=True):
@@ -178,7 +173,11 @@ def kd_targets_sampled(
     rows, size = logits.shape[:-1], logits.shape[-1]
     keep = check_integer("keep", keep, 0, size - 1, "KD-13")
     power = check_number("power", power, "KD-13", least=0)
-    _check_uniforms(uniforms, tuple(rows), check=check)
+    check_real(uniforms, "uniforms", check=check)
+    fit = uniforms.shape[:-1] == rows and uniforms.ndim == len(rows) + 1 and uniforms.shape[-1] > 0
+    check_shapes(fit, "uniforms must be one number at least for each row of the logits", "KD-13", uniforms)
+    if check and not bool(((uniforms >= 0) & (uniforms < 1)).all()):
+        raise ShdError("argument-value", "uniforms must lie in [0, 1); got others", "KD-13")
     flat, points = logits.reshape(-1, size), uniforms.reshape(-1, uniforms.shape[-1]).double()
     slots, count = keep + points.shape[-1], points.shape[-1]
     ids = torch.empty((len(flat), slots), dtype=torch.int64, device=flat.device)
@@ -203,9 +202,8 @@ def kd_targets_sampled(
 def check_logits(value: Tensor, name: str, *, check: bool) -> None:
     """Finite logits ``(..., V)`` with at least one leading axis and one class (KD-1)."""
     check_rows(value, name, check=check)
-    if value.ndim < 2 or not value.shape[-1]:
-        message = f"{name} must be (..., V) with rows of at least one class; got {tuple(value.shape)}"
-        raise ShdError("argument-shape", message, "KD-1")
+    fit = value.ndim >= 2 and value.shape[-1] > 0
+    check_shapes(fit, f"{name} must be (..., V) with rows of at least one class", "KD-1", value)
 
 
 def cut_teacher(
@@ -256,15 +254,3 @@ def _check_shares(weights: Sequence[float] | None, teachers: int) -> list[float]
             "KD-15",
         )
     return [share / sum(shares) for share in shares]
-
-
-def _check_uniforms(uniforms: Tensor, rows: tuple[int, ...], *, check: bool) -> None:
-    check_real(uniforms, "uniforms", check=check)
-    if tuple(uniforms.shape[:-1]) != rows or uniforms.ndim != len(rows) + 1 or not uniforms.shape[-1]:
-        raise ShdError(
-            "argument-shape",
-            f"uniforms must be {rows} + (n,) with n at least 1, the rows of the logits; got {tuple(uniforms.shape)}",
-            "KD-13",
-        )
-    if check and not bool(((uniforms >= 0) & (uniforms < 1)).all()):
-        raise ShdError("argument-value", "uniforms must lie in [0, 1); got others", "KD-13")

@@ -1,8 +1,7 @@
 """The Triton programs: what a row sums to, then gradients by rows (queries) and by keys.
 
-Gradients need no backward pass: ``dz = g (rho A_student - A~)``, and both maps are rebuilt tile by tile from their
-queries, keys and log-sum-exp. The difference is taken in float32 *before* it is rounded for the matrix unit: rounding
-both maps first would leave mostly noise of a student that is already close.
+Both maps are rebuilt tile by tile, and their difference ``dz = g (rho A_student - A~)`` is taken in float32 *before*
+it is rounded for the matrix unit: rounding both first would leave mostly noise of a student that is already close.
 """
 
 import triton
@@ -71,10 +70,7 @@ def mass_pass(masses, supervision, mask, ROWS: tl.constexpr, KEYS: tl.constexpr)
 
 @triton.jit
 def load_rows(student, supervision, weights, largest, num_rows, batch, head, rows):
-    """What each row brings: its weight g, g's share of the largest, and its terms.
-
-    Terms are the log-sum-exp, rho, and the factor of the stored entries.
-    """
+    """What each row brings: its weight g, g's share of the largest, and log-sum-exp, rho and the codes' factor."""
     line = (batch.to(tl.int64) * student.num_heads + head) * num_rows
     exist = rows < num_rows
     weight = tl.load(weights + line + rows, mask=exist, other=0.0)

@@ -1,7 +1,6 @@
 """How many rows and keys a program works on at a time, by device, head size and number of merged heads.
 
-Chosen so that programs hold their numbers in registers and fit into the shared memory of every device of their
-architecture; ``benchmarks/kernel_resources.py`` compiles each entry and prints what it takes.
+``benchmarks/kernel_resources.py`` compiles each entry and prints what it takes of registers and shared memory.
 """
 
 from __future__ import annotations
@@ -42,14 +41,10 @@ MASS_TILE = Tile(16, 256, 4, 2)
 def choose_tile(
     program: str, row_bytes: int, members: int | None, capability: tuple[int, int] | None, *, is_float32: bool
 ) -> Tile:
-    """The tile of a program.
+    """The tile of the program ``"lse"``, ``"rows"`` or ``"keys"`` on a device, or a host that interprets (None).
 
-    Args:
-        program: ``"lse"``, ``"rows"`` or ``"keys"``.
-        row_bytes: of a padded row of queries, the larger of student's and teacher's; at most 512.
-        members: teacher heads that are unrolled, 0 for none, None for codes.
-        capability: of the device; None for a host that interprets.
-        is_float32: whether student or teacher is.
+    ``row_bytes`` are of a padded row of queries, the larger of student's and teacher's; ``members`` are teacher heads
+    that are unrolled, 0 for none, None for codes; ``is_float32``, whether student or teacher is.
     """
     if capability is None:
         return _HOST
@@ -73,9 +68,6 @@ def pad_width(width: int) -> int:
 
 
 def count_unrolled(group_sizes: set[int], row_bytes: int, *, is_float32: bool) -> int:
-    """How many members to unroll: the size of all groups, or 0 where they differ or are too large.
-
-    None in float32, where the products of one member fill the registers.
-    """
+    """How many members to unroll: the size of all groups; 0 where they differ, are too large, or fill registers."""
     (size, *others) = group_sizes
     return size if not others and not is_float32 and size * row_bytes <= UNROLLED_BYTES else 0

@@ -19,16 +19,10 @@ FUSED_LENGTH = 512
 """Keys from which on fused attention is preferred on an accelerator."""
 
 
-def _read_measured() -> dict[tuple[int, int], int]:
-    devices = json.loads(Path(__file__).with_name("measured.json").read_text(encoding="utf-8"))["devices"]
-    return {
-        (device["capability"][0], device["capability"][1]): device["triton_from"]
-        for device in devices
-        if device["triton_from"] is not None
-    }
-
-
-TRITON_LENGTHS: dict[tuple[int, int], int] = _read_measured()
+_MEASURED = json.loads(Path(__file__).with_name("measured.json").read_text(encoding="utf-8"))["devices"]
+TRITON_LENGTHS: dict[tuple[int, int], int] = {
+    tuple(device["capability"]): device["triton_from"] for device in _MEASURED if device["triton_from"] is not None
+}
 """Keys from which on the kernels pay, for each compute capability on which ``benchmarks/gpu_pass.py`` showed that
 they do, and wrote so into ``measured.json``; elsewhere they run where they are asked for."""
 

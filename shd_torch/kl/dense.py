@@ -1,7 +1,6 @@
 """The fallback backend, which serves every request: both maps, a tile at a time, in float32 or wider.
 
-Value and gradients come from one pass over tiles of query rows, and no tile outlives its step, so memory is linear in
-the length. Student and teacher are subtracted before anything is rounded: small divergences keep their gradient.
+Student and teacher are subtracted before anything is rounded: small divergences keep their gradient.
 """
 
 from __future__ import annotations

@@ -26,35 +26,31 @@ class AttachGradient(torch.autograd.Function):
     """A value with the gradients that belong to it."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        value: Tensor,
-        tie: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        bias: Tensor | None,
-        dq: Tensor,
-        dk: Tensor,
-        db: Tensor | None,
-    ) -> Tensor:
+    def forward(ctx: Any, value: Tensor, tie: Tensor | None, *tensors: Tensor | None) -> Tensor:
         """Keep the gradients; they are multiplied in their own wide dtype, so that loss scaling works in float16."""
+        (q, k, bias), gradients = tensors[:3], tensors[3:]
         # A compiler knows what a gradient depends on by the inputs of its graph that are kept, and by nothing less.
         roots = [root for root in (q, k, bias) if root is not None] if tie is None else [tie]
-        ctx.save_for_backward(dq, dk, db, *roots)
-        ctx.dtypes = q.dtype, k.dtype, None if bias is None else bias.dtype
+        ctx.save_for_backward(*gradients, *roots)
+        ctx.dtypes = [None if root is None else root.dtype for root in (q, k, bias)]
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         """Scale the gradients; a second derivative is refused, not zero."""
         dq, dk, db, *roots = ctx.saved_tensors
-        scaled: list[Tensor | None] = [
-            None if grad is None else (upstream.detach() * grad).to(dtype)
+        scaled = [
+            None if grad is None else once((upstream.detach() * grad).to(dtype), upstream, *roots)
             for grad, dtype in zip((dq, dk, db), ctx.dtypes, strict=True)
         ]
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():  # with create_graph=True, or it might be
-            scaled = [None if grad is None else differentiated_once(grad, [upstream, *roots]) for grad in scaled]
         return None, None, *scaled, None, None, None
+
+
+def once(gradient: Tensor, *roots: Tensor) -> Tensor:
+    """A gradient whose own derivative is refused, not zero."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():  # with create_graph=True, or it might be
+        gradient = differentiated_once(gradient, list(roots))
+    return gradient
 
 
 @torch.library.custom_op("squeezing_heads::differentiated_once", mutates_args=())

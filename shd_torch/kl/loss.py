@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias, Unpack
+from typing import TypeAlias, Unpack
 
 import torch
 from torch import Tensor
@@ -72,10 +72,9 @@ def attention_kl(
     Source: Eq. 11. Decisions: D-13, D-17, D-21.
     """
     terms = []
-    for layer in _prepare(student_q, student_k, supervision, keywords):
-        result = BACKENDS[layer.choice.name].run(layer.request)
-        bias = keywords.get("attn_mask") if layer.request.wants_bias_gradient else None
-        terms.append(attach(result, layer.queries, layer.keys, bias) + layer.penalty)
+    for request, penalty, choice, q, k in _prepare(student_q, student_k, supervision, keywords):
+        bias = keywords.get("attn_mask") if request.wants_bias_gradient else None
+        terms.append(attach(BACKENDS[choice.name].run(request), q, k, bias) + penalty)
     return torch.stack([term.to(terms[0].device) for term in terms]).sum()
 
 
@@ -83,13 +82,7 @@ def attention_kl(
 def explain_backend(
     student_q: Layers, student_k: Layers, supervision: Supervisions, **keywords: Unpack[KlKeywords]
 ) -> list[BackendChoice]:
-    """The backend that ``attention_kl`` would use for each layer, and why; computes nothing else.
-
-    Args:
-        student_q: as for ``attention_kl``.
-        student_k: as for ``attention_kl``.
-        supervision: as for ``attention_kl``.
-        **keywords: those of ``attention_kl``.
+    """The backend that ``attention_kl`` would use for each layer, of the same arguments, and why; computes no more.
 
     Returns:
         One choice per layer: its ``name``, the ``reason``, and ``refused``, the reasons against the others.
@@ -97,19 +90,13 @@ def explain_backend(
     Raises:
         ShdError: as ``attention_kl``.
     """
-    return [layer.choice for layer in _prepare(student_q, student_k, supervision, keywords)]
+    return [choice for _, _, choice, _, _ in _prepare(student_q, student_k, supervision, keywords)]
 
 
-class _Layer(NamedTuple):
-    request: KlRequest
-    choice: BackendChoice
-    penalty: Tensor
-    queries: Tensor
-    keys: Tensor
-
-
-def _prepare(student_q: Layers, student_k: Layers, supervision: Supervisions, keywords: KlKeywords) -> list[_Layer]:
-    """Check every argument and make each layer's request."""
+def _prepare(
+    student_q: Layers, student_k: Layers, supervision: Supervisions, keywords: KlKeywords
+) -> list[tuple[KlRequest, Tensor, BackendChoice, Tensor, Tensor]]:
+    """Each layer's request, checked, its penalty, its backend, and its queries and keys with their graph."""
     rule, options = read_keywords(keywords)
     rule.check()
     if rule.alibi_slopes is not None and rule.alibi_slopes.requires_grad:
@@ -121,12 +108,12 @@ def _prepare(student_q: Layers, student_k: Layers, supervision: Supervisions, ke
     triples = _match(student_q, student_k, supervision)
     num_maps = sum(q.shape[1] for q, _, _ in triples if q.ndim > 1)
     beta = float(options.beta) / (num_maps if options.reduction == "mean" else 1)
-    layers = []
+    prepared = []
     for number, (q, k, taught) in enumerate(triples):
         refuse_transforms(q, k, rule.attn_mask)
         request, penalty = make_request(q, k, taught, rule, options, beta=beta, layer=number)
-        layers.append(_Layer(request, choose_backend(request, options.backend), penalty, q, k))
-    return layers
+        prepared.append((request, penalty, choose_backend(request, options.backend), q, k))
+    return prepared
 
 
 def _match(

@@ -11,9 +11,18 @@ from torch import Tensor
 
 from shd_ref.errors import ShdError
 from shd_ref.integers import check_number
-from shd_torch.checks import check_mask, check_option, check_query_key, check_real, check_temperature, compute_dtype
+from shd_torch.checks import (
+    check_mask,
+    check_option,
+    check_query_key,
+    check_real,
+    check_shape,
+    check_temperature,
+    compute_dtype,
+)
 from shd_torch.maps.attention import temper
 from shd_torch.maps.loss import REDUCTIONS, SUPPORTS
+from shd_torch.maps.support import rescale_rows
 from shd_torch.supervision.mask import AttentionRule, RuleKeywords
 from shd_torch.supervision.supervision import Supervision
 
@@ -145,10 +154,7 @@ class KlRequest:
         if allowed is None:
             return probs
         kept = probs.masked_fill(~allowed, 0.0)
-        rest = kept.sum(-1, keepdim=True)
-        mass = self.mass[samples, :, rows, None]
-        # Divided first: the quotient of two tiny numbers is not tiny, and its reciprocal would overflow.
-        return torch.where(probs.sum(-1, keepdim=True) == rest, kept, kept / rest.masked_fill(rest == 0, 1.0) * mass)
+        return rescale_rows(kept, self.mass[samples, :, rows], probs.sum(-1) - kept.sum(-1))
 
 
 def make_request(
@@ -170,13 +176,7 @@ def make_request(
     check_real(keys, "student_k", check=options.check, ndim=4, layer=layer)
     check_query_key(queries, keys, f"student_q and student_k of layer {layer}")
     shape = (*queries.shape[:3], keys.shape[2])
-    if supervision.shape != shape:
-        raise ShdError(
-            "argument-shape",
-            f"supervision must be (B, H_s, L, S) = {shape}, as student_q and student_k are, in layer {layer}; got "
-            f"{supervision.shape}",
-            "LOSS-3",
-        )
+    check_shape(supervision, f"supervision of layer {layer}, as its student_q and student_k,", shape, "LOSS-3")
     supervision.check_temperature(options.temperature)
     supervision, loss_mask = _place(supervision, queries, options, layer)
     rule = rule.fit(queries, keys)
@@ -262,10 +262,7 @@ def _keeps_mass(request: KlRequest) -> Tensor:
 
 
 def check_support(request: KlRequest, layer: int) -> None:
-    """No counted row of the supervision may have mass where the student may not attend (LOSS-6).
-
-    Waits for the device, unless both descriptions alone show that nothing can be wrong.
-    """
+    """No counted row may have mass where the student may not attend (LOSS-6); waits for the device if it might."""
     if not _may_differ(request):
         return
     everywhere = slice(0, request.shape[3])

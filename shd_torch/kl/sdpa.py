@@ -7,9 +7,8 @@ With ``Y = A_student k`` and ``U = A~ k``, both products of a map with the stude
 and the transposed products are what fused attention gives to its values as gradient. The keys are shifted by their
 mean first: ``rho Y - U`` stays the same, since both sides have one mass, and rounding falls with the keys' size.
 
-Half-precision products round each side before the subtraction. Three things keep that from showing where rows look at
-one key with most of their weight (``benchmarks/attention_kl_accuracy.py``): values are shifted by the key that rows
-usually see, keys of the logits are not shifted at all, and columns are made to sum to what they must.
+Half-precision products round each side before the subtraction. That does not show where rows look mostly at one key
+(``benchmarks/attention_kl_accuracy.py``): values are shifted by that key, and columns made to sum to what they must.
 """
 
 from __future__ import annotations
@@ -36,25 +35,18 @@ def unsupported_reason(request: KlRequest) -> str | None:
     return None
 
 
-def default_product_dtype(request: KlRequest) -> torch.dtype:
-    """Of the fused calls: float16 for a half-precision student on an accelerator, else what sums are made in.
-
-    float16 carries eight times bfloat16's precision, and its range suffices with weights of one and units that fit
-    (``attend_both_ways``). On the processor its products are slower than float32's.
-    """
-    if request.queries.dtype.itemsize == 2 and request.queries.device.type != "cpu":
-        return torch.float16
-    return request.dtype
-
-
 @torch.no_grad()
 def run(request: KlRequest) -> KlResult:
     """Value and gradients of one layer from products with the student's keys and queries."""
     value = weighted_kl(request) if request.wants_value else None
     if not request.wants_gradient:
         return KlResult(value)
-    dtype, heads = request.product_dtype or default_product_dtype(request), request.shape[1]
-    wide = request.dtype
+    dtype, wide, heads = request.product_dtype, request.dtype, request.shape[1]
+    if dtype is None:
+        # float16 has eight times bfloat16's precision, and range enough with weights of one and units that fit
+        # (``attend_both_ways``); on the processor its products are slower than float32's.
+        is_half = request.queries.dtype.itemsize == 2 and request.queries.device.type != "cpu"
+        dtype = torch.float16 if is_half else wide
     keys = expand_heads(request.keys.to(wide), heads)
     values = (keys - _usual_key(request, keys, dtype)).to(dtype)
     queries = request.queries.to(dtype)
@@ -75,10 +67,9 @@ def run(request: KlRequest) -> KlResult:
 
 
 def _usual_key(request: KlRequest, keys: Tensor, dtype: torch.dtype) -> Tensor:
-    """What the values are shifted by: the mean key, and for half precision the key that rows see: ``(B, H_s, 1, d)``.
+    """What the values are shifted by ``(B, H_s, 1, d)``: the mean key; for half precision the key that rows see.
 
-    Where rows look at one key with most of their weight, as language models at the first, some rows' average is near
-    that key, so that what the products round is what rows see besides it.
+    Where rows look at one key with most of their weight, what the products round is then what they see besides it.
     """
     mean = keys.mean(2, keepdim=True)
     if dtype.itemsize > 2:

@@ -1,7 +1,6 @@
 """The backend of Triton kernels: both maps rebuilt a tile at a time on the device, and subtracted before rounding.
 
-Reads what a supervision is kept as, a teacher's queries and keys or a cache's bytes; never maps. Value and gradients
-come from the forward pass. dk is summed by one pass with atomic additions, whose order differs from run to run; after
+dk is summed by one pass with atomic additions, whose order differs from run to run; after
 ``torch.use_deterministic_algorithms(True)`` by a second pass, in one order.
 """
 

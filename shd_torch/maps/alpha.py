@@ -1,9 +1,8 @@
 """Merge weights (spec chapter ALPHA): what best keeps the attention output of heads merged into one.
 
 Merging p and q into ``a A_p + (1 - a) A_q`` with value outputs ``X_p + X_q`` costs ``E(a) = || a m - u ||^2``
-with ``u = (A_p - A_q) X_p`` and ``m = (A_p - A_q)(X_p + X_q)``, a parabola in a; merging a whole group costs a
-quadratic form in its weights. Both are formed from products with *differences* of maps: expanding the squares
-into a Gram tensor of ``A_i X_j`` would subtract nearly equal numbers, which float32 does not forgive.
+with ``u = (A_p - A_q) X_p`` and ``m = (A_p - A_q)(X_p + X_q)``, from products with *differences* of maps: a Gram
+tensor of ``A_i X_j`` would subtract nearly equal numbers, which float32 does not forgive.
 """
 
 from __future__ import annotations

@@ -15,35 +15,18 @@ from shd_ref.conformance.adapter import OwnDtype
 
 
 class Adapter:
-    """Runs one operation after another on one device.
-
-    Args:
-        device: where tensors are made; default ``SHD_TORCH_DEVICE``, else ``"cpu"``.
-    """
+    """Runs one operation after another on one device: by default ``SHD_TORCH_DEVICE``, else the CPU."""
 
     def __init__(self, device: str | torch.device | None = None) -> None:
         self.device = torch.device(device or os.environ.get("SHD_TORCH_DEVICE") or "cpu")
 
     def run_operation(self, operation: str, inputs: Mapping[str, Any], dtype: str) -> Any:
-        """Call the function of that name.
-
-        Args:
-            operation: its name in ``specs/shd.md``.
-            inputs: the arguments by name; float arrays hold numbers of ``dtype``, or are ``OwnDtype`` ones.
-            dtype: ``float64``, ``float32``, ``float16`` or ``bfloat16``: the dtype of the tensors.
-
-        Returns:
-            The result with float64 arrays for tensors; a record as a mapping of its fields.
-
-        Raises:
-            NotImplementedError: the binding has no such operation.
-            ShdError: the inputs are refused.
-        """
-        # A gram tensor is float64 for maps of any dtype (GRAM-5): one that was answered is not narrowed.
-        arguments = {
-            name: self._as_tensors(value, _dtype_of(value) if name == "gram" else dtype)
-            for name, value in inputs.items()
-        }
+        """The function of that name in ``specs/shd.md``, with tensors of ``dtype`` for arrays but ``OwnDtype``."""
+        arguments = {}
+        for name, value in inputs.items():
+            # A gram tensor is float64 for maps of any dtype (GRAM-5): one that was answered is not narrowed.
+            own = "float64" if getattr(value, "dtype", None) == np.float64 else "float32"
+            arguments[name] = self._as_tensors(value, own if name == "gram" else dtype)
         return _as_arrays(self.call(operation, **arguments))
 
     def call(self, operation: str, **arguments: Any) -> Any:
@@ -64,10 +47,6 @@ class Adapter:
         tensor = torch.tensor(np.array(value, dtype=value.dtype.newbyteorder("="), order="C"), device=self.device)
         own = isinstance(value, OwnDtype) or not tensor.is_floating_point()
         return tensor if own else tensor.to(getattr(torch, dtype))
-
-
-def _dtype_of(gram: Any) -> str:
-    return "float64" if isinstance(gram, np.ndarray) and gram.dtype == np.float64 else "float32"
 
 
 def _as_arrays(value: Any) -> Any:

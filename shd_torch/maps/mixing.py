@@ -85,9 +85,7 @@ def squeeze_heads(
 
     Source: Algorithm 1, Eq. 5-10. Deviations: D-1, D-2, D-5.
     """
-    check_option("strategy", strategy, STRATEGIES, "MIX-2")
-    check_option("alpha_rule", alpha_rule, ALPHA_RULES, "ALPHA-4")
-    check_option("alpha_per", alpha_per, ALPHA_PER, "ALPHA-9")
+    check_strategy(strategy, alpha_rule, alpha_per)
     check_option("alpha_from", alpha_from, ALPHA_FROM, "TEMP-3")
     temperature = check_temperature(temperature)
     _check_maps(teacher_probs, value_outputs, query_mask, row_sums, check=check)
@@ -154,6 +152,13 @@ def mix_heads(teacher_probs: Tensor, mixing: Tensor, *, check: bool = True) -> T
     if check:
         check_convex(weights, row_sum_tolerance(str(mixing.dtype).removeprefix("torch.")))
     return _mix(teacher_probs.to(dtype), weights).to(map_dtype(teacher_probs))
+
+
+def check_strategy(strategy: str, alpha_rule: str, alpha_per: str) -> None:
+    """The options of a squeeze must be of their lists."""
+    check_option("strategy", strategy, STRATEGIES, "MIX-2")
+    check_option("alpha_rule", alpha_rule, ALPHA_RULES, "ALPHA-4")
+    check_option("alpha_per", alpha_per, ALPHA_PER, "ALPHA-9")
 
 
 def _check_maps(
@@ -274,10 +279,7 @@ def _solve_rounds(
 def _residual(
     probs: Tensor, outputs: Tensor, merged: Tensor, groups: Sequence[Sequence[int]], query_mask: Tensor | None
 ) -> Tensor:
-    """Relative Frobenius error of the merged attention output per sample (MIX-8).
-
-    As ``sum_t (A~_h(t) - A_t) X_t`` with h(t) the student head that t went into: exactly 0 where nothing changed.
-    """
+    """Error of the merged output (MIX-8) as ``sum_t (A~_h(t) - A_t) X_t``: exactly 0 where nothing changed."""
     student_head = [next(h for h, group in enumerate(groups) if t in group) for t in range(probs.shape[1])]
     target = torch.einsum("btls,btsd->bld", probs, outputs)
     error = torch.einsum("btls,btsd->bld", merged[:, student_head] - probs, outputs)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shd_ref.errors import ShdError
 from shd_ref.integers import check_integer
-from shd_torch.checks import check_mask, check_probs, check_real, compute_dtype, map_dtype
+from shd_torch.checks import check_mask, check_probs, check_real, check_shapes, compute_dtype, map_dtype
 from shd_torch.maps.attention import mask_logits
 
 
@@ -19,14 +19,6 @@ class IntersectedMaps(NamedTuple):
 
     supervision: Tensor  # (B, H_s, L, S), rows with the sums they had, or zero where nothing is left
     dropped: Tensor  # (B, H_s, L), the mass taken from each row
-
-
-class CheckedLayer(NamedTuple):
-    """One layer's arguments on one device, in one dtype."""
-
-    teacher: Tensor  # (B, H_s, L, S), detached
-    logits: Tensor  # the same shape; -inf where the student may not attend
-    loss_mask: Tensor | None  # (B, L)
 
 
 @torch.no_grad()
@@ -46,10 +38,10 @@ def intersect_support(
     Returns:
         ``supervision`` in the dtype it came in, and ``dropped`` in float64 or float32.
     """
-    layer = check_layer(
+    teacher, logits, _ = check_layer(
         supervision, student_logits, loss_mask=loss_mask, attn_mask=attn_mask, row_sums=row_sums, check=check, layer=0
     )
-    result = intersect(layer.teacher, ~torch.isneginf(layer.logits))
+    result = intersect(teacher, ~torch.isneginf(logits))
     return result._replace(supervision=result.supervision.to(map_dtype(supervision)))
 
 
@@ -76,17 +68,15 @@ def check_layer(
     row_sums: str,
     check: bool,
     layer: int,
-) -> CheckedLayer:
-    """Check one layer's arguments and bring them to the student's device and the compute dtype (LOSS-3, LOSS-9)."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The teacher's maps, the student's logits, -inf where it may not attend, and the loss mask (LOSS-3, LOSS-9).
+
+    Checked, on the student's device and in the compute dtype.
+    """
     check_real(student_logits, "student_logits", check=check, ndim=4, allow_minus_inf=True, layer=layer)
     check_real(supervision, "supervision", check=False)
-    if supervision.shape != student_logits.shape:
-        raise ShdError(
-            "argument-shape",
-            f"supervision and student_logits must share one shape (B, H_s, L, S) in layer {layer}; "
-            f"got {tuple(supervision.shape)} and {tuple(student_logits.shape)}",
-            "LOSS-3",
-        )
+    rule = f"supervision and student_logits must share one shape (B, H_s, L, S) in layer {layer}"
+    check_shapes(supervision.shape == student_logits.shape, rule, "LOSS-3", supervision, student_logits)
     device, dtype = student_logits.device, compute_dtype(supervision, student_logits)
     # Layers may live on several devices; masks are shared.
     if loss_mask is not None:
@@ -95,7 +85,7 @@ def check_layer(
     check_probs(supervision, "supervision", check=check, query_mask=loss_mask, layer=layer, row_sums=row_sums)
     if isinstance(attn_mask, Tensor):
         attn_mask = attn_mask.to(device)
-    return CheckedLayer(supervision.detach().to(dtype), mask_logits(student_logits.to(dtype), attn_mask), loss_mask)
+    return supervision.detach().to(dtype), mask_logits(student_logits.to(dtype), attn_mask), loss_mask
 
 
 def find_violations(teacher: Tensor, may_attend: Tensor, counted: Tensor, divergence: str) -> Tensor:

@@ -8,8 +8,7 @@ worth in the loss and in the gradient. Imports ``kd``, ``teacher`` and ``capture
 
 from shd_torch.recipes.diffusion import DiffusionDraw, diffusion, draw_diffusion, linear_betas, noised
 from shd_torch.recipes.features import OrthogonalProjection, ViTKD, vkd, vkd_detection
-from shd_torch.recipes.images import deit_hard, deit_soft, nkd
-from shd_torch.recipes.logits import babyllama, cross_entropy, gkd, image_kd, language_kd
+from shd_torch.recipes.logits import babyllama, cross_entropy, deit_hard, deit_soft, gkd, image_kd, language_kd, nkd
 from shd_torch.recipes.minillm import Rollout, TeacherMixture, minillm_advantages, minillm_policy, minillm_rollout
 from shd_torch.recipes.scale import ScaleReport, scale_report
 from shd_torch.recipes.terms import SHD, Term, Terms

@@ -258,13 +258,10 @@ def _bound(tables: _Tables, x0: Tensor, noise: Tensor, epsilon: Tensor, span: Te
 def _log_mass(x: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
     """The logarithm of the mass of the bin of width 2/255 around x; the outermost bins are open (REC-32)."""
     precision = (-0.5 * log_variance).exp()
-    above, below = (_logit_of_cdf((x - mean + edge) * precision) for edge in (1 / 255, -1 / 255))
+    edges = ((x - mean + edge) * precision for edge in (1 / 255, -1 / 255))
+    # Twice a: its sigmoid is the published normal distribution function, (1 + tanh a) / 2.
+    above, below = (2 * math.sqrt(2 / math.pi) * (edge + 0.044715 * edge.pow(3)) for edge in edges)
     # A difference of sigmoids as a product, which keeps the digits that two numbers near one another would lose.
     between = above.sigmoid() * (-below).sigmoid() * -torch.expm1(below - above)
     mass = torch.where(x < -0.999, above.sigmoid(), torch.where(x > 0.999, (-below).sigmoid(), between))
     return mass.clamp(min=LEAST_MASS).log()
-
-
-def _logit_of_cdf(x: Tensor) -> Tensor:
-    """2 a, whose sigmoid is the published normal distribution function ``(1 + tanh a) / 2`` (REC-32)."""
-    return 2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x.pow(3))

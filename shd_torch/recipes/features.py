@@ -12,11 +12,11 @@ from torch.nn.utils.parametrizations import orthogonal
 
 from shd_ref.errors import ShdError
 from shd_ref.integers import check_number
-from shd_torch.checks import check_real, check_shapes, compute_dtype
+from shd_torch.checks import check_real, check_shape, check_shapes, compute_dtype
 from shd_torch.kd import kd_loss
 from shd_torch.kd.rows import Targets
 from shd_torch.precision import without_autocast
-from shd_torch.recipes.images import check_tokens
+from shd_torch.recipes.logits import check_tokens
 from shd_torch.recipes.terms import SHD, Term, Terms, check_weight, join, label_loss
 
 
@@ -116,7 +116,7 @@ class ViTKD(nn.Module):
         teacher_last: Tensor,
         check: bool,
     ) -> None:
-        depth = len(self.mimic)
+        depth, rows = len(self.mimic), tuple(student_last.shape[:2])
         if len(student_layers) != depth or len(teacher_layers) != depth:
             raise ShdError(
                 "argument-shape",
@@ -124,16 +124,15 @@ class ViTKD(nn.Module):
                 f"got {len(student_layers)} and {len(teacher_layers)}",
                 "REC-16",
             )
-        rows = tuple(student_last.shape[:2])
-        widths = {"student": self.project.in_features, "teacher": self.project.out_features}
-        layers = zip((*student_layers, student_last), (*teacher_layers, teacher_last), strict=True)
-        for number, pair in enumerate(layers):
-            layer, name = (None, "last") if number == depth else (number, "layers")
-            for (side, width), value in zip(widths.items(), pair, strict=True):
-                check_real(value, f"{side}_{name}", check=check, ndim=3, layer=layer)
-                if tuple(value.shape) != (*rows, width):
-                    rule = f"{side}_{name} must be {(*rows, width)}, patch tokens alone, in every layer"
-                    raise ShdError("argument-shape", f"{rule}; got {tuple(value.shape)}", "REC-16")
+        students = ("student", self.project.in_features, (*student_layers, student_last))
+        for side, width, layers in (
+            students,
+            ("teacher", self.project.out_features, (*teacher_layers, teacher_last)),
+        ):
+            for number, value in enumerate(layers):
+                layer, name = (None, f"{side}_last") if number == depth else (number, f"{side}_layers")
+                check_real(value, name, check=check, ndim=3, layer=layer)
+                check_shape(value, name, (*rows, width), "REC-16", ": take patch tokens alone")
 
 
 def _squares(student: Tensor, teacher: Tensor) -> Tensor:
@@ -145,9 +144,7 @@ def _squares(student: Tensor, teacher: Tensor) -> Tensor:
 def _removed_tokens(noise: Tensor, shape: tuple[int, int], part: float) -> Tensor:
     """``(B, N)``, True = removed: all but the ``floor(N (1 - part))`` with the smallest noise."""
     check_real(noise, "noise", check=False)
-    if tuple(noise.shape) != shape:
-        message = f"noise must be one number per token {shape}; got {tuple(noise.shape)}"
-        raise ShdError("argument-shape", message, "REC-17")
+    check_shape(noise, "noise, one number per token,", shape, "REC-17")
     kept = noise.argsort(dim=1, stable=True)[:, : int(shape[1] * (1 - part))]
     return torch.ones(shape, dtype=torch.bool, device=noise.device).scatter(1, kept, False)
 
@@ -155,13 +152,10 @@ def _removed_tokens(noise: Tensor, shape: tuple[int, int], part: float) -> Tenso
 def _as_picture(tokens: Tensor, grid: tuple[int, int] | None) -> Tensor:
     """``(B, N, D)`` as ``(B, D, h, w)``."""
     count = tokens.shape[1]
-    height, width = (math.isqrt(count), math.isqrt(count)) if grid is None else grid
+    height, width = grid or (math.isqrt(count),) * 2
     if height * width != count:
-        raise ShdError(
-            "argument-shape",
-            f"grid must hold the {count} patch tokens, in rows and columns; got {grid or 'none, and no square'}",
-            "REC-18",
-        )
+        rule = f"grid must hold the {count} patch tokens, in rows and columns"
+        raise ShdError("argument-shape", f"{rule}; got {grid or 'none, and no square'}", "REC-18")
     return tokens.mT.reshape(len(tokens), -1, height, width)
 
 
@@ -289,12 +283,8 @@ def vkd_detection(
             check_real(rows, name, check=check, ndim=2)
     shapes = [[tuple(rows.shape) for rows in groups] for groups in (student_tokens, teacher_tokens)]
     if not shapes[0] or shapes[0] != shapes[1] or min(rows for rows, _ in shapes[0]) < 2:
-        raise ShdError(
-            "argument-shape",
-            "student_tokens and teacher_tokens must be groups (n, D) of the same shapes with n of at least 2; got "
-            f"{shapes[0]} and {shapes[1]}",
-            "REC-34",
-        )
+        rule = "student_tokens and teacher_tokens must be groups (n, D) of the same shapes with n of at least 2"
+        raise ShdError("argument-shape", f"{rule}; got {shapes[0]} and {shapes[1]}", "REC-34")
     values = [
         F.smooth_l1_loss(_standardised(rows), _standardised(taught.detach().to(rows.device)).to(compute_dtype(rows)))
         for rows, taught in zip(student_tokens, teacher_tokens, strict=True)

@@ -89,15 +89,13 @@ def scale_report(terms: Mapping[str, Term], parameters: Iterable[Tensor]) -> Sca
     products: dict[tuple[str, str], float] = {}
     for first, second in combinations_with_replacement(terms, 2):
         products[first, second] = products[second, first] = _product(gradients[first], gradients[second])
-    return _report({name: (float(term.value.detach()), term.weight) for name, term in terms.items()}, products)
-
-
-def _report(terms: Mapping[str, tuple[float, float]], products: Mapping[tuple[str, str], float]) -> ScaleReport:
-    weights = {name: weight for name, (_, weight) in terms.items()}
+    values = {name: float(term.value.detach()) for name, term in terms.items()}
+    weights = {name: term.weight for name, term in terms.items()}
     norms = {name: weight * math.sqrt(max(products[name, name], 0.0)) for name, weight in weights.items()}
-    whole = math.fsum(abs(value * weight) for value, weight in terms.values())
+    whole = math.fsum(abs(value * weights[name]) for name, value in values.items())
     scales = {}
-    for name, (value, weight) in terms.items():
+    for name, value in values.items():
+        weight = weights[name]
         others = [other for other in terms if other != name]
         inner = math.fsum(weight * weights[other] * products[name, other] for other in others)
         squared = math.fsum(weights[a] * weights[b] * products[a, b] for a in others for b in others)

@@ -15,7 +15,7 @@ from shd_ref.errors import ShdError
 from shd_ref.integers import check_number
 from shd_ref.tolerances import row_sum_tolerance
 from shd_torch.capture.capture import Captured
-from shd_torch.checks import INTEGERS, REALS, check_dtype, check_real, check_shapes, compute_dtype
+from shd_torch.checks import INTEGERS, REALS, check_dtype, check_real, check_shape, check_shapes, compute_dtype
 from shd_torch.kd import TopkTargets, kd_loss
 from shd_torch.kd.targets import check_logits
 from shd_torch.teacher.online import LayerKeywords, OnlineSupervision, Teaching, layer_kls
@@ -129,8 +129,7 @@ def check_share(name: str, value: Any) -> float:
 def check_integers(value: Any, name: str, shape: tuple[int, ...], spec_id: str) -> None:
     """A tensor of integers of this shape."""
     check_dtype(value, INTEGERS, f"{name} must be a tensor of integers", spec_id)
-    if tuple(value.shape) != shape:
-        raise ShdError("argument-shape", f"{name} must have shape {shape}; got {tuple(value.shape)}", spec_id)
+    check_shape(value, name, shape, spec_id)
 
 
 def check_alike(axes: str, spec_id: str, *, check: bool, **logits: Tensor) -> None:
@@ -169,10 +168,7 @@ def as_labels(
             raise ShdError("argument-shape", "labels must be hard, (B, L), to be shifted; got soft ones", "REC-6")
         return _soft(labels, logits, check)
     check_dtype(labels, INTEGERS, "labels must be integers, or floats of the logits' shape", "REC-4")
-    if tuple(labels.shape) != rows:
-        raise ShdError(
-            "argument-shape", f"labels must have the shape of the rows {rows}; got {tuple(labels.shape)}", "REC-4"
-        )
+    check_shape(labels, "labels", rows, "REC-4")
     classes = labels.to(logits.device, torch.int64)
     if shift and classes.ndim != 2:
         raise ShdError("argument-shape", f"labels must be (B, L) to be shifted; got {rows}", "REC-6")

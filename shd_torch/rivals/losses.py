@@ -114,9 +114,7 @@ class ScoreMse(Rival):
 class Projector(Rival):
     """The mean squared error of projected features: ``mean (P_l S_l - T_l)^2`` over rows and channels.
 
-    Args:
-        widths: ``(D_s, D_t)`` of each pair of layers.
-        hidden_layer: False for a linear P; True for Linear, GELU, Linear of the teacher's width.
+    P is linear, or with ``hidden_layer`` Linear, GELU, Linear of the teacher's width, for ``widths`` of each pair.
     """
 
     reads_hidden = True
@@ -137,7 +135,7 @@ class Projector(Rival):
         student, teacher = self._features(pair)
         return mean_rows((self.projectors[pair.number](student) - teacher).square().mean(-1), loss_mask)
 
-    def _features(self, pair: LayerPair) -> tuple[Tensor, Tensor]:
+    def _features(self, pair: LayerPair) -> tuple[Tensor, ...]:
         return pair.hidden
 
 
@@ -146,7 +144,7 @@ class AttentionOutput(Projector):
 
     reads_hidden = False
 
-    def _features(self, pair: LayerPair) -> tuple[Tensor, Tensor]:
+    def _features(self, pair: LayerPair) -> tuple[Tensor, ...]:
         return attention_output(pair.student), attention_output(pair.teacher)
 
 
@@ -154,9 +152,6 @@ class OrthogonalProjector(Rival):
     """VkD: ``SmoothL1(W S, LN(T))`` with a W whose rows or columns stay orthonormal (REC-19), position by position.
 
     Deviation: VkD pools the positions of an image first; the rows of a text are not one thing.
-
-    Args:
-        widths: ``(D_s, D_t)`` of each pair of layers.
     """
 
     reads_hidden = True
@@ -211,31 +206,21 @@ class AttentionCopy(Rival):
     merges_maps = True
     needs_teacher = True
 
-    def capture(self, student: nn.Module, outputs: TeacherOutputs) -> Any:
+    @contextmanager
+    def capture(self, student: nn.Module, outputs: TeacherOutputs) -> Iterator[ForwardPass]:
         """A block for the student's forward pass on the teacher's batch, with its maps in it."""
-        maps = dict(zip(outputs.squeezed.layers, outputs.squeezed.supervisions, strict=True))
-        return _copy_maps(
-            student, {layer: supervision.probs(temperature=self.temperature) for layer, supervision in maps.items()}
-        )
+        taught = zip(outputs.squeezed.layers, outputs.squeezed.supervisions, strict=True)
+        maps = {layer: supervision.probs(temperature=self.temperature) for layer, supervision in taught}
+        with capture_model(student, hidden=False) as own_pass, _Copying(student, maps):
+            yield own_pass
 
     def forward(self, own_pass: ForwardPass, outputs: TeacherOutputs, *, loss_mask: Tensor | None = None) -> Tensor:
         """0: what is copied needs no loss."""
         return own_pass.captured.layer(self.pairs[0][0]).query.new_zeros(())
 
 
-@contextmanager
-def _copy_maps(student: nn.Module, maps: Mapping[int, Tensor]) -> Iterator[ForwardPass]:
-    with capture_model(student, hidden=False) as own_pass, _Copying(student, maps):
-        yield own_pass
-
-
 class _Copying(TorchFunctionMode):
-    """Answers a model's calls of fused attention with given maps, forward pass after forward pass.
-
-    Args:
-        student: whose passes count.
-        maps: A~ ``(B, H_s, L, S)`` by the number of a call.
-    """
+    """Answers a model's calls of fused attention with A~ ``(B, H_s, L, S)`` by a call's number, in every pass."""
 
     def __init__(self, student: nn.Module, maps: Mapping[int, Tensor]) -> None:
         super().__init__()

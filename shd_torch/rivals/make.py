@@ -26,9 +26,10 @@ from shd_torch.rivals.losses import (
     ScoreMse,
     SelfCorrelation,
 )
-from shd_torch.rivals.rival import ForwardPass, Rival, capture_model, eval_mode
+from shd_torch.rivals.rival import ForwardPass, Rival, capture_model
 from shd_torch.supervision.factored import Factored
 from shd_torch.teacher import OnlineTeacher
+from shd_torch.teacher.online import eval_mode
 from shd_torch.teacher.squeeze import gram_tensor_from_qk
 
 Pairs = tuple[tuple[int, int], ...]
@@ -133,11 +134,11 @@ def _widths(cls: type[Rival], student: ForwardPass, teacher: ForwardPass, pair: 
 @torch.no_grad()
 def _match(teacher: nn.Module, batch: Mapping[str, Any], pairs: Pairs, heads: int) -> dict[int, Any]:
     """Matched rounds of each teacher layer that is paired, by its number."""
-    with eval_mode(teacher), record(teacher, values=True) as recording, ProjectionWatch(teacher) as watch:
+    with eval_mode(teacher), record(teacher, values=True) as calls, ProjectionWatch(teacher) as watch:
         teacher(**batch)
     numbers = tuple(sorted({layer for _, layer in pairs}))
     captured = Captured(numbers)
-    layers = number_layers(recording.calls, teacher)
+    layers = number_layers(calls, teacher)
     captured.take(layers, grad_enabled=False)
     mask = batch.get("attention_mask")
     counted = mask.bool() if mask is not None and mask.ndim == 2 else None

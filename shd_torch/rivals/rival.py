@@ -15,7 +15,7 @@ from shd_torch.capture import AttentionCall, Captured, capture_attention
 from shd_torch.capture.outputs import read_every_hidden_state, read_logits
 from shd_torch.kd.rows import Record
 from shd_torch.recipes import SHD, Term
-from shd_torch.teacher.online import OnlineSupervision, OnlineTeacher
+from shd_torch.teacher.online import OnlineSupervision, OnlineTeacher, eval_mode
 
 
 @dataclass(eq=False)
@@ -55,18 +55,6 @@ def capture_model(model: nn.Module, *, hidden: bool) -> Iterator[ForwardPass]:
                 handle.remove()
 
 
-@contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside the block; every module gets its own mode back."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
 class TeacherOutputs(NamedTuple):
     """A live teacher's outputs for one batch.
 
@@ -94,28 +82,12 @@ class TeacherOutputs(NamedTuple):
 
 
 class LayerPair(NamedTuple):
-    """A layer of the student and the one that teaches it.
+    """A layer of the student and the one that teaches it."""
 
-    Attributes:
-        number: of the pair, from 0.
-        student: the student's attention call, with gradient.
-        teacher: the teacher's.
-        student_hidden: what the student's block returns ``(B, L, D_s)``; None where none was asked for.
-        teacher_hidden: what the teacher's block returns ``(B, L, D_t)``.
-    """
-
-    number: int
-    student: AttentionCall
+    number: int  # of the pair, from 0
+    student: AttentionCall  # with gradient
     teacher: AttentionCall
-    student_hidden: Tensor | None
-    teacher_hidden: Tensor | None
-
-    @property
-    def hidden(self) -> tuple[Tensor, Tensor]:
-        """Both hidden states, of a rival that reads them."""
-        assert self.student_hidden is not None
-        assert self.teacher_hidden is not None
-        return self.student_hidden, self.teacher_hidden
+    hidden: tuple[Tensor, ...]  # what the blocks return, (B, L, D_s) and (B, L, D_t); nothing where it is not read
 
 
 class Rival(nn.Module):
@@ -200,8 +172,8 @@ class Rival(nn.Module):
         pairs = []
         for number, (student, teacher) in enumerate(self.pairs):
             calls = own_pass.captured.layer(student), outputs.calls[teacher]
-            own = own_pass.hidden[student + 1] if self.reads_hidden else None
-            pairs.append(LayerPair(number, *calls, own, outputs.hidden.get(teacher)))
+            hidden = (own_pass.hidden[student + 1], outputs.hidden[teacher]) if self.reads_hidden else ()
+            pairs.append(LayerPair(number, *calls, hidden))
         return pairs
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypedDict, Unpack
 
@@ -24,14 +24,13 @@ from shd_torch.capture.compiling import never_compiled, run_eagerly
 from shd_torch.capture.layers import Layer, SameLayers, check_calls, check_every_layer, check_single, number_layers
 from shd_torch.capture.outputs import read_hidden_states, read_logits, without
 from shd_torch.capture.projections import Projection, ProjectionWatch
-from shd_torch.capture.taps import record
+from shd_torch.capture.taps import RawCall, record
 from shd_torch.checks import check_option
 from shd_torch.kd.rows import Record
 from shd_torch.kd.targets import cut_teacher, mean_logits
 from shd_torch.kl.loss import attention_kl
-from shd_torch.maps.alpha import ALPHA_PER, ALPHA_RULES
 from shd_torch.maps.loss import REDUCTIONS
-from shd_torch.maps.mixing import STRATEGIES
+from shd_torch.maps.mixing import check_strategy
 from shd_torch.supervision.factored import Factored
 from shd_torch.supervision.supervision import Supervision
 from shd_torch.supervision.taught_layers import TaughtLayers
@@ -153,9 +152,7 @@ class OnlineTeacher:
             if not isinstance(module, nn.Module):
                 raise ShdError("argument-value", f"model must be a torch.nn.Module; got {type(module).__name__}")
         check_count("num_student_heads", num_student_heads)
-        check_option("strategy", strategy, STRATEGIES, "MIX-2")
-        check_option("alpha_rule", alpha_rule, ALPHA_RULES, "ALPHA-4")
-        check_option("alpha_per", alpha_per, ALPHA_PER, "ALPHA-9")
+        check_strategy(strategy, alpha_rule, alpha_per)
         self.model = model
         self.num_student_heads = num_student_heads
         self._layer_map = read_layer_map(layer_map)
@@ -218,19 +215,18 @@ class OnlineTeacher:
                 calls, or a number means another layer than in the first batch; ``layers-invalid``, ``heads-exceed``,
                 ``not-finite`` and what else ``squeeze_heads`` raises.
         """
-        first = not self._pairs
-        check = first if check is None else check
+        check = not self._pairs if check is None else check
         inputs = kwargs
         if self.hidden_layers:
             kwargs = {**kwargs, "output_hidden_states": True}
-        with _eval_mode(self.model):
-            calls, output = self._look(args, kwargs) if first else self._run(args, kwargs)
-        padding = _read_padding(kwargs.get("attention_mask"))
-        squeezes = {}
+        with eval_mode(self.model):
+            calls, output = self._run(args, kwargs)
+        padding, squeezes = kwargs.get("attention_mask"), {}
         for layer, call in calls.items():
-            rows = (call.query.shape[0], call.query.shape[2])
-            fits = query_mask is None and padding is not None and tuple(padding.shape) == rows
-            squeezes[layer] = self._squeeze_layer(layer, call, padding if fits else query_mask, check)
+            counted = query_mask
+            if counted is None and isinstance(padding, Tensor) and padding.shape == call.query.shape[::2]:
+                counted = padding != 0
+            squeezes[layer] = self._squeeze_layer(layer, call, counted, check)
         logits = read_logits(output)
         if self.with_teachers:
             logits = self._average(logits, args, inputs, check=check)
@@ -242,7 +238,7 @@ class OnlineTeacher:
         for model in (self.model, *self.with_teachers):
             logits = first
             if model is not self.model:
-                with _eval_mode(model):
+                with eval_mode(model):
                     logits = read_logits(model(*args, **kwargs))
             if logits is None:
                 raise ShdError("capture-failed", f"{type(model).__name__} must return logits for a mean of them")
@@ -262,17 +258,31 @@ class OnlineTeacher:
             output = None if isinstance(output, Tensor) else without(output, "logits")
         return OnlineSupervision(self.student_layers, squeezes, output, targets, hidden)
 
-    def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[int, AttentionCall], Any]:
-        """The first batch: pair the layers and find the output projections."""
-        watch = ProjectionWatch(self.model)
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[int, AttentionCall], Any]:
+        """The calls of the teaching layers, which the first batch pairs with the student's."""
+        watch = None if self._pairs else ProjectionWatch(self.model)
         # Compiled code would show the watch nothing.
-        with run_eagerly(), record(self.model, values=True) as recording, watch:
+        mode = nullcontext() if watch is None else run_eagerly()
+        with mode, record(self.model, values=True) as calls, watch or nullcontext():
             output = self.model(*args, **kwargs)
-        name, layers = type(self.model).__name__, number_layers(recording.calls, self.model)
+        layers = number_layers(calls, self.model)
+        if watch is not None:
+            self._pair(layers, calls, watch, encoder_ran=kwargs.get("encoder_outputs") is None)
+        self._same.check(layers, self._projections)
+        check_single(layers, self._projections, self.model)
+        captured = Captured(tuple(self._projections))
+        captured.take(layers, grad_enabled=False)
+        return {layer: captured.layer(layer) for layer in self._projections}, output
+
+    def _pair(
+        self, layers: Sequence[Layer], calls: Sequence[RawCall], watch: ProjectionWatch, *, encoder_ran: bool
+    ) -> None:
+        """Pair the layers and find the output projections."""
+        name = type(self.model).__name__
         check_calls(len(layers), None, None, name)
         if isinstance(self._layer_map, int):
             remedy = "name the pairs (layer_map=[(0, 0), ...], student first)"
-            check_every_layer(self.model, recording.calls, kwargs.get("encoder_outputs") is None, remedy)
+            check_every_layer(self.model, calls, encoder_ran, remedy)
             pairs = pair_layers(len(layers), self._layer_map)
         else:
             num_student_layers = 1 + max((student for student, _ in self._layer_map), default=0)
@@ -291,20 +301,6 @@ class OnlineTeacher:
                 )
             self._projections[layer] = projections[0]
         self._pairs = pairs
-        return self._read(layers), output
-
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[int, AttentionCall], Any]:
-        with record(self.model, values=True) as recording:
-            output = self.model(*args, **kwargs)
-        layers = number_layers(recording.calls, self.model)
-        return self._read(layers), output
-
-    def _read(self, layers: Sequence[Layer]) -> dict[int, AttentionCall]:
-        self._same.check(layers, self._projections)
-        check_single(layers, self._projections, self.model)
-        captured = Captured(tuple(self._projections))
-        captured.take(layers, grad_enabled=False)
-        return {layer: captured.layer(layer) for layer in self._projections}
 
     def _squeeze_layer(
         self, layer: int, call: AttentionCall, query_mask: Tensor | None, check: bool
@@ -391,7 +387,7 @@ def layer_kls(
 
 
 @contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """Eval mode inside the block; after it every module is in the mode that it was in."""
     modes = [(module, module.training) for module in model.modules()]
     if not any(training for _, training in modes):
@@ -406,10 +402,3 @@ def _eval_mode(model: nn.Module) -> Iterator[None]:
         for module, training in modes:
             if module.training != training:
                 module.training = training
-
-
-def _read_padding(attention_mask: Any) -> Tensor | None:
-    """Hugging Face's padding mask, ``(B, L)``, as a boolean one."""
-    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
-        return None
-    return attention_mask != 0

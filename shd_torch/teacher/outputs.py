@@ -53,11 +53,7 @@ class LiveTargets:
 
 
 class TargetReader:
-    """Makes targets of a teacher's logits, batch after batch.
-
-    Args:
-        options: how.
-    """
+    """Makes targets of a teacher's logits, batch after batch."""
 
     def __init__(self, options: LiveTargets) -> None:
         self.options = options
@@ -65,15 +61,7 @@ class TargetReader:
 
     @torch.no_grad()
     def read(self, logits: Tensor, *, check: bool) -> Tensor | Record:
-        """Targets ``(..., V)`` for ``kd_loss``: logits of the teacher's own dtype, or a record.
-
-        Args:
-            logits: ``(..., padded V)``.
-            check: look at the values, which makes the host wait for the device.
-
-        Raises:
-            ShdError: what ``kd_targets_topk`` and ``kd_targets_sampled`` raise.
-        """
+        """Targets for ``kd_loss`` of logits ``(..., padded V)``, in the teacher's own dtype, or a record."""
         options = self.options
         if options.keeps_all:  # the loss itself looks at what it is given
             return cut_teacher(logits, options.vocab_size, options.temperature, check=check)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from shd_ref.merging.plans import MergePlan, merge_plan, plan_groups
 from shd_torch.checks import check_option
-from shd_torch.maps.alpha import ALPHA_PER, ALPHA_RULES, AlphaSolution, constant_alphas
+from shd_torch.maps.alpha import ALPHA_PER, AlphaSolution, constant_alphas
 from shd_torch.maps.gram import gram_of_products, merge_gram, solve_gram_pair, split_projection
-from shd_torch.maps.mixing import STRATEGIES, compose_rounds, relative_error
+from shd_torch.maps.mixing import check_strategy, compose_rounds, relative_error
 from shd_torch.precision import without_autocast
 from shd_torch.supervision.factored import Factored
 from shd_torch.supervision.fused import expand_heads
@@ -84,9 +84,7 @@ def squeeze_factored(
 
     Source: Algorithm 1, Eq. 5-10. Deviations: D-1, D-2, D-5, D-22.
     """
-    check_option("strategy", strategy, STRATEGIES, "MIX-2")
-    check_option("alpha_rule", alpha_rule, ALPHA_RULES, "ALPHA-4")
-    check_option("alpha_per", alpha_per, ALPHA_PER, "ALPHA-9")
+    check_strategy(strategy, alpha_rule, alpha_per)
     projection = _check_factors(teacher, values, output_projection, query_mask, check=check)
     teacher = teacher.unmixed()
     rounds = merge_plan(teacher.num_heads, num_student_heads, "progressive" if plan is None else plan)
@@ -100,7 +98,10 @@ def squeeze_factored(
         if strategy == "constant":
             solutions = constant_alphas(rounds, teacher.shape[2], alpha_per, teacher.mixing)
         else:
-            grams = _grams(products, groups, projection, query_mask, alpha_per)
+            grams = [
+                gram_of_products(product.double(), projection[list(group)], query_mask, alpha_per)
+                for product, group in zip(products, groups, strict=True)
+            ]
             solutions = _solve_rounds(grams, groups, rounds, strategy, alpha_rule)
         mixing = compose_rounds([solution.clipped for solution in solutions], rounds, _identity(teacher, alpha_per))
     supervision = replace(
@@ -133,19 +134,6 @@ def _group_products(teacher: Factored, values: Tensor, groups: Sequence[Sequence
         read = [group_of[head][min(slot, len(group_of[head]) - 1)] for head in range(teacher.num_heads)]
         slots.append(teacher.apply_to(values[:, read]))
     return [torch.stack([product[:, list(group)] for product in slots[: len(group)]], dim=2) for group in groups]
-
-
-def _grams(
-    products: list[Tensor],
-    groups: Sequence[Sequence[int]],
-    projection: Tensor,
-    query_mask: Tensor | None,
-    alpha_per: str,
-) -> list[Tensor]:
-    return [
-        gram_of_products(read.double(), projection[list(group)], query_mask, alpha_per)
-        for read, group in zip(products, groups, strict=True)
-    ]
 
 
 def _identity(teacher: Factored, alpha_per: str) -> Tensor:
@@ -226,13 +214,7 @@ def gram_tensor_from_qk(
 ) -> Tensor:
     """``gram_tensor`` of a teacher whose maps are never formed: the products ``A_i V_j`` are fused attention.
 
-    Args:
-        teacher: its queries and keys, see ``Factored.teacher``; the mixing plays no part.
-        values: V ``(B, H_kv, S, d_v)``; query head i reads value head ``i // (H_t / H_kv)``.
-        output_projection: W_o ``(H_t * d_v, D)``.
-        query_mask: boolean ``(B, L)``, True = the row counts; default all.
-        alpha_per: ``"map"``, or ``"row"`` for one G per query row.
-        check: validate the values of the arguments, which costs a device sync.
+    Arguments are those of ``squeeze_factored``; with ``alpha_per="row"`` there is one G per query row.
 
     Returns:
         G ``(B, H_t, H_t, H_t, H_t)``, or with a last axis L; float64 sums of products made in float32 or wider.
