@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from shd_ref.conformance.compare import Difference, abbreviate, as_numbers, as_plain, compare_close
 from shd_ref.conformance.specification import agreement
+from shd_ref.conformance.variants import compute, next_pool, soften_maps
 from shd_ref.tolerances import degenerate_threshold
 
 Array = NDArray[np.float64]
@@ -57,6 +58,14 @@ class Pair:
         best = np.where(degenerate, 0.5, -slope / np.where(degenerate, 1.0, curvature))
         flatness = curvature / np.where(scale == 0.0, 1.0, scale)
         return cls(best, counted, degenerate & counted, flatness, m, n, target)
+
+    @classmethod
+    def of_inputs(cls, inputs: Mapping[str, Any]) -> Pair:
+        """From the arguments of ``solve_alpha``."""
+        names = ("probs_p", "probs_q", "value_outputs_p", "value_outputs_q")
+        per_row, printed = inputs.get("alpha_per") == "row", inputs.get("rule") == "as_printed"
+        p, q, x, y = (np.asarray(inputs[name], dtype=np.float64) for name in names)
+        return cls.of(p, q, x, y, inputs.get("query_mask"), per_row=per_row, printed=printed)
 
     @property
     def clipped(self) -> Array:
@@ -116,17 +125,16 @@ def check_chain(
     solved_on = softened if inputs.get("alpha_from", "teacher") == "softened" else maps
     mask = inputs.get("query_mask")
     batch, heads, rows, _ = maps.shape
-    weights = (batch, rows) if per_row else (batch, 1)
     plan = as_plain(got["plan"])
-    groups = _groups(plan, heads)
+    groups = compute("plan_groups", {"plan": plan, "num_teacher_heads": heads})["groups"]
     if len(groups) != inputs["num_student_heads"]:
         wanted_heads = f"{inputs['num_student_heads']} heads"
         return "plan", Difference("does not lead to the student's heads", wanted_heads, f"{len(groups)} heads")
     shape = (batch, len(groups), heads, *((rows,) if per_row else ()))
-    mixing = as_numbers(got["mixing"])
-    if mixing is None or mixing.shape != shape:
-        actual = abbreviate(got["mixing"]) if mixing is None else f"shape {list(mixing.shape)}"
-        return "mixing", Difference(f"must be numbers of the shape {list(shape)}", f"shape {list(shape)}", actual)
+    difference = _check_shape(got["mixing"], shape)
+    if difference:
+        return "mixing", difference
+    mixing = np.asarray(got["mixing"], dtype=np.float64)
     by_row = mixing if per_row else mixing[..., None]  # (B, H_s, H_t, 1 or L)
 
     if strategy == "mean":
@@ -136,13 +144,13 @@ def check_chain(
         expected = np.full(by_row.shape, 1.0 / heads)
     else:
         runner = _Rounds(solved_on, outputs, inputs, dtype, flat)
-        difference = runner.run(plan, got["alphas"], weights)
+        difference = runner.run(plan, got["alphas"])
         if difference:
             return "alphas", difference
         miscounted = runner.count(got)
         if miscounted:
             return miscounted
-        composed = np.stack(runner.rows, axis=1)  # (B, H_s, H_t, 1 or L)
+        composed = np.stack([row for _, _, row in runner.pool], axis=1)  # (B, H_s, H_t, 1 or L)
         expected = np.broadcast_to(composed, by_row.shape)
     difference = compare_close(expected, by_row, *agreement(dtype, "alpha"))
     if difference:
@@ -165,57 +173,38 @@ def _pairless(got: Mapping[str, Any]) -> tuple[str, Difference] | None:
     return None
 
 
-def soften_maps(maps: Array, temperature: float, row_sums: str) -> Array:
-    """TEMP-2, -5, -6, -7 in the plainest words."""
-    if temperature == 1.0:
-        return maps
-    peak = maps.max(-1, keepdims=True)
-    powers = (maps / np.where(peak > 0, peak, 1.0)) ** (1.0 / temperature)
-    total = powers.sum(-1, keepdims=True)
-    mass = maps.sum(-1, keepdims=True) if row_sums == "at_most_one" else 1.0
-    softened: Array = mass * powers / np.where(total > 0, total, 1.0)
-    return softened
-
-
 class _Rounds:
-    """The plan, run with the implementation's own alphas."""
+    """The plan, run with the implementation's own alphas on a pool of maps, value outputs and rows of C."""
 
     def __init__(self, maps: Array, outputs: Array, inputs: Mapping[str, Any], dtype: str, flat: bool) -> None:
-        batch, heads = maps.shape[:2]
-        self.maps = [maps[:, t] for t in range(heads)]
-        self.outputs = [outputs[:, t] for t in range(heads)]
+        batch, heads, rows = maps.shape[:3]
         self.inputs, self.dtype, self.flat = inputs, dtype, flat
-        weights = maps.shape[2] if inputs.get("alpha_per", "map") == "row" else 1
-        self.rows = [np.broadcast_to(np.eye(heads)[t][None, :, None], (batch, heads, weights)) for t in range(heads)]
+        self.per_row = inputs.get("alpha_per", "map") == "row"
+        self.weights = (batch, rows if self.per_row else 1)
+        units = (np.broadcast_to(unit[None, :, None], (batch, heads, self.weights[1])) for unit in np.eye(heads))
+        self.pool = [(maps[:, t], outputs[:, t], unit) for t, unit in enumerate(units)]
         self.strategy = inputs.get("strategy", "shd")
         self.pairs: list[Pair] = []
 
-    def run(self, plan: Any, alphas: Any, weights: tuple[int, int]) -> Difference | None:
+    def run(self, plan: Any, alphas: Any) -> Difference | None:
         if not isinstance(alphas, list | tuple) or len(alphas) != len(plan):
             return Difference(f"must hold one array a round, {len(plan)} in all", str(len(plan)), abbreviate(alphas))
-        per_row = self.inputs.get("alpha_per", "map") == "row"
         for number, (one_round, answer) in enumerate(zip(plan, alphas, strict=True)):
-            array = as_numbers(answer)
-            shape = (weights[0], len(one_round), *(weights[1:] if per_row else ()))
-            if array is None or array.shape != shape:
-                actual = abbreviate(answer) if array is None else f"shape {list(array.shape)}"
-                return Difference(f"round {number} must have the shape {list(shape)}", f"shape {list(shape)}", actual)
+            shape = (self.weights[0], len(one_round), *(self.weights[1:] if self.per_row else ()))
+            difference = _check_shape(answer, shape, f"round {number} ")
+            if difference:
+                return difference
             merged = []
             for position, (p, q) in enumerate(one_round):
-                alpha = array[:, position].reshape(weights)
+                alpha = np.asarray(answer, dtype=np.float64)[:, position].reshape(self.weights)
                 difference = self._check_pair(p, q, alpha)
                 if difference:
-                    return Difference(
-                        f"round {number}, pair {position} (heads {p} and {q} of the pool): {difference.problem}",
-                        difference.expected,
-                        difference.got,
-                    )
-                merged.append(self._merge(p, q, alpha))
-            used = {head for pair in one_round for head in pair}
-            kept = [i for i in range(len(self.maps)) if i not in used]
-            self.maps = [head[0] for head in merged] + [self.maps[i] for i in kept]
-            self.outputs = [head[1] for head in merged] + [self.outputs[i] for i in kept]
-            self.rows = [head[2] for head in merged] + [self.rows[i] for i in kept]
+                    where = f"round {number}, pair {position} (heads {p} and {q} of the pool)"
+                    return Difference(f"{where}: {difference.problem}", difference.expected, difference.got)
+                (map_p, output_p, row_p), (map_q, output_q, row_q) = self.pool[p], self.pool[q]
+                a, c = alpha[:, :, None], alpha[:, None, :]
+                merged.append((a * map_p + (1 - a) * map_q, output_p + output_q, c * row_p + (1 - c) * row_q))
+            self.pool = next_pool(self.pool, one_round, merged)
         return None
 
     def count(self, got: Mapping[str, Any]) -> tuple[str, Difference] | None:
@@ -236,15 +225,10 @@ class _Rounds:
         return None
 
     def _check_pair(self, p: int, q: int, alpha: Array) -> Difference | None:
-        pair = Pair.of(
-            self.maps[p],
-            self.maps[q],
-            self.outputs[p],
-            self.outputs[q],
-            self.inputs.get("query_mask"),
-            per_row=self.inputs.get("alpha_per", "map") == "row",
-            printed=self.inputs.get("alpha_rule", "least_squares") == "as_printed",
-        )
+        (map_p, output_p, _), (map_q, output_q, _) = self.pool[p], self.pool[q]
+        printed = self.inputs.get("alpha_rule", "least_squares") == "as_printed"
+        mask = self.inputs.get("query_mask")
+        pair = Pair.of(map_p, map_q, output_p, output_q, mask, per_row=self.per_row, printed=printed)
         self.pairs.append(pair)
         if self.strategy == "shd":
             return check_alpha(pair, alpha, self.dtype, flat=self.flat)
@@ -254,22 +238,6 @@ class _Rounds:
         close = np.abs(pair.best - 0.5) <= agreement(self.dtype, "alpha")[0]
         sure = close & ~(pair.degenerate | ~pair.counted) & ((alpha == 0.0) | (alpha == 1.0))
         return compare_close(np.where(sure, alpha, np.where(pair.best >= 0.5, 1.0, 0.0)), alpha, 0.0, 0.0)
-
-    def _merge(self, p: int, q: int, alpha: Array) -> tuple[Array, Array, Array]:
-        a, c = alpha[:, :, None], alpha[:, None, :]
-        return (
-            a * self.maps[p] + (1 - a) * self.maps[q],
-            self.outputs[p] + self.outputs[q],
-            c * self.rows[p] + (1 - c) * self.rows[q],
-        )
-
-
-def _groups(plan: Any, heads: int) -> list[list[int]]:
-    pool = [[head] for head in range(heads)]
-    for one_round in plan:
-        used = {head for pair in one_round for head in pair}
-        pool = [pool[p] + pool[q] for p, q in one_round] + [g for i, g in enumerate(pool) if i not in used]
-    return pool
 
 
 def _residual(
@@ -296,9 +264,14 @@ def _sum_rows(terms: Array, per_row: bool) -> Array:
     return total
 
 
-def _compare(wanted: Array, got: Any, dtype: str, quantity: str) -> Difference | None:
-    numbers = as_numbers(got)
-    if numbers is None or numbers.shape != wanted.shape:
-        actual = abbreviate(got) if numbers is None else f"shape {list(numbers.shape)}"
-        return Difference(f"must be numbers of the shape {list(wanted.shape)}", f"shape {list(wanted.shape)}", actual)
-    return compare_close(wanted, numbers, *agreement(dtype, quantity))
+def _compare(right: Array, answer: Any, dtype: str, quantity: str) -> Difference | None:
+    difference = _check_shape(answer, right.shape)
+    return difference or compare_close(right, np.asarray(answer, dtype=np.float64), *agreement(dtype, quantity))
+
+
+def _check_shape(answer: Any, shape: tuple[int, ...], what: str = "") -> Difference | None:
+    numbers = as_numbers(answer)
+    if numbers is not None and numbers.shape == shape:
+        return None
+    actual = abbreviate(answer) if numbers is None else f"shape {list(numbers.shape)}"
+    return Difference(f"{what}must be numbers of the shape {list(shape)}", f"shape {list(shape)}", actual)

@@ -168,22 +168,10 @@ def _check_flat_alpha(
     inputs: dict[str, Any], expected: Any, got: Any, dtype: str, difference: Difference
 ) -> Difference | None:
     """An ill-conditioned alpha by its effect; ``difference`` where it has none, being of another shape or kind."""
-    p, q, x, y = (
-        np.asarray(inputs[name], dtype=np.float64)
-        for name in ("probs_p", "probs_q", "value_outputs_p", "value_outputs_q")
-    )
     reference, alpha = np.asarray(decode_expected(expected)), as_numbers(got)
     if alpha is None or alpha.shape != reference.shape:
         return difference
-    pair = Pair.of(
-        p,
-        q,
-        x,
-        y,
-        inputs.get("query_mask"),
-        per_row=inputs.get("alpha_per", "map") == "row",
-        printed=inputs.get("rule", "least_squares") == "as_printed",
-    )
+    pair = Pair.of_inputs(inputs)
     return check_effect(pair, reference.reshape(pair.best.shape), alpha.reshape(pair.best.shape), dtype)
 
 

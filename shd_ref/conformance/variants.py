@@ -6,13 +6,15 @@ had made a well-known mistake. It decides nothing; vectors and laws do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shd_ref.conformance.adapter import OUTPUTS
 from shd_ref.conformance.compare import as_plain
 from shd_ref.tolerances import degenerate_threshold
 
@@ -63,76 +65,71 @@ def compute(operation: str, inputs: Mapping[str, Any], choices: Choices | None =
     """
     if operation not in _OPERATIONS:
         raise LookupError(f"{operation} is not known here")
-    function, known = _OPERATIONS[operation]
-    unknown = set(inputs) - known
-    if unknown:
-        raise LookupError(f"{operation}: arguments {', '.join(sorted(unknown))} are not known here")
     arguments = {name: _as_float64(value) for name, value in inputs.items()}
-    with np.errstate(all="ignore"):
-        outputs: dict[str, Any] = function(arguments, choices or Choices())
-    return outputs
+    try:
+        with np.errstate(all="ignore"):
+            answer = _OPERATIONS[operation](choices or Choices(), **arguments)
+    except TypeError as error:
+        raise LookupError(f"{operation}: {error}") from error
+    return dict(zip(OUTPUTS[operation], answer if isinstance(answer, tuple) else (answer,), strict=False))
 
 
-def _softmax(given: Mapping[str, Any], choices: Choices) -> dict[str, Any]:
-    logits = given["attn_logits"]
-    mask = given.get("attn_mask")
-    if mask is not None and choices.mask_used:
-        logits = np.where(mask != choices.mask_inverted, logits, -np.inf)
-    tempered = _tempered(logits, given.get("temperature", 1.0), choices)
-    return {"attn_probs": _row_softmax(tempered, choices.masked_row)}
+# --- maps -------------------------------------------------------------------------------------------------------
 
 
-def _tempered(logits: Array, temperature: float, choices: Choices) -> Array:
-    factor = {"divides": 1.0 / temperature, "multiplies": temperature, "ignored": 1.0}[choices.temperature]
-    return logits * factor
-
-
-def _row_softmax(logits: Array, masked_row: float = 0.0) -> Array:
+def _softmax(choices: Choices, attn_logits: Array, attn_mask: Any = None, temperature: float = 1.0) -> Array:
+    if attn_mask is not None and choices.mask_used:
+        attn_logits = np.where(attn_mask != choices.mask_inverted, attn_logits, -np.inf)
+    logits = attn_logits / _temperature(temperature, choices)
     peak = logits.max(axis=-1, keepdims=True)
     empty = np.isneginf(peak)
     exps = np.exp(logits - np.where(empty, 0.0, peak))
-    fill = 1.0 / logits.shape[-1] if masked_row < 0 else masked_row
+    fill = 1.0 / logits.shape[-1] if choices.masked_row < 0 else choices.masked_row
     probs: Array = np.where(empty, fill, exps / np.where(empty, 1.0, exps.sum(axis=-1, keepdims=True)))
     return probs
 
 
-def _soften(given: Mapping[str, Any], choices: Choices) -> dict[str, Any]:
-    maps = given["attn_probs"]
-    if given["temperature"] == 1:
-        return {"attn_probs": maps}
-    softened = _row_softmax(_tempered(np.log(maps), given["temperature"], choices))
-    return {"attn_probs": softened * _row_mass(maps, given, choices)}
+def _temperature(temperature: float, choices: Choices) -> float:
+    return {"divides": temperature, "multiplies": 1.0 / temperature, "ignored": 1.0}[choices.temperature]
 
 
-def _row_mass(maps: Array, given: Mapping[str, Any], choices: Choices) -> Array | float:
-    """What a row is scaled to after its softmax: its own sum where sinks take the rest."""
-    at_most_one = given.get("row_sums", "one") == "at_most_one"
-    mass: Array | float = maps.sum(-1, keepdims=True) if at_most_one and choices.mass_kept else 1.0
-    return mass
+def soften_maps(maps: Array, temperature: float, row_sums: str) -> Array:
+    """TEMP-2, -5, -6, -7 in the plainest words."""
+    if temperature == 1.0:
+        return maps
+    peak = maps.max(-1, keepdims=True)
+    powers = (maps / np.where(peak > 0, peak, 1.0)) ** (1.0 / temperature)
+    total = powers.sum(-1, keepdims=True)
+    mass = maps.sum(-1, keepdims=True) if row_sums == "at_most_one" else 1.0
+    softened: Array = mass * powers / np.where(total > 0, total, 1.0)
+    return softened
 
 
-def _value_outputs(given: Mapping[str, Any], choices: Choices) -> dict[str, Any]:
-    values, projection = given["values"], given["output_projection"]
+def _soften(choices: Choices, attn_probs: Array, temperature: float, row_sums: str = "one") -> Array:
+    return soften_maps(attn_probs, _temperature(temperature, choices), row_sums if choices.mass_kept else "one")
+
+
+def _value_outputs(choices: Choices, values: Array, output_projection: Array) -> Array:
     kv_heads, width = values.shape[1], values.shape[3]
-    heads = projection.shape[0] // width
+    heads = output_projection.shape[0] // width
     read = [i % kv_heads if choices.value_heads == "cycled" else i // (heads // kv_heads) for i in range(heads)]
-    return {"value_outputs": values[:, read] @ projection.reshape(heads, width, -1)}
+    outputs: Array = values[:, read] @ output_projection.reshape(heads, width, -1)
+    return outputs
 
 
-def _merge_plan(given: Mapping[str, Any], choices: Choices) -> dict[str, Any]:
-    return {"plan": _rounds(given["num_teacher_heads"], given["num_student_heads"], given.get("kind"), choices)}
+# --- plans ------------------------------------------------------------------------------------------------------
 
 
-def _rounds(heads: int, students: int, kind: Any, choices: Choices) -> list[list[list[int]]]:
-    if kind is not None and not isinstance(kind, str):
+def _merge_plan(choices: Choices, num_teacher_heads: int, num_student_heads: int, kind: Any = "progressive") -> Any:
+    heads, rounds = num_teacher_heads, []
+    if not isinstance(kind, str):
         return [[list(pair) for pair in one_round] for one_round in as_plain(kind)]
     if kind == "balanced":
-        return _balanced_rounds(heads, students)
-    if kind not in (None, "progressive"):
+        return _balanced_rounds(heads, num_student_heads)
+    if kind != "progressive":
         raise LookupError(f"plan kind {kind!r} is not known here")
-    rounds = []
-    while heads > students:
-        pairs = heads // 2 if choices.plan == "overshoot" else min(heads // 2, heads - students)
+    while heads > num_student_heads:
+        pairs = heads // 2 if choices.plan == "overshoot" else min(heads // 2, heads - num_student_heads)
         first = heads - 2 * pairs if choices.plan == "last" else 0
         step, stride = (1, pairs) if choices.plan == "halves" else (2, 1)
         rounds.append([[first + step * i, first + step * i + stride] for i in range(pairs)])
@@ -145,41 +142,41 @@ def _balanced_rounds(heads: int, students: int) -> list[list[list[int]]]:
     owner = [group for group in range(students) for _ in range(small + (group < larger))]
     rounds = []
     while len(owner) > students:
-        one_round = []
-        for group in range(students):
-            parts = [position for position, of in enumerate(owner) if of == group]
-            one_round += [parts[i : i + 2] for i in range(0, len(parts) - 1, 2)]
-        rounds.append(one_round)
-        owner = _next_pool(owner, one_round, lambda p, _: p, Choices())
+        members = [[position for position, of in enumerate(owner) if of == group] for group in range(students)]
+        rounds.append([heads[i : i + 2] for heads in members for i in range(0, len(heads) - 1, 2)])
+        owner = next_pool(owner, rounds[-1], [owner[p] for p, _ in rounds[-1]])
     return rounds
 
 
-def _next_pool(pool: Sequence[Any], one_round: Sequence[Sequence[int]], merge: Any, choices: Choices) -> list[Any]:
-    merged = [merge(pool[p], pool[q]) for p, q in one_round]
+def next_pool(
+    pool: Sequence[Any], one_round: Sequence[Sequence[int]], merged: Sequence[Any], order: str = "merged-first"
+) -> list[Any]:
+    """The pool after a round whose pairs became these heads (PLAN-4), or in a wrong order."""
     used = {position for pair in one_round for position in pair}
     untouched = [head for position, head in enumerate(pool) if position not in used]
-    if choices.pool == "untouched-first":
-        return untouched + merged
-    if choices.pool == "in-place":
+    if order == "untouched-first":
+        return [*untouched, *merged]
+    if order == "in-place":
         firsts = {pair[0]: number for number, pair in enumerate(one_round)}
         seconds = {pair[1] for pair in one_round}
         return [merged[firsts[i]] if i in firsts else head for i, head in enumerate(pool) if i not in seconds]
-    return merged + untouched
+    return [*merged, *untouched]
 
 
-def _plan_groups(given: Mapping[str, Any], choices: Choices) -> dict[str, Any]:
-    pool: list[Any] = [[head] for head in range(given["num_teacher_heads"])]
-    for one_round in as_plain(given["plan"]):
-        pool = _next_pool(pool, one_round, lambda p, q: p + q, choices)
-    return {"groups": pool}
+def _plan_groups(choices: Choices, plan: Any, num_teacher_heads: int) -> list[list[int]]:
+    pool: list[list[int]] = [[head] for head in range(num_teacher_heads)]
+    for one_round in as_plain(plan):
+        pool = next_pool(pool, one_round, [pool[p] + pool[q] for p, q in one_round], choices.pool)
+    return pool
 
 
-def _alpha_weights(p: Array, q: Array, x_p: Array, x_q: Array, given: Mapping[str, Any], choices: Choices) -> Array:
+# --- merging ----------------------------------------------------------------------------------------------------
+
+
+def _alpha_weights(
+    choices: Choices, p: Array, q: Array, x_p: Array, x_q: Array, mask: Array | None, per: str, rule: str
+) -> Array:
     """``(B, 1)`` or ``(B, L)``."""
-    rule = given.get("rule", given.get("alpha_rule", "least_squares"))
-    per = given.get("alpha_per", "map")
-    if choices.per == "other":
-        per = "row" if per == "map" else "map"
     u, w = (p - q) @ x_p, (p - q) @ x_q
     m = u + w
     # The mistake and the option of the same name swap roles: as_printed taken for least_squares and back.
@@ -189,12 +186,10 @@ def _alpha_weights(p: Array, q: Array, x_p: Array, x_q: Array, given: Mapping[st
         n = -n
     if choices.numerator == "w":
         n = -w
-    counts = np.ones(p.shape[:2])
-    if given.get("query_mask") is not None and choices.rows_masked:
-        counts = given["query_mask"].astype(np.float64)
+    counts = mask.astype(np.float64) if mask is not None and choices.rows_masked else np.ones(p.shape[:2])
     top, bottom = -(n * m).sum(-1) * counts, (m * m).sum(-1) * counts
     scale = (((p @ (x_p + x_q)) ** 2).sum(-1) + ((q @ (x_p + x_q)) ** 2).sum(-1)) * counts
-    if per == "map":
+    if (per == "map") != (choices.per == "other"):
         top, bottom, scale = (t.sum(-1, keepdims=True) for t in (top, bottom, scale))
     if choices.sample_shared:
         top, bottom, scale = (np.broadcast_to(t.sum(0), t.shape) for t in (top, bottom, scale))
@@ -206,67 +201,150 @@ def _alpha_weights(p: Array, q: Array, x_p: Array, x_q: Array, given: Mapping[st
     return 1 - alpha if choices.weighs == "q" else alpha
 
 
-def _solve_alpha(given: Mapping[str, Any], choices: Choices) -> dict[str, Any]:
-    p, q, x_p, x_q = (given[name] for name in ("probs_p", "probs_q", "value_outputs_p", "value_outputs_q"))
-    alpha = _alpha_weights(p, q, x_p, x_q, given, choices)
-    asked = given.get("alpha_per", "map")
-    return {"alpha": alpha[:, 0] if asked == "map" and alpha.shape[1] == 1 else alpha}
+def _solve_alpha(
+    choices: Choices,
+    probs_p: Array,
+    probs_q: Array,
+    value_outputs_p: Array,
+    value_outputs_q: Array,
+    query_mask: Array | None = None,
+    rule: str = "least_squares",
+    alpha_per: str = "map",
+    row_sums: str = "one",
+) -> Array:
+    heads = probs_p, probs_q, value_outputs_p, value_outputs_q
+    alpha = _alpha_weights(choices, *heads, query_mask, alpha_per, rule)
+    return alpha[:, 0] if alpha_per == "map" and alpha.shape[1] == 1 else alpha
 
 
-def _squeeze_heads(given: Mapping[str, Any], choices: Choices) -> dict[str, Any]:
-    maps, outputs = given["teacher_probs"], given["value_outputs"]
+def _compose_mixing(choices: Choices, alphas: Sequence[Array], plan: Any, num_teacher_heads: int) -> Array:
+    batch, *rows = np.delete(alphas[0].shape, 1)
+    pool = [np.broadcast_to(unit, (batch, *rows, num_teacher_heads)) for unit in np.eye(num_teacher_heads)]
+    for one_round, weights in zip(plan, alphas, strict=True):
+        pairs = [(weights[:, n, ..., None], pool[p], pool[q]) for n, (p, q) in enumerate(one_round)]
+        pool = next_pool(pool, one_round, [a * p + (1 - a) * q for a, p, q in pairs])
+    mixing = np.stack(pool, axis=1)  # (B, H_s, H_t) or (B, H_s, L, H_t)
+    return np.swapaxes(mixing, 2, 3) if rows else mixing
+
+
+def _mix_heads(choices: Choices, teacher_probs: Array, mixing: Array) -> Array:
+    by_row = mixing if mixing.ndim == 4 else mixing[..., None]
+    probs: Array = (by_row[..., None] * teacher_probs[:, None]).sum(2)
+    return probs
+
+
+def _squeeze_heads(
+    choices: Choices,
+    teacher_probs: Array,
+    value_outputs: Array,
+    num_student_heads: int,
+    plan: Any = "progressive",
+    strategy: str = "shd",
+    query_mask: Array | None = None,
+    temperature: float = 1.0,
+    alpha_rule: str = "least_squares",
+    alpha_per: str = "map",
+    alpha_from: str = "teacher",
+    row_sums: str = "one",
+) -> tuple[Array, Array, list[Array]]:
+    maps = teacher_probs
     batch, heads = maps.shape[:2]
-    strategy = given.get("strategy", "shd")
     if strategy not in ("shd", "constant", "hard"):
         raise LookupError(f"strategy {strategy!r} is not known here")
-    temperature = given.get("temperature", 1.0)
     # Rows that do not count may sum to anything, and a temperature of 1 leaves them so.
-    softened = (
-        maps if temperature == 1 else _row_softmax(np.log(maps) / temperature) * _row_mass(maps, given, choices)
-    )
-    on_softened = (given.get("alpha_from", "teacher") == "softened") != (choices.solved_on == "other")
+    softened = soften_maps(maps, temperature, row_sums if choices.mass_kept else "one")
+    on_softened = (alpha_from == "softened") != (choices.solved_on == "other")
     mixed = softened if choices.softened == "before" else maps
     # Of every head in the pool: the map that alpha is solved on, its value output, its row of C.
-    unit = np.eye(heads)
     pool: list[Any] = [
         (
             (softened if on_softened else maps)[:, t],
-            outputs[:, t],
-            np.broadcast_to(unit[t][None, :, None], (batch, heads, 1)),
+            value_outputs[:, t],
+            np.broadcast_to(unit[None, :, None], (batch, heads, 1)),
         )
-        for t in range(heads)
+        for t, unit in enumerate(np.eye(heads))
     ]
-    per_row = given.get("alpha_per", "map") == "row"
+    per_row = alpha_per == "row"
     alphas: list[Array] = []
-    for one_round in _rounds(heads, given["num_student_heads"], given.get("plan"), choices):
-        solved: list[Array] = []
-
-        def merge(p: Any, q: Any, solved: list[Array] = solved) -> Any:
-            alpha = _alpha_weights(p[0], q[0], p[1], q[1], given, choices)
+    for one_round in _merge_plan(choices, heads, num_student_heads, plan):
+        solved, merged = [], []
+        for p, q in ((pool[i], pool[j]) for i, j in one_round):
+            alpha = _alpha_weights(choices, p[0], q[0], p[1], q[1], query_mask, alpha_per, alpha_rule)
             if strategy == "constant":
                 alpha = np.full_like(alpha, 0.5)
             elif strategy == "hard":
                 fixed = {"always p": 1.0, "always q": 0.0}.get(choices.hard)
                 alpha = np.where(alpha >= 0.5, 1.0, 0.0) if fixed is None else np.full_like(alpha, fixed)
-            solved.append(alpha)
-            a = alpha[:, :, None]
+            a, c = alpha[:, :, None], alpha[:, None, :]
             output = {
                 "sum": p[1] + q[1],
                 "mixed": a * p[1] + (1 - a) * q[1] if alpha.shape[1] == 1 else p[1] + q[1],
                 "mean": (p[1] + q[1]) / 2,
                 "first": p[1],
             }[choices.merged_outputs]
-            c = alpha[:, None, :]
-            return a * p[0] + (1 - a) * q[0], output, c * p[2] + (1 - c) * q[2]
-
-        pool = _next_pool(pool, one_round, merge, choices)
-        alphas.append(np.stack([a if per_row else a[:, 0] for a in solved], axis=1))
+            merged.append((a * p[0] + (1 - a) * q[0], output, c * p[2] + (1 - c) * q[2]))
+            solved.append(alpha if per_row else alpha[:, 0])
+        pool = next_pool(pool, one_round, merged, choices.pool)
+        alphas.append(np.stack(solved, axis=1))
     weights = maps.shape[2] if per_row else 1
     mixing = np.stack([np.broadcast_to(head[2], (batch, heads, weights)) for head in pool], axis=1)
-    probs = (mixing.transpose(0, 1, 3, 2)[..., None] * mixed.transpose(0, 2, 1, 3)[:, None]).sum(3)
+    probs = _mix_heads(choices, mixed, mixing)
     if choices.softened == "after":
-        probs = _row_softmax(np.log(probs) / temperature)
-    return {"probs": probs, "mixing": mixing if per_row else mixing[..., 0], "alphas": alphas}
+        probs = soften_maps(probs, temperature, "one")
+    return probs, mixing if per_row else mixing[..., 0], alphas
+
+
+def _gram_tensor(
+    choices: Choices,
+    teacher_probs: Array,
+    values: Array,
+    output_projection: Array,
+    query_mask: Array | None = None,
+    alpha_per: str = "map",
+    row_sums: str = "one",
+) -> Array:
+    return gram_of(teacher_probs, _value_outputs(choices, values, output_projection), query_mask, alpha_per)
+
+
+def gram_of(maps: Array, outputs: Array, mask: Array | None = None, per: str = "map") -> Array:
+    """The inner products of all ``A_i X_j`` (GRAM-1), over counted rows or of each."""
+    products = np.einsum("bils,bjsd->bijld", maps, outputs)
+    counted = products if mask is None else products * mask[:, None, None, :, None]
+    terms = "bijld,bmnld->bijmn" + ("l" if per == "row" else "")
+    gram: Array = np.einsum(terms, counted, products, optimize=True)
+    return gram
+
+
+def _solve_alpha_from_gram(choices: Choices, gram: Array, p: int, q: int) -> Array:
+    """GRAM-2, -3, -7."""
+    wide = gram if gram.ndim == 6 else gram[..., None]
+
+    def product_of(j: int, k: int) -> Array:
+        return np.asarray(wide[:, p, j, p, k] - wide[:, p, j, q, k] - wide[:, q, j, p, k] + wide[:, q, j, q, k])
+
+    top = product_of(p, p) + product_of(p, q)
+    bottom = top + product_of(p, q) + product_of(q, q)
+    scale = sum(wide[:, i, j, i, k] for i, j, k in product((p, q), repeat=3))
+    flat = (bottom <= degenerate_threshold() * scale) | (bottom <= 0)
+    alpha = np.where(flat, 0.5, np.clip(top / np.where(flat, 1.0, bottom), 0.0, 1.0))
+    return alpha if gram.ndim == 6 else alpha[:, 0]
+
+
+def _merge_gram(choices: Choices, gram: Array, p: int, q: int, alpha: Array) -> Array:
+    """GRAM-4 as one linear map for maps and one for value outputs."""
+    heads = gram.shape[1]
+    rest = np.eye(heads)[[h for h in range(heads) if h not in (p, q)]]
+    by_row = alpha if alpha.ndim == 2 else alpha[:, None]  # (B, L or 1)
+    mix = np.zeros((*by_row.shape, heads - 1, heads))
+    mix[..., 1:, :] = rest
+    mix[..., 0, p], mix[..., 0, q] = by_row, 1 - by_row
+    add = np.concatenate(([np.eye(heads)[p] + np.eye(heads)[q]], rest))
+    wide = gram if gram.ndim == 6 else gram[..., None]
+    merged: Array = np.einsum("blIi,Jj,blKk,Nn,bijknl->bIJKNl", mix, add, mix, add, wide, optimize=True)
+    return merged if gram.ndim == 6 else merged[..., 0]
+
+
+# --- the loss ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -276,34 +354,39 @@ class _Layer:
     P: Array
     Q: Array
     log_q: Array
-    rho: Array  # (B, H, L)
-    weight: Array  # (B, H, L): beta over n; 0 on rows that do not count
+    weight: Array  # (B, H, L): beta rho over n, and over the maps for the mean; 0 on rows that do not count
     temperature: float
 
 
-def _loss_layers(given: Mapping[str, Any], choices: Choices) -> list[_Layer]:
-    teachers, students = given["supervision"], given["student_logits"]
-    if given.get("support", "error") != "error":
-        raise LookupError("support='intersect' is not known here")
-    pairs = list(zip(teachers, students, strict=True)) if isinstance(teachers, list) else [(teachers, students)]
-    maps = sum(teacher.shape[1] for teacher, _ in pairs)
-    mean = (given.get("reduction", "sum") == "mean") != (choices.reduction == "other")
-    sinks = given.get("row_sums", "one") == "at_most_one"
-    temperature = given.get("temperature", 1.0)
+def _loss_layers(
+    choices: Choices,
+    supervision: Any,
+    student_logits: Any,
+    beta: float = 1.0,
+    loss_mask: Array | None = None,
+    attn_mask: Array | None = None,
+    temperature: float = 1.0,
+    reduction: str = "sum",
+    support: str = "error",
+    row_sums: str = "one",
+) -> list[_Layer]:
+    """Every layer (LOSS-4, -5, -10, -14, -16, -18)."""
+    logits = as_layers(student_logits)
+    mean = (reduction == "mean") != (choices.reduction == "other")
+    factor = (beta if choices.beta_used else 1.0) * temperature**choices.t_power
+    factor /= sum(z.shape[1] for z in logits) if mean else 1
     layers = []
-    for teacher, logits in pairs:
-        if given.get("attn_mask") is not None:
-            logits = np.where(given["attn_mask"], logits, -np.inf)
-        logits = logits / (temperature if choices.student_softened else 1.0)
-        student = _row_softmax(logits)
-        peak = logits.max(-1, keepdims=True)
-        log_student = logits - peak - np.log(np.exp(logits - peak).sum(-1, keepdims=True))
+    for maps, z in zip(as_layers(supervision), logits, strict=True):
+        may = _may_attend(z, attn_mask)
+        teacher = _keep(maps, may)[0] if support == "intersect" else maps
+        log_q = _log_softmax(z, may, temperature if choices.student_softened else 1.0)
+        student = np.exp(log_q)
         if choices.log_constant:
-            log_student = np.log(student + choices.log_constant)
+            log_q = np.log(student + choices.log_constant)
         mass = teacher.sum(-1)
         counted = mass > 0
-        if given.get("loss_mask") is not None and choices.rows_masked:
-            counted = counted & given["loss_mask"][:, None, :]
+        if loss_mask is not None and choices.rows_masked:
+            counted = counted & loss_mask[:, None, :]
         batch, _, rows, keys = teacher.shape
         number = counted.sum((0, 2), keepdims=True).astype(np.float64)
         size = {
@@ -314,18 +397,35 @@ def _loss_layers(given: Mapping[str, Any], choices: Choices) -> list[_Layer]:
             "samples": np.full_like(number, batch),
             "keys": number * keys,
         }[choices.denominator]
-        factor = (given.get("beta", 1.0) if choices.beta_used else 1.0) * temperature**choices.t_power
-        weight = counted / np.maximum(size, 1.0) * factor / (maps if mean else 1)
-        scaled = teacher / np.where(mass > 0, mass, 1.0)[..., None] if sinks else teacher
-        rho = mass if sinks and choices.mass_kept else np.ones_like(mass)
-        layers.append(_Layer(scaled, student, log_student, rho, weight, temperature))
+        weight = np.where(counted, factor / np.maximum(size, 1.0), 0.0)
+        if row_sums == "at_most_one":
+            teacher = teacher / np.where(mass > 0, mass, 1.0)[..., None]
+            weight = weight * mass if choices.mass_kept else weight
+        layers.append(_Layer(teacher, student, log_q, weight, temperature))
     return layers
 
 
-def _shd_loss(given: Mapping[str, Any], choices: Choices) -> dict[str, Any]:
+def as_layers(value: Any) -> list[Array]:
+    """One array is one layer."""
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _may_attend(logits: Array, mask: Any) -> Any:
+    return ~np.isneginf(logits) & (True if mask is None else mask)
+
+
+def _log_softmax(logits: Array, may: Any, temperature: float) -> Array:
+    allowed = np.where(may, logits, -np.inf)
+    peak = allowed.max(-1, keepdims=True)
+    lowered = (allowed - np.where(np.isneginf(peak), 0.0, peak)) / temperature
+    total = np.exp(lowered).sum(-1, keepdims=True)
+    return lowered - np.log(np.where(total > 0, total, 1.0))
+
+
+def _shd_loss(choices: Choices, divergence: str = "kl", **inputs: Any) -> float:
+    """LOSS-2, LOSS-11."""
     total = 0.0
-    asked = given.get("divergence", "kl")
-    for layer in _loss_layers(given, choices):
+    for layer in _loss_layers(choices, **inputs):
         P, Q, log_Q = layer.P, layer.Q, layer.log_q
         log_P, log_R = np.log(P), np.log((P + Q) / 2)
         terms = {
@@ -335,10 +435,10 @@ def _shd_loss(given: Mapping[str, Any], choices: Choices) -> dict[str, Any]:
             "mse": (P - Q) ** 2,
             "cross-entropy": -_weighted(P, log_Q),
             "base 2": _weighted(P, log_P - log_Q) / np.log(2.0),
-        }[asked if choices.divergence == "asked" else choices.divergence]
+        }[divergence if choices.divergence == "asked" else choices.divergence]
         # Rows that do not count may hold anything, infinities too.
-        total += float(np.where(layer.weight > 0, terms.sum(-1) * layer.rho * layer.weight, 0.0).sum())
-    return {"loss": total}
+        total += float(np.where(layer.weight > 0, terms.sum(-1) * layer.weight, 0.0).sum())
+    return total
 
 
 def _weighted(factor: Array, logarithms: Array) -> Array:
@@ -347,31 +447,76 @@ def _weighted(factor: Array, logarithms: Array) -> Array:
     return product
 
 
-def _shd_loss_gradient(given: Mapping[str, Any], choices: Choices) -> dict[str, Any]:
+def _shd_loss_gradient(choices: Choices, divergence: str = "kl", **inputs: Any) -> Any:
+    """GRAD-1."""
     gradients = []
-    divergence = given.get("divergence", "kl")
-    for layer in _loss_layers(given, choices):
+    for layer in _loss_layers(choices, **inputs):
         P, Q = layer.P, layer.Q
         if divergence == "kl":
             slope = P.sum(-1, keepdims=True) * Q - P
         else:
             r, factor = {
-                "reverse_kl": (np.log(Q) - np.log(P), 1.0),
-                "js": (np.log(Q) - np.log((P + Q) / 2), 0.5),
+                "reverse_kl": (layer.log_q - np.log(P), 1.0),
+                "js": (layer.log_q - np.log((P + Q) / 2), 0.5),
                 "mse": (Q - P, 2.0),
             }[divergence]
             held = np.where(Q > 0, Q * r, 0.0)
             slope = factor * (held - Q * held.sum(-1, keepdims=True))
-        weight = (layer.weight * layer.rho)[..., None] * choices.sign
+        weight = layer.weight[..., None] * choices.sign
         gradient = np.where(weight != 0, slope * weight, 0.0)
         gradients.append(gradient / layer.temperature if choices.gradient_divided_by_t else gradient)
-    return {"dz": gradients if isinstance(given["supervision"], list) else gradients[0]}
+    return gradients if isinstance(inputs["supervision"], list) else gradients[0]
 
 
-def _layer_map(given: Mapping[str, Any], choices: Choices) -> dict[str, Any]:
-    if given.get("pairs") is not None:
-        return {"pairs": sorted([list(pair) for pair in as_plain(given["pairs"])])}
-    teachers, students = given["num_teacher_layers"], given["num_student_layers"]
+def _shd_loss_gradient_qk(choices: Choices, queries: Any, keys: Any, scale: float, **inputs: Any) -> tuple[Any, Any]:
+    """GRAD-4, GRAD-5."""
+    q, own = as_layers(queries), as_layers(keys)
+    k = [np.repeat(key, query.shape[1] // key.shape[1], axis=1) for query, key in zip(q, own, strict=True)]
+    logits = [scale * np.einsum("bhid,bhjd->bhij", *layer) for layer in zip(q, k, strict=True)]
+    inputs["supervision"] = as_layers(inputs["supervision"])
+    slopes = _shd_loss_gradient(choices, student_logits=logits, **inputs)
+    dq = [scale * np.einsum("bhij,bhjd->bhid", *layer) for layer in zip(slopes, k, strict=True)]
+    by_head = [scale * np.einsum("bhij,bhid->bhjd", *layer) for layer in zip(slopes, q, strict=True)]
+    dk = [
+        gradient.reshape(*key.shape[:2], -1, *key.shape[2:]).sum(2)
+        for gradient, key in zip(by_head, own, strict=True)
+    ]
+    return (dq, dk) if isinstance(queries, list) else (dq[0], dk[0])
+
+
+# --- support, tokens and layers ---------------------------------------------------------------------------------
+
+
+def _keep(maps: Array, keys: Any) -> tuple[Array, Array]:
+    """Mass on these keys, scaled back to what each row had, and the mass elsewhere."""
+    kept = np.where(keys, maps, 0.0)
+    dropped: Array = np.where(keys, 0.0, maps).sum(-1)
+    left = kept.sum(-1)
+    factor = np.where(dropped > 0, maps.sum(-1) / np.where(left > 0, left, 1.0), 1.0)
+    return kept * factor[..., None], dropped
+
+
+def _intersect_support(
+    choices: Choices, supervision: Array, student_logits: Array, attn_mask: Array | None = None, **_: Any
+) -> tuple[Array, Array]:
+    """LOSS-15; neither a mask of rows nor what they sum to changes it."""
+    return _keep(supervision, _may_attend(student_logits, attn_mask))
+
+
+def _align_tokens(
+    choices: Choices, attn_probs: Array, rows: Any = None, columns: Any = None, **_: Any
+) -> tuple[Array, Array]:
+    """TOKEN-2; neither a mask of rows nor what they sum to changes it."""
+    maps = attn_probs if rows is None else attn_probs[:, :, list(rows)]
+    columns = list(range(maps.shape[3])) if columns is None else list(columns)
+    kept, dropped = _keep(maps, np.isin(np.arange(maps.shape[3]), columns))
+    return kept[..., columns], dropped
+
+
+def _layer_map(choices: Choices, num_teacher_layers: int, num_student_layers: int, pairs: Any = None) -> Any:
+    teachers, students = num_teacher_layers, num_student_layers
+    if pairs is not None:
+        return sorted([list(pair) for pair in as_plain(pairs)])
 
     def teacher_of(s: int) -> int:  # zero-based
         choice: dict[str, int] = {
@@ -384,31 +529,28 @@ def _layer_map(given: Mapping[str, Any], choices: Choices) -> dict[str, Any]:
         }
         return choice[choices.rounding]
 
-    return {"pairs": [[s, teacher_of(s)] for s in range(students)]}
+    return [[s, teacher_of(s)] for s in range(students)]
 
 
-_LOSS_ARGUMENTS = {
-    "supervision", "student_logits", "beta", "loss_mask", "attn_mask", "temperature", "reduction",
-    "divergence", "support", "row_sums",
-}  # fmt: skip
-_SOLVE_ARGUMENTS = {
-    "probs_p", "probs_q", "value_outputs_p", "value_outputs_q", "query_mask", "rule", "alpha_per", "row_sums",
-}  # fmt: skip
-_SQUEEZE_ARGUMENTS = {
-    "teacher_probs", "value_outputs", "num_student_heads", "plan", "strategy", "query_mask", "temperature",
-    "alpha_rule", "alpha_per", "alpha_from", "row_sums",
-}  # fmt: skip
-_OPERATIONS: dict[str, tuple[Any, set[str]]] = {
-    "softmax": (_softmax, {"attn_logits", "attn_mask", "temperature"}),
-    "soften": (_soften, {"attn_probs", "temperature", "row_sums"}),
-    "value_outputs": (_value_outputs, {"values", "output_projection"}),
-    "merge_plan": (_merge_plan, {"num_teacher_heads", "num_student_heads", "kind"}),
-    "plan_groups": (_plan_groups, {"plan", "num_teacher_heads"}),
-    "solve_alpha": (_solve_alpha, _SOLVE_ARGUMENTS),
-    "squeeze_heads": (_squeeze_heads, _SQUEEZE_ARGUMENTS),
-    "shd_loss": (_shd_loss, _LOSS_ARGUMENTS),
-    "shd_loss_gradient": (_shd_loss_gradient, _LOSS_ARGUMENTS),
-    "layer_map": (_layer_map, {"num_teacher_layers", "num_student_layers", "pairs"}),
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "softmax": _softmax,
+    "soften": _soften,
+    "value_outputs": _value_outputs,
+    "merge_plan": _merge_plan,
+    "plan_groups": _plan_groups,
+    "solve_alpha": _solve_alpha,
+    "compose_mixing": _compose_mixing,
+    "mix_heads": _mix_heads,
+    "squeeze_heads": _squeeze_heads,
+    "gram_tensor": _gram_tensor,
+    "solve_alpha_from_gram": _solve_alpha_from_gram,
+    "merge_gram": _merge_gram,
+    "shd_loss": _shd_loss,
+    "shd_loss_gradient": _shd_loss_gradient,
+    "shd_loss_gradient_qk": _shd_loss_gradient_qk,
+    "intersect_support": _intersect_support,
+    "align_tokens": _align_tokens,
+    "layer_map": _layer_map,
 }
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -16,6 +17,7 @@ from shd_ref.conformance.vectors import make_array, round_to
 
 Array: TypeAlias = NDArray[Any]
 
+WIDE = ("float64", "float32")
 _STRIDE = 0x9E3779B1  # odd, so that no two trials of 32 bits draw alike; far from the steps between a law's seeds
 
 
@@ -61,15 +63,29 @@ class Law:
 
 def law(
     name: str,
-    operations: str | tuple[str, ...],
-    spec: str | tuple[str, ...],
+    operations: str,
+    spec: str,
     comment: str,
     statement: Callable[[Trial], None],
     dtypes: tuple[str, ...] = DTYPES,
 ) -> Law:
     """A law by its name, with operations and sentences as words."""
-    called, cited = (words.split() if isinstance(words, str) else words for words in (operations, spec))
-    return Law(f"law/{name}", tuple(called), tuple(cited), comment, statement, dtypes)
+    return Law(f"law/{name}", tuple(operations.split()), tuple(spec.split()), comment, statement, dtypes)
+
+
+class Laws(list[Law]):
+    """The laws of one chapter, in the order of its file."""
+
+    def add(
+        self, name: str, operations: str, spec: str, dtypes: tuple[str, ...] = DTYPES
+    ) -> Callable[[Callable[[Trial], None]], Callable[[Trial], None]]:
+        """Take a function as the law that its docstring states."""
+
+        def take(statement: Callable[[Trial], None]) -> Callable[[Trial], None]:
+            self.append(law(name, operations, spec, " ".join(str(statement.__doc__).split()), statement, dtypes))
+            return statement
+
+        return take
 
 
 @dataclass(frozen=True)
@@ -237,14 +253,29 @@ def ask(trial: Trial, asked: Asked) -> str:
 
 
 def ask_all(trial: Trial, calls: Iterable[Asked]) -> None:
-    """Every call; missing where the implementation lacks the options for all of them."""
-    missing: Missing | None = None
+    """Every call that the implementation has the options for."""
+    each(calls, partial(ask, trial))
+
+
+_PATIENCE = 32  # calls that one may lack the options for before the operation is taken as missing
+_T = TypeVar("_T")
+
+
+def each(calls: Iterable[_T], check: Callable[[_T], Any]) -> None:
+    """Check every call that the implementation has the options for.
+
+    Raises:
+        Missing: it has them for none.
+    """
+    missing: list[Missing] = []
     answered = False
-    for asked in calls:
+    for call in calls:
         try:
-            ask(trial, asked)
+            check(call)
             answered = True
         except Missing as reason:
-            missing = reason
+            missing.append(reason)
+            if len(missing) == _PATIENCE and not answered:
+                break
     if missing and not answered:
-        raise missing
+        raise missing[0]

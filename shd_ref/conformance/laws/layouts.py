@@ -15,7 +15,7 @@ import numpy as np
 
 from shd_ref.conformance.adapter import OUTPUTS, BrokenError, Missing
 from shd_ref.conformance.laws.calls import CALLS, numbers_of, same
-from shd_ref.conformance.laws.law import DTYPE, Array, Asked, Law, Trial, ask, ask_all, law
+from shd_ref.conformance.laws.law import DTYPE, WIDE, Array, Asked, Law, Trial, ask, ask_all, law
 
 _Change = Callable[[Array], Array]
 
@@ -232,10 +232,10 @@ def _laws(operation: str) -> Iterator[Law]:
         yield law(f"kinds-refused-{name}", operation, "MAP-5 MAP-7 ERR-1", comment,
                   partial(_not_numbers, operation))  # fmt: skip
     comment = f"The same numbers of another kind give the same answer of {operation}."
-    spec = ("MAP-5", "MAP-15", "NUM-1", "ERR-6") if arrays else ("ERR-6",)
+    spec = "MAP-5 MAP-15 NUM-1 ERR-6" if arrays else "ERR-6"
     statement = partial(_agree, operation, _kinds)
     # In half precision an integer is not rounded to what the float of the same law is.
-    yield law(f"number-kinds-{name}", operation, spec, comment, statement, dtypes=("float64", "float32"))
+    yield law(f"number-kinds-{name}", operation, spec, comment, statement, WIDE)
 
 
 LAWS = tuple(law for operation in OUTPUTS for law in _laws(operation))

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import combinations, product
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from shd_ref.conformance.adapter import Missing
-from shd_ref.conformance.compare import Difference
-from shd_ref.conformance.laws.law import Array, Law, LawBrokenError, Trial, law
+from shd_ref.conformance.laws.answers import check_answer
+from shd_ref.conformance.laws.law import WIDE, Array, Law, Trial, each, law
+from shd_ref.conformance.specification import DTYPES
 
 Row = dict[str, str]
-Meeting = tuple[tuple[str, str], ...]  # some options, in order, with one value each
+Calls: TypeAlias = Iterator[dict[str, Any]]
+Meeting = frozenset[tuple[str, str]]  # some options, with one value each
 
 
 def cover(
@@ -29,23 +33,22 @@ def cover(
         strength: how many options meet: 2 for every pair of values, 3 for every three.
     """
     left: dict[Meeting, None] = dict.fromkeys(
-        meeting
+        frozenset(zip(names, values, strict=True))
         for names in combinations(options, strength)
         for values in product(*(options[name] for name in names))
-        if allowed(dict(meeting := tuple(zip(names, values, strict=True))))
+        if allowed(dict(zip(names, values, strict=True)))
     )
     rows: list[Row] = []
     while left:
-        row: Row | None = None
         for meeting in list(left):
             row = _extend(dict(meeting), options, left, allowed, strength)
             if row is not None:
                 break
             del left[meeting]  # no whole row can have it
-        if row is None:
+        else:
             break
-        for meeting in combinations(((name, row[name]) for name in options), strength):
-            left.pop(meeting, None)
+        for pairs in combinations(row.items(), strength):
+            left.pop(frozenset(pairs), None)
         rows.append(row)
     return rows
 
@@ -57,50 +60,63 @@ def _extend(
     allowed: Callable[[Row], bool],
     strength: int,
 ) -> Row | None:
-    order = list(options)
-    for name in order:
-        if name in row:
-            continue
-        best, gain = None, -1
-        for value in options[name]:
-            if not allowed({**row, name: value}):
-                continue
-            count = 0
-            for others in combinations(row.items(), strength - 1):
-                meeting = tuple(sorted(((name, value), *others), key=lambda item: order.index(item[0])))
-                count += meeting in left
-            if count > gain:
-                best, gain = value, count
-        if best is None:
-            return None
-        row[name] = best
-    return row
+    def gain(pair: tuple[str, str]) -> int:
+        return sum(frozenset((pair, *others)) in left for others in combinations(row.items(), strength - 1))
+
+    for name in options:
+        if name not in row:
+            pairs = [(name, value) for value in options[name] if allowed({**row, name: value})]
+            if not pairs:
+                return None
+            row |= [max(pairs, key=gain)]
+    return {name: row[name] for name in options}
 
 
-def each(rows: Sequence[Row], check: Callable[[int, Row], None]) -> None:
-    """Check every row; those that ask for a missing option are left out, but not all of them may be.
+@dataclass(frozen=True)
+class Covering:
+    """Rows in which options of an operation meet, and the calls that a numbered row asks for."""
 
-    Raises:
-        Missing: no row could be asked for.
-    """
-    missing: list[Missing] = []
-    for number, row in enumerate(rows):
-        try:
-            check(number, row)
-        except Missing as reason:
-            missing.append(reason)
-    if rows and len(missing) == len(rows):
-        raise missing[0]
+    operation: str
+    options: Mapping[str, Sequence[str]]
+    calls: Callable[[Trial, int, Row], Calls]
+    allowed: Callable[[Row], bool]
+    strength: int
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """All of them, made where they are first asked for."""
+        return cover(self.options, self.allowed, strength=self.strength)
+
+    def law(self, spec: str, dtypes: tuple[str, ...] = DTYPES, name: str = "", **only: str) -> Law:
+        """The law of all rows, or of those with some value alone."""
+        count, group = {2: ("two", "pairs"), 3: ("three", "triples"), 4: ("four", "fours")}[self.strength]
+
+        def check(trial: Trial, numbered: tuple[int, Row]) -> None:
+            for inputs in self.calls(trial, *numbered):
+                check_answer(trial, self.operation, inputs, say(numbered[1]))
+
+        def statement(trial: Trial) -> None:
+            each(((i, row) for i, row in enumerate(self.rows) if only.items() <= row.items()), partial(check, trial))
+
+        comment = f"Any {count} options of {self.operation} do together what each does alone."
+        operations = f"{self.operation} squeeze_heads" if self.operation == "diagnose" else self.operation
+        called = f"{group}-{name or self.operation.replace('_', '-')}"
+        return law(called, operations, spec, comment, statement, dtypes)
 
 
-def words(row: Row) -> Iterator[str]:
-    """A row for a report."""
-    return (f"{name}: {value}" for name, value in row.items())
+def covering(
+    operation: str,
+    names: str,
+    allowed: Callable[[Row], bool] = lambda row: True,
+    *,
+    strength: int = 2,
+    values: Mapping[str, Sequence[str]] | None = None,
+) -> Callable[[Callable[[Trial, int, Row], Calls]], Covering]:
+    """Take a maker of calls for these options, whose values are those of ``VALUES`` unless others are given."""
+    options = {name: {**VALUES, **(values or {})}[name] for name in names.split(", ")}
+    return lambda calls: Covering(operation, options, calls, allowed, strength)
 
 
-WIDE = ("float64", "float32")
-PER = ("map", "row")
-SINKS = ("one", "at_most_one")
 SAMPLES = {"1": 1, "2 to 4": 3, "more": 6}
 SHAPES = {"L < S": (3, 5), "L = S": (4, 4), "L > S": (5, 3)}
 LARGE = {"L < S": (6, 19), "L = S": (18, 18), "L > S": (19, 7)}
@@ -118,9 +134,44 @@ COUNTS = {
     ("4 or more", "one"): (9, 1), ("4 or more", "several, evenly"): (18, 2),
     ("4 or more", "several, unevenly"): (17, 2),
 }  # fmt: skip
-ROUNDS = ("0", "1", "2", "3", "4 or more")
-LEFT = ("all", "one", "several, evenly", "several, unevenly")
-MASKS = ("none", "some rows", "an empty sample")
+AXES = {"2": (), "3": (3,), "4": (2, 3), "5 or more": (2, 1, 3)}
+GROUPED = {"own": (3, 3), "two": (6, 3), "three": (6, 2), "one for all": (4, 1)}
+POOLS = {"2": 2, "3": 3, "more": 6}
+_SOME = ("none", "some")
+VALUES: Mapping[str, Sequence[str]] = {
+    "alpha_from": ("teacher", "softened"),
+    "alpha_per": ("map", "row"),
+    "alpha_rule": ("least_squares", "as_printed"),
+    "attn_mask": ("none", "full", "(L, S)", "(B, 1, 1, S)", "other"),
+    "axes": tuple(AXES),
+    "by": ("residual", "similarity"),
+    "grouped": tuple(GROUPED),
+    "heads left": ("all", "one", "several, evenly", "several, unevenly"),
+    "heads of the pool": tuple(POOLS),
+    "-inf": _SOME,
+    "items": ("1", "several"),
+    "kind": ("progressive", "balanced", "explicit"),
+    "numbers": ("short", "full"),
+    "order": ("as the pool", "pairs swapped", "rounds shuffled"),
+    "plan": ("progressive", "balanced", "explicit"),
+    "positions": ("p < q, the last", "p > q, the last", "p < q, not the last", "p > q, not the last"),
+    "query_mask": ("none", "some rows", "an empty sample"),
+    "rounds": ("0", "1", "2", "3", "4 or more"),
+    "row_sums": ("one", "at_most_one"),
+    "rule": ("least_squares", "as_printed"),
+    "samples": tuple(SAMPLES),
+    "shape": tuple(SHAPES),
+    "size": ("small", "large"),
+    "small mass": _SOME,
+    "strategies": ("not given", "one", "several"),
+    "strategy": ("shd", "constant", "hard", "mean"),
+    "student heads": ("one", "fewer", "as many"),
+    "temperature": ("one", "whole", "above", "below"),
+    "widths": ("different", "S = d_v = D"),
+    "zero rows": _SOME,
+}
+"""What each option can be, or what arrays can be that an implementation may go another way for."""
+
 # Explicit rounds for the counts above: pairs out of order, from everywhere in the pool.
 EXPLICIT: dict[tuple[int, int], list[list[list[int]]]] = {
     (3, 3): [],
@@ -175,6 +226,20 @@ def numbers_of(trial: Trial, seed: int, row: Row, *shape: int) -> Array:
     return trial.quotients(seed, *shape) if row.get("numbers") == "full" else trial.numbers(seed, *shape)
 
 
+def weights_of(trial: Trial, seed: int, row: Row, *shape: int) -> Array:
+    """Alphas of a few bits, or of all."""
+    if row["numbers"] == "full":
+        return trial.rounded(np.abs(trial.quotients(seed, *shape)) / 3.5)
+    return trial.numbers(seed, *shape, low=0, high=16, shift=4)
+
+
+def plan_of(row: Row, number: int) -> dict[str, Any]:
+    """The counts of heads and the plan of a row, which is left out every other time where it is the default."""
+    heads, students = COUNTS[row["rounds"], row["heads left"]]
+    kind: Any = EXPLICIT[heads, students] if row["plan"] == "explicit" else row["plan"]
+    return {"num_student_heads": students, **({"plan": kind} if kind != "progressive" or number % 2 else {})}
+
+
 def row_mask(kind: str, batch: int, rows: int) -> Array | None:
     """A mask ``(B, L)``, another in every sample; of an empty sample the last."""
     if kind == "none":
@@ -186,60 +251,34 @@ def row_mask(kind: str, batch: int, rows: int) -> Array | None:
     return counts
 
 
-def options_of(row: Row, defaults: Mapping[str, str]) -> dict[str, str]:
-    """The arguments of a row that are words, those with the default left out every other time."""
-    return {name: row[name] for name, value in defaults.items() if row[name] != value}
+def options_of(row: Row, **defaults: str) -> dict[str, str]:
+    """The options of a row that are words, without those at their defaults."""
+    return {name: row[name] for name, default in defaults.items() if row.get(name, default) != default}
 
 
-def broken_row(row: Row, difference: Difference, name: str = "") -> LawBrokenError:
-    """The error for a row of options."""
-    what = f"{name}: {difference.problem}; with {', '.join(words(row))}" if name else difference.problem
-    return LawBrokenError(Difference(what, difference.expected, difference.got))
+def present(**arguments: Any) -> dict[str, Any]:
+    """Those arguments that are not None."""
+    return {name: value for name, value in arguments.items() if value is not None}
 
 
 def say(row: Row) -> str:
     """The row of options in words."""
-    return f"with {', '.join(words(row))}"
+    return f"with {', '.join(f'{name}: {value}' for name, value in row.items())}"
 
 
-# Rounds with every order of pairs, by the number of rounds and of heads left.
-def ordered(plan: list[list[list[int]]], order: str) -> list[list[list[int]]]:
-    """The rounds with their pairs in another order."""
-    if order == "as the pool":
+def ordered(row: Row) -> list[list[list[int]]]:
+    """The explicit rounds of a row, with their pairs in its order."""
+    plan = EXPLICIT[COUNTS[row["rounds"], row["heads left"]]]
+    if row["order"] == "as the pool":
         return [sorted(sorted(pair) for pair in one_round) for one_round in plan]
-    if order == "pairs swapped":
+    if row["order"] == "pairs swapped":
         return [[sorted(pair, reverse=True) for pair in one_round] for one_round in plan]
     return [sorted((sorted(pair) for pair in one_round), reverse=True) for one_round in plan]
 
 
-ORDERS = ("as the pool", "pairs swapped", "rounds shuffled")
-
-
-def ordered_rows(**options: Sequence[str]) -> list[Row]:
-    """Options with an order of pairs, where the rounds have more than one."""
-
-    def allowed(row: Row) -> bool:
-        shuffled = row.get("order") == "rounds shuffled"
-        alone = row.get("rounds") == "1" and row.get("heads left") == "one"
-        few = row.get("rounds") == "2" and row.get("heads left") == "one"
-        if row.get("rounds") == "0" and row.get("order", "as the pool") != "as the pool":
-            return False
-        if row.get("heads left") == "all" and row.get("order", "as the pool") != "as the pool":
-            return False
-        return whole_pool(row) and not (shuffled and (alone or few))
-
-    return cover({"order": ORDERS, **options}, allowed)
-
-
-Statement = Callable[[Trial], None]
-
-
-def pair_law(
-    operation: str, spec: str, statement: Statement, *, name: str = "", dtypes: Sequence[str] | None = None
-) -> Law:
-    """The law of an operation's pairs of options."""
-    comment = f"Any two options of {operation} do together what each does alone."
-    extra = {"dtypes": tuple(dtypes)} if dtypes else {}
-    operations = (operation, "squeeze_heads") if operation == "diagnose" else (operation,)
-    called = name or operation.replace("_", "-")
-    return law(f"pairs-{called}", operations, spec, comment, statement, **extra)
+def has_order(row: Row) -> bool:
+    """Only rounds with pairs have an order, and only one with several pairs can be shuffled."""
+    order, rounds, left = (row.get(name) for name in ("order", "rounds", "heads left"))
+    if order not in (None, "as the pool") and (rounds == "0" or left == "all"):
+        return False
+    return whole_pool(row) and not (order == "rounds shuffled" and rounds in ("1", "2") and left == "one")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from shd_ref.conformance.adapter import Missing
+from shd_ref.conformance.laws.answers import check_answer
 from shd_ref.conformance.laws.law import (
     FINITE,
     MISMATCH,
@@ -24,11 +25,10 @@ from shd_ref.conformance.laws.law import (
     broken,
     law,
 )
-from shd_ref.conformance.laws.student import check_answer
+from shd_ref.conformance.laws.student import LOSSES, SHORT
 from shd_ref.tolerances import load_tolerances
 
-_LOSSES = ("shd_loss", "shd_loss_gradient", "shd_loss_gradient_qk")
-_FIVE = (*_LOSSES, "intersect_support", "align_tokens")
+_FIVE = (*LOSSES, "intersect_support", "align_tokens")
 
 # What else is asked for, which changes nothing about what is refused.
 _VARIANTS: tuple[dict[str, Any], ...] = (
@@ -66,7 +66,7 @@ def _arrays(operation: str) -> tuple[str, ...]:
 
 
 def _variants(operation: str) -> tuple[dict[str, Any], ...]:
-    if operation in _LOSSES:
+    if operation in LOSSES:
         return _VARIANTS
     if operation == "intersect_support":
         return ({}, {"row_sums": "at_most_one"})
@@ -284,7 +284,7 @@ def _bad_shapes(trial: Trial, operation: str) -> Iterator[Asked]:
     for name in names:
         yield Asked(f"{name} without samples", SHAPE, operation, {**good, name: good[name][0]})
         yield Asked(f"{name} of five axes", SHAPE, operation, {**good, name: good[name][None]})
-    if operation not in _LOSSES:
+    if operation not in LOSSES:
         return
     lists = {name: [good[name]] * 3 for name in names}
     for name in names:
@@ -376,12 +376,12 @@ def _named(trial: Trial, operation: str) -> None:
         bad = _placed(trial, good[name], (2, 1, 0, 0), np.nan)
         named = {"sample": 2, "head": 1}
         wrong.append((Asked(f"NaN in {name}", FINITE, operation, {**good, name: bad}), named))
-        if operation in _LOSSES:
+        if operation in LOSSES:
             lists = {other: [good[other]] * layers for other in _arrays(operation)}
             lists[name] = [*lists[name][:4], bad]
             inputs = {**good, **lists}
             wrong.append((Asked(f"NaN in layer 4 of {name}", FINITE, operation, inputs), {"layer": 4, **named}))
-    if operation in _LOSSES:
+    if operation in LOSSES:
         mask = np.ones((3, 8, 2, 4), dtype=np.bool_)
         mask[index] = False
         lists = {other: [good[other]] * layers for other in _arrays(operation)}
@@ -403,45 +403,37 @@ def _named(trial: Trial, operation: str) -> None:
 
 # --- the table --------------------------------------------------------------------------------------------------
 
-_SHORT = {
-    "shd_loss": "loss",
-    "shd_loss_gradient": "gradient",
-    "shd_loss_gradient_qk": "gradient-qk",
-    "intersect_support": "support",
-    "align_tokens": "tokens",
-}
 
-
-def _law(name: str, operation: str, spec: tuple[str, ...], comment: str, wrong: Any, **more: Any) -> Law:
+def _law(name: str, operation: str, spec: str, comment: str, wrong: Any, **more: Any) -> Law:
     def statement(trial: Trial) -> None:
         ask_all(trial, wrong(trial, operation))
 
-    return law(f"{_SHORT[operation]}-{name}", operation, spec, comment, statement, **more)
+    return law(f"{SHORT[operation]}-{name}", operation, spec, comment, statement, **more)
 
 
 def _laws_of(operation: str) -> Iterator[Law]:
     entries = "NaN, infinities, negative entries and wrong row sums are refused wherever they lie."
-    yield _law("bad-entries", operation, ("MAP-3", "MAP-5", "MAP-9"), entries, _bad_entries)
+    yield _law("bad-entries", operation, "MAP-3 MAP-5 MAP-9", entries, _bad_entries)
     uncounted = "Entries that are not finite, or negative, are refused in rows that do not count too."
-    yield _law("uncounted-entries", operation, ("MAP-3", "MAP-5"), uncounted, _uncounted_entries)
+    yield _law("uncounted-entries", operation, "MAP-3 MAP-5", uncounted, _uncounted_entries)
     masks = "Masks of another shape are refused, those that would broadcast by accident too."
-    yield _law("bad-masks", operation, ("MAP-7", "MAP-10"), masks, _bad_masks)
+    yield _law("bad-masks", operation, "MAP-7 MAP-10", masks, _bad_masks)
     shapes = "Arrays and lists that do not fit are refused, never repeated or cut."
-    spec = ("MAP-4",) if operation == "align_tokens" else ("LOSS-3", "TOKEN-7", "MAP-4")
+    spec = "MAP-4" if operation == "align_tokens" else "LOSS-3 TOKEN-7 MAP-4"
     yield _law("bad-shapes", operation, spec, shapes, _bad_shapes)
     options = "Options that are not in their list, and numbers out of their range, are refused."
-    yield _law("bad-options", operation, ("MAP-9", "ERR-6", "ERR-7"), options, _bad_options)
-    yield law(f"{_SHORT[operation]}-near-sums", operation, "MAP-3 MAP-9 LOSS-10",
+    yield _law("bad-options", operation, "MAP-9 ERR-6 ERR-7", options, _bad_options)
+    yield law(f"{SHORT[operation]}-near-sums", operation, "MAP-3 MAP-9 LOSS-10",
               "Rows whose sums are off by less than ROW_SUM are taken as they are.",
               lambda trial: _near_sums(trial, operation), dtypes=("float64", "float32"))  # fmt: skip
-    yield law(f"{_SHORT[operation]}-places-named", operation,
-              ("MAP-5", "LOSS-6") if operation in _LOSSES else ("MAP-5",),
+    yield law(f"{SHORT[operation]}-places-named", operation,
+              "MAP-5 LOSS-6" if operation in LOSSES else "MAP-5",
               "A message names the place of what it refuses.", lambda trial: _named(trial, operation))  # fmt: skip
-    if operation in _LOSSES:
+    if operation in LOSSES:
         layers = "Every layer's values are checked."
-        yield _law("bad-layers", operation, ("MAP-3", "MAP-5", "LOSS-3"), layers, _bad_layers)
+        yield _law("bad-layers", operation, "MAP-3 MAP-5 LOSS-3", layers, _bad_layers)
         support = "Any mass on a key that the student may not attend is refused, in every layer and place."
-        yield _law("mismatches", operation, ("LOSS-6", "LOSS-13", "LOSS-14"), support, _mismatches)
+        yield _law("mismatches", operation, "LOSS-6 LOSS-13 LOSS-14", support, _mismatches)
 
 
 LAWS = (

@@ -383,9 +383,7 @@ def _far(operation: str, trial: Trial) -> Iterator[Asked]:
             )
 
 
-def _law(
-    name: str, operation: str, spec: tuple[str, ...], comment: str, calls: Callable[[Trial], Iterator[Asked]]
-) -> Law:
+def _law(name: str, operation: str, spec: str, comment: str, calls: Callable[[Trial], Iterator[Asked]]) -> Law:
     return law(name, operation, spec, comment, lambda trial: ask_all(trial, calls(trial)))
 
 
@@ -393,7 +391,7 @@ def _laws() -> Iterator[Law]:
     yield _law(
         "gram-weights-refused",
         "merge_gram",
-        ("GRAM-6", "ERR-1"),
+        "GRAM-6 ERR-1",
         "An alpha is (B), or (B, L) per row, and nothing that broadcasts to it.",
         _gram_axes,
     )
@@ -406,7 +404,7 @@ def _laws() -> Iterator[Law]:
         yield _law(
             f"refused-everywhere-{name}",
             call.operation,
-            tuple(dict.fromkeys(("MAP-5", "ERR-1", *(spec for of in ids for spec in of)))),
+            " ".join(dict.fromkeys(("MAP-5", "ERR-1", *(spec for of in ids for spec in of)))),
             f"What {call.operation} must refuse it refuses in every sample, head, row and item.",
             partial(_everywhere, call),
         )
@@ -418,7 +416,7 @@ def _laws() -> Iterator[Law]:
             yield _law(
                 f"no-axis-stands-for-all-{name}",
                 call.operation,
-                (spec.get(call.operation, "MIX-1"), "MAP-4", "ERR-1"),
+                f"{spec.get(call.operation, 'MIX-1')} MAP-4 ERR-1",
                 "An axis of size one, or one more or less, is another shape.",
                 partial(_spread, call),
             )
@@ -426,32 +424,32 @@ def _laws() -> Iterator[Law]:
             yield _law(
                 f"masks-refused-{name}",
                 call.operation,
-                ("MAP-7", "ERR-1"),
+                "MAP-7 ERR-1",
                 "A query_mask that is not boolean (B, L) is refused, also where it would broadcast.",
                 partial(_masks, call),
             )
             yield _law(
                 f"uncounted-rows-exempt-{name}",
                 call.operation,
-                ("MAP-3", "MAP-5", "MAP-7"),
+                "MAP-3 MAP-5 MAP-7",
                 "A row that does not count may have any sum, wherever it stands, and nothing else.",
                 partial(_uncounted, call),
             )
     for operation, spec in (
-        ("softmax", ()), ("soften", ("MAP-3",)), ("value_outputs", ()), ("solve_alpha", ("MAP-3",)),
-        ("mix_heads", ("MIX-3", "MIX-18")), ("squeeze_heads", ("MAP-3",)), ("compose_mixing", ("MIX-13",)),
+        ("softmax", ""), ("soften", "MAP-3"), ("value_outputs", ""), ("solve_alpha", "MAP-3"),
+        ("mix_heads", "MIX-3 MIX-18"), ("squeeze_heads", "MAP-3"), ("compose_mixing", "MIX-13"),
     ):  # fmt: skip
         yield _law(
             f"refused-far-{operation.replace('_', '-')}",
             operation,
-            ("MAP-5", "ERR-1", *spec),
+            f"MAP-5 ERR-1 {spec}",
             f"What {operation} must refuse it refuses at the end of long axes.",
             partial(_far, operation),
         )
     yield _law(
         "masks-refused-softmax",
         "softmax",
-        ("MAP-10", "ERR-1"),
+        "MAP-10 ERR-1",
         "A mask that does not broadcast to the logits is refused.",
         _attn_masks,
     )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from shd_ref.conformance.adapter import Missing
+from shd_ref.conformance.laws.answers import check_answer, check_answers
 from shd_ref.conformance.laws.crossing import (
     Choice,
     Maker,
@@ -18,84 +18,19 @@ from shd_ref.conformance.laws.crossing import (
     loss_calls,
     positions,
 )
-from shd_ref.conformance.laws.formulas import aligned, gradient_of, gradient_qk_of, intersected, loss_of
-from shd_ref.conformance.laws.law import Array, Law, Trial, as_array, exactly, in_words, law, require
+from shd_ref.conformance.laws.law import WIDE, Law, Laws, Trial, law
+from shd_ref.conformance.specification import DTYPES
 
-_COUNT = 104  # calls in which every two values of two options meet
-_PATIENCE = 32  # calls that one may lack the options for before the operation is taken as missing
-_DIVERGENCES = ("kl", "reverse_kl", "js", "mse")
-
-
-# --- answers against the formulas -------------------------------------------------------------------------------
-
-
-def _for_each(trial: Trial, operation: str, calls: Iterable[Mapping[str, Any]], check: Callable[..., None]) -> None:
-    """Every call that the implementation has the options for; missing where it has them for no call."""
-    missing: list[Missing] = []
-    answered = False
-    for inputs in calls:
-        try:
-            answer = trial.call(operation, **inputs)
-        except Missing as reason:
-            missing.append(reason)
-            if len(missing) == _PATIENCE and not answered:
-                break
-            continue
-        answered = True
-        check(trial, inputs, answer)
-    if missing and not answered:
-        raise missing[0]
-
-
-def _check_loss(trial: Trial, inputs: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
-    trial.agree(answer["loss"], loss_of(inputs), "loss", f"shd_loss with {in_words(inputs)}", times=2)
-
-
-def _check_gradient(trial: Trial, inputs: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
-    words = f"with {in_words(inputs)}"
-    _agree_layers(trial, inputs["student_logits"], answer["dz"], gradient_of(inputs), f"dz {words}")
-
-
-def _check_gradient_qk(trial: Trial, inputs: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
-    words = f"with {in_words(inputs)}"
-    dq, dk = gradient_qk_of(inputs)
-    _agree_layers(trial, inputs["queries"], answer["dq"], dq, f"dq {words}")
-    _agree_layers(trial, inputs["keys"], answer["dk"], dk, f"dk {words}")
-
-
-def _agree_layers(trial: Trial, given: Any, got: Any, wanted: Sequence[Array], what: str) -> None:
-    if isinstance(given, list):
-        require(isinstance(got, list | tuple) and len(got) == len(given), what, f"a list of {len(given)}", got)
-    largest = max(1.0, *(float(np.abs(layer).max()) for layer in wanted))
-    for one, right in zip(got if isinstance(given, list) else [got], wanted, strict=True):
-        trial.agree(one, right, "gradient", what, times=8 * largest)
-
-
-def _check_kept(name: str, formula: Callable[..., tuple[Array, Array]]) -> Callable[..., None]:
-    def check(trial: Trial, inputs: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
-        maps, dropped = formula(inputs)
-        words = f"with {in_words(inputs)}"
-        trial.agree(answer[name], maps, "probs", f"{name} {words}", times=2)
-        got = as_array(answer[name], name)
-        exactly(got[maps == 0.0], 0.0, f"{name} where nothing is left, {words},")
-        exactly(got[dropped == 0.0], maps[dropped == 0.0], f"{name} of rows that lose nothing, {words},")
-        trial.agree(answer["dropped"], dropped, "probs", f"dropped {words}", times=2)
-
-    return check
-
-
-_CHECKS: dict[str, Callable[..., None]] = {
-    "shd_loss": _check_loss,
-    "shd_loss_gradient": _check_gradient,
-    "shd_loss_gradient_qk": _check_gradient_qk,
-    "intersect_support": _check_kept("supervision", intersected),
-    "align_tokens": _check_kept("probs", aligned),
+LOSSES = ("shd_loss", "shd_loss_gradient", "shd_loss_gradient_qk")
+SHORT = {
+    "shd_loss": "loss",
+    "shd_loss_gradient": "gradient",
+    "shd_loss_gradient_qk": "gradient-qk",
+    "intersect_support": "support",
+    "align_tokens": "tokens",
 }
-
-
-def check_answer(trial: Trial, operation: str, inputs: Mapping[str, Any]) -> None:
-    """One call, and its answer against the formula."""
-    _CHECKS[operation](trial, inputs, trial.call(operation, **inputs))
+_COUNT = 104  # calls in which every two values of two options meet
+_DIVERGENCES = ("kl", "reverse_kl", "js", "mse")
 
 
 # --- options ----------------------------------------------------------------------------------------------------
@@ -121,12 +56,10 @@ def _size_calls(operation: str, trial: Trial) -> Iterator[dict[str, Any]]:
     every = choices(kind, _COUNT)
     number = 0
     for divergence in _DIVERGENCES:
+        barred = {"beta": "zero", "layers": "many", "scale": "zero", "samples": "1", "numbers": "short"}
         fitting = (
-            choice
-            for choice in every
-            if choice["divergence"] == divergence and choice["beta"] != "zero" and choice["layers"] != "many"
-            and choice.get("scale") != "zero" and choice["samples"] != "1" and choice["numbers"] == "full"
-        )  # fmt: skip
+            choice for choice in every if choice["divergence"] == divergence and not barred.items() & choice.items()
+        )
         for shapes in (*([shape] for shape in _SHAPES), *([(2, 1, 2, 2)] * depth for depth in _DEPTHS)):
             choice = dict(next(fitting, every[number]))
             choice |= {"divergence": divergence, "layers": "alike" if len(shapes) > 1 else choice["layers"]}
@@ -277,96 +210,69 @@ def _little_left(operation: str, trial: Trial) -> Iterator[dict[str, Any]]:
                 yield {**inputs, "support": "intersect", "divergence": _DIVERGENCES[number % 4]}
 
 
-# --- layers -----------------------------------------------------------------------------------------------------
+# --- the table --------------------------------------------------------------------------------------------------
+
+_SPEC = {
+    "shd_loss": "LOSS-2 LOSS-4 LOSS-5 LOSS-10 LOSS-11 LOSS-14 LOSS-16 TEMP-4",
+    "shd_loss_gradient": "GRAD-1 GRAD-2 GRAD-3 GRAD-9 LOSS-8 LOSS-14 TEMP-4",
+    "shd_loss_gradient_qk": "GRAD-4 GRAD-5 GRAD-6 GRAD-8 GRAD-9",
+    "intersect_support": "LOSS-15 MAP-9 MAP-10",
+    "align_tokens": "TOKEN-1 TOKEN-2 TOKEN-3",
+}
 
 
+def _law(
+    operation: str,
+    name: str,
+    words: str,
+    calls: Callable[[str, Trial], Iterator[dict[str, Any]]],
+    dtypes: tuple[str, ...] = DTYPES,
+) -> Law:
+    def statement(trial: Trial) -> None:
+        check_answers(trial, operation, calls(operation, trial))
+
+    comment = f"{operation} follows its formula {words}."
+    return law(f"{SHORT[operation]}-{name}", operation, _SPEC[operation], comment, statement, dtypes)
+
+
+def _laws_of(operation: str) -> Iterator[Law]:
+    yield _law(operation, "options", "wherever two of its options meet", _option_calls)
+    if operation in LOSSES:
+        yield _law(operation, "sizes", "for many samples, heads, rows, keys and layers", _size_calls)
+        words = "for large and small numbers, and for rows of very different size"
+        yield _law(operation, "magnitudes", words, _scale_calls)
+    else:
+        yield _law(operation, "sizes", "for many samples, heads, rows and keys", _kept_sizes)
+    if operation != "shd_loss_gradient_qk":
+        # Half precision rounds what is left, and the sums of rows with it.
+        yield _law(operation, "little-left", "where a row keeps or loses little of its mass", _little_left, WIDE)
+
+
+LAWS = Laws(law for operation in SHORT for law in _laws_of(operation))
+
+
+@LAWS.add("gradient-qk-wide", "shd_loss_gradient_qk", "GRAD-4 GRAD-5 NUM-1")
+def _wide(trial: Trial) -> None:
+    """Gradients of queries and keys follow from dz for any number of features and key heads."""
+    check_answers(trial, "shd_loss_gradient_qk", _wide_queries(trial))
+
+
+@LAWS.add("layers-every-count", "layer_map", "LAYER-1 LAYER-3 LAYER-6")
 def _every_layer_map(trial: Trial) -> None:
+    """Default layer maps are those of the rule for all counts up to 24."""
     for teachers in range(1, 25):
         for students in range(1, teachers + 1):
-            expected = [[s - 1, (2 * s * teachers + students) // (2 * students) - 1] for s in range(1, students + 1)]
-            got = trial.call("layer_map", num_teacher_layers=teachers, num_student_layers=students)["pairs"]
-            exactly(got, expected, f"layer_map({teachers}, {students})")
+            check_answer(trial, "layer_map", {"num_teacher_layers": teachers, "num_student_layers": students})
 
 
+@LAWS.add("layers-long-lists", "layer_map", "LAYER-4 LAYER-5")
 def _long_layer_lists(trial: Trial) -> None:
+    """Explicit pairs come back in student order, however many there are."""
     for number, (teachers, students, count) in enumerate(
         ((12, 12, 12), (40, 40, 40), (7, 33, 20), (300, 5, 5), (6, 6, 6))
     ):
         make = Maker(trial, 7000 + number, full=False)
         order = [int(s) for s in np.argsort(make.draws(students), kind="stable")][:count]
         pairs = [[s, int(t) % teachers] for s, t in zip(order, make.draws(count), strict=True)]
-        got = trial.call("layer_map", num_teacher_layers=teachers, num_student_layers=students, pairs=pairs)["pairs"]
-        exactly(got, sorted(pairs), f"layer_map of {count} explicit pairs, in student order")
-
-
-# --- the table --------------------------------------------------------------------------------------------------
-
-_SPEC = {
-    "shd_loss": ("LOSS-2", "LOSS-4", "LOSS-5", "LOSS-10", "LOSS-11", "LOSS-14", "LOSS-16", "TEMP-4"),
-    "shd_loss_gradient": ("GRAD-1", "GRAD-2", "GRAD-3", "GRAD-9", "LOSS-8", "LOSS-14", "TEMP-4"),
-    "shd_loss_gradient_qk": ("GRAD-4", "GRAD-5", "GRAD-6", "GRAD-8", "GRAD-9"),
-    "intersect_support": ("LOSS-15", "MAP-9", "MAP-10"),
-    "align_tokens": ("TOKEN-1", "TOKEN-2", "TOKEN-3"),
-}
-_SHORT = {
-    "shd_loss": "loss",
-    "shd_loss_gradient": "gradient",
-    "shd_loss_gradient_qk": "gradient-qk",
-    "intersect_support": "support",
-    "align_tokens": "tokens",
-}
-
-
-def _laws_of(operation: str) -> Iterator[Law]:
-    def make(name: str, comment: str, calls: Callable[[Trial], Iterable[Mapping[str, Any]]], **more: Any) -> Law:
-        def statement(trial: Trial) -> None:
-            _for_each(trial, operation, calls(trial), _CHECKS[operation])
-
-        return law(f"{_SHORT[operation]}-{name}", operation, _SPEC[operation], comment, statement, **more)
-
-    learned = operation in ("shd_loss", "shd_loss_gradient", "shd_loss_gradient_qk")
-    yield make(
-        "options",
-        f"{operation} follows its formula wherever two of its options meet.",
-        lambda trial: _option_calls(operation, trial),
-    )
-    if learned:
-        yield make(
-            "sizes",
-            f"{operation} follows its formula for many samples, heads, rows, keys and layers.",
-            lambda trial: _size_calls(operation, trial),
-        )
-        yield make(
-            "magnitudes",
-            f"{operation} follows its formula for large and small numbers, and for rows of very different size.",
-            lambda trial: _scale_calls(operation, trial),
-        )
-    else:
-        yield make(
-            "sizes",
-            f"{operation} follows its formula for many samples, heads, rows and keys.",
-            lambda trial: _kept_sizes(operation, trial),
-        )
-    if operation != "shd_loss_gradient_qk":
-        yield make(
-            "little-left",
-            f"{operation} follows its formula where a row keeps or loses little of its mass.",
-            lambda trial: _little_left(operation, trial),
-            dtypes=("float64", "float32"),  # others round what is left, and the sums of rows with it
-        )
-
-
-def _wide(trial: Trial) -> None:
-    _for_each(trial, "shd_loss_gradient_qk", _wide_queries(trial), _check_gradient_qk)
-
-
-LAWS = (
-    *(one for operation in _CHECKS for one in _laws_of(operation)),
-    law("gradient-qk-wide", "shd_loss_gradient_qk", "GRAD-4 GRAD-5 NUM-1",
-        "Gradients of queries and keys follow from dz for any number of features and key heads.", _wide),
-    law("layers-every-count", "layer_map", "LAYER-1 LAYER-3 LAYER-6",
-        "Default layer maps are those of the rule for all counts up to 24.", _every_layer_map),
-    law("layers-long-lists", "layer_map", "LAYER-4 LAYER-5",
-        "Explicit pairs come back in student order, however many there are.", _long_layer_lists),
-)  # fmt: skip
-"""Laws of the student's side over many calls."""
+        counts = {"num_teacher_layers": teachers, "num_student_layers": students}
+        check_answer(trial, "layer_map", {**counts, "pairs": pairs})

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from shd_ref.conformance.compare import as_numbers, as_plain
-from shd_ref.conformance.laws.law import Array, Law, Trial, as_array, broken, exactly, law, require
+from shd_ref.conformance.laws.law import WIDE, Array, Law, Trial, as_array, broken, exactly, law, require
 
-_WIDE = ("float64", "float32")
 _Inputs = dict[str, Any]
 
 
@@ -274,21 +273,21 @@ def _gram_renamed(trial: Trial) -> None:
 def _renamed_laws() -> Iterator[Law]:
     comment = "Heads under other numbers, with a plan to match, are merged as before."
     for name, operations, spec, statement in (
-        ("squeeze", ("squeeze_heads",), ("PLAN-4", "MIX-4"), _squeezed_renamed),
-        ("diagnose", ("diagnose",), ("PLAN-4", "ORACLE-1"), _diagnosed_renamed),
-        ("matched", ("matched_plan",), ("PLAN-9", "PLAN-12"), _matched_renamed),
-        ("gram", ("gram_tensor", "value_outputs"), ("GRAM-1", "MAP-6"), _gram_renamed),
+        ("squeeze", "squeeze_heads", "PLAN-4 MIX-4", _squeezed_renamed),
+        ("diagnose", "diagnose", "PLAN-4 ORACLE-1", _diagnosed_renamed),
+        ("matched", "matched_plan", "PLAN-9 PLAN-12", _matched_renamed),
+        ("gram", "gram_tensor value_outputs", "GRAM-1 MAP-6", _gram_renamed),
     ):
-        yield law(f"renumbered-{name}", operations, spec, comment, statement, _WIDE)
+        yield law(f"renumbered-{name}", operations, spec, comment, statement, WIDE)
 
 
 def _laws() -> Iterator[Law]:
     for operation in dict.fromkeys(one.operation for one in _TURNED):
         chosen = [one for one in _TURNED if one.operation == operation]
-        spec = tuple(dict.fromkeys(spec for one in chosen for spec in one.spec.split()))
+        spec = " ".join(dict.fromkeys(spec for one in chosen for spec in one.spec.split()))
         yield law(f"turned-{operation.replace('_', '-')}", operation, spec,
                   "The order of samples, rows, keys and features means nothing, nor does a sample's batch.",
-                  partial(_statement, chosen=chosen), _WIDE)  # fmt: skip
+                  partial(_statement, chosen=chosen), WIDE)  # fmt: skip
 
 
 LAWS = (*_laws(), *_renamed_laws())
