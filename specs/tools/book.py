@@ -98,6 +98,14 @@ def probs(
     return Given({"shape": list(shape), "recipe": recipe}, unflatten(entries, shape))
 
 
+def random_model(batch: int, teachers: int, rows: int, keys: int, width: int, seed: int) -> dict[str, Any]:
+    """Maps and value outputs of recipes, as arguments."""
+    return {
+        "teacher_probs": probs([batch, teachers, rows, keys], seed, 9, 2, 6),
+        "value_outputs": numbers([batch, teachers, keys, width], seed + 1, -8, 16, 2),
+    }
+
+
 def random_mask(shape: Sequence[int], seed: int, true: int, of: int) -> Given:
     """The recipe ``mask``."""
     flags = [draw % of < true for draw in _draw(seed, prod(shape))]
@@ -136,6 +144,8 @@ def _exact_number(value: Any) -> Any:
 def _json_of(value: Any) -> Any:
     if isinstance(value, Given):
         return value.json
+    if isinstance(value, dict):
+        return {name: _json_of(item) for name, item in value.items()}
     if isinstance(value, list):
         return [_json_of(item) for item in value]
     return _plain_number(value) if isinstance(value, float | Fraction) else value
@@ -189,12 +199,12 @@ class Book:
         spec: str,
         flags: str = "",
         *,
-        inputs: dict[str, Any],
         dtypes: Sequence[str] = (),
         compare: dict[str, dict[str, Any]] | None = None,
         leave_out: Sequence[str] = (),
         at: int = 0,
         withdrawn: str = "",
+        **inputs: Any,
     ) -> None:
         """A case with the oracle's answer.
 
@@ -203,14 +213,14 @@ class Book:
             comment: what the case shows.
             spec: ids of sentences, separated by blanks.
             flags: names in ``specs/mistakes.json``, separated by blanks.
-            inputs: arguments by name.
             dtypes: where the case runs; empty for all.
             compare: rules other than the operation's usual ones.
             leave_out: outputs that are not compared.
             at: how many entries of a large array are stored; 0 for all.
             withdrawn: why the case no longer runs.
+            inputs: the operation's arguments.
         """
-        given = {key: _value_of(value) for key, value in inputs.items()}
+        given = _value_of(inputs)
         for key in REAL_ARGUMENTS:
             if key in given and not isinstance(given[key], list):
                 given[key] = Fraction(given[key])
@@ -222,20 +232,9 @@ class Book:
         rules = {key: rule for key, rule in {**self.rules, **(compare or {})}.items() if key not in leave_out}
         if self.check:
             self.check(given, answer, flags.split(), rules)
-        self._add(
-            name,
-            comment,
-            spec,
-            flags,
-            withdrawn,
-            dtypes,
-            {
-                "result": "valid",
-                "inputs": {key: _json_of(value) for key, value in inputs.items()},
-                "expected": {key: expected_json(answer[key], at, rules[key]) for key in rules},
-                "compare": rules,
-            },
-        )
+        expected = {key: expected_json(answer[key], at, rules[key]) for key in rules}
+        body = {"inputs": _json_of(inputs), "expected": expected, "compare": rules}
+        self._add(name, comment, spec, flags, withdrawn, dtypes, {"result": "valid", **body})
 
     def invalid(
         self,
@@ -244,45 +243,21 @@ class Book:
         spec: str,
         code: str,
         *,
-        inputs: dict[str, Any],
         flags: str = "",
         dtypes: Sequence[str] = (),
         withdrawn: str = "",
+        **inputs: Any,
     ) -> None:
         """A case that must be refused with the code, or any of several that are separated by blanks."""
         codes = code.split()
-        self._add(
-            name,
-            comment,
-            spec,
-            flags,
-            withdrawn,
-            dtypes,
-            {
-                "result": "invalid",
-                "inputs": {key: _json_of(value) for key, value in inputs.items()},
-                "code": codes[0] if len(codes) == 1 else codes,
-            },
-        )
+        body = {"inputs": _json_of(inputs), "code": codes[0] if len(codes) == 1 else codes}
+        self._add(name, comment, spec, flags, withdrawn, dtypes, {"result": "invalid", **body})
 
-    def _add(
-        self,
-        name: str,
-        comment: str,
-        spec: str,
-        flags: str,
-        withdrawn: str,
-        dtypes: Sequence[str],
-        body: dict[str, Any],
-    ) -> None:
+    def _add(self, name: str, comment: str, spec: str, flags: str, withdrawn: str, dtypes: Any, body: Any) -> None:
         unknown = set(flags.split()) - set(MISTAKES)
         assert not unknown, f"{self.operation}/{name}: not in specs/mistakes.json: {unknown}"
-        case: dict[str, Any] = {
-            "id": f"{self.operation}/{name}",
-            "comment": comment,
-            "spec": spec.split(),
-            "flags": flags.split(),
-        }
+        case: dict[str, Any] = {"id": f"{self.operation}/{name}", "comment": comment}
+        case |= {"spec": spec.split(), "flags": flags.split()}
         if withdrawn:
             case["withdrawn"] = withdrawn
         if dtypes:

@@ -30,66 +30,62 @@ def solve_alpha() -> Book:
         return {"probs_p": p, "probs_q": q, "value_outputs_p": x_p, "value_outputs_q": x_q, **rest}
 
     book.valid("quarter", "u = 1, w = 3: 1/4", "ALPHA-2 ALPHA-11", formula,
-        inputs=pair(one, other, array([[[1], [0]]]), array([[[3], [0]]])))  # fmt: skip
+        **pair(one, other, array([[[1], [0]]]), array([[[3], [0]]])))  # fmt: skip
     book.valid("three-quarters", "the same with the heads swapped: 1 - 1/4", "ALPHA-2 ALPHA-11", formula,
-        inputs=pair(other, one, array([[[3], [0]]]), array([[[1], [0]]])))  # fmt: skip
+        **pair(other, one, array([[[3], [0]]]), array([[[1], [0]]])))  # fmt: skip
     book.valid("clipped-high", "u = 2, w = -1: a* = 2", "ALPHA-3 ALPHA-10", "alpha-unclipped",
-        inputs=pair(one, other, array([[[2], [0]]]), array([[[0], [1]]])))  # fmt: skip
+        **pair(one, other, array([[[2], [0]]]), array([[[0], [1]]])))  # fmt: skip
     book.valid("clipped-low", "u = -1, w = 2: a* = -1", "ALPHA-3 ALPHA-10", "alpha-unclipped",
-        inputs=pair(one, other, array([[[0], [1]]]), array([[[2], [0]]])))  # fmt: skip
+        **pair(one, other, array([[[0], [1]]]), array([[[2], [0]]])))  # fmt: skip
     book.valid("clipped-slightly", "u = 16, w = -1: a* = 16/15", "ALPHA-3", "alpha-unclipped",
-        inputs=pair(one, other, array([[[16], [0]]]), array([[[0], [1]]])))  # fmt: skip
+        **pair(one, other, array([[[16], [0]]]), array([[[0], [1]]])))  # fmt: skip
     book.valid("exactly-one", "head q is worth nothing: 1", "ALPHA-2", "alpha-swapped",
-        inputs=pair(one, other, array([[[1], [4]]]), array([[[0], [0]]])))  # fmt: skip
+        **pair(one, other, array([[[1], [4]]]), array([[[0], [0]]])))  # fmt: skip
     book.valid("exactly-zero", "head p is worth nothing: 0", "ALPHA-2", "alpha-swapped",
-        inputs=pair(one, other, array([[[0], [0]]]), array([[[1], [4]]])))  # fmt: skip
+        **pair(one, other, array([[[0], [0]]]), array([[[1], [4]]])))  # fmt: skip
     two_maps = probs([2, 3, 4], 41, 9, 2, 6), probs([2, 3, 4], 42, 9, 2, 6)
     two_outputs = numbers([2, 4, 3], 43, -8, 16, 2), numbers([2, 4, 3], 49, -8, 16, 2)
     book.valid("two-samples", "one alpha a sample", "ALPHA-2 ALPHA-8", f"{formula} alpha-batch-shared",
-        inputs=pair(*two_maps, *two_outputs))  # fmt: skip
+        **pair(*two_maps, *two_outputs))  # fmt: skip
     book.valid("two-samples-swapped", "the heads of the case two-samples swapped: 1 - a", "ALPHA-2 ALPHA-11",
-        f"{formula} alpha-batch-shared",
-        inputs=pair(*reversed(two_maps), *reversed(two_outputs)))  # fmt: skip
+        f"{formula} alpha-batch-shared", **pair(*reversed(two_maps), *reversed(two_outputs)))  # fmt: skip
     bias = array([[[Fraction(x) + 8 for x in row] for row in sample] for sample in two_outputs[0].value])
     book.valid("value-bias", "the case two-samples with 8 added to every entry of X_p: the same alphas", "ALPHA-2",
-        formula,
-        inputs=pair(*two_maps, bias, two_outputs[1]))  # fmt: skip
+        formula, **pair(*two_maps, bias, two_outputs[1]))  # fmt: skip
     book.valid("padded-rows", "rows past the lengths 2 and 5 enter no sum", "ALPHA-7",
         "alpha-padded-rows mask-polarity",
-        inputs=pair(probs([2, 5, 4], 45, 9, 2, 6), probs([2, 5, 4], 46, 9, 2, 6), numbers([2, 4, 2], 47, -8, 16, 2),
+        **pair(probs([2, 5, 4], 45, 9, 2, 6), probs([2, 5, 4], 46, 9, 2, 6), numbers([2, 4, 2], 47, -8, 16, 2),
         numbers([2, 4, 2], 48, -8, 16, 2), query_mask=lengths(5, [2, 5])))  # fmt: skip
     book.valid("uncounted-row-sums", "a row that does not count need not sum to one", "MAP-3 ALPHA-7",
         "alpha-padded-rows",
-        inputs=pair(array([[[0.5, 0.25], [0.75, 0.25]]]), array([[[0, 0.75], [0.25, 0.75]]]),
+        **pair(array([[[0.5, 0.25], [0.75, 0.25]]]), array([[[0, 0.75], [0.25, 0.75]]]),
         array([[[1, 2], [3, -1]]]), array([[[2, 0], [-1, 1]]]), query_mask=mask([[0, 1]])))  # fmt: skip
     book.valid("sample-without-rows", "a sample with no counted row is degenerate; the other is not",
         "ALPHA-7 ALPHA-6", "alpha-padded-rows degenerate-value degenerate-nan",
-        inputs=pair(*two_maps, *two_outputs, query_mask=lengths(3, [0, 3])))  # fmt: skip
-    book.valid("equal-maps", "equal maps: every a is as good", "ALPHA-6 ALPHA-10",
-        "degenerate-value degenerate-nan",
-        inputs=pair(one, one, array([[[2], [0]]]), array([[[0], [1]]])))  # fmt: skip
+        **pair(*two_maps, *two_outputs, query_mask=lengths(3, [0, 3])))  # fmt: skip
+    book.valid("equal-maps", "equal maps: every a is as good", "ALPHA-6 ALPHA-10", "degenerate-value degenerate-nan",
+        **pair(one, one, array([[[2], [0]]]), array([[[0], [1]]])))  # fmt: skip
     book.valid("constant-outputs", "the maps differ, X_p + X_q has equal rows: M = 0", "ALPHA-6",
         "degenerate-value degenerate-nan degenerate-by-maps",
-        inputs=pair(one, other, array([[[2], [-1]]]), array([[[1], [4]]])))  # fmt: skip
+        **pair(one, other, array([[[2], [-1]]]), array([[[1], [4]]])))  # fmt: skip
     book.valid("no-outputs", "value outputs of zero: 0 <= 0", "ALPHA-6", "degenerate-value degenerate-nan",
-        inputs=pair(one, other, array([[[0], [0]]]), array([[[0], [0]]])))  # fmt: skip
+        **pair(one, other, array([[[0], [0]]]), array([[[0], [0]]])))  # fmt: skip
     book.valid("zero-maps", "fully masked rows alone", "ALPHA-6 MAP-3", "degenerate-value degenerate-nan",
-        inputs=pair(array([[[0, 0]]]), array([[[0, 0]]]), array([[[2], [1]]]), array([[[0], [1]]])))  # fmt: skip
+        **pair(array([[[0, 0]]]), array([[[0, 0]]]), array([[[2], [1]]]), array([[[0], [1]]])))  # fmt: skip
     book.valid("differ-on-padding-alone", "the maps differ only in a row that does not count", "ALPHA-6 ALPHA-7",
         "alpha-padded-rows degenerate-value",
-        inputs=pair(array([[[0.5, 0.5], [1, 0]]]), array([[[0.5, 0.5], [0, 1]]]), array([[[2], [0]]]),
+        **pair(array([[[0.5, 0.5], [1, 0]]]), array([[[0.5, 0.5], [0, 1]]]), array([[[2], [0]]]),
         array([[[3], [1]]]), query_mask=mask([[1, 0]])))  # fmt: skip
     book.valid("masked-rows", "a fully masked row among others; in the second sample in one head alone",
         "MAP-3 ALPHA-2", "masked-row-nan",
-        inputs=pair(array([[[0, 0], [0.75, 0.25]], [[0, 0], [0.5, 0.5]]]),
+        **pair(array([[[0, 0], [0.75, 0.25]], [[0, 0], [0.5, 0.5]]]),
         array([[[0, 0], [0.125, 0.875]], [[1, 0], [0.25, 0.75]]]), array([[[1, 2], [3, -1]], [[1, 1], [2, 0]]]),
         array([[[2, 0], [-1, 1]], [[0, 1], [1, 0.5]]])))  # fmt: skip
     book.valid("as-printed", "the printed rule by name, on the inputs of two-samples", "ALPHA-4",
-        "alpha-rule-ignored alpha-unclipped",
-        inputs=pair(*two_maps, *two_outputs, rule="as_printed"))  # fmt: skip
+        "alpha-rule-ignored alpha-unclipped", **pair(*two_maps, *two_outputs, rule="as_printed"))  # fmt: skip
     book.valid("as-printed-interior", "the printed rule inside [0, 1]: N = 0*1 - 1*(-1/2)", "ALPHA-4",
         "alpha-rule-ignored",
-        inputs=pair(one, other, array([[[-1], [0]]]), array([[[0], [0.5]]]), rule="as_printed"))  # fmt: skip
+        **pair(one, other, array([[[-1], [0]]]), array([[[0], [0.5]]]), rule="as_printed"))  # fmt: skip
     rows = (
         probs([2, 5, 4], 51, 9, 2, 6),
         probs([2, 5, 4], 52, 9, 2, 6),
@@ -97,26 +93,25 @@ def solve_alpha() -> Book:
         numbers([2, 4, 3], 54, -8, 16, 2),
     )
     book.valid("per-row", "one alpha a row", "ALPHA-9", "alpha-per-ignored alpha-unclipped",
-        inputs=pair(*rows, alpha_per="row"))  # fmt: skip
+        **pair(*rows, alpha_per="row"))  # fmt: skip
     book.valid("per-row-padded", "rows that do not count get 1/2", "ALPHA-9 ALPHA-7",
         "alpha-padded-rows alpha-per-ignored",
-        inputs=pair(*rows, alpha_per="row", query_mask=lengths(5, [3, 4])))  # fmt: skip
+        **pair(*rows, alpha_per="row", query_mask=lengths(5, [3, 4])))  # fmt: skip
     book.valid("per-row-degenerate", "degenerate row by row: an equal row, a zero row, an ordinary row",
         "ALPHA-9 ALPHA-6", "degenerate-value degenerate-nan alpha-per-ignored",
-        inputs=pair(array([[[0.5, 0.5], [0, 0], [1, 0]]]), array([[[0.5, 0.5], [0, 0], [0, 1]]]),
+        **pair(array([[[0.5, 0.5], [0, 0], [1, 0]]]), array([[[0.5, 0.5], [0, 0], [0, 1]]]),
         array([[[1], [0]]]), array([[[3], [0]]]), alpha_per="row"))  # fmt: skip
     book.valid("per-row-as-printed", "the printed rule row by row", "ALPHA-9 ALPHA-4",
-        "alpha-rule-ignored alpha-per-ignored",
-        inputs=pair(*rows, alpha_per="row", rule="as_printed"))  # fmt: skip
+        "alpha-rule-ignored alpha-per-ignored", **pair(*rows, alpha_per="row", rule="as_printed"))  # fmt: skip
     book.valid("sinks", "rows of different mass are used as they are", "MIX-17 MAP-9", "sink-filled",
-        inputs=pair(array([[[0.5, 0.125], [0.25, 0.25]]]), array([[[0.125, 0.25], [0.5, 0.5]]]),
+        **pair(array([[[0.5, 0.125], [0.25, 0.25]]]), array([[[0.125, 0.25], [0.5, 0.5]]]),
         array([[[1, 2], [3, -1]]]), array([[[2, 0], [-1, 1]]]), row_sums="at_most_one"))  # fmt: skip
     book.valid("sinks-value-bias", "where rows differ in mass alone, what is constant over keys counts",
         "MIX-17 ALPHA-2", "sink-filled alpha-misprinted",
-        inputs=pair(array([[[0.25, 0.25]]]), array([[[0.5, 0.5]]]), array([[[1], [1]]]), array([[[3], [3]]]),
+        **pair(array([[[0.25, 0.25]]]), array([[[0.5, 0.5]]]), array([[[1], [1]]]), array([[[3], [3]]]),
         row_sums="at_most_one"))  # fmt: skip
     book.valid("causal", "causal maps", "ALPHA-2", formula,
-        inputs=pair(probs([1, 6, 6], 55, 9, 1, 6, causal=True), probs([1, 6, 6], 56, 9, 1, 6, causal=True),
+        **pair(probs([1, 6, 6], 55, 9, 1, 6, causal=True), probs([1, 6, 6], 56, 9, 1, 6, causal=True),
         numbers([1, 6, 3], 57, -16, 32, 2), numbers([1, 6, 3], 58, -16, 32, 2)))  # fmt: skip
     for name, shape, seed in (("wide", (2, 9, 1), 61), ("tall", (9, 2, 4), 71)):
         length, keys, width = shape
@@ -125,7 +120,7 @@ def solve_alpha() -> Book:
             f"L = {length}, S = {keys}, D = {width}",
             "ALPHA-1 ALPHA-2",
             f"{formula} ugly-shape",
-            inputs=pair(
+            **pair(
                 probs([3, length, keys], seed, 9, 2, 6),
                 probs([3, length, keys], seed + 1, 9, 2, 6),
                 numbers([3, keys, width], seed + 2, -8, 24, 2),
@@ -136,21 +131,21 @@ def solve_alpha() -> Book:
     book.valid("long-sums",
         "63 queries, 65 keys, D = 5, outputs up to 255: the sums of squares leave the range of float16",
         "ALPHA-8 NUM-1", "half-accumulation ugly-shape",
-        inputs=pair(*big, numbers([1, 65, 5], 83, -255, 255, 0), numbers([1, 65, 5], 84, -128, 255, 0)))  # fmt: skip
+        **pair(*big, numbers([1, 65, 5], 83, -255, 255, 0), numbers([1, 65, 5], 84, -128, 255, 0)))  # fmt: skip
     book.valid("small-outputs",
         "outputs near 2^-12: their squares are below what float16 holds, and nothing is degenerate",
         "ALPHA-8 NUM-1 ALPHA-6", "half-accumulation degenerate-absolute",
-        inputs=pair(probs([1, 4, 3], 85, 9, 2, 6), probs([1, 4, 3], 86, 9, 2, 6),
+        **pair(probs([1, 4, 3], 85, 9, 2, 6), probs([1, 4, 3], 86, 9, 2, 6),
         numbers([1, 3, 2], 87, -8, 24, 15), numbers([1, 3, 2], 88, -8, 24, 15)))  # fmt: skip
     small = Fraction(1, 256)
     near = (array([[[1 - small, small, 0]]]), array([[[1 - small, 0, small]]]))
     book.valid("near-degenerate",
         "the maps differ by 1/256 where little is read: ||M||^2 is 5e-10 of the scale, alpha hardly matters",
         "ALPHA-6 NUM-5", "near-degenerate",
-        inputs=pair(*near, array([[[64], [1], [0]]]), array([[[64], [0], [0]]])))  # fmt: skip
+        **pair(*near, array([[[64], [1], [0]]]), array([[[64], [0], [0]]])))  # fmt: skip
     book.valid("near-degenerate-inside", "the same with half the output: ||M||^2 is 3e-11 of the scale",
         "ALPHA-6 NUM-5", "near-degenerate",
-        inputs=pair(*near, array([[[96], [0.25], [0]]]), array([[[96], [0.125], [0]]])))  # fmt: skip
+        **pair(*near, array([[[96], [0.25], [0]]]), array([[[96], [0.125], [0]]])))  # fmt: skip
     _refused_by_solve_alpha(book, pair)
     return book
 
@@ -195,27 +190,23 @@ def _refused_by_solve_alpha(book: Book, pair: Any) -> None:
         ("maps-of-four-axes", {"probs_p": array([[[[0.5, 0.5, 0]] * 2]]), "probs_q": array([[[[0.5, 0.5, 0]] * 2]])}),
         ("outputs-of-two-axes", {"value_outputs_p": array([[1, 2]] * 3)}),
     ):
-        book.invalid(
-            name, "maps (B, L, S) and outputs (B, S, D) must fit", "ALPHA-1", shape, inputs={**good, **change}
-        )
+        book.invalid(name, "maps (B, L, S) and outputs (B, S, D) must fit", "ALPHA-1", shape, **{**good, **change})
     for name, query_mask in (("keys", lengths(3, [2])), ("samples", lengths(2, [2, 2])), ("axis", mask([1, 1]))):
-        book.invalid(
-            f"mask-{name}", "query_mask is (B, L)", "MAP-7", shape, inputs={**good, "query_mask": query_mask}
-        )
+        book.invalid(f"mask-{name}", "query_mask is (B, L)", "MAP-7", shape, **{**good, "query_mask": query_mask})
     for name, query_mask in (("integers", array([[1, 0]], "int64")), ("numbers", array([[1, 0]]))):
         book.invalid(f"mask-of-{name}", "query_mask must be boolean", "MAP-7", "argument-dtype", flags="mask-dtype",
-            inputs={**good, "query_mask": query_mask})  # fmt: skip
+            **{**good, "query_mask": query_mask})  # fmt: skip
     for name, spec, change in (
         ("rule-unknown", "ALPHA-4", {"rule": "printed"}),
         ("alpha-per-unknown", "ALPHA-9", {"alpha_per": "head"}),
         ("row-sums-unknown", "MAP-9", {"row_sums": "many"}),
     ):
-        book.invalid(name, "not in its list", spec, "argument-value", inputs={**good, **change})
+        book.invalid(name, "not in its list", spec, "argument-value", **{**good, **change})
     for name, change in (
         ("complex", {"value_outputs_p": array([[[1, 2]] * 3], "complex128")}),
         ("boolean-map", {"probs_p": mask([[[1, 0, 0]] * 2])}),
     ):
-        book.invalid(name, "arrays hold real numbers", "MAP-5", "argument-dtype", inputs={**good, **change})
+        book.invalid(name, "arrays hold real numbers", "MAP-5", "argument-dtype", **{**good, **change})
     for name, change in (
         ("outputs-nan", {"value_outputs_q": array([[[2, 1], [0, "nan"], [1, 1]]])}),
         ("outputs-of-p-nan", {"value_outputs_p": array([[[2, 1], [0, "nan"], [1, 1]]])}),
@@ -226,14 +217,14 @@ def _refused_by_solve_alpha(book: Book, pair: Any) -> None:
         ),
     ):
         book.invalid(name, "NaN and infinity, also where a row does not count", "MAP-5", "not-finite",
-            inputs={**good, **change})  # fmt: skip
+            **{**good, **change})  # fmt: skip
     book.valid(
         "sum-just-inside-float64",
         "a row that differs from one by less than float64's ROW_SUM is accepted and used as it is",
         "MAP-3",
         "row-sum-bound",
         dtypes=["float64", "float32"],
-        inputs=pair(array([[[0.5, 0.5, 2**-17], [1, 0, 0]]]), array([[[0.25, 0.75, 0], [0, 1, 0]]]), x, y),
+        **pair(array([[[0.5, 0.5, 2**-17], [1, 0, 0]]]), array([[[0.25, 0.75, 0], [0, 1, 0]]]), x, y),
     )
     book.valid(
         "sum-just-inside-float32",
@@ -241,18 +232,18 @@ def _refused_by_solve_alpha(book: Book, pair: Any) -> None:
         "MAP-3",
         "row-sum-bound",
         dtypes=["float32"],
-        inputs=pair(array([[[0.5, 0.5, 2**-14], [1, 0, 0]]]), array([[[0.25, 0.75, 0], [0, 1, 0]]]), x, y),
+        **pair(array([[[0.5, 0.5, 2**-14], [1, 0, 0]]]), array([[[0.25, 0.75, 0], [0, 1, 0]]]), x, y),
     )
     book.invalid(
         "negative-in-an-uncounted-row",
         "an entry below 0 is refused in every row, without tolerance",
         "MAP-3",
         "not-a-distribution",
-        inputs={**good, "probs_p": array([[[0.5, 0.5, 0], [0.5, 0.5, -(2.0**-20)]]]), "query_mask": mask([[1, 0]])},
+        **{**good, "probs_p": array([[[0.5, 0.5, 0], [0.5, 0.5, -(2.0**-20)]]]), "query_mask": mask([[1, 0]])},
     )
     two = array([[[0.25, 0.75, 0], [0.5, 0.5, 0]]])
     bad_maps(book, "probs_p", {"probs_q": two, "value_outputs_p": x, "value_outputs_q": y}, head_axis=False)
-    rest = {"probs_p": two, "value_outputs_p": x, "value_outputs_q": y}
+    rest: dict[str, Any] = {"probs_p": two, "value_outputs_p": x, "value_outputs_q": y}
     bad_maps(book, "probs_q", rest, head_axis=False, prefix="q-")
 
 

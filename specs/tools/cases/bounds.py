@@ -8,8 +8,7 @@ from typing import Any
 
 import oracle_heads as heads
 import oracle_loss as loss
-from book import Book, Given, array, lengths, mask, numbers
-from models import random_model
+from book import Book, Given, array, lengths, mask, numbers, random_model
 
 from cases.maps import bad_maps
 
@@ -26,7 +25,7 @@ def matched_plan() -> Book:
 
     book = Book("matched_plan", ("plan",), answer, {"plan": PLAN}, _check_margin)
 
-    def item(model: dict[str, Given], *rest: Given) -> list[Given]:
+    def item(model: dict[str, Any], *rest: Given) -> list[Given]:
         return [model["teacher_probs"], model["value_outputs"], *rest]
 
     flags = "matched-greedy matched-adjacent matched-largest"
@@ -38,45 +37,40 @@ def matched_plan() -> Book:
         for by in ("residual", "similarity"):
             book.valid(f"{name}-{by}", f"{teachers} heads to {students} by {by}",
                 "PLAN-9 PLAN-10 PLAN-12" + (" PLAN-13" if teachers == 5 else ""), f"{flags} matched-measure",
-                inputs={"calibration": [item(random_model(2, teachers, 3, 4, 2, seed))],
-                "num_student_heads": students, "by": by})  # fmt: skip
+                calibration=[item(random_model(2, teachers, 3, 4, 2, seed))], num_student_heads=students,
+                by=by)  # fmt: skip
     for teachers, seed in ((4, 815), (6, 809)):
-        book.valid(f"greedy-{teachers}-to-{teachers // 2}", "the best pair is not in the best set of pairs",
-            "PLAN-9", "matched-greedy matched-adjacent",
-            inputs={"calibration": [item(random_model(1, teachers, 3, 4, 2, seed))],
-            "num_student_heads": teachers // 2})  # fmt: skip
+        book.valid(f"greedy-{teachers}-to-{teachers // 2}", "the best pair is not in the best set of pairs", "PLAN-9",
+            "matched-greedy matched-adjacent", calibration=[item(random_model(1, teachers, 3, 4, 2, seed))],
+            num_student_heads=teachers // 2)  # fmt: skip
     book.valid("two-items", "scores are summed over items, of different lengths, one with padded rows",
         "PLAN-11 PLAN-12", "alpha-padded-rows matched-measure",
-        inputs={"calibration": [item(random_model(1, 4, 2, 3, 2, 959)),
-        item(random_model(2, 4, 3, 4, 2, 961), lengths(3, [1, 2]))], "num_student_heads": 2})  # fmt: skip
+        calibration=[item(random_model(1, 4, 2, 3, 2, 959)),
+        item(random_model(2, 4, 3, 4, 2, 961), lengths(3, [1, 2]))], num_student_heads=2)  # fmt: skip
     book.valid("similarity-is-squared",
         "the sum of the distances themselves is smallest for other pairs than that of their squares",
         "PLAN-12 PLAN-9", "matched-measure",
-        inputs={"calibration": [[array([[[[0.25, 0.125, 0.625]], [[0.3125, 0.4375, 0.25]],
+        calibration=[[array([[[[0.25, 0.125, 0.625]], [[0.3125, 0.4375, 0.25]],
         [[0.6875, 0.1875, 0.125]], [[0.3125, 0.375, 0.3125]]]]), numbers([1, 4, 3, 2], 2001, -8, 16, 2)]],
-        "num_student_heads": 2, "by": "similarity"})  # fmt: skip
-    book.valid("second-round-sums-outputs",
-        "the second round reads merged heads with the sum of their value outputs", "PLAN-13 MIX-4",
-        "merged-outputs-mean",
-        inputs={"calibration": [item(random_model(2, 5, 3, 4, 2, 2003))], "num_student_heads": 2})  # fmt: skip
+        num_student_heads=2, by="similarity")  # fmt: skip
+    book.valid("second-round-sums-outputs", "the second round reads merged heads with the sum of their value outputs",
+        "PLAN-13 MIX-4", "merged-outputs-mean", calibration=[item(random_model(2, 5, 3, 4, 2, 2003))],
+        num_student_heads=2)  # fmt: skip
     book.valid("second-round-padded", "padded rows enter neither the scores nor the alphas of the merged pool",
         "PLAN-12 PLAN-13 ALPHA-7", "alpha-padded-rows",
-        inputs={"calibration": [item(random_model(2, 5, 3, 4, 2, 3383), lengths(3, [1, 3]))],
-        "num_student_heads": 2})  # fmt: skip
+        calibration=[item(random_model(2, 5, 3, 4, 2, 3383), lengths(3, [1, 3]))], num_student_heads=2)  # fmt: skip
     book.valid("second-round-per-row", "the pool of the second round is merged with one alpha a row",
-        "PLAN-13 ALPHA-9", "alpha-per-ignored",
-        inputs={"calibration": [item(random_model(2, 5, 3, 4, 2, 3473))], "num_student_heads": 2,
-        "alpha_per": "row"})  # fmt: skip
+        "PLAN-13 ALPHA-9", "alpha-per-ignored", calibration=[item(random_model(2, 5, 3, 4, 2, 3473))],
+        num_student_heads=2, alpha_per="row")  # fmt: skip
     book.valid("sinks", "maps whose rows fall short of one, as they are", "PLAN-11 MAP-9 MIX-17", "sink-filled",
-        inputs={"calibration": [[array([[[[0.5, 0.125]], [[0.125, 0.25]], [[0.0625, 0.5]]]]),
-        array([[[[1, 2], [3, -1]], [[2, 0], [-1, 1]], [[1, 1], [2, 0.5]]]])]], "num_student_heads": 2,
-        "row_sums": "at_most_one"})  # fmt: skip
+        calibration=[[array([[[[0.5, 0.125]], [[0.125, 0.25]], [[0.0625, 0.5]]]]),
+        array([[[[1, 2], [3, -1]], [[2, 0], [-1, 1]], [[1, 1], [2, 0.5]]]])]], num_student_heads=2,
+        row_sums="at_most_one")  # fmt: skip
     book.valid("per-row", "E with one alpha a row", "PLAN-12 ALPHA-9", "alpha-per-ignored",
-        inputs={"calibration": [item(random_model(2, 4, 3, 4, 2, 841))], "num_student_heads": 2,
-        "alpha_per": "row"})  # fmt: skip
+        calibration=[item(random_model(2, 4, 3, 4, 2, 841))], num_student_heads=2, alpha_per="row")  # fmt: skip
     book.valid("identity", "equal counts", "PLAN-3 PLAN-9", "identity-plan",
-        inputs={"calibration": [item(random_model(1, 3, 2, 3, 2, 851))], "num_student_heads": 3})  # fmt: skip
-    good = {"calibration": [item(random_model(1, 4, 2, 3, 2, 861))], "num_student_heads": 2}
+        calibration=[item(random_model(1, 3, 2, 3, 2, 851))], num_student_heads=3)  # fmt: skip
+    good: dict[str, Any] = {"calibration": [item(random_model(1, 4, 2, 3, 2, 861))], "num_student_heads": 2}
     model = random_model(1, 4, 2, 3, 2, 861)
     for name, spec, code, change in (
         ("nothing", "PLAN-11", "argument-value", {"calibration": []}),
@@ -106,10 +100,10 @@ def matched_plan() -> Book:
             {"calibration": [[model["teacher_probs"], numbers([1, 3, 3, 2], 862, -8, 8, 1)]]},
         ),
     ):
-        book.invalid(name, "calibration data and options are checked", spec, code, inputs={**good, **change})
+        book.invalid(name, "calibration data and options are checked", spec, code, **{**good, **change})
     book.invalid("sum-below", "a row that sums to 3/4", "PLAN-11 MAP-3", "not-a-distribution",
-        inputs={"calibration": [[array([[[[0.5, 0.25]], [[0.5, 0.5]]]]), array([[[[1], [2]], [[3], [4]]]])]],
-        "num_student_heads": 1})  # fmt: skip
+        calibration=[[array([[[[0.5, 0.25]], [[0.5, 0.5]]]]), array([[[[1], [2]], [[3], [4]]]])]],
+        num_student_heads=1)  # fmt: skip
     return book
 
 
@@ -248,10 +242,9 @@ def diagnose() -> Book:
         ),
     ]
     for name, comment, spec, flags, inputs in chosen:
-        book.valid(name, comment, spec, flags,
-            inputs=inputs,
-            compare=diagnosis_rules(inputs.get("strategies", heads.STRATEGIES)))  # fmt: skip
-    good = {**random_model(1, 2, 2, 3, 2, 901), "num_student_heads": 1}
+        book.valid(name, comment, spec, flags, compare=diagnosis_rules(inputs.get("strategies", heads.STRATEGIES)),
+            **inputs)  # fmt: skip
+    good: dict[str, Any] = {**random_model(1, 2, 2, 3, 2, 901), "num_student_heads": 1}
     for name, spec, code, change in (
         ("strategy-unknown", "ORACLE-7", "argument-value", {"strategies": ["shd", "random"]}),
         ("alpha-per-unknown", "ALPHA-9", "argument-value", {"alpha_per": "head"}),
@@ -260,12 +253,12 @@ def diagnose() -> Book:
         ("row-sums-unknown", "MAP-9", "argument-value", {"row_sums": "many"}),
         ("mask-of-integers", "MAP-7", "argument-dtype", {"query_mask": array([[1, 1]], "int64")}),
     ):
-        book.invalid(name, "options are checked", spec, code, inputs={**good, **change})
+        book.invalid(name, "options are checked", spec, code, **{**good, **change})
     outputs = numbers([1, 1, 3, 2], 903, -8, 8, 1)
     bad_maps(book, "teacher_probs", {"value_outputs": outputs, "num_student_heads": 1})
     book.invalid("outputs-nan", "NaN in the value outputs", "MAP-5", "not-finite",
-        inputs={"teacher_probs": array([[[[1, 0]], [[0, 1]]]]),
-        "value_outputs": array([[[[1], ["nan"]], [[3], [0]]]]), "num_student_heads": 1})  # fmt: skip
+        teacher_probs=array([[[[1, 0]], [[0, 1]]]]), value_outputs=array([[[[1], ["nan"]], [[3], [0]]]]),
+        num_student_heads=1)  # fmt: skip
     return book
 
 

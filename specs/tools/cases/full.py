@@ -58,7 +58,7 @@ def add_full(book: Book) -> None:
     cases = _CASES.get(book.operation)
     for name, comment, spec, inputs in cases() if cases else ():
         compare = diagnosis_rules(inputs["strategies"]) if book.operation == "diagnose" else None
-        book.valid(f"full-{name}", comment, spec, "rounded-argument", inputs=inputs, dtypes=WIDE, compare=compare)
+        book.valid(f"full-{name}", comment, spec, "rounded-argument", dtypes=WIDE, compare=compare, **inputs)
     if book.operation == "matched_plan":
         _add_near_ties(book)
 
@@ -150,7 +150,7 @@ def _mix_heads() -> list[_Case]:
     ]  # fmt: skip
 
 
-def _teacher(seed: int, heads: int, *, width: int = 3, batch: int = 2, **kinds: bool) -> dict[str, Given]:
+def _teacher(seed: int, heads: int, *, width: int = 3, batch: int = 2, **kinds: bool) -> dict[str, Any]:
     draws = Draws(seed)
     return {
         "teacher_probs": array(draws.maps(batch, heads, 3, 4, **kinds)),
@@ -178,7 +178,7 @@ def _losses() -> list[_Case]:
         "supervision": [array(draws.maps(*shape)), array(draws.maps(2, 1, 3, 4))],
         "student_logits": [logits, array(draws.numbers(2, 1, 3, 4))],
     }
-    sunk = {"supervision": array(draws.maps(*shape, sinks=True)), "student_logits": logits}
+    sunk: dict[str, Any] = {"supervision": array(draws.maps(*shape, sinks=True)), "student_logits": logits}
     return [
         ("kl", "two layers, with beta, temperature and rows that do not count", "LOSS-2 LOSS-4 LOSS-11 TEMP-4",
          {**layers, "beta": BETA, "temperature": TEMPERATURE, "loss_mask": _ROWS}),
@@ -198,7 +198,7 @@ def _gradients() -> list[_Case]:
 
 def _gradients_qk() -> list[_Case]:
     draws = Draws(9)
-    rest = {"queries": array(draws.numbers(2, 2, 3, 3)), "scale": SCALE}
+    rest: dict[str, Any] = {"queries": array(draws.numbers(2, 2, 3, 3)), "scale": SCALE}
     return [
         ("kl", "queries, keys and a scale of all bits", "GRAD-4 GRAD-5 GRAD-8",
          {"supervision": array(draws.maps(2, 2, 3, 4)), **rest, "keys": array(draws.numbers(2, 1, 4, 3)),
@@ -293,14 +293,10 @@ def _add_near_ties(book: Book) -> None:
             "two sets of pairs score nearly the same, and an argument of fewer bits turns them",
             "PLAN-9 PLAN-12",
             "matched-close",
-            inputs={
-                "calibration": [
-                    [array(_between(maps[0], maps[1], part)), array(_between(outputs[0], outputs[1], part))]
-                ],
-                "num_student_heads": 2,
-                "by": by,
-            },
             dtypes=dtypes,
+            calibration=[[array(_between(maps[0], maps[1], part)), array(_between(outputs[0], outputs[1], part))]],
+            num_student_heads=2,
+            by=by,
         )
 
 

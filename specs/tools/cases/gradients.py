@@ -50,42 +50,37 @@ def shd_loss_gradient() -> Book:
             f for f in flags.split() if f not in ("cross-entropy-called-kl", "loss-log2", "student-alone-softened")
         ]
         book.valid(name, comment, " ".join(dict.fromkeys(f"{extra} LOSS-8 {spec}".split())),
-            " ".join([*kept, "gradient-on-uncounted-rows", "gradient-sign"]),
-            inputs=inputs, dtypes=DTYPES_OF.get(name, ()), at=96 if name == "large" else 0,
-            compare={"dz": ROUNDED} if name in live_zeros else None)  # fmt: skip
+            " ".join([*kept, "gradient-on-uncounted-rows", "gradient-sign"]), dtypes=DTYPES_OF.get(name, ()),
+            at=96 if name == "large" else 0, compare={"dz": ROUNDED} if name in live_zeros else None,
+            **inputs)  # fmt: skip
     zero = {"dz": EXACT}
     book.valid("no-row-counts", "exactly 0", "LOSS-7 GRAD-3", "empty-mask-nan gradient-on-uncounted-rows",
-        compare=zero,
-        inputs=pair_layers(TEACHER, STUDENT, loss_mask=mask([[0, 0]])))  # fmt: skip
+        compare=zero, **pair_layers(TEACHER, STUDENT, loss_mask=mask([[0, 0]])))  # fmt: skip
     book.valid("no-row-has-mass", "exactly 0", "LOSS-7 GRAD-3", "empty-mask-nan gradient-on-uncounted-rows",
-        compare=zero,
-        inputs=pair_layers(array([[[[0, 0]]]]), array([[[[0, 1]]]])))  # fmt: skip
+        compare=zero, **pair_layers(array([[[[0, 0]]]]), array([[[[0, 1]]]])))  # fmt: skip
     book.valid(
-        "no-beta", "exactly 0", "GRAD-1", "beta-ignored", compare=zero, inputs=pair_layers(TEACHER, STUDENT, beta=0)
+        "no-beta", "exactly 0", "GRAD-1", "beta-ignored", compare=zero, **pair_layers(TEACHER, STUDENT, beta=0)
     )
     for divergence in DIVERGENCES:
-        book.valid(f"{divergence.replace('_', '-')}-equal", "equal rows: 0", "GRAD-1",
-            compare={"dz": ROUNDED},
-            inputs=pair_layers(array([[[[0.5, 0.5]]]]), array([[[[3, 3]]]]), divergence=divergence))  # fmt: skip
+        book.valid(f"{divergence.replace('_', '-')}-equal", "equal rows: 0", "GRAD-1", compare={"dz": ROUNDED},
+            **pair_layers(array([[[[0.5, 0.5]]]]), array([[[[3, 3]]]]), divergence=divergence))  # fmt: skip
     book.valid("tiny-student-probability", "the student's probability is 0 in float32, the gradient is not",
-        "GRAD-1 LOSS-12", "epsilon-in-log",
-        compare={"dz": ROUNDED},
-        inputs=pair_layers(array([[[[0.5, 0.5]]]]), array([[[[0, -200]]]])))  # fmt: skip
+        "GRAD-1 LOSS-12", "epsilon-in-log", compare={"dz": ROUNDED},
+        **pair_layers(array([[[[0.5, 0.5]]]]), array([[[[0, -200]]]])))  # fmt: skip
     book.valid("js-tiny-student-probability", "a probability of exp(-200) has a gradient of nearly 0, not NaN",
-        "GRAD-1 LOSS-12", "epsilon-in-log masked-row-nan",
-        compare={"dz": ROUNDED},
-        inputs=pair_layers(array([[[[0.5, 0.5, 0]]]]), array([[[[0, -200, -1024]]]]), divergence="js"))  # fmt: skip
+        "GRAD-1 LOSS-12", "epsilon-in-log masked-row-nan", compare={"dz": ROUNDED},
+        **pair_layers(array([[[[0.5, 0.5, 0]]]]), array([[[[0, -200, -1024]]]]), divergence="js"))  # fmt: skip
     book.valid(
         "reverse-kl-tiny-student-probability",
         "the same",
         "GRAD-1 LOSS-12",
         "epsilon-in-log masked-row-nan",
         compare={"dz": ROUNDED},
-        inputs=pair_layers(array([[[[0.25, 0.5, 0.25]]]]), array([[[[0, -200, -1024]]]]), divergence="reverse_kl"),
+        **pair_layers(array([[[[0.25, 0.5, 0.25]]]]), array([[[[0, -200, -1024]]]]), divergence="reverse_kl"),
     )
     book.valid("scaled-up", "beta / T = 32 shows what tolerances might hide", "GRAD-1 TEMP-4",
         "gradient-without-temperature beta-ignored gradient-sign",
-        inputs=pair_layers(TEACHER, STUDENT, beta=16, temperature=0.5))  # fmt: skip
+        **pair_layers(TEACHER, STUDENT, beta=16, temperature=0.5))  # fmt: skip
     refuse_bad_layers(book, STUDENT)
     return book
 
@@ -128,50 +123,45 @@ def shd_loss_gradient_qk() -> Book:
         }
 
     plain = "qk-without-scale qk-swapped gradient-sign"
-    book.valid("two-heads", "z = q k / 2", "GRAD-4", plain, inputs=model(1, 2, 2, 2, 3, 2, 1101, scale=0.5))
-    book.valid("scale-one", "scale 1", "GRAD-4", plain, inputs=model(1, 1, 1, 2, 3, 2, 1111, scale=1))
+    book.valid("two-heads", "z = q k / 2", "GRAD-4", plain, **model(1, 2, 2, 2, 3, 2, 1101, scale=0.5))
+    book.valid("scale-one", "scale 1", "GRAD-4", plain, **model(1, 1, 1, 2, 3, 2, 1111, scale=1))
     book.valid("scale-negative", "a scale is any finite number", "GRAD-8 GRAD-4", plain,
-        inputs=model(1, 1, 1, 2, 3, 2, 1121, scale=-0.25))  # fmt: skip
+        **model(1, 1, 1, 2, 3, 2, 1121, scale=-0.25))  # fmt: skip
     book.valid("grouped", "four query heads read two key heads: dk sums over those that read it", "GRAD-5",
-        f"{plain} gqa-interleaved gqa-dk-not-summed",
-        inputs=model(2, 4, 2, 2, 3, 2, 1131, scale=0.5))  # fmt: skip
+        f"{plain} gqa-interleaved gqa-dk-not-summed", **model(2, 4, 2, 2, 3, 2, 1131, scale=0.5))  # fmt: skip
     book.valid("one-key-head", "all query heads read the one key head", "GRAD-5", "gqa-dk-not-summed",
-        inputs=model(1, 3, 1, 2, 3, 2, 1141, scale=0.5))  # fmt: skip
+        **model(1, 3, 1, 2, 3, 2, 1141, scale=0.5))  # fmt: skip
     book.valid("padded-rows", "dq is 0 on rows that do not count, and they give nothing to dk", "GRAD-6",
         "gradient-on-uncounted-rows mean-over-all-rows mean-per-sample",
-        inputs=model(2, 2, 2, 3, 3, 2, 1151, scale=0.5, loss_mask=lengths(3, [3, 1])))  # fmt: skip
+        **model(2, 2, 2, 3, 3, 2, 1151, scale=0.5, loss_mask=lengths(3, [3, 1])))  # fmt: skip
     book.valid("causal", "masked keys by attn_mask", "GRAD-5 GRAD-3", "mask-transposed mask-polarity",
         compare={"dq": ROUNDED},
-        inputs={**model(1, 2, 2, 3, 3, 2, 1161, scale=0.5),
+        **{**model(1, 2, 2, 3, 3, 2, 1161, scale=0.5),
         "supervision": probs([1, 2, 3, 3], 1161, 4, 0, 6, causal=True),
         "attn_mask": mask([[1, 0, 0], [1, 1, 0], [1, 1, 1]])})  # fmt: skip
     book.valid("zero-rows", "a row of zeros does not count", "GRAD-6",
         "gradient-on-uncounted-rows mean-over-all-rows",
-        inputs={**model(1, 2, 1, 3, 3, 2, 1171, scale=0.5),
+        **{**model(1, 2, 1, 3, 3, 2, 1171, scale=0.5),
         "supervision": probs([1, 2, 3, 3], 1171, 4, 0, 6, zero_rows=[1])})  # fmt: skip
     for divergence in DIVERGENCES:
         book.valid(f"{divergence.replace('_', '-')}-temperature",
             "every divergence at T = 2, with beta and the mean", "GRAD-4 GRAD-1 TEMP-4",
             "divergence-ignored gradient-without-temperature beta-ignored reduction-ignored",
-            inputs=model(1, 2, 2, 2, 3, 2, 1181, scale=0.5, temperature=2, beta=4, reduction="mean",
+            **model(1, 2, 2, 2, 3, 2, 1181, scale=0.5, temperature=2, beta=4, reduction="mean",
             divergence=divergence))  # fmt: skip
     book.valid("sinks", "rows weigh their mass", "GRAD-2 GRAD-4", "sink-filled sink-not-weighed",
-        inputs={**model(1, 1, 1, 2, 3, 2, 1191, scale=0.5, row_sums="at_most_one"),
+        **{**model(1, 1, 1, 2, 3, 2, 1191, scale=0.5, row_sums="at_most_one"),
         "supervision": array([[[[0.25, 0.125, 0.125], [0.5, 0.125, 0.25]]]])})  # fmt: skip
     book.valid("intersect", "supports are intersected first", "GRAD-4 LOSS-14",
         "support-ignored intersect-not-rescaled",
-        inputs=model(1, 1, 1, 2, 3, 2, 1201, scale=0.5, support="intersect", attn_mask=mask([1, 1, 0])))  # fmt: skip
+        **model(1, 1, 1, 2, 3, 2, 1201, scale=0.5, support="intersect", attn_mask=mask([1, 1, 0])))  # fmt: skip
     first, second = model(1, 2, 1, 2, 3, 2, 1213), model(1, 1, 1, 3, 2, 3, 1225)
-    book.valid(
-        "layers",
-        "lists of layers give lists of gradients",
-        "GRAD-9 GRAD-8",
-        "layers-averaged",
-        inputs={**{name: [first[name], second[name]] for name in first}, "scale": 0.5, "reduction": "mean"},
-    )
+    layers: dict[str, Any] = {name: [first[name], second[name]] for name in first}
+    layers |= {"scale": 0.5, "reduction": "mean"}
+    book.valid("layers", "lists of layers give lists of gradients", "GRAD-9 GRAD-8", "layers-averaged", **layers)
     book.valid("ugly", "d = 5, 13 queries, 11 keys, 6 query heads and 3 key heads", "GRAD-4 GRAD-5",
         "ugly-shape gqa-interleaved", at=64,
-        inputs=model(2, 6, 3, 13, 11, 5, 1231, scale=0.25, loss_mask=lengths(13, [13, 4])))  # fmt: skip
+        **model(2, 6, 3, 13, 11, 5, 1231, scale=0.25, loss_mask=lengths(13, [13, 4])))  # fmt: skip
     good = model(1, 4, 2, 2, 3, 2, 1241, scale=0.5)
     shape = "argument-shape"
     for name, change in (
@@ -185,21 +175,26 @@ def shd_loss_gradient_qk() -> Book:
         ("axes", {"keys": numbers([2, 3, 2], 1243, -8, 8, 2)}),
     ):
         book.invalid(f"shapes-{name}", "queries (B, H_s, L, d) and keys (B, H_kv, S, d)", "GRAD-5", shape,
-            inputs={**good, **change})  # fmt: skip
-    one = {"supervision": array([[[[1]]]]), "queries": array([[[[1, 2]]]]), "keys": array([[[[1, 2]]]]), "scale": 1}
+            **{**good, **change})  # fmt: skip
+    one: dict[str, Any] = {
+        "supervision": array([[[[1]]]]),
+        "queries": array([[[[1, 2]]]]),
+        "keys": array([[[[1, 2]]]]),
+        "scale": 1,
+    }
     for argument in ("queries", "keys"):
         book.invalid(f"{argument}-nan", "queries and keys are finite", "MAP-5", "not-finite",
-            inputs={**one, argument: array([[[[1, "nan"]]]])})  # fmt: skip
+            **{**one, argument: array([[[[1, "nan"]]]])})  # fmt: skip
     book.invalid(
-        "scale-boolean", "a boolean is no number", "ERR-6 GRAD-8", "argument-value", inputs={**good, "scale": True}
+        "scale-boolean", "a boolean is no number", "ERR-6 GRAD-8", "argument-value", **{**good, "scale": True}
     )
     for name in ("nan", "inf"):
         book.invalid(f"scale-{name}", "scale is a finite number", "GRAD-8", "argument-value",
-            inputs={**good, "scale": special(name)})  # fmt: skip
+            **{**good, "scale": special(name)})  # fmt: skip
     value, bad = "argument-value", "not-a-distribution"
     for name in ("queries", "keys"):
         book.invalid(f"{name}-complex", "queries and keys are real numbers", "MAP-5", "argument-dtype",
-            inputs={**one, name: array([[[[1, 2]]]], "complex128")})  # fmt: skip
+            **{**one, name: array([[[[1, 2]]]], "complex128")})  # fmt: skip
     for name, row, code in (
         ("negative", [1.25, -0.25], bad),
         ("sum-below", [0.5, 0.25], bad),
@@ -207,8 +202,8 @@ def shd_loss_gradient_qk() -> Book:
         ("nan", [0.5, "nan"], "not-finite"),
     ):
         spec = "MAP-5" if name == "nan" else "MAP-3"
-        inputs = {**one, "supervision": array([[[row]]]), "keys": array([[[[1, 2], [3, 1]]]])}
-        book.invalid(f"supervision-{name}", "supervision is checked as in the loss", spec, code, inputs=inputs)
+        inputs: dict[str, Any] = {**one, "supervision": array([[[row]]]), "keys": array([[[[1, 2], [3, 1]]]])}
+        book.invalid(f"supervision-{name}", "supervision is checked as in the loss", spec, code, **inputs)
     for name, spec, code, change in (
         ("reduction-unknown", "LOSS-5", value, {"reduction": "batchmean"}),
         ("support-unknown", "LOSS-14", value, {"support": "ignore"}),
@@ -220,7 +215,7 @@ def shd_loss_gradient_qk() -> Book:
         ("mask-of-integers", "MAP-7", "argument-dtype", {"loss_mask": array([[1, 1]], "int64")}),
         ("mass-on-masked-key", "LOSS-6", "support-mismatch", {"attn_mask": mask([1, 1, 0])}),
     ):
-        book.invalid(name, "options are those of shd_loss", spec, code, inputs={**good, **change})
+        book.invalid(name, "options are those of shd_loss", spec, code, **{**good, **change})
     return book
 
 

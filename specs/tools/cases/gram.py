@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Any
 
 import oracle_loss as loss
 from book import Book, Given, array, lengths, numbers, probs
@@ -18,23 +19,20 @@ def gram_tensor() -> Book:
     book = Book("gram_tensor", ("gram",), lambda **given: {"gram": loss.gram_tensor(**given)}, {"gram": CLOSE})
     maps = probs([2, 3, 2, 4], 91, 9, 2, 6)
     values, projection = numbers([2, 3, 4, 2], 92, -8, 8, 1), numbers([6, 3], 93, -8, 8, 2)
-    good = {"teacher_probs": maps, "values": values, "output_projection": projection}
-    book.valid("three-heads", "all inner products of three heads", "GRAM-1", "gram-axes projection-slices",
-        inputs=good, at=96)  # fmt: skip
-    book.valid("grouped", "four query heads read two value heads", "GRAM-1 GRAM-6 MAP-6",
-        "gqa-interleaved gram-axes", at=96,
-        inputs={"teacher_probs": probs([1, 4, 2, 3], 94, 9, 2, 6), "values": numbers([1, 2, 3, 2], 95, -8, 8, 1),
-        "output_projection": numbers([8, 3], 96, -8, 8, 2)})  # fmt: skip
+    good: dict[str, Any] = {"teacher_probs": maps, "values": values, "output_projection": projection}
+    book.valid("three-heads", "all inner products of three heads", "GRAM-1", "gram-axes projection-slices", at=96,
+        **good)  # fmt: skip
+    book.valid("grouped", "four query heads read two value heads", "GRAM-1 GRAM-6 MAP-6", "gqa-interleaved gram-axes",
+        at=96, teacher_probs=probs([1, 4, 2, 3], 94, 9, 2, 6), values=numbers([1, 2, 3, 2], 95, -8, 8, 1),
+        output_projection=numbers([8, 3], 96, -8, 8, 2))  # fmt: skip
     book.valid("padded-rows", "rows that do not count enter no sum", "GRAM-1 ALPHA-7",
-        "alpha-padded-rows mask-polarity", at=96,
-        inputs={**good, "query_mask": lengths(2, [1, 2])})  # fmt: skip
+        "alpha-padded-rows mask-polarity", at=96, **{**good, "query_mask": lengths(2, [1, 2])})  # fmt: skip
     book.valid("per-row", "one tensor a row, 0 where it does not count", "GRAM-1",
         "alpha-padded-rows alpha-per-ignored", at=96,
-        inputs={**good, "query_mask": lengths(2, [1, 2]), "alpha_per": "row"})  # fmt: skip
+        **{**good, "query_mask": lengths(2, [1, 2]), "alpha_per": "row"})  # fmt: skip
     book.valid("sinks", "maps as they are", "GRAM-1 MIX-17", "sink-filled",
-        inputs={"teacher_probs": array([[[[0.5, 0.25]], [[0.125, 0.5]]]]),
-        "values": array([[[[1], [2]], [[3], [-1]]]]), "output_projection": array([[1, 2], [0.5, -1]]),
-        "row_sums": "at_most_one"})  # fmt: skip
+        teacher_probs=array([[[[0.5, 0.25]], [[0.125, 0.5]]]]), values=array([[[[1], [2]], [[3], [-1]]]]),
+        output_projection=array([[1, 2], [0.5, -1]]), row_sums="at_most_one")  # fmt: skip
     shape = "argument-shape"
     for name, change in (
         ("rows-of-the-projection", {"output_projection": numbers([8, 3], 93, -8, 8, 2)}),
@@ -43,19 +41,19 @@ def gram_tensor() -> Book:
         ("samples", {"values": numbers([1, 3, 4, 2], 92, -8, 8, 1)}),
         ("axes", {"teacher_probs": probs([2, 2, 4], 91, 9, 2, 6)}),
     ):
-        book.invalid(name, "maps, values and projection must fit", "GRAM-6", shape, inputs={**good, **change})
+        book.invalid(name, "maps, values and projection must fit", "GRAM-6", shape, **{**good, **change})
     for name, spec, change in (
         ("alpha-per-unknown", "ALPHA-9", {"alpha_per": "head"}),
         ("row-sums-unknown", "MAP-9", {"row_sums": "many"}),
     ):
-        book.invalid(name, "not in its list", spec, "argument-value", inputs={**good, **change})
+        book.invalid(name, "not in its list", spec, "argument-value", **{**good, **change})
     book.invalid("mask-of-integers", "query_mask must be boolean", "MAP-7", "argument-dtype", flags="mask-dtype",
-        inputs={**good, "query_mask": array([[1, 1]] * 2, "int64")})  # fmt: skip
+        **{**good, "query_mask": array([[1, 1]] * 2, "int64")})  # fmt: skip
     for name, argument, given in (
         ("values-nan", "values", array([[[["nan", 1], [2, 1], [0, 1]]], [[[1, 1], [2, 1], [0, 1]]]])),
         ("projection-nan", "output_projection", array([[1, "nan"], [2, 1], [0, 1], [3, 1]])),
     ):
-        book.invalid(name, "all arrays are finite", "MAP-5", "not-finite", inputs={**good, argument: given})
+        book.invalid(name, "all arrays are finite", "MAP-5", "not-finite", **{**good, argument: given})
     bad_maps(
         book,
         "teacher_probs",
@@ -75,21 +73,21 @@ def solve_alpha_from_gram() -> Book:
     formula = "alpha-swapped alpha-other-numerator gram-axes"
     hand = small_gram([[[1, 0]], [[0, 1]], [[0.5, 0.5]]], [[[1], [0]], [[3], [0]], [[2], [1]]])
     for p, q in ((0, 1), (1, 0), (0, 2), (2, 1)):
-        book.valid(f"heads-{p}-{q}", f"alpha of heads {p} and {q} of three", "GRAM-2 GRAM-5", formula,
-            inputs={"gram": hand, "p": p, "q": q})  # fmt: skip
+        book.valid(f"heads-{p}-{q}", f"alpha of heads {p} and {q} of three", "GRAM-2 GRAM-5", formula, gram=hand, p=p,
+            q=q)  # fmt: skip
     book.valid("clipped", "outside [0, 1] before the clip", "GRAM-2", "alpha-unclipped",
-        inputs={"gram": small_gram([[[1, 0]], [[0, 1]]], [[[2], [0]], [[0], [1]]]), "p": 0, "q": 1})  # fmt: skip
+        gram=small_gram([[[1, 0]], [[0, 1]]], [[[2], [0]], [[0], [1]]]), p=0, q=1)  # fmt: skip
     book.valid("degenerate", "equal maps", "GRAM-3", "degenerate-value degenerate-nan",
-        inputs={"gram": small_gram([[[1, 0]], [[1, 0]]], [[[2], [0]], [[0], [1]]]), "p": 0, "q": 1})  # fmt: skip
+        gram=small_gram([[[1, 0]], [[1, 0]]], [[[2], [0]], [[0], [1]]]), p=0, q=1)  # fmt: skip
     book.valid("degenerate-outputs", "X_p + X_q has equal rows", "GRAM-3", "degenerate-value degenerate-nan",
-        inputs={"gram": small_gram([[[1, 0]], [[0, 1]]], [[[2], [-1]], [[1], [4]]]), "p": 0, "q": 1})  # fmt: skip
+        gram=small_gram([[[1, 0]], [[0, 1]]], [[[2], [-1]], [[1], [4]]]), p=0, q=1)  # fmt: skip
     book.valid("empty", "a gram tensor of zeros: no counted row", "GRAM-3", "degenerate-value degenerate-nan",
-        inputs={"gram": numbers([2, 2, 2, 2, 2], 1, 0, 0, 0), "p": 1, "q": 0})  # fmt: skip
+        gram=numbers([2, 2, 2, 2, 2], 1, 0, 0, 0), p=1, q=0)  # fmt: skip
     by_row = small_gram(
         [[[1, 0], [0.5, 0.5], [1, 0]], [[0, 1], [0.5, 0.5], [0.25, 0.75]]], [[[1], [0]], [[3], [1]]], per_row=True
     )
     book.valid("per-row", "one alpha a row; the second is degenerate", "GRAM-2 GRAM-3", "alpha-per-ignored",
-        inputs={"gram": by_row, "p": 0, "q": 1})  # fmt: skip
+        gram=by_row, p=0, q=1)  # fmt: skip
     cancelled = pool_of_two([[1, -2], [-2, 1]], [[1, -2], [-2, 1]])
     for name, comment, gram in (
         ("scale-below-zero", "equal maps, and outputs that cancel but for a rounding: 0 over 0", array([cancelled])),
@@ -109,20 +107,17 @@ def solve_alpha_from_gram() -> Book:
             array([pool_of_two([[-1, -1], [-1, -1]], [[-1, -2], [-2, -3]])]),
         ),
     ):
-        book.valid(
-            name, comment, "GRAM-3 GRAM-7", "degenerate-value degenerate-nan", inputs={"gram": gram, "p": 0, "q": 1}
-        )
+        book.valid(name, comment, "GRAM-3 GRAM-7", "degenerate-value degenerate-nan", gram=gram, p=0, q=1)
     for name, p, q in (("same", 1, 1), ("outside", 0, 3), ("negative", -1, 0)):
         book.invalid(f"positions-{name}", "two different positions in the pool", "GRAM-6", "argument-value",
-            inputs={"gram": hand, "p": p, "q": q})  # fmt: skip
+            gram=hand, p=p, q=q)  # fmt: skip
     for name, gram in (
         ("uneven", numbers([1, 3, 3, 3, 2], 105, -8, 8, 1)),
         ("axes", numbers([3, 3, 3, 3], 105, -8, 8, 1)),
     ):
         book.invalid(f"gram-{name}", "gram is (B, H, H, H, H), or with a last axis L", "GRAM-6", "argument-shape",
-            inputs={"gram": gram, "p": 0, "q": 1})  # fmt: skip
-    book.invalid("gram-nan", "NaN in the gram tensor", "MAP-5", "not-finite",
-        inputs={"gram": array(_with_nan(hand)), "p": 0, "q": 1})  # fmt: skip
+            gram=gram, p=0, q=1)  # fmt: skip
+    book.invalid("gram-nan", "NaN in the gram tensor", "MAP-5", "not-finite", gram=array(_with_nan(hand)), p=0, q=1)
     return book
 
 
@@ -133,44 +128,47 @@ def merge_gram() -> Book:
     three = small_gram([[[1, 0]], [[0, 1]], [[0.5, 0.5]]], [[[1], [0]], [[3], [0]], [[2], [1]]])
     for p, q in ((0, 1), (1, 2), (2, 0)):
         book.valid(f"heads-{p}-{q}", f"heads {p} and {q} of three become the first of two", "GRAM-4",
-            f"{flags} pool-in-place pool-untouched-first",
-            inputs={"gram": three, "p": p, "q": q, "alpha": array([0.25])})  # fmt: skip
+            f"{flags} pool-in-place pool-untouched-first", gram=three, p=p, q=q, alpha=array([0.25]))  # fmt: skip
     two = small_gram([[[1, 0]], [[0, 1]]], [[[1], [0]], [[3], [0]]])
-    book.valid("to-one", "two heads become one", "GRAM-4", flags,
-        inputs={"gram": two, "p": 0, "q": 1, "alpha": array([0.25])})  # fmt: skip
+    book.valid("to-one", "two heads become one", "GRAM-4", flags, gram=two, p=0, q=1, alpha=array([0.25]))
     book.valid(
         "two-samples",
         "every sample has its alpha",
         "GRAM-4",
         f"{flags} alpha-batch-shared",
-        inputs={"gram": numbers([2, 2, 2, 2, 2], 99, -32, 32, 2), "p": 1, "q": 0, "alpha": array([0.125, 0.75])},
+        gram=numbers([2, 2, 2, 2, 2], 99, -32, 32, 2),
+        p=1,
+        q=0,
+        alpha=array([0.125, 0.75]),
     )
     book.valid(
         "per-row",
         "every row has its alpha",
         "GRAM-4",
         f"{flags} alpha-per-ignored",
-        inputs={"gram": numbers([1, 3, 3, 3, 3, 2], 100, -32, 32, 2), "p": 0, "q": 1, "alpha": array([[0.125, 1]])},
+        gram=numbers([1, 3, 3, 3, 3, 2], 100, -32, 32, 2),
+        p=0,
+        q=1,
+        alpha=array([[0.125, 1]]),
     )
     for name, p, q in (("same", 0, 0), ("outside", 0, 3), ("negative", -1, 0)):
         book.invalid(f"positions-{name}", "two different positions in the pool", "GRAM-6", "argument-value",
-            inputs={"gram": three, "p": p, "q": q, "alpha": array([0.25])})  # fmt: skip
+            gram=three, p=p, q=q, alpha=array([0.25]))  # fmt: skip
     for name, gram in (
         ("uneven", numbers([1, 3, 3, 3, 2], 105, -8, 8, 1)),
         ("axes", numbers([3, 3, 3, 3], 105, -8, 8, 1)),
     ):
         book.invalid(f"gram-{name}", "gram is (B, H, H, H, H), or with a last axis L", "GRAM-6", "argument-shape",
-            inputs={"gram": gram, "p": 0, "q": 1, "alpha": array([0.25])})  # fmt: skip
+            gram=gram, p=0, q=1, alpha=array([0.25]))  # fmt: skip
     for name, weight in (("above-one", 1.25), ("below-zero", -0.25)):
-        book.invalid(f"alpha-{name}", "alpha lies in [0, 1]", "GRAM-6", "mixing-invalid",
-            inputs={"gram": three, "p": 0, "q": 1, "alpha": array([weight])})  # fmt: skip
-    book.invalid("gram-nan", "NaN in the gram tensor", "MAP-5", "not-finite",
-        inputs={"gram": array(_with_nan(three)), "p": 0, "q": 1, "alpha": array([0.25])})  # fmt: skip
-    book.invalid("alpha-nan", "NaN in alpha", "MAP-5", "not-finite",
-        inputs={"gram": three, "p": 0, "q": 1, "alpha": array(["nan"])})  # fmt: skip
+        book.invalid(f"alpha-{name}", "alpha lies in [0, 1]", "GRAM-6", "mixing-invalid", gram=three, p=0, q=1,
+            alpha=array([weight]))  # fmt: skip
+    book.invalid("gram-nan", "NaN in the gram tensor", "MAP-5", "not-finite", gram=array(_with_nan(three)), p=0, q=1,
+        alpha=array([0.25]))  # fmt: skip
+    book.invalid("alpha-nan", "NaN in alpha", "MAP-5", "not-finite", gram=three, p=0, q=1, alpha=array(["nan"]))
     for name, alpha in (("samples", array([0.25, 0.5])), ("axes", array([[[0.25]]]))):
-        book.invalid(f"alpha-{name}", "alpha is (B), or (B, L) per row", "GRAM-6", "argument-shape",
-            inputs={"gram": three, "p": 0, "q": 1, "alpha": alpha})  # fmt: skip
+        book.invalid(f"alpha-{name}", "alpha is (B), or (B, L) per row", "GRAM-6", "argument-shape", gram=three, p=0,
+            q=1, alpha=alpha)  # fmt: skip
     return book
 
 

@@ -389,7 +389,7 @@ def refuse_bad_layers(book: Book, student: Given) -> None:
         *((f"bad-temperature-{name}", "TEMP-1", {"temperature": t}) for name, t in BAD_TEMPERATURES),
     ]
     for name, spec, change in changes:
-        book.invalid(name, "not in its list, or out of its range", spec, value, inputs={**good, **change})
+        book.invalid(name, "not in its list, or out of its range", spec, value, **{**good, **change})
     more = numbers([1, 2, 2, 4], 1071, -8, 8, 2)
     for name, spec, change in (
         ("shapes-heads", "LOSS-3", {"student_logits": numbers([1, 1, 2, 3], 1071, -8, 8, 2)}),
@@ -416,50 +416,46 @@ def refuse_bad_layers(book: Book, student: Given) -> None:
             },
         ),
     ):
-        book.invalid(name, "supervision, logits and masks must fit", spec, shape, inputs={**good, **change})
+        book.invalid(name, "supervision, logits and masks must fit", spec, shape, **{**good, **change})
     for name, change in (
         ("loss-mask-of-integers", {"loss_mask": array([[1, 1]], "int64")}),
         ("loss-mask-of-numbers", {"loss_mask": array([[1, 1]])}),
         ("attn-mask-of-integers", {"attn_mask": array([[1, 1, 1]] * 2, "int64")}),
         ("attn-mask-additive", {"attn_mask": array([[0, 0, 0], [0, INF, 0]])}),
     ):
-        book.invalid(
-            name, "masks are boolean", "MAP-7", "argument-dtype", flags="mask-dtype", inputs={**good, **change}
-        )
+        book.invalid(name, "masks are boolean", "MAP-7", "argument-dtype", flags="mask-dtype", **{**good, **change})
     one = array([[[[0.5, 0.5]]]])
     for name, logits in (("nan", [0, "nan"]), ("plus-infinity", [0, "inf"])):
         book.invalid(f"logits-{name}", "logits are finite or -inf", "MAP-5", "not-finite",
-            inputs=pair_layers(one, array([[[logits]]])))  # fmt: skip
+            **pair_layers(one, array([[[logits]]])))  # fmt: skip
     book.invalid("logits-complex", "complex logits", "MAP-5", "argument-dtype",
-        inputs=pair_layers(one, array([[[[0, 1]]]], "complex128")))  # fmt: skip
+        **pair_layers(one, array([[[[0, 1]]]], "complex128")))  # fmt: skip
     book.invalid("nan-in-the-second-layer", "every layer is checked", "MAP-5", "not-finite",
-        inputs=pair_layers([one, one], [array([[[[0, 1]]]]), array([[[["nan", 1]]]])]))  # fmt: skip
+        **pair_layers([one, one], [array([[[[0, 1]]]]), array([[[["nan", 1]]]])]))  # fmt: skip
     mismatch, flags = "support-mismatch", "support-ignored"
     for divergence in DIVERGENCES:
         dashed = divergence.replace("_", "-")
         book.invalid(f"{dashed}-mass-on-minus-infinity", "the teacher attends where the student's logit is -inf",
             "LOSS-6 LOSS-13", mismatch, flags=flags,
-            inputs=pair_layers(one, array([[[[0, INF]]]]), divergence=divergence))  # fmt: skip
+            **pair_layers(one, array([[[[0, INF]]]]), divergence=divergence))  # fmt: skip
         book.invalid(f"{dashed}-mass-on-masked-key", "the teacher attends where the student is masked",
             "LOSS-6 LOSS-13", mismatch, flags=flags,
-            inputs=pair_layers(one, array([[[[0, 1]]]]), attn_mask=mask([1, 0]), divergence=divergence))  # fmt: skip
+            **pair_layers(one, array([[[[0, 1]]]]), attn_mask=mask([1, 0]), divergence=divergence))  # fmt: skip
     book.invalid("student-attends-nowhere", "a row that counts and is fully masked for the student", "LOSS-6",
-        mismatch, flags=flags,
-        inputs=pair_layers(one, array([[[[INF, INF]]]])))  # fmt: skip
+        mismatch, flags=flags, **pair_layers(one, array([[[[INF, INF]]]])))  # fmt: skip
     book.invalid("little-mass-on-masked-key", "however little mass it is", "LOSS-6", mismatch, flags=flags,
-        inputs=pair_layers(array([[[[1 - 2.0**-8, 2.0**-8]]]]), array([[[[0, INF]]]])))  # fmt: skip
+        **pair_layers(array([[[[1 - 2.0**-8, 2.0**-8]]]]), array([[[[0, INF]]]])))  # fmt: skip
     book.invalid("tiny-mass-on-masked-key", "2^-20 of mass, which is less than any tolerance", "LOSS-6", mismatch,
-        flags=flags,
-        inputs=pair_layers(array([[[[0.5, 0.5, 2.0**-20]]]]), array([[[[0, 1, INF]]]])))  # fmt: skip
+        flags=flags, **pair_layers(array([[[[0.5, 0.5, 2.0**-20]]]]), array([[[[0, 1, INF]]]])))  # fmt: skip
     book.invalid("mismatch-in-a-later-row", "one row of the last head of the second layer", "LOSS-6", mismatch,
         flags=flags,
-        inputs=pair_layers([one, array([[[[0.5, 0.5], [1, 0]], [[1, 0], [0.5, 0.5]]]])],
+        **pair_layers([one, array([[[[0.5, 0.5], [1, 0]], [[1, 0], [0.5, 0.5]]]])],
         [array([[[[0, 1]]]]), array([[[[0, 1], [0, INF]], [[0, INF], [0, INF]]]])]))  # fmt: skip
     zero = array([[[[0.5, 0.5, 0]]]])
     book.invalid("reverse-kl-teacher-zero", "reverse_kl is infinite where the teacher has no mass", "LOSS-13",
         mismatch, flags="reverse-kl-infinite",
-        inputs=pair_layers(zero, array([[[[0, 1, -8]]]]), divergence="reverse_kl"))  # fmt: skip
+        **pair_layers(zero, array([[[[0, 1, -8]]]]), divergence="reverse_kl"))  # fmt: skip
     book.invalid("reverse-kl-intersect", "intersecting supports does not change this", "LOSS-13", mismatch,
         flags="reverse-kl-infinite",
-        inputs=pair_layers(zero, array([[[[0, INF, 1]]]]), divergence="reverse_kl", support="intersect"))  # fmt: skip
+        **pair_layers(zero, array([[[[0, INF, 1]]]]), divergence="reverse_kl", support="intersect"))  # fmt: skip
     bad_maps(book, "supervision", {"student_logits": array([[[[0, 1, 2], [2, 1, 0]]]])})

@@ -47,10 +47,10 @@ def compose_mixing() -> Book:
     ]
     for name, teachers, plan, alphas, comment in plans:
         book.valid(name, comment, "MIX-13", f"{flags} alpha-batch-shared" if len(alphas[0]) > 1 else flags,
-            inputs={"alphas": [array(a) for a in alphas], "plan": plan, "num_teacher_heads": teachers})  # fmt: skip
+            alphas=[array(a) for a in alphas], plan=plan, num_teacher_heads=teachers)  # fmt: skip
     for name, plan in (("used-twice", [[[0, 1], [1, 2]]]), ("outside", [[[0, 3], [1, 2]]])):
-        book.invalid(name, "the plan is checked", "PLAN-7", "plan-invalid",
-            inputs={"alphas": [array([[0.5, 0.5]])], "plan": plan, "num_teacher_heads": 3})  # fmt: skip
+        book.invalid(name, "the plan is checked", "PLAN-7", "plan-invalid", alphas=[array([[0.5, 0.5]])], plan=plan,
+            num_teacher_heads=3)  # fmt: skip
     good: dict[str, Any] = {"plan": [[[0, 1], [2, 3]], [[0, 1]]], "num_teacher_heads": 4}
     first, second = array([[0.5, 0.25]]), array([[0.5]])
     change: dict[str, Any]
@@ -66,13 +66,11 @@ def compose_mixing() -> Book:
         ("empty-plan", {"alphas": [], "plan": []}),
     ):
         comment = "one array a round, (B, pairs) or (B, pairs, L), and at least one round"
-        book.invalid(name, comment, "MIX-13", "argument-shape", inputs={**good, **change})
+        book.invalid(name, comment, "MIX-13", "argument-shape", **{**good, **change})
     for name, weight in (("above-one", 1.25), ("below-zero", -0.25)):
         book.invalid(f"alpha-{name}", "alphas lie in [0, 1]", "MIX-13", "mixing-invalid",
-            inputs={**good, "alphas": [first, array([[weight]])]})  # fmt: skip
-    book.invalid(
-        "nan", "NaN in an alpha", "MAP-5", "not-finite", inputs={**good, "alphas": [first, array([["nan"]])]}
-    )
+            **{**good, "alphas": [first, array([[weight]])]})  # fmt: skip
+    book.invalid("nan", "NaN in an alpha", "MAP-5", "not-finite", **{**good, "alphas": [first, array([["nan"]])]})
     return book
 
 
@@ -82,109 +80,100 @@ def mix_heads() -> Book:
     two = array([[[[1, 0], [0.25, 0.75]], [[0, 1], [0.5, 0.5]]]])
     three = probs([2, 3, 2, 4], 101, 9, 2, 6)
     flags = "mixing-transposed"
-    book.valid(
-        "two-to-one", "1/4 and 3/4", "MIX-3", flags, inputs={"teacher_probs": two, "mixing": array([[[0.25, 0.75]]])}
-    )
-    book.valid("square", "two to two heads: rows of C are student heads", "MIX-3", flags,
-        inputs={"teacher_probs": two, "mixing": array([[[0.25, 0.75], [1, 0]]])})  # fmt: skip
-    book.valid("per-sample", "every sample has its C", "MIX-3 MIX-10", "alpha-batch-shared",
-        inputs={"teacher_probs": three,
-        "mixing": array([[[0.25, 0.75, 0], [0, 0, 1]], [[0.5, 0.25, 0.25], [0.125, 0, 0.875]]])})  # fmt: skip
+    book.valid("two-to-one", "1/4 and 3/4", "MIX-3", flags, teacher_probs=two, mixing=array([[[0.25, 0.75]]]))
+    book.valid("square", "two to two heads: rows of C are student heads", "MIX-3", flags, teacher_probs=two,
+        mixing=array([[[0.25, 0.75], [1, 0]]]))  # fmt: skip
+    book.valid("per-sample", "every sample has its C", "MIX-3 MIX-10", "alpha-batch-shared", teacher_probs=three,
+        mixing=array([[[0.25, 0.75, 0], [0, 0, 1]], [[0.5, 0.25, 0.25], [0.125, 0, 0.875]]]))  # fmt: skip
     book.valid("per-row", "with a query axis row i is mixed with C[h, t, i]", "MIX-3", "alpha-per-ignored",
-        inputs={"teacher_probs": three,
-        "mixing": array([[[[0.25, 1], [0.75, 0], [0, 0]]], [[[0, 0.5], [0.5, 0.25], [0.5, 0.25]]]])})  # fmt: skip
-    book.valid("cyclic", "a C whose columns sum to one too: student heads 0, 1, 2 are teacher heads 1, 2, 0",
-        "MIX-3", flags,
-        inputs={"teacher_probs": probs([1, 3, 2, 4], 101, 9, 2, 6),
-        "mixing": array([[[0, 1, 0], [0, 0, 1], [1, 0, 0]]])})  # fmt: skip
+        teacher_probs=three,
+        mixing=array([[[[0.25, 1], [0.75, 0], [0, 0]]], [[[0, 0.5], [0.5, 0.25], [0.5, 0.25]]]]))  # fmt: skip
+    book.valid("cyclic", "a C whose columns sum to one too: student heads 0, 1, 2 are teacher heads 1, 2, 0", "MIX-3",
+        flags, teacher_probs=probs([1, 3, 2, 4], 101, 9, 2, 6),
+        mixing=array([[[0, 1, 0], [0, 0, 1], [1, 0, 0]]]))  # fmt: skip
     book.valid("per-row-two-heads", "two samples, two student heads, four queries", "MIX-3",
         "alpha-per-ignored mixing-transposed alpha-batch-shared",
-        inputs={"teacher_probs": probs([2, 2, 4, 3], 103, 9, 2, 6),
-        "mixing": array([[[[0.25, 1, 0.5, 0], [0.75, 0, 0.5, 1]], [[0, 0.125, 1, 0.25], [1, 0.875, 0, 0.75]]],
-        [[[1, 0.5, 0.25, 0.5], [0, 0.5, 0.75, 0.5]], [[0.75, 0, 0.5, 1], [0.25, 1, 0.5, 0]]]])})  # fmt: skip
+        teacher_probs=probs([2, 2, 4, 3], 103, 9, 2, 6),
+        mixing=array([[[[0.25, 1, 0.5, 0], [0.75, 0, 0.5, 1]], [[0, 0.125, 1, 0.25], [1, 0.875, 0, 0.75]]],
+        [[[1, 0.5, 0.25, 0.5], [0, 0.5, 0.75, 0.5]], [[0.75, 0, 0.5, 1], [0.25, 1, 0.5, 0]]]]))  # fmt: skip
     book.valid(
         "zero-rows",
         "fully masked rows mix to zero",
         "MIX-3 MAP-2",
         "masked-row-nan",
         compare={"probs": {**PROBS, "exact_zeros": True}},
-        inputs={"teacher_probs": array([[[[0, 0], [1, 0]], [[0, 0], [0, 1]]]]), "mixing": array([[[0.25, 0.75]]])},
+        teacher_probs=array([[[[0, 0], [1, 0]], [[0, 0], [0, 1]]]]),
+        mixing=array([[[0.25, 0.75]]]),
     )
-    book.valid("identity", "unit rows give the maps back", "MIX-3",
-        inputs={"teacher_probs": two, "mixing": array([[[0, 1], [1, 0]]])})  # fmt: skip
+    book.valid("identity", "unit rows give the maps back", "MIX-3", teacher_probs=two,
+        mixing=array([[[0, 1], [1, 0]]]))  # fmt: skip
     rows = [[[0.5, 0.5 + 2.0**-14]]]
     book.valid("own-dtype",
         "a C of float32 whose row sums to 1 + 2^-14 mixes maps of float64: `ROW_SUM` is that of C's own dtype",
-        "MIX-3", dtypes=["float64"],
-        inputs={"teacher_probs": two, "mixing": array(rows, "float32")})  # fmt: skip
+        "MIX-3", dtypes=["float64"], teacher_probs=two, mixing=array(rows, "float32"))  # fmt: skip
     book.invalid("own-dtype-strict",
         "a C of float64 whose row sums to 1 + 2^-14, beside maps of float32: `ROW_SUM` is that of C's own dtype",
-        "MIX-3", "mixing-invalid", dtypes=["float32"],
-        inputs={"teacher_probs": two, "mixing": array(rows, "float64")})  # fmt: skip
+        "MIX-3", "mixing-invalid", dtypes=["float32"], teacher_probs=two, mixing=array(rows, "float64"))  # fmt: skip
     loose = [[[[0.5, 0.5 + 2.0**-14], [1, 0]], [[0.25, 0.75], [0, 1]]]]
     book.valid("own-dtype-maps", "maps of float32 with a row that sums to 1 + 2^-14, mixed by a C of float64",
-        "MAP-3 MIX-3", dtypes=["float64"],
-        inputs={"teacher_probs": array(loose, "float32"), "mixing": array([[[0.5, 0.5]]])})  # fmt: skip
-    book.invalid("own-dtype-maps-strict",
-        "maps of float64 with a row that sums to 1 + 2^-14, beside a C of float32", "MAP-3", "not-a-distribution",
-        dtypes=["float32"],
-        inputs={"teacher_probs": array(loose, "float64"), "mixing": array([[[0.5, 0.5]]])})  # fmt: skip
-    good = {"teacher_probs": two}
+        "MAP-3 MIX-3", dtypes=["float64"], teacher_probs=array(loose, "float32"),
+        mixing=array([[[0.5, 0.5]]]))  # fmt: skip
+    book.invalid("own-dtype-maps-strict", "maps of float64 with a row that sums to 1 + 2^-14, beside a C of float32",
+        "MAP-3", "not-a-distribution", dtypes=["float32"], teacher_probs=array(loose, "float64"),
+        mixing=array([[[0.5, 0.5]]]))  # fmt: skip
+    good: dict[str, Any] = {"teacher_probs": two}
     invalid = "mixing-invalid"
     book.invalid("negative", "C has entries of at least 0", "MIX-3", invalid,
-        inputs={**good, "mixing": array([[[1.25, -0.25]]])})  # fmt: skip
-    book.invalid(
-        "below-one", "rows of C sum to one", "MIX-3", invalid, inputs={**good, "mixing": array([[[0.5, 0.25]]])}
-    )
-    book.invalid(
-        "above-one", "rows of C sum to one", "MIX-3", invalid, inputs={**good, "mixing": array([[[0.5, 0.75]]])}
-    )
+        **{**good, "mixing": array([[[1.25, -0.25]]])})  # fmt: skip
+    book.invalid("below-one", "rows of C sum to one", "MIX-3", invalid, **{**good, "mixing": array([[[0.5, 0.25]]])})
+    book.invalid("above-one", "rows of C sum to one", "MIX-3", invalid, **{**good, "mixing": array([[[0.5, 0.75]]])})
     book.invalid("one-row-per-query", "one query's weights do not sum to one", "MIX-3", invalid,
-        inputs={**good, "mixing": array([[[[0.5, 0.5], [0.5, 0.25]]]])})  # fmt: skip
+        **{**good, "mixing": array([[[[0.5, 0.5], [0.5, 0.25]]]])})  # fmt: skip
     for dtype, bits in (("float64", 16), ("float32", 13), ("float16", 6), ("bfloat16", 5)):
         book.invalid(f"just-outside-{dtype}",
             "a row of C further from one than ROW_SUM of this dtype, by less than twice", "MIX-3", invalid,
-            flags="row-sum-bound", dtypes=[dtype],
-            inputs={"teacher_probs": probs([1, 3, 2, 4], 101, 9, 2, 6),
-            "mixing": array([[[0.5, 0.5, 2.0**-bits]]])})  # fmt: skip
+            flags="row-sum-bound", dtypes=[dtype], teacher_probs=probs([1, 3, 2, 4], 101, 9, 2, 6),
+            mixing=array([[[0.5, 0.5, 2.0**-bits]]]))  # fmt: skip
     book.valid(
         "just-inside-float64",
         "a row of C within ROW_SUM of one",
         "MIX-3",
         "row-sum-bound",
         dtypes=["float64", "float32"],
-        inputs={"teacher_probs": probs([1, 3, 2, 4], 101, 9, 2, 6), "mixing": array([[[0.5, 0.5, 2.0**-17]]])},
+        teacher_probs=probs([1, 3, 2, 4], 101, 9, 2, 6),
+        mixing=array([[[0.5, 0.5, 2.0**-17]]]),
     )
     for name, change in (
         ("teacher-heads", {"mixing": array([[[0.25, 0.25, 0.5]]])}),
         ("samples", {"mixing": array([[[0.5, 0.5]]] * 2)}),
         ("queries", {"mixing": array([[[[0.5] * 3] * 2]])}),
     ):
-        book.invalid(name, "maps and C must fit", "MIX-3", "argument-shape", inputs={**good, **change})
+        book.invalid(name, "maps and C must fit", "MIX-3", "argument-shape", **{**good, **change})
     book.valid("sinks", "rows of any sum up to one, in every row", "MIX-18 MIX-17", "sink-filled row-renormalised",
-        inputs={"teacher_probs": array([[[[0.25, 0.125], [0, 0]], [[0.5, 0.5], [0, 0.75]]]]),
-        "mixing": array([[[0.25, 0.75]]])})  # fmt: skip
+        teacher_probs=array([[[[0.25, 0.125], [0, 0]], [[0.5, 0.5], [0, 0.75]]]]),
+        mixing=array([[[0.25, 0.75]]]))  # fmt: skip
     for name, row in (("sum-above", [0.75, 0.5]), ("negative", [0.75, -0.25])):
         book.invalid(f"map-{name}", "a row of more than one, or an entry below 0", "MIX-18 MAP-9 MAP-3",
-            "not-a-distribution",
-            inputs={"teacher_probs": array([[[[1, 0]], [row]]]), "mixing": array([[[0.25, 0.75]]])})  # fmt: skip
+            "not-a-distribution", teacher_probs=array([[[[1, 0]], [row]]]),
+            mixing=array([[[0.25, 0.75]]]))  # fmt: skip
     book.invalid(
-        "mixing-axes", "C of two axes", "MIX-3", "argument-shape", inputs={**good, "mixing": array([[0.25, 0.75]])}
+        "mixing-axes", "C of two axes", "MIX-3", "argument-shape", **{**good, "mixing": array([[0.25, 0.75]])}
     )
-    book.invalid("axes", "maps of three axes", "MAP-4", "argument-shape",
-        inputs={"teacher_probs": array([[[1, 0]]]), "mixing": array([[[1]]])})  # fmt: skip
-    book.invalid("nan", "NaN in a map", "MAP-5", "not-finite",
-        inputs={"teacher_probs": array([[[["nan", 0]], [[0, 1]]]]), "mixing": array([[[0.25, 0.75]]])})  # fmt: skip
-    book.invalid("mixing-nan", "NaN in C", "MAP-5", "not-finite", inputs={**good, "mixing": array([[["nan", 0.75]]])})
+    book.invalid("axes", "maps of three axes", "MAP-4", "argument-shape", teacher_probs=array([[[1, 0]]]),
+        mixing=array([[[1]]]))  # fmt: skip
+    book.invalid("nan", "NaN in a map", "MAP-5", "not-finite", teacher_probs=array([[[["nan", 0]], [[0, 1]]]]),
+        mixing=array([[[0.25, 0.75]]]))  # fmt: skip
+    book.invalid("mixing-nan", "NaN in C", "MAP-5", "not-finite", **{**good, "mixing": array([[["nan", 0.75]]])})
     book.invalid(
         "complex-map",
         "a complex map",
         "MAP-5",
         "argument-dtype",
-        inputs={"teacher_probs": array([[[[1, 0]], [[0, 1]]]], "complex128"), "mixing": array([[[0.25, 0.75]]])},
+        teacher_probs=array([[[[1, 0]], [[0, 1]]]], "complex128"),
+        mixing=array([[[0.25, 0.75]]]),
     )
     book.invalid("complex", "complex C", "MAP-5", "argument-dtype",
-        inputs={**good, "mixing": array([[[0.25, 0.75]]], "complex128")})  # fmt: skip
+        **{**good, "mixing": array([[[0.25, 0.75]]], "complex128")})  # fmt: skip
     return book
 
 

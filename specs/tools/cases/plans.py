@@ -42,24 +42,24 @@ def merge_plan() -> Book:
         (64, 1, "plan-halves"),
     ):
         spec = "PLAN-3" if teachers == students else "PLAN-5"
-        arguments = {"num_teacher_heads": teachers, "num_student_heads": students}
-        book.valid(f"{teachers}-to-{students}", f"{teachers} heads to {students}", spec, flags, inputs=arguments)
-    book.valid("kind-progressive", "the kind by name", "PLAN-5",
-        inputs={"num_teacher_heads": 6, "num_student_heads": 4, "kind": "progressive"})  # fmt: skip
+        arguments: dict[str, Any] = {"num_teacher_heads": teachers, "num_student_heads": students}
+        book.valid(f"{teachers}-to-{students}", f"{teachers} heads to {students}", spec, flags, **arguments)
+    book.valid("kind-progressive", "the kind by name", "PLAN-5", num_teacher_heads=6, num_student_heads=4,
+        kind="progressive")  # fmt: skip
     for teachers, students in (
         (3, 1), (3, 3), (4, 1), (5, 1), (5, 2), (6, 4), (7, 1), (7, 3), (10, 3), (11, 4), (12, 5), (12, 6), (13, 1),
         (14, 4), (16, 6), (25, 16), (40, 32),
     ):  # fmt: skip
         book.valid(f"balanced-{teachers}-to-{students}", f"{teachers} heads in {students} contiguous groups",
             "PLAN-8" if teachers > students else "PLAN-8 PLAN-3",
-            "balanced-larger-last balanced-odd-part balanced-is-progressive",
-            inputs={"num_teacher_heads": teachers, "num_student_heads": students, "kind": "balanced"})  # fmt: skip
+            "balanced-larger-last balanced-odd-part balanced-is-progressive", num_teacher_heads=teachers,
+            num_student_heads=students, kind="balanced")  # fmt: skip
     for name, teachers, students, rounds in (
         ("explicit", 5, 2, [[[3, 1], [0, 4]], [[2, 0]]]),
         ("explicit-identity", 3, 3, []),
     ):
         book.valid(name, "explicit rounds are checked and come back as they are", "PLAN-1 PLAN-7", "pair-sorted",
-            inputs={"num_teacher_heads": teachers, "num_student_heads": students, "kind": rounds})  # fmt: skip
+            num_teacher_heads=teachers, num_student_heads=students, kind=rounds)  # fmt: skip
     for name, rounds in (
         ("too-few-merges", [[[0, 1]]]),
         ("too-many-merges", [[[0, 1], [2, 3]], [[0, 1]]]),
@@ -69,20 +69,17 @@ def merge_plan() -> Book:
         ("three-in-a-pair", [[[0, 1, 2]]]),
     ):
         book.invalid(f"explicit-{name}", "explicit rounds lead from the teacher's heads to the student's",
-            "PLAN-7 PLAN-1", "plan-invalid",
-            inputs={"num_teacher_heads": 4, "num_student_heads": 2, "kind": rounds})  # fmt: skip
-    book.invalid("boolean-count", "a boolean is no integer", "ERR-6 PLAN-1", "argument-value",
-        inputs={"num_teacher_heads": 4, "num_student_heads": True})  # fmt: skip
+            "PLAN-7 PLAN-1", "plan-invalid", num_teacher_heads=4, num_student_heads=2, kind=rounds)  # fmt: skip
+    book.invalid("boolean-count", "a boolean is no integer", "ERR-6 PLAN-1", "argument-value", num_teacher_heads=4,
+        num_student_heads=True)  # fmt: skip
     for teachers, students in ((12, 16), (1, 2), (6, 7)):
         book.invalid(f"exceed-{teachers}-to-{students}", "more student heads than teacher heads", "PLAN-2",
-            "heads-exceed",
-            inputs={"num_teacher_heads": teachers, "num_student_heads": students})  # fmt: skip
+            "heads-exceed", num_teacher_heads=teachers, num_student_heads=students)  # fmt: skip
     book.invalid("exceed-and-no-heads",
         "no teacher heads and one student head: two rules are broken, and either code is right",
-        "ERR-4 PLAN-1 PLAN-2", "argument-value heads-exceed",
-        inputs={"num_teacher_heads": 0, "num_student_heads": 1})  # fmt: skip
-    book.invalid("exceed-balanced", "the balanced kind refuses it too", "PLAN-2", "heads-exceed",
-        inputs={"num_teacher_heads": 4, "num_student_heads": 5, "kind": "balanced"})  # fmt: skip
+        "ERR-4 PLAN-1 PLAN-2", "argument-value heads-exceed", num_teacher_heads=0, num_student_heads=1)  # fmt: skip
+    book.invalid("exceed-balanced", "the balanced kind refuses it too", "PLAN-2", "heads-exceed", num_teacher_heads=4,
+        num_student_heads=5, kind="balanced")  # fmt: skip
     for name, arguments in (
         ("no-student-heads", {"num_teacher_heads": 4, "num_student_heads": 0}),
         ("no-heads", {"num_teacher_heads": 0, "num_student_heads": 0}),
@@ -94,7 +91,7 @@ def merge_plan() -> Book:
         ("kind-unknown-identity", {"num_teacher_heads": 4, "num_student_heads": 4, "kind": "random"}),
     ):
         comment = "counts are integers of at least 1, kinds are progressive and balanced"
-        book.invalid(name, comment, "PLAN-1", "argument-value", inputs=arguments)
+        book.invalid(name, comment, "PLAN-1", "argument-value", **arguments)
     return book
 
 
@@ -117,8 +114,8 @@ def plan_groups() -> Book:
         ("balanced-7-to-3", 7, heads.merge_plan(7, 3, "balanced"), "contiguous groups"),
         ("balanced-11-to-4", 11, heads.merge_plan(11, 4, "balanced"), "an odd part waits"),
     ):
-        book.valid(name, comment, "PLAN-4 PLAN-6", "pool-in-place pool-untouched-first group-sorted",
-            inputs={"plan": plan, "num_teacher_heads": teachers})  # fmt: skip
+        book.valid(name, comment, "PLAN-4 PLAN-6", "pool-in-place pool-untouched-first group-sorted", plan=plan,
+            num_teacher_heads=teachers)  # fmt: skip
     for name, plan in (
         ("used-twice", [[[0, 1], [1, 2]]]),
         ("with-itself", [[[1, 1]]]),
@@ -132,11 +129,10 @@ def plan_groups() -> Book:
         ("one-in-a-pair", [[[0]]]),
     ):
         book.invalid(name, "a round has at least one pair of valid positions, each used once", "PLAN-7",
-            "plan-invalid",
-            inputs={"plan": plan, "num_teacher_heads": 4})  # fmt: skip
-    book.invalid("booleans", "a boolean is no position", "ERR-6 PLAN-7", "plan-invalid",
-        inputs={"plan": [[[False, True]]], "num_teacher_heads": 4})  # fmt: skip
-    book.invalid("no-heads", "a count of 0", "PLAN-1", "argument-value", inputs={"plan": [], "num_teacher_heads": 0})
+            "plan-invalid", plan=plan, num_teacher_heads=4)  # fmt: skip
+    book.invalid("booleans", "a boolean is no position", "ERR-6 PLAN-7", "plan-invalid", plan=[[[False, True]]],
+        num_teacher_heads=4)  # fmt: skip
+    book.invalid("no-heads", "a count of 0", "PLAN-1", "argument-value", plan=[], num_teacher_heads=0)
     return book
 
 
@@ -149,25 +145,25 @@ def layer_map() -> Book:
         (10, 4), (13, 5), (24, 7), (28, 24), (32, 12), (36, 24), (40, 12), (100, 7), (13, 12),
     ):  # fmt: skip
         book.valid(f"{teachers}-to-{students}", f"{teachers} layers to {students}",
-            "LAYER-1 LAYER-3" if teachers % students else "LAYER-1", rounding,
-            inputs={"num_teacher_layers": teachers, "num_student_layers": students})  # fmt: skip
+            "LAYER-1 LAYER-3" if teachers % students else "LAYER-1", rounding, num_teacher_layers=teachers,
+            num_student_layers=students)  # fmt: skip
     for teachers, students in INEXACT_LAYERS:
         book.valid(f"inexact-{teachers}-to-{students}",
             "the ratio of the counts is no binary fraction, and rounding it first gives another pair",
-            "LAYER-6 LAYER-1", "layers-inexact",
-            inputs={"num_teacher_layers": teachers, "num_student_layers": students})  # fmt: skip
+            "LAYER-6 LAYER-1", "layers-inexact", num_teacher_layers=teachers,
+            num_student_layers=students)  # fmt: skip
     book.valid("many", "2^24 + 1 layers: float32 cannot count them", "LAYER-6", "layers-inexact",
-        inputs={"num_teacher_layers": 16777217, "num_student_layers": 2})  # fmt: skip
+        num_teacher_layers=16777217, num_student_layers=2)  # fmt: skip
     for name, pairs, comment in (
         ("sorted", [[2, 5], [0, 1], [1, 3]], "pairs come back in student order"),
         ("missing-students", [[3, 0]], "student layers may be missing"),
         ("shared-teacher", [[0, 5], [1, 5], [3, 5]], "a teacher layer may serve several"),
         ("crossing", [[0, 5], [3, 0]], "pairs may cross"),
     ):
-        book.valid(f"explicit-{name}", comment, "LAYER-4 LAYER-5", "layers-by-teacher",
-            inputs={"num_teacher_layers": 6, "num_student_layers": 4, "pairs": pairs})  # fmt: skip
+        book.valid(f"explicit-{name}", comment, "LAYER-4 LAYER-5", "layers-by-teacher", num_teacher_layers=6,
+            num_student_layers=4, pairs=pairs)  # fmt: skip
     book.valid("explicit-deeper-student", "with explicit pairs the student may have more layers", "LAYER-2 LAYER-4",
-        inputs={"num_teacher_layers": 2, "num_student_layers": 4, "pairs": [[3, 1], [0, 0]]})  # fmt: skip
+        num_teacher_layers=2, num_student_layers=4, pairs=[[3, 1], [0, 0]])  # fmt: skip
     for name, arguments in (
         ("deeper-student", {"num_teacher_layers": 4, "num_student_layers": 5}),
         ("no-teacher-layers", {"num_teacher_layers": 0, "num_student_layers": 0}),
@@ -175,11 +171,9 @@ def layer_map() -> Book:
         ("negative", {"num_teacher_layers": 4, "num_student_layers": -1}),
         ("fraction", {"num_teacher_layers": 4, "num_student_layers": 1.5}),
     ):
-        book.invalid(
-            name, "counts are integers of at least 1, L_s <= L_t", "LAYER-2", "layers-invalid", inputs=arguments
-        )
-    book.invalid("boolean-count", "a boolean is no integer", "ERR-6 LAYER-2", "layers-invalid",
-        inputs={"num_teacher_layers": 4, "num_student_layers": True})  # fmt: skip
+        book.invalid(name, "counts are integers of at least 1, L_s <= L_t", "LAYER-2", "layers-invalid", **arguments)
+    book.invalid("boolean-count", "a boolean is no integer", "ERR-6 LAYER-2", "layers-invalid", num_teacher_layers=4,
+        num_student_layers=True)  # fmt: skip
     for name, pairs in (
         ("none", []),
         ("student-twice", [[0, 1], [0, 2]]),
@@ -193,8 +187,7 @@ def layer_map() -> Book:
     ):
         book.invalid(f"pairs-{name}",
             "explicit pairs are pairs of integers in range, at least one, no student layer twice", "LAYER-4",
-            "layers-invalid",
-            inputs={"num_teacher_layers": 6, "num_student_layers": 4, "pairs": pairs})  # fmt: skip
+            "layers-invalid", num_teacher_layers=6, num_student_layers=4, pairs=pairs)  # fmt: skip
     return book
 
 
