@@ -81,11 +81,11 @@ def _torch(device: str) -> AbstractContextManager[Any]:
 
 
 def _kl(backend: str, device: str = "cpu") -> AbstractContextManager[Any]:
-    return nullcontext(importlib.import_module("shd_torch.adapters.kl").KlAdapter(backend, device))
+    return nullcontext(importlib.import_module("support.binding.judged_kl").KlAdapter(backend, device))
 
 
 def _kernels() -> AbstractContextManager[Any]:
-    return nullcontext(importlib.import_module("shd_torch.adapters.kernels").KernelAdapter("cuda"))
+    return nullcontext(importlib.import_module("support.binding.judged_kl").KernelAdapter("cuda"))
 
 
 def _interpreted_kernels() -> AbstractContextManager[Any]:

@@ -261,7 +261,7 @@ commands cli
 """
 SHD_TORCH = """
 precision checks maps supervision kernels kl kd capture teacher data recipes training shrink rivals export doctor
-top adapters demo shrink_command doctor_command commands cli
+top demo shrink_command doctor_command commands cli
 """
 FLOORS = {"shd_ref": SHD_REF.split(), "shd_torch": SHD_TORCH.split()}
 """Rooms and files of docs/architecture.md from the ground up; a file imports from its own floor and from below."""

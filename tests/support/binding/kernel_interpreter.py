@@ -43,7 +43,7 @@ class InterpretedAdapter:
 
 def call_adapter(operation: str, inputs: dict[str, Any], dtype: str) -> Any:
     """One operation of the judge."""
-    from shd_torch.adapters.kernels import KernelAdapter
+    from support.binding.judged_kl import KernelAdapter
 
     return KernelAdapter("cpu").run_operation(operation, inputs, dtype)
 

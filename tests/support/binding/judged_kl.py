@@ -2,7 +2,8 @@
 
 Logits that are given as such are products too, of themselves with the identity: ``z = z I^T``. So every case of the
 loss and of its gradients goes through the backend's own products. The gradient of the logits is that of the queries
-then; ``sdpa``, which shifts keys and forms no map, rounds it where it is exactly 0 and does not offer it.
+then; ``sdpa``, which shifts keys and forms no map, rounds it where it is exactly 0 and does not offer it. Maps are
+products as well, as the kernels read them: ``A~ = rho softmax(log(A~ / rho) I^T)``.
 """
 
 from __future__ import annotations
@@ -18,18 +19,15 @@ from shd_torch.checks import check_attn_mask, check_option, check_probs, check_r
 from shd_torch.kl.loss import attention_kl, explain_backend
 from shd_torch.maps.judged import Adapter
 from shd_torch.maps.loss import DIVERGENCES, Layers, match_layers
+from shd_torch.supervision.factored import Factored
+from shd_torch.supervision.mask import is_allowed
 from shd_torch.supervision.supervision import Dense
 
 OPERATIONS: tuple[str, ...] = ("shd_loss", "shd_loss_gradient", "shd_loss_gradient_qk")
 
 
 class KlAdapter(Adapter):
-    """Runs ``OPERATIONS`` through ``attention_kl``; what it or the backend lacks is missing, and never another's.
-
-    Args:
-        backend: of ``attention_kl``.
-        device: see ``Adapter``.
-    """
+    """Runs ``OPERATIONS`` through ``attention_kl``; what it or the backend lacks is missing, and never another's."""
 
     def __init__(self, backend: str, device: str | torch.device | None = None) -> None:
         super().__init__(device)
@@ -106,7 +104,7 @@ class KlAdapter(Adapter):
             ).sum()
         return loss, list(torch.autograd.grad(loss, wide))
 
-    def _loss(self, q: list[Tensor], k: list[Tensor], supervision: list[Dense], **arguments: Any) -> Tensor:
+    def _loss(self, q: list[Tensor], k: list[Tensor], supervision: Any, **arguments: Any) -> Tensor:
         for choice in explain_backend(q, k, supervision, **arguments):
             if self.backend in choice.refused:
                 raise NotImplementedError(f"{self.backend}: {choice.refused[self.backend]}")
@@ -129,3 +127,54 @@ def _join(attn_mask: Tensor | None, finite: Tensor) -> Tensor | None:
     if finite.all():
         return attn_mask
     return finite if attn_mask is None else finite & attn_mask
+
+
+_NEVER = -1e4  # its exponential is exactly 0, and every product keeps it finite
+
+
+class KernelAdapter(KlAdapter):
+    """Runs ``OPERATIONS`` by the backend ``triton``; float64, large heads and masks of heads or rows are missing."""
+
+    def __init__(self, device: str | torch.device | None = None) -> None:
+        super().__init__("triton", device)
+
+    def _loss(self, q: list[Tensor], k: list[Tensor], supervision: list[Dense], **arguments: Any) -> Tensor:
+        explain_backend(q, k, supervision, **arguments)  # errors about the arguments, for the maps themselves
+        shape = (*q[0].shape[:3], k[0].shape[2])
+        arguments |= _describe_mask(arguments.pop("attn_mask", None), shape) | {"check": False}
+        shared = {name: arguments[name] for name in ("attn_mask", "is_causal")}
+        temperature = arguments.get("temperature", 1.0)
+        taught = [_factor_maps(maps, temperature, shared) for maps in supervision]
+        return super()._loss(q, k, taught, **arguments)
+
+
+def _factor_maps(supervision: Dense, temperature: float, masks: dict[str, Any]) -> Factored:
+    """The same maps as queries, keys that are the identity, and a mass for each row."""
+    maps = supervision.maps.to(supervision.dtype)
+    batch, heads, _, num_keys = maps.shape
+    mass = maps.sum(-1)
+    logits = temperature * (maps / mass.clamp_min(torch.finfo(maps.dtype).tiny)[..., None]).log()
+    keys, mixing = (torch.eye(size, dtype=maps.dtype, device=maps.device) for size in (num_keys, heads))
+    has_sinks = supervision.row_sums != "one"
+    return Factored(
+        logits.clamp_min(_NEVER),
+        keys.expand(batch, 1, -1, -1),
+        mixing.expand(batch, -1, -1) if has_sinks else mixing[..., None] * mass[:, None],
+        scale=1.0,
+        groups=tuple((head,) for head in range(heads)),
+        row_mass=mass if has_sinks else None,
+        **masks,
+    )
+
+
+def _describe_mask(mask: Tensor | None, shape: tuple[int, ...]) -> dict[str, Any]:
+    """A mask as a mask of keys and causality where that says the same, else as it is."""
+    if mask is None:
+        return {"attn_mask": None, "is_causal": False}
+    allowed = is_allowed(mask).expand(shape)
+    keys = allowed.any((1, 2), keepdim=True)
+    causal = torch.ones(shape[2:], dtype=torch.bool, device=mask.device).tril()
+    for is_causal in (False, True):
+        if torch.equal(allowed, (keys & causal if is_causal else keys).expand(shape)):
+            return {"attn_mask": None if keys.all() else keys, "is_causal": is_causal}
+    return {"attn_mask": mask, "is_causal": False}
