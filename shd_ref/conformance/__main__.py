@@ -26,16 +26,7 @@ def main(
     prog: str = "python -m shd_ref.conformance",
     parser: type[argparse.ArgumentParser] = argparse.ArgumentParser,
 ) -> int:
-    """Judge one implementation.
-
-    Args:
-        argv: the arguments; default those of the command line.
-        prog: the command as it was typed, for the help and for errors.
-        parser: what reads the arguments and refuses them.
-
-    Returns:
-        0 where it conforms, 1 where something failed, 2 where nothing could be judged.
-    """
+    """Judge one implementation: 0 where it conforms, 1 where something failed, 2 where nothing could be judged."""
     made = make_parser(prog, parser)
     arguments = sys.argv[1:] if argv is None else list(argv)
     options = made.parse_args(arguments)
@@ -61,34 +52,25 @@ def _judge(options: argparse.Namespace) -> tuple[int, str]:
         return PASSED, "".join(f"{item.id}  {' '.join(item.spec)}\n" for item in items)
     known = KnownFailures.read(options.known_failures) if options.known_failures else None
     program, how = _open_implementation(options)
+    chosen = {"only": options.only, "vectors": options.vectors, "seed": options.seed, "known": known}
     with program:
-        reports = [
-            judge(
-                program,
-                dtype=dtype,
-                only=options.only,
-                known=known,
-                vectors=options.vectors,
-                name=program.name,
-                seed=options.seed,
-            )
-            for dtype in options.dtype or ["float64"]
-        ]
+        reports = [judge(program, dtype=dtype, name=program.name, **chosen) for dtype in options.dtype or ["float64"]]
     if options.save_calls:
         _save_calls(Path(options.save_calls), reports)
     document = {"runs": [report.to_json() for report in reports]}
+    status = UNUSABLE if any(report.empty for report in reports) else PASSED
+    status = FAILED if any(not report.passed for report in reports) else status
     if options.report:
         _write(Path(options.report), json.dumps(document, indent=1) + "\n")
     if options.json:
-        return _exit_code(reports), json.dumps(document) + "\n"
-    return _exit_code(reports), "".join(report.summary(how) + "\n\n" for report in reports)
+        return status, json.dumps(document) + "\n"
+    return status, "".join(report.summary(how) + "\n\n" for report in reports)
 
 
 def _open_implementation(options: argparse.Namespace) -> tuple[Program, str]:
     """The implementation in a process of its own, and the options that name it."""
     if options.impl:
-        command = [sys.executable, "-m", "shd_ref.conformance.host", options.impl]
-        how = f"--impl {options.impl}"
+        command, how = [sys.executable, "-m", "shd_ref.conformance.host", options.impl], f"--impl {options.impl}"
         return Program(command, timeout=options.timeout, name=how), how
     command = shlex.split(options.program) if len(options.arguments) == 0 else [options.program, *options.arguments]
     return Program(command, timeout=options.timeout), f"--program {shlex.quote(shlex.join(command))}"
@@ -159,12 +141,6 @@ def _write(path: Path, text: str) -> None:
         draft.replace(target)
     finally:
         draft.unlink(missing_ok=True)
-
-
-def _exit_code(reports: Sequence[Report]) -> int:
-    if any(not report.passed for report in reports):
-        return FAILED
-    return UNUSABLE if any(report.empty for report in reports) else PASSED
 
 
 if __name__ == "__main__":

@@ -21,13 +21,8 @@ from shd_ref.conformance.specification import error_codes
 
 Array: TypeAlias = NDArray[Any]
 
-
-PLAIN = frozenset({int, bool, str, type(None)})
-"""Types of values without parts."""
-
-
-_LARGE = 1 << 24
-"""Bytes from which on an answer is not kept to see whether it changes."""
+PLAIN = frozenset({int, bool, str, type(None)})  # types of values without parts
+_LARGE = 1 << 24  # bytes from which on an answer is not kept to see whether it changes
 
 
 class OwnDtype(np.ndarray[Any, np.dtype[Any]]):
@@ -137,12 +132,8 @@ class Subject:
     _earlier: deque[tuple[str, list[Array], list[bytes]]] = field(default_factory=lambda: deque(maxlen=4))
 
     def run(self, operation: str, inputs: Mapping[str, Any]) -> Any:
-        """One call.
-
-        Raises:
-            Missing, RefusedError, BrokenError: what the implementation did instead of answering.
-        """
-        call = Call(operation, _copy(inputs))
+        """One call; Missing, RefusedError or BrokenError say what the implementation did instead of answering."""
+        call = Call(operation, copy_of(inputs))
         self.calls.append(call)
         try:
             call.answer = self.adapter.run_operation(operation, inputs, self.dtype)
@@ -153,7 +144,7 @@ class Subject:
         except BaseException as error:
             problem = _read_error(operation, error)
             own_arrays = not isinstance(self.adapter, Functions) and isinstance(error, TypeError | ValueError)
-            if isinstance(problem, BrokenError) and own_arrays and not all(map(_is_plain, _arrays(inputs))):
+            if isinstance(problem, BrokenError) and own_arrays and not all(map(_is_plain, arrays_of(inputs))):
                 problem = Missing(f"the adapter does not turn this array into its own: {error}")
             if isinstance(problem, RefusedError):
                 self._check_memory(call, inputs)
@@ -172,7 +163,7 @@ class Subject:
         for operation, arrays, before in self._earlier:
             if before != [array.tobytes() for array in arrays]:
                 raise BrokenError(f"changed what an earlier call of {operation} had answered", "NUM-9")
-        answered, arguments = _arrays(call.answer), _arrays(inputs)
+        answered, arguments = arrays_of(call.answer), arrays_of(inputs)
         if any(np.may_share_memory(*pair) for pair in product(answered, arguments)):
             raise BrokenError("answered with memory of an argument: what a caller writes there changes both", "NUM-9")
         small = [array for array in answered if array.nbytes < _LARGE]
@@ -203,31 +194,22 @@ def as_adapter(implementation: Any) -> Adapter:
 
 
 def take_output(answer: Any, name: str, outputs: Sequence[str]) -> Any:
-    """One named output of an answer, which is a mapping, an object, a tuple, or the value itself.
+    """One output of an answer: of a mapping, an object, a tuple in the order of ``outputs``, or the value itself.
 
-    Args:
-        answer: what the implementation returned.
-        name: of the output; with dots, a path into a record (``strategies.shd.residual``).
-        outputs: all names, in a tuple's order.
-
-    Raises:
-        BrokenError: the answer holds no such output.
+    With dots a name is a path into a record (``strategies.shd.residual``).
     """
     first, *path = name.split(".")
-    value = _take_first(answer, first, outputs)
+    if isinstance(answer, Mapping) or _has_field(answer, first):
+        value = _take_field(answer, first, first)
+    elif len(outputs) == 1:
+        value = answer
+    elif isinstance(answer, tuple | list) and len(answer) == len(outputs):
+        value = answer[list(outputs).index(first)]
+    else:
+        raise BrokenError(f"must answer with {', '.join(outputs)}; got {type(answer).__name__} without {first}")
     for step in path:
         value = _take_field(value, step, name)
     return value
-
-
-def _take_first(answer: Any, name: str, outputs: Sequence[str]) -> Any:
-    if isinstance(answer, Mapping) or _has_field(answer, name):
-        return _take_field(answer, name, name)
-    if len(outputs) == 1:
-        return answer
-    if isinstance(answer, tuple | list) and len(answer) == len(outputs):
-        return answer[list(outputs).index(name)]
-    raise BrokenError(f"must answer with {', '.join(outputs)}; got {type(answer).__name__} without {name}")
 
 
 def _take_field(value: Any, name: str, path: str) -> Any:
@@ -256,7 +238,7 @@ def fields_of(value: Any) -> Mapping[str, Any]:
     return {name: item for name, item in vars(value).items() if not name.startswith("_")}
 
 
-def _arrays(value: Any) -> list[Array]:
+def arrays_of(value: Any) -> list[Array]:
     """All arrays of an argument or an answer."""
     if isinstance(value, np.ndarray):
         return [value]
@@ -264,16 +246,17 @@ def _arrays(value: Any) -> list[Array]:
         return []
     if not isinstance(value, list | tuple):
         value = (value if isinstance(value, Mapping) else fields_of(value)).values()
-    return [array for item in value for array in _arrays(item)]
+    return [array for item in value for array in arrays_of(item)]
 
 
-def _copy(value: Any) -> Any:
+def copy_of(value: Any) -> Any:
+    """The same in arrays, lists and mappings of its own."""
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, list | tuple):
-        return type(value)(_copy(item) for item in value)
+        return type(value)(copy_of(item) for item in value)
     if type(value) not in PLAIN and isinstance(value, Mapping):
-        return {name: _copy(item) for name, item in value.items()}
+        return {name: copy_of(item) for name, item in value.items()}
     return value
 
 

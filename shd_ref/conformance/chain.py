@@ -110,14 +110,7 @@ def check_chain(
 ) -> tuple[str, Difference] | None:
     """The first output of ``squeeze_heads`` that does not follow from its inputs and its earlier outputs.
 
-    Args:
-        inputs: its arguments by name; ``plan`` must be explicit in ``got``.
-        got: its outputs by name (MIX-11).
-        dtype: whose tolerances apply.
-        flat: alphas may be ill-conditioned and are judged by their effect.
-
-    Returns:
-        The output's name and the difference, or None where all is right.
+    ``flat`` alphas may be ill-conditioned and are judged by their effect.
     """
     maps, outputs = (np.asarray(inputs[name], dtype=np.float64) for name in ("teacher_probs", "value_outputs"))
     strategy, per_row = inputs.get("strategy", "shd"), inputs.get("alpha_per", "map") == "row"

@@ -23,14 +23,7 @@ class Difference:
 
 
 def compare_output(rule: Mapping[str, Any], expected: Any, got: Any, dtype: str) -> Difference | None:
-    """One output against the file's expectation under its rule; None where they agree.
-
-    Args:
-        rule: as in the vector file.
-        expected: as in the vector file.
-        got: what the implementation answered.
-        dtype: whose tolerances apply.
-    """
+    """One output against the vector file's expectation under its rule; None where they agree."""
     kind = rule["rule"]
     if kind == "plan":
         return compare_plans(expected, got)
@@ -39,11 +32,9 @@ def compare_output(rule: Mapping[str, Any], expected: Any, got: Any, dtype: str)
     quantity = "alpha" if kind == "alpha" else rule["quantity"]
     atol, rtol = agreement(dtype, quantity)
     exact_zeros = bool(rule.get("exact_zeros"))
-
-    def close(wanted: NDArray[Any], given: NDArray[np.float64]) -> Difference | None:
-        return compare_close(wanted, given, atol, rtol, exact_zeros=exact_zeros)
-
-    return _compare_nested(expected, got, close)
+    return _compare_nested(
+        expected, got, lambda right, numbers: compare_close(right, numbers, atol, rtol, exact_zeros=exact_zeros)
+    )
 
 
 def compare_close(
@@ -92,16 +83,20 @@ def compare_exact(expected: Any, got: Any) -> Difference | None:
     ):
         return _compare_nested(expected, got, lambda reference, numbers: compare_close(reference, numbers, 0.0, 0.0))
     plain = as_plain(got)
-    # True == 1 in Python, but a count is not a boolean.
-    if plain == expected and _kinds(plain) == _kinds(expected):
+    if _is_equal(plain, expected):
         return None
     return Difference("is not equal to what was expected", abbreviate(expected), abbreviate(plain))
+
+
+def _is_equal(plain: Any, expected: Any) -> bool:
+    """True == 1 in Python, but a count is not a boolean."""
+    return bool(plain == expected and _kinds(plain) == _kinds(expected))
 
 
 def compare_plans(expected: Any, got: Any) -> Difference | None:
     """The same rounds of the same pairs in the same order."""
     plain = as_plain(got)
-    if plain == expected and _kinds(plain) == _kinds(expected):
+    if _is_equal(plain, expected):
         return None
     problem = f"must have {len(expected)} rounds of pairs"
     if isinstance(plain, list):

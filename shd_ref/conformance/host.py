@@ -38,11 +38,7 @@ from shd_ref.conformance.specification import DTYPES
 
 
 def main(path: str) -> None:
-    """Answer until the input ends.
-
-    Args:
-        path: a module, ``package.module``, or an object in it, ``package.module:name``; a class is called first.
-    """
+    """Answer for a module or an object in it, ``package.module:name``, until the input ends."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     # What the implementation reads is empty, and what it prints is for people and no answer.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -99,7 +95,6 @@ def _load(path: str) -> Adapter:
 def _answer(subject: Subject, request: Mapping[str, Any], inputs: Mapping[str, Any]) -> str:
     """The line that answers a request."""
     names, outputs, absent = OUTPUTS[request["operation"]], {}, []
-    told: dict[str, Any]
     try:
         answer = subject.run(request["operation"], inputs)
         for name in names:
@@ -112,13 +107,12 @@ def _answer(subject: Subject, request: Mapping[str, Any], inputs: Mapping[str, A
         return json.dumps({"id": request["id"], "outputs": outputs})
     except (Missing, RefusedError) as error:
         code = error.code if isinstance(error, RefusedError) else "not-implemented"
-        told = {"error": {"code": code, "message": str(error.__cause__ or error)}}
+        told: Any = {"error": {"code": code, "message": str(error.__cause__ or error)}}
     except BrokenError as error:
         told = {"broken": {"message": str(error), "spec": error.spec_id}}
     except BaseException as error:
-        told = {
-            "broken": {"message": f"raised {type(error).__name__} in the call or as its answer was read: {error}"}
-        }
+        message = f"raised {type(error).__name__} in the call or as its answer was read: {error}"
+        told = {"broken": {"message": message}}
     return json.dumps({"id": request["id"], **told})
 
 

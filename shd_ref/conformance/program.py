@@ -28,21 +28,13 @@ from numpy.typing import NDArray
 from shd_ref.conformance.adapter import PLAIN, BrokenError, Missing, OwnDtype, RefusedError, fields_of
 from shd_ref.conformance.specification import VECTORS_VERSION, error_codes, spec_edition
 
-MAX_ANSWER = 1 << 26
-"""Bytes of the longest line that is read."""
-
+MAX_ANSWER = 1 << 26  # bytes of the longest line that is read
 _SPECIALS = {"-inf": -np.inf, "inf": np.inf, "nan": np.nan}
 _NUMBERS = re.compile("[<>|][biufc][0-9]{1,2}")
 
 
 def encode(value: Any, *, exact: bool = False) -> Any:
-    """An argument.
-
-    Args:
-        value: arrays, numbers, names, and lists of them.
-        exact: for a Python host: arrays as bytes and strides. Without it they are spelled out as
-            ``{"shape", "dtype", "data"}``, with special numbers as strings.
-    """
+    """An argument: arrays spelled out, with special numbers as strings; ``exact``, for a Python host, as bytes."""
     if type(value) in PLAIN:
         return value
     if isinstance(value, np.ndarray | np.generic) and exact:
@@ -108,11 +100,7 @@ def encode_answer(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """An answer: ``{"shape", "data"}`` or ``{"shape", "dtype", "bytes"}`` as an array, anything else as it is.
-
-    Raises:
-        BrokenError: an array whose data do not fill its shape, or are not numbers.
-    """
+    """An answer: ``{"shape", "data"}`` or ``{"shape", "dtype", "bytes"}`` as an array, anything else as it is."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if isinstance(value, str):
@@ -191,10 +179,7 @@ def _number(item: Any) -> Any:
 
 
 PROTOCOL = "1"
-
-START_LIMIT = 60.0
-"""Seconds for a program to start, where an answer has fewer: a library may take long to load."""
-
+START_LIMIT = 60.0  # seconds for a program to start, where an answer has fewer: a library may take long to load
 _CHUNK = 1 << 16
 _KEPT_STDERR = 2000
 
@@ -204,14 +189,10 @@ class ProgramError(RuntimeError):
 
 
 class Program:
-    """An adapter that asks a program. Use as a context manager, so that the program is stopped.
+    """An adapter that asks a program, a context manager that stops it.
 
-    Args:
-        command: the program and its arguments.
-        timeout: seconds for one answer.
-        max_answer: bytes of the longest line that is read.
-        max_restarts: how often a program that crashed, hung or answered garbage is started again.
-        name: in reports, until the program says one; default the command.
+    An answer has ``timeout`` seconds and ``max_answer`` bytes; a program that crashed, hung or answered garbage is
+    started again ``max_restarts`` times. ``name`` is for reports, until the program says one.
     """
 
     remote = True  # the judge's arrays are not in its memory
@@ -225,14 +206,11 @@ class Program:
         max_restarts: int = 10,
         name: str | None = None,
     ) -> None:
-        self.command = list(command)
-        self.timeout = timeout
-        self.max_answer = max_answer
+        self.command, self.timeout, self.max_answer = list(command), timeout, max_answer
         self.name = name or " ".join(command)
         self.operations: tuple[str, ...] = ()
         self.dtypes: tuple[str, ...] = ()
-        self._restarts_left = max_restarts
-        self._max_restarts = max_restarts
+        self._restarts_left = self._max_restarts = max_restarts
         self._process: _Process | None = None
         self._last_id = 0
         self._last_inputs: Mapping[str, Any] = {}
@@ -292,14 +270,9 @@ class Program:
             process = _Process(self.command)
         except OSError as error:
             raise ProgramError(f"{self.name} cannot be started: {error}") from error
-        hello = {
-            "type": "hello",
-            "protocol": PROTOCOL,
-            "spec_edition": spec_edition(),
-            "vectors_version": VECTORS_VERSION,
-        }
+        versions = {"protocol": PROTOCOL, "spec_edition": spec_edition(), "vectors_version": VECTORS_VERSION}
         try:
-            answer = process.ask(hello, max(self.timeout, START_LIMIT), self.max_answer)
+            answer = process.ask({"type": "hello", **versions}, max(self.timeout, START_LIMIT), self.max_answer)
             if isinstance(answer.get("error"), Mapping):
                 process.stop()
                 raise ProgramError(f"{self.name} {answer['error'].get('message')}")
@@ -365,11 +338,7 @@ class _Process:
         self._unsent, self._buffer, self._stderr = bytearray(), bytearray(), bytearray()
 
     def ask(self, message: Mapping[str, Any], timeout: float, max_answer: int) -> Mapping[str, Any]:
-        """Send one line and wait for one line.
-
-        Raises:
-            BrokenError: no line in time, the end of the output, a line that is too long or not a JSON object.
-        """
+        """Send one line and wait for one: in time, not too long, and a JSON object."""
         deadline = time.monotonic() + timeout
         self._unsent += json.dumps(message).encode() + b"\n"
         self._send()

@@ -136,15 +136,8 @@ class Result:
         if self.note:
             entry["note"] = self.note
         if self.finding:
-            entry["finding"] = {
-                "problem": self.finding.problem,
-                "output": self.finding.output,
-                "expected": self.finding.expected,
-                "got": self.finding.got,
-                "looks_like": list(self.finding.looks_like),
-                "spec": list(self.finding.spec or self.spec),
-                "called": _describe_call(self.call) if self.call else "",
-            }
+            spec, called = list(self.finding.spec or self.spec), _describe_call(self.call) if self.call else ""
+            entry["finding"] = {**vars(self.finding), "spec": spec, "called": called}
         return entry
 
 

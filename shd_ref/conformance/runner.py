@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -99,8 +98,9 @@ def judge(
     """
     if dtype not in DTYPES:
         raise LookupError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
-    adapter = as_adapter(implementation)
-    results = list(_run_all(cases(only, vectors=vectors), adapter, dtype, seed))
+    adapter, items = as_adapter(implementation), cases(only, vectors=vectors)
+    with np.errstate(all="ignore"):  # NumPy's own warnings about its arithmetic are not the judge's to print
+        results = [run_item(item, adapter, dtype, seed) for item in items if dtype in item.dtypes]
     called = name or getattr(implementation, "__name__", None) or type(implementation).__name__
     return Report.of(called, dtype, results, known or KnownFailures(), seed)
 
@@ -131,14 +131,6 @@ def run_item(item: Item, adapter: Adapter, dtype: str, seed: int = 0) -> Result:
         finding=finding,
         call=subject.calls[-1] if finding and subject.calls else None,
     )
-
-
-def _run_all(items: Iterable[Item], adapter: Adapter, dtype: str, seed: int) -> Iterator[Result]:
-    # NumPy's own warnings about an implementation's arithmetic are not the judge's to print.
-    with np.errstate(all="ignore"):
-        for item in items:
-            if dtype in item.dtypes:
-                yield run_item(item, adapter, dtype, seed)
 
 
 def _run_case(case: Case, subject: Subject) -> Finding | None:
@@ -218,20 +210,6 @@ def _find(
 # --- well-known mistakes --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Mistake:
-    """What an implementation with a mistake decides; its sentence is in ``specs/mistakes.json`` under its name."""
-
-    name: str
-    operations: tuple[str, ...]
-    choices: Choices
-
-    @property
-    def sentence(self) -> str:
-        """It completes "this equals what you get if ..."."""
-        return load_mistakes()[self.name]
-
-
 _ALPHA = ("solve_alpha", "squeeze_heads")
 _SQUEEZE = ("squeeze_heads",)
 _PLAN = ("merge_plan", "squeeze_heads")
@@ -242,89 +220,78 @@ _GRADIENT = ("shd_loss_gradient",)
 _BOTH = _LOSS + _GRADIENT
 _LAYERS = ("layer_map",)
 
-MISTAKES: tuple[Mistake, ...] = (
-    Mistake("alpha-misprinted", _ALPHA, Choices(n="printed")),
-    Mistake("alpha-opposite-sign", _ALPHA, Choices(n="opposite")),
-    Mistake("alpha-unclipped", _ALPHA, Choices(clip=False)),
-    Mistake("alpha-swapped", _ALPHA, Choices(weighs="q")),
-    Mistake("alpha-other-numerator", _ALPHA, Choices(numerator="w")),
-    Mistake("alpha-padded-rows", _ALPHA, Choices(rows_masked=False)),
-    Mistake("alpha-solved-once", _ALPHA, Choices(sample_shared=True)),
-    Mistake("degenerate-zero", _ALPHA, Choices(degenerate=0.0)),
-    Mistake("degenerate-one", _ALPHA, Choices(degenerate=1.0)),
-    Mistake("degenerate-formula", _ALPHA, Choices(degenerate=None)),
-    Mistake("alpha-per-ignored", _ALPHA, Choices(per="other")),
-    Mistake("merged-outputs-mixed", _SQUEEZE, Choices(merged_outputs="mixed")),
-    Mistake("merged-outputs-mean", _SQUEEZE, Choices(merged_outputs="mean")),
-    Mistake("merged-outputs-first", _SQUEEZE, Choices(merged_outputs="first")),
-    Mistake("pool-in-place", _POOL, Choices(pool="in-place")),
-    Mistake("pool-untouched-first", _POOL, Choices(pool="untouched-first")),
-    Mistake("plan-overshoot", _PLAN, Choices(plan="overshoot")),
-    Mistake("plan-last-pairs", _PLAN, Choices(plan="last")),
-    Mistake("plan-halves", _PLAN, Choices(plan="halves")),
-    Mistake("hard-always-first", _SQUEEZE, Choices(hard="always p")),
-    Mistake("hard-always-second", _SQUEEZE, Choices(hard="always q")),
-    Mistake("softened-after", _SQUEEZE, Choices(softened="after")),
-    Mistake("solved-on-softened", _SQUEEZE, Choices(solved_on="other")),
-    Mistake("temperature-inverted", ("softmax", "soften"), Choices(temperature="multiplies")),
-    Mistake(
-        "temperature-ignored",
-        ("softmax", "soften", "squeeze_heads"),
-        Choices(temperature="ignored", softened="never"),
-    ),
-    Mistake("sink-scaled-up", ("soften", "squeeze_heads", "shd_loss", "shd_loss_gradient"), Choices(mass_kept=False)),
-    Mistake("attn-mask-inverted", _SOFTMAX, Choices(mask_inverted=True)),
-    Mistake("attn-mask-ignored", _SOFTMAX, Choices(mask_used=False)),
-    Mistake("masked-row-is-nan", _SOFTMAX, Choices(masked_row=float("nan"))),
-    Mistake("masked-row-is-uniform", _SOFTMAX, Choices(masked_row=-1.0)),
-    Mistake("value-heads-cycled", ("value_outputs",), Choices(value_heads="cycled")),
-    Mistake("cross-entropy-called-kl", _LOSS, Choices(divergence="cross-entropy")),
-    Mistake("kl-reversed", _LOSS, Choices(divergence="reverse_kl")),
-    Mistake("loss-log2", _LOSS, Choices(divergence="base 2")),
-    Mistake("loss-is-mse", _LOSS, Choices(divergence="mse")),
-    Mistake("epsilon-1e-8", _LOSS, Choices(log_constant=1e-8)),
-    Mistake("mean-over-all-rows", _BOTH, Choices(denominator="all rows")),
-    Mistake("loss-padded-rows", _BOTH, Choices(rows_masked=False)),
-    Mistake("mean-per-sample", _BOTH, Choices(denominator="sample")),
-    Mistake("rows-summed", _BOTH, Choices(denominator="none")),
-    Mistake("batch-mean", _BOTH, Choices(denominator="samples")),
-    Mistake("mean-over-keys", _BOTH, Choices(denominator="keys")),
-    Mistake("loss-times-t-squared", _BOTH, Choices(t_power=2)),
-    Mistake("loss-times-t", _BOTH, Choices(t_power=1)),
-    Mistake("student-not-softened", _BOTH, Choices(student_softened=False)),
-    Mistake("reduction-ignored", _BOTH, Choices(reduction="other")),
-    Mistake("beta-ignored", _BOTH, Choices(beta_used=False)),
-    Mistake("gradient-sign", _GRADIENT, Choices(sign=-1)),
-    Mistake("gradient-without-temperature", _GRADIENT, Choices(gradient_divided_by_t=False)),
-    Mistake("layers-floor", _LAYERS, Choices(rounding="floor")),
-    Mistake("layers-ceiling", _LAYERS, Choices(rounding="ceiling")),
-    Mistake("layers-half-even", _LAYERS, Choices(rounding="even")),
-    Mistake("layers-zero-based", _LAYERS, Choices(rounding="zero-based")),
-    Mistake("layers-first", _LAYERS, Choices(rounding="same")),
-)
+MISTAKES: Mapping[str, tuple[tuple[str, ...], Choices]] = {
+    "alpha-misprinted": (_ALPHA, Choices(n="printed")),
+    "alpha-opposite-sign": (_ALPHA, Choices(n="opposite")),
+    "alpha-unclipped": (_ALPHA, Choices(clip=False)),
+    "alpha-swapped": (_ALPHA, Choices(weighs="q")),
+    "alpha-other-numerator": (_ALPHA, Choices(numerator="w")),
+    "alpha-padded-rows": (_ALPHA, Choices(rows_masked=False)),
+    "alpha-solved-once": (_ALPHA, Choices(sample_shared=True)),
+    "degenerate-zero": (_ALPHA, Choices(degenerate=0.0)),
+    "degenerate-one": (_ALPHA, Choices(degenerate=1.0)),
+    "degenerate-formula": (_ALPHA, Choices(degenerate=None)),
+    "alpha-per-ignored": (_ALPHA, Choices(per="other")),
+    "merged-outputs-mixed": (_SQUEEZE, Choices(merged_outputs="mixed")),
+    "merged-outputs-mean": (_SQUEEZE, Choices(merged_outputs="mean")),
+    "merged-outputs-first": (_SQUEEZE, Choices(merged_outputs="first")),
+    "pool-in-place": (_POOL, Choices(pool="in-place")),
+    "pool-untouched-first": (_POOL, Choices(pool="untouched-first")),
+    "plan-overshoot": (_PLAN, Choices(plan="overshoot")),
+    "plan-last-pairs": (_PLAN, Choices(plan="last")),
+    "plan-halves": (_PLAN, Choices(plan="halves")),
+    "hard-always-first": (_SQUEEZE, Choices(hard="always p")),
+    "hard-always-second": (_SQUEEZE, Choices(hard="always q")),
+    "softened-after": (_SQUEEZE, Choices(softened="after")),
+    "solved-on-softened": (_SQUEEZE, Choices(solved_on="other")),
+    "temperature-inverted": (("softmax", "soften"), Choices(temperature="multiplies")),
+    "temperature-ignored": (("softmax", "soften", "squeeze_heads"), Choices(temperature="ignored", softened="never")),
+    "sink-scaled-up": (("soften", "squeeze_heads", "shd_loss", "shd_loss_gradient"), Choices(mass_kept=False)),
+    "attn-mask-inverted": (_SOFTMAX, Choices(mask_inverted=True)),
+    "attn-mask-ignored": (_SOFTMAX, Choices(mask_used=False)),
+    "masked-row-is-nan": (_SOFTMAX, Choices(masked_row=float("nan"))),
+    "masked-row-is-uniform": (_SOFTMAX, Choices(masked_row=-1.0)),
+    "value-heads-cycled": (("value_outputs",), Choices(value_heads="cycled")),
+    "cross-entropy-called-kl": (_LOSS, Choices(divergence="cross-entropy")),
+    "kl-reversed": (_LOSS, Choices(divergence="reverse_kl")),
+    "loss-log2": (_LOSS, Choices(divergence="base 2")),
+    "loss-is-mse": (_LOSS, Choices(divergence="mse")),
+    "epsilon-1e-8": (_LOSS, Choices(log_constant=1e-8)),
+    "mean-over-all-rows": (_BOTH, Choices(denominator="all rows")),
+    "loss-padded-rows": (_BOTH, Choices(rows_masked=False)),
+    "mean-per-sample": (_BOTH, Choices(denominator="sample")),
+    "rows-summed": (_BOTH, Choices(denominator="none")),
+    "batch-mean": (_BOTH, Choices(denominator="samples")),
+    "mean-over-keys": (_BOTH, Choices(denominator="keys")),
+    "loss-times-t-squared": (_BOTH, Choices(t_power=2)),
+    "loss-times-t": (_BOTH, Choices(t_power=1)),
+    "student-not-softened": (_BOTH, Choices(student_softened=False)),
+    "reduction-ignored": (_BOTH, Choices(reduction="other")),
+    "beta-ignored": (_BOTH, Choices(beta_used=False)),
+    "gradient-sign": (_GRADIENT, Choices(sign=-1)),
+    "gradient-without-temperature": (_GRADIENT, Choices(gradient_divided_by_t=False)),
+    "layers-floor": (_LAYERS, Choices(rounding="floor")),
+    "layers-ceiling": (_LAYERS, Choices(rounding="ceiling")),
+    "layers-half-even": (_LAYERS, Choices(rounding="even")),
+    "layers-zero-based": (_LAYERS, Choices(rounding="zero-based")),
+    "layers-first": (_LAYERS, Choices(rounding="same")),
+}
+"""What an implementation with a mistake decides, and where it shows; ``specs/mistakes.json`` has the sentences."""
 
 
 def recognise(operation: str, inputs: Mapping[str, Any], output: str, got: Any, dtype: str) -> list[str]:
-    """Sentences of the mistakes that would give this output; empty where none does.
-
-    Args:
-        operation: what was called.
-        inputs: its arguments by name.
-        output: the name of the output in question.
-        got: what the implementation answered for it.
-        dtype: whose tolerances say that two results are the same.
-    """
+    """Sentences of the mistakes that would give this output of a call; empty where none does."""
     with np.errstate(all="ignore"):
         right = _try(operation, inputs, output, Choices())
         if right is None or _same(right, got, output, dtype):
             return []
         sentences = []
-        for mistake in MISTAKES:
-            if operation not in mistake.operations:
+        for name, (operations, choices) in MISTAKES.items():
+            if operation not in operations:
                 continue
-            wrong = _try(operation, inputs, output, mistake.choices)
+            wrong = _try(operation, inputs, output, choices)
             if wrong is not None and _same(wrong, got, output, dtype) and not _same(wrong, right, output, dtype):
-                sentences.append(mistake.sentence)
+                sentences.append(load_mistakes()[name])
         return sentences
 
 

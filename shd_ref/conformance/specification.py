@@ -74,11 +74,7 @@ def spec_edition() -> str:
 
 
 def agreement(dtype: str, quantity: str) -> tuple[float, float]:
-    """``(atol, rtol)`` for one quantity computed in one dtype, from ``specs/tolerances.json``.
-
-    Raises:
-        LookupError: a dtype or quantity that the file does not list.
-    """
+    """``(atol, rtol)`` for one quantity computed in one dtype, from ``specs/tolerances.json``."""
     table = load_tolerances()["agreement"]
     if quantity not in table.get(dtype, {}):
         raise LookupError(f"specs/tolerances.json has no agreement for dtype {dtype!r}, quantity {quantity!r}")

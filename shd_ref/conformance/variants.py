@@ -58,11 +58,7 @@ class Choices:
 
 
 def compute(operation: str, inputs: Mapping[str, Any], choices: Choices | None = None) -> dict[str, Any]:
-    """The operation's outputs by name under these choices; right ones by default.
-
-    Raises:
-        LookupError: an operation or an argument that this module does not know.
-    """
+    """Outputs by name under these choices, right ones by default; LookupError for what this module does not know."""
     if operation not in _OPERATIONS:
         raise LookupError(f"{operation} is not known here")
     arguments = {name: _as_float64(value) for name, value in inputs.items()}

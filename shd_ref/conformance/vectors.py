@@ -40,15 +40,7 @@ def _coefficients(count: int) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
 
 
 def make_array(shape: Sequence[int], recipe: Mapping[str, Any]) -> NDArray[Any]:
-    """The array of a recipe: float64, or boolean for masks.
-
-    Args:
-        shape: of the array; the last two axes are rows and keys.
-        recipe: ``{"kind": ...}`` with the fields of that kind.
-
-    Raises:
-        ValueError: an unknown kind.
-    """
+    """The array of a recipe: float64, or boolean for masks; the last two axes are rows and keys."""
     kind = recipe["kind"]
     if kind == "lengths":
         counted: NDArray[np.bool_] = np.arange(shape[1])[None, :] < np.asarray(recipe["lengths"])[:, None]
@@ -98,33 +90,19 @@ class VectorError(ValueError):
 
 @dataclass(frozen=True)
 class Case:
-    """One case of a vector file.
-
-    Attributes:
-        id: ``<operation>/<name>``; frozen.
-        operation: the function that is called.
-        outputs: the names of its results, in a tuple's order.
-        spec: ids of the sentences that it checks.
-        flags: short names of the mistakes that it hunts, with the sentence of the file's ``notes``.
-        comment: what the case shows.
-        dtypes: where it runs.
-        arguments: the inputs as in the file; ``make_inputs`` decodes them.
-        expected: outputs as in the file; empty for an invalid case.
-        compare: a rule for each output that is compared.
-        codes: of an invalid case, the error's code, or several of which any is right; else empty.
-    """
+    """One case of a vector file, its inputs, outputs and rules as they stand there."""
 
     id: str
     operation: str
-    outputs: tuple[str, ...]
+    outputs: tuple[str, ...]  # in a tuple's order
     spec: tuple[str, ...]
-    flags: Mapping[str, str]
+    flags: Mapping[str, str]  # the mistakes that it hunts, with the sentence of the file's notes
     comment: str
     dtypes: tuple[str, ...]
     arguments: Mapping[str, Any] = field(repr=False)
     expected: Mapping[str, Any] = field(repr=False)
     compare: Mapping[str, Mapping[str, Any]] = field(repr=False)
-    codes: tuple[str, ...]
+    codes: tuple[str, ...]  # of an invalid case those of which any is right, else none
 
     @property
     def operations(self) -> tuple[str, ...]:
@@ -137,14 +115,7 @@ class Case:
 
 
 def load_cases(folder: str | Path | None = None) -> list[Case]:
-    """Every case that is not withdrawn, by operation and in the files' order.
-
-    Args:
-        folder: of vector files, ``<operation>.json`` each; default the specification's own.
-
-    Raises:
-        VectorError: no vector file there, or one that this judge does not understand.
-    """
+    """Every case of the specification's or other vector files that is not withdrawn, in the files' order."""
     directory = vectors_folder() if folder is None else Path(folder)
     cases = [case for path in sorted(directory.glob("*.json")) for case in read_cases(path)]
     if not cases:
@@ -170,11 +141,7 @@ def read_cases(path: Path) -> list[Case]:
 
 
 def round_to(array: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """A float array rounded to a dtype, in the container that NumPy has for it.
-
-    float64 stays float64; the others come as float32 arrays that hold only numbers of that dtype, since NumPy
-    has no bfloat16. A copy, always.
-    """
+    """A copy rounded to a dtype: float64, or float32 that holds only numbers of it, since NumPy has no bfloat16."""
     if dtype == "float64":
         return array.astype(np.float64)
     if dtype == "float32":

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shd_ref.conformance.adapter import OUTPUTS, BrokenError, Missing, RefusedError, take_output
+from shd_ref.conformance.adapter import OUTPUTS, BrokenError, Missing, RefusedError, copy_of, take_output
 from shd_ref.conformance.compare import as_numbers
 from shd_ref.conformance.laws.answers import check_answer
 from shd_ref.conformance.laws.law import WIDE, Array, Trial, broken, law
@@ -184,10 +184,10 @@ def _survive(operation: str, trial: Trial) -> None:
     same(before, _copied(operation, first), f"after another call of {operation}, the first result", exact=True)
     # What a caller writes into an array or a list is new input, though the object is the same.
     for more in ({}, *filter(None, (options, _WRITTEN_OVER.get(operation)))):
-        inputs, new = {**make(trial, 9500), **_copy(more)}, {**make(trial, 9531), **_turned(more)}
+        inputs, new = {**make(trial, 9500), **copy_of(more)}, {**make(trial, 9531), **_turned(more)}
         try:
             numbers_of(trial, operation, inputs)
-            fresh = numbers_of(trial, operation, _copy(new)) if more else other
+            fresh = numbers_of(trial, operation, copy_of(new)) if more else other
             rewritten = numbers_of(trial, operation, _overwrite(inputs, new))
         except Missing:
             continue
@@ -219,15 +219,6 @@ def _overwrite(old: Any, new: Any) -> Any:
     if isinstance(old, tuple):
         return tuple(map(_overwrite, old, new))
     return {name: _overwrite(old[name], value) for name, value in new.items()} if isinstance(old, Mapping) else new
-
-
-def _copy(value: Any) -> Any:
-    """The same in arrays and lists of its own."""
-    if isinstance(value, Mapping):
-        return {name: _copy(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(map(_copy, value))
-    return value.copy() if isinstance(value, np.ndarray) else value
 
 
 def _turned(value: Any) -> Any:

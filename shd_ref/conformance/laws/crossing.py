@@ -121,12 +121,6 @@ class Maker:
         return (1 + self.draws(*shape) % 4) / 4.0
 
 
-def loss_calls(trial: Trial, kind: str, count: int) -> Iterator[dict[str, Any]]:
-    """Inputs of the loss (``kind`` is ``logits``) or of ``shd_loss_gradient_qk`` (``queries and keys``)."""
-    for number, choice in enumerate(choices(kind, count)):
-        yield loss_call(trial, number, choice)
-
-
 def loss_call(
     trial: Trial, seed: int, choice: Choice, shapes: Sequence[tuple[int, int, int, int]] | None = None
 ) -> dict[str, Any]:
@@ -275,8 +269,17 @@ def _queries_and_keys(
     return queries, keys
 
 
-def intersect_calls(trial: Trial, count: int) -> Iterator[dict[str, Any]]:
-    """Inputs of ``intersect_support``."""
+def option_calls(operation: str, trial: Trial, count: int) -> Iterator[dict[str, Any]]:
+    """Calls in which every two values of two options meet."""
+    if operation == "intersect_support":
+        return _intersect_calls(trial, count)
+    if operation == "align_tokens":
+        return _align_calls(trial, count)
+    kind = "queries and keys" if operation.endswith("qk") else "logits"
+    return (loss_call(trial, number, choice) for number, choice in enumerate(choices(kind, count)))
+
+
+def _intersect_calls(trial: Trial, count: int) -> Iterator[dict[str, Any]]:
     for number, choice in enumerate(choices("intersect_support", count)):
         whole = {**choice, "divergence": "kl", "support": "intersect", "layers": "one array", "reduction": "sum"}
         whole |= {"temperature": "one", "beta": "one"}
@@ -287,8 +290,7 @@ def intersect_calls(trial: Trial, count: int) -> Iterator[dict[str, Any]]:
         yield inputs
 
 
-def align_calls(trial: Trial, count: int) -> Iterator[dict[str, Any]]:
-    """Inputs of ``align_tokens``."""
+def _align_calls(trial: Trial, count: int) -> Iterator[dict[str, Any]]:
     exact = trial.subject.dtype in ("float64", "float32")
     for number, choice in enumerate(choices("align_tokens", count)):
         make = Maker(trial, 2000 + number, choice["numbers"] == "full" and exact)

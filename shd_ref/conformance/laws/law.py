@@ -22,12 +22,7 @@ _STRIDE = 0x9E3779B1  # odd, so that no two trials of 32 bits draw alike; far fr
 
 
 class LawBrokenError(Exception):
-    """An implementation breaks a law.
-
-    Args:
-        difference: for the report.
-        spec: ids of the sentences about this very difference; the law's own without it.
-    """
+    """An implementation breaks a law; ``spec`` are the sentences about this very difference, if not the law's own."""
 
     def __init__(self, difference: Difference, spec: tuple[str, ...] = ()) -> None:
         super().__init__(difference.problem)
@@ -37,23 +32,14 @@ class LawBrokenError(Exception):
 
 @dataclass(frozen=True)
 class Law:
-    """A fact about an implementation's own answers that needs no expected numbers.
-
-    Attributes:
-        id: ``law/<name>``.
-        operations: what it calls; an implementation that lacks one cannot be judged by it.
-        spec: ids of the sentences that it follows from.
-        comment: the law in one sentence.
-        statement: runs it; raises ``LawBrokenError``.
-        dtypes: where it holds closely enough to be tested.
-    """
+    """A fact about an implementation's own answers that needs no expected numbers."""
 
     id: str
-    operations: tuple[str, ...]
-    spec: tuple[str, ...]
-    comment: str
-    statement: Callable[[Trial], None] = field(repr=False)
-    dtypes: tuple[str, ...] = DTYPES
+    operations: tuple[str, ...]  # what it calls; an implementation that lacks one cannot be judged by it
+    spec: tuple[str, ...]  # the sentences that it follows from
+    comment: str  # the law in one sentence
+    statement: Callable[[Trial], None] = field(repr=False)  # raises LawBrokenError
+    dtypes: tuple[str, ...] = DTYPES  # where it holds closely enough to be tested
 
     @property
     def flags(self) -> Mapping[str, str]:
@@ -93,14 +79,10 @@ class Trial:
     """One implementation at one dtype, with the words in which laws are written.
 
     Inputs come from the integer generator of the vector files, on a grid that every dtype holds exactly.
-
-    Attributes:
-        subject: the implementation.
-        seed: shifts every seed of a law, so that it draws other numbers; 0 leaves them.
     """
 
     subject: Subject
-    seed: int = 0
+    seed: int = 0  # shifts every seed of a law, so that it draws other numbers; 0 leaves them
 
     def shifted(self, seed: int) -> int:
         """The seed that a law's own stands for in this trial."""
@@ -262,11 +244,7 @@ _T = TypeVar("_T")
 
 
 def each(calls: Iterable[_T], check: Callable[[_T], Any]) -> None:
-    """Check every call that the implementation has the options for.
-
-    Raises:
-        Missing: it has them for none.
-    """
+    """Check every call that the implementation has the options for; Missing where it has them for none."""
     missing: list[Missing] = []
     answered = False
     for call in calls:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from shd_ref.conformance.adapter import OUTPUTS, BrokenError, Missing
+from shd_ref.conformance.adapter import OUTPUTS, BrokenError, Missing, arrays_of
 from shd_ref.conformance.laws.calls import CALLS, numbers_of, same
 from shd_ref.conformance.laws.law import DTYPE, WIDE, Array, Asked, Law, Trial, ask, ask_all, law
 
@@ -82,12 +82,6 @@ def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
     return value if isinstance(value, str | bool) or value is None else change(value)
 
 
-def _arrays_of(value: Any) -> list[Array]:
-    if isinstance(value, list | tuple):
-        return [array for item in value for array in _arrays_of(item)]
-    return [value] if isinstance(value, np.ndarray) else []
-
-
 _Spelled = tuple[
     Mapping[str, Any], Sequence[tuple[str, Mapping[str, Any]]]
 ]  # plain arguments, and others that mean the same
@@ -114,7 +108,7 @@ def _agree(operation: str, spelled: Callable[[str, Trial], Iterator[_Spelled]], 
 def _laid(operation: str, trial: Trial) -> Iterator[_Spelled]:
     make, options = CALLS[operation]
     inputs = {**make(trial, 9700), **options}
-    names = [name for name, value in inputs.items() if _arrays_of(value)]
+    names = [name for name, value in inputs.items() if arrays_of(value)]
     for words, lay in LAYOUTS.items():
         if words == _ONE_ROW and operation in _CHOOSING:
             continue
@@ -196,30 +190,21 @@ def _cast(kind: Any, array: Array) -> Array:
     return array.astype(kind)
 
 
-def _refused(operation: str, trial: Trial) -> Iterator[Asked]:
+def _of_kinds(operation: str, trial: Trial, masks: Sequence[Any], others: Sequence[Any]) -> Iterator[Asked]:
     make, options = CALLS[operation]
     inputs = {**make(trial, 9721), **options}
     for name, value in inputs.items():
-        mask = name.endswith("mask")
-        kinds = (np.uint8, np.int8, np.int32, np.float16) if mask else (np.bool_, np.complex64)
-        for kind in kinds if _arrays_of(value) else ():
+        for kind in (masks if name.endswith("mask") else others) if arrays_of(value) else ():
             arguments = {**inputs, name: _changed(value, partial(_on_arrays, partial(_cast, kind)))}
             yield Asked(f"{name} of {np.dtype(kind).name}", DTYPE, operation, arguments)
 
 
-def _objects(operation: str, trial: Trial) -> None:
-    """An array of objects is not taken for numbers: it is refused, if need be in the language's own words (ERR-8)."""
-    make, options = CALLS[operation]
-    inputs = {**make(trial, 9721), **options}
-    for name in [name for name, value in inputs.items() if _arrays_of(value)]:
-        arguments = {**inputs, name: _changed(inputs[name], partial(_on_arrays, partial(_cast, object)))}
-        with contextlib.suppress(BrokenError, Missing):
-            ask(trial, Asked(f"{name} of objects", DTYPE, operation, arguments))
-
-
 def _not_numbers(operation: str, trial: Trial) -> None:
-    ask_all(trial, _refused(operation, trial))
-    _objects(operation, trial)
+    ask_all(trial, _of_kinds(operation, trial, (np.uint8, np.int8, np.int32, np.float16), (np.bool_, np.complex64)))
+    # An array of objects is refused too, if need be in the language's own words (ERR-8).
+    for asked in _of_kinds(operation, trial, (object,), (object,)):
+        with contextlib.suppress(BrokenError, Missing):
+            ask(trial, asked)
 
 
 def _laws(operation: str) -> Iterator[Law]:

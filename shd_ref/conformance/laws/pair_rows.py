@@ -25,12 +25,8 @@ def cover(
     """A few rows, one value an option, that hold every meeting of values which is allowed at all.
 
     Greedy and without chance: a row starts with the first meeting that is not covered, and takes for each other
-    option the value that covers most of what is left.
-
-    Args:
-        options: the values of each option.
-        allowed: whether a row, or a part of one, can be asked for.
-        strength: how many options meet: 2 for every pair of values, 3 for every three.
+    option the value that covers most of what is left. ``allowed`` says whether a row, or a part of one, can be asked
+    for, and ``strength`` how many options meet.
     """
     left: dict[Meeting, None] = dict.fromkeys(
         frozenset(zip(names, values, strict=True))

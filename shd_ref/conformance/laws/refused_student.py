@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from shd_ref.conformance.adapter import Missing
-from shd_ref.conformance.laws.answers import check_answer
+from shd_ref.conformance.laws.answers import check_answers
 from shd_ref.conformance.laws.law import (
     FINITE,
     MISMATCH,
     SHAPE,
     SUMS,
     VALUE,
+    WIDE,
     Array,
     Asked,
-    Law,
+    Laws,
     Trial,
     ask,
     ask_all,
     broken,
     law,
 )
+from shd_ref.conformance.laws.refused_calls import right_call, roles_of
 from shd_ref.conformance.laws.student import LOSSES, SHORT
+from shd_ref.conformance.specification import DTYPES
 from shd_ref.tolerances import load_tolerances
-
-_FIVE = (*LOSSES, "intersect_support", "align_tokens")
 
 # What else is asked for, which changes nothing about what is refused.
 _VARIANTS: tuple[dict[str, Any], ...] = (
@@ -42,27 +43,12 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
 )
 
 
-# --- calls without a fault --------------------------------------------------------------------------------------
-
-
-def _good(trial: Trial, operation: str, shape: tuple[int, ...] = (3, 4, 3, 3)) -> dict[str, Any]:
-    """Inputs with mass on every key: halves of what is left, which every dtype holds."""
-    row = 0.5 ** np.minimum(np.arange(1, shape[3] + 1), shape[3] - 1)
-    maps = trial.rounded(np.broadcast_to(row, shape))
-    if operation == "align_tokens":
-        return {"attn_probs": maps}
-    if operation == "shd_loss_gradient_qk":
-        batch, heads, rows, keys = shape
-        queries = trial.numbers(801, batch, heads, rows, 2)
-        return {"supervision": maps, "queries": queries, "keys": trial.numbers(802, batch, 2, keys, 2), "scale": 0.5}
-    return {"supervision": maps, "student_logits": trial.numbers(803, *shape)}
+_SIZES = (3, 4, 3, 3)
 
 
 def _arrays(operation: str) -> tuple[str, ...]:
     """The float arguments, maps first."""
-    if operation == "align_tokens":
-        return ("attn_probs",)
-    return ("supervision", "queries", "keys") if operation.endswith("qk") else ("supervision", "student_logits")
+    return tuple(roles_of(operation))
 
 
 def _variants(operation: str) -> tuple[dict[str, Any], ...]:
@@ -109,8 +95,9 @@ def _faults(trial: Trial, name: str, option: Mapping[str, Any]) -> Iterator[tupl
 
 
 def _bad_entries(trial: Trial, operation: str) -> Iterator[Asked]:
+    """NaN, infinities, negative entries and wrong row sums are refused wherever they lie."""
     for option in _variants(operation):
-        good = {**_good(trial, operation), **option}
+        good = {**right_call(trial, operation, _SIZES), **option}
         for name in _arrays(operation):
             for words, codes, value, add in _faults(trial, name, option):
                 for index in _PLACES:
@@ -118,7 +105,7 @@ def _bad_entries(trial: Trial, operation: str) -> Iterator[Asked]:
                     yield Asked(f"{words} at {list(index)} of {name}", codes, operation, {**good, name: bad})
     # The last place of axes longer than what is looked at in one go.
     for shape in ((9, 18, 2, 2), (1, 2, 131, 2), (1, 2, 2, 67)):
-        good = _good(trial, operation, shape)
+        good = right_call(trial, operation, shape)
         for name in _arrays(operation):
             for words, codes, value, add in _faults(trial, name, {}):
                 bad = _placed(trial, good[name], (-1, -1, -1, -1), value, add=add)
@@ -126,7 +113,7 @@ def _bad_entries(trial: Trial, operation: str) -> Iterator[Asked]:
                     inputs = {**good, name: bad}
                     yield Asked(f"{words} at the last of {good[name].shape} of {name}", codes, operation, inputs)
     maps = _arrays(operation)[0]
-    good = _good(trial, operation)
+    good = right_call(trial, operation, _SIZES)
     for index in _PLACES:
         for share in (0.75, 0.25, 2.0**-10, 2.0**-20):
             short = good[maps].copy()
@@ -140,10 +127,10 @@ def _bad_entries(trial: Trial, operation: str) -> Iterator[Asked]:
 
 
 def _uncounted_entries(trial: Trial, operation: str) -> Iterator[Asked]:
-    """NaN, infinity and negative entries are refused in rows that do not count too (MAP-3, MAP-5)."""
+    """Entries that are not finite, or negative, are refused in rows that do not count too."""
     mask_name = "query_mask" if operation == "align_tokens" else "loss_mask"
     for option in _variants(operation):
-        good = {**_good(trial, operation), **option}
+        good = {**right_call(trial, operation, _SIZES), **option}
         for b, i, others in ((0, 0, True), (1, 1, True), (2, 2, True), (1, 2, False)):  # the last: no row counts
             mask = np.full((3, 3), others)
             mask[b, i] = False
@@ -158,9 +145,9 @@ def _uncounted_entries(trial: Trial, operation: str) -> Iterator[Asked]:
 
 
 def _bad_layers(trial: Trial, operation: str) -> Iterator[Asked]:
-    """The fault lies in one layer of ten."""
+    """Every layer's values are checked."""
     for option in (_VARIANTS[0], _VARIANTS[1], _VARIANTS[-1]):
-        good = _good(trial, operation)
+        good = right_call(trial, operation, _SIZES)
         names = _arrays(operation)
         for layer in (0, 4, 9):
             for name in names:
@@ -173,30 +160,25 @@ def _bad_layers(trial: Trial, operation: str) -> Iterator[Asked]:
 
 
 def _near_sums(trial: Trial, operation: str) -> None:
-    """Rows within the bound of their sums are taken as they are; those just beyond are refused."""
+    """Rows whose sums are off by less than ROW_SUM are taken as they are."""
     off = 0.75 * load_tolerances()["row_sum"][trial.subject.dtype]
     name = _arrays(operation)[0]
-    answered = False
-    for option in _variants(operation):
-        good = {**_good(trial, operation), **option}
-        for index in _PLACES:
-            for sign in (1, -1):
-                near = _placed(trial, good[name], index, sign * off, add=True)
-                try:
-                    check_answer(trial, operation, {**good, name: near})
-                    answered = True
-                except Missing as reason:
-                    missing = reason
-    if not answered:
-        raise missing
+    calls = (
+        {**good, name: _placed(trial, good[name], index, sign * off, add=True)}
+        for option in _variants(operation)
+        for good in [{**right_call(trial, operation, _SIZES), **option}]
+        for index in _PLACES
+        for sign in (1, -1)
+    )
+    check_answers(trial, operation, calls)
 
 
 # --- support ----------------------------------------------------------------------------------------------------
 
 
 def _mismatches(trial: Trial, operation: str) -> Iterator[Asked]:
-    """Any mass, wherever it lies, on a key that the student may not attend (LOSS-6); the other way for reverse_kl."""
-    good = _good(trial, operation)
+    """Any mass on a key that the student may not attend is refused, in every layer and place."""
+    good = right_call(trial, operation, _SIZES)
     rest = {name: value for name, value in good.items() if name not in ("supervision", "student_logits")}
     for option in _VARIANTS:
         if option.get("support") == "intersect":
@@ -249,7 +231,8 @@ _ATTN_MASKS: tuple[tuple[int, ...], ...] = (
 
 
 def _bad_masks(trial: Trial, operation: str) -> Iterator[Asked]:
-    good = _good(trial, operation, (_B, _H, _L, _S))
+    """Masks of another shape are refused, those that would broadcast by accident too."""
+    good = right_call(trial, operation, (_B, _H, _L, _S))
     name = "query_mask" if operation == "align_tokens" else "loss_mask"
     for shape in _ROW_MASKS:
         mask = np.ones(shape, dtype=np.bool_)
@@ -262,9 +245,9 @@ def _bad_masks(trial: Trial, operation: str) -> Iterator[Asked]:
 
 
 def _bad_shapes(trial: Trial, operation: str) -> Iterator[Asked]:
-    """Arrays that would broadcast, and lists that would be cut or repeated."""
+    """Arrays and lists that do not fit are refused, never repeated or cut."""
     full = (_B, _H, _L, _S)
-    good = _good(trial, operation, full)
+    good = right_call(trial, operation, full)
     names = _arrays(operation)
     if operation == "align_tokens":
         for maps in (good["attn_probs"][0], good["attn_probs"][None]):
@@ -272,7 +255,7 @@ def _bad_shapes(trial: Trial, operation: str) -> Iterator[Asked]:
         return
     for axis in range(4):
         shape = tuple(1 if i == axis else n for i, n in enumerate(full))
-        small = _good(trial, operation, shape)
+        small = right_call(trial, operation, shape)
         for name in names:
             if small[name].shape != good[name].shape and not (name == "keys" and axis == 1):
                 words = f"{name} {small[name].shape} among {full}"
@@ -303,7 +286,8 @@ def _bad_shapes(trial: Trial, operation: str) -> Iterator[Asked]:
 
 
 def _bad_options(trial: Trial, operation: str) -> Iterator[Asked]:
-    good = _good(trial, operation)
+    """Options that are not in their list, and numbers out of their range, are refused."""
+    good = right_call(trial, operation, _SIZES)
     numbers: dict[str, tuple[Any, ...]] = {
         "temperature": (0.0, -0.0, -1.0, -1e-300, np.nan, np.inf, -np.inf, True, False),
         "beta": (-1.0, -1e-300, np.nan, np.inf, -np.inf, True, False),
@@ -325,25 +309,26 @@ def _bad_options(trial: Trial, operation: str) -> Iterator[Asked]:
             yield Asked(f"{name}={value!r}", VALUE, operation, {**good, name: value})
 
 
-def _bad_lists(trial: Trial) -> Iterator[Asked]:
-    """Every position of a list is looked at."""
+def _bad_lists(trial: Trial, operation: str) -> Iterator[Asked]:
+    """Every position of a list is checked."""
     size = 7
-    good = _good(trial, "align_tokens", (1, 1, size, size))
+    good = right_call(trial, "align_tokens", (1, 1, size, size))
     order = [3, 0, 6, 2, 5, 1]
     for name in ("rows", "columns"):
         for position in range(len(order)):
             for value in (size, -1, size + 1000, -size, True):
                 changed = [*order[:position], value, *order[position + 1 :]]
-                yield Asked(f"{value!r} at {position} of {name}", VALUE, "align_tokens", {**good, name: changed})
+                yield Asked(f"{value!r} at {position} of {name}", VALUE, operation, {**good, name: changed})
             for other in range(position):
                 changed = [*order[:position], order[other], *order[position + 1 :]]
-                yield Asked(f"{other} again at {position} of {name}", VALUE, "align_tokens", {**good, name: changed})
-        yield Asked(f"no {name}", VALUE, "align_tokens", {**good, name: []})
+                yield Asked(f"{other} again at {position} of {name}", VALUE, operation, {**good, name: changed})
+        yield Asked(f"no {name}", VALUE, operation, {**good, name: []})
         longer = [*range(size), 0]
-        yield Asked(f"more {name} than there are", VALUE, "align_tokens", {**good, name: longer})
+        yield Asked(f"more {name} than there are", VALUE, operation, {**good, name: longer})
 
 
-def _bad_pairs(trial: Trial) -> Iterator[Asked]:
+def _bad_pairs(_: Trial, operation: str) -> Iterator[Asked]:
+    """Every explicit pair is checked."""
     codes = ("layers-invalid",)
     for teachers, students in ((6, 6), (9, 5), (4, 7), (23, 23)):
         counts = {"num_teacher_layers": teachers, "num_student_layers": students}
@@ -355,21 +340,21 @@ def _bad_pairs(trial: Trial) -> Iterator[Asked]:
             bad += [[student, teacher + 1000], [pairs[position - 1][0], teacher]]
             for pair in bad:
                 changed = [*pairs[:position], pair, *pairs[position + 1 :]]
-                yield Asked(f"{pair} at {position} of pairs", codes, "layer_map", {**counts, "pairs": changed})
+                yield Asked(f"{pair} at {position} of pairs", codes, operation, {**counts, "pairs": changed})
     for teachers, students in ((0, 1), (-1, 1), (4, 0), (4, -2), (True, 1), (4, True), (3, 4), (1, 2)):
         counts = {"num_teacher_layers": teachers, "num_student_layers": students}
-        yield Asked("such counts", codes, "layer_map", counts)
+        yield Asked("such counts", codes, operation, counts)
         if students != 4 and (teachers, students) != (1, 2):
-            yield Asked("such counts", codes, "layer_map", {**counts, "pairs": [[0, 0]]})
+            yield Asked("such counts", codes, operation, {**counts, "pairs": [[0, 0]]})
 
 
 # --- the places that messages name ------------------------------------------------------------------------------
 
 
 def _named(trial: Trial, operation: str) -> None:
-    """MAP-5 and LOSS-6: layer, sample and head, and row and key of a mismatch, as words with their numbers."""
+    """A message names the place of what it refuses."""
     layers = 5
-    good = _good(trial, operation, (3, 8, 2, 4))
+    good = right_call(trial, operation, (3, 8, 2, 4))
     index = (2, 1, 0, 3)
     wrong: list[tuple[Asked, dict[str, int]]] = []
     for name in _arrays(operation):
@@ -401,46 +386,37 @@ def _named(trial: Trial, operation: str) -> None:
                 raise broken(what, f"must name {word} {number}", f"{word} {number}", message)
 
 
-# --- the table --------------------------------------------------------------------------------------------------
+_FAMILIES: tuple[tuple[str, str, Sequence[str], Callable[[Trial, str], Iterator[Asked] | None]], ...] = (
+    ("bad-entries", "MAP-3 MAP-5 MAP-9", tuple(SHORT), _bad_entries),
+    ("uncounted-entries", "MAP-3 MAP-5", tuple(SHORT), _uncounted_entries),
+    ("bad-masks", "MAP-7 MAP-10", tuple(SHORT), _bad_masks),
+    ("bad-shapes", "LOSS-3 TOKEN-7 MAP-4", (*LOSSES, "intersect_support"), _bad_shapes),
+    ("bad-shapes", "MAP-4", ("align_tokens",), _bad_shapes),
+    ("bad-options", "MAP-9 ERR-6 ERR-7", tuple(SHORT), _bad_options),
+    ("near-sums", "MAP-3 MAP-9 LOSS-10", tuple(SHORT), _near_sums),
+    ("places-named", "MAP-5 LOSS-6", LOSSES, _named),
+    ("places-named", "MAP-5", ("intersect_support", "align_tokens"), _named),
+    ("bad-layers", "MAP-3 MAP-5 LOSS-3", LOSSES, _bad_layers),
+    ("mismatches", "LOSS-6 LOSS-13 LOSS-14", LOSSES, _mismatches),
+    ("bad-lists", "TOKEN-4 ERR-6", ("align_tokens",), _bad_lists),
+    ("bad-pairs", "LAYER-2 LAYER-4 ERR-6", ("layer_map",), _bad_pairs),
+)
 
 
-def _law(name: str, operation: str, spec: str, comment: str, wrong: Any, **more: Any) -> Law:
-    def statement(trial: Trial) -> None:
-        ask_all(trial, wrong(trial, operation))
-
-    return law(f"{SHORT[operation]}-{name}", operation, spec, comment, statement, **more)
+def _ask(check: Callable[[Trial, str], Iterator[Asked] | None], operation: str, trial: Trial) -> None:
+    ask_all(trial, check(trial, operation) or ())
 
 
-def _laws_of(operation: str) -> Iterator[Law]:
-    entries = "NaN, infinities, negative entries and wrong row sums are refused wherever they lie."
-    yield _law("bad-entries", operation, "MAP-3 MAP-5 MAP-9", entries, _bad_entries)
-    uncounted = "Entries that are not finite, or negative, are refused in rows that do not count too."
-    yield _law("uncounted-entries", operation, "MAP-3 MAP-5", uncounted, _uncounted_entries)
-    masks = "Masks of another shape are refused, those that would broadcast by accident too."
-    yield _law("bad-masks", operation, "MAP-7 MAP-10", masks, _bad_masks)
-    shapes = "Arrays and lists that do not fit are refused, never repeated or cut."
-    spec = "MAP-4" if operation == "align_tokens" else "LOSS-3 TOKEN-7 MAP-4"
-    yield _law("bad-shapes", operation, spec, shapes, _bad_shapes)
-    options = "Options that are not in their list, and numbers out of their range, are refused."
-    yield _law("bad-options", operation, "MAP-9 ERR-6 ERR-7", options, _bad_options)
-    yield law(f"{SHORT[operation]}-near-sums", operation, "MAP-3 MAP-9 LOSS-10",
-              "Rows whose sums are off by less than ROW_SUM are taken as they are.",
-              lambda trial: _near_sums(trial, operation), dtypes=("float64", "float32"))  # fmt: skip
-    yield law(f"{SHORT[operation]}-places-named", operation,
-              "MAP-5 LOSS-6" if operation in LOSSES else "MAP-5",
-              "A message names the place of what it refuses.", lambda trial: _named(trial, operation))  # fmt: skip
-    if operation in LOSSES:
-        layers = "Every layer's values are checked."
-        yield _law("bad-layers", operation, "MAP-3 MAP-5 LOSS-3", layers, _bad_layers)
-        support = "Any mass on a key that the student may not attend is refused, in every layer and place."
-        yield _law("mismatches", operation, "LOSS-6 LOSS-13 LOSS-14", support, _mismatches)
-
-
-LAWS = (
-    *(law for operation in _FIVE for law in _laws_of(operation)),
-    law("tokens-bad-lists", "align_tokens", "TOKEN-4 ERR-6", "Every position of a list is checked.",
-        lambda trial: ask_all(trial, _bad_lists(trial))),
-    law("layers-bad-pairs", "layer_map", "LAYER-2 LAYER-4 ERR-6", "Every explicit pair is checked.",
-        lambda trial: ask_all(trial, _bad_pairs(trial))),
-)  # fmt: skip
-"""Laws of the student's side."""
+LAWS = Laws(
+    law(
+        f"{SHORT.get(operation, 'layers')}-{name}",
+        operation,
+        spec,
+        str(check.__doc__),
+        partial(_ask, check, operation),
+        WIDE if name == "near-sums" else DTYPES,
+    )
+    for operation in (*SHORT, "layer_map")
+    for name, spec, operations, check in _FAMILIES
+    if operation in operations
+)

@@ -35,12 +35,6 @@ class Sizes:
     tiny: int = 0  # one key with mass 2^-tiny, and an output of 2^tiny
     full: bool = False  # numbers that need all bits of the dtype
 
-    def __str__(self) -> str:
-        return (
-            f"with B = {self.samples}, {self.heads} to {self.students} heads, L = {self.rows}, S = {self.keys}, "
-            f"D = {self.width}"
-        )
-
 
 _SQUARE = (Sizes(4, 4, 2, 4, 4, 4, 4), Sizes(4, 8, 4, 4, 4, 4, 4))
 _LONG = (

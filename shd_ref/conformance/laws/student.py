@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from shd_ref.conformance.laws.answers import check_answer, check_answers
-from shd_ref.conformance.laws.crossing import (
-    Choice,
-    Maker,
-    align_calls,
-    choices,
-    intersect_calls,
-    loss_call,
-    loss_calls,
-    positions,
-)
+from shd_ref.conformance.laws.crossing import Choice, Maker, choices, loss_call, option_calls, positions
 from shd_ref.conformance.laws.law import WIDE, Law, Laws, Trial, law
 from shd_ref.conformance.specification import DTYPES
 
@@ -31,17 +23,6 @@ SHORT = {
 }
 _COUNT = 104  # calls in which every two values of two options meet
 _DIVERGENCES = ("kl", "reverse_kl", "js", "mse")
-
-
-# --- options ----------------------------------------------------------------------------------------------------
-
-
-def _option_calls(operation: str, trial: Trial) -> Iterator[dict[str, Any]]:
-    if operation == "intersect_support":
-        return intersect_calls(trial, _COUNT)
-    if operation == "align_tokens":
-        return align_calls(trial, _COUNT)
-    return loss_calls(trial, "queries and keys" if operation.endswith("qk") else "logits", _COUNT)
 
 
 # --- sizes ------------------------------------------------------------------------------------------------------
@@ -236,7 +217,7 @@ def _law(
 
 
 def _laws_of(operation: str) -> Iterator[Law]:
-    yield _law(operation, "options", "wherever two of its options meet", _option_calls)
+    yield _law(operation, "options", "wherever two of its options meet", partial(option_calls, count=_COUNT))
     if operation in LOSSES:
         yield _law(operation, "sizes", "for many samples, heads, rows, keys and layers", _size_calls)
         words = "for large and small numbers, and for rows of very different size"

@@ -21,22 +21,13 @@ _Inputs = dict[str, Any]
 
 @dataclass(frozen=True)
 class Turned:
-    """An operation, and how its arrays read.
-
-    Attributes:
-        operation: its name.
-        make: inputs from ``(B, L, S, D)``.
-        axes: by argument, a letter an axis.
-        answers: by name of an answer, its letters and the quantity of its tolerance; no letters: it stays as it is.
-        letters: along which the arguments are turned; ``B`` is also taken apart.
-        sizes: ``(B, L, S, D)`` of each call.
-    """
+    """An operation, and how its arrays read."""
 
     operation: str
-    make: Callable[[Trial, Sequence[int]], _Inputs]
-    axes: Mapping[str, str]
-    answers: Mapping[str, tuple[str, str]]
-    letters: str
+    make: Callable[[Trial, Sequence[int]], _Inputs]  # from (B, L, S, D)
+    axes: Mapping[str, str]  # by argument, a letter an axis
+    answers: Mapping[str, tuple[str, str]]  # by name, letters and the tolerance's quantity; without letters it stays
+    letters: str  # along which the arguments are turned; B is also taken apart
     spec: str
     sizes: tuple[tuple[int, int, int, int], ...] = ((5, 3, 6, 4), (2, 37, 21, 35))
 
