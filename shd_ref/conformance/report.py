@@ -137,7 +137,8 @@ class Result:
             entry["note"] = self.note
         if self.finding:
             spec, called = list(self.finding.spec or self.spec), _describe_call(self.call) if self.call else ""
-            entry["finding"] = {**vars(self.finding), "spec": spec, "called": called}
+            looks_like = list(self.finding.looks_like)
+            entry["finding"] = {**vars(self.finding), "looks_like": looks_like, "spec": spec, "called": called}
         return entry
 
 
