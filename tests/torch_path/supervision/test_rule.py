@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shd_torch import attention_kl
 from shd_torch.supervision import AttentionRule
+from shd_torch.supervision.mask import mark_masked
 
 BATCH, HEADS, KEY_HEADS, ROWS, KEYS, WIDTH = 2, 4, 2, 7, 9, 3
 STRUCTURES: tuple[dict[str, Any], ...] = ({}, {"is_causal": True}, {"window": 3}, {"is_causal": True, "window": 2})
@@ -87,11 +87,9 @@ def test_a_learned_bias_gets_its_gradient_and_masked_keys_none() -> None:
     assert bias.grad.tolist() == [[1.0, 0.0], [1.0, 1.0]]
 
 
-def test_what_was_masked_is_known_again() -> None:
-    """By the lowest number of the dtype, or half of it, as models add their masks; a quarter is a bias."""
+def test_what_was_masked_is_known_again_and_nan_is_no_mask() -> None:
     low = torch.finfo(torch.float32).min
-    q, k = (torch.randn(1, 1, 3, 4, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
-    attended = torch.tensor([True, False, False])
-    taught = attended.float().expand(1, 1, 3, 3)
-    plain = attention_kl(q, k, taught, attn_mask=attended.expand(3, 3))
-    assert attention_kl(q, k, taught, attn_mask=torch.tensor([0.0, low, low / 2]).expand(3, 3)) == plain
+    marked = mark_masked(torch.tensor([1.0, low, low / 2, low / 4, torch.nan]))
+    assert marked[1:3].tolist() == [-math.inf, -math.inf]
+    assert torch.isfinite(marked[[0, 3]]).all()
+    assert marked[4].isnan()
