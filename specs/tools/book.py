@@ -177,12 +177,8 @@ def is_few_bits(value: Any) -> bool:
 class Book:
     """All cases of one operation.
 
-    Attributes:
-        operation: its name.
-        outputs: the names of its results, in a tuple's order.
-        answer: the oracle: inputs by name to outputs by name.
-        rules: the rule of each output.
-        check: looks at a valid case's inputs, answer, flags and rules, and raises where the case is not a fair one.
+    ``answer`` is the oracle, from inputs by name to outputs by name; ``check`` raises where a valid case's inputs,
+    answer, flags and rules are not fair.
     """
 
     operation: str
@@ -208,17 +204,9 @@ class Book:
     ) -> None:
         """A case with the oracle's answer.
 
-        Args:
-            name: the id without the operation.
-            comment: what the case shows.
-            spec: ids of sentences, separated by blanks.
-            flags: names in ``specs/mistakes.json``, separated by blanks.
-            dtypes: where the case runs; empty for all.
-            compare: rules other than the operation's usual ones.
-            leave_out: outputs that are not compared.
-            at: how many entries of a large array are stored; 0 for all.
-            withdrawn: why the case no longer runs.
-            inputs: the operation's arguments.
+        Sentences and flags, names in ``specs/mistakes.json``, are separated by blanks. ``compare`` holds other rules
+        than the operation's usual ones, ``leave_out`` the outputs that are not compared, ``at`` how many entries of a
+        large array are stored, and ``withdrawn`` why the case no longer runs.
         """
         given = _value_of(inputs)
         for key in REAL_ARGUMENTS:

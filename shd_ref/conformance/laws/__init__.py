@@ -1,8 +1,7 @@
 """Laws: facts about an implementation's own answers, on seeded inputs.
 
-``law.py`` says what a law is; one file a chapter holds its laws, ``pair_*.py`` those of options together, and
-``refus*.py`` those of errors. A new law goes into its chapter's file and that file's ``LAWS``. Imports NumPy, and the
-judge's files beside this folder.
+``law.py`` says what a law is, ``answers.py`` what is right; one file a chapter holds its laws, ``pair_*.py`` those of
+options together, and ``refus*.py`` those of errors. A new law is a function of its chapter's file under ``LAWS.add``.
 """
 
 from shd_ref.conformance.laws import (
