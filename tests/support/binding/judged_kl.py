@@ -13,15 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shd_ref.errors import ShdError
+from shd_ref import ShdError
 from shd_ref.integers import check_number
 from shd_torch.checks import check_attn_mask, check_option, check_probs, check_real, compute_dtype
-from shd_torch.kl.loss import attention_kl, explain_backend
+from shd_torch.kl import attention_kl, explain_backend
 from shd_torch.maps.judged import Adapter
 from shd_torch.maps.loss import DIVERGENCES, Layers, match_layers
-from shd_torch.supervision.factored import Factored
+from shd_torch.supervision import Dense, Factored
 from shd_torch.supervision.mask import is_allowed
-from shd_torch.supervision.supervision import Dense
 
 OPERATIONS: tuple[str, ...] = ("shd_loss", "shd_loss_gradient", "shd_loss_gradient_qk")
 
