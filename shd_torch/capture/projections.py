@@ -6,7 +6,7 @@ several do (an adapter beside it) or none does (a gate before it), nothing is gu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -44,14 +44,25 @@ class ProjectionWatch(TorchFunctionMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
+        self._model_name = type(model).__name__
         self._found: list[tuple[RawCall, Projection]] = []
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
 
-    def find(self, call: RawCall) -> list[Projection]:
-        """The matrices that a call's output met; one, where all is well."""
+    def find(self, layer: int, call: RawCall, known: Mapping[int, Tensor]) -> Projection:
+        """The output projection of a layer: one of the ``known``, or the only matrix that its call's output met."""
+        if layer in known:
+            return Projection(known[layer], is_linear=False)
         if call.projection is not None:
-            return [self._name(Projection(call.projection))]
-        return [projection for seen, projection in self._found if seen is call]
+            return self._name(Projection(call.projection))
+        projections = [projection for seen, projection in self._found if seen is call]
+        if len(projections) != 1:
+            raise ShdError(
+                "capture-failed",
+                f"attention call {layer} of {self._model_name} must hand its output to one output projection; got "
+                f"{len(projections)}: merge adapters into it, or give W_o (H_t * d_v, D) as "
+                f"output_projections={{{layer}: ...}}",
+            )
+        return projections[0]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -29,6 +29,7 @@ from shd_torch.rivals.losses import (
 from shd_torch.rivals.rival import ForwardPass, Rival, capture_model
 from shd_torch.supervision.factored import Factored
 from shd_torch.teacher import OnlineTeacher
+from shd_torch.teacher.arguments import read_projections
 from shd_torch.teacher.online import eval_mode
 from shd_torch.teacher.squeeze import gram_tensor_from_qk
 
@@ -99,7 +100,7 @@ def make_rival(
     pairs = layer_map(*counts, None if layer_pairs is None else tuple(layer_pairs))
     heads = own_pass.captured.layer(pairs[0][0]).num_heads
     if plan == "matched":
-        plan = _match(teacher, batch, pairs, heads)
+        plan = _match(teacher, batch, pairs, heads, read_projections(options.get("output_projections")))
     squeezing = {key: options.pop(key) for key in ("targets", "output_projections") if key in options}
     online = OnlineTeacher(
         teacher, heads, pairs, plan=plan, alpha_per=alpha_per, **_MERGES.get(name, {}), **squeezing
@@ -132,7 +133,9 @@ def _widths(cls: type[Rival], student: ForwardPass, teacher: ForwardPass, pair: 
 
 
 @torch.no_grad()
-def _match(teacher: nn.Module, batch: Mapping[str, Any], pairs: Pairs, heads: int) -> dict[int, Any]:
+def _match(
+    teacher: nn.Module, batch: Mapping[str, Any], pairs: Pairs, heads: int, projections: Mapping[int, torch.Tensor]
+) -> dict[int, Any]:
     """Matched rounds of each teacher layer that is paired, by its number."""
     with eval_mode(teacher), record(teacher, values=True) as calls, ProjectionWatch(teacher) as watch:
         teacher(**batch)
@@ -146,7 +149,7 @@ def _match(teacher: nn.Module, batch: Mapping[str, Any], pairs: Pairs, heads: in
     for layer in numbers:
         call = captured.layer(layer)
         assert call.value is not None
-        projection = watch.find(layers[layer][0])[0].matrix(teacher)
+        projection = watch.find(layer, layers[layer][0], projections).matrix(teacher).to(call.value.device)
         one = Factored.teacher(call.query, call.key, rule=call.rule)
         values = call.value[:, :, : call.key.shape[2]]
         gram = gram_tensor_from_qk(one, values, projection, query_mask=counted).sum(0)

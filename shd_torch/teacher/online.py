@@ -278,8 +278,7 @@ class OnlineTeacher:
         self, layers: Sequence[Layer], calls: Sequence[RawCall], watch: ProjectionWatch, *, encoder_ran: bool
     ) -> None:
         """Pair the layers and find the output projections."""
-        name = type(self.model).__name__
-        check_calls(len(layers), None, None, name)
+        check_calls(len(layers), None, None, type(self.model).__name__)
         if isinstance(self._layer_map, int):
             remedy = "name the pairs (layer_map=[(0, 0), ...], student first)"
             check_every_layer(self.model, calls, encoder_ran, remedy)
@@ -289,17 +288,7 @@ class OnlineTeacher:
             pairs = pair_layers(len(layers), num_student_layers, self._layer_map)
         check_single(layers, {teacher for _, teacher in pairs}, self.model)
         for layer in {teacher for _, teacher in pairs}:
-            projections = watch.find(layers[layer][0])
-            if layer in self._given:
-                projections = [Projection(self._given[layer], is_linear=False)]
-            if len(projections) != 1:
-                raise ShdError(
-                    "capture-failed",
-                    f"attention call {layer} of {name} must hand its output to one output projection; got "
-                    f"{len(projections)}: merge adapters into it, or give W_o (H_t * d_v, D) as "
-                    f"output_projections={{{layer}: ...}}",
-                )
-            self._projections[layer] = projections[0]
+            self._projections[layer] = watch.find(layer, layers[layer][0], self._given)
         self._pairs = pairs
 
     def _squeeze_layer(

@@ -25,7 +25,7 @@ def marks(row: Judged, *, laws: bool = False) -> list[pytest.MarkDecorator]:
 def chosen(row: Judged, dtype: str, laws: bool) -> str | list[str] | None:
     """Ids or globs of what a row is judged by at a dtype."""
     if not row.once and dtype in HALVES and row.only is None:
-        # Every vector at both; the laws, which hold in float32, every night.
+        # Every vector at both; the laws, which hold in float32, before a release.
         return [item.id for item in cases() if isinstance(item, Case) != laws]
     if not row.once or dtype == row.dtypes[0]:
         return row.only

@@ -285,6 +285,24 @@ def test_matched_pairs_are_those_of_the_reference(teacher: Any) -> None:
         assert squeeze.mixing.ndim == 4
 
 
+def test_matched_pairs_take_output_projections_that_are_given(teacher: Any) -> None:
+    pytest.importorskip("networkx", reason="matched plans need networkx")
+    student, gated, options = make_model(16, 2, 2), make_model(32, 4, 4), {"plan": "matched", "alpha_per": "row"}
+    for layer in gated.model.layers:  # what it reads is no longer what attention returned, and changes nothing
+        layer.self_attn.o_proj.register_forward_pre_hook(lambda _, inputs: (-inputs[0],))
+        layer.self_attn.o_proj.weight.data.neg_()
+    with pytest.raises(ShdError, match=r"output projection; got 0: .*output_projections=\{1: ") as caught:
+        make_rival("shd", gated, student, BATCH, **options)
+    assert caught.value.code == "capture-failed"
+    projections = {
+        number: layer.self_attn.o_proj.weight.detach().mT for number, layer in enumerate(gated.model.layers)
+    }
+    told = make_rival("shd", gated, student, BATCH, output_projections=projections, **options).teach(**BATCH)
+    seen = make_rival("shd", teacher, student, BATCH, **options).teach(**BATCH)
+    plans = [[squeeze.plan for squeeze in outputs.squeezed.squeezes] for outputs in (told, seen)]
+    assert plans[0] == plans[1]
+
+
 def test_modes_and_hooks_are_left_as_they_were(teacher: Any) -> None:
     student = make_model(16, 2, 2).train()
     rival = make_rival("linear_projector", teacher, student, BATCH)
