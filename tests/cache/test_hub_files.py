@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from support.makers import FORMS, job, read_everything, write_cache
+from support.refusals import refusal
 
-from shd_ref import ShdError
 from shd_ref.cache import CacheReader, CacheWriter, export_webdataset, merge_caches, verify_cache
 
 
@@ -45,6 +45,5 @@ def test_links_and_folders_in_their_place_are_reported(tmp_path: Path, name: str
 
 def test_a_cache_does_not_begin_with_them(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("a repository")
-    with pytest.raises(ShdError, match=r"holds 'README\.md' and no manifest") as caught:
+    with refusal("cache-exists", r"holds 'README\.md' and no manifest"):
         CacheWriter(tmp_path, job())
-    assert caught.value.code == "cache-exists"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.makers import MEASURED, contents, job, records_of, write_cache, write_shards
+from support.refusals import refusal
 
 from shd_ref import ShdError
 from shd_ref.cache import CacheReader, CacheWriter, Errors, Manifest, list_cache, merge_caches, verify_cache
@@ -53,9 +54,8 @@ def test_merging_goes_on_where_it_stopped(tmp_path: Path) -> None:
 
 def test_caches_of_other_jobs_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     other = part(tmp_path / "b", [1], job(temperature=2.0))
-    with pytest.raises(ShdError, match=r"temperature: 1\.0 -> 2\.0") as caught:
+    with refusal("cache-mismatch", r"temperature: 1\.0 -> 2\.0"):
         merge_caches([part(tmp_path / "a", [0]), other], tmp_path / "out")
-    assert caught.value.code == "cache-mismatch"
     assert not (tmp_path / "out").exists()
 
 
@@ -69,9 +69,8 @@ def test_a_shard_that_was_made_twice_is_named(tmp_path: Path, place: str) -> Non
     else:
         sources, out = [first, tmp_path / "b"], tmp_path / "out"
     before = contents(out) if out.exists() else {}
-    with pytest.raises(ShdError, match="shard 2 must be the same wherever it is held") as caught:
+    with refusal("cache-mismatch", "shard 2 must be the same wherever it is held"):
         merge_caches(sources, out)
-    assert caught.value.code == "cache-mismatch"
     after = contents(out)
     assert {name for name in after if name != "manifest.json"} == {n for n in before if n != "manifest.json"}
 
@@ -82,9 +81,8 @@ def test_a_damaged_shard_is_taken_from_where_it_is_intact(tmp_path: Path) -> Non
     assert merge_caches([damaged, intact], tmp_path / "out").sealed
     assert verify_cache(tmp_path / "out").ok
     flip(damaged / "shards/00/000000.safetensors")
-    with pytest.raises(ShdError, match=r"000000\.safetensors: XXH3-128") as caught:
+    with refusal("cache-corrupt", r"000000\.safetensors: XXH3-128"):
         merge_caches([damaged, intact], tmp_path / "again", link=True)
-    assert caught.value.code == "cache-corrupt"
     assert list_cache(tmp_path / "again").written == ()
 
 
@@ -98,9 +96,8 @@ def test_damage_that_cannot_be_repaired_is_an_error(tmp_path: Path, damage: str)
         shard.write_bytes(shard.read_bytes()[:-1])
     else:
         shard.unlink()
-    with pytest.raises(ShdError, match="000002") as caught:
+    with refusal("cache-corrupt" if damage == "receipt" else "cache-incomplete", "000002"):
         merge_caches([source], tmp_path / "out")
-    assert caught.value.code == ("cache-corrupt" if damage == "receipt" else "cache-incomplete")
     assert list_cache(tmp_path / "out").written == (0, 1)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.makers import job, key_of, read_everything, write_cache, write_shards
+from support.refusals import refusal
 
 from shd_ref import ShdError
 from shd_ref.cache import CacheReader, CacheWriter, sample_key
@@ -22,18 +23,16 @@ def folder(tmp_path: Path) -> Path:
 
 def test_partial_cache_is_refused_unless_allowed(tmp_path: Path) -> None:
     write_shards(CacheWriter(tmp_path, job()), [1])
-    with pytest.raises(ShdError, match=r"SEALED\.json must exist: 1 of 4 shards are committed") as caught:
+    with refusal("cache-incomplete", r"SEALED\.json must exist: 1 of 4 shards are committed") as caught:
         CacheReader(tmp_path)
-    assert caught.value.code == "cache-incomplete"
     assert "give the same shd precompute again" in str(caught.value)
     reader = CacheReader(tmp_path, allow_partial=True)
     assert not reader.sealed
     assert reader.keys() == [key_of(index) for index in job().shard_samples(1)]
     absent = key_of(job().shard_samples(0)[0])
     assert absent not in reader
-    with pytest.raises(ShdError, match="the cache is partial") as caught:
+    with refusal("sample-missing", "the cache is partial"):
         reader.read(absent)
-    assert caught.value.code == "sample-missing"
 
 
 def test_a_cache_that_lacks_the_seal_alone_names_the_command(folder: Path) -> None:
@@ -47,15 +46,13 @@ def test_missing_sample(folder: Path) -> None:
     key = sample_key({"input_ids": np.array([-1])})
     assert key not in reader
     assert key_of(0) in reader
-    with pytest.raises(ShdError, match=f"must hold sample {key}") as caught:
+    with refusal("sample-missing", f"must hold sample {key}"):
         reader.read(key)
-    assert caught.value.code == "sample-missing"
 
 
 def test_unknown_layer(folder: Path) -> None:
-    with pytest.raises(ShdError, match=r"layers must be among \[1, 2\]; got 3") as caught:
+    with refusal("argument-value", r"layers must be among \[1, 2\]; got 3"):
         CacheReader(folder).read(key_of(0), layers=[1, 3])
-    assert caught.value.code == "argument-value"
 
 
 def test_one_damaged_record_stops_its_batch(folder: Path) -> None:
@@ -64,20 +61,17 @@ def test_one_damaged_record_stops_its_batch(folder: Path) -> None:
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
-    with pytest.raises(ShdError, match=r"000002\.safetensors: record \d+ layer 2: bytes .* XXH3-64") as caught:
+    with refusal("cache-corrupt", r"000002\.safetensors: record \d+ layer 2: bytes .* XXH3-64"):
         reader.read_batch([key_of(0), key, key_of(1)])
-    assert caught.value.code == "cache-corrupt"
-    with pytest.raises(ShdError, match="must hold sample 00") as caught:
+    with refusal("sample-missing", "must hold sample 00"):
         reader.read_batch([key_of(0), "00" * 16])
-    assert caught.value.code == "sample-missing"
 
 
 @pytest.mark.parametrize("allow_partial", [False, True])
 def test_missing_receipt_of_a_sealed_cache(folder: Path, allow_partial: bool) -> None:
     (folder / "receipts/000002.json").unlink()
-    with pytest.raises(ShdError, match=r"receipts/000002\.json must exist") as caught:
+    with refusal("cache-incomplete", r"receipts/000002\.json must exist"):
         CacheReader(folder, allow_partial=allow_partial)
-    assert caught.value.code == "cache-incomplete"
 
 
 @pytest.mark.parametrize("sealed", [True, False])
@@ -94,9 +88,8 @@ def test_missing_or_cut_shard_is_found_when_opening(
         os.truncate(shard, size)
     if not sealed:
         (folder / "SEALED.json").unlink()
-    with pytest.raises(ShdError, match=rf"000002\.safetensors: it .*{problem}") as caught:
+    with refusal("cache-incomplete", rf"000002\.safetensors: it .*{problem}"):
         CacheReader(folder, allow_partial=True)
-    assert caught.value.code == "cache-incomplete"
 
 
 @pytest.mark.parametrize("size", [None, 0, 700])
@@ -108,9 +101,8 @@ def test_shard_lost_while_reading(folder: Path, size: int | None) -> None:
         shard.unlink()
     else:
         os.truncate(shard, size)
-    with pytest.raises(ShdError, match=r"000002\.safetensors: it (does not exist|ends at byte)") as caught:
+    with refusal("cache-incomplete", r"000002\.safetensors: it (does not exist|ends at byte)"):
         reader.read(key)
-    assert caught.value.code == "cache-incomplete"
 
 
 @pytest.mark.parametrize(
@@ -124,9 +116,8 @@ def test_shard_lost_while_reading(folder: Path, size: int | None) -> None:
 def test_documents_from_elsewhere(folder: Path, tmp_path: Path, source: str, name: str, code: str, said: str) -> None:
     write_cache(tmp_path / "other", job(temperature=2.0))
     shutil.copy(tmp_path / source, folder / name)
-    with pytest.raises(ShdError, match=f"{re.escape(Path(name).name)}.* {said}") as caught:
+    with refusal(code, f"{re.escape(Path(name).name)}.* {said}"):
         CacheReader(folder)
-    assert caught.value.code == code
 
 
 def open_descriptors() -> int:

@@ -21,6 +21,7 @@ from support.makers import (
     write_cache,
     write_shards,
 )
+from support.refusals import refusal
 
 from shd_ref import ShdError
 from shd_ref.cache import CacheReader, CacheWriter, Dataset, Errors, verify_cache
@@ -80,23 +81,18 @@ def test_damaged_shards_are_missing_and_can_be_written_again(tmp_path: Path, dam
 def test_another_job_is_refused(tmp_path: Path) -> None:
     CacheWriter(tmp_path, job())
     before = contents(tmp_path)
-    with pytest.raises(
-        ShdError, match=r"codec: 'sqrt8-row' -> 'bf16'; attention.temperature: 1\.0 -> 2\.0; choose"
-    ) as caught:
+    with refusal("cache-mismatch", r"codec: 'sqrt8-row' -> 'bf16'; attention.temperature: 1\.0 -> 2\.0; choose"):
         CacheWriter(tmp_path, job(temperature=2.0, codec="bf16"))
-    assert caught.value.code == "cache-mismatch"
     assert contents(tmp_path) == before
 
 
 def test_foreign_folder_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("do not lose this")
-    with pytest.raises(ShdError, match=r"holds 'thesis\.tex' and no manifest") as caught:
+    with refusal("cache-exists", r"holds 'thesis\.tex' and no manifest"):
         CacheWriter(tmp_path, job())
-    assert caught.value.code == "cache-exists"
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
-    with pytest.raises(ShdError, match="must be a folder") as caught:
+    with refusal("cache-exists", "must be a folder"):
         CacheWriter(tmp_path / "thesis.tex", job())
-    assert caught.value.code == "cache-exists"
 
 
 def test_stale_files_of_the_dead_go_and_nothing_else(tmp_path: Path) -> None:
@@ -126,9 +122,8 @@ def test_files_of_the_living_stay(tmp_path: Path) -> None:
 def test_seal_needs_every_shard(tmp_path: Path) -> None:
     writer = CacheWriter(tmp_path, job())
     write_shards(writer, [0, 2])
-    with pytest.raises(ShdError, match="2 are missing, first shard 1") as caught:
+    with refusal("cache-incomplete", "2 are missing, first shard 1"):
         writer.seal()
-    assert caught.value.code == "cache-incomplete"
     assert not (tmp_path / "SEALED.json").exists()
 
 
@@ -136,9 +131,8 @@ def test_seal_refuses_another_data_set(tmp_path: Path) -> None:
     manifest = job(dataset=Dataset(key_of(0), 7))
     writer = CacheWriter(tmp_path, manifest)
     write_shards(writer, range(4))
-    with pytest.raises(ShdError, match="the data set or the tokenizer changed") as caught:
+    with refusal("cache-mismatch", "the data set or the tokenizer changed"):
         writer.seal()
-    assert caught.value.code == "cache-mismatch"
 
 
 WRONG_SETS: dict[str, Any] = {
@@ -153,16 +147,14 @@ WRONG_SETS: dict[str, Any] = {
 def test_records_of_another_shard_are_refused(tmp_path: Path, name: str) -> None:
     writer = CacheWriter(tmp_path, job())
     assert 6 not in job().shard_samples(0)
-    with pytest.raises(ShdError, match="records of shard 0 must be its 2 samples") as caught:
+    with refusal("argument-value", "records of shard 0 must be its 2 samples"):
         writer.write_shard(0, WRONG_SETS[name](records_of(job(), 0)), MEASURED)
-    assert caught.value.code == "argument-value"
 
 
 def test_lost_support_is_refused(tmp_path: Path) -> None:
     broken = Errors(attention=replace(MEASURED["attention"], kl_max=math.inf))
-    with pytest.raises(ShdError, match=r"errors\.attention must be finite") as caught:
+    with refusal("not-finite", r"errors\.attention must be finite"):
         CacheWriter(tmp_path, job()).write_shard(0, records_of(job(), 0), broken)
-    assert caught.value.code == "not-finite"
 
 
 def test_refused_write_leaves_what_was_committed(tmp_path: Path) -> None:
@@ -193,9 +185,8 @@ def test_a_lock_that_is_refused_leaves_no_temporary_file(tmp_path: Path, monkeyp
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(ShdError) as caught:
+    with refusal("write-failed"):
         write_cache(tmp_path / "cache", job())
-    assert caught.value.code == "write-failed"
     assert temporary_files(tmp_path) == []
 
 

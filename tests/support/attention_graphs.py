@@ -22,9 +22,11 @@ class GraphBuilder:
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: list[onnx.TensorProto] = []
 
-    def op(self, op_type: str, *inputs: str, name: str = "", domain: str = "", **attributes: Any) -> str:
+    def op(self, op_type: str, *inputs: Any, name: str = "", domain: str = "", **attributes: Any) -> str:
+        """Inputs are names of tensors; anything else is a constant."""
+        names = [each if isinstance(each, str) else self.const(each) for each in inputs]
         output = name or f"{op_type.lower()}_{len(self.nodes)}"
-        self.nodes.append(helper.make_node(op_type, inputs, [output], name=output, domain=domain, **attributes))
+        self.nodes.append(helper.make_node(op_type, names, [output], name=output, domain=domain, **attributes))
         return output
 
     def const(self, array: Any, name: str = "") -> str:
@@ -67,10 +69,10 @@ def bare_attention(
         inputs[logits] = (TensorProto.FLOAT, ["batch", num_heads, "rows", "keys"])
         inputs[values] = (TensorProto.FLOAT, ["batch", num_heads, "keys", d_v])
         raw = build.op("Softmax", logits, axis=-1, name=f"softmax_{layer}")
-        probs = build.op("Where", build.op("IsNaN", raw), build.const(np.float32(0)), raw, name=f"probs_{layer}")
+        probs = build.op("Where", build.op("IsNaN", raw), np.float32(0), raw, name=f"probs_{layer}")
         context = build.op("MatMul", probs, values)
         joined = build.op("Transpose", context, perm=[0, 2, 1, 3])
-        flat = build.op("Reshape", joined, build.const(np.array([0, 0, num_heads * d_v])))
+        flat = build.op("Reshape", joined, [0, 0, num_heads * d_v])
         weight = build.const(random_projection(num_heads * d_v, d_model, layer))
         outputs.append(build.op("MatMul", flat, weight))
     return build.model(inputs, outputs, opset)
@@ -105,19 +107,17 @@ def encoder_layer(
 
     def heads(name: str, count: int, seed: int) -> str:
         matrix = random_projection(d_model, count * d_v, seed).astype(dtype)
-        projected = build.op("MatMul", source, build.const(matrix))
+        projected = build.op("MatMul", source, matrix)
         if layout == "batch-folded":  # torch.nn.MultiheadAttention: (L, B, H d) -> (B H, L, d)
-            sizes = build.op(
-                "Slice", build.op("Shape", source), build.const(np.array([0])), build.const(np.array([1]))
-            )
-            shape = build.op("Concat", sizes, build.const(np.array([-1, d_v])), axis=0)
+            sizes = build.op("Slice", build.op("Shape", source), [0], [1])
+            shape = build.op("Concat", sizes, [-1, d_v], axis=0)
             return build.op("Transpose", build.op("Reshape", projected, shape), perm=[1, 0, 2], name=name)
-        split = build.op("Reshape", projected, build.const(np.array([0, 0, count, d_v])))
+        split = build.op("Reshape", projected, [0, 0, count, d_v])
         order = [2, 0, 1, 3] if layout in ("heads-batch", "heads-folded") else [0, 2, 1, 3]
         split = build.op("Transpose", split, perm=order)
         if layout == "heads-folded":  # (H B, L, d)
-            rows = build.op("Slice", build.op("Shape", split), build.const(np.array([2])), build.const(np.array([4])))
-            shape = build.op("Concat", build.const(np.array([-1])), rows, axis=0)
+            rows = build.op("Slice", build.op("Shape", split), [2], [4])
+            shape = build.op("Concat", [-1], rows, axis=0)
             split = build.op("Reshape", split, shape)
         return _repeat_heads(build, split, num_heads, count, kv_repeat) if count < num_heads else split
 
@@ -130,9 +130,9 @@ def encoder_layer(
         logits = build.op("Cast", logits, to=TensorProto.FLOAT)
     probs = build.op("Softmax", logits, axis=-1, name="softmax")
     if nan_guard:
-        probs = build.op("Where", build.op("IsNaN", probs), build.const(np.float32(0)), probs, name="guarded")
+        probs = build.op("Where", build.op("IsNaN", probs), np.float32(0), probs, name="guarded")
     if head_mask:
-        probs = build.op("Mul", probs, build.const(np.ones((1, num_heads, 1, 1), np.float32)), name="head_masked")
+        probs = build.op("Mul", probs, np.ones((1, num_heads, 1, 1), np.float32), name="head_masked")
     if float16:
         probs = build.op("Cast", probs, to=TensorProto.FLOAT16)
     context = build.op("MatMul", probs, values, name="context")
@@ -149,15 +149,15 @@ def encoder_layer(
 def _repeat_heads(build: GraphBuilder, split: str, num_heads: int, num_kv_heads: int, how: str) -> str:
     groups = num_heads // num_kv_heads
     if how == "gather":
-        return build.op("Gather", split, build.const(np.repeat(np.arange(num_kv_heads), groups)), axis=1)
-    sizes = build.op("Slice", build.op("Shape", split), build.const(np.array([2])), build.const(np.array([4])))
-    wide = build.op("Unsqueeze", split, build.const(np.array([2])))
+        return build.op("Gather", split, np.repeat(np.arange(num_kv_heads), groups), axis=1)
+    sizes = build.op("Slice", build.op("Shape", split), [2], [4])
+    wide = build.op("Unsqueeze", split, [2])
     if how == "tile":
-        wide = build.op("Tile", wide, build.const(np.array([1, 1, groups, 1, 1])))
+        wide = build.op("Tile", wide, [1, 1, groups, 1, 1])
     else:
-        shape = build.op("Concat", build.const(np.array([1, 1, groups])), sizes, axis=0)
+        shape = build.op("Concat", [1, 1, groups], sizes, axis=0)
         wide = build.op("Expand", wide, shape)
-    shape = build.op("Concat", build.const(np.array([-1, num_heads])), sizes, axis=0)
+    shape = build.op("Concat", [-1, num_heads], sizes, axis=0)
     return build.op("Reshape", wide, shape)
 
 
@@ -165,13 +165,13 @@ def _mask_logits(
     build: GraphBuilder, logits: str, mask: str, low: float, float16: bool = False, source: str = "mask"
 ) -> str:
     dtype = np.float16 if float16 else np.float32
-    column = build.op("Unsqueeze", source, build.const(np.array([1, 2])))  # (B, 1, 1, L)
+    column = build.op("Unsqueeze", source, [1, 2])  # (B, 1, 1, L)
     if mask == "where":
         allowed = build.op("Cast", column, to=TensorProto.BOOL)
-        return build.op("Where", allowed, logits, build.const(np.array([low], dtype)))
+        return build.op("Where", allowed, logits, np.array([low], dtype))
     ones = build.op("Cast", column, to=TensorProto.FLOAT16 if float16 else TensorProto.FLOAT)
-    off = build.op("Sub", build.const(np.ones(1, dtype)), ones)
-    penalty = build.op("Mul", off, build.const(np.array([-1e4], dtype)))
+    off = build.op("Sub", np.ones(1, dtype), ones)
+    penalty = build.op("Mul", off, np.array([-1e4], dtype))
     return build.op("Add", logits, penalty)
 
 
@@ -203,8 +203,8 @@ def attention_on_inputs(
     probs = build.op("Softmax", logits, axis=-1) if normalise is None else normalise(build, logits)
     probs = probs if change_probs is None else change_probs(build, probs)
     context = build.op("MatMul", probs, keys) if multiply is None else multiply(build, probs)
-    flat = build.op("Reshape", build.op("Transpose", context, perm=[0, 2, 1, 3]), build.const(np.array([0, 0, 6])))
-    output = build.op("MatMul", flat, build.const(random_projection(6, 5)))
+    flat = build.op("Reshape", build.op("Transpose", context, perm=[0, 2, 1, 3]), [0, 0, 6])
+    output = build.op("MatMul", flat, random_projection(6, 5))
     shapes = {name: (TensorProto.FLOAT, ["batch", 2, axis, 3]) for name, axis in (("q", "rows"), ("k", "keys"))}
     return build.model({**shapes, **inputs}, [output], opset)
 
@@ -216,23 +216,21 @@ def attention_operator(
     build = GraphBuilder()
     tensors = []
     for seed, count in enumerate((4, num_kv_heads, num_kv_heads), 1):
-        heads = build.op("MatMul", "x", build.const(random_projection(12, count * 3, seed)))
+        heads = build.op("MatMul", "x", random_projection(12, count * 3, seed))
         if rank == 4:
-            heads = build.op("Reshape", heads, build.const(np.array([0, 0, count, 3])))
+            heads = build.op("Reshape", heads, [0, 0, count, 3])
             heads = build.op("Transpose", heads, perm=[0, 2, 1, 3])
         tensors.append(heads)
     if masked:
-        column = build.op("Unsqueeze", "mask", build.const(np.array([1, 2])))
-        row = build.op(
-            "Unsqueeze", build.op("Mul", "mask", build.const(np.array([0]))), build.const(np.array([1, 3]))
-        )
+        column = build.op("Unsqueeze", "mask", [1, 2])
+        row = build.op("Unsqueeze", build.op("Mul", "mask", [0]), [1, 3])
         tensors.append(build.op("Cast", build.op("Add", column, row), to=TensorProto.BOOL))  # (B, 1, L, L)
     counts = {"q_num_heads": 4, "kv_num_heads": num_kv_heads} if rank == 3 else {}
     output = build.op("Attention", *tensors, **counts, **attributes)
     if rank == 4:
         joined = build.op("Transpose", output, perm=[0, 2, 1, 3])
-        output = build.op("Reshape", joined, build.const(np.array([0, 0, 12])))
-    output = build.op("MatMul", output, build.const(random_projection(12, 14, 4)))
+        output = build.op("Reshape", joined, [0, 0, 12])
+    output = build.op("MatMul", output, random_projection(12, 14, 4))
     inputs: dict[str, tuple[int, Sequence[str | int]]] = {"x": (TensorProto.FLOAT, ["batch", "length", 12])}
     if masked:
         inputs["mask"] = (TensorProto.INT64, ["batch", "length"])
@@ -269,13 +267,13 @@ def language_model(
     """
     width = num_heads * 3
     build = GraphBuilder()
-    state = build.op("Gather", build.const(random_projection(vocabulary, width, 9)), "input_ids", name="state_0")
+    state = build.op("Gather", random_projection(vocabulary, width, 9), "input_ids", name="state_0")
     split, joined = build.const(np.array([0, 0, num_heads, 3])), build.const(np.array([0, 0, width]))
     for layer in range(num_layers):
         query, key, values = (
             build.op(
                 "Transpose",
-                build.op("Reshape", build.op("MatMul", state, build.const(weight)), split),
+                build.op("Reshape", build.op("MatMul", state, weight), split),
                 perm=[0, 2, 3, 1] if place == 1 else [0, 2, 1, 3],
             )
             for place, weight in enumerate(2 * random_projection(width, width, 10 * layer + n) for n in (1, 2, 3))
@@ -283,16 +281,16 @@ def language_model(
         logits = _mask_logits(build, build.op("MatMul", query, key), "where", -3e4, source="attention_mask")
         context = build.op("MatMul", build.op("Softmax", logits, axis=-1), values)
         flat = build.op("Reshape", build.op("Transpose", context, perm=[0, 2, 1, 3]), joined)
-        output = build.op("MatMul", flat, build.const(random_projection(width, width, 10 * layer + 4)))
+        output = build.op("MatMul", flat, random_projection(width, width, 10 * layer + 4))
         state = build.op("Add", state, output, name=f"state_{layer + 1}")
     if head == "sample":
-        state = build.op("ReduceMax", state, build.const(np.array([1])), keepdims=0)
+        state = build.op("ReduceMax", state, [1], keepdims=0)
     if head == "last":
         ends = (build.const(np.array([number])) for number in (-1, 2**31, 1))
         state = build.op("Slice", state, *ends)
     weight = np.pad(4 * random_projection(width, vocabulary, 8), [(0, 0), (0, padding)])
     bias = np.repeat(np.float32([0, -1e4]), [vocabulary, padding])
-    build.op("Add", build.op("MatMul", state, build.const(weight)), build.const(bias), name="logits")
+    build.op("Add", build.op("MatMul", state, weight), bias, name="logits")
     inputs = {name: (TensorProto.INT64, ["batch", "length"]) for name in ("input_ids", "attention_mask")}
     return build.model(inputs, ["logits"])
 
@@ -303,22 +301,22 @@ def _join_heads(build: GraphBuilder, context: str, source: str, layout: str, num
         shape = build.op("Shape", source)
         return build.op("Reshape", build.op("Transpose", context, perm=[1, 0, 2]), shape)
     if layout == "heads-folded":
-        rows = build.op("Slice", build.op("Shape", context), build.const(np.array([1])), build.const(np.array([3])))
-        shape = build.op("Concat", build.const(np.array([num_heads, -1])), rows, axis=0)
+        rows = build.op("Slice", build.op("Shape", context), [1], [3])
+        shape = build.op("Concat", [num_heads, -1], rows, axis=0)
         context = build.op("Reshape", context, shape)
     order = [0, 2, 1, 3] if layout == "batch-heads" else [1, 2, 0, 3]
-    return build.op("Reshape", build.op("Transpose", context, perm=order), build.const(width))
+    return build.op("Reshape", build.op("Transpose", context, perm=order), width)
 
 
 def _project(build: GraphBuilder, flat: str, weight: NDArray[Any], projection: str) -> str:
     if projection == "matmul":
-        return build.op("MatMul", flat, build.const(weight))
+        return build.op("MatMul", flat, weight)
     if projection == "transposed":  # a Linear's weight, transposed in the graph
-        return build.op("MatMul", flat, build.op("Transpose", build.const(weight.T.copy()), perm=[1, 0]))
+        return build.op("MatMul", flat, build.op("Transpose", weight.T.copy(), perm=[1, 0]))
     if projection == "gemm":
-        rows = build.op("Reshape", flat, build.const(np.array([-1, weight.shape[0]])))
+        rows = build.op("Reshape", flat, [-1, weight.shape[0]])
         bias = build.const(np.zeros(weight.shape[1], weight.dtype))
-        return build.op("Gemm", rows, build.const(weight.T.copy()), bias, transB=1)
+        return build.op("Gemm", rows, weight.T.copy(), bias, transB=1)
     raise ValueError(projection)
 
 

@@ -39,7 +39,7 @@ def _block(build: GraphBuilder, state: str, other: str | None, mask: str | None,
     query, key, values = (
         build.op(
             "Transpose",
-            build.op("Reshape", build.op("MatMul", source, build.const(weight)), split),
+            build.op("Reshape", build.op("MatMul", source, weight), split),
             perm=[0, 2, 3, 1] if place == 1 else [0, 2, 1, 3],
         )
         for place, (source, weight) in enumerate(
@@ -54,7 +54,5 @@ def _block(build: GraphBuilder, state: str, other: str | None, mask: str | None,
     if mask is not None:
         logits = _mask_logits(build, logits, "where", -3e4, source=mask)
     context = build.op("MatMul", build.op("Softmax", logits, axis=-1), values)
-    flat = build.op(
-        "Reshape", build.op("Transpose", context, perm=[0, 2, 1, 3]), build.const(np.array([0, 0, WIDTH]))
-    )
-    return build.op("Add", state, build.op("MatMul", flat, build.const(random_projection(WIDTH, WIDTH, 10 * seed))))
+    flat = build.op("Reshape", build.op("Transpose", context, perm=[0, 2, 1, 3]), [0, 0, WIDTH])
+    return build.op("Add", state, build.op("MatMul", flat, random_projection(WIDTH, WIDTH, 10 * seed)))

@@ -5,6 +5,7 @@ import struct
 
 import numpy as np
 import pytest
+from support.refusals import refusal
 
 from shd_ref import ShdError
 from shd_ref.cache import (
@@ -247,9 +248,8 @@ def test_merged_errors_are_the_error_of_all_rows() -> None:
     ],
 )
 def test_encode_refuses(codec: str, probs: np.ndarray, code: str) -> None:
-    with pytest.raises(ShdError) as caught:
+    with refusal(code):
         encode(codec, probs)
-    assert caught.value.code == code
 
 
 def test_decode_refuses_codes_of_another_codec() -> None:
@@ -269,6 +269,5 @@ def test_decode_refuses_codes_of_another_codec() -> None:
     ],
 )
 def test_check_codes_refuses_what_no_encoder_makes(codec: str, codes: np.ndarray, code: str) -> None:
-    with pytest.raises(ShdError) as caught:
+    with refusal(code):
         check_codes(codec, codes)
-    assert caught.value.code == code

@@ -30,8 +30,8 @@ from support.makers import (
     write_shards,
 )
 from support.object_store import environment, free_port
+from support.refusals import refusal
 
-from shd_ref import ShdError
 from shd_ref.cache import CacheReader, CacheWriter, verify_cache
 
 pytest.importorskip("s3fs", reason="caches in object stores need the extra 'remote'")
@@ -153,9 +153,8 @@ def test_flipped_bit_in_a_shard(cache: str, position: int, is_read: bool) -> Non
     change(cache, SHARD, position)
     assert {problem.path for problem in verify_cache(cache).problems} == {SHARD}
     if is_read:
-        with pytest.raises(ShdError, match=rf"{SHARD}: record \d layer 2: .* must have XXH3-64") as caught:
+        with refusal("cache-corrupt", rf"{SHARD}: record \d layer 2: .* must have XXH3-64"):
             read_everything(CacheReader(cache))
-        assert caught.value.code == "cache-corrupt"
 
 
 def test_truncated_and_absent_objects(cache: str) -> None:
@@ -163,30 +162,26 @@ def test_truncated_and_absent_objects(cache: str) -> None:
     victim = next(index for index in job().shard_samples(1))
     for length in (len(whole) - 1, 100):
         put(cache, SHARD, whole[:length])
-        with pytest.raises(ShdError, match=f"it must have {len(whole)} bytes and has {length}") as caught:
+        with refusal("cache-incomplete", f"it must have {len(whole)} bytes and has {length}"):
             CacheReader(cache)
-        assert caught.value.code == "cache-incomplete"
     for problem in ("it ends at byte", "it does not exist"):
-        with pytest.raises(ShdError, match=problem) as caught:
+        with refusal("cache-incomplete", problem):
             reader.read(key_of(victim))
-        assert caught.value.code == "cache-incomplete"
         if SHARD in objects(cache):
             remove(cache, SHARD)
     put(cache, SHARD, whole)
     assert reader.read(key_of(victim)).index == victim
     remove(cache, RECEIPT)
-    with pytest.raises(ShdError, match="shard 1 was never committed") as caught:
+    with refusal("cache-incomplete", "shard 1 was never committed"):
         CacheReader(cache)
-    assert caught.value.code == "cache-incomplete"
     assert CacheWriter(cache, job()).missing_shards() == [1]
 
 
 def test_of_racing_manifests_the_first_stays(store: str) -> None:
     Store.hidden = True  # both looked before either wrote
     CacheWriter(store, job())
-    with pytest.raises(ShdError, match="temperature") as caught:
+    with refusal("cache-mismatch", "temperature"):
         CacheWriter(store, job(temperature=2.0))
-    assert caught.value.code == "cache-mismatch"
     assert objects(store)["manifest.json"] == job().to_bytes()
 
 
@@ -267,9 +262,8 @@ def test_writer_that_is_always_overtaken_gives_up(store: str, change: Callable[[
     name = "shards/00/000000.safetensors"
     Store.after_upload[:] = [lambda: put(store, name, change(objects(store)[name]))] * 100
     writer = CacheWriter(store, job())
-    with pytest.raises(ShdError, match=r"other writers replaced it 5 times: .*--shards i/n") as caught:
+    with refusal("write-failed", r"other writers replaced it 5 times: .*--shards i/n"):
         write_shards(writer, [0])
-    assert caught.value.code == "write-failed"
     assert CacheWriter(store, job()).missing_shards() == [0, 1, 2, 3]
 
 
@@ -303,24 +297,20 @@ for call in (CacheReader, lambda address: CacheWriter(address, job())):
 def test_writer_does_not_take_an_unreadable_shard_for_missing(store: str) -> None:
     writer = CacheWriter(write_cache(store, job()), job())
     Store.lost = True
-    with pytest.raises(ShdError, match="network") as caught:
+    with refusal("read-failed", "network"):
         writer.missing_shards()
-    assert caught.value.code == "read-failed"
 
 
 def test_missing_bucket(bucket: str) -> None:
-    with pytest.raises(ShdError, match="bucket does not exist") as caught:
+    with refusal("write-failed", "bucket does not exist"):
         CacheWriter(f"{bucket}-absent/cache", job())
-    assert caught.value.code == "write-failed"
-    with pytest.raises(ShdError, match="is not a cache") as caught:
+    with refusal("cache-incomplete", "is not a cache"):
         CacheReader(f"{bucket}-absent/cache")
-    assert caught.value.code == "cache-incomplete"
 
 
 def test_an_unknown_kind_of_address_is_refused() -> None:
-    with pytest.raises(ShdError, match="an address that fsspec knows") as caught:
+    with refusal("argument-value", "an address that fsspec knows"):
         CacheReader("nowhere://bucket/cache")
-    assert caught.value.code == "argument-value"
 
 
 def test_file_addresses_are_paths(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 from support.attention_graphs import GraphBuilder, encoder_layer, random_projection, run_session
+from support.refusals import refusal
 
-from shd_ref import ShdError
 from shd_ref.teacher import (
     PrecomputeOptions,
     compare_with_reference,
@@ -139,7 +139,7 @@ def custom_operator(_: Path) -> onnx.ModelProto:
 
 def huge_constant(_: Path) -> onnx.ModelProto:
     build = GraphBuilder()
-    huge = build.op("ConstantOfShape", build.const(np.array([2**20, 2**20])))
+    huge = build.op("ConstantOfShape", [2**20, 2**20])
     return build.model({"x": (TensorProto.FLOAT, ["batch", 3])}, [build.op("Add", "x", huge)])
 
 
@@ -180,9 +180,8 @@ def test_files_that_are_no_teacher_are_refused(name: str, tmp_path: Path) -> Non
     model = make(tmp_path / "model")
     if model is not None:
         (tmp_path / "model" / "teacher.onnx").write_bytes(model.SerializeToString())
-    with pytest.raises(ShdError) as caught:
+    with refusal("graph-invalid") as caught:
         load_teacher(tmp_path / "model" / "teacher.onnx")
-    assert caught.value.code == "graph-invalid"
     assert words in str(caught.value)
 
 
@@ -203,8 +202,8 @@ def test_local_functions_are_inlined(tmp_path: Path) -> None:
     build = GraphBuilder()
     probs = build.op("OwnSoftmax", "logits", domain="local")
     joined = build.op("Transpose", build.op("MatMul", probs, "values"), perm=[0, 2, 1, 3])
-    flat = build.op("Reshape", joined, build.const(np.array([0, 0, 6])))
-    output = build.op("MatMul", flat, build.const(random_projection(6, 5)))
+    flat = build.op("Reshape", joined, [0, 0, 6])
+    output = build.op("MatMul", flat, random_projection(6, 5))
     inputs = {
         "logits": (TensorProto.FLOAT, ["batch", 2, "rows", "keys"]),
         "values": (TensorProto.FLOAT, ["batch", 2, "keys", 3]),

@@ -12,6 +12,7 @@ import onnxruntime
 import pytest
 from numpy.typing import NDArray
 from support.plain_kd import topk_targets
+from support.refusals import refusal
 from support.students import precompute
 from support.two_sequences import encoder_decoder
 from typer.testing import CliRunner
@@ -124,19 +125,16 @@ def test_the_mean_of_two_encoder_decoders(teacher: Path, tmp_path: Path) -> None
 
 
 def test_what_does_not_fit_is_refused(teacher: Path, tmp_path: Path) -> None:
-    with pytest.raises(ShdError, match=r"hidden must hold layers from 0 .* to 1 .*; got 2") as caught:
+    with refusal("argument-value", r"hidden must hold layers from 0 .* to 1 .*; got 2"):
         precompute(teacher, make_inputs(), tmp_path / "cache", replace(OPTIONS, hidden=(0, 2)), RUN)
-    assert caught.value.code == "argument-value"
     assert not (tmp_path / "cache").exists()
     precompute(teacher, make_inputs(), tmp_path / "cache", ALONE, RUN)
     manifest = CacheReader(tmp_path / "cache").manifest
-    with pytest.raises(ShdError, match=r"logits\.rows must be 'positions' or") as caught:
+    with refusal("argument-value", r"logits\.rows must be 'positions' or"):
         replace(manifest, inputs=replace(manifest.inputs, decoder=(), decoder_mask=None))
-    assert caught.value.code == "argument-value"
     changed = {name: array[::-1].copy() for name, array in make_inputs().items()}
-    with pytest.raises(ShdError) as caught:
+    with refusal("cache-mismatch"):
         precompute(teacher, changed, tmp_path / "cache", ALONE, RUN)
-    assert caught.value.code == "cache-mismatch"
     CacheWriter(tmp_path / "cache", manifest).seal()
 
 

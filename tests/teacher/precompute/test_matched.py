@@ -13,6 +13,7 @@ import pytest
 import xxhash
 from numpy.typing import NDArray
 from support.attention_graphs import bare_attention
+from support.refusals import refusal
 from typer.testing import CliRunner
 
 pytest.importorskip("networkx", reason="matched plans need networkx")
@@ -20,7 +21,7 @@ pytest.importorskip("networkx", reason="matched plans need networkx")
 from support.calls import calls_of
 from support.students import precompute
 
-from shd_ref import ShdError, compose_mixing, matched_plan, squeeze_heads
+from shd_ref import compose_mixing, matched_plan, squeeze_heads
 from shd_ref.cache import CacheReader, Matching, verify_cache
 from shd_ref.cli import load_app
 from shd_ref.teacher import (
@@ -142,9 +143,8 @@ def test_resuming_with_another_plan_is_refused(
 ) -> None:
     options: dict[str, Any] = {"num_student_heads": 2, "plan": "matched", "calibration_samples": 3}
     precompute(teacher, make_inputs(), tmp_path / "cache", PrecomputeOptions(**options), RUN)
-    with pytest.raises(ShdError, match=differs) as caught:
+    with refusal("cache-mismatch", differs):
         precompute(teacher, make_inputs(), tmp_path / "cache", PrecomputeOptions(**(options | change)), RUN)
-    assert caught.value.code == "cache-mismatch"
 
 
 def test_samples_that_are_skipped_do_not_choose(teacher: Path, tmp_path: Path) -> None:
@@ -156,15 +156,13 @@ def test_samples_that_are_skipped_do_not_choose(teacher: Path, tmp_path: Path) -
     reader = CacheReader(tmp_path / "cache")
     assert len(reader) == SAMPLES - 1
     assert reader.manifest.attention.layer_plans[1] == matched_plan([read_layer(teacher, 1, [second])], 2)
-    with pytest.raises(ShdError) as caught:
+    with refusal("not-finite"):
         precompute(teacher, arrays, tmp_path / "other", replace(options, on_error="stop"), RUN)
-    assert caught.value.code == "not-finite"
 
 
 def test_plans_must_fit_the_layers(teacher: Path, tmp_path: Path) -> None:
-    with pytest.raises(ShdError, match="one for each of 2 layers; got 1") as caught:
+    with refusal("plan-invalid", "one for each of 2 layers; got 1"):
         precompute(teacher, make_inputs(), tmp_path / "cache", PrecomputeOptions(6, plans=((),)), RUN)
-    assert caught.value.code == "plan-invalid"
 
 
 def test_the_command_matches_and_repeats_itself(teacher: Path, tmp_path: Path) -> None:

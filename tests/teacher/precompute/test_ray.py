@@ -15,6 +15,7 @@ import pytest
 from numpy.typing import NDArray
 from support.attention_graphs import token_teacher
 from support.makers import contents
+from support.refusals import refusal
 from support.students import precompute, precompute_heads
 from typer.testing import CliRunner
 
@@ -107,9 +108,8 @@ def test_what_an_actor_raises_comes_out_and_the_run_resumes(teacher: Path, tmp_p
             tokens["input_ids"][7, 0] += 1
         return ArraySource(tokens)
 
-    with pytest.raises(ShdError, match=r"dataset\.fingerprint") as caught:
+    with refusal("cache-mismatch", r"dataset\.fingerprint"):
         precompute(teacher, open_changed, tmp_path, OPTIONS, RUN, engine=RayEngine(1))
-    assert caught.value.code == "cache-mismatch"
     assert list_cache(tmp_path).written == ()
     part = RunOptions(batch_size=4, samples_per_shard=3, shards=(1, 6))
     first = precompute(teacher, make_tokens(), tmp_path, OPTIONS, part)
@@ -123,9 +123,8 @@ def test_a_cluster_without_room_is_named(teacher: Path, tmp_path: Path) -> None:
     from shd_ref.teacher.precompute import RayEngine
 
     inputs = ArraySource(make_tokens())
-    with pytest.raises(ShdError, match="workers must be 1 to 2") as caught:
+    with refusal("argument-value", "workers must be 1 to 2"):
         precompute(teacher, lambda: inputs, tmp_path, OPTIONS, RUN, engine=RayEngine(3))
-    assert caught.value.code == "argument-value"
     with pytest.raises(ShdError, match="workers must be 1 to 0"):
         precompute(
             teacher,
@@ -135,9 +134,8 @@ def test_a_cluster_without_room_is_named(teacher: Path, tmp_path: Path) -> None:
             RunOptions(num_threads=3, samples_per_shard=3),
             engine=RayEngine(),
         )
-    with pytest.raises(ShdError, match="inputs must be what opens them") as caught:
+    with refusal("argument-value", "inputs must be what opens them"):
         precompute(teacher, inputs, tmp_path, OPTIONS, RUN, engine=RayEngine())
-    assert caught.value.code == "argument-value"
 
 
 def test_students_in_one_pass(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from support.attention_graphs import language_model
 from support.calls import calls_of
 from support.plain_kd import log_softmax, topk_targets
+from support.refusals import refusal
 from support.students import precompute, precompute_heads
 from typer.testing import CliRunner
 
-from shd_ref import ShdError
 from shd_ref.cache import CacheReader, CacheWriter, Hidden, Logits, Receipt, SampleRecord, sample_key, verify_cache
 from shd_ref.cli import load_app
 from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
@@ -172,9 +172,8 @@ def test_a_padded_vocabulary_is_cut_where_it_has_no_mass(tmp_path: Path) -> None
     assert (logits.vocab_size, logits.padded_vocab_size) == (50, 56)
     for size, message in ((40, "must cut padding alone"), (57, "must be at most 56, the columns of logits; got 57")):
         wrong = PrecomputeOptions(**options, vocab_size=size)
-        with pytest.raises(ShdError, match=f"vocab_size {message}") as caught:
+        with refusal("argument-value", f"vocab_size {message}") as caught:
             precompute(tmp_path / "teacher.onnx", make_inputs(), tmp_path / "d", wrong)
-        assert caught.value.code == "argument-value"
         assert ("sample " in str(caught.value)) == (size == 40)
         assert not (tmp_path / "d").exists()  # and the right size may still go there
 
@@ -198,9 +197,8 @@ def test_a_classifier_has_one_row_a_sample(tmp_path: Path) -> None:
 def test_logits_of_some_positions_alone_are_refused(tmp_path: Path) -> None:
     onnx.save(language_model(head="last"), tmp_path / "teacher.onnx")
     options = PrecomputeOptions(num_student_heads=2, logits="topk")
-    with pytest.raises(ShdError, match="logits must have a row for each of 8 positions") as caught:
+    with refusal("graph-unsupported", "logits must have a row for each of 8 positions"):
         precompute(tmp_path / "teacher.onnx", make_inputs(), tmp_path / "cache", options)
-    assert caught.value.code == "graph-unsupported"
     assert not (tmp_path / "cache").exists()
 
 
@@ -249,9 +247,8 @@ def test_another_teachers_rows_are_found_out(teacher: Path, tmp_path: Path, name
             turned.append(SampleRecord(index=record.index, key=record.key, length=record.length, parts=parts))
         writer.write_shard(shard, turned, receipt.errors)
     writer.seal()
-    with pytest.raises(ShdError, match=f"{said} .* must equal what the teacher gives now") as caught:
+    with refusal("cache-mismatch", f"{said} .* must equal what the teacher gives now"):
         recheck_records(tmp_path / "cache", teacher, make_inputs())
-    assert caught.value.code == "cache-mismatch"
 
 
 def test_a_sample_whose_logits_are_not_finite_is_named_or_skipped(tmp_path: Path) -> None:
@@ -272,9 +269,8 @@ def test_a_sample_whose_logits_are_not_finite_is_named_or_skipped(tmp_path: Path
         model.graph.node.append(onnx.helper.make_node(kind, names, [output]))
     onnx.save(model, teacher)
     options = PrecomputeOptions(num_student_heads=2, logits="topk", logits_top=4)
-    with pytest.raises(ShdError, match=r"sample 4 .*: the teacher gives NaN or infinity in its logits") as caught:
+    with refusal("not-finite", r"sample 4 .*: the teacher gives NaN or infinity in its logits"):
         precompute(teacher, inputs, tmp_path / "a", options)
-    assert caught.value.code == "not-finite"
     summary = precompute(teacher, inputs, tmp_path / "b", replace(options, on_error="skip"))
     assert summary.skipped == 1
     (reason,) = CacheReader(tmp_path / "b").skipped.values()
@@ -300,9 +296,8 @@ def test_a_sample_whose_logits_are_not_finite_is_named_or_skipped(tmp_path: Path
 def test_options_that_do_not_fit_are_refused_before_anything_is_written(
     teacher: Path, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ShdError, match=message) as caught:
+    with refusal("argument-value", message):
         precompute(teacher, make_inputs(), tmp_path / "cache", PrecomputeOptions(num_student_heads=2, **changes))
-    assert caught.value.code == "argument-value"
     assert not (tmp_path / "cache").exists()
 
 

@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto
 from support.attention_graphs import GraphBuilder, bare_attention, encoder_layer, random_projection, run_session
+from support.refusals import refusal
 
 from shd_ref import ShdError, squeeze_heads, value_outputs
 from shd_ref.cache import encode
@@ -206,9 +207,8 @@ def test_a_wrong_squeeze_is_found_out() -> None:
         (layer.names["merged"], np.full_like(outputs[layer.names["merged"]], np.nan)),
         (layer.names["codes"], outputs[layer.names["codes"]] + np.uint8(1)),
     ):
-        with pytest.raises(ShdError, match="agree with the reference") as caught:
+        with refusal("graph-mismatch", "agree with the reference"):
             compare_with_reference(graph, {**outputs, name: broken})
-        assert caught.value.code == "graph-mismatch"
 
 
 @pytest.mark.parametrize("strategy", ["shd", "hard"])
@@ -218,9 +218,8 @@ def test_a_teacher_with_nan_shows_it_in_its_alphas(strategy: str) -> None:
     graph = squeeze(bare_attention(4), 2, strategy=strategy)
     outputs = run(graph, feeds)
     assert np.isnan(outputs[graph.layers[0].names["alphas"]][0, 0])
-    with pytest.raises(ShdError) as caught:
+    with refusal("not-finite"):
         compare_with_reference(graph, outputs)
-    assert caught.value.code == "not-finite"
 
 
 def test_comparison_reports_residuals() -> None:
@@ -260,16 +259,14 @@ def test_arguments_are_checked(options: dict[str, Any], code: str) -> None:
     layers = options.pop("layers", [(0, site)])
     layers = [(0, site), (0, site)] if layers == "twice" else layers
     mask = options.pop("row_mask_input", None)
-    with pytest.raises(ShdError) as caught:
+    with refusal(code):
         squeeze_graph(model, layers, PrecomputeOptions(**{"num_student_heads": 2, **options}), row_mask_input=mask)
-    assert caught.value.code == code
 
 
 def test_sites_of_another_model_are_refused() -> None:
     layers = [(0, find_sites(encoder_layer())[0])]
-    with pytest.raises(ShdError, match="find_sites on the same model") as caught:
+    with refusal("graph-unsupported", "find_sites on the same model"):
         squeeze_graph(bare_attention(4), layers, PrecomputeOptions(2))
-    assert caught.value.code == "graph-unsupported"
 
 
 def test_a_single_value_head_that_the_product_broadcasts() -> None:
@@ -293,8 +290,8 @@ def test_layers_of_different_width_have_their_own_functions() -> None:
         inputs[f"values_{layer}"] = (TensorProto.FLOAT, ["batch", 4, "keys", d_v])
         context = build.op("MatMul", build.op("Softmax", f"logits_{layer}", axis=-1), f"values_{layer}")
         flat = build.op("Transpose", context, perm=[0, 2, 1, 3])
-        flat = build.op("Reshape", flat, build.const(np.array([0, 0, 4 * d_v])))
-        outputs.append(build.op("MatMul", flat, build.const(random_projection(4 * d_v, 6))))
+        flat = build.op("Reshape", flat, [0, 0, 4 * d_v])
+        outputs.append(build.op("MatMul", flat, random_projection(4 * d_v, 6)))
     model = build.model(inputs, outputs)
     rng = np.random.default_rng(0)
     widths = {"logits_0": 3, "logits_1": 3, "values_0": 3, "values_1": 5}

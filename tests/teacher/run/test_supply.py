@@ -10,6 +10,7 @@ import onnx
 import pytest
 from onnx import TensorProto
 from support.attention_graphs import GraphBuilder, random_projection
+from support.refusals import refusal
 from support.students import precompute
 
 from shd_ref import ShdError
@@ -99,21 +100,21 @@ def decoder_with_past(stack: str) -> onnx.ModelProto:
         for place, (kind, name) in enumerate(pasts.items()):
             inputs[name] = (TensorProto.FLOAT, shape)
             for index in {"none": (), "kinds": (place,), "layers": (layer, place)}[stack]:
-                pasts[kind] = build.op("Gather", pasts[kind], build.const(index), axis=0)
+                pasts[kind] = build.op("Gather", pasts[kind], index, axis=0)
         heads = []
         for seed, (kind, count) in enumerate({"query": 4, "key": 2, "value": 2}.items()):
             weight = build.const(3 * random_projection(8, 2 * count, 10 * layer + seed))
-            split = build.op("Reshape", build.op("MatMul", state, weight), build.const(np.array([0, 0, count, 2])))
+            split = build.op("Reshape", build.op("MatMul", state, weight), [0, 0, count, 2])
             split = build.op("Transpose", split, perm=[0, 2, 1, 3])
             if kind in pasts:
                 split = build.op("Concat", pasts[kind], split, axis=2)
-                split = build.op("Gather", split, build.const(np.array([0, 0, 1, 1])), axis=1)
+                split = build.op("Gather", split, [0, 0, 1, 1], axis=1)
             heads.append(split)
         logits = build.op("MatMul", heads[0], build.op("Transpose", heads[1], perm=[0, 1, 3, 2]))
         joined = build.op("MatMul", build.op("Softmax", logits, axis=-1), heads[2])
         joined = build.op("Transpose", joined, perm=[0, 2, 1, 3])
-        joined = build.op("Reshape", joined, build.const(np.array([0, 0, 8])))
-        state = build.op("MatMul", joined, build.const(random_projection(8, 8, 10 * layer + 5)))
+        joined = build.op("Reshape", joined, [0, 0, 8])
+        state = build.op("MatMul", joined, random_projection(8, 8, 10 * layer + 5))
         outputs.append(state)
     return build.model(inputs, outputs)
 
@@ -151,6 +152,5 @@ def test_a_stacked_past_is_fed_empty_like_any_other(tmp_path: Path) -> None:
     ids=["static cache", "encoder", "open heads", "open heads, stacked", "three positions"],
 )
 def test_what_cannot_be_supplied_is_refused_with_the_remedy(spec: InputSpec, reason: str) -> None:
-    with pytest.raises(ShdError, match=reason) as caught:
+    with refusal("inputs-invalid", reason):
         ModelInputs(DATA, (IDS, MASK, spec))
-    assert caught.value.code == "inputs-invalid"
