@@ -130,7 +130,7 @@ class PrecomputeJob:
         first, comparisons = self._check_first()
         manifests = make_manifests(work, first)
         for manifest, outputs in zip(manifests, first, strict=True):
-            samples = [work.sample(outputs, number) for number in range(len(outputs.batch.indices))]
+            samples = [outputs[number] for number in range(len(outputs.indices))]
             extents = [manifest.extent_of(sample.extent) for sample in samples]
             for form in manifest.forms:  # before a manifest binds the folder to options that do not suit the teacher
                 maker_of(form).check(form, samples, extents)
@@ -139,7 +139,7 @@ class PrecomputeJob:
             _StudentCache(work, number, folder, manifest, comparison)
             for number, ((folder, _), manifest, comparison) in enumerate(opened)
         ]
-        self._compared = min(len(first[0].batch.indices), 2)
+        self._compared = min(len(first[0].indices), 2)
         self.shards = share_shards(manifests[0].shards.num_shards, *run.shards)
 
     @functools.cached_property
@@ -262,14 +262,15 @@ class PrecomputeJob:
                 joined = [StudentOutputs.joined([outputs for outputs, _ in column]) for column in columns]
                 layers = [list(chain.from_iterable(compared for _, compared in column)) for column in columns]
                 comparisons = [Comparison.merged(compared) if compared else None for compared in layers]
-                return [outputs.select(sound) for outputs in joined], comparisons
+                all_sound = len(sound) == len(batch.indices)  # then no copy is needed
+                return [outputs if all_sound else outputs[sound] for outputs in joined], comparisons
         raise ShdError("not-finite", "the teacher gives NaN or infinity on every sample: check its inputs", "MAP-5")
 
     def _check_part(
         self, faulty: set[int], outputs: Sequence[StudentOutputs]
     ) -> list[tuple[StudentOutputs, list[Comparison]]]:
         """Outputs without check outputs, and how their layers compare; faulty samples are noted, and left out."""
-        work, indices = self._work, outputs[0].batch.indices
+        work, indices = self._work, outputs[0].indices
         faulty |= {index for student in outputs for index in _judge(work, student)}
         sound = [number for number, index in enumerate(indices) if index not in faulty]
         checked = []
@@ -277,10 +278,10 @@ class PrecomputeJob:
             compared: list[Comparison] = []
             if sound and student.layers:
                 # In float64, so of a few: the ends of the batch, which are its longest sample and its shortest.
-                few = student.select(sorted({sound[0], sound[-1]}))
+                few = student[sorted({sound[0], sound[-1]})]
                 compared = compare_layers(few.layers, work.callers)
                 for number in sound:
-                    sample = work.sample(student, number)
+                    sample = student[number]
                     for maker in chain(*makers().values()):
                         maker.compare(work, sample)
             layers = tuple(layer.without_check() for layer in student.layers)
@@ -396,7 +397,7 @@ class _StudentCache:
         """What coding cost these records, or the first of them where check outputs of all would take too much."""
         if outputs.layers and not outputs.layers[0].has_check:
             outputs = check_again(tuple(record.index for record in records))[self.number]
-            records = [record for record in records if record.index in outputs.batch.indices]
+            records = [record for record in records if record.index in outputs.indices]
         return measure_errors(self._work, outputs, records, self.manifest)
 
 

@@ -84,7 +84,7 @@ def make_manifests(work: TeacherRun, outputs: Sequence[StudentOutputs]) -> list[
     run, inputs, count = work.run, work.inputs, len(work.inputs)
     forms = [describe_forms(work, output) for output in outputs]
     per_sample = max(
-        sum(form.coded_size(of_student.extent_of(work.sample(output, 0).extent)) for form in of_student.forms)
+        sum(form.coded_size(of_student.extent_of(output[0].extent)) for form in of_student.forms)
         for of_student, output in zip(forms, outputs, strict=True)
     )
     size = run.samples_per_shard or max(1, min(SHARD_BYTES // per_sample, math.ceil(count / LEAST_SHARDS)))

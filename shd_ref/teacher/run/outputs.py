@@ -15,7 +15,6 @@ from shd_ref.merging.plans import MergePlan
 from shd_ref.teacher.graph.targets import TargetTensors
 from shd_ref.teacher.options import PrecomputeOptions
 from shd_ref.teacher.rewrite.squeeze import SqueezedLayer
-from shd_ref.teacher.run.inputs import Batch
 
 if TYPE_CHECKING:
     from shd_ref.teacher.run.teacher import TeacherRun
@@ -117,48 +116,60 @@ class TargetOutputs:
 
     @property
     def positions(self) -> int | None:
-        """Rows of one sample, padding included; None of a classifier, and where nothing was asked for."""
+        """Rows of each sample, padding included; None of a classifier, and where nothing was asked for."""
         rows = [*self.hidden.values(), *(() if self.logits is None else (self.logits,))]
-        return next((array.shape[-2] for array in rows if array.ndim == 2), None)
-
-
-@dataclass(frozen=True, eq=False)
-class SampleOutputs:
-    """One sample of a run, without the batch axis: its extent, its layers where there is attention, its targets."""
-
-    index: int
-    key: str
-    extent: Extent
-    layers: tuple[LayerOutputs, ...]
-    targets: TargetOutputs
+        return next((array.shape[-2] for array in rows if array.ndim == 3), None)
 
 
 @dataclass(frozen=True, eq=False)
 class StudentOutputs:
-    """What a run gave one student for a batch; targets are the same for all students."""
+    """What a run gave one student; targets are the same for all students.
+
+    Indexed by samples, by their numbers in the batch; the arrays of a single one have no batch axis.
+    """
 
     student: Student
-    batch: Batch
+    indices: tuple[int, ...]
+    keys: tuple[str, ...]
+    extents: tuple[Extent, ...]
     layers: tuple[LayerOutputs, ...]
     targets: TargetOutputs
 
     @classmethod
     def joined(cls, parts: Sequence[StudentOutputs]) -> StudentOutputs:
         """Of a batch that ran some layers at a time."""
-        return replace(parts[0], layers=tuple(layer for outputs in parts for layer in outputs.layers))
-
-    def select(self, numbers: Sequence[int]) -> StudentOutputs:
-        """Of some samples, by their numbers in the batch; the batch keeps no arrays."""
-        if len(numbers) == len(self.batch.indices):
-            return self
-        whole = self.batch
-        indices, lengths, decoder_lengths = (
-            tuple(column[number] for number in numbers) if column else ()
-            for column in (whole.indices, whole.lengths, whole.decoder_lengths)
+        extents = tuple(
+            replace(extents[0], shapes=tuple(shape for extent in extents for shape in extent.shapes))
+            for extents in zip(*(outputs.extents for outputs in parts), strict=True)
         )
-        batch = Batch(indices, lengths, {}, decoder_lengths)
-        layers = tuple(layer[numbers] for layer in self.layers)
-        return replace(self, batch=batch, layers=layers, targets=self.targets[numbers])
+        layers = tuple(layer for outputs in parts for layer in outputs.layers)
+        return replace(parts[0], extents=extents, layers=layers)
+
+    def __getitem__(self, samples: int | Sequence[int]) -> StudentOutputs:
+        numbers = [samples] if isinstance(samples, int) else samples
+        return StudentOutputs(
+            self.student,
+            tuple(self.indices[number] for number in numbers),
+            tuple(self.keys[number] for number in numbers),
+            tuple(self.extents[number] for number in numbers),
+            tuple(layer[samples] for layer in self.layers),
+            self.targets[samples],
+        )
+
+    @property
+    def index(self) -> int:
+        """Of one sample."""
+        return self.indices[0]
+
+    @property
+    def key(self) -> str:
+        """Of one sample."""
+        return self.keys[0]
+
+    @property
+    def extent(self) -> Extent:
+        """Of one sample."""
+        return self.extents[0]
 
 
 @dataclass(frozen=True)
@@ -192,7 +203,7 @@ class Fault:
 
 def find_faults(work: TeacherRun, outputs: StudentOutputs) -> list[Fault]:
     """The samples of a batch whose supervision is not finite on rows that count."""
-    indices = outputs.batch.indices
+    indices = outputs.indices
     suspect = np.zeros(len(indices), dtype=np.bool_)
     for layer in outputs.layers:
         rows = np.array(True) if layer.row_mask is None else layer.row_mask[:, None, :]
@@ -204,12 +215,12 @@ def find_faults(work: TeacherRun, outputs: StudentOutputs) -> list[Fault]:
             suspect |= (_is_doubtful(layer.codes) & rows).any(axis=(1, 2))
     numbers = np.flatnonzero(suspect).tolist()
     if outputs.layers and outputs.layers[0].has_check:
-        suspects = [_first_fault(work.sample(outputs, number)) for number in numbers]
+        suspects = [_first_fault(outputs[number]) for number in numbers]
     else:
         suspects = []
         for batch in work.checked_batches(indices[number] for number in numbers):
             checked = work.squeeze(batch, checked=True)[outputs.student.number]
-            suspects += [_first_fault(work.sample(checked, number)) for number in range(len(batch.indices))]
+            suspects += [_first_fault(checked[number]) for number in range(len(batch.indices))]
     faults = [fault for fault in suspects if fault is not None]
     if outputs.targets.logits is None and not outputs.targets.hidden:
         return faults
@@ -217,11 +228,11 @@ def find_faults(work: TeacherRun, outputs: StudentOutputs) -> list[Fault]:
     return faults + [
         fault
         for number, index in enumerate(indices)
-        if index not in known and (fault := _fault_of_targets(work, work.sample(outputs, number))) is not None
+        if index not in known and (fault := _fault_of_targets(work, outputs[number])) is not None
     ]
 
 
-def _fault_of_targets(work: TeacherRun, sample: SampleOutputs) -> Fault | None:
+def _fault_of_targets(work: TeacherRun, sample: StudentOutputs) -> Fault | None:
     """What is not finite on a row that counts; classes that only pad the vocabulary may be."""
     mask = sample.targets.row_mask
     targets = {f"hidden state {layer}": states for layer, states in sample.targets.hidden.items()}
@@ -246,7 +257,7 @@ def _is_doubtful(codes: NDArray[Any]) -> NDArray[np.bool_]:
     return unsure
 
 
-def _first_fault(sample: SampleOutputs) -> Fault | None:
+def _first_fault(sample: StudentOutputs) -> Fault | None:
     for outputs in sample.layers:
         layer = outputs.layer
         counted = np.ones((1, 1), dtype=np.bool_) if outputs.row_mask is None else outputs.row_mask[None]  # (1, L)

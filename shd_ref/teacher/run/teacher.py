@@ -31,7 +31,7 @@ from shd_ref.teacher.run.averaged import LogitsTeacher, average_logits, check_te
 from shd_ref.teacher.run.independence import check_samples
 from shd_ref.teacher.run.inputs import Batch, ModelInputs, run_batch
 from shd_ref.teacher.run.layers import Chosen, check_lengths, choose_layers, choose_stored, common_heads
-from shd_ref.teacher.run.outputs import LayerOutputs, SampleOutputs, Student, StudentOutputs, TargetOutputs
+from shd_ref.teacher.run.outputs import LayerOutputs, Student, StudentOutputs, TargetOutputs
 from shd_ref.teacher.run.reading import AttentionReader, calibrate_plans
 from shd_ref.teacher.run.threads import run_beside, share_threads
 from shd_ref.teacher.session import PROVIDERS, check_run, open_session
@@ -179,15 +179,12 @@ class TeacherRun:
         name = self.inputs.decoder_mask if self.has_decoder_rows else self.inputs.mask
         row_mask = None if name is None else batch.arrays[name][:count].astype(np.bool_)
         targets = self._average(TargetOutputs.read(session.graphs[0].targets, values, row_mask), batch)
-        return tuple(
-            StudentOutputs(
-                student,
-                batch,
-                tuple(LayerOutputs.read(layer, values, masks[layer.student_layer]) for layer in graph.layers),
-                targets,
-            )
-            for student, graph in zip(self.students, session.graphs, strict=True)
-        )
+        keys, outputs = tuple(map(self.inputs.key, batch.indices)), []
+        for student, graph in zip(self.students, session.graphs, strict=True):
+            layers = tuple(LayerOutputs.read(layer, values, masks[layer.student_layer]) for layer in graph.layers)
+            extents = self._extents(batch, layers, targets)
+            outputs.append(StudentOutputs(student, batch.indices, keys, extents, layers, targets))
+        return tuple(outputs)
 
     def _average(self, targets: TargetOutputs, batch: Batch) -> TargetOutputs:
         if targets.logits is None:
@@ -199,27 +196,23 @@ class TeacherRun:
             mean = average_logits(targets.logits, self.others, batch, targets.row_mask, self.options)
         return replace(targets, logits=mean)
 
-    def sample(self, outputs: StudentOutputs, number: int) -> SampleOutputs:
-        """One sample of a run, by its number in the batch."""
-        batch, index = outputs.batch, outputs.batch.indices[number]
-        layers = tuple(layer[number] for layer in outputs.layers)
-        targets = outputs.targets[number]
-        length = self._length(batch, number, layers, targets)
-        shapes = tuple(self.map_shape(batch, number, layer.layer.site, layer.map_axes) for layer in layers)
-        decoder = 0
-        if self.has_decoder_rows and targets.positions is not None:
-            decoder = targets.positions if self.inputs.decoder_mask is None else batch.decoder_lengths[number]
-        extent = Extent(length, int(self.inputs.firsts[index]), shapes, decoder)
-        return SampleOutputs(index, self.inputs.key(index), extent, layers, targets)
-
-    def _length(self, batch: Batch, number: int, layers: Sequence[LayerOutputs], targets: TargetOutputs) -> int:
-        """n of a sample: as its mask says, else the positions of its maps, of its rows or of its inputs."""
-        if self.inputs.mask is not None:
-            return batch.lengths[number]
-        if layers:
-            return layers[0].map_axes[0]
+    def _extents(self, batch: Batch, layers: Sequence[LayerOutputs], targets: TargetOutputs) -> tuple[Extent, ...]:
+        """Of each sample; n is what its mask says, else the positions of its maps, of its rows or of its inputs."""
+        rows = targets.positions if self.has_decoder_rows else None
         positions = None if self.has_decoder_rows else targets.positions
-        return positions or max(batch.lengths[number], 1)  # an image has no positions
+        if layers:
+            positions = layers[0].map_axes[0]
+        extents = []
+        for number, index in enumerate(batch.indices):
+            length = batch.lengths[number]
+            if self.inputs.mask is None:
+                length = positions or max(length, 1)  # an image has no positions
+            shapes = tuple(self.map_shape(batch, number, layer.layer.site, layer.map_axes) for layer in layers)
+            decoder = rows or 0
+            if decoder and self.inputs.decoder_mask is not None:
+                decoder = batch.decoder_lengths[number]
+            extents.append(Extent(length, int(self.inputs.firsts[index]), shapes, decoder))
+        return tuple(extents)
 
     def check_samples(self) -> None:
         """Refuse a teacher whose maps, logits or hidden states of a sample depend on the samples that run with it."""

@@ -150,7 +150,7 @@ class _Way:
         self._extents: list[Extent] = []
 
     def add(self, outputs: StudentOutputs) -> None:
-        records = make_records(self.work, outputs, set(outputs.batch.indices), self.forms)
+        records = make_records(self.work, outputs, set(outputs.indices), self.forms)
         self._errors.append(measure_errors(self.work, outputs, records, self.forms))
         self._extents += [record.extent for record in records]
         self._packed += [_compress([blob for form in self.held for blob in form.pack(one)]) for one in records]

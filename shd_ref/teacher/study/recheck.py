@@ -63,8 +63,8 @@ def recheck_records(
         for position, (outputs,) in enumerate(work.squeeze_parts(batch))
     )
     for position, outputs in parts:
-        for number in range(len(outputs.batch.indices)):
-            sample = work.sample(outputs, number)
+        for number in range(len(outputs.indices)):
+            sample = outputs[number]
             record = reader.read(sample.key)
             for form in manifest.forms:
                 maker = maker_of(form)

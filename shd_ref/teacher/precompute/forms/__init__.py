@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from shd_ref.cache import ROWS, Errors, Extent, Form, Forms, Manifest, RowError, SampleRecord
 from shd_ref.cache.forms.table import Held, load, row_of
 from shd_ref.teacher.options import PrecomputeOptions, RunOptions
-from shd_ref.teacher.run.outputs import SampleOutputs, StudentOutputs
+from shd_ref.teacher.run.outputs import StudentOutputs
 from shd_ref.teacher.run.teacher import TeacherRun
 from shd_ref.tolerances import load_tolerances
 
@@ -35,24 +35,24 @@ class Maker(ABC, Generic[FormT]):
     ) -> Iterator[tuple[str, object, object]]:
         """Members of the form that options decide before a sample is read: name, as stored (if any), as asked for."""
 
-    def check(self, form: FormT, samples: Sequence[SampleOutputs], extents: Sequence[Extent]) -> None:
+    def check(self, form: FormT, samples: Sequence[StudentOutputs], extents: Sequence[Extent]) -> None:
         """Refuse a teacher that this form cannot hold, before anything is written: by default by making parts."""
         self.make(form, samples, extents)
 
-    def compare(self, work: TeacherRun, sample: SampleOutputs) -> None:
+    def compare(self, work: TeacherRun, sample: StudentOutputs) -> None:
         """Refuse maps that this form cannot make (``graph-unsupported``), of some layers with check outputs."""
 
     @abstractmethod
-    def make(self, form: FormT, samples: Sequence[SampleOutputs], extents: Sequence[Extent]) -> list[dict[str, Any]]:
+    def make(self, form: FormT, samples: Sequence[StudentOutputs], extents: Sequence[Extent]) -> list[dict[str, Any]]:
         """The parts of each sample's record, see ``SampleRecord``; arrays that share no memory with the batch."""
 
     @abstractmethod
-    def measure(self, form: FormT, samples: Sequence[SampleOutputs], records: Sequence[SampleRecord]) -> RowError:
+    def measure(self, form: FormT, samples: Sequence[StudentOutputs], records: Sequence[SampleRecord]) -> RowError:
         """What coding cost these samples, on the rows that count; of attention they have check outputs."""
 
     @abstractmethod
     def recheck(
-        self, form: FormT, manifest: Manifest, sample: SampleOutputs, record: SampleRecord
+        self, form: FormT, manifest: Manifest, sample: StudentOutputs, record: SampleRecord
     ) -> tuple[int, float]:
         """Refuse a record that is not what the teacher gives now (CACHE-91); rows compared, largest difference."""
 
@@ -81,8 +81,8 @@ def make_records(
     work: TeacherRun, outputs: StudentOutputs, wanted: Container[int], forms: Held
 ) -> list[SampleRecord]:
     """Records of those samples of a batch whose index is wanted, in these forms, such as the manifest's."""
-    numbers = [number for number, index in enumerate(outputs.batch.indices) if index in wanted]
-    samples = [work.sample(outputs, number) for number in numbers]
+    numbers = [number for number, index in enumerate(outputs.indices) if index in wanted]
+    samples = [outputs[number] for number in numbers]
     extents = [forms.extent_of(sample.extent) for sample in samples]
     made = [maker_of(form).make(form, samples, extents) for form in forms.forms] if samples else []
     return [
@@ -102,8 +102,8 @@ def make_records(
 
 def measure_errors(work: TeacherRun, outputs: StudentOutputs, records: Sequence[SampleRecord], forms: Held) -> Errors:
     """What coding cost the rows of these records that count, from outputs with check outputs."""
-    positions = {index: number for number, index in enumerate(outputs.batch.indices)}
-    samples = [work.sample(outputs, positions[record.index]) for record in records]
+    positions = {index: number for number, index in enumerate(outputs.indices)}
+    samples = [outputs[positions[record.index]] for record in records]
     return Errors({form.SUBJECT: maker_of(form).measure(form, samples, records) for form in forms.forms})
 
 

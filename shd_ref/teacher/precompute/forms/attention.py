@@ -35,7 +35,7 @@ from shd_ref.merging.mixing import compose_mixing
 from shd_ref.merging.plans import merge_plan
 from shd_ref.teacher.options import MATCHED, NO_FORM, PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.forms import Maker, tolerance_of
-from shd_ref.teacher.run.outputs import LayerOutputs, SampleOutputs, StudentOutputs
+from shd_ref.teacher.run.outputs import LayerOutputs, StudentOutputs
 from shd_ref.teacher.run.teacher import TeacherRun
 
 CODED_IN_GRAPH: Final = "sqrt8-row"
@@ -115,7 +115,7 @@ class AttentionMaker(Maker[AttentionT]):
             yield "plan", form.plan, merge_plan(form.num_teacher_heads, heads, options.plan)
 
     def make(
-        self, form: AttentionT, samples: Sequence[SampleOutputs], extents: Sequence[Extent]
+        self, form: AttentionT, samples: Sequence[StudentOutputs], extents: Sequence[Extent]
     ) -> list[dict[str, Any]]:
         """Alphas before clipping, mixing (by row it follows from these, and would double a record), and codes."""
         alphas = _stack_layers(samples)
@@ -130,7 +130,7 @@ class AttentionMaker(Maker[AttentionT]):
         return made
 
     @abstractmethod
-    def make_codes(self, form: AttentionT, sample: SampleOutputs) -> list[Any]:
+    def make_codes(self, form: AttentionT, sample: StudentOutputs) -> list[Any]:
         """The codes of each layer."""
 
     @abstractmethod
@@ -140,7 +140,7 @@ class AttentionMaker(Maker[AttentionT]):
         """The total variation that coding may cost each row of a sample's merged maps, ``(H_s, n)`` (CACHE-91)."""
 
     def recheck(
-        self, form: AttentionT, manifest: Manifest, sample: SampleOutputs, record: SampleRecord
+        self, form: AttentionT, manifest: Manifest, sample: StudentOutputs, record: SampleRecord
     ) -> tuple[int, float]:
         """The total variation between each stored row, decoded, and the row that the teacher gives now."""
         rows, largest = 0, 0.0
@@ -187,10 +187,10 @@ class MapsMaker(AttentionMaker[Maps]):
             shapes="own" if own else "length",
         )
 
-    def check(self, form: Maps, samples: Sequence[SampleOutputs], extents: Sequence[Extent]) -> None:
+    def check(self, form: Maps, samples: Sequence[StudentOutputs], extents: Sequence[Extent]) -> None:
         """Maps hold what any teacher gives."""
 
-    def make_codes(self, form: Maps, sample: SampleOutputs) -> list[Any]:
+    def make_codes(self, form: Maps, sample: StudentOutputs) -> list[Any]:
         """Codes ``(H_s, rows, keys)``; ``support-mismatch`` for a teacher that attends to padding."""
         made: list[Any] = []
         for layer, (rows, keys) in zip(sample.layers, sample.extent.shapes, strict=True):
@@ -201,7 +201,7 @@ class MapsMaker(AttentionMaker[Maps]):
             made.append(np.ascontiguousarray(codes) if in_graph else encode(form.codec, codes))
         return made
 
-    def measure(self, form: Maps, samples: Sequence[SampleOutputs], records: Sequence[SampleRecord]) -> CodecError:
+    def measure(self, form: Maps, samples: Sequence[StudentOutputs], records: Sequence[SampleRecord]) -> CodecError:
         """Over the merged maps before coding; rows without mass do not count."""
         errors = []
         for sample in samples:
@@ -242,7 +242,7 @@ def mixings_of(form: Attention, raw_alphas: NDArray[np.float32]) -> NDArray[np.f
     return mixings
 
 
-def _stack_layers(samples: Sequence[SampleOutputs]) -> NDArray[np.float32]:
+def _stack_layers(samples: Sequence[StudentOutputs]) -> NDArray[np.float32]:
     """Weights of all layers ``(B, layers, n)`` or ``(B, layers, n, L)``; layers with fewer rows end in zeros."""
     weights = [[layer.alphas for layer in sample.layers] for sample in samples]
     shape = max(alphas.shape for of_sample in weights for alphas in of_sample)

@@ -26,7 +26,7 @@ from shd_ref.cache.forms.attention import blob_name
 from shd_ref.errors import graph_unsupported, inputs_invalid
 from shd_ref.teacher.precompute.forms import tolerance_of
 from shd_ref.teacher.precompute.forms.attention import AttentionMaker
-from shd_ref.teacher.run.outputs import LayerOutputs, SampleOutputs, StudentOutputs
+from shd_ref.teacher.run.outputs import LayerOutputs, StudentOutputs
 from shd_ref.teacher.run.teacher import TeacherRun
 
 
@@ -45,12 +45,12 @@ class FactorsMaker(AttentionMaker[Factors]):
         padding = "around" if work.inputs.firsts.any() else "behind"
         return Factors(**squeeze, support=support, factors=factors, padding=padding)
 
-    def check(self, form: Factors, samples: Sequence[SampleOutputs], extents: Sequence[Extent]) -> None:
+    def check(self, form: Factors, samples: Sequence[StudentOutputs], extents: Sequence[Extent]) -> None:
         """Refuse a teacher that masks these samples in another way, or padding between positions (CACHE-143)."""
         for sample in samples:
             _check_sample(sample, form.support, [factors.window for factors in form.factors])
 
-    def compare(self, work: TeacherRun, sample: SampleOutputs) -> None:
+    def compare(self, work: TeacherRun, sample: StudentOutputs) -> None:
         """Refuse maps that are not what queries and keys make (CACHE-143), under the mask that this sample has."""
         if not work.options.is_factored:
             return
@@ -61,12 +61,14 @@ class FactorsMaker(AttentionMaker[Factors]):
         for layer, window in zip(sample.layers, windows, strict=True):
             _compare_maps(layer, sample.extent, scales[layer.layer.student_layer], support, window)
 
-    def make_codes(self, form: Factors, sample: SampleOutputs) -> list[Any]:
+    def make_codes(self, form: Factors, sample: StudentOutputs) -> list[Any]:
         """Queries and keys of each layer, where the teacher masked the sample as the manifest says."""
         _check_sample(sample, form.support, [factors.window for factors in form.factors])
         return [encode_factors(form.codec, *_cut(layer, sample.extent)) for layer in sample.layers]
 
-    def measure(self, form: Factors, samples: Sequence[SampleOutputs], records: Sequence[SampleRecord]) -> CodecError:
+    def measure(
+        self, form: Factors, samples: Sequence[StudentOutputs], records: Sequence[SampleRecord]
+    ) -> CodecError:
         """Of the maps that the stored numbers make (CACHE-152)."""
         errors = []
         for sample, record in zip(samples, records, strict=True):
@@ -94,7 +96,7 @@ def _cut(layer: LayerOutputs, extent: Extent) -> tuple[NDArray[np.float32], NDAr
     return layer.queries[:, counted], layer.keys[:, counted]
 
 
-def _check_sample(sample: SampleOutputs, support: str, windows: Sequence[int | None]) -> None:
+def _check_sample(sample: StudentOutputs, support: str, windows: Sequence[int | None]) -> None:
     mask = sample.layers[0].row_mask
     if mask is not None and not mask[sample.extent.first : sample.extent.length].all():
         raise inputs_invalid(
@@ -135,15 +137,15 @@ def describe_mask(spans: Sequence[NDArray[Any]]) -> tuple[str, tuple[int | None,
 
 def read_spans(work: TeacherRun, outputs: StudentOutputs) -> list[NDArray[Any]]:
     """What ``describe_mask`` takes, without padding in front, which would hide a short window."""
-    index = outputs.batch.indices[0]
+    index = outputs.indices[0]
     if work.inputs.firsts[index]:
         alone = work.inputs.unmasked(work.inputs.batch([index]))
         outputs = work.squeeze(alone)[outputs.student.number]
-    length = work.sample(outputs, 0).extent.length
+    length = outputs[0].extent.length
     return [layer.spans[0, :, :length] for layer in outputs.layers]
 
 
-def check_mask(sample: SampleOutputs, support: str, windows: Sequence[int | None]) -> None:
+def check_mask(sample: StudentOutputs, support: str, windows: Sequence[int | None]) -> None:
     """Refuse a teacher that masked this sample in another way than ``describe_mask`` says (CACHE-143)."""
     first, length = sample.extent.first, sample.extent.length
     for outputs, window in zip(sample.layers, windows, strict=True):

@@ -28,7 +28,7 @@ from shd_ref.errors import ShdError, argument_value, graph_unsupported
 from shd_ref.teacher.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.forms import Maker, tolerance_of
 from shd_ref.teacher.run.averaged import naming
-from shd_ref.teacher.run.outputs import SampleOutputs, StudentOutputs
+from shd_ref.teacher.run.outputs import StudentOutputs
 from shd_ref.teacher.run.teacher import TeacherRun
 
 Counted = NDArray[np.bool_] | None
@@ -39,7 +39,7 @@ class RowsMaker(Maker[RowsT]):
     """Makes a form whose parts are rows."""
 
     @abstractmethod
-    def values(self, form: RowsT, sample: SampleOutputs) -> Iterator[NDArray[np.float32]]:
+    def values(self, form: RowsT, sample: StudentOutputs) -> Iterator[NDArray[np.float32]]:
         """What the teacher gave for each part of the form: rows, padding included, or the one row of a sample."""
 
     @abstractmethod
@@ -52,7 +52,7 @@ class RowsMaker(Maker[RowsT]):
     ) -> RowError:
         """What coding cost them."""
 
-    def make(self, form: RowsT, samples: Sequence[SampleOutputs], extents: Sequence[Extent]) -> list[dict[str, Any]]:
+    def make(self, form: RowsT, samples: Sequence[StudentOutputs], extents: Sequence[Extent]) -> list[dict[str, Any]]:
         """Rows of bytes, by the names of the form's parts; errors name the sample."""
         made = []
         for sample, extent in zip(samples, extents, strict=True):
@@ -62,7 +62,7 @@ class RowsMaker(Maker[RowsT]):
             made.append(dict(zip((part.name for part in form.parts), codes, strict=True)))
         return made
 
-    def measure(self, form: RowsT, samples: Sequence[SampleOutputs], records: Sequence[SampleRecord]) -> RowError:
+    def measure(self, form: RowsT, samples: Sequence[StudentOutputs], records: Sequence[SampleRecord]) -> RowError:
         """Over all parts."""
         return merge_errors(
             form.ERROR,
@@ -76,7 +76,7 @@ class RowsMaker(Maker[RowsT]):
         )
 
     def rows(
-        self, form: RowsT, sample: SampleOutputs, extent: Extent
+        self, form: RowsT, sample: StudentOutputs, extent: Extent
     ) -> Iterator[tuple[NDArray[np.float32], Counted]]:
         """The rows of a record, and which of them count, part by part."""
         kept = slice(extent.decoder) if form.rows == "decoder" else slice(extent.first, extent.length)
@@ -148,7 +148,7 @@ class LogitsMaker(RowsMaker[Logits]):
         yield "codec", None if form is None else form.codec, None if options.logits == "none" else options.logits
         yield "with_teachers", [other.name for other in others], [path.name for path in options.with_teachers]
 
-    def values(self, form: Logits, sample: SampleOutputs) -> Iterator[NDArray[np.float32]]:
+    def values(self, form: Logits, sample: StudentOutputs) -> Iterator[NDArray[np.float32]]:
         """The logits."""
         assert sample.targets.logits is not None
         yield sample.targets.logits
@@ -164,7 +164,7 @@ class LogitsMaker(RowsMaker[Logits]):
         return form.measure(rows, codes, counted)
 
     def recheck(
-        self, form: Logits, manifest: Manifest, sample: SampleOutputs, record: SampleRecord
+        self, form: Logits, manifest: Manifest, sample: StudentOutputs, record: SampleRecord
     ) -> tuple[int, float]:
         """The total variation of each row, and how far drawn classes' entropies are off."""
         # A mean moves no further than the teacher of it that moves most.
@@ -209,7 +209,7 @@ class HiddenMaker(RowsMaker[Hidden]):
         """Nothing: which layers there are, the graph says."""
         return iter(())
 
-    def values(self, form: Hidden, sample: SampleOutputs) -> Iterator[NDArray[np.float32]]:
+    def values(self, form: Hidden, sample: StudentOutputs) -> Iterator[NDArray[np.float32]]:
         """Each layer's."""
         return (sample.targets.hidden[layer] for layer in form.teacher_layers)
 
@@ -224,7 +224,7 @@ class HiddenMaker(RowsMaker[Hidden]):
         return form.measure(form.teacher_layers[part], rows, codes, counted)
 
     def recheck(
-        self, form: Hidden, manifest: Manifest, sample: SampleOutputs, record: SampleRecord
+        self, form: Hidden, manifest: Manifest, sample: StudentOutputs, record: SampleRecord
     ) -> tuple[int, float]:
         """The distance of each row as a share of its norm."""
         count, largest = 0, 0.0
@@ -245,7 +245,7 @@ def _check_rows(work: TeacherRun, outputs: StudentOutputs, what: str, rows: NDAr
     if mask is not None:
         positions = mask.shape[1]
     elif work.has_decoder_rows:
-        positions = int(work.inputs.decoder_lengths[list(outputs.batch.indices)].max())
+        positions = int(work.inputs.decoder_lengths[list(outputs.indices)].max())
     elif outputs.layers:
         positions = outputs.layers[0].map_axes[0]
     else:
