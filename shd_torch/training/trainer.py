@@ -42,6 +42,12 @@ DECODER_KINDS: Final = ("decoder", "cross")
 """Kinds of attention whose rows are of an encoder-decoder's decoder."""
 
 
+class AttentionKeywords(LayerKeywords, total=False):
+    """Keywords of ``attention_kl`` that the term on attention takes."""
+
+    temperature: float
+
+
 class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers is untyped in places
     """``transformers.Trainer`` with additional loss terms on attention, logits and hidden states.
 
@@ -73,11 +79,10 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         teacher: live teachers (callables that return the same as ``OnlineTeacher``), which see every batch without
             its labels; or None if ``train_dataset`` is a ``SupervisedDataset`` or ``SupervisedStream`` with a cache.
             Several are averaged, each term over the teachers that provide its targets.
-        temperature: T_a of both maps.
         balancer: scales the attention term to a fraction of the base loss before beta, per micro-batch over all
             ranks; requires a base loss.
-        kl: more keywords of ``attention_kl``: ``backend``, ``value``, ``support``, ``product_dtype``, ``check``.
-            ``check`` is on at the first step only, unless given; it applies to all terms.
+        kl: keywords of ``attention_kl``: ``temperature``, T_a of both maps; ``backend``, ``value``, ``support``,
+            ``product_dtype``; and ``check``, which is on at the first step only, unless given, for all terms.
         **kwargs: as for ``transformers.Trainer``.
 
     Raises:
@@ -96,9 +101,8 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         hidden: HiddenTerm | None = None,
         terms: Mapping[str, Weight | RowsTerm] | None = None,
         teacher: OnlineTeacher | Sequence[OnlineTeacher] | None = None,
-        temperature: float = 1.0,
         balancer: LossBalancer | None = None,
-        kl: LayerKeywords | None = None,
+        kl: AttentionKeywords | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -111,7 +115,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         self.beta = None if beta is None else read_weight(beta)
         self.kd, self.hidden, self.recipe = kd, hidden, Recipe(recipe) if isinstance(recipe, str) else recipe
         self.teachers = [] if teacher is None else list(teacher) if isinstance(teacher, Sequence) else [teacher]
-        self.temperature, self.balancer, self.kl = temperature, balancer, LayerKeywords(**(kl or {}))
+        self.balancer, self.kl = balancer, AttentionKeywords(**(kl or {}))
         if self.args.n_gpu > 1:
             rule = f"SHDTrainer must run one process a device; got {self.args.n_gpu} devices in one process"
             raise ShdError("argument-value", f"{rule} (DataParallel): start it with torchrun or accelerate")
@@ -147,7 +151,8 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         heads = getattr(config, "num_attention_heads", None)
         # Of an encoder-decoder this is the encoder's alone: its kinds are counted in the first forward pass.
         layers = None if cache.manifest.attention.kinds else _count_attention(config)
-        check_cache(cache, num_student_heads=heads, num_student_layers=layers, temperature=self.temperature)
+        temperature = self.kl.get("temperature", 1.0)
+        check_cache(cache, num_student_heads=heads, num_student_layers=layers, temperature=temperature)
 
     @property
     def _needs_teacher(self) -> bool:
@@ -289,11 +294,11 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
             masks = {
                 layer: mask_of_rows(model_inputs, of_decoder=layers.kind(layer) in DECODER_KINDS) for layer in layers
             }
-            keywords = LayerKeywords(**({"check": self._checks} | self.kl))
+            keywords = AttentionKeywords(**({"check": self._checks} | self.kl))
             if not model.training:
                 keywords["value"] = "exact"  # a surrogate is for gradients
             of_attention = [teaching for teaching in taught if teaching.layers]
-            kls = layer_kls(captured, of_attention, loss_mask=masks, temperature=self.temperature, **keywords)
+            kls = layer_kls(captured, of_attention, loss_mask=masks, **keywords)
             terms.append(self._attention_term(kls, None if base is None else base / parts, inputs))
             if model.training:
                 self._record.count_alphas(tallies.get(Attention.SUBJECT), online, count_rows(inputs))

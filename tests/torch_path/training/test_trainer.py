@@ -38,9 +38,10 @@ def test_a_live_teacher_supervises_as_its_cache_does(trainer_cache: Path, tmp_pa
     for one, other in zip(cached.state.log_history[:2], live.state.log_history[:2], strict=True):
         for key in ("loss", "base_loss", "shd_loss", "clipped_alphas"):
             assert one[key] == pytest.approx(other[key], rel=1e-3), key
-    both = make_trainer(
-        tmp_path, train=SupervisedDataset(make_samples(), trainer_cache), teacher=teacher, beta=0.5, temperature=1.0
-    )
+    joined = SupervisedDataset(make_samples(), trainer_cache)
+    both = make_trainer(tmp_path, train=joined, teacher=teacher, beta=0.5, kl={"temperature": 1.0})
+    with pytest.raises(ShdError, match=r"temperature must be 1\.0, as .*; got 2\.0"):
+        make_trainer(tmp_path, train=joined, beta=0.5, kl={"temperature": 2.0})
     both.train()  # the mean of two equal terms
     assert both.state.log_history[0]["shd_loss"] == pytest.approx(cached.state.log_history[0]["shd_loss"], rel=1e-3)
 
