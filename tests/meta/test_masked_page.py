@@ -39,9 +39,7 @@ def make_model(heads: int) -> Any:
 
 @pytest.mark.slow
 def test_page_trains_on_the_masks_that_the_teacher_saw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from typer.testing import CliRunner
-
-    from shd_ref.cli import load_app
+    from support.commands import shd
 
     monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(0)
@@ -56,8 +54,7 @@ def test_page_trains_on_the_masks_that_the_teacher_saw(tmp_path: Path, monkeypat
         **{"student": student, "optimizer": torch.optim.SGD(student.parameters(), 0.1)},
     }
     exec(compile(MASKING, "masked-language-models.md", "exec"), names)
-    result = CliRunner().invoke(load_app(), shlex.split(COMMAND)[1:])
-    assert result.exit_code == 0, result.output
+    shd(*shlex.split(COMMAND)[1:])
     before = [weight.clone() for weight in student.parameters()]
     exec(compile(TRAINING, "masked-language-models.md", "exec"), names)
     assert any(not torch.equal(old, new) for old, new in zip(before, student.parameters(), strict=True))

@@ -14,9 +14,9 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 from support.attention_graphs import encoder_layer
+from support.commands import shd
 from support.makers import ALONE, FORMS, OTHER_PLAN, PLAN, job, write_cache
 from support.refusals import refusal
-from typer.testing import CliRunner
 
 pytest.importorskip("matplotlib", reason="the report draws with matplotlib")
 pytest.importorskip("jinja2", reason="the report is a jinja2 template")
@@ -25,7 +25,6 @@ from support.students import precompute
 
 from shd_ref import squeeze_heads
 from shd_ref.cache import CacheReader, Matching
-from shd_ref.cli import load_app
 from shd_ref.report.content import mean_entropy, read_content, read_evidence
 from shd_ref.report.figures import map_picture
 from shd_ref.report.page import render_page
@@ -115,13 +114,8 @@ def check_page(text: str) -> Page:
     return page
 
 
-def invoke(*words: object) -> Any:
-    return CliRunner().invoke(load_app(), ["report", *map(str, words)], env={"COLUMNS": "300"})
-
-
 def test_a_page_from_the_cache_alone(made: Path, tmp_path: Path) -> None:
-    result = invoke(made / "cache", "--out", tmp_path / "report.html")
-    assert result.exit_code == 0, result.output
+    shd("report", made / "cache", "--out", tmp_path / "report.html")
     page = check_page((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert "with --teacher and --inputs" in page.text
     assert "4 -> 2" in page.text
@@ -132,8 +126,7 @@ def test_a_page_from_the_cache_alone(made: Path, tmp_path: Path) -> None:
 def test_with_the_teacher_it_compares_and_shows_what_was_merged(made: Path, tmp_path: Path) -> None:
     """Residuals are the reference's, on the graph's own maps."""
     teacher = ("--teacher", made / "teacher.onnx", "--inputs", made / "data.npz", "--samples", 3)
-    result = invoke(made / "cache", "--out", tmp_path / "report.html", *teacher)
-    assert result.exit_code == 0, result.output
+    shd("report", made / "cache", "--out", tmp_path / "report.html", *teacher)
     page = check_page((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert page.tags["img"] == 2 + 4
     reader = CacheReader(made / "cache")
@@ -183,10 +176,7 @@ def test_counts_are_those_of_the_records(tmp_path: Path, alpha_per: str) -> None
 def test_the_page_says_what_shd_ls_says(tmp_path: Path, forms: dict[str, Any]) -> None:
     reader = CacheReader(write_cache(tmp_path / "cache", job(num_samples=7, **forms)))
     page = check_page(render_page(reader, read_content(reader), None))
-    listed = (
-        CliRunner().invoke(load_app(), ["ls", str(tmp_path / "cache")], env={"COLUMNS": "400"}).output.splitlines()
-    )
-    facts = [line.strip("│ ").split("│", 1) for line in listed if "│" in line]
+    facts = [line.strip("│ ").split("│", 1) for line in shd("ls", tmp_path / "cache").splitlines() if "│" in line]
     assert len(facts) > 8
     for name, text in facts[1:]:  # the first is whether it is complete
         assert f"{name.strip()} {text.strip()}" in page.text
@@ -246,8 +236,7 @@ def test_a_partial_cache_says_so(made: Path, tmp_path: Path) -> None:
     shutil.copytree(made / "cache", tmp_path / "cache")
     (tmp_path / "cache" / "SEALED.json").unlink()
     (tmp_path / "cache" / "receipts" / "000001.json").unlink()
-    result = invoke(tmp_path / "cache", "--out", tmp_path / "report.html")
-    assert result.exit_code == 0, result.output
+    shd("report", tmp_path / "cache", "--out", tmp_path / "report.html")
     assert "not complete: 2 of 3 shards" in check_page((tmp_path / "report.html").read_text(encoding="utf-8")).text
     for receipt in (tmp_path / "cache" / "receipts").glob("*.json"):
         receipt.unlink()
@@ -271,9 +260,7 @@ def test_strategies_without_spread_have_a_page_too(made: Path, tmp_path: Path, s
     [(("--teacher", "teacher.onnx"), "argument-value"), (("--out", "absent/report.html"), "write-failed")],
 )
 def test_what_cannot_be_done_is_said(made: Path, words: tuple[str, str], code: str) -> None:
-    result = invoke(made / "cache", words[0], made / words[1])
-    assert result.exit_code == 1
-    assert code in result.output
+    assert code in shd("report", made / "cache", words[0], made / words[1], code=1)
 
 
 def test_other_inputs_are_refused(made: Path) -> None:

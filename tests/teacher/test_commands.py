@@ -16,26 +16,16 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 from support.attention_graphs import token_teacher
-from typer.testing import CliRunner
-
-from shd_ref.cli import load_app
+from support.commands import shd
+from support.makers import contents
 
 NUM_SAMPLES = 12
-APP = load_app()
 
 
 def make_tokens() -> dict[str, NDArray[Any]]:
     rng = np.random.default_rng(7)
     mask = (np.arange(6) < rng.integers(2, 7, NUM_SAMPLES)[:, None]).astype(np.int64)
     return {"input_ids": rng.integers(0, 50, (NUM_SAMPLES, 6)) * mask, "attention_mask": mask}
-
-
-def shd(*words: str | Path, code: int = 0, columns: int = 250) -> str:
-    """What a command prints; its exit code is asserted, and anything but an exit is raised as it is."""
-    env = {"COLUMNS": str(columns)}
-    result = CliRunner().invoke(APP, [str(word) for word in words], env=env, catch_exceptions=False)
-    assert result.exit_code == code, result.output
-    return result.output
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +36,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     np.savez(folder / "d.npz", **make_tokens())
     shd("precompute", *run_of(folder), "--out", folder / "c", "--samples-per-shard", "5")
     return folder
-
-
-def contents(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def run_of(folder: Path) -> tuple[str | Path, ...]:
@@ -181,8 +167,8 @@ def test_what_the_command_line_tells_is_refused_before_the_inputs_are_read(
 
 ASK = """
 import json, sys
-from typer.testing import CliRunner
-from shd_ref.cli import load_app
+from support.commands import shd
+from support.makers import contents
 for words in json.load(sys.stdin):
     result = CliRunner().invoke(load_app(), words, env={"COLUMNS": "80"})
     assert result.exit_code == 0, result.output

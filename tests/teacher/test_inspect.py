@@ -14,22 +14,14 @@ from support.refusals import refusal
 
 pytest.importorskip("typer", reason="the commands need typer")
 
+from support.commands import shd
 from support.students import precompute
-from typer.testing import CliRunner  # (after the skip)
 
 from shd_ref import ShdError
 from shd_ref.cache import CacheReader
-from shd_ref.cli import load_app
 from shd_ref.teacher import PrecomputeOptions, RunOptions, find_sites, select_sites
 
-RUNNER = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
 FOUR = find_sites(bare_attention(2, num_layers=4))
-
-
-def run(*words: object, code: int = 0) -> str:
-    result = RUNNER.invoke(load_app(), [str(word) for word in words])
-    assert result.exit_code == code, result.output
-    return str(result.output)
 
 
 def saved(model: onnx.ModelProto, folder: Path) -> Path:
@@ -58,7 +50,7 @@ def schema_errors(document: Any) -> list[str]:
 def test_json_follows_its_schema(model: onnx.ModelProto, factored: bool, tmp_path: Path) -> None:
     sites = find_sites(model)
     words = ["inspect", saved(model, tmp_path), "--json", *(["--factored"] if factored else [])]
-    document = json.loads(run(*words, code=not any(site.supported for site in sites)))
+    document = json.loads(shd(*words, code=not any(site.supported for site in sites)))
     assert schema_errors(document) == []
     assert [entry["name"] for entry in document["sites"]] == [site.name for site in sites]
     assert all((entry["factored"] is None) != factored for entry in document["sites"])
@@ -75,25 +67,25 @@ def test_inputs_are_listed_with_where_they_come_from(tmp_path: Path) -> None:
     positions = onnx.helper.make_tensor_value_info("position_ids", onnx.TensorProto.INT64, ["batch_size", "length"])
     model.graph.input.extend([*past, positions])
     teacher = saved(model, tmp_path)
-    document = json.loads(run("inspect", teacher, "--json"))
+    document = json.loads(shd("inspect", teacher, "--json"))
     assert schema_errors(document) == []
     found = {entry["name"]: (entry["part"], entry["supplied"]) for entry in document["inputs"]}
     assert found["input_ids"] == ("data", False)
     assert found["attention_mask"] == ("mask", False)
     assert found["past_key_values.1.key"] == ("past", True)
     assert found["position_ids"] == ("positions", True)
-    table = run("inspect", teacher)
+    table = shd("inspect", teacher)
     assert "past_key_values.0.key and 1 more" in table
     assert "shd: an empty past" in table
 
 
 def test_queries_and_keys_are_listed_on_request(tmp_path: Path) -> None:
     teacher = saved(encoder_layer(num_kv_heads=2), tmp_path)
-    (site,) = json.loads(run("inspect", teacher, "--json", "--factored"))["sites"]
+    (site,) = json.loads(shd("inspect", teacher, "--json", "--factored"))["sites"]
     assert site["factored"] == {"supported": True, "reason": None, "num_kv_heads": 2, "d": 3, "scale": 1.0}
-    assert run("inspect", teacher, "--factored").count("yes") == 2
+    assert shd("inspect", teacher, "--factored").count("yes") == 2
     softcapped = attention_on_inputs(lambda build, logits: build.op("Tanh", logits))
-    assert "softcapped at 1" in run("inspect", saved(softcapped, tmp_path), "--factored")
+    assert "softcapped at 1" in shd("inspect", saved(softcapped, tmp_path), "--factored")
 
 
 @pytest.mark.parametrize(
@@ -123,8 +115,8 @@ def test_what_names_no_site_is_refused(wanted: str) -> None:
 def test_kinds_select(tmp_path: Path) -> None:
     sites = find_sites(encoder_layer())
     assert select_sites(sites, "self") == sites
-    assert "self" in run("inspect", saved(encoder_layer(), tmp_path), "--sites", "self")
-    assert "names none" in run("inspect", tmp_path / "teacher.onnx", "--sites", "cross", code=1)
+    assert "self" in shd("inspect", saved(encoder_layer(), tmp_path), "--sites", "self")
+    assert "names none" in shd("inspect", tmp_path / "teacher.onnx", "--sites", "cross", code=1)
 
 
 def two_layers() -> onnx.ModelProto:
@@ -160,6 +152,6 @@ def test_every_command_takes_sites(tmp_path: Path) -> None:
     np.savez(tmp_path / "data.npz", input_ids=ids, attention_mask=np.ones_like(ids))
     common = (teacher, "--inputs", tmp_path / "data.npz", "--student-heads", 2, "--threads", 1)
     for command, more in (("precompute", ("--out", tmp_path / "cache")), ("plan", ()), ("fidelity", ())):
-        assert "names none" in run(command, *common, *more, "--sites", "7", code=1)
-    assert "--sites self" in run("fidelity", *common, "--sites", "self", "--plan", "progressive", "--samples", 4)
-    run("precompute", *common, "--out", tmp_path / "cache", "--sites", "self")
+        assert "names none" in shd(command, *common, *more, "--sites", "7", code=1)
+    assert "--sites self" in shd("fidelity", *common, "--sites", "self", "--plan", "progressive", "--samples", 4)
+    shd("precompute", *common, "--out", tmp_path / "cache", "--sites", "self")

@@ -158,12 +158,10 @@ def test_a_listing_counts_each_form(tmp_path: Path) -> None:
 @pytest.mark.parametrize("forms", [FORMS, ALONE])
 def test_the_command_lists_each_form(tmp_path: Path, forms: dict[str, dict[str, Any]]) -> None:
     pytest.importorskip("typer", reason="shd needs the extra 'teacher'")
-    from typer.testing import CliRunner
-
-    from shd_ref.cli import load_app
+    from support.commands import shd
 
     listing = list_cache(write_cache(tmp_path, job(**forms["sampled"])))
-    output = CliRunner().invoke(load_app(), ["ls", str(tmp_path)], env={"COLUMNS": "300"}).output
+    output = shd("ls", tmp_path)
     for error in listing.errors.values():
         assert error.describe() in output
     for form in listing.manifest.forms:

@@ -13,13 +13,12 @@ import onnxruntime
 import pytest
 from numpy.typing import NDArray
 from support.attention_graphs import language_model
+from support.commands import shd
 from support.plain_kd import topk_targets
 from support.refusals import refusal
 from support.students import precompute
-from typer.testing import CliRunner
 
 from shd_ref.cache import CacheReader, list_cache, sample_key, verify_cache
-from shd_ref.cli import load_app
 from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
 
 NUM_SAMPLES, LENGTH, TOP = 10, 7, 4
@@ -205,24 +204,16 @@ def test_a_sample_on_which_the_second_fails_is_skipped(teachers: list[Path], tmp
 
 def test_the_commands_take_and_name_all_teachers(teachers: list[Path], tmp_path: Path) -> None:
     np.savez(tmp_path / "data.npz", **make_inputs())
-    run, data = CliRunner(), ["--inputs", str(tmp_path / "data.npz")]
-    others = ["--with-teacher", str(teachers[1]), "--with-teacher", str(teachers[2]), "--vocab-size", "50"]
-    asked = [str(teachers[0]), *data, "--student-heads", "2", "--logits", "topk", "--logits-top", "4", *others]
-    planned = run.invoke(load_app(), ["plan", *asked, "--samples", "2", "--json"])
-    assert planned.exit_code == 0, planned.output
-    assert f"--with-teacher {teachers[1]} --with-teacher {teachers[2]}" in planned.output
-    cache = str(tmp_path / "cache")
-    made = run.invoke(load_app(), ["precompute", *asked, "--out", cache])
-    assert made.exit_code == 0, made.output
-    words = made.output.rpartition("next: shd ")[2].split()
+    data, cache, page = ("--inputs", tmp_path / "data.npz"), tmp_path / "cache", tmp_path / "report.html"
+    others = ("--with-teacher", teachers[1], "--with-teacher", teachers[2], "--vocab-size", 50)
+    asked = (teachers[0], *data, "--student-heads", 2, "--logits", "topk", "--logits-top", 4, *others)
+    planned = shd("plan", *asked, "--samples", 2, "--json")
+    assert f"--with-teacher {teachers[1]} --with-teacher {teachers[2]}" in planned
+    words = shd("precompute", *asked, "--out", cache).rpartition("next: shd ")[2].split()
     assert words[words.index("--with-teacher") + 1] == str(teachers[1])
-    assert run.invoke(load_app(), words).exit_code == 0
-    shown = " ".join(run.invoke(load_app(), ["ls", cache]).output.replace("│", " ").split())
-    assert "mean with second.onnx, third.onnx" in shown
-    alone = run.invoke(load_app(), ["verify", cache, "--teacher", str(teachers[0]), *data])
-    assert alone.exit_code == 1
-    assert "'second.onnx', 'third.onnx'" in " ".join(alone.output.split())
-    page = str(tmp_path / "report.html")
-    reported = run.invoke(load_app(), ["report", cache, "--out", page, "--teacher", str(teachers[0]), *data])
-    assert reported.exit_code == 0, reported.output
-    assert "mean with second.onnx, third.onnx" in Path(page).read_text(encoding="utf-8")
+    shd(*words)
+    assert "mean with second.onnx, third.onnx" in " ".join(shd("ls", cache).replace("│", " ").split())
+    alone = shd("verify", cache, "--teacher", teachers[0], *data, code=1)
+    assert "'second.onnx', 'third.onnx'" in " ".join(alone.split())
+    shd("report", cache, "--out", page, "--teacher", teachers[0], *data)
+    assert "mean with second.onnx, third.onnx" in page.read_text(encoding="utf-8")

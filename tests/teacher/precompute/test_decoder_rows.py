@@ -11,15 +11,14 @@ import onnx
 import onnxruntime
 import pytest
 from numpy.typing import NDArray
+from support.commands import shd
 from support.plain_kd import topk_targets
 from support.refusals import refusal
 from support.students import precompute
 from support.two_sequences import encoder_decoder
-from typer.testing import CliRunner
 
 from shd_ref import ShdError
 from shd_ref.cache import CacheReader, CacheWriter, SampleRecord, sample_key, verify_cache
-from shd_ref.cli import load_app
 from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
 
 NUM_SAMPLES = 8
@@ -140,17 +139,10 @@ def test_what_does_not_fit_is_refused(teacher: Path, tmp_path: Path) -> None:
 
 def test_the_commands(teacher: Path, tmp_path: Path) -> None:
     np.savez(tmp_path / "data.npz", **make_inputs())
-    run, data, cache = CliRunner(), ["--inputs", str(tmp_path / "data.npz")], str(tmp_path / "cache")
-    asked = [str(teacher), *data, "--student-heads", "2", "--logits", "topk", "--hidden", "0,1"]
-    planned = run.invoke(load_app(), ["plan", *asked, "--samples", "3"])
-    assert planned.exit_code == 0, planned.output
-    made = run.invoke(load_app(), ["precompute", *asked, "--out", cache])
-    assert made.exit_code == 0, made.output
-    words = made.output.rpartition("next: shd ")[2].split()
-    for shown in (words, ["ls", cache], ["report", cache, "--out", str(tmp_path / "page.html")]):
-        result = run.invoke(load_app(), shown)
-        assert result.exit_code == 0, result.output
-    said = " ".join(planned.output.split())
+    data, cache = ("--inputs", tmp_path / "data.npz"), tmp_path / "cache"
+    asked = (teacher, *data, "--student-heads", 2, "--logits", "topk", "--hidden", "0,1")
+    said = " ".join(shd("plan", *asked, "--samples", 3).split())
     assert "of these hidden float16: 48 bytes per position of the decoder" in said  # 2 states, 12 wide
-    listed = " ".join(run.invoke(load_app(), ["ls", cache]).output.replace("│", " ").split())
-    assert "48.0 bytes per position of the decoder" in listed
+    shd(*shd("precompute", *asked, "--out", cache).rpartition("next: shd ")[2].split())
+    shd("report", cache, "--out", tmp_path / "page.html")
+    assert "48.0 bytes per position of the decoder" in " ".join(shd("ls", cache).replace("│", " ").split())

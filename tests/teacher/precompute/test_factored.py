@@ -12,12 +12,11 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto
 from support.attention_graphs import GraphBuilder, bare_attention, encoder_layer, random_projection
+from support.commands import shd
 from support.refusals import refusal
 from support.students import precompute, precompute_heads
-from typer.testing import CliRunner
 
 from shd_ref.cache import CacheReader, Factors, codec_error, factored_kl_bound, verify_cache
-from shd_ref.cli import load_app
 from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
 
 NUM_SAMPLES = 11
@@ -256,11 +255,8 @@ def test_options_that_do_not_go_with_it(teacher: Path, tmp_path: Path, changes: 
 
 def test_command_line(teacher: Path, tmp_path: Path) -> None:
     np.savez(tmp_path / "data.npz", **make_inputs())
-    source = ["--inputs", str(tmp_path / "data.npz")]
-    command = ["precompute", str(teacher), *source, "--mask", "mask", "--student-heads", "2", "--form", "factored"]
-    cache = str(tmp_path / "cache")
-    result = CliRunner().invoke(load_app(), [*command, "--factored-codec", "float16", "--out", cache])
-    assert result.exit_code == 0, result.output
+    source, cache = ("--inputs", tmp_path / "data.npz"), tmp_path / "cache"
+    form = ("--mask", "mask", "--student-heads", 2, "--form", "factored", "--factored-codec", "float16")
+    shd("precompute", teacher, *source, *form, "--out", cache)
     assert CacheReader(cache).manifest.attention.codec == "float16"
-    result = CliRunner().invoke(load_app(), ["verify", cache, "--teacher", str(teacher), *source])
-    assert result.exit_code == 0, result.output
+    shd("verify", cache, "--teacher", teacher, *source)

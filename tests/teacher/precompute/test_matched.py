@@ -14,16 +14,15 @@ import xxhash
 from numpy.typing import NDArray
 from support.attention_graphs import bare_attention
 from support.refusals import refusal
-from typer.testing import CliRunner
 
 pytest.importorskip("networkx", reason="matched plans need networkx")
 
 from support.calls import calls_of
+from support.commands import shd
 from support.students import precompute
 
 from shd_ref import compose_mixing, matched_plan, squeeze_heads
 from shd_ref.cache import CacheReader, Matching, verify_cache
-from shd_ref.cli import load_app
 from shd_ref.teacher import (
     AttentionReader,
     ModelInputs,
@@ -167,10 +166,8 @@ def test_plans_must_fit_the_layers(teacher: Path, tmp_path: Path) -> None:
 
 def test_the_command_matches_and_repeats_itself(teacher: Path, tmp_path: Path) -> None:
     np.savez(tmp_path / "data.npz", **make_inputs())
-    words = ["precompute", str(teacher), "--inputs", str(tmp_path / "data.npz"), "--student-heads", "2"]
-    words += ["--mask", "mask", "--plan", "matched", "--matched-by", "similarity", "--calibration-samples", "2"]
-    words += ["--out", str(tmp_path / "cache")]
+    plan = ("--plan", "matched", "--matched-by", "similarity", "--calibration-samples", 2)
+    words = (teacher, "--inputs", tmp_path / "data.npz", "--student-heads", 2, "--mask", "mask", *plan)
     for _ in range(2):
-        result = CliRunner().invoke(load_app(), words)
-        assert result.exit_code == 0, result.output
+        shd("precompute", *words, "--out", tmp_path / "cache")
     assert CacheReader(tmp_path / "cache").manifest.attention.matching == Matching("similarity", 2, 0)

@@ -14,14 +14,13 @@ import pytest
 from numpy.typing import NDArray
 from support.attention_graphs import bare_attention, encoder_layer, token_teacher
 from support.calls import calls_of
+from support.commands import shd
 from support.makers import contents
 from support.refusals import refusal
 from support.students import precompute, precompute_heads
-from typer.testing import CliRunner
 
 from shd_ref import ShdError
 from shd_ref.cache import CacheReader, Receipt, sample_key, verify_cache
-from shd_ref.cli import load_app
 from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
 from shd_ref.teacher.precompute import precompute as precompute_students
 
@@ -188,9 +187,7 @@ def test_numbers_of_heads_that_are_none_are_refused_by_the_command(teacher: Path
     np.savez(tmp_path / "data.npz", **make_tokens())
     command = ["precompute", teacher, "--inputs", tmp_path / "data.npz", "--out", tmp_path / "out"]
     for wrong in ("two", "1,", "0", "-1"):
-        refused = run_shd(*command, f"--student-heads={wrong}")
-        assert refused.exit_code == 1
-        assert "argument-value" in refused.output
+        assert "argument-value" in shd(*command, f"--student-heads={wrong}", code=1)
 
 
 CHANGED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -241,10 +238,6 @@ def test_another_teacher_or_other_inputs_do_not_resume(
         precompute(teacher, inputs, begun, OPTIONS, RUN)
 
 
-def run_shd(*arguments: object) -> Any:
-    return CliRunner().invoke(load_app(), [str(argument) for argument in arguments], env={"COLUMNS": "300"})
-
-
 def test_another_tokenizer_does_not_resume(teacher: Path, tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers", reason="text needs the extra 'inputs'")
     for name, shift in (("mine", 0), ("other", 1)):
@@ -257,20 +250,16 @@ def test_another_tokenizer_does_not_resume(teacher: Path, tmp_path: Path) -> Non
     (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     command = ["precompute", teacher, "--inputs", tmp_path / "data.jsonl", "--student-heads", 2]
     command += ["--out", tmp_path / "cache", "--batch-tokens", 12, "--tokenizer"]
-    made = run_shd(*command, tmp_path / "mine")
-    assert made.exit_code == 0, made.output
-    assert f"--tokenizer {tmp_path / 'mine'}" in made.output
+    assert f"--tokenizer {tmp_path / 'mine'}" in shd(*command, tmp_path / "mine")
     key = sample_key({"input_ids": np.array([1, 2, 3]), "attention_mask": np.ones(3, dtype=np.int64)})
     assert CacheReader(tmp_path / "cache").read(key).length == 3
     verify = ["verify", tmp_path / "cache", "--teacher", teacher, "--inputs", tmp_path / "data.jsonl", "--tokenizer"]
-    assert "8 records" in run_shd(*verify, tmp_path / "mine").output
-    again = run_shd(*command, tmp_path / "mine")
-    assert "20 (20 resumed)" in again.output
-    choices = run_shd("fidelity", *command[1:6], "--plan", "progressive", "--tokenizer", tmp_path / "mine")
-    assert f"--tokenizer {tmp_path / 'mine'}" in choices.output
-    for refused in (run_shd(*command, tmp_path / "other"), run_shd(*verify, tmp_path / "other")):
-        assert refused.exit_code == 1
-        assert "cache-mismatch" in refused.output
+    assert "8 records" in shd(*verify, tmp_path / "mine")
+    assert "20 (20 resumed)" in shd(*command, tmp_path / "mine")
+    choices = shd("fidelity", *command[1:6], "--plan", "progressive", "--tokenizer", tmp_path / "mine")
+    assert f"--tokenizer {tmp_path / 'mine'}" in choices
+    for words in (command, verify):
+        assert "cache-mismatch" in shd(*words, tmp_path / "other", code=1)
 
 
 def broken_maps(num_samples: int = 9) -> dict[str, NDArray[Any]]:
@@ -387,26 +376,19 @@ def test_precompute_verify_and_report_take_addresses(teacher: Path, tmp_path: Pa
     np.savez(tmp_path / "data.npz", **inputs)
     address, data = f"{bucket}/runs/cache", ("--inputs", tmp_path / "data.npz")
     made = ("--student-heads", 2, "--batch-size", 4, "--samples-per-shard", 5)
-    done = run_shd("precompute", teacher, *data, *made, "--out", address)
-    assert done.exit_code == 0, done.output
-    assert f"shd verify {address} --teacher" in done.output
-    again = run_shd("precompute", teacher, *data, *made, "--out", address)
-    assert "60 (60 resumed)" in again.output
+    assert f"shd verify {address} --teacher" in shd("precompute", teacher, *data, *made, "--out", address)
+    assert "60 (60 resumed)" in shd("precompute", teacher, *data, *made, "--out", address)
     precompute(teacher, inputs, tmp_path / "cache", OPTIONS, RUN)
     store = fsspec.filesystem("s3", skip_instance_cache=True)
     root = address.removeprefix("s3://")
     stored = {path.removeprefix(f"{root}/"): store.cat_file(path) for path in store.find(root)}
     assert stored == contents(tmp_path / "cache")
-    checked = run_shd("verify", address, "--teacher", teacher, *data)
-    assert checked.exit_code == 0, checked.output
-    assert "60 records in 12 shards" in checked.output
+    assert "60 records in 12 shards" in shd("verify", address, "--teacher", teacher, *data)
     store.rm_file(f"{root}/receipts/000003.json")
-    damaged = run_shd("verify", address)
-    assert damaged.exit_code == 1
-    assert "cache-incomplete: receipts/000003.json: 1 of 12 shards have no receipt" in damaged.output
+    damaged = shd("verify", address, code=1)
+    assert "cache-incomplete: receipts/000003.json: 1 of 12 shards have no receipt" in damaged
     pytest.importorskip("jinja2", reason="shd report needs the extra 'report'")
     pytest.importorskip("matplotlib", reason="shd report needs the extra 'report'")
     store.rm_file(f"{root}/SEALED.json")
-    reported = run_shd("report", address, "--out", tmp_path / "report.html")
-    assert reported.exit_code == 0, reported.output
+    shd("report", address, "--out", tmp_path / "report.html")
     assert "11 of 12 shards are committed" in (tmp_path / "report.html").read_text(encoding="utf-8")

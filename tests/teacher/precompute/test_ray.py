@@ -14,14 +14,13 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 from support.attention_graphs import token_teacher
+from support.commands import shd
 from support.makers import contents
 from support.refusals import refusal
 from support.students import precompute, precompute_heads
-from typer.testing import CliRunner
 
 from shd_ref import ShdError
 from shd_ref.cache import list_cache, verify_cache
-from shd_ref.cli import load_app
 from shd_ref.teacher import ArraySource, PrecomputeOptions, Row, RunOptions
 
 ray = pytest.importorskip("ray", reason="--engine ray needs the extra 'ray'")
@@ -149,9 +148,8 @@ def test_students_in_one_pass(teacher: Path, tmp_path: Path, monkeypatch: pytest
     job += ["--batch-size", "4", "--samples-per-shard", "3", "--out", "two", "--engine", "ray", "--workers", "2"]
     precompute_heads(teacher, make_tokens(), "two", OPTIONS, [1, 2], replace(RUN, shards=(0, 7)))
     (tmp_path / "two/heads-2/receipts/000001.json").unlink()
-    result = CliRunner().invoke(load_app(), job, env={"COLUMNS": "200"})
-    assert result.exit_code == 0, result.output
-    assert all(f"shd verify two/heads-{heads}" in result.output for heads in (1, 2))
+    said = shd(*job)
+    assert all(f"shd verify two/heads-{heads}" in said for heads in (1, 2))
     for heads in (1, 2):
         assert contents(tmp_path / f"two/heads-{heads}") == contents(tmp_path / f"one/heads-{heads}")
     (tmp_path / "two/heads-1/receipts/000003.json").unlink()

@@ -13,31 +13,22 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 from support.attention_graphs import token_teacher
+from support.commands import shd
 from support.makers import contents
 from support.students import precompute, precompute_heads
-from typer.testing import CliRunner
 
 from shd_ref.cache import list_cache, merge_caches, verify_cache
-from shd_ref.cli import load_app
 from shd_ref.teacher import PrecomputeOptions, RunOptions
 from shd_ref.teacher.run.inputs import share_shards
 
 NUM_SAMPLES = 41
 OPTIONS = PrecomputeOptions(num_student_heads=2)
-WIDE = {"COLUMNS": "200"}
 
 
 def make_tokens() -> dict[str, NDArray[Any]]:
     rng = np.random.default_rng(3)
     mask = (np.arange(10) < rng.integers(2, 11, NUM_SAMPLES)[:, None]).astype(np.int64)
     return {"input_ids": rng.integers(0, 50, (NUM_SAMPLES, 10)) * mask, "attention_mask": mask}
-
-
-def shd(*words: str | Path, fails: bool = False) -> str:
-    """The output of a command that must succeed, or fail."""
-    result = CliRunner().invoke(load_app(), [str(word) for word in words], env=WIDE)
-    assert (result.exit_code != 0) == fails, result.output
-    return result.output
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +100,7 @@ def test_commands(teacher: Path, tmp_path: Path) -> None:
     listed = shd("ls", parts[0])
     assert "partial" in listed
     assert "7 of 14, missing 7-13" in listed
-    assert "cache-incomplete" in shd("seal", parts[0], fails=True)
+    assert "cache-incomplete" in shd("seal", parts[0], code=1)
     assert "missing 7-13" in shd("merge", parts[0], "--out", tmp_path / "all")
     shd(*job, "--out", parts[1], "--shards", "1/2")
     assert "7 shards copied" in shd("merge", *parts, "--out", tmp_path / "all")
@@ -121,10 +112,10 @@ def test_commands(teacher: Path, tmp_path: Path) -> None:
     assert "sealed: 41 samples in 14 shards" in shd("seal", tmp_path / "all")
     assert verify_cache(tmp_path / "all").ok
     (tmp_path / "all/receipts/000003.json").write_text("{}")
-    assert "damaged: receipts/000003.json" in shd("ls", tmp_path / "all", fails=True)
-    assert "is not a cache" in shd("ls", tmp_path / "nothing", fails=True)
-    assert "--workers must go with --engine ray" in shd(*job, "--out", tmp_path / "c", "--workers", "2", fails=True)
+    assert "damaged: receipts/000003.json" in shd("ls", tmp_path / "all", code=1)
+    assert "is not a cache" in shd("ls", tmp_path / "nothing", code=1)
+    assert "--workers must go with --engine ray" in shd(*job, "--out", tmp_path / "c", "--workers", "2", code=1)
     assert not (tmp_path / "c").exists()
-    exported = shd("export", tmp_path / "b", "--out", tmp_path / "tars", fails=True)
+    exported = shd("export", tmp_path / "b", "--out", tmp_path / "tars", code=1)
     assert "cache-incomplete" in exported
-    assert "must be i/n with 0 <= i < n" in shd(*job, "--out", tmp_path / "c", "--shards", "2/2", fails=True)
+    assert "must be i/n with 0 <= i < n" in shd(*job, "--out", tmp_path / "c", "--shards", "2/2", code=1)

@@ -14,13 +14,12 @@ import pytest
 from numpy.typing import NDArray
 from support.attention_graphs import language_model
 from support.calls import calls_of
+from support.commands import shd
 from support.plain_kd import log_softmax, topk_targets
 from support.refusals import refusal
 from support.students import precompute, precompute_heads
-from typer.testing import CliRunner
 
 from shd_ref.cache import CacheReader, CacheWriter, Hidden, Logits, Receipt, SampleRecord, sample_key, verify_cache
-from shd_ref.cli import load_app
 from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
 
 NUM_SAMPLES = 14
@@ -304,8 +303,6 @@ def test_options_that_do_not_fit_are_refused_before_anything_is_written(
 def test_what_is_wrong_with_a_sample_names_the_option(tmp_path: Path) -> None:
     onnx.save(language_model(padding=6), tmp_path / "teacher.onnx")
     np.savez(tmp_path / "data.npz", **make_inputs())
-    command = ["precompute", str(tmp_path / "teacher.onnx"), "--inputs", str(tmp_path / "data.npz")]
-    command += ["--student-heads", "2", "--out", str(tmp_path / "cache"), "--logits", "topk", "--vocab-size", "40"]
-    result = CliRunner().invoke(load_app(), command)
-    assert result.exit_code == 1
-    assert re.search(r"sample \d+ \(key \w+\): --vocab-size must cut padding alone", result.output)
+    asked = (tmp_path / "teacher.onnx", "--inputs", tmp_path / "data.npz", "--student-heads", 2, "--logits", "topk")
+    said = shd("precompute", *asked, "--out", tmp_path / "cache", "--vocab-size", 40, code=1)
+    assert re.search(r"sample \d+ \(key \w+\): --vocab-size must cut padding alone", said)

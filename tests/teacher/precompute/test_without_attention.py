@@ -13,13 +13,12 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from support.attention_graphs import language_model
+from support.commands import shd
 from support.refusals import refusal
 from support.students import precompute
-from typer.testing import CliRunner
 
 from shd_ref import ShdError
 from shd_ref.cache import Attention, CacheReader, list_cache, sample_key, verify_cache
-from shd_ref.cli import load_app
 from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
 
 NUM_SAMPLES, LENGTH = 10, 7
@@ -160,26 +159,17 @@ def test_hidden_states_need_blocks_with_attention(teachers: dict[str, Path], tmp
 @pytest.mark.parametrize("kind", ["tokens", "images"])
 def test_the_commands_plan_make_check_and_show_it(teachers: dict[str, Path], tmp_path: Path, kind: str) -> None:
     np.savez(tmp_path / "data.npz", **(make_tokens() if kind == "tokens" else make_images()))
-    run, data = CliRunner(), ["--inputs", str(tmp_path / "data.npz")]
-    asked = [str(teachers[kind]), *data, "--no-attention", "--logits", "float16"]
-    planned = run.invoke(load_app(), ["plan", *asked, "--samples", "3"])
-    assert planned.exit_code == 0, planned.output
-    assert "no attention; 10 samples" in planned.output
-    assert "SHD term" not in planned.output
-    (command,) = (line.split() for line in planned.output.splitlines() if line.startswith("  shd precompute"))
-    cache = str(tmp_path / "cache")
+    cache = tmp_path / "cache"
+    asked = (teachers[kind], "--inputs", tmp_path / "data.npz", "--no-attention", "--logits", "float16")
+    planned = shd("plan", *asked, "--samples", 3)
+    assert "no attention; 10 samples" in planned
+    assert "SHD term" not in planned
+    (command,) = (line.split() for line in planned.splitlines() if line.startswith("  shd precompute"))
     words = [*command[1 : command.index("--out")], "--out", cache]
-    dry = run.invoke(load_app(), [*words, "--dry-run"])
-    assert dry.exit_code == 0, dry.output
-    made = run.invoke(load_app(), words)
-    assert made.exit_code == 0, made.output
-    following = made.output.rpartition("next: shd ")[2].split()
-    checked = run.invoke(load_app(), following)
-    assert checked.exit_code == 0, checked.output
-    assert "rows of logits and hidden states" in checked.output
-    for shown in (["ls", cache], ["report", cache, "--out", str(tmp_path / "page.html")]):
-        result = run.invoke(load_app(), shown)
-        assert result.exit_code == 0, result.output
-    refused = run.invoke(load_app(), ["precompute", *asked, "--student-heads", "2", "--out", cache])
-    assert refused.exit_code == 1
-    assert "--student-heads must be left out with --no-attention" in " ".join(refused.output.split())
+    shd(*words, "--dry-run")
+    following = shd(*words).rpartition("next: shd ")[2].split()
+    assert "rows of logits and hidden states" in shd(*following)
+    shd("ls", cache)
+    shd("report", cache, "--out", tmp_path / "page.html")
+    refused = shd("precompute", *asked, "--student-heads", 2, "--out", cache, code=1)
+    assert "--student-heads must be left out with --no-attention" in " ".join(refused.split())

@@ -15,17 +15,16 @@ from support.refusals import refusal
 
 onnx = pytest.importorskip("onnx", reason="teachers are ONNX graphs")
 ort = pytest.importorskip("onnxruntime", reason="a graph is judged by running it")
-typer_testing = pytest.importorskip("typer.testing", reason="the commands need typer")
+pytest.importorskip("typer", reason="the commands need typer")
 
 from support.attention_graphs import GraphBuilder  # noqa: E402  (after the skips)
 from support.calls import run_killed  # noqa: E402
+from support.commands import shd  # noqa: E402
 
 from shd_ref import ShdError  # noqa: E402  (after the skips)
-from shd_ref.cli import load_app  # noqa: E402
 from shd_ref.conformance import load_tolerances  # noqa: E402
 from shd_ref.teacher import find_sites, linearize_graph, load_teacher, save_graph  # noqa: E402
 
-RUNNER = typer_testing.CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
 D, F = 96, 100  # weights of more than 64 KiB, which are not read with the graph
 RNG = np.random.default_rng(0)
 WEIGHTS = {
@@ -257,16 +256,12 @@ def test_data_that_only_looks_like_a_graphs_own_stays(tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     onnx.save(make_graph(gelu, dtype=np.float32), tmp_path / "teacher.onnx")
-    words = ["linearize", str(tmp_path / "teacher.onnx"), "--drop-activations", "0", "--out"]
-    result = RUNNER.invoke(load_app(), [*words, str(tmp_path / "smaller.onnx")])
-    assert result.exit_code == 0, result.output
-    assert f"layer 0: {D} -> {F} -> {D} became {D} -> {D}" in result.output
+    words = ("linearize", tmp_path / "teacher.onnx", "--drop-activations", 0, "--out")
+    assert f"layer 0: {D} -> {F} -> {D} became {D} -> {D}" in shd(*words, tmp_path / "smaller.onnx")
     x = RNG.normal(size=(3, 5, D)).astype(np.float32)
     (found,) = ort.InferenceSession(tmp_path / "smaller.onnx").run(None, {"x": x})
     check_close(found, run(make_graph(None, dtype=np.float32), x))
-    result = RUNNER.invoke(load_app(), [*words, str(tmp_path / "teacher.onnx")])
-    assert result.exit_code == 1
-    assert "--out must be another file" in result.output
+    assert "--out must be another file" in shd(*words, tmp_path / "teacher.onnx", code=1)
 
 
 @pytest.mark.parametrize(("name", "layers"), [("gpt2", 2)])

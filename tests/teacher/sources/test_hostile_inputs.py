@@ -17,11 +17,10 @@ import onnx
 import pytest
 from onnx import TensorProto
 from support.attention_graphs import GraphBuilder, token_teacher
+from support.commands import shd
 from support.refusals import refusal
-from typer.testing import CliRunner
 
 from shd_ref import ShdError
-from shd_ref.cli import load_app
 from shd_ref.teacher import InputSpec, ModelInputs, input_specs, load_teacher, open_source
 from shd_ref.teacher.graph.inputs import count_rows
 
@@ -350,8 +349,7 @@ def test_a_sample_of_no_tokens_is_named(tmp_path: Path, masked: bool) -> None:
     rows = rows if masked else [{"input_ids": row["input_ids"]} for row in rows]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     onnx.save(token_teacher(), tmp_path / "teacher.onnx")
-    job = ["precompute", str(tmp_path / "teacher.onnx"), "--inputs", str(tmp_path / "data.jsonl")]
-    result = CliRunner().invoke(load_app(), [*job, "--student-heads", "2", "--out", str(tmp_path / "cache")])
-    assert result.exit_code == 1
-    assert "row 1: " in " ".join(result.output.split())
-    assert "must hold at least one number; got none" in " ".join(result.output.split())
+    job = (tmp_path / "teacher.onnx", "--inputs", tmp_path / "data.jsonl", "--student-heads", 2)
+    said = " ".join(shd("precompute", *job, "--out", tmp_path / "cache", code=1).split())
+    assert "row 1: " in said
+    assert "must hold at least one number; got none" in said

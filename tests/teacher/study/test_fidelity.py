@@ -12,11 +12,10 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 from support.attention_graphs import bare_attention, encoder_layer
+from support.commands import shd
 from support.refusals import refusal
-from typer.testing import CliRunner
 
 from shd_ref import ShdError, merge_plan, plan_groups, squeeze_heads
-from shd_ref.cli import load_app
 from shd_ref.conformance import load_tolerances
 from shd_ref.teacher import (
     AttentionReader,
@@ -276,20 +275,14 @@ def test_targets_are_next_tokens_given_tokens_or_classes() -> None:
 def test_command_takes_lists_and_ends_with_the_next_command(tmp_path: Path) -> None:
     onnx.save(encoder_layer(num_heads=4), tmp_path / "my teacher.onnx")
     np.savez(tmp_path / "data.npz", **make_arrays(12))
-    given = [str(tmp_path / "my teacher.onnx"), "--inputs", str(tmp_path / "data.npz"), "--mask", "mask"]
-    given += ["--student-heads", "4, 2", "--plan", "progressive,balanced", "--strategy", "shd", "--alpha-per", "row"]
-
-    def run(*more: str, code: int = 0) -> str:
-        result = CliRunner().invoke(load_app(), ["fidelity", *given, *more], env={"COLUMNS": "200"})
-        assert result.exit_code == code, result.output
-        return result.output
-
-    output, document = run(), json.loads(run("--json"))
+    given = ("fidelity", tmp_path / "my teacher.onnx", "--inputs", tmp_path / "data.npz", "--mask", "mask")
+    given += ("--student-heads", "4, 2", "--plan", "progressive,balanced", "--strategy", "shd", "--alpha-per", "row")
+    output, document = shd(*given), json.loads(shd(*given, "--json"))
     found = [(r["num_student_heads"], r["strategy"], r["alpha_per"]) for r in document["results"]]
     assert found == [(4, "shd", "row")] * 2 + [(2, "shd", "row")] * 2
     assert document["recommended"]["2"] in output
     assert f"shd precompute '{tmp_path}/my teacher.onnx'" in output
     assert "--student-heads 2 --alpha-per row" in output
-    assert "--graph-output must be one of" in run("--graph-output", "none", code=1)
+    assert "--graph-output must be one of" in shd(*given, "--graph-output", "none", code=1)
     for option, wrong in (("--plan", "adjacent"), ("--student-heads", "4 6"), ("--alpha-per", "map,")):
-        assert f"error (argument-value): {option} must be" in run(option, wrong, code=1)
+        assert f"error (argument-value): {option} must be" in shd(*given, option, wrong, code=1)

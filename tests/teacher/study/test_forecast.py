@@ -13,17 +13,15 @@ import onnx
 import pytest
 from onnx import numpy_helper
 from support.attention_graphs import bare_attention, language_model, token_teacher
+from support.commands import shd
 from support.refusals import refusal
 from support.students import precompute
-from typer.testing import CliRunner
 
 from shd_ref.cache import CODECS, FACTORED_CODECS, CacheReader, CodecError, Extent, Logits, Receipt, SampleRecord
-from shd_ref.cli import load_app
 from shd_ref.teacher import PlanOptions, PrecomputeOptions, RunOptions, forecast_cache
 from shd_ref.teacher.study.advice import FormForecast, advise, count_weights
 from shd_ref.teacher.study.forecast import Forecast, record_sizes
 
-app = load_app()
 OPTIONS = PrecomputeOptions(num_student_heads=2)
 
 
@@ -237,13 +235,7 @@ def test_memory_counts_weights_codes_and_gradients(teacher: Path) -> None:
 def test_commands_print_and_write_nothing(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     np.savez("data.npz", **make_tokens())
-    arguments = [str(teacher), "--inputs", "data.npz", "--student-heads", "2"]
-
-    def shd(*words: str, code: int = 0) -> str:
-        result = CliRunner().invoke(app, list(words), env={"COLUMNS": "200"})
-        assert result.exit_code == code, result.output
-        return " ".join(result.output.split())
-
+    arguments = (teacher, "--inputs", "data.npz", "--student-heads", 2)
     table = shd("plan", *arguments)
     for word in (*CODECS, *FACTORED_CODECS, "break-even", "60 samples", "take: "):
         assert word in table
@@ -258,7 +250,7 @@ def test_commands_print_and_write_nothing(teacher: Path, tmp_path: Path, monkeyp
     assert "take: no cache; run the teacher while training" in slow
     assert "shd precompute" not in slow
     assert "error (argument-value): --max-error must be" in shd("plan", *arguments, "--max-error", "2", code=1)
-    assert "inputs-invalid" in shd("plan", str(teacher), "--inputs", "absent.npz", "--student-heads", "2", code=1)
+    assert "inputs-invalid" in shd("plan", teacher, "--inputs", "absent.npz", "--student-heads", "2", code=1)
 
 
 def test_the_command_makes_the_cache_that_was_forecast(
@@ -267,24 +259,11 @@ def test_the_command_makes_the_cache_that_was_forecast(
     monkeypatch.chdir(tmp_path)
     tokens = np.random.default_rng(0).integers(0, 50, (20, 60))
     np.savez("my data.npz", input_ids=tokens, attention_mask=np.ones_like(tokens))
-    given = [
-        str(teacher),
-        "--inputs",
-        "my data.npz",
-        "--student-heads",
-        "2",
-        "--plan",
-        "balanced",
-        "--layer-pairs",
-        "1:0",
-    ]
-    result = CliRunner().invoke(app, ["plan", *given, "--student-layers", "3", "--json"])
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
-    shd, *words = shlex.split(found["command"])
-    assert shd == "shd"
-    made = CliRunner().invoke(app, words)
-    assert made.exit_code == 0, made.output
+    given = (teacher, "--inputs", "my data.npz", "--student-heads", 2, "--plan", "balanced", "--layer-pairs", "1:0")
+    found = json.loads(shd("plan", *given, "--student-layers", 3, "--json"))
+    program, *words = shlex.split(found["command"])
+    assert program == "shd"
+    shd(*words)
     form = CacheReader("cache-2").manifest.attention
     taken = found["ways"][found["advice"]["form"]]
     assert (form.form, form.codec) == (taken["form"], taken["codec"]) == ("factored", "float16")

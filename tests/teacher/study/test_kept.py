@@ -11,9 +11,8 @@ import onnx
 import pytest
 from onnx import numpy_helper
 from support.attention_graphs import token_teacher
-from typer.testing import CliRunner
+from support.commands import shd
 
-from shd_ref.cli import load_app
 from shd_ref.teacher import Fidelity, FidelityReport, PrecomputeOptions, Setting
 from shd_ref.teacher.study.kept import advise_plan, keep_report, kept_path
 
@@ -131,21 +130,14 @@ def test_commands_keep_it_and_say_it(teacher: Path, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     ids = rng.integers(0, 50, (60, 12))
     np.savez(tmp_path / "data.npz", input_ids=ids, attention_mask=np.ones_like(ids))
-    given = [str(teacher), "--inputs", str(tmp_path / "data.npz"), "--student-heads", "2", "--threads", "1"]
-
-    def shd(*words: str) -> str:
-        result = CliRunner().invoke(load_app(), list(words))
-        assert result.exit_code == 0, result.output
-        return result.output
-
+    given = (teacher, "--inputs", tmp_path / "data.npz", "--student-heads", 2, "--threads", 1)
     shd("fidelity", *given)
     document = json.loads(shd("fidelity", *given, "--json"))
     assert kept_path(teacher).is_file()
     best = document["results"][0]
     assert (best["plan"], best["excess"]) == ("matched", 0.0)
     assert "--plan matched" in document["recommended"]["2"]
-    out = "--out", str(tmp_path / "cache")
-    assert "better is matched plan" in shd("precompute", *given, *out)
+    assert "better is matched plan" in shd("precompute", *given, "--out", tmp_path / "cache")
     assert "better is matched plan" in shd("plan", *given)
     taken = document["recommended"]["2"].split()[2:-2]
-    assert "fidelity" not in shd("precompute", *taken, "--out", str(tmp_path / "other"))
+    assert "fidelity" not in shd("precompute", *taken, "--out", tmp_path / "other")
