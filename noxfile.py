@@ -81,7 +81,7 @@ QUICK_TESTS = (
     "tests/torch_path/shrink",
     *(f"tests/{folder}/{name}.py" for folder, names in FILES.items() for name in names),
     # Many tests, or long ones, that together take half of the time.
-    *(f"--ignore=tests/cache/{name}.py" for name in ("test_hostile", "test_crash", "storage/test_moved")),
+    *(f"--ignore=tests/cache/{name}.py" for name in ("test_hostile", "test_crash")),
     *(f"--ignore=tests/judge/test_{name}.py" for name in ("doors", "cheats", "program")),
     *(f"--ignore=tests/torch_path/shrink/test_{name}.py" for name in ("killed", "recover", "student", "compare")),
 )

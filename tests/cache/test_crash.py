@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.interrupted_writer import NUM_SAMPLES, interrupted_job
+from support.interrupted_writer import NUM_SAMPLES, interrupted_job, start_writer
 from support.makers import contents, key_of, read_everything, record_of, write_cache
 
 from shd_ref.cache import CacheReader, verify_cache
 
-ROOT = Path(__file__).resolve().parents[2]
 KILLS = 6
 MANIFEST = interrupted_job(NUM_SAMPLES)
-
-
-def start_writer(folder: Path, scale: float = 1.0, kind: str = "one-sequence") -> subprocess.Popen[bytes]:
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    command = [sys.executable, "-m", "support.interrupted_writer", str(folder), str(scale), str(NUM_SAMPLES), kind]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path})
 
 
 @pytest.fixture(scope="module")

@@ -2,18 +2,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from support.makers import (
+    KINDS,
     MEASURED,
     contents,
     job,
     key_of,
     length_of,
     probs_of,
+    read_everything,
     record_of,
-    records_of,
+    shapes_of,
     write_cache,
     write_shards,
 )
@@ -26,6 +29,7 @@ from shd_ref.cache import (
     CacheReader,
     CacheWriter,
     Dataset,
+    Receipt,
     SampleInputs,
     ShardPlan,
     Skipped,
@@ -37,10 +41,10 @@ from shd_ref.cache import (
 
 
 @pytest.mark.parametrize("alpha_per", ["map", "row"])
-@pytest.mark.parametrize("support", SUPPORTS)
+@pytest.mark.parametrize("shape", [*({"support": name} for name in SUPPORTS), KINDS], ids=[*SUPPORTS, "own shapes"])
 @pytest.mark.parametrize("codec", CODECS)
-def test_what_was_written_is_read(tmp_path: Path, codec: str, support: str, alpha_per: str) -> None:
-    manifest = job(codec=codec, support=support, alpha_per=alpha_per)
+def test_what_was_written_is_read(tmp_path: Path, codec: str, shape: dict[str, Any], alpha_per: str) -> None:
+    manifest = job(codec=codec, alpha_per=alpha_per, **shape)
     reader = CacheReader(write_cache(tmp_path / "cache", manifest))
     assert reader.sealed
     assert len(reader) == 7
@@ -51,9 +55,10 @@ def test_what_was_written_is_read(tmp_path: Path, codec: str, support: str, alph
     for index in range(7):
         record, written = reader.read(key_of(index)), record_of(manifest, index)
         assert (record.index, record.key, record.length) == (index, key_of(index), length_of(index))
+        assert record.shapes == shapes_of(manifest, index)
         np.testing.assert_array_equal(record.parts["alphas"], written.parts["alphas"])
         np.testing.assert_array_equal(record.parts["mixing"], written.parts["mixing"])
-        for layer in (1, 2):
+        for layer in manifest.attention.student_layers:
             probs = probs_of(manifest, index, layer)
             np.testing.assert_array_equal(reader.decode(record, layer), decode(codec, encode(codec, probs)))
             np.testing.assert_allclose(reader.decode(record, layer), probs, atol=0.06 if codec == "u4" else 0.005)
@@ -62,19 +67,12 @@ def test_what_was_written_is_read(tmp_path: Path, codec: str, support: str, alph
 
 def test_seeds_are_returned_with_their_samples(tmp_path: Path) -> None:
     manifest = job(inputs=SampleInputs(("input_ids",), None, "augmentation"))
-    writer = CacheWriter(tmp_path, manifest)
-    for shard in range(4):
-        records = [replace(record, seed=2**53 - 1 - record.index) for record in records_of(manifest, shard)]
-        writer.write_shard(shard, records, MEASURED)
-    writer.seal()
-    reader = CacheReader(tmp_path)
+    reader = CacheReader(write_cache(tmp_path, manifest, lambda each: replace(each, seed=2**53 - 1 - each.index)))
     assert [reader.read(key_of(index)).seed for index in range(7)] == [2**53 - 1 - index for index in range(7)]
     assert verify_cache(tmp_path).ok
     for wrong in (None, -1, 2**53):
         with pytest.raises(ShdError, match="seed must be"):
-            CacheWriter(tmp_path / "other", manifest).write_shard(
-                0, [replace(record, seed=wrong) for record in records_of(manifest, 0)], MEASURED
-            )
+            write_cache(tmp_path / "other", manifest, lambda record, seed=wrong: replace(record, seed=seed))
 
 
 @pytest.mark.parametrize("samples_per_shard", [1, 2])
@@ -112,14 +110,8 @@ def test_padding_is_cut_off(tmp_path: Path) -> None:
 
 def test_alphas_and_mixing_may_be_absent(tmp_path: Path) -> None:
     manifest = job(strategy="mean")
-    writer = CacheWriter(tmp_path, manifest)
-    for shard in range(4):
-        records = [
-            record_of(manifest, index, parts={"alphas": None, "mixing": None})
-            for index in manifest.shard_samples(shard)
-        ]
-        writer.write_shard(shard, records, MEASURED)
-    writer.seal()
+    gone = {"alphas": None, "mixing": None}
+    write_cache(tmp_path, manifest, lambda record: record_of(manifest, record.index, parts=gone))
     record = CacheReader(tmp_path).read(key_of(3))
     assert manifest.attention.alphas(record).shape == (2, 0)
     assert list(record.parts) == ["L01", "L02"]
@@ -144,12 +136,7 @@ def test_arrays_belong_to_the_caller(tmp_path: Path) -> None:
 def test_equal_samples_share_a_key_and_the_first_is_read(tmp_path: Path) -> None:
     keys = [key_of(index % 3) for index in range(6)]
     manifest = job(dataset=Dataset(dataset_fingerprint(keys), 6), shards=ShardPlan(1, 17, 6))
-    writer = CacheWriter(tmp_path, manifest)
-    for shard in range(6):
-        (index,) = manifest.shard_samples(shard)
-        writer.write_shard(shard, [record_of(manifest, index, key=keys[index])], MEASURED)
-    writer.seal()
-    reader = CacheReader(tmp_path)
+    reader = CacheReader(write_cache(tmp_path, manifest, lambda record: replace(record, key=keys[record.index])))
     assert len(reader) == len(reader.keys()) == 6
     assert [reader.read(key).index for key in keys] == [0, 1, 2, 0, 1, 2]
 
@@ -173,3 +160,27 @@ def test_shards_are_safetensors_files(tmp_path: Path, framework: str) -> None:
 
 
 PARTS = ("alphas", "mixing", "L01", "L02")
+
+
+@pytest.mark.parametrize("codec", ["sqrt8-row", "sqrt8-abs", "u4", "bf16", "float32"])
+def test_compressed_blobs_hold_the_same(tmp_path: Path, codec: str) -> None:
+    """Every second sample has the same value everywhere, which compresses well; random ones do not."""
+    pytest.importorskip("zstandard", reason="compressed caches need the extra 'zstd'")
+    even = dict.fromkeys(("L01", "L02"), encode(codec, np.full((2, 9, 9), 1 / 9, np.float32)))
+    plain, packed = (
+        CacheReader(
+            write_cache(
+                tmp_path / compression,
+                job(codec=codec, compression=compression),
+                lambda each: replace(each, parts={**each.parts, **even}, length=9) if each.index % 2 else each,
+            )
+        )
+        for compression in ("none", "zstd")
+    )
+    assert verify_cache(packed.folder).ok
+    assert read_everything(plain) == read_everything(packed)
+    for shard in range(4):
+        receipts = (Receipt.read(reader.folder, shard, reader.manifest).records for reader in (plain, packed))
+        for one, two in zip(*receipts, strict=True):
+            sizes = zip(one.sizes[2:], two.sizes[2:], strict=True)
+            assert all(small < full if one.index % 2 else small <= full for full, small in sizes)

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import math
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -199,3 +200,36 @@ def test_partial_cache_verifies_but_for_what_is_missing(tmp_path: Path) -> None:
     ]
     assert (report.sealed, report.shards, report.records) == (False, 2, 3)
     assert len(CacheReader(tmp_path, allow_partial=True)) == 3
+
+
+@pytest.mark.parametrize("kind", ["nothing", "folder", "link", "cache"])
+def test_a_moved_folder_takes_its_writer_along(tmp_path: Path, kind: str) -> None:
+    """Also where another is put in its place (CACHE-66)."""
+    folder, moved = tmp_path / "cache", tmp_path / "moved"
+    other = write_cache(tmp_path / "other", job(temperature=2.0))
+    untouched = contents(other)
+    writer = CacheWriter(folder, job())
+    write_shards(writer, [0, 2])
+    folder.rename(moved)
+    if kind == "folder":
+        folder.mkdir()
+    elif kind == "link":
+        folder.symlink_to(other)
+    elif kind == "cache":
+        shutil.copytree(other, folder)
+    write_shards(writer, [1, 3])
+    writer.seal()
+    assert contents(moved) == contents(write_cache(tmp_path / "whole", job()))
+    assert contents(other) == untouched
+    assert folder.exists() == (kind != "nothing")
+    if folder.exists():
+        assert contents(folder) == ({} if kind == "folder" else untouched)
+
+
+def test_nothing_appears_where_a_folder_was_deleted(tmp_path: Path) -> None:
+    writer = CacheWriter(tmp_path / "cache", job())
+    write_shards(writer, [0])
+    shutil.rmtree(tmp_path / "cache")
+    with refusal("write-failed"):
+        write_shards(writer, [1])
+    assert not (tmp_path / "cache").exists()

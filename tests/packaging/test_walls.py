@@ -159,15 +159,13 @@ print((report.max_difference, report.tolerance, report.checked_shapes))
     assert run_without(("onnxruntime",), code).endswith("(None, None, ())\n")
 
 
-def test_commands_say_what_to_install() -> None:
-    code = """
-from shd_ref.cli import main
-try:
-    main()
-except SystemExit as error:
-    print(error)
-"""
-    assert "pip install 'squeezing-heads[teacher]'" in run_without(("typer",), code)
+@pytest.mark.parametrize(
+    ("package", "needs", "extra"), [("shd_ref", "numpy", "teacher"), ("shd_torch", "torch", "torch")]
+)
+def test_commands_say_what_to_install(package: str, needs: str, extra: str) -> None:
+    pytest.importorskip(needs, reason="these commands need it")
+    code = f"from {package}.cli import main\ntry:\n    main()\nexcept SystemExit as error:\n    print(error)"
+    assert f"pip install 'squeezing-heads[{extra}]'" in run_without(("typer",), code)
 
 
 def test_binding_says_what_to_install() -> None:
@@ -191,15 +189,6 @@ for words in ("--help", "export m --out o"):
 """
     said = run_without(("torch",), code)
     assert "Usage: shd-torch" in said
-    pytest.importorskip("torch", reason="shd-torch needs the extra 'torch'")
-    code = """
-from shd_torch.cli import main
-try:
-    main()
-except SystemExit as error:
-    print(error)
-"""
-    assert "pip install 'squeezing-heads[torch]'" in run_without(("typer",), code)
 
 
 ALLOWED_IN_TORCH = {

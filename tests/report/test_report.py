@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from numpy.typing import NDArray
-from support.attention_graphs import encoder_layer
+from support.attention_graphs import encoder_layer, vector_samples
 from support.commands import shd
 from support.makers import ALONE, FORMS, OTHER_PLAN, PLAN, job, write_cache
 from support.refusals import refusal
@@ -32,12 +32,7 @@ from shd_ref.teacher import AttentionReader, ModelInputs, PrecomputeOptions, Run
 
 NUM_SAMPLES, LENGTH = 9, 12
 HOSTILE = "<script>alert(1)</script>\"'&{{ 7 * 7 }}$\\frac{a}{b}$"
-
-
-def make_inputs() -> dict[str, NDArray[Any]]:
-    rng = np.random.default_rng(0)
-    mask = (np.arange(LENGTH) < rng.integers(6, LENGTH + 1, NUM_SAMPLES)[:, None]).astype(np.int64)
-    return {"x": rng.normal(size=(NUM_SAMPLES, LENGTH, 12)).astype(np.float32) * 2, "mask": mask}
+make_inputs = partial(vector_samples, NUM_SAMPLES, LENGTH, least=6)
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
+
+from shd_ref.teacher import AttentionSite, find_sites
 
 IR_VERSION = 9  # of the oldest onnxruntime that the project supports
 
@@ -24,7 +27,7 @@ class GraphBuilder:
 
     def op(self, op_type: str, *inputs: Any, name: str = "", domain: str = "", **attributes: Any) -> str:
         """Inputs are names of tensors; anything else is a constant."""
-        names = [each if isinstance(each, str) else self.const(each) for each in inputs]
+        names = [value if isinstance(value, str) else self.const(value) for value in inputs]
         output = name or f"{op_type.lower()}_{len(self.nodes)}"
         self.nodes.append(helper.make_node(op_type, names, [output], name=output, domain=domain, **attributes))
         return output
@@ -33,6 +36,11 @@ class GraphBuilder:
         name = name or f"constant_{len(self.initializers)}"
         self.initializers.append(numpy_helper.from_array(np.asarray(array), name))
         return name
+
+    def project(self, context: str, rows: int, columns: int, seed: int = 0) -> str:
+        """Heads ``(B, H, L, d)`` joined, times random weights."""
+        flat = self.op("Reshape", self.op("Transpose", context, perm=[0, 2, 1, 3]), [0, 0, rows])
+        return self.op("MatMul", flat, random_projection(rows, columns, seed))
 
     def model(
         self, inputs: dict[str, tuple[int, Sequence[str | int]]], outputs: Sequence[str], opset: int = 18
@@ -71,10 +79,7 @@ def bare_attention(
         raw = build.op("Softmax", logits, axis=-1, name=f"softmax_{layer}")
         probs = build.op("Where", build.op("IsNaN", raw), np.float32(0), raw, name=f"probs_{layer}")
         context = build.op("MatMul", probs, values)
-        joined = build.op("Transpose", context, perm=[0, 2, 1, 3])
-        flat = build.op("Reshape", joined, [0, 0, num_heads * d_v])
-        weight = build.const(random_projection(num_heads * d_v, d_model, layer))
-        outputs.append(build.op("MatMul", flat, weight))
+        outputs.append(build.project(context, num_heads * d_v, d_model, layer))
     return build.model(inputs, outputs, opset)
 
 
@@ -187,14 +192,8 @@ def attention_on_inputs(
 ) -> onnx.ModelProto:
     """Attention of two heads of width 3 on inputs ``q (B, 2, rows, 3)`` and ``k (B, 2, keys, 3)``, which is V too.
 
-    Args:
-        change_logits: appends nodes between ``Q K^T`` and the softmax, and names their result.
-        change_probs: appends nodes between the softmax and V, and names their result.
-        change_keys: appends nodes that make keys and values of ``k``, and names their result.
-        normalise: appends nodes instead of the softmax.
-        multiply: appends nodes instead of the product of map and values, of ``k``.
-        opset: of the model.
-        inputs: more inputs, or other shapes of q and k.
+    A change appends nodes and names their result: behind ``Q K^T``, the softmax or ``k``, or instead of the softmax
+    (``normalise``) or the product with V (``multiply``). ``inputs`` are more inputs, or other shapes of q and k.
     """
     build = GraphBuilder()
     keys = "k" if change_keys is None else change_keys(build, "k")
@@ -203,8 +202,7 @@ def attention_on_inputs(
     probs = build.op("Softmax", logits, axis=-1) if normalise is None else normalise(build, logits)
     probs = probs if change_probs is None else change_probs(build, probs)
     context = build.op("MatMul", probs, keys) if multiply is None else multiply(build, probs)
-    flat = build.op("Reshape", build.op("Transpose", context, perm=[0, 2, 1, 3]), [0, 0, 6])
-    output = build.op("MatMul", flat, random_projection(6, 5))
+    output = build.project(context, 6, 5)
     shapes = {name: (TensorProto.FLOAT, ["batch", 2, axis, 3]) for name, axis in (("q", "rows"), ("k", "keys"))}
     return build.model({**shapes, **inputs}, [output], opset)
 
@@ -253,35 +251,37 @@ def token_teacher(num_heads: int = 4, vocabulary: int = 50) -> onnx.ModelProto:
     return model
 
 
+def attend(build: GraphBuilder, rows: str, keys: str, mask: str | None, num_heads: int, seed: int) -> str:
+    """Attention of heads of width 3 between two sequences, which may be one, with its projection."""
+    width = num_heads * 3
+    query, key, values = (
+        build.op(
+            "Transpose",
+            build.op("Reshape", build.op("MatMul", source, weight), [0, 0, num_heads, 3]),
+            perm=[0, 2, 3, 1] if place == 2 else [0, 2, 1, 3],
+        )
+        for place, source in ((1, rows), (2, keys), (3, keys))
+        for weight in [2 * random_projection(width, width, 10 * seed + place)]
+    )
+    logits = build.op("MatMul", query, key)
+    if mask is not None:
+        logits = _mask_logits(build, logits, "where", -3e4, source=mask)
+    context = build.op("MatMul", build.op("Softmax", logits, axis=-1), values)
+    return build.project(context, width, width, 10 * seed + 4)
+
+
 def language_model(
     *, num_layers: int = 2, num_heads: int = 4, vocabulary: int = 50, padding: int = 0, head: str = "positions"
 ) -> onnx.ModelProto:
-    """Tokens, ``num_layers`` blocks of attention with a residual connection, and a head.
+    """Tokens, blocks of attention with a residual connection, and a head; ``padding`` classes have no mass.
 
-    Args:
-        num_layers: how many blocks.
-        num_heads: H, each of width 3.
-        vocabulary: tokens that are read, and classes that count.
-        padding: further classes without mass.
-        head: logits of all ``"positions"``, of the ``"last"`` one ``(B, 1, V)``, or of the ``"sample"`` ``(B, V)``.
+    Logits are of all ``"positions"``, of the ``"last"`` one ``(B, 1, V)``, or of the ``"sample"`` ``(B, V)``.
     """
     width = num_heads * 3
     build = GraphBuilder()
     state = build.op("Gather", random_projection(vocabulary, width, 9), "input_ids", name="state_0")
-    split, joined = build.const(np.array([0, 0, num_heads, 3])), build.const(np.array([0, 0, width]))
     for layer in range(num_layers):
-        query, key, values = (
-            build.op(
-                "Transpose",
-                build.op("Reshape", build.op("MatMul", state, weight), split),
-                perm=[0, 2, 3, 1] if place == 1 else [0, 2, 1, 3],
-            )
-            for place, weight in enumerate(2 * random_projection(width, width, 10 * layer + n) for n in (1, 2, 3))
-        )
-        logits = _mask_logits(build, build.op("MatMul", query, key), "where", -3e4, source="attention_mask")
-        context = build.op("MatMul", build.op("Softmax", logits, axis=-1), values)
-        flat = build.op("Reshape", build.op("Transpose", context, perm=[0, 2, 1, 3]), joined)
-        output = build.op("MatMul", flat, random_projection(width, width, 10 * layer + 4))
+        output = attend(build, state, state, "attention_mask", num_heads, layer)
         state = build.op("Add", state, output, name=f"state_{layer + 1}")
     if head == "sample":
         state = build.op("ReduceMax", state, [1], keepdims=0)
@@ -324,3 +324,45 @@ def run_session(session: Any, feeds: Mapping[str, NDArray[Any]]) -> dict[str, ND
     """All outputs of a session by name."""
     names = [value.name for value in session.get_outputs()]
     return dict(zip(names, session.run(names, dict(feeds)), strict=True))
+
+
+def saved(model: onnx.ModelProto, folder: Path, name: str = "teacher.onnx") -> Path:
+    folder.mkdir(exist_ok=True)
+    onnx.save(model, folder / name)
+    return folder / name
+
+
+def only_site(model: onnx.ModelProto) -> AttentionSite:
+    (site,) = find_sites(model)
+    return site
+
+
+def reason_of(model: onnx.ModelProto) -> str:
+    """Why the only site cannot be squeezed."""
+    site = only_site(model)
+    assert not site.supported
+    return str(site.reason)
+
+
+def token_samples(count: int, length: int, *, least: int = 2, seed: int = 0) -> dict[str, NDArray[Any]]:
+    """Inputs of ``token_teacher`` and ``language_model``, of ``least`` to ``length`` tokens."""
+    rng = np.random.default_rng(seed)
+    mask = (np.arange(length) < rng.integers(least, length + 1, count)[:, None]).astype(np.int64)
+    return {"input_ids": rng.integers(0, 50, (count, length)), "attention_mask": mask}
+
+
+def vector_samples(count: int, length: int, *, least: int = 2, seed: int = 0) -> dict[str, NDArray[Any]]:
+    """Inputs of ``encoder_layer``, of ``least`` to ``length`` positions."""
+    rng = np.random.default_rng(seed)
+    mask = (np.arange(length) < rng.integers(least, length + 1, count)[:, None]).astype(np.int64)
+    return {"x": 2 * rng.normal(size=(count, length, 12)).astype(np.float32), "mask": mask}
+
+
+def bare_samples(count: int, rows: int, keys: int | None = None, *, num_layers: int = 1) -> dict[str, NDArray[Any]]:
+    """Inputs of ``bare_attention`` of four heads."""
+    rng, keys = np.random.default_rng(0), keys or rows
+    arrays: dict[str, NDArray[Any]] = {"mask": np.ones((count, rows), np.int64)}
+    for layer in range(num_layers):
+        arrays[f"logits_{layer}"] = 2 * rng.normal(size=(count, 4, rows, keys)).astype(np.float32)
+        arrays[f"values_{layer}"] = rng.normal(size=(count, 4, keys, 4)).astype(np.float32)
+    return arrays

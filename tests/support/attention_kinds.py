@@ -291,13 +291,7 @@ class Linear(Kind):
 
 @dataclass(frozen=True)
 class Case:
-    """A kind of attention, and what is to come of it.
-
-    Attributes:
-        make: the module.
-        reason: part of the reason for which it is refused; None where it works.
-        row_sums: of the site.
-    """
+    """A kind of attention, and what is to come of it; where it is refused, part of the reason."""
 
     make: Callable[[], Any]
     reason: str | None = None

@@ -6,8 +6,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +27,15 @@ KINDS_OF_CACHE: dict[str, dict[str, Any]] = {
 
 def interrupted_job(num_samples: int, kind: str = "one-sequence") -> Manifest:
     return job(num_samples=num_samples, samples_per_shard=3, **KINDS_OF_CACHE[kind])
+
+
+def start_writer(
+    folder: str | Path, scale: float = 1.0, kind: str = "one-sequence", num_samples: int = NUM_SAMPLES
+) -> subprocess.Popen[bytes]:
+    tests = Path(__file__).resolve().parents[1]
+    command = [sys.executable, "-m", __name__, str(folder), str(scale), str(num_samples), kind]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)])}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
 
 
 if __name__ == "__main__":

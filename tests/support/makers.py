@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -309,15 +309,21 @@ def skipped_of(manifest: Manifest, shard: int) -> list[Skipped]:
     return [Skipped(i, key_of(i), f"head {i} gave NaN", 3**33 + i if seeds else None) for i in wanted]
 
 
-def write_shards(writer: CacheWriter, shards: Iterable[int]) -> None:
+def write_shards(
+    writer: CacheWriter, shards: Iterable[int], change: Callable[[SampleRecord], SampleRecord] | None = None
+) -> None:
     for shard in shards:
         manifest = writer.manifest
-        writer.write_shard(shard, records_of(manifest, shard), errors_of(manifest), skipped_of(manifest, shard))
+        records = [change(record) if change else record for record in records_of(manifest, shard)]
+        writer.write_shard(shard, records, errors_of(manifest), skipped_of(manifest, shard))
 
 
-def write_cache(folder: Place, manifest: Manifest) -> Place:
+def write_cache(
+    folder: Place, manifest: Manifest, change: Callable[[SampleRecord], SampleRecord] | None = None
+) -> Place:
+    """A sealed cache of the records that these makers make, each changed where that is asked for."""
     writer = CacheWriter(folder, manifest)
-    write_shards(writer, writer.missing_shards())
+    write_shards(writer, writer.missing_shards(), change)
     writer.seal()
     return folder
 

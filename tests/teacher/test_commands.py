@@ -8,24 +8,17 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from numpy.typing import NDArray
-from support.attention_graphs import token_teacher
+from support.attention_graphs import token_samples, token_teacher
 from support.commands import shd
 from support.makers import contents
 
-NUM_SAMPLES = 12
-
-
-def make_tokens() -> dict[str, NDArray[Any]]:
-    rng = np.random.default_rng(7)
-    mask = (np.arange(6) < rng.integers(2, 7, NUM_SAMPLES)[:, None]).astype(np.int64)
-    return {"input_ids": rng.integers(0, 50, (NUM_SAMPLES, 6)) * mask, "attention_mask": mask}
+make_tokens = partial(token_samples, 12, 6, seed=7)
 
 
 @pytest.fixture(scope="module")
@@ -167,8 +160,8 @@ def test_what_the_command_line_tells_is_refused_before_the_inputs_are_read(
 
 ASK = """
 import json, sys
-from support.commands import shd
-from support.makers import contents
+from typer.testing import CliRunner
+from shd_ref.cli import load_app
 for words in json.load(sys.stdin):
     result = CliRunner().invoke(load_app(), words, env={"COLUMNS": "80"})
     assert result.exit_code == 0, result.output

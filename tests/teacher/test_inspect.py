@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from support.attention_graphs import attention_on_inputs, bare_attention, encoder_layer, token_teacher
+from support.attention_graphs import (
+    attention_on_inputs,
+    bare_attention,
+    bare_samples,
+    encoder_layer,
+    saved,
+    token_samples,
+    token_teacher,
+)
 from support.refusals import refusal
 
 pytest.importorskip("typer", reason="the commands need typer")
@@ -22,11 +30,6 @@ from shd_ref.cache import CacheReader
 from shd_ref.teacher import PrecomputeOptions, RunOptions, find_sites, select_sites
 
 FOUR = find_sites(bare_attention(2, num_layers=4))
-
-
-def saved(model: onnx.ModelProto, folder: Path) -> Path:
-    onnx.save(model, folder / "teacher.onnx")
-    return folder / "teacher.onnx"
 
 
 def fused() -> onnx.ModelProto:
@@ -129,11 +132,7 @@ def two_layers() -> onnx.ModelProto:
 
 def test_sites_that_cannot_be_squeezed_can_be_left_out(tmp_path: Path) -> None:
     teacher = saved(two_layers(), tmp_path)
-    rng = np.random.default_rng(0)
-    data = {"mask": np.ones((6, 5), np.int64)}
-    for layer in range(2):
-        data[f"logits_{layer}"] = rng.normal(size=(6, 4, 5, 5)).astype(np.float32)
-        data[f"values_{layer}"] = rng.normal(size=(6, 4, 5, 4)).astype(np.float32)
+    data = bare_samples(6, 5, num_layers=2)
     run_options = RunOptions(mask="mask", num_threads=1)
     with refusal("graph-unsupported", "select other sites"):
         precompute(teacher, data, tmp_path / "all", PrecomputeOptions(2), run_options)
@@ -147,9 +146,7 @@ def test_sites_that_cannot_be_squeezed_can_be_left_out(tmp_path: Path) -> None:
 
 def test_every_command_takes_sites(tmp_path: Path) -> None:
     teacher = saved(token_teacher(), tmp_path)
-    rng = np.random.default_rng(0)
-    ids = rng.integers(1, 50, (8, 6))
-    np.savez(tmp_path / "data.npz", input_ids=ids, attention_mask=np.ones_like(ids))
+    np.savez(tmp_path / "data.npz", **token_samples(8, 6, least=6))
     common = (teacher, "--inputs", tmp_path / "data.npz", "--student-heads", 2, "--threads", 1)
     for command, more in (("precompute", ("--out", tmp_path / "cache")), ("plan", ()), ("fidelity", ())):
         assert "names none" in shd(command, *common, *more, "--sites", "7", code=1)

@@ -8,7 +8,7 @@ import xxhash
 from support.refusals import refusal
 
 from shd_ref import ShdError
-from shd_ref.cache import dataset_fingerprint, sample_key, trim_sample
+from shd_ref.cache import dataset_fingerprint, sample_key, trim_inputs, trim_sample
 
 TOKENS = np.array([101, 7592, 102], dtype=np.int64)
 
@@ -88,6 +88,22 @@ def test_trim_refuses(mask: np.ndarray | None, message: str) -> None:
     inputs = {"ids": np.arange(4)} | ({} if mask is None else {"mask": mask})
     with refusal("inputs-invalid", message):
         trim_sample(inputs, "mask")
+
+
+def test_each_sequence_is_cut_by_its_own_mask() -> None:
+    """Also where both are padded to one length."""
+    sample = {"ids": np.array([5, 6, 0, 0]), "mask": np.array([1, 1, 0, 0])}
+    sample |= {"decoder_ids": np.array([7, 8, 9, 0]), "decoder_mask": np.array([1, 1, 1, 0])}
+    names = ("decoder_ids", "decoder_mask")
+    cut, *lengths = trim_inputs(sample, "mask", names, "decoder_mask")
+    sizes = {"ids": 2, "mask": 2, "decoder_ids": 3, "decoder_mask": 3}
+    assert {name: len(array) for name, array in cut.items()} == sizes
+    assert lengths == [2, 3]
+    longer = {name: np.append(array, np.zeros(5, np.int64)) for name, array in sample.items()}
+    assert sample_key(trim_inputs(longer, "mask", names, "decoder_mask")[0]) == sample_key(cut)
+    uncut, *lengths = trim_inputs(sample, "mask", names, None)
+    assert len(uncut["decoder_ids"]) == 4
+    assert lengths == [2, None]
 
 
 def test_fingerprint_depends_on_order() -> None:

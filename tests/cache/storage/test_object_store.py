@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from support.interrupted_writer import interrupted_job
+from support.interrupted_writer import interrupted_job, start_writer
 from support.makers import (
     MEASURED,
     contents,
@@ -118,12 +118,6 @@ def change(address: str, name: str, position: int) -> None:
     put(address, name, bytes(data))
 
 
-def start_writer(address: str) -> subprocess.Popen[bytes]:
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    command = [sys.executable, "-m", "support.interrupted_writer", address, "1.0", str(NUM_SAMPLES), "one-sequence"]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path})
-
-
 @pytest.fixture
 def cache(bucket: str) -> str:
     return write_cache(f"{bucket}/runs/cache", job())
@@ -188,7 +182,7 @@ def test_of_racing_manifests_the_first_stays(store: str) -> None:
 def test_killed_writers_resume(bucket: str, tmp_path: Path) -> None:
     address, moments, committed = f"{bucket}/cache", random.Random(5), 0
     for _ in range(2):
-        with start_writer(address) as process:
+        with start_writer(address, num_samples=NUM_SAMPLES) as process:
             while len(files(address)[0].find(f"{address}/receipts")) <= committed // 3:  # three samples a shard
                 assert process.poll() is None
                 time.sleep(0.05)
@@ -199,7 +193,7 @@ def test_killed_writers_resume(bucket: str, tmp_path: Path) -> None:
         committed = len(partial)
         assert partial.read(partial.keys()[-1], layers=[1]).parts
     lengths = []
-    with start_writer(address) as process:
+    with start_writer(address, num_samples=NUM_SAMPLES) as process:
         while process.poll() is None:  # a reader while a writer works
             partial = CacheReader(address, allow_partial=True)
             lengths.append(len(partial))

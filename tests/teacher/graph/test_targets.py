@@ -21,12 +21,6 @@ def test_a_state_without_a_residual_connection_is_refused_by_its_site() -> None:
         find_targets(model, find_sites(model), hidden=[1])
 
 
-def test_a_layer_beyond_the_last_block_is_refused() -> None:
-    model = bare_attention(4)
-    with refusal("argument-value", r"hidden must hold layers from 0 .* to 1 .*; got 2"):
-        find_targets(model, find_sites(model), hidden=[0, 2])
-
-
 def two_outputs(names: tuple[str, str], ranks: tuple[int, int] = (3, 3)) -> onnx.ModelProto:
     """A graph of which only the outputs matter."""
     graph = GraphBuilder()

@@ -12,7 +12,7 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto
-from support.attention_graphs import GraphBuilder
+from support.attention_graphs import GraphBuilder, saved
 
 from shd_ref.teacher import load_teacher, open_session
 
@@ -32,8 +32,7 @@ def model_of(equation: str, shapes: list[list[Any]] | None = None) -> onnx.Model
 def rewrite_einsum(model: onnx.ModelProto) -> onnx.ModelProto:
     """As a teacher's file is read."""
     with TemporaryDirectory() as folder:
-        onnx.save(model, Path(folder) / "teacher.onnx")
-        return load_teacher(Path(folder) / "teacher.onnx")
+        return load_teacher(saved(model, Path(folder)))
 
 
 def run(model: onnx.ModelProto, feeds: dict[str, NDArray[np.float32]]) -> NDArray[Any]:

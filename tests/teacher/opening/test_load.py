@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
-from support.attention_graphs import GraphBuilder, encoder_layer, random_projection, run_session
+from support.attention_graphs import GraphBuilder, encoder_layer, only_site, run_session, saved
 from support.refusals import refusal
 
 from shd_ref.teacher import (
@@ -201,9 +201,7 @@ def test_the_hash_of_a_teacher_covers_weights_wherever_they_are(place: str, tmp_
 def test_local_functions_are_inlined(tmp_path: Path) -> None:
     build = GraphBuilder()
     probs = build.op("OwnSoftmax", "logits", domain="local")
-    joined = build.op("Transpose", build.op("MatMul", probs, "values"), perm=[0, 2, 1, 3])
-    flat = build.op("Reshape", joined, [0, 0, 6])
-    output = build.op("MatMul", flat, random_projection(6, 5))
+    output = build.project(build.op("MatMul", probs, "values"), 6, 5)
     inputs = {
         "logits": (TensorProto.FLOAT, ["batch", 2, "rows", "keys"]),
         "values": (TensorProto.FLOAT, ["batch", 2, "keys", 3]),
@@ -214,9 +212,7 @@ def test_local_functions_are_inlined(tmp_path: Path) -> None:
         helper.make_function("local", "OwnSoftmax", ["z"], ["p"], [inner], [helper.make_opsetid("", 18)])
     )
     model.opset_import.append(helper.make_opsetid("local", 1))
-    onnx.save(model, tmp_path / "teacher.onnx")
-    (site,) = find_sites(load_teacher(tmp_path / "teacher.onnx"))
-    assert site.supported
+    assert only_site(load_teacher(saved(model, tmp_path))).supported
 
 
 def test_large_models_leave_their_data_in_their_files(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from support.attention_graphs import language_model
+from support.attention_graphs import language_model, token_samples
 
 from shd_ref.teacher import PrecomputeOptions, find_sites, load_teacher, open_session
 from shd_ref.teacher.opening.model import Weights, put_back, take_weights
@@ -143,8 +143,7 @@ def test_students_share_a_weight_that_is_named_as_ours_are(tmp_path: Path) -> No
         for values in (node.input, node.output):
             values[:] = [names.get(value, value) for value in values]
     onnx.save(model, tmp_path / "teacher.onnx")
-    ids = np.random.default_rng(0).integers(0, 50, (4, 9))
-    inputs = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+    inputs = token_samples(4, 9, least=9)
     pair = [(tmp_path / f"both-{heads}", PrecomputeOptions(num_student_heads=heads)) for heads in (6, 4)]
     precompute(tmp_path / "teacher.onnx", inputs, pair)
     for heads in (6, 4):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import onnx
 import onnxruntime
 import pytest
 from numpy.typing import NDArray
-from support.attention_graphs import language_model
+from support.attention_graphs import language_model, token_samples
 from support.commands import shd
 from support.plain_kd import topk_targets
 from support.refusals import refusal
@@ -23,12 +24,7 @@ from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
 
 NUM_SAMPLES, LENGTH, TOP = 10, 7, 4
 RUN = RunOptions(batch_size=4, samples_per_shard=2, num_threads=1)
-
-
-def make_inputs() -> dict[str, NDArray[Any]]:
-    rng = np.random.default_rng(0)
-    mask = (np.arange(LENGTH) < rng.integers(3, LENGTH + 1, NUM_SAMPLES)[:, None]).astype(np.int64)
-    return {"input_ids": rng.integers(0, 50, (NUM_SAMPLES, LENGTH)), "attention_mask": mask}
+make_inputs = partial(token_samples, NUM_SAMPLES, LENGTH, least=3)
 
 
 def rename_weights(model: onnx.ModelProto, seed: int) -> onnx.ModelProto:
@@ -147,27 +143,12 @@ def other_mask(model: onnx.ModelProto) -> onnx.ModelProto:
 
 WRONG: dict[str, tuple[Callable[[], onnx.ModelProto], dict[str, Any], str, str]] = {
     "other classes": (lambda: language_model(padding=6), {}, "argument-value", "classes .* 50; got 56.*--vocab-size"),
-    "fewer classes": (
-        lambda: language_model(vocabulary=50 - 8),
-        {"vocab_size": 50},
-        "argument-value",
-        "classes .* 50; got 42",
-    ),
-    "classes that are no padding": (
-        lambda: language_model(vocabulary=56),
-        {"vocab_size": 50},
-        "argument-value",
-        "other.onnx: vocab_size must cut padding alone",
-    ),
+    "fewer classes": (lambda: language_model(vocabulary=42), {"vocab_size": 50}, "argument-value", "50; got 42"),
+    "no padding": (lambda: language_model(vocabulary=56), {"vocab_size": 50}, "argument-value", "cut padding alone"),
     "other positions": (lambda: language_model(head="last"), {}, "graph-unsupported", "positions, .*got .*1]"),
     "one row a sample": (lambda: language_model(head="sample"), {}, "graph-unsupported", "samples and positions"),
     "other inputs": (lambda: other_mask(language_model()), {}, "inputs-invalid", "it also takes mask"),
-    "a teacher twice": (
-        language_model,
-        {"with_teachers": (Path("a.onnx"), Path("a.onnx"))},
-        "argument-value",
-        "once",
-    ),
+    "a teacher twice": (language_model, {"with_teachers": (Path("a.onnx"),) * 2}, "argument-value", "once"),
     "no logits asked for": (language_model, {"logits": "none"}, "argument-value", "must go with logits"),
 }
 

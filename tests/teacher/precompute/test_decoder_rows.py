@@ -11,6 +11,7 @@ import onnx
 import onnxruntime
 import pytest
 from numpy.typing import NDArray
+from support.attention_graphs import saved
 from support.commands import shd
 from support.plain_kd import topk_targets
 from support.refusals import refusal
@@ -51,9 +52,7 @@ def cut(inputs: dict[str, NDArray[Any]], index: int) -> dict[str, NDArray[Any]]:
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("teacher") / "teacher.onnx"
-    onnx.save(encoder_decoder(), path)
-    return path
+    return saved(encoder_decoder(), tmp_path_factory.mktemp("teacher"))
 
 
 @pytest.mark.parametrize("options", [OPTIONS, ALONE], ids=["beside attention", "alone"])

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from numpy.typing import NDArray
 from onnx import TensorProto
-from support.attention_graphs import GraphBuilder, bare_attention, encoder_layer, random_projection
-from support.commands import shd
+from support.attention_graphs import GraphBuilder, bare_attention, encoder_layer, saved, vector_samples
 from support.refusals import refusal
 from support.students import precompute, precompute_heads
 
@@ -23,23 +22,12 @@ NUM_SAMPLES = 11
 LENGTH = 9
 OPTIONS = PrecomputeOptions(num_student_heads=2, form="factored")
 RUN = RunOptions(mask="mask", batch_size=4, samples_per_shard=4)
-
-
-def make_inputs(width: int = 12) -> dict[str, NDArray[Any]]:
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(2, LENGTH + 1, NUM_SAMPLES)
-    mask = (np.arange(LENGTH) < lengths[:, None]).astype(np.int64)
-    return {"x": rng.normal(size=(NUM_SAMPLES, LENGTH, width)).astype(np.float32) * 2, "mask": mask}
-
-
-def save(model: onnx.ModelProto, folder: Path) -> Path:
-    onnx.save(model, folder / "teacher.onnx")
-    return folder / "teacher.onnx"
+make_inputs = partial(vector_samples, NUM_SAMPLES, LENGTH)
 
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(encoder_layer(num_heads=4, num_kv_heads=2, mask="where"), tmp_path_factory.mktemp("teacher"))
+    return saved(encoder_layer(num_heads=4, num_kv_heads=2, mask="where"), tmp_path_factory.mktemp("teacher"))
 
 
 @pytest.mark.parametrize("codec", ["int8", "float16"])
@@ -101,9 +89,7 @@ def product_graph(change: Any) -> onnx.ModelProto:
     build = GraphBuilder()
     product = build.op("MatMul", "x", build.op("Transpose", "x", perm=[0, 1, 3, 2]))
     probs = build.op("Softmax", change(build, product), axis=-1)
-    joined = build.op("Transpose", build.op("MatMul", probs, "x"), perm=[0, 2, 1, 3])
-    flat = build.op("Reshape", joined, [0, 0, 6])
-    output = build.op("MatMul", flat, random_projection(6, 5))
+    output = build.project(build.op("MatMul", probs, "x"), 6, 5)
     return build.model({"x": (TensorProto.FLOAT, ["batch", 2, "rows", 3])}, [output])
 
 
@@ -166,7 +152,7 @@ def test_what_queries_and_keys_cannot_make_is_refused(model: onnx.ModelProto, me
     }
     options = replace(OPTIONS, num_student_heads=1)
     with refusal("graph-unsupported", message) as caught:
-        precompute(save(model, tmp_path), inputs, tmp_path / "cache", options, RunOptions())
+        precompute(saved(model, tmp_path), inputs, tmp_path / "cache", options, RunOptions())
     assert "--form maps" in str(caught.value)
     assert not (tmp_path / "cache").exists()
 
@@ -177,7 +163,7 @@ def test_mask_of_a_single_sample_is_seen_in_any_batch(tmp_path: Path) -> None:
     run = RunOptions(batch_size=2, samples_per_shard=4, seed=1)  # neither in the first batch nor in a shard's first
     with refusal("graph-unsupported", r"row 5 .* mask of its own"):
         precompute(
-            save(product_graph(by_sample), tmp_path),
+            saved(product_graph(by_sample), tmp_path),
             {"x": x},
             tmp_path / "cache",
             replace(OPTIONS, num_student_heads=1),
@@ -188,7 +174,7 @@ def test_mask_of_a_single_sample_is_seen_in_any_batch(tmp_path: Path) -> None:
 
 def test_window_is_found_and_kept(tmp_path: Path) -> None:
     inputs = {"x": np.random.default_rng(3).normal(size=(4, 2, 8, 3)).astype(np.float32)}
-    teacher = save(product_graph(windowed), tmp_path)
+    teacher = saved(product_graph(windowed), tmp_path)
     for form in ("maps", "factored"):
         options = PrecomputeOptions(1, codec="float32", form=form, factored_codec="float16")
         precompute(teacher, inputs, tmp_path / form, options, RunOptions())
@@ -251,12 +237,3 @@ def test_sample_with_nan_is_named_and_skipped(teacher: Path, tmp_path: Path) -> 
 def test_options_that_do_not_go_with_it(teacher: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     with refusal("argument-value"):
         precompute(teacher, make_inputs(), tmp_path / "cache", replace(OPTIONS, **changes), RUN)
-
-
-def test_command_line(teacher: Path, tmp_path: Path) -> None:
-    np.savez(tmp_path / "data.npz", **make_inputs())
-    source, cache = ("--inputs", tmp_path / "data.npz"), tmp_path / "cache"
-    form = ("--mask", "mask", "--student-heads", 2, "--form", "factored", "--factored-codec", "float16")
-    shd("precompute", teacher, *source, *form, "--out", cache)
-    assert CacheReader(cache).manifest.attention.codec == "float16"
-    shd("verify", cache, "--teacher", teacher, *source)

@@ -12,7 +12,7 @@ import onnx
 import pytest
 import xxhash
 from numpy.typing import NDArray
-from support.attention_graphs import bare_attention
+from support.attention_graphs import bare_attention, saved
 from support.refusals import refusal
 
 pytest.importorskip("networkx", reason="matched plans need networkx")
@@ -57,9 +57,7 @@ DRAWN = sorted(range(SAMPLES), key=lambda index: xxhash.xxh3_64_intdigest(struct
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("matched") / "teacher.onnx"
-    onnx.save(bare_attention(HEADS, num_layers=2), path)
-    return path
+    return saved(bare_attention(HEADS, num_layers=2), tmp_path_factory.mktemp("matched"))
 
 
 def read_layer(teacher: Path, layer: int, indices: list[int]) -> tuple[Any, Any]:

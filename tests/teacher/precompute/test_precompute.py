@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import onnx
 import pytest
 from numpy.typing import NDArray
-from support.attention_graphs import bare_attention, encoder_layer
+from support.attention_graphs import bare_attention, bare_samples, encoder_layer, saved, vector_samples
 from support.refusals import refusal
 from support.students import precompute
 
@@ -36,21 +37,12 @@ from shd_ref.teacher import (
 NUM_SAMPLES = 23
 LENGTH = 9
 ROOT = Path(__file__).resolve().parents[3]
-
-
-def make_inputs(seed: int = 0, width: int = 12) -> dict[str, NDArray[Any]]:
-    rng = np.random.default_rng(seed)
-    lengths = rng.integers(2, LENGTH + 1, NUM_SAMPLES)
-    mask = (np.arange(LENGTH) < lengths[:, None]).astype(np.int64)
-    x = rng.normal(size=(NUM_SAMPLES, LENGTH, width)).astype(np.float32) * 2
-    return {"x": x, "mask": mask}
+make_inputs = partial(vector_samples, NUM_SAMPLES, LENGTH)
 
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("teacher") / "teacher.onnx"
-    onnx.save(encoder_layer(num_heads=4, mask="where"), path)
-    return path
+    return saved(encoder_layer(num_heads=4, mask="where"), tmp_path_factory.mktemp("teacher"))
 
 
 OPTIONS = PrecomputeOptions(num_student_heads=2)
@@ -237,13 +229,9 @@ def test_maps_that_are_not_rounded_must_not_be_off(teacher: Path, tmp_path: Path
 def test_causal_teachers_are_packed_as_triangles(tmp_path: Path) -> None:
     model = bare_attention(4, num_layers=2)
     onnx.save(model, tmp_path / "teacher.onnx")
-    rng = np.random.default_rng(0)
-    causal = np.tril(np.ones((6, 6), dtype=bool))
-    arrays: dict[str, NDArray[Any]] = {"mask": np.ones((5, 6), dtype=np.int64)}
+    arrays = bare_samples(5, 6, num_layers=2)
     for layer in range(2):
-        logits = np.where(causal, rng.normal(size=(5, 4, 6, 6)), -np.inf)
-        arrays[f"logits_{layer}"] = logits.astype(np.float32)
-        arrays[f"values_{layer}"] = rng.normal(size=(5, 4, 6, 4)).astype(np.float32)
+        arrays[f"logits_{layer}"][..., np.triu(np.ones((6, 6), bool), 1)] = -np.inf
     options = PrecomputeOptions(num_student_heads=3, layer_pairs=((4, 1),))
     summary = precompute(tmp_path / "teacher.onnx", arrays, tmp_path / "cache", options, RunOptions(mask="mask"))
     manifest = CacheReader(tmp_path / "cache").manifest

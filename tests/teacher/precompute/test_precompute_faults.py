@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import onnx
 import pytest
 from numpy.typing import NDArray
-from support.attention_graphs import bare_attention, encoder_layer, token_teacher
+from support.attention_graphs import bare_attention, bare_samples, encoder_layer, saved, token_samples, token_teacher
 from support.calls import calls_of
 from support.commands import shd
 from support.makers import contents
@@ -28,19 +29,12 @@ ROOT = Path(__file__).resolve().parents[3]
 NUM_SAMPLES = 60
 OPTIONS = PrecomputeOptions(num_student_heads=2)
 RUN = RunOptions(batch_size=4, samples_per_shard=5)
-
-
-def make_tokens(seed: int = 0) -> dict[str, NDArray[Any]]:
-    rng = np.random.default_rng(seed)
-    mask = (np.arange(10) < rng.integers(2, 11, NUM_SAMPLES)[:, None]).astype(np.int64)
-    return {"input_ids": rng.integers(0, 50, (NUM_SAMPLES, 10)) * mask, "attention_mask": mask}
+make_tokens = partial(token_samples, NUM_SAMPLES, 10)
 
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("teacher") / "teacher.onnx"
-    onnx.save(token_teacher(), path)
-    return path
+    return saved(token_teacher(), tmp_path_factory.mktemp("teacher"))
 
 
 @pytest.mark.parametrize("run", [RUN, RunOptions(batch_tokens=30, samples_per_shard=2)])
@@ -95,12 +89,7 @@ def checked_bytes(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 def test_a_fault_is_looked_for_in_its_own_sample(tmp_path: Path, checked_bytes: Callable[[int], None]) -> None:
     """Not in check outputs of its whole batch, which need not fit."""
     onnx.save(bare_attention(4), tmp_path / "teacher.onnx")
-    rng = np.random.default_rng(0)
-    inputs = {
-        "logits_0": rng.normal(size=(32, 4, 12, 12)).astype(np.float32),
-        "values_0": rng.normal(size=(32, 4, 12, 4)).astype(np.float32),
-        "mask": np.ones((32, 12), np.int64),
-    }
+    inputs = bare_samples(32, 12)
     inputs["values_0"][20, 1, 3] = np.nan
     checked_bytes(1)
     options = replace(OPTIONS, on_error="skip")
@@ -262,15 +251,11 @@ def test_another_tokenizer_does_not_resume(teacher: Path, tmp_path: Path) -> Non
         assert "cache-mismatch" in shd(*words, tmp_path / "other", code=1)
 
 
-def broken_maps(num_samples: int = 9) -> dict[str, NDArray[Any]]:
-    rng = np.random.default_rng(0)
-    arrays: dict[str, NDArray[Any]] = {"mask": np.ones((num_samples, 6), dtype=np.int64)}
+def broken_maps() -> dict[str, NDArray[Any]]:
+    arrays = bare_samples(9, 6, num_layers=2)
     arrays["mask"][4, 4:] = 0
     for layer in range(2):
-        logits = rng.normal(size=(num_samples, 4, 6, 6)).astype(np.float32)
-        logits[4, :, :, 4:] = -1e9
-        arrays[f"logits_{layer}"] = logits
-        arrays[f"values_{layer}"] = rng.normal(size=(num_samples, 4, 6, 4)).astype(np.float32)
+        arrays[f"logits_{layer}"][4, :, :, 4:] = -1e9
     return arrays
 
 

@@ -6,14 +6,12 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import onnx
 import pytest
-from numpy.typing import NDArray
-from support.attention_graphs import token_teacher
+from support.attention_graphs import saved, token_samples, token_teacher
 from support.commands import shd
 from support.makers import contents
 from support.refusals import refusal
@@ -34,12 +32,7 @@ ROOT = Path(__file__).resolve().parents[3]
 OPTIONS = PrecomputeOptions(num_student_heads=2)
 RUN = RunOptions(batch_size=4, samples_per_shard=3, num_threads=1)
 NUM_SAMPLES, NUM_SHARDS = 40, 14
-
-
-def make_tokens() -> dict[str, NDArray[Any]]:
-    rng = np.random.default_rng(5)
-    mask = (np.arange(10) < rng.integers(2, 11, NUM_SAMPLES)[:, None]).astype(np.int64)
-    return {"input_ids": rng.integers(0, 50, (NUM_SAMPLES, 10)) * mask, "attention_mask": mask}
+make_tokens = partial(token_samples, NUM_SAMPLES, 10, seed=5)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -57,9 +50,7 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("teacher") / "teacher.onnx"
-    onnx.save(token_teacher(), path)
-    return path
+    return saved(token_teacher(), tmp_path_factory.mktemp("teacher"))
 
 
 def test_a_killed_actor_changes_nothing(teacher: Path, tmp_path: Path) -> None:

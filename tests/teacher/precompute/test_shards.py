@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import onnx
 import pytest
-from numpy.typing import NDArray
-from support.attention_graphs import token_teacher
+from support.attention_graphs import saved, token_samples, token_teacher
 from support.commands import shd
 from support.makers import contents
 from support.students import precompute, precompute_heads
@@ -23,19 +21,12 @@ from shd_ref.teacher.run.inputs import share_shards
 
 NUM_SAMPLES = 41
 OPTIONS = PrecomputeOptions(num_student_heads=2)
-
-
-def make_tokens() -> dict[str, NDArray[Any]]:
-    rng = np.random.default_rng(3)
-    mask = (np.arange(10) < rng.integers(2, 11, NUM_SAMPLES)[:, None]).astype(np.int64)
-    return {"input_ids": rng.integers(0, 50, (NUM_SAMPLES, 10)) * mask, "attention_mask": mask}
+make_tokens = partial(token_samples, NUM_SAMPLES, 10, seed=3)
 
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("teacher") / "teacher.onnx"
-    onnx.save(token_teacher(), path)
-    return path
+    return saved(token_teacher(), tmp_path_factory.mktemp("teacher"))
 
 
 @pytest.mark.parametrize(("apart", "per_shard"), [(False, 3), (True, 10)], ids=["one folder", "a folder each"])

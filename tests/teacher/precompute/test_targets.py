@@ -12,7 +12,7 @@ import onnx
 import onnxruntime
 import pytest
 from numpy.typing import NDArray
-from support.attention_graphs import language_model
+from support.attention_graphs import language_model, saved, token_samples
 from support.calls import calls_of
 from support.commands import shd
 from support.plain_kd import log_softmax, topk_targets
@@ -28,21 +28,14 @@ STATES = ("state_0", "state_1")
 
 
 def make_inputs(front: bool = False, holes: bool = False) -> dict[str, NDArray[Any]]:
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(3, LENGTH + 1, NUM_SAMPLES)
-    mask = (np.arange(LENGTH) < lengths[:, None]).astype(np.int64)
-    if front:
-        mask[::2, 0] = 0
-    if holes:
-        mask[::2, 1] = 0
-    return {"input_ids": rng.integers(0, 50, (NUM_SAMPLES, LENGTH)), "attention_mask": mask}
+    inputs = token_samples(NUM_SAMPLES, LENGTH, least=3)
+    inputs["attention_mask"][::2, :2] &= [not front, not holes]
+    return inputs
 
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("teacher") / "teacher.onnx"
-    onnx.save(language_model(), path)
-    return path
+    return saved(language_model(), tmp_path_factory.mktemp("teacher"))
 
 
 def run_alone(teacher: Path, inputs: dict[str, NDArray[Any]], index: int) -> tuple[dict[str, Any], slice]:

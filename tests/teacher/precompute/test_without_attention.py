@@ -12,7 +12,7 @@ import onnxruntime
 import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
-from support.attention_graphs import language_model
+from support.attention_graphs import language_model, token_samples
 from support.commands import shd
 from support.refusals import refusal
 from support.students import precompute
@@ -27,10 +27,9 @@ ALONE = PrecomputeOptions(form="none", logits="topk", logits_top=4, hidden=(0, 1
 
 
 def make_tokens() -> dict[str, NDArray[Any]]:
-    rng = np.random.default_rng(0)
-    mask = (np.arange(LENGTH) < rng.integers(3, LENGTH + 1, NUM_SAMPLES)[:, None]).astype(np.int64)
-    mask[::3, 0] = 0  # padding in front
-    return {"input_ids": rng.integers(0, 50, (NUM_SAMPLES, LENGTH)), "attention_mask": mask}
+    tokens = token_samples(NUM_SAMPLES, LENGTH, least=3)
+    tokens["attention_mask"][::3, 0] = 0  # padding in front
+    return tokens
 
 
 def make_images() -> dict[str, NDArray[Any]]:

@@ -11,7 +11,7 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto
-from support.attention_graphs import GraphBuilder, bare_attention, encoder_layer, random_projection, run_session
+from support.attention_graphs import GraphBuilder, bare_attention, encoder_layer, run_session
 from support.refusals import refusal
 
 from shd_ref import ShdError, squeeze_heads, value_outputs
@@ -289,9 +289,7 @@ def test_layers_of_different_width_have_their_own_functions() -> None:
         inputs[f"logits_{layer}"] = (TensorProto.FLOAT, ["batch", 4, "rows", "keys"])
         inputs[f"values_{layer}"] = (TensorProto.FLOAT, ["batch", 4, "keys", d_v])
         context = build.op("MatMul", build.op("Softmax", f"logits_{layer}", axis=-1), f"values_{layer}")
-        flat = build.op("Transpose", context, perm=[0, 2, 1, 3])
-        flat = build.op("Reshape", flat, [0, 0, 4 * d_v])
-        outputs.append(build.op("MatMul", flat, random_projection(4 * d_v, 6)))
+        outputs.append(build.project(context, 4 * d_v, 6))
     model = build.model(inputs, outputs)
     rng = np.random.default_rng(0)
     widths = {"logits_0": 3, "logits_1": 3, "values_0": 3, "values_1": 5}

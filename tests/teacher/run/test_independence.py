@@ -15,7 +15,9 @@ from support.attention_graphs import (
     GraphBuilder,
     attention_on_inputs,
     encoder_layer,
+    only_site,
     random_projection,
+    saved,
     token_teacher,
 )
 from support.refusals import refusal
@@ -24,15 +26,7 @@ from support.students import precompute
 from shd_ref.cache import CacheReader
 from shd_ref.cli import load_app
 from shd_ref.conformance import load_tolerances
-from shd_ref.teacher import (
-    AttentionSite,
-    FidelityOptions,
-    PrecomputeOptions,
-    RunOptions,
-    find_sites,
-    forecast_cache,
-    measure_fidelity,
-)
+from shd_ref.teacher import FidelityOptions, PrecomputeOptions, RunOptions, forecast_cache, measure_fidelity
 from shd_ref.teacher.graph import find
 from shd_ref.teacher.graph.independence import Finding
 
@@ -46,11 +40,6 @@ RANDOM = "differ from run to run"
 OTHER_AXIS = "takes the samples on the first axis"
 
 
-def only_site(model: onnx.ModelProto) -> AttentionSite:
-    (site,) = find_sites(model)
-    return site
-
-
 def attention(
     change: Change | None = None,
     *,
@@ -60,14 +49,10 @@ def attention(
     length: int | str = 8,
     logits_of: Change | None = None,
 ) -> onnx.ModelProto:
-    """Self-attention of two heads on ``x (batch, length, 6)``, in windows of so many positions where they are given.
+    """Self-attention of two heads on ``x (batch, length, 6)``, changed before, or with other logits ``(B, H, L, L)``.
 
-    Args:
-        change: appends nodes between the input and the attention, and names their result.
-        window: positions of a window.
-        shifted: positions are rolled by half a window, and each window has its mask, as in a Swin layer.
-        batch, length: sizes or names of the input's axes.
-        logits_of: makes the logits ``(B, H, L, L)`` of the input in place of queries and keys.
+    It is in windows of so many positions where they are given; shifted ones are rolled by half a window, and each has
+    its mask, as in a Swin layer.
     """
     build = GraphBuilder()
     source = "x" if change is None else change(build, "x")
@@ -94,9 +79,7 @@ def attention(
         masked = build.op("Add", build.op("Reshape", logits, shape), mask)
         logits = build.op("Reshape", masked, [-1, HEADS, window, window])
     context = build.op("MatMul", build.op("Softmax", logits, axis=-1), values)
-    joined = build.op("Transpose", context, perm=[0, 2, 1, 3])
-    flat = build.op("Reshape", joined, [0, 0, WIDTH])
-    output = build.op("MatMul", flat, random_projection(WIDTH, 7, 4))
+    output = build.project(context, WIDTH, 7, 4)
     return build.model({"x": (TensorProto.FLOAT, [batch, length, WIDTH])}, [output])
 
 
@@ -223,12 +206,6 @@ def samples_for(model: onnx.ModelProto, count: int = 7) -> dict[str, NDArray[Any
         else:
             data[value.name] = rng.integers(1, 50, shape)
     return data
-
-
-def saved(model: onnx.ModelProto, folder: Path) -> Path:
-    folder.mkdir(exist_ok=True)
-    onnx.save(model, folder / "teacher.onnx")
-    return folder / "teacher.onnx"
 
 
 def records(model: onnx.ModelProto, folder: Path, **options: Any) -> list[NDArray[Any]]:

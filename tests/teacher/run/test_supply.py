@@ -112,9 +112,7 @@ def decoder_with_past(stack: str) -> onnx.ModelProto:
             heads.append(split)
         logits = build.op("MatMul", heads[0], build.op("Transpose", heads[1], perm=[0, 1, 3, 2]))
         joined = build.op("MatMul", build.op("Softmax", logits, axis=-1), heads[2])
-        joined = build.op("Transpose", joined, perm=[0, 2, 1, 3])
-        joined = build.op("Reshape", joined, [0, 0, 8])
-        state = build.op("MatMul", joined, random_projection(8, 8, 10 * layer + 5))
+        state = build.project(joined, 8, 8, 10 * layer + 5)
         outputs.append(state)
     return build.model(inputs, outputs)
 

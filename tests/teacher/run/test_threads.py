@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from support.attention_graphs import language_model
+from support.attention_graphs import language_model, saved, token_samples
 from support.calls import calls_of
 from support.makers import contents
 
@@ -37,12 +37,12 @@ class Streamed(Source):
 def test_two_threads_read_their_own_samples() -> None:
     """A spool has one position in one file; samples that look faulty are read again while others are."""
     model = language_model()
-    ids = np.random.default_rng(0).integers(0, 50, (20, 9))
-    inputs = ModelInputs(Streamed({"input_ids": ids, "attention_mask": np.ones_like(ids)}), input_specs(model), None)
+    data = token_samples(20, 9, least=9)
+    inputs = ModelInputs(Streamed(data), input_specs(model), None)
 
     def read(numbers: Iterable[int]) -> None:
         for number in numbers:
-            np.testing.assert_array_equal(inputs.sample(number)["input_ids"], ids[number])
+            np.testing.assert_array_equal(inputs.sample(number)["input_ids"], data["input_ids"][number])
 
     with ThreadPoolExecutor(4) as pool:
         for done in [pool.submit(read, list(range(20))[::step] * 100) for step in (1, -1, 2, -3)]:
@@ -53,13 +53,12 @@ def test_two_threads_read_their_own_samples() -> None:
 def test_sessions_are_opened_and_shards_written_on_the_thread_that_calls(tmp_path: Path, num_threads: int) -> None:
     """With one thread everything is done there, so that a debugger follows it from end to end."""
     onnx.save(language_model(), tmp_path / "teacher.onnx")
-    ids, before = np.random.default_rng(0).integers(0, 50, (24, 9)), threading.active_count()
+    before = threading.active_count()
     students = [(tmp_path / f"cache-{heads}", PrecomputeOptions(num_student_heads=heads)) for heads in (2, 1)]
     run = RunOptions(batch_size=4, samples_per_shard=8, num_threads=num_threads)
     names = ("open_session", "run_batch", "CacheWriter.write_shard")
     with calls_of(*names) as calls:
-        data = Streamed({"input_ids": ids, "attention_mask": np.ones_like(ids)})
-        precompute(tmp_path / "teacher.onnx", data, students, run)
+        precompute(tmp_path / "teacher.onnx", Streamed(token_samples(24, 9, least=9)), students, run)
     threads = {name: {call["thread"] for call in calls if call["name"] == name} for name in names}
     mine = threading.current_thread().name
     assert not any(name.startswith("shd-") for name in threads["open_session"])
@@ -73,36 +72,27 @@ def test_sessions_are_opened_and_shards_written_on_the_thread_that_calls(tmp_pat
 class TestWholeRuns:
     """Batches that run ahead change no byte, and lose nothing when one goes wrong."""
 
-    NUM_SAMPLES = 30
-
-    def write(
-        self, folder: Path, num_threads: int, ids: Any, on_progress: Any = None, **options: Any
-    ) -> dict[str, bytes]:
+    def write(self, folder: Path, num_threads: int, on_progress: Any = None, **options: Any) -> dict[str, bytes]:
         students = [(folder, PrecomputeOptions(num_student_heads=2, hidden=(0, 1), logits="topk", **options))]
         run = RunOptions(batch_size=4, samples_per_shard=3, num_threads=num_threads)
-        data = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
-        precompute(folder.parent / "teacher.onnx", data, students, run, on_progress=on_progress)
+        teacher = saved(language_model(), folder.parent)
+        precompute(teacher, token_samples(30, 9, least=9), students, run, on_progress=on_progress)
         return contents(folder)
 
-    @pytest.fixture
-    def ids(self, tmp_path: Path) -> Any:
-        onnx.save(language_model(), tmp_path / "teacher.onnx")
-        return np.random.default_rng(0).integers(0, 50, (self.NUM_SAMPLES, 9))
-
     @pytest.mark.parametrize("form", ["maps", "factored"])
-    def test_the_bytes_are_those_of_one_thread(self, tmp_path: Path, ids: Any, form: str) -> None:
-        alone = self.write(tmp_path / "alone", 1, ids, form=form)
-        assert self.write(tmp_path / "ahead", 3, ids, form=form) == alone
+    def test_the_bytes_are_those_of_one_thread(self, tmp_path: Path, form: str) -> None:
+        alone = self.write(tmp_path / "alone", 1, form=form)
+        assert self.write(tmp_path / "ahead", 3, form=form) == alone
 
-    def test_an_interrupt_keeps_what_was_committed(self, tmp_path: Path, ids: Any) -> None:
-        whole = self.write(tmp_path / "whole", 2, ids)
+    def test_an_interrupt_keeps_what_was_committed(self, tmp_path: Path) -> None:
+        whole = self.write(tmp_path / "whole", 2)
 
         def interrupt(done: int, *_: int) -> None:
             if done >= 12:
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            self.write(tmp_path / "cache", 2, ids, on_progress=interrupt)
+            self.write(tmp_path / "cache", 2, on_progress=interrupt)
         assert list((tmp_path / "cache" / "receipts").iterdir())
         assert not (tmp_path / "cache" / "SEALED.json").exists()
-        assert self.write(tmp_path / "cache", 2, ids) == whole
+        assert self.write(tmp_path / "cache", 2) == whole

@@ -90,24 +90,18 @@ def save_safetensors(rows: list[dict[str, Any]], path: Path) -> Path:
 
 
 def save_npz(rows: list[dict[str, Any]], path: Path) -> Path:
-    np.savez(path, **padded_arrays(rows))
-    return path
-
-
-def save_fortran_npz(rows: list[dict[str, Any]], path: Path) -> Path:
-    np.savez(path, **{name: np.asfortranarray(array) for name, array in padded_arrays(rows).items()})
-    return path
-
-
-def save_compressed_npz(rows: list[dict[str, Any]], path: Path) -> Path:
-    np.savez_compressed(path, **padded_arrays(rows))
+    """In Fortran's order or compressed, where the name says so."""
+    arrays = padded_arrays(rows)
+    if path.stem == "fortran":
+        arrays = {name: np.asfortranarray(array) for name, array in arrays.items()}
+    (np.savez_compressed if path.stem == "compressed" else np.savez)(path, **arrays)
     return path
 
 
 SAVERS: dict[str, tuple[Callable[[list[dict[str, Any]], Path], Path], bool]] = {
     "data.npz": (save_npz, True),
-    "fortran.npz": (save_fortran_npz, True),
-    "compressed.npz": (save_compressed_npz, False),
+    "fortran.npz": (save_npz, True),
+    "compressed.npz": (save_npz, False),
     "data.safetensors": (save_safetensors, True),
     "data.parquet": (save_parquet, False),
     "parquet": (save_parquet_folder, False),

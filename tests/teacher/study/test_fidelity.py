@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from numpy.typing import NDArray
-from support.attention_graphs import bare_attention, encoder_layer
+from support.attention_graphs import bare_attention, bare_samples, encoder_layer
 from support.commands import shd
 from support.refusals import refusal
 
@@ -113,11 +113,7 @@ def test_output_is_the_sum_of_merged_maps_times_summed_value_outputs(form: str, 
 def test_nothing_else_of_the_teacher_changes() -> None:
     """Two sites whose maps are inputs: each is replaced by its own merge, and by no other."""
     model = bare_attention(4, num_layers=2)
-    rng = np.random.default_rng(1)
-    arrays: dict[str, NDArray[Any]] = {"mask": np.ones((2, 5), dtype=np.int64)}
-    for layer in range(2):
-        arrays[f"logits_{layer}"] = rng.normal(size=(2, 4, 5, 6)).astype(np.float32) * 2
-        arrays[f"values_{layer}"] = rng.normal(size=(2, 4, 6, 4)).astype(np.float32)
+    arrays = bare_samples(2, 5, 6, num_layers=2)
     before = [value.name for value in model.graph.output]
     options = FidelityOptions(
         (2,), plan=("progressive",), strategy=("shd",), alpha_per=("map",), graph_output=before[1]

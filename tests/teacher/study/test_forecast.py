@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper
-from support.attention_graphs import bare_attention, language_model, token_teacher
+from support.attention_graphs import bare_attention, bare_samples, language_model, saved, token_samples, token_teacher
 from support.commands import shd
 from support.refusals import refusal
 from support.students import precompute
@@ -27,15 +27,11 @@ OPTIONS = PrecomputeOptions(num_student_heads=2)
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("teacher") / "teacher.onnx"
-    onnx.save(token_teacher(), path)
-    return path
+    return saved(token_teacher(), tmp_path_factory.mktemp("teacher"))
 
 
 def make_tokens(num_samples: int = 60) -> dict[str, Any]:
-    rng = np.random.default_rng(0)
-    mask = (np.arange(20) < rng.integers(5, 21, num_samples)[:, None]).astype(np.int64)
-    return {"input_ids": rng.integers(0, 50, (num_samples, 20)) * mask, "attention_mask": mask}
+    return token_samples(num_samples, 20, least=5)
 
 
 def stored_sizes(folder: Path) -> list[int]:
@@ -98,12 +94,7 @@ def test_numbers_that_a_codec_cannot_hold_are_refused_and_said(tmp_path: Path) -
 def test_samples_without_a_length_are_as_long_as_their_maps(tmp_path: Path) -> None:
     """Maps whose inputs have no sequence axis that is known to be one; none is made of queries and keys."""
     onnx.save(bare_attention(4), tmp_path / "bare.onnx")
-    rng = np.random.default_rng(0)
-    arrays = {
-        "logits_0": rng.normal(size=(6, 4, 5, 7)).astype(np.float32),
-        "values_0": rng.normal(size=(6, 4, 7, 4)).astype(np.float32),
-        "mask": np.ones((6, 5), dtype=np.int64),
-    }
+    arrays = bare_samples(6, 5, 7)
     forecast = forecast_cache(tmp_path / "bare.onnx", arrays, OPTIONS)
     assert {way.form for way in forecast.ways} == {"maps"}
     precompute(tmp_path / "bare.onnx", arrays, tmp_path / "cache", OPTIONS)
@@ -205,8 +196,7 @@ def test_the_form_turns_with_the_length(teacher: Path) -> None:
     """Four heads of width 3 with as many key heads, to two: 2 L bytes per row against 8 (3 + 4) or 8 (2 x 3)."""
 
     def forecast(length: int) -> Forecast:
-        tokens = np.random.default_rng(0).integers(0, 50, (4, length))
-        inputs = {"input_ids": tokens, "attention_mask": np.ones_like(tokens)}
+        inputs = token_samples(4, length, least=length)
         return forecast_cache(teacher, inputs, OPTIONS, plan=PlanOptions(samples=2))
 
     short, long = forecast(20), forecast(60)
@@ -257,8 +247,7 @@ def test_the_command_makes_the_cache_that_was_forecast(
     teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    tokens = np.random.default_rng(0).integers(0, 50, (20, 60))
-    np.savez("my data.npz", input_ids=tokens, attention_mask=np.ones_like(tokens))
+    np.savez("my data.npz", **token_samples(20, 60, least=60))
     given = (teacher, "--inputs", "my data.npz", "--student-heads", 2, "--plan", "balanced", "--layer-pairs", "1:0")
     found = json.loads(shd("plan", *given, "--student-layers", 3, "--json"))
     program, *words = shlex.split(found["command"])

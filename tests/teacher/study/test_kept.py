@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper
-from support.attention_graphs import token_teacher
+from support.attention_graphs import saved, token_samples, token_teacher
 from support.commands import shd
 
 from shd_ref.teacher import Fidelity, FidelityReport, PrecomputeOptions, Setting
@@ -54,9 +54,7 @@ def paired_teacher() -> onnx.ModelProto:
 
 @pytest.fixture
 def teacher(tmp_path: Path) -> Path:
-    path = tmp_path / "teacher.onnx"
-    onnx.save(token_teacher(), path)
-    return path
+    return saved(token_teacher(), tmp_path)
 
 
 def test_of_what_samples_cannot_tell_apart_the_fewest_options_are_recommended() -> None:
@@ -127,9 +125,7 @@ def test_what_is_not_of_this_teacher_is_not_believed(teacher: Path, tmp_path: Pa
 def test_commands_keep_it_and_say_it(teacher: Path, tmp_path: Path) -> None:
     """The whole way, on a teacher that only a matched plan merges without loss."""
     onnx.save(paired_teacher(), teacher)
-    rng = np.random.default_rng(0)
-    ids = rng.integers(0, 50, (60, 12))
-    np.savez(tmp_path / "data.npz", input_ids=ids, attention_mask=np.ones_like(ids))
+    np.savez(tmp_path / "data.npz", **token_samples(60, 12, least=12))
     given = (teacher, "--inputs", tmp_path / "data.npz", "--student-heads", 2, "--threads", 1)
     shd("fidelity", *given)
     document = json.loads(shd("fidelity", *given, "--json"))
