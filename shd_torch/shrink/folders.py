@@ -24,7 +24,8 @@ HUB_SECONDS = 5.0
 _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 _FETCHED: dict[str, Any] = {
     "allow_patterns": ["*.json", "*.safetensors"],
-    "ignore_patterns": ["*/*", "consolidated*"],  # the same weights for other programs
+    # The same weights for other programs; folders of sentence-transformers begin with a number.
+    "ignore_patterns": ["[!0-9]*/*", "consolidated*"],
 }
 
 
@@ -211,7 +212,7 @@ def check_files(folder: Path) -> None:
     if (folder / "adapter_config.json").exists():
         message = f"{name} must hold a whole model; it holds an adapter: merge it and save the model"
         raise ShdError("read-failed", message)
-    home = _find_home(folder)
+    home = find_home(folder)
     try:
         files = [
             file for file in folder.iterdir() if file.suffix in (".json", ".safetensors") or file.name in READERS
@@ -226,7 +227,7 @@ def check_files(folder: Path) -> None:
             raise ShdError("read-failed", f"{rule}: put the model's files, not links to them, into one folder")
 
 
-def _find_home(folder: Path) -> Path:
+def find_home(folder: Path) -> Path:
     """Where a folder's files may lie: the hub's cache keeps snapshots/REVISION/FILE as a link to blobs/HASH."""
     root = folder.resolve()
     return root.parents[1] if root.parent.name == "snapshots" and (root.parents[1] / "blobs").is_dir() else root
@@ -253,7 +254,7 @@ READERS = (
 
 def copy_readers(source: Path, target: Path) -> None:
     """Copy ``READERS`` from a folder that ``check_files`` let pass; a configuration that names code stays behind."""
-    home = _find_home(source)
+    home = find_home(source)
     for name in READERS:
         real = Path(os.path.realpath(source / name))
         if not real.exists() or (target / name).exists():
@@ -296,8 +297,10 @@ def _find_problem(folder: Path) -> str | None:
     return None
 
 
-def save_student(student: Any, report: dict[str, Any], folder: Path, teacher: Path | None = None) -> None:
-    """The model, ``shrink.json`` (STUDENT-3) and the teacher's tokenizer, in a draft renamed when it is whole."""
+def save_student(
+    student: Any, report: dict[str, Any], folder: Path, teacher: Path | None = None, modules: Mapping[str, bytes] = {}
+) -> None:
+    """The model, ``shrink.json`` (STUDENT-3), the teacher's tokenizer and modules, in a draft renamed when whole."""
     from safetensors import SafetensorError  # its error for a full disk is not an OSError
 
     home = part_folder(folder)
@@ -306,6 +309,9 @@ def save_student(student: Any, report: dict[str, Any], folder: Path, teacher: Pa
             student.save_pretrained(draft)
             if teacher is not None:
                 copy_readers(teacher, draft)
+            for name, content in modules.items():
+                (draft / name).parent.mkdir(exist_ok=True)
+                (draft / name).write_bytes(content)
             (draft / "shrink.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     except SafetensorError as error:
         message = f"{folder} could not be written: {error}: make room, or name another"

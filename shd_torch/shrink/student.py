@@ -22,6 +22,7 @@ from shd_torch.shrink.dropped import check_dropped, choose_dropped
 from shd_torch.shrink.families import as_array, base_of, family_of, find_part
 from shd_torch.shrink.folders import load_student, load_teacher, new_folder, save_student
 from shd_torch.shrink.layer import STAGES, Work, counted_rows, fit_final, make_layer
+from shd_torch.shrink.sentences import read_modules
 from shd_torch.shrink.sizes import ShrinkOptions, Sizes, choose_sizes, count_parameters, make_student, sizes_of
 from shd_torch.shrink.unfinished import Unfinished, run_key
 from shd_torch.shrink.width import Turn, check_width, turn_ends
@@ -88,6 +89,7 @@ def shrink(
     sizes = choose_sizes(options, own, family, len(kept))
     if sizes.hidden != own.hidden:
         check_width(model, family)
+    modules = {} if isinstance(teacher, nn.Module) else read_modules(Path(teacher), own, sizes)
     student = make_student(model, family, sizes, kept, dropped.among(kept))
     keeper: AbstractContextManager[Unfinished | None] = nullcontext()
     if folder is not None and options.is_usual:
@@ -115,7 +117,9 @@ def shrink(
             report = _report(work, own)
             student.to(stored)
             if folder is not None:
-                save_student(student, report, folder, None if isinstance(teacher, nn.Module) else Path(teacher))
+                save_student(
+                    student, report, folder, None if isinstance(teacher, nn.Module) else Path(teacher), modules
+                )
     finally:
         model.train(mode)
     return Shrunk(student, report)

@@ -1,0 +1,179 @@
+"""A sentence-transformers folder comes out of shrink whole: pooling, normalisation, projection, prompts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.binding.models import hf_model
+from support.shrink.models import make_teacher
+
+from shd_ref import ShdError
+from shd_torch import load_student
+from shd_torch.shrink import shrink
+
+transformers = pytest.importorskip("transformers", reason="the teachers are models of transformers")
+
+WORDS = ["[PAD]", "[UNK]", *(f"w{index}" for index in range(29))]
+TEXTS = ["w1 w2 w3", "w4", "w5 w6 w7 w8 w9 w10 w11", "w3 w2 w1 w0"]
+MODULES = "modules.json"
+
+
+def module(index: int, name: str, path: str) -> dict[str, Any]:
+    return {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{name}"}
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As versions 2 to 5 wrote it: mean pooling, a projection, normalisation with an empty folder."""
+    folder = tmp_path_factory.mktemp("sentences") / "teacher"
+    model = hf_model("bert")
+    width = model.config.hidden_size
+    model.base_model.save_pretrained(folder)
+    reader = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None}
+    words = {"type": "WordLevel", "vocab": {word: index for index, word in enumerate(WORDS)}, "unk_token": "[UNK]"}
+    reader |= {"pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None, "model": words}
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "[PAD]", "unk_token": "[UNK]"}
+    files: dict[str, Any] = {
+        "tokenizer.json": reader,
+        "tokenizer_config.json": named,
+        "config_sentence_transformers.json": {"prompts": {"query": "w9 "}, "default_prompt_name": None},
+        "sentence_bert_config.json": {"max_seq_length": 5, "do_lower_case": False},
+        "1_Pooling/config.json": {"word_embedding_dimension": width, "pooling_mode_mean_tokens": True},
+        "2_Dense/config.json": {
+            **{"in_features": width, "out_features": 6, "bias": True},
+            "activation_function": "torch.nn.modules.activation.Tanh",
+        },
+        MODULES: [
+            module(0, "Transformer", ""),
+            module(1, "Pooling", "1_Pooling"),
+            module(2, "Dense", "2_Dense"),
+            module(3, "Normalize", "3_Normalize"),
+        ],
+    }
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps(content))
+    weights = {"linear.weight": torch.randn(6, width), "linear.bias": torch.randn(6)}
+    save_file(weights, folder / "2_Dense/model.safetensors")
+    return folder
+
+
+def calibration() -> dict[str, torch.Tensor]:
+    ids = torch.randint(2, len(WORDS), (8, 6), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def pooled(states: torch.Tensor, mask: torch.Tensor, mode: str) -> torch.Tensor:
+    """The closed form."""
+    counted = mask[..., None].to(states.dtype)
+    last = mask.sum(1) - 1
+    return {
+        "mean": (states * counted).sum(1) / counted.sum(1),
+        "cls": states[:, 0],
+        "max": states.masked_fill(counted == 0, -torch.inf).amax(1),
+        "lasttoken": states[torch.arange(len(states)), last],
+    }[mode]
+
+
+@pytest.mark.parametrize(
+    ("mode", "spelling"), [("mean", "flags"), ("cls", "mode"), ("max", "flags"), ("lasttoken", "mode")]
+)
+def test_embeddings_of_the_student(mode: str, spelling: str, teacher: Path, tmp_path: Path) -> None:
+    sentence_transformers = pytest.importorskip("sentence_transformers", reason="it loads the student")
+    source, out = tmp_path / "teacher", tmp_path / "student"
+    shutil.copytree(teacher, source)
+    width = json.loads((source / "config.json").read_text())["hidden_size"]
+    modes = ("mean_tokens", "cls_token", "max_tokens", "lasttoken")
+    flags = {f"pooling_mode_{name}": name.startswith(mode) for name in modes}
+    config = {"word_embedding_dimension": width} | (flags if spelling == "flags" else {"pooling_mode": mode})
+    (source / "1_Pooling/config.json").write_text(json.dumps(config))
+    shrink(source, calibration(), heads=2, layers=1, out=out)
+    encoder = sentence_transformers.SentenceTransformer(str(out), device="cpu")
+    model: Any = load_student(out)
+    reader = transformers.AutoTokenizer.from_pretrained(out)
+    batch = reader(TEXTS, padding=True, truncation=True, max_length=5, return_tensors="pt")
+    dense = encoder[2]
+    with torch.no_grad():
+        states = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).last_hidden_state
+        embeddings = torch.tanh(dense.linear(pooled(states, batch["attention_mask"], mode)))
+    expected = torch.nn.functional.normalize(embeddings, dim=-1)
+    torch.testing.assert_close(encoder.encode(TEXTS, convert_to_tensor=True), expected, atol=1e-6, rtol=0)
+    assert encoder.prompts["query"] == "w9 "
+    assert encoder.max_seq_length == 5
+
+
+def test_files_are_the_teachers_own(teacher: Path, tmp_path: Path) -> None:
+    out = tmp_path / "student"
+    shrink(teacher, calibration(), heads=2, out=out)
+    kept = ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json", "1_Pooling/config.json")
+    for name in (*kept, "2_Dense/config.json", "2_Dense/model.safetensors"):
+        assert (out / name).read_bytes() == (teacher / name).read_bytes()
+    assert not (out / "3_Normalize").exists()
+
+
+def test_a_narrower_student(teacher: Path, tmp_path: Path) -> None:
+    """Pooling is told the width; a projection of the teacher's width is refused before any work."""
+    source, out = tmp_path / "teacher", tmp_path / "student"
+    shutil.copytree(teacher, source)
+    make_teacher("llama").float().save_pretrained(source)  # embeds texts, with the class of a decoder with a head
+    with pytest.raises(
+        ShdError, match=r"hidden size Dense and LayerNorm; got .*Dense: remove modules.json"
+    ) as caught:
+        shrink(source, calibration(), hidden=16, out=out)
+    assert caught.value.code == "shrink-unsupported"
+    listed = [module(0, "Transformer", ""), module(1, "Pooling", "1_Pooling")]
+    (source / MODULES).write_text(json.dumps(listed))
+    width = json.loads((source / "config.json").read_text())["hidden_size"]
+    (source / "1_Pooling/config.json").write_text(json.dumps({"word_embedding_dimension": width, "other": width}))
+    shrink(source, calibration(), hidden=16, out=out)
+    assert json.loads((out / "1_Pooling/config.json").read_text()) == {"word_embedding_dimension": 16, "other": width}
+
+
+def edit_modules(change: Callable[[list[dict[str, Any]]], Any]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        listed = json.loads((folder / MODULES).read_text())
+        (folder / MODULES).write_text(json.dumps(change(listed) or listed))
+
+    return edit
+
+
+def link_pooling(folder: Path) -> None:
+    file = folder / "1_Pooling/config.json"
+    file.rename(folder.parent / "pooling.json")
+    file.symlink_to("../../pooling.json")
+
+
+def pickle_dense(folder: Path) -> None:
+    (folder / "2_Dense/model.safetensors").rename(folder / "2_Dense/pytorch_model.bin")
+
+
+@pytest.mark.parametrize(
+    ("edit", "code", "says"),
+    [
+        (edit_modules(lambda listed: listed[2].update(type="other.Module")), "shrink-unsupported", "other.Module"),
+        (edit_modules(lambda listed: listed[1].update(path="../teacher")), "read-failed", "folder of its own"),
+        (edit_modules(lambda listed: listed[1].update(path="2_Dense")), "read-failed", "folder of its own"),
+        (edit_modules(lambda listed: listed[0].update(path="0_Transformer")), "read-failed", "first the model"),
+        (edit_modules(lambda listed: {"modules": listed}), "read-failed", "first the model"),
+        (edit_modules(lambda listed: listed[3].pop("idx") and None), "read-failed", "first the model"),
+        (link_pooling, "read-failed", "none of them"),
+        (pickle_dense, "read-failed", "safetensors"),
+    ],
+)
+def test_modules_that_are_refused(
+    edit: Callable[[Path], None], code: str, says: str, teacher: Path, tmp_path: Path
+) -> None:
+    source, out = tmp_path / "teacher", tmp_path / "student"
+    shutil.copytree(teacher, source)
+    edit(source)
+    with pytest.raises(ShdError, match=says) as caught:
+        shrink(source, calibration(), heads=2, out=out)
+    assert caught.value.code == code
+    assert not out.exists()
