@@ -5,7 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+
+pytest.importorskip("transformers", reason="SHDTrainer needs the extra 'hf'")
+pytest.importorskip("accelerate", reason="transformers' trainer needs accelerate")
+
 import transformers
 
 from shd_ref.teacher import PrecomputeOptions, RunOptions
@@ -68,6 +73,7 @@ def write_cache(folder: Path, **more: Any) -> Path:
 
 
 def export(folder: Path, seed: int = 1) -> None:
+    pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
     arrays = {name: value.numpy() for name, value in pad(make_samples()).items() if name != "labels"}
     example = {name: torch.from_numpy(value[:2]) for name, value in arrays.items()}
     trace(make_model(4, seed=seed), example, folder / "teacher.onnx")

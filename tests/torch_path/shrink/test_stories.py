@@ -8,9 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="students are Hugging Face models: pip install 'squeezing-heads[hf]'")
-
 from support.shrink.stories import load_llama, measure_loss
 
 from shd_torch.shrink import shrink

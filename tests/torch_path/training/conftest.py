@@ -12,8 +12,6 @@ import pytest
 @pytest.fixture(scope="session")
 def cached(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Caches of ``trainer_cases``' samples, each made once for its options of precompute."""
-    pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
-    pytest.importorskip("onnxscript", reason="export needs onnxscript")
     from support.binding.trainer_cases import write_cache
 
     folder, made = tmp_path_factory.mktemp("cached"), {}

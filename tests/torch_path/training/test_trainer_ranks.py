@@ -7,12 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="SHDTrainer needs the extra 'hf'")
-pytest.importorskip("accelerate", reason="transformers' trainer needs accelerate")
-pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
-pytest.importorskip("onnxscript", reason="export needs onnxscript")
-
 from support.binding.trainer_cases import make_model, weights
 from support.binding.trainer_ranks import RANKS, WAYS, make_way, run_rank
 from support.started_processes import run_ranks
