@@ -269,6 +269,14 @@ class Book:
 # --- expected numbers ---------------------------------------------------------------------------------------------
 
 
+def head(title: str, words: str) -> tuple[str, str, str, str]:
+    """Name and comment of a case from its title, sentences (in capitals) and flags from its words."""
+    name, _, comment = title.partition(": ")
+    labels = words.split()
+    sentences, flags = (" ".join(x for x in labels if x[0].isupper() == wanted) for wanted in (True, False))
+    return name, comment, sentences, flags
+
+
 def expected_json(value: Any, at: int, rule: dict[str, Any]) -> Any:
     """Arrays with their shape; integers of plans, groups and counts as they are."""
     if rule["rule"] == "plan" or value is None or isinstance(value, int | str):

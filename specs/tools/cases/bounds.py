@@ -8,7 +8,7 @@ from typing import Any
 
 import oracle_heads as heads
 import oracle_loss as loss
-from book import Book, Given, array, lengths, mask, numbers, random_model
+from book import Book, Given, array, head, lengths, mask, numbers, random_model
 
 from cases.maps import bad_maps
 
@@ -125,125 +125,96 @@ def diagnose() -> Book:
     """Chapter ORACLE."""
     book = Book("diagnose", ("plan", "unconstrained", "stochastic", "strategies"), loss.diagnose, {})
 
-    chosen: list[tuple[str, str, str, str, dict[str, Any]]] = [
-        (
-            "one-row",
-            "O = 3, the keys give 2 and 1: the best is 2, off by a third",
-            "ORACLE-1 ORACLE-3 ORACLE-4 ORACLE-5",
-            "oracle-negative-weights",
-            {
-                "teacher_probs": array([[[[1, 0]], [[0, 1]]]]),
-                "value_outputs": array([[[[2], [0]], [[0], [1]]]]),
-                "num_student_heads": 1,
-                "strategies": ["shd", "constant"],
-            },
-        ),
-        (
-            "full-rank",
-            "as many independent rows as columns: the unconstrained error is 0, and ratios over it are infinite",
-            "ORACLE-2 ORACLE-6",
-            "oracle-ratio",
-            {
-                "teacher_probs": array([[[[0.5, 0.25, 0.25]], [[0, 0.5, 0.5]]]]),
-                "value_outputs": array([[[[4, 0], [0, 1], [1, 0]], [[0, 2], [1, 0], [0, 0]]]]),
-                "num_student_heads": 1,
-                "strategies": ["shd", "hard", "mean"],
-            },
-        ),
-        (
-            "keys-that-no-head-used",
-            "a causal map may not look ahead: only keys with teacher mass are allowed",
-            "ORACLE-3",
-            "oracle-all-keys",
-            {
-                "teacher_probs": array(
-                    [[[[1, 0, 0], [0.5, 0.5, 0], [0.25, 0.5, 0.25]], [[1, 0, 0], [0.25, 0.75, 0], [0.5, 0, 0.5]]]]
-                ),
-                "value_outputs": array([[[[1, 0], [0, 4], [3, 1]], [[0, 1], [2, 0], [5, 5]]]]),
-                "num_student_heads": 1,
-                "strategies": ["shd"],
-            },
-        ),
-        (
-            "heads-one-by-one",
-            "errors that cancel between heads count in the head residual",
-            "ORACLE-1",
-            "residual-per-head",
-            {
-                "teacher_probs": array([[[[1, 0]], [[0, 1]], [[0, 1]], [[1, 0]]]]),
-                "value_outputs": array([[[[2], [0]], [[0], [1]], [[2], [0]], [[0], [1]]]]),
-                "num_student_heads": 2,
-                "strategies": ["constant"],
-            },
-        ),
-        (
-            "sinks",
-            "with sinks the weights sum to at most one",
-            "ORACLE-3 MAP-9",
-            "sink-filled",
-            {
-                "teacher_probs": array([[[[0.25, 0.125]], [[0, 0.25]]]]),
-                "value_outputs": array([[[[4, 1], [2, 1]], [[2, 0], [1, 3]]]]),
-                "num_student_heads": 1,
-                "strategies": ["shd"],
-                "row_sums": "at_most_one",
-            },
-        ),
-        (
-            "padded-rows",
-            "rows that do not count enter no error",
-            "ORACLE-1 ALPHA-7",
-            "alpha-padded-rows",
-            {
-                "teacher_probs": array([[[[1, 0], [0.5, 0.5]], [[0, 1], [1, 0]]]]),
-                "value_outputs": array([[[[2], [0]], [[0], [1]]]]),
-                "num_student_heads": 1,
-                "strategies": ["shd", "constant"],
-                "query_mask": mask([[1, 0]]),
-            },
-        ),
-        (
-            "identity",
-            "nothing is merged: no error anywhere, and 0 over 0 is 1",
-            "ORACLE-6",
-            "oracle-ratio residual-nan",
-            {
-                "teacher_probs": array([[[[1, 0]], [[0, 1]]]]),
-                "value_outputs": array([[[[2], [1]], [[1], [1]]]]),
-                "num_student_heads": 2,
-                "strategies": ["shd"],
-            },
-        ),
-        (
-            "two-samples",
-            "every sample has its own errors, optima and ratios",
-            "ORACLE-1 ORACLE-5 MIX-10",
-            "alpha-batch-shared",
-            {**random_model(2, 4, 2, 3, 3, 911), "num_student_heads": 2, "strategies": ["shd", "constant"]},
-        ),
-        (
-            "explicit-plan",
-            "groups, optima and strategies follow the rounds that are given",
-            "ORACLE-1 ORACLE-5 PLAN-7",
-            "plan-last-pairs",
-            {
-                **random_model(1, 4, 2, 3, 3, 931),
-                "num_student_heads": 2,
-                "plan": [[[3, 0]], [[1, 2]]],
-                "strategies": ["shd", "hard"],
-            },
-        ),
-        (
-            "all-strategies",
-            "no list of strategies asks for all five",
-            "ORACLE-5 MIX-2",
-            "",
-            {**random_model(1, 3, 2, 3, 3, 941), "num_student_heads": 2},
-        ),
-    ]
-    for name, comment, spec, flags, inputs in chosen:
-        book.valid(name, comment, spec, flags, compare=diagnosis_rules(inputs.get("strategies", heads.STRATEGIES)),
-            **inputs)  # fmt: skip
+    def valid(
+        title: str, words: str, students: int, strategies: str, maps: Given, outputs: Given, *plan: Any, **rest: Any
+    ) -> None:
+        inputs: dict[str, Any] = {"teacher_probs": maps, "value_outputs": outputs, "num_student_heads": students}
+        inputs |= {"plan": plan[0]} if plan else {}
+        inputs |= {"strategies": strategies.split()} if strategies else {}
+        rules = diagnosis_rules(strategies.split() or heads.STRATEGIES)
+        book.valid(*head(title, words), compare=rules, **inputs, **rest)
+
+    valid(
+        "one-row: O = 3, the keys give 2 and 1: the best is 2, off by a third",
+        "ORACLE-1 ORACLE-3 ORACLE-4 ORACLE-5 oracle-negative-weights",
+        1,
+        "shd constant",
+        array([[[[1, 0]], [[0, 1]]]]),
+        array([[[[2], [0]], [[0], [1]]]]),
+    )
+    valid(
+        "full-rank: as many independent rows as columns: the unconstrained error is 0, and ratios over it are "
+        "infinite",
+        "ORACLE-2 ORACLE-6 oracle-ratio",
+        1,
+        "shd hard mean",
+        array([[[[0.5, 0.25, 0.25]], [[0, 0.5, 0.5]]]]),
+        array([[[[4, 0], [0, 1], [1, 0]], [[0, 2], [1, 0], [0, 0]]]]),
+    )
+    valid(
+        "keys-that-no-head-used: a causal map may not look ahead: only keys with teacher mass are allowed",
+        "ORACLE-3 oracle-all-keys",
+        1,
+        "shd",
+        array([[[[1, 0, 0], [0.5, 0.5, 0], [0.25, 0.5, 0.25]], [[1, 0, 0], [0.25, 0.75, 0], [0.5, 0, 0.5]]]]),
+        array([[[[1, 0], [0, 4], [3, 1]], [[0, 1], [2, 0], [5, 5]]]]),
+    )
+    valid(
+        "heads-one-by-one: errors that cancel between heads count in the head residual",
+        "ORACLE-1 residual-per-head",
+        2,
+        "constant",
+        array([[[[1, 0]], [[0, 1]], [[0, 1]], [[1, 0]]]]),
+        array([[[[2], [0]], [[0], [1]], [[2], [0]], [[0], [1]]]]),
+    )
+    valid(
+        "sinks: with sinks the weights sum to at most one",
+        "ORACLE-3 MAP-9 sink-filled",
+        1,
+        "shd",
+        array([[[[0.25, 0.125]], [[0, 0.25]]]]),
+        array([[[[4, 1], [2, 1]], [[2, 0], [1, 3]]]]),
+        row_sums="at_most_one",
+    )
+    valid(
+        "padded-rows: rows that do not count enter no error",
+        "ORACLE-1 ALPHA-7 alpha-padded-rows",
+        1,
+        "shd constant",
+        array([[[[1, 0], [0.5, 0.5]], [[0, 1], [1, 0]]]]),
+        array([[[[2], [0]], [[0], [1]]]]),
+        query_mask=mask([[1, 0]]),
+    )
+    valid(
+        "identity: nothing is merged: no error anywhere, and 0 over 0 is 1",
+        "ORACLE-6 oracle-ratio residual-nan",
+        2,
+        "shd",
+        array([[[[1, 0]], [[0, 1]]]]),
+        array([[[[2], [1]], [[1], [1]]]]),
+    )
+    valid(
+        "two-samples: every sample has its own errors, optima and ratios",
+        "ORACLE-1 ORACLE-5 MIX-10 alpha-batch-shared",
+        2,
+        "shd constant",
+        *random_model(2, 4, 2, 3, 3, 911).values(),
+    )
+    valid(
+        "explicit-plan: groups, optima and strategies follow the rounds that are given",
+        "ORACLE-1 ORACLE-5 PLAN-7 plan-last-pairs",
+        2,
+        "shd hard",
+        *random_model(1, 4, 2, 3, 3, 931).values(),
+        [[[3, 0]], [[1, 2]]],
+    )
+    valid(
+        "all-strategies: no list of strategies asks for all five",
+        "ORACLE-5 MIX-2",
+        2,
+        "",
+        *random_model(1, 3, 2, 3, 3, 941).values(),
+    )
     good: dict[str, Any] = {**random_model(1, 2, 2, 3, 2, 901), "num_student_heads": 1}
     for name, spec, code, change in (
         ("strategy-unknown", "ORACLE-7", "argument-value", {"strategies": ["shd", "random"]}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from book import Book, Given, array, lengths, mask, numbers, probs, random_mask, special
+from book import Book, Given, array, head, lengths, mask, numbers, probs, random_mask, special
 
 from cases.maps import BAD_TEMPERATURES, bad_maps
 
@@ -13,6 +13,13 @@ DIVERGENCES = ("kl", "reverse_kl", "js", "mse")
 DTYPES_OF = {"row-sum-off": ["float32"], "row-sum-off-float64": ["float64", "float32"]}
 TEACHER = array([[[[0.5, 0.25, 0.25], [0.125, 0.125, 0.75]], [[0.25, 0.5, 0.25], [0.75, 0.125, 0.125]]]])
 STUDENT = array([[[[0, 1, -1], [2, 0.5, 0]], [[1, 1, 0], [-2, 0, 1]]]])
+SMALL = TEACHER, STUDENT
+LAYERS = (
+    [TEACHER, array([[[[0.5, 0.5], [0.25, 0.75], [1, 0]]]]), array([[[[0, 0]]]])],
+    [STUDENT, array([[[[1, 0], [2, 0], [0, 1]]]]), array([[[[1, 0]]]])],
+)
+Case = tuple[str, str, str, str, dict[str, Any]]
+"""Name, comment, sentences, flags and inputs."""
 
 
 def pair_layers(teacher: Any, student: Any, **options: Any) -> dict[str, Any]:
@@ -20,357 +27,265 @@ def pair_layers(teacher: Any, student: Any, **options: Any) -> dict[str, Any]:
     return {"supervision": teacher, "student_logits": student, **options}
 
 
-def shared_valid_cases() -> list[tuple[str, str, str, str, dict[str, Any]]]:
-    """Inputs that the loss and its gradient share: name, comment, ids for the loss, flags, inputs."""
+def case(title: str, words: str, teacher: Any, student: Any, **options: Any) -> Case:
+    """One of the cases, by its title and words (``head``)."""
+    return *head(title, words), pair_layers(teacher, student, **options)
+
+
+def shared_valid_cases() -> list[Case]:
+    """Inputs that the loss and its gradient share; the sentences are those of the loss."""
     weights = "kl-reversed cross-entropy-called-kl loss-log2 loss-is-mse"
+    means_of_rows = "mean-over-all-rows mean-per-sample loss-padded-rows"
     means = "mean-over-all-rows mean-per-sample rows-summed loss-padded-rows batch-mean"
-    cases: list[tuple[str, str, str, str, dict[str, Any]]] = [
-        (
-            "two-heads",
-            "two heads, two rows: sums over heads of means over rows",
-            "LOSS-1 LOSS-2 LOSS-4",
-            f"{weights} mean-over-heads rows-summed mean-over-keys",
-            pair_layers(TEACHER, STUDENT),
+    cases = [
+        case(
+            "two-heads: two heads, two rows: sums over heads of means over rows",
+            f"LOSS-1 LOSS-2 LOSS-4 {weights} mean-over-heads rows-summed mean-over-keys",
+            *SMALL,
         ),
-        (
-            "teacher-zeros",
-            "0 log 0 = 0",
-            "LOSS-1 LOSS-12",
-            "zero-log-zero",
-            pair_layers(array([[[[1, 0, 0], [0.5, 0, 0.5]]]]), array([[[[1, 0, -1], [0, 2, 1]]]])),
+        case(
+            "teacher-zeros: 0 log 0 = 0",
+            "LOSS-1 LOSS-12 zero-log-zero",
+            array([[[[1, 0, 0], [0.5, 0, 0.5]]]]),
+            array([[[[1, 0, -1], [0, 2, 1]]]]),
         ),
-        (
-            "padded-rows",
-            "lengths 3 and 1: the mean is over the four rows that count in the batch",
-            "LOSS-4",
-            f"{means} mask-polarity",
-            pair_layers(
-                probs([2, 2, 3, 4], 1001, 9, 2, 6),
-                numbers([2, 2, 3, 4], 1002, -8, 8, 2),
-                loss_mask=lengths(3, [3, 1]),
-            ),
+        case(
+            "padded-rows: lengths 3 and 1: the mean is over the four rows that count in the batch",
+            f"LOSS-4 {means} mask-polarity",
+            probs([2, 2, 3, 4], 1001, 9, 2, 6),
+            numbers([2, 2, 3, 4], 1002, -8, 8, 2),
+            loss_mask=lengths(3, [3, 1]),
         ),
-        (
-            "zero-rows",
-            "rows of zeros do not count, in each head its own",
-            "LOSS-4 MAP-2",
-            "mean-over-all-rows masked-row-nan count-shared-by-heads",
-            pair_layers(
-                array([[[[0, 0], [0.5, 0.5], [0.25, 0.75]], [[0, 0], [0, 0], [0.125, 0.875]]]]),
-                array([[[[1, 0], [2, 0], [0, 1]], [[1, 3], [0, 0], [0, -2]]]]),
-            ),
+        case(
+            "zero-rows: rows of zeros do not count, in each head its own",
+            "LOSS-4 MAP-2 mean-over-all-rows masked-row-nan count-shared-by-heads",
+            array([[[[0, 0], [0.5, 0.5], [0.25, 0.75]], [[0, 0], [0, 0], [0.125, 0.875]]]]),
+            array([[[[1, 0], [2, 0], [0, 1]], [[1, 3], [0, 0], [0, -2]]]]),
         ),
-        (
-            "zero-row-and-mask",
-            "a row counts where the mask is True and the row is not zero",
-            "LOSS-4",
-            "mean-over-all-rows loss-padded-rows",
-            pair_layers(
-                array([[[[0, 0], [0.5, 0.5], [0.25, 0.75]]], [[[1, 0], [0, 0], [0.125, 0.875]]]]),
-                array([[[[1, 0], [2, 0], [0, 1]]], [[[1, 3], [0, 0], [0, -2]]]]),
-                loss_mask=mask([[1, 1, 0], [1, 0, 1]]),
-            ),
+        case(
+            "zero-row-and-mask: a row counts where the mask is True and the row is not zero",
+            "LOSS-4 mean-over-all-rows loss-padded-rows",
+            array([[[[0, 0], [0.5, 0.5], [0.25, 0.75]]], [[[1, 0], [0, 0], [0.125, 0.875]]]]),
+            array([[[[1, 0], [2, 0], [0, 1]]], [[[1, 3], [0, 0], [0, -2]]]]),
+            loss_mask=mask([[1, 1, 0], [1, 0, 1]]),
         ),
-        (
-            "causal",
-            "logits of -inf above the diagonal, where the teacher has no mass",
-            "LOSS-6 LOSS-16",
-            "masked-row-nan zero-log-zero",
-            pair_layers(
-                probs([2, 2, 4, 4], 1011, 9, 2, 6, causal=True), numbers([2, 2, 4, 4], 1012, -8, 8, 2, causal=True)
-            ),
+        case(
+            "causal: logits of -inf above the diagonal, where the teacher has no mass",
+            "LOSS-6 LOSS-16 masked-row-nan zero-log-zero",
+            probs([2, 2, 4, 4], 1011, 9, 2, 6, causal=True),
+            numbers([2, 2, 4, 4], 1012, -8, 8, 2, causal=True),
         ),
-        (
-            "causal-mask",
-            "the same by a mask of two axes",
-            "LOSS-16 MAP-10",
-            "mask-transposed mask-polarity mask-broadcast loss-mask-ignored",
-            pair_layers(
-                probs([2, 2, 3, 3], 1013, 9, 2, 6, causal=True),
-                numbers([2, 2, 3, 3], 1014, -8, 8, 2),
-                attn_mask=mask([[1, 0, 0], [1, 1, 0], [1, 1, 1]]),
-            ),
+        case(
+            "causal-mask: the same by a mask of two axes",
+            "LOSS-16 MAP-10 mask-transposed mask-polarity mask-broadcast loss-mask-ignored",
+            probs([2, 2, 3, 3], 1013, 9, 2, 6, causal=True),
+            numbers([2, 2, 3, 3], 1014, -8, 8, 2),
+            attn_mask=mask([[1, 0, 0], [1, 1, 0], [1, 1, 1]]),
         ),
-        (
-            "padded-keys",
-            "a mask (B, 1, 1, S)",
-            "LOSS-16 MAP-10",
-            "mask-broadcast loss-mask-ignored",
-            pair_layers(
-                array([[[[0.5, 0.5, 0]], [[0.25, 0.75, 0]]], [[[1, 0, 0]], [[0.25, 0.25, 0.5]]]]),
-                array([[[[1, 0, 4]], [[2, 0, 1]]], [[[0, 1, 1]], [[1, 3, 0]]]]),
-                attn_mask=mask([[[[1, 1, 0]]], [[[1, 1, 1]]]]),
-            ),
+        case(
+            "padded-keys: a mask (B, 1, 1, S)",
+            "LOSS-16 MAP-10 mask-broadcast loss-mask-ignored",
+            array([[[[0.5, 0.5, 0]], [[0.25, 0.75, 0]]], [[[1, 0, 0]], [[0.25, 0.25, 0.5]]]]),
+            array([[[[1, 0, 4]], [[2, 0, 1]]], [[[0, 1, 1]], [[1, 3, 0]]]]),
+            attn_mask=mask([[[[1, 1, 0]]], [[[1, 1, 1]]]]),
         ),
-        (
-            "masked-row-that-does-not-count",
-            "the student may attend nowhere in a row that does not count",
-            "LOSS-4 MAP-2",
-            "masked-row-nan",
-            pair_layers(
-                array([[[[0.5, 0.5], [0.25, 0.75], [0, 0]]]]),
-                array([[[[INF, INF], [0, 1], [INF, INF]]]]),
-                loss_mask=mask([[0, 1, 1]]),
-            ),
+        case(
+            "masked-row-that-does-not-count: the student may attend nowhere in a row that does not count",
+            "LOSS-4 MAP-2 masked-row-nan",
+            array([[[[0.5, 0.5], [0.25, 0.75], [0, 0]]]]),
+            array([[[[INF, INF], [0, 1], [INF, INF]]]]),
+            loss_mask=mask([[0, 1, 1]]),
         ),
-        (
-            "mismatch-that-does-not-count",
-            "support is not looked at where a row does not count",
-            "LOSS-6",
-            "masked-row-nan loss-padded-rows",
-            pair_layers(
-                array([[[[0.5, 0.5], [0.25, 0.75]]]]), array([[[[0, INF], [0, 1]]]]), loss_mask=mask([[0, 1]])
-            ),
+        case(
+            "mismatch-that-does-not-count: support is not looked at where a row does not count",
+            "LOSS-6 masked-row-nan loss-padded-rows",
+            array([[[[0.5, 0.5], [0.25, 0.75]]]]),
+            array([[[[0, INF], [0, 1]]]]),
+            loss_mask=mask([[0, 1]]),
         ),
-        (
-            "uncounted-row-sums",
-            "a row that does not count need not sum to one",
-            "MAP-3 LOSS-4",
-            "loss-padded-rows",
-            pair_layers(
-                array([[[[0.5, 0.25], [0.25, 0.75]]]]), array([[[[2, 0], [0, 1]]]]), loss_mask=mask([[0, 1]])
-            ),
+        case(
+            "uncounted-row-sums: a row that does not count need not sum to one",
+            "MAP-3 LOSS-4 loss-padded-rows",
+            array([[[[0.5, 0.25], [0.25, 0.75]]]]),
+            array([[[[2, 0], [0, 1]]]]),
+            loss_mask=mask([[0, 1]]),
         ),
-        ("half-beta", "beta multiplies", "LOSS-2", "beta-ignored", pair_layers(TEACHER, STUDENT, beta=0.5)),
-        ("large-beta", "beta may be above one", "LOSS-2", "beta-ignored", pair_layers(TEACHER, STUDENT, beta=3)),
-        (
-            "mean",
-            "divided by the number of heads",
-            "LOSS-5 LOSS-18",
-            "reduction-ignored mean-over-heads",
-            pair_layers(TEACHER, STUDENT, reduction="mean"),
+        case("half-beta: beta multiplies", "LOSS-2 beta-ignored", *SMALL, beta=0.5),
+        case("large-beta: beta may be above one", "LOSS-2 beta-ignored", *SMALL, beta=3),
+        case(
+            "mean: divided by the number of heads",
+            "LOSS-5 LOSS-18 reduction-ignored mean-over-heads",
+            *SMALL,
+            reduction="mean",
         ),
-        (
-            "layers",
-            "three layers of 2, 1 and 1 heads and other lengths; in one map no row counts",
-            "LOSS-2 LOSS-3",
-            "layers-averaged",
-            _layers(),
+        case(
+            "layers: three layers of 2, 1 and 1 heads and other lengths; in one map no row counts",
+            "LOSS-2 LOSS-3 layers-averaged",
+            *LAYERS,
         ),
-        (
-            "mean-empty-map",
-            "divided by three maps, though in one of them no row has mass",
-            "LOSS-5 LOSS-18 LOSS-7",
-            "mean-over-live-maps reduction-ignored",
-            pair_layers(
-                array([[[[0.5, 0.5], [0.25, 0.75]], [[0, 0], [0, 0]], [[0.125, 0.875], [0, 0]]]]),
-                array([[[[1, 0], [2, 0]], [[1, 3], [0, 0]], [[0, -2], [1, 1]]]]),
-                reduction="mean",
-            ),
+        case(
+            "mean-empty-map: divided by three maps, though in one of them no row has mass",
+            "LOSS-5 LOSS-18 LOSS-7 mean-over-live-maps reduction-ignored",
+            array([[[[0.5, 0.5], [0.25, 0.75]], [[0, 0], [0, 0]], [[0.125, 0.875], [0, 0]]]]),
+            array([[[[1, 0], [2, 0]], [[1, 3], [0, 0]], [[0, -2], [1, 1]]]]),
+            reduction="mean",
         ),
-        (
-            "mean-empty-layer",
-            "divided by three maps, though the layer of one of them has no row with mass",
-            "LOSS-5 LOSS-18 LOSS-7",
-            "mean-over-live-maps layers-averaged reduction-ignored",
-            pair_layers(
-                [TEACHER, array([[[[0, 0], [0, 0]]]])], [STUDENT, array([[[[1, 0], [2, 0]]]])], reduction="mean"
-            ),
+        case(
+            "mean-empty-layer: divided by three maps, though the layer of one of them has no row with mass",
+            "LOSS-5 LOSS-18 LOSS-7 mean-over-live-maps layers-averaged reduction-ignored",
+            [TEACHER, array([[[[0, 0], [0, 0]]]])],
+            [STUDENT, array([[[[1, 0], [2, 0]]]])],
+            reduction="mean",
         ),
-        (
-            "layers-mean",
-            "divided by the four maps, also the one where no row counts",
-            "LOSS-5 LOSS-18",
-            "layers-averaged mean-over-live-maps reduction-ignored",
-            _layers(reduction="mean"),
+        case(
+            "layers-mean: divided by the four maps, also the one where no row counts",
+            "LOSS-5 LOSS-18 layers-averaged mean-over-live-maps reduction-ignored",
+            *LAYERS,
+            reduction="mean",
         ),
-        (
-            "layers-masked",
-            "one mask serves all layers",
-            "LOSS-16 LOSS-4",
-            "loss-padded-rows mean-per-sample",
-            pair_layers(
-                [probs([2, 1, 3, 4], 1021, 9, 2, 6), probs([2, 2, 3, 2], 1022, 9, 2, 6)],
-                [numbers([2, 1, 3, 4], 1023, -8, 8, 2), numbers([2, 2, 3, 2], 1024, -8, 8, 2)],
-                loss_mask=lengths(3, [1, 3]),
-            ),
+        case(
+            "layers-masked: one mask serves all layers",
+            "LOSS-16 LOSS-4 loss-padded-rows mean-per-sample",
+            [probs([2, 1, 3, 4], 1021, 9, 2, 6), probs([2, 2, 3, 2], 1022, 9, 2, 6)],
+            [numbers([2, 1, 3, 4], 1023, -8, 8, 2), numbers([2, 2, 3, 2], 1024, -8, 8, 2)],
+            loss_mask=lengths(3, [1, 3]),
         ),
-        ("one-layer-list", "a list of one layer", "LOSS-3", "", pair_layers([TEACHER], [STUDENT])),
-        (
-            "row-sum-off",
-            "a row that sums to one within ROW_SUM is taken as it is",
-            "LOSS-10 MAP-3",
-            "row-renormalised",
-            pair_layers(array([[[[0.5, 0.5, 2**-14]]]]), array([[[[0, 1, -4]]]])),
+        case("one-layer-list: a list of one layer", "LOSS-3", [TEACHER], [STUDENT]),
+        case(
+            "row-sum-off: a row that sums to one within ROW_SUM is taken as it is",
+            "LOSS-10 MAP-3 row-renormalised",
+            array([[[[0.5, 0.5, 2**-14]]]]),
+            array([[[[0, 1, -4]]]]),
         ),
-        (
-            "row-sum-off-float64",
-            "the same within float64's ROW_SUM",
-            "LOSS-10 MAP-3",
-            "row-renormalised",
-            pair_layers(array([[[[0.5, 0.5, 2**-17]]]]), array([[[[0, 1, -4]]]])),
+        case(
+            "row-sum-off-float64: the same within float64's ROW_SUM",
+            "LOSS-10 MAP-3 row-renormalised",
+            array([[[[0.5, 0.5, 2**-17]]]]),
+            array([[[[0, 1, -4]]]]),
         ),
-        (
-            "mask-per-head",
-            "a mask (H, 1, S) is aligned with the last axes",
-            "LOSS-16 MAP-10",
-            "mask-broadcast",
-            pair_layers(
-                array([[[[0.5, 0.5, 0]], [[0.25, 0, 0.75]]], [[[1, 0, 0]], [[0.25, 0, 0.75]]]]),
-                array([[[[1, 0, 4]], [[2, 3, 1]]], [[[0, 1, 1]], [[1, 3, 0]]]]),
-                attn_mask=mask([[[1, 1, 0]], [[1, 0, 1]]]),
-            ),
+        case(
+            "mask-per-head: a mask (H, 1, S) is aligned with the last axes",
+            "LOSS-16 MAP-10 mask-broadcast",
+            array([[[[0.5, 0.5, 0]], [[0.25, 0, 0.75]]], [[[1, 0, 0]], [[0.25, 0, 0.75]]]]),
+            array([[[[1, 0, 4]], [[2, 3, 1]]], [[[0, 1, 1]], [[1, 3, 0]]]]),
+            attn_mask=mask([[[1, 1, 0]], [[1, 0, 1]]]),
         ),
-        (
-            "very-negative-logit",
-            "a finite logit is not masked, however negative it is",
-            "LOSS-6 LOSS-12",
-            "magic-threshold epsilon-in-log",
-            pair_layers(array([[[[0.5, 0.25, 0.25]]]]), array([[[[0, 1, -16384]]]])),
+        case(
+            "very-negative-logit: a finite logit is not masked, however negative it is",
+            "LOSS-6 LOSS-12 magic-threshold epsilon-in-log",
+            array([[[[0.5, 0.25, 0.25]]]]),
+            array([[[[0, 1, -16384]]]]),
         ),
-        (
-            "intersect",
-            "mass on keys that the student may not attend goes, rows are scaled back",
-            "LOSS-14 LOSS-15",
-            "intersect-not-rescaled support-ignored",
-            pair_layers(
-                array([[[[0.5, 0.25, 0.25], [0.25, 0.25, 0.5]]]]),
-                array([[[[0, 1, INF], [INF, 0, 1]]]]),
-                support="intersect",
-            ),
+        case(
+            "intersect: mass on keys that the student may not attend goes, rows are scaled back",
+            "LOSS-14 LOSS-15 intersect-not-rescaled support-ignored",
+            array([[[[0.5, 0.25, 0.25], [0.25, 0.25, 0.5]]]]),
+            array([[[[0, 1, INF], [INF, 0, 1]]]]),
+            support="intersect",
         ),
-        (
-            "intersect-empty-row",
-            "a row that loses all its mass does not count",
-            "LOSS-14 LOSS-4",
-            "intersect-not-rescaled mean-over-all-rows masked-row-nan",
-            pair_layers(
-                array([[[[0, 0, 1], [0.25, 0.25, 0.5]]], [[[0.5, 0.25, 0.25], [1, 0, 0]]]]),
-                array([[[[0, 1, 2], [0.5, 0, 1]]], [[[0, 1, 0], [1, 1, 1]]]]),
-                attn_mask=mask([[1, 1, 0]]),
-                support="intersect",
-            ),
+        case(
+            "intersect-empty-row: a row that loses all its mass does not count",
+            "LOSS-14 LOSS-4 intersect-not-rescaled mean-over-all-rows masked-row-nan",
+            array([[[[0, 0, 1], [0.25, 0.25, 0.5]]], [[[0.5, 0.25, 0.25], [1, 0, 0]]]]),
+            array([[[[0, 1, 2], [0.5, 0, 1]]], [[[0, 1, 0], [1, 1, 1]]]]),
+            attn_mask=mask([[1, 1, 0]]),
+            support="intersect",
         ),
-        (
-            "intersect-nothing-lost",
-            "where supports agree nothing changes",
-            "LOSS-14",
-            "",
-            pair_layers(TEACHER, STUDENT, support="intersect"),
+        case("intersect-nothing-lost: where supports agree nothing changes", "LOSS-14", *SMALL, support="intersect"),
+        case(
+            "mask-of-mixed-rows: two samples, three heads, rows that count at random",
+            f"LOSS-4 {means}",
+            probs([2, 3, 7, 5], 1031, 9, 2, 6),
+            numbers([2, 3, 7, 5], 1032, -12, 12, 2),
+            loss_mask=random_mask([2, 7], 1033, 3, 5),
         ),
-        (
-            "mask-of-mixed-rows",
-            "two samples, three heads, rows that count at random",
-            "LOSS-4",
-            means,
-            pair_layers(
-                probs([2, 3, 7, 5], 1031, 9, 2, 6),
-                numbers([2, 3, 7, 5], 1032, -12, 12, 2),
-                loss_mask=random_mask([2, 7], 1033, 3, 5),
-            ),
-        ),
-        (
-            "large",
-            "2 samples, 3 heads, 63 queries, 65 keys, padded, causal, T = 2",
-            "LOSS-4 LOSS-16 TEMP-4",
-            f"ugly-shape temperature-squared {means}",
-            pair_layers(
-                probs([2, 3, 63, 65], 1041, 6, 2, 8, causal=True),
-                numbers([2, 3, 63, 65], 1042, -96, 96, 4, causal=True),
-                loss_mask=lengths(63, [63, 17]),
-                temperature=2,
-            ),
+        case(
+            "large: 2 samples, 3 heads, 63 queries, 65 keys, padded, causal, T = 2",
+            f"LOSS-4 LOSS-16 TEMP-4 ugly-shape temperature-squared {means}",
+            probs([2, 3, 63, 65], 1041, 6, 2, 8, causal=True),
+            numbers([2, 3, 63, 65], 1042, -96, 96, 4, causal=True),
+            loss_mask=lengths(63, [63, 17]),
+            temperature=2,
         ),
     ]
     for divergence in DIVERGENCES:
-        option = {} if divergence == "kl" else {"divergence": divergence}
+        option, dashed = {} if divergence == "kl" else {"divergence": divergence}, divergence.replace("_", "-")
         flags = "temperature-squared student-not-softened student-alone-softened divergence-ignored"
         for name, temperature in (("two", 2), ("half", 0.5)):
             cases.append(
-                (
-                    f"{divergence.replace('_', '-')}-temperature-{name}",
-                    "no factor T or T^2",
-                    "TEMP-4 LOSS-11",
-                    f"{flags} gradient-without-temperature",
-                    pair_layers(TEACHER, STUDENT, temperature=temperature, **option),
+                case(
+                    f"{dashed}-temperature-{name}: no factor T or T^2",
+                    f"TEMP-4 LOSS-11 {flags} gradient-without-temperature",
+                    *SMALL,
+                    temperature=temperature,
+                    **option,
                 )
             )
         sinks = array(
             [[[[0.25, 0.125, 0.125], [0.5, 0.125, 0.25], [0.25, 0.5, 0.25], [0, 0, 0], [0.03125, 0.0625, 0.03125]]]]
         )
         logits = array([[[[0, 1, 0], [2, 0, 0.5], [0, -1, 1], [1, 1, 0], [3, 0, 0]]]])
-        cases.append(
-            (
-                f"{divergence.replace('_', '-')}-sinks",
-                "a row weighs its mass; a row that is all sink does not count",
-                "LOSS-10 LOSS-11",
-                "sink-filled sink-not-weighed sink-plain-kl divergence-ignored",
-                pair_layers(sinks, logits, row_sums="at_most_one", **option),
-            )
-        )
-        cases.append(
-            (
-                f"{divergence.replace('_', '-')}-sinks-intersect",
-                "a row keeps the mass that it had before",
-                "LOSS-14 LOSS-15 LOSS-10",
-                "sink-filled intersect-not-rescaled",
-                pair_layers(
-                    sinks, logits, row_sums="at_most_one", support="intersect", attn_mask=mask([0, 1, 1]), **option
-                ),
-            )
-        )
+        cases += [
+            case(
+                f"{dashed}-sinks: a row weighs its mass; a row that is all sink does not count",
+                "LOSS-10 LOSS-11 sink-filled sink-not-weighed sink-plain-kl divergence-ignored",
+                sinks,
+                logits,
+                row_sums="at_most_one",
+                **option,
+            ),
+            case(
+                f"{dashed}-sinks-intersect: a row keeps the mass that it had before",
+                "LOSS-14 LOSS-15 LOSS-10 sink-filled intersect-not-rescaled",
+                sinks,
+                logits,
+                row_sums="at_most_one",
+                support="intersect",
+                attn_mask=mask([0, 1, 1]),
+                **option,
+            ),
+        ]
         if divergence == "kl":
             continue
-        cases.append(
-            (
-                divergence.replace("_", "-"),
-                "the divergence by name",
-                "LOSS-11",
-                "divergence-ignored js-mixture js-half mse-over-keys kl-reversed",
-                pair_layers(TEACHER, STUDENT, **option),
-            )
-        )
-        cases.append(
-            (
-                f"{divergence.replace('_', '-')}-padded-rows",
-                "counts and means are those of every divergence",
-                "LOSS-11 LOSS-4 LOSS-5",
-                "mean-over-all-rows mean-per-sample loss-padded-rows beta-ignored reduction-ignored",
-                pair_layers(
-                    probs([2, 2, 3, 4], 1051, 4, 0, 6)
-                    if divergence == "reverse_kl"
-                    else probs([2, 2, 3, 4], 1052, 9, 2, 6),
-                    numbers([2, 2, 3, 4], 1053, -8, 8, 2),
-                    loss_mask=lengths(3, [3, 1]),
-                    beta=0.75,
-                    reduction="mean",
-                    **option,
-                ),
-            )
-        )
-        cases.append(
-            (
-                f"{divergence.replace('_', '-')}-causal",
-                "masked keys, where both have no mass",
-                "LOSS-11 LOSS-12 LOSS-13",
-                "masked-row-nan zero-log-zero",
-                pair_layers(
-                    array([[[[1, 0, 0], [0.25, 0.75, 0], [0.25, 0.25, 0.5]]]]),
-                    array([[[[3, 1, 2], [1, 0, 1], [0, 2, 1]]]]),
-                    attn_mask=mask([[1, 0, 0], [1, 1, 0], [1, 1, 1]]),
-                    **option,
-                ),
-            )
-        )
+        cases += [
+            case(
+                f"{dashed}: the divergence by name",
+                "LOSS-11 divergence-ignored js-mixture js-half mse-over-keys kl-reversed",
+                *SMALL,
+                **option,
+            ),
+            case(
+                f"{dashed}-padded-rows: counts and means are those of every divergence",
+                f"LOSS-11 LOSS-4 LOSS-5 {means_of_rows} beta-ignored reduction-ignored",
+                probs([2, 2, 3, 4], 1051, 4, 0, 6)
+                if divergence == "reverse_kl"
+                else probs([2, 2, 3, 4], 1052, 9, 2, 6),
+                numbers([2, 2, 3, 4], 1053, -8, 8, 2),
+                loss_mask=lengths(3, [3, 1]),
+                beta=0.75,
+                reduction="mean",
+                **option,
+            ),
+            case(
+                f"{dashed}-causal: masked keys, where both have no mass",
+                "LOSS-11 LOSS-12 LOSS-13 masked-row-nan zero-log-zero",
+                array([[[[1, 0, 0], [0.25, 0.75, 0], [0.25, 0.25, 0.5]]]]),
+                array([[[[3, 1, 2], [1, 0, 1], [0, 2, 1]]]]),
+                attn_mask=mask([[1, 0, 0], [1, 1, 0], [1, 1, 1]]),
+                **option,
+            ),
+        ]
         if divergence != "reverse_kl":
             cases.append(
-                (
-                    f"{divergence.replace('_', '-')}-teacher-zeros",
-                    "keys with mass of the student alone",
-                    "LOSS-11 LOSS-12",
-                    "zero-log-zero js-mixture",
-                    pair_layers(array([[[[1, 0, 0], [0.5, 0, 0.5]]]]), array([[[[1, 0, -1], [0, 2, 1]]]]), **option),
+                case(
+                    f"{dashed}-teacher-zeros: keys with mass of the student alone",
+                    "LOSS-11 LOSS-12 zero-log-zero js-mixture",
+                    array([[[[1, 0, 0], [0.5, 0, 0.5]]]]),
+                    array([[[[1, 0, -1], [0, 2, 1]]]]),
+                    **option,
                 )
             )
     return cases
-
-
-def _layers(**options: Any) -> dict[str, Any]:
-    return pair_layers(
-        [TEACHER, array([[[[0.5, 0.5], [0.25, 0.75], [1, 0]]]]), array([[[[0, 0]]]])],
-        [STUDENT, array([[[[1, 0], [2, 0], [0, 1]]]]), array([[[[1, 0]]]])],
-        **options,
-    )
 
 
 def refuse_bad_layers(book: Book, student: Given) -> None:
