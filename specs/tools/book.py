@@ -266,6 +266,11 @@ class Book:
         }
 
 
+def book_of(function: Callable[..., Any], output: str, rule: dict[str, Any], check: Any = None) -> Book:
+    """The book of an operation with one output, under the name of its oracle."""
+    return Book(function.__name__, (output,), lambda **given: {output: function(**given)}, {output: rule}, check)
+
+
 # --- expected numbers ---------------------------------------------------------------------------------------------
 
 

@@ -91,9 +91,11 @@ def _spread(nested: Nested, shape: Sequence[int]) -> Nested:
     return [_spread(item, shape[1:]) for item in items]
 
 
-def transpose(matrix: Nested) -> Nested:
-    """Rows as columns."""
-    return [list(column) for column in zip(*matrix, strict=True)]
+def stack_last(parts: Sequence[Nested]) -> Nested:
+    """Nested lists of one shape, side by side along a new last axis."""
+    if not isinstance(parts[0], list):
+        return list(parts)
+    return [stack_last([part[i] for part in parts]) for i in range(len(parts[0]))]
 
 
 def dot(left: Sequence[Number], right: Sequence[Number]) -> Number:

@@ -24,11 +24,13 @@ from exact import (
     combine,
     decimal,
     dot,
+    flatten,
     map_numbers,
     multiply,
     shape_of,
     solve_linear,
     square_root,
+    stack_last,
     subtract,
 )
 
@@ -163,9 +165,8 @@ class Sums:
     @property
     def degenerate(self) -> bool:
         """ALPHA-6."""
-        if isinstance(self.bottom, Decimal):
-            return bool(self.bottom <= decimal(DEGENERATE) * self.scale)
-        return bool(self.bottom <= DEGENERATE * self.scale)
+        least = decimal(DEGENERATE) if isinstance(self.bottom, Decimal) else DEGENERATE
+        return bool(self.bottom <= least * self.scale)
 
     @property
     def best(self) -> Number:
@@ -269,14 +270,8 @@ def compose_mixing(alphas: list[Nested], plan: Plan, num_teacher_heads: int) -> 
                     merged.append(combine(a, map_numbers(kind, pool[p]), 1 - a, map_numbers(kind, pool[q])))
                 pool = next_pool(pool, one_round, merged)
             columns.append(pool)
-        result.append(_join_rows(columns) if per_row else columns[0])
+        result.append(stack_last(columns) if per_row else columns[0])
     return result
-
-
-def _join_rows(columns: list[Nested]) -> Nested:
-    """``(L, H_s, H_t)`` to ``(H_s, H_t, L)``."""
-    students, teachers = len(columns[0]), len(columns[0][0])
-    return [[[column[h][t] for column in columns] for t in range(teachers)] for h in range(students)]
 
 
 def mix_heads(teacher_probs: Nested, mixing: Nested) -> Nested:
@@ -341,13 +336,13 @@ def squeeze_heads(
                         solved += [sums] if counted else []
                         clipped += int(strategy == "shd" and sums.clipped and counted)
                         degenerate += int(strategy != "constant" and sums.degenerate and counted)
-            c = _identity(heads, rows, alpha_per)
+            c = [[_per(alpha_per, rows, Fraction(int(t == h))) for t in range(heads)] for h in range(heads)]
             if rounds:
                 c = compose_mixing([[of_round[b]] for of_round in alphas], rounds, heads)[0]
         mixing.append(c)
     if strategy == "mean":
         alphas = []
-    mixed = mix_heads(teacher_probs, _as_numbers_of(teacher_probs, mixing))
+    mixed = mix_heads(teacher_probs, map_numbers(decimal, mixing) if _is_decimal(teacher_probs) else mixing)
     probs = mixed if softened is teacher_probs else mix_heads(softened, map_numbers(decimal, mixing))
     residual = [
         residual_of(
@@ -359,29 +354,12 @@ def squeeze_heads(
 
 
 def _is_decimal(nested: Nested) -> bool:
-    while isinstance(nested, list):
-        if not nested:
-            return False
-        if not isinstance(nested[0], list):
-            return any(isinstance(x, Decimal) for x in nested)
-        if any(_is_decimal(item) for item in nested[1:]):
-            return True
-        nested = nested[0]
-    return isinstance(nested, Decimal)
-
-
-def _as_numbers_of(like: Nested, nested: Nested) -> Nested:
-    """Decimals where ``like`` has decimals."""
-    return map_numbers(decimal, nested) if _is_decimal(like) else nested
+    return any(isinstance(x, Decimal) for x in flatten(nested))
 
 
 def _per(alpha_per: str, rows: int, value: Number) -> Nested:
     """One weight, or one for every row (MIX-12)."""
     return [value] * rows if alpha_per == "row" else value
-
-
-def _identity(heads: int, rows: int, alpha_per: str) -> Nested:
-    return [[_per(alpha_per, rows, Fraction(int(t == h))) for t in range(heads)] for h in range(heads)]
 
 
 def _run_plan(

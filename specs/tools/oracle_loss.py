@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
-from itertools import combinations
+from functools import reduce
+from itertools import combinations, product
 from typing import Any
 
 from exact import (
@@ -23,10 +24,12 @@ from exact import (
     combine,
     decimal,
     dot,
+    map_numbers,
     multiply,
     shape_of,
     solve_linear,
     square_root,
+    stack_last,
     subtract,
     zeros,
 )
@@ -188,23 +191,16 @@ def shd_loss_gradient_qk(
     logits = [_logits_of(q, k, scale) for q, k in zip(queries, keys, strict=True)]
     dz = shd_loss_gradient(supervision, logits, **options)
     dq, dk = [zeros(shape_of(q)) for q in queries], [zeros(shape_of(k)) for k in keys]
-    s = decimal(scale)
     for number, layer in enumerate(dz):
-        batch, heads, rows, columns = shape_of(layer)
-        group = heads // len(keys[number][0])
-        for b in range(batch):
-            for h in range(heads):
-                for i in range(rows):
-                    for j in range(columns):
-                        if isinstance(layer[b][h][i][j], Fraction):
-                            continue
-                        slope = s * layer[b][h][i][j]
-                        q, k = queries[number][b][h][i], keys[number][b][h // group][j]
-                        for x in range(len(q)):
-                            dq[number][b][h][i][x] = decimal(dq[number][b][h][i][x]) + slope * decimal(k[x])
-                            dk[number][b][h // group][j][x] = decimal(
-                                dk[number][b][h // group][j][x]
-                            ) + slope * decimal(q[x])
+        group = len(layer[0]) // len(keys[number][0])
+        for b, h, i, j in product(*map(range, shape_of(layer))):
+            if isinstance(layer[b][h][i][j], Fraction):
+                continue
+            slope = decimal(scale) * layer[b][h][i][j]
+            of_q, of_k = dq[number][b][h], dk[number][b][h // group]
+            q, k = queries[number][b][h][i], keys[number][b][h // group][j]
+            of_q[i] = combine(1, map_numbers(decimal, of_q[i]), slope, map_numbers(decimal, k))
+            of_k[j] = combine(1, map_numbers(decimal, of_k[j]), slope, map_numbers(decimal, q))
     return (dq[0], dk[0]) if single else (dq, dk)
 
 
@@ -232,22 +228,14 @@ def intersect_support(
 ) -> tuple[Nested, Nested]:
     """LOSS-15; ``loss_mask`` and ``row_sums`` change only what is refused."""
     mask = broadcast(attn_mask, shape_of(student_logits)) if attn_mask is not None else None
-    kept: Nested = []
-    dropped: Nested = []
-    for b, heads in enumerate(supervision):
-        kept.append([])
-        dropped.append([])
-        for h, rows in enumerate(heads):
-            kept[b].append([])
-            dropped[b].append([])
-            for i, row in enumerate(rows):
-                logits = student_logits[b][h][i]
-                allowed = [
-                    j for j in range(len(row)) if logits[j] != MINUS_INFINITY and (mask is None or mask[b][h][i][j])
-                ]
-                new, lost = _keep_columns(row, allowed)
-                kept[b][h].append([new[allowed.index(j)] if j in allowed else Fraction(0) for j in range(len(row))])
-                dropped[b][h].append(lost)
+    shape = shape_of(supervision)
+    kept, dropped = zeros(shape), zeros(shape[:3])
+    for b, h, i in product(*map(range, shape[:3])):
+        logits = student_logits[b][h][i]
+        allowed = [j for j, z in enumerate(logits) if z != MINUS_INFINITY and (mask is None or mask[b][h][i][j])]
+        rescaled, dropped[b][h][i] = _keep_columns(supervision[b][h][i], allowed)
+        for j, value in zip(allowed, rescaled, strict=True):
+            kept[b][h][i][j] = value
     return kept, dropped
 
 
@@ -339,37 +327,24 @@ def merge_gram(gram: Nested, p: int, q: int, alpha: Nested) -> Nested:
     """GRAM-4: linear along every axis, maps (first and third) by alpha, value outputs by the sum."""
     result = []
     for of_sample, a in zip(gram, alpha, strict=True):
-        heads = len(of_sample)
-        others = [i for i in range(heads) if i not in (p, q)]
-        by_row = a if isinstance(a, list) else [a]
+        others = [[(i, Fraction(1))] for i in range(len(of_sample)) if i not in (p, q)]
+        outputs = [[(p, Fraction(1)), (q, Fraction(1))], *others]
         parts = []
-        for row, weight in enumerate(by_row):
-            maps = [[(p, weight), (q, 1 - weight)], *([(i, Fraction(1))] for i in others)]
-            outputs = [[(p, Fraction(1)), (q, Fraction(1))], *([(i, Fraction(1))] for i in others)]
-
-            def entry(
-                i: int, j: int, k: int, m: int, row: int = row, maps: Any = maps, outputs: Any = outputs
-            ) -> Fraction:
-                total = Fraction(0)
-                for i_old, w_i in maps[i]:
-                    for j_old, w_j in outputs[j]:
-                        for k_old, w_k in maps[k]:
-                            for m_old, w_m in outputs[m]:
-                                old = of_sample[i_old][j_old][k_old][m_old]  # noqa: B023  (used in this pass only)
-                                value = old[row] if isinstance(old, list) else old
-                                total += w_i * w_j * w_k * w_m * value
-                return total
-
-            n = range(heads - 1)
-            parts.append([[[[entry(i, j, k, m) for m in n] for k in n] for j in n] for i in n])
-        result.append(_stack_last(parts) if isinstance(a, list) else parts[0])
+        for row, weight in enumerate(a if isinstance(a, list) else [a]):
+            maps = [[(p, weight), (q, 1 - weight)], *others]
+            parts.append(_mix_axes(of_sample, [maps, outputs, maps, outputs], row))
+        result.append(stack_last(parts) if isinstance(a, list) else parts[0])
     return result
 
 
-def _stack_last(parts: list[Nested]) -> Nested:
-    if not isinstance(parts[0], list):
-        return list(parts)
-    return [_stack_last([part[i] for part in parts]) for i in range(len(parts[0]))]
+def _mix_axes(gram: Nested, axes: list[Any], row: int) -> Nested:
+    """Each entry of an axis as a weighted sum of the old ones."""
+    if not axes:
+        return gram[row] if isinstance(gram, list) else gram
+    return [
+        reduce(add, [map_numbers(weight.__mul__, _mix_axes(gram[i], axes[1:], row)) for i, weight in terms])
+        for terms in axes[0]
+    ]
 
 
 # --- PLAN-9 to PLAN-13 --------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 import oracle_heads as heads
-from book import Book, Given, array, lengths, mask, numbers, probs
+from book import Book, Given, array, book_of, lengths, mask, numbers, probs
 
 from cases.maps import bad_maps
 
@@ -16,13 +16,7 @@ ALPHA = {"rule": "alpha"}
 
 def solve_alpha() -> Book:
     """Chapter ALPHA."""
-    book = Book(
-        "solve_alpha",
-        ("alpha",),
-        lambda **given: {"alpha": heads.solve_alpha(**given)},
-        {"alpha": ALPHA},
-        check_conditioning,
-    )
+    book = book_of(heads.solve_alpha, "alpha", ALPHA, check_conditioning)
     formula = "alpha-misprinted alpha-swapped alpha-other-numerator alpha-opposite-sign"
     one, other = array([[[1, 0]]]), array([[[0, 1]]])
 

@@ -170,7 +170,7 @@ def _squeeze_heads() -> list[_Case]:
     ]  # fmt: skip
 
 
-def _losses() -> list[_Case]:
+def _shd_loss() -> list[_Case]:
     draws = Draws(8)
     shape = 2, 2, 3, 4
     logits = array(draws.numbers(*shape))
@@ -192,11 +192,11 @@ def _losses() -> list[_Case]:
     ]  # fmt: skip
 
 
-def _gradients() -> list[_Case]:
-    return [(name, comment, f"GRAD-1 {spec}", inputs) for name, comment, spec, inputs in _losses()]
+def _shd_loss_gradient() -> list[_Case]:
+    return [(name, comment, f"GRAD-1 {spec}", inputs) for name, comment, spec, inputs in _shd_loss()]
 
 
-def _gradients_qk() -> list[_Case]:
+def _shd_loss_gradient_qk() -> list[_Case]:
     draws = Draws(9)
     rest: dict[str, Any] = {"queries": array(draws.numbers(2, 2, 3, 3)), "scale": SCALE}
     return [
@@ -314,21 +314,11 @@ NEAR_TIES: dict[str, tuple[str, int, float, tuple[str, ...]]] = {
     "similarity-float64": ("similarity", 1002, 0.6499175639200311, ("float64",)),
 }
 
-_CASES: dict[str, Callable[[], list[_Case]]] = {
-    "softmax": _softmax,
-    "soften": _soften,
-    "value_outputs": _value_outputs,
-    "solve_alpha": _solve_alpha,
-    "compose_mixing": _compose_mixing,
-    "mix_heads": _mix_heads,
-    "squeeze_heads": _squeeze_heads,
-    "shd_loss": _losses,
-    "shd_loss_gradient": _gradients,
-    "shd_loss_gradient_qk": _gradients_qk,
-    "intersect_support": _intersect_support,
-    "align_tokens": _align_tokens,
-    "gram_tensor": _gram_tensor,
-    "solve_alpha_from_gram": _solve_alpha_from_gram,
-    "merge_gram": _merge_gram,
-    "diagnose": _diagnose,
+_CASES = {
+    function.__name__.removeprefix("_"): function
+    for function in (
+        *(_softmax, _soften, _value_outputs, _solve_alpha, _compose_mixing, _mix_heads, _squeeze_heads, _shd_loss),
+        *(_shd_loss_gradient, _shd_loss_gradient_qk, _intersect_support, _align_tokens, _gram_tensor),
+        *(_solve_alpha_from_gram, _merge_gram, _diagnose),
+    )
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 import oracle_loss as loss
 from book import Arrays, Book, array, lengths, mask, numbers, probs, special
-from exact import flatten
+from exact import flatten, shape_of
 
 from cases.loss_inputs import (
     DIVERGENCES,
@@ -31,7 +31,7 @@ def shd_loss_gradient() -> Book:
 
     def answer(**given: Any) -> dict[str, Any]:
         dz = loss.shd_loss_gradient(**given)
-        return {"dz": Arrays(dz) if len(_axes(given["supervision"])) == 5 else dz}
+        return {"dz": Arrays(dz) if len(shape_of(given["supervision"])) == 5 else dz}
 
     book = Book("shd_loss_gradient", ("dz",), answer, {"dz": GRADIENT}, _check_zeros)
     ids = {
@@ -85,14 +85,6 @@ def shd_loss_gradient() -> Book:
     return book
 
 
-def _axes(supervision: Any) -> list[int]:
-    axes = []
-    while isinstance(supervision, list):
-        axes.append(len(supervision))
-        supervision = supervision[0]
-    return axes
-
-
 def _check_zeros(given: dict[str, Any], answer: dict[str, Any], flags: Sequence[str], rules: dict[str, Any]) -> None:
     """Exact zeros may be asked for only where the text says so: masked keys and rows that do not count."""
     for name, rule in rules.items():
@@ -107,7 +99,7 @@ def shd_loss_gradient_qk() -> Book:
 
     def answer(**given: Any) -> dict[str, Any]:
         dq, dk = loss.shd_loss_gradient_qk(**given)
-        listed = len(_axes(given["supervision"])) == 5
+        listed = len(shape_of(given["supervision"])) == 5
         return {"dq": Arrays(dq) if listed else dq, "dk": Arrays(dk) if listed else dk}
 
     book = Book("shd_loss_gradient_qk", ("dq", "dk"), answer, {"dq": GRADIENT, "dk": ROUNDED}, _check_zeros)

@@ -6,7 +6,7 @@ from fractions import Fraction
 from typing import Any
 
 import oracle_loss as loss
-from book import Book, Given, array, lengths, numbers, probs
+from book import Book, Given, array, book_of, lengths, numbers, probs
 from exact import Nested, flatten, shape_of, unflatten
 
 from cases.maps import bad_maps
@@ -16,7 +16,7 @@ CLOSE = {"rule": "close", "quantity": "probs"}
 
 def gram_tensor() -> Book:
     """GRAM-1, GRAM-6."""
-    book = Book("gram_tensor", ("gram",), lambda **given: {"gram": loss.gram_tensor(**given)}, {"gram": CLOSE})
+    book = book_of(loss.gram_tensor, "gram", CLOSE)
     maps = probs([2, 3, 2, 4], 91, 9, 2, 6)
     values, projection = numbers([2, 3, 4, 2], 92, -8, 8, 1), numbers([6, 3], 93, -8, 8, 2)
     good: dict[str, Any] = {"teacher_probs": maps, "values": values, "output_projection": projection}
@@ -64,12 +64,7 @@ def gram_tensor() -> Book:
 
 def solve_alpha_from_gram() -> Book:
     """GRAM-2, GRAM-3, GRAM-6, GRAM-7."""
-    book = Book(
-        "solve_alpha_from_gram",
-        ("alpha",),
-        lambda **given: {"alpha": loss.solve_alpha_from_gram(**given)},
-        {"alpha": {"rule": "close", "quantity": "alpha"}},
-    )
+    book = book_of(loss.solve_alpha_from_gram, "alpha", {"rule": "close", "quantity": "alpha"})
     formula = "alpha-swapped alpha-other-numerator gram-axes"
     hand = small_gram([[[1, 0]], [[0, 1]], [[0.5, 0.5]]], [[[1], [0]], [[3], [0]], [[2], [1]]])
     for p, q in ((0, 1), (1, 0), (0, 2), (2, 1)):
@@ -123,7 +118,7 @@ def solve_alpha_from_gram() -> Book:
 
 def merge_gram() -> Book:
     """GRAM-4, GRAM-6."""
-    book = Book("merge_gram", ("gram",), lambda **given: {"gram": loss.merge_gram(**given)}, {"gram": CLOSE})
+    book = book_of(loss.merge_gram, "gram", CLOSE)
     flags = "gram-outputs-mixed gram-axes alpha-swapped"
     three = small_gram([[[1, 0]], [[0, 1]], [[0.5, 0.5]]], [[[1], [0]], [[3], [0]], [[2], [1]]])
     for p, q in ((0, 1), (1, 2), (2, 0)):

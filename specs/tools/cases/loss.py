@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import oracle_loss as loss
-from book import Book, array, mask, numbers, probs
+from book import Book, array, book_of, mask, numbers, probs
 
 from cases.loss_inputs import (
     DIVERGENCES,
@@ -21,7 +21,7 @@ EXACT = {"rule": "exact"}
 
 def shd_loss() -> Book:
     """Chapter LOSS."""
-    book = Book("shd_loss", ("loss",), lambda **given: {"loss": loss.shd_loss(**given)}, {"loss": LOSS})
+    book = book_of(loss.shd_loss, "loss", LOSS)
     for name, comment, spec, flags, inputs in shared_valid_cases():
         book.valid(name, comment, spec, flags, dtypes=DTYPES_OF.get(name, ()), **inputs)
     zero = {"loss": EXACT}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import oracle_heads as heads
-from book import Book, array, mask, numbers, probs, special
+from book import Book, array, book_of, mask, numbers, probs, special
 
 MAPS = {"rule": "close", "quantity": "probs", "exact_zeros": True}
 CLOSE = {"rule": "close", "quantity": "probs"}
@@ -16,9 +16,7 @@ BAD_TEMPERATURES = (("zero", 0), ("negative", -2), ("nan", special("nan")), ("in
 
 def softmax() -> Book:
     """MAP-1, MAP-2, MAP-7, MAP-10, TEMP-1, TEMP-2."""
-    book = Book(
-        "softmax", ("attn_probs",), lambda **given: {"attn_probs": heads.softmax(**given)}, {"attn_probs": MAPS}
-    )
+    book = book_of(heads.softmax, "attn_probs", MAPS)
     small = array([[[[0, 1, 2], [-1, 0.5, 0.25]]]])
     book.valid("one-map", "two rows of three keys", "MAP-1", "wrong-axis", attn_logits=small)
     book.valid("two-axes", "leading axes are free", "MAP-1", attn_logits=array([[0, 3], [1, 1], [-2, 4]]))
@@ -105,9 +103,7 @@ def softmax() -> Book:
 
 def soften() -> Book:
     """TEMP-2, TEMP-5, TEMP-6, TEMP-7, MAP-3, MAP-9."""
-    book = Book(
-        "soften", ("attn_probs",), lambda **given: {"attn_probs": heads.soften(**given)}, {"attn_probs": MAPS}
-    )
+    book = book_of(heads.soften, "attn_probs", MAPS)
     map_ = array([[[[0.5, 0.25, 0.25], [0.75, 0.25, 0], [0.0625, 0.0625, 0.875]]]])
     for name, temperature in (("two", 2), ("half", 0.5), ("three", 3), ("quarter", 0.25)):
         book.valid(f"temperature-{name}", "A^(1/T), divided by its sum", "TEMP-2",
@@ -196,12 +192,7 @@ def bad_maps(book: Book, name: str, rest: dict[str, Any], *, head_axis: bool = T
 
 def value_outputs() -> Book:
     """MAP-6, MAP-11."""
-    book = Book(
-        "value_outputs",
-        ("value_outputs",),
-        lambda **given: {"value_outputs": heads.value_outputs(**given)},
-        {"value_outputs": CLOSE},
-    )
+    book = book_of(heads.value_outputs, "value_outputs", CLOSE)
     book.valid(
         "one-head",
         "X = V W",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import oracle_heads as heads
-from book import Book, array, probs
+from book import Book, array, book_of, probs
 
 MIXING = {"rule": "close", "quantity": "alpha"}
 PROBS = {"rule": "close", "quantity": "probs"}
@@ -13,9 +13,7 @@ PROBS = {"rule": "close", "quantity": "probs"}
 
 def compose_mixing() -> Book:
     """MIX-13."""
-    book = Book(
-        "compose_mixing", ("mixing",), lambda **given: {"mixing": heads.compose_mixing(**given)}, {"mixing": MIXING}
-    )
+    book = book_of(heads.compose_mixing, "mixing", MIXING)
     flags = "alpha-swapped pool-in-place pool-untouched-first"
     plans: list[tuple[str, int, Any, Any, str]] = [
         ("one-pair", 2, [[[0, 1]]], [[[0.25]]], "the weight is that of the first head"),
@@ -76,7 +74,7 @@ def compose_mixing() -> Book:
 
 def mix_heads() -> Book:
     """MIX-3, MIX-18."""
-    book = Book("mix_heads", ("probs",), lambda **given: {"probs": heads.mix_heads(**given)}, {"probs": PROBS})
+    book = book_of(heads.mix_heads, "probs", PROBS)
     two = array([[[[1, 0], [0.25, 0.75]], [[0, 1], [0.5, 0.5]]]])
     three = probs([2, 3, 2, 4], 101, 9, 2, 6)
     flags = "mixing-transposed"

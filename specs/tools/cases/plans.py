@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import oracle_heads as heads
-from book import Book
+from book import Book, book_of
 
 PLAN = {"rule": "plan"}
 EXACT = {"rule": "exact"}
@@ -13,7 +13,7 @@ EXACT = {"rule": "exact"}
 
 def merge_plan() -> Book:
     """PLAN-1 to PLAN-5, PLAN-8."""
-    book = Book("merge_plan", ("plan",), lambda **given: {"plan": heads.merge_plan(**given)}, {"plan": PLAN})
+    book = book_of(heads.merge_plan, "plan", PLAN)
     overshoot = "plan-overshoot plan-last-pairs plan-halves"
     for teachers, students, flags in (
         (1, 1, ""),
@@ -97,7 +97,7 @@ def merge_plan() -> Book:
 
 def plan_groups() -> Book:
     """PLAN-4, PLAN-6, PLAN-7."""
-    book = Book("plan_groups", ("groups",), lambda **given: {"groups": heads.plan_groups(**given)}, {"groups": EXACT})
+    book = book_of(heads.plan_groups, "groups", EXACT)
     plan: Any
     for name, teachers, plan, comment in (
         ("identity", 3, [], "the empty plan: every head alone"),
@@ -138,7 +138,7 @@ def plan_groups() -> Book:
 
 def layer_map() -> Book:
     """Chapter LAYER."""
-    book = Book("layer_map", ("pairs",), lambda **given: {"pairs": heads.layer_map(**given)}, {"pairs": EXACT})
+    book = book_of(heads.layer_map, "pairs", EXACT)
     rounding = "layers-floor layers-ceiling layers-half-even layers-zero-based layers-first"
     for teachers, students in (
         (1, 1), (12, 12), (12, 1), (12, 6), (24, 16), (48, 24), (6, 4), (5, 2), (9, 2), (7, 2), (12, 5), (12, 8),
