@@ -132,7 +132,8 @@ def diagnose() -> Book:
         inputs |= {"plan": plan[0]} if plan else {}
         inputs |= {"strategies": strategies.split()} if strategies else {}
         rules = diagnosis_rules(strategies.split() or heads.STRATEGIES)
-        book.valid(*head(title, words), compare=rules, **inputs, **rest)
+        name, comment, spec, flags = head(title, words)
+        book.valid(name, comment, spec, flags, compare=rules, **inputs, **rest)
 
     valid(
         "one-row: O = 3, the keys give 2 and 1: the best is 2, off by a third",
