@@ -48,22 +48,31 @@ def answer(ask: dict[str, Any]) -> dict[str, Any]:
     return {"id": ask["id"], "outputs": {name: encode(value) for name, value in named.items()}}
 
 
+def say(value: Any) -> None:
+    print(value if isinstance(value, str) else json.dumps(value), flush=True)
+
+
 def misbehave(how: str, ask: dict[str, Any]) -> None:
+    number, escapes = ask["id"], "\x1b[2J\x1b]0;title\x07all passed\u202e"
+    said: dict[str, list[Any]] = {
+        "garbage": ["I feel fine"],
+        "order": [{**answer(ask), "id": number - 1}],
+        "twice": [answer(ask), answer(ask)],
+        "shape": [{"id": number, "outputs": {"alpha": {"shape": [4], "data": [0.5, "x"]}}}],
+        "minus": [{"id": number, "outputs": {"alpha": {"shape": [-1], "data": [0.5]}}}],
+        "escapes": [{"id": number, "error": {"code": "argument-value\x1b[1m", "message": escapes}}],
+        "list": ["[1, 2]"],
+        "empty": [{"id": number, "outputs": {}}],
+        "nothing": [{"id": number}],
+        "deep": ["[" * 100_000],
+    }
     if how == "hang":
-        subprocess.Popen(
-            [sys.executable, "-c", "import time; time.sleep(60)"]
-        )  # a child that would hold the pipes open
+        # With a child that would hold the pipes open.
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
         time.sleep(60)
     elif how == "crash":
         print("out of cheese", file=sys.stderr, flush=True)
         os._exit(3)
-    elif how == "garbage":
-        print("I feel fine", flush=True)
-    elif how == "order":
-        print(json.dumps({**answer(ask), "id": ask["id"] - 1}), flush=True)
-    elif how == "twice":
-        print(json.dumps(answer(ask)), flush=True)
-        print(json.dumps(answer(ask)), flush=True)
     elif how == "huge":
         while True:
             sys.stdout.write("7" * 65536)
@@ -71,24 +80,10 @@ def misbehave(how: str, ask: dict[str, Any]) -> None:
         while True:
             print("7", end="", flush=True)
             time.sleep(0.01)
-    elif how == "shape":
-        print(json.dumps({"id": ask["id"], "outputs": {"alpha": {"shape": [4], "data": [0.5, "x"]}}}), flush=True)
-    elif how == "minus":
-        print(json.dumps({"id": ask["id"], "outputs": {"alpha": {"shape": [-1], "data": [0.5]}}}), flush=True)
     elif how == "escapes":
-        message = "\x1b[2J\x1b]0;title\x07all passed\u202e"
-        print(message, file=sys.stderr, flush=True)
-        print(
-            json.dumps({"id": ask["id"], "error": {"code": "argument-value\x1b[1m", "message": message}}), flush=True
-        )
-    elif how == "list":
-        print("[1, 2]", flush=True)
-    elif how == "empty":
-        print(json.dumps({"id": ask["id"], "outputs": {}}), flush=True)
-    elif how == "nothing":
-        print(json.dumps({"id": ask["id"]}), flush=True)
-    elif how == "deep":
-        print("[" * 100_000, flush=True)
+        print(escapes, file=sys.stderr, flush=True)
+    for line in said.get(how, []):
+        say(line)
 
 
 def main(how: str = "") -> None:
@@ -98,14 +93,14 @@ def main(how: str = "") -> None:
         ask = json.loads(line)
         if ask["type"] == "hello":
             if how == "other-protocol":
-                print(json.dumps({"type": "hello", "protocol": "7"}), flush=True)
+                say({"type": "hello", "protocol": "7"})
                 continue
             hello = {"type": "hello", "protocol": "1", "name": "through reference", "operations": OPERATIONS}
-            print(json.dumps({**hello, "dtypes": ["float64", "float32"]}), flush=True)
+            say({**hello, "dtypes": ["float64", "float32"]})
         elif how and how != "stderr" and ask["operation"] == "solve_alpha":
             misbehave(how, ask)
         else:
-            print(json.dumps(answer(ask)), flush=True)
+            say(answer(ask))
 
 
 main(*sys.argv[1:])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from shd_torch import OnlineTeacher, SupervisedDataset, SupervisedStream, batch_share, capture_attention, layer_kls
+from support.binding.ranks import process_group
 from support.binding.stories import Stories
 from support.makers import MAX_LENGTH, length_of
 
@@ -81,13 +82,8 @@ def train(way: str, cache: str, *, rank: int = 0, ranks: int = 1) -> dict[str, T
 
 def run_rank(rank: int, folder: str, cache: str) -> None:
     """Train in each of ``WAYS``; rank 0 writes what comes of it."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
-    try:
+    with process_group(rank, RANKS, folder):
         for way in WAYS:
             state = train(way, cache, rank=rank, ranks=RANKS)
             if rank == 0:
                 torch.save(state, Path(folder) / f"{way}.pt")
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()

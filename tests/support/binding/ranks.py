@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -12,9 +15,24 @@ from torch import Tensor, nn
 from shd_torch import attention_kl, batch_share, capture_attention
 from support.binding.stories import Stories
 
+if not dist.is_available() or not dist.is_gloo_available():
+    pytest.skip("this PyTorch has no gloo, by which ranks on the CPU speak", allow_module_level=True)
+
 SAMPLES, LENGTH, HEADS, LAYERS = 4, 9, 2, 2
 WAYS = ("ddp", "ddp-accumulated", "fsdp2")
 LENGTHS = (9, 4, 6, 2)  # the ranks hold different numbers of rows
+
+
+@contextmanager
+def process_group(rank: int, ranks: int, folder: str) -> Iterator[None]:
+    """A process that is one of several on the CPU; they leave together."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
+    try:
+        yield
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
 
 
 def make_student() -> Stories:
@@ -64,16 +82,11 @@ def accumulate(model: nn.Module, parts: list[list[int]], *, ranks: int, synchron
 
 def run_rank(rank: int, ranks: int, folder: str) -> None:
     """One SGD step in each of ``WAYS``; rank 0 writes the parameters of each."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
-    try:
+    with process_group(rank, ranks, folder):
         for way in WAYS:
             state = train(rank, ranks, way)
             if rank == 0:
                 torch.save(state, Path(folder) / f"{way}.pt")
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
 
 
 def train(rank: int, ranks: int, way: str) -> dict[str, Tensor]:

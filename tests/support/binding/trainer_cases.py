@@ -105,5 +105,11 @@ def make_trainer(out: Path, *, train: Any, **given: Any) -> SHDTrainer:
     )
 
 
+def trained(out: Path, **given: Any) -> SHDTrainer:
+    trainer = make_trainer(out, **given)
+    trainer.train()
+    return trainer
+
+
 def weights(trainer: SHDTrainer) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in trainer.model.named_parameters()}

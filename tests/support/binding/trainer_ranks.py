@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from shd_torch import HiddenTerm, KdTerm, LossBalancer, OnlineTeacher, SHDTrainer, SupervisedDataset, SupervisedStream
+from support.binding.ranks import process_group
 from support.binding.trainer_cases import make_model, make_samples, make_trainer, weights
 
 RANKS = 2
@@ -54,12 +54,10 @@ def make_way(way: str, cache: Path, out: Path, *, ranks: int) -> SHDTrainer:
 
 def run_rank(rank: int, folder: str, cache: str) -> None:
     """Train in each of ``WAYS``; rank 0 writes weights and logs."""
-    torch.set_num_threads(1)
     # What torchrun sets; the rendezvous by a file needs no free port.
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
-    try:
+    with process_group(rank, RANKS, folder):
         for way in WAYS:
             trainer = make_way(way, Path(cache), Path(folder) / way, ranks=RANKS)
             assert trainer.accelerator.num_processes == RANKS
@@ -69,6 +67,3 @@ def run_rank(rank: int, folder: str, cache: str) -> None:
                 torch.save(trainer.projectors.state_dict(), Path(folder) / f"{way}-projectors.pt")
                 logged = json.dumps(trainer.state.log_history[0])
                 (Path(folder) / f"{way}.json").write_text(logged, encoding="utf-8")
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()

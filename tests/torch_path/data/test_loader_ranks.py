@@ -10,9 +10,6 @@ from support.binding.loader_ranks import RANKS, SAMPLES, WAYS, make_model, run_r
 from support.makers import job, write_cache
 from support.started_processes import run_ranks
 
-if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
-    pytest.skip("this PyTorch has no gloo, by which ranks on the CPU speak", allow_module_level=True)
-
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="these teachers come from transformer
 pytest.importorskip("onnxruntime", reason="a teacher graph is run")
 
 from support.binding.models import hf_inputs, hf_model
-from support.binding.trainer_cases import make_trainer
+from support.binding.trainer_cases import make_trainer, trained
 from support.exported_models import trace
 from support.refusals import refusal
 from support.students import precompute
@@ -152,7 +152,7 @@ def test_the_trainer_takes_data_as_the_teacher_saw_them(form: str, graphs: dict[
     # One batch of all samples, and two micro-batches of one step: the rows that count weigh alike in both.
     logs = []
     for size in (8, 4):
-        trainer = make_trainer(
+        trainer = trained(
             tmp_path / str(size),
             train=joined,
             model=hf_model("llama", num_attention_heads=2),
@@ -160,7 +160,6 @@ def test_the_trainer_takes_data_as_the_teacher_saw_them(form: str, graphs: dict[
             beta=0.1,
             arguments={"per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size, "max_steps": 1},
         )
-        trainer.train()
         logs.append(next(entry["shd_loss"] for entry in trainer.state.log_history if "shd_loss" in entry))
     assert 0 < logs[0] < np.inf
     assert logs[1] == pytest.approx(logs[0], rel=1e-4)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from support.binding.trainer_cases import export, make_samples, make_trainer, pad
+from support.binding.trainer_cases import export, make_samples, make_trainer, pad, trained
 from support.makers import contents
 from support.refusals import refusal
 from support.students import precompute
@@ -175,8 +175,7 @@ def test_a_form_from_elsewhere_goes_from_the_graph_to_the_gradient(tmp_path: Pat
     arguments = {"max_steps": 8, "per_device_train_batch_size": 8, "learning_rate": 0.5}
     losses = []
     for weight in (0.0, 30.0):
-        trainer = make_trainer(tmp_path / "out", train=joined, terms={"entropy": weight}, arguments=arguments)
-        trainer.train()
+        trainer = trained(tmp_path / "out", train=joined, terms={"entropy": weight}, arguments=arguments)
         losses.append([step["entropy_loss"] for step in trainer.state.log_history if "entropy_loss" in step])
     assert len(losses[0]) == 8
     assert losses[1][-1] < losses[0][-1] / 4  # without it the labels draw entropies away from the teacher's

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("transformers", reason="SHDTrainer needs the extra 'hf'")
 
 from safetensors.torch import load_file
-from support.binding.trainer_cases import make_model, make_samples, make_trainer, pad, weights
+from support.binding.trainer_cases import make_model, make_samples, make_trainer, pad, trained, weights
 from support.refusals import refusal
 
 from shd_torch import BetaSchedule, OnlineTeacher, ShdError, capture_attention, hidden_loss, kd_loss, layer_kls
@@ -42,10 +42,9 @@ def test_a_step_is_what_the_formula_says(tmp_path: Path) -> None:
     kd = KdTerm(0.7, temperature=2.0, rows="next_labels")
     hidden = HiddenTerm([(1, 1), (2, 2)], weight=BetaSchedule(0.3), distance="cosine")
     teacher = live(hidden_layers=[1, 2])
-    trainer = make_trainer(
+    trainer = trained(
         tmp_path, train=make_samples(), teacher=teacher, beta=0.4, kd=kd, hidden=hidden, arguments=WHOLE
     )
-    trainer.train()
     student, batch = make_model(2, seed=2), pad(make_samples())
     seen = {name: value for name, value in batch.items() if name != "labels"}
     with torch.no_grad():
@@ -92,11 +91,9 @@ def test_accumulated_micro_batches_are_the_batch(rows: str, tmp_path: Path) -> N
     given: dict[str, Any] = {"train": samples, "kd": KdTerm(rows=rows), "hidden": HiddenTerm([(2, 2)])}
     parts = {"max_steps": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
     trainers = [
-        make_trainer(tmp_path, teacher=live(hidden_layers=[2]), beta=0.3, arguments=arguments, **given)
+        trained(tmp_path, teacher=live(hidden_layers=[2]), beta=0.3, arguments=arguments, **given)
         for arguments in ({**WHOLE, "max_steps": 2}, parts)
     ]
-    for trainer in trainers:
-        trainer.train()
     assert_same(weights(trainers[1]), weights(trainers[0]))
     logs = [trainer.state.log_history[0] for trainer in trainers]
     for key in ("loss", "base_loss", "shd_loss", "kd_loss", "hidden_loss"):
@@ -106,14 +103,13 @@ def test_accumulated_micro_batches_are_the_batch(rows: str, tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("averaged", ["losses", "logits", "probs"])
 def test_two_teachers_are_averaged(averaged: str, tmp_path: Path) -> None:
-    trainer = make_trainer(
+    trainer = trained(
         tmp_path,
         train=make_samples(),
         teacher=[live(1), live(5)],
         kd=KdTerm(temperature=1.5, teachers=averaged),
         arguments=WHOLE,
     )
-    trainer.train()
     student, batch = make_model(2, seed=2), pad(make_samples())
     mask = batch["attention_mask"].bool()
     with torch.no_grad():
@@ -230,14 +226,13 @@ def test_autocast_and_compilation_change_nothing_but_rounding(tmp_path: Path) ->
     logs = {}
     for name, more in {"plain": {}, "bf16": {"bf16": True}, "compiled": {"torch_compile": True}}.items():
         more |= {"torch_compile_backend": "eager"} if name == "compiled" else {}
-        trainer = make_trainer(
+        trainer = trained(
             tmp_path,
             teacher=live(hidden_layers=[1]),
             hidden=HiddenTerm([(1, 1)]),
             arguments={**WHOLE, "train_sampling_strategy": "sequential", **more},
             **given,
         )
-        trainer.train()
         logs[name] = trainer.state.log_history[0]
         assert all(torch.isfinite(value).all() for value in weights(trainer).values())
     for key in ("base_loss", "shd_loss", "kd_loss", "hidden_loss"):
@@ -311,7 +306,7 @@ def test_an_encoder_decoder_counts_rows_of_its_decoder(tmp_path: Path) -> None:
 
     # One call of each kind; with KD alone nothing of the student's attention is captured.
     trainers = [
-        make_trainer(
+        trained(
             tmp_path,
             train=samples,
             model=model(2, 2),
@@ -322,8 +317,6 @@ def test_an_encoder_decoder_counts_rows_of_its_decoder(tmp_path: Path) -> None:
         )
         for arguments in (WHOLE, {"max_steps": 1, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4})
     ]
-    for trainer in trainers:
-        trainer.train()
     whole, parts = (trainer.state.log_history[0] for trainer in trainers)
     assert whole["kd_loss"] > 0
     assert parts["kd_loss"] == pytest.approx(whole["kd_loss"], rel=1e-4)

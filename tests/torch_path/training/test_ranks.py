@@ -14,9 +14,6 @@ from support.started_processes import run_ranks
 
 from shd_torch import batch_share
 
-if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
-    pytest.skip("this PyTorch has no gloo, by which ranks on the CPU speak", allow_module_level=True)
-
 
 def one_process() -> dict[str, torch.Tensor]:
     student = make_student()

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("transformers", reason="SHDTrainer needs the extra 'hf'")
 
 import transformers
-from support.binding.trainer_cases import make_model, make_samples, make_trainer, pad, weights
+from support.binding.trainer_cases import make_model, make_samples, make_trainer, pad, trained, weights
 from support.exported_models import trace
 from support.refusals import refusal
 from support.students import precompute
@@ -48,12 +48,6 @@ def texts(*, full: bool = False) -> list[dict[str, torch.Tensor]]:
     return samples
 
 
-def run(out: Path, **given: Any) -> Any:
-    trainer = make_trainer(out, **given)
-    trainer.train()
-    return trainer
-
-
 def assert_same(one: Any, other: Any, rel: float = 1e-4) -> None:
     for first, second in zip(one.state.log_history[:-1], other.state.log_history[:-1], strict=True):
         keys = {key for key in second if key.endswith(("loss", "weight")) or key == "beta"}
@@ -74,9 +68,9 @@ def test_a_recipe_of_text_cached_live_and_in_parts(name: str, cached: Any, tmp_p
         arguments[1]["gradient_accumulation_steps"] = 3
     samples, given = texts(full=full), {"recipe": TEXTS[name], "beta": 0.3}
     joined = SupervisedDataset(samples, cached(logits="float16"))
-    whole = run(tmp_path, train=samples, teacher=live(), arguments=arguments[0], **given)
-    assert_same(run(tmp_path, train=samples, teacher=live(), arguments=arguments[1], **given), whole)
-    free = [run(tmp_path, train=joined, arguments=each, **given) for each in arguments]
+    whole = trained(tmp_path, train=samples, teacher=live(), arguments=arguments[0], **given)
+    assert_same(trained(tmp_path, train=samples, teacher=live(), arguments=arguments[1], **given), whole)
+    free = [trained(tmp_path, train=joined, arguments=each, **given) for each in arguments]
     assert_same(free[1], free[0])
     assert_same(free[0], whole, rel=2e-3)
 
@@ -156,7 +150,7 @@ def test_a_recipe_of_images_cached_live_and_in_parts(name: str, pictures: Path, 
     """A classifier's logits have no axis of positions, in a cache either."""
     samples = picture_samples()
     whole, parts, cached, cached_parts = (
-        run(
+        trained(
             tmp_path,
             train=train,
             model=Classifier(2, 2, tokens=True),
@@ -185,7 +179,7 @@ def test_a_recipe_of_images_cached_live_and_in_parts(name: str, pictures: Path, 
 
 def test_several_teachers_and_none(tmp_path: Path) -> None:
     samples = texts(full=True)
-    two = run(tmp_path, train=samples, teacher=[live(1), live(5)], recipe="babyllama", arguments=WHOLE)
+    two = trained(tmp_path, train=samples, teacher=[live(1), live(5)], recipe="babyllama", arguments=WHOLE)
     batch = pad(samples)
     with torch.no_grad():
         logits = [make_model(4, seed=seed).eval()(input_ids=batch["input_ids"]).logits for seed in (1, 5)]
@@ -194,7 +188,7 @@ def test_several_teachers_and_none(tmp_path: Path) -> None:
     logged = two.state.log_history[0]
     assert logged["kd_loss"] == pytest.approx(expected["kd"].value.item(), rel=1e-4)
     assert "shd_loss" not in logged
-    alone = run(tmp_path, train=samples, recipe="cross_entropy", arguments=WHOLE).state.log_history[0]
+    alone = trained(tmp_path, train=samples, recipe="cross_entropy", arguments=WHOLE).state.log_history[0]
     assert alone["loss"] == pytest.approx(logged["cross_entropy_loss"], rel=1e-5)
     evaluated = make_trainer(tmp_path, train=samples, recipe="cross_entropy", eval_dataset=samples).evaluate()
     assert evaluated["eval_loss"] == pytest.approx(logged["cross_entropy_loss"], rel=1e-5)

@@ -16,7 +16,7 @@ pytest.importorskip("onnxscript", reason="export needs onnxscript")
 
 import onnx
 from support.binding.allocations import Live
-from support.binding.trainer_cases import export, make_model, make_samples, make_trainer, pad, weights
+from support.binding.trainer_cases import export, make_model, make_samples, make_trainer, pad, trained, weights
 from support.makers import job, length_of
 from support.makers import write_cache as write_made
 from support.refusals import refusal
@@ -107,12 +107,10 @@ def assert_same_run(one: Any, other: Any, rel: float = 1e-3) -> None:
 def test_a_cache_teaches_as_the_live_teacher_does(form: str, cached: Callable[..., Path], tmp_path: Path) -> None:
     options, kept = FORMS[form]
     joined = SupervisedDataset(make_samples(), cached(**options))
-    free = make_trainer(tmp_path, train=joined, arguments={**WHOLE, "max_steps": 2}, **terms())
-    held = make_trainer(
+    free = trained(tmp_path, train=joined, arguments={**WHOLE, "max_steps": 2}, **terms())
+    held = trained(
         tmp_path, train=make_samples(), teacher=live(**kept), arguments={**WHOLE, "max_steps": 2}, **terms()
     )
-    free.train()
-    held.train()
     assert_same_run(free, held)
 
 
@@ -194,8 +192,7 @@ def test_pairs_of_options(way: str, cached: Callable[..., Path], held: Callable[
     if way == "stream":
         train = SupervisedStream(make_samples(), cached(**options))
     rows = "next_labels" if way == "next_labels" else "positions"
-    free = make_trainer(tmp_path, train=train, arguments={**WHOLE, **more}, **terms(rows=rows))
-    free.train()
+    free = trained(tmp_path, train=train, arguments={**WHOLE, **more}, **terms(rows=rows))
     assert_same_run(free, held(rows, **(more if way == "bf16" else {})))
 
 
@@ -206,14 +203,13 @@ def test_a_cache_and_a_live_teacher_are_averaged(
     """Two equal teachers are one; a cache without logits leaves KD to the live one."""
     options, kept = FORMS["topk"]
     for made in (options, {}):
-        both = make_trainer(
+        both = trained(
             tmp_path,
             train=SupervisedDataset(make_samples(), cached(**made)),
             teacher=live(**kept),
             arguments=WHOLE,
             **terms(),
         )
-        both.train()
         assert_same_run(both, held())
 
 
@@ -221,10 +217,8 @@ def test_a_cache_and_a_live_teacher_are_averaged(
 def test_sampled_targets_teach_on_average(cached: Callable[..., Path], tmp_path: Path) -> None:
     options = {"logits": "sampled", "logits_top": 4, "logits_draws": 16}
     joined = SupervisedDataset(make_samples(), cached(**options))
-    drawn = make_trainer(tmp_path, train=joined, kd=KdTerm(), arguments=WHOLE)
-    whole = make_trainer(tmp_path, train=make_samples(), teacher=live(), kd=KdTerm(), arguments=WHOLE)
-    drawn.train()
-    whole.train()
+    drawn = trained(tmp_path, train=joined, kd=KdTerm(), arguments=WHOLE)
+    whole = trained(tmp_path, train=make_samples(), teacher=live(), kd=KdTerm(), arguments=WHOLE)
     values = [trainer.state.log_history[0]["kd_loss"] for trainer in (drawn, whole)]
     assert values[0] == pytest.approx(values[1], abs=0.1)  # 68 rows, each an unbiased estimate
 
@@ -236,10 +230,8 @@ def test_a_cache_without_attention_teaches_kd_and_hidden_states(cached: Callable
     assert CacheReader(alone).manifest.find(Attention) is None
     given = terms() | {"beta": None}
     joined = SupervisedDataset(make_samples(), alone)
-    free = make_trainer(tmp_path, train=joined, arguments=WHOLE, **given)
-    held = make_trainer(tmp_path, train=make_samples(), teacher=live(**kept), arguments=WHOLE, **given)
-    free.train()
-    held.train()
+    free = trained(tmp_path, train=joined, arguments=WHOLE, **given)
+    held = trained(tmp_path, train=make_samples(), teacher=live(**kept), arguments=WHOLE, **given)
     for key in ("loss", "base_loss", "kd_loss", "hidden_loss"):
         assert free.state.log_history[0][key] == pytest.approx(held.state.log_history[0][key], rel=1e-3), key
     assert "shd_loss" not in free.state.log_history[0]
@@ -323,8 +315,7 @@ class DecoderCase(NamedTuple):
         """What one step of all six samples logs, in parts of ``size``."""
         arguments = {"max_steps": 1, "per_device_train_batch_size": size, "gradient_accumulation_steps": 6 // size}
         given = {"train": self.joined, "model": copy.deepcopy(self.student), "collate": collate_decoder} | given
-        trainer = make_trainer(out, arguments=arguments | {"train_sampling_strategy": "sequential"}, **given)
-        trainer.train()
+        trainer = trained(out, arguments=arguments | {"train_sampling_strategy": "sequential"}, **given)
         logged: dict[str, float] = trainer.state.log_history[0]
         return logged
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.binding.trainer_cases import LENGTHS, make_model, make_samples, make_trainer, pad
+from support.binding.trainer_cases import LENGTHS, make_model, make_samples, make_trainer, pad, trained
 from support.refusals import refusal
 
-from shd_torch import BetaSchedule, LossBalancer, OnlineTeacher, SupervisedDataset
+from shd_torch import BetaSchedule, LossBalancer, OnlineTeacher, ShdError, SupervisedDataset
 from shd_torch.training.collator import SupervisedCollator
 
 
@@ -24,19 +24,17 @@ def test_samples_that_change_after_joining_stop_the_training(trainer_cache: Path
 
 @pytest.mark.slow
 def test_a_live_teacher_supervises_as_its_cache_does(trainer_cache: Path, tmp_path: Path) -> None:
-    cached = make_trainer(tmp_path, train=SupervisedDataset(make_samples(), trainer_cache), beta=0.5)
+    cached = trained(tmp_path, train=SupervisedDataset(make_samples(), trainer_cache), beta=0.5)
     teacher = OnlineTeacher(make_model(4, seed=1), 2, 2)
-    live = make_trainer(tmp_path, train=make_samples(), teacher=teacher, beta=0.5)
-    cached.train()
-    live.train()
+    live = trained(tmp_path, train=make_samples(), teacher=teacher, beta=0.5)
     for one, other in zip(cached.state.log_history[:2], live.state.log_history[:2], strict=True):
         for key in ("loss", "base_loss", "shd_loss", "clipped_alphas"):
             assert one[key] == pytest.approx(other[key], rel=1e-3), key
     joined = SupervisedDataset(make_samples(), trainer_cache)
-    both = make_trainer(tmp_path, train=joined, teacher=teacher, beta=0.5, kl={"temperature": 1.0})
+    both = trained(tmp_path, train=joined, teacher=teacher, beta=0.5, kl={"temperature": 1.0})
     with pytest.raises(ShdError, match=r"temperature must be 1\.0, as .*; got 2\.0"):
         make_trainer(tmp_path, train=joined, beta=0.5, kl={"temperature": 2.0})
-    both.train()  # the mean of two equal terms
+    # The mean of two equal terms.
     assert both.state.log_history[0]["shd_loss"] == pytest.approx(cached.state.log_history[0]["shd_loss"], rel=1e-3)
 
 
@@ -44,10 +42,9 @@ def test_a_live_teacher_supervises_as_its_cache_does(trainer_cache: Path, tmp_pa
 def test_a_schedule_and_an_evaluation(trainer_cache: Path, tmp_path: Path) -> None:
     joined = SupervisedDataset(make_samples(), trainer_cache)
     arguments = {"max_steps": 4, "per_device_train_batch_size": 2}
-    trainer = make_trainer(
+    trainer = trained(
         tmp_path, train=joined, eval_dataset=joined, beta=BetaSchedule(0.4, "linear"), arguments=arguments
     )
-    trainer.train()
     betas = [log["beta"] for log in trainer.state.log_history if "beta" in log]
     assert betas == pytest.approx([0.4, 0.3, 0.2, 0.1])
     evaluated = trainer.evaluate()
@@ -60,8 +57,7 @@ def test_a_schedule_and_an_evaluation(trainer_cache: Path, tmp_path: Path) -> No
 @pytest.mark.slow
 def test_balancer(trainer_cache: Path, tmp_path: Path) -> None:
     joined = SupervisedDataset(make_samples(), trainer_cache)
-    balanced = make_trainer(tmp_path, train=joined, beta=0.5, balancer=LossBalancer(1.0), arguments={"max_steps": 1})
-    balanced.train()
+    balanced = trained(tmp_path, train=joined, beta=0.5, balancer=LossBalancer(1.0), arguments={"max_steps": 1})
     log = balanced.state.log_history[0]
     assert log["loss"] == pytest.approx(1.5 * log["base_loss"], rel=1e-4)
 

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("transformers", reason="SHDTrainer needs the extra 'hf'")
 
 from safetensors.torch import load_file
-from support.binding.trainer_cases import LENGTHS, make_model, make_samples, make_trainer, pad, weights
+from support.binding.trainer_cases import LENGTHS, make_model, make_samples, make_trainer, pad, trained, weights
 from support.refusals import refusal
 
 from shd_torch import (
@@ -77,8 +77,7 @@ def test_how_the_student_runs_changes_nothing(arguments: dict[str, Any], trainer
     joined = SupervisedDataset(make_samples(), trainer_cache)
     runs = []
     for given in ({}, arguments):
-        trainer = make_trainer(tmp_path, train=joined, beta=0.5, arguments=given)
-        trainer.train()
+        trainer = trained(tmp_path, train=joined, beta=0.5, arguments=given)
         runs.append(trainer)
     plain, other = runs
     assert_same(weights(other), weights(plain), rtol=1e-4, atol=1e-6)
@@ -158,8 +157,7 @@ def test_the_best_student_is_loaded_at_the_end(trainer_cache: Path, tmp_path: Pa
         "load_best_model_at_end": True,
         "metric_for_best_model": "eval_loss",
     }
-    trainer = make_trainer(tmp_path, train=joined, eval_dataset=joined, beta=0.5, arguments=arguments)
-    trainer.train()
+    trainer = trained(tmp_path, train=joined, eval_dataset=joined, beta=0.5, arguments=arguments)
     losses = {log["step"]: log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log}
     best = min(losses, key=lambda step: losses[step])
     assert sorted(losses) == [1, 2, 3, 4]
@@ -180,15 +178,13 @@ def test_a_stream_trains_as_the_same_data_in_that_order(workers: int, trainer_ca
     samples = make_samples()
     # Two workers read every other sample each, and give whole batches in turn.
     order = samples if workers == 0 else samples[::2] + samples[1::2]
-    joined = make_trainer(
+    joined = trained(
         tmp_path,
         train=SupervisedDataset(order, trainer_cache),
         beta=0.5,
         arguments=arguments | {"dataloader_num_workers": 0},
     )
-    stream = make_trainer(tmp_path, train=SupervisedStream(samples, trainer_cache), beta=0.5, arguments=arguments)
-    joined.train()
-    stream.train()
+    stream = trained(tmp_path, train=SupervisedStream(samples, trainer_cache), beta=0.5, arguments=arguments)
     assert_same(weights(stream), weights(joined))
     assert stream.state.log_history[2]["shd_loss"] == joined.state.log_history[2]["shd_loss"]
 
@@ -219,10 +215,8 @@ def test_a_stream_with_a_live_teacher_needs_no_cache(trainer_cache: Path, tmp_pa
             yield from make_samples()
 
     teacher = OnlineTeacher(make_model(4, seed=1), 2, 2)
-    live = make_trainer(tmp_path, train=Stream(), teacher=teacher, beta=0.5)
-    cached = make_trainer(tmp_path, train=SupervisedStream(make_samples(), trainer_cache), beta=0.5)
-    live.train()
-    cached.train()
+    live = trained(tmp_path, train=Stream(), teacher=teacher, beta=0.5)
+    cached = trained(tmp_path, train=SupervisedStream(make_samples(), trainer_cache), beta=0.5)
     for one, two in zip(live.state.log_history[:2], cached.state.log_history[:2], strict=True):
         assert one["shd_loss"] == pytest.approx(two["shd_loss"], rel=1e-3)
 
@@ -236,10 +230,9 @@ def test_columns_that_the_student_does_not_take_are_left_out(trainer_cache: Path
 
     samples = [sample | {"text": f"sample {index}"} for index, sample in enumerate(make_samples())]
     joined = SupervisedDataset(samples, trainer_cache)
-    trainer = make_trainer(
+    trainer = trained(
         tmp_path, train=joined, eval_dataset=joined, collate=collate, beta=0.5, arguments={"max_steps": 1}
     )
-    trainer.train()
     trainer.evaluate()
     assert len(seen) >= 4 + len(LENGTHS)
     assert all(names == {"input_ids", "attention_mask", "labels"} for names in seen)

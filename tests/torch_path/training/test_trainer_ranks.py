@@ -11,9 +11,6 @@ from support.binding.trainer_cases import make_model, weights
 from support.binding.trainer_ranks import RANKS, WAYS, make_way, run_rank
 from support.started_processes import run_ranks
 
-if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
-    pytest.skip("this PyTorch has no gloo, by which ranks on the CPU speak", allow_module_level=True)
-
 LOGGED = {"loss", "base_loss", "shd_loss", "shd_loss_layer_0", "shd_loss_layer_1", "beta", "clipped_alphas"}
 
 
