@@ -26,18 +26,9 @@ def test_text_is_sampled_from_the_mixture_of_probabilities(models: tuple[object,
     mask = (ids != 0).long()
     mixture = TeacherMixture(teacher, attention_mask=mask)
     torch.manual_seed(0)
-    made = student.generate(
-        input_ids=ids,
-        attention_mask=mask,
-        do_sample=True,
-        top_k=0,
-        max_new_tokens=4,
-        min_new_tokens=4,
-        logits_processor=[mixture],
-        output_scores=True,
-        return_dict_in_generate=True,
-        pad_token_id=0,
-    )
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 4, "min_new_tokens": 4, "pad_token_id": 0}
+    options |= {"logits_processor": [mixture], "output_scores": True, "return_dict_in_generate": True}
+    made = student.generate(input_ids=ids, attention_mask=mask, **options)
     whole = torch.cat((mask, mask.new_ones(2, 4)), 1)
     given = {"input_ids": made.sequences, "attention_mask": whole, "position_ids": (whole.cumsum(1) - 1).clamp(min=0)}
     with torch.no_grad():

@@ -75,18 +75,10 @@ def test_mixtures_of_experts(tmp_path: Path) -> None:
     """By no loop over the experts that the example happens to choose; afterwards the model has its own way again."""
     import transformers
 
-    config = transformers.MixtralConfig(
-        vocab_size=50,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_experts_per_tok=2,
-        num_local_experts=4,
-    )
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2, "num_local_experts": 4}
     torch.manual_seed(0)
-    model = transformers.MixtralModel(config).eval()
+    model = transformers.MixtralModel(transformers.MixtralConfig(**sizes)).eval()
     before = model.config._experts_implementation
     torch.manual_seed(1)
     ids = {batch: torch.randint(0, 50, (batch, length)) for batch, length in ((2, 8), (5, 11))}

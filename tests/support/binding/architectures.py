@@ -11,29 +11,11 @@ from torch import Tensor, nn
 VOCABULARY = 50
 HEADS = 4
 _SIZES: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": HEADS, "intermediate_size": 48}
-_DECODER: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    **_SIZES,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-SEQ2SEQ: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "d_model": 32,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_attention_heads": HEADS,
-    "decoder_attention_heads": HEADS,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 1,
-}
+_TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_DECODER = _TOKENS | _SIZES | {"num_key_value_heads": 2, "max_position_embeddings": 64}
+SEQ2SEQ = _TOKENS | {"d_model": 32, "decoder_start_token_id": 1}
+for _side in ("encoder", "decoder"):
+    SEQ2SEQ |= {f"{_side}_layers": 1, f"{_side}_attention_heads": HEADS, f"{_side}_ffn_dim": 48}
 _VISION: dict[str, Any] = {**_SIZES, "image_size": 16, "patch_size": 4, "num_hidden_layers": 1}
 _TEXT: dict[str, Any] = {"vocab_size": VOCABULARY, **_SIZES, "num_hidden_layers": 1, "max_position_embeddings": 64}
 
@@ -50,15 +32,7 @@ _HUGGING_FACE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": (
         "GPT2Config",
         "GPT2Model",
-        {
-            "vocab_size": VOCABULARY,
-            "n_embd": 32,
-            "n_layer": 2,
-            "n_head": HEADS,
-            "scale_attn_by_inverse_layer_idx": True,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        },
+        {**_TOKENS, "n_embd": 32, "n_layer": 2, "n_head": HEADS, "scale_attn_by_inverse_layer_idx": True},
     ),
     "gpt_neox": ("GPTNeoXConfig", "GPTNeoXModel", {**_TEXT, "bos_token_id": 1, "eos_token_id": 2}),
     "llama": ("LlamaConfig", "LlamaModel", {**_DECODER, "num_hidden_layers": 1}),

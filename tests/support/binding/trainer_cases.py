@@ -23,18 +23,9 @@ LENGTHS = (12, 7, 9, 12, 3, 12, 5, 8)
 
 def make_model(heads: int, seed: int, layers: int = 2, width: int = 16, vocabulary: int = 30) -> Any:
     torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=24,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        max_position_embeddings=16,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+    sizes = {"hidden_size": width, "intermediate_size": 24, "num_hidden_layers": layers, "vocab_size": vocabulary}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads, "max_position_embeddings": 16}
+    config = transformers.LlamaConfig(pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes)
     model = transformers.LlamaForCausalLM(config)
     with torch.no_grad():
         for name, value in model.named_parameters():
@@ -80,22 +71,16 @@ def export(folder: Path, seed: int = 1) -> None:
 
 
 def make_trainer(out: Path, *, train: Any, **given: Any) -> SHDTrainer:
-    arguments = {
-        "output_dir": str(out),
-        "per_device_train_batch_size": 4,
-        "max_steps": 2,
-        "logging_steps": 1,
+    arguments: dict[str, Any] = {"output_dir": str(out), "per_device_train_batch_size": 4, "max_steps": 2, "seed": 3}
+    arguments |= {"learning_rate": 0.01, "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "optim": "sgd"}
+    arguments |= {
         "save_strategy": "no",
         "report_to": "none",
-        "learning_rate": 0.01,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.0,
-        "optim": "sgd",
         "use_cpu": True,
         "disable_tqdm": True,
-        "seed": 3,
-        **given.pop("arguments", {}),
+        "logging_steps": 1,
     }
+    arguments |= given.pop("arguments", {})
     return SHDTrainer(
         model=given.pop("model", None) or make_model(2, seed=2),
         args=transformers.TrainingArguments(**arguments),

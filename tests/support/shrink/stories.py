@@ -18,19 +18,10 @@ def load_llama(path: Path) -> Any:
     source = load_stories(path)
     layers, width = source.layers, source.embed.weight.shape[1]
     first: Any = layers[0]
-    config = LlamaConfig(
-        vocab_size=source.embed.weight.shape[0],
-        hidden_size=width,
-        intermediate_size=first.w1.out_features,
-        num_hidden_layers=len(layers),
-        num_attention_heads=first.num_heads,
-        num_key_value_heads=first.num_kv_heads,
-        max_position_embeddings=512,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+    sizes = {"vocab_size": source.embed.weight.shape[0], "hidden_size": width, "max_position_embeddings": 512}
+    sizes |= {"intermediate_size": first.w1.out_features, "num_hidden_layers": len(layers)}
+    sizes |= {"num_attention_heads": first.num_heads, "num_key_value_heads": first.num_kv_heads}
+    config = LlamaConfig(rms_norm_eps=1e-5, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, **sizes)
     model = LlamaForCausalLM(config).eval()
 
     def halves(weight: torch.Tensor, heads: int) -> torch.Tensor:

@@ -276,18 +276,9 @@ def test_bad_layers(layers: Any) -> None:
 
 
 def test_attention_sinks_are_refused() -> None:
-    config = transformers.GptOssConfig(
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_local_experts=2,
-        num_experts_per_tok=1,
-        layer_types=["full_attention"],
-    )
+    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
+    config = transformers.GptOssConfig(layer_types=["full_attention"], **sizes)
     model = transformers.GptOssForCausalLM(config).eval()
     model.set_attn_implementation("eager")
     with capture_attention(model), refusal("capture-failed", "sinks"):

@@ -97,16 +97,8 @@ class Classifier(torch.nn.Module):
     def __init__(self, heads: int, seed: int, *, tokens: bool) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        config = transformers.ViTConfig(
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=heads,
-            image_size=8,
-            patch_size=4,
-            num_channels=1,
-            num_labels=5,
-        )
+        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": heads}
+        config = transformers.ViTConfig(image_size=8, patch_size=4, num_channels=1, num_labels=5, **sizes)
         self.config = config
         self.vit = transformers.ViTModel(config, add_pooling_layer=False)
         self.heads = torch.nn.ModuleList(torch.nn.Linear(16, 5) for _ in range(2))

@@ -117,6 +117,9 @@ def test_of_an_adapted_student_the_adapter_learns_and_is_saved(trainer_cache: Pa
 
 @pytest.mark.parametrize("data", ["joined", "stream"])
 def test_resuming_in_mid_epoch_changes_nothing(data: str, trainer_cache: Path, tmp_path: Path) -> None:
+    arguments = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "optim": "adamw_torch"}  # 4 an epoch
+    arguments |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
+
     def train(out: Path, resumed: Path | None) -> Any:
         train = (SupervisedDataset if data == "joined" else SupervisedStream)(make_samples(), trainer_cache)
         trainer = make_trainer(
@@ -124,14 +127,7 @@ def test_resuming_in_mid_epoch_changes_nothing(data: str, trainer_cache: Path, t
             train=train,
             beta=BetaSchedule(0.6, "cosine", warmup=0.2),
             balancer=LossBalancer(0.5),
-            arguments={
-                "max_steps": 6,  # of 4 an epoch
-                "per_device_train_batch_size": 1,
-                "gradient_accumulation_steps": 2,
-                "save_strategy": "steps",
-                "save_steps": 3,
-                "optim": "adamw_torch",
-            },
+            arguments=arguments,
         )
         trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed))
         return trainer
@@ -147,16 +143,9 @@ def test_resuming_in_mid_epoch_changes_nothing(data: str, trainer_cache: Path, t
 
 def test_the_best_student_is_loaded_at_the_end(trainer_cache: Path, tmp_path: Path) -> None:
     joined = SupervisedDataset(make_samples(), trainer_cache)
-    arguments = {
-        "max_steps": 4,
-        "learning_rate": 5.0,  # it gets worse at once
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "eval_loss",
-    }
+    arguments = {"max_steps": 4, "learning_rate": 5.0}  # it gets worse at once
+    arguments |= {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    arguments |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
     trainer = trained(tmp_path, train=joined, eval_dataset=joined, beta=0.5, arguments=arguments)
     losses = {log["step"]: log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log}
     best = min(losses, key=lambda step: losses[step])
