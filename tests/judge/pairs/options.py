@@ -120,14 +120,15 @@ def zero_rows(name: str) -> Option:
     return Option("zero rows", ("none", "some"), read)
 
 
+def some(option: str, name: str, holds: Callable[[np.ndarray], Any]) -> Option:
+    """Whether something holds for an entry of an argument's arrays."""
+    found: Callable[[Inputs], bool] = lambda inputs: any(holds(a).any() for a in arrays_of(inputs[name]))  # noqa: E731
+    return Option(option, ("none", "some"), lambda inputs: "some" if found(inputs) else "none")
+
+
 def small_mass(name: str) -> Option:
     """Whether an entry above 0 is small."""
-
-    def read(inputs: Inputs) -> str:
-        found = any(((a > 0) & (a < SMALL_MASS)).any() for a in arrays_of(inputs[name]) if a.dtype.kind == "f")
-        return "some" if found else "none"
-
-    return Option("small mass", ("none", "some"), read)
+    return some("small mass", name, lambda array: (array > 0) & (array < SMALL_MASS))
 
 
 # --- masks ------------------------------------------------------------------------------------------------------
@@ -165,11 +166,7 @@ def attn_mask(logits: str) -> Option:
 
 def minus_infinity(name: str) -> Option:
     """Whether the logits themselves mask keys."""
-
-    def read(inputs: Inputs) -> str:
-        return "some" if any(np.isneginf(a).any() for a in arrays_of(inputs[name])) else "none"
-
-    return Option("-inf", ("none", "some"), read)
+    return some("-inf", name, np.isneginf)
 
 
 # --- plans ------------------------------------------------------------------------------------------------------
@@ -258,14 +255,8 @@ def _layers(inputs: Inputs) -> str:
     given = inputs["supervision"]
     if not isinstance(given, list | tuple):
         return "one array"
-    if len(given) == 1:
-        return "a list of one"
-    return "alike" if len({a.shape for a in given}) == 1 else "of different shapes"
-
-
-def _beta(inputs: Inputs) -> str:
-    beta = inputs.get("beta", 1)
-    return "one" if beta == 1 else "zero" if beta == 0 else "other"
+    alike = len({a.shape for a in given}) == 1
+    return "a list of one" if len(given) == 1 else "alike" if alike else "of different shapes"
 
 
 _LOSS = (
@@ -274,7 +265,9 @@ _LOSS = (
     argument("support", "error", "intersect"),
     ROW_SUMS,
     TEMPERATURE,
-    Option("beta", ("one", "zero", "other"), _beta),
+    Option(
+        "beta", ("one", "zero", "other"), lambda inputs: {1: "one", 0: "zero"}.get(inputs.get("beta", 1), "other")
+    ),
     Option("layers", ("one array", "a list of one", "alike", "of different shapes"), _layers),
     row_mask("loss_mask"),
     batch("supervision"),
@@ -314,11 +307,6 @@ def _pairs_of_layers(inputs: Inputs) -> str:
     return "equal" if teachers == students else "even" if teachers % students == 0 else "uneven"
 
 
-def _pool(inputs: Inputs) -> str:
-    heads = inputs["gram"].shape[1]
-    return "2" if heads == 2 else "3" if heads == 3 else "more"
-
-
 def _positions(inputs: Inputs) -> str:
     p, q, last = inputs["p"], inputs["q"], inputs["gram"].shape[1] - 1
     order = "p < q" if p < q else "p > q"
@@ -327,7 +315,9 @@ def _positions(inputs: Inputs) -> str:
 
 _GRAM = (
     Option("alpha_per", ("map", "row"), lambda inputs: "row" if inputs["gram"].ndim == 6 else "map"),
-    Option("heads of the pool", ("2", "3", "more"), _pool),
+    Option(
+        "heads of the pool", ("2", "3", "more"), lambda inputs: {2: "2", 3: "3"}.get(inputs["gram"].shape[1], "more")
+    ),
     Option(
         "positions", ("p < q, the last", "p > q, the last", "p < q, not the last", "p > q, not the last"), _positions
     ),

@@ -28,14 +28,12 @@ Pair = frozenset[Value]
 NOTHING_RIGHT = {"law/inputs-unchanged", "law/equal-calls-agree"} | {law.id for law in calls.LAWS}
 
 _EMPTY = "the empty plan has no pair, and leaves all heads"
+_WITHOUT = [(("rounds", "0"), ("heads left", left)) for left in ("one", "several, evenly", "several, unevenly")]
+_WITHOUT += [(("heads left", "all"), ("rounds", rounds)) for rounds in ("1", "2", "3", "4 or more")]
 _PLANLESS = [
-    (operation, ("rounds", "0"), ("heads left", left), _EMPTY)
+    (operation, *values, _EMPTY)
     for operation in ("merge_plan", "plan_groups", "squeeze_heads", "matched_plan", "diagnose")
-    for left in ("one", "several, evenly", "several, unevenly")
-] + [
-    (operation, ("heads left", "all"), ("rounds", rounds), _EMPTY)
-    for operation in ("merge_plan", "plan_groups", "squeeze_heads", "matched_plan", "diagnose")
-    for rounds in ("1", "2", "3", "4 or more")
+    for values in _WITHOUT
 ]
 _ORDERLESS = [
     ("plan_groups", ("order", order), none, _EMPTY)
@@ -48,13 +46,9 @@ _RANKS = [
     ("softmax", ("axes", "3"), ("attn_mask", "(B, 1, 1, S)"), _FEWER_AXES),
     ("softmax", ("axes", "2"), ("attn_mask", "(L, S)"), "with two axes that is the full mask"),
 ]
+_NO_THIRD = "a pool of two has no third head"
 _POOLS = [
-    (
-        operation,
-        ("heads of the pool", "2"),
-        ("positions", f"{order}, not the last"),
-        "a pool of two has no third head",
-    )
+    (operation, ("heads of the pool", "2"), ("positions", f"{order}, not the last"), _NO_THIRD)
     for operation in ("solve_alpha_from_gram", "merge_gram")
     for order in ("p < q", "p > q")
 ]
