@@ -224,6 +224,11 @@ class Book:
         body = {"inputs": _json_of(inputs), "expected": expected, "compare": rules}
         self._add(name, comment, spec, flags, withdrawn, dtypes, {"result": "valid", **body})
 
+    def case(self, title: str, words: str, **rest: Any) -> None:
+        """A valid case by its title and words (``head``)."""
+        name, comment, spec, flags = head(title, words)
+        self.valid(name, comment, spec, flags, **rest)
+
     def invalid(
         self,
         name: str,

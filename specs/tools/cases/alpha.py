@@ -109,11 +109,9 @@ def solve_alpha() -> Book:
         numbers([1, 6, 3], 57, -16, 32, 2), numbers([1, 6, 3], 58, -16, 32, 2)))  # fmt: skip
     for name, shape, seed in (("wide", (2, 9, 1), 61), ("tall", (9, 2, 4), 71)):
         length, keys, width = shape
-        book.valid(
-            name,
-            f"L = {length}, S = {keys}, D = {width}",
-            "ALPHA-1 ALPHA-2",
-            f"{formula} ugly-shape",
+        book.case(
+            f"{name}: L = {length}, S = {keys}, D = {width}",
+            f"ALPHA-1 ALPHA-2 {formula} ugly-shape",
             **pair(
                 probs([3, length, keys], seed, 9, 2, 6),
                 probs([3, length, keys], seed + 1, 9, 2, 6),
@@ -220,11 +218,9 @@ def _refused_by_solve_alpha(book: Book, pair: Any) -> None:
         dtypes=["float64", "float32"],
         **pair(array([[[0.5, 0.5, 2**-17], [1, 0, 0]]]), array([[[0.25, 0.75, 0], [0, 1, 0]]]), x, y),
     )
-    book.valid(
-        "sum-just-inside-float32",
-        "a row that differs from one by less than float32's ROW_SUM",
-        "MAP-3",
-        "row-sum-bound",
+    book.case(
+        "sum-just-inside-float32: a row that differs from one by less than float32's ROW_SUM",
+        "MAP-3 row-sum-bound",
         dtypes=["float32"],
         **pair(array([[[0.5, 0.5, 2**-14], [1, 0, 0]]]), array([[[0.25, 0.75, 0], [0, 1, 0]]]), x, y),
     )

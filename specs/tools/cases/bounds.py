@@ -8,7 +8,7 @@ from typing import Any
 
 import oracle_heads as heads
 import oracle_loss as loss
-from book import Book, Given, array, head, lengths, mask, numbers, random_model
+from book import Book, Given, array, lengths, mask, numbers, random_model
 
 from cases.maps import bad_maps
 
@@ -132,8 +132,7 @@ def diagnose() -> Book:
         inputs |= {"plan": plan[0]} if plan else {}
         inputs |= {"strategies": strategies.split()} if strategies else {}
         rules = diagnosis_rules(strategies.split() or heads.STRATEGIES)
-        name, comment, spec, flags = head(title, words)
-        book.valid(name, comment, spec, flags, compare=rules, **inputs, **rest)
+        book.case(title, words, compare=rules, **inputs, **rest)
 
     valid(
         "one-row: O = 3, the keys give 2 and 1: the best is 2, off by a third",

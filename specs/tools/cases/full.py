@@ -288,11 +288,9 @@ def _add_near_ties(book: Book) -> None:
     for name, (by, seed, part, dtypes) in NEAR_TIES.items():
         draws = Draws(seed)
         maps, outputs = ([draws.maps(1, 4, 3, 4) for _ in "ab"], [draws.numbers(1, 4, 4, 3) for _ in "ab"])
-        book.valid(
-            f"full-{name}",
-            "two sets of pairs score nearly the same, and an argument of fewer bits turns them",
-            "PLAN-9 PLAN-12",
-            "matched-close",
+        book.case(
+            f"full-{name}: two sets of pairs score nearly the same, and an argument of fewer bits turns them",
+            "PLAN-9 PLAN-12 matched-close",
             dtypes=dtypes,
             calibration=[[array(_between(maps[0], maps[1], part)), array(_between(outputs[0], outputs[1], part))]],
             num_student_heads=2,

@@ -126,21 +126,17 @@ def merge_gram() -> Book:
             f"{flags} pool-in-place pool-untouched-first", gram=three, p=p, q=q, alpha=array([0.25]))  # fmt: skip
     two = small_gram([[[1, 0]], [[0, 1]]], [[[1], [0]], [[3], [0]]])
     book.valid("to-one", "two heads become one", "GRAM-4", flags, gram=two, p=0, q=1, alpha=array([0.25]))
-    book.valid(
-        "two-samples",
-        "every sample has its alpha",
-        "GRAM-4",
-        f"{flags} alpha-batch-shared",
+    book.case(
+        "two-samples: every sample has its alpha",
+        f"GRAM-4 {flags} alpha-batch-shared",
         gram=numbers([2, 2, 2, 2, 2], 99, -32, 32, 2),
         p=1,
         q=0,
         alpha=array([0.125, 0.75]),
     )
-    book.valid(
-        "per-row",
-        "every row has its alpha",
-        "GRAM-4",
-        f"{flags} alpha-per-ignored",
+    book.case(
+        "per-row: every row has its alpha",
+        f"GRAM-4 {flags} alpha-per-ignored",
         gram=numbers([1, 3, 3, 3, 3, 2], 100, -32, 32, 2),
         p=0,
         q=1,

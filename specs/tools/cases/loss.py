@@ -57,11 +57,9 @@ def shd_loss() -> Book:
         "half-accumulation",
         **pair_layers(probs([1, 1, 130, 3], 1061, 4, 0, 6), numbers([1, 1, 130, 3], 1062, -4, 3, 0),
         temperature=0.001953125))  # fmt: skip
-    book.valid(
-        "many-rows",
-        "600 rows: a running sum in half precision stands still",
-        "NUM-1 LOSS-4",
-        "half-accumulation",
+    book.case(
+        "many-rows: 600 rows: a running sum in half precision stands still",
+        "NUM-1 LOSS-4 half-accumulation",
         **pair_layers(probs([1, 1, 600, 2], 1063, 1, 0, 6), numbers([1, 1, 600, 2], 1064, -8, 8, 2)),
     )
     refuse_bad_layers(book, STUDENT)

@@ -23,11 +23,9 @@ def softmax() -> Book:
     book.valid("one-key", "one key has all", "MAP-1", attn_logits=array([[[[3], [-7]]]]))
     book.valid("large-logits", "exp of a logit overflows; of the difference to the largest it does not", "MAP-1",
         "overflow", attn_logits=array([[[[1024, 1016, -1024], [-1016, -1024, -1020]]]]))  # fmt: skip
-    book.valid(
-        "very-negative",
-        "finite logits are not masked, however negative they are",
-        "MAP-1 MAP-2",
-        "magic-threshold",
+    book.case(
+        "very-negative: finite logits are not masked, however negative they are",
+        "MAP-1 MAP-2 magic-threshold",
         attn_logits=array([[[[-65280, -65280, INF], [-512, -510, -508], [-65280, INF, INF]]]]),
     )
     book.valid("far-apart", "probabilities below what the dtype holds may be rounded to 0, and nothing else happens",
@@ -113,11 +111,9 @@ def soften() -> Book:
     book.valid("temperature-one-sum-off", "a sum within ROW_SUM of one stays what it was", "TEMP-7 MAP-3",
         "row-renormalised", dtypes=["float32"], compare={"attn_probs": EXACT},
         attn_probs=array([[[[0.5, 0.5, 2**-14]]]]), temperature=1)  # fmt: skip
-    book.valid(
-        "temperature-one-sinks",
-        "a row with a sink stays what it was",
-        "TEMP-7 TEMP-5",
-        "sink-filled",
+    book.case(
+        "temperature-one-sinks: a row with a sink stays what it was",
+        "TEMP-7 TEMP-5 sink-filled",
         compare={"attn_probs": EXACT},
         attn_probs=array([[[[0.25, 0.125], [0, 0]]]]),
         temperature=1,
@@ -193,30 +189,24 @@ def bad_maps(book: Book, name: str, rest: dict[str, Any], *, head_axis: bool = T
 def value_outputs() -> Book:
     """MAP-6, MAP-11."""
     book = book_of(heads.value_outputs, "value_outputs", CLOSE)
-    book.valid(
-        "one-head",
-        "X = V W",
-        "MAP-11",
-        "projection-transposed",
+    book.case(
+        "one-head: X = V W",
+        "MAP-11 projection-transposed",
         values=array([[[[1, 2], [3, 4], [0, -1]]]]),
         output_projection=array([[1, 2], [0, 5]]),
     )
     book.valid("slices", "head t has rows t d_v to (t+1) d_v - 1 of the projection, which is square here", "MAP-11",
         "projection-slices projection-transposed", values=array([[[[1, 2]], [[1, 0.5]], [[-1, 1]]]]),
         output_projection=numbers([6, 6], 21, -16, 16, 2))  # fmt: skip
-    book.valid(
-        "grouped",
-        "four query heads, two value heads: heads 0 and 1 read value head 0",
-        "MAP-6",
-        "gqa-interleaved projection-slices",
+    book.case(
+        "grouped: four query heads, two value heads: heads 0 and 1 read value head 0",
+        "MAP-6 gqa-interleaved projection-slices",
         values=numbers([1, 2, 2, 3], 22, -8, 8, 1),
         output_projection=numbers([12, 2], 23, -8, 8, 2),
     )
-    book.valid(
-        "one-value-head",
-        "all query heads read the one value head",
-        "MAP-6",
-        "gqa-interleaved",
+    book.case(
+        "one-value-head: all query heads read the one value head",
+        "MAP-6 gqa-interleaved",
         values=numbers([2, 1, 3, 2], 24, -8, 8, 1),
         output_projection=numbers([6, 4], 25, -8, 8, 2),
     )

@@ -94,11 +94,9 @@ def mix_heads() -> Book:
         teacher_probs=probs([2, 2, 4, 3], 103, 9, 2, 6),
         mixing=array([[[[0.25, 1, 0.5, 0], [0.75, 0, 0.5, 1]], [[0, 0.125, 1, 0.25], [1, 0.875, 0, 0.75]]],
         [[[1, 0.5, 0.25, 0.5], [0, 0.5, 0.75, 0.5]], [[0.75, 0, 0.5, 1], [0.25, 1, 0.5, 0]]]]))  # fmt: skip
-    book.valid(
-        "zero-rows",
-        "fully masked rows mix to zero",
-        "MIX-3 MAP-2",
-        "masked-row-nan",
+    book.case(
+        "zero-rows: fully masked rows mix to zero",
+        "MIX-3 MAP-2 masked-row-nan",
         compare={"probs": {**PROBS, "exact_zeros": True}},
         teacher_probs=array([[[[0, 0], [1, 0]], [[0, 0], [0, 1]]]]),
         mixing=array([[[0.25, 0.75]]]),
@@ -132,11 +130,9 @@ def mix_heads() -> Book:
             "a row of C further from one than ROW_SUM of this dtype, by less than twice", "MIX-3", invalid,
             flags="row-sum-bound", dtypes=[dtype], teacher_probs=probs([1, 3, 2, 4], 101, 9, 2, 6),
             mixing=array([[[0.5, 0.5, 2.0**-bits]]]))  # fmt: skip
-    book.valid(
-        "just-inside-float64",
-        "a row of C within ROW_SUM of one",
-        "MIX-3",
-        "row-sum-bound",
+    book.case(
+        "just-inside-float64: a row of C within ROW_SUM of one",
+        "MIX-3 row-sum-bound",
         dtypes=["float64", "float32"],
         teacher_probs=probs([1, 3, 2, 4], 101, 9, 2, 6),
         mixing=array([[[0.5, 0.5, 2.0**-17]]]),

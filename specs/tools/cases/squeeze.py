@@ -89,11 +89,9 @@ def _rounds_of_shd(book: Book) -> None:
         **{**random_model(1, 5, 3, 4, 3, 241), "num_student_heads": 3})  # fmt: skip
     book.valid("explicit-middle", "explicit rounds: the pair of the middle goes first", "MIX-16 PLAN-4", POOL,
         **{**random_model(2, 4, 3, 4, 2, 251), "num_student_heads": 3, "plan": [[[1, 2]]]})  # fmt: skip
-    book.valid(
-        "explicit-swapped",
-        "positions out of order: alpha is the weight of the pair's first head",
-        "MIX-16 MIX-4 PLAN-6",
-        f"alpha-swapped {SUMMED} pair-sorted",
+    book.case(
+        "explicit-swapped: positions out of order: alpha is the weight of the pair's first head",
+        f"MIX-16 MIX-4 PLAN-6 alpha-swapped {SUMMED} pair-sorted",
         **{**random_model(2, 4, 3, 4, 2, 261), "num_student_heads": 2, "plan": [[[3, 1]], [[1, 0]]]},
     )
     book.valid("balanced", "five heads in groups of three and two", "MIX-16 PLAN-8",
@@ -105,11 +103,9 @@ def _rounds_of_shd(book: Book) -> None:
         **{**random_model(1, 2, 3, 4, 2, 283), "num_student_heads": 2, "alpha_per": "row"})  # fmt: skip
     book.valid("as-printed", "the printed rule by name", "ALPHA-4 MIX-4", "alpha-rule-ignored", leave_out=COUNTS,
         **{**random_model(2, 4, 3, 4, 2, 291), "num_student_heads": 2, "alpha_rule": "as_printed"})  # fmt: skip
-    book.valid(
-        "padded-rows",
-        "rows past the lengths 2 and 4 enter no sum, but are mixed like the others",
-        "ALPHA-7 MIX-8",
-        "alpha-padded-rows residual-uncounted-rows mask-polarity",
+    book.case(
+        "padded-rows: rows past the lengths 2 and 4 enter no sum, but are mixed like the others",
+        "ALPHA-7 MIX-8 alpha-padded-rows residual-uncounted-rows mask-polarity",
         **{**random_model(2, 3, 4, 5, 2, 301), "num_student_heads": 1, "query_mask": lengths(4, [2, 4])},
     )
     book.valid(

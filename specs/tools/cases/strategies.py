@@ -83,11 +83,9 @@ def add_temperatures(book: Book) -> None:
         teacher_probs=array([[[[0.5, 0.125, 0], [0.25, 0.25, 0.25]], [[0.125, 0.25, 0.0625], [0.5, 0.375, 0.125]]]]),
         value_outputs=array([[[[1, 2], [3, -1], [0, 1]], [[2, 0], [-1, 1], [1, 0]]]]), num_student_heads=1,
         temperature=2, row_sums="at_most_one")  # fmt: skip
-    book.valid(
-        "temperature-tiny",
-        "a flat row beside a peaked one at T = 1/256: both keep their mass",
-        "TEMP-6 TEMP-2",
-        "power-underflow",
+    book.case(
+        "temperature-tiny: a flat row beside a peaked one at T = 1/256: both keep their mass",
+        "TEMP-6 TEMP-2 power-underflow",
         teacher_probs=array([[[[2**-6] * 64, [1] + [0] * 63]]]),
         value_outputs=numbers([1, 1, 64, 1], 541, 1, 16, 2),
         num_student_heads=1,
@@ -107,22 +105,18 @@ def add_residuals(book: Book) -> None:
     pair = array([[[[1, 0]], [[0, 1]]]])
     book.valid("residual-half", "O = 3, the merged head gives 3/2: 1/2, whatever the scale", "MIX-8", flags,
         **{"teacher_probs": pair, "value_outputs": array([[[[2], [0]], [[0], [1]]]]), **constant})  # fmt: skip
-    book.valid(
-        "residual-large-outputs",
-        "the same with value outputs 64 times as large",
-        "MIX-8",
-        flags,
+    book.case(
+        "residual-large-outputs: the same with value outputs 64 times as large",
+        f"MIX-8 {flags}",
         **{"teacher_probs": pair, "value_outputs": array([[[[128], [0]], [[0], [64]]]]), **constant},
     )
     book.valid("residual-heads-cancel", "errors of two student heads cancel in the sum, so nothing is left", "MIX-8",
         "residual-per-head", teacher_probs=array([[[[1, 0]], [[0, 1]], [[0, 1]], [[1, 0]]]]),
         value_outputs=array([[[[2], [0]], [[0], [1]], [[2], [0]], [[0], [1]]]]), num_student_heads=2,
         strategy="constant")  # fmt: skip
-    book.valid(
-        "residual-nothing-to-keep",
-        "O = 0 and the merged head gives 0: 0",
-        "MIX-8",
-        "residual-nan",
+    book.case(
+        "residual-nothing-to-keep: O = 0 and the merged head gives 0: 0",
+        "MIX-8 residual-nan",
         teacher_probs=pair,
         value_outputs=array([[[[0], [3]], [[2], [0]]]]),
         num_student_heads=2,

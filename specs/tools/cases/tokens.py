@@ -88,11 +88,9 @@ def intersect_support() -> Book:
     flags = "intersect-not-rescaled support-ignored"
     book.valid("minus-infinity", "keys with logit -inf lose their mass, rows are scaled back", "LOSS-15", flags,
         **pair_layers(teacher, array([[[[0, 1, INF], [INF, 0, 1], [0, 0, 1]]]])))  # fmt: skip
-    book.valid(
-        "masked-keys",
-        "the same by a mask (S); the last row loses all",
-        "LOSS-15 MAP-10",
-        f"{flags} mask-polarity mask-broadcast masked-row-nan",
+    book.case(
+        "masked-keys: the same by a mask (S); the last row loses all",
+        f"LOSS-15 MAP-10 {flags} mask-polarity mask-broadcast masked-row-nan",
         **pair_layers(teacher, array([[[[0, 1, 2], [1, 0, 1], [0, 0, 1]]]]), attn_mask=mask([1, 1, 0])),
     )
     book.valid("mask-and-minus-infinity", "both together", "LOSS-15", flags,
