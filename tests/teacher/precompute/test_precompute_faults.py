@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,15 @@ import numpy as np
 import onnx
 import pytest
 from numpy.typing import NDArray
-from support.attention_graphs import bare_attention, bare_samples, encoder_layer, saved, token_samples, token_teacher
+from support.attention_graphs import (
+    bare_attention,
+    bare_samples,
+    encoder_layer,
+    language_model,
+    saved,
+    token_samples,
+    token_teacher,
+)
 from support.calls import calls_of
 from support.commands import shd
 from support.makers import contents
@@ -377,3 +386,29 @@ def test_precompute_verify_and_report_take_addresses(teacher: Path, tmp_path: Pa
     store.rm_file(f"{root}/SEALED.json")
     shd("report", address, "--out", tmp_path / "report.html")
     assert "11 of 12 shards are committed" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("form", ["maps", "factored"])
+def test_checks_of_long_samples_take_the_memory_of_a_few_maps(
+    tmp_path: Path, checked_bytes: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """Of one layer at a time, on cuts where a cut shows it, and otherwise in tiles: not of every layer in float64."""
+    length, teacher = 256, saved(language_model(num_layers=3), tmp_path)
+    maps = 4 * 4 * length**2  # bytes of a layer, in float32
+    checked_bytes(maps)
+    monkeypatch.setattr("shd_ref.teacher.precompute.compare._TILE_BYTES", maps // 16)
+    options, run = replace(OPTIONS, form=form), RunOptions(batch_size=1, num_threads=1)
+    precompute(teacher, token_samples(2, 4), tmp_path / "short", options, run)  # which imports what it takes
+    ends: list[tuple[int, int]] = []
+    tracemalloc.start()
+    with calls_of("run_batch") as calls:
+        precompute(
+            *(teacher, token_samples(3, length, least=length), tmp_path / "long", options, run),
+            on_progress=lambda *_: ends.append((len(calls), tracemalloc.get_traced_memory()[1])),
+        )
+    tracemalloc.stop()
+    num_checks, peak = ends[0]
+    sizes = [call["batch"].arrays["input_ids"].shape for call in calls[:num_checks]]
+    assert {size for count, size in sizes if count > 1} == {128}  # samples together, and then copies of one
+    assert sizes.count((1, length)) == 3  # layer by layer
+    assert peak < 7 * maps
