@@ -1,0 +1,265 @@
+"""What may be at a place of a cache: links and other oddities, what cannot be read, shared files, files of a hub."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from support.commands import shd
+from support.faults import permissions_count
+from support.makers import FORMS, contents, job, read_everything, write_cache
+from support.refusals import refusal
+
+from shd_ref import ShdError
+from shd_ref.cache import CacheReader, CacheWriter, export_webdataset, list_cache, merge_caches, verify_cache
+
+RECEIPT, SHARD = "receipts/000001.json", "shards/01/000001.safetensors"
+PLACES = (
+    "manifest.json",
+    "SEALED.json",
+    "receipts",
+    "receipts/000001.json",
+    "shards",
+    "shards/01",
+    "shards/01/000001.safetensors",
+    ".lock",
+)
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_cache(tmp_path_factory.mktemp("pristine") / "cache", job())
+
+
+@pytest.fixture
+def folder(pristine: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(pristine, tmp_path / "cache")
+
+
+def to_its_twin(place: Path, away: Path) -> None:
+    """What was there, by way of a link."""
+    place.rename(away)
+    place.symlink_to(away)
+
+
+def to_nothing(place: Path, away: Path) -> None:
+    place.rename(away)
+    place.symlink_to(away.with_name("nothing"))
+
+
+def to_itself(place: Path, away: Path) -> None:
+    place.rename(away)
+    place.symlink_to(place)
+
+
+def a_pipe(place: Path, away: Path) -> None:
+    place.rename(away)
+    os.mkfifo(place)
+
+
+def code_of(use: Callable[[], object]) -> str | None:
+    try:
+        use()
+    except ShdError as error:
+        return error.code
+    return None
+
+
+@pytest.mark.parametrize("replace", [to_its_twin, to_nothing, to_itself, a_pipe])
+@pytest.mark.parametrize("name", PLACES)
+def test_nothing_is_followed(folder: Path, tmp_path: Path, name: str, replace: Callable[[Path, Path], None]) -> None:
+    away = tmp_path / "away"
+    replace(folder / name, away)
+    outside = {path: path.read_bytes() for path in [away, *away.rglob("*")] if path.is_file()}
+    refusals = {"path-unsafe"} if replace is not a_pipe else {"path-unsafe", "cache-corrupt"}
+    report = verify_cache(folder)
+    assert refusals & {problem.code for problem in report.problems}
+    if name != ".lock":  # readers take no lock
+        with pytest.raises(ShdError) as caught:
+            read_everything(CacheReader(folder))
+        assert caught.value.code in refusals
+        for use in (list_cache, export_webdataset, lambda cache, _: merge_caches([cache], tmp_path / "merged")):
+            used = () if use is list_cache else (tmp_path / "export",)
+            code = code_of(lambda use=use, used=used: use(folder, *used))
+            assert code in refusals or (use is list_cache and list_cache(folder).damaged) or name == "SEALED.json"
+    code = code_of(lambda: write_cache(folder, job()))
+    if code is None:
+        assert verify_cache(folder).ok, "a file is put in the place of a link to one"
+    else:
+        assert code in refusals
+        assert name in (".lock", "manifest.json", "shards", "receipts", "shards/01")
+    assert {path: path.read_bytes() for path in outside} == outside, "nothing is written outside"
+    assert {path for path in [away, *away.rglob("*")] if path.is_file()} == set(outside)
+
+
+def test_a_cache_of_hard_links_is_as_good_as_its_twin(pristine: Path, folder: Path, tmp_path: Path) -> None:
+    """As ``cp -al`` makes it."""
+    twin = shutil.copytree(folder, tmp_path / "twin", copy_function=os.link)
+    before = contents(pristine)
+    assert read_everything(CacheReader(twin)) == read_everything(CacheReader(pristine))
+    assert verify_cache(twin).ok
+    assert list_cache(twin).sealed
+    assert merge_caches([folder, twin], tmp_path / "merged", link=True).sealed
+    export_webdataset(twin, tmp_path / "export")
+    for shard in range(job().shards.num_shards):
+        (twin / f"receipts/{shard:06d}.json").unlink()
+    write_cache(twin, job())
+    assert contents(folder) == before == contents(twin)
+    (twin / "receipts/000002.json").unlink()
+    assert merge_caches([folder], twin, link=True).sealed
+    assert contents(folder) == before == contents(twin)
+    with refusal("cache-mismatch"):
+        CacheWriter(twin, job(temperature=2.0))
+    assert contents(folder) == before
+
+
+IMPOSSIBLE = {"long": "x" * 256, "longer": "/".join(["x" * 200] * 30), "nul": "a\0b", "surrogate": "a\ud800b"}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+@pytest.mark.parametrize("command", ["ls", "verify", "seal", "report", "export", "merge", "export-to", "merge-to"])
+def test_paths_that_no_file_system_has_are_refused(folder: Path, tmp_path: Path, name: str, command: str) -> None:
+    impossible, out = os.path.join(tmp_path, IMPOSSIBLE[name]), str(tmp_path / "out")  # noqa: PTH118
+    arguments = {
+        "ls": ["ls", impossible],
+        "verify": ["verify", impossible],
+        "seal": ["seal", impossible],
+        "report": ["report", impossible, "--out", out],
+        "export": ["export", impossible, "--out", out],
+        "merge": ["merge", impossible, "--out", out],
+        "export-to": ["export", str(folder), "--out", impossible],
+        "merge-to": ["merge", str(folder), "--out", impossible],
+    }[command]
+    said = shd(*arguments, code=1)
+    assert any(code in said for code in ("read-failed", "write-failed", "argument-value"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def private() -> Iterator[None]:
+    with permissions_count():
+        yield
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "SEALED.json", RECEIPT, SHARD])
+def test_a_file_that_cannot_be_read_is_named(folder: Path, private: None, name: str) -> None:
+    (folder / name).chmod(0)
+    with refusal("read-failed", f"{re.escape(name)} could not be read: Permission denied"):
+        read_everything(CacheReader(folder))
+    report = verify_cache(folder)
+    assert ("read-failed", name) in {(problem.code, problem.path) for problem in report.problems}
+    if name != "manifest.json":
+        assert report.shards == job().shards.num_shards - (name in (RECEIPT, SHARD)), "it goes on with the others"
+    if name == RECEIPT:
+        (damaged,) = list_cache(folder).damaged
+        assert "could not be read" in damaged
+        with pytest.raises(ShdError, match="could not be read") as caught:
+            CacheWriter(folder, job()).missing_shards()
+        assert caught.value.code == "read-failed", "a shard that cannot be read is not a missing one"
+
+
+def test_a_read_that_fails_on_the_way_is_named(folder: Path) -> None:
+    reader = CacheReader(folder)
+    read_everything(reader)
+    elsewhere = os.open(folder / SHARD, os.O_WRONLY)  # from which no byte can be read
+    for descriptor in Path("/proc/self/fd").iterdir():
+        if os.path.realpath(descriptor).startswith(str(folder / "shards")):
+            os.dup2(elsewhere, int(descriptor.name))
+    os.close(elsewhere)
+    with refusal("read-failed", r"safetensors could not be read: Bad file descriptor"):
+        reader.read(reader.keys()[0])
+
+
+def test_a_folder_that_cannot_be_listed_is_not_empty(folder: Path, private: None) -> None:
+    (folder / "receipts").chmod(0o100)
+    with refusal("read-failed", r"receipts could not be read: Permission denied"):
+        list_cache(folder)
+    assert ("read-failed", "receipts") in {(each.code, each.path) for each in verify_cache(folder).problems}
+    (folder / "receipts").chmod(0o700)
+
+
+@pytest.mark.parametrize("name", ["receipts", "shards", "manifest.json", "SEALED.json", RECEIPT, SHARD])
+def test_a_file_in_place_of_a_folder_or_a_folder_of_a_file_is_named(folder: Path, name: str) -> None:
+    place, kinds = folder / name, ("folder", "file")
+    if place.is_file():
+        kinds = ("file", "folder")
+        place.unlink()
+        place.mkdir()
+    else:
+        shutil.rmtree(place)
+        place.write_bytes(b"")
+    advice = rf"{re.escape(name)} must be a {kinds[0]}; it is a {kinds[1]}: move it away"
+    problems = verify_cache(folder).problems
+    assert any(problem.code == "cache-corrupt" and re.search(advice, problem.message) for problem in problems)
+    refused: list[Callable[[], object]] = [lambda: CacheReader(folder)]
+    if name in ("manifest.json", "receipts"):
+        refused.append(lambda: list_cache(folder))
+    else:
+        assert any(re.search(advice, damaged) for damaged in list_cache(folder).damaged)
+    if "." not in name or "/" in name:
+        refused.append(lambda: CacheWriter(folder, job()).missing_shards())
+    for use in refused:
+        with refusal("cache-corrupt", advice):
+            use()
+    assert (folder / "SEALED.json").exists(), "refused before anything is changed"
+    if place.is_file():
+        place.unlink()
+        write_cache(folder, job())
+        assert verify_cache(folder).ok, "the remedy is one"
+
+
+def test_places_below_a_file_are_refused_for_output(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"")
+    for write in (
+        lambda: CacheWriter(file, job()),
+        lambda: CacheWriter(file / "cache", job()),
+        lambda: merge_caches([folder], file / "cache"),
+    ):
+        with refusal("cache-exists", r"file must be a folder; it is a file"):
+            write()
+    with refusal("write-failed", "a file is where a folder is meant"):
+        export_webdataset(folder, file / "export")
+
+
+def test_every_tool_takes_a_cache_with_hub_files_of_any_content(tmp_path: Path) -> None:
+    """And none reads or changes them (CACHE-180)."""
+    manifest = job(**FORMS["topk"])
+    folder = write_cache(tmp_path / "cache", manifest)
+    expected = read_everything(CacheReader(folder))
+    page = b"\xff\x00 not even text" * 1000
+    (folder / "README.md").write_bytes(page)
+    (folder / ".gitattributes").write_text("*.safetensors filter=lfs")
+    assert verify_cache(folder).ok
+    assert read_everything(CacheReader(folder)) == expected
+    assert CacheWriter(folder, manifest).missing_shards() == []
+    CacheWriter(folder, manifest).seal()
+    assert (folder / "README.md").read_bytes() == page
+    merge_caches([folder], tmp_path / "merged")
+    assert not (tmp_path / "merged/README.md").exists()
+    export_webdataset(folder, tmp_path / "export")
+    (folder / "notes.md").write_text("foreign")
+    (problem,) = verify_cache(folder).problems
+    assert problem.path == "notes.md"
+
+
+@pytest.mark.parametrize("name", ["README.md", ".gitattributes"])
+def test_links_and_folders_in_their_place_are_reported(tmp_path: Path, name: str) -> None:
+    folder = write_cache(tmp_path / "cache", job())
+    (folder / name).symlink_to("/etc/passwd")
+    (problem,) = verify_cache(folder).problems
+    assert (problem.code, problem.path) == ("path-unsafe", name)
+    (folder / name).unlink()
+    (folder / name).mkdir()
+    (problem,) = verify_cache(folder).problems
+    assert (problem.code, problem.path) == ("cache-corrupt", name)
+
+
+def test_a_cache_does_not_begin_with_them(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("a repository")
+    with refusal("cache-exists", r"holds 'README\.md' and no manifest"):
+        CacheWriter(tmp_path, job())
