@@ -59,24 +59,14 @@ class Edit:
 
 @dataclass(frozen=True)
 class Mutant:
-    """A wrong implementation.
-
-    Attributes:
-        name: unique.
-        wrong: what it does, in one sentence.
-        edits: how the reference's text becomes it.
-        operations: what is run to find the items that catch it.
-        mistake: the name in ``specs/mistakes.json`` by which the report of a failure must know it; empty where it
-            need not.
-        dtype: where it is run; float64 for a mistake that the tolerances of float32 allow.
-    """
+    """A wrong implementation, made of the reference's text by edits."""
 
     name: str
-    wrong: str
+    wrong: str  # what it does, in one sentence
     edits: tuple[Edit, ...]
-    operations: tuple[str, ...]
-    mistake: str = ""
-    dtype: str = "float32"
+    operations: tuple[str, ...]  # what is run to find the items that catch it
+    mistake: str = ""  # in ``specs/mistakes.json``, where the report of a failure must name it
+    dtype: str = "float32"  # float64 for a mistake that the tolerances of float32 allow
 
 
 @contextmanager

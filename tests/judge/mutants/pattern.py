@@ -19,19 +19,8 @@ def rewrite(tree: ast.Module, old: str, new: str, function: str = "") -> ast.AST
 
     Both are an expression or statements. In ``old`` a name that is neither of the module nor of Python, nor a
     parameter, stands for any local variable, the same one throughout; in ``new`` it is what it stood for. A statement
-    ``...`` fits any number of statements; in ``new`` it is those.
-
-    Args:
-        tree: the module, which is changed.
-        old: what to look for.
-        new: what stands there instead.
-        function: the name of a function; the place is inside it.
-
-    Returns:
-        The function that was changed, or the module.
-
-    Raises:
-        LookupError: ``old`` fits no place or several, or ``new`` reads a local that ``old`` does not show.
+    ``...`` fits any number of statements; in ``new`` it is those. The place is inside ``function``, which comes back,
+    or anywhere in the module. A ``LookupError`` where it is none or several, or ``new`` reads what ``old`` hides.
     """
     before, after = parse_pair(old, new)
     places = [place for scope in _scopes(tree) if function in ("", scope.name) for place in scope.find(before)]

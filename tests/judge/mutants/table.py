@@ -30,11 +30,7 @@ Written by `cd tests && python -m judge.mutants.table`; not by hand.
 
 
 def render(caught: Mapping[str, Sequence[str]]) -> str:
-    """The page.
-
-    Args:
-        caught: for each mutant's name, the ids of items that catch it.
-    """
+    """The page, from the ids of the items that catch each mutant."""
     parts = [_INTRODUCTION.format(ids=("none", "one", "two", "three")[_NUM_IDS])]
     for title, mutants in CHAPTERS.items():
         lines = [f"## {title}", "", "| mutant | what it does | caught by |", "|---|---|---|"]

@@ -23,17 +23,11 @@ SMALL_MASS = 1 / 512
 
 @dataclass(frozen=True)
 class Option:
-    """One option of an operation.
-
-    Attributes:
-        name: unique among the operation's.
-        values: all of them, as words.
-        read: from the inputs of a call to the values that it has, usually one.
-    """
+    """One option of an operation, with all of its values as words."""
 
     name: str
     values: tuple[str, ...]
-    read: Callable[[Inputs], str | tuple[str, ...]]
+    read: Callable[[Inputs], str | tuple[str, ...]]  # the values in a call, usually one
 
 
 def argument(name: str, default: str, *others: str) -> Option:

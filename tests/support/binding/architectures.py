@@ -65,10 +65,7 @@ GROUPED = ("llama", "mistral", "qwen3", "gemma2")  # fewer key/value heads than 
 
 
 def make_model(name: str, attn_implementation: str | None = None, **changes: Any) -> Any:
-    """The architecture with random weights, in eval mode; ``None`` is what its library chooses.
-
-    Changes are to the configuration of a Hugging Face model.
-    """
+    """The architecture with random weights, in eval mode, by its library's choice of attention or another."""
     torch.manual_seed(0)
     if name == "dit":
         return DiffusionTransformer().eval()

@@ -53,11 +53,7 @@ def call_loss(
 ) -> dict[str, Any]:
     """``attention_kl`` by the kernels with arrays for tensors: the loss, its gradients, and how it was chosen.
 
-    Args:
-        supervision: fields of ``Coded`` where it has a buffer, else of ``Factored``.
-        arguments: of ``attention_kl``; a mask is the tensor of the teacher as well.
-        deterministic: whether two passes run.
-        device: where to run.
+    Supervision has fields of ``Coded`` or ``Factored``; a mask is the teacher's as well; two passes if deterministic.
     """
     import torch
 

@@ -1,8 +1,4 @@
-"""A loader whose workers read a cache in an object store; see ``test_dataset``.
-
-Runs in a separate process, since a fork of the tests' process takes along threads that other tests have started,
-and locks that these may hold.
-"""
+"""A loader whose workers read an object store, in a process without the threads and locks of other tests."""
 
 from __future__ import annotations
 

@@ -46,13 +46,8 @@ def test_decodes_as_the_reference(tmp_path: Path, codec: str, support: str) -> N
     joined = SupervisedDataset(TokenData(), reader)
     batch = [joined[index] for index in (3, 0, 7, 3)]
     assert [record.index for _, record in batch] == [3, 0, 7, 3]
-    _, supervision = (
-        DataLoader(
-            joined, batch_size=4, sampler=[3, 0, 7, 3], collate_fn=lambda b: (None, joined.collate(_alone(b))[1])
-        )
-        .__iter__()
-        .__next__()
-    )
+    collate = lambda pairs: (None, joined.collate(_alone(pairs))[1])  # noqa: E731
+    _, supervision = next(iter(DataLoader(joined, batch_size=4, sampler=[3, 0, 7, 3], collate_fn=collate)))
     longest = max(map(length_of, (3, 0, 7)))
     for size in (longest, longest + 3):
         layers = supervision.decode(size)
@@ -84,16 +79,9 @@ def test_loader_joins_by_key_in_any_order(tmp_path: Path, workers: int, support:
     reader = CacheReader(write_cache(tmp_path, job(NUM_SAMPLES, support=support)))
     joined = SupervisedDataset(TokenData(), reader, layers=[2], preload=workers == 0)
 
+    options = {"num_workers": workers, "multiprocessing_context": SERVER if workers else None}
     generator = torch.Generator().manual_seed(1)
-    loader = DataLoader(
-        joined,
-        1,
-        shuffle=True,
-        generator=generator,
-        num_workers=workers,
-        collate_fn=joined.collate,
-        multiprocessing_context=SERVER if workers else None,
-    )
+    loader = DataLoader(joined, shuffle=True, generator=generator, collate_fn=joined.collate, **options)
     seen = []
     for sample, supervision in loader:
         index = int(sample["number"])

@@ -293,14 +293,8 @@ class Turning(Tokens):
 @pytest.mark.parametrize(("start", "persistent"), [("fork", False), (SERVER, True)])
 def test_workers_hear_of_every_epoch(cache: Path, start: Any, persistent: bool) -> None:
     stream = SupervisedStream(Turning(), cache)
-    loader = DataLoader(
-        stream,
-        2,
-        num_workers=1,
-        persistent_workers=persistent,
-        multiprocessing_context=start,
-        collate_fn=stream.collate_with(numbers),
-    )
+    options = {"num_workers": 1, "persistent_workers": persistent, "multiprocessing_context": start}
+    loader = DataLoader(stream, 2, collate_fn=stream.collate_with(numbers), **options)
     for epoch in (0, 1, 1, 2):
         stream.set_epoch(epoch)
         order = list(range(NUM_SAMPLES))[:: -1 if epoch == 1 else 1]

@@ -1,7 +1,4 @@
-"""Sixteen architectures: exported, understood and squeezed, each as the model itself and the reference have it.
-
-So are their hidden states and logits, where the model has them.
-"""
+"""Sixteen architectures, their hidden states and logits: exported, understood and squeezed as the model has them."""
 
 from __future__ import annotations
 

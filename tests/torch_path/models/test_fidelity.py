@@ -40,13 +40,7 @@ Weights = dict[str, NDArray[np.float64]]
 
 
 def logits_in_numpy(model: Stories, ids: NDArray[np.int64], squeeze: Any = None) -> NDArray[np.float64]:
-    """The language model from its weights, with ``sum_h A~_h X'_h`` in place of its attention output.
-
-    Args:
-        model: where the weights are.
-        ids: ``(B, L)``.
-        squeeze: from layer, maps and value outputs to merged maps and summed value outputs; None for the teacher.
-    """
+    """The language model from its weights, with ``sum_h A~_h X'_h`` of ``squeeze`` for its attention output."""
     w = {name: tensor.detach().numpy().astype(np.float64) for name, tensor in model.state_dict().items()}
     length = ids.shape[1]
     causal = np.tril(np.ones((length, length), dtype=bool))
