@@ -60,16 +60,8 @@ def export(model: Frozen, path: Path) -> Path:
     axes = {name: {0: "batch", 1: "sequence"} for name in ("input_ids", "attention_mask", "output")}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that Python numbers are taken for constants is the point
-        torch.onnx.export(
-            model.eval(),
-            (ids, ids),
-            str(path),
-            input_names=["input_ids", "attention_mask"],
-            output_names=["output"],
-            dynamic_axes=axes,
-            opset_version=17,
-            dynamo=False,
-        )
+        names = {"input_names": ["input_ids", "attention_mask"], "output_names": ["output"], "dynamic_axes": axes}
+        torch.onnx.export(model.eval(), (ids, ids), str(path), opset_version=17, dynamo=False, **names)
     return path
 
 

@@ -64,18 +64,9 @@ def test_a_step_is_what_the_formula_says(tmp_path: Path) -> None:
     loss = own.loss + 0.4 * shd + 0.7 * on_logits + 0.3 * states
     assert_same(weights(trainer), stepped(student, loss))
     logged = trainer.state.log_history[0]
-    expected = {
-        "loss": loss,
-        "base_loss": own.loss,
-        "shd_loss": shd,
-        "kd_loss": on_logits,
-        "hidden_loss": states,
-        "hidden_loss_layer_1": on_states[1],
-        "hidden_loss_layer_2": on_states[2],
-        "beta": 0.4,
-        "kd_weight": 0.7,
-        "hidden_weight": 0.3,
-    }
+    expected = {"loss": loss, "base_loss": own.loss, "shd_loss": shd, "kd_loss": on_logits, "hidden_loss": states}
+    expected |= {f"hidden_loss_layer_{layer}": value for layer, value in on_states.items()}
+    expected |= {"beta": 0.4, "kd_weight": 0.7, "hidden_weight": 0.3}
     for name, value in expected.items():
         assert logged[name] == pytest.approx(float(torch.as_tensor(value).detach()), rel=1e-4), name
 
