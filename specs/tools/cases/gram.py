@@ -129,18 +129,12 @@ def merge_gram() -> Book:
     book.case(
         "two-samples: every sample has its alpha",
         f"GRAM-4 {flags} alpha-batch-shared",
-        gram=numbers([2, 2, 2, 2, 2], 99, -32, 32, 2),
-        p=1,
-        q=0,
-        alpha=array([0.125, 0.75]),
+        **{"gram": numbers([2, 2, 2, 2, 2], 99, -32, 32, 2), "p": 1, "q": 0, "alpha": array([0.125, 0.75])},
     )
     book.case(
         "per-row: every row has its alpha",
         f"GRAM-4 {flags} alpha-per-ignored",
-        gram=numbers([1, 3, 3, 3, 3, 2], 100, -32, 32, 2),
-        p=0,
-        q=1,
-        alpha=array([[0.125, 1]]),
+        **{"gram": numbers([1, 3, 3, 3, 3, 2], 100, -32, 32, 2), "p": 0, "q": 1, "alpha": array([[0.125, 1]])},
     )
     for name, p, q in (("same", 0, 0), ("outside", 0, 3), ("negative", -1, 0)):
         book.invalid(f"positions-{name}", "two different positions in the pool", "GRAM-6", "argument-value",

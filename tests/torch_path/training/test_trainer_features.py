@@ -257,7 +257,7 @@ def test_terms_alone_are_a_loss(tmp_path: Path, collate: Any) -> None:
     """Of a student without a head, also where its batches have labels; and its evaluation is their sum."""
     teacher = OnlineTeacher(headless(4, 1), 2, 2, hidden_layers=(2,))
     terms: dict[str, Any] = {"beta": 0.3, "hidden": HiddenTerm([(2, 2)], weight=0.5), "teacher": teacher}
-    trained = {}
+    runs = {}
     for name, arguments in (("whole", WHOLE), ("parts", PARTS), ("bf16", PARTS | {"bf16": True})):
         trainer = make_trainer(
             tmp_path,
@@ -275,10 +275,10 @@ def test_terms_alone_are_a_loss(tmp_path: Path, collate: Any) -> None:
         assert logged["loss"] == pytest.approx(expected, rel=1e-4)
         assert "base_loss" not in logged
         assert before is None or before == pytest.approx(expected, rel=1e-4)
-        trained[name] = weights(trainer), logged
-    for name, value in trained["parts"][0].items():
-        torch.testing.assert_close(value, trained["whole"][0][name], rtol=1e-4, atol=1e-6, msg=name)
-    assert trained["bf16"][1]["loss"] == pytest.approx(trained["whole"][1]["loss"], rel=0.05)
+        runs[name] = weights(trainer), logged
+    for name, value in runs["parts"][0].items():
+        torch.testing.assert_close(value, runs["whole"][0][name], rtol=1e-4, atol=1e-6, msg=name)
+    assert runs["bf16"][1]["loss"] == pytest.approx(runs["whole"][1]["loss"], rel=0.05)
 
 
 def test_a_cache_teaches_and_evaluates_a_student_without_a_head(trainer_cache: Path, tmp_path: Path) -> None:
