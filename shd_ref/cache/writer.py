@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -187,7 +189,7 @@ class CacheWriter:
         committed = self._committed(receipt.shard)
         if committed is not None:
             return committed
-        for _ in range(ATTEMPTS):
+        for attempt in range(ATTEMPTS):
             # A shard that is written again makes a seal and a damaged receipt untrue: they go before it changes.
             self._storage.remove(SEAL_NAME)
             self._storage.remove(receipt_name(receipt.shard))
@@ -196,6 +198,7 @@ class CacheWriter:
             # Where there are no locks, a racing writer may have put its own shard between the two (CACHE-71).
             if shard_file.stands():
                 return receipt
+            time.sleep(random.uniform(0.0, 0.1 * 2**attempt))  # writers in step would replace each other for ever
         self._storage.remove(receipt_name(receipt.shard))
         message = f"other writers replaced it {ATTEMPTS} times: let each process write its own shards (--shards i/n)"
         raise ShdError("write-failed", f"{self._storage.locate(shard_name(receipt.shard))}: {message}", "CACHE-71")

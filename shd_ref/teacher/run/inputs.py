@@ -92,8 +92,8 @@ class ModelInputs:
             if the graph has one. Where no row is padded, a mask that the source lacks is made.
         seed_column: an integer column that is kept per sample, beside the inputs.
         names: the inputs that the data must give, as a manifest lists them; by default all that they can.
-        decoder, decoder_mask: inputs of a second sequence, whose padding is not the mask's; which of them is its
-            mask, if any; without one, samples of different lengths run apart.
+        decoder: inputs of a second sequence, whose padding is not the mask's.
+        decoder_mask: which of them is its mask, if any; without one, samples of different lengths run apart.
 
     Attributes:
         names, supplied: inputs that the data give, which make a key; those that follow, see ``Supply``.

@@ -43,7 +43,8 @@ def recheck_records(
 
     Args:
         cache: a sealed cache, a folder or an address.
-        teacher, inputs: the ``.onnx`` file and the model inputs that it should come from.
+        teacher: the ``.onnx`` file that it should come from.
+        inputs: the model inputs that it should come from.
         with_teachers: the further teachers of a mean of logits, in the order of the manifest.
         provider: as in ``precompute``; it may differ from the first run's.
 
