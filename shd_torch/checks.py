@@ -172,5 +172,5 @@ def _check_entries(
         where = tuple(int(i) for i in wrong.nonzero()[0])
         names = _AXES.get(len(where))
         words = [f"{n} {i}" for n, i in zip(names, where, strict=True)] if names else [f"index {where}"]
-        place = ", ".join([f"layer {layer}"] * (layer is not None) + words)
-        raise ShdError(code, f"{rule}; got {values[where].item():.6g} at {place}", spec_id)
+        position = ", ".join([f"layer {layer}"] * (layer is not None) + words)
+        raise ShdError(code, f"{rule}; got {values[where].item():.6g} at {position}", spec_id)

@@ -47,15 +47,15 @@ class StudentSizes:
 
     def options(self) -> dict[str, Any]:
         """Keywords of ``shrink``."""
-        given = {name: value for name, value in asdict(self).items() if value is not None}
-        if not given:
+        options = {name: value for name, value in asdict(self).items() if value is not None}
+        if not options:
             names = ", ".join(f"--{name.replace('_', '-')}" for name in asdict(self))
             raise ShdError("argument-value", f"one of {names} must be given; got none, which reproduces the teacher")
-        for name in given.keys() & {"layers", "drop_attention", "drop_activations"}:
-            numbers = read_list(f"--{name.replace('_', '-')}", given[name], kind=int, least=0)
-            is_count = name == "layers" and "," not in given[name]  # 3 is a number of layers, 0,2,4 names them
-            given[name] = numbers[0] if is_count else numbers
-        return given
+        for name in options.keys() & {"layers", "drop_attention", "drop_activations"}:
+            numbers = read_list(f"--{name.replace('_', '-')}", options[name], kind=int, least=0)
+            is_count = name == "layers" and "," not in options[name]  # 3 is a number of layers, 0,2,4 names them
+            options[name] = numbers[0] if is_count else numbers
+        return options
 
 
 def shrink(

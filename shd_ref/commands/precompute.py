@@ -141,8 +141,8 @@ def _run_on_ray(
     placed = []
     for cache, options in students:
         others = tuple(path.absolute() for path in options.with_teachers)
-        place = cache if is_address(str(cache)) else Path(cache).absolute()
-        placed.append((place, replace(options, with_teachers=others)))
+        target = cache if is_address(str(cache)) else Path(cache).absolute()
+        placed.append((target, replace(options, with_teachers=others)))
     tokenizer = inputs.tokenizer and inputs.tokenizer.absolute()
     reopen = replace(inputs, inputs=inputs.inputs.absolute(), tokenizer=tokenizer).open
     return precompute_caches(teacher.absolute(), reopen, placed, run, engine=RayEngine(workers), **told)

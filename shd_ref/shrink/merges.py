@@ -113,8 +113,8 @@ def as_weights(weights: HeadWeights | Mapping[str, Any]) -> HeadWeights:
         "value_bias": (kv_heads, value_dim),
         "output_bias": output.shape[2:],
     }
-    given = [name for name in shapes if "bias" in name and fields.get(name) is not None]
-    biases = {name: as_float(fields[name], name) for name in given}
+    present = [name for name in shapes if "bias" in name and fields.get(name) is not None]
+    biases = {name: as_float(fields[name], name) for name in present}
     for name, array in {"key": key, "value": value, "output": output, **biases}.items():
         if array.shape != shapes[name]:
             message = f"{name} must be {shapes[name]} with a query {query.shape}; got {array.shape}"

@@ -140,8 +140,8 @@ class _LossOfHead(torch.autograd.Function):
         wide, wants = rows.factor.dtype, ctx.needs_input_grad
         total = torch.zeros((), dtype=wide, device=hidden.device)
         dhidden, dweight, dbias = (
-            torch.zeros(value.shape, dtype=wide, device=value.device) if value is not None and wanted else None
-            for value, wanted in zip((hidden, weight, bias), wants[:3], strict=True)
+            torch.zeros(value.shape, dtype=wide, device=value.device) if value is not None and expected else None
+            for value, expected in zip((hidden, weight, bias), wants[:3], strict=True)
         )
         head = weight.to(product)
         for chunk in row_chunks(rows.count(len(hidden)), rows.vocab_size, hidden.device, rows.chunk_rows):

@@ -233,8 +233,8 @@ def pack(codes: NDArray[Any], support: str, codec: str | None = None) -> NDArray
         stored = codes.reshape(len(codes), -1)[:, _lower_triangle(codes.shape[1])]
         if np.count_nonzero(stored) != np.count_nonzero(codes):
             head, row, key = np.argwhere(np.triu(codes, 1))[0]
-            place = f"{codes[head, row, key]} at head {head}, row {row}, key {key}"
-            message = f"codes must be zero above the diagonal for causal support; got {place}"
+            position = f"{codes[head, row, key]} at head {head}, row {row}, key {key}"
+            message = f"codes must be zero above the diagonal for causal support; got {position}"
             raise ShdError("support-mismatch", message, "CACHE-127")
     little = np.ascontiguousarray(stored, dtype=codes.dtype.newbyteorder("<")).reshape(-1)
     if codec != "u4":

@@ -27,7 +27,7 @@ def _put(value: Any, path: Sequence[Any], array: Array) -> Any:
     return type(value)(_put(item, rest, array) if index == step else item for index, item in enumerate(value))
 
 
-def _places(shape: Sequence[int]) -> list[tuple[int, ...]]:
+def _positions(shape: Sequence[int]) -> list[tuple[int, ...]]:
     """The last of all, the last of each axis, and the middle."""
     first = (0,) * len(shape)
     ends = [(*first[:axis], size - 1, *first[axis + 1 :]) for axis, size in enumerate(shape) if size > 1]
@@ -35,17 +35,17 @@ def _places(shape: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _wrong(
-    role: str, array: Array, place: tuple[int, ...], tolerance: float
+    role: str, array: Array, index: tuple[int, ...], tolerance: float
 ) -> Iterator[tuple[str, Array, tuple[str, ...]]]:
     """What must not stand at a place of such an array: in words, the array, the codes."""
     axis = 2 if role == "mixing" else -1
-    neighbour = list(place)
-    neighbour[axis] = (place[axis] + 1) % array.shape[axis]
+    neighbour = list(index)
+    neighbour[axis] = (index[axis] + 1) % array.shape[axis]
 
     def changed(value: float, *, added: float = 0.0) -> Array:
         copy = array.copy()
         copy[tuple(neighbour)] += added
-        copy[place] = value
+        copy[index] = value
         return copy
 
     sums = SUMS if role in ("maps", "mixed") else ("mixing-invalid",)
@@ -58,13 +58,13 @@ def _wrong(
         yield "a little less than zero", changed(-_TINY), sums
     if role in ("maps", "mixed", "mixing"):
         # What was there goes to a neighbour, so that the sum stays.
-        yield "a little less than zero", changed(-_TINY, added=array[place]), sums
-        yield "a sixteenth too much", changed(array[place] + 0.0625), sums
+        yield "a little less than zero", changed(-_TINY, added=array[index]), sums
+        yield "a sixteenth too much", changed(array[index] + 0.0625), sums
         if tolerance:
-            yield "a little more than ROW_SUM too much", changed(array[place] + 1.5 * tolerance), sums
+            yield "a little more than ROW_SUM too much", changed(array[index] + 1.5 * tolerance), sums
         if role != "mixed":
-            moved = array[place] + array[tuple(neighbour)]
-            yield "a sixteenth off", changed(0.0, added=array[place] + (-0.0625 if moved >= 0.0625 else 0.0625)), sums
+            moved = array[index] + array[tuple(neighbour)]
+            yield "a sixteenth off", changed(0.0, added=array[index] + (-0.0625 if moved >= 0.0625 else 0.0625)), sums
 
 
 def _faulty(operation: str, sizes: Sizes, last: bool, trial: Trial) -> _Calls:
@@ -73,14 +73,14 @@ def _faulty(operation: str, sizes: Sizes, last: bool, trial: Trial) -> _Calls:
     tolerance = row_sum_tolerance(dtype) if dtype in WIDE else 0.0
     for path, role, _, array in arrays_of(operation, inputs):
         name = ".".join(map(str, path))
-        for place in _places(array.shape)[: 1 if last else None]:
-            for words, changed, codes in _wrong(role, array, place, tolerance):
+        for index in _positions(array.shape)[: 1 if last else None]:
+            for words, changed, codes in _wrong(role, array, index, tolerance):
                 changed_inputs = _put(inputs, path, trial.rounded(changed))
-                yield Asked(f"{words} at {list(place)} of {name}", codes, operation, changed_inputs)
+                yield Asked(f"{words} at {list(index)} of {name}", codes, operation, changed_inputs)
             if tolerance and not last and role in ("maps", "mixed", "mixing"):
                 inside = array.copy()
-                inside[place] += 0.7 * tolerance
-                words = f"a sum off by less than ROW_SUM at {list(place)} of {name}"
+                inside[index] += 0.7 * tolerance
+                words = f"a sum off by less than ROW_SUM at {list(index)} of {name}"
                 yield Asked(words, (), operation, _put(inputs, path, inside))
 
 

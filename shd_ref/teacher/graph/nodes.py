@@ -179,17 +179,17 @@ class Weight:
     out_axis: int = -1
 
 
-def product_weight(node: ir.Node, place: int) -> Weight | None:
+def product_weight(node: ir.Node, slot: int) -> Weight | None:
     """What an operator multiplies its input at this place by; None where it does something else."""
     if node.op_type == "Conv":
-        return _pointwise_weight(node) if place == 0 else None
-    if node.op_type in PRODUCTS and place == 1:  # W x on columns: (out, in) on the left
+        return _pointwise_weight(node) if slot == 0 else None
+    if node.op_type in PRODUCTS and slot == 1:  # W x on columns: (out, in) on the left
         weight = constant_of(node.inputs[0])
         plain = node.op_type == "MatMul"
         return Weight(_wide(weight.T), -2, -2) if plain and weight is not None and weight.ndim == 2 else None
-    if node.op_type in ("Gemm", *PRODUCTS) and place == 0:
+    if node.op_type in ("Gemm", *PRODUCTS) and slot == 0:
         return _right_weight(node)
-    if (node.op_type in INTEGER_PRODUCTS or node.op_type == "DynamicQuantizeMatMul") and place == 0:
+    if (node.op_type in INTEGER_PRODUCTS or node.op_type == "DynamicQuantizeMatMul") and slot == 0:
         matrix = _quantised_weight(node)
         return None if matrix is None else Weight(matrix)
     return None
@@ -257,5 +257,5 @@ def _scale_behind(product: ir.Node) -> NDArray[Any] | None:
     return None
 
 
-def _input(node: ir.Node, place: int) -> ir.Value | None:
-    return node.inputs[place] if place < len(node.inputs) else None
+def _input(node: ir.Node, slot: int) -> ir.Value | None:
+    return node.inputs[slot] if slot < len(node.inputs) else None

@@ -172,19 +172,19 @@ def saving_graph(
     its weights (but for those ``kept``), as it was.
     """
     with drafting(target) as draft:
-        data, place = draft.with_name("data"), None
+        data, weights_file = draft.with_name("data"), None
         ir.save(model, draft, external_data=data.name if large else None)
         if data.exists():
             with data.open("rb") as written:
                 digest = hashlib.file_digest(written, "sha256").hexdigest()
-            place = target.with_name(f"{target.name}.{digest[:16]}.data")
-            _name_data(draft, place.name)
-            data = data.rename(draft.with_name(place.name))
-        yield draft, place
-        if place is not None:
-            put(data, place)
+            weights_file = target.with_name(f"{target.name}.{digest[:16]}.data")
+            _name_data(draft, weights_file.name)
+            data = data.rename(draft.with_name(weights_file.name))
+        yield draft, weights_file
+        if weights_file is not None:
+            put(data, weights_file)
     with write_errors(target):
-        others = {file.resolve() for file in (*kept, *([] if place is None else [place]))}
+        others = {file.resolve() for file in (*kept, *([] if weights_file is None else [weights_file]))}
         for file in target.parent.iterdir():  # also of graphs that were never finished
             if _is_data_of(target, file.name) and file.resolve() not in others:
                 file.unlink(missing_ok=True)

@@ -71,8 +71,8 @@ def replace_attention(
             context = _context(body, per_head, values)
             substitute = _as_in_site(body, site, per_head)
             for node in replaced.graph.node:  # those of the squeeze, which read the old map, are not among them yet
-                for place in (place for place, name in enumerate(node.input) if name == site.probs):
-                    node.input[place] = substitute
+                for slot in (slot for slot, name in enumerate(node.input) if name == site.probs):
+                    node.input[slot] = substitute
         names = (f"{body.prefix}context", f"{body.prefix}unmerged")
         for value, name in zip((context, unmerged), names, strict=True):
             body.output(value, name, FLOAT, rank=4)

@@ -202,7 +202,7 @@ def _why_unreadable(start: _Start, meetings: list[_Meeting]) -> str | None:
         )
     if trail.axes[-1] != -1:
         return f"the map is transposed on its way to the values: {_EAGER}"
-    if meetings[0].place != 0 or not _is_plain(product):
+    if meetings[0].slot != 0 or not _is_plain(product):
         return f"map and values meet in {product.op_type} with the map transposed or scaled: {_EAGER}"
     tensors = {id(meeting.values) for meeting in meetings}
     if len(tensors) > 1:
@@ -229,13 +229,13 @@ class _Trail:
 @dataclass(frozen=True)
 class _Meeting:
     product: ir.Node
-    place: int  # of the map among the product's inputs
+    slot: int  # of the map among the product's inputs
     trail: _Trail
 
     @property
     def values(self) -> ir.Value | None:
         """The other operand before rounding, of a product of two operands."""
-        other = self.product.inputs[1 - self.place] if self.product.op_type in PRODUCTS else None
+        other = self.product.inputs[1 - self.slot] if self.product.op_type in PRODUCTS else None
         return None if other is None else before_rounding(other)
 
 
@@ -255,7 +255,7 @@ def _meet_values(probs: ir.Value) -> list[_Meeting]:
     return met
 
 
-def _step(trail: _Trail, node: ir.Node, place: int) -> _Trail | None:
+def _step(trail: _Trail, node: ir.Node, slot: int) -> _Trail | None:
     """Through one operator; None where its output is not a map any more."""
     output = node.outputs[0]
     in_order = trail.axes == _AXES
@@ -266,9 +266,9 @@ def _step(trail: _Trail, node: ir.Node, place: int) -> _Trail | None:
         turned = tuple(trail.axes[number - len(order)] for number in order)
         return replace(trail, value=output, axes=trail.axes[: -len(order)] + turned)
     quotient = None if trail.is_mixed or not in_order else read_quotient(node)
-    if quotient is not None and quotient.numbers is trail.value and node.inputs[place] is trail.value:
+    if quotient is not None and quotient.numbers is trail.value and node.inputs[slot] is trail.value:
         return replace(trail, value=output, source=output, quotient=quotient)
-    if node.op_type in MAP_CARRIERS and place in {"Where": (1, 2), "Mul": (0, 1)}.get(node.op_type, (0,)):
+    if node.op_type in MAP_CARRIERS and slot in {"Where": (1, 2), "Mul": (0, 1)}.get(node.op_type, (0,)):
         if node.op_type == "Reshape" and trail.axes[-1] != -1:
             return None
         keeps = node.op_type in ("Cast", "Dropout", "Identity")
@@ -277,7 +277,7 @@ def _step(trail: _Trail, node: ir.Node, place: int) -> _Trail | None:
     if trail.is_mixed and node.op_type in ("Add", "BatchNormalization"):
         is_bias = node.op_type == "Add" and any(is_constant(value) for value in node.inputs)
         return replace(trail, value=output, mixing=trail.mixing if is_bias else None)
-    weight = product_weight(node, place)
+    weight = product_weight(node, slot)
     # Square, as many heads as before: what a router's or a classifier's weight sums over are its classes.
     if weight is None or weight.matrix.ndim != 2 or len(set(weight.matrix.shape)) != 1 or weight.axis < -len(_AXES):
         return None
