@@ -45,7 +45,7 @@ def start_batches(model: Any, family: Family, data: Mapping[str, Any], batch_siz
     layers, device = family.layers_of(model), next(model.parameters()).device
     inputs = read_data(data)
     batches = []
-    with _attention(model, "eager"):  # it gets its masks as tensors
+    with _attention(model, "eager", None):  # it gets its masks as tensors
         for start in range(0, len(next(iter(inputs.values()))), batch_size):
             some = {name: values[start : start + batch_size].to(device) for name, values in inputs.items()}
             batches.append(_start_batch(model, layers, some, start))
@@ -113,7 +113,7 @@ def run_layer(
     """
 
     def keep_input(at: int, _: nn.Module, args: tuple[Any, ...]) -> None:
-        read[at] = args[0]
+        read[at] = args[0].reshape(*stream.shape[:2], -1)  # OPT's FFN gets a row for each token
 
     for stream, batch in zip(streams, batches, strict=True):
         read: list[Tensor | None] = [None] * len(watched)
@@ -147,8 +147,13 @@ def study_layer(
     streams: Sequence[Tensor],
     batches: Sequence[Batch],
     weights: HeadWeights,
+    *,
+    with_maps: bool,
 ) -> tuple[AttentionStatistics, LayerTrace]:
-    """Gram tensor and input moments of one teacher layer (HEAD-3, HEAD-11), and its streams."""
+    """Gram tensor and input moments of one teacher layer (HEAD-3, HEAD-11), and its streams.
+
+    Without maps the gram tensor and the lengths of outputs are zeros: no heads merge.
+    """
     layer = family.layers_of(model)[number]
     width, heads = weights.query.shape[1], weights.num_heads
     names = [family.projections[0], family.middle, family.ffn[0][0], family.ffn[1]]
@@ -162,12 +167,16 @@ def study_layer(
     lengths = torch.zeros_like(sizes)
     squares = torch.zeros((), dtype=torch.float64, device=device)
     streams_of_batches = []
-    with _attention(model, _RECORDED) as recorded:
+    attention = find_part(layer, family.attention) if with_maps else None
+    with _attention(model, _RECORDED if with_maps else "eager", attention) as recorded:
         watched = [find_part(layer, name) for name in names]
         for (out, read), batch in zip(run_layer(layer, streams, batches, number, watched), batches, strict=True):
-            probs, values = recorded.pop()
-            _add_gram(gram, probs, values, projection.flatten(0, 1), batch.counted)
             there = batch.counted[..., None]
+            if with_maps:
+                probs, values = recorded.pop()
+                _add_gram(gram, probs, values, projection.flatten(0, 1), batch.counted)
+                outputs = probs.to(values.dtype) @ values.repeat_interleave(heads // values.shape[1], 1)
+                lengths += (outputs.double().norm(dim=-1) * batch.counted[:, None]).sum((0, 2))
             x = read[0].double() * there
             mean = x.sum(1, keepdim=True) / there.sum(1, keepdim=True).clamp_min(1)
             away = ((x - mean) * there).flatten(0, 1)
@@ -175,8 +184,6 @@ def study_layer(
             augmented += ones.mT @ ones
             centred += away.mT @ away
             sizes += ((x.flatten(0, 1) @ query + bias) * there.flatten(0, 1)).square().sum((1, 2))
-            outputs = probs.to(values.dtype) @ values.repeat_interleave(heads // values.shape[1], 1)
-            lengths += (outputs.double().norm(dim=-1) * batch.counted[:, None]).sum((0, 2))
             squares = squares + (read[3].double() * there).square().sum((0, 1))
             streams_of_batches.append((*read[:3], read[4] if len(read) > 4 else out, out))
     rows = int(augmented[-1, -1])
@@ -209,8 +216,8 @@ def rotary_frequencies(model: nn.Module, family: Family) -> Array | None:
 
 
 @contextmanager
-def _attention(model: Any, name: str) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """The model with another attention function; with ``shd_recorded`` its maps and values are kept."""
+def _attention(model: Any, name: str, watched: nn.Module | None) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """The model with another attention function; ``shd_recorded`` keeps maps and values of the watched module."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     recorded: list[tuple[Tensor, Tensor]] = []
@@ -223,15 +230,21 @@ def _attention(model: Any, name: str) -> Iterator[list[tuple[Tensor, Tensor]]]:
         dtype = torch.promote_types(query.dtype, torch.float32)
         logits = query.to(dtype) @ key.to(dtype).repeat_interleave(groups, 1).mT * scaling
         probs = (logits if attention_mask is None else logits + attention_mask).softmax(-1)
-        recorded.append((probs, value))
+        if module is watched:
+            recorded.append((probs, value))
         out = probs.to(value.dtype) @ value.repeat_interleave(groups, 1)
         return out.transpose(1, 2).contiguous(), probs
 
-    before = model.config._attn_implementation
+    # The stacks of T5 have copies of the configuration.
+    owned: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    configs = {id(config): config for config in owned if hasattr(config, "_attn_implementation")}
+    before = [config._attn_implementation for config in configs.values()]
     ALL_ATTENTION_FUNCTIONS[_RECORDED] = attend
-    model.config._attn_implementation = name
     try:
+        for config in configs.values():
+            config._attn_implementation = name
         yield recorded
     finally:
-        model.config._attn_implementation = before
+        for config, implementation in zip(configs.values(), before, strict=True):
+            config._attn_implementation = implementation
         ALL_ATTENTION_FUNCTIONS.pop(_RECORDED)

@@ -21,7 +21,7 @@ from shd_torch.shrink.calibration import read_data
 from shd_torch.shrink.families import Array
 from shd_torch.shrink.folders import load_teacher
 from shd_torch.shrink.heads import AttentionStatistics, Squeezed
-from shd_torch.shrink.sizes import ShrinkOptions, Squeezer, count_parameters, sizes_of
+from shd_torch.shrink.sizes import ShrinkOptions, Squeezer, count_parameters
 from shd_torch.shrink.student import Shrunk, shrink
 from shd_torch.shrink.unfinished import Unfinished
 
@@ -259,10 +259,10 @@ def _starts(
     starts: dict[str, Callable[[], Any]] = {"teacher": lambda: model, "this student": lambda: student}
     if options.align:
         starts["closed form"] = plain(options)
-    before, after = sizes_of(model.config), sizes_of(student.config)
-    if (before.heads, before.hidden, before.neurons) != (after.heads, after.hidden, after.neurons):
+    before, after = made.report["teacher"], made.report["student"]
+    if any(before[name] != after[name] for name in ("heads", "hidden", "neurons")):
         starts |= {name: plain(options, **rival) for name, rival in RIVALS.items()}
-    if after.layers != before.layers:
+    if after["layers"] != before["layers"]:
         layers = made.report["sources"]
         names = ", ".join(map(str, layers))
         starts[f"layers {names} as they are"] = plain(ShrinkOptions(batch_size=options.batch_size), layers=layers)

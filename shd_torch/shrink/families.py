@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -16,6 +16,17 @@ from shd_ref.shrink.merges import HeadWeights, join_heads, split_heads
 Array: TypeAlias = NDArray[np.float64]
 Rows: TypeAlias = tuple[Array, Array | None]
 """A projection as it is read: its matrix ``(in, out)`` and its bias ``(out,)``, float64."""
+
+
+class SizeNames(NamedTuple):
+    """Fields of a configuration; others have one name in all families, by transformers' ``attribute_map``."""
+
+    heads: str = "num_attention_heads"
+    layers: str = "num_hidden_layers"
+    neurons: str = "intermediate_size"  # "mlp_ratio" multiplies the width; None means four times the width
+
+
+_USUAL_NAMES = SizeNames()
 
 
 @dataclass(frozen=True)
@@ -40,6 +51,9 @@ class Family:
     query_norm: str | None = None  # a norm of the queries of a head, or None
     layer_scales: tuple[str, str] | None = None  # scales after the two blocks
     embedding_scale: bool = False  # whether embeddings are multiplied by sqrt(hidden)
+    sizes: SizeNames = _USUAL_NAMES
+    # options of shrink that the architecture rules out, each with the reason; "layers" for a first layer that stays
+    refused: tuple[tuple[str, str], ...] = ()
 
     @property
     def attention(self) -> str:
@@ -154,6 +168,7 @@ _BERT = Family(
     final_norm=None,
     free_head_dim=False,
 )
+_SHARED_BIAS = "all layers add the same position biases, one per head, and each layer merges its own heads"
 
 
 FAMILIES: dict[str, Family] = {
@@ -173,10 +188,28 @@ FAMILIES: dict[str, Family] = {
         final_norm="ln_f",
         embeddings=(("wte.weight", 1), ("wpe.weight", 1)),
         free_head_dim=False,
+        sizes=SizeNames(neurons="n_inner"),
     ),
     "bert": _BERT,
     "roberta": _BERT,
     "xlm-roberta": _BERT,
+    "electra": _BERT,
+    "distilbert": replace(
+        _BERT,
+        layers="transformer.layer",
+        projections=("attention.q_lin", "attention.k_lin", "attention.v_lin", "attention.out_lin"),
+        middle="sa_layer_norm",
+        end="output_layer_norm",
+        ffn=(("ffn.lin1",), "ffn.lin2"),
+        activation="ffn.activation",
+        sizes=SizeNames(neurons="hidden_dim"),
+    ),
+    "mpnet": replace(
+        _BERT,
+        projections=("attention.attn.q", "attention.attn.k", "attention.attn.v", "attention.attn.o"),
+        middle="attention.LayerNorm",
+        refused=(("heads", _SHARED_BIAS),),
+    ),
     "vit": _VIT,
     "deit": _VIT,
     "dinov2": replace(
@@ -185,6 +218,7 @@ FAMILIES: dict[str, Family] = {
         middle="norm2",
         norms=("norm1", "norm2"),
         layer_scales=("layer_scale1.lambda1", "layer_scale2.lambda1"),
+        sizes=SizeNames(neurons="mlp_ratio"),
     ),
 }
 """By ``config.model_type``."""

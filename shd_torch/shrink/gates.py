@@ -268,16 +268,17 @@ def measure_splits(
     Source: MAP of the second source.
     """
     file = output_file(out)
-    num_layers = sizes_of(teacher.config).layers
+    family = family_of(teacher)
+    own = sizes_of(teacher.config, family)
+    num_layers = own.layers
     if len(ranking.attention) != num_layers:
         message = f"ranking must be of the teacher's {num_layers} layers; got one of {len(ranking.attention)}"
         raise ShdError("argument-value", message, "DEPTH-9")
-    gated = family_of(teacher).is_gated
-    dropped = [_drop(ranking, split, num_layers, gated) for split in splits]
+    dropped = [_drop(ranking, split, num_layers, family.is_gated) for split in splits]
     keys = [json.dumps([list(lacks.attention), list(lacks.activations)]) for lacks in dropped]
     head = {
         "format": FORMAT,
-        "teacher": sizes_of(teacher.config).__dict__ | {"parameters": count_parameters(teacher)},
+        "teacher": own.__dict__ | {"parameters": count_parameters(teacher)},
         "options": json.loads(json.dumps(sizes, default=str)),
         "seed": check_integer("seed", seed, 0, None, "PRED-3"),
     }

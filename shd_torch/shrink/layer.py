@@ -71,10 +71,11 @@ def make_layer(
     """
     family = work.family
     layer, target = family.layers_of(work.teacher)[source], family.layers_of(work.student)[number]
-    teacher = sizes_of(work.teacher.config)
+    teacher = sizes_of(work.teacher.config, family)
     weights = family.read_attention(layer, teacher.heads, teacher.kv_heads)
     work.tell_stage(number, "maps")
-    statistics, trace = study_layer(work.teacher, family, source, taught, work.batches, weights)
+    merges = number not in work.dropped.attention and work.sizes.heads != teacher.heads
+    statistics, trace = study_layer(work.teacher, family, source, taught, work.batches, weights, with_maps=merges)
     work.tell_stage(number, "heads")
     report: dict[str, Any] = {"case": "dropped", "exact": False}
     squeezed = None

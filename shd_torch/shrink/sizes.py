@@ -98,25 +98,43 @@ class Sizes:
     neurons: int  # of an FFN
 
 
-def sizes_of(config: Any) -> Sizes:
+def sizes_of(config: Any, family: Family) -> Sizes:
     """What a configuration says."""
-    heads = config.num_attention_heads
+    heads = getattr(config, family.sizes.heads)
     return Sizes(
         heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        kv_heads=config.num_key_value_heads if family.grouped else heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        layers=config.num_hidden_layers,
+        layers=getattr(config, family.sizes.layers),
         hidden=config.hidden_size,
-        neurons=_count_neurons(config),
+        neurons=_count_neurons(config, family),
     )
 
 
-def _count_neurons(config: Any) -> int:
-    if hasattr(config, "mlp_ratio"):
-        return int(config.hidden_size * config.mlp_ratio)
-    if hasattr(config, "n_inner"):  # GPT-2, whose default is None
-        return config.n_inner or 4 * int(config.hidden_size)
-    return int(config.intermediate_size)
+def _count_neurons(config: Any, family: Family) -> int:
+    value, hidden = getattr(config, family.sizes.neurons), int(config.hidden_size)
+    return int(hidden * value) if family.sizes.neurons == "mlp_ratio" else int(value or 4 * hidden)
+
+
+def check_refused(
+    family: Family, model_type: str, teacher: Sizes, sizes: Sizes, kept: Sequence[int], dropped: Dropped
+) -> None:
+    """Refuse changes that the family's architecture rules out, with its reason (STUDENT-2)."""
+    stays = f"must stay the teacher's in {model_type}"
+    is_empty = f"must be empty for {model_type}"
+    asked = {
+        "heads": (stays, (sizes.heads, sizes.kv_heads) != (teacher.heads, teacher.kv_heads)),
+        "head_dim": (stays, sizes.head_dim != teacher.head_dim),
+        "hidden": (stays, sizes.hidden != teacher.hidden),
+        "neurons": (stays, sizes.neurons != teacher.neurons),
+        "layers": (f"must keep layer 0 in {model_type}", kept[0] != 0),
+        "drop_attention": (is_empty, dropped.attention),
+        "drop_activations": (is_empty, dropped.activations),
+    }
+    for change, reason in family.refused:
+        rule, is_asked = asked[change]
+        if is_asked:
+            raise ShdError("shrink-unsupported", f"{change} {rule}: {reason}", "STUDENT-2")
 
 
 def choose_sizes(options: ShrinkOptions, teacher: Sizes, family: Family, layers: int) -> Sizes:
@@ -156,11 +174,12 @@ def make_student(
 ) -> Any:
     """A model of the teacher's class, or of its ``dropped_class``, with these sizes, its weights still random."""
     config: Any = copy.deepcopy(teacher.config)
-    before = sizes_of(config)
+    before = sizes_of(config, family)
     try:
         if family.grouped:
             config.num_key_value_heads = sizes.kv_heads
-        config.num_attention_heads, config.num_hidden_layers = sizes.heads, sizes.layers
+        setattr(config, family.sizes.heads, sizes.heads)
+        setattr(config, family.sizes.layers, sizes.layers)
         if (types := getattr(config, "layer_types", None)) is not None:
             config.layer_types = [types[layer] for layer in kept]  # DEPTH-3
         if hasattr(config, "stage_names"):  # a backbone names its layers
@@ -172,7 +191,7 @@ def make_student(
             config.hidden_size = sizes.hidden
             config.tie_word_embeddings = False  # the last norm's scale folds into the output layer alone (WIDTH-1)
         if (sizes.hidden, sizes.neurons) != (before.hidden, before.neurons):
-            _write_neurons(config, sizes)
+            _write_neurons(config, family, sizes)
         if hasattr(config, "validate_architecture"):
             config.validate_architecture()
         kind: Any = type(teacher)
@@ -194,16 +213,14 @@ def make_student(
     return student.to(device=example.device, dtype=example.dtype).eval()
 
 
-def _write_neurons(config: Any, sizes: Sizes) -> None:
-    if hasattr(config, "mlp_ratio"):
+def _write_neurons(config: Any, family: Family, sizes: Sizes) -> None:
+    if family.sizes.neurons == "mlp_ratio":
         if sizes.neurons % sizes.hidden:
             rule = "mlp_ratio must be a whole number"
             raise ValueError(f"{rule}, and {sizes.neurons} neurons are not a multiple of {sizes.hidden}")
         config.mlp_ratio = sizes.neurons // sizes.hidden
-    elif hasattr(config, "n_inner"):
-        config.n_inner = sizes.neurons
     else:
-        config.intermediate_size = sizes.neurons
+        setattr(config, family.sizes.neurons, sizes.neurons)
 
 
 def count_parameters(model: nn.Module) -> int:

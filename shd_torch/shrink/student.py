@@ -23,7 +23,15 @@ from shd_torch.shrink.families import as_array, base_of, family_of, find_part
 from shd_torch.shrink.folders import load_student, load_teacher, new_folder, save_student
 from shd_torch.shrink.layer import STAGES, Work, counted_rows, fit_final, make_layer
 from shd_torch.shrink.sentences import read_modules
-from shd_torch.shrink.sizes import ShrinkOptions, Sizes, choose_sizes, count_parameters, make_student, sizes_of
+from shd_torch.shrink.sizes import (
+    ShrinkOptions,
+    Sizes,
+    check_refused,
+    choose_sizes,
+    count_parameters,
+    make_student,
+    sizes_of,
+)
 from shd_torch.shrink.unfinished import Unfinished, run_key
 from shd_torch.shrink.width import Turn, check_width, turn_ends
 
@@ -82,11 +90,12 @@ def shrink(
     model: Any = teacher if isinstance(teacher, nn.Module) else load_teacher(teacher)
     family = family_of(model)
     stored = _stored_dtype(model, isinstance(teacher, nn.Module))
-    own = sizes_of(model.config)
+    own = sizes_of(model.config, family)
     kept = kept_layers(own.layers, own.layers if options.layers is None else options.layers)
     dropped = choose_dropped(options.drop_attention, options.drop_activations)
     check_dropped(dropped, family, model.config, kept)
     sizes = choose_sizes(options, own, family, len(kept))
+    check_refused(family, model.config.model_type, own, sizes, kept, dropped)
     if sizes.hidden != own.hidden:
         check_width(model, family)
     modules = {} if isinstance(teacher, nn.Module) else read_modules(Path(teacher), own, sizes)

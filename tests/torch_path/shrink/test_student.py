@@ -14,7 +14,11 @@ from support.shrink.models import WIDTH, logits_of, make_data, make_teacher, mix
 
 from shd_torch.shrink import shrink
 
-FAMILIES = ["llama", "mistral", "qwen2", "gemma", "gpt2", "bert", "vit", "deit", "dinov2"]
+GROUPED = ["llama", "mistral", "qwen2", "gemma"]
+FAMILIES = [*GROUPED, "gpt2", "bert", "electra", "distilbert", "vit", "deit", "dinov2"]
+
+
+LAST = tuple(f"{name}.weight" for name in ("down_proj", "fc2", "mlp.c_proj", "output.dense", "lin2"))
 
 
 def merges_of(report: dict[str, Any]) -> list[Any]:
@@ -28,7 +32,7 @@ def test_half_the_heads_are_the_teacher_with_mixed_logits(name: str) -> None:
     options = {"head_dim": 12} if name in ("vit", "deit", "dinov2") else {}
     made = shrink(teacher, make_data(name), heads=2, align=False, **options)
     assert {layer["exact"] for layer in made.report["layers"]} == {True}
-    expected_case = "queries" if name in ("llama", "mistral", "qwen2", "gemma") else "side-by-side"
+    expected_case = "queries" if name in GROUPED else "side-by-side"
     assert {layer["case"] for layer in made.report["layers"]} == {expected_case}
     other = make_data(name, samples=3, length=13, seed=5)
     with mixed_logits(teacher, merges_of(made.report)):
@@ -127,15 +131,15 @@ def test_alignment_lowers_the_error_on_the_calibration_set(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "neurons"), [("llama", 12), ("gpt2", 88), ("bert", 12), ("vit", 12), ("dinov2", 24)]
+    ("name", "neurons"),
+    [("llama", 12), ("gpt2", 88), ("bert", 12), ("distilbert", 12), ("mpnet", 12), ("vit", 12), ("dinov2", 24)],
 )
 def test_neurons_that_say_nothing_go_first(name: str, neurons: int) -> None:
     teacher, data = make_teacher(name), make_data(name)
     silent = slice(3, 11)
     with torch.no_grad():
         for label, parameter in teacher.named_parameters():
-            last = any(f"{part}.weight" in label for part in ("down_proj", "fc2", "mlp.c_proj", "output.dense"))
-            if last and "attention" not in label:
+            if label.endswith(LAST) and "attention" not in label:
                 (parameter if name == "gpt2" else parameter.T)[silent] = 0.0
     made = shrink(teacher, data, neurons=neurons, align=False)
     total = made.report["teacher"]["neurons"]
@@ -144,7 +148,8 @@ def test_neurons_that_say_nothing_go_first(name: str, neurons: int) -> None:
         assert total - neurons < 8 or not set(range(3, 11)) & set(layer["neurons"])
     if total - neurons <= 8:
         torch.testing.assert_close(logits_of(made.student, data), logits_of(teacher, data), atol=1e-10, rtol=0.0)
-    both = shrink(teacher, data, neurons=neurons, heads=2, layers=2)
+    heads = {} if name == "mpnet" else {"heads": 2}
+    both = shrink(teacher, data, neurons=neurons, layers=2, **heads)
     assert both.report["student"]["neurons"] == neurons
 
 
