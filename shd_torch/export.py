@@ -266,7 +266,7 @@ def hide_weight_bars() -> None:
 
 def _is_dropped(folder: Path) -> bool:
     """Whether the folder holds a student that stock classes do not load."""
-    from shd_torch.shrink.dropped import read_kind
+    from shd_torch.shrink.custom import read_kind
 
     try:
         config = read_json(folder / "config.json")

@@ -34,12 +34,19 @@ COMPARED = 128
 class StudentSizes:
     """What is asked of a student, as the command line says it; one of them must be given."""
 
-    heads: Annotated[int | None, Shown("Query heads of the student. Default: the teacher's.", least=1)] = None
+    heads: Annotated[
+        str | None, Shown("Query heads: 4, or of each student layer, 4,6,4. Default: the teacher's.")
+    ] = None
     layers: Annotated[str | None, Shown("Number of layers, or a list of the teacher's: 3, or 0,2,4.")] = None
     hidden: Annotated[int | None, Shown("Channels of the student's residual stream.", least=1)] = None
-    neurons: Annotated[int | None, Shown("Neurons per FFN; the most important are kept.", least=1)] = None
+    neurons: Annotated[
+        str | None, Shown("Neurons per FFN: 768, or of each student layer, 512,768,768; the most important are kept.")
+    ] = None
     kv_heads: Annotated[int | None, Shown("Key and value heads of the student.", least=1)] = None
-    head_dim: Annotated[int | None, Shown("Width of a head, if the configuration allows it.", least=1)] = None
+    head_dim: Annotated[
+        int | None,
+        Shown("Width of a head. BERT, RoBERTa, GPT-2: hidden / heads by default, which saves no time.", least=1),
+    ] = None
     drop_attention: Annotated[str | None, Shown("Teacher layers that lose their attention block: 1,4.")] = None
     drop_activations: Annotated[
         str | None, Shown("Teacher layers whose FFN loses its activation and becomes one linear map: 2,3.")
@@ -51,9 +58,9 @@ class StudentSizes:
         if not options:
             names = ", ".join(f"--{name.replace('_', '-')}" for name in asdict(self))
             raise ShdError("argument-value", f"one of {names} must be given; got none, which reproduces the teacher")
-        for name in options.keys() & {"layers", "drop_attention", "drop_activations"}:
+        for name in options.keys() & {"heads", "neurons", "layers", "drop_attention", "drop_activations"}:
             numbers = read_list(f"--{name.replace('_', '-')}", options[name], kind=int, least=0)
-            is_count = name == "layers" and "," not in options[name]  # 3 is a number of layers, 0,2,4 names them
+            is_count = not name.startswith("drop_") and "," not in options[name]  # --layers 3, --layers 0,2,4
             options[name] = numbers[0] if is_count else numbers
         return options
 
@@ -162,7 +169,8 @@ def _say_what_was_made(report: dict[str, Any], out: Path) -> None:
         console.say(f"{title}: {layer['case']}, error {layer['layer_error']:.3f}")
     before, after = (report[name] for name in ("teacher", "student"))
     for name in ("parameters", "layers", "heads", "kv_heads", "head_dim", "hidden", "neurons"):
-        console.say(f"{name}: {before[name]:,} -> {after[name]:,}")
+        size = ", ".join(map(str, after[name])) if isinstance(after[name], list | tuple) else f"{after[name]:,}"
+        console.say(f"{name}: {before[name]:,} -> {size}")
     if not all(layer["exact"] or layer["case"] == "dropped" for layer in report["layers"]):
         console.say("heads were approximated in some layers: see shrink.json")
     ridges = [ridge for layer in report["layers"] for ridge in layer.get("ridges", {}).values()]

@@ -33,6 +33,10 @@ def read_student(source: str | os.PathLike[str] | Mapping[str, Any]) -> ShrunkSt
         if report["format"] != FORMAT:
             raise ValueError(f"format {report['format']!r}, of which this release reads {FORMAT}")
         heads, teacher = report["student"]["heads"], report["teacher"]
+        if isinstance(heads, list):
+            raise ValueError(
+                "one number of heads for all layers, which maps are merged to; train it with other targets"
+            )
         attending = [layer for layer in report["layers"] if layer["case"] != "dropped"]
         pairs = layer_map(teacher["layers"], len(attending), report["layer_map"])
         plans = tuple(check_plan(layer["plan"], teacher["heads"], heads) for layer in attending)

@@ -1,7 +1,7 @@
 """A student that starts as its squeezed teacher (specs/shrink.md): ``shrink`` takes and gives a Hugging Face model.
 
 ``families`` alone knows names of modules; ``heads`` and ``width`` call the algebra of ``shd_ref.shrink``, ``layer``
-joins them, and ``student`` the layers. ``dropped`` is what no stock configuration can say. Imports ``maps``.
+joins them, and ``student`` the layers. ``custom`` holds what no stock configuration can express. Imports ``maps``.
 """
 
 from shd_torch.shrink.folders import load_student, load_teacher

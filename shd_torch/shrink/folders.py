@@ -15,7 +15,7 @@ from typing import Any
 from shd_ref.cache.storage.documents import read_json
 from shd_ref.cache.storage.drafts import drafting, output_path, part_folder, remove_finished
 from shd_ref.errors import ShdError
-from shd_torch.shrink.dropped import PREFIX, check_dropped, dropped_class, read_dropped, read_kind
+from shd_torch.shrink.custom import PREFIX, check_dropped, custom_class, read_dropped, read_kind
 from shd_torch.shrink.families import FAMILIES, check_config
 
 HUB_SECONDS = 5.0
@@ -142,7 +142,7 @@ def load_student(source: str | os.PathLike[str]) -> Any:
     if stock is None or name not in FAMILIES or stock.config_class.model_type != name:
         rule = f"{str(folder)!r} must name a class of one of the families as its architecture"
         raise ShdError("read-failed", f"{rule}; got a {name} and {raw.get('architectures')}", "DEPTH-6")
-    kind = dropped_class(stock)
+    kind = custom_class(stock)
     try:
         config = kind.config_class.from_dict(dict(raw))
         check_dropped(read_dropped(config), FAMILIES[name], config, range(config.num_hidden_layers))

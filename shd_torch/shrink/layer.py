@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shd_ref.shrink.ffn import merge_linear, most_important
 from shd_ref.shrink.merges import HeadWeights, join_heads, merge_heads
 from shd_torch.shrink.calibration import Batch, LayerTrace, run_layer, study_layer
-from shd_torch.shrink.dropped import Dropped
+from shd_torch.shrink.custom import Dropped, LayerSizes
 from shd_torch.shrink.families import Array, Family, Rows, base_of, find_part, read_linear, write_linear
 from shd_torch.shrink.heads import OutputFit, Squeezed
 from shd_torch.shrink.sizes import ShrinkOptions, Sizes, sizes_of
@@ -71,19 +71,18 @@ def make_layer(
     """
     family = work.family
     layer, target = family.layers_of(work.teacher)[source], family.layers_of(work.student)[number]
-    teacher = sizes_of(work.teacher.config, family)
+    teacher, sizes = sizes_of(work.teacher.config, family).of_layer(source), work.sizes.of_layer(number)
     weights = family.read_attention(layer, teacher.heads, teacher.kv_heads)
     work.tell_stage(number, "maps")
-    merges = number not in work.dropped.attention and work.sizes.heads != teacher.heads
+    merges = number not in work.dropped.attention and sizes.heads != teacher.heads
     statistics, trace = study_layer(work.teacher, family, source, taught, work.batches, weights, with_maps=merges)
     work.tell_stage(number, "heads")
     report: dict[str, Any] = {"case": "dropped", "exact": False}
     squeezed = None
     if number not in work.dropped.attention:
-        merge = merge_heads(statistics.gram, work.sizes.heads, _choose_plan(work, teacher), teacher.kv_heads)
+        merge = merge_heads(statistics.gram, sizes.heads, _choose_plan(work, teacher, sizes), teacher.kv_heads)
         positions: dict[str, Any] = {"frequencies": work.frequencies, "query_norm": family.query_norm is not None}
-        sizes = work.sizes.kv_heads, work.sizes.head_dim
-        squeezed = work.options.squeezer(weights, merge, statistics, *sizes, **positions)
+        squeezed = work.options.squeezer(weights, merge, statistics, sizes.kv_heads, sizes.head_dim, **positions)
         report = {
             "case": squeezed.case,
             "exact": squeezed.exact,
@@ -91,7 +90,7 @@ def make_layer(
             "groups": [list(group) for group in merge.groups],
             "mixing": merge.mixing.tolist(),
         }
-    ffn = _read_ffn(work, layer, trace.neuron_squares, is_linear=number in work.dropped.activations)
+    ffn = _read_ffn(work, layer, sizes.neurons, trace.neuron_squares, is_linear=number in work.dropped.activations)
     if ffn.kept is not None:
         report["neurons"] = ffn.kept
     if ffn.is_linear:
@@ -148,13 +147,13 @@ class _Ffn(NamedTuple):
     is_linear: bool  # whether readers and last matrix become one (FFN-1)
 
 
-def _read_ffn(work: Work, layer: nn.Module, squares: Array, *, is_linear: bool) -> _Ffn:
+def _read_ffn(work: Work, layer: nn.Module, neurons: int, squares: Array, *, is_linear: bool) -> _Ffn:
     """All neurons of a teacher's linear FFN; else the most important ones, in their order (FFN-4, FFN-5)."""
     readers = [read_linear(find_part(layer, name)) for name in work.family.ffn[0]]
     matrix, bias = work.family.read_last(layer)
-    if is_linear or work.sizes.neurons == len(matrix):
+    if is_linear or neurons == len(matrix):
         return _Ffn(readers, (matrix, bias), None, is_linear)
-    best = list(most_important(work.options.importance(squares, matrix.T), work.sizes.neurons))
+    best = list(most_important(work.options.importance(squares, matrix.T), neurons))
     cut = [(reader[:, best], None if shift is None else shift[best]) for reader, shift in readers]
     return _Ffn(cut, (matrix[best], bias), best, is_linear)
 
@@ -286,13 +285,13 @@ def _input_matrix(weights: HeadWeights) -> Rows:
     return _side_by_side([(join_heads(heads), None if bias is None else bias.ravel()) for heads, bias in stacks])
 
 
-def _choose_plan(work: Work, teacher: Sizes) -> str:
+def _choose_plan(work: Work, teacher: LayerSizes, student: LayerSizes) -> str:
     """``auto``: matched; balanced where groups fit exactly if they are of one size, and matched ones would not be."""
     if work.options.plan != "auto":
         return work.options.plan
-    ratio = -(-teacher.heads // work.sizes.heads)
-    fits = work.frequencies is None and ratio * teacher.head_dim <= work.sizes.head_dim
-    if fits and (teacher.heads != ratio * work.sizes.heads or ratio & (ratio - 1)):
+    ratio = -(-teacher.heads // student.heads)
+    fits = work.frequencies is None and ratio * teacher.head_dim <= student.head_dim
+    if fits and (teacher.heads != ratio * student.heads or ratio & (ratio - 1)):
         return "balanced"
     return "matched" if find_spec("networkx") is not None else "balanced"
 

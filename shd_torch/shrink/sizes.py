@@ -16,7 +16,7 @@ from shd_ref.shrink.ffn import score_neurons
 from shd_ref.shrink.merges import PLANS
 from shd_ref.shrink.width import Axes, principal_axes
 from shd_torch.checks import check_option
-from shd_torch.shrink.dropped import NOTHING, Dropped, dropped_class, dropped_config
+from shd_torch.shrink.custom import NOTHING, Dropped, LayerSizes, custom_class, custom_config, read_sizes
 from shd_torch.shrink.families import Array, Family
 from shd_torch.shrink.heads import Squeezed, squeeze_attention
 
@@ -30,12 +30,13 @@ class ShrinkOptions:
     """Options of ``shrink``; each field is also a keyword of ``shrink``.
 
     Attributes:
-        heads: query heads of the student; default the teacher's.
+        heads: query heads of the student, or a list with one number per student layer; default the teacher's.
         layers: number of layers, or a list of the teacher's; default all.
         hidden: channels of the stream; default the teacher's.
-        neurons: per FFN, the most important ones; default the teacher's.
+        neurons: per FFN, the most important ones, or a list with one number per student layer; default the teacher's.
         kv_heads: key and value heads; see HEAD-17.
-        head_dim: width of a head, if the family's configuration allows it.
+        head_dim: width of a head. Sizes that the family's configuration cannot express, such as lists, give a student
+            that loads with ``load_student`` (CUSTOM-1).
         drop_attention: teacher layers that lose their attention block; such a student loads with ``load_student``.
         drop_activations: teacher layers whose FFN becomes one linear map; also.
         plan: ``"matched"`` (needs networkx), ``"balanced"``, ``"progressive"``, or ``"auto"``.
@@ -51,10 +52,10 @@ class ShrinkOptions:
         ShdError: ``argument-value``.
     """
 
-    heads: int | None = None
+    heads: int | Sequence[int] | None = None
     layers: int | Sequence[int] | None = None
     hidden: int | None = None
-    neurons: int | None = None
+    neurons: int | Sequence[int] | None = None
     kv_heads: int | None = None
     head_dim: int | None = None
     drop_attention: Sequence[int] = ()
@@ -88,19 +89,36 @@ class ShrinkOptions:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a teacher or a student."""
+    """Of a teacher or a student: what differs from layer to layer is a tuple with a number per layer."""
 
-    heads: int  # query heads
-    kv_heads: int  # key and value heads
+    heads: int | tuple[int, ...]  # query heads
+    kv_heads: int | tuple[int, ...]  # key and value heads
     head_dim: int  # entries of a head
     layers: int  # how many
     hidden: int  # channels of the stream
-    neurons: int  # of an FFN
+    neurons: int | tuple[int, ...]  # of an FFN
+
+    def of_layer(self, number: int) -> LayerSizes:
+        """One layer's."""
+        heads, kv_heads, neurons = (
+            size[number] if isinstance(size, tuple) else size for size in (self.heads, self.kv_heads, self.neurons)
+        )
+        return LayerSizes(heads, kv_heads, self.head_dim, neurons)
+
+    @property
+    def of_layers(self) -> tuple[LayerSizes, ...]:
+        """Every layer's."""
+        return tuple(map(self.of_layer, range(self.layers)))
 
 
 def sizes_of(config: Any, family: Family) -> Sizes:
     """What a configuration says."""
     heads = getattr(config, family.sizes.heads)
+    if (listed := read_sizes(config, family)) is not None:
+        heads, kv_heads, neurons = (
+            _join(tuple(getattr(layer, name) for layer in listed)) for name in ("heads", "kv_heads", "neurons")
+        )
+        return Sizes(heads, kv_heads, listed[0].head_dim, len(listed), config.hidden_size, neurons)
     return Sizes(
         heads=heads,
         kv_heads=config.num_key_value_heads if family.grouped else heads,
@@ -137,48 +155,77 @@ def check_refused(
             raise ShdError("shrink-unsupported", f"{change} {rule}: {reason}", "STUDENT-2")
 
 
+def _join(sizes: tuple[int, ...]) -> int | tuple[int, ...]:
+    """One number where all layers have it."""
+    return sizes[0] if len(set(sizes)) == 1 else sizes
+
+
 def choose_sizes(options: ShrinkOptions, teacher: Sizes, family: Family, layers: int) -> Sizes:
     """The student's sizes, with the defaults of HEAD-17 and STUDENT-2."""
+    limits = teacher.of_layer(0)
+    heads = _read_counts("heads", options.heads, limits.heads, layers, "STUDENT-2")
+    neurons = _read_counts("neurons", options.neurons, limits.neurons, layers, "STUDENT-2")
+    hidden = teacher.hidden
+    if options.hidden is not None:
+        least = 2 if family.norm == "layer" else 1
+        hidden = check_integer("hidden", options.hidden, least, teacher.hidden, "WIDTH-3")
+    kv_heads = _join(tuple(_choose_kv_heads(options.kv_heads, count, limits, family) for count in heads))
+    is_whole = len(set(heads)) == 1 and hidden % heads[0] == 0
+    head_dim = teacher.head_dim if family.free_head_dim or not is_whole else hidden // heads[0]
+    if options.head_dim is not None:
+        head_dim = check_integer("head_dim", options.head_dim, 1, None, "STUDENT-2")
+    if family.rotary and head_dim != teacher.head_dim:
+        rule = f"head_dim must stay {teacher.head_dim} with rotary positions, whose frequencies depend on it"
+        raise ShdError("shrink-unsupported", f"{rule}; got {head_dim}", "HEAD-14")
+    return Sizes(_join(heads), kv_heads, head_dim, layers, hidden, _join(neurons))
 
-    def read(name: str, default: Any, low: int, high: int | None, spec_id: str) -> Any:
-        value = getattr(options, name)
-        return default if value is None else check_integer(name, value, low, high, spec_id)
 
-    heads = read("heads", teacher.heads, 1, None, "STUDENT-2")
-    if heads > teacher.heads:
-        message = f"heads must lie in 1..{teacher.heads}, the teacher's; got {heads}"
-        raise ShdError("heads-exceed", message, "STUDENT-2")
-    hidden = read("hidden", teacher.hidden, 2 if family.norm == "layer" else 1, teacher.hidden, "WIDTH-3")
-    neurons = read("neurons", teacher.neurons, 1, teacher.neurons, "STUDENT-2")
-    head_dim = read("head_dim", None, 1, None, "STUDENT-2")
-    fitting = (count for count in range(min(teacher.kv_heads, heads), 0, -1) if heads % count == 0)
-    kv_heads = read("kv_heads", next(fitting) if family.grouped else heads, 1, heads, "HEAD-17")
+def _read_counts(
+    name: str, value: int | Sequence[int] | None, most: int, layers: int, spec_id: str
+) -> tuple[int, ...]:
+    """One number for every layer of the student, from a number, a list or the default."""
+    if value is None:
+        return (most,) * layers
+    try:
+        counts = tuple(value)  # type: ignore[arg-type]
+    except TypeError:
+        counts = (value,) * layers  # type: ignore[assignment]
+    if len(counts) != layers:
+        rule = f"{name} must be a number, or a list of one for each of the student's {layers} layers"
+        raise ShdError("argument-value", f"{rule}; got {len(counts)}: {value!r}", spec_id)
+    checked = tuple(check_integer(name, count, 1, None, spec_id) for count in counts)
+    if max(checked) > most:
+        code = "heads-exceed" if name == "heads" else "argument-value"
+        raise ShdError(code, f"{name} must lie in 1..{most}, the teacher's; got {value!r}", spec_id)
+    return checked
+
+
+def _choose_kv_heads(value: int | None, heads: int, teacher: LayerSizes, family: Family) -> int:
+    """Of a layer with so many query heads (HEAD-17)."""
+    if value is None:
+        fitting = (count for count in range(min(teacher.kv_heads, heads), 0, -1) if heads % count == 0)
+        return next(fitting) if family.grouped else heads
+    kv_heads = check_integer("kv_heads", value, 1, heads, "HEAD-17")
     if heads % kv_heads or (kv_heads != heads and not family.grouped):
         rule = f"kv_heads must divide heads={heads}{'' if family.grouped else ', and be equal to it in this family'}"
         raise ShdError("argument-value", f"{rule}; got {kv_heads!r}", "HEAD-17")
-    fixed = None if family.free_head_dim else hidden // heads
-    chosen = head_dim or fixed or teacher.head_dim
-    if fixed is not None and (chosen != fixed or hidden % heads):
-        divisors = ", ".join(str(count) for count in range(1, teacher.heads + 1) if hidden % count == 0)
-        rule = f"head_dim is hidden / heads in this family, a whole number; got hidden={hidden}, heads={heads} and"
-        message = f"{rule} head_dim={head_dim}: with this hidden, heads may be {divisors}"
-        raise ShdError("shrink-unsupported", message, "STUDENT-2")
-    if family.rotary and chosen != teacher.head_dim:
-        rule = f"head_dim must stay {teacher.head_dim} with rotary positions, whose frequencies depend on it"
-        raise ShdError("shrink-unsupported", f"{rule}; got {chosen}", "HEAD-14")
-    return Sizes(heads, kv_heads, chosen, layers, hidden, neurons)
+    return kv_heads
 
 
 def make_student(
     teacher: nn.Module, family: Family, sizes: Sizes, kept: Sequence[int], dropped: Dropped = NOTHING
 ) -> Any:
-    """A model of the teacher's class, or of its ``dropped_class``, with these sizes, its weights still random."""
+    """A model of the teacher's class, or of its ``custom_class``, with these sizes, its weights still random."""
     config: Any = copy.deepcopy(teacher.config)
     before = sizes_of(config, family)
+    # What stock fields say of layers that differ: the largest of them.
+    heads, kv_heads, neurons = (
+        max(getattr(layer, name) for layer in sizes.of_layers) for name in ("heads", "kv_heads", "neurons")
+    )
     try:
         if family.grouped:
-            config.num_key_value_heads = sizes.kv_heads
-        setattr(config, family.sizes.heads, sizes.heads)
+            config.num_key_value_heads = kv_heads
+        setattr(config, family.sizes.heads, heads)
         setattr(config, family.sizes.layers, sizes.layers)
         if (types := getattr(config, "layer_types", None)) is not None:
             config.layer_types = [types[layer] for layer in kept]  # DEPTH-3
@@ -191,12 +238,11 @@ def make_student(
             config.hidden_size = sizes.hidden
             config.tie_word_embeddings = False  # the last norm's scale folds into the output layer alone (WIDTH-1)
         if (sizes.hidden, sizes.neurons) != (before.hidden, before.neurons):
-            _write_neurons(config, family, sizes)
-        if hasattr(config, "validate_architecture"):
-            config.validate_architecture()
+            _write_neurons(config, family, sizes.hidden, neurons)
         kind: Any = type(teacher)
-        if dropped:
-            config, kind = dropped_config(config, dropped), dropped_class(kind)
+        listed = None if is_stock(sizes, family, config) else sizes.of_layers
+        if dropped or listed is not None:
+            config, kind = custom_config(config, dropped, listed), custom_class(kind)
         student = kind(config)
     except (TypeError, ValueError) as error:
         if isinstance(error, ShdError):
@@ -213,14 +259,22 @@ def make_student(
     return student.to(device=example.device, dtype=example.dtype).eval()
 
 
-def _write_neurons(config: Any, family: Family, sizes: Sizes) -> None:
-    if family.sizes.neurons == "mlp_ratio":
-        if sizes.neurons % sizes.hidden:
-            rule = "mlp_ratio must be a whole number"
-            raise ValueError(f"{rule}, and {sizes.neurons} neurons are not a multiple of {sizes.hidden}")
-        config.mlp_ratio = sizes.neurons // sizes.hidden
-    else:
-        setattr(config, family.sizes.neurons, sizes.neurons)
+def is_stock(sizes: Sizes, family: Family, config: Any) -> bool:
+    """Whether a configuration, with the largest sizes written, expresses these (CUSTOM-1)."""
+    if any(isinstance(size, tuple) for size in (sizes.heads, sizes.kv_heads, sizes.neurons)):
+        return False
+    try:
+        if hasattr(config, "validate_architecture"):
+            config.validate_architecture()
+    except ValueError:  # of heads that do not divide the width, though they have any length
+        return False
+    is_long = family.free_head_dim or sizes.of_layer(0).heads * sizes.head_dim == sizes.hidden
+    return is_long and _count_neurons(config, family) == sizes.neurons
+
+
+def _write_neurons(config: Any, family: Family, hidden: int, neurons: int) -> None:
+    is_ratio = family.sizes.neurons == "mlp_ratio"
+    setattr(config, family.sizes.neurons, -(-neurons // hidden) if is_ratio else neurons)
 
 
 def count_parameters(model: nn.Module) -> int:

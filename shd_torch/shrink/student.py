@@ -18,7 +18,7 @@ from shd_ref.errors import ShdError
 from shd_ref.shrink.width import kept_layers
 from shd_torch.precision import without_autocast
 from shd_torch.shrink.calibration import read_data, rotary_frequencies, run_layer, start_batches
-from shd_torch.shrink.dropped import check_dropped, choose_dropped
+from shd_torch.shrink.custom import check_dropped, choose_dropped
 from shd_torch.shrink.families import as_array, base_of, family_of, find_part
 from shd_torch.shrink.folders import load_student, load_teacher, new_folder, save_student
 from shd_torch.shrink.layer import STAGES, Work, counted_rows, fit_final, make_layer

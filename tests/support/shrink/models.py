@@ -37,6 +37,7 @@ def make_teacher(
         "electra": ("ElectraForPreTraining", {**sizes, **text, "embedding_size": 10, "pad_token_id": 0}),
         "distilbert": ("DistilBertForMaskedLM", {**sizes, **text, "hidden_dim": 20, "pad_token_id": 0}),
         "mpnet": ("MPNetForMaskedLM", {**sizes, **text, "pad_token_id": 1}),
+        "roberta": ("RobertaForMaskedLM", {**sizes, **text, **tokens}),
         "vit": ("ViTForImageClassification", {**sizes, **image, "intermediate_size": 20}),
         "deit": ("DeiTForImageClassificationWithTeacher", {**sizes, **image, "intermediate_size": 20}),
         "dinov2": ("Dinov2ForImageClassification", {**sizes, **image, "mlp_ratio": 2}),

@@ -148,7 +148,7 @@ def test_plain_transformers_refuse_the_folder(tmp_path: Path) -> None:
     again = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path)
     assert type(again) is type(loaded) is type(made.student)
     assert all(torch.equal(one, two) for one, two in zip(again.parameters(), loaded.parameters(), strict=True))
-    assert type(transformers.AutoModel.from_pretrained(tmp_path)).__name__ == "DroppedBertModel"
+    assert type(transformers.AutoModel.from_pretrained(tmp_path)).__name__ == "CustomBertModel"
     loaded.save_pretrained(tmp_path / "again")
     assert torch.equal(
         logits_of(load_student(tmp_path / "again"), make_data("bert")), logits_of(loaded, make_data("bert"))
@@ -170,8 +170,8 @@ def test_stock_students_load_too(tmp_path: Path) -> None:
         ({"dropped_attention": []}, "every weight"),
         ({"dropped_activations": []}, "every weight"),
         ({"dropped_activations": [0, 2]}, "every weight"),
-        ({"architectures": ["DroppedPretrainedConfig"]}, "architecture"),
-        ({"architectures": ["DroppedGPT2LMHeadModel"]}, "architecture"),
+        ({"architectures": ["CustomPretrainedConfig"]}, "architecture"),
+        ({"architectures": ["CustomGPT2LMHeadModel"]}, "architecture"),
         ({"architectures": []}, "architecture"),
         ({"num_hidden_layers": 4}, "every weight"),
         ({"quantization_config": {"quant_method": "own"}}, r"quantization_config \(own\)"),

@@ -1,27 +1,41 @@
-"""Students that no stock configuration can say: blocks without attention, FFNs without activation (DEPTH-4..8).
+"""Students whose layers no stock configuration can express (CUSTOM, DEPTH-4..8).
 
-They are the stock class with some of its modules replaced, under a ``model_type`` that plain transformers does not
-know: its Auto classes refuse the folder, and a stock class finds weights of another shape.
+Their layers have sizes of their own, lack attention, or have a linear FFN. They are the stock class with some modules
+replaced, under a ``model_type`` that plain transformers does not know: its Auto classes refuse the folder, and a
+stock class finds weights of another shape.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shd_ref.errors import ShdError
-from shd_ref.integers import as_index
+from shd_ref.integers import as_index, check_integer
 from shd_torch.shrink.families import FAMILIES, Family, find_part
 
-PREFIX = "Dropped"
-_KIND = "{} with dropped layers (load it with shd_torch.load_student)"
+PREFIX = "Custom"
+_KIND = "{} with custom layers (load it with shd_torch.load_student)"
 _LISTS = ("dropped_attention", "dropped_activations")
+MAX_SIZE = 1 << 20
+"""Of heads, of their length and of neurons in a folder's configuration, which is not trusted."""
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """Of the attention and the FFN of one layer."""
+
+    heads: int  # query heads
+    kv_heads: int  # key and value heads
+    head_dim: int  # entries of a head
+    neurons: int  # of the FFN
 
 
 @dataclass(frozen=True)
@@ -72,9 +86,12 @@ def check_dropped(dropped: Dropped, family: Family, config: Any, kept: Sequence[
         raise ShdError("shrink-unsupported", message, "DEPTH-7")
 
 
-def drop_parts(model: nn.Module, family: Family, dropped: Dropped) -> None:
-    """Replace modules in place; a linear FFN gets random weights (DEPTH-4, FFN-1)."""
-    layers = family.layers_of(model)
+def build_layers(model: nn.Module, family: Family, config: Any) -> None:
+    """Replace modules in place; new ones get random weights (CUSTOM-2, DEPTH-4, FFN-1)."""
+    dropped, layers = read_dropped(config), family.layers_of(model)
+    if (sizes := read_sizes(config, family)) is not None:
+        for layer, own in zip(layers, sizes, strict=True):
+            _resize_layer(layer, family, own)
     for number in dropped.attention:
         _drop_attention(layers[number], family)
     for number in dropped.activations:
@@ -85,6 +102,38 @@ def drop_parts(model: nn.Module, family: Family, dropped: Dropped) -> None:
             attention = find_part(layer, family.attention)
             if hasattr(attention, "layer_idx"):
                 attention.layer_idx = order
+
+
+def _resize_layer(layer: nn.Module, family: Family, sizes: LayerSizes) -> None:
+    """Give the matrices of a layer their sizes, and its attention the counts that it computes with."""
+    *inputs, last = family.projections
+    widths = [count * sizes.head_dim for count in (sizes.heads, sizes.kv_heads, sizes.kv_heads)]
+    for name, width in zip(inputs, [sum(widths)] if len(inputs) == 1 else widths, strict=True):
+        _resize(layer, name, outputs=width)
+    _resize(layer, last, inputs=widths[0])
+    for name in family.ffn[0]:
+        _resize(layer, name, outputs=sizes.neurons)
+    _resize(layer, family.ffn[1], inputs=sizes.neurons)
+    attention = find_part(layer, family.attention)
+    counts = dict.fromkeys(("num_attention_heads", "num_heads", "n_heads"), sizes.heads)
+    counts |= {"num_key_value_heads": sizes.kv_heads, "num_key_value_groups": sizes.heads // sizes.kv_heads}
+    counts |= dict.fromkeys(("head_dim", "attention_head_size", "head_size"), sizes.head_dim)
+    counts |= dict.fromkeys(("all_head_size", "split_size"), widths[0])
+    for name in counts.keys() & vars(attention).keys():
+        setattr(attention, name, counts[name])
+    if "scaling" in vars(attention):
+        attention.scaling = sizes.head_dim**-0.5
+
+
+def _resize(layer: nn.Module, name: str, *, inputs: int | None = None, outputs: int | None = None) -> None:
+    """A Linear or a Conv1D of other sizes, where they are not as they are."""
+    old = find_part(layer, name)
+    is_linear = isinstance(old, nn.Linear)
+    before = (old.in_features, old.out_features) if is_linear else (old.nx, old.nf)
+    after = (inputs or before[0], outputs or before[1])
+    if before != after:
+        new = nn.Linear(*after, bias=old.bias is not None) if is_linear else type(old)(after[1], after[0])
+        layer.set_submodule(name, new.to(dtype=old.weight.dtype, device=old.weight.device))
 
 
 class _Absent(nn.Module):
@@ -140,45 +189,68 @@ def _drop_activation(layer: nn.Module, family: Family) -> None:
 
 
 @functools.cache
-def dropped_class(stock: Any) -> Any:
-    """The class of a stock class's models that lack parts, registered with transformers' Auto classes."""
+def custom_class(stock: Any) -> Any:
+    """The class of a stock class's models with custom layers, registered with transformers' Auto classes."""
     from transformers.models.auto import modeling_auto
 
     name = stock.config_class.model_type
 
     def make(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        stock.__init__(self, config, *args, **kwargs)
-        drop_parts(self, FAMILIES[name], read_dropped(config))
+        with _stock_heads(config, FAMILIES[name]):
+            stock.__init__(self, config, *args, **kwargs)
+        build_layers(self, FAMILIES[name], config)
+        self.init_weights()  # of the modules that are new
 
     config_class = _config_class(stock.config_class)
     members = {"__init__": make, "config_class": config_class, "__module__": __name__, "__doc__": stock.__doc__}
-    made = type(PREFIX + stock.__name__, (stock,), members)
+    custom = type(PREFIX + stock.__name__, (stock,), members)
     for auto in vars(modeling_auto).values():
         mapping: Any = getattr(auto, "_model_mapping", None) if isinstance(auto, type) else None
         kind = None if mapping is None else mapping.get(stock.config_class, None)
         if kind is stock or (auto is modeling_auto.AutoModel and isinstance(kind, type)):
-            auto.register(config_class, made if kind is stock else dropped_class(kind), exist_ok=True)
-    return made
+            auto.register(config_class, custom if kind is stock else custom_class(kind), exist_ok=True)
+    return custom
+
+
+@contextmanager
+def _stock_heads(config: Any, family: Family) -> Iterator[None]:
+    """One head, which fits every width, while a stock class builds layers that are resized afterwards, or checks."""
+    if getattr(config, "layer_sizes", None) is None:
+        yield
+        return
+    heads = getattr(config, family.sizes.heads)
+    setattr(config, family.sizes.heads, 1)
+    try:
+        yield
+    finally:
+        setattr(config, family.sizes.heads, heads)
 
 
 @functools.cache
 def _config_class(stock: Any) -> Any:
     import transformers
 
+    def validate(self: Any) -> None:
+        with _stock_heads(self, FAMILIES[stock.model_type]):
+            stock.validate(self)
+
     name = _KIND.format(stock.model_type)
-    made = type(PREFIX + stock.__name__, (stock,), {"model_type": name, "__module__": __name__})
-    transformers.AutoConfig.register(name, made, exist_ok=True)
-    return made
+    members = {"model_type": name, "validate": validate, "__module__": __name__}
+    custom = type(PREFIX + stock.__name__, (stock,), members)
+    transformers.AutoConfig.register(name, custom, exist_ok=True)
+    return custom
 
 
-def dropped_config(config: Any, dropped: Dropped) -> Any:
-    """A stock configuration as one that says what is dropped."""
-    fields = {name: value for name, value in config.to_dict().items() if name not in ("model_type", "architectures")}
-    fields |= {_LISTS[0]: list(dropped.attention), _LISTS[1]: list(dropped.activations)}
+def custom_config(config: Any, dropped: Dropped, sizes: Sequence[LayerSizes] | None) -> Any:
+    """A stock configuration as one that says what is dropped, and the sizes of each layer where they are custom."""
+    entries = {name: value for name, value in config.to_dict().items() if name not in ("model_type", "architectures")}
+    entries |= {_LISTS[0]: list(dropped.attention), _LISTS[1]: list(dropped.activations)}
+    if sizes is not None:
+        entries["layer_sizes"] = [asdict(layer) for layer in sizes]
     stock: Any = type(config)
-    made = _config_class(stock)(**fields)
-    made._attn_implementation = config._attn_implementation
-    return made
+    custom = _config_class(stock)(**entries)
+    custom._attn_implementation = config._attn_implementation
+    return custom
 
 
 def read_kind(raw: Mapping[str, Any]) -> str | None:
@@ -193,3 +265,23 @@ def read_dropped(config: Any) -> Dropped:
     if not all(isinstance(numbers, list) for numbers in lists):
         raise ShdError("layers-invalid", f"{_LISTS[0]} and {_LISTS[1]} must be lists; got {lists}", "DEPTH-5")
     return Dropped(*(tuple(numbers) for numbers in lists))
+
+
+def read_sizes(config: Any, family: Family) -> tuple[LayerSizes, ...] | None:
+    """The sizes of each layer that a configuration lists, checked; None where it lists none (CUSTOM-1)."""
+    listed = getattr(config, "layer_sizes", None)
+    if listed is None:
+        return None
+    count = getattr(config, family.sizes.layers)
+    names = [field.name for field in fields(LayerSizes)]
+    is_listed = isinstance(listed, list) and len(listed) == count
+    if not is_listed or not all(isinstance(entry, dict) and sorted(entry) == sorted(names) for entry in listed):
+        rule = f"layer_sizes must list {', '.join(names)} of each of {count} layers"
+        raise ShdError("layers-invalid", f"{rule}; got {listed!r:.200}", "CUSTOM-1")
+    for number, entry in enumerate(listed):
+        for name in names:
+            check_integer(f"layer_sizes[{number}][{name!r}]", entry[name], 1, MAX_SIZE, "CUSTOM-1")
+        if entry["heads"] % entry["kv_heads"]:
+            message = f"layer_sizes[{number}] must have a multiple of its kv_heads as heads; got {entry}"
+            raise ShdError("layers-invalid", message, "CUSTOM-1")
+    return tuple(LayerSizes(**entry) for entry in listed)
