@@ -32,6 +32,7 @@ from shd_ref.tolerances import load_tolerances
 OPSETS = range(18, 23)  # below 18 torch.onnx has to convert down; from 23 on attention is one operator
 FUSED_OPSETS = (24, 20)  # of students: attention as one operator, and where that fails, spelled out
 _EXTERNAL_DATA_BYTES = 1 << 30  # a protobuf file ends at 2 GiB
+_FUNCTION_DOMAIN = "squeezing_heads"
 _CAUSE_LENGTH = 200  # of another library's message, which may have pages
 _REMEDY = (
     "take a model whose attention is plain in its graph (no windows or chunks that depend on sizes, no state space), "
@@ -51,7 +52,8 @@ class ExportReport:
         output: name of the graph's output.
         opset: the ONNX opset.
         num_softmax: how many ``Softmax`` nodes it holds: of a teacher at least one per attention layer.
-        num_fused: how many ``Attention`` nodes it holds: of a student one per attention layer, or none.
+        num_fused: how many ``Attention`` nodes it holds: of a student one per attention layer, or none. Each is
+            called through a function of the model, so that ``onnxruntime.quantization.quantize_dynamic`` keeps it.
         checked_shapes: the input shapes it was compared with the model at; empty where onnxruntime is missing.
         max_difference: largest absolute difference of the output; None where onnxruntime is missing.
         tolerance: what was allowed: the published tolerance of the dtype times ``max(1, largest output)``.
@@ -199,6 +201,7 @@ def _export(
         samples = [inputs, _resized(inputs, axes, lambda size, axis: size + 1 if axis == "batch" else size - 1)]
         expected = [_run_model(wrapper, sample) for sample in samples]
     _strip_metadata(program)
+    num_fused = _wrap_attention(program.model)
     from shd_ref.teacher.rewrite.linearize import saving_graph
 
     tensors = (*model.parameters(), *model.buffers())
@@ -220,7 +223,7 @@ def _export(
         output=output_name,
         opset=opset,
         num_softmax=sum(node.op_type == "Softmax" for node in program.model.graph.all_nodes()),
-        num_fused=sum(node.op_type == "Attention" for node in program.model.graph.all_nodes()),
+        num_fused=num_fused,
         checked_shapes=() if max_difference is None else tuple(_shapes(sample) for sample in samples),
         max_difference=max_difference,
         tolerance=tolerance,
@@ -476,11 +479,60 @@ def _run_model(wrapper: _Positional, sample: Mapping[str, Tensor]) -> Tensor:
 
 
 def _strip_metadata(program: Any) -> None:
-    """Drop the exporter's notes on every node: stack traces with paths of this machine, half of a small file."""
+    """Drop the exporter's notes on every node: stack traces with paths of this machine, half of a small file.
+
+    Also the declared shapes of weights, which the weights state themselves: ``quantize_dynamic`` transposes those of
+    a ``Gemm`` and leaves what was declared.
+    """
+    for value in program.model.graph.initializers.values():
+        value.shape, value.type = None, None
     for node in program.model.graph.all_nodes():
         node.metadata_props.clear()
         for value in node.outputs:
             value.metadata_props.clear()
+
+
+def _wrap_attention(model: Any) -> int:
+    """Move each fused attention into a function of the model, which onnxruntime inlines; returns how many there are.
+
+    ``quantize_dynamic`` selects operators by name, not by domain: it would turn the standard ``Attention`` into the
+    quantized form of com.microsoft's operator of that name, which does not load. It leaves functions alone.
+    """
+    import onnx_ir as ir
+
+    nodes = [node for node in model.graph.all_nodes() if node.op_type == "Attention"]
+    functions: dict[str, Any] = {}
+    for node in nodes:
+        signature = (
+            [value is None for value in node.inputs],
+            len(node.outputs),
+            sorted(map(str, node.attributes.values())),
+        )
+        function = functions.get(str(signature))
+        if function is None:
+            inputs = [None if value is None else ir.Value(name=f"input_{i}") for i, value in enumerate(node.inputs)]
+            inner = ir.Node("", "Attention", inputs, node.attributes.values(), num_outputs=len(node.outputs))
+            for number, output in enumerate(inner.outputs):
+                output.name = f"output_{number}"
+            graph = ir.Graph(
+                [value for value in inputs if value is not None],
+                inner.outputs,
+                nodes=[inner],
+                opset_imports={"": model.opset_imports[""]},
+            )
+            name = f"FusedAttention_{len(functions)}"
+            function = functions[str(signature)] = ir.Function(_FUNCTION_DOMAIN, name, graph=graph, attributes=())
+            model.functions[function.identifier()] = function
+            model.opset_imports[_FUNCTION_DOMAIN] = 1
+        call = ir.Node(
+            _FUNCTION_DOMAIN,
+            function.name,
+            [value for value in node.inputs if value is not None],
+            num_outputs=len(node.outputs),
+            name=node.name,
+        )
+        ir.convenience.replace_nodes_and_values(node.graph, node, [node], [call], node.outputs, call.outputs)
+    return len(nodes)
 
 
 def _compare(

@@ -69,5 +69,21 @@ def test_attention_is_spelled_out_where_it_cannot_be_fused(tmp_path: Path, monke
         export.time_graphs([tmp_path / "none.onnx"], {})
 
 
+@pytest.mark.parametrize("family", ["llama", "vit"])
+def test_quantize_dynamic_by_its_defaults(family: str, tmp_path: Path) -> None:
+    """It selects operators by name: fused attention must not be taken for com.microsoft's."""
+    from onnxruntime.quantization import quantize_dynamic
+
+    data = {name: part.float() if part.is_floating_point() else part for name, part in make_data(family).items()}
+    report = export.export_student(make_teacher(family, layers=1).float(), data, tmp_path / "student.onnx")
+    assert (report.num_fused, report.num_softmax) == (1, 0)
+    quantize_dynamic(report.path, tmp_path / "int8.onnx")
+    paths = report.path, tmp_path / "int8.onnx"
+    sessions = [onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"]) for path in paths]
+    inputs = {name: part.numpy() for name, part in data.items()}
+    before, after = (session.run(None, inputs)[0].reshape(-1) for session in sessions)
+    assert 0 < np.linalg.norm(after - before) < 0.2 * np.linalg.norm(before)
+
+
 def _images() -> dict[str, Any]:
     return {name: part.float() for name, part in make_data("vit").items()}
