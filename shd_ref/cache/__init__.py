@@ -62,6 +62,8 @@ from shd_ref.cache.forms.attention import Attention as Attention
 from shd_ref.cache.forms.attention import KindLayers as KindLayers
 from shd_ref.cache.forms.attention import LayerPair as LayerPair
 from shd_ref.cache.forms.attention import Matching as Matching
+from shd_ref.cache.forms.embeddings import POOLINGS as POOLINGS
+from shd_ref.cache.forms.embeddings import Embeddings as Embeddings
 from shd_ref.cache.forms.factors import Factors as Factors
 from shd_ref.cache.forms.form import F32 as F32
 from shd_ref.cache.forms.form import U8 as U8

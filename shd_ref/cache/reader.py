@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from shd_ref.cache.codecs.compression import expand_blob
 from shd_ref.cache.documents.manifest import Manifest
 from shd_ref.cache.documents.receipts import Blob, Errors, Receipt, Record, Seal
+from shd_ref.cache.forms.embeddings import Embeddings
 from shd_ref.cache.forms.form import F32, U8, Extent, SampleRecord
 from shd_ref.cache.forms.hidden import Hidden
 from shd_ref.cache.forms.logits import Logits
@@ -114,7 +115,7 @@ class CacheReader:
             key: ``sample_key`` of its inputs. Of equal samples the one with the lowest index is read.
             layers: student layers whose attention to read; all by default.
             **choices: what to read of the other forms, by default all that the cache has: ``logits`` True or False,
-                ``hidden`` the teacher layers.
+                ``hidden`` the teacher layers, ``embeddings`` True or False.
 
         Raises:
             ShdError: ``sample-missing``; ``argument-value`` (layers, choices); ``cache-incomplete`` for a shard that
@@ -201,6 +202,14 @@ class CacheReader:
             ShdError: ``argument-value`` where the cache, or the record as it was read, does not have them.
         """
         return self.manifest.need(Hidden, "hidden states").decode(record, layer)
+
+    def decode_embedding(self, record: SampleRecord) -> NDArray[np.float32]:
+        """The teacher's embedding of one text, ``(width,)`` float32, pooled as the manifest says.
+
+        Raises:
+            ShdError: ``argument-value`` where the cache, or the record as it was read, does not have it.
+        """
+        return self.manifest.need(Embeddings, "embeddings").decode(record)
 
     def _parts_of(self, name: str, choice: Choice) -> list[int]:
         """Numbers of the coded parts of a form that are asked for, by the keyword of its choice."""

@@ -70,7 +70,7 @@ def verify(
             )
         print_remarks(source.remark)
         rows = f"{again.rows} rows, largest total variation {again.tv_max:.2g}" if again.rows else ""
-        targets = f"{again.target_rows} rows of logits and hidden states" if again.target_rows else ""
+        targets = f"{again.target_rows} rows of other targets" if again.target_rows else ""
         counts = f"{again.records} records run again ({'; '.join(filter(None, (rows, targets)))})"
         console.print(marked("same", "green", f": {counts}"))
         document["again"] = asdict(again)

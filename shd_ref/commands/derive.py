@@ -25,7 +25,7 @@ from typer.models import ArgumentInfo
 from shd_ref.cache.forms.attention import KINDS
 from shd_ref.commands.terminal import ShownCommand, console, quiet_progress, reported_errors
 from shd_ref.errors import ShdError
-from shd_ref.teacher.options import PANELS, Shown
+from shd_ref.teacher.options import PANELS, Pooling, Shown
 
 Document: TypeAlias = dict[str, Any] | list[dict[str, Any]]
 """A command's result as JSON can say it: one object, or one for each student."""
@@ -354,9 +354,19 @@ def parse_shards(text: str | None) -> tuple[int, int]:
     return int(share), int(parts)
 
 
+def parse_pooling(text: str | None) -> Pooling | None:
+    """``--embeddings``: a way of pooling, or the folder that names it."""
+    if text is None:
+        return None
+    from shd_ref.teacher.sources.sentence_folder import read_pooling
+
+    return Pooling.parse(text) or read_pooling(Path(text))
+
+
 PARSERS: Final[dict[str, Callable[[Any], Any]]] = {
     "num_student_layers": parse_student_layers,
     "layer_pairs": parse_layer_pairs,
     "shards": parse_shards,
+    "embeddings": parse_pooling,
 }
 """By field: how the text of its option is read."""

@@ -45,7 +45,8 @@ NoAttention = Annotated[
     bool,
     typer.Option(
         "--no-attention",
-        help="Store only logits or hidden states; works without attention in the graph and without --student-heads.",
+        help="Store only logits, hidden states or embeddings; works without attention in the graph and without "
+        "--student-heads.",
         rich_help_panel=STORING,
     ),
 ]
@@ -96,7 +97,7 @@ def heads_of(
     """The numbers of heads, one at least, and the options; without attention the one number 0: ``argument-value``."""
     if not no_attention:
         if student_heads is None:
-            when = "unless only logits or hidden states are stored (--no-attention)"
+            when = "unless only logits, hidden states or embeddings are stored (--no-attention)"
             raise ShdError("argument-value", f"--student-heads must be given, or --student, {when}")
         return student_heads, options
     if student_heads is not None:

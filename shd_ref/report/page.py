@@ -71,7 +71,8 @@ def count_of(number: int, noun: str) -> str:
 def _lead(manifest: Manifest) -> str:
     attention = manifest.find(Attention)
     if attention is None:
-        return " and ".join("hidden states" if form.SUBJECT == "hidden" else "Logits" for form in manifest.forms)
+        names = {"logits": "Logits", "hidden": "hidden states"}
+        return " and ".join(names.get(form.SUBJECT, form.SUBJECT) for form in manifest.forms)
     heads = f"{attention.num_teacher_heads} heads to {attention.num_student_heads}"
     return f"Attention of {count_of(len(attention.layers), 'layer')}, squeezed from {heads}"
 
@@ -146,7 +147,7 @@ def _residuals(reader: CacheReader, evidence: Evidence | None) -> dict[str, Any]
 def _maps(reader: CacheReader, content: CacheContent, evidence: Evidence | None) -> dict[str, Any]:
     """Maps of the example, beside the teacher's where they are at hand."""
     key = choose_example(reader) if evidence is None else evidence.example
-    record, attention = reader.read(key, logits=False, hidden=()), reader.manifest.attention
+    record, attention = reader.read(key, logits=False, hidden=(), embeddings=False), reader.manifest.attention
     text = (
         f"Sample {record.index}, {count_of(record.length, 'position')}: rows are queries, columns are keys, each "
         "picture is scaled to its largest entry and its root is drawn, so that small entries show. "

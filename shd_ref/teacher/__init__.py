@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from shd_ref.teacher.opening.model import hash_teacher as hash_teacher
     from shd_ref.teacher.options import FidelityOptions as FidelityOptions
     from shd_ref.teacher.options import PlanOptions as PlanOptions
+    from shd_ref.teacher.options import Pooling as Pooling
     from shd_ref.teacher.options import PrecomputeOptions as PrecomputeOptions
     from shd_ref.teacher.options import RunOptions as RunOptions
     from shd_ref.teacher.precompute.compare import compare_with_reference as compare_with_reference
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from shd_ref.teacher.sources import Row as Row
     from shd_ref.teacher.sources import Source as Source
     from shd_ref.teacher.sources import open_source as open_source
+    from shd_ref.teacher.sources.sentence_folder import read_pooling as read_pooling
     from shd_ref.teacher.study.fidelity import measure_fidelity as measure_fidelity
     from shd_ref.teacher.study.forecast import forecast_cache as forecast_cache
     from shd_ref.teacher.study.ranking import Fidelity as Fidelity
@@ -56,7 +58,7 @@ _ROOMS = {
     "graph.targets": ("find_targets",),
     "opening.load": ("load_teacher",),
     "opening.model": ("hash_teacher",),
-    "options": ("FidelityOptions", "PlanOptions", "PrecomputeOptions", "RunOptions"),
+    "options": ("FidelityOptions", "PlanOptions", "Pooling", "PrecomputeOptions", "RunOptions"),
     "precompute.compare": ("compare_with_reference",),
     "precompute.summary": ("PrecomputeSummary",),
     "rewrite.function": ("MergeRule",),
@@ -67,6 +69,7 @@ _ROOMS = {
     "run.reading": ("AttentionReader",),
     "session": ("open_session",),
     "sources": ("ArraySource", "IndexedSource", "Row", "Source", "open_source"),
+    "sources.sentence_folder": ("read_pooling",),
     "study.fidelity": ("measure_fidelity",),
     "study.forecast": ("forecast_cache",),
     "study.ranking": ("Fidelity", "FidelityReport", "Setting", "rank_costs"),

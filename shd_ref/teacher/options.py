@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Annotated, Final
 
 from shd_ref.attention import check_temperature
-from shd_ref.cache import CODECS, DEFAULT_FACTORED_CODEC, FACTORED_CODECS
+from shd_ref.cache import CODECS, DEFAULT_FACTORED_CODEC, FACTORED_CODECS, POOLINGS
 from shd_ref.cache.codecs.compression import COMPRESSIONS, check_compression
 from shd_ref.cache.codecs.factored import check_factored_codec
 from shd_ref.cache.documents.manifest import ON_ERROR
+from shd_ref.cache.forms.embeddings import EMBEDDING_CODECS
 from shd_ref.errors import argument_value
 from shd_ref.merging.alpha import ALPHA_PER, ALPHA_RULES, check_option
 from shd_ref.merging.matching import MATCHED_BY
@@ -29,7 +30,7 @@ FORMS: Final = tuple(CODECS_OF)
 """What records hold: merged maps, or the teacher's queries and keys."""
 
 NO_FORM: Final = "none"
-"""The form of records without attention: logits and hidden states alone."""
+"""The form of records without attention: logits, hidden states and embeddings alone."""
 
 LOGIT_FORMS: Final = ("none", "topk", "sampled", "float16")
 """How the teacher's logits are stored: not at all, by top-k records, by sampled ones, or whole."""
@@ -57,7 +58,7 @@ class Shown:
 
 MERGING: Final = "Merging"
 STORING: Final = "Storage"
-TARGETS: Final = "Logits and hidden states"
+TARGETS: Final = "Logits, hidden states and embeddings"
 READING: Final = "Inputs"
 MEASURING: Final = "What is measured"
 RUNNING: Final = "Running the teacher"
@@ -91,6 +92,8 @@ HELP: Final = {
     "hidden": "Hidden states to store, such as 0,3,6: k is the input of block k, counted from 0; the number of "
     "blocks is the last block's output. For encoder-decoders: the decoder's blocks.",
     "hidden_codec": "Codec of hidden states: int8 (one scale per token) or float16.",
+    "embeddings": "Store an embedding of each text, pooled from the last hidden state as a sentence-transformers "
+    "folder says (its path), or by mean, cls, max or last; with ,normalize divided by its norm.",
     "batch_tokens": "Positions per teacher call, instead of --batch-size: more samples per call if they are short.",
     "shards": "Write only part i of n of the shards, i from 0 to n-1: n processes fill one folder, or one each "
     "for shd merge.",
@@ -108,6 +111,37 @@ SITES_HELP: Final = Shown(
     MERGING,
 )
 CALIBRATION_HELP: Final = Shown("Samples for choosing matched plans.", MERGING, least=1, needs="plan=matched")
+
+
+_NORMALIZE: Final = ",normalize"
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """How the states of a text become its embedding (CACHE-182).
+
+    Attributes:
+        mode: ``"mean"``, ``"cls"`` (the first position), ``"max"`` or ``"last"`` (position), of those that count.
+        normalize: whether the embedding is divided by its norm.
+
+    Raises:
+        ShdError: ``argument-value``.
+    """
+
+    mode: str
+    normalize: bool = False
+
+    def __post_init__(self) -> None:
+        check_option("embeddings", self.mode, POOLINGS, "CACHE-182")
+
+    def __str__(self) -> str:
+        return self.mode + _NORMALIZE * self.normalize
+
+    @classmethod
+    def parse(cls, text: str) -> Pooling | None:
+        """What ``str`` gives, read again; None for anything else."""
+        mode = text.removesuffix(_NORMALIZE)
+        return cls(mode, mode != text) if mode in POOLINGS else None
 
 
 _OF_ATTENTION: Final = (
@@ -128,7 +162,8 @@ class PrecomputeOptions:
         plan: a kind, explicit rounds, or ``"matched"``: pairs chosen by ``matched_plan``, layer by layer, with the
             run's seed; ``plans`` in its place are rounds for every layer, in the order of the student's layers.
         alpha_rule: see ``shd_ref.solve_alpha``.
-        form: also ``"none"``, for logits and hidden states alone; the options of attention are then left alone.
+        form: also ``"none"``, for logits, hidden states and embeddings alone; the options of attention are then left
+            alone.
         codec: ``sqrt8-row`` is coded inside the graph, the others on the host.
     """
 
@@ -179,6 +214,13 @@ class PrecomputeOptions:
     with_teachers: Annotated[tuple[Path, ...], Shown(HELP["with_teachers"], TARGETS, metavar="TEACHER.onnx")] = ()
     hidden: Annotated[tuple[int, ...], Shown(HELP["hidden"], TARGETS, least=0, metavar="K,...")] = ()
     hidden_codec: Annotated[str, Shown(HELP["hidden_codec"], TARGETS, HIDDEN_CODECS, needs="hidden")] = "float16"
+
+    embeddings: Annotated[
+        Pooling | None, Shown(HELP["embeddings"], TARGETS, metavar="FOLDER|POOLING[,normalize]")
+    ] = None
+    embeddings_codec: Annotated[
+        str, Shown("Codec of embeddings: float32, float16 or int8.", TARGETS, EMBEDDING_CODECS, needs="embeddings")
+    ] = "float32"
 
     @property
     def has_attention(self) -> bool:
@@ -326,8 +368,9 @@ def _check_form(options: PrecomputeOptions) -> None:
     if not options.has_attention:
         for name, value in options.attention_given.items():
             raise argument_value(f"{name} must be left out without attention; got {value!r}", "CACHE-160")
-        if options.logits == "none" and not options.hidden:
-            raise argument_value("logits or hidden must be requested without attention; got neither", "CACHE-160")
+        if options.logits == "none" and not options.hidden and options.embeddings is None:
+            rule = "logits or hidden must be requested without attention, or embeddings"
+            raise argument_value(f"{rule}; got none of them", "CACHE-160")
     if not options.is_factored:
         return
     check_factored_codec(options.factored_codec)
@@ -343,6 +386,7 @@ def _check_form(options: PrecomputeOptions) -> None:
 def _check_targets(options: PrecomputeOptions) -> None:
     check_option("logits", options.logits, LOGIT_FORMS, "CACHE-164")
     check_option("hidden_codec", options.hidden_codec, HIDDEN_CODECS, "CACHE-177")
+    check_option("embeddings_codec", options.embeddings_codec, EMBEDDING_CODECS, "CACHE-181")
     for name in ("logits_output", "vocab_size"):
         if options.logits == "none" and getattr(options, name) is not None:
             value = getattr(options, name)

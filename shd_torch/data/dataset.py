@@ -53,7 +53,8 @@ class CacheJoin:
             rule = f"hidden must be among the teacher's layers {held} of {self.cache.folder}"
             message = f"{rule}; got {list(self.hidden_layers)}: precompute it with them"
             raise ShdError("argument-value", message, "CACHE-81")
-        if not (self.layers or self.logits is not None or self.hidden_layers):
+        others = any(form.CHOICE not in ("layers", "logits", "hidden") for form in manifest.forms)  # always read
+        if not (self.layers or self.logits is not None or self.hidden_layers or others):
             message = f"layers, logits and hidden must leave something to read of {self.cache.folder}; got nothing"
             raise ShdError("argument-value", message, "CACHE-160")
         self._model_inputs = model_inputs

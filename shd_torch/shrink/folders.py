@@ -15,6 +15,7 @@ from typing import Any
 from shd_ref.cache.storage.documents import read_json
 from shd_ref.cache.storage.drafts import drafting, output_path, part_folder, remove_finished
 from shd_ref.errors import ShdError
+from shd_ref.teacher.sources.sentence_folder import find_home
 from shd_torch.shrink.custom import PREFIX, check_dropped, custom_class, read_dropped, read_kind
 from shd_torch.shrink.families import FAMILIES, check_config
 
@@ -225,12 +226,6 @@ def check_files(folder: Path) -> None:
         if not Path(os.path.realpath(file)).is_relative_to(home):
             rule = f"{name} must hold its own files; {str(file)!r} lies elsewhere"
             raise ShdError("read-failed", f"{rule}: put the model's files, not links to them, into one folder")
-
-
-def find_home(folder: Path) -> Path:
-    """Where a folder's files may lie: the hub's cache keeps snapshots/REVISION/FILE as a link to blobs/HASH."""
-    root = folder.resolve()
-    return root.parents[1] if root.parent.name == "snapshots" and (root.parents[1] / "blobs").is_dir() else root
 
 
 READERS = (

@@ -1,4 +1,4 @@
-"""A batch of a cache, and the rows of logits and hidden states in its buffer, beside its attention."""
+"""A batch of a cache, and the rows of its other forms in its buffer, beside its attention."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shd_ref.cache import Hidden, Logits, Manifest, SampleRecord
+from shd_ref.cache import Embeddings, Hidden, Logits, Manifest, SampleRecord
 from shd_ref.cache.forms.rows import Rows
 from shd_ref.cache.forms.table import load, row_of
 from shd_torch.supervision.coded import check_length
 from shd_torch.supervision.mask import move
 from shd_torch.supervision.supervision import tile_entries
-from shd_torch.supervision.targets import SampledTargets, TopkTargets
+from shd_torch.supervision.targets import EmbeddingTargets, SampledTargets, TopkTargets
 
 Spread: TypeAlias = Callable[[Tensor], Tensor]
 """Puts rows ``(R, ...)`` where they stand in the padded batch, ``(B, L, ...)``; one row per sample stays as it is."""
@@ -122,6 +122,11 @@ class CachedBatch:
         """
         return self.read("hidden", length) or {}
 
+    def embeddings(self) -> EmbeddingTargets | None:
+        """The teacher's embedding of each text, with how it was pooled; None where none were read."""
+        targets: EmbeddingTargets | None = self.read("embeddings")
+        return targets
+
     def _pad_rows(self, form: Rows, length: int | None, values: Tensor) -> Tensor:
         """``(R, ...)`` as ``(B, L, ...)``, zero where nothing is stored; one row per sample stays as it is.
 
@@ -157,13 +162,21 @@ def decode_hidden(form: Hidden, rows: dict[str, Tensor], spread: Spread) -> dict
     states = {}
     for part in form.parts:
         if part.name in rows and part.layer is not None:
-            codes = rows[part.name]
-            if form.codec == "float16":
-                values = view_rows(codes, torch.float16).float()
-            else:
-                values = codes[:, 4:].view(torch.int8) * codes[:, :4].contiguous().view(torch.float32)
-            states[part.layer] = spread(values)
+            states[part.layer] = spread(_decode_vectors(form.codec, rows[part.name]))
     return states
+
+
+def decode_embeddings(form: Embeddings, rows: dict[str, Tensor], spread: Spread) -> EmbeddingTargets:
+    """The embeddings ``(B, D)`` float32, with how they were pooled."""
+    (codes,) = rows.values()
+    return EmbeddingTargets(spread(_decode_vectors(form.codec, codes)), form.pooling, form.normalize)
+
+
+def _decode_vectors(codec: str, codes: Tensor) -> Tensor:
+    """Rows of bytes as float32 vectors (CACHE-177, CACHE-183)."""
+    if codec == "int8":
+        return codes[:, 4:].view(torch.int8) * codes[:, :4].contiguous().view(torch.float32)
+    return view_rows(codes, torch.float32 if codec == "float32" else torch.float16).float()
 
 
 def held_positions(lengths: Sequence[int], firsts: Sequence[int], length: int | None, device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a student learns of a teacher's logits without having them all: the records of KD-8 and KD-13."""
+"""What a student learns of a teacher's logits without having them all (KD-8, KD-13), and of its embeddings."""
 
 from __future__ import annotations
 
@@ -25,3 +25,11 @@ class SampledTargets(NamedTuple):
     entropy: Tensor  # (...), that of the whole row
     temperature: float
     vocab_size: int
+
+
+class EmbeddingTargets(NamedTuple):
+    """The teacher's embeddings of a batch, and how a student's are made to compare (CACHE-182)."""
+
+    vectors: Tensor  # (B, D)
+    pooling: str  # "mean", "cls", "max" or "last"
+    normalize: bool  # whether each was divided by its norm

@@ -57,5 +57,7 @@ def test_reader_agrees_with_one_made_from_the_specification(name: str) -> None:
             for name, values in sample["logits"].items():
                 found = decoded if name == "logits" else getattr(decoded, name)
                 np.testing.assert_allclose(found, values, rtol=1e-9, atol=1e-12, err_msg=name)
+        for rows in sample["embedding"]:
+            np.testing.assert_allclose([reader.decode_embedding(record)], rows, rtol=2.0**-23, atol=0)
         for layer, rows in sample["hidden"].items():
             np.testing.assert_allclose(reader.decode_hidden(record, layer), rows, rtol=2.0**-23, atol=0)

@@ -58,7 +58,9 @@ def read_record(manifest: dict[str, Any], data: bytes, record: dict[str, Any]) -
     if layers:
         alphas, mixing, *rest = rest
     codes, rest = rest[: len(layers)], rest[len(layers) :]
-    logits, hidden = rest[: "logits" in manifest], rest["logits" in manifest :]
+    logits, rest = rest[: "logits" in manifest], rest["logits" in manifest :]
+    count = len(manifest.get("hidden", {}).get("layers", []))
+    hidden, embedding = rest[:count], rest[count:]
     square = [[record["length"]] * 2] * len(layers)
     return {
         "key": record["key"],
@@ -77,6 +79,10 @@ def read_record(manifest: dict[str, Any], data: bytes, record: dict[str, Any]) -
             each["layer"]: read_hidden(manifest["hidden"]["codec"], each["width"], blob(place))
             for each, place in zip(manifest.get("hidden", {}).get("layers", []), hidden, strict=True)
         },
+        "embedding": [
+            read_hidden(manifest["embeddings"]["codec"], manifest["embeddings"]["width"], blob(place))
+            for place in embedding
+        ],
     }
 
 
@@ -133,10 +139,10 @@ def read_ids(data: bytes, count: int, size: int) -> tuple[list[int], bytes]:
 
 
 def read_hidden(codec: str, width: int, blob: bytes) -> list[list[float]]:
-    """CACHE-177."""
+    """CACHE-177, CACHE-183."""
     rows = []
-    if codec == "float16":
-        numbers = struct.unpack(f"<{len(blob) // 2}e", blob)
+    if letter := {"float16": "e", "float32": "f"}.get(codec):
+        numbers = struct.unpack(f"<{len(blob) // struct.calcsize(letter)}{letter}", blob)
         return [list(numbers[start : start + width]) for start in range(0, len(numbers), width)]
     for start in range(0, len(blob), width + 4):
         (step,) = struct.unpack("<f", blob[start : start + 4])

@@ -19,6 +19,7 @@ from shd_ref.cache import (
     CacheWriter,
     CodecError,
     Dataset,
+    Embeddings,
     Errors,
     Extent,
     Factors,
@@ -80,6 +81,7 @@ ALL_CLASSES = Logits(codec="float16", rows="sample", tensor="logits", vocab_size
 HIDDEN_LAYERS = (HiddenLayer(0, "embeddings", 4), HiddenLayer(11, "/block.10/Add", 7))
 HIDDEN_INT8 = Hidden(codec="int8", rows="positions", layers=HIDDEN_LAYERS)
 HIDDEN_FLOAT16 = Hidden(codec="float16", rows="positions", layers=HIDDEN_LAYERS[1:])
+EMBEDDINGS = Embeddings(codec="float32", pooling="mean", normalize=True, tensor="last_hidden_state", width=5)
 AVERAGED = replace(
     TOPK,
     rows="decoder",
@@ -94,6 +96,7 @@ FORMS = {
     "sampled": {"logits": SAMPLED, "hidden": HIDDEN_FLOAT16},
     "float16": {"logits": ALL_CLASSES},
     "hidden": {"hidden": HIDDEN_INT8},
+    "embeddings": {"embeddings": EMBEDDINGS, "hidden": HIDDEN_INT8},
 }
 """Members of a manifest beside attention."""
 ALONE: dict[str, dict[str, Any]] = {name: {"attention": None, **FORMS[name]} for name in FORMS}
@@ -130,7 +133,7 @@ def job(num_samples: int = 7, samples_per_shard: int = 2, **changes: Any) -> Man
     }
     attention |= {"codec": "sqrt8-row", "temperature": 1.0} if kind is Maps else {"codec": "int8"}
     members = {field.name for field in fields(Manifest)}
-    others = [changes.pop(name, None) for name in ("logits", "hidden")]
+    others = [changes.pop(name, None) for name in ("logits", "hidden", "embeddings")]
     has_attention = changes.pop("attention", True) is not None
     attention |= {name: value for name, value in changes.items() if name not in members}
     forms = [kind(**attention) if has_attention else None, *others]
@@ -238,6 +241,10 @@ def parts_of(manifest: Manifest, index: int) -> dict[str, Any]:
     for layer in [] if manifest.hidden is None else manifest.hidden.teacher_layers:
         assert manifest.hidden is not None
         parts[f"H{layer:02d}"] = manifest.hidden.encode(layer, hidden_of(manifest, index, layer))
+    if manifest.embeddings is not None:
+        parts["embedding"] = manifest.embeddings.encode(
+            8 * fractions((1, manifest.embeddings.width), 8000 + index) - 4
+        )
     return parts
 
 
@@ -290,6 +297,7 @@ def errors_of(manifest: Manifest) -> Errors:
     measured = MEASURED | {
         "logits": LogitsError(2.0**-13, 2.0**-11, 2.0**-8, 2.0**-3, 16),
         "hidden": HiddenError(2.0**-9, 2.0**-7, 16),
+        "embeddings": HiddenError(2.0**-10, 2.0**-8, 2),
     }
     return Errors({form.SUBJECT: measured[form.SUBJECT] for form in manifest.forms})
 

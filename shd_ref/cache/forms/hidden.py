@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache.codecs.codecs import INT8_LEVELS, VECTOR_CODECS, largest_move, to_float16, to_int8
-from shd_ref.cache.codecs.distortion import HiddenError, RowError
+from shd_ref.cache.codecs.codecs import VECTOR_CODECS
+from shd_ref.cache.codecs.distortion import HiddenError
 from shd_ref.cache.forms.form import U8, Extent, Part, SampleRecord, require
-from shd_ref.cache.forms.rows import Counted, Reals, Rows, as_rows, counted_rows
+from shd_ref.cache.forms.rows import Counted, Reals
+from shd_ref.cache.forms.vectors import MAX_WIDTH, Vectors
 from shd_ref.cache.storage.places import MAX_LAYERS
 from shd_ref.errors import ShdError
-
-MAX_WIDTH: Final = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class HiddenLayer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hidden(Rows):
+class Hidden(Vectors):
     """Records hold hidden states of some of the teacher's layers.
 
     Attributes:
@@ -53,7 +52,6 @@ class Hidden(Rows):
     """
 
     SUBJECT: ClassVar[str] = "hidden"
-    ERROR: ClassVar[type[RowError]] = HiddenError
     CHOICE: ClassVar[str] = "hidden"
     layers: tuple[HiddenLayer, ...]
 
@@ -85,14 +83,8 @@ class Hidden(Rows):
     def pack(self, record: SampleRecord) -> Iterator[NDArray[np.uint8]]:
         """The rows of each layer in turn; ``not-finite``, ``argument-value``: codes that no encoder makes."""
         for layer in self.layers:
-            rows = np.ascontiguousarray(record.parts[self._part(layer.layer).name])
-            steps, codes = self._split(rows)
             where = f"record {record.index}: hidden[{layer.layer}]"
-            if not np.isfinite(codes if steps is None else steps).all():
-                raise ShdError("not-finite", f"{where} must be finite; got NaN or infinity", "CACHE-177")
-            if steps is not None and ((steps < 0).any() or (codes < -INT8_LEVELS).any()):
-                raise ShdError("argument-value", f"{where} must have no negative step and no code -128", "CACHE-177")
-            yield rows.reshape(-1)
+            yield self._check_bytes(where, record.parts[self._part(layer.layer).name]).reshape(-1)
 
     def plain_size(self, extent: Extent) -> int:
         return 4 * sum(layer.width for layer in self.layers) * self.num_rows(extent)
@@ -103,28 +95,11 @@ class Hidden(Rows):
         Where ``counted`` ``(R,)`` is False, a row is coded as zeros. Raises ``argument-value`` (layer, a number that
         float16 cannot hold), ``argument-shape``, ``argument-dtype``, ``not-finite``.
         """
-        values = self._values(layer, rows, counted)
-        if self.codec == "float16":
-            halves = to_float16(f"hidden[{layer}]", values)
-            return np.ascontiguousarray(halves, dtype="<f2").view(np.uint8)
-        codes, steps = to_int8(values)
-        return np.concatenate((steps.astype("<f4")[:, None].view(np.uint8), codes.view(np.uint8)), axis=1)
+        return self._encode(f"hidden[{layer}]", self._of_layer(layer, rows, counted))
 
     def measure(self, layer: int, rows: Reals, codes: NDArray[np.uint8], counted: Counted = None) -> HiddenError:
         """Coding error over counted rows (CACHE-178): arguments and result of ``encode``."""
-        values = self._values(layer, rows, counted).astype(np.float64)
-        moved = self._decode(codes) - values
-        if counted is not None:
-            values, moved = values[counted], moved[counted]
-        if not len(values):
-            return HiddenError(0.0, 0.0, 0)
-        norms = np.linalg.norm(values, axis=-1)
-        relative = np.linalg.norm(moved, axis=-1) / np.where(norms > 0, norms, 1.0)
-        return HiddenError(float(relative.mean()), float(relative.max()), len(relative))
-
-    def bound(self, rows: Reals) -> NDArray[np.float64]:
-        """Largest coding error of a number in each row of ``(R, width)``: ``(R,)`` (CACHE-179)."""
-        return largest_move(self.codec, rows)
+        return self._measure(self._of_layer(layer, rows, counted), codes, counted)
 
     def decode(self, record: SampleRecord, layer: int) -> NDArray[np.float32]:
         """A record's rows of one layer ``(R, width)``.
@@ -132,10 +107,7 @@ class Hidden(Rows):
         Raises ``argument-value`` for a layer that is not stored or was not read; ``cache-corrupt`` for NaN and
         infinity.
         """
-        values = self._decode(self.read_rows(record, self._part(layer), self.row_bytes(layer)))
-        if not np.isfinite(values).all():
-            raise ShdError("cache-corrupt", f"hidden[{layer}] must be finite; got NaN or infinity", "CACHE-177")
-        return values
+        return self._decode_part(record, self._part(layer), f"hidden[{layer}]", self._layer(layer).width)
 
     def arrays(self, record: SampleRecord) -> Iterator[tuple[str, NDArray[Any]]]:
         for part in self.parts:
@@ -148,30 +120,11 @@ class Hidden(Rows):
         codec = f"{self.codec}, {sum(self.row_sizes)} bytes per {self.unit}"
         return [("hidden states", states), ("hidden codec", codec)]
 
-    def _values(self, layer: int, rows: Reals, counted: Counted) -> NDArray[np.float32]:
-        name = f"hidden[{layer}]"
-        values = counted_rows(as_rows(name, rows, self._layer(layer).width), counted).astype(np.float32)
-        if not np.isfinite(values).all():
-            raise ShdError("not-finite", f"{name} must be finite; got NaN or infinity", "CACHE-177")
-        return values
-
-    def _decode(self, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
-        steps, codes = self._split(np.ascontiguousarray(rows))
-        values = codes.astype(np.float32)
-        return values if steps is None else values * steps
-
-    def _split(self, rows: NDArray[np.uint8]) -> tuple[NDArray[np.float32] | None, NDArray[Any]]:
-        """Steps ``(R, 1)`` and codes ``(R, width)`` of contiguous rows."""
-        if self.codec == "float16":
-            return None, rows.view("<f2")
-        steps = np.ascontiguousarray(rows[:, :4]).view("<f4").astype(np.float32, copy=False)
-        return steps, rows[:, 4:].view(np.int8)
+    def _of_layer(self, layer: int, rows: Reals, counted: Counted) -> NDArray[np.float32]:
+        return self._values(f"hidden[{layer}]", rows, self._layer(layer).width, counted)
 
     def _part(self, layer: int) -> Part:
         return Part(f"H{layer:02d}", U8, self.SUBJECT, layer, called=f"hidden layer {layer}")
-
-    def _size(self, width: int) -> int:
-        return 2 * width if self.codec == "float16" else 4 + width
 
     def _layer(self, layer: int) -> HiddenLayer:
         for entry in self.layers:

@@ -11,6 +11,7 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar, cast
 
+from shd_ref.cache.forms.embeddings import Embeddings
 from shd_ref.cache.forms.factors import Factors
 from shd_ref.cache.forms.form import Extent, Form
 from shd_ref.cache.forms.hidden import Hidden
@@ -45,6 +46,12 @@ ROWS: list[Row] = [
     Row(Factors, f"{_MAKERS}.factors:FactorsMaker", f"{_READ}.factored_codes:pack_factored", _KLS),
     Row(Logits, f"{_MAKERS}.rows:LogitsMaker", f"{_READ}.stored_rows:decode_logits", f"{_TERMS}:KdTerm"),
     Row(Hidden, f"{_MAKERS}.rows:HiddenMaker", f"{_READ}.stored_rows:decode_hidden", f"{_TERMS}:HiddenTerm"),
+    Row(
+        Embeddings,
+        f"{_MAKERS}.embeddings:EmbeddingsMaker",
+        f"{_READ}.stored_rows:decode_embeddings",
+        "shd_torch.training.embeddings:EmbeddingTerm",
+    ),
 ]
 """In the order in which records hold them (CACHE-160). A form from elsewhere is appended before a cache is opened."""
 
@@ -107,6 +114,11 @@ class Held:
     def hidden(self) -> Hidden | None:
         """The same of its hidden states."""
         return self.find(Hidden)
+
+    @property
+    def embeddings(self) -> Embeddings | None:
+        """The same of its texts' embeddings."""
+        return self.find(Embeddings)
 
     def extent_of(self, sample: Extent) -> Extent:
         """The extent that a record states of a sample: what any of its forms has a use for."""

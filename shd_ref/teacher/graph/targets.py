@@ -1,4 +1,4 @@
-"""What a teacher gives beside its attention: the logits of its head, and the hidden states between its blocks.
+"""What a teacher gives beside its attention: logits of its head, hidden states between its blocks, what is pooled.
 
 Forward from a site's map, the first sum with a tensor that the map was made from is the residual connection, and this
 tensor enters the block: ``hidden_states[k]`` of Hugging Face.
@@ -34,18 +34,23 @@ _FLOATS: Final = frozenset(
 
 @dataclass(frozen=True)
 class TargetTensors:
-    """Tensors that become outputs beside attention; hidden state k enters block k, and the last leaves it."""
+    """Tensors that become outputs beside attention; hidden state k enters block k, and the last leaves it.
+
+    ``pooled`` holds the states that embeddings are made of.
+    """
 
     logits: str | None = None
     hidden: tuple[tuple[int, str], ...] = ()
+    pooled: str | None = None
 
     def __bool__(self) -> bool:
-        return self.logits is not None or bool(self.hidden)
+        return bool(self.titles)
 
     @property
     def titles(self) -> dict[str, str]:
         """What each of these tensors is, by its name."""
         titles = {} if self.logits is None else {self.logits: "the teacher's logits"}
+        titles |= {} if self.pooled is None else {self.pooled: "what embeddings are pooled from"}
         return titles | {name: f"hidden state {layer}" for layer, name in self.hidden}
 
 
@@ -56,9 +61,10 @@ def find_targets(
     logits: bool = False,
     output: str | None = None,
     hidden: Iterable[int] = (),
+    pooled: bool = False,
     of_decoder: bool = False,
 ) -> TargetTensors:
-    """The tensors of a graph that hold the logits and the chosen hidden states.
+    """The tensors of a graph that hold the logits, the chosen hidden states, and the last for embeddings.
 
     Args:
         sites: all its attention sites, from ``find_sites``; of an encoder-decoder the decoder's self-attention.
@@ -68,14 +74,21 @@ def find_targets(
     """
     layers = sorted(set(hidden))
     states = _find_hidden(model, sites, layers, LAST_STATES[: 1 if of_decoder else 2]) if layers else ()
-    return TargetTensors(_find_logits(model, output) if logits else None, states)
+    last = _last_state(read_graph(model), LAST_STATES) if pooled else None
+    if pooled and last is None:
+        raise graph_unsupported(
+            f"embeddings must be pooled from what leaves the last block, an output named {' or '.join(LAST_STATES)}; "
+            f"the graph has {', '.join(value.name for value in model.graph.output)}: export the encoder so",
+            "CACHE-181",
+        )
+    return TargetTensors(_find_logits(model, output) if logits else None, states, last)
 
 
 def dtype_of(model: onnx.ModelProto, sites: Sequence[AttentionSite], targets: TargetTensors) -> str:
     """The type that a teacher computes in: of its attention, else of its targets, else float32."""
     if sites:
         return sites[0].dtype or "float32"
-    names = {name for name in (targets.logits, *(name for _, name in targets.hidden)) if name is not None}
+    names = targets.titles
     values = (*model.graph.output, *model.graph.value_info)
     kinds = {value.type.tensor_type.elem_type for value in values if value.name in names} & _FLOATS
     return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(min(kinds))).name if len(kinds) == 1 else "float32"

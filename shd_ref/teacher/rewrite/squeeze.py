@@ -134,6 +134,7 @@ def _output_targets(body: Body, targets: TargetTensors) -> TargetTensors:
     return TargetTensors(
         None if targets.logits is None else output(targets.logits, "logits"),
         tuple((layer, output(source, f"hidden-{layer}")) for layer, source in targets.hidden),
+        None if targets.pooled is None else output(targets.pooled, "pooled"),
     )
 
 

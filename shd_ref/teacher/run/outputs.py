@@ -95,11 +95,15 @@ class LayerOutputs:
 
 @dataclass(frozen=True, eq=False)
 class TargetOutputs:
-    """Logits ``(B, L, V)`` or ``(B, V)`` and hidden states ``(B, L, D)`` of a run, float32 with padding."""
+    """Logits ``(B, L, V)`` or ``(B, V)`` and hidden states ``(B, L, D)`` of a run, float32 with padding.
+
+    ``pooled`` are states ``(B, L, D)`` that embeddings are made of.
+    """
 
     logits: NDArray[np.float32] | None
     hidden: Mapping[int, NDArray[np.float32]]
     row_mask: NDArray[np.bool_] | None = None
+    pooled: NDArray[np.float32] | None = None
 
     @classmethod
     def read(
@@ -107,18 +111,25 @@ class TargetOutputs:
     ) -> TargetOutputs:
         """From the outputs of a session by name."""
         logits = None if tensors.logits is None else outputs[tensors.logits]
-        return cls(logits, {layer: outputs[name] for layer, name in tensors.hidden}, row_mask)
+        pooled = None if tensors.pooled is None else outputs[tensors.pooled]
+        return cls(logits, {layer: outputs[name] for layer, name in tensors.hidden}, row_mask, pooled)
 
     def __getitem__(self, samples: int | Sequence[int]) -> TargetOutputs:
-        logits = None if self.logits is None else self.logits[samples]
+        logits, pooled = (None if array is None else array[samples] for array in (self.logits, self.pooled))
         mask = None if self.row_mask is None else self.row_mask[samples]
-        return TargetOutputs(logits, {layer: states[samples] for layer, states in self.hidden.items()}, mask)
+        return TargetOutputs(logits, {layer: states[samples] for layer, states in self.hidden.items()}, mask, pooled)
+
+    @property
+    def titles(self) -> dict[str, NDArray[np.float32]]:
+        """Every array by what it is."""
+        arrays = {f"hidden state {layer}": states for layer, states in self.hidden.items()}
+        arrays |= {} if self.pooled is None else {"what embeddings are pooled from": self.pooled}
+        return arrays | ({} if self.logits is None else {"its logits": self.logits})
 
     @property
     def positions(self) -> int | None:
         """Rows of each sample, padding included; None of a classifier, and where nothing was asked for."""
-        rows = [*self.hidden.values(), *(() if self.logits is None else (self.logits,))]
-        return next((array.shape[-2] for array in rows if array.ndim == 3), None)
+        return next((array.shape[-2] for array in self.titles.values() if array.ndim == 3), None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,7 +233,7 @@ def find_faults(work: TeacherRun, outputs: StudentOutputs) -> list[Fault]:
             checked = work.squeeze(batch, checked=True)[outputs.student.number]
             suspects += [_first_fault(checked[number]) for number in range(len(batch.indices))]
     faults = [fault for fault in suspects if fault is not None]
-    if outputs.targets.logits is None and not outputs.targets.hidden:
+    if not outputs.targets.titles:
         return faults
     known = {fault.index for fault in faults}
     return faults + [
@@ -235,10 +246,8 @@ def find_faults(work: TeacherRun, outputs: StudentOutputs) -> list[Fault]:
 def _fault_of_targets(work: TeacherRun, sample: StudentOutputs) -> Fault | None:
     """What is not finite on a row that counts; classes that only pad the vocabulary may be."""
     mask = sample.targets.row_mask
-    targets = {f"hidden state {layer}": states for layer, states in sample.targets.hidden.items()}
-    if sample.targets.logits is not None:
-        targets["its logits"] = sample.targets.logits[..., : work.options.vocab_size]
-    for title, rows in targets.items():
+    for title, array in sample.targets.titles.items():
+        rows = array[..., : work.options.vocab_size] if array is sample.targets.logits else array
         by_position = mask is not None and rows.shape[:-1] == mask.shape  # others are refused for that
         counted = rows[mask] if by_position else rows
         if not np.isfinite(counted).all():

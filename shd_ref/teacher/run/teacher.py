@@ -311,12 +311,19 @@ class TeacherRun:
                 "and run the teacher beside the student (OnlineTeacher) for hidden states",
                 "CACHE-175",
             )
+        if options.embeddings is not None and self.has_decoder_rows:
+            raise graph_unsupported(
+                "embeddings are made of a single sequence, and this graph has a second one, of its decoder: export "
+                "the encoder alone",
+                "CACHE-181",
+            )
         return find_targets(
             self.model,
             own,
             logits=options.logits != "none",
             output=options.logits_output,
             hidden=options.hidden,
+            pooled=options.embeddings is not None,
             of_decoder=self.has_decoder_rows,
         )
 

@@ -167,7 +167,7 @@ def test_the_commands_plan_make_check_and_show_it(teachers: dict[str, Path], tmp
     words = [*command[1 : command.index("--out")], "--out", cache]
     shd(*words, "--dry-run")
     following = shd(*words).rpartition("next: shd ")[2].split()
-    assert "rows of logits and hidden states" in shd(*following)
+    assert "rows of other targets" in shd(*following)
     shd("ls", cache)
     shd("report", cache, "--out", tmp_path / "page.html")
     refused = shd("precompute", *asked, "--student-heads", 2, "--out", cache, code=1)

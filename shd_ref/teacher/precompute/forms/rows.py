@@ -229,15 +229,28 @@ class HiddenMaker(RowsMaker[Hidden]):
         """The distance of each row as a share of its norm."""
         count, largest = 0, 0.0
         for layer, (rows, counted) in zip(form.teacher_layers, self.rows(form, sample, record.extent), strict=True):
-            stored = form.decode(record, layer).astype(np.float64)
-            norms = np.linalg.norm(rows, axis=-1)
-            norms = np.where(norms > 0, norms, 1.0)
-            moved = np.linalg.norm(stored - rows, axis=-1) / norms
-            bound = np.sqrt(rows.shape[-1]) * form.bound(rows) / norms
-            limits = bound + tolerance_of("recheck", manifest.teacher.dtype)
-            _check_moves(record, f"hidden state {layer}", moved, limits, counted)
+            stored, bound = form.decode(record, layer), form.bound(rows)
+            moved = check_vectors(record, f"hidden state {layer}", stored, rows, bound, manifest, counted)
             count, largest = count + len(moved), max(largest, float(moved.max(initial=0.0)))
         return count, largest
+
+
+def check_vectors(
+    record: SampleRecord,
+    what: str,
+    stored: NDArray[np.float32],
+    rows: NDArray[np.float32],
+    bound: NDArray[np.float64],
+    manifest: Manifest,
+    counted: Counted = None,
+) -> NDArray[np.float64]:
+    """How far stored rows ``(R, D)`` are from the teacher's, as shares of their norms; refused beyond the bound."""
+    norms = np.linalg.norm(rows, axis=-1)
+    norms = np.where(norms > 0, norms, 1.0)
+    moved: NDArray[np.float64] = np.linalg.norm(stored.astype(np.float64) - rows, axis=-1) / norms
+    limits = np.sqrt(rows.shape[-1]) * bound / norms + tolerance_of("recheck", manifest.teacher.dtype)
+    _check_moves(record, what, moved, limits, counted)
+    return moved
 
 
 def _check_rows(work: TeacherRun, outputs: StudentOutputs, what: str, rows: NDArray[Any]) -> None:

@@ -1,0 +1,101 @@
+"""A sentence-transformers folder: the modules after its model, and how they pool."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from shd_ref.cache.storage.documents import read_json
+from shd_ref.errors import ShdError, argument_value
+from shd_ref.teacher.options import Pooling
+
+MODULES: Final = "modules.json"
+MAX_WEIGHT_BYTES: Final = 1 << 28
+"""Weights of one module after the model, such as a projection of its embeddings."""
+
+_FOLDER: Final = re.compile(r"\w[\w.-]*")
+_MODES: Final = {"mean": "mean", "cls": "cls", "max": "max", "lasttoken": "last"}
+_FLAGS: Final = {  # by which folders say it that were saved before version 6
+    **{"pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max", "pooling_mode_mean_tokens": "mean"},
+    **{f"pooling_mode_{mode}": mode for mode in ("mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")},
+}
+
+
+def read_pooling(folder: Path) -> Pooling:
+    """How a folder's modules make an embedding.
+
+    Raises:
+        ShdError: ``argument-value`` for no such folder, and for modules or a pooling that a cache has no name for;
+            ``read-failed``.
+    """
+    if not (folder / MODULES).exists():
+        modes = ", ".join(_MODES.values())
+        rule = f"embeddings must be {modes}, each also with ,normalize, or a sentence-transformers folder"
+        raise argument_value(f"{rule}, which has a {MODULES}; got {str(folder)!r}", "CACHE-182")
+    modules = modules_after_model(folder)
+    kinds = [module["type"].rpartition(".")[2] for module in modules]
+    if kinds[:1] != ["Pooling"] or not set(kinds[1:]) <= {"Normalize", "Dropout"}:
+        rule = f"{folder} must make embeddings by Pooling, and then Normalize or nothing"
+        raise argument_value(f"{rule}, for a cache to hold them; got {', '.join(kinds) or 'no module'}", "CACHE-182")
+    config = parse_file(folder, f"{modules[0]['path']}/config.json")
+    members = config if isinstance(config, dict) else {}
+    mode = members.get("pooling_mode") or [name for flag, name in _FLAGS.items() if members.get(flag) is True]
+    mode = mode[0] if isinstance(mode, list) and len(mode) == 1 else mode or "mean"
+    if not isinstance(mode, str) or mode not in _MODES:
+        raise argument_value(f"{folder} must pool by one of {', '.join(_MODES)}; got {mode}", "CACHE-182")
+    return Pooling(_MODES[mode], "Normalize" in kinds)
+
+
+def modules_after_model(folder: Path) -> list[dict[str, str]]:
+    """Entries of ``modules.json`` after the model's, in order, each with a folder of its own; ``read-failed``."""
+    listed = parse_file(folder, MODULES)
+    model, *others = sorted(listed, key=lambda entry: entry["idx"]) if _is_list(listed) else [{}]
+    if model.get("path") not in ("", "."):
+        raise ShdError("read-failed", f"{folder / MODULES} must list the modules, first the model with an empty path")
+    paths = [module["path"] for module in others]
+    if bad := [path for path in paths if not _FOLDER.fullmatch(path) or paths.count(path) > 1]:
+        raise ShdError("read-failed", f"{folder / MODULES} must name a folder of its own for each module; got {bad}")
+    return others
+
+
+def _is_list(listed: object) -> bool:
+    members: Mapping[str, type] = {"idx": int, "path": str, "type": str}
+    return (
+        isinstance(listed, list)
+        and listed != []
+        and all(
+            isinstance(entry, dict) and all(isinstance(entry.get(name), kind) for name, kind in members.items())
+            for entry in listed
+        )
+    )
+
+
+def parse_file(folder: Path, name: str) -> Any:
+    """The value of a JSON file of the folder; ``read-failed``."""
+    read_file(folder, name)  # refuses links out of the folder
+    try:
+        return read_json(folder / name)
+    except (OSError, ValueError) as error:
+        raise ShdError("read-failed", f"{folder / name} must hold JSON: {error}") from error
+
+
+def read_file(folder: Path, name: str) -> bytes:
+    """A file that lies in the folder; ``read-failed`` for links out of it, and above ``MAX_WEIGHT_BYTES``."""
+    real = Path(os.path.realpath(folder / name))
+    if not real.is_file() or not real.is_relative_to(find_home(folder)):
+        raise ShdError("read-failed", f"{str(folder)!r} must hold its own files; {name!r} is none of them")
+    if real.stat().st_size > MAX_WEIGHT_BYTES:
+        raise ShdError("read-failed", f"{folder / name} must have at most {MAX_WEIGHT_BYTES} bytes")
+    try:
+        return real.read_bytes()
+    except OSError as error:
+        raise ShdError("read-failed", f"{folder / name} could not be read: {error}") from error
+
+
+def find_home(folder: Path) -> Path:
+    """Where a folder's files may lie: the hub's cache keeps snapshots/REVISION/FILE as a link to blobs/HASH."""
+    root = folder.resolve()
+    return root.parents[1] if root.parent.name == "snapshots" and (root.parents[1] / "blobs").is_dir() else root
