@@ -23,6 +23,7 @@ from shd_ref.teacher.sources import KINDS, open_source
 from shd_ref.teacher.sources.arrays import open_npz
 
 if TYPE_CHECKING:
+    from shd_torch.shrink import Shrunk
     from shd_torch.shrink.compare import Start
     from shd_torch.shrink.unfinished import Unfinished
 
@@ -98,7 +99,7 @@ def shrink(
     shd-torch shrink teacher --heads 4 --layers 3 --hidden 48 --data tokens.npy --out student
 
     The student has the teacher's architecture and loads with the Auto classes, or with shd_torch.load_student if
-    attention or activations were dropped. Its shrink.json records the changes and each layer's error relative to the
+    its configuration cannot express it: sizes by layer, attention or activations dropped. Its shrink.json records the changes and each layer's error relative to the
     teacher. If a run is stopped, the same command resumes it. See specs/shrink.md.
     """
     require_packages("torch", "transformers", extra="hf")
@@ -125,7 +126,7 @@ def shrink(
                     out=out,
                     **options,
                 )
-        _say_what_was_made(made.report, out)
+        _say_what_was_made(made, out)
         if held_out is not None:
             from shd_torch.shrink.compare import compare_starts
 
@@ -163,7 +164,10 @@ def _open_comparison(
     return Unfinished(kept, run_key(teacher, options, data=data, held_out=held_out))
 
 
-def _say_what_was_made(report: dict[str, Any], out: Path) -> None:
+def _say_what_was_made(made: Shrunk, out: Path) -> None:
+    from shd_torch.shrink.custom import read_kind
+
+    report = made.report
     for number, (source, layer) in enumerate(zip(report["sources"], report["layers"], strict=True)):
         title = f"layer {number} of {len(report['layers'])} from {source}"
         console.say(f"{title}: {layer['case']}, error {layer['layer_error']:.3f}")
@@ -173,11 +177,12 @@ def _say_what_was_made(report: dict[str, Any], out: Path) -> None:
         console.say(f"{name}: {before[name]:,} -> {size}")
     if not all(layer["exact"] or layer["case"] == "dropped" for layer in report["layers"]):
         console.say("heads were approximated in some layers: see shrink.json")
+    print_remarks(*report["remarks"])
     ridges = [ridge for layer in report["layers"] for ridge in layer.get("ridges", {}).values()]
     if None in ridges:
         print_remarks(f"{ridges.count(None)} of {len(ridges)} matrices stay in closed form; more --samples may help")
     console.say(f"{out}: the student, and shrink.json")
-    if any(layer["case"] == "dropped" or layer.get("ffn") == "linear" for layer in report["layers"]):
+    if read_kind(made.student.config.to_dict()) is not None:
         console.say(f"it only loads with shd_torch.load_student({str(out)!r}): its layers are not stock")
 
 

@@ -212,6 +212,18 @@ def _choose_kv_heads(value: int | None, heads: int, teacher: LayerSizes, family:
     return kv_heads
 
 
+def find_remarks(teacher: Sizes, student: Sizes) -> list[str]:
+    """Changes that make the student smaller in name only: attention takes time by heads times their length."""
+    before, layers = teacher.of_layer(0), student.of_layers
+    is_as_slow = all(layer.heads * layer.head_dim >= before.heads * before.head_dim for layer in layers)
+    if not is_as_slow or all(layer.heads == before.heads for layer in layers):
+        return []
+    longer = (
+        f"heads of {student.head_dim} instead of {before.head_dim} make fewer heads take as long as the teacher's"
+    )
+    return [f"{longer} {before.heads}: head_dim={before.head_dim} saves time"]
+
+
 def make_student(
     teacher: nn.Module, family: Family, sizes: Sizes, kept: Sequence[int], dropped: Dropped = NOTHING
 ) -> Any:

@@ -29,6 +29,7 @@ from shd_torch.shrink.sizes import (
     check_refused,
     choose_sizes,
     count_parameters,
+    find_remarks,
     make_student,
     sizes_of,
 )
@@ -153,6 +154,7 @@ def _report(work: Work, own: Sizes) -> dict[str, Any]:
         "teacher": own.__dict__ | {"parameters": count_parameters(work.teacher)},
         "student": work.sizes.__dict__ | {"parameters": count_parameters(work.student)},
         "aligned": work.options.align,
+        "remarks": find_remarks(own, work.sizes),
         "calibration_rows": int(sum(int(batch.counted.sum()) for batch in work.batches)),
         "sources": list(work.kept),
         "layer_map": [[number, source] for number, source in enumerate(sources)],

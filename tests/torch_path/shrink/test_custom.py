@@ -143,6 +143,21 @@ def test_refusals(options: dict[str, Any], code: str, says: str) -> None:
         shrink(make_teacher("llama"), make_data("llama"), **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"heads": 2}, "heads of 12 instead of 6"),
+        ({"heads": 2, "head_dim": 6}, None),
+        ({"heads": [2, 2, 4], "head_dim": 12}, "head_dim=6 saves time"),
+        ({"heads": [2, 2, 4]}, None),
+        ({"neurons": 4}, None),
+    ],
+)
+def test_heads_that_save_no_time_are_remarked(options: dict[str, Any], says: str | None) -> None:
+    remarks = shrink(make_teacher("bert"), make_data("bert"), align=False, **options).report["remarks"]
+    assert [says in remark for remark in remarks] == ([] if says is None else [True])
+
+
 def test_maps_are_merged_to_one_number_of_heads(tmp_path: Path) -> None:
     report = shrink(make_teacher("bert"), make_data("bert"), heads=[1, 2, 2], align=False).report
     with refusal("read-failed", "one number of heads"):
