@@ -99,8 +99,9 @@ def shrink(
     shd-torch shrink teacher --heads 4 --layers 3 --hidden 48 --data tokens.npy --out student
 
     The student has the teacher's architecture and loads with the Auto classes, or with shd_torch.load_student if
-    its configuration cannot express it: sizes by layer, attention or activations dropped. Its shrink.json records the changes and each layer's error relative to the
-    teacher. If a run is stopped, the same command resumes it. See specs/shrink.md.
+    their configuration cannot express it: sizes by layer, heads of another length, dropped attention or activations.
+    Its shrink.json records the changes and each layer's error relative to the teacher. If a run is stopped, the same
+    command resumes it. See specs/shrink.md.
     """
     require_packages("torch", "transformers", extra="hf")
     options = sizes.options() | {"plan": plan, "align": not no_align, "ridge": ridge, "batch_size": batch_size}

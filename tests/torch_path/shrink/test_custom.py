@@ -146,7 +146,7 @@ def test_refusals(options: dict[str, Any], code: str, says: str) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"heads": 2}, "heads of 12 instead of 6"),
+        ({"heads": 2}, "of 12 instead of 6"),
         ({"heads": 2, "head_dim": 6}, None),
         ({"heads": [2, 2, 4], "head_dim": 12}, "head_dim=6 saves time"),
         ({"heads": [2, 2, 4]}, None),
