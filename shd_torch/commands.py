@@ -16,7 +16,7 @@ from shd_ref.commands.terminal import ShownGroup, console, show_progress
 from shd_ref.errors import ShdError
 from shd_ref.teacher.options import Shown
 from shd_torch.doctor_command import doctor
-from shd_torch.shrink_command import shrink
+from shd_torch.shrink_command import shrink, vocabulary
 
 TEACHER_OPSET = 18
 
@@ -139,5 +139,5 @@ def demo(
     )
 
 
-for _command in (export, doctor, shrink, demo):
+for _command in (export, doctor, shrink, vocabulary, demo):
     add_command(app, _command, is_long=True)

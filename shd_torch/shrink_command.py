@@ -148,6 +148,49 @@ def shrink(
     return made.report | {"path": out, "starts": starts, "next": following}
 
 
+def vocabulary(
+    model: Annotated[
+        Path, typer.Argument(help="Folder of a Hugging Face model of text, with a tokenizer.json.", metavar="MODEL")
+    ],
+    data: Annotated[Path, Shown("Texts as the model will get them: .jsonl, .parquet or a data set's folder.")],
+    out: Annotated[Path, Shown("A new folder for the model.")],
+    size: Annotated[
+        int | None, Shown("Pieces to keep at most, the most frequent ones. Default: all that the texts use.", least=1)
+    ] = None,
+    text_column: Annotated[str | None, Shown("The column that holds the text. Default: text.")] = None,
+) -> Document:
+    """Cut a model's vocabulary to what texts use: fewer rows of embeddings, the same outputs on those texts.
+
+    shd-torch vocabulary student --data train.jsonl --out smaller
+
+    Special pieces and single characters or bytes stay, so every text can still be encoded; words that the texts do
+    not use fall into smaller pieces. The new folder has its own token ids: cut the teacher before you make caches, or
+    the student after its training. See docs/shrink.md.
+    """
+    require_packages("torch", "transformers", "tokenizers", extra="hf")
+    from shd_torch.export import hide_weight_bars
+    from shd_torch.shrink.vocabulary import cut_vocabulary
+
+    hide_weight_bars()
+    with show_progress("texts") as (on_text,):
+        report = cut_vocabulary(
+            model,
+            data,
+            out,
+            size=size,
+            text_column=text_column,
+            progress=lambda done, total, what: on_text(done, total, says=what),
+        )
+    console.say(f"vocabulary: {report['old_size']:,} -> {report['size']:,}")
+    console.say(f"parameters: {report['old_parameters']:,} -> {report['parameters']:,}")
+    if report["changed_texts"]:
+        print_remarks(
+            f"{report['changed_texts']} of {report['texts']} texts get other pieces; raise --size to keep them"
+        )
+    console.say(f"{out}: the model with token ids of its own, and vocabulary.json")
+    return report | {"path": out}
+
+
 def _open_comparison(
     out: Path, teacher: str, data: dict[str, Any], held_out: dict[str, Any] | None, options: dict[str, Any]
 ) -> AbstractContextManager[Unfinished | None]:

@@ -293,7 +293,11 @@ def _find_problem(folder: Path) -> str | None:
 
 
 def save_student(
-    student: Any, report: dict[str, Any], folder: Path, teacher: Path | None = None, modules: Mapping[str, bytes] = {}
+    student: Any,
+    report: dict[str, Any] | None,
+    folder: Path,
+    teacher: Path | None = None,
+    modules: Mapping[str, bytes] = {},
 ) -> None:
     """The model, ``shrink.json`` (STUDENT-3), the teacher's tokenizer and modules, in a draft renamed when whole."""
     from safetensors import SafetensorError  # its error for a full disk is not an OSError
@@ -307,7 +311,8 @@ def save_student(
             for name, content in modules.items():
                 (draft / name).parent.mkdir(exist_ok=True)
                 (draft / name).write_bytes(content)
-            (draft / "shrink.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            if report is not None:
+                (draft / "shrink.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     except SafetensorError as error:
         message = f"{folder} could not be written: {error}: make room, or name another"
         raise ShdError("write-failed", message) from error

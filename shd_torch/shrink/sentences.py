@@ -9,7 +9,6 @@ from typing import Final
 
 from shd_ref.errors import ShdError
 from shd_ref.teacher.sources.sentence_folder import MODULES, modules_after_model, parse_file, read_file
-from shd_torch.shrink.sizes import Sizes
 
 _SETTINGS: Final = re.compile(r"config_sentence_transformers\.json|sentence_\w+_config\.json")
 _WIDTHS: Final = ("embedding_dimension", "word_embedding_dimension")
@@ -17,10 +16,11 @@ _FREE: Final = frozenset({"Pooling", "Normalize", "Dropout"})
 _WIDE: Final = frozenset({"Dense", "LayerNorm"})
 
 
-def read_modules(folder: Path, teacher: Sizes, student: Sizes) -> dict[str, bytes]:
+def read_modules(folder: Path, width: int, new_width: int) -> dict[str, bytes]:
     """Contents of the files that make the student a sentence-transformers folder, by name; none for other folders.
 
-    A pooling module is given the student's width. Weights are taken from safetensors only.
+    A pooling module as wide as the teacher's hidden size, ``width``, is given the student's, ``new_width``. Weights
+    are taken from safetensors only.
 
     Raises:
         ShdError: ``shrink-unsupported`` for a module that does not fit the student; ``read-failed``.
@@ -32,7 +32,7 @@ def read_modules(folder: Path, teacher: Sizes, student: Sizes) -> dict[str, byte
     for module in modules_after_model(folder):
         kind = module["type"].rpartition(".")[2]
         known = module["type"].startswith("sentence_transformers.") and kind in _FREE | _WIDE
-        if not known or (kind in _WIDE and student.hidden != teacher.hidden):
+        if not known or (kind in _WIDE and new_width != width):
             rule = f"modules of a sentence-transformers folder must be {', '.join(sorted(_FREE))}"
             rule += f", or with the teacher's hidden size {' and '.join(sorted(_WIDE))}"
             raise ShdError(
@@ -40,7 +40,7 @@ def read_modules(folder: Path, teacher: Sizes, student: Sizes) -> dict[str, byte
                 f"{rule}; got {module['type']}: remove {MODULES} to make a student without modules",
                 "STUDENT-8",
             )
-        files |= _read_module(folder, module["path"], teacher.hidden, student.hidden)
+        files |= _read_module(folder, module["path"], width, new_width)
     return files
 
 

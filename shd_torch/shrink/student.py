@@ -99,7 +99,7 @@ def shrink(
     check_refused(family, model.config.model_type, own, sizes, kept, dropped)
     if sizes.hidden != own.hidden:
         check_width(model, family)
-    modules = {} if isinstance(teacher, nn.Module) else read_modules(Path(teacher), own, sizes)
+    modules = {} if isinstance(teacher, nn.Module) else read_modules(Path(teacher), own.hidden, sizes.hidden)
     student = make_student(model, family, sizes, kept, dropped.among(kept))
     keeper: AbstractContextManager[Unfinished | None] = nullcontext()
     if folder is not None and options.is_usual:

@@ -1,0 +1,266 @@
+"""A model whose vocabulary is cut to what texts use: tokenizer, embeddings and special ids renumbered (VOCAB)."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from shd_ref.cache.storage.documents import read_json
+from shd_ref.errors import ShdError
+from shd_ref.integers import check_integer
+from shd_ref.teacher.sources import Source, open_source
+from shd_ref.tolerances import load_tolerances
+from shd_torch.shrink.families import base_of
+from shd_torch.shrink.folders import READERS, load_student, load_weights, new_folder, read_config, save_student
+from shd_torch.shrink.pieces import read_pieces
+from shd_torch.shrink.sentences import read_modules
+from shd_torch.shrink.sizes import count_parameters
+
+FORMAT: Final = 1
+_TOKENIZER: Final = "tokenizer.json"
+_SETTINGS: Final = "tokenizer_config.json"
+_REPORT: Final = "shrink.json"
+_STALE: Final = frozenset(name for name in READERS if name.startswith(("vocab", "merges", "added_tokens")))
+"""Besides sentencepiece's models: the vocabulary for other programs, in which the old pieces still are."""
+_ID: Final = "_token_id"
+_LISTED: Final = ("suppress_tokens", "begin_suppress_tokens")
+_LONGEST: Final = 2**31 - 1  # tokens of a text: a model's own limit may be another one than its tokenizer's
+_COMPARED: Final = 4  # texts on which the model is run, old and new
+
+
+def cut_vocabulary(
+    source: str | os.PathLike[str],
+    data: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    size: int | None = None,
+    text_column: str | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> dict[str, Any]:
+    """Write a model again with the pieces of its vocabulary that texts use; its outputs on them stay (VOCAB-1..6).
+
+    Args:
+        source: the folder of a Hugging Face model of text with a ``tokenizer.json``; see ``load_teacher``.
+        data: texts, as ``open_source`` reads them; prompts of a sentence-transformers folder are added.
+        out: a new folder for the model.
+        size: at most so many pieces, the most frequent ones; default all that the texts use. With fewer than those
+            some texts fall to smaller pieces.
+        text_column: of the data; default ``text``.
+        progress: called with the numbers of texts read and of all, twice over, and what is done.
+
+    Returns:
+        The contents of ``vocabulary.json``: ``size`` and ``old_size``, ``texts``, ``changed_texts`` (those whose
+        pieces are not as before), ``old_parameters`` and ``parameters``, and ``kept``, the old id of each new one.
+
+    Raises:
+        ShdError: ``shrink-unsupported``, ``argument-value``, ``inputs-invalid``, ``read-failed``, ``write-failed``,
+            ``dependency-missing``.
+    """
+    source, folder = Path(source), new_folder(out)
+    model = _load(source)
+    embeddings = model.get_input_embeddings().weight
+    rows, width = (int(length) for length in embeddings.shape)
+    files = read_modules(source, width, width)
+    content = _read(source, _TOKENIZER)
+    if content is None:
+        rule = f"{str(source)!r} must hold a tokenizer.json of the tokenizers library"
+        raise ShdError("shrink-unsupported", f"{rule}: load the tokenizer with AutoTokenizer and save it", "VOCAB-1")
+    pieces = read_pieces(content, rows)
+    texts = _open(data, source, text_column)
+    total, steps = np.zeros(rows, np.int64), 2 * len(texts)
+    tell = progress or (lambda *_: None)
+    for number, ids in enumerate((*_read_prompts(source, files), *_ids_of(texts))):
+        tell(number, steps, "texts are counted")
+        total += np.bincount(ids, minlength=rows)
+    used = [int(number) for number in np.argsort(-total, kind="stable") if total[number]]
+    special = {number for number in _special_ids(model) if 0 <= number < rows}
+    if size is not None:
+        size = check_integer("size", size, 1, rows, "VOCAB-2") - len(special - pieces.fixed)
+    kept = pieces.order(pieces.choose(used, size), special)
+    student = _make(model, kept, rows)
+    files |= {_TOKENIZER: _bytes(pieces.without_others(kept))} | _other_files(source, kept)
+    with TemporaryDirectory() as draft:
+        (Path(draft) / _TOKENIZER).write_bytes(files[_TOKENIZER])
+        changed = 0
+        renumbered = _ids_of(_open(data, Path(draft), text_column))
+        for number, (before, after) in enumerate(zip(_ids_of(texts), renumbered, strict=True)):
+            tell(len(texts) + number, steps, "texts are compared")
+            is_same = np.array_equal(before, np.asarray(kept)[after])
+            changed += not is_same
+            if is_same and number < _COMPARED:
+                _compare(model, student, before, after)
+    report: dict[str, Any] = {"format": FORMAT, "size": len(kept), "old_size": rows, "texts": len(texts)}
+    report |= {"changed_texts": changed, "old_parameters": count_parameters(model)}
+    report |= {"parameters": count_parameters(student), "kept": kept}
+    files["vocabulary.json"] = _bytes(report)
+    save_student(student, _update_report(source, student), folder, modules=files)
+    return report
+
+
+def _load(source: Path) -> Any:
+    """A student, or any other model of text."""
+    try:
+        model = load_student(source)
+    except ShdError as error:
+        if error.code != "shrink-unsupported":
+            raise
+        model = load_weights(source, read_config(source, "model"))  # of no family
+    if getattr(model, "main_input_name", None) != "input_ids":
+        rule = "the model must be one of text"
+        raise ShdError("shrink-unsupported", f"{rule}; got a {type(model).__name__}", "VOCAB-1")
+    return model
+
+
+def _read(folder: Path, name: str) -> Any:
+    """The JSON of a file of a folder that ``check_files`` let pass; None where there is none."""
+    try:
+        return read_json(folder / name)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ShdError("read-failed", f"{folder / name} must hold JSON: {error}") from error
+
+
+def _bytes(content: Any) -> bytes:
+    return (json.dumps(content, ensure_ascii=False, indent=1) + "\n").encode()
+
+
+def _open(data: str | os.PathLike[str], tokenizer: Path, text_column: str | None) -> Source:
+    return open_source(Path(data), tokenizer=tokenizer, text_column=text_column, max_length=_LONGEST)
+
+
+def _ids_of(texts: Source) -> Iterator[NDArray[np.int64]]:
+    return (row["input_ids"] for row in texts.rows(("input_ids",)))
+
+
+def _read_prompts(source: Path, files: Mapping[str, bytes]) -> Iterator[NDArray[np.int64]]:
+    """Of a sentence-transformers folder, what it puts before its texts."""
+    settings = json.loads(files.get("config_sentence_transformers.json", b"{}"))
+    prompts = settings.get("prompts") if isinstance(settings, dict) else None
+    lines = [json.dumps({"text": prompt}) for prompt in dict(prompts or {}).values() if prompt]
+    if lines:
+        with TemporaryDirectory() as draft:
+            file = Path(draft) / "prompts.jsonl"
+            file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            yield from _ids_of(_open(file, source, None))
+
+
+def _settings(model: Any) -> tuple[Any, Any]:
+    """Where special pieces are named: the configuration, and that of generation or None."""
+    return model.config, getattr(model, "generation_config", None)
+
+
+def _all_settings(settings: tuple[Any, Any]) -> Iterator[Any]:
+    """With the configurations inside them."""
+    waiting = list(settings)
+    while waiting:
+        holder = waiting.pop()
+        if holder is not None:
+            yield holder
+            waiting += [value for value in vars(holder).values() if hasattr(value, "get_text_config")]
+
+
+def _special_ids(model: Any) -> set[int]:
+    values = [
+        value for holder in _all_settings(_settings(model)) for name, value in vars(holder).items() if _names_id(name)
+    ]
+    return {
+        number for value in values for number in (value if isinstance(value, list) else [value]) if _is_id(number)
+    }
+
+
+def _names_id(name: str) -> bool:
+    return name.endswith("_token_id")
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@torch.no_grad()
+def _make(model: Any, kept: list[int], rows: int) -> Any:
+    """The model with these rows of what has a row for each piece, and its special ids renumbered (VOCAB-5)."""
+    new = {old: number for number, old in enumerate(kept)}
+
+    def renumber(value: Any) -> Any:
+        return [renumber(one) for one in value] if isinstance(value, list) else new.get(value, value)
+
+    config, generation = copy.deepcopy(_settings(model))
+    config.get_text_config().vocab_size = len(kept)
+    for settings in _all_settings((config, generation)):
+        for name, value in list(vars(settings).items()):
+            if name.endswith(_ID) and value is not None:
+                setattr(settings, name, renumber(value))
+            elif name in _LISTED and value is not None:
+                setattr(settings, name, [new[number] for number in value if number in new])
+    student = type(model)(config).to(device=model.device, dtype=model.dtype).eval()
+    if generation is not None:
+        student.generation_config = generation
+    state, index = model.state_dict(), torch.tensor(kept, device=model.device)
+    for name, target in student.state_dict().items():
+        weight = state[name]
+        axes = [
+            axis for axis, lengths in enumerate(zip(weight.shape, target.shape, strict=True)) if len({*lengths}) > 1
+        ]
+        if axes and (len(axes) > 1 or weight.shape[axes[0]] != rows):
+            rule = "a weight must have a row for each piece of the vocabulary, or none"
+            message = f"{rule}; got {name} {tuple(weight.shape)}"
+            raise ShdError("shrink-unsupported", message, "VOCAB-5")
+        target.copy_(weight.index_select(axes[0], index) if axes else weight)
+    return student
+
+
+@torch.no_grad()
+def _compare(model: Any, student: Any, before: NDArray[np.int64], after: NDArray[np.int64]) -> None:
+    """Both on one text: refuses models in which a number of a piece means more than its row (VOCAB-6)."""
+    longest = getattr(model.config, "max_position_embeddings", None) or len(before)
+    outputs = []
+    for network, ids in ((model, before), (student, after)):
+        inputs = {"input_ids": torch.tensor(ids[: max(1, longest - 8)])[None].to(model.device)}
+        if model.config.is_encoder_decoder:
+            inputs["decoder_input_ids"] = inputs["input_ids"]
+        outputs.append(base_of(network)(**inputs)[0].float())
+    gap, size = float((outputs[0] - outputs[1]).abs().max()), float(outputs[0].abs().max())
+    if not gap <= load_tolerances()["graph"]["probs"]["float32"] * max(1.0, size):
+        rule = "the model must give the same output for the same pieces under other numbers"
+        message = f"{rule}; got a difference of {gap:.3g}: its code reads the numbers of pieces"
+        raise ShdError("shrink-unsupported", message, "VOCAB-6")
+
+
+def _other_files(source: Path, kept: list[int]) -> dict[str, bytes]:
+    """The tokenizer's other files: renumbered, as they are, or left out where they hold the old vocabulary."""
+    files: dict[str, bytes] = {}
+    for name in READERS:
+        if name in _STALE or name.endswith(".model") or name == _TOKENIZER:
+            continue
+        with suppress(FileNotFoundError):
+            files[name] = (source / name).read_bytes()
+    settings = _read(source, _SETTINGS)
+    if isinstance(settings, dict) and "auto_map" not in settings:
+        new = {str(old): str(number) for number, old in enumerate(kept)}
+        named = settings.get("added_tokens_decoder")
+        if isinstance(named, dict):
+            settings["added_tokens_decoder"] = {new[old]: entry for old, entry in named.items() if old in new}
+        files[_SETTINGS] = _bytes(settings)
+    else:
+        files.pop(_SETTINGS, None)
+    return files
+
+
+def _update_report(source: Path, student: Any) -> dict[str, Any] | None:
+    """What ``shrink`` said about the model, where it comes from there."""
+    report = _read(source, _REPORT)
+    if isinstance(report, dict) and isinstance(report.get("student"), dict):
+        report["student"]["parameters"] = count_parameters(student)
+        return report
+    return None
