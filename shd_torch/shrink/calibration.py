@@ -113,7 +113,8 @@ def run_layer(
     """
 
     def keep_input(at: int, _: nn.Module, args: tuple[Any, ...]) -> None:
-        read[at] = args[0].reshape(*stream.shape[:2], -1)  # OPT's FFN gets a row for each token
+        # OPT's FFN gets a row for each token.
+        read[at] = args[0].reshape(*stream.shape[:2], -1) if args[0].ndim == 2 else args[0]
 
     for stream, batch in zip(streams, batches, strict=True):
         read: list[Tensor | None] = [None] * len(watched)
@@ -170,7 +171,8 @@ def study_layer(
     attention = find_part(layer, family.attention) if with_maps else None
     with _attention(model, _RECORDED if with_maps else "eager", attention) as recorded:
         watched = [find_part(layer, name) for name in names]
-        for (out, read), batch in zip(run_layer(layer, streams, batches, number, watched), batches, strict=True):
+        runs = run_layer(layer, streams, batches, number, watched)
+        for (out, read), stream, batch in zip(runs, streams, batches, strict=True):
             there = batch.counted[..., None]
             if with_maps:
                 probs, values = recorded.pop()
@@ -185,7 +187,8 @@ def study_layer(
             centred += away.mT @ away
             sizes += ((x.flatten(0, 1) @ query + bias) * there.flatten(0, 1)).square().sum((1, 2))
             squares = squares + (read[3].double() * there).square().sum((0, 1))
-            streams_of_batches.append((*read[:3], read[4] if len(read) > 4 else out, out))
+            middle = family.middle_of(read[1], stream)
+            streams_of_batches.append((read[0], middle, read[2], read[4] if len(read) > 4 else out, out))
     rows = int(augmented[-1, -1])
     if not rows:
         raise ShdError("argument-value", "data must hold a row that counts; got an attention_mask of zeros")

@@ -112,7 +112,7 @@ def _resize_layer(layer: nn.Module, family: Family, sizes: LayerSizes) -> None:
         _resize(layer, name, outputs=width)
     _resize(layer, last, inputs=widths[0])
     for name in family.ffn[0]:
-        _resize(layer, name, outputs=sizes.neurons)
+        _resize(layer, name, outputs=sizes.neurons * (2 if family.is_gated and len(family.ffn[0]) == 1 else 1))
     _resize(layer, family.ffn[1], inputs=sizes.neurons)
     attention = find_part(layer, family.attention)
     counts = dict.fromkeys(("num_attention_heads", "num_heads", "n_heads"), sizes.heads)
@@ -196,9 +196,10 @@ def custom_class(stock: Any) -> Any:
     name = stock.config_class.model_type
 
     def make(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        with _stock_heads(config, FAMILIES[name]):
+        family = FAMILIES[name].fitted(config)
+        with _stock_heads(config, family):
             stock.__init__(self, config, *args, **kwargs)
-        build_layers(self, FAMILIES[name], config)
+        build_layers(self, family, config)
         self.init_weights()  # of the modules that are new
 
     config_class = _config_class(stock.config_class)
@@ -214,11 +215,11 @@ def custom_class(stock: Any) -> Any:
 
 @contextmanager
 def _stock_heads(config: Any, family: Family) -> Iterator[None]:
-    """One head, which fits every width, while a stock class builds layers that are resized afterwards, or checks."""
-    if getattr(config, "layer_sizes", None) is None:
+    """One head, if those do not fit the width, while a stock class checks, or builds layers that are resized then."""
+    heads = getattr(config, family.sizes.heads)
+    if getattr(config, "layer_sizes", None) is None or config.hidden_size % heads == 0:
         yield
         return
-    heads = getattr(config, family.sizes.heads)
     setattr(config, family.sizes.heads, 1)
     try:
         yield
@@ -231,7 +232,7 @@ def _config_class(stock: Any) -> Any:
     import transformers
 
     def validate(self: Any) -> None:
-        with _stock_heads(self, FAMILIES[stock.model_type]):
+        with _stock_heads(self, FAMILIES[stock.model_type].fitted(self)):
             stock.validate(self)
 
     name = _KIND.format(stock.model_type)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -24,6 +25,7 @@ class SizeNames(NamedTuple):
     heads: str = "num_attention_heads"
     layers: str = "num_hidden_layers"
     neurons: str = "intermediate_size"  # "mlp_ratio" multiplies the width; None means four times the width
+    widths: tuple[str, ...] = ("hidden_size",)  # all that hold the width of the stream
 
 
 _USUAL_NAMES = SizeNames()
@@ -36,9 +38,9 @@ class Family:
     layers: str  # the list of layers
     # queries, keys, values and output; one name for a fused matrix of queries, keys and values
     projections: tuple[str, ...]
-    middle: str  # the module whose input is the stream after the attention
+    middle: str  # the module whose input is the stream after the attention; see is_parallel
     end: str | None  # the module whose input is the stream after the FFN; None: what the layer returns
-    ffn: tuple[tuple[str, ...], str]  # what reads the stream, and the last matrix
+    ffn: tuple[tuple[str, ...], str]  # what reads the stream (gate and values may be one matrix), and the last matrix
     norms: tuple[str, str] | None  # of the attention and of the FFN; none where a norm lies on the stream
     final_norm: str | None  # after the last layer; None where there is none
     activation: str | None = None  # between them; None where a gate makes it more than that
@@ -51,9 +53,20 @@ class Family:
     query_norm: str | None = None  # a norm of the queries of a head, or None
     layer_scales: tuple[str, str] | None = None  # scales after the two blocks
     embedding_scale: bool = False  # whether embeddings are multiplied by sqrt(hidden)
+    # whether a fused matrix has queries, keys and values head by head, not all queries first
+    by_head: bool = False
+    # whether both blocks read the layer's input: what the middle reads is then what the attention adds to it
+    is_parallel: bool = False
     sizes: SizeNames = _USUAL_NAMES
-    # options of shrink that the architecture rules out, each with the reason; "layers" for a first layer that stays
+    # options of shrink that the architecture rules out (as in check_refused), each with the reason
     refused: tuple[tuple[str, str], ...] = ()
+    # an option of the configuration, its value, and what differs in the models that have it
+    variants: tuple[tuple[str, Any, Mapping[str, Any]], ...] = ()
+
+    def fitted(self, config: Any) -> Family:
+        """The row of the models that a configuration describes."""
+        changes = [changed for option, value, changed in self.variants if getattr(config, option) == value]
+        return replace(self, **{name: entry for changed in changes for name, entry in changed.items()})
 
     @property
     def attention(self) -> str:
@@ -75,11 +88,13 @@ class Family:
     def read_attention(self, layer: nn.Module, num_heads: int, num_kv_heads: int) -> HeadWeights:
         """A layer's attention, head by head."""
         linears = [read_linear(find_part(layer, name)) for name in self.projections[:-1]]
-        if len(linears) == 1:
-            matrix, bias = linears[0]
-            biases = [None] * 3 if bias is None else np.split(bias, 3)
-            linears = list(zip(np.split(matrix, 3, axis=1), biases, strict=True))
         counts = (num_heads, num_kv_heads, num_kv_heads)
+        if len(linears) == 1:
+            columns = np.arange(linears[0][0].shape[1])
+            if self.by_head:
+                columns = columns.reshape(num_heads, 3, -1).swapaxes(0, 1).ravel()
+            ends = np.cumsum(counts)[:-1] * (len(columns) // sum(counts))
+            linears = [_take_columns(linears[0], some) for some in np.split(columns, ends)]
         query, key, value = (split_heads(matrix, count) for (matrix, _), count in zip(linears, counts, strict=True))
         query_bias, key_bias, value_bias = (
             None if bias is None else bias.reshape(count, -1)
@@ -93,18 +108,40 @@ class Family:
     def write_attention(self, layer: nn.Module, weights: HeadWeights) -> None:
         """Put an attention into a layer of the right sizes; a scale after the block becomes 1 (WIDTH-7)."""
         *inputs, last = (find_part(layer, name) for name in self.projections)
-        stacks = (weights.query, weights.key, weights.value)
-        matrices = [join_heads(heads) for heads in stacks]
-        biases = [weights.query_bias, weights.key_bias, weights.value_bias]
-        if len(inputs) == 1:
-            pairs = zip(stacks, biases, strict=True)
-            whole = [(np.zeros(heads.shape[::2]) if bias is None else bias).ravel() for heads, bias in pairs]
-            matrices, biases = [np.concatenate(matrices, axis=1)], [np.concatenate(whole)]
-        for module, matrix, bias in zip(inputs, matrices, biases, strict=True):
-            write_linear(module, matrix, None if bias is None else bias.ravel())
+        for module, rows in zip(inputs, self.attention_inputs(weights), strict=True):
+            write_linear(module, *rows)
         write_linear(last, weights.output.reshape(-1, weights.output.shape[2]), weights.output_bias)
         if self.layer_scales is not None:
             find_part(layer, self.layer_scales[0]).fill_(1.0)
+
+    def attention_inputs(self, weights: HeadWeights) -> list[Rows]:
+        """The matrices of queries, keys and values as a layer stores them."""
+        stacks = ((getattr(weights, name), getattr(weights, f"{name}_bias")) for name in ("query", "key", "value"))
+        rows = [(join_heads(heads), None if bias is None else bias.ravel()) for heads, bias in stacks]
+        if len(self.projections) > 2:
+            return rows
+        fused = side_by_side(rows)
+        if self.by_head:
+            columns = np.arange(fused[0].shape[1]).reshape(3, weights.num_heads, -1).swapaxes(0, 1).ravel()
+            fused = _take_columns(fused, columns)
+        return [fused]
+
+    def read_readers(self, layer: nn.Module) -> list[Rows]:
+        """The FFN's matrices that read the stream, each ``(D, F)``, and their biases."""
+        rows = [read_linear(find_part(layer, name)) for name in self.ffn[0]]
+        if not (self.is_gated and len(rows) == 1):
+            return rows
+        return [_take_columns(rows[0], some) for some in np.split(np.arange(rows[0][0].shape[1]), 2)]
+
+    def write_readers(self, layer: nn.Module, readers: Sequence[Rows]) -> None:
+        """Put what ``read_readers`` gave, or narrower ones, into a layer."""
+        rows = readers if len(readers) == len(self.ffn[0]) else [side_by_side(readers)]
+        for name, some in zip(self.ffn[0], rows, strict=True):
+            write_linear(find_part(layer, name), *some)
+
+    def middle_of(self, read: Tensor, stream: Tensor) -> Tensor:
+        """The stream after the attention, from what the middle read and the stream before the layer."""
+        return stream + read if self.is_parallel else read
 
     def read_last(self, layer: nn.Module) -> Rows:
         """The FFN's last matrix, as rows ``(F, D)``, and its bias; a scale after the block is folded in (WIDTH-7)."""
@@ -168,6 +205,18 @@ _BERT = Family(
     final_norm=None,
     free_head_dim=False,
 )
+_BART = Family(
+    layers="encoder.layers",
+    projections=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj"),
+    middle="self_attn_layer_norm",
+    end="final_layer_norm",
+    ffn=(("fc1",), "fc2"),
+    activation="activation_fn",
+    norms=None,
+    final_norm=None,
+    free_head_dim=False,
+)
+_BEFORE = {"middle": "final_layer_norm", "end": None, "norms": ("self_attn_layer_norm", "final_layer_norm")}
 _SHARED_BIAS = "all layers add the same position biases, one per head, and each layer merges its own heads"
 
 
@@ -177,6 +226,34 @@ FAMILIES: dict[str, Family] = {
     "qwen2": _LLAMA,
     "qwen3": replace(_LLAMA, query_norm="self_attn.q_norm"),
     "gemma": replace(_LLAMA, norm="rms-plus-one", embedding_scale=True),
+    "phi3": replace(
+        _LLAMA,
+        projections=("self_attn.qkv_proj", "self_attn.o_proj"),
+        ffn=(("mlp.gate_up_proj",), "mlp.down_proj"),
+        refused=(("heads by layer", "its attention reads their number from the configuration"),),
+    ),
+    "opt": replace(
+        _BART,
+        layers="decoder.layers",
+        variants=(("do_layer_norm_before", True, _BEFORE | {"final_norm": "decoder.final_layer_norm"}),),
+        embeddings=(("decoder.embed_tokens.weight", 1), ("decoder.embed_positions.weight", 1)),
+        sizes=SizeNames(neurons="ffn_dim", widths=("hidden_size", "word_embed_proj_dim")),
+    ),
+    "gpt_neox": Family(
+        layers="layers",
+        projections=("attention.query_key_value", "attention.dense"),
+        middle="post_attention_layernorm",
+        end=None,
+        ffn=(("mlp.dense_h_to_4h",), "mlp.dense_4h_to_h"),
+        activation="mlp.act",
+        norms=("input_layernorm", "post_attention_layernorm"),
+        final_norm="final_layer_norm",
+        embeddings=(("embed_in.weight", 1),),
+        rotary=True,
+        free_head_dim=False,
+        by_head=True,
+        variants=(("use_parallel_residual", True, {"is_parallel": True, "middle": "post_attention_dropout"}),),
+    ),
     "gpt2": Family(
         layers="h",
         projections=("attn.c_attn", "attn.c_proj"),
@@ -244,7 +321,7 @@ def check_config(config: Any, name: str | None = None) -> Family:
             rule = "teacher must be a stack of self-attention, scaled by its head's length, and its family's FFNs"
             message = f"{rule}; got {option}={getattr(config, option)} in its configuration"
             raise ShdError("shrink-unsupported", message, "STUDENT-1")
-    return FAMILIES[kind]
+    return FAMILIES[kind].fitted(config)
 
 
 def base_of(model: nn.Module) -> nn.Module:
@@ -273,6 +350,19 @@ def _get_part(module: Any, path: str) -> Any:
     for name in path.split("."):
         module = getattr(module, name, None)
     return module
+
+
+def side_by_side(linears: Sequence[Rows]) -> Rows:
+    """Several matrices that read the same rows, as one; a bias that is missing beside others is zero."""
+    matrix = np.concatenate([matrix for matrix, _ in linears], axis=1)
+    if all(bias is None for _, bias in linears):
+        return matrix, None
+    return matrix, np.concatenate([np.zeros(part.shape[1]) if bias is None else bias for part, bias in linears])
+
+
+def _take_columns(rows: Rows, columns: NDArray[np.intp]) -> Rows:
+    matrix, bias = rows
+    return matrix[:, columns], None if bias is None else bias[columns]
 
 
 def as_array(tensor: Tensor) -> Array:

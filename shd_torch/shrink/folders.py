@@ -146,7 +146,7 @@ def load_student(source: str | os.PathLike[str]) -> Any:
     kind = custom_class(stock)
     try:
         config = kind.config_class.from_dict(dict(raw))
-        check_dropped(read_dropped(config), FAMILIES[name], config, range(config.num_hidden_layers))
+        check_dropped(read_dropped(config), FAMILIES[name].fitted(config), config, range(config.num_hidden_layers))
     except Exception as error:
         message = f"{str(folder)!r} must hold a student's configuration: {error}"
         raise ShdError("read-failed", message, "DEPTH-6") from error

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from shd_ref.shrink.ffn import merge_linear, most_important
-from shd_ref.shrink.merges import HeadWeights, join_heads, merge_heads
+from shd_ref.shrink.merges import merge_heads
 from shd_torch.shrink.calibration import Batch, LayerTrace, run_layer, study_layer
 from shd_torch.shrink.custom import Dropped, LayerSizes
-from shd_torch.shrink.families import Array, Family, Rows, base_of, find_part, read_linear, write_linear
+from shd_torch.shrink.families import Array, Family, Rows, base_of, find_part, read_linear, side_by_side, write_linear
 from shd_torch.shrink.heads import OutputFit, Squeezed
 from shd_torch.shrink.sizes import ShrinkOptions, Sizes, sizes_of
 from shd_torch.shrink.width import Turn, final_readers
@@ -115,11 +115,11 @@ def _align_layer(
     ridges: dict[str, float | None] = {}
     if squeezed is not None:
         if is_cut:
-            queries = _input_matrix(squeezed.weights)
+            queries = side_by_side(family.attention_inputs(squeezed.weights))
             ridges["attention_inputs"] = fitter.fit_readers(family.projections[:-1], trace.inputs, queries)
         ridges["attention_output"] = fitter.fit(family.projections[-1], family.middle, trace.middles)
     if is_cut and not ffn.is_linear:
-        ridges["ffn_inputs"] = fitter.fit_readers(family.ffn[0], trace.ffn_inputs, _side_by_side(ffn.readers))
+        ridges["ffn_inputs"] = fitter.fit_readers(family.ffn[0], trace.ffn_inputs, side_by_side(ffn.readers))
     ridges["ffn_output"] = fitter.fit(family.ffn[1], family.end, ends)
     return ridges
 
@@ -149,7 +149,7 @@ class _Ffn(NamedTuple):
 
 def _read_ffn(work: Work, layer: nn.Module, neurons: int, squares: Array, *, is_linear: bool) -> _Ffn:
     """All neurons of a teacher's linear FFN; else the most important ones, in their order (FFN-4, FFN-5)."""
-    readers = [read_linear(find_part(layer, name)) for name in work.family.ffn[0]]
+    readers = work.family.read_readers(layer)
     matrix, bias = work.family.read_last(layer)
     if is_linear or neurons == len(matrix):
         return _Ffn(readers, (matrix, bias), None, is_linear)
@@ -186,7 +186,7 @@ def _fill_layer(
                 find_part(target, name).load_state_dict(find_part(layer, name).state_dict())
     readers = [turn.read(norms[1], *rows) for rows in ffn.readers]
     _write_ffn(family, target, ffn._replace(readers=readers, last=turn.write(*ffn.last)))
-    for name, streams in zip(family.norms, (taught, middles), strict=True):
+    for name, streams in zip(family.norms, (taught, taught if family.is_parallel else middles), strict=True):
         if squeezed is not None or name != family.norms[0]:
             rows = counted_rows(work, [turn.normalise(stream) for stream in streams])
             turn.write_norm(find_part(target, name), rows)
@@ -198,8 +198,7 @@ def _write_ffn(family: Family, target: nn.Module, ffn: _Ffn) -> None:
         merged = merge_linear(first.T, last.T, first_bias, last_bias)
         family.write_last(target, merged.weight.T, merged.bias)
         return
-    for name, rows in zip(family.ffn[0], ffn.readers, strict=True):
-        write_linear(find_part(target, name), *rows)
+    family.write_readers(target, ffn.readers)
     family.write_last(target, *ffn.last)
 
 
@@ -217,8 +216,9 @@ class _Fitter(NamedTuple):
         fit = OutputFit(*read_linear(module), work.options.ridge, work.device)
         watched = [module] if goal_path is None else [module, find_part(self.target, goal_path)]
         runs = run_layer(self.target, self.own, work.batches, self.source, watched)
-        for (out, read), goal, batch in zip(runs, goals, work.batches, strict=True):
+        for (out, read), own, goal, batch in zip(runs, self.own, goals, work.batches, strict=True):
             stream = out if goal_path is None else read[1]
+            stream = work.family.middle_of(stream, own) if goal_path == work.family.middle else stream
             before = stream.double() - module(read[0]).double()
             fit.add(read[0][batch.counted], (work.on_axes(goal).double() - before)[batch.counted], batch.held_rows)
         write_linear(module, *fit.solve())
@@ -227,7 +227,7 @@ class _Fitter(NamedTuple):
     def fit_readers(self, names: Sequence[str], inputs: Sequence[Tensor], rows: Rows) -> float | None:
         """What reads a cut stream, towards what the same matrices make of the teacher's whole one (ALIGN-6)."""
         work, modules = self.work, [find_part(self.target, name) for name in names]
-        fit = OutputFit(*_side_by_side([read_linear(module) for module in modules]), work.options.ridge, work.device)
+        fit = OutputFit(*side_by_side([read_linear(module) for module in modules]), work.options.ridge, work.device)
         project = work.project(*rows)
         runs = run_layer(self.target, self.own, work.batches, self.source, modules[:1])
         for (_, (read,)), stream, batch in zip(runs, inputs, work.batches, strict=True):
@@ -262,27 +262,16 @@ def _measure(
     sums = [0.0] * 4
     streams = []
     runs = run_layer(target, own, work.batches, source, [find_part(target, name) for name in names])
-    for (out, read), middle, end, batch in zip(runs, middles, ends, work.batches, strict=True):
+    for (out, read), before, middle, end, batch in zip(runs, own, middles, ends, work.batches, strict=True):
         streams.append(out)
-        pairs = ((read[0], work.on_axes(middle)), (out if len(read) == 1 else read[1], work.on_axes(end)))
+        after = work.family.middle_of(read[0], before)
+        pairs = ((after, work.on_axes(middle)), (out if len(read) == 1 else read[1], work.on_axes(end)))
         for at, (stream, goal) in enumerate(pairs):
             there = goal.double()[batch.counted]
             sums[2 * at] += float((stream.double()[batch.counted] - there).square().sum())
             sums[2 * at + 1] += float(there.square().sum())
     errors = [(gap / size) ** 0.5 if size > 0 else 0.0 for gap, size in (sums[:2], sums[2:])]
     return streams, {"attention_error": errors[0], "layer_error": errors[1]}
-
-
-def _side_by_side(linears: Sequence[Rows]) -> Rows:
-    """Several matrices that read the same rows, as one."""
-    biases = [bias for _, bias in linears if bias is not None]
-    return np.concatenate([matrix for matrix, _ in linears], axis=1), np.concatenate(biases) if biases else None
-
-
-def _input_matrix(weights: HeadWeights) -> Rows:
-    """Queries, keys and values side by side, in the order in which a layer stores them."""
-    stacks = ((getattr(weights, name), getattr(weights, f"{name}_bias")) for name in ("query", "key", "value"))
-    return _side_by_side([(join_heads(heads), None if bias is None else bias.ravel()) for heads, bias in stacks])
 
 
 def _choose_plan(work: Work, teacher: LayerSizes, student: LayerSizes) -> str:

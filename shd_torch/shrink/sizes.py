@@ -143,6 +143,7 @@ def check_refused(
     asked = {
         "heads": (stays, (sizes.heads, sizes.kv_heads) != (teacher.heads, teacher.kv_heads)),
         "head_dim": (stays, sizes.head_dim != teacher.head_dim),
+        "heads by layer": (f"must be one number in {model_type}", not isinstance(sizes.heads, int)),
         "hidden": (stays, sizes.hidden != teacher.hidden),
         "neurons": (stays, sizes.neurons != teacher.neurons),
         "layers": (f"must keep layer 0 in {model_type}", kept[0] != 0),
@@ -171,7 +172,7 @@ def choose_sizes(options: ShrinkOptions, teacher: Sizes, family: Family, layers:
         hidden = check_integer("hidden", options.hidden, least, teacher.hidden, "WIDTH-3")
     kv_heads = _join(tuple(_choose_kv_heads(options.kv_heads, count, limits, family) for count in heads))
     is_whole = len(set(heads)) == 1 and hidden % heads[0] == 0
-    head_dim = teacher.head_dim if family.free_head_dim or not is_whole else hidden // heads[0]
+    head_dim = teacher.head_dim if family.free_head_dim or family.rotary or not is_whole else hidden // heads[0]
     if options.head_dim is not None:
         head_dim = check_integer("head_dim", options.head_dim, 1, None, "STUDENT-2")
     if family.rotary and head_dim != teacher.head_dim:
@@ -228,6 +229,8 @@ def make_student(
     teacher: nn.Module, family: Family, sizes: Sizes, kept: Sequence[int], dropped: Dropped = NOTHING
 ) -> Any:
     """A model of the teacher's class, or of its ``custom_class``, with these sizes, its weights still random."""
+    from huggingface_hub.errors import StrictDataclassError
+
     config: Any = copy.deepcopy(teacher.config)
     before = sizes_of(config, family)
     # What stock fields say of layers that differ: the largest of them.
@@ -244,10 +247,11 @@ def make_student(
         if hasattr(config, "stage_names"):  # a backbone names its layers
             config.stage_names = ["stem", *(f"stage{layer + 1}" for layer in range(sizes.layers))]
             config.set_output_features_output_indices(out_features=None, out_indices=None)
-        if family.free_head_dim:
+        if family.free_head_dim or family.rotary:  # rotary tables read it, also where attention does not
             config.head_dim = sizes.head_dim
         if sizes.hidden != before.hidden:
-            config.hidden_size = sizes.hidden
+            for name in family.sizes.widths:
+                setattr(config, name, sizes.hidden)
             config.tie_word_embeddings = False  # the last norm's scale folds into the output layer alone (WIDTH-1)
         if (sizes.hidden, sizes.neurons) != (before.hidden, before.neurons):
             _write_neurons(config, family, sizes.hidden, neurons)
@@ -255,8 +259,9 @@ def make_student(
         listed = None if is_stock(sizes, family, config) else sizes.of_layers
         if dropped or listed is not None:
             config, kind = custom_config(config, dropped, listed), custom_class(kind)
+        config.validate()  # it would be refused when it is read again
         student = kind(config)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, StrictDataclassError) as error:
         if isinstance(error, ShdError):
             raise
         rule = f"a {config.model_type} configuration cannot say {sizes.heads} heads, {sizes.layers} layers, hidden"

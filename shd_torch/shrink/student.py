@@ -280,10 +280,11 @@ def _find_moment(work: Work, eps: float) -> Tensor:
             moment.add_(rows.mT @ rows)
 
     layers = family.layers_of(model)
+    assert family.norms is not None  # check_width
     for number, layer in enumerate(layers):
         work.tell(f"layer {number + 1}/{len(layers)} axes")
         add(streams)
-        runs = list(run_layer(layer, streams, batches, number, [find_part(layer, family.middle)]))
+        runs = list(run_layer(layer, streams, batches, number, [find_part(layer, family.norms[1])]))
         add([read[0] for _, read in runs])
         streams = [stream for stream, _ in runs]
     add(streams)

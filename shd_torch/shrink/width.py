@@ -75,6 +75,11 @@ def check_width(model: nn.Module, family: Family) -> None:
         message = f"{rule}: their scale has no next matrix to fold into; got a {type(model).__name__}"
         raise ShdError("shrink-unsupported", message, "WIDTH-2")
     base = base_of(model)
+    hidden = len(find_part(family.layers_of(model)[0], f"{family.norms[0]}.weight"))
+    for path, axis in family.embeddings:
+        if has_part(base, path) and (channels := find_part(base, path).shape[axis]) != hidden:
+            message = f"hidden must stay the teacher's where {path} has other channels ({channels}) than the stream"
+            raise ShdError("shrink-unsupported", message, "WIDTH-2")
     known = {id(parameter) for parameter in family.layers_of(model).parameters()}
     known |= {id(parameter) for parameter in find_part(base, family.final_norm).parameters()}
     known |= {id(find_part(base, path)) for path, _ in family.embeddings if has_part(base, path)}

@@ -33,6 +33,12 @@ def make_teacher(
             "GPT2LMHeadModel",
             {"n_layer": layers, "n_head": heads, "n_embd": WIDTH, "vocab_size": 31, "n_positions": 40, **tokens},
         ),
+        "phi3": (
+            "Phi3ForCausalLM",
+            {**sizes, **text, **tokens, **grouped, "partial_rotary_factor": 0.67, "rms_norm_eps": 1e-7},
+        ),
+        "opt": ("OPTForCausalLM", {**sizes, **text, **tokens, "ffn_dim": 20}),
+        "gpt_neox": ("GPTNeoXForCausalLM", {**sizes, **text, **tokens, "rotary_pct": 0.67, "layer_norm_eps": 1e-7}),
         "bert": ("BertForMaskedLM", {**sizes, **text, "pad_token_id": 0}),
         "electra": ("ElectraForPreTraining", {**sizes, **text, "embedding_size": 10, "pad_token_id": 0}),
         "distilbert": ("DistilBertForMaskedLM", {**sizes, **text, "hidden_dim": 20, "pad_token_id": 0}),

@@ -29,7 +29,14 @@ OUTPUTS = {
     "dinov2": ("attention.o_proj", "mlp.activation_fn"),
 }
 """What the attention gives to the stream, and the activation."""
-PLAIN = [name for name, parts in OUTPUTS.items() if parts[1] is not None]
+MORE = {
+    "opt": ("self_attn.out_proj", "activation_fn"),
+    "gpt_neox": ("attention.dense", "mlp.act"),
+    "distilbert": ("attention.out_lin", "ffn.activation"),
+    "mpnet": ("attention.attn.o", "intermediate.intermediate_act_fn"),
+}
+"""Of families whose every change is tested with them (test_families.py)."""
+PLAIN = [name for name, parts in {**OUTPUTS, **MORE}.items() if parts[1] is not None]
 
 LOAD_IT = """
 import sys, transformers
@@ -47,7 +54,7 @@ for name in ("AutoConfig", "AutoModel", "AutoModelForMaskedLM", "BertForMaskedLM
 def without(teacher: Any, name: str, attention: list[int], activations: list[int]) -> Iterator[None]:
     """The teacher with zeros in place of attention, and nothing in place of activations, by hooks."""
     (layers,) = (part for part in teacher.modules() if isinstance(part, nn.ModuleList) and len(part) == 3)
-    output, activation = OUTPUTS[name]
+    output, activation = {**OUTPUTS, **MORE}[name]
     handles = [
         layers[number].get_submodule(output).register_forward_hook(lambda *got: torch.zeros_like(got[2]))
         for number in attention
@@ -63,7 +70,7 @@ def without(teacher: Any, name: str, attention: list[int], activations: list[int
             handle.remove()
 
 
-@pytest.mark.parametrize("name", OUTPUTS)
+@pytest.mark.parametrize("name", [*OUTPUTS, *MORE])
 def test_what_is_left_is_exact(name: str) -> None:
     """At another batch size and length than those of the calibration."""
     teacher = make_teacher(name)

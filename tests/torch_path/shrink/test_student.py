@@ -14,11 +14,11 @@ from support.shrink.models import WIDTH, logits_of, make_data, make_teacher, mix
 
 from shd_torch.shrink import shrink
 
-GROUPED = ["llama", "mistral", "qwen2", "gemma"]
-FAMILIES = [*GROUPED, "gpt2", "bert", "electra", "distilbert", "vit", "deit", "dinov2"]
+GROUPED = ["llama", "mistral", "qwen2", "gemma", "phi3"]
+FAMILIES = [*GROUPED, "gpt2", "opt", "bert", "electra", "distilbert", "vit", "deit", "dinov2"]
 
 
-LAST = tuple(f"{name}.weight" for name in ("down_proj", "fc2", "mlp.c_proj", "output.dense", "lin2"))
+LAST = tuple(f"{name}.weight" for name in ("down_proj", "fc2", "mlp.c_proj", "output.dense", "lin2", "4h_to_h"))
 
 
 def merges_of(report: dict[str, Any]) -> list[Any]:
@@ -73,7 +73,9 @@ def test_smaller_students_save_and_load(name: str, tmp_path: Path) -> None:
     assert float((logits_of(made.student, data) - logits_of(teacher, data)).abs().max()) > 1e-6
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma", "gpt2", "vit", "deit", "dinov2"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen2", "gemma", "phi3", "gpt2", "opt", "gpt_neox", "vit", "deit", "dinov2"]
+)
 def test_width(name: str) -> None:
     teacher, data = make_teacher(name), make_data(name, samples=24)
     errors = []
@@ -84,18 +86,22 @@ def test_width(name: str) -> None:
     assert errors[0] < errors[1]
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma", "vit", "dinov2"])
+@pytest.mark.parametrize("name", ["llama", "gemma", "phi3", "gpt_neox", "vit", "dinov2"])
 def test_a_stream_that_never_leaves_some_axes_is_cut_exactly(name: str) -> None:
     """What the teacher does not use costs nothing: folding, rotation, cut and the norms' scale are exact."""
     teacher, data = make_teacher(name, layers=2), make_data(name)
     random = torch.Generator().manual_seed(3)
     turn = torch.linalg.qr(torch.randn(WIDTH, WIDTH, generator=random).double())[0]
-    if name not in ("llama", "gemma"):  # LayerNorms: stay orthogonal to the ones
+    if name not in GROUPED:  # LayerNorms: stay orthogonal to the ones
         turn = torch.cat([torch.ones(WIDTH, 1).double(), turn], 1)
         turn = torch.linalg.qr(turn)[0][:, 1:]
     flat = turn[:, :15] @ turn[:, :15].mT
     writers = (
         "embed_tokens",
+        "embed_in",
+        "dense_4h_to_h",
+        "attention.dense",
+        "out_proj",
         "o_proj",
         "down_proj",
         "fc2",
@@ -108,20 +114,22 @@ def test_a_stream_that_never_leaves_some_axes_is_cut_exactly(name: str) -> None:
         for label, parameter in teacher.named_parameters():
             if any(part in label for part in writers):
                 axis = next(a for a, size in enumerate(parameter.shape) if size == WIDTH)
-                if "o_proj.weight" in label:
+                if label.endswith(("o_proj.weight", "out_proj.weight", "attention.dense.weight")):
                     axis = 0
-                if "embed_tokens" in label:
+                if "embed_tokens" in label or "embed_in" in label:
                     axis = 1
                 moved = parameter.movedim(axis, -1)
                 parameter.copy_((moved @ flat).movedim(-1, axis))
             elif "layer_scale" in label:
                 parameter.fill_(0.7)
-    made = shrink(teacher, data, hidden=16 if name == "dinov2" else 20, align=False)
+            elif label.endswith("final_layer_norm.bias"):
+                parameter.zero_()  # the output layer has no bias that could take it
+    made = shrink(teacher, data, hidden=16 if name == "dinov2" else 20, head_dim=6, align=False)
     other = make_data(name, samples=3, length=12, seed=9)
     torch.testing.assert_close(logits_of(made.student, other), logits_of(teacher, other), atol=2e-5, rtol=0.0)
 
 
-@pytest.mark.parametrize("name", ["llama", "bert", "vit"])
+@pytest.mark.parametrize("name", ["llama", "opt", "bert", "vit"])
 def test_alignment_lowers_the_error_on_the_calibration_set(name: str) -> None:
     teacher, data = make_teacher(name), make_data(name, samples=32, length=12)
     found = {align: shrink(teacher, data, heads=2, layers=[0, 2], align=align) for align in (False, True)}
@@ -132,7 +140,8 @@ def test_alignment_lowers_the_error_on_the_calibration_set(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "neurons"),
-    [("llama", 12), ("gpt2", 88), ("bert", 12), ("distilbert", 12), ("mpnet", 12), ("vit", 12), ("dinov2", 24)],
+    [("gpt2", 88), ("dinov2", 24)]
+    + [(name, 12) for name in ("llama", "phi3", "gpt_neox", "bert", "distilbert", "mpnet", "vit")],
 )
 def test_neurons_that_say_nothing_go_first(name: str, neurons: int) -> None:
     teacher, data = make_teacher(name), make_data(name)
@@ -148,7 +157,7 @@ def test_neurons_that_say_nothing_go_first(name: str, neurons: int) -> None:
         assert total - neurons < 8 or not set(range(3, 11)) & set(layer["neurons"])
     if total - neurons <= 8:
         torch.testing.assert_close(logits_of(made.student, data), logits_of(teacher, data), atol=1e-10, rtol=0.0)
-    heads = {} if name == "mpnet" else {"heads": 2}
+    heads = {} if name in ("mpnet", "gpt_neox") else {"heads": 2}
     both = shrink(teacher, data, neurons=neurons, layers=2, **heads)
     assert both.report["student"]["neurons"] == neurons
 
