@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from shd_ref.cache.storage.documents import read_json
+from shd_ref.cache.storage.documents import parse_json
 from shd_ref.errors import ShdError, argument_value
 from shd_ref.teacher.options import Pooling
 
@@ -75,10 +75,10 @@ def _is_list(listed: object) -> bool:
 
 def parse_file(folder: Path, name: str) -> Any:
     """The value of a JSON file of the folder; ``read-failed``."""
-    read_file(folder, name)  # refuses links out of the folder
+    data = read_file(folder, name)
     try:
-        return read_json(folder / name)
-    except (OSError, ValueError) as error:
+        return parse_json(data)
+    except ValueError as error:
         raise ShdError("read-failed", f"{folder / name} must hold JSON: {error}") from error
 
 
