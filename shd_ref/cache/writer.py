@@ -190,6 +190,8 @@ class CacheWriter:
         if committed is not None:
             return committed
         for attempt in range(ATTEMPTS):
+            if attempt:  # writers in step would replace each other for ever
+                time.sleep(random.uniform(0.0, 0.05 * 2**attempt))
             # A shard that is written again makes a seal and a damaged receipt untrue: they go before it changes.
             self._storage.remove(SEAL_NAME)
             self._storage.remove(receipt_name(receipt.shard))
@@ -198,7 +200,6 @@ class CacheWriter:
             # Where there are no locks, a racing writer may have put its own shard between the two (CACHE-71).
             if shard_file.stands():
                 return receipt
-            time.sleep(random.uniform(0.0, 0.1 * 2**attempt))  # writers in step would replace each other for ever
-        self._storage.remove(receipt_name(receipt.shard))
+            self._storage.remove(receipt_name(receipt.shard))  # no reader takes it for that of the other's shard
         message = f"other writers replaced it {ATTEMPTS} times: let each process write its own shards (--shards i/n)"
         raise ShdError("write-failed", f"{self._storage.locate(shard_name(receipt.shard))}: {message}", "CACHE-71")
