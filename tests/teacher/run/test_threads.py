@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,12 +12,14 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+import threadpoolctl
 from support.attention_graphs import language_model, saved, token_samples
 from support.calls import calls_of
 from support.makers import contents
 
 from shd_ref.teacher import ModelInputs, PrecomputeOptions, RunOptions, Source, input_specs
 from shd_ref.teacher.precompute import precompute
+from shd_ref.teacher.run.threads import SMALL_PRODUCT, count_cores, share_threads, threads_for
 
 
 class Streamed(Source):
@@ -47,6 +50,53 @@ def test_two_threads_read_their_own_samples() -> None:
     with ThreadPoolExecutor(4) as pool:
         for done in [pool.submit(read, list(range(20))[::step] * 100) for step in (1, -1, 2, -3)]:
             done.result()
+
+
+def blas_threads() -> list[int]:
+    return [pool["num_threads"] for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
+
+
+def test_small_products_take_one_thread() -> None:
+    with threadpoolctl.threadpool_limits(2, user_api="blas"):
+        before = blas_threads()
+        if max(before, default=1) < 2:
+            pytest.skip("NumPy's BLAS has one thread here")
+        with threads_for(SMALL_PRODUCT):
+            assert set(blas_threads()) == {1}
+        assert blas_threads() == before
+        with threads_for(SMALL_PRODUCT + 1):
+            assert blas_threads() == before
+        with pytest.raises(ValueError, match="inside"), threads_for(1):
+            raise ValueError("inside")
+        assert blas_threads() == before
+
+
+@pytest.mark.parametrize(
+    ("num_threads", "on_cpu", "shares"),
+    [
+        *((1, True, (0, 1)), (2, True, (2, 1)), (8, True, (2, 7))),
+        *((None, False, (2, None)), (1, False, (0, 1)), (4, False, (2, 4))),
+    ],
+)
+def test_a_run_takes_the_threads_that_it_may(
+    num_threads: int | None, on_cpu: bool, shares: tuple[int, int | None]
+) -> None:
+    assert share_threads(num_threads, on_cpu=on_cpu) == shares
+
+
+def test_a_run_on_the_cpu_takes_the_cores_that_the_process_may_use() -> None:
+    cores = count_cores()
+    assert 1 <= cores <= (os.cpu_count() or 1)
+    assert share_threads(None, on_cpu=True) == ((0, 1) if cores == 1 else (2, cores - 1))
+    if not hasattr(os, "sched_setaffinity"):
+        pytest.skip("this system binds no process to cores")
+    usable = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(usable)})
+        assert count_cores() == 1
+        assert share_threads(None, on_cpu=True) == (0, 1)
+    finally:
+        os.sched_setaffinity(0, usable)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
