@@ -7,11 +7,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shd_ref.teacher.precompute.engine import PrecomputeJob as PrecomputeJob
     from shd_ref.teacher.precompute.engine import precompute as precompute
     from shd_ref.teacher.precompute.engine import students_of as students_of
     from shd_ref.teacher.precompute.ray_engine import RayEngine as RayEngine
 
-__all__ = ["RayEngine", "precompute", "students_of"]
+__all__ = ["PrecomputeJob", "RayEngine", "precompute", "students_of"]
 
 
 def __getattr__(name: str) -> Any:
