@@ -208,14 +208,16 @@ def _add_gram(gram: Tensor, probs: Tensor, values: Tensor, projection: Tensor, c
         gram += gram_tensor(probs[some], values[some], projection, query_mask=counted[some], check=False).sum(0)
 
 
-def rotary_frequencies(model: nn.Module, family: Family) -> Array | None:
-    """Radians a position of each pair of entries; None without rotary positions."""
-    if not family.rotary:
+def rotary_frequencies(model: Any, family: Family) -> list[Array] | None:
+    """Of each layer, radians a position of each pair of entries; None without rotary positions."""
+    if family.rotary is None:
         return None
-    base = base_of(model)
-    if not has_part(base, "rotary_emb.inv_freq"):
+    base, count = base_of(model), len(family.layers_of(model))
+    kinds = getattr(model.config, "layer_types", None) or [""] * count
+    tables = {kind: family.rotary.format(kind) for kind in kinds}
+    if not all(has_part(base, table) for table in tables.values()):
         raise ShdError("shrink-unsupported", "teacher must have one table of rotary frequencies; got none", "HEAD-14")
-    return as_array(find_part(base, "rotary_emb.inv_freq"))
+    return [as_array(find_part(base, tables[kind])) for kind in kinds]
 
 
 @contextmanager

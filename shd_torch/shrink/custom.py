@@ -80,7 +80,7 @@ def check_dropped(dropped: Dropped, family: Family, config: Any, kept: Sequence[
         message = f"{rule} their input, and no linear map equals them; drop attention or whole layers"
         raise ShdError("shrink-unsupported", message, "FFN-3")
     kinds = set(getattr(config, "layer_types", None) or ())
-    if dropped.attention and len(kinds) > 1:
+    if dropped.attention and len(kinds) > 1 and getattr(config, "use_cache", None) is not None:
         rule = f"drop_attention must be empty where layers attend differently ({', '.join(sorted(kinds))})"
         message = f"{rule}: a cache of keys would give a layer another one's window; drop whole layers"
         raise ShdError("shrink-unsupported", message, "DEPTH-7")

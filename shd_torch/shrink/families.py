@@ -47,7 +47,7 @@ class Family:
     norm: str = "layer"  # "rms", "rms-plus-one" (the scale is stored less one) or "layer"
     # parameters that write to the stream, each with the axis of its channels
     embeddings: tuple[tuple[str, int], ...] = ()
-    rotary: bool = False  # whether positions turn queries and keys
+    rotary: str | None = None  # frequencies at which positions turn queries and keys, perhaps by kind of layer ("{}")
     grouped: bool = False  # whether the configuration names key and value heads
     free_head_dim: bool = True  # whether the configuration may name head_dim
     query_norm: str | None = None  # a norm of the queries of a head, or None
@@ -58,6 +58,7 @@ class Family:
     # whether both blocks read the layer's input: what the middle reads is then what the attention adds to it
     is_parallel: bool = False
     sizes: SizeNames = _USUAL_NAMES
+    is_aligned: bool = True  # False where a norm after a block rules out the refit of its last matrix
     # options of shrink that the architecture rules out (as in check_refused), each with the reason
     refused: tuple[tuple[str, str], ...] = ()
     # an option of the configuration, its value, and what differs in the models that have it
@@ -173,7 +174,7 @@ _LLAMA = Family(
     final_norm="norm",
     norm="rms",
     embeddings=(("embed_tokens.weight", 1),),
-    rotary=True,
+    rotary="rotary_emb.inv_freq",
     grouped=True,
 )
 _VIT = Family(
@@ -232,6 +233,33 @@ FAMILIES: dict[str, Family] = {
         ffn=(("mlp.gate_up_proj",), "mlp.down_proj"),
         refused=(("heads by layer", "its attention reads their number from the configuration"),),
     ),
+    "olmo2": replace(
+        _LLAMA,
+        middle="mlp.gate_proj",
+        norms=None,
+        final_norm=None,
+        is_aligned=False,
+        refused=(
+            ("heads", "its norms of queries and of keys run over all heads together"),
+            ("head_dim", "its norms of queries and of keys run over all heads together"),
+            ("hidden", "its norms after the blocks do not fold"),
+        ),
+    ),
+    "modernbert": Family(
+        layers="layers",
+        projections=("attn.Wqkv", "attn.Wo"),
+        middle="mlp_norm",
+        end=None,
+        ffn=(("mlp.Wi",), "mlp.Wo"),
+        norms=("attn_norm", "mlp_norm"),
+        final_norm="final_norm",
+        rotary="rotary_emb.{}_inv_freq",
+        free_head_dim=False,
+        refused=(
+            ("layers", "it alone has no norm before its attention"),
+            ("hidden", "its embeddings end in a norm that lies on the stream"),
+        ),
+    ),
     "opt": replace(
         _BART,
         layers="decoder.layers",
@@ -249,7 +277,7 @@ FAMILIES: dict[str, Family] = {
         norms=("input_layernorm", "post_attention_layernorm"),
         final_norm="final_layer_norm",
         embeddings=(("embed_in.weight", 1),),
-        rotary=True,
+        rotary="rotary_emb.inv_freq",
         free_head_dim=False,
         by_head=True,
         variants=(("use_parallel_residual", True, {"is_parallel": True, "middle": "post_attention_dropout"}),),

@@ -36,7 +36,7 @@ class Work:
     dropped: Dropped  # what student layers lack
     sizes: Sizes  # of the student
     options: ShrinkOptions  # of shrink
-    frequencies: Array | None  # of rotary positions, or None
+    frequencies: list[Array] | None  # of rotary positions of each teacher layer, or None
     tell: Callable[..., None]  # gets what is done now
     turn: Turn | None = None  # the kept axes; None where the stream keeps its width
     reports: list[dict[str, Any]] = field(default_factory=list)  # one per layer, as shrink.json holds them
@@ -81,7 +81,8 @@ def make_layer(
     squeezed = None
     if number not in work.dropped.attention:
         merge = merge_heads(statistics.gram, sizes.heads, _choose_plan(work, teacher, sizes), teacher.kv_heads)
-        positions: dict[str, Any] = {"frequencies": work.frequencies, "query_norm": family.query_norm is not None}
+        frequencies = None if work.frequencies is None else work.frequencies[source]
+        positions: dict[str, Any] = {"frequencies": frequencies, "query_norm": family.query_norm is not None}
         squeezed = work.options.squeezer(weights, merge, statistics, sizes.kv_heads, sizes.head_dim, **positions)
         report = {
             "case": squeezed.case,

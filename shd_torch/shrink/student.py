@@ -90,6 +90,7 @@ def shrink(
     folder = None if out is None else new_folder(out)
     model: Any = teacher if isinstance(teacher, nn.Module) else load_teacher(teacher)
     family = family_of(model)
+    options = options.changed({"align": options.align and family.is_aligned})
     stored = _stored_dtype(model, isinstance(teacher, nn.Module))
     own = sizes_of(model.config, family)
     kept = kept_layers(own.layers, own.layers if options.layers is None else options.layers)

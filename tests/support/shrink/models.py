@@ -39,6 +39,8 @@ def make_teacher(
         ),
         "opt": ("OPTForCausalLM", {**sizes, **text, **tokens, "ffn_dim": 20}),
         "gpt_neox": ("GPTNeoXForCausalLM", {**sizes, **text, **tokens, "rotary_pct": 0.67, "layer_norm_eps": 1e-7}),
+        "olmo2": ("Olmo2ForCausalLM", {**sizes, **text, **tokens, "num_key_value_heads": kv_heads}),
+        "modernbert": ("ModernBertForMaskedLM", {**sizes, **text, **tokens, "local_attention": 6}),
         "bert": ("BertForMaskedLM", {**sizes, **text, "pad_token_id": 0}),
         "electra": ("ElectraForPreTraining", {**sizes, **text, "embedding_size": 10, "pad_token_id": 0}),
         "distilbert": ("DistilBertForMaskedLM", {**sizes, **text, "hidden_dim": 20, "pad_token_id": 0}),

@@ -32,6 +32,8 @@ OUTPUTS = {
 MORE = {
     "opt": ("self_attn.out_proj", "activation_fn"),
     "gpt_neox": ("attention.dense", "mlp.act"),
+    "olmo2": ("self_attn.o_proj", None),
+    "modernbert": ("attn.Wo", None),
     "distilbert": ("attention.out_lin", "ffn.activation"),
     "mpnet": ("attention.attn.o", "intermediate.intermediate_act_fn"),
 }

@@ -18,7 +18,9 @@ GROUPED = ["llama", "mistral", "qwen2", "gemma", "phi3"]
 FAMILIES = [*GROUPED, "gpt2", "opt", "bert", "electra", "distilbert", "vit", "deit", "dinov2"]
 
 
-LAST = tuple(f"{name}.weight" for name in ("down_proj", "fc2", "mlp.c_proj", "output.dense", "lin2", "4h_to_h"))
+LAST = tuple(
+    f"{name}.weight" for name in ("down_proj", "fc2", "mlp.c_proj", "output.dense", "lin2", "4h_to_h", "mlp.Wo")
+)
 
 
 def merges_of(report: dict[str, Any]) -> list[Any]:
@@ -141,7 +143,10 @@ def test_alignment_lowers_the_error_on_the_calibration_set(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "neurons"),
     [("gpt2", 88), ("dinov2", 24)]
-    + [(name, 12) for name in ("llama", "phi3", "gpt_neox", "bert", "distilbert", "mpnet", "vit")],
+    + [
+        (name, 12)
+        for name in ("llama", "phi3", "olmo2", "gpt_neox", "modernbert", "bert", "distilbert", "mpnet", "vit")
+    ],
 )
 def test_neurons_that_say_nothing_go_first(name: str, neurons: int) -> None:
     teacher, data = make_teacher(name), make_data(name)
@@ -157,7 +162,7 @@ def test_neurons_that_say_nothing_go_first(name: str, neurons: int) -> None:
         assert total - neurons < 8 or not set(range(3, 11)) & set(layer["neurons"])
     if total - neurons <= 8:
         torch.testing.assert_close(logits_of(made.student, data), logits_of(teacher, data), atol=1e-10, rtol=0.0)
-    heads = {} if name in ("mpnet", "gpt_neox") else {"heads": 2}
+    heads = {} if name in ("mpnet", "olmo2") else {"heads": 2}
     both = shrink(teacher, data, neurons=neurons, layers=2, **heads)
     assert both.report["student"]["neurons"] == neurons
 
