@@ -20,9 +20,12 @@ if TYPE_CHECKING:
     from shd_torch.data import read_texts as read_texts
     from shd_torch.export import export_student as export_student
     from shd_torch.export import export_teacher as export_teacher
+    from shd_torch.kd import compare_embeddings as compare_embeddings
+    from shd_torch.kd import embedding_loss as embedding_loss
     from shd_torch.kd import hidden_loss as hidden_loss
     from shd_torch.kd import kd_loss as kd_loss
     from shd_torch.kd import linear_kd_loss as linear_kd_loss
+    from shd_torch.kd import pool_states as pool_states
     from shd_torch.kl import attention_kl as attention_kl
     from shd_torch.kl import explain_backend as explain_backend
     from shd_torch.shrink import load_student as load_student
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
     from shd_torch.teacher import OnlineTeacher as OnlineTeacher
     from shd_torch.teacher import layer_kls as layer_kls
     from shd_torch.training import BetaSchedule as BetaSchedule
+    from shd_torch.training import EmbeddingLoss as EmbeddingLoss
+    from shd_torch.training import EmbeddingTerm as EmbeddingTerm
     from shd_torch.training import HiddenTerm as HiddenTerm
     from shd_torch.training import KdTerm as KdTerm
     from shd_torch.training import LossBalancer as LossBalancer
@@ -41,11 +46,17 @@ _ROOMS = {
     "shd_torch.capture": ("capture_attention", "record_attention", "record_query_key"),
     "shd_torch.data": ("SupervisedDataset", "SupervisedStream", "read_texts"),
     "shd_torch.export": ("export_student", "export_teacher"),
-    "shd_torch.kd": ("hidden_loss", "kd_loss", "linear_kd_loss"),
+    "shd_torch.kd": (
+        *("compare_embeddings", "embedding_loss", "pool_states"),
+        *("hidden_loss", "kd_loss", "linear_kd_loss"),
+    ),
     "shd_torch.kl": ("attention_kl", "explain_backend"),
     "shd_torch.shrink": ("load_student",),
     "shd_torch.teacher": ("LiveTargets", "OnlineTeacher", "layer_kls"),
-    "shd_torch.training": ("BetaSchedule", "HiddenTerm", "KdTerm", "LossBalancer", "batch_share"),
+    "shd_torch.training": (
+        *("EmbeddingLoss", "EmbeddingTerm", "HiddenTerm", "KdTerm"),
+        *("BetaSchedule", "LossBalancer", "batch_share"),
+    ),
     "shd_torch.training.trainer": ("SHDTrainer",),  # the one that needs transformers
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shd_ref.errors import ShdError
+from shd_ref.teacher.sources.sentence_folder import read_pooling
 from shd_ref.teacher.study.ranking import Fidelity, FidelityReport
 from shd_torch.capture import capture_attention
 from shd_torch.doctor.differences import BLOCKS, EFFECTS, Difference, compare_parts, compare_tokenizers
@@ -181,7 +182,7 @@ def _measure(
     live = _try_together(found, model, student, start, inputs_of(few))
     if live is None:
         return
-    found.objective = choose_objective(start, model, few)
+    found.objective = choose_objective(start, model, few, _pooling_of(teacher))
     if found.objective is None:
         found.untried = (
             "the student has no head, and its last hidden states are not of the teacher's width, so that nothing but "
@@ -196,6 +197,14 @@ def _measure(
         found.probe = run_probe(
             replace(trial, options=options), student.make, lambda done, total: tell(done, total, "steps of the probe")
         )
+
+
+def _pooling_of(teacher: Teacher) -> str | None:
+    """How a sentence encoder pools; None of another model, and where it does so in a way of its own."""
+    try:
+        return None if teacher.folder is None else read_pooling(teacher.folder).mode
+    except ShdError:
+        return None
 
 
 def _check_labels(labels: Tensor, student: Parts) -> None:

@@ -13,7 +13,7 @@ import shd_torch.recipes as recipes
 from shd_ref.errors import ShdError
 from shd_torch.capture import capture_attention
 from shd_torch.capture.outputs import read_logits, read_output
-from shd_torch.kd import hidden_loss
+from shd_torch.kd import embedding_loss, hidden_loss, pool_states
 from shd_torch.recipes import SHD, Term, Terms
 from shd_torch.recipes.terms import join
 from shd_torch.training.recipe import is_causal_model
@@ -25,7 +25,7 @@ Batch = Mapping[str, Tensor]
 class Objective:
     """A base loss."""
 
-    recipe: str  # of shd_torch.recipes; hidden_loss for a student without a head
+    recipe: str  # of shd_torch.recipes; hidden_loss or embedding_loss for a student without a head
     measure: str  # the term whose value on held-out data says how good a student is
     labels: str  # where they are from, in words
     reason: str  # why this one
@@ -36,6 +36,14 @@ class Objective:
         if self.recipe == "hidden_loss":
             states = output.last_hidden_state, taught_output.last_hidden_state
             value = hidden_loss(*states, distance="cosine", loss_mask=mask_of(batch), check=False)
+            return join(shd, **{self.measure: Term(value, 1.0)})
+        if self.recipe == "embedding_loss":
+            mask = mask_of(batch)
+            pooled = []
+            for states in (output.last_hidden_state, taught_output.last_hidden_state):
+                counted = torch.ones(states.shape[:2], dtype=torch.bool) if mask is None else mask
+                pooled.append(pool_states(states, counted, pooling=self.options["pooling"]))
+            value = embedding_loss(pooled[0], pooled[1], distance=self.options["distance"], check=False)
             return join(shd, **{self.measure: Term(value, 1.0)})
         logits, taught = output.logits, read_logits(taught_output)
         labels = batch.get("labels")
@@ -51,8 +59,8 @@ class Objective:
         return result
 
 
-def choose_objective(student: Any, teacher: Any, batch: Batch) -> Objective | None:
-    """The recipe for a pair, from what both return on a batch.
+def choose_objective(student: Any, teacher: Any, batch: Batch, pooling: str | None = None) -> Objective | None:
+    """The recipe for a pair, from what both return on a batch; ``pooling`` is a sentence encoder's.
 
     None for a student without a head whose last hidden states are not of the teacher's shape, so that nothing could
     say how good it is.
@@ -60,8 +68,13 @@ def choose_objective(student: Any, teacher: Any, batch: Batch) -> Objective | No
     with torch.no_grad():
         outputs = [model(**inputs_of(batch)) for model in (student, teacher)]
     own, other = map(read_logits, outputs)
+    options: dict[str, Any]
     if own is None:
         shapes = [getattr(read_output(output, "last_hidden_state"), "shape", None) for output in outputs]
+        if pooling is not None and None not in shapes:
+            options = {"pooling": pooling, "distance": "cosine" if shapes[0] == shapes[1] else "similarity"}
+            reason = "a sentence encoder: shd precompute --embeddings stores the teacher's embeddings"
+            return Objective("embedding_loss", "embedding_distance", "none", reason, options)
         if shapes[0] is None or shapes[0] != shapes[1]:
             return None
         reason = "no head; the last hidden states of both are compared"
@@ -74,7 +87,7 @@ def choose_objective(student: Any, teacher: Any, batch: Batch) -> Objective | No
     if own.ndim == 2 and has_labels:
         return Objective("cross_entropy", "cross_entropy", "given", "the teacher has no logits of these classes")
     if own.ndim == 3 and is_causal_model(student):
-        options: dict[str, Any] = {"shift": True}
+        options = {"shift": True}
         labels = "given" if has_labels else "the next tokens"
         if other is None or other.shape[:2] != own.shape[:2]:
             return Objective("cross_entropy", "cross_entropy", labels, "the teacher has no logits", options)

@@ -1,4 +1,4 @@
-"""Distillation of logits and hidden states (``specs/kd.md``), without a wide copy of the logits.
+"""Distillation of logits and hidden states (``specs/kd.md``), without a wide copy of the logits; of embeddings.
 
 The computation goes over rows in chunks. Liger has fused losses of this kind for a live teacher's hidden states and,
 for given targets, of whole rows alone (without ``T^2``, and a smaller vocabulary padded with zeros): nothing that
@@ -6,17 +6,22 @@ takes a tail or draws, so that none of it is used here. Imports ``maps``, ``supe
 start with ``loss.py``.
 """
 
+from shd_torch.kd.embeddings import EmbeddingAgreement, compare_embeddings, embedding_loss, pool_states
 from shd_torch.kd.loss import hidden_loss, kd_loss, linear_kd_loss
 from shd_torch.kd.targets import kd_targets_sampled, kd_targets_topk, mean_logits
 from shd_torch.supervision.targets import SampledTargets, TopkTargets
 
 __all__ = [
+    "EmbeddingAgreement",
     "SampledTargets",
     "TopkTargets",
+    "compare_embeddings",
+    "embedding_loss",
     "hidden_loss",
     "kd_loss",
     "kd_targets_sampled",
     "kd_targets_topk",
     "linear_kd_loss",
     "mean_logits",
+    "pool_states",
 ]

@@ -250,16 +250,16 @@ def _layer_loss(student: Tensor, teacher: Tensor, loss_mask: Tensor | None, dist
     if distance == "mse":
         terms = (s - t).square().mean(-1)
     elif distance == "cosine":
-        terms = 1 - (_unit(s) * _unit(t)).sum(-1)
+        terms = 1 - (unit(s) * unit(t)).sum(-1)
         terms = terms - terms.detach().clamp(max=0)  # rounding can leave -1e-7; the gradient stays
     else:
-        terms = (_unit(s) - _unit(t)).square().sum(-1)
+        terms = (unit(s) - unit(t)).square().sum(-1)
     if loss_mask is not None:
         terms = terms.masked_fill(~counted, 0.0)
     return terms.sum() / divisor
 
 
-def _unit(vectors: Tensor) -> Tensor:
+def unit(vectors: Tensor) -> Tensor:
     """Unit vectors, of which no square over- or underflows (HID-9); a zero vector stays zero, with no gradient."""
     largest = vectors.detach().abs().amax(-1, keepdim=True)
     zero = largest == 0

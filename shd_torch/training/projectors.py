@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -18,7 +17,10 @@ FILE_NAME: Final = "hidden_projectors.safetensors"
 
 
 class Projectors(nn.Module):
-    """The projectors of a ``HiddenTerm`` by the student's number of hidden states; one may serve several."""
+    """The projectors of a ``HiddenTerm`` by the student's number of hidden states; one may serve several.
+
+    That of an ``EmbeddingTerm`` has the number ``EMBEDDING``.
+    """
 
     def __init__(self, modules: Mapping[int, nn.Module]) -> None:
         super().__init__()
@@ -62,34 +64,29 @@ class Projectors(nn.Module):
         try:
             load_model(self, str(path))
         except (OSError, RuntimeError) as error:
-            rule = f"resume_from_checkpoint must hold the projectors of this HiddenTerm in {path}"
+            rule = f"resume_from_checkpoint must hold the projectors of these terms in {path}"
             raise ShdError("argument-value", f"{rule}; got: {error}") from error
 
 
 def make_projectors(
-    term: HiddenTerm, student_width: int | None, teacher_widths: Mapping[int, int], *, seed: int
-) -> Projectors:
-    """The term's own modules, or a linear layer for each pair of different widths, as far as they are known.
-
-    The seed makes the layers the same on every rank, without a draw of the training's own.
-    """
+    term: HiddenTerm, student_width: int | None, teacher_widths: Mapping[int, int]
+) -> dict[int, nn.Module]:
+    """The term's own modules, or a linear layer for each pair of different widths, as far as they are known."""
     students = [student for student, _ in term.pairs]
     if isinstance(term.projectors, nn.Module):
-        return Projectors(dict.fromkeys(students, term.projectors))
+        return dict.fromkeys(students, term.projectors)
     if term.projectors is not None:
         unknown = sorted(set(term.projectors) - set(students))
         if unknown:
             rule = f"projectors must be by the student numbers of pairs, {students}"
             raise ShdError("argument-value", f"{rule}; got {unknown}")
-        return Projectors(term.projectors)
+        return dict(term.projectors)
     modules: dict[int, nn.Module] = {}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        for student, teacher in term.pairs:
-            width = teacher_widths.get(teacher)
-            if student_width is not None and width not in (None, student_width):
-                modules[student] = nn.Linear(student_width, width)
-    return Projectors(modules)
+    for student, teacher in term.pairs:
+        width = teacher_widths.get(teacher)
+        if student_width is not None and width not in (None, student_width):
+            modules[student] = nn.Linear(student_width, width)
+    return modules
 
 
 def _average_gradient(parameter: Tensor) -> None:

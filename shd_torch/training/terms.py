@@ -35,6 +35,7 @@ class RowsTerm(ABC):
         SUBJECT: of the form.
         NAME: of what it logs, ``<NAME>_loss`` and ``<NAME>_weight``.
         KEYWORDS: that the student is called with.
+        BY_SAMPLE: whether it is a mean over samples, although rows of positions are read.
         weight: a number of at least 0, or a function of progress in [0, 1].
         rows: which rows count, see ``KdTerm``.
     """
@@ -42,6 +43,7 @@ class RowsTerm(ABC):
     SUBJECT: ClassVar[str]
     NAME: ClassVar[str]
     KEYWORDS: ClassVar[Mapping[str, Any]] = {}
+    BY_SAMPLE: ClassVar[bool] = False
     weight: Weight
     rows: str = "positions"
 

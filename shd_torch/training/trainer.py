@@ -23,6 +23,7 @@ from shd_torch.data.stream import SupervisedStream
 from shd_torch.supervision.taught_layers import unite_layers
 from shd_torch.teacher.online import LayerKeywords, OnlineTeacher, layer_kls
 from shd_torch.training.collator import SupervisedCollator, leave_samples
+from shd_torch.training.embeddings import EmbeddingTerm, SeenEmbeddings
 from shd_torch.training.projectors import Projectors, make_projectors
 from shd_torch.training.recipe import Recipe
 from shd_torch.training.rows import batch_share, count_rows, counted_rows, mask_of_rows
@@ -49,7 +50,7 @@ class AttentionKeywords(LayerKeywords, total=False):
 
 
 class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers is untyped in places
-    """``transformers.Trainer`` with additional loss terms on attention, logits and hidden states.
+    """``transformers.Trainer`` with additional loss terms on attention, logits, hidden states and embeddings.
 
     The attention term is ``beta * KL(merged map || student map)``. The student keeps its fused attention; its queries
     and keys are captured during training. A student that returns no loss, because it has no head or its batches no
@@ -62,8 +63,10 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
     Logged in addition to ``loss``, over all ranks, as means over the steps since the last log: ``base_loss``;
     ``shd_loss`` (nats, before beta), ``shd_loss_layer_<i>``, ``beta`` (of the last micro-batch, with the balancer's
     scale) and ``clipped_alphas`` (share of merge weights outside [0, 1]); ``kd_loss`` (before its weight) and
-    ``kd_weight``; ``hidden_loss``, ``hidden_loss_layer_<i>`` and ``hidden_weight``; and ``wait_seconds`` (per step,
-    for data).
+    ``kd_weight``; ``hidden_loss``, ``hidden_loss_layer_<i>`` and ``hidden_weight``; ``embedding_loss`` and
+    ``embedding_weight``; and ``wait_seconds`` (per step, for data). An evaluation with the term on embeddings also
+    logs ``eval_spearman`` and ``eval_neighbours`` of ``compare_embeddings``, of the student's own embeddings of at
+    most 2048 texts on each rank, the first ones.
 
     Args:
         *args: as for ``transformers.Trainer``.
@@ -75,6 +78,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         kd: the term on logits, or None. The student's loss computes the logits in any case; a loop without that loss
             can avoid them with ``linear_kd_loss``.
         hidden: the term on hidden states, or None. The student is called with ``output_hidden_states=True``.
+        embeddings: the term on embeddings of texts, or None; from a cache alone.
         terms: further terms by the subject of a form that the table of forms names: the term, or its weight.
         teacher: live teachers (callables that return the same as ``OnlineTeacher``), which see every batch without
             its labels; or None if ``train_dataset`` is a ``SupervisedDataset`` or ``SupervisedStream`` with a cache.
@@ -99,6 +103,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         recipe: str | Recipe | None = None,
         kd: KdTerm | None = None,
         hidden: HiddenTerm | None = None,
+        embeddings: EmbeddingTerm | None = None,
         terms: Mapping[str, Weight | RowsTerm] | None = None,
         teacher: OnlineTeacher | Sequence[OnlineTeacher] | None = None,
         balancer: LossBalancer | None = None,
@@ -109,11 +114,15 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         self._is_self_taught: bool = self.can_return_loss  # as CLIP is; the attribute changes in prediction_step
         if not torch.accelerator.is_available():
             self.args.dataloader_pin_memory = False  # there is nothing to pin for, of which PyTorch warns
-        self.terms = [term for term in (kd, hidden) if term is not None] + _read_terms(terms or {})
+        self.terms: list[RowsTerm] = [term for term in (kd, hidden, embeddings) if term is not None]
+        self.terms += _read_terms(terms or {})
         if beta is None and recipe is None and not self.terms:
-            raise ShdError("argument-value", "SHDTrainer must have a term: beta, recipe, kd or hidden; got none")
+            rule = "SHDTrainer must have a term: beta, recipe, kd, hidden or embeddings"
+            raise ShdError("argument-value", f"{rule}; got none")
         self.beta = None if beta is None else read_weight(beta)
         self.kd, self.hidden, self.recipe = kd, hidden, Recipe(recipe) if isinstance(recipe, str) else recipe
+        self.embeddings = next((term for term in self.terms if isinstance(term, EmbeddingTerm)), None)
+        self._seen: SeenEmbeddings | None = None  # in an evaluation
         self.teachers = [] if teacher is None else list(teacher) if isinstance(teacher, Sequence) else [teacher]
         self.balancer, self.kl = balancer, AttentionKeywords(**(kl or {}))
         if self.args.n_gpu > 1:
@@ -237,6 +246,23 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         finally:
             self.label_names, self.can_return_loss = usual
         return loss, outputs, None
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As in the base class, with how far student and teacher agree on which texts are alike."""
+        self._seen = None if self.embeddings is None else SeenEmbeddings()
+        try:
+            output = super().evaluation_loop(*args, **kwargs)
+            found = None if self._seen is None else self._seen.agreement()
+        finally:
+            self._seen = None
+        if self.embeddings is not None and output.metrics is not None:
+            here = [0.0, 0.0, 0.0] if found is None else [found.spearman, found.neighbours, 1.0]
+            reduced = self.accelerator.reduce(torch.tensor(here, device=self.args.device), "sum")
+            spearman, neighbours, ranks = reduced.tolist()
+            prefix = kwargs.get("metric_key_prefix", "eval")
+            measured = {"spearman": spearman, "neighbours": neighbours} if ranks else {}
+            output.metrics.update({f"{prefix}_{name}": total / ranks for name, total in measured.items()})
+        return output
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
         """As in the base class; supervised data give plain samples."""
@@ -412,7 +438,9 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         if not targets:
             raise ShdError("argument-value", term.lacking)
         losses = term.parts(targets, student, loss_mask=mask, check=self._checks)
-        share = self._share(inputs, "samples" if length is None else term.NAME)
+        if isinstance(term, EmbeddingTerm) and self._seen is not None:
+            self._seen.add(targets[0].vectors, term.pool(targets[0], student[0], mask))
+        share = self._share(inputs, "samples" if length is None or term.BY_SAMPLE else term.NAME)
         parts = {f"{term.NAME}_loss{end}": share * loss for end, loss in losses.items()}
         value = torch.stack(list(parts.values())).sum()
         weight = self._weigh(read_weight(term.weight))
@@ -468,7 +496,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         mine = [parameter for parameter in self.projectors.parameters() if parameter.requires_grad]
         absent = [parameter for parameter in mine if parameter not in held]
         if absent and is_given:
-            rule = "optimizers must hold the parameters of HiddenTerm's projectors too"
+            rule = "optimizers must hold the parameters of the terms' projectors too"
             advice = "make the modules, and give them to both"
             raise ShdError("argument-value", f"{rule}; got an optimizer without {len(absent)} of them: {advice}")
         if absent:
@@ -486,15 +514,23 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
 
     def _make_projectors(self) -> Projectors:
         """The projectors on this process's device, the same on every rank."""
-        if self.hidden is None:
-            return Projectors({})
-        widths: dict[int, int] = {}
-        if isinstance(self.train_dataset, CacheJoin) and self.train_dataset.cache.manifest.hidden is not None:
-            widths |= {layer.layer: layer.width for layer in self.train_dataset.cache.manifest.hidden.layers}
-        for teacher in self.teachers:
-            width = _find_width(getattr(teacher, "model", None))
-            widths |= {} if width is None else dict.fromkeys(self.hidden.teacher_layers, width)
-        projectors = make_projectors(self.hidden, _find_width(self._student), widths, seed=self.args.seed)
+        joined, own = self.train_dataset, _find_width(self._student)
+        manifest = joined.cache.manifest if isinstance(joined, CacheJoin) else None
+        modules: dict[int, nn.Module] = {}
+        # The seed makes the layers the same on every rank, without a draw of the training's own.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.args.seed)
+            if self.hidden is not None:
+                held = None if manifest is None else manifest.hidden
+                widths = {} if held is None else {layer.layer: layer.width for layer in held.layers}
+                for teacher in self.teachers:
+                    width = _find_width(getattr(teacher, "model", None))
+                    widths |= {} if width is None else dict.fromkeys(self.hidden.teacher_layers, width)
+                modules |= make_projectors(self.hidden, own, widths)
+            if self.embeddings is not None:
+                form = None if manifest is None else manifest.embeddings
+                modules |= self.embeddings.make_projector(own, None if form is None else form.width)
+        projectors = Projectors(modules)
         projectors.to(self.args.device).join_ranks()
         return projectors
 

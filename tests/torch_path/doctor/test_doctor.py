@@ -311,6 +311,16 @@ def test_a_student_without_a_head(tmp_path: Path, unmeasured: None) -> None:
     found = diagnose(str(tmp_path / "teacher"), str(tmp_path / "narrow"), data, options)
     assert (found.probe, found.objective) == (None, None)
     assert "has no head" in str(found.untried)
+    kinds = enumerate(("", "Pooling"))
+    modules = [{"idx": i, "path": path, "type": f"sentence_transformers.models.{path}"} for i, path in kinds]
+    (tmp_path / "teacher/modules.json").write_text(json.dumps(modules))
+    (tmp_path / "teacher/Pooling").mkdir()
+    (tmp_path / "teacher/Pooling/config.json").write_text('{"pooling_mode": "cls"}')
+    found = diagnose(str(tmp_path / "teacher"), str(tmp_path / "narrow"), data, DiagnosisOptions(batch_size=8))
+    assert found.objective is not None
+    assert found.objective.options == {"pooling": "cls", "distance": "similarity"}
+    assert "--embeddings" in found.objective.reason
+    assert found.beta is not None
 
 
 def test_other_tokens_beside_patches_are_told(pair: Path, tmp_path: Path, unmeasured: None) -> None:

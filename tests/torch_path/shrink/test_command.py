@@ -14,6 +14,7 @@ import pytest
 
 typer_testing = pytest.importorskip("typer.testing", reason="the commands need typer")
 
+from support.binding.sentences import TEXTS, write_encoder  # noqa: E402
 from support.refusals import refusal  # noqa: E402
 from support.shrink.models import make_data, make_teacher  # noqa: E402  (after the skips)
 
@@ -55,6 +56,16 @@ def test_a_folder_in_and_a_folder_out(tmp_path: Path) -> None:
     assert "--ridge must be a finite number" in run(
         *words[:-1], tmp_path / "more", "--heads", 2, "--ridge=-1", code=1
     )
+
+
+def test_what_follows_a_sentence_encoder_are_its_embeddings(tmp_path: Path) -> None:
+    teacher = write_encoder(tmp_path / "teacher")
+    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
+    words = [teacher, "--data", tmp_path / "texts.jsonl", "--layers", 1, "--no-align", "--out"]
+    encode = f"--tokenizer {teacher} --embeddings {teacher} --no-attention --out cache\n"
+    assert encode in run(*words, tmp_path / "student")
+    (teacher / "1_Pooling/config.json").write_text('{"pooling_mode": "weightedmean"}')
+    assert f"--student {tmp_path / 'other'} --out cache\n" in run(*words, tmp_path / "other")
 
 
 def test_dropped_layers(tmp_path: Path) -> None:
