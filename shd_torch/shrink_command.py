@@ -126,6 +126,7 @@ def shrink(
                     inputs,
                     progress=lambda done, total, what: on_step(done, total, says=what),
                     out=out,
+                    studies=unfinished,
                     **options,
                 )
         _say_what_was_made(made, out)

@@ -150,54 +150,77 @@ def study_layer(
     weights: HeadWeights,
     *,
     with_maps: bool,
+    statistics: AttentionStatistics | None = None,
 ) -> tuple[AttentionStatistics, LayerTrace]:
     """Gram tensor and input moments of one teacher layer (HEAD-3, HEAD-11), and its streams.
 
-    Without maps the gram tensor and the lengths of outputs are zeros: no heads merge.
+    Without maps the gram tensor and the lengths of outputs are zeros: no heads merge. ``statistics`` of an earlier
+    study are not gathered again.
     """
     layer = family.layers_of(model)[number]
-    width, heads = weights.query.shape[1], weights.num_heads
     names = [family.projections[0], family.middle, family.ffn[0][0], family.ffn[1]]
     names += [] if family.end is None else [family.end]
-    device = streams[0].device
-    gram = torch.zeros((heads,) * 4, dtype=torch.float64, device=device)
-    augmented = torch.zeros(width + 1, width + 1, dtype=torch.float64, device=device)
-    centred, sizes = augmented[:-1, :-1].clone(), torch.zeros(heads, dtype=torch.float64, device=device)
-    query, projection = (torch.from_numpy(tensor).to(device) for tensor in (weights.query, weights.output))
-    bias = 0.0 if weights.query_bias is None else torch.from_numpy(weights.query_bias)[:, None].to(device)
-    lengths = torch.zeros_like(sizes)
-    squares = torch.zeros((), dtype=torch.float64, device=device)
+    sums = None if statistics is not None else _AttentionSums(weights, streams[0].device, with_maps=with_maps)
+    squares, rows = torch.zeros((), dtype=torch.float64, device=streams[0].device), 0
     streams_of_batches = []
-    attention = find_part(layer, family.attention) if with_maps else None
-    with _attention(model, _RECORDED if with_maps else "eager", attention) as recorded:
+    watched_attention = find_part(layer, family.attention) if sums is not None and with_maps else None
+    with _attention(model, "eager" if watched_attention is None else _RECORDED, watched_attention) as recorded:
         watched = [find_part(layer, name) for name in names]
         runs = run_layer(layer, streams, batches, number, watched)
         for (out, read), stream, batch in zip(runs, streams, batches, strict=True):
-            there = batch.counted[..., None]
-            if with_maps:
-                probs, values = recorded.pop()
-                _add_gram(gram, probs, values, projection.flatten(0, 1), batch.counted)
-                outputs = probs.to(values.dtype) @ values.repeat_interleave(heads // values.shape[1], 1)
-                lengths += (outputs.double().norm(dim=-1) * batch.counted[:, None]).sum((0, 2))
-            x = read[0].double() * there
-            mean = x.sum(1, keepdim=True) / there.sum(1, keepdim=True).clamp_min(1)
-            away = ((x - mean) * there).flatten(0, 1)
-            ones = torch.cat([x, there.double()], dim=2).flatten(0, 1)
-            augmented += ones.mT @ ones
-            centred += away.mT @ away
-            sizes += ((x.flatten(0, 1) @ query + bias) * there.flatten(0, 1)).square().sum((1, 2))
-            squares = squares + (read[3].double() * there).square().sum((0, 1))
+            if sums is not None:
+                sums.add(read[0], batch.counted, recorded.pop() if with_maps else None)
+            squares = squares + (read[3].double() * batch.counted[..., None]).square().sum((0, 1))
+            rows += int(batch.counted.sum())
             middle = family.middle_of(read[1], stream)
             streams_of_batches.append((read[0], middle, read[2], read[4] if len(read) > 4 else out, out))
-    rows = int(augmented[-1, -1])
     if not rows:
         raise ShdError("argument-value", "data must hold a row that counts; got an attention_mask of zeros")
-    if not (torch.isfinite(gram).all() and torch.isfinite(squares).all()):
+    if not torch.isfinite(squares).all() or (sums is not None and not torch.isfinite(sums.gram).all()):
         raise ShdError("not-finite", f"the teacher must give finite numbers; got NaN or infinity in layer {number}")
-    query_size = (sizes / rows / weights.head_dim).sqrt()
-    arrays = map(as_array, (gram, augmented / rows, centred / rows, query_size, lengths / rows))
-    statistics = AttentionStatistics(max(stream.shape[1] for stream in streams), *arrays)
+    if sums is not None:
+        statistics = sums.read(max(stream.shape[1] for stream in streams), rows)
+    assert statistics is not None
     return statistics, LayerTrace(as_array(squares / rows), *zip(*streams_of_batches, strict=True))
+
+
+class _AttentionSums:
+    """What ``AttentionStatistics`` are made of, batch by batch."""
+
+    def __init__(self, weights: HeadWeights, device: torch.device, *, with_maps: bool) -> None:
+        width, heads = weights.query.shape[1], weights.num_heads
+        zeros = partial(torch.zeros, dtype=torch.float64, device=device)
+        self.gram = zeros((heads,) * 4)
+        self._augmented, self._centred = zeros(width + 1, width + 1), zeros(width, width)
+        self._sizes, self._lengths = zeros(heads), zeros(heads)
+        self._query, self._projection = (
+            torch.from_numpy(array).to(device) for array in (weights.query, weights.output)
+        )
+        shift = weights.query_bias
+        self._bias = 0.0 if shift is None else torch.from_numpy(shift)[:, None].to(device)
+        self._head_dim, self._with_maps = weights.head_dim, with_maps
+
+    def add(self, inputs: Tensor, counted: Tensor, maps: tuple[Tensor, Tensor] | None) -> None:
+        """What the projections read ``(B, L, D)``, the rows that count, and maps with values where heads merge."""
+        there = counted[..., None]
+        if maps is not None:
+            probs, values = maps
+            _add_gram(self.gram, probs, values, self._projection.flatten(0, 1), counted)
+            outputs = probs.to(values.dtype) @ values.repeat_interleave(probs.shape[1] // values.shape[1], 1)
+            self._lengths += (outputs.double().norm(dim=-1) * counted[:, None]).sum((0, 2))
+        x = inputs.double() * there
+        mean = x.sum(1, keepdim=True) / there.sum(1, keepdim=True).clamp_min(1)
+        away = ((x - mean) * there).flatten(0, 1)
+        ones = torch.cat([x, there.double()], dim=2).flatten(0, 1)
+        self._augmented += ones.mT @ ones
+        self._centred += away.mT @ away
+        self._sizes += ((x.flatten(0, 1) @ self._query + self._bias) * there.flatten(0, 1)).square().sum((1, 2))
+
+    def read(self, length: int, rows: int) -> AttentionStatistics:
+        """Over so many rows that count, of samples of at most this length."""
+        query_size = (self._sizes / rows / self._head_dim).sqrt()
+        means = (self._augmented / rows, self._centred / rows, query_size, self._lengths / rows)
+        return AttentionStatistics(length, self._with_maps, *map(as_array, (self.gram, *means)))
 
 
 def _add_gram(gram: Tensor, probs: Tensor, values: Tensor, projection: Tensor, counted: Tensor) -> None:

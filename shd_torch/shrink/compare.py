@@ -7,7 +7,10 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -222,35 +225,39 @@ def compare_starts(
         for name, tensor in read_data(held_out).items()
     }
     rows, mode = [], model.training
+    closing = ExitStack()
     try:
         measure = choose_measure(model.eval(), samples)
-        starts = _starts(model, data, made, options)
+        if unfinished is None:  # what the rivals share
+            folder = Path(closing.enter_context(TemporaryDirectory())) / "studies"
+            unfinished = closing.enter_context(Unfinished(folder, {}))
+        starts = _starts(model, data, made, options, unfinished)
         for number, (name, make) in enumerate(starts.items()):
             if progress is not None:
                 progress(number, len(starts), name)
             piece = f"start-{number}"
-            if unfinished is not None and (kept := unfinished.get(piece)) is not None:
+            if (kept := unfinished.get(piece)) is not None:
                 rows.append(Start(**kept[1]))
                 continue
             start, size = make(), options.batch_size
             cost = count_parameters(start), count_flops(start, samples), time_model(start, samples, size)
             rows.append(Start(name, *cost, measure_loss(model, start, samples, size, measure), measure))
-            if unfinished is not None:
-                unfinished.put(piece, {}, asdict(rows[-1]))
+            unfinished.put(piece, {}, asdict(rows[-1]))
     finally:
         model.train(mode)
+        closing.close()
     return rows
 
 
 def _starts(
-    model: Any, data: Mapping[str, Any], made: Shrunk, options: ShrinkOptions
+    model: Any, data: Mapping[str, Any], made: Shrunk, options: ShrinkOptions, studies: Unfinished
 ) -> dict[str, Callable[[], Any]]:
     """By name what makes each start."""
     example = next(model.parameters())
     student = copy.deepcopy(made.student).to(example.dtype).eval()
 
     def plain(base: ShrinkOptions, **changes: Any) -> Callable[[], Any]:
-        return lambda: shrink(model, data, base, align=False, **changes).student
+        return lambda: shrink(model, data, base, align=False, studies=studies, **changes).student
 
     def random() -> Any:
         torch.manual_seed(0)

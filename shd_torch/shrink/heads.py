@@ -23,6 +23,7 @@ class AttentionStatistics:
     """What one layer's attention says over the whole calibration set."""
 
     length: int  # of the longest sample
+    with_maps: bool  # whether maps were read; without them gram and output_size are zeros
     gram: Array  # the gram tensor, summed (H, H, H, H)
     augmented: Array  # second moment of the inputs with a one, [x, 1], (D + 1, D + 1)
     centred: Array  # of the inputs less their mean over the sample, (D, D)

@@ -18,6 +18,7 @@ from shd_torch.shrink.custom import Dropped, LayerSizes
 from shd_torch.shrink.families import Array, Family, Rows, base_of, find_part, read_linear, side_by_side, write_linear
 from shd_torch.shrink.heads import OutputFit, Squeezed
 from shd_torch.shrink.sizes import ShrinkOptions, Sizes, sizes_of
+from shd_torch.shrink.unfinished import Unfinished, keep_study, read_study
 from shd_torch.shrink.width import Turn, final_readers
 
 STAGES = ("maps", "heads", "alignment", "errors")
@@ -39,6 +40,7 @@ class Work:
     frequencies: list[Array] | None  # of rotary positions of each teacher layer, or None
     tell: Callable[..., None]  # gets what is done now
     turn: Turn | None = None  # the kept axes; None where the stream keeps its width
+    studies: Unfinished | None = None  # statistics of teacher layers, shared with other students
     reports: list[dict[str, Any]] = field(default_factory=list)  # one per layer, as shrink.json holds them
 
     def tell_stage(self, number: int, stage: str) -> None:
@@ -75,7 +77,12 @@ def make_layer(
     weights = family.read_attention(layer, teacher.heads, teacher.kv_heads)
     work.tell_stage(number, "maps")
     merges = number not in work.dropped.attention and sizes.heads != teacher.heads
-    statistics, trace = study_layer(work.teacher, family, source, taught, work.batches, weights, with_maps=merges)
+    kept = None if work.studies is None else read_study(work.studies, source, with_maps=merges)
+    statistics, trace = study_layer(
+        work.teacher, family, source, taught, work.batches, weights, with_maps=merges, statistics=kept
+    )
+    if work.studies is not None and kept is None:
+        keep_study(work.studies, source, statistics)
     work.tell_stage(number, "heads")
     report: dict[str, Any] = {"case": "dropped", "exact": False}
     squeezed = None

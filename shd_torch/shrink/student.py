@@ -62,6 +62,7 @@ def shrink(
     *,
     out: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
+    studies: Unfinished | None = None,
     **changes: Any,
 ) -> Shrunk:
     """Create a smaller student from the squeezed teacher: fewer heads, fewer layers or a narrower stream.
@@ -74,6 +75,7 @@ def shrink(
         out: a new folder for the student, with ``shrink.json``. Finished layers are saved next to it in
             ``.NAME.part``, and a killed run resumes with the same bytes (STUDENT-7).
         progress: called with the numbers of finished and of all steps, and the next layer and stage.
+        studies: where statistics of the teacher's layers are kept, for other students from the same teacher and data.
         **changes: fields of ``ShrinkOptions`` by name, as in ``shrink(model, data, heads=4, layers=3)``.
 
     Returns:
@@ -121,6 +123,7 @@ def shrink(
                 sizes=sizes,
                 options=options,
                 frequencies=rotary_frequencies(model, family),
+                studies=studies,
                 tell=_Teller(progress, len(STAGES) * len(kept) + 2 * own.layers * (sizes.hidden != own.hidden)),
             )
             _make_ends(work, saved)

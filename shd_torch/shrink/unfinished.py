@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +20,7 @@ from shd_ref.cache.storage.documents import read_json
 from shd_ref.cache.storage.drafts import DraftFolder, put
 from shd_ref.cache.storage.storage import write_errors
 from shd_ref.errors import ShdError
+from shd_torch.shrink.heads import AttentionStatistics
 
 HEAD = "run.json"
 _SUFFIX = ".safetensors"
@@ -122,6 +124,23 @@ class Unfinished(DraftFolder):
         rule = f"{self.folder} must hold what an unfinished run of this version left"
         message = f"{rule}; got {error!r}: remove it, and the run begins at its start"
         return ShdError("read-failed", message, "STUDENT-7")
+
+
+def keep_study(pieces: Unfinished, layer: int, statistics: AttentionStatistics) -> None:
+    """Keep what one teacher layer's attention says, for other students of the same teacher and data."""
+    arrays = {name: value for name, value in vars(statistics).items() if isinstance(value, np.ndarray)}
+    others = {name: value for name, value in vars(statistics).items() if name not in arrays}
+    pieces.put(f"study-{layer}", {name: torch.from_numpy(array) for name, array in arrays.items()}, others)
+
+
+def read_study(pieces: Unfinished, layer: int, *, with_maps: bool) -> AttentionStatistics | None:
+    """What ``keep_study`` kept of a layer; None where nothing was, or without the maps that are needed."""
+    piece = pieces.get(f"study-{layer}")
+    if piece is None or (with_maps and not piece[1]["with_maps"]):
+        return None
+    with pieces.reading():
+        entries: dict[str, Any] = {name: tensor.numpy() for name, tensor in piece[0].items()}
+        return AttentionStatistics(**entries, **piece[1])
 
 
 def run_key(teacher: nn.Module | str | os.PathLike[str], options: Mapping[str, Any], **data: Any) -> dict[str, Any]:

@@ -126,6 +126,9 @@ def test_the_table(name: str, measure: str, options: dict[str, Any]) -> None:
     first, second = starts[:2]
     assert second.parameters == made.report["student"]["parameters"] < first.parameters
     assert second.flops < first.flops
+    for rival in {"closed form", "kept heads"} & set(rows):  # what starts share changes none of them
+        alone = shrink(teacher, data, batch_size=2, **options | RIVALS.get(rival, {}) | {"align": False}).student
+        assert rows[rival].loss == measure_loss(teacher.eval(), alone, held_out, 2, measure)
     if name != "llama":
         assert first.loss == pytest.approx(0.0, abs=1e-6)
         assert 0 < second.loss < rows["random"].loss
