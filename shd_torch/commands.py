@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shlex
+import tempfile
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -17,6 +18,7 @@ from shd_ref.errors import ShdError
 from shd_ref.teacher.options import Shown
 from shd_torch.doctor_command import doctor
 from shd_torch.shrink_command import shrink, vocabulary
+from shd_torch.time_command import Graphs, Timing, read_samples, time_models
 
 TEACHER_OPSET = 18
 
@@ -40,6 +42,8 @@ def root(version: ShowVersion = False) -> None:
 
     shd-torch doctor teacher student --data train.jsonl
 
+    shd-torch time student --beside teacher
+
     Then create the cache with shd precompute, and train the student with SHDTrainer or your own loop
     (docs/training.md).
     """
@@ -55,13 +59,15 @@ def export(
         bool,
         typer.Option("--student", help="Export a trained student for inference: one fused operator per attention."),
     ] = False,
-    beside: Annotated[
+    int8: Annotated[
+        bool,
+        typer.Option("--int8", help="With --student: also write OUT.int8.onnx, its products in int8, and compare."),
+    ] = False,
+    data: Annotated[
         Path | None,
-        Shown(
-            "With --student: another graph with the same inputs, such as the teacher's, for a timing comparison.",
-            needs="student",
-        ),
+        Shown("Samples on which int8 is compared with float, as for shrink. Default: random inputs.", needs="int8"),
     ] = None,
+    timing: Timing | None = None,
 ) -> Document:
     """Export a Hugging Face teacher with its attention maps in the graph, and check it against the model.
 
@@ -69,8 +75,13 @@ def export(
 
     Uses eager attention and dynamic batch and sequence axes; the graph is compared with the model at two sizes. For
     other PyTorch modules use shd_torch.export_teacher. With --student, export a trained student for inference
-    instead.
+    instead; with --beside, time it as shd-torch time does.
     """
+    for option, is_given in (("--int8", int8), ("--beside", timing is not None)):
+        if is_given and not student:
+            raise ShdError("argument-value", f"{option} must go with --student; got it without")
+        if is_given:
+            require_packages("onnxruntime", extra="teacher")
     require_packages("torch", extra="torch")
     from shd_torch.export import example_inputs, export_student, export_teacher, hide_weight_bars, load_hf_model
 
@@ -78,6 +89,7 @@ def export(
         hide_weight_bars()
     if student and opset != TEACHER_OPSET:
         raise ShdError("argument-value", f"--opset must be left out with --student, which chooses it; got {opset}")
+    samples = read_samples(data, model)
     with show_progress("model") as (on_progress,):
         on_progress(0, 0, says="model is loaded")
         loaded = load_hf_model(model)
@@ -91,26 +103,26 @@ def export(
         console.say("not compared with the model: onnxruntime is not installed")
     else:
         console.say(f"differs from the model by at most {report.max_difference:.2g} (allowed {report.tolerance:.2g})")
+    quantized, timed = None, None
+    if int8:
+        from shd_torch.deploy import quantize_graph
+
+        quantized = quantize_graph(out, out.with_suffix(".int8.onnx"), samples)
+        sizes = " to ".join(f"{size / 1e6:.1f} MB" for size in (quantized.bytes_before, quantized.bytes_after))
+        console.say(f"{quantized.path}: {quantized.num_products} products in int8, {sizes}; {quantized.describe()}")
+    if timing is not None:
+        with tempfile.TemporaryDirectory() as temporary:
+            graphs = Graphs(Path(temporary), samples)
+            graphs.paths |= {str(path): path for path in (out, *([quantized.path] if quantized else []))}
+            timed = graphs.time(timing)
     following = [] if student else [shlex.join(["shd", "inspect", str(out)])]
     for command in following:
         console.say(f"next: {command}")
-    seconds = None if beside is None else _time_beside(out, beside, inputs)
-    return asdict(report) | {"seconds": seconds, "next": following}
-
-
-def _time_beside(out: Path, beside: Path, inputs: dict[str, Any]) -> dict[str, float]:
-    from shd_torch.export import time_graphs
-
-    # Eight samples, and texts of a few dozen tokens.
-    arrays = {
-        name: array.repeat(4, 4 if array.ndim == 2 else 1, *[1] * (array.ndim - 2)) for name, array in inputs.items()
+    return asdict(report) | {
+        "int8": None if quantized is None else asdict(quantized),
+        "timing": timed,
+        "next": following,
     }
-    seconds = time_graphs([out, beside], {name: array.numpy() for name, array in arrays.items()})
-    shape = tuple(next(iter(arrays.values())).shape)
-    for path, taken in zip((out, beside), seconds, strict=True):
-        console.say(f"{path}: {1e3 * taken:.2f} ms for {shape} in onnxruntime")
-    console.say(f"{seconds[1] / seconds[0]:.2f} times as fast")
-    return {"graph": seconds[0], "beside": seconds[1]}
 
 
 def demo(
@@ -141,3 +153,4 @@ def demo(
 
 for _command in (export, doctor, shrink, vocabulary, demo):
     add_command(app, _command, is_long=True)
+add_command(app, time_models, name="time", is_long=True)

@@ -13,8 +13,6 @@ import io
 import logging
 import os
 import re
-import statistics
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
@@ -135,41 +133,6 @@ def export_student(
         if error.code != "export-failed":
             raise
     return _export(model, example_inputs, path, dynamic, plain, "sdpa")
-
-
-def time_graphs(
-    paths: Sequence[str | os.PathLike[str]], inputs: Mapping[str, Any], *, repeats: int = 15
-) -> list[float]:
-    """Seconds of a run of each graph in onnxruntime on the CPU: medians, the graphs by turns.
-
-    Args:
-        paths: ``.onnx`` files that take the same inputs.
-        inputs: arrays by name.
-        repeats: runs of each, after one that does not count.
-
-    Raises:
-        ShdError: ``dependency-missing``, ``read-failed``, ``inputs-invalid``.
-    """
-    if importlib.util.find_spec("onnxruntime") is None:
-        raise ShdError("dependency-missing", "onnxruntime must be installed to time: pip install onnxruntime")
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    try:
-        sessions = [onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"]) for path in paths]
-    except Exception as error:  # onnxruntime's exceptions share no base class
-        raise ShdError("read-failed", f"paths must be ONNX graphs; got {list(map(str, paths))}: {error}") from error
-    seconds: list[list[float]] = [[] for _ in sessions]
-    for _ in range(repeats + 1):
-        for session, taken in zip(sessions, seconds, strict=True):
-            started = time.perf_counter()
-            try:
-                session.run(None, dict(inputs))
-            except Exception as error:
-                raise ShdError("inputs-invalid", f"inputs must fit every graph: {error}") from error
-            taken.append(time.perf_counter() - started)
-    return [statistics.median(taken[1:]) for taken in seconds]
 
 
 def _export(

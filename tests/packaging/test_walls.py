@@ -155,8 +155,12 @@ def test_without_onnxruntime_nothing_is_claimed(tmp_path: Path) -> None:
 import torch, shd_torch
 report = shd_torch.export_teacher(torch.nn.Softmax(-1), torch.ones(2, 3), {str(tmp_path / "t.onnx")!r})
 print((report.max_difference, report.tolerance, report.checked_shapes))
+try:
+    shd_torch.deploy.time_graphs({{"graph": report.path}})
+except shd_torch.ShdError as error:
+    print(error.code)
 """
-    assert run_without(("onnxruntime",), code).endswith("(None, None, ())\n")
+    assert run_without(("onnxruntime",), code).endswith("(None, None, ())\ndependency-missing\n")
 
 
 @pytest.mark.parametrize(
@@ -214,12 +218,13 @@ def test_binding_shares_no_mathematics_with_the_reference(path: Path) -> None:
     """Independence gives agreement its value in merging, alphas, mixing and the loss, which the judge compares.
 
     Shrinking has one implementation, in NumPy. The doctor runs a teacher's graph, as ``shd fidelity`` does; an export
-    is saved as ``shd linearize`` saves a graph, and the demo's intervals are those of the studies.
+    and its int8 are saved as ``shd linearize`` saves a graph, and the demo's intervals are those of the studies.
     """
     own = {
         "doctor": {"shd_ref.teacher"},
         "demo": {"shd_ref.teacher.study.intervals"},
         "export.py": {"shd_ref.teacher.rewrite.linearize"},
+        "deploy": {"shd_ref.teacher.rewrite.linearize"},
     }
     allowed = ALLOWED_IN_TORCH | own.get(path.parent.name, own.get(path.name, set()))
     for module in _imported(path):
@@ -249,8 +254,8 @@ teacher/graph teacher/rewrite teacher/sources teacher/run teacher/precompute tea
 commands cli
 """
 SHD_TORCH = """
-precision checks maps supervision kernels kl kd capture teacher data recipes training shrink rivals export doctor
-top demo shrink_command doctor_command commands cli
+precision checks maps supervision kernels kl kd capture teacher data recipes training shrink rivals export deploy
+doctor top demo shrink_command doctor_command time_command commands cli
 """
 FLOORS = {"shd_ref": SHD_REF.split(), "shd_torch": SHD_TORCH.split()}
 """Rooms and files of docs/architecture.md from the ground up; a file imports from its own floor and from below."""

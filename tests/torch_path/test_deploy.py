@@ -1,0 +1,192 @@
+"""Graphs in onnxruntime: products in int8 and what that costs, and times of several graphs by turns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.refusals import refusal
+
+onnx = pytest.importorskip("onnx", reason="graphs are made with onnx")
+onnxruntime = pytest.importorskip("onnxruntime", reason="graphs run in onnxruntime")
+typer_testing = pytest.importorskip("typer.testing", reason="the commands need typer")
+
+from shd_torch import deploy  # noqa: E402  (after the skips)
+from shd_torch.cli import load_app  # noqa: E402
+
+WIDTH, VOCABULARY = 16, 11
+TEXT = "int64[batch, sequence] input_ids, int64[batch, sequence] attention_mask"
+
+
+def write_graph(path: Path, *, products: int = 2, inputs: str = TEXT, end: str = "Identity") -> Path:
+    """Embedded tokens or pixels, ``products`` with constant weights, and an operator that makes logits of them."""
+    random = np.random.default_rng(0)
+    arrays = {"table": random.standard_normal((VOCABULARY, WIDTH)), "last": np.array([-1]), "same": np.array([0, 0])}
+    arrays |= {f"weight_{i}": random.standard_normal((WIDTH, WIDTH)) / WIDTH**0.5 for i in range(products)}
+    lines = ["state_0 = Identity (pixels)"]
+    if "input_ids" in inputs:
+        lines = ["ids = Reshape (input_ids, same)", "state_0 = Gather (table, ids)"]
+    if "attention_mask" in inputs:
+        lines[-1] = lines[-1].replace("state_0", "tokens")
+        lines += ["mask = Cast <to = 1> (attention_mask)", "rows = Unsqueeze (mask, last)"]
+        lines += ["state_0 = Mul (tokens, rows)"]
+    lines += [f"state_{i + 1} = MatMul (state_{i}, weight_{i})" for i in range(products)]
+    lines += [f"logits = {end} (state_{products})"]
+    text = f"g ({inputs}) => (float[a, b, {WIDTH}] logits) {{ {' '.join(lines)} }}"
+    graph = onnx.parser.parse_graph(text)
+    for name, array in arrays.items():
+        if any(name in node.input for node in graph.node):
+            kind = np.int64 if name in ("last", "same") else np.float32
+            graph.initializer.append(onnx.numpy_helper.from_array(array.astype(kind), name))
+    onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=10), path)
+    return path
+
+
+@pytest.fixture
+def graph(tmp_path: Path) -> Path:
+    return write_graph(tmp_path / "graph.onnx")
+
+
+def test_times_by_turns(graph: Path, tmp_path: Path) -> None:
+    slow, told = write_graph(tmp_path / "slow.onnx", products=400), []
+    times = deploy.time_graphs(
+        {"fast": graph, "slow": slow},
+        batch=[1, 3],
+        length=[5],
+        threads=[1, 2],
+        rounds=6,
+        progress=lambda done, total: told.append((done, total)),
+    )
+    settings = [(entry.threads, entry.batch, entry.length, entry.graph) for entry in times]
+    assert settings == [(t, b, 5, name) for t in (1, 2) for b in (1, 3) for name in ("fast", "slow")]
+    assert told == [(done, 48) for done in range(1, 49)]
+    for entry in times:
+        for interval in (entry.wall, entry.processor, entry.times_faster):
+            assert 0 < interval.low <= interval.median <= interval.high
+        if entry.graph == "fast":
+            assert entry.times_faster == deploy.Interval(1.0, 1.0, 1.0)
+        else:
+            assert entry.times_faster.high < 1
+
+
+@pytest.mark.parametrize(("count", "first"), [(6, 1), (8, 1), (9, 2), (15, 4), (20, 6), (100, 40)])
+def test_intervals_are_order_statistics(count: int, first: int) -> None:
+    """By the binomial table: the interval between these ranks holds the median with at least 95%."""
+    values = np.random.default_rng(0).permutation(np.arange(1, count + 1)).tolist()
+    assert deploy.Interval.of(values) == deploy.Interval((count + 1) / 2, first, count + 1 - first)
+
+
+def test_axes_that_a_graph_fixes(tmp_path: Path) -> None:
+    images = write_graph(tmp_path / "images.onnx", inputs=f"float[batch, 4, {WIDTH}] pixels")
+    single = write_graph(tmp_path / "single.onnx", inputs="int64[1, 4] input_ids")
+    (entry,) = deploy.time_graphs({"images": images}, batch=[2], rounds=6)
+    assert (entry.batch, entry.length) == (2, None)
+    (entry,) = deploy.time_graphs({"single": single}, rounds=6)
+    assert (entry.batch, entry.length) == (None, None)
+    with refusal("argument-value", "length must be left out: images has no dynamic axis"):
+        deploy.time_graphs({"images": images}, length=[5])
+    with refusal("argument-value", "batch must be left out: single"):
+        deploy.time_graphs({"images": images, "single": single}, batch=[1])
+
+
+def test_what_cannot_be_timed(graph: Path, tmp_path: Path) -> None:
+    for options in ({"rounds": 5}, {"batch": [0]}, {"length": []}, {"threads": [0]}, {"reference": "other"}):
+        with refusal("argument-value", f"{next(iter(options))} must"):
+            deploy.time_graphs({"graph": graph}, **options)  # type: ignore[arg-type]
+    with refusal("read-failed"):
+        deploy.time_graphs({"none": tmp_path / "none.onnx"})
+    words = write_graph(tmp_path / "words.onnx", inputs="int64[batch, sequence] input_ids, string[batch] words")
+    with refusal("inputs-invalid", r"must take tensors of numbers; words is a tensor\(string\)"):
+        deploy.time_graphs({"words": words})
+    short = write_graph(tmp_path / "short.onnx", inputs=TEXT.replace("sequence] attention", "5] attention"))
+    with refusal("inputs-invalid", "short must run with inputs of"):
+        deploy.time_graphs({"short": short})
+
+
+def test_int8_products(graph: Path, tmp_path: Path) -> None:
+    report = deploy.quantize_graph(graph, tmp_path / "graph.int8.onnx")
+    assert (report.num_products, report.is_random, report.num_rows) == (2, True, 8 * 32)
+    assert report.bytes_before == graph.stat().st_size
+    assert report.cosine > 0.99
+    assert report.agreement is not None
+    assert report.agreement > 0.9
+    assert report.kl is not None
+    assert 0 < report.kl < 0.01
+    assert "256 rows of random inputs" in report.describe()
+    weights = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(report.path).graph.initializer}
+    assert weights["table"].dtype == np.float32
+    integers = [array for name, array in weights.items() if name.endswith("_quantized")]
+    assert [array.dtype for array in integers] == [np.int8] * 2
+    # Of 7 bits: two products with 8 bits of an activation fit into 16, also where a processor saturates.
+    assert max(int(np.abs(array.astype(int)).max()) for array in integers) == 64
+    scales = [array for name, array in weights.items() if name.endswith("_scale")]
+    assert [array.shape for array in scales] == [(WIDTH,)] * 2
+
+
+def test_int8_is_compared_on_data(graph: Path, tmp_path: Path) -> None:
+    ids = np.random.default_rng(1).integers(VOCABULARY, size=(3, 4))
+    mask = np.ones_like(ids)
+    mask[0, 2:] = 0
+    out = tmp_path / "int8.onnx"
+    report = deploy.quantize_graph(graph, out, {"input_ids": ids, "attention_mask": mask, "other": ids})
+    assert (report.is_random, report.num_rows) == (False, 10)
+    assert deploy.quantize_graph(graph, out, {"input_ids": ids}).num_rows == 12
+    sessions = [onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"]) for path in (graph, out)]
+    a, b = (session.run(None, {"input_ids": ids, "attention_mask": mask})[0][mask > 0] for session in sessions)
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    cosine = (a * b).sum(-1) / np.linalg.norm(a, axis=-1) / np.linalg.norm(b, axis=-1)
+    assert report.cosine == pytest.approx(cosine.mean(), abs=1e-6)
+    p, q = (np.exp(x) / np.exp(x).sum(-1, keepdims=True) for x in (a, b))
+    assert report.kl == pytest.approx((p * np.log(p / q)).sum(-1).mean(), rel=1e-3, abs=1e-9)
+    with refusal("inputs-invalid", "input_ids is missing"):
+        deploy.quantize_graph(graph, out, {"attention_mask": mask})
+
+
+@pytest.mark.parametrize(
+    ("options", "code"), [({"end": "Log"}, "not-finite"), ({"products": 0}, "export-failed")], ids=["nan", "none"]
+)
+def test_int8_that_is_refused(options: dict[str, Any], code: str, tmp_path: Path) -> None:
+    graph, out = write_graph(tmp_path / "graph.onnx", **options), tmp_path / "int8.onnx"
+    out.write_bytes(b"an older graph")
+    with refusal(code):
+        deploy.quantize_graph(graph, out)
+    assert out.read_bytes() == b"an older graph"
+    with refusal("argument-value"):
+        deploy.quantize_graph(graph, graph)
+    assert {path.name for path in tmp_path.iterdir()} == {"graph.onnx", "int8.onnx"}
+
+
+def run(*words: object, code: int = 0) -> str:
+    runner = typer_testing.CliRunner(env={"COLUMNS": "80", "TERM": "dumb"})
+    result = runner.invoke(load_app(), ["time", *map(str, words)])
+    assert result.exit_code == code, result.output
+    output: str = result.output
+    return output
+
+
+def test_the_command_prints_and_returns_the_same(graph: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data.npz"
+    np.savez(data, input_ids=np.ones((2, 3), np.int64))
+    settings = "--batch", "2", "--length", "3,4", "--rounds", "6"
+    text = run(graph, "--int8", "--beside", graph, "--data", data, *settings)
+    rows = [line.split("  ")[0] for line in text.splitlines() if "teacher" in line or "graph" in line]
+    assert text.count("batch 2, length") == 2
+    assert rows.count("teacher, as it is") == rows.count("teacher, int8") == 2
+    assert "over 6 rows of data" in text
+    document = json.loads(run(graph, "--beside", graph, *settings, "--json"))
+    assert document["reference"] == "teacher, as it is"
+    names = [str(graph), "teacher, as it is", "teacher, int8"]
+    assert [entry["graph"] for entry in document["times"]] == names * 2
+    assert list(document["int8"]) == ["teacher, int8"]
+
+
+def test_what_the_command_refuses(graph: Path, tmp_path: Path) -> None:
+    images = write_graph(tmp_path / "images.onnx", inputs=f"float[batch, 4, {WIDTH}] pixels")
+    assert "--length must be left out" in " ".join(run(images, "--length", "5", code=1).split())
+    assert "once" in run(graph, graph, code=1)
+    assert "must go with --beside or --int8" in " ".join(run(graph, "--data", graph, code=1).split())
+    assert "read-failed" in run(tmp_path / "none.onnx", code=1)
+    assert "is left out" in " ".join(run(write_graph(graph, products=0), "--int8", "--rounds", "6").split())
