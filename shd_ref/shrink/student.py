@@ -32,6 +32,10 @@ def read_student(source: str | os.PathLike[str] | Mapping[str, Any]) -> ShrunkSt
     try:
         if report["format"] != FORMAT:
             raise ValueError(f"format {report['format']!r}, of which this release reads {FORMAT}")
+        if "stack" in report:
+            raise ValueError(
+                "a model of one stack, whose attention calls are its layers: name heads and layers instead"
+            )
         heads, teacher = report["student"]["heads"], report["teacher"]
         if isinstance(heads, list):
             raise ValueError(

@@ -44,11 +44,18 @@ def start_batches(model: Any, family: Family, data: Mapping[str, Any], batch_siz
     """Every batch as the first layer gets it, with the arguments of all layers; the layers run, the streams go."""
     layers, device = family.layers_of(model), next(model.parameters()).device
     inputs = read_data(data)
+    runner, mask = model, "attention_mask"
+    if family.stack == "encoder" and not family.is_alone:  # runs alone, without inputs of the decoder
+        runner = find_part(base_of(model), "encoder")
+        inputs = {name: tensor for name, tensor in inputs.items() if not name.startswith(("decoder_", "labels"))}
+    elif family.stack == "decoder" and model.config.is_encoder_decoder:
+        mask = "decoder_attention_mask"
+    has_cache = family.stack != "encoder" and getattr(model.config, "use_cache", None) is not None
     batches = []
     with _attention(model, "eager", None):  # it gets its masks as tensors
         for start in range(0, len(next(iter(inputs.values()))), batch_size):
             some = {name: values[start : start + batch_size].to(device) for name, values in inputs.items()}
-            batches.append(_start_batch(model, layers, some, start))
+            batches.append(_start_batch(runner, layers, some, mask, start, has_cache=has_cache))
     return batches
 
 
@@ -67,7 +74,9 @@ def read_data(data: Any) -> dict[str, Tensor]:
     return inputs
 
 
-def _start_batch(model: Any, layers: nn.ModuleList, inputs: dict[str, Tensor], first: int) -> Batch:
+def _start_batch(
+    model: Any, layers: nn.ModuleList, inputs: dict[str, Tensor], mask_name: str, first: int, *, has_cache: bool
+) -> Batch:
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     streams: list[Tensor] = []
 
@@ -79,7 +88,7 @@ def _start_batch(model: Any, layers: nn.ModuleList, inputs: dict[str, Tensor], f
 
     handles = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
     # A cache of keys would be filled by every later run of a layer.
-    extra = {"use_cache": False} if getattr(model.config, "use_cache", None) is not None else {}
+    extra = {"use_cache": False} if has_cache else {}
     try:
         model(**inputs, **extra)
     except (TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
@@ -93,7 +102,7 @@ def _start_batch(model: Any, layers: nn.ModuleList, inputs: dict[str, Tensor], f
     if not torch.isfinite(streams[0]).all():
         raise ShdError("not-finite", "inputs of the first layer must be finite; got NaN or infinity: check data")
     counted = torch.ones(streams[0].shape[:2], dtype=torch.bool, device=streams[0].device)
-    mask = inputs.get("attention_mask")
+    mask = inputs.get(mask_name)
     if mask is not None and mask.shape == counted.shape:
         counted = mask.bool()
     return Batch(streams[0], calls, counted, first)
@@ -125,7 +134,11 @@ def run_layer(
         finally:
             for handle in handles:
                 handle.remove()
-        yield (out[0] if isinstance(out, tuple) else out), [tensor for tensor in read if tensor is not None]
+        found = [tensor for tensor in read if tensor is not None]
+        if len(found) < len(read):  # cross attention of a decoder that runs alone
+            rule = f"every part of a {type(layer).__name__} must run on data"
+            raise ShdError("inputs-invalid", f"{rule}: a decoder with cross attention needs encoder states")
+        yield (out[0] if isinstance(out, tuple) else out), found
 
 
 @dataclass(frozen=True, eq=False)

@@ -272,5 +272,7 @@ def _starts(
     if after["layers"] != before["layers"]:
         layers = made.report["sources"]
         names = ", ".join(map(str, layers))
-        starts[f"layers {names} as they are"] = plain(ShrinkOptions(batch_size=options.batch_size), layers=layers)
+        starts[f"layers {names} as they are"] = plain(
+            ShrinkOptions(batch_size=options.batch_size, stack=options.stack), layers=layers
+        )
     return starts | {"random": random}

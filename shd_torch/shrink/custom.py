@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shd_ref.errors import ShdError
 from shd_ref.integers import as_index, check_integer
-from shd_torch.shrink.families import FAMILIES, Family, find_part
+from shd_torch.shrink.families import Family, find_part, row_of
 
 PREFIX = "Custom"
 _KIND = "{} with custom layers (load it with shd_torch.load_student)"
@@ -121,7 +121,7 @@ def _resize_layer(layer: nn.Module, family: Family, sizes: LayerSizes) -> None:
     counts |= dict.fromkeys(("all_head_size", "split_size"), widths[0])
     for name in counts.keys() & vars(attention).keys():
         setattr(attention, name, counts[name])
-    if "scaling" in vars(attention):
+    if "scaling" in vars(attention) and family.is_scaled:
         attention.scaling = sizes.head_dim**-0.5
 
 
@@ -196,7 +196,7 @@ def custom_class(stock: Any) -> Any:
     name = stock.config_class.model_type
 
     def make(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        family = FAMILIES[name].fitted(config)
+        family = row_of(name, config)
         with _stock_heads(config, family):
             stock.__init__(self, config, *args, **kwargs)
         build_layers(self, family, config)
@@ -232,7 +232,7 @@ def _config_class(stock: Any) -> Any:
     import transformers
 
     def validate(self: Any) -> None:
-        with _stock_heads(self, FAMILIES[stock.model_type].fitted(self)):
+        with _stock_heads(self, row_of(stock.model_type, self)):
             stock.validate(self)
 
     name = _KIND.format(stock.model_type)
@@ -242,10 +242,12 @@ def _config_class(stock: Any) -> Any:
     return custom
 
 
-def custom_config(config: Any, dropped: Dropped, sizes: Sequence[LayerSizes] | None) -> Any:
+def custom_config(config: Any, family: Family, dropped: Dropped, sizes: Sequence[LayerSizes] | None) -> Any:
     """A stock configuration as one that says what is dropped, and the sizes of each layer where they are custom."""
     entries = {name: value for name, value in config.to_dict().items() if name not in ("model_type", "architectures")}
     entries |= {_LISTS[0]: list(dropped.attention), _LISTS[1]: list(dropped.activations)}
+    if family.stack is not None:
+        entries["shrunk_stack"] = family.stack  # for row_of
     if sizes is not None:
         entries["layer_sizes"] = [asdict(layer) for layer in sizes]
     stock: Any = type(config)

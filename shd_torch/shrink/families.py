@@ -49,6 +49,7 @@ class Family:
     embeddings: tuple[tuple[str, int], ...] = ()
     rotary: str | None = None  # frequencies at which positions turn queries and keys, perhaps by kind of layer ("{}")
     grouped: bool = False  # whether the configuration names key and value heads
+    is_scaled: bool = True  # whether logits are scaled by a head's length
     free_head_dim: bool = True  # whether the configuration may name head_dim
     query_norm: str | None = None  # a norm of the queries of a head, or None
     layer_scales: tuple[str, str] | None = None  # scales after the two blocks
@@ -58,6 +59,11 @@ class Family:
     # whether both blocks read the layer's input: what the middle reads is then what the attention adds to it
     is_parallel: bool = False
     sizes: SizeNames = _USUAL_NAMES
+    stack: str | None = None  # "encoder" or "decoder" of an architecture that has both
+    is_alone: bool = False  # whether a model has this stack only
+    # "heads" or "neurons" where other parts of the model have the configuration's too
+    shared: tuple[str, ...] = ()
+    first_only: tuple[str, ...] = ()  # modules of the first layer that serve all layers
     is_aligned: bool = True  # False where a norm after a block rules out the refit of its last matrix
     # options of shrink that the architecture rules out (as in check_refused), each with the reason
     refused: tuple[tuple[str, str], ...] = ()
@@ -217,8 +223,56 @@ _BART = Family(
     final_norm=None,
     free_head_dim=False,
 )
-_BEFORE = {"middle": "final_layer_norm", "end": None, "norms": ("self_attn_layer_norm", "final_layer_norm")}
+_BEFORE: dict[str, Any] = {
+    "middle": "final_layer_norm",
+    "end": None,
+    "norms": ("self_attn_layer_norm", "final_layer_norm"),
+}
+_BOTH_STACKS = "both stacks have the same channels"
+_ENCODER = replace(
+    _BART,
+    sizes=SizeNames("encoder_attention_heads", "encoder_layers", "encoder_ffn_dim"),
+    stack="encoder",
+    refused=(("hidden", _BOTH_STACKS),),
+)
+_DECODER = replace(
+    _ENCODER,
+    layers="decoder.layers",
+    sizes=SizeNames("decoder_attention_heads", "decoder_layers", "decoder_ffn_dim"),
+    stack="decoder",
+    shared=("heads",),  # cross attention has them
+)
 _SHARED_BIAS = "all layers add the same position biases, one per head, and each layer merges its own heads"
+
+
+def _gated_t5(layer: str) -> dict[str, Any]:
+    names = tuple(f"{layer}.DenseReluDense.{name}" for name in ("wi_0", "wi_1", "wo"))
+    return {"ffn": (names[:2], names[2]), "activation": None}
+
+
+_T5 = Family(
+    layers="encoder.block",
+    projections=tuple(f"layer.0.SelfAttention.{name}" for name in "qkvo"),
+    middle="layer.1.layer_norm",
+    end=None,
+    ffn=(("layer.1.DenseReluDense.wi",), "layer.1.DenseReluDense.wo"),
+    activation="layer.1.DenseReluDense.act",
+    norms=("layer.0.layer_norm", "layer.1.layer_norm"),
+    final_norm="encoder.final_layer_norm",
+    norm="rms",
+    is_scaled=False,
+    sizes=SizeNames("num_heads", "num_layers", "d_ff"),
+    stack="encoder",
+    shared=("neurons",),
+    first_only=("layer.0.SelfAttention.relative_attention_bias",),
+    refused=(
+        ("heads", _SHARED_BIAS),
+        ("head_dim", "its logits are not scaled by a head's length"),
+        ("hidden", _BOTH_STACKS),
+        ("drop_attention", "the attention of each layer passes the position biases on to the next"),
+    ),
+    variants=(("is_gated_act", True, _gated_t5("layer.1")),),
+)
 
 
 FAMILIES: dict[str, Family] = {
@@ -315,6 +369,9 @@ FAMILIES: dict[str, Family] = {
         middle="attention.LayerNorm",
         refused=(("heads", _SHARED_BIAS),),
     ),
+    "bart": _ENCODER,
+    "whisper": replace(_ENCODER, **_BEFORE),
+    "t5": _T5,
     "vit": _VIT,
     "deit": _VIT,
     "dinov2": replace(
@@ -326,13 +383,46 @@ FAMILIES: dict[str, Family] = {
         sizes=SizeNames(neurons="mlp_ratio"),
     ),
 }
-"""By ``config.model_type``."""
+"""By ``config.model_type``; of an architecture with two stacks, the encoder."""
+
+DECODERS: dict[str, Family] = {
+    "bart": _DECODER,
+    "whisper": replace(_DECODER, **_BEFORE | {"middle": "encoder_attn_layer_norm"}),
+    "t5": replace(
+        _T5,
+        layers="decoder.block",
+        ffn=(("layer.2.DenseReluDense.wi",), "layer.2.DenseReluDense.wo"),
+        activation="layer.2.DenseReluDense.act",
+        norms=("layer.0.layer_norm", "layer.2.layer_norm"),
+        sizes=SizeNames("num_heads", "num_decoder_layers", "d_ff"),
+        stack="decoder",
+        variants=(("is_gated_act", True, _gated_t5("layer.2")),),
+    ),
+}
+"""The decoders of those; their cross attention stays as it is."""
 
 
-def family_of(model: nn.Module) -> Family:
-    """The family of a Hugging Face model, or the error that lists those that are known (STUDENT-1)."""
+def family_of(model: nn.Module, stack: str | None = None) -> Family:
+    """The family of a Hugging Face model, or the error that lists those that are known (STUDENT-1, STUDENT-9)."""
     config = getattr(model, "config", None)
-    return check_config(config, getattr(config, "model_type", None) or type(model).__name__)
+    name = getattr(config, "model_type", None) or type(model).__name__
+    family = check_config(config, name)
+    rows = {row.stack: row for row in (family, DECODERS.get(name, family))}
+    present = [key for key, row in rows.items() if key is None or has_part(base_of(model), row.layers)]
+    chosen = present[0] if stack is None and len(present) == 1 else stack
+    if chosen not in present:
+        message = f"stack must be {' or '.join(map(str, present))} for a {type(model).__name__}; got {stack!r}"
+        raise ShdError("argument-value", message, "STUDENT-9")
+    row = rows[chosen].fitted(config)
+    if chosen is None or len(present) > 1:
+        return row
+    return replace(row, is_alone=True, shared=() if chosen == "encoder" else row.shared)
+
+
+def row_of(name: str, config: Any) -> Family:
+    """The row of a configuration that ``custom_config`` wrote, for a model of a known family."""
+    is_decoder = getattr(config, "shrunk_stack", None) == "decoder"
+    return (DECODERS if is_decoder and name in DECODERS else FAMILIES)[name].fitted(config)
 
 
 def check_config(config: Any, name: str | None = None) -> Family:

@@ -17,7 +17,7 @@ from shd_ref.cache.storage.drafts import drafting, output_path, part_folder, rem
 from shd_ref.errors import ShdError
 from shd_ref.teacher.sources.sentence_folder import find_home
 from shd_torch.shrink.custom import PREFIX, check_dropped, custom_class, read_dropped, read_kind
-from shd_torch.shrink.families import FAMILIES, check_config
+from shd_torch.shrink.families import FAMILIES, check_config, row_of
 
 HUB_SECONDS = 5.0
 """How long the hub may take to say that it is there."""
@@ -146,7 +146,8 @@ def load_student(source: str | os.PathLike[str]) -> Any:
     kind = custom_class(stock)
     try:
         config = kind.config_class.from_dict(dict(raw))
-        check_dropped(read_dropped(config), FAMILIES[name].fitted(config), config, range(config.num_hidden_layers))
+        family = row_of(name, config)
+        check_dropped(read_dropped(config), family, config, range(getattr(config, family.sizes.layers)))
     except Exception as error:
         message = f"{str(folder)!r} must hold a student's configuration: {error}"
         raise ShdError("read-failed", message, "DEPTH-6") from error

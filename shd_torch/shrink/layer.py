@@ -104,6 +104,8 @@ def make_layer(
     if ffn.is_linear:
         report["ffn"] = "linear"
     _fill_layer(work, layer, target, squeezed, ffn, taught, trace.middles)
+    for name in family.first_only if number == 0 else ():
+        find_part(target, name).load_state_dict(find_part(family.layers_of(work.teacher)[0], name).state_dict())
     work.tell_stage(number, "alignment")
     after, ends, last = _advance(work, source, following, trace)
     if work.options.align:

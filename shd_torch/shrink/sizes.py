@@ -39,6 +39,7 @@ class ShrinkOptions:
             that loads with ``load_student`` (CUSTOM-1).
         drop_attention: teacher layers that lose their attention block; such a student loads with ``load_student``.
         drop_activations: teacher layers whose FFN becomes one linear map; also.
+        stack: ``"encoder"`` or ``"decoder"`` of a model that has both, which alone is shrunk.
         plan: ``"matched"`` (needs networkx), ``"balanced"``, ``"progressive"``, or ``"auto"``.
         align: refit last matrices on the student's residual stream.
         ridge: of the alignment (ALIGN-2); by default chosen per matrix on every fourth sample, which may also keep
@@ -60,6 +61,7 @@ class ShrinkOptions:
     head_dim: int | None = None
     drop_attention: Sequence[int] = ()
     drop_activations: Sequence[int] = ()
+    stack: str | None = None
     plan: str = "auto"
     align: bool = True
     ridge: float | None = None
@@ -240,7 +242,8 @@ def make_student(
     try:
         if family.grouped:
             config.num_key_value_heads = kv_heads
-        setattr(config, family.sizes.heads, heads)
+        if "heads" not in family.shared:
+            setattr(config, family.sizes.heads, heads)
         setattr(config, family.sizes.layers, sizes.layers)
         if (types := getattr(config, "layer_types", None)) is not None:
             config.layer_types = [types[layer] for layer in kept]  # DEPTH-3
@@ -253,12 +256,12 @@ def make_student(
             for name in family.sizes.widths:
                 setattr(config, name, sizes.hidden)
             config.tie_word_embeddings = False  # the last norm's scale folds into the output layer alone (WIDTH-1)
-        if (sizes.hidden, sizes.neurons) != (before.hidden, before.neurons):
+        if (sizes.hidden, sizes.neurons) != (before.hidden, before.neurons) and "neurons" not in family.shared:
             _write_neurons(config, family, sizes.hidden, neurons)
         kind: Any = type(teacher)
         listed = None if is_stock(sizes, family, config) else sizes.of_layers
         if dropped or listed is not None:
-            config, kind = custom_config(config, dropped, listed), custom_class(kind)
+            config, kind = custom_config(config, family, dropped, listed), custom_class(kind)
         config.validate()  # it would be refused when it is read again
         student = kind(config)
     except (TypeError, ValueError, StrictDataclassError) as error:
@@ -286,7 +289,8 @@ def is_stock(sizes: Sizes, family: Family, config: Any) -> bool:
     except ValueError:  # of heads that do not divide the width, though they have any length
         return False
     is_long = family.free_head_dim or sizes.of_layer(0).heads * sizes.head_dim == sizes.hidden
-    return is_long and _count_neurons(config, family) == sizes.neurons
+    stock = getattr(config, family.sizes.heads), _count_neurons(config, family)
+    return is_long and stock == (sizes.heads, sizes.neurons)
 
 
 def _write_neurons(config: Any, family: Family, hidden: int, neurons: int) -> None:

@@ -91,7 +91,7 @@ def shrink(
     options = (options or ShrinkOptions()).changed(changes)
     folder = None if out is None else new_folder(out)
     model: Any = teacher if isinstance(teacher, nn.Module) else load_teacher(teacher)
-    family = family_of(model)
+    family = family_of(model, options.stack)
     options = options.changed({"align": options.align and family.is_aligned})
     stored = _stored_dtype(model, isinstance(teacher, nn.Module))
     own = sizes_of(model.config, family)
@@ -107,7 +107,7 @@ def shrink(
     keeper: AbstractContextManager[Unfinished | None] = nullcontext()
     if folder is not None and options.is_usual:
         settings = {name: getattr(options, name) for name in ("batch_size", "plan", "align", "ridge")}
-        settings |= {**sizes.__dict__, "kept": kept, **dropped.__dict__}
+        settings |= {**sizes.__dict__, "kept": kept, **dropped.__dict__, "stack": family.stack}
         keeper = Unfinished(part_folder(folder), run_key(teacher, settings, data=read_data(data)))
     mode = model.training
     model.eval()
@@ -151,10 +151,12 @@ def read_made(folder: str | os.PathLike[str]) -> Shrunk:
 
 def _report(work: Work, own: Sizes) -> dict[str, Any]:
     """What ``shrink.json`` holds (STUDENT-3); the layer map counts blocks with attention (DEPTH-8)."""
+    stack = {} if work.family.stack is None or work.family.is_alone else {"stack": work.family.stack}
     sources = [source for number, source in enumerate(work.kept) if number not in work.dropped.attention]
     return {
         "format": FORMAT,
         "model_type": work.teacher.config.model_type,
+        **stack,
         "teacher": own.__dict__ | {"parameters": count_parameters(work.teacher)},
         "student": work.sizes.__dict__ | {"parameters": count_parameters(work.student)},
         "aligned": work.options.align,

@@ -19,9 +19,13 @@ def make_teacher(
     """A teacher of a family, float64, with biases and norms away from where they start."""
     torch.manual_seed(seed)
     sizes = {"num_hidden_layers": layers, "num_attention_heads": heads, "hidden_size": WIDTH}
+    stacked = {"layers": layers, "attention_heads": heads, "ffn_dim": 20}
     text = {"vocab_size": 31, "max_position_embeddings": 40, "intermediate_size": 20}
     tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     grouped = {"num_key_value_heads": kv_heads, "head_dim": 6}
+    pair = {f"{stack}_{name}": size for stack in ("encoder", "decoder") for name, size in stacked.items()}
+    pair |= {"d_model": WIDTH, "decoder_start_token_id": 2, "forced_eos_token_id": None}
+    audio = {"num_mel_bins": 5, "max_source_positions": 8, "max_target_positions": 40, "begin_suppress_tokens": None}
     image = {"image_size": 12, "patch_size": 4, "num_channels": 2, "num_labels": 5}
     made: dict[str, tuple[str, dict[str, Any]]] = {
         "llama": ("LlamaForCausalLM", {**sizes, **text, **tokens, **grouped, "attention_bias": True}),
@@ -41,6 +45,13 @@ def make_teacher(
         "gpt_neox": ("GPTNeoXForCausalLM", {**sizes, **text, **tokens, "rotary_pct": 0.67, "layer_norm_eps": 1e-7}),
         "olmo2": ("Olmo2ForCausalLM", {**sizes, **text, **tokens, "num_key_value_heads": kv_heads}),
         "modernbert": ("ModernBertForMaskedLM", {**sizes, **text, **tokens, "local_attention": 6}),
+        "bart": ("BartForConditionalGeneration", {**pair, **text, **tokens}),
+        "whisper": ("WhisperForConditionalGeneration", {**pair, **audio, "vocab_size": 31, **tokens}),
+        "t5": (
+            "T5ForConditionalGeneration",
+            {"num_layers": layers, "num_heads": heads, "d_model": WIDTH, "d_kv": 6, "d_ff": 20, "vocab_size": 31}
+            | {"decoder_start_token_id": 0, **tokens},
+        ),
         "bert": ("BertForMaskedLM", {**sizes, **text, "pad_token_id": 0}),
         "electra": ("ElectraForPreTraining", {**sizes, **text, "embedding_size": 10, "pad_token_id": 0}),
         "distilbert": ("DistilBertForMaskedLM", {**sizes, **text, "hidden_dim": 20, "pad_token_id": 0}),
@@ -67,19 +78,30 @@ def make_data(name: str, samples: int = 6, length: int = 9, seed: int = 1) -> di
     ids = torch.randint(3, 31, (samples, length), generator=generator)
     mask = torch.ones_like(ids)
     mask[0, length - 2 :] = 0
-    return {"input_ids": ids, "attention_mask": mask}
+    texts = {"input_ids": ids, "attention_mask": mask}
+    if name in ("bart", "t5", "whisper"):
+        decoded = {f"decoder_{key}": tensor[:, 2:] for key, tensor in texts.items()}
+        sound = torch.randn(samples, 5, 16, generator=generator).double()
+        return ({"input_features": sound} if name == "whisper" else texts) | decoded
+    return texts
 
 
 def logits_of(model: Any, data: dict[str, Tensor]) -> Tensor:
     """Of the rows that are no padding."""
     with torch.no_grad():
         logits: Tensor = model(**data).logits
-    return logits if "attention_mask" not in data else logits[data["attention_mask"].bool()]
+    mask = data.get("decoder_attention_mask", data.get("attention_mask"))
+    return logits if mask is None else logits[mask.bool()]
 
 
 @contextmanager
-def mixed_logits(model: Any, merges: list[tuple[list[list[int]], list[list[float]]]]) -> Iterator[None]:
-    """The teacher with, in each layer, the softmax of each group's mixed logits as the map of all of its heads."""
+def mixed_logits(
+    model: Any, merges: list[tuple[list[list[int]], list[list[float]]]], stack: str = ""
+) -> Iterator[None]:
+    """The teacher with, in each layer, the softmax of each group's mixed logits as the map of all of its heads.
+
+    ``stack`` is the one whose self attention merges, of a model with two.
+    """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     calls = iter(range(1000))
@@ -99,7 +121,11 @@ def mixed_logits(model: Any, merges: list[tuple[list[list[int]], list[list[float
     before = model.config._attn_implementation
     ALL_ATTENTION_FUNCTIONS["mixed"] = attend
     # Masks are made for eager attention, by the name that the configuration has then.
-    layers = [module for module in model.modules() if type(module).__name__.endswith(("Attention", "SelfAttention"))]
+    layers = [
+        module
+        for name, module in model.named_modules()
+        if type(module).__name__.endswith("Attention") and stack in name and "encoder_attn" not in name
+    ]
     model.config._attn_implementation = "eager"
 
     def switch(name: str) -> Any:
