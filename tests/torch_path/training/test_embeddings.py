@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,9 @@ import sentence_transformers
 import torch
 from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
 from support.binding.sentences import TEXTS, export_encoder, samples_of, tokens_of, write_encoder
-from support.binding.trainer_cases import make_trainer, trained
+from support.binding.trainer_cases import make_model, make_samples, make_trainer, trained, write_cache
+from support.binding.trainer_cases import pad as pad_labelled
+from support.commands import shd
 from support.refusals import refusal
 from support.students import precompute
 
@@ -28,6 +33,8 @@ from shd_torch import (
     EmbeddingLoss,
     EmbeddingTerm,
     HiddenTerm,
+    KdTerm,
+    OnlineTeacher,
     SupervisedDataset,
     compare_embeddings,
     embedding_loss,
@@ -126,8 +133,9 @@ def test_agreement_is_that_of_scipy_and_of_sorted_neighbours() -> None:
     assert ties.spearman == pytest.approx(scipy.stats.spearmanr([1] + [0] * 9, [1] * 3 + [0] * 7).statistic)
 
 
-@pytest.mark.parametrize("pooling", ["mean", "cls", "max", "last"])
-@pytest.mark.parametrize("distance", ["cosine", "mse", "similarity"])
+@pytest.mark.parametrize(
+    ("distance", "pooling"), [("cosine", "mean"), ("mse", "cls"), ("similarity", "max"), ("cosine", "last")]
+)
 def test_a_step_is_that_of_a_plain_loop(
     caches: Callable[..., Path], tmp_path: Path, distance: str, pooling: str
 ) -> None:
@@ -165,6 +173,27 @@ def test_a_step_is_that_of_a_plain_loop(
     for name, value in model.named_parameters():
         stepped = value.detach() - 0.01 * (0 if value.grad is None else value.grad)
         torch.testing.assert_close(after[name], stepped, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_beside_attention_and_logits_of_a_student_with_a_head(tmp_path: Path) -> None:
+    """Its last hidden state is what its head reads."""
+    cache = write_cache(tmp_path, logits="float16", embeddings=Pooling("last"))
+    joined = SupervisedDataset(make_samples(), cache)
+    arguments = {"per_device_train_batch_size": 8, "max_steps": 1, "train_sampling_strategy": "sequential"}
+    terms: dict[str, Any] = {"beta": 0.5, "kd": KdTerm(), "embeddings": EmbeddingTerm(weight=3.0)}
+    logged = trained(tmp_path / "out", train=joined, arguments=arguments, **terms).state.log_history[0]
+    weights = {"shd": 0.5, "kd": 1.0, "embedding": 3.0}
+    weighted = sum(weight * logged[f"{name}_loss"] for name, weight in weights.items())
+    assert logged["loss"] == pytest.approx(logged["base_loss"] + weighted, rel=1e-3)
+    batch = pad_labelled(make_samples())
+    states = make_model(2, seed=2)(**batch, output_hidden_states=True).hidden_states[-1]
+    own = pool_states(states, batch["attention_mask"].bool(), pooling="last")
+    targets = joined.collate_with(pad_labelled)([joined[index] for index in range(8)])[1].embeddings()
+    assert targets is not None
+    assert logged["embedding_loss"] == pytest.approx(embedding_loss(own, targets.vectors).item(), rel=1e-4)
+    with refusal("argument-value", "embedding must have a cache of embeddings, as no live teacher gives them"):
+        live = OnlineTeacher(make_model(4, seed=1), 2, [(0, 0), (1, 1)])
+        trained(tmp_path / "live", train=make_samples(), teacher=live, embeddings=EmbeddingTerm())
 
 
 @pytest.mark.parametrize(("distance", "width"), [("mse", 16), ("similarity", 16), ("cosine", 32)])
@@ -276,3 +305,26 @@ def test_caches_and_students_that_do_not_fit(caches: Callable[..., Path], tmp_pa
         EmbeddingLoss(student, caches())([student.tokenize([TEXTS[0], "w1 w1 w1 w1"])])
     with refusal("sample-missing", "1 of 1 are not in it"):
         SupervisedDataset([{"input_ids": [3, 3], "attention_mask": [1, 1]}], caches())
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # of the page's other libraries
+def test_the_page_trains_as_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its commands but the export and the start, and every snippet, on small models."""
+    page = (Path(__file__).resolve().parents[3] / "docs/sentence-encoders.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    export_encoder(write_encoder(tmp_path / "teacher"))
+    write_encoder(tmp_path / "student", None, "Normalize", num_hidden_layers=1)
+    Path("texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS * 4), encoding="utf-8")
+    (precompute_line,) = re.findall(r"^shd (precompute .*)$", page, re.MULTILINE)
+    shd(*shlex.split(precompute_line))
+    capsys.readouterr()
+    for snippet in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(compile(snippet, "sentence-encoders.md", "exec"), {"__name__": "__main__"})
+    said = capsys.readouterr().out
+    assert said.count("eval_spearman") >= 2
+    assert "spearman_cosine" in said
+    loaded = sentence_transformers.SentenceTransformer("trained-too", device="cpu")
+    assert loaded.encode(TEXTS).shape == (len(TEXTS), 32)
