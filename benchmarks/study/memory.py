@@ -54,7 +54,7 @@ def bytes_a_sample(rival: Rival, outputs: TeacherOutputs) -> float:
         return 2.0 * sum(hidden[0].numel() for hidden in outputs.hidden.values())
     causal = next(iter(outputs.calls.values())).rule.is_causal
     if rival.merges_maps:
-        shapes = [each.shape[1:] for each in outputs.squeezed.supervisions]
+        shapes = [supervision.shape[1:] for supervision in outputs.squeezed.supervisions]
     else:
         shapes = [(call.num_heads, *_lengths(call)) for call in outputs.calls.values()]
     return 2.0 * sum(h * (rows * (rows + 1) // 2 if causal else rows * keys) for h, rows, keys in shapes)

@@ -34,7 +34,7 @@ class Course:
         batch: numbers of samples to the student's arguments by name.
         base: ``(output, index, shd)`` to the base loss of the samples that ``batch`` gave last.
         evaluate: figures by name, of the student as it stands; ``forward(inputs)`` runs it as in training.
-        rivals: what teaches beside the base loss, one a teacher, with what makes its outputs.
+        rivals: losses added to the base loss, each with the source of its teacher's outputs.
         parts: modules of the base loss that are trained too.
         loss_mask: numbers of samples to ``(B, L)`` boolean, True = the row counts in the rivals' loss; None for all.
     """

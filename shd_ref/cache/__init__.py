@@ -1,6 +1,7 @@
 """The supervision cache (specs/cache-format.md): computed once, read by key. Needs numpy and xxhash.
 
-Callers use the files beside the rooms, ``writer.py``, ``reader.py`` and so on. Start reading with ``forms``.
+Its interface is the modules of this folder, ``writer.py``, ``reader.py`` and so on; to read the code, start with
+``forms``.
 """
 
 from types import ModuleType as _ModuleType

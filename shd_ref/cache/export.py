@@ -66,11 +66,11 @@ def export_webdataset(
     drafts = part_folder(folder / "export")  # inside, as nothing else need be writable
     _check_folder(folder, reader.manifest, drafts)
     written = present = samples = size = 0
-    part = drafts / "file"
+    place = drafts / "file"
     shards = reader.manifest.shards.num_shards
     with DraftFolder(drafts):
         if not (folder / MANIFEST_NAME).exists():
-            with drafting(folder / MANIFEST_NAME, part) as draft:
+            with drafting(folder / MANIFEST_NAME, place) as draft:
                 draft.write_bytes(reader.manifest.to_bytes())
         for shard in range(shards):
             path = folder / f"{shard:06d}.tar"
@@ -78,7 +78,7 @@ def export_webdataset(
             if _is_whole(path, records):
                 present += 1
             else:
-                with drafting(path, part) as draft, tarfile.open(draft, "x:", format=tarfile.USTAR_FORMAT) as tar:
+                with drafting(path, place) as draft, tarfile.open(draft, "x:", format=tarfile.USTAR_FORMAT) as tar:
                     for record in records:
                         _add_record(tar, reader, record)
                 samples += len(records)
@@ -121,7 +121,7 @@ def _is_whole(path: Path, records: Sequence[Record]) -> bool:
 
 def _add_record(tar: tarfile.TarFile, reader: CacheReader, record: Record) -> None:
     name = f"{record.index:08d}-{record.key}"
-    stored = reader.read(record.key)  # of equal samples, which share a key, that of the first
+    stored = reader.read(record.key)  # equal samples share a key: this is the record of the first
     for form in reader.manifest.forms:
         for array_name, array in form.arrays(stored):
             buffer = io.BytesIO()

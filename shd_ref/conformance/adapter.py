@@ -250,7 +250,7 @@ def arrays_of(value: Any) -> list[Array]:
 
 
 def copy_of(value: Any) -> Any:
-    """The same in arrays, lists and mappings of its own."""
+    """A deep copy of arrays, lists and mappings."""
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, list | tuple):

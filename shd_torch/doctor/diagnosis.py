@@ -145,21 +145,21 @@ def diagnose(
 
 
 def _measure(
-    found: Diagnosis, teacher: Teacher, student: Student, data: Arrays, options: DiagnosisOptions, tell: Progress
+    diagnosis: Diagnosis, teacher: Teacher, student: Student, data: Arrays, options: DiagnosisOptions, tell: Progress
 ) -> None:
-    own = found.student_parts
+    own = diagnosis.student_parts
     arrays = {name: array for name, array in data.items() if name != "labels"}
     for tokens, mask in (("input_ids", "attention_mask"), ("decoder_input_ids", "decoder_attention_mask")):
         if tokens in arrays and mask not in arrays:
             arrays[mask] = (arrays[tokens] >= 0).astype("int64")
-    _check_tokens(arrays, None if found.teacher_parts is None else found.teacher_parts.vocabulary)
+    _check_tokens(arrays, None if diagnosis.teacher_parts is None else diagnosis.teacher_parts.vocabulary)
     if teacher.graph is not None:
         try:
-            found.fidelity = measure_graph(teacher.graph, arrays, own.heads, progress=tell)
+            diagnosis.fidelity = measure_graph(teacher.graph, arrays, own.heads, progress=tell)
         except ShdError as error:
             if error.code != "heads-exceed":  # a graph's heads are known by now alone
                 raise
-            found.failure = str(error)
+            diagnosis.failure = str(error)
         return
     batch: dict[str, Tensor] = {name: torch.as_tensor(array) for name, array in arrays.items()}
     batch = {name: array.float() if array.is_floating_point() else array.long() for name, array in batch.items()}
@@ -168,33 +168,33 @@ def _measure(
         _check_labels(batch["labels"], own)
     model = teacher.model
     try:
-        found.fidelity = measure_model(model, arrays, own.heads, next_token=is_causal_model(model), progress=tell)
+        diagnosis.fidelity = measure_model(model, arrays, own.heads, next_token=is_causal_model(model), progress=tell)
     except ShdError as error:
         if not error.code.startswith(("export-", "graph-")):
             raise
-        found.unmeasured = str(error)
-    found.failure = _find_unknown(batch, own)
-    found.untried = None if found.failure is not None else _find_other_rows(found, model)
-    if found.failure is not None or found.untried is not None:
+        diagnosis.unmeasured = str(error)
+    diagnosis.failure = _find_unknown(batch, own)
+    diagnosis.untried = None if diagnosis.failure is not None else _find_other_rows(diagnosis, model)
+    if diagnosis.failure is not None or diagnosis.untried is not None:
         return
     start = student.make(0)
     few = {name: array[:2] for name, array in batch.items()}
-    live = _try_together(found, model, student, start, inputs_of(few))
+    live = _try_together(diagnosis, model, student, start, inputs_of(few))
     if live is None:
         return
-    found.objective = choose_objective(start, model, few, _pooling_of(teacher))
-    if found.objective is None:
-        found.untried = (
+    diagnosis.objective = choose_objective(start, model, few, _pooling_of(teacher))
+    if diagnosis.objective is None:
+        diagnosis.untried = (
             "the student has no head, and its last hidden states are not of the teacher's width, so that nothing but "
             "attention could be compared: name a class with a head in its config.json, as architectures, or train it "
             "with SHDTrainer (beta and hidden) and judge it by your task"
         )
         return
-    trial = Trial(live, found.objective, batch, options)
-    found.beta = find_beta(trial, start, lambda done, total: tell(done, total, "steps to beta"))
+    trial = Trial(live, diagnosis.objective, batch, options)
+    diagnosis.beta = find_beta(trial, start, lambda done, total: tell(done, total, "steps to beta"))
     if options.probe:
-        options = replace(options, beta=found.beta.middle if options.beta is None else options.beta)
-        found.probe = run_probe(
+        options = replace(options, beta=diagnosis.beta.middle if options.beta is None else options.beta)
+        diagnosis.probe = run_probe(
             replace(trial, options=options), student.make, lambda done, total: tell(done, total, "steps of the probe")
         )
 
@@ -225,14 +225,14 @@ def _find_unknown(batch: Mapping[str, Tensor], student: Parts) -> str | None:
     return f"{problem}: give it the teacher's tokenizer and vocabulary"
 
 
-def live_teacher(found: Diagnosis, model: Any, student: Student) -> OnlineTeacher:
+def live_teacher(diagnosis: Diagnosis, model: Any, student: Student) -> OnlineTeacher:
     """The teacher, squeezed as the student was, or as the fidelity test recommends."""
     if student.is_squeezed:
         return OnlineTeacher.for_student(model, student.folder)
-    own, best = found.student_parts, found.squeezed
-    parts = found.teacher_parts
+    own, best = diagnosis.student_parts, diagnosis.squeezed
+    parts = diagnosis.teacher_parts
     assert parts is not None  # a model has them
-    sites = parts.layers if found.fidelity is None else len(found.fidelity.sites)
+    sites = parts.layers if diagnosis.fidelity is None else len(diagnosis.fidelity.sites)
     pairs = layer_map(sites, min(own.layers, sites))
     plan: Any = None
     options: Mapping[str, Any] = {}
@@ -256,9 +256,9 @@ def _check_tokens(arrays: Arrays, vocabulary: int | None) -> None:
         raise ShdError("argument-value", f"{rule}: use the teacher's tokenizer")
 
 
-def _find_other_rows(found: Diagnosis, model: Any) -> str | None:
+def _find_other_rows(diagnosis: Diagnosis, model: Any) -> str | None:
     """Why maps of the two have other rows, so that they cannot be trained as they are; None where they have not."""
-    own, parts = found.student_parts, found.teacher_parts
+    own, parts = diagnosis.student_parts, diagnosis.teacher_parts
     if getattr(model.config, "is_encoder_decoder", False):
         return "an encoder-decoder is measured and not trained here; examples/encoder_decoder.py trains one"
     if parts is not None and parts.patches is not None and parts.specials != own.specials:
@@ -270,20 +270,20 @@ def _find_other_rows(found: Diagnosis, model: Any) -> str | None:
 
 
 def _try_together(
-    found: Diagnosis, model: Any, student: Student, start: Any, inputs: Mapping[str, Any]
+    diagnosis: Diagnosis, model: Any, student: Student, start: Any, inputs: Mapping[str, Any]
 ) -> OnlineTeacher | None:
-    """The live teacher, after both ran on a batch; else ``found`` says why not.
+    """The live teacher, after both ran on a batch; else ``diagnosis`` says why not.
 
     A teacher whose attention cannot be read as it runs may still teach from a cache, if its graph can be read.
     """
     taught, problem = None, None
     try:
-        live = live_teacher(found, model, student)
+        live = live_teacher(diagnosis, model, student)
         taught = live(**inputs)
     except Exception as error:  # of the model's own code too, on data that it does not take
         problem = f"the teacher {_say_error(error)}"
-        if not isinstance(error, ShdError) or found.fidelity is None or student.is_squeezed:
-            found.failure = problem
+        if not isinstance(error, ShdError) or diagnosis.fidelity is None or student.is_squeezed:
+            diagnosis.failure = problem
             return None
     try:
         with torch.no_grad(), capture_attention(start, layers=None if taught is None else taught.layers) as captured:
@@ -291,10 +291,10 @@ def _try_together(
         if taught is not None:
             layer_kls(captured, taught, loss_mask=mask_of(inputs))
     except Exception as error:
-        found.failure = f"the student {_say_error(error)}"
+        diagnosis.failure = f"the student {_say_error(error)}"
         return None
     if problem is not None:
-        found.untried = f"{problem}; teach from a cache (shd-torch export, then shd precompute)"
+        diagnosis.untried = f"{problem}; teach from a cache (shd-torch export, then shd precompute)"
         return None
     return live
 

@@ -118,9 +118,10 @@ def factored_size(codec: str, num_heads: int, layer: LayerFactors, length: int) 
 
 def pack_factors(coded: CodedFactors) -> NDArray[np.uint8]:
     """Codes of one layer as bytes: steps if there are any, then codes, queries before keys (CACHE-149)."""
-    parts = [part for part in (coded.query_steps, coded.key_steps, coded.queries, coded.keys) if part is not None]
-    little = (np.ascontiguousarray(part, dtype=part.dtype.newbyteorder("<")) for part in parts)
-    return np.concatenate([part.reshape(-1).view(np.uint8) for part in little])
+    stored = (coded.query_steps, coded.key_steps, coded.queries, coded.keys)
+    arrays = [array for array in stored if array is not None]
+    little = (np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")) for array in arrays)
+    return np.concatenate([array.reshape(-1).view(np.uint8) for array in little])
 
 
 def unpack_factors(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -192,13 +192,13 @@ class Logits(Rows):
         decoded = self._decode(self.read_rows(record, self.parts[0], self.row_bytes))
         if isinstance(decoded, np.ndarray):
             return decoded
-        assert self.temperature is not None
+        temperature = cast(float, self.temperature)  # of every codec but float16
         if self.codec == "topk":
             log_probs, log_tail = decoded.log_probs, decoded.log_tail
-            return TopkTargets(decoded.head_ids, log_probs, log_tail, self.temperature, self.vocab_size)
-        assert decoded.entropy is not None
+            return TopkTargets(decoded.head_ids, log_probs, log_tail, temperature, self.vocab_size)
         ids, weights = decoded.slots()
-        return SampledTargets(ids, weights, decoded.entropy, self.temperature, self.vocab_size)
+        entropy = cast(NDArray[np.float64], decoded.entropy)  # as sampled records hold it
+        return SampledTargets(ids, weights, entropy, temperature, self.vocab_size)
 
     def compare(self, record: SampleRecord, rows: Reals) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Total variation ``(R,)`` of a record from the teacher's current rows, and its bound due to coding.

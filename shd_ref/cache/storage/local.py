@@ -1,8 +1,8 @@
 """Local folders: files that appear whole or not at all (CACHE-60 to CACHE-66).
 
 A writer holds an advisory lock on its temporary file until that is renamed, so any host can tell leftovers from work
-in progress. Files are opened folder by folder below the cache's own, and no link on the way is followed (CACHE-7). A
-writer holds its folder open: nothing is written to another that takes its place (CACHE-66).
+in progress. Paths below the cache's folder are opened one component at a time, without following links (CACHE-7). A
+writer keeps its folder open, so that nothing is written into another folder that replaces it (CACHE-66).
 """
 
 from __future__ import annotations

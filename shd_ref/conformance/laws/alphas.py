@@ -298,9 +298,9 @@ def _gram_cancelled(trial: Trial) -> None:
         maps = np.repeat(trial.probs(249 + exponent, 3, 1, 4, 5), 2, axis=1)
         spread = trial.numbers(262 + exponent, 3, 1, 5, 1, low=-8, high=8, shift=2).astype(np.float64)
         values = trial.rounded(np.concatenate((spread * x[:, None, None, None], spread * y[:, None, None, None]), 1))
-        made = trial.numbers_of(
+        gram = trial.numbers_of(
             "gram_tensor", teacher_probs=maps, values=values, output_projection=trial.rounded([[1.0], [1.0]])
         )
-        alpha = trial.numbers_of("solve_alpha_from_gram", gram=made, p=0, q=1)
+        alpha = trial.numbers_of("solve_alpha_from_gram", gram=gram, p=0, q=1)
         within = (alpha >= 0) & (alpha <= 1)  # not where it is NaN
         require(bool(within.all()), "the alpha of a gram tensor", "a number from 0 to 1", alpha)

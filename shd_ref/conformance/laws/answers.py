@@ -106,7 +106,7 @@ def _check_alpha(trial: Trial, inputs: Inputs, answer: Inputs, words: str) -> No
 
 
 def agree_alpha(trial: Trial, right: Pair, alpha: Array, words: str) -> None:
-    """An alpha is that of a pair (NUM-4)."""
+    """Compare the alphas of a pair with the best ones (NUM-4)."""
     difference = check_alpha(right, alpha.reshape(right.best.shape), trial.subject.dtype, flat=False)
     if difference:
         raise LawBrokenError(Difference(f"alpha {words}: {difference.problem}", difference.expected, difference.got))

@@ -227,8 +227,8 @@ class PrecomputeJob:
     def _run_step(self, step: _Step) -> tuple[tuple[StudentOutputs, ...] | None, list[_Made]]:
         """Run a batch and make its records, on any thread; its outputs too, where coding errors are measured."""
         outputs = self._work.squeeze(step.batch, checked=step.checked)
-        made = [cache.make(outputs[cache.number], shards) for cache, shards in step.takers]
-        return outputs if step.first else None, made
+        records = [cache.make(outputs[cache.number], shards) for cache, shards in step.takers]
+        return outputs if step.first else None, records
 
     def _steps(self, shard_of: Mapping[int, int]) -> Iterator[_Step]:
         """The batches of a window in order, the same whatever is missing: a resumed run gives the same bytes."""
@@ -360,7 +360,7 @@ class _StudentCache:
         progress: _Progress,
     ) -> int:
         """Take what ``make`` made of a batch, and commit full shards; how many samples were taken."""
-        inputs, taken = self._work.inputs, 0
+        inputs, num_samples = self._work.inputs, 0
         for shard, records in made.records.items():
             pending = self.pending[shard]
             skipped = [index for index in indices if index in pending.samples & made.faults.keys()]
@@ -368,12 +368,12 @@ class _StudentCache:
             pending.skipped += [
                 Skipped(index, inputs.key(index), made.faults[index], inputs.seed(index)) for index in skipped
             ]
-            taken += len(records) + len(skipped)
+            num_samples += len(records) + len(skipped)
             if pending.errors is None and outputs is not None and records:
                 pending.errors = self._measure(outputs, records, check_again)
             if len(pending.records) + len(pending.skipped) == len(pending.samples):
                 self._commit(shard, self.pending.pop(shard), progress)
-        return taken
+        return num_samples
 
     def wait(self, progress: _Progress) -> None:
         under_way, self._under_way = self._under_way, None

@@ -163,8 +163,8 @@ def _walk_map(start: _Start, all_met: set[ir.Node]) -> Iterator[Walk]:
     projection = follow_to_projection(product.outputs[0])
     scores = trace_back(start.made_of, _SCORE_CARRIERS, is_value_product)
     reason = projection.reason
-    made = trace_back(values, LAYOUT_OPS, lambda node: node.op_type not in LAYOUT_OPS)
-    if scores is None and made is not None and is_value_product(made):
+    producer = trace_back(values, LAYOUT_OPS, lambda node: node.op_type not in LAYOUT_OPS)
+    if scores is None and producer is not None and is_value_product(producer):
         reason = (
             "it is linear attention: keys and values are multiplied first, so what its softmax gives is a feature of "
             "a query and no attention to keys: choose other layers (--sites), or another teacher"

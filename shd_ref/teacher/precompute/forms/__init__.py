@@ -84,13 +84,13 @@ def make_records(
     numbers = [number for number, index in enumerate(outputs.indices) if index in wanted]
     samples = [outputs[number] for number in numbers]
     extents = [forms.extent_of(sample.extent) for sample in samples]
-    made = [maker_of(form).make(form, samples, extents) for form in forms.forms] if samples else []
+    parts_by_form = [maker_of(form).make(form, samples, extents) for form in forms.forms] if samples else []
     return [
         SampleRecord(
             index=sample.index,
             key=sample.key,
             length=extent.length,
-            parts={name: blob for of_form in made for name, blob in of_form[position].items()},
+            parts={name: blob for parts in parts_by_form for name, blob in parts[position].items()},
             seed=work.inputs.seed(sample.index),
             first=extent.first,
             shapes=extent.shapes,
