@@ -103,7 +103,9 @@ def main() -> None:
         kept = {"options": vars(args), "machine": platform.processor() or platform.machine(), "settings": {}}
     with tempfile.TemporaryDirectory() as folder:
         paths = export_minilm(Path(folder))
-        for threads, batch, length in product((1, 2), (1, 32), (16, 64, 256)):
+        for threads, batch, length in sorted(
+            product((1, 2), (1, 32), (16, 64, 256)), key=lambda one: one[1] * one[2]
+        ):
             setting = f"batch {batch}, length {length}, {threads} thread{'s' * (threads > 1)}"
             if setting not in kept["settings"]:
                 kept["settings"][setting] = compare(paths, batch, length, threads, args)
