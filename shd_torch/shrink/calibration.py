@@ -173,6 +173,7 @@ def study_layer(
     layer = family.layers_of(model)[number]
     names = [family.projections[0], family.middle, family.ffn[0][0], family.ffn[1]]
     names += [] if family.end is None else [family.end]
+    names += [family.maps] if family.maps is not None and with_maps else []
     sums = None if statistics is not None else _AttentionSums(weights, streams[0].device, with_maps=with_maps)
     squares, rows = torch.zeros((), dtype=torch.float64, device=streams[0].device), 0
     streams_of_batches = []
@@ -182,7 +183,10 @@ def study_layer(
         runs = run_layer(layer, streams, batches, number, watched)
         for (out, read), stream, batch in zip(runs, streams, batches, strict=True):
             if sums is not None:
-                sums.add(read[0], batch.counted, recorded.pop() if with_maps else None)
+                maps = (
+                    (read.pop(), _project_values(read[0], weights)) if family.maps is not None and with_maps else None
+                )
+                sums.add(read[0], batch.counted, recorded.pop() if with_maps and maps is None else maps)
             squares = squares + (read[3].double() * batch.counted[..., None]).square().sum((0, 1))
             rows += int(batch.counted.sum())
             middle = family.middle_of(read[1], stream)
@@ -195,6 +199,12 @@ def study_layer(
         statistics = sums.read(max(stream.shape[1] for stream in streams), rows)
     assert statistics is not None
     return statistics, LayerTrace(as_array(squares / rows), *zip(*streams_of_batches, strict=True))
+
+
+def _project_values(inputs: Tensor, weights: HeadWeights) -> Tensor:
+    """Every head's values ``(B, H_kv, L, d_v)``."""
+    bias = 0.0 if weights.value_bias is None else torch.from_numpy(weights.value_bias)[:, None].to(inputs.device)
+    return inputs.double()[:, None] @ torch.from_numpy(weights.value).to(inputs.device) + bias
 
 
 class _AttentionSums:

@@ -217,7 +217,7 @@ def custom_class(stock: Any) -> Any:
 def _stock_heads(config: Any, family: Family) -> Iterator[None]:
     """One head, if those do not fit the width, while a stock class checks, or builds layers that are resized then."""
     heads = getattr(config, family.sizes.heads)
-    if getattr(config, "layer_sizes", None) is None or config.hidden_size % heads == 0:
+    if getattr(config, "layer_sizes", None) is None or config.hidden_size % heads == 0 or family.biases is not None:
         yield
         return
     setattr(config, family.sizes.heads, 1)

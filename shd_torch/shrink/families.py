@@ -64,6 +64,8 @@ class Family:
     # "heads" or "neurons" where other parts of the model have the configuration's too
     shared: tuple[str, ...] = ()
     first_only: tuple[str, ...] = ()  # modules of the first layer that serve all layers
+    maps: str | None = None  # the module that reads the maps of an attention that transformers cannot exchange
+    biases: str | None = None  # the table (buckets, heads) of position biases that all layers add (HEAD-22)
     is_aligned: bool = True  # False where a norm after a block rules out the refit of its last matrix
     # options of shrink that the architecture rules out (as in check_refused), each with the reason
     refused: tuple[tuple[str, str], ...] = ()
@@ -242,7 +244,6 @@ _DECODER = replace(
     stack="decoder",
     shared=("heads",),  # cross attention has them
 )
-_SHARED_BIAS = "all layers add the same position biases, one per head, and each layer merges its own heads"
 
 
 def _gated_t5(layer: str) -> dict[str, Any]:
@@ -266,7 +267,7 @@ _T5 = Family(
     shared=("neurons",),
     first_only=("layer.0.SelfAttention.relative_attention_bias",),
     refused=(
-        ("heads", _SHARED_BIAS),
+        ("heads", "all layers of both stacks have the same number, and position biases for each"),
         ("head_dim", "its logits are not scaled by a head's length"),
         ("hidden", _BOTH_STACKS),
         ("drop_attention", "the attention of each layer passes the position biases on to the next"),
@@ -367,7 +368,9 @@ FAMILIES: dict[str, Family] = {
         _BERT,
         projections=("attention.attn.q", "attention.attn.k", "attention.attn.v", "attention.attn.o"),
         middle="attention.LayerNorm",
-        refused=(("heads", _SHARED_BIAS),),
+        maps="attention.attn.dropout",
+        biases="encoder.relative_attention_bias.weight",
+        refused=(("heads by layer", "all layers add the same position biases, one per head"),),
     ),
     "bart": _ENCODER,
     "whisper": replace(_ENCODER, **_BEFORE),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -12,10 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from shd_ref.shrink.ffn import merge_linear, most_important
-from shd_ref.shrink.merges import merge_heads
+from shd_ref.shrink.merges import HeadMerge, merge_heads
 from shd_torch.shrink.calibration import Batch, LayerTrace, run_layer, study_layer
 from shd_torch.shrink.custom import Dropped, LayerSizes
-from shd_torch.shrink.families import Array, Family, Rows, base_of, find_part, read_linear, side_by_side, write_linear
+from shd_torch.shrink.families import (
+    Array,
+    Family,
+    Rows,
+    as_array,
+    base_of,
+    find_part,
+    read_linear,
+    side_by_side,
+    write_linear,
+)
 from shd_torch.shrink.heads import OutputFit, Squeezed
 from shd_torch.shrink.sizes import ShrinkOptions, Sizes, sizes_of
 from shd_torch.shrink.unfinished import Unfinished, keep_study, read_study
@@ -40,8 +51,14 @@ class Work:
     frequencies: list[Array] | None  # of rotary positions of each teacher layer, or None
     tell: Callable[..., None]  # gets what is done now
     turn: Turn | None = None  # the kept axes; None where the stream keeps its width
+    merge: HeadMerge | None = None  # of all layers, where they share position biases
     studies: Unfinished | None = None  # statistics of teacher layers, shared with other students
     reports: list[dict[str, Any]] = field(default_factory=list)  # one per layer, as shrink.json holds them
+
+    @cached_property
+    def own_batches(self) -> list[Batch]:
+        """The calibration set as layers of the student get it: biases of positions mixed as its heads."""
+        return self.batches if self.merge is None else [_mix_biases(batch, self.merge) for batch in self.batches]
 
     def tell_stage(self, number: int, stage: str) -> None:
         """Say which layer of the student is at which of ``STAGES``."""
@@ -61,6 +78,45 @@ class Work:
         weight = torch.from_numpy(matrix).to(self.device)
         shift = 0.0 if bias is None else torch.from_numpy(bias).to(self.device)
         return lambda rows: rows.double() @ weight + shift
+
+
+def _mix_biases(batch: Batch, merge: HeadMerge) -> Batch:
+    """A batch whose arguments by head ``(B, H, L, L)`` are mixed; one tensor may be an argument of many layers."""
+    mixing = torch.from_numpy(merge.mixing).to(batch.stream)
+    mixed: dict[int, Tensor] = {}
+
+    def mix(argument: Any) -> Any:
+        if not (isinstance(argument, Tensor) and argument.ndim == 4 and argument.shape[1] == mixing.shape[1]):
+            return argument
+        if id(argument) not in mixed:
+            mixed[id(argument)] = torch.einsum("ht,btls->bhls", mixing, argument)
+        return mixed[id(argument)]
+
+    calls = [
+        (tuple(map(mix, args)), {name: mix(entry) for name, entry in named.items()}) for args, named in batch.calls
+    ]
+    return replace(batch, calls=calls)
+
+
+def share_merge(work: Work) -> None:
+    """One merge for all layers that attend, from the sum of their gram tensors; it mixes the biases too (HEAD-22)."""
+    family = work.family
+    teacher, student = (sizes_of(model.config, family).of_layer(0) for model in (work.teacher, work.student))
+    if family.biases is None:
+        return
+    mixing = np.eye(teacher.heads)
+    if student.heads != teacher.heads:
+        attending = [source for number, source in enumerate(work.kept) if number not in work.dropped.attention]
+        streams, gram = [batch.stream for batch in work.batches], np.zeros((teacher.heads,) * 4)
+        for number, layer in enumerate(family.layers_of(work.teacher)):
+            weights = family.read_attention(layer, teacher.heads, teacher.kv_heads)
+            is_read = number in attending
+            study = study_layer(work.teacher, family, number, streams, work.batches, weights, with_maps=is_read)
+            gram, streams = gram + study[0].gram, list(study[1].outputs)
+        work.merge = merge_heads(gram, student.heads, _choose_plan(work, teacher, student), teacher.kv_heads)
+        mixing = work.merge.mixing
+    table = as_array(find_part(base_of(work.teacher), family.biases)) @ mixing.T
+    find_part(base_of(work.student), family.biases).copy_(torch.from_numpy(table))
 
 
 def make_layer(
@@ -87,7 +143,9 @@ def make_layer(
     report: dict[str, Any] = {"case": "dropped", "exact": False}
     squeezed = None
     if number not in work.dropped.attention:
-        merge = merge_heads(statistics.gram, sizes.heads, _choose_plan(work, teacher, sizes), teacher.kv_heads)
+        merge = work.merge or merge_heads(
+            statistics.gram, sizes.heads, _choose_plan(work, teacher, sizes), teacher.kv_heads
+        )
         frequencies = None if work.frequencies is None else work.frequencies[source]
         positions: dict[str, Any] = {"frequencies": frequencies, "query_norm": family.query_norm is not None}
         squeezed = work.options.squeezer(weights, merge, statistics, sizes.kv_heads, sizes.head_dim, **positions)
@@ -225,7 +283,7 @@ class _Fitter(NamedTuple):
         work, module = self.work, find_part(self.target, name)
         fit = OutputFit(*read_linear(module), work.options.ridge, work.device)
         watched = [module] if goal_path is None else [module, find_part(self.target, goal_path)]
-        runs = run_layer(self.target, self.own, work.batches, self.source, watched)
+        runs = run_layer(self.target, self.own, work.own_batches, self.source, watched)
         for (out, read), own, goal, batch in zip(runs, self.own, goals, work.batches, strict=True):
             stream = out if goal_path is None else read[1]
             stream = work.family.middle_of(stream, own) if goal_path == work.family.middle else stream
@@ -239,7 +297,7 @@ class _Fitter(NamedTuple):
         work, modules = self.work, [find_part(self.target, name) for name in names]
         fit = OutputFit(*side_by_side([read_linear(module) for module in modules]), work.options.ridge, work.device)
         project = work.project(*rows)
-        runs = run_layer(self.target, self.own, work.batches, self.source, modules[:1])
+        runs = run_layer(self.target, self.own, work.own_batches, self.source, modules[:1])
         for (_, (read,)), stream, batch in zip(runs, inputs, work.batches, strict=True):
             fit.add(read[batch.counted], project(stream[batch.counted]), batch.held_rows)
         matrix, bias = fit.solve()
@@ -271,7 +329,7 @@ def _measure(
     names = [work.family.middle] + ([] if work.family.end is None else [work.family.end])
     sums = [0.0] * 4
     streams = []
-    runs = run_layer(target, own, work.batches, source, [find_part(target, name) for name in names])
+    runs = run_layer(target, own, work.own_batches, source, [find_part(target, name) for name in names])
     for (out, read), before, middle, end, batch in zip(runs, own, middles, ends, work.batches, strict=True):
         streams.append(out)
         after = work.family.middle_of(read[0], before)

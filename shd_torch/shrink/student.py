@@ -21,7 +21,7 @@ from shd_torch.shrink.calibration import read_data, rotary_frequencies, run_laye
 from shd_torch.shrink.custom import check_dropped, choose_dropped
 from shd_torch.shrink.families import as_array, base_of, family_of, find_part
 from shd_torch.shrink.folders import load_student, load_teacher, new_folder, save_student
-from shd_torch.shrink.layer import STAGES, Work, counted_rows, fit_final, make_layer
+from shd_torch.shrink.layer import STAGES, Work, counted_rows, fit_final, make_layer, share_merge
 from shd_torch.shrink.sentences import read_modules
 from shd_torch.shrink.sizes import (
     ShrinkOptions,
@@ -241,8 +241,13 @@ def _make_ends(work: Work, saved: Unfinished | None) -> None:
     modules = work.teacher.named_modules()
     layers = next(name for name, module in modules if module is work.family.layers_of(work.teacher)) + "."
     if work.sizes.hidden == work.teacher.config.hidden_size:
-        rest = {name: tensor for name, tensor in work.teacher.state_dict().items() if not name.startswith(layers)}
+        biases = work.family.biases or layers
+        everything = work.teacher.state_dict().items()
+        rest = {
+            name: tensor for name, tensor in everything if not name.startswith(layers) and not name.endswith(biases)
+        }
         work.student.load_state_dict(rest, strict=False)
+        share_merge(work)
         return
     norm, eps = work.family.norm, _norm_constant(work)
     if saved is not None and (piece := saved.get("axes")) is not None:

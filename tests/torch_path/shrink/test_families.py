@@ -18,7 +18,7 @@ from shd_torch.shrink import shrink
 
 DROP = {"drop_attention": [0], "drop_activations": [2]}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "mpnet": ("mpnet", {}, {"neurons": 12, **DROP}),
+    "mpnet": ("mpnet", {}, {"heads": 2, "head_dim": 6, "neurons": 12, **DROP}),
     "gpt-neox": ("gpt_neox", {}, {"hidden": 12, "heads": 2, "neurons": 12, **DROP}),
     "gpt-neox-sequential": ("gpt_neox", {"use_parallel_residual": False}, {"neurons": 12}),
     "olmo2": ("olmo2", {}, {"neurons": 12, "drop_attention": [0]}),
@@ -94,6 +94,32 @@ def test_heads_of_one_stack_are_the_teacher_with_mixed_logits(name: str, options
         read_student(made.report)
 
 
+@pytest.mark.parametrize("options", [{"heads": 2}, {"heads": 1, "layers": [0, 2], "neurons": [20, 20]}], ids=str)
+def test_shared_position_biases_are_mixed_as_the_heads(options: dict[str, Any]) -> None:
+    """Maps of mixed logits are the normalised geometric means of MPNet's maps (HEAD-6)."""
+    teacher = make_teacher("mpnet")
+    made = shrink(teacher, make_data("mpnet"), align=False, **options)
+    merges = [(layer["groups"], layer["mixing"]) for layer in made.report["layers"]]
+    assert {layer["exact"] for layer in made.report["layers"]} == {True}
+    assert all(merge == merges[0] for merge in merges)
+    (groups, mixing), blocks = merges[0], teacher.mpnet.encoder.layer
+    homes = sorted((head, number) for number, group in enumerate(groups) for head in group)
+
+    def mix(_: torch.nn.Module, read: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        logits = read[0].clamp_min(1e-300).log()
+        mixed = torch.einsum("ht,btls->bhls", torch.tensor(mixing, dtype=logits.dtype), logits).softmax(-1)
+        return (mixed[:, [number for _, number in homes]],)
+
+    teacher.mpnet.encoder.layer = torch.nn.ModuleList(blocks[source] for source in made.report["sources"])
+    other = make_data("mpnet", samples=3, length=13, seed=5)
+    plain = logits_of(teacher, other)
+    for block in teacher.mpnet.encoder.layer:
+        block.attention.attn.dropout.register_forward_pre_hook(mix)
+    exact = logits_of(teacher, other)
+    assert float((exact - plain).abs().max()) > 1e-3  # the merge changes something
+    torch.testing.assert_close(logits_of(made.student, other), exact, atol=1e-10, rtol=0.0)
+
+
 def test_position_biases_go_to_the_first_layer() -> None:
     """Without T5's first layer the student is the teacher whose first layer adds nothing."""
     teacher = make_teacher("t5")
@@ -152,13 +178,14 @@ def test_a_graph_of_fewer_rotary_heads(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "options", "says"),
     [
-        ("mpnet", {}, {"heads": 2}, "same position biases"),
+        ("mpnet", {}, {"heads": [2, 2, 1]}, "same position biases"),
+        ("mpnet", {}, {"heads": 3, "neurons": [1, 2, 3], "hidden": 16}, "hidden must"),
         ("gpt_neox", {}, {"heads": 2, "head_dim": 12}, "head_dim must stay 6"),
         ("olmo2", {}, {"heads": 2}, "over all heads"),
         ("olmo2", {}, {"hidden": 12}, "do not fold"),
         ("modernbert", {}, {"hidden": 12}, "lies on the stream"),
         ("bart", {}, {"stack": "encoder", "hidden": 12}, "both stacks"),
-        ("t5", {}, {"stack": "decoder", "heads": 2}, "same position biases"),
+        ("t5", {}, {"stack": "decoder", "heads": 2}, "both stacks"),
         ("t5", {}, {"stack": "encoder", "drop_attention": [1]}, "passes the position biases"),
         ("modernbert", {}, {"layers": [1, 2]}, "keep layer 0"),
         ("phi3", {}, {"heads": [4, 2, 2]}, "heads by layer"),
