@@ -276,12 +276,11 @@ def _has_pooling(teacher: Path) -> bool:
 
 def print_starts(starts: Sequence[Start]) -> None:
     """The table of ``--compare``."""
-    table = narrow_table(caption=f"{starts[0].measure} before any training; time and operations of one sample")
-    for number, heading in enumerate(("start", "loss", "parameters", "MFLOPs", "ms")):
+    table = narrow_table(caption=f"{starts[0].measure} before any training; operations of one sample")
+    for number, heading in enumerate(("start", "loss", "parameters", "MFLOPs")):
         table.add_column(heading, justify="right" if number else "left")
     for start in starts:
-        cost = f"{start.parameters:,}", f"{start.flops / 1e6:,.2f}", f"{1e3 * start.seconds:.3f}"
-        table.add_row(start.name, f"{start.loss:.4f}", *cost)
+        table.add_row(start.name, f"{start.loss:.4f}", f"{start.parameters:,}", f"{start.flops / 1e6:,.2f}")
     console.print(table)
 
 

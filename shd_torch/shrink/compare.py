@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -28,7 +26,6 @@ from shd_torch.shrink.sizes import ShrinkOptions, Squeezer, count_parameters
 from shd_torch.shrink.student import Shrunk, shrink
 from shd_torch.shrink.unfinished import Unfinished
 
-REPEATS = 7
 MEASURES = ("cross entropy", "KL from the teacher", "1 - cosine")
 """Of the next token; of the logits; of the last hidden states."""
 
@@ -92,22 +89,6 @@ def _count_attention(query: Sequence[int], key: Sequence[int], value: Sequence[i
     """Two products, of ``(B, H, L, d)`` with ``(B, H_kv, S, d)`` and of the map with ``(B, H_kv, S, d_v)``."""
     samples, heads, length, size = query
     return 2 * samples * heads * length * key[2] * (size + value[3])
-
-
-@torch.no_grad()
-def time_model(model: Any, data: Mapping[str, Tensor], batch_size: int) -> float:
-    """Seconds a sample of a forward pass: the median of several, after one that does not count."""
-    batch = {key: tensor[:batch_size] for key, tensor in data.items()}
-    size = len(next(iter(batch.values())))
-    wait: Callable[[], None] = torch.cuda.synchronize if next(model.parameters()).is_cuda else lambda: None
-    seconds = []
-    for _ in range(REPEATS + 1):
-        wait()
-        started = time.perf_counter()
-        model(**batch)
-        wait()
-        seconds.append((time.perf_counter() - started) / size)
-    return statistics.median(seconds[1:])
 
 
 Choice = Callable[[HeadWeights, HeadMerge, AttentionStatistics], Sequence[Sequence[int]]]
@@ -193,7 +174,6 @@ class Start:
     name: str
     parameters: int  # how many numbers it has
     flops: int  # floating point operations of matrix products, a sample
-    seconds: float  # of a forward pass in PyTorch, a sample
     loss: float  # on data that it was not made from, before any training
     measure: str  # what the loss is: "cross entropy" or "KL from the teacher", in nats, or "1 - cosine"
 
@@ -240,7 +220,7 @@ def compare_starts(
                 rows.append(Start(**kept[1]))
                 continue
             start, size = make(), options.batch_size
-            cost = count_parameters(start), count_flops(start, samples), time_model(start, samples, size)
+            cost = count_parameters(start), count_flops(start, samples)
             rows.append(Start(name, *cost, measure_loss(model, start, samples, size, measure), measure))
             unfinished.put(piece, {}, asdict(rows[-1]))
     finally:

@@ -121,7 +121,6 @@ def test_the_table(name: str, measure: str, options: dict[str, Any]) -> None:
     assert ("layers 0, 2 as they are" in rows) == (name == "llama")
     assert told == [(number, len(rows), start) for number, start in enumerate(rows)]
     assert {start.measure for start in starts} == {measure}
-    assert all(start.seconds > 0 for start in starts)
     assert teacher.training
     first, second = starts[:2]
     assert second.parameters == made.report["student"]["parameters"] < first.parameters
