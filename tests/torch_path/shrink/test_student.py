@@ -240,9 +240,9 @@ def test_sizes_of_numpy_are_integers_too() -> None:
 def test_other_models_and_folders_are_refused(tmp_path: Path) -> None:
     import transformers
 
-    t5 = transformers.T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=9)
-    with refusal("shrink-unsupported", "t5"):
-        shrink(transformers.T5ForConditionalGeneration(t5), {"input_ids": torch.ones(1, 2, dtype=torch.long)})
+    ctrl = transformers.CTRLConfig(n_embd=8, dff=8, n_layer=1, n_head=2, vocab_size=9)
+    with refusal("shrink-unsupported", "ctrl"):
+        shrink(transformers.CTRLModel(ctrl), {"input_ids": torch.ones(1, 2, dtype=torch.long)})
     with refusal("read-failed"):
         shrink(tmp_path / "none", make_data("llama"))
     (tmp_path / "full").mkdir()
