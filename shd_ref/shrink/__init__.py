@@ -7,15 +7,7 @@ from shd_ref.shrink.align import align_output
 from shd_ref.shrink.ffn import Linear, keep_neurons, merge_linear, neuron_importance
 from shd_ref.shrink.heads import attend, concatenate_heads, low_rank_heads, mix_queries
 from shd_ref.shrink.merges import HeadMerge, HeadWeights, Rotary, grouped_plan, merge_heads, pooled_mixing
-from shd_ref.shrink.predictor import (
-    Predictor,
-    best_split,
-    change_meaning,
-    choose_degree,
-    cross_validate,
-    fit_predictor,
-    study_noise,
-)
+from shd_ref.shrink.predictor import Predictor, best_split, choose_degree, cross_validate, fit_predictor
 from shd_ref.shrink.student import read_student
 from shd_ref.shrink.width import fold_norm, kept_layers, kept_scale, principal_axes
 
@@ -28,7 +20,6 @@ __all__ = [
     "align_output",
     "attend",
     "best_split",
-    "change_meaning",
     "choose_degree",
     "concatenate_heads",
     "cross_validate",
@@ -46,5 +37,4 @@ __all__ = [
     "pooled_mixing",
     "principal_axes",
     "read_student",
-    "study_noise",
 ]

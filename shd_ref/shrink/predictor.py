@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 
 from shd_ref.attention import Array, as_float, check_option
 from shd_ref.errors import ShdError
-from shd_ref.integers import check_integer, check_number
+from shd_ref.integers import check_integer
 from shd_ref.tolerances import tie_width
 
 MEANINGS: tuple[str, ...] = ("retained", "pruned")
@@ -54,17 +54,6 @@ class Split:
     attention: int  # attention blocks that are kept
     activation: int  # activations that are kept
     quality: float  # what the polynomial predicts there
-
-
-@dataclass(frozen=True)
-class NoiseStudy:
-    """How far noise in the measured qualities moves the best split (PRED-7)."""
-
-    same: float  # share of trials with the split of the noiseless fit
-    one_layer: float  # share that is off by one layer
-    more: float  # the rest
-    mean: tuple[float, float]  # mean ratios (attention, activation) that are kept
-    std: tuple[float, float]  # their standard deviations over trials
 
 
 def as_predictor(predictor: Predictor | Mapping[str, Any]) -> Predictor:
@@ -145,72 +134,6 @@ def best_split(
     values = predictor.predict(*(ratios if predictor.meaning == "retained" else 1.0 - ratios))
     best = int(np.argmax(values >= values.max() - tie_width() * np.abs(values).max()))
     return Split(int(attention[best]), int(kept - attention[best]), float(values[best]))
-
-
-def change_meaning(predictor: Predictor | Mapping[str, Any]) -> Predictor:
-    """The same polynomial over the other ratios: each ratio r becomes ``1 - r`` (PRED-6)."""
-    predictor = as_predictor(predictor)
-    other = MEANINGS[1 - MEANINGS.index(predictor.meaning)]
-    # As many points as coefficients, in general position: the lattice of the degree.
-    steps = [(i, j) for i in range(predictor.degree + 1) for j in range(predictor.degree + 1 - i)]
-    ratios = np.array(steps, dtype=np.float64) / predictor.degree
-    design = _monomials(ratios[:, 0], ratios[:, 1], predictor.degree)
-    values = predictor.predict(1.0 - ratios[:, 0], 1.0 - ratios[:, 1])
-    return Predictor(predictor.degree, tuple(float(c) for c in np.linalg.solve(design, values)), other)
-
-
-def study_noise(
-    points: ArrayLike,
-    num_layers: int,
-    budget: int,
-    *,
-    degree: int = 2,
-    meaning: str = "retained",
-    trials: int = 500,
-    deviation: float = 0.1,
-    limit: float = 0.5,
-    seed: int = 0,
-    noise: ArrayLike | None = None,
-) -> NoiseStudy:
-    """Fit again with noise in the qualities and see where the best split goes (PRED-7).
-
-    Args:
-        points: as in ``fit_predictor``, with ``"retained"`` ratios.
-        num_layers: L.
-        budget: K.
-        degree: of every fit.
-        meaning: of the budget.
-        trials: how many fits.
-        deviation: standard deviation of the noise, in units of quality.
-        limit: the noise is clipped to ``[-limit, limit]``.
-        seed: of the noise: the same seed gives the same study.
-        noise: the noise before it is clipped ``(trials, n)``, in place of ``trials``, ``deviation`` and ``seed``.
-    """
-    rows = _check_points(points)
-    trials = check_integer("trials", trials, 1, None, "PRED-7")
-    deviation = check_number("deviation", deviation, "PRED-7", least=0)
-    limit = check_number("limit", limit, "PRED-7", least=0)
-    first = best_split(fit_predictor(rows, degree), num_layers, budget, meaning)
-    if noise is None:
-        drawn = np.random.default_rng(seed).normal(0.0, deviation, (trials, len(rows)))
-    else:
-        drawn = as_float(noise, "noise", ndim=2)
-        if drawn.shape[1] != len(rows) or not len(drawn):
-            raise ShdError("argument-shape", f"noise must be (trials, {len(rows)}); got {drawn.shape}", "PRED-7")
-    splits = np.empty((len(drawn), 2))
-    for trial, added in enumerate(np.clip(drawn, -limit, limit)):
-        noisy = np.column_stack([rows[:, :2], rows[:, 2] + added])
-        split = best_split(fit_predictor(noisy, degree), num_layers, budget, meaning)
-        splits[trial] = split.attention, split.activation
-    distance = np.abs(splits[:, 0] - first.attention)
-    mean, std = splits.mean(axis=0) / num_layers, splits.std(axis=0) / num_layers
-    return NoiseStudy(
-        same=float((distance == 0).mean()),
-        one_layer=float((distance == 1).mean()),
-        more=float((distance > 1).mean()),
-        mean=(float(mean[0]), float(mean[1])),
-        std=(float(std[0]), float(std[1])),
-    )
 
 
 def _monomials(a: Array, t: Array, degree: int) -> Array:

@@ -9,15 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shd_ref.shrink import (
-    Predictor,
-    best_split,
-    change_meaning,
-    choose_degree,
-    cross_validate,
-    fit_predictor,
-    study_noise,
-)
+from shd_ref.shrink import Predictor, best_split, choose_degree, cross_validate, fit_predictor
 
 
 @pytest.fixture(scope="module")
@@ -60,25 +52,3 @@ def test_degree_by_leaving_two_out(golden: dict[str, Any], points: np.ndarray) -
     errors = [cross_validate(points, degree) for degree in (1, 2, 3, 4)]
     np.testing.assert_allclose(errors, golden["our_check"]["l2ocv_rmse_by_degree"], atol=5e-5)
     assert choose_degree(points) == golden["published"]["l2ocv_selected_degree"] == 2
-
-
-def test_change_of_coordinates_as_published(golden: dict[str, Any]) -> None:
-    published = Predictor(2, tuple(golden["published"]["coef_1_a_t_a2_at_t2"]))
-    pruned = change_meaning(published)
-    np.testing.assert_allclose(
-        pruned.coefficients, golden["published"]["pruned_ratio_form_1_ma_mg_ma2_mamg_mg2"], atol=0.011
-    )
-    np.testing.assert_allclose(change_meaning(pruned).coefficients, published.coefficients, rtol=1e-9)
-    ours, theirs = best_split(pruned, 12, 8, "pruned"), best_split(published, 12, 16, "retained")
-    assert (ours.attention, ours.activation) == (theirs.attention, theirs.activation) == (8, 8)
-
-
-def test_noise_study(points: np.ndarray) -> None:
-    still = study_noise(points, 12, 16, deviation=0.0, trials=3)
-    assert (still.same, still.one_layer, still.more, still.std) == (1.0, 0.0, 0.0, (0.0, 0.0))
-    assert still.mean == pytest.approx((10 / 12, 6 / 12))
-    study = study_noise(points, 12, 16, trials=50)
-    assert study == study_noise(points, 12, 16, trials=50)
-    assert study.same + study.one_layer + study.more == pytest.approx(1.0)
-    assert sum(study.mean) == pytest.approx(16 / 12)
-    assert study.same > 0.5  # one tenth of a percent of noise rarely moves it
