@@ -21,7 +21,7 @@ from shd_ref.errors import ShdError
 from shd_ref.teacher.options import Shown
 from shd_ref.teacher.sources import KINDS, open_source
 from shd_ref.teacher.sources.arrays import open_npz
-from shd_ref.teacher.sources.sentence_folder import read_pooling
+from shd_ref.teacher.sources.sentence_folder import find_pooling
 
 if TYPE_CHECKING:
     from shd_torch.shrink import Shrunk
@@ -257,21 +257,12 @@ def following_commands(
         logits = read_logits(student(**rows | floats))
     words = ["shd", "precompute", graph, "--inputs", str(file)]
     words += ["--tokenizer", str(teacher)] * (data.suffix == ".jsonl")
-    if logits is None and _has_pooling(teacher):  # a squeezed start has most of what maps would teach it
+    if logits is None and find_pooling(teacher) is not None:  # a squeezed start has most of what maps would teach it
         words += ["--embeddings", str(teacher), "--no-attention"]
     else:
         words += ["--student", str(out)]
         words += [] if logits is None else ["--logits", "float16" if logits.ndim == 2 else "topk"]
     return [shlex.join(line) for line in (*lines, [*words, "--out", "cache"])]
-
-
-def _has_pooling(teacher: Path) -> bool:
-    """Whether it is a sentence encoder whose embeddings a cache can hold."""
-    try:
-        read_pooling(teacher)
-    except ShdError:
-        return False
-    return True
 
 
 def print_starts(starts: Sequence[Start]) -> None:

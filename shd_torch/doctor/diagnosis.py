@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shd_ref.errors import ShdError
-from shd_ref.teacher.sources.sentence_folder import read_pooling
+from shd_ref.teacher.sources.sentence_folder import find_pooling
 from shd_ref.teacher.study.ranking import Fidelity, FidelityReport
 from shd_torch.capture import capture_attention
 from shd_torch.doctor.differences import BLOCKS, EFFECTS, Difference, compare_parts, compare_tokenizers
@@ -182,7 +182,8 @@ def _measure(
     live = _try_together(diagnosis, model, student, start, inputs_of(few))
     if live is None:
         return
-    diagnosis.objective = choose_objective(start, model, few, _pooling_of(teacher))
+    pooling = None if teacher.folder is None else find_pooling(teacher.folder)
+    diagnosis.objective = choose_objective(start, model, few, None if pooling is None else pooling.mode)
     if diagnosis.objective is None:
         diagnosis.untried = (
             "the student has no head, and its last hidden states are not of the teacher's width, so that nothing but "
@@ -197,14 +198,6 @@ def _measure(
         diagnosis.probe = run_probe(
             replace(trial, options=options), student.make, lambda done, total: tell(done, total, "steps of the probe")
         )
-
-
-def _pooling_of(teacher: Teacher) -> str | None:
-    """How a sentence encoder pools; None of another model, and where it does so in a way of its own."""
-    try:
-        return None if teacher.folder is None else read_pooling(teacher.folder).mode
-    except ShdError:
-        return None
 
 
 def _check_labels(labels: Tensor, student: Parts) -> None:

@@ -69,11 +69,6 @@ class EmbeddingTerm(RowsTerm):
         """See ``RowsTerm``."""
         return "embedding must have a cache of embeddings, as no live teacher gives them; got none"
 
-    def make_projector(self, student_width: int | None, teacher_width: int | None) -> dict[int, nn.Module]:
-        """The module that takes embeddings to the teacher's width; none where widths are alike, or not known."""
-        made = _make_projector(self.projector, self.distance, student_width, teacher_width)
-        return {} if made is None else {EMBEDDING: made}
-
     def read_student(self, outputs: Any, name: str, projectors: Callable[..., Any]) -> tuple[Any, int | None]:
         """Its last hidden state ``(B, L, D)``, and what projects embeddings."""
         states = read_output(outputs, "last_hidden_state")
@@ -152,7 +147,7 @@ class EmbeddingLoss(nn.Module):
         form = None if self.cache is None else self.cache.manifest.need(Embeddings, "embeddings")
         names = ("get_embedding_dimension", "get_sentence_embedding_dimension")  # the second before version 6
         width = next((getattr(model, name)() for name in names if hasattr(model, name)), None)
-        self.projector = _make_projector(projector, distance, width, None if form is None else form.width)
+        self.projector = make_projector(projector, distance, width, None if form is None else form.width)
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         """The mean over all texts of a batch; ``sentence_features`` hold the tokens of each column."""
@@ -170,10 +165,6 @@ class EmbeddingLoss(nn.Module):
         if self.projector is not None:
             own = self.projector(own.to(next(self.projector.parameters(), own).dtype))
         return embedding_loss(own, taught, distance=self.distance, check=False)
-
-    def get_config_dict(self) -> dict[str, Any]:
-        """For the model's card."""
-        return {"distance": self.distance, "cache": self.cache is not None}
 
     def _read(self, features: Mapping[str, Tensor]) -> Tensor:
         """Embeddings of a column from the cache, ``(B, D)``, by its tokens without their padding."""
@@ -198,7 +189,7 @@ class EmbeddingLoss(nn.Module):
         return torch.from_numpy(np.stack([self.cache.decode_embedding(record) for record in records]))
 
 
-def _make_projector(
+def make_projector(
     projector: nn.Module | None, distance: str, student_width: int | None, teacher_width: int | None
 ) -> nn.Module | None:
     """The given module, or a linear layer between different widths; None where neither is needed."""

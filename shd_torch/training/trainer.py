@@ -23,7 +23,7 @@ from shd_torch.data.stream import SupervisedStream
 from shd_torch.supervision.taught_layers import unite_layers
 from shd_torch.teacher.online import LayerKeywords, OnlineTeacher, layer_kls
 from shd_torch.training.collator import SupervisedCollator, leave_samples
-from shd_torch.training.embeddings import EmbeddingTerm, SeenEmbeddings
+from shd_torch.training.embeddings import EMBEDDING, EmbeddingTerm, SeenEmbeddings, make_projector
 from shd_torch.training.projectors import Projectors, make_projectors
 from shd_torch.training.recipe import Recipe
 from shd_torch.training.rows import batch_share, count_rows, counted_rows, mask_of_rows
@@ -64,9 +64,9 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
     ``shd_loss`` (nats, before beta), ``shd_loss_layer_<i>``, ``beta`` (of the last micro-batch, with the balancer's
     scale) and ``clipped_alphas`` (share of merge weights outside [0, 1]); ``kd_loss`` (before its weight) and
     ``kd_weight``; ``hidden_loss``, ``hidden_loss_layer_<i>`` and ``hidden_weight``; ``embedding_loss`` and
-    ``embedding_weight``; and ``wait_seconds`` (per step, for data). An evaluation with the term on embeddings also
-    logs ``eval_spearman`` and ``eval_neighbours`` of ``compare_embeddings``, of the student's own embeddings of at
-    most 2048 texts on each rank, the first ones.
+    ``embedding_weight``; and ``wait_seconds`` (per step, for data). Where evaluation measures the terms (a student
+    without a loss of its own), that on embeddings logs ``eval_spearman`` and ``eval_neighbours`` of
+    ``compare_embeddings``, of the student's own embeddings of at most 2048 texts on each rank, the first ones.
 
     Args:
         *args: as for ``transformers.Trainer``.
@@ -529,7 +529,9 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
                 modules |= make_projectors(self.hidden, own, widths)
             if self.embeddings is not None:
                 form = None if manifest is None else manifest.embeddings
-                modules |= self.embeddings.make_projector(own, None if form is None else form.width)
+                width = None if form is None else form.width
+                made = make_projector(self.embeddings.projector, self.embeddings.distance, own, width)
+                modules |= {} if made is None else {EMBEDDING: made}
         projectors = Projectors(modules)
         projectors.to(self.args.device).join_ranks()
         return projectors

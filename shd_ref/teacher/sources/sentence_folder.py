@@ -49,6 +49,14 @@ def read_pooling(folder: Path) -> Pooling:
     return Pooling(_MODES[mode], "Normalize" in kinds)
 
 
+def find_pooling(folder: Path) -> Pooling | None:
+    """The same; None of a folder that pools in no way that a cache can hold, or not at all."""
+    try:
+        return read_pooling(folder)
+    except ShdError:
+        return None
+
+
 def modules_after_model(folder: Path) -> list[dict[str, str]]:
     """Entries of ``modules.json`` after the model's, in order, each with a folder of its own; ``read-failed``."""
     listed = parse_file(folder, MODULES)
