@@ -9,7 +9,7 @@ from shd_ref.shrink.heads import attend, concatenate_heads, low_rank_heads, mix_
 from shd_ref.shrink.merges import HeadMerge, HeadWeights, Rotary, grouped_plan, merge_heads, pooled_mixing
 from shd_ref.shrink.predictor import Predictor, best_split, choose_degree, cross_validate, fit_predictor
 from shd_ref.shrink.student import read_student
-from shd_ref.shrink.width import fold_norm, kept_layers, kept_scale, principal_axes
+from shd_ref.shrink.width import fold_norm, kept_layers, kept_scale, predictive_channels, principal_axes
 
 __all__ = [
     "HeadMerge",
@@ -35,6 +35,7 @@ __all__ = [
     "mix_queries",
     "neuron_importance",
     "pooled_mixing",
+    "predictive_channels",
     "principal_axes",
     "read_student",
 ]

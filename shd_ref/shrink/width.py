@@ -1,6 +1,6 @@
-"""Which layers and channels a smaller student keeps (spec chapters DEPTH and WIDTH). Pre-norm models only.
+"""Which layers, axes and channels a smaller student keeps (spec chapters DEPTH and WIDTH).
 
-A norm that the stream itself passes through has no place to fold its scale into.
+A norm that the stream itself passes through has no place to fold its scale into: such a stream keeps channels.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from shd_ref.attention import Array, as_float, check_option
 from shd_ref.errors import ShdError
 from shd_ref.integers import as_index, check_integer
 from shd_ref.shrink.heads import leading_phases
+from shd_ref.tolerances import degenerate_threshold, tie_width
 
 
 def kept_layers(num_teacher_layers: int, layers: int | Iterable[int]) -> tuple[int, ...]:
@@ -116,6 +117,41 @@ def principal_axes(moment: ArrayLike, width: int, norm: str = "rms") -> Axes:
         basis = basis @ _zero_mean_axes(width).T
     total = float(np.trace(turn.T @ s @ turn))
     return Axes(basis, float(np.clip(values[order].sum() / total, 0.0, 1.0)) if total > 0.0 else 1.0)
+
+
+def predictive_channels(moment: ArrayLike, width: int, norm: str = "layer") -> Axes:
+    """The channels from which the others are predicted best, chosen one after the other (WIDTH-8).
+
+    Args:
+        moment: ``(D, D)``: the second moment of rows, less their mean.
+        width: how many channels stay, from 1 to D.
+        norm: ``"layer"`` or ``"rms"``, which changes nothing: another channel would do as well to a norm.
+
+    Returns:
+        A basis of zeros and ones, rising, and the share of the trace that linear prediction from them explains.
+
+    Raises:
+        ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``.
+    """
+    check_option("norm", norm, NORMS, "WIDTH-8")
+    s = as_float(moment, "moment", ndim=2)
+    if s.shape != (len(s), len(s)):
+        raise ShdError("argument-shape", f"moment must be (D, D); got {s.shape}", "WIDTH-8")
+    width = check_integer("width", width, 1, len(s), "WIDTH-8")
+    left = (s + s.T) / 2
+    total = float(np.trace(left))
+    least = degenerate_threshold() * total / len(s)
+    kept: list[int] = []
+    for _ in range(width):
+        size = left.diagonal()
+        explained = np.where(size > least, (left**2).sum(axis=0) / np.maximum(size, least or 1.0), 0.0)
+        explained[kept] = -1.0
+        best = int(np.argmax(explained >= explained.max() * (1.0 - tie_width())))
+        if size[best] > least:
+            left = left - np.outer(left[:, best], left[best]) / size[best]
+        kept.append(best)
+    energy = 1.0 - float(np.trace(left)) / total if total > 0.0 else 1.0
+    return Axes(np.eye(len(s))[:, sorted(kept)], float(np.clip(energy, 0.0, 1.0)))
 
 
 def kept_scale(moment: ArrayLike, basis: ArrayLike) -> float:

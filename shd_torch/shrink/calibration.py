@@ -31,6 +31,7 @@ class Batch:
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]]
     counted: Tensor  # boolean (B, L), True = the row counts
     first: int  # the number of its first sample in the calibration set
+    inputs: dict[str, Any]  # of the model
 
     @property
     def held_rows(self) -> Tensor:
@@ -105,7 +106,7 @@ def _start_batch(
     mask = inputs.get(mask_name)
     if mask is not None and mask.shape == counted.shape:
         counted = mask.bool()
-    return Batch(streams[0], calls, counted, first)
+    return Batch(streams[0], calls, counted, first, inputs | extra)
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shd_ref.shrink.ffn import merge_linear, most_important
 from shd_ref.shrink.merges import HeadMerge, merge_heads
 from shd_torch.shrink.calibration import Batch, LayerTrace, run_layer, study_layer
+from shd_torch.shrink.channels import fit_norm, predict_stream
 from shd_torch.shrink.custom import Dropped, LayerSizes
 from shd_torch.shrink.families import (
     Array,
@@ -161,22 +162,27 @@ def make_layer(
         report["neurons"] = ffn.kept
     if ffn.is_linear:
         report["ffn"] = "linear"
-    _fill_layer(work, layer, target, squeezed, ffn, taught, trace.middles)
+    _fill_layer(work, layer, target, squeezed, ffn, taught, trace)
     for name in family.first_only if number == 0 else ():
         find_part(target, name).load_state_dict(find_part(family.layers_of(work.teacher)[0], name).state_dict())
     work.tell_stage(number, "alignment")
     after, ends, last = _advance(work, source, following, trace)
     if work.options.align:
-        if family.end is not None and last is not layer:
+        if family.end is not None and last is not layer and work.turn is None:
             find_part(target, family.end).load_state_dict(find_part(last, family.end).state_dict())
-        report["ridges"] = _align_layer(_Fitter(work, target, source, own), squeezed, ffn, trace, ends)
+        report["ridges"] = _align_layer(_Fitter(work, target, source, own), squeezed, ffn, trace, ends, after)
     work.tell_stage(number, "errors")
     streams, errors = _measure(work, target, source, own, trace.middles, ends)
     return after, streams, report | errors
 
 
 def _align_layer(
-    fitter: _Fitter, squeezed: Squeezed | None, ffn: _Ffn, trace: LayerTrace, ends: Sequence[Tensor]
+    fitter: _Fitter,
+    squeezed: Squeezed | None,
+    ffn: _Ffn,
+    trace: LayerTrace,
+    ends: Sequence[Tensor],
+    after: Sequence[Tensor],
 ) -> dict[str, float | None]:
     """Refit one matrix after the other, each on what those before it now give: their ridges (ALIGN-1, ALIGN-6)."""
     family, is_cut = fitter.work.family, fitter.work.turn is not None
@@ -186,9 +192,13 @@ def _align_layer(
             queries = side_by_side(family.attention_inputs(squeezed.weights))
             ridges["attention_inputs"] = fitter.fit_readers(family.projections[:-1], trace.inputs, queries)
         ridges["attention_output"] = fitter.fit(family.projections[-1], family.middle, trace.middles)
+    if is_cut and family.end is not None:
+        fitter.fit_norm(family.middle, trace.ffn_inputs)
     if is_cut and not ffn.is_linear:
         ridges["ffn_inputs"] = fitter.fit_readers(family.ffn[0], trace.ffn_inputs, side_by_side(ffn.readers))
     ridges["ffn_output"] = fitter.fit(family.ffn[1], family.end, ends)
+    if is_cut and family.end is not None:
+        fitter.fit_norm(family.end, after)
     return ridges
 
 
@@ -233,7 +243,7 @@ def _fill_layer(
     squeezed: Squeezed | None,
     ffn: _Ffn,
     taught: Sequence[Tensor],
-    middles: Sequence[Tensor],
+    trace: LayerTrace,
 ) -> None:
     """The closed form in place: attention as squeezed, the rest as in the teacher, both on the kept axes."""
     family, turn = work.family, work.turn
@@ -245,8 +255,13 @@ def _fill_layer(
             family.write_attention(target, squeezed.weights)
         _write_ffn(family, target, ffn)
         return
-    assert family.norms is not None  # check_width
-    norms = [find_part(layer, name) for name in family.norms]
+    norms: list[Any] = []  # what Turn.read gets: a norm, or where norms lie on the stream a prediction of it
+    if family.norms is not None:
+        norms = [find_part(layer, name) for name in family.norms]
+    else:
+        held = torch.cat([batch.held_rows for batch in work.batches])
+        sites = taught, trace.ffn_inputs
+        norms = [predict_stream(turn.basis, counted_rows(work, rows), held) for rows in sites]
     if squeezed is not None:
         family.write_attention(target, turn.turn_attention(norms[0], squeezed.weights))
         if family.query_norm is not None:
@@ -254,7 +269,15 @@ def _fill_layer(
                 find_part(target, name).load_state_dict(find_part(layer, name).state_dict())
     readers = [turn.read(norms[1], *rows) for rows in ffn.readers]
     _write_ffn(family, target, ffn._replace(readers=readers, last=turn.write(*ffn.last)))
-    for name, streams in zip(family.norms, (taught, taught if family.is_parallel else middles), strict=True):
+    if family.norms is None:
+        assert family.end is not None  # a norm lies there
+        for name, pairs in (
+            (family.middle, (trace.middles, trace.ffn_inputs)),
+            (family.end, (trace.ends, trace.outputs)),
+        ):
+            fit_norm(find_part(target, name), *(work.on_axes(counted_rows(work, streams)) for streams in pairs))
+        return
+    for name, streams in zip(family.norms, (taught, taught if family.is_parallel else trace.middles), strict=True):
         if squeezed is not None or name != family.norms[0]:
             rows = counted_rows(work, [turn.normalise(stream) for stream in streams])
             turn.write_norm(find_part(target, name), rows)
@@ -291,6 +314,13 @@ class _Fitter(NamedTuple):
             fit.add(read[0][batch.counted], (work.on_axes(goal).double() - before)[batch.counted], batch.held_rows)
         write_linear(module, *fit.solve())
         return fit.chosen
+
+    def fit_norm(self, path: str, goals: Sequence[Tensor]) -> None:
+        """A norm that lies on a cut stream, towards what the teacher's stream is after it (WIDTH-10)."""
+        work, norm = self.work, find_part(self.target, path)
+        runs = run_layer(self.target, self.own, work.batches, self.source, [norm])
+        rows = counted_rows(work, [read[0] for _, read in runs])
+        fit_norm(norm, rows, work.on_axes(counted_rows(work, goals)))
 
     def fit_readers(self, names: Sequence[str], inputs: Sequence[Tensor], rows: Rows) -> float | None:
         """What reads a cut stream, towards what the same matrices make of the teacher's whole one (ALIGN-6)."""
@@ -353,6 +383,6 @@ def _choose_plan(work: Work, teacher: LayerSizes, student: LayerSizes) -> str:
     return "matched" if find_spec("networkx") is not None else "balanced"
 
 
-def counted_rows(work: Work, streams: list[Tensor]) -> Tensor:
+def counted_rows(work: Work, streams: Sequence[Tensor]) -> Tensor:
     """The rows of the streams that count, of all batches ``(n, D)``."""
     return torch.cat([stream[batch.counted] for stream, batch in zip(streams, work.batches, strict=True)])

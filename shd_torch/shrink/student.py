@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from shd_ref.cache.storage.documents import read_json
 from shd_ref.cache.storage.drafts import part_folder
 from shd_ref.errors import ShdError
-from shd_ref.shrink.width import kept_layers
+from shd_ref.shrink.width import kept_layers, predictive_channels, principal_axes
 from shd_torch.precision import without_autocast
 from shd_torch.shrink.calibration import read_data, rotary_frequencies, run_layer, start_batches
+from shd_torch.shrink.channels import Channels, check_channels, find_channels, write_ends, write_heads
 from shd_torch.shrink.custom import check_dropped, choose_dropped
-from shd_torch.shrink.families import as_array, base_of, family_of, find_part
+from shd_torch.shrink.families import Family, as_array, base_of, family_of, find_part
 from shd_torch.shrink.folders import load_student, load_teacher, new_folder, save_student
 from shd_torch.shrink.layer import STAGES, Work, counted_rows, fit_final, make_layer, share_merge
 from shd_torch.shrink.sentences import read_modules
@@ -101,7 +102,7 @@ def shrink(
     sizes = choose_sizes(options, own, family, len(kept))
     check_refused(family, model.config.model_type, own, sizes, kept, dropped)
     if sizes.hidden != own.hidden:
-        check_width(model, family)
+        (check_channels if family.norms is None else check_width)(model, family)
     modules = {} if isinstance(teacher, nn.Module) else read_modules(Path(teacher), own.hidden, sizes.hidden)
     student = make_student(model, family, sizes, kept, dropped.among(kept))
     keeper: AbstractContextManager[Unfinished | None] = nullcontext()
@@ -124,7 +125,7 @@ def shrink(
                 options=options,
                 frequencies=rotary_frequencies(model, family),
                 studies=studies,
-                tell=_Teller(progress, len(STAGES) * len(kept) + 2 * own.layers * (sizes.hidden != own.hidden)),
+                tell=_Teller(progress, len(STAGES) * len(kept) + _count_axis_steps(family, own, sizes)),
             )
             _make_ends(work, saved)
             _run_layers(work, saved)
@@ -161,6 +162,7 @@ def _report(work: Work, own: Sizes) -> dict[str, Any]:
         "student": work.sizes.__dict__ | {"parameters": count_parameters(work.student)},
         "aligned": work.options.align,
         "remarks": find_remarks(own, work.sizes),
+        **({} if work.turn is None else {"stream": work.turn.report()}),
         "calibration_rows": int(sum(int(batch.counted.sum()) for batch in work.batches)),
         "sources": list(work.kept),
         "layer_map": [[number, source] for number, source in enumerate(sources)],
@@ -179,6 +181,11 @@ def _stored_dtype(model: Any, is_given: bool) -> torch.dtype:
         raise ShdError("argument-dtype", f"{rule}; got {stored}: give its folder, or teacher.float()")
     model.float()
     return stored
+
+
+def _count_axis_steps(family: Family, teacher: Sizes, student: Sizes) -> int:
+    """Steps of ``progress`` before the first layer of a cut stream."""
+    return 0 if student.hidden == teacher.hidden else teacher.layers * (1 if family.norms is None else 2)
 
 
 class _Teller:
@@ -216,7 +223,10 @@ def _run_layers(work: Work, saved: Unfinished | None) -> None:
             saved.put(f"streams-{number}", streams)
             saved.put(f"layer-{number}", work.family.layers_of(work.student)[number].state_dict(), report)
             saved.drop(f"streams-{number - 1}")
-    if work.options.align and work.turn is not None:
+    if isinstance(work.turn, Channels):
+        ends = work.teacher, work.student, work.family, work.batches, work.turn
+        write_heads(*ends, align=work.options.align, ridge=work.options.ridge)
+    elif work.options.align and work.turn is not None:
         fit_final(work, taught, own)
 
 
@@ -252,10 +262,27 @@ def _make_ends(work: Work, saved: Unfinished | None) -> None:
     norm, eps = work.family.norm, _norm_constant(work)
     if saved is not None and (piece := saved.get("axes")) is not None:
         with saved.reading():
-            work.turn = Turn(piece[0].pop("basis").to(work.device), norm, eps)
+            kind = Channels if work.family.norms is None else Turn
+            work.turn = kind(piece[0].pop("basis").to(work.device), norm, eps)
             work.student.load_state_dict(piece[0], strict=False)
-        work.tell("axes found", 2 * len(work.family.layers_of(work.teacher)) - 1)
+        work.tell(
+            "axes found", _count_axis_steps(work.family, sizes_of(work.teacher.config, work.family), work.sizes) - 1
+        )
         return
+    if work.family.norms is None:
+        choose = predictive_channels if work.options.axes is principal_axes else work.options.axes
+        ends = work.teacher, work.family, work.batches
+        work.turn = find_channels(*ends, lambda moment: choose(moment, work.sizes.hidden, "layer"), work.tell)
+        write_ends(work.teacher, work.student, *ends[1:], work.turn)
+    else:
+        _turn_stream(work, norm, eps)
+    if saved is not None and work.turn is not None:
+        rest = {name: tensor for name, tensor in work.student.state_dict().items() if not name.startswith(layers)}
+        saved.put("axes", rest | {"basis": work.turn.basis})
+
+
+def _turn_stream(work: Work, norm: str, eps: float) -> None:
+    """Everything outside the layers on the principal axes, for one rotation of all layers (WIDTH-2)."""
     moment, kind = as_array(_find_moment(work, eps)), "layer" if norm == "layer" else "rms"
     kept = work.options.axes(moment, work.sizes.hidden, kind)
     work.turn = Turn(torch.from_numpy(kept.basis).to(work.device), norm, eps)
@@ -266,13 +293,11 @@ def _make_ends(work: Work, saved: Unfinished | None) -> None:
         streams = [stream for stream, _ in run_layer(layer, streams, work.batches, number)]
     rows = counted_rows(work, [work.turn.normalise(stream) for stream in streams])
     turn_ends(work.teacher, work.student, work.family, work.turn, rows)
-    if saved is not None:
-        rest = {name: tensor for name, tensor in work.student.state_dict().items() if not name.startswith(layers)}
-        saved.put("axes", rest | {"basis": work.turn.basis})
 
 
 def _norm_constant(work: Work) -> float:
-    assert work.family.final_norm is not None  # check_width
+    if work.family.final_norm is None:
+        return 0.0  # norms on the stream are fitted as they are
     norm = find_part(base_of(work.teacher), work.family.final_norm)
     return float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 1e-6)))
 

@@ -114,7 +114,7 @@ def test_errors_name_what_was_typed(tmp_path: Path) -> None:
     make_teacher("bert").float().save_pretrained(tmp_path / "teacher")
     np.save(tmp_path / "ids.npy", np.ones((3, 5), dtype=np.uint16))
     words = [tmp_path / "teacher", "--data", tmp_path / "ids.npy", "--out", tmp_path / "student"]
-    assert "shrink-unsupported" in run(*words, "--hidden", 12, code=1)
+    assert "argument-value" in run(*words, "--hidden", 25, code=1)
     assert "layers-invalid" in run(*words, "--layers", 7, code=1)
     assert "argument-value" in run(*words, "--layers", "half", code=1)
     assert "read-failed" in run(tmp_path, *words[1:], "--heads", 2, code=1)

@@ -61,9 +61,14 @@ def test_neurons_by_layer_are_those_of_each_count(name: str) -> None:
 def test_every_other_change_beside_them(name: str, tmp_path: Path) -> None:
     """Dropped parts, fewer layers, a narrower stream, alignment; the graph has an operator for each attention."""
     teacher, data = make_teacher(name), make_data(name, samples=24)
-    options: dict[str, Any] = {"layers": [0, 2], "heads": [2, 1], "neurons": [9, 6], "drop_attention": [0]}
+    options: dict[str, Any] = {
+        "layers": [0, 2],
+        "heads": [2, 1],
+        "neurons": [9, 6],
+        "hidden": 14,
+        "drop_attention": [0],
+    }
     options |= {"head_dim": 5} if name != "llama" else {"kv_heads": 1}
-    options |= {"hidden": 14} if name != "bert" else {}
     options |= {"drop_activations": [2]} if name != "llama" else {}
     made = shrink(teacher, data, **options, out=tmp_path / "student")
     loaded = load_student(tmp_path / "student")

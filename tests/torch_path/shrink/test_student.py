@@ -76,7 +76,22 @@ def test_smaller_students_save_and_load(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen2", "gemma", "phi3", "gpt2", "opt", "gpt_neox", "vit", "deit", "dinov2"]
+    "name",
+    [
+        "llama",
+        "qwen2",
+        "gemma",
+        "phi3",
+        "gpt2",
+        "opt",
+        "gpt_neox",
+        "vit",
+        "deit",
+        "dinov2",
+        "bert",
+        "mpnet",
+        "electra",
+    ],
 )
 def test_width(name: str) -> None:
     teacher, data = make_teacher(name), make_data(name, samples=24)
@@ -221,7 +236,7 @@ def test_teacher_is_left_as_it_was() -> None:
         ("llama", {"ridge": -1.0}, "argument-value", "ridge"),
         ("qwen3", {"heads": 1}, "shrink-unsupported", "normed"),
         ("gpt2", {"heads": 2, "kv_heads": 1}, "argument-value", "kv_heads"),
-        ("bert", {"hidden": 12}, "shrink-unsupported", "post-norm"),
+        ("bert", {"hidden": 30}, "argument-value", "hidden"),
     ],
 )
 def test_refusals(name: str, options: dict[str, Any], code: str, says: str) -> None:
