@@ -58,7 +58,7 @@ def check_channels(model: nn.Module, family: Family) -> None:
     for name, module in _outer_modules(model, family).items():
         wide = any(width in parameter.shape for parameter in module.parameters(recurse=False))
         if wide and (not isinstance(module, _KINDS) or getattr(module, "bias", module) is None):
-            rule = "hidden must stay the teacher's where something but tables, norms and projections with a bias is as wide"
+            rule = "hidden must stay the teacher's where anything but tables, norms and biased projections is as wide"
             raise ShdError("shrink-unsupported", f"{rule}; got {name}, a {type(module).__name__}", "WIDTH-8")
 
 
