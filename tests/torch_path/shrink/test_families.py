@@ -179,7 +179,7 @@ def test_a_graph_of_fewer_rotary_heads(tmp_path: Path) -> None:
     ("name", "changes", "options", "says"),
     [
         ("mpnet", {}, {"heads": [2, 2, 1]}, "same position biases"),
-        ("mpnet", {}, {"heads": 3, "neurons": [1, 2, 3], "hidden": 16}, "hidden must"),
+        ("mpnet", {}, {"heads": 3, "neurons": [1, 2, 3], "hidden": 16}, "is not a multiple"),
         ("gpt_neox", {}, {"heads": 2, "head_dim": 12}, "head_dim must stay 6"),
         ("olmo2", {}, {"heads": 2}, "over all heads"),
         ("olmo2", {}, {"hidden": 12}, "do not fold"),
