@@ -4,7 +4,7 @@ Inputs are rows, so a projection is ``x @ W``; ``torch.nn.Linear`` stores the tr
 """
 
 from shd_ref.shrink.align import align_output
-from shd_ref.shrink.ffn import Linear, keep_neurons, merge_linear, neuron_importance
+from shd_ref.shrink.ffn import Linear, merge_linear, most_important, score_neurons
 from shd_ref.shrink.heads import attend, concatenate_heads, low_rank_heads, mix_queries
 from shd_ref.shrink.merges import HeadMerge, HeadWeights, Rotary, grouped_plan, merge_heads, pooled_mixing
 from shd_ref.shrink.predictor import Predictor, best_split, choose_degree, cross_validate, fit_predictor
@@ -26,16 +26,16 @@ __all__ = [
     "fit_predictor",
     "fold_norm",
     "grouped_plan",
-    "keep_neurons",
     "kept_layers",
     "kept_scale",
     "low_rank_heads",
     "merge_heads",
     "merge_linear",
     "mix_queries",
-    "neuron_importance",
+    "most_important",
     "pooled_mixing",
     "predictive_channels",
     "principal_axes",
     "read_student",
+    "score_neurons",
 ]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from shd_ref.attention import Array, as_float
 from shd_ref.errors import ShdError
-from shd_ref.integers import check_integer
 from shd_ref.tolerances import tie_width
 
 
@@ -19,14 +17,6 @@ class Linear(NamedTuple):
 
     weight: Array
     bias: Array | None
-
-
-class KeptNeurons(NamedTuple):
-    """What ``keep_neurons`` returns: both layers cut to the kept neurons, and which these are, in order."""
-
-    first: Linear
-    second: Linear
-    kept: tuple[int, ...]
 
 
 def merge_linear(
@@ -67,25 +57,8 @@ def merge_linear(
     return Linear(w2 @ w1, None if not terms else np.sum(terms, axis=0))
 
 
-def neuron_importance(activations: ArrayLike, second: ArrayLike) -> Array:
-    """Root mean square of each neuron's activation times the norm of its column of W2 (FFN-4).
-
-    Args:
-        activations: what W2 reads on calibration data ``(n, F)``, for a gated FFN after the product.
-        second: W2 ``(E, F)``.
-
-    Returns:
-        ``(F,)``, at least 0: what the output loses, on average, without the neuron.
-    """
-    hidden, w2 = as_float(activations, "activations", ndim=2), as_float(second, "second", ndim=2)
-    if hidden.shape[1] != w2.shape[1] or not len(hidden):
-        message = f"activations must be (n, {w2.shape[1]}) with n of at least 1; got {hidden.shape}"
-        raise ShdError("argument-shape", message, "FFN-4")
-    return score_neurons((hidden**2).mean(axis=0), w2)
-
-
 def score_neurons(squares: Array, second: Array) -> Array:
-    """``neuron_importance`` from the mean squares of the activations ``(F,)`` and W2 ``(E, F)`` (FFN-4)."""
+    """Importance ``(F,)`` from the mean squares of what W2 ``(E, F)`` reads, per neuron (FFN-4)."""
     importance: Array = np.sqrt(squares) * np.linalg.norm(second, axis=0)
     return importance
 
@@ -99,32 +72,6 @@ def most_important(scores: Array, count: int) -> tuple[int, ...]:
     above = (scores > last) & ~near
     kept = np.flatnonzero(above | (near & (np.cumsum(near) <= count - above.sum())))
     return tuple(int(number) for number in kept)
-
-
-def keep_neurons(
-    first: Linear | Mapping[str, Any], second: Linear | Mapping[str, Any], importance: ArrayLike, count: int
-) -> KeptNeurons:
-    """Both layers with the ``count`` most important neurons, which keep their order (FFN-5).
-
-    Ties, and what rounding alone tells apart, go to the neuron with the smaller number. A gated FFN cuts its gate by
-    the same ``kept``.
-    """
-    first, second = _linear(first, "first"), _linear(second, "second")
-    scores = as_float(importance, "importance", ndim=1)
-    count = check_integer("count", count, 1, len(scores), "FFN-5")
-    if len(first.weight) != len(scores) or second.weight.shape[1] != len(scores):
-        got = f"{len(scores)} for {first.weight.shape} and {second.weight.shape}"
-        raise ShdError("argument-shape", f"importance must have an entry per neuron; got {got}", "FFN-5")
-    kept = most_important(scores, count)
-    rows = list(kept)
-    cut = Linear(first.weight[rows], None if first.bias is None else first.bias[rows])
-    return KeptNeurons(cut, Linear(second.weight[:, rows], second.bias), kept)
-
-
-def _linear(layer: Linear | Mapping[str, Any], name: str) -> Linear:
-    fields = layer if isinstance(layer, Mapping) else layer._asdict()
-    weight = as_float(fields["weight"], f"{name}.weight", ndim=2)
-    return Linear(weight, _bias(fields.get("bias"), f"{name}.bias", len(weight)))
 
 
 def _bias(value: ArrayLike | None, name: str, size: int) -> Array | None:

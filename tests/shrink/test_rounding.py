@@ -9,15 +9,14 @@ from shd_ref import gram_tensor, softmax
 from shd_ref.shrink import (
     HeadMerge,
     HeadWeights,
-    Linear,
     Predictor,
     Rotary,
     best_split,
     choose_degree,
     grouped_plan,
-    keep_neurons,
     kept_scale,
     low_rank_heads,
+    most_important,
     principal_axes,
 )
 
@@ -25,11 +24,10 @@ RANDOM = np.random.default_rng(1)
 
 
 def test_of_neurons_that_rounding_tells_apart_the_first_stay() -> None:
-    eye = Linear(np.eye(7), None)
     for seed in range(8):
         noise = np.random.default_rng(seed).normal(size=7)
         scores = np.array([2.0, 1.0, 3.0, 1.0, 1.0, 0.5, 1.0]) * (1 + 1e-9 * noise)
-        assert keep_neurons(eye, eye, scores, 4).kept == (0, 1, 2, 3)
+        assert most_important(scores, 4) == (0, 1, 2, 3)
 
 
 def test_of_equal_plans_the_first_is_chosen() -> None:

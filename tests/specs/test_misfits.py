@@ -55,10 +55,6 @@ CALLS: dict[str, tuple[Any, Mapping[str, Any]]] = {
     "kept_layers": (shrink, {"num_teacher_layers": 6, "layers": 3}),
     "merge_linear": (shrink,
         {"first": numbers(5, 3), "second": numbers(4, 5), "first_bias": numbers(5), "second_bias": numbers(4)}),
-    "neuron_importance": (shrink, {"activations": numbers(7, 5), "second": numbers(4, 5)}),
-    "keep_neurons": (shrink,
-        {"first": {"weight": numbers(5, 3), "bias": numbers(5)},
-        "second": {"weight": numbers(4, 5)}} | {"importance": np.arange(5.0), "count": 3}),
     "pooled_mixing": (shrink, {"gram": GRAM, "plan": [[[0, 1], [2, 3]]]}),
 }  # fmt: skip
 FREE = """
@@ -66,8 +62,7 @@ softmax attn_logits: 0 1; soften attn_probs: 0 1 2 3; value_outputs values: 0 1 
 value_outputs output_projection: 1; compose_mixing alphas: 0; mix_heads teacher_probs: 2 3; mix_heads mixing: 1
 squeeze_heads value_outputs: 3; shd_loss_gradient_qk keys: 1; align_tokens attn_probs: 0 1 2
 gram_tensor values: 1; gram_tensor output_projection: 1; solve_alpha_from_gram gram: 0; attend inputs: 0
-kept_scale basis: 1; merge_linear first: 1; neuron_importance activations: 0; neuron_importance second: 0
-keep_neurons first: 1; keep_neurons second: 0
+kept_scale basis: 1; merge_linear first: 1
 """
 """Axes of one argument that no other argument shares, so that a longer or shorter one fits too."""
 MAY_DIFFER = {
