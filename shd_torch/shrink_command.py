@@ -147,7 +147,10 @@ def shrink(
                 )
             print_starts(starts)
     has_stack = "stack" in made.report  # of which shrink.json cannot say the attention calls (STUDENT-9)
-    following = [] if has_stack else following_commands(teacher, data, out, made.student, inputs)
+    is_equal = isinstance(made.report["student"]["heads"], int)
+    following = []
+    if not has_stack:
+        following = following_commands(teacher, data, out, made.student, inputs, has_equal_layers=is_equal)
     for command in following:
         console.say(f"next: {command}")
     return made.report | {"path": out, "starts": starts, "next": following}
@@ -192,7 +195,7 @@ def vocabulary(
         print_remarks(
             f"{report['changed_texts']} of {report['texts']} texts get other pieces; raise --size to keep them"
         )
-    console.say(f"{out}: the model with token ids of its own, and vocabulary.json")
+    console.say(f"{out}: the model with new token ids, and vocabulary.json")
     return report | {"path": out}
 
 
@@ -236,9 +239,15 @@ def _say_what_was_made(made: Shrunk, out: Path) -> None:
 
 
 def following_commands(
-    teacher: Path, data: Path, out: Path, student: Any, inputs: dict[str, NDArray[Any]]
+    teacher: Path,
+    data: Path,
+    out: Path,
+    student: Any,
+    inputs: dict[str, NDArray[Any]],
+    *,
+    has_equal_layers: bool = True,
 ) -> list[str]:
-    """The commands that make this student's cache, with the logits that it has."""
+    """The commands that make this student's cache: with maps where its layers have equal heads (CUSTOM-3)."""
     import torch
 
     from shd_torch.capture.outputs import read_logits
@@ -259,8 +268,10 @@ def following_commands(
     words += ["--tokenizer", str(teacher)] * (data.suffix == ".jsonl")
     if logits is None and find_pooling(teacher) is not None:  # a squeezed start has most of what maps would teach it
         words += ["--embeddings", str(teacher), "--no-attention"]
+    elif logits is None and not has_equal_layers:
+        return []  # neither maps, logits nor embeddings
     else:
-        words += ["--student", str(out)]
+        words += ["--student", str(out)] if has_equal_layers else ["--no-attention"]
         words += [] if logits is None else ["--logits", "float16" if logits.ndim == 2 else "topk"]
     return [shlex.join(line) for line in (*lines, [*words, "--out", "cache"])]
 

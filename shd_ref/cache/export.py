@@ -66,11 +66,11 @@ def export_webdataset(
     drafts = part_folder(folder / "export")  # inside, as nothing else need be writable
     _check_folder(folder, reader.manifest, drafts)
     written = present = samples = size = 0
-    place = drafts / "file"
+    draft_path = drafts / "file"
     shards = reader.manifest.shards.num_shards
     with DraftFolder(drafts):
         if not (folder / MANIFEST_NAME).exists():
-            with drafting(folder / MANIFEST_NAME, place) as draft:
+            with drafting(folder / MANIFEST_NAME, draft_path) as draft:
                 draft.write_bytes(reader.manifest.to_bytes())
         for shard in range(shards):
             path = folder / f"{shard:06d}.tar"
@@ -78,7 +78,10 @@ def export_webdataset(
             if _is_whole(path, records):
                 present += 1
             else:
-                with drafting(path, place) as draft, tarfile.open(draft, "x:", format=tarfile.USTAR_FORMAT) as tar:
+                with (
+                    drafting(path, draft_path) as draft,
+                    tarfile.open(draft, "x:", format=tarfile.USTAR_FORMAT) as tar,
+                ):
                     for record in records:
                         _add_record(tar, reader, record)
                 samples += len(records)

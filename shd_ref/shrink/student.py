@@ -26,24 +26,28 @@ class ShrunkStudent:
     plans: tuple[MergePlan, ...]  # the rounds of merges of each student layer
 
 
+class _UntaughtError(Exception):
+    """The report is whole, and describes a student that maps do not fit (CUSTOM-3, STUDENT-9)."""
+
+
 def read_student(source: str | os.PathLike[str] | Mapping[str, Any]) -> ShrunkStudent:
     """What a student was made as, from the folder of ``shd-torch shrink``, its ``shrink.json`` or the report."""
     report, name = (source, "the report") if isinstance(source, Mapping) else _read(Path(source))
     try:
         if report["format"] != FORMAT:
             raise ValueError(f"format {report['format']!r}, of which this release reads {FORMAT}")
-        if "stack" in report:
-            raise ValueError(
-                "a model of one stack, whose attention calls are its layers: name heads and layers instead"
-            )
         heads, teacher = report["student"]["heads"], report["teacher"]
-        if isinstance(heads, list):
-            raise ValueError(
-                "one number of heads for all layers, which maps are merged to; train it with other targets"
-            )
+        if "stack" in report or isinstance(heads, list | tuple):
+            raise _UntaughtError
         attending = [layer for layer in report["layers"] if layer["case"] != "dropped"]
         pairs = layer_map(teacher["layers"], len(attending), report["layer_map"])
         plans = tuple(check_plan(layer["plan"], teacher["heads"], heads) for layer in attending)
+    except _UntaughtError:
+        rule = (
+            f"maps cannot be merged for {name}: it is one stack of two, or its layers have different numbers of heads"
+        )
+        advice = "name heads and layers of a stack yourself, or store logits, hidden states or embeddings"
+        raise ShdError("shrink-unsupported", f"{rule}; {advice} (--no-attention)", "STUDENT-6") from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:  # ShdError is a ValueError
         raise ShdError("read-failed", f"{name} must say how a student was shrunk: {error!r}", "STUDENT-6") from error
     if [student for student, _ in pairs] != list(range(len(attending))):

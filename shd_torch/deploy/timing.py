@@ -124,8 +124,8 @@ def time_graphs(
                     done += 1
                     progress(done, total)
             base = [wall for wall, _ in turns[reference or next(iter(graphs))]]
-            for name, taken in turns.items():
-                wall, processor = zip(*taken, strict=True)
+            for name, seconds in turns.items():
+                wall, processor = zip(*seconds, strict=True)
                 ratios = [first / second for first, second in zip(base, wall, strict=True)]
                 intervals = Interval.of(wall), Interval.of(processor), Interval.of(ratios)
                 times.append(GraphTime(name, size, tokens, num_threads, *intervals))

@@ -135,11 +135,11 @@ def run_layer(
         finally:
             for handle in handles:
                 handle.remove()
-        found = [tensor for tensor in read if tensor is not None]
-        if len(found) < len(read):  # cross attention of a decoder that runs alone
+        inputs = [tensor for tensor in read if tensor is not None]
+        if len(inputs) < len(read):  # cross attention of a decoder that runs alone
             rule = f"every part of a {type(layer).__name__} must run on data"
             raise ShdError("inputs-invalid", f"{rule}: a decoder with cross attention needs encoder states")
-        yield (out[0] if isinstance(out, tuple) else out), found
+        yield (out[0] if isinstance(out, tuple) else out), inputs
 
 
 @dataclass(frozen=True, eq=False)

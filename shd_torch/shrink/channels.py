@@ -52,9 +52,9 @@ def fit_norm(norm: Any, rows: Tensor, goals: Tensor) -> None:
     norm.bias.copy_((goal - x * scale).mean(0))
 
 
-def check_channels(model: nn.Module, family: Family) -> None:
+def check_channels(model: Any, family: Family) -> None:
     """Outside the layers, what is as wide as the stream is a table, a norm, or a projection with a bias (WIDTH-8)."""
-    width = model.config.hidden_size  # type: ignore[union-attr]
+    width = model.config.hidden_size
     for name, module in _outer_modules(model, family).items():
         wide = any(width in parameter.shape for parameter in module.parameters(recurse=False))
         if wide and (not isinstance(module, _KINDS) or getattr(module, "bias", module) is None):
@@ -198,18 +198,18 @@ def write_heads(
             read = join_rows(own, batches) if align else rows.double() @ basis
             fit_norm(target, read, module(rows).double() @ basis)
             continue
-        given: Any = slice(None)  # what stays of its output
+        columns: Any = slice(None)  # of its output, those that stay
         if module.out_features == width:
             away = module(rows).double()
             away = away - away.mean(0)
             kept = predictive_channels(as_array(away.mT @ away), target.out_features)
-            bases[axes], given = torch.from_numpy(kept.basis).to(rows.device), kept.basis.argmax(axis=0)
+            bases[axes], columns = torch.from_numpy(kept.basis).to(rows.device), kept.basis.argmax(axis=0)
         matrix, bias = read_linear(module)
         prediction = predict_stream(basis, rows, held_rows(inputs, batches))
-        write_linear(target, *turn.read(prediction, matrix[:, given], None if bias is None else bias[given]))
+        write_linear(target, *turn.read(prediction, matrix[:, columns], None if bias is None else bias[columns]))
         fit = OutputFit(*read_linear(target), ridge, rows.device)
         for read, there, batch in zip(own, inputs, batches, strict=False):
-            goals = module(join_rows([there], [batch]))[:, given]
+            goals = module(join_rows([there], [batch]))[:, columns]
             fit.add(join_rows([read], [batch]), goals, held_rows([there], [batch]))
         if align:
             write_linear(target, *fit.solve())

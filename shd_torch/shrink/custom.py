@@ -1,6 +1,6 @@
 """Students whose layers no stock configuration can express (CUSTOM, DEPTH-4..8).
 
-Their layers have sizes of their own, lack attention, or have a linear FFN. They are the stock class with some modules
+Their layers differ in size, lack attention, or have a linear FFN. They are the stock class with some modules
 replaced, under a ``model_type`` that plain transformers does not know: its Auto classes refuse the folder, and a
 stock class finds weights of another shape.
 """
@@ -284,7 +284,11 @@ def read_sizes(config: Any, family: Family) -> tuple[LayerSizes, ...] | None:
     for number, entry in enumerate(listed):
         for name in names:
             check_integer(f"layer_sizes[{number}][{name!r}]", entry[name], 1, MAX_SIZE, "CUSTOM-1")
-        if entry["heads"] % entry["kv_heads"]:
-            message = f"layer_sizes[{number}] must have a multiple of its kv_heads as heads; got {entry}"
+        if entry["heads"] % entry["kv_heads"] or (not family.grouped and entry["heads"] != entry["kv_heads"]):
+            rule = f"must have {'a multiple of' if family.grouped else 'as many heads as'} its kv_heads"
+            message = f"layer_sizes[{number}] {rule}{' as heads' if family.grouped else ''}; got {entry}"
+            raise ShdError("layers-invalid", message, "CUSTOM-1")
+        if entry["head_dim"] != listed[0]["head_dim"]:
+            message = f"layer_sizes must have one head_dim in all layers; got {listed!r:.200}"
             raise ShdError("layers-invalid", message, "CUSTOM-1")
     return tuple(LayerSizes(**entry) for entry in listed)

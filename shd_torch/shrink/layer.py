@@ -134,6 +134,8 @@ def make_layer(
     weights = family.read_attention(layer, teacher.heads, teacher.kv_heads)
     work.tell_stage(number, "maps")
     merges = number not in work.dropped.attention and sizes.heads != teacher.heads
+    if work.merge is not None and work.options.is_usual:  # it was chosen from the maps of all layers
+        merges = False
     kept = None if work.studies is None else read_study(work.studies, source, with_maps=merges)
     statistics, trace = study_layer(
         work.teacher, family, source, taught, work.batches, weights, with_maps=merges, statistics=kept

@@ -128,7 +128,7 @@ def _renumber_template(node: Any, change: Callable[[int], int | None]) -> Any:
         return [_renumber_template(entry, change) for entry in node]
     if not isinstance(node, dict):
         return node
-    made = {name: _renumber_template(entry, change) for name, entry in node.items()}
+    renumbered = {name: _renumber_template(entry, change) for name, entry in node.items()}
     if isinstance(node.get("ids"), list):
-        made["ids"] = [change(number) for number in node["ids"]]
-    return made | {name: [node[name][0], change(node[name][1])] for name in ("sep", "cls") if name in node}
+        renumbered["ids"] = [change(number) for number in node["ids"]]
+    return renumbered | {name: [node[name][0], change(node[name][1])] for name in ("sep", "cls") if name in node}

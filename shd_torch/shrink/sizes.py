@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
@@ -189,10 +189,7 @@ def _read_counts(
     """One number for every layer of the student, from a number, a list or the default."""
     if value is None:
         return (most,) * layers
-    try:
-        counts = tuple(value)  # type: ignore[arg-type]
-    except TypeError:
-        counts = (value,) * layers  # type: ignore[assignment]
+    counts = tuple(value) if isinstance(value, Iterable) else (value,) * layers
     if len(counts) != layers:
         rule = f"{name} must be a number, or a list of one for each of the student's {layers} layers"
         raise ShdError("argument-value", f"{rule}; got {len(counts)}: {value!r}", spec_id)

@@ -252,11 +252,11 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         self._seen = None if self.embeddings is None else SeenEmbeddings()
         try:
             output = super().evaluation_loop(*args, **kwargs)
-            found = None if self._seen is None else self._seen.agreement()
+            agreement = None if self._seen is None else self._seen.agreement()
         finally:
             self._seen = None
         if self.embeddings is not None and output.metrics is not None:
-            here = [0.0, 0.0, 0.0] if found is None else [found.spearman, found.neighbours, 1.0]
+            here = [0.0, 0.0, 0.0] if agreement is None else [agreement.spearman, agreement.neighbours, 1.0]
             reduced = self.accelerator.reduce(torch.tensor(here, device=self.args.device), "sum")
             spearman, neighbours, ranks = reduced.tolist()
             prefix = kwargs.get("metric_key_prefix", "eval")
@@ -530,8 +530,8 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
             if self.embeddings is not None:
                 form = None if manifest is None else manifest.embeddings
                 width = None if form is None else form.width
-                made = make_projector(self.embeddings.projector, self.embeddings.distance, own, width)
-                modules |= {} if made is None else {EMBEDDING: made}
+                projector = make_projector(self.embeddings.projector, self.embeddings.distance, own, width)
+                modules |= {} if projector is None else {EMBEDDING: projector}
         projectors = Projectors(modules)
         projectors.to(self.args.device).join_ranks()
         return projectors

@@ -91,11 +91,11 @@ def _spread(nested: Nested, shape: Sequence[int]) -> Nested:
     return [_spread(item, shape[1:]) for item in items]
 
 
-def stack_last(parts: Sequence[Nested]) -> Nested:
+def stack_last(entries: Sequence[Nested]) -> Nested:
     """Nested lists of one shape, side by side along a new last axis."""
-    if not isinstance(parts[0], list):
-        return list(parts)
-    return [stack_last([part[i] for part in parts]) for i in range(len(parts[0]))]
+    if not isinstance(entries[0], list):
+        return list(entries)
+    return [stack_last(column) for column in zip(*entries, strict=True)]
 
 
 def dot(left: Sequence[Number], right: Sequence[Number]) -> Number:

@@ -28,18 +28,22 @@ def test_text_is_sampled_from_the_mixture_of_probabilities(models: tuple[object,
     torch.manual_seed(0)
     options = {"do_sample": True, "top_k": 0, "max_new_tokens": 4, "min_new_tokens": 4, "pad_token_id": 0}
     options |= {"logits_processor": [mixture], "output_scores": True, "return_dict_in_generate": True}
-    made = student.generate(input_ids=ids, attention_mask=mask, **options)
+    sampled = student.generate(input_ids=ids, attention_mask=mask, **options)
     whole = torch.cat((mask, mask.new_ones(2, 4)), 1)
-    given = {"input_ids": made.sequences, "attention_mask": whole, "position_ids": (whole.cumsum(1) - 1).clamp(min=0)}
+    given = {
+        "input_ids": sampled.sequences,
+        "attention_mask": whole,
+        "position_ids": (whole.cumsum(1) - 1).clamp(min=0),
+    }
     with torch.no_grad():
         logits = [model(**given).logits[:, 3:-1] for model in (student, teacher)]
     banned = torch.zeros(30, dtype=torch.bool)
     banned[2] = True  # the end of text, as at least four tokens are asked for
     p_student = logits[0].masked_fill(banned, -torch.inf).softmax(-1)
     mixed = 0.8 * p_student + 0.2 * logits[1].softmax(-1)
-    for step, scores in enumerate(made.scores):
+    for step, scores in enumerate(sampled.scores):
         torch.testing.assert_close(scores.softmax(-1), mixed[:, step], atol=1e-6, rtol=1e-4)
-    tokens = made.sequences[:, 4:]
+    tokens = sampled.sequences[:, 4:]
     rollout = minillm_rollout(*logits, tokens, torch.ones_like(tokens, dtype=torch.bool))
     own, other = (each.softmax(-1).gather(-1, tokens[..., None])[..., 0] for each in logits)
     torch.testing.assert_close(rollout.weights, own / (0.8 * own + 0.2 * other))

@@ -178,7 +178,7 @@ def test_a_folder_that_cannot_be_listed_is_not_empty(folder: Path, private: None
     (folder / "receipts").chmod(0o100)
     with refusal("read-failed", r"receipts could not be read: Permission denied"):
         list_cache(folder)
-    assert ("read-failed", "receipts") in {(each.code, each.path) for each in verify_cache(folder).problems}
+    assert ("read-failed", "receipts") in {(problem.code, problem.path) for problem in verify_cache(folder).problems}
     (folder / "receipts").chmod(0o700)
 
 

@@ -116,8 +116,11 @@ def zero_rows(name: str) -> Option:
 
 def some(option: str, name: str, holds: Callable[[np.ndarray], Any]) -> Option:
     """Whether something holds for an entry of an argument's arrays."""
-    found: Callable[[Inputs], bool] = lambda inputs: any(holds(a).any() for a in arrays_of(inputs[name]))  # noqa: E731
-    return Option(option, ("none", "some"), lambda inputs: "some" if found(inputs) else "none")
+
+    def read(inputs: Inputs) -> str:
+        return "some" if any(holds(a).any() for a in arrays_of(inputs[name])) else "none"
+
+    return Option(option, ("none", "some"), read)
 
 
 def small_mass(name: str) -> Option:

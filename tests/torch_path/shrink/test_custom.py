@@ -115,7 +115,8 @@ def test_stock_sizes_stay_stock_and_others_train() -> None:
     [
         ({"heads": 0}, "from 1"),
         ({"heads": "2"}, "integer"),
-        ({"kv_heads": 3}, "multiple"),
+        ({"kv_heads": 1}, "as many heads"),
+        ({"head_dim": 5}, "one head_dim"),
         ({"neurons": 1 << 40}, "from 1"),
         ({"heads": 1, "kv_heads": 1}, "every weight"),
         ({"width": 3}, "must list"),
@@ -167,5 +168,5 @@ def test_heads_that_save_no_time_are_remarked(options: dict[str, Any], says: str
 
 def test_maps_are_merged_to_one_number_of_heads(tmp_path: Path) -> None:
     report = shrink(make_teacher("bert"), make_data("bert"), heads=[1, 2, 2], align=False).report
-    with refusal("read-failed", "one number of heads"):
+    with refusal("shrink-unsupported", "different numbers of heads"):
         read_student(json.loads(json.dumps(report)))
