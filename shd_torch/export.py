@@ -165,6 +165,8 @@ def _export(
         expected = [_run_model(wrapper, sample) for sample in samples]
     _strip_metadata(program)
     num_fused = _wrap_attention(program.model)
+    if attention != "eager":  # a teacher's graph is read, not deployed
+        _part_norms(program.model)
     from shd_ref.teacher.rewrite.linearize import saving_graph
 
     tensors = (*model.parameters(), *model.buffers())
@@ -496,6 +498,19 @@ def _wrap_attention(model: Any) -> int:
         )
         ir.convenience.replace_nodes_and_values(node.graph, node, [node], [call], node.outputs, call.outputs)
     return len(nodes)
+
+
+def _part_norms(model: Any) -> None:
+    """Write the addition before each norm as ``Sum``, so that onnxruntime computes the two one after the other.
+
+    It would fuse ``Add`` and the norm into an operator of its own that takes several times as long as both: a third
+    of the time of an encoder in int8. The numbers are the same.
+    """
+    norms = ("LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization")
+    for node in model.graph.all_nodes():
+        value = node.inputs[0] if node.op_type in norms else None
+        if value is not None and (before := value.producer()) is not None and before.op_type == "Add":
+            before.op_type = "Sum"
 
 
 def _compare(

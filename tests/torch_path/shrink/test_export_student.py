@@ -80,5 +80,19 @@ def test_quantize_dynamic_by_its_defaults(family: str, tmp_path: Path) -> None:
     assert 0 < np.linalg.norm(after - before) < 0.2 * np.linalg.norm(before)
 
 
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_norms_are_not_fused_with_additions(family: str, tmp_path: Path) -> None:
+    """onnxruntime's operator for both takes several times as long as the two."""
+    onnx = pytest.importorskip("onnx")
+    data = make_data(family)
+    report = export.export_student(make_teacher(family, layers=2).float(), data, tmp_path / "student.onnx")
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    onnxruntime.InferenceSession(report.path, options, providers=["CPUExecutionProvider"])
+    operators = [node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node]
+    assert not [name for name in operators if name.startswith("Skip")]
+    assert operators.count("Sum") >= 3, operators
+
+
 def _images() -> dict[str, Any]:
     return {name: part.float() for name, part in make_data("vit").items()}
