@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from shd_torch.data import read_texts as read_texts
     from shd_torch.export import export_student as export_student
     from shd_torch.export import export_teacher as export_teacher
+    from shd_torch.kd import ExactTargets as ExactTargets
+    from shd_torch.kd import TeacherHead as TeacherHead
     from shd_torch.kd import compare_embeddings as compare_embeddings
     from shd_torch.kd import embedding_loss as embedding_loss
     from shd_torch.kd import hidden_loss as hidden_loss
@@ -48,7 +50,7 @@ _ROOMS = {
     "shd_torch.export": ("export_student", "export_teacher"),
     "shd_torch.kd": (
         *("compare_embeddings", "embedding_loss", "pool_states"),
-        *("hidden_loss", "kd_loss", "linear_kd_loss"),
+        *("ExactTargets", "TeacherHead", "hidden_loss", "kd_loss", "linear_kd_loss"),
     ),
     "shd_torch.kl": ("attention_kl", "explain_backend"),
     "shd_torch.shrink": ("load_student",),

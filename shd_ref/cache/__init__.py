@@ -9,6 +9,7 @@ from types import ModuleType as _ModuleType
 from shd_ref.cache.codecs.codecs import CODECS as CODECS
 from shd_ref.cache.codecs.codecs import DEFAULT_CODEC as DEFAULT_CODEC
 from shd_ref.cache.codecs.codecs import SUPPORTS as SUPPORTS
+from shd_ref.cache.codecs.codecs import VECTOR_CODECS as VECTOR_CODECS
 from shd_ref.cache.codecs.codecs import check_codes as check_codes
 from shd_ref.cache.codecs.codecs import code_bits as code_bits
 from shd_ref.cache.codecs.codecs import code_dtype as code_dtype
@@ -65,11 +66,15 @@ from shd_ref.cache.forms.attention import LayerPair as LayerPair
 from shd_ref.cache.forms.attention import Matching as Matching
 from shd_ref.cache.forms.embeddings import POOLINGS as POOLINGS
 from shd_ref.cache.forms.embeddings import Embeddings as Embeddings
+from shd_ref.cache.forms.exact import HEAD_NAME as HEAD_NAME
+from shd_ref.cache.forms.exact import Exact as Exact
+from shd_ref.cache.forms.exact import Head as Head
 from shd_ref.cache.forms.factors import Factors as Factors
 from shd_ref.cache.forms.form import F32 as F32
 from shd_ref.cache.forms.form import U8 as U8
 from shd_ref.cache.forms.form import Extent as Extent
 from shd_ref.cache.forms.form import Form as Form
+from shd_ref.cache.forms.form import FormFile as FormFile
 from shd_ref.cache.forms.form import Part as Part
 from shd_ref.cache.forms.form import SampleRecord as SampleRecord
 from shd_ref.cache.forms.hidden import Hidden as Hidden
@@ -89,5 +94,7 @@ from shd_ref.cache.verify import Problem as Problem
 from shd_ref.cache.verify import VerifyReport as VerifyReport
 from shd_ref.cache.verify import verify_cache as verify_cache
 from shd_ref.cache.writer import CacheWriter as CacheWriter
+from shd_ref.kd.head import FinalNorm as FinalNorm
+from shd_ref.kd.head import TeacherHead as TeacherHead
 
 __all__ = [name for name, value in globals().items() if name[0] != "_" and not isinstance(value, _ModuleType)]

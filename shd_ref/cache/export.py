@@ -10,6 +10,7 @@ samples in stored order. A sample is these members, whose names begin with its i
                                logits_ids (int32), logits_log_probs and logits_log_tail, or logits_weights and
                                logits_entropy (float32), as in specs/kd.md, KD-8 and KD-13
     <index>-<key>.H03.npy      hidden states of the teacher's layer 3, (R, width) float32
+    <index>-<key>.last.npy     what the teacher's head reads, (R, width) float32; the head's file is copied
     <index>-<key>.json         {"index": ..., "key": ..., "length": n, "seed": ... or null}
 """
 
@@ -72,6 +73,10 @@ def export_webdataset(
         if not (folder / MANIFEST_NAME).exists():
             with drafting(folder / MANIFEST_NAME, draft_path) as draft:
                 draft.write_bytes(reader.manifest.to_bytes())
+        for file in reader.manifest.files:
+            if not (folder / file.name).exists():
+                with drafting(folder / file.name, draft_path) as draft:
+                    draft.write_bytes(reader.read_file(file).tobytes())
         for shard in range(shards):
             path = folder / f"{shard:06d}.tar"
             records = Receipt.read(reader.folder, shard, reader.manifest).records

@@ -9,6 +9,8 @@ from typing import Final
 
 from shd_ref.cache.documents.manifest import Manifest
 from shd_ref.cache.documents.receipts import Receipt
+from shd_ref.cache.files import check_file_size, read_pieces
+from shd_ref.cache.forms.form import FormFile
 from shd_ref.cache.shards import ShardFile, check_shard_size
 from shd_ref.cache.storage.checksums import RunningHash
 from shd_ref.cache.storage.documents import checksum_of
@@ -80,6 +82,8 @@ def merge_caches(
         raise ShdError("argument-value", f"out must be none of the sources; got {target.root}: leave it out of them")
     missing = writer.missing_shards()
     offers = _find_offers(storages, target, manifest, set(missing))
+    for kept in manifest.files:
+        _copy_file(storages, kept, writer)
     written, done = 0, 0
     for shard in sorted(offers):
         written += _take_over(offers[shard], shard, manifest, writer, target, link=link)
@@ -157,6 +161,22 @@ def _take_over(
             problems.append(error)
         else:
             return receipt.size
+    raise problems[0]
+
+
+def _copy_file(sources: Sequence[Storage], file: FormFile, writer: CacheWriter) -> None:
+    """What a form keeps beside the shards, from the first source whose bytes are right."""
+    problems: list[ShdError] = []
+    for source in sources:
+        try:
+            check_file_size(source, file)
+            writer.write_file(file, read_pieces(source, file))
+        except ShdError as error:
+            if error.code not in ("cache-corrupt", "cache-incomplete"):
+                raise
+            problems.append(error)
+        else:
+            return
     raise problems[0]
 
 

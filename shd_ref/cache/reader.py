@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 from shd_ref.cache.codecs.compression import expand_blob
 from shd_ref.cache.documents.manifest import Manifest
 from shd_ref.cache.documents.receipts import Blob, Errors, Receipt, Record, Seal
+from shd_ref.cache.files import check_file_size, read_file
 from shd_ref.cache.forms.embeddings import Embeddings
-from shd_ref.cache.forms.form import F32, U8, Extent, SampleRecord
+from shd_ref.cache.forms.exact import Exact
+from shd_ref.cache.forms.form import F32, U8, Extent, FormFile, SampleRecord
 from shd_ref.cache.forms.hidden import Hidden
 from shd_ref.cache.forms.logits import Logits
 from shd_ref.cache.forms.table import ROWS
@@ -31,6 +33,7 @@ from shd_ref.cache.storage.places import (
 )
 from shd_ref.errors import ShdError
 from shd_ref.kd.codes import SampledTargets, TopkTargets
+from shd_ref.kd.head import TeacherHead
 
 Choice: TypeAlias = Iterable[int] | bool | None
 """What to read of a form: some of its layers, all of it (None and True), or nothing."""
@@ -87,6 +90,8 @@ class CacheReader:
                 "CACHE-56",
             )
         shards = committed if seal is None else range(self.manifest.shards.num_shards)
+        for file in self.manifest.files if self.sealed else ():
+            check_file_size(self._storage, file)
         self._load(self._storage.map(functools.partial(self._open_receipt, seal=seal), shards))
         self._make_memos()
 
@@ -115,7 +120,7 @@ class CacheReader:
             key: ``sample_key`` of its inputs. Of equal samples the one with the lowest index is read.
             layers: student layers whose attention to read; all by default.
             **choices: what to read of the other forms, by default all that the cache has: ``logits`` True or False,
-                ``hidden`` the teacher layers, ``embeddings`` True or False.
+                ``hidden`` the teacher layers, ``embeddings`` and ``exact`` True or False.
 
         Raises:
             ShdError: ``sample-missing``; ``argument-value`` (layers, choices); ``cache-incomplete`` for a shard that
@@ -210,6 +215,27 @@ class CacheReader:
             ShdError: ``argument-value`` where the cache, or the record as it was read, does not have it.
         """
         return self.manifest.need(Embeddings, "embeddings").decode(record)
+
+    def decode_last(self, record: SampleRecord) -> NDArray[np.float32]:
+        """The states that the teacher's head reads for one sample, ``(R, width)`` float32; row r as for logits.
+
+        Raises:
+            ShdError: ``argument-value`` where the cache, or the record as it was read, does not have them.
+        """
+        return self.manifest.need(Exact, "exact targets").decode(record)
+
+    def read_head(self) -> TeacherHead:
+        """The teacher's head, which makes logits of last states; every byte is checked.
+
+        Raises:
+            ShdError: ``argument-value`` where the cache has none; ``cache-incomplete``, ``cache-corrupt``.
+        """
+        form = self.manifest.need(Exact, "exact targets")
+        return form.read_head(self.read_file(form.files[0]))
+
+    def read_file(self, file: FormFile) -> NDArray[np.uint8]:
+        """One of ``manifest.files``, checked: ``cache-incomplete``, ``cache-corrupt``."""
+        return read_file(self._storage, file)
 
     def _parts_of(self, name: str, choice: Choice) -> list[int]:
         """Numbers of the coded parts of a form that are asked for, by the keyword of its choice."""

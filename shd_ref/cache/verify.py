@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from shd_ref.cache.documents.manifest import Manifest
 from shd_ref.cache.documents.receipts import Receipt, Seal, check_fingerprint
+from shd_ref.cache.files import check_file_size, damaged_file, hash_file
 from shd_ref.cache.shards import ShardFile, check_shard_size, shard_header
 from shd_ref.cache.storage.checksums import RunningHash, hex_64, xxh3_64
 from shd_ref.cache.storage.documents import checksum_of
@@ -119,7 +120,12 @@ class _Verification:
         if len(receipts) == manifest.shards.num_shards:
             with self._noting(MANIFEST_NAME):
                 check_fingerprint(self.storage.root, manifest, receipts)
-        self._report_strays(committed)
+        for file in manifest.files:
+            with self._noting(file.name):
+                check_file_size(self.storage, file)
+                if (actual := hash_file(self.storage, file)) != file.xxh3_128:
+                    raise damaged_file(file.name, file, actual)
+        self._report_strays(committed, {file.name for file in manifest.files})
 
     def _check_shard(self, shard: int, manifest: Manifest, seal: Seal | None) -> Receipt | None:
         path, receipt = receipt_name(shard), None
@@ -170,8 +176,8 @@ class _Verification:
             message = f"XXH3-128 of the file must be {receipt.xxh3_128}; got {whole.hexdigest()}"
             self._note("cache-corrupt", path, message)
 
-    def _report_strays(self, committed: list[int]) -> None:
-        known = {MANIFEST_NAME, SEAL_NAME}
+    def _report_strays(self, committed: list[int], files: set[str]) -> None:
+        known = {MANIFEST_NAME, SEAL_NAME, *files}
         known |= {name(shard) for shard in committed for name in (shard_name, receipt_name)}
         names = self._list_names()
         links = set(self.storage.links()) if names else set()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
-from collections.abc import Iterator, Sequence
-from typing import Final
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final
 
 from shd_ref.cache.documents.manifest import Manifest
 from shd_ref.cache.documents.receipts import Errors, Receipt, Seal, Skipped, check_fingerprint
-from shd_ref.cache.forms.form import SampleRecord
+from shd_ref.cache.files import check_file_size, damaged_file, hash_file
+from shd_ref.cache.forms.form import FormFile, SampleRecord
 from shd_ref.cache.shards import write_blobs
+from shd_ref.cache.storage.checksums import RunningHash
 from shd_ref.cache.storage.documents import checksum_of
 from shd_ref.cache.storage.places import MANIFEST_NAME, SEAL_NAME, Folder, open_storage, receipt_name, shard_name
 from shd_ref.cache.storage.storage import PendingFile, Storage, write_errors
@@ -122,6 +125,30 @@ class CacheWriter:
             with self._storage.exclusive():
                 return self._commit(shard_file, receipt_file, receipt)
 
+    def write_file(self, file: FormFile, pieces: Iterable[Any]) -> None:
+        """Write what a form keeps beside the shards, unless it is there (CACHE-192).
+
+        Args:
+            file: one of ``manifest.files``.
+            pieces: its bytes, of the stated size and checksum (else ``cache-corrupt``).
+
+        Raises:
+            ShdError: ``write-failed``.
+        """
+        with contextlib.suppress(ShdError, FileNotFoundError):
+            if hash_file(self._storage, file) == file.xxh3_128:
+                return
+        whole = RunningHash()
+        with write_errors(self._storage.locate(file.name)), self._storage.pending(file.name) as pending:
+            for piece in pieces:
+                whole.update(piece)
+                pending.write(piece)
+            if whole.hexdigest() != file.xxh3_128:
+                raise damaged_file(self._storage.locate(file.name), file, whole.hexdigest())
+            pending.sync()
+            with self._storage.exclusive():
+                pending.commit()
+
     def seal(self) -> Seal:
         """Mark the cache as complete (CACHE-55).
 
@@ -130,6 +157,8 @@ class CacheWriter:
                 are not those of the data set in the manifest; ``write-failed``.
         """
         checksums: list[str] = []
+        for file in self.manifest.files:
+            check_file_size(self._storage, file)
         with write_errors(self._storage.locate(SEAL_NAME)):
             # Few receipts in memory at a time: those of a large cache do not fit together.
             check_fingerprint(self.folder, self.manifest, self._receipts(checksums))

@@ -25,7 +25,7 @@ from typer.models import ArgumentInfo
 from shd_ref.cache.forms.attention import KINDS
 from shd_ref.commands.terminal import ShownCommand, console, quiet_progress, reported_errors
 from shd_ref.errors import ShdError
-from shd_ref.teacher.options import PANELS, Pooling, Shown
+from shd_ref.teacher.options import LAST, PANELS, Pooling, Shown
 
 Document: TypeAlias = dict[str, Any] | list[dict[str, Any]]
 """A command's result as JSON can say it: one object, or one for each student."""
@@ -40,6 +40,9 @@ _ENUM: Final[Any] = StrEnum  # of names that are known when a command is made, w
 
 _CALLED: Final = {"pairs": "layer_pairs"}
 """What messages of functions below call an argument, and the field that its option comes from."""
+
+LAST_WORD: Final = "last"
+"""What stands for ``LAST`` among hidden states."""
 
 _LONGEST: Final = 16
 """Characters that choices may take in ``--help`` before the option's name stands for them."""
@@ -363,10 +366,19 @@ def parse_pooling(text: str | None) -> Pooling | None:
     return Pooling.parse(text) or read_pooling(Path(text))
 
 
+def parse_hidden(text: str | None) -> tuple[int, ...]:
+    """``--hidden``: numbers, and ``last``."""
+    words = [] if text is None else [word.strip() for word in text.split(",")]
+    numbers = ",".join(word for word in words if word != LAST_WORD)
+    read = read_list("--hidden", numbers or None, kind=int, least=0)
+    return read + (LAST,) * (LAST_WORD in words)
+
+
 PARSERS: Final[dict[str, Callable[[Any], Any]]] = {
     "num_student_layers": parse_student_layers,
     "layer_pairs": parse_layer_pairs,
     "shards": parse_shards,
     "embeddings": parse_pooling,
+    "hidden": parse_hidden,
 }
 """By field: how the text of its option is read."""

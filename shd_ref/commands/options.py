@@ -11,10 +11,10 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 import shd_ref
-from shd_ref.commands.derive import option_of, shown_of
+from shd_ref.commands.derive import LAST_WORD, option_of, shown_of
 from shd_ref.commands.terminal import console
 from shd_ref.errors import ShdError
-from shd_ref.teacher.options import NO_FORM, READING, RUNNING, STORING, PrecomputeOptions, Shown
+from shd_ref.teacher.options import LAST, NO_FORM, READING, RUNNING, STORING, PrecomputeOptions, Shown
 from shd_ref.teacher.sources import Source
 
 
@@ -134,6 +134,8 @@ def _write_value(field: str, value: Any) -> str:
     """A value as ``derive`` reads it again."""
     if isinstance(value, Mapping):
         return ",".join(f"{key}={number}" for key, number in value.items())
+    if field == "hidden":
+        return ",".join(LAST_WORD if layer == LAST else str(layer) for layer in value)
     if field == "shards":
         return "/".join(map(str, value))
     if isinstance(value, tuple):

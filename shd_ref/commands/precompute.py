@@ -179,7 +179,7 @@ def _summary_table(summary: PrecomputeSummary) -> Table:
     if isinstance(logits, LogitsError):
         left_out = f", {logits.gradient_mean:.1%} of a gradient with what is left out"
         table.add_row("logits", f"KL {logits.kl_mean:.2g} nats per row (max {logits.kl_max:.2g}){left_out}")
-    for name in ("hidden", "embeddings"):
+    for name in ("hidden", "embeddings", "exact"):
         if isinstance(moved := summary.errors.get(name), HiddenError):
             table.add_row(name, f"{moved.relative_mean:.2g} of a row's length (max {moved.relative_max:.2g})")
     if comparison is not None:

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Annotated, Final
 
 from shd_ref.attention import check_temperature
-from shd_ref.cache import CODECS, DEFAULT_FACTORED_CODEC, FACTORED_CODECS, POOLINGS
+from shd_ref.cache import CODECS, DEFAULT_FACTORED_CODEC, FACTORED_CODECS, POOLINGS, VECTOR_CODECS
 from shd_ref.cache.codecs.compression import COMPRESSIONS, check_compression
 from shd_ref.cache.codecs.factored import check_factored_codec
 from shd_ref.cache.documents.manifest import ON_ERROR
-from shd_ref.cache.forms.embeddings import EMBEDDING_CODECS
 from shd_ref.errors import argument_value
 from shd_ref.merging.alpha import ALPHA_PER, ALPHA_RULES, check_option
 from shd_ref.merging.matching import MATCHED_BY
@@ -35,7 +34,8 @@ NO_FORM: Final = "none"
 LOGIT_FORMS: Final = ("none", "topk", "sampled", "float16")
 """How the teacher's logits are stored: not at all, by top-k records, by sampled ones, or whole."""
 
-HIDDEN_CODECS: Final = ("float16", "int8")
+LAST: Final = -1
+"""Among hidden states the one that the head reads, with which KD is exact; ``last`` on the command line."""
 
 MATCHED: Final = "matched"
 """The plan that is chosen on the data."""
@@ -90,8 +90,9 @@ HELP: Final = {
     "with_teachers": "Another teacher with the same vocabulary: the mean of all logits is stored (BabyLlama). "
     "Repeat per teacher.",
     "hidden": "Hidden states to store, such as 0,3,6: k is the input of block k, counted from 0; the number of "
-    "blocks is the last block's output. For encoder-decoders: the decoder's blocks.",
-    "hidden_codec": "Codec of hidden states: int8 (one scale per token) or float16.",
+    "blocks is the last block's output. For encoder-decoders: the decoder's blocks. last: what the head reads, and "
+    "the head once, for exact KD over the whole vocabulary.",
+    "hidden_codec": "Codec of hidden states: int8 (one scale per token), float16 or float32.",
     "embeddings": "Store an embedding of each text, pooled from the last hidden state as a sentence-transformers "
     "folder says (its path), or by mean, cls, max or last; with ,normalize divided by its norm.",
     "batch_tokens": "Positions per teacher call, instead of --batch-size: more samples per call if they are short.",
@@ -212,20 +213,30 @@ class PrecomputeOptions:
     logits_output: Annotated[str | None, Shown(HELP["logits_output"], TARGETS)] = None
     vocab_size: Annotated[int | None, Shown(HELP["vocab_size"], TARGETS, least=1)] = None
     with_teachers: Annotated[tuple[Path, ...], Shown(HELP["with_teachers"], TARGETS, metavar="TEACHER.onnx")] = ()
-    hidden: Annotated[tuple[int, ...], Shown(HELP["hidden"], TARGETS, least=0, metavar="K,...")] = ()
-    hidden_codec: Annotated[str, Shown(HELP["hidden_codec"], TARGETS, HIDDEN_CODECS, needs="hidden")] = "float16"
+    hidden: Annotated[tuple[int, ...], Shown(HELP["hidden"], TARGETS, metavar="K,...|last")] = ()
+    hidden_codec: Annotated[str, Shown(HELP["hidden_codec"], TARGETS, VECTOR_CODECS, needs="hidden")] = "float16"
 
     embeddings: Annotated[
         Pooling | None, Shown(HELP["embeddings"], TARGETS, metavar="FOLDER|POOLING[,normalize]")
     ] = None
     embeddings_codec: Annotated[
-        str, Shown("Codec of embeddings: float32, float16 or int8.", TARGETS, EMBEDDING_CODECS, needs="embeddings")
+        str, Shown("Codec of embeddings: float32, float16 or int8.", TARGETS, VECTOR_CODECS, needs="embeddings")
     ] = "float32"
 
     @property
     def has_attention(self) -> bool:
         """Whether records hold attention, in some form."""
         return self.form != NO_FORM
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """The hidden states by number."""
+        return tuple(layer for layer in self.hidden if layer != LAST)
+
+    @property
+    def exact(self) -> bool:
+        """Whether records hold the states that the head reads."""
+        return LAST in self.hidden
 
     @property
     def is_factored(self) -> bool:
@@ -385,12 +396,12 @@ def _check_form(options: PrecomputeOptions) -> None:
 
 def _check_targets(options: PrecomputeOptions) -> None:
     check_option("logits", options.logits, LOGIT_FORMS, "CACHE-164")
-    check_option("hidden_codec", options.hidden_codec, HIDDEN_CODECS, "CACHE-177")
-    check_option("embeddings_codec", options.embeddings_codec, EMBEDDING_CODECS, "CACHE-181")
+    check_option("hidden_codec", options.hidden_codec, VECTOR_CODECS, "CACHE-177")
+    check_option("embeddings_codec", options.embeddings_codec, VECTOR_CODECS, "CACHE-181")
     for name in ("logits_output", "vocab_size"):
-        if options.logits == "none" and getattr(options, name) is not None:
+        if options.logits == "none" and not options.exact and getattr(options, name) is not None:
             value = getattr(options, name)
-            raise argument_value(f"{name} must go with logits; got {value!r} with logits 'none'")
+            raise argument_value(f"{name} must go with logits, or hidden last; got {value!r} without them")
     temperature = options.logits_temperature
     if options.logits in ("none", "float16") and temperature != 1.0:
         raise argument_value(

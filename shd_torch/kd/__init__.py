@@ -7,13 +7,16 @@ start with ``loss.py``.
 """
 
 from shd_torch.kd.embeddings import EmbeddingAgreement, compare_embeddings, embedding_loss, pool_states
+from shd_torch.kd.heads import ExactTargets, TeacherHead
 from shd_torch.kd.loss import hidden_loss, kd_loss, linear_kd_loss
 from shd_torch.kd.targets import kd_targets_sampled, kd_targets_topk, mean_logits
 from shd_torch.supervision.targets import SampledTargets, TopkTargets
 
 __all__ = [
     "EmbeddingAgreement",
+    "ExactTargets",
     "SampledTargets",
+    "TeacherHead",
     "TopkTargets",
     "compare_embeddings",
     "embedding_loss",

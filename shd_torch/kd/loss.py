@@ -27,7 +27,8 @@ def kd_loss(targets: Targets, student_logits: Tensor, **keywords: Unpack[KdKeywo
 
     Args:
         targets: the teacher's logits ``(..., V)``, ``TopkTargets`` or ``SampledTargets`` (or their fields by
-            name), on any device.
+            name), on any device; or ``ExactTargets``, whose head is on the student's device: its logits are made a
+            chunk at a time, in the forward and in the backward pass.
         student_logits: z ``(..., V)``, for the same rows: no position is shifted.
         **keywords:
             divergence: ``"kl"`` (teacher first), ``"reverse_kl"``, ``"jsd"`` or ``"cross_entropy"``.

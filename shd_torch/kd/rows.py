@@ -22,10 +22,11 @@ from shd_torch.checks import (
     check_shape,
     check_temperature,
 )
+from shd_torch.kd.heads import ExactTargets, check_exact
 from shd_torch.kd.targets import check_logits, cut_teacher, take_tail
 from shd_torch.supervision.targets import SampledTargets, TopkTargets
 
-Targets: TypeAlias = Tensor | TopkTargets | SampledTargets | Mapping[str, Any]
+Targets: TypeAlias = Tensor | TopkTargets | SampledTargets | ExactTargets | Mapping[str, Any]
 Record: TypeAlias = TopkTargets | SampledTargets
 
 DIVERGENCES: tuple[str, ...] = ("kl", "reverse_kl", "jsd", "cross_entropy")
@@ -83,7 +84,7 @@ class KdRows:
     counted: Tensor | None  # (R,) boolean, None where all rows count
     index: Tensor | None  # of the rows that count; None where all rows are read, and counted is applied
     vocab_size: int  # V, after the cut
-    taught: Tensor | Record  # the teacher's logits (R, V), or its record, on the student's device
+    taught: Tensor | ExactTargets | Record  # the teacher's logits (R, V) or what makes them, or its record
     chunk_rows: int | None  # as given
 
     def rows_of(self, chunk: slice) -> slice | Tensor:
@@ -105,7 +106,9 @@ class KdRows:
         elif isinstance(self.taught, TopkTargets):
             values, gradient = self._topk(self.taught, log_q, at, wants_gradient)
         else:
-            log_p = _log_softmax_(self.taught[at].to(log_q.dtype, copy=True), self.temperature)
+            exact = isinstance(self.taught, ExactTargets)
+            logits = self.taught.rows(at) if isinstance(self.taught, ExactTargets) else self.taught[at]
+            log_p = _log_softmax_(logits.to(log_q.dtype, copy=not exact), self.temperature)
             values, gradient = self._classes(log_p, log_q, wants_gradient)
         if self.index is None and self.counted is not None:
             uncounted = ~self.counted[at]
@@ -193,8 +196,11 @@ def kd_rows(
     elif options.reduction == "batch_mean":
         divisor = float(max(rows[0], 1))
     scale = torch.full((), temperature**2 if options.t_squared else 1.0, dtype=dtype, device=device)
-    taught: Tensor | Record
-    if record is None:
+    taught: Tensor | ExactTargets | Record
+    if isinstance(targets, ExactTargets):
+        sizes: dict[str, Any] = {"dtype": dtype, "device": device, "options": options, "temperature": temperature}
+        taught = check_exact(targets, rows, num_classes, **sizes)
+    elif record is None:
         assert isinstance(targets, Tensor)
         logits = _check_teacher(targets, (*rows, num_classes), temperature, options)
         taught = _flat(logits, len(rows), device)
@@ -223,9 +229,11 @@ def kd_rows(
 
 
 def as_record(targets: Targets) -> Record | None:
-    """A record from its fields, in an object or a mapping; None where the targets are logits."""
-    if isinstance(targets, Tensor | TopkTargets | SampledTargets):
-        return None if isinstance(targets, Tensor) else targets
+    """A record from its fields, in an object or a mapping; None where the targets are logits, or make them."""
+    if isinstance(targets, Tensor | ExactTargets):
+        return None
+    if isinstance(targets, TopkTargets | SampledTargets):
+        return targets
     read: Callable[[str], Any] = targets.get if isinstance(targets, Mapping) else lambda name: getattr(targets, name)
     names = set(targets) if isinstance(targets, Mapping) else None
     for kind in (TopkTargets, SampledTargets):

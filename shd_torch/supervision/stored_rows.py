@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shd_ref.cache import Embeddings, Hidden, Logits, Manifest, SampleRecord
+from shd_ref.cache import Embeddings, Exact, Hidden, Logits, Manifest, SampleRecord
 from shd_ref.cache.forms.rows import Rows
 from shd_ref.cache.forms.table import load, row_of
 from shd_torch.supervision.coded import check_length
@@ -127,6 +127,15 @@ class CachedBatch:
         targets: EmbeddingTargets | None = self.read("embeddings")
         return targets
 
+    def last_states(self, length: int | None = None) -> Tensor | None:
+        """What the teacher's head reads, ``(B, L, width)`` float32, for ``ExactTargets``; None where none were read.
+
+        Raises:
+            ShdError: ``argument-shape`` for a length, as for ``targets``, below the longest sample.
+        """
+        states: Tensor | None = self.read("exact", length)
+        return states
+
     def _pad_rows(self, form: Rows, length: int | None, values: Tensor) -> Tensor:
         """``(R, ...)`` as ``(B, L, ...)``, zero where nothing is stored; one row per sample stays as it is.
 
@@ -170,6 +179,12 @@ def decode_embeddings(form: Embeddings, rows: dict[str, Tensor], spread: Spread)
     """The embeddings ``(B, D)`` float32, with how they were pooled."""
     (codes,) = rows.values()
     return EmbeddingTargets(spread(_decode_vectors(form.codec, codes)), form.pooling, form.normalize)
+
+
+def decode_exact(form: Exact, rows: dict[str, Tensor], spread: Spread) -> Tensor:
+    """Last states, float32."""
+    (codes,) = rows.values()
+    return spread(_decode_vectors(form.codec, codes))
 
 
 def _decode_vectors(codec: str, codes: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
 
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shd_ref.errors import ShdError
 from shd_torch.capture.outputs import read_hidden_states, read_logits
 from shd_torch.checks import check_option, check_temperature
-from shd_torch.kd import hidden_loss, kd_loss, mean_logits
+from shd_torch.kd import ExactTargets, TeacherHead, hidden_loss, kd_loss, mean_logits
 from shd_torch.kd.loss import DISTANCES
 from shd_torch.kd.loss import REDUCTIONS as OVER_LAYERS
 from shd_torch.kd.rows import DIVERGENCES
@@ -104,6 +104,8 @@ class KdTerm(RowsTerm):
             those whose next label counts (``"next_labels"``, as in causal language modelling). For a classifier,
             whose logits have no position axis, every sample counts.
         vocab_size: number of classes to read on both sides; the others are padding (KD-7).
+        exact: learn from the cache's last states and the teacher's head (``shd precompute --hidden last``), over the
+            whole vocabulary; the head is on the device, and its logits are made some rows at a time.
         teachers: with several teachers, average the ``"losses"``, or the ``"logits"`` or ``"probs"`` before one loss
             (KD-15), which needs all logits of every teacher.
 
@@ -122,6 +124,8 @@ class KdTerm(RowsTerm):
     rows: str = "positions"
     vocab_size: int | None = None
     teachers: str = "losses"
+    exact: bool = False
+    _head: list[TeacherHead] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         read_weight(self.weight)
@@ -138,14 +142,24 @@ class KdTerm(RowsTerm):
     def check_cache(self, joined: CacheJoin, *, has_teacher: bool) -> None:
         """Stored logits must be of its temperature and suit its divergence."""
         folder, form = str(joined.cache.folder), joined.logits
-        if form is not None:
+        if self.exact and joined.cache.manifest.exact is not None:
+            self._head[:] = [TeacherHead.read(joined.cache)]
+        elif self.exact and not has_teacher:
+            rule = f"kd must have exact targets in {folder}, or a live teacher, where exact is True"
+            raise ShdError("cache-mismatch", f"{rule}; got neither: precompute with --hidden last", "CACHE-186")
+        elif form is not None:
             self.check_targets(temperature=form.temperature, sampled=form.codec == "sampled", origin=folder)
         elif not has_teacher:
             raise ShdError("cache-mismatch", no_logits(self.NAME, folder), "CACHE-160")
 
     def read_taught(self, taught: Any, length: int | None) -> Any:
-        """Its logits."""
-        return taught.targets(length)
+        """Its logits, or what makes them."""
+        if not (self.exact and hasattr(taught, "read")):
+            return taught.targets(length)
+        states = taught.read("exact", length)
+        if self._head[0].weight.device != states.device:
+            self._head[0] = self._head[0].to(states.device)
+        return ExactTargets(states, self._head[0])
 
     def read_student(self, outputs: Any, name: str, projectors: Callable[..., Any]) -> tuple[Any, int | None]:
         """Its logits ``(B, L, V)``, or ``(B, V)``."""
@@ -192,6 +206,11 @@ class KdTerm(RowsTerm):
         options: dict[str, Any] = {name: getattr(self, name) for name in names}
         terms = [kd_loss(source, logits, loss_mask=loss_mask, check=check, **options) for source in sources]
         return sum(terms[1:], terms[0]) / len(terms)
+
+
+def exact_term(weight: Weight) -> KdTerm:
+    """The term on exact targets, as the table of forms makes it."""
+    return KdTerm(weight=weight, exact=True)
 
 
 @dataclass(frozen=True, eq=False)

@@ -50,6 +50,7 @@ GOLDEN_JOBS = {
     "logits-without-attention": job(num_samples=3, **ALONE["topk"]),
     "averaged-of-a-decoder": job(num_samples=3, codec="u4", **KINDS, logits=AVERAGED),
     "embeddings-and-hidden": job(num_samples=3, **ALONE["embeddings"]),
+    "exact-and-hidden": job(num_samples=3, codec="u4", **FORMS["exact"]),
     "hidden-of-a-decoder": job(num_samples=3, codec="u4", **KINDS, hidden=HIDDEN_OF_A_DECODER),
     "all-logits": job(num_samples=3, codec="u4", on_error="skip", **FORMS["float16"]),
 }

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cache.golden_jobs import GOLDEN, GOLDEN_JOBS, digests_of, read_digests
-from support.independent_reader import read_cache
+from support.independent_reader import read_cache, read_head
 from support.makers import contents, is_skipped, key_of, length_of, record_of, write_cache
 
 from shd_ref.cache import CacheReader, verify_cache
@@ -41,6 +41,8 @@ def test_reader_agrees_with_one_made_from_the_specification(name: str) -> None:
     reader, samples = CacheReader(GOLDEN / name), read_cache(GOLDEN / name)
     wanted = range(manifest.dataset.num_samples)
     assert sorted(samples) == [index for index in wanted if not is_skipped(manifest, index)]
+    if (made := read_head(GOLDEN / name)) is not None:
+        np.testing.assert_allclose(reader.read_head().logits(np.eye(len(made))), made, rtol=1e-12, atol=1e-12)
     assert len(reader.skipped) == len(wanted) - len(samples)
     for index, sample in samples.items():
         record, written = reader.read(key_of(index)), record_of(manifest, index)
@@ -59,5 +61,7 @@ def test_reader_agrees_with_one_made_from_the_specification(name: str) -> None:
                 np.testing.assert_allclose(found, values, rtol=1e-9, atol=1e-12, err_msg=name)
         for rows in sample["embedding"]:
             np.testing.assert_allclose([reader.decode_embedding(record)], rows, rtol=2.0**-23, atol=0)
+        if manifest.exact is not None:
+            np.testing.assert_allclose(reader.decode_last(record), sample["last"], rtol=2.0**-23, atol=0)
         for layer, rows in sample["hidden"].items():
             np.testing.assert_allclose(reader.decode_hidden(record, layer), rows, rtol=2.0**-23, atol=0)

@@ -60,7 +60,8 @@ def read_record(manifest: dict[str, Any], data: bytes, record: dict[str, Any]) -
     codes, rest = rest[: len(layers)], rest[len(layers) :]
     logits, rest = rest[: "logits" in manifest], rest["logits" in manifest :]
     count = len(manifest.get("hidden", {}).get("layers", []))
-    hidden, embedding = rest[:count], rest[count:]
+    hidden, rest = rest[:count], rest[count:]
+    embedding, last = rest[: "embeddings" in manifest], rest["embeddings" in manifest :]
     square = [[record["length"]] * 2] * len(layers)
     return {
         "key": record["key"],
@@ -83,7 +84,42 @@ def read_record(manifest: dict[str, Any], data: bytes, record: dict[str, Any]) -
             read_hidden(manifest["embeddings"]["codec"], manifest["embeddings"]["width"], blob(place))
             for place in embedding
         ],
+        "last": [
+            row
+            for place in last
+            for row in read_hidden(manifest["exact"]["codec"], manifest["exact"]["width"], blob(place))
+        ],
     }
+
+
+def read_head(folder: Path) -> list[list[float]] | None:
+    """The logits of states that are one unit vector each, by the head (CACHE-188 to CACHE-190)."""
+    form = read_document(folder / "manifest.json").get("exact")
+    if form is None:
+        return None
+    head, data = form["head"], (folder / "teacher_head.safetensors").read_bytes()
+    assert head["xxh3_128"] == xxhash.xxh3_128_hexdigest(data)
+    start = 8 + int.from_bytes(data[:8], "little")
+    tensors = {}
+    for name, about in json.loads(data[8:start]).items():
+        if name != "__metadata__":
+            letter = {"F32": "f", "F16": "e"}[about["dtype"]]
+            first, end = about["data_offsets"]
+            tensors[name] = struct.unpack(f"<{math.prod(about['shape'])}{letter}", data[start + first : start + end])
+    width, made = form["width"], []
+    for unit in range(width):
+        state = [float(place == unit) for place in range(width)]
+        mean = sum(state) / width
+        var = sum((number - mean) ** 2 for number in state) / width
+        spread = math.sqrt(var + head["norm"]["epsilon"])
+        normed = [
+            (state[i] - mean) / spread * tensors["norm.weight"][i] + tensors["norm.bias"][i] for i in range(width)
+        ]
+        rows = [tensors["weight"][number : number + width] for number in range(0, len(tensors["weight"]), width)]
+        sums = [sum(w * x for w, x in zip(row, normed, strict=True)) for row in rows]
+        raw = [head["scale"] * total + bias for total, bias in zip(sums, tensors["bias"], strict=True)]
+        made.append([head["soft_cap"] * math.tanh(number / head["soft_cap"]) for number in raw])
+    return made
 
 
 def read_logits(form: dict[str, Any], blob: bytes, record: dict[str, Any]) -> dict[str, list[Any]]:

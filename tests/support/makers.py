@@ -21,8 +21,11 @@ from shd_ref.cache import (
     Dataset,
     Embeddings,
     Errors,
+    Exact,
     Extent,
     Factors,
+    FinalNorm,
+    Head,
     Hidden,
     HiddenError,
     HiddenLayer,
@@ -38,6 +41,7 @@ from shd_ref.cache import (
     ShardPlan,
     Skipped,
     Teacher,
+    TeacherHead,
     dataset_fingerprint,
     encode,
     encode_factors,
@@ -82,6 +86,31 @@ HIDDEN_LAYERS = (HiddenLayer(0, "embeddings", 4), HiddenLayer(11, "/block.10/Add
 HIDDEN_INT8 = Hidden(codec="int8", rows="positions", layers=HIDDEN_LAYERS)
 HIDDEN_FLOAT16 = Hidden(codec="float16", rows="positions", layers=HIDDEN_LAYERS[1:])
 EMBEDDINGS = Embeddings(codec="float32", pooling="mean", normalize=True, tensor="last_hidden_state", width=5)
+
+
+def generated(shape: tuple[int, ...], seed: int) -> NDArray[np.uint64]:
+    """Numbers from 1 to 65536, by integer arithmetic: the same with every numpy and processor."""
+    numbers = np.arange(1, 1 + np.prod(shape, dtype=np.int64), dtype=np.uint64) + np.uint64(seed << 20)
+    mixed = numbers * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
+    mixed ^= mixed >> np.uint64(29)
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    return ((mixed >> np.uint64(48)) + np.uint64(1)).reshape(shape)
+
+
+def fractions(shape: tuple[int, ...], seed: int) -> NDArray[np.float32]:
+    return generated(shape, seed).astype(np.float32) / np.float32(2**16)
+
+
+NORM = FinalNorm("layer", 2.0**-10, True)
+
+
+def head_of(width: int = 6) -> TeacherHead:
+    """With everything that a head may have; its matrix in binary16."""
+    weight = (8 * fractions((VOCABULARY, width), 9001) - 4).astype(np.float16)
+    bias, *norm = (fractions((size,), 9002 + number) for number, size in enumerate((VOCABULARY, width, width)))
+    return TeacherHead(weight, bias, 0.5, 7.0, NORM, *norm)
+
+
 AVERAGED = replace(
     TOPK,
     rows="decoder",
@@ -91,12 +120,29 @@ AVERAGED = replace(
     ),
 )
 HIDDEN_OF_A_DECODER = replace(HIDDEN_INT8, rows="decoder")
+EXACT, HEAD_PIECES = Exact(
+    codec="int8",
+    rows="positions",
+    tensor="/norm/Mul",
+    width=6,
+    head=Head(
+        xxh3_128="0" * 32,
+        vocab_size=VOCABULARY,
+        padded_vocab_size=40,
+        dtype="float16",
+        bias=True,
+        scale=0.5,
+        soft_cap=7.0,
+        norm=NORM,
+    ),
+).with_head(head_of())
 FORMS = {
     "topk": {"logits": TOPK, "hidden": HIDDEN_INT8},
     "sampled": {"logits": SAMPLED, "hidden": HIDDEN_FLOAT16},
     "float16": {"logits": ALL_CLASSES},
     "hidden": {"hidden": HIDDEN_INT8},
     "embeddings": {"embeddings": EMBEDDINGS, "hidden": HIDDEN_INT8},
+    "exact": {"exact": EXACT, "hidden": HIDDEN_FLOAT16},
 }
 """Members of a manifest beside attention."""
 ALONE: dict[str, dict[str, Any]] = {name: {"attention": None, **FORMS[name]} for name in FORMS}
@@ -133,7 +179,7 @@ def job(num_samples: int = 7, samples_per_shard: int = 2, **changes: Any) -> Man
     }
     attention |= {"codec": "sqrt8-row", "temperature": 1.0} if kind is Maps else {"codec": "int8"}
     members = {field.name for field in fields(Manifest)}
-    others = [changes.pop(name, None) for name in ("logits", "hidden", "embeddings")]
+    others = [changes.pop(name, None) for name in ("logits", "hidden", "embeddings", "exact")]
     has_attention = changes.pop("attention", True) is not None
     attention |= {name: value for name, value in changes.items() if name not in members}
     forms = [kind(**attention) if has_attention else None, *others]
@@ -147,19 +193,6 @@ def job(num_samples: int = 7, samples_per_shard: int = 2, **changes: Any) -> Man
         "shards": ShardPlan(samples_per_shard, seed=17, num_shards=-(-num_samples // samples_per_shard)),
     }
     return Manifest(**manifest | {name: value for name, value in changes.items() if name in members})
-
-
-def generated(shape: tuple[int, ...], seed: int) -> NDArray[np.uint64]:
-    """Numbers from 1 to 65536, by integer arithmetic: the same with every numpy and processor."""
-    numbers = np.arange(1, 1 + np.prod(shape, dtype=np.int64), dtype=np.uint64) + np.uint64(seed << 20)
-    mixed = numbers * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
-    mixed ^= mixed >> np.uint64(29)
-    mixed *= np.uint64(0xBF58476D1CE4E5B9)
-    return ((mixed >> np.uint64(48)) + np.uint64(1)).reshape(shape)
-
-
-def fractions(shape: tuple[int, ...], seed: int) -> NDArray[np.float32]:
-    return generated(shape, seed).astype(np.float32) / np.float32(2**16)
 
 
 def rows_of(shape: tuple[int, ...], seed: int, *, causal: bool) -> NDArray[np.float32]:
@@ -245,6 +278,10 @@ def parts_of(manifest: Manifest, index: int) -> dict[str, Any]:
         parts["embedding"] = manifest.embeddings.encode(
             8 * fractions((1, manifest.embeddings.width), 8000 + index) - 4
         )
+    if manifest.exact is not None:
+        extent = Extent(length_of(index), padding_of(manifest, index), decoder=decoder_of(manifest, index))
+        states = 8 * fractions((manifest.exact.num_rows(extent), manifest.exact.width), 9100 + index) - 4
+        parts["last"] = manifest.exact.encode(states)
     return parts
 
 
@@ -298,6 +335,7 @@ def errors_of(manifest: Manifest) -> Errors:
         "logits": LogitsError(2.0**-13, 2.0**-11, 2.0**-8, 2.0**-3, 16),
         "hidden": HiddenError(2.0**-9, 2.0**-7, 16),
         "embeddings": HiddenError(2.0**-10, 2.0**-8, 2),
+        "exact": HiddenError(2.0**-11, 2.0**-9, 8),
     }
     return Errors({form.SUBJECT: measured[form.SUBJECT] for form in manifest.forms})
 
@@ -331,6 +369,8 @@ def write_cache(
 ) -> Place:
     """A sealed cache of the records that these makers make, each changed where that is asked for."""
     writer = CacheWriter(folder, manifest)
+    for file in manifest.files:
+        writer.write_file(file, HEAD_PIECES)
     write_shards(writer, writer.missing_shards(), change)
     writer.seal()
     return folder

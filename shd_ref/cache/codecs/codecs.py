@@ -295,7 +295,8 @@ def check_support(support: str) -> None:
         raise ShdError("argument-value", message, "CACHE-125")
 
 
-VECTOR_CODECS: Final = ("float16", "int8")
+VECTOR_CODECS: Final = ("float32", "float16", "int8")
+"""Of rows that are vectors: hidden states, embeddings and last states."""
 
 INT8_LEVELS: Final = 127
 """Code of a vector's largest component; -128 is not used."""

@@ -14,14 +14,14 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache.codecs.codecs import INT8_LEVELS, VECTOR_CODECS, check_support, largest_move, to_float16, to_int8
+from shd_ref.cache.codecs.codecs import INT8_LEVELS, check_support, largest_move, to_float16, to_int8
 from shd_ref.cache.storage.documents import MAX_INTEGER, optional
 from shd_ref.errors import ShdError
 
 Array32 = NDArray[np.float32]
 Array64 = NDArray[np.float64]
 
-FACTORED_CODECS: Final = VECTOR_CODECS
+FACTORED_CODECS: Final = ("float16", "int8")
 DEFAULT_FACTORED_CODEC: Final = "int8"
 
 MAX_SCALE: Final = 2.0**128

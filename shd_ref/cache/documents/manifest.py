@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from shd_ref.cache.codecs.compression import COMPRESSIONS
 from shd_ref.cache.documents.keys import check_key
-from shd_ref.cache.forms.form import SHA256, Extent, Form, Part, require
+from shd_ref.cache.forms.form import SHA256, Extent, Form, FormFile, Part, require
 from shd_ref.cache.forms.table import Held, subjects
 from shd_ref.cache.storage.checksums import xxh3_64
 from shd_ref.cache.storage.documents import (
@@ -184,6 +184,11 @@ class Manifest(Held):
     def part_shapes(self, extent: Extent) -> tuple[tuple[int, ...], ...]:
         """The shape of each of ``parts``, see ``Form.part_shapes``."""
         return tuple(shape for form in self.forms for shape in form.part_shapes(extent))
+
+    @property
+    def files(self) -> tuple[FormFile, ...]:
+        """What its forms keep beside the shards."""
+        return tuple(file for form in self.forms for file in form.files)
 
     @property
     def members(self) -> dict[str, Any]:

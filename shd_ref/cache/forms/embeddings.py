@@ -19,8 +19,6 @@ from shd_ref.cache.storage.documents import optional
 POOLINGS: Final = ("mean", "cls", "max", "last")
 """How the states of a text become one vector (CACHE-182)."""
 
-EMBEDDING_CODECS: Final = ("float32", *VECTOR_CODECS)
-
 _NAME: Final = "embedding"
 
 
@@ -29,7 +27,7 @@ class Embeddings(Vectors):
     """Records hold an embedding of their text.
 
     Attributes:
-        codec: one of ``EMBEDDING_CODECS``.
+        codec: one of ``VECTOR_CODECS``.
         pooling: one of ``POOLINGS``.
         normalize: whether it was divided by its norm.
         tensor: name of the graph's tensor that was pooled.
@@ -50,8 +48,8 @@ class Embeddings(Vectors):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.rows == "sample", "embeddings.rows must be left out", self.rows, "CACHE-181")
-        rule = f"embeddings.codec must be one of {EMBEDDING_CODECS}"
-        require(self.codec in EMBEDDING_CODECS, rule, self.codec, "CACHE-181")
+        rule = f"embeddings.codec must be one of {VECTOR_CODECS}"
+        require(self.codec in VECTOR_CODECS, rule, self.codec, "CACHE-181")
         require(self.pooling in POOLINGS, f"embeddings.pooling must be one of {POOLINGS}", self.pooling, "CACHE-181")
         require(1 <= self.width <= MAX_WIDTH, f"embeddings.width must be 1 to {MAX_WIDTH}", self.width, "CACHE-181")
 

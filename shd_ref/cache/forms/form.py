@@ -49,6 +49,14 @@ class Part(NamedTuple):
         return self.called or self.name
 
 
+class FormFile(NamedTuple):
+    """A file that a form keeps once per cache: its name, its bytes, and their XXH3-128."""
+
+    name: str
+    size: int
+    xxh3_128: str
+
+
 @dataclass(frozen=True)
 class Extent:
     """The quantities that determine the sizes of a record's tensors.
@@ -129,6 +137,11 @@ class Form(ABC):
     @abstractmethod
     def parts(self) -> tuple[Part, ...]:
         """The tensors of every record, in stored order."""
+
+    @property
+    def files(self) -> tuple[FormFile, ...]:
+        """Files beside the shards that all records share."""
+        return ()
 
     @abstractmethod
     def part_shapes(self, extent: Extent) -> tuple[tuple[int, ...], ...]:

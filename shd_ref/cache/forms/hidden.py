@@ -43,7 +43,7 @@ class Hidden(Vectors):
     """Records hold hidden states of some of the teacher's layers.
 
     Attributes:
-        codec: ``"float16"``, or ``"int8"`` with a step in binary32 for each row.
+        codec: ``"float32"``, ``"float16"``, or ``"int8"`` with a step in binary32 for each row.
         rows: ``"positions"``, or ``"decoder"`` for the decoder of an encoder-decoder.
         layers: ascending.
 

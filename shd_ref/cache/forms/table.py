@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar, cast
 
 from shd_ref.cache.forms.embeddings import Embeddings
+from shd_ref.cache.forms.exact import Exact
 from shd_ref.cache.forms.factors import Factors
 from shd_ref.cache.forms.form import Extent, Form
 from shd_ref.cache.forms.hidden import Hidden
@@ -52,6 +53,7 @@ ROWS: list[Row] = [
         f"{_READ}.stored_rows:decode_embeddings",
         "shd_torch.training.embeddings:EmbeddingTerm",
     ),
+    Row(Exact, f"{_MAKERS}.exact:ExactMaker", f"{_READ}.stored_rows:decode_exact", f"{_TERMS}:exact_term"),
 ]
 """In the order in which records hold them (CACHE-160). A form from elsewhere is appended before a cache is opened."""
 
@@ -119,6 +121,11 @@ class Held:
     def embeddings(self) -> Embeddings | None:
         """The same of its texts' embeddings."""
         return self.find(Embeddings)
+
+    @property
+    def exact(self) -> Exact | None:
+        """How the states that the teacher's head reads are stored; None where they are not."""
+        return self.find(Exact)
 
     def extent_of(self, sample: Extent) -> Extent:
         """The extent that a record states of a sample: what any of its forms has a use for."""

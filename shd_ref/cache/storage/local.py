@@ -29,13 +29,17 @@ from shd_ref.cache.storage.storage import PendingFile, RangeFile, Storage
 from shd_ref.errors import ShdError
 
 TEMP_SUFFIX: Final = ".tmp"
-TEMP_FORM: Final = re.compile(r"\.(manifest\.json|SEALED\.json|[0-9]{6}\.(json|safetensors))\.[0-9a-f]{16}\.tmp")
+TEMP_FORM: Final = re.compile(
+    r"\.(manifest\.json|SEALED\.json|teacher_head\.safetensors|[0-9]{6}\.(json|safetensors))\.[0-9a-f]{16}\.tmp"
+)
 """Names of temporary files; nothing else in the folder is ever removed."""
 
 MAX_PARTS: Final = 1024
 """Places that one call may fill, on every system there is."""
 
-FILE_FORM: Final = re.compile(r"manifest\.json|SEALED\.json|README\.md|\.gitattributes|[0-9]{6}\.(json|safetensors)")
+FILE_FORM: Final = re.compile(
+    r"manifest\.json|SEALED\.json|teacher_head\.safetensors|README\.md|\.gitattributes|[0-9]{6}\.(json|safetensors)"
+)
 """Names of a cache's files, on a disk or in a store."""
 
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC

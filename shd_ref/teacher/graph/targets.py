@@ -36,12 +36,13 @@ _FLOATS: Final = frozenset(
 class TargetTensors:
     """Tensors that become outputs beside attention; hidden state k enters block k, and the last leaves it.
 
-    ``pooled`` holds the states that embeddings are made of.
+    ``pooled`` holds the states that embeddings are made of, ``last`` those that the head reads.
     """
 
     logits: str | None = None
     hidden: tuple[tuple[int, str], ...] = ()
     pooled: str | None = None
+    last: str | None = None
 
     def __bool__(self) -> bool:
         return bool(self.titles)
@@ -51,6 +52,7 @@ class TargetTensors:
         """What each of these tensors is, by its name."""
         titles = {} if self.logits is None else {self.logits: "the teacher's logits"}
         titles |= {} if self.pooled is None else {self.pooled: "what embeddings are pooled from"}
+        titles |= {} if self.last is None else {self.last: "the states that its head reads"}
         return titles | {name: f"hidden state {layer}" for layer, name in self.hidden}
 
 
@@ -81,7 +83,7 @@ def find_targets(
             f"the graph has {', '.join(value.name for value in model.graph.output)}: export the encoder so",
             "CACHE-181",
         )
-    return TargetTensors(_find_logits(model, output) if logits else None, states, last)
+    return TargetTensors(find_logits(model, output) if logits else None, states, last)
 
 
 def dtype_of(model: onnx.ModelProto, sites: Sequence[AttentionSite], targets: TargetTensors) -> str:
@@ -94,7 +96,8 @@ def dtype_of(model: onnx.ModelProto, sites: Sequence[AttentionSite], targets: Ta
     return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(min(kinds))).name if len(kinds) == 1 else "float32"
 
 
-def _find_logits(model: onnx.ModelProto, output: str | None) -> str:
+def find_logits(model: onnx.ModelProto, output: str | None) -> str:
+    """The graph output with the logits: the named one, ``logits``, or the only one that can be."""
     outputs = {
         value.name: value.type.tensor_type
         for value in model.graph.output

@@ -340,6 +340,9 @@ class _StudentCache:
         self._work, self.number, self.folder = work, number, folder
         self.manifest, self.comparison = manifest, comparison
         self.writer = CacheWriter(folder, manifest)
+        for form in manifest.forms:
+            for file in form.files:
+                self.writer.write_file(file, maker_of(form).files(work, form)[file.name])
         self.pending: dict[int, _Pending] = {}
         self._under_way: Callable[[], Receipt] | None = None
 

@@ -135,6 +135,7 @@ def _output_targets(body: Body, targets: TargetTensors) -> TargetTensors:
         None if targets.logits is None else output(targets.logits, "logits"),
         tuple((layer, output(source, f"hidden-{layer}")) for layer, source in targets.hidden),
         None if targets.pooled is None else output(targets.pooled, "pooled"),
+        None if targets.last is None else output(targets.last, "last"),
     )
 
 

@@ -97,13 +97,14 @@ class LayerOutputs:
 class TargetOutputs:
     """Logits ``(B, L, V)`` or ``(B, V)`` and hidden states ``(B, L, D)`` of a run, float32 with padding.
 
-    ``pooled`` are states ``(B, L, D)`` that embeddings are made of.
+    ``pooled`` are states ``(B, L, D)`` that embeddings are made of, ``last`` those that the head reads.
     """
 
     logits: NDArray[np.float32] | None
     hidden: Mapping[int, NDArray[np.float32]]
     row_mask: NDArray[np.bool_] | None = None
     pooled: NDArray[np.float32] | None = None
+    last: NDArray[np.float32] | None = None
 
     @classmethod
     def read(
@@ -112,18 +113,22 @@ class TargetOutputs:
         """From the outputs of a session by name."""
         logits = None if tensors.logits is None else outputs[tensors.logits]
         pooled = None if tensors.pooled is None else outputs[tensors.pooled]
-        return cls(logits, {layer: outputs[name] for layer, name in tensors.hidden}, row_mask, pooled)
+        last = None if tensors.last is None else outputs[tensors.last]
+        return cls(logits, {layer: outputs[name] for layer, name in tensors.hidden}, row_mask, pooled, last)
 
     def __getitem__(self, samples: int | Sequence[int]) -> TargetOutputs:
-        logits, pooled = (None if array is None else array[samples] for array in (self.logits, self.pooled))
+        states = (self.logits, self.pooled, self.last)
+        logits, pooled, last = (None if array is None else array[samples] for array in states)
         mask = None if self.row_mask is None else self.row_mask[samples]
-        return TargetOutputs(logits, {layer: states[samples] for layer, states in self.hidden.items()}, mask, pooled)
+        hidden = {layer: states[samples] for layer, states in self.hidden.items()}
+        return TargetOutputs(logits, hidden, mask, pooled, last)
 
     @property
     def titles(self) -> dict[str, NDArray[np.float32]]:
         """Every array by what it is."""
         arrays = {f"hidden state {layer}": states for layer, states in self.hidden.items()}
         arrays |= {} if self.pooled is None else {"what embeddings are pooled from": self.pooled}
+        arrays |= {} if self.last is None else {"the states that its head reads": self.last}
         return arrays | ({} if self.logits is None else {"its logits": self.logits})
 
     @property

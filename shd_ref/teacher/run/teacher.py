@@ -18,11 +18,12 @@ from shd_ref.cache import Extent, Teacher
 from shd_ref.errors import graph_unsupported
 from shd_ref.merging.plans import MergePlan, check_counts, merge_plan
 from shd_ref.teacher.graph.find import AttentionSite, find_sites
+from shd_ref.teacher.graph.head import find_head
 from shd_ref.teacher.graph.independence import SEVERAL, SHARED_SCALES, Allowed
 from shd_ref.teacher.graph.inputs import count_rows, input_specs
 from shd_ref.teacher.graph.kinds import find_kinds
 from shd_ref.teacher.graph.shapes import TOO_MUCH, check_bounds, frozen_specs
-from shd_ref.teacher.graph.targets import TargetTensors, dtype_of, find_targets
+from shd_ref.teacher.graph.targets import TargetTensors, dtype_of, find_logits, find_targets
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.opening.model import hash_teacher, take_weights
 from shd_ref.teacher.options import MATCHED, PrecomputeOptions, RunOptions, check_options
@@ -176,9 +177,8 @@ class TeacherRun:
         values = {name: array[:count] for name, array in values.items()}  # a fixed batch may have been filled up
         masks = {student: self.query_mask(batch, site) for student, site in self.layers}
         masks = {student: None if mask is None else mask[:count] for student, mask in masks.items()}
-        name = self.inputs.decoder_mask if self.has_decoder_rows else self.inputs.mask
-        row_mask = None if name is None else batch.arrays[name][:count].astype(np.bool_)
-        targets = self._average(TargetOutputs.read(session.graphs[0].targets, values, row_mask), batch)
+        targets = TargetOutputs.read(session.graphs[0].targets, values, self.row_mask(batch))
+        targets = self._average(targets, batch)
         keys, outputs = tuple(map(self.inputs.key, batch.indices)), []
         for student, graph in zip(self.students, session.graphs, strict=True):
             layers = tuple(LayerOutputs.read(layer, values, masks[layer.student_layer]) for layer in graph.layers)
@@ -304,7 +304,7 @@ class TeacherRun:
     def _find_targets(self, sites: Sequence[AttentionSite]) -> TargetTensors:
         options = self.options
         own = [site for site in sites if self.site_kinds.kind(site) in (None, "decoder")]
-        if options.hidden and self.has_decoder_rows and not (own and self.site_kinds.decoder_inputs):
+        if options.hidden_layers and self.has_decoder_rows and not (own and self.site_kinds.decoder_inputs):
             raise graph_unsupported(
                 "hidden states of a graph with cross attention are those of its decoder, which must have "
                 "self-attention and inputs for its sequence; this graph lacks them: store its attention and logits, "
@@ -317,20 +317,43 @@ class TeacherRun:
                 "the encoder alone",
                 "CACHE-181",
             )
-        return find_targets(
+        found = find_targets(
             self.model,
             own,
             logits=options.logits != "none",
             output=options.logits_output,
-            hidden=options.hidden,
+            hidden=options.hidden_layers,
             pooled=options.embeddings is not None,
             of_decoder=self.has_decoder_rows,
         )
+        self.head = find_head(self.model, find_logits(self.model, options.logits_output)) if options.exact else None
+        return found if self.head is None else replace(found, last=self.head.states)
+
+    def run_head(self, indices: Sequence[int]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Last states ``(R, D)`` of samples and the graph's own logits ``(R, V)``, of the rows that count."""
+        assert self.head is not None
+        graph = squeeze_graph(self.bare, (), targets=TargetTensors(self.head.logits, last=self.head.states))
+        run = self.run
+        session = open_session(graph.model, provider=run.provider, num_threads=run.num_threads, weights=self.weights)
+        batch = self.inputs.batch(tuple(indices))
+        names = [str(graph.targets.last), str(graph.targets.logits)]
+        values, mask = run_batch(session, names, batch), self.row_mask(batch)
+        states, logits = (values[name][: len(indices)] for name in names)
+        if states.ndim != 3 or logits.shape[:2] != states.shape[:2]:
+            rule = "exact targets need a state and logits of each position"
+            raise graph_unsupported(f"{rule}; got {states.shape} and {logits.shape}", "CACHE-187")
+        counted = np.ones(states.shape[:2], np.bool_) if mask is None else mask
+        return states[counted], logits[counted]
 
     @property
     def has_decoder_rows(self) -> bool:
         """Whether rows of logits and hidden states are positions of a decoder, beside an encoder's."""
         return bool(self.site_kinds.kinds)
+
+    def row_mask(self, batch: Batch) -> NDArray[np.bool_] | None:
+        """``(B, L)``, the positions that a batch's targets have rows of; None where all count."""
+        name = self.inputs.decoder_mask if self.has_decoder_rows else self.inputs.mask
+        return None if name is None else batch.arrays[name][: len(batch.indices)].astype(np.bool_)
 
     def mask_of_rows(self, site: AttentionSite) -> str | None:
         """Name of the input that says which rows of a site's maps count; None where every row does."""

@@ -54,6 +54,8 @@ def recheck_records(
     reader = CacheReader(cache)
     manifest = reader.manifest
     work = rerun_teacher(reader, teacher, inputs, with_teachers=with_teachers, provider=provider)
+    for form in manifest.forms:
+        maker_of(form).files(work, form)  # refuses other ones than the manifest's
     count = len(work.inputs)
     skipped = {index for index in range(count) if work.inputs.key(index) in reader.skipped}
     chosen = [int(i) for i in np.random.default_rng(seed).permutation(count) if int(i) not in skipped][:num_records]
@@ -91,7 +93,9 @@ def rerun_teacher(
     asked: dict[str, Any] = {"form": NO_FORM, "on_error": manifest.on_error}
     for form in manifest.forms:
         maker = maker_of(form)
-        asked |= maker.options(form) if has_targets or maker.BY_LAYER else {}
+        said = maker.options(form) if has_targets or maker.BY_LAYER else {}
+        said["hidden"] = (*asked.get("hidden", ()), *said.get("hidden", ()))  # last states are among them
+        asked |= said
     options = PrecomputeOptions(**asked, with_teachers=tuple(map(Path, with_teachers or ())))
     run = RunOptions(mask=manifest.inputs.mask, decoder_mask=manifest.inputs.decoder_mask, provider=provider)
     work = TeacherRun(Path(teacher), inputs, [options], run, input_names=manifest.inputs.names)

@@ -179,7 +179,9 @@ def test_a_form_from_elsewhere_goes_from_the_graph_to_the_gradient(tmp_path: Pat
         losses.append([step["entropy_loss"] for step in trainer.state.log_history if "entropy_loss" in step])
     assert len(losses[0]) == 8
     assert losses[1][-1] < losses[0][-1] / 4  # without it the labels draw entropies away from the teacher's
-    with pytest.raises(ShdError, match="terms must be of attention, logits, hidden, embeddings, entropy; got other"):
+    with pytest.raises(
+        ShdError, match="terms must be of attention, logits, hidden, embeddings, exact, entropy; got other"
+    ):
         make_trainer(tmp_path / "out", train=joined, terms={"other": 1.0})
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 from shd_ref.cache import ROWS, Errors, Extent, Form, Forms, Manifest, RowError, SampleRecord
@@ -24,6 +24,10 @@ class Maker(ABC, Generic[FormT]):
     @abstractmethod
     def describe(self, work: TeacherRun, outputs: StudentOutputs) -> FormT | None:
         """The form as the manifest will have it, by longest samples; None where the options do not ask for it."""
+
+    def files(self, work: TeacherRun, form: FormT) -> Mapping[str, Sequence[Any]]:
+        """Pieces of ``form.files``, by name."""
+        return {}
 
     @abstractmethod
     def options(self, form: FormT) -> dict[str, Any]:

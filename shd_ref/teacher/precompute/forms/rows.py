@@ -98,7 +98,7 @@ class LogitsMaker(RowsMaker[Logits]):
             return None
         name = str(work.targets.logits)
         if logits.ndim == 3:
-            _check_rows(work, outputs, "logits", logits)
+            check_states(work, outputs, "logits", logits)
         elif logits.ndim != 2:
             raise graph_unsupported(
                 f"logits must be (samples, positions, classes) or (samples, classes); got {logits.ndim} axes in "
@@ -194,14 +194,14 @@ class HiddenMaker(RowsMaker[Hidden]):
                     "ask for other layers",
                     "CACHE-160",
                 )
-            _check_rows(work, outputs, f"hidden state {layer}", states)
+            check_states(work, outputs, f"hidden state {layer}", states)
             layers.append(HiddenLayer(layer, tensor, states.shape[-1]))
         rows = "decoder" if work.has_decoder_rows else "positions"
         return Hidden(codec=work.options.hidden_codec, rows=rows, layers=tuple(layers)) if layers else None
 
     def options(self, form: Hidden) -> dict[str, Any]:
-        """The layers."""
-        return {"hidden": tuple(form.teacher_layers)}
+        """The layers, and their codec, which last states share."""
+        return {"hidden": tuple(form.teacher_layers), "hidden_codec": form.codec}
 
     def decided(
         self, form: Form | None, options: PrecomputeOptions, run: RunOptions
@@ -253,7 +253,8 @@ def check_vectors(
     return moved
 
 
-def _check_rows(work: TeacherRun, outputs: StudentOutputs, what: str, rows: NDArray[Any]) -> None:
+def check_states(work: TeacherRun, outputs: StudentOutputs, what: str, rows: NDArray[Any]) -> None:
+    """Refuse an output that lacks a row for each position: ``graph-unsupported``."""
     mask = outputs.targets.row_mask
     if mask is not None:
         positions = mask.shape[1]

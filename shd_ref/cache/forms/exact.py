@@ -1,0 +1,224 @@
+"""Exact targets: the states that a teacher's head reads, and the head, once per cache (CACHE-186 to CACHE-194)."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any, ClassVar, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.cache.codecs.codecs import VECTOR_CODECS
+from shd_ref.cache.codecs.distortion import HiddenError
+from shd_ref.cache.forms.form import U8, Extent, FormFile, Part, SampleRecord, require
+from shd_ref.cache.forms.rows import Counted, Reals
+from shd_ref.cache.forms.vectors import MAX_WIDTH, Vectors
+from shd_ref.cache.storage.checksums import RunningHash
+from shd_ref.cache.storage.documents import optional
+from shd_ref.errors import ShdError
+from shd_ref.kd.codes import MAX_VOCABULARY
+from shd_ref.kd.head import NORMS, FinalNorm, TeacherHead
+
+HEAD_NAME: Final = "teacher_head.safetensors"
+
+HEAD_DTYPES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+"""Types of a head's matrix, and what safetensors calls them."""
+
+_XXH3_128: Final = re.compile(r"[0-9a-f]{32}")
+_NUMPY: Final = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+_NAME: Final = "last"
+_HELD_ROWS: Final = 4096  # of a matrix that are looked at together
+_HEAD_FORMAT: Final = "shd-head-1"
+_require: Final = functools.partial(require, spec_id="CACHE-188")
+
+
+class HeadTensor(NamedTuple):
+    """A tensor of the head's file: its type in safetensors, its shape, and its bytes in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """The teacher's head as the manifest describes it; its numbers are in a file of the cache.
+
+    Attributes:
+        xxh3_128: of that file, 32 hex digits.
+        vocab_size: V, classes that are stored.
+        padded_vocab_size: how many the teacher's head has, where the last ones only pad the vocabulary; else None.
+        dtype: of the matrix, one of ``HEAD_DTYPES``.
+        bias, scale, soft_cap, norm: as of ``TeacherHead``.
+
+    Raises:
+        ShdError: ``argument-value`` for a number or name outside its range.
+    """
+
+    xxh3_128: str
+    vocab_size: int
+    padded_vocab_size: int | None = optional(None)
+    dtype: str
+    bias: bool
+    scale: float = optional(1.0)
+    soft_cap: float | None = optional(None)
+    norm: FinalNorm | None = optional(None)  # noqa: RUF009  (of a frozen dataclass)
+
+    def __post_init__(self) -> None:
+        size, padded, cap, norm = self.vocab_size, self.padded_vocab_size, self.soft_cap, self.norm
+        _require(bool(_XXH3_128.fullmatch(self.xxh3_128)), "head.xxh3_128 must be 32 hex digits", self.xxh3_128)
+        _require(1 <= size <= MAX_VOCABULARY, f"head.vocab_size must be 1 to {MAX_VOCABULARY}", size)
+        fits = padded is None or size < padded <= MAX_VOCABULARY
+        _require(fits, "head.padded_vocab_size must be None, or above vocab_size", padded)
+        _require(self.dtype in HEAD_DTYPES, f"head.dtype must be one of {tuple(HEAD_DTYPES)}", self.dtype)
+        _require(math.isfinite(self.scale) and self.scale != 0, "head.scale must be finite, not 0", self.scale)
+        _require(cap is None or 0 < cap < math.inf, "head.soft_cap must be finite and above 0", cap)
+        if norm is not None:
+            known = norm.kind in NORMS and not (norm.bias and norm.kind == "rms")
+            _require(known, f"head.norm.kind must be one of {NORMS}, of which 'rms' has no bias", norm)
+            _require(0 <= norm.epsilon < math.inf, "head.norm.epsilon must be finite, at least 0", norm.epsilon)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exact(Vectors):
+    """Records hold the states that the teacher's head reads; the cache holds the head.
+
+    Attributes:
+        codec: ``"float32"``, ``"float16"``, or ``"int8"`` with a step in binary32 for each row.
+        rows: ``"positions"``, or ``"decoder"`` for the decoder of an encoder-decoder.
+        tensor: name of the graph's tensor, or what an import read.
+        width: D.
+        head: that reads them.
+
+    Raises:
+        ShdError: ``argument-value`` for a number or name outside its range.
+    """
+
+    SUBJECT: ClassVar[str] = "exact"
+    CHOICE: ClassVar[str] = "exact"
+    tensor: str
+    width: int
+    head: Head
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.rows != "sample", "exact.rows must be 'positions' or 'decoder'", self.rows, "CACHE-186")
+        require(self.codec in VECTOR_CODECS, f"exact.codec must be one of {VECTOR_CODECS}", self.codec, "CACHE-186")
+        require(1 <= self.width <= MAX_WIDTH, f"exact.width must be 1 to {MAX_WIDTH}", self.width, "CACHE-186")
+
+    @property
+    def row_sizes(self) -> tuple[int, ...]:
+        return (self._size(self.width),)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return (Part(_NAME, U8, self.SUBJECT, called="last state"),)
+
+    @property
+    def files(self) -> tuple[FormFile, ...]:
+        """The head's."""
+        return (FormFile(HEAD_NAME, self.head_layout["weight"].end, self.head.xxh3_128),)
+
+    @functools.cached_property
+    def head_header(self) -> bytes:
+        """Eight bytes of header length, then the JSON header of the head's file (CACHE-189)."""
+        members: dict[str, Any] = {"__metadata__": {"format": _HEAD_FORMAT}}
+        for name, tensor in self._tensors(0).items():
+            offsets = [tensor.start, tensor.end]
+            members[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": offsets}
+        header = json.dumps(members, separators=(",", ":")).encode("ascii")
+        header += b" " * (-len(header) % 8)
+        return struct.pack("<Q", len(header)) + header
+
+    @property
+    def head_layout(self) -> dict[str, HeadTensor]:
+        """The tensors of the head's file by name, in stored order."""
+        return self._tensors(len(self.head_header))
+
+    def _tensors(self, start: int) -> dict[str, HeadTensor]:
+        head, width = self.head, (self.width,)
+        kinds: dict[str, tuple[str, tuple[int, ...]]] = {"bias": ("F32", (head.vocab_size,))} if head.bias else {}
+        if head.norm is not None:
+            kinds |= {"norm.weight": ("F32", width)} | ({"norm.bias": ("F32", width)} if head.norm.bias else {})
+        kinds["weight"] = HEAD_DTYPES[head.dtype], (head.vocab_size, self.width)
+        sizes = (math.prod(shape) * np.dtype(_NUMPY[dtype]).itemsize for dtype, shape in kinds.values())
+        spans = pairwise(accumulate(sizes, initial=start))
+        return {name: HeadTensor(*kind, *span) for (name, kind), span in zip(kinds.items(), spans, strict=True)}
+
+    def with_head(self, head: TeacherHead) -> tuple[Exact, list[bytes | NDArray[np.uint8]]]:
+        """The form with the checksum of a head of its shapes, and the pieces of the head's file.
+
+        A matrix of ``bfloat16`` is given as its bits, uint16. Raises ``not-finite``, ``argument-shape``.
+        """
+        arrays = {"bias": head.bias, "norm.weight": head.norm_weight, "norm.bias": head.norm_bias}
+        arrays["weight"] = head.weight
+        pieces: list[bytes | NDArray[np.uint8]] = [self.head_header]
+        for name, tensor in self.head_layout.items():
+            values = np.ascontiguousarray(arrays[name], dtype=_NUMPY[tensor.dtype])
+            if values.shape != tensor.shape:
+                raise ShdError("argument-shape", f"{name} of the head must be {tensor.shape}; got {values.shape}")
+            rows = values.reshape(-1, values.shape[-1])
+            some = np.array_split(rows, 1 + len(rows) // _HELD_ROWS)
+            if not all(np.isfinite(_widen(part, tensor.dtype)).all() for part in some):
+                raise ShdError("not-finite", f"{name} of the head must be finite; got NaN or infinity", "CACHE-189")
+            pieces.append(values.reshape(-1).view(np.uint8))
+        checksum = RunningHash()
+        for piece in pieces:
+            checksum.update(piece)
+        return replace(self, head=replace(self.head, xxh3_128=checksum.hexdigest())), pieces
+
+    def read_head(self, data: NDArray[np.uint8]) -> TeacherHead:
+        """The head from the bytes of its file, whose checksum was compared; the matrix in float32 or float16."""
+        arrays = {
+            name: _widen(data[tensor.start : tensor.end].view(_NUMPY[tensor.dtype]), tensor.dtype).reshape(
+                tensor.shape
+            )
+            for name, tensor in self.head_layout.items()
+        }
+        norm = arrays.get("norm.weight"), arrays.get("norm.bias")
+        head = self.head
+        return TeacherHead(arrays["weight"], arrays.get("bias"), head.scale, head.soft_cap, head.norm, *norm)
+
+    def pack(self, record: SampleRecord) -> Iterator[NDArray[np.uint8]]:
+        """The rows; ``not-finite``, ``argument-value``: codes that no encoder makes."""
+        yield self._check_bytes(f"record {record.index}: last state", record.parts[_NAME]).reshape(-1)
+
+    def plain_size(self, extent: Extent) -> int:
+        return 4 * self.width * self.num_rows(extent)
+
+    def encode(self, rows: Reals, counted: Counted = None) -> NDArray[np.uint8]:
+        """A sample's last states ``(R, width)`` as bytes ``(R, row_bytes)``; raises as ``Hidden.encode``."""
+        return self._encode("last state", self._values("last state", rows, self.width, counted))
+
+    def measure(self, rows: Reals, codes: NDArray[np.uint8], counted: Counted = None) -> HiddenError:
+        """Coding error over counted rows (CACHE-178): arguments and result of ``encode``."""
+        return self._measure(self._values("last state", rows, self.width, counted), codes, counted)
+
+    def decode(self, record: SampleRecord) -> NDArray[np.float32]:
+        """A record's last states ``(R, width)``; ``argument-value`` where they were not read, ``cache-corrupt``."""
+        return self._decode_part(record, self.parts[0], "last state", self.width)
+
+    def arrays(self, record: SampleRecord) -> Iterator[tuple[str, NDArray[Any]]]:
+        yield _NAME, self.decode(record)
+
+    def describe(self) -> list[tuple[str, str]]:
+        head, size = self.head, self.files[0].size
+        extras = [] if head.norm is None else [f"{head.norm.kind} norm"]
+        extras += ["bias"] * head.bias + [f"scale {head.scale:g}"] * (head.scale != 1)
+        extras += [] if head.soft_cap is None else [f"soft cap {head.soft_cap:g}"]
+        kept = f"{head.vocab_size} classes, {head.dtype}, {size} bytes once"
+        codec = f"{self.codec}, {self.row_sizes[0]} bytes per {self.unit}"
+        return [("last states", f"width {self.width}"), ("head", ", ".join([kept, *extras])), ("last codec", codec)]
+
+
+def _widen(values: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """Numbers, of the bits of bfloat16 float32 ones."""
+    return (values.astype("<u4") << 16).view("<f4") if dtype == "BF16" else values

@@ -1,0 +1,140 @@
+"""Exact targets: the states that the head reads, and the head, compared with the graph's own logits first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.cache import Exact, Form, Head, Manifest, RowError, SampleRecord, TeacherHead
+from shd_ref.cache.codecs.logits import check_padding, rows_moved
+from shd_ref.errors import ShdError, argument_value, graph_unsupported
+from shd_ref.teacher.graph.targets import dtype_of
+from shd_ref.teacher.options import LAST, PrecomputeOptions, RunOptions
+from shd_ref.teacher.precompute.forms import tolerance_of
+from shd_ref.teacher.precompute.forms.rows import Counted, RowsMaker, check_states, check_vectors
+from shd_ref.teacher.run.outputs import StudentOutputs
+from shd_ref.teacher.run.teacher import TeacherRun
+
+COMPARED_ROWS: Final = 64
+"""Rows on which the head is compared with the graph's own logits."""
+
+
+class ExactMaker(RowsMaker[Exact]):
+    """Makes ``Exact``."""
+
+    def describe(self, work: TeacherRun, outputs: StudentOutputs) -> Exact | None:
+        """Refuses a head that does not make the graph's own logits of these states."""
+        states = outputs.targets.last
+        if states is None or work.head is None:
+            return None
+        if states.ndim != 3:
+            rule = "the states that the head reads must be (samples, positions, width)"
+            raise graph_unsupported(f"{rule}; got {states.ndim} axes in {work.head.states}", "CACHE-187")
+        check_states(work, outputs, "the states that the head reads", states)
+        rows = "decoder" if work.has_decoder_rows else "positions"
+        form, _ = _with_head(work, work.options.hidden_codec, rows)
+        _compare(work, form, outputs.indices[0])
+        return form
+
+    def files(self, work: TeacherRun, form: Exact) -> Mapping[str, Sequence[Any]]:
+        """The head's."""
+        made, pieces = _with_head(work, form.codec, form.rows)
+        if made.head != form.head:
+            problem = (
+                f"the teacher's head has XXH3-128 {made.head.xxh3_128}; got {form.head.xxh3_128} in the manifest"
+            )
+            raise ShdError("cache-mismatch", f"{problem}: the cache was made another way", "CACHE-188")
+        return {form.files[0].name: pieces}
+
+    def options(self, form: Exact) -> dict[str, Any]:
+        """The last states, beside hidden ones."""
+        return {"hidden": (LAST,), "hidden_codec": form.codec, "vocab_size": _stated_size(form)}
+
+    def decided(
+        self, form: Form | None, options: PrecomputeOptions, run: RunOptions
+    ) -> Iterator[tuple[str, object, object]]:
+        """The codec."""
+        yield "codec", None if form is None else form.codec, options.hidden_codec if options.exact else None
+
+    def values(self, form: Exact, sample: StudentOutputs) -> Iterator[NDArray[np.float32]]:
+        """The states."""
+        assert sample.targets.last is not None  # they have been described
+        yield sample.targets.last
+
+    def encode(self, form: Exact, part: int, rows: NDArray[np.float32], index: int, counted: Counted) -> Any:
+        """See ``Exact.encode``."""
+        return form.encode(rows, counted)
+
+    def measure_part(
+        self, form: Exact, part: int, rows: NDArray[np.float32], codes: Any, counted: Counted
+    ) -> RowError:
+        """See ``Exact.measure``."""
+        return form.measure(rows, codes, counted)
+
+    def recheck(
+        self, form: Exact, manifest: Manifest, sample: StudentOutputs, record: SampleRecord
+    ) -> tuple[int, float]:
+        """The distance of each row as a share of its norm."""
+        ((rows, counted),) = self.rows(form, sample, record.extent)
+        stored = form.decode(record)
+        moved = check_vectors(record, "last state", stored, rows, form.bound(rows), manifest, counted)
+        return len(moved), float(moved.max(initial=0.0))
+
+
+def _stated_size(form: Exact) -> int | None:
+    return form.head.vocab_size if form.head.padded_vocab_size else None
+
+
+def _with_head(work: TeacherRun, codec: str, rows: str) -> tuple[Exact, Sequence[Any]]:
+    """The form of a teacher, and the pieces of its head's file."""
+    found, size = work.head, work.options.vocab_size
+    assert found is not None  # it was asked for
+    columns, width = found.head.weight.shape
+    if size is not None and size > columns:
+        message = f"vocab_size must be at most {columns}, the classes of the teacher's head; got {size}"
+        raise argument_value(message, "CACHE-188")
+    kept = found.head if size in (None, columns) else cut_head(found.head, int(size or 0))
+    form = Exact(
+        codec=codec,
+        rows=rows,
+        tensor=found.states,
+        width=width,
+        head=Head(
+            xxh3_128="0" * 32,
+            vocab_size=len(kept.weight),
+            padded_vocab_size=columns if len(kept.weight) < columns else None,
+            dtype=kept.weight.dtype.name,
+            bias=kept.bias is not None,
+            scale=kept.scale,
+            soft_cap=kept.soft_cap,
+        ),
+    )
+    return form.with_head(kept)
+
+
+def cut_head(head: TeacherHead, size: int) -> TeacherHead:
+    """The head's first classes."""
+    return replace(head, weight=head.weight[:size], bias=None if head.bias is None else head.bias[:size])
+
+
+def _compare(work: TeacherRun, form: Exact, index: int) -> None:
+    """The head beside the graph, on rows of a sample (CACHE-191)."""
+    assert work.head is not None
+    states, logits = work.run_head([index])
+    few = np.linspace(0, len(states) - 1, min(len(states), COMPARED_ROWS)).astype(int)
+    states, logits = states[few], logits[few]
+    size = form.head.vocab_size
+    check_padding(logits, size, 1.0)
+    made = cut_head(work.head.head, size).logits(states)
+    moved = rows_moved(logits[:, :size], 1.0, np.empty((len(few), 0)), lambda rows: made[rows])
+    limit = tolerance_of("recheck", dtype_of(work.model, [site for _, site in work.layers], work.targets))
+    if not moved.max(initial=0.0) <= limit:
+        raise graph_unsupported(
+            f"the teacher's head must make its logits of the states that are stored, within a total variation of "
+            f"{limit:g}; got {moved.max():.3g}: store --logits instead",
+            "CACHE-191",
+        )
