@@ -11,6 +11,7 @@ from shd_ref.commands.conformance import conformance
 from shd_ref.commands.derive import add_command
 from shd_ref.commands.fidelity import fidelity
 from shd_ref.commands.graphs import inspect, linearize
+from shd_ref.commands.imports import import_hidden
 from shd_ref.commands.options import ShowVersion
 from shd_ref.commands.plan import plan
 from shd_ref.commands.precompute import precompute
@@ -35,7 +36,7 @@ def root(version: ShowVersion = False) -> None:
 
 _PANELS: dict[str, tuple[Any, ...]] = {
     "Look before you spend": (inspect, plan, fidelity),
-    "Make a cache": (precompute, verify, report),
+    "Make a cache": (precompute, import_hidden, verify, report),
     "Caches as files": (ls, seal, merge, export),
     "Smaller graphs": (linearize,),
 }

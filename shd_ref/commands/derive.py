@@ -87,7 +87,9 @@ def add_command(
     A ``ShdError`` becomes one message and exit code 1. ``--json`` prints its result, a line each of a list, or the
     ``document`` of a ``Failed``; a function that returns None has none. ``is_long`` adds ``--quiet``.
     """
-    app.command(name or function.__name__, cls=ShownCommand, rich_help_panel=panel)(expand(function, is_long=is_long))
+    app.command(name or function.__name__.replace("_", "-"), cls=ShownCommand, rich_help_panel=panel)(
+        expand(function, is_long=is_long)
+    )
 
 
 def expand(function: Callable[..., Document | None], *, is_long: bool = False) -> Callable[..., None]:

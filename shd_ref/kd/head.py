@@ -51,12 +51,7 @@ class TeacherHead:
     def logits(self, states: NDArray[Any]) -> NDArray[Any]:
         """The logits ``(R, V)`` of states ``(R, D)``, in float64 where these are, else in float32."""
         dtype = np.float64 if states.dtype == np.float64 else np.float32
-        hidden = states.astype(dtype)
-        if self.norm is not None:
-            centred = hidden - hidden.mean(axis=-1, keepdims=True) if self.norm.kind == "layer" else hidden
-            spread = np.sqrt(np.square(centred).mean(axis=-1, keepdims=True) + dtype(self.norm.epsilon))
-            hidden = centred / spread * np.asarray(self.norm_weight, dtype)
-            hidden = hidden if self.norm_bias is None else hidden + self.norm_bias.astype(dtype)
+        hidden = self.normed(states)
         weight: Any = self.weight.astype(dtype, copy=False)
         logits: NDArray[Any] = np.matmul(hidden, weight.T)
         if self.scale != 1.0:
@@ -64,3 +59,15 @@ class TeacherHead:
         if self.bias is not None:
             logits += self.bias.astype(dtype)
         return logits if self.soft_cap is None else dtype(self.soft_cap) * np.tanh(logits / dtype(self.soft_cap))
+
+    def normed(self, states: NDArray[Any]) -> NDArray[Any]:
+        """What the matrix is multiplied with, ``(R, D)`` in the dtype of ``logits``."""
+        dtype = np.float64 if states.dtype == np.float64 else np.float32
+        hidden = states.astype(dtype)
+        if self.norm is None:
+            return hidden
+        centred = hidden - hidden.mean(axis=-1, keepdims=True) if self.norm.kind == "layer" else hidden
+        spread = np.sqrt(np.square(centred).mean(axis=-1, keepdims=True) + dtype(self.norm.epsilon))
+        hidden = centred / spread * np.asarray(self.norm_weight, dtype)
+        normed: NDArray[Any] = hidden if self.norm_bias is None else hidden + self.norm_bias.astype(dtype)
+        return normed

@@ -248,10 +248,10 @@ def _imported(path: Path) -> set[str]:
 
 
 SHD_REF = """
-errors integers tolerances printable kd/codes kd/head cache/storage cache/codecs cache/forms cache/documents cache chapters
-merging top shrink kd conformance teacher/packages teacher/body teacher/options teacher/opening teacher/session
-teacher/graph teacher/rewrite teacher/sources teacher/run teacher/precompute teacher/study teacher/adapter report
-commands cli
+errors integers tolerances printable kd/codes kd/head cache/storage cache/codecs cache/forms cache/documents cache
+chapters merging top shrink kd conformance teacher/packages teacher/body teacher/options teacher/opening
+teacher/session teacher/graph teacher/rewrite teacher/sources teacher/run teacher/precompute teacher/study
+teacher/adapter report commands cli
 """
 SHD_TORCH = """
 precision checks maps supervision kernels kl kd capture teacher data recipes training shrink rivals export deploy

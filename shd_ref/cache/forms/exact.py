@@ -153,14 +153,14 @@ class Exact(Vectors):
         spans = pairwise(accumulate(sizes, initial=start))
         return {name: HeadTensor(*kind, *span) for (name, kind), span in zip(kinds.items(), spans, strict=True)}
 
-    def with_head(self, head: TeacherHead) -> tuple[Exact, list[bytes | NDArray[np.uint8]]]:
+    def with_head(self, head: TeacherHead) -> tuple[Exact, list[NDArray[np.uint8]]]:
         """The form with the checksum of a head of its shapes, and the pieces of the head's file.
 
         A matrix of ``bfloat16`` is given as its bits, uint16. Raises ``not-finite``, ``argument-shape``.
         """
         arrays = {"bias": head.bias, "norm.weight": head.norm_weight, "norm.bias": head.norm_bias}
         arrays["weight"] = head.weight
-        pieces: list[bytes | NDArray[np.uint8]] = [self.head_header]
+        pieces: list[NDArray[np.uint8]] = [np.frombuffer(self.head_header, np.uint8)]
         for name, tensor in self.head_layout.items():
             values = np.ascontiguousarray(arrays[name], dtype=_NUMPY[tensor.dtype])
             if values.shape != tensor.shape:
