@@ -22,6 +22,7 @@ from shd_ref.teacher.sources import Source
 if TYPE_CHECKING:
     from shd_ref.teacher.study.advice import TrainingMemory
     from shd_ref.teacher.study.forecast import Forecast
+    from shd_ref.teacher.study.offers import TargetOffer
 
 STUDENT_FIELDS: Final = ("num_student_heads", "num_student_layers", "layer_pairs")
 """Options that a student's folder says."""
@@ -119,6 +120,9 @@ def _print_forecast(forecast: Forecast, num_student_heads: int, command: str | N
         means = ", ".join(f"{name.removesuffix('_mean')} {value:.2g}" for name, value in errors.items())
         size = f"{target.bytes_per_row:.0f} bytes per {target.unit}, {decimal(round(target.total_bytes))} in all"
         _say(f"of these {target.subject} {target.codec}: {size}; mean errors: {means}")
+    if forecast.offers:
+        _say("KD on logits can learn from (error of its gradient, measured on one sample):")
+        _list(*map(_describe_offer, forecast.offers))
     for refused in forecast.refused:
         _say(f"not {refused}")
     taken = forecast.taken
@@ -134,6 +138,13 @@ def _print_forecast(forecast: Forecast, num_student_heads: int, command: str | N
     times = f"teacher {teacher:.3g} ms per sample, squeezed {squeezed:.3g} ms: {duration} in all on this machine"
     _say(f"time: {times} (measured on {forecast.measured_samples} samples)")
     _say_memory(forecast.memory)
+
+
+def _describe_offer(offer: TargetOffer) -> str:
+    head = f", and the head once, {decimal(offer.head_bytes)}" if offer.head_bytes else ""
+    return (
+        f"{offer.way}: {offer.bytes_per_token} bytes per token{head}; error {offer.gradient_error:.2g} ({offer.asks})"
+    )
 
 
 def _say(text: str) -> None:

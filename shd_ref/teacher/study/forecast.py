@@ -27,6 +27,7 @@ from shd_ref.teacher.run.teacher import TeacherRun
 from shd_ref.teacher.session import open_session
 from shd_ref.teacher.sources import Arrays, ArraySource, IndexedSource, Row, Source
 from shd_ref.teacher.study.advice import Advice, FormForecast, TrainingMemory, advise, forecast_memory
+from shd_ref.teacher.study.offers import TargetOffer, offer_targets
 
 READ_SAMPLES: Final = 1000
 """Samples whose lengths are read: spread over the data set where any row is at hand, else the first."""
@@ -54,7 +55,7 @@ class Forecast:
     """What ``shd plan`` shows; seconds are per sample, of the teacher and of the advised way's graph.
 
     Lengths of ``read_samples`` are known, ``measured_samples`` were run; ``beside`` is held beside attention in all
-    ways.
+    ways; ``offers`` are ways to store what KD on logits learns from.
     """
 
     num_samples: int
@@ -72,6 +73,7 @@ class Forecast:
     memory: TrainingMemory
     remarks: tuple[str, ...]
     supplied: str
+    offers: tuple[TargetOffer, ...] = ()
 
     @property
     def taken(self) -> FormForecast:
@@ -132,6 +134,7 @@ def forecast_cache(
         memory=forecast_memory(work, taken.bytes_longest, longest, plan.train_batch, plan.num_student_parameters),
         remarks=work.remarks,
         supplied=work.inputs.supply,
+        offers=offer_targets(work, chosen[-1]),
     )
 
 

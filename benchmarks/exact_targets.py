@@ -1,0 +1,238 @@
+"""What do exact targets give for a byte? KD from last states and a head, against top k and whole logits.
+
+``gradient``: relative error (root mean square over tokens) of the gradient of forward KL by a student's logits, for
+targets as they would be stored. At 512 classes teacher and states are stories260K's, and the student is the teacher
+disturbed a little; at 32,000 and 151,936 the head is made: a Zipf distribution with 64 directions of a context.
+``rank`` keeps the largest principal components of the states, with the head projected.
+
+``training``: students of 2 layers on stories260K, with random initial weights: the loss of KD (forward KL to the live
+teacher's whole logits) on held-out texts after ``--steps``, by seed. ``same`` compares every loss of 100 steps from
+the cache with those of the live teacher.
+
+Prints tables and writes ``exact_targets.json`` beside this file. python benchmarks/exact_targets.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import platform
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shd_ref.cache.codecs.codecs import to_int8
+from shd_ref.kd.codes import RowCode
+from shd_ref.teacher.options import LAST, PrecomputeOptions, RunOptions
+from shd_ref.teacher.precompute.engine import precompute
+from shd_torch import ExactTargets, SupervisedDataset, TeacherHead, export_teacher, kd_loss
+from shd_torch.kd import kd_targets_topk
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from support.binding.stories import Stories, load_stories  # the teacher's architecture, which tests use too
+
+RESULT: Final = Path(__file__).with_suffix(".json")
+STORIES: Final = Path(__file__).parents[2] / "shared" / "data" / "stories260K"
+SIZES: Final = (512, 32000, 151936)
+RANKS: Final = (8, 16, 32, 48)
+TOPS: Final = (8, 16, 32, 64, 128)
+LENGTH, BATCH, TEXTS, HELD = 64, 8, 512, 64
+
+
+class Rows(NamedTuple):
+    """Tokens: the teacher's states and head, and the student's logits."""
+
+    states: Tensor
+    head: TeacherHead
+    student: Tensor
+
+
+def stories_rows(tokens: int) -> Rows:
+    """Of the trained teacher, on its own samples."""
+    teacher = load_stories(STORIES / "stories260K.bin")
+    student = copy.deepcopy(teacher)
+    torch.manual_seed(0)
+    kept: list[Tensor] = []
+    teacher.norm.register_forward_hook(lambda module, given, made: kept.append(made))
+    ids = torch.from_numpy(np.load(STORIES / "self_sampled_1024x256_uint16.npy").astype(np.int64))
+    with torch.no_grad():
+        for parameter in student.layers.parameters():
+            parameter.add_(torch.randn_like(parameter) * parameter.std() * 0.05)
+        teacher(ids[: math.ceil(tokens / 256)])
+        logits = student(ids[: math.ceil(tokens / 256)])
+    head = TeacherHead(teacher.embed.weight.detach().double())
+    return Rows(kept[0].flatten(0, 1)[:tokens].double(), head, logits.flatten(0, 1)[:tokens].double())
+
+
+def made_rows(size: int, tokens: int) -> Rows:
+    """Zipf's law plus what a context says, as in ``kd_targets.py``."""
+    draw = torch.Generator().manual_seed(size)
+    weight = torch.randn(size, 64, generator=draw, dtype=torch.float64) * 3.4 / 8
+    bias = -torch.arange(1, size + 1, dtype=torch.float64).log()
+    strength = 0.3 + 1.2 * torch.rand(tokens, 1, generator=draw, dtype=torch.float64)
+    context, other = torch.randn(2, tokens, 64, generator=draw, dtype=torch.float64)
+    head = TeacherHead(weight, bias)
+    return Rows(strength * context, head, head.logits(strength * (0.95 * context + math.sqrt(1 - 0.95**2) * other)))
+
+
+def stored(states: Tensor, codec: str) -> Tensor:
+    """States after they were coded."""
+    if codec == "int8":
+        codes, steps = to_int8(states.float().numpy())
+        return torch.from_numpy(codes.astype(np.float64) * steps[:, None])
+    return states.to({"float16": torch.float16, "float32": torch.float32}[codec]).double()
+
+
+def ways(rows: Rows) -> Iterator[tuple[str, float, Any]]:
+    """Name, bytes a token, and targets."""
+    states, head, _ = rows
+    size, width = head.weight.shape
+    for codec, cost in (("float32", 4 * width), ("float16", 2 * width), ("int8", width + 4)):
+        yield f"exact {codec}", cost, ExactTargets(stored(states, codec), head)
+    mean = states.mean(0)
+    axes = torch.linalg.svd(states - mean, full_matrices=False).Vh
+    for rank in RANKS:
+        kept = (states - mean) @ axes[:rank].T
+        bias = head.weight @ mean + (0.0 if head.bias is None else head.bias)
+        projected = TeacherHead(head.weight @ axes[:rank].T, bias)
+        for codec, cost in (("float16", 2 * rank), ("int8", rank + 4)):
+            yield f"rank {rank} {codec}", cost, ExactTargets(stored(kept, codec), projected)
+    logits = head.logits(states)
+    yield "whole float16", 2 * size, logits.half().double()
+    for top in TOPS:
+        code, targets = RowCode(size, top), kd_targets_topk(logits, top)
+        read = code.decode(code.encode(*(field.numpy() for field in targets[:3])))
+        coded = targets._replace(log_probs=torch.from_numpy(read.log_probs), log_tail=torch.from_numpy(read.log_tail))
+        yield f"top {top} with tail", code.row_bytes, coded
+
+
+def gradient(targets: Any, student: Tensor) -> Tensor:
+    logits = student.clone().requires_grad_()
+    (made,) = torch.autograd.grad(kd_loss(targets, logits, reduction="sum", check=False), logits)
+    return made
+
+
+def measure_gradients(size: int, tokens: int) -> list[dict[str, Any]]:
+    """Of every way, by its name, bytes and error."""
+    rows = stories_rows(tokens) if size == 512 else made_rows(size, tokens)
+    exact = gradient(ExactTargets(rows.states, rows.head), rows.student)
+    found = []
+    for name, cost, targets in ways(rows):
+        moved = gradient(targets, rows.student) - exact
+        error = float(moved.square().sum().sqrt() / exact.square().sum().sqrt())
+        found.append({"way": name, "bytes": cost, "gradient_error": error})
+        print(f"{size:7d}  {name:20s} {cost:8.0f} bytes  {error:.2e}", flush=True)
+    return found
+
+
+def prepare(folder: Path) -> tuple[Stories, list[dict[str, Tensor]], Tensor]:
+    """The teacher, the texts with caches of them in every form, and held-out texts."""
+    teacher = load_stories(STORIES / "stories260K.bin").requires_grad_(False)
+    tokens = torch.from_numpy(np.load(STORIES / "self_sampled_1024x256_uint16.npy")[:, :LENGTH].astype(np.int64))
+    train = tokens[:TEXTS]
+    graph = folder / "teacher.onnx"
+    export_teacher(teacher, {"input_ids": train[:2]}, graph)
+    options = {
+        f"exact {codec}": {"hidden": (LAST,), "hidden_codec": codec} for codec in ("float32", "float16", "int8")
+    }
+    options |= {f"top {top}": {"logits": "topk", "logits_top": top} for top in (32, 60)}
+    options |= {"whole float16": {"logits": "float16"}}
+    for name, asked in options.items():
+        made: Any = PrecomputeOptions(form="none", **asked)
+        precompute(graph, {"input_ids": train.numpy()}, [(folder / name, made)], RunOptions(num_threads=2))
+    return teacher, [{"input_ids": ids} for ids in train], tokens[TEXTS : TEXTS + HELD]
+
+
+def train(
+    targets_of: Callable[[Tensor], Any], texts: list[dict[str, Tensor]], seed: int, steps: int
+) -> tuple[Stories, list[float]]:
+    """A student after some steps of KD, and the loss of each."""
+    torch.manual_seed(seed)
+    student = Stories(width=32, hidden=96, num_layers=2, num_heads=4, num_kv_heads=2, vocabulary=512, length=LENGTH)
+    torch.nn.init.normal_(student.embed.weight, std=0.05)
+    optimizer = torch.optim.AdamW(student.parameters(), 3e-3)
+    order = torch.Generator().manual_seed(seed)
+    losses = []
+    for _ in range(steps):
+        chosen = torch.randperm(len(texts), generator=order)[:BATCH]
+        ids = torch.stack([texts[number]["input_ids"] for number in chosen.tolist()])
+        loss = kd_loss(targets_of(chosen), student(ids), check=False)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return student, losses
+
+
+def reader_of(folder: Path, texts: list[dict[str, Tensor]]) -> tuple[Callable[[Tensor], Any], int]:
+    """What makes a batch's targets from a cache, and bytes a token."""
+    joined = SupervisedDataset(texts, folder, preload=True)
+    form = joined.cache.manifest.exact
+    head = None if form is None else TeacherHead.read(joined.cache)
+
+    def read(chosen: Tensor) -> Any:
+        _, batch = joined.collate([joined[number] for number in chosen.tolist()])
+        return batch.targets() if head is None else ExactTargets(batch.last_states(), head)
+
+    rows: Any = form or joined.logits
+    return read, rows.row_sizes[0]
+
+
+def measure_training(steps: int, seeds: int) -> dict[str, Any]:
+    """The loss after training from each form, and how far losses of 100 steps are from a live teacher's."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        teacher, texts, held = prepare(folder)
+        all_ids = torch.stack([text["input_ids"] for text in texts])
+        with torch.no_grad():
+            taught = teacher(held)
+
+        def live(chosen: Tensor) -> Any:
+            with torch.no_grad():
+                return teacher(all_ids[chosen])
+
+        readers = {"live": (live, 0)}
+        readers |= {path.name: reader_of(path, texts) for path in sorted(folder.iterdir()) if path.is_dir()}
+        expected = train(live, texts, 0, 100)[1]
+        same = {
+            way: max(abs(a - b) for a, b in zip(train(read, texts, 0, 100)[1], expected, strict=True))
+            for way, (read, _) in readers.items()
+            if way.startswith("exact")
+        }
+        print("largest difference of a loss from the live teacher's:", same, flush=True)
+        found = []
+        for way, (read, cost) in readers.items():
+            losses = []
+            for seed in range(seeds):
+                student = train(read, texts, seed, steps)[0]
+                with torch.no_grad():
+                    losses.append(float(kd_loss(taught, student(held))))
+            found.append({"way": way, "bytes": cost, "losses": losses, "mean": statistics.mean(losses)})
+            print(f"{way:16s} {cost:5d} bytes  {statistics.mean(losses):.4f}  {losses}", flush=True)
+    return {"same": same, "runs": found}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--seeds", type=int, default=3)
+    arguments = parser.parse_args()
+    torch.set_num_threads(2)
+    report: dict[str, Any] = {"machine": platform.machine(), "torch": torch.__version__, **vars(arguments)}
+    report["gradient"] = {size: measure_gradients(size, arguments.tokens) for size in SIZES}
+    report["training"] = measure_training(arguments.steps, arguments.seeds)
+    RESULT.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
