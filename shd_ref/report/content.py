@@ -108,12 +108,12 @@ def read_content(reader: CacheReader, *, max_records: int = 512) -> CacheContent
         return CacheContent(listing, (), len(keys), 0)
     alphas = []
     for key in keys:
-        weights = attention.alphas(reader.read(key, (), logits=False, hidden=(), embeddings=False))
+        weights = attention.alphas(reader.read(key, (), logits=False, hidden=(), embeddings=False, exact=False))
         weights = weights if weights.ndim == 3 else weights[..., None]
         alphas.append(weights[..., :: -(-weights.shape[-1] // _ROWS_PER_RECORD)])
     entropies: list[NDArray[np.float64]] = []
     for key in keys[:_MAPS_READ]:
-        record = reader.read(key, logits=False, hidden=(), embeddings=False)
+        record = reader.read(key, logits=False, hidden=(), embeddings=False, exact=False)
         maps = (reader.decode(record, layer) for layer in manifest.attention.student_layers)
         entropies.append(np.stack([mean_entropy(one) for one in maps]))
     layers = tuple(
@@ -162,7 +162,7 @@ def read_evidence(
                     alpha_per=alpha_per,
                 ).residual.mean()
             if key == example:
-                record = reader.read(key, (), logits=False, hidden=(), embeddings=False)
+                record = reader.read(key, (), logits=False, hidden=(), embeddings=False, exact=False)
                 rows, columns = form.map_shapes(record.extent)[number]
                 example_maps[student_layer] = maps[0, :, :rows, :columns]
         for name, value in zip(kinds, errors.mean(axis=0).tolist(), strict=True):
@@ -176,7 +176,9 @@ def choose_example(reader: CacheReader, known: Container[str] | None = None) -> 
     if not keys:
         message = f"the inputs must hold a sample of {reader.folder}; they hold none: they are others"
         raise ShdError("sample-missing", message)
-    lengths = {key: reader.read(key, (), logits=False, hidden=(), embeddings=False).length for key in keys}
+    lengths = {
+        key: reader.read(key, (), logits=False, hidden=(), embeddings=False, exact=False).length for key in keys
+    }
     return min(keys, key=lambda key: (lengths[key] < _EXAMPLE_LENGTH, abs(lengths[key] - _EXAMPLE_LENGTH)))
 
 

@@ -147,7 +147,10 @@ def _residuals(reader: CacheReader, evidence: Evidence | None) -> dict[str, Any]
 def _maps(reader: CacheReader, content: CacheContent, evidence: Evidence | None) -> dict[str, Any]:
     """Maps of the example, beside the teacher's where they are at hand."""
     key = choose_example(reader) if evidence is None else evidence.example
-    record, attention = reader.read(key, logits=False, hidden=(), embeddings=False), reader.manifest.attention
+    record, attention = (
+        reader.read(key, logits=False, hidden=(), embeddings=False, exact=False),
+        reader.manifest.attention,
+    )
     text = (
         f"Sample {record.index}, {count_of(record.length, 'position')}: rows are queries, columns are keys, each "
         "picture is scaled to its largest entry and its root is drawn, so that small entries show. "
