@@ -71,7 +71,7 @@ def count_of(number: int, noun: str) -> str:
 def _lead(manifest: Manifest) -> str:
     attention = manifest.find(Attention)
     if attention is None:
-        names = {"logits": "Logits", "hidden": "hidden states"}
+        names = {"logits": "Logits", "hidden": "hidden states", "exact": "exact targets"}
         return " and ".join(names.get(form.SUBJECT, form.SUBJECT) for form in manifest.forms)
     heads = f"{attention.num_teacher_heads} heads to {attention.num_student_heads}"
     return f"Attention of {count_of(len(attention.layers), 'layer')}, squeezed from {heads}"
