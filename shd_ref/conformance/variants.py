@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shd_ref.conformance import variant_indexers
 from shd_ref.conformance.adapter import OUTPUTS
 from shd_ref.conformance.compare import as_plain
 from shd_ref.tolerances import degenerate_threshold
@@ -55,16 +57,20 @@ class Choices:
     sign: int = 1
     gradient_divided_by_t: bool = True
     rounding: str = "nearest"  # floor, ceiling, even, zero-based, same
+    indexer: str = ""  # of variant_indexers.MISTAKES
 
 
 def compute(operation: str, inputs: Mapping[str, Any], choices: Choices | None = None) -> dict[str, Any]:
     """Outputs by name under these choices, right ones by default; LookupError for what this module does not know."""
-    if operation not in _OPERATIONS:
+    choices = choices or Choices()
+    table: dict[str, Callable[..., Any]] = {**_OPERATIONS}
+    table |= {name: partial(_of_indexers, name) for name in variant_indexers.operations("")}
+    if operation not in table:
         raise LookupError(f"{operation} is not known here")
     arguments = {name: _as_float64(value) for name, value in inputs.items()}
     try:
         with np.errstate(all="ignore"):
-            answer = _OPERATIONS[operation](choices or Choices(), **arguments)
+            answer = table[operation](choices, **arguments)
     except TypeError as error:
         raise LookupError(f"{operation}: {error}") from error
     return dict(zip(OUTPUTS[operation], answer if isinstance(answer, tuple) else (answer,), strict=False))
@@ -548,6 +554,10 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "align_tokens": _align_tokens,
     "layer_map": _layer_map,
 }
+
+
+def _of_indexers(operation: str, choices: Choices, **inputs: Any) -> Any:
+    return variant_indexers.operations(choices.indexer)[operation](**inputs)
 
 
 def _as_float64(value: Any) -> Any:

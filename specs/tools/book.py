@@ -17,7 +17,7 @@ from exact import MINUS_INFINITY, Nested, flatten, map_numbers, shape_of, unflat
 ABOUT = "Written by specs/tools/make_vectors.py; specs/conformance.md says what each field means. Never edit a case."
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 MISTAKES: dict[str, str] = json.loads((Path(__file__).parents[1] / "mistakes.json").read_text(encoding="utf-8"))
-REAL_ARGUMENTS = ("temperature", "beta", "scale", "ridge", "limit")
+REAL_ARGUMENTS = ("temperature", "beta", "scale", "teacher_scale", "ridge", "limit")
 
 
 @dataclass(frozen=True)

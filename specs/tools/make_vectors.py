@@ -13,11 +13,11 @@ import sys
 from pathlib import Path
 
 from book import dump, fingerprint
-from cases import alpha, bounds, gradients, gram, loss, maps, mixing, plans, squeeze, tokens
+from cases import alpha, bounds, gradients, gram, indexers, loss, maps, mixing, plans, squeeze, tokens
 from cases.full import add_full
 
 VECTORS = Path(__file__).resolve().parents[1] / "vectors"
-CHAPTERS = (alpha, bounds, gradients, gram, loss, maps, mixing, plans, squeeze, tokens)
+CHAPTERS = (alpha, bounds, gradients, gram, indexers, loss, maps, mixing, plans, squeeze, tokens)
 
 
 def main() -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import results
-from implementations import JUDGED, Judged
+from implementations import INDEXERS, JUDGED, Judged
 
 from shd_ref.conformance import OUTPUTS, Report, Status, cases, judge
 from shd_ref.conformance.adapter import take_output
@@ -70,7 +70,8 @@ def test_implementation_conforms(row: Judged, dtype: str, laws: bool, tenfold: C
     missing = [result for result in report.results if result.status is Status.MISSING]
     if not row.partial and not laws:
         assert all(row.lacks & set(result.operations) for result in missing), report.summary()
-        assert report.count(Status.PASSED) > 10 * len(missing)
+        others = [result for result in missing if not set(result.operations) & INDEXERS]
+        assert report.count(Status.PASSED) > 10 * len(others)
     assert report.count(Status.PASSED) > (5 if laws or (row.once and dtype != row.dtypes[0]) else 100)
     if (row.name, dtype) == ("onnx-reference", "float32"):
         check_what_the_functions_lack(report)

@@ -20,6 +20,7 @@ from shd_ref.conformance import OUTPUTS, Status, cases
 from shd_ref.conformance.runner import MISTAKES
 from shd_ref.conformance.specification import load_mistakes, load_sentences, specs_folder
 from shd_ref.conformance.vectors import Case
+from shd_ref.indexer import IndexerKeywords
 from shd_ref.loss import LossKeywords
 
 CASES = [item for item in items_by_id().values() if isinstance(item, Case)]
@@ -31,6 +32,8 @@ UNCOVERED = {
     "MAP-14": "the judge gives float64 and float32 arrays alone; tests/specs/test_stored_dtype.py",
     "LOSS-9": "no operation returns a gradient of the supervision; tests of the training path check it",
     "GRAD-7": "as LOSS-9",
+    "IDX-3": "says in which form a caller gives queries and keys",
+    "IDX-15": "as LOSS-9",
     "TOKEN-5": "says in which order a caller uses two operations",
     "TOKEN-6": "says what a caller does before the loss",
     "ERR-8": "says what is not judged",
@@ -161,7 +164,8 @@ def keywords(function: Any) -> list[str]:
     """The names of the arguments that have a default."""
     found = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in found):
-        return list(LossKeywords.__annotations__)
+        shared = IndexerKeywords if function.__name__.startswith("indexer") else LossKeywords
+        return list(shared.__annotations__)
     return [parameter.name for parameter in found if parameter.default is not parameter.empty]
 
 

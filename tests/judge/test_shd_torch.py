@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="the PyTorch binding needs torch")
 from shd_ref.conformance import OUTPUTS, Missing, cases, check  # noqa: E402
 from shd_torch.maps.judged import Adapter  # noqa: E402
 
-NOT_OFFERED = {"diagnose", "matched_plan"}
+NOT_OFFERED = {"diagnose", "matched_plan", "indexer_target", "indexer_loss", "indexer_loss_gradient"}
 
 
 def test_binding_offers_what_it_says() -> None:

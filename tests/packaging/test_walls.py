@@ -254,8 +254,8 @@ teacher/session teacher/graph teacher/rewrite teacher/sources teacher/run teache
 teacher/adapter report commands cli
 """
 SHD_TORCH = """
-precision checks maps supervision kernels kl kd capture teacher data recipes training shrink rivals export deploy
-doctor top demo shrink_command doctor_command time_command commands cli
+precision checks maps supervision kernels kl indexer kd capture teacher data recipes training shrink rivals export
+deploy doctor top demo shrink_command doctor_command time_command commands cli
 """
 FLOORS = {"shd_ref": SHD_REF.split(), "shd_torch": SHD_TORCH.split()}
 """Rooms and files of docs/architecture.md from the ground up; a file imports from its own floor and from below."""

@@ -62,7 +62,9 @@ softmax attn_logits: 0 1; soften attn_probs: 0 1 2 3; value_outputs values: 0 1 
 value_outputs output_projection: 1; compose_mixing alphas: 0; mix_heads teacher_probs: 2 3; mix_heads mixing: 1
 squeeze_heads value_outputs: 3; shd_loss_gradient_qk keys: 1; align_tokens attn_probs: 0 1 2
 gram_tensor values: 1; gram_tensor output_projection: 1; solve_alpha_from_gram gram: 0; attend inputs: 0
-kept_scale basis: 1; merge_linear first: 1
+kept_scale basis: 1; merge_linear first: 1; indexer_target teacher_keys: 1 2
+indexer_loss keys: 1; indexer_loss teacher_keys: 1
+indexer_loss_gradient keys: 1; indexer_loss_gradient teacher_keys: 1
 """
 """Axes of one argument that no other argument shares, so that a longer or shorter one fits too."""
 MAY_DIFFER = {
@@ -88,6 +90,8 @@ def variants(value: Any, free: list[str]) -> Iterator[tuple[str, Any]]:
             broken = value.astype(float)
             broken.flat[0] = np.nan
             yield from ((MISFIT, broken), (MISFIT, value.astype(bool)), (ANY, value.astype(np.float16)))
+    elif isinstance(value, bool):
+        yield from ((MISFIT, other) for other in (2, 1.0, "yes", None, [value]))
     elif isinstance(value, int | float):
         odd = (True, np.True_, np.nan, np.inf, -np.inf, "2", 1j, [value], np.array(value, dtype=float))
         yield from ((MISFIT, other) for other in odd)

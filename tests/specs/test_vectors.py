@@ -38,6 +38,8 @@ ELSEWHERE = {
     "MAP-15": "law: arrays laid out in other ways",
     "LOSS-9": "law: an automatic differentiator finds no gradient",
     "GRAD-7": "law: an automatic differentiator finds no gradient",
+    "IDX-3": "nothing to compute",
+    "IDX-15": "law: an automatic differentiator finds no gradient",
     "TOKEN-5": "law: two operations one after another",
     "TOKEN-6": "law: two operations one after another",
     "NUM-2": "law: two equal calls",

@@ -7,6 +7,7 @@ options together, and ``refus*.py`` those of errors. A new law is a function of 
 from shd_ref.conformance.laws import (
     alphas,
     calls,
+    indexers,
     layouts,
     learning,
     maps,
@@ -35,6 +36,7 @@ LAWS: tuple[Law, ...] = (
     *layouts.LAWS,
     *student.LAWS,
     *symmetries.LAWS,
+    *indexers.LAWS,
 )
 """Every law of ``specs/shd.md``, by chapter."""
 

@@ -70,6 +70,17 @@ def _check_gradients(operation: str, trial: Trial, inputs: Inputs, answer: Input
             trial.agree(layer, right_layer, "gradient", what, times=8 * largest)
 
 
+def _check_indexer(operation: str, trial: Trial, inputs: Inputs, answer: Inputs, words: str) -> None:
+    for name, right in compute(operation, inputs).items():
+        if name == "target":
+            trial.agree(answer[name], right, "probs", f"the target {words}")
+            exactly(as_array(answer[name], name)[right == 0.0], 0.0, f"the target's masked keys {words},")
+        else:
+            size = max(1.0, float(np.abs(right).max()))
+            quantity = "loss" if name == "loss" else "gradient"
+            trial.agree(answer[name], right, quantity, f"{name} {words}", times=8 * size)
+
+
 def _check_kept(operation: str, trial: Trial, inputs: Inputs, answer: Inputs, words: str) -> None:
     (name, maps), (_, dropped) = compute(operation, inputs).items()
     trial.agree(answer[name], maps, "probs", f"{name} {words}")
@@ -350,6 +361,7 @@ _CHECKS: dict[str, _Check] = {
     "shd_loss": _check_loss,
     "shd_loss_gradient": partial(_check_gradients, "shd_loss_gradient"),
     "shd_loss_gradient_qk": partial(_check_gradients, "shd_loss_gradient_qk"),
+    **{name: partial(_check_indexer, name) for name in ("indexer_target", "indexer_loss", "indexer_loss_gradient")},
     "intersect_support": partial(_check_kept, "intersect_support"),
     "align_tokens": partial(_check_kept, "align_tokens"),
 }

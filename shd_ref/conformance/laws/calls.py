@@ -54,6 +54,24 @@ def _pool(trial: Trial, seed: int) -> Array:
     return trial.rounded(np.einsum("bijld,bmnld->bijmn", products, products))
 
 
+def _teacher_products(trial: Trial, seed: int) -> dict[str, Any]:
+    names = ("teacher_queries", "teacher_keys")
+    arrays = trial.numbers(seed, 2, 4, 3, 2), trial.numbers(seed + 1, 2, 2, 5, 2)
+    return {**dict(zip(names, arrays, strict=True)), "teacher_scale": 0.5}
+
+
+def _indexer(trial: Trial, seed: int) -> dict[str, Any]:
+    keys = trial.numbers(seed + 2, 2, 1, 5, 2)
+    scorer = {"queries": trial.numbers(seed + 3, 2, 2, 3, 2), "keys": keys, "scale": 0.5}
+    return {**scorer, **_teacher_products(trial, seed)}
+
+
+_OUTSIDE = np.array([0.5, 1.0, -2.0, 3.0])[None, :, None] * np.array([[[1.0, 0.5, 2.0]], [[-1.0, 1.5, 1.0]]])
+_INDEXING: Mapping[str, Any] = {
+    "scale": 0.25, "teacher_scale": 1.0, "groups": 2, "top_k": 2, "restriction": "mask_first", "reduction": "rows",
+    "relu": False, "loss_mask": _MASK, "outside": _OUTSIDE,
+}  # fmt: skip
+
 _Make = Callable[[Trial, int], dict[str, Any]]
 
 CALLS: Mapping[str, tuple[_Make, Mapping[str, Any]]] = {
@@ -99,6 +117,9 @@ CALLS: Mapping[str, tuple[_Make, Mapping[str, Any]]] = {
         },
         {"temperature": 2.0, "beta": 3.0, "loss_mask": _MASK, "scale": 0.25},
     ),
+    "indexer_target": (_teacher_products, {"groups": 2, "block_size": 2, "outside": _OUTSIDE}),
+    "indexer_loss": (_indexer, _INDEXING),
+    "indexer_loss_gradient": (_indexer, _INDEXING),
     "intersect_support": (_student, {"attn_mask": np.array([[True] * 4 + [False]] * 3), "loss_mask": _MASK}),
     "layer_map": (lambda _, seed: {"num_teacher_layers": 12 + seed % 2, "num_student_layers": 5}, {}),
     "align_tokens": (

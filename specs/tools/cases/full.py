@@ -283,6 +283,33 @@ def _diagnose() -> list[_Case]:
     ]  # fmt: skip
 
 
+def _taught(draws: Draws) -> dict[str, Any]:
+    queries, keys = draws.numbers(2, 2, 3, 4), draws.numbers(2, 1, 4, 4)
+    return {"teacher_queries": array(queries), "teacher_keys": array(keys), "teacher_scale": SCALE}
+
+
+def _indexer_target() -> list[_Case]:
+    draws = Draws(31)
+    taught = _taught(draws)
+    return [
+        ("target", "queries, keys and scale of all bits", "IDX-6", {**taught, "attn_mask": _KEYS}),
+        ("outside", "and log-sum-exps", "IDX-7", {**taught, "outside": array(draws.numbers(2, 2, 3))}),
+    ]
+
+
+def _indexer_loss() -> list[_Case]:
+    draws = Draws(32)
+    scorer = {
+        name: array(draws.numbers(2, heads, rows, 3)) for name, heads, rows in (("queries", 2, 3), ("keys", 1, 4))
+    }
+    inputs = {**scorer, "weights": array(draws.numbers(2, 2, 3)), "scale": 0.7071067811865476, **_taught(draws)}
+    outside = array(draws.numbers(2, 2, 3, low=6.0, high=16.0))
+    return [
+        ("dense", "all arguments of all bits", "IDX-1 IDX-12", {**inputs, "attn_mask": _KEYS}),
+        ("outside", "with log-sum-exps", "IDX-7", {**inputs, "outside": outside}),
+    ]
+
+
 def _add_near_ties(book: Book) -> None:
     """Plans that another rounding of an argument turns: two sets of pairs score nearly the same."""
     for name, (by, seed, part, dtypes) in NEAR_TIES.items():
@@ -317,6 +344,7 @@ _CASES = {
     for function in (
         *(_softmax, _soften, _value_outputs, _solve_alpha, _compose_mixing, _mix_heads, _squeeze_heads, _shd_loss),
         *(_shd_loss_gradient, _shd_loss_gradient_qk, _intersect_support, _align_tokens, _gram_tensor),
-        *(_solve_alpha_from_gram, _merge_gram, _diagnose),
+        *(_solve_alpha_from_gram, _merge_gram, _diagnose, _indexer_target, _indexer_loss),
     )
 }
+_CASES["indexer_loss_gradient"] = _indexer_loss

@@ -11,7 +11,7 @@ from judge.mutants.mutant import SHOWN_BY, Edit, Mutant
 
 from shd_ref.conformance.specification import load_mistakes
 
-_FILES = ("maps", "alphas", "merging", "learning", "edges", "layouts")
+_FILES = ("maps", "alphas", "merging", "learning", "indexers", "edges", "layouts")
 _FIELDS = ("mistake", "on", "dtype")
 
 

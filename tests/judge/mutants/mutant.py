@@ -36,6 +36,7 @@ SHOWN_BY: Mapping[str, tuple[str, ...]] = {
     "attention": tuple(OUTPUTS),
     "gradients": _GRADIENTS,
     "merging.gram": ("gram_tensor", "solve_alpha_from_gram", "merge_gram"),
+    "indexer": ("indexer_target", "indexer_loss", "indexer_loss_gradient"),
     "layers": ("layer_map",),
     "loss": _LOSS,
     "merging.matching": ("matched_plan",),

@@ -362,6 +362,49 @@ _VALUE_GROUPS = groups(
 )
 _WIDTHS = Option("widths", ("different", "S = d_v = D"), _widths)
 
+
+def _given(name: str, *ones: str) -> Option:
+    """Whether an argument is given."""
+    no, yes = ones or ("none", "some")
+    return Option(name, (no, yes), lambda inputs: no if inputs.get(name) is None else yes)
+
+
+def _count(name: str) -> Option:
+    return Option(name, ("one", "several"), lambda inputs: "one" if inputs.get(name, 1) == 1 else "several")
+
+
+def _indexer_mask(inputs: Inputs) -> str:
+    mask = inputs.get("attn_mask")
+    return "none" if mask is None else "(L, S)" if mask.ndim == 2 else "other"
+
+
+def _top_k(inputs: Inputs) -> str:
+    top_k, keys = inputs.get("top_k"), first(inputs["keys"] if "keys" in inputs else inputs["teacher_keys"])
+    return "none" if top_k is None else "few" if top_k < keys.shape[2] else "all"
+
+
+_INDEXER_TARGET = (
+    _count("groups"),
+    _count("block_size"),
+    Option("layers", ("one array", "several"),
+        lambda inputs: "several" if isinstance(inputs["teacher_keys"], list | tuple) else "one array"),
+    _given("outside"),
+    Option("attn_mask", ("none", "(L, S)", "other"), _indexer_mask),
+    _given("segments"),
+    Option("samples", ("1", "2 to 4"),
+        lambda inputs: "1" if first(inputs["teacher_keys"]).shape[0] == 1 else "2 to 4"),
+    NUMBERS,
+)  # fmt: skip
+_INDEXER = (
+    *_INDEXER_TARGET,
+    Option("relu", ("True", "False"), lambda inputs: str(bool(inputs.get("relu", True)))),
+    _given("weights"),
+    Option("top_k", ("none", "few", "all"), _top_k),
+    argument("restriction", "renormalised", "mask_first", "unnormalised", "student_all"),
+    argument("reduction", "sum", "rows", "samples"),
+    row_mask("loss_mask"),
+)
+
 OPTIONS: Mapping[str, tuple[Option, ...]] = {
     "softmax": (RANKS, attn_mask("attn_logits"), minus_infinity("attn_logits"), TEMPERATURE, size("attn_logits"),
         NUMBERS),
@@ -386,6 +429,9 @@ OPTIONS: Mapping[str, tuple[Option, ...]] = {
     "shd_loss_gradient_qk": (*_LOSS, attn_mask("supervision"),
         Option("scale", ("one", "positive", "negative", "zero"), _scale),
         groups(lambda inputs: first(inputs["queries"]).shape[1], lambda inputs: first(inputs["keys"]).shape[1])),
+    "indexer_target": _INDEXER_TARGET,
+    "indexer_loss": _INDEXER,
+    "indexer_loss_gradient": _INDEXER,
     "intersect_support": (ROW_SUMS, row_mask("loss_mask"), attn_mask("student_logits"),
         minus_infinity("student_logits"), zero_rows("supervision"), small_mass("supervision"), batch("supervision"),
         map_shape("supervision"), NUMBERS),

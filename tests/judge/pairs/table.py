@@ -65,6 +65,15 @@ NEVER: dict[tuple[str, Pair], str] = {
         *_RANKS,
         *_POOLS,
         *_DEEP,
+        *(
+            (
+                operation,
+                ("samples", "1"),
+                ("loss_mask", "an empty sample"),
+                "of one sample that is empty nothing is left",
+            )
+            for operation in ("indexer_loss", "indexer_loss_gradient")
+        ),
         ("layer_map", ("pairs", "not given"), ("layers", "deeper student"), "refused (LAYER-2)"),
     )
 }

@@ -1,0 +1,160 @@
+"""``indexer_kl``: the loss of an indexer from queries and keys on both sides (spec chapter IDX), without any map."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shd_torch.checks import check_mask, check_option
+from shd_torch.indexer.request import REDUCTIONS, IndexerRequest, Outside, Scorer, Teachers, Tile, restrict
+from shd_torch.kl.gradient import KlResult, attach, refuse_transforms
+from shd_torch.precision import without_autocast
+
+_REMEDY = "indexer_scores and a loss on whole maps have derivatives of every order and mode"
+
+
+@without_autocast
+def indexer_kl(
+    queries: Tensor,
+    keys: Tensor,
+    teacher: Teachers,
+    *,
+    scale: float,
+    weights: Tensor | None = None,
+    relu: bool = True,
+    groups: int = 1,
+    block_size: int = 1,
+    top_k: int | None = None,
+    restriction: str = "renormalised",
+    reduction: str = "sum",
+    loss_mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    outside: Outside = None,
+    check: bool = True,
+) -> Tensor:
+    """``KL(target || softmax(scores))`` of an indexer, dense or on its own top-k, in memory linear in the length.
+
+    The target is the attention of all heads of the teacher as one distribution; it is formed for a few rows at a time
+    and never for all heads at once. Gradients of queries, keys and weights are computed with the value, and the
+    backward pass only scales them; other derivatives are rejected. Nothing flows into the teacher. Detach what the
+    scorer's projections read if the model trains too. ``torch.autocast`` changes nothing here.
+
+    Args:
+        queries: the scorer's, ``(B, H_i, L, d_i)``, rotated as they are multiplied.
+        keys: ``(B, H_k, C, d_i)``, one for each of the ``C = ceil(S / block_size)`` blocks; H_k divides H_i.
+        teacher: ``Factored.teacher(q, k, is_causal=True)``, a layer of a factored cache, or a list of layers that one
+            indexer serves. Its mixing plays no part; its rule says who may attend, on both sides, and its
+            ``row_mass``, if any, weighs the heads (IDX-7).
+        scale: factor of the scores, such as ``d_i ** -0.5``.
+        weights: of the scorer's heads, ``(B, H_i, L)``; None for ones.
+        relu: whether negative products count as 0.
+        groups: G, blocks of heads on both sides with a target each; 1 is the mean of all heads.
+        block_size: keys of a block.
+        top_k: blocks that each row selects; None for the dense loss.
+        restriction: ``"renormalised"`` (the source), ``"mask_first"``, ``"unnormalised"`` or ``"student_all"``.
+        reduction: ``"sum"`` (the source), or the mean over ``"rows"`` or ``"samples"`` that count.
+        loss_mask: boolean ``(B, L)``, True = the row counts.
+        segments: integers ``(B, L)``, the packed sample of each position.
+        outside: ``(B, H, L)``, log-sum-exp of logits in each head's denominator that the indexer does not score (a
+            window, a sink), or one for each layer.
+        check: validate values (device sync).
+
+    Returns:
+        A scalar in float32, or float64 if an argument is; nats.
+
+    Raises:
+        ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``.
+
+    Source: arXiv 2512.02556, Eq. 1, 3, 4; IDX-1..16.
+    """
+    refuse_transforms(queries, keys, weights, name="indexer_kl", remedy=_REMEDY)
+    check_option("reduction", reduction, REDUCTIONS, "IDX-13")
+    scorer = Scorer.of(queries, keys, weights, scale=scale, relu=relu, groups=groups, check=check)
+    request = IndexerRequest.of(
+        scorer,
+        teacher,
+        outside=outside,
+        block_size=block_size,
+        top_k=top_k,
+        restriction=restriction,
+        segments=segments,
+        check=check,
+    )
+    if loss_mask is not None:
+        check_mask(loss_mask, "loss_mask", (queries.shape[0], queries.shape[2]))
+        loss_mask = loss_mask.to(queries.device)
+    roots = [tensor for tensor in (queries, keys, weights) if tensor is not None]
+    wants_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in roots)
+    result = _run(request, restriction, reduction, loss_mask, wants_gradient)
+    return attach(result, queries, keys, weights)
+
+
+@torch.no_grad()
+def _run(
+    request: IndexerRequest, restriction: str, reduction: str, loss_mask: Tensor | None, wants_gradient: bool
+) -> KlResult:
+    """Value and gradients, tile by tile; every row that counts weighs the same, so the divisor comes last."""
+    scorer, dtype = request.scorer, request.dtype
+    device = scorer.queries.device
+    value = torch.zeros((), dtype=dtype, device=device)
+    given = (scorer.queries, scorer.keys, scorer.weights if wants_gradient else None)
+    slopes = (
+        [torch.zeros(t.shape, dtype=dtype, device=device) for t in given if t is not None] if wants_gradient else []
+    )
+    counts = torch.zeros(request.shape[:3], dtype=torch.bool, device=device)
+    for tile in request.tiles():
+        p, support = restrict(tile, request.top_k, restriction)
+        counted = p.sum(-1) > 0
+        if loss_mask is not None:
+            counted &= loss_mask[tile.samples, None, tile.rows]
+        counts[tile.samples, :, tile.rows] = counted
+        blocked = ~(support | ~support.any(-1, keepdim=True))
+        log_q = tile.scores.masked_fill(blocked, -torch.inf).log_softmax(-1)
+        p = p.masked_fill(~counted[..., None], 0.0)
+        log_p = p.clamp(min=torch.finfo(dtype).tiny).log_()
+        value += (p * log_p.sub_(log_q.clamp(min=torch.finfo(dtype).min))).sum()
+        if wants_gradient:
+            through = log_q.exp_().mul_(p.sum(-1, keepdim=True)).sub_(p)
+            through.masked_fill_(~(counted[..., None] & support), 0.0)
+            _add_gradients(request, tile, scorer.scale * through, slopes)
+    divisor = _divisor(counts, request.segments, reduction)
+    dq, dk, dw = [slope / divisor for slope in slopes] + [None] * (3 - len(slopes))
+    return KlResult(value / divisor, dq, dk, dw)
+
+
+def _add_gradients(request: IndexerRequest, tile: Tile, slope: Tensor, slopes: list[Tensor]) -> None:
+    """Add a tile's gradients, from the scores' ``(B, G, R, C)`` times the scale (IDX-14)."""
+    scorer, x = request.scorer, tile.products
+    batch, heads, _, blocks = x.shape
+    by_head = slope[:, :, None].expand(-1, -1, heads // slope.shape[1], -1, -1).reshape(x.shape)
+    is_on = x > 0 if scorer.relu else None
+    if scorer.weights is not None:
+        weights = scorer.weights[tile.samples, :, tile.rows].to(x.dtype)
+        slopes[2][tile.samples, :, tile.rows] = torch.einsum(
+            "bhrc,bhrc->bhr", by_head, x.relu() if scorer.relu else x
+        )
+        by_head = by_head * weights[..., None]
+    if is_on is not None:
+        by_head = by_head * is_on
+    held = scorer.keys[tile.samples, :, tile.blocks].to(x.dtype)
+    queries = scorer.queries[tile.samples, :, tile.rows].to(x.dtype)
+    grouped = by_head.reshape(batch, held.shape[1], -1, blocks)
+    slopes[0][tile.samples, :, tile.rows] = (grouped @ held).reshape(queries.shape)
+    slopes[1][tile.samples, :, tile.blocks] += grouped.mT @ queries.reshape(
+        batch, held.shape[1], -1, queries.shape[3]
+    )
+
+
+def _divisor(counts: Tensor, segments: Tensor | None, reduction: str) -> Tensor | float:
+    """What the sum over rows that count is divided by (IDX-13)."""
+    if reduction == "sum":
+        return 1.0
+    if reduction == "rows":
+        return counts.sum().clamp_min(1)
+    rows = counts.any(1)
+    if segments is None:
+        return rows.any(-1).sum().clamp_min(1)
+    # Each row's segment beside its sample's: the distinct ones of rows that count.
+    samples = torch.arange(rows.shape[0], device=rows.device)[:, None].expand_as(rows)
+    pairs = zip(samples[rows].tolist(), segments[rows].tolist(), strict=True)
+    return float(max(len(set(pairs)), 1))

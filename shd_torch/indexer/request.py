@@ -1,0 +1,405 @@
+"""A scorer of keys and the teacher's layers that it serves, checked, and cut into tiles of query rows.
+
+No tile holds more than a few rows, and the target of a tile is summed over the teacher's heads a few at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shd_ref.errors import ShdError
+from shd_ref.integers import check_integer, check_number
+from shd_torch.checks import INTEGERS, check_option, check_query_key, check_real, check_shape, compute_dtype
+from shd_torch.supervision.factored import Factored
+from shd_torch.supervision.mask import AttentionRule, is_allowed
+from shd_torch.supervision.supervision import tile_entries
+
+RESTRICTIONS: tuple[str, ...] = ("renormalised", "mask_first", "unnormalised", "student_all")
+REDUCTIONS: tuple[str, ...] = ("sum", "rows", "samples")
+
+Teachers: TypeAlias = Factored | Sequence[Factored]
+Outside: TypeAlias = Tensor | Sequence[Tensor | None] | None
+
+
+def indexer_scores(
+    queries: Tensor, keys: Tensor, weights: Tensor | None = None, *, scale: float, relu: bool = True, groups: int = 1
+) -> Tensor:
+    """``I_g(t, c) = scale * sum_h w_h(t) relu(q_h(t) . k(c))`` as a whole, with gradient (IDX-1, IDX-2).
+
+    Args:
+        queries: ``(B, H_i, L, d_i)``.
+        keys: ``(B, H_k, C, d_i)`` with H_k a divisor of H_i.
+        weights: ``(B, H_i, L)``; None for ones.
+        scale: factor of the scores.
+        relu: whether negative products count as 0.
+        groups: G, blocks of heads with scores of their own.
+
+    Returns:
+        ``(B, G, L, C)``.
+
+    Raises:
+        ShdError: ``argument-shape``, ``argument-dtype``, ``argument-value``.
+    """
+    scorer = Scorer.of(queries, keys, weights, scale=scale, relu=relu, groups=groups, check=False)
+    return scorer.scores(scorer.products(slice(None), slice(0, queries.shape[2]), slice(0, keys.shape[2])))
+
+
+def indexer_select(scores: Tensor, top_k: int, allowed: Tensor | None = None) -> Tensor:
+    """The top_k allowed entries of every row, ties by the smaller position (IDX-10).
+
+    Args:
+        scores: ``(..., L, C)``.
+        top_k: how many; all allowed ones where they are fewer.
+        allowed: boolean, broadcastable to the scores, True = may be selected.
+
+    Returns:
+        Boolean, shaped as the scores.
+
+    Raises:
+        ShdError: ``argument-value``.
+    """
+    top_k = check_integer("top_k", top_k, 1, None, "IDX-10")
+    scores = scores.detach()
+    allowed = torch.ones_like(scores, dtype=torch.bool) if allowed is None else allowed.expand_as(scores)
+    if top_k >= scores.shape[-1]:
+        return allowed.clone()
+    masked = scores.masked_fill(~allowed, -torch.inf)
+    least = masked.topk(top_k, dim=-1).values[..., -1:]
+    above, level = masked > least, (masked == least) & allowed
+    room = top_k - above.sum(-1, keepdim=True)
+    return above | (level & (level.cumsum(-1) <= room))
+
+
+@dataclass(frozen=True, eq=False)
+class Scorer:
+    """The queries, keys and weights of an indexer (IDX-1), with gradient as they were given."""
+
+    queries: Tensor
+    keys: Tensor
+    weights: Tensor | None
+    scale: float
+    relu: bool
+    groups: int
+
+    @classmethod
+    def of(
+        cls,
+        queries: Tensor,
+        keys: Tensor,
+        weights: Tensor | None,
+        *,
+        scale: float,
+        relu: bool,
+        groups: int,
+        check: bool,
+    ) -> Scorer:
+        """The scorer after its checks."""
+        scale = check_number("scale", scale, "IDX-1")
+        groups = check_integer("groups", groups, 1, None, "IDX-6")
+        if not isinstance(relu, bool):
+            raise ShdError("argument-value", f"relu must be True or False; got {relu!r}", "IDX-2")
+        for name, tensor in (("queries", queries), ("keys", keys)):
+            check_real(tensor, name, check=check, ndim=4)
+        check_query_key(queries, keys)
+        if queries.shape[1] % groups:
+            rule = f"groups={groups} must divide the scorer's heads"
+            raise ShdError("argument-shape", f"{rule}; got {queries.shape[1]}", "IDX-1")
+        if weights is not None:
+            check_real(weights, "weights", check=check, ndim=3)
+            check_shape(weights, "weights", queries.shape[:3], "IDX-1")
+        return cls(queries, keys, weights, scale, relu, groups)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """float64 if an argument is, else float32."""
+        return compute_dtype(*(t for t in (self.queries, self.keys, self.weights) if t is not None))
+
+    def products(self, samples: slice, rows: slice, blocks: slice, dtype: torch.dtype | None = None) -> Tensor:
+        """``q_h . k`` of some rows and blocks ``(B, H_i, R, C)``, in float32 or wider."""
+        dtype = dtype or self.dtype
+        keys = self.keys[samples, :, blocks].to(dtype)
+        queries = self.queries[samples, :, rows].to(dtype)
+        batch, heads, height, width = queries.shape
+        grouped = queries.reshape(batch, keys.shape[1], -1, width) @ keys.mT
+        return grouped.reshape(batch, heads, height, -1)
+
+    def scores(self, products: Tensor, samples: slice = slice(None), rows: slice = slice(None)) -> Tensor:
+        """The scores ``(B, G, R, C)`` from the products of some rows."""
+        batch, _, height, blocks = products.shape
+        bent = products.relu() if self.relu else products
+        bent = bent.reshape(batch, self.groups, -1, height, blocks)
+        if self.weights is None:
+            return self.scale * bent.sum(2)
+        weights = self.weights[samples, :, rows].to(products.dtype).reshape(batch, self.groups, -1, height)
+        return self.scale * torch.einsum("bghrc,bghr->bgrc", bent, weights)
+
+
+class Tile(NamedTuple):
+    """Some rows of the loss; rows that may attend to no key hold anything finite, and do not count."""
+
+    samples: slice
+    rows: slice
+    blocks: slice
+    products: Tensor  # (B, H_i, R, C)
+    scores: Tensor  # (B, G, R, C)
+    allowed: Tensor  # blocks that a row may attend to, broadcastable to the scores
+    chosen: Tensor  # blocks that a row selects, broadcastable to the scores
+    target: Tensor  # p before any restriction but ``mask_first`` (B, G, R, C); 0 in rows without mass
+
+
+@dataclass(frozen=True, eq=False)
+class IndexerRequest:
+    """A scorer and its teacher's layers, on one device; see ``indexer_kl`` for the fields."""
+
+    scorer: Scorer
+    teachers: tuple[Factored, ...]
+    outside: tuple[Tensor | None, ...]
+    block_size: int
+    top_k: int | None
+    mask_first: bool
+    segments: Tensor | None
+    dtype: torch.dtype
+
+    @classmethod
+    def of(
+        cls,
+        scorer: Scorer,
+        teacher: Teachers,
+        *,
+        outside: Outside = None,
+        block_size: int = 1,
+        top_k: int | None = None,
+        restriction: str = "renormalised",
+        segments: Tensor | None = None,
+        check: bool = True,
+    ) -> IndexerRequest:
+        """The request after its checks; codes and ids are those of chapter IDX."""
+        check_option("restriction", restriction, RESTRICTIONS, "IDX-11")
+        block_size = check_integer("block_size", block_size, 1, None, "IDX-4")
+        top_k = None if top_k is None else check_integer("top_k", top_k, 1, None, "IDX-10")
+        teachers = (teacher,) if isinstance(teacher, Factored) else tuple(teacher)
+        rests = tuple(outside) if isinstance(outside, list | tuple) else (outside,)
+        rests = (None,) * len(teachers) if outside is None else rests
+        if not teachers or len(rests) != len(teachers):
+            rule = "teacher and outside must be one each, or equally long lists with one per layer"
+            raise ShdError("argument-shape", f"{rule}; got {len(teachers)} and {len(rests)}", "IDX-8")
+        for one in teachers:
+            if not isinstance(one, Factored):
+                rule = (
+                    "teacher must be a Factored (Factored.teacher(queries, keys, is_causal=True)), or a list of them"
+                )
+                raise ShdError("argument-value", f"{rule}; got {type(one).__name__}", "IDX-6")
+        batch, _, num_rows, _ = scorer.queries.shape
+        num_keys = teachers[0].keys.shape[2]
+        num_blocks = -(-num_keys // block_size)
+        if scorer.keys.shape[2] != num_blocks:
+            rule = f"keys must be (B, H_k, C, d_i) with C = {num_blocks}, {num_keys} keys in blocks of {block_size}"
+            raise ShdError("argument-shape", f"{rule}; got {tuple(scorer.keys.shape)}", "IDX-1")
+        if segments is not None:
+            if segments.dtype not in INTEGERS:
+                raise ShdError("argument-dtype", f"segments must be integers; got {segments.dtype}", "IDX-5")
+            check_shape(segments, "segments", (batch, num_rows), "IDX-5")
+            if num_rows != num_keys:
+                raise ShdError("argument-shape", f"segments need L = S; got {num_rows} and {num_keys}", "IDX-5")
+        for layer, (one, rest) in enumerate(zip(teachers, rests, strict=True)):
+            _check_teacher(one, rest, (batch, num_rows, num_keys), scorer.groups, layer, check=check)
+            if not _same_mask(one.rule, teachers[0].rule, check=check):
+                rule = f"who may attend in layer {layer} must be who may in layer 0"
+                raise ShdError("argument-value", f"{rule}; got another mask, window or causality", "IDX-8")
+        device = scorer.queries.device
+        moved = tuple(None if rest is None else rest.detach().to(device) for rest in rests)
+        return cls(
+            scorer=scorer,
+            teachers=tuple(one.to(device) for one in teachers),
+            outside=moved,
+            block_size=block_size,
+            top_k=top_k,
+            mask_first=restriction == "mask_first" and top_k is not None,
+            segments=None if segments is None else segments.to(device),
+            dtype=torch.promote_types(scorer.dtype, compute_dtype(*(one.queries for one in teachers))),
+        )
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """``(B, G, L, C)``."""
+        batch, _, rows, _ = self.scorer.queries.shape
+        return batch, self.scorer.groups, rows, self.scorer.keys.shape[2]
+
+    @torch.no_grad()
+    def tiles(self) -> Iterator[Tile]:
+        """Every row of every sample, a few at a time."""
+        batch, _, num_rows, _ = self.shape
+        num_keys = self.teachers[0].keys.shape[2]
+        entries = tile_entries(self.scorer.queries.device) // max(2, self.scorer.queries.shape[1])
+        together = max(1, min(batch, entries // (min(num_rows, 32) * num_keys)))
+        height = max(min(num_rows, 8), entries // (together * num_keys))
+        for first in range(0, batch, together):
+            samples = slice(first, min(first + together, batch))
+            for start in range(0, num_rows, height):
+                yield self._tile(samples, slice(start, min(start + height, num_rows)))
+
+    def _tile(self, samples: slice, rows: slice) -> Tile:
+        keys = self._keys(rows)
+        blocks = slice(keys.start // self.block_size, -(-keys.stop // self.block_size))
+        allowed = self._allowed(samples, rows, keys)
+        open_blocks = block_sums(allowed, self.block_size) > 0
+        products = self.scorer.products(samples, rows, blocks, self.dtype)
+        scores = self.scorer.scores(products, samples, rows)
+        chosen = open_blocks if self.top_k is None else indexer_select(scores, self.top_k, open_blocks)
+        inside = chosen.repeat_interleave(self.block_size, -1)[..., : allowed.shape[-1]] if self.mask_first else None
+        target = torch.zeros_like(scores)
+        for teacher, outside in zip(self.teachers, self.outside, strict=True):
+            mixed = self._target(teacher, outside, samples, rows, keys, allowed, inside)
+            target += block_sums(mixed, self.block_size) / len(self.teachers)
+        return Tile(samples, rows, blocks, products, scores, open_blocks, chosen, target)
+
+    def _keys(self, rows: slice) -> slice:
+        """Keys outside of which no row of the tile may attend, at the edges of blocks."""
+        num_keys, size = self.teachers[0].keys.shape[2], self.block_size
+        spans = [teacher.rule.key_range(rows, num_keys) for teacher in self.teachers]
+        start, stop = min(span.start for span in spans), max(span.stop for span in spans)
+        return slice(start // size * size, min(num_keys, -(-stop // size) * size))
+
+    def _allowed(self, samples: slice, rows: slice, keys: slice) -> Tensor:
+        """Who may attend in a tile, ``(B or 1, 1, R, K)``."""
+        device = self.scorer.queries.device
+        allowed = self.teachers[0].rule.narrow(samples).allowed(rows, keys, device)
+        shape = (1, 1, rows.stop - rows.start, keys.stop - keys.start)
+        allowed = torch.ones(shape, dtype=torch.bool, device=device) if allowed is None else allowed
+        if self.segments is not None:
+            here, there = self.segments[samples, None, rows, None], self.segments[samples, None, None, keys]
+            allowed = allowed & (here == there)
+        return allowed.expand(-1, -1, *shape[2:])
+
+    def _target(
+        self,
+        teacher: Factored,
+        outside: Tensor | None,
+        samples: slice,
+        rows: slice,
+        keys: slice,
+        allowed: Tensor,
+        inside: Tensor | None,
+    ) -> Tensor:
+        """One layer's target ``(B, G, R, K)`` (IDX-6, IDX-7), heads that share keys at a time."""
+        groups, heads, dtype = self.scorer.groups, teacher.queries.shape[1], self.dtype
+        height, width = allowed.shape[2:]
+        batch = len(range(*samples.indices(teacher.queries.shape[0])))
+        run = _run_length(heads, teacher.keys.shape[1], groups, self.scorer.queries.shape[1])
+        mixed = torch.zeros((batch, groups, height, width), dtype=dtype, device=allowed.device)
+        norm = mixed.new_zeros((batch, groups, height))
+        peak = torch.full_like(norm, torch.finfo(dtype).min)
+        whole = teacher.rule.narrow(samples)
+        uneven = outside is not None or teacher.row_mass is not None
+        may = allowed if inside is None else allowed & inside
+        # Rows without a key are left open, so that no softmax is ever taken of nothing.
+        blocked = ~(may | ~may.any(-1, keepdim=True))
+        # The first keys are often open to all rows, which saves a processor most of the masking.
+        free = int((~blocked.flatten(0, 2).any(0)).cumprod(0).sum()) if blocked.device.type == "cpu" else 0
+        blocked = blocked[..., free:]
+        for first in range(0, heads, run):
+            group, key_head = first * groups // heads, first * teacher.keys.shape[1] // heads
+            index = torch.arange(first, first + run, device=allowed.device)
+            rule = whole.narrow(heads=index)
+            queries = teacher.queries.detach()[samples, first : first + run, rows].to(dtype)
+            held = teacher.keys.detach()[samples, key_head : key_head + 1, keys].to(dtype)
+            logits, _ = rule.products(queries, held)
+            bias = rule.bias(rows, keys, dtype, allowed.device)
+            logits = logits if bias is None else logits.add_(bias.detach())
+            logits[..., free:].masked_fill_(blocked[:, group if inside is not None else 0, None], -torch.inf)
+            if not uneven:
+                probs = logits.softmax(-1)
+                mixed[:, group] += probs[:, 0] if run == 1 else probs.sum(1)
+                continue
+            total = logits.logsumexp(-1)
+            lost = _lost(teacher, outside, samples, slice(first, first + run), rows, total)
+            share = -F.softplus(lost - total)  # log rho
+            higher = torch.maximum(peak[:, group], share.amax(1))
+            shrink = (peak[:, group] - higher).exp()
+            factors = (share - higher[:, None]).exp()
+            added = torch.einsum("bhrk,bhr->brk", logits.softmax(-1), factors)
+            mixed[:, group] = mixed[:, group] * shrink[..., None] + added
+            norm[:, group] = norm[:, group] * shrink + factors.sum(1)
+            peak[:, group] = higher
+        live = allowed.any(-1)
+        if uneven:
+            mixed /= torch.where(norm > 0, norm, 1.0)[..., None]
+            live = live & (norm > 0)
+        else:
+            mixed *= groups / heads
+        return mixed.masked_fill_(~live[..., None], 0.0).masked_fill_(~allowed, 0.0)
+
+
+def restrict(tile: Tile, top_k: int | None, restriction: str) -> tuple[Tensor, Tensor]:
+    """p of the loss and the support of the scorer's distribution (IDX-11)."""
+    if top_k is None:
+        return tile.target, tile.allowed
+    kept = tile.target.masked_fill(~tile.chosen, 0.0)
+    if restriction != "unnormalised":
+        mass = kept.sum(-1, keepdim=True)
+        kept = kept / torch.where(mass > 0, mass, 1.0)
+    return kept, tile.allowed if restriction == "student_all" else tile.chosen
+
+
+def block_sums(maps: Tensor, size: int) -> Tensor:
+    """Sums over blocks of the last axis, of which the last may be shorter (IDX-4)."""
+    if size == 1:
+        return maps
+    padded = F.pad(maps, (0, -maps.shape[-1] % size))
+    return padded.reshape(*padded.shape[:-1], -1, size).sum(-1)
+
+
+def _run_length(heads: int, key_heads: int, groups: int, most: int) -> int:
+    """How many neighbouring heads are formed at once: of one key head and group, and no more than the scorer has."""
+    shared = math.gcd(heads // key_heads, heads // groups)
+    return max(run for run in range(1, shared + 1) if shared % run == 0 and run <= most)
+
+
+def _lost(
+    teacher: Factored, outside: Tensor | None, samples: slice, heads: slice, rows: slice, total: Tensor
+) -> Tensor:
+    """The log-sum-exp beside the keys' (IDX-7), as it was given or from what each row of the teacher sums to."""
+    if outside is not None:
+        return outside[samples, heads, rows].to(total.dtype)
+    assert teacher.row_mass is not None  # one of the two is given
+    mass = teacher.row_mass.detach()[samples, heads, rows].to(total.dtype)
+    return total + ((1.0 - mass).clamp_min(0.0) / mass).log()
+
+
+def _same_mask(one: AttentionRule, other: AttentionRule, *, check: bool) -> bool:
+    """Whether two layers let the same keys be attended to; masks are compared where values are looked at."""
+    if (one.is_causal, one.window, one.attn_mask is None) != (other.is_causal, other.window, other.attn_mask is None):
+        return False
+    if one.attn_mask is None or other.attn_mask is None or one.attn_mask is other.attn_mask or not check:
+        return True
+    return bool((is_allowed(one.attn_mask) == is_allowed(other.attn_mask)).all())
+
+
+def _check_teacher(
+    teacher: Factored, outside: Tensor | None, shape: tuple[int, int, int], groups: int, layer: int, *, check: bool
+) -> None:
+    heads = teacher.queries.shape[1]
+    if (teacher.queries.shape[0], teacher.queries.shape[2], teacher.keys.shape[2]) != shape:
+        rule = f"the teacher must have B, L and S of {shape} in layer {layer}, as the scorer and its other layers"
+        got = f"{tuple(teacher.queries.shape)} and {tuple(teacher.keys.shape)}"
+        raise ShdError("argument-shape", f"{rule}; got {got}", "IDX-8")
+    if heads % groups:
+        raise ShdError("argument-shape", f"groups must divide {heads} heads in layer {layer}; got {groups}", "IDX-6")
+    mask = teacher.rule.attn_mask
+    if mask is not None and mask.shape[1] > 1:
+        rule = f"who may attend must be the same for all heads of layer {layer}"
+        raise ShdError("argument-shape", f"{rule}; got an attn_mask of {tuple(mask.shape)}", "IDX-5")
+    for name in ("queries", "keys"):
+        check_real(getattr(teacher, name), f"teacher_{name}", check=check, ndim=4, layer=layer)
+    if outside is not None:
+        if teacher.row_mass is not None:
+            raise ShdError("argument-value", "outside must be None where the teacher has row_mass; got both", "IDX-7")
+        check_real(outside, "outside", check=check, ndim=3, allow_minus_inf=True, layer=layer)
+        check_shape(outside, "outside", teacher.queries.shape[:3], "IDX-7")
