@@ -82,6 +82,8 @@ HELP: Final = {
     "logits": "Store the teacher's logits, for KD without a teacher: topk (the likeliest classes and the total "
     "mass of the others), sampled (unbiased; forward KL and cross entropy only), float16 (complete "
     "rows, for classifiers).",
+    "tile": "Query rows of attention that the teacher computes at once; 0 for whole maps. Default: whole while they"
+    " are small, else as many rows as keep memory low.",
     "logits_top": "Classes to keep per row with their probabilities; the rest is stored as one number.",
     "logits_draws": "Classes to draw per row from the rest, with the run's seed.",
     "logits_output": "The graph output with the logits, if not 'logits'. For other teachers it is only needed if "
@@ -266,6 +268,8 @@ class RunOptions:
         samples_per_shard: None for shards of about 256 MiB, and at least 16 of them.
         num_threads: None for one per core. ``precompute`` runs two batches at once where it has two threads or more,
             and starts no thread where it has one.
+        tile: None to choose by length and heads; with tiles no map of all heads exists, so memory is linear in the
+            length. Records are the same but for rounding.
         shards: ``(i, n)``: write part i of n of the shards, counted from 0, and leave the others to other processes.
     """
 
@@ -285,6 +289,7 @@ class RunOptions:
     num_threads: Annotated[int | None, Shown("Threads for the teacher. Default: one per core.", RUNNING, least=1)] = (
         None
     )
+    tile: Annotated[int | None, Shown(HELP["tile"], RUNNING, least=0)] = None
     shards: Annotated[tuple[int, int], Shown(HELP["shards"], RUNNING, metavar="i/n")] = (0, 1)
 
 

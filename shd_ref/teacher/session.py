@@ -41,6 +41,8 @@ def check_run(run: RunOptions) -> None:
         number = getattr(run, name)
         if number is not None and not 1 <= number <= MAX_INTEGER:
             raise argument_value(f"{name} must be 1 to {MAX_INTEGER}; got {number}")
+    if run.tile is not None and not 0 <= run.tile <= MAX_INTEGER:
+        raise argument_value(f"tile must be 0 to {MAX_INTEGER}; got {run.tile}")
     if not 0 <= run.seed <= MAX_INTEGER:
         raise argument_value(f"seed must be 0 to {MAX_INTEGER}; got {run.seed}", "CACHE-12")
     check_session(run.provider, run.num_threads)

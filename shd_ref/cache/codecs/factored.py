@@ -167,6 +167,7 @@ def rebuild_maps(
     *,
     window: int | None = None,
     first: int = 0,
+    rows: slice | None = None,
 ) -> Array32:
     """Maps from queries and keys: the teacher's, or mixed to the student's (CACHE-152).
 
@@ -178,9 +179,10 @@ def rebuild_maps(
         mixing: ``(H_s, H_t)``, or None for the teacher's own maps.
         window: see ``LayerFactors``.
         first: positions of padding before the first that counts; their rows and columns are zero.
+        rows: of those that count, the ones to make; without padding. Default: all.
 
     Returns:
-        ``(H_s or H_t, n, n)`` float32, made in float64 head by head.
+        ``(H_s or H_t, n, n)`` float32, made in float64 head by head; or ``(H_s or H_t, rows, n - first)``.
 
     Raises:
         ShdError: ``argument-value`` (support).
@@ -189,17 +191,19 @@ def rebuild_maps(
     (heads, length), share = queries.shape[:2], len(queries) // len(keys)
     weights = np.eye(heads) if mixing is None else mixing.astype(np.float64)
     positions = np.arange(length)
-    low, high = (bound[:, None] for bound in row_bounds(length, support, window))
+    made = slice(None) if rows is None else rows
+    low, high = (bound[made, None] for bound in row_bounds(length, support, window))
     hidden = (positions < low) | (positions > high)
-    merged = np.zeros((len(weights), length, length))
+    merged = np.zeros((len(weights), *hidden.shape))
     for head in range(heads):
-        logits = scale * (queries[head].astype(np.float64) @ keys[head // share].astype(np.float64).T)
+        logits = scale * (queries[head, made].astype(np.float64) @ keys[head // share].astype(np.float64).T)
         logits[hidden] = -np.inf
         probs = np.exp(logits - logits.max(axis=-1, keepdims=True))
         probs /= probs.sum(axis=-1, keepdims=True)
         for student in np.flatnonzero(weights[:, head]):
             merged[student] += weights[student, head] * probs
-    return np.pad(merged.astype(np.float32), ((0, 0), (first, 0), (first, 0)))
+    before = 0 if rows is not None else first
+    return np.pad(merged.astype(np.float32), ((0, 0), (before, 0), (before, 0)))
 
 
 def row_bounds(length: int, support: str, window: int | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

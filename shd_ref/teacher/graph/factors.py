@@ -31,7 +31,9 @@ class Logits:
     multipliers: list[tuple[str, ir.Value]] = field(default_factory=list)
     addends: list[tuple[float, ir.Value]] = field(default_factory=list)
     fills: list[tuple[float, ir.Value]] = field(default_factory=list)
+    conditions: list[tuple[bool, ir.Value]] = field(default_factory=list)  # under which a logit stays
     softcap: float | None = None
+    capped: tuple[int, int] | None = None  # addends and conditions that act behind the softcap
     sinks: bool = False
     reason: str | None = None
 
@@ -72,12 +74,14 @@ def _step(node: ir.Node, logits: Logits) -> ir.Value | None:
         logits.addends.append((logits.scale if node.op_type == "Add" else -logits.scale, others[0]))
     elif node.op_type == "Where" and inputs[0] is not side:
         logits.fills.append((logits.scale, next(value for value in inputs[1:] if value is not side)))
+        logits.conditions.append((inputs[1] is side, inputs[0]))
     elif node.op_type == "Max":
         logits.fills.extend((logits.scale, value) for value in others)
     elif node.op_type == "Tanh":
         if logits.softcap is not None or logits.multipliers:
             logits.reason = "its logits are bounded in a way that is not a softcap"
         logits.softcap = logits.scale
+        logits.capped = len(logits.addends), len(logits.conditions)
     elif node.op_type == "Concat" and int_attribute(node, "axis") in (-1, 3):
         logits.sinks = True
     else:
@@ -111,7 +115,8 @@ def _leads_to_product(value: ir.Value | None) -> bool:
 
 
 # exp(-1000) is 0 beside any other logit, in every precision that teachers run in.
-_MASKED: Final = -1e3
+MASKED: Final = -1e3
+"""What is added to a logit that is masked, at most."""
 _FOLDED: Final[dict[Layout | None, Layout]] = {"batch-heads": "batch-folded", "heads-batch": "heads-folded"}
 _UNFOLDED: Final = {folded: split for split, folded in _FOLDED.items()}
 
@@ -188,7 +193,7 @@ def _factors(site: AttentionSite, logits: Logits | None, arrays: Arrays) -> Site
     if layout is None or logits_layout is None or len(shape) != arrays[name_of(queries)].ndim:
         return _refused(site, "queries and keys have other axes than the map")
     heads = site.num_heads or 1
-    kept = _distinct_heads(keys, layout, heads, arrays)
+    kept = distinct_heads(keys, layout, heads, arrays)
     shared = layout in _FOLDED and shape[1 if layout == "batch-heads" else 0] == 1 != heads
     return SiteFactors(
         site,
@@ -223,9 +228,9 @@ def _reason(logits: Logits, arrays: Arrays) -> str | None:
             return "its logits are multiplied entry by entry"
     for scale, value in logits.addends:
         added = scale * _value(value, arrays).astype(np.float64)
-        if not ((added == 0) | (added <= _MASKED)).all():
+        if not ((added == 0) | (added <= MASKED)).all():
             return "a bias is added to its logits"
-    if any((scale * _value(value, arrays).astype(np.float64) > _MASKED).any() for scale, value in logits.fills):
+    if any((scale * _value(value, arrays).astype(np.float64) > MASKED).any() for scale, value in logits.fills):
         return "its masked logits are replaced by numbers that still count"
     return None
 
@@ -242,7 +247,7 @@ def _layout(site: AttentionSite, map_rank: int, product_rank: int) -> Layout | N
     return (_UNFOLDED if product_rank > map_rank else _FOLDED).get(site.layout)  # type: ignore[arg-type]
 
 
-def _distinct_heads(keys: ir.Value, layout: Layout, heads: int, arrays: Arrays) -> tuple[int, ...]:
+def distinct_heads(keys: ir.Value, layout: Layout, heads: int, arrays: Arrays) -> tuple[int, ...]:
     """The first of each run of equal key heads, by replay on indices, where runs are equally long; else none."""
     chain = repeat_chain(keys)
     scaled = (number for number, node in enumerate(chain) if node.op_type in SCALING_OPS)

@@ -33,8 +33,8 @@ class AttentionSite:
     Attributes:
         layer, name: position among the sites, from 0; name of the softmax (or fused operator) node, made unique.
         op_type: ``"Softmax"``, ``"Div"`` or ``"Exp"`` for one written out, or the fused operator.
-        logits, probs, values: names of what the softmax reads, of the map, and of V as the product consumes it; empty
-            where ``supported`` is False and none exists.
+        logits, probs, values, context: names of what the softmax reads, of the map, of V as the product consumes it,
+            and of the product; empty where ``supported`` is False and none exists.
         layout: how the map's and V's leading axes hold samples and heads; None where unknown.
         num_kv_heads: value heads before they are repeated for grouped queries.
         shared_values: V has a single head, which the product broadcasts to all.
@@ -57,6 +57,7 @@ class AttentionSite:
     logits: str = ""
     probs: str = ""
     values: str = ""
+    context: str = ""
     layout: Layout | None = None
     num_heads: int | None = None
     num_kv_heads: int | None = None
@@ -172,6 +173,7 @@ def _site(
         logits="" if walk.logits is None else name_of(walk.logits),
         probs="" if walk.probs is None else name_of(walk.probs),
         values="" if walk.values is None else name_of(walk.values),
+        context="" if walk.context is None else name_of(walk.context),
         d_model=int(terms[0].weight.shape[-1]) if terms else None,
         dtype=dtype_name(walk.probs),
         cross=walk.cross,

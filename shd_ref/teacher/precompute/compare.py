@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +16,10 @@ from shd_ref.errors import ShdError, argument_value
 from shd_ref.merging.mixing import mix_maps, output_residual, solve_mixing
 from shd_ref.merging.plans import plan_groups
 from shd_ref.teacher.graph.find import projection_of
-from shd_ref.teacher.rewrite.squeeze import SqueezedGraph
+from shd_ref.teacher.rewrite.squeeze import SqueezedGraph, SqueezedLayer
 from shd_ref.teacher.run.outputs import LayerOutputs
 from shd_ref.teacher.run.threads import SMALL_PRODUCT, run_ahead, threads_for
 from shd_ref.tolerances import load_tolerances
-
-_TILE_BYTES: Final = 2**24
-"""Maps of the teacher that are in float64 at once (but at least a row of every head)."""
 
 QueryMask: TypeAlias = NDArray[np.bool_] | Mapping[int, NDArray[np.bool_] | None] | None
 
@@ -79,8 +76,7 @@ def compare_with_reference(
 def compare_layers(outputs: Sequence[LayerOutputs], callers: int = 2) -> list[Comparison]:
     """``compare_with_reference`` on the typed outputs of a run, layer by layer."""
     products = [
-        output.probs.shape[-2] * output.probs.shape[-1] * projection_of(output.layer.site).shape[-1]
-        for output in outputs
+        output.map_axes[0] * output.map_axes[1] * projection_of(output.layer.site).shape[-1] for output in outputs
     ]
     largest = max(products)
     with threads_for(largest if callers else 0):  # a run of one thread takes no more for its products
@@ -95,7 +91,7 @@ def _compare_layer(layer_outputs: LayerOutputs) -> Comparison:
 
 
 def _compare_sample(layer_outputs: LayerOutputs) -> Comparison:
-    layer, merged, rule = layer_outputs.layer, layer_outputs.merged, layer_outputs.layer.rule
+    layer, rule = layer_outputs.layer, layer_outputs.layer.rule
     limits = load_tolerances()["graph"]
     dtype = layer.site.dtype or "float32"
     dtype = dtype if dtype in limits["probs"] else "float32"
@@ -111,27 +107,25 @@ def _compare_sample(layer_outputs: LayerOutputs) -> Comparison:
     )
     mixing, constant = (mixing_of(strategy=strategy)[0] for strategy in (rule.strategy, "constant"))
     groups = plan_groups(rule.rounds, products.shape[1])
-    difference = wrong = 0.0
-    for rows, probs in _tiles(layer_outputs, dtype):
+    difference = wrong = count = 0.0
+    for rows, probs, merged in _tiles(layer_outputs, dtype):
         weights = mixing if mixing.ndim == 3 else mixing[..., rows]
         expected = mix_maps(soften_rows(probs, rule.temperature, row_sums=layer.site.row_sums), weights)
-        actual = merged[:, :, rows]
+        actual = merged
+        count += merged.size
+        if layer_outputs.rows is not None and "codes" in layer_outputs.arrays and rule.codec != "sqrt8-row":
+            actual = layer_outputs.codes[:, :, rows]  # from the Loop, where merged was made again
         difference = float(np.maximum(difference, np.abs(actual - expected.astype(dtype)).max(initial=0.0)))
         if rule.codec != "float32":
             # bf16 is coded on the host, from the graph's float32 maps.
             coded = layer_outputs.codes if rule.codec == "sqrt8-row" else None
             codes = encode(rule.codec, actual) if coded is None else coded[:, :, rows]
             wrong += int((codes != encode(rule.codec, expected.astype(np.float32))).sum())
-    mismatch = wrong / max(merged.size, 1)
+    mismatch = wrong / max(count, 1)
     for name, got in (("probs", difference), ("code_mismatch", mismatch)):
         limit = limits[name][dtype]
         if not got <= limit:  # also where it is NaN
-            raise ShdError(
-                "graph-mismatch",
-                f"student layer {layer.student_layer} (site {layer.site.name}) must agree with the reference: {name} "
-                f"within {limit:g} in {dtype}; got {got:.3g}: run the teacher in float32, or squeeze its maps on the "
-                "host with shd_ref.squeeze_heads",
-            )
+            raise _mismatch(layer, f"{name} within {limit:g} in {dtype}", got)
     residual, constant_residual = (
         float(output_residual(products, outputs, weights, groups, layer_outputs.row_mask)[0])
         for weights in (mixing, constant)
@@ -141,11 +135,11 @@ def _compare_sample(layer_outputs: LayerOutputs) -> Comparison:
 
 def _factor_products(layer_outputs: LayerOutputs, strategy: str, dtype: str) -> tuple[Array, Array]:
     """Factors ``(1, H, L, m)``, ``(1, H, m, D)`` of the ``A_p X_q = (A_p V_q) W_q`` within groups; m is their d_v."""
-    probs, values = layer_outputs.probs, as_float(layer_outputs.values, "values", ndim=4)
-    (_, heads, rows, _), d_v = probs.shape, values.shape[-1]
+    values, rule = as_float(layer_outputs.values, "values", ndim=4), layer_outputs.layer.rule
+    heads, d_v, rows = rule.num_heads, values.shape[-1], layer_outputs.map_axes[0]
     projection = projection_of(layer_outputs.layer.site).astype(np.float64).reshape(heads, d_v, -1)
     values = np.repeat(values, heads // values.shape[1], axis=1)
-    groups = [tuple(range(heads))] if strategy == "mean" else plan_groups(layer_outputs.layer.rule.rounds, heads)
+    groups = [tuple(range(heads))] if strategy == "mean" else plan_groups(rule.rounds, heads)
     width = d_v * max(map(len, groups))
     products, outputs = np.zeros((1, heads, rows, width)), np.zeros((1, heads, width, projection.shape[-1]))
     columns = np.zeros((heads, values.shape[2], width))  # of each head the values of its group
@@ -154,23 +148,41 @@ def _factor_products(layer_outputs: LayerOutputs, strategy: str, dtype: str) -> 
             block = slice(index * d_v, (index + 1) * d_v)
             outputs[0, head, block] = projection[head]
             columns[list(group), :, block] = values[0, head]
-    for tile, maps in _tiles(layer_outputs, dtype):
-        products[:, :, tile] = maps @ columns
+            if layer_outputs.rows is not None:
+                products[0, list(group), :, block] = layer_outputs.rows.products(layer_outputs.sums[0], group, head)
+    for tile, maps, _ in _tiles(layer_outputs, dtype):
+        made = maps @ columns
+        if layer_outputs.rows is None:
+            products[:, :, tile] = made
+            continue
+        # Not all rows are made again, so that these stand for all that the graph's sums are made of.
+        limit = load_tolerances()["graph"]["probs"][dtype] * max(1.0, float(np.abs(columns).max(initial=0.0)))
+        difference = float(np.abs(products[:, :, tile] - made).max(initial=0.0))
+        if not difference <= limit:
+            raise _mismatch(
+                layer_outputs.layer, f"products of maps and values within {limit:g} in {dtype}", difference
+            )
     return products, outputs
 
 
-def _tiles(layer_outputs: LayerOutputs, dtype: str) -> Iterator[tuple[slice, Array]]:
+def _mismatch(layer: SqueezedLayer, what: str, got: float) -> ShdError:
+    return ShdError(
+        "graph-mismatch",
+        f"student layer {layer.student_layer} (site {layer.site.name}) must agree with the reference: {what}; got "
+        f"{got:.3g}: run the teacher in float32, or squeeze its maps on the host with shd_ref.squeeze_heads",
+    )
+
+
+def _tiles(layer_outputs: LayerOutputs, dtype: str) -> Iterator[tuple[slice, Array, Array]]:
     """Some rows of the maps at a time, checked and in float64: whole ones would take many times a plain pass."""
-    probs, mask = layer_outputs.probs, layer_outputs.row_mask
-    _, heads, rows, keys = probs.shape
-    size = max(1, _TILE_BYTES // (8 * heads * max(keys, 1)))
-    for start in range(0, rows, size):
-        tile = slice(start, start + size)
-        name = f"teacher_probs from row {start}" if start else "teacher_probs"
+    mask = layer_outputs.row_mask
+    for tile, made in layer_outputs.tiles():
+        name = f"teacher_probs from row {tile.start}" if tile.start else "teacher_probs"
         # In the teacher's own precision, which decides how exactly rows must sum to one.
-        maps = probs[:, :, tile].astype(dtype)
+        maps = made["probs"].astype(dtype)
         counted = None if mask is None else mask[:, tile]
-        yield tile, check_probs(maps, name, query_mask=counted, row_sums=layer_outputs.layer.site.row_sums)
+        checked = check_probs(maps, name, query_mask=counted, row_sums=layer_outputs.layer.site.row_sums)
+        yield tile, checked, made["merged"]
 
 
 def _mean(numbers: Iterable[float]) -> float:

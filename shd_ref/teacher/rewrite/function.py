@@ -6,9 +6,10 @@ W_o, ``|| A_i (X_p + X_q) ||^2`` is the sum of ``(P_i G) * P_i``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,9 @@ from shd_ref.merging.plans import MergePlan, merge_pool, plan_groups
 from shd_ref.teacher.body import FLOAT, FUNCTION_DOMAIN, Array32, Body
 from shd_ref.teacher.packages import onnx
 from shd_ref.tolerances import degenerate_threshold
+
+Slots: TypeAlias = Sequence[Sequence[int]]
+"""For each head the heads whose values its map is multiplied by, see ``Tiling``."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class MergeRule:
     alpha_per: str = "map"
     temperature: float = 1.0
     codec: str = "float32"
+    value_heads: tuple[int, ...] = ()  # of each head, the first with the same values, where that is known
 
     @property
     def name(self) -> str:
@@ -104,13 +109,20 @@ def squeeze_function(rule: MergeRule, opset: int) -> onnx.FunctionProto:
     if rule.solves:
         inputs += ["values", "row_mask", *(f"gram_{number}" for number in range(len(rule.rounds)))]
         outputs += ["alphas", "degenerate"]
-        weights = _solve(body, rule, maps)
-    merged = _mix(body, _soften(body, maps, rule.temperature), final_mixing(rule), weights, rule.alpha_per)
+        values = body.op("Cast", "values", to=FLOAT)
+        weights = _solve(body, rule, functools.partial(_products, body, rule, maps, values))
+    merged, codes = merge_and_code(body, rule, maps, weights)
     body.rename(merged, "merged")
-    body.rename(_sqrt8_codes(body, merged) if rule.codec == "sqrt8-row" else merged, "codes")
+    body.rename(codes, "codes")
     return onnx.helper.make_function(
         FUNCTION_DOMAIN, rule.name, inputs, outputs, body.nodes, [onnx.helper.make_opsetid("", opset)]
     )
+
+
+def merge_and_code(body: Body, rule: MergeRule, maps: str, weights: str | None) -> tuple[str, str]:
+    """Merged maps of some rows, and their codes, from maps in float32 and every head's weight in its group."""
+    merged = _mix(body, _soften(body, maps, rule.temperature), final_mixing(rule), weights, rule.alpha_per)
+    return merged, _sqrt8_codes(body, merged) if rule.codec == "sqrt8-row" else merged
 
 
 def final_mixing(rule: MergeRule) -> Array32 | None:
@@ -165,18 +177,69 @@ def _diagonal_blocks(mixing: Array32) -> Array32:
     return mixing[None]
 
 
-def _solve(body: Body, rule: MergeRule, maps: str) -> str:
+def alphas_function(rule: MergeRule, slots: Slots, opset: int) -> onnx.FunctionProto:
+    """``(sums, row_mask, gram of each round) -> (alphas, degenerate, weights)``, from products in place of maps.
+
+    ``sums`` ``(B, H, L, W)`` are products of each head's map with the values of its ``slots``; the weights
+    ``(B, H, 1 or L)`` are those of each head in its group.
+    """
+    body = Body("", opset)
+    inputs = ["sums", "row_mask", *(f"gram_{number}" for number in range(len(rule.rounds)))]
+    body.rename(_solve(body, rule, functools.partial(_products_of_sums, body, rule, slots)), "weights")
+    return onnx.helper.make_function(
+        FUNCTION_DOMAIN,
+        f"alphas_{rule.name}",
+        inputs,
+        ["alphas", "degenerate", "weights"],
+        body.nodes,
+        [onnx.helper.make_opsetid("", opset)],
+    )
+
+
+def _products_of_sums(body: Body, rule: MergeRule, slots: Slots, one_round: Round, weights: str) -> str:
+    """What ``_products`` gives, mixed from products of the maps of single heads; only these have so few numbers."""
+    width = 2 * one_round.width
+    members = one_round.members()
+    by_head: dict[int, list[int]] = {}  # the heads whose values a head's map is to meet in this round
+    for number, position in enumerate(one_round.order):
+        pair = members[number - number % 2] + members[number - number % 2 + 1]
+        by_head |= dict.fromkeys(one_round.pool[position], pair)
+    places = [
+        head * len(slots[head]) + _slot_of(slots[head], rule.value_heads, other)
+        for head in range(rule.num_heads)
+        for other in by_head.get(head, [head] * width)
+    ]
+    split = body.reshape("sums", 0, 0, -1, len(slots[0]), rule.d_v)
+    by_slot = body.op("Transpose", split, perm=[0, 1, 3, 2, 4])  # (B, H, slots, L, d_v)
+    shape = body.concat(
+        [
+            body.const([0, -1]),
+            body.op("Slice", body.op("Shape", split), body.const([2]), body.const([3])),
+            body.const([rule.d_v]),
+        ],
+        0,
+    )
+    taken = body.op("Gather", body.op("Reshape", by_slot, shape), body.const(places), axis=1)
+    aligned = body.op("Transpose", body.reshape(taken, 0, rule.num_heads, width, -1, rule.d_v), perm=[0, 1, 3, 2, 4])
+    products = body.reshape(aligned, 0, 0, -1, width * rule.d_v)  # (B, H, L, E)
+    if weights:
+        selected = [one_round.pool[position] for position in one_round.order]
+        paired = _mix(body, products, membership_of(selected, rule.num_heads), weights, rule.alpha_per)
+    else:
+        paired = _take_heads(body, products, one_round.order, rule.num_heads)
+    return body.reshape(paired, 0, len(one_round.pairs), -1, width * rule.d_v)
+
+
+def _slot_of(slots: Sequence[int], value_heads: Sequence[int], head: int) -> int:
+    return list(slots).index(value_heads[head] if value_heads else head)
+
+
+def _solve(body: Body, rule: MergeRule, products_of: Callable[[Round, str], str]) -> str:
     """Run the rounds: name ``alphas`` and ``degenerate``, and return every teacher head's weight in its group."""
-    values = body.op("Cast", "values", to=FLOAT)
     weights = ""
     alphas, degenerate = [], []
     for number, one_round in enumerate(list_rounds(rule)):
-        if not weights:
-            paired = _take_heads(body, maps, one_round.order, rule.num_heads)
-        else:
-            selected = [one_round.pool[position] for position in one_round.order]
-            paired = _mix(body, maps, membership_of(selected, rule.num_heads), weights, rule.alpha_per)
-        products = _products(body, rule, one_round, paired, values)
+        products = products_of(one_round, weights)
         raw, is_degenerate = _alphas(body, rule, _moments(body, rule, one_round, products, f"gram_{number}"))
         factors = factors_of_round(body, rule, one_round, body.op("Clip", raw, body.const(0.0), body.const(1.0)))
         weights = body.op("Mul", weights, factors) if weights else factors
@@ -196,8 +259,13 @@ def _take_heads(body: Body, tensor: str, heads: Sequence[int], num_heads: int) -
     return body.op("Gather", tensor, body.const(list(heads)), axis=1)
 
 
-def _products(body: Body, rule: MergeRule, one_round: Round, paired: str, values: str) -> str:
+def _products(body: Body, rule: MergeRule, maps: str, values: str, one_round: Round, weights: str) -> str:
     """``A_p [V_p | V_q]`` above ``A_q [V_p | V_q]`` for every pair: ``(B, m, 2 L, E)`` with ``E = 2 k d_v``."""
+    if not weights:
+        paired = _take_heads(body, maps, one_round.order, rule.num_heads)
+    else:
+        selected = [one_round.pool[position] for position in one_round.order]
+        paired = _mix(body, maps, membership_of(selected, rule.num_heads), weights, rule.alpha_per)
     num_pairs, num_members = len(one_round.pairs), 2 * one_round.width
     members = [head for group in one_round.members() for head in group]
     by_pair = body.reshape(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -12,13 +12,21 @@ from shd_ref.merging.plans import MergePlan, merge_plan
 from shd_ref.teacher.body import FLOAT, FUNCTION_DOMAIN, Body
 from shd_ref.teacher.graph.factors import SiteFactors
 from shd_ref.teacher.graph.find import AttentionSite, projection_of
-from shd_ref.teacher.graph.measure import Layout
 from shd_ref.teacher.graph.targets import TargetTensors
+from shd_ref.teacher.graph.tiles import SiteTiles
 from shd_ref.teacher.opening.load import old_opset_reason, opset_version
-from shd_ref.teacher.opening.model import copy_skeleton, restore_weights
+from shd_ref.teacher.opening.model import all_graphs, all_nodes, copy_skeleton, restore_weights
 from shd_ref.teacher.options import PrecomputeOptions, check_merge
 from shd_ref.teacher.packages import ir, onnx
-from shd_ref.teacher.rewrite.function import MergeRule, constant_alphas, every_row, gram_matrices, squeeze_function
+from shd_ref.teacher.rewrite.function import (
+    MergeRule,
+    alphas_function,
+    constant_alphas,
+    every_row,
+    gram_matrices,
+    squeeze_function,
+)
+from shd_ref.teacher.rewrite.tiles import TiledAttention, TiledRows, Tiling, add_codes, batch_heads, values_of
 
 _MIN_IR_VERSION: Final = 8  # the first with model-local functions
 _RANKS: Final = {"alphas": 3, "degenerate": 3}  # per row; everything else is (B, H, L, S)
@@ -35,12 +43,21 @@ class SqueezedLayer:
             or not counted; ``degenerate``, bool, where they are solved for; ``queries`` ``(B, H_t, L, d)``, ``keys``
             ``(B, H_kv, S, d)`` and int32 ``spans`` ``(B, H_t, L, 3)`` with factors. With ``check_outputs`` only:
             maps ``probs`` ``(B, H_t, L, S)``, V ``values`` ``(B, H_t, S, d_v)``, ``merged`` maps before coding.
+        rows: with ``check_outputs``, of a layer in tiles: how these maps are made, some rows at a time, from more
+            outputs; ``sums`` are products of maps and values.
     """
 
     student_layer: int
     site: AttentionSite
     rule: MergeRule
     names: Mapping[str, str]
+    rows: TiledRows | None = None
+
+    @property
+    def source_names(self) -> frozenset[str]:
+        """Of outputs that only ``rows`` reads, which need not have a sample on their first axis."""
+        sources = () if self.rows is None else (role for role in self.rows.sources if role != "weights")
+        return frozenset(self.names[role] for role in sources)
 
 
 @dataclass(frozen=True)
@@ -65,6 +82,7 @@ def squeeze_graph(
     check_outputs: bool = False,
     factors: Mapping[int, SiteFactors] | None = None,
     targets: TargetTensors | None = None,
+    tiling: Tiling | None = None,
 ) -> SqueezedGraph:
     """Rewrite a teacher graph to output what ``squeeze_heads`` and the codec would make of its maps.
 
@@ -82,6 +100,7 @@ def squeeze_graph(
         check_outputs: also output each layer's teacher map, V and merged maps, see ``compare_with_reference``.
         factors: by student layer: output the teacher's queries and keys in place of codes.
         targets: logits and hidden states, from ``find_targets`` on this model, to output in float32 too.
+        tiling: sites whose maps never exist as a whole; their check outputs are what ``rows_graph`` needs.
 
     Raises:
         ShdError: ``graph-unsupported`` (a site, or an operator set that is too old), ``argument-value``,
@@ -95,6 +114,7 @@ def squeeze_graph(
     body = Body(f"{FUNCTION_DOMAIN}/", check_opset(model))
     named = row_mask_input if isinstance(row_mask_input, Mapping) else dict.fromkeys(dict(layers), row_mask_input)
     masks = {name: row_mask_of(body, model, name) for name in dict.fromkeys(named.values())}
+    tiled = TiledAttention(body, tiling) if tiling is not None else None
     squeezed = []
     for (student_layer, site), plan in zip(layers, list_plans(options, len(layers)), strict=True):
         check_sinks(site, codec, temperature)
@@ -104,16 +124,88 @@ def squeeze_graph(
         weights = options.strategy, options.alpha_rule, options.alpha_per
         rule = MergeRule(heads, d_v, rounds, *weights, temperature, codec)
         hidden = () if check_outputs else ("probs", "values", "merged", *(("codes",) if factors else ()))
-        layer = _squeeze_layer(body, rule, student_layer, site, masks[named[student_layer]], hidden)
+        tiles = None if tiling is None else tiling.of(site)
+        if tiled is not None and tiling is not None and tiles is not None:
+            row_mask = masks[named[student_layer]]
+            layer = _squeeze_tiles(body, rule, student_layer, tiles, tiling, tiled, row_mask, factors, check_outputs)
+        else:
+            layer = _squeeze_layer(body, rule, student_layer, site, masks[named[student_layer]], hidden)
         if factors is not None:
             names = {role: f"{body.prefix}{role}" for role in ("queries", "keys", "spans")}
             for source, name in zip(add_factors(body, factors[student_layer]), names.values(), strict=False):
                 body.output(source, name, FLOAT, rank=4)
-            body.output(add_spans(body, factors[student_layer]), names["spans"], onnx.TensorProto.INT32, rank=4)
+            spans = None if tiles is None or tiled is None else _tiled_spans(body, tiles, tiled, names["queries"])
+            spans = spans or add_spans(body, factors[student_layer])
+            body.output(spans, names["spans"], onnx.TensorProto.INT32, rank=4)
             layer = replace(layer, names={**layer.names, **names})
         squeezed.append(layer)
     outputs = _output_targets(body, targets or TargetTensors())
-    return SqueezedGraph(assemble_graph(model, body), tuple(squeezed), check_outputs, outputs)
+    replaced = set() if tiled is None else tiled.replaced
+    return SqueezedGraph(assemble_graph(model, body, replaced), tuple(squeezed), check_outputs, outputs)
+
+
+def _squeeze_tiles(
+    body: Body,
+    rule: MergeRule,
+    student_layer: int,
+    tiles: SiteTiles,
+    tiling: Tiling,
+    tiled: TiledAttention,
+    row_mask: str | None,
+    factors: Mapping[int, SiteFactors] | None,
+    check_outputs: bool,
+) -> SqueezedLayer:
+    """The results of ``_squeeze_layer`` without a map of all heads, and for a check all that tiles are made of."""
+    site, forward = tiles.site, tiled.forward[tiles.site.layer]
+    rule = replace(rule, value_heads=tiles.value_heads)
+    results: dict[str, str] = {}
+    weights, slots = None, tiling.slots.get(site.layer, ())
+    if rule.solves:
+        shared = rule, slots
+        if shared not in body.functions:
+            body.functions[shared] = alphas_function(rule, slots, body.opset)
+            body.functions[shared].name += f"_{len(body.functions)}"
+        grams = [body.weight(gram) for gram in gram_matrices(rule, projection_of(site))]
+        sums = forward.sums or ""
+        results = body.call(body.functions[shared], [sums, row_mask or every_row(body, sums), *grams])
+        weights = results.pop("weights")
+    else:
+        results["alphas"] = constant_alphas(body, rule, batch_heads(body, site.context, site.layout, rule.num_heads))
+    if factors is None:
+        results["codes"] = add_codes(body, tiles, rule, tiling.rows, forward.spans, weights)
+    kinds = dict.fromkeys(results, FLOAT) | {"degenerate": onnx.TensorProto.BOOL}
+    if rule.codec == "sqrt8-row":
+        kinds["codes"] = onnx.TensorProto.UINT8
+    names = {role: f"{body.prefix}{role}" for role in results}
+    for role, source in results.items():
+        by_pair = role in ("alphas", "degenerate") and rule.alpha_per == "map"
+        body.output(source, names[role], kinds[role], rank=2 if by_pair else _RANKS.get(role, 4))
+    if not check_outputs:
+        return SqueezedLayer(student_layer, site, rule, names)
+    sources = dict.fromkeys(name for name, _ in tiles.sources_of(tiles.probs))
+    held = {f"source{number}": name for number, name in enumerate(sources)}
+    more = {"values": values_of(body, site), "sums": forward.sums, "weights": weights}
+    for role, made in ({**held, **more}).items():
+        if made is not None:
+            names[role] = f"{body.prefix}{role}"
+            body.rename(made, names[role])
+            body.outputs.append(onnx.ValueInfoProto(name=names[role]))
+    rows = TiledRows(tiles, rule, slots, held | ({"weights": "weights"} if weights else {}), body.opset)
+    return SqueezedLayer(student_layer, site, rule, names, rows)
+
+
+def _tiled_spans(body: Body, tiles: SiteTiles, tiled: TiledAttention, queries: str) -> str | None:
+    """What ``add_spans`` gives, from masks; None where they are not known apart from logits."""
+    if tiles.masks is None:
+        return None
+    spans = tiled.forward[tiles.site.layer].spans
+    lead = body.op("Slice", body.op("Shape", queries), body.const([0]), body.const([3]))
+    shape = body.concat([lead, body.const([3])], 0)
+    if spans is None:  # every row sees every key
+        name, axis = tiles.shape_source(1)
+        keys = body.op("Gather", body.op("Shape", name), body.const([axis]))
+        spans = body.concat([body.const([0]), body.op("Sub", keys, body.const([1])), keys], 0)
+    return body.op("Cast", body.op("Expand", spans, shape), to=onnx.TensorProto.INT32)
 
 
 def list_plans(options: PrecomputeOptions, count: int) -> tuple[str | MergePlan, ...]:
@@ -175,17 +267,6 @@ def site_tensors(body: Body, site: AttentionSite) -> tuple[str, str]:
         by_key = body.reshape(body.op("Transpose", values, perm=[0, 2, 1, 3]), 0, 1, -1, site.d_v or 0)
         values = body.op("Expand", by_key, body.const([1, heads, 1, 1]))
     return batch_heads(body, site.probs, site.layout, heads), values
-
-
-def batch_heads(body: Body, tensor: str, layout: Layout | None, num_heads: int) -> str:
-    """A map, V, queries or keys with the leading axes ``(B, H)``, from any layout."""
-    if layout in ("batch-folded", "heads-folded"):
-        sizes = [-1, num_heads] if layout == "batch-folded" else [num_heads, -1]
-        inner = body.op("Slice", body.op("Shape", tensor), body.const([1]), body.const([3]))
-        tensor = body.op("Reshape", tensor, body.op("Concat", body.const(sizes), inner, axis=0))
-    if layout in ("heads-batch", "heads-folded"):
-        return body.op("Transpose", tensor, perm=[1, 0, 2, 3])
-    return tensor
 
 
 # Half of it: what a mask leaves below a row's largest logit, and no teacher's own logits reach.
@@ -255,9 +336,12 @@ def row_mask_of(body: Body, model: onnx.ModelProto, name: str | None) -> str | N
     return body.op("Cast", body.op("Cast", name, to=onnx.TensorProto.BOOL), to=FLOAT)
 
 
-def assemble_graph(model: onnx.ModelProto, body: Body) -> onnx.ModelProto:
-    """The model with new outputs and functions, without nodes and inputs that no output needs."""
+def assemble_graph(model: onnx.ModelProto, body: Body, replaced: Set[str] = frozenset()) -> onnx.ModelProto:
+    """The model with new outputs and functions, without nodes and inputs that no output needs, or were replaced."""
     grown = copy_skeleton(model)
+    for number in reversed(range(len(grown.graph.node)) if replaced else ()):
+        if not replaced.isdisjoint(grown.graph.node[number].output):
+            del grown.graph.node[number]
     grown.ir_version = max(grown.ir_version, _MIN_IR_VERSION)
     grown.graph.node.extend(body.nodes)
     grown.graph.initializer.extend(body.initializers)
@@ -285,6 +369,10 @@ def remove_unused(graph: ir.Graph) -> None:
     outputs = set(graph.outputs)
     for node in reversed(graph):
         if not any(value in outputs or value.uses() for value in node.outputs):
+            for body in (a.as_graph() for a in node.attributes.values() if a.type == ir.AttributeType.GRAPH):
+                for inner in body.all_nodes():  # which read what lies outside
+                    for number in range(len(inner.inputs)):
+                        inner.replace_input_with(number, None)
             graph.remove(node, safe=True)
     for name, value in list(graph.initializers.items()):
         if not (value in outputs or value.uses()):
@@ -365,12 +453,14 @@ def _with_prefix(model: onnx.ModelProto, prefix: str) -> onnx.ModelProto:
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     kept = {tensor.name for tensor in copy.graph.initializer if tensor.data_location == onnx.TensorProto.EXTERNAL}
-    for node in copy.graph.node:
+    for node in all_nodes(copy.graph):
         node.name = _renamed(node.name, prefix)
         for names in (node.input, node.output):
             for number, name in enumerate(names):
                 names[number] = name if name in kept else _renamed(name, prefix)
-    for items in (copy.graph.initializer, copy.graph.output):
+    bodies = [body for body in all_graphs(copy.graph) if body is not copy.graph]
+    lists = [items for body in bodies for items in (body.input, body.output)]
+    for items in (copy.graph.initializer, copy.graph.output, *lists):
         for item in items:
             item.name = item.name if item.name in kept else _renamed(item.name, prefix)
     return copy

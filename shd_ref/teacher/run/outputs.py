@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from shd_ref.merging.plans import MergePlan
 from shd_ref.teacher.graph.targets import TargetTensors
 from shd_ref.teacher.options import PrecomputeOptions
 from shd_ref.teacher.rewrite.squeeze import SqueezedLayer
+from shd_ref.teacher.run.rows import MapRows, choose_rows
 
 if TYPE_CHECKING:
     from shd_ref.teacher.run.teacher import TeacherRun
@@ -29,6 +30,9 @@ class Student:
     plans: tuple[MergePlan, ...]
 
 
+_OF_CHECKS: Final = ("probs", "values", "merged", "sums", "weights")
+
+
 def _array(role: str) -> property:
     """What a run gave of this role; ``KeyError`` where it was not asked for."""
     return property(lambda outputs: outputs.arrays[role])
@@ -39,51 +43,72 @@ class LayerOutputs:
     """What a run gave for one layer of one student, by role as in ``SqueezedLayer``. Indexed by samples.
 
     ``row_mask`` ``(B, L)``, None: every row counts; ``ahead`` ``(B,)`` is ``looks_ahead`` where checks are no longer
-    held.
+    held; ``rows`` makes the maps of a layer that ran in tiles.
     """
 
     layer: SqueezedLayer
     row_mask: NDArray[np.bool_] | None
     arrays: Mapping[str, NDArray[Any]]
     ahead: NDArray[np.bool_] | None = None
+    rows: MapRows | None = None
 
     alphas, codes = _array("alphas"), _array("codes")
     queries, keys, spans = _array("queries"), _array("keys"), _array("spans")
-    probs, values, merged = _array("probs"), _array("values"), _array("merged")
+    probs, values, merged, sums = _array("probs"), _array("values"), _array("merged"), _array("sums")
 
     @classmethod
     def read(
-        cls, layer: SqueezedLayer, outputs: Mapping[str, NDArray[Any]], row_mask: NDArray[np.bool_] | None
+        cls,
+        layer: SqueezedLayer,
+        outputs: Mapping[str, NDArray[Any]],
+        row_mask: NDArray[np.bool_] | None,
+        rows: MapRows | None = None,
     ) -> LayerOutputs:
         """From the outputs of a session by name."""
-        return cls(layer, row_mask, {role: outputs[name] for role, name in layer.names.items() if name in outputs})
+        arrays = {role: outputs[name] for role, name in layer.names.items() if name in outputs}
+        return cls(layer, row_mask, arrays, rows=rows)
 
     def __getitem__(self, samples: int | slice | Sequence[int]) -> LayerOutputs:
         row_mask, ahead = (None if array is None else array[samples] for array in (self.row_mask, self.ahead))
-        return LayerOutputs(
-            self.layer, row_mask, {role: array[samples] for role, array in self.arrays.items()}, ahead
-        )
+        arrays = {role: array[samples] for role, array in self.arrays.items()}
+        return LayerOutputs(self.layer, row_mask, arrays, ahead, None if self.rows is None else self.rows[samples])
 
     @property
     def has_check(self) -> bool:
         """Whether it holds what the reference needs to judge the squeeze."""
-        return "merged" in self.arrays
+        return "merged" in self.arrays or self.rows is not None
+
+    def tiles(self, *, everything: bool = False) -> Iterator[tuple[slice, Mapping[str, NDArray[Any]]]]:
+        """Some rows of ``probs`` and ``merged`` at a time: all, but of long samples that ran in tiles as many as may
+        be looked at, unless ``everything`` is asked for.
+        """
+        if self.rows is None:
+            heads, rows, keys = self.probs.shape[-3:]
+            for tile in choose_rows(heads, rows, keys, everything=True):
+                yield tile, {role: self.arrays[role][..., tile, :] for role in ("probs", "merged")}
+            return
+        heads, rows, keys = len(self.rows.rows.tiles.value_heads), self.sums.shape[-2], self.values.shape[-2]
+        for tile in choose_rows(heads, rows, keys, everything=everything):
+            yield tile, self.rows.read(tile)
 
     @property
     def looks_ahead(self) -> NDArray[np.bool_]:
         """``(B,)``: whether a merged row that counts gives mass to a later position."""
         if self.ahead is not None:
             return self.ahead
-        ahead = [[np.triu(head, 1).any(axis=-1) for head in maps] for maps in self.merged]
+        # Codes of a layer that ran in tiles are whole, where there are any.
+        whole = self.merged if self.rows is None else self.arrays.get("codes", np.zeros((len(self.alphas), 1, 1, 1)))
+        ahead = [[np.triu(head, 1).any(axis=-1) for head in maps] for maps in whole]
         rows: NDArray[np.bool_] = np.any(ahead, axis=1)  # (B, L)
         # What rows of padding look at is not stored (CACHE-129), and often all keys.
-        seen: NDArray[np.bool_] = np.any(rows if self.row_mask is None else rows & self.row_mask, axis=1)
+        mask = None if self.row_mask is None or rows.shape != self.row_mask.shape else self.row_mask
+        seen: NDArray[np.bool_] = np.any(rows if mask is None else rows & mask, axis=1)
         return seen
 
     def without_check(self) -> LayerOutputs:
         """Without check outputs."""
-        kept = {role: array for role, array in self.arrays.items() if role not in ("probs", "values", "merged")}
-        return replace(self, arrays=kept, ahead=self.looks_ahead) if self.has_check else self
+        kept = {role: array for role, array in self.arrays.items() if role not in _OF_CHECKS}
+        return replace(self, arrays=kept, ahead=self.looks_ahead, rows=None) if self.has_check else self
 
     @property
     def map_axes(self) -> tuple[int, int]:
@@ -275,12 +300,16 @@ def _first_fault(sample: StudentOutputs) -> Fault | None:
     for outputs in sample.layers:
         layer = outputs.layer
         counted = np.ones((1, 1), dtype=np.bool_) if outputs.row_mask is None else outputs.row_mask[None]  # (1, L)
-        finite = np.isfinite(outputs.probs).all(axis=-1)
+        whole = [
+            (np.isfinite(maps["probs"]).all(-1), np.isfinite(maps["merged"]).all(-1))
+            for _, maps in outputs.tiles(everything=True)
+        ]
+        finite, merged = (np.concatenate(rows, axis=-1) for rows in zip(*whole, strict=True))
         sound = np.isfinite(outputs.values).all(axis=-1)
         # Values are those of the keys, which are the rows where the map is square.
         finite &= sound if sound.shape == finite.shape else sound.all(axis=-1, keepdims=True)
         heads = np.flatnonzero((~finite & counted).any(axis=-1))
-        merged_is_finite = (np.isfinite(outputs.merged).all(axis=-1) | ~counted).all()
+        merged_is_finite = (merged | ~counted).all()
         if len(heads) or not merged_is_finite or not np.isfinite(outputs.alphas).all():
             head = int(heads[0]) if len(heads) else None
             return Fault(sample.index, sample.key, layer.student_layer, layer.site.name, head)

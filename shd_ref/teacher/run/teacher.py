@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from shd_ref.cache import Extent, Teacher
 from shd_ref.errors import graph_unsupported
-from shd_ref.merging.plans import MergePlan, check_counts, merge_plan
+from shd_ref.merging.plans import MergePlan, check_counts, merge_plan, plan_groups
 from shd_ref.teacher.graph.find import AttentionSite, find_sites
 from shd_ref.teacher.graph.head import find_head
 from shd_ref.teacher.graph.independence import SEVERAL, SHARED_SCALES, Allowed
@@ -24,16 +24,19 @@ from shd_ref.teacher.graph.inputs import count_rows, input_specs
 from shd_ref.teacher.graph.kinds import find_kinds
 from shd_ref.teacher.graph.shapes import TOO_MUCH, check_bounds, frozen_specs
 from shd_ref.teacher.graph.targets import TargetTensors, dtype_of, find_logits, find_targets
+from shd_ref.teacher.graph.tiles import find_tiles
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.opening.model import hash_teacher, take_weights
 from shd_ref.teacher.options import MATCHED, PrecomputeOptions, RunOptions, check_options
-from shd_ref.teacher.rewrite.squeeze import SqueezedGraph, list_plans, squeeze_graph, unite_graphs
+from shd_ref.teacher.rewrite.squeeze import SqueezedGraph, SqueezedLayer, list_plans, squeeze_graph, unite_graphs
+from shd_ref.teacher.rewrite.tiles import Tiling, choose_tile, list_slots
 from shd_ref.teacher.run.averaged import LogitsTeacher, average_logits, check_teachers, count_classes
 from shd_ref.teacher.run.independence import check_samples
 from shd_ref.teacher.run.inputs import Batch, ModelInputs, run_batch
 from shd_ref.teacher.run.layers import Chosen, check_lengths, choose_layers, choose_stored, common_heads
 from shd_ref.teacher.run.outputs import LayerOutputs, Student, StudentOutputs, TargetOutputs
 from shd_ref.teacher.run.reading import AttentionReader, calibrate_plans
+from shd_ref.teacher.run.rows import MapRows
 from shd_ref.teacher.run.threads import run_beside, share_threads
 from shd_ref.teacher.session import PROVIDERS, check_run, open_session
 from shd_ref.teacher.sources import Arrays, Source
@@ -102,6 +105,7 @@ class TeacherRun:
                 other.check_classes(size, exact=stated is None)
         self.factors = choose_stored(self.model, self.layers, self.site_kinds, options)
         self.num_teacher_heads = common_heads(self.layers)
+        self._sites = sites
         plans_given = [self._given_plans(student) for student in students]
         # After what can be refused at once, because it reads the whole data set.
         specs = frozen_specs(self.model, [site.probs for _, site in self.layers])
@@ -126,9 +130,11 @@ class TeacherRun:
             Student(number, student, plans or (self._match_plans(student) if self.layers else ()))
             for number, (student, plans) in enumerate(zip(students, plans_given, strict=True))
         )
+        self.tiling = self._choose_tiling()
         self._sessions: dict[bool, _Session] = {}
         self._opening: Callable[[], _Session] | None = None
         self._part: tuple[Chosen, _Session] | None = None  # the last session of some layers
+        self._whole: _Session | None = None  # with whole maps of the few samples that show that samples stay apart
         self.logit_columns: int | None = None
         self._target_columns: int | None = None  # of logits and hidden states together, once a run has told
 
@@ -160,6 +166,10 @@ class TeacherRun:
     def squeeze_parts(self, batch: Batch) -> Iterator[tuple[StudentOutputs, ...]]:
         """The same with check outputs, of some layers at a time, as many as may be held; targets are in the first."""
         most = self._count_layers(batch)
+        if self.tiling is not None:  # what tiles are made of grows with the length alone
+            heads, size = self.num_teacher_heads, self.inputs.longest_axis(batch.indices)
+            width = 4 * max((site.d_v or 0) + (site.d_k or 0) for _, site in self.layers) if self.layers else 1
+            most = max(1, CHECKED_BYTES // (4 * heads * max(size, 1) * max(width, 1)))
         if most >= len(self.layers):
             yield self.squeeze(batch, checked=True)
             return
@@ -170,6 +180,9 @@ class TeacherRun:
     def _squeeze(self, session: _Session, batch: Batch) -> tuple[StudentOutputs, ...]:
         count, rows = len(batch.indices), len(batch.arrays[self.inputs.names[0]])
         values = self._run_noting(session, session.names, batch)
+        made_again = [[self._rows_of(layer, values, count) for layer in graph.layers] for graph in session.graphs]
+        held = {name for graph in session.graphs for layer in graph.layers for name in layer.source_names}
+        values = {name: array for name, array in values.items() if name not in held}
         for output, array in values.items():  # which short cuts of the samples may not have shown
             if len(array) != rows:
                 reason = SEVERAL.format(number=len(array) // rows)
@@ -181,10 +194,19 @@ class TeacherRun:
         targets = self._average(targets, batch)
         keys, outputs = tuple(map(self.inputs.key, batch.indices)), []
         for student, graph in zip(self.students, session.graphs, strict=True):
-            layers = tuple(LayerOutputs.read(layer, values, masks[layer.student_layer]) for layer in graph.layers)
+            layers = tuple(
+                LayerOutputs.read(layer, values, masks[layer.student_layer], maps)
+                for layer, maps in zip(graph.layers, made_again[student.number], strict=True)
+            )
             extents = self._extents(batch, layers, targets)
             outputs.append(StudentOutputs(student, batch.indices, keys, extents, layers, targets))
         return tuple(outputs)
+
+    def _rows_of(self, layer: SqueezedLayer, values: Mapping[str, NDArray[Any]], count: int) -> MapRows | None:
+        if layer.rows is None:
+            return None
+        arrays = {role: values[layer.names[role]] for role in (*layer.rows.sources, "values")}
+        return MapRows(layer.rows, arrays, self.run.provider, self._session_threads, slice(count))
 
     def _average(self, targets: TargetOutputs, batch: Batch) -> TargetOutputs:
         if targets.logits is None:
@@ -217,28 +239,36 @@ class TeacherRun:
     def check_samples(self) -> None:
         """Refuse a teacher whose maps, logits or hidden states of a sample depend on the samples that run with it."""
         if all(site.note is None for _, site in self.layers):
-            opened = self.open(checked=True)
+            opened = self._open_whole()
             sites = {layer.names["probs"]: layer.site for layer in opened.graphs[0].layers}
             check_samples(self.model, sites, self.inputs, self._run_checked, opened.graphs[0].targets.titles)
         else:  # the squeezed graph may not even run
             reader = self.read_attention()
             check_samples(self.model, reader.maps, self.inputs, reader.run)
             if self.targets:
-                titles = self.open(checked=True).graphs[0].targets.titles
+                titles = self._open_whole().graphs[0].targets.titles
                 check_samples(self.model, {}, self.inputs, self._run_checked, titles)
-        self._part = None
+        self._part = self._whole = None
         for other in self.others:
             other.check_samples(self.inputs)
 
+    def _open_whole(self) -> _Session:
+        """With check outputs and whole maps: short cuts of samples have small ones."""
+        if self.tiling is None:
+            return self.open(checked=True)
+        if self._whole is None:
+            self._whole = self._make_session(True, tiled=False)
+        return self._whole
+
     def _run_checked(self, names: Sequence[str], batch: Batch) -> dict[str, NDArray[Any]]:
         """Some outputs with check outputs, by name; of long samples in a session for their layers alone."""
-        opened = self.open(checked=True)
+        opened = self._open_whole()
         named = zip(opened.graphs[0].layers, self.layers, strict=True)
         layers = tuple(chosen for layer, chosen in named if layer.names["probs"] in names)
         if self._count_layers(batch) < len(self.layers):
             if self._part is None or self._part[0] != layers:
                 self._part = None  # before the next takes memory
-                self._part = layers, self._make_session(True, layers)
+                self._part = layers, self._make_session(True, layers, tiled=False)
             opened = self._part[1]
         return self._run_noting(opened, names, batch)
 
@@ -267,6 +297,8 @@ class TeacherRun:
         """How many of these samples may yield check outputs at once; all where no length or a fixed batch decides."""
         if self.inputs.fixed_batch is not None or not indices:
             return len(indices)
+        if self.tiling is not None:  # maps are made again of one sample at a time
+            return 1
         return min(len(indices), self._count_held(len(self.layers), self.inputs.longest_axis(indices)))
 
     def _count_layers(self, batch: Batch) -> int:
@@ -379,9 +411,11 @@ class TeacherRun:
     @property
     def remarks(self) -> tuple[str, ...]:
         """What the user should know of the records, such as that they depend on the batches they were made in."""
+        whole = () if self.tiling is None else self.tiling.whole
+        told = tuple(f"{tiles.site.label} is computed with whole maps: {tiles.reason}" for tiles in whole)
         if self.run.batch_size == 1 or self.inputs.fixed_batch == 1 or not Allowed.of(self.model).same_samples:
-            return ()
-        return (f"records depend on the batches that they were made in: {SHARED_SCALES}",)
+            return told
+        return (f"records depend on the batches that they were made in: {SHARED_SCALES}", *told)
 
     def fingerprint(self) -> Teacher:
         """The teacher's identity for the manifest: a hash of the model file and of its external data."""
@@ -394,6 +428,28 @@ class TeacherRun:
         if self._provider == PROVIDERS["cpu"]:
             # Others redirect stdout and change onnxruntime's log while they load, which belong to the whole process.
             self._opening = run_beside(functools.partial(self._make_session, False), self.callers)
+
+    def _choose_tiling(self) -> Tiling | None:
+        """Tiles of query rows where whole maps of a batch are large, or as asked for."""
+        rows = self.run.tile
+        if rows is None:
+            longest = self.inputs.longest_axis(range(len(self.inputs))) if len(self.inputs) else 0
+            heads = max((site.num_heads or 1 for site in self._sites), default=1)
+            samples = min(self.run.batch_size, len(self.inputs))
+            if self.run.batch_tokens is not None:
+                samples = min(samples, max(1, self.run.batch_tokens // max(longest, 1)))
+            rows = choose_tile(heads, samples, longest, longest)
+        if not rows:
+            return None
+        sites = {tiles.site.layer: tiles for tiles in find_tiles(self.model, self._sites)}
+        slots = {}
+        for number, (_, site) in enumerate(self.layers):
+            if sites[site.layer].reason is None:
+                plans = [plan_groups(student.plans[number], self.num_teacher_heads) for student in self.students]
+                mean = self.options.strategy == "mean"
+                groups = [range(self.num_teacher_heads)] if mean else [group for plan in plans for group in plan]
+                slots[site.layer] = list_slots(sites[site.layer], groups)
+        return Tiling(rows, sites, slots)
 
     def _given_plans(self, options: PrecomputeOptions) -> tuple[MergePlan, ...]:
         """The plan of every layer; none where they are matched on the data, and without layers."""
@@ -423,7 +479,9 @@ class TeacherRun:
             mask_of_rows=self.mask_of_rows,
         )
 
-    def _make_session(self, checked: bool, layers: Chosen | None = None, has_targets: bool = True) -> _Session:
+    def _make_session(
+        self, checked: bool, layers: Chosen | None = None, has_targets: bool = True, *, tiled: bool = True
+    ) -> _Session:
         graphs = [
             # Logits and hidden states are the same for all students.
             self._make_graph(
@@ -431,6 +489,7 @@ class TeacherRun:
                 self.layers if layers is None else layers,
                 check_outputs=checked,
                 targets=None if number or not has_targets else self.targets,
+                tiling=self.tiling if tiled else None,
             )
             for number, student in enumerate(self.students)
         ]
@@ -445,7 +504,13 @@ class TeacherRun:
         return _Session(session, [output.name for output in model.graph.output], renamed)
 
     def _make_graph(
-        self, student: Student, chosen: Chosen, *, check_outputs: bool, targets: TargetTensors | None
+        self,
+        student: Student,
+        chosen: Chosen,
+        *,
+        check_outputs: bool,
+        targets: TargetTensors | None,
+        tiling: Tiling | None,
     ) -> SqueezedGraph:
         plans = {layer: plan for (layer, _), plan in zip(self.layers, student.plans, strict=True)}
         factors = {layer: one for (layer, _), one in zip(self.layers, self.factors, strict=False)}
@@ -457,6 +522,7 @@ class TeacherRun:
             check_outputs=check_outputs,
             factors=factors or None,
             targets=targets,
+            tiling=tiling,
         )
 
 

@@ -148,7 +148,10 @@ class AttentionMaker(Maker[AttentionT]):
             student_layer = layer.layer.student_layer
             stored = form.decode(record, student_layer)
             n, keys = form.map_shapes(record.extent)[form.column(student_layer)]
-            again = np.asarray(layer.merged[:, :n, :keys], dtype=np.float32).copy()
+            merged = [
+                maps["merged"][:, : max(n - tile.start, 0), :keys] for tile, maps in layer.tiles(everything=True)
+            ]
+            again = np.concatenate(merged, axis=1).astype(np.float32)
             again[:, : record.first] = 0.0  # rows of padding in front, which factored records leave out
             if layer.row_mask is not None:
                 again[:, ~layer.row_mask[:n]] = 0.0  # rows of padding hold nothing (CACHE-129)
@@ -206,9 +209,11 @@ class MapsMaker(AttentionMaker[Maps]):
         errors = []
         for sample in samples:
             for layer, (rows, keys) in zip(sample.layers, sample.extent.shapes, strict=True):
-                merged = _without_padding(layer.merged[:, :rows, :keys], layer).astype(np.float32, copy=False)
-                decoded = [decode(form.codec, encode(form.codec, head)) for head in merged]
-                errors.append(codec_error(merged, np.stack(decoded)))
+                for tile, maps in layer.tiles():
+                    part = maps["merged"][:, : max(rows - tile.start, 0), :keys]
+                    merged = _without_padding(part, layer, tile.start).astype(np.float32, copy=False)
+                    decoded = [decode(form.codec, encode(form.codec, head)) for head in merged]
+                    errors.append(codec_error(merged, np.stack(decoded)))
         return merge_codec_errors(errors)
 
     def bound(self, form: Maps, layer: LayerOutputs, extent: Extent, merged: NDArray[Any]) -> NDArray[np.float64]:
@@ -253,9 +258,9 @@ def _stack_layers(samples: Sequence[StudentOutputs]) -> NDArray[np.float32]:
     return stacked
 
 
-def _without_padding(maps: NDArray[Any], layer: LayerOutputs) -> NDArray[Any]:
-    """A copy of maps or codes ``(H_s, rows, keys)`` with 0 in the rows of padding (CACHE-129)."""
+def _without_padding(maps: NDArray[Any], layer: LayerOutputs, start: int = 0) -> NDArray[Any]:
+    """A copy of maps or codes ``(H_s, rows, keys)`` from a row on, with 0 in the rows of padding (CACHE-129)."""
     rows = maps.copy()
     if layer.row_mask is not None:
-        rows[:, ~layer.row_mask[: rows.shape[1]]] = 0
+        rows[:, ~layer.row_mask[start : start + rows.shape[1]]] = 0
     return rows

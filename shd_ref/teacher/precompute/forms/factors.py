@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -72,12 +73,12 @@ class FactorsMaker(AttentionMaker[Factors]):
         """Of the maps that the stored numbers make (CACHE-152)."""
         errors = []
         for sample, record in zip(samples, records, strict=True):
-            counted = slice(record.first, record.length)
             for layer, factors, mixing in zip(sample.layers, form.factors, record.parts["mixing"], strict=True):
                 _compare_maps(layer, sample.extent, factors.scale, form.support, factors.window)
                 queries, keys = decode_factors(record.parts[blob_name(layer.layer.student_layer)])
-                rebuilt = rebuild_maps(queries, keys, factors.scale, form.support, mixing, window=factors.window)
-                errors.append(codec_error(layer.merged[:, counted, counted], rebuilt))
+                rebuild = functools.partial(rebuild_maps, queries, keys, factors.scale, form.support, mixing)
+                for rows, maps in _counted_tiles(layer, sample.extent):
+                    errors.append(codec_error(maps["merged"], rebuild(window=factors.window, rows=rows)))
         return merge_codec_errors(errors)
 
     def bound(self, form: Factors, layer: LayerOutputs, extent: Extent, merged: NDArray[Any]) -> NDArray[np.float64]:
@@ -96,6 +97,17 @@ def _cut(layer: LayerOutputs, extent: Extent) -> tuple[NDArray[np.float32], NDAr
     return layer.queries[:, counted], layer.keys[:, counted]
 
 
+def _counted_tiles(layer: LayerOutputs, extent: Extent) -> Iterator[tuple[slice, dict[str, NDArray[Any]]]]:
+    """Rows that count, of these, and maps of them and the keys that count."""
+    first, length = extent.first, extent.length
+    for tile, maps in layer.tiles():
+        low, high = max(tile.start, first), min(tile.stop, length)
+        if low < high:
+            inside = slice(low - tile.start, high - tile.start)
+            cut = {role: array[:, inside, first:length] for role, array in maps.items()}
+            yield slice(low - first, high - first), cut
+
+
 def _check_sample(sample: StudentOutputs, support: str, windows: Sequence[int | None]) -> None:
     mask = sample.layers[0].row_mask
     if mask is not None and not mask[sample.extent.first : sample.extent.length].all():
@@ -108,13 +120,15 @@ def _check_sample(sample: StudentOutputs, support: str, windows: Sequence[int | 
 
 
 def _compare_maps(layer: LayerOutputs, extent: Extent, scale: float, support: str, window: int | None) -> None:
-    counted, site = slice(extent.first, extent.length), layer.layer.site
+    site = layer.layer.site
     queries, keys = _cut(layer, extent)
     share, difference = len(queries) // len(keys), 0.0
-    for head, probs in enumerate(layer.probs[:, counted, counted]):
-        (made,) = rebuild_maps(queries[head : head + 1], keys[head // share][None], scale, support, window=window)
-        made -= probs
-        difference = float(np.maximum(difference, (0.5 * np.abs(made, out=made).sum(axis=-1)).max()))
+    for rows, maps in _counted_tiles(layer, extent):
+        for head, probs in enumerate(maps["probs"]):
+            one = queries[head : head + 1], keys[head // share][None]
+            (made,) = rebuild_maps(*one, scale, support, window=window, rows=rows)
+            made -= probs
+            difference = float(np.maximum(difference, (0.5 * np.abs(made, out=made).sum(axis=-1)).max()))
     limit = tolerance_of("factored", site.dtype or "float32")
     if not difference <= limit:
         raise graph_unsupported(

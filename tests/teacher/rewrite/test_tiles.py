@@ -1,0 +1,99 @@
+"""Attention in tiles of query rows: what is stored is what whole maps give, and long samples need no whole map."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from support.attention_graphs import encoder_layer, saved, vector_samples
+from support.students import precompute, precompute_heads
+
+from shd_ref.cache import CacheReader
+from shd_ref.errors import ShdError
+from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
+from shd_ref.teacher.graph.find import find_sites
+from shd_ref.teacher.graph.tiles import find_tiles
+from shd_ref.teacher.opening.load import load_teacher
+from shd_ref.teacher.rewrite.tiles import choose_tile
+
+LENGTH = 9
+make_inputs = partial(vector_samples, 5, LENGTH)
+
+
+def _run(tile: int) -> RunOptions:
+    return RunOptions(mask="mask", batch_size=2, samples_per_shard=3, num_threads=1, tile=tile)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(encoder_layer(num_heads=4, num_kv_heads=2, mask="where"), tmp_path_factory.mktemp("teacher"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        PrecomputeOptions(2, codec="float32"),
+        PrecomputeOptions(1),
+        PrecomputeOptions(2, strategy="mean"),
+        PrecomputeOptions(3, alpha_per="row"),
+        PrecomputeOptions(2, form="factored", factored_codec="float16"),
+        PrecomputeOptions(1, form="factored", strategy="constant"),
+    ],
+    ids=["float32", "one-head", "mean", "by-row", "factored", "factored-constant"],
+)
+def test_records_are_those_of_whole_maps(teacher: Path, tmp_path: Path, options: PrecomputeOptions) -> None:
+    inputs = make_inputs()
+    readers = []
+    for tile in (0, 4):
+        precompute(teacher, inputs, tmp_path / str(tile), options, _run(tile))
+        readers.append(CacheReader(tmp_path / str(tile)))
+    whole, tiled = readers
+    for key in whole:
+        expected, got = whole.read(key), tiled.read(key)
+        assert expected.parts.keys() == got.parts.keys()
+        np.testing.assert_allclose(tiled.decode(got, 0), whole.decode(expected, 0), rtol=0, atol=0.01)
+        if "alphas" in got.parts:
+            np.testing.assert_allclose(got.parts["alphas"], expected.parts["alphas"], rtol=0, atol=1e-5)
+    assert recheck_records(tmp_path / "4", teacher, inputs, num_records=2).records == 2
+
+
+def test_students_of_one_pass_share_the_tiles(teacher: Path, tmp_path: Path) -> None:
+    inputs, options = make_inputs(), PrecomputeOptions(2, codec="float32")
+    precompute_heads(teacher, inputs, tmp_path / "both", options, [1, 2], _run(4))
+    precompute(teacher, inputs, tmp_path / "alone", options, _run(0))
+    both, alone = CacheReader(tmp_path / "both" / "heads-2"), CacheReader(tmp_path / "alone")
+    for key in alone:
+        np.testing.assert_allclose(
+            both.decode(both.read(key), 0), alone.decode(alone.read(key), 0), rtol=0, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize(("kv_heads", "heads"), [(4, (0, 1, 2, 3)), (2, (0, 0, 2, 2))])
+def test_shared_value_heads_and_masks_are_found(tmp_path: Path, kv_heads: int, heads: tuple[int, ...]) -> None:
+    model = load_teacher(saved(encoder_layer(num_heads=4, num_kv_heads=kv_heads, mask="where"), tmp_path))
+    (tiles,) = find_tiles(model, find_sites(model))
+    assert tiles.reason is None
+    assert tiles.value_heads == heads
+    assert "Softmax" in [step.node.op_type for step in tiles.steps]
+
+
+def test_no_output_of_the_forward_pass_is_a_whole_map(teacher: Path) -> None:
+    model = load_teacher(teacher)
+    (tiles,) = find_tiles(model, find_sites(model))
+    assert all(None in axes for _, axes in tiles.sources())
+    assert onnx.load(teacher).graph.output
+
+
+def test_small_maps_stay_whole() -> None:
+    assert choose_tile(8, 1, 512, 512) == 0
+    assert 16 <= choose_tile(8, 1, 16384, 16384) <= 256
+    assert choose_tile(32, 4, 8192, 8192) == 16
+
+
+def test_a_negative_tile_is_refused(teacher: Path, tmp_path: Path) -> None:
+    with pytest.raises(ShdError) as error:
+        precompute(teacher, make_inputs(), tmp_path / "cache", PrecomputeOptions(2), _run(-1))
+    assert error.value.code == "argument-value"
