@@ -97,7 +97,7 @@ def _interpreted_kernels() -> AbstractContextManager[Any]:
 
 
 def _onnx(backend: str) -> AbstractContextManager[Any]:
-    return nullcontext(importlib.import_module("shd_ref.teacher.adapter").OnnxAdapter(backend))
+    return nullcontext(importlib.import_module("onnx_functions").OnnxAdapter(backend))
 
 
 SEARCHING = frozenset({"diagnose", "matched_plan"})  # operations that need a library's solver

@@ -7,7 +7,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shd_ref.teacher.adapter import OnnxAdapter as OnnxAdapter
     from shd_ref.teacher.graph.factors import find_factors as find_factors
     from shd_ref.teacher.graph.find import AttentionSite as AttentionSite
     from shd_ref.teacher.graph.find import find_sites as find_sites
@@ -50,7 +49,6 @@ if TYPE_CHECKING:
     from shd_ref.teacher.study.recheck import recheck_records as recheck_records
 
 _ROOMS = {
-    "adapter": ("OnnxAdapter",),
     "graph.factors": ("find_factors",),
     "graph.find": ("AttentionSite", "find_sites", "projection_of", "select_sites"),
     "graph.inputs": ("InputSpec", "input_specs"),

@@ -18,12 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 SPECS = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(SPECS.parent))  # run from a checkout, the package need not be installed
+sys.path[:0] = [str(SPECS.parent), str(SPECS / "tools")]  # run from a checkout, the package need not be installed
 
 from onnx import GraphProto, ModelProto, numpy_helper  # noqa: E402
+from onnx_functions import GraphCall, make_call  # noqa: E402
 
 from shd_ref.conformance.vectors import Case, decode_expected, read_cases  # noqa: E402
-from shd_ref.teacher.adapter import GraphCall, make_call  # noqa: E402
 from shd_ref.teacher.opening.load import MIN_OPSET  # noqa: E402
 
 VECTORS = SPECS / "vectors" / "v1" / "squeeze_heads.json"

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 onnx = pytest.importorskip("onnx", reason="the package onnx is not installed (squeezing-heads[teacher])")
 pytest.importorskip("onnx_ir", reason="the package onnx_ir is not installed (squeezing-heads[teacher])")
 
+from onnx_functions import OnnxAdapter  # noqa: E402  (after the skips)
 from support.calls import calls_of  # noqa: E402  (after the skips)
 from support.refusals import refusal  # noqa: E402
 
 from shd_ref.conformance import judge  # noqa: E402  (after the skips)
 from shd_ref.conformance.specification import agreement  # noqa: E402
-from shd_ref.teacher import OnnxAdapter  # noqa: E402  (after the skips)
 from shd_ref.teacher.rewrite import function  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]

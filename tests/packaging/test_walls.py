@@ -251,7 +251,7 @@ SHD_REF = """
 errors integers tolerances printable kd/codes kd/head cache/storage cache/codecs cache/forms cache/documents cache
 chapters merging top shrink kd conformance teacher/packages teacher/body teacher/options teacher/opening
 teacher/session teacher/graph teacher/rewrite teacher/sources teacher/run teacher/precompute teacher/study
-teacher/adapter report commands cli
+report commands cli
 """
 SHD_TORCH = """
 precision checks maps supervision kernels kl indexer kd capture teacher data recipes training shrink rivals export
