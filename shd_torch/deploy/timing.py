@@ -24,6 +24,7 @@ LENGTHS: Final = (64,)
 _WARM_SECONDS: Final = 0.05  # of runs that do not count: weights are back in the processor's caches
 _LONG_SECONDS: Final = 0.5  # a run of this length needs no others before it
 _TURN_SECONDS: Final = 0.1  # of runs that count, at least one
+_MOST_RUNS: Final = 200  # of a graph so small that more would not move its median, either warm or counted
 
 
 @dataclass(frozen=True)
@@ -165,13 +166,14 @@ def _take_turn(session: Any, inputs: Mapping[str, NDArray[Any]], threads: int, u
         _wait_for_spinning()
     if usual < _LONG_SECONDS:
         until = time.perf_counter() + _WARM_SECONDS
-        session.run(None, feed)
-        while time.perf_counter() < until:
+        for _ in range(_MOST_RUNS):
             session.run(None, feed)
+            if time.perf_counter() >= until:
+                break
     walls: list[float] = []
     processors: list[float] = []
     until = time.perf_counter() + _TURN_SECONDS
-    while not walls or time.perf_counter() < until:
+    while not walls or (time.perf_counter() < until and len(walls) < _MOST_RUNS):
         processor, wall = time.process_time(), time.perf_counter()
         session.run(None, feed)
         walls.append(time.perf_counter() - wall)

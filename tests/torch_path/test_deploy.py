@@ -51,7 +51,7 @@ def graph(tmp_path: Path) -> Path:
 
 
 def test_times_by_turns(graph: Path, tmp_path: Path) -> None:
-    slow, told = write_graph(tmp_path / "slow.onnx", products=400), []
+    slow, told = write_graph(tmp_path / "slow.onnx", products=100), []
     times = deploy.time_graphs(
         {"fast": graph, "slow": slow},
         batch=[1, 3],
