@@ -213,7 +213,7 @@ def tests(session: nox.Session) -> None:
 def nightly(session: nox.Session) -> None:
     """Longer repetitions of tests for another dtype, model or script, and whole runs that no other test makes.
 
-    The latter are the demo, the tour notebook, the rehearsal of the GPU pass and four examples. Run it before a
+    The latter are the demo, the notebooks, the rehearsal of the GPU pass and four examples. Run it before a
     release, after ``tests``.
     """
     install(session, *TESTED)

@@ -149,20 +149,6 @@ def test_a_missing_package_is_named_with_its_extra(package: str, tmp_path: Path)
     assert f"pip install 'squeezing-heads[{extra}]'" in said
 
 
-def test_without_onnxruntime_nothing_is_claimed(tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript", reason="export needs onnxscript")
-    code = f"""
-import torch, shd_torch
-report = shd_torch.export_teacher(torch.nn.Softmax(-1), torch.ones(2, 3), {str(tmp_path / "t.onnx")!r})
-print((report.max_difference, report.tolerance, report.checked_shapes))
-try:
-    shd_torch.deploy.time_graphs({{"graph": report.path}})
-except shd_torch.ShdError as error:
-    print(error.code)
-"""
-    assert run_without(("onnxruntime",), code).endswith("(None, None, ())\ndependency-missing\n")
-
-
 @pytest.mark.parametrize(
     ("package", "needs", "extra"), [("shd_ref", "numpy", "teacher"), ("shd_torch", "torch", "torch")]
 )

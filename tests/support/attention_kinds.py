@@ -7,7 +7,7 @@ that belong to them; what a graph tells is compared with these. Importing this n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -326,11 +326,11 @@ def make(name: str) -> Any:
 
 
 class Together(nn.Module):
-    """All kinds side by side on one input, so that one export serves all: a site each, in their order."""
+    """Kinds side by side on one input, so that one export serves all: a site each, in their order."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Iterable[str]) -> None:
         super().__init__()
-        self.kinds = nn.ModuleList(make(name) for name in CASES)
+        self.kinds = nn.ModuleList(make(name) for name in names)
 
     def forward(self, x: Tensor, padding: Tensor) -> Tensor:
         total = x

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -173,7 +174,14 @@ def test_large_models_keep_their_weights_beside_the_graph(tmp_path: Path, files_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("earlier", "later"), [(0, 0), (0, 1 << 30), (1 << 30, 0)], ids=["large", "shrunk", "grown"])
+@pytest.mark.parametrize(
+    ("earlier", "later"),
+    [
+        pytest.param(0, 0, id="large"),
+        pytest.param(0, 1 << 30, id="shrunk"),
+        pytest.param(1 << 30, 0, id="grown", marks=pytest.mark.nightly),  # killed where "large" is, too
+    ],
+)
 def test_an_interrupted_export_leaves_a_whole_one(
     earlier: int, later: int, tmp_path: Path, files_from: Callable[[int], None]
 ) -> None:
@@ -193,6 +201,14 @@ def test_an_interrupted_export_leaves_a_whole_one(
     report = export_teacher(models[1], images, path)
     torch.testing.assert_close(run(path, {"input": images}), outputs[1], atol=2e-5, rtol=1e-4)
     assert set(tmp_path.iterdir()) == {path} | ({report.data_path} if report.data_path else set())
+
+
+def test_without_onnxruntime_nothing_is_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    report = export_teacher(nn.Softmax(-1), torch.ones(2, 3), tmp_path / "softmax.onnx")
+    assert (report.max_difference, report.tolerance, report.checked_shapes) == (None, None, ())
+    with refusal("dependency-missing", "teacher"):
+        shd_torch.deploy.time_graphs({"softmax": report.path})
 
 
 class OneSize(nn.Module):
