@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from support.attention_graphs import encoder_layer, saved, vector_samples
+from support.attention_graphs import encoder_layer, saved, token_samples, vector_samples
 from support.students import precompute, precompute_heads
+from support.two_sequences import encoder_decoder
 
 from shd_ref.cache import CacheReader
 from shd_ref.errors import ShdError
@@ -58,6 +61,68 @@ def test_records_are_those_of_whole_maps(teacher: Path, tmp_path: Path, options:
         if "alphas" in got.parts:
             np.testing.assert_allclose(got.parts["alphas"], expected.parts["alphas"], rtol=0, atol=1e-5)
     assert recheck_records(tmp_path / "4", teacher, inputs, num_records=2).records == 2
+
+
+@pytest.mark.parametrize("form", ["maps", "factored"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mask": "add"},
+        {"mask": "add", "nan_guard": True},
+        {"mask": "where", "float16": True},
+        {"mask": "where", "head_mask": True},
+        {"layout": "batch-folded", "mask": None},
+        {"layout": "heads-batch", "mask": None},
+        {"layout": "heads-folded", "mask": None},
+    ],
+    ids=lambda changes: "-".join(map(str, changes.values())),
+)
+def test_attention_as_exporters_write_it(tmp_path: Path, changes: dict[str, Any], form: str) -> None:
+    """What is stored is the same either way, whatever the order of heads and samples."""
+    teacher = saved(encoder_layer(**changes), tmp_path)
+    options = PrecomputeOptions(2, codec="float32", form=form, factored_codec="float16")
+    # Without a mask in the graph, samples must not be padded.
+    inputs = make_inputs(least=2 if changes["mask"] else LENGTH)
+    compare_with_whole_maps(teacher, inputs, options, tmp_path, mask="mask")
+    model = load_teacher(teacher)
+    (tiles,) = find_tiles(model, find_sites(model))
+    assert tiles.reason is None
+
+
+def test_cross_attention_of_an_encoder_decoder(tmp_path: Path) -> None:
+    """Rows of the decoder, keys of the encoder; both sequences padded."""
+    teacher = saved(encoder_decoder(vocabulary=50), tmp_path)
+    sides = [token_samples(5, length, seed=length) for length in (9, 7)]
+    inputs = {
+        prefix + name: array
+        for prefix, side in zip(("", "decoder_"), sides, strict=True)
+        for name, array in side.items()
+    }
+    options = PrecomputeOptions(2, {"encoder": 1, "decoder": 1, "cross": 1}, codec="float32")
+    compare_with_whole_maps(teacher, inputs, options, tmp_path, mask=None)
+    model = load_teacher(teacher)
+    assert [tiles.reason for tiles in find_tiles(model, find_sites(model))] == [None, None, None]
+
+
+def compare_with_whole_maps(
+    teacher: Path, inputs: dict[str, Any], options: PrecomputeOptions, folder: Path, mask: str | None
+) -> None:
+    run = replace(_run(0), mask=mask)
+    readers = []
+    for tile in (0, 4):
+        precompute(teacher, inputs, folder / str(tile), options, replace(run, tile=tile))
+        readers.append(CacheReader(folder / str(tile)))
+    whole, tiled = readers
+    for key in whole:
+        expected, got = whole.read(key), tiled.read(key)
+        assert expected.parts.keys() == got.parts.keys()
+        for layer in range(len(whole.manifest.attention.layers)):
+            np.testing.assert_allclose(
+                tiled.decode(got, layer),
+                whole.decode(expected, layer),
+                rtol=0,
+                atol=1e-3 if options.is_factored else 1e-5,
+            )
 
 
 def test_students_of_one_pass_share_the_tiles(teacher: Path, tmp_path: Path) -> None:
