@@ -21,6 +21,7 @@ pytest.importorskip("onnxruntime")
 from support.attention_graphs import run_session  # noqa: E402  (after the skips)
 from support.attention_kinds import CASES, HEADS, Together, sample  # noqa: E402
 
+from shd_ref.merging.plans import merge_plan, plan_groups  # noqa: E402
 from shd_ref.teacher import (  # noqa: E402
     AttentionSite,
     PrecomputeOptions,
@@ -30,7 +31,12 @@ from shd_ref.teacher import (  # noqa: E402
     open_session,
     squeeze_graph,
 )
+from shd_ref.teacher.graph.tiles import find_tiles  # noqa: E402
+from shd_ref.teacher.rewrite.tiles import Tiling, list_slots  # noqa: E402
 from shd_torch.export import export_teacher  # noqa: E402
+
+WHOLE = ("largest entries", "slots")
+"""Kinds whose maps are not made in tiles: keys of a row depend on one another."""
 
 ELSEWHERE = ("module with padding", "fused function", "GQA with RoPE")
 """Kinds that are in other tests' exports in every run: BERT's, any by transformers, Llama's."""
@@ -55,9 +61,25 @@ def exported(is_elsewhere: bool) -> tuple[dict[str, AttentionSite], dict[str, An
         module(**inputs)
     outputs = run_session(session, {node.name: inputs[node.name].numpy() for node in session.get_inputs()})
     compare_with_reference(graph, outputs)
+    tiles = {tiles.site.layer: tiles for tiles in find_tiles(model, sites)}
+    slots = {
+        site.layer: list_slots(tiles[site.layer], plan_groups(merge_plan(HEADS, 2), HEADS))
+        for _, site in supported
+        if tiles[site.layer].reason is None
+    }
+    options = PrecomputeOptions(2, codec="float32")
+    tiled = squeeze_graph(model, supported, options, tiling=Tiling(4, tiles, slots))
+    feeds = {node.name: inputs[node.name].numpy() for node in session.get_inputs()}
+    of_tiles = run_session(open_session(tiled.model, num_threads=1), feeds)
     arrays = {
-        names[layer.student_layer]: {"maps": outputs[layer.names["probs"]], "values": outputs[layer.names["values"]]}
-        for layer in graph.layers
+        names[layer.student_layer]: {
+            "maps": outputs[layer.names["probs"]],
+            "values": outputs[layer.names["values"]],
+            **{role: outputs[layer.names[role]] for role in ("alphas", "codes")},
+            **{f"tiled {role}": of_tiles[other.names[role]] for role in ("alphas", "codes")},
+            "is tiled": np.array(tiles[layer.site.layer].reason is None),
+        }
+        for layer, other in zip(graph.layers, tiled.layers, strict=True)
     }
     return dict(zip(names, sites, strict=True)), arrays, dict(zip(names, module.kinds, strict=True))
 
@@ -80,3 +102,6 @@ def test_kinds_are_those_of_the_model_or_refused_for_their_own_reason(name: str)
     assert module.maps.std() > 0.01, "maps that are all alike compare nothing"
     np.testing.assert_allclose(arrays[name]["maps"], module.maps.detach().numpy(), rtol=0, atol=2e-5)
     np.testing.assert_allclose(outputs, module.value_outputs.detach().numpy(), rtol=0, atol=2e-5)
+    assert bool(arrays[name]["is tiled"]) == (name not in WHOLE)
+    for role in ("alphas", "codes"):
+        np.testing.assert_allclose(arrays[name][f"tiled {role}"], arrays[name][role], rtol=0, atol=1e-6)
