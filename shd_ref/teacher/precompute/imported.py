@@ -40,6 +40,8 @@ TELLING: Final = 8.0
 """Standard errors by which states of a typical file tell next tokens from others, to judge one of its length."""
 TOLD: Final = 4.0
 """Standard errors of a file that is judged, at least: one whose states are another's has about none."""
+ENOUGH: Final = 256
+"""Rows of all files together over which states of a trained teacher predict their tokens far better than chance."""
 
 
 def import_hidden(
@@ -153,18 +155,24 @@ def _join(
 
 
 def _judge(judged: Sequence[tuple[float, int, Path]]) -> str | None:
-    """Refuse a file whose states do not tell its tokens, where those of files as long do; or what to say of all."""
+    """Refuse a file whose states predict its tokens worse than those of other files, or all of them; or a remark."""
     usual = statistics.median(effect for effect, _, _ in judged)
     for effect, rows, path in judged:
         if usual * math.sqrt(rows) >= TELLING and effect * math.sqrt(rows) < TOLD:
             raise inputs_invalid(
-                f"{path}: its hidden_states must tell its next tokens from others, as those of the other files do "
+                f"{path}: its hidden_states must predict its next tokens as those of the other files do "
                 f"({usual * math.sqrt(rows):.1f} standard errors for {rows} rows); got "
-                f"{effect * math.sqrt(rows):.1f}: they are of other tokens, of another layer or shifted",
+                f"{effect * math.sqrt(rows):.1f}: they belong to other tokens or another layer, or are shifted",
                 "CACHE-194",
             )
     rows = sum(rows for _, rows, _ in judged)
     if usual * math.sqrt(rows) >= TOLD:
         return None
-    advice = "check --layer, --states and the head's folder, if the teacher was trained"
-    return f"the states tell their next tokens no better than chance, over {rows} rows: {advice}"
+    problem = f"predict their next tokens with this head no better than chance, over {rows} rows"
+    if rows >= ENOUGH:
+        raise inputs_invalid(
+            f"{judged[0][2]} and all other files: their hidden_states {problem}: give the folder of the model that "
+            "was served (--teacher), check --layer and --states; a model without training cannot be imported",
+            "CACHE-194",
+        )
+    return f"the states {problem}, which are too few to tell: check --teacher, --layer and --states"

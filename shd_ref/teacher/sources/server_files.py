@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from shd_ref.cache import FinalNorm, TeacherHead
 from shd_ref.cache.storage.documents import parse_json, read_json
 from shd_ref.errors import ShdError, inputs_invalid
+from shd_ref.teacher.sources.sentence_folder import find_home
 
 _DTYPES: Final = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4"}
 _MAX_HEADER: Final = 2**26
@@ -89,8 +90,12 @@ def server_files(folder: Path) -> list[Path]:
     """Its files, ascending by name; ``inputs-invalid`` for a folder without."""
     try:
         paths = sorted(path for path in folder.iterdir() if path.suffix == ".safetensors" and path.is_file())
+        home = find_home(folder)
+        away = [path for path in paths if not path.resolve().is_relative_to(home)]
     except OSError as error:
         raise inputs_invalid(f"{folder} must be a folder of a server's files: {error}") from error
+    if away:
+        raise inputs_invalid(f"{folder} must hold its own files; {away[0].name} is a link to {away[0].resolve()}")
     if not paths:
         raise inputs_invalid(f"{folder} must hold .safetensors files with token_ids and hidden_states; got none")
     return paths
@@ -152,16 +157,25 @@ def read_hf_head(folder: Path, *, before_norm: bool) -> tuple[TeacherHead, str]:
         raise inputs_invalid(
             f"{folder} must hold the matrix of a head, one of {', '.join((*_HEADS, *_TIED))}; got none"
         )
-    scale = float(config.get("logit_scale", 1.0)) / float(config.get("logits_scaling", 1.0))
+    scale = _number(folder, config, "logit_scale", 1.0) / _number(folder, config, "logits_scaling", 1.0)
+    cap = config.get("final_logit_softcapping")
     bias = tensors.get(name.replace("weight", "bias"))
     head = TeacherHead(
         tensors[name].values,
         None if bias is None else np.asarray(scale * bias.wide, np.float32),
         scale,
-        config.get("final_logit_softcapping"),
+        None if cap is None else _number(folder, config, "final_logit_softcapping", 1.0),
         *(_read_norm(folder, config, tensors) if before_norm else (None, None, None)),
     )
     return head, dtype
+
+
+def _number(folder: Path, config: Mapping[str, Any], name: str, default: float) -> float:
+    """A number of an untrusted configuration, above 0."""
+    value = config.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise inputs_invalid(f"{name} in {folder / 'config.json'} must be a finite number above 0; got {value!r}")
+    return float(value)
 
 
 def _read_norm(
@@ -177,7 +191,9 @@ def _read_norm(
     weight = np.asarray(tensors[f"{name}.weight"].wide, np.float32)
     weight = weight + 1 if str(config["model_type"]).startswith("gemma") else weight
     bias = tensors.get(f"{name}.bias")
-    norm = FinalNorm("rms" if found == "rms_norm_eps" else "layer", float(config[found]), bias is not None)
+    norm = FinalNorm(
+        "rms" if found == "rms_norm_eps" else "layer", _number(folder, config, found, 1.0), bias is not None
+    )
     return norm, weight, None if bias is None else np.asarray(bias.wide, np.float32)
 
 

@@ -154,7 +154,34 @@ def test_a_text_without_a_file_another_head_and_another_layer_are_told(served: P
     tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].roll(100, 0).contiguous()
     safetensors.torch.save_file(tensors, tmp_path / "teacher" / "model.safetensors")
     source = open_source(served / "texts.jsonl", tokenizer=served / "teacher")
-    _, remark = import_hidden(served / "states", source, tmp_path / "teacher", tmp_path / "cache")
-    assert "no better than chance" in str(remark)
+    with refusal("inputs-invalid", "with this head no better than chance, over 5"):
+        import_hidden(served / "states", source, tmp_path / "teacher", tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+    (tmp_path / "few").mkdir()
+    shutil.copy(served / "states" / "hs_5.safetensors", tmp_path / "few")
+    (tmp_path / "one.jsonl").write_text((served / "texts.jsonl").read_text().splitlines()[0])
+    few = open_source(tmp_path / "one.jsonl", tokenizer=served / "teacher")
+    _, remark = import_hidden(tmp_path / "few", few, tmp_path / "teacher", tmp_path / "cache")
+    assert "too few to tell" in str(remark)
     _, remark = run(served, tmp_path / "right")
     assert remark is None
+
+
+@pytest.mark.parametrize("name", ["logit_scale", "final_logit_softcapping", "rms_norm_eps"])
+@pytest.mark.parametrize("value", ["3", float("nan"), 0, True])
+def test_numbers_of_the_configuration_are_checked(served: Path, tmp_path: Path, name: str, value: Any) -> None:
+    shutil.copytree(served / "teacher", tmp_path / "teacher")
+    config = json.loads((tmp_path / "teacher" / "config.json").read_text())
+    (tmp_path / "teacher" / "config.json").write_text(json.dumps(config | {name: value}))
+    source = open_source(served / "texts.jsonl", tokenizer=served / "teacher")
+    with refusal("inputs-invalid", "config.json" if value != value else f"{name} in "):
+        import_hidden(served / "states", source, tmp_path / "teacher", tmp_path / "cache")
+
+
+def test_a_link_out_of_the_folder_is_refused(served: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "states"
+    shutil.copytree(served / "states", folder)
+    (folder / "hs_0.safetensors").unlink()
+    (folder / "hs_0.safetensors").symlink_to(served / "states" / "hs_0.safetensors")
+    with refusal("inputs-invalid", "hs_0.safetensors is a link to"):
+        run(served, tmp_path / "cache", folder)
