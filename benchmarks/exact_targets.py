@@ -9,7 +9,7 @@ disturbed a little; at 32,000 and 151,936 the head is made: a Zipf distribution 
 teacher's whole logits) on held-out texts after ``--steps``, by seed. ``same`` compares every loss of 100 steps from
 the cache with those of the live teacher.
 
-Prints tables and writes ``exact_targets.json`` beside this file. python benchmarks/exact_targets.py
+Prints tables and writes ``exact_targets.json`` here. python benchmarks/exact_targets.py
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Rows(NamedTuple):
 
 
 def stories_rows(tokens: int) -> Rows:
-    """Of the trained teacher, on its own samples."""
+    """The trained teacher, on the samples that it wrote."""
     teacher = load_stories(STORIES / "stories260K.bin")
     student = copy.deepcopy(teacher)
     torch.manual_seed(0)
@@ -74,7 +74,7 @@ def stories_rows(tokens: int) -> Rows:
 
 
 def made_rows(size: int, tokens: int) -> Rows:
-    """Zipf's law plus what a context says, as in ``kd_targets.py``."""
+    """Zipf's law plus the influence of a context, as in ``kd_targets.py``."""
     draw = torch.Generator().manual_seed(size)
     weight = torch.randn(size, 64, generator=draw, dtype=torch.float64) * 3.4 / 8
     bias = -torch.arange(1, size + 1, dtype=torch.float64).log()

@@ -1,9 +1,9 @@
-"""What does an indexer's loss cost on a processor, beside the same loss of maps that are in memory?
+"""What does an indexer's loss cost on a CPU, compared with the same loss on maps in memory?
 
 A layer of 16 teacher heads and a causal scorer of 4 heads with ReLU and weights, all of width 64, in float32. "maps"
 is the loss as one writes it, with the maps of all heads and automatic differentiation. Time is processor time of this
 process for the loss and its gradients, by turns; memory is what one loss with its gradients adds to a fresh process
-at its peak, above the inputs. Prints tables and writes ``indexer_kl_cpu.json`` beside this file.
+at its peak, above the inputs. Prints tables and writes ``indexer_kl_cpu.json`` here.
 
     python benchmarks/indexer_kl_cpu.py [--rounds 3] [--threads 1]
 """

@@ -6,8 +6,8 @@ queries and keys. Then every layer reads 16 of up to 128 keys: those of the trai
 scorers as they were drawn. Losses are cross entropies in nats a token on sequences that no scorer saw; intervals are
 95% over sequences, of the difference to dense attention.
 
-Prints a table and writes ``stories_indexer.json`` beside this file and a picture, what each selection keeps by
-position, to ``docs/pictures``. python benchmarks/stories_indexer.py [--steps 200]
+Prints a table and writes ``stories_indexer.json`` here and draws what each selection keeps by position, in
+``docs/pictures``. python benchmarks/stories_indexer.py [--steps 200]
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def indexer_loss(
     loss_mask: ArrayLike | None = None,
     **keywords: Unpack[TargetKeywords],
 ) -> float:
-    """``KL(target || softmax(scores))``, dense or on the scorer's own top-k (IDX-1..18).
+    """``KL(target || softmax(scores))``, dense or on the scorer's own top-k (IDX-1..16).
 
     Args:
         queries: the scorer's, ``(B, H_i, L, d_i)``, rotated as they are multiplied.
@@ -214,7 +214,7 @@ def indexer_loss_gradient(
 
 
 def mean_target(teacher: Teacher, selected: Mask | None = None) -> Array:
-    """p ``(B, G, L, C)``; each head's softmax over the selected blocks alone, where some are given."""
+    """p ``(B, G, L, C)``; each head's softmax is restricted to the selected blocks, if given."""
     targets = []
     for logits, outside in zip(teacher.logits, teacher.outside, strict=True):
         batch, heads, rows, keys = logits.shape

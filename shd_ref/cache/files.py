@@ -1,4 +1,4 @@
-"""Files that a form keeps once per cache, beside the shards, such as the teacher's head (CACHE-192)."""
+"""Files that a form keeps once per cache, outside the shards, such as the teacher's head (CACHE-192)."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def _take_over(
 
 
 def _copy_file(sources: Sequence[Storage], file: FormFile, writer: CacheWriter) -> None:
-    """What a form keeps beside the shards, from the first source whose bytes are right."""
+    """A form's shared file, from the first source with the right bytes."""
     problems: list[ShdError] = []
     for source in sources:
         try:

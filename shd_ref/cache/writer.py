@@ -126,7 +126,7 @@ class CacheWriter:
                 return self._commit(shard_file, receipt_file, receipt)
 
     def write_file(self, file: FormFile, pieces: Iterable[Any]) -> None:
-        """Write what a form keeps beside the shards, unless it is there (CACHE-192).
+        """Write a form's shared file, unless it is there already (CACHE-192).
 
         Args:
             file: one of ``manifest.files``.

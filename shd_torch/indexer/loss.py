@@ -37,7 +37,8 @@ def indexer_kl(
     The target is the attention of all heads of the teacher as one distribution; it is formed for a few rows at a time
     and never for all heads at once. Gradients of queries, keys and weights are computed with the value, and the
     backward pass only scales them; other derivatives are rejected. Nothing flows into the teacher. Detach what the
-    scorer's projections read if the model trains too. ``torch.autocast`` changes nothing here.
+    scorer's projections read if the model trains too. ``torch.autocast`` changes nothing here. In float32 a row whose
+    selected keys have less than about 1e-38 of the teacher's mass does not count, except with ``"mask_first"``.
 
     Args:
         queries: the scorer's, ``(B, H_i, L, d_i)``, rotated as they are multiplied.
@@ -154,7 +155,7 @@ def _divisor(counts: Tensor, segments: Tensor | None, reduction: str) -> Tensor 
     rows = counts.any(1)
     if segments is None:
         return rows.any(-1).sum().clamp_min(1)
-    # Each row's segment beside its sample's: the distinct ones of rows that count.
+    # Distinct pairs of sample and segment among the rows that count.
     samples = torch.arange(rows.shape[0], device=rows.device)[:, None].expand_as(rows)
     pairs = zip(samples[rows].tolist(), segments[rows].tolist(), strict=True)
     return float(max(len(set(pairs)), 1))

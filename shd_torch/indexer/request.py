@@ -365,7 +365,7 @@ def _run_length(heads: int, key_heads: int, groups: int, most: int) -> int:
 def _lost(
     teacher: Factored, outside: Tensor | None, samples: slice, heads: slice, rows: slice, total: Tensor
 ) -> Tensor:
-    """The log-sum-exp beside the keys' (IDX-7), as it was given or from what each row of the teacher sums to."""
+    """The log-sum-exp of logits outside the keys (IDX-7): as given, or computed from the teacher's row sums."""
     if outside is not None:
         return outside[samples, heads, rows].to(total.dtype)
     assert teacher.row_mass is not None  # one of the two is given

@@ -187,7 +187,7 @@ class Manifest(Held):
 
     @property
     def files(self) -> tuple[FormFile, ...]:
-        """What its forms keep beside the shards."""
+        """Files of its forms that all records share."""
         return tuple(file for form in self.forms for file in form.files)
 
     @property

@@ -140,7 +140,7 @@ class Form(ABC):
 
     @property
     def files(self) -> tuple[FormFile, ...]:
-        """Files beside the shards that all records share."""
+        """Files outside the shards that all records share."""
         return ()
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Laws of chapter IDX: options of an indexer's loss together, and what the loss shares with that of a student."""
+"""Laws of chapter IDX: pairs of options of an indexer's loss, and what it has in common with a student's loss."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _targets(trial: Trial, number: int, row: Row) -> Calls:
 
 
 def _has_rows(row: Row) -> bool:
-    """Of one sample that is empty nothing is left."""
+    """Whether a row can count: a single empty sample has none."""
     return (row.get("samples"), row.get("loss_mask")) != ("1", "an empty sample")
 
 

@@ -381,7 +381,7 @@ def _mapped(axes: Axes, move: Callable[[int], int | None]) -> Axes:
 
 
 def _turned(product: ir.Node) -> set[str]:
-    """What a product does to its factors beside multiplying them."""
+    """Transpositions that a product applies to its factors."""
     return {flag for flag in ("transA", "transB", "transBatchA", "transBatchB") if int_attribute(product, flag)}
 
 
@@ -395,7 +395,7 @@ def _list(node: ir.Node, place: int, attribute: str | None = None) -> list[int] 
 
 
 def _read_masks(site: AttentionSite, logits: Logits, arrays: Arrays, reader: _Reader) -> tuple[Seen, ...] | None:
-    """What keeps rows from keys; None where it has heads, or where what changes logits is no mask alone."""
+    """The masks; None where they differ between heads, or where more than masks changes the logits."""
     capped = (len(logits.addends), len(logits.conditions)) if logits.capped is None else logits.capped
     if logits.reason or site.layout != "batch-heads" or capped != (len(logits.addends), len(logits.conditions)):
         return None

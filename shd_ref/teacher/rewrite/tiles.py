@@ -2,7 +2,7 @@
 
 Of a site one Loop gives what the teacher goes on with and, by the way, the products of its maps with the values of
 other heads, which is all that alphas need; with these known another Loop makes the codes of merged maps. Keys that no
-row of a tile sees are left out, so causal maps cost half and windows grow with the length alone.
+row of a tile sees are left out, so causal maps cost half, and windows grow linearly with the length.
 """
 
 from __future__ import annotations

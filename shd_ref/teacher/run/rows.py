@@ -1,4 +1,4 @@
-"""Maps of a layer that ran in tiles, made again for some rows at a time: what a check looks at."""
+"""Maps of a layer that ran in tiles, computed again for some rows at a time, for checks."""
 
 from __future__ import annotations
 

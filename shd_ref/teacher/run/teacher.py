@@ -166,7 +166,7 @@ class TeacherRun:
     def squeeze_parts(self, batch: Batch) -> Iterator[tuple[StudentOutputs, ...]]:
         """The same with check outputs, of some layers at a time, as many as may be held; targets are in the first."""
         most = self._count_layers(batch)
-        if self.tiling is not None:  # what tiles are made of grows with the length alone
+        if self.tiling is not None:  # what tiles read grows linearly with the length
             heads, size = self.num_teacher_heads, self.inputs.longest_axis(batch.indices)
             width = 4 * max((site.d_v or 0) + (site.d_k or 0) for _, site in self.layers) if self.layers else 1
             most = max(1, CHECKED_BYTES // (4 * heads * max(size, 1) * max(width, 1)))

@@ -70,7 +70,7 @@ NEVER: dict[tuple[str, Pair], str] = {
                 operation,
                 ("samples", "1"),
                 ("loss_mask", "an empty sample"),
-                "of one sample that is empty nothing is left",
+                "a single empty sample has no row that counts",
             )
             for operation in ("indexer_loss", "indexer_loss_gradient")
         ),

@@ -51,7 +51,7 @@ class ExactMaker(RowsMaker[Exact]):
         return {form.files[0].name: pieces}
 
     def options(self, form: Exact) -> dict[str, Any]:
-        """The last states, beside hidden ones."""
+        """Options that store the last states."""
         return {"hidden": (LAST,), "hidden_codec": form.codec, "vocab_size": _stated_size(form)}
 
     def decided(
@@ -122,7 +122,7 @@ def cut_head(head: TeacherHead, size: int) -> TeacherHead:
 
 
 def _compare(work: TeacherRun, form: Exact, index: int) -> None:
-    """The head beside the graph, on rows of a sample (CACHE-191)."""
+    """Compare the head with the graph's own logits, on rows of a sample (CACHE-191)."""
     assert work.head is not None
     states, logits = work.run_head([index])
     few = np.linspace(0, len(states) - 1, min(len(states), COMPARED_ROWS)).astype(int)
