@@ -62,7 +62,7 @@ if kind == "plain":
     for row in range(4):
         session.run(None, {name: array[row : row + 1] for name, array in inputs.items()})
 else:
-    from shd_ref.teacher.precompute.job import PrecomputeJob
+    from shd_ref.teacher.precompute.engine import PrecomputeJob
     from shd_ref.teacher.options import PrecomputeOptions, RunOptions
     students = [(out, PrecomputeOptions(4, form=sys.argv[5]))]
     job = PrecomputeJob(teacher, inputs, students, RunOptions(batch_size=1, num_threads=1))
