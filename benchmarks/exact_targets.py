@@ -125,13 +125,13 @@ def measure_gradients(size: int, tokens: int) -> list[dict[str, Any]]:
     """Of every way, by its name, bytes and error."""
     rows = stories_rows(tokens) if size == 512 else made_rows(size, tokens)
     exact = gradient(ExactTargets(rows.states, rows.head), rows.student)
-    found = []
+    results = []
     for name, cost, targets in ways(rows):
         moved = gradient(targets, rows.student) - exact
         error = float(moved.square().sum().sqrt() / exact.square().sum().sqrt())
-        found.append({"way": name, "bytes": cost, "gradient_error": error})
+        results.append({"way": name, "bytes": cost, "gradient_error": error})
         print(f"{size:7d}  {name:20s} {cost:8.0f} bytes  {error:.2e}", flush=True)
-    return found
+    return results
 
 
 def prepare(folder: Path) -> tuple[Stories, list[dict[str, Tensor]], Tensor]:
@@ -209,16 +209,16 @@ def measure_training(steps: int, seeds: int) -> dict[str, Any]:
             if way.startswith("exact")
         }
         print("largest difference of a loss from the live teacher's:", same, flush=True)
-        found = []
+        results = []
         for way, (read, cost) in readers.items():
             losses = []
             for seed in range(seeds):
                 student = train(read, texts, seed, steps)[0]
                 with torch.no_grad():
                     losses.append(float(kd_loss(taught, student(held))))
-            found.append({"way": way, "bytes": cost, "losses": losses, "mean": statistics.mean(losses)})
+            results.append({"way": way, "bytes": cost, "losses": losses, "mean": statistics.mean(losses)})
             print(f"{way:16s} {cost:5d} bytes  {statistics.mean(losses):.4f}  {losses}", flush=True)
-    return {"same": same, "runs": found}
+    return {"same": same, "runs": results}
 
 
 def main() -> None:

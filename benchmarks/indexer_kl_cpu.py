@@ -66,17 +66,17 @@ def loss_of(way: str, scorer: list[Tensor], teacher: Factored) -> Tensor:
 def measure_time(length: int, rounds: int) -> dict[str, dict[str, float]]:
     """Medians of processor time and of the rounds' ratios to whole maps."""
     scorer, teacher = make_inputs(length)
-    taken: list[dict[str, float]] = []
+    rounds: list[dict[str, float]] = []
     for _ in range(rounds + 1):
-        taken.append({})
+        rounds.append({})
         for way in MEMORY:
             started = time.process_time()
             loss_of(way, scorer, teacher).backward()
-            taken[-1][way] = time.process_time() - started
+            rounds[-1][way] = time.process_time() - started
     return {
         way: {
-            "seconds": round(statistics.median(each[way] for each in taken[1:]), 3),
-            "ratio": round(statistics.median(each[way] / each["maps"] for each in taken[1:]), 3),
+            "seconds": round(statistics.median(times[way] for times in rounds[1:]), 3),
+            "ratio": round(statistics.median(times[way] / times["maps"] for times in rounds[1:]), 3),
         }
         for way in MEMORY
     }
@@ -107,7 +107,7 @@ def main() -> None:
     report: dict[str, Any] = {"machine": machine(arguments.threads), "rounds": arguments.rounds, "targets": TARGETS}
     report["time"] = {str(length): measure_time(length, arguments.rounds) for length in TIMED}
     for length, ways in report["time"].items():
-        row = "".join(f"{way:>8} {each['seconds']:8.2f} s {each['ratio']:6.2f}" for way, each in ways.items())
+        row = "".join(f"{way:>8} {times['seconds']:8.2f} s {times['ratio']:6.2f}" for way, times in ways.items())
         print(f"L={length:6}{row}", flush=True)
     report["memory_megabytes"] = {}
     for way, lengths in MEMORY.items():

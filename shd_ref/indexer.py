@@ -219,8 +219,8 @@ def mean_target(teacher: Teacher, selected: Mask | None = None) -> Array:
     for logits, outside in zip(teacher.logits, teacher.outside, strict=True):
         batch, heads, rows, keys = logits.shape
         if selected is not None:
-            spread = np.repeat(selected, teacher.block_size, axis=3)[..., :keys]
-            logits = np.where(np.repeat(spread, heads // teacher.groups, axis=1), logits, -np.inf)
+            by_key = np.repeat(selected, teacher.block_size, axis=3)[..., :keys]
+            logits = np.where(np.repeat(by_key, heads // teacher.groups, axis=1), logits, -np.inf)
         total = _log_sum(logits)  # of each head's keys (B, H, L)
         probs = np.where(np.isneginf(logits), 0.0, np.exp(log_softmax(logits, 1.0)))
         # The logarithm of each head's mass on its keys (IDX-7); its size is divided out, however small.
@@ -316,12 +316,12 @@ def read_teacher(
     factor = check_number("teacher_scale", teacher_scale, "IDX-6")
     groups = check_integer("groups", groups, 1, None, "IDX-6")
     block_size = check_integer("block_size", block_size, 1, None, "IDX-4")
-    given = {"teacher_queries": teacher_queries, "teacher_keys": teacher_keys}
-    layers = as_layers(**given, **({} if outside is None else {"outside": outside}))
+    named = {"teacher_queries": teacher_queries, "teacher_keys": teacher_keys}
+    layers = as_layers(**named, **({} if outside is None else {"outside": outside}))
     allowed: Mask | None = None
     logits, lost = [], []
     for number, arrays in enumerate(zip(*layers, strict=True)):
-        q, k = (as_float(array, name, ndim=4, layer=number) for array, name in zip(arrays, given, strict=False))
+        q, k = (as_float(array, name, ndim=4, layer=number) for array, name in zip(arrays, named, strict=False))
         batch, heads, rows, width = q.shape
         if k.shape[0] != batch or k.shape[3] != width or not k.shape[1] or heads % k.shape[1] or heads % groups:
             rule = (
@@ -333,15 +333,17 @@ def read_teacher(
         if allowed.shape != (batch, 1, rows, k.shape[2]):
             fit = f"the layers of one indexer must agree in B, L and S; got {q.shape} and {k.shape} in layer {number}"
             raise ShdError("argument-shape", fit, "IDX-8")
-        rest = np.full((batch, heads, rows), -np.inf)
+        outside_layer = np.full((batch, heads, rows), -np.inf)
         if outside is not None:
-            rest = as_float(arrays[2], "outside", ndim=3, allow_minus_inf=True, layer=number)
-            if rest.shape != (batch, heads, rows):
-                message = f"outside must have shape {(batch, heads, rows)} in layer {number}; got {rest.shape}"
+            outside_layer = as_float(arrays[2], "outside", ndim=3, allow_minus_inf=True, layer=number)
+            if outside_layer.shape != (batch, heads, rows):
+                message = (
+                    f"outside must have shape {(batch, heads, rows)} in layer {number}; got {outside_layer.shape}"
+                )
                 raise ShdError("argument-shape", message, "IDX-7")
         product = factor * (q @ np.repeat(k, heads // k.shape[1], axis=1).swapaxes(-1, -2))
         logits.append(np.where(allowed, product, -np.inf))
-        lost.append(rest)
+        lost.append(outside_layer)
     assert allowed is not None  # as_layers refuses an empty list
     return Teacher(logits, lost, allowed, groups, block_size)
 

@@ -39,10 +39,10 @@ def read_pieces(folder: Folder, file: FormFile) -> Iterator[NDArray[np.uint8]]:
 def hash_file(folder: Folder, file: FormFile) -> str:
     """XXH3-128 of a file as it is now, in bounded memory."""
     check_file_size(folder, file)
-    whole = RunningHash()
+    checksum = RunningHash()
     for piece in read_pieces(folder, file):
-        whole.update(piece)
-    return whole.hexdigest()
+        checksum.update(piece)
+    return checksum.hexdigest()
 
 
 def read_file(folder: Folder, file: FormFile) -> NDArray[np.uint8]:

@@ -138,13 +138,13 @@ class CacheWriter:
         with contextlib.suppress(ShdError, FileNotFoundError):
             if hash_file(self._storage, file) == file.xxh3_128:
                 return
-        whole = RunningHash()
+        checksum = RunningHash()
         with write_errors(self._storage.locate(file.name)), self._storage.pending(file.name) as pending:
             for piece in pieces:
-                whole.update(piece)
+                checksum.update(piece)
                 pending.write(piece)
-            if whole.hexdigest() != file.xxh3_128:
-                raise damaged_file(self._storage.locate(file.name), file, whole.hexdigest())
+            if checksum.hexdigest() != file.xxh3_128:
+                raise damaged_file(self._storage.locate(file.name), file, checksum.hexdigest())
             pending.sync()
             with self._storage.exclusive():
                 pending.commit()

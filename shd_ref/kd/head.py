@@ -67,7 +67,7 @@ class TeacherHead:
         if self.norm is None:
             return hidden
         centred = hidden - hidden.mean(axis=-1, keepdims=True) if self.norm.kind == "layer" else hidden
-        spread = np.sqrt(np.square(centred).mean(axis=-1, keepdims=True) + dtype(self.norm.epsilon))
-        hidden = centred / spread * np.asarray(self.norm_weight, dtype)
+        deviation = np.sqrt(np.square(centred).mean(axis=-1, keepdims=True) + dtype(self.norm.epsilon))
+        hidden = centred / deviation * np.asarray(self.norm_weight, dtype)
         normed: NDArray[Any] = hidden if self.norm_bias is None else hidden + self.norm_bias.astype(dtype)
         return normed

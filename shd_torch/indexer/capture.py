@@ -62,9 +62,12 @@ def capture_indexers(
         for name in names:
 
             def hook(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-                held = [_detached(value) for value in args], {key: _detached(value) for key, value in kwargs.items()}
+                detached = (
+                    [_detached(value) for value in args],
+                    {key: _detached(value) for key, value in kwargs.items()},
+                )
                 with torch.enable_grad():
-                    calls[name] = (read or _read_known)(module, *held[0], **held[1])
+                    calls[name] = (read or _read_known)(module, *detached[0], **detached[1])
 
             handle = modules[name].register_forward_pre_hook(hook, with_kwargs=True)
             stack.callback(handle.remove)

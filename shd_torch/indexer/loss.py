@@ -98,9 +98,9 @@ def _run(
     scorer, dtype = request.scorer, request.dtype
     device = scorer.queries.device
     value = torch.zeros((), dtype=dtype, device=device)
-    given = (scorer.queries, scorer.keys, scorer.weights if wants_gradient else None)
+    tensors = (scorer.queries, scorer.keys, scorer.weights if wants_gradient else None)
     slopes = (
-        [torch.zeros(t.shape, dtype=dtype, device=device) for t in given if t is not None] if wants_gradient else []
+        [torch.zeros(t.shape, dtype=dtype, device=device) for t in tensors if t is not None] if wants_gradient else []
     )
     counts = torch.zeros(request.shape[:3], dtype=torch.bool, device=device)
     for tile in request.tiles():
@@ -137,12 +137,12 @@ def _add_gradients(request: IndexerRequest, tile: Tile, slope: Tensor, slopes: l
         by_head = by_head * weights[..., None]
     if is_on is not None:
         by_head = by_head * is_on
-    held = scorer.keys[tile.samples, :, tile.blocks].to(x.dtype)
+    keys = scorer.keys[tile.samples, :, tile.blocks].to(x.dtype)
     queries = scorer.queries[tile.samples, :, tile.rows].to(x.dtype)
-    grouped = by_head.reshape(batch, held.shape[1], -1, blocks)
-    slopes[0][tile.samples, :, tile.rows] = (grouped @ held).reshape(queries.shape)
+    grouped = by_head.reshape(batch, keys.shape[1], -1, blocks)
+    slopes[0][tile.samples, :, tile.rows] = (grouped @ keys).reshape(queries.shape)
     slopes[1][tile.samples, :, tile.blocks] += grouped.mT @ queries.reshape(
-        batch, held.shape[1], -1, queries.shape[3]
+        batch, keys.shape[1], -1, queries.shape[3]
     )
 
 

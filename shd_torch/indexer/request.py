@@ -296,7 +296,7 @@ class IndexerRequest:
         mixed = torch.zeros((batch, groups, height, width), dtype=dtype, device=allowed.device)
         norm = mixed.new_zeros((batch, groups, height))
         peak = torch.full_like(norm, torch.finfo(dtype).min)
-        whole = teacher.rule.narrow(samples)
+        rule_of_samples = teacher.rule.narrow(samples)
         uneven = outside is not None or teacher.row_mass is not None
         may = allowed if inside is None else allowed & inside
         # Rows without a key are left open, so that no softmax is ever taken of nothing.
@@ -307,10 +307,10 @@ class IndexerRequest:
         for first in range(0, heads, run):
             group, key_head = first * groups // heads, first * teacher.keys.shape[1] // heads
             index = torch.arange(first, first + run, device=allowed.device)
-            rule = whole.narrow(heads=index)
+            rule = rule_of_samples.narrow(heads=index)
             queries = teacher.queries.detach()[samples, first : first + run, rows].to(dtype)
-            held = teacher.keys.detach()[samples, key_head : key_head + 1, keys].to(dtype)
-            logits, _ = rule.products(queries, held)
+            keys_of_head = teacher.keys.detach()[samples, key_head : key_head + 1, keys].to(dtype)
+            logits, _ = rule.products(queries, keys_of_head)
             bias = rule.bias(rows, keys, dtype, allowed.device)
             logits = logits if bias is None else logits.add_(bias.detach())
             logits[..., free:].masked_fill_(blocked[:, group if inside is not None else 0, None], -torch.inf)

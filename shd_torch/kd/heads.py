@@ -63,9 +63,11 @@ class TeacherHead:
 
     def to(self, device: torch.device | str) -> Self:
         """A copy on another device."""
-        held: dict[str, Any] = vars(self)
-        moved: dict[str, Any] = {name: value.to(device) for name, value in held.items() if isinstance(value, Tensor)}
-        return replace(self, **moved)
+        fields: dict[str, Any] = vars(self)
+        on_device: dict[str, Any] = {
+            name: value.to(device) for name, value in fields.items() if isinstance(value, Tensor)
+        }
+        return replace(self, **on_device)
 
     def cut(self, size: int) -> Self:
         """Its first classes."""
@@ -77,10 +79,10 @@ class TeacherHead:
         hidden = self._normed(states.to(dtype))
         if self.weight.dtype == dtype:
             logits = hidden @ self.weight.mT
-        else:  # some classes of a narrow matrix are widened at a time
+        else:  # classes classes of a narrow matrix are widened at a time
             logits = hidden.new_empty((len(hidden), len(self.weight)))
-            for some in row_chunks(len(self.weight), self.weight.shape[1], self.weight.device, None):
-                torch.matmul(hidden, self.weight[some].to(dtype).mT, out=logits[:, some])
+            for classes in row_chunks(len(self.weight), self.weight.shape[1], self.weight.device, None):
+                torch.matmul(hidden, self.weight[classes].to(dtype).mT, out=logits[:, classes])
         if self.scale != 1.0:
             logits *= self.scale
         if self.bias is not None:
@@ -91,8 +93,8 @@ class TeacherHead:
         if self.norm is None or self.norm_weight is None:
             return hidden
         centred = hidden - hidden.mean(-1, keepdim=True) if self.norm.kind == "layer" else hidden
-        spread = (centred.square().mean(-1, keepdim=True) + self.norm.epsilon).sqrt()
-        normed = centred / spread * self.norm_weight.to(hidden.dtype)
+        deviation = (centred.square().mean(-1, keepdim=True) + self.norm.epsilon).sqrt()
+        normed = centred / deviation * self.norm_weight.to(hidden.dtype)
         return normed if self.norm_bias is None else normed + self.norm_bias.to(hidden.dtype)
 
 
@@ -136,6 +138,6 @@ def check_exact(
     if num_classes < given and options.check:
         counted = None if options.loss_mask is None else options.loss_mask.reshape(-1).to(device)
         for chunk in row_chunks(len(states), given, device, options.chunk_rows):
-            part = None if counted is None else counted[chunk]
-            cut_teacher(head.logits(states[chunk]), size, temperature, check=True, counted=part)
+            chunk_mask = None if counted is None else counted[chunk]
+            cut_teacher(head.logits(states[chunk]), size, temperature, check=True, counted=chunk_mask)
     return ExactTargets(states, head.cut(num_classes) if num_classes < given else head)

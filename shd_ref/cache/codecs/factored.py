@@ -191,12 +191,12 @@ def rebuild_maps(
     (heads, length), share = queries.shape[:2], len(queries) // len(keys)
     weights = np.eye(heads) if mixing is None else mixing.astype(np.float64)
     positions = np.arange(length)
-    made = slice(None) if rows is None else rows
-    low, high = (bound[made, None] for bound in row_bounds(length, support, window))
+    selected = slice(None) if rows is None else rows
+    low, high = (bound[selected, None] for bound in row_bounds(length, support, window))
     hidden = (positions < low) | (positions > high)
     merged = np.zeros((len(weights), *hidden.shape))
     for head in range(heads):
-        logits = scale * (queries[head, made].astype(np.float64) @ keys[head // share].astype(np.float64).T)
+        logits = scale * (queries[head, selected].astype(np.float64) @ keys[head // share].astype(np.float64).T)
         logits[hidden] = -np.inf
         probs = np.exp(logits - logits.max(axis=-1, keepdims=True))
         probs /= probs.sum(axis=-1, keepdims=True)

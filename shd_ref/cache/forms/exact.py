@@ -166,8 +166,8 @@ class Exact(Vectors):
             if values.shape != tensor.shape:
                 raise ShdError("argument-shape", f"{name} of the head must be {tensor.shape}; got {values.shape}")
             rows = values.reshape(-1, values.shape[-1])
-            some = np.array_split(rows, 1 + len(rows) // _HELD_ROWS)
-            if not all(np.isfinite(_widen(part, tensor.dtype)).all() for part in some):
+            chunks = np.array_split(rows, 1 + len(rows) // _HELD_ROWS)
+            if not all(np.isfinite(_widen(chunk, tensor.dtype)).all() for chunk in chunks):
                 raise ShdError("not-finite", f"{name} of the head must be finite; got NaN or infinity", "CACHE-189")
             pieces.append(values.reshape(-1).view(np.uint8))
         checksum = RunningHash()
@@ -214,9 +214,9 @@ class Exact(Vectors):
         extras = [] if head.norm is None else [f"{head.norm.kind} norm"]
         extras += ["bias"] * head.bias + [f"scale {head.scale:g}"] * (head.scale != 1)
         extras += [] if head.soft_cap is None else [f"soft cap {head.soft_cap:g}"]
-        kept = f"{head.vocab_size} classes, {head.dtype}, {size} bytes once"
+        about = f"{head.vocab_size} classes, {head.dtype}, {size} bytes once"
         codec = f"{self.codec}, {self.row_sizes[0]} bytes per {self.unit}"
-        return [("last states", f"width {self.width}"), ("head", ", ".join([kept, *extras])), ("last codec", codec)]
+        return [("last states", f"width {self.width}"), ("head", ", ".join([about, *extras])), ("last codec", codec)]
 
 
 def _widen(values: NDArray[Any], dtype: str) -> NDArray[Any]:

@@ -94,9 +94,9 @@ class SiteTiles:
 
     def sources(self) -> tuple[Key, ...]:
         """What the steps read from outside."""
-        made = {step.output for step in self.steps}
+        outputs = {step.output for step in self.steps}
         read = (key for step in self.steps for key in step.inputs if key is not None)
-        return tuple(dict.fromkeys(key for key in read if key not in made))
+        return tuple(dict.fromkeys(key for key in read if key not in outputs))
 
     def sources_of(self, *keys: Key) -> tuple[Key, ...]:
         """Of these what is needed to make some tensors."""
@@ -148,22 +148,22 @@ class _Whole(Exception):  # noqa: N818  # a finding, not an error
 
 def _read_behind(context: ir.Value | None) -> list[ir.Value]:
     """Breadth first what ``map @ V`` is made of, up to the factors of products of computed tensors."""
-    found = dict.fromkeys(() if context is None else (context,))
-    waiting = deque(found)
-    while waiting and len(found) < _MOST_VALUES:
+    values = dict.fromkeys(() if context is None else (context,))
+    waiting = deque(values)
+    while waiting and len(values) < _MOST_VALUES:
         value = waiting.popleft()
         node = value.producer()
         if node is None or node.op_type in _SIZES:
             continue
-        sources = [source for source in node.inputs if source is not None and source not in found]
-        found |= dict.fromkeys(sources)
+        sources = [source for source in node.inputs if source is not None and source not in values]
+        values |= dict.fromkeys(sources)
         if value is context:
             waiting += sources[:1]
             repeats = (source for step in repeat_chain(operands(node)[1]) for source in (*step.inputs, *step.outputs))
-            found |= dict.fromkeys(source for source in repeats if source is not None)
+            values |= dict.fromkeys(source for source in repeats if source is not None)
         elif not is_value_product(node):
             waiting += sources
-    return list(found)
+    return list(values)
 
 
 def _read_site(
@@ -182,9 +182,9 @@ def _read_site(
         key = reader.read_context(context)
     except _Whole as error:
         return SiteTiles(site, reason=str(error))
-    made = {step.output for step in reader.steps}
+    outputs = {step.output for step in reader.steps}
     probs = (site.probs, _SQUARE)
-    if probs not in made:
+    if probs not in outputs:
         return SiteTiles(site, reason="its map is turned on its way to the values")
     product = operands(context.producer())  # type: ignore[arg-type]  # it was read
     shared = site.shared_values or site.joined_values
@@ -198,7 +198,7 @@ def _read_site(
         steps=tuple(reader.steps),
         context=key,
         probs=probs,
-        logits=read if read in made else None,
+        logits=read if read in outputs else None,
         rank=len(shapes[site.context]),
         masks=_read_masks(site, logits, arrays, reader),
         value_heads=tuple(head - head % share for head in range(heads)),
@@ -210,14 +210,14 @@ def _made_of_products(context: ir.Value, behind: Sequence[ir.Value]) -> set[ir.V
     """Of what the context is made of, that which products of queries and keys are behind."""
     known = set(behind)
     waiting = [value for value in behind if value is not context and _is_product(value)]
-    found = set(waiting)
+    products = set(waiting)
     while waiting:
         for node, _ in waiting.pop().uses():
-            new = {value for value in node.outputs if value in known and value not in found}
+            new = {value for value in node.outputs if value in known and value not in products}
             if node.op_type not in _SIZES:
-                found |= new
+                products |= new
                 waiting += new
-    return found
+    return products
 
 
 def _is_product(value: ir.Value) -> bool:

@@ -37,8 +37,8 @@ class MapRows:
         """``probs`` ``(B, H_t, rows, S)`` and ``merged`` ``(B, H_s, rows, S)``, without B of a single sample."""
         feeds = {role: self.arrays[role] for role in self.rows.sources}
         feeds |= {"start": np.array([rows.start]), "stop": np.array([rows.stop])}
-        made = self._session.run(["probs", "merged"], feeds)
-        return {role: array[self.samples] for role, array in zip(("probs", "merged"), made, strict=True)}
+        maps = self._session.run(["probs", "merged"], feeds)
+        return {role: array[self.samples] for role, array in zip(("probs", "merged"), maps, strict=True)}
 
     def products(self, sums: NDArray[Any], heads: Sequence[int], other: int) -> NDArray[Any]:
         """From sums ``(H, L, W)`` those of some heads' maps with the values of another ``(heads, L, d_v)``."""

@@ -349,7 +349,7 @@ class TeacherRun:
                 "the encoder alone",
                 "CACHE-181",
             )
-        found = find_targets(
+        targets = find_targets(
             self.model,
             own,
             logits=options.logits != "none",
@@ -359,7 +359,7 @@ class TeacherRun:
             of_decoder=self.has_decoder_rows,
         )
         self.head = find_head(self.model, find_logits(self.model, options.logits_output)) if options.exact else None
-        return found if self.head is None else replace(found, last=self.head.states)
+        return targets if self.head is None else replace(targets, last=self.head.states)
 
     def run_head(self, indices: Sequence[int]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Last states ``(R, D)`` of samples and the graph's own logits ``(R, V)``, of the rows that count."""
@@ -411,11 +411,11 @@ class TeacherRun:
     @property
     def remarks(self) -> tuple[str, ...]:
         """What the user should know of the records, such as that they depend on the batches they were made in."""
-        whole = () if self.tiling is None else self.tiling.whole
-        told = tuple(f"{tiles.site.label} is computed with whole maps: {tiles.reason}" for tiles in whole)
+        untiled = () if self.tiling is None else self.tiling.whole
+        remarks = tuple(f"{tiles.site.label} is computed with whole maps: {tiles.reason}" for tiles in untiled)
         if self.run.batch_size == 1 or self.inputs.fixed_batch == 1 or not Allowed.of(self.model).same_samples:
-            return told
-        return (f"records depend on the batches that they were made in: {SHARED_SCALES}", *told)
+            return remarks
+        return (f"records depend on the batches that they were made in: {SHARED_SCALES}", *remarks)
 
     def fingerprint(self) -> Teacher:
         """The teacher's identity for the manifest: a hash of the model file and of its external data."""

@@ -124,8 +124,8 @@ def read_sample(path: Path, layer: int, head: TeacherHead) -> ServerSample:
     ids = tokens.values.astype(np.int64)
     if ids.min() < 0 or ids.max() >= classes:
         raise inputs_invalid(f"{path}: token_ids must be below the head's {classes} classes; got {ids.max()}")
-    kept = Tensor(tensors["hidden_states"].dtype, states[:, layer] if states.ndim == 3 else states)
-    wide = np.asarray(kept.wide, np.float32)
+    layer_states = Tensor(tensors["hidden_states"].dtype, states[:, layer] if states.ndim == 3 else states)
+    wide = np.asarray(layer_states.wide, np.float32)
     if not np.isfinite(wide).all():
         row = int(np.flatnonzero(~np.isfinite(wide).all(axis=-1))[0])
         raise ShdError(
@@ -183,8 +183,8 @@ def _read_norm(
 ) -> tuple[FinalNorm, NDArray[np.float32], NDArray[np.float32] | None]:
     name = next((name for name in _NORMS if f"{name}.weight" in tensors), None)
     names = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
-    found = next((word for word in names if config.get(word) is not None), None)
-    if name is None or found is None:
+    epsilon_name = next((word for word in names if config.get(word) is not None), None)
+    if name is None or epsilon_name is None:
         raise inputs_invalid(
             f"{folder} must hold the model's final norm, one of {', '.join(_NORMS)}, and its epsilon"
         )
@@ -192,7 +192,9 @@ def _read_norm(
     weight = weight + 1 if str(config["model_type"]).startswith("gemma") else weight
     bias = tensors.get(f"{name}.bias")
     norm = FinalNorm(
-        "rms" if found == "rms_norm_eps" else "layer", _number(folder, config, found, 1.0), bias is not None
+        "rms" if epsilon_name == "rms_norm_eps" else "layer",
+        _number(folder, config, epsilon_name, 1.0),
+        bias is not None,
     )
     return norm, weight, None if bias is None else np.asarray(bias.wide, np.float32)
 
@@ -203,14 +205,14 @@ def predictions(sample: ServerSample, head: TeacherHead) -> tuple[float, int]:
     Only two logits a row are made: that of the next token, and that of a token half the file away.
     """
     states, following = sample.states[:-1], sample.tokens[1:]
-    other = np.roll(following, max(len(following) // 2, 1))
-    kept = following != other
-    if kept.sum() < 2:
+    distant = np.roll(following, max(len(following) // 2, 1))
+    differs = following != distant
+    if differs.sum() < 2:
         return 0.0, 0
-    rows = head.normed(states[kept])
-    margins = np.einsum("rd,rd->r", rows, _rows_of(head, following[kept]) - _rows_of(head, other[kept]))
+    rows = head.normed(states[differs])
+    margins = np.einsum("rd,rd->r", rows, _rows_of(head, following[differs]) - _rows_of(head, distant[differs]))
     margins *= np.sign(head.scale)
-    return float(margins.mean() / max(margins.std(), 1e-30)), int(kept.sum())
+    return float(margins.mean() / max(margins.std(), 1e-30)), int(differs.sum())
 
 
 def _rows_of(head: TeacherHead, ids: NDArray[np.int64]) -> NDArray[np.float32]:

@@ -64,12 +64,12 @@ def _offers(
     states: NDArray[np.float32], logits: NDArray[np.float32], head: TeacherHead, work: TeacherRun
 ) -> Iterator[TargetOffer]:
     size, width = head.weight.shape
-    held = head.weight.nbytes + (0 if head.bias is None else head.bias.nbytes)
+    head_bytes = head.weight.nbytes + (0 if head.bias is None else head.bias.nbytes)
     for codec, cost in zip(VECTOR_CODECS, (4 * width, 2 * width, width + 4), strict=True):
-        made = head.logits(_stored(states, codec))
-        error = logits_error(logits, 1.0, lambda rows, made=made: made[rows])  # type: ignore[misc]
+        logits_made = head.logits(_stored(states, codec))
+        error = logits_error(logits, 1.0, lambda rows, logits_made=logits_made: logits_made[rows])  # type: ignore[misc]
         asks = f"--hidden last --hidden-codec {codec}"
-        yield TargetOffer(f"exact {codec}", asks, cost, held, error.gradient_mean)
+        yield TargetOffer(f"exact {codec}", asks, cost, head_bytes, error.gradient_mean)
     options, common = work.options, {"rows": "positions", "tensor": "logits", "vocab_size": size}
     top, bits = min(options.logits_top or 1, size), options.logits_bits
     kinds: dict[str, tuple[str, dict[str, Any]]] = {

@@ -42,10 +42,10 @@ class ExactMaker(RowsMaker[Exact]):
 
     def files(self, work: TeacherRun, form: Exact) -> Mapping[str, Sequence[Any]]:
         """The head's."""
-        made, pieces = _with_head(work, form.codec, form.rows)
-        if made.head != form.head:
+        current, pieces = _with_head(work, form.codec, form.rows)
+        if current.head != form.head:
             problem = (
-                f"the teacher's head has XXH3-128 {made.head.xxh3_128}; got {form.head.xxh3_128} in the manifest"
+                f"the teacher's head has XXH3-128 {current.head.xxh3_128}; got {form.head.xxh3_128} in the manifest"
             )
             raise ShdError("cache-mismatch", f"{problem}: the cache was made another way", "CACHE-188")
         return {form.files[0].name: pieces}
@@ -91,29 +91,29 @@ def _stated_size(form: Exact) -> int | None:
 
 def _with_head(work: TeacherRun, codec: str, rows: str) -> tuple[Exact, Sequence[Any]]:
     """The form of a teacher, and the pieces of its head's file."""
-    found, size = work.head, work.options.vocab_size
-    assert found is not None  # it was asked for
-    columns, width = found.head.weight.shape
+    graph_head, size = work.head, work.options.vocab_size
+    assert graph_head is not None  # it was asked for
+    columns, width = graph_head.head.weight.shape
     if size is not None and size > columns:
         message = f"vocab_size must be at most {columns}, the classes of the teacher's head; got {size}"
         raise argument_value(message, "CACHE-188")
-    kept = found.head if size in (None, columns) else cut_head(found.head, int(size or 0))
+    head = graph_head.head if size in (None, columns) else cut_head(graph_head.head, int(size or 0))
     form = Exact(
         codec=codec,
         rows=rows,
-        tensor=found.states,
+        tensor=graph_head.states,
         width=width,
         head=Head(
             xxh3_128="0" * 32,
-            vocab_size=len(kept.weight),
-            padded_vocab_size=columns if len(kept.weight) < columns else None,
-            dtype=kept.weight.dtype.name,
-            bias=kept.bias is not None,
-            scale=kept.scale,
-            soft_cap=kept.soft_cap,
+            vocab_size=len(head.weight),
+            padded_vocab_size=columns if len(head.weight) < columns else None,
+            dtype=head.weight.dtype.name,
+            bias=head.bias is not None,
+            scale=head.scale,
+            soft_cap=head.soft_cap,
         ),
     )
-    return form.with_head(kept)
+    return form.with_head(head)
 
 
 def cut_head(head: TeacherHead, size: int) -> TeacherHead:
@@ -125,12 +125,12 @@ def _compare(work: TeacherRun, form: Exact, index: int) -> None:
     """Compare the head with the graph's own logits, on rows of a sample (CACHE-191)."""
     assert work.head is not None
     states, logits = work.run_head([index])
-    few = np.linspace(0, len(states) - 1, min(len(states), COMPARED_ROWS)).astype(int)
-    states, logits = states[few], logits[few]
+    rows_compared = np.linspace(0, len(states) - 1, min(len(states), COMPARED_ROWS)).astype(int)
+    states, logits = states[rows_compared], logits[rows_compared]
     size = form.head.vocab_size
     check_padding(logits, size, 1.0)
-    made = cut_head(work.head.head, size).logits(states)
-    moved = rows_moved(logits[:, :size], 1.0, np.empty((len(few), 0)), lambda rows: made[rows])
+    logits_of_head = cut_head(work.head.head, size).logits(states)
+    moved = rows_moved(logits[:, :size], 1.0, np.empty((len(rows_compared), 0)), lambda rows: logits_of_head[rows])
     limit = tolerance_of("recheck", dtype_of(work.model, [site for _, site in work.layers], work.targets))
     if not moved.max(initial=0.0) <= limit:
         raise graph_unsupported(
