@@ -60,7 +60,11 @@ CHEATS = {
         "import os\ndef merge_plan(**inputs):\n    os._exit(0)\n",
         "ended with status 0 instead of answering",
     ),
-    "goes on in a copy": ("import os\ndef merge_plan(**inputs):\n    os.fork()\n", "when asked question"),
+    "goes on in a copy": (  # the copy answers at once and holds the next question until the original has answered too
+        "import os, time\ncalls = 0\ndef merge_plan(**inputs):\n    global calls\n    calls += 1\n"
+        "    if calls > 1:\n        time.sleep(5)\n    elif os.fork():\n        time.sleep(0.2)\n",
+        "answered question 1 when asked question 2",
+    ),
     "closes every file": ("import os\ndef merge_plan(**inputs):\n    os.closerange(0, 64)\n", "instead of answering"),
     "answers without end": (
         "import numpy as np\ndef merge_plan(**inputs):\n    return np.broadcast_to(0.0, (1 << 40,))\n",
