@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from shd_ref.kd.codes import RowCode
-from shd_torch.kd import SampledTargets, TopkTargets, kd_loss, kd_targets_sampled, kd_targets_topk
+from shd_torch.kd import TopkTargets, kd_loss, kd_targets_topk
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from support.binding.stories import load_stories  # the teacher's architecture, which tests use too
@@ -46,10 +46,9 @@ STORIES = Path(__file__).parents[2] / "shared" / "data" / "stories260K"
 SYNTHETIC = (32000, 151936)
 WIDTH = 64  # of the synthetic head
 ROWS = 32  # at once
-# head, draws, bits of a head's value
-CODES = ((4, 0, 8), (8, 0, 8), (16, 0, 6), (16, 0, 8), (32, 0, 6), (32, 0, 8), (50, 0, 6), (50, 0, 8), (50, 0, 12))
-CODES += ((128, 0, 6), (128, 0, 8), (128, 0, 12))
-CODES += ((0, 16, 8), (0, 64, 8), (8, 8, 8), (16, 16, 8), (32, 16, 8), (32, 32, 8), (50, 50, 8))
+# head, bits of its values
+CODES = ((4, 8), (8, 8), (16, 6), (16, 8), (32, 6), (32, 8), (50, 6), (50, 8), (50, 12), (128, 6), (128, 8))
+CODES += ((128, 12),)
 # k, exact values and terms: DistillKit's small budget and its recommendation
 RIVALS = ((50, 1, 3), (128, 16, 6))
 
@@ -99,33 +98,11 @@ def synthetic_rows(vocab_size: int, tokens: int, student: str) -> Iterator[Rows]
         yield Rows((strength * context) @ weight.T + bias, hidden, weight, bias)
 
 
-def _systematic_uniforms(rows: int, count: int, seed: int) -> Tensor:
-    """Uniforms at equal distances from one random start for each row."""
-    start = np.random.default_rng(seed).random((rows, 1))
-    return torch.from_numpy((np.arange(count) + start) / count)
-
-
-def coded(teacher: Tensor, code: RowCode, seed: int) -> TopkTargets | SampledTargets:
+def coded(teacher: Tensor, code: RowCode) -> TopkTargets:
     """A teacher's rows after they were stored."""
-    head = code.head
-    if not code.draws:
-        topk = kd_targets_topk(teacher, head)
-        got = code.decode(code.encode(*(field.numpy() for field in topk[:3])))
-        return topk._replace(log_probs=torch.from_numpy(got.log_probs), log_tail=torch.from_numpy(got.log_tail))
-    uniforms = _systematic_uniforms(len(teacher), code.draws, seed)
-    drawn = kd_targets_sampled(teacher, uniforms, keep=head)
-    ids, weights = drawn.ids.numpy(), drawn.weights.numpy()
-    got = code.decode(
-        code.encode(
-            ids[:, :head],
-            np.log(weights[:, :head]),
-            np.minimum(np.log(weights[:, head:].sum(-1)), 0.0),
-            np.sort(ids[:, head:], axis=-1),
-            drawn.entropy.numpy(),
-        )
-    )
-    kept, shares = got.slots()
-    return drawn._replace(ids=torch.from_numpy(kept), weights=torch.from_numpy(shares))
+    topk = kd_targets_topk(teacher, code.head)
+    got = code.decode(code.encode(*(field.numpy() for field in topk[:3])))
+    return topk._replace(log_probs=torch.from_numpy(got.log_probs), log_tail=torch.from_numpy(got.log_tail))
 
 
 def renormalised(teacher: Tensor, k: int) -> TopkTargets:
@@ -140,12 +117,10 @@ def forms(vocab_size: int) -> dict[str, tuple[float, Any]]:
     made: dict[str, tuple[float, Any]] = {}
     for k, exact, terms in RIVALS:
         for name, size in (("float16", k * (bits + 16)), ("curve", k * bits + 16 * (exact + terms))):
-            make = partial(renormalised, k=k)
-            made[f"renormalised top {k}, {name}"] = (size / 8, lambda u, seed, make=make: make(u))
-    for head, draws, value_bits in CODES:
-        code = RowCode(vocab_size, head, draws, value_bits)
-        name = f"top {head} + tail, {value_bits} bits" if not draws else f"top {head} + {draws} draws"
-        made[name] = (code.row_bytes, lambda u, seed, code=code: coded(u, code, seed))
+            made[f"renormalised top {k}, {name}"] = (size / 8, partial(renormalised, k=k))
+    for head, value_bits in CODES:
+        code = RowCode(vocab_size, head, value_bits)
+        made[f"top {head} + tail, {value_bits} bits"] = (code.row_bytes, partial(coded, code=code))
     return made
 
 
@@ -165,7 +140,7 @@ def measure(vocab_size: int, tokens: int, student: str) -> dict[str, Any]:
     squares = {name: np.zeros(2) for name in made}
     sums: dict[str, Any] = dict.fromkeys(made, 0.0)
     whole, exact_sum, entropy, divergence = np.zeros(2), 0.0, 0.0, 0.0
-    for number, rows in enumerate(source):
+    for rows in source:
         exact = gradient(rows.teacher, rows)
         whole += [float(exact.square().sum()), float((exact @ rows.weight).square().sum())]
         exact_sum = exact_sum + exact.T @ rows.hidden
@@ -174,7 +149,7 @@ def measure(vocab_size: int, tokens: int, student: str) -> dict[str, Any]:
         logits = rows.hidden @ rows.weight.T + (0.0 if rows.bias is None else rows.bias)
         divergence += float(kd_loss(rows.teacher, logits, reduction="sum", check=False))
         for name, (_, make) in made.items():
-            off = gradient(make(rows.teacher, number), rows) - exact
+            off = gradient(make(rows.teacher), rows) - exact
             squares[name] += [float(off.square().sum()), float((off @ rows.weight).square().sum())]
             sums[name] = sums[name] + off.T @ rows.hidden
     scale = float(torch.as_tensor(exact_sum).norm())

@@ -32,7 +32,7 @@ from shd_ref.cache.storage.places import (
     receipt_name,
 )
 from shd_ref.errors import ShdError
-from shd_ref.kd.codes import SampledTargets, TopkTargets
+from shd_ref.kd.codes import TopkTargets
 from shd_ref.kd.head import TeacherHead
 
 Choice: TypeAlias = Iterable[int] | bool | None
@@ -190,7 +190,7 @@ class CacheReader:
         """
         return self.manifest.attention.decode_factors(record, layer)
 
-    def decode_logits(self, record: SampleRecord) -> TopkTargets | SampledTargets | NDArray[np.float32]:
+    def decode_logits(self, record: SampleRecord) -> TopkTargets | NDArray[np.float32]:
         """The teacher's logits of one sample: classes of R rows, or ``(R, V)`` float32 if all are stored.
 
         Row r belongs to position ``first + r``; a classifier has a single row (CACHE-160).

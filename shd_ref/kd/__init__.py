@@ -1,5 +1,5 @@
 """Sparse targets of logits (``specs/kd.md``) and their bytes. Imports the reference; lies below the cache."""
 
-from shd_ref.kd.codes import SampledTargets, TopkTargets
+from shd_ref.kd.codes import TopkTargets
 
-__all__ = ["SampledTargets", "TopkTargets"]
+__all__ = ["TopkTargets"]

@@ -31,8 +31,8 @@ FORMS: Final = tuple(CODECS_OF)
 NO_FORM: Final = "none"
 """The form of records without attention: logits, hidden states and embeddings alone."""
 
-LOGIT_FORMS: Final = ("none", "topk", "sampled", "float16")
-"""How the teacher's logits are stored: not at all, by top-k records, by sampled ones, or whole."""
+LOGIT_FORMS: Final = ("none", "topk", "float16")
+"""How the teacher's logits are stored: not at all, by top-k records, or whole."""
 
 LAST: Final = -1
 """Among hidden states the one that the head reads, with which KD is exact; ``last`` on the command line."""
@@ -80,12 +80,10 @@ HELP: Final = {
     "factored_codec": "Codec of queries and keys: int8 (1 byte per number) or float16 (2).",
     "codec": "Codec of maps: sqrt8-row, sqrt8-abs (1 byte per entry), u4 (1/2), bf16 (2), float32 (4).",
     "logits": "Store the teacher's logits, for KD without a teacher: topk (the likeliest classes and the total "
-    "mass of the others), sampled (unbiased; forward KL and cross entropy only), float16 (complete "
-    "rows, for classifiers).",
+    "mass of the others), float16 (complete rows, for classifiers).",
     "tile": "Query rows of attention that the teacher computes at once; 0 for whole maps. Default: whole while they"
     " are small, else as many rows as keep memory low.",
     "logits_top": "Classes to keep per row with their probabilities; the rest is stored as one number.",
-    "logits_draws": "Classes to draw per row from the rest, with the run's seed.",
     "logits_output": "The graph output with the logits, if not 'logits'. For other teachers it is only needed if "
     "they have neither 'logits' nor a single possible output.",
     "vocab_size": "Number of real classes if the teacher's vocabulary is padded; the others must have no mass.",
@@ -204,10 +202,9 @@ class PrecomputeOptions:
     ] = None
 
     logits: Annotated[str, Shown(HELP["logits"], TARGETS, LOGIT_FORMS)] = "none"
-    logits_top: Annotated[int, Shown(HELP["logits_top"], TARGETS, least=0, needs="logits=topk|sampled")] = 32
-    logits_draws: Annotated[int, Shown(HELP["logits_draws"], TARGETS, least=1, needs="logits=sampled")] = 32
+    logits_top: Annotated[int, Shown(HELP["logits_top"], TARGETS, least=1, needs="logits=topk")] = 32
     logits_bits: Annotated[
-        int, Shown("Bits per kept probability, 4 to 16.", TARGETS, least=4, needs="logits=topk|sampled")
+        int, Shown("Bits per kept probability, 4 to 16.", TARGETS, least=4, needs="logits=topk")
     ] = 8
     logits_temperature: Annotated[
         float, Shown("Temperature of the stored probabilities, above 0; KD must then use it.", TARGETS)
@@ -410,7 +407,7 @@ def _check_targets(options: PrecomputeOptions) -> None:
     temperature = options.logits_temperature
     if options.logits in ("none", "float16") and temperature != 1.0:
         raise argument_value(
-            f"logits_temperature must go with topk or sampled logits, whose records are bound to it; got "
+            f"logits_temperature must go with topk logits, whose records are bound to it; got "
             f"{temperature:g} with logits {options.logits!r}"
         )
     if not 0 < temperature < math.inf:

@@ -26,9 +26,9 @@ def kd_loss(targets: Targets, student_logits: Tensor, **keywords: Unpack[KdKeywo
     """A divergence between a teacher's rows and ``softmax(student_logits / T)``, times ``T^2`` (KD-1 to KD-24).
 
     Args:
-        targets: the teacher's logits ``(..., V)``, ``TopkTargets`` or ``SampledTargets`` (or their fields by
-            name), on any device; or ``ExactTargets``, whose head is on the student's device: its logits are made a
-            chunk at a time, in the forward and in the backward pass.
+        targets: the teacher's logits ``(..., V)``, ``TopkTargets`` (or its fields by name), on any device; or
+            ``ExactTargets``, whose head is on the student's device: its logits are made a chunk at a time, in the
+            forward and in the backward pass.
         student_logits: z ``(..., V)``, for the same rows: no position is shifted.
         **keywords:
             divergence: ``"kl"`` (teacher first), ``"reverse_kl"``, ``"jsd"`` or ``"cross_entropy"``.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypedDict
 
@@ -24,10 +24,9 @@ from shd_torch.checks import (
 )
 from shd_torch.kd.heads import ExactTargets, check_exact
 from shd_torch.kd.targets import check_logits, cut_teacher, take_tail
-from shd_torch.supervision.targets import SampledTargets, TopkTargets
+from shd_torch.supervision.targets import TopkTargets
 
-Targets: TypeAlias = Tensor | TopkTargets | SampledTargets | ExactTargets | Mapping[str, Any]
-Record: TypeAlias = TopkTargets | SampledTargets
+Targets: TypeAlias = Tensor | TopkTargets | ExactTargets | Mapping[str, Any]
 
 DIVERGENCES: tuple[str, ...] = ("kl", "reverse_kl", "jsd", "cross_entropy")
 REDUCTIONS: tuple[str, ...] = ("mean", "sum", "batch_mean")
@@ -84,7 +83,7 @@ class KdRows:
     counted: Tensor | None  # (R,) boolean, None where all rows count
     index: Tensor | None  # of the rows that count; None where all rows are read, and counted is applied
     vocab_size: int  # V, after the cut
-    taught: Tensor | ExactTargets | Record  # the teacher's logits (R, V) or what makes them, or its record
+    taught: Tensor | ExactTargets | TopkTargets  # the teacher's logits (R, V) or what makes them, or its record
     chunk_rows: int | None  # as given
 
     def rows_of(self, chunk: slice) -> slice | Tensor:
@@ -101,9 +100,7 @@ class KdRows:
         ``z`` are the student's logits of the rows ``at``, ``(r, V)`` in a wide dtype; they are overwritten.
         """
         log_q = _log_softmax_(z, self.temperature)
-        if isinstance(self.taught, SampledTargets):
-            values, gradient = self._sampled(self.taught, log_q, at, wants_gradient)
-        elif isinstance(self.taught, TopkTargets):
+        if isinstance(self.taught, TopkTargets):
             values, gradient = self._topk(self.taught, log_q, at, wants_gradient)
         else:
             exact = isinstance(self.taught, ExactTargets)
@@ -154,17 +151,6 @@ class KdRows:
         spread = log_q.sub_(tail).exp_().mul_(slope[:, -1:])
         return values, spread.scatter_(-1, ids, slope[:, :-1])
 
-    def _sampled(
-        self, record: SampledTargets, log_q: Tensor, at: slice | Tensor, wants_gradient: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        ids, weights = record.ids[at].long(), record.weights[at].to(log_q.dtype)
-        values = -(weights * log_q.gather(-1, ids)).sum(-1)
-        if self.divergence == "kl":
-            values = values - record.entropy[at].to(log_q.dtype)
-        if not wants_gradient:
-            return values, None
-        return values, log_q.exp_().mul_(weights.sum(-1, keepdim=True)).scatter_add_(-1, ids, -weights)
-
 
 def kd_rows(
     targets: Targets,
@@ -179,13 +165,6 @@ def kd_rows(
     if loss_mask is not None:
         check_mask(loss_mask, "loss_mask", rows)
     record = as_record(targets)
-    if isinstance(record, SampledTargets) and divergence in ("reverse_kl", "jsd"):
-        raise ShdError(
-            "argument-value",
-            f"divergence must be kl or cross_entropy with sampled targets; got {divergence}, of which they give a "
-            "biased estimate: use targets from kd_targets_topk",
-            "KD-19",
-        )
     if divergence == "jsd" and mixing in (0, 1):
         divergence = "kl" if mixing == 0 else "reverse_kl"  # the convention of GKD (KD-18)
     temperature = _resolve_temperature(options.temperature, record)
@@ -196,7 +175,7 @@ def kd_rows(
     elif options.reduction == "batch_mean":
         divisor = float(max(rows[0], 1))
     scale = torch.full((), temperature**2 if options.t_squared else 1.0, dtype=dtype, device=device)
-    taught: Tensor | ExactTargets | Record
+    taught: Tensor | ExactTargets | TopkTargets
     if isinstance(targets, ExactTargets):
         sizes: dict[str, Any] = {"dtype": dtype, "device": device, "options": options, "temperature": temperature}
         taught = check_exact(targets, rows, num_classes, **sizes)
@@ -206,10 +185,7 @@ def kd_rows(
         taught = _flat(logits, len(rows), device)
     else:
         _check_ids(record, rows, num_classes, check=check)
-        if isinstance(record, SampledTargets):
-            _check_sampled(record, check=check)
-        else:
-            _check_topk(record, divergence, loss_mask, check=check)
+        _check_topk(record, divergence, loss_mask, check=check)
         flat: dict[str, Any] = {
             name: _flat(field, len(rows), device) for name, field in zip(record._fields[:3], record[:3], strict=True)
         }
@@ -228,23 +204,18 @@ def kd_rows(
     )
 
 
-def as_record(targets: Targets) -> Record | None:
+def as_record(targets: Targets) -> TopkTargets | None:
     """A record from its fields, in an object or a mapping; None where the targets are logits, or make them."""
     if isinstance(targets, Tensor | ExactTargets):
         return None
-    if isinstance(targets, TopkTargets | SampledTargets):
-        return targets
-    read: Callable[[str], Any] = targets.get if isinstance(targets, Mapping) else lambda name: getattr(targets, name)
-    names = set(targets) if isinstance(targets, Mapping) else None
-    for kind in (TopkTargets, SampledTargets):
-        if names == set(kind._fields) if names is not None else all(hasattr(targets, n) for n in kind._fields):
-            return kind(*(read(name) for name in kind._fields))
-    raise ShdError(
-        "argument-value",
-        f"targets must be logits, or have the fields {', '.join(TopkTargets._fields)}, or "
-        f"{', '.join(SampledTargets._fields)}; got {type(targets).__name__}",
-        "KD-8",
-    )
+    names = TopkTargets._fields
+    if isinstance(targets, Mapping):
+        if set(targets) == set(names):
+            return TopkTargets(**targets)
+    elif all(hasattr(targets, name) for name in names):
+        return TopkTargets(*(getattr(targets, name) for name in names))
+    rule = f"targets must be logits, or have the fields {', '.join(names)}"
+    raise ShdError("argument-value", f"{rule}; got {type(targets).__name__}", "KD-8")
 
 
 def _log_softmax_(z: Tensor, temperature: float) -> Tensor:
@@ -263,15 +234,15 @@ def _flat(value: Tensor, axes: int, device: torch.device) -> Tensor:
     return value.detach().flatten(0, axes - 1).to(device)
 
 
-def _resolve_temperature(temperature: float | None, record: Record | None) -> float:
+def _resolve_temperature(temperature: float | None, record: TopkTargets | None) -> float:
     if record is None:
         return check_temperature(1.0 if temperature is None else temperature)
     own = check_temperature(record.temperature)
     if temperature is not None and check_temperature(temperature) != own:
         raise ShdError(
             "argument-value",
-            f"temperature must be {own:g}, that of the targets: mass in a tail or in draws cannot be moved to "
-            f"another; got {temperature!r}",
+            f"temperature must be {own:g}, that of the targets: mass in a tail cannot be moved to another; "
+            f"got {temperature!r}",
             "KD-6",
         )
     return own
@@ -287,7 +258,7 @@ def _check_teacher(logits: Tensor, shape: tuple[int, ...], temperature: float, o
     return kept
 
 
-def _check_ids(record: Record, rows: tuple[int, ...], vocab_size: int, *, check: bool) -> None:
+def _check_ids(record: TopkTargets, rows: tuple[int, ...], vocab_size: int, *, check: bool) -> None:
     """Ids as integers within the vocabulary, and every field shaped as they are (KD-7, KD-10)."""
     size = check_integer("vocab_size", record.vocab_size, 1, None, "KD-7")
     ids, by_slot, by_row = record[:3]
@@ -309,17 +280,6 @@ def _check_ids(record: Record, rows: tuple[int, ...], vocab_size: int, *, check:
         if low < 0 or high >= size:
             worst = low if low < 0 else high
             raise ShdError("argument-value", f"ids must lie in 0 to {size - 1}; got {worst}", "KD-10")
-
-
-def _check_sampled(record: SampledTargets, *, check: bool) -> None:
-    check_real(record.weights, "weights", check=check)
-    check_real(record.entropy, "entropy", check=check)
-    if not check:
-        return
-    if bool((record.weights < 0).any()):
-        raise ShdError("not-a-distribution", f"weights must be at least 0; got {record.weights.min():.6g}", "KD-14")
-    if bool((record.entropy < 0).any()):
-        raise ShdError("argument-value", f"entropy must be at least 0; got {record.entropy.min():.6g}", "KD-14")
 
 
 def _check_topk(record: TopkTargets, divergence: str, loss_mask: Tensor | None, *, check: bool) -> None:

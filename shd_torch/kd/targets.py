@@ -1,4 +1,4 @@
-"""The teacher side of the loss on logits: rows in chunks, and making targets (KD-5 to KD-15)."""
+"""The teacher side of the loss on logits: rows in chunks, and making targets (KD-5 to KD-11, KD-15)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shd_ref.integers import check_integer, check_number
 from shd_ref.tolerances import load_tolerances
 from shd_torch.checks import check_option, check_real, check_shapes, check_temperature, compute_dtype
 from shd_torch.precision import without_autocast
-from shd_torch.supervision.targets import SampledTargets, TopkTargets
+from shd_torch.supervision.targets import TopkTargets
 
 _ENTRIES = {"cpu": 1 << 22}
 _ENTRIES_OF_A_DEVICE = 1 << 26  # 256 MiB of float32: products large enough for a GPU
@@ -134,69 +134,6 @@ def take_tail(log_p: Tensor, ids: Tensor, head: Tensor) -> Tensor:
     tail = log_p.scatter_(-1, ids, -math.inf).logsumexp(-1)
     # As a share of head and tail: where the tail is nearly all, the sum over it rounds to more than its logarithm.
     return -torch.logaddexp(torch.zeros_like(tail), head.logsumexp(-1) - tail)
-
-
-@without_autocast
-@torch.no_grad()
-def kd_targets_sampled(
-    teacher_logits: Tensor,
-    uniforms: Tensor,
-    *,
-    keep: int = 0,
-    power: float = 1.0,
-    temperature: float = 1.0,
-    vocab_size: int | None = None,
-    check: bool = True,
-    chunk_rows: int | None = None,
-) -> SampledTargets:
-    """The ``keep`` largest classes as they are, and draws from the others with unbiased weights (KD-12, KD-13).
-
-    Args:
-        teacher_logits: u ``(..., V)``.
-        uniforms: ``(..., n)`` numbers in [0, 1), one a draw.
-        keep: number of classes that are not left to chance, 0 to V - 1.
-        power: classes are drawn in proportion to ``P^power``; 1 gives every draw the same weight.
-        temperature: T > 0, to which the targets are bound from now on.
-        vocab_size: as in ``kd_targets_topk``.
-        check: validate the values, which costs a device sync.
-        chunk_rows: rows to widen at once; the default depends on the device.
-
-    Returns:
-        The record; kept classes first. Draws are found in float64.
-
-    Raises:
-        ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``.
-    """
-    temperature = check_temperature(temperature)
-    check_logits(teacher_logits, "teacher_logits", check=check)
-    logits = cut_teacher(teacher_logits, vocab_size, temperature, check=check)
-    rows, size = logits.shape[:-1], logits.shape[-1]
-    keep = check_integer("keep", keep, 0, size - 1, "KD-13")
-    power = check_number("power", power, "KD-13", least=0)
-    check_real(uniforms, "uniforms", check=check)
-    fit = uniforms.shape[:-1] == rows and uniforms.ndim == len(rows) + 1 and uniforms.shape[-1] > 0
-    check_shapes(fit, "uniforms must be one number at least for each row of the logits", "KD-13", uniforms)
-    if check and not bool(((uniforms >= 0) & (uniforms < 1)).all()):
-        raise ShdError("argument-value", "uniforms must lie in [0, 1); got others", "KD-13")
-    flat, points = logits.reshape(-1, size), uniforms.reshape(-1, uniforms.shape[-1]).double()
-    slots, count = keep + points.shape[-1], points.shape[-1]
-    ids = torch.empty((len(flat), slots), dtype=torch.int64, device=flat.device)
-    weights = torch.empty((len(flat), slots), dtype=compute_dtype(flat), device=flat.device)
-    entropy = torch.empty(len(flat), dtype=weights.dtype, device=flat.device)
-    for chunk in row_chunks(len(flat), size, flat.device, chunk_rows):
-        log_p = (flat[chunk].double() / temperature).log_softmax(-1)
-        entropy[chunk] = torch.special.entr(log_p.exp()).sum(-1).to(weights.dtype)
-        kept = flat[chunk].topk(keep, -1).indices.sort(-1).values
-        proposal = (power * log_p).scatter_(-1, kept, -math.inf)
-        sums = proposal.sub(proposal.amax(-1, keepdim=True)).exp_().cumsum(-1)
-        drawn = torch.searchsorted(sums, points[chunk] * sums[:, -1:], right=True)
-        drawn = torch.minimum(drawn, (sums < sums[:, -1:]).sum(-1, keepdim=True))
-        log_weight = (log_p.gather(-1, drawn) - proposal.gather(-1, drawn)) + proposal.logsumexp(-1, keepdim=True)
-        ids[chunk] = torch.cat((kept, drawn), -1)
-        weights[chunk] = torch.cat((log_p.gather(-1, kept).exp(), log_weight.exp() / count), -1).to(weights.dtype)
-    return SampledTargets(
-        ids.reshape(*rows, slots), weights.reshape(*rows, slots), entropy.reshape(rows), temperature, size
-    )
 
 
 def check_logits(value: Tensor, name: str, *, check: bool) -> None:

@@ -74,7 +74,7 @@ def language_kd(
     Args:
         student_logits: z ``(B, L, V)``.
         labels: ``(B, L)``, -100 = the row does not count, in either term.
-        targets: of the teacher, as in ``kd_loss``: its logits, or a record of top-k or sampled targets.
+        targets: of the teacher, as in ``kd_loss``: its logits, or a record of top-k targets.
         kd_weight: w.
         temperature: T; default that of the record, 1 for logits.
         shift: as in ``cross_entropy``; the teacher's rows are never shifted.

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from shd_torch.capture import AttentionCall, Captured, capture_attention
 from shd_torch.capture.outputs import read_every_hidden_state, read_logits
-from shd_torch.kd.rows import Record
 from shd_torch.recipes import SHD, Term
+from shd_torch.supervision.targets import TopkTargets
 from shd_torch.teacher.online import OnlineSupervision, OnlineTeacher, eval_mode
 
 
@@ -76,7 +76,7 @@ class TeacherOutputs(NamedTuple):
         assert self.attention is not None
         return self.attention
 
-    def targets(self) -> Tensor | Record | None:
+    def targets(self) -> Tensor | TopkTargets | None:
         """The teacher's logits, for ``kd_loss`` and recipes; None for a model without logits."""
         return read_logits(self.output) if self.attention is None else self.attention.targets()
 

@@ -18,7 +18,7 @@ from shd_ref.cache.forms.table import load, row_of
 from shd_torch.supervision.coded import check_length
 from shd_torch.supervision.mask import move
 from shd_torch.supervision.supervision import tile_entries
-from shd_torch.supervision.targets import EmbeddingTargets, SampledTargets, TopkTargets
+from shd_torch.supervision.targets import EmbeddingTargets, TopkTargets
 
 Spread: TypeAlias = Callable[[Tensor], Tensor]
 """Puts rows ``(R, ...)`` where they stand in the padded batch, ``(B, L, ...)``; one row per sample stays as it is."""
@@ -97,7 +97,7 @@ class CachedBatch:
                 return load(row_of(form).decoder)(form, rows, spread) if rows else None
         return None
 
-    def targets(self, length: int | None = None) -> Tensor | TopkTargets | SampledTargets | None:
+    def targets(self, length: int | None = None) -> Tensor | TopkTargets | None:
         """The teacher's logits as ``kd_loss`` takes them, on the buffer's device; None where none were read.
 
         Args:
@@ -111,7 +111,7 @@ class CachedBatch:
         Raises:
             ShdError: ``argument-shape`` for a length below the longest sample.
         """
-        targets: Tensor | TopkTargets | SampledTargets | None = self.read("logits", length)
+        targets: Tensor | TopkTargets | None = self.read("logits", length)
         return targets
 
     def hidden_states(self, length: int | None = None) -> dict[int, Tensor]:
@@ -155,15 +155,14 @@ class CachedBatch:
         return spread.view(shape)
 
 
-def decode_logits(form: Logits, rows: dict[str, Tensor], spread: Spread) -> Tensor | TopkTargets | SampledTargets:
+def decode_logits(form: Logits, rows: dict[str, Tensor], spread: Spread) -> Tensor | TopkTargets:
     """What ``kd_loss`` takes: all logits in float16, or the record of CACHE-164."""
     (codes,) = rows.values()
     if form.codec == "float16":
         return spread(view_rows(codes, torch.float16))
     assert form.temperature is not None  # it is None of float16 alone
-    ids, by_slot, by_row = (spread(values) for values in decode_rows(form, codes))
-    record = SampledTargets if form.draws else TopkTargets
-    return record(ids, by_slot, by_row, form.temperature, form.vocab_size)
+    ids, log_probs, log_tail = map(spread, decode_rows(form, codes))
+    return TopkTargets(ids, log_probs, log_tail, form.temperature, form.vocab_size)
 
 
 def decode_hidden(form: Hidden, rows: dict[str, Tensor], spread: Spread) -> dict[int, Tensor]:
@@ -234,52 +233,32 @@ _TINY = 2.0**-25  # what float16 rounds to nothing: a tail that close to one lea
 
 
 def decode_rows(form: Logits, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The first three fields of ``TopkTargets`` or ``SampledTargets`` of rows of bytes (CACHE-164 to CACHE-167).
+    """The first three fields of ``TopkTargets`` of rows of bytes (CACHE-164 to CACHE-166).
 
     Bytes that no encoder makes give numbers that mean nothing, within the vocabulary; a reader has compared their
     checksums, and the loss looks at its first targets.
     """
     together = max(tile_entries(rows.device) // (8 * rows.shape[1]), 1)  # bits are unpacked to a number each
     parts = [_decode(form, block) for block in torch.split(rows, together)]
-    ids, by_slot, by_row = (torch.cat(column) for column in zip(*parts, strict=True))
-    return ids, by_slot, by_row
+    ids, log_probs, log_tail = (torch.cat(column) for column in zip(*parts, strict=True))
+    return ids, log_probs, log_tail
 
 
 def _decode(form: Logits, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    numbers = 2 + 2 * (form.draws > 0)
-    header = rows[:, :numbers].contiguous().view(torch.float16).double()
-    log_tail = header[:, :1]
-    codes_end = numbers + -(-form.head * form.value_bits // 8)
-    codes = _unpack(rows[:, numbers:codes_end], form.head, form.value_bits)
+    log_tail = rows[:, :2].contiguous().view(torch.float16).double()
+    codes_end = 2 + -(-form.head * form.value_bits // 8)
+    codes = _unpack(rows[:, 2:codes_end], form.head, form.value_bits)
     shares = (codes.double() / ((1 << form.value_bits) - 1)).pow(3)
     # log(1 - exp(log_tail)), stable: what the tail leaves is shared out by the codes.
     rest = torch.log(-torch.expm1(log_tail.clamp(max=-_TINY)))
     log_probs = torch.log(shares / shares.sum(-1, keepdim=True)) + rest
-    head_end = codes_end + _id_bytes(form.head, form.vocab_size)
-    ids = _unpack_ids(rows[:, codes_end:head_end], form.head, form.vocab_size)
-    if not form.draws:
-        return ids, log_probs.float(), log_tail[:, 0].float()
-    drawn = _unpack_ids(rows[:, head_end:], form.draws, form.vocab_size)
-    share = (log_tail.exp() / form.draws).expand(-1, form.draws)
-    return torch.cat((ids, drawn), -1), torch.cat((log_probs.exp(), share), -1).float(), header[:, 1].float()
-
-
-def _low_bits(count: int, vocab_size: int) -> int:
-    return max(vocab_size // count, 1).bit_length() - 1
-
-
-def _id_bytes(count: int, vocab_size: int) -> int:
-    if not count:
-        return 0
-    low = _low_bits(count, vocab_size)
-    return -(-count * low // 8) + -(-(count + ((vocab_size - 1) >> low) + 1) // 8)
+    ids = _unpack_ids(rows[:, codes_end:], form.head, form.vocab_size)
+    return ids, log_probs.float(), log_tail[:, 0].float()
 
 
 def _unpack_ids(rows: Tensor, count: int, vocab_size: int) -> Tensor:
     """Ascending ids by Elias and Fano: low bits side by side, then a one at ``i + (id >> low)`` for each id."""
-    if not count:
-        return torch.zeros((len(rows), 0), dtype=torch.int64, device=rows.device)
-    low = _low_bits(count, vocab_size)
+    low = max(vocab_size // count, 1).bit_length() - 1
     start = -(-count * low // 8)
     eight = torch.arange(8, device=rows.device, dtype=torch.uint8)
     bits = ((rows[:, start:, None] >> eight) & 1).flatten(1)
@@ -294,7 +273,7 @@ def _unpack_ids(rows: Tensor, count: int, vocab_size: int) -> Tensor:
 
 def _unpack(rows: Tensor, count: int, width: int) -> Tensor:
     """``(R, count)`` numbers of ``width`` bits, at most 24, side by side from the lowest bit up."""
-    if not count or not width:
+    if not width:
         return torch.zeros((len(rows), count), dtype=torch.int64, device=rows.device)
     first = torch.arange(count, device=rows.device) * width
     byte, shift = first >> 3, first & 7

@@ -1,4 +1,4 @@
-"""What a student learns of a teacher's logits without having them all (KD-8, KD-13), and of its embeddings."""
+"""What a student learns of a teacher's logits without having them all (KD-8), and of its embeddings."""
 
 from __future__ import annotations
 
@@ -13,16 +13,6 @@ class TopkTargets(NamedTuple):
     ids: Tensor  # (..., k), integers, ascending
     log_probs: Tensor  # (..., k), log P at the temperature
     log_tail: Tensor  # (...), log of the mass of all others; -inf where there are none
-    temperature: float
-    vocab_size: int
-
-
-class SampledTargets(NamedTuple):
-    """Classes kept and drawn, with weights that make any sum over the vocabulary unbiased (KD-12, KD-13)."""
-
-    ids: Tensor  # (..., keep + n), integers, kept classes first; may repeat
-    weights: Tensor  # (..., keep + n)
-    entropy: Tensor  # (...), that of the whole row
     temperature: float
     vocab_size: int
 

@@ -26,16 +26,16 @@ from shd_torch.capture.outputs import read_hidden_states, read_logits, without
 from shd_torch.capture.projections import Projection, ProjectionWatch
 from shd_torch.capture.taps import RawCall, record
 from shd_torch.checks import check_option
-from shd_torch.kd.rows import Record
 from shd_torch.kd.targets import cut_teacher, mean_logits
 from shd_torch.kl.loss import attention_kl
 from shd_torch.maps.loss import REDUCTIONS
 from shd_torch.maps.mixing import check_strategy
 from shd_torch.supervision.factored import Factored
 from shd_torch.supervision.supervision import Supervision
+from shd_torch.supervision.targets import TopkTargets
 from shd_torch.supervision.taught_layers import TaughtLayers
 from shd_torch.teacher.arguments import Rounds, read_layer_map, read_plans, read_projections
-from shd_torch.teacher.outputs import LiveTargets, TargetReader, read_hidden_layers
+from shd_torch.teacher.outputs import LiveTargets, read_hidden_layers
 from shd_torch.teacher.squeeze import FactoredSqueeze, squeeze_factored
 
 
@@ -65,7 +65,7 @@ class OnlineSupervision:
     layers: tuple[int, ...]
     squeezes: tuple[FactoredSqueeze, ...]
     output: Any
-    logits: Tensor | Record | None = None
+    logits: Tensor | TopkTargets | None = None
     hidden: Mapping[int, Tensor] = field(default_factory=dict)
 
     @property
@@ -77,7 +77,7 @@ class OnlineSupervision:
         """``supervisions``; the teacher saw the student's positions, so nothing is padded to ``length``."""
         return self.supervisions
 
-    def targets(self, length: int | None = None) -> Tensor | Record | None:
+    def targets(self, length: int | None = None) -> Tensor | TopkTargets | None:
         """For ``kd_loss``: the teacher's logits ``(..., V)``, or what ``LiveTargets`` keeps of them; None without."""
         return self.logits
 
@@ -160,7 +160,7 @@ class OnlineTeacher:
         self._plan = read_plans(plan, num_student_heads, self._layer_map)
         self._given = read_projections(output_projections)
         self.hidden_layers = read_hidden_layers(hidden_layers)
-        self._targets = TargetReader(targets or LiveTargets())
+        self._targets = targets or LiveTargets()
         self.with_teachers = tuple(with_teachers)
         self._same = SameLayers(model)
         self._projections: dict[int, Projection] = {}
@@ -234,7 +234,7 @@ class OnlineTeacher:
 
     def _average(self, first: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any], *, check: bool) -> Tensor:
         """The mean logits of all teachers, of the classes that count (KD-15)."""
-        options, parts = self._targets.options, []
+        options, parts = self._targets, []
         for model in (self.model, *self.with_teachers):
             logits = first
             if model is not self.model:
@@ -254,7 +254,7 @@ class OnlineTeacher:
             hidden = read_hidden_states(output, self.hidden_layers, type(self.model).__name__)
             output = without(output, "hidden_states", "decoder_hidden_states", "encoder_hidden_states")
         targets = None if logits is None else self._targets.read(logits, check=check)
-        if logits is not None and (self.with_teachers or not self._targets.options.keeps_all):
+        if logits is not None and (self.with_teachers or self._targets.head is not None):
             output = None if isinstance(output, Tensor) else without(output, "logits")
         return OnlineSupervision(self.student_layers, squeezes, output, targets, hidden)
 

@@ -102,8 +102,7 @@ class Recipe:
             advice = "precompute with --logits float16, or give a live teacher"
             raise ShdError("argument-value", f"{rule}, a part of the classes: {advice}")
         expected = 1.0 if self.kind.divergence == "jsd" else self._temperature
-        is_sampled = codec == "sampled"
-        check_targets("recipe", expected, self.kind.divergence, temperature, is_sampled=is_sampled, origin=origin)
+        check_targets("recipe", expected, temperature, origin)
 
     def terms(
         self,

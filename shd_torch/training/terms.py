@@ -135,10 +135,6 @@ class KdTerm(RowsTerm):
         check_option("rows", self.rows, ROWS, "")
         check_option("teachers", self.teachers, TEACHERS, "")
 
-    def check_targets(self, *, temperature: float | None, sampled: bool, origin: str) -> None:
-        """Refuse targets of another temperature, or drawn ones that the divergence cannot use: ``argument-value``."""
-        check_targets("kd", self.temperature, self.divergence, temperature, is_sampled=sampled, origin=origin)
-
     def check_cache(self, joined: CacheJoin, *, has_teacher: bool) -> None:
         """Stored logits must be of its temperature and suit its divergence."""
         folder, form = str(joined.cache.folder), joined.logits
@@ -148,7 +144,7 @@ class KdTerm(RowsTerm):
             rule = f"kd must have exact targets in {folder}, or a live teacher, where exact is True"
             raise ShdError("cache-mismatch", f"{rule}; got neither: precompute with --hidden last", "CACHE-186")
         elif form is not None:
-            self.check_targets(temperature=form.temperature, sampled=form.codec == "sampled", origin=folder)
+            check_targets("kd", self.temperature, form.temperature, folder)
         elif not has_teacher:
             raise ShdError("cache-mismatch", no_logits(self.NAME, folder), "CACHE-160")
 
@@ -321,15 +317,9 @@ def read_weight(weight: Weight) -> Callable[[float], float]:
     return weight if callable(weight) else BetaSchedule(weight)
 
 
-def check_targets(
-    argument: str, own: float | None, divergence: str, temperature: float | None, *, is_sampled: bool, origin: str
-) -> None:
-    """Refuse targets of another temperature than an argument's own, or drawn ones that its divergence cannot use."""
+def check_targets(argument: str, own: float | None, temperature: float | None, origin: str) -> None:
+    """Refuse targets of another temperature than an argument's own: ``argument-value``."""
     if temperature is not None and own not in (None, temperature):
         rule = f"{argument} must have the temperature {temperature:g} of {origin}, or None; got {own:g}"
         reason = "what lies outside of the kept classes cannot be moved to another"
         raise ShdError("argument-value", f"{rule}: {reason}, so make the targets at this one", "KD-6")
-    if is_sampled and divergence in ("reverse_kl", "jsd"):
-        rule = f"{argument} must have the divergence kl or cross_entropy with the drawn classes of {origin}"
-        reason = f"{divergence}, of which they give a biased estimate: keep the top k instead"
-        raise ShdError("argument-value", f"{rule}; got {reason}", "KD-19")

@@ -44,8 +44,8 @@ GOLDEN_JOBS = {
     "student-layers": job(num_samples=3, num_student_layers=4),
     "u4-skipped": job(num_samples=3, codec="u4", alpha_per="row", on_error="skip"),
     "topk-and-hidden-int8": job(num_samples=3, **FORMS["topk"]),
-    "sampled-and-hidden-float16": job(
-        num_samples=3, codec="int8", factors=WINDOWED, padding="around", **FORMS["sampled"]
+    "narrow-and-hidden-float16": job(
+        num_samples=3, codec="int8", factors=WINDOWED, padding="around", **FORMS["narrow"]
     ),
     "logits-without-attention": job(num_samples=3, **ALONE["topk"]),
     "averaged-of-a-decoder": job(num_samples=3, codec="u4", **KINDS, logits=AVERAGED),

@@ -23,7 +23,7 @@ JOBS = {
     "plain": job(),
     "causal rows in u4": job(codec="u4", support="causal", alpha_per="row"),
     "classes and hidden states": job(**FORMS["topk"]),
-    "drawn classes": job(**FORMS["sampled"], compression="zstd"),
+    "classes of five bits": job(**FORMS["narrow"], compression="zstd"),
     "all logits": job(**FORMS["float16"]),
     "without attention": job(**ALONE["topk"]),
     "skipped, with seeds": job(on_error="skip", inputs=SampleInputs(("input_ids",), None, "seed")),

@@ -39,9 +39,9 @@ SOUND: list[dict[str, Any]] = [
     {},
     {"compression": "zstd", **FORMS["topk"]},
     {"support": "causal", "codec": "u4"},
-    FORMS["sampled"],
+    FORMS["narrow"],
     FORMS["float16"],
-    ALONE["sampled"],
+    ALONE["narrow"],
 ]
 
 
@@ -160,7 +160,7 @@ def test_garbage_in_place_of_a_document_is_one_error(tmp_path: Path, name: str, 
 @pytest.mark.parametrize("name", [*DOCUMENTS, "shards/01/000001.safetensors"])
 def test_files_cut_or_changed_at_any_byte_are_one_error(tmp_path: Path, name: str) -> None:
     """Lengths and bytes all over the files of a tiny cache; all uses at some, reading and verifying at all."""
-    pristine = write_cache(tmp_path / "pristine", job(num_samples=2, samples_per_shard=1, **FORMS["sampled"]))
+    pristine = write_cache(tmp_path / "pristine", job(num_samples=2, samples_per_shard=1, **FORMS["narrow"]))
     folder = shutil.copytree(pristine, tmp_path / "cache")
     whole = (pristine / name).read_bytes()
     wrong = [whole[:length] for length in range(len(whole))]

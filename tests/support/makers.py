@@ -70,16 +70,8 @@ TOPK = Logits(
     head=5,
     value_bits=8,
 )
-SAMPLED = Logits(
-    codec="sampled",
-    rows="positions",
-    tensor="logits",
-    vocab_size=VOCABULARY,
-    temperature=1.0,
-    head=3,
-    draws=6,
-    value_bits=5,
-    seed=29,
+NARROW = Logits(
+    codec="topk", rows="positions", tensor="logits", vocab_size=VOCABULARY, temperature=1.0, head=3, value_bits=5
 )
 ALL_CLASSES = Logits(codec="float16", rows="sample", tensor="logits", vocab_size=VOCABULARY)
 HIDDEN_LAYERS = (HiddenLayer(0, "embeddings", 4), HiddenLayer(11, "/block.10/Add", 7))
@@ -138,7 +130,7 @@ EXACT, HEAD_PIECES = Exact(
 ).with_head(head_of())
 FORMS = {
     "topk": {"logits": TOPK, "hidden": HIDDEN_INT8},
-    "sampled": {"logits": SAMPLED, "hidden": HIDDEN_FLOAT16},
+    "narrow": {"logits": NARROW, "hidden": HIDDEN_FLOAT16},
     "float16": {"logits": ALL_CLASSES},
     "hidden": {"hidden": HIDDEN_INT8},
     "embeddings": {"embeddings": EMBEDDINGS, "hidden": HIDDEN_INT8},
@@ -270,7 +262,7 @@ def parts_of(manifest: Manifest, index: int) -> dict[str, Any]:
     """The parts of a record, of all its forms."""
     parts = {} if manifest.find(Attention) is None else attention_of(manifest, index)
     if manifest.logits is not None:
-        parts["logits"] = manifest.logits.encode(logits_of(manifest, index), index)
+        parts["logits"] = manifest.logits.encode(logits_of(manifest, index))
     for layer in [] if manifest.hidden is None else manifest.hidden.teacher_layers:
         assert manifest.hidden is not None
         parts[f"H{layer:02d}"] = manifest.hidden.encode(layer, hidden_of(manifest, index, layer))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from shd_ref.kd import SampledTargets, TopkTargets
+from shd_ref.kd import TopkTargets
 
 Array = NDArray[Any]
 
@@ -31,34 +31,6 @@ def topk_targets(logits: ArrayLike, k: int, *, temperature: float = 1.0) -> Topk
     with np.errstate(divide="ignore"):
         tail = np.log(rest.sum(-1))
     return TopkTargets(ids, np.take_along_axis(log_p, ids, -1), tail, temperature, log_p.shape[-1])
-
-
-def sampled_targets(
-    logits: ArrayLike, uniforms: ArrayLike, *, keep: int = 0, temperature: float = 1.0
-) -> SampledTargets:
-    """The largest classes as they are, and draws from the others in proportion to their mass (KD-12, KD-13)."""
-    log_p = log_softmax(np.asarray(logits, np.float64) / temperature)
-    kept = np.sort(np.argsort(-log_p, axis=-1, kind="stable")[..., :keep], axis=-1)
-    rest = np.exp(log_p)
-    np.put_along_axis(rest, kept, 0.0, -1)
-    sums = rest.cumsum(-1)
-    points = np.asarray(uniforms, np.float64) * sums[..., -1:]
-    drawn = (sums[..., None, :] <= points[..., None]).sum(-1)
-    weights = np.broadcast_to(sums[..., -1:] / points.shape[-1], drawn.shape)
-    return SampledTargets(
-        np.concatenate((kept, drawn), -1),
-        np.concatenate((np.exp(np.take_along_axis(log_p, kept, -1)), weights), -1),
-        -(np.exp(log_p) * log_p).sum(-1),
-        temperature,
-        log_p.shape[-1],
-    )
-
-
-def systematic_uniforms(rows: tuple[int, ...], count: int, seed: int) -> Array:
-    """Uniforms at equal distances from one random start for each row."""
-    start = np.random.default_rng(seed).random((*rows, 1))
-    spread: Array = (np.arange(count) + start) / count
-    return spread
 
 
 def plain_kd_loss(
@@ -85,16 +57,13 @@ def plain_kd_loss(
         other = torch.ones_like(log_q, dtype=torch.bool).scatter(-1, ids, False)
         tail = log_q.masked_fill(~other, -torch.inf).logsumexp(-1, keepdim=True)
         log_q = log_q.gather(-1, ids)
-        sampled = hasattr(targets, "weights")
         log_p = values
-        if not sampled and ids.shape[-1] < targets.vocab_size:
+        if ids.shape[-1] < targets.vocab_size:
             log_p, log_q = torch.cat((values, rest[..., None]), -1), torch.cat((log_q, tail), -1)
-        p = values if sampled else log_p.exp()
-        negative_entropy = -rest if sampled else xlogy(p, p).sum(-1)
     else:
         log_p = (targets[..., :vocab_size] / scale).log_softmax(-1)
-        p = log_p.exp()
-        negative_entropy = xlogy(p, p).sum(-1)
+    p = log_p.exp()
+    negative_entropy = xlogy(p, p).sum(-1)
     q, cross = log_q.exp(), -(p * log_q.where(p > 0, 0.0)).sum(-1)
     if divergence == "jsd" and mixing in (0, 1):
         divergence = "kl" if mixing == 0 else "reverse_kl"

@@ -54,8 +54,7 @@ class LogitsError(RowError):
         tv_mean: mean total variation over the same classes, in [0, 1].
         gradient_mean: mean of ``|p' - p| / |p|``, with p the teacher's whole row and p' what the record says of it:
             what is left out costs too. That is the error of the gradient of forward KL by the logits, relative to
-            the teacher's part of it, for a student that spreads its own tail evenly. Of drawn classes it is of one
-            row: its mean is zero, so over N rows it falls as ``1 / sqrt(N)``.
+            the teacher's part of it, for a student that spreads its own tail evenly.
         rows: how many rows were measured; with 0 the other numbers are 0.
     """
 

@@ -1,9 +1,7 @@
-"""Rows of logits as codes, and what that costs (CACHE-164 to CACHE-170): likeliest classes, drawn ones, or all."""
+"""Rows of logits as codes, and what that costs (CACHE-164 to CACHE-170): likeliest classes, or all."""
 
 from __future__ import annotations
 
-import math
-import struct
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
@@ -11,12 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache.codecs.distortion import LogitsError, merge_errors
-from shd_ref.cache.storage.checksums import xxh3_64
 from shd_ref.errors import ShdError
 from shd_ref.kd.codes import DecodedRows, RowCode
 from shd_ref.tolerances import load_tolerances
 
-LOGITS_CODECS: Final = ("topk", "sampled", "float16")
+LOGITS_CODECS: Final = ("topk", "float16")
 
 _HELD_NUMBERS: Final = 1 << 18
 """Numbers of a few rows that are worked on at once, in a processor's cache: a whole sample's may take gigabytes."""
@@ -30,19 +27,12 @@ _HELD_BYTES: Final = 1 << 20
 Array = NDArray[np.float64]
 
 
-def pick_classes(logits: NDArray[Any], head: int, temperature: float, uniforms: Array) -> DecodedRows:
-    """The likeliest classes of every row with the mass of the rest, and classes drawn from the rest.
+def pick_classes(logits: NDArray[Any], head: int, temperature: float) -> DecodedRows:
+    """The likeliest classes of every row with the mass of the rest.
 
-    Of equal logits ``(R, V)`` at the edge those of lower ids; ``uniforms`` are ``(R, draws)`` in [0, 1), ascending.
+    Of equal logits ``(R, V)`` at the edge those of lower ids.
     """
-    return _joined(_pick(logits[rows], head, temperature, uniforms[rows]) for rows in _slices(*logits.shape))
-
-
-def draw_uniforms(index: int, num_rows: int, draws: int, seed: int) -> Array:
-    """The uniforms of a sample's rows ``(R, draws)``: at equal distances from a start that is hashed (CACHE-167)."""
-    hashes = (xxh3_64(struct.pack("<QQ", index, row), seed) >> 11 for row in range(num_rows))
-    starts = np.fromiter(hashes, np.float64, num_rows) / 2**53
-    return (np.arange(draws) + starts[:, None]) / max(draws, 1)
+    return _joined(_pick(logits[rows], head, temperature) for rows in _slices(*logits.shape))
 
 
 def decode_rows(code: RowCode, rows: NDArray[np.uint8]) -> DecodedRows:
@@ -51,8 +41,8 @@ def decode_rows(code: RowCode, rows: NDArray[np.uint8]) -> DecodedRows:
 
 
 def _joined(parts: Iterable[DecodedRows]) -> DecodedRows:
-    joined = [None if column[0] is None else np.concatenate(column) for column in zip(*parts, strict=True)]
-    return DecodedRows(*joined)  # type: ignore[arg-type]
+    ids, log_probs, log_tail = map(np.concatenate, zip(*parts, strict=True))
+    return DecodedRows(ids, log_probs, log_tail)
 
 
 def head_moves(code: RowCode, rows: NDArray[np.uint8]) -> Array:
@@ -60,15 +50,13 @@ def head_moves(code: RowCode, rows: NDArray[np.uint8]) -> Array:
     return np.concatenate([code.bound(rows[some]).sum(axis=-1) for some in _coded_slices(code, len(rows))])
 
 
-def check_row_numbers(code: RowCode, rows: NDArray[np.uint8]) -> None:
+def check_row_numbers(rows: NDArray[np.uint8]) -> None:
     """Refuse rows whose numbers no encoder makes (CACHE-169): ``not-finite``, ``argument-value``."""
-    has_draws = code.draws > 0
-    numbers = np.ascontiguousarray(rows[:, : 2 + 2 * has_draws]).view("<f2").astype(np.float64)
-    if np.isnan(numbers).any() or not np.isfinite(numbers[:, 1:]).all():
-        raise ShdError("not-finite", "numbers of a row of logits must be finite; got NaN or infinity", "CACHE-169")
-    if (numbers[:, 0] > 0).any() or (numbers[:, 1:] < 0).any() or (numbers[:, 1:] > code.max_entropy).any():
-        message = f"log_tail of a row must be at most 0, and its entropy 0 to log {code.vocab_size}"
-        raise ShdError("argument-value", message, "CACHE-169")
+    log_tail = np.ascontiguousarray(rows[:, :2]).view("<f2")
+    if np.isnan(log_tail).any():
+        raise ShdError("not-finite", "log_tail of a row of logits must be a number; got NaN", "CACHE-169")
+    if (log_tail > 0).any():
+        raise ShdError("argument-value", "log_tail of a row of logits must be at most 0", "CACHE-169")
 
 
 def check_padding(logits: NDArray[Any], vocab_size: int, temperature: float) -> None:
@@ -93,33 +81,17 @@ def logits_error(
 
 
 def rows_moved(
-    logits: NDArray[Any], temperature: float, uniforms: Array, decode: Callable[[slice], DecodedRows | NDArray[Any]]
+    logits: NDArray[Any], temperature: float, decode: Callable[[slice], DecodedRows | NDArray[Any]]
 ) -> Array:
-    """Total variation ``(R,)`` between stored rows and a teacher's, as far as a record tells (CACHE-91).
-
-    A class that another would have been drawn in place of counts by how far its share lies from its uniform.
-    """
-    parts = [
-        _moved(_log_softmax(logits[rows], temperature), temperature, decode(rows), uniforms[rows])
-        for rows in _slices(*logits.shape)
-    ]
+    """Total variation ``(R,)`` between stored rows and a teacher's, as far as a record tells (CACHE-91)."""
+    parts: list[Array] = []
+    for rows in _slices(*logits.shape):
+        exact, coded = _told_apart(_log_softmax(logits[rows], temperature), temperature, decode(rows))
+        parts.append(np.abs(np.exp(exact) - np.exp(coded)).sum(axis=-1) / 2)
     return np.concatenate(parts)
 
 
-def row_entropies(logits: NDArray[Any], temperature: float) -> Array:
-    """Entropies of rows at a temperature ``(R,)``, in nats, in bounded memory."""
-    parts = [_log_softmax(logits[rows], temperature) for rows in _slices(*logits.shape)]
-    return np.concatenate([-(np.exp(log_p) * log_p).sum(axis=-1) for log_p in parts])
-
-
-def entropy_moves(total_variation: float, vocab_size: int) -> float:
-    """The most that entropies differ by, in nats, at a total variation below 1/2 (Fannes and Audenaert)."""
-    d = total_variation
-    binary = -d * math.log(d) - (1 - d) * math.log1p(-d) if d > 0 else 0.0
-    return d * math.log(max(vocab_size - 1, 1)) + binary
-
-
-def _pick(logits: NDArray[Any], head: int, temperature: float, uniforms: Array) -> DecodedRows:
+def _pick(logits: NDArray[Any], head: int, temperature: float) -> DecodedRows:
     ids = np.stack([_largest(row, head) for row in logits])
     kept = np.take_along_axis(logits, ids, -1).astype(np.float64) / temperature
     # The rest in single precision where the teacher's is no better: its sum is stored in binary16.
@@ -134,25 +106,11 @@ def _pick(logits: NDArray[Any], head: int, temperature: float, uniforms: Array) 
     with np.errstate(divide="ignore"):  # there may be no rest
         log_rest = np.log(sums) + peaks
     whole = np.logaddexp(log_rest, _logsumexp(kept))
-    log_probs, log_tail = kept - whole[:, None], log_rest - whole
-    drawn, entropy = np.zeros(uniforms.shape, np.int64), np.zeros(len(sums))
-    if uniforms.shape[1]:
-        running = shares.cumsum(axis=-1, dtype=np.float64)
-        for row, (edges, points) in enumerate(zip(running, uniforms, strict=True)):
-            indices = np.searchsorted(edges, points * edges[-1], side="right")
-            # A product may round up to the whole sum: the last class that has a share is meant.
-            drawn[row] = np.minimum(indices, np.searchsorted(edges, edges[-1]))
-        np.put_along_axis(rest, ids, 0.0, -1)
-        mean = (shares * rest).sum(axis=-1, dtype=np.float64) / sums + peaks
-        entropy = whole - (np.exp(log_probs) * kept).sum(axis=-1) - np.exp(log_tail) * mean
-        entropy = np.clip(entropy, 0.0, np.log(logits.shape[1]))  # of an even row rounding may lead above it
-    return DecodedRows(ids, log_probs, log_tail, drawn, entropy)
+    return DecodedRows(ids, kept - whole[:, None], log_rest - whole)
 
 
 def _largest(row: NDArray[Any], count: int) -> NDArray[np.int64]:
     """The ids of the largest numbers, ascending; of equal ones at the edge the lower ids, on every machine."""
-    if not count:
-        return np.zeros(0, np.int64)
     candidates = row
     whole = len(row) // _BLOCK
     if whole > count:  # as many blocks hold a number of at least this: few others do
@@ -185,41 +143,18 @@ def _told_apart(log_p: Array, temperature: float, decoded: DecodedRows | NDArray
     if isinstance(decoded, np.ndarray):
         return log_p, _log_softmax(decoded, temperature)
     with np.errstate(divide="ignore"):
-        log_rest = np.log(_rest(log_p, decoded).sum(axis=-1, keepdims=True))
+        rest = np.exp(log_p)
+        np.put_along_axis(rest, decoded.head_ids, 0.0, -1)
+        log_rest = np.log(rest.sum(axis=-1, keepdims=True))
     exact = np.concatenate((np.take_along_axis(log_p, decoded.head_ids, -1), log_rest), axis=-1)
     return exact, np.concatenate((decoded.log_probs, decoded.log_tail[:, None]), axis=-1)
 
 
-def _rest(log_p: Array, decoded: DecodedRows) -> Array:
-    """Probabilities with zeros in place of the head's."""
-    rest = np.exp(log_p)
-    np.put_along_axis(rest, decoded.head_ids, 0.0, -1)
-    return rest
-
-
-def _moved(log_p: Array, temperature: float, decoded: DecodedRows | NDArray[Any], uniforms: Array) -> Array:
-    exact, coded = _told_apart(log_p, temperature, decoded)
-    moved: Array = np.abs(np.exp(exact) - np.exp(coded)).sum(axis=-1) / 2
-    if isinstance(decoded, np.ndarray) or not uniforms.shape[1]:
-        return moved
-    rest = _rest(log_p, decoded)
-    running = rest.cumsum(axis=-1)
-    points, upper = uniforms * running[:, -1:], np.take_along_axis(running, decoded.draw_ids, -1)
-    lower = upper - np.take_along_axis(rest, decoded.draw_ids, -1)
-    # Rows that differ by some total variation differ by as much in a running sum, and in what a point is a share of.
-    moved = np.maximum(moved, np.maximum(lower - points, points - upper).max(axis=-1) / 2)
-    return moved
-
-
 def _expand(rows: DecodedRows, vocab_size: int) -> Array:
-    """What a record says of every class: of a tail that was not drawn from, that its classes are equally likely."""
-    count, draws = rows.head_ids.shape[1], rows.draw_ids.shape[1]
-    tail = np.exp(rows.log_tail)[:, None]
-    share = 0.0 if draws else tail / max(vocab_size - count, 1)
-    said = np.zeros((len(tail), vocab_size)) + share
+    """What a record says of every class: of its tail, that the classes are equally likely."""
+    said = np.empty((len(rows.log_tail), vocab_size))
+    said[:] = np.exp(rows.log_tail)[:, None] / max(vocab_size - rows.head_ids.shape[1], 1)
     np.put_along_axis(said, rows.head_ids, np.exp(rows.log_probs), -1)
-    if draws:
-        np.add.at(said, (np.arange(len(tail))[:, None], rows.draw_ids), tail / draws)
     return said
 
 

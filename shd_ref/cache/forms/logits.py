@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, cast
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,21 +17,19 @@ from shd_ref.cache.codecs.logits import (
     check_padding,
     check_row_numbers,
     decode_rows,
-    draw_uniforms,
     head_moves,
     logits_error,
     pick_classes,
-    row_entropies,
     rows_moved,
 )
 from shd_ref.cache.forms.form import SHA256, U8, Extent, Part, SampleRecord, require
 from shd_ref.cache.forms.rows import Counted, Reals, Rows, as_rows, counted_rows
-from shd_ref.cache.storage.documents import MAX_INTEGER, optional
+from shd_ref.cache.storage.documents import optional
 from shd_ref.errors import ShdError
-from shd_ref.kd.codes import MAX_VOCABULARY, RowCode, SampledTargets, TopkTargets
+from shd_ref.kd.codes import MAX_VOCABULARY, RowCode, TopkTargets
 
 MAX_CLASSES: Final = 1 << 16
-"""Of a head, and drawn: decoding makes a number of every bit, so a forged row of more would take gigabytes."""
+"""Of a head: decoding makes a number of every bit, so a forged row of more would take gigabytes."""
 
 
 @dataclass(frozen=True)
@@ -58,20 +56,17 @@ class AveragedTeacher:
 
 @dataclass(frozen=True, kw_only=True)
 class Logits(Rows):
-    """Records hold rows of logits: their likeliest classes, classes drawn from the rest, or all.
+    """Records hold rows of logits: their likeliest classes, or all.
 
     Attributes:
-        codec: ``"topk"``: ``head`` classes and the mass of all others; ``"sampled"``: also ``draws`` classes drawn
-            from the others; ``"float16"``: all logits.
+        codec: ``"topk"``: ``head`` classes and the mass of all others; ``"float16"``: all logits.
         rows: ``"positions"`` for a language model, ``"sample"`` for a classifier.
         tensor: name of the graph's tensor.
         vocab_size: V, classes that are stored.
         padded_vocab_size: how many the teacher gives, where the last ones only pad the vocabulary; else None.
         temperature: T of the record; None for ``float16``, which works at any.
         head: classes with a probability each.
-        draws: classes drawn from the rest.
         value_bits: of a head's probability, 4 to 16; 0 for ``float16``.
-        seed: of the draws; None if there are none.
         with_teachers: further teachers, in their order; rows are those of the mean of all logits.
 
     Raises:
@@ -87,9 +82,7 @@ class Logits(Rows):
     padded_vocab_size: int | None = optional(None)
     temperature: float | None = optional(None)
     head: int = optional(0)
-    draws: int = optional(0)
     value_bits: int = optional(0)
-    seed: int | None = optional(None)
     with_teachers: tuple[AveragedTeacher, ...] = optional(())
 
     def __post_init__(self) -> None:
@@ -103,22 +96,15 @@ class Logits(Rows):
         hashes = [teacher.sha256 for teacher in self.with_teachers]
         _require(len(set(hashes)) == len(hashes), "with_teachers must be different teachers", hashes)
         if self.codec == "float16":
-            unused = (self.temperature, self.head, self.draws, self.value_bits, self.seed)
-            none = unused == (None, 0, 0, 0, None)
-            _require(none, "temperature, head, draws, value_bits and seed must be left out for float16", unused)
+            unused = (self.temperature, self.head, self.value_bits)
+            _require(unused == (None, 0, 0), "temperature, head and value_bits must be left out for float16", unused)
             return
         if self.temperature is not None:
             object.__setattr__(self, "temperature", float(self.temperature))  # 1 and 1.0 are the same job
         warm = self.temperature is not None and 0 < self.temperature < math.inf
         _require(warm, "temperature must be finite and above 0", self.temperature)
-        drawn = self.draws > 0
-        _require(drawn == (self.codec == "sampled"), "draws must be above 0 for sampled, 0 for topk", self.draws)
-        seeded = self.seed is not None and 0 <= self.seed <= MAX_INTEGER
-        valid = seeded if drawn else self.seed is None
-        _require(valid, f"seed must be 0 to {MAX_INTEGER}, of draws alone", self.seed)
-        few = max(self.head, self.draws) <= MAX_CLASSES
-        _require(few, f"head and draws must be at most {MAX_CLASSES}", (self.head, self.draws))
-        _ = self.code  # which checks head, draws and value_bits
+        _require(self.head <= MAX_CLASSES, f"head must be at most {MAX_CLASSES}", self.head)
+        _ = self.code  # which checks head and value_bits
 
     def check_manifest(self, teacher: str, *, has_decoder: bool) -> None:
         super().check_manifest(teacher, has_decoder=has_decoder)
@@ -127,8 +113,8 @@ class Logits(Rows):
 
     @property
     def code(self) -> RowCode:
-        """How rows of ``topk`` and ``sampled`` are coded."""
-        return RowCode(self.vocab_size, self.head, self.draws, self.value_bits)
+        """How rows of ``topk`` are coded."""
+        return RowCode(self.vocab_size, self.head, self.value_bits)
 
     @property
     def given_classes(self) -> int:
@@ -152,7 +138,7 @@ class Logits(Rows):
         """The rows, one after another; ``not-finite``, ``argument-value``: numbers that no encoder makes."""
         rows = np.ascontiguousarray(record.parts["logits"])
         if self.codec != "float16":
-            check_row_numbers(self.code, rows)
+            check_row_numbers(rows)
         elif not np.isfinite(rows.view("<f2")).all():
             raise ShdError("not-finite", f"record {record.index}: logits must be finite; got NaN", "CACHE-169")
         yield rows.reshape(-1)
@@ -160,21 +146,19 @@ class Logits(Rows):
     def plain_size(self, extent: Extent) -> int:
         return 4 * self.vocab_size * self.num_rows(extent)
 
-    def encode(self, rows: Reals, index: int, counted: Counted = None) -> NDArray[np.uint8]:
+    def encode(self, rows: Reals, counted: Counted = None) -> NDArray[np.uint8]:
         """A sample's logits ``(R, V)``, or with the classes that pad the vocabulary, as bytes ``(R, row_bytes)``.
 
-        Of several teachers rows are those of the mean. Draws depend on the sample's ``index``. Where ``counted``
-        ``(R,)`` is False, a row is coded as zeros. Raises ``argument-shape``, ``argument-dtype``, ``not-finite``, and
-        ``argument-value`` for padding that has mass (CACHE-168) and for a number that float16 cannot hold.
+        Of several teachers rows are those of the mean. Where ``counted`` ``(R,)`` is False, a row is coded as zeros.
+        Raises ``argument-shape``, ``argument-dtype``, ``not-finite``, and ``argument-value`` for padding that has
+        mass (CACHE-168) and for a number that float16 cannot hold.
         """
         logits = self._cut(rows, counted)
         if self.codec == "float16":
             halves = to_float16("logits", logits, remedy="use topk")
             return np.ascontiguousarray(halves, dtype="<f2").view(np.uint8)
         assert self.temperature is not None  # of float16 alone
-        uniforms = draw_uniforms(index, len(logits), self.draws, self.seed or 0)
-        picked = pick_classes(logits, self.head, self.temperature, uniforms)
-        return self.code.encode(*picked)
+        return self.code.encode(*pick_classes(logits, self.head, self.temperature))
 
     def measure(self, rows: Reals, codes: NDArray[np.uint8], counted: Counted = None) -> LogitsError:
         """Coding error over counted rows (CACHE-170): arguments and result of ``encode``, at T or at 1."""
@@ -183,7 +167,7 @@ class Logits(Rows):
             logits, codes = logits[counted], codes[counted]
         return logits_error(logits, self.temperature or 1.0, lambda some: self._decode(codes[some]))
 
-    def decode(self, record: SampleRecord) -> TopkTargets | SampledTargets | NDArray[np.float32]:
+    def decode(self, record: SampleRecord) -> TopkTargets | NDArray[np.float32]:
         """A record's rows, as ``shd_torch.kd`` takes them: R rows of classes, or logits ``(R, V)``.
 
         Raises ``argument-value`` where the record was read without; ``cache-corrupt`` for rows that no encoder
@@ -192,37 +176,25 @@ class Logits(Rows):
         decoded = self._decode(self.read_rows(record, self.parts[0], self.row_bytes))
         if isinstance(decoded, np.ndarray):
             return decoded
-        temperature = cast(float, self.temperature)  # of every codec but float16
-        if self.codec == "topk":
-            log_probs, log_tail = decoded.log_probs, decoded.log_tail
-            return TopkTargets(decoded.head_ids, log_probs, log_tail, temperature, self.vocab_size)
-        ids, weights = decoded.slots()
-        entropy = cast(NDArray[np.float64], decoded.entropy)  # as sampled records hold it
-        return SampledTargets(ids, weights, entropy, temperature, self.vocab_size)
+        assert self.temperature is not None  # of float16 alone
+        ids, log_probs, log_tail = decoded
+        return TopkTargets(ids, log_probs, log_tail, self.temperature, self.vocab_size)
 
     def compare(self, record: SampleRecord, rows: Reals) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Total variation ``(R,)`` of a record from the teacher's current rows, and its bound due to coding.
 
-        Over the classes that the record tells apart, draws included (CACHE-91, CACHE-171). Raises as ``decode``, and
+        Over the classes that the record tells apart (CACHE-91, CACHE-171). Raises as ``decode``, and
         ``argument-shape`` for another number of rows.
         """
         codes, temperature = self.read_rows(record, self.parts[0], self.row_bytes), self.temperature or 1.0
         logits = as_rows("logits", rows, self.given_classes)[:, : self.vocab_size]
         if len(logits) != len(codes):
             raise ShdError("argument-shape", f"rows must be {len(codes)}; got {len(logits)}", "CACHE-160")
-        uniforms = draw_uniforms(record.index, len(codes), self.draws, self.seed or 0)
-        moved = rows_moved(logits, temperature, uniforms, lambda some: self._decode(codes[some]))
+        moved = rows_moved(logits, temperature, lambda some: self._decode(codes[some]))
         if self.codec == "float16":
             return moved, largest_move("float16", logits) / temperature / 2
         # Of a tail, whose logarithm x is rounded: exp(x) |x| 2^-11 is less than half of 2^-11.
         return moved, (head_moves(self.code, codes) + 2.0**-11) / 2
-
-    def compare_entropies(self, record: SampleRecord, rows: Reals) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Moves of a sampled record's entropies from the current rows', and their bounds, in nats ``(R,)``."""
-        decoded = self._decode(self.read_rows(record, self.parts[0], self.row_bytes))
-        logits = as_rows("logits", rows, self.given_classes)[:, : self.vocab_size]
-        entropies = row_entropies(logits, self.temperature or 1.0)
-        return np.abs(decoded.entropy - entropies), np.maximum(entropies * 2.0**-11, 2.0**-25)
 
     def arrays(self, record: SampleRecord) -> Iterator[tuple[str, NDArray[Any]]]:
         decoded = self.decode(record)
@@ -235,13 +207,11 @@ class Logits(Rows):
 
     def describe(self) -> list[tuple[str, str]]:
         padding = "" if self.padded_vocab_size is None else f" of {self.padded_vocab_size}, the rest is padding"
-        head = f"the {self.head} likeliest classes and " * (self.head > 0)
-        drawn = f"{self.draws} that were drawn"
-        rest = {"topk": "their rest", "sampled": drawn, "float16": "all classes"}[self.codec]
+        classes = f"the {self.head} likeliest classes and their rest" if self.head else "all classes"
         bound = "any temperature" if self.temperature is None else f"temperature {self.temperature:g}"
         others = ", ".join(teacher.name for teacher in self.with_teachers)
         mean = f"; mean with {others}" if others else ""
-        rows = f"{head}{rest}; {self.vocab_size} classes{padding}; {bound}{mean}"
+        rows = f"{classes}; {self.vocab_size} classes{padding}; {bound}{mean}"
         return [("logits", rows), ("logits codec", f"{self.codec}, {self.row_bytes} bytes per {self.unit}")]
 
     def _cut(self, rows: Reals, counted: Counted) -> Reals:

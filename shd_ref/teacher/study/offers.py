@@ -79,7 +79,7 @@ def _offers(
     for way, (asks, members) in kinds.items():
         temperature = options.logits_temperature if members["codec"] == "topk" else None
         form = Logits(**common, **members, temperature=temperature)
-        error = form.measure(logits, form.encode(logits, 0))
+        error = form.measure(logits, form.encode(logits))
         yield TargetOffer(way, asks, form.row_bytes, 0, error.gradient_mean)
 
 

@@ -160,7 +160,7 @@ def test_the_command_lists_each_form(tmp_path: Path, forms: dict[str, dict[str, 
     pytest.importorskip("typer", reason="shd needs the extra 'teacher'")
     from support.commands import shd
 
-    listing = list_cache(write_cache(tmp_path, job(**forms["sampled"])))
+    listing = list_cache(write_cache(tmp_path, job(**forms["narrow"])))
     output = shd("ls", tmp_path)
     for error in listing.errors.values():
         assert error.describe() in output

@@ -15,7 +15,6 @@ from support.makers import (
     FACTORS,
     HIDDEN_INT8,
     KINDS,
-    SAMPLED,
     TOPK,
     contents,
     errors_of,
@@ -35,7 +34,6 @@ JOBS: dict[str, dict[str, Any]] = {
     "factors": {"codec": "int8", "factors": FACTORS},
     "around": {"codec": "int8", "factors": FACTORS, "padding": "around"},
     "topk": {"logits": TOPK},
-    "sampled": {"logits": SAMPLED},
     "float16": {"logits": ALL_CLASSES},
     "hidden": {"hidden": HIDDEN_INT8},
     "alone": ALONE["topk"],
@@ -125,7 +123,6 @@ FAULTS: dict[str, dict[str, Fault]] = {
         "not a number": NOT_A_NUMBER,
         "infinite": part("argument-value", "logits", _number(np.inf)),  # no NaN, and above 0
     },
-    "sampled": {**_rows("logits"), "not a number": NOT_A_NUMBER},
     "float16": {"not a number": NOT_A_NUMBER, "infinite": part("not-finite", "logits", _number(np.inf))},
     "hidden": {
         **_rows("H11"),

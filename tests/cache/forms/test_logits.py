@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import struct
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -11,21 +10,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-import xxhash
 from numpy.typing import NDArray
 from support.makers import (
     ALL_CLASSES,
     AVERAGED,
     FORMS,
     KINDS,
-    SAMPLED,
+    NARROW,
     TOPK,
     VOCABULARY,
     errors_of,
     job,
     key_of,
     logits_of,
-    record_of,
     records_of,
     write_cache,
 )
@@ -34,11 +31,11 @@ from support.refusals import refusal
 
 from shd_ref import ShdError
 from shd_ref.cache import CacheReader, CacheWriter, Logits, SampleRecord
-from shd_ref.cache.codecs.logits import draw_uniforms, pick_classes
-from shd_ref.kd import SampledTargets, TopkTargets
+from shd_ref.cache.codecs.logits import pick_classes
+from shd_ref.kd import TopkTargets
 
 """The sum over the rest is made in single precision where logits are no better; it is stored in binary16."""
-CODECS = {"topk": TOPK, "sampled": SAMPLED, "float16": ALL_CLASSES}
+CODECS = {"topk": TOPK, "narrow": NARROW, "float16": ALL_CLASSES}
 
 
 def rows_of(form: Logits, count: int = 9, seed: int = 3, spread: float = 3.0) -> NDArray[np.float32]:
@@ -58,48 +55,22 @@ def test_the_largest_of_many_are_found_wherever_they_lie() -> None:
     rng = np.random.default_rng(2)
     for size, head in ((700, 1), (64 * 9, 8), (64 * 9 + 63, 8), (5000, 70)):
         logits = rng.integers(0, 40, (20, size)).astype(np.float32)
-        picked = pick_classes(logits, head, 1.0, np.zeros((20, 0)))
+        picked = pick_classes(logits, head, 1.0)
         wanted = np.sort(np.argsort(-logits, axis=-1, kind="stable")[:, :head], axis=-1)
         np.testing.assert_array_equal(picked.head_ids, wanted)
 
 
 def test_a_tail_of_any_size_has_a_logarithm() -> None:
     logits = np.array([[900.0, 0.0, -5.0, 0.0]])
-    picked = pick_classes(logits, 1, 1.0, np.zeros((1, 0)))
+    picked = pick_classes(logits, 1, 1.0)
     np.testing.assert_allclose(picked.log_tail, np.log(2 + np.exp(-5)) - 900, rtol=1e-12)
-
-
-def test_uniforms_follow_from_the_samples_index_the_row_and_the_seed() -> None:
-    found = draw_uniforms(12345678901, 3, 4, 2**53 - 1)
-    for row in range(3):
-        hashed = xxhash.xxh3_64_intdigest(struct.pack("<QQ", 12345678901, row), seed=2**53 - 1)
-        start = (hashed >> 11) / 2**53
-        np.testing.assert_array_equal(found[row], [(j + start) / 4 for j in range(4)])
-    assert (found >= 0).all()
-    assert (found < 1).all()
-
-
-def test_draws_are_unbiased() -> None:
-    """Over many samples with one row of logits, weights add up to its probabilities."""
-    logits = rows_of(SAMPLED, 1)
-    exact = np.exp(logits[0] - logits[0].max())
-    exact /= exact.sum()
-    mean, count = np.zeros(VOCABULARY), 2000
-    for index in range(count):
-        found = SAMPLED.decode(stored(SAMPLED, SAMPLED.encode(logits, index)))
-        assert isinstance(found, SampledTargets)
-        np.add.at(mean, found.ids[0], found.weights[0] / count)
-    tail = 1 - np.sort(exact)[-SAMPLED.head :].sum()
-    coded = SAMPLED.code.bound(SAMPLED.encode(logits, 0)).max()
-    # A weight is tail / 6; systematic draws hit a class at most once more or less than in the mean.
-    assert np.abs(mean - exact).max() <= 4 * tail / 6 / np.sqrt(count) + coded
 
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_decoded_rows_are_within_the_stated_bound(codec: str) -> None:
     form = CODECS[codec]
     rows = rows_of(form)[: 9 if form.rows == "positions" else 1]
-    codes = form.encode(rows, 7)
+    codes = form.encode(rows)
     assert codes.shape == (len(rows), form.row_bytes)
     found = form.decode(stored(form, codes))
     kept = rows[:, :VOCABULARY].astype(np.float64)
@@ -110,14 +81,10 @@ def test_decoded_rows_are_within_the_stated_bound(codec: str) -> None:
         return
     log_p = kept / found.temperature
     log_p -= np.log(np.exp(log_p).sum(axis=-1, keepdims=True))
-    ids = found.ids[:, : form.head]
-    probs = np.exp(found.log_probs) if isinstance(found, TopkTargets) else found.weights[:, : form.head]
-    exact = np.exp(np.take_along_axis(log_p, ids, -1))
-    assert (np.abs(probs - exact) <= form.code.bound(codes)).all()
+    exact = np.exp(np.take_along_axis(log_p, found.ids, -1))
+    assert (np.abs(np.exp(found.log_probs) - exact) <= form.code.bound(codes)).all()
     assert (found.temperature, found.vocab_size) == (form.temperature, VOCABULARY)
-    whole = (
-        np.exp(found.log_probs).sum(axis=-1) + np.exp(found.log_tail) if codec == "topk" else found[1].sum(axis=-1)
-    )
+    whole = np.exp(found.log_probs).sum(axis=-1) + np.exp(found.log_tail)
     np.testing.assert_allclose(whole, 1.0, rtol=1e-12)
 
 
@@ -125,7 +92,7 @@ def test_decoded_rows_are_within_the_stated_bound(codec: str) -> None:
 def test_errors_are_measured_as_the_format_says(codec: str) -> None:
     form = CODECS[codec]
     rows = rows_of(form, 1)
-    codes = form.encode(rows, 7)
+    codes = form.encode(rows)
     found, error = form.decode(stored(form, codes)), form.measure(rows, codes)
     temperature = form.temperature or 1.0
     p = np.exp(rows[0, :VOCABULARY].astype(np.float64) / temperature)
@@ -135,23 +102,19 @@ def test_errors_are_measured_as_the_format_says(codec: str) -> None:
         said /= said.sum()
         exact, coded = p, said
     else:
-        head, tail = found.ids[0, : form.head], codes[0, :2].view("<f2").astype(np.float64)[0]
-        probs = np.exp(found.log_probs[0]) if isinstance(found, TopkTargets) else found.weights[0, : form.head]
+        head, tail = found.ids[0], codes[0, :2].view("<f2").astype(np.float64)[0]
+        probs = np.exp(found.log_probs[0])
         exact = np.append(p[head], 1 - p[head].sum())
         coded = np.append(probs, np.exp(tail))
-        said = np.zeros(VOCABULARY)
-        if isinstance(found, SampledTargets):
-            np.add.at(said, found.ids[0], found.weights[0])
-        else:
-            said += np.exp(tail) / (VOCABULARY - form.head)
-            said[head] = probs
+        said = np.full(VOCABULARY, np.exp(tail) / (VOCABULARY - form.head))
+        said[head] = probs
     np.testing.assert_allclose(error.kl_mean, (exact * np.log(exact / coded)).sum(), rtol=1e-6)
     np.testing.assert_allclose(error.tv_mean, np.abs(exact - coded).sum() / 2, rtol=1e-9)
     np.testing.assert_allclose(error.gradient_mean, np.linalg.norm(said - p) / np.linalg.norm(p), rtol=1e-9)
     assert (error.kl_max, error.rows) == (error.kl_mean, 1)
 
 
-COMPARED = CODECS | {"drawn alone": replace(SAMPLED, head=0), "all kept": replace(TOPK, head=VOCABULARY)}
+COMPARED = CODECS | {"all kept": replace(TOPK, head=VOCABULARY)}
 
 
 @pytest.mark.parametrize("codec", COMPARED)
@@ -160,7 +123,7 @@ def test_a_run_of_the_teacher_is_told_from_another(codec: str) -> None:
     form = COMPARED[codec]
     rows = rows_of(form)[: 9 if form.rows == "positions" else 1]
     temperature = form.temperature or 1.0
-    record = stored(form, form.encode(rows, 0))
+    record = stored(form, form.encode(rows))
     moved, bound = form.compare(record, rows)
     assert moved.shape == bound.shape == (len(rows),)
     assert (moved <= bound).all()
@@ -180,48 +143,39 @@ def test_a_run_of_the_teacher_is_told_from_another(codec: str) -> None:
         form.compare(record, np.concatenate((rows, rows)))
 
 
-def test_draws_of_another_seed_or_sample_are_told() -> None:
-    form = replace(SAMPLED, head=0)
-    rows = rows_of(form)
-    record = stored(form, form.encode(rows, 0))
-    for other in (replace(record, index=5), stored(form, replace(form, seed=30).encode(rows, 0))):
-        found, limit = form.compare(other, rows)
-        assert (found > limit + 0.005).any()
-
-
-@pytest.mark.parametrize("codec", ["topk", "sampled"])
+@pytest.mark.parametrize("codec", ["topk", "narrow"])
 def test_rows_that_do_not_count_are_rows_of_zeros_and_cost_nothing(codec: str) -> None:
     form = CODECS[codec]
     rows, counted = rows_of(form), np.ones(9, np.bool_)
     counted[[0, 5]] = False
     broken = rows.copy()
     broken[[0, 5]] = np.nan
-    codes = form.encode(broken, 2, counted)
+    codes = form.encode(broken, counted)
     wanted = rows.copy()
     wanted[[0, 5]] = 0
     padded = wanted.copy()
     padded[:, VOCABULARY:] = rows[:, VOCABULARY:]
-    np.testing.assert_array_equal(codes, form.encode(padded, 2))
+    np.testing.assert_array_equal(codes, form.encode(padded))
     error = form.measure(broken, codes, counted)
     assert error.rows == 7
     assert form.measure(broken, codes, np.zeros(9, np.bool_)).rows == 0
     with pytest.raises(ShdError, match="must be finite"):
-        form.encode(broken, 2)
+        form.encode(broken)
 
 
 def test_padding_of_the_vocabulary_is_cut_where_it_is_padding() -> None:
     rows = rows_of(TOPK)
     rows[:, VOCABULARY:] = -np.inf
-    np.testing.assert_array_equal(TOPK.encode(rows, 0), TOPK.encode(rows_of(TOPK), 0))
+    np.testing.assert_array_equal(TOPK.encode(rows), TOPK.encode(rows_of(TOPK)))
     rows[4, VOCABULARY] = 5
     with pytest.raises(
         ShdError, match=r"mass of at most 0\.001 in every row; got .* classes from 37 to 39"
     ) as caught:
-        TOPK.encode(rows, 0)
+        TOPK.encode(rows)
     assert (caught.value.code, caught.value.spec_id) == ("argument-value", "CACHE-168")
     rows[4, VOCABULARY] = np.nan
     with pytest.raises(ShdError, match="got nan"):
-        TOPK.encode(rows, 0)
+        TOPK.encode(rows)
 
 
 @pytest.mark.parametrize(
@@ -237,14 +191,14 @@ def test_padding_of_the_vocabulary_is_cut_where_it_is_padding() -> None:
 @pytest.mark.parametrize("codec", CODECS)
 def test_logits_that_cannot_be_coded(codec: str, code: str, change: Any) -> None:
     with refusal(code, "logits must be"):
-        CODECS[codec].encode(change(rows_of(CODECS[codec])), 0)
+        CODECS[codec].encode(change(rows_of(CODECS[codec])))
 
 
 def test_numbers_beyond_float16_are_refused() -> None:
     rows = rows_of(ALL_CLASSES, 1)
     rows[0, 3] = 7e4
     with refusal("argument-value", "below 65520 for float16; got 70000: use topk"):
-        ALL_CLASSES.encode(rows, 0)
+        ALL_CLASSES.encode(rows)
 
 
 WRONG_FORMS: dict[str, tuple[Logits, dict[str, Any]]] = {
@@ -259,17 +213,9 @@ WRONG_FORMS: dict[str, tuple[Logits, dict[str, Any]]] = {
     "hot": (TOPK, {"temperature": float("inf")}),
     "head": (TOPK, {"head": VOCABULARY + 1}),
     "absurd head": (TOPK, {"head": 2**53 - 1}),
-    "neither": (TOPK, {"head": 0}),
+    "no head": (TOPK, {"head": 0}),
     "bits": (TOPK, {"value_bits": 17}),
-    "top-k with draws": (TOPK, {"draws": 3, "seed": 1}),
-    "top-k with a seed": (TOPK, {"seed": 1}),
-    "nothing drawn": (SAMPLED, {"draws": 0}),
-    "draws without a seed": (SAMPLED, {"seed": None}),
-    "seed": (SAMPLED, {"seed": -1}),
-    "draws of nothing": (SAMPLED, {"head": VOCABULARY}),
-    "absurd draws": (SAMPLED, {"draws": 2**53 - 1}),
     "a head of millions": (TOPK, {"vocab_size": 2**24, "padded_vocab_size": None, "head": 2**16 + 1}),
-    "millions of draws": (SAMPLED, {"draws": 2**16 + 1}),
     "float16 with a temperature": (ALL_CLASSES, {"temperature": 1.0}),
     "float16 with a head": (ALL_CLASSES, {"head": 2}),
     "float16 with bits": (ALL_CLASSES, {"value_bits": 8}),
@@ -313,10 +259,10 @@ def test_rows_without_a_form_and_errors_of_other_forms_are_refused(tmp_path: Pat
             CacheWriter(tmp_path / manifest.id[:8], manifest).write_shard(0, records_of(manifest, 0), errors)
 
 
-@pytest.mark.parametrize("codec", ["topk", "sampled", "float16"])
+@pytest.mark.parametrize("codec", ["topk", "narrow", "float16"])
 def test_bytes_that_no_encoder_writes_are_refused_by_the_decoder(codec: str) -> None:
     form = CODECS[codec]
-    codes = form.encode(rows_of(form, 1), 0)
+    codes = form.encode(rows_of(form, 1))
     wrong = {"not a number": put_half(codes, np.nan)}
     if codec != "float16":
         wrong |= {
@@ -328,25 +274,6 @@ def test_bytes_that_no_encoder_writes_are_refused_by_the_decoder(codec: str) -> 
         with pytest.raises(ShdError) as caught:
             form.decode(stored(form, bad))
         assert caught.value.code == "cache-corrupt", name
-
-
-def test_an_entropy_is_at_most_that_of_an_even_row(tmp_path: Path) -> None:
-    """log V in binary16, and nothing above it; a row of zeros has that one."""
-    form = CODECS["sampled"]
-    even = form.encode(np.zeros((4, VOCABULARY), np.float32), 0)
-    most = float(np.float16(np.log(VOCABULARY)))
-    assert [float(each) for each in form.decode(stored(form, even)).entropy] == [most] * 4
-    for value in (np.nextafter(np.float16(most), np.float16(9)), -1.0, np.nan):
-        bad = put_half(even, float(value), 2)
-        with refusal("cache-corrupt"):
-            form.decode(stored(form, bad))
-        manifest = job(logits=form)
-        first, *others = records_of(manifest, 0)
-        codes = np.resize(bad, (first.length, bad.shape[1]))
-        with refusal("not-finite" if np.isnan(value) else "argument-value", r"entropy|finite"):
-            CacheWriter(tmp_path, manifest).write_shard(
-                0, [record_of(manifest, first.index, parts={"logits": codes}), *others], errors_of(manifest)
-            )
 
 
 def test_a_reader_gives_what_the_reference_makes(tmp_path: Path) -> None:
@@ -369,23 +296,23 @@ def test_a_reader_gives_what_the_reference_makes(tmp_path: Path) -> None:
 
 def test_a_large_vocabulary_takes_little_memory() -> None:
     """Of 64 rows of 152,064 classes float64 copies would be 78 MB each."""
-    form = replace(SAMPLED, vocab_size=152_064, head=16, draws=64)
+    form = replace(NARROW, vocab_size=152_064, head=64)
     rows = np.random.default_rng(0).standard_normal((64, form.vocab_size), np.float32)
     tracemalloc.start()
-    codes = form.encode(rows, 0)
+    codes = form.encode(rows)
     error = form.measure(rows, codes)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert error.rows == 64
     assert peak < 150 * 2**20
-    assert form.row_bytes < 16 * 3.5 + 64 * 2.5 + 8
+    assert form.row_bytes < 64 * 3.5 + 8
 
 
 def test_a_forged_row_takes_little_memory() -> None:
     """The largest rows there are, as a frame of a few bytes could expand to them."""
-    form = replace(SAMPLED, vocab_size=2**24, head=2**16, draws=2**16, value_bits=16)
+    form = replace(NARROW, vocab_size=2**24, head=2**16, value_bits=16)
     rows = np.full((4, form.row_bytes), 255, np.uint8)
-    rows[:, :4] = 0
+    rows[:, :2] = 0
     tracemalloc.start()
     for use in (lambda: form.decode(stored(form, rows)), lambda: form.code.bound(rows[:1])):
         with contextlib.suppress(ShdError):

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from support.attention_graphs import language_model, saved, token_samples
 from support.calls import calls_of
 from support.commands import shd
-from support.plain_kd import log_softmax, topk_targets
+from support.plain_kd import topk_targets
 from support.refusals import refusal
 from support.students import precompute, precompute_heads
 
@@ -69,10 +69,9 @@ def forms_of(folder: Path) -> tuple[Logits, Hidden]:
     ("form", "codec", "padding"),
     [
         ("maps", "topk", "front"),
-        ("maps", "sampled", "behind"),
         ("maps", "float16", "front"),
         ("factored", "topk", "behind"),
-        ("factored", "sampled", "front"),
+        ("factored", "float16", "front"),
         ("factored", "float16", "behind"),
     ],
 )
@@ -86,7 +85,6 @@ def test_records_are_what_the_teacher_gives(
         form=form,
         logits=codec,
         logits_top=6,
-        logits_draws=5,
         logits_temperature=temperature,
         hidden=(0, 1),
         hidden_codec="int8" if codec == "topk" else "float16",
@@ -112,11 +110,10 @@ def test_records_are_what_the_teacher_gives(
         else:
             assert stored.temperature == temperature
             wanted = topk_targets(rows, 6, temperature=temperature)
-            probs = np.exp(stored.log_probs) if codec == "topk" else stored.weights[:, :6]
+            probs = np.exp(stored.log_probs)
             np.testing.assert_array_equal(stored.ids[counted, :6], wanted.ids[counted])
             np.testing.assert_allclose(probs[counted], np.exp(wanted.log_probs)[counted], atol=0.01)
-            sums = probs.sum(-1) + np.exp(stored.log_tail) if codec == "topk" else stored.weights.sum(-1)
-            np.testing.assert_allclose(sums, 1.0, atol=1e-6)
+            np.testing.assert_allclose(probs.sum(-1) + np.exp(stored.log_tail), 1.0, atol=1e-6)
         for layer in (0, 1):
             found, states = hidden.decode(record, layer), expected[STATES[layer]][kept]
             assert not found[~counted].any()  # what padding gives is not stored
@@ -134,25 +131,6 @@ def test_positions_between_others_that_do_not_count_are_stored_as_nothing(teache
     stored: Any = logits.decode(record)
     np.testing.assert_allclose(np.exp(stored.log_probs[1]), 1 / 50, rtol=1e-2)
     assert not np.allclose(np.exp(stored.log_probs[2]), 1 / 50, rtol=1e-2)
-
-
-def test_sampled_rows_say_on_average_what_the_teacher_says(teacher: Path, tmp_path: Path) -> None:
-    """The stored row is that of the run's seed; over seeds, the mean of the weights is the teacher's row."""
-    inputs, rounds, total = make_inputs(), 400, np.zeros(50)
-    options = PrecomputeOptions(num_student_heads=2, logits="sampled", logits_top=2, logits_draws=3)
-    precompute(teacher, inputs, tmp_path / "cache", options, RunOptions(seed=7))
-    logits = CacheReader(tmp_path / "cache").manifest.logits
-    assert logits is not None
-    record, rows = records_of(tmp_path / "cache", inputs)[0], run_alone(teacher, inputs, 0)[0]["logits"]
-    np.testing.assert_array_equal(logits.encode(rows, 0).reshape(-1), record.parts["logits"])
-    for seed in range(rounds):
-        codes = replace(logits, seed=seed).encode(rows, 0)
-        stored: Any = logits.decode(replace(record, parts={"logits": codes.reshape(-1)}))
-        np.add.at(total, stored.ids[1], stored.weights[1] / rounds)
-    expected = np.exp(log_softmax(rows[1].astype(np.float64)))
-    spread = np.sqrt(expected / (3 * rounds))  # of a class that is drawn independently
-    assert (np.abs(total - expected) < 5 * spread + 1e-3).all()
-    assert np.abs(total - expected).sum() < 0.2
 
 
 def test_a_padded_vocabulary_is_cut_where_it_has_no_mass(tmp_path: Path) -> None:
@@ -275,8 +253,8 @@ def test_a_sample_whose_logits_are_not_finite_is_named_or_skipped(tmp_path: Path
         ({"logits": "all"}, "logits must be one of"),
         ({"vocab_size": 50}, "vocab_size must go with logits"),
         ({"logits_output": "logits"}, "logits_output must go with logits"),
-        ({"logits_temperature": 2.0}, "logits_temperature must go with topk or sampled"),
-        ({"logits": "float16", "logits_temperature": 2.0}, "logits_temperature must go with topk or sampled"),
+        ({"logits_temperature": 2.0}, "logits_temperature must go with topk"),
+        ({"logits": "float16", "logits_temperature": 2.0}, "logits_temperature must go with topk"),
         ({"logits": "topk", "logits_temperature": 0.0}, "logits_temperature must be finite and above 0"),
         ({"logits": "topk", "logits_top": 0}, "logits_top must be at least 1"),
         ({"logits": "topk", "logits_bits": 3}, "value_bits 4 to 16"),

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.makers import ALL_CLASSES, FACTORS, FORMS, SAMPLED, TOPK, job, key_of, length_of, padding_of, write_cache
+from support.makers import ALL_CLASSES, FACTORS, FORMS, NARROW, TOPK, job, key_of, length_of, padding_of, write_cache
 from support.refusals import refusal
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from shd_ref.cache import Attention, CacheReader, Logits
 from shd_torch import ShdError, SupervisedDataset, SupervisedStream, kd_loss
-from shd_torch.kd import SampledTargets, TopkTargets
+from shd_torch.kd import TopkTargets
 from shd_torch.supervision import stored_rows
 
 INDICES = (3, 0, 7, 3)
@@ -119,7 +119,7 @@ def test_decodes_what_the_reference_does(tmp_path: Path, attention: str, beside:
         assert len(bare.buffer) < len(batch.buffer)
 
 
-@pytest.mark.parametrize("beside", ["topk", "sampled"])
+@pytest.mark.parametrize("beside", ["topk", "narrow"])
 @pytest.mark.parametrize("attention", ["maps", "factored"])
 def test_rows_pass_through_workers_streams_and_devices(tmp_path: Path, attention: str, beside: str) -> None:
     write_cache(tmp_path, job(8, **ATTENTION[attention], **BESIDE[beside]))
@@ -149,47 +149,41 @@ def test_some_hidden_states_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [2, 512, 32_000, 151_936])
-@pytest.mark.parametrize(("head", "draws", "bits"), [(1, 0, 4), (2, 0, 16), (32, 0, 8), (0, 9, 4), (31, 33, 7)])
-def test_rows_of_every_size(vocab_size: int, head: int, draws: int, bits: int) -> None:
+@pytest.mark.parametrize(("head", "bits"), [(1, 4), (2, 16), (32, 8), (64, 7)])
+def test_rows_of_every_size(vocab_size: int, head: int, bits: int) -> None:
     """Many rows, in one go and in parts; a head that is the whole vocabulary too."""
-    head = min(head, vocab_size - (draws > 0))
-    kind = {"codec": "sampled", "draws": draws, "seed": 3} if draws else {"codec": "topk"}
-    form = Logits(
-        rows="positions", tensor="t", vocab_size=vocab_size, temperature=1.5, head=head, value_bits=bits, **kind
-    )
+    kept = {"head": min(head, vocab_size), "value_bits": bits}
+    form = Logits(codec="topk", rows="positions", tensor="t", vocab_size=vocab_size, temperature=1.5, **kept)
     rng = np.random.default_rng(vocab_size + head)
     logits = (4 * rng.standard_normal((24, vocab_size))).astype(np.float32)
     logits[0] = 0.0
     logits[1, 1:] -= 1e4  # next to nothing outside of one class
-    rows = form.encode(logits, 7)
+    rows = form.encode(logits)
     wanted = form._decode(rows)
-    expected: list[Any] = [wanted.head_ids, wanted.log_probs, wanted.log_tail]
-    if draws:
-        expected = [*wanted.slots(), wanted.entropy]
     copies = 1 + 2**19 // (8 * rows.size)  # more than are decoded in one go
     many = stored_rows.decode_rows(form, torch.from_numpy(np.tile(rows, (copies, 1))))
-    for got, want in zip(many, expected, strict=True):
+    for got, want in zip(many, wanted, strict=True):
         assert got.shape == (copies * len(want), *want.shape[1:])
-        wanted = torch.from_numpy(want).to(got.dtype).double()
-        assert all(torch.equal(part.double(), wanted) for part in got.split(len(want)))
+        decoded = torch.from_numpy(want).to(got.dtype).double()
+        assert all(torch.equal(part.double(), decoded) for part in got.split(len(want)))
 
 
 def test_bytes_that_no_encoder_writes_stay_within_the_vocabulary() -> None:
-    for form in (TOPK, SAMPLED):
+    for form in (TOPK, NARROW):
         for fill in (0, 255):
             rows = torch.full((3, form.row_bytes), fill, dtype=torch.uint8)
             ids = stored_rows.decode_rows(form, rows)[0]
-            assert ids.shape == (3, form.head + form.draws)
+            assert ids.shape == (3, form.head)
             assert 0 <= int(ids.min()) <= int(ids.max()) < form.vocab_size
 
 
 def test_the_loss_takes_what_a_batch_gives(tmp_path: Path) -> None:
-    """Padding is left out by the batch's mask; another temperature, and what draws make biased, are refused."""
-    for name, kind in (("topk", TopkTargets), ("sampled", SampledTargets)):
+    """Padding is left out by the batch's mask; another temperature is refused."""
+    for name in ("topk", "narrow"):
         write_cache(tmp_path / name, job(8, **BESIDE[name]))
         (batch,) = batches(joined(tmp_path / name), sampler=INDICES, batch_size=4)
         targets, mask = batch.targets(), batch.query_mask()
-        assert isinstance(targets, kind)
+        assert isinstance(targets, TopkTargets)
         logits = torch.randn(*mask.shape, targets.vocab_size, generator=torch.Generator().manual_seed(0))
         rows = [
             kd_loss(each, logits[number, : length_of(index)], reduction="sum")
@@ -200,7 +194,3 @@ def test_the_loss_takes_what_a_batch_gives(tmp_path: Path) -> None:
         torch.testing.assert_close(loss, torch.stack(rows).sum() / mask.sum())
         with pytest.raises(ShdError, match="that of the targets"):
             kd_loss(targets, logits, temperature=3.0, loss_mask=mask)
-        if name == "sampled":
-            for divergence in ("reverse_kl", "jsd"):
-                with pytest.raises(ShdError, match="biased estimate"):
-                    kd_loss(targets, logits, divergence=divergence, loss_mask=mask)

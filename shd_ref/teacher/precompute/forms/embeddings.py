@@ -64,7 +64,7 @@ class EmbeddingsMaker(RowsMaker[Embeddings]):
         assert mask is not None
         yield pool_states(states[mask], form.pooling, normalize=form.normalize)
 
-    def encode(self, form: Embeddings, part: int, rows: NDArray[np.float32], index: int, counted: Counted) -> Any:
+    def encode(self, form: Embeddings, part: int, rows: NDArray[np.float32], counted: Counted) -> Any:
         """See ``Embeddings.encode``."""
         return form.encode(rows)
 

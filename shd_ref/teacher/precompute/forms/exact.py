@@ -65,7 +65,7 @@ class ExactMaker(RowsMaker[Exact]):
         assert sample.targets.last is not None  # they have been described
         yield sample.targets.last
 
-    def encode(self, form: Exact, part: int, rows: NDArray[np.float32], index: int, counted: Counted) -> Any:
+    def encode(self, form: Exact, part: int, rows: NDArray[np.float32], counted: Counted) -> Any:
         """See ``Exact.encode``."""
         return form.encode(rows, counted)
 
@@ -130,7 +130,7 @@ def _compare(work: TeacherRun, form: Exact, index: int) -> None:
     size = form.head.vocab_size
     check_padding(logits, size, 1.0)
     logits_of_head = cut_head(work.head.head, size).logits(states)
-    moved = rows_moved(logits[:, :size], 1.0, np.empty((len(rows_compared), 0)), lambda rows: logits_of_head[rows])
+    moved = rows_moved(logits[:, :size], 1.0, lambda rows: logits_of_head[rows])
     limit = tolerance_of("recheck", dtype_of(work.model, [site for _, site in work.layers], work.targets))
     if not moved.max(initial=0.0) <= limit:
         raise graph_unsupported(

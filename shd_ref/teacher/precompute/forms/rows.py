@@ -22,7 +22,6 @@ from shd_ref.cache import (
     Teacher,
 )
 from shd_ref.cache.codecs.distortion import merge_errors
-from shd_ref.cache.codecs.logits import entropy_moves
 from shd_ref.cache.forms.rows import Rows
 from shd_ref.errors import ShdError, argument_value, graph_unsupported
 from shd_ref.teacher.options import PrecomputeOptions, RunOptions
@@ -43,7 +42,7 @@ class RowsMaker(Maker[RowsT]):
         """What the teacher gave for each part of the form: rows, padding included, or the one row of a sample."""
 
     @abstractmethod
-    def encode(self, form: RowsT, part: int, rows: NDArray[np.float32], index: int, counted: Counted) -> Any:
+    def encode(self, form: RowsT, part: int, rows: NDArray[np.float32], counted: Counted) -> Any:
         """The rows of a part, by its number, as bytes."""
 
     @abstractmethod
@@ -58,7 +57,7 @@ class RowsMaker(Maker[RowsT]):
         for sample, extent in zip(samples, extents, strict=True):
             with naming(f"sample {sample.index} (key {sample.key})"):
                 parts = enumerate(self.rows(form, sample, extent))
-                codes = [self.encode(form, number, rows, sample.index, counted) for number, (rows, counted) in parts]
+                codes = [self.encode(form, number, rows, counted) for number, (rows, counted) in parts]
             made.append(dict(zip((part.name for part in form.parts), codes, strict=True)))
         return made
 
@@ -119,15 +118,11 @@ class LogitsMaker(RowsMaker[Logits]):
         }
         if options.logits == "float16":
             return Logits(**common)
-        drawn = options.logits == "sampled"
         return Logits(
             **common,
             temperature=options.logits_temperature,
-            # A small vocabulary is kept whole; a class is left to draw from.
-            head=min(options.logits_top, size - drawn),
-            draws=options.logits_draws if drawn else 0,
+            head=min(options.logits_top, size),  # a small vocabulary is kept whole
             value_bits=options.logits_bits,
-            seed=work.run.seed if drawn else None,
         )
 
     def options(self, form: Logits) -> dict[str, Any]:
@@ -153,9 +148,9 @@ class LogitsMaker(RowsMaker[Logits]):
         assert sample.targets.logits is not None
         yield sample.targets.logits
 
-    def encode(self, form: Logits, part: int, rows: NDArray[np.float32], index: int, counted: Counted) -> Any:
+    def encode(self, form: Logits, part: int, rows: NDArray[np.float32], counted: Counted) -> Any:
         """See ``Logits.encode``."""
-        return form.encode(rows, index, counted)
+        return form.encode(rows, counted)
 
     def measure_part(
         self, form: Logits, part: int, rows: NDArray[np.float32], codes: Any, counted: Counted
@@ -166,17 +161,13 @@ class LogitsMaker(RowsMaker[Logits]):
     def recheck(
         self, form: Logits, manifest: Manifest, sample: StudentOutputs, record: SampleRecord
     ) -> tuple[int, float]:
-        """The total variation of each row, and how far drawn classes' entropies are off."""
+        """The total variation of each row."""
         # A mean moves no further than the teacher of it that moves most.
         teachers: tuple[Teacher | AveragedTeacher, ...] = (manifest.teacher, *form.with_teachers)
         again = max(tolerance_of("recheck", teacher.dtype) for teacher in teachers)
         ((rows, counted),) = self.rows(form, sample, record.extent)
         moved, bound = form.compare(record, rows)
         _check_moves(record, "logits", moved, bound + again, counted)
-        if form.draws:
-            differences, limits = form.compare_entropies(record, rows)
-            limits = limits + entropy_moves(again, form.vocab_size)
-            _check_moves(record, "entropies of logits", differences, limits, counted)
         return len(moved), float(moved.max(initial=0.0))
 
 
@@ -213,7 +204,7 @@ class HiddenMaker(RowsMaker[Hidden]):
         """Each layer's."""
         return (sample.targets.hidden[layer] for layer in form.teacher_layers)
 
-    def encode(self, form: Hidden, part: int, rows: NDArray[np.float32], index: int, counted: Counted) -> Any:
+    def encode(self, form: Hidden, part: int, rows: NDArray[np.float32], counted: Counted) -> Any:
         """See ``Hidden.encode``."""
         return form.encode(form.teacher_layers[part], rows, counted)
 
