@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shd_torch.checks import check_mask, check_option
-from shd_torch.indexer.request import REDUCTIONS, IndexerRequest, Outside, Scorer, Teachers, Tile, restrict
+from shd_torch.indexer.request import REDUCTIONS, IndexerRequest, Outside, Scorer, Teachers, Tile, blocked_keys
 from shd_torch.kl.gradient import KlResult, attach, refuse_transforms
 from shd_torch.precision import without_autocast
 
@@ -37,8 +37,7 @@ def indexer_kl(
     The target is the attention of all heads of the teacher as one distribution; it is formed for a few rows at a time
     and never for all heads at once. Gradients of queries, keys and weights are computed with the value, and the
     backward pass only scales them; other derivatives are rejected. Nothing flows into the teacher. Detach what the
-    scorer's projections read if the model trains too. ``torch.autocast`` changes nothing here. In float32 a row whose
-    selected keys have less than about 1e-38 of the teacher's mass does not count, except with ``"mask_first"``.
+    scorer's projections read if the model trains too. ``torch.autocast`` changes nothing here.
 
     Args:
         queries: the scorer's, ``(B, H_i, L, d_i)``, rotated as they are multiplied.
@@ -104,20 +103,19 @@ def _run(
     )
     counts = torch.zeros(request.shape[:3], dtype=torch.bool, device=device)
     for tile in request.tiles():
-        p, support = restrict(tile, request.top_k, restriction)
-        counted = p.sum(-1) > 0
+        p, support = request.restrict(tile, restriction)
+        counted = p.amax(-1) > 0
         if loss_mask is not None:
             counted &= loss_mask[tile.samples, None, tile.rows]
         counts[tile.samples, :, tile.rows] = counted
-        blocked = ~(support | ~support.any(-1, keepdim=True))
-        log_q = tile.scores.masked_fill(blocked, -torch.inf).log_softmax(-1)
-        p = p.masked_fill(~counted[..., None], 0.0)
-        log_p = p.clamp(min=torch.finfo(dtype).tiny).log_()
-        value += (p * log_p.sub_(log_q.clamp(min=torch.finfo(dtype).min))).sum()
+        mass = p.sum(-1, keepdim=True)
+        logits = tile.scores.masked_fill(blocked_keys(support), -torch.inf)
+        log_q = logits.log_softmax(-1).clamp_(min=torch.finfo(dtype).min)
+        terms = p.clamp(min=torch.finfo(dtype).tiny).log_().sub_(log_q).mul_(p).sum(-1)
+        value += terms.masked_fill_(~counted, 0.0).sum()
         if wants_gradient:
-            through = log_q.exp_().mul_(p.sum(-1, keepdim=True)).sub_(p)
-            through.masked_fill_(~(counted[..., None] & support), 0.0)
-            _add_gradients(request, tile, scorer.scale * through, slopes)
+            slope = logits.softmax(-1).mul_(mass).sub_(p).mul_(scorer.scale * counted[..., None].to(dtype))
+            _add_gradients(request, tile, slope, slopes)
     divisor = _divisor(counts, request.segments, reduction)
     dq, dk, dw = [slope / divisor for slope in slopes] + [None] * (3 - len(slopes))
     return KlResult(value / divisor, dq, dk, dw)
@@ -128,22 +126,19 @@ def _add_gradients(request: IndexerRequest, tile: Tile, slope: Tensor, slopes: l
     scorer, x = request.scorer, tile.products
     batch, heads, _, blocks = x.shape
     by_head = slope[:, :, None].expand(-1, -1, heads // slope.shape[1], -1, -1).reshape(x.shape)
-    is_on = x > 0 if scorer.relu else None
-    if scorer.weights is not None:
-        weights = scorer.weights[tile.samples, :, tile.rows].to(x.dtype)
-        slopes[2][tile.samples, :, tile.rows] = torch.einsum(
-            "bhrc,bhrc->bhr", by_head, x.relu() if scorer.relu else x
-        )
-        by_head = by_head * weights[..., None]
-    if is_on is not None:
-        by_head = by_head * is_on
+    if scorer.relu:
+        by_head = torch.ops.aten.threshold_backward(by_head, x, 0)
     keys = scorer.keys[tile.samples, :, tile.blocks].to(x.dtype)
     queries = scorer.queries[tile.samples, :, tile.rows].to(x.dtype)
-    grouped = by_head.reshape(batch, keys.shape[1], -1, blocks)
-    slopes[0][tile.samples, :, tile.rows] = (grouped @ keys).reshape(queries.shape)
-    slopes[1][tile.samples, :, tile.blocks] += grouped.mT @ queries.reshape(
-        batch, keys.shape[1], -1, queries.shape[3]
-    )
+    by_head = by_head.reshape(batch, keys.shape[1], -1, blocks)
+    dq = (by_head @ keys).reshape(queries.shape)
+    if scorer.weights is not None:
+        # Without the weights dq is sum dI f' k, and sum dI f(x) its product with the queries.
+        slopes[2][tile.samples, :, tile.rows] = torch.linalg.vecdot(queries, dq)
+        weights = scorer.weights[tile.samples, :, tile.rows, None].to(x.dtype)
+        dq, queries = dq * weights, queries * weights
+    slopes[0][tile.samples, :, tile.rows] = dq
+    slopes[1][tile.samples, :, tile.blocks] += by_head.mT @ queries.reshape(batch, keys.shape[1], -1, dq.shape[3])
 
 
 def _divisor(counts: Tensor, segments: Tensor | None, reduction: str) -> Tensor | float:

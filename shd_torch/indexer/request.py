@@ -5,7 +5,6 @@ No tile holds more than a few rows, and the target of a tile is summed over the 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -71,10 +70,14 @@ def indexer_select(scores: Tensor, top_k: int, allowed: Tensor | None = None) ->
     if top_k >= scores.shape[-1]:
         return allowed.clone()
     masked = scores.masked_fill(~allowed, -torch.inf)
-    least = masked.topk(top_k, dim=-1).values[..., -1:]
-    above, level = masked > least, (masked == least) & allowed
-    room = top_k - above.sum(-1, keepdim=True)
-    return above | (level & (level.cumsum(-1) <= room))
+    least = masked.topk(top_k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    chosen = masked >= least
+    if scores.device.type == "cpu" and int(chosen.count_nonzero()) == top_k * least.numel():
+        return chosen  # no ties, as nearly always; another device would have to wait for the answer
+    chosen &= allowed
+    level = chosen & (masked == least)
+    room = top_k - (chosen & ~level).sum(-1, keepdim=True)
+    return chosen & ~(level & (level.cumsum(-1) > room))
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,36 +125,35 @@ class Scorer:
         return compute_dtype(*(t for t in (self.queries, self.keys, self.weights) if t is not None))
 
     def products(self, samples: slice, rows: slice, blocks: slice, dtype: torch.dtype | None = None) -> Tensor:
-        """``q_h . k`` of some rows and blocks ``(B, H_i, R, C)``, in float32 or wider."""
+        """``f(q_h . k)`` of some rows and blocks ``(B, H_i, R, C)``, in float32 or wider."""
         dtype = dtype or self.dtype
         keys = self.keys[samples, :, blocks].to(dtype)
         queries = self.queries[samples, :, rows].to(dtype)
         batch, heads, height, width = queries.shape
         grouped = queries.reshape(batch, keys.shape[1], -1, width) @ keys.mT
-        return grouped.reshape(batch, heads, height, -1)
+        return (grouped.relu_() if self.relu else grouped).reshape(batch, heads, height, -1)
 
     def scores(self, products: Tensor, samples: slice = slice(None), rows: slice = slice(None)) -> Tensor:
         """The scores ``(B, G, R, C)`` from the products of some rows."""
         batch, _, height, blocks = products.shape
-        bent = products.relu() if self.relu else products
-        bent = bent.reshape(batch, self.groups, -1, height, blocks)
+        products = products.reshape(batch, self.groups, -1, height, blocks)
         if self.weights is None:
-            return self.scale * bent.sum(2)
+            return self.scale * products.sum(2)
         weights = self.weights[samples, :, rows].to(products.dtype).reshape(batch, self.groups, -1, height)
-        return self.scale * torch.einsum("bghrc,bghr->bgrc", bent, weights)
+        return torch.einsum("bghrc,bghr->bgrc", products, self.scale * weights)
 
 
 class Tile(NamedTuple):
-    """Some rows of the loss; rows that may attend to no key hold anything finite, and do not count."""
+    """Some rows of the loss; rows that may attend to no key have a target of zeros, and do not count."""
 
     samples: slice
     rows: slice
     blocks: slice
-    products: Tensor  # (B, H_i, R, C)
+    products: Tensor  # after the activation (B, H_i, R, C)
     scores: Tensor  # (B, G, R, C)
     allowed: Tensor  # blocks that a row may attend to, broadcastable to the scores
     chosen: Tensor  # blocks that a row selects, broadcastable to the scores
-    target: Tensor  # p before any restriction but ``mask_first`` (B, G, R, C); 0 in rows without mass
+    target: Tensor  # p before any restriction but ``mask_first`` (B, G, R, C)
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,11 +241,18 @@ class IndexerRequest:
         num_keys = self.teachers[0].keys.shape[2]
         entries = tile_entries(self.scorer.queries.device) // max(2, self.scorer.queries.shape[1])
         together = max(1, min(batch, entries // (min(num_rows, 32) * num_keys)))
-        height = max(min(num_rows, 8), entries // (together * num_keys))
+        least = max(min(num_rows, 8), entries // (together * num_keys))
         for first in range(0, batch, together):
-            samples = slice(first, min(first + together, batch))
-            for start in range(0, num_rows, height):
+            samples, start = slice(first, min(first + together, batch)), 0
+            while start < num_rows:
+                height = least  # or more, where causality or a window leaves few keys
+                while start + height < num_rows:
+                    keys = self._keys(slice(start, start + 2 * height))
+                    if 2 * height * (keys.stop - keys.start) * together > entries:
+                        break
+                    height *= 2
                 yield self._tile(samples, slice(start, min(start + height, num_rows)))
+                start += height
 
     def _tile(self, samples: slice, rows: slice) -> Tile:
         keys = self._keys(rows)
@@ -253,12 +262,23 @@ class IndexerRequest:
         products = self.scorer.products(samples, rows, blocks, self.dtype)
         scores = self.scorer.scores(products, samples, rows)
         chosen = open_blocks if self.top_k is None else indexer_select(scores, self.top_k, open_blocks)
-        inside = chosen.repeat_interleave(self.block_size, -1)[..., : allowed.shape[-1]] if self.mask_first else None
-        target = torch.zeros_like(scores)
-        for teacher, outside in zip(self.teachers, self.outside, strict=True):
-            mixed = self._target(teacher, outside, samples, rows, keys, allowed, inside)
-            target += block_sums(mixed, self.block_size) / len(self.teachers)
+        target = self._target(samples, rows, chosen if self.mask_first else None)
         return Tile(samples, rows, blocks, products, scores, open_blocks, chosen, target)
+
+    def restrict(self, tile: Tile, restriction: str) -> tuple[Tensor, Tensor]:
+        """p of the loss and the support of the scorer's distribution (IDX-11)."""
+        if self.top_k is None:
+            return tile.target, tile.allowed
+        p = torch.where(tile.chosen, tile.target, 0.0)
+        if restriction != "unnormalised":
+            mass = p.sum(-1, keepdim=True)
+            faint = mass < torch.finfo(p.dtype).tiny / torch.finfo(p.dtype).eps
+            if faint.any():  # the selected keys have less mass than the dtype holds: take it from their logits
+                faint &= tile.target.sum(-1, keepdim=True) > 0
+                p = torch.where(faint, self._target(tile.samples, tile.rows, tile.chosen, after=True), p)
+                mass = p.sum(-1, keepdim=True)
+            p /= torch.where(mass > 0, mass, 1.0)
+        return p, tile.allowed if restriction == "student_all" else tile.chosen
 
     def _keys(self, rows: slice) -> slice:
         """Keys outside of which no row of the tile may attend, at the edges of blocks."""
@@ -278,7 +298,29 @@ class IndexerRequest:
             allowed = allowed & (here == there)
         return allowed.expand(-1, -1, *shape[2:])
 
-    def _target(
+    def _target(self, samples: slice, rows: slice, chosen: Tensor | None, *, after: bool = False) -> Tensor:
+        """p ``(B, G, R, C)`` of all layers, on the chosen blocks alone where they are given (IDX-8, IDX-9).
+
+        Each head's softmax is over these, or ``after``: over all keys and cut to them, in proportion however faint.
+        """
+        keys = self._keys(rows)
+        allowed = self._allowed(samples, rows, keys)
+        size, width = self.block_size, allowed.shape[-1]
+        inside = None if chosen is None else allowed & chosen.repeat_interleave(size, -1)[..., :width]
+        layers = (
+            self._layer_target(teacher, outside, samples, rows, keys, allowed, inside, after)
+            for teacher, outside in zip(self.teachers, self.outside, strict=True)
+        )
+        if after:
+            targets, masses = zip(*layers, strict=True)
+            mean = torch.einsum("l...,l...k->...k", torch.stack(masses).softmax(0), torch.stack(targets))
+            return block_sums(mean, size)
+        target, _ = next(layers)
+        for other, _ in layers:
+            target += other
+        return block_sums(target.div_(len(self.teachers)) if len(self.teachers) > 1 else target, size)
+
+    def _layer_target(
         self,
         teacher: Factored,
         outside: Tensor | None,
@@ -287,8 +329,9 @@ class IndexerRequest:
         keys: slice,
         allowed: Tensor,
         inside: Tensor | None,
-    ) -> Tensor:
-        """One layer's target ``(B, G, R, K)`` (IDX-6, IDX-7), heads that share keys at a time."""
+        after: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """One layer's target ``(B, G, R, K)`` and the logarithm of its mass, some heads at a time (IDX-6, IDX-7)."""
         groups, heads, dtype = self.scorer.groups, teacher.queries.shape[1], self.dtype
         height, width = allowed.shape[2:]
         batch = len(range(*samples.indices(teacher.queries.shape[0])))
@@ -296,11 +339,11 @@ class IndexerRequest:
         mixed = torch.zeros((batch, groups, height, width), dtype=dtype, device=allowed.device)
         norm = mixed.new_zeros((batch, groups, height))
         peak = torch.full_like(norm, torch.finfo(dtype).min)
+        whole = torch.full_like(norm, -torch.inf)  # of the heads' masses on all keys, a logarithm
         rule_of_samples = teacher.rule.narrow(samples)
-        uneven = outside is not None or teacher.row_mass is not None
-        may = allowed if inside is None else allowed & inside
-        # Rows without a key are left open, so that no softmax is ever taken of nothing.
-        blocked = ~(may | ~may.any(-1, keepdim=True))
+        is_weighed = after or outside is not None or teacher.row_mass is not None
+        blocked = blocked_keys(allowed)
+        unchosen = None if inside is None else blocked_keys(inside)
         # The first keys are often open to all rows, which saves a processor most of the masking.
         free = int((~blocked.flatten(0, 2).any(0)).cumprod(0).sum()) if blocked.device.type == "cpu" else 0
         blocked = blocked[..., free:]
@@ -309,18 +352,23 @@ class IndexerRequest:
             index = torch.arange(first, first + run, device=allowed.device)
             rule = rule_of_samples.narrow(heads=index)
             queries = teacher.queries.detach()[samples, first : first + run, rows].to(dtype)
-            keys_of_head = teacher.keys.detach()[samples, key_head : key_head + 1, keys].to(dtype)
-            logits, _ = rule.products(queries, keys_of_head)
+            key_heads = slice(key_head, key_head + max(1, run * teacher.keys.shape[1] // heads))
+            logits, _ = rule.products(queries, teacher.keys.detach()[samples, key_heads, keys].to(dtype))
             bias = rule.bias(rows, keys, dtype, allowed.device)
             logits = logits if bias is None else logits.add_(bias.detach())
-            logits[..., free:].masked_fill_(blocked[:, group if inside is not None else 0, None], -torch.inf)
-            if not uneven:
+            logits[..., free:].masked_fill_(blocked, -torch.inf)
+            total = logits.logsumexp(-1) if is_weighed else None
+            if unchosen is not None:
+                logits.masked_fill_(unchosen[:, group, None], -torch.inf)
+            if total is None:
                 probs = logits.softmax(-1)
                 mixed[:, group] += probs[:, 0] if run == 1 else probs.sum(1)
                 continue
-            total = logits.logsumexp(-1)
             lost = _lost(teacher, outside, samples, slice(first, first + run), rows, total)
-            share = -F.softplus(lost - total)  # log rho
+            own = total if unchosen is None else logits.logsumexp(-1)
+            rho = -F.softplus(lost - total)
+            share = own - total + rho if after else -F.softplus(lost - own)
+            whole[:, group] = torch.logaddexp(whole[:, group], rho.logsumexp(1))
             higher = torch.maximum(peak[:, group], share.amax(1))
             shrink = (peak[:, group] - higher).exp()
             factors = (share - higher[:, None]).exp()
@@ -328,24 +376,17 @@ class IndexerRequest:
             mixed[:, group] = mixed[:, group] * shrink[..., None] + added
             norm[:, group] = norm[:, group] * shrink + factors.sum(1)
             peak[:, group] = higher
-        live = allowed.any(-1)
-        if uneven:
-            mixed /= torch.where(norm > 0, norm, 1.0)[..., None]
-            live = live & (norm > 0)
-        else:
-            mixed *= groups / heads
-        return mixed.masked_fill_(~live[..., None], 0.0).masked_fill_(~allowed, 0.0)
+        norm = norm if is_weighed else torch.full_like(norm, heads / groups)
+        live = allowed.any(-1) & (norm > 0)
+        mixed *= torch.where(live, 1.0 / norm, 0.0)[..., None]
+        return mixed, torch.where(live, peak + norm.log() - whole, -torch.inf)
 
 
-def restrict(tile: Tile, top_k: int | None, restriction: str) -> tuple[Tensor, Tensor]:
-    """p of the loss and the support of the scorer's distribution (IDX-11)."""
-    if top_k is None:
-        return tile.target, tile.allowed
-    kept = tile.target.masked_fill(~tile.chosen, 0.0)
-    if restriction != "unnormalised":
-        mass = kept.sum(-1, keepdim=True)
-        kept = kept / torch.where(mass > 0, mass, 1.0)
-    return kept, tile.allowed if restriction == "student_all" else tile.chosen
+def blocked_keys(allowed: Tensor) -> Tensor:
+    """What is masked before a softmax: all but the allowed keys; of none, the first is left open."""
+    blocked = ~allowed
+    blocked[..., :1] &= allowed.any(-1, keepdim=True)
+    return blocked
 
 
 def block_sums(maps: Tensor, size: int) -> Tensor:
@@ -357,18 +398,20 @@ def block_sums(maps: Tensor, size: int) -> Tensor:
 
 
 def _run_length(heads: int, key_heads: int, groups: int, most: int) -> int:
-    """How many neighbouring heads are formed at once: of one key head and group, and no more than the scorer has."""
-    shared = math.gcd(heads // key_heads, heads // groups)
-    return max(run for run in range(1, shared + 1) if shared % run == 0 and run <= most)
+    """How many neighbouring heads are formed at once: of one group, and no more than the scorer has."""
+    share, group = heads // key_heads, heads // groups
+    runs = (run for run in range(1, min(group, most) + 1) if group % run == 0)
+    return max(run for run in runs if share % run == 0 or run % share == 0)
 
 
 def _lost(
     teacher: Factored, outside: Tensor | None, samples: slice, heads: slice, rows: slice, total: Tensor
 ) -> Tensor:
-    """The log-sum-exp of logits outside the keys (IDX-7): as given, or computed from the teacher's row sums."""
+    """The log-sum-exp of logits outside the keys (IDX-7): as given, computed from the teacher's row sums, or none."""
     if outside is not None:
         return outside[samples, heads, rows].to(total.dtype)
-    assert teacher.row_mass is not None  # one of the two is given
+    if teacher.row_mass is None:
+        return torch.full_like(total, -torch.inf)
     mass = teacher.row_mass.detach()[samples, heads, rows].to(total.dtype)
     return total + ((1.0 - mass).clamp_min(0.0) / mass).log()
 
