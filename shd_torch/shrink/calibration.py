@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -140,6 +140,38 @@ def run_layer(
             rule = f"every part of a {type(layer).__name__} must run on data"
             raise ShdError("inputs-invalid", f"{rule}: a decoder with cross attention needs encoder states")
         yield (out[0] if isinstance(out, tuple) else out), inputs
+
+
+def join_rows(tensors: Sequence[Tensor], batches: Sequence[Batch]) -> Tensor:
+    """Rows that count ``(n, D)`` of tensors ``(B, L, D)``, or all rows of ``(B, D)``."""
+    pairs = zip(tensors, batches, strict=True)
+    return torch.cat([tensor[batch.counted] if tensor.ndim == 3 else tensor for tensor, batch in pairs])
+
+
+@torch.no_grad()
+def sum_moments(
+    model: nn.Module,
+    family: Family,
+    batches: Sequence[Batch],
+    site: str,
+    moment_of: Callable[[Tensor], Tensor],
+    tell: Callable[..., None],
+) -> tuple[Array, list[Tensor]]:
+    """The moments of the stream before and after all layers and of what ``site`` reads in them, and the last stream.
+
+    ``moment_of`` takes rows ``(n, D)`` to ``(D, D)``.
+    """
+    layers, streams = family.layers_of(model), [batch.stream for batch in batches]
+    moment = moment_of(join_rows(streams, batches))
+    for number, layer in enumerate(layers):
+        tell(f"layer {number + 1}/{len(layers)} axes")
+        runs = list(run_layer(layer, streams, batches, number, [find_part(layer, site)]))
+        streams = [stream for stream, _ in runs]
+        for tensors in ([read[0] for _, read in runs], streams):
+            moment += moment_of(join_rows(tensors, batches))
+    if not torch.isfinite(moment).all():
+        raise ShdError("not-finite", "the teacher's stream must be finite; got NaN or infinity")
+    return as_array(moment), streams
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,9 +12,9 @@ from torch.nn.functional import layer_norm
 
 from shd_ref.errors import ShdError
 from shd_ref.shrink.align import HELD_OUT
-from shd_ref.shrink.width import Axes, predictive_channels
-from shd_torch.shrink.calibration import Batch, run_layer
-from shd_torch.shrink.families import Array, Family, Rows, as_array, find_part, read_linear, write_linear
+from shd_ref.shrink.width import predictive_channels
+from shd_torch.shrink.calibration import Batch, join_rows
+from shd_torch.shrink.families import Array, Family, Rows, as_array, read_linear, write_linear
 from shd_torch.shrink.heads import OutputFit
 from shd_torch.shrink.width import Turn
 
@@ -68,41 +68,11 @@ def _outer_modules(model: nn.Module, family: Family) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if id(module) not in inside}
 
 
-@torch.no_grad()
-def find_channels(
-    model: nn.Module,
-    family: Family,
-    batches: Sequence[Batch],
-    choose: Callable[[Array], Axes],
-    tell: Callable[..., None],
-) -> Channels:
-    """The channels of the student's stream, by what all norms give (WIDTH-8)."""
-    moment: Tensor | float = 0.0
-    streams, layers = [batch.stream for batch in batches], family.layers_of(model)
-    for number, layer in enumerate(layers):
-        tell(f"layer {number + 1}/{len(layers)} channels")
-        runs = list(run_layer(layer, streams, batches, number, [find_part(layer, family.ffn[0][0])]))
-        moment = moment + _spread(streams, batches) + _spread([read[0] for _, read in runs], batches)
-        streams = [stream for stream, _ in runs]
-    moment = moment + _spread(streams, batches)
-    if not torch.isfinite(moment).all():
-        raise ShdError("not-finite", "the teacher's stream must be finite; got NaN or infinity")
-    kept = choose(as_array(moment))
-    return Channels(torch.from_numpy(kept.basis).to(streams[0].device), "layer", 0.0)
-
-
-def _spread(streams: Sequence[Tensor], batches: Sequence[Batch]) -> Tensor:
-    """The second moment of rows less their mean, as a share of its trace: all norms count alike."""
-    rows = join_rows(streams, batches).double()
-    away = rows - rows.mean(0)
+def spread(rows: Tensor) -> Tensor:
+    """The second moment of rows less their mean, as a share of its trace: all norms count alike (WIDTH-8)."""
+    away = rows.double() - rows.double().mean(0)
     moment = away.mT @ away
     return moment / moment.trace().clamp_min(torch.finfo(moment.dtype).tiny)
-
-
-def join_rows(tensors: Sequence[Tensor], batches: Sequence[Batch]) -> Tensor:
-    """Rows that count ``(n, D)`` of tensors ``(B, L, D)``, or all rows of ``(B, D)``."""
-    pairs = zip(tensors, batches, strict=True)
-    return torch.cat([tensor[batch.counted] if tensor.ndim == 3 else tensor for tensor, batch in pairs])
 
 
 def held_rows(tensors: Sequence[Tensor], batches: Sequence[Batch]) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shd_ref.shrink.ffn import merge_linear, most_important
 from shd_ref.shrink.merges import HeadMerge, merge_heads
-from shd_torch.shrink.calibration import Batch, LayerTrace, run_layer, study_layer
+from shd_torch.shrink.calibration import Batch, LayerTrace, join_rows, run_layer, study_layer
 from shd_torch.shrink.channels import fit_norm, predict_stream
 from shd_torch.shrink.custom import Dropped, LayerSizes
 from shd_torch.shrink.families import (
@@ -263,7 +263,7 @@ def _fill_layer(
     else:
         held = torch.cat([batch.held_rows for batch in work.batches])
         sites = taught, trace.ffn_inputs
-        norms = [predict_stream(turn.basis, counted_rows(work, rows), held) for rows in sites]
+        norms = [predict_stream(turn.basis, join_rows(rows, work.batches), held) for rows in sites]
     if squeezed is not None:
         family.write_attention(target, turn.turn_attention(norms[0], squeezed.weights))
         if family.query_norm is not None:
@@ -277,11 +277,11 @@ def _fill_layer(
             (family.middle, (trace.middles, trace.ffn_inputs)),
             (family.end, (trace.ends, trace.outputs)),
         ):
-            fit_norm(find_part(target, name), *(work.on_axes(counted_rows(work, streams)) for streams in pairs))
+            fit_norm(find_part(target, name), *(work.on_axes(join_rows(streams, work.batches)) for streams in pairs))
         return
     for name, streams in zip(family.norms, (taught, taught if family.is_parallel else trace.middles), strict=True):
         if squeezed is not None or name != family.norms[0]:
-            rows = counted_rows(work, [turn.normalise(stream) for stream in streams])
+            rows = join_rows([turn.normalise(stream) for stream in streams], work.batches)
             turn.write_norm(find_part(target, name), rows)
 
 
@@ -321,8 +321,8 @@ class _Fitter(NamedTuple):
         """A norm that lies on a cut stream, towards what the teacher's stream is after it (WIDTH-10)."""
         work, norm = self.work, find_part(self.target, path)
         runs = run_layer(self.target, self.own, work.batches, self.source, [norm])
-        rows = counted_rows(work, [read[0] for _, read in runs])
-        fit_norm(norm, rows, work.on_axes(counted_rows(work, goals)))
+        rows = join_rows([read[0] for _, read in runs], work.batches)
+        fit_norm(norm, rows, work.on_axes(join_rows(goals, work.batches)))
 
     def fit_readers(self, names: Sequence[str], inputs: Sequence[Tensor], rows: Rows) -> float | None:
         """What reads a cut stream, towards what the same matrices make of the teacher's whole one (ALIGN-6)."""
@@ -383,8 +383,3 @@ def _choose_plan(work: Work, teacher: LayerSizes, student: LayerSizes) -> str:
     if fits and (teacher.heads != ratio * student.heads or ratio & (ratio - 1)):
         return "balanced"
     return "matched" if find_spec("networkx") is not None else "balanced"
-
-
-def counted_rows(work: Work, streams: Sequence[Tensor]) -> Tensor:
-    """The rows of the streams that count, of all batches ``(n, D)``."""
-    return torch.cat([stream[batch.counted] for stream, batch in zip(streams, work.batches, strict=True)])

@@ -17,12 +17,19 @@ from shd_ref.cache.storage.drafts import part_folder
 from shd_ref.errors import ShdError
 from shd_ref.shrink.width import kept_layers, predictive_channels, principal_axes
 from shd_torch.precision import without_autocast
-from shd_torch.shrink.calibration import read_data, rotary_frequencies, run_layer, start_batches
-from shd_torch.shrink.channels import Channels, check_channels, find_channels, write_ends, write_heads
+from shd_torch.shrink.calibration import (
+    join_rows,
+    read_data,
+    rotary_frequencies,
+    run_layer,
+    start_batches,
+    sum_moments,
+)
+from shd_torch.shrink.channels import Channels, check_channels, spread, write_ends, write_heads
 from shd_torch.shrink.custom import check_dropped, choose_dropped
-from shd_torch.shrink.families import Family, as_array, base_of, family_of, find_part
+from shd_torch.shrink.families import base_of, family_of, find_part
 from shd_torch.shrink.folders import load_student, load_teacher, new_folder, save_student
-from shd_torch.shrink.layer import STAGES, Work, counted_rows, fit_final, make_layer, share_merge
+from shd_torch.shrink.layer import STAGES, Work, fit_final, make_layer, share_merge
 from shd_torch.shrink.sentences import read_modules
 from shd_torch.shrink.sizes import (
     ShrinkOptions,
@@ -125,7 +132,7 @@ def shrink(
                 options=options,
                 frequencies=rotary_frequencies(model, family),
                 studies=studies,
-                tell=_Teller(progress, len(STAGES) * len(kept) + _count_axis_steps(family, own, sizes)),
+                tell=_Teller(progress, len(STAGES) * len(kept) + (sizes.hidden != own.hidden) * own.layers),
             )
             _make_ends(work, saved)
             _run_layers(work, saved)
@@ -181,11 +188,6 @@ def _stored_dtype(model: Any, is_given: bool) -> torch.dtype:
         raise ShdError("argument-dtype", f"{rule}; got {stored}: give its folder, or teacher.float()")
     model.float()
     return stored
-
-
-def _count_axis_steps(family: Family, teacher: Sizes, student: Sizes) -> int:
-    """Steps of ``progress`` before the first layer of a cut stream."""
-    return 0 if student.hidden == teacher.hidden else teacher.layers * (1 if family.norms is None else 2)
 
 
 class _Teller:
@@ -265,34 +267,37 @@ def _make_ends(work: Work, saved: Unfinished | None) -> None:
             kind = Channels if work.family.norms is None else Turn
             work.turn = kind(piece[0].pop("basis").to(work.device), norm, eps)
             work.student.load_state_dict(piece[0], strict=False)
-        work.tell(
-            "axes found", _count_axis_steps(work.family, sizes_of(work.teacher.config, work.family), work.sizes) - 1
-        )
+        work.tell("axes found", len(work.family.layers_of(work.teacher)) - 1)
         return
-    if work.family.norms is None:
-        choose = predictive_channels if work.options.axes is principal_axes else work.options.axes
-        ends = work.teacher, work.family, work.batches
-        work.turn = find_channels(*ends, lambda moment: choose(moment, work.sizes.hidden, "layer"), work.tell)
-        write_ends(work.teacher, work.student, *ends[1:], work.turn)
-    else:
-        _turn_stream(work, norm, eps)
+    _find_axes(work, norm, eps)
     if saved is not None and work.turn is not None:
         rest = {name: tensor for name, tensor in work.student.state_dict().items() if not name.startswith(layers)}
         saved.put("axes", rest | {"basis": work.turn.basis})
 
 
-def _turn_stream(work: Work, norm: str, eps: float) -> None:
-    """Everything outside the layers on the principal axes, for one rotation of all layers (WIDTH-2)."""
-    moment, kind = as_array(_find_moment(work, eps)), "layer" if norm == "layer" else "rms"
-    kept = work.options.axes(moment, work.sizes.hidden, kind)
-    work.turn = Turn(torch.from_numpy(kept.basis).to(work.device), norm, eps)
-    streams = [batch.stream for batch in work.batches]
-    teacher_layers = work.family.layers_of(work.teacher)
-    for number, layer in enumerate(teacher_layers):
-        work.tell(f"layer {number + 1}/{len(teacher_layers)} ends")
-        streams = [stream for stream, _ in run_layer(layer, streams, work.batches, number)]
-    rows = counted_rows(work, [work.turn.normalise(stream) for stream in streams])
-    turn_ends(work.teacher, work.student, work.family, work.turn, rows)
+def _find_axes(work: Work, norm: str, eps: float) -> None:
+    """The kept axes, one rotation for all layers (WIDTH-3) or channels (WIDTH-8), and the ends on them."""
+    width, family = work.teacher.config.hidden_size, work.family
+    ends = work.teacher, work.student, family
+    whole = Turn(torch.eye(width, dtype=torch.float64, device=work.device), norm, eps)
+    choose, kind = work.options.axes, "layer" if norm == "layer" else "rms"
+
+    def moment_of(rows: Tensor) -> Tensor:
+        normal = whole.normalise(rows)
+        return normal.mT @ normal
+
+    if family.norms is None:
+        choose = predictive_channels if choose is principal_axes else choose
+        moment, _ = sum_moments(work.teacher, family, work.batches, family.ffn[0][0], spread, work.tell)
+    else:
+        moment, streams = sum_moments(work.teacher, family, work.batches, family.norms[1], moment_of, work.tell)
+    basis = torch.from_numpy(choose(moment, work.sizes.hidden, kind).basis).to(work.device)
+    if family.norms is None:
+        work.turn = Channels(basis, norm, eps)
+        write_ends(*ends, work.batches, work.turn)
+    else:
+        work.turn = Turn(basis, norm, eps)
+        turn_ends(*ends, work.turn, work.turn.normalise(join_rows(streams, work.batches)))
 
 
 def _norm_constant(work: Work) -> float:
@@ -300,30 +305,3 @@ def _norm_constant(work: Work) -> float:
         return 0.0  # norms on the stream are fitted as they are
     norm = find_part(base_of(work.teacher), work.family.final_norm)
     return float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 1e-6)))
-
-
-def _find_moment(work: Work, eps: float) -> Tensor:
-    """The sum over norms of the moment of what they give, for one rotation of all layers (WIDTH-3)."""
-    model, family, batches = work.teacher, work.family, work.batches
-    width = model.config.hidden_size
-    moment = torch.zeros(width, width, dtype=torch.float64, device=work.device)
-    whole = Turn(torch.eye(width, dtype=moment.dtype, device=moment.device), family.norm, eps)
-    streams = [batch.stream for batch in batches]
-
-    def add(tensors: list[Tensor]) -> None:
-        for tensor, batch in zip(tensors, batches, strict=True):
-            rows = whole.normalise(tensor)[batch.counted]
-            moment.add_(rows.mT @ rows)
-
-    layers = family.layers_of(model)
-    assert family.norms is not None  # check_width
-    for number, layer in enumerate(layers):
-        work.tell(f"layer {number + 1}/{len(layers)} axes")
-        add(streams)
-        runs = list(run_layer(layer, streams, batches, number, [find_part(layer, family.norms[1])]))
-        add([read[0] for _, read in runs])
-        streams = [stream for stream, _ in runs]
-    add(streams)
-    if not torch.isfinite(moment).all():
-        raise ShdError("not-finite", "the teacher's stream must be finite; got NaN or infinity")
-    return moment
