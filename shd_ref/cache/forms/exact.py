@@ -7,7 +7,6 @@ import json
 import math
 import re
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Final, NamedTuple
@@ -15,11 +14,8 @@ from typing import Any, ClassVar, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache.codecs.codecs import VECTOR_CODECS
-from shd_ref.cache.codecs.distortion import HiddenError
-from shd_ref.cache.forms.form import U8, Extent, FormFile, Part, SampleRecord, require
-from shd_ref.cache.forms.rows import Counted, Reals
-from shd_ref.cache.forms.vectors import MAX_WIDTH, Vectors
+from shd_ref.cache.forms.form import U8, FormFile, Part, require
+from shd_ref.cache.forms.vectors import SingleVectors
 from shd_ref.cache.storage.checksums import RunningHash
 from shd_ref.cache.storage.documents import optional
 from shd_ref.errors import ShdError
@@ -33,7 +29,6 @@ HEAD_DTYPES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 _XXH3_128: Final = re.compile(r"[0-9a-f]{32}")
 _NUMPY: Final = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
-_NAME: Final = "last"
 _HELD_ROWS: Final = 4096  # of a matrix that are looked at together
 _HEAD_FORMAT: Final = "shd-head-1"
 _require: Final = functools.partial(require, spec_id="CACHE-188")
@@ -88,7 +83,7 @@ class Head:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exact(Vectors):
+class Exact(SingleVectors):
     """Records hold the states that the teacher's head reads; the cache holds the head.
 
     Attributes:
@@ -104,23 +99,13 @@ class Exact(Vectors):
 
     SUBJECT: ClassVar[str] = "exact"
     CHOICE: ClassVar[str] = "exact"
-    tensor: str
-    width: int
+    SPEC_ID: ClassVar[str] = "CACHE-186"
+    PART: ClassVar[Part] = Part("last", U8, SUBJECT, called="last state")
     head: Head
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.rows != "sample", "exact.rows must be 'positions' or 'decoder'", self.rows, "CACHE-186")
-        require(self.codec in VECTOR_CODECS, f"exact.codec must be one of {VECTOR_CODECS}", self.codec, "CACHE-186")
-        require(1 <= self.width <= MAX_WIDTH, f"exact.width must be 1 to {MAX_WIDTH}", self.width, "CACHE-186")
-
-    @property
-    def row_sizes(self) -> tuple[int, ...]:
-        return (self._size(self.width),)
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        return (Part(_NAME, U8, self.SUBJECT, called="last state"),)
 
     @property
     def files(self) -> tuple[FormFile, ...]:
@@ -186,28 +171,6 @@ class Exact(Vectors):
         norm = arrays.get("norm.weight"), arrays.get("norm.bias")
         head = self.head
         return TeacherHead(arrays["weight"], arrays.get("bias"), head.scale, head.soft_cap, head.norm, *norm)
-
-    def pack(self, record: SampleRecord) -> Iterator[NDArray[np.uint8]]:
-        """The rows; ``not-finite``, ``argument-value``: codes that no encoder makes."""
-        yield self._check_bytes(f"record {record.index}: last state", record.parts[_NAME]).reshape(-1)
-
-    def plain_size(self, extent: Extent) -> int:
-        return 4 * self.width * self.num_rows(extent)
-
-    def encode(self, rows: Reals, counted: Counted = None) -> NDArray[np.uint8]:
-        """A sample's last states ``(R, width)`` as bytes ``(R, row_bytes)``; raises as ``Hidden.encode``."""
-        return self._encode("last state", self._values("last state", rows, self.width, counted))
-
-    def measure(self, rows: Reals, codes: NDArray[np.uint8], counted: Counted = None) -> HiddenError:
-        """Coding error over counted rows (CACHE-178): arguments and result of ``encode``."""
-        return self._measure(self._values("last state", rows, self.width, counted), codes, counted)
-
-    def decode(self, record: SampleRecord) -> NDArray[np.float32]:
-        """A record's last states ``(R, width)``; ``argument-value`` where they were not read, ``cache-corrupt``."""
-        return self._decode_part(record, self.parts[0], "last state", self.width)
-
-    def arrays(self, record: SampleRecord) -> Iterator[tuple[str, NDArray[Any]]]:
-        yield _NAME, self.decode(record)
 
     def describe(self) -> list[tuple[str, str]]:
         head, size = self.head, self.files[0].size

@@ -1,16 +1,17 @@
-"""What hidden states and embeddings share: rows that are vectors of real numbers, coded each for itself."""
+"""What hidden states, embeddings and last states share: rows that are vectors of real numbers, each coded alone."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache.codecs.codecs import INT8_LEVELS, largest_move, to_float16, to_int8
+from shd_ref.cache.codecs.codecs import INT8_LEVELS, VECTOR_CODECS, largest_move, to_float16, to_int8
 from shd_ref.cache.codecs.distortion import HiddenError, RowError
-from shd_ref.cache.forms.form import Part, SampleRecord
+from shd_ref.cache.forms.form import Extent, Part, SampleRecord, require
 from shd_ref.cache.forms.rows import Counted, Reals, Rows, as_rows, counted_rows
 from shd_ref.errors import ShdError
 
@@ -86,3 +87,54 @@ class Vectors(Rows):
             return None, rows.view(_FLOATS[self.codec])
         steps = np.ascontiguousarray(rows[:, :4]).view("<f4").astype(np.float32, copy=False)
         return steps, rows[:, 4:].view(np.int8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SingleVectors(Vectors):
+    """Vectors of one tensor of the graph: ``PART`` of each record."""
+
+    PART: ClassVar[Part]
+    SPEC_ID: ClassVar[str]
+    tensor: str
+    width: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rule = f"{self.SUBJECT}.codec must be one of {VECTOR_CODECS}"
+        require(self.codec in VECTOR_CODECS, rule, self.codec, self.SPEC_ID)
+        rule = f"{self.SUBJECT}.width must be 1 to {MAX_WIDTH}"
+        require(1 <= self.width <= MAX_WIDTH, rule, self.width, self.SPEC_ID)
+
+    @property
+    def row_sizes(self) -> tuple[int, ...]:
+        return (self._size(self.width),)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return (self.PART,)
+
+    def pack(self, record: SampleRecord) -> Iterator[NDArray[np.uint8]]:
+        """The rows; ``not-finite``, ``argument-value``: codes that no encoder makes."""
+        yield self._check_bytes(f"record {record.index}: {self.PART.title}", record.parts[self.PART.name]).reshape(-1)
+
+    def plain_size(self, extent: Extent) -> int:
+        return 4 * self.width * self.num_rows(extent)
+
+    def encode(self, rows: Reals, counted: Counted = None) -> NDArray[np.uint8]:
+        """A sample's rows ``(R, width)`` as bytes ``(R, row_bytes)``; of an embedding R is 1.
+
+        Where ``counted`` ``(R,)`` is False, a row is coded as zeros. Raises ``argument-value`` (a number that float16
+        cannot hold), ``argument-shape``, ``argument-dtype``, ``not-finite``.
+        """
+        return self._encode(self.PART.title, self._values(self.PART.title, rows, self.width, counted))
+
+    def measure(self, rows: Reals, codes: NDArray[np.uint8], counted: Counted = None) -> HiddenError:
+        """Coding error over counted rows (CACHE-178, CACHE-184): arguments and result of ``encode``."""
+        return self._measure(self._values(self.PART.title, rows, self.width, counted), codes, counted)
+
+    def decode(self, record: SampleRecord) -> NDArray[np.float32]:
+        """A record's rows ``(R, width)``; ``argument-value`` where they were not read, ``cache-corrupt``."""
+        return self._decode_part(record, self.PART, self.PART.title, self.width)
+
+    def arrays(self, record: SampleRecord) -> Iterator[tuple[str, NDArray[Any]]]:
+        yield self.PART.name, self.decode(record)

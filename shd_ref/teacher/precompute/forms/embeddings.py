@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache import Embeddings, Form, Manifest, RowError, SampleRecord
+from shd_ref.cache import Embeddings, Form
 from shd_ref.errors import graph_unsupported
 from shd_ref.teacher.options import Pooling, PrecomputeOptions, RunOptions
-from shd_ref.teacher.precompute.forms.rows import Counted, RowsMaker, check_vectors
+from shd_ref.teacher.precompute.forms.rows import SingleMaker
 from shd_ref.teacher.run.outputs import StudentOutputs
 from shd_ref.teacher.run.teacher import TeacherRun
 
 
-class EmbeddingsMaker(RowsMaker[Embeddings]):
+class EmbeddingsMaker(SingleMaker[Embeddings]):
     """Makes ``Embeddings``."""
 
     def describe(self, work: TeacherRun, outputs: StudentOutputs) -> Embeddings | None:
@@ -63,24 +63,6 @@ class EmbeddingsMaker(RowsMaker[Embeddings]):
         assert states is not None  # it has been described
         assert mask is not None
         yield pool_states(states[mask], form.pooling, normalize=form.normalize)
-
-    def encode(self, form: Embeddings, part: int, rows: NDArray[np.float32], counted: Counted) -> Any:
-        """See ``Embeddings.encode``."""
-        return form.encode(rows)
-
-    def measure_part(
-        self, form: Embeddings, part: int, rows: NDArray[np.float32], codes: Any, counted: Counted
-    ) -> RowError:
-        """See ``Embeddings.measure``."""
-        return form.measure(rows, codes)
-
-    def recheck(
-        self, form: Embeddings, manifest: Manifest, sample: StudentOutputs, record: SampleRecord
-    ) -> tuple[int, float]:
-        """The distance of the embedding as a share of its norm."""
-        ((rows, _),) = self.rows(form, sample, record.extent)
-        moved = check_vectors(record, "embedding", form.decode(record)[None], rows, form.bound(rows), manifest)
-        return 1, float(moved[0])
 
 
 def pool_states(states: NDArray[np.float32], pooling: str, *, normalize: bool) -> NDArray[np.float32]:

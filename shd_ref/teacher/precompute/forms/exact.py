@@ -9,13 +9,13 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache import Exact, Form, Head, Manifest, RowError, SampleRecord, TeacherHead
+from shd_ref.cache import Exact, Form, Head, TeacherHead
 from shd_ref.cache.codecs.logits import check_padding, rows_moved
 from shd_ref.errors import ShdError, argument_value, graph_unsupported
 from shd_ref.teacher.graph.targets import dtype_of
 from shd_ref.teacher.options import LAST, PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.forms import tolerance_of
-from shd_ref.teacher.precompute.forms.rows import Counted, RowsMaker, check_states, check_vectors
+from shd_ref.teacher.precompute.forms.rows import SingleMaker, check_states
 from shd_ref.teacher.run.outputs import StudentOutputs
 from shd_ref.teacher.run.teacher import TeacherRun
 
@@ -23,7 +23,7 @@ COMPARED_ROWS: Final = 64
 """Rows on which the head is compared with the graph's own logits."""
 
 
-class ExactMaker(RowsMaker[Exact]):
+class ExactMaker(SingleMaker[Exact]):
     """Makes ``Exact``."""
 
     def describe(self, work: TeacherRun, outputs: StudentOutputs) -> Exact | None:
@@ -64,25 +64,6 @@ class ExactMaker(RowsMaker[Exact]):
         """The states."""
         assert sample.targets.last is not None  # they have been described
         yield sample.targets.last
-
-    def encode(self, form: Exact, part: int, rows: NDArray[np.float32], counted: Counted) -> Any:
-        """See ``Exact.encode``."""
-        return form.encode(rows, counted)
-
-    def measure_part(
-        self, form: Exact, part: int, rows: NDArray[np.float32], codes: Any, counted: Counted
-    ) -> RowError:
-        """See ``Exact.measure``."""
-        return form.measure(rows, codes, counted)
-
-    def recheck(
-        self, form: Exact, manifest: Manifest, sample: StudentOutputs, record: SampleRecord
-    ) -> tuple[int, float]:
-        """The distance of each row as a share of its norm."""
-        ((rows, counted),) = self.rows(form, sample, record.extent)
-        stored = form.decode(record)
-        moved = check_vectors(record, "last state", stored, rows, form.bound(rows), manifest, counted)
-        return len(moved), float(moved.max(initial=0.0))
 
 
 def _stated_size(form: Exact) -> int | None:

@@ -23,6 +23,7 @@ from shd_ref.cache import (
 )
 from shd_ref.cache.codecs.distortion import merge_errors
 from shd_ref.cache.forms.rows import Rows
+from shd_ref.cache.forms.vectors import SingleVectors
 from shd_ref.errors import ShdError, argument_value, graph_unsupported
 from shd_ref.teacher.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.forms import Maker, tolerance_of
@@ -224,6 +225,32 @@ class HiddenMaker(RowsMaker[Hidden]):
             moved = check_vectors(record, f"hidden state {layer}", stored, rows, bound, manifest, counted)
             count, largest = count + len(moved), max(largest, float(moved.max(initial=0.0)))
         return count, largest
+
+
+SingleT = TypeVar("SingleT", bound=SingleVectors)
+
+
+class SingleMaker(RowsMaker[SingleT]):
+    """Makes a form of vectors of one tensor."""
+
+    def encode(self, form: SingleT, part: int, rows: NDArray[np.float32], counted: Counted) -> Any:
+        """See ``SingleVectors.encode``."""
+        return form.encode(rows, counted)
+
+    def measure_part(
+        self, form: SingleT, part: int, rows: NDArray[np.float32], codes: Any, counted: Counted
+    ) -> RowError:
+        """See ``SingleVectors.measure``."""
+        return form.measure(rows, codes, counted)
+
+    def recheck(
+        self, form: SingleT, manifest: Manifest, sample: StudentOutputs, record: SampleRecord
+    ) -> tuple[int, float]:
+        """The distance of each row as a share of its norm."""
+        ((rows, counted),) = self.rows(form, sample, record.extent)
+        stored = form.decode(record).reshape(rows.shape)
+        moved = check_vectors(record, form.PART.title, stored, rows, form.bound(rows), manifest, counted)
+        return len(moved), float(moved.max(initial=0.0))
 
 
 def check_vectors(
