@@ -15,7 +15,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -225,11 +225,10 @@ def load_hf_model(model: str | os.PathLike[str], *, dtype: torch.dtype = torch.f
 
 
 def hide_weight_bars() -> None:
-    """Leave out the bars that transformers draws while it loads and writes weights, here and from now on."""
-    from transformers.utils import logging as transformers_logging
-
-    quiet: Any = transformers_logging
-    quiet.disable_progress_bar()
+    """Leave out the bars that transformers, if installed, draws while it loads and writes weights, from now on."""
+    with suppress(ImportError):  # what needs transformers says so itself
+        quiet: Any = importlib.import_module("transformers.utils.logging")
+        quiet.disable_progress_bar()
 
 
 def _is_dropped(folder: Path) -> bool:
@@ -466,36 +465,18 @@ def _wrap_attention(model: Any) -> int:
     import onnx_ir as ir
 
     nodes = [node for node in model.graph.all_nodes() if node.op_type == "Attention"]
-    functions: dict[str, Any] = {}
-    for node in nodes:
-        signature = (
-            [value is None for value in node.inputs],
-            len(node.outputs),
-            sorted(map(str, node.attributes.values())),
-        )
-        function = functions.get(str(signature))
-        if function is None:
-            inputs = [None if value is None else ir.Value(name=f"input_{i}") for i, value in enumerate(node.inputs)]
-            inner = ir.Node("", "Attention", inputs, node.attributes.values(), num_outputs=len(node.outputs))
-            for number, output in enumerate(inner.outputs):
-                output.name = f"output_{number}"
-            graph = ir.Graph(
-                [value for value in inputs if value is not None],
-                inner.outputs,
-                nodes=[inner],
-                opset_imports={"": model.opset_imports[""]},
-            )
-            name = f"FusedAttention_{len(functions)}"
-            function = functions[str(signature)] = ir.Function(_FUNCTION_DOMAIN, name, graph=graph, attributes=())
-            model.functions[function.identifier()] = function
-            model.opset_imports[_FUNCTION_DOMAIN] = 1
-        call = ir.Node(
-            _FUNCTION_DOMAIN,
-            function.name,
-            [value for value in node.inputs if value is not None],
-            num_outputs=len(node.outputs),
-            name=node.name,
-        )
+    for number, node in enumerate(nodes):
+        inputs = [None if value is None else ir.Value(name=f"input_{i}") for i, value in enumerate(node.inputs)]
+        inner = ir.Node("", "Attention", inputs, node.attributes.values(), num_outputs=len(node.outputs))
+        for i, output in enumerate(inner.outputs):
+            output.name = f"output_{i}"
+        passed, opset = [value for value in inputs if value is not None], {"": model.opset_imports[""]}
+        graph = ir.Graph(passed, inner.outputs, nodes=[inner], opset_imports=opset)
+        function = ir.Function(_FUNCTION_DOMAIN, f"FusedAttention_{number}", graph=graph, attributes=())
+        model.functions[function.identifier()] = function
+        model.opset_imports[_FUNCTION_DOMAIN] = 1
+        operands = [value for value in node.inputs if value is not None]
+        call = ir.Node(_FUNCTION_DOMAIN, function.name, operands, num_outputs=len(node.outputs), name=node.name)
         ir.convenience.replace_nodes_and_values(node.graph, node, [node], [call], node.outputs, call.outputs)
     return len(nodes)
 

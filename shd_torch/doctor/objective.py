@@ -38,12 +38,9 @@ class Objective:
             value = hidden_loss(*states, distance="cosine", loss_mask=mask_of(batch), check=False)
             return join(shd, **{self.measure: Term(value, 1.0)})
         if self.recipe == "embedding_loss":
-            mask = mask_of(batch)
-            pooled = []
-            for states in (output.last_hidden_state, taught_output.last_hidden_state):
-                counted = torch.ones(states.shape[:2], dtype=torch.bool) if mask is None else mask
-                pooled.append(pool_states(states, counted, pooling=self.options["pooling"]))
-            value = embedding_loss(pooled[0], pooled[1], distance=self.options["distance"], check=False)
+            states = output.last_hidden_state, taught_output.last_hidden_state
+            pooled = [pool_states(one, mask_of(batch), pooling=self.options["pooling"]) for one in states]
+            value = embedding_loss(*pooled, distance=self.options["distance"], check=False)
             return join(shd, **{self.measure: Term(value, 1.0)})
         logits, taught = output.logits, read_logits(taught_output)
         labels = batch.get("labels")

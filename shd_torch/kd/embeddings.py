@@ -23,12 +23,12 @@ _LEAST_TEXTS: Final = 3
 
 
 @without_autocast
-def pool_states(states: Tensor, mask: Tensor, *, pooling: str = "mean", normalize: bool = False) -> Tensor:
+def pool_states(states: Tensor, mask: Tensor | None, *, pooling: str = "mean", normalize: bool = False) -> Tensor:
     """The embedding of each text of a batch, as sentence-transformers pools it.
 
     Args:
         states: ``(B, L, D)``, such as a model's ``last_hidden_state``.
-        mask: boolean ``(B, L)``, True = a position of the text. A text without any gives zeros.
+        mask: boolean ``(B, L)``, True = a position of the text; None: all are. A text without any gives zeros.
         pooling: ``"mean"``, ``"cls"`` (the first position of the text), ``"max"`` or ``"last"``.
         normalize: divide each embedding by its norm; one of zeros stays as it is.
 
@@ -42,6 +42,7 @@ def pool_states(states: Tensor, mask: Tensor, *, pooling: str = "mean", normaliz
     """
     check_option("pooling", pooling, POOLINGS, "CACHE-182")
     check_real(states, "states", check=False, ndim=3)
+    mask = torch.ones(states.shape[:2], dtype=torch.bool) if mask is None else mask
     check_mask(mask, "mask", states.shape[:2])
     counted = mask.to(states.device)[..., None]
     wide = states.to(compute_dtype(states)).masked_fill(~counted, 0.0)
@@ -138,15 +139,13 @@ def compare_embeddings(teacher: Tensor, student: Tensor, *, k: int = 10) -> Embe
         raise ShdError("argument-value", f"texts must be {_LEAST_TEXTS} to {MOST_TEXTS} to be compared; got {count}")
     sides = [_cosines(vectors.detach().to(torch.float64)) for vectors in (teacher, student.to(teacher.device))]
     above = torch.ones_like(sides[0], dtype=torch.bool).triu(1)
-    ranks = [_ranks(cosines[above]) for cosines in sides]
-    centred = [rank - rank.mean() for rank in ranks]
-    norm = float(centred[0].norm() * centred[1].norm())
+    spearman = torch.corrcoef(torch.stack([_ranks(cosines[above]) for cosines in sides]))[0, 1].nan_to_num(0.0)
     k = min(k, count - 1)
     nearest = [torch.zeros_like(above) for _ in sides]
     for chosen, cosines in zip(nearest, sides, strict=True):
         chosen.scatter_(1, cosines.fill_diagonal_(-torch.inf).topk(k).indices, value=True)
     shared = float((nearest[0] & nearest[1]).sum()) / (k * count)
-    return EmbeddingAgreement(float(centred[0] @ centred[1]) / norm if norm else 0.0, shared, k, count)
+    return EmbeddingAgreement(float(spearman), shared, k, count)
 
 
 def _cosines(vectors: Tensor) -> Tensor:

@@ -195,12 +195,9 @@ _VIT = Family(
     norms=("layernorm_before", "layernorm_after"),
     final_norm="layernorm",
     embeddings=(
-        ("embeddings.cls_token", 2),
         ("embeddings.mask_token", -1),
-        ("embeddings.distillation_token", 2),
-        ("embeddings.position_embeddings", 2),
-        ("embeddings.patch_embeddings.projection.weight", 0),
-        ("embeddings.patch_embeddings.projection.bias", 0),
+        *((f"embeddings.{name}", 2) for name in ("cls_token", "distillation_token", "position_embeddings")),
+        *((f"embeddings.patch_embeddings.projection.{name}", 0) for name in ("weight", "bias")),
     ),
 )
 _BERT = Family(
@@ -231,49 +228,48 @@ _BEFORE: dict[str, Any] = {
     "norms": ("self_attn_layer_norm", "final_layer_norm"),
 }
 _BOTH_STACKS = "both stacks have the same channels"
-_ENCODER = replace(
-    _BART,
-    sizes=SizeNames("encoder_attention_heads", "encoder_layers", "encoder_ffn_dim"),
-    stack="encoder",
-    refused=(("hidden", _BOTH_STACKS),),
-)
-_DECODER = replace(
-    _ENCODER,
-    layers="decoder.layers",
-    sizes=SizeNames("decoder_attention_heads", "decoder_layers", "decoder_ffn_dim"),
-    stack="decoder",
-    shared=("heads",),  # cross attention has them
-)
 
 
-def _gated_t5(layer: str) -> dict[str, Any]:
-    names = tuple(f"{layer}.DenseReluDense.{name}" for name in ("wi_0", "wi_1", "wo"))
-    return {"ffn": (names[:2], names[2]), "activation": None}
+def _bart(stack: str, **changes: Any) -> Family:
+    return replace(
+        _BART,
+        layers=f"{stack}.layers",
+        sizes=SizeNames(f"{stack}_attention_heads", f"{stack}_layers", f"{stack}_ffn_dim"),
+        stack=stack,
+        shared=("heads",) if stack == "decoder" else (),  # cross attention has them
+        refused=(("hidden", _BOTH_STACKS),),
+        **changes,
+    )
 
 
-_T5 = Family(
-    layers="encoder.block",
-    projections=tuple(f"layer.0.SelfAttention.{name}" for name in "qkvo"),
-    middle="layer.1.layer_norm",
-    end=None,
-    ffn=(("layer.1.DenseReluDense.wi",), "layer.1.DenseReluDense.wo"),
-    activation="layer.1.DenseReluDense.act",
-    norms=("layer.0.layer_norm", "layer.1.layer_norm"),
-    final_norm="encoder.final_layer_norm",
-    norm="rms",
-    is_scaled=False,
-    sizes=SizeNames("num_heads", "num_layers", "d_ff"),
-    stack="encoder",
-    shared=("neurons",),
-    first_only=("layer.0.SelfAttention.relative_attention_bias",),
-    refused=(
-        ("heads", "all layers of both stacks have the same number, and position biases for each"),
-        ("head_dim", "its logits are not scaled by a head's length"),
-        ("hidden", _BOTH_STACKS),
-        ("drop_attention", "the attention of each layer passes the position biases on to the next"),
-    ),
-    variants=(("is_gated_act", True, _gated_t5("layer.1")),),
-)
+def _t5(stack: str, block: str, layers: str) -> Family:
+    """A stack whose FFN is that block of a layer, and whose layers this field of the configuration counts."""
+    dense = f"{block}.DenseReluDense"
+    return Family(
+        layers=f"{stack}.block",
+        projections=tuple(f"layer.0.SelfAttention.{name}" for name in "qkvo"),
+        middle="layer.1.layer_norm",
+        end=None,
+        ffn=((f"{dense}.wi",), f"{dense}.wo"),
+        activation=f"{dense}.act",
+        norms=("layer.0.layer_norm", f"{block}.layer_norm"),
+        final_norm="encoder.final_layer_norm",
+        norm="rms",
+        is_scaled=False,
+        sizes=SizeNames("num_heads", layers, "d_ff"),
+        stack=stack,
+        shared=("neurons",),
+        first_only=("layer.0.SelfAttention.relative_attention_bias",),
+        refused=(
+            ("heads", "all layers of both stacks have the same number, and position biases for each"),
+            ("head_dim", "its logits are not scaled by a head's length"),
+            ("hidden", _BOTH_STACKS),
+            ("drop_attention", "the attention of each layer passes the position biases on to the next"),
+        ),
+        variants=(
+            ("is_gated_act", True, {"ffn": ((f"{dense}.wi_0", f"{dense}.wi_1"), f"{dense}.wo"), "activation": None}),
+        ),
+    )
 
 
 FAMILIES: dict[str, Family] = {
@@ -372,9 +368,9 @@ FAMILIES: dict[str, Family] = {
         biases="encoder.relative_attention_bias.weight",
         refused=(("heads by layer", "all layers add the same position biases, one per head"),),
     ),
-    "bart": _ENCODER,
-    "whisper": replace(_ENCODER, **_BEFORE),
-    "t5": _T5,
+    "bart": _bart("encoder"),
+    "whisper": _bart("encoder", **_BEFORE),
+    "t5": _t5("encoder", "layer.1", "num_layers"),
     "vit": _VIT,
     "deit": _VIT,
     "dinov2": replace(
@@ -389,18 +385,9 @@ FAMILIES: dict[str, Family] = {
 """By ``config.model_type``; of an architecture with two stacks, the encoder."""
 
 DECODERS: dict[str, Family] = {
-    "bart": _DECODER,
-    "whisper": replace(_DECODER, **_BEFORE | {"middle": "encoder_attn_layer_norm"}),
-    "t5": replace(
-        _T5,
-        layers="decoder.block",
-        ffn=(("layer.2.DenseReluDense.wi",), "layer.2.DenseReluDense.wo"),
-        activation="layer.2.DenseReluDense.act",
-        norms=("layer.0.layer_norm", "layer.2.layer_norm"),
-        sizes=SizeNames("num_heads", "num_decoder_layers", "d_ff"),
-        stack="decoder",
-        variants=(("is_gated_act", True, _gated_t5("layer.2")),),
-    ),
+    "bart": _bart("decoder"),
+    "whisper": _bart("decoder", **_BEFORE | {"middle": "encoder_attn_layer_norm"}),
+    "t5": _t5("decoder", "layer.2", "num_decoder_layers"),
 }
 """The decoders of those; their cross attention stays as it is."""
 

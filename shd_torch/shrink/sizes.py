@@ -254,7 +254,8 @@ def make_student(
                 setattr(config, name, sizes.hidden)
             config.tie_word_embeddings = False  # the last norm's scale folds into the output layer alone (WIDTH-1)
         if (sizes.hidden, sizes.neurons) != (before.hidden, before.neurons) and "neurons" not in family.shared:
-            _write_neurons(config, family, sizes.hidden, neurons)
+            is_ratio = family.sizes.neurons == "mlp_ratio"
+            setattr(config, family.sizes.neurons, -(-neurons // sizes.hidden) if is_ratio else neurons)
         kind: Any = type(teacher)
         listed = None if is_stock(sizes, family, config) else sizes.of_layers
         if dropped or listed is not None:
@@ -288,11 +289,6 @@ def is_stock(sizes: Sizes, family: Family, config: Any) -> bool:
     is_long = family.free_head_dim or sizes.of_layer(0).heads * sizes.head_dim == sizes.hidden
     stock = getattr(config, family.sizes.heads), _count_neurons(config, family)
     return is_long and stock == (sizes.heads, sizes.neurons)
-
-
-def _write_neurons(config: Any, family: Family, hidden: int, neurons: int) -> None:
-    is_ratio = family.sizes.neurons == "mlp_ratio"
-    setattr(config, family.sizes.neurons, -(-neurons // hidden) if is_ratio else neurons)
 
 
 def count_parameters(model: nn.Module) -> int:

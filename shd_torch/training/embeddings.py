@@ -77,7 +77,6 @@ class EmbeddingTerm(RowsTerm):
 
     def pool(self, taught: EmbeddingTargets, states: Tensor, mask: Tensor | None) -> Tensor:
         """The student's embeddings, before they are projected or normalised."""
-        mask = torch.ones(states.shape[:2], dtype=torch.bool) if mask is None else mask
         return pool_states(states, mask, pooling=taught.pooling)
 
     def parts(
@@ -175,14 +174,12 @@ class EmbeddingLoss(nn.Module):
             rule = f"a batch must hold the teacher's inputs {', '.join(inputs.names)}"
             raise ShdError("inputs-invalid", f"{rule}; got {', '.join(features)}", "CACHE-30")
         counted = arrays[inputs.mask] != 0
-        keys = [
-            sample_key({name: array[row][counted[row]] for name, array in arrays.items()})
-            for row in range(len(counted))
-        ]
-        lost = [row for row, key in enumerate(keys) if key not in self.cache]
+        texts = [{name: array[row][some] for name, array in arrays.items()} for row, some in enumerate(counted)]
+        keys = [sample_key(text) for text in texts]
+        lost = [text for text, key in zip(texts, keys, strict=True) if key not in self.cache]
         if lost:
             rule = f"{self.cache.folder} must hold every text; it lacks {len(lost)} of {len(keys)} of a batch, first "
-            rule += f"tokens {arrays[inputs.names[-1]][lost[0]][counted[lost[0]]].tolist()[:20]}"
+            rule += f"tokens {lost[0][inputs.names[-1]].tolist()[:20]}"
             advice = "tokenise as precompute did, with its --max-length as max_seq_length and without prompts"
             raise ShdError("sample-missing", f"{rule}: {advice}", "CACHE-82")
         records = self.cache.read_batch(keys, (), logits=False, hidden=())

@@ -71,13 +71,10 @@ def modules_after_model(folder: Path) -> list[dict[str, str]]:
 
 def _is_list(listed: object) -> bool:
     members: Mapping[str, type] = {"idx": int, "path": str, "type": str}
-    return (
-        isinstance(listed, list)
-        and listed != []
-        and all(
-            isinstance(entry, dict) and all(isinstance(entry.get(name), kind) for name, kind in members.items())
-            for entry in listed
-        )
+    entries = listed if isinstance(listed, list) else []
+    return bool(entries) and all(
+        isinstance(entry, dict) and all(isinstance(entry.get(name), kind) for name, kind in members.items())
+        for entry in entries
     )
 
 
