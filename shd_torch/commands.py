@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import tempfile
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +17,7 @@ from shd_ref.errors import ShdError
 from shd_ref.teacher.options import Shown
 from shd_torch.doctor_command import doctor
 from shd_torch.shrink_command import shrink, vocabulary
-from shd_torch.time_command import Graphs, Timing, read_samples, time_models
+from shd_torch.time_command import Graphs, Timing, check_lengths, read_samples, time_models
 
 TEACHER_OPSET = 18
 
@@ -85,11 +84,12 @@ def export(
     require_packages("torch", extra="torch")
     from shd_torch.export import example_inputs, export_student, export_teacher, hide_weight_bars, load_hf_model
 
-    if find_spec("transformers") is not None:  # without it, the loader says what to install
-        hide_weight_bars()
+    hide_weight_bars()
     if student and opset != TEACHER_OPSET:
         raise ShdError("argument-value", f"--opset must be left out with --student, which chooses it; got {opset}")
     samples = read_samples(data, model)
+    if timing is not None:
+        check_lengths(timing, model)
     with show_progress("model") as (on_progress,):
         on_progress(0, 0, says="model is loaded")
         loaded = load_hf_model(model)

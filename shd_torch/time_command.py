@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -69,6 +68,7 @@ def time_models(
     if data is not None and not int8 and timing.beside is None:
         raise ShdError("argument-value", f"--data must go with --beside or --int8; got {data} without them")
     folders = [name for name in (timing.beside, *models) if name is not None and _is_folder(name)]
+    check_lengths(timing, *models)
     with tempfile.TemporaryDirectory() as temporary:
         graphs = Graphs(Path(temporary), read_samples(data, folders[0] if folders else None))
         with show_progress("models") as (on_model,):
@@ -126,15 +126,8 @@ class Graphs:
                 on_turn(0, 0, says="the teacher is prepared")
                 reference = self.add(timing.beside, name="teacher", int8=True)
             on_turn(0, 0)
-            times = time_graphs(
-                self.paths,
-                reference=reference,
-                batch=timing.batch,
-                length=timing.length,
-                threads=timing.threads,
-                rounds=timing.rounds,
-                progress=on_turn,
-            )
+            settings = {name: value for name, value in asdict(timing).items() if name != "beside"}
+            times = time_graphs(self.paths, reference=reference, progress=on_turn, **settings)
         print_times(times, reference, timing.rounds)
         for name, report in self.reports.items():
             console.say(f"{name}: {report.describe()}")
@@ -178,8 +171,7 @@ def export_folder(model: str, out: Path) -> ExportReport:
     require_packages("torch", extra="torch")
     from shd_torch.export import example_inputs, export_student, hide_weight_bars, load_hf_model
 
-    if find_spec("transformers") is not None:  # without it, the loader says what to install
-        hide_weight_bars()
+    hide_weight_bars()
     loaded = load_hf_model(model)
     return export_student(loaded, example_inputs(loaded), out)
 
@@ -192,6 +184,23 @@ def read_samples(data: Path | None, tokenizer: str | None) -> dict[str, NDArray[
         rule = "data must be .npz or .npy where no model is a folder with a tokenizer"
         raise ShdError("argument-value", f"{rule}; got {data}")
     return read_inputs(data, QUALITY_SAMPLES, None if tokenizer is None else Path(tokenizer))
+
+
+def check_lengths(timing: Timing, *models: str) -> None:
+    """Refuse lengths beyond the positions of a model or of the teacher, before any of them is exported."""
+    from shd_torch.deploy.inputs import GraphInputs
+    from shd_torch.deploy.timing import check_length
+
+    lengths = timing.length or ()
+    for model in (*models, *filter(None, [timing.beside])) if lengths else ():
+        if _is_folder(model):
+            require_packages("torch", "transformers", extra="hf")
+            from shd_torch.shrink.folders import count_positions, find_folder, read_config
+
+            most = count_positions(read_config(find_folder(model, "model"), "model"))
+        else:
+            most = GraphInputs(model).longest(max(lengths))
+        check_length(model, most, lengths)
 
 
 def _is_folder(model: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_left
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -62,15 +63,14 @@ class GraphInputs:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         session = open_graph(path)
-        types = {one.name: one.type for one in session.get_inputs()}
-        for name, kind in types.items():
-            if kind not in _DTYPES:
-                raise ShdError("inputs-invalid", f"{path} must take tensors of numbers; {name} is a {kind}")
-        shapes = {one.name: tuple(one.shape) for one in session.get_inputs()}
-        self.shapes: dict[str, tuple[Any, ...]] = shapes
-        self.dtypes = {name: _DTYPES[kind] for name, kind in types.items()}
+        for one in session.get_inputs():
+            if one.type not in _DTYPES:
+                raise ShdError("inputs-invalid", f"{path} must take tensors of numbers; {one.name} is a {one.type}")
+        shapes: dict[str, tuple[Any, ...]] = {one.name: tuple(one.shape) for one in session.get_inputs()}
+        self.path, self.shapes = Path(path), shapes
+        self.dtypes = {one.name: _DTYPES[one.type] for one in session.get_inputs()}
         self.output: str = session.get_outputs()[0].name
-        self._limits = _count_ids(Path(path), shapes)
+        self._limits = _count_ids(self.path, shapes)
         self.has_batch = all(shape and not isinstance(shape[0], int) for shape in shapes.values())
         self.has_length = any(not isinstance(size, int) for shape in shapes.values() for size in shape[1:])
 
@@ -86,6 +86,22 @@ class GraphInputs:
                 ids = random.integers(self._limits[name], size=sizes) if name in self._limits else np.ones(sizes)
                 arrays[name] = ids.astype(self.dtypes[name])
         return arrays
+
+    def longest(self, most: int) -> int:
+        """The longest samples up to ``most`` that the graph runs with: a model may have fewer positions."""
+        session = open_graph(self.path)
+
+        def fails(length: int) -> bool:
+            try:
+                run_graph(session, self.draw(1, length), self.path)
+            except ShdError:
+                return True
+            return False
+
+        if not (self.has_length and fails(most)):
+            return most
+        longest = bisect_left(range(1, most), True, key=fails)
+        return longest if longest > 1 else most  # one position also runs where other axes are fixed
 
 
 def _count_ids(path: Path, names: Mapping[str, object]) -> dict[str, int]:

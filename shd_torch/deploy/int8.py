@@ -19,7 +19,7 @@ from shd_torch.deploy.inputs import GraphInputs, open_graph, require_runtime, ru
 _INTEGER_PRODUCTS: Final = ("MatMulInteger", "DynamicQuantizeMatMul")
 _EXTERNAL_DATA_BYTES: Final = 1 << 30  # a protobuf file ends at 2 GiB
 DRAWN_SAMPLES: Final = (8, 32)
-"""Number and length of the random samples that a graph is compared on where no data are given."""
+"""Number and greatest length of the random samples that a graph is compared on where no data are given."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,8 @@ def quantize_graph(
     if target.suffix != ".onnx" or target.resolve() == source.resolve():
         raise ShdError("argument-value", f"out must end in .onnx and be another file than {source}; got {target}")
     reader = GraphInputs(source)
-    arrays = reader.draw(*DRAWN_SAMPLES) if inputs is None else _fit(inputs, reader, source)
+    samples, length = DRAWN_SAMPLES
+    arrays = reader.draw(samples, reader.longest(length)) if inputs is None else _fit(inputs, reader, source)
     expected = run_graph(open_graph(source), arrays, source)[0]
     before = _size(source)
     with tempfile.TemporaryDirectory() as folder:

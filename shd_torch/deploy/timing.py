@@ -19,8 +19,7 @@ from shd_torch.deploy.inputs import GraphInputs, open_graph, run_graph
 LEAST_ROUNDS: Final = 6
 """Fewer medians have no interval of 95%."""
 
-BATCHES: Final = (1, 32)
-LENGTHS: Final = (64,)
+_DEFAULTS: Final = {"batch": (1, 32), "length": (64,)}
 _WARM_SECONDS: Final = 0.05  # of runs that do not count: weights are back in the processor's caches
 _LONG_SECONDS: Final = 0.5  # a run of this length needs no others before it
 _TURN_SECONDS: Final = 0.1  # of runs that count, at least one
@@ -88,7 +87,8 @@ def time_graphs(
         graphs: ``.onnx`` files by name.
         reference: the name of the graph that others are compared with. Default: the first.
         batch: samples per run; only where every graph has a dynamic first axis. Default: 1 and 32.
-        length: sizes of the other dynamic axes, as of texts; only where every graph has some. Default: 64.
+        length: sizes of the other dynamic axes, as of texts; only where every graph has some. Default: 64, or the
+            most that every graph runs with.
         threads: threads per session.
         rounds: turns of each graph at each setting, from 6.
         progress: called with the number of finished turns and of all.
@@ -98,7 +98,7 @@ def time_graphs(
 
     Raises:
         ShdError: ``dependency-missing``, ``read-failed``, ``inputs-invalid`` where a graph does not run at a setting,
-            ``argument-value`` where a graph lacks the axis or a number is out of range.
+            ``argument-value`` where a graph lacks the axis or a number is out of range, also of its positions.
     """
     for name, numbers in (("batch", batch), ("length", length), ("threads", threads)):
         if numbers is not None and min(numbers, default=0) < 1:
@@ -108,20 +108,17 @@ def time_graphs(
     if rounds < LEAST_ROUNDS:
         raise ShdError("argument-value", f"rounds must be {LEAST_ROUNDS} or more, for an interval; got {rounds}")
     readers = {name: GraphInputs(path) for name, path in graphs.items()}
-    all_batches = _axis_sizes("batch", batch, BATCHES, {name: r.has_batch for name, r in readers.items()}, readers)
-    all_lengths = _axis_sizes("length", length, LENGTHS, {name: r.has_length for name, r in readers.items()}, readers)
-    settings = list(product(all_batches, all_lengths))
+    settings = list(product(_axis_sizes("batch", batch, readers), _axis_sizes("length", length, readers)))
     total, done = len(threads) * len(settings) * rounds * len(graphs), 0
     times: list[GraphTime] = []
     for num_threads in threads:
         sessions = {name: open_graph(path, num_threads) for name, path in graphs.items()}
         for size, tokens in settings:
             inputs = {name: reader.draw(size or 1, tokens or 1) for name, reader in readers.items()}
-            usual = {name: _first_run(sessions[name], inputs[name], name) for name in graphs}
             turns: dict[str, list[tuple[float, float]]] = {name: [] for name in graphs}
             for _ in range(rounds):
                 for name, session in sessions.items():
-                    turns[name].append(_take_turn(session, inputs[name], num_threads, usual[name]))
+                    turns[name].append(_take_turn(session, inputs[name], num_threads, name, turns[name]))
                     done += 1
                     progress(done, total)
             base = [wall for wall, _ in turns[reference or next(iter(graphs))]]
@@ -134,37 +131,42 @@ def time_graphs(
 
 
 def _axis_sizes(
-    argument: str,
-    sizes: Sequence[int] | None,
-    default: Sequence[int],
-    is_dynamic: Mapping[str, bool],
-    readers: Mapping[str, GraphInputs],
+    argument: str, sizes: Sequence[int] | None, readers: Mapping[str, GraphInputs]
 ) -> Sequence[int | None]:
     """Sizes of an axis: what is asked for, or else the default; None where a graph has no such axis."""
-    fixed = [name for name, dynamic in is_dynamic.items() if not dynamic]
-    if not fixed:
-        return tuple(dict.fromkeys(sizes or default))
-    if sizes is not None:
-        shapes = readers[fixed[0]].shapes
+    fixed = [name for name, reader in readers.items() if not getattr(reader, f"has_{argument}")]
+    if fixed and sizes is not None:
         rule = f"{argument} must be left out: {fixed[0]} has no dynamic axis for it"
-        raise ShdError("argument-value", f"{rule}; its inputs are {shapes}")
-    return (None,)
+        raise ShdError("argument-value", f"{rule}; its inputs are {readers[fixed[0]].shapes}")
+    if fixed:
+        return (None,)
+    chosen = tuple(dict.fromkeys(sizes or _DEFAULTS[argument]))
+    if argument == "length":
+        for name, reader in readers.items():
+            most = reader.longest(max(chosen))
+            if sizes is not None:
+                check_length(name, most, chosen)
+            chosen = tuple(min(size, most) for size in chosen)
+    return chosen
 
 
-def _first_run(session: Any, inputs: Mapping[str, NDArray[Any]], name: str) -> float:
-    """Seconds of a run after one that makes room for it."""
-    run_graph(session, inputs, name)
-    started = time.perf_counter()
-    run_graph(session, inputs, name)
-    return time.perf_counter() - started
+def check_length(name: str, most: int | None, lengths: Sequence[int]) -> None:
+    """Refuse samples that a graph or a model has no positions for: ``argument-value``."""
+    if most is not None and max(lengths) > most:
+        rule = f"length must be at most {most}, the longest text that {name} takes"
+        raise ShdError("argument-value", f"{rule}; got {max(lengths)}")
 
 
-def _take_turn(session: Any, inputs: Mapping[str, NDArray[Any]], threads: int, usual: float) -> tuple[float, float]:
+def _take_turn(
+    session: Any, inputs: Mapping[str, NDArray[Any]], threads: int, name: str, before: Sequence[tuple[float, float]]
+) -> tuple[float, float]:
     """Median wall and processor seconds of a run, as a loop over this session alone would see them."""
     feed = dict(inputs)
     if threads > 1:
         _wait_for_spinning()
-    if usual < _LONG_SECONDS:
+    if not before:
+        run_graph(session, feed, name)  # which makes room for the others
+    if not before or before[-1][0] < _LONG_SECONDS:
         until = time.perf_counter() + _WARM_SECONDS
         for _ in range(_MOST_RUNS):
             session.run(None, feed)

@@ -104,6 +104,17 @@ def read_config(source: str | os.PathLike[str], argument: str = "teacher") -> An
         raise ShdError("read-failed", message) from error
 
 
+def count_positions(config: Any) -> int | None:
+    """The longest text that a configuration has positions for; None where no table of positions ends it."""
+    text = config.get_text_config()
+    rows: int | None = getattr(text, "max_position_embeddings", None)
+    if rows is None or getattr(text, "rope_parameters", None) is not None:
+        return None
+    # RoBERTa and those built like it count positions from behind the number of padding.
+    is_shifted = re.match(r"((xlm-)?roberta|camembert|mpnet)\b", text.model_type)
+    return rows - (text.pad_token_id + 1 if is_shifted else 0)
+
+
 def load_weights(source: str | os.PathLike[str], config: Any) -> Any:
     """The model of a folder whose configuration ``read_config`` gave."""
     _check_stored(Path(source), getattr(config, "quantization_config", None))

@@ -15,13 +15,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shd_ref.cache.storage.documents import read_json
 from shd_ref.errors import ShdError
 from shd_ref.integers import check_integer
 from shd_ref.teacher.sources import Source, open_source
+from shd_ref.teacher.sources.sentence_folder import parse_file
 from shd_ref.tolerances import load_tolerances
 from shd_torch.shrink.families import base_of
-from shd_torch.shrink.folders import READERS, load_student, load_weights, new_folder, read_config, save_student
+from shd_torch.shrink.folders import (
+    READERS,
+    count_positions,
+    load_student,
+    load_weights,
+    new_folder,
+    read_config,
+    save_student,
+)
 from shd_torch.shrink.pieces import read_pieces
 from shd_torch.shrink.sentences import read_modules
 from shd_torch.shrink.sizes import count_parameters
@@ -122,13 +130,8 @@ def _load(source: Path) -> Any:
 
 
 def _read(folder: Path, name: str) -> Any:
-    """The JSON of a file of a folder that ``check_files`` let pass; None where there is none."""
-    try:
-        return read_json(folder / name)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise ShdError("read-failed", f"{folder / name} must hold JSON: {error}") from error
+    """The JSON of a file of a folder; None where there is none."""
+    return parse_file(folder, name) if (folder / name).exists() else None
 
 
 def _bytes(content: Any) -> bytes:
@@ -155,36 +158,19 @@ def _read_prompts(source: Path, files: Mapping[str, bytes]) -> Iterator[NDArray[
             yield from _ids_of(_open(file, source, None))
 
 
-def _settings(model: Any) -> tuple[Any, Any]:
-    """Where special pieces are named: the configuration, and that of generation or None."""
-    return model.config, getattr(model, "generation_config", None)
-
-
-def _all_settings(settings: tuple[Any, Any]) -> Iterator[Any]:
-    """With the configurations inside them."""
-    waiting = list(settings)
-    while waiting:
-        holder = waiting.pop()
+def _all_settings(*settings: Any) -> Iterator[Any]:
+    """Where special pieces are named: configurations, those of generation among them, and those inside them."""
+    for holder in settings:
         if holder is not None:
             yield holder
-            waiting += [value for value in vars(holder).values() if hasattr(value, "get_text_config")]
+            yield from _all_settings(*(value for value in vars(holder).values() if hasattr(value, "get_text_config")))
 
 
 def _special_ids(model: Any) -> set[int]:
-    values = [
-        value for holder in _all_settings(_settings(model)) for name, value in vars(holder).items() if _names_id(name)
-    ]
-    return {
-        number for value in values for number in (value if isinstance(value, list) else [value]) if _is_id(number)
-    }
-
-
-def _names_id(name: str) -> bool:
-    return name.endswith("_token_id")
-
-
-def _is_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    holders = _all_settings(model.config, getattr(model, "generation_config", None))
+    values = [value for holder in holders for name, value in vars(holder).items() if name.endswith(_ID)]
+    numbers = [number for value in values for number in (value if isinstance(value, list) else [value])]
+    return {number for number in numbers if isinstance(number, int) and not isinstance(number, bool)}
 
 
 @torch.no_grad()
@@ -195,9 +181,9 @@ def _make(model: Any, kept: list[int], rows: int) -> Any:
     def renumber(value: Any) -> Any:
         return [renumber(one) for one in value] if isinstance(value, list) else new.get(value, value)
 
-    config, generation = copy.deepcopy(_settings(model))
+    config, generation = copy.deepcopy((model.config, getattr(model, "generation_config", None)))
     config.get_text_config().vocab_size = len(kept)
-    for settings in _all_settings((config, generation)):
+    for settings in _all_settings(config, generation):
         for name, value in list(vars(settings).items()):
             if name.endswith(_ID) and value is not None:
                 setattr(settings, name, renumber(value))
@@ -223,10 +209,10 @@ def _make(model: Any, kept: list[int], rows: int) -> Any:
 @torch.no_grad()
 def _compare(model: Any, student: Any, before: NDArray[np.int64], after: NDArray[np.int64]) -> None:
     """Both on one text: refuses models in which a number of a piece means more than its row (VOCAB-6)."""
-    longest = getattr(model.config, "max_position_embeddings", None) or len(before)
+    longest = count_positions(model.config) or len(before)
     outputs = []
     for network, ids in ((model, before), (student, after)):
-        inputs = {"input_ids": torch.tensor(ids[: max(1, longest - 8)])[None].to(model.device)}
+        inputs = {"input_ids": torch.tensor(ids[:longest])[None].to(model.device)}
         if model.config.is_encoder_decoder:
             inputs["decoder_input_ids"] = inputs["input_ids"]
         outputs.append(base_of(network)(**inputs)[0].float())

@@ -21,14 +21,24 @@ WIDTH, VOCABULARY = 16, 11
 TEXT = "int64[batch, sequence] input_ids, int64[batch, sequence] attention_mask"
 
 
-def write_graph(path: Path, *, products: int = 2, inputs: str = TEXT, end: str = "Identity") -> Path:
-    """Embedded tokens or pixels, ``products`` with constant weights, and an operator that makes logits of them."""
+def write_graph(
+    path: Path, *, products: int = 2, inputs: str = TEXT, end: str = "Identity", positions: int | None = None
+) -> Path:
+    """Embedded tokens or pixels, ``products`` with constant weights, and an operator that makes logits of them.
+
+    With ``positions`` a table of so many is added to the tokens.
+    """
     random = np.random.default_rng(0)
     arrays = {"table": random.standard_normal((VOCABULARY, WIDTH)), "last": np.array([-1]), "same": np.array([0, 0])}
     arrays |= {f"weight_{i}": random.standard_normal((WIDTH, WIDTH)) / WIDTH**0.5 for i in range(products)}
+    arrays |= {"places": random.standard_normal((positions or 1, WIDTH)), "zero": np.array(0), "one": np.array(1)}
     lines = ["state_0 = Identity (pixels)"]
     if "input_ids" in inputs:
         lines = ["ids = Reshape (input_ids, same)", "state_0 = Gather (table, ids)"]
+    if positions is not None:
+        lines = ["ids = Reshape (input_ids, same)", "words = Gather (table, ids)", "axes = Shape (input_ids)"]
+        lines += ["length = Gather (axes, one)", "steps = Range (zero, length, one)"]
+        lines += ["rows_of_places = Gather (places, steps)", "state_0 = Add (words, rows_of_places)"]
     if "attention_mask" in inputs:
         lines[-1] = lines[-1].replace("state_0", "tokens")
         lines += ["mask = Cast <to = 1> (attention_mask)", "rows = Unsqueeze (mask, last)"]
@@ -39,7 +49,7 @@ def write_graph(path: Path, *, products: int = 2, inputs: str = TEXT, end: str =
     graph = onnx.parser.parse_graph(text)
     for name, array in arrays.items():
         if any(name in node.input for node in graph.node):
-            kind = np.int64 if name in ("last", "same") else np.float32
+            kind = np.int64 if name in ("last", "same", "zero", "one") else np.float32
             graph.initializer.append(onnx.numpy_helper.from_array(array.astype(kind), name))
     onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=10), path)
     return path
@@ -159,6 +169,19 @@ def test_int8_that_is_refused(options: dict[str, Any], code: str, tmp_path: Path
     assert {path.name for path in tmp_path.iterdir()} == {"graph.onnx", "int8.onnx"}
 
 
+def test_inputs_are_drawn_within_the_positions_of_a_model(graph: Path, tmp_path: Path) -> None:
+    short = write_graph(tmp_path / "short.onnx", positions=11)
+    assert deploy.quantize_graph(short, tmp_path / "int8.onnx").num_rows == 8 * 11
+    lengths = [entry.length for entry in deploy.time_graphs({"long": graph, "short": short}, batch=[1], rounds=6)]
+    assert lengths == [11, 11]
+    told: list[int] = []
+    with refusal("argument-value", "length must be at most 11, the longest text that short takes; got 12"):
+        deploy.time_graphs({"long": graph, "short": short}, length=[3, 12], progress=lambda *_: told.append(1))
+    assert not told
+    (entry,) = deploy.time_graphs({"short": short}, batch=[1], length=[11], rounds=6)
+    assert entry.length == 11
+
+
 def run(*words: object, code: int = 0) -> str:
     runner = typer_testing.CliRunner(env={"COLUMNS": "80", "TERM": "dumb"})
     result = runner.invoke(load_app(), ["time", *map(str, words)])
@@ -184,6 +207,9 @@ def test_the_command_prints_and_returns_the_same(graph: Path, tmp_path: Path) ->
 
 
 def test_what_the_command_refuses(graph: Path, tmp_path: Path) -> None:
+    short = write_graph(tmp_path / "short.onnx", positions=11)
+    refused = " ".join(run(graph, "--beside", short, "--length", "4,12", code=1).split())
+    assert "--length must be at most 11, the longest text that" in refused
     images = write_graph(tmp_path / "images.onnx", inputs=f"float[batch, 4, {WIDTH}] pixels")
     assert "--length must be left out" in " ".join(run(images, "--length", "5", code=1).split())
     assert "once" in run(graph, graph, code=1)

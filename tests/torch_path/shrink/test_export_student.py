@@ -18,6 +18,7 @@ import shd_torch.export as export  # noqa: E402
 from shd_ref import ShdError  # noqa: E402  (after the skips)
 from shd_torch.cli import load_app  # noqa: E402
 from shd_torch.shrink import shrink  # noqa: E402
+from shd_torch.shrink.folders import count_positions, read_config  # noqa: E402
 
 RUNNER = typer_testing.CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
 
@@ -43,6 +44,21 @@ def test_a_dropped_student_from_its_folder(tmp_path: Path) -> None:
     for option in (["--beside", words[1]], ["--int8"]):
         refused = RUNNER.invoke(load_app(), [*words[:2], *words[3:], *option])
         assert (refused.exit_code, f"{option[0]} must go with --student" in refused.output) == (1, True)
+
+
+@pytest.mark.parametrize(("family", "most"), [("bert", 40), ("roberta", 39), ("gpt2", 40), ("llama", None)])
+def test_lengths_beyond_the_positions_are_refused_first(family: str, most: int | None, tmp_path: Path) -> None:
+    """Before a graph is made; RoBERTa's positions begin behind that of padding, rotary ones do not end."""
+    make_teacher(family, layers=1).save_pretrained(tmp_path / "model")
+    config = read_config(tmp_path / "model")
+    assert (config.max_position_embeddings, count_positions(config)) == (40, most)
+    folder, out = str(tmp_path / "model"), tmp_path / "student.onnx"
+    beside = ["--beside", folder, "--batch", "1", "--rounds", "6", "--length"]
+    for words in (["time", folder], ["export", folder, "--student", "--out", str(out)]) if most else ():
+        refused = RUNNER.invoke(load_app(), [*words, *beside, str(most + 1)])
+        assert refused.exit_code == 1
+        assert f"--length must be at most {most}" in refused.output
+        assert not out.exists()
 
 
 @pytest.mark.slow
