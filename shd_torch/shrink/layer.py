@@ -30,7 +30,7 @@ from shd_torch.shrink.families import (
 )
 from shd_torch.shrink.heads import OutputFit, Squeezed
 from shd_torch.shrink.sizes import ShrinkOptions, Sizes, sizes_of
-from shd_torch.shrink.unfinished import Unfinished, keep_study, read_study
+from shd_torch.shrink.unfinished import Studies
 from shd_torch.shrink.width import Turn, final_readers
 
 STAGES = ("maps", "heads", "alignment", "errors")
@@ -53,7 +53,7 @@ class Work:
     tell: Callable[..., None]  # gets what is done now
     turn: Turn | None = None  # the kept axes; None where the stream keeps its width
     merge: HeadMerge | None = None  # of all layers, where they share position biases
-    studies: Unfinished | None = None  # statistics of teacher layers, shared with other students
+    studies: Studies | None = None  # statistics of teacher layers, shared with other students
     reports: list[dict[str, Any]] = field(default_factory=list)  # one per layer, as shrink.json holds them
 
     @cached_property
@@ -136,12 +136,12 @@ def make_layer(
     merges = number not in work.dropped.attention and sizes.heads != teacher.heads
     if work.merge is not None and work.options.is_usual:  # it was chosen from the maps of all layers
         merges = False
-    kept = None if work.studies is None else read_study(work.studies, source, with_maps=merges)
+    kept = None if work.studies is None else work.studies.read(source, with_maps=merges)
     statistics, trace = study_layer(
         work.teacher, family, source, taught, work.batches, weights, with_maps=merges, statistics=kept
     )
     if work.studies is not None and kept is None:
-        keep_study(work.studies, source, statistics)
+        work.studies.keep(source, statistics)
     work.tell_stage(number, "heads")
     report: dict[str, Any] = {"case": "dropped", "exact": False}
     squeezed = None

@@ -41,7 +41,7 @@ from shd_torch.shrink.sizes import (
     make_student,
     sizes_of,
 )
-from shd_torch.shrink.unfinished import Unfinished, run_key
+from shd_torch.shrink.unfinished import Studies, Unfinished, run_key
 from shd_torch.shrink.width import Turn, check_width, turn_ends
 
 FORMAT = 1
@@ -83,7 +83,8 @@ def shrink(
         out: a new folder for the student, with ``shrink.json``. Finished layers are saved next to it in
             ``.NAME.part``, and a killed run resumes with the same bytes (STUDENT-7).
         progress: called with the numbers of finished and of all steps, and the next layer and stage.
-        studies: where statistics of the teacher's layers are kept, for other students from the same teacher and data.
+        studies: where statistics of the teacher's layers are kept, for other students of the same teacher, stack,
+            data and batch size.
         **changes: fields of ``ShrinkOptions`` by name, as in ``shrink(model, data, heads=4, layers=3)``.
 
     Returns:
@@ -113,9 +114,10 @@ def shrink(
     modules = {} if isinstance(teacher, nn.Module) else read_modules(Path(teacher), own.hidden, sizes.hidden)
     student = make_student(model, family, sizes, kept, dropped.among(kept))
     keeper: AbstractContextManager[Unfinished | None] = nullcontext()
+    basis = {"batch_size": options.batch_size, "stack": family.stack}  # of what is computed from the teacher alone
     if folder is not None and options.is_usual:
-        settings = {name: getattr(options, name) for name in ("batch_size", "plan", "align", "ridge")}
-        settings |= {**sizes.__dict__, "kept": kept, **dropped.__dict__, "stack": family.stack}
+        settings = basis | {name: getattr(options, name) for name in ("plan", "align", "ridge")}
+        settings |= {**sizes.__dict__, "kept": kept, **dropped.__dict__}
         keeper = Unfinished(part_folder(folder), run_key(teacher, settings, data=read_data(data)))
     mode = model.training
     model.eval()
@@ -131,7 +133,7 @@ def shrink(
                 sizes=sizes,
                 options=options,
                 frequencies=rotary_frequencies(model, family),
-                studies=studies,
+                studies=None if studies is None else Studies(studies, model, basis, read_data(data)),
                 tell=_Teller(progress, len(STAGES) * len(kept) + (sizes.hidden != own.hidden) * own.layers),
             )
             _make_ends(work, saved)

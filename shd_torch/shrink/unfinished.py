@@ -126,21 +126,28 @@ class Unfinished(DraftFolder):
         return ShdError("read-failed", message, "STUDENT-7")
 
 
-def keep_study(pieces: Unfinished, layer: int, statistics: AttentionStatistics) -> None:
-    """Keep what one teacher layer's attention says, for other students of the same teacher and data."""
-    arrays = {name: value for name, value in vars(statistics).items() if isinstance(value, np.ndarray)}
-    others = {name: value for name, value in vars(statistics).items() if name not in arrays}
-    pieces.put(f"study-{layer}", {name: torch.from_numpy(array) for name, array in arrays.items()}, others)
+class Studies:
+    """What the attention of teacher layers says, for other students of the same teacher (and stack) and data."""
 
+    def __init__(self, pieces: Unfinished, teacher: nn.Module, options: Mapping[str, Any], data: Mapping[str, Any]):
+        key = json.dumps(run_key(teacher, options, data=data), sort_keys=True, default=str)
+        self._pieces, self._name = pieces, f"study-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
-def read_study(pieces: Unfinished, layer: int, *, with_maps: bool) -> AttentionStatistics | None:
-    """What ``keep_study`` kept of a layer; None where nothing was, or without the maps that are needed."""
-    piece = pieces.get(f"study-{layer}")
-    if piece is None or (with_maps and not piece[1]["with_maps"]):
-        return None
-    with pieces.reading():
-        entries: dict[str, Any] = {name: tensor.numpy() for name, tensor in piece[0].items()}
-        return AttentionStatistics(**entries, **piece[1])
+    def keep(self, layer: int, statistics: AttentionStatistics) -> None:
+        """Keep those of a layer."""
+        arrays = {name: value for name, value in vars(statistics).items() if isinstance(value, np.ndarray)}
+        others = {name: value for name, value in vars(statistics).items() if name not in arrays}
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        self._pieces.put(f"{self._name}-{layer}", tensors, others)
+
+    def read(self, layer: int, *, with_maps: bool) -> AttentionStatistics | None:
+        """Those of a layer; None where none were kept, or without the maps that are needed."""
+        piece = self._pieces.get(f"{self._name}-{layer}")
+        if piece is None or (with_maps and not piece[1]["with_maps"]):
+            return None
+        with self._pieces.reading():
+            entries: dict[str, Any] = {name: tensor.numpy() for name, tensor in piece[0].items()}
+            return AttentionStatistics(**entries, **piece[1])
 
 
 def run_key(teacher: nn.Module | str | os.PathLike[str], options: Mapping[str, Any], **data: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from shd_torch.shrink import shrink
 from shd_torch.shrink.compare import MEASURES, RIVALS, compare_starts, count_flops, measure_loss
+from shd_torch.shrink.unfinished import Unfinished
 
 FAMILIES = ["llama", "qwen3", "gpt2", "bert", "vit", "dinov2"]
 
@@ -45,6 +47,33 @@ def test_rivals_of_every_size(rival: str, name: str) -> None:
     student = shrink(teacher, data, **options, **RIVALS[rival], align=False).student
     assert torch.isfinite(logits_of(student, data)).all()
     assert student.config.num_attention_heads == 2
+
+
+def test_students_share_statistics_of_the_same_teacher_and_data_alone(tmp_path: Path) -> None:
+    teacher, data = make_teacher("bart"), make_data("bart")
+    data |= {f"decoder_{name}": part for name, part in data.items()}
+    other = data | {"input_ids": data["input_ids"].flip(0), "decoder_input_ids": data["input_ids"].flip(1)}
+    counts = []
+    with Unfinished(tmp_path / "studies", {}) as studies:
+        for stack, sizes in [("encoder", {"neurons": 9}), ("encoder", {"heads": 2}), ("encoder", {"neurons": 8})]:
+            _check_shared(teacher, data, studies, stack=stack, **sizes)
+            counts.append(len(list(studies.folder.glob("study-*"))))
+        assert len(set(counts)) == 1
+        _check_shared(teacher, data, studies, stack="decoder", heads=2)
+        _check_shared(teacher, other, studies, stack="encoder", heads=2)
+        data["input_ids"].copy_(other["input_ids"])  # after they were studied
+        _check_shared(teacher, data, studies, stack="encoder", heads=2)
+        with torch.no_grad():
+            for parameter in teacher.parameters():
+                parameter.mul_(1.5)
+        _check_shared(teacher, data, studies, stack="encoder", heads=2)
+
+
+def _check_shared(teacher: Any, data: dict[str, Tensor], studies: Unfinished, **options: Any) -> None:
+    """A student with statistics that are kept is the one without."""
+    shared, alone = (shrink(teacher, data, **kept, **options) for kept in ({"studies": studies}, {}))
+    for name, tensor in shared.student.state_dict().items():
+        torch.testing.assert_close(tensor, alone.student.state_dict()[name], atol=1e-12, rtol=0.0)
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "vit"])
