@@ -94,7 +94,7 @@ class EntropyMaker(RowsMaker[Entropies]):
     def values(self, form: Entropies, sample: Any) -> Iterator[NDArray[np.float32]]:
         yield np.asarray(entropies(torch.from_numpy(sample.targets.logits)))
 
-    def encode(self, form: Entropies, part: int, rows: NDArray[np.float32], index: int, counted: Any) -> Any:
+    def encode(self, form: Entropies, part: int, rows: NDArray[np.float32], counted: Any) -> Any:
         return rows.astype("<f2")[:, None].view(np.uint8)
 
     def measure_part(
