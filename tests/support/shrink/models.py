@@ -57,6 +57,7 @@ def make_teacher(
         "distilbert": ("DistilBertForMaskedLM", {**sizes, **text, "hidden_dim": 20, "pad_token_id": 0}),
         "mpnet": ("MPNetForMaskedLM", {**sizes, **text, "pad_token_id": 1}),
         "roberta": ("RobertaForMaskedLM", {**sizes, **text, **tokens}),
+        "xlm-roberta": ("XLMRobertaForMaskedLM", {**sizes, **text, **tokens}),
         "vit": ("ViTForImageClassification", {**sizes, **image, "intermediate_size": 20}),
         "deit": ("DeiTForImageClassificationWithTeacher", {**sizes, **image, "intermediate_size": 20}),
         "dinov2": ("Dinov2ForImageClassification", {**sizes, **image, "mlp_ratio": 2}),

@@ -18,6 +18,7 @@ from shd_torch.shrink import shrink
 
 DROP = {"drop_attention": [0], "drop_activations": [2]}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "xlm-roberta": ("xlm-roberta", {}, {"heads": [2, 3], "head_dim": 5, "neurons": 12, **DROP}),
     "mpnet": ("mpnet", {}, {"heads": 2, "head_dim": 6, "neurons": 12, **DROP}),
     "gpt-neox": ("gpt_neox", {}, {"hidden": 12, "heads": 2, "neurons": 12, **DROP}),
     "gpt-neox-sequential": ("gpt_neox", {"use_parallel_residual": False}, {"neurons": 12}),
