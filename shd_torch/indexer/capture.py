@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from shd_ref.errors import ShdError
 
@@ -20,12 +22,17 @@ class ScorerCall(NamedTuple):
     keys: Tensor  # (B, H_k, C, d_i)
     weights: Tensor | None  # (B, H_i, L)
     scale: float
+    relu: bool = True
+    groups: int = 1
 
 
 Reader: TypeAlias = Callable[..., ScorerCall]
 
-_ROTATIONS = {"DeepseekV32Indexer": "apply_rotary_pos_emb", "GlmMoeDsaIndexer": "apply_rotary_pos_emb_interleave"}
-"""Classes of transformers whose scorers are read, with the rotation that their module applies."""
+_KNOWN = (
+    "AXK2Indexer", "DeepseekV32Indexer", "DeepseekV4Indexer", "Dots3NoteTextIndexer", "Glm5NextTextIndexer",
+    "GlmMoeDsaIndexer", "HYV4Indexer", "MiniMaxM3VLIndexer", "MistralLarge4TextIndexer",
+)  # fmt: skip
+"""Classes of transformers whose scorers are read: they multiply all queries and keys once."""
 
 
 @contextmanager
@@ -35,8 +42,9 @@ def capture_indexers(
     """Collect what a model's scorers multiply while it runs, from detached inputs (IDX-15).
 
     Args:
-        model: whose modules are scorers; transformers' ``DeepseekV32Indexer`` and ``GlmMoeDsaIndexer``, which run
-            without gradient themselves, are read as they compute.
+        model: whose modules are scorers. Those of transformers' AXK2, DeepSeek-V3.2 and V4, Dots3, GLM-5 (also with
+            pooled keys), HYV4, MiniMax-M3 and Mistral Large 4, which run without gradient themselves, are read as
+            they compute, without a cache. MiniMax-M3 selects for each head, blocks by their best key.
         names: of the modules (``model.named_modules()``); None for all of a known class.
         read: called as ``read(module, *args, **kwargs)`` with a module and its detached inputs, for other classes.
 
@@ -48,14 +56,14 @@ def capture_indexers(
     """
     modules = dict(model.named_modules())
     if names is None:
-        names = [name for name, module in modules.items() if type(module).__name__ in _ROTATIONS]
+        names = [name for name, module in modules.items() if type(module).__name__ in _KNOWN]
     missing = [name for name in names if name not in modules]
     if missing or not names:
-        rule = f"names must name modules of the model, or the model must have one of {', '.join(_ROTATIONS)}"
+        rule = f"names must name modules of the model, or the model must have one of {', '.join(_KNOWN)}"
         raise ShdError("argument-value", f"{rule}; got {', '.join(missing) or 'no scorer'}")
     for name in names:
-        if read is None and type(modules[name]).__name__ not in _ROTATIONS:
-            rule = f"read must be given for scorers other than {', '.join(_ROTATIONS)}"
+        if read is None and type(modules[name]).__name__ not in _KNOWN:
+            rule = f"read must be given for scorers other than {', '.join(_KNOWN)}"
             raise ShdError("argument-value", f"{rule}; got {type(modules[name]).__name__} at {name}")
     calls: dict[str, ScorerCall] = {}
     with ExitStack() as stack:
@@ -74,22 +82,46 @@ def capture_indexers(
         yield calls
 
 
-def _read_known(
-    module: Any, hidden_states: Tensor, q_resid: Tensor, position_embeddings: Any, *_: Any, **__: Any
-) -> ScorerCall:
-    """A scorer of DeepSeek-V3.2 or GLM-5: one key for all heads, the first part of a head rotated."""
-    rotate = getattr(sys.modules[type(module).__module__], _ROTATIONS[type(module).__name__])
-    cos, sin = position_embeddings
-    queries = module.wq_b(q_resid).unflatten(-1, (module.n_heads, module.head_dim))
-    keys = module.k_norm(module.wk(hidden_states)).unsqueeze(2)
-    turned = [tensor[..., : module.qk_rope_head_dim] for tensor in (queries, keys)]
-    turned = rotate(*turned, cos, sin, unsqueeze_dim=2)
-    queries, keys = (
-        torch.cat([part, tensor[..., module.qk_rope_head_dim :]], dim=-1).transpose(1, 2)
-        for part, tensor in zip(turned, (queries, keys), strict=True)
-    )
-    weights = module.weights_proj(hidden_states.to(module.weights_proj.weight.dtype)).transpose(1, 2)
-    return ScorerCall(queries, keys, weights * module.n_heads**-0.5, module.softmax_scale)
+class _Read(Exception):  # noqa: N818  (no error: it ends a call early)
+    """A scorer has computed all that is recorded."""
+
+
+class _Recorder(TorchFunctionMode):
+    """Keeps the queries and keys that a scorer multiplies, and its weights where it projects them."""
+
+    def __init__(self, projection: nn.Linear | None) -> None:
+        super().__init__()
+        self.projection = projection
+        self.operands: tuple[Tensor, Tensor] | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.matmul and self.operands is None and args[0].ndim == 4:
+            self.operands = args
+        is_weights = func is F.linear and self.projection is not None and args[1] is self.projection.weight
+        if self.operands is not None and (self.projection is None or is_weights):
+            raise _Read(out)
+        return out
+
+
+def _read_known(module: Any, *args: Any, **kwargs: Any) -> ScorerCall:
+    """What a scorer of a known class multiplies, as its own code computes it up to there."""
+    forward = inspect.unwrap(type(module).forward)  # which runs without gradient
+    call = inspect.signature(forward).bind(module, *args, **kwargs)
+    call.arguments["past_key_values"] = None
+    scorer = getattr(module, "scorer", module)
+    recorder = _Recorder(getattr(scorer, "weights_proj", None))
+    try:
+        with recorder:
+            forward(*call.args, **call.kwargs)
+    except _Read as read:
+        (weights,) = read.args
+    assert recorder.operands is not None
+    queries, keys = recorder.operands[0], recorder.operands[1].mT
+    if recorder.projection is None:
+        return ScorerCall(queries, keys, None, 1.0, relu=False, groups=queries.shape[1])
+    weights = weights.transpose(1, 2) * weights.shape[-1] ** -0.5
+    return ScorerCall(queries.transpose(1, 2), keys, weights, scorer.softmax_scale)
 
 
 def _detached(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 from xml.etree import ElementTree
 
@@ -10,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the PyTorch binding needs torch")
 
 from support.refusals import refusal  # noqa: E402
+from torch.overrides import TorchFunctionMode  # noqa: E402
 
 import shd_ref  # noqa: E402
 from shd_torch import indexer_kl  # noqa: E402
@@ -85,31 +87,61 @@ def test_a_scorer_is_captured_by_its_name() -> None:
     assert not model[1]._forward_pre_hooks
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v32.DeepseekV32", "glm_moe_dsa.GlmMoeDsa"])
-def test_transformers_own_scorers_select_what_is_captured(kind: str) -> None:
-    transformers = pytest.importorskip("transformers", reason="needs transformers")
+SMALL = {
+    "hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 40,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 12, "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4, "index_n_heads": 2, "index_head_dim": 8,
+    "index_topk": 4, "n_routed_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+COMPRESSED = {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}
+KINDS: dict[str, dict[str, Any]] = {
+    "axk2.AXK2": {},
+    "deepseek_v32.DeepseekV32": {},
+    "deepseek_v4.DeepseekV4": {
+        "num_key_value_heads": 1, "layer_types": ["compressed_sparse_attention"], "compress_rates": COMPRESSED},
+    "dots3_note.Dots3NoteText": {},
+    "glm5_next.Glm5NextText": {"qk_rope_head_dim": 0, "index_kpool": 2, "layer_types": ["full_attention"]},
+    "glm_moe_dsa.GlmMoeDsa": {},
+    "hy_v4.HYV4": {},
+    "minimax_m3_vl.MiniMaxM3VLText": {
+        "num_key_value_heads": 2, "layer_types": ["minimax_m3_sparse"], "index_block_size": 2},
+    "mistral_large4.MistralLarge4Text": {},
+}  # fmt: skip
+
+
+class FirstTopK(TorchFunctionMode):
+    """The scores that a model selects from first: those of its first layer's scorer."""
+
+    scores: Any = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.topk and self.scores is None:
+            self.scores = args[0].clone()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_own_scorers_compute_what_is_captured(kind: str) -> None:
+    pytest.importorskip("transformers", reason="needs transformers")
     package, prefix = kind.split(".")
-    name = f"transformers.models.{package}.modeling_{package}"
-    modeling = pytest.importorskip(name, reason="this version of transformers has no such model")
-    config = getattr(transformers, f"{prefix}Config")(
-        hidden_size=16, index_n_heads=2, index_head_dim=8, index_topk=3, q_lora_rank=12, qk_rope_head_dim=4
-    )
+    folder = f"transformers.models.{package}"
+    modeling = pytest.importorskip(f"{folder}.modeling_{package}", reason="transformers has no such model yet")
+    configuration = importlib.import_module(f"{folder}.configuration_{package}")
+    config = getattr(configuration, f"{prefix}Config")(**{**SMALL, **KINDS[kind]})
     torch.manual_seed(2)
-    module = torch.nn.ModuleDict({"indexer": getattr(modeling, f"{prefix}Indexer")(config, 0)})
-    angles = torch.arange(8.0)[None, :, None] * torch.tensor([1.0, 0.1])
-    angles = torch.cat([angles, angles], -1)
-    mask = torch.zeros(1, 8, 8).masked_fill(~CAUSAL, -torch.inf)
-    hidden, residual = torch.randn(1, 8, 16, requires_grad=True), torch.randn(1, 8, 12)
-    with capture_indexers(module) as calls:
-        picked = module["indexer"](hidden, residual, (angles.cos(), angles.sin()), mask, torch.arange(8)[None])
-    call = calls["indexer"]
-    scores = indexer_scores(*call[:3], scale=call.scale)
-    chosen = indexer_select(scores, 3, CAUSAL)[0, 0]
-    for row in range(2, 8):  # by their scores: of equal ones transformers takes any
-        got, right = scores[0, 0, row][picked[0, row].long()], scores[0, 0, row][chosen[row]]
-        torch.testing.assert_close(got.sort().values, right.sort().values)
-    *_, q, k = inputs(1)
-    indexer_kl(**call._asdict(), teacher=Factored.teacher(q, k, is_causal=True)).backward()
-    for parameter in module.parameters():
-        assert parameter.grad is not None
-    assert hidden.grad is None
+    model = getattr(modeling, f"{prefix}Model")(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    with capture_indexers(model) as calls, FirstTopK() as own, torch.no_grad():
+        model(torch.randint(3, 40, (2, 8)))
+    ((name, call),) = calls.items()
+    scores = indexer_scores(**call._asdict())
+    right = own.scores if own.scores.ndim == 4 else own.scores[:, None]
+    if scores.shape != right.shape:  # the best key of each block
+        scores = scores.masked_fill(~CAUSAL, -torch.inf).unflatten(-1, (4, 2)).amax(-1)
+    may = (right > -1e30) & (right < torch.inf)
+    torch.testing.assert_close(scores[may], right[may])
+    scores[may].square().sum().backward()
+    for title, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == title.startswith(name), title
