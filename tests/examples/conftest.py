@@ -18,12 +18,15 @@ ROOT = Path(__file__).resolve().parents[2]
 ONE = ("--epochs", "1")
 FEW = {
     "make_data": ("--steps", "30", "--samples", "64", "--layers", "2"),
+    "indexer": ("--steps", "5"),
     **dict.fromkeys(
         ("classification", "encoder_decoder", "language_model", "lightning_module", "long_samples", "two_teachers"),
         ONE,
     ),
 }
 """What makes a script short."""
+SHORT = {"0,1,2,3": "0,1"}
+"""Words of commands, for the shorter teacher."""
 
 
 @contextmanager
@@ -42,7 +45,7 @@ def run_line(line: str) -> None:
     if program == "python":
         script = ROOT / "examples" / Path(words[0]).name
         before = sys.argv
-        sys.argv = [str(script), *words[1:], *FEW.get(script.stem, ())]
+        sys.argv = [str(script), *words[1:], *(() if "--steps" in words else FEW.get(script.stem, ()))]
         try:
             runpy.run_path(str(script), run_name="__main__")
         finally:
@@ -51,7 +54,7 @@ def run_line(line: str) -> None:
     from typer.testing import CliRunner
 
     load_app = import_module({"shd": "shd_ref.cli", "shd-torch": "shd_torch.cli"}[program]).load_app
-    result = CliRunner().invoke(load_app(), words)
+    result = CliRunner().invoke(load_app(), [SHORT.get(word, word) for word in words])
     assert result.exit_code == 0, f"{line}\n{result.output}"
 
 
@@ -60,7 +63,17 @@ def run_in(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Runs lines of a shell in the folder that all examples share; a line that ran before is not run again."""
     for package in ("onnxruntime", "onnxscript", "transformers", "accelerate", "typer"):
         pytest.importorskip(package, reason="examples go from a Hugging Face folder to a trained student")
-    folder, done = tmp_path_factory.mktemp("try"), set()
+    return runner(tmp_path_factory.mktemp("try"))
+
+
+@pytest.fixture
+def run_apart(tmp_path: Path, run_in: object) -> Callable[..., Path]:
+    """As ``run_in``, in a folder of its own."""
+    return runner(tmp_path)
+
+
+def runner(folder: Path) -> Callable[..., Path]:
+    done: set[str] = set()
 
     def run(*lines: str) -> Path:
         with inside(folder):
