@@ -174,10 +174,24 @@ def _mask_logits(
     if mask == "where":
         allowed = build.op("Cast", column, to=TensorProto.BOOL)
         return build.op("Where", allowed, logits, np.array([low], dtype))
+    if mask in ("causal", "window"):
+        allowed = build.op("And", build.op("Cast", column, to=TensorProto.BOOL), _behind(build, source, mask))
+        return build.op("Add", logits, build.op("Where", allowed, np.zeros(1, dtype), np.array([low], dtype)))
     ones = build.op("Cast", column, to=TensorProto.FLOAT16 if float16 else TensorProto.FLOAT)
     off = build.op("Sub", np.ones(1, dtype), ones)
     penalty = build.op("Mul", off, np.array([-1e4], dtype))
     return build.op("Add", logits, penalty)
+
+
+def _behind(build: GraphBuilder, source: str, mask: str) -> str:
+    """``(1, 1, L, L)``: whether a key is no later than a row, and in a window among the last three."""
+    size = build.op("Gather", build.op("Shape", source), np.array(1))
+    keys = build.op("Range", np.array(0), size, np.array(1))
+    rows = build.op("Unsqueeze", keys, [1])
+    seen = build.op("LessOrEqual", keys, rows)
+    if mask == "window":
+        seen = build.op("And", seen, build.op("Less", build.op("Sub", rows, keys), np.array(3)))
+    return build.op("Unsqueeze", seen, [0, 1])
 
 
 def attention_on_inputs(

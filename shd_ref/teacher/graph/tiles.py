@@ -59,12 +59,16 @@ class Step:
 
 @dataclass(frozen=True)
 class Seen:
-    """A mask: rows see keys where it is ``shown`` (a condition), or times ``scale`` not far below 0 (added)."""
+    """A mask: rows see keys where it is ``shown`` (a condition), or times ``scale`` not far below 0 (added).
+
+    ``added`` is what the logits take of it, if not they themselves stand in a branch of the condition.
+    """
 
     key: Key
     rank: int
     shown: bool | None = None
     scale: float = 1.0
+    added: Key | None = None
 
 
 @dataclass(frozen=True)
@@ -413,5 +417,19 @@ def _read_masks(site: AttentionSite, logits: Logits, arrays: Arrays, reader: _Re
         shape = reader.shape(value)
         if name_of(value) not in read or len(shape) > 4 or (len(shape) == 4 and shape[1] != 1):
             return None
-        masks.append(Seen(read[name_of(value)], len(shape), shown, scale))
+        added = read[name_of(value)] if shown is None else None
+        condition = _condition_of(value, scale) if added else None
+        if condition is not None and name_of(condition[1]) in read:  # cheaper than to read the numbers again
+            shown, value = condition
+        masks.append(Seen(read[name_of(value)], len(reader.shape(value)), shown, scale, added))
     return tuple(masks)
+
+
+def _condition_of(value: ir.Value, scale: float) -> tuple[bool, ir.Value] | None:
+    """The condition that chooses between 0 and a number far below it, and whether rows see keys where it is True."""
+    node = value.producer()
+    if node is None or node.op_type != "Where" or node.inputs[0] is None:
+        return None
+    numbers = [None if branch is None else constant_of(branch) for branch in node.inputs[1:]]
+    seen = [None if number is None or number.size != 1 else bool(scale * number.item() == 0) for number in numbers]
+    return (seen[0], node.inputs[0]) if seen in ([True, False], [False, True]) and seen[0] is not None else None

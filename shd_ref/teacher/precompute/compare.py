@@ -18,6 +18,7 @@ from shd_ref.merging.plans import plan_groups
 from shd_ref.teacher.graph.find import projection_of
 from shd_ref.teacher.rewrite.squeeze import SqueezedGraph, SqueezedLayer
 from shd_ref.teacher.run.outputs import LayerOutputs
+from shd_ref.teacher.run.rows import COMPARED_ENTRIES
 from shd_ref.teacher.run.threads import SMALL_PRODUCT, run_ahead, threads_for
 from shd_ref.tolerances import load_tolerances
 
@@ -176,7 +177,7 @@ def _mismatch(layer: SqueezedLayer, what: str, got: float) -> ShdError:
 def _tiles(layer_outputs: LayerOutputs, dtype: str) -> Iterator[tuple[slice, Array, Array]]:
     """Some rows of the maps at a time, checked and in float64: whole ones would take many times a plain pass."""
     mask = layer_outputs.row_mask
-    for tile, made in layer_outputs.tiles():
+    for tile, made in layer_outputs.tiles(COMPARED_ENTRIES if layer_outputs.rows else None):
         name = f"teacher_probs from row {tile.start}" if tile.start else "teacher_probs"
         # In the teacher's own precision, which decides how exactly rows must sum to one.
         maps = made["probs"].astype(dtype)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -21,9 +21,12 @@ from shd_ref.teacher.graph.tiles import Key, Seen, SiteTiles, Step
 from shd_ref.teacher.packages import onnx
 from shd_ref.teacher.rewrite.function import MergeRule, merge_and_code
 
+Span: TypeAlias = tuple[str, str]
+"""Names of the first position and of the one behind the last, int64 ``(1,)``."""
+
 TILES_DOMAIN: Final = "squeezing_heads_tiles"
 """Prefix of what all students of a teacher share."""
-TILE_BYTES: Final = 2**25
+TILE_BYTES: Final = 2**24
 """Maps of a tile in float32, about."""
 WHOLE_BYTES: Final = 2**26
 """Maps of a batch in float32 that are made whole."""
@@ -73,14 +76,20 @@ def list_slots(tiles: SiteTiles, groups: Sequence[Sequence[int]]) -> tuple[tuple
 
 
 class TileBody:
-    """Nodes of one tile in the making: rows ``start`` to ``stop``, keys of ``span`` or all; int64 ``(1,)``."""
+    """Nodes of one tile in the making: rows ``start`` to ``stop``, keys of ``span`` or all; int64 ``(1,)``.
 
-    def __init__(self, body: Body, tiles: SiteTiles, start: str, stop: str, span: tuple[str, str] | None) -> None:
+    With ``unmasked`` its rows see all these keys, and masks are not made.
+    """
+
+    def __init__(
+        self, body: Body, tiles: SiteTiles, rows: Span, span: Span | None, *, unmasked: bool = False
+    ) -> None:
         self.body, self.tiles = body, tiles
-        self._rows, self._span = (start, stop), span
+        self._rows, self._span = rows, span
         self._steps = {step.output: step for step in tiles.steps}
         self._made: dict[Key, str] = {}
-        self._count = body.op("Sub", stop, start)
+        self._count = body.op("Sub", rows[1], rows[0])
+        self._masks = (tiles.masks or ()) if unmasked else ()
 
     def make(self, key: Key) -> str:
         """The name of a tensor in this tile."""
@@ -91,13 +100,29 @@ class TileBody:
                 if current not in needed and current not in self._made:
                     needed.add(current)
                     step = self._steps.get(current)
-                    waiting += [] if step is None else [one for one in step.inputs if one is not None]
+                    inputs = () if step is None else (self._passed(step),) if self._passed(step) else step.inputs
+                    waiting += [one for one in inputs if one is not None]
             for source in [one for one in needed if one not in self._steps]:
                 self._made[source] = self.cut(*source)
             for step in self.tiles.steps:
                 if step.output in needed and step.output not in self._made:
-                    self._made[step.output] = self._run(step)
+                    passed = self._passed(step)
+                    self._made[step.output] = self._made[passed] if passed else self._run(step)
         return self._made[key]
+
+    def make_in_parts(self, key: Key, parts: Sequence[tuple[Span, bool]]) -> None:
+        """A tensor from parts of its keys, some of which no mask hides, for what is made of it later."""
+        made = [TileBody(self.body, self.tiles, self._rows, span, unmasked=free).make(key) for span, free in parts]
+        self._made[key] = self.body.concat(made, -1)
+
+    def _passed(self, step: Step) -> Key | None:
+        """The input that a step gives on where its mask hides nothing."""
+        for mask in self._masks:
+            if mask.added in step.inputs and mask.added is not None and step.node.op_type == "Add":
+                return step.inputs[step.inputs[0] == mask.added]
+            if mask.added is None and step.node.op_type == "Where" and step.inputs[0] == mask.key:
+                return step.inputs[1 if mask.shown else 2]
+        return None
 
     def cut(self, name: str, axes: tuple[int | None, int | None]) -> str:
         """The rows and the keys of this tile, of a tensor from outside."""
@@ -151,7 +176,7 @@ class TileLoop:
     """A Loop over the tiles of one site's rows, in the making."""
 
     def __init__(self, body: Body, tiles: SiteTiles, rows: int, spans: str | None = None) -> None:
-        """``spans``: first and last key of each row as ``(_, _, L, 3)``, outside; None to look at all keys."""
+        """``spans``: first, last and number of each row's keys ``(_, _, L, 3)``, outside; None: look at all keys."""
         self.body, self.tiles = body, tiles
         self._length = self._size(*tiles.shape_source(0))
         self._tile = body.op("Min", body.const([rows]), self._length)
@@ -161,15 +186,27 @@ class TileLoop:
         # The last tile begins earlier, so that all are of one size.
         start = inner.op("Min", begun, inner.op("Sub", self._length, self._tile))
         stop = inner.op("Add", start, self._tile)
-        self.span: tuple[str, str] | None = None
-        if spans is not None:
-            tile = inner.op("Slice", spans, start, stop, inner.const([-2]))
-            first, last = (inner.op("Gather", tile, inner.const(np.array(column)), axis=-1) for column in (0, 1))
-            flat = (inner.reshape(one, -1) for one in (first, last))
-            low = inner.op("ReduceMin", next(flat), keepdims=1)
-            high = inner.op("Add", inner.op("ReduceMax", next(flat), keepdims=1), inner.const([1]))
-            self.span = low, high
-        self.tile = TileBody(inner, tiles, start, stop, self.span)
+        self.span: Span | None = None
+        if spans is None:
+            self.tile = TileBody(inner, tiles, (start, stop), None)
+            return
+        tile = inner.op("Slice", spans, start, stop, inner.const([-2]))
+        first, end, count = (
+            inner.reshape(inner.op("Gather", tile, inner.const(np.array(column)), axis=-1), -1) for column in range(3)
+        )
+        end = inner.op("Add", end, inner.const([1]))
+        low, high = inner.op("ReduceMin", first, keepdims=1), inner.op("ReduceMax", end, keepdims=1)
+        self.span = low, high
+        self.tile = TileBody(inner, tiles, (start, stop), self.span)
+        if tiles.logits is None or not tiles.masks:
+            return
+        # Keys that all rows see need no mask, which costs as much as the product; of causal rows they are most.
+        gaps = inner.op("ReduceMax", inner.op("Sub", inner.op("Sub", end, first), count), keepdims=1)
+        free = inner.op("ReduceMax", first, keepdims=1), inner.op("ReduceMin", end, keepdims=1)
+        is_free = inner.op("And", inner.op("Equal", gaps, inner.const([0])), inner.op("Less", *free))
+        begin, stop_free = (inner.op("Where", is_free, bound, low) for bound in free)
+        parts = (((low, begin), False), ((begin, stop_free), True), ((stop_free, high), False))
+        self.tile.make_in_parts(tiles.logits, parts)
 
     def _size(self, name: str, axis: int) -> str:
         return self.body.op("Gather", self.body.op("Shape", name), self.body.const([axis]))
@@ -228,7 +265,7 @@ def add_spans_of_masks(body: Body, tiles: SiteTiles, rows: int) -> str | None:
         one = one if mask.rank == 4 else inner.op("Unsqueeze", one, inner.const(list(range(4 - mask.rank))))
         seen = inner.op("And", seen, one) if seen else one
     whole = inner.concat([inner.const([1, 1]), loop.tile._count, _count_keys(inner, tiles)], 0)
-    numbers = inner.op("Expand", inner.op("Cast", seen, to=FLOAT), whole)
+    numbers = inner.op("Cast", inner.op("Expand", seen, whole), to=FLOAT)
     keys = inner.op("Squeeze", _count_keys(inner, tiles))
     zero, one = (inner.const(np.array(number)) for number in (0, 1))
     places = inner.op("Cast", inner.op("Range", zero, keys, one), to=FLOAT)
@@ -380,7 +417,7 @@ class TiledRows:
         for role, source in self.sources.items():
             if role != source:
                 body.rename(role, source)
-        tile = TileBody(body, self.tiles, "start", "stop", None)
+        tile = TileBody(body, self.tiles, ("start", "stop"), None)
         made = merge_rows(tile, self.rule, "weights" if "weights" in self.sources else None)
         for role, name in made.items():
             body.rename(name, role)

@@ -78,17 +78,15 @@ class LayerOutputs:
         """Whether it holds what the reference needs to judge the squeeze."""
         return "merged" in self.arrays or self.rows is not None
 
-    def tiles(self, *, everything: bool = False) -> Iterator[tuple[slice, Mapping[str, NDArray[Any]]]]:
-        """Some rows of ``probs`` and ``merged`` at a time: all, but of long samples that ran in tiles as many as may
-        be looked at, unless ``everything`` is asked for.
-        """
+    def tiles(self, entries: int | None = None, seed: int = 0) -> Iterator[tuple[slice, Mapping[str, NDArray[Any]]]]:
+        """Some rows of ``probs`` and ``merged`` at a time: all, or of about so many entries of maps."""
         if self.rows is None:
             heads, rows, keys = self.probs.shape[-3:]
-            for tile in choose_rows(heads, rows, keys, everything=True):
+            for tile in choose_rows(heads, rows, keys, entries, seed):
                 yield tile, {role: self.arrays[role][..., tile, :] for role in ("probs", "merged")}
             return
         heads, rows, keys = len(self.rows.rows.tiles.value_heads), self.sums.shape[-2], self.values.shape[-2]
-        for tile in choose_rows(heads, rows, keys, everything=everything):
+        for tile in choose_rows(heads, rows, keys, entries, seed):
             yield tile, self.rows.read(tile)
 
     @property
@@ -301,8 +299,7 @@ def _first_fault(sample: StudentOutputs) -> Fault | None:
         layer = outputs.layer
         counted = np.ones((1, 1), dtype=np.bool_) if outputs.row_mask is None else outputs.row_mask[None]  # (1, L)
         whole = [
-            (np.isfinite(maps["probs"]).all(-1), np.isfinite(maps["merged"]).all(-1))
-            for _, maps in outputs.tiles(everything=True)
+            (np.isfinite(maps["probs"]).all(-1), np.isfinite(maps["merged"]).all(-1)) for _, maps in outputs.tiles()
         ]
         finite, merged = (np.concatenate(rows, axis=-1) for rows in zip(*whole, strict=True))
         sound = np.isfinite(outputs.values).all(axis=-1)

@@ -15,8 +15,10 @@ from shd_ref.teacher.session import open_session
 
 TILE_BYTES: Final = 2**24
 """Maps of the teacher that are in float64 at once (but at least a row of every head)."""
-_CHECKED_ENTRIES: Final = 2**26
-"""Entries of a layer's maps that are looked at in a sample that ran in tiles."""
+COMPARED_ENTRIES: Final = 2**24
+"""Entries of a layer's maps that are compared before anything is written, of a sample that ran in tiles."""
+MEASURED_ENTRIES: Final = 2**19
+"""Entries of a layer's maps of which a sample's coding errors are measured."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,11 +54,13 @@ class MapRows:
         return open_session(graph, provider=self.provider, num_threads=self.num_threads, keeps_memory=False)
 
 
-def choose_rows(heads: int, rows: int, keys: int, *, everything: bool) -> list[slice]:
-    """Tiles of rows, all of them or as many from the first to the last as may be looked at."""
-    size = max(1, TILE_BYTES // (8 * heads * max(keys, 1)))
+def choose_rows(heads: int, rows: int, keys: int, entries: int | None, seed: int) -> list[slice]:
+    """Tiles of rows, all of them; or of as many entries, the first, the last, and others that a seed chooses."""
+    row = heads * max(keys, 1)
+    size = max(1, TILE_BYTES // (8 * row) if entries is None else min(TILE_BYTES // 8, entries // 8) // row)
     tiles = [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
-    most = max(2, _CHECKED_ENTRIES // (heads * size * max(keys, 1)))
-    if everything or len(tiles) <= most:
+    most = len(tiles) if entries is None else max(2, entries // (size * row))
+    if len(tiles) <= most:
         return tiles
-    return [tiles[number] for number in sorted(set(np.linspace(0, len(tiles) - 1, most).astype(int).tolist()))]
+    between = np.random.default_rng(seed).choice(np.arange(1, len(tiles) - 1), most - 2, replace=False).tolist()
+    return [tiles[number] for number in (0, *sorted(between), len(tiles) - 1)]

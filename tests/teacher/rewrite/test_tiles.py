@@ -71,6 +71,9 @@ def test_records_are_those_of_whole_maps(teacher: Path, tmp_path: Path, options:
         {"mask": "add", "nan_guard": True},
         {"mask": "where", "float16": True},
         {"mask": "where", "head_mask": True},
+        {"mask": "causal"},
+        {"mask": "causal", "float16": True},
+        {"mask": "window"},
         {"layout": "batch-folded", "mask": None},
         {"layout": "heads-batch", "mask": None},
         {"layout": "heads-folded", "mask": None},
@@ -87,6 +90,9 @@ def test_attention_as_exporters_write_it(tmp_path: Path, changes: dict[str, Any]
     model = load_teacher(teacher)
     (tiles,) = find_tiles(model, find_sites(model))
     assert tiles.reason is None
+    if changes["mask"] in ("causal", "window"):
+        (mask,) = tiles.masks
+        assert mask.shown  # the condition, not the numbers that it chooses
 
 
 def test_cross_attention_of_an_encoder_decoder(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from shd_ref.merging.plans import merge_plan
 from shd_ref.teacher.options import MATCHED, NO_FORM, PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.forms import Maker, tolerance_of
 from shd_ref.teacher.run.outputs import LayerOutputs, StudentOutputs
+from shd_ref.teacher.run.rows import MEASURED_ENTRIES
 from shd_ref.teacher.run.teacher import TeacherRun
 
 CODED_IN_GRAPH: Final = "sqrt8-row"
@@ -148,9 +149,7 @@ class AttentionMaker(Maker[AttentionT]):
             student_layer = layer.layer.student_layer
             stored = form.decode(record, student_layer)
             n, keys = form.map_shapes(record.extent)[form.column(student_layer)]
-            merged = [
-                maps["merged"][:, : max(n - tile.start, 0), :keys] for tile, maps in layer.tiles(everything=True)
-            ]
+            merged = [maps["merged"][:, : max(n - tile.start, 0), :keys] for tile, maps in layer.tiles()]
             again = np.concatenate(merged, axis=1).astype(np.float32)
             again[:, : record.first] = 0.0  # rows of padding in front, which factored records leave out
             if layer.row_mask is not None:
@@ -209,7 +208,7 @@ class MapsMaker(AttentionMaker[Maps]):
         errors = []
         for sample in samples:
             for layer, (rows, keys) in zip(sample.layers, sample.extent.shapes, strict=True):
-                for tile, maps in layer.tiles():
+                for tile, maps in layer.tiles(MEASURED_ENTRIES, sample.index):
                     part = maps["merged"][:, : max(rows - tile.start, 0), :keys]
                     merged = _without_padding(part, layer, tile.start).astype(np.float32, copy=False)
                     decoded = [decode(form.codec, encode(form.codec, head)) for head in merged]

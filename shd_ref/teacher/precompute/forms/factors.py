@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -28,6 +28,7 @@ from shd_ref.errors import graph_unsupported, inputs_invalid
 from shd_ref.teacher.precompute.forms import tolerance_of
 from shd_ref.teacher.precompute.forms.attention import AttentionMaker
 from shd_ref.teacher.run.outputs import LayerOutputs, StudentOutputs
+from shd_ref.teacher.run.rows import COMPARED_ENTRIES, MEASURED_ENTRIES
 from shd_ref.teacher.run.teacher import TeacherRun
 
 
@@ -60,7 +61,8 @@ class FactorsMaker(AttentionMaker[Factors]):
         _check_sample(sample, support, windows)
         scales = {student: factors.scale for (student, _), factors in zip(work.layers, work.factors, strict=True)}
         for layer, window in zip(sample.layers, windows, strict=True):
-            _compare_maps(layer, sample.extent, scales[layer.layer.student_layer], support, window)
+            tiles = layer.tiles(COMPARED_ENTRIES if layer.rows else None)
+            _compare_maps(layer, tiles, sample.extent, scales[layer.layer.student_layer], support, window)
 
     def make_codes(self, form: Factors, sample: StudentOutputs) -> list[Any]:
         """Queries and keys of each layer, where the teacher masked the sample as the manifest says."""
@@ -74,10 +76,11 @@ class FactorsMaker(AttentionMaker[Factors]):
         errors = []
         for sample, record in zip(samples, records, strict=True):
             for layer, factors, mixing in zip(sample.layers, form.factors, record.parts["mixing"], strict=True):
-                _compare_maps(layer, sample.extent, factors.scale, form.support, factors.window)
+                tiles = list(layer.tiles(MEASURED_ENTRIES, sample.index))
+                _compare_maps(layer, tiles, sample.extent, factors.scale, form.support, factors.window)
                 queries, keys = decode_factors(record.parts[blob_name(layer.layer.student_layer)])
                 rebuild = functools.partial(rebuild_maps, queries, keys, factors.scale, form.support, mixing)
-                for rows, maps in _counted_tiles(layer, sample.extent):
+                for rows, maps in _cut_tiles(tiles, sample.extent):
                     errors.append(codec_error(maps["merged"], rebuild(window=factors.window, rows=rows)))
         return merge_codec_errors(errors)
 
@@ -97,10 +100,12 @@ def _cut(layer: LayerOutputs, extent: Extent) -> tuple[NDArray[np.float32], NDAr
     return layer.queries[:, counted], layer.keys[:, counted]
 
 
-def _counted_tiles(layer: LayerOutputs, extent: Extent) -> Iterator[tuple[slice, dict[str, NDArray[Any]]]]:
+def _cut_tiles(
+    tiles: Iterable[tuple[slice, Mapping[str, NDArray[Any]]]], extent: Extent
+) -> Iterator[tuple[slice, dict[str, NDArray[Any]]]]:
     """Rows that count, of these, and maps of them and the keys that count."""
     first, length = extent.first, extent.length
-    for tile, maps in layer.tiles():
+    for tile, maps in tiles:
         low, high = max(tile.start, first), min(tile.stop, length)
         if low < high:
             inside = slice(low - tile.start, high - tile.start)
@@ -119,11 +124,18 @@ def _check_sample(sample: StudentOutputs, support: str, windows: Sequence[int | 
     check_mask(sample, support, windows)
 
 
-def _compare_maps(layer: LayerOutputs, extent: Extent, scale: float, support: str, window: int | None) -> None:
+def _compare_maps(
+    layer: LayerOutputs,
+    tiles: Iterable[tuple[slice, Mapping[str, NDArray[Any]]]],
+    extent: Extent,
+    scale: float,
+    support: str,
+    window: int | None,
+) -> None:
     site = layer.layer.site
     queries, keys = _cut(layer, extent)
     share, difference = len(queries) // len(keys), 0.0
-    for rows, maps in _counted_tiles(layer, extent):
+    for rows, maps in _cut_tiles(tiles, extent):
         for head, probs in enumerate(maps["probs"]):
             one = queries[head : head + 1], keys[head // share][None]
             (made,) = rebuild_maps(*one, scale, support, window=window, rows=rows)
