@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
 from shd_ref.errors import ShdError
 from shd_ref.shrink.align import HELD_OUT
@@ -20,6 +21,7 @@ from shd_torch.shrink.heads import AttentionStatistics
 
 _RECORDED = "shd_recorded"
 _GRAM_ENTRIES = 2**24  # of the products of one call: 128 MiB
+_MAP_ENTRIES = 2**23  # of the maps of some rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +55,7 @@ def start_batches(model: Any, family: Family, data: Mapping[str, Any], batch_siz
         mask = "decoder_attention_mask"
     has_cache = family.stack != "encoder" and getattr(model.config, "use_cache", None) is not None
     batches = []
-    with _attention(model, "eager", None):  # it gets its masks as tensors
+    with _attention(model):
         for start in range(0, len(next(iter(inputs.values()))), batch_size):
             some = {name: values[start : start + batch_size].to(device) for name, values in inputs.items()}
             batches.append(_start_batch(runner, layers, some, mask, start, has_cache=has_cache))
@@ -210,16 +212,21 @@ def study_layer(
     sums = None if statistics is not None else _AttentionSums(weights, streams[0].device, with_maps=with_maps)
     squares, rows = torch.zeros((), dtype=torch.float64, device=streams[0].device), 0
     streams_of_batches = []
+    masks = iter([batch.counted for batch in batches])  # the attention runs once for each batch
+
+    def take(probs: Tensor, values: Tensor, rows: slice) -> None:
+        if sums is not None:
+            sums.add_maps(probs, values, next(masks) if rows.start == 0 else sums.counted, rows)
+
     watched_attention = find_part(layer, family.attention) if sums is not None and with_maps else None
-    with _attention(model, "eager" if watched_attention is None else _RECORDED, watched_attention) as recorded:
+    with _attention(model, watched_attention, take):
         watched = [find_part(layer, name) for name in names]
         runs = run_layer(layer, streams, batches, number, watched)
         for (out, read), stream, batch in zip(runs, streams, batches, strict=True):
             if sums is not None:
-                maps = (
-                    (read.pop(), _project_values(read[0], weights)) if family.maps is not None and with_maps else None
-                )
-                sums.add(read[0], batch.counted, recorded.pop() if with_maps and maps is None else maps)
+                if family.maps is not None and with_maps:
+                    take(read.pop(), _project_values(read[0], weights), slice(0, None))
+                sums.add(read[0], batch.counted)
             squares = squares + (read[3].double() * batch.counted[..., None]).square().sum((0, 1))
             rows += int(batch.counted.sum())
             middle = family.middle_of(read[1], stream)
@@ -256,14 +263,16 @@ class _AttentionSums:
         self._bias = 0.0 if shift is None else torch.from_numpy(shift)[:, None].to(device)
         self._head_dim, self._with_maps = weights.head_dim, with_maps
 
-    def add(self, inputs: Tensor, counted: Tensor, maps: tuple[Tensor, Tensor] | None) -> None:
-        """What the projections read ``(B, L, D)``, the rows that count, and maps with values where heads merge."""
+    def add_maps(self, probs: Tensor, values: Tensor, counted: Tensor, rows: slice) -> None:
+        """Some rows of a batch's maps, with the values; ``counted`` are all rows that count."""
+        self.counted, there = counted, counted[:, rows]
+        _add_gram(self.gram, probs, values, self._projection.flatten(0, 1), there)
+        outputs = probs.to(values.dtype) @ values.repeat_interleave(probs.shape[1] // values.shape[1], 1)
+        self._lengths += (outputs.double().norm(dim=-1) * there[:, None]).sum((0, 2))
+
+    def add(self, inputs: Tensor, counted: Tensor) -> None:
+        """What the projections read ``(B, L, D)``, and the rows that count."""
         there = counted[..., None]
-        if maps is not None:
-            probs, values = maps
-            _add_gram(self.gram, probs, values, self._projection.flatten(0, 1), counted)
-            outputs = probs.to(values.dtype) @ values.repeat_interleave(probs.shape[1] // values.shape[1], 1)
-            self._lengths += (outputs.double().norm(dim=-1) * counted[:, None]).sum((0, 2))
         x = inputs.double() * there
         mean = x.sum(1, keepdim=True) / there.sum(1, keepdim=True).clamp_min(1)
         away = ((x - mean) * there).flatten(0, 1)
@@ -300,34 +309,48 @@ def rotary_frequencies(model: Any, family: Family) -> list[Array] | None:
 
 
 @contextmanager
-def _attention(model: Any, name: str, watched: nn.Module | None) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """The model with another attention function; ``shd_recorded`` keeps maps and values of the watched module."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+def _attention(
+    model: Any, watched: nn.Module | None = None, take: Callable[[Tensor, Tensor, slice], None] | None = None
+) -> Iterator[None]:
+    """The model with fused attention and masks as tensors.
 
-    recorded: list[tuple[Tensor, Tensor]] = []
+    Maps of the watched module are made some rows at a time: ``take`` gets these, its values, and which rows they are.
+    """
+    from transformers.masking_utils import AttentionMaskInterface, eager_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, None]:
         scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
         groups = query.shape[1] // key.shape[1]
-        dtype = torch.promote_types(query.dtype, torch.float32)
-        logits = query.to(dtype) @ key.to(dtype).repeat_interleave(groups, 1).mT * scaling
-        probs = (logits if attention_mask is None else logits + attention_mask).softmax(-1)
-        if module is watched:
-            recorded.append((probs, value))
-        out = probs.to(value.dtype) @ value.repeat_interleave(groups, 1)
-        return out.transpose(1, 2).contiguous(), probs
+        added = [term for term in (attention_mask, kwargs.get("position_bias")) if term is not None]
+        mask = sum(added[1:], added[0]).to(query.dtype) if added else None
+        keys, values = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
+        if module is not watched or take is None:
+            out = scaled_dot_product_attention(query, keys, values, mask, scale=scaling)
+            return out.transpose(1, 2).contiguous(), None
+        dtype, outputs = torch.promote_types(query.dtype, torch.float32), []
+        batch, heads, rows, width = *query.shape[:3], value.shape[3]
+        size = max(1, min(_MAP_ENTRIES // key.shape[2], _GRAM_ENTRIES // (heads * width)) // (batch * heads))
+        for start in range(0, rows, size):
+            tile = slice(start, start + size)
+            logits = query[:, :, tile].to(dtype) @ keys.to(dtype).mT * scaling
+            probs = (logits if mask is None else logits + mask.expand(-1, -1, rows, -1)[:, :, tile]).softmax(-1)
+            take(probs, value, tile)
+            outputs.append(probs.to(value.dtype) @ values)
+        return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
 
     # The stacks of T5 have copies of the configuration.
     owned: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     configs = {id(config): config for config in owned if hasattr(config, "_attn_implementation")}
     before = [config._attn_implementation for config in configs.values()]
     ALL_ATTENTION_FUNCTIONS[_RECORDED] = attend
+    AttentionMaskInterface.register(_RECORDED, eager_mask)  # others make none for a function that they do not know
     try:
         for config in configs.values():
-            config._attn_implementation = name
-        yield recorded
+            config._attn_implementation = _RECORDED
+        yield
     finally:
         for config, implementation in zip(configs.values(), before, strict=True):
             config._attn_implementation = implementation

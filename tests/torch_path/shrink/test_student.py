@@ -283,3 +283,13 @@ def test_other_models_and_folders_are_refused(tmp_path: Path) -> None:
     for options, says in (({"heads": 2}, "layer 1"), ({"hidden": 20}, "stream")):
         with refusal("not-finite", says):
             shrink(teacher, {"input_ids": ids}, **options)
+
+
+def test_maps_of_some_rows_at_a_time_say_what_whole_maps_say() -> None:
+    """Of four long samples in one batch not all rows are looked at together; of one sample alone they are."""
+    teacher = make_teacher("llama", layers=1, max_position_embeddings=1024)
+    data = make_data("llama", samples=4, length=1024)
+    tiled, whole = (shrink(teacher, data, heads=2, align=False, batch_size=size).report for size in (4, 1))
+    for (groups, mixing), (wanted_groups, wanted) in zip(merges_of(tiled), merges_of(whole), strict=True):
+        assert groups == wanted_groups
+        np.testing.assert_allclose(mixing, wanted, rtol=0, atol=1e-12)
