@@ -57,7 +57,7 @@ def indexer_kl(
         segments: integers ``(B, L)``, the packed sample of each position.
         outside: ``(B, H, L)``, log-sum-exp of logits in each head's denominator that the indexer does not score (a
             window, a sink), or one for each layer.
-        check: validate values (device sync).
+        check: validate values (device sync; a selection waits for the device anyway).
 
     Returns:
         A scalar in float32, or float64 if an argument is; nats.

@@ -114,7 +114,9 @@ def probe_indexer(
 
 
 def draw_kept_mass(layers: Mapping[str, KeptMass], count: int = 16) -> str:
-    """A picture (SVG) of what each layer's selection keeps by position: the scorer in blue, the best k keys in grey.
+    """A picture (SVG) of the mass that each layer's selection keeps by position, with 95% intervals.
+
+    The scorer's is blue, that of the best k keys grey.
 
     Args:
         layers: results of ``probe_indexer`` by the layer's name.
@@ -126,7 +128,11 @@ def draw_kept_mass(layers: Mapping[str, KeptMass], count: int = 16) -> str:
     if not layers:
         raise ShdError("argument-value", "layers must name at least one layer; got none")
     width, height, margin = 220, 120, 34
-    parts = []
+    parts = [
+        f'<text x="{margin - 12}" y="{margin + 8}">1</text>\n<text x="{margin - 12}" y="{margin + height}">0</text>',
+        f'<text x="{margin}" y="{height + 2 * margin - 4}">mass kept of the teacher\'s attention by '
+        '<tspan fill="#2166ac">the scorer\'s top-k</tspan> and <tspan fill="#888">the best k keys</tspan></text>',
+    ]
     for number, (name, mass) in enumerate(layers.items()):
         spans = mass.spans(count)
         left = margin + number * (width + margin)
@@ -140,6 +146,8 @@ def draw_kept_mass(layers: Mapping[str, KeptMass], count: int = 16) -> str:
         title = name.replace("&", "&amp;").replace("<", "&lt;")
         parts += [
             f'<text x="{left}" y="{margin - 10}">{title}</text>',
+            f'<text x="{left}" y="{margin + height + 14}">position 0</text>',
+            f'<text x="{left + width}" y="{margin + height + 14}" text-anchor="end">{mass.kept.shape[1] - 1}</text>',
             f'<rect x="{left}" y="{margin}" width="{width}" height="{height}" fill="none" stroke="#ccc"/>',
             f'<polygon points="{" ".join(edge)}" fill="#2166ac" opacity="0.25"/>',
             *(
