@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -70,7 +71,11 @@ def indexer_select(scores: Tensor, top_k: int, allowed: Tensor | None = None) ->
     if top_k >= scores.shape[-1]:
         return allowed.clone()
     masked = scores.masked_fill(~allowed, -torch.inf)
-    least = masked.topk(top_k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    if scores.device.type == "cpu":  # NumPy sorts rows in less time than topk selects from them
+        wide = masked if masked.dtype == torch.float64 else masked.float()
+        least = torch.from_numpy(np.sort(wide.numpy(), axis=-1))[..., -top_k, None].to(masked.dtype)
+    else:
+        least = masked.topk(top_k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
     chosen = masked >= least
     if scores.device.type == "cpu" and int(chosen.count_nonzero()) == top_k * least.numel():
         return chosen  # no ties, as nearly always; another device would have to wait for the answer
@@ -345,7 +350,7 @@ class IndexerRequest:
         blocked = blocked_keys(allowed)
         unchosen = None if inside is None else blocked_keys(inside)
         # The first keys are often open to all rows, which saves a processor most of the masking.
-        free = int((~blocked.flatten(0, 2).any(0)).cumprod(0).sum()) if blocked.device.type == "cpu" else 0
+        free = int((~has_any(blocked.flatten(0, 2), 0)).cumprod(0).sum()) if blocked.device.type == "cpu" else 0
         blocked = blocked[..., free:]
         for first in range(0, heads, run):
             group, key_head = first * groups // heads, first * teacher.keys.shape[1] // heads
@@ -377,7 +382,7 @@ class IndexerRequest:
             norm[:, group] = norm[:, group] * shrink + factors.sum(1)
             peak[:, group] = higher
         norm = norm if is_weighed else torch.full_like(norm, heads / groups)
-        live = allowed.any(-1) & (norm > 0)
+        live = has_any(allowed) & (norm > 0)
         mixed *= torch.where(live, 1.0 / norm, 0.0)[..., None]
         return mixed, torch.where(live, peak + norm.log() - whole, -torch.inf)
 
@@ -385,8 +390,13 @@ class IndexerRequest:
 def blocked_keys(allowed: Tensor) -> Tensor:
     """What is masked before a softmax: all but the allowed keys; of none, the first is left open."""
     blocked = ~allowed
-    blocked[..., :1] &= allowed.any(-1, keepdim=True)
+    blocked[..., 0] &= has_any(allowed)
     return blocked
+
+
+def has_any(mask: Tensor, dim: int = -1) -> Tensor:
+    """As ``mask.any(dim)``, in a fortieth of the time on a CPU."""
+    return mask.view(torch.uint8).amax(dim).bool()
 
 
 def block_sums(maps: Tensor, size: int) -> Tensor:

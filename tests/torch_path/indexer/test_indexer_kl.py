@@ -288,7 +288,8 @@ def test_a_padded_layer_of_a_factored_cache_is_a_teacher() -> None:
 
 def test_ties_go_to_the_smaller_position() -> None:
     scores = torch.tensor([[[[2.0, 1.0, 2.0, 1.0, 1.0, 0.0]]]])
-    assert indexer_select(scores, 3).tolist() == [[[[True, True, True, False, False, False]]]]
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        assert indexer_select(scores.to(dtype), 3).tolist() == [[[[True, True, True, False, False, False]]]]
     allowed = torch.tensor([True, False, True, True, True, True])
     assert indexer_select(scores, 4, allowed).tolist() == [[[[True, False, True, True, True, False]]]]
     assert indexer_select(scores, 9, allowed).tolist() == [[[allowed.tolist()]]]
