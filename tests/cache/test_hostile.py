@@ -14,7 +14,18 @@ from typing import Any
 import numpy as np
 import pytest
 from support.commands import shd
-from support.makers import ALONE, FORMS, MEASURED, document, job, key_of, probs_of, read_everything, write_cache
+from support.makers import (
+    ALONE,
+    EXACT,
+    FORMS,
+    MEASURED,
+    document,
+    job,
+    key_of,
+    probs_of,
+    read_everything,
+    write_cache,
+)
 from support.refusals import refusal
 
 from shd_ref import ShdError
@@ -42,6 +53,7 @@ SOUND: list[dict[str, Any]] = [
     FORMS["narrow"],
     FORMS["float16"],
     ALONE["narrow"],
+    FORMS["exact"],
 ]
 
 
@@ -157,10 +169,10 @@ def test_garbage_in_place_of_a_document_is_one_error(tmp_path: Path, name: str, 
     assert codes["verify"] == codes["read"] == "cache-corrupt"
 
 
-@pytest.mark.parametrize("name", [*DOCUMENTS, "shards/01/000001.safetensors"])
+@pytest.mark.parametrize("name", [*DOCUMENTS, "shards/01/000001.safetensors", EXACT.files[0].name])
 def test_files_cut_or_changed_at_any_byte_are_one_error(tmp_path: Path, name: str) -> None:
     """Lengths and bytes all over the files of a tiny cache; all uses at some, reading and verifying at all."""
-    pristine = write_cache(tmp_path / "pristine", job(num_samples=2, samples_per_shard=1, **FORMS["narrow"]))
+    pristine = write_cache(tmp_path / "pristine", job(num_samples=2, samples_per_shard=1, **FORMS["exact"]))
     folder = shutil.copytree(pristine, tmp_path / "cache")
     whole = (pristine / name).read_bytes()
     wrong = [whole[:length] for length in range(len(whole))]
@@ -177,7 +189,9 @@ def test_files_cut_or_changed_at_any_byte_are_one_error(tmp_path: Path, name: st
         report = verify_cache(folder)
         assert report.problems, f"{name} {number}"
         try:
-            read_everything(CacheReader(folder))
+            reader = CacheReader(folder)
+            read_everything(reader)
+            reader.read_file(EXACT.files[0])
         except ShdError as error:
             refusal = error.code
         else:

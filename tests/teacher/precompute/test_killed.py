@@ -49,7 +49,8 @@ def test_a_killed_precompute_resumes_to_the_undisturbed_cache(
         teacher, inputs = str(tmp_path / "teacher.onnx"), str(tmp_path / "data.npz")
         # One batch at a time, or the next one while records are made: either goes on where the other was killed.
         options = ["--batch-size", "4", "--samples-per-shard", "1", "--threads", str(moments.choice((1, 2)))]
-        options += ["--logits", "topk", "--logits-top", "4", "--hidden", "0,1"]
+        hidden = "0,last" if attention == "--no-attention" else "0,1"
+        options += ["--logits", "topk", "--logits-top", "4", "--hidden", hidden]
         options += ["--with-teacher", str(tmp_path / "second.onnx")]
         return ["precompute", teacher, "--inputs", inputs, attention, "--out", str(folder), *options]
 
