@@ -1,7 +1,7 @@
 """Squeezing-Heads Distillation in PyTorch: what a training script needs, loaded when it is first used.
 
 The import by itself loads nothing, not even PyTorch. Specialists' names are in their rooms: ``shd_torch.capture``,
-``supervision``, ``kl``, ``indexer``, ``kd``, ``recipes``, ``rivals``, ``teacher``, ``data``, ``training``,
+``compress``, ``supervision``, ``kl``, ``indexer``, ``kd``, ``recipes``, ``rivals``, ``teacher``, ``data``, ``training``,
 ``doctor``, ``export`` and ``deploy``. The mathematics on maps is ``shd_torch.maps``, under the names, arguments
 and errors of ``shd_ref`` and written independently of it.
 """
@@ -66,6 +66,7 @@ _ROOMS = {
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 _MODULES = {
     "capture",
+    "compress",
     "data",
     "deploy",
     "doctor",

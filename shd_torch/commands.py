@@ -15,6 +15,7 @@ from shd_ref.commands.options import ShowVersion
 from shd_ref.commands.terminal import ShownGroup, console, show_progress
 from shd_ref.errors import ShdError
 from shd_ref.teacher.options import Shown
+from shd_torch.compress_command import compress
 from shd_torch.doctor_command import doctor
 from shd_torch.shrink_command import shrink, vocabulary
 from shd_torch.time_command import Graphs, Timing, check_lengths, read_samples, time_models
@@ -32,10 +33,12 @@ app = typer.Typer(
 
 @app.callback()
 def root(version: ShowVersion = False) -> None:
-    """The PyTorch commands of squeezing-heads: export a teacher to ONNX for shd; create a smaller student from the
-    squeezed teacher; run a small example.
+    """The PyTorch commands of squeezing-heads: make a faster student by one command; export a teacher to ONNX
+    for shd; create a smaller student from the squeezed teacher; run a small example.
 
     shd-torch export teacher --out teacher.onnx
+
+    shd-torch compress teacher --data texts.jsonl --faster 4 --out student
 
     shd-torch shrink teacher --data train.jsonl --heads 4 --out student
 
@@ -151,6 +154,6 @@ def demo(
     )
 
 
-for _command in (export, doctor, shrink, vocabulary, demo):
+for _command in (compress, export, doctor, shrink, vocabulary, demo):
     add_command(app, _command, is_long=True)
 add_command(app, time_models, name="time", is_long=True)

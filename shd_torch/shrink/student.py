@@ -26,8 +26,8 @@ from shd_torch.shrink.calibration import (
     sum_moments,
 )
 from shd_torch.shrink.channels import Channels, check_channels, spread, write_ends, write_heads
-from shd_torch.shrink.custom import check_dropped, choose_dropped
-from shd_torch.shrink.families import base_of, family_of, find_part
+from shd_torch.shrink.custom import Dropped, check_dropped, choose_dropped
+from shd_torch.shrink.families import Family, base_of, family_of, find_part
 from shd_torch.shrink.folders import load_student, load_teacher, new_folder, save_student
 from shd_torch.shrink.layer import STAGES, Work, fit_final, make_layer, share_merge
 from shd_torch.shrink.sentences import read_modules
@@ -104,11 +104,7 @@ def shrink(
     options = options.changed({"align": options.align and family.is_aligned})
     stored = _stored_dtype(model, isinstance(teacher, nn.Module))
     own = sizes_of(model.config, family)
-    kept = kept_layers(own.layers, own.layers if options.layers is None else options.layers)
-    dropped = choose_dropped(options.drop_attention, options.drop_activations)
-    check_dropped(dropped, family, model.config, kept)
-    sizes = choose_sizes(options, own, family, len(kept))
-    check_refused(family, model.config.model_type, own, sizes, kept, dropped)
+    sizes, kept, dropped = plan_student(model, family, options)
     if sizes.hidden != own.hidden:
         (check_channels if family.norms is None else check_width)(model, family)
     modules = {} if isinstance(teacher, nn.Module) else read_modules(Path(teacher), own.hidden, sizes.hidden)
@@ -147,6 +143,17 @@ def shrink(
     finally:
         model.train(mode)
     return Shrunk(student, report)
+
+
+def plan_student(model: Any, family: Family, options: ShrinkOptions) -> tuple[Sizes, tuple[int, ...], Dropped]:
+    """A student's sizes, the teacher layers that it keeps, and those that lose a part, or an error (STUDENT-2)."""
+    own = sizes_of(model.config, family)
+    kept = kept_layers(own.layers, own.layers if options.layers is None else options.layers)
+    dropped = choose_dropped(options.drop_attention, options.drop_activations)
+    check_dropped(dropped, family, model.config, kept)
+    sizes = choose_sizes(options, own, family, len(kept))
+    check_refused(family, model.config.model_type, own, sizes, kept, dropped)
+    return sizes, kept, dropped
 
 
 def read_made(folder: str | os.PathLike[str]) -> Shrunk:

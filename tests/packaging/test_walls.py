@@ -203,12 +203,13 @@ ALLOWED_IN_TORCH = {
 def test_binding_shares_no_mathematics_with_the_reference(path: Path) -> None:
     """Independence gives agreement its value in merging, alphas, mixing and the loss, which the judge compares.
 
-    Shrinking has one implementation, in NumPy. The doctor runs a teacher's graph, as ``shd fidelity`` does; an export
+    Shrinking has one implementation, in NumPy. The doctor and compress run a teacher's graph, as ``shd`` does; an export
     and its int8 are saved as ``shd linearize`` saves a graph, and the demo's intervals are those of the studies.
     """
     own = {
         "doctor": {"shd_ref.teacher"},
         "demo": {"shd_ref.teacher.study.intervals"},
+        "compress": {"shd_ref.cache.storage.drafts", "shd_ref.teacher.precompute.engine", "shd_ref.teacher.study.intervals"},
         "export.py": {"shd_ref.teacher.rewrite.linearize"},
         "deploy": {"shd_ref.teacher.rewrite.linearize"},
     }
@@ -241,7 +242,7 @@ report commands cli
 """
 SHD_TORCH = """
 precision checks maps supervision kernels kl indexer kd capture teacher data recipes training shrink rivals export
-deploy doctor top demo shrink_command doctor_command time_command commands cli
+deploy doctor compress top demo compress_command shrink_command doctor_command time_command commands cli
 """
 FLOORS = {"shd_ref": SHD_REF.split(), "shd_torch": SHD_TORCH.split()}
 """Rooms and files of docs/architecture.md from the ground up; a file imports from its own floor and from below."""

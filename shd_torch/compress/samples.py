@@ -1,0 +1,174 @@
+"""The user's samples: read once, divided for calibration, training, choices and the final judgement, and batched."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shd_ref.errors import ShdError
+from shd_ref.teacher.sources import IndexedSource, open_source
+from shd_ref.teacher.sources import Row as SourceRow
+
+Row: TypeAlias = dict[str, NDArray[Any]]
+"""One sample: the model's inputs by name, without a batch axis and without padding."""
+
+TOKENS: Final = ("input_ids", "attention_mask")
+CALIBRATION: Final = 128
+"""Samples from which students are made, the first of the training set."""
+MOST_HELD: Final = 500
+"""Samples for choices, and as many others for the final judgement: at most a tenth of the data each."""
+LEAST: Final = 40
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Rows by their use; no row is in two of them."""
+
+    train: list[Row]
+    choices: list[Row]  # what candidates are compared on
+    held_out: list[Row]  # what the figures of the page are measured on
+    digest: str  # of all of them, in order
+
+    @property
+    def calibration(self) -> dict[str, NDArray[Any]]:
+        """The first rows of the training set, padded, as ``shrink`` takes them."""
+        return pad(self.train[:CALIBRATION])
+
+
+class RowSource(IndexedSource):
+    """Rows in memory, as ``shd precompute`` reads them."""
+
+    def __init__(self, rows: Sequence[Row], name: str) -> None:
+        self.name, self._rows = name, rows
+        self.columns = tuple(rows[0])
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, index: int, columns: Sequence[str]) -> SourceRow:
+        """See ``IndexedSource``."""
+        return {name: self._rows[index][name] for name in columns}
+
+
+def read_rows(path: Path, folder: Path, max_length: int | None, argument: str = "data") -> list[Row]:
+    """The samples of a file: texts for the tokenizer in the model's folder, or arrays by the name of an input.
+
+    Raises:
+        ShdError: ``inputs-invalid``, ``argument-value``, ``dependency-missing``.
+    """
+    source: Any = open_source(path)
+    if "text" in source.columns:
+        source = open_source(path, tokenizer=folder, max_length=max_length)
+        columns: Sequence[str] = TOKENS
+    elif max_length is not None:
+        raise ShdError("argument-value", f"max_length must go with texts; got {max_length} with {path}")
+    else:
+        columns = [name for name in source.columns if name != "labels"]
+    rows = [{name: np.asarray(row[name]) for name in columns} for row in source.rows(columns)]
+    for row in rows:
+        for name, array in row.items():
+            if array.dtype.kind in "iub":
+                row[name] = array.astype(np.int64)
+    if not rows or any(array.dtype.kind not in "if" or not array.ndim for array in rows[0].values()):
+        raise ShdError("inputs-invalid", f"{argument} must hold texts, or arrays of the model's inputs; got {path}")
+    return [_without_padding(row) for row in rows]
+
+
+def _without_padding(row: Row) -> Row:
+    """Without what follows the last position that counts; rows of images are as they are."""
+    mask = row.get("attention_mask")
+    if mask is None or mask.all():
+        return row
+    end = max(int(mask.nonzero()[0].max(initial=-1)) + 1, 1)
+    return {name: array[:end] if array.shape[:1] == mask.shape else array for name, array in row.items()}
+
+
+def divide(rows: Sequence[Row], held_out: Sequence[Row] | None, seed: int) -> Samples:
+    """Distinct rows in an order that depends on their content and the seed, not on the file's order.
+
+    Raises:
+        ShdError: ``argument-value`` for too few.
+    """
+    kept = _distinct(rows, seed)
+    judged = [] if held_out is None else _distinct(held_out, seed)
+    known = {digest for digest, _ in judged}
+    kept = [(digest, row) for digest, row in kept if digest not in known]
+    if len(kept) < LEAST or (held_out is not None and len(judged) < LEAST // 2):
+        got = f"{len(kept)}" if held_out is None else f"{len(kept)}, and {len(judged)} held out"
+        raise ShdError("argument-value", f"data must hold {LEAST} distinct samples or more; got {got}")
+    digest = hashlib.blake2b(b"".join(digest for digest, _ in (*kept, *judged)), digest_size=16).hexdigest()
+    ordered = [row for _, row in kept]
+    count = min(len(ordered) // 10, MOST_HELD)
+    choices, ordered = ordered[:count], ordered[count:]
+    if held_out is None:
+        return Samples(ordered[count:], choices, ordered[:count], digest)
+    return Samples(ordered, choices, [row for _, row in judged[:MOST_HELD]], digest)
+
+
+def _distinct(rows: Sequence[Row], seed: int) -> list[tuple[bytes, Row]]:
+    distinct: dict[bytes, Row] = {}
+    for row in rows:
+        digest = hashlib.blake2b(str(seed).encode(), digest_size=16)
+        for name, array in sorted(row.items()):
+            digest.update(f"{name} {array.dtype} {array.shape};".encode())
+            digest.update(np.ascontiguousarray(array).data)
+        distinct.setdefault(digest.digest(), row)
+    return sorted(distinct.items(), key=lambda pair: pair[0])
+
+
+def pad(rows: Sequence[Row]) -> dict[str, NDArray[Any]]:
+    """A batch, padded on the right with zeros."""
+    batch = {}
+    for name in rows[0]:
+        arrays = [row[name] for row in rows]
+        shape = tuple(map(max, zip(*(array.shape for array in arrays), strict=True)))
+        batch[name] = np.zeros((len(rows), *shape), arrays[0].dtype)
+        for number, array in enumerate(arrays):
+            batch[name][number][tuple(map(slice, array.shape))] = array
+    return batch
+
+
+def collate(rows: Sequence[Row]) -> dict[str, Tensor]:
+    """A batch for PyTorch."""
+    return {name: torch.from_numpy(array) for name, array in pad(rows).items()}
+
+
+def collate_with_labels(rows: Sequence[Row]) -> dict[str, Tensor]:
+    """The same with the tokens as labels, those of padding left out."""
+    batch = collate(rows)
+    mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+    return batch | {"labels": batch["input_ids"].masked_fill(mask == 0, -100)}
+
+
+def length_of(row: Row) -> int:
+    """The longest axis that can vary."""
+    return max((len(array) for array in row.values() if array.dtype.kind == "i"), default=1)
+
+
+def batches(rows: Sequence[Row], size: int = 32) -> Iterator[dict[str, NDArray[Any]]]:
+    """All rows in batches of similar length; the order of rows is the same for every model."""
+    ordered = sorted(rows, key=length_of)
+    return (pad(ordered[start : start + size]) for start in range(0, len(ordered), size))
+
+
+def training_order(rows: Sequence[Row], steps: int, size: int, seed: int) -> list[int]:
+    """Indices of ``steps`` batches, which hold samples of similar length: less padding, in a random order."""
+    generator = np.random.default_rng(seed)
+    lengths = np.array([length_of(row) for row in rows])
+    order: list[int] = []
+    while len(order) < steps * size:
+        shuffled = generator.permutation(len(rows))
+        for start in range(0, len(rows), 50 * size):
+            some = shuffled[start : start + 50 * size]
+            some = some[np.argsort(lengths[some], kind="stable")]
+            whole = [some[at : at + size] for at in range(0, len(some) - size + 1, size)] or [np.resize(some, size)]
+            order += [int(index) for at in generator.permutation(len(whole)) for index in whole[at]]
+    return order[: steps * size]

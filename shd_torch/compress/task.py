@@ -1,0 +1,282 @@
+"""What a model is for: the quality of a student of it, and what a student learns from."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Final, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from shd_ref.errors import ShdError
+from shd_ref.teacher.options import NO_FORM, Pooling, PrecomputeOptions
+from shd_ref.teacher.sources.sentence_folder import find_pooling
+from shd_torch.capture.outputs import read_logits, read_output
+from shd_torch.compress.samples import Row, batches
+from shd_torch.deploy.inputs import open_graph, run_graph
+from shd_torch.kd import compare_embeddings, pool_states
+from shd_torch.training.embeddings import EmbeddingTerm
+from shd_torch.training.terms import HiddenTerm, KdTerm
+
+Run: TypeAlias = Callable[[Mapping[str, NDArray[Any]]], NDArray[Any]]
+"""A model: its first output, logits or last states, for a padded batch."""
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How well a model does its task on some samples.
+
+    Attributes:
+        value: of the task's measure; 1 is the teacher's.
+        loss: what rises while the model gets worse, in steps that can be added.
+        details: other figures by name.
+    """
+
+    value: float
+    loss: float
+    details: Mapping[str, float]
+
+
+class Task(ABC):
+    """A kind of model, and its measure.
+
+    Attributes:
+        NAME: of the kind.
+        MEASURE: of the quality, in words.
+        LEARNING_RATE: of a student's training, at its height.
+    """
+
+    NAME: ClassVar[str]
+    MEASURE: ClassVar[str]
+    LEARNING_RATE: ClassVar[float] = 5e-4
+    HAS_LABELS: ClassVar[bool] = False
+    FREEZES_EMBEDDINGS: ClassVar[bool] = True  # of tokens: they cost a sixth of a step and change little
+
+    @abstractmethod
+    def summarise(self, output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """What is compared of a batch's output, with a first axis of samples or of rows."""
+
+    @abstractmethod
+    def compare(self, teacher: Tensor, student: Tensor) -> Quality:
+        """Of the summaries of all batches."""
+
+    @abstractmethod
+    def targets(self, teacher_layers: int) -> PrecomputeOptions:
+        """What the cache holds of the teacher, without attention."""
+
+    @abstractmethod
+    def terms(self, teacher_layers: int, student: nn.Module) -> dict[str, Any]:
+        """Keywords of ``SHDTrainer``."""
+
+
+@dataclass(frozen=True)
+class SentenceEncoder(Task):
+    """A sentence-transformers folder."""
+
+    NAME: ClassVar[str] = "sentence encoder"
+    MEASURE: ClassVar[str] = "Spearman of cosines"
+
+    pooling: Pooling
+
+    def summarise(self, output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """Embeddings ``(B, D)``."""
+        mask = batch["attention_mask"].bool()
+        return pool_states(output, mask, pooling=self.pooling.mode, normalize=self.pooling.normalize)
+
+    def compare(self, teacher: Tensor, student: Tensor) -> Quality:
+        """Rank correlation of the cosines of all pairs of texts, and shared neighbours."""
+        agreement = compare_embeddings(teacher, student)
+        if teacher.shape == student.shape:
+            loss = float(1 - nn.functional.cosine_similarity(teacher, student).mean())
+        else:
+            first, second = (nn.functional.normalize(side, dim=1) for side in (teacher, student))
+            loss = float((first @ first.T - second @ second.T).square().mean())
+        return Quality(agreement.spearman, loss, {"neighbours": agreement.neighbours})
+
+    def targets(self, teacher_layers: int) -> PrecomputeOptions:
+        """Embeddings and the last states."""
+        return _targets(embeddings=self.pooling, hidden=(teacher_layers,))
+
+    def terms(self, teacher_layers: int, student: nn.Module) -> dict[str, Any]:
+        """Both, where the widths are equal; else the cosines of pairs."""
+        own: Any = student
+        pairs = [(count_layers(own), teacher_layers)]
+        hidden = HiddenTerm(pairs, distance="normalized_mse")
+        return {"embeddings": EmbeddingTerm(distance="cosine", weight=SENTENCE_WEIGHT), "hidden": hidden}
+
+
+SENTENCE_WEIGHT: Final = 1.0
+"""Of the term on embeddings beside that on the last states."""
+
+
+@dataclass(frozen=True)
+class Decoder(Task):
+    """A causal language model."""
+
+    NAME: ClassVar[str] = "decoder"
+    MEASURE: ClassVar[str] = "teacher's perplexity over the student's"
+    HAS_LABELS: ClassVar[bool] = True
+    FREEZES_EMBEDDINGS: ClassVar[bool] = False  # they may be the head too
+
+    def summarise(self, output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """Cross entropy of each next token ``(rows,)``, in nats."""
+        ids = batch["input_ids"]
+        mask = batch.get("attention_mask", torch.ones_like(ids)).bool()
+        counted = mask[:, 1:] & mask[:, :-1]
+        return nn.functional.cross_entropy(output[:, :-1][counted].float(), ids[:, 1:][counted], reduction="none")
+
+    def compare(self, teacher: Tensor, student: Tensor) -> Quality:
+        """``exp`` of the difference of cross entropies."""
+        first, second = float(teacher.mean()), float(student.mean())
+        return Quality(float(np.exp(first - second)), second, {"cross_entropy": second})
+
+    def targets(self, teacher_layers: int) -> PrecomputeOptions:
+        """The largest logits."""
+        return _targets(logits="topk")
+
+    def terms(self, teacher_layers: int, student: nn.Module) -> dict[str, Any]:
+        """On logits, beside the student's own loss."""
+        return {"kd": KdTerm()}
+
+
+@dataclass(frozen=True)
+class Classifier(Task):
+    """A classifier of texts or images."""
+
+    NAME: ClassVar[str] = "classifier"
+    MEASURE: ClassVar[str] = "same class as the teacher"
+
+    def summarise(self, output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """Logits ``(B, C)``."""
+        return output
+
+    def compare(self, teacher: Tensor, student: Tensor) -> Quality:
+        """Share of samples with the same largest logit, and the divergence from the teacher."""
+        agreement = float((teacher.argmax(-1) == student.argmax(-1)).double().mean())
+        first, second = (side.double().log_softmax(-1) for side in (teacher, student))
+        kl = float((first.exp() * (first - second)).sum(-1).mean())
+        return Quality(agreement, kl, {"kl": kl})
+
+    def targets(self, teacher_layers: int) -> PrecomputeOptions:
+        """All logits."""
+        return _targets(logits="float16")
+
+    def terms(self, teacher_layers: int, student: nn.Module) -> dict[str, Any]:
+        """On logits alone."""
+        return {"kd": KdTerm()}
+
+
+@dataclass(frozen=True)
+class Encoder(Task):
+    """A model without a head, whose states are read by something else."""
+
+    NAME: ClassVar[str] = "encoder"
+    MEASURE: ClassVar[str] = "cosine of last states"
+
+    def summarise(self, output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """States of the positions that count ``(rows, D)``."""
+        mask = batch.get("attention_mask")
+        return output.flatten(0, 1) if mask is None else output[mask.bool()]
+
+    def compare(self, teacher: Tensor, student: Tensor) -> Quality:
+        """Mean cosine, and the squared error relative to the teacher's."""
+        cosine = float(nn.functional.cosine_similarity(teacher, student, dim=-1).mean())
+        error = float((teacher - student).square().mean() / teacher.square().mean())
+        return Quality(cosine, error, {"relative_error": error})
+
+    def targets(self, teacher_layers: int) -> PrecomputeOptions:
+        """The last states."""
+        return _targets(hidden=(teacher_layers,))
+
+    def terms(self, teacher_layers: int, student: nn.Module) -> dict[str, Any]:
+        """On the last states."""
+        return {"hidden": HiddenTerm([(count_layers(student), teacher_layers)], distance="normalized_mse")}
+
+
+def _targets(**options: Any) -> PrecomputeOptions:
+    return PrecomputeOptions(num_student_heads=0, form=NO_FORM, **options)
+
+
+def find_task(folder: Path, model: Any) -> Task:
+    """The kind of a model, by its folder and its class.
+
+    Raises:
+        ShdError: ``shrink-unsupported`` for an encoder-decoder, and for a head that no kind has.
+    """
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        rule = "teacher must be an encoder, a decoder or a classifier"
+        raise ShdError("shrink-unsupported", f"{rule}; got the encoder-decoder {name}: shrink its stacks yourself")
+    pooling = find_pooling(folder)
+    if pooling is not None:
+        return SentenceEncoder(pooling)
+    if name.endswith(("ForCausalLM", "LMHeadModel")):
+        return Decoder()
+    if "Classification" in name and "Token" not in name:
+        return Classifier()
+    if name.endswith("Model"):
+        return Encoder()
+    rule = "teacher must be a sentence encoder, a decoder, a classifier, or a model without a head"
+    raise ShdError("shrink-unsupported", f"{rule}; got {name}: compress its base model, and train the head after")
+
+
+def count_layers(model: Any) -> int:
+    """How many layers a model has."""
+    return int(model.config.num_hidden_layers)
+
+
+class Judge:
+    """Some samples, with what the teacher makes of them."""
+
+    def __init__(self, task: Task, rows: Sequence[Row], teacher: Run) -> None:
+        self.task, self._batches = task, list(batches(rows))
+        self.num_samples = len(rows)
+        self._teacher = self._summarise(teacher)
+
+    @torch.no_grad()
+    def measure(self, run: Run) -> Quality:
+        """A model's quality; ``not-finite`` where it gives NaN or infinity."""
+        return self.task.compare(self._teacher, self._summarise(run))
+
+    def _summarise(self, run: Run) -> Tensor:
+        summaries = []
+        for batch in self._batches:
+            output = torch.from_numpy(np.asarray(run(batch)))
+            if not torch.isfinite(output).all():
+                raise ShdError("not-finite", "a model must give finite outputs; got NaN or infinity")
+            tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
+            summaries.append(self.task.summarise(output, tensors))
+        return torch.cat(summaries)
+
+
+def model_run(model: Any) -> Run:
+    """A PyTorch model, in evaluation mode and without a cache of keys."""
+    keywords = {"use_cache": False} if getattr(model.config, "use_cache", None) is not None else {}
+
+    @torch.no_grad()
+    def run(batch: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
+        device = next(model.parameters()).device
+        mode = model.training
+        model.eval()
+        try:
+            outputs = model(**{name: torch.from_numpy(array).to(device) for name, array in batch.items()}, **keywords)
+        finally:
+            model.train(mode)
+        logits = read_logits(outputs)
+        states: Tensor = logits if logits is not None else read_output(outputs, "last_hidden_state")
+        array: NDArray[Any] = states.cpu().numpy()
+        return array
+
+    return run
+
+
+def graph_run(path: Path, threads: int = 1) -> Run:
+    """A graph in onnxruntime."""
+    session = open_graph(path, threads)
+    names = [one.name for one in session.get_inputs()]
+    return lambda batch: run_graph(session, {name: batch[name] for name in names}, path)[0]

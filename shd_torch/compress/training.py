@@ -1,0 +1,208 @@
+"""Training from a cache of the teacher's outputs: batches of similar length, a fixed number of steps, resumable."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.utils.data import Sampler
+from transformers import PrinterCallback, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+from shd_ref.shrink.student import read_student
+from shd_ref.teacher.options import PrecomputeOptions, RunOptions
+from shd_ref.teacher.precompute.engine import precompute
+from shd_torch.compress.samples import Row, RowSource, collate, collate_with_labels, training_order
+from shd_torch.compress.task import Task
+from shd_torch.data import SupervisedDataset
+from shd_torch.training.trainer import SHDTrainer
+
+BATCH: Final = 32
+BETA: Final = 0.02
+"""Weight of SHD where it is tried."""
+_CHECKPOINTS: Final = 20
+_WARM: Final = 3  # steps that are slower than the others
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What a student learns from, and how.
+
+    Attributes:
+        rows: of the training set.
+        cache: of the teacher's outputs for them.
+        steps: of 32 samples.
+        seed: of the order of samples.
+        half: whether products are computed in bfloat16.
+        learning_rate: at its height; None for the task's.
+        shd: whether the cache has merged maps, which are a term.
+    """
+
+    rows: Sequence[Row]
+    cache: Path
+    steps: int
+    seed: int
+    half: bool
+    learning_rate: float | None = None
+    shd: bool = False
+
+
+def write_cache(
+    teacher: Path, rows: Sequence[Row], options: PrecomputeOptions, cache: Path, progress: Callable[[int, int], None]
+) -> None:
+    """The teacher's outputs for the training set; goes on where an earlier run stopped."""
+    precompute(
+        teacher,
+        RowSource(rows, "data"),
+        [(cache, options)],
+        RunOptions(),
+        on_progress=lambda done, total, _: progress(done, total),
+    )
+
+
+def attention_targets(report: dict[str, Any], options: PrecomputeOptions) -> PrecomputeOptions:
+    """The same with merged maps for a student, from what ``shrink`` says of it: ``shrink-unsupported``."""
+    student = read_student(report)
+    return replace(
+        options,
+        form="maps",
+        num_student_heads=student.num_heads,
+        num_student_layers=student.num_layers,
+        layer_pairs=student.layer_pairs,
+        plans=student.plans,
+    )
+
+
+def train(
+    task: Task,
+    student: Any,
+    teacher_layers: int,
+    lesson: Lesson,
+    folder: Path,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> float:
+    """Train a student in place; returns the seconds of a step.
+
+    Checkpoints in ``folder`` let a killed run go on: the student is then the same as without the kill.
+    """
+    frozen = _prepare(task, student)
+    steps = lesson.steps
+    arguments = TrainingArguments(
+        str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=BATCH,
+        learning_rate=lesson.learning_rate or task.LEARNING_RATE,
+        lr_scheduler_type="linear",
+        warmup_steps=min(100, steps // 10),
+        weight_decay=0.01,
+        seed=lesson.seed,
+        bf16=lesson.half,
+        save_steps=max(50, math.ceil(steps / _CHECKPOINTS)),
+        save_total_limit=1,
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=next(student.parameters()).device.type == "cpu",
+        remove_unused_columns=False,
+    )
+    trainer = _Trainer(
+        student,
+        arguments,
+        order=training_order(lesson.rows, steps, BATCH, lesson.seed),
+        train_dataset=SupervisedDataset(lesson.rows, lesson.cache),
+        data_collator=collate_with_labels if task.HAS_LABELS else collate,
+        beta=BETA if lesson.shd else None,
+        **task.terms(teacher_layers, student),
+    )
+    trainer.remove_callback(PrinterCallback)
+    pace = _Pace(progress)
+    trainer.add_callback(pace)
+    last: Any = get_last_checkpoint
+    checkpoint = last(str(folder)) if folder.is_dir() else None
+    trainer.train(resume_from_checkpoint=checkpoint)
+    student.requires_grad_(True)
+    for module, rate in frozen:
+        module.p = rate
+    student.eval()
+    return pace.seconds
+
+
+def _prepare(task: Task, student: Any) -> list[tuple[nn.Dropout, float]]:
+    """Freeze what is not worth its time; the teacher is exact, so that dropout only adds noise."""
+    embeddings = student.get_input_embeddings()
+    if task.FREEZES_EMBEDDINGS and isinstance(embeddings, nn.Embedding):
+        embeddings.requires_grad_(False)
+    dropouts = [(module, module.p) for module in student.modules() if isinstance(module, nn.Dropout)]
+    for module, _ in dropouts:
+        module.p = 0.0
+    return dropouts
+
+
+class _Order(Sampler[int]):
+    """Indices in a fixed order."""
+
+    def __init__(self, order: Sequence[int]) -> None:
+        self._order = order
+
+    def __iter__(self) -> Any:
+        return iter(self._order)
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+
+class _Trainer(SHDTrainer):
+    """Takes samples in a given order, the whole run as one epoch."""
+
+    def __init__(self, *args: Any, order: Sequence[int], **kwargs: Any) -> None:
+        self._order = order
+        super().__init__(*args, **kwargs)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
+        return _Order(self._order)
+
+
+class _Pace(TrainerCallback):
+    """Counts steps, and measures how long one takes."""
+
+    def __init__(self, progress: Callable[[int, int], None]) -> None:
+        self._progress = progress
+        self._times: list[float] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Of the trainer."""
+        self._times.append(time.monotonic())
+        self._progress(state.global_step, state.max_steps)
+
+    @property
+    def seconds(self) -> float:
+        """Mean of a step, the first ones left out."""
+        times = self._times[min(_WARM, len(self._times) - 1) :] if self._times else [0.0]
+        return (times[-1] - times[0]) / max(len(times) - 1, 1)
+
+
+def half_is_faster(model: Any, rows: Sequence[Row]) -> bool:
+    """Whether bfloat16 products make a step faster here: on processors with tiles and on GPUs, several times."""
+    return time_step(model, rows, half=True)[1] < 0.8 * time_step(model, rows)[1]
+
+
+def time_step(model: Any, rows: Sequence[Row], *, half: bool = False) -> tuple[float, float]:
+    """Seconds of a forward pass and of a whole step over one batch, the better of two; the model's gradients go."""
+    device = next(model.parameters()).device
+    batch = {name: tensor.to(device) for name, tensor in collate(rows[:BATCH]).items()}
+    seconds = []
+    for _ in range(2):
+        started = time.perf_counter()
+        with torch.autocast(device.type, torch.bfloat16, enabled=half):
+            output = model(**batch)[0]
+        forward = time.perf_counter() - started
+        output.float().square().mean().backward()
+        model.zero_grad(set_to_none=True)
+        seconds.append((forward, time.perf_counter() - started))
+    return min(seconds)

@@ -1,0 +1,165 @@
+"""What parts of a teacher are worth: how much its loss rises where one is smaller, and what is left refitted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from shd_torch.compress.costs import random_student
+from shd_torch.compress.space import NONE, Design, Space
+from shd_torch.compress.task import Judge, model_run
+from shd_torch.precision import without_autocast
+from shd_torch.shrink.calibration import rotary_frequencies, run_layer, start_batches
+from shd_torch.shrink.families import Family
+from shd_torch.shrink.layer import Work, make_layer
+from shd_torch.shrink.sizes import ShrinkOptions
+from shd_torch.shrink.student import plan_student
+from shd_torch.shrink.unfinished import Unfinished
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Worths:
+    """Rises of the loss over the teacher's, never below 0.
+
+    Attributes:
+        heads: where a layer has another number of heads ``(layers, options)``.
+        neurons: where its FFN is smaller, likewise.
+        layers: where it is left out ``(layers,)``.
+    """
+
+    heads: list[list[float]]
+    neurons: list[list[float]]
+    layers: list[float]
+
+    def predict(self, design: Design, space: Space) -> float:
+        """The sum over what a student lacks."""
+        total = sum(worth for layer, worth in enumerate(self.layers) if layer not in design.kept)
+        for layer, heads, neurons in zip(design.kept, design.heads, design.neurons, strict=True):
+            total += self.heads[layer][space.heads.index(heads)]
+            total += self.neurons[layer][space.neurons.index(neurons)]
+        return total
+
+
+@torch.no_grad()
+@without_autocast
+def measure_worths(
+    teacher: Any,
+    family: Family,
+    space: Space,
+    calibration: Mapping[str, NDArray[Any]],
+    judge: Judge,
+    studies: Unfinished,
+    progress: Progress,
+) -> Worths:
+    """Replace one part of one layer at a time, refitted on the teacher's stream, and read the loss.
+
+    Statistics of the teacher's attention are gathered once, into ``studies``.
+    """
+    layers = family.layers_of(teacher)
+    teacher.eval()
+    batches = start_batches(teacher, family, calibration, ShrinkOptions().batch_size)
+    streams = [[batch.stream for batch in batches]]
+    for number, layer in enumerate(layers):
+        streams.append([stream for stream, _ in run_layer(layer, streams[-1], batches, number)])
+    frequencies = rotary_frequencies(teacher, family)
+    run = model_run(teacher)
+    base = judge.measure(run).loss
+    whole = space.whole
+    options = [("heads", count, space.uniform(count, whole.neurons[0])) for count in space.heads[1:]]
+    options += [("neurons", count, space.uniform(whole.heads[0], count)) for count in space.neurons[1:]]
+    rises: dict[tuple[str, int, int], float] = {}
+    total, done = space.num_layers * (len(options) + 1), 0
+
+    def read(number: int, replacement: Sequence[nn.Module]) -> float:
+        nonlocal done
+        with replaced(layers, number, replacement):
+            loss = judge.measure(run).loss
+        done += 1
+        progress(done, total, "parts are weighed")
+        return max(loss - base, 0.0)
+
+    def work_of(design: Design) -> Work:
+        asked = ShrinkOptions(**design.options(space))
+        sizes, kept, dropped = plan_student(teacher, family, asked)
+        return Work(
+            teacher=teacher,
+            student=random_student(teacher, family, design, space),
+            family=family,
+            batches=batches,
+            kept=kept,
+            dropped=dropped.among(kept),
+            sizes=sizes,
+            options=asked,
+            frequencies=frequencies,
+            tell=lambda *_: None,
+            studies=studies,
+        )
+
+    def remake(work: Work, number: int, following: int) -> nn.Module:
+        stream = streams[number]
+        make_layer(work, number, number, following, stream, stream)
+        return family.layers_of(work.student)[number]
+
+    progress(0, total, "parts are weighed")
+    for part, count, design in options:
+        works = [work_of(design)]
+        if count == NONE and part == "heads":  # some layer must attend: the first is weighed where the last does
+            works.append(work_of(_attend_last(design, space)))
+        for number in range(space.num_layers):
+            work = works[-1] if number == 0 else works[0]
+            rises[part, number, count] = read(number, [remake(work, number, number + 1)])
+    work = work_of(whole)
+    skipped = []
+    for number in range(space.num_layers):
+        if number == 0:
+            skipped.append(read(0, []) if not space.keeps_first and not space.keeps_layers else float("inf"))
+            continue
+        before = remake(work, number - 1, number + 1)
+        with replaced(layers, number, []):
+            skipped.append(read(number - 1, [before]))
+    return Worths(
+        heads=_table(rises, "heads", space.heads, space.num_layers),
+        neurons=_table(rises, "neurons", space.neurons, space.num_layers),
+        layers=skipped,
+    )
+
+
+def _attend_last(design: Design, space: Space) -> Design:
+    return Design(design.kept, (*(NONE,) * (space.num_layers - 1), space.heads[0]), design.neurons)
+
+
+def _table(
+    rises: Mapping[tuple[str, int, int], float], part: str, counts: Sequence[int], layers: int
+) -> list[list[float]]:
+    """By layer, then by size: at least what a larger size costs."""
+    table = []
+    for number in range(layers):
+        row = [0.0, *(rises[part, number, count] for count in counts[1:])]
+        for at in range(1, len(row)):  # of larger to smaller sizes, nothing last
+            row[at] = max(row[at], row[at - 1])
+        table.append(row)
+    return table
+
+
+@contextmanager
+def replaced(layers: nn.ModuleList, number: int, modules: Sequence[nn.Module]) -> Iterator[None]:
+    """One layer of a model in another form, or none in its place."""
+    before = list(layers)
+    _assign(layers, [*before[:number], *modules, *before[number + 1 :]])
+    try:
+        yield
+    finally:
+        _assign(layers, before)
+
+
+def _assign(layers: nn.ModuleList, modules: Sequence[nn.Module]) -> None:
+    del layers[:]
+    layers.extend(modules)
