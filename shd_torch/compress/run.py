@@ -312,11 +312,8 @@ def _find_costs(run: Run) -> Costs:
 def _find_worths(run: Run) -> dict[str, Any]:
     calibration = {name: array[:JUDGED_WORTHS] for name, array in run.samples.calibration.items()}
     judge = run.judge("choices", JUDGED_WORTHS)
-    keeper = run.stages.keeper
-    worths = measure_worths(run.model, run.family, run.space, calibration, judge, keeper, run.progress)
-    for number in range(run.space.num_layers):  # of fewer samples than students are made of
-        keeper.drop(f"study-{number}")
-    return asdict(worths)
+    given = run.space, calibration, judge, run.stages.keeper, run.progress
+    return asdict(measure_worths(run.model, run.family, *given))
 
 
 def _price(run: Run, designs: Sequence[Design]) -> list[list[float]]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shd_ref.errors import ShdError
-from shd_ref.teacher.sources import IndexedSource, open_source
+from shd_ref.teacher.sources import ArraySource, IndexedSource, open_source
 from shd_ref.teacher.sources import Row as SourceRow
 
 Row: TypeAlias = dict[str, NDArray[Any]]
@@ -64,7 +64,10 @@ def read_rows(path: Path, folder: Path, max_length: int | None, argument: str = 
     Raises:
         ShdError: ``inputs-invalid``, ``argument-value``, ``dependency-missing``.
     """
-    source: Any = open_source(path)
+    if path.suffix == ".npy":
+        source: Any = _open_array(path)
+    else:
+        source = open_source(path)
     if "text" in source.columns:
         source = open_source(path, tokenizer=folder, max_length=max_length)
         columns: Sequence[str] = TOKENS
@@ -80,6 +83,15 @@ def read_rows(path: Path, folder: Path, max_length: int | None, argument: str = 
     if not rows or any(array.dtype.kind not in "if" or not array.ndim for array in rows[0].values()):
         raise ShdError("inputs-invalid", f"{argument} must hold texts, or arrays of the model's inputs; got {path}")
     return [_without_padding(row) for row in rows]
+
+
+def _open_array(path: Path) -> ArraySource:
+    """A .npy of token ids ``(N, L)``, or of pixels ``(N, C, H, W)``."""
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise ShdError("inputs-invalid", f"data must be a readable .npy; got {path}: {error}") from error
+    return ArraySource({"input_ids" if array.dtype.kind in "iu" else "pixel_values": array}, str(path))
 
 
 def _without_padding(row: Row) -> Row:

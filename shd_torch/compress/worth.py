@@ -15,12 +15,12 @@ from shd_torch.compress.costs import random_student
 from shd_torch.compress.space import NONE, Design, Space
 from shd_torch.compress.task import Judge, model_run
 from shd_torch.precision import without_autocast
-from shd_torch.shrink.calibration import rotary_frequencies, run_layer, start_batches
+from shd_torch.shrink.calibration import read_data, rotary_frequencies, run_layer, start_batches
 from shd_torch.shrink.families import Family
 from shd_torch.shrink.layer import Work, make_layer
 from shd_torch.shrink.sizes import ShrinkOptions
 from shd_torch.shrink.student import plan_student
-from shd_torch.shrink.unfinished import Unfinished
+from shd_torch.shrink.unfinished import Studies, Unfinished
 
 Progress = Callable[[int, int, str], None]
 
@@ -70,6 +70,7 @@ def measure_worths(
     for number, layer in enumerate(layers):
         streams.append([stream for stream, _ in run_layer(layer, streams[-1], batches, number)])
     frequencies = rotary_frequencies(teacher, family)
+    shared = Studies(studies, teacher, {}, read_data(calibration))
     run = model_run(teacher)
     base = judge.measure(run).loss
     whole = space.whole
@@ -100,7 +101,7 @@ def measure_worths(
             options=asked,
             frequencies=frequencies,
             tell=lambda *_: None,
-            studies=studies,
+            studies=shared,
         )
 
     def remake(work: Work, number: int, following: int) -> nn.Module:

@@ -1,0 +1,251 @@
+"""``shd-torch compress``: the choice on its own, and the whole command on small teachers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.refusals import refusal
+
+pytest.importorskip("transformers", reason="teachers are Hugging Face models")
+pytest.importorskip("onnxruntime", reason="graphs are timed in onnxruntime")
+typer_testing = pytest.importorskip("typer.testing", reason="the command needs typer")
+pytest.importorskip("scipy", reason="the choice is an integer programme")
+
+from transformers import (  # noqa: E402
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ViTConfig,
+    ViTModel,
+)
+
+from shd_torch.cli import load_app  # noqa: E402
+from shd_torch.compress import CompressOptions, compress  # noqa: E402
+from shd_torch.compress.choice import choose_design, choose_designs  # noqa: E402
+from shd_torch.compress.costs import TEACHER, Costs, fit_costs, mixed_designs  # noqa: E402
+from shd_torch.compress.samples import divide, read_rows, training_order  # noqa: E402
+from shd_torch.compress.space import NONE, Design, Space  # noqa: E402
+from shd_torch.compress.worth import Worths  # noqa: E402
+from shd_torch.shrink import load_student  # noqa: E402
+
+SPACE = Space(3, heads=(4, 2, NONE), neurons=(8, 4), keeps_first=False, keeps_layers=False, head_dim=2)
+OPTIONS = CompressOptions(faster=(1.1,), batch=(1,), length=(8,), budget=0.01, candidates=2, go_on=True)
+
+
+def made_costs() -> Costs:
+    """Two settings that rank parts differently, and bytes."""
+    random = np.random.default_rng(3)
+    heads = [np.sort(random.uniform(1, 4, 3))[::-1].tolist() for _ in range(3)]
+    neurons = [np.sort(random.uniform(1, 4, 2))[::-1].tolist() for _ in range(3)]
+    return Costs([1.0, 2.0, 3.0], heads, neurons, [30.0, 30.0, 30.0], None, [])
+
+
+def made_worths() -> Worths:
+    random = np.random.default_rng(4)
+    heads = [[0.0, *np.sort(random.uniform(0, 1, 2)).tolist()] for _ in range(3)]
+    neurons = [[0.0, float(random.uniform(0, 1))] for _ in range(3)]
+    return Worths(heads, neurons, random.uniform(0.5, 2, 3).tolist())
+
+
+def all_designs() -> list[Design]:
+    return [
+        Design(kept, heads, neurons)
+        for count in (1, 2, 3)
+        for kept in itertools.combinations(range(3), count)
+        for heads in itertools.product(SPACE.heads, repeat=count)
+        for neurons in itertools.product(SPACE.neurons, repeat=count)
+        if any(heads)
+    ]
+
+
+@pytest.mark.parametrize("share", [0.95, 0.7, 0.45, 0.3])
+def test_the_choice_is_the_best_of_all_students(share: float) -> None:
+    costs, worths = made_costs(), made_worths()
+    limits = [share * cost for cost in costs.predict(SPACE.whole, SPACE)]
+
+    def fits(design: Design) -> bool:
+        return all(cost <= limit + 1e-9 for cost, limit in zip(costs.predict(design, SPACE), limits, strict=True))
+
+    for count in (1, 2, 3):
+        possible = [design for design in all_designs() if len(design.kept) == count and fits(design)]
+        chosen = choose_design(SPACE, costs, worths, limits, count)
+        if not possible:
+            assert chosen is None
+            continue
+        assert chosen is not None
+        assert fits(chosen)
+        best = min(worths.predict(design, SPACE) for design in possible)
+        assert worths.predict(chosen, SPACE) == pytest.approx(best)
+    ranked = [worths.predict(design, SPACE) for design in choose_designs(SPACE, costs, worths, limits)]
+    assert ranked == sorted(ranked)
+
+
+def test_costs_of_parts_come_back_from_sums() -> None:
+    truth = made_costs()
+    whole = SPACE.whole
+    designs = {"whole": whole, "half": SPACE.uniform(4, 8, 1)}
+    designs |= {f"heads {count}": SPACE.uniform(count, 8) for count in SPACE.heads[1:]}
+    designs |= {f"neurons {count}": SPACE.uniform(4, count) for count in SPACE.neurons[1:]}
+    designs |= {f"mixed {at}": design for at, design in enumerate(mixed_designs(SPACE))}
+    prices = {name: truth.predict(design, SPACE) for name, design in designs.items()}
+    costs = fit_costs(prices | {TEACHER: truth.teacher}, designs, SPACE)
+    for design in all_designs():
+        np.testing.assert_allclose(costs.predict(design, SPACE), truth.predict(design, SPACE), rtol=1e-6)
+    assert len(costs.errors) == 2 * len(mixed_designs(SPACE))
+    assert max(map(abs, costs.errors)) < 1e-6
+
+
+def test_samples_are_divided_by_content() -> None:
+    rows = [{"input_ids": np.arange(at, at + 3 + at % 5)} for at in range(100)]
+    first, second = divide([*rows, *rows[:7]], None, 0), divide(rows[::-1], None, 0)
+    parts = [first.train, first.choices, first.held_out]
+    assert [len(part) for part in parts] == [80, 10, 10]
+    seen = [row["input_ids"].tobytes() for part in parts for row in part]
+    assert len(set(seen)) == 100
+    assert first.digest == second.digest
+    assert first.digest != divide(rows, None, 1).digest
+    judged = divide(rows, rows[:30], 0)  # what is judged is not learned
+    assert (len(judged.train), len(judged.choices), len(judged.held_out)) == (63, 7, 30)
+    with refusal("argument-value", "data must hold 40 distinct samples"):
+        divide(rows[:30] * 3, None, 0)
+
+
+def test_batches_hold_samples_of_similar_length_and_every_sample() -> None:
+    random = np.random.default_rng(0)
+    rows = [{"input_ids": np.zeros(size, np.int64)} for size in random.integers(1, 60, 320)]
+    order = training_order(rows, steps=20, size=16, seed=0)
+    assert len(order) == 320
+    assert sorted(order) == list(range(320))  # one epoch
+    lengths = np.array([len(rows[at]["input_ids"]) for at in order]).reshape(20, 16)
+    assert (lengths.max(1) - lengths.min(1)).mean() < 6
+    assert training_order(rows, 20, 16, 1) != order
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "faster, ms, mb or at_least must be given"),
+        ({"faster": (2.0,), "mb": (1.0,)}, "targets must be of one kind"),
+        ({"faster": (0.0,)}, "faster"),
+        ({"ms": (2.0,)}, "ms must go with one batch and one length"),
+        ({"at_least": 1.5}, "at_least must lie in"),
+        ({"faster": (2.0,), "budget": -1.0}, "budget"),
+    ],
+)
+def test_wishes_that_contradict_each_other(changes: dict[str, Any], said: str) -> None:
+    with refusal("argument-value", said):
+        CompressOptions(**changes)
+
+
+def write_teacher(folder: Path, kind: str) -> tuple[Path, Path]:
+    """A small random teacher and data for it."""
+    torch.manual_seed(0)
+    random = np.random.default_rng(0)
+    sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"intermediate_size": 32, "initializer_range": 0.4}
+    text = {"vocab_size": 40, "max_position_embeddings": 16}
+    if kind == "vit":
+        model: Any = ViTModel(ViTConfig(**sizes, image_size=8, patch_size=4), add_pooling_layer=False)
+        arrays = {"pixel_values": random.standard_normal((80, 3, 8, 8)).astype(np.float32)}
+    else:
+        lengths = random.integers(4, 13, 80)
+        mask = (np.arange(12) < lengths[:, None]).astype(np.int64)
+        arrays = {"input_ids": random.integers(3, 40, (80, 12)) * mask, "attention_mask": mask}
+        classes = {"classifier": BertForSequenceClassification, "sentences": BertModel}
+        if kind == "decoder":
+            model = LlamaForCausalLM(LlamaConfig(**sizes, **text, num_key_value_heads=1))
+        else:
+            model = classes[kind](BertConfig(**sizes, **text, num_labels=3))
+    model.eval().save_pretrained(folder / "teacher")
+    if kind == "sentences":
+        modules = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
+        listed = [
+            {"idx": at, "name": str(at), "path": path, "type": f"sentence_transformers.models.{name}"}
+            for at, (path, name) in enumerate(modules)
+        ]
+        (folder / "teacher" / "modules.json").write_text(json.dumps(listed))
+        (folder / "teacher" / "1_Pooling").mkdir()
+        pooling = {"word_embedding_dimension": 16, "pooling_mode_mean_tokens": True}
+        (folder / "teacher" / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    np.savez(folder / "data.npz", **arrays)
+    return folder / "teacher", folder / "data.npz"
+
+
+def check_result(folder: Path, data: Path) -> dict[str, Any]:
+    """The graphs, the model and the page agree with each other."""
+    import onnxruntime
+
+    document: dict[str, Any] = json.loads((folder / "compress.json").read_text())
+    student = load_student(folder)
+    rows = read_rows(data, folder, None)[:1]
+    batch = {name: array[None] for name, array in rows[0].items()}
+    session = onnxruntime.InferenceSession(folder / "onnx" / "model.onnx")
+    feed = {one.name: batch[one.name] for one in session.get_inputs()}
+    with torch.no_grad():
+        output = student(**{name: torch.from_numpy(array) for name, array in batch.items()})[0]
+    np.testing.assert_allclose(session.run(None, feed)[0], output.numpy(), atol=1e-4)
+    assert onnxruntime.InferenceSession(folder / "onnx" / "model.int8.onnx").run(None, feed)[0].shape == output.shape
+    page = (folder / "README.md").read_text()
+    entry = document["students"][0]
+    assert entry["chosen"]["text"] in page
+    assert f"{entry['quality']['int8']['value']:.4f}" in page
+    return document
+
+
+@pytest.mark.slow
+def test_a_classifier_killed_and_resumed(tmp_path: Path) -> None:
+    """Stages that were finished are not repeated."""
+    teacher, data = write_teacher(tmp_path, "classifier")
+    told: list[str] = []
+
+    def stop_at(words: str) -> None:
+        def tell(done: int, total: int, what: str) -> None:
+            told.append(what)
+            if what.startswith(words) and done > 0.5 * total:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            compress(teacher, data, OPTIONS, out=tmp_path / "student", progress=tell)
+
+    stop_at("parts are weighed")
+    assert not (tmp_path / "student").exists()
+    assert "graphs to time are written" in told
+    told.clear()
+    stop_at("1.1 times faster: training")
+    assert "parts are weighed" in told
+    assert "graphs to time are written" not in told
+    told.clear()
+    made = compress(
+        teacher, data, OPTIONS, out=tmp_path / "student", progress=lambda done, total, what: told.append(what)
+    )
+    assert not {"parts are weighed", "graphs to time are written", "candidates are exported"} & set(told)
+    assert not (tmp_path / ".student.part").exists()
+    document = check_result(tmp_path / "student", data)
+    assert document["students"] == json.loads(json.dumps(made.document["students"]))
+    assert document["task"] == "classifier"
+    words = ("--data", str(data), "--faster", "1000", "--batch", "1", "--length", "8", "--go-on")
+    result = typer_testing.CliRunner().invoke(
+        load_app(), ["compress", str(teacher), *words, "--out", str(tmp_path / "other")]
+    )
+    assert result.exit_code == 1
+    assert "the target must be met by some student; got 1000 times faster: the smallest" in " ".join(
+        result.output.split()
+    )
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["vit", "decoder", "sentences"])
+def test_other_kinds_of_teachers(kind: str, tmp_path: Path) -> None:
+    teacher, data = write_teacher(tmp_path, kind)
+    compress(teacher, data, OPTIONS, out=tmp_path / "student")
+    document = check_result(tmp_path / "student", data)
+    assert document["students"][0]["shd"]["why"]
+    assert (tmp_path / "student" / "front.svg").exists()
