@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import torch
 
 from shd_ref.errors import import_package
 from shd_torch.compress.space import Design, Space
@@ -100,9 +101,13 @@ def write_graphs(model: Any, path: Path, *, int8: bool) -> Path:
 
 
 def random_student(teacher: Any, family: Family, design: Design, space: Space) -> Any:
-    """A student's model, its weights random."""
+    """A student's model, its weights random: also its biases, as a graph holds equal tensors once."""
     sizes, kept, dropped = plan_student(teacher, family, ShrinkOptions(**design.options(space)))
-    return make_student(teacher, family, sizes, kept, dropped.among(kept))
+    student = make_student(teacher, family, sizes, kept, dropped.among(kept))
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter.normal_(0.0, 0.02)
+    return student
 
 
 def measure_costs(
