@@ -203,13 +203,13 @@ ALLOWED_IN_TORCH = {
 def test_binding_shares_no_mathematics_with_the_reference(path: Path) -> None:
     """Independence gives agreement its value in merging, alphas, mixing and the loss, which the judge compares.
 
-    Shrinking has one implementation, in NumPy. The doctor and compress run a teacher's graph, as ``shd`` does; an export
-    and its int8 are saved as ``shd linearize`` saves a graph, and the demo's intervals are those of the studies.
+    Shrinking has one implementation, in NumPy. The doctor and compress run a teacher's graph, as ``shd`` does; an
+    export and its int8 are saved as ``shd linearize`` saves a graph, and intervals are those of the studies.
     """
     own = {
         "doctor": {"shd_ref.teacher"},
         "demo": {"shd_ref.teacher.study.intervals"},
-        "compress": {"shd_ref.cache.storage.drafts", "shd_ref.teacher.precompute.engine", "shd_ref.teacher.study.intervals"},
+        "compress": {"shd_ref.teacher.precompute.engine", "shd_ref.teacher.study.intervals"},
         "export.py": {"shd_ref.teacher.rewrite.linearize"},
         "deploy": {"shd_ref.teacher.rewrite.linearize"},
     }
