@@ -7,7 +7,9 @@ disturbed a little; at 32,000 and 151,936 the head is made: a Zipf distribution 
 
 ``training``: students of 2 layers on stories260K, with random initial weights: the loss of KD (forward KL to the live
 teacher's whole logits) on held-out texts after ``--steps``, by seed. ``same`` compares every loss of 100 steps from
-the cache with those of the live teacher.
+the cache with those of the live teacher. ``made`` is the same at the larger vocabularies, for a student of 2 layers
+without attention that sees the context through noise and has the made head. ``as many bytes`` are whole logits of as
+many tokens as fit the bytes that exact targets in float16 take of all.
 
 Prints tables and writes ``exact_targets.json`` here. python benchmarks/exact_targets.py
 """
@@ -34,7 +36,7 @@ from shd_ref.cache.codecs.codecs import to_int8
 from shd_ref.kd.codes import RowCode
 from shd_ref.teacher.options import LAST, PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.engine import precompute
-from shd_torch import ExactTargets, SupervisedDataset, TeacherHead, export_teacher, kd_loss
+from shd_torch import ExactTargets, SupervisedDataset, TeacherHead, export_teacher, kd_loss, linear_kd_loss
 from shd_torch.kd import kd_targets_topk
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
@@ -46,6 +48,7 @@ SIZES: Final = (512, 32000, 151936)
 RANKS: Final = (8, 16, 32, 48)
 TOPS: Final = (8, 16, 32, 64, 128)
 LENGTH, BATCH, TEXTS, HELD = 64, 8, 512, 64
+TOKENS, AT_ONCE = 2048, 16  # of the made vocabularies, and of a step
 
 
 class Rows(NamedTuple):
@@ -187,6 +190,48 @@ def reader_of(folder: Path, texts: list[dict[str, Tensor]]) -> tuple[Callable[[T
     return read, rows.row_sizes[0]
 
 
+def measure_made(size: int, steps: int, seeds: int) -> list[dict[str, Any]]:
+    """The loss after training from each form at a made vocabulary."""
+    draw = torch.Generator().manual_seed(size)
+    rows = made_rows(size, TOKENS + HELD)
+    states, head = rows.states.float(), TeacherHead(rows.head.weight.float(), rows.head.bias.float())
+    seen = 0.95 * states + math.sqrt(1 - 0.95**2) * torch.randn(states.shape, generator=draw)
+    whole = max(1, TOKENS * 2 * states.shape[1] // (2 * size))
+    top = max(k for k in range(1, 129) if RowCode(size, k).row_bytes <= 2 * states.shape[1])
+
+    def kept(k: int) -> Callable[[Tensor], Any]:
+        return lambda chosen: kd_targets_topk(head.logits(states[chosen]), k, check=False)
+
+    ways_made: dict[str, tuple[float, int, Callable[[Tensor], Any]]] = {
+        "exact float16": (2 * 64, TOKENS, lambda chosen: ExactTargets(states[chosen].half().float(), head)),
+        "top 32": (RowCode(size, 32).row_bytes, TOKENS, kept(32)),
+        f"top {top}": (RowCode(size, top).row_bytes, TOKENS, kept(top)),
+        "whole float16": (2 * size, TOKENS, lambda chosen: head.logits(states[chosen]).half()),
+        "whole float16, as many bytes": (2 * size, whole, lambda chosen: head.logits(states[chosen]).half()),
+    }
+    results = []
+    for way, (cost, tokens, targets_of) in ways_made.items():
+        losses = []
+        for seed in range(seeds):
+            torch.manual_seed(seed)
+            body = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 64))
+            optimizer, order = torch.optim.AdamW(body.parameters(), 3e-3), torch.Generator().manual_seed(seed)
+            for _ in range(steps):
+                chosen = torch.randint(tokens, (AT_ONCE,), generator=order)
+                loss = linear_kd_loss(targets_of(chosen), body(seen[chosen]), head.weight, head.bias, check=False)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            with torch.no_grad():
+                taught = ExactTargets(states[TOKENS:], head)
+                losses.append(float(linear_kd_loss(taught, body(seen[TOKENS:]), head.weight, head.bias)))
+        results.append(
+            {"way": way, "bytes": cost, "tokens": tokens, "losses": losses, "mean": statistics.mean(losses)}
+        )
+        print(f"{size:7d}  {way:28s} {cost:6.0f} bytes  {statistics.mean(losses):.4f}  {losses}", flush=True)
+    return results
+
+
 def measure_training(steps: int, seeds: int) -> dict[str, Any]:
     """The loss after training from each form, and how far losses of 100 steps are from a live teacher's."""
     with tempfile.TemporaryDirectory() as name:
@@ -202,6 +247,7 @@ def measure_training(steps: int, seeds: int) -> dict[str, Any]:
 
         readers = {"live": (live, 0)}
         readers |= {path.name: reader_of(path, texts) for path in sorted(folder.iterdir()) if path.is_dir()}
+        readers |= {"whole float16, as many bytes": readers["whole float16"]}
         expected = train(live, texts, 0, 100)[1]
         same = {
             way: max(abs(a - b) for a, b in zip(train(read, texts, 0, 100)[1], expected, strict=True))
@@ -213,7 +259,8 @@ def measure_training(steps: int, seeds: int) -> dict[str, Any]:
         for way, (read, cost) in readers.items():
             losses = []
             for seed in range(seeds):
-                student = train(read, texts, seed, steps)[0]
+                share = texts[: TEXTS * 2 * 64 // cost] if way.endswith("as many bytes") else texts
+                student = train(read, share, seed, steps)[0]
                 with torch.no_grad():
                     losses.append(float(kd_loss(taught, student(held))))
             results.append({"way": way, "bytes": cost, "losses": losses, "mean": statistics.mean(losses)})
@@ -231,6 +278,7 @@ def main() -> None:
     report: dict[str, Any] = {"machine": platform.machine(), "torch": torch.__version__, **vars(arguments)}
     report["gradient"] = {size: measure_gradients(size, arguments.tokens) for size in SIZES}
     report["training"] = measure_training(arguments.steps, arguments.seeds)
+    report["made"] = {size: measure_made(size, arguments.steps, arguments.seeds) for size in SIZES[1:]}
     RESULT.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
