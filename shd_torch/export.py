@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shd_ref.cache.storage.documents import read_json
 from shd_ref.errors import ShdError
 from shd_ref.tolerances import load_tolerances
 
@@ -212,16 +211,11 @@ def load_hf_model(model: str | os.PathLike[str], *, dtype: torch.dtype = torch.f
             "dependency-missing",
             "transformers must be installed to load a Hugging Face model: pip install 'squeezing-heads[hf]'",
         )
-    from shd_torch.shrink.folders import check_files, find_folder, load_model, load_student, model_class, read_config
+    from shd_torch.shrink.folders import find_folder, load_model, model_class, read_config
 
     folder = find_folder(model, "model")
-    check_files(folder)
-    if _is_dropped(folder):
-        return load_student(folder).to(dtype)  # type: ignore[no-any-return]
-    # Attention is named, since a configuration may name kernels that are downloaded and run; the export chooses
-    # another.
     kind = model_class(read_config(folder, "model"))
-    return load_model(folder, kind, dtype=dtype, attn_implementation="eager")  # type: ignore[no-any-return]
+    return load_model(folder, kind, dtype=dtype)  # type: ignore[no-any-return]
 
 
 def hide_weight_bars() -> None:
@@ -229,17 +223,6 @@ def hide_weight_bars() -> None:
     with suppress(ImportError):  # what needs transformers says so itself
         quiet: Any = importlib.import_module("transformers.utils.logging")
         quiet.disable_progress_bar()
-
-
-def _is_dropped(folder: Path) -> bool:
-    """Whether the folder holds a student that stock classes do not load."""
-    from shd_torch.shrink.custom import read_kind
-
-    try:
-        config = read_json(folder / "config.json")
-    except (OSError, ValueError):
-        return False  # the loader tells
-    return isinstance(config, dict) and read_kind(config) is not None
 
 
 def example_inputs(model: nn.Module) -> dict[str, Tensor]:

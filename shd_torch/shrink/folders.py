@@ -92,16 +92,34 @@ def load_teacher(source: str | os.PathLike[str]) -> Any:
 
 
 def read_config(source: str | os.PathLike[str], argument: str = "teacher") -> Any:
-    """A folder's configuration, of any architecture of transformers, under the rules of ``load_teacher``."""
-    from transformers import AutoConfig
+    """A folder's configuration, of any architecture of transformers or of a student with custom layers.
+
+    The rules are those of ``load_teacher``.
+    """
+    from transformers import AutoConfig, PreTrainedConfig
 
     folder = Path(source)
     check_files(folder)
     try:
-        return AutoConfig.from_pretrained(folder, **_LOCAL)
+        raw, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)
+        name = read_kind(raw)
+        if name is None:
+            return AutoConfig.from_pretrained(folder, **_LOCAL)
     except Exception as error:  # transformers raises what it meets in a configuration
         message = f"{argument} must be a Hugging Face model; got {str(folder)!r}: {error}"
         raise ShdError("read-failed", message) from error
+    stock = find_class(raw.get("architectures"), PREFIX)
+    if stock is None or name not in FAMILIES or stock.config_class.model_type != name:
+        rule = f"{str(folder)!r} must name a class of one of the families as its architecture"
+        raise ShdError("read-failed", f"{rule}; got a {name} and {raw.get('architectures')}", "DEPTH-6")
+    try:
+        config = custom_class(stock).config_class.from_dict(dict(raw))
+        family = row_of(name, config)
+        check_dropped(read_dropped(config), family, config, range(getattr(config, family.sizes.layers)))
+    except Exception as error:
+        message = f"{str(folder)!r} must hold a student's configuration: {error}"
+        raise ShdError("read-failed", message, "DEPTH-6") from error
+    return config
 
 
 def count_positions(config: Any) -> int | None:
@@ -121,10 +139,17 @@ def load_weights(source: str | os.PathLike[str], config: Any) -> Any:
     return load_model(Path(source), model_class(config))
 
 
+def is_custom(config: Any) -> bool:
+    """Whether the configuration is one of a student that stock classes do not load."""
+    return read_kind({"model_type": config.model_type}) is not None
+
+
 def model_class(config: Any) -> Any:
     """The class that a configuration names, or that of the bare model."""
     from transformers import AutoModel
 
+    if is_custom(config):
+        return custom_class(find_class(config.architectures, PREFIX))
     return find_class(getattr(config, "architectures", None)) or AutoModel
 
 
@@ -138,31 +163,10 @@ def load_student(source: str | os.PathLike[str]) -> Any:
         ShdError: ``read-failed`` for a folder without such a model, with a contradictory configuration, or with
             weights that do not match it: nothing is initialised at random. ``shrink-unsupported``.
     """
-    from transformers import PreTrainedConfig
-
-    folder = Path(source)
-    check_files(folder)
-    try:
-        raw, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)
-    except Exception as error:
-        raise ShdError("read-failed", f"{str(folder)!r} must hold a student: {error}", "DEPTH-6") from error
-    name = read_kind(raw)
-    if name is None:
-        return load_teacher(folder)
-    _check_stored(folder, raw.get("quantization_config"))
-    stock = find_class(raw.get("architectures"), PREFIX)
-    if stock is None or name not in FAMILIES or stock.config_class.model_type != name:
-        rule = f"{str(folder)!r} must name a class of one of the families as its architecture"
-        raise ShdError("read-failed", f"{rule}; got a {name} and {raw.get('architectures')}", "DEPTH-6")
-    kind = custom_class(stock)
-    try:
-        config = kind.config_class.from_dict(dict(raw))
-        family = row_of(name, config)
-        check_dropped(read_dropped(config), family, config, range(getattr(config, family.sizes.layers)))
-    except Exception as error:
-        message = f"{str(folder)!r} must hold a student's configuration: {error}"
-        raise ShdError("read-failed", message, "DEPTH-6") from error
-    return load_model(folder, kind, config=config)
+    config = read_config(source, "student")
+    if not is_custom(config):
+        check_config(config)
+    return load_weights(source, config)
 
 
 _LOCAL: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}

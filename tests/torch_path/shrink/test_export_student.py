@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,16 @@ def test_lengths_beyond_the_positions_are_refused_first(family: str, most: int |
         assert refused.exit_code == 1
         assert f"--length must be at most {most}" in refused.output
         assert not out.exists()
+
+
+def test_a_students_positions_are_counted_before_transformers_knows_its_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shrink(make_teacher("roberta"), make_data("roberta"), drop_attention=[1], out=tmp_path / "student")
+    mapping: Any = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING
+    monkeypatch.setattr(mapping, "_extra_content", {})  # as in a new process
+    refused = RUNNER.invoke(load_app(), ["time", str(tmp_path / "student"), "--length", "40"])
+    assert (refused.exit_code, "--length must be at most 39" in refused.output) == (1, True)
 
 
 @pytest.mark.slow
