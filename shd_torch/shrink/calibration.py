@@ -330,15 +330,15 @@ def _attention(
         if module is not watched or take is None:
             out = scaled_dot_product_attention(query, keys, values, mask, scale=scaling)
             return out.transpose(1, 2).contiguous(), None
-        dtype, outputs = torch.promote_types(query.dtype, torch.float32), []
+        outputs = []
         batch, heads, rows, width = *query.shape[:3], value.shape[3]
         size = max(1, min(_MAP_ENTRIES // key.shape[2], _GRAM_ENTRIES // (heads * width)) // (batch * heads))
         for start in range(0, rows, size):
             tile = slice(start, start + size)
-            logits = query[:, :, tile].to(dtype) @ keys.to(dtype).mT * scaling
+            logits = query[:, :, tile] @ keys.mT * scaling
             probs = (logits if mask is None else logits + mask.expand(-1, -1, rows, -1)[:, :, tile]).softmax(-1)
             take(probs, value, tile)
-            outputs.append(probs.to(value.dtype) @ values)
+            outputs.append(probs @ values)
         return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
 
     # The stacks of T5 have copies of the configuration.
