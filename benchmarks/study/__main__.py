@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks.study.analysis import compare, print_tables, write_page, write_table
+from benchmarks.study.analysis import compare_all, print_tables, stale_runs, write_page, write_table
 from benchmarks.study.arms import PRESETS, Arm, read_grid
 from benchmarks.study.digits import UnavailableError
 from benchmarks.study.pictures import draw_all
@@ -46,6 +46,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.study", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("tasks", nargs="*", metavar="TASK", help=f"of {', '.join(TASKS)}; default all")
     parser.add_argument("--parts", nargs="+", help="only these parts of the grids")
+    parser.add_argument(
+        "--stale", action="store_true", help="run again what did not start from its base loss's weights; others wait"
+    )
     parser.add_argument("--budget", type=read_duration, help="start no run after so long, such as 3h")
     parser.add_argument("--preset", choices=PRESETS, help="quick: tiny sizes; gpu: larger ones, for one GPU")
     parser.add_argument(
@@ -75,7 +78,10 @@ def main(arguments: list[str] | None = None) -> None:
     end = None if given.budget is None else time.monotonic() + given.budget
     for name in given.tasks or TASKS:
         grid = read_grid(name, given.preset)
-        runs = grid.runs(given.parts)
+        runs = stale_runs(grid, record) if given.stale else grid.runs(given.parts)
+        for arm, seed in runs if given.stale else ():
+            console.print(f"{name}: stale: {arm.part}, {arm.method}, {arm.options.get('start')} start, seed {seed}")
+            record.found.pop(arm.key(seed))
         made: dict[str, Task] = {}
 
         def train(arm: Arm, seed: int, made: dict[str, Task] = made) -> dict[str, object]:
@@ -95,7 +101,7 @@ def main(arguments: list[str] | None = None) -> None:
         for part in dict.fromkeys(arm.part for arm, _ in missing):
             lacking = [f"{arm.method} (seed {seed})" for arm, seed in missing if arm.part == part]
             console.print(f"  missing of {part}: {', '.join(lacking)}", soft_wrap=True)
-        rows = compare(grid, record)
+        rows = compare_all(TASKS, record, given.preset)[name]
         if rows:
             print_tables(rows, grid, console)
             write_table(rows, out / f"{name}.csv")

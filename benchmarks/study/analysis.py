@@ -1,11 +1,15 @@
-"""From runs to figures: means with 95% t intervals, and differences from the base loss alone, paired by seed."""
+"""From runs to figures: means with 95% t intervals, and differences from the base loss alone, paired by seed.
+
+Two runs are compared only if they started from the same weights. P values of paired t tests are adjusted over all
+comparisons of all tasks, as Holm (chance of any false one) and Benjamini and Hochberg (share of false ones) do.
+"""
 
 from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy import stats
 
-from benchmarks.study.arms import ALONE, Arm, Grid
+from benchmarks.study.arms import ALONE, Arm, Grid, read_grid
 from benchmarks.study.runs import Record
 
 
@@ -37,9 +41,11 @@ class Row:
         gain: by how much ``test`` is better than that of the base loss alone, from the same start and on the same
             data; mean of differences by seed. NaN where there is none to compare with.
         gain_interval: of it.
+        gain_p: of a t test of these differences; ``gain_holm`` and ``gain_bh`` adjusted, by ``compare_all`` alone.
         over_shd: the same over SHD as its source has it (adjacent pairs, an alpha a map), at this beta where there is
             such an arm, else at the first beta of the grid. NaN for SHD itself and for the base loss alone.
         over_shd_interval: of it.
+        over_shd_p: like ``gain_p``; so are ``over_shd_holm`` and ``over_shd_bh``.
         is_chosen: whether this beta has the best ``valid`` of its method and options.
         step_seconds: processor time of a training step without the teacher's pass, median.
         sample_bytes: what of the teacher a sample's loss reads, in half precision.
@@ -67,6 +73,12 @@ class Row:
     sample_bytes: float
     parameter_bytes: float
     gradient_share: float
+    gain_p: float = math.nan
+    gain_holm: float = math.nan
+    gain_bh: float = math.nan
+    over_shd_p: float = math.nan
+    over_shd_holm: float = math.nan
+    over_shd_bh: float = math.nan
 
 
 def compare(grid: Grid, record: Record) -> list[Row]:
@@ -79,10 +91,54 @@ def compare(grid: Grid, record: Record) -> list[Row]:
     best: dict[Any, Row] = {}
     for row in rows:
         key = (row.part, row.method, row.options)
-        sign = 1 if _is_higher_better(row.metric) else -1
-        if key not in best or sign * row.valid > sign * best[key].valid:
+        if key not in best or _rank(row) > _rank(best[key]):
             best[key] = row
     return [Row(**{**asdict(row), "is_chosen": row is best[row.part, row.method, row.options]}) for row in rows]
+
+
+def _rank(row: Row) -> tuple[bool, float]:
+    """Betas are chosen among those that can be compared with the base loss alone."""
+    return not math.isnan(row.gain), row.valid if _is_higher_better(row.metric) else -row.valid
+
+
+def compare_all(tasks: Sequence[str], record: Record, preset: str | None = None) -> dict[str, list[Row]]:
+    """The rows of these tasks, with P values adjusted over all comparisons; one that two parts make counts once."""
+    found = {task: compare(read_grid(task, preset), record) for task in tasks}
+    columns = ("gain", "over_shd")
+
+    def key(row: Row, column: str) -> tuple[Any, ...]:
+        return row.task, getattr(row, column), getattr(row, f"{column}_p")
+
+    keys = {key(row, column) for rows in found.values() for row in rows for column in columns}
+    tested = [one for one in sorted(keys, key=str) if not math.isnan(one[2])]
+    adjusted = dict(zip(tested, adjust([one[2] for one in tested]), strict=True))
+    for task, rows in found.items():
+        for place, row in enumerate(rows):
+            for column in columns:
+                if key(row, column) in adjusted:
+                    holm, bh = adjusted[key(row, column)]
+                    more: dict[str, Any] = {f"{column}_holm": holm, f"{column}_bh": bh}
+                    rows[place] = row = replace(row, **more)
+        found[task] = rows
+    return found
+
+
+def count_comparisons(found: Mapping[str, Sequence[Row]]) -> int:
+    """Over how many different comparisons ``compare_all`` adjusted."""
+    gains = {(row.task, row.gain, row.gain_p) for rows in found.values() for row in rows}
+    others = {(row.task, row.over_shd, row.over_shd_p) for rows in found.values() for row in rows}
+    return sum(not math.isnan(p) for _, _, p in gains | others)
+
+
+def adjust(values: Sequence[float]) -> list[tuple[float, float]]:
+    """P values after Holm, and after Benjamini and Hochberg."""
+    if not values:
+        return []
+    p = np.asarray(values)
+    order = np.argsort(p, kind="stable")
+    holm = np.empty(len(p))
+    holm[order] = np.minimum(np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1)), 1.0)
+    return [(float(one), float(other)) for one, other in zip(holm, stats.false_discovery_control(p), strict=True)]
 
 
 def _is_higher_better(metric: str) -> bool:
@@ -119,8 +175,10 @@ def _summarise(grid: Grid, record: Record, arm: Arm, runs: dict[int, dict[str, A
         test_interval=half_interval(tests),
         gain=float(np.mean(gains)) if gains else math.nan,
         gain_interval=half_interval(gains),
+        gain_p=p_value(gains),
         over_shd=float(np.mean(over_shd)) if over_shd else math.nan,
         over_shd_interval=half_interval(over_shd),
+        over_shd_p=p_value(over_shd),
         is_chosen=False,
         step_seconds=mean("step_seconds"),
         sample_bytes=mean("sample_bytes"),
@@ -130,13 +188,38 @@ def _summarise(grid: Grid, record: Record, arm: Arm, runs: dict[int, dict[str, A
 
 
 def _gains(record: Record, arm: Arm, runs: dict[int, dict[str, Any]], other: Arm | None, metric: str) -> list[float]:
-    """By how much an arm is better than another, seed by seed, where both were run."""
+    """By how much an arm is better than another, seed by seed, where both were run from the same start."""
     if other is None or other == arm or arm.method == ALONE:
         return []
     sign = 1 if _is_higher_better(metric) else -1
     pairs = [(run, record.found.get(other.key(seed))) for seed, run in runs.items()]
     name = f"test_{metric}"
-    return [sign * (run[name] - there[name]) for run, there in pairs if there is not None]
+    return [sign * (run[name] - there[name]) for run, there in pairs if there and _is_same_start(run, there)]
+
+
+def _is_same_start(run: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Runs from before fingerprints have none, or the name of the version of ``shrink`` that made their start."""
+    return bool(run.get("start") == other.get("start"))
+
+
+def stale_runs(grid: Grid, record: Record) -> list[tuple[Arm, int]]:
+    """Runs to train again, an arm and its base loss alone.
+
+    They did not start from the same weights, or from some that are known only by the version that made them.
+    """
+    again = {}
+    for arm, seed in grid.runs():
+        run, base = record.found.get(arm.key(seed)), _find_alone(grid, arm)
+        if run and base and (not can_compare(grid, record, arm, seed) or " " in str(run.get("start", ""))):
+            again |= {arm.key(seed): (arm, seed), base.key(seed): (base, seed)}
+    return list(again.values())
+
+
+def can_compare(grid: Grid, record: Record, arm: Arm, seed: int) -> bool:
+    """Whether a run started from the weights of its base loss alone, or that was not run."""
+    base = _find_alone(grid, arm)
+    other = None if base is None else record.found.get(base.key(seed))
+    return other is None or _is_same_start(record.found[arm.key(seed)], other)
 
 
 def _find_shd(grid: Grid, arm: Arm) -> Arm | None:
@@ -186,6 +269,13 @@ def half_interval(values: Sequence[float]) -> float:
     return float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))
 
 
+def p_value(values: Sequence[float]) -> float:
+    """Of a two-sided t test that the mean is 0; NaN for fewer than two values, or for equal ones."""
+    if len(values) < 2 or np.ptp(values) == 0:
+        return math.nan
+    return float(stats.ttest_1samp(values, 0.0).pvalue)
+
+
 def write_table(rows: Sequence[Row], path: Path) -> None:
     """One line an arm."""
     with path.open("w", newline="", encoding="utf-8") as file:
@@ -229,8 +319,12 @@ def _tables(rows: Sequence[Row], grid: Grid) -> Iterator[tuple[str, list[list[st
     for part, question in grid.questions.items():
         own = [row for row in rows if row.part == part]
         if own:
-            head = ["arm", "seeds", f"test {_UNITS.get(own[0].metric, own[0].metric)}", "gain over base", "over SHD"]
-            yield f"{part}: {question}", [[*head, "share", "ms per step", "kB per sample"], *map(cells, own)]
+            head = ["arm", "seeds", f"test {_UNITS.get(own[0].metric, own[0].metric)}", "gain over base", P_VALUES]
+            more = ["over SHD", P_VALUES, "share", "ms per step", "kB per sample"]
+            yield f"{part}: {question}", [[*head, *more], *map(cells, own)]
+
+
+P_VALUES = "p (Holm, BH)"
 
 
 def cells(row: Row) -> list[str]:
@@ -240,12 +334,17 @@ def cells(row: Row) -> list[str]:
     def signed(value: float, half: float) -> str:
         return "" if math.isnan(value) else f"{scale * value:+{form}} ± {scale * half:{form}}"
 
+    def chances(p: float, holm: float, bh: float) -> str:
+        return "" if math.isnan(p) else f"{p:.2g} ({holm:.2g}, {bh:.2g})"
+
     return [
         row.label,
         str(row.seeds),
         f"{scale * row.test:{form}} ± {scale * row.test_interval:{form}}",
         signed(row.gain, row.gain_interval),
+        chances(row.gain_p, row.gain_holm, row.gain_bh),
         signed(row.over_shd, row.over_shd_interval),
+        chances(row.over_shd_p, row.over_shd_holm, row.over_shd_bh),
         f"{row.gradient_share:.2f}" if row.gradient_share else "",
         f"{1e3 * row.step_seconds:.0f}",
         f"{row.sample_bytes / 1e3:.0f}",

@@ -70,7 +70,7 @@ class Setting:
         """Whether a folder can hold the pair, and the doctor look at it: one teacher, a stock student."""
         options = self.arm.options
         usual = options.get("layer_scale", True) and options.get("teachers", 1) == 1
-        return self.arm.task in ASKED and usual and options.get("start") != "kept"
+        return self.arm.task in ASKED and usual and "kept" not in options.get("start", "random")
 
     @property
     def best(self) -> Row:

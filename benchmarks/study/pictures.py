@@ -15,17 +15,16 @@ from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from benchmarks.study.analysis import Row, name_method
+from benchmarks.study.analysis import Row, can_compare, name_method
 from benchmarks.study.arms import Grid
 from benchmarks.study.runs import Record
 
 
 def draw_all(rows: Sequence[Row], grid: Grid, record: Record, folder: Path) -> None:
-    """Gains with their intervals, gain by beta, gain against cost, and curves where they were measured."""
+    """Gains with their intervals, gain by beta, and curves where they were measured."""
     folder.mkdir(parents=True, exist_ok=True)
     draw_gains(rows, folder / f"{grid.task}-gains.png")
     draw_betas(rows, folder / f"{grid.task}-betas.png")
-    draw_costs(rows, folder / f"{grid.task}-costs.png")
     draw_curves(grid, record, folder / f"{grid.task}-curves.png")
 
 
@@ -75,32 +74,6 @@ def draw_betas(rows: Sequence[Row], path: Path) -> None:
     _save(figure, path)
 
 
-def draw_costs(rows: Sequence[Row], path: Path) -> None:
-    """Gain against what a sample's teaching weighs, and against the time of a step: methods in one setting."""
-    own = [row for row in _once(rows) if row.options == rows[0].options]
-    own = list({row.method: row for row in reversed(own)}.values())[::-1]  # of other sizes or data: the later ones
-    if len(own) < 2:
-        return
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
-    scale = 100 if own[0].metric in ("accuracy", "rouge_l") else 1
-    for axis, (name, values) in zip(
-        axes,
-        {
-            "kB of the teacher a sample": [row.sample_bytes / 1e3 for row in own],
-            "ms a step, without the teacher": [1e3 * row.step_seconds for row in own],
-        }.items(),
-        strict=True,
-    ):
-        for number, (x, row) in enumerate(zip(values, own, strict=True)):
-            marker = "os^Dv"[number // 10 % 5]
-            axis.plot(x, scale * row.gain, marker, markersize=5, label=row.label)
-        axis.axhline(0, color="black", linewidth=0.8)
-        axis.set_xlabel(name)
-    axes[0].set_ylabel("gain over the base loss alone")
-    axes[1].legend(fontsize=6, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-    _save(figure, path)
-
-
 def _once(rows: Sequence[Row]) -> list[Row]:
     """Gains of the chosen betas; an arm that several parts ask for has its first label."""
     found: dict[tuple[str, float, str, float], Row] = {}
@@ -118,12 +91,14 @@ def draw_curves(grid: Grid, record: Record, path: Path) -> None:
         runs = [run for seed in range(arm.seeds) if (run := record.found.get(arm.key(seed)))]
         if arm.part not in ("beta", "start") or not runs or len(runs[0]["curve"]) < 3:
             continue
+        if not all(can_compare(grid, record, arm, run["seed"]) for run in runs):
+            continue
         steps = sorted(map(int, runs[0]["curve"]))
         metric = "loss"
         means = [sum(run["curve"][str(step)][f"test_{metric}"] for run in runs) / len(runs) for step in steps]
         shown = [(step, mean) for step, mean in zip(steps, means, strict=True) if step > 0]
         start = arm.options.get("start", "random")
-        style = {"random": ":", "kept": "--", "squeezed": "-"}[start]
+        style = {"random": ":", "kept": "--", "unaligned kept": "-.", "squeezed": "-"}[start]
         axis.plot(*zip(*shown, strict=True), style, marker="o", markersize=2.5, label=f"{start}: {name_method(arm)}")
         drawn += 1
     if drawn:

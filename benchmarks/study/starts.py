@@ -1,4 +1,7 @@
-"""Where a student starts: random weights, heads and channels that are kept, or the squeezed teacher."""
+"""Where a student starts: random weights, heads and channels that are kept, or the squeezed teacher.
+
+Kept heads are aligned as squeezed ones are, so that the two differ in merging alone; ``unaligned kept`` are not.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from torch import Tensor
 from shd_torch.shrink import shrink
 from shd_torch.shrink.compare import RIVALS
 
-STARTS = ("random", "kept", "squeezed")
+STARTS = ("random", "kept", "unaligned kept", "squeezed")
 
 
 def start_student(
@@ -27,5 +30,7 @@ def start_student(
     """
     if start == "random":
         return make_random()
-    rival: dict[str, Any] = {"align": False, **RIVALS["kept heads"]} if start == "kept" else {}
+    rival: dict[str, Any] = dict(RIVALS["kept heads"]) if "kept" in start else {}
+    if start == "unaligned kept":
+        rival["align"] = False
     return shrink(teacher, dict(calibration), **sizes, **rival).student.requires_grad_(True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,7 +58,7 @@ def train(
     Returns:
         ``curve`` (figures of ``evaluate`` by step), ``step_seconds`` (median; processor time, or wall time on a GPU),
         ``parameter_bytes`` that are trained and thrown away, ``sample_bytes`` of the teacher, ``gradient_share`` of
-        what is taught beside the base loss at the first and at the last step.
+        what is taught beside the base loss at the first and at the last step, ``start`` (see ``fingerprint``).
     """
     student, extra = course.student, [*course.parts, *(rival for rival, _ in course.rivals)]
     trained = [*student.parameters(), *(parameter for part in extra for parameter in part.parameters())]
@@ -65,7 +66,7 @@ def train(
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     draw = torch.Generator().manual_seed(seed)
     order = torch.cat([torch.randperm(course.size, generator=draw) for _ in range(-(-steps * batch // course.size))])
-    seconds, shares, last = [], {}, list[TeacherOutputs]()
+    start, seconds, shares, last = fingerprint(student, order), [], {}, list[TeacherOutputs]()
     curve = {"0": course.evaluate(_forward(course))} if 0 in marks else {}
     for step in range(steps):
         index = order[step * batch : (step + 1) * batch]
@@ -82,6 +83,7 @@ def train(
         if step + 1 in marks or step + 1 == steps:
             curve[str(step + 1)] = course.evaluate(_forward(course))
     return {
+        "start": start,
         "curve": curve,
         **curve[str(steps)],
         "step_seconds": statistics.median(seconds),
@@ -91,6 +93,14 @@ def train(
         ),
         "gradient_share": shares,
     }
+
+
+def fingerprint(student: nn.Module, order: Tensor) -> str:
+    """16 hex digits of a student's weights before training and of the order of samples."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted({**student.state_dict(), "order": order}.items()):
+        digest.update(name.encode() + tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _now(student: nn.Module) -> float:

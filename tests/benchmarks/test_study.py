@@ -65,11 +65,11 @@ def test_a_quick_study_of_images_stops_and_goes_on(tmp_path: Path, capsys: pytes
     assert {"base loss alone", "SHD, beta 0.1", "SHD, beta 1", "linear projector, beta 0.1"} <= set(rows)
     assert rows["linear projector, beta 0.1"]["over_shd"] != "nan"
     assert rows["SHD, beta 0.1"]["over_shd"] == "nan"
-    assert {path.name for path in tmp_path.glob("*.png")} == {
-        "images-gains.png",
-        "images-betas.png",
-        "images-costs.png",
-    }
+    assert {path.name for path in tmp_path.glob("*.png")} == {"images-gains.png", "images-betas.png"}
+    assert all(len(run["start"]) == 16 for run in runs)
+    by_start = {(run["options"]["start"], run["seed"]): run["start"] for run in runs}
+    assert all(run["start"] == by_start[run["options"]["start"], run["seed"]] for run in runs)
+    assert len(set(by_start.values())) == len(by_start) == 4
 
 
 @pytest.mark.slow
@@ -146,7 +146,7 @@ def test_a_remembered_lesson_is_that_of_a_live_teacher() -> None:
 
 
 def test_gains_are_paired_and_intervals_are_students() -> None:
-    from benchmarks.study.analysis import compare, half_interval
+    from benchmarks.study.analysis import compare, half_interval, stale_runs
     from benchmarks.study.arms import Arm, Grid
     from benchmarks.study.runs import Record
 
@@ -178,18 +178,33 @@ def test_gains_are_paired_and_intervals_are_students() -> None:
     assert base.test_interval == pytest.approx(half_interval([3.0, 2.0, 4.0]))
     assert small.is_chosen  # by the figures of validation
     assert not large.is_chosen
+    assert small.gain_p == pytest.approx(0.0742, abs=5e-5)  # t = .2 / (.1 / sqrt(3)), two degrees of freedom
+    assert stale_runs(grid, record) == []
+    record.found[arms[1].key(2)]["start"] = "made by another version"
+    assert compare(grid, record)[1].gain == pytest.approx(0.15)  # seed 2 did not start from the same weights
+    assert set(map(str, stale_runs(grid, record))) == {str((arms[1], 2)), str((arms[0], 2))}
+
+
+def test_p_values_are_adjusted_as_holm_and_benjamini_hochberg_do() -> None:
+    from benchmarks.study.analysis import adjust
+
+    holm, bh = zip(*adjust([0.01, 0.04, 0.03, 0.005]), strict=True)
+    assert holm == pytest.approx((0.03, 0.06, 0.06, 0.02))  # times 3, 1 (at least as before), 2 and 4
+    assert bh == pytest.approx((0.02, 0.04, 0.04, 0.02))  # times 4/2, 4/4, 4/3 and 4/1, at most as after
 
 
 @pytest.mark.parametrize("task", ["images", "language", "generation", "instructions", "vit_s"])
 def test_the_page_has_the_figures_of_the_runs(task: str) -> None:
-    from benchmarks.study.analysis import compare, markdown
+    from benchmarks.study.analysis import compare_all, count_comparisons, markdown
     from benchmarks.study.arms import read_grid
     from benchmarks.study.runs import Record
+    from benchmarks.study.tasks import TASKS
 
-    grid, record = read_grid(task), Record(ROOT / "benchmarks" / "study" / "results" / "runs.jsonl")
-    rows = compare(grid, record)
-    assert rows
-    assert markdown(rows, grid) in (ROOT / "docs" / "study.md").read_text(encoding="utf-8")
+    found = compare_all(TASKS, Record(ROOT / "benchmarks" / "study" / "results" / "runs.jsonl"))
+    assert found[task]
+    page = (ROOT / "docs" / "study.md").read_text(encoding="utf-8")
+    assert f"all {count_comparisons(found)} comparisons" in page
+    assert markdown(found[task], read_grid(task)) in page
 
 
 def test_grids_ask_for_each_run_once() -> None:
