@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from shd_torch.capture.capture import capture_attention
-
 IMAGE_SIZE = 8
 NUM_CLASSES = 10
 PATCH_SIZE = 2
@@ -96,17 +94,3 @@ def measure_accuracy(model: Any, images: NDArray[Any], labels: NDArray[Any]) -> 
     """Share of images whose largest logit is their label."""
     predicted = model.eval()(torch.from_numpy(images)).logits.argmax(-1)
     return float((predicted == torch.from_numpy(labels)).float().mean())
-
-
-def class_rows(maps: torch.Tensor) -> NDArray[Any]:
-    """The class token's attention to the patches as pictures: ``(H, 17, 17)`` to ``(H, 4, 4)``."""
-    side = IMAGE_SIZE // PATCH_SIZE
-    rows: NDArray[Any] = maps[:, 0, 1:].reshape(-1, side, side).numpy()
-    return rows
-
-
-def last_class_rows(model: Any, image: NDArray[Any]) -> NDArray[Any]:
-    """The same of a model's last layer, for one image ``(1, 8, 8)``."""
-    with torch.no_grad(), capture_attention(model) as captured:
-        model(torch.from_numpy(image[None]))
-    return class_rows(captured.probs[-1][0])

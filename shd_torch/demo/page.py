@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure  # without pyplot: files, no window
 from numpy.typing import NDArray
 from rich.table import Table
@@ -99,8 +98,6 @@ not how much SHD gains on your task.
 
 {found["machine"]}; {found["cpu_seconds"]:.0f} s of CPU time.
 
-![Where the class token looks](maps.png)
-
 ![Accuracy by number of labels](accuracy.png)
 
 ![Loss curves](losses.png)
@@ -146,35 +143,6 @@ def _grid(rows: Sequence[Mapping[str, Any]], form: str) -> tuple[list[int], list
 COLORS: Final = {"CE": "#7f7f7f", "CE + KD": "#1f77b4", "CE + KD + SHD": "#d62728"}
 """By terms; a line of a random start is dashed."""
 DPI: Final = 150
-
-Panels = Sequence[tuple[str, NDArray[Any]]]
-"""Titles, and the class token's attention to the patches, ``(heads, n, n)``."""
-
-
-def draw_maps(images: Sequence[NDArray[Any]], lines: Sequence[Panels], path: Path) -> None:
-    """Where the class token looks: for each image a line of the teacher's heads, and one of what was made of them.
-
-    All maps have one scale of colours, from 0 to the largest entry, wider for the small ones.
-    """
-    largest = max(float(maps.max()) for line in lines for _, maps in line)
-    count = max(sum(len(maps) for _, maps in line) for line in lines)
-    scale = PowerNorm(0.4, 0, largest)  # or a head that looks at one patch would leave the others black
-    figure = Figure((1.1 * (count + 1), 1.25 * len(lines)), DPI, layout="constrained")
-    axes = figure.subplots(len(lines), count + 1, squeeze=False)
-    drawn: Any = None
-    for number, (row, line) in enumerate(zip(axes, lines, strict=True)):
-        for axis in row:
-            axis.set_axis_off()
-        if number % 2 == 0:
-            row[0].imshow(1 - images[number // 2], cmap="gray", vmin=0, vmax=1)
-        column = 1
-        for title, maps in line:
-            row[column].set_title(title, fontsize=8, pad=3, loc="left")
-            for attention in maps:
-                drawn = row[column].imshow(attention, cmap="magma", norm=scale)
-                column += 1
-    figure.colorbar(drawn, ax=axes, label="attention", fraction=0.02)
-    figure.savefig(path)
 
 
 def draw_alphas(alphas: NDArray[Any], titles: Sequence[str], labels: Sequence[Sequence[str]], path: Path) -> None:

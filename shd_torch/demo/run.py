@@ -22,9 +22,8 @@ from shd_ref.cache import CacheReader, Maps
 from shd_ref.commands.terminal import PlainConsole, show_progress
 from shd_ref.errors import ShdError
 from shd_ref.merging.plans import MergePlan, merge_pool
-from shd_torch.data.dataset import SupervisedDataset
 from shd_torch.demo import models, page, students
-from shd_torch.demo.models import TEACHER_HEADS, TEACHER_LAYERS, Digits, class_rows, last_class_rows
+from shd_torch.demo.models import TEACHER_HEADS, TEACHER_LAYERS, Digits
 from shd_torch.demo.students import METHODS, Method, Outcome
 
 STUDENT_HEADS = 2
@@ -33,8 +32,6 @@ CALIBRATION = 256
 """Images, without their labels, on which the squeezed student is fitted."""
 MARK = ".shd-torch-demo"
 """In a folder that the demo made, which alone it clears."""
-SHOWN_DIGITS = (3, 8)
-"""Of which the first training image is in the picture of maps."""
 
 
 def run_demo(
@@ -92,7 +89,7 @@ def run_demo(
     title = "differences in points, paired by seed; an interval that contains 0 shows nothing"
     console.print(page.console_table(tables["gain"], title, "+.1f"))
 
-    _draw_maps(out, digits, teacher, results)
+    _draw_alphas(out)
     _draw_curves(out, results)
     lines = {f"teacher ({TEACHER_HEADS} heads, all labels)": accuracy, "squeezed start, untrained": start["accuracy"]}
     by_method = {method: [row for row in tables["accuracy"] if row["name"] == str(method)] for method in METHODS}
@@ -166,26 +163,9 @@ def _run(console: Console, program: str, *arguments: object) -> None:
         raise ShdError("export-failed", message)
 
 
-def _draw_maps(out: Path, digits: Digits, teacher: Any, outcomes: Sequence[Outcome]) -> None:
-    """Maps of the teacher, the cache and students of the first seed; and how the cache's maps were merged."""
+def _draw_alphas(out: Path) -> None:
+    """How the maps in the cache were merged."""
     reader = CacheReader(out / "cache")
-    shown = [("squeezed start, untrained", students.load_start(out, "squeezed", 0))]
-    for one in _of_middle_count(outcomes):
-        if one.seed == 0 and one.method.kd:
-            student = students.load_start(out, one.method.start, 0)
-            student.load_state_dict(one.state)
-            shown.append((str(one.method), student))
-    images, panels = [], []
-    for digit in SHOWN_DIGITS:
-        image = digits.train_images[int(np.flatnonzero(digits.train_labels == digit)[0])]
-        joined = SupervisedDataset([{"pixel_values": torch.from_numpy(image)}], reader)
-        _, supervision = joined.collate([joined[0]])
-        squeezed = (f"squeezed to {STUDENT_HEADS}", class_rows(supervision.decode()[-1][0]))
-        images.append(image[0])
-        panels.append([(f"teacher, {TEACHER_HEADS} heads", last_class_rows(teacher, image)), squeezed])
-        panels.append([(title, last_class_rows(model, image)) for title, model in shown])
-    page.draw_maps(images, panels, out / "maps.png")
-
     attention = reader.manifest.attention
     assert isinstance(attention, Maps)
     alphas = np.stack([attention.alphas(reader.read(key, layers=())) for key in reader])

@@ -21,7 +21,7 @@ from shd_torch.demo.page import COMPARISONS, render_page, summarise
 from shd_torch.demo.students import METHODS, Outcome
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "demo"
-PICTURES = ("accuracy", "maps", "alphas", "losses")
+PICTURES = ("accuracy", "alphas", "losses")
 
 
 @pytest.mark.slow
