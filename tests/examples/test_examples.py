@@ -52,8 +52,9 @@ pytestmark = [
 ]
 
 
-START = README[README.index("## From text") : README.index("## What it gains")]
-MAKE, START_COMMANDS = (block.splitlines() for block in re.findall(r"```bash\n(.*?)```", START, re.DOTALL))
+START = README[README.index("## From text") : README.index("## How it compares")]
+BLOCKS = re.findall(r"```bash\n(.*?)```", START, re.DOTALL)
+MAKE, START_COMMANDS = (re.sub(r" \\\n\s*", " ", block).splitlines() for block in BLOCKS)
 SETUP, *SNIPPETS = re.findall(r"test_examples.py -->\n```python\n(.*?)```", TRAINING, re.DOTALL)
 
 
