@@ -31,7 +31,7 @@ class CompressOptions:
         max_length: tokens that are kept of a text.
         budget: minutes of training, of all students together.
         candidates: students that are tried for each wish.
-        learning_rate: at its height; default: the task's.
+        learning_rate: of training, at its height; default: 5e-4.
         go_on: also where the teacher in int8 is fast enough.
         seed: of the division of the data and their order.
     """

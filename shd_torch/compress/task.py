@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Final, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -43,19 +43,21 @@ class Quality:
 
 
 class Task(ABC):
-    """A kind of model, and its measure.
+    """A kind of model and its measure; as it is, one that is taught by the teacher's logits.
 
     Attributes:
         NAME: of the kind.
         MEASURE: of the quality, in words.
-        LEARNING_RATE: of a student's training, at its height.
+        LOGITS: form in which the cache holds them.
+        HAS_LABELS: whether the student has a loss of its own, on the text.
+        FREEZES_EMBEDDINGS: of tokens: they cost a sixth of a step and change little.
     """
 
     NAME: ClassVar[str]
     MEASURE: ClassVar[str]
-    LEARNING_RATE: ClassVar[float] = 5e-4
+    LOGITS: ClassVar[str] = "none"
     HAS_LABELS: ClassVar[bool] = False
-    FREEZES_EMBEDDINGS: ClassVar[bool] = True  # of tokens: they cost a sixth of a step and change little
+    FREEZES_EMBEDDINGS: ClassVar[bool] = True
 
     @abstractmethod
     def summarise(self, output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
@@ -65,61 +67,21 @@ class Task(ABC):
     def compare(self, teacher: Tensor, student: Tensor) -> Quality:
         """Of the summaries of all batches."""
 
-    @abstractmethod
-    def targets(self, teacher_layers: int) -> PrecomputeOptions:
-        """What the cache holds of the teacher, without attention."""
+    def targets(self, num_layers: int) -> PrecomputeOptions:
+        """What the cache holds of a teacher with so many layers, without attention."""
+        return PrecomputeOptions(num_student_heads=0, form=NO_FORM, logits=self.LOGITS)
 
-    @abstractmethod
-    def terms(self, teacher_layers: int, student: nn.Module) -> dict[str, Any]:
+    def terms(self, num_layers: int, student: Any) -> dict[str, Any]:
         """Keywords of ``SHDTrainer``."""
+        return {"kd": KdTerm()}
 
 
-@dataclass(frozen=True)
-class SentenceEncoder(Task):
-    """A sentence-transformers folder."""
-
-    NAME: ClassVar[str] = "sentence encoder"
-    MEASURE: ClassVar[str] = "Spearman of cosines"
-
-    pooling: Pooling
-
-    def summarise(self, output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        """Embeddings ``(B, D)``."""
-        mask = batch["attention_mask"].bool()
-        return pool_states(output, mask, pooling=self.pooling.mode, normalize=self.pooling.normalize)
-
-    def compare(self, teacher: Tensor, student: Tensor) -> Quality:
-        """Rank correlation of the cosines of all pairs of texts, and shared neighbours."""
-        agreement = compare_embeddings(teacher, student)
-        if teacher.shape == student.shape:
-            loss = float(1 - nn.functional.cosine_similarity(teacher, student).mean())
-        else:
-            first, second = (nn.functional.normalize(side, dim=1) for side in (teacher, student))
-            loss = float((first @ first.T - second @ second.T).square().mean())
-        return Quality(agreement.spearman, loss, {"neighbours": agreement.neighbours})
-
-    def targets(self, teacher_layers: int) -> PrecomputeOptions:
-        """Embeddings and the last states."""
-        return _targets(embeddings=self.pooling, hidden=(teacher_layers,))
-
-    def terms(self, teacher_layers: int, student: nn.Module) -> dict[str, Any]:
-        """Both, where the widths are equal; else the cosines of pairs."""
-        own: Any = student
-        pairs = [(count_layers(own), teacher_layers)]
-        hidden = HiddenTerm(pairs, distance="normalized_mse")
-        return {"embeddings": EmbeddingTerm(distance="cosine", weight=SENTENCE_WEIGHT), "hidden": hidden}
-
-
-SENTENCE_WEIGHT: Final = 1.0
-"""Of the term on embeddings beside that on the last states."""
-
-
-@dataclass(frozen=True)
 class Decoder(Task):
-    """A causal language model."""
+    """A causal language model, which also learns from the text."""
 
     NAME: ClassVar[str] = "decoder"
     MEASURE: ClassVar[str] = "teacher's perplexity over the student's"
+    LOGITS: ClassVar[str] = "topk"
     HAS_LABELS: ClassVar[bool] = True
     FREEZES_EMBEDDINGS: ClassVar[bool] = False  # they may be the head too
 
@@ -135,21 +97,13 @@ class Decoder(Task):
         first, second = float(teacher.mean()), float(student.mean())
         return Quality(float(np.exp(first - second)), second, {"cross_entropy": second})
 
-    def targets(self, teacher_layers: int) -> PrecomputeOptions:
-        """The largest logits."""
-        return _targets(logits="topk")
 
-    def terms(self, teacher_layers: int, student: nn.Module) -> dict[str, Any]:
-        """On logits, beside the student's own loss."""
-        return {"kd": KdTerm()}
-
-
-@dataclass(frozen=True)
 class Classifier(Task):
     """A classifier of texts or images."""
 
     NAME: ClassVar[str] = "classifier"
     MEASURE: ClassVar[str] = "same class as the teacher"
+    LOGITS: ClassVar[str] = "float16"
 
     def summarise(self, output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         """Logits ``(B, C)``."""
@@ -162,16 +116,7 @@ class Classifier(Task):
         kl = float((first.exp() * (first - second)).sum(-1).mean())
         return Quality(agreement, kl, {"kl": kl})
 
-    def targets(self, teacher_layers: int) -> PrecomputeOptions:
-        """All logits."""
-        return _targets(logits="float16")
 
-    def terms(self, teacher_layers: int, student: nn.Module) -> dict[str, Any]:
-        """On logits alone."""
-        return {"kd": KdTerm()}
-
-
-@dataclass(frozen=True)
 class Encoder(Task):
     """A model without a head, whose states are read by something else."""
 
@@ -189,17 +134,43 @@ class Encoder(Task):
         error = float((teacher - student).square().mean() / teacher.square().mean())
         return Quality(cosine, error, {"relative_error": error})
 
-    def targets(self, teacher_layers: int) -> PrecomputeOptions:
+    def targets(self, num_layers: int) -> PrecomputeOptions:
         """The last states."""
-        return _targets(hidden=(teacher_layers,))
+        return replace(super().targets(num_layers), hidden=(num_layers,))
 
-    def terms(self, teacher_layers: int, student: nn.Module) -> dict[str, Any]:
+    def terms(self, num_layers: int, student: Any) -> dict[str, Any]:
         """On the last states."""
-        return {"hidden": HiddenTerm([(count_layers(student), teacher_layers)], distance="normalized_mse")}
+        pair = (int(student.config.num_hidden_layers), num_layers)
+        return {"hidden": HiddenTerm([pair], distance="normalized_mse")}
 
 
-def _targets(**options: Any) -> PrecomputeOptions:
-    return PrecomputeOptions(num_student_heads=0, form=NO_FORM, **options)
+@dataclass(frozen=True)
+class SentenceEncoder(Encoder):
+    """A sentence-transformers folder."""
+
+    NAME: ClassVar[str] = "sentence encoder"
+    MEASURE: ClassVar[str] = "Spearman of cosines"
+
+    pooling: Pooling
+
+    def summarise(self, output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """Embeddings ``(B, D)``."""
+        mask = batch["attention_mask"].bool()
+        return pool_states(output, mask, pooling=self.pooling.mode, normalize=self.pooling.normalize)
+
+    def compare(self, teacher: Tensor, student: Tensor) -> Quality:
+        """Rank correlation of the cosines of all pairs of texts, and shared neighbours."""
+        agreement = compare_embeddings(teacher, student)
+        loss = float(1 - nn.functional.cosine_similarity(teacher, student).mean())
+        return Quality(agreement.spearman, loss, {"neighbours": agreement.neighbours})
+
+    def targets(self, num_layers: int) -> PrecomputeOptions:
+        """Embeddings too."""
+        return replace(super().targets(num_layers), embeddings=self.pooling)
+
+    def terms(self, num_layers: int, student: Any) -> dict[str, Any]:
+        """On both."""
+        return {"embeddings": EmbeddingTerm()} | super().terms(num_layers, student)
 
 
 def find_task(folder: Path, model: Any) -> Task:
@@ -223,11 +194,6 @@ def find_task(folder: Path, model: Any) -> Task:
         return Encoder()
     rule = "teacher must be a sentence encoder, a decoder, a classifier, or a model without a head"
     raise ShdError("shrink-unsupported", f"{rule}; got {name}: compress its base model, and train the head after")
-
-
-def count_layers(model: Any) -> int:
-    """How many layers a model has."""
-    return int(model.config.num_hidden_layers)
 
 
 class Judge:

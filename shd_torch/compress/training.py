@@ -24,6 +24,7 @@ from shd_torch.data import SupervisedDataset
 from shd_torch.training.trainer import SHDTrainer
 
 BATCH: Final = 32
+LEARNING_RATE: Final = 5e-4
 BETA: Final = 0.02
 """Weight of SHD where it is tried."""
 _CHECKPOINTS: Final = 20
@@ -40,7 +41,7 @@ class Lesson:
         steps: of 32 samples.
         seed: of the order of samples.
         half: whether products are computed in bfloat16.
-        learning_rate: at its height; None for the task's.
+        learning_rate: at its height; None for ``LEARNING_RATE``.
         shd: whether the cache has merged maps, which are a term.
     """
 
@@ -97,7 +98,7 @@ def train(
         str(folder),
         max_steps=steps,
         per_device_train_batch_size=BATCH,
-        learning_rate=lesson.learning_rate or task.LEARNING_RATE,
+        learning_rate=lesson.learning_rate or LEARNING_RATE,
         lr_scheduler_type="linear",
         warmup_steps=min(100, steps // 10),
         weight_decay=0.01,
