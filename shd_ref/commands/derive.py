@@ -258,7 +258,9 @@ def _parameter(name: str, hint: Any, default: Any, readers: dict[str, Callable[[
         )
         # Nothing said is no value where the default is no value, and nothing where the default is nothing.
         readers[name] = reader if isinstance(default, tuple) else lambda text: None if text is None else reader(text)
-        metavar = metavar or ("N,..." if get_args(kind)[0] is int else f"{name.upper()},...")
+        metavar = metavar or (
+            f"{_PLAIN[get_args(kind)[0]]},..." if get_args(kind)[0] in (int, float) else f"{name.upper()},..."
+        )
         if isinstance(default, tuple):
             optional, default = optional or not default, ",".join(map(str, default)) or None
         kind = str
@@ -315,6 +317,12 @@ def read_list(
             message = f"{option} must be numbers from {least}, separated by commas: 4,6; got {text!r}"
             raise ShdError("argument-value", message)
         return tuple(int(word) for word in parts)
+    if kind is float:
+        try:
+            return tuple(map(float, parts))
+        except ValueError:
+            message = f"{option} must be numbers, separated by commas: 4,6.5; got {text!r}"
+            raise ShdError("argument-value", message) from None
     if not set(parts) <= set(choices):
         message = f"{option} must be one or several of {', '.join(choices)}, separated by commas; got {text!r}"
         raise ShdError("argument-value", message)

@@ -90,14 +90,14 @@ def count_bytes(graph: Path) -> int:
     return sum(file.stat().st_size for file in graph.parent.glob(f"{graph.name}*"))
 
 
-def write_graphs(model: Any, path: Path, *, int8: bool) -> Path:
-    """A student as it is deployed; the graph that is timed."""
+def write_graphs(model: Any, path: Path, *, int8: bool) -> dict[str, Path]:
+    """A model as it is deployed: ``float``, and ``int8`` if asked for, the last being the one to run."""
     export_student(model, example_inputs(model), path)
     if not int8:
-        return path
+        return {"float": path}
     quantised = path.with_suffix(".int8.onnx")
     quantize_graph(path, quantised)
-    return quantised
+    return {"float": path, "int8": quantised}
 
 
 def random_student(teacher: Any, family: Family, design: Design, space: Space) -> Any:
@@ -135,7 +135,7 @@ def measure_costs(
     for number, (name, design) in enumerate(designs.items()):
         progress(number, len(designs), "graphs to time are written")
         student = random_student(teacher, family, design, space)
-        graphs[name] = write_graphs(student, folder / f"{number}.onnx", int8=setting.int8)
+        *_, graphs[name] = write_graphs(student, folder / f"{number}.onnx", int8=setting.int8).values()
     return fit_costs(setting.price(graphs, progress), designs, space)
 
 

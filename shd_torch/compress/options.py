@@ -5,51 +5,53 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 from shd_ref.errors import ShdError
 from shd_ref.integers import check_integer, check_number
-from shd_torch.compress.costs import Costs
+from shd_ref.teacher.options import Shown
+
+if TYPE_CHECKING:
+    from shd_torch.compress.costs import Costs
 
 FASTEST: Final = "fastest"
 """The name of the wish where only a quality is asked for."""
 
 
+WISHES, RUNNING, LOOKING = "What is wanted", "How it will be run", "How long to look"
+
+
 @dataclass(frozen=True)
 class CompressOptions:
-    """What is wanted of a student, and how long to look for it.
+    """What is wanted of a student, and how long to look for it; beyond what annotations say:
 
     Attributes:
-        faster: times faster than the teacher with fused attention, at every setting; several for a front.
-        ms: milliseconds of a run; then there must be one setting.
-        mb: megabytes of the graph with its weights.
-        at_least: quality, 1 being the teacher's; alone: the fastest student that keeps it.
-        batch: samples per run.
-        length: tokens per sample; left out for images.
-        threads: of onnxruntime.
+        faster: at every setting, relative to the teacher with fused attention.
+        at_least: 1 is the teacher's.
         int8: deploy products in int8.
-        max_length: tokens that are kept of a text.
-        budget: minutes of training, of all students together.
-        candidates: students that are tried for each wish.
-        learning_rate: of training, at its height; default: 5e-4.
         go_on: also where the teacher in int8 is fast enough.
-        seed: of the division of the data and their order.
     """
 
-    faster: tuple[float, ...] = ()
-    ms: tuple[float, ...] = ()
-    mb: tuple[float, ...] = ()
-    at_least: float | None = None
-    batch: tuple[int, ...] = (1, 32)
-    length: tuple[int, ...] = (64,)
-    threads: int = 1
+    faster: Annotated[
+        tuple[float, ...], Shown("Times faster than the teacher: 4, or several for a front: 3,4,6.", WISHES)
+    ] = ()
+    ms: Annotated[tuple[float, ...], Shown("Milliseconds of a run, with one batch and length.", WISHES)] = ()
+    mb: Annotated[tuple[float, ...], Shown("Megabytes of the graph with its weights.", WISHES)] = ()
+    at_least: Annotated[
+        float | None, Shown("Quality to keep, 1 being the teacher; alone: the fastest student that keeps it.", WISHES)
+    ] = None
+    batch: Annotated[tuple[int, ...], Shown("Samples per run; a target must hold for each.", RUNNING)] = (1, 32)
+    length: Annotated[tuple[int, ...], Shown("Tokens per sample; not for images.", RUNNING)] = (64,)
+    threads: Annotated[int, Shown("Threads of onnxruntime.", RUNNING, least=1)] = 1
+    max_length: Annotated[
+        int | None, Shown("Tokens to keep of a text. Default: as the tokenizer's file says.", RUNNING, least=1)
+    ] = None
+    budget: Annotated[float, Shown("Minutes of training, of all students together, above 0.", LOOKING)] = 30.0
+    candidates: Annotated[int, Shown("Students to try for each target.", LOOKING, least=1)] = 4
+    learning_rate: Annotated[float, Shown("Of training, at its height, above 0.", LOOKING)] = 5e-4
+    seed: Annotated[int, Shown("Seed for the division of the data and their order.", LOOKING, least=0)] = 0
     int8: bool = True
-    max_length: int | None = None
-    budget: float = 30.0
-    candidates: int = 4
-    learning_rate: float | None = None
     go_on: bool = False
-    seed: int = 0
 
     def __post_init__(self) -> None:
         targets = list(self.targets())
@@ -65,7 +67,8 @@ class CompressOptions:
             raise ShdError("argument-value", f"{rule}; got batch {self.batch} and length {self.length}")
         if self.at_least is not None and not 0 < self.at_least <= 1:
             raise ShdError("argument-value", f"at_least must lie in (0, 1], 1 being the teacher; got {self.at_least}")
-        check_number("budget", self.budget, "", above=0)
+        for name in ("budget", "learning_rate"):
+            check_number(name, getattr(self, name), "", above=0)
         for name, count in (("candidates", self.candidates), ("threads", self.threads)):
             check_integer(name, count, 1, None, "")
 

@@ -42,11 +42,13 @@ class Space:
         """The teacher."""
         return self.uniform(self.heads[0], self.neurons[0])
 
-    def uniform(self, heads: int, neurons: int, layers: int | None = None) -> Design:
+    def uniform(self, heads: int, neurons: int, layers: int | None = None, attending: int = 0) -> Design:
         """A student with the same sizes in all layers, or in the first so many; one layer keeps its attention."""
         count = self.num_layers if layers is None else layers
-        by_layer = (self.heads[0], *(heads,) * (count - 1)) if heads == NONE else (heads,) * count
-        return Design(tuple(range(count)), by_layer, (neurons,) * count)
+        by_layer = [heads] * count
+        if heads == NONE:
+            by_layer[attending] = self.heads[0]
+        return Design(tuple(range(count)), tuple(by_layer), (neurons,) * count)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.utils.data import Sampler
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -24,7 +23,6 @@ from shd_torch.data import SupervisedDataset
 from shd_torch.training.trainer import SHDTrainer
 
 BATCH: Final = 32
-LEARNING_RATE: Final = 5e-4
 BETA: Final = 0.02
 """Weight of SHD where it is tried."""
 _CHECKPOINTS: Final = 20
@@ -41,7 +39,7 @@ class Lesson:
         steps: of 32 samples.
         seed: of the order of samples.
         half: whether products are computed in bfloat16.
-        learning_rate: at its height; None for ``LEARNING_RATE``.
+        learning_rate: at its height.
         shd: whether the cache has merged maps, which are a term.
     """
 
@@ -50,7 +48,7 @@ class Lesson:
     steps: int
     seed: int
     half: bool
-    learning_rate: float | None = None
+    learning_rate: float
     shd: bool = False
 
 
@@ -98,7 +96,7 @@ def train(
         str(folder),
         max_steps=steps,
         per_device_train_batch_size=BATCH,
-        learning_rate=lesson.learning_rate or LEARNING_RATE,
+        learning_rate=lesson.learning_rate,
         lr_scheduler_type="linear",
         warmup_steps=min(100, steps // 10),
         weight_decay=0.01,
@@ -145,19 +143,6 @@ def _prepare(task: Task, student: Any) -> list[tuple[nn.Dropout, float]]:
     return dropouts
 
 
-class _Order(Sampler[int]):
-    """Indices in a fixed order."""
-
-    def __init__(self, order: Sequence[int]) -> None:
-        self._order = order
-
-    def __iter__(self) -> Any:
-        return iter(self._order)
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-
 class _Trainer(SHDTrainer):
     """Takes samples in a given order, the whole run as one epoch."""
 
@@ -165,8 +150,8 @@ class _Trainer(SHDTrainer):
         self._order = order
         super().__init__(*args, **kwargs)
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
-        return _Order(self._order)
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return self._order
 
 
 class _Pace(TrainerCallback):

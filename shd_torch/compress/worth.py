@@ -113,7 +113,7 @@ def measure_worths(
     for part, count, design in options:
         works = [work_of(design)]
         if count == NONE and part == "heads":  # some layer must attend: the first is weighed where the last does
-            works.append(work_of(_attend_last(design, space)))
+            works.append(work_of(space.uniform(count, whole.neurons[0], attending=-1)))
         for number in range(space.num_layers):
             work = works[-1] if number == 0 else works[0]
             rises[part, number, count] = read(number, [remake(work, number, number + 1)])
@@ -131,10 +131,6 @@ def measure_worths(
         neurons=_table(rises, "neurons", space.neurons, space.num_layers),
         layers=skipped,
     )
-
-
-def _attend_last(design: Design, space: Space) -> Design:
-    return Design(design.kept, (*(NONE,) * (space.num_layers - 1), space.heads[0]), design.neurons)
 
 
 def _table(

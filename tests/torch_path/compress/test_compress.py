@@ -202,7 +202,7 @@ def test_pixels_without_int8(tmp_path: Path) -> None:
     """One layer with one head, of which only neurons can be cut: the smallest search."""
     teacher, data = write_teacher(tmp_path, "vit", num_hidden_layers=1, num_attention_heads=1)
     options = CompressOptions(mb=(0.0247,), batch=(1,), budget=0.001, candidates=1, int8=False)
-    document = compress(teacher, data, options, out=tmp_path / "student").document
+    document = compress(teacher, data, options, out=tmp_path / "student")
     (student,) = document["students"]
     assert student["bytes"]["float"] <= 24_700
     assert student["chosen"]["design"]["kept"] == [0]
@@ -241,7 +241,7 @@ def test_a_classifier_killed_and_resumed(tmp_path: Path) -> None:
     assert not {"parts are weighed", "graphs to time are written", "candidates are exported"} & set(told)
     assert not (tmp_path / ".student.part").exists()
     document = check_result(tmp_path / "student", data)
-    assert document["students"] == json.loads(json.dumps(made.document["students"]))
+    assert document["students"] == json.loads(json.dumps(made["students"]))
     assert document["task"] == "classifier"
     words = ("--data", str(data), "--faster", "1000", "--batch", "1", "--length", "8", "--go-on")
     result = typer_testing.CliRunner().invoke(
