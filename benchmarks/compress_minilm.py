@@ -1,7 +1,7 @@
 """What does ``shd-torch compress`` make of all-MiniLM-L6-v2, and what is it worth beside the teacher in int8?
 
 Texts: sentences of WikiText-2 valid and of dolly, without labels. Judged on 500 sentences of WikiText-2 test, and on
-500 first lines of docstrings of Python's standard library, a domain that the student never saw. The teacher in int8 is
+500 first lines of docstrings of Python's standard library, which the student never saw. The teacher in int8 is
 timed in the same turns. Everything is one command; the folder that it writes is judged again as a user would, by
 sentence-transformers and by a loop over onnxruntime.
 
