@@ -66,17 +66,17 @@ def loss_of(way: str, scorer: list[Tensor], teacher: Factored) -> Tensor:
 def measure_time(length: int, rounds: int) -> dict[str, dict[str, float]]:
     """Medians of processor time and of the rounds' ratios to whole maps."""
     scorer, teacher = make_inputs(length)
-    rounds: list[dict[str, float]] = []
+    seconds: list[dict[str, float]] = []
     for _ in range(rounds + 1):
-        rounds.append({})
+        seconds.append({})
         for way in MEMORY:
             started = time.process_time()
             loss_of(way, scorer, teacher).backward()
-            rounds[-1][way] = time.process_time() - started
+            seconds[-1][way] = time.process_time() - started
     return {
         way: {
-            "seconds": round(statistics.median(times[way] for times in rounds[1:]), 3),
-            "ratio": round(statistics.median(times[way] / times["maps"] for times in rounds[1:]), 3),
+            "seconds": round(statistics.median(times[way] for times in seconds[1:]), 3),
+            "ratio": round(statistics.median(times[way] / times["maps"] for times in seconds[1:]), 3),
         }
         for way in MEMORY
     }
