@@ -69,6 +69,13 @@ def docs(session: nox.Session) -> None:
     session.run("mkdocs", "build", "--strict", *session.posargs, env={"NO_MKDOCS_2_WARNING": "1"})
 
 
+@nox.session
+def figures(session: nox.Session) -> None:
+    """Figures in README and docs against the JSON of the benchmarks; ``tests`` runs it too."""
+    install(session, "numpy", "scipy", "pytest")
+    session.run("pytest", "-q", "--noconftest", "tests/benchmarks/test_figures.py", *session.posargs)
+
+
 FILES = {
     "teacher": ("opening/test_load", "graph/test_find", "graph/test_projection", "precompute/test_factored"),
     "torch_path": (*("maps/test_parity", "supervision/test_coded"), *("capture/test_capture", "capture/test_taps")),

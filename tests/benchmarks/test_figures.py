@@ -1,0 +1,599 @@
+"""Figures in README and docs are those of the JSON beside the benchmarks.
+
+Each function below makes sentences or table rows from the JSON; the page that it names must hold them word for word,
+however they are wrapped. Change the page when a benchmark was run again, or this file when a sentence was rewritten.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from decimal import ROUND_HALF_UP, Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+stats = pytest.importorskip("scipy.stats", reason="intervals need scipy")
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+SEEDS = range(3)
+PAGES: dict[str, list[Callable[[], Iterator[str]]]] = {}
+
+
+def on(page: str) -> Callable[[Callable[[], Iterator[str]]], Callable[[], Iterator[str]]]:
+    """Register a function that yields what a page must say."""
+
+    def register(function: Callable[[], Iterator[str]]) -> Callable[[], Iterator[str]]:
+        PAGES.setdefault(page, []).append(function)
+        return function
+
+    return register
+
+
+@functools.cache
+def load(name: str) -> Any:
+    return json.loads((BENCHMARKS / name).read_text(encoding="utf-8"))
+
+
+def n(value: float, digits: int = 0, *, sign: bool = False, bare: bool = False) -> str:
+    """A figure as pages write it: rounded half up; ``bare`` leaves out the 0 before the point."""
+    # Twelve digits first: means of binary numbers are a little beside the decimal that they stand for.
+    rounded = Decimal(f"{value:.12g}").quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP)
+    text = f"{rounded:+,}" if sign else f"{rounded:,}"
+    return re.sub(r"^([+-]?)0\.", r"\1.", text) if bare else text
+
+
+def half(values: Sequence[float] | Any) -> float:
+    """Half the width of a mean's 95% t interval."""
+    return float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))
+
+
+def pm(values: Sequence[float] | Any, digits: int, *, sign: bool = False, bare: bool = False) -> str:
+    """Mean and interval, ``+0.109 ± 0.042``."""
+    return f"{n(np.mean(values), digits, sign=sign, bare=bare)} ± {n(half(values), digits, bare=bare)}"
+
+
+# 1,000 steps on stories: benchmarks/shrink/training.json
+
+
+def steps(start: str, shd: bool, mark: int, width: int = 64) -> Any:
+    runs = load("shrink/training.json")["runs"]
+    return np.array([runs[f"width {width} start={start} shd={shd} seed={seed}"][str(mark)] for seed in SEEDS])
+
+
+def shd_gain(start: str, mark: int = 1000, width: int = 64) -> Any:
+    return steps(start, False, mark, width) - steps(start, True, mark, width)
+
+
+SQUEEZED, KEPT = "closed form, aligned", "kept heads"
+
+
+def end(start: str, shd: bool) -> str:
+    return n(steps(start, shd, 1000).mean(), 3)
+
+
+@on("README.md")
+def readme_stories() -> Iterator[str]:
+    yield f"the teacher has {n(load('shrink/start.json')['teacher'], 3)}:"
+    random, squeezed = (pm(shd_gain(start), 3) for start in ("random", SQUEEZED))
+    yield f"| random weights | {end('random', False)} | **{end('random', True)}** | {random} |"
+    kd, shd = (end(SQUEEZED, shd) for shd in (False, True))
+    yield f"| teacher's weights, merged and aligned | **{kd}** | {shd} | {squeezed} |"
+
+
+@on("docs/results.md")
+def results_stories() -> Iterator[str]:
+    yield f"(`benchmarks/shrink/training.py`); the teacher has {n(load('shrink/start.json')['teacher'], 3)}:"
+    for start, row in {
+        "random": "| random weights | {} | {} | **{}** | {} |",
+        KEPT: "| kept heads, not aligned | {} | {} | {} | {} |",
+        SQUEEZED: "| squeezed and aligned | {} | **{}** | {} | {} |",
+    }.items():
+        before = n(steps(start, False, 0).mean(), 3)
+        yield row.format(before, end(start, False), end(start, True), pm(shd_gain(start), 3, sign=True))
+    start_gain = steps("random", False, 1000) - steps(SQUEEZED, False, 1000)
+    yield f"The start from the teacher gives {pm(start_gain, 3)} nats with KD alone."
+    harms = [pm(-shd_gain(SQUEEZED, mark), 4) for mark in (200, 700)]
+    yield f"by {harms[0]} nats after 200 steps and {harms[1]} after 700"
+
+
+@on("docs/choose.md")
+def choose_stories() -> Iterator[str]:
+    start_gain = steps("random", False, 1000) - steps(SQUEEZED, False, 1000)
+    yield f"is {pm(start_gain, 3, bare=True)} nats better than one from random weights. SHD adds"
+    yield f"SHD adds {pm(shd_gain('random'), 3, bare=True)} nats to the random one"
+    for start, name in {
+        SQUEEZED: "closed form, aligned",
+        KEPT: "kept heads, not aligned",
+        "random": "random",
+    }.items():
+        yield f"| {name} | {n(steps(start, False, 0).mean(), 3)} | {end(start, False)} | {end(start, True)} |"
+    kept = load("shrink/start.json")["runs"]["4 heads, layers 0, 2, 4: kept heads, aligned"]
+    yield f"(kept heads, aligned, start at {n(kept, 3)})"
+
+
+@on("docs/faq.md")
+def faq_stories() -> Iterator[str]:
+    yield f"often: {pm(shd_gain('random'), 3, bare=True)} nats over KD alone on a small language model after 1,000"
+
+
+@on("docs/shrink.md")
+def shrink_training() -> Iterator[str]:
+    for width, (start, name) in itertools.product(
+        (64, 48), {SQUEEZED: SQUEEZED, KEPT: "kept heads, not aligned", "random": "random"}.items()
+    ):
+        marks = [
+            " / ".join(n(steps(start, shd, mark, width).mean(), 3) for shd in (False, True))
+            for mark in (25, 100, 200, 400, 700, 1000)
+        ]
+        cells = [n(steps(start, False, 0, width).mean(), 3), *marks, pm(shd_gain(start, 1000, width), 3, sign=True)]
+        yield f"| width {width}, {name} | 3 | {' | '.join(cells)} |"
+    harms = [pm(-shd_gain(SQUEEZED, mark), 4) for mark in (200, 700)]
+    yield f"at width 64 it harmed by {harms[0]} nats after 200 steps and {harms[1]} after 700"
+    gains = [pm(shd_gain(KEPT, mark), 3) for mark in (100, 1000)]
+    yield f"from kept heads it gained {gains[0]} after 100 steps and {gains[1]} at the end"
+    leads = [
+        steps("random", True, 1000, width) - steps(SQUEEZED, False, 1000, width) for width in (64, 48)
+    ]  # with KD alone, against KD and SHD
+    yield f"still better, by {n(leads[0].mean(), 2)} nats at width 64 and {n(leads[1].mean(), 2)} at width 48"
+
+
+@on("docs/shrink.md")
+def shrink_starts() -> Iterator[str]:
+    file = load("shrink/start.json")
+    yield f"The teacher's is {n(file['teacher'], 3)}."
+
+    def cell(size: str, start: str) -> str:
+        return n(file["runs"][f"{size}: {start}"], 3)
+
+    whole = ("closed form", SQUEEZED, "kept heads", "kept heads, aligned", "mean pooling", "random")
+    for size, name in {
+        "8 -> 4 heads": "8 -> 4 heads",
+        "8 -> 2 heads": "8 -> 2 heads",
+        "4 heads, layers 0, 2, 4": "4 heads, layers 0, 2, 4",
+        "4 heads, width 48": "4 heads, width 48",
+        "4 heads, width 32": "4 heads, width 32",
+    }.items():
+        first, best, *others = (cell(size, start) for start in whole)
+        yield f"| {name} | {first} | **{best}** | {' | '.join(others)} |"
+    layers = [cell("layers 0, 2, 4", start) for start in ("closed form", SQUEEZED, "random")]
+    yield f"| every second layer (0, 2, 4) | {layers[0]} | **{layers[1]}** | | | | {layers[2]} |"
+
+
+@on("docs/shrink.md")
+def shrink_models() -> Iterator[str]:
+    runs = load("shrink/models.json")["runs"]
+    for size in (
+        "MiniLM, 12 -> 6 heads",
+        "MiniLM, 12 -> 4 heads",
+        "ViT-S, 6 -> 3 heads of 64",
+        "ViT-S, 6 -> 3 heads of 128",
+    ):
+        starts = ("closed form", SQUEEZED, "kept heads", "kept heads, aligned", "mean pooling")
+        values = [runs[f"{size}: {start}"] for start in starts]
+        best = min(range(len(values)), key=lambda place: values[place]["output"])
+        outputs = [n(value["output"], 3) for value in values]
+        outputs[best] = f"**{outputs[best]}**"
+        cells = [f"{output} ({n(value['tokens'], 3)})" for output, value in zip(outputs, values, strict=True)]
+        yield f"| {size} | {' | '.join(cells)} | {n(values[0]['speed'], 2)} |"
+
+
+@on("docs/shrink.md")
+def shrink_depth() -> Iterator[str]:
+    file = load("shrink/depth.json")
+    runs, marks = file["runs"], ("0", "25", "100", "200")
+    chosen = file["students"]["chosen"]["2"]
+    names = {"layers": "layers 0, 3, 4, 5", "parts": "no attention in 1, 2, 3"}
+    for kind, terms in itertools.product(names, ("CE", "CE + KD", "CE + KD + SHD")):
+        means = [
+            np.mean([runs[f"{kind} as fast as 4 layers, {terms}, seed {s}"][mark] for s in SEEDS]) for mark in marks
+        ]
+        cells = [n(mean, 3) for mean in means]
+        if (kind, terms) == ("layers", "CE + KD + SHD"):
+            cells[-1] = f"**{cells[-1]}**"
+        head = f"| {names[kind]} | {n(chosen[kind]['latency'], 2)} | {n(chosen[kind]['flops'], 2)} |"
+        yield f"{head if terms == 'CE' else '| | | |'} {terms} | {' | '.join(cells)} |"
+
+
+# 400 steps on stories: benchmarks/stories_distillation.json
+
+
+def distilled(heads: int, source: str, beta: float) -> Any:
+    runs = load("stories_distillation.json")["runs"]
+    names = [f"heads={heads} source={source} beta={beta:g} compiled=False seed={seed}" for seed in SEEDS]
+    return np.array([runs[name]["valid_loss"] for name in names])
+
+
+def distilled_gain(heads: int, beta: float) -> Any:
+    return distilled(heads, "none", 0) - distilled(heads, "cache", beta)
+
+
+@on("docs/results.md")
+def results_distillation() -> Iterator[str]:
+    for heads in (4, 2):
+        kd, shd, live = (
+            n(distilled(heads, source, beta).mean(), 3)
+            for source, beta in (("none", 0), ("cache", 0.02), ("live", 0.02))
+        )
+        yield f"| {heads} heads | {kd} | **{shd}** | {pm(distilled_gain(heads, 0.02), 3, sign=True)} | {live} |"
+    four, two = ([pm(distilled_gain(heads, beta), 2) for beta in (0.1, 0.004)] for heads in (4, 2))
+    yield f"0.1 and 0.004 gain {four[0]} and {four[1]} with 4 heads, {two[0]} and {two[1]} with 2."
+
+
+@on("docs/choose.md")
+def choose_distillation() -> Iterator[str]:
+    cache, live = (n(distilled(4, source, 0.02).mean(), 3) for source in ("cache", "live"))
+    yield f"reach {cache} nats from a cache and {live} from a live teacher"
+    for beta in (0.1, 0.02, 0.004):
+        bold = "**" if beta == 0.02 else ""
+        cells = [f"{bold}{pm(distilled_gain(heads, beta), 2)}{bold}" for heads in (4, 2)]
+        yield f"| {beta:g} | {cells[0]} | {cells[1]} |"
+
+
+# The study: benchmarks/study/results/*.csv and runs.jsonl
+
+
+@functools.cache
+def rows(task: str) -> list[dict[str, str]]:
+    with (BENCHMARKS / "study" / "results" / f"{task}.csv").open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def row(task: str, part: str, label: str) -> dict[str, str]:
+    (one,) = (row for row in rows(task) if (row["part"], row["label"]) == (part, label))
+    return one
+
+
+def gain(task: str, part: str, label: str, digits: int, *, column: str = "gain", **form: bool) -> str:
+    """A gain with its interval, in points where the figure is a share."""
+    one = row(task, part, label)
+    scale = 100 if one["metric"] in ("accuracy", "rouge_l") else 1
+    value, interval = scale * float(one[column]), scale * float(one[f"{column}_interval"])
+    return f"{n(value, digits, **form)} ± {n(interval, digits, bare=form.get('bare', False))}"
+
+
+@functools.cache
+def runs_of_study() -> list[dict[str, Any]]:
+    text = (BENCHMARKS / "study" / "results" / "runs.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def measured(task: str, metric: str, **options: Any) -> Any:
+    """By seed, of the arm that has these options and is plain otherwise."""
+    plain: dict[str, Any] = {"plan": "progressive", "alpha_per": "map", "temperature": 1.0, "start": "random"}
+    plain |= {"steps": 150, "heads": 4, "teachers": 1} if task == "language" else {}
+    plain |= {"labels": 100, "layer_scale": True} if task == "images" else {}
+    wanted = plain | {"base": "kd"} | options
+    by_seed = {
+        run["seed"]: run[f"test_{metric}"]
+        for run in runs_of_study()
+        if run["task"] == task
+        and run["settings"].get("corpus") in (None, "stories")
+        and all(run["options"].get(name, value) == value for name, value in wanted.items())
+    }
+    return np.array([by_seed[seed] for seed in SEEDS])
+
+
+BASE, SHD = {"method": "base"}, {"method": "shd", "beta": 0.1}
+
+
+@on("docs/study.md")
+def study_answers() -> Iterator[str]:
+    kd, shd = (
+        n(100 * float(row("images", "beta", label)["test"]), 1) for label in ("base loss alone", "SHD, beta 0.1")
+    )
+    yield f"from random weights reaches {kd}% and KD + SHD {shd}%, where the teacher"
+    (teacher,) = {run["teacher_accuracy"] for run in runs_of_study() if run["task"] == "images"}
+    yield f"where the teacher has {n(100 * teacher, 1)}%; with the ViT-S"
+    vit = [float(row("vit_s", "table4", label)["test"]) for label in ("base loss alone", "SHD, beta 0.1")]
+    yield f"ViT-S {n(100 * vit[0], 1)}% and {n(100 * vit[1], 1)}%, where its linear probe has"
+    labels = "SHD, beta 0.1"
+    yield (
+        f"yes, {gain('images', 'beta', labels, 0)} points with 100 labels, "
+        f"{gain('images', 'labels', labels, 0)} with 1,000; "
+        f"{gain('images', 'table4', 'SHD, beta 0.1, base ce', 0)} with cross entropy only, "
+        f"{gain('images', 'table4', 'SHD, beta 0.1, base vitkd_nkd', 0)} with ViTKD + NKD."
+    )
+    yield f"pretrained ViT-S: {gain('vit_s', 'table4', labels, 1)} points, far below"
+    text, heads = (gain("language", part, labels, 3, bare=True) for part in ("text", "heads"))
+    yield f"yes on bytes of WikiText-2 ({text} nats) and with 2 heads ({heads})"
+    yield f"Instructions: not significant (Rouge-L {gain('instructions', 'kd', labels, 1, sign=True)}"
+    yield f"nor with MiniLLM ({gain('instructions', 'minillm', labels, 2, sign=True, bare=True)} in 40"
+    length, longer = (gain("language", part, labels, 3, bare=True) for part in ("length", "longer"))
+    yield f"yes: {length} nats after 600 steps (six seeds)"
+    yield f"and {longer} after 2,000"
+    yield f"{pm(shd_gain('random'), 3, bare=True)} after 1,000"
+    yield f"| {gain('language', 'teachers', 'SHD, beta 1', 2, bare=True)} nats at beta 1; not significant at .1"
+
+
+@on("docs/study.md")
+def study_starts() -> Iterator[str]:
+    squeezed = gain("language", "start", "SHD, beta 0.1, start squeezed", 3, bare=True)
+    yield f"beta .1 harms by {squeezed.removeprefix('-')} nats"
+    assert row("language", "start", "SHD, beta 0.02, start squeezed")["gain"] == "nan"  # withdrawn
+    harms = [pm(-shd_gain(SQUEEZED, mark), 4, bare=True) for mark in (200, 700)]
+    yield f"harm on the way ({harms[0]} after 200 steps, {harms[1]} after 700)"
+    yield f"nothing significant at the end ({pm(shd_gain(SQUEEZED), 3, bare=True)})"
+    kept = gain("language", "start", "SHD, beta 0.02, start unaligned kept", 3, bare=True)
+    yield f"unaligned kept heads gain {kept} here and {pm(shd_gain(KEPT), 3, bare=True)} there"
+    digits = [
+        gain("images", "start", f"SHD, beta 0.1, start {start}", 1, sign=True)
+        for start in ("squeezed", "unaligned kept")
+    ]
+    yield f"Digits: not significant, {digits[0]} points (unaligned kept heads {digits[1]})"
+    loss = measured("instructions", "loss", start="squeezed", **BASE) - measured(
+        "instructions", "loss", start="squeezed", **SHD
+    )
+    yield f"Instructions: not significant, {pm(loss, 3, bare=True)} nats"
+    label = "SHD, beta 0.1, start squeezed"
+    yield f"Generation: {gain('generation', 'start', label, 2, bare=True)} of Frechet distance"
+    nats = measured("vit_s", "loss", start="squeezed", **BASE) - measured("vit_s", "loss", start="squeezed", **SHD)
+    vit = gain("vit_s", "start", "SHD, beta 0.1", 1)
+    ends = [n(100 * measured("vit_s", "accuracy", start="squeezed", **arm).mean(), 1) for arm in (BASE, SHD)]
+    yield f"ViT-S: {vit} points ({pm(nats, 3, bare=True)} nats), from {ends[0]} to {ends[1]}% where"
+    stories = steps("random", True, 1000) - steps(SQUEEZED, False, 1000)
+    images = measured("images", "accuracy", start="squeezed", **BASE) - measured("images", "accuracy", **SHD)
+    yield f"{pm(stories, 3, bare=True)} nats below a random one with KD + SHD,"
+    yield f"and on digits {pm(100 * images, 0)} points above"
+    unaligned = {"start": "unaligned kept"}
+    early, late, answers = (
+        measured("language", "loss", **unaligned, **BASE) - measured("language", "loss", start="squeezed", **BASE),
+        steps(KEPT, False, 1000) - steps(SQUEEZED, False, 1000),
+        measured("instructions", "loss", **unaligned, **BASE)
+        - measured("instructions", "loss", start="squeezed", **BASE),
+    )
+    yield f"by {pm(early, 3, bare=True)} nats on stories after 150 steps, {pm(late, 3, bare=True)} after 1,000, and"
+    yield f"and {pm(answers, 3, bare=True)} on instructions"
+    alone, with_shd = (
+        100
+        * (
+            measured("images", "accuracy", **unaligned, **arm)
+            - measured("images", "accuracy", start="squeezed", **arm)
+        )
+        for arm in (BASE, SHD)
+    )
+    yield f"with KD alone ({pm(-alone, 1, bare=True)} points), and with SHD"
+    yield f"with SHD unaligned kept heads end {pm(with_shd, 1)} points higher"
+    starts = load("shrink/start.json")["runs"]
+    both = [starts[f"4 heads, layers 0, 2, 4: {name}"] for name in (SQUEEZED, "kept heads, aligned")]
+    yield f"merging is worth [{n(both[1] - both[0], 3, bare=True)} nats on stories]"
+    yield f"({n(both[0], 3)} and {n(both[1], 3)})"
+    whole = 100 * (measured("images", "accuracy", start="squeezed", **SHD) - measured("images", "accuracy", **BASE))
+    small = {"method": "shd", "beta": 0.02, "start": "squeezed"}
+    nats = measured("language", "loss", **BASE) - measured("language", "loss", **small)
+    yield f"Yes: by {pm(whole, 1)} points on digits, {pm(nats, 2, bare=True)} nats on stories (beta .02)"
+
+
+@on("docs/study.md")
+def study_rivals() -> Iterator[str]:
+    def over(task: str, part: str, label: str, digits: int) -> str:
+        return gain(task, part, label, digits, column="over_shd", sign=True, bare=True)
+
+    yield (
+        f"digits {over('images', 'mixing', 'hard, beta 0.1', 1)} points over SHD, "
+        f"WikiText-2 {over('language', 'text', 'hard, beta 0.1', 3)} nats, "
+        f"2 heads of stories {over('language', 'heads', 'hard, beta 0.1', 3)}, "
+        f"instructions {over('instructions', 'mixing', 'hard, beta 0.1', 1)} points, "
+        f"generation {over('generation', 'mixing', 'hard, beta 0.1', 1)} of distance"
+    )
+    images, text, heads = (
+        over(task, part, "constant, beta 0.1", digits)
+        for task, part, digits in (("images", "mixing", 1), ("language", "text", 3), ("language", "heads", 3))
+    )
+    yield f"no difference on digits ({images}), WikiText-2 ({text}) and 2 heads ({heads})"
+    matched = row("language", "matching", "SHD, beta 0.1, plan matched, alpha_per map")
+    worse, interval = -float(matched["over_shd"]), float(matched["over_shd_interval"])
+    yield f"one alpha per map harm: {n(worse, 3, bare=True)} ± {n(interval, 3, bare=True)} nats worse"
+    copied = gain("images", "copy", "attention copy", 1), gain("language", "copy", "attention copy", 2, bare=True)
+    yield f"Digits: {copied[0]} points over KD, stories {copied[1]} nats"
+    harm, alone = (gain("generation", "table1", f"SHD, beta 0.01, base {base}", 1) for base in ("kd", "alone"))
+    yield f"beta .01 harms, {harm} of Frechet distance (without KD {alone})"
+    large, middle = (
+        gain("generation", "table1", f"SHD, beta {beta}, base kd", 1, sign=True) for beta in ("1", "0.1")
+    )
+    yield f"{large} at beta 1, {middle} at .1;"
+
+
+@on("docs/study.md")
+def study_adjusted() -> Iterator[str]:
+    def holm(task: str, part: str, label: str) -> str:
+        return n(float(row(task, part, label)["gain_holm"]), 3, bare=True).rstrip("0")
+
+    survivors = {
+        (task, row["label"])
+        for task in ("images", "language", "instructions", "generation", "vit_s")
+        for row in rows(task)
+        for column in ("gain", "over_shd")
+        if float(row[f"{column}_holm"]) < 0.05 or float(row[f"{column}_bh"]) < 0.05
+    }
+    assert survivors == {
+        ("language", "SHD, beta 0.1"),
+        ("images", "reverse kl, beta 0.1"),
+        ("images", "attention copy"),
+    }
+    yield f"SHD on stories after 600 steps (six seeds; Holm {holm('language', 'length', 'SHD, beta 0.1')})"
+    reverse = holm("images", "losses", "reverse kl, beta 0.1")
+    yield f"reverse KL at .1 ({reverse}) and copied attention ({holm('images', 'copy', 'attention copy')})"
+
+
+@on("docs/results.md")
+def results_study() -> Iterator[str]:
+    yield f"SHD on stories after 600 steps ({gain('language', 'length', 'SHD, beta 0.1', 3)} nats, six seeds)"
+
+
+@on("docs/choose.md")
+def choose_study() -> Iterator[str]:
+    best, large, small = (gain("images", "beta", f"SHD, beta {beta}", 0) for beta in ("0.1", "1", "0.01"))
+    shares = [
+        100 * float(row("images", "beta", f"SHD, beta {beta}")["gradient_share"]) for beta in ("0.1", "1", "0.01")
+    ]
+    yield f"0.1 ({n(shares[0])}% of the gradient) gained {best} points of accuracy"
+    yield f"1 ({n(shares[1])}%) gained {large}"
+    yield f"the gain of 0.01 ({n(shares[2], 1, bare=True)}%) was not significant ({small})"
+    label = "SHD, beta 0.1, start squeezed"
+    harm = gain("language", "start", label, 3, bare=True).removeprefix("-")
+    yield f"0.1 ({n(100 * float(row('language', 'start', label)['gradient_share']))}%) harmed by {harm} nats"
+    images = measured("images", "accuracy", start="squeezed", **BASE) - measured("images", "accuracy", **SHD)
+    yield f"alone is {pm(100 * images, 0)} points above a random one with KD and SHD"
+
+
+# Time, memory and bytes
+
+
+@on("docs/results.md")
+def results_demo() -> Iterator[str]:
+    file = json.loads((ROOT / "docs" / "demo" / "results.json").read_text(encoding="utf-8"))
+
+    def cell(table: str, name: str, labels: int, *, sign: bool = False) -> str:
+        (one,) = (row for row in file[table] if (row["name"], row["labels"]) == (name, labels))
+        return f"{n(100 * one['mean'], 1, sign=sign)} ± {n(100 * one['interval'], 1)}"
+
+    yield f"8 heads and 4 layers ({n(100 * file['teacher_accuracy'], 1)}% of {file['test_images']} test images)"
+    yield f"squeezed teacher ({n(100 * file['squeezed_start']['accuracy'], 1)}% before any training"
+    for start, terms in itertools.product(("random", "squeezed"), ("CE + KD", "CE + KD + SHD")):
+        bold = "**" if (start, terms) == ("squeezed", "CE + KD") else ""
+        cells = [f"{bold}{cell('accuracy', f'{start} start: {terms}', labels)}{bold}" for labels in (50, 300)]
+        yield f"| {start} start, {terms} | {cells[0]} | {cells[1]} |"
+    few, many = (cell("gain", "squeezed start for random, both KD", labels) for labels in (50, 300))
+    yield f"Here the start gains {few} and {many} points with KD."
+    few, many = (cell("gain", "adding SHD to KD, random start", labels, sign=True) for labels in (50, 300))
+    yield f"Adding SHD to KD gains {few} and {many} from a random start"
+    few, many = (cell("gain", "adding SHD to KD, squeezed start", labels) for labels in (50, 300))
+    yield f"it changes accuracy by {few} with 50 labels and harms by {many.removeprefix('-')} with 300"
+
+
+@on("docs/results.md")
+def results_costs() -> Iterator[str]:
+    teachers = load("squeeze_overhead.json")["teachers"]
+    bert, gpt = (teachers[name]["12 -> 6, uint8"]["ratio"] for name in teachers)
+    yield f"takes {n(bert, 2)} (MiniLM) to {n(gpt, 2)} (GPT-2 small) times as long as a plain onnxruntime"
+    figures = load("precompute_overhead.json")["figures"]
+    six, four, eager = (
+        figures[name] for name in ("precompute 12 -> 6", "precompute 12 -> 4", "eager, all maps in float16")
+    )
+    low, high = (n(six[f"{end}_ratio"], 2) for end in ("lowest", "highest"))
+    yield f"takes {n(six['ratio'], 2)} times ({low} to {high} in five rounds), and {n(four['ratio'], 2)}"
+    yield f"the last shard, {n(six['steady_ratio'], 2)} and {n(four['steady_ratio'], 2)}."
+    for name, one in {
+        "eager, all maps in float16": eager,
+        "`shd precompute`, 12 to 6": six,
+        "`shd precompute`, 12 to 4": four,
+    }.items():
+        yield f"| {name} | {n(one['ratio'], 2)} |"
+        yield f"| {n(one['megabytes'])} |"
+    cpu = load("attention_kl_cpu.json")
+    long, memory = cpu["time"]["2048"], cpu["memory_megabytes"]
+    cache = sorted(long[name]["ratio"] for name in ("cache, dense", "cache, sdpa"))
+    yield f"takes {n(cache[0], 1)} to {n(cache[1], 1)} times as long with SHD from the cache as without"
+    eager, compiled = (n(long[name]["ratio"], 1) for name in ("eager", "compiled"))
+    yield f"{eager} times in eager PyTorch and {compiled} times compiled"
+    yield f"about {n(memory['sdpa']['4096'])} MB at length 4096 and {n(memory['sdpa']['8192'])} MB at 8192;"
+    yield f"eager attention adds {n(memory['eager']['4096'])} MB at 4096"
+    whole = load("whole_cache.json")
+    peaks = [whole[f"{count} samples"]["peak_megabytes"] for count in (1000, 10000)]
+    yield f"take {n(whole['peak_ratio'], 2)} times the memory of 1,000, {n(peaks[1])} instead of {n(peaks[0])} MB"
+
+
+@on("docs/results.md")
+def results_reading() -> Iterator[str]:
+    plain = [case for case in load("cache_read.json")["cases"] if case["compression"] == "none"]
+    codes, maps = (sorted(case[kind]["ratio"] for case in plain) for kind in ("codes", "maps"))
+    yield f"uncompressed, {n(codes[0], 1)} to {n(codes[-1], 1)} times as fast as a memmap of float16 maps"
+    full = {case["workers"]: case["codes"]["ratio"] for case in plain if case["support"] == "full"}
+    yield f"with `sqrt8-row` {n(full[0], 1)} times for full maps without workers, {n(full[2], 1)} with two"
+    yield f"takes longer: {n(maps[0], 2)} to {n(maps[-1], 2)} of the memmap's throughput"
+    gigabytes = [
+        load("teacher_length.json")["runs"]["factored"][str(length)]["gigabytes"] for length in (2048, 16384)
+    ]
+    yield f"takes {n(gigabytes[0], 2)} to {n(gigabytes[1], 2)} GB of memory for samples of 2,048 to 16,384 tokens"
+    bytes_a_token = load("teacher_free.json")["stored"]["logits_bytes_a_token"]
+    yield f"with the total of the others, take {n(bytes_a_token)} bytes per token"
+
+
+@on("docs/results.md")
+def results_indexer() -> Iterator[str]:
+    file = load("indexer_kl_cpu.json")
+    time, memory = file["time"]["4096"], file["memory_megabytes"]
+    yield f"adds {n(memory['dense']['8192'])} MB at length 8192, and at 4096 takes {n(time['dense']['ratio'], 2)}"
+    top = n(memory["top-k"]["8192"]), n(time["top-k"]["ratio"], 2)
+    yield f"which adds {n(memory['maps']['4096'])} MB; with a top-k of 512, {top[0]} MB and {top[1]}"
+
+
+@on("docs/faq.md")
+def faq_costs() -> Iterator[str]:
+    memory = load("attention_kl_cpu.json")["memory_megabytes"]
+    yield f"one layer added {n(memory['sdpa']['4096'])} MB at length 4096 and {n(memory['sdpa']['8192'])} MB at 8192;"
+    yield f"eager attention added {n(memory['eager']['4096'])} MB at 4096"
+    sources = load("precompute_memory.json")["megabytes"]
+    most = max(sources[name]["ratio"] for name in ("npz", "parquet", "jsonl"))
+    yield f"at most {n(most, 2)} times the memory of 400"
+    whole = load("whole_cache.json")
+    peaks = [whole[f"{count} samples"]["peak_megabytes"] for count in (1000, 10000)]
+    yield f"{n(whole['peak_ratio'], 2)} times that of 1,000, {n(peaks[1])} instead of {n(peaks[0])} MB"
+
+
+@on("docs/choose.md")
+def choose_costs() -> Iterator[str]:
+    six = load("precompute_overhead.json")["figures"]["precompute 12 -> 6"]
+    yield f"takes {n(six['ratio'], 2)} times as long as a plain forward pass"
+    for length, forms in load("factored_records.json")["lengths"].items():
+        maps, factors = (
+            forms[name]["bytes_a_sample"] / int(length) for name in ("maps, sqrt8-row", "factored, int8")
+        )
+        best = min(maps, factors)
+        cells = [f"**{n(value)}**" if value == best else n(value) for value in (maps, factors)]
+        yield f"| {length} | {cells[0]} | {cells[1]} |"
+    codecs = {one["form"]: one for one in load("codec_rate.json")["full"]}
+    for codec, name, digits in (
+        ("bf16", "`bf16`", 1),
+        ("sqrt8-row", "`sqrt8-row` (default)", 1),
+        ("sqrt8-abs", "`sqrt8-abs`", 1),
+        ("u4", "`u4`", 0),
+    ):
+        one, size = codecs[codec], {"bf16": "2", "u4": "1/2"}.get(codec, "1")
+        yield f"| {name} | {size} | {n(100 * one['gradient_error'], digits)}% | {one['kl']:.0e} |".replace(
+            "e-0", "e-"
+        )
+    targets = load("exact_targets.json")
+    means = {one["way"]: n(one["mean"], 3) for one in targets["training"]["runs"]}
+    yield f"the live teacher ({means['live']}): top 32 at {means['top 32']}, `int8` at {means['exact int8']}."
+    made = {one["way"]: n(one["mean"], 3) for one in targets["made"]["32000"]}
+    yield f"end at {made['exact float16']} nats from exact `float16` targets"
+    yield f"at {made['top 52']} from the top 52 in as many bytes, and at {made['top 32']} from the top 32"
+
+
+@on("docs/teachers.md")
+def teachers_lengths() -> Iterator[str]:
+    file = load("teacher_length.json")
+    runs, earlier = file["runs"], file["gigabytes of an earlier run on two threads"]["factored, whole maps"]
+    for length in ("2048", "4096", "8192", "16384"):
+        own, torch = runs["factored"][length], runs["PyTorch fused"][length]
+        whole = f"{n(earlier[length], 2)} GB " if length in earlier else ""
+        seconds = f"{n(own['seconds'], 2)} s | {n(torch['seconds'], 2)} s"
+        gigabytes = f"{n(own['gigabytes'], 2)} GB | {whole}| {n(torch['gigabytes'], 2)} GB"
+        yield f"| {int(length):,} | {gigabytes} | {seconds} |"
+
+
+def plain(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize(("page", "said"), [(page, said) for page in PAGES for said in PAGES[page]])
+def test_the_page_has_the_figures_of_its_json(page: str, said: Callable[[], Iterator[str]]) -> None:
+    text = plain((ROOT / page).read_text(encoding="utf-8"))
+    absent = [sentence for sentence in map(plain, said()) if sentence not in text]
+    assert not absent, f"{page} does not say: {absent}"
+
+
+def test_rounding() -> None:
+    assert n(1.095, 2) == "1.10"  # half up, although the binary number is smaller
+    assert n(-0.0017, 3, sign=True, bare=True) == "-.002"
+    assert n(1812.4) == "1,812"
+    assert pm([0.1, 0.2, 0.3], 3, sign=True) == "+0.200 ± 0.248"
