@@ -1,4 +1,4 @@
-"""The rows of the loss on logits: every check of its arguments, and what one chunk of rows gives (KD-16 to KD-23)."""
+"""The rows of the loss on logits: every check of its arguments, and what one chunk of rows gives (KD-16 to KD-22)."""
 
 from __future__ import annotations
 

@@ -131,29 +131,19 @@ def read_logits(form: dict[str, Any], blob: bytes, record: dict[str, Any]) -> di
         numbers = struct.unpack(f"<{count * size}e", blob)
         return {"logits": [list(numbers[row * size : (row + 1) * size]) for row in range(count)]}
     assert len(blob) % count == 0
-    head, draws, bits = form.get("head", 0), form.get("draws", 0), form["value_bits"]
+    head, bits = form["head"], form["value_bits"]
     found: dict[str, list[Any]] = {"ids": [], "log_probs": [], "log_tail": []}
-    if draws:
-        found = {"ids": [], "weights": [], "entropy": []}
     for row in range(count):
         data = blob[row * len(blob) // count : (row + 1) * len(blob) // count]
         (log_tail,), data = struct.unpack("<e", data[:2]), data[2:]
-        if draws:
-            found["entropy"].append(struct.unpack("<e", data[:2])[0])
-            data = data[2:]
         values = -(-head * bits // 8)
         codes = [field(data[:values], bits, i) for i in range(head)]
         shares = [(code / (2**bits - 1)) ** 3 for code in codes]
-        probs = [share / sum(shares) * (1 - math.exp(log_tail)) for share in shares]
         ids, data = read_ids(data[values:], head, size)
-        drawn, data = read_ids(data, draws, size)
         assert data == b""
-        found["ids"].append(ids + drawn)
-        if draws:
-            found["weights"].append(probs + [math.exp(log_tail) / draws] * draws)
-        else:
-            found["log_probs"].append([math.log(prob) for prob in probs])
-            found["log_tail"].append(log_tail)
+        found["ids"].append(ids)
+        found["log_probs"].append([math.log(share / sum(shares) * (1 - math.exp(log_tail))) for share in shares])
+        found["log_tail"].append(log_tail)
     return found
 
 
@@ -164,8 +154,6 @@ def field(data: bytes, width: int, number: int) -> int:
 
 def read_ids(data: bytes, count: int, size: int) -> tuple[list[int], bytes]:
     """The ids of CACHE-166, and the bytes behind them."""
-    if not count:
-        return [], data
     low = math.floor(math.log2(max(size // count, 1)))
     lower, high = -(-count * low // 8), -(-(count + (size - 1) // 2**low + 1) // 8)
     places = [place for place in range(8 * high) if field(data[lower : lower + high], 1, place)]
