@@ -78,16 +78,23 @@ class LayerOutputs:
         """Whether it holds what the reference needs to judge the squeeze."""
         return "merged" in self.arrays or self.rows is not None
 
-    def tiles(self, entries: int | None = None, seed: int = 0) -> Iterator[tuple[slice, Mapping[str, NDArray[Any]]]]:
-        """Some rows of ``probs`` and ``merged`` at a time: all, or of about so many entries of maps."""
+    def tiles(
+        self, entries: int | None = None, seed: int = 0, shape: tuple[int, int] | None = None
+    ) -> Iterator[tuple[slice, Mapping[str, NDArray[Any]]]]:
+        """Some rows of ``probs`` and ``merged`` at a time: all, or of about so many entries of maps.
+
+        ``shape`` says how many rows and keys there are without padding behind.
+        """
         if self.rows is None:
             heads, rows, keys = self.probs.shape[-3:]
-            for tile in choose_rows(heads, rows, keys, entries, seed):
-                yield tile, {role: self.arrays[role][..., tile, :] for role in ("probs", "merged")}
-            return
-        heads, rows, keys = len(self.rows.rows.tiles.value_heads), self.sums.shape[-2], self.values.shape[-2]
+        else:
+            heads, rows, keys = len(self.rows.rows.tiles.value_heads), self.sums.shape[-2], self.values.shape[-2]
+        rows, keys = shape or (rows, keys)
         for tile in choose_rows(heads, rows, keys, entries, seed):
-            yield tile, self.rows.read(tile)
+            if self.rows is None:
+                yield tile, {role: self.arrays[role][..., tile, :] for role in ("probs", "merged")}
+            else:
+                yield tile, self.rows.read(tile)
 
     @property
     def looks_ahead(self) -> NDArray[np.bool_]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ from support.attention_graphs import encoder_layer, saved, token_samples, vector
 from support.students import precompute, precompute_heads
 from support.two_sequences import encoder_decoder
 
-from shd_ref.cache import CacheReader
+from shd_ref.cache import CacheReader, list_cache
 from shd_ref.errors import ShdError
 from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
 from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.graph.tiles import find_tiles
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.rewrite.tiles import choose_tile
+from shd_ref.teacher.run.rows import choose_rows
 
 LENGTH = 9
 make_inputs = partial(vector_samples, 5, LENGTH)
@@ -168,3 +170,34 @@ def test_a_negative_tile_is_refused(teacher: Path, tmp_path: Path) -> None:
     with pytest.raises(ShdError) as error:
         precompute(teacher, make_inputs(), tmp_path / "cache", PrecomputeOptions(2), _run(-1))
     assert error.value.code == "argument-value"
+
+
+@pytest.mark.parametrize("form", ["maps", "factored"])
+@pytest.mark.parametrize("tile", [0, 4])
+def test_errors_of_some_rows_leave_the_records_as_they_are(
+    teacher: Path, tmp_path: Path, tile: int, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CACHE-120: two tiles of one row each, of nine."""
+    runs = []
+    for name in ("all", "some"):
+        run = replace(_run(tile), batch_size=5, samples_per_shard=5)
+        precompute(teacher, make_inputs(), tmp_path / name, PrecomputeOptions(2, form=form), run)
+        runs.append(list_cache(tmp_path / name).errors["attention"])
+        for maker in ("attention", "factors"):
+            monkeypatch.setattr(f"shd_ref.teacher.precompute.forms.{maker}.MEASURED_ENTRIES", 4 * LENGTH)
+    whole, some = runs
+    # The first and the last of each head, none of padding; in tiles of one sample.
+    assert some.rows == (1 if tile else 5) * 2 * 2 < whole.rows
+    assert 0 < some.kl_max <= whole.kl_max * (1 + 1e-4)
+    shards = [sorted((tmp_path / name / "shards").rglob("*.safetensors")) for name in ("all", "some")]
+    assert [one.read_bytes() for one in shards[0]] == [one.read_bytes() for one in shards[1]]
+
+
+def test_chosen_rows_are_spread_by_the_seed_alone() -> None:
+    chosen = [choose_rows(4, 100, 50, 4 * 50 * 40, seed) for seed in (1, 1, 2)]
+    assert chosen[0] == chosen[1] != chosen[2]
+    for tiles in chosen:
+        assert (tiles[0].start, tiles[-1].stop, len(tiles)) == (0, 100, 8)
+        assert all(before.stop <= after.start for before, after in pairwise(tiles))
+    assert choose_rows(4, 100, 50, None, 1)[-1] == slice(0, 100)
+    assert choose_rows(4, 3, 10**6, 5, 1) == [slice(0, 1), slice(2, 3)]

@@ -149,7 +149,7 @@ class AttentionMaker(Maker[AttentionT]):
             student_layer = layer.layer.student_layer
             stored = form.decode(record, student_layer)
             n, keys = form.map_shapes(record.extent)[form.column(student_layer)]
-            merged = [maps["merged"][:, : max(n - tile.start, 0), :keys] for tile, maps in layer.tiles()]
+            merged = [maps["merged"][..., :keys] for _, maps in layer.tiles(shape=(n, keys))]
             again = np.concatenate(merged, axis=1).astype(np.float32)
             again[:, : record.first] = 0.0  # rows of padding in front, which factored records leave out
             if layer.row_mask is not None:
@@ -207,9 +207,9 @@ class MapsMaker(AttentionMaker[Maps]):
         """Over the merged maps before coding; rows without mass do not count."""
         errors = []
         for sample in samples:
-            for layer, (rows, keys) in zip(sample.layers, sample.extent.shapes, strict=True):
-                for tile, maps in layer.tiles(MEASURED_ENTRIES, sample.index):
-                    part = maps["merged"][:, : max(rows - tile.start, 0), :keys]
+            for layer, shape in zip(sample.layers, sample.extent.shapes, strict=True):
+                for tile, maps in layer.tiles(MEASURED_ENTRIES, sample.index, shape):
+                    part = maps["merged"][..., : shape[1]]
                     merged = _without_padding(part, layer, tile.start).astype(np.float32, copy=False)
                     decoded = [decode(form.codec, encode(form.codec, head)) for head in merged]
                     errors.append(codec_error(merged, np.stack(decoded)))

@@ -76,7 +76,8 @@ class FactorsMaker(AttentionMaker[Factors]):
         errors = []
         for sample, record in zip(samples, records, strict=True):
             for layer, factors, mixing in zip(sample.layers, form.factors, record.parts["mixing"], strict=True):
-                tiles = list(layer.tiles(MEASURED_ENTRIES, sample.index))
+                size = sample.extent.length
+                tiles = list(layer.tiles(MEASURED_ENTRIES, sample.index, (size, size)))
                 _compare_maps(layer, tiles, sample.extent, factors.scale, form.support, factors.window)
                 queries, keys = decode_factors(record.parts[blob_name(layer.layer.student_layer)])
                 rebuild = functools.partial(rebuild_maps, queries, keys, factors.scale, form.support, mixing)
