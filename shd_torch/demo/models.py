@@ -48,6 +48,16 @@ def choose_labelled(labels: NDArray[np.int64], count: int, seed: int) -> NDArray
     return np.sort(shuffled[np.argsort(rank[shuffled], kind="stable")][:count])
 
 
+def fit_linear(digits: Digits, count: int, seed: int) -> float:
+    """Test accuracy of logistic regression on the pixels of the images whose labels a student of this seed sees."""
+    from sklearn.linear_model import LogisticRegression
+
+    chosen = choose_labelled(digits.train_labels, count, seed)
+    model = LogisticRegression(max_iter=2000)
+    model.fit(digits.train_images[chosen].reshape(count, -1), digits.train_labels[chosen])
+    return float(model.score(digits.test_images.reshape(len(digits.test_images), -1), digits.test_labels))
+
+
 def make_teacher() -> Any:
     """Untrained: 8 heads of 8 entries, 4 layers, 17 positions (the class token and 16 patches)."""
     from transformers import ViTConfig, ViTForImageClassification

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from shd_ref.commands.terminal import narrow_table
 from shd_ref.teacher.study.intervals import half_width
+from shd_torch.demo.models import Digits, fit_linear
 from shd_torch.demo.students import METHODS, Method, Outcome
 
 COMPARISONS: Final[dict[str, tuple[Method, Method]]] = {
@@ -52,6 +53,12 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, list[dict[str, Any]]]:
     return tables
 
 
+def summarise_linear(digits: Digits, num_labels: Sequence[int], seeds: int) -> list[dict[str, Any]]:
+    """A row like those of ``accuracy`` for each number of labels: what a student has to beat."""
+    scores = {count: np.array([fit_linear(digits, count, seed) for seed in range(seeds)]) for count in num_labels}
+    return [{"labels": count, "name": "logistic regression on pixels", **_mean(scores[count])} for count in scores]
+
+
 def _mean(values: NDArray[Any]) -> dict[str, Any]:
     """A mean, half the width of its 95% t interval (None of one seed), and what it is the mean of."""
     return {"mean": float(values.mean()), "interval": half_width(values), "by_seed": values.tolist()}
@@ -72,7 +79,7 @@ def console_table(rows: Sequence[Mapping[str, Any]], title: str, form: str) -> T
 def render_page(found: Mapping[str, Any]) -> str:
     """``README.md`` beside the pictures, from what ``results.json`` holds."""
     start, seeds = found["squeezed_start"], found["seeds"]
-    accuracy = _markdown(found["accuracy"], ".1f", found["accuracy"])
+    accuracy = _markdown([*found["linear"], *found["accuracy"]], ".1f", found["accuracy"])
     gain = _markdown(found["gain"], "+.1f", [])
     right, pictures = f"{found['teacher_accuracy']:.1%}", found["test_images"]
     sizes = f"{start['teacher_parameters']:,} -> {start['parameters']:,} parameters"
@@ -94,7 +101,7 @@ Differences in points, paired by seed, with 95% intervals; not significant if th
 {gain}
 One toy task, {seeds} seeds, `beta` {found["beta"]:g} untuned; one learning rate ({found["learning_rate"]:g}) for
 all students, chosen on training images whose labels they did not see. The demo shows that the path works,
-not how much SHD gains on your task.
+not how much SHD gains on your task; logistic regression, on the same labelled images, says how easy this one is.
 
 {found["machine"]}; {found["cpu_seconds"]:.0f} s of CPU time.
 

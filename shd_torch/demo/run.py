@@ -82,10 +82,10 @@ def run_demo(
         results = students.train_all(
             out, num_labels=num_labels, seeds=range(seeds), steps=steps, workers=workers, on_done=on_done
         )
-    tables = page.summarise(results)
+    tables = page.summarise(results) | {"linear": page.summarise_linear(digits, num_labels, seeds)}
     several = f"{seeds} seed{'s' * (seeds > 1)}"
     title = f"test accuracy in %: mean and 95% interval of {several} (teacher {accuracy:.1%})"
-    console.print(page.console_table(tables["accuracy"], title, ".1f"))
+    console.print(page.console_table([*tables["linear"], *tables["accuracy"]], title, ".1f"))
     title = "differences in points, paired by seed; an interval that contains 0 shows nothing"
     console.print(page.console_table(tables["gain"], title, "+.1f"))
 
