@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.study.arms import ALONE, Arm
-from benchmarks.study.digits import SIZE, load_digits, load_small_digits
+from benchmarks.study.digits import SIZE, fit_linear, load_digits, load_small_digits
 from benchmarks.study.keeping import keep_trained, kept_place
 from benchmarks.study.memory import Remembered
 from benchmarks.study.pictures import draw_maps
@@ -77,7 +77,12 @@ class Images:
 
     def train(self, arm: Arm, seed: int) -> dict[str, Any]:
         """One student on the first ``labels`` images of the pool: a seed draws weights and order."""
-        return {**self._train(self._course(arm, seed), arm, seed), "teacher_accuracy": self.teacher_accuracy}
+        labelled = self.train_images[: arm.options["labels"]], self.train_labels[: arm.options["labels"]]
+        return {
+            **self._train(self._course(arm, seed), arm, seed),
+            "teacher_accuracy": self.teacher_accuracy,
+            "linear_accuracy": fit_linear(*labelled, self.test_images, self.test_labels),
+        }
 
     def draw_maps(self, arms: Mapping[str, Arm], path: Path) -> None:
         """Where the class token looks on an image of the test set: teacher, merged maps, and students of seed 0."""

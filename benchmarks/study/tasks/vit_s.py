@@ -18,7 +18,7 @@ from torch.utils.data import default_collate
 
 from benchmarks.shrink.vit_s import fetch_wheel, load_vit_s, read_graph
 from benchmarks.study.arms import ALONE, Arm
-from benchmarks.study.digits import UnavailableError, load_digits
+from benchmarks.study.digits import UnavailableError, fit_linear, load_digits
 from benchmarks.study.keeping import keep_trained, kept_place
 from benchmarks.study.starts import start_student
 from benchmarks.study.training import Course, train
@@ -159,7 +159,9 @@ class VitS:
         finally:
             capture.stop()
         stored = 0.0 if arm.method == ALONE else self._bytes_a_sample()
-        return {**result, "sample_bytes": stored, "teacher_accuracy": self.teacher_accuracy}
+        linear = fit_linear(self.images, self.labels, self.test_images, self.test_labels)
+        found = {"sample_bytes": stored, "teacher_accuracy": self.teacher_accuracy, "linear_accuracy": linear}
+        return {**result, **found}
 
     def _make_student(self, start: str, seed: int) -> Any:
         from transformers import Dinov2Config, Dinov2ForImageClassification
