@@ -60,7 +60,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--pictures", type=Path, help="folder of pictures; default docs/study, or --out with a preset"
     )
-    parser.add_argument("--page", type=Path, help="Markdown page whose tables are rewritten, such as docs/study.md")
+    parser.add_argument(
+        "--page", type=Path, help="Markdown page whose tables are rewritten, such as docs/study/tables.md"
+    )
     parser.add_argument("--maps", action="store_true", help="train two students of digits again and draw their maps")
     parser.add_argument("--threads", type=int, default=1)
     given = parser.parse_args(arguments)
