@@ -100,7 +100,7 @@ class _Recorder(TorchFunctionMode):
             self.operands = args
         is_weights = func is F.linear and self.projection is not None and args[1] is self.projection.weight
         if self.operands is not None and (self.projection is None or is_weights):
-            raise _Read(out)
+            raise _Read(*self.operands, out)
         return out
 
 
@@ -115,13 +115,14 @@ def _read_known(module: Any, *args: Any, **kwargs: Any) -> ScorerCall:
         with recorder:
             forward(*call.args, **call.kwargs)
     except _Read as read:
-        (weights,) = read.args
-    assert recorder.operands is not None
-    queries, keys = recorder.operands[0], recorder.operands[1].mT
+        queries, keys, weights = read.args
+    else:
+        rule = "read must be given for a scorer that does not multiply all queries and keys once"
+        raise ShdError("argument-value", f"{rule}; got this version's {type(module).__name__}", "IDX-15")
     if recorder.projection is None:
-        return ScorerCall(queries, keys, None, 1.0, relu=False, groups=queries.shape[1])
+        return ScorerCall(queries, keys.mT, None, 1.0, relu=False, groups=queries.shape[1])
     weights = weights.transpose(1, 2) * weights.shape[-1] ** -0.5
-    return ScorerCall(queries.transpose(1, 2), keys, weights, scorer.softmax_scale)
+    return ScorerCall(queries.transpose(1, 2), keys.mT, weights, scorer.softmax_scale)
 
 
 def _detached(value: Any) -> Any:

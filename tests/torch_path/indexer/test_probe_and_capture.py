@@ -87,6 +87,12 @@ def test_a_scorer_is_captured_by_its_name() -> None:
     assert not model[1]._forward_pre_hooks
 
 
+def test_a_known_class_of_another_version_is_refused() -> None:
+    model = torch.nn.Sequential(type("DeepseekV32Indexer", (torch.nn.Identity,), {})())
+    with refusal("argument-value", "this version's DeepseekV32Indexer"), capture_indexers(model):
+        model(torch.ones(1, 2))
+
+
 SMALL = {
     "hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 40,
     "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 12, "kv_lora_rank": 8,
