@@ -209,8 +209,8 @@ class MapsMaker(AttentionMaker[Maps]):
         for sample in samples:
             for layer, shape in zip(sample.layers, sample.extent.shapes, strict=True):
                 for tile, maps in layer.tiles(MEASURED_ENTRIES, sample.index, shape):
-                    part = maps["merged"][..., : shape[1]]
-                    merged = _without_padding(part, layer, tile.start).astype(np.float32, copy=False)
+                    merged = _without_padding(maps["merged"][..., : shape[1]], layer, tile.start)
+                    merged = merged.astype(np.float32, copy=False)
                     decoded = [decode(form.codec, encode(form.codec, head)) for head in merged]
                     errors.append(codec_error(merged, np.stack(decoded)))
         return merge_codec_errors(errors)
