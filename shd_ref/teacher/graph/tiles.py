@@ -404,8 +404,7 @@ def _read_masks(site: AttentionSite, logits: Logits, arrays: Arrays, reader: _Re
     if logits.reason or site.layout != "batch-heads" or capped != (len(logits.addends), len(logits.conditions)):
         return None
     for scale, value in (*logits.addends, *logits.fills):
-        constant = constant_of(value)
-        numbers = scale * (arrays[name_of(value)] if constant is None else constant).astype(np.float64)
+        numbers = scale * _numbers_of(value, arrays).astype(np.float64)
         if not ((numbers <= MASKED) | ((numbers == 0) & (value in {added for _, added in logits.addends}))).all():
             return None
     read = {key[0]: key for step in reader.steps for key in step.inputs if key is not None}
@@ -423,6 +422,16 @@ def _read_masks(site: AttentionSite, logits: Logits, arrays: Arrays, reader: _Re
             shown, value = condition
         masks.append(Seen(read[name_of(value)], len(reader.shape(value)), shown, scale, added))
     return tuple(masks)
+
+
+def _numbers_of(value: ir.Value, arrays: Arrays) -> NDArray[Any]:
+    """The constants that a mask is or chooses between, which a run may not show all; else what a run gave."""
+    node = value.producer()
+    sources = node.inputs[1:] if node is not None and node.op_type == "Where" else [value]
+    constants = [constant_of(source) for source in sources if source is not None]
+    if any(constant is None for constant in constants):
+        return arrays[name_of(value)]
+    return np.concatenate([constant.ravel() for constant in constants if constant is not None])
 
 
 def _condition_of(value: ir.Value, scale: float) -> tuple[bool, ir.Value] | None:

@@ -97,6 +97,20 @@ def test_attention_as_exporters_write_it(tmp_path: Path, changes: dict[str, Any]
         assert mask.shown  # the condition, not the numbers that it chooses
 
 
+def test_a_bias_that_begins_beyond_short_samples_is_no_mask(tmp_path: Path) -> None:
+    """Keys 30 and more behind a row count less; the run that looks for masks has fewer."""
+    model = encoder_layer(mask="window")
+    (causal,) = (node for node in model.graph.node if node.op_type == "LessOrEqual")
+    causal.input[1] = causal.input[0]  # always
+    changes = {3.0: np.array(30), -3e4: np.array([-1.0], np.float32)}
+    for tensor in model.graph.initializer:
+        array = onnx.numpy_helper.to_array(tensor)
+        if array.size == 1 and float(array.item()) in changes:
+            tensor.CopyFrom(onnx.numpy_helper.from_array(changes[float(array.item())], tensor.name))
+    inputs, options = vector_samples(2, 40, least=40), PrecomputeOptions(2, codec="float32")
+    compare_with_whole_maps(saved(model, tmp_path), inputs, options, tmp_path, mask=None)
+
+
 def test_cross_attention_of_an_encoder_decoder(tmp_path: Path) -> None:
     """Rows of the decoder, keys of the encoder; both sequences padded."""
     teacher = saved(encoder_decoder(vocabulary=50), tmp_path)
