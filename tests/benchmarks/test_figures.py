@@ -210,6 +210,36 @@ def shrink_depth() -> Iterator[str]:
         yield f"{head if terms == 'CE' else '| | | |'} {terms} | {' | '.join(cells)} |"
 
 
+@on("docs/shrink.md")
+def shrink_parts() -> Iterator[str]:
+    file = load("shrink/depth.json")
+    runs, marks = file["runs"], ("0", "25", "100", "200")
+    yield f"at {n(file['teacher'], 3)} nats per token; [`benchmarks/shrink/depth.py`]"
+    for part, name in {"attention": "one attention block", "activations": "one activation"}.items():
+        losses = [
+            [
+                runs[f"{part} of layer {layer}, CE + KD, seed {layer % 3}"][mark]
+                - runs[f"nothing dropped, CE + KD, seed {layer % 3}"][mark]
+                for layer in range(6)
+            ]
+            for mark in marks
+        ]
+        means = [float(np.mean(values)) for values in losses]
+        yield f"| {name} | {' | '.join(n(mean, 3) for mean in means)} | {n(100 * means[-1] / means[0])}% |"
+
+    def last(kind: str, terms: str) -> Any:
+        return np.array([runs[f"{kind} as fast as 4 layers, {terms}, seed {seed}"]["200"] for seed in SEEDS])
+
+    ce, kd, shd = (
+        pm(last("parts", terms) - last("layers", terms), 3) for terms in ("CE", "CE + KD", "CE + KD + SHD")
+    )
+    yield f"Whole layers are better here, by {ce}, {kd} and {shd} nats after 200 steps."
+    layers, parts = (pm(last(kind, "CE") - last(kind, "CE + KD"), 3) for kind in ("layers", "parts"))
+    yield f"KD adds {layers} and {parts} to cross entropy"
+    layers, parts = (pm(last(kind, "CE + KD") - last(kind, "CE + KD + SHD"), 3) for kind in ("layers", "parts"))
+    yield f"and SHD {layers} and {parts} on top"
+
+
 # 400 steps on stories: benchmarks/stories_distillation.json
 
 
@@ -461,6 +491,30 @@ def choose_study() -> Iterator[str]:
     yield f"0.1 ({n(100 * float(row('language', 'start', label)['gradient_share']))}%) harmed by {harm} nats"
     images = measured("images", "accuracy", start="squeezed", **BASE) - measured("images", "accuracy", **SHD)
     yield f"alone is {pm(100 * images, 0)} points above a random one with KD and SHD"
+
+
+@on("docs/doctor.md")
+def doctor_evidence() -> Iterator[str]:
+    betas = ("0.01", "0.1", "1")
+    small, best, large = (row("images", "beta", f"SHD, beta {beta}") for beta in betas)
+    shares = [100 * float(one["gradient_share"]) for one in (small, best, large)]
+    lower = sorted(100 * (float(best["test"]) - float(one["test"])) for one in (small, large))
+    cells = n(shares[0], 1, bare=True), n(shares[1]), n(shares[2])
+    yield f"| digits, random start | {cells[0]}%, {cells[1]}%, {cells[2]}% (beta .01, .1, 1) |"
+    yield f"{n(shares[1])}% is best; the others end {n(lower[0])} to {n(lower[1])} points lower"
+    yield f"1,000 steps | .7% (beta .02) | gains {pm(shd_gain('random'), 3, bare=True)} nats |"
+    label = "SHD, beta 0.1, start squeezed"
+    share, harm = (
+        100 * float(row("language", "start", label)["gradient_share"]),
+        gain("language", "start", label, 4, bare=True),
+    )
+    harm = harm.removeprefix("-")
+    yield f"| stories260K, squeezed start, 150 steps | {n(share)}% (beta .1) | harms by {harm} nats |"
+    share, more = (
+        100 * float(row("images", "start", label)["gradient_share"]),
+        gain("images", "start", label, 1, sign=True),
+    )
+    yield f"| digits, squeezed start | {n(share)}% (beta .1) | {more} points, not significant |"
 
 
 # Time, memory and bytes
