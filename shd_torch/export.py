@@ -211,11 +211,13 @@ def load_hf_model(model: str | os.PathLike[str], *, dtype: torch.dtype = torch.f
             "dependency-missing",
             "transformers must be installed to load a Hugging Face model: pip install 'squeezing-heads[hf]'",
         )
-    from shd_torch.shrink.folders import find_folder, load_model, model_class, read_config
+    from shd_torch.shrink.folders import find_folder, is_custom, load_model, model_class, read_config
 
     folder = find_folder(model, "model")
-    kind = model_class(read_config(folder, "model"))
-    return load_model(folder, kind, dtype=dtype)  # type: ignore[no-any-return]
+    config = read_config(folder, "model")
+    # Some classes are built for one implementation, and the export could not choose this one for them later.
+    options = {} if is_custom(config) else {"attn_implementation": "eager"}
+    return load_model(folder, model_class(config), dtype=dtype, **options)  # type: ignore[no-any-return]
 
 
 def hide_weight_bars() -> None:
