@@ -134,7 +134,7 @@ def draw_kept_mass(layers: Mapping[str, KeptMass], count: int = 16) -> str:
         '<tspan fill="#2166ac">the scorer\'s top-k</tspan> and <tspan fill="#888">the best k keys</tspan></text>',
     ]
     for number, (name, mass) in enumerate(layers.items()):
-        spans = mass.spans(count)
+        spans = [span for span in mass.spans(count) if not math.isnan(span.kept)]  # where a row has a key
         left = margin + number * (width + margin)
 
         def place(span: Span, value: float, left: int = left, last: int = mass.kept.shape[1]) -> str:

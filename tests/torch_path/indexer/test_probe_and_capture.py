@@ -57,6 +57,9 @@ def test_a_scorer_that_knows_the_teacher_keeps_the_best() -> None:
     torch.testing.assert_close(mass.kept, mass.best)
     picture = draw_kept_mass({"layer <0>": mass, "layer 1": mass}, 4)
     assert len(ElementTree.fromstring(picture).findall("{*}polyline")) == 4
+    seen = CAUSAL & (torch.arange(8)[:, None] >= 3)  # as of pooled keys, of which the first rows see none
+    late = probe_indexer(q[:, :1], k[:, :1], Factored.teacher(q[:, :1], k[:, :1], attn_mask=seen), top_k=3, scale=1.0)
+    assert "nan" not in draw_kept_mass({"layer": late}, 8)
     with refusal("argument-value", "at least one layer"):
         draw_kept_mass({})
     with refusal("argument-value", "top_k"):
