@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks.study.analysis import compare_all, print_tables, stale_runs, write_page, write_table
+from benchmarks.study.analysis import compare_all, name_method, print_tables, stale_runs, write_page, write_table
 from benchmarks.study.arms import PRESETS, Arm, read_grid
 from benchmarks.study.digits import UnavailableError
 from benchmarks.study.pictures import draw_all
@@ -81,9 +81,9 @@ def main(arguments: list[str] | None = None) -> None:
     for name in given.tasks or TASKS:
         grid = read_grid(name, given.preset)
         runs = stale_runs(grid, record) if given.stale else grid.runs(given.parts)
+        stale = {arm.key(seed): record.found.pop(arm.key(seed)) for arm, seed in runs} if given.stale else {}
         for arm, seed in runs if given.stale else ():
-            console.print(f"{name}: stale: {arm.part}, {arm.method}, {arm.options.get('start')} start, seed {seed}")
-            record.found.pop(arm.key(seed))
+            console.print(f"{name}: stale: {arm.part}, {name_method(arm)}, {arm.options['start']} start, seed {seed}")
         made: dict[str, Task] = {}
 
         def train(arm: Arm, seed: int, made: dict[str, Task] = made) -> dict[str, object]:
@@ -99,6 +99,8 @@ def main(arguments: list[str] | None = None) -> None:
         except UnavailableError as error:
             console.print(f"{name}: not run. {error}", soft_wrap=True)
             continue
+        finally:
+            record.found = stale | record.found  # what was not run again stays in the tables
         console.print(f"{name}: {len(record.found) - before} runs made, {len(missing)} of {len(runs)} missing")
         for part in dict.fromkeys(arm.part for arm, _ in missing):
             lacking = [f"{arm.method} (seed {seed})" for arm, seed in missing if arm.part == part]

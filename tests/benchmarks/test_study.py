@@ -49,6 +49,7 @@ def test_a_quick_study_of_images_stops_and_goes_on(tmp_path: Path, capsys: pytes
     assert "missing of rivals: attention_copy (seed 0), attention_copy (seed 1), linear_projector (seed 0)" in output
     runs = run_study(tmp_path, "images")
     assert (tmp_path / "runs.jsonl").read_bytes().startswith(before)
+    check_stale_runs(tmp_path, runs, capsys)
     assert len({run["key"] for run in runs}) == len(runs) == 12
     for run in runs:
         assert 0 <= run["test_accuracy"] <= 1
@@ -71,6 +72,23 @@ def test_a_quick_study_of_images_stops_and_goes_on(tmp_path: Path, capsys: pytes
     by_start = {(run["options"]["start"], run["seed"]): run["start"] for run in runs}
     assert all(run["start"] == by_start[run["options"]["start"], run["seed"]] for run in runs)
     assert len(set(by_start.values())) == len(by_start) == 4
+
+
+def check_stale_runs(folder: Path, runs: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
+    """They are listed, stay in the table until they are run again, and are then as others."""
+    (odd,) = (run for run in runs if (run["options"]["method"], run["seed"]) == ("attention_copy", 1))
+    lines = [json.dumps(run | {"start": "another version"} if run is odd else run) + "\n" for run in runs]
+    table = (folder / "images.csv").read_bytes()
+    (folder / "runs.jsonl").write_text("".join(lines), encoding="utf-8")
+    capsys.readouterr()
+    run_study(folder, "images", "--stale", "--budget", "0s")
+    assert capsys.readouterr().out.count("images: stale: ") == 2  # it and its base loss alone
+    assert (folder / "images.csv").read_bytes().count(b"\n") == table.count(b"\n")
+    assert len(run_study(folder, "images", "--stale")) == len(runs) + 2
+    capsys.readouterr()
+    run_study(folder, "images", "--stale", "--budget", "0s")
+    assert "stale: " not in capsys.readouterr().out
+    (folder / "runs.jsonl").write_text("".join(json.dumps(run) + "\n" for run in runs), encoding="utf-8")
 
 
 @pytest.mark.slow
