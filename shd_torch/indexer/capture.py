@@ -121,7 +121,7 @@ def _read_known(module: Any, *args: Any, **kwargs: Any) -> ScorerCall:
         raise ShdError("argument-value", f"{rule}; got this version's {type(module).__name__}", "IDX-15")
     if recorder.projection is None:
         return ScorerCall(queries, keys.mT, None, 1.0, relu=False, groups=queries.shape[1])
-    weights = weights.transpose(1, 2) * weights.shape[-1] ** -0.5
+    weights = weights.transpose(1, 2).float() * weights.shape[-1] ** -0.5  # in float32, as they do
     return ScorerCall(queries.transpose(1, 2), keys.mT, weights, scorer.softmax_scale)
 
 

@@ -130,8 +130,9 @@ class FirstTopK(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_transformers_own_scorers_compute_what_is_captured(kind: str) -> None:
+def test_transformers_own_scorers_compute_what_is_captured(kind: str, dtype: torch.dtype) -> None:
     pytest.importorskip("transformers", reason="needs transformers")
     package, prefix = kind.split(".")
     folder = f"transformers.models.{package}"
@@ -142,6 +143,7 @@ def test_transformers_own_scorers_compute_what_is_captured(kind: str) -> None:
     model = getattr(modeling, f"{prefix}Model")(config).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
+    model = model.to(dtype)
     with capture_indexers(model) as calls, FirstTopK() as own, torch.no_grad():
         model(torch.randint(3, 40, (2, 8)))
     ((name, call),) = calls.items()
