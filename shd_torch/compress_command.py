@@ -41,7 +41,8 @@ def compress(
     best is trained from a cache of the teacher's outputs. The folder has the model, ONNX graphs in float and int8, a
     page with the figures, and compress.json. If a run is stopped, the same command resumes it.
     """
-    require_packages("onnxruntime", "torch", "transformers", "accelerate", "tokenizers", extra="compress")
+    require_packages("torch", "transformers", "accelerate", "scipy", extra="compress")
+    require_packages("onnxruntime", "tokenizers", extra="inputs")
     from shd_torch.compress.run import compress as run
     from shd_torch.compress.run import forecast
     from shd_torch.export import hide_weight_bars
