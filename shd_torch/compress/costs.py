@@ -62,8 +62,8 @@ class Costs:
 
     Attributes:
         base: of what is outside the layers.
-        heads: of the attention of a layer, by its number of heads ``(settings, options)``.
-        neurons: of the FFN of a layer, likewise.
+        heads: of a layer's attention, less the teacher's, by its number of heads ``(settings, options)``.
+        neurons: of a layer with the teacher's attention, by its number of neurons, likewise.
         teacher: of the teacher, fused and in float.
         errors: of students of mixed sizes, the sum over the measured time, less 1.
     """
@@ -153,51 +153,28 @@ def mixed_designs(space: Space) -> list[Design]:
 
 
 def fit_costs(prices: Mapping[str, Sequence[float]], designs: Mapping[str, Design], space: Space) -> Costs:
-    """Least squares of measured costs on counts of parts, by relative errors; no part costs less than 0."""
-    from scipy.optimize import nnls
-
-    fitted = [name for name in designs if not name.startswith("mixed")]
-    rows = np.array([_count_parts(designs[name], space) for name in fitted], float)
-    tables = []
-    for at in range(len(prices[TEACHER])):
-        times = np.array([prices[name][at] for name in fitted])
-        # Larger sizes cost at least what smaller ones do: the unknowns are the steps between them.
-        solution, _ = nnls(rows @ _steps(space) / times[:, None], np.ones(len(times)))
-        tables.append(_steps(space) @ solution)
-    ends = 1 + len(space.heads)
-    costs = Costs(
-        base=[float(table[0]) for table in tables],
-        heads=[table[1:ends].tolist() for table in tables],
-        neurons=[table[ends:].tolist() for table in tables],
-        teacher=list(prices[TEACHER]),
-        teacher_int8=list(prices[TEACHER_INT8]) if TEACHER_INT8 in prices else None,
-        errors=[],
-    )
+    """What each size saves of a layer, and what a layer costs, from students that differ in one thing."""
+    whole, num_layers = designs["whole"], space.num_layers
+    base, heads, neurons = [], [], []
+    for costs in (dict(zip(prices, row, strict=True)) for row in zip(*prices.values(), strict=True)):
+        layer = costs["whole"]
+        if "half" in designs:
+            layer = (costs["whole"] - costs["half"]) / (num_layers - len(designs["half"].kept))
+        saved = {}
+        for name, design in designs.items():
+            pairs = zip(whole.heads + whole.neurons, design.heads + design.neurons, strict=False)
+            changed = sum(before != after for before, after in pairs)
+            saved[name] = (costs["whole"] - costs[name]) / max(changed, 1)
+        base.append(costs["whole"] - num_layers * layer)
+        heads.append([0.0, *(-saved[f"heads {count}"] for count in space.heads[1:])])
+        neurons.append([layer, *(layer - saved[f"neurons {count}"] for count in space.neurons[1:])])
+    int8 = list(prices[TEACHER_INT8]) if TEACHER_INT8 in prices else None
+    fitted = Costs(base, heads, neurons, list(prices[TEACHER]), int8, [])
     for name, design in designs.items():
-        if name not in fitted:
-            pairs = list(zip(costs.predict(design, space), prices[name], strict=True))
-            costs.errors.extend(predicted / measured - 1 for predicted, measured in pairs[:-1])  # of times
-    return costs
-
-
-def _count_parts(design: Design, space: Space) -> list[int]:
-    """One, then how often each size of attention and of FFN occurs."""
-    heads = [design.heads.count(count) for count in space.heads]
-    return [1, *heads, *(design.neurons.count(count) for count in space.neurons)]
-
-
-def _steps(space: Space) -> Any:
-    """From what each size costs more than the next smaller one to what it costs."""
-    size = 1 + len(space.heads) + len(space.neurons)
-    matrix = np.zeros((size, size))
-    matrix[0, 0] = 1
-    start = 1
-    for counts in (space.heads, space.neurons):
-        for row, count in enumerate(counts):
-            for column, other in enumerate(counts):
-                matrix[start + row, start + column] = other <= count
-        start += len(counts)
-    return matrix
+        if name.startswith("mixed"):
+            pairs_of_costs = list(zip(fitted.predict(design, space), prices[name], strict=True))
+            fitted.errors.extend(predicted / measured - 1 for predicted, measured in pairs_of_costs[:-1])  # of times
+    return fitted
 
 
 def require_scipy() -> None:
