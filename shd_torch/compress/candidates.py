@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -83,6 +83,4 @@ def _ladder(space: Space, costs: Costs) -> list[tuple[float, ...]]:
 
 
 def _smallest(space: Space) -> Design:
-    layers = space.num_layers if space.keeps_layers else 1
-    heads: Sequence[int] = (min(count for count in space.heads if count),) * layers
-    return Design(tuple(range(layers)), tuple(heads), (min(space.neurons),) * layers)
+    return Design((0,), (min(count for count in space.heads if count),), (min(space.neurons),))

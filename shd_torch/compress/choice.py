@@ -14,8 +14,7 @@ from shd_torch.compress.worth import Worths
 
 def choose_designs(space: Space, costs: Costs, worths: Worths, limits: Sequence[float]) -> list[Design]:
     """The best student of each number of layers within the limits on each row of costs, best first."""
-    least = space.num_layers if space.keeps_layers else 1
-    designs = [choose_design(space, costs, worths, limits, count) for count in range(least, space.num_layers + 1)]
+    designs = [choose_design(space, costs, worths, limits, count) for count in range(1, space.num_layers + 1)]
     chosen = [design for design in designs if design is not None]
     return sorted(chosen, key=lambda design: worths.predict(design, space))
 

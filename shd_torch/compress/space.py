@@ -26,7 +26,6 @@ class Space:
         heads: numbers of query heads, 0 for no attention.
         neurons: numbers of neurons, 0 for one linear map in place of the FFN.
         keeps_first: whether layer 0 must stay.
-        keeps_layers: whether all must.
         head_dim: of a head, which stays.
     """
 
@@ -34,7 +33,6 @@ class Space:
     heads: tuple[int, ...]
     neurons: tuple[int, ...]
     keeps_first: bool
-    keeps_layers: bool
     head_dim: int
 
     @property
@@ -124,14 +122,9 @@ def find_space(teacher: Sizes, family: Family, config: Any) -> Space:
     if "drop_activations" not in refused and not family.is_gated:
         neurons.append(NONE)
     space = Space(
-        teacher.layers,
-        tuple(heads),
-        tuple(neurons),
-        keeps_first="layers" in refused,
-        keeps_layers=teacher.layers == 1,
-        head_dim=teacher.head_dim,
+        teacher.layers, tuple(heads), tuple(neurons), keeps_first="layers" in refused, head_dim=teacher.head_dim
     )
-    if len(heads) == len(neurons) == 1 and space.keeps_layers:
+    if len(heads) == len(neurons) == teacher.layers == 1:
         raise ShdError("shrink-unsupported", f"teacher must have something to cut; got {config.model_type}")
     return space
 

@@ -121,7 +121,7 @@ def measure_worths(
     skipped = []
     for number in range(space.num_layers):
         if number == 0:
-            skipped.append(read(0, []) if not space.keeps_first and not space.keeps_layers else float("inf"))
+            skipped.append(read(0, []) if not space.keeps_first and space.num_layers > 1 else float("inf"))
             continue
         before = remake(work, number - 1, number + 1)
         with replaced(layers, number, []):

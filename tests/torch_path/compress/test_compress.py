@@ -27,7 +27,7 @@ from shd_torch.compress.space import NONE, Design, Space  # noqa: E402
 from shd_torch.compress.worth import Worths  # noqa: E402
 from shd_torch.shrink import load_student  # noqa: E402
 
-SPACE = Space(3, heads=(4, 2, NONE), neurons=(8, 4), keeps_first=False, keeps_layers=False, head_dim=2)
+SPACE = Space(3, heads=(4, 2, NONE), neurons=(8, 4), keeps_first=False, head_dim=2)
 OPTIONS = CompressOptions(mb=(0.045,), batch=(1,), length=(8,), budget=0.01, candidates=2)
 MEGABYTES = {"vit": 0.035, "decoder": 0.039, "sentences": 0.0405}
 """Of students of the teachers below; times of such small models are noise."""
