@@ -107,7 +107,7 @@ def train(
         logging_strategy="no",
         report_to="none",
         disable_tqdm=True,
-        use_cpu=next(student.parameters()).device.type == "cpu",
+        use_cpu=not torch.accelerator.is_available(),
         remove_unused_columns=False,
     )
     trainer = _Trainer(
@@ -125,7 +125,7 @@ def train(
     last: Any = get_last_checkpoint
     checkpoint = last(str(folder)) if folder.is_dir() else None
     trainer.train(resume_from_checkpoint=checkpoint)
-    student.requires_grad_(True)
+    student.to("cpu").requires_grad_(True)  # where it is judged and exported
     for module, rate in frozen:
         module.p = rate
     student.eval()
@@ -179,8 +179,9 @@ def half_is_faster(model: Any, rows: Sequence[Row]) -> bool:
 
 
 def time_step(model: Any, rows: Sequence[Row], *, half: bool = False) -> tuple[float, float]:
-    """Seconds of a forward pass and of a whole step over one batch, the better of two; the model's gradients go."""
-    device = next(model.parameters()).device
+    """Seconds of a forward pass and of a step over one batch, the better of two, where training will run."""
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    model.to(device)
     batch = {name: tensor.to(device) for name, tensor in collate(rows[:BATCH]).items()}
     seconds = []
     for _ in range(2):
@@ -191,4 +192,4 @@ def time_step(model: Any, rows: Sequence[Row], *, half: bool = False) -> tuple[f
         output.float().square().mean().backward()
         model.zero_grad(set_to_none=True)
         seconds.append((forward, time.perf_counter() - started))
-    return min(seconds)
+    return min(seconds, key=lambda pair: pair[1])
