@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,7 +28,6 @@ BATCH: Final = 32
 BETA: Final = 0.02
 """Weight of SHD where it is tried."""
 _CHECKPOINTS: Final = 20
-_WARM: Final = 3  # steps that are slower than the others
 
 
 @dataclass(frozen=True)
@@ -168,9 +169,9 @@ class _Pace(TrainerCallback):
 
     @property
     def seconds(self) -> float:
-        """Mean of a step, the first ones left out."""
-        times = self._times[min(_WARM, len(self._times) - 1) :] if self._times else [0.0]
-        return (times[-1] - times[0]) / max(len(times) - 1, 1)
+        """Median of a step, which other programs move less than the mean."""
+        steps = [after - before for before, after in pairwise(self._times)]
+        return statistics.median(steps) if steps else 0.0
 
 
 def half_is_faster(model: Any, rows: Sequence[Row]) -> bool:
