@@ -84,7 +84,7 @@ class CompressOptions:
         for name, value in self.targets():
             if name == "faster":
                 limits = (*(seconds / value for seconds in settings), math.inf)
-                wishes.append(Wish(f"{value:g}x", f"{value:g} times faster", limits))
+                wishes.append(Wish(f"{value:g}x", f"{value:g} times faster", limits, value))
             elif name == "ms":
                 wishes.append(Wish(f"{value:g}ms", f"{value:g} ms", (value / 1e3, math.inf)))
             else:
@@ -100,8 +100,10 @@ class Wish:
         name: of its folder, where there are several.
         text: what is asked for.
         limits: of each row of the costs: seconds at each setting, and bytes.
+        speed: times faster than the teacher, where that is asked for.
     """
 
     name: str
     text: str
     limits: tuple[float, ...]
+    speed: float | None = None
