@@ -79,7 +79,7 @@ def test_errors_are_one_message(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("program", "app"), [("shd", shd), ("shd-torch", shd_torch)])
 def test_help_of_every_command_shows_it_in_use(program: str, app: Any) -> None:
     names = [command.name for command in app.registered_commands]
-    assert names[:2] in (["inspect", "plan"], ["export", "doctor"])  # the order of use
+    assert names[:2] in (["inspect", "plan"], ["compress", "export"])  # the order of use
     for name in names:
         if name == "conformance":  # the judge has its own help
             continue
