@@ -132,6 +132,7 @@ def main() -> None:
         subprocess.run([Path(sys.executable).parent / words[0], *words[1:]], check=True)
         after = os.times()
         document = json.loads((home / "student" / "compress.json").read_text())
+        document["command"] = [word.removeprefix(f"{home}/") for word in document["command"]]
         tokenizer = AutoTokenizer.from_pretrained(teacher)
         result: dict[str, Any] = {
             "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},

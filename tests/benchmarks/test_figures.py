@@ -193,6 +193,33 @@ def shrink_models() -> Iterator[str]:
     yield f"with 6 heads and {gaps[1]} with 4; on the ViT-S {gaps[2]} and {gaps[3]}."
 
 
+@on("docs/compress.md")
+def compress_minilm() -> Iterator[str]:
+    result = load("compress_minilm.json")
+    students = {student["name"]: student for student in result["compress"]["students"]}
+    for name, key, wish, graph in (
+        ("teacher, int8", "teacher, int8", "3.9x", "teacher, int8"),
+        ("`--faster 3.9`, int8", "3.9x, int8", "3.9x", "int8"),
+        ("`--faster 5.75`, int8", "5.75x, int8", "5.75x", "int8"),
+    ):
+        times = students[wish]["times"]
+        speeds = [n(entry["times_faster"]["median"], 2) for entry in times if entry["graph"] == graph]
+        walls = {
+            kind: [one["wall"]["median"] for one in times if one["graph"] == kind]
+            for kind in ("teacher, int8", graph)
+        }
+        ratios = (
+            [n(before / after, 2) for before, after in zip(*walls.values(), strict=True)]
+            if len(walls) > 1
+            else ["1.00"] * 2
+        )
+        spearmans = [n(result[texts][key]["spearman"], 3) for texts in ("wikitext_test", "docstrings")]
+        yield f"| {name} | {' / '.join(speeds)} | {' / '.join(ratios)} | {' | '.join(spearmans)} |"
+    yield f"{result['compress']['samples']['train']:,} sentences"
+    yield f"{n(result['minutes'])} minutes"
+    yield f"within {n(100 * max(map(abs, result['compress']['costs']['errors'])), 1)}%"
+
+
 @on("docs/shrink.md")
 def shrink_timing() -> Iterator[str]:
     cases = [case for setting in load("deploy_timing.json")["settings"].values() for case in setting.values()]
