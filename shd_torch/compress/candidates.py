@@ -76,9 +76,10 @@ def find_candidates(
 def _ladder(space: Space, costs: Costs) -> list[tuple[float, ...]]:
     """Limits from the teacher as it would be deployed to the fastest student."""
     slow, fast = costs.teacher_int8 or costs.teacher, costs.predict(_smallest(space), space)
-    parts = [(at + 1) / (_SPEEDS + 1) for at in range(_SPEEDS)]
+    shares = [(at + 1) / (_SPEEDS + 1) for at in range(_SPEEDS)]
     return [
-        (*(a ** (1 - part) * b**part for a, b in zip(slow[:-1], fast[:-1], strict=True)), math.inf) for part in parts
+        (*(a ** (1 - share) * b**share for a, b in zip(slow[:-1], fast[:-1], strict=True)), math.inf)
+        for share in shares
     ]
 
 

@@ -123,9 +123,9 @@ def draw_front(document: Mapping[str, Any], path: Path) -> None:
             axes.plot(speed, row["rounds"][-1]["value"], ".", color="0.6", zorder=1)
     for point in find_points(document):
         marker, colour = ("s", "black") if point.name.startswith(TEACHER) else ("o", "tab:red")
-        place = (min(point.speeds), point.quality)
-        axes.plot(*place, marker, color=colour, fillstyle="full" if point.name.endswith("int8") else "none")
-        axes.annotate(point.name, place, xytext=(5, 5), textcoords="offset points", fontsize=8)
+        position = (min(point.speeds), point.quality)
+        axes.plot(*position, marker, color=colour, fillstyle="full" if point.name.endswith("int8") else "none")
+        axes.annotate(point.name, position, xytext=(5, 5), textcoords="offset points", fontsize=8)
     axes.set_xlabel("times faster than the teacher with fused attention, at the slowest setting")
     axes.set_ylabel(document["measure"])
     axes.set_title("Filled: int8. Grey: candidates after a short training, in float", fontsize=9)

@@ -134,11 +134,11 @@ def train_best(run: Run, wish: Wish, row: dict[str, Any], lesson: Lesson, minute
     if not (folder / "shrink.json").is_file():
         if shd["is_used"]:
             lesson = _with_maps(run, wish, row, lesson, f"cache-{wish.name}")
-        made = _make(run, wish, row["number"], row)
+        shrunk = _make(run, wish, row["number"], row)
         whole = replace(lesson, steps=steps)
-        train(run.task, made.student, run.space.num_layers, whole, checkpoints, run.tell(f"{wish.text}: training"))
+        train(run.task, shrunk.student, run.space.num_layers, whole, checkpoints, run.tell(f"{wish.text}: training"))
         modules = read_modules(run.teacher, run.own.hidden, run.own.hidden)
-        save_student(made.student, made.report, folder, run.teacher, modules)
+        save_student(shrunk.student, shrunk.report, folder, run.teacher, modules)
         shutil.rmtree(checkpoints, ignore_errors=True)
     trained = read_made(folder).student
     result = run.find(f"result-{wish.name}", lambda: _judge_student(run, wish, trained))
