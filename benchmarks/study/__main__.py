@@ -17,8 +17,9 @@ import torch
 from rich.console import Console
 
 from benchmarks.study.analysis import compare_all, name_method, print_tables, stale_runs, write_page, write_table
-from benchmarks.study.arms import PRESETS, Arm, read_grid
+from benchmarks.study.arms import ALONE, PRESETS, Arm, read_grid
 from benchmarks.study.digits import UnavailableError
+from benchmarks.study.origin import hash_code, name_processor
 from benchmarks.study.pictures import draw_all
 from benchmarks.study.runs import Record, run_missing
 from benchmarks.study.tasks import TASKS, Task, load_task
@@ -87,11 +88,15 @@ def main(arguments: list[str] | None = None) -> None:
         made: dict[str, Task] = {}
 
         def train(arm: Arm, seed: int, made: dict[str, Task] = made) -> dict[str, object]:
-            settings = str(arm.settings)
+            own = arm.settings | ({"draw": seed} if arm.settings.get("draws") else {})
+            settings = str(own)
             if settings not in made:
                 made.clear()  # one teacher at a time
-                made[settings] = load_task(arm.task)(given.work / arm.task, arm.settings, device)
-            return {**made[settings].train(arm, seed), "machine": name_machine(device)}
+                made[settings] = load_task(arm.task)(given.work / arm.task, own, device)
+            result = made[settings].train(arm, seed)
+            fields = ("code",) if arm.method == ALONE else ("code", "rival_code")
+            code = {name: hash_code(name, arm.task) for name in fields}
+            return {**result, **code, "processor": name_processor(device), "machine": name_machine(device)}
 
         before = len(record.found)
         try:

@@ -19,6 +19,7 @@ from rich.table import Table
 from scipy import stats
 
 from benchmarks.study.arms import ALONE, Arm, Grid, read_grid
+from benchmarks.study.origin import ORIGIN
 from benchmarks.study.runs import Record
 
 
@@ -199,7 +200,12 @@ def _gains(record: Record, arm: Arm, runs: dict[int, dict[str, Any]], other: Arm
 
 def _is_same_start(run: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Runs from before fingerprints have none, or the name of the version of ``shrink`` that made their start."""
-    return bool(run.get("start") == other.get("start"))
+    return bool(run.get("start") == other.get("start")) and has_same_origin(run, other)
+
+
+def has_same_origin(run: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether data, teacher, code and processor are the same, as far as both runs have stored them."""
+    return all(run[name] == other[name] for name in ORIGIN if name in run and name in other)
 
 
 def stale_runs(grid: Grid, record: Record) -> list[tuple[Arm, int]]:

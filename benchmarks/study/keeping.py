@@ -31,6 +31,7 @@ def keep_trained(
     rate: float,
     batch: int = 32,
     example: Tensor | None = None,
+    seed: int = 0,
 ) -> Any:
     """The model that the file holds, or this one, trained and written there; in evaluation mode, frozen.
 
@@ -43,6 +44,7 @@ def keep_trained(
         rate: the largest one.
         batch: samples a step.
         example: an input, for a model with lazy layers.
+        seed: draws the order of samples.
     """
     if example is not None:
         model(example)
@@ -51,7 +53,7 @@ def keep_trained(
         return model.eval().requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, steps)
-    draw = torch.Generator().manual_seed(0)
+    draw = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         value = loss(model.train(), torch.randint(size, (batch,), generator=draw))
         optimizer.zero_grad()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shd_torch.capture import AttentionCall
 from shd_torch.rivals import Rival, TeacherOutputs
+from shd_torch.rivals.heads import RelationKl
 from shd_torch.supervision.supervision import Dense
 
 CHUNK = 64
@@ -52,8 +53,13 @@ def bytes_a_sample(rival: Rival, outputs: TeacherOutputs) -> float:
     """
     if rival.reads_hidden:
         return 2.0 * sum(hidden[0].numel() for hidden in outputs.hidden.values())
+    if isinstance(rival, RelationKl):
+        vectors = (tensor for call in outputs.calls.values() for tensor in (call.query, call.key, call.value))
+        return 2.0 * sum(tensor[0].numel() for tensor in vectors if tensor is not None)
     causal = next(iter(outputs.calls.values())).rule.is_causal
-    if rival.merges_maps:
+    if getattr(rival, "all_heads", False) or getattr(rival, "sum_heads", False):
+        shapes = [(1, *_lengths(call)) for call in outputs.calls.values()]
+    elif rival.merges_maps:
         shapes = [supervision.shape[1:] for supervision in outputs.squeezed.supervisions]
     else:
         shapes = [(call.num_heads, *_lengths(call)) for call in outputs.calls.values()]

@@ -1,4 +1,5 @@
-"""Where a student starts: random weights, heads and channels that are kept, or the squeezed teacher.
+"""Where a student starts: random weights, weights that were trained before without the teacher, heads and channels
+of the teacher that are kept, or the squeezed teacher.
 
 Kept heads are aligned as squeezed ones are, so that the two differ in merging alone; ``unaligned kept`` are not.
 """
@@ -13,11 +14,12 @@ from torch import Tensor
 from shd_torch.shrink import shrink
 from shd_torch.shrink.compare import RIVALS
 
-STARTS = ("random", "kept", "unaligned kept", "squeezed")
+OWN = ("random", "pretrained")
+STARTS = (*OWN, "kept", "unaligned kept", "squeezed")
 
 
 def start_student(
-    start: str, teacher: Any, calibration: Mapping[str, Tensor], make_random: Callable[[], Any], **sizes: Any
+    start: str, teacher: Any, calibration: Mapping[str, Tensor], make_own: Callable[[], Any], **sizes: Any
 ) -> Any:
     """A student of these sizes, ready to train; all parameters learn.
 
@@ -25,11 +27,11 @@ def start_student(
         start: one of ``STARTS``.
         teacher: a Hugging Face model of a family that ``shrink`` knows.
         calibration: its inputs.
-        make_random: makes the student that starts from random weights.
+        make_own: makes the student of ``OWN``, which has nothing of the teacher's.
         **sizes: of ``shrink``.
     """
-    if start == "random":
-        return make_random()
+    if start in OWN:
+        return make_own()
     rival: dict[str, Any] = dict(RIVALS["kept heads"]) if "kept" in start else {}
     if start == "unaligned kept":
         rival["align"] = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.study.memory import bytes_a_sample
+from benchmarks.study.origin import fingerprint
 from shd_torch.recipes import SHD, Terms, scale_report
 from shd_torch.rivals import ForwardPass, Rival, RivalTerm, TeacherOutputs
 
@@ -38,6 +38,7 @@ class Course:
         rivals: losses added to the base loss, each with the source of its teacher's outputs.
         parts: modules of the base loss that are trained too.
         loss_mask: numbers of samples to ``(B, L)`` boolean, True = the row counts in the rivals' loss; None for all.
+        data: samples to train and to judge on, and teachers: for the record, where they are hashed.
     """
 
     student: nn.Module
@@ -48,6 +49,7 @@ class Course:
     rivals: Sequence[tuple[Rival, Teach]] = ()
     parts: Sequence[nn.Module] = field(default=())
     loss_mask: Callable[[Tensor], Tensor] | None = None
+    data: Sequence[Tensor | nn.Module] = field(default=())
 
 
 def train(
@@ -58,7 +60,8 @@ def train(
     Returns:
         ``curve`` (figures of ``evaluate`` by step), ``step_seconds`` (median; processor time, or wall time on a GPU),
         ``parameter_bytes`` that are trained and thrown away, ``sample_bytes`` of the teacher, ``gradient_share`` of
-        what is taught beside the base loss at the first and at the last step, ``start`` (see ``fingerprint``).
+        what is taught beside the base loss at the first and at the last step, ``start`` and ``data`` (see
+        ``origin.py``).
     """
     student, extra = course.student, [*course.parts, *(rival for rival, _ in course.rivals)]
     trained = [*student.parameters(), *(parameter for part in extra for parameter in part.parameters())]
@@ -66,7 +69,8 @@ def train(
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     draw = torch.Generator().manual_seed(seed)
     order = torch.cat([torch.randperm(course.size, generator=draw) for _ in range(-(-steps * batch // course.size))])
-    start, seconds, shares, last = fingerprint(student, order), [], {}, list[TeacherOutputs]()
+    start, data = fingerprint(student, order), fingerprint(*course.data)
+    seconds, shares, last = [], {}, list[TeacherOutputs]()
     curve = {"0": course.evaluate(_forward(course))} if 0 in marks else {}
     for step in range(steps):
         index = order[step * batch : (step + 1) * batch]
@@ -84,6 +88,7 @@ def train(
             curve[str(step + 1)] = course.evaluate(_forward(course))
     return {
         "start": start,
+        "data": data,
         "curve": curve,
         **curve[str(steps)],
         "step_seconds": statistics.median(seconds),
@@ -93,14 +98,6 @@ def train(
         ),
         "gradient_share": shares,
     }
-
-
-def fingerprint(student: nn.Module, order: Tensor) -> str:
-    """16 hex digits of a student's weights before training and of the order of samples."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted({**student.state_dict(), "order": order}.items()):
-        digest.update(name.encode() + tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def _now(student: nn.Module) -> float:

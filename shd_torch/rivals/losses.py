@@ -91,19 +91,27 @@ class GeometricMean(Rival):
 class ScoreMse(Rival):
     """TinyBERT: the mean squared difference of attention logits, head by head; heads must be equally many.
 
+    With ``sum_heads`` the logits of all heads are added up first, as TextBrewer does for heads of any numbers.
+
     Deviation: the published code sets masked entries to 0 and counts them; here the mean is over entries that both
     models may attend to, in rows that count.
     """
 
+    def __init__(self, *args: Any, sum_heads: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.sum_heads = sum_heads
+
     def layer_loss(self, pair: LayerPair, loss_mask: Tensor | None) -> Tensor:
         """The mean over samples, heads, rows and keys."""
-        if pair.student.num_heads != pair.teacher.num_heads:
+        if not self.sum_heads and pair.student.num_heads != pair.teacher.num_heads:
             raise ShdError(
                 "argument-shape",
                 "score_mse compares head with head, so that both models must have equally many; got "
                 f"{pair.teacher.num_heads} of the teacher and {pair.student.num_heads} of the student",
             )
         own, other = pair.student.compute_logits(), pair.teacher.compute_logits()
+        if self.sum_heads:
+            own, other = own.sum(1, keepdim=True), other.sum(1, keepdim=True)
         counted = ~(torch.isneginf(own) | torch.isneginf(other))
         if loss_mask is not None:
             counted = counted & loss_mask[:, None, :, None]

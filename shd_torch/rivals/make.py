@@ -15,6 +15,7 @@ from shd_torch.capture import Captured
 from shd_torch.capture.layers import number_layers
 from shd_torch.capture.projections import ProjectionWatch
 from shd_torch.capture.taps import record
+from shd_torch.rivals.heads import LearnedAlignment, RelationKl, SoftAlignment
 from shd_torch.rivals.losses import (
     AttentionCopy,
     AttentionOutput,
@@ -44,10 +45,15 @@ _MERGES: dict[str, dict[str, Any]] = {
 }
 _OTHERS: dict[str, tuple[type[Rival], dict[str, Any]]] = {
     "geometric_mean": (GeometricMean, {}),
+    "mean_ce": (GeometricMean, {"all_heads": True}),
     "mse": (Divergence, {"divergence": "mse"}),
     "js": (Divergence, {"divergence": "js"}),
     "reverse_kl": (Divergence, {"divergence": "reverse_kl"}),
     "score_mse": (ScoreMse, {}),
+    "sum_mse": (ScoreMse, {"sum_heads": True}),
+    "relation_kl": (RelationKl, {}),
+    "soft_alignment": (SoftAlignment, {}),
+    "learned_alignment": (LearnedAlignment, {}),
     "linear_projector": (Projector, {}),
     "mlp_projector": (Projector, {"hidden_layer": True}),
     "orthogonal_projector": (OrthogonalProjector, {}),
@@ -107,6 +113,8 @@ def make_rival(
     )
     if issubclass(cls, Projector | OrthogonalProjector):
         own = {**own, "widths": [_widths(cls, own_pass, teacher_pass, pair) for pair in pairs]}
+    if cls is LearnedAlignment:
+        own = {"heads": (heads, teacher_pass.captured.layer(pairs[0][1]).num_heads)}
     rival = cls(online, pairs, temperature=temperature, **own, **options)
     return rival.to(next(student.parameters()).device)
 

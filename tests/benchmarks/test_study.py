@@ -202,6 +202,25 @@ def test_gains_are_paired_and_intervals_are_students() -> None:
     record.found[arms[1].key(2)]["start"] = "made by another version"
     assert compare(grid, record)[1].gain == pytest.approx(0.15)  # seed 2 did not start from the same weights
     assert set(map(str, stale_runs(grid, record))) == {str((arms[1], 2)), str((arms[0], 2))}
+    for seed in range(3):
+        record.found[arms[0].key(seed)] |= {"start": "same", "code": "old" if seed else "new", "data": "one"}
+        record.found[arms[1].key(seed)] |= {"start": "same", "code": "new", "rival_code": "any"}
+    assert compare(grid, record)[1].gain == pytest.approx(0.1)  # seed 0: the only one of the same code
+    assert {seed for _, seed in stale_runs(grid, record)} == {0, 1, 2}  # the other arms have no start on record
+
+
+def test_a_hash_of_code_is_that_of_what_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.study import origin
+
+    room = tmp_path / "shd_torch" / "rivals"
+    room.mkdir(parents=True)
+    monkeypatch.setattr(origin, "ROOT", tmp_path)
+    monkeypatch.setattr(origin, "ROOMS", {"rival_code": ("shd_torch/rivals",)})
+    hashes = []
+    for text in ("a = 1\n", '"""Text."""\n\na  =  1  # one\n', "a = 2\n"):
+        (room / "losses.py").write_text(text)
+        hashes.append(origin.hash_code.__wrapped__("rival_code", "images"))
+    assert hashes[0] == hashes[1] != hashes[2]
 
 
 def test_p_values_are_adjusted_as_holm_and_benjamini_hochberg_do() -> None:

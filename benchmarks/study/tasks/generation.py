@@ -104,7 +104,8 @@ class Generation:
             made = self._moments(self._sample(forward, seed))
             return {f"{name}_distance": frechet_distance(made, own) for name, own in self.moments.items()}
 
-        course = Course(student, len(self.train_images), batch, base, evaluate, self._rivals(arm, student))
+        rivals, data = self._rivals(arm, student), (self.train_images, self.classifier, self.teacher)
+        course = Course(student, len(self.train_images), batch, base, evaluate, rivals, data=data)
         return train(
             course,
             beta=options["beta"],

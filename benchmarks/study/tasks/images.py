@@ -22,17 +22,25 @@ from shd_torch.recipes import SHD, Terms, ViTKD, cross_entropy, image_kd, nkd
 from shd_torch.rivals import Rival, make_rival
 
 Forward = Callable[[Mapping[str, Tensor]], Any]
+MARKS = (0, 25, 50, 100, 200, 300, 400, 600, 1000, 2000)
 
 
 class Images:
-    """See the module; the teacher is trained here, once a folder."""
+    """See the module; the teacher is trained here, once a folder.
+
+    With the setting ``draw`` this number draws the split and the teacher too.
+    """
 
     def __init__(self, folder: Path, settings: dict[str, Any], device: str = "cpu") -> None:
-        self.settings, self.device = settings, device
+        self.settings, self.device, self.folder = settings, device, folder
         if settings["data"] == "mnist":
             self.size, (images, labels) = SIZE, load_digits(folder)
         else:
             self.size, (images, labels) = 8, load_small_digits()
+        draw = settings.get("draw")
+        if draw is not None:
+            order = torch.randperm(len(images), generator=torch.Generator().manual_seed(draw))
+            images, labels = images[order], labels[order]
         sizes = [settings["pool"], settings["valid"], settings["test"]]
         parts = [part.to(device).split([*sizes, len(images) - sum(sizes)])[:3] for part in (images, labels)]
         self.train_images, self.valid_images, self.test_images = parts[0]
@@ -62,10 +70,11 @@ class Images:
         return Dinov2ForImageClassification(config).to(self.device)
 
     def _load_teacher(self, folder: Path) -> Any:
-        given = self.settings["teacher"]
-        torch.manual_seed(0)
+        given, draw = self.settings["teacher"], self.settings.get("draw")
+        torch.manual_seed(draw or 0)
+        name = "images-teacher" if draw is None else f"images-teacher-{draw}"
         return keep_trained(
-            kept_place(folder, "images-teacher", self.settings, "data", "pool", "patch", "teacher"),
+            kept_place(folder, name, self.settings, "data", "pool", "patch", "teacher"),
             self.make_model(given["width"], given["heads"], given["layers"]),
             lambda model, index: F.cross_entropy(
                 model(pixel_values=self.train_images[index]).logits, self.train_labels[index], label_smoothing=0.1
@@ -73,6 +82,7 @@ class Images:
             size=len(self.train_images),
             steps=given["steps"],
             rate=given["rate"],
+            seed=draw or 0,
         )
 
     def train(self, arm: Arm, seed: int) -> dict[str, Any]:
@@ -108,7 +118,7 @@ class Images:
     def _train(self, course: Course, arm: Arm, seed: int) -> dict[str, Any]:
         settings = self.settings
         sizes = {"steps": settings["steps"], "batch": settings["batch"], "rate": settings["rate"]}
-        return train(course, beta=arm.options["beta"], seed=seed, **sizes)
+        return train(course, beta=arm.options["beta"], seed=seed, marks=MARKS, **sizes)
 
     def _course(self, arm: Arm, seed: int) -> Course:
         options = arm.options
@@ -129,21 +139,24 @@ class Images:
         def batch(index: Tensor) -> dict[str, Tensor]:
             return {"pixel_values": inputs["pixel_values"][index]}
 
-        return Course(student, len(labels), batch, base, evaluate, rivals, parts)
+        judged = (self.valid_images, self.valid_labels, self.test_images, self.test_labels)
+        data = (*inputs.values(), labels, *judged, self.teacher)
+        return Course(student, len(labels), batch, base, evaluate, rivals, parts, data=data)
 
     def _make_student(self, arm: Arm, seed: int) -> Any:
         sizes, options = self.settings["student"], arm.options
 
-        def make_random() -> Any:
+        def make_own() -> Any:
             torch.manual_seed(seed)
-            return self.make_model(sizes["width"], options["heads"], sizes["layers"])
+            model = self.make_model(sizes["width"], options["heads"], sizes["layers"])
+            return self._pretrain(model, options["labels"], seed) if options["start"] == "pretrained" else model
 
         calibration = {"pixel_values": self.train_images[: options["labels"]][:64]}
         student = start_student(
             options["start"],
             self.teacher,
             calibration,
-            make_random,
+            make_own,
             hidden=sizes["width"],
             heads=options["heads"],
             layers=sizes["layers"],
@@ -152,6 +165,20 @@ class Images:
             for block in student.dinov2.encoder.layer:
                 block.layer_scale1, block.layer_scale2 = nn.Identity(), nn.Identity()
         return student
+
+    def _pretrain(self, model: Any, labels: int, seed: int) -> Any:
+        """The student trained on as many other labelled images, without the teacher; kept for its seed."""
+        other = slice(labels, 2 * labels)
+        images, digits, given = self.train_images[other], self.train_labels[other], self.settings["pretraining"]
+        depends = ("data", "pool", "patch", "student", "pretraining")
+        return keep_trained(
+            kept_place(self.folder, f"images-pretrained-{labels}-{seed}", self.settings, *depends),
+            model,
+            lambda student, index: F.cross_entropy(student(pixel_values=images[index]).logits, digits[index]),
+            size=len(digits),
+            seed=seed,
+            **given,
+        ).requires_grad_(True)
 
     def _rivals(self, arm: Arm, student: Any, inputs: Mapping[str, Tensor]) -> list[tuple[Rival, Remembered]]:
         options = arm.options

@@ -39,16 +39,15 @@ class Instructions:
             raise UnavailableError("Rouge-L comes from rouge-score: pip install rouge-score") from None
         self.scorer = RougeScorer(["rougeL"])
         lines = SOURCE.read_text(encoding="utf-8").splitlines()[: settings["lines"]]
-        pairs = [json.loads(line) for line in lines]
-        self.tokenizer = self._make_tokenizer(pairs)
-        texts = self._encode(pairs)
+        raw = [json.loads(line) for line in lines]
+        self.tokenizer = self._make_tokenizer(raw)
+        texts = self._encode(raw)
         judged = settings["judged"]
         self.valid, self.test, kept = texts[:judged], texts[judged : 2 * judged], texts[2 * judged :]
-        self.ids = self._pad([question + answer for question, answer in kept[: settings["pairs"]]])
-        self.questions = [question for question, _ in kept[: settings["pairs"]]]
-        self.labels = self.ids.masked_fill(self.ids == PAD, -100)
-        for row, question in enumerate(self.questions):
-            self.labels[row, : len(question)] = -100  # answers alone are learned
+        pairs = settings["pairs"]
+        self.ids, self.labels = self._label(kept[:pairs])
+        self.other_ids, self.other_labels = self._label(kept[pairs:])
+        self.questions = [question for question, _ in kept[:pairs]]
         given = settings["teacher"]
         self.teacher = keep_trained(
             kept_place(
@@ -65,6 +64,8 @@ class Instructions:
             steps=given["steps"],
             rate=given["rate"],
         )
+        judged = (tensor for texts in (self.valid, self.test) for tensor in self._label(texts))
+        self.data = (self.ids, self.labels, *judged, self.teacher)
         self._logits: Tensor | None = None
         self._started: dict[int, Any] = {}
         self._kept: tuple[str, Any] = ("", None)
@@ -102,6 +103,14 @@ class Instructions:
             made[row, : len(text)] = torch.tensor(text)
         return made.to(self.device)
 
+    def _label(self, texts: Sequence[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
+        """Ids and labels ``(N, L)``: answers alone are learned."""
+        ids = self._pad([question + answer for question, answer in texts])
+        labels = ids.masked_fill(ids == PAD, -100)
+        for row, (question, _) in enumerate(texts):
+            labels[row, : len(question)] = -100
+        return ids, labels
+
     def _make_model(self, width: int, heads: int, layers: int) -> Any:
         from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -135,7 +144,7 @@ class Instructions:
             batch, base, mask = self._policy(student)
         else:
             batch, base, mask = self._supervised()
-        course = Course(student, len(self.ids), batch, base, self._judge, rivals, loss_mask=mask)
+        course = Course(student, len(self.ids), batch, base, self._judge, rivals, loss_mask=mask, data=self.data)
         return train(
             course,
             beta=options["beta"],
@@ -149,14 +158,30 @@ class Instructions:
         sizes = self.settings["student"]
         layers = [layer for _, layer in layer_map(self.settings["teacher"]["layers"], sizes["layers"])]
 
-        def make_random() -> Any:
+        def make_own() -> Any:
             model = self._make_model(sizes["width"], options["heads"], sizes["layers"])
             torch.manual_seed(seed)  # after the line above, which draws weights from seed 0
             model.apply(model._init_weights)
-            return model
+            return self._pretrain(model, options["heads"], seed) if options["start"] == "pretrained" else model
 
         given = {"heads": options["heads"], "hidden": sizes["width"], "neurons": 2 * sizes["width"], "layers": layers}
-        return start_student(options["start"], self.teacher, {"input_ids": self.ids[:64]}, make_random, **given)
+        return start_student(options["start"], self.teacher, {"input_ids": self.ids[:64]}, make_own, **given)
+
+    def _pretrain(self, model: Any, heads: int, seed: int) -> Any:
+        """The student trained on pairs that are not among those of the study, without the teacher; kept."""
+        depends = ("lines", "judged", "pairs", "length", "vocabulary", "student", "pretraining")
+        return keep_trained(
+            kept_place(self.folder, f"instructions-pretrained-{heads}-{seed}", self.settings, *depends),
+            model,
+            lambda student, index: (
+                cross_entropy(
+                    student(input_ids=self.other_ids[index]).logits, self.other_labels[index], shift=True
+                ).total
+            ),
+            size=len(self.other_ids),
+            seed=seed,
+            **self.settings["pretraining"],
+        ).requires_grad_(True)
 
     def _started_student(self, student: Any, seed: int) -> Any:
         if seed not in self._started:
@@ -237,10 +262,7 @@ class Instructions:
         """Cross entropy of answers, and Rouge-L of greedy ones, in [0, 1]."""
         found = {}
         for name, texts in (("valid", self.valid), ("test", self.test)):
-            ids = self._pad([question + answer for question, answer in texts])
-            labels = ids.masked_fill(ids == PAD, -100)
-            for row, (question, _) in enumerate(texts):
-                labels[row, : len(question)] = -100
+            ids, labels = self._label(texts)
             logits = forward({"input_ids": ids}).logits
             found[f"{name}_loss"] = float(cross_entropy(logits, labels, shift=True).total)
             found[f"{name}_rouge_l"] = self._rouge(forward, texts)

@@ -24,7 +24,7 @@ from shd_torch.rivals import Rival, make_rival
 ROOT = Path(__file__).resolve().parents[3]
 SHARED = ROOT.parent / "shared" / "data"
 Forward = Callable[[Mapping[str, Tensor]], Any]
-MARKS = (25, 50, 100, 150, 300, 600, 1000, 2000)
+MARKS = (0, 25, 50, 100, 150, 300, 600, 1000, 2000, 3000)
 
 
 class Language:
@@ -33,14 +33,16 @@ class Language:
     def __init__(self, folder: Path, settings: dict[str, Any], device: str = "cpu") -> None:
         self.settings, self.folder, self.device = settings, folder, device
         windows, valid, test, teacher = self._load(settings["corpus"])
-        self.windows, self.valid, self.test = windows.to(device), valid.to(device), test.to(device)
+        count = settings["windows"]
+        self.windows, self.other_windows = windows[:count].to(device), windows[count:].to(device)
+        self.valid, self.test = valid.to(device), test.to(device)
         self.teachers = [teacher.to(device).eval().requires_grad_(False)]
         self.teacher_loss = _measure(lambda inputs: teacher(**inputs), self.test)
         self._logits: list[Tensor] = []
         self._kept: tuple[str, Any] = ("", None)
 
     def _load(self, corpus: str) -> tuple[Tensor, Tensor, Tensor, Any]:
-        """Windows ``(N, L)`` to train on, to choose by and to judge by, and the teacher."""
+        """All windows ``(N, L)`` to train on, those to choose by and to judge by, and the teacher."""
         settings, length = self.settings, self.settings["length"]
         source = SHARED / ("stories260K" if corpus == "stories" else "wikitext2")
         if not source.is_dir():
@@ -50,7 +52,7 @@ class Language:
             from support.shrink.stories import load_llama  # the teacher's conversion, which tests use too
 
             tokens = np.load(source / "self_sampled_1024x256_uint16.npy").astype(np.int64)
-            windows = torch.from_numpy(tokens[:-128]).reshape(-1, length)[: settings["windows"]]
+            windows = torch.from_numpy(tokens[:-128]).reshape(-1, length)
             judged = torch.from_numpy(tokens[-128:]).reshape(-1, length)
             valid, test = judged.split(len(judged) // 2)
             valid, test = (each[: settings["judged"]] for each in (valid, test))
@@ -62,7 +64,7 @@ class Language:
         ]
         teacher = self._train_teacher(rows[0].to(self.device))
         step, judged = len(rows[1]) // 512, settings["judged"]
-        return rows[0][: settings["windows"]], rows[1][::step][:judged], rows[1][1::step][:judged], teacher
+        return rows[0], rows[1][::step][:judged], rows[1][1::step][:judged], teacher
 
     def _train_teacher(self, windows: Tensor) -> Any:
         """A Llama over bytes, half the layers deeper than its students."""
@@ -126,7 +128,13 @@ class Language:
             return {f"{name}_loss": _measure(forward, getattr(self, name)) for name in ("valid", "test")}
 
         course = Course(
-            student, len(self.windows), lambda index: {"input_ids": self.windows[index]}, base, evaluate, rivals
+            student,
+            len(self.windows),
+            lambda index: {"input_ids": self.windows[index]},
+            base,
+            evaluate,
+            rivals,
+            data=(self.windows, self.valid, self.test, *self.teachers[: options["teachers"]]),
         )
         rate = settings["rate"] * (1.0 if options["start"] == "random" else settings["start_rate"])
         result = train(
@@ -143,16 +151,31 @@ class Language:
     def _make_student(self, arm: Arm, seed: int) -> Any:
         teacher, heads, layers = self.teachers[0], arm.options["heads"], [0, 2, 4]
 
-        def make_random() -> Any:
+        def make_own() -> Any:
             config = type(teacher.config)(**teacher.config.to_dict())
             config.num_hidden_layers, config.num_attention_heads = len(layers), heads
             config.num_key_value_heads = min(heads, config.num_key_value_heads)
             config.head_dim = teacher.config.hidden_size // teacher.config.num_attention_heads
             torch.manual_seed(seed)
-            return type(teacher)(config).to(self.device)
+            model = type(teacher)(config).to(self.device)
+            return self._pretrain(model, heads, seed) if arm.options["start"] == "pretrained" else model
 
         calibration = {"input_ids": self.windows[:64]}
-        return start_student(arm.options["start"], teacher, calibration, make_random, heads=heads, layers=layers)
+        return start_student(arm.options["start"], teacher, calibration, make_own, heads=heads, layers=layers)
+
+    def _pretrain(self, model: Any, heads: int, seed: int) -> Any:
+        """The student trained on windows that are not among those of the study, without the teacher; kept."""
+        depends = ("corpus", "length", "windows", "teacher", "pretraining")
+        return keep_trained(
+            kept_place(self.folder, f"language-pretrained-{heads}-{seed}", self.settings, *depends),
+            model,
+            lambda student, index: _cross_entropy(
+                student(input_ids=self.other_windows[index]).logits, self.other_windows[index]
+            ),
+            size=len(self.other_windows),
+            seed=seed,
+            **self.settings["pretraining"],
+        ).requires_grad_(True)
 
     def _rivals(self, arm: Arm, student: Any) -> list[tuple[Rival, Remembered]]:
         options = arm.options

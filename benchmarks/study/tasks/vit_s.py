@@ -151,7 +151,8 @@ class VitS:
             return found
 
         rate = settings["rate"] * (1.0 if options["start"] == "random" else settings["start_rate"])
-        course = Course(student, len(self.images), batch, base, evaluate)
+        data = (self.images, self.labels, self.test_images, self.test_labels, self.teacher)
+        course = Course(student, len(self.images), batch, base, evaluate, data=data)
         try:
             result = train(
                 course, beta=options["beta"], steps=settings["steps"], batch=settings["batch"], rate=rate, seed=seed
@@ -169,7 +170,7 @@ class VitS:
         sizes = self.settings["student"]
         layers = [layer for _, layer in layer_map(self.teacher.config.num_hidden_layers, sizes["layers"])]
 
-        def make_random() -> Any:
+        def make_own() -> Any:
             torch.manual_seed(seed)
             config = Dinov2Config(
                 hidden_size=sizes["width"],
@@ -185,7 +186,7 @@ class VitS:
 
         calibration = {"pixel_values": enlarge(self.images[:16]).to(self.device)}
         given = {"heads": 3, "hidden": sizes["width"], "neurons": 4 * sizes["width"], "layers": layers}
-        made = start_student(start, self.teacher, calibration, make_random, **given)
+        made = start_student(start, self.teacher, calibration, make_own, **given)
         torch.manual_seed(seed)
         return made
 

@@ -139,6 +139,75 @@ def test_scores_are_compared_head_by_head(teacher: Any) -> None:
     torch.testing.assert_close(rival(own_pass, outputs, loss_mask=COUNTED), expected)
 
 
+def test_sums_of_scores_are_compared_for_any_numbers_of_heads(teacher: Any) -> None:
+    rival, own_pass, outputs = taught(teacher, "sum_mse")
+    expected = torch.zeros(())
+    for own, other in ((0, 1), (1, 3)):
+        mine, theirs = own_pass.captured.logits[own].detach(), outputs.calls[other].compute_logits()
+        rows = torch.ones(7, 7, dtype=torch.bool).tril() & COUNTED[:, :, None]
+        expected += (mine.sum(1) - theirs.sum(1))[rows].square().mean()
+    torch.testing.assert_close(rival(own_pass, outputs, loss_mask=COUNTED), expected)
+
+
+def test_means_of_scores_are_those_of_all_heads(teacher: Any) -> None:
+    """The KL of the softmax of mean logits, which is a cross entropy but for the teacher's entropy."""
+    rival, own_pass, outputs = taught(teacher, "mean_ce")
+    expected = torch.zeros(())
+    for own, other in ((0, 1), (1, 3)):
+        mine = own_pass.captured.logits[own].detach().mean(1).softmax(-1)
+        expected += kl(outputs.calls[other].compute_logits().mean(1).softmax(-1), mine)[COUNTED].mean()
+    torch.testing.assert_close(rival(own_pass, outputs, loss_mask=COUNTED), expected)
+
+
+@pytest.mark.parametrize("count", [None, 2])
+def test_relations_of_queries_keys_and_values(teacher: Any, count: int | None) -> None:
+    rival, own_pass, outputs = taught(teacher, "relation_kl", relation_heads=count)
+    heads = count or 4  # of the teacher, which divide all widths here
+    expected = torch.zeros(())
+    for own, other in ((0, 1), (1, 3)):
+        for name in ("query", "key", "value"):
+            maps = []
+            for call in (outputs.calls[other], own_pass.captured.layer(own)):
+                vectors = getattr(call, name).detach()
+                side_by_side = torch.cat(list(vectors.unbind(1)), dim=-1)
+                relations = [x @ x.mT / x.shape[-1] ** 0.5 for x in side_by_side.chunk(heads, dim=-1)]
+                ahead = torch.ones(7, 7, dtype=torch.bool).triu(1) | ~COUNTED[:, None, :]
+                maps.append([x.masked_fill(ahead, -torch.inf).softmax(-1) for x in relations])
+            expected += sum(kl(p, q)[COUNTED].mean() for p, q in zip(*maps, strict=True)) / heads
+    torch.testing.assert_close(rival(own_pass, outputs, loss_mask=COUNTED), expected)
+
+
+def test_relation_heads_must_divide_the_widths(teacher: Any) -> None:
+    rival, *passes = taught(teacher, "relation_kl", relation_heads=3)
+    with refusal("argument-value", "relation_heads must divide the widths"):
+        rival(*passes)
+
+
+def test_every_teacher_head_teaches_the_student_heads_that_resemble_it(teacher: Any) -> None:
+    rival, own_pass, outputs = taught(teacher, "soft_alignment")
+    expected = torch.zeros(())
+    for own, other in zip(student_maps(own_pass), teacher_maps(outputs), strict=True):
+        similar = torch.nn.functional.cosine_similarity(other.flatten(2)[:, :, None], own.flatten(2)[:, None], dim=-1)
+        weights = similar.softmax(2)
+        for t in range(4):
+            for h in range(2):
+                expected += (weights[:, t, h, None] * kl(other[:, t], own[:, h]))[COUNTED].mean()
+    torch.testing.assert_close(rival(own_pass, outputs, loss_mask=COUNTED), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_learned_alignment_mixes_by_its_own_matrix(teacher: Any) -> None:
+    rival, own_pass, outputs = taught(teacher, "learned_alignment")
+    expected = torch.zeros(())
+    for number, (own, other) in enumerate(zip(student_maps(own_pass), teacher_maps(outputs), strict=True)):
+        mixing = rival.mixing[number].detach().softmax(-1)
+        assert mixing.argmax(0).tolist() == [0, 0, 1, 1]  # at first those that adjacent pairs merge
+        mixed = torch.stack([sum(mixing[h, t] * other[:, t] for t in range(4)) for h in range(2)], dim=1)
+        expected += rows_mean(kl(mixed, own))
+    torch.testing.assert_close(rival(own_pass, outputs, loss_mask=COUNTED), expected, atol=1e-5, rtol=1e-4)
+    rival(own_pass, outputs).backward()
+    assert all(parameter.grad.abs().max() > 0 for parameter in rival.parameters())
+
+
 def test_scores_of_other_heads_are_refused(teacher: Any) -> None:
     rival, *passes = taught(teacher, "score_mse")
     with refusal("argument-shape", "4 of the teacher and 2 of the student"):
