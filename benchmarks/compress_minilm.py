@@ -105,6 +105,16 @@ def loop(graph: Path, batch: int) -> float:
     return 1e3 * statistics.median(seconds)
 
 
+def processor() -> str:
+    """Its name, and what int8 products use of it."""
+    path = Path("/proc/cpuinfo")
+    lines = dict(line.split(":", 1) for line in path.read_text().splitlines() if ":" in line) if path.exists() else {}
+    lines = {name.strip(): value.strip() for name, value in lines.items()}
+    flags = lines.get("flags", "").split()
+    kinds = [kind for kind in ("avx2", "avx_vnni", "avx512_vnni", "amx_int8") if kind in flags]
+    return ", ".join([lines.get("model name", platform.machine()), *kinds])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faster", default="5.3")
@@ -135,7 +145,7 @@ def main() -> None:
         document["command"] = [word.removeprefix(f"{home}/") for word in document["command"]]
         tokenizer = AutoTokenizer.from_pretrained(teacher)
         result: dict[str, Any] = {
-            "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+            "machine": {"processor": processor(), "cores": os.cpu_count()},
             "versions": {"torch": torch.__version__, "onnxruntime": onnxruntime.__version__},
             "minutes": (time.monotonic() - started) / 60,
             "processor_minutes": (after[2] + after[3] - before[2] - before[3]) / 60,

@@ -72,7 +72,12 @@ def _print_front(document: dict[str, Any]) -> None:
     for number, heading in enumerate(("model", "quality", "times faster", "MB")):
         table.add_column(heading, justify="right" if number else "left")
     for point in find_points(document):
-        table.add_row(point.name, f"{point.quality:.4f}", point.say_speeds(", "), f"{point.megabytes:.1f}")
+        table.add_row(
+            point.name,
+            f"{point.quality:.4f}",
+            ", ".join(f"{speed:.2f}" for speed in point.speeds),
+            f"{point.megabytes:.1f}",
+        )
     console.print(table)
     if not document["students"]:
         console.say("the teacher in int8 is fast enough; --go-on makes a student all the same")

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Final
 
 from shd_ref.errors import ShdError
 from shd_torch.compress.choice import choose_design, choose_designs
-from shd_torch.compress.costs import Costs
+from shd_torch.compress.costs import Costs, price_designs
 from shd_torch.compress.options import FASTEST, Wish
 from shd_torch.compress.space import Design, Space
+from shd_torch.compress.stages import Run
 from shd_torch.compress.worth import Worths
 
 _REPEATS: Final = 3
@@ -20,22 +20,13 @@ _SPEEDS: Final = 5
 """That are tried where only a quality is asked for."""
 
 
-def find_candidates(
-    space: Space,
-    costs: Costs,
-    worths: Worths,
-    wish: Wish,
-    most: int,
-    price: Callable[[list[Design]], list[list[float]]],
-) -> list[dict[str, Any]]:
-    """At most ``most`` students, or one for each of several speeds; those that are too slow are chosen again.
-
-    Args:
-        price: costs of students as measured.
+def find_candidates(run: Run, costs: Costs, worths: Worths, wish: Wish) -> list[dict[str, Any]]:
+    """The best students, or one for each of several speeds; those that are too slow when timed are chosen again.
 
     Raises:
         ShdError: ``argument-value`` where no student is small enough.
     """
+    space, most = run.space, run.options.candidates
     is_ladder = wish.name == FASTEST
     pending = [
         (design, limits)
@@ -46,7 +37,7 @@ def find_candidates(
     for _ in range(_REPEATS):
         if not pending:
             break
-        prices = price([design for design, _ in pending])
+        prices = price_designs(run, [design for design, _ in pending])
         again = []
         for (design, limits), row in zip(pending, prices, strict=True):
             expected = costs.predict(design, space)
@@ -73,12 +64,12 @@ def find_candidates(
     return sorted(candidates.values(), key=lambda row: float(row["predicted_loss"]))
 
 
-def _ladder(space: Space, costs: Costs) -> list[tuple[float, ...]]:
+def _ladder(space: Space, costs: Costs) -> list[list[float]]:
     """Limits from the teacher as it would be deployed to the fastest student."""
     slow, fast = costs.teacher_int8 or costs.teacher, costs.predict(_smallest(space), space)
     shares = [(at + 1) / (_SPEEDS + 1) for at in range(_SPEEDS)]
     return [
-        (*(a ** (1 - share) * b**share for a, b in zip(slow[:-1], fast[:-1], strict=True)), math.inf)
+        [*(a ** (1 - share) * b**share for a, b in zip(slow[:-1], fast[:-1], strict=True)), math.inf]
         for share in shares
     ]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -10,50 +10,13 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from shd_ref.errors import import_package
 from shd_torch.compress.space import Design, Space
-from shd_torch.deploy import GraphTime, quantize_graph, time_graphs
-from shd_torch.export import example_inputs, export_student
-from shd_torch.shrink.families import Family
+from shd_torch.compress.stages import TEACHER, TEACHER_INT8, Run
 from shd_torch.shrink.sizes import ShrinkOptions, make_student
 from shd_torch.shrink.student import plan_student
 
-Progress = Callable[[int, int, str], None]
-ROUNDS: Final = 9
-TEACHER: Final = "teacher"
-TEACHER_INT8: Final = "teacher, int8"
 _CHECKED: Final = 3
 """Students of mixed sizes that the sums are compared with."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """How students will be run: samples per run, tokens per sample (None for images) and threads."""
-
-    batch: tuple[int, ...] | None
-    length: tuple[int, ...] | None
-    threads: int
-    int8: bool
-
-    def time(self, graphs: Mapping[str, Path], progress: Progress, rounds: int = ROUNDS) -> list[GraphTime]:
-        """Graphs by turns, the first being the reference."""
-        return time_graphs(
-            graphs,
-            batch=self.batch,
-            length=self.length,
-            threads=(self.threads,),
-            rounds=rounds,
-            progress=lambda done, total: progress(done, total, "graphs are timed"),
-        )
-
-    def price(self, graphs: Mapping[str, Path], progress: Progress) -> dict[str, list[float]]:
-        """Median seconds of a run of each graph, one for each batch and length, in order; then its bytes."""
-        prices: dict[str, list[float]] = {name: [] for name in graphs}
-        for entry in self.time(graphs, progress):
-            prices[entry.graph].append(entry.wall.median)
-        for name, path in graphs.items():
-            prices[name].append(float(count_bytes(path)))
-        return prices
 
 
 @dataclass(frozen=True)
@@ -85,44 +48,33 @@ class Costs:
         ]
 
 
-def count_bytes(graph: Path) -> int:
-    """Of a graph with its weights, which may lie beside it."""
-    return sum(file.stat().st_size for file in graph.parent.glob(f"{graph.name}*"))
-
-
-def write_graphs(model: Any, path: Path, *, int8: bool) -> dict[str, Path]:
-    """A model as it is deployed: ``float``, and ``int8`` if asked for, the last being the one to run."""
-    export_student(model, example_inputs(model), path)
-    if not int8:
-        return {"float": path}
-    quantised = path.with_suffix(".int8.onnx")
-    quantize_graph(path, quantised)
-    return {"float": path, "int8": quantised}
-
-
-def random_student(teacher: Any, family: Family, design: Design, space: Space) -> Any:
+def random_student(run: Run, design: Design) -> Any:
     """A student's model, its weights random: also its biases, as a graph holds equal tensors once."""
-    sizes, kept, dropped = plan_student(teacher, family, ShrinkOptions(**design.options(space)))
-    student = make_student(teacher, family, sizes, kept, dropped.among(kept))
+    sizes, kept, dropped = plan_student(run.model, run.family, ShrinkOptions(**design.options(run.space)))
+    student = make_student(run.model, run.family, sizes, kept, dropped.among(kept))
     with torch.no_grad():
         for parameter in student.parameters():
             parameter.normal_(0.0, 0.02)
     return student
 
 
-def measure_costs(
-    teacher: Any,
-    family: Family,
-    space: Space,
-    setting: Setting,
-    teacher_graphs: Mapping[str, Path],
-    folder: Path,
-    progress: Progress,
-) -> Costs:
-    """Time a student for each size of each part, by turns, and fit what the parts cost.
+def price_designs(run: Run, designs: Sequence[Design]) -> list[list[float]]:
+    """Costs of students with random weights."""
+    named = {str(number): design for number, design in enumerate(designs)}
+    return list(run.price(_write_random(run, named)).values())
 
-    ``teacher_graphs`` hold ``TEACHER`` and perhaps ``TEACHER_INT8``; ``folder`` is for graphs that are forgotten.
-    """
+
+def _write_random(run: Run, designs: Mapping[str, Design]) -> dict[str, Path]:
+    graphs = {}
+    for number, (name, design) in enumerate(designs.items()):
+        run.progress(number, len(designs), "graphs to time are written")
+        *_, graphs[name] = run.write_graphs(random_student(run, design), f"random-{number}").values()
+    return graphs
+
+
+def measure_costs(run: Run) -> Costs:
+    """Time a student for each size of each part, by turns, and fit what the parts cost."""
+    space = run.space
     whole = space.whole
     half = max(1, space.num_layers // 2)
     designs = {"whole": whole, "half": space.uniform(whole.heads[0], whole.neurons[0], half)}
@@ -131,12 +83,8 @@ def measure_costs(
     designs |= {f"mixed {number}": design for number, design in enumerate(mixed_designs(space))}
     if space.num_layers == 1:
         del designs["half"]
-    graphs = dict(teacher_graphs)
-    for number, (name, design) in enumerate(designs.items()):
-        progress(number, len(designs), "graphs to time are written")
-        student = random_student(teacher, family, design, space)
-        *_, graphs[name] = write_graphs(student, folder / f"{number}.onnx", int8=setting.int8).values()
-    return fit_costs(setting.price(graphs, progress), designs, space)
+    graphs = run.teacher_graphs | _write_random(run, designs)
+    return fit_costs(run.price(graphs), designs, space)
 
 
 def mixed_designs(space: Space) -> list[Design]:
@@ -175,8 +123,3 @@ def fit_costs(prices: Mapping[str, Sequence[float]], designs: Mapping[str, Desig
             pairs_of_costs = list(zip(fitted.predict(design, space), prices[name], strict=True))
             fitted.errors.extend(predicted / measured - 1 for predicted, measured in pairs_of_costs[:-1])  # of times
     return fitted
-
-
-def require_scipy() -> None:
-    """``dependency-missing`` where SciPy is not installed."""
-    import_package("scipy", "compress needs the package scipy: pip install 'squeezing-heads[compress]'")

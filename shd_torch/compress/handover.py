@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 
 from shd_ref.cache.storage.drafts import drafting
-from shd_torch.compress.costs import TEACHER, TEACHER_INT8, count_bytes
+from shd_torch.compress.stages import TEACHER, TEACHER_INT8, count_bytes
 from shd_torch.compress.task import Judge, graph_run
 from shd_torch.shrink.folders import copy_readers
 
@@ -78,10 +78,6 @@ class Point:
     quality: float
     speeds: list[float]  # times faster than the teacher, a number for each setting
     megabytes: float
-
-    def say_speeds(self, between: str) -> str:
-        """With two digits after the point."""
-        return between.join(f"{speed:.2f}" for speed in self.speeds)
 
 
 def find_points(document: Mapping[str, Any]) -> list[Point]:
@@ -148,7 +144,12 @@ def _page(document: Mapping[str, Any], has_picture: bool) -> Iterator[str]:
     yield from _table(
         ["model", "quality", *(f"times faster, {setting}" for setting in settings), "MB"],
         [
-            [point.name, f"{point.quality:.4f}", point.say_speeds(" | "), f"{point.megabytes:.1f}"]
+            [
+                point.name,
+                f"{point.quality:.4f}",
+                *(f"{speed:.2f}" for speed in point.speeds),
+                f"{point.megabytes:.1f}",
+            ]
             for point in find_points(document)
         ],
     )

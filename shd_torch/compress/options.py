@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 from shd_ref.errors import ShdError
 from shd_ref.integers import check_integer, check_number
 from shd_ref.teacher.options import Shown
-
-if TYPE_CHECKING:
-    from shd_torch.compress.costs import Costs
 
 FASTEST: Final = "fastest"
 """The name of the wish where only a quality is asked for."""
@@ -77,19 +74,19 @@ class CompressOptions:
         for name in ("faster", "ms", "mb"):
             yield from ((name, value) for value in getattr(self, name))
 
-    def wishes(self, costs: Costs) -> list[Wish]:
-        """One for each target, or the one for a quality alone."""
-        settings = costs.teacher[:-1]
+    def wishes(self, teacher: Sequence[float]) -> list[Wish]:
+        """One for each target, or the one for a quality alone; ``teacher`` is its row of costs."""
+        free = [math.inf] * len(teacher)
         wishes = []
         for name, value in self.targets():
             if name == "faster":
-                limits = (*(seconds / value for seconds in settings), math.inf)
+                limits = [*(seconds / value for seconds in teacher[:-1]), math.inf]
                 wishes.append(Wish(f"{value:g}x", f"{value:g} times faster", limits, value))
             elif name == "ms":
-                wishes.append(Wish(f"{value:g}ms", f"{value:g} ms", (value / 1e3, math.inf)))
+                wishes.append(Wish(f"{value:g}ms", f"{value:g} ms", [value / 1e3, math.inf]))
             else:
-                wishes.append(Wish(f"{value:g}mb", f"{value:g} MB", (*(math.inf for _ in settings), 1e6 * value)))
-        return wishes or [Wish(FASTEST, f"quality of at least {self.at_least:g}", (math.inf,) * len(costs.teacher))]
+                wishes.append(Wish(f"{value:g}mb", f"{value:g} MB", [*free[:-1], 1e6 * value]))
+        return wishes or [Wish(FASTEST, f"quality of at least {self.at_least:g}", free)]
 
 
 @dataclass(frozen=True)
@@ -105,5 +102,5 @@ class Wish:
 
     name: str
     text: str
-    limits: tuple[float, ...]
+    limits: list[float]
     speed: float | None = None

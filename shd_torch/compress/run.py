@@ -15,30 +15,19 @@ from pathlib import Path
 from typing import Any, Final
 
 from shd_ref.cache.storage.drafts import part_folder
+from shd_ref.errors import import_package
 from shd_torch.compress.candidates import find_candidates
-from shd_torch.compress.costs import (
-    TEACHER,
-    TEACHER_INT8,
-    Costs,
-    Progress,
-    measure_costs,
-    random_student,
-    require_scipy,
-    write_graphs,
-)
+from shd_torch.compress.costs import Costs, measure_costs
 from shd_torch.compress.handover import hand_over, judge_graphs
 from shd_torch.compress.options import CompressOptions
 from shd_torch.compress.samples import divide, length_of, read_rows
-from shd_torch.compress.space import Design
-from shd_torch.compress.stages import Run
+from shd_torch.compress.stages import Progress, Run
 from shd_torch.compress.students import SHD_SEEDS, SHORT_STEPS, compare, prepare_lesson, train_best
 from shd_torch.compress.training import BATCH, time_step
 from shd_torch.compress.worth import Worths, measure_worths
 from shd_torch.shrink.folders import new_folder
 from shd_torch.shrink.unfinished import Unfinished, run_key
 
-JUDGED: Final = 64
-"""Samples on which parts are weighed."""
 ENOUGH: Final = 0.99
 """Quality of the teacher in int8 that needs no student, unless another is asked for."""
 
@@ -76,8 +65,8 @@ def compress(
             that is possible; what ``shrink``, ``export_student``, ``precompute`` and ``SHDTrainer`` raise.
     """
     started = time.monotonic()
-    folder, source = new_folder(out), Path(teacher)
-    with _open_run(source, Path(data), held_out, options, part_folder(folder), progress) as run:
+    folder, source, judged = new_folder(out), Path(teacher), None if held_out is None else Path(held_out)
+    with _open_run(source, Path(data), judged, options, part_folder(folder), progress) as run:
         document = _compress(run) | {"command": list(command)}
         document["seconds"] = time.monotonic() - started
         hand_over(run.folder, folder, source, document)
@@ -86,18 +75,13 @@ def compress(
 
 @contextmanager
 def _open_run(
-    teacher: Path,
-    data: Path,
-    held_out: str | os.PathLike[str] | None,
-    options: CompressOptions,
-    folder: Path,
-    progress: Progress,
+    teacher: Path, data: Path, held_out: Path | None, options: CompressOptions, folder: Path, progress: Progress
 ) -> Iterator[Run]:
     """Everything that is read, and the stages of an earlier run in the folder."""
-    require_scipy()
+    import_package("scipy", "compress needs the package scipy: pip install 'squeezing-heads[compress]'")
     progress(0, 0, "data are read")
     rows = read_rows(data, teacher, options.max_length)
-    judged = None if held_out is None else read_rows(Path(held_out), teacher, options.max_length, "held_out")
+    judged = None if held_out is None else read_rows(held_out, teacher, options.max_length, "held_out")
     samples = divide(rows, judged, options.seed)
     with Unfinished(folder, run_key(teacher, asdict(options) | {"samples": samples.digest})) as keeper:
         yield Run(teacher, options, keeper, progress, samples)
@@ -116,7 +100,7 @@ def forecast(
     with tempfile.TemporaryDirectory() as folder, _open_run(*opened, Path(folder) / "run", progress) as run:
         space, samples = run.space, run.samples
         started = time.monotonic()
-        study = _study_teacher(run)
+        study = study_teacher(run)
         export = time.monotonic() - started
         forward, step = time_step(copy.deepcopy(run.model), samples.train[:BATCH])
         heads, neurons = (", ".join(str(count or "none") for count in part) for part in (space.heads, space.neurons))
@@ -142,7 +126,7 @@ def forecast(
 
 def _compress(run: Run) -> dict[str, Any]:
     """Everything but the hand-over."""
-    teacher = run.find("teacher", lambda: _study_teacher(run))
+    teacher = run.find("teacher", lambda: study_teacher(run))
     lengths = sorted(map(length_of, run.samples.train))
     document: dict[str, Any] = {
         "format": 1,
@@ -157,60 +141,33 @@ def _compress(run: Run) -> dict[str, Any]:
     }
     if _teacher_suffices(run.options, teacher):
         return document
-    names = {"float": TEACHER, "int8": TEACHER_INT8}
-    graphs = {names[kind]: path for kind, path in run.teacher_graphs.items()}
-    measured = run.model, run.family, run.space
-    costs = Costs(
-        **run.find("costs", lambda: asdict(measure_costs(*measured, run.setting, graphs, run.graphs, run.progress)))
-    )
-    calibration = {name: array[:JUDGED] for name, array in run.samples.calibration.items()}
-    judge = run.judge("choices", JUDGED)
-    worths = Worths(
-        **run.find("worths", lambda: asdict(measure_worths(*measured, calibration, judge, run.keeper, run.progress)))
-    )
-    wishes = run.options.wishes(costs)
-    candidates = {}
-    for wish in wishes:
-        asked = run.space, costs, worths, wish, run.options.candidates, partial(_price, run)
-        candidates[wish.name] = run.find(f"candidates-{wish.name}", partial(find_candidates, *asked))
+    costs = Costs(**run.find("costs", lambda: asdict(measure_costs(run))))
+    worths = Worths(**run.find("worths", lambda: asdict(measure_worths(run))))
+    wishes = run.options.wishes(costs.teacher)
+    candidates = [
+        run.find(f"candidates-{wish.name}", partial(find_candidates, run, costs, worths, wish)) for wish in wishes
+    ]
     lesson = prepare_lesson(run)
-    for wish in wishes:
-        tried, best = compare(run, wish, candidates[wish.name], lesson)
+    for wish, rows in zip(wishes, candidates, strict=True):
+        tried, best = compare(run, wish, rows, lesson)
         student = train_best(run, wish, best, lesson, run.options.budget / len(wishes))
         document["students"].append(student | {"tried": tried})
     return document | {"costs": asdict(costs), "worths": asdict(worths)}
 
 
-def _study_teacher(run: Run) -> dict[str, Any]:
+def study_teacher(run: Run) -> dict[str, Any]:
     """The teacher as it would be deployed without a student: time, size and quality of its graphs."""
     run.progress(0, 0, "the teacher is exported")
-    graphs = write_graphs(run.model, run.graphs / "teacher.onnx", int8=run.options.int8)
-    seconds = {kind: row[:-1] for kind, row in run.setting.price(graphs, run.progress).items()}
+    graphs = run.write_graphs(run.model, "teacher")
+    seconds = {kind: row[:-1] for kind, row in run.price(graphs).items()}
     return judge_graphs(graphs, run.judge("held_out")) | {"seconds": seconds}
 
 
 def _teacher_suffices(options: CompressOptions, teacher: Mapping[str, Any]) -> bool:
     """Whether int8 alone gives what is asked for."""
-    targets = list(options.targets())
-    if options.go_on or not options.int8 or len(targets) != 1:
+    if options.go_on or not options.int8 or len(list(options.targets())) != 1:
         return False
-    name, value = targets[0]
-    quality = teacher["quality"]["int8"]["value"]
-    pairs = list(zip(teacher["seconds"]["float"], teacher["seconds"]["int8"], strict=True))
-    is_reached = {
-        "faster": all(before / after >= value for before, after in pairs),
-        "ms": all(1e3 * after <= value for _, after in pairs),
-        "mb": teacher["bytes"]["int8"] <= 1e6 * value,
-    }
-    return is_reached[name] and bool(quality >= (options.at_least or ENOUGH))
-
-
-def _price(run: Run, designs: Sequence[Design]) -> list[list[float]]:
-    """Costs of students with random weights."""
-    graphs = {}
-    for number, design in enumerate(designs):
-        run.progress(number, len(designs), "candidates are exported")
-        student = random_student(run.model, run.family, design, run.space)
-        path = run.graphs / f"candidate-{number}.onnx"
-        *_, graphs[str(number)] = write_graphs(student, path, int8=run.options.int8).values()
-    return list(run.setting.price(graphs, run.progress).values())
+    before, after = ([*teacher["seconds"][kind], teacher["bytes"][kind]] for kind in ("float", "int8"))
+    (wish,) = options.wishes(before)
+    is_reached = all(cost <= limit for cost, limit in zip(after, wish.limits, strict=True))
+    return is_reached and bool(teacher["quality"]["int8"]["value"] >= (options.at_least or ENOUGH))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -63,9 +62,9 @@ class Design:
         neurons = [count or space.neurons[0] for count in self.neurons]
         options: dict[str, Any] = {"layers": list(self.kept)}
         if set(heads) != {space.heads[0]}:
-            options |= {"heads": _one(heads), "head_dim": space.head_dim}
+            options |= {"heads": heads if len(set(heads)) > 1 else heads[0], "head_dim": space.head_dim}
         if set(neurons) != {space.neurons[0]}:
-            options["neurons"] = _one(neurons)
+            options["neurons"] = neurons if len(set(neurons)) > 1 else neurons[0]
         for name, counts in (("drop_attention", self.heads), ("drop_activations", self.neurons)):
             if NONE in counts:
                 options[name] = [layer for layer, count in zip(self.kept, counts, strict=True) if count == NONE]
@@ -77,27 +76,8 @@ class Design:
         for name, counts in (("heads", self.heads), ("neurons", self.neurons)):
             whole = getattr(space, name)[0]
             if set(counts) != {whole}:
-                words.append(f"{name} {_list(counts)}")
+                words.append(f"{name} {', '.join(map(str, counts if len(set(counts)) > 1 else counts[:1]))}")
         return "; ".join(words)
-
-    def command(self, space: Space) -> list[str]:
-        """Options of ``shd-torch shrink``."""
-        return [
-            word
-            for name, value in self.options(space).items()
-            for word in (
-                f"--{name.replace('_', '-')}",
-                ",".join(map(str, value)) if isinstance(value, list) else str(value),
-            )
-        ]
-
-
-def _one(counts: list[int]) -> int | list[int]:
-    return counts[0] if len(set(counts)) == 1 else counts
-
-
-def _list(counts: Sequence[int]) -> str:
-    return str(counts[0]) if len(set(counts)) == 1 else ", ".join(map(str, counts))
 
 
 def find_space(teacher: Sizes, family: Family, config: Any) -> Space:
@@ -121,12 +101,9 @@ def find_space(teacher: Sizes, family: Family, config: Any) -> Space:
         heads.append(NONE)
     if "drop_activations" not in refused and not family.is_gated:
         neurons.append(NONE)
-    space = Space(
-        teacher.layers, tuple(heads), tuple(neurons), keeps_first="layers" in refused, head_dim=teacher.head_dim
-    )
     if len(heads) == len(neurons) == teacher.layers == 1:
         raise ShdError("shrink-unsupported", f"teacher must have something to cut; got {config.model_type}")
-    return space
+    return Space(teacher.layers, tuple(heads), tuple(neurons), "layers" in refused, teacher.head_dim)
 
 
 def _fractions(whole: int, unit: int) -> list[int]:

@@ -1,21 +1,28 @@
-"""One run: a teacher with its data, and the results of its stages, which a killed run finds again."""
+"""One run: a teacher with its data, timing, and results of stages, which a killed run finds again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cached_property
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from shd_torch.compress.costs import Progress, Setting
 from shd_torch.compress.options import CompressOptions
 from shd_torch.compress.samples import Samples
 from shd_torch.compress.space import find_space
 from shd_torch.compress.task import Judge, find_task, model_run
+from shd_torch.deploy import GraphTime, quantize_graph, time_graphs
+from shd_torch.export import example_inputs, export_student
 from shd_torch.shrink.families import family_of
 from shd_torch.shrink.folders import load_teacher
 from shd_torch.shrink.sizes import sizes_of
 from shd_torch.shrink.unfinished import Unfinished
+
+Progress = Callable[[int, int, str], None]
+JUDGED: Final = 64
+"""Samples on which parts are weighed."""
+ROUNDS: Final = 9
+TEACHER: Final = "teacher"
+TEACHER_INT8: Final = "teacher, int8"
 
 
 class Run:
@@ -31,8 +38,8 @@ class Run:
         self.own = sizes_of(self.model.config, self.family)
         self.space = find_space(self.own, self.family, self.model.config)
         self.task = find_task(teacher, self.model)
-        length = options.length if "input_ids" in samples.train[0] else None
-        self.setting = Setting(options.batch, length, options.threads, options.int8)
+        self.graphs = keeper.folder / "graphs"
+        self.graphs.mkdir(exist_ok=True)
         self._judges: dict[tuple[str, int | None], Judge] = {}
 
     def find(self, name: str, make: Callable[[], Any]) -> Any:
@@ -51,15 +58,38 @@ class Run:
         """Progress of one stage."""
         return lambda done, total: self.progress(done, total, what)
 
-    @cached_property
-    def graphs(self) -> Path:
-        """Folder of graphs."""
-        folder = self.folder / "graphs"
-        folder.mkdir(exist_ok=True)
-        return folder
-
     @property
     def teacher_graphs(self) -> dict[str, Path]:
         """Written by the first stage."""
-        paths = {"float": self.graphs / "teacher.onnx", "int8": self.graphs / "teacher.int8.onnx"}
-        return paths if self.options.int8 else {"float": paths["float"]}
+        paths = {TEACHER: self.graphs / "teacher.onnx", TEACHER_INT8: self.graphs / "teacher.int8.onnx"}
+        return paths if self.options.int8 else {TEACHER: paths[TEACHER]}
+
+    def write_graphs(self, model: Any, name: str) -> dict[str, Path]:
+        """A model as it is deployed: ``float``, and ``int8`` if asked for, the last being the one to run."""
+        path = self.graphs / f"{name}.onnx"
+        export_student(model, example_inputs(model), path)
+        if not self.options.int8:
+            return {"float": path}
+        quantize_graph(path, path.with_suffix(".int8.onnx"))
+        return {"float": path, "int8": path.with_suffix(".int8.onnx")}
+
+    def time(self, graphs: Mapping[str, Path], rounds: int = ROUNDS) -> list[GraphTime]:
+        """Graphs by turns at every setting, the first being the reference."""
+        options = self.options
+        length = options.length if "input_ids" in self.samples.train[0] else None
+        settings: Any = {"batch": options.batch, "length": length, "threads": (options.threads,), "rounds": rounds}
+        return time_graphs(graphs, **settings, progress=self.tell("graphs are timed"))
+
+    def price(self, graphs: Mapping[str, Path]) -> dict[str, list[float]]:
+        """Median seconds of a run of each graph, one for each batch and length, in order; then its bytes."""
+        prices: dict[str, list[float]] = {name: [] for name in graphs}
+        for entry in self.time(graphs):
+            prices[entry.graph].append(entry.wall.median)
+        for name, path in graphs.items():
+            prices[name].append(float(count_bytes(path)))
+        return prices
+
+
+def count_bytes(graph: Path) -> int:
+    """Of a graph with its weights, which may lie beside it."""
+    return sum(file.stat().st_size for file in graph.parent.glob(f"{graph.name}*"))

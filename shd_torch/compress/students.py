@@ -11,14 +11,15 @@ from typing import Any, Final
 import numpy as np
 
 from shd_ref.errors import ShdError
+from shd_ref.shrink.student import read_student
 from shd_ref.teacher.study.intervals import half_width
-from shd_torch.compress.costs import TEACHER, TEACHER_INT8, write_graphs
 from shd_torch.compress.handover import judge_graphs, time_token
 from shd_torch.compress.options import FASTEST, Wish
+from shd_torch.compress.samples import add_crops
 from shd_torch.compress.space import Design
-from shd_torch.compress.stages import Run
-from shd_torch.compress.task import Decoder, model_run
-from shd_torch.compress.training import BATCH, Lesson, attention_targets, half_is_faster, train, write_cache
+from shd_torch.compress.stages import TEACHER, Run
+from shd_torch.compress.task import Decoder, SentenceEncoder, model_run
+from shd_torch.compress.training import BATCH, Lesson, half_is_faster, train, write_cache
 from shd_torch.export import example_inputs, export_teacher
 from shd_torch.shrink.folders import save_student
 from shd_torch.shrink.sentences import read_modules
@@ -33,13 +34,15 @@ _MISSED: Final = 0.03  # of a limit, by which times differ from run to run
 
 def prepare_lesson(run: Run) -> Lesson:
     """The cache of the teacher's outputs for the training set."""
-    graph, cache = run.graphs / "maps.onnx", run.folder / "cache"
+    graph, cache, rows, seed = run.graphs / "maps.onnx", run.folder / "cache", run.samples.train, run.options.seed
+    if isinstance(run.task, SentenceEncoder):
+        rows = add_crops(rows, seed)
     if not graph.exists():
         run.progress(0, 0, "the teacher is exported")
         export_teacher(run.model, example_inputs(run.model), graph)
-    write_cache(graph, run.samples.train, run.task.targets(run.space.num_layers), cache, run.tell("the teacher runs"))
-    half = run.find("half", lambda: half_is_faster(copy.deepcopy(run.model), run.samples.train))
-    return Lesson(run.samples.train, cache, 0, run.options.seed, half, run.options.learning_rate)
+    write_cache(graph, rows, run.task.targets(run.space.num_layers), cache, run.tell("the teacher runs"))
+    half = run.find("half", lambda: half_is_faster(copy.deepcopy(run.model), rows))
+    return Lesson(rows, cache, 0, seed, half, run.options.learning_rate)
 
 
 def compare(
@@ -53,6 +56,8 @@ def compare(
         tried.append(row | {"number": number, "untrained": quality, "rounds": []})
     running = tried
     for steps in SHORT_STEPS:
+        if len(running) == 1 and running[0]["rounds"]:
+            break
         for row in running:
             row["rounds"].append(_train_short(run, wish, row, replace(lesson, steps=steps)))
         running = sorted(running, key=lambda row: row["rounds"][-1]["value"], reverse=True)
@@ -98,8 +103,15 @@ def _train_short(run: Run, wish: Wish, row: Mapping[str, Any], lesson: Lesson) -
 
 def _with_maps(run: Run, wish: Wish, row: Mapping[str, Any], lesson: Lesson, name: str) -> Lesson:
     """The same lesson with merged maps for a student beside the teacher's outputs."""
-    report, cache = _make(run, wish, row["number"], row).report, run.folder / name
-    options = attention_targets(report, run.task.targets(run.space.num_layers))
+    student, cache = read_student(_make(run, wish, row["number"], row).report), run.folder / name
+    options = replace(
+        run.task.targets(run.space.num_layers),
+        form="maps",
+        num_student_heads=student.num_heads,
+        num_student_layers=student.num_layers,
+        layer_pairs=student.layer_pairs,
+        plans=student.plans,
+    )
     write_cache(run.graphs / "maps.onnx", lesson.rows, options, cache, run.tell("maps are merged"))
     return replace(lesson, cache=cache, shd=True)
 
@@ -148,9 +160,8 @@ def train_best(run: Run, wish: Wish, row: dict[str, Any], lesson: Lesson, minute
 def _judge_student(run: Run, wish: Wish, student: Any) -> dict[str, Any]:
     """Its graphs, judged on samples that no choice saw, and timed by turns with the teacher's."""
     run.progress(0, 0, "the student is exported")
-    graphs = write_graphs(student, run.graphs / f"{wish.name}.onnx", int8=run.options.int8)
-    teacher = dict(zip((TEACHER, TEACHER_INT8), run.teacher_graphs.values(), strict=False))
-    times = run.setting.time(teacher | graphs, run.progress, _ROUNDS)
+    graphs = run.write_graphs(student, wish.name)
+    times = run.time(run.teacher_graphs | graphs, _ROUNDS)
     result = judge_graphs(graphs, run.judge("held_out")) | {"times": [asdict(entry) for entry in times]}
     if isinstance(run.task, Decoder):
         result["token_seconds"] = {TEACHER: time_token(run.model), "student": time_token(student)}

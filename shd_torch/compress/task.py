@@ -201,7 +201,6 @@ class Judge:
 
     def __init__(self, task: Task, rows: Sequence[Row], teacher: Run) -> None:
         self.task, self._batches = task, list(batches(rows))
-        self.num_samples = len(rows)
         self._teacher = self._summarise(teacher)
 
     @torch.no_grad()
@@ -221,18 +220,14 @@ class Judge:
 
 
 def model_run(model: Any) -> Run:
-    """A PyTorch model, in evaluation mode and without a cache of keys."""
+    """A PyTorch model, from now on in evaluation mode, without a cache of keys."""
+    model.eval()
     keywords = {"use_cache": False} if getattr(model.config, "use_cache", None) is not None else {}
 
     @torch.no_grad()
     def run(batch: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
         device = next(model.parameters()).device
-        mode = model.training
-        model.eval()
-        try:
-            outputs = model(**{name: torch.from_numpy(array).to(device) for name, array in batch.items()}, **keywords)
-        finally:
-            model.train(mode)
+        outputs = model(**{name: torch.from_numpy(array).to(device) for name, array in batch.items()}, **keywords)
         logits = read_logits(outputs)
         states: Tensor = logits if logits is not None else read_output(outputs, "last_hidden_state")
         array: NDArray[Any] = states.cpu().numpy()

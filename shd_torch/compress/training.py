@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +16,6 @@ from torch import nn
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from shd_ref.shrink.student import read_student
 from shd_ref.teacher.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.engine import precompute
 from shd_torch.compress.samples import Row, RowSource, collate, collate_with_labels, training_order
@@ -32,25 +31,15 @@ _CHECKPOINTS: Final = 20
 
 @dataclass(frozen=True)
 class Lesson:
-    """What a student learns from, and how.
+    """What a student learns from, and how."""
 
-    Attributes:
-        rows: of the training set.
-        cache: of the teacher's outputs for them.
-        steps: of 32 samples.
-        seed: of the order of samples.
-        half: whether products are computed in bfloat16.
-        learning_rate: at its height.
-        shd: whether the cache has merged maps, which are a term.
-    """
-
-    rows: Sequence[Row]
-    cache: Path
-    steps: int
-    seed: int
-    half: bool
-    learning_rate: float
-    shd: bool = False
+    rows: Sequence[Row]  # of the training set
+    cache: Path  # of the teacher's outputs for them
+    steps: int  # of 32 samples
+    seed: int  # of the order of samples
+    half: bool  # products in bfloat16
+    learning_rate: float  # at its height
+    shd: bool = False  # the cache has merged maps, which are a term
 
 
 def write_cache(
@@ -66,19 +55,6 @@ def write_cache(
     )
 
 
-def attention_targets(report: dict[str, Any], options: PrecomputeOptions) -> PrecomputeOptions:
-    """The same with merged maps for a student, from what ``shrink`` says of it: ``shrink-unsupported``."""
-    student = read_student(report)
-    return replace(
-        options,
-        form="maps",
-        num_student_heads=student.num_heads,
-        num_student_layers=student.num_layers,
-        layer_pairs=student.layer_pairs,
-        plans=student.plans,
-    )
-
-
 def train(
     task: Task,
     student: Any,
@@ -91,8 +67,12 @@ def train(
 
     Checkpoints in ``folder`` let a killed run go on: the student is then the same as without the kill.
     """
-    frozen = _prepare(task, student)
-    steps = lesson.steps
+    steps, embeddings = lesson.steps, student.get_input_embeddings()
+    if task.FREEZES_EMBEDDINGS and isinstance(embeddings, nn.Embedding):
+        embeddings.requires_grad_(False)
+    for module in student.modules():
+        if isinstance(module, nn.Dropout):  # the teacher is exact: it would only add noise
+            module.p = 0.0
     arguments = TrainingArguments(
         str(folder),
         max_steps=steps,
@@ -127,21 +107,7 @@ def train(
     checkpoint = last(str(folder)) if folder.is_dir() else None
     trainer.train(resume_from_checkpoint=checkpoint)
     student.to("cpu").requires_grad_(True)  # where it is judged and exported
-    for module, rate in frozen:
-        module.p = rate
-    student.eval()
     return pace.seconds
-
-
-def _prepare(task: Task, student: Any) -> list[tuple[nn.Dropout, float]]:
-    """Freeze what is not worth its time; the teacher is exact, so that dropout only adds noise."""
-    embeddings = student.get_input_embeddings()
-    if task.FREEZES_EMBEDDINGS and isinstance(embeddings, nn.Embedding):
-        embeddings.requires_grad_(False)
-    dropouts = [(module, module.p) for module in student.modules() if isinstance(module, nn.Dropout)]
-    for module, _ in dropouts:
-        module.p = 0.0
-    return dropouts
 
 
 class _Trainer(SHDTrainer):

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
 
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from shd_torch.compress.costs import random_student
 from shd_torch.compress.space import NONE, Design, Space
-from shd_torch.compress.task import Judge, model_run
+from shd_torch.compress.stages import JUDGED, Run
+from shd_torch.compress.task import model_run
 from shd_torch.precision import without_autocast
 from shd_torch.shrink.calibration import read_data, rotary_frequencies, run_layer, start_batches
-from shd_torch.shrink.families import Family
 from shd_torch.shrink.layer import Work, make_layer
 from shd_torch.shrink.sizes import ShrinkOptions
 from shd_torch.shrink.student import plan_student
-from shd_torch.shrink.unfinished import Studies, Unfinished
-
-Progress = Callable[[int, int, str], None]
+from shd_torch.shrink.unfinished import Studies
 
 
 @dataclass(frozen=True)
@@ -50,19 +47,13 @@ class Worths:
 
 @torch.no_grad()
 @without_autocast
-def measure_worths(
-    teacher: Any,
-    family: Family,
-    space: Space,
-    calibration: Mapping[str, NDArray[Any]],
-    judge: Judge,
-    studies: Unfinished,
-    progress: Progress,
-) -> Worths:
+def measure_worths(run: Run) -> Worths:
     """Replace one part of one layer at a time, refitted on the teacher's stream, and read the loss.
 
-    Statistics of the teacher's attention are gathered once, into ``studies``.
+    Statistics of the teacher's attention are gathered once, into the run's folder.
     """
+    teacher, family, space, judge = run.model, run.family, run.space, run.judge("choices", JUDGED)
+    calibration = {name: array[:JUDGED] for name, array in run.samples.calibration.items()}
     layers = family.layers_of(teacher)
     teacher.eval()
     batches = start_batches(teacher, family, calibration, ShrinkOptions().batch_size)
@@ -70,9 +61,9 @@ def measure_worths(
     for number, layer in enumerate(layers):
         streams.append([stream for stream, _ in run_layer(layer, streams[-1], batches, number)])
     frequencies = rotary_frequencies(teacher, family)
-    shared = Studies(studies, teacher, {}, read_data(calibration))
-    run = model_run(teacher)
-    base = judge.measure(run).loss
+    shared = Studies(run.keeper, teacher, {}, read_data(calibration))
+    whole_model = model_run(teacher)
+    base = judge.measure(whole_model).loss
     whole = space.whole
     options = [("heads", count, space.uniform(count, whole.neurons[0])) for count in space.heads[1:]]
     options += [("neurons", count, space.uniform(whole.heads[0], count)) for count in space.neurons[1:]]
@@ -82,9 +73,9 @@ def measure_worths(
     def read(number: int, replacement: Sequence[nn.Module]) -> float:
         nonlocal done
         with replaced(layers, number, replacement):
-            loss = judge.measure(run).loss
+            loss = judge.measure(whole_model).loss
         done += 1
-        progress(done, total, "parts are weighed")
+        run.progress(done, total, "parts are weighed")
         return max(loss - base, 0.0)
 
     def work_of(design: Design) -> Work:
@@ -92,7 +83,7 @@ def measure_worths(
         sizes, kept, dropped = plan_student(teacher, family, asked)
         return Work(
             teacher=teacher,
-            student=random_student(teacher, family, design, space),
+            student=random_student(run, design),
             family=family,
             batches=batches,
             kept=kept,
@@ -109,7 +100,7 @@ def measure_worths(
         make_layer(work, number, number, following, stream, stream)
         return family.layers_of(work.student)[number]
 
-    progress(0, total, "parts are weighed")
+    run.progress(0, total, "parts are weighed")
     for part, count, design in options:
         works = [work_of(design)]
         if count == NONE and part == "heads":  # some layer must attend: the first is weighed where the last does
@@ -126,37 +117,22 @@ def measure_worths(
         before = remake(work, number - 1, number + 1)
         with replaced(layers, number, []):
             skipped.append(read(number - 1, [before]))
-    return Worths(
-        heads=_table(rises, "heads", space.heads, space.num_layers),
-        neurons=_table(rises, "neurons", space.neurons, space.num_layers),
-        layers=skipped,
-    )
 
+    def table(part: str, counts: Sequence[int]) -> list[list[float]]:
+        """By layer, then by size: at least what a larger size costs."""
+        rows = ([rises[part, number, count] for count in counts[1:]] for number in range(space.num_layers))
+        return [list(accumulate([0.0, *row], max)) for row in rows]
 
-def _table(
-    rises: Mapping[tuple[str, int, int], float], part: str, counts: Sequence[int], layers: int
-) -> list[list[float]]:
-    """By layer, then by size: at least what a larger size costs."""
-    table = []
-    for number in range(layers):
-        row = [0.0, *(rises[part, number, count] for count in counts[1:])]
-        for at in range(1, len(row)):  # of larger to smaller sizes, nothing last
-            row[at] = max(row[at], row[at - 1])
-        table.append(row)
-    return table
+    return Worths(table("heads", space.heads), table("neurons", space.neurons), skipped)
 
 
 @contextmanager
 def replaced(layers: nn.ModuleList, number: int, modules: Sequence[nn.Module]) -> Iterator[None]:
     """One layer of a model in another form, or none in its place."""
-    before = list(layers)
-    _assign(layers, [*before[:number], *modules, *before[number + 1 :]])
+    before = layers._modules
+    kept = list(layers)
+    layers._modules = dict(nn.ModuleList([*kept[:number], *modules, *kept[number + 1 :]]).named_children())
     try:
         yield
     finally:
-        _assign(layers, before)
-
-
-def _assign(layers: nn.ModuleList, modules: Sequence[nn.Module]) -> None:
-    del layers[:]
-    layers.extend(modules)
+        layers._modules = before

