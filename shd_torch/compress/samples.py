@@ -161,7 +161,7 @@ def collate_with_labels(rows: Sequence[Row]) -> dict[str, Tensor]:
 
 
 def add_crops(rows: Sequence[Row], seed: int) -> list[Row]:
-    """Every second text again as up to 16 of its tokens between its first and last: a student of sentences alone is
+    """Every second text again as 3 to 15 of its tokens between its first and last: a student of sentences alone is
     worse on the short texts of other domains.
     """
     generator, crops = np.random.default_rng(seed), []

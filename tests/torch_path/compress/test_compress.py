@@ -22,7 +22,7 @@ from shd_torch.cli import load_app  # noqa: E402
 from shd_torch.compress import CompressOptions, compress  # noqa: E402
 from shd_torch.compress.choice import choose_design, choose_designs  # noqa: E402
 from shd_torch.compress.costs import TEACHER, Costs, fit_costs, mixed_designs  # noqa: E402
-from shd_torch.compress.samples import divide, read_rows, training_order  # noqa: E402
+from shd_torch.compress.samples import add_crops, divide, read_rows, training_order  # noqa: E402
 from shd_torch.compress.space import NONE, Design, Space  # noqa: E402
 from shd_torch.compress.worth import Worths  # noqa: E402
 from shd_torch.shrink import load_student  # noqa: E402
@@ -122,6 +122,18 @@ def test_batches_hold_samples_of_similar_length_and_every_sample() -> None:
     assert training_order(rows, 20, 16, 1) != order
 
 
+def test_every_second_text_is_also_a_crop() -> None:
+    rows = [{"input_ids": np.arange(size), "attention_mask": np.ones(size, np.int64)} for size in (7, 9, 8, 9, 40)]
+    crops = add_crops(rows, 0)[len(rows) :]
+    assert len(crops) == 2  # the first is too short
+    for row, crop in zip(rows[2::2], crops, strict=True):
+        ids = crop["input_ids"]
+        assert (ids[0], ids[-1]) == (0, row["input_ids"][-1])
+        assert 5 <= len(ids) <= min(len(row["input_ids"]) - 1, 17)
+        np.testing.assert_array_equal(np.diff(ids[1:-1]), 1)
+        assert crop["attention_mask"].shape == ids.shape
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -214,8 +226,10 @@ def test_pixels_without_int8(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_classifier_killed_and_resumed(tmp_path: Path) -> None:
-    """Stages that were finished are not repeated."""
+    """Stages that were finished are not repeated, and the student is that of a run that was never killed."""
     teacher, data = write_teacher(tmp_path, "classifier")
+    options = replace(OPTIONS, budget=1e-4)  # the least number of steps, whatever a step takes
+    compress(teacher, data, options, out=tmp_path / "unkilled")
     told: list[str] = []
 
     def stop_at(words: str) -> None:
@@ -225,7 +239,7 @@ def test_a_classifier_killed_and_resumed(tmp_path: Path) -> None:
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            compress(teacher, data, OPTIONS, out=tmp_path / "student", progress=tell)
+            compress(teacher, data, options, out=tmp_path / "student", progress=tell)
 
     stop_at("parts are weighed")
     assert not (tmp_path / "student").exists()
@@ -236,10 +250,12 @@ def test_a_classifier_killed_and_resumed(tmp_path: Path) -> None:
     assert "graphs to time are written" not in told
     told.clear()
     made = compress(
-        teacher, data, OPTIONS, out=tmp_path / "student", progress=lambda done, total, what: told.append(what)
+        teacher, data, options, out=tmp_path / "student", progress=lambda done, total, what: told.append(what)
     )
     assert not {"parts are weighed", "graphs to time are written", "candidates are exported"} & set(told)
     assert not (tmp_path / ".student.part").exists()
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("student", "unkilled")]
+    assert weights[0] == weights[1]
     document = check_result(tmp_path / "student", data)
     assert document["students"] == json.loads(json.dumps(made["students"]))
     assert document["task"] == "classifier"
