@@ -80,6 +80,8 @@ def read_rows(path: Path, folder: Path, max_length: int | None, argument: str = 
         for name, array in row.items():
             if array.dtype.kind in "iub":
                 row[name] = array.astype(np.int64)
+        if "input_ids" in row:  # which graphs ask for
+            row.setdefault("attention_mask", np.ones_like(row["input_ids"]))
     if not rows or any(array.dtype.kind not in "if" or not array.ndim for array in rows[0].values()):
         raise ShdError("inputs-invalid", f"{argument} must hold texts, or arrays of the model's inputs; got {path}")
     return [_without_padding(row) for row in rows]

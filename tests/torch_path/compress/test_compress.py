@@ -122,6 +122,13 @@ def test_batches_hold_samples_of_similar_length_and_every_sample() -> None:
     assert training_order(rows, 20, 16, 1) != order
 
 
+def test_tokens_without_a_mask_all_count(tmp_path: Path) -> None:
+    np.save(tmp_path / "tokens.npy", np.arange(12, dtype=np.uint16).reshape(3, 4))
+    row = read_rows(tmp_path / "tokens.npy", tmp_path, None)[2]
+    assert row["input_ids"].tolist() == [8, 9, 10, 11]
+    assert row["attention_mask"].tolist() == [1, 1, 1, 1]
+
+
 def test_every_second_text_is_also_a_crop() -> None:
     rows = [{"input_ids": np.arange(size), "attention_mask": np.ones(size, np.int64)} for size in (7, 9, 8, 9, 40)]
     crops = add_crops(rows, 0)[len(rows) :]
@@ -182,6 +189,9 @@ def write_teacher(folder: Path, kind: str, **changes: int) -> tuple[Path, Path]:
         (folder / "teacher" / "1_Pooling").mkdir()
         pooling = {"word_embedding_dimension": 16, "pooling_mode_mean_tokens": True}
         (folder / "teacher" / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    if kind == "decoder":  # tokens alone, which all count
+        np.save(folder / "data.npy", arrays["input_ids"])
+        return folder / "teacher", folder / "data.npy"
     np.savez(folder / "data.npz", **arrays)
     return folder / "teacher", folder / "data.npz"
 
