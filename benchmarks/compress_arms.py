@@ -238,6 +238,7 @@ def main() -> None:
             "measure": run.task.MEASURE,
             "steps": given.steps,
             "about": about,
+            "cost_errors": costs.errors,
             "arms": rows,
         }
         RESULT.write_text(json.dumps(results, indent=1) + "\n")
