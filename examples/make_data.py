@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -64,7 +65,15 @@ def make_text(given: argparse.Namespace) -> None:
     texts = [story(rng) for _ in range(given.samples + given.samples // 8)]
     write_lines("train.jsonl", ({"text": text} for text in texts[: given.samples]))
     write_lines("test.jsonl", ({"text": text} for text in texts[given.samples :]))
+    print(f"test.jsonl: {floor(texts[given.samples :]):.3f} nats per token are random, and no model can predict them")
     make_decoder("teacher", given, heads=8, kv_heads=4)
+
+
+def floor(texts: list[str]) -> float:
+    """Nats per token that ``story`` draws: a length of three, and a name and two things of eight a sentence."""
+    sentences = [text.count(".") for text in texts]
+    drawn = sum(math.log(3) + 3 * math.log(8) * count for count in sentences)
+    return drawn / sum(12 * count + 1 for count in sentences)  # words, and the end
 
 
 def make_second(given: argparse.Namespace) -> None:

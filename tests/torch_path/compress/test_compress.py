@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from shd_torch.compress.space import NONE, Design, Space  # noqa: E402
 from shd_torch.compress.worth import Worths  # noqa: E402
 from shd_torch.shrink import load_student  # noqa: E402
 
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "compress.md").read_text(encoding="utf-8")
 SPACE = Space(3, heads=(4, 2, NONE), neurons=(8, 4), keeps_first=False, head_dim=2)
 OPTIONS = CompressOptions(mb=(0.045,), batch=(1,), length=(8,), budget=0.01, candidates=2)
 MEGABYTES = {"vit": 0.035, "decoder": 0.039, "sentences": 0.0405}
@@ -220,8 +222,10 @@ def check_result(folder: Path, data: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_pixels_without_int8(tmp_path: Path) -> None:
-    """One layer with one head, of which only neurons can be cut: the smallest search."""
+def test_pixels_without_int8(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One layer with one head, of which only neurons can be cut: the smallest search, and the page on it."""
     teacher, data = write_teacher(tmp_path, "vit", num_hidden_layers=1, num_attention_heads=1)
     options = CompressOptions(mb=(0.0247,), batch=(1,), budget=0.001, candidates=1, int8=False)
     document = compress(teacher, data, options, out=tmp_path / "student")
@@ -232,6 +236,14 @@ def test_pixels_without_int8(tmp_path: Path) -> None:
     assert set(student["quality"]) == {"float"}
     assert student["shd"]["gains"]
     check_result(tmp_path / "student", data)
+
+    def compress_as_before(teacher: str, data: str, options: CompressOptions, *, out: str) -> dict[str, Any]:
+        assert options.faster
+        return document
+
+    monkeypatch.setattr("shd_torch.compress.compress", compress_as_before)
+    exec(compile(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[0], "compress.md", "exec"), {})
+    assert capsys.readouterr().out.startswith(student["chosen"]["text"])
 
 
 @pytest.mark.nightly
