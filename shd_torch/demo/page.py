@@ -19,8 +19,8 @@ from shd_torch.demo.students import METHODS, Method, Outcome
 COMPARISONS: Final[dict[str, tuple[Method, Method]]] = {
     "adding SHD to KD, random start": (Method("random", True, True), Method("random", True)),
     "adding SHD to KD, squeezed start": (Method("squeezed", True, True), Method("squeezed", True)),
-    "squeezed start for random, both KD": (Method("squeezed", True), Method("random", True)),
-    "all of it for KD from random": (Method("squeezed", True, True), Method("random", True)),
+    "squeezed instead of random start, both with KD": (Method("squeezed", True), Method("random", True)),
+    "squeezed start and SHD instead of random start": (Method("squeezed", True, True), Method("random", True)),
 }
 """Each the first method's accuracy less the second's, seed by seed."""
 
@@ -101,13 +101,19 @@ Differences in points, paired by seed, with 95% intervals; not significant if th
 {gain}
 One toy task, {seeds} seeds, `beta` {found["beta"]:g} untuned; one learning rate ({found["learning_rate"]:g}) for
 all students, chosen on training images whose labels they did not see. The demo shows that the path works,
-not how much SHD gains on your task; logistic regression, on the same labelled images, says how easy this one is.
+not how much SHD gains on your task; logistic regression on the same labelled images shows how easy this task is.
 
 {found["machine"]}; {found["cpu_seconds"]:.0f} s of CPU time.
 
+Accuracy by number of labels, with 95% intervals:
+
 ![Accuracy by number of labels](accuracy.png)
 
+Losses in training, mean over seeds:
+
 ![Loss curves](losses.png)
+
+Merge weights of pairs of teacher heads, over the training images:
 
 ![Merge weights by layer](alphas.png)
 

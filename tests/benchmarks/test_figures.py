@@ -91,38 +91,10 @@ def readme_stories() -> Iterator[str]:
 
 @on("docs/results.md")
 def results_stories() -> Iterator[str]:
-    yield f"(`benchmarks/shrink/training.py`); the teacher has {n(load('shrink/start.json')['teacher'], 3)}:"
-    for start, row in {
-        "random": "| random weights | {} | {} | **{}** | {} |",
-        KEPT: "| kept heads, not aligned | {} | {} | {} | {} |",
-        SQUEEZED: "| squeezed and aligned | {} | **{}** | {} | {} |",
-    }.items():
-        before = n(steps(start, False, 0).mean(), 3)
-        yield row.format(before, end(start, False), end(start, True), pm(shd_gain(start), 3, sign=True))
     start_gain = steps("random", False, 1000) - steps(SQUEEZED, False, 1000)
-    yield f"The start from the teacher gives {pm(start_gain, 3)} nats with KD alone."
+    yield f"ends {pm(start_gain, 3)} nats per token below one from random weights"
     harms = [pm(-shd_gain(SQUEEZED, mark), 4) for mark in (200, 700)]
     yield f"by {harms[0]} nats after 200 steps and {harms[1]} after 700"
-
-
-@on("docs/choose.md")
-def choose_stories() -> Iterator[str]:
-    start_gain = steps("random", False, 1000) - steps(SQUEEZED, False, 1000)
-    yield f"is {pm(start_gain, 3, bare=True)} nats better than one from random weights. SHD adds"
-    yield f"SHD adds {pm(shd_gain('random'), 3, bare=True)} nats to the random one"
-    for start, name in {
-        SQUEEZED: "closed form, aligned",
-        KEPT: "kept heads, not aligned",
-        "random": "random",
-    }.items():
-        yield f"| {name} | {n(steps(start, False, 0).mean(), 3)} | {end(start, False)} | {end(start, True)} |"
-    kept = load("shrink/start.json")["runs"]["4 heads, layers 0, 2, 4: kept heads, aligned"]
-    yield f"(kept heads, aligned, start at {n(kept, 3)})"
-
-
-@on("docs/faq.md")
-def faq_stories() -> Iterator[str]:
-    yield f"often: {pm(shd_gain('random'), 3, bare=True)} nats over KD alone on a small language model after 1,000"
 
 
 @on("docs/students.md")
@@ -298,14 +270,10 @@ def results_distillation() -> Iterator[str]:
             for source, beta in (("none", 0), ("cache", 0.02), ("live", 0.02))
         )
         yield f"| {heads} heads | {kd} | **{shd}** | {pm(distilled_gain(heads, 0.02), 3, sign=True)} | {live} |"
-    four, two = ([pm(distilled_gain(heads, beta), 2) for beta in (0.1, 0.004)] for heads in (4, 2))
-    yield f"0.1 and 0.004 gain {four[0]} and {four[1]} with 4 heads, {two[0]} and {two[1]} with 2."
 
 
 @on("docs/choose.md")
 def choose_distillation() -> Iterator[str]:
-    cache, live = (n(distilled(4, source, 0.02).mean(), 3) for source in ("cache", "live"))
-    yield f"reach {cache} nats from a cache and {live} from a live teacher"
     for beta in (0.1, 0.02, 0.004):
         bold = "**" if beta == 0.02 else ""
         cells = [f"{bold}{pm(distilled_gain(heads, beta), 2)}{bold}" for heads in (4, 2)]
@@ -526,8 +494,6 @@ def choose_study() -> Iterator[str]:
     label = "SHD, beta 0.1, start squeezed"
     harm = gain("language", "start", label, 3, bare=True).removeprefix("-")
     yield f"0.1 ({n(100 * float(row('language', 'start', label)['gradient_share']))}%) harmed by {harm} nats"
-    images = measured("images", "accuracy", start="squeezed", **BASE) - measured("images", "accuracy", **SHD)
-    yield f"alone is {pm(100 * images, 0)} points above a random one with KD and SHD"
 
 
 @on("docs/doctor.md")
@@ -557,28 +523,28 @@ def doctor_evidence() -> Iterator[str]:
 # Time, memory and bytes
 
 
+def demo(table: str, name: str, labels: int, *, sign: bool = False) -> str:
+    file = json.loads((ROOT / "docs" / "demo" / "results.json").read_text(encoding="utf-8"))
+    (one,) = (row for row in file[table] if (row["name"], row["labels"]) == (name, labels))
+    return f"{n(100 * one['mean'], 1, sign=sign)} ± {n(100 * one['interval'], 1)}"
+
+
+@on("docs/demo/README.md")
+def demo_tables() -> Iterator[str]:
+    for start, terms in itertools.product(("random", "squeezed"), ("CE", "CE + KD", "CE + KD + SHD")):
+        bold = "**" if (start, terms) == ("squeezed", "CE + KD") else ""
+        cells = [f"{bold}{demo('accuracy', f'{start} start: {terms}', labels)}{bold}" for labels in (50, 300)]
+        yield f"| {start} start: {terms} | {cells[0]} | {cells[1]} |"
+    for name in ("adding SHD to KD, random start", "squeezed instead of random start, both with KD"):
+        few, many = (demo("gain", name, labels, sign=True) for labels in (50, 300))
+        yield f"| {name} | {few} | {many} |"
+
+
 @on("docs/results.md")
 def results_demo() -> Iterator[str]:
-    file = json.loads((ROOT / "docs" / "demo" / "results.json").read_text(encoding="utf-8"))
-
-    def cell(table: str, name: str, labels: int, *, sign: bool = False) -> str:
-        (one,) = (row for row in file[table] if (row["name"], row["labels"]) == (name, labels))
-        return f"{n(100 * one['mean'], 1, sign=sign)} ± {n(100 * one['interval'], 1)}"
-
-    yield f"8 heads and 4 layers ({n(100 * file['teacher_accuracy'], 1)}% of {file['test_images']} test images)"
-    yield f"squeezed teacher ({n(100 * file['squeezed_start']['accuracy'], 1)}% before any training"
-    for start, terms in itertools.product(("random", "squeezed"), ("CE + KD", "CE + KD + SHD")):
-        bold = "**" if (start, terms) == ("squeezed", "CE + KD") else ""
-        cells = [f"{bold}{cell('accuracy', f'{start} start: {terms}', labels)}{bold}" for labels in (50, 300)]
-        yield f"| {start} start, {terms} | {cells[0]} | {cells[1]} |"
-    few, many = (cell("linear", "logistic regression on pixels", labels) for labels in (50, 300))
-    yield f"on the pixels of the same labelled images reaches {few} and {many}, more than any student"
-    few, many = (cell("gain", "squeezed start for random, both KD", labels) for labels in (50, 300))
-    yield f"Here the start gains {few} and {many} points with KD."
-    few, many = (cell("gain", "adding SHD to KD, random start", labels, sign=True) for labels in (50, 300))
-    yield f"Adding SHD to KD gains {few} and {many} from a random start"
-    few, many = (cell("gain", "adding SHD to KD, squeezed start", labels) for labels in (50, 300))
-    yield f"it changes accuracy by {few} with 50 labels and harms by {many.removeprefix('-')} with 300"
+    yield f"({demo('gain', 'squeezed instead of random start, both with KD', 50)} points with 50 labels and KD)"
+    harm = demo("gain", "adding SHD to KD, squeezed start", 300)
+    yield f"harms a squeezed one by {harm.removeprefix('-')} points with 300 labels"
 
 
 @on("docs/results.md")
@@ -592,7 +558,6 @@ def results_costs() -> Iterator[str]:
     )
     low, high = (n(six[f"{end}_ratio"], 2) for end in ("lowest", "highest"))
     yield f"takes {n(six['ratio'], 2)} times ({low} to {high} in five rounds), and {n(four['ratio'], 2)}"
-    yield f"the last shard, {n(six['steady_ratio'], 2)} and {n(four['steady_ratio'], 2)}."
     for name, one in {
         "eager, all maps in float16": eager,
         "`shd precompute`, 12 to 6": six,
@@ -611,6 +576,9 @@ def results_costs() -> Iterator[str]:
     whole = load("whole_cache.json")
     peaks = [whole[f"{count} samples"]["peak_megabytes"] for count in (1000, 10000)]
     yield f"take {n(whole['peak_ratio'], 2)} times the memory of 1,000, {n(peaks[1])} instead of {n(peaks[0])} MB"
+    sources = load("precompute_memory.json")["megabytes"]
+    most = max(sources[name]["ratio"] for name in ("npz", "parquet", "jsonl"))
+    yield f"4,000 at most {n(most, 2)} times that of 400"
 
 
 @on("docs/results.md")
@@ -638,23 +606,8 @@ def results_indexer() -> Iterator[str]:
     yield f"which adds {n(memory['maps']['4096'])} MB; with a top-k of 512, {top[0]} MB and {top[1]}"
 
 
-@on("docs/faq.md")
-def faq_costs() -> Iterator[str]:
-    memory = load("attention_kl_cpu.json")["memory_megabytes"]
-    yield f"one layer added {n(memory['sdpa']['4096'])} MB at length 4096 and {n(memory['sdpa']['8192'])} MB at 8192;"
-    yield f"eager attention added {n(memory['eager']['4096'])} MB at 4096"
-    sources = load("precompute_memory.json")["megabytes"]
-    most = max(sources[name]["ratio"] for name in ("npz", "parquet", "jsonl"))
-    yield f"at most {n(most, 2)} times the memory of 400"
-    whole = load("whole_cache.json")
-    peaks = [whole[f"{count} samples"]["peak_megabytes"] for count in (1000, 10000)]
-    yield f"{n(whole['peak_ratio'], 2)} times that of 1,000, {n(peaks[1])} instead of {n(peaks[0])} MB"
-
-
 @on("docs/choose.md")
 def choose_costs() -> Iterator[str]:
-    six = load("precompute_overhead.json")["figures"]["precompute 12 -> 6"]
-    yield f"takes {n(six['ratio'], 2)} times as long as a plain forward pass"
     for length, forms in load("factored_records.json")["lengths"].items():
         maps, factors = (
             forms[name]["bytes_a_sample"] / int(length) for name in ("maps, sqrt8-row", "factored, int8")
