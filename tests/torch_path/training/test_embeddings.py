@@ -318,7 +318,7 @@ def test_the_page_trains_as_it_stands(
     export_encoder(write_encoder(tmp_path / "teacher"))
     write_encoder(tmp_path / "student", None, "Normalize", num_hidden_layers=1)
     Path("texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS * 4), encoding="utf-8")
-    (precompute_line,) = re.findall(r"^shd (precompute .*)$", page, re.MULTILINE)
+    (precompute_line,) = re.findall(r"^shd (precompute .*)$", page.replace("\\\n", ""), re.MULTILINE)
     shd(*shlex.split(precompute_line))
     capsys.readouterr()
     for snippet in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
