@@ -273,12 +273,23 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=3)
-    arguments = parser.parse_args()
-    torch.set_num_threads(2)
-    report: dict[str, Any] = {"machine": platform.machine(), "torch": torch.__version__, **vars(arguments)}
-    report["gradient"] = {size: measure_gradients(size, arguments.tokens) for size in SIZES}
-    report["training"] = measure_training(arguments.steps, arguments.seeds)
-    report["made"] = {size: measure_made(size, arguments.steps, arguments.seeds) for size in SIZES[1:]}
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--parts", nargs="+", default=["gradient", "training", "made"], help="others stay as they are"
+    )
+    parser.add_argument("--made", type=int, nargs="+", default=SIZES[1:], help="vocabularies to train at")
+    arguments = vars(parser.parse_args())
+    parts, sizes, threads = (arguments.pop(name) for name in ("parts", "made", "threads"))
+    torch.set_num_threads(threads)
+    report: dict[str, Any] = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
+    report |= {"machine": platform.machine(), "torch": torch.__version__, **arguments}
+    if "gradient" in parts:
+        report["gradient"] = {size: measure_gradients(size, arguments["tokens"]) for size in SIZES}
+    if "training" in parts:
+        report["training"] = measure_training(arguments["steps"], arguments["seeds"])
+    for size in sizes if "made" in parts else ():
+        made = measure_made(size, arguments["steps"], arguments["seeds"])
+        report["made"] = report.get("made", {}) | {str(size): made}
     RESULT.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 

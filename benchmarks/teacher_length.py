@@ -1,16 +1,19 @@
 """How do memory and time of `shd precompute` grow with the length of a sample, with and without tiles?
 
-The teacher is a Llama of 2 layers, 8 heads over 4 and width 256 (FFN 512, vocabulary 512, random weights); samples
-run one at a time on one thread, each in a shard of its own: coding errors are measured on every sample, not on the
-first of a shard of 256 MiB. Rivals are the same run with whole maps (``--tile 0``), PyTorch's fused attention, which
-gives nothing but the output, and PyTorch's eager attention with ``output_attentions``, which gives maps of all heads.
-Each run is a separate process. The figures are its peak of resident memory; the processor seconds of one more sample,
-from runs of two and of four; and those of all else but imports, the checks before the first record among them. Whole
-maps are left out where they would not fit.
+The teacher is a Llama of 2 layers, 8 heads over 4 and width 256 (FFN 512, vocabulary 512, random weights); others
+have a sliding window of 512 (Mistral) or 32 heads of 64 (width 2048). Samples run one at a time on one thread. Rivals
+are the same run with whole maps (``--tile 0``), PyTorch's fused attention, which gives nothing but the output, and
+PyTorch's eager attention with ``output_attentions``, which gives maps of all heads; ``graph alone`` is the pass of
+onnxruntime without what Python makes of it.
+
+Each run is a separate process of four samples, and the ways take turns at each length: the figures are the peak of
+resident memory, and the least processor seconds of a turn. ``seconds`` are of one more sample of a shard, its share
+of the writing included; ``start`` are all up to the first sample and with it, imports left out: the checks before the
+first record, and the shard's coding errors. Whole maps are left out where they would not fit.
 
 Prints a table, and writes ``teacher_length.json`` here and ``docs/pictures/teacher_length.svg``.
 
-    python benchmarks/teacher_length.py [--lengths 1024 2048 4096 8192 16384]
+    python benchmarks/teacher_length.py [--lengths 1024 2048 4096 8192 16384] [--ways factored "PyTorch fused"]
 """
 
 from __future__ import annotations
@@ -27,96 +30,121 @@ from squeeze_overhead import machine
 
 RESULT = Path(__file__).with_suffix(".json")
 PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "teacher_length.svg"
-FEW, MANY, THREADS = 2, 4, 1
-LONGEST = {"factored": 16384, "maps": 8192, "PyTorch fused": 16384}
+SAMPLES, TURNS, THREADS = 4, 2, 1
+LONGEST = {"factored": 16384, "graph alone": 16384, "factored, window of 512": 16384, "PyTorch fused": 16384}
+LONGEST |= {"maps": 8192, "factored, 32 heads of 64": 8192}
 """Tokens of the longest samples by way; 4,096 for those with whole maps of all heads."""
-WAYS = ("factored", "PyTorch fused", "maps", "PyTorch maps", "factored, whole maps", "maps, whole maps")
+WAYS = (
+    "factored",
+    "graph alone",
+    "PyTorch fused",
+    "maps",
+    "PyTorch maps",
+    "factored, whole maps",
+    "maps, whole maps",
+)
+OTHERS = ("factored, window of 512", "factored, 32 heads of 64")
+"""Other teachers, which are not drawn."""
 RUN = """
 import sys, time
 from pathlib import Path
 import numpy as np
-way, length, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
-tokens = np.random.default_rng(0).integers(1, 512, (int(sys.argv[4]), length))
-started = time.process_time()
+way, length, folder, samples = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
+tokens = np.random.default_rng(0).integers(1, 512, (samples, length))
+form, _, kind = way.partition(", ")
+teacher = folder / (kind if "of" in kind else "plain")
+times = []
+def note(*done): times.append(time.process_time())
 if way.startswith("PyTorch"):
     import torch, transformers
     torch.set_num_threads(THREADS)
     attention = "sdpa" if way == "PyTorch fused" else "eager"
-    model = transformers.LlamaForCausalLM.from_pretrained(folder / "model", attn_implementation=attention).eval()
-    started = time.process_time()
+    model = transformers.LlamaForCausalLM.from_pretrained(teacher / "model", attn_implementation=attention).eval()
+    note()
     with torch.no_grad():
         for row in torch.from_numpy(tokens):
             model(row[None], use_cache=False, output_attentions=attention == "eager")
+            note()
 else:
     from shd_ref.teacher import PrecomputeOptions, RunOptions
     from shd_ref.teacher.precompute import precompute
-    form, _, whole = way.partition(", ")
-    run = RunOptions(batch_size=1, num_threads=THREADS, tile=0 if whole else None)
+    from shd_ref.teacher.run.inputs import run_batch
+    from shd_ref.teacher.run.teacher import TeacherRun
+    tile = 0 if kind == "whole maps" else None
+    run = RunOptions(batch_size=1, num_threads=THREADS, tile=tile, samples_per_shard=samples)
     inputs = {"input_ids": tokens, "attention_mask": np.ones_like(tokens)}
-    cache = folder / way / "-".join(sys.argv[2::2])
-    precompute(folder / "teacher.onnx", inputs, [(cache, PrecomputeOptions(4, form=form))], run)
-seconds = time.process_time() - started
+    options = PrecomputeOptions(4, form="factored" if form == "graph alone" else form)
+    note()
+    if form == "graph alone":
+        work = TeacherRun(teacher / "teacher.onnx", inputs, [options], run)
+        opened = work.open()
+        for sample in range(samples):
+            run_batch(opened.session, opened.names, work.inputs.batch([sample]))
+            note()
+    else:
+        progress = lambda done, *rest: note() if done > len(times) - 1 else None
+        precompute(teacher / "teacher.onnx", inputs, [(folder / "-".join(sys.argv[1:]), options)], run,
+                   on_progress=progress)
 # Of this process alone: getrusage also knows its parent's peak.
 peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-print(int(peak.split()[1]) * 1024 / 1e9, seconds)
+start, first = times[:2]
+print(int(peak.split()[1]) * 1024 / 1e9, (time.process_time() - first) / (samples - 1), first - start)
 """
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384])
-    lengths = parser.parse_args().lengths
-    rows: dict[str, dict[str, dict[str, float]]] = {way: {} for way in WAYS}
+    parser.add_argument(
+        "--ways", nargs="+", default=[*WAYS, *OTHERS], help="the others keep the figures that are there"
+    )
+    arguments = parser.parse_args()
+    report = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {"runs": {}}
+    rows: dict[str, dict[str, dict[str, float]]] = report["runs"]
+    report.pop("gigabytes of an earlier run on two threads", None)
+    report |= {"machine": machine(THREADS), "samples": SAMPLES, "turns": TURNS}
     with tempfile.TemporaryDirectory() as name:
-        make_teacher(Path(name), max(lengths))
-        for way in WAYS:
-            for length in lengths:
-                if length > LONGEST.get(way, 4096):
-                    continue
-                rows[way][str(length)] = measure(way, length, name)
-                print(f"{way:22} {length:6} tokens  {rows[way][str(length)]}", flush=True)
-    report = {"machine": machine(THREADS), "samples": [FEW, MANY], "runs": rows}
-    RESULT.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    draw(rows)
+        for kind in ("plain", *(way.partition(", ")[2] for way in OTHERS)):
+            make_teacher(Path(name) / kind, max(arguments.lengths), kind)
+        for length in arguments.lengths:
+            ways = [way for way in arguments.ways if length <= LONGEST.get(way, 4096)]
+            turns = [{way: run(way, length, name, turn) for way in ways} for turn in range(TURNS)]
+            for way in ways:
+                peaks, seconds, starts = zip(*(turn[way] for turn in turns), strict=True)
+                row = {"gigabytes": round(max(peaks), 3), "seconds": round(min(seconds), 3)}
+                rows.setdefault(way, {})[str(length)] = row | {"start": round(min(starts), 2)}
+                print(f"{way:24} {length:6} tokens  {row}", flush=True)
+            RESULT.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    draw({way: rows[way] for way in WAYS if way in rows})
 
 
-def make_teacher(folder: Path, length: int) -> None:
+def make_teacher(folder: Path, length: int, kind: str = "plain") -> None:
     import torch
     import transformers
 
     from shd_torch import export_teacher
 
+    sizes = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 512}
+    if kind == "32 heads of 64":
+        sizes |= {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 32}
+    window = {"sliding_window": 512} if kind == "window of 512" else {}
+    build = transformers.MistralConfig if window else transformers.LlamaConfig
+    config = build(vocab_size=512, num_hidden_layers=2, max_position_embeddings=length, **sizes, **window)
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=length,
-    )
-    model = transformers.LlamaForCausalLM(config).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     model.save_pretrained(folder / "model")
     ids = torch.ones(2, 8, dtype=torch.int64)
     export_teacher(model, {"input_ids": ids, "attention_mask": ids}, folder / "teacher.onnx")
 
 
-def measure(way: str, length: int, folder: str) -> dict[str, float]:
-    """Gigabytes at the peak, processor seconds a sample, and those before the first."""
-    peaks, seconds = zip(*(run(way, length, folder, count) for count in (FEW, MANY)), strict=True)
-    each = (seconds[1] - seconds[0]) / (MANY - FEW)
-    return {"gigabytes": round(max(peaks), 3), "seconds": round(each, 3), "start": round(seconds[0] - FEW * each, 2)}
-
-
-def run(way: str, length: int, folder: str, count: int) -> tuple[float, float]:
-    command = [sys.executable, "-c", f"THREADS = {THREADS}\n{RUN}", way, str(length), folder, str(count)]
+def run(way: str, length: int, folder: str, turn: int) -> list[float]:
+    """Gigabytes at the peak, processor seconds of a sample after the first, and those up to it."""
+    command = [sys.executable, "-c", f"THREADS = {THREADS}\n{RUN}", way, str(length), folder, str(SAMPLES), str(turn)]
     environment = os.environ | {"OMP_NUM_THREADS": str(THREADS)}
     process = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if process.returncode:
         raise SystemExit(process.stderr)
-    peak, seconds = map(float, process.stdout.split()[-2:])
-    return peak, seconds
+    return list(map(float, process.stdout.split()[-3:]))
 
 
 def draw(rows: dict[str, dict[str, dict[str, float]]]) -> None:

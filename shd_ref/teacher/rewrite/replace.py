@@ -12,7 +12,8 @@ from shd_ref.teacher.body import FLOAT, FUNCTION_DOMAIN, Body
 from shd_ref.teacher.graph.find import AttentionSite
 from shd_ref.teacher.packages import onnx
 from shd_ref.teacher.rewrite.function import MergeRule
-from shd_ref.teacher.rewrite.squeeze import assemble_graph, call_squeeze, check_opset, row_mask_of, site_tensors
+from shd_ref.teacher.rewrite.squeeze import assemble_graph, call_squeeze, check_opset, row_mask_of
+from shd_ref.teacher.rewrite.tensors import site_tensors
 
 _CAST_LIKE_OPSET = 15
 

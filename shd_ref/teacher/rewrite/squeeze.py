@@ -26,7 +26,8 @@ from shd_ref.teacher.rewrite.function import (
     gram_matrices,
     squeeze_function,
 )
-from shd_ref.teacher.rewrite.tiles import TiledAttention, TiledRows, Tiling, add_codes, batch_heads, values_of
+from shd_ref.teacher.rewrite.tensors import add_factors, batch_heads, site_tensors, values_of
+from shd_ref.teacher.rewrite.tiles import FUSED_DOMAIN, TiledAttention, TiledRows, Tiling, add_codes
 
 _MIN_IR_VERSION: Final = 8  # the first with model-local functions
 _RANKS: Final = {"alphas": 3, "degenerate": 3}  # per row; everything else is (B, H, L, S)
@@ -184,7 +185,7 @@ def _squeeze_tiles(
         return SqueezedLayer(student_layer, site, rule, names)
     sources = dict.fromkeys(name for name, _ in tiles.sources_of(tiles.probs))
     held = {f"source{number}": name for number, name in enumerate(sources)}
-    more = {"values": values_of(body, site), "sums": forward.sums, "weights": weights}
+    more = {"values": body.op("Cast", values_of(body, site), to=FLOAT), "sums": forward.sums, "weights": weights}
     for role, made in ({**held, **more}).items():
         if made is not None:
             names[role] = f"{body.prefix}{role}"
@@ -257,40 +258,8 @@ def _squeeze_layer(
     return SqueezedLayer(student_layer, site, rule, names)
 
 
-def site_tensors(body: Body, site: AttentionSite) -> tuple[str, str]:
-    """The map ``(B, H, L, S)`` and V ``(B, H, S, d_v)`` of a supported site."""
-    heads = site.num_heads or 1
-    values = batch_heads(body, site.values, site.layout, heads)
-    if site.shared_values:
-        values = body.op("Expand", values, body.const([1, heads, 1, 1]))
-    if site.joined_values:
-        by_key = body.reshape(body.op("Transpose", values, perm=[0, 2, 1, 3]), 0, 1, -1, site.d_v or 0)
-        values = body.op("Expand", by_key, body.const([1, heads, 1, 1]))
-    return batch_heads(body, site.probs, site.layout, heads), values
-
-
 # Half of it: what a mask leaves below a row's largest logit, and no teacher's own logits reach.
 _FAR_BELOW: Final = 500.0
-
-
-def add_factors(body: Body, factors: SiteFactors) -> tuple[str, str]:
-    """Append nodes that give queries ``(B, H, L, d)`` and keys ``(B, H_kv, S, d)`` in float32."""
-    site = factors.site
-    if not factors.supported:
-        raise graph_unsupported(f"site {site.name} cannot be stored as queries and keys: {factors.reason}")
-    queries = body.op("Cast", factors.queries, to=FLOAT)
-    for op_type, multiplier in factors.multipliers:
-        queries = body.op(op_type, queries, body.op("Cast", multiplier, to=FLOAT))
-    keys = body.op("Cast", factors.keys, to=FLOAT)
-    heads = site.num_heads or 1
-    shared = factors.layout in ("batch-heads", "heads-batch") and factors.num_kv_heads == 1 and not factors.key_heads
-    queries = batch_heads(body, queries, factors.layout, heads)
-    keys = batch_heads(body, keys, factors.layout, 1 if shared else heads)
-    if factors.keys_transposed:
-        keys = body.op("Transpose", keys, perm=[0, 1, 3, 2])
-    if factors.key_heads:
-        keys = body.op("Gather", keys, body.const(list(factors.key_heads)), axis=1)
-    return queries, keys
 
 
 def add_spans(body: Body, factors: SiteFactors) -> str:
@@ -347,7 +316,8 @@ def assemble_graph(model: onnx.ModelProto, body: Body, replaced: Set[str] = froz
     grown.graph.initializer.extend(body.initializers)
     del grown.graph.output[:]
     grown.graph.output.extend(body.outputs)
-    grown.opset_import.append(onnx.helper.make_opsetid(FUNCTION_DOMAIN, 1))
+    missing = {FUNCTION_DOMAIN, FUSED_DOMAIN} - {opset.domain for opset in grown.opset_import}
+    grown.opset_import.extend(onnx.helper.make_opsetid(domain, 1) for domain in sorted(missing))
     grown.functions.extend(body.functions.values())
     pruned = ir.from_proto(grown)
     pruned.graph.sort()

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from shd_ref.teacher.body import FLOAT, Body
-from shd_ref.teacher.graph.factors import MASKED
+from shd_ref.teacher.graph.factors import MASKED, SiteFactors
 from shd_ref.teacher.graph.find import AttentionSite
-from shd_ref.teacher.graph.measure import Layout
 from shd_ref.teacher.graph.tiles import Key, Seen, SiteTiles, Step
 from shd_ref.teacher.packages import onnx
 from shd_ref.teacher.rewrite.function import MergeRule, merge_and_code
+from shd_ref.teacher.rewrite.tensors import add_factors, batch_heads, values_of
 
 Span: TypeAlias = tuple[str, str]
 """Names of the first position and of the one behind the last, int64 ``(1,)``."""
@@ -30,6 +31,11 @@ TILE_BYTES: Final = 2**24
 """Maps of a tile in float32, about."""
 WHOLE_BYTES: Final = 2**26
 """Maps of a batch in float32 that are made whole."""
+FUSED_DOMAIN: Final = "com.microsoft"
+"""Of onnxruntime's own operators, which all its builds for the CPU have."""
+_FUSED_ROWS: Final = 256
+_BLOCK: Final = 64
+"""Keys whose masks are summed before they are looked at."""
 _LEAST_ROWS: Final = 16
 _MOST_ROWS: Final = 256
 
@@ -46,12 +52,14 @@ def choose_tile(heads: int, samples: int, rows: int, keys: int) -> int:
 class Tiling:
     """How a teacher's attention runs: ``rows`` in a tile, by site, and whose values each map is multiplied by.
 
-    ``slots`` are by site, for each head as many heads with distinct values, its own first.
+    ``slots`` are by site, for each head as many heads with distinct values, its own first. ``fused`` are sites that
+    one operator of onnxruntime runs wherever each row sees all keys up to itself, see ``can_fuse``.
     """
 
     rows: int
     sites: Mapping[int, SiteTiles]
     slots: Mapping[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    fused: Mapping[int, SiteFactors] = field(default_factory=dict)
 
     @property
     def whole(self) -> tuple[SiteTiles, ...]:
@@ -62,6 +70,24 @@ class Tiling:
         """The tiles of a site; None where its maps are made whole."""
         tiles = self.sites.get(site.layer)
         return None if tiles is None or tiles.reason is not None else tiles
+
+
+def can_fuse(tiles: SiteTiles, factors: SiteFactors) -> bool:
+    """Whether only a mask stands between a float32 site and ``softmax(scale * Q K^T) V`` of equal widths."""
+    site = tiles.site
+    maker = next((step for step in tiles.steps if step.output == tiles.probs), None)
+    return (
+        bool(tiles.masks)
+        and tiles.is_plain
+        and maker is not None
+        and (maker.node.op_type, maker.inputs) == ("Softmax", (tiles.logits,))
+        and factors.supported
+        and factors.scale > 0
+        and factors.layout == "batch-heads"
+        and (site.dtype or "float32") == "float32"
+        and site.d_v == factors.d
+        and factors.d % 8 == 0  # the operator's rule
+    )
 
 
 def list_slots(tiles: SiteTiles, groups: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
@@ -180,12 +206,13 @@ class TileLoop:
         self.body, self.tiles = body, tiles
         self._length = self._size(*tiles.shape_source(0))
         self._tile = body.op("Min", body.const([rows]), self._length)
-        inner = self.inner = Body(f"{body.prefix}loop{len(body.nodes)}/", body.opset)
+        inner = self.inner = body.inside("loop")
         self._number, self._keep = f"{inner.prefix}number", f"{inner.prefix}keep"
         begun = inner.op("Mul", inner.reshape(self._number, 1), self._tile)
         # The last tile begins earlier, so that all are of one size.
         start = inner.op("Min", begun, inner.op("Sub", self._length, self._tile))
         stop = inner.op("Add", start, self._tile)
+        self.rows = start, stop
         self.span: Span | None = None
         if spans is None:
             self.tile = TileBody(inner, tiles, (start, stop), None)
@@ -265,20 +292,35 @@ def add_spans_of_masks(body: Body, tiles: SiteTiles, rows: int) -> str | None:
         one = one if mask.rank == 4 else inner.op("Unsqueeze", one, inner.const(list(range(4 - mask.rank))))
         seen = inner.op("And", seen, one) if seen else one
     whole = inner.concat([inner.const([1, 1]), loop.tile._count, _count_keys(inner, tiles)], 0)
-    numbers = inner.op("Cast", inner.op("Expand", seen, whole), to=FLOAT)
-    keys = inner.op("Squeeze", _count_keys(inner, tiles))
-    zero, one = (inner.const(np.array(number)) for number in (0, 1))
-    places = inner.op("Cast", inner.op("Range", zero, keys, one), to=FLOAT)
-    size = inner.op("Cast", keys, to=FLOAT)
-    # Faster than ArgMax; of a row that sees nothing all keys are kept.
-    last = inner.reduce_max(inner.op("Mul", numbers, inner.op("Add", places, inner.const(1.0))))
-    ahead = inner.reduce_max(inner.op("Mul", numbers, inner.op("Sub", size, places)))
-    is_empty = inner.op("Equal", last, inner.const(0.0))
-    first = inner.op("Where", is_empty, inner.const(0.0), inner.op("Sub", size, ahead))
-    last = inner.op("Sub", inner.op("Where", is_empty, size, last), inner.const(1.0))
-    counted = inner.reduce_sum(numbers, -1, keepdims=1)
+    # One pass sums blocks of keys; where a row begins and ends is looked up in two of its blocks.
+    missing = inner.op("Mod", inner.op("Neg", _count_keys(inner, tiles)), inner.const([_BLOCK]))
+    padded = inner.op("Pad", inner.op("Expand", seen, whole), inner.concat([inner.const([0] * 7), missing], 0))
+    blocks = inner.reshape(inner.op("Cast", padded, to=FLOAT), 0, 0, 0, -1, _BLOCK)
+    sums = inner.reduce_sum(blocks, -1)
+    ends = []
+    for side, block in enumerate(_ends(inner, inner.op("Min", sums, inner.const(1.0)))):
+        number = inner.op("Unsqueeze", inner.op("Cast", block, to=onnx.TensorProto.INT64), inner.const([-1]))
+        number = inner.op("Expand", number, inner.const([1, 1, 1, 1, _BLOCK]))
+        inside = _ends(inner, inner.op("GatherElements", blocks, number, axis=-2))[side]
+        begun = inner.op("Mul", block, inner.const(float(_BLOCK)))
+        ends.append(inner.op("Add", begun, inner.op("Squeeze", inside, inner.const([-1]))))
+    counted = inner.reduce_sum(sums, -1, keepdims=1)
+    is_empty = inner.op("Equal", counted, inner.const(0.0))  # of a row that sees nothing all keys are kept
+    keys = inner.op("Cast", _count_keys(inner, tiles), to=FLOAT)
+    every = inner.const(0.0), inner.op("Sub", keys, inner.const(1.0))
+    first, last = (inner.op("Where", is_empty, *both) for both in zip(every, ends, strict=True))
     spans = inner.op("Cast", inner.concat([first, last, counted], -1), to=onnx.TensorProto.INT64)
     return loop.finish(_Result(spans))[0]
+
+
+def _ends(body: Body, marks: str) -> tuple[str, str]:
+    """The first and the last place of a 1 among zeros, on the last axis, which is kept."""
+    size = body.op("Gather", body.op("Shape", marks), body.const(np.array(-1)))
+    zero, one = (body.const(np.array(number)) for number in (0, 1))
+    places = body.op("Cast", body.op("Range", zero, size, one), to=FLOAT)
+    end = body.op("Sub", body.op("Cast", size, to=FLOAT), body.const(1.0))
+    behind = body.reduce_max(body.op("Mul", marks, body.op("Sub", end, places)))
+    return body.op("Sub", end, behind), body.reduce_max(body.op("Mul", marks, places))
 
 
 def _count_keys(body: Body, tiles: SiteTiles) -> str:
@@ -308,6 +350,7 @@ class TiledAttention:
         self.replaced: set[str] = set()
         self.forward: dict[int, Forward] = {}
         spans: dict[tuple[Seen, ...], str | None] = {}
+        causal: dict[tuple[Seen, ...], str] = {}
         for layer, tiles in tiling.sites.items():
             if tiles.reason is not None:
                 continue
@@ -315,12 +358,21 @@ class TiledAttention:
             if tiles.masks is not None and tiles.masks not in spans:
                 spans[tiles.masks] = add_spans_of_masks(body, tiles, tiling.rows)
             span = None if tiles.masks is None else spans[tiles.masks]
-            sums = self._add(body, tiles, tiling.rows, span, tiling.slots.get(layer))
-            self.forward[layer] = Forward(span, sums)
+            slots, factors = tiling.slots.get(layer), tiling.fused.get(layer)
+            make = partial(self._add_loop, tiles=tiles, rows=tiling.rows, spans=span, slots=slots)
+            if factors is None or span is None or tiles.masks is None:
+                made = make(body)
+            else:
+                if tiles.masks not in causal:
+                    causal[tiles.masks] = _is_causal(body, span)
+                made = body.choose(
+                    causal[tiles.masks], partial(_add_fused, tiles=tiles, factors=factors, slots=slots), make
+                )
+            self.forward[layer] = Forward(span, self._take(body, tiles, slots, *made))
 
-    def _add(
+    def _add_loop(
         self, body: Body, tiles: SiteTiles, rows: int, spans: str | None, slots: Sequence[Sequence[int]] | None
-    ) -> str | None:
+    ) -> list[str]:
         site = tiles.site
         others = "" if slots is None else self._other_values(body, tiles, slots)
         loop = TileLoop(body, tiles, rows, spans)
@@ -329,7 +381,13 @@ class TiledAttention:
             probs = batch_heads(loop.inner, loop.tile.make(tiles.probs), site.layout, site.num_heads or 1)
             maps = loop.inner.op("Cast", probs, to=FLOAT)
             results.append(_Result(loop.inner.op("MatMul", maps, loop.tile.cut(others, (None, -2)))))
-        context, *products = loop.finish(*results)
+        return loop.finish(*results)
+
+    def _take(
+        self, body: Body, tiles: SiteTiles, slots: Sequence[Sequence[int]] | None, context: str, *products: str
+    ) -> str | None:
+        """Give the teacher its context; the products that alphas need."""
+        site = tiles.site
         body.rename(context, site.context)
         self.replaced.add(site.context)
         if slots is None or not self._reads_context(tiles):
@@ -349,23 +407,69 @@ class TiledAttention:
         if not heads:
             return ""
         site, width = tiles.site, len(heads) // len(slots)
-        values = body.op("Gather", values_of(body, site), body.const(heads), axis=1)
+        values = body.op("Gather", body.op("Cast", values_of(body, site), to=FLOAT), body.const(heads), axis=1)
         split = body.reshape(values, 0, len(slots), width, -1, site.d_v or 0)
         return body.reshape(
             body.op("Transpose", split, perm=[0, 1, 3, 2, 4]), 0, len(slots), -1, width * (site.d_v or 0)
         )
 
 
-def values_of(body: Body, site: AttentionSite) -> str:
-    """V ``(B, H, S, d_v)`` of a supported site, in float32."""
-    heads = site.num_heads or 1
-    values = batch_heads(body, body.op("Cast", site.values, to=FLOAT), site.layout, heads)
-    if site.shared_values:
-        values = body.op("Expand", values, body.const([1, heads, 1, 1]))
-    if site.joined_values:
-        by_key = body.reshape(body.op("Transpose", values, perm=[0, 2, 1, 3]), 0, 1, -1, site.d_v or 0)
-        values = body.op("Expand", by_key, body.const([1, heads, 1, 1]))
-    return values
+def _is_causal(body: Body, spans: str) -> str:
+    """Whether each row sees all keys up to itself and no other."""
+    length = body.op("Squeeze", body.op("Gather", body.op("Shape", spans), body.const([2])))
+    zero, one = (body.const(np.array(number)) for number in (0, 1))
+    rows = body.reshape(body.op("Range", zero, length, one), -1, 1)
+    expected = body.concat([body.op("Mul", rows, zero), rows, body.op("Add", rows, one)], -1)
+    equal = body.op("Cast", body.op("Equal", spans, expected), to=onnx.TensorProto.INT32)
+    return body.op("Cast", body.op("ReduceMin", equal, keepdims=0), to=onnx.TensorProto.BOOL)
+
+
+def _add_fused(
+    body: Body, tiles: SiteTiles, factors: SiteFactors, slots: Sequence[Sequence[int]] | None
+) -> list[str]:
+    """Context and products of a causal site, from an operator without maps, to which earlier keys are its past."""
+    heads, share = len(tiles.value_heads), len(tiles.value_heads) // factors.num_kv_heads
+    queries, keys = add_factors(body, factors)
+    values = values_of(body, tiles.site)
+    loop = TileLoop(body, tiles, _FUSED_ROWS)
+    inner, (start, stop) = loop.inner, loop.rows
+    nothing, keys_axis = inner.const([0]), inner.const([2])
+
+    def by_position(tensor: str) -> str:
+        return inner.reshape(inner.op("Transpose", tensor, perm=[0, 2, 1, 3]), 0, 0, -1)
+
+    rows = by_position(inner.op("Slice", queries, start, stop, keys_axis))
+    last = inner.op("Sub", stop, inner.const([1]))
+    counts = [inner.op("Cast", count, to=onnx.TensorProto.INT32) for count in (last, inner.op("Squeeze", stop))]
+    results = []
+    for column in zip(*(slots or [[head] for head in tiles.value_heads]), strict=True):
+        # Heads that share their keys may still need values of their own.
+        chosen = column[::share]
+        is_shared = column == tuple(np.repeat(chosen, share))
+        kept = chosen if is_shared else column
+        read = (
+            keys
+            if is_shared
+            else body.op("Gather", keys, body.const([head // share for head in range(heads)]), axis=1)
+        )
+        both = read, body.op("Gather", values, body.const(list(kept)), axis=1)
+        now = [by_position(inner.op("Slice", tensor, start, stop, keys_axis)) for tensor in both]
+        past = [inner.op("Slice", tensor, nothing, start, keys_axis) for tensor in both]
+        made = inner.op(
+            "GroupQueryAttention",
+            rows,
+            *now,
+            *past,
+            *counts,
+            domain=FUSED_DOMAIN,
+            num_heads=heads,
+            kv_num_heads=len(kept),
+            scale=factors.scale,
+        )
+        inner.nodes[-1].output.extend(f"{made}_{name}" for name in ("keys", "values"))
+        results.append(inner.op("Transpose", inner.reshape(made, 0, 0, heads, -1), perm=[0, 2, 1, 3]))
+    context, *products = loop.finish(*map(_Result, results))
+    return [context, body.concat(products, -1)] if products else [context]
 
 
 def add_codes(
@@ -427,14 +531,3 @@ class TiledRows:
         outputs = [onnx.ValueInfoProto(name=role) for role in made]
         graph = onnx.helper.make_graph(body.nodes, "rows", inputs, outputs, body.initializers)
         return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", self.opset)], ir_version=8)
-
-
-def batch_heads(body: Body, tensor: str, layout: Layout | None, num_heads: int) -> str:
-    """A map, V, queries or keys with the leading axes ``(B, H)``, from any layout."""
-    if layout in ("batch-folded", "heads-folded"):
-        sizes = [-1, num_heads] if layout == "batch-folded" else [num_heads, -1]
-        inner = body.op("Slice", body.op("Shape", tensor), body.const([1]), body.const([3]))
-        tensor = body.op("Reshape", tensor, body.op("Concat", body.const(sizes), inner, axis=0))
-    if layout in ("heads-batch", "heads-folded"):
-        return body.op("Transpose", tensor, perm=[1, 0, 2, 3])
-    return tensor

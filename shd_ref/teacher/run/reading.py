@@ -20,7 +20,8 @@ from shd_ref.teacher.graph.find import AttentionSite, projection_of
 from shd_ref.teacher.opening.model import Weights
 from shd_ref.teacher.options import CALIBRATION_SAMPLES
 from shd_ref.teacher.packages import onnx
-from shd_ref.teacher.rewrite.squeeze import assemble_graph, check_opset, site_tensors
+from shd_ref.teacher.rewrite.squeeze import assemble_graph, check_opset
+from shd_ref.teacher.rewrite.tensors import site_tensors
 from shd_ref.teacher.run.inputs import Batch, ModelInputs, run_batch
 from shd_ref.teacher.run.threads import threads_for
 from shd_ref.teacher.session import open_session

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from shd_ref.cache import Extent, Teacher
 from shd_ref.errors import graph_unsupported
 from shd_ref.merging.plans import MergePlan, check_counts, merge_plan, plan_groups
+from shd_ref.teacher.graph.factors import find_factors
 from shd_ref.teacher.graph.find import AttentionSite, find_sites
 from shd_ref.teacher.graph.head import find_head
 from shd_ref.teacher.graph.independence import SEVERAL, SHARED_SCALES, Allowed
@@ -29,7 +30,7 @@ from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.opening.model import hash_teacher, take_weights
 from shd_ref.teacher.options import MATCHED, PrecomputeOptions, RunOptions, check_options
 from shd_ref.teacher.rewrite.squeeze import SqueezedGraph, SqueezedLayer, list_plans, squeeze_graph, unite_graphs
-from shd_ref.teacher.rewrite.tiles import Tiling, choose_tile, list_slots
+from shd_ref.teacher.rewrite.tiles import Tiling, can_fuse, choose_tile, list_slots
 from shd_ref.teacher.run.averaged import LogitsTeacher, average_logits, check_teachers, count_classes
 from shd_ref.teacher.run.independence import check_samples
 from shd_ref.teacher.run.inputs import Batch, ModelInputs, run_batch
@@ -449,7 +450,12 @@ class TeacherRun:
                 mean = self.options.strategy == "mean"
                 groups = [range(self.num_teacher_heads)] if mean else [group for plan in plans for group in plan]
                 slots[site.layer] = list_slots(sites[site.layer], groups)
-        return Tiling(rows, sites, slots)
+        # On other providers the operator may lack float32, and with several samples it takes no keys from before.
+        alone = self.run.batch_size == 1 and self.inputs.fixed_batch in (None, 1)
+        can = alone and self._provider == PROVIDERS["cpu"]
+        found = find_factors(self.model, [tiles.site for tiles in sites.values() if can and tiles.reason is None])
+        fused = {one.site.layer: one for one in found if can_fuse(sites[one.site.layer], one)}
+        return Tiling(rows, sites, slots, fused)
 
     def _given_plans(self, options: PrecomputeOptions) -> tuple[MergePlan, ...]:
         """The plan of every layer; none where they are matched on the data, and without layers."""

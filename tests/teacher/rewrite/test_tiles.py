@@ -18,10 +18,12 @@ from support.two_sequences import encoder_decoder
 from shd_ref.cache import CacheReader, list_cache
 from shd_ref.errors import ShdError
 from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
+from shd_ref.teacher.body import Body
 from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.graph.tiles import find_tiles
 from shd_ref.teacher.opening.load import load_teacher
-from shd_ref.teacher.rewrite.tiles import choose_tile
+from shd_ref.teacher.rewrite import tiles as tiles_module
+from shd_ref.teacher.rewrite.tiles import TiledAttention, choose_tile
 from shd_ref.teacher.run.rows import choose_rows
 
 LENGTH = 9
@@ -82,8 +84,11 @@ def test_records_are_those_of_whole_maps(teacher: Path, tmp_path: Path, options:
     ],
     ids=lambda changes: "-".join(map(str, changes.values())),
 )
-def test_attention_as_exporters_write_it(tmp_path: Path, changes: dict[str, Any], form: str) -> None:
+def test_attention_as_exporters_write_it(
+    tmp_path: Path, changes: dict[str, Any], form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is stored is the same either way, whatever the order of heads and samples."""
+    monkeypatch.setattr(tiles_module, "_BLOCK", 4)  # of nine keys
     teacher = saved(encoder_layer(**changes), tmp_path)
     options = PrecomputeOptions(2, codec="float32", form=form, factored_codec="float16")
     # Without a mask in the graph, samples must not be padded.
@@ -95,6 +100,33 @@ def test_attention_as_exporters_write_it(tmp_path: Path, changes: dict[str, Any]
     if changes["mask"] in ("causal", "window"):
         (mask,) = tiles.masks
         assert mask.shown  # the condition, not the numbers that it chooses
+
+
+@pytest.mark.parametrize("form", ["maps", "factored"])
+@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_sample_whose_rows_see_all_up_to_themselves_needs_no_tile(
+    tmp_path: Path, form: str, kv_heads: int, padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles are wrong here, and only read where padding stands in front. Key heads serve two heads each, or one."""
+    made = TiledAttention._add_loop
+
+    def add_wrong(self: TiledAttention, body: Body, **arguments: Any) -> list[str]:
+        return [body.op("Mul", name, body.const(2.0)) for name in made(self, body, **arguments)]
+
+    monkeypatch.setattr(TiledAttention, "_add_loop", add_wrong)
+    monkeypatch.setattr(tiles_module, "_FUSED_ROWS", 4)
+    teacher = saved(encoder_layer(num_heads=4, num_kv_heads=kv_heads, d_v=8, mask="causal"), tmp_path)
+    x = np.random.default_rng(0).normal(size=(2, LENGTH, 32)).astype(np.float32)
+    inputs = {"x": x, "mask": np.ones((2, LENGTH), np.int64)}
+    inputs["mask"][:, 0] = not padded
+    options = PrecomputeOptions(2, codec="float32", form=form, factored_codec="float16")
+    compare = partial(compare_with_whole_maps, teacher, inputs, options, tmp_path, mask="mask", batch_size=1)
+    if not padded:
+        compare()
+    else:
+        with pytest.raises(ShdError, match="products of maps and values"):
+            compare()
 
 
 def test_a_bias_that_begins_beyond_short_samples_is_no_mask(tmp_path: Path) -> None:
@@ -127,9 +159,14 @@ def test_cross_attention_of_an_encoder_decoder(tmp_path: Path) -> None:
 
 
 def compare_with_whole_maps(
-    teacher: Path, inputs: dict[str, Any], options: PrecomputeOptions, folder: Path, mask: str | None
+    teacher: Path,
+    inputs: dict[str, Any],
+    options: PrecomputeOptions,
+    folder: Path,
+    mask: str | None,
+    batch_size: int = 2,
 ) -> None:
-    run = replace(_run(0), mask=mask)
+    run = replace(_run(0), mask=mask, batch_size=batch_size)
     readers = []
     for tile in (0, 4):
         precompute(teacher, inputs, folder / str(tile), options, replace(run, tile=tile))
