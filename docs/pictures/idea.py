@@ -123,14 +123,14 @@ def draw(rows: list[dict], words: int) -> str:
         _text(
             width / 2,
             height - 42,
-            "Real maps: layer 2 of a pretrained MiniLM, three of six pairs, nats a row before any training.",
+            "Real maps: layer 2 of a pretrained MiniLM, three of six pairs; nats per row before any training.",
             "soft",
             "middle",
         ),
         _text(
             width / 2,
             height - 18,
-            "“the cat sat on the mat because it was tired”: a row is a word, a column what it looks at.",
+            "“the cat sat on the mat because it was tired”: rows are queries, columns are keys.",
             "soft",
             "middle",
         ),
