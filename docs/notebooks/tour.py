@@ -40,7 +40,7 @@ with torch.no_grad():
 
 
 def show(rows, titles, width=8.0):
-    """Heads of (H, L, L) arrays side by side, an array a line."""
+    """Heads of (H, L, L) arrays side by side, one array per line."""
     figure, axes = plt.subplots(len(rows), len(rows[0]), figsize=(width, width * len(rows) / len(rows[0]) * 1.15))
     axes = np.reshape(axes, (len(rows), -1))
     for line, row, names in zip(axes, rows, titles, strict=True):
@@ -73,7 +73,7 @@ wanted = maps[0, p] @ outputs[0, p] + maps[0, q] @ outputs[0, q]
 
 
 def error(weight):
-    """Squared error of the merged pair, over the squared size of what it stands for."""
+    """Squared error of the merged pair, relative to the pair"""
     merged = (weight * maps[0, p] + (1 - weight) * maps[0, q]) @ (outputs[0, p] + outputs[0, q])
     return ((merged - wanted) ** 2).sum() / (wanted**2).sum()
 
@@ -128,8 +128,8 @@ show(
 ways = {
     "better head (hard)": {"strategy": "hard"},
     "half and half (constant)": {"strategy": "constant"},
-    "one alpha a pair (shd)": {},
-    "one alpha a row": {"alpha_per": "row"},
+    "one alpha per pair (shd)": {},
+    "one alpha per row": {"alpha_per": "row"},
 }
 for name, options in ways.items():
     result = shd.squeeze_heads(maps, outputs, 6, plan=plans["matched"], **options)
