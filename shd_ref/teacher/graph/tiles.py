@@ -59,16 +59,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Seen:
-    """A mask: rows see keys where it is ``shown`` (a condition), or times ``scale`` not far below 0 (added).
-
-    ``added`` is what the logits take of it, if not they themselves stand in a branch of the condition.
-    """
+    """A mask: rows see keys where it is ``shown`` (a condition), or times ``scale`` not far below 0 (added)."""
 
     key: Key
     rank: int
     shown: bool | None = None
     scale: float = 1.0
-    added: Key | None = None
 
 
 @dataclass(frozen=True)
@@ -416,11 +412,10 @@ def _read_masks(site: AttentionSite, logits: Logits, arrays: Arrays, reader: _Re
         shape = reader.shape(value)
         if name_of(value) not in read or len(shape) > 4 or (len(shape) == 4 and shape[1] != 1):
             return None
-        added = read[name_of(value)] if shown is None else None
-        condition = _condition_of(value, scale) if added else None
+        condition = _condition_of(value, scale) if shown is None else None
         if condition is not None and name_of(condition[1]) in read:  # cheaper than to read the numbers again
             shown, value = condition
-        masks.append(Seen(read[name_of(value)], len(reader.shape(value)), shown, scale, added))
+        masks.append(Seen(read[name_of(value)], len(reader.shape(value)), shown, scale))
     return tuple(masks)
 
 

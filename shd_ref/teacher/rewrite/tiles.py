@@ -73,21 +73,12 @@ class Tiling:
 
 
 def can_fuse(tiles: SiteTiles, factors: SiteFactors) -> bool:
-    """Whether only a mask stands between a float32 site and ``softmax(scale * Q K^T) V`` of equal widths."""
-    site = tiles.site
-    maker = next((step for step in tiles.steps if step.output == tiles.probs), None)
-    return (
-        bool(tiles.masks)
-        and tiles.is_plain
-        and maker is not None
-        and (maker.node.op_type, maker.inputs) == ("Softmax", (tiles.logits,))
-        and factors.supported
-        and factors.scale > 0
-        and factors.layout == "batch-heads"
-        and (site.dtype or "float32") == "float32"
-        and site.d_v == factors.d
-        and factors.d % 8 == 0  # the operator's rule
-    )
+    """Whether a float32 site is ``softmax(scale * Q K^T) V`` of equal widths but for a mask."""
+    makers = [(step.node.op_type, step.inputs) for step in tiles.steps if step.output == tiles.probs]
+    is_plain = tiles.is_plain and makers == [("Softmax", (tiles.logits,))] and bool(tiles.masks)
+    is_known = factors.supported and factors.scale > 0 and factors.layout == "batch-heads"
+    fits = tiles.site.d_v == factors.d and factors.d % 8 == 0  # the operator's rule
+    return is_plain and is_known and fits and (tiles.site.dtype or "float32") == "float32"
 
 
 def list_slots(tiles: SiteTiles, groups: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
@@ -102,20 +93,14 @@ def list_slots(tiles: SiteTiles, groups: Sequence[Sequence[int]]) -> tuple[tuple
 
 
 class TileBody:
-    """Nodes of one tile in the making: rows ``start`` to ``stop``, keys of ``span`` or all; int64 ``(1,)``.
+    """Nodes of one tile in the making: rows ``start`` to ``stop``, keys of ``span`` or all; int64 ``(1,)``."""
 
-    With ``unmasked`` its rows see all these keys, and masks are not made.
-    """
-
-    def __init__(
-        self, body: Body, tiles: SiteTiles, rows: Span, span: Span | None, *, unmasked: bool = False
-    ) -> None:
+    def __init__(self, body: Body, tiles: SiteTiles, rows: Span, span: Span | None) -> None:
         self.body, self.tiles = body, tiles
-        self._rows, self._span = rows, span
+        self.rows, self._span = rows, span
         self._steps = {step.output: step for step in tiles.steps}
         self._made: dict[Key, str] = {}
         self._count = body.op("Sub", rows[1], rows[0])
-        self._masks = (tiles.masks or ()) if unmasked else ()
 
     def make(self, key: Key) -> str:
         """The name of a tensor in this tile."""
@@ -126,33 +111,17 @@ class TileBody:
                 if current not in needed and current not in self._made:
                     needed.add(current)
                     step = self._steps.get(current)
-                    inputs = () if step is None else (self._passed(step),) if self._passed(step) else step.inputs
-                    waiting += [one for one in inputs if one is not None]
+                    waiting += [one for one in (step.inputs if step else ()) if one is not None]
             for source in [one for one in needed if one not in self._steps]:
                 self._made[source] = self.cut(*source)
             for step in self.tiles.steps:
                 if step.output in needed and step.output not in self._made:
-                    passed = self._passed(step)
-                    self._made[step.output] = self._made[passed] if passed else self._run(step)
+                    self._made[step.output] = self._run(step)
         return self._made[key]
-
-    def make_in_parts(self, key: Key, parts: Sequence[tuple[Span, bool]]) -> None:
-        """A tensor from parts of its keys, some of which no mask hides, for what is made of it later."""
-        made = [TileBody(self.body, self.tiles, self._rows, span, unmasked=free).make(key) for span, free in parts]
-        self._made[key] = self.body.concat(made, -1)
-
-    def _passed(self, step: Step) -> Key | None:
-        """The input that a step gives on where its mask hides nothing."""
-        for mask in self._masks:
-            if mask.added in step.inputs and mask.added is not None and step.node.op_type == "Add":
-                return step.inputs[step.inputs[0] == mask.added]
-            if mask.added is None and step.node.op_type == "Where" and step.inputs[0] == mask.key:
-                return step.inputs[1 if mask.shown else 2]
-        return None
 
     def cut(self, name: str, axes: tuple[int | None, int | None]) -> str:
         """The rows and the keys of this tile, of a tensor from outside."""
-        for axis, span in zip(axes, (self._rows, self._span), strict=True):
+        for axis, span in zip(axes, (self.rows, self._span), strict=True):
             if axis is not None and span is not None:
                 name = self.body.op("Slice", name, *span, self.body.const([axis]))
         return name
@@ -163,7 +132,7 @@ class TileBody:
             inputs[step.sizes] = self._sized(step, inputs[step.sizes])
         if step.node.op_type == "Trilu":
             offset = self.body.reshape(inputs[1] if len(inputs) > 1 and inputs[1] else self.body.const([0]), 1)
-            offset = self.body.op("Add", offset, self._rows[0])
+            offset = self.body.op("Add", offset, self.rows[0])
             if self._span is not None:
                 offset = self.body.op("Sub", offset, self._span[0])
             inputs[1:] = [self.body.op("Squeeze", offset)]
@@ -212,28 +181,17 @@ class TileLoop:
         # The last tile begins earlier, so that all are of one size.
         start = inner.op("Min", begun, inner.op("Sub", self._length, self._tile))
         stop = inner.op("Add", start, self._tile)
-        self.rows = start, stop
         self.span: Span | None = None
         if spans is None:
             self.tile = TileBody(inner, tiles, (start, stop), None)
             return
         tile = inner.op("Slice", spans, start, stop, inner.const([-2]))
-        first, end, count = (
-            inner.reshape(inner.op("Gather", tile, inner.const(np.array(column)), axis=-1), -1) for column in range(3)
+        first, last = (
+            inner.reshape(inner.op("Gather", tile, inner.const(np.array(column)), axis=-1), -1) for column in range(2)
         )
-        end = inner.op("Add", end, inner.const([1]))
-        low, high = inner.op("ReduceMin", first, keepdims=1), inner.op("ReduceMax", end, keepdims=1)
-        self.span = low, high
+        low = inner.op("ReduceMin", first, keepdims=1)
+        self.span = low, inner.op("ReduceMax", inner.op("Add", last, inner.const([1])), keepdims=1)
         self.tile = TileBody(inner, tiles, (start, stop), self.span)
-        if tiles.logits is None or not tiles.masks:
-            return
-        # Keys that all rows see need no mask, which costs as much as the product; of causal rows they are most.
-        gaps = inner.op("ReduceMax", inner.op("Sub", inner.op("Sub", end, first), count), keepdims=1)
-        free = inner.op("ReduceMax", first, keepdims=1), inner.op("ReduceMin", end, keepdims=1)
-        is_free = inner.op("And", inner.op("Equal", gaps, inner.const([0])), inner.op("Less", *free))
-        begin, stop_free = (inner.op("Where", is_free, bound, low) for bound in free)
-        parts = (((low, begin), False), ((begin, stop_free), True), ((stop_free, high), False))
-        self.tile.make_in_parts(tiles.logits, parts)
 
     def _size(self, name: str, axis: int) -> str:
         return self.body.op("Gather", self.body.op("Shape", name), self.body.const([axis]))
@@ -350,7 +308,7 @@ class TiledAttention:
         self.replaced: set[str] = set()
         self.forward: dict[int, Forward] = {}
         spans: dict[tuple[Seen, ...], str | None] = {}
-        causal: dict[tuple[Seen, ...], str] = {}
+        causal: dict[str, str] = {}
         for layer, tiles in tiling.sites.items():
             if tiles.reason is not None:
                 continue
@@ -360,14 +318,12 @@ class TiledAttention:
             span = None if tiles.masks is None else spans[tiles.masks]
             slots, factors = tiling.slots.get(layer), tiling.fused.get(layer)
             make = partial(self._add_loop, tiles=tiles, rows=tiling.rows, spans=span, slots=slots)
-            if factors is None or span is None or tiles.masks is None:
+            if factors is None or span is None:
                 made = make(body)
             else:
-                if tiles.masks not in causal:
-                    causal[tiles.masks] = _is_causal(body, span)
-                made = body.choose(
-                    causal[tiles.masks], partial(_add_fused, tiles=tiles, factors=factors, slots=slots), make
-                )
+                causal[span] = causal.get(span) or _is_causal(body, span)
+                fused = partial(_add_fused, tiles=tiles, factors=factors, slots=slots)
+                made = body.choose(causal[span], fused, make)
             self.forward[layer] = Forward(span, self._take(body, tiles, slots, *made))
 
     def _add_loop(
@@ -432,40 +388,27 @@ def _add_fused(
     queries, keys = add_factors(body, factors)
     values = values_of(body, tiles.site)
     loop = TileLoop(body, tiles, _FUSED_ROWS)
-    inner, (start, stop) = loop.inner, loop.rows
-    nothing, keys_axis = inner.const([0]), inner.const([2])
+    inner, (start, stop), rows_axis = loop.inner, loop.tile.rows, (-2, None)
 
     def by_position(tensor: str) -> str:
-        return inner.reshape(inner.op("Transpose", tensor, perm=[0, 2, 1, 3]), 0, 0, -1)
+        cut = loop.tile.cut(tensor, rows_axis)
+        return inner.reshape(inner.op("Transpose", cut, perm=[0, 2, 1, 3]), 0, 0, -1)
 
-    rows = by_position(inner.op("Slice", queries, start, stop, keys_axis))
-    last = inner.op("Sub", stop, inner.const([1]))
-    counts = [inner.op("Cast", count, to=onnx.TensorProto.INT32) for count in (last, inner.op("Squeeze", stop))]
+    rows = by_position(queries)
+    counts = inner.op("Sub", stop, inner.const([1])), inner.op("Squeeze", stop)
+    sizes = [inner.op("Cast", count, to=onnx.TensorProto.INT32) for count in counts]
     results = []
     for column in zip(*(slots or [[head] for head in tiles.value_heads]), strict=True):
         # Heads that share their keys may still need values of their own.
-        chosen = column[::share]
-        is_shared = column == tuple(np.repeat(chosen, share))
-        kept = chosen if is_shared else column
-        read = (
-            keys
-            if is_shared
-            else body.op("Gather", keys, body.const([head // share for head in range(heads)]), axis=1)
+        shared = column[::share] if column == tuple(np.repeat(column[::share], share)) else None
+        own = (
+            keys if shared else body.op("Gather", keys, body.const([head // share for head in range(heads)]), axis=1)
         )
-        both = read, body.op("Gather", values, body.const(list(kept)), axis=1)
-        now = [by_position(inner.op("Slice", tensor, start, stop, keys_axis)) for tensor in both]
-        past = [inner.op("Slice", tensor, nothing, start, keys_axis) for tensor in both]
-        made = inner.op(
-            "GroupQueryAttention",
-            rows,
-            *now,
-            *past,
-            *counts,
-            domain=FUSED_DOMAIN,
-            num_heads=heads,
-            kv_num_heads=len(kept),
-            scale=factors.scale,
-        )
+        both = own, body.op("Gather", values, body.const(shared or column), axis=1)
+        now = [by_position(tensor) for tensor in both]
+        past = [inner.op("Slice", tensor, inner.const([0]), start, inner.const([2])) for tensor in both]
+        attributes = {"num_heads": heads, "kv_num_heads": len(shared or column), "scale": factors.scale}
+        made = inner.op("GroupQueryAttention", rows, *now, *past, *sizes, domain=FUSED_DOMAIN, **attributes)
         inner.nodes[-1].output.extend(f"{made}_{name}" for name in ("keys", "values"))
         results.append(inner.op("Transpose", inner.reshape(made, 0, 0, heads, -1), perm=[0, 2, 1, 3]))
     context, *products = loop.finish(*map(_Result, results))
