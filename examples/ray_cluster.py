@@ -2,7 +2,7 @@
 
     python make_data.py
     shd-torch export teacher --out teacher.onnx
-    pip install 'squeezing-heads[ray]'
+    pip install '..[ray]'
     python ray_cluster.py                   # on a cluster: RAY_ADDRESS=auto python ray_cluster.py
 
 Without RAY_ADDRESS a local cluster is started. The same from a shell: `shd precompute ... --engine ray --workers 2`.

