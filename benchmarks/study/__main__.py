@@ -16,11 +16,19 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks.study.analysis import compare_all, name_method, print_tables, stale_runs, write_page, write_table
+from benchmarks.study.analysis import (
+    compare_all,
+    name_method,
+    print_tables,
+    stale_runs,
+    write_page,
+    write_table,
+    write_weights,
+)
 from benchmarks.study.arms import ALONE, PRESETS, Arm, read_grid
 from benchmarks.study.digits import UnavailableError
 from benchmarks.study.origin import hash_code, name_processor
-from benchmarks.study.pictures import draw_all
+from benchmarks.study.pictures import draw_all, draw_starts
 from benchmarks.study.runs import Record, run_missing
 from benchmarks.study.tasks import TASKS, Task, load_task
 
@@ -123,6 +131,10 @@ def main(arguments: list[str] | None = None) -> None:
             task.draw_maps(
                 {"student, KD": arms["base"], "student, KD + SHD": arms["shd"]}, pictures / "images-maps.png"
             )
+    if given.preset is None:
+        draw_starts(record, pictures / "starts.png")
+    if given.page is not None:
+        write_weights(compare_all(TASKS, record, given.preset), given.page)
 
 
 if __name__ == "__main__":

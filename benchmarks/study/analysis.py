@@ -22,6 +22,10 @@ from benchmarks.study.arms import ALONE, Arm, Grid, read_grid
 from benchmarks.study.origin import ORIGIN
 from benchmarks.study.runs import Record
 
+COLUMNS = ("gain", "over_shd", "over_start")
+"""What an arm is compared with; each has an interval and P values."""
+BEFORE = {"squeezed": "kept", "kept": "unaligned kept"}
+
 
 @dataclass(frozen=True)
 class Row:
@@ -47,6 +51,10 @@ class Row:
             such an arm, else at the first beta of the grid. NaN for SHD itself and for the base loss alone.
         over_shd_interval: of it.
         over_shd_p: like ``gain_p``; so are ``over_shd_holm`` and ``over_shd_bh``.
+        over_start: by how much ``test`` is better than that of the same arm from the start before: aligned kept heads
+            over unaligned ones (which is what alignment adds), squeezed heads over aligned kept ones (merging).
+        over_start_interval: of it.
+        over_start_p: like ``gain_p``; so are ``over_start_holm`` and ``over_start_bh``.
         is_chosen: whether this beta has the best ``valid`` of its method and options.
         step_seconds: processor time of a training step without the teacher's pass, median.
         sample_bytes: what of the teacher a sample's loss reads, in half precision.
@@ -80,6 +88,11 @@ class Row:
     over_shd_p: float = math.nan
     over_shd_holm: float = math.nan
     over_shd_bh: float = math.nan
+    over_start: float = math.nan
+    over_start_interval: float = math.nan
+    over_start_p: float = math.nan
+    over_start_holm: float = math.nan
+    over_start_bh: float = math.nan
 
 
 def compare(grid: Grid, record: Record) -> list[Row]:
@@ -105,7 +118,7 @@ def _rank(row: Row) -> tuple[bool, float]:
 def compare_all(tasks: Sequence[str], record: Record, preset: str | None = None) -> dict[str, list[Row]]:
     """The rows of these tasks, with P values adjusted over all comparisons; one that two parts make counts once."""
     found = {task: compare(read_grid(task, preset), record) for task in tasks}
-    columns = ("gain", "over_shd")
+    columns = COLUMNS
 
     def key(row: Row, column: str) -> tuple[Any, ...]:
         return row.task, getattr(row, column), getattr(row, f"{column}_p")
@@ -126,9 +139,9 @@ def compare_all(tasks: Sequence[str], record: Record, preset: str | None = None)
 
 def count_comparisons(found: Mapping[str, Sequence[Row]]) -> int:
     """Over how many different comparisons ``compare_all`` adjusted."""
-    gains = {(row.task, row.gain, row.gain_p) for rows in found.values() for row in rows}
-    others = {(row.task, row.over_shd, row.over_shd_p) for rows in found.values() for row in rows}
-    return sum(not math.isnan(p) for _, _, p in gains | others)
+    rows = [row for own in found.values() for row in own]
+    values = {(row.task, getattr(row, name), getattr(row, f"{name}_p")) for row in rows for name in COLUMNS}
+    return sum(not math.isnan(p) for _, _, p in values)
 
 
 def adjust(values: Sequence[float]) -> list[tuple[float, float]]:
@@ -149,7 +162,8 @@ def _is_higher_better(metric: str) -> bool:
 def _summarise(grid: Grid, record: Record, arm: Arm, runs: dict[int, dict[str, Any]]) -> Row:
     metric = next(name for name in ("accuracy", "rouge_l", "distance", "loss") if f"test_{name}" in runs[min(runs)])
     gains = _gains(record, arm, runs, _find_alone(grid, arm), metric)
-    over_shd = _gains(record, arm, runs, _find_shd(grid, arm), metric)
+    over_shd = [] if arm.method == ALONE else _gains(record, arm, runs, _find_shd(grid, arm), metric)
+    over_start = _gains(record, arm, runs, _find_start(grid, arm), metric)
     varied = {
         name: value
         for name, value in arm.options.items()
@@ -180,6 +194,9 @@ def _summarise(grid: Grid, record: Record, arm: Arm, runs: dict[int, dict[str, A
         over_shd=float(np.mean(over_shd)) if over_shd else math.nan,
         over_shd_interval=half_interval(over_shd),
         over_shd_p=p_value(over_shd),
+        over_start=float(np.mean(over_start)) if over_start else math.nan,
+        over_start_interval=half_interval(over_start),
+        over_start_p=p_value(over_start),
         is_chosen=False,
         step_seconds=mean("step_seconds"),
         sample_bytes=mean("sample_bytes"),
@@ -189,13 +206,28 @@ def _summarise(grid: Grid, record: Record, arm: Arm, runs: dict[int, dict[str, A
 
 
 def _gains(record: Record, arm: Arm, runs: dict[int, dict[str, Any]], other: Arm | None, metric: str) -> list[float]:
-    """By how much an arm is better than another, seed by seed, where both were run from the same start."""
-    if other is None or other == arm or arm.method == ALONE:
+    """By how much an arm is better than another, seed by seed, where the two differ in what is asked alone."""
+    if other is None or other == arm:
         return []
+    is_pair = _is_same_start if arm.options.get("start") == other.options.get("start") else has_same_origin
     sign = 1 if _is_higher_better(metric) else -1
     pairs = [(run, record.found.get(other.key(seed))) for seed, run in runs.items()]
     name = f"test_{metric}"
-    return [sign * (run[name] - there[name]) for run, there in pairs if there and _is_same_start(run, there)]
+    return [sign * (run[name] - there[name]) for run, there in pairs if there and is_pair(run, there)]
+
+
+def curve_gains(grid: Grid, record: Record, arm: Arm) -> dict[int, list[float]]:
+    """By how much an arm is better than its base loss alone after each number of steps, seed by seed."""
+    base = _find_alone(grid, arm)
+    assert base is not None
+    pairs = [(record.found.get(arm.key(seed)), record.found.get(base.key(seed))) for seed in range(arm.seeds)]
+    curves = [(one["curve"], other["curve"]) for one, other in pairs if one and other and _is_same_start(one, other)]
+    metric = "test_accuracy" if arm.task == "images" else "test_loss"
+    sign = 1 if metric == "test_accuracy" else -1
+    steps = sorted({int(step) for one, _ in curves for step in one} - {0})
+    return {
+        step: [sign * (one[str(step)][metric] - other[str(step)][metric]) for one, other in curves] for step in steps
+    }
 
 
 def _is_same_start(run: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -241,6 +273,12 @@ def _find_shd(grid: Grid, arm: Arm) -> Arm | None:
     ]
     same = [other for other in found if other.options["beta"] == arm.options["beta"]]
     return next(iter([*same, *found]), None)
+
+
+def _find_start(grid: Grid, arm: Arm) -> Arm | None:
+    """The same arm from the start before its own."""
+    wanted = arm.options | {"start": BEFORE.get(arm.options.get("start", ""), "")}
+    return next((other for other in grid.arms if (other.options, other.settings) == (wanted, arm.settings)), None)
 
 
 def _find_alone(grid: Grid, arm: Arm) -> Arm | None:
@@ -310,6 +348,34 @@ def write_page(rows: Sequence[Row], grid: Grid, page: Path) -> None:
     page.write_text(before + begin + markdown(rows, grid) + end + rest.split(end)[1], encoding="utf-8")
 
 
+def write_weights(found: Mapping[str, Sequence[Row]], page: Path) -> None:
+    """Put the table of weights into a Markdown page, between its two marks."""
+    text = page.read_text(encoding="utf-8")
+    begin, end = "<!-- weights -->\n", "<!-- end of weights -->"
+    before, rest = text.split(begin)
+    page.write_text(before + begin + weights(found) + end + rest.split(end)[1], encoding="utf-8")
+
+
+def weights(found: Mapping[str, Sequence[Row]]) -> str:
+    """Which weights were tried for each arm from random weights, which was chosen by validation, and its gain."""
+    lines = ["| arm | task | steps | weights tried | chosen | gain over base |", "|---|---|--:|---|--:|--:|"]
+    for task, steps in (("images", "120"), ("language", "150")):
+        groups: dict[tuple[str, str], list[Row]] = {}
+        for row in found[task]:
+            if row.part in WEIGHED and row.method != ALONE and row.beta > 0:
+                groups.setdefault((row.part, row.method), []).append(row)
+        for (part, _), own in groups.items():
+            best = next(row for row in own if row.is_chosen)
+            name = best.label.split(",")[0]
+            tried = ", ".join(f"{row.beta:g}" for row in sorted(own, key=lambda row: row.beta))
+            steps_of = "200" if part == "rivals" else steps
+            lines.append(f"| {name} | {task} | {steps_of} | {tried} | {best.beta:g} | {cells(best, False)[3]} |")
+    return "\n".join(lines) + "\n"
+
+
+WEIGHED = ("rivals", "mixing", "losses", "features", "more_features", "more_mixing")
+
+
 def markdown(rows: Sequence[Row], grid: Grid) -> str:
     """The tables of a task."""
     made = []
@@ -326,15 +392,20 @@ def _tables(rows: Sequence[Row], grid: Grid) -> Iterator[tuple[str, list[list[st
         own = [row for row in rows if row.part == part]
         if own:
             head = ["arm", "seeds", f"test {_UNITS.get(own[0].metric, own[0].metric)}", "gain over base", P_VALUES]
-            more = ["over SHD", P_VALUES, "share", "ms per step", "kB per sample"]
-            yield f"{part}: {question}", [[*head, *more], *map(cells, own)]
+            more = ["over SHD", P_VALUES, *(["over start before", P_VALUES] if _has_starts(own) else [])]
+            last = ["share", "ms per step", "kB per sample"]
+            yield f"{part}: {question}", [[*head, *more, *last], *(cells(row, _has_starts(own)) for row in own)]
+
+
+def _has_starts(rows: Sequence[Row]) -> bool:
+    return any(not math.isnan(row.over_start) for row in rows)
 
 
 P_VALUES = "p (Holm, BH)"
 
 
-def cells(row: Row) -> list[str]:
-    """A row as it is printed."""
+def cells(row: Row, has_starts: bool) -> list[str]:
+    """A row as it is printed, with or without a comparison of starts."""
     scale, form = (100, ".2f") if _is_higher_better(row.metric) else (1, ".4f")
 
     def signed(value: float, half: float) -> str:
@@ -343,6 +414,7 @@ def cells(row: Row) -> list[str]:
     def chances(p: float, holm: float, bh: float) -> str:
         return "" if math.isnan(p) else f"{p:.2g} ({holm:.2g}, {bh:.2g})"
 
+    starts = chances(row.over_start_p, row.over_start_holm, row.over_start_bh)
     return [
         row.label,
         str(row.seeds),
@@ -351,6 +423,7 @@ def cells(row: Row) -> list[str]:
         chances(row.gain_p, row.gain_holm, row.gain_bh),
         signed(row.over_shd, row.over_shd_interval),
         chances(row.over_shd_p, row.over_shd_holm, row.over_shd_bh),
+        *((signed(row.over_start, row.over_start_interval), starts) if has_starts else ()),
         f"{row.gradient_share:.2f}" if row.gradient_share else "",
         f"{1e3 * row.step_seconds:.0f}",
         f"{row.sample_bytes / 1e3:.0f}",

@@ -29,8 +29,8 @@ MARKS = "<!-- hits and misses -->", "<!-- end of hits and misses -->"
 ASKED = ("images", "language", "instructions")
 """Tasks whose pairs the doctor is asked about."""
 UNITS = {"accuracy": (100, "points"), "rouge_l": (100, "points"), "loss": (1, "nats"), "distance": (1, "of distance")}
-DATA = ("labels", "base", "steps")
-"""Options that the doctor's answer does not depend on."""
+DATA = ("labels", "base", "steps", "rate")
+"""Options and settings that the doctor's answer does not depend on."""
 PLAIN = {"method": "shd", "plan": "progressive", "alpha_per": "map", "temperature": 1.0}
 
 
@@ -61,7 +61,7 @@ class Setting:
         others = {n: v for n, v in self.arm.options.items() if n not in (*PLAIN, *without, "beta", "start")}
         words = [f"{n} {v}" for n, v in others.items() if first.options.get(n, v) != v]
         for name, value in self.arm.settings.items():
-            if value != first.settings.get(name):
+            if name not in (*without, "pretraining", "rate") and value != first.settings.get(name):
                 words.append(f"width {value['width']}" if name == "student" else f"{name} {value}")
         return ", ".join([f"{self.arm.task}, {self.arm.options.get('start', 'random')} start", *words])
 
@@ -133,13 +133,15 @@ def ask(setting: Setting, work: Path) -> dict[str, Any]:
             inputs = {name: part[:64] for name, part in data.items() if name != "labels"}
             shrink(teacher, inputs, heads=arm.options["heads"], **sizes, out=folders[1])
         else:
-            if arm.task == "instructions":
+            if arm.task == "instructions" and arm.options["start"] == "random":
                 given = arm.settings["student"]
                 student = task._make_model(given["width"], arm.options["heads"], given["layers"])
             else:
-                student = task._make_student(arm, 0)
+                student = task._make_student(arm.options if arm.task == "instructions" else arm, 0)
             student.config.architectures = [type(student).__name__]
-            student.config.save_pretrained(folders[1])
+            # With weights where they matter: the doctor draws random ones itself.
+            has_weights = arm.options.get("start") == "pretrained"
+            (student if has_weights else student.config).save_pretrained(folders[1])
         found = diagnose(*map(str, folders), {name: part.numpy() for name, part in data.items()})
     error = None if found.squeezed is None else found.squeezed.attention_error
     beta, looks = found.beta, None

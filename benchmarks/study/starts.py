@@ -6,11 +6,13 @@ Kept heads are aligned as squeezed ones are, so that the two differ in merging a
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
+from benchmarks.study.origin import fingerprint
 from shd_torch.shrink import shrink
 from shd_torch.shrink.compare import RIVALS
 
@@ -35,4 +37,11 @@ def start_student(
     rival: dict[str, Any] = dict(RIVALS["kept heads"]) if "kept" in start else {}
     if start == "unaligned kept":
         rival["align"] = False
-    return shrink(teacher, dict(calibration), **sizes, **rival).student.requires_grad_(True)
+    asked = f"{start} {sizes} {fingerprint(*calibration.values(), teacher)}"
+    if asked not in _made:  # arms and seeds of one start follow each other
+        _made.clear()
+        _made[asked] = shrink(teacher, dict(calibration), **sizes, **rival).student.requires_grad_(True)
+    return copy.deepcopy(_made[asked])
+
+
+_made: dict[str, Any] = {}

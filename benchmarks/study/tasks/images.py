@@ -22,7 +22,7 @@ from shd_torch.recipes import SHD, Terms, ViTKD, cross_entropy, image_kd, nkd
 from shd_torch.rivals import Rival, make_rival
 
 Forward = Callable[[Mapping[str, Tensor]], Any]
-MARKS = (0, 25, 50, 100, 200, 300, 400, 600, 1000, 2000)
+MARKS = (0, 50, 100, 200, 300, 400, 600, 1000, 2000)
 
 
 class Images:

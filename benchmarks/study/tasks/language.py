@@ -24,7 +24,7 @@ from shd_torch.rivals import Rival, make_rival
 ROOT = Path(__file__).resolve().parents[3]
 SHARED = ROOT.parent / "shared" / "data"
 Forward = Callable[[Mapping[str, Tensor]], Any]
-MARKS = (0, 25, 50, 100, 150, 300, 600, 1000, 2000, 3000)
+MARKS = (0, 50, 150, 300, 600, 1000, 2000, 3000)
 
 
 class Language:
