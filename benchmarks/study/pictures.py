@@ -142,6 +142,9 @@ def draw_starts(record: Record, path: Path) -> None:
                 seeds = len(next(iter(gains.values())))
                 axis.set_xscale("log")
                 axis.set_xticks(list(gains), [str(step) for step in gains], fontsize=7)
+            if seeds == 0:
+                axis.axis("off")
+                continue
             axis.axhline(0, color="black", linewidth=0.8)
             axis.minorticks_off()
             axis.tick_params(axis="y", labelsize=7)
