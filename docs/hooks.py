@@ -139,7 +139,7 @@ def notebook_page(notebook: dict[str, Any]) -> str:
             data = output.get("data", {})
             if "image/png" in data:
                 parts.append(
-                    f'<img alt="Picture drawn by the code above" src="data:image/png;base64,{data["image/png"].strip()}">'
+                    f'<img alt="drawn by the code above" src="data:image/png;base64,{data["image/png"].strip()}">'
                 )
             elif text := "".join(output.get("text", data.get("text/plain", ""))):
                 parts.append(f"```text\n{text.rstrip()}\n```")
