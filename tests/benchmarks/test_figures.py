@@ -195,6 +195,25 @@ def compress_minilm() -> Iterator[str]:
     yield f"within {n(100 * sorted(errors)[-2], 1)}% in five of six cases and {n(100 * max(errors), 1)}% off in one"
 
 
+@on("README.md")
+def readme_compress() -> Iterator[str]:
+    result = load("compress_minilm.json")
+    ratios: list[float] = []
+    for student in result["compress"]["students"]:
+        walls = {
+            graph: [one["wall"]["median"] for one in student["times"] if one["graph"] == graph]
+            for graph in ("teacher, int8", "int8")
+        }
+        ratios += [before / after for before, after in zip(*walls.values(), strict=True)]
+    yield f"[{n(min(ratios), 2)} to {n(max(ratios), 2)} times faster](docs/compress.md#measured)"
+    near, far = (
+        [n(result[texts][name]["spearman"], 3, bare=True) for name in ("4.25x, int8", "6.2x, int8", "teacher, int8")]
+        for texts in ("wikitext_test", "docstrings")
+    )
+    yield f"with rank correlations of {near[0]} and {near[1]} instead of {near[2]},"
+    yield f"and of {far[0]} and {far[1]} instead of {far[2]} on texts of another kind"
+
+
 @on("docs/shrink.md")
 def shrink_timing() -> Iterator[str]:
     cases = [case for setting in load("deploy_timing.json")["settings"].values() for case in setting.values()]
