@@ -90,17 +90,16 @@ def draw_curves(grid: Grid, record: Record, path: Path) -> None:
     drawn = 0
     for arm in grid.arms:
         runs = [run for seed in range(arm.seeds) if (run := record.found.get(arm.key(seed)))]
-        if arm.part not in ("beta", "start") or not runs or len(runs[0]["curve"]) < 3:
+        if arm.part not in ("beta", "start") or not runs or len(runs[0]["curve"]) < 3 or "test_accuracy" in runs[0]:
             continue
         if not all(can_compare(grid, record, arm, run["seed"]) for run in runs):
             continue
-        steps = sorted(map(int, runs[0]["curve"]))
+        steps = sorted({int(step) for step in runs[0]["curve"]} - {0})
         metric = "loss"
         means = [sum(run["curve"][str(step)][f"test_{metric}"] for run in runs) / len(runs) for step in steps]
-        shown = [(step, mean) for step, mean in zip(steps, means, strict=True) if step > 0]
         start = arm.options.get("start", "random")
         style = {"random": ":", "kept": "--", "unaligned kept": "-.", "squeezed": "-"}[start]
-        axis.plot(*zip(*shown, strict=True), style, marker="o", markersize=2.5, label=f"{start}: {name_method(arm)}")
+        axis.plot(steps, means, style, marker="o", markersize=2.5, label=f"{start}: {name_method(arm)}")
         drawn += 1
     if drawn:
         axis.set_xscale("log")
