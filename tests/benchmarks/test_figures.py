@@ -327,41 +327,12 @@ def runs_of_study() -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def measured(task: str, metric: str, **options: Any) -> Any:
-    """By seed, of the arm that has these options and is plain otherwise."""
-    plain: dict[str, Any] = {"plan": "progressive", "alpha_per": "map", "temperature": 1.0, "start": "random"}
-    plain |= {"steps": 150, "heads": 4, "teachers": 1} if task == "language" else {}
-    plain |= {"labels": 100, "layer_scale": True} if task == "images" else {}
-    wanted = plain | {"base": "kd"} | options
-    by_seed = {
-        run["seed"]: run[f"test_{metric}"]
-        for run in runs_of_study()
-        if run["task"] == task
-        and run["settings"].get("corpus") in (None, "stories")
-        and all(run["options"].get(name, value) == value for name, value in wanted.items())
-    }
-    return np.array([by_seed[seed] for seed in SEEDS])
-
-
-BASE, SHD = {"method": "base"}, {"method": "shd", "beta": 0.1}
-
-
 def over(task: str, part: str, label: str, digits: int) -> str:
     return gain(task, part, label, digits, column="over_shd", sign=True, bare=True)
 
 
 def over_start(task: str, label: str, digits: int, part: str = "start") -> str:
     return gain(task, part, label, digits, column="over_start", bare=True)
-
-
-def chosen(task: str, part: str, start: str) -> dict[str, str]:
-    """The row of SHD at the beta that validation chose."""
-    (one,) = (
-        row
-        for row in rows(task)
-        if (row["part"], row["method"], row["is_chosen"]) == (part, "shd", "True") and row["label"].endswith(start)
-    )
-    return one
 
 
 def share(row: dict[str, str], digits: int = 0) -> str:
@@ -465,7 +436,8 @@ def study_harms() -> Iterator[str]:
     yield f"beta .02 on it in 1,000 steps, {on_way[0]} after 200 and {on_way[1]} after 700"
     reverse = [gain("language", "losses", f"reverse kl, beta {beta}", 2, bare=True) for beta in ("0.1", "1")]
     yield f"reverse KL on stories, {reverse[0]} nats ({reverse[1]} at beta 1)"
-    yield f"projector at beta 1 on digits, {gain('images', 'features', 'linear projector, beta 1', 1, bare=True)} points"
+    linear = gain("images", "features", "linear projector, beta 1", 1, bare=True)
+    yield f"projector at beta 1 on digits, {linear} points"
     hot = over("images", "temperature", "SHD, beta 0.1, temperature 4.0", 1)
     yield f"attention temperature 4 on digits, {hot} points against 1"
     copied = gain("generation", "mixing", "attention copy, beta 0.1", 1)
