@@ -6,10 +6,10 @@ are the same run with whole maps (``--tile 0``), PyTorch's fused attention, whic
 PyTorch's eager attention with ``output_attentions``, which gives maps of all heads; ``graph alone`` is the pass of
 onnxruntime without what Python makes of it.
 
-Each run is a separate process of four samples, and the ways take turns at each length: the figures are the peak of
-resident memory, and the least processor seconds of a turn. ``seconds`` are of one more sample of a shard, its share
-of the writing included; ``start`` are all up to the first sample and with it, imports left out: the checks before the
-first record, and the shard's coding errors. Whole maps are left out where they would not fit.
+Each run is a separate process of 32,768 tokens, at least three samples, and the ways take turns at each length: the
+figures are the peak of resident memory, and the least processor seconds of a turn. ``seconds`` are of one more sample
+of a shard, its share of the writing included; ``start`` are all up to the first sample and with it, imports left out:
+the checks before the first record, and the shard's coding errors. Whole maps are left out where they would not fit.
 
 Prints a table, and writes ``teacher_length.json`` here and ``docs/pictures/teacher_length.svg``.
 
@@ -25,12 +25,13 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from squeeze_overhead import machine
 
 RESULT = Path(__file__).with_suffix(".json")
 PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "teacher_length.svg"
-SAMPLES, TURNS, THREADS = 4, 2, 1
+THREADS = 1
 LONGEST = {"factored": 16384, "graph alone": 16384, "factored, window of 512": 16384, "PyTorch fused": 16384}
 LONGEST |= {"maps": 8192, "factored, 32 heads of 64": 8192}
 """Tokens of the longest samples by way; 4,096 for those with whole maps of all heads."""
@@ -45,6 +46,16 @@ WAYS = (
 )
 OTHERS = ("factored, window of 512", "factored, 32 heads of 64")
 """Other teachers, which are not drawn."""
+LABELS = {
+    "factored": "shd precompute, queries and keys",
+    "graph alone": "its graph alone",
+    "PyTorch fused": "PyTorch, fused attention",
+    "maps": "shd precompute, merged maps",
+    "PyTorch maps": "PyTorch, output_attentions",
+    "factored, whole maps": "queries and keys, --tile 0",
+    "maps, whole maps": "merged maps, --tile 0",
+}
+EARLIER = "gigabytes of an earlier run on two threads"
 RUN = """
 import sys, time
 from pathlib import Path
@@ -98,24 +109,31 @@ def main() -> None:
     parser.add_argument(
         "--ways", nargs="+", default=[*WAYS, *OTHERS], help="the others keep the figures that are there"
     )
+    parser.add_argument("--turns", type=int, default=2, help="0 only draws")
     arguments = parser.parse_args()
+    if not arguments.turns:
+        draw(json.loads(RESULT.read_text(encoding="utf-8")))
+        return
     report = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {"runs": {}}
     rows: dict[str, dict[str, dict[str, float]]] = report["runs"]
-    report.pop("gigabytes of an earlier run on two threads", None)
-    report |= {"machine": machine(THREADS), "samples": SAMPLES, "turns": TURNS}
+    report |= {"machine": machine(THREADS)}
     with tempfile.TemporaryDirectory() as name:
-        for kind in ("plain", *(way.partition(", ")[2] for way in OTHERS)):
+        for kind in {way.partition(", ")[2] if way in OTHERS else "plain" for way in arguments.ways}:
             make_teacher(Path(name) / kind, max(arguments.lengths), kind)
         for length in arguments.lengths:
             ways = [way for way in arguments.ways if length <= LONGEST.get(way, 4096)]
-            turns = [{way: run(way, length, name, turn) for way in ways} for turn in range(TURNS)]
+            turns = [{way: run(way, length, name, turn) for way in ways} for turn in range(arguments.turns)]
             for way in ways:
                 peaks, seconds, starts = zip(*(turn[way] for turn in turns), strict=True)
                 row = {"gigabytes": round(max(peaks), 3), "seconds": round(min(seconds), 3)}
-                rows.setdefault(way, {})[str(length)] = row | {"start": round(min(starts), 2)}
+                rows.setdefault(way, {})[str(length)] = row | {
+                    "start": round(min(starts), 2),
+                    "samples": count_samples(length),
+                    "turns": len(turns),
+                }
                 print(f"{way:24} {length:6} tokens  {row}", flush=True)
             RESULT.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    draw({way: rows[way] for way in WAYS if way in rows})
+    draw(report)
 
 
 def make_teacher(folder: Path, length: int, kind: str = "plain") -> None:
@@ -137,9 +155,22 @@ def make_teacher(folder: Path, length: int, kind: str = "plain") -> None:
     export_teacher(model, {"input_ids": ids, "attention_mask": ids}, folder / "teacher.onnx")
 
 
+def count_samples(length: int) -> int:
+    return max(3, 32768 // length)
+
+
 def run(way: str, length: int, folder: str, turn: int) -> list[float]:
     """Gigabytes at the peak, processor seconds of a sample after the first, and those up to it."""
-    command = [sys.executable, "-c", f"THREADS = {THREADS}\n{RUN}", way, str(length), folder, str(SAMPLES), str(turn)]
+    command = [
+        sys.executable,
+        "-c",
+        f"THREADS = {THREADS}\n{RUN}",
+        way,
+        str(length),
+        folder,
+        str(count_samples(length)),
+        str(turn),
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": str(THREADS)}
     process = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if process.returncode:
@@ -147,24 +178,38 @@ def run(way: str, length: int, folder: str, turn: int) -> list[float]:
     return list(map(float, process.stdout.split()[-3:]))
 
 
-def draw(rows: dict[str, dict[str, dict[str, float]]]) -> None:
+def draw(report: dict[str, Any]) -> None:
     from matplotlib.figure import Figure  # without pyplot: files, no window
 
-    figure = Figure(figsize=(8, 3.9), layout="constrained")
-    for axis, (key, label) in zip(
-        figure.subplots(1, 2),
-        (("gigabytes", "peak memory of the process, GB"), ("seconds", "processor seconds a sample")),
-        strict=True,
-    ):
-        for way, points in rows.items():
-            lengths = list(map(int, points))
-            axis.plot(lengths, [point[key] for point in points.values()], marker="o", markersize=3, label=way)
-        axis.set(xscale="log", yscale="log", xlabel="tokens of a sample", ylabel=label)
-        axis.set_xticks(list(map(int, rows[WAYS[0]])), list(rows[WAYS[0]]))
-        ticks = (0.5, 1, 2, 4, 8) if key == "gigabytes" else (0.01, 0.1, 1, 10)
+    figure = Figure(figsize=(8.4, 4.2), layout="constrained")
+    axes = figure.subplots(1, 2)
+    drawn = (
+        ("gigabytes", "peak memory, GB", (0.5, 1, 2, 4, 8)),
+        ("seconds", "processor time per sample, s", (0.1, 1, 10)),
+    )
+    for axis, (key, title, ticks) in zip(axes, drawn, strict=True):
+        for number, way in enumerate(WAYS):
+            points = {length: row[key] for length, row in report["runs"].get(way, {}).items() if key in row}
+            earlier = report.get(EARLIER, {}).get(way, {}) if key == "gigabytes" else {}
+            lengths, values = (
+                zip(*sorted((int(length), value) for length, value in (earlier | points).items()), strict=True)
+                if earlier | points
+                else ((), ())
+            )
+            axis.plot(
+                lengths,
+                values,
+                "o-" if points else "o--",
+                color=f"C{number}",
+                markersize=3,
+                label=LABELS.get(way, way),
+            )
+        axis.set(xscale="log", yscale="log", xlabel="tokens of a sample", title=title)
+        axis.set_xticks([1024, 2048, 4096, 8192, 16384], ["1,024", "2,048", "4,096", "8,192", "16,384"])
         axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
         axis.minorticks_off()
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
+        axis.grid(alpha=0.25)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
     figure.savefig(PICTURE, metadata={"Date": None})
 
 

@@ -682,12 +682,24 @@ def choose_costs() -> Iterator[str]:
 def teachers_lengths() -> Iterator[str]:
     file = load("teacher_length.json")
     runs, earlier = file["runs"], file["gigabytes of an earlier run on two threads"]["factored, whole maps"]
-    for length in ("2048", "4096", "8192", "16384"):
-        own, torch = runs["factored"][length], runs["PyTorch fused"][length]
+    lengths = "2048", "4096", "8192", "16384"
+    for length in lengths:
+        own, graph, torch = (runs[way][length] for way in ("factored", "graph alone", "PyTorch fused"))
         whole = f"{n(earlier[length], 2)} GB " if length in earlier else ""
-        seconds = f"{n(own['seconds'], 2)} s | {n(torch['seconds'], 2)} s"
+        seconds = " | ".join(f"{n(row['seconds'], 2)} s" for row in (own, graph, torch))
         gigabytes = f"{n(own['gigabytes'], 2)} GB | {whole}| {n(torch['gigabytes'], 2)} GB"
         yield f"| {int(length):,} | {gigabytes} | {seconds} |"
+    for way, said in (
+        ("factored", "A sample takes {} to {} times as long"),
+        ("graph alone", "alone takes {} to {} times"),
+    ):
+        ratios = [runs[way][length]["seconds"] / runs["PyTorch fused"][length]["seconds"] for length in lengths]
+        yield said.format(n(min(ratios), 1), n(max(ratios), 1))
+    maps = (
+        runs["maps"]["4096"]["gigabytes"],
+        file["gigabytes of an earlier run on two threads"]["maps, whole maps"]["4096"],
+    )
+    yield f"needs {n(maps[0], 2)} GB at 4,096 tokens (whole maps {n(maps[1], 2)} GB)"
 
 
 def plain(text: str) -> str:
