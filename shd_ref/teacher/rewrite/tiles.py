@@ -29,7 +29,7 @@ TILES_DOMAIN: Final = "squeezing_heads_tiles"
 """Prefix of what all students of a teacher share."""
 TILE_BYTES: Final = 2**24
 """Maps of a tile in float32, about."""
-WHOLE_BYTES: Final = 2**26
+WHOLE_BYTES: Final = 2**24
 """Maps of a batch in float32 that are made whole."""
 FUSED_DOMAIN: Final = "com.microsoft"
 """Of onnxruntime's own operators, which all its builds for the CPU have."""
