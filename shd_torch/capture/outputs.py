@@ -46,7 +46,8 @@ def read_every_hidden_state(output: Any, name: str) -> tuple[Tensor, ...]:
             f"{name} must return hidden_states, a tensor per layer, when called with output_hidden_states=True; "
             f"got {type(output).__name__} without them: call shd_torch.hidden_loss in a loop of your own",
         )
-    return tuple(states)
+    last = read_output(output, "last_hidden_state")  # some vision models list the state before their final norm
+    return (*states[:-1], last) if isinstance(last, Tensor) else tuple(states)
 
 
 def without(output: Any, *names: str) -> Any:

@@ -60,30 +60,28 @@ def random_student(run: Run, design: Design) -> Any:
 
 def price_designs(run: Run, designs: Sequence[Design]) -> list[list[float]]:
     """Costs of students with random weights."""
-    named = {str(number): design for number, design in enumerate(designs)}
-    return list(run.price(_write_random(run, named)).values())
+    graphs = _write_random(run, {str(at): design for at, design in enumerate(designs)}, "candidates are exported")
+    return list(run.price(graphs).values())
 
 
-def _write_random(run: Run, designs: Mapping[str, Design]) -> dict[str, Path]:
+def _write_random(run: Run, designs: Mapping[str, Design], what: str) -> dict[str, Path]:
     graphs = {}
     for number, (name, design) in enumerate(designs.items()):
-        run.progress(number, len(designs), "graphs to time are written")
+        run.progress(number, len(designs), what)
         *_, graphs[name] = run.write_graphs(random_student(run, design), f"random-{number}").values()
     return graphs
 
 
 def measure_costs(run: Run) -> Costs:
     """Time a student for each size of each part, by turns, and fit what the parts cost."""
-    space = run.space
-    whole = space.whole
-    half = max(1, space.num_layers // 2)
+    space, whole, half = run.space, run.space.whole, max(1, run.space.num_layers // 2)
     designs = {"whole": whole, "half": space.uniform(whole.heads[0], whole.neurons[0], half)}
     designs |= {f"heads {count}": space.uniform(count, whole.neurons[0]) for count in space.heads[1:]}
     designs |= {f"neurons {count}": space.uniform(whole.heads[0], count) for count in space.neurons[1:]}
     designs |= {f"mixed {number}": design for number, design in enumerate(mixed_designs(space))}
     if space.num_layers == 1:
         del designs["half"]
-    graphs = run.teacher_graphs | _write_random(run, designs)
+    graphs = run.teacher_graphs | _write_random(run, designs, "graphs to time are written")
     return fit_costs(run.price(graphs), designs, space)
 
 
@@ -101,25 +99,29 @@ def mixed_designs(space: Space) -> list[Design]:
 
 
 def fit_costs(prices: Mapping[str, Sequence[float]], designs: Mapping[str, Design], space: Space) -> Costs:
-    """What each size saves of a layer, and what a layer costs, from students that differ in one thing."""
-    whole, num_layers = designs["whole"], space.num_layers
-    base, heads, neurons = [], [], []
-    for costs in (dict(zip(prices, row, strict=True)) for row in zip(*prices.values(), strict=True)):
-        layer = costs["whole"]
-        if "half" in designs:
-            layer = (costs["whole"] - costs["half"]) / (num_layers - len(designs["half"].kept))
-        saved = {}
-        for name, design in designs.items():
-            pairs = zip(whole.heads + whole.neurons, design.heads + design.neurons, strict=False)
-            changed = sum(before != after for before, after in pairs)
-            saved[name] = (costs["whole"] - costs[name]) / max(changed, 1)
-        base.append(costs["whole"] - num_layers * layer)
-        heads.append([0.0, *(-saved[f"heads {count}"] for count in space.heads[1:])])
-        neurons.append([layer, *(layer - saved[f"neurons {count}"] for count in space.neurons[1:])])
+    """Least squares of relative errors over students that differ in one thing.
+
+    Nothing costs less than 0, and fewer heads do not cost more: small students are faster than their share, as they
+    fit into the processor's caches; else what lies outside the layers came out below 0, and mixed sizes too fast.
+    """
+    from scipy.optimize import lsq_linear
+
+    names = [name for name in designs if not name.startswith("mixed")]
+    fewer, sizes = len(space.heads) - 1, len(space.neurons)
+    bounds = [0.0, *[-np.inf] * fewer, *[0.0] * sizes], [np.inf, *[0.0] * fewer, *[np.inf] * sizes]
+    rows = []
+    for at in range(len(prices["whole"])):
+        relative = [np.array(_count_parts(designs[name], space)) / prices[name][at] for name in names]
+        rows.append(lsq_linear(np.array(relative), np.ones(len(names)), bounds).x.tolist())
+    heads, neurons = [[0.0, *row[1 : fewer + 1]] for row in rows], [row[fewer + 1 :] for row in rows]
     int8 = list(prices[TEACHER_INT8]) if TEACHER_INT8 in prices else None
-    fitted = Costs(base, heads, neurons, list(prices[TEACHER]), int8, [])
-    for name, design in designs.items():
-        if name.startswith("mixed"):
-            pairs_of_costs = list(zip(fitted.predict(design, space), prices[name], strict=True))
-            fitted.errors.extend(predicted / measured - 1 for predicted, measured in pairs_of_costs[:-1])  # of times
+    fitted = Costs([row[0] for row in rows], heads, neurons, list(prices[TEACHER]), int8, [])
+    for name in sorted(designs.keys() - set(names)):
+        pairs = list(zip(fitted.predict(designs[name], space), prices[name], strict=True))
+        fitted.errors.extend(predicted / measured - 1 for predicted, measured in pairs[:-1])  # of times
     return fitted
+
+
+def _count_parts(design: Design, space: Space) -> list[int]:
+    heads = [design.heads.count(count) for count in space.heads[1:]]
+    return [1, *heads, *(design.neurons.count(count) for count in space.neurons)]

@@ -169,7 +169,8 @@ def _page(document: Mapping[str, Any], has_picture: bool) -> Iterator[str]:
 
 def _student_lines(student: Mapping[str, Any], settings: Sequence[str]) -> Iterator[str]:
     yield from (f"## {student['wish'].capitalize()}", "")
-    yield f"{student['chosen']['text']}, trained for {student['steps']:,} steps. {student['shd']['why']}."
+    trained = f"trained for {student['steps']:,} steps at a learning rate of {student['learning_rate']:g}"
+    yield f"{student['chosen']['text']}, {trained}. {student['shd']['why']}."
     yield from (f"**Missed**: {reason}." for reason in student["missed"])
     if tokens := student.get("token_seconds"):
         ratio, ms = tokens[TEACHER] / tokens["student"], 1e3 * tokens["student"]

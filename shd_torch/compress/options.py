@@ -45,7 +45,9 @@ class CompressOptions:
     ] = None
     budget: Annotated[float, Shown("Minutes of training, of all students together, above 0.", LOOKING)] = 30.0
     candidates: Annotated[int, Shown("Students to try for each target.", LOOKING, least=1)] = 4
-    learning_rate: Annotated[float, Shown("Of training, at its height, above 0.", LOOKING)] = 5e-4
+    learning_rate: Annotated[
+        float | None, Shown("Of training, at its height. Default: the best of three after 100 steps.", LOOKING)
+    ] = None
     seed: Annotated[int, Shown("Seed for the division of the data and their order.", LOOKING, least=0)] = 0
     int8: bool = True
     go_on: bool = False
@@ -64,8 +66,9 @@ class CompressOptions:
             raise ShdError("argument-value", f"{rule}; got batch {self.batch} and length {self.length}")
         if self.at_least is not None and not 0 < self.at_least <= 1:
             raise ShdError("argument-value", f"at_least must lie in (0, 1], 1 being the teacher; got {self.at_least}")
-        for name in ("budget", "learning_rate"):
-            check_number(name, getattr(self, name), "", above=0)
+        for name, number in (("budget", self.budget), ("learning_rate", self.learning_rate)):
+            if number is not None:
+                check_number(name, number, "", above=0)
         for name, count in (("candidates", self.candidates), ("threads", self.threads)):
             check_integer(name, count, 1, None, "")
 

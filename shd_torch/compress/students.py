@@ -27,6 +27,8 @@ from shd_torch.shrink.student import Shrunk, read_made, shrink
 
 SHORT_STEPS: Final = (100, 300)
 """Of the rounds in which candidates are compared; the better half goes on."""
+RATES: Final = (5e-4, 1e-4, 1e-5)
+"""Learning rates that are tried: the first suits MiniLM, the last a pretrained vision transformer."""
 SHD_SEEDS: Final = 3
 _ROUNDS: Final = 15  # of the last timing
 _MISSED: Final = 0.03  # of a limit, by which times differ from run to run
@@ -42,7 +44,16 @@ def prepare_lesson(run: Run) -> Lesson:
         export_teacher(run.model, example_inputs(run.model), graph)
     write_cache(graph, rows, run.task.targets(run.space.num_layers), cache, run.tell("the teacher runs"))
     half = run.find("half", lambda: half_is_faster(copy.deepcopy(run.model), rows))
-    return Lesson(rows, cache, 0, seed, half, run.options.learning_rate)
+    return Lesson(rows, cache, 0, seed, half, run.options.learning_rate or RATES[0])
+
+
+def choose_rate(run: Run, wish: Wish, row: Mapping[str, Any], lesson: Lesson) -> Lesson:
+    """With the learning rate that is best for a candidate after a short training, unless one was asked for."""
+    if run.options.learning_rate is not None:
+        return lesson
+    lessons = [replace(lesson, steps=SHORT_STEPS[0], learning_rate=rate) for rate in RATES]
+    best = max(lessons, key=lambda one: float(_train_short(run, wish, row, one)["value"]))
+    return replace(lesson, learning_rate=best.learning_rate)
 
 
 def compare(
@@ -88,7 +99,7 @@ def _make(run: Run, wish: Wish, number: int, row: Mapping[str, Any]) -> Shrunk:
 
 def _train_short(run: Run, wish: Wish, row: Mapping[str, Any], lesson: Lesson) -> dict[str, Any]:
     """A candidate's quality after some steps, from its start."""
-    name = f"{wish.name}-{row['number']}-{lesson.steps}-{lesson.seed}{'-shd' if lesson.shd else ''}"
+    name = f"{wish.name}-{row['number']}-{lesson.steps}-{lesson.learning_rate:g}-{lesson.seed}{'-shd' * lesson.shd}"
 
     def measure() -> dict[str, Any]:
         student = _make(run, wish, row["number"], row).student
@@ -154,7 +165,8 @@ def train_best(run: Run, wish: Wish, row: dict[str, Any], lesson: Lesson, minute
         shutil.rmtree(checkpoints, ignore_errors=True)
     trained = read_made(folder).student
     result = run.find(f"result-{wish.name}", lambda: _judge_student(run, wish, trained))
-    return {"wish": wish.text, "name": wish.name, "chosen": row, "shd": shd, "steps": steps, **result}
+    student = {"wish": wish.text, "name": wish.name, "chosen": row, "shd": shd, "steps": steps}
+    return student | {"learning_rate": lesson.learning_rate, **result}
 
 
 def _judge_student(run: Run, wish: Wish, student: Any) -> dict[str, Any]:

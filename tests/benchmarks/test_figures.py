@@ -214,6 +214,24 @@ def readme_compress() -> Iterator[str]:
     yield f"and of {far[0]} and {far[1]} instead of {far[2]} on texts of another kind"
 
 
+@on("docs/compress.md")
+def compress_arms() -> Iterator[str]:
+    names = {"minilm": "all-MiniLM-L6-v2, {} of 6", "vit_s": "ViT-S, {} of 12", "stories": "stories260K, {} of 5"}
+    for teacher, counts in load("compress_arms.json").items():
+        for count, entry in sorted(counts.items()):
+            arms = {arm: row["quality"] for arm, row in entry["arms"].items()}
+            rivals = [arm for arm in arms if arm.startswith("sentence-transformers")]
+            columns = ["layers", "kept, aligned", "kept"]
+            columns += [max(rivals, key=lambda arm: np.mean(arms[arm]))] if rivals else []
+            cells = [n(float(np.mean(arms["compress"])), 3)]
+            for arm in columns:
+                gains = np.subtract(arms["compress"], arms[arm])
+                gain = pm(gains, 3, sign=True) if len(gains) > 1 else n(float(gains[0]), 3, sign=True)
+                cells.append(f"{n(float(np.mean(arms[arm])), 3)} ({gain})")
+            cells += [""] * (5 - len(cells))
+            yield " ".join(f"| {names[teacher].format(count)} | {' | '.join(cells)} |".split())
+
+
 @on("docs/shrink.md")
 def shrink_timing() -> Iterator[str]:
     cases = [case for setting in load("deploy_timing.json")["settings"].values() for case in setting.values()]

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from shd_ref import ShdError
 from shd_torch import OnlineTeacher, capture_attention
+from shd_torch.capture.outputs import read_hidden_states
 from shd_torch.supervision import TaughtLayers
 
 WIDTH = 32
@@ -199,3 +200,17 @@ def _projection(model: Mixed, number: int) -> Tensor:
     weight = model.layers[number].out_proj.weight if number < 2 else model.vit.blocks[0].proj.weight
     assert isinstance(weight, Tensor)
     return weight.mT
+
+
+def test_the_last_hidden_state_is_after_the_final_norm() -> None:
+    """As exported graphs have it, and so caches; ViTs of Hugging Face list the state before it."""
+    transformers = pytest.importorskip("transformers", reason="a Hugging Face architecture")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    torch.manual_seed(0)
+    for name, more in (("ViT", {}), ("Dinov2", {"mlp_ratio": 2})):
+        config = getattr(transformers, f"{name}Config")(**sizes, **more, image_size=8, patch_size=4)
+        model = getattr(transformers, f"{name}Model")(config).eval()
+        outputs = model(pixel_values=torch.randn(2, 3, 8, 8), output_hidden_states=True)
+        states = read_hidden_states(outputs, [1, 2], name)
+        assert torch.equal(states[1], outputs.hidden_states[1])
+        assert torch.equal(states[2], outputs.last_hidden_state)

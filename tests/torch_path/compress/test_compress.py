@@ -25,6 +25,7 @@ from shd_torch.compress.choice import choose_design, choose_designs  # noqa: E40
 from shd_torch.compress.costs import TEACHER, Costs, fit_costs, mixed_designs  # noqa: E402
 from shd_torch.compress.samples import add_crops, divide, read_rows, training_order  # noqa: E402
 from shd_torch.compress.space import NONE, Design, Space  # noqa: E402
+from shd_torch.compress.students import RATES  # noqa: E402
 from shd_torch.compress.worth import Worths  # noqa: E402
 from shd_torch.shrink import load_student  # noqa: E402
 
@@ -152,6 +153,7 @@ def test_every_second_text_is_also_a_crop() -> None:
         ({"ms": (2.0,)}, "ms must go with one batch and one length"),
         ({"at_least": 1.5}, "at_least must lie in"),
         ({"faster": (2.0,), "budget": -1.0}, "budget"),
+        ({"faster": (2.0,), "learning_rate": 0.0}, "learning_rate"),
     ],
 )
 def test_wishes_that_contradict_each_other(changes: dict[str, Any], said: str) -> None:
@@ -235,6 +237,7 @@ def test_pixels_without_int8(
     assert student["chosen"]["design"]["neurons"][0] < 32
     assert set(student["quality"]) == {"float"}
     assert student["shd"]["gains"]
+    assert student["learning_rate"] in RATES
     check_result(tmp_path / "student", data)
 
     def compress_as_before(teacher: str, data: str, options: CompressOptions, *, out: str) -> dict[str, Any]:
