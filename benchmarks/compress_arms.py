@@ -192,40 +192,40 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--costs", type=Path, help="a compress.json of the same teacher, for its costs and worths")
     parser.add_argument("--work", type=Path, default=Path("build/compress_arms"))
-    given = parser.parse_args()
-    home = given.work / given.teacher
+    arguments = parser.parse_args()
+    home = arguments.work / arguments.teacher
     home.mkdir(parents=True, exist_ok=True)
-    make, options = TEACHERS[given.teacher]
+    make, options = TEACHERS[arguments.teacher]
     teacher, data, held_out = make(home)
     samples = divide(read_rows(data, teacher, None), read_rows(held_out, teacher, None), 0)
     keeper = Unfinished(home / "stages", {"samples": samples.digest})
     run = Run(teacher, options, keeper, lambda done, total, what: None, samples)
     run.find("teacher", lambda: study_teacher(run))
-    if given.costs:
-        document = json.loads(given.costs.read_text())
+    if arguments.costs:
+        document = json.loads(arguments.costs.read_text())
         costs, worths = Costs(**document["costs"]), Worths(**document["worths"])
     else:
         costs = Costs(**run.find("costs", lambda: asdict(measure_costs(run))))
         worths = Worths(**run.find("worths", lambda: asdict(measure_worths(run))))
-    lesson = replace(prepare_lesson(run), steps=given.steps)
-    for count in given.layers:
+    lesson = replace(prepare_lesson(run), steps=arguments.steps)
+    for count in arguments.layers:
         arms, about, lesson = choose_arms(run, count, costs, worths, lesson)
         print(f"{count} layers: {about}", flush=True)
         quality: dict[str, list[float]] = {}
-        for seed in range(given.seeds):
+        for seed in range(arguments.seeds):
             taught = replace(lesson, seed=seed)
             trained = {
-                arm: partial(train_arm, run, one, taught, home / f"training-{count}-{arm}-{given.steps}-{seed}")
+                arm: partial(train_arm, run, one, taught, home / f"training-{count}-{arm}-{arguments.steps}-{seed}")
                 for arm, one in arms.items()
             }
-            if given.teacher == "minilm":
+            if arguments.teacher == "minilm":
                 for rate in RATES:
                     trained[f"sentence-transformers, {rate:g}"] = partial(
                         train_rival, run, arms["kept"], taught, rate, home
                     )
             for arm, start in trained.items():
-                if given.arms is None or arm in given.arms:
-                    name = f"arm-{count}-{arm.replace(', ', '-')}-{given.steps}-{seed}"
+                if arguments.arms is None or arm in arguments.arms:
+                    name = f"arm-{count}-{arm.replace(', ', '-')}-{arguments.steps}-{seed}"
                     result = run.find(name, start)
                     quality.setdefault(arm, []).append(result["held_out"])
                     print(f"  {arm}, seed {seed}: {result['held_out']:.4f}", flush=True)
@@ -242,10 +242,10 @@ def main() -> None:
                 f"{arm:>30}: {np.mean(values):.4f}; compress {gains.mean():+.4f} ± {rows[arm]['half_width'] or 0:.4f}"
             )
         results = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-        results.setdefault(given.teacher, {})[str(count)] = {
+        results.setdefault(arguments.teacher, {})[str(count)] = {
             "machine": processor(),
             "measure": run.task.MEASURE,
-            "steps": given.steps,
+            "steps": arguments.steps,
             "about": about,
             "cost_errors": costs.errors,
             "arms": rows,

@@ -130,6 +130,8 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="where the student stays; a killed run resumes there")
     parser.add_argument("--again", action="store_true", help="only the loops, of the students that --keep has")
     arguments = parser.parse_args()
+    if arguments.again and arguments.keep is None:
+        parser.error("--again needs --keep, the folder of an earlier run")
     if arguments.again:
         result = json.loads(RESULT.read_text())
         home = arguments.keep

@@ -47,7 +47,8 @@ def read_every_hidden_state(output: Any, name: str) -> tuple[Tensor, ...]:
             f"got {type(output).__name__} without them: call shd_torch.hidden_loss in a loop of your own",
         )
     last = read_output(output, "last_hidden_state")  # some vision models list the state before their final norm
-    return (*states[:-1], last) if isinstance(last, Tensor) else tuple(states)
+    is_same = isinstance(last, Tensor) and last.shape == states[-1].shape
+    return (*states[:-1], last) if is_same else tuple(states)
 
 
 def without(output: Any, *names: str) -> Any:
