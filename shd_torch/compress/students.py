@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -51,9 +52,17 @@ def choose_rate(run: Run, wish: Wish, row: Mapping[str, Any], lesson: Lesson) ->
     """With the learning rate that is best for a candidate after a short training, unless one was asked for."""
     if run.options.learning_rate is not None:
         return lesson
-    lessons = [replace(lesson, steps=SHORT_STEPS[0], learning_rate=rate) for rate in RATES]
-    best = max(lessons, key=lambda one: float(_train_short(run, wish, row, one)["value"]))
-    return replace(lesson, learning_rate=best.learning_rate)
+
+    def quality(rate: float) -> float:
+        try:
+            short = replace(lesson, steps=SHORT_STEPS[0], learning_rate=rate)
+            return float(_train_short(run, wish, row, short)["value"])
+        except ShdError as error:
+            if error.code != "not-finite":
+                raise
+            return -math.inf  # it diverged; where all do, the comparison says so
+
+    return replace(lesson, learning_rate=max(RATES, key=quality))
 
 
 def compare(

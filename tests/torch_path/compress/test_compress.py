@@ -7,6 +7,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,15 @@ pytest.importorskip("onnxruntime", reason="graphs are timed in onnxruntime")
 typer_testing = pytest.importorskip("typer.testing", reason="the command needs typer")
 pytest.importorskip("scipy", reason="the choice is an integer programme")
 
+from shd_ref.errors import ShdError  # noqa: E402
 from shd_torch.cli import load_app  # noqa: E402
-from shd_torch.compress import CompressOptions, compress  # noqa: E402
+from shd_torch.compress import CompressOptions, compress, students  # noqa: E402
 from shd_torch.compress.choice import choose_design, choose_designs  # noqa: E402
 from shd_torch.compress.costs import TEACHER, Costs, fit_costs, mixed_designs  # noqa: E402
 from shd_torch.compress.samples import add_crops, divide, read_rows, training_order  # noqa: E402
 from shd_torch.compress.space import NONE, Design, Space  # noqa: E402
 from shd_torch.compress.students import RATES  # noqa: E402
+from shd_torch.compress.training import Lesson  # noqa: E402
 from shd_torch.compress.worth import Worths  # noqa: E402
 from shd_torch.shrink import load_student  # noqa: E402
 
@@ -130,6 +133,22 @@ def test_tokens_without_a_mask_all_count(tmp_path: Path) -> None:
     row = read_rows(tmp_path / "tokens.npy", tmp_path, None)[2]
     assert row["input_ids"].tolist() == [8, 9, 10, 11]
     assert row["attention_mask"].tolist() == [1, 1, 1, 1]
+
+
+def test_a_rate_that_diverges_is_not_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def train_short(run: Any, wish: Any, row: Any, lesson: Lesson) -> dict[str, float]:
+        if lesson.learning_rate == RATES[0]:
+            raise ShdError("not-finite", "a model must give finite outputs; got NaN or infinity")
+        return {"value": {RATES[1]: 0.9, RATES[2]: 0.8}[lesson.learning_rate]}
+
+    monkeypatch.setattr(students, "_train_short", train_short)
+    lesson = Lesson([], tmp_path, 0, 0, half=False, learning_rate=RATES[0])
+    run: Any = SimpleNamespace(options=OPTIONS)
+    wish: Any = None
+    assert students.choose_rate(run, wish, {}, lesson).learning_rate == RATES[1]
+    run.options = replace(OPTIONS, learning_rate=0.01)
+    asked = replace(lesson, learning_rate=0.01)
+    assert students.choose_rate(run, wish, {}, asked) == asked
 
 
 def test_every_second_text_is_also_a_crop() -> None:
