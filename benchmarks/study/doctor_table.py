@@ -161,12 +161,13 @@ def ask(setting: Setting, work: Path) -> dict[str, Any]:
 def make_table(settings: Sequence[Setting], answers: dict[str, Any]) -> str:
     """Markdown, a line a setting."""
     head = [
-        "setting",
-        "answer",
+                "setting",
+        "doctor's answer",
         "beta advised",
-        "the study's gain by SHD at its tried beta nearest to that",
-        "answer",
-        "beta",
+        "gain by SHD in the study, at the tried beta nearest to the advice",
+        "answer: hit?",
+        "beta: hit?",
+
     ]
     lines = [head, ["---"] * len(head)]
     for setting in settings:

@@ -161,7 +161,7 @@ def shrink_models() -> Iterator[str]:
         n(runs[f"{size}: {SQUEEZED}"]["output"] / runs[f"{size}: kept heads, aligned"]["output"], 2, bare=True)
         for size in sizes
     ]
-    yield f"on MiniLM the gap of an aligned squeezed start is {gaps[0]} of that of aligned kept heads"
+    yield f"On MiniLM the aligned squeezed start has {gaps[0]} of the error of aligned kept heads"
     yield f"with 6 heads and {gaps[1]} with 4; on the ViT-S {gaps[2]} and {gaps[3]}."
 
 
@@ -290,11 +290,11 @@ def shrink_parts() -> Iterator[str]:
     ce, kd, shd = (
         pm(last("parts", terms) - last("layers", terms), 3) for terms in ("CE", "CE + KD", "CE + KD + SHD")
     )
-    yield f"Whole layers are better here, by {ce}, {kd} and {shd} nats after 200 steps."
+    yield f"Whole layers are better here, by {ce}, {kd} and {shd} nats after 200 steps,"
     layers, parts = (pm(last(kind, "CE") - last(kind, "CE + KD"), 3) for kind in ("layers", "parts"))
-    yield f"KD adds {layers} and {parts} to cross entropy"
+    yield f"Adding KD lowers the loss by {layers} (whole layers) and {parts} (parts)"
     layers, parts = (pm(last(kind, "CE + KD") - last(kind, "CE + KD + SHD"), 3) for kind in ("layers", "parts"))
-    yield f"and SHD {layers} and {parts} on top"
+    yield f"and adding SHD by another {layers} and {parts}."
 
 
 # 400 steps on stories: benchmarks/stories_distillation.json
@@ -511,7 +511,7 @@ def readme_study() -> Iterator[str]:
         for row in rows(task):
             if row["method"] in ("hard", "constant"):
                 assert float(row["over_shd"]) > -float(row["over_shd_interval"]), row["label"]
-    yield "In no comparison did students learn significantly less from a constant weight of 1/2, or"
+    yield "No comparison found SHD's closed-form coefficients significantly better than a constant 1/2, or than keeping"
 
 
 @on("docs/choose.md")
@@ -636,7 +636,7 @@ def results_reading() -> Iterator[str]:
     yield f"uncompressed, {n(codes[0], 1)} to {n(codes[-1], 1)} times as fast as a memmap of float16 maps"
     full = {case["workers"]: case["codes"]["ratio"] for case in plain if case["support"] == "full"}
     yield f"with `sqrt8-row` {n(full[0], 1)} times for full maps without workers, {n(full[2], 1)} with two"
-    yield f"takes longer: {n(maps[0], 2)} to {n(maps[-1], 2)} of the memmap's throughput"
+    yield f"leaves {n(maps[0], 2)} to {n(maps[-1], 2)} of the memmap's throughput"
     gigabytes = [
         load("teacher_length.json")["runs"]["factored"][str(length)]["gigabytes"] for length in (2048, 16384)
     ]
