@@ -11,20 +11,24 @@ the cache with those of the live teacher. ``made`` is the same at the larger voc
 without attention that sees the context through noise and has the made head. ``as many bytes`` are whole logits of as
 many tokens as fit the bytes that exact targets in float16 take of all.
 
-Prints tables and writes ``exact_targets.json`` here. python benchmarks/exact_targets.py
+Prints tables and writes ``exact_targets.json`` here after each way. Ways that are there stay as they are, so that a
+run may be stopped and go on; ``--again`` forgets those of its parts.
+
+    python benchmarks/exact_targets.py [--parts gradient training made] [--made 32000 151936] [--again]
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import json
 import math
 import platform
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -52,11 +56,11 @@ TOKENS, AT_ONCE = 2048, 16  # of the made vocabularies, and of a step
 
 
 class Rows(NamedTuple):
-    """Tokens: the teacher's states and head, and the student's logits."""
+    """Tokens: the teacher's states and head, and what makes the student's logits."""
 
     states: Tensor
     head: TeacherHead
-    student: Tensor
+    student: Callable[[], Tensor]
 
 
 def stories_rows(tokens: int) -> Rows:
@@ -73,7 +77,7 @@ def stories_rows(tokens: int) -> Rows:
         teacher(ids[: math.ceil(tokens / 256)])
         logits = student(ids[: math.ceil(tokens / 256)])
     head = TeacherHead(teacher.embed.weight.detach().double())
-    return Rows(kept[0].flatten(0, 1)[:tokens].double(), head, logits.flatten(0, 1)[:tokens].double())
+    return Rows(kept[0].flatten(0, 1)[:tokens].double(), head, lambda: logits.flatten(0, 1)[:tokens].double())
 
 
 def made_rows(size: int, tokens: int) -> Rows:
@@ -84,7 +88,8 @@ def made_rows(size: int, tokens: int) -> Rows:
     strength = 0.3 + 1.2 * torch.rand(tokens, 1, generator=draw, dtype=torch.float64)
     context, other = torch.randn(2, tokens, 64, generator=draw, dtype=torch.float64)
     head = TeacherHead(weight, bias)
-    return Rows(strength * context, head, head.logits(strength * (0.95 * context + math.sqrt(1 - 0.95**2) * other)))
+    seen = strength * (0.95 * context + math.sqrt(1 - 0.95**2) * other)
+    return Rows(strength * context, head, lambda: head.logits(seen))
 
 
 def stored(states: Tensor, codec: str) -> Tensor:
@@ -127,10 +132,11 @@ def gradient(targets: Any, student: Tensor) -> Tensor:
 def measure_gradients(size: int, tokens: int) -> list[dict[str, Any]]:
     """Of every way, by its name, bytes and error."""
     rows = stories_rows(tokens) if size == 512 else made_rows(size, tokens)
-    exact = gradient(ExactTargets(rows.states, rows.head), rows.student)
+    student = rows.student()
+    exact = gradient(ExactTargets(rows.states, rows.head), student)
     results = []
     for name, cost, targets in ways(rows):
-        moved = gradient(targets, rows.student) - exact
+        moved = gradient(targets, student) - exact
         error = float(moved.square().sum().sqrt() / exact.square().sum().sqrt())
         results.append({"way": name, "bytes": cost, "gradient_error": error})
         print(f"{size:7d}  {name:20s} {cost:8.0f} bytes  {error:.2e}", flush=True)
@@ -190,8 +196,8 @@ def reader_of(folder: Path, texts: list[dict[str, Tensor]]) -> tuple[Callable[[T
     return read, rows.row_sizes[0]
 
 
-def measure_made(size: int, steps: int, seeds: int) -> list[dict[str, Any]]:
-    """The loss after training from each form at a made vocabulary."""
+def measure_made(size: int, steps: int, seeds: int, done: Collection[str]) -> Iterator[dict[str, Any]]:
+    """The loss after training from each form at a made vocabulary, but of those that are done."""
     draw = torch.Generator().manual_seed(size)
     rows = made_rows(size, TOKENS + HELD)
     states, head = rows.states.float(), TeacherHead(rows.head.weight.float(), rows.head.bias.float())
@@ -209,8 +215,9 @@ def measure_made(size: int, steps: int, seeds: int) -> list[dict[str, Any]]:
         "whole float16": (2 * size, TOKENS, lambda chosen: head.logits(states[chosen]).half()),
         "whole float16, as many bytes": (2 * size, whole, lambda chosen: head.logits(states[chosen]).half()),
     }
-    results = []
     for way, (cost, tokens, targets_of) in ways_made.items():
+        if way in done:
+            continue
         losses = []
         for seed in range(seeds):
             torch.manual_seed(seed)
@@ -225,14 +232,10 @@ def measure_made(size: int, steps: int, seeds: int) -> list[dict[str, Any]]:
             with torch.no_grad():
                 taught = ExactTargets(states[TOKENS:], head)
                 losses.append(float(linear_kd_loss(taught, body(seen[TOKENS:]), head.weight, head.bias)))
-        results.append(
-            {"way": way, "bytes": cost, "tokens": tokens, "losses": losses, "mean": statistics.mean(losses)}
-        )
-        print(f"{size:7d}  {way:28s} {cost:6.0f} bytes  {statistics.mean(losses):.4f}  {losses}", flush=True)
-    return results
+        yield {"way": way, "bytes": cost, "tokens": tokens, "losses": losses, "mean": statistics.mean(losses)}
 
 
-def measure_training(steps: int, seeds: int) -> dict[str, Any]:
+def measure_training(steps: int, seeds: int, done: Collection[str]) -> Iterator[dict[str, Any]]:
     """The loss after training from each form, and how far losses of 100 steps are from a live teacher's."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -248,24 +251,22 @@ def measure_training(steps: int, seeds: int) -> dict[str, Any]:
         readers = {"live": (live, 0)}
         readers |= {path.name: reader_of(path, texts) for path in sorted(folder.iterdir()) if path.is_dir()}
         readers |= {"whole float16, as many bytes": readers["whole float16"]}
-        expected = train(live, texts, 0, 100)[1]
-        same = {
-            way: max(abs(a - b) for a, b in zip(train(read, texts, 0, 100)[1], expected, strict=True))
-            for way, (read, _) in readers.items()
-            if way.startswith("exact")
-        }
-        print("largest difference of a loss from the live teacher's:", same, flush=True)
-        results = []
+        expected: list[float] = []
         for way, (read, cost) in readers.items():
+            if way in done:
+                continue
+            share = texts[: TEXTS * 2 * 64 // cost] if way.endswith("as many bytes") else texts
             losses = []
             for seed in range(seeds):
-                share = texts[: TEXTS * 2 * 64 // cost] if way.endswith("as many bytes") else texts
                 student = train(read, share, seed, steps)[0]
                 with torch.no_grad():
                     losses.append(float(kd_loss(taught, student(held))))
-            results.append({"way": way, "bytes": cost, "losses": losses, "mean": statistics.mean(losses)})
-            print(f"{way:16s} {cost:5d} bytes  {statistics.mean(losses):.4f}  {losses}", flush=True)
-    return {"same": same, "runs": results}
+            row = {"way": way, "bytes": cost, "tokens": LENGTH * len(share), "losses": losses}
+            if way.startswith("exact"):
+                expected = expected or train(live, texts, 0, 100)[1]
+                made = train(read, texts, 0, 100)[1]
+                row["off the live teacher"] = max(abs(a - b) for a, b in zip(made, expected, strict=True))
+            yield row | {"mean": statistics.mean(losses)}
 
 
 def main() -> None:
@@ -278,19 +279,33 @@ def main() -> None:
         "--parts", nargs="+", default=["gradient", "training", "made"], help="others stay as they are"
     )
     parser.add_argument("--made", type=int, nargs="+", default=SIZES[1:], help="vocabularies to train at")
+    parser.add_argument("--again", action="store_true", help="run what is there again")
     arguments = vars(parser.parse_args())
-    parts, sizes, threads = (arguments.pop(name) for name in ("parts", "made", "threads"))
+    parts, sizes, threads, again = (arguments.pop(name) for name in ("parts", "made", "threads", "again"))
     torch.set_num_threads(threads)
     report: dict[str, Any] = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
-    report |= {"machine": platform.machine(), "torch": torch.__version__, **arguments}
+    if arguments != {name: report.get(name) for name in arguments}:
+        report = arguments
+    report |= {"machine": platform.machine(), "torch": torch.__version__}
+
+    def write(section: str, rows: list[dict[str, Any]], size: int) -> None:
+        report.setdefault(section, {})[str(size)] = rows
+        RESULT.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
     if "gradient" in parts:
-        report["gradient"] = {size: measure_gradients(size, arguments["tokens"]) for size in SIZES}
+        for size in SIZES:
+            write("gradient", measure_gradients(size, arguments["tokens"]), size)
+    measures: dict[int, Callable[..., Iterator[dict[str, Any]]]] = {}
     if "training" in parts:
-        report["training"] = measure_training(arguments["steps"], arguments["seeds"])
-    for size in sizes if "made" in parts else ():
-        made = measure_made(size, arguments["steps"], arguments["seeds"])
-        report["made"] = report.get("made", {}) | {str(size): made}
-    RESULT.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        measures[SIZES[0]] = measure_training
+    if "made" in parts:
+        measures |= {size: functools.partial(measure_made, size) for size in sizes}
+    for size, measure in measures.items():
+        rows = [] if again else report.get("training", {}).get(str(size), [])
+        for row in measure(arguments["steps"], arguments["seeds"], {row["way"] for row in rows}):
+            print(f"{size:7d}  {row['way']:28s} {row['bytes']:6d} bytes  {row['mean']:.4f}", row, flush=True)
+            rows.append(row)
+            write("training", rows, size)
 
 
 if __name__ == "__main__":
