@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -47,6 +47,10 @@ class TeacherHead:
     norm: FinalNorm | None = None
     norm_weight: NDArray[Any] | None = None
     norm_bias: NDArray[Any] | None = None
+
+    def cut(self, size: int) -> TeacherHead:
+        """Its first classes."""
+        return replace(self, weight=self.weight[:size], bias=None if self.bias is None else self.bias[:size])
 
     def logits(self, states: NDArray[Any]) -> NDArray[Any]:
         """The logits ``(R, V)`` of states ``(R, D)``, in float64 where these are, else in float32."""

@@ -72,8 +72,14 @@ class Body:
         """Give a value a second name."""
         self.nodes.append(onnx.helper.make_node("Identity", [value], [name], name=f"{name}_name"))
 
-    def call(self, function: onnx.FunctionProto, inputs: Sequence[str]) -> dict[str, str]:
-        """Call a function; its results by the names it gives them."""
+    def call(self, key: Hashable, make: Callable[[], onnx.FunctionProto], inputs: Sequence[str]) -> dict[str, str]:
+        """Call a function, made at its first use, one for a key; its results by the names it gives them."""
+        if key not in self.functions:
+            function = make()
+            if any(function.name == other.name for other in self.functions.values()):  # plans differ by layer
+                function.name += f"_{len(self.functions)}"
+            self.functions[key] = function
+        function = self.functions[key]
         results = {output: f"{self.prefix}{function.name}/{output}" for output in function.output}
         self.nodes.append(
             onnx.helper.make_node(

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from shd_ref.cache import CacheReader, Exact, FinalNorm
 from shd_ref.errors import ShdError
@@ -92,10 +93,11 @@ class TeacherHead:
     def _normed(self, hidden: Tensor) -> Tensor:
         if self.norm is None or self.norm_weight is None:
             return hidden
-        centred = hidden - hidden.mean(-1, keepdim=True) if self.norm.kind == "layer" else hidden
-        deviation = (centred.square().mean(-1, keepdim=True) + self.norm.epsilon).sqrt()
-        normed = centred / deviation * self.norm_weight.to(hidden.dtype)
-        return normed if self.norm_bias is None else normed + self.norm_bias.to(hidden.dtype)
+        shape, weight = hidden.shape[-1:], self.norm_weight.to(hidden.dtype)
+        if self.norm.kind == "rms":
+            return F.rms_norm(hidden, shape, weight, self.norm.epsilon)
+        bias = None if self.norm_bias is None else self.norm_bias.to(hidden.dtype)
+        return F.layer_norm(hidden, shape, weight, bias, self.norm.epsilon)
 
 
 class ExactTargets(NamedTuple):

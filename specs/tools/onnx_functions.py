@@ -200,7 +200,7 @@ def build_bare_model(
         identities = np.tile(np.eye(rule.d_v), (rule.num_heads, 1))
         inputs += [values, rows, *(body.weight(gram) for gram in gram_matrices(rule, identities))]
     function = squeeze_function(rule, opset)
-    results = body.call(function, inputs)
+    results = body.call(rule, lambda: function, inputs)
     alphas, counts = _alphas(body, rule, maps, results)
     mixing = _mixing(body, rule, maps, alphas)
     residual = _residual(body, rule, body.op("Cast", maps, to=FLOAT), body.op("Cast", values, to=FLOAT), mixing, rows)

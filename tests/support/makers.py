@@ -25,7 +25,6 @@ from shd_ref.cache import (
     Extent,
     Factors,
     FinalNorm,
-    Head,
     Hidden,
     HiddenError,
     HiddenLayer,
@@ -112,22 +111,7 @@ AVERAGED = replace(
     ),
 )
 HIDDEN_OF_A_DECODER = replace(HIDDEN_INT8, rows="decoder")
-EXACT, HEAD_PIECES = Exact(
-    codec="int8",
-    rows="positions",
-    tensor="/norm/Mul",
-    width=6,
-    head=Head(
-        xxh3_128="0" * 32,
-        vocab_size=VOCABULARY,
-        padded_vocab_size=40,
-        dtype="float16",
-        bias=True,
-        scale=0.5,
-        soft_cap=7.0,
-        norm=NORM,
-    ),
-).with_head(head_of())
+EXACT, HEAD_PIECES = Exact.of_head(head_of(), "int8", "positions", "/norm/Mul", padded=40)
 FORMS = {
     "topk": {"logits": TOPK, "hidden": HIDDEN_INT8},
     "narrow": {"logits": NARROW, "hidden": HIDDEN_FLOAT16},

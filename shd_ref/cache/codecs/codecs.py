@@ -314,11 +314,14 @@ def to_float16(name: str, values: NDArray[Any], remedy: str = "use int8") -> NDA
 
 def to_int8(values: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
     """Codes ``(..., d)`` and steps ``(...)`` of finite vectors."""
-    steps = np.abs(values).max(axis=-1) / np.float32(INT8_LEVELS)
+    largest = codes = np.abs(values)
+    while largest.shape[-1] > 1:  # by halves: NumPy is slow along a short axis
+        half = (largest.shape[-1] + 1) // 2
+        largest = np.maximum(largest[..., :half], largest[..., -half:])
+    steps = np.asarray(largest[..., 0] / np.float32(INT8_LEVELS), np.float32)
     steps[steps < np.finfo(np.float32).tiny] = 0.0  # subnormal numbers, which accelerators flush
-    divisors = np.where(steps > 0, steps, np.float32(np.inf))[..., None]
-    codes = np.clip(np.rint(values / divisors), -INT8_LEVELS, INT8_LEVELS)
-    return codes.astype(np.int8), steps
+    np.divide(values, np.where(steps > 0, steps, np.float32(np.inf))[..., None], out=codes)
+    return np.rint(codes, out=codes).astype(np.int8), steps
 
 
 def largest_move(codec: str, values: NDArray[Any]) -> NDArray[np.float64]:

@@ -138,27 +138,42 @@ class Exact(SingleVectors):
         spans = pairwise(accumulate(sizes, initial=start))
         return {name: HeadTensor(*kind, *span) for (name, kind), span in zip(kinds.items(), spans, strict=True)}
 
-    def with_head(self, head: TeacherHead) -> tuple[Exact, list[NDArray[np.uint8]]]:
-        """The form with the checksum of a head of its shapes, and the pieces of the head's file.
+    @classmethod
+    def of_head(
+        cls, head: TeacherHead, codec: str, rows: str, tensor: str, padded: int | None = None
+    ) -> tuple[Exact, list[NDArray[np.uint8]]]:
+        """The form for a head, with its checksum, and the pieces of the head's file.
 
-        A matrix of ``bfloat16`` is given as its bits, uint16. Raises ``not-finite``, ``argument-shape``.
+        A matrix of bfloat16 has the type of the package ml_dtypes. Raises ``not-finite``, ``argument-shape``.
         """
+        (size, width), bias, dtype = head.weight.shape, head.bias is not None, head.weight.dtype.name
+        about = Head(
+            xxh3_128="0" * 32,
+            vocab_size=size,
+            padded_vocab_size=padded,
+            dtype=dtype,
+            bias=bias,
+            scale=head.scale,
+            soft_cap=head.soft_cap,
+            norm=head.norm,
+        )
+        form = cls(codec=codec, rows=rows, tensor=tensor, width=width, head=about)
         arrays = {"bias": head.bias, "norm.weight": head.norm_weight, "norm.bias": head.norm_bias}
-        arrays["weight"] = head.weight
-        pieces: list[NDArray[np.uint8]] = [np.frombuffer(self.head_header, np.uint8)]
-        for name, tensor in self.head_layout.items():
-            values = np.ascontiguousarray(arrays[name], dtype=_NUMPY[tensor.dtype])
-            if values.shape != tensor.shape:
-                raise ShdError("argument-shape", f"{name} of the head must be {tensor.shape}; got {values.shape}")
-            rows = values.reshape(-1, values.shape[-1])
-            chunks = np.array_split(rows, 1 + len(rows) // _HELD_ROWS)
-            if not all(np.isfinite(_widen(chunk, tensor.dtype)).all() for chunk in chunks):
+        arrays["weight"] = head.weight.view(np.uint16) if dtype == "bfloat16" else head.weight
+        pieces: list[NDArray[np.uint8]] = [np.frombuffer(form.head_header, np.uint8)]
+        for name, tensor_of in form.head_layout.items():
+            values = np.ascontiguousarray(arrays[name], dtype=_NUMPY[tensor_of.dtype])
+            if values.shape != tensor_of.shape:
+                raise ShdError("argument-shape", f"{name} of the head must be {tensor_of.shape}; got {values.shape}")
+            matrix = values.reshape(-1, values.shape[-1])
+            chunks = np.array_split(matrix, 1 + len(matrix) // _HELD_ROWS)
+            if not all(np.isfinite(_widen(chunk, tensor_of.dtype)).all() for chunk in chunks):
                 raise ShdError("not-finite", f"{name} of the head must be finite; got NaN or infinity", "CACHE-189")
             pieces.append(values.reshape(-1).view(np.uint8))
         checksum = RunningHash()
         for piece in pieces:
             checksum.update(piece)
-        return replace(self, head=replace(self.head, xxh3_128=checksum.hexdigest())), pieces
+        return replace(form, head=replace(about, xxh3_128=checksum.hexdigest())), pieces
 
     def read_head(self, data: NDArray[np.uint8]) -> TeacherHead:
         """The head from the bytes of its file, whose checksum was compared; the matrix in float32 or float16."""

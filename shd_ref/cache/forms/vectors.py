@@ -50,7 +50,7 @@ class Vectors(Rows):
     def _measure(self, values: NDArray[np.float32], codes: NDArray[np.uint8], counted: Counted = None) -> HiddenError:
         """Coding error over counted rows (CACHE-178)."""
         exact = values.astype(np.float64)
-        moved = self._decode_bytes(codes) - exact
+        moved = self.decode_rows(codes) - exact
         if counted is not None:
             exact, moved = exact[counted], moved[counted]
         if not len(exact):
@@ -71,12 +71,13 @@ class Vectors(Rows):
 
     def _decode_part(self, record: SampleRecord, part: Part, name: str, width: int) -> NDArray[np.float32]:
         """A part of a record ``(R, width)``; ``cache-corrupt`` for NaN and infinity."""
-        values = self._decode_bytes(self.read_rows(record, part, self._size(width)))
+        values = self.decode_rows(self.read_rows(record, part, self._size(width)))
         if not np.isfinite(values).all():
             raise ShdError("cache-corrupt", f"{name} must be finite; got NaN or infinity", "CACHE-177")
         return values
 
-    def _decode_bytes(self, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
+    def decode_rows(self, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """Rows of bytes as numbers, whatever these are."""
         steps, codes = self._split(np.ascontiguousarray(rows))
         values = codes.astype(np.float32)
         return values if steps is None else values * steps

@@ -98,13 +98,13 @@ class SiteTiles:
         read = (key for step in self.steps for key in step.inputs if key is not None)
         return tuple(dict.fromkeys(key for key in read if key not in outputs))
 
-    def sources_of(self, *keys: Key) -> tuple[Key, ...]:
-        """Of these what is needed to make some tensors."""
-        needed = set(keys)
+    def needed_for(self, key: Key) -> set[Key]:
+        """A tensor with all that it is made of."""
+        needed = {key}
         for step in reversed(self.steps):
             if step.output in needed:
-                needed |= {key for key in step.inputs if key is not None}
-        return tuple(key for key in self.sources() if key in needed)
+                needed |= {source for source in step.inputs if source is not None}
+        return needed
 
     def shape_source(self, axis: int) -> tuple[str, int]:
         """A tensor from outside, and its axis, that has as many positions as there are rows (0) or keys (1)."""

@@ -18,7 +18,6 @@ from shd_ref.cache import (
     Dataset,
     Errors,
     Exact,
-    Head,
     HiddenError,
     Manifest,
     SampleInputs,
@@ -74,19 +73,9 @@ def import_hidden(
         ShdError: ``inputs-invalid`` and ``not-finite`` naming the file, or the text that has none; what
             ``CacheWriter`` raises.
     """
-    head, dtype = read_hf_head(teacher, before_norm=before_norm)
+    head = read_hf_head(teacher, before_norm=before_norm)
     named = f"hidden_states[{layer}] of a server, {'before' if before_norm else 'after'} the final norm"
-    described = Head(
-        xxh3_128="0" * 32,
-        vocab_size=len(head.weight),
-        dtype=dtype,
-        bias=head.bias is not None,
-        scale=head.scale,
-        soft_cap=head.soft_cap,
-        norm=head.norm,
-    )
-    draft = Exact(codec=codec, rows="positions", tensor=named, width=head.weight.shape[1], head=described)
-    form, pieces = draft.with_head(head)
+    form, pieces = Exact.of_head(head, codec, "positions", named)
     texts = [np.asarray(row["input_ids"], np.int64) for row in source.rows(["input_ids"])]
     paths, remark = _join(server_files(folder), texts, layer, head, on_progress)
     keys = [_key_of(tokens) for tokens in texts]
@@ -99,7 +88,7 @@ def import_hidden(
     manifest = Manifest(
         spec_version=shd_ref.SPEC_VERSION,
         created_by=f"squeezing-heads {shd_ref.__version__}",
-        teacher=Teacher(digest.hexdigest(), teacher.name, "imported", dtype),
+        teacher=Teacher(digest.hexdigest(), teacher.name, "imported", form.head.dtype),
         forms=(form,),
         inputs=SampleInputs(names=("attention_mask", "input_ids"), mask="attention_mask"),
         dataset=Dataset(dataset_fingerprint(keys), count),

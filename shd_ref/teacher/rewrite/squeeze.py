@@ -162,28 +162,20 @@ def _squeeze_tiles(
     results: dict[str, str] = {}
     weights, slots = None, tiling.slots.get(site.layer, ())
     if rule.solves:
-        shared = rule, slots
-        if shared not in body.functions:
-            body.functions[shared] = alphas_function(rule, slots, body.opset)
-            body.functions[shared].name += f"_{len(body.functions)}"
         grams = [body.weight(gram) for gram in gram_matrices(rule, projection_of(site))]
         sums = forward.sums or ""
-        results = body.call(body.functions[shared], [sums, row_mask or every_row(body, sums), *grams])
+        inputs = [sums, row_mask or every_row(body, sums), *grams]
+        results = body.call((rule, slots), lambda: alphas_function(rule, slots, body.opset), inputs)
         weights = results.pop("weights")
     else:
         results["alphas"] = constant_alphas(body, rule, batch_heads(body, site.context, site.layout, rule.num_heads))
     if factors is None:
         results["codes"] = add_codes(body, tiles, rule, tiling.rows, forward.spans, weights)
-    kinds = dict.fromkeys(results, FLOAT) | {"degenerate": onnx.TensorProto.BOOL}
-    if rule.codec == "sqrt8-row":
-        kinds["codes"] = onnx.TensorProto.UINT8
-    names = {role: f"{body.prefix}{role}" for role in results}
-    for role, source in results.items():
-        by_pair = role in ("alphas", "degenerate") and rule.alpha_per == "map"
-        body.output(source, names[role], kinds[role], rank=2 if by_pair else _RANKS.get(role, 4))
+    names = _output_results(body, rule, results)
     if not check_outputs:
         return SqueezedLayer(student_layer, site, rule, names)
-    sources = dict.fromkeys(name for name, _ in tiles.sources_of(tiles.probs))
+    needed = tiles.needed_for(tiles.probs)
+    sources = dict.fromkeys(key[0] for key in tiles.sources() if key in needed)
     held = {f"source{number}": name for number, name in enumerate(sources)}
     more = {"values": body.op("Cast", values_of(body, site), to=FLOAT), "sums": forward.sums, "weights": weights}
     for role, made in ({**held, **more}).items():
@@ -246,16 +238,21 @@ def _squeeze_layer(
     results |= {name: body.op("Cast", source, to=FLOAT) for name, source in (("probs", probs), ("values", values))}
     if not rule.solves:
         results["alphas"] = constant_alphas(body, rule, probs)
-    kinds = {
-        "codes": onnx.TensorProto.UINT8 if rule.codec == "sqrt8-row" else FLOAT,
-        "degenerate": onnx.TensorProto.BOOL,
-    }
-    names = {name: f"{body.prefix}{name}" for name in results}
-    for name, source in results.items():
-        if name not in hidden:
-            by_pair = name in ("alphas", "degenerate") and rule.alpha_per == "map"
-            body.output(source, names[name], kinds.get(name, FLOAT), rank=2 if by_pair else _RANKS.get(name, 4))
-    return SqueezedLayer(student_layer, site, rule, names)
+    return SqueezedLayer(student_layer, site, rule, _output_results(body, rule, results, hidden))
+
+
+def _output_results(
+    body: Body, rule: MergeRule, results: Mapping[str, str], hidden: Collection[str] = ()
+) -> dict[str, str]:
+    """Make results graph outputs, but for the hidden ones; the names of all, by role."""
+    codes = onnx.TensorProto.UINT8 if rule.codec == "sqrt8-row" else FLOAT
+    kinds = {"codes": codes, "degenerate": onnx.TensorProto.BOOL}
+    names = {role: f"{body.prefix}{role}" for role in results}
+    for role, source in results.items():
+        if role not in hidden:
+            by_pair = role in ("alphas", "degenerate") and rule.alpha_per == "map"
+            body.output(source, names[role], kinds.get(role, FLOAT), rank=2 if by_pair else _RANKS.get(role, 4))
+    return names
 
 
 # Half of it: what a mask leaves below a row's largest logit, and no teacher's own logits reach.
@@ -283,12 +280,7 @@ def call_squeeze(
         grams = [body.weight(gram) for gram in gram_matrices(rule, projection_of(site))]
         inputs += [values, row_mask or every_row(body, probs), *grams]
     shared = rule if rule.solves else replace(rule, d_v=0)  # which then reads no values
-    if shared not in body.functions:
-        function = squeeze_function(shared, body.opset)
-        if any(function.name == other.name for other in body.functions.values()):  # plans differ by layer
-            function.name += f"_{len(body.functions)}"
-        body.functions[shared] = function
-    return body.call(body.functions[shared], inputs)
+    return body.call(shared, lambda: squeeze_function(shared, body.opset), inputs)
 
 
 def row_mask_of(body: Body, model: onnx.ModelProto, name: str | None) -> str | None:

@@ -33,7 +33,8 @@ WHOLE_BYTES: Final = 2**24
 """Maps of a batch in float32 that are made whole."""
 FUSED_DOMAIN: Final = "com.microsoft"
 """Of onnxruntime's own operators, which all its builds for the CPU have."""
-_FUSED_ROWS: Final = 256
+_FUSED_ROWS: Final = 64
+"""Rows of a tile of such an operator, at least: one copies all earlier keys for each tile."""
 _BLOCK: Final = 64
 """Keys whose masks are summed before they are looked at."""
 _LEAST_ROWS: Final = 16
@@ -98,25 +99,18 @@ class TileBody:
     def __init__(self, body: Body, tiles: SiteTiles, rows: Span, span: Span | None) -> None:
         self.body, self.tiles = body, tiles
         self.rows, self._span = rows, span
-        self._steps = {step.output: step for step in tiles.steps}
         self._made: dict[Key, str] = {}
         self._count = body.op("Sub", rows[1], rows[0])
 
     def make(self, key: Key) -> str:
         """The name of a tensor in this tile."""
-        if key not in self._made:
-            needed, waiting = set[Key](), [key]
-            while waiting:
-                current = waiting.pop()
-                if current not in needed and current not in self._made:
-                    needed.add(current)
-                    step = self._steps.get(current)
-                    waiting += [one for one in (step.inputs if step else ()) if one is not None]
-            for source in [one for one in needed if one not in self._steps]:
+        needed = self.tiles.needed_for(key) - self._made.keys()
+        for source in self.tiles.sources():
+            if source in needed:
                 self._made[source] = self.cut(*source)
-            for step in self.tiles.steps:
-                if step.output in needed and step.output not in self._made:
-                    self._made[step.output] = self._run(step)
+        for step in self.tiles.steps:
+            if step.output in needed:
+                self._made[step.output] = self._run(step)
         return self._made[key]
 
     def cut(self, name: str, axes: tuple[int | None, int | None]) -> str:
@@ -170,11 +164,16 @@ class _Result:
 class TileLoop:
     """A Loop over the tiles of one site's rows, in the making."""
 
-    def __init__(self, body: Body, tiles: SiteTiles, rows: int, spans: str | None = None) -> None:
-        """``spans``: first, last and number of each row's keys ``(_, _, L, 3)``, outside; None: look at all keys."""
+    def __init__(self, body: Body, tiles: SiteTiles, rows: int | None, spans: str | None = None) -> None:
+        """``spans``: first, last and number of each row's keys ``(_, _, L, 3)``, outside; None: look at all keys.
+
+        ``rows`` None: as many as suit onnxruntime's operator without maps.
+        """
         self.body, self.tiles = body, tiles
         self._length = self._size(*tiles.shape_source(0))
-        self._tile = body.op("Min", body.const([rows]), self._length)
+        share = body.op("Div", self._length, body.const([32]))
+        fitting = body.op("Clip", share, *(body.const(np.array(most)) for most in (_FUSED_ROWS, _MOST_ROWS)))
+        self._tile = body.op("Min", body.const([rows]) if rows else fitting, self._length)
         inner = self.inner = body.inside("loop")
         self._number, self._keep = f"{inner.prefix}number", f"{inner.prefix}keep"
         begun = inner.op("Mul", inner.reshape(self._number, 1), self._tile)
@@ -387,7 +386,7 @@ def _add_fused(
     heads, share = len(tiles.value_heads), len(tiles.value_heads) // factors.num_kv_heads
     queries, keys = add_factors(body, factors)
     values = values_of(body, tiles.site)
-    loop = TileLoop(body, tiles, _FUSED_ROWS)
+    loop = TileLoop(body, tiles, None)
     inner, (start, stop), rows_axis = loop.inner, loop.tile.rows, (-2, None)
 
     def by_position(tensor: str) -> str:

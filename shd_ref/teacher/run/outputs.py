@@ -256,7 +256,8 @@ def find_faults(work: TeacherRun, outputs: StudentOutputs) -> list[Fault]:
         suspect |= ~np.isfinite(layer.alphas).reshape(len(indices), -1).all(axis=1)
         if "queries" in layer.arrays:
             for factor in (layer.queries, layer.keys):
-                suspect |= (~np.isfinite(factor).all(axis=-1) & rows).any(axis=(1, 2))
+                if not np.isfinite(factor).all():
+                    suspect |= (~np.isfinite(factor).all(axis=-1) & rows).any(axis=(1, 2))
         else:
             suspect |= (_is_doubtful(layer.codes) & rows).any(axis=(1, 2))
     numbers = np.flatnonzero(suspect).tolist()

@@ -7,7 +7,6 @@ vLLM's connector writes one file a request, speculators ``hs_<i>.safetensors``: 
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache import FinalNorm, TeacherHead
-from shd_ref.cache.storage.documents import parse_json, read_json
+from shd_ref.cache.storage.documents import read_json
 from shd_ref.errors import ShdError, inputs_invalid
 from shd_ref.teacher.sources.sentence_folder import find_home
+from shd_ref.teacher.sources.source import import_package
 
-_DTYPES: Final = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4"}
-_MAX_HEADER: Final = 2**26
+_REAL: Final = ("F32", "F16", "BF16")
 _NORMS: Final = ("model.norm", "model.final_layernorm", "transformer.ln_f", "gpt_neox.final_layer_norm")
 _HEADS: Final = ("lm_head.weight", "embed_out.weight")
 _TIED: Final = ("model.embed_tokens.weight", "transformer.wte.weight", "gpt_neox.embed_in.weight")
@@ -33,48 +32,15 @@ _MODELS: Final = (
 """Model types whose heads are known to be no more than what ``TeacherHead`` says."""
 
 
-@dataclass(frozen=True)
-class Tensor:
-    """A tensor of a safetensors file; bfloat16 as its bits."""
-
-    dtype: str
-    values: NDArray[Any]
-
-    @property
-    def wide(self) -> NDArray[Any]:
-        """Numbers: float32 of bfloat16."""
-        return (self.values.astype("<u4") << 16).view("<f4") if self.dtype == "BF16" else self.values
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file, mapped: ``inputs-invalid`` naming it for anything that is not as its header says."""
+def open_tensors(path: Path) -> dict[str, Any]:
+    """The tensors of a safetensors file, which slices read; ``inputs-invalid`` for one that is not as it says."""
+    library = import_package("safetensors")
+    import_package("ml_dtypes")  # which teaches NumPy bfloat16
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > min(_MAX_HEADER, size - 8):
-                raise ValueError(f"its header must have at most {min(_MAX_HEADER, size - 8)} bytes; got {length}")
-            members = parse_json(file.read(length))
-        start = 8 + length
-        members.pop("__metadata__", None)
-        tensors = {name: _map(path, about, start, size) for name, about in members.items()}
-        if sum(tensor.values.nbytes for tensor in tensors.values()) != size - start:
-            raise ValueError("its tensors must fill it")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, struct.error) as error:
+        file = library.safe_open(path, framework="numpy")
+        return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (no mapping)
+    except (OSError, library.SafetensorError) as error:
         raise inputs_invalid(f"{path} must be a whole safetensors file: {error}: write it again") from error
-    return tensors
-
-
-def _map(path: Path, about: Mapping[str, Any], start: int, size: int) -> Tensor:
-    kind, shape, (first, end) = about["dtype"], tuple(about["shape"]), about["data_offsets"]
-    if kind not in _DTYPES or not all(type(axis) is int and axis >= 0 for axis in (*shape, first, end)):
-        raise ValueError(f"its tensors must be of {', '.join(_DTYPES)} and have shapes; got {str(about)[:80]}")
-    dtype = np.dtype(_DTYPES[kind])
-    if end - first != math.prod(shape) * dtype.itemsize or start + end > size:
-        raise ValueError(f"a tensor {shape} of {kind} must have {math.prod(shape) * dtype.itemsize} bytes in it")
-    if not math.prod(shape):
-        return Tensor(kind, np.empty(shape, dtype))
-    return Tensor(kind, np.memmap(path, dtype, "r", start + first, shape))
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,29 +69,29 @@ def server_files(folder: Path) -> list[Path]:
 
 def read_sample(path: Path, layer: int, head: TeacherHead) -> ServerSample:
     """A file, checked as far as it can be by itself: ``inputs-invalid`` and ``not-finite`` name it."""
-    tensors = read_tensors(path)
+    tensors = open_tensors(path)
     absent = [name for name in ("token_ids", "hidden_states") if name not in tensors]
     if absent:
         raise inputs_invalid(f"{path} must hold token_ids and hidden_states; it lacks {', '.join(absent)}")
-    tokens, states = tensors["token_ids"], tensors["hidden_states"].values
-    if tokens.dtype not in ("I32", "I64") or tokens.values.ndim != 1 or not len(tokens.values):
-        raise inputs_invalid(f"{path}: token_ids must be integers (L,); got {tokens.dtype} {tokens.values.shape}")
+    tokens, states = tensors["token_ids"], tensors["hidden_states"]
+    length, shape = tuple(tokens.get_shape()), tuple(states.get_shape())
+    if tokens.get_dtype() not in ("I32", "I64") or len(length) != 1 or not length[0]:
+        raise inputs_invalid(f"{path}: token_ids must be integers (L,); got {tokens.get_dtype()} {length}")
     classes, width = head.weight.shape
-    if tensors["hidden_states"].dtype not in ("F32", "F16", "BF16") or states.ndim not in (2, 3):
-        raise inputs_invalid(f"{path}: hidden_states must be real (L, layers, D) or (L, D); got {states.shape}")
-    if len(states) != len(tokens.values) or states.shape[-1] != width:
-        got = f"{states.shape} for {len(tokens.values)} tokens"
+    if states.get_dtype() not in _REAL or len(shape) not in (2, 3):
+        raise inputs_invalid(f"{path}: hidden_states must be real (L, layers, D) or (L, D); got {shape}")
+    if (shape[0], shape[-1]) != (*length, width):
+        got = f"{shape} for {length[0]} tokens"
         raise inputs_invalid(
             f"{path}: hidden_states must have a row for each token and the head's width {width}; got {got}"
         )
-    layers = states.shape[1] if states.ndim == 3 else 1
+    layers = shape[1] if len(shape) == 3 else 1
     if not -layers <= layer < layers:
         raise inputs_invalid(f"{path}: layer must be one of the {layers} that are there; got {layer}")
-    ids = tokens.values.astype(np.int64)
+    ids = tokens[:].astype(np.int64)
     if ids.min() < 0 or ids.max() >= classes:
         raise inputs_invalid(f"{path}: token_ids must be below the head's {classes} classes; got {ids.max()}")
-    layer_states = Tensor(tensors["hidden_states"].dtype, states[:, layer] if states.ndim == 3 else states)
-    wide = np.asarray(layer_states.wide, np.float32)
+    wide = np.asarray(states[:, layer % layers] if len(shape) == 3 else states[:], np.float32)
     if not np.isfinite(wide).all():
         row = int(np.flatnonzero(~np.isfinite(wide).all(axis=-1))[0])
         raise ShdError(
@@ -134,8 +100,8 @@ def read_sample(path: Path, layer: int, head: TeacherHead) -> ServerSample:
     return ServerSample(path, ids, wide)
 
 
-def read_hf_head(folder: Path, *, before_norm: bool) -> tuple[TeacherHead, str]:
-    """The head of a Hugging Face folder, and the dtype of its matrix (bfloat16 is given as its bits).
+def read_hf_head(folder: Path, *, before_norm: bool) -> TeacherHead:
+    """The head of a Hugging Face folder.
 
     Raises ``inputs-invalid`` for a folder without one, or of a model whose head is not known.
     """
@@ -148,26 +114,28 @@ def read_hf_head(folder: Path, *, before_norm: bool) -> tuple[TeacherHead, str]:
         raise inputs_invalid(
             f"the head of {folder} must be of a model of type {', '.join(sorted(_MODELS))}; got {kind!r}"
         )
-    tensors = {name: tensor for path in server_files(folder) for name, tensor in read_tensors(path).items()}
+    tensors = {name: tensor for path in server_files(folder) for name, tensor in open_tensors(path).items()}
     tensors |= {f"transformer.{name}": tensor for name, tensor in tensors.items() if kind == "gpt2"}
     tied = bool(config.get("tie_word_embeddings", True))
     name = next((name for name in (*_HEADS * (not tied), *_TIED, *_HEADS) if name in tensors), None)
-    dtype = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get("" if name is None else tensors[name].dtype)
-    if name is None or dtype is None or tensors[name].values.ndim != 2:
+    if name is None or tensors[name].get_dtype() not in _REAL or len(tensors[name].get_shape()) != 2:
         raise inputs_invalid(
             f"{folder} must hold the matrix of a head, one of {', '.join((*_HEADS, *_TIED))}; got none"
         )
     scale = _number(folder, config, "logit_scale", 1.0) / _number(folder, config, "logits_scaling", 1.0)
     cap = config.get("final_logit_softcapping")
-    bias = tensors.get(name.replace("weight", "bias"))
-    head = TeacherHead(
-        tensors[name].values,
-        None if bias is None else np.asarray(scale * bias.wide, np.float32),
+    bias = _read_wide(tensors, name.replace("weight", "bias"))
+    return TeacherHead(
+        tensors[name][:],
+        None if bias is None else np.asarray(scale * bias, np.float32),
         scale,
         None if cap is None else _number(folder, config, "final_logit_softcapping", 1.0),
         *(_read_norm(folder, config, tensors) if before_norm else (None, None, None)),
     )
-    return head, dtype
+
+
+def _read_wide(tensors: Mapping[str, Any], name: str) -> NDArray[np.float32] | None:
+    return np.asarray(tensors[name][:], np.float32) if name in tensors else None
 
 
 def _number(folder: Path, config: Mapping[str, Any], name: str, default: float) -> float:
@@ -179,24 +147,19 @@ def _number(folder: Path, config: Mapping[str, Any], name: str, default: float) 
 
 
 def _read_norm(
-    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Any]
 ) -> tuple[FinalNorm, NDArray[np.float32], NDArray[np.float32] | None]:
-    name = next((name for name in _NORMS if f"{name}.weight" in tensors), None)
+    name = next((name for name in _NORMS if f"{name}.weight" in tensors), "")
+    weight, bias = (_read_wide(tensors, f"{name}.{kind}") for kind in ("weight", "bias"))
     names = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
     epsilon_name = next((word for word in names if config.get(word) is not None), None)
-    if name is None or epsilon_name is None:
+    if weight is None or epsilon_name is None:
         raise inputs_invalid(
             f"{folder} must hold the model's final norm, one of {', '.join(_NORMS)}, and its epsilon"
         )
-    weight = np.asarray(tensors[f"{name}.weight"].wide, np.float32)
     weight = weight + 1 if str(config["model_type"]).startswith("gemma") else weight
-    bias = tensors.get(f"{name}.bias")
-    norm = FinalNorm(
-        "rms" if epsilon_name == "rms_norm_eps" else "layer",
-        _number(folder, config, epsilon_name, 1.0),
-        bias is not None,
-    )
-    return norm, weight, None if bias is None else np.asarray(bias.wide, np.float32)
+    kind = "rms" if epsilon_name == "rms_norm_eps" else "layer"
+    return FinalNorm(kind, _number(folder, config, epsilon_name, 1.0), bias is not None), weight, bias
 
 
 def predictions(sample: ServerSample, head: TeacherHead) -> tuple[float, int]:
@@ -210,11 +173,7 @@ def predictions(sample: ServerSample, head: TeacherHead) -> tuple[float, int]:
     if differs.sum() < 2:
         return 0.0, 0
     rows = head.normed(states[differs])
-    margins = np.einsum("rd,rd->r", rows, _rows_of(head, following[differs]) - _rows_of(head, distant[differs]))
+    own, others = (np.asarray(head.weight[ids[differs]], np.float32) for ids in (following, distant))
+    margins = np.einsum("rd,rd->r", rows, own - others)
     margins *= np.sign(head.scale)
     return float(margins.mean() / max(margins.std(), 1e-30)), int(differs.sum())
-
-
-def _rows_of(head: TeacherHead, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-    rows = np.asarray(head.weight[ids])
-    return Tensor("BF16", rows).wide if rows.dtype == np.uint16 else rows.astype(np.float32)

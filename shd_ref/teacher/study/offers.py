@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache import VECTOR_CODECS, Logits, TeacherHead
-from shd_ref.cache.codecs.codecs import to_float16, to_int8
+from shd_ref.cache import VECTOR_CODECS, Exact, Logits, TeacherHead
 from shd_ref.cache.codecs.logits import check_padding, logits_error
 from shd_ref.errors import ShdError
 from shd_ref.teacher.graph.head import find_head
 from shd_ref.teacher.graph.targets import find_logits
-from shd_ref.teacher.precompute.forms.exact import cut_head
 from shd_ref.teacher.run.teacher import TeacherRun
 
 ROWS: Final = 64
@@ -55,7 +53,7 @@ def offer_targets(work: TeacherRun, index: int) -> tuple[TargetOffer, ...]:
         states, logits = states[few], logits[few]
         size = options.vocab_size or logits.shape[-1]
         check_padding(logits, size, 1.0)
-        return tuple(_offers(states, logits[:, :size], cut_head(reader.head.head, size), work))
+        return tuple(_offers(states, logits[:, :size], reader.head.head.cut(size), work))
     except ShdError:
         return ()
 
@@ -63,28 +61,21 @@ def offer_targets(work: TeacherRun, index: int) -> tuple[TargetOffer, ...]:
 def _offers(
     states: NDArray[np.float32], logits: NDArray[np.float32], head: TeacherHead, work: TeacherRun
 ) -> Iterator[TargetOffer]:
-    size, width = head.weight.shape
-    head_bytes = head.weight.nbytes + (0 if head.bias is None else head.bias.nbytes)
-    for codec, cost in zip(VECTOR_CODECS, (4 * width, 2 * width, width + 4), strict=True):
-        logits_made = head.logits(_stored(states, codec))
+    form, (_, *tensors) = Exact.of_head(head, VECTOR_CODECS[0], "positions", "states")
+    size = sum(tensor.nbytes for tensor in tensors)
+    for codec in VECTOR_CODECS:
+        coded = replace(form, codec=codec)
+        logits_made = head.logits(coded.decode_rows(coded.encode(states)))
         error = logits_error(logits, 1.0, lambda rows, logits_made=logits_made: logits_made[rows])  # type: ignore[misc]
         asks = f"--hidden last --hidden-codec {codec}"
-        yield TargetOffer(f"exact {codec}", asks, cost, head_bytes, error.gradient_mean)
-    options, common = work.options, {"rows": "positions", "tensor": "logits", "vocab_size": size}
-    top, bits = min(options.logits_top or 1, size), options.logits_bits
-    kinds: dict[str, tuple[str, dict[str, Any]]] = {
-        f"top {top}": (f"--logits topk --logits-top {top}", {"codec": "topk", "head": top, "value_bits": bits}),
-        "whole float16": ("--logits float16", {"codec": "float16"}),
-    }
-    for way, (asks, members) in kinds.items():
-        temperature = options.logits_temperature if members["codec"] == "topk" else None
-        form = Logits(**common, **members, temperature=temperature)
-        error = form.measure(logits, form.encode(logits))
-        yield TargetOffer(way, asks, form.row_bytes, 0, error.gradient_mean)
-
-
-def _stored(states: NDArray[np.float32], codec: str) -> NDArray[np.float32]:
-    if codec == "int8":
-        codes, steps = to_int8(states)
-        return np.asarray(codes * steps[:, None], np.float32)
-    return to_float16("last state", states).astype(np.float32) if codec == "float16" else states
+        yield TargetOffer(f"exact {codec}", asks, coded.row_sizes[0], size, error.gradient_mean)
+    options, top = work.options, min(work.options.logits_top or 1, len(head.weight))
+    whole = Logits(codec="float16", rows="positions", tensor="logits", vocab_size=len(head.weight))
+    softened, bits = options.logits_temperature, options.logits_bits
+    likeliest = replace(whole, codec="topk", head=top, value_bits=bits, temperature=softened)
+    for way, asks, rows in (
+        (f"top {top}", f"--logits topk --logits-top {top}", likeliest),
+        ("whole float16", "--logits float16", whole),
+    ):
+        error = rows.measure(logits, rows.encode(logits))
+        yield TargetOffer(way, asks, rows.row_bytes, 0, error.gradient_mean)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache import Exact, Form, Head, TeacherHead
+from shd_ref.cache import Exact, Form
 from shd_ref.cache.codecs.logits import check_padding, rows_moved
 from shd_ref.errors import ShdError, argument_value, graph_unsupported
 from shd_ref.teacher.graph.targets import dtype_of
@@ -74,32 +73,12 @@ def _with_head(work: TeacherRun, codec: str, rows: str) -> tuple[Exact, Sequence
     """The form of a teacher, and the pieces of its head's file."""
     graph_head, size = work.head, work.options.vocab_size
     assert graph_head is not None  # it was asked for
-    columns, width = graph_head.head.weight.shape
+    columns = len(graph_head.head.weight)
     if size is not None and size > columns:
         message = f"vocab_size must be at most {columns}, the classes of the teacher's head; got {size}"
         raise argument_value(message, "CACHE-188")
-    head = graph_head.head if size in (None, columns) else cut_head(graph_head.head, int(size or 0))
-    form = Exact(
-        codec=codec,
-        rows=rows,
-        tensor=graph_head.states,
-        width=width,
-        head=Head(
-            xxh3_128="0" * 32,
-            vocab_size=len(head.weight),
-            padded_vocab_size=columns if len(head.weight) < columns else None,
-            dtype=head.weight.dtype.name,
-            bias=head.bias is not None,
-            scale=head.scale,
-            soft_cap=head.soft_cap,
-        ),
-    )
-    return form.with_head(head)
-
-
-def cut_head(head: TeacherHead, size: int) -> TeacherHead:
-    """The head's first classes."""
-    return replace(head, weight=head.weight[:size], bias=None if head.bias is None else head.bias[:size])
+    padded = columns if size is not None and size < columns else None
+    return Exact.of_head(graph_head.head.cut(size or columns), codec, rows, graph_head.states, padded)
 
 
 def _compare(work: TeacherRun, form: Exact, index: int) -> None:
@@ -110,7 +89,7 @@ def _compare(work: TeacherRun, form: Exact, index: int) -> None:
     states, logits = states[rows_compared], logits[rows_compared]
     size = form.head.vocab_size
     check_padding(logits, size, 1.0)
-    logits_of_head = cut_head(work.head.head, size).logits(states)
+    logits_of_head = work.head.head.cut(size).logits(states)
     moved = rows_moved(logits[:, :size], 1.0, lambda rows: logits_of_head[rows])
     limit = tolerance_of("recheck", dtype_of(work.model, [site for _, site in work.layers], work.targets))
     if not moved.max(initial=0.0) <= limit:
