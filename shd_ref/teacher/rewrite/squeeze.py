@@ -26,7 +26,7 @@ from shd_ref.teacher.rewrite.function import (
     gram_matrices,
     squeeze_function,
 )
-from shd_ref.teacher.rewrite.tensors import add_factors, batch_heads, site_tensors, values_of
+from shd_ref.teacher.rewrite.tensors import add_factors, batch_heads, site_tensors, spans_of, values_of
 from shd_ref.teacher.rewrite.tiles import FUSED_DOMAIN, TiledAttention, TiledRows, Tiling, add_codes
 
 _MIN_IR_VERSION: Final = 8  # the first with model-local functions
@@ -264,11 +264,7 @@ def add_spans(body: Body, factors: SiteFactors) -> str:
     site = factors.site
     logits = batch_heads(body, body.op("Cast", site.logits, to=FLOAT), factors.logits_layout, site.num_heads or 1)
     least = body.op("Sub", body.reduce_max(logits), body.const(_FAR_BELOW))
-    seen = body.op("Cast", body.op("Greater", logits, least), to=FLOAT)
-    first = body.op("ArgMax", seen, axis=-1, keepdims=1)
-    last = body.op("ArgMax", seen, axis=-1, keepdims=1, select_last_index=1)
-    count = body.op("Cast", body.reduce_sum(seen, -1, keepdims=1), to=onnx.TensorProto.INT64)
-    return body.op("Cast", body.concat([first, last, count], axis=-1), to=onnx.TensorProto.INT32)
+    return body.op("Cast", spans_of(body, body.op("Greater", logits, least)), to=onnx.TensorProto.INT32)
 
 
 def call_squeeze(

@@ -7,6 +7,7 @@ from shd_ref.teacher.body import FLOAT, Body
 from shd_ref.teacher.graph.factors import SiteFactors
 from shd_ref.teacher.graph.find import AttentionSite
 from shd_ref.teacher.graph.measure import Layout
+from shd_ref.teacher.packages import onnx
 
 
 def batch_heads(body: Body, tensor: str, layout: Layout | None, num_heads: int) -> str:
@@ -35,6 +36,14 @@ def values_of(body: Body, site: AttentionSite) -> str:
         by_key = body.reshape(body.op("Transpose", values, perm=[0, 2, 1, 3]), 0, 1, -1, site.d_v or 0)
         values = body.op("Expand", by_key, body.const([1, heads, 1, 1]))
     return values
+
+
+def spans_of(body: Body, seen: str) -> str:
+    """First, last and number of the keys that rows see ``(..., S)``, int64 ``(..., 3)``; 0, S - 1 and 0 of none."""
+    marks = body.op("Cast", seen, to=onnx.TensorProto.UINT8)
+    ends = [body.op("ArgMax", marks, axis=-1, keepdims=1, select_last_index=last) for last in (0, 1)]
+    count = body.reduce_sum(body.op("Cast", seen, to=FLOAT), -1, keepdims=1)
+    return body.concat([*ends, body.op("Cast", count, to=onnx.TensorProto.INT64)], -1)
 
 
 def add_factors(body: Body, factors: SiteFactors) -> tuple[str, str]:

@@ -20,7 +20,7 @@ from shd_ref.teacher.graph.find import AttentionSite
 from shd_ref.teacher.graph.tiles import Key, Seen, SiteTiles, Step
 from shd_ref.teacher.packages import onnx
 from shd_ref.teacher.rewrite.function import MergeRule, merge_and_code
-from shd_ref.teacher.rewrite.tensors import add_factors, batch_heads, values_of
+from shd_ref.teacher.rewrite.tensors import add_factors, batch_heads, spans_of, values_of
 
 Span: TypeAlias = tuple[str, str]
 """Names of the first position and of the one behind the last, int64 ``(1,)``."""
@@ -35,8 +35,6 @@ FUSED_DOMAIN: Final = "com.microsoft"
 """Of onnxruntime's own operators, which all its builds for the CPU have."""
 _FUSED_ROWS: Final = 64
 """Rows of a tile of such an operator, at least: one copies all earlier keys for each tile."""
-_BLOCK: Final = 64
-"""Keys whose masks are summed before they are looked at."""
 _LEAST_ROWS: Final = 16
 _MOST_ROWS: Final = 256
 
@@ -249,35 +247,7 @@ def add_spans_of_masks(body: Body, tiles: SiteTiles, rows: int) -> str | None:
         one = one if mask.rank == 4 else inner.op("Unsqueeze", one, inner.const(list(range(4 - mask.rank))))
         seen = inner.op("And", seen, one) if seen else one
     whole = inner.concat([inner.const([1, 1]), loop.tile._count, _count_keys(inner, tiles)], 0)
-    # One pass sums blocks of keys; where a row begins and ends is looked up in two of its blocks.
-    missing = inner.op("Mod", inner.op("Neg", _count_keys(inner, tiles)), inner.const([_BLOCK]))
-    padded = inner.op("Pad", inner.op("Expand", seen, whole), inner.concat([inner.const([0] * 7), missing], 0))
-    blocks = inner.reshape(inner.op("Cast", padded, to=FLOAT), 0, 0, 0, -1, _BLOCK)
-    sums = inner.reduce_sum(blocks, -1)
-    ends = []
-    for side, block in enumerate(_ends(inner, inner.op("Min", sums, inner.const(1.0)))):
-        number = inner.op("Unsqueeze", inner.op("Cast", block, to=onnx.TensorProto.INT64), inner.const([-1]))
-        number = inner.op("Expand", number, inner.const([1, 1, 1, 1, _BLOCK]))
-        inside = _ends(inner, inner.op("GatherElements", blocks, number, axis=-2))[side]
-        begun = inner.op("Mul", block, inner.const(float(_BLOCK)))
-        ends.append(inner.op("Add", begun, inner.op("Squeeze", inside, inner.const([-1]))))
-    counted = inner.reduce_sum(sums, -1, keepdims=1)
-    is_empty = inner.op("Equal", counted, inner.const(0.0))  # of a row that sees nothing all keys are kept
-    keys = inner.op("Cast", _count_keys(inner, tiles), to=FLOAT)
-    every = inner.const(0.0), inner.op("Sub", keys, inner.const(1.0))
-    first, last = (inner.op("Where", is_empty, *both) for both in zip(every, ends, strict=True))
-    spans = inner.op("Cast", inner.concat([first, last, counted], -1), to=onnx.TensorProto.INT64)
-    return loop.finish(_Result(spans))[0]
-
-
-def _ends(body: Body, marks: str) -> tuple[str, str]:
-    """The first and the last place of a 1 among zeros, on the last axis, which is kept."""
-    size = body.op("Gather", body.op("Shape", marks), body.const(np.array(-1)))
-    zero, one = (body.const(np.array(number)) for number in (0, 1))
-    places = body.op("Cast", body.op("Range", zero, size, one), to=FLOAT)
-    end = body.op("Sub", body.op("Cast", size, to=FLOAT), body.const(1.0))
-    behind = body.reduce_max(body.op("Mul", marks, body.op("Sub", end, places)))
-    return body.op("Sub", end, behind), body.reduce_max(body.op("Mul", marks, places))
+    return loop.finish(_Result(spans_of(inner, inner.op("Expand", seen, whole))))[0]
 
 
 def _count_keys(body: Body, tiles: SiteTiles) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache import Extent, Teacher
+from shd_ref.cache.codecs.logits import check_padding
 from shd_ref.errors import graph_unsupported
 from shd_ref.merging.plans import MergePlan, check_counts, merge_plan, plan_groups
 from shd_ref.teacher.graph.factors import find_factors
@@ -46,6 +47,9 @@ CHECKED_BYTES: Final = 2**28
 """Maps of the teacher and merged maps, in float32, that are asked of the graph at once (but at least a sample's)."""
 TARGET_BYTES: Final = 2**29
 """Logits and hidden states, in float32, that are asked of the graph at once (but at least a sample's)."""
+
+HEAD_ROWS: Final = 64
+"""Rows on which a head is compared with the graph's own logits."""
 
 
 class TeacherRun:
@@ -362,21 +366,23 @@ class TeacherRun:
         self.head = find_head(self.model, find_logits(self.model, options.logits_output)) if options.exact else None
         return targets if self.head is None else replace(targets, last=self.head.states)
 
-    def run_head(self, indices: Sequence[int]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Last states ``(R, D)`` of samples and the graph's own logits ``(R, V)``, of the rows that count."""
+    def run_head(self, index: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Last states ``(R, D)`` of a sample and the graph's own logits ``(R, V)``, of rows spread over it."""
         assert self.head is not None
         graph = squeeze_graph(self.bare, (), targets=TargetTensors(self.head.logits, last=self.head.states))
         run = self.run
         session = open_session(graph.model, provider=run.provider, num_threads=run.num_threads, weights=self.weights)
-        batch = self.inputs.batch(tuple(indices))
+        batch = self.inputs.batch((index,))
         names = [str(graph.targets.last), str(graph.targets.logits)]
         values, mask = run_batch(session, names, batch), self.row_mask(batch)
-        states, logits = (values[name][: len(indices)] for name in names)
+        states, logits = (values[name][:1] for name in names)
         if states.ndim != 3 or logits.shape[:2] != states.shape[:2]:
             rule = "exact targets need a state and logits of each position"
             raise graph_unsupported(f"{rule}; got {states.shape} and {logits.shape}", "CACHE-187")
-        counted = np.ones(states.shape[:2], np.bool_) if mask is None else mask
-        return states[counted], logits[counted]
+        counted = np.flatnonzero(np.ones(states.shape[1]) if mask is None else mask[0])
+        few = counted[np.linspace(0, len(counted) - 1, min(len(counted), HEAD_ROWS)).astype(int)]
+        check_padding(logits[0, few], self.options.vocab_size or logits.shape[-1], 1.0)
+        return states[0, few], logits[0, few, : self.options.vocab_size]
 
     @property
     def has_decoder_rows(self) -> bool:

@@ -5,20 +5,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache import VECTOR_CODECS, Exact, Logits, TeacherHead
-from shd_ref.cache.codecs.logits import check_padding, logits_error
+from shd_ref.cache.codecs.logits import logits_error
 from shd_ref.errors import ShdError
 from shd_ref.teacher.graph.head import find_head
 from shd_ref.teacher.graph.targets import find_logits
 from shd_ref.teacher.run.teacher import TeacherRun
-
-ROWS: Final = 64
-"""Rows of the sample that are measured, spread over it."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +44,8 @@ def offer_targets(work: TeacherRun, index: int) -> tuple[TargetOffer, ...]:
     try:
         reader = copy.copy(work)
         reader.head = find_head(work.model, find_logits(work.model, options.logits_output))
-        states, logits = reader.run_head([index])
-        few = np.linspace(0, len(states) - 1, min(len(states), ROWS)).astype(int)
-        states, logits = states[few], logits[few]
-        size = options.vocab_size or logits.shape[-1]
-        check_padding(logits, size, 1.0)
-        return tuple(_offers(states, logits[:, :size], reader.head.head.cut(size), work))
+        states, logits = reader.run_head(index)
+        return tuple(_offers(states, logits, reader.head.head.cut(logits.shape[-1]), work))
     except ShdError:
         return ()
 

@@ -84,11 +84,8 @@ def test_records_are_those_of_whole_maps(teacher: Path, tmp_path: Path, options:
     ],
     ids=lambda changes: "-".join(map(str, changes.values())),
 )
-def test_attention_as_exporters_write_it(
-    tmp_path: Path, changes: dict[str, Any], form: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_as_exporters_write_it(tmp_path: Path, changes: dict[str, Any], form: str) -> None:
     """What is stored is the same either way, whatever the order of heads and samples."""
-    monkeypatch.setattr(tiles_module, "_BLOCK", 4)  # of nine keys
     teacher = saved(encoder_layer(**changes), tmp_path)
     options = PrecomputeOptions(2, codec="float32", form=form, factored_codec="float16")
     # Without a mask in the graph, samples must not be padded.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache import Exact, Form
-from shd_ref.cache.codecs.logits import check_padding, rows_moved
+from shd_ref.cache.codecs.logits import rows_moved
 from shd_ref.errors import ShdError, argument_value, graph_unsupported
 from shd_ref.teacher.graph.targets import dtype_of
 from shd_ref.teacher.options import LAST, PrecomputeOptions, RunOptions
@@ -17,9 +17,6 @@ from shd_ref.teacher.precompute.forms import tolerance_of
 from shd_ref.teacher.precompute.forms.rows import SingleMaker, check_states
 from shd_ref.teacher.run.outputs import StudentOutputs
 from shd_ref.teacher.run.teacher import TeacherRun
-
-COMPARED_ROWS: Final = 64
-"""Rows on which the head is compared with the graph's own logits."""
 
 
 class ExactMaker(SingleMaker[Exact]):
@@ -84,13 +81,9 @@ def _with_head(work: TeacherRun, codec: str, rows: str) -> tuple[Exact, Sequence
 def _compare(work: TeacherRun, form: Exact, index: int) -> None:
     """Compare the head with the graph's own logits, on rows of a sample (CACHE-191)."""
     assert work.head is not None
-    states, logits = work.run_head([index])
-    rows_compared = np.linspace(0, len(states) - 1, min(len(states), COMPARED_ROWS)).astype(int)
-    states, logits = states[rows_compared], logits[rows_compared]
-    size = form.head.vocab_size
-    check_padding(logits, size, 1.0)
-    logits_of_head = work.head.head.cut(size).logits(states)
-    moved = rows_moved(logits[:, :size], 1.0, lambda rows: logits_of_head[rows])
+    states, logits = work.run_head(index)
+    logits_of_head = work.head.head.cut(form.head.vocab_size).logits(states)
+    moved = rows_moved(logits, 1.0, lambda rows: logits_of_head[rows])
     limit = tolerance_of("recheck", dtype_of(work.model, [site for _, site in work.layers], work.targets))
     if not moved.max(initial=0.0) <= limit:
         raise graph_unsupported(
