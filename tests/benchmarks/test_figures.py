@@ -717,12 +717,16 @@ def choose_costs() -> Iterator[str]:
             f"| {name} | {values}"
         ]
         yield line
-    means = {one["way"]: n(one["mean"], 3) for one in targets["training"]["runs"]}
+    means, made, wide = (
+        {one["way"]: n(one["mean"], 3) for one in targets["training"][classes]}
+        for classes in ("512", "32000", "151936")
+    )
     yield f"(KL from the teacher {means['live']}): top 32 at {means['top 32']}, `int8` at {means['exact int8']}."
-    made = {one["way"]: n(one["mean"], 3) for one in targets["made"]["32000"]}
-    yield f"end at {made['exact float16']} nats from exact `float16` targets"
-    yield f"at {made['top 52']} from the top 52 in as many bytes per token"
-    yield f"and at {made['top 32']} from the top 32"
+    few = "whole float16, as many bytes"
+    yield f"end at {means[few]}"
+    for end, top, classes in ((made, 52, "32,000"), (wide, 46, "151,936")):
+        own = [end[way] for way in ("exact float16", "whole float16", f"top {top}", "top 32", few)]
+        yield f"| {classes} | {own[0]} | {own[1]} | {own[2]} (k = {top}) | {own[3]} | {own[4]} |"
 
 
 @on("docs/teachers.md")
