@@ -58,8 +58,17 @@ def start_batches(model: Any, family: Family, data: Mapping[str, Any], batch_siz
     with _attention(model):
         for start in range(0, len(next(iter(inputs.values()))), batch_size):
             some = {name: values[start : start + batch_size].to(device) for name, values in inputs.items()}
+            if mask in some and some[mask].ndim == 2 and not model.config.is_encoder_decoder:
+                some = _without_padding(some, some[mask])
             batches.append(_start_batch(runner, layers, some, mask, start, has_cache=has_cache))
     return batches
+
+
+def _without_padding(inputs: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
+    """A batch without the positions at its end that no sample counts: every run of a layer would compute them."""
+    numbers = torch.arange(mask.shape[1], device=mask.device)
+    length = 1 + int((mask.any(0) * numbers).max())
+    return {name: values[:, :length] if values.shape[:2] == mask.shape else values for name, values in inputs.items()}
 
 
 def read_data(data: Any) -> dict[str, Tensor]:
