@@ -41,9 +41,9 @@ from shd_torch.compress.run import study_teacher
 from shd_torch.compress.samples import divide, read_rows
 from shd_torch.compress.space import Design
 from shd_torch.compress.stages import Run
-from shd_torch.compress.students import choose_rate, compare, prepare_lesson
+from shd_torch.compress.students import compare, prepare_training
 from shd_torch.compress.task import model_run
-from shd_torch.compress.training import BATCH, Lesson, train
+from shd_torch.compress.training import BATCH, TrainingConfig, train
 from shd_torch.compress.worth import Worths, measure_worths
 from shd_torch.shrink import shrink
 from shd_torch.shrink.unfinished import Unfinished
@@ -100,9 +100,9 @@ TEACHERS: dict[str, tuple[Any, CompressOptions]] = {
 
 
 def choose_arms(
-    run: Run, count: int, costs: Costs, worths: Worths, lesson: Lesson
-) -> tuple[dict[str, Any], Any, Lesson]:
-    """Keywords of ``shrink`` for each arm, what was measured of them, and the lesson with its learning rate."""
+    run: Run, count: int, costs: Costs, worths: Worths, config: TrainingConfig
+) -> tuple[dict[str, Any], Any, TrainingConfig]:
+    """Keywords of ``shrink`` for each arm, what was measured of them, and the training with its learning rate."""
     space, whole = run.space, run.space.whole
     even = [round(at * (space.num_layers - 1) / max(count - 1, 1)) for at in range(count)]
     kept = Design(tuple(even), whole.heads[:count], whole.neurons[:count])
@@ -110,8 +110,7 @@ def choose_arms(
     limits[-1] = float("inf")  # of bytes
     wish = Wish(f"{count}l", f"as fast as {count} layers", limits)
     candidates = run.find(f"candidates-{count}", partial(find_candidates, run, costs, worths, wish))
-    lesson = choose_rate(run, wish, candidates[0] | {"number": 0}, lesson)
-    _, best = compare(run, wish, candidates, lesson)
+    _, best, config = compare(run, wish, candidates, config)
     alone = replace(space, heads=whole.heads[:1], neurons=whole.neurons[:1])
     row = [[values[0]] for values in costs.heads], [[values[0]] for values in costs.neurons]
     parts = [[0.0]] * space.num_layers
@@ -133,20 +132,22 @@ def choose_arms(
         | {
             "seconds_compress": best["seconds"],
             "teacher_seconds": {"float": costs.teacher[:-1], "int8": costs.teacher_int8 and costs.teacher_int8[:-1]},
-            "learning_rate": lesson.learning_rate,
+            "learning_rate": config.learning_rate,
         },
-        lesson,
+        config,
     )
 
 
-def train_arm(run: Run, options: Mapping[str, Any], lesson: Lesson, folder: Path) -> dict[str, float]:
+def train_arm(run: Run, options: Mapping[str, Any], config: TrainingConfig, folder: Path) -> dict[str, float]:
     student = shrink(str(run.teacher), run.samples.calibration, studies=run.keeper, **options).student
-    train(run.task, student.requires_grad_(True), run.space.num_layers, lesson, folder)
+    train(run.task, student.requires_grad_(True), run.space.num_layers, config, folder)
     shutil.rmtree(folder)
     return {use: run.judge(use).measure(model_run(student)).value for use in ("choices", "held_out")}
 
 
-def train_rival(run: Run, options: Mapping[str, Any], lesson: Lesson, rate: float, home: Path) -> dict[str, float]:
+def train_rival(
+    run: Run, options: Mapping[str, Any], config: TrainingConfig, rate: float, home: Path
+) -> dict[str, float]:
     """By sentence-transformers, its order of samples and its dropout."""
     from datasets import Dataset
     from sentence_transformers import (
@@ -166,11 +167,11 @@ def train_rival(run: Run, options: Mapping[str, Any], lesson: Lesson, rate: floa
         np.save(labels, teacher.encode(texts))
     arguments = SentenceTransformerTrainingArguments(
         str(home / "rival-run"),
-        max_steps=lesson.steps,
+        max_steps=config.steps,
         per_device_train_batch_size=BATCH,
         learning_rate=rate,
-        warmup_steps=min(100, lesson.steps // 10),
-        seed=lesson.seed,
+        warmup_steps=min(100, config.steps // 10),
+        seed=config.seed,
         save_strategy="no",
         logging_strategy="no",
         report_to="none",
@@ -207,13 +208,13 @@ def main() -> None:
     else:
         costs = Costs(**run.find("costs", lambda: asdict(measure_costs(run))))
         worths = Worths(**run.find("worths", lambda: asdict(measure_worths(run))))
-    lesson = replace(prepare_lesson(run), steps=arguments.steps)
+    config = replace(prepare_training(run), steps=arguments.steps)
     for count in arguments.layers:
-        arms, about, lesson = choose_arms(run, count, costs, worths, lesson)
+        arms, about, config = choose_arms(run, count, costs, worths, config)
         print(f"{count} layers: {about}", flush=True)
         quality: dict[str, list[float]] = {}
         for seed in range(arguments.seeds):
-            taught = replace(lesson, seed=seed)
+            taught = replace(config, seed=seed)
             trained = {
                 arm: partial(train_arm, run, one, taught, home / f"training-{count}-{arm}-{arguments.steps}-{seed}")
                 for arm, one in arms.items()

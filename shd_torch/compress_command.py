@@ -47,18 +47,16 @@ def compress(
     from shd_torch.compress.run import forecast
     from shd_torch.export import hide_weight_bars
 
-    wanted = options(int8=not no_int8, go_on=go_on)
     hide_weight_bars()
     with show_progress("stages") as (on_step,):
-        given: dict[str, Any] = {"held_out": held_out}
-        given["progress"] = lambda done, total, what: on_step(done, total, says=what)
+        settings: dict[str, Any] = {"options": options(int8=not no_int8, go_on=go_on), "held_out": held_out}
+        settings["progress"] = lambda done, total, what: on_step(done, total, says=what)
         if dry_run:
-            lines = forecast(teacher, data, wanted, **given)
+            lines = forecast(teacher, data, **settings)
         else:
-            document = run(teacher, data, wanted, out=out, command=["shd-torch", *sys.argv[1:]], **given)
+            document = run(teacher, data, out=out, command=["shd-torch", *sys.argv[1:]], **settings)
     if dry_run:
-        for line in lines:
-            console.say(line)
+        console.say("\n".join(lines))
         return {"stages": lines}
     _print_front(document)
     console.say(f"{out}: the page README.md, compress.json, and graphs in onnx/")
@@ -72,12 +70,8 @@ def _print_front(document: dict[str, Any]) -> None:
     for number, heading in enumerate(("model", "quality", "times faster", "MB")):
         table.add_column(heading, justify="right" if number else "left")
     for point in find_points(document):
-        table.add_row(
-            point.name,
-            f"{point.quality:.4f}",
-            ", ".join(f"{speed:.2f}" for speed in point.speeds),
-            f"{point.megabytes:.1f}",
-        )
+        name, quality, *speeds, megabytes = point.cells
+        table.add_row(name, quality, ", ".join(speeds), megabytes)
     console.print(table)
     if not document["students"]:
         console.say("the teacher in int8 is fast enough; --go-on makes a student all the same")

@@ -27,49 +27,34 @@ def choose_design(
     Unknowns are 0 or 1: for each layer one a size of its attention, then one a size of its FFN. A layer is left out
     where it has neither.
     """
-    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.optimize import Bounds, milp
 
     heads, neurons, layers = len(space.heads), len(space.neurons), space.num_layers
-    width = heads + neurons
     skipped = np.minimum(np.array(worths.layers), 1e6)
     # A kept layer saves what leaving it out would cost.
-    loss = np.concatenate(
-        [[*(np.array(worths.heads[at]) - skipped[at]), *worths.neurons[at]] for at in range(layers)]
-    )
-    rows: list[Any] = []
-    bounds: list[tuple[float, float]] = []
-
-    def demand(row: Any, low: float, high: float) -> None:
-        rows.append(np.ravel(row))
-        bounds.append((low, high))
-
-    for at in range(layers):  # an attention for every FFN
-        row = np.zeros((layers, width))
-        row[at, :heads], row[at, heads:] = 1, -1
-        demand(row, 0, 0)
-        row = np.zeros((layers, width))
-        row[at, :heads] = 1
-        demand(row, 1 if at == 0 and space.keeps_first else 0, 1)
-    attends = np.zeros((layers, width))
-    attends[:, [at for at, count in enumerate(space.heads) if count != NONE]] = 1
-    demand(attends, 1, layers)
-    counted = np.zeros((layers, width))
-    counted[:, :heads] = 1
-    demand(counted, num_layers, num_layers)
-    for number, limit in enumerate(limits):
-        row = np.tile([*costs.heads[number], *costs.neurons[number]], (layers, 1))
-        demand(row / limit, 0, max(1 - costs.base[number] / limit, 0))
-    low, high = np.array(bounds).T
+    loss = np.hstack([np.array(worths.heads) - skipped[:, None], worths.neurons])
+    has_heads = np.arange(heads + neurons) < heads
+    attends = np.pad(np.array(space.heads) != NONE, (0, neurons))
+    per_layer = np.eye(layers)
+    constraints: list[Any] = [
+        (np.kron(per_layer, np.where(has_heads, 1, -1)), 0, 0),  # an attention for every FFN
+        (np.kron(per_layer, has_heads), per_layer[0] * space.keeps_first, 1),
+        (np.tile(attends, layers), 1, layers),
+        (np.tile(has_heads, layers), num_layers, num_layers),
+    ]
+    for limit, base, *sizes in zip(limits, costs.base, costs.heads, costs.neurons, strict=True):
+        row = np.tile(np.concatenate(sizes), layers) / limit
+        constraints.append((row, 0, max(1 - base / limit, 0)))
     solution = milp(
-        loss,
-        integrality=np.ones(layers * width),
+        loss.ravel(),
+        integrality=np.ones(loss.size),
         bounds=Bounds(0, 1),
-        constraints=LinearConstraint(np.array(rows), low, high),
+        constraints=constraints,
         options={"mip_rel_gap": 1e-6},
     )
     if solution.x is None:
         return None
-    table = solution.x.reshape(layers, width) > 0.5
+    table = solution.x.reshape(loss.shape) > 0.5
     kept = [at for at in range(layers) if table[at, :heads].any()]
     return Design(
         tuple(kept),

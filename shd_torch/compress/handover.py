@@ -79,6 +79,11 @@ class Point:
     speeds: list[float]  # times faster than the teacher, a number for each setting
     megabytes: float
 
+    @property
+    def cells(self) -> list[str]:
+        """Its row of a table."""
+        return [self.name, f"{self.quality:.4f}", *(f"{speed:.2f}" for speed in self.speeds), f"{self.megabytes:.1f}"]
+
 
 def find_points(document: Mapping[str, Any]) -> list[Point]:
     """The teacher and every student, in float and int8, as they were judged and timed."""
@@ -143,15 +148,7 @@ def _page(document: Mapping[str, Any], has_picture: bool) -> Iterator[str]:
         yield ""
     yield from _table(
         ["model", "quality", *(f"times faster, {setting}" for setting in settings), "MB"],
-        [
-            [
-                point.name,
-                f"{point.quality:.4f}",
-                *(f"{speed:.2f}" for speed in point.speeds),
-                f"{point.megabytes:.1f}",
-            ]
-            for point in find_points(document)
-        ],
+        [point.cells for point in find_points(document)],
     )
     if has_picture:
         yield from ("![Quality against speed](front.svg)", "")
@@ -183,7 +180,7 @@ def _student_lines(student: Mapping[str, Any], settings: Sequence[str]) -> Itera
                 row["text"],
                 f"{row['predicted_loss']:.3f}",
                 f"{row['untrained']['value']:.4f}",
-                ", ".join(f"{one['value']:.4f} ({one['steps']})" for one in row["rounds"]),
+                ", ".join(f"{result['value']:.4f} ({result['steps']})" for result in row["rounds"]),
                 *(f"{1e3 * seconds:.3g}" for seconds in row["seconds"]),
             ]
             for row in student["tried"]

@@ -54,8 +54,13 @@ class CompressOptions:
 
     def __post_init__(self) -> None:
         targets = list(self.targets())
-        for name, value in targets:
-            check_number(name, value, "", above=0)
+        for name, number in (*targets, ("budget", self.budget), ("learning_rate", self.learning_rate)):
+            if number is not None:
+                check_number(name, number, "", above=0)
+        if self.at_least is not None:
+            check_number("at_least", self.at_least, "", above=0, most=1)
+        for name, count in (("candidates", self.candidates), ("threads", self.threads)):
+            check_integer(name, count, 1, None, "")
         if len({name for name, _ in targets}) > 1 or len(set(targets)) < len(targets):
             message = "targets must be of one kind, each once; got " + ", ".join(f"{n} {v:g}" for n, v in targets)
             raise ShdError("argument-value", message)
@@ -64,13 +69,6 @@ class CompressOptions:
         if self.ms and len(self.batch) * len(self.length) > 1:
             rule = "ms must go with one batch and one length"
             raise ShdError("argument-value", f"{rule}; got batch {self.batch} and length {self.length}")
-        if self.at_least is not None and not 0 < self.at_least <= 1:
-            raise ShdError("argument-value", f"at_least must lie in (0, 1], 1 being the teacher; got {self.at_least}")
-        for name, number in (("budget", self.budget), ("learning_rate", self.learning_rate)):
-            if number is not None:
-                check_number(name, number, "", above=0)
-        for name, count in (("candidates", self.candidates), ("threads", self.threads)):
-            check_integer(name, count, 1, None, "")
 
     def targets(self) -> Iterator[tuple[str, float]]:
         """All that are given: the name of an option and a number."""

@@ -22,15 +22,7 @@ from shd_torch.compress.handover import hand_over, judge_graphs
 from shd_torch.compress.options import CompressOptions
 from shd_torch.compress.samples import divide, length_of, read_rows
 from shd_torch.compress.stages import Progress, Run
-from shd_torch.compress.students import (
-    RATES,
-    SHD_SEEDS,
-    SHORT_STEPS,
-    choose_rate,
-    compare,
-    prepare_lesson,
-    train_best,
-)
+from shd_torch.compress.students import RATES, SHD_SEEDS, SHORT_STEPS, compare, prepare_training, train_best
 from shd_torch.compress.training import BATCH, time_step
 from shd_torch.compress.worth import Worths, measure_worths
 from shd_torch.shrink.folders import new_folder
@@ -111,11 +103,13 @@ def forecast(
         study = study_teacher(run)
         export = time.monotonic() - started
         forward, step = time_step(copy.deepcopy(run.model), samples.train[:BATCH])
-        heads, neurons = (", ".join(str(count or "none") for count in part) for part in (space.heads, space.neurons))
+        heads, neurons = (
+            ", ".join(str(count or "none") for count in counts) for counts in (space.heads, space.neurons)
+        )
         graphs, parts = len(space.heads) + len(space.neurons) + 3, len(space.heads) + len(space.neurons) - 1
         wishes = max(len(list(options.targets())), 1)
-        tried = options.candidates * wishes
-        steps = tried * (SHORT_STEPS[0] + SHORT_STEPS[1] / 2) + (2 * SHD_SEEDS + len(RATES) - 1) * SHORT_STEPS[0]
+        tried, probes = options.candidates * wishes, wishes * (2 * SHD_SEEDS + len(RATES) - 1)
+        steps = tried * (SHORT_STEPS[0] + SHORT_STEPS[1] / 2) + probes * SHORT_STEPS[0]
         seconds = {
             f"costs: {graphs} graphs; heads {heads}; neurons {neurons}": graphs * export,
             f"worths: {parts} parts of {space.num_layers} layers": 8 * parts * space.num_layers * forward,
@@ -155,10 +149,10 @@ def _compress(run: Run) -> dict[str, Any]:
     candidates = [
         run.find(f"candidates-{wish.name}", partial(find_candidates, run, costs, worths, wish)) for wish in wishes
     ]
-    lesson = choose_rate(run, wishes[0], candidates[0][0] | {"number": 0}, prepare_lesson(run))
+    shared = prepare_training(run)
     for wish, rows in zip(wishes, candidates, strict=True):
-        tried, best = compare(run, wish, rows, lesson)
-        student = train_best(run, wish, best, lesson, run.options.budget / len(wishes))
+        tried, best, config = compare(run, wish, rows, shared)
+        student = train_best(run, wish, best, config, run.options.budget / len(wishes))
         document["students"].append(student | {"tried": tried})
     return document | {"costs": asdict(costs), "worths": asdict(worths)}
 

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shd_ref.errors import ShdError
-from shd_ref.teacher.sources import ArraySource, IndexedSource, open_source
-from shd_ref.teacher.sources import Row as SourceRow
+from shd_ref.teacher.sources import ArraySource, open_source
 
 Row: TypeAlias = dict[str, NDArray[Any]]
 """One sample: the model's inputs by name, without a batch axis and without padding."""
@@ -39,23 +38,14 @@ class Samples:
 
     @property
     def calibration(self) -> dict[str, NDArray[Any]]:
-        """The first rows of the training set, padded, as ``shrink`` takes them."""
-        return pad(self.train[:CALIBRATION])
+        """The first rows of the training set, short ones first, padded, as ``shrink`` takes them."""
+        return pad(sorted(self.train[:CALIBRATION], key=length_of))
 
 
-class RowSource(IndexedSource):
-    """Rows in memory, as ``shd precompute`` reads them."""
-
-    def __init__(self, rows: Sequence[Row], name: str) -> None:
-        self.name, self._rows = name, rows
-        self.columns = tuple(rows[0])
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def row(self, index: int, columns: Sequence[str]) -> SourceRow:
-        """See ``IndexedSource``."""
-        return {name: self._rows[index][name] for name in columns}
+def row_source(rows: Sequence[Row]) -> ArraySource:
+    """Rows of any length, as ``shd precompute`` reads them."""
+    arrays = {name: np.fromiter((row[name] for row in rows), object, len(rows)) for name in rows[0]}
+    return ArraySource(arrays, "data")
 
 
 def read_rows(path: Path, folder: Path, max_length: int | None, argument: str = "data") -> list[Row]:
@@ -64,10 +54,7 @@ def read_rows(path: Path, folder: Path, max_length: int | None, argument: str = 
     Raises:
         ShdError: ``inputs-invalid``, ``argument-value``, ``dependency-missing``.
     """
-    if path.suffix == ".npy":
-        source: Any = _open_array(path)
-    else:
-        source = open_source(path)
+    source = _open_array(path) if path.suffix == ".npy" else open_source(path)
     if "text" in source.columns:
         source = open_source(path, tokenizer=folder, max_length=max_length)
         columns: Sequence[str] = TOKENS
@@ -196,8 +183,8 @@ def training_order(rows: Sequence[Row], steps: int, size: int, seed: int) -> lis
     while len(order) < steps * size:
         shuffled = generator.permutation(len(rows))
         for start in range(0, len(rows), 50 * size):
-            some = shuffled[start : start + 50 * size]
-            some = some[np.argsort(lengths[some], kind="stable")]
-            whole = [some[at : at + size] for at in range(0, len(some) - size + 1, size)] or [np.resize(some, size)]
+            pool = shuffled[start : start + 50 * size]
+            pool = pool[np.argsort(lengths[pool], kind="stable")]
+            whole = [pool[at : at + size] for at in range(0, len(pool) - size + 1, size)] or [np.resize(pool, size)]
             order += [int(index) for at in generator.permutation(len(whole)) for index in whole[at]]
     return order[: steps * size]

@@ -35,8 +35,8 @@ class Run:
         self.progress, self.samples, self.folder = progress, samples, keeper.folder
         self.model = load_teacher(teacher)
         self.family = family_of(self.model, None)
-        self.own = sizes_of(self.model.config, self.family)
-        self.space = find_space(self.own, self.family, self.model.config)
+        self.sizes = sizes_of(self.model.config, self.family)
+        self.space = find_space(self.sizes, self.family, self.model.config)
         self.task = find_task(teacher, self.model)
         self.graphs = keeper.folder / "graphs"
         self.graphs.mkdir(exist_ok=True)

@@ -23,7 +23,7 @@ from shd_torch.kd import compare_embeddings, pool_states
 from shd_torch.training.embeddings import EmbeddingTerm
 from shd_torch.training.terms import HiddenTerm, KdTerm
 
-Run: TypeAlias = Callable[[Mapping[str, NDArray[Any]]], NDArray[Any]]
+Forward: TypeAlias = Callable[[Mapping[str, NDArray[Any]]], NDArray[Any]]
 """A model: its first output, logits or last states, for a padded batch."""
 
 
@@ -199,19 +199,19 @@ def find_task(folder: Path, model: Any) -> Task:
 class Judge:
     """Some samples, with what the teacher makes of them."""
 
-    def __init__(self, task: Task, rows: Sequence[Row], teacher: Run) -> None:
+    def __init__(self, task: Task, rows: Sequence[Row], teacher: Forward) -> None:
         self.task, self._batches = task, list(batches(rows))
         self._teacher = self._summarise(teacher)
 
     @torch.no_grad()
-    def measure(self, run: Run) -> Quality:
+    def measure(self, forward: Forward) -> Quality:
         """A model's quality; ``not-finite`` where it gives NaN or infinity."""
-        return self.task.compare(self._teacher, self._summarise(run))
+        return self.task.compare(self._teacher, self._summarise(forward))
 
-    def _summarise(self, run: Run) -> Tensor:
+    def _summarise(self, forward: Forward) -> Tensor:
         summaries = []
         for batch in self._batches:
-            output = torch.from_numpy(np.asarray(run(batch)))
+            output = torch.from_numpy(np.asarray(forward(batch)))
             if not torch.isfinite(output).all():
                 raise ShdError("not-finite", "a model must give finite outputs; got NaN or infinity")
             tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
@@ -219,13 +219,13 @@ class Judge:
         return torch.cat(summaries)
 
 
-def model_run(model: Any) -> Run:
+def model_run(model: Any) -> Forward:
     """A PyTorch model, from now on in evaluation mode, without a cache of keys."""
     model.eval()
     keywords = {"use_cache": False} if getattr(model.config, "use_cache", None) is not None else {}
 
     @torch.no_grad()
-    def run(batch: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
+    def forward(batch: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
         device = next(model.parameters()).device
         outputs = model(**{name: torch.from_numpy(array).to(device) for name, array in batch.items()}, **keywords)
         logits = read_logits(outputs)
@@ -233,11 +233,11 @@ def model_run(model: Any) -> Run:
         array: NDArray[Any] = states.cpu().numpy()
         return array
 
-    return run
+    return forward
 
 
-def graph_run(path: Path, threads: int = 1) -> Run:
+def graph_run(path: Path, threads: int = 1) -> Forward:
     """A graph in onnxruntime."""
     session = open_graph(path, threads)
-    names = [one.name for one in session.get_inputs()]
+    names = [entry.name for entry in session.get_inputs()]
     return lambda batch: run_graph(session, {name: batch[name] for name in names}, path)[0]

@@ -16,9 +16,7 @@ from torch import nn
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from shd_ref.teacher.options import PrecomputeOptions, RunOptions
-from shd_ref.teacher.precompute.engine import precompute
-from shd_torch.compress.samples import Row, RowSource, collate, collate_with_labels, training_order
+from shd_torch.compress.samples import Row, collate, collate_with_labels, training_order
 from shd_torch.compress.task import Task
 from shd_torch.data import SupervisedDataset
 from shd_torch.training.trainer import SHDTrainer
@@ -30,7 +28,7 @@ _CHECKPOINTS: Final = 20
 
 
 @dataclass(frozen=True)
-class Lesson:
+class TrainingConfig:
     """What a student learns from, and how."""
 
     rows: Sequence[Row]  # of the training set
@@ -42,24 +40,11 @@ class Lesson:
     shd: bool = False  # the cache has merged maps, which are a term
 
 
-def write_cache(
-    teacher: Path, rows: Sequence[Row], options: PrecomputeOptions, cache: Path, progress: Callable[[int, int], None]
-) -> None:
-    """The teacher's outputs for the training set; goes on where an earlier run stopped."""
-    precompute(
-        teacher,
-        RowSource(rows, "data"),
-        [(cache, options)],
-        RunOptions(),
-        on_progress=lambda done, total, _: progress(done, total),
-    )
-
-
 def train(
     task: Task,
     student: Any,
     teacher_layers: int,
-    lesson: Lesson,
+    config: TrainingConfig,
     folder: Path,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> float:
@@ -67,7 +52,7 @@ def train(
 
     Checkpoints in ``folder`` let a killed run go on: the student is then the same as without the kill.
     """
-    steps, embeddings = lesson.steps, student.get_input_embeddings()
+    steps, embeddings = config.steps, student.get_input_embeddings()
     if task.FREEZES_EMBEDDINGS and isinstance(embeddings, nn.Embedding):
         embeddings.requires_grad_(False)
     for module in student.modules():
@@ -77,12 +62,12 @@ def train(
         str(folder),
         max_steps=steps,
         per_device_train_batch_size=BATCH,
-        learning_rate=lesson.learning_rate,
+        learning_rate=config.learning_rate,
         lr_scheduler_type="linear",
         warmup_steps=min(100, steps // 10),
         weight_decay=0.01,
-        seed=lesson.seed,
-        bf16=lesson.half,
+        seed=config.seed,
+        bf16=config.half,
         save_steps=max(50, math.ceil(steps / _CHECKPOINTS)),
         save_total_limit=1,
         logging_strategy="no",
@@ -94,10 +79,10 @@ def train(
     trainer = _Trainer(
         student,
         arguments,
-        order=training_order(lesson.rows, steps, BATCH, lesson.seed),
-        train_dataset=SupervisedDataset(lesson.rows, lesson.cache),
+        order=training_order(config.rows, steps, BATCH, config.seed),
+        train_dataset=SupervisedDataset(config.rows, config.cache),
         data_collator=collate_with_labels if task.HAS_LABELS else collate,
-        beta=BETA if lesson.shd else None,
+        beta=BETA if config.shd else None,
         **task.terms(teacher_layers, student),
     )
     trainer.remove_callback(PrinterCallback)

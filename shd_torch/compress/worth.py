@@ -79,8 +79,8 @@ def measure_worths(run: Run) -> Worths:
         return max(loss - base, 0.0)
 
     def work_of(design: Design) -> Work:
-        asked = ShrinkOptions(**design.options(space))
-        sizes, kept, dropped = plan_student(teacher, family, asked)
+        shrink_options = ShrinkOptions(**design.options(space))
+        sizes, kept, dropped = plan_student(teacher, family, shrink_options)
         return Work(
             teacher=teacher,
             student=random_student(run, design),
@@ -89,7 +89,7 @@ def measure_worths(run: Run) -> Worths:
             kept=kept,
             dropped=dropped.among(kept),
             sizes=sizes,
-            options=asked,
+            options=shrink_options,
             frequencies=frequencies,
             tell=lambda *_: None,
             studies=shared,
@@ -101,13 +101,13 @@ def measure_worths(run: Run) -> Worths:
         return family.layers_of(work.student)[number]
 
     run.progress(0, total, "parts are weighed")
-    for part, count, design in options:
+    for kind, count, design in options:
         works = [work_of(design)]
-        if count == NONE and part == "heads":  # some layer must attend: the first is weighed where the last does
+        if count == NONE and kind == "heads":  # some layer must attend: the first is weighed where the last does
             works.append(work_of(space.uniform(count, whole.neurons[0], attending=-1)))
         for number in range(space.num_layers):
             work = works[-1] if number == 0 else works[0]
-            rises[part, number, count] = read(number, [remake(work, number, number + 1)])
+            rises[kind, number, count] = read(number, [remake(work, number, number + 1)])
     work = work_of(whole)
     skipped = []
     for number in range(space.num_layers):
@@ -118,9 +118,9 @@ def measure_worths(run: Run) -> Worths:
         with replaced(layers, number, []):
             skipped.append(read(number - 1, [before]))
 
-    def table(part: str, counts: Sequence[int]) -> list[list[float]]:
+    def table(kind: str, counts: Sequence[int]) -> list[list[float]]:
         """By layer, then by size: at least what a larger size costs."""
-        rows = ([rises[part, number, count] for count in counts[1:]] for number in range(space.num_layers))
+        rows = ([rises[kind, number, count] for count in counts[1:]] for number in range(space.num_layers))
         return [list(accumulate([0.0, *row], max)) for row in rows]
 
     return Worths(table("heads", space.heads), table("neurons", space.neurons), skipped)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +20,7 @@ pytest.importorskip("onnxruntime", reason="graphs are timed in onnxruntime")
 typer_testing = pytest.importorskip("typer.testing", reason="the command needs typer")
 pytest.importorskip("scipy", reason="the choice is an integer programme")
 
+from shd_ref.cache import CacheReader  # noqa: E402
 from shd_ref.errors import ShdError  # noqa: E402
 from shd_torch.cli import load_app  # noqa: E402
 from shd_torch.compress import CompressOptions, compress, students  # noqa: E402
@@ -27,14 +28,17 @@ from shd_torch.compress.choice import choose_design, choose_designs  # noqa: E40
 from shd_torch.compress.costs import TEACHER, Costs, fit_costs, mixed_designs  # noqa: E402
 from shd_torch.compress.samples import add_crops, divide, read_rows, training_order  # noqa: E402
 from shd_torch.compress.space import NONE, Design, Space  # noqa: E402
+from shd_torch.compress.stages import Run  # noqa: E402
 from shd_torch.compress.students import RATES  # noqa: E402
-from shd_torch.compress.training import Lesson  # noqa: E402
+from shd_torch.compress.training import TrainingConfig, train  # noqa: E402
 from shd_torch.compress.worth import Worths  # noqa: E402
 from shd_torch.shrink import load_student  # noqa: E402
+from shd_torch.shrink.unfinished import Unfinished  # noqa: E402
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "compress.md").read_text(encoding="utf-8")
 SPACE = Space(3, heads=(4, 2, NONE), neurons=(8, 4), keeps_first=False, head_dim=2)
 OPTIONS = CompressOptions(mb=(0.045,), batch=(1,), length=(8,), budget=0.01, candidates=2)
+OPTIONS_OF_TWO = CompressOptions(faster=(2.0, 8.0), batch=(1,))
 MEGABYTES = {"vit": 0.035, "decoder": 0.039, "sentences": 0.0405}
 """Of students of the teachers below; times of such small models are noise."""
 
@@ -135,20 +139,33 @@ def test_tokens_without_a_mask_all_count(tmp_path: Path) -> None:
     assert row["attention_mask"].tolist() == [1, 1, 1, 1]
 
 
-def test_a_rate_that_diverges_is_not_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def train_short(run: Any, wish: Any, row: Any, lesson: Lesson) -> dict[str, float]:
-        if lesson.learning_rate == RATES[0]:
+def test_each_target_gets_the_learning_rate_that_suits_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The best of three after a short training of its first candidate; one that diverges is not chosen."""
+    values = {"2x": {RATES[1]: 0.9, RATES[2]: 0.8}, "8x": {RATES[0]: 0.7, RATES[1]: 0.6, RATES[2]: 0.5}}
+    trained = []
+
+    def train_short(run: Any, wish: Any, row: Any, config: TrainingConfig) -> dict[str, float]:
+        trained.append((wish.name, row["number"], config.learning_rate, config.steps))
+        if config.learning_rate not in values[wish.name]:
             raise ShdError("not-finite", "a model must give finite outputs; got NaN or infinity")
-        return {"value": {RATES[1]: 0.9, RATES[2]: 0.8}[lesson.learning_rate]}
+        return {"value": values[wish.name][config.learning_rate] - row["number"]}
 
     monkeypatch.setattr(students, "_train_short", train_short)
-    lesson = Lesson([], tmp_path, 0, 0, half=False, learning_rate=RATES[0])
-    run: Any = SimpleNamespace(options=OPTIONS)
-    wish: Any = None
-    assert students.choose_rate(run, wish, {}, lesson).learning_rate == RATES[1]
-    run.options = replace(OPTIONS, learning_rate=0.01)
-    asked = replace(lesson, learning_rate=0.01)
-    assert students.choose_rate(run, wish, {}, asked) == asked
+    monkeypatch.setattr(students, "_make", lambda *_: SimpleNamespace(student=None))
+    run: Any = SimpleNamespace(options=OPTIONS, judge=lambda use: None, find=lambda name, make: {})
+    config = TrainingConfig([], tmp_path, 0, 0, half=False, learning_rate=RATES[0])
+    for wish, best in zip(OPTIONS_OF_TWO.wishes([8.0, 1.0]), (RATES[1], RATES[0]), strict=True):
+        tried, chosen, own = students.compare(run, wish, [{}, {}, {}], config)
+        assert (len(tried), chosen["number"], own.learning_rate) == (3, 0, best)
+        rates = [(wish.name, 0, rate, 100) for rate in RATES]
+        assert trained[:3] == rates
+        # All after 100 steps, the better half after 300.
+        runs = [(0, 100), (1, 100), (2, 100), (0, 300), (1, 300)]
+        assert trained[3:] == [(wish.name, number, best, steps) for number, steps in runs]
+        trained.clear()
+    run.options = replace(OPTIONS, learning_rate=RATES[2])
+    assert students.compare(run, wish, [{}], config)[2].learning_rate == RATES[2]
+    assert {rate for _, _, rate, _ in trained} == {RATES[2]}
 
 
 def test_every_second_text_is_also_a_crop() -> None:
@@ -170,7 +187,7 @@ def test_every_second_text_is_also_a_crop() -> None:
         ({"faster": (2.0,), "mb": (1.0,)}, "targets must be of one kind"),
         ({"faster": (0.0,)}, "faster"),
         ({"ms": (2.0,)}, "ms must go with one batch and one length"),
-        ({"at_least": 1.5}, "at_least must lie in"),
+        ({"at_least": 1.5}, "at_least must be a finite number above 0 and at most 1"),
         ({"faster": (2.0,), "budget": -1.0}, "budget"),
         ({"faster": (2.0,), "learning_rate": 0.0}, "learning_rate"),
     ],
@@ -266,6 +283,29 @@ def test_pixels_without_int8(
     monkeypatch.setattr("shd_torch.compress.compress", compress_as_before)
     exec(compile(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[0], "compress.md", "exec"), {})
     assert capsys.readouterr().out.startswith(student["chosen"]["text"])
+
+
+@pytest.mark.slow
+def test_shd_teaches_layers_of_one_number_of_heads(tmp_path: Path) -> None:
+    """Where heads differ by layer: the most frequent number; the term follows the maps of these layers alone."""
+    teacher, data = write_teacher(tmp_path, "classifier", num_hidden_layers=4, num_attention_heads=4)
+    samples = divide(read_rows(data, teacher, None), None, 0)
+    with Unfinished(tmp_path / "run", {}) as keeper:
+        run = Run(teacher, OPTIONS, keeper, lambda *_: None, samples)
+        config = replace(students.prepare_training(run), steps=1)
+        wish = OPTIONS.wishes([1.0, 1.0])[0]
+        row = {"number": 0, "design": asdict(Design((0, 1, 2, 3), (4, 2, NONE, 2), (32, 32, 16, 32)))}
+        taught = students._with_maps(run, wish, row, config, "maps")
+        form = CacheReader(taught.cache).manifest.attention
+        assert (form.num_student_heads, form.num_student_layers) == (2, 3)
+        assert [(layer.student_layer, layer.teacher_layer) for layer in form.layers] == [(1, 1), (2, 3)]
+        trained = []
+        for has_maps in (False, True):
+            student = students._make(run, wish, 0, row).student
+            train(run.task, student, 4, replace(taught, shd=has_maps), tmp_path / f"training-{has_maps}")
+            trained.append(student.state_dict())
+    query = "bert.encoder.layer.3.attention.self.query.weight"  # no layer above it would change it
+    assert not torch.equal(trained[0][query], trained[1][query])
 
 
 @pytest.mark.nightly
