@@ -124,7 +124,10 @@ def read_hf_head(folder: Path, *, before_norm: bool) -> TeacherHead:
         )
     scale = _number(folder, config, "logit_scale", 1.0) / _number(folder, config, "logits_scaling", 1.0)
     cap = config.get("final_logit_softcapping")
-    bias = _read_wide(tensors, name.replace("weight", "bias"))
+    biases = (
+        _read_wide(tensors, matrix.replace("weight", "bias")) for matrix in _HEADS
+    )  # tied ones may have one too
+    bias = next((bias for bias in biases if bias is not None), None)
     return TeacherHead(
         tensors[name][:],
         None if bias is None else np.asarray(scale * bias, np.float32),

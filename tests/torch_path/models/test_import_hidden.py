@@ -16,6 +16,7 @@ pytest.importorskip("tokenizers", reason="texts are tokenised")
 pytest.importorskip("transformers", reason="the teacher is one of its models")
 
 import safetensors.torch
+import transformers
 from support.commands import shd
 from support.refusals import refusal
 from support.shrink.stories import load_llama
@@ -23,6 +24,7 @@ from support.shrink.stories import load_llama
 from shd_ref.cache import CacheReader, sample_key, verify_cache
 from shd_ref.teacher.precompute.imported import import_hidden
 from shd_ref.teacher.sources import open_source
+from shd_ref.teacher.sources.server_files import read_hf_head
 from shd_torch import TeacherHead
 
 
@@ -176,6 +178,52 @@ def test_numbers_of_the_configuration_are_checked(served: Path, tmp_path: Path, 
     source = open_source(served / "texts.jsonl", tokenizer=served / "teacher")
     with refusal("inputs-invalid", "config.json" if value != value else f"{name} in "):
         import_hidden(served / "states", source, tmp_path / "teacher", tmp_path / "cache")
+
+
+SMALL = {"vocab_size": 53, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "pad_token_id": 0}
+SMALL |= {"num_key_value_heads": 2, "intermediate_size": 24, "max_position_embeddings": 32}
+GPT: dict[str, Any] = {"vocab_size": 53, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Cohere": {**SMALL, "logit_scale": 0.25},
+    "Gemma": {**SMALL, "head_dim": 8},
+    "Gemma2": {**SMALL, "head_dim": 8, "final_logit_softcapping": 5.0},
+    "Gemma3": {**SMALL, "head_dim": 8},
+    "GPT2": GPT,
+    "GPTNeoX": SMALL,
+    "Granite": {**SMALL, "logits_scaling": 8.0},
+    "Llama": SMALL,
+    "Mistral": SMALL,
+    "Olmo2": SMALL,
+    "Phi": SMALL,
+    "Phi3": SMALL,
+    "Qwen2": SMALL,
+    "Qwen3": {**SMALL, "head_dim": 8},
+    "SmolLM3": SMALL,
+}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_head_of_a_folder_makes_the_models_logits(tmp_path: Path, family: str, tied: bool) -> None:
+    """From states before and after the final norm; tied heads may have a bias."""
+    torch.manual_seed(1)
+    config_name = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
+    model_name = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+    config = getattr(transformers, config_name)(**FAMILIES[family], tie_word_embeddings=tied)
+    model = getattr(transformers, model_name)(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path)
+    states: list[torch.Tensor] = []
+    names = ("norm", "final_layernorm", "ln_f", "final_layer_norm")
+    norm = next(getattr(model.base_model, name) for name in names if hasattr(model.base_model, name))
+    norm.register_forward_hook(lambda _, arguments, made: states.extend((arguments[0][0], made[0])))
+    with torch.no_grad():
+        expected = model(torch.arange(3, 12)[None]).logits[0]
+    for before_norm, rows in zip((True, False), states, strict=True):
+        made = read_hf_head(tmp_path, before_norm=before_norm).logits(rows.numpy())
+        np.testing.assert_allclose(made, expected.numpy(), rtol=1e-4, atol=1e-5)
 
 
 def test_a_link_out_of_the_folder_is_refused(served: Path, tmp_path: Path) -> None:
