@@ -82,7 +82,9 @@ else:
     from shd_ref.teacher.run.inputs import run_batch
     from shd_ref.teacher.run.teacher import TeacherRun
     tile = 0 if kind == "whole maps" else None
-    run = RunOptions(batch_size=1, num_threads=THREADS, tile=tile, samples_per_shard=samples)
+    most = 2**28 // (4 * length**2) if form == "maps" else samples  # causal maps of a shard of the default size
+    shard = max(1, min(samples, most))
+    run = RunOptions(batch_size=1, num_threads=THREADS, tile=tile, samples_per_shard=shard)
     inputs = {"input_ids": tokens, "attention_mask": np.ones_like(tokens)}
     options = PrecomputeOptions(4, form="factored" if form == "graph alone" else form)
     note()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from support.attention_graphs import encoder_layer, saved, token_samples, vector_samples
+from support.attention_graphs import encoder_layer, language_model, saved, token_samples, vector_samples
 from support.students import precompute, precompute_heads
 from support.two_sequences import encoder_decoder
 
@@ -24,7 +24,9 @@ from shd_ref.teacher.graph.tiles import find_tiles
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.rewrite import tiles as tiles_module
 from shd_ref.teacher.rewrite.tiles import TiledAttention, choose_tile
+from shd_ref.teacher.run.inputs import run_batch
 from shd_ref.teacher.run.rows import choose_rows
+from shd_ref.teacher.run.teacher import TeacherRun
 
 LENGTH = 9
 make_inputs = partial(vector_samples, 5, LENGTH)
@@ -140,6 +142,28 @@ def test_a_bias_that_begins_beyond_short_samples_is_no_mask(tmp_path: Path) -> N
     compare_with_whole_maps(saved(model, tmp_path), inputs, options, tmp_path, mask=None)
 
 
+def test_no_tile_reads_keys_beyond_its_window(tmp_path: Path) -> None:
+    """A key that is NaN spoils whole maps, and of tiles of four rows the first."""
+    teacher = saved(encoder_layer(mask="window"), tmp_path)
+    inputs = {"x": np.ones((1, 24, 12), np.float32), "mask": np.ones((1, 24), np.int64)}
+    inputs["x"][:, 0] = np.nan
+    options = PrecomputeOptions(2, strategy="constant", codec="float32")
+    for tile, spoilt in ((4, 4), (0, 24)):
+        work = TeacherRun(teacher, inputs, [options], replace(_run(tile), batch_size=1))
+        opened = work.open()
+        (codes,) = run_batch(
+            opened.session, [opened.graphs[0].layers[0].names["codes"]], work.inputs.batch([0])
+        ).values()
+        assert np.isfinite(codes[0]).all(axis=(0, 2)).tolist() == [False] * spoilt + [True] * (24 - spoilt)
+
+
+def test_queries_and_keys_behind_tiles_are_the_same_bytes(tmp_path: Path) -> None:
+    """Of three layers, so that two of them read what tiles gave; padding behind."""
+    teacher = saved(language_model(num_layers=3), tmp_path)
+    options = PrecomputeOptions(2, form="factored", factored_codec="float16")
+    compare_with_whole_maps(teacher, token_samples(5, 12, least=5), options, tmp_path, mask=None)
+
+
 def test_cross_attention_of_an_encoder_decoder(tmp_path: Path) -> None:
     """Rows of the decoder, keys of the encoder; both sequences padded."""
     teacher = saved(encoder_decoder(vocabulary=50), tmp_path)
@@ -172,6 +196,9 @@ def compare_with_whole_maps(
     for key in whole:
         expected, got = whole.read(key), tiled.read(key)
         assert expected.parts.keys() == got.parts.keys()
+        if options.is_factored and batch_size > 1:
+            for name in (name for name in got.parts if name.startswith("L")):
+                np.testing.assert_array_equal(got.parts[name].view(np.uint8), expected.parts[name].view(np.uint8))
         for layer in range(len(whole.manifest.attention.layers)):
             np.testing.assert_allclose(
                 tiled.decode(got, layer),
