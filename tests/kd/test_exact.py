@@ -112,6 +112,25 @@ def test_padding_is_cut_from_both_heads() -> None:
         kd_loss(padded, random(*ROWS, CLASSES + 1, seed=15))
 
 
+@pytest.mark.parametrize("divergence", ["reverse_kl", "jsd"])
+def test_a_students_prefix_of_the_classes(divergence: str) -> None:
+    """With a soft cap that leaves the padding nothing, and a temperature."""
+    states, size = random(*ROWS, WIDTH, seed=22), CLASSES - 3
+    bias = torch.zeros(CLASSES, dtype=torch.float64)
+    bias[size:] = -1e4
+    head = replace(head_of(), bias=bias, scale=0.7, soft_cap=500.0)
+    parts = random(*ROWS, OWN, seed=23), random(CLASSES, OWN, seed=24)
+    keywords: dict[str, Any] = {"divergence": divergence, "temperature": 1.5, "loss_mask": MASK, "chunk_rows": 2}
+    made = pairs_of(partial(linear_kd_loss, ExactTargets(states, head), vocab_size=size, **keywords), *parts)
+    hidden, weight = parts
+    expected = pairs_of(
+        partial(linear_kd_loss, whole_logits(states, head)[..., :size], **keywords), hidden, weight[:size]
+    )
+    torch.testing.assert_close(made[:2], expected[:2], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(made[2][:size], expected[2], rtol=1e-12, atol=1e-12)
+    assert not made[2][size:].any()
+
+
 def test_what_does_not_fit_is_refused() -> None:
     states, head, student = random(*ROWS, WIDTH, seed=16), head_of(), random(*ROWS, CLASSES, seed=17)
     with refusal("argument-shape", "width of the teacher's head"):

@@ -219,6 +219,13 @@ def test_students_of_one_pass_share_the_tiles(teacher: Path, tmp_path: Path) -> 
         )
 
 
+def test_a_run_goes_on_with_another_tile(teacher: Path, tmp_path: Path) -> None:
+    options = PrecomputeOptions(2, codec="float32", form="factored")
+    for part, tile in enumerate((4, 0)):
+        precompute(teacher, make_inputs(), tmp_path / "cache", options, replace(_run(tile), shards=(part, 2)))
+    assert recheck_records(tmp_path / "cache", teacher, make_inputs(), num_records=5).records == 5
+
+
 @pytest.mark.parametrize(("kv_heads", "heads"), [(4, (0, 1, 2, 3)), (2, (0, 0, 2, 2))])
 def test_shared_value_heads_and_masks_are_found(tmp_path: Path, kv_heads: int, heads: tuple[int, ...]) -> None:
     model = load_teacher(saved(encoder_layer(num_heads=4, num_kv_heads=kv_heads, mask="where"), tmp_path))

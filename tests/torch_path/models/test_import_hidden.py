@@ -21,11 +21,10 @@ from support.commands import shd
 from support.refusals import refusal
 from support.shrink.stories import load_llama
 
-from shd_ref.cache import CacheReader, sample_key, verify_cache
+from shd_ref.cache import CacheReader, TeacherHead, sample_key, verify_cache
 from shd_ref.teacher.precompute.imported import import_hidden
 from shd_ref.teacher.sources import open_source
-from shd_ref.teacher.sources.server_files import read_hf_head
-from shd_torch import TeacherHead
+from shd_ref.teacher.sources.server_files import read_hf_head, read_sample
 
 
 @pytest.fixture(scope="module")
@@ -73,13 +72,13 @@ def test_a_servers_files_give_the_models_logits(served: Path, shared_data: Path,
     assert "rms norm" in said
     assert verify_cache(tmp_path / "cache").ok
     reader = CacheReader(tmp_path / "cache")
-    head, model = TeacherHead.read(reader), load_llama(shared_data / "stories260K" / "stories260K.bin")
+    head, model = reader.read_head(), load_llama(shared_data / "stories260K" / "stories260K.bin")
     for path in sorted((served / "states").iterdir()):
         ids = safetensors.torch.load_file(path)["token_ids"].numpy()
         record = reader.read(sample_key({"input_ids": ids, "attention_mask": np.ones_like(ids)}))
         with torch.no_grad():
             expected = model(torch.tensor(ids)[None]).logits[0]
-        moved = head.logits(torch.tensor(reader.decode_last(record))).softmax(-1) - expected.softmax(-1)
+        moved = torch.tensor(head.logits(reader.decode_last(record))).softmax(-1) - expected.softmax(-1)
         assert moved.abs().sum(-1).max() / 2 < 0.05  # the states are bfloat16
 
 
@@ -142,6 +141,21 @@ def test_a_damaged_file_is_refused_by_name(served: Path, tmp_path: Path, damage:
         run(served, tmp_path / "cache", folder)
     assert "hs_4.safetensors" in str(refused.value)
     assert not (tmp_path / "cache").exists()
+
+
+def test_every_cut_and_every_bit_of_its_header_is_refused(tmp_path: Path) -> None:
+    path, head = tmp_path / "hs_0.safetensors", TeacherHead(np.ones((24, 8), np.float32))
+    write(path, np.arange(24), torch.ones(24, 2, 8))
+    whole = path.read_bytes()
+    read_sample(path, -1, head)
+    damaged = [whole[:size] for size in range(len(whole))]
+    for place in range(8 + int.from_bytes(whole[:8], "little")):
+        flipped = (bytes([whole[place] ^ 1 << bit]) for bit in range(8))
+        damaged += [whole[:place] + byte + whole[place + 1 :] for byte in flipped]
+    for data in damaged:
+        path.write_bytes(data)
+        with refusal("inputs-invalid", "hs_0.safetensors"):
+            read_sample(path, -1, head)
 
 
 def test_a_text_without_a_file_another_head_and_another_layer_are_told(served: Path, tmp_path: Path) -> None:
