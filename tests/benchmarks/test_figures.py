@@ -233,7 +233,8 @@ def compress_arms() -> Iterator[str]:
     errors = load("compress_arms.json")["vit_s"]["3"]["cost_errors"]
     yield f"within {n(100 * max(map(abs, errors)), 1)}% on the ViT-S below"
     names = {"minilm": "all-MiniLM-L6-v2, {} of 6", "vit_s": "ViT-S, {} of 12", "stories": "stories260K, {} of 5"}
-    for teacher, counts in load("compress_arms.json").items():
+    for teacher in names:
+        counts = load("compress_arms.json")[teacher]
         for count, entry in sorted(counts.items()):
             arms = {arm: row["quality"] for arm, row in entry["arms"].items()}
             rivals = [arm for arm in arms if arm.startswith("sentence-transformers")]

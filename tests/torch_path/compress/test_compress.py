@@ -106,6 +106,21 @@ def test_costs_of_parts_come_back_from_sums() -> None:
     assert max(map(abs, costs.errors)) < 1e-6
 
 
+def test_no_layer_costs_less_than_nothing() -> None:
+    """Small FFNs save more than their share: without attention too they would cost -0.5 by sums of differences."""
+    attention, ffn = {4: 3.0, 2: 2.0, NONE: 0.0}, {8: 3.0, 4: -0.5}
+    designs = {"whole": SPACE.whole, "half": SPACE.uniform(4, 8, 1), "neurons 4": SPACE.uniform(4, 4)}
+    designs |= {f"heads {count}": SPACE.uniform(count, 8) for count in (2, NONE)}
+    prices = {TEACHER: [30.0, 1.0]}
+    for name, design in designs.items():
+        prices[name] = [1 + sum(map(attention.get, design.heads)) + sum(map(ffn.get, design.neurons)), 1.0]
+    costs = fit_costs(prices, designs, SPACE)
+    smallest = Design((0, 1, 2), (4, NONE, NONE), (4, 4, 4))
+    assert costs.heads[0] == sorted(costs.heads[0], reverse=True)
+    assert min(heads + neurons for heads in costs.heads[0] for neurons in costs.neurons[0]) >= 0
+    assert costs.predict(smallest, SPACE)[0] >= costs.predict(SPACE.uniform(4, 4, 1), SPACE)[0]
+
+
 def test_samples_are_divided_by_content() -> None:
     rows = [{"input_ids": np.arange(at, at + 3 + at % 5)} for at in range(100)]
     first, second = divide([*rows, *rows[:7]], None, 0), divide(rows[::-1], None, 0)
