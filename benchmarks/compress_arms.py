@@ -166,7 +166,7 @@ def measure_search(run: Run, home: Path, count: int = 10) -> dict[str, Any]:
 
     def make(design: Design, studies: Unfinished | None) -> float:
         started = time.process_time()
-        shrink(str(run.teacher), run.samples.calibration, studies=studies, **design.options(run.space))
+        shrink(str(run.teacher), run.samples.calibration(), studies=studies, **design.options(run.space))
         return time.process_time() - started
 
     seconds["alone"] = [make(design, None) for design in designs[:: count // 3]]
@@ -184,7 +184,7 @@ def measure_search(run: Run, home: Path, count: int = 10) -> dict[str, Any]:
 
 
 def train_arm(run: Run, options: Mapping[str, Any], config: TrainingConfig, folder: Path) -> dict[str, float]:
-    student = shrink(str(run.teacher), run.samples.calibration, studies=run.keeper, **options).student
+    student = shrink(str(run.teacher), run.samples.calibration(), studies=run.keeper, **options).student
     train(run.task, student.requires_grad_(True), run.space.num_layers, config, folder)
     shutil.rmtree(folder)
     return {use: run.judge(use).measure(model_run(student)).value for use in ("choices", "held_out")}
@@ -204,7 +204,7 @@ def train_rival(
 
     folder = home / "rival"
     if not folder.exists():
-        shrink(str(run.teacher), run.samples.calibration, out=folder, **options)
+        shrink(str(run.teacher), run.samples.calibration(), out=folder, **options)
     model, teacher = (SentenceTransformer(str(path), device="cpu") for path in (folder, run.teacher))
     texts = model.tokenizer.batch_decode([row["input_ids"] for row in run.samples.train], skip_special_tokens=True)
     labels = home / "labels.npy"

@@ -154,6 +154,9 @@ def _page(document: Mapping[str, Any], has_picture: bool) -> Iterator[str]:
         yield from ("![Quality against speed](front.svg)", "")
     for student in students:
         yield from _student_lines(student, settings)
+    if students:
+        yield "`shd_torch.load_student(folder)` loads it; after that, in the same process, also the Auto classes"
+        yield from ("and `SentenceTransformer`. The graphs in `onnx/` need onnxruntime alone.", "")
     yield from ("## What the data did not cover", "")
     yield f"The student learned from {samples['train']:,} samples"
     if long > 1:

@@ -14,7 +14,6 @@ from shd_ref.teacher.options import Shown
 FASTEST: Final = "fastest"
 """The name of the wish where only a quality is asked for."""
 
-
 WISHES, RUNNING, LOOKING = "What is wanted", "How it will be run", "How long to look"
 
 

@@ -42,10 +42,7 @@ def compress(
     progress: Progress = lambda done, total, what: None,
     command: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Find, train and write the student that loses least at the wanted speed, and say what was found.
-
-    Costs of parts are measured in onnxruntime, worths by replacing one at a time, an integer programme chooses, short
-    trainings compare the candidates, and the best is trained from a cache of the teacher's outputs.
+    """Find, train and write the student that loses least at the wanted speed (docs/compress.md says how).
 
     Args:
         teacher: folder of a Hugging Face model, or of sentence-transformers.

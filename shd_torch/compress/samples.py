@@ -36,10 +36,9 @@ class Samples:
     held_out: list[Row]  # what the figures of the page are measured on
     digest: str  # of all of them, in order
 
-    @property
-    def calibration(self) -> dict[str, NDArray[Any]]:
+    def calibration(self, most: int = CALIBRATION) -> dict[str, NDArray[Any]]:
         """The first rows of the training set, short ones first, padded, as ``shrink`` takes them."""
-        return pad(sorted(self.train[:CALIBRATION], key=length_of))
+        return pad(sorted(self.train[:most], key=length_of))
 
 
 def row_source(rows: Sequence[Row]) -> ArraySource:

@@ -111,7 +111,7 @@ def _make(run: Run, wish: Wish, number: int, row: Mapping[str, Any]) -> Shrunk:
         design = Design(**{name: tuple(counts) for name, counts in row["design"].items()})
         shrink(
             str(run.teacher),
-            run.samples.calibration,
+            run.samples.calibration(),
             out=folder,
             studies=run.keeper,
             progress=lambda done, total, what: run.progress(done, total, f"candidate {number + 1}, {what}"),

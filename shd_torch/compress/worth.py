@@ -53,7 +53,7 @@ def measure_worths(run: Run) -> Worths:
     Statistics of the teacher's attention are gathered once, into the run's folder.
     """
     teacher, family, space, judge = run.model, run.family, run.space, run.judge("choices", JUDGED)
-    calibration = {name: array[:JUDGED] for name, array in run.samples.calibration.items()}
+    calibration = run.samples.calibration(JUDGED)
     layers = family.layers_of(teacher)
     teacher.eval()
     batches = start_batches(teacher, family, calibration, ShrinkOptions().batch_size)

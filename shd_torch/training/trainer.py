@@ -157,9 +157,8 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
     def _check_cache(self, cache: CacheReader) -> None:
         """Refuse a cache for another student before the first step, as far as the student's config says."""
         config = getattr(self._student, "config", None)
-        heads = getattr(config, "num_attention_heads", None)
-        if getattr(config, "layer_sizes", None):  # they differ by layer; the first forward pass counts them
-            heads = None
+        # Where they differ by layer, the first forward pass counts them.
+        heads = None if getattr(config, "layer_sizes", None) else getattr(config, "num_attention_heads", None)
         # Of an encoder-decoder this is the encoder's alone: its kinds are counted in the first forward pass.
         layers = None if cache.manifest.attention.kinds else _count_attention(config)
         temperature = self.kl.get("temperature", 1.0)

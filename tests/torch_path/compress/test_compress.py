@@ -130,6 +130,9 @@ def test_samples_are_divided_by_content() -> None:
     assert len(set(seen)) == 100
     assert first.digest == second.digest
     assert first.digest != divide(rows, None, 1).digest
+    calibration = first.calibration(20)["input_ids"]  # short ones first: their batches have little padding
+    lengths = sorted(len(row["input_ids"]) for row in first.train[:20])
+    assert [int(np.count_nonzero(row[1:])) + 1 for row in calibration] == lengths
     judged = divide(rows, rows[:30], 0)  # what is judged is not learned
     assert (len(judged.train), len(judged.choices), len(judged.held_out)) == (63, 7, 30)
     with refusal("argument-value", "data must hold 40 distinct samples"):
