@@ -120,7 +120,7 @@ def main() -> None:
     options = parser.parse_args()
     rows: dict[str, dict[str, Any]] = json.loads(RESULT.read_text())["runs"] if RESULT.exists() else {}
     with tempfile.TemporaryDirectory() as name:
-        make_teacher(Path(name), max(*options.attention, *options.live, 64))
+        make_teacher(Path(name), max([*options.attention, *options.live, 64]))
         for way, lengths in (
             ("cache", options.attention),
             ("base", options.attention),

@@ -31,7 +31,7 @@ def committed(folder: Path) -> int:
 @pytest.mark.parametrize(
     ("attention", "kills", "sequences"),
     [("--student-heads=2", 4, ("",)), ("--no-attention", 2, ("",)), ("--student-heads=2", 2, ("", "decoder_"))],
-    ids=["maps", "no attention", "encoder-decoder"],
+    ids=["maps", "no attention", "encoder-decoder in tiles"],
 )
 def test_a_killed_precompute_resumes_to_the_undisturbed_cache(
     attention: str, kills: int, sequences: tuple[str, ...], tmp_path: Path
@@ -52,6 +52,7 @@ def test_a_killed_precompute_resumes_to_the_undisturbed_cache(
         hidden = "0,last" if attention == "--no-attention" else "0,1"
         options += ["--logits", "topk", "--logits-top", "4", "--hidden", hidden]
         options += ["--with-teacher", str(tmp_path / "second.onnx")]
+        options += ["--tile", "4"] if "decoder_" in sequences else []
         return ["precompute", teacher, "--inputs", inputs, attention, "--out", str(folder), *options]
 
     def finish(folder: Path) -> None:

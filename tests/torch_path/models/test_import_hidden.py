@@ -18,6 +18,7 @@ pytest.importorskip("transformers", reason="the teacher is one of its models")
 import safetensors.torch
 import transformers
 from support.commands import shd
+from support.makers import contents
 from support.refusals import refusal
 from support.shrink.stories import load_llama
 
@@ -80,6 +81,18 @@ def test_a_servers_files_give_the_models_logits(served: Path, shared_data: Path,
             expected = model(torch.tensor(ids)[None]).logits[0]
         moved = torch.tensor(head.logits(reader.decode_last(record))).softmax(-1) - expected.softmax(-1)
         assert moved.abs().sum(-1).max() / 2 < 0.05  # the states are bfloat16
+
+
+def test_an_import_goes_on_where_it_stopped(served: Path, tmp_path: Path) -> None:
+    run(served, tmp_path / "cache")
+    whole = contents(tmp_path / "cache")
+    (tmp_path / "cache" / "SEALED.json").unlink()
+    for path in (tmp_path / "cache").rglob("000002.*"):
+        path.unlink()
+    with refusal("cache-mismatch"):
+        run(served, tmp_path / "cache", codec="int8")
+    run(served, tmp_path / "cache")
+    assert contents(tmp_path / "cache") == whole
 
 
 def cut(path: Path, others: dict[str, Any]) -> None:
