@@ -56,7 +56,6 @@ LABELS = {
     "factored, whole maps": "queries and keys, --tile 0",
     "maps, whole maps": "merged maps, --tile 0",
 }
-EARLIER = "gigabytes of an earlier run on two threads"
 RUN = """
 import sys, time
 from pathlib import Path
@@ -192,21 +191,8 @@ def draw(report: dict[str, Any]) -> None:
     )
     for axis, (key, title, ticks) in zip(axes, drawn, strict=True):
         for number, way in enumerate(WAYS):
-            points = {length: row[key] for length, row in report["runs"].get(way, {}).items() if key in row}
-            earlier = report.get(EARLIER, {}).get(way, {}) if key == "gigabytes" else {}
-            lengths, values = (
-                zip(*sorted((int(length), value) for length, value in (earlier | points).items()), strict=True)
-                if earlier | points
-                else ((), ())
-            )
-            axis.plot(
-                lengths,
-                values,
-                "o-" if points else "o--",
-                color=f"C{number}",
-                markersize=3,
-                label=LABELS.get(way, way),
-            )
+            points = sorted((int(length), row[key]) for length, row in report["runs"][way].items())
+            axis.plot(*zip(*points, strict=True), "o-", color=f"C{number}", markersize=3, label=LABELS[way])
         axis.set(xscale="log", yscale="log", xlabel="tokens of a sample", title=title)
         axis.set_xticks([1024, 2048, 4096, 8192, 16384], ["1,024", "2,048", "4,096", "8,192", "16,384"])
         axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])

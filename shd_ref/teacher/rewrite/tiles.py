@@ -169,9 +169,12 @@ class TileLoop:
         """
         self.body, self.tiles = body, tiles
         self._length = self._size(*tiles.shape_source(0))
-        share = body.op("Div", self._length, body.const([32]))
-        fitting = body.op("Clip", share, *(body.const(np.array(most)) for most in (_FUSED_ROWS, _MOST_ROWS)))
-        self._tile = body.op("Min", body.const([rows]) if rows else fitting, self._length)
+        if rows is None:
+            least, most = (body.const(np.array(number)) for number in (_FUSED_ROWS, _MOST_ROWS))
+            fitting = body.op("Clip", body.op("Div", self._length, body.const([32])), least, most)
+        else:
+            fitting = body.const([rows])
+        self._tile = body.op("Min", fitting, self._length)
         inner = self.inner = body.inside("loop")
         self._number, self._keep = f"{inner.prefix}number", f"{inner.prefix}keep"
         begun = inner.op("Mul", inner.reshape(self._number, 1), self._tile)
