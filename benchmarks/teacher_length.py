@@ -6,11 +6,11 @@ are the same run with whole maps (``--tile 0``), PyTorch's fused attention, whic
 PyTorch's eager attention with ``output_attentions``, which gives maps of all heads; ``graph alone`` is the pass of
 onnxruntime without what Python makes of it.
 
-Each run is a separate process of 32,768 tokens, at least three samples (two of 32 heads), and the ways take turns at
-each length: the figures are the peak of resident memory, and the least processor seconds of a turn. ``seconds`` are
-of one more sample of a shard, its share of the writing included; ``start`` are all up to the first sample and with
-it, imports left out: the checks before the first record, and the shard's coding errors. Whole maps are left out where
-they would not fit.
+Each run is a separate process of 32,768 tokens, at least three samples (two of 32 heads, and of one a shard), and the
+ways take turns at each length: the figures are the peak of resident memory, and the least processor seconds of a turn.
+``seconds`` are of one more sample of a shard, its share of the writing included; ``start`` are all up to the first
+sample and with it, imports left out: the checks before the first record, and the shard's coding errors. Whole maps
+are left out where they would not fit.
 
 Prints a table, and writes ``teacher_length.json`` here and ``docs/pictures/teacher_length.svg``.
 
@@ -34,7 +34,7 @@ RESULT = Path(__file__).with_suffix(".json")
 PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "teacher_length.svg"
 THREADS = 1
 LONGEST = {"factored": 16384, "graph alone": 16384, "factored, window of 512": 16384, "PyTorch fused": 16384}
-LONGEST |= {"maps": 8192, "factored, 32 heads of 64": 8192}
+LONGEST |= {"maps": 8192, "maps, shards of one sample": 8192, "factored, 32 heads of 64": 8192}
 """Tokens of the longest samples by way; 4,096 for those with whole maps of all heads."""
 WAYS = (
     "factored",
@@ -46,7 +46,7 @@ WAYS = (
     "maps, whole maps",
 )
 OTHERS = ("factored, window of 512", "factored, 32 heads of 64")
-"""Other teachers, which are not drawn."""
+"""Other teachers, which are not drawn; nor is ``maps, shards of one sample``."""
 LABELS = {
     "factored": "shd precompute, queries and keys",
     "graph alone": "its graph alone",
@@ -63,7 +63,7 @@ import numpy as np
 way, length, folder, samples = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
 tokens = np.random.default_rng(0).integers(1, 512, (samples, length))
 form, _, kind = way.partition(", ")
-teacher = folder / (kind if "of" in kind else "plain")
+teacher = folder / (kind if (folder / kind).is_dir() and kind else "plain")
 times = []
 def note(*done): times.append(time.process_time())
 if way.startswith("PyTorch"):
@@ -83,7 +83,7 @@ else:
     from shd_ref.teacher.run.teacher import TeacherRun
     tile = 0 if kind == "whole maps" else None
     most = 2**28 // (4 * length**2) if form == "maps" else samples  # causal maps of a shard of the default size
-    shard = max(1, min(samples, most))
+    shard = 1 if kind == "shards of one sample" else max(1, min(samples, most))
     run = RunOptions(batch_size=1, num_threads=THREADS, tile=tile, samples_per_shard=shard)
     inputs = {"input_ids": tokens, "attention_mask": np.ones_like(tokens)}
     options = PrecomputeOptions(4, form="factored" if form == "graph alone" else form)
@@ -158,7 +158,7 @@ def make_teacher(folder: Path, length: int, kind: str = "plain") -> None:
 
 
 def count_samples(way: str, length: int) -> int:
-    return 2 if way.endswith("32 heads of 64") else max(3, 32768 // length)
+    return 2 if "heads" in way or "shards" in way else max(3, 32768 // length)
 
 
 def run(way: str, length: int, folder: str, turn: int) -> list[float]:
