@@ -7,10 +7,10 @@ PyTorch's eager attention with ``output_attentions``, which gives maps of all he
 onnxruntime without what Python makes of it.
 
 Each run is a separate process of 32,768 tokens, at least three samples (two of 32 heads, and of one a shard), and the
-ways take turns at each length: the figures are the peak of resident memory, and the least processor seconds of a turn.
-``seconds`` are of one more sample of a shard, its share of the writing included; ``start`` are all up to the first
-sample and with it, imports left out: the checks before the first record, and the shard's coding errors. Whole maps
-are left out where they would not fit.
+ways take turns at each length: the figures are the peak of resident memory, and the least processor seconds of a
+turn. ``seconds`` are of one more sample of a shard, its share of the writing included; ``start`` are all up to the
+first sample and with it, imports left out: the checks before the first record, and the shard's coding errors. Whole
+maps are left out where they would not fit.
 
 Prints a table, and writes ``teacher_length.json`` here and ``docs/pictures/teacher_length.svg``.
 
