@@ -732,12 +732,12 @@ def choose_costs() -> Iterator[str]:
 
 @on("docs/teachers.md")
 def teachers_lengths() -> Iterator[str]:
-    runs = load("teacher_length.json")["runs"]
-    whole_maps = runs["factored, whole maps"]
+    file = load("teacher_length.json")
+    runs, earlier = file["runs"], file["gigabytes of an earlier run on two threads"]["factored, whole maps"]
     lengths = "2048", "4096", "8192", "16384"
     for length in lengths:
         own, graph, torch = (runs[way][length] for way in ("factored", "graph alone", "PyTorch fused"))
-        whole = f"{n(whole_maps[length]['gigabytes'], 2)} GB " if length in whole_maps else ""
+        whole = f"{n(earlier[length], 2)} GB " if length in earlier else ""
         seconds = " | ".join(f"{n(row['seconds'], 2)} s" for row in (own, graph, torch))
         gigabytes = f"{n(own['gigabytes'], 2)} GB | {whole}| {n(torch['gigabytes'], 2)} GB"
         yield f"| {int(length):,} | {gigabytes} | {seconds} |"
@@ -747,15 +747,11 @@ def teachers_lengths() -> Iterator[str]:
     ):
         ratios = [runs[way][length]["seconds"] / runs["PyTorch fused"][length]["seconds"] for length in lengths]
         yield said.format(n(min(ratios), 1), n(max(ratios), 1))
-    short, long, whole = (
-        n(runs[way][length]["gigabytes"], 2)
-        for way, length in (("maps", "4096"), ("maps", "8192"), ("maps, whole maps", "4096"))
+    maps = (
+        runs["maps"]["4096"]["gigabytes"],
+        file["gigabytes of an earlier run on two threads"]["maps, whole maps"]["4096"],
     )
-    yield f"needs {short} GB at 4,096 tokens (whole maps {whole} GB) and {long} GB at 8,192"
-    wide = runs["factored, 32 heads of 64"]["8192"]["gigabytes"]
-    yield f"32 heads of 64 at 8,192 tokens need {n(wide, 1)} GB"
-    window = runs["factored, window of 512"]
-    yield f"{n(window['16384']['seconds'] / window['4096']['seconds'], 1)} times as long"
+    yield f"needs {n(maps[0], 2)} GB at 4,096 tokens (whole maps {n(maps[1], 2)} GB)"
 
 
 def plain(text: str) -> str:
