@@ -156,9 +156,8 @@ def choose_students(run: Run, costs: Costs, worths: Worths, count: int) -> list[
     return [chosen[at * len(chosen) // count] for at in range(count)]
 
 
-def measure_search(run: Run, home: Path, count: int = 10) -> dict[str, Any]:
+def measure_search(run: Run, home: Path, costs: Costs, count: int = 10) -> dict[str, Any]:
     """Errors of sums of costs, and processor seconds of the losses of parts and of making students."""
-    costs = Costs(**run.find("costs", lambda: asdict(measure_costs(run))))
     started = time.process_time()
     worths = measure_worths(run)
     seconds: dict[str, Any] = {"losses": time.process_time() - started}
@@ -169,7 +168,7 @@ def measure_search(run: Run, home: Path, count: int = 10) -> dict[str, Any]:
         shrink(str(run.teacher), run.samples.calibration(), studies=studies, **design.options(run.space))
         return time.process_time() - started
 
-    seconds["alone"] = [make(design, None) for design in designs[:: count // 3]]
+    seconds["alone"] = [make(design, None) for design in designs[:: count // 2]]
     with Unfinished(home / "shared", {}) as shared:
         seconds["shared"] = [make(design, shared) for design in designs]
     one, losses = statistics.median(seconds["alone"]), seconds["losses"]
@@ -247,19 +246,17 @@ def main() -> None:
     samples = divide(read_rows(data, teacher, None), read_rows(held_out, teacher, None), 0)
     keeper = Unfinished(home / "stages", {"samples": samples.digest})
     run = Run(teacher, options, keeper, lambda done, total, what: None, samples)
-    run.find("teacher", lambda: study_teacher(run))
     results = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    document = json.loads(arguments.costs.read_text()) if arguments.costs else {}
+    if not (arguments.search and document):  # graphs of the teacher, for times
+        run.find("teacher", lambda: study_teacher(run))
+    costs = Costs(**document.get("costs") or run.find("costs", lambda: asdict(measure_costs(run))))
     if arguments.search:
-        results.setdefault("search", {})[arguments.teacher] = measured = measure_search(run, home)
+        results.setdefault("search", {})[arguments.teacher] = measured = measure_search(run, home, costs)
         RESULT.write_text(json.dumps(results, indent=1) + "\n")
         print(json.dumps(measured, indent=1))
         return
-    if arguments.costs:
-        document = json.loads(arguments.costs.read_text())
-        costs, worths = Costs(**document["costs"]), Worths(**document["worths"])
-    else:
-        costs = Costs(**run.find("costs", lambda: asdict(measure_costs(run))))
-        worths = Worths(**run.find("worths", lambda: asdict(measure_worths(run))))
+    worths = Worths(**document.get("worths") or run.find("worths", lambda: asdict(measure_worths(run))))
     config = replace(prepare_training(run), steps=arguments.steps)
     for count in arguments.layers:
         arms, about, config = choose_arms(run, count, costs, worths, config)
