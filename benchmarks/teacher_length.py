@@ -6,11 +6,11 @@ are the same run with whole maps (``--tile 0``), PyTorch's fused attention, whic
 PyTorch's eager attention with ``output_attentions``, which gives maps of all heads; ``graph alone`` is the pass of
 onnxruntime without what Python makes of it.
 
-Each run is a separate process of 32,768 tokens, at least three samples (two of 32 heads, and of one a shard), and the
+Each run is a separate process of 32,768 tokens, at least four samples (two of 32 heads, and of one a shard), and the
 ways take turns at each length: the figures are the peak of resident memory, and the least processor seconds of a
 turn. ``seconds`` are of one more sample of a shard, its share of the writing included; ``start`` are all up to the
-first sample and with it, imports left out: the checks before the first record, and the shard's coding errors. Whole
-maps are left out where they would not fit.
+second sample and with it, imports left out: the checks before the first record, the shard's coding errors, and the
+opening of sessions. Whole maps are left out where they would not fit.
 
 Prints a table, and writes ``teacher_length.json`` here and ``docs/pictures/teacher_length.svg``.
 
@@ -100,8 +100,9 @@ else:
                    on_progress=progress)
 # Of this process alone: getrusage also knows its parent's peak.
 peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-start, first = times[:2]
-print(int(peak.split()[1]) * 1024 / 1e9, (time.process_time() - first) / (samples - 1), first - start)
+begun = min(2, samples - 1)  # the second sample opens a session without check outputs
+seconds = (time.process_time() - times[begun]) / (samples - begun)
+print(int(peak.split()[1]) * 1024 / 1e9, seconds, times[begun] - times[0])
 """
 
 
@@ -158,7 +159,7 @@ def make_teacher(folder: Path, length: int, kind: str = "plain") -> None:
 
 
 def count_samples(way: str, length: int) -> int:
-    return 2 if "heads" in way or "shards" in way else max(3, 32768 // length)
+    return 2 if "heads" in way or "shards" in way else max(4, 32768 // length)
 
 
 def run(way: str, length: int, folder: str, turn: int) -> list[float]:
