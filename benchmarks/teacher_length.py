@@ -192,7 +192,8 @@ def draw(report: dict[str, Any]) -> None:
     )
     for axis, (key, title, ticks) in zip(axes, drawn, strict=True):
         for number, way in enumerate(WAYS):
-            points = sorted((int(length), row[key]) for length, row in report["runs"][way].items())
+            rows = report["runs"][way].items()
+            points = sorted((int(length), row[key]) for length, row in rows if key in row)
             axis.plot(*zip(*points, strict=True), "o-", color=f"C{number}", markersize=3, label=LABELS[way])
         axis.set(xscale="log", yscale="log", xlabel="tokens of a sample", title=title)
         axis.set_xticks([1024, 2048, 4096, 8192, 16384], ["1,024", "2,048", "4,096", "8,192", "16,384"])

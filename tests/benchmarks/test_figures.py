@@ -737,12 +737,12 @@ def choose_costs() -> Iterator[str]:
 
 @on("docs/teachers.md")
 def teachers_lengths() -> Iterator[str]:
-    file = load("teacher_length.json")
-    runs, earlier = file["runs"], file["gigabytes of an earlier run on two threads"]["factored, whole maps"]
+    runs = load("teacher_length.json")["runs"]
+    whole_maps = runs["factored, whole maps"]
     lengths = "2048", "4096", "8192", "16384"
     for length in lengths:
         own, graph, torch = (runs[way][length] for way in ("factored", "graph alone", "PyTorch fused"))
-        whole = f"{n(earlier[length], 2)} GB " if length in earlier else ""
+        whole = f"{n(whole_maps[length]['gigabytes'], 2)} GB " if length in whole_maps else ""
         seconds = " | ".join(f"{n(row['seconds'], 2)} s" for row in (own, graph, torch))
         gigabytes = f"{n(own['gigabytes'], 2)} GB | {whole}| {n(torch['gigabytes'], 2)} GB"
         yield f"| {int(length):,} | {gigabytes} | {seconds} |"
@@ -752,11 +752,21 @@ def teachers_lengths() -> Iterator[str]:
     ):
         ratios = [runs[way][length]["seconds"] / runs["PyTorch fused"][length]["seconds"] for length in lengths]
         yield said.format(n(min(ratios), 1), n(max(ratios), 1))
-    maps = (
-        runs["maps"]["4096"]["gigabytes"],
-        file["gigabytes of an earlier run on two threads"]["maps, whole maps"]["4096"],
+    short, long, whole = (
+        n(runs[way][length]["gigabytes"], 2)
+        for way, length in (("maps", "4096"), ("maps", "8192"), ("maps, whole maps", "4096"))
     )
-    yield f"needs {n(maps[0], 2)} GB at 4,096 tokens (whole maps {n(maps[1], 2)} GB)"
+    yield f"needs {short} GB at 4,096 tokens (whole maps {whole} GB) and {long} GB at 8,192"
+
+
+@on("docs/training.md")
+def training_long() -> Iterator[str]:
+    runs = load("long_training.json")["runs"]
+    steps = [n(runs[way][length]["gigabytes"], 2) for length in ("16384", "32768") for way in ("attention", "base")]
+    yield f"a step of 16,384 tokens peaked at {steps[0]} GB, and without the term at {steps[1]} GB"
+    yield f"of 32,768 tokens at {steps[2]} and {steps[3]} GB"
+    exact = runs["exact"]["8192"]
+    yield f"Exact targets of 8,192 tokens over 151,936 classes added {n(exact['gigabytes'] - exact['before'], 2)} GB"
 
 
 def plain(text: str) -> str:
