@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from shd_ref.cache import CacheReader, Exact, FinalNorm
@@ -57,11 +57,6 @@ class TeacherHead:
         head = form.head
         return cls(tensors["weight"], tensors.get("bias"), head.scale, head.soft_cap, head.norm, *norm)
 
-    @classmethod
-    def of(cls, layer: nn.Linear) -> Self:
-        """The head that an output layer is, without its graph."""
-        return cls(layer.weight.detach(), None if layer.bias is None else layer.bias.detach())
-
     def to(self, device: torch.device | str) -> Self:
         """A copy on another device."""
         fields: dict[str, Any] = vars(self)
@@ -80,7 +75,7 @@ class TeacherHead:
         hidden = self._normed(states.to(dtype))
         if self.weight.dtype == dtype:
             logits = hidden @ self.weight.mT
-        else:  # classes classes of a narrow matrix are widened at a time
+        else:  # some classes of a narrow matrix are widened at a time
             logits = hidden.new_empty((len(hidden), len(self.weight)))
             for classes in row_chunks(len(self.weight), self.weight.shape[1], self.weight.device, None):
                 torch.matmul(hidden, self.weight[classes].to(dtype).mT, out=logits[:, classes])
