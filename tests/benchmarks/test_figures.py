@@ -235,7 +235,10 @@ def compress_arms() -> Iterator[str]:
     errors = [max(map(abs, results[teacher][count]["cost_errors"])) for teacher, count in counts.items()]
     vit, stories, minilm = (n(100 * error, 1) for error in errors)
     yield f"within {vit}% on the ViT-S below, {stories}% on stories260K and {minilm}% on MiniLM."
-    errors = results["search"]["minilm"]["cost_errors"]
+    search = results["search"]["minilm"]
+    seconds, errors = search["processor_seconds"], search["cost_errors"]
+    yield f"take {n(sum(seconds['shared']))} s of processor time, {n(search['ten_to_one'], 1)} times as much as one"
+    yield f"once in {n(seconds['losses'])} s, ten take {n(search['ten_to_one_with_losses'], 1)} times as much as one"
     yield f"predictions were within {n(100 * max(map(abs, errors)), 1)}% on MiniLM, on one core"
     names = {"minilm": "all-MiniLM-L6-v2, {} of 6", "vit_s": "ViT-S, {} of 12", "stories": "stories260K, {} of 5"}
     for teacher in names:
