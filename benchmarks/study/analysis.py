@@ -48,7 +48,8 @@ class Row:
         gain_interval: of it.
         gain_p: of a t test of these differences; ``gain_holm`` and ``gain_bh`` adjusted, by ``compare_all`` alone.
         over_shd: the same over SHD as its source has it (adjacent pairs, an alpha a map), at this beta where there is
-            such an arm, else at the first beta of the grid. NaN for SHD itself and for the base loss alone.
+            such an arm, else at the first beta of the grid; for a chosen beta, over the beta that is chosen for SHD
+            in the same part. NaN for SHD itself and for the base loss alone.
         over_shd_interval: of it.
         over_shd_p: like ``gain_p``; so are ``over_shd_holm`` and ``over_shd_bh``.
         over_start: by how much ``test`` is better than that of the same arm from the start before: aligned kept heads
@@ -97,17 +98,24 @@ class Row:
 
 def compare(grid: Grid, record: Record) -> list[Row]:
     """One row an arm that was run with any seed, part after part."""
-    rows = []
+    made = []
     for arm in grid.arms:
         runs = {seed: run for seed in range(arm.seeds) if (run := record.found.get(arm.key(seed))) is not None}
         if runs:
-            rows.append(_summarise(grid, record, arm, runs))
-    best: dict[Any, Row] = {}
-    for row in rows:
+            made.append((arm, runs, _summarise(grid, record, arm, runs)))
+    best: dict[Any, tuple[Arm, Row]] = {}
+    for arm, _, row in made:
         key = (row.part, row.method, row.options)
-        if key not in best or _rank(row) > _rank(best[key]):
-            best[key] = row
-    return [Row(**{**asdict(row), "is_chosen": row is best[row.part, row.method, row.options]}) for row in rows]
+        if key not in best or _rank(row) > _rank(best[key][1]):
+            best[key] = arm, row
+    rows = []
+    for arm, runs, row in made:
+        is_chosen = row is best[row.part, row.method, row.options][1]
+        shd = best.get((row.part, "shd", row.options))
+        if is_chosen and shd is not None and arm.method not in (ALONE, "shd"):
+            row = replace(row, **_describe("over_shd", _gains(record, arm, runs, shd[0], row.metric)))
+        rows.append(replace(row, is_chosen=is_chosen))
+    return rows
 
 
 def _rank(row: Row) -> tuple[bool, float]:
@@ -188,21 +196,21 @@ def _summarise(grid: Grid, record: Record, arm: Arm, runs: dict[int, dict[str, A
         valid=mean(f"valid_{metric}"),
         test=float(np.mean(tests)),
         test_interval=half_interval(tests),
-        gain=float(np.mean(gains)) if gains else math.nan,
-        gain_interval=half_interval(gains),
-        gain_p=p_value(gains),
-        over_shd=float(np.mean(over_shd)) if over_shd else math.nan,
-        over_shd_interval=half_interval(over_shd),
-        over_shd_p=p_value(over_shd),
-        over_start=float(np.mean(over_start)) if over_start else math.nan,
-        over_start_interval=half_interval(over_start),
-        over_start_p=p_value(over_start),
+        **_describe("gain", gains),
+        **_describe("over_shd", over_shd),
+        **_describe("over_start", over_start),
         is_chosen=False,
         step_seconds=mean("step_seconds"),
         sample_bytes=mean("sample_bytes"),
         parameter_bytes=mean("parameter_bytes"),
         gradient_share=float(np.mean([run["gradient_share"].get("first", 0.0) for run in runs.values()])),
     )
+
+
+def _describe(column: str, gains: Sequence[float]) -> dict[str, Any]:
+    """The fields of ``Row`` that a comparison fills."""
+    mean = float(np.mean(gains)) if gains else math.nan
+    return {column: mean, f"{column}_interval": half_interval(gains), f"{column}_p": p_value(gains)}
 
 
 def _gains(record: Record, arm: Arm, runs: dict[int, dict[str, Any]], other: Arm | None, metric: str) -> list[float]:
@@ -357,23 +365,17 @@ def write_weights(found: Mapping[str, Sequence[Row]], page: Path) -> None:
 
 
 def weights(found: Mapping[str, Sequence[Row]]) -> str:
-    """Which weights were tried for each arm from random weights, which was chosen by validation, and its gain."""
-    lines = ["| arm | task | steps | weights tried | chosen | gain over base |", "|---|---|--:|---|--:|--:|"]
-    for task, steps in (("images", "120"), ("language", "150")):
-        groups: dict[tuple[str, str], list[Row]] = {}
-        for row in found[task]:
-            if row.part in WEIGHED and row.method != ALONE and row.beta > 0:
-                groups.setdefault((row.part, row.method), []).append(row)
-        for (part, _), own in groups.items():
-            best = next(row for row in own if row.is_chosen)
-            name = best.label.split(",")[0]
-            tried = ", ".join(f"{row.beta:g}" for row in sorted(own, key=lambda row: row.beta))
-            steps_of = "200" if part == "rivals" else steps
-            lines.append(f"| {name} | {task} | {steps_of} | {tried} | {best.beta:g} | {cells(best, False)[3]} |")
+    """Each rival at the weight that validation chose: its gain over the base loss alone, and over SHD at its own."""
+    lines = ["| arm | task | weights tried | chosen | gain over base | over SHD |", "|---|---|---|--:|--:|--:|"]
+    for task in ("images", "language"):
+        own = [row for row in found[task] if row.part == "rivals" and row.method != ALONE]
+        for best in (row for row in own if row.is_chosen):
+            tried = ", ".join(f"{beta:g}" for beta in sorted(row.beta for row in own if row.method == best.method))
+            columns = cells(best, has_starts=False)
+            lines.append(
+                f"| {best.label.split(',')[0]} | {task} | {tried} | {best.beta:g} | {columns[3]} | {columns[5]} |"
+            )
     return "\n".join(lines) + "\n"
-
-
-WEIGHED = ("rivals", "mixing", "losses", "features", "more_features", "more_mixing")
 
 
 def markdown(rows: Sequence[Row], grid: Grid) -> str:

@@ -29,7 +29,7 @@ MARKS = "<!-- hits and misses -->", "<!-- end of hits and misses -->"
 ASKED = ("images", "language", "instructions")
 """Tasks whose pairs the doctor is asked about."""
 UNITS = {"accuracy": (100, "points"), "rouge_l": (100, "points"), "loss": (1, "nats"), "distance": (1, "of distance")}
-DATA = ("labels", "base", "steps", "rate")
+DATA = ("labels", "base", "steps", "rate", "start_rate", "draws")
 """Options and settings that the doctor's answer does not depend on."""
 PLAIN = {"method": "shd", "plan": "progressive", "alpha_per": "map", "temperature": 1.0}
 
@@ -161,13 +161,12 @@ def ask(setting: Setting, work: Path) -> dict[str, Any]:
 def make_table(settings: Sequence[Setting], answers: dict[str, Any]) -> str:
     """Markdown, a line a setting."""
     head = [
-                "setting",
+        "setting",
         "doctor's answer",
         "beta advised",
         "gain by SHD in the study, at the tried beta nearest to the advice",
         "answer: hit?",
         "beta: hit?",
-
     ]
     lines = [head, ["---"] * len(head)]
     for setting in settings:

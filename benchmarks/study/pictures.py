@@ -22,10 +22,9 @@ from benchmarks.study.runs import Record
 
 
 def draw_all(rows: Sequence[Row], grid: Grid, record: Record, folder: Path) -> None:
-    """Gains with their intervals, gain by beta, and curves where they were measured."""
+    """Gains with their intervals, and curves where they were measured."""
     folder.mkdir(parents=True, exist_ok=True)
     draw_gains(rows, folder / f"{grid.task}-gains.png")
-    draw_betas(rows, folder / f"{grid.task}-betas.png")
     draw_curves(grid, record, folder / f"{grid.task}-curves.png")
 
 
@@ -48,30 +47,6 @@ def draw_gains(rows: Sequence[Row], path: Path) -> None:
     unit = "points" if scale == 100 else "nats a token" if own[0].metric == "loss" else own[0].metric
     axis.set_xlabel(f"gain over the base loss alone, {unit} (95% interval)", fontsize=8)
     axis.grid(axis="x", linewidth=0.4, alpha=0.5)
-    _save(figure, path)
-
-
-def draw_betas(rows: Sequence[Row], path: Path) -> None:
-    """Gain by beta, a line for each method and options with more than one beta."""
-    lines: dict[tuple[str, str, str], list[Row]] = {}
-    for row in rows:
-        if not math.isnan(row.gain) and row.beta > 0:
-            lines.setdefault((row.part, row.method, row.options), []).append(row)
-    lines = {key: sorted(own, key=lambda row: row.beta) for key, own in lines.items() if len(own) > 1}
-    if not lines:
-        return
-    figure, axis = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
-    for (part, _, _), own in lines.items():
-        scale = 100 if own[0].metric in ("accuracy", "rouge_l") else 1
-        label = f"{part}: {own[0].label.replace(f', beta {own[0].beta:g}', '')}"
-        gains, halves = [scale * row.gain for row in own], [scale * row.gain_interval for row in own]
-        axis.errorbar([r.beta for r in own], gains, yerr=halves, marker="o", markersize=3, capsize=2, label=label)
-    axis.axhline(0, color="black", linewidth=0.8)
-    axis.set_xscale("log")
-    axis.set_xlabel("beta")
-    unit = "points" if rows[0].metric in ("accuracy", "rouge_l") else rows[0].metric
-    axis.set_ylabel(f"gain over the base loss alone, {unit}\nmean, 95% interval", fontsize=8)
-    axis.legend(fontsize=6, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     _save(figure, path)
 
 
@@ -113,8 +88,8 @@ def draw_curves(grid: Grid, record: Record, path: Path) -> None:
 
 
 STARTS = {
-    "language": (("length", "random"), ("pretrained", "pretrained"), ("start", "squeezed")),
-    "images": (("flat", "random"), ("pretrained", "pretrained"), ("start", "squeezed")),
+    "language": (("last", "random"), ("pretrained_long", "pretrained"), ("last_start", "squeezed")),
+    "images": (("draws", "random"), ("pretrained", "pretrained"), ("start", "squeezed")),
 }
 """Part and start of each column of ``draw_starts``, a line of it for each task."""
 TITLES = {"language": "stories, nats per token", "images": "digits, points of accuracy"}
@@ -140,7 +115,8 @@ def draw_starts(record: Record, path: Path) -> None:
                 axis.errorbar(places, means, yerr=halves, label=label, **style)
                 seeds = len(next(iter(gains.values())))
                 axis.set_xscale("log")
-                axis.set_xticks(list(gains), [str(step) for step in gains], fontsize=7)
+                labels = [f"{step / 1000:g}k" if step >= 1000 else str(step) for step in gains]
+                axis.set_xticks(list(gains), labels, fontsize=7)
             if seeds == 0:
                 axis.axis("off")
                 continue

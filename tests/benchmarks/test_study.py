@@ -67,7 +67,7 @@ def test_a_quick_study_of_images_stops_and_goes_on(tmp_path: Path, capsys: pytes
     assert {"base loss alone", "SHD, beta 0.1", "SHD, beta 1", "linear projector, beta 0.1"} <= set(rows)
     assert rows["linear projector, beta 0.1"]["over_shd"] != "nan"
     assert rows["SHD, beta 0.1"]["over_shd"] == "nan"
-    assert {path.name for path in tmp_path.glob("*.png")} == {"images-gains.png", "images-betas.png"}
+    assert {path.name for path in tmp_path.glob("*.png")} == {"images-gains.png"}
     assert all(len(run["start"]) == 16 for run in runs)
     by_start = {(run["options"]["start"], run["seed"]): run["start"] for run in runs}
     assert all(run["start"] == by_start[run["options"]["start"], run["seed"]] for run in runs)
@@ -176,19 +176,25 @@ def test_gains_are_paired_and_intervals_are_students() -> None:
             ("shd", 0.1, "progressive"),
             ("shd", 1.0, "progressive"),
             ("hard", 0.1, "matched"),
+            ("constant", 0.1, "progressive"),
+            ("constant", 1.0, "progressive"),
         )
     )
     grid = Grid("toy", 3, arms, {"beta": ""}, ("start",))
     record = Record(Path("absent"))
     tests = [[3.0, 2.0, 4.0], [2.9, 1.8, 3.7], [2.0, 1.0, 3.0], [2.8, 1.9, 3.8]]
+    tests += [[9.0, 9.0, 9.0], [-3.0, -4.0, -2.0]]
     for arm, losses in zip(arms, tests, strict=True):
         for seed, loss in enumerate(losses):
             valid = loss + (5.0 if arm.options["beta"] == 1.0 else 0.0)
             figures = {"test_loss": loss, "valid_loss": valid, "step_seconds": 0.1, "gradient_share": {}}
             record.found[arm.key(seed)] = figures | {"sample_bytes": 8, "parameter_bytes": 0}
-    base, small, large, hard = compare(grid, record)
+    base, small, large, hard, worse, better = compare(grid, record)
     assert hard.gain == pytest.approx(0.5 / 3)  # a plan makes no difference to the base loss
     assert hard.over_shd == pytest.approx(-0.1 / 3)  # against the same beta
+    assert better.is_chosen
+    assert better.over_shd == pytest.approx(5.8)  # against the beta that validation chose for SHD
+    assert worse.over_shd == pytest.approx(9.0 * -1 + 2.8)  # against the same beta
     assert math.isnan(small.over_shd)
     assert math.isnan(base.gain)
     assert small.gain == pytest.approx(0.2)  # a smaller loss is better

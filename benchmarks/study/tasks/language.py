@@ -164,15 +164,15 @@ class Language:
         return start_student(arm.options["start"], teacher, calibration, make_own, heads=heads, layers=layers)
 
     def _pretrain(self, model: Any, heads: int, seed: int) -> Any:
-        """The student trained on windows that are not among those of the study, without the teacher; kept."""
-        depends = ("corpus", "length", "windows", "teacher", "pretraining")
+        """The student trained without the teacher, on other windows than the study's or on the same; kept."""
+        settings = {"pretraining_windows": "other"} | self.settings
+        windows = self.windows if settings["pretraining_windows"] == "same" else self.other_windows
+        depends = ("corpus", "length", "windows", "teacher", "pretraining", "pretraining_windows")
         return keep_trained(
-            kept_place(self.folder, f"language-pretrained-{heads}-{seed}", self.settings, *depends),
+            kept_place(self.folder, f"language-pretrained-{heads}-{seed}", settings, *depends),
             model,
-            lambda student, index: _cross_entropy(
-                student(input_ids=self.other_windows[index]).logits, self.other_windows[index]
-            ),
-            size=len(self.other_windows),
+            lambda student, index: _cross_entropy(student(input_ids=windows[index]).logits, windows[index]),
+            size=len(windows),
             seed=seed,
             **self.settings["pretraining"],
         ).requires_grad_(True)
