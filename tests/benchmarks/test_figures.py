@@ -121,6 +121,9 @@ def students_lasting() -> Iterator[str]:
     for start in ("random", "squeezed"):
         gains = [pm(shd_gain(start, mark), 3, sign=True) for mark in (150, 600, 1000, 3000)]
         yield f"{gains[0]}, {gains[1]}, {gains[2]} and {gains[3]}"
+    for shd, said in ((False, "by {} from random weights and {}"), (True, "is significant ({}, {})")):
+        rises = [pm(steps(one, shd, 3000) - steps(one, shd, 2000), 3, sign=shd) for one in ("random", "squeezed")]
+        yield said.format(*rises)
     lead = steps("random", True, 3000) - steps("squeezed", False, 3000)
     yield f"still better, by {pm(lead, 3)} nats"
 
@@ -406,6 +409,7 @@ def study_by_start() -> Iterator[str]:
         ("language", "last_start", "", "squeezed, stories, 3,000 steps"),
         ("images", "start", ", start squeezed", "squeezed, digits, 300 steps"),
         ("images", "start", ", start kept", "kept heads, digits, 300 steps"),
+        ("vit_s", "start", "", "squeezed, ViT-S, 300 steps"),
         ("instructions", "start", ", start squeezed", "squeezed, instructions, 300 steps"),
         ("instructions", "start", ", start kept", "kept heads, instructions, 300 steps"),
     ):
@@ -414,7 +418,7 @@ def study_by_start() -> Iterator[str]:
         own = [row for row in own if row["label"].endswith(start) or row["part"] != part]
         own.sort(key=lambda row: float(row["beta"]))
         digits, unit = (3, "nats") if task == "language" else (1, "points")
-        digits += start != "" and task == "language"
+        digits += (start != "" or part == "pretrained") and task == "language"
         gains = [gain(task, row["part"], row["label"], digits, sign=True, bare=True) for row in own]
         cells = [
             f"{text} (beta {n(float(row['beta']), 3, bare=True).rstrip('0')}, {share(row, share_digits(row))})"
@@ -465,7 +469,7 @@ def study_answers() -> Iterator[str]:
     rouge = gain("instructions", "kd", label, 1, sign=True)
     yield f"Rouge-L {rouge}, with MiniLLM {gain('instructions', 'minillm', label, 2, sign=True, bare=True)}"
     large = gain("generation", "table1", "SHD, beta 1, base kd", 1, sign=True)
-    yield f"Generation: {large} of Frechet distance at beta 1"
+    yield f"generation (Frechet distance {large} at beta 1)"
     copied = gain("images", "copy", "attention copy", 1), gain("language", "copy", "attention copy", 2, bare=True)
     yield f"{copied[0]} points on digits and {copied[1]} nats on stories"
 
@@ -497,7 +501,7 @@ def study_rivals() -> Iterator[str]:
     yield f"a constant {other[2]} and {other[3]}"
     plans = over("images", "matching", "SHD, beta 0.1, plan matched, alpha_per map", 1)
     alphas = over("images", "matching", "SHD, beta 0.1, plan progressive, alpha_per row", 1)
-    yield f"On digits no: {plans} and {alphas} points"
+    yield f"Not significantly on digits: {plans} and {alphas} points"
 
 
 @on("docs/study.md")
@@ -510,8 +514,17 @@ def study_harms() -> Iterator[str]:
     yield f"beta .1 on the squeezed start of stories, {starts[0]} nats, and on kept heads, {starts[1]}"
     kept = gain("instructions", "start", "SHD, beta 0.1, start kept", 1, bare=True)
     yield f"on kept heads of instructions, {kept} points"
-    trained = [gain("language", "pretrained", f"SHD, beta {beta}", 3, bare=True) for beta in ("0.005", "0.02", "0.1")]
-    yield f"trained before, {trained[0]}, {trained[1]} and {trained[2]} nats"
+    losses = {
+        (run["options"]["method"], run["seed"]): run["test_loss"]
+        for run in runs_of_study()
+        if (run["task"], run["options"].get("start")) == ("instructions", "pretrained")
+        and run["options"]["beta"] in (0.0, 0.1)
+    }
+    harm = np.array([losses["base", seed] - losses["shd", seed] for seed in SEEDS])
+    rouge = gain("instructions", "pretrained", "SHD, beta 0.1", 1, bare=True)
+    yield f"trained before, {pm(harm, 3, bare=True)} nats of cross entropy (Rouge-L {rouge}, not significant)"
+    trained = [gain("language", "pretrained", f"SHD, beta {beta}", 4, bare=True) for beta in ("0.005", "0.02", "0.1")]
+    yield f"trained before on other windows, {trained[0]}, {trained[1]} and {trained[2]} nats"
     yield f"({gain('language', 'pretrained_rate', 'SHD, beta 0.02', 3, bare=True)} at the learning rate"
     own = [gain("language", "rivals", f"{one}, beta 1", 2, bare=True) for one in ("SHD", "mean", "reverse kl")]
     yield f"after 200 steps with a weight of 1: SHD {own[0]}, means {own[1]}, reverse KL {own[2]}"
@@ -589,6 +602,8 @@ def choose_study() -> Iterator[str]:
         for row in rows("language")
         if (row["part"], row["method"]) == ("pretrained", "shd")
     )
+    lasting = [gain("language", "pretrained_long", f"SHD, beta {beta}", 3, bare=True) for beta in ("0.02", "0.005")]
+    yield f"steps 0.02 gained {lasting[0]} and 0.005 {lasting[1]}"
 
 
 @on("docs/doctor.md")
