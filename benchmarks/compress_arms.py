@@ -12,10 +12,12 @@ Teachers: all-MiniLM-L6-v2 (sentences; int8, batch 1 and 32); the ViT-S of ``img
 
 ``--search`` measures the search instead: how far sums of costs are off for students of mixed sizes, and the processor
 time of making one student from nothing, ten from shared statistics of the teacher, and the losses of parts.
+``--probe`` measures whether SHD lowers the loss of the students in ``--costs``, as ``compress`` does.
 
 Prints a table and adds to ``compress_arms.json`` here; a killed run resumes in ``--work``.
     python -m benchmarks.compress_arms minilm --layers 3
     python -m benchmarks.compress_arms minilm --search
+    python -m benchmarks.compress_arms minilm --probe --costs benchmarks/compress_minilm.json
 """
 
 from __future__ import annotations
@@ -47,10 +49,11 @@ from shd_torch.compress.run import study_teacher
 from shd_torch.compress.samples import divide, read_rows
 from shd_torch.compress.space import Design
 from shd_torch.compress.stages import Run
-from shd_torch.compress.students import compare, prepare_training
+from shd_torch.compress.students import MAPS, compare, prepare_training, probe_shd
 from shd_torch.compress.task import model_run
 from shd_torch.compress.training import BATCH, TrainingConfig, train
 from shd_torch.compress.worth import Worths, measure_worths
+from shd_torch.export import example_inputs, export_teacher
 from shd_torch.shrink import shrink
 from shd_torch.shrink.unfinished import Unfinished
 
@@ -228,11 +231,27 @@ def train_rival(
     return {use: run.judge(use).measure(model_run(student.eval())).value for use in ("choices", "held_out")}
 
 
+def probe_students(run: Run, students: list[dict[str, Any]]) -> dict[str, Any]:
+    """What SHD adds to the first steps of students that ``compress`` chose."""
+    run.graphs.mkdir(parents=True, exist_ok=True)
+    if not (run.graphs / MAPS).exists():
+        export_teacher(run.model, example_inputs(run.model), run.graphs / MAPS)
+    answers = {}
+    for student in students:
+        rate = student.get("learning_rate", RATES[1])
+        config = TrainingConfig(run.samples.train, run.folder, 0, run.options.seed, False, rate)
+        answer = probe_shd(run, Wish(student["name"], student["wish"], []), student["chosen"], config)
+        answers[student["name"]] = answer | {"machine": processor()}
+        print(student["name"], answer, flush=True)
+    return answers
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("teacher", choices=TEACHERS)
     parser.add_argument("--layers", type=int, nargs="+", default=[], help="numbers of kept layers")
     parser.add_argument("--search", action="store_true", help="measure costs and the making of students")
+    parser.add_argument("--probe", action="store_true", help="whether SHD helps the students of --costs")
     parser.add_argument("--arms", nargs="+", help="only these")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
@@ -248,6 +267,12 @@ def main() -> None:
     run = Run(teacher, options, keeper, lambda done, total, what: None, samples)
     results = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     document = json.loads(arguments.costs.read_text()) if arguments.costs else {}
+    document = document.get("compress", document)  # a file of compress_minilm.py, or a compress.json
+    if arguments.probe:
+        results.setdefault("shd", {})[arguments.teacher] = measured = probe_students(run, document["students"])
+        RESULT.write_text(json.dumps(results, indent=1) + "\n")
+        print(json.dumps(measured, indent=1))
+        return
     if not (arguments.search and document):  # graphs of the teacher, for times
         run.find("teacher", lambda: study_teacher(run))
     costs = Costs(**document.get("costs") or run.find("costs", lambda: asdict(measure_costs(run))))

@@ -153,7 +153,7 @@ def _with_maps(run: Run, wish: Wish, row: Mapping[str, Any], config: TrainingCon
     return replace(config, cache=_write_cache(run, config.rows, options, name, "maps are merged"), shd=True)
 
 
-def _probe_shd(run: Run, wish: Wish, row: Mapping[str, Any], config: TrainingConfig) -> dict[str, Any]:
+def probe_shd(run: Run, wish: Wish, row: Mapping[str, Any], config: TrainingConfig) -> dict[str, Any]:
     """What SHD adds to a short training: losses of pairs with the same order of samples, an interval over seeds."""
     steps = SHORT_STEPS[0]
     config = replace(config, rows=config.rows[: steps * BATCH], steps=steps)
@@ -169,13 +169,14 @@ def _probe_shd(run: Run, wish: Wish, row: Mapping[str, Any], config: TrainingCon
         gains.append(without["loss"] - with_maps["loss"])
     shutil.rmtree(config.cache, ignore_errors=True)
     mean, margin = sum(gains) / len(gains), half_width(np.array(gains)) or 0.0
-    why = f"SHD lowered the loss by {mean:.2g} ± {margin:.2g} after {steps} steps ({SHD_SEEDS} seeds)"
+    change = f"{'raised' if mean < 0 else 'lowered'} the loss by {abs(mean):.2g} ± {margin:.2g}"
+    why = f"SHD {change} after {steps} steps ({SHD_SEEDS} seeds)"
     return {"is_used": mean > margin, "why": why, "gains": gains}
 
 
 def train_best(run: Run, wish: Wish, row: dict[str, Any], config: TrainingConfig, minutes: float) -> dict[str, Any]:
     """The chosen student after its whole training, with its graphs judged and timed."""
-    shd = run.find(f"shd-{wish.name}", lambda: _probe_shd(run, wish, row, config))
+    shd = run.find(f"shd-{wish.name}", lambda: probe_shd(run, wish, row, config))
     steps = max(SHORT_STEPS[0], int(60 * minutes / max(row["rounds"][-1]["pace"], 1e-6)))
     folder, checkpoints = (run.folder / f"{kind}-{wish.name}" for kind in ("trained", "training"))
     if not (folder / "shrink.json").is_file():
