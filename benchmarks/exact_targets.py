@@ -264,8 +264,8 @@ def measure_training(steps: int, seeds: int, done: Collection[str]) -> Iterator[
             row = {"way": way, "bytes": cost, "tokens": LENGTH * len(share), "losses": losses}
             if way.startswith("exact"):
                 expected = expected or train(live, texts, 0, 100)[1]
-                made = train(read, texts, 0, 100)[1]
-                row["off the live teacher"] = max(abs(a - b) for a, b in zip(made, expected, strict=True))
+                curve = train(read, texts, 0, 100)[1]
+                row["off the live teacher"] = max(abs(a - b) for a, b in zip(curve, expected, strict=True))
             yield row | {"mean": statistics.mean(losses)}
 
 

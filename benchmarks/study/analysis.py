@@ -98,18 +98,18 @@ class Row:
 
 def compare(grid: Grid, record: Record) -> list[Row]:
     """One row an arm that was run with any seed, part after part."""
-    made = []
+    summaries = []
     for arm in grid.arms:
         runs = {seed: run for seed in range(arm.seeds) if (run := record.found.get(arm.key(seed))) is not None}
         if runs:
-            made.append((arm, runs, _summarise(grid, record, arm, runs)))
+            summaries.append((arm, runs, _summarise(grid, record, arm, runs)))
     best: dict[Any, tuple[Arm, Row]] = {}
-    for arm, _, row in made:
+    for arm, _, row in summaries:
         key = (row.part, row.method, row.options)
         if key not in best or _rank(row) > _rank(best[key][1]):
             best[key] = arm, row
     rows = []
-    for arm, runs, row in made:
+    for arm, runs, row in summaries:
         is_chosen = row is best[row.part, row.method, row.options][1]
         shd = best.get((row.part, "shd", row.options))
         if is_chosen and shd is not None and arm.method not in (ALONE, "shd"):

@@ -26,7 +26,7 @@ class Costs:
     Attributes:
         base: of what is outside the layers.
         heads: of a layer's attention, beyond the smallest's, by its number of heads ``(settings, options)``.
-        neurons: of a layer with the smallest attention, by its number of neurons, likewise.
+        neurons: of a layer with the smallest attention, by its number of neurons ``(settings, options)``.
         teacher: of the teacher, fused and in float.
         errors: of students of mixed sizes, the sum over the measured time, less 1.
     """

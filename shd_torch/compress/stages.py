@@ -67,7 +67,7 @@ class Run:
     def write_graphs(self, model: Any, name: str) -> dict[str, Path]:
         """A model as it is deployed: ``float``, and ``int8`` if asked for, the last being the one to run."""
         path = self.graphs / f"{name}.onnx"
-        for file in self.graphs.glob(f"{name}.*"):  # of another student, whose weights may lie beside its graph
+        for file in self.graphs.glob(f"{name}.*"):  # an earlier student's graphs and their weight files
             file.unlink()
         export_student(model, example_inputs(model), path)
         if not self.options.int8:

@@ -55,7 +55,7 @@ def prepare_training(run: Run) -> TrainingConfig:
 
 
 def _write_cache(run: Run, rows: Sequence[Row], options: PrecomputeOptions, name: str, what: str) -> Path:
-    """The teacher's outputs for samples; goes on where an earlier run stopped."""
+    """The teacher's outputs for samples; resumes an interrupted run."""
     cache = run.folder / name
     tell = run.tell(what)
     students = [(cache, options)]

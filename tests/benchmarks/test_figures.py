@@ -209,12 +209,12 @@ def compress_minilm() -> Iterator[str]:
         " / ".join(n(loops["teacher"][batch] / loops[name][batch], 2) for batch in ("1", "32"))
         for name in ("4.25x, int8", "6.2x, int8")
     )
-    beside = [
+    over_int8 = [
         " / ".join(n(loops["teacher, int8"][batch] / loops[name][batch], 2) for batch in ("1", "32"))
         for name in ("4.25x, int8", "6.2x, int8")
     ]
     yield f"{first} and {second} times faster than the teacher"
-    yield f", and {beside[0]} and {beside[1]} times faster than its int8"
+    yield f", and {over_int8[0]} and {over_int8[1]} times faster than its int8"
     errors = [abs(error) for error in result["compress"]["costs"]["errors"]]
     yield f"within {n(100 * sorted(errors)[-2], 1)}% in five of six cases and {n(100 * max(errors), 1)}% off in one"
 
@@ -497,11 +497,13 @@ def study_rivals() -> Iterator[str]:
         ]
         line = next((line for line in page.splitlines() if line.startswith(f"| `{method}` |")), "| | |")
         yield f"| `{method}` | {line.split('|')[2].strip()} | {' | '.join(cells)} |".replace("  ", " ")
-    other = [
-        over("language", part, f"{one}, beta 0.1", 3) for one in ("hard", "constant") for part in ("text", "heads")
+    differences = [
+        over("language", part, f"{method}, beta 0.1", 3)
+        for method in ("hard", "constant")
+        for part in ("text", "heads")
     ]
-    yield f"hard selection {other[0]} nats on WikiText-2 and {other[1]} with 2 heads"
-    yield f"a constant {other[2]} and {other[3]}"
+    yield f"hard selection {differences[0]} nats on WikiText-2 and {differences[1]} with 2 heads"
+    yield f"a constant {differences[2]} and {differences[3]}"
     plans = over("images", "matching", "SHD, beta 0.1, plan matched, alpha_per map", 1)
     alphas = over("images", "matching", "SHD, beta 0.1, plan progressive, alpha_per row", 1)
     yield f"Not significantly on digits: {plans} and {alphas} points"

@@ -121,14 +121,14 @@ def test_a_students_prefix_of_the_classes(divergence: str) -> None:
     head = replace(head_of(), bias=bias, scale=0.7, soft_cap=500.0)
     parts = random(*ROWS, OWN, seed=23), random(CLASSES, OWN, seed=24)
     keywords: dict[str, Any] = {"divergence": divergence, "temperature": 1.5, "loss_mask": MASK, "chunk_rows": 2}
-    made = pairs_of(partial(linear_kd_loss, ExactTargets(states, head), vocab_size=size, **keywords), *parts)
+    actual = pairs_of(partial(linear_kd_loss, ExactTargets(states, head), vocab_size=size, **keywords), *parts)
     hidden, weight = parts
     expected = pairs_of(
         partial(linear_kd_loss, whole_logits(states, head)[..., :size], **keywords), hidden, weight[:size]
     )
-    torch.testing.assert_close(made[:2], expected[:2], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(made[2][:size], expected[2], rtol=1e-12, atol=1e-12)
-    assert not made[2][size:].any()
+    torch.testing.assert_close(actual[:2], expected[:2], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(actual[2][:size], expected[2], rtol=1e-12, atol=1e-12)
+    assert not actual[2][size:].any()
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -77,7 +77,7 @@ class Vectors(Rows):
         return values
 
     def decode_rows(self, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """Rows of bytes as numbers, whatever these are."""
+        """The numbers ``(R, D)`` that rows of bytes hold, NaN and infinity included."""
         steps, codes = self._split(np.ascontiguousarray(rows))
         values = codes.astype(np.float32)
         return values if steps is None else values * steps

@@ -162,9 +162,9 @@ def test_every_cut_and_every_bit_of_its_header_is_refused(tmp_path: Path) -> Non
     whole = path.read_bytes()
     read_sample(path, -1, head)
     damaged = [whole[:size] for size in range(len(whole))]
-    for place in range(8 + int.from_bytes(whole[:8], "little")):
-        flipped = (bytes([whole[place] ^ 1 << bit]) for bit in range(8))
-        damaged += [whole[:place] + byte + whole[place + 1 :] for byte in flipped]
+    for offset in range(8 + int.from_bytes(whole[:8], "little")):
+        flipped = (bytes([whole[offset] ^ 1 << bit]) for bit in range(8))
+        damaged += [whole[:offset] + byte + whole[offset + 1 :] for byte in flipped]
     for data in damaged:
         path.write_bytes(data)
         with refusal("inputs-invalid", "hs_0.safetensors"):
@@ -249,8 +249,8 @@ def test_the_head_of_a_folder_makes_the_models_logits(tmp_path: Path, family: st
     with torch.no_grad():
         expected = model(torch.arange(3, 12)[None]).logits[0]
     for before_norm, rows in zip((True, False), states, strict=True):
-        made = read_hf_head(tmp_path, before_norm=before_norm).logits(rows.numpy())
-        np.testing.assert_allclose(made, expected.numpy(), rtol=1e-4, atol=1e-5)
+        logits = read_hf_head(tmp_path, before_norm=before_norm).logits(rows.numpy())
+        np.testing.assert_allclose(logits, expected.numpy(), rtol=1e-4, atol=1e-5)
 
 
 def test_a_link_out_of_the_folder_is_refused(served: Path, tmp_path: Path) -> None:
