@@ -200,7 +200,7 @@ def check_temperature(temperature: Any) -> float:
     return check_number("temperature", temperature, "TEMP-1", above=0)
 
 
-def check_option(name: str, value: object, options: tuple[str, ...], spec_id: str) -> None:
+def check_option(name: str, value: object, options: tuple[str, ...], spec_id: str | None = None) -> None:
     """An option must be one of its list."""
     if value not in options:
         raise ShdError("argument-value", f"{name} must be one of {', '.join(options)}; got {value!r}", spec_id)

@@ -10,7 +10,7 @@ import numpy as np
 from shd_ref.errors import ShdError
 
 
-def check_integer(name: str, value: object, low: int, high: int | None, spec_id: str) -> int:
+def check_integer(name: str, value: object, low: int, high: int | None, spec_id: str | None = None) -> int:
     """An integer from ``low`` to ``high``, or without an end; booleans and floats are refused (ERR-6)."""
     try:
         number = as_index(value)
@@ -26,7 +26,7 @@ def check_integer(name: str, value: object, low: int, high: int | None, spec_id:
 def check_number(
     name: str,
     value: object,
-    spec_id: str,
+    spec_id: str | None = None,
     *,
     above: float = -math.inf,
     least: float = -math.inf,

@@ -23,7 +23,7 @@ REALS = INTEGERS | {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _AXES = {4: ("sample", "head", "row", "key"), 3: ("sample", "head", "row")}
 
 
-def check_option(name: str, value: object, options: tuple[str, ...], spec_id: str) -> None:
+def check_option(name: str, value: object, options: tuple[str, ...], spec_id: str | None = None) -> None:
     """An option must be one of its list."""
     if value not in options:
         raise ShdError("argument-value", f"{name} must be one of {', '.join(options)}; got {value!r}", spec_id)
@@ -34,14 +34,14 @@ def check_weights(weights: Tensor, name: str, spec_id: str) -> None:
     _check_entries(weights, (weights < 0) | (weights > 1), "mixing-invalid", f"{name} must lie in [0, 1]", spec_id)
 
 
-def check_shape(value: Any, name: str, shape: Sequence[int], spec_id: str, remedy: str = "") -> None:
+def check_shape(value: Any, name: str, shape: Sequence[int], spec_id: str | None = None, *, remedy: str = "") -> None:
     """The argument must have exactly this shape."""
     if tuple(value.shape) != tuple(shape):
         got = f"{tuple(value.shape)}{remedy}"
         raise ShdError("argument-shape", f"{name} must have shape {tuple(shape)}; got {got}", spec_id)
 
 
-def check_shapes(fit: bool, rule: str, spec_id: str, *tensors: Tensor) -> None:
+def check_shapes(fit: bool, rule: str, *tensors: Tensor, spec_id: str | None = None) -> None:
     """Shapes must fit together, by a rule without numbers: a compiled graph would be bound to them."""
     if not fit:
         shapes = " and ".join(str(tuple(tensor.shape)) for tensor in tensors)
@@ -64,7 +64,7 @@ def check_real(
 ) -> None:
     """The argument must be a real tensor with ``ndim`` axes and, with ``check``, finite entries (MAP-4, MAP-5)."""
     check_dtype(value, REALS, f"{name} must be a tensor of integers or of floating point above 8 bits", "MAP-5")
-    check_shapes(ndim is None or value.ndim == ndim, f"{name} must have {ndim} axes", "MAP-4", value)
+    check_shapes(ndim is None or value.ndim == ndim, f"{name} must have {ndim} axes", value, spec_id="MAP-4")
     if check:
         bad = torch.isnan(value) | torch.isposinf(value) if allow_minus_inf else ~torch.isfinite(value)
         _check_entries(value, bad, "not-finite", f"{name} must be finite", "MAP-5", layer)
@@ -153,7 +153,7 @@ def map_dtype(attn_probs: Tensor) -> torch.dtype:
     return attn_probs.dtype if attn_probs.dtype.is_floating_point else torch.float32
 
 
-def check_dtype(value: object, dtypes: Collection[torch.dtype], rule: str, spec_id: str) -> None:
+def check_dtype(value: object, dtypes: Collection[torch.dtype], rule: str, spec_id: str | None = None) -> None:
     """The argument must be a tensor of one of these dtypes."""
     if not isinstance(value, Tensor) or value.dtype not in dtypes:
         kind = value.dtype if isinstance(value, Tensor) else type(value).__name__

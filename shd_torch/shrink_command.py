@@ -146,7 +146,7 @@ def shrink(
                     **options,
                 )
             print_starts(starts)
-    has_stack = "stack" in made.report  # of which shrink.json cannot say the attention calls (STUDENT-9)
+    has_stack = "stack" in made.report  # of which shrink.json cannot say the attention calls
     is_equal = isinstance(made.report["student"]["heads"], int)
     following = []
     if not has_stack:
@@ -247,7 +247,7 @@ def following_commands(
     *,
     has_equal_layers: bool = True,
 ) -> list[str]:
-    """The commands that make this student's cache: with maps where its layers have equal heads (CUSTOM-3)."""
+    """The commands that make this student's cache: with maps where its layers have equal heads."""
     import torch
 
     from shd_torch.capture.outputs import read_logits

@@ -79,7 +79,7 @@ def squeeze_denoiser(
 ) -> Denoiser:
     """Some layers of a denoiser as one of its width and fewer, wider heads.
 
-    A group's queries, keys and values lie side by side in one head (HEAD-9), so that the weights are the teacher's in
+    A group's queries, keys and values lie side by side in one head, so that the weights are the teacher's in
     another order, and queries carry C and the ratio of the scales.
 
     Args:

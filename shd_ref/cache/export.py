@@ -7,7 +7,7 @@ samples in stored order. A sample is these members, whose names begin with its i
     <index>-<key>.alphas.npy   (layers, n_pairs) float32, with a last axis n where every row has its own
     <index>-<key>.mixing.npy   (layers, H_s, H_t) float32, with a last axis n by row; only where the cache has it
     <index>-<key>.logits.npy   all logits, (R, V) float32; or, where the cache holds some classes of each row,
-                               logits_ids (int32), logits_log_probs and logits_log_tail (float32), as in KD-8
+                               logits_ids (int32), logits_log_probs and logits_log_tail (float32)
     <index>-<key>.H03.npy      hidden states of the teacher's layer 3, (R, width) float32
     <index>-<key>.last.npy     what the teacher's head reads, (R, width) float32; the head's file is copied
     <index>-<key>.json         {"index": ..., "key": ..., "length": n, "seed": ... or null}

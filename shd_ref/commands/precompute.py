@@ -111,7 +111,7 @@ def precompute(
 def _read_student(
     folder: Path, options: partial[PrecomputeOptions], student_heads: tuple[int, ...] | None
 ) -> tuple[partial[PrecomputeOptions], tuple[int, ...]]:
-    """The options with what ``shrink.json`` says (STUDENT-6)."""
+    """The options with what ``shrink.json`` says."""
     from shd_ref.shrink.student import read_student
 
     names = ("num_student_layers", "layer_pairs", "sites", "plan")
@@ -119,7 +119,7 @@ def _read_student(
     for name, value in values.items():
         if value is not None and value != getattr(PrecomputeOptions, name, None):
             message = f"{option_of(name)} must not be given with --student, which sets it; got {value!r}"
-            raise ShdError("argument-value", message, "STUDENT-6")
+            raise ShdError("argument-value", message)
     made = read_student(folder)
     fixed = {"num_student_layers": made.num_layers, "layer_pairs": made.layer_pairs, "plans": made.plans}
     return partial(options.func, **options.keywords | fixed), (made.num_heads,)

@@ -188,7 +188,7 @@ def _corrupt(problem: str) -> ShdError:
 
 
 class TopkTargets(NamedTuple):
-    """The k likeliest classes of every row, and the mass of all others in one number (KD-8)."""
+    """The k likeliest classes of every row, and the mass of all others in one number."""
 
     ids: Ids  # (..., k), ascending
     log_probs: NDArray[np.float64]  # (..., k), log P at the temperature

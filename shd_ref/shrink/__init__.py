@@ -1,6 +1,6 @@
 """A smaller student in closed form (specs/shrink.md): pure float64 functions of arrays. Start with ``heads.py``.
 
-Inputs are rows, so a projection is ``x @ W``; ``torch.nn.Linear`` stores the transpose, as chapter FFN does.
+Inputs are rows, so a projection is ``x @ W``; ``torch.nn.Linear`` stores the transpose, as ``ffn.py`` does.
 """
 
 from shd_ref.shrink.align import align_output

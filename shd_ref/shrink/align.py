@@ -1,4 +1,4 @@
-"""Alignment (spec chapter ALIGN): the last matrix of a block, refitted on the student's own stream."""
+"""Alignment: the last matrix of a block, refitted on the student's own stream."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from shd_ref.tolerances import degenerate_threshold
 RIDGE = 1e-4
 """Share of the inputs' mean square that holds the refitted matrix to the one it started from."""
 RIDGES = (RIDGE, 1e-2, 1.0, 1e2)
-"""From these one is chosen for each matrix where none is given (ALIGN-7)."""
+"""From these one is chosen for each matrix where none is given."""
 HELD_OUT = 4
-"""Every fourth sample of the calibration set chooses the ridge; the others are fitted (ALIGN-7)."""
+"""Every fourth sample of the calibration set chooses the ridge; the others are fitted."""
 
 
 class RowSums(NamedTuple):
@@ -35,7 +35,7 @@ class RowSums(NamedTuple):
 def align_output(
     inputs: ArrayLike, targets: ArrayLike, weight: ArrayLike, bias: ArrayLike | None = None, *, ridge: float = RIDGE
 ) -> tuple[Array, Array | None]:
-    """The matrix nearest to ``weight`` that maps the inputs to the targets, by ridge least squares (ALIGN-2).
+    """The matrix nearest to ``weight`` that maps the inputs to the targets, by ridge least squares.
 
     Args:
         inputs: what the matrix reads in the student ``(n, F)``, rows that count.
@@ -55,11 +55,11 @@ def align_output(
     if len(z) != len(t) or start.shape != (z.shape[1], t.shape[1]) or not len(z):
         got = f"{z.shape}, {t.shape} and {start.shape}"
         message = f"inputs (n, F), targets (n, D) and weight (F, D) must fit; got {got}"
-        raise ShdError("argument-shape", message, "ALIGN-2")
-    ridge = check_number("ridge", ridge, "ALIGN-2", least=0)
+        raise ShdError("argument-shape", message)
+    ridge = check_number("ridge", ridge, least=0)
     shift = None if bias is None else as_float(bias, "bias", ndim=1)
     if shift is not None and len(shift) != t.shape[1]:
-        raise ShdError("argument-shape", f"bias must have {t.shape[1]} entries; got {len(shift)}", "ALIGN-2")
+        raise ShdError("argument-shape", f"bias must have {t.shape[1]} entries; got {len(shift)}")
     if shift is not None:
         z = np.concatenate([z, np.ones((len(z), 1))], axis=1)
         start = np.concatenate([start, shift[None]])
@@ -69,7 +69,7 @@ def align_output(
 
 
 def choose_change(fitted: RowSums, held: RowSums, *, biased: bool) -> tuple[Array | None, float | None]:
-    """The change of a matrix with the ridge of ``RIDGES`` that leaves the least error on held-out rows (ALIGN-7).
+    """The change of a matrix with the ridge of ``RIDGES`` that leaves the least error on held-out rows.
 
     On all rows, with its ridge; None twice where the closed form stays. ``biased``: no ridge holds the last row.
     """
@@ -89,7 +89,7 @@ def choose_change(fitted: RowSums, held: RowSums, *, biased: bool) -> tuple[Arra
 
 
 def solve_change(sums: RowSums, ridge: float, *, biased: bool) -> Array:
-    """The change of a matrix that ALIGN-2 asks for, of least norm where several do."""
+    """The change of a matrix by ridge least squares, of least norm where several do."""
     columns = len(sums.inner) - biased
     hold = np.zeros(len(sums.inner))
     hold[:columns] = ridge * sums.inner.diagonal()[:columns].sum() / columns

@@ -1,4 +1,4 @@
-"""Feed-forward layers (spec chapter FFN): one linear map where the activation goes, fewer neurons where it stays."""
+"""Feed-forward layers: one linear map where the activation goes, fewer neurons where it stays."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def merge_linear(
     *,
     gate: ArrayLike | None = None,
 ) -> Linear:
-    """``W2 (W1 x + b1) + b2`` as one layer, exactly: ``W = W2 W1``, ``b = W2 b1 + b2`` (FFN-1..3).
+    """``W2 (W1 x + b1) + b2`` as one layer, exactly: ``W = W2 W1``, ``b = W2 b1 + b2``.
 
     Args:
         first: W1 ``(F, D)``.
@@ -47,24 +47,24 @@ def merge_linear(
     if gate is not None:
         why = "a gated FFN multiplies two functions of its input: without the activation it is quadratic"
         message = f"{why}, and no linear map equals it; keep its activation"
-        raise ShdError("shrink-unsupported", message, "FFN-3")
+        raise ShdError("shrink-unsupported", message)
     w1, w2 = as_float(first, "first", ndim=2), as_float(second, "second", ndim=2)
     b1, b2 = _bias(first_bias, "first_bias", len(w1)), _bias(second_bias, "second_bias", len(w2))
     if w2.shape[1] != len(w1):
         message = f"second must have a column a row of first; got {w2.shape} and {w1.shape}"
-        raise ShdError("argument-shape", message, "FFN-1")
+        raise ShdError("argument-shape", message)
     terms = [term for term in (None if b1 is None else w2 @ b1, b2) if term is not None]
     return Linear(w2 @ w1, None if not terms else np.sum(terms, axis=0))
 
 
 def score_neurons(squares: Array, second: Array) -> Array:
-    """Importance ``(F,)`` from the mean squares of what W2 ``(E, F)`` reads, per neuron (FFN-4)."""
+    """Importance ``(F,)`` from the mean squares of what W2 ``(E, F)`` reads, per neuron."""
     importance: Array = np.sqrt(squares) * np.linalg.norm(second, axis=0)
     return importance
 
 
 def most_important(scores: Array, count: int) -> tuple[int, ...]:
-    """The numbers of the ``count`` largest scores, rising; of those that rounding tells apart the first (FFN-5)."""
+    """The numbers of the ``count`` largest scores, rising; of those that rounding tells apart the first."""
     if not count:
         return ()
     last = np.sort(scores)[-count]
@@ -79,5 +79,5 @@ def _bias(value: ArrayLike | None, name: str, size: int) -> Array | None:
         return None
     bias = as_float(value, name, ndim=1)
     if len(bias) != size:
-        raise ShdError("argument-shape", f"{name} must have {size} entries; got {len(bias)}", "FFN-1")
+        raise ShdError("argument-shape", f"{name} must have {size} entries; got {len(bias)}")
     return bias

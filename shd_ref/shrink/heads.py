@@ -1,4 +1,4 @@
-"""Fewer heads (spec chapter HEAD): the weights of a student head that stands for a group of the teacher's.
+"""Fewer heads: the weights of a student head that stands for a group of the teacher's.
 
 One softmax of mixed logits is the normalised geometric mixture of the group's maps; chapter MIX mixes arithmetically.
 """
@@ -33,7 +33,7 @@ class Factors(NamedTuple):
 
 
 def factor_forms(lefts: Sequence[Forms], rights: Sequence[Forms], rank: int) -> Factors:
-    """The factors with the least error of ``M_h = lefts[h] @ rights[h]^H`` (HEAD-13), zeros beyond their rank.
+    """The factors with the least error of ``M_h = lefts[h] @ rights[h]^H``, zeros beyond their rank.
 
     The forms, ``(D1, r_h)`` by ``(D2, r_h)``, are never made: one SVD of their core, as large as the columns of all
     ``rights``, is that of the stack.
@@ -57,7 +57,7 @@ def factor_forms(lefts: Sequence[Forms], rights: Sequence[Forms], rank: int) -> 
 
 
 def leading_phases(vectors: Forms) -> Forms:
-    """For each column ``(D, k)`` the number of length 1 that makes its largest entry positive (HEAD-13)."""
+    """For each column ``(D, k)`` the number of length 1 that makes its largest entry positive."""
     sizes = np.abs(vectors)
     first = (sizes >= (1.0 - tie_width()) * sizes.max(axis=0, initial=0.0)).argmax(axis=0)
     leading = vectors[first, np.arange(vectors.shape[1])]
@@ -83,7 +83,7 @@ def attend(
     attn_mask: ArrayLike | None = None,
     rotary: Rotary | Record | None = None,
 ) -> Array:
-    """What a layer gives; with ``merge``, the merged attention of HEAD-2, which exact squeezing must equal.
+    """What a layer gives; with ``merge``, the merged attention, which exact squeezing must equal.
 
     Args:
         inputs: rows ``(B, L, D)``.
@@ -100,7 +100,7 @@ def attend(
     x = as_float(inputs, "inputs", ndim=3)[:, None]
     if x.shape[3] != weights.query.shape[1]:
         message = f"inputs must have {weights.query.shape[1]} channels; got {x.shape[3]}"
-        raise ShdError("argument-shape", message, "HEAD-2")
+        raise ShdError("argument-shape", message)
     biases = (weights.query_bias, weights.key_bias, weights.value_bias)
     query, key, value = (
         x @ matrix + (0.0 if bias is None else bias[:, None])  # (B, H or H_kv, L, d)
@@ -120,13 +120,13 @@ def attend(
 def mix_queries(
     weights: HeadWeights | Record, merge: HeadMerge | Record, query_size: ArrayLike | None = None
 ) -> HeadWeights:
-    """Heads that share their keys and values, exactly: ``W_Q' = sum c_t W_Q,t``, ``W_O' = sum W_O,t`` (HEAD-7).
+    """Heads that share their keys and values, exactly: ``W_Q' = sum c_t W_Q,t``, ``W_O' = sum W_O,t``.
 
     Args:
         weights: of the teacher.
         merge: along key and value heads.
         query_size: with QK-norm, the root mean square of each head's queries ``(H,)``, above 0: queries are mixed
-            at equal length, and the result is approximate (HEAD-18).
+            at equal length, and the result is approximate.
 
     Raises:
         ShdError: ``shrink-unsupported`` where groups leave their key heads, ``argument-shape``, ``argument-value``.
@@ -138,15 +138,15 @@ def mix_queries(
         size = as_float(query_size, "query_size", ndim=1)
         if len(size) != weights.num_heads:
             message = f"query_size must be ({weights.num_heads},); got {size.shape}"
-            raise ShdError("argument-shape", message, "HEAD-18")
+            raise ShdError("argument-shape", message)
         if not (size > 0.0).all():
-            raise ShdError("argument-value", f"query_size must be above 0; got {size.min():g}", "HEAD-18")
+            raise ShdError("argument-value", f"query_size must be above 0; got {size.min():g}")
         c = c / size
     if not merge.shares_keys(weights.num_kv_heads):
         rule = f"merge must stay inside the {weights.num_kv_heads} key and value heads"
         rule += ", with equally many student heads for each, in order"
         remedy = "take the plan of grouped_plan, or low_rank_heads"
-        raise ShdError("shrink-unsupported", f"{rule}; got groups {merge.groups}: {remedy}", "HEAD-7")
+        raise ShdError("shrink-unsupported", f"{rule}; got groups {merge.groups}: {remedy}")
     return replace(
         weights,
         query=np.einsum("ht,tdk->hdk", c, weights.query),
@@ -157,7 +157,7 @@ def mix_queries(
 
 
 def concatenate_heads(weights: HeadWeights | Record, merge: HeadMerge | Record, head_dim: int) -> HeadWeights:
-    """Heads laid side by side in a longer one, exactly, where positions are not rotary (HEAD-9, HEAD-10).
+    """Heads laid side by side in a longer one, exactly, where positions are not rotary.
 
     ``q' = [r c_t q_t]``, ``k' = [k_t]``, ``v' = [v_t]`` with ``r = sqrt(head_dim / d)`` for the usual scales, W_O
     stacked, and zeros where the group leaves room. The student has a key and value head for each query head.
@@ -175,7 +175,7 @@ def concatenate_heads(weights: HeadWeights | Record, merge: HeadMerge | Record, 
     c, groups = merge.mixing, merge.groups
     d, d_v = weights.query.shape[2], weights.value.shape[2]
     longest = max(len(group) for group in groups) * max(d, d_v)  # its heads side by side
-    head_dim = check_integer("head_dim", head_dim, longest, None, "HEAD-9")
+    head_dim = check_integer("head_dim", head_dim, longest, None)
     ratio = weights.logit_scale * head_dim**0.5
     size, rows = len(groups), weights.query.shape[1]
     output = np.zeros((size, head_dim, weights.output.shape[2]))
@@ -210,7 +210,7 @@ def low_rank_heads(
     rotary: Rotary | Record | None = None,
     ridge: float = RIDGE,
 ) -> HeadWeights:
-    """The nearest heads of a given length, by rank, under the inputs' second moment (HEAD-11..16).
+    """The nearest heads of a given length, by rank, under the inputs' second moment.
 
     Args:
         weights: of the teacher.
@@ -230,22 +230,22 @@ def low_rank_heads(
     weights, rotary = as_weights(weights), None if rotary is None else as_rotary(rotary)
     merge = _fitting(merge, weights)
     c = merge.mixing
-    num_kv_heads = check_integer("num_kv_heads", num_kv_heads, 1, c.shape[0], "HEAD-11")
-    head_dim = check_integer("head_dim", head_dim, 1, None, "HEAD-11")
-    ridge = check_number("ridge", ridge, "HEAD-13", above=0)
+    num_kv_heads = check_integer("num_kv_heads", num_kv_heads, 1, c.shape[0])
+    head_dim = check_integer("head_dim", head_dim, 1, None)
+    ridge = check_number("ridge", ridge, above=0)
     s = as_float(moment, "moment", ndim=2)
     width = weights.query.shape[1]
     if c.shape[0] % num_kv_heads:
         message = f"num_kv_heads must be a divisor of {c.shape[0]}; got {num_kv_heads}"
-        raise ShdError("argument-value", message, "HEAD-11")
+        raise ShdError("argument-value", message)
     if s.shape != (width + 1, width + 1):
-        raise ShdError("argument-shape", f"moment must be ({width + 1}, {width + 1}); got {s.shape}", "HEAD-11")
+        raise ShdError("argument-shape", f"moment must be ({width + 1}, {width + 1}); got {s.shape}")
     spread = None if key_moment is None else as_float(key_moment, "key_moment", ndim=2)
     if spread is not None and spread.shape != (width, width):
-        raise ShdError("argument-shape", f"key_moment must be ({width}, {width}); got {spread.shape}", "HEAD-11")
+        raise ShdError("argument-shape", f"key_moment must be ({width}, {width}); got {spread.shape}")
     if rotary is not None and head_dim != weights.query.shape[2]:
         rule = f"head_dim must stay {weights.query.shape[2]} with rotary positions, whose frequencies depend on it"
-        raise ShdError("shrink-unsupported", f"{rule}; got {head_dim}", "HEAD-14")
+        raise ShdError("shrink-unsupported", f"{rule}; got {head_dim}")
     mean = s[-1, :-1]
     centred = s[:-1, :-1] - np.outer(mean, mean) if spread is None else spread
     scaled = weights.logit_scale * head_dim**0.5 * c
@@ -284,7 +284,7 @@ def _factor_groups(lefts: Forms, rights: Forms, c: Array, groups: Sequence[Seque
 def _fill_rotary(
     query: Array, key: Array, queries: Array, keys: Array, c: Array, groups: Sequence[Sequence[int]], rotary: Rotary
 ) -> None:
-    """Rank one for each turning pair in complex numbers, real factors for what does not turn (HEAD-15, HEAD-16)."""
+    """Rank one for each turning pair in complex numbers, real factors for what does not turn."""
     first, second = rotary.entries()
     slow = np.zeros(len(first), dtype=bool) if rotary.slow is None else np.asarray(rotary.slow, dtype=bool)
     for i, j in zip(first[~slow], second[~slow], strict=True):
@@ -321,5 +321,5 @@ def _fitting(merge: HeadMerge | Record, weights: HeadWeights) -> HeadMerge:
     checked = as_merge(merge)
     heads = checked.mixing.shape[1]
     if heads != weights.num_heads:
-        raise ShdError("argument-shape", f"merge must be of {weights.num_heads} heads; got {heads}", "HEAD-1")
+        raise ShdError("argument-shape", f"merge must be of {weights.num_heads} heads; got {heads}")
     return checked

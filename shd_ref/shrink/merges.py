@@ -1,4 +1,4 @@
-"""Which heads merge, with what weights (spec chapter HEAD): records of a layer, plans and C from one gram tensor."""
+"""Which heads merge, with what weights: records of a layer, plans and C from one gram tensor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAYOUTS: tuple[str, ...] = ("half", "adjacent")
 
 @dataclass(frozen=True, eq=False)
 class HeadWeights:
-    """One layer of attention, head by head; inputs are rows (HEAD-1)."""
+    """One layer of attention, head by head; inputs are rows."""
 
     query: Array  # (H, D, d)
     key: Array  # (H_kv, D, d); query head i reads key and value head i // (H / H_kv)
@@ -64,12 +64,12 @@ class HeadWeights:
 
 @dataclass(frozen=True)
 class Rotary:
-    """Rotary positions (HEAD-14)."""
+    """Rotary positions."""
 
     # radians a position, one a rotated pair; the remaining d - 2 * len(frequencies) entries of a head are not rotated
     frequencies: Array
     layout: str = "half"  # "half" pairs entry i with i + len(frequencies), "adjacent" pairs 2 i with 2 i + 1
-    # boolean, one per pair: True where the pair barely turns over the lengths that occur (HEAD-16)
+    # boolean, one per pair: True where the pair barely turns over the lengths that occur
     slow: Mask | None = None
 
     def entries(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
@@ -99,7 +99,7 @@ def split_heads(matrix: Array, num_heads: int) -> Array:
 
 
 def as_weights(weights: HeadWeights | Mapping[str, Any]) -> HeadWeights:
-    """A layer's weights in float64 after the checks of HEAD-1, from the record or a mapping of its fields."""
+    """A layer's weights in float64, checked, from the record or a mapping of its fields."""
     fields = weights if isinstance(weights, Mapping) else vars(weights)
     query, key, value, output = (as_float(fields[name], name, ndim=3) for name in ("query", "key", "value", "output"))
     heads, width, dim = query.shape
@@ -118,24 +118,24 @@ def as_weights(weights: HeadWeights | Mapping[str, Any]) -> HeadWeights:
     for name, array in {"key": key, "value": value, "output": output, **biases}.items():
         if array.shape != shapes[name]:
             message = f"{name} must be {shapes[name]} with a query {query.shape}; got {array.shape}"
-            raise ShdError("argument-shape", message, "HEAD-1")
+            raise ShdError("argument-shape", message)
     if not kv_heads or heads % kv_heads or not dim:
         message = f"query must have a multiple of the {kv_heads} key heads; got {query.shape}"
-        raise ShdError("argument-shape", message, "HEAD-1")
+        raise ShdError("argument-shape", message)
     scale = fields.get("scale")
-    scale = None if scale is None else check_number("scale", scale, "HEAD-1", above=0)
+    scale = None if scale is None else check_number("scale", scale, above=0)
     return HeadWeights(query, key, value, output, **biases, scale=scale)
 
 
 def as_rotary(fields: Rotary | Mapping[str, Any]) -> Rotary:
-    """Rotary positions, from the record or a mapping of its fields; checked (HEAD-14)."""
+    """Rotary positions, from the record or a mapping of its fields; checked."""
     rotary = fields if isinstance(fields, Rotary) else Rotary(**fields)
-    check_option("layout", rotary.layout, LAYOUTS, "HEAD-14")
+    check_option("layout", rotary.layout, LAYOUTS)
     frequencies = as_float(rotary.frequencies, "frequencies", ndim=1)
     slow = None if rotary.slow is None else np.asarray(rotary.slow)
     if slow is not None and (slow.shape != frequencies.shape or slow.dtype != np.bool_):
         message = f"slow must be {len(frequencies)} booleans, one per pair; got {slow.shape}"
-        raise ShdError("argument-shape", message, "HEAD-16")
+        raise ShdError("argument-shape", message)
     return Rotary(frequencies, rotary.layout, slow)
 
 
@@ -144,7 +144,7 @@ PLANS: tuple[str, ...] = ("auto", "matched", "balanced", "progressive")
 
 @dataclass(frozen=True, eq=False)
 class HeadMerge:
-    """Groups of teacher heads and the weights of their logits (HEAD-1)."""
+    """Groups of teacher heads and the weights of their logits."""
 
     mixing: Array  # C (H_s, H_t): rows convex, 0 outside the group. A member may weigh 0: its values still count
     # for each student head its teacher heads; every teacher head in exactly one group
@@ -156,13 +156,13 @@ class HeadMerge:
         heads = sorted(head for group in self.groups for head in group)
         if c.shape[0] != len(self.groups) or heads != list(range(c.shape[1])) or not all(self.groups):
             rule = f"groups must hold each of the {c.shape[1]} teacher heads once, in {c.shape[0]} groups"
-            raise ShdError("argument-shape", f"{rule}; got {self.groups}", "HEAD-1")
+            raise ShdError("argument-shape", f"{rule}; got {self.groups}")
         sums = c.sum(axis=1)
         outside = np.abs(c * (1.0 - self.members)).max()
         if (c < 0.0).any() or (np.abs(sums - 1.0) > row_sum_tolerance("float64")).any() or outside > 0.0:
             rule = "mixing must be at least 0, sum to 1 over each group and be 0 outside"
             got = f"a minimum of {c.min():.6g}, sums from {sums.min():.6g} to {sums.max():.6g}"
-            raise ShdError("mixing-invalid", f"{rule}; got {got}, and up to {outside:.6g} outside", "HEAD-1")
+            raise ShdError("mixing-invalid", f"{rule}; got {got}, and up to {outside:.6g} outside")
 
     @property
     def members(self) -> Array:
@@ -178,7 +178,7 @@ class HeadMerge:
         return [int(head) for head in self.members.argmax(axis=0)]
 
     def shares_keys(self, num_kv_heads: int) -> bool:
-        """Whether every student head merges heads of one key and value head, equally many each, in order (HEAD-7)."""
+        """Whether every student head merges heads of one key and value head, equally many each, in order."""
         student, teacher = self.mixing.shape
         if teacher % num_kv_heads or student % num_kv_heads:
             return False
@@ -187,19 +187,19 @@ class HeadMerge:
 
 
 def as_merge(merge: HeadMerge | Mapping[str, Any]) -> HeadMerge:
-    """A merge, from the record or a mapping of its fields; checked (HEAD-1)."""
+    """A merge, from the record or a mapping of its fields; checked."""
     if isinstance(merge, HeadMerge):
         return merge
     try:
         groups = tuple(tuple(as_index(head) for head in group) for group in merge["groups"])
     except TypeError:
         message = f"groups must be lists of heads; got {merge['groups']!r}"
-        raise ShdError("argument-shape", message, "HEAD-1") from None
+        raise ShdError("argument-shape", message) from None
     return HeadMerge(as_float(merge["mixing"], "mixing", ndim=2), groups)
 
 
 def merge_heads(gram: ArrayLike, num_student_heads: int, kind: str, num_kv_heads: int) -> HeadMerge:
-    """A layer's merge by a ``"matched"`` (needs networkx), ``"balanced"`` or ``"progressive"`` plan (HEAD-3, HEAD-4).
+    """A layer's merge by a ``"matched"`` (needs networkx), ``"balanced"`` or ``"progressive"`` plan.
 
     Where key heads do not divide H_s, any two heads may meet in a matched plan.
     """
@@ -210,7 +210,7 @@ def merge_heads(gram: ArrayLike, num_student_heads: int, kind: str, num_kv_heads
 
 
 def pooled_mixing(gram: ArrayLike, plan: Iterable[Iterable[Sequence[int]]]) -> HeadMerge:
-    """C with one alpha per pair over the whole calibration, and the plan's groups (HEAD-3).
+    """C with one alpha per pair over the whole calibration, and the plan's groups.
 
     Args:
         gram: the gram tensor summed over every calibration sample of the layer ``(H, H, H, H)``.
@@ -234,7 +234,7 @@ def pooled_mixing(gram: ArrayLike, plan: Iterable[Iterable[Sequence[int]]]) -> H
 
 
 def grouped_plan(gram: ArrayLike, num_student_heads: int, num_kv_heads: int) -> MergePlan:
-    """The matched plan whose pairs share a key and value head (HEAD-4, HEAD-5); needs networkx.
+    """The matched plan whose pairs share a key and value head; needs networkx.
 
     Args:
         gram: as in ``pooled_mixing``.
@@ -249,11 +249,11 @@ def grouped_plan(gram: ArrayLike, num_student_heads: int, num_kv_heads: int) -> 
     """
     pool = _check_gram(gram)
     heads = pool.shape[1]
-    num_student_heads = check_integer("num_student_heads", num_student_heads, 1, heads, "HEAD-4")
-    num_kv_heads = check_integer("num_kv_heads", num_kv_heads, 1, num_student_heads, "HEAD-4")
+    num_student_heads = check_integer("num_student_heads", num_student_heads, 1, heads)
+    num_kv_heads = check_integer("num_kv_heads", num_kv_heads, 1, num_student_heads)
     if heads % num_kv_heads or num_student_heads % num_kv_heads:
         rule = f"num_student_heads and the {heads} heads must be multiples of num_kv_heads"
-        raise ShdError("argument-value", f"{rule}; got {num_student_heads} and {num_kv_heads}", "HEAD-4")
+        raise ShdError("argument-value", f"{rule}; got {num_student_heads} and {num_kv_heads}")
     groups = [list(range(start, start + heads // num_kv_heads)) for start in range(0, heads, heads // num_kv_heads)]
     goal = num_student_heads // num_kv_heads
     rounds: list[tuple[Pair, ...]] = []
@@ -313,5 +313,5 @@ def _merge_pool(gram: Array, one_round: Sequence[Pair], alpha: Array) -> Array:
 def _check_gram(gram: ArrayLike) -> Array:
     g = as_float(gram, "gram")
     if g.ndim != 4 or len(set(g.shape)) != 1:
-        raise ShdError("argument-shape", f"gram must be (H, H, H, H), summed over samples; got {g.shape}", "HEAD-3")
+        raise ShdError("argument-shape", f"gram must be (H, H, H, H), summed over samples; got {g.shape}")
     return g[None]

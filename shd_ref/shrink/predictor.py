@@ -1,4 +1,4 @@
-"""MAP, the accuracy predictor of depth pruning (chapter PRED): a polynomial of two ratios, and its best split."""
+"""MAP, the accuracy predictor of depth pruning: a polynomial of two ratios, and its best split."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ DEGREES: tuple[int, ...] = (1, 2, 3, 4)
 
 
 def num_monomials(degree: int) -> int:
-    """How many coefficients a bivariate polynomial of this degree has (PRED-1)."""
+    """How many coefficients a bivariate polynomial of this degree has."""
     return (degree + 1) * (degree + 2) // 2
 
 
 @dataclass(frozen=True)
 class Predictor:
-    """A polynomial of quality over the ratios of attention blocks and of activations (PRED-1)."""
+    """A polynomial of quality over the ratios of attention blocks and of activations."""
 
     degree: int  # from 1 to 4
     # of 1, a, t, a^2, a t, t^2, a^3, a^2 t, ...: by total degree, then by falling power of a
@@ -35,10 +35,10 @@ class Predictor:
 
     def __post_init__(self) -> None:
         _check_degree(self.degree)
-        check_option("meaning", self.meaning, MEANINGS, "PRED-2")
+        check_option("meaning", self.meaning, MEANINGS)
         if len(self.coefficients) != num_monomials(self.degree):
             rule = f"coefficients of degree {self.degree} must be {num_monomials(self.degree)}"
-            raise ShdError("argument-shape", f"{rule}; got {len(self.coefficients)}", "PRED-1")
+            raise ShdError("argument-shape", f"{rule}; got {len(self.coefficients)}")
 
     def predict(self, attention: ArrayLike, activation: ArrayLike) -> Array:
         """The polynomial at these ratios, which broadcast, in this predictor's own meaning."""
@@ -49,7 +49,7 @@ class Predictor:
 
 @dataclass(frozen=True)
 class Split:
-    """The best split of a budget (PRED-5): numbers of kept layers, for either meaning of the ratios."""
+    """The best split of a budget: numbers of kept layers, for either meaning of the ratios."""
 
     attention: int  # attention blocks that are kept
     activation: int  # activations that are kept
@@ -57,7 +57,7 @@ class Split:
 
 
 def as_predictor(predictor: Predictor | Mapping[str, Any]) -> Predictor:
-    """A predictor, from the record or a mapping of its fields (PRED-1, PRED-2)."""
+    """A predictor, from the record or a mapping of its fields."""
     if isinstance(predictor, Predictor):
         return predictor
     coefficients = as_float(predictor["coefficients"], "coefficients", ndim=1)
@@ -65,7 +65,7 @@ def as_predictor(predictor: Predictor | Mapping[str, Any]) -> Predictor:
 
 
 def fit_predictor(points: ArrayLike, degree: int, meaning: str = "retained") -> Predictor:
-    """The least-squares polynomial through measured points (PRED-3).
+    """The least-squares polynomial through measured points.
 
     Args:
         points: rows ``(attention ratio, activation ratio, quality)``, ratios in [0, 1].
@@ -83,25 +83,25 @@ def fit_predictor(points: ArrayLike, degree: int, meaning: str = "retained") -> 
     if rank < design.shape[1]:
         rule = f"points must determine the {design.shape[1]} coefficients of degree {degree}"
         got = f"{len(design)} points of rank {rank}: measure more splits, or lower the degree"
-        raise ShdError("argument-shape", f"{rule}; got {got}", "PRED-3")
+        raise ShdError("argument-shape", f"{rule}; got {got}")
     return Predictor(degree, tuple(float(c) for c in solution), meaning)
 
 
 def cross_validate(points: ArrayLike, degree: int) -> float:
-    """Root mean squared error of leave-2-out cross-validation: every pair of points is left out once (PRED-4)."""
+    """Root mean squared error of leave-2-out cross-validation: every pair of points is left out once."""
     rows, design = _design(points, degree)
     squares = []
     for pair in itertools.combinations(range(len(rows)), 2):
         fitted, quality = np.delete(design, pair, axis=0), np.delete(rows[:, 2], pair)
-        solution = np.linalg.lstsq(fitted, quality, rcond=None)[0]  # the shortest of several (PRED-4)
+        solution = np.linalg.lstsq(fitted, quality, rcond=None)[0]  # the shortest of several
         squares.append(float(((design[list(pair)] @ solution - rows[list(pair), 2]) ** 2).sum()))
     return float(np.sqrt(sum(squares) / (2 * len(squares))))
 
 
 def choose_degree(points: ArrayLike, degrees: Sequence[int] = DEGREES) -> int:
-    """The degree with the least error of cross-validation, the smaller one on a tie (PRED-4)."""
+    """The degree with the least error of cross-validation, the smaller one on a tie."""
     if not degrees:
-        raise ShdError("argument-value", "degrees must name at least one degree; got none", "PRED-4")
+        raise ShdError("argument-value", "degrees must name at least one degree; got none")
     errors = {degree: cross_validate(points, degree) for degree in degrees}
     equal = min(errors.values()) + tie_width() * float(np.abs(_check_points(points)[:, 2]).max())
     return min(degree for degree, error in errors.items() if error <= equal)
@@ -110,7 +110,7 @@ def choose_degree(points: ArrayLike, degrees: Sequence[int] = DEGREES) -> int:
 def best_split(
     predictor: Predictor | Mapping[str, Any], num_layers: int, budget: int, meaning: str = "retained"
 ) -> Split:
-    """The split of a budget that the polynomial likes best, by enumeration (PRED-5).
+    """The split of a budget that the polynomial likes best, by enumeration.
 
     Args:
         predictor: from ``fit_predictor``, or a mapping of its fields.
@@ -124,10 +124,10 @@ def best_split(
     Raises:
         ShdError: ``argument-value``.
     """
-    check_option("meaning", meaning, MEANINGS, "PRED-5")
+    check_option("meaning", meaning, MEANINGS)
     predictor = as_predictor(predictor)
-    num_layers = check_integer("num_layers", num_layers, 1, None, "PRED-5")
-    budget = check_integer("budget", budget, 0, 2 * num_layers, "PRED-5")
+    num_layers = check_integer("num_layers", num_layers, 1, None)
+    budget = check_integer("budget", budget, 0, 2 * num_layers)
     kept = budget if meaning == "retained" else 2 * num_layers - budget
     attention = np.arange(min(num_layers, kept), max(0, kept - num_layers) - 1, -1)  # more attention blocks first
     ratios = np.stack([attention, kept - attention]) / num_layers
@@ -137,7 +137,7 @@ def best_split(
 
 
 def _monomials(a: Array, t: Array, degree: int) -> Array:
-    """``(n, (degree + 1)(degree + 2) / 2)`` in the order of PRED-1."""
+    """``(n, (degree + 1)(degree + 2) / 2)`` in the order ``1, a, t, a^2, a t, t^2, ...``."""
     return np.stack([a ** (total - p) * t**p for total in range(degree + 1) for p in range(total + 1)], axis=1)
 
 
@@ -152,13 +152,13 @@ def _check_points(points: ArrayLike) -> Array:
     rows = as_float(points, "points")
     if rows.ndim != 2 or rows.shape[1] != 3 or len(rows) < 1:
         message = f"points must be rows (attention, activation, quality); got shape {rows.shape}"
-        raise ShdError("argument-shape", message, "PRED-3")
+        raise ShdError("argument-shape", message)
     low, high = rows[:, :2].min(), rows[:, :2].max()
     if low < 0.0 or high > 1.0:
-        raise ShdError("argument-value", f"ratios must lie in [0, 1]; got {low:g} to {high:g}", "PRED-3")
+        raise ShdError("argument-value", f"ratios must lie in [0, 1]; got {low:g} to {high:g}")
     return rows
 
 
 def _check_degree(degree: object) -> None:
     if isinstance(degree, bool) or degree not in DEGREES:
-        raise ShdError("argument-value", f"degree must be 1, 2, 3 or 4; got {degree!r}", "PRED-1")
+        raise ShdError("argument-value", f"degree must be 1, 2, 3 or 4; got {degree!r}")

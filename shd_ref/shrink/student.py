@@ -1,4 +1,4 @@
-"""What ``shrink.json`` says to those that teach the student: heads, layers and plans (STUDENT-3, STUDENT-6)."""
+"""What ``shrink.json`` says to those that teach the student: heads, layers and plans."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ShrunkStudent:
 
 
 class _UntaughtError(Exception):
-    """The report is whole, and describes a student that maps do not fit (CUSTOM-3, STUDENT-9)."""
+    """The report is whole, and describes a student that maps do not fit."""
 
 
 def read_student(source: str | os.PathLike[str] | Mapping[str, Any]) -> ShrunkStudent:
@@ -47,11 +47,11 @@ def read_student(source: str | os.PathLike[str] | Mapping[str, Any]) -> ShrunkSt
             f"maps cannot be merged for {name}: it is one stack of two, or its layers have different numbers of heads"
         )
         advice = "name heads and layers of a stack yourself, or store logits, hidden states or embeddings"
-        raise ShdError("shrink-unsupported", f"{rule}; {advice} (--no-attention)", "STUDENT-6") from None
+        raise ShdError("shrink-unsupported", f"{rule}; {advice} (--no-attention)") from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:  # ShdError is a ValueError
-        raise ShdError("read-failed", f"{name} must say how a student was shrunk: {error!r}", "STUDENT-6") from error
+        raise ShdError("read-failed", f"{name} must say how a student was shrunk: {error!r}") from error
     if [student for student, _ in pairs] != list(range(len(attending))):
-        raise ShdError("read-failed", f"{name} must pair every student layer; got {pairs}", "STUDENT-6")
+        raise ShdError("read-failed", f"{name} must pair every student layer; got {pairs}")
     return ShrunkStudent(heads, len(attending), pairs, plans)
 
 
@@ -61,4 +61,4 @@ def _read(path: Path) -> tuple[Any, str]:
         return read_json(file), str(file)
     except (OSError, ValueError) as error:
         message = f"student must be a folder of shd-torch shrink; got {str(path)!r}: {error}"
-        raise ShdError("read-failed", message, "STUDENT-6") from error
+        raise ShdError("read-failed", message) from error

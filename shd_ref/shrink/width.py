@@ -19,7 +19,7 @@ from shd_ref.tolerances import degenerate_threshold, tie_width
 
 
 def kept_layers(num_teacher_layers: int, layers: int | Iterable[int]) -> tuple[int, ...]:
-    """The teacher layers that a student's are copies of, in order (DEPTH-1, DEPTH-2).
+    """The teacher layers that a student's are copies of, in order.
 
     Args:
         num_teacher_layers: L_t, at least 1.
@@ -39,7 +39,7 @@ def kept_layers(num_teacher_layers: int, layers: int | Iterable[int]) -> tuple[i
         numbers = ()
     if not numbers or list(numbers) != sorted(set(numbers)) or numbers[0] < 0 or numbers[-1] >= teacher:
         rule = f"a number of 1..{num_teacher_layers}, or a rising list of teacher layers 0..{teacher - 1}"
-        raise ShdError("layers-invalid", f"layers must be {rule}; got {layers!r}", "DEPTH-1")
+        raise ShdError("layers-invalid", f"layers must be {rule}; got {layers!r}")
     return numbers
 
 
@@ -56,7 +56,7 @@ NORMS: tuple[str, ...] = ("rms", "layer")
 
 
 class Axes(NamedTuple):
-    """The kept axes of a stream (WIDTH-3)."""
+    """The kept axes of a stream."""
 
     basis: Array  # (D, width); the stream x becomes x @ basis
     energy: float  # share of the moment's trace that the kept axes hold, in [0, 1]
@@ -65,7 +65,7 @@ class Axes(NamedTuple):
 def fold_norm(
     matrix: ArrayLike, scale: ArrayLike, shift: ArrayLike | None = None, bias: ArrayLike | None = None
 ) -> tuple[Array, Array | None]:
-    """A projection that reads ``norm(x) * scale + shift``, as one that reads ``norm(x)`` (WIDTH-1).
+    """A projection that reads ``norm(x) * scale + shift``, as one that reads ``norm(x)``.
 
     Args:
         matrix: W ``(D, E)``, read as ``y @ W``.
@@ -83,13 +83,13 @@ def fold_norm(
             vectors[name] = as_float(vector, name, ndim=1)
             if len(vectors[name]) != size:
                 got = len(vectors[name])
-                raise ShdError("argument-shape", f"{name} must have {size} entries; got {got}", "WIDTH-1")
+                raise ShdError("argument-shape", f"{name} must have {size} entries; got {got}")
     terms = ([vectors["shift"] @ w] if shift is not None else []) + ([vectors["bias"]] if bias is not None else [])
     return vectors["scale"][:, None] * w, np.sum(terms, axis=0) if terms else None
 
 
 def principal_axes(moment: ArrayLike, width: int, norm: str = "rms") -> Axes:
-    """The axes that hold most of a stream's second moment (WIDTH-3, WIDTH-4).
+    """The axes that hold most of a stream's second moment.
 
     Args:
         moment: ``(D, D)``: the mean of ``y^T y`` over calibration rows y of the normalised stream.
@@ -102,12 +102,12 @@ def principal_axes(moment: ArrayLike, width: int, norm: str = "rms") -> Axes:
 
     Source: SliceGPT's rotation (arXiv 2401.15024), with one rotation for all layers.
     """
-    check_option("norm", norm, NORMS, "WIDTH-4")
+    check_option("norm", norm, NORMS)
     s = as_float(moment, "moment", ndim=2)
     channels = len(s)
     if s.shape != (channels, channels):
-        raise ShdError("argument-shape", f"moment must be (D, D); got {s.shape}", "WIDTH-3")
-    width = check_integer("width", width, 1 if norm == "rms" else 2, channels, "WIDTH-3")
+        raise ShdError("argument-shape", f"moment must be (D, D); got {s.shape}")
+    width = check_integer("width", width, 1 if norm == "rms" else 2, channels)
     turn = np.eye(channels) if norm == "rms" else _zero_mean_axes(channels)
     values, vectors = np.linalg.eigh(turn.T @ ((s + s.T) / 2) @ turn)
     order = np.argsort(-values, kind="stable")[: width if norm == "rms" else width - 1]
@@ -120,7 +120,7 @@ def principal_axes(moment: ArrayLike, width: int, norm: str = "rms") -> Axes:
 
 
 def predictive_channels(moment: ArrayLike, width: int, norm: str = "layer") -> Axes:
-    """The channels from which the others are predicted best, chosen one after the other (WIDTH-8).
+    """The channels from which the others are predicted best, chosen one after the other.
 
     Args:
         moment: ``(D, D)``: the second moment of rows, less their mean.
@@ -133,11 +133,11 @@ def predictive_channels(moment: ArrayLike, width: int, norm: str = "layer") -> A
     Raises:
         ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``.
     """
-    check_option("norm", norm, NORMS, "WIDTH-8")
+    check_option("norm", norm, NORMS)
     s = as_float(moment, "moment", ndim=2)
     if s.shape != (len(s), len(s)):
-        raise ShdError("argument-shape", f"moment must be (D, D); got {s.shape}", "WIDTH-8")
-    width = check_integer("width", width, 1, len(s), "WIDTH-8")
+        raise ShdError("argument-shape", f"moment must be (D, D); got {s.shape}")
+    width = check_integer("width", width, 1, len(s))
     left = (s + s.T) / 2
     total = float(np.trace(left))
     least = degenerate_threshold() * total / len(s)
@@ -155,7 +155,7 @@ def predictive_channels(moment: ArrayLike, width: int, norm: str = "layer") -> A
 
 
 def kept_scale(moment: ArrayLike, basis: ArrayLike) -> float:
-    """The scale that a norm needs after the cut: ``sqrt(energy D / width)`` (WIDTH-5).
+    """The scale that a norm needs after the cut: ``sqrt(energy D / width)``.
 
     A norm divides by the root mean square over its channels. After the cut these are ``width`` in place of D and
     hold, on average, the share ``energy`` of the squared length: the result misses this factor.
@@ -166,7 +166,7 @@ def kept_scale(moment: ArrayLike, basis: ArrayLike) -> float:
     """
     s, axes = as_float(moment, "moment", ndim=2), as_float(basis, "basis", ndim=2)
     if s.shape != (len(axes), len(axes)):
-        raise ShdError("argument-shape", f"moment must be (D, D) with D={len(axes)}; got {s.shape}", "WIDTH-5")
+        raise ShdError("argument-shape", f"moment must be (D, D) with D={len(axes)}; got {s.shape}")
     total = float(np.trace(s))
     energy = max(float((axes * (s @ axes)).sum()) / total, 0.0) if total > 0.0 else 1.0
     return float(np.sqrt(energy * axes.shape[0] / axes.shape[1]))

@@ -411,6 +411,6 @@ def _check_targets(options: PrecomputeOptions) -> None:
             f"{temperature:g} with logits {options.logits!r}"
         )
     if not 0 < temperature < math.inf:
-        raise argument_value(f"logits_temperature must be finite and above 0; got {temperature}", "KD-5")
+        raise argument_value(f"logits_temperature must be finite and above 0; got {temperature}")
     if options.logits == "topk" and options.logits_top < 1:
-        raise argument_value(f"logits_top must be at least 1 for topk; got {options.logits_top}", "KD-8")
+        raise argument_value(f"logits_top must be at least 1 for topk; got {options.logits_top}")

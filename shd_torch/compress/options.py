@@ -55,11 +55,11 @@ class CompressOptions:
         targets = list(self.targets())
         for name, number in (*targets, ("budget", self.budget), ("learning_rate", self.learning_rate)):
             if number is not None:
-                check_number(name, number, "", above=0)
+                check_number(name, number, above=0)
         if self.at_least is not None:
-            check_number("at_least", self.at_least, "", above=0, most=1)
+            check_number("at_least", self.at_least, above=0, most=1)
         for name, count in (("candidates", self.candidates), ("threads", self.threads)):
-            check_integer(name, count, 1, None, "")
+            check_integer(name, count, 1, None)
         if len({name for name, _ in targets}) > 1 or len(set(targets)) < len(targets):
             message = "targets must be of one kind, each once; got " + ", ".join(f"{n} {v:g}" for n, v in targets)
             raise ShdError("argument-value", message)

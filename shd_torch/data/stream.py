@@ -64,7 +64,7 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, SampleRecord]]):
         divide: bool = True,
         remainder: str = "repeat",
     ) -> None:
-        check_option("remainder", remainder, REMAINDERS, "")  # not in the specification
+        check_option("remainder", remainder, REMAINDERS)
         super().__init__(cache, model_inputs, layers, skipped, logits, hidden)
         if iter(data) is data:
             rule = f"data must be an iterable that can be iterated again; got the iterator {type(data).__name__}"

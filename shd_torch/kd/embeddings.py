@@ -81,11 +81,11 @@ def embedding_loss(student: Tensor, teacher: Tensor, *, distance: str = "cosine"
     Source: the paper is silent. MSE: arXiv 2004.09813; cosines of pairs: relational distillation, arXiv 1904.05068,
     with the cosine as its relation and the squared error of arXiv 1907.09682 in place of Huber's.
     """
-    check_option("distance", distance, DISTANCES, "")
+    check_option("distance", distance, DISTANCES)
     rule = "student must be (B, D), and teacher (B, D) of the same texts and width (project the student's, or take "
     rule += "distance='similarity')"
     fits = student.ndim == teacher.ndim == 2 and len(student) == len(teacher)
-    check_shapes(fits and (distance == "similarity" or student.shape == teacher.shape), rule, "", student, teacher)
+    check_shapes(fits and (distance == "similarity" or student.shape == teacher.shape), rule, student, teacher)
     if distance != "similarity":
         return hidden_loss(student, teacher, distance=distance, check=check)
     for name, vectors in (("student", student), ("teacher", teacher)):
@@ -130,10 +130,10 @@ def compare_embeddings(teacher: Tensor, student: Tensor, *, k: int = 10) -> Embe
 
     Source: silent. Specification: silent.
     """
-    check_integer("k", k, 1, None, "")
+    check_integer("k", k, 1, None)
     for name, vectors in (("teacher", teacher), ("student", student)):
         check_real(vectors, name, check=True, ndim=2)
-    check_shapes(len(teacher) == len(student), "teacher and student must embed the same texts", "", teacher, student)
+    check_shapes(len(teacher) == len(student), "teacher and student must embed the same texts", teacher, student)
     count = len(teacher)
     if not _LEAST_TEXTS <= count <= MOST_TEXTS:
         raise ShdError("argument-value", f"texts must be {_LEAST_TEXTS} to {MOST_TEXTS} to be compared; got {count}")

@@ -1,4 +1,4 @@
-"""A teacher's last states with its head: targets over the whole vocabulary, a chunk of logits at a time (KD-26)."""
+"""A teacher's last states with its head: targets over the whole vocabulary, a chunk of logits at a time."""
 
 from __future__ import annotations
 
@@ -116,22 +116,22 @@ def check_exact(
     options: Any,
     temperature: float,
 ) -> ExactTargets:
-    """The targets of ``num_classes`` classes with their rows flattened, on the student's device (KD-7, KD-26)."""
+    """The targets of ``num_classes`` classes with their rows flattened, on the student's device."""
     hidden, head = targets
     check_rows(hidden, "hidden of the targets", check=options.check)
     check_real(head.weight, "weight of the teacher's head", check=False, ndim=2)
     rule = f"hidden of the targets must be {rows} and the width of the teacher's head"
     fits = tuple(hidden.shape[:-1]) == rows and hidden.shape[-1] == head.weight.shape[1]
-    check_shapes(fits, rule, "KD-26", hidden, head.weight)
+    check_shapes(fits, rule, hidden, head.weight)
     if head.weight.device != device:
-        raise ShdError("argument-value", f"the teacher's head must be on {device}; got {head.weight.device}", "KD-26")
+        raise ShdError("argument-value", f"the teacher's head must be on {device}; got {head.weight.device}")
     states = hidden.detach().flatten(0, len(rows) - 1).to(device)
     # A wide student's loss is that of the same logits in its own dtype.
     states = states.to(torch.promote_types(compute_dtype(states), dtype))
     given, size = len(head.weight), options.vocab_size
     if num_classes > given or (num_classes < given and size is None):
         rule = f"the teacher's head must have the student's {num_classes} classes"
-        raise ShdError("argument-shape", f"{rule}; got {given}: vocab_size cuts classes that are padding", "KD-7")
+        raise ShdError("argument-shape", f"{rule}; got {given}: vocab_size cuts classes that are padding")
     if num_classes < given and options.check:
         counted = None if options.loss_mask is None else options.loss_mask.reshape(-1).to(device)
         for chunk in row_chunks(len(states), given, device, options.chunk_rows):

@@ -1,4 +1,4 @@
-"""The losses on logits (KD-1 to KD-25), a chunk of rows at a time, and on hidden states (chapter HID).
+"""The losses on logits, a chunk of rows at a time, and on hidden states.
 
 No wide copy of all logits is made: ``kd_loss`` computes its gradient when it is asked for, ``linear_kd_loss`` in one
 pass with its value, and keeps gradients of its arguments alone.
@@ -23,7 +23,7 @@ _REMEDY = "torch.nn.functional.kl_div on whole rows has derivatives of every ord
 
 @without_autocast
 def kd_loss(targets: Targets, student_logits: Tensor, **keywords: Unpack[KdKeywords]) -> Tensor:
-    """A divergence between a teacher's rows and ``softmax(student_logits / T)``, times ``T^2`` (KD-1 to KD-24).
+    """A divergence between a teacher's rows and ``softmax(student_logits / T)``, times ``T^2``.
 
     Args:
         targets: the teacher's logits ``(..., V)``, ``TopkTargets`` (or its fields by name), on any device; or
@@ -48,7 +48,7 @@ def kd_loss(targets: Targets, student_logits: Tensor, **keywords: Unpack[KdKeywo
 
     Raises:
         ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``, ``not-a-distribution``,
-            ``support-mismatch`` (KD-20).
+            ``support-mismatch``.
     """
     options = KdOptions(**keywords)
     refuse_transforms(student_logits, name="kd_loss", remedy=_REMEDY)
@@ -63,7 +63,7 @@ def kd_loss(targets: Targets, student_logits: Tensor, **keywords: Unpack[KdKeywo
 def linear_kd_loss(
     targets: Targets, hidden: Tensor, weight: Tensor, bias: Tensor | None = None, **keywords: Unpack[KdKeywords]
 ) -> Tensor:
-    """``kd_loss`` on the logits ``hidden @ weight^T + bias``, without materialising all of them (KD-25).
+    """``kd_loss`` on the logits ``hidden @ weight^T + bias``, without materialising all of them.
 
     Products are in the dtype of ``hidden`` and ``weight``, or autocast's; logits are widened before the softmax, and
     gradients are summed over chunks in float32 or wider.
@@ -91,7 +91,6 @@ def linear_kd_loss(
     check_shapes(
         fit and tuple(layer[-1].shape[:1]) == tuple(weight.shape[:1]) and (bias is None or bias.ndim == 1),
         "hidden must be (..., D), weight (V, D) and bias (V,) or None",
-        "KD-25",
         hidden,
         *layer,
     )
@@ -204,7 +203,7 @@ def hidden_loss(
     reduction: str = "sum",
     check: bool = True,
 ) -> Tensor:
-    """The distance between hidden states: the mean over counted rows, the sum over layers (HID-1 to HID-9).
+    """The distance between hidden states: the mean over counted rows, the sum over layers.
 
     Args:
         student_hidden: ``(..., D)``, or a list with one per layer; the caller projects to the teacher's width.
@@ -222,15 +221,15 @@ def hidden_loss(
     Raises:
         ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``.
     """
-    check_option("distance", distance, DISTANCES, "HID-3")
-    check_option("reduction", reduction, REDUCTIONS, "HID-4")
+    check_option("distance", distance, DISTANCES)
+    check_option("reduction", reduction, REDUCTIONS)
     students, teachers = match_layers(student_hidden=student_hidden, teacher_hidden=teacher_hidden)
     terms = []
     for number, (student, teacher) in enumerate(zip(students, teachers, strict=True)):
         check_real(student, "student_hidden", check=check, layer=number)
         check_real(teacher, "teacher_hidden", check=check, layer=number)
         rule = f"student_hidden, projected if need be, must have teacher_hidden's shape (..., D) in layer {number}"
-        check_shapes(student.ndim >= 2 and student.shape == teacher.shape, rule, "HID-1", student, teacher)
+        check_shapes(student.ndim >= 2 and student.shape == teacher.shape, rule, student, teacher)
         if loss_mask is not None:
             check_mask(loss_mask, "loss_mask", student.shape[:-1])
         terms.append(_layer_loss(student, teacher, loss_mask, distance))
@@ -261,7 +260,7 @@ def _layer_loss(student: Tensor, teacher: Tensor, loss_mask: Tensor | None, dist
 
 
 def unit(vectors: Tensor) -> Tensor:
-    """Unit vectors, of which no square over- or underflows (HID-9); a zero vector stays zero, with no gradient."""
+    """Unit vectors, of which no square over- or underflows; a zero vector stays zero, with no gradient."""
     largest = vectors.detach().abs().amax(-1, keepdim=True)
     zero = largest == 0
     scaled = vectors / largest.masked_fill(zero, 1.0)

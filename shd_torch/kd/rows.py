@@ -1,4 +1,4 @@
-"""The rows of the loss on logits: every check of its arguments, and what one chunk of rows gives (KD-16 to KD-22)."""
+"""The rows of the loss on logits: every check of its arguments, and what one chunk of rows gives."""
 
 from __future__ import annotations
 
@@ -63,20 +63,20 @@ class KdOptions:
     chunk_rows: int | None = None
 
     def __post_init__(self) -> None:
-        check_option("divergence", self.divergence, DIVERGENCES, "KD-17")
-        check_option("reduction", self.reduction, REDUCTIONS, "KD-3")
+        check_option("divergence", self.divergence, DIVERGENCES)
+        check_option("reduction", self.reduction, REDUCTIONS)
         if self.chunk_rows is not None:
             check_integer("chunk_rows", self.chunk_rows, 1, None, "ERR-6")
-        object.__setattr__(self, "mixing", check_number("mixing", self.mixing, "KD-18", least=0, most=1))
+        object.__setattr__(self, "mixing", check_number("mixing", self.mixing, least=0, most=1))
         if not isinstance(self.t_squared, bool):
-            raise ShdError("argument-value", f"t_squared must be True or False; got {self.t_squared!r}", "KD-5")
+            raise ShdError("argument-value", f"t_squared must be True or False; got {self.t_squared!r}")
 
 
 @dataclass(frozen=True)
 class KdRows:
     """What the loss is made of, rows flattened."""
 
-    divergence: str  # kl, reverse_kl, jsd or cross_entropy, ends of jsd resolved (KD-18)
+    divergence: str  # kl, reverse_kl, jsd or cross_entropy, ends of jsd resolved
     mixing: float  # the m of jsd
     temperature: float  # T
     factor: Tensor  # (), of the sum over counted rows of their divergences, T^2 included
@@ -115,7 +115,7 @@ class KdRows:
         return values, gradient
 
     def _classes(self, log_p: Tensor, log_q: Tensor, wants_gradient: bool) -> tuple[Tensor, Tensor | None]:
-        """The divergence over classes and its slope (KD-17, KD-22); a term with a leading 0 is 0."""
+        """The divergence over classes and its slope; a term with a leading 0 is 0."""
         p, q = log_p.exp(), log_q.exp()
         m = self.mixing
         if self.divergence in ("kl", "cross_entropy"):
@@ -166,7 +166,7 @@ def kd_rows(
         check_mask(loss_mask, "loss_mask", rows)
     record = as_record(targets)
     if divergence == "jsd" and mixing in (0, 1):
-        divergence = "kl" if mixing == 0 else "reverse_kl"  # the convention of GKD (KD-18)
+        divergence = "kl" if mixing == 0 else "reverse_kl"  # the convention of GKD
     temperature = _resolve_temperature(options.temperature, record)
     counted = None if loss_mask is None else loss_mask.reshape(-1).to(device)
     divisor: Tensor | float = 1.0
@@ -215,7 +215,7 @@ def as_record(targets: Targets) -> TopkTargets | None:
     elif all(hasattr(targets, name) for name in names):
         return TopkTargets(*(getattr(targets, name) for name in names))
     rule = f"targets must be logits, or have the fields {', '.join(names)}"
-    raise ShdError("argument-value", f"{rule}; got {type(targets).__name__}", "KD-8")
+    raise ShdError("argument-value", f"{rule}; got {type(targets).__name__}")
 
 
 def _log_softmax_(z: Tensor, temperature: float) -> Tensor:
@@ -243,7 +243,6 @@ def _resolve_temperature(temperature: float | None, record: TopkTargets | None) 
             "argument-value",
             f"temperature must be {own:g}, that of the targets: mass in a tail cannot be moved to another; "
             f"got {temperature!r}",
-            "KD-6",
         )
     return own
 
@@ -252,20 +251,18 @@ def _check_teacher(logits: Tensor, shape: tuple[int, ...], temperature: float, o
     check_logits(logits, "targets", check=options.check)
     counted = options.loss_mask if tuple(logits.shape[:-1]) == shape[:-1] else None
     kept = cut_teacher(logits.detach(), options.vocab_size, temperature, check=options.check, counted=counted)
-    check_shape(
-        kept, "targets, as the student's logits,", shape, "KD-7", ": vocab_size cuts classes that are padding"
-    )
+    check_shape(kept, "targets, as the student's logits,", shape, remedy=": vocab_size cuts classes that are padding")
     return kept
 
 
 def _check_ids(record: TopkTargets, rows: tuple[int, ...], vocab_size: int, *, check: bool) -> None:
-    """Ids as integers within the vocabulary, and every field shaped as they are (KD-7, KD-10)."""
-    size = check_integer("vocab_size", record.vocab_size, 1, None, "KD-7")
+    """Ids as integers within the vocabulary, and every field shaped as they are."""
+    size = check_integer("vocab_size", record.vocab_size, 1, None)
     ids, by_slot, by_row = record[:3]
     for name, field in zip(record._fields[1:3], (by_slot, by_row), strict=True):
         if not isinstance(field, Tensor):
-            raise ShdError("argument-dtype", f"{name} must be a tensor; got {type(field).__name__}", "KD-10")
-    check_dtype(ids, _IDS, "ids must be integers", "KD-10")
+            raise ShdError("argument-dtype", f"{name} must be a tensor; got {type(field).__name__}")
+    check_dtype(ids, _IDS, "ids must be integers")
     fits = ids.shape == by_slot.shape and tuple(by_row.shape) == tuple(ids.shape[:-1]) == rows and ids.shape[-1] > 0
     if size != vocab_size or not fits:
         shapes = ", ".join(str(tuple(field.shape)) for field in (ids, by_slot, by_row))
@@ -273,13 +270,12 @@ def _check_ids(record: TopkTargets, rows: tuple[int, ...], vocab_size: int, *, c
             "argument-shape",
             f"{', '.join(record._fields[:3])} must be {rows} + (slots,), the same, and {rows}, and vocab_size "
             f"{vocab_size}, as the student's logits; got {shapes} and {size}",
-            "KD-7",
         )
     if check and ids.numel():
         low, high = (int(bound) for bound in ids.long().aminmax())
         if low < 0 or high >= size:
             worst = low if low < 0 else high
-            raise ShdError("argument-value", f"ids must lie in 0 to {size - 1}; got {worst}", "KD-10")
+            raise ShdError("argument-value", f"ids must lie in 0 to {size - 1}; got {worst}")
 
 
 def _check_topk(record: TopkTargets, divergence: str, loss_mask: Tensor | None, *, check: bool) -> None:
@@ -291,7 +287,7 @@ def _check_topk(record: TopkTargets, divergence: str, loss_mask: Tensor | None, 
     counted = counted.to(record.ids.device)
     ids = record.ids[counted].long().sort(-1).values
     if bool((ids[:, 1:] == ids[:, :-1]).any()):
-        raise ShdError("argument-value", "ids must differ within a row that counts; got one twice", "KD-10")
+        raise ShdError("argument-value", "ids must differ within a row that counts; got one twice")
     tolerance = row_sum_tolerance(str(record.log_probs.dtype).removeprefix("torch."))
     tails = record.log_tail[counted].double()
     sums = record.log_probs[counted].double().exp().sum(-1) + tails.exp()
@@ -301,15 +297,13 @@ def _check_topk(record: TopkTargets, divergence: str, loss_mask: Tensor | None, 
             "not-a-distribution",
             f"exp(log_probs) and exp(log_tail) must sum to 1 within {tolerance:g} in rows that count; "
             f"got {float(sums[wrong][0]):.6g}",
-            "KD-10",
         )
     whole = record.ids.shape[-1] == record.vocab_size
     if whole and not bool(torch.isneginf(tails).all()):
-        raise ShdError("not-a-distribution", "log_tail must be -inf where no class is left for it", "KD-10")
+        raise ShdError("not-a-distribution", "log_tail must be -inf where no class is left for it")
     if not whole and divergence == "reverse_kl" and bool(torch.isneginf(tails).any()):
         raise ShdError(
             "support-mismatch",
             "log_tail must be finite in rows that count, for reverse_kl is infinite where the teacher has nothing "
             "outside of its k classes; got -inf: use jsd, or targets with a tail",
-            "KD-20",
         )

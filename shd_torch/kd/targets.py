@@ -1,4 +1,4 @@
-"""The teacher side of the loss on logits: rows in chunks, and making targets (KD-5 to KD-11, KD-15)."""
+"""The teacher side of the loss on logits: rows in chunks, and making targets."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def mean_logits(
     temperature: float = 1.0,
     check: bool = True,
 ) -> Tensor:
-    """The mean of several teachers, as logits (KD-15).
+    """The mean of several teachers, as logits.
 
     Args:
         logits: one tensor ``(..., V)`` a teacher, all of one shape.
@@ -66,13 +66,13 @@ def mean_logits(
     Raises:
         ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``.
     """
-    check_option("of", of, MEANS, "KD-15")
+    check_option("of", of, MEANS)
     temperature = check_temperature(temperature)
     for number, teacher in enumerate(logits):
         check_logits(teacher, f"logits[{number}]", check=check)
     shares = _check_shares(weights, len(logits))
     alike = all(teacher.shape == logits[0].shape for teacher in logits)
-    check_shapes(alike, "logits must have one shape, of teachers that share vocabulary and rows", "KD-15", *logits)
+    check_shapes(alike, "logits must have one shape, of teachers that share vocabulary and rows", *logits)
     mean = torch.zeros(logits[0].shape, dtype=compute_dtype(*logits), device=logits[0].device)
     if of == "logits":
         for share, teacher in zip(shares, logits, strict=True):
@@ -96,13 +96,13 @@ def kd_targets_topk(
     check: bool = True,
     chunk_rows: int | None = None,
 ) -> TopkTargets:
-    """The k largest classes of every row with their log-probabilities, and the mass of the rest (KD-8, KD-9).
+    """The k largest classes of every row with their log-probabilities, and the mass of the rest.
 
     Args:
         teacher_logits: u ``(..., V)``.
         k: number of classes, 1 to V.
         temperature: T > 0, to which the targets are bound from now on.
-        vocab_size: number of classes to read; the others must be padding without mass (KD-7).
+        vocab_size: number of classes to read; the others must be padding without mass.
         check: validate the values, which costs a device sync.
         chunk_rows: rows to widen at once; the default depends on the device.
 
@@ -116,7 +116,7 @@ def kd_targets_topk(
     check_logits(teacher_logits, "teacher_logits", check=check)
     logits = cut_teacher(teacher_logits, vocab_size, temperature, check=check)
     rows, size = logits.shape[:-1], logits.shape[-1]
-    k = check_integer("k", k, 1, size, "KD-8")
+    k = check_integer("k", k, 1, size)
     flat = logits.reshape(-1, size)
     ids = torch.empty((len(flat), k), dtype=torch.int64, device=flat.device)
     log_probs = torch.empty((len(flat), k), dtype=compute_dtype(flat), device=flat.device)
@@ -130,23 +130,23 @@ def kd_targets_topk(
 
 
 def take_tail(log_p: Tensor, ids: Tensor, head: Tensor) -> Tensor:
-    """``log_tail`` of rows (KD-9); leaves ``-inf`` at ``ids`` of ``log_p``, whose entries there are ``head``."""
+    """``log_tail`` of rows; leaves ``-inf`` at ``ids`` of ``log_p``, whose entries there are ``head``."""
     tail = log_p.scatter_(-1, ids, -math.inf).logsumexp(-1)
     # As a share of head and tail: where the tail is nearly all, the sum over it rounds to more than its logarithm.
     return -torch.logaddexp(torch.zeros_like(tail), head.logsumexp(-1) - tail)
 
 
 def check_logits(value: Tensor, name: str, *, check: bool) -> None:
-    """Finite logits ``(..., V)`` with at least one leading axis and one class (KD-1)."""
+    """Finite logits ``(..., V)`` with at least one leading axis and one class."""
     check_rows(value, name, check=check)
     fit = value.ndim >= 2 and value.shape[-1] > 0
-    check_shapes(fit, f"{name} must be (..., V) with rows of at least one class", "KD-1", value)
+    check_shapes(fit, f"{name} must be (..., V) with rows of at least one class", value)
 
 
 def cut_teacher(
     logits: Tensor, vocab_size: int | None, temperature: float, *, check: bool, counted: Tensor | None = None
 ) -> Tensor:
-    """The teacher's logits without padded classes, which must have next to no mass where a row counts (KD-7)."""
+    """The teacher's logits without padded classes, which must have next to no mass where a row counts."""
     kept = cut(logits, vocab_size, "teacher_logits")
     if kept.shape[-1] == logits.shape[-1] or not check:
         return kept
@@ -163,31 +163,29 @@ def cut_teacher(
             "argument-value",
             f"vocab_size must cut padding alone, with a mass of at most {allowed:g} in every row; "
             f"got {worst:.6g} on the classes from {size} to {logits.shape[-1] - 1}",
-            "KD-7",
         )
     return kept
 
 
 def cut(logits: Tensor, vocab_size: int | None, name: str) -> Tensor:
-    """A view of the first ``vocab_size`` classes (KD-7)."""
+    """A view of the first ``vocab_size`` classes."""
     if vocab_size is None:
         return logits
-    size = check_integer("vocab_size", vocab_size, 1, None, "KD-7")
+    size = check_integer("vocab_size", vocab_size, 1, None)
     if logits.shape[-1] < size:
         raise ShdError(
-            "argument-shape", f"{name} must have at least vocab_size = {size} classes; got {logits.shape[-1]}", "KD-7"
+            "argument-shape", f"{name} must have at least vocab_size = {size} classes; got {logits.shape[-1]}"
         )
     return logits[..., :size]
 
 
 def _check_shares(weights: Sequence[float] | None, teachers: int) -> list[float]:
     shares_given = [1.0] * teachers if weights is None else list(weights)
-    shares = [check_number(f"weights[{index}]", share, "KD-15", above=0) for index, share in enumerate(shares_given)]
+    shares = [check_number(f"weights[{index}]", share, above=0) for index, share in enumerate(shares_given)]
     if not teachers or len(shares) != teachers:
         raise ShdError(
             "argument-value",
             f"logits must hold at least one teacher, and weights one number per teacher; "
             f"got {teachers} teachers and {len(shares)} weights",
-            "KD-15",
         )
     return [share / sum(shares) for share in shares]

@@ -67,13 +67,13 @@ def solve_alpha(
     for name, tensor in (("probs_p", probs_p), ("probs_q", probs_q)):
         check_real(tensor, name, check=False)
     fit = probs_p.ndim == 3 and probs_p.shape == probs_q.shape
-    check_shapes(fit, "probs_p and probs_q must share one shape (B, L, S)", "ALPHA-1", probs_p, probs_q)
+    check_shapes(fit, "probs_p and probs_q must share one shape (B, L, S)", probs_p, probs_q, spec_id="ALPHA-1")
     batch, rows, keys = probs_p.shape
     for name, tensor in (("value_outputs_p", value_outputs_p), ("value_outputs_q", value_outputs_q)):
         check_real(tensor, name, check=check, ndim=3)
     fit = value_outputs_p.shape == value_outputs_q.shape and value_outputs_p.shape[:2] == (batch, keys)
     rule_of_values = "maps (B, L, S) must have two value outputs (B, S, D)"
-    check_shapes(fit, rule_of_values, "ALPHA-1", probs_p, value_outputs_p, value_outputs_q)
+    check_shapes(fit, rule_of_values, probs_p, value_outputs_p, value_outputs_q, spec_id="ALPHA-1")
     if query_mask is not None:
         check_mask(query_mask, "query_mask", (batch, rows))
     check_probs(probs_p[:, None], "probs_p", check=check, query_mask=query_mask, row_sums=row_sums)

@@ -35,7 +35,7 @@ def softmax(
         ``attn_probs`` of the same shape and dtype; masked entries are exactly 0.
     """
     check_real(attn_logits, "attn_logits", check=check, allow_minus_inf=True)
-    check_shapes(attn_logits.ndim >= 2, "attn_logits must be (..., L, S)", "MAP-13", attn_logits)
+    check_shapes(attn_logits.ndim >= 2, "attn_logits must be (..., L, S)", attn_logits, spec_id="MAP-13")
     temperature = check_temperature(temperature)
     logits = mask_logits(attn_logits.to(compute_dtype(attn_logits)), attn_mask)
     empty = torch.isneginf(logits).all(dim=-1, keepdim=True)
@@ -75,7 +75,7 @@ def soften(attn_probs: Tensor, temperature: float, *, row_sums: str = "one", che
     Returns:
         The softened maps, same shape and dtype.
     """
-    check_shapes(attn_probs.ndim >= 2, "attn_probs must be (..., L, S)", "MAP-13", attn_probs)
+    check_shapes(attn_probs.ndim >= 2, "attn_probs must be (..., L, S)", attn_probs, spec_id="MAP-13")
     check_probs(attn_probs, "attn_probs", check=check, row_sums=row_sums, ndim=None)
     probs = attn_probs.to(compute_dtype(attn_probs))
     softened = soften_probs(probs, check_temperature(temperature), row_sums).to(map_dtype(attn_probs))
@@ -109,7 +109,7 @@ def value_outputs(values: Tensor, output_projection: Tensor, *, check: bool = Tr
     width = num_kv_heads * d_v
     fit = output_projection.shape[0] > 0 and width > 0 and output_projection.shape[0] % width == 0
     rule = "output_projection must have a multiple of H_kv * d_v rows, as values (B, H_kv, S, d_v)"
-    check_shapes(fit, rule, "MAP-6", output_projection, values)
+    check_shapes(fit, rule, output_projection, values, spec_id="MAP-6")
     dtype = compute_dtype(values, output_projection)
     group = output_projection.shape[0] // width  # query heads that share one value head
     projection = output_projection.to(dtype).reshape(num_kv_heads, group, d_v, -1)

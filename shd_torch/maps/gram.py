@@ -55,9 +55,9 @@ def split_projection(
     check_shapes(
         fit and num_kv_heads > 0 and heads % num_kv_heads == 0,
         "values (B, H_kv, S, d_v) and output_projection (H_t * d_v, D) must fit the teacher's (B, H_t, L, S)",
-        "GRAM-6",
         values,
         output_projection,
+        spec_id="GRAM-6",
     )
     if query_mask is not None:
         check_mask(query_mask, "query_mask", (batch, rows))
@@ -122,7 +122,7 @@ def merge_gram(gram: Tensor, p: int, q: int, alpha: Tensor, *, check: bool = Tru
     p, q = _check_pool(gram, p, q, check)
     check_real(alpha, "alpha", check=check)
     shape = (gram.shape[0], *gram.shape[5:])
-    check_shapes(tuple(alpha.shape) == shape, "alpha must be (B,), or (B, L), as gram", "GRAM-6", gram, alpha)
+    check_shapes(tuple(alpha.shape) == shape, "alpha must be (B,), or (B, L), as gram", gram, alpha, spec_id="GRAM-6")
     if check:
         check_weights(alpha, "alpha", "GRAM-6")
     others = [head for head in range(gram.shape[1]) if head not in (p, q)]
@@ -140,7 +140,7 @@ def _check_pool(gram: Tensor, p: int, q: int, check: bool) -> tuple[int, int]:
     """Two positions of the pool of a gram tensor (GRAM-6), as Python's integers: torch takes uint8 for a mask."""
     check_real(gram, "gram", check=check)
     fit = gram.ndim in (5, 6) and len(set(gram.shape[1:5])) == 1
-    check_shapes(fit, "gram must be (B, H, H, H, H) or with a last axis L", "GRAM-6", gram)
+    check_shapes(fit, "gram must be (B, H, H, H, H) or with a last axis L", gram, spec_id="GRAM-6")
     heads = gram.shape[1]
     p, q = (check_integer(name, head, 0, heads - 1, "GRAM-6") for name, head in (("p", p), ("q", q)))
     if p == q:

@@ -143,9 +143,9 @@ def mix_heads(teacher_probs: Tensor, mixing: Tensor, *, check: bool = True) -> T
     check_shapes(
         fit and tuple(mixing.shape[3:]) in ((), (rows,)),
         "maps (B, H_t, L, S) must have a mixing (B, H_s, H_t) or (B, H_s, H_t, L)",
-        "MIX-3",
         teacher_probs,
         mixing,
+        spec_id="MIX-3",
     )
     dtype = compute_dtype(teacher_probs, mixing)
     weights = mixing.to(dtype)

@@ -76,7 +76,7 @@ def check_layer(
     check_real(student_logits, "student_logits", check=check, ndim=4, allow_minus_inf=True, layer=layer)
     check_real(supervision, "supervision", check=False)
     rule = f"supervision and student_logits must share one shape (B, H_s, L, S) in layer {layer}"
-    check_shapes(supervision.shape == student_logits.shape, rule, "LOSS-3", supervision, student_logits)
+    check_shapes(supervision.shape == student_logits.shape, rule, supervision, student_logits, spec_id="LOSS-3")
     device, dtype = student_logits.device, compute_dtype(supervision, student_logits)
     # Layers may live on several devices; masks are shared.
     if loss_mask is not None:

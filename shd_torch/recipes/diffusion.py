@@ -1,4 +1,4 @@
-"""Denoising diffusion, and a teacher that sees the same noise (REC-27 to REC-33)."""
+"""Denoising diffusion, and a teacher that sees the same noise."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from shd_torch.precision import without_autocast
 from shd_torch.recipes.terms import SHD, Term, Terms, check_integers, check_weight, join
 
 LEAST_MASS = 1e-12
-"""What the mass of a bin is raised to before its logarithm (REC-32)."""
+"""What the mass of a bin is raised to before its logarithm."""
 
 
 class DiffusionDraw(NamedTuple):
-    """The random draws that both models must share in one step (REC-33); pass it to the student and to the
+    """The random draws that both models must share in one step; pass it to the student and to the
     teacher."""
 
     t: Tensor  # (B,), int64
@@ -38,7 +38,7 @@ def draw_diffusion(
 ) -> DiffusionDraw:
     """Steps, noise and kept tokens, drawn per sample from its seed, independent of the batch.
 
-    With the same seeds, a student sees the same inputs as the teacher of a cache (REC-33).
+    With the same seeds, a student sees the same inputs as the teacher of a cache.
 
     Args:
         seeds: one integer per sample, such as a combination of sample number and epoch.
@@ -53,28 +53,26 @@ def draw_diffusion(
     Raises:
         ShdError: ``argument-value``.
     """
-    steps = check_integer("steps", steps, 1, None, "REC-33")
+    steps = check_integer("steps", steps, 1, None)
     if (num_tokens is None) != (kept_tokens is None):
         raise ShdError(
-            "argument-value",
-            f"num_tokens and kept_tokens must be given together; got {num_tokens} and {kept_tokens}",
-            "REC-33",
+            "argument-value", f"num_tokens and kept_tokens must be given together; got {num_tokens} and {kept_tokens}"
         )
     ts, noises, keeps = [], [], []
     for seed in seeds:
-        source = torch.Generator().manual_seed(check_integer("seeds", seed, 0, 2**63 - 1, "REC-33"))
+        source = torch.Generator().manual_seed(check_integer("seeds", seed, 0, 2**63 - 1))
         ts.append(torch.randint(steps, (), generator=source))
         noises.append(torch.randn(tuple(shape), generator=source))
         if num_tokens is not None:
-            kept = check_integer("kept_tokens", kept_tokens, 1, num_tokens, "REC-33")
+            kept = check_integer("kept_tokens", kept_tokens, 1, num_tokens)
             keeps.append(torch.randperm(num_tokens, generator=source)[:kept].sort().values)
     if not ts:
-        raise ShdError("argument-value", "seeds must be one integer per sample; got none", "REC-33")
+        raise ShdError("argument-value", "seeds must be one integer per sample; got none")
     return DiffusionDraw(torch.stack(ts), torch.stack(noises), torch.stack(keeps) if keeps else None)
 
 
 def linear_betas(steps: int = 1000) -> Tensor:
-    """Variances that rise linearly from ``.1 / steps`` to ``20 / steps``, both included, float64 (REC-27).
+    """Variances that rise linearly from ``.1 / steps`` to ``20 / steps``, both included, float64.
 
     Args:
         steps: at least 21, so that every variance is below 1.
@@ -82,13 +80,13 @@ def linear_betas(steps: int = 1000) -> Tensor:
     Raises:
         ShdError: ``argument-value``.
     """
-    steps = check_integer("steps", steps, 21, None, "REC-27")
+    steps = check_integer("steps", steps, 21, None)
     return torch.linspace(0.1 / steps, 20.0 / steps, steps, dtype=torch.float64)
 
 
 @without_autocast
 def noised(x0: Tensor, noise: Tensor, t: Tensor, *, betas: Tensor | None = None, check: bool = True) -> Tensor:
-    """``sqrt(abar_t) x0 + sqrt(1 - abar_t) noise``, the input of both models (REC-28).
+    """``sqrt(abar_t) x0 + sqrt(1 - abar_t) noise``, the input of both models.
 
     Args:
         x0: pictures or latents ``(B, C, ...)``.
@@ -121,7 +119,7 @@ def diffusion(
     shd: SHD | None = None,
     check: bool = True,
 ) -> Terms:
-    """``mean_b w_b |eps_S - noise|^2 + bound + g mean_b w_b |eps_S - eps_T|^2`` (REC-29 to REC-33).
+    """``mean_b w_b |eps_S - noise|^2 + bound + g mean_b w_b |eps_S - eps_T|^2``.
 
     ``w = min(SNR, k) / SNR`` with ``SNR = abar / (1 - abar)``; squares are means over the numbers of a sample, terms
     are means over the batch. The bound trains only the range: epsilon is detached there. Defaults are MDTv2's base
@@ -152,12 +150,12 @@ def diffusion(
     """
     weights = check_weight("kd_weight", kd_weight), check_weight("bound_weight", bound_weight)
     if snr_clip is not None:
-        check_number("snr_clip", snr_clip, "REC-30", above=0)
+        check_number("snr_clip", snr_clip, above=0)
     _check_same_shape(x0, noise, check)
     dtype, device = compute_dtype(student_output), student_output.device
     start, drawn = (tensor.detach().to(device, dtype) for tensor in (x0, noise))
     tables = _schedule(betas, t, start, check)
-    # min(SNR, k) / SNR of each sample (REC-30).
+    # min(SNR, k) / SNR of each sample.
     importance = (tables.inverse_snr * (math.inf if snr_clip is None else snr_clip)).clamp(max=1.0)
     epsilon, span = _split(student_output, "student_output", start, check)
     terms = {"mse": Term(_weighed(importance, epsilon - drawn), 1.0)}
@@ -190,11 +188,11 @@ def _schedule(betas: Tensor | None, t: Tensor, like: Tensor, check: bool) -> _Ta
         check_real(betas, "betas", check=check, ndim=1)
         table = betas.detach().double().cpu()
         if len(table) < 2 or bool(((table <= 0) | (table >= 1)).any()):
-            raise ShdError("argument-value", "betas must be two numbers at least, each between 0 and 1", "REC-27")
-    check_integers(t, "t", (len(like),), "REC-28")
+            raise ShdError("argument-value", "betas must be two numbers at least, each between 0 and 1")
+    check_integers(t, "t", (len(like),))
     at = t.to(like.device, torch.int64)
     if check and bool(((at < 0) | (at >= len(table))).any()):
-        raise ShdError("argument-value", f"t must be 0 to {len(table) - 1}; got {at.tolist()}", "REC-28")
+        raise ShdError("argument-value", f"t must be 0 to {len(table) - 1}; got {at.tolist()}")
     kept = (1 - table).cumprod(0)  # abar
     before = torch.cat((kept.new_ones(1), kept[:-1]))
     variance = table * (1 - before) / (1 - kept)
@@ -217,7 +215,7 @@ def _check_same_shape(x0: Tensor, noise: Tensor, check: bool) -> None:
     for name, value in (("x0", x0), ("noise", noise)):
         check_real(value, name, check=check)
     fit = x0.shape == noise.shape and x0.ndim >= 2
-    check_shapes(fit, "x0 and noise must share one shape (B, C, ...)", "REC-28", x0, noise)
+    check_shapes(fit, "x0 and noise must share one shape (B, C, ...)", x0, noise)
 
 
 def _split(output: Tensor, name: str, x0: Tensor, check: bool) -> tuple[Tensor, Tensor | None]:
@@ -228,7 +226,6 @@ def _split(output: Tensor, name: str, x0: Tensor, check: bool) -> tuple[Tensor, 
     check_shapes(
         fit and output.shape[1] in (channels, 2 * channels),
         f"{name} must be as x0, or have twice the channels where it holds a range",
-        "REC-29",
         output,
         x0,
     )
@@ -242,7 +239,7 @@ def _weighed(importance: Tensor, difference: Tensor) -> Tensor:
 
 
 def _bound(tables: _Tables, x0: Tensor, noise: Tensor, epsilon: Tensor, span: Tensor) -> Tensor:
-    """The term of the variational bound, in bits per number, the mean over samples (REC-31, REC-32)."""
+    """The term of the variational bound, in bits per number, the mean over samples."""
     log_true = tables.log_variance
     log_made = log_true + (span + 1) / 2 * (tables.log_beta - log_true)
     # The mean of the posterior is linear in x0, so that two of them differ by that factor of the starts; the
@@ -256,7 +253,7 @@ def _bound(tables: _Tables, x0: Tensor, noise: Tensor, epsilon: Tensor, span: Te
 
 
 def _log_mass(x: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
-    """The logarithm of the mass of the bin of width 2/255 around x; the outermost bins are open (REC-32)."""
+    """The logarithm of the mass of the bin of width 2/255 around x; the outermost bins are open."""
     precision = (-0.5 * log_variance).exp()
     edges = ((x - mean + edge) * precision for edge in (1 / 255, -1 / 255))
     # Twice a: its sigmoid is the published normal distribution function, (1 + tanh a) / 2.

@@ -1,4 +1,4 @@
-"""Recipes on features: ViTKD mimics and generates, VkD projects orthogonally (REC-16 to REC-20, REC-34)."""
+"""Recipes on features: ViTKD mimics and generates, VkD projects orthogonally."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shd_torch.recipes.terms import SHD, Term, Terms, check_weight, join, label_
 
 
 class ViTKD(nn.Module):
-    """``a / B sum_l ||F_l(S_l) - T_l||^2 + b / (r B) ||M (G(mask(F(S))) - T)||^2`` (REC-16 to REC-18).
+    """``a / B sum_l ||F_l(S_l) - T_l||^2 + b / (r B) ||M (G(mask(F(S))) - T)||^2``.
 
     F are linear maps to the teacher's width, G is a convolution, ReLU and a convolution (3 x 3) over the grid of
     patches, mask() replaces removed tokens by a learned one, and M keeps only the removed ones. Both terms are *sums*
@@ -54,9 +54,9 @@ class ViTKD(nn.Module):
         super().__init__()
         self.mimic_weight = check_weight("mimic_weight", mimic_weight)
         self.generate_weight = check_weight("generate_weight", generate_weight)
-        self.removed = check_number("removed", removed, "REC-17", above=0, most=1)
+        self.removed = check_number("removed", removed, above=0, most=1)
         if self.removed == 1.0:
-            raise ShdError("argument-value", f"removed must lie between 0 and 1; got {removed!r}", "REC-17")
+            raise ShdError("argument-value", f"removed must lie between 0 and 1; got {removed!r}")
         self.mimic = nn.ModuleList(nn.Linear(student_dim, teacher_dim) for _ in range(num_layers))
         self.project = nn.Linear(student_dim, teacher_dim)
         self.mask_token = nn.Parameter(torch.zeros(teacher_dim))
@@ -122,7 +122,6 @@ class ViTKD(nn.Module):
                 "argument-shape",
                 f"student_layers and teacher_layers must be {depth} each; "
                 f"got {len(student_layers)} and {len(teacher_layers)}",
-                "REC-16",
             )
         students = ("student", self.project.in_features, (*student_layers, student_last))
         for side, width, layers in (
@@ -132,7 +131,7 @@ class ViTKD(nn.Module):
             for number, value in enumerate(layers):
                 layer, name = (None, f"{side}_last") if number == depth else (number, f"{side}_layers")
                 check_real(value, name, check=check, ndim=3, layer=layer)
-                check_shape(value, name, (*rows, width), "REC-16", ": take patch tokens alone")
+                check_shape(value, name, (*rows, width), remedy=": take patch tokens alone")
 
 
 def _squares(student: Tensor, teacher: Tensor) -> Tensor:
@@ -144,7 +143,7 @@ def _squares(student: Tensor, teacher: Tensor) -> Tensor:
 def _removed_tokens(noise: Tensor, shape: tuple[int, int], part: float) -> Tensor:
     """``(B, N)``, True = removed: all but the ``floor(N (1 - part))`` with the smallest noise."""
     check_real(noise, "noise", check=False)
-    check_shape(noise, "noise, one number per token,", shape, "REC-17")
+    check_shape(noise, "noise, one number per token,", shape)
     kept = noise.argsort(dim=1, stable=True)[:, : int(shape[1] * (1 - part))]
     return torch.ones(shape, dtype=torch.bool, device=noise.device).scatter(1, kept, False)
 
@@ -155,7 +154,7 @@ def _as_picture(tokens: Tensor, grid: tuple[int, int] | None) -> Tensor:
     height, width = grid or (math.isqrt(count),) * 2
     if height * width != count:
         rule = f"grid must hold the {count} patch tokens, in rows and columns"
-        raise ShdError("argument-shape", f"{rule}; got {grid or 'none, and no square'}", "REC-18")
+        raise ShdError("argument-shape", f"{rule}; got {grid or 'none, and no square'}")
     return tokens.mT.reshape(len(tokens), -1, height, width)
 
 
@@ -163,7 +162,7 @@ LAYER_NORM_EPSILON = 1e-5
 
 
 class OrthogonalProjection(nn.Module):
-    """A trained matrix ``(D_t, D_s)`` whose rows or columns stay orthonormal (REC-19).
+    """A trained matrix ``(D_t, D_s)`` whose rows or columns stay orthonormal.
 
     It is the exponential of a skew-symmetric matrix, cut to size (PyTorch's parametrisation), so that it preserves
     lengths and angles and cannot learn in place of the student's features.
@@ -205,7 +204,7 @@ def vkd(
     shd: SHD | None = None,
     check: bool = True,
 ) -> Terms:
-    """``CE + g T^2 mean KL(P || Q_dist) + a SmoothL1(W pool(S), LN(pool(T)))`` (REC-19, REC-20).
+    """``CE + g T^2 mean KL(P || Q_dist) + a SmoothL1(W pool(S), LN(pool(T)))``.
 
     Every row counts; the first two terms are means over B, the third is one over B and D_t. Weights need not sum to
     one. Defaults are those of VkD's ImageNet training (a = g = T = 1; its ``engine.py``).
@@ -239,7 +238,7 @@ def vkd(
     teacher = _pool(teacher_features.detach().to(student.device, dtype))
     fit = tuple(projection.shape) == (teacher.shape[-1], student.shape[-1]) and len(student) == len(teacher)
     rule = "projection must be (D_t, D_s), and both features of one batch"
-    check_shapes(fit, rule, "REC-19", projection, teacher_features, student_features)
+    check_shapes(fit, rule, projection, teacher_features, student_features)
     target = F.layer_norm(teacher, teacher.shape[-1:], eps=LAYER_NORM_EPSILON)
     features = F.smooth_l1_loss(F.linear(student, projection.to(dtype)), target)
     return join(
@@ -259,7 +258,7 @@ def vkd_detection(
     shd: SHD | None = None,
     check: bool = True,
 ) -> Terms:
-    """``a sum over groups of SmoothL1(s(S), s(T))`` with rows standardised channel by channel (REC-34).
+    """``a sum over groups of SmoothL1(s(S), s(T))`` with rows standardised channel by channel.
 
     The caller adds it to the detector's loss. Groups are what ViDT matches: patches of each of four scales, detection
     tokens of the body and of the neck, rows of all samples together. Denominator: the numbers of a group; groups are
@@ -284,7 +283,7 @@ def vkd_detection(
     shapes = [[tuple(rows.shape) for rows in groups] for groups in (student_tokens, teacher_tokens)]
     if not shapes[0] or shapes[0] != shapes[1] or min(rows for rows, _ in shapes[0]) < 2:
         rule = "student_tokens and teacher_tokens must be groups (n, D) of the same shapes with n of at least 2"
-        raise ShdError("argument-shape", f"{rule}; got {shapes[0]} and {shapes[1]}", "REC-34")
+        raise ShdError("argument-shape", f"{rule}; got {shapes[0]} and {shapes[1]}")
     values = [
         F.smooth_l1_loss(_standardised(rows), _standardised(taught.detach().to(rows.device)).to(compute_dtype(rows)))
         for rows, taught in zip(student_tokens, teacher_tokens, strict=True)
@@ -304,5 +303,5 @@ def _standardised(rows: Tensor) -> Tensor:
 def _pool(features: Tensor) -> Tensor:
     """One vector a sample ``(B, D_t)``: the mean over positions."""
     rule = "teacher_features must be (B, D_t, h, w), or tokens (B, M, D_t)"
-    check_shapes(features.ndim in (3, 4), rule, "REC-19", features)
+    check_shapes(features.ndim in (3, 4), rule, features)
     return features.mean(1) if features.ndim == 3 else features.mean((2, 3))

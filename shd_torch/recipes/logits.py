@@ -1,4 +1,4 @@
-"""Base losses on logits: cross entropy, KD, BabyLlama, GKD, DeiT's distillation token and NKD (REC-7 to REC-15)."""
+"""Base losses on logits: cross entropy, KD, BabyLlama, GKD, DeiT's distillation token and NKD."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from shd_torch.recipes.terms import (
 def cross_entropy(
     student_logits: Tensor, labels: Tensor, *, shift: bool = False, shd: SHD | None = None, check: bool = True
 ) -> Terms:
-    """``- mean over counted rows of log softmax(z)_y``, with soft labels ``- sum_c y_c log softmax(z)_c`` (REC-7).
+    """``- mean over counted rows of log softmax(z)_y``, with soft labels ``- sum_c y_c log softmax(z)_c``.
 
     Rows: those whose label is not -100; denominator: their number. Defaults: those of a Hugging Face model, but that
     labels belong to their own rows unless ``shift`` is given.
@@ -65,7 +65,7 @@ def language_kd(
     shd: SHD | None = None,
     check: bool = True,
 ) -> Terms:
-    """``(1 - w) CE + w T^2 soft CE``, both means over the rows whose label counts (REC-8).
+    """``(1 - w) CE + w T^2 soft CE``, both means over the rows whose label counts.
 
     ``soft CE = - sum_v P_v log Q_v``, which is ``KL(P || Q)`` and the teacher's entropy. Rows: those whose label is
     not -100; denominator of both terms: their number. Defaults (w = .5, T = 1, unshifted labels) and form
@@ -113,7 +113,7 @@ def image_kd(
     shd: SHD | None = None,
     check: bool = True,
 ) -> Terms:
-    """``(1 - w) CE + w T^2 soft CE``, means over images (REC-9).
+    """``(1 - w) CE + w T^2 soft CE``, means over images.
 
     Every row counts; denominator: B. Defaults are cls_KD's ``KDLoss`` (w = .5, T = 4; its DeiT configurations have
     T = 1).
@@ -149,7 +149,7 @@ def babyllama(
     shd: SHD | None = None,
     check: bool = True,
 ) -> Terms:
-    """``(1 - w) CE + w T^2 sum over all positions of KL(P || Q) / B`` with P of the mean logits (REC-15).
+    """``(1 - w) CE + w T^2 sum over all positions of KL(P || Q) / B`` with P of the mean logits.
 
     The cross entropy is a mean over the rows whose label counts. The KD term counts every position, padding
     included, and is divided by B alone: at the published 128 positions it is 128 times a mean over tokens, and so is
@@ -194,7 +194,7 @@ def gkd(
     shd: SHD | None = None,
     check: bool = True,
 ) -> Terms:
-    """``jsd_m(P, Q)``, the mean over the rows whose label counts; no ``T^2``, no cross entropy (REC-14).
+    """``jsd_m(P, Q)``, the mean over the rows whose label counts; no ``T^2``, no cross entropy.
 
     ``m KL(P || R) + (1 - m) KL(Q || R)`` with ``R = m P + (1 - m) Q``, both softmax at temperature 1. Rows: those
     whose label is not -100; denominator: their number. Default: that of TRL and Liger (m = .5), whose published
@@ -244,7 +244,7 @@ def deit_soft(
     shd: SHD | None = None,
     check: bool = True,
 ) -> Terms:
-    """``(1 - w) CE + w T^2 sum KL(P || Q_dist) / (B C)`` (REC-12).
+    """``(1 - w) CE + w T^2 sum KL(P || Q_dist) / (B C)``.
 
     Every row counts. The published denominator is the number of logits: the KD term is C times smaller than the mean
     over images that ``image_kd`` takes, a thousandfold on ImageNet. Defaults are DeiT's (w = .5, T = 1).
@@ -280,7 +280,7 @@ def deit_hard(
     shd: SHD | None = None,
     check: bool = True,
 ) -> Terms:
-    """``(1 - w) CE + w CE(z_dist, argmax u)`` (REC-13).
+    """``(1 - w) CE + w CE(z_dist, argmax u)``.
 
     Every row counts; denominator of both terms: B. Default: DeiT's (w = .5).
 
@@ -300,7 +300,7 @@ def deit_hard(
     weight = check_share("kd_weight", kd_weight)
     checked = check_tokens(student_logits, labels, distillation_logits, "deit_hard", check)
     models = {"teacher_logits": teacher_logits, "distillation_logits": distillation_logits}
-    check_alike("(B, C)", "REC-13", check=check, **models)
+    check_alike("(B, C)", check=check, **models)
     decided = Labels(first_largest(teacher_logits.detach().to(distillation_logits.device)), None, None)
     return _join_kd(shd, student_logits, checked, label_loss(distillation_logits, decided), weight)
 
@@ -316,7 +316,7 @@ def nkd(
     shd: SHD | None = None,
     check: bool = True,
 ) -> Terms:
-    """``CE - mean P_y log Q_y - g T^2 mean sum_{c != y} P'_c log Q'_c`` (REC-10, REC-11).
+    """``CE - mean P_y log Q_y - g T^2 mean sum_{c != y} P'_c log Q'_c``.
 
     ``P_y``, ``Q_y`` are at temperature 1; ``P'``, ``Q'`` are softmax over the other classes, at T. Every row counts;
     denominator: B. The cross entropy keeps the weight 1. Defaults are those of cls_KD's DeiT configurations (g = 1,
@@ -336,10 +336,8 @@ def nkd(
         ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``, ``not-a-distribution``.
     """
     weight, temperature = check_weight("nontarget_weight", nontarget_weight), check_temperature(temperature)
-    check_alike("(B, C)", "REC-10", check=check, student_logits=student_logits, teacher_logits=teacher_logits)
-    check_shapes(
-        student_logits.shape[-1] > 1, "student_logits must have two classes at least", "REC-10", student_logits
-    )
+    check_alike("(B, C)", check=check, student_logits=student_logits, teacher_logits=teacher_logits)
+    check_shapes(student_logits.shape[-1] > 1, "student_logits must have two classes at least", student_logits)
     checked = as_labels(labels, student_logits, check=check, all_count="nkd")
     dtype, at = compute_dtype(student_logits), checked.classes[..., None]
     z, u = student_logits.to(dtype), teacher_logits.detach().to(student_logits.device, dtype)
@@ -370,7 +368,7 @@ def _join_kd(shd: SHD | None, student_logits: Tensor, labels: Labels, soft: Tens
 def check_tokens(
     student_logits: Tensor, labels: Tensor, distillation_logits: Tensor, recipe: str, check: bool
 ) -> Labels:
-    """Labels of two tokens' logits, which share one shape (REC-12)."""
+    """Labels of two tokens' logits, which share one shape."""
     tokens = {"student_logits": student_logits, "distillation_logits": distillation_logits}
-    check_alike("(B, C)", "REC-12", check=check, **tokens)
+    check_alike("(B, C)", check=check, **tokens)
     return as_labels(labels, student_logits, check=check, all_count=recipe)

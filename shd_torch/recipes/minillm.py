@@ -1,4 +1,4 @@
-"""MiniLLM: policy gradient of the reverse KL on text sampled from student and teacher together (REC-21 to REC-26).
+"""MiniLLM: policy gradient of the reverse KL on text sampled from student and teacher together.
 
 The order of a step: sample with ``TeacherMixture``; ``minillm_rollout`` on the sampled text, once; then, for each
 pass over it, ``minillm_policy`` on the student's new logits, plus ``language_kd`` on a batch of pre-training text
@@ -24,7 +24,7 @@ from shd_torch.recipes.terms import SHD, Term, Terms, check_alike, check_integer
 
 
 class TeacherMixture:
-    """A logits processor that makes ``generate`` sample from ``(1 - mix) p_S + mix p_T`` (REC-21).
+    """A logits processor that makes ``generate`` sample from ``(1 - mix) p_S + mix p_T``.
 
     Probabilities are mixed, not logits, as the importance weights of ``minillm_rollout`` require. ::
 
@@ -70,7 +70,7 @@ WHITENING_EPSILON = 1e-8
 
 
 class Rollout(NamedTuple):
-    """Sampled tokens and their statistics at sampling time (REC-22)."""
+    """Sampled tokens and their statistics at sampling time."""
 
     tokens: Tensor  # (B, R)
     mask: Tensor  # (B, R), True = the row counts
@@ -92,7 +92,7 @@ def minillm_rollout(
     reward_clip: float = 100.0,
     check: bool = True,
 ) -> Rollout:
-    """Rewards and importance weights of text that was drawn from ``(1 - mix) p_S + mix p_T`` (REC-21 to REC-23).
+    """Rewards and importance weights of text that was drawn from ``(1 - mix) p_S + mix p_T``.
 
     ``r = clip((log p_T(y) - log p_S(y)) / scale)`` and ``w = p_S(y) / ((1 - mix) p_S(y) + mix p_T(y))``, token by
     token. Defaults are MiniLLM's (mix = ``teacher_mixed_alpha`` .2, ``reward_scaling`` .5, clip 100).
@@ -115,8 +115,8 @@ def minillm_rollout(
         ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``.
     """
     mix = check_share("mix", mix)
-    check_number("reward_scale", reward_scale, "REC-22", above=0)
-    check_number("reward_clip", reward_clip, "REC-22", above=0)
+    check_number("reward_scale", reward_scale, above=0)
+    check_number("reward_clip", reward_clip, above=0)
     ids, counted = _check_text(student_logits, teacher_logits, tokens, mask, check)
     student, teacher = (_at(logits, ids, counted) for logits in (student_logits, teacher_logits))
     teacher = teacher.to(student)
@@ -131,7 +131,7 @@ def minillm_rollout(
 def minillm_advantages(
     rewards: Tensor, mask: Tensor, *, discount: float = 0.95, whitening: str = "biased", check: bool = True
 ) -> Tensor:
-    """Discounted returns over the number of rows left, whitened over the whole batch (REC-24, REC-25).
+    """Discounted returns over the number of rows left, whitened over the whole batch.
 
     ``A_t = sum_{k >= t} gamma^(k - t) r_k / n_t``, n_t the number of rows from t on that count; then less the mean,
     over ``sqrt(variance + 1e-8)``. Mean and variance are of all B R numbers, padding included, and of every rank
@@ -151,7 +151,7 @@ def minillm_advantages(
         ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``.
     """
     discount = check_share("discount", discount)
-    check_option("whitening", whitening, WHITENINGS, "REC-25")
+    check_option("whitening", whitening, WHITENINGS)
     check_real(rewards, "rewards", check=check, ndim=2)
     check_mask(mask, "mask", rewards.shape)
     values = rewards.to(compute_dtype(rewards))
@@ -177,7 +177,7 @@ def minillm_policy(
     shd: SHD | None = None,
     check: bool = True,
 ) -> Terms:
-    """``mean max(-A rho w, -A clip(rho w, 1 - c, 1 + c)) + b mean KL(p_S || p_T)`` over counted rows (REC-26).
+    """``mean max(-A rho w, -A clip(rho w, 1 - c, 1 + c)) + b mean KL(p_S || p_T)`` over counted rows.
 
     ``rho = p_S(y) / p_S(y) when it was sampled``; A are the advantages of the batch that is given. Denominator of
     both terms: the number of rows that count. Defaults are MiniLLM's (c = .2, gamma = .95, ``--single-step-reg``,
@@ -206,7 +206,6 @@ def minillm_policy(
             "argument-value",
             "shd must be of live teachers on sampled text, which no cache has seen; got supervision from a cache: "
             "give it to language_kd, on the pre-training batch",
-            "REC-3",
         )
     rollout = Rollout(**rollout) if isinstance(rollout, Mapping) else rollout
     ids, counted = _check_text(student_logits, teacher_logits, rollout.tokens, rollout.mask, check)
@@ -234,9 +233,7 @@ def _whiten(numbers: Tensor, whitening: str) -> Tensor:
         dist.all_reduce(squares)
     if whitening == "unbiased":
         if not ranks and numbers.numel() < 2:
-            raise ShdError(
-                "argument-value", "whitening must be biased or none for a single number; got unbiased", "REC-25"
-            )
+            raise ShdError("argument-value", "whitening must be biased or none for a single number; got unbiased")
         count = count - 1
     return (numbers - mean) * torch.rsqrt(squares / count + WHITENING_EPSILON)
 
@@ -245,18 +242,16 @@ def _check_text(
     student_logits: Tensor, teacher_logits: Tensor, tokens: Tensor, mask: Tensor, check: bool
 ) -> tuple[Tensor, Tensor]:
     """Ids and mask ``(B, R)`` on the student's device; ids of rows that do not count are 0."""
-    check_alike("(B, R, V)", "REC-21", check=check, student_logits=student_logits, teacher_logits=teacher_logits)
-    check_shapes(student_logits.ndim == 3, "student_logits must be (B, R, V)", "REC-21", student_logits)
+    check_alike("(B, R, V)", check=check, student_logits=student_logits, teacher_logits=teacher_logits)
+    check_shapes(student_logits.ndim == 3, "student_logits must be (B, R, V)", student_logits)
     rows, size = tuple(student_logits.shape[:2]), student_logits.shape[2]
-    check_integers(tokens, "tokens", rows, "REC-21")
+    check_integers(tokens, "tokens", rows)
     check_mask(mask, "mask", rows)
     counted = mask.to(student_logits.device)
     ids = tokens.to(counted.device, torch.int64).masked_fill(~counted, 0)
     if check and bool(((ids < 0) | (ids >= size)).any()):
         first = int(ids[(ids < 0) | (ids >= size)][0])
-        raise ShdError(
-            "argument-value", f"tokens must be 0 to {size - 1} where the row counts; got {first}", "REC-21"
-        )
+        raise ShdError("argument-value", f"tokens must be 0 to {size - 1} where the row counts; got {first}")
     return ids, counted
 
 

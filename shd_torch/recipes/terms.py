@@ -1,4 +1,4 @@
-"""What a recipe gives: its terms by name, the attention term that joins them, and labels (REC-1 to REC-6)."""
+"""What a recipe gives: its terms by name, the attention term that joins them, and labels."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Term(NamedTuple):
 
 
 class Terms(dict[str, Term]):
-    """The parts of a loss by name: ``{"cross_entropy": Term(value, weight), "kd": ...}`` (REC-1)."""
+    """The parts of a loss by name: ``{"cross_entropy": Term(value, weight), "kd": ...}``."""
 
     @property
     def total(self) -> Tensor:
@@ -49,7 +49,6 @@ class Terms(dict[str, Term]):
                 "argument-value",
                 f"terms that are added must have different names; both have {', '.join(twice)}: "
                 "give one side a prefix, terms.scaled(1.0, prefix='pretraining_')",
-                "REC-1",
             )
         return Terms({**self, **other})
 
@@ -65,7 +64,7 @@ class Terms(dict[str, Term]):
 
 @dataclass(frozen=True, eq=False)
 class SHD:
-    """The attention term of a recipe: the argument ``shd`` of each recipe (REC-3).
+    """The attention term of a recipe: the argument ``shd`` of each recipe.
 
     Attributes:
         captured: the student's attention in the forward pass that produced the recipe's logits.
@@ -112,37 +111,37 @@ class SHD:
 
 
 def join(shd: SHD | None, **terms: Term) -> Terms:
-    """A recipe's terms, and ``shd`` after them where it is given (REC-3)."""
+    """A recipe's terms, and ``shd`` after them where it is given."""
     return Terms(terms if shd is None else {**terms, "shd": shd.term()})
 
 
 def check_weight(name: str, value: Any) -> float:
-    """A weight of a term: a finite number of at least 0 (REC-2)."""
-    return check_number(name, value, "REC-2", least=0)
+    """A weight of a term: a finite number of at least 0."""
+    return check_number(name, value, least=0)
 
 
 def check_share(name: str, value: Any) -> float:
-    """A weight that divides a loss between two terms: a number from 0 to 1 (REC-2)."""
-    return check_number(name, value, "REC-2", least=0, most=1)
+    """A weight that divides a loss between two terms: a number from 0 to 1."""
+    return check_number(name, value, least=0, most=1)
 
 
-def check_integers(value: Any, name: str, shape: tuple[int, ...], spec_id: str) -> None:
+def check_integers(value: Any, name: str, shape: tuple[int, ...]) -> None:
     """A tensor of integers of this shape."""
-    check_dtype(value, INTEGERS, f"{name} must be a tensor of integers", spec_id)
-    check_shape(value, name, shape, spec_id)
+    check_dtype(value, INTEGERS, f"{name} must be a tensor of integers")
+    check_shape(value, name, shape)
 
 
-def check_alike(axes: str, spec_id: str, *, check: bool, **logits: Tensor) -> None:
+def check_alike(axes: str, *, check: bool, **logits: Tensor) -> None:
     """Logits of two models or tokens, by the arguments' names, which share one shape."""
     for name, value in logits.items():
         check_logits(value, name, check=check)
     first, second = logits.values()
     rule = f"{' and '.join(logits)} must share one shape {axes}"
-    check_shapes(first.shape == second.shape, rule, spec_id, first, second)
+    check_shapes(first.shape == second.shape, rule, first, second)
 
 
 IGNORED = -100
-"""The hard label of a row that does not count (REC-4)."""
+"""The hard label of a row that does not count."""
 
 
 class Labels(NamedTuple):
@@ -162,16 +161,16 @@ def as_labels(
     -100 is refused in its name.
     """
     rows = tuple(logits.shape[:-1])
-    check_dtype(labels, REALS, "labels must be a tensor of classes or of floats", "REC-4")
+    check_dtype(labels, REALS, "labels must be a tensor of classes or of floats")
     if labels.dtype.is_floating_point and labels.shape == logits.shape:
         if shift:
-            raise ShdError("argument-shape", "labels must be hard, (B, L), to be shifted; got soft ones", "REC-6")
+            raise ShdError("argument-shape", "labels must be hard, (B, L), to be shifted; got soft ones")
         return _soft(labels, logits, check)
-    check_dtype(labels, INTEGERS, "labels must be integers, or floats of the logits' shape", "REC-4")
-    check_shape(labels, "labels", rows, "REC-4")
+    check_dtype(labels, INTEGERS, "labels must be integers, or floats of the logits' shape")
+    check_shape(labels, "labels", rows)
     classes = labels.to(logits.device, torch.int64)
     if shift and classes.ndim != 2:
-        raise ShdError("argument-shape", f"labels must be (B, L) to be shifted; got {rows}", "REC-6")
+        raise ShdError("argument-shape", f"labels must be (B, L) to be shifted; got {rows}")
     if check:
         _check_classes(classes, logits.shape[-1], all_count)
     if shift:
@@ -182,7 +181,7 @@ def as_labels(
 def label_loss(logits: Tensor, labels: Labels) -> Tensor:
     """The mean over counted rows of ``- log softmax(z)_y``, or of that over soft labels; 0 where no row counts.
 
-    Hard labels are a teacher with one class and nothing outside of it (KD-11): so the logits are not copied into a
+    Hard labels are a teacher with one class and nothing outside of it: so the logits are not copied into a
     wide dtype as a whole.
     """
     if labels.soft is not None:
@@ -201,7 +200,7 @@ def _check_classes(classes: Tensor, size: int, all_count: str | None) -> None:
     if outside.any():
         first = int(classes[outside][0])
         rule = f"as every row of {all_count} counts" if all_count else f"or {IGNORED} where a row does not count"
-        raise ShdError("argument-value", f"labels must be 0 to {size - 1}, {rule}; got {first}", "REC-4")
+        raise ShdError("argument-value", f"labels must be 0 to {size - 1}, {rule}; got {first}")
 
 
 def _soft(labels: Tensor, logits: Tensor, check: bool) -> Labels:
@@ -209,9 +208,7 @@ def _soft(labels: Tensor, logits: Tensor, check: bool) -> Labels:
     soft = labels.detach().to(logits.device, compute_dtype(logits))
     bound = row_sum_tolerance(str(labels.dtype).removeprefix("torch."))
     if check and bool(((soft < 0).any(-1) | ((soft.sum(-1) - 1).abs() > bound)).any()):
-        raise ShdError(
-            "not-a-distribution", f"labels must be at least 0 and sum to 1 within {bound:g} in every row", "REC-5"
-        )
+        raise ShdError("not-a-distribution", f"labels must be at least 0 and sum to 1 within {bound:g} in every row")
     return Labels(first_largest(soft), soft, None)
 
 

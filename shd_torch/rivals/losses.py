@@ -157,7 +157,7 @@ class AttentionOutput(Projector):
 
 
 class OrthogonalProjector(Rival):
-    """VkD: ``SmoothL1(W S, LN(T))`` with a W whose rows or columns stay orthonormal (REC-19), position by position.
+    """VkD: ``SmoothL1(W S, LN(T))`` with a W whose rows or columns stay orthonormal, position by position.
 
     Deviation: VkD pools the positions of an image first; the rows of a text are not one thing.
     """

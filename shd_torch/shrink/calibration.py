@@ -1,4 +1,4 @@
-"""Running a model layer by layer over the calibration set, and what its attention says on the way (STUDENT-4)."""
+"""Running a model layer by layer over the calibration set, and what its attention says on the way."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Batch:
 
     @property
     def held_rows(self) -> Tensor:
-        """Which of the rows that count belong to held-out samples (ALIGN-7): boolean ``(n,)``."""
+        """Which of the rows that count belong to held-out samples: boolean ``(n,)``."""
         samples = self.first + torch.arange(len(self.counted), device=self.counted.device)
         return (samples % HELD_OUT == HELD_OUT - 1)[:, None].expand_as(self.counted)[self.counted]
 
@@ -209,7 +209,7 @@ def study_layer(
     with_maps: bool,
     statistics: AttentionStatistics | None = None,
 ) -> tuple[AttentionStatistics, LayerTrace]:
-    """Gram tensor and input moments of one teacher layer (HEAD-3, HEAD-11), and its streams.
+    """Gram tensor and input moments of one teacher layer, and its streams.
 
     Without maps the gram tensor and the lengths of outputs are zeros: no heads merge. ``statistics`` of an earlier
     study are not gathered again.
@@ -313,7 +313,7 @@ def rotary_frequencies(model: Any, family: Family) -> list[Array] | None:
     kinds = getattr(model.config, "layer_types", None) or [""] * count
     tables = {kind: family.rotary.format(kind) for kind in kinds}
     if not all(has_part(base, table) for table in tables.values()):
-        raise ShdError("shrink-unsupported", "teacher must have one table of rotary frequencies; got none", "HEAD-14")
+        raise ShdError("shrink-unsupported", "teacher must have one table of rotary frequencies; got none")
     return [as_array(find_part(base, tables[kind])) for kind in kinds]
 
 

@@ -1,4 +1,4 @@
-"""A narrower stream where norms lie on it (WIDTH-8..12): kept channels, from which the others are predicted."""
+"""A narrower stream where norms lie on it: kept channels, from which the others are predicted."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Channels(Turn):
         return {"kept": "channels", "exact": False, "channels": self.axes.argmax(0).tolist()}
 
     def read(self, norm: Any, matrix: Array, bias: Array | None) -> Rows:
-        """A projection ``(D, E)`` that reads the whole stream, as one that reads the kept channels (WIDTH-9)."""
+        """A projection ``(D, E)`` that reads the whole stream, as one that reads the kept channels."""
         predicted, shift = norm
         moved = shift @ matrix
         return predicted @ matrix, moved if bias is None else bias + moved
 
 
 def predict_stream(basis: Tensor, rows: Tensor, held: Tensor) -> Rows:
-    """The whole rows ``(n, D)`` from their kept channels: a matrix ``(D', D)`` and a shift (WIDTH-9)."""
+    """The whole rows ``(n, D)`` from their kept channels: a matrix ``(D', D)`` and a shift."""
     fit = OutputFit(as_array(basis.mT), np.zeros(len(basis)), None, rows.device)
     fit.add(rows.double() @ basis, rows, held)
     return fit.solve()
@@ -44,7 +44,7 @@ def predict_stream(basis: Tensor, rows: Tensor, held: Tensor) -> Rows:
 
 @torch.no_grad()
 def fit_norm(norm: Any, rows: Tensor, goals: Tensor) -> None:
-    """Scale and shift of a student's norm, by least squares from rows to goals ``(n, D')`` (WIDTH-10)."""
+    """Scale and shift of a student's norm, by least squares from rows to goals ``(n, D')``."""
     x, goal = layer_norm(rows.double(), rows.shape[-1:], eps=norm.eps), goals.double()
     away = x - x.mean(0)
     scale = (away * goal).mean(0) / away.square().mean(0).clamp_min(torch.finfo(x.dtype).tiny)
@@ -53,13 +53,13 @@ def fit_norm(norm: Any, rows: Tensor, goals: Tensor) -> None:
 
 
 def check_channels(model: Any, family: Family) -> None:
-    """Outside the layers, what is as wide as the stream is a table, a norm, or a projection with a bias (WIDTH-8)."""
+    """Outside the layers, what is as wide as the stream is a table, a norm, or a projection with a bias."""
     width = model.config.hidden_size
     for name, module in _outer_modules(model, family).items():
         wide = any(width in parameter.shape for parameter in module.parameters(recurse=False))
         if wide and (not isinstance(module, _KINDS) or getattr(module, "bias", module) is None):
             rule = "hidden must stay the teacher's where anything but tables, norms and biased projections is as wide"
-            raise ShdError("shrink-unsupported", f"{rule}; got {name}, a {type(module).__name__}", "WIDTH-8")
+            raise ShdError("shrink-unsupported", f"{rule}; got {name}, a {type(module).__name__}")
 
 
 def _outer_modules(model: nn.Module, family: Family) -> dict[str, nn.Module]:
@@ -69,14 +69,14 @@ def _outer_modules(model: nn.Module, family: Family) -> dict[str, nn.Module]:
 
 
 def spread(rows: Tensor) -> Tensor:
-    """The second moment of rows less their mean, as a share of its trace: all norms count alike (WIDTH-8)."""
+    """The second moment of rows less their mean, as a share of its trace: all norms count alike."""
     away = rows.double() - rows.double().mean(0)
     moment = away.mT @ away
     return moment / moment.trace().clamp_min(torch.finfo(moment.dtype).tiny)
 
 
 def held_rows(tensors: Sequence[Tensor], batches: Sequence[Batch]) -> Tensor:
-    """Which of these rows belong to held-out samples (ALIGN-7): boolean ``(n,)``."""
+    """Which of these rows belong to held-out samples: boolean ``(n,)``."""
     pairs = zip(tensors, batches, strict=True)
     held = [
         batch.held_rows if tensor.ndim == 3 else (torch.arange(len(tensor)) + batch.first) % HELD_OUT == HELD_OUT - 1
@@ -122,7 +122,7 @@ class _Calls:
 
 @torch.no_grad()
 def write_ends(teacher: Any, student: Any, family: Family, batches: Sequence[Batch], turn: Channels) -> None:
-    """What lies before the layers, on the kept channels; weights of other widths stay (WIDTH-11)."""
+    """What lies before the layers, on the kept channels; weights of other widths stay."""
     own, width = student.state_dict(), len(turn.basis)
     modules, targets = _outer_modules(teacher, family), _outer_modules(student, family)
     for name, tensor in teacher.state_dict().items():
@@ -151,7 +151,7 @@ def write_heads(
     align: bool,
     ridge: float | None,
 ) -> None:
-    """Poolers and heads in the order of their calls, towards what the teacher's give (WIDTH-12)."""
+    """Poolers and heads in the order of their calls, towards what the teacher's give."""
     width, calls = len(turn.basis), _Calls(teacher, family, batches)
     # Of what the last projection gave, for each token or for each sample: heads on both may run side by side.
     bases = {2: turn.basis, 3: turn.basis}

@@ -1,4 +1,4 @@
-"""Students whose layers no stock configuration can express (CUSTOM, DEPTH-4..8).
+"""Students whose layers no stock configuration can express.
 
 Their layers differ in size, lack attention, or have a linear FFN. They are the stock class with some modules
 replaced, under a ``model_type`` that plain transformers does not know: its Auto classes refuse the folder, and a
@@ -62,32 +62,32 @@ def choose_dropped(attention: Iterable[int], activations: Iterable[int]) -> Drop
         return Dropped(*(tuple(as_index(layer) for layer in layers) for layers in (attention, activations)))
     except TypeError:
         rule = "drop_attention and drop_activations must be lists of teacher layers"
-        raise ShdError("layers-invalid", f"{rule}; got {attention!r} and {activations!r}", "DEPTH-4") from None
+        raise ShdError("layers-invalid", f"{rule}; got {attention!r} and {activations!r}") from None
 
 
 def check_dropped(dropped: Dropped, family: Family, config: Any, kept: Sequence[int]) -> None:
-    """Refuse what cannot be dropped from a teacher, of whose layers ``kept`` stay (DEPTH-4, DEPTH-7)."""
+    """Refuse what cannot be dropped from a teacher, of whose layers ``kept`` stay."""
     for name, layers in (("drop_attention", dropped.attention), ("drop_activations", dropped.activations)):
         whole = all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers)
         if not whole or list(layers) != sorted(set(layers)) or not set(layers) <= set(kept):
             rule = f"{name} must be a rising list of teacher layers that the student keeps, {list(kept)}"
-            raise ShdError("layers-invalid", f"{rule}; got {list(layers)}", "DEPTH-4")
+            raise ShdError("layers-invalid", f"{rule}; got {list(layers)}")
     if len(dropped.attention) == len(kept):
         message = f"drop_attention must leave a block with attention; got all of {list(kept)}"
-        raise ShdError("layers-invalid", message, "DEPTH-4")
+        raise ShdError("layers-invalid", message)
     if dropped.activations and family.is_gated:
         rule = f"drop_activations must be empty for {config.model_type}: its gated FFNs multiply two functions of"
         message = f"{rule} their input, and no linear map equals them; drop attention or whole layers"
-        raise ShdError("shrink-unsupported", message, "FFN-3")
+        raise ShdError("shrink-unsupported", message)
     kinds = set(getattr(config, "layer_types", None) or ())
     if dropped.attention and len(kinds) > 1 and getattr(config, "use_cache", None) is not None:
         rule = f"drop_attention must be empty where layers attend differently ({', '.join(sorted(kinds))})"
         message = f"{rule}: a cache of keys would give a layer another one's window; drop whole layers"
-        raise ShdError("shrink-unsupported", message, "DEPTH-7")
+        raise ShdError("shrink-unsupported", message)
 
 
 def build_layers(model: nn.Module, family: Family, config: Any) -> None:
-    """Replace modules in place; new ones get random weights (CUSTOM-2, DEPTH-4, FFN-1)."""
+    """Replace modules in place; new ones get random weights."""
     dropped, layers = read_dropped(config), family.layers_of(model)
     if (sizes := read_sizes(config, family)) is not None:
         for layer, own in zip(layers, sizes, strict=True):
@@ -266,12 +266,12 @@ def read_dropped(config: Any) -> Dropped:
     """What a configuration says, not yet checked."""
     lists: list[Any] = [getattr(config, name, None) for name in _LISTS]
     if not all(isinstance(numbers, list) for numbers in lists):
-        raise ShdError("layers-invalid", f"{_LISTS[0]} and {_LISTS[1]} must be lists; got {lists}", "DEPTH-5")
+        raise ShdError("layers-invalid", f"{_LISTS[0]} and {_LISTS[1]} must be lists; got {lists}")
     return Dropped(*(tuple(numbers) for numbers in lists))
 
 
 def read_sizes(config: Any, family: Family) -> tuple[LayerSizes, ...] | None:
-    """The sizes of each layer that a configuration lists, checked; None where it lists none (CUSTOM-1)."""
+    """The sizes of each layer that a configuration lists, checked; None where it lists none."""
     listed = getattr(config, "layer_sizes", None)
     if listed is None:
         return None
@@ -280,15 +280,15 @@ def read_sizes(config: Any, family: Family) -> tuple[LayerSizes, ...] | None:
     is_listed = isinstance(listed, list) and len(listed) == count
     if not is_listed or not all(isinstance(entry, dict) and sorted(entry) == sorted(names) for entry in listed):
         rule = f"layer_sizes must list {', '.join(names)} of each of {count} layers"
-        raise ShdError("layers-invalid", f"{rule}; got {listed!r:.200}", "CUSTOM-1")
+        raise ShdError("layers-invalid", f"{rule}; got {listed!r:.200}")
     for number, entry in enumerate(listed):
         for name in names:
-            check_integer(f"layer_sizes[{number}][{name!r}]", entry[name], 1, MAX_SIZE, "CUSTOM-1")
+            check_integer(f"layer_sizes[{number}][{name!r}]", entry[name], 1, MAX_SIZE)
         if entry["heads"] % entry["kv_heads"] or (not family.grouped and entry["heads"] != entry["kv_heads"]):
             rule = f"must have {'a multiple of' if family.grouped else 'as many heads as'} its kv_heads"
             message = f"layer_sizes[{number}] {rule}{' as heads' if family.grouped else ''}; got {entry}"
-            raise ShdError("layers-invalid", message, "CUSTOM-1")
+            raise ShdError("layers-invalid", message)
         if entry["head_dim"] != listed[0]["head_dim"]:
             message = f"layer_sizes must have one head_dim in all layers; got {listed!r:.200}"
-            raise ShdError("layers-invalid", message, "CUSTOM-1")
+            raise ShdError("layers-invalid", message)
     return tuple(LayerSizes(**entry) for entry in listed)

@@ -65,7 +65,7 @@ class Family:
     shared: tuple[str, ...] = ()
     first_only: tuple[str, ...] = ()  # modules of the first layer that serve all layers
     maps: str | None = None  # the module that reads the maps of an attention that transformers cannot exchange
-    biases: str | None = None  # the table (buckets, heads) of position biases that all layers add (HEAD-22)
+    biases: str | None = None  # the table (buckets, heads) of position biases that all layers add
     is_aligned: bool = True  # False where a norm after a block rules out the refit of its last matrix
     # options of shrink that the architecture rules out (as in check_refused), each with the reason
     refused: tuple[tuple[str, str], ...] = ()
@@ -84,7 +84,7 @@ class Family:
 
     @property
     def is_gated(self) -> bool:
-        """Whether the FFN multiplies two functions of its input (FFN-3)."""
+        """Whether the FFN multiplies two functions of its input."""
         return self.activation is None
 
     def layers_of(self, model: nn.Module) -> nn.ModuleList:
@@ -115,7 +115,7 @@ class Family:
 
     @torch.no_grad()
     def write_attention(self, layer: nn.Module, weights: HeadWeights) -> None:
-        """Put an attention into a layer of the right sizes; a scale after the block becomes 1 (WIDTH-7)."""
+        """Put an attention into a layer of the right sizes; a scale after the block becomes 1."""
         *inputs, last = (find_part(layer, name) for name in self.projections)
         for module, rows in zip(inputs, self.attention_inputs(weights), strict=True):
             write_linear(module, *rows)
@@ -153,7 +153,7 @@ class Family:
         return stream + read if self.is_parallel else read
 
     def read_last(self, layer: nn.Module) -> Rows:
-        """The FFN's last matrix, as rows ``(F, D)``, and its bias; a scale after the block is folded in (WIDTH-7)."""
+        """The FFN's last matrix, as rows ``(F, D)``, and its bias; a scale after the block is folded in."""
         return self._read_scaled(layer, self.ffn[1], 1)
 
     def _read_scaled(self, layer: nn.Module, name: str, block: int) -> Rows:
@@ -393,7 +393,7 @@ DECODERS: dict[str, Family] = {
 
 
 def family_of(model: nn.Module, stack: str | None = None) -> Family:
-    """The family of a Hugging Face model, or the error that lists those that are known (STUDENT-1, STUDENT-9)."""
+    """The family of a Hugging Face model, or the error that lists those that are known."""
     config = getattr(model, "config", None)
     name = getattr(config, "model_type", None) or type(model).__name__
     family = check_config(config, name)
@@ -402,7 +402,7 @@ def family_of(model: nn.Module, stack: str | None = None) -> Family:
     chosen = present[0] if stack is None and len(present) == 1 else stack
     if chosen not in present:
         message = f"stack must be {' or '.join(map(str, present))} for a {type(model).__name__}; got {stack!r}"
-        raise ShdError("argument-value", message, "STUDENT-9")
+        raise ShdError("argument-value", message)
     row = rows[chosen].fitted(config)
     if chosen is None or len(present) > 1:
         return row
@@ -422,13 +422,13 @@ def check_config(config: Any, name: str | None = None) -> Family:
         rule = f"teacher must be of one of the families {', '.join(FAMILIES)}; got {name or kind!r}"
         reason = dict.fromkeys(("gemma2", "gemma3", "gemma3_text"), ": its norms after the blocks do not fold")
         reason |= dict.fromkeys(("bloom", "mpt", "falcon"), ": its position slopes are fixed by the head count")
-        raise ShdError("shrink-unsupported", rule + reason.get(str(kind), ""), "STUDENT-1")
+        raise ShdError("shrink-unsupported", rule + reason.get(str(kind), ""))
     usual = dict.fromkeys(("add_cross_attention", "use_swiglu_ffn", "scale_attn_by_inverse_layer_idx"), False)
     for option, value in (usual | {"scale_attn_weights": True}).items():
         if getattr(config, option, value) != value:
             rule = "teacher must be a stack of self-attention, scaled by its head's length, and its family's FFNs"
             message = f"{rule}; got {option}={getattr(config, option)} in its configuration"
-            raise ShdError("shrink-unsupported", message, "STUDENT-1")
+            raise ShdError("shrink-unsupported", message)
     return FAMILIES[kind].fitted(config)
 
 
@@ -445,7 +445,7 @@ def find_part(module: nn.Module, path: str) -> Any:
         import transformers
 
         layout = f"its layout in transformers {transformers.__version__} is not known"
-        raise ShdError("shrink-unsupported", f"{type(module).__name__} has no {path}: {layout}", "STUDENT-1")
+        raise ShdError("shrink-unsupported", f"{type(module).__name__} has no {path}: {layout}")
     return member
 
 
@@ -494,4 +494,4 @@ def write_linear(module: Any, matrix: Array, bias: Array | None) -> None:
         module.bias.copy_(torch.zeros_like(module.bias) if bias is None else torch.from_numpy(bias))
     elif bias is not None and bias.any():
         message = f"a {type(module).__name__} of the student must hold a bias, which its configuration cannot say"
-        raise ShdError("shrink-unsupported", message, "STUDENT-2")
+        raise ShdError("shrink-unsupported", message)

@@ -111,14 +111,14 @@ def read_config(source: str | os.PathLike[str], argument: str = "teacher") -> An
     stock = find_class(raw.get("architectures"), PREFIX)
     if stock is None or name not in FAMILIES or stock.config_class.model_type != name:
         rule = f"{str(folder)!r} must name a class of one of the families as its architecture"
-        raise ShdError("read-failed", f"{rule}; got a {name} and {raw.get('architectures')}", "DEPTH-6")
+        raise ShdError("read-failed", f"{rule}; got a {name} and {raw.get('architectures')}")
     try:
         config = custom_class(stock).config_class.from_dict(dict(raw))
         family = row_of(name, config)
         check_dropped(read_dropped(config), family, config, range(getattr(config, family.sizes.layers)))
     except Exception as error:
         message = f"{str(folder)!r} must hold a student's configuration: {error}"
-        raise ShdError("read-failed", message, "DEPTH-6") from error
+        raise ShdError("read-failed", message) from error
     return config
 
 
@@ -154,7 +154,7 @@ def model_class(config: Any) -> Any:
 
 
 def load_student(source: str | os.PathLike[str]) -> Any:
-    """Load a student made by ``shrink``, in evaluation mode (DEPTH-6).
+    """Load a student made by ``shrink``, in evaluation mode.
 
     Args:
         source: any folder written by ``shrink``, including those that the Auto classes load; see ``load_teacher``.
@@ -177,7 +177,7 @@ def _check_stored(folder: Path, quantised: object) -> None:
     if quantised is not None:
         kind = quantised.get("quant_method") if isinstance(quantised, Mapping) else type(quantised).__name__
         rule = f"the model must not be quantised; {str(folder)!r} has a quantization_config ({kind})"
-        raise ShdError("shrink-unsupported", f"{rule}: give the model it was made from", "STUDENT-8")
+        raise ShdError("shrink-unsupported", f"{rule}: give the model it was made from")
 
 
 def find_class(architectures: object, prefix: str = "") -> Any:
@@ -315,7 +315,7 @@ def save_student(
     teacher: Path | None = None,
     modules: Mapping[str, bytes] = {},
 ) -> None:
-    """The model, ``shrink.json`` (STUDENT-3), the teacher's tokenizer and modules, in a draft renamed when whole."""
+    """The model, ``shrink.json``, the teacher's tokenizer and modules, in a draft renamed when whole."""
     from safetensors import SafetensorError  # its error for a full disk is not an OSError
 
     home = part_folder(folder)

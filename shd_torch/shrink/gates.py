@@ -1,4 +1,4 @@
-"""Which attention blocks and activations matter, and how good students without some of them are (DEPTH-9, PRED)."""
+"""Which attention blocks and activations matter, and how good students without some of them are."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Ranking:
 def _least(scores: tuple[float, ...], kind: str, kept: int | None, least: int) -> tuple[int, ...]:
     """The layers that go where ``kept`` stay."""
     number = len(scores)
-    count = number if kept is None else check_integer(kind, kept, min(least, number), number, "DEPTH-9")
+    count = number if kept is None else check_integer(kind, kept, min(least, number), number)
     staying = most_important(np.array(scores), count)
     return tuple(layer for layer in range(number) if layer not in staying)
 
@@ -92,7 +92,7 @@ class Gates(nn.Module):
         """How many gates of each kind are open from now on: those with the largest numbers; None for all."""
         for kind, count in zip(KINDS, (attention, activations), strict=True):
             most = len(getattr(self, kind))
-            self._kept[kind] = None if count is None else check_integer(kind, count, 0, most, "DEPTH-9")
+            self._kept[kind] = None if count is None else check_integer(kind, count, 0, most)
 
     def value(self, kind: str, layer: int) -> Tensor:
         """A gate as it multiplies: 1 or 0, with the gradient of its number."""
@@ -109,7 +109,7 @@ class Gates(nn.Module):
             gradient = scores.grad if gradients is None else gradients[kind]
             if gradient is None and len(scores):
                 message = "gates must have a gradient: call backward on the loss before observe"
-                raise ShdError("argument-value", message, "DEPTH-9")
+                raise ShdError("argument-value", message)
             if gradient is not None:
                 self._gradient[kind] += gradient.abs()
                 self._importance[kind] += (gradient * scores.detach()).abs()
@@ -118,11 +118,11 @@ class Gates(nn.Module):
     def rank(self) -> Ranking:
         """The mean over all batches that were observed."""
         if not self._count:
-            raise ShdError("argument-value", "gates must observe a batch before they rank; got none", "DEPTH-9")
+            raise ShdError("argument-value", "gates must observe a batch before they rank; got none")
         attention, activations = ((self._importance[kind] / self._count).tolist() for kind in KINDS)
         means = [float(self._gradient[kind].mean()) for kind in KINDS]
         if not torch.isfinite(torch.cat([*self._importance.values()])).all():
-            raise ShdError("not-finite", "the loss must have finite gradients; got NaN or infinity", "DEPTH-9")
+            raise ShdError("not-finite", "the loss must have finite gradients; got NaN or infinity")
         disparity = means[1] / means[0] if activations and means[0] > 0 else None
         return Ranking(tuple(attention), tuple(activations), disparity)
 
@@ -158,7 +158,7 @@ def _activation(layer: nn.Module, family: Family) -> nn.Module:
     activation = find_part(layer, family.activation)
     if not isinstance(activation, nn.Module):
         message = f"the model's activations must be modules; got {activation!r}: name one in its configuration"
-        raise ShdError("shrink-unsupported", message, "DEPTH-9")
+        raise ShdError("shrink-unsupported", message)
     return activation
 
 
@@ -198,7 +198,7 @@ def rank_layers(
                 if not isinstance(value, Tensor) or value.ndim or not value.requires_grad:
                     got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
                     rule = f"the loss must be one number that depends on the model; got {got}"
-                    raise ShdError("argument-value", f"{rule}: give batches with labels, or a loss", "DEPTH-9")
+                    raise ShdError("argument-value", f"{rule}: give batches with labels, or a loss")
                 gradients = torch.autograd.grad(value, [*numbers.values()], allow_unused=True, materialize_grads=True)
                 gates.observe(dict(zip(KINDS, gradients, strict=True)))
             return gates.rank()
@@ -222,7 +222,7 @@ def choose_splits(num_layers: int) -> list[Split]:
     Returns:
         Numbers of kept ``(attention, activations)``.
     """
-    count = check_integer("num_layers", num_layers, 1, None, "PRED-3")
+    count = check_integer("num_layers", num_layers, 1, None)
     fewer = range(count - 1, max(1, -(-count // 3)) - 1, -1)
     steps = range(2, 2 * (count - max(1, -(-3 * count // 4))) + 1)
     both = [(count - step // 2, count - (step + 1) // 2) for step in steps]  # activations go first
@@ -273,14 +273,14 @@ def measure_splits(
     num_layers = own.layers
     if len(ranking.attention) != num_layers:
         message = f"ranking must be of the teacher's {num_layers} layers; got one of {len(ranking.attention)}"
-        raise ShdError("argument-value", message, "DEPTH-9")
+        raise ShdError("argument-value", message)
     dropped = [_drop(ranking, split, num_layers, family.is_gated) for split in splits]
     keys = [json.dumps([list(lacks.attention), list(lacks.activations)]) for lacks in dropped]
     head = {
         "format": FORMAT,
         "teacher": own.__dict__ | {"parameters": count_parameters(teacher)},
         "options": json.loads(json.dumps(sizes, default=str)),
-        "seed": check_integer("seed", seed, 0, None, "PRED-3"),
+        "seed": check_integer("seed", seed, 0, None),
     }
     measured = _read_points(file, head)
     for number, (split, lacks, key) in enumerate(zip(splits, dropped, keys, strict=True)):
@@ -288,7 +288,7 @@ def measure_splits(
             without: dict[str, Any] = {"drop_attention": lacks.attention, "drop_activations": lacks.activations}
             student = shrink(teacher, data, **without, **sizes).student
             torch.manual_seed(seed)
-            measured[key] = check_number("quality", quality(student), "PRED-3")
+            measured[key] = check_number("quality", quality(student))
             points = [{"dropped": json.loads(name), "quality": value} for name, value in measured.items()]
             with drafting(file) as draft:  # a run that is killed leaves the last one
                 draft.write_text(json.dumps(head | {"points": points}, indent=1) + "\n", encoding="utf-8")
@@ -304,7 +304,7 @@ def _drop(ranking: Ranking, split: Split, num_layers: int, gated: bool) -> Dropp
         return ranking.drop(attention=attention, activations=activations)
     if activations != num_layers:
         message = f"splits must keep all {num_layers} activations where FFNs are gated; got {split}"
-        raise ShdError("shrink-unsupported", message, "FFN-3")
+        raise ShdError("shrink-unsupported", message)
     return Dropped(ranking.drop(attention=attention).attention)
 
 

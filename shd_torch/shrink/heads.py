@@ -1,4 +1,4 @@
-"""The closed form of a layer's attention (HEAD-7..18), and the sums of what is refitted (ALIGN)."""
+"""The closed form of a layer's attention, and the sums of what is refitted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shd_ref.shrink.merges import HeadMerge, HeadWeights, Rotary
 from shd_torch.shrink.families import Array, Rows, as_array
 
 SLOW_ANGLE = 1.0
-"""A rotated pair that turns by less than this, in radians, over a calibration sample is slow (HEAD-16)."""
+"""A rotated pair that turns by less than this, in radians, over a calibration sample is slow."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +33,7 @@ class AttentionStatistics:
 
 @dataclass(frozen=True, eq=False)
 class Squeezed:
-    """A student's attention, the case of chapter HEAD that made it, and whether that is exact."""
+    """A student's attention, the case that made it, and whether that is exact."""
 
     weights: HeadWeights
     case: str
@@ -64,7 +64,7 @@ def squeeze_attention(
     if query_norm:
         rule = "heads must merge inside key and value heads where queries are normed, since keys are normed too"
         advice = f"ask for a multiple of the teacher's {weights.num_kv_heads} key and value heads"
-        raise ShdError("shrink-unsupported", f"{rule}: {advice}; got groups {merge.groups}", "HEAD-18")
+        raise ShdError("shrink-unsupported", f"{rule}: {advice}; got groups {merge.groups}")
     longest = max(len(group) for group in merge.groups)
     if frequencies is None and num_kv_heads == len(merge.groups) and longest * weights.head_dim <= head_dim:
         return Squeezed(concatenate_heads(weights, merge, head_dim), "side-by-side", True)
@@ -77,7 +77,7 @@ def squeeze_attention(
 
 
 class OutputFit:
-    """Sums of one ridge regression from W0 ``(F, D)`` of the closed form, batch by batch (ALIGN-2, ALIGN-7).
+    """Sums of one ridge regression from W0 ``(F, D)`` of the closed form, batch by batch.
 
     Without a ridge, one, or no change at all, is ``chosen`` on samples that are held out.
     """

@@ -66,7 +66,7 @@ class Work:
         self.tell(f"layer {number + 1}/{len(self.kept)} {stage}")
 
     def on_axes(self, stream: Tensor) -> Tensor:
-        """The teacher's stream where the student's is compared with it (ALIGN-3)."""
+        """The teacher's stream where the student's is compared with it."""
         return stream if self.turn is None else (stream.double() @ self.turn.basis).to(stream.dtype)
 
     @property
@@ -100,7 +100,7 @@ def _mix_biases(batch: Batch, merge: HeadMerge) -> Batch:
 
 
 def share_merge(work: Work) -> None:
-    """One merge for all layers that attend, from the sum of their gram tensors; it mixes the biases too (HEAD-22)."""
+    """One merge for all layers that attend, from the sum of their gram tensors; it mixes the biases too."""
     family = work.family
     teacher, student = (sizes_of(model.config, family).of_layer(0) for model in (work.teacher, work.student))
     if family.biases is None:
@@ -186,7 +186,7 @@ def _align_layer(
     ends: Sequence[Tensor],
     after: Sequence[Tensor],
 ) -> dict[str, float | None]:
-    """Refit one matrix after the other, each on what those before it now give: their ridges (ALIGN-1, ALIGN-6)."""
+    """Refit one matrix after the other, each on what those before it now give: their ridges."""
     family, is_cut = fitter.work.family, fitter.work.turn is not None
     ridges: dict[str, float | None] = {}
     if squeezed is not None:
@@ -224,11 +224,11 @@ class _Ffn(NamedTuple):
     readers: list[Rows]  # what reads the stream
     last: Rows  # the last matrix
     kept: list[int] | None  # the neurons that stay, None for all
-    is_linear: bool  # whether readers and last matrix become one (FFN-1)
+    is_linear: bool  # whether readers and last matrix become one
 
 
 def _read_ffn(work: Work, layer: nn.Module, neurons: int, squares: Array, *, is_linear: bool) -> _Ffn:
-    """All neurons of a teacher's linear FFN; else the most important ones, in their order (FFN-4, FFN-5)."""
+    """All neurons of a teacher's linear FFN; else the most important ones, in their order."""
     readers = work.family.read_readers(layer)
     matrix, bias = work.family.read_last(layer)
     if is_linear or neurons == len(matrix):
@@ -304,7 +304,7 @@ class _Fitter(NamedTuple):
     own: list[Tensor]
 
     def fit(self, name: str, goal_path: str | None, goals: Sequence[Tensor]) -> float | None:
-        """One matrix, towards the teacher's stream at a place of the layer (ALIGN-1, -2)."""
+        """One matrix, towards the teacher's stream at a place of the layer."""
         work, module = self.work, find_part(self.target, name)
         fit = OutputFit(*read_linear(module), work.options.ridge, work.device)
         watched = [module] if goal_path is None else [module, find_part(self.target, goal_path)]
@@ -318,14 +318,14 @@ class _Fitter(NamedTuple):
         return fit.chosen
 
     def fit_norm(self, path: str, goals: Sequence[Tensor]) -> None:
-        """A norm that lies on a cut stream, towards what the teacher's stream is after it (WIDTH-10)."""
+        """A norm that lies on a cut stream, towards what the teacher's stream is after it."""
         work, norm = self.work, find_part(self.target, path)
         runs = run_layer(self.target, self.own, work.batches, self.source, [norm])
         rows = join_rows([read[0] for _, read in runs], work.batches)
         fit_norm(norm, rows, work.on_axes(join_rows(goals, work.batches)))
 
     def fit_readers(self, names: Sequence[str], inputs: Sequence[Tensor], rows: Rows) -> float | None:
-        """What reads a cut stream, towards what the same matrices make of the teacher's whole one (ALIGN-6)."""
+        """What reads a cut stream, towards what the same matrices make of the teacher's whole one."""
         work, modules = self.work, [find_part(self.target, name) for name in names]
         fit = OutputFit(*side_by_side([read_linear(module) for module in modules]), work.options.ridge, work.device)
         project = work.project(*rows)
@@ -341,7 +341,7 @@ class _Fitter(NamedTuple):
 
 
 def fit_final(work: Work, taught: list[Tensor], own: list[Tensor]) -> None:
-    """Refit what reads the last norm of a cut stream (ALIGN-6)."""
+    """Refit what reads the last norm of a cut stream."""
     assert work.family.final_norm is not None  # check_width
     norms = [find_part(base_of(model), work.family.final_norm) for model in (work.teacher, work.student)]
     for name, module in final_readers(work.student, work.family):
@@ -357,7 +357,7 @@ def fit_final(work: Work, taught: list[Tensor], own: list[Tensor]) -> None:
 def _measure(
     work: Work, target: nn.Module, source: int, own: list[Tensor], middles: Sequence[Tensor], ends: list[Tensor]
 ) -> tuple[list[Tensor], dict[str, float]]:
-    """The student's stream after a layer and the relative errors in it (STUDENT-3)."""
+    """The student's stream after a layer and the relative errors in it."""
     names = [work.family.middle] + ([] if work.family.end is None else [work.family.end])
     sums = [0.0] * 4
     streams = []

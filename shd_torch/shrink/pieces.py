@@ -1,4 +1,4 @@
-"""The pieces of a ``tokenizer.json``: which of them texts need, and the file without the others (VOCAB-1..4)."""
+"""The pieces of a ``tokenizer.json``: which of them texts need, and the file without the others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Pieces:
 
     Attributes:
         ids: of the pieces of its model.
-        fixed: ids that stay whatever the texts are: special pieces, single characters and bytes (VOCAB-2).
+        fixed: ids that stay whatever the texts are: special pieces, single characters and bytes.
     """
 
     def __init__(self, content: dict[str, Any]) -> None:
@@ -28,7 +28,7 @@ class Pieces:
         )
         if model.get("end_of_word_suffix") or ("merges" in model and model.get("continuing_subword_prefix")):
             rule = "merges must join characters as they are, without a prefix or a suffix of words"
-            raise ShdError("shrink-unsupported", f"{rule}; got {model['type']}", "VOCAB-3")
+            raise ShdError("shrink-unsupported", f"{rule}; got {model['type']}")
         self._ranks = {_pair(merge): rank for rank, merge in enumerate(model.get("merges", ()))}
         self._joined = {left + right for left, right in self._ranks}
         self.added = {entry["id"] for entry in content["added_tokens"]}
@@ -49,7 +49,7 @@ class Pieces:
         return len(piece) == 1 or len(inner) == 1 or (len(piece) == 6 and piece.startswith("<0x"))
 
     def needed_for(self, number: int, names: dict[int, str]) -> set[int]:
-        """The pieces that merges pass through on the way to one, itself among them (VOCAB-3)."""
+        """The pieces that merges pass through on the way to one, itself among them."""
         needed, parts = {number}, list(names.get(number, ""))
         passed = set()
         while len(parts) > 1:
@@ -68,7 +68,7 @@ class Pieces:
         kept = set(self.fixed)
         if size is not None and size < len(kept):
             rule = f"size must be at least {len(kept)}, the special pieces and single characters or bytes"
-            raise ShdError("argument-value", f"{rule}; got {size}", "VOCAB-2")
+            raise ShdError("argument-value", f"{rule}; got {size}")
         for number in used:
             needed = set() if number in kept else self.needed_for(number, names) - kept
             if size is not None and len(kept) + len(needed) > size:
@@ -82,7 +82,7 @@ class Pieces:
         return [*sorted(kept & own), *sorted(kept - own), *sorted(others - kept)]
 
     def without_others(self, kept: Sequence[int]) -> dict[str, Any]:
-        """The content of the file that has only these pieces, by old id, numbered in this order (VOCAB-4)."""
+        """The content of the file that has only these pieces, by old id, numbered in this order."""
         new = {old: number for number, old in enumerate(kept)}
         model = dict(self._content["model"])
         if isinstance(model["vocab"], list):
@@ -113,7 +113,7 @@ def read_pieces(content: Any, rows: int) -> Pieces:
         return pieces
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         message = f"tokenizer.json must be that of WordPiece, BPE, Unigram or words {_REMEDY}; got {error!r}"
-        raise ShdError("shrink-unsupported", message, "VOCAB-1") from error
+        raise ShdError("shrink-unsupported", message) from error
 
 
 def _pair(merge: Any) -> tuple[str, str]:

@@ -38,7 +38,6 @@ def read_modules(folder: Path, width: int, new_width: int) -> dict[str, bytes]:
             raise ShdError(
                 "shrink-unsupported",
                 f"{rule}; got {module['type']}: remove {MODULES} to make a student without modules",
-                "STUDENT-8",
             )
         files |= _read_module(folder, module["path"], width, new_width)
     return files

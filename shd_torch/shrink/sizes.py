@@ -1,4 +1,4 @@
-"""What a student is asked to be: the options of ``shrink``, and sizes that its configuration can say (STUDENT-2)."""
+"""What a student is asked to be: the options of ``shrink``, and sizes that its configuration can say."""
 
 from __future__ import annotations
 
@@ -34,19 +34,20 @@ class ShrinkOptions:
         layers: number of layers, or a list of the teacher's; default all.
         hidden: channels of the stream; default the teacher's.
         neurons: per FFN, the most important ones, or a list with one number per student layer; default the teacher's.
-        kv_heads: key and value heads; see HEAD-17.
+        kv_heads: key and value heads; by default the teacher's number where it divides ``heads``, else the largest
+            divisor of ``heads`` below it.
         head_dim: width of a head. Sizes that the family's configuration cannot express, such as lists, give a student
-            that loads with ``load_student`` (CUSTOM-1).
+            that loads with ``load_student``.
         drop_attention: teacher layers that lose their attention block; such a student loads with ``load_student``.
         drop_activations: teacher layers whose FFN becomes one linear map; also.
         stack: ``"encoder"`` or ``"decoder"`` of a model that has both, which alone is shrunk.
         plan: ``"matched"`` (needs networkx), ``"balanced"``, ``"progressive"``, or ``"auto"``.
         align: refit last matrices on the student's residual stream.
-        ridge: of the alignment (ALIGN-2); by default chosen per matrix on every fourth sample, which may also keep
-            the closed form (ALIGN-7).
+        ridge: of the alignment; by default chosen per matrix on every fourth sample, which may also keep
+            the closed form.
         batch_size: samples per batch.
         squeezer: makes a layer's attention; another than the default is for comparison, as are the next two.
-        axes: chooses the kept axes from the moment of WIDTH-3.
+        axes: chooses the kept axes from the second moment of what the norms give, summed over norms.
         importance: of neurons, from the mean of their squares and their rows of the last matrix.
 
     Raises:
@@ -71,10 +72,10 @@ class ShrinkOptions:
     importance: Importance = score_neurons
 
     def __post_init__(self) -> None:
-        check_option("plan", self.plan, PLANS, "HEAD-4")
-        object.__setattr__(self, "batch_size", check_integer("batch_size", self.batch_size, 1, None, "STUDENT-4"))
+        check_option("plan", self.plan, PLANS)
+        object.__setattr__(self, "batch_size", check_integer("batch_size", self.batch_size, 1, None))
         if self.ridge is not None:
-            check_number("ridge", self.ridge, "ALIGN-2", least=0)
+            check_number("ridge", self.ridge, least=0)
 
     @property
     def is_usual(self) -> bool:
@@ -139,7 +140,7 @@ def _count_neurons(config: Any, family: Family) -> int:
 def check_refused(
     family: Family, model_type: str, teacher: Sizes, sizes: Sizes, kept: Sequence[int], dropped: Dropped
 ) -> None:
-    """Refuse changes that the family's architecture rules out, with its reason (STUDENT-2)."""
+    """Refuse changes that the family's architecture rules out, with its reason."""
     stays = f"must stay the teacher's in {model_type}"
     is_empty = f"must be empty for {model_type}"
     asked = {
@@ -155,7 +156,7 @@ def check_refused(
     for change, reason in family.refused:
         rule, is_asked = asked[change]
         if is_asked:
-            raise ShdError("shrink-unsupported", f"{change} {rule}: {reason}", "STUDENT-2")
+            raise ShdError("shrink-unsupported", f"{change} {rule}: {reason}")
 
 
 def _join(sizes: tuple[int, ...]) -> int | tuple[int, ...]:
@@ -164,51 +165,49 @@ def _join(sizes: tuple[int, ...]) -> int | tuple[int, ...]:
 
 
 def choose_sizes(options: ShrinkOptions, teacher: Sizes, family: Family, layers: int) -> Sizes:
-    """The student's sizes, with the defaults of HEAD-17 and STUDENT-2."""
+    """The student's sizes, with their defaults."""
     limits = teacher.of_layer(0)
-    heads = _read_counts("heads", options.heads, limits.heads, layers, "STUDENT-2")
-    neurons = _read_counts("neurons", options.neurons, limits.neurons, layers, "STUDENT-2")
+    heads = _read_counts("heads", options.heads, limits.heads, layers)
+    neurons = _read_counts("neurons", options.neurons, limits.neurons, layers)
     hidden = teacher.hidden
     if options.hidden is not None:
         least = 2 if family.norm == "layer" else 1
-        hidden = check_integer("hidden", options.hidden, least, teacher.hidden, "WIDTH-3")
+        hidden = check_integer("hidden", options.hidden, least, teacher.hidden)
     kv_heads = _join(tuple(_choose_kv_heads(options.kv_heads, count, limits, family) for count in heads))
     is_whole = len(set(heads)) == 1 and hidden % heads[0] == 0
     head_dim = teacher.head_dim if family.free_head_dim or family.rotary or not is_whole else hidden // heads[0]
     if options.head_dim is not None:
-        head_dim = check_integer("head_dim", options.head_dim, 1, None, "STUDENT-2")
+        head_dim = check_integer("head_dim", options.head_dim, 1, None)
     if family.rotary and head_dim != teacher.head_dim:
         rule = f"head_dim must stay {teacher.head_dim} with rotary positions, whose frequencies depend on it"
-        raise ShdError("shrink-unsupported", f"{rule}; got {head_dim}", "HEAD-14")
+        raise ShdError("shrink-unsupported", f"{rule}; got {head_dim}")
     return Sizes(_join(heads), kv_heads, head_dim, layers, hidden, _join(neurons))
 
 
-def _read_counts(
-    name: str, value: int | Sequence[int] | None, most: int, layers: int, spec_id: str
-) -> tuple[int, ...]:
+def _read_counts(name: str, value: int | Sequence[int] | None, most: int, layers: int) -> tuple[int, ...]:
     """One number for every layer of the student, from a number, a list or the default."""
     if value is None:
         return (most,) * layers
     counts = tuple(value) if isinstance(value, Iterable) else (value,) * layers
     if len(counts) != layers:
         rule = f"{name} must be a number, or a list of one for each of the student's {layers} layers"
-        raise ShdError("argument-value", f"{rule}; got {len(counts)}: {value!r}", spec_id)
-    checked = tuple(check_integer(name, count, 1, None, spec_id) for count in counts)
+        raise ShdError("argument-value", f"{rule}; got {len(counts)}: {value!r}")
+    checked = tuple(check_integer(name, count, 1, None) for count in counts)
     if max(checked) > most:
         code = "heads-exceed" if name == "heads" else "argument-value"
-        raise ShdError(code, f"{name} must lie in 1..{most}, the teacher's; got {value!r}", spec_id)
+        raise ShdError(code, f"{name} must lie in 1..{most}, the teacher's; got {value!r}")
     return checked
 
 
 def _choose_kv_heads(value: int | None, heads: int, teacher: LayerSizes, family: Family) -> int:
-    """Of a layer with so many query heads (HEAD-17)."""
+    """Of a layer with so many query heads."""
     if value is None:
         fitting = (count for count in range(min(teacher.kv_heads, heads), 0, -1) if heads % count == 0)
         return next(fitting) if family.grouped else heads
-    kv_heads = check_integer("kv_heads", value, 1, heads, "HEAD-17")
+    kv_heads = check_integer("kv_heads", value, 1, heads)
     if heads % kv_heads or (kv_heads != heads and not family.grouped):
         rule = f"kv_heads must divide heads={heads}{'' if family.grouped else ', and be equal to it in this family'}"
-        raise ShdError("argument-value", f"{rule}; got {kv_heads!r}", "HEAD-17")
+        raise ShdError("argument-value", f"{rule}; got {kv_heads!r}")
     return kv_heads
 
 
@@ -243,7 +242,7 @@ def make_student(
             setattr(config, family.sizes.heads, heads)
         setattr(config, family.sizes.layers, sizes.layers)
         if (types := getattr(config, "layer_types", None)) is not None:
-            config.layer_types = [types[layer] for layer in kept]  # DEPTH-3
+            config.layer_types = [types[layer] for layer in kept]
         if hasattr(config, "stage_names"):  # a backbone names its layers
             config.stage_names = ["stem", *(f"stage{layer + 1}" for layer in range(sizes.layers))]
             config.set_output_features_output_indices(out_features=None, out_indices=None)
@@ -252,7 +251,7 @@ def make_student(
         if sizes.hidden != before.hidden:
             for name in family.sizes.widths:
                 setattr(config, name, sizes.hidden)
-            config.tie_word_embeddings = False  # the last norm's scale folds into the output layer alone (WIDTH-1)
+            config.tie_word_embeddings = False  # the last norm's scale folds into the output layer alone
         if (sizes.hidden, sizes.neurons) != (before.hidden, before.neurons) and "neurons" not in family.shared:
             is_ratio = family.sizes.neurons == "mlp_ratio"
             setattr(config, family.sizes.neurons, -(-neurons // sizes.hidden) if is_ratio else neurons)
@@ -267,7 +266,7 @@ def make_student(
             raise
         rule = f"a {config.model_type} configuration cannot say {sizes.heads} heads, {sizes.layers} layers, hidden"
         message = f"{rule} {sizes.hidden} and {sizes.neurons} neurons: {error}"
-        raise ShdError("shrink-unsupported", message, "STUDENT-2") from error
+        raise ShdError("shrink-unsupported", message) from error
     generation: Any = getattr(teacher, "generation_config", None)
     if generation is not None:  # it may hold the only word of where a text ends
         with suppress(ValueError):  # of a contradiction, with which it could not be saved
@@ -278,7 +277,7 @@ def make_student(
 
 
 def is_stock(sizes: Sizes, family: Family, config: Any) -> bool:
-    """Whether a configuration, with the largest sizes written, expresses these (CUSTOM-1)."""
+    """Whether a configuration, with the largest sizes written, expresses these."""
     if any(isinstance(size, tuple) for size in (sizes.heads, sizes.kv_heads, sizes.neurons)):
         return False
     try:

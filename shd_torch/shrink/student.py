@@ -54,7 +54,7 @@ class Shrunk:
 
     Attributes:
         student: in evaluation mode, with the teacher's dtype and device.
-        report: the contents of ``shrink.json`` (STUDENT-3).
+        report: the contents of ``shrink.json``.
     """
 
     student: Any
@@ -81,7 +81,7 @@ def shrink(
             rows count. The documentation's figures use 64 sequences.
         options: what to make of it.
         out: a new folder for the student, with ``shrink.json``. Finished layers are saved next to it in
-            ``.NAME.part``, and a killed run resumes with the same bytes (STUDENT-7).
+            ``.NAME.part``, and a killed run resumes with the same bytes.
         progress: called with the numbers of finished and of all steps, and the next layer and stage.
         studies: where statistics of the teacher's layers are kept, for other students of the same teacher, stack,
             data and batch size.
@@ -146,7 +146,7 @@ def shrink(
 
 
 def plan_student(model: Any, family: Family, options: ShrinkOptions) -> tuple[Sizes, tuple[int, ...], Dropped]:
-    """A student's sizes, the teacher layers that it keeps, and those that lose a part, or an error (STUDENT-2)."""
+    """A student's sizes, the teacher layers that it keeps, and those that lose a part, or an error."""
     own = sizes_of(model.config, family)
     kept = kept_layers(own.layers, own.layers if options.layers is None else options.layers)
     dropped = choose_dropped(options.drop_attention, options.drop_activations)
@@ -167,7 +167,7 @@ def read_made(folder: str | os.PathLike[str]) -> Shrunk:
 
 
 def _report(work: Work, own: Sizes) -> dict[str, Any]:
-    """What ``shrink.json`` holds (STUDENT-3); the layer map counts blocks with attention (DEPTH-8)."""
+    """What ``shrink.json`` holds; the layer map counts blocks with attention."""
     stack = {} if work.family.stack is None or work.family.is_alone else {"stack": work.family.stack}
     sources = [source for number, source in enumerate(work.kept) if number not in work.dropped.attention]
     return {
@@ -285,7 +285,7 @@ def _make_ends(work: Work, saved: Unfinished | None) -> None:
 
 
 def _find_axes(work: Work, norm: str, eps: float) -> None:
-    """The kept axes, one rotation for all layers (WIDTH-3) or channels (WIDTH-8), and the ends on them."""
+    """The kept axes, one rotation for all layers or channels, and the ends on them."""
     width, family = work.teacher.config.hidden_size, work.family
     ends = work.teacher, work.student, family
     whole = Turn(torch.eye(width, dtype=torch.float64, device=work.device), norm, eps)

@@ -28,7 +28,7 @@ _DRAFT = ".draft"
 
 
 class Unfinished(DraftFolder):
-    """Pieces of a run, a file each, which takes its name when all of it is on the disk (STUDENT-7).
+    """Pieces of a run, a file each, which takes its name when all of it is on the disk.
 
     The folder is new, or left by a run with the same key: what the pieces depend on. As a context manager it removes
     the folder when the block ends; after an error only where nothing was finished.
@@ -56,7 +56,7 @@ class Unfinished(DraftFolder):
             rule = f"out must be new, or that of an unfinished run with the same {other[0]}"
             got = f"{stored[other[0]]} in {self.folder}, and now {key[other[0]]}"
             message = f"{rule}; got {got}: remove that folder, or name another out"
-            raise ShdError("argument-value", message, "STUDENT-7")
+            raise ShdError("argument-value", message)
 
     def __exit__(self, *error: object) -> None:
         self.close(remove=error[0] is None or not any(self.folder.glob(f"*{_SUFFIX}")))
@@ -123,7 +123,7 @@ class Unfinished(DraftFolder):
     def _unreadable(self, error: Exception) -> ShdError:
         rule = f"{self.folder} must hold what an unfinished run of this version left"
         message = f"{rule}; got {error!r}: remove it, and the run begins at its start"
-        return ShdError("read-failed", message, "STUDENT-7")
+        return ShdError("read-failed", message)
 
 
 class Studies:

@@ -1,4 +1,4 @@
-"""A model whose vocabulary is cut to what texts use: tokenizer, embeddings and special ids renumbered (VOCAB)."""
+"""A model whose vocabulary is cut to what texts use: tokenizer, embeddings and special ids renumbered."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def cut_vocabulary(
     text_column: str | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> dict[str, Any]:
-    """Write a model again with the pieces of its vocabulary that texts use; its outputs on them stay (VOCAB-1..6).
+    """Write a model again with the pieces of its vocabulary that texts use; its outputs on them stay.
 
     Args:
         source: the folder of a Hugging Face model of text with a ``tokenizer.json``; see ``load_teacher``.
@@ -82,7 +82,7 @@ def cut_vocabulary(
     content = _read(source, _TOKENIZER)
     if content is None:
         rule = f"{str(source)!r} must hold a tokenizer.json of the tokenizers library"
-        raise ShdError("shrink-unsupported", f"{rule}: load the tokenizer with AutoTokenizer and save it", "VOCAB-1")
+        raise ShdError("shrink-unsupported", f"{rule}: load the tokenizer with AutoTokenizer and save it")
     pieces = read_pieces(content, rows)
     texts = _open(data, source, text_column)
     total, steps = np.zeros(rows, np.int64), 2 * len(texts)
@@ -93,7 +93,7 @@ def cut_vocabulary(
     used = [int(number) for number in np.argsort(-total, kind="stable") if total[number]]
     special = {number for number in _special_ids(model) if 0 <= number < rows}
     if size is not None:
-        size = check_integer("size", size, 1, rows, "VOCAB-2") - len(special - pieces.fixed)
+        size = check_integer("size", size, 1, rows) - len(special - pieces.fixed)
     kept = pieces.order(pieces.choose(used, size), special)
     student = _make(model, kept, rows)
     files |= {_TOKENIZER: _bytes(pieces.without_others(kept))} | _other_files(source, kept)
@@ -125,7 +125,7 @@ def _load(source: Path) -> Any:
         model = load_weights(source, read_config(source, "model"))  # of no family
     if getattr(model, "main_input_name", None) != "input_ids":
         rule = "the model must be one of text"
-        raise ShdError("shrink-unsupported", f"{rule}; got a {type(model).__name__}", "VOCAB-1")
+        raise ShdError("shrink-unsupported", f"{rule}; got a {type(model).__name__}")
     return model
 
 
@@ -175,7 +175,7 @@ def _special_ids(model: Any) -> set[int]:
 
 @torch.no_grad()
 def _make(model: Any, kept: list[int], rows: int) -> Any:
-    """The model with these rows of what has a row for each piece, and its special ids renumbered (VOCAB-5)."""
+    """The model with these rows of what has a row for each piece, and its special ids renumbered."""
     new = {old: number for number, old in enumerate(kept)}
 
     def renumber(value: Any) -> Any:
@@ -201,14 +201,14 @@ def _make(model: Any, kept: list[int], rows: int) -> Any:
         if axes and (len(axes) > 1 or weight.shape[axes[0]] != rows):
             rule = "a weight must have a row for each piece of the vocabulary, or none"
             message = f"{rule}; got {name} {tuple(weight.shape)}"
-            raise ShdError("shrink-unsupported", message, "VOCAB-5")
+            raise ShdError("shrink-unsupported", message)
         target.copy_(weight.index_select(axes[0], index) if axes else weight)
     return student
 
 
 @torch.no_grad()
 def _compare(model: Any, student: Any, before: NDArray[np.int64], after: NDArray[np.int64]) -> None:
-    """Both on one text: refuses models in which a number of a piece means more than its row (VOCAB-6)."""
+    """Both on one text: refuses models in which a number of a piece means more than its row."""
     longest = count_positions(model.config) or len(before)
     outputs = []
     for network, ids in ((model, before), (student, after)):
@@ -220,7 +220,7 @@ def _compare(model: Any, student: Any, before: NDArray[np.int64], after: NDArray
     if not gap <= load_tolerances()["graph"]["probs"]["float32"] * max(1.0, size):
         rule = "the model must give the same output for the same pieces under other numbers"
         message = f"{rule}; got a difference of {gap:.3g}: its code reads the numbers of pieces"
-        raise ShdError("shrink-unsupported", message, "VOCAB-6")
+        raise ShdError("shrink-unsupported", message)
 
 
 def _other_files(source: Path, kept: list[int]) -> dict[str, bytes]:

@@ -1,4 +1,4 @@
-"""A narrower stream (spec chapter WIDTH): a model's norms, weights and ends on the axes that it keeps."""
+"""A narrower stream: a model's norms, weights and ends on the axes that it keeps."""
 
 from __future__ import annotations
 
@@ -38,26 +38,26 @@ class Turn:
         return as_array(self.basis)
 
     def report(self) -> dict[str, Any]:
-        """What ``shrink.json`` says of the stream (STUDENT-3)."""
+        """What ``shrink.json`` says of the stream."""
         return {"kept": "axes"}
 
     @torch.no_grad()
     def write_norm(self, norm: Any, rows: Tensor, shift: Array | None = None) -> None:
-        """The one scale that a norm keeps (WIDTH-5), from the normalised rows ``(n, D)`` that it gave."""
+        """The one scale that a norm keeps, from the normalised rows ``(n, D)`` that it gave."""
         scale = kept_scale(as_array(rows.mT @ rows), self.axes)
         norm.weight.fill_(scale - (1.0 if self.norm == "rms-plus-one" else 0.0))
         if getattr(norm, "bias", None) is not None:
             norm.bias.copy_(torch.zeros_like(norm.bias) if shift is None else torch.from_numpy(shift))
 
     def read(self, norm: Any, matrix: Array, bias: Array | None) -> Rows:
-        """A projection ``(D, E)`` that reads through this norm, on the kept axes (WIDTH-1, WIDTH-2)."""
+        """A projection ``(D, E)`` that reads through this norm, on the kept axes."""
         scale = as_array(norm.weight) + (1.0 if self.norm == "rms-plus-one" else 0.0)
         shift = getattr(norm, "bias", None)
         folded, bias = fold_norm(matrix, scale, None if shift is None else as_array(shift), bias)
         return self.axes.T @ folded, bias
 
     def write(self, matrix: Array, bias: Array | None) -> Rows:
-        """A projection ``(F, D)`` that writes to the stream, on the kept axes (WIDTH-2)."""
+        """A projection ``(F, D)`` that writes to the stream, on the kept axes."""
         return matrix @ self.axes, None if bias is None else bias @ self.axes
 
     def turn_attention(self, norm: Any, weights: HeadWeights) -> HeadWeights:
@@ -73,7 +73,7 @@ class Turn:
 
 
 def check_width(model: nn.Module, family: Family) -> None:
-    """Everything outside the layers must write to the stream or read its last norm (WIDTH-1, WIDTH-2)."""
+    """Everything outside the layers must write to the stream or read its last norm."""
     assert family.final_norm is not None  # a stream with norms on it is check_channels'
     assert family.norms is not None
     base = base_of(model)
@@ -81,7 +81,7 @@ def check_width(model: nn.Module, family: Family) -> None:
     for path, axis in family.embeddings:
         if has_part(base, path) and (channels := find_part(base, path).shape[axis]) != hidden:
             message = f"hidden must stay the teacher's where {path} has other channels ({channels}) than the stream"
-            raise ShdError("shrink-unsupported", message, "WIDTH-2")
+            raise ShdError("shrink-unsupported", message)
     known = {id(parameter) for parameter in family.layers_of(model).parameters()}
     known |= {id(parameter) for parameter in find_part(base, family.final_norm).parameters()}
     known |= {id(find_part(base, path)) for path, _ in family.embeddings if has_part(base, path)}
@@ -92,7 +92,7 @@ def check_width(model: nn.Module, family: Family) -> None:
     if others or not readers:
         reason = f"{others[0]} is neither an embedding nor a reader" if others else "nothing reads the last norm"
         message = f"hidden must stay the teacher's where {reason} of the stream; got a {type(model).__name__}"
-        raise ShdError("shrink-unsupported", message, "WIDTH-1")
+        raise ShdError("shrink-unsupported", message)
 
 
 def final_readers(model: Any, family: Family) -> Iterator[tuple[str, nn.Linear]]:
@@ -106,7 +106,7 @@ def final_readers(model: Any, family: Family) -> Iterator[tuple[str, nn.Linear]]
 
 @torch.no_grad()
 def turn_ends(teacher: nn.Module, student: nn.Module, family: Family, turn: Turn, last_rows: Tensor) -> None:
-    """Embeddings, the last norm and its readers, on the kept axes (WIDTH-1, -5, -6), from what the norm gave."""
+    """Embeddings, the last norm and its readers, on the kept axes, from what the norm gave."""
     base, own = base_of(teacher), base_of(student)
     factor = (turn.basis.shape[0] / turn.basis.shape[1]) ** 0.5 if family.embedding_scale else 1.0
     for path, axis in family.embeddings:

@@ -1,4 +1,4 @@
-"""What a student learns of a teacher's logits without having them all (KD-8), and of its embeddings."""
+"""What a student learns of a teacher's logits without having them all, and of its embeddings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class TopkTargets(NamedTuple):
-    """The k likeliest classes of every row, and the mass of all others in one number (KD-8)."""
+    """The k likeliest classes of every row, and the mass of all others in one number."""
 
     ids: Tensor  # (..., k), integers, ascending
     log_probs: Tensor  # (..., k), log P at the temperature

@@ -123,7 +123,7 @@ class OnlineTeacher:
         hidden_layers: hidden states to keep, numbered as in Hugging Face: 0 for the embeddings, k for block k. The
             model is then called with ``output_hidden_states=True``.
         with_teachers: further teachers with the same vocabulary, called with the same arguments: the targets are the
-            mean of all logits (KD-15), as in a cache of several teachers (CACHE-163). Attention and hidden states
+            mean of all logits, as in a cache of several teachers (CACHE-163). Attention and hidden states
             come from ``model``.
 
     Raises:
@@ -233,7 +233,7 @@ class OnlineTeacher:
         return self._gather(tuple(squeezes[teacher] for _, teacher in self._pairs), output, logits, check=check)
 
     def _average(self, first: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any], *, check: bool) -> Tensor:
-        """The mean logits of all teachers, of the classes that count (KD-15)."""
+        """The mean logits of all teachers, of the classes that count."""
         options, parts = self._targets, []
         for model in (self.model, *self.with_teachers):
             logits = first

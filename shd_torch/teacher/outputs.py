@@ -20,10 +20,10 @@ class LiveTargets:
     """How to reduce a live teacher's logits: keep all of them, or the same part of a row as a cache.
 
     Attributes:
-        vocab_size: number of classes to read; the others must be padding without mass (KD-7).
+        vocab_size: number of classes to read; the others must be padding without mass.
         head: number of the likeliest classes to keep of each row, with the total mass of the rest; None keeps all
             logits.
-        temperature: of kept classes (KD-6) and of the cut mass; complete logits work at any.
+        temperature: of kept classes and of the cut mass; complete logits work at any.
 
     Raises:
         ShdError: ``argument-value``.
@@ -36,9 +36,9 @@ class LiveTargets:
     def __post_init__(self) -> None:
         check_temperature(self.temperature)
         if self.head is not None:
-            check_integer("head", self.head, 1, None, "KD-8")
+            check_integer("head", self.head, 1, None)
         if self.vocab_size is not None:
-            check_integer("vocab_size", self.vocab_size, 1, None, "KD-7")
+            check_integer("vocab_size", self.vocab_size, 1, None)
 
     @torch.no_grad()
     def read(self, logits: Tensor, *, check: bool) -> Tensor | TopkTargets:

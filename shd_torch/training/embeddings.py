@@ -56,7 +56,7 @@ class EmbeddingTerm(RowsTerm):
 
     def __post_init__(self) -> None:
         read_weight(self.weight)
-        check_option("distance", self.distance, DISTANCES, "")
+        check_option("distance", self.distance, DISTANCES)
 
     def check_cache(self, joined: CacheJoin, *, has_teacher: bool) -> None:
         """The cache must hold embeddings, also beside a live teacher, which gives none."""
@@ -140,7 +140,7 @@ class EmbeddingLoss(nn.Module):
         projector: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        check_option("distance", distance, DISTANCES, "")
+        check_option("distance", distance, DISTANCES)
         self.model, self.distance = model, distance
         self.cache = CacheReader(cache) if isinstance(cache, str | Path) else cache
         form = None if self.cache is None else self.cache.manifest.need(Embeddings, "embeddings")

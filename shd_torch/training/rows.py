@@ -99,9 +99,9 @@ def batch_share(
 def _read_number(name: str, value: object, least: float | Tensor) -> Tensor:
     """A number as float64; of a tensor on an accelerator the value is not read."""
     if not isinstance(value, Tensor):
-        return torch.tensor(check_number(name, value, "", least=float(least)), dtype=torch.float64)
+        return torch.tensor(check_number(name, value, least=float(least)), dtype=torch.float64)
     if value.ndim or value.dtype == torch.bool or value.is_complex():
         raise ShdError("argument-value", f"{name} must be one number; got {value!r}")
     if value.is_cpu:
-        check_number(name, value.item(), "", least=float(least))
+        check_number(name, value.item(), least=float(least))
     return value.detach().to(torch.float64)

@@ -40,8 +40,8 @@ class BetaSchedule:
         if self.kind not in KINDS:
             raise ShdError("argument-value", f"kind must be one of {', '.join(KINDS)}; got {self.kind!r}")
         for name, value in (("peak", self.peak), ("end", self.end)):
-            check_number(name, value, "", least=0.0)
-        if not 0 <= check_number("warmup", self.warmup, "") < 1:
+            check_number(name, value, least=0.0)
+        if not 0 <= check_number("warmup", self.warmup) < 1:
             raise ShdError("argument-value", f"warmup must be in [0, 1), a part of the training; got {self.warmup!r}")
 
     def __call__(self, progress: float) -> float:
@@ -76,7 +76,7 @@ class LossBalancer:
 
     def __post_init__(self) -> None:
         for name, value in (("fraction", self.fraction), ("limit", self.limit)):
-            check_number(name, value, "", above=0.0)
+            check_number(name, value, above=0.0)
 
     @torch.no_grad()
     def scale(self, base: Tensor, term: Tensor) -> Tensor:

@@ -96,18 +96,18 @@ class KdTerm(RowsTerm):
 
     Attributes:
         weight: a number of at least 0, or a function of progress in [0, 1] such as ``BetaSchedule``.
-        temperature: T of both sides; None: the targets' temperature if they have one, else 1 (KD-6).
-        divergence: ``"kl"``, ``"reverse_kl"``, ``"jsd"`` or ``"cross_entropy"`` (KD-17).
+        temperature: T of both sides; None: the targets' temperature if they have one, else 1.
+        divergence: ``"kl"``, ``"reverse_kl"``, ``"jsd"`` or ``"cross_entropy"``.
         mixing: the m of ``jsd``.
-        t_squared: multiply by T^2, so that the balance with the student's loss does not depend on T (KD-5).
+        t_squared: multiply by T^2, so that the balance with the student's loss does not depend on T.
         rows: which rows count: ``"positions"`` of the attention mask, those whose label counts (``"labels"``), or
             those whose next label counts (``"next_labels"``, as in causal language modelling). For a classifier,
             whose logits have no position axis, every sample counts.
-        vocab_size: number of classes to read on both sides; the others are padding (KD-7).
+        vocab_size: number of classes to read on both sides; the others are padding.
         exact: learn from the cache's last states and the teacher's head (``shd precompute --hidden last``), over the
             whole vocabulary; the head is on the device, and its logits are made some rows at a time.
-        teachers: with several teachers, average the ``"losses"``, or the ``"logits"`` or ``"probs"`` before one loss
-            (KD-15), which needs all logits of every teacher.
+        teachers: with several teachers, average the ``"losses"``, or the ``"logits"`` or ``"probs"`` before one loss,
+            which needs all logits of every teacher.
 
     Raises:
         ShdError: ``argument-value``.
@@ -131,9 +131,9 @@ class KdTerm(RowsTerm):
         read_weight(self.weight)
         if self.temperature is not None:
             check_temperature(self.temperature)
-        check_option("divergence", self.divergence, DIVERGENCES, "KD-17")
-        check_option("rows", self.rows, ROWS, "")
-        check_option("teachers", self.teachers, TEACHERS, "")
+        check_option("divergence", self.divergence, DIVERGENCES)
+        check_option("rows", self.rows, ROWS)
+        check_option("teachers", self.teachers, TEACHERS)
 
     def check_cache(self, joined: CacheJoin, *, has_teacher: bool) -> None:
         """Stored logits must be of its temperature and suit its divergence."""
@@ -195,7 +195,7 @@ class KdTerm(RowsTerm):
             if not all(isinstance(source, Tensor) for source in sources):
                 rule = "kd must have teachers='losses' where a teacher gives some of its classes alone"
                 reason = "the mean of truncated rows is not the truncated mean"
-                raise ShdError("argument-value", f"{rule}; got {self.teachers!r}: {reason}", "KD-15")
+                raise ShdError("argument-value", f"{rule}; got {self.teachers!r}: {reason}")
             temperature = 1.0 if self.temperature is None else self.temperature
             sources = [mean_logits(sources, of=self.teachers, temperature=temperature, check=check)]
         names = ("divergence", "mixing", "temperature", "t_squared", "vocab_size")
@@ -217,7 +217,7 @@ class HiddenTerm(RowsTerm):
         pairs: (student, teacher) numbers of hidden states as in Hugging Face: 0 are the embeddings, k is the output
             of block k; each of the student's at most once.
         weight: as of ``KdTerm``.
-        distance: ``"mse"``, ``"cosine"`` or ``"normalized_mse"`` (HID-3).
+        distance: ``"mse"``, ``"cosine"`` or ``"normalized_mse"``.
         reduction: ``"sum"`` over pairs or ``"mean"``.
         projectors: from the student's width to the teacher's: a module for all pairs, or modules by student number;
             None creates a linear layer per pair with different widths. They are trained with the student, and saved
@@ -239,8 +239,8 @@ class HiddenTerm(RowsTerm):
 
     def __post_init__(self) -> None:
         read_weight(self.weight)
-        check_option("distance", self.distance, DISTANCES, "HID-3")
-        check_option("reduction", self.reduction, OVER_LAYERS, "HID-4")
+        check_option("distance", self.distance, DISTANCES)
+        check_option("reduction", self.reduction, OVER_LAYERS)
         pairs = tuple(self.pairs)
         good = bool(pairs) and all(
             isinstance(pair, tuple | list) and len(pair) == 2 and all(type(n) is int and n >= 0 for n in pair)
@@ -322,4 +322,4 @@ def check_targets(argument: str, own: float | None, temperature: float | None, o
     if temperature is not None and own not in (None, temperature):
         rule = f"{argument} must have the temperature {temperature:g} of {origin}, or None; got {own:g}"
         reason = "what lies outside of the kept classes cannot be moved to another"
-        raise ShdError("argument-value", f"{rule}: {reason}, so make the targets at this one", "KD-6")
+        raise ShdError("argument-value", f"{rule}: {reason}, so make the targets at this one")

@@ -413,7 +413,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
             rule = f"a batch of recipe {recipe.name} must be full where a cache teaches, as it counts every position"
             advice = "train on texts of one length, or with a live teacher"
             message = f"{rule}, and a cache holds nothing of padding: {advice}"
-            raise ShdError("argument-value", message, "REC-15")
+            raise ShdError("argument-value", message)
         targets = [target for teaching in taught if (target := teaching.targets(length)) is not None]
         shift = recipe.is_shifted(self._student)
         made = recipe.terms(outputs, labels, targets, counted=counted, shift=shift, check=self._checks)
@@ -599,7 +599,7 @@ class _Term:
 
 
 def _count_attention(config: Any) -> int | None:
-    """Attention calls of a forward pass; ``shrink`` may have dropped the attention of some layers (DEPTH-8)."""
+    """Attention calls of a forward pass; ``shrink`` may have dropped the attention of some layers."""
     layers = getattr(config, "num_hidden_layers", None)
     return None if layers is None else layers - len(getattr(config, "dropped_attention", ()))
 

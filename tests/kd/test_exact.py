@@ -1,4 +1,4 @@
-"""KD from last states and a head equals KD on whole logits, in value, gradients and refusals (KD-26)."""
+"""KD from last states and a head equals KD on whole logits, in value, gradients and refusals."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def test_language_kd(recipes: Recipes, inputs: Any, is_golden: Any) -> None:
 def test_minillm(recipes: Recipes, inputs: Any, is_golden: Any) -> None:
     query, response = inputs["minillm/query"], inputs["minillm/response"]
     start = query.shape[1] - 1
-    # A row counts where its input token does (REC-D-6).
+    # A row counts where its input token does.
     mask = (np.concatenate((query, response), axis=1) != 0)[:, start:-1]
     old, new, teacher = (
         inputs[f"minillm/{name}_logits"][:, start:-1] for name in ("rollout_student", "student", "teacher")
@@ -183,7 +183,7 @@ def test_minillm(recipes: Recipes, inputs: Any, is_golden: Any) -> None:
 def test_diffusion(
     recipes: Recipes, inputs: Any, values: dict[str, float], is_golden: Any, sample: int, t: int
 ) -> None:
-    """The original rounds its tables to float32 (REC-D-8)."""
+    """The original rounds its tables to float32."""
     output, x0, noise, steps = (
         inputs[f"diffusion/{name}"][sample : sample + 1] for name in ("model_output", "x0", "noise", "t")
     )

@@ -1,4 +1,4 @@
-"""The ridge of a refitted matrix, chosen on samples that are held out (ALIGN-7)."""
+"""The ridge of a refitted matrix, chosen on samples that are held out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Channels of a stream from which the others are predicted (WIDTH-8)."""
+"""Channels of a stream from which the others are predicted."""
 
 from __future__ import annotations
 

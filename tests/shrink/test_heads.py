@@ -24,7 +24,7 @@ def test_without_key_groups_it_is_the_matched_plan_of_one_long_sample(count: int
 
 @pytest.mark.parametrize(("kind", "kv_heads"), [("matched", 2), ("matched", 3), ("balanced", 2), ("progressive", 2)])
 def test_a_merge_by_a_kind_of_plan(kind: str, kv_heads: int) -> None:
-    """Inside key heads where these divide the student's heads (HEAD-4); the alphas are those of the plan (HEAD-3)."""
+    """Inside key heads where these divide the student's heads; the alphas are those of the plan."""
     if kind == "matched":
         pytest.importorskip("networkx")
     merge = merge_heads(GRAM, 4, kind, kv_heads)

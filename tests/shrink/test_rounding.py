@@ -44,7 +44,7 @@ def test_of_equal_plans_the_first_is_chosen() -> None:
 
 @pytest.mark.parametrize("rotary", [None, Rotary(10000.0 ** (-np.arange(2) / 2))], ids=["plain", "rotary"])
 def test_the_signs_of_factors_are_chosen_by_rule(rotary: Rotary | None) -> None:
-    """HEAD-13."""
+    """Where rounding would choose a sign of a factor, the first entry decides."""
     random = np.random.default_rng(0)
     teacher = HeadWeights(*(random.normal(size=size) for size in ((4, 12, 4), (4, 12, 4), (4, 12, 4), (4, 4, 12))))
     merge = HeadMerge(np.array([[0.6, 0, 0, 0.4], [0, 0.3, 0.7, 0]]), ((0, 3), (1, 2)))
@@ -78,7 +78,7 @@ def test_no_share_leaves_its_range() -> None:
 
 
 def test_the_least_degree_and_the_split_with_more_attention() -> None:
-    """PRED-4, PRED-5."""
+    """Where rounding would choose a degree or a split, the first of the nearly equal ones is taken."""
     for seed in range(8):
         random = np.random.default_rng(seed)
         a, t = random.random((2, 20))

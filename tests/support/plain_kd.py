@@ -23,7 +23,7 @@ def log_softmax(logits: ArrayLike) -> Array:
 
 
 def topk_targets(logits: ArrayLike, k: int, *, temperature: float = 1.0) -> TopkTargets:
-    """The k largest classes by ascending id, with the mass of the rest (KD-8, KD-9)."""
+    """The k largest classes by ascending id, with the mass of the rest."""
     log_p = log_softmax(np.asarray(logits, np.float64) / temperature)
     ids = np.sort(np.argsort(-log_p, axis=-1, kind="stable")[..., :k], axis=-1)
     rest = np.exp(log_p)

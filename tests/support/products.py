@@ -36,7 +36,7 @@ def _sides(answer: Any) -> tuple[Array, Array]:
 
 
 def _turning(rotary: Mapping[str, Any]) -> tuple[Array, Array]:
-    """Positions of the entries of each pair that is rotated, but for slow ones (HEAD-14)."""
+    """Positions of the entries of each pair that is rotated, but for slow ones."""
     pairs = np.arange(len(rotary["frequencies"]))
     first, second = (2 * pairs, 2 * pairs + 1) if rotary.get("layout") == "adjacent" else (pairs, pairs + len(pairs))
     fast = slice(None) if rotary.get("slow") is None else ~np.asarray(rotary["slow"])

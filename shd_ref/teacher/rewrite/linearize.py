@@ -1,4 +1,4 @@
-"""Feed-forward layers without their activation: two products of a teacher's graph become one (FFN-1, FFN-6)."""
+"""Feed-forward layers without their activation: two products of a teacher's graph become one."""
 
 from __future__ import annotations
 
@@ -50,9 +50,7 @@ def linearize_graph(model: onnx.ModelProto, layers: Sequence[int]) -> Linearized
     """
     check_opset(model)
     if not layers or list(layers) != sorted(set(layers)):
-        raise ShdError(
-            "layers-invalid", f"drop_activations must be a rising list of layers; got {list(layers)}", "FFN-6"
-        )
+        raise ShdError("layers-invalid", f"drop_activations must be a rising list of layers; got {list(layers)}")
     read_graph(model)  # refuses what is broken
     made = ir.from_proto(model)
     folder = made.metadata_props.pop(_DATA_FOLDER, None)
@@ -81,13 +79,10 @@ def _choose(ffns: list[Ffn], layers: Sequence[int]) -> list[Ffn]:
                 "layers-invalid",
                 f"drop_activations must name attention sites that a feed-forward layer with an activation follows, "
                 f"{known} in this graph; got {layer}",
-                "FFN-6",
             )
         reason = next((ffn.reason for ffn in own if ffn.reason is not None), None)
         if reason is not None:
-            raise ShdError(
-                "shrink-unsupported", f"the activation of layer {layer} cannot be dropped: {reason}", "FFN-3"
-            )
+            raise ShdError("shrink-unsupported", f"the activation of layer {layer} cannot be dropped: {reason}")
         if len(own) > 1:
             names = ", ".join(repr(ffn.second.name) for ffn in own)
             raise graph_unsupported(f"layer {layer} must have one feed-forward layer; got {len(own)}, with {names}")
@@ -113,7 +108,6 @@ def _merge(graph: ir.Graph, ffn: Ffn) -> tuple[int, int, int]:
                 "shrink-unsupported",
                 f"the activation of layer {ffn.layer} cannot be dropped: the product of its matrices does not fit "
                 f"{dtype}; export the teacher in float32",
-                "FFN-6",
             )
         value = ir.Value(name=f"{name}/{what}", const_value=ir.tensor(array, name=f"{name}/{what}"))
         value.dtype, value.shape = ir.DataType.from_numpy(dtype), ir.Shape(array.shape)

@@ -137,7 +137,7 @@ def average_logits(
     mask: NDArray[np.bool_] | None,
     options: PrecomputeOptions,
 ) -> NDArray[np.float32]:
-    """The mean logits of all teachers on a batch, of the classes that count (KD-15); ``first`` is overwritten."""
+    """The mean logits of all teachers on a batch, of the classes that count; ``first`` is overwritten."""
     columns, count = first.shape[-1], len(batch.indices)
     size = columns if options.vocab_size is None else options.vocab_size
     if size > columns:

@@ -47,7 +47,7 @@ def _vitkd(
     }
     missing = set(module.state_dict()) - set(state)
     if missing:
-        raise ShdError("argument-value", f"parameters must hold {', '.join(sorted(missing))} as well", "REC-16")
+        raise ShdError("argument-value", f"parameters must hold {', '.join(sorted(missing))} as well")
     module.to(noise.device, noise.dtype).load_state_dict({name: state[name] for name in module.state_dict()})
     return module(
         student_layers,

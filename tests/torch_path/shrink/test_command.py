@@ -100,7 +100,7 @@ def test_next_lines_follow_the_student(tmp_path: Path, monkeypatch: pytest.Monke
         made = following_commands(*folders, kind(student.config), {"input_ids": ids})
         assert made[0] == "shd-torch export teacher --out teacher.onnx"
         assert made[2] == f"shd precompute teacher.onnx --inputs ids.npz --student student{logits} --out cache"
-        # With heads by layer there are no maps to store (CUSTOM-3).
+        # With heads by layer there are no maps to store.
         others = following_commands(*folders, kind(student.config), {"input_ids": ids}, has_equal_layers=False)
         command = f"shd precompute teacher.onnx --inputs ids.npz --no-attention{logits} --out cache"
         assert others[2:] == ([command] if logits else [])

@@ -93,7 +93,7 @@ def test_kinds_are_ranked_apart() -> None:
         ranking = Ranking((3 * scale, 1 * scale, 2 * scale), (0.5, 0.4, 0.6), None)
         dropped = ranking.drop(attention=2, activations=1)
         assert (dropped.attention, dropped.activations) == ((1,), (0, 1))
-    equal = Ranking((2.0, 1.0, 3.0, 1.0 - 1e-9, 1.0, 0.5, 1.0 + 1e-9), (), None)  # but for rounding (DEPTH-9)
+    equal = Ranking((2.0, 1.0, 3.0, 1.0 - 1e-9, 1.0, 0.5, 1.0 + 1e-9), (), None)  # but for rounding
     assert equal.drop(attention=4).attention == (4, 5, 6)
     for bad in ({"attention": 0}, {"attention": 4}, {"activations": -1}, {"activations": 1.5}):
         with refusal("argument-value"):

@@ -97,7 +97,7 @@ def test_heads_of_one_stack_are_the_teacher_with_mixed_logits(name: str, options
 
 @pytest.mark.parametrize("options", [{"heads": 2}, {"heads": 1, "layers": [0, 2], "neurons": [20, 20]}], ids=str)
 def test_shared_position_biases_are_mixed_as_the_heads(options: dict[str, Any]) -> None:
-    """Maps of mixed logits are the normalised geometric means of MPNet's maps (HEAD-6)."""
+    """Maps of mixed logits are the normalised geometric means of MPNet's maps."""
     teacher = make_teacher("mpnet")
     made = shrink(teacher, make_data("mpnet"), align=False, **options)
     merges = [(layer["groups"], layer["mixing"]) for layer in made.report["layers"]]

@@ -108,7 +108,7 @@ class LogitsMaker(RowsMaker[Logits]):
         columns = work.logit_columns or logits.shape[-1]  # a mean of several is cut already
         size = columns if options.vocab_size is None else options.vocab_size
         if size > columns:
-            raise argument_value(f"vocab_size must be at most {columns}, the columns of {name}; got {size}", "KD-7")
+            raise argument_value(f"vocab_size must be at most {columns}, the columns of {name}; got {size}")
         common: dict[str, Any] = {
             "codec": options.logits,
             "rows": "sample" if logits.ndim == 2 else "decoder" if work.has_decoder_rows else "positions",
