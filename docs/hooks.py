@@ -1,7 +1,8 @@
-"""What the site does beyond Markdown, as hooks of MkDocs: pages read the same on GitHub and here.
+"""What the site does beyond Markdown, as hooks of MkDocs: pages read the same in a checkout and here.
 
 - ``specs/*.md`` and ``examples/README.md`` are pages of the site, though they lie beside ``docs``.
-- Links lead where they lead on GitHub: to another page, or to the file in the repository.
+- Links lead to other pages; those to other files of the checkout are their text alone, as the site has no address
+  for them.
 - Notebooks are pages, from their committed outputs.
 - ``ALPHA-3`` in a page or a docstring is a link to that sentence of the specification.
 - Links that leave the site are listed at the end of a build, and not fetched.
@@ -20,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SPECS = sorted(f"specs/{path.name}" for path in (ROOT / "specs").glob("*.md"))
 OUTSIDE = [*SPECS, "examples/README.md"]
 NOTEBOOKS = sorted(path.stem for path in (ROOT / "docs" / "notebooks").glob("*.ipynb"))
-LINK = re.compile(r"(?<=\]\()(?!\w+:|#|/)([^)\s#]+)")
+LINK = re.compile(r"\[([^\[\]]*)\]\((?!\w+:|#|/)([^)\s#]+)([^)]*)\)")
 SENTENCE = re.compile(r"^\s*- \*\*([A-Z]{1,10}-\d+)\b", re.MULTILINE)
 NAMED = re.compile(r"<(a|pre|code|h[1-6])\b.*?</\1>|<[^>]+>|\b([A-Z]{1,10}-\d+)\b", re.DOTALL)
 log = logging.getLogger("mkdocs.hooks")
@@ -53,9 +54,9 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Bring in what is said in README.md, and turn links between files of the repository into links between pages."""
-    here, repository = page.file.src_uri, config["repo_url"]
-    readme = relink((ROOT / "README.md").read_text(encoding="utf-8"), here, repository, "")
-    return borrow(relink(markdown, here, repository, folder_of(here)), readme)
+    here = page.file.src_uri
+    readme = relink((ROOT / "README.md").read_text(encoding="utf-8"), here, "")
+    return borrow(relink(markdown, here, folder_of(here)), readme)
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
@@ -68,8 +69,7 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
 
 def on_post_build(config: Any) -> None:
     """List the links that leave the site."""
-    others = sorted(link for link in external if not link.startswith(config["repo_url"]))
-    log.info("%d links lead to other sites and were not fetched:\n%s", len(others), "\n".join(others))
+    log.info("%d links lead to other sites and were not fetched:\n%s", len(external), "\n".join(sorted(external)))
 
 
 def borrow(markdown: str, readme: str) -> str:
@@ -89,11 +89,11 @@ def folder_of(here: str) -> str:
     return posixpath.dirname(here if here in OUTSIDE else f"docs/{here}")
 
 
-def relink(markdown: str, here: str, repository: str, folder: str) -> str:
+def relink(markdown: str, here: str, folder: str) -> str:
     """Links of text that lies in ``folder`` of the repository, as the page ``here`` of the site has them."""
 
     def replace(match: re.Match[str]) -> str:
-        target = posixpath.normpath(posixpath.join(folder, match[1]))
+        text, target = match[1], posixpath.normpath(posixpath.join(folder, match[2]))
         path = ROOT / target
         if target.endswith(".ipynb"):
             target = target.removesuffix(".ipynb") + ".md"
@@ -102,9 +102,9 @@ def relink(markdown: str, here: str, repository: str, folder: str) -> str:
         elif f"{target}/README.md" in OUTSIDE:
             target += "/README.md"
         elif target not in OUTSIDE:
-            return f"{repository}/{'tree' if path.is_dir() else 'blob'}/main/{target}"
-        site = target.removeprefix("docs/")
-        return posixpath.relpath(site, posixpath.dirname(here) or ".")
+            return text
+        site = posixpath.relpath(target.removeprefix("docs/"), posixpath.dirname(here) or ".")
+        return f"[{text}]({site}{match[3]})"
 
     return LINK.sub(replace, markdown)
 

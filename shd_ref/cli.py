@@ -19,5 +19,5 @@ def main() -> None:
         import rich  # noqa: F401  (only its presence matters here)
         import typer  # noqa: F401
     except ImportError as error:
-        sys.exit(f"shd needs the package {error.name}: pip install 'squeezing-heads[teacher]'")
+        sys.exit(f"shd needs the package {error.name}: pip install '.[teacher]' (in a checkout)")
     load_app()()

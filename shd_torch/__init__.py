@@ -89,7 +89,7 @@ __all__ = sorted(_ROOM_OF.keys() - {"SHDTrainer"})
 def __getattr__(name: str) -> Any:
     """Load a room, or a name from its room, when it is first used; the mathematics from ``shd_torch.maps``."""
     if not name.startswith("_") and find_spec("torch") is None:
-        raise ImportError("shd_torch needs PyTorch: pip install 'squeezing-heads[torch]'")
+        raise ImportError("shd_torch needs PyTorch: pip install '.[torch]' (in a checkout)")
     if name in _MODULES:
         return import_module(f"{__name__}.{name}")
     room = _ROOM_OF.get(name)

@@ -19,5 +19,6 @@ def main() -> None:
         import rich  # noqa: F401  (only its presence matters here)
         import typer  # noqa: F401
     except ImportError as error:
-        sys.exit(f"shd-torch needs the package {error.name}: pip install 'squeezing-heads[torch]'")
+        remedy = "pip install '.[cpu]' (in a checkout; '.[all]' for a GPU)"
+        sys.exit(f"shd-torch needs the package {error.name}: {remedy}")
     load_app()()

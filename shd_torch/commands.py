@@ -83,8 +83,8 @@ def export(
         if is_given and not student:
             raise ShdError("argument-value", f"{option} must go with --student; got it without")
         if is_given:
-            require_packages("onnxruntime", extra="teacher")
-    require_packages("torch", extra="torch")
+            require_packages("onnxruntime")
+    require_packages("torch")
     from shd_torch.export import example_inputs, export_student, export_teacher, hide_weight_bars, load_hf_model
 
     hide_weight_bars()
@@ -140,7 +140,7 @@ def demo(
 
     shd-torch demo --out demo_out --seeds 2
     """
-    require_packages("torch", "transformers", "accelerate", "sklearn", "matplotlib", "onnxruntime", extra="all")
+    require_packages("torch", "transformers", "accelerate", "sklearn", "matplotlib", "onnxruntime")
     from shd_torch.demo.run import run_demo
 
     return run_demo(

@@ -41,8 +41,7 @@ def compress(
     best is trained from a cache of the teacher's outputs. The folder has the model, ONNX graphs in float and int8, a
     page with the figures, and compress.json. If a run is stopped, the same command resumes it.
     """
-    require_packages("torch", "transformers", "accelerate", "scipy", extra="compress")
-    require_packages("onnxruntime", "tokenizers", extra="inputs")
+    require_packages("torch", "transformers", "accelerate", "scipy", "onnxruntime", "tokenizers")
     from shd_torch.compress.run import compress as run
     from shd_torch.compress.run import forecast
     from shd_torch.export import hide_weight_bars

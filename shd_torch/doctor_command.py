@@ -61,7 +61,7 @@ def doctor(
     a recipe and a range for beta on your batches. --probe trains pairs of students, with and without SHD, on the same
     batches, and reports the gain with its 95% interval.
     """
-    require_packages("torch", "transformers", extra="hf")
+    require_packages("torch", "transformers")
     from transformers.utils import logging
 
     from shd_torch.doctor import DiagnosisOptions, diagnose

@@ -145,7 +145,7 @@ def _export(
     for package in ("onnx", "onnxscript"):
         if importlib.util.find_spec(package) is None:
             raise ShdError(
-                "dependency-missing", f"{package} must be installed to export: pip install 'squeezing-heads[torch]'"
+                "dependency-missing", f"{package} must be installed to export: pip install '.[torch]' (in a checkout)"
             )
     target = Path(path)
     inputs = _name_inputs(model, example_inputs)
@@ -209,7 +209,7 @@ def load_hf_model(model: str | os.PathLike[str], *, dtype: torch.dtype = torch.f
     if importlib.util.find_spec("transformers") is None:
         raise ShdError(
             "dependency-missing",
-            "transformers must be installed to load a Hugging Face model: pip install 'squeezing-heads[hf]'",
+            "transformers must be installed to load a Hugging Face model: pip install '.[hf]' (in a checkout)",
         )
     from shd_torch.shrink.folders import find_folder, is_custom, load_model, model_class, read_config
 

@@ -106,7 +106,7 @@ def shrink(
     Its shrink.json records the changes and each layer's error relative to the teacher. If a run is stopped, the same
     command resumes it. See specs/shrink.md.
     """
-    require_packages("torch", "transformers", extra="hf")
+    require_packages("torch", "transformers")
     options = sizes.options() | {"plan": plan, "align": not no_align, "ridge": ridge, "batch_size": batch_size}
     if data.suffix == ".jsonl" and not teacher.is_dir():  # else its tokenizer would be missed first
         raise ShdError("read-failed", f"teacher must be a folder that save_pretrained wrote; got {teacher}")
@@ -175,7 +175,7 @@ def vocabulary(
     not use fall into smaller pieces. The new folder has its own token ids: cut the teacher before you make caches, or
     the student after its training. See docs/shrink.md.
     """
-    require_packages("torch", "transformers", "tokenizers", extra="hf")
+    require_packages("torch", "transformers", "tokenizers")
     from shd_torch.export import hide_weight_bars
     from shd_torch.shrink.vocabulary import cut_vocabulary
 

@@ -62,7 +62,7 @@ def time_models(
     how many times faster each is than the teacher (without --beside: than the first model), paired by round. Folders
     are exported with fused attention first; int8 as by shd-torch export --int8.
     """
-    require_packages("onnx", "onnxruntime", extra="teacher")
+    require_packages("onnx", "onnxruntime")
     if len(set(models)) < len(models):
         raise ShdError("argument-value", f"each model must be given once; got {', '.join(models)}")
     if data is not None and not int8 and timing.beside is None:
@@ -168,7 +168,7 @@ def _say_number(value: float) -> str:
 
 def export_folder(model: str, out: Path) -> ExportReport:
     """The model of a folder or hub id as a graph with fused attention."""
-    require_packages("torch", extra="torch")
+    require_packages("torch")
     from shd_torch.export import example_inputs, export_student, hide_weight_bars, load_hf_model
 
     hide_weight_bars()
@@ -194,7 +194,7 @@ def check_lengths(timing: Timing, *models: str) -> None:
     lengths = timing.length or ()
     for model in (*models, *filter(None, [timing.beside])) if lengths else ():
         if _is_folder(model):
-            require_packages("torch", "transformers", extra="hf")
+            require_packages("torch", "transformers")
             from shd_torch.shrink.folders import count_positions, find_folder, read_config
 
             most = count_positions(read_config(find_folder(model, "model"), "model"))

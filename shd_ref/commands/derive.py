@@ -66,12 +66,15 @@ class Failed(typer.Exit):
         self.document = document
 
 
-def require_packages(*packages: str, extra: str) -> None:
-    """Refuse to run without some packages, and name the extra that brings them: ``dependency-missing``."""
+def require_packages(*packages: str) -> None:
+    """Refuse to run a command of ``shd-torch`` without some packages: ``dependency-missing``.
+
+    The remedy brings what all of them need: with the extra of one command the next one would fail.
+    """
     for package in packages:
         if find_spec(package) is None:
-            message = f"this command needs the package {package}: pip install 'squeezing-heads[{extra}]'"
-            raise ShdError("dependency-missing", message)
+            remedy = "pip install '.[cpu]' (in a checkout; '.[all]' for a GPU)"
+            raise ShdError("dependency-missing", f"this command needs the package {package}: {remedy}")
 
 
 def add_command(

@@ -69,7 +69,7 @@ def matched_plan(
 
 def match_pairs(scores: Array, num_pairs: int) -> tuple[Pair, ...]:
     """Disjoint pairs with the largest sum of scores above the diagonal, the first of several (PLAN-9, PLAN-10)."""
-    message = "matched_plan needs networkx; got none: pip install 'squeezing-heads[oracles]'"
+    message = "matched_plan needs networkx; got none: pip install '.[oracles]' (in a checkout)"
     networkx = import_package("networkx", message, "ERR-5")
     heads = len(scores)
     graph = networkx.Graph()

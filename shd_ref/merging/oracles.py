@@ -139,7 +139,7 @@ def nearest_weights(points: Array) -> Array:
     The minimum over ``a >= 0`` of ``||sum_j a_j p_j||^2 + (sum_j a_j - 1)^2``, by non-negative least squares, has the
     same direction: for ``a = t c``, c on the simplex, the best t leaves ``e / (1 + e)`` of ``e = ||sum c_j p_j||^2``.
     """
-    message = "the row-stochastic optimum needs scipy; got none: pip install 'squeezing-heads[oracles]'"
+    message = "the row-stochastic optimum needs scipy; got none: pip install '.[oracles]' (in a checkout)"
     nnls = import_package("scipy.optimize", message, "ERR-5").nnls
     scale = float(np.abs(points).max(initial=0.0)) or 1.0
     # Both terms of one size, for value outputs of any unit.

@@ -22,7 +22,7 @@ try:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 except ImportError as error:
-    message = f"shd report needs the package {error.name}: pip install 'squeezing-heads[report]'"
+    message = f"shd report needs the package {error.name}: pip install '.[report]' (in a checkout)"
     raise ShdError("dependency-missing", message) from error
 
 # Stand-ins that nothing else draws with; the page's style sheet says what they are in light and in dark.

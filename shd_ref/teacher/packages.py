@@ -14,7 +14,7 @@ try:
 except ImportError as error:
     raise ShdError(
         "dependency-missing",
-        f"shd_ref.teacher needs the package {error.name}: pip install 'squeezing-heads[teacher]'",
+        f"shd_ref.teacher needs the package {error.name}: pip install '.[teacher]' (in a checkout)",
     ) from error
 
 __all__ = ["DecodeError", "Message", "ir", "onnx"]

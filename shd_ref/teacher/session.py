@@ -25,7 +25,7 @@ MAX_THREADS: Final = 1024
 
 def check_session(provider: str, num_threads: int | None = None) -> str:
     """Refuse what no session can be opened with, before there is a model; onnxruntime's name of the provider."""
-    remedy = "running a teacher needs onnxruntime: pip install 'squeezing-heads[teacher]'"
+    remedy = "running a teacher needs onnxruntime: pip install '.[teacher]' (in a checkout)"
     onnxruntime = import_package("onnxruntime", remedy)
     name = PROVIDERS.get(provider, provider)
     if name not in onnxruntime.get_available_providers():

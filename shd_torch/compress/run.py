@@ -75,7 +75,7 @@ def _open_run(
     teacher: Path, data: Path, held_out: Path | None, options: CompressOptions, folder: Path, progress: Progress
 ) -> Iterator[Run]:
     """Everything that is read, and the stages of an earlier run in the folder."""
-    import_package("scipy", "compress needs the package scipy: pip install 'squeezing-heads[compress]'")
+    import_package("scipy", "compress needs the package scipy: pip install '.[cpu]' (in a checkout)")
     progress(0, 0, "data are read")
     rows = read_rows(data, teacher, options.max_length)
     judged = None if held_out is None else read_rows(held_out, teacher, options.max_length, "held_out")

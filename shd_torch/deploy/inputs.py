@@ -28,7 +28,7 @@ _SAME_IDS: Final = ("Cast", "Expand", "Flatten", "Identity", "Reshape", "Squeeze
 def require_runtime() -> Any:
     """The module onnxruntime; ``dependency-missing`` where it, or onnx, is not installed."""
     for package in ("onnx", "onnxruntime"):
-        import_package(package, f"{package} must be installed: pip install 'squeezing-heads[teacher]'")
+        import_package(package, f"{package} must be installed: pip install '.[cpu]' (in a checkout)")
     return import_package("onnxruntime", "")
 
 

@@ -57,7 +57,7 @@ def measure_model(
     for package in ("onnx", "onnxruntime", "onnxscript"):
         if find_spec(package) is None:
             message = f"data is measured on the teacher's graph, which needs the package {package}"
-            raise ShdError("dependency-missing", f"{message}: pip install 'squeezing-heads[all]'")
+            raise ShdError("dependency-missing", f"{message}: pip install '.[cpu]' (in a checkout)")
     from shd_torch.export import example_inputs, export_teacher
 
     with tempfile.TemporaryDirectory(prefix="shd-doctor-") as folder:

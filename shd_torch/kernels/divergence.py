@@ -106,7 +106,7 @@ def unsupported_reason(*tensors: Tensor) -> str | None:
     if torch.compiler.is_compiling():
         return "torch.compile cannot trace the kernels: call them outside of what it compiles"
     if importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed: pip install 'squeezing-heads[triton]' (Linux only)"
+        return "the package triton is not installed: pip install '.[triton]' (in a checkout; Linux only)"
     devices = {tensor.device for tensor in tensors}
     if len(devices) != 1:
         return f"queries and keys must be on one device; got {', '.join(sorted(map(str, devices)))}"

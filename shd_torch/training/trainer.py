@@ -35,7 +35,7 @@ try:
     from transformers import Trainer
 except ImportError as error:
     raise ImportError(
-        "shd_torch.training.trainer needs transformers and accelerate: pip install 'squeezing-heads[hf]'"
+        "shd_torch.training.trainer needs transformers and accelerate: pip install '.[hf]' (in a checkout)"
     ) from error
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-onnx = pytest.importorskip("onnx", reason="the package onnx is not installed (squeezing-heads[teacher])")
-pytest.importorskip("onnx_ir", reason="the package onnx_ir is not installed (squeezing-heads[teacher])")
+onnx = pytest.importorskip("onnx", reason="the package onnx is not installed (extra 'teacher')")
+pytest.importorskip("onnx_ir", reason="the package onnx_ir is not installed (extra 'teacher')")
 
 from onnx_functions import OnnxAdapter  # noqa: E402  (after the skips)
 from support.calls import calls_of  # noqa: E402  (after the skips)

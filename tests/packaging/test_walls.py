@@ -122,7 +122,7 @@ WITHOUT = {
         "torch",
         "from typer.testing import CliRunner; from shd_torch.cli import load_app; "
         "print('dependency-missing', CliRunner(env={'COLUMNS': '200'}).invoke(load_app(), ['demo']).output)",
-        "all",
+        "cpu",
     ),
     **dict.fromkeys(("onnx", "onnx_ir"), ("", "from shd_ref.teacher import find_sites", "teacher")),
     "onnxruntime": ("onnx", "from shd_ref.teacher import open_session; open_session(b'')", "teacher"),
@@ -146,16 +146,16 @@ def test_a_missing_package_is_named_with_its_extra(package: str, tmp_path: Path)
     lines += ["from shd_ref import ShdError", "try:", f"    {code}", "except ShdError as error:"]
     said = run_without((package,), "\n".join([*lines, "    print(error.code, error)"]))
     assert said.startswith("dependency-missing")
-    assert f"pip install 'squeezing-heads[{extra}]'" in said
+    assert f"pip install '.[{extra}]' (in a checkout" in said
 
 
 @pytest.mark.parametrize(
-    ("package", "needs", "extra"), [("shd_ref", "numpy", "teacher"), ("shd_torch", "torch", "torch")]
+    ("package", "needs", "extra"), [("shd_ref", "numpy", "teacher"), ("shd_torch", "torch", "cpu")]
 )
 def test_commands_say_what_to_install(package: str, needs: str, extra: str) -> None:
     pytest.importorskip(needs, reason="these commands need it")
     code = f"from {package}.cli import main\ntry:\n    main()\nexcept SystemExit as error:\n    print(error)"
-    assert f"pip install 'squeezing-heads[{extra}]'" in run_without(("typer",), code)
+    assert f"pip install '.[{extra}]' (in a checkout" in run_without(("typer",), code)
 
 
 def test_binding_says_what_to_install() -> None:
@@ -165,7 +165,7 @@ try:
 except ImportError as error:
     print(error)
 """
-    assert "pip install 'squeezing-heads[torch]'" in run_without(("torch",), code)
+    assert "pip install '.[torch]' (in a checkout)" in run_without(("torch",), code)
     pytest.importorskip("typer", reason="shd-torch needs the extra 'torch'")
     code = """
 import sys

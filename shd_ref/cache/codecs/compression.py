@@ -19,7 +19,7 @@ _LEVEL: Final = 1  # codes hold little that a slower search would find
 
 @functools.cache
 def _zstandard() -> Any:
-    message = "compressed caches need the package zstandard: pip install 'squeezing-heads[zstd]'"
+    message = "compressed caches need the package zstandard: pip install '.[zstd]' (in a checkout)"
     return import_package("zstandard", message)
 
 

@@ -11,7 +11,7 @@ from shd_ref.errors import import_package
 @functools.cache
 def _xxhash() -> Any:
     # Imported late, so that coding and decoding maps works where only numpy is installed.
-    message = "the supervision cache must have xxhash for its checksums; pip install 'squeezing-heads[cache]'"
+    message = "the supervision cache must have xxhash for its checksums; pip install '.[cache]' (in a checkout)"
     return import_package("xxhash", message)
 
 

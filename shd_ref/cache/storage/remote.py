@@ -171,7 +171,7 @@ class _RemoteFile(RangeFile):
 
 
 def _open_filesystem(root: str) -> tuple[Any, str]:
-    remedy = "pip install 'squeezing-heads[remote]' (s3://), or the package that fsspec names"
+    remedy = "pip install '.[remote]' (in a checkout) for s3://, or the package that fsspec names"
     fsspec = import_package("fsspec.core", f"{root} needs the package fsspec; {remedy}")
     try:
         filesystem, prefix = fsspec.url_to_fs(root, use_listings_cache=False)

@@ -24,7 +24,7 @@ try:
     import ray.data
 except ImportError as error:
     raise ShdError(
-        "dependency-missing", f"--engine ray needs the package {error.name}: pip install 'squeezing-heads[ray]'"
+        "dependency-missing", f"--engine ray needs the package {error.name}: pip install '.[ray]' (in a checkout)"
     ) from error
 
 

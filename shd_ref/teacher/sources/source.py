@@ -65,7 +65,7 @@ class IndexedSource(Source):
 
 def import_package(name: str) -> Any:
     """An optional module of the extra ``inputs``."""
-    remedy = f"reading these inputs needs the package {name.split('.')[0]}: pip install 'squeezing-heads[inputs]'"
+    remedy = f"reading these inputs needs the package {name.split('.')[0]}: pip install '.[inputs]' (in a checkout)"
     return errors.import_package(name, remedy)
 
 

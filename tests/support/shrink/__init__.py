@@ -2,4 +2,4 @@
 
 import pytest
 
-pytest.importorskip("transformers", reason="students are Hugging Face models: pip install 'squeezing-heads[hf]'")
+pytest.importorskip("transformers", reason="students are Hugging Face models: pip install '.[hf]' (in a checkout)")

@@ -43,4 +43,4 @@ print(shd_torch.kernels.unsupported_reason(x))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("argument-value backend must be one that can serve this call; got 'triton'")
-    assert done.stdout.count("pip install 'squeezing-heads[triton]'") == 1
+    assert done.stdout.count("pip install '.[triton]' (in a checkout; Linux only)") == 1

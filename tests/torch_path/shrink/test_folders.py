@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="students are Hugging Face models: pip install 'squeezing-heads[hf]'")
+pytest.importorskip("transformers", reason="students are Hugging Face models: pip install '.[hf]' (in a checkout)")
 
 from safetensors.torch import load_file, save_file
 from support.refusals import refusal

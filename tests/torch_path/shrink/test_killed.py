@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="students are Hugging Face models: pip install 'squeezing-heads[hf]'")
+pytest.importorskip("transformers", reason="students are Hugging Face models: pip install '.[hf]' (in a checkout)")
 typer_testing = pytest.importorskip("typer.testing", reason="the commands need typer")
 
 from safetensors.torch import load_file, save_file  # noqa: E402

@@ -1,4 +1,4 @@
-"""What the package index shows: links that lead somewhere from there, and Pythons that are run."""
+"""What the package says of itself: no address that is not its own, Pythons that are run, extras."""
 
 from __future__ import annotations
 
@@ -8,21 +8,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-REPOSITORY = "https://github.com/squeezing-heads/squeezing-heads"
 
 
-def test_no_link_of_the_page_is_relative() -> None:
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
-    relative = re.compile(r"(?:\]\(|src=\"|srcset=\")(?!https?://|#)([^)\"]+)")
-    wanted = relative.findall(page)
-    assert wanted
-    for each in PROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
-        page = re.sub(each["pattern"], each["replacement"], page)
-    assert not relative.findall(page)
-    for target in wanted:
-        kind = "raw.githubusercontent" if target.endswith((".png", ".svg")) else "github"
-        base = REPOSITORY.replace("github", kind) + ("/blob" if kind == "github" else "")
-        assert f"{base}/v$HFPR_VERSION/{target}" in page
+def test_no_address_is_invented_for_the_project() -> None:
+    """On no package index, in no public repository: anyone could register what a text names."""
+    named = re.compile(r"(github\.com/|github\.io|readthedocs|pypi\.org/project/|pip install )['\"]?squeezing-heads")
+    suffixes = (".py", ".md", ".toml", ".yml", ".cff")
+    folders = ("shd_ref", "shd_torch", "docs", "examples", "specs", "benchmarks")
+    files = [*ROOT.glob("*.*"), *(path for folder in folders for path in (ROOT / folder).rglob("*"))]
+    assert [path for path in files if path.suffix in suffixes and named.search(path.read_text("utf-8"))] == []
 
 
 def test_the_classifiers_name_the_pythons_that_are_run() -> None:
