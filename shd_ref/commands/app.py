@@ -6,12 +6,11 @@ from typing import Any
 
 import typer
 
-from shd_ref.commands.caches import export, ls, merge, report, seal, verify
+from shd_ref.commands.caches import ls, merge, report, seal, verify
 from shd_ref.commands.conformance import conformance
 from shd_ref.commands.derive import add_command
 from shd_ref.commands.fidelity import fidelity
-from shd_ref.commands.graphs import inspect, linearize
-from shd_ref.commands.imports import import_hidden
+from shd_ref.commands.graphs import inspect
 from shd_ref.commands.options import ShowVersion
 from shd_ref.commands.plan import plan
 from shd_ref.commands.precompute import precompute
@@ -36,13 +35,12 @@ def root(version: ShowVersion = False) -> None:
 
 _PANELS: dict[str, tuple[Any, ...]] = {
     "Look before you spend": (inspect, plan, fidelity),
-    "Make a cache": (precompute, import_hidden, verify, report),
-    "Caches as files": (ls, seal, merge, export),
-    "Smaller graphs": (linearize,),
+    "Make a cache": (precompute, verify, report),
+    "Caches as files": (ls, seal, merge),
 }
 for _panel, _commands in _PANELS.items():
     for _command in _commands:
-        is_quick = _command in (inspect, ls, seal, linearize)
+        is_quick = _command in (inspect, ls, seal)
         add_command(app, _command, panel=_panel, is_long=not is_quick)
 
 

@@ -1,4 +1,4 @@
-"""``shd verify``, ``report``, ``ls``, ``seal``, ``merge`` and ``export``: what is done with a cache."""
+"""``shd verify``, ``report``, ``ls``, ``seal`` and ``merge``: what is done with a cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from rich.filesize import decimal
 from rich.table import Table
 
-from shd_ref.cache import CacheListing, CacheWriter, Manifest, export_webdataset, list_cache, merge_caches
+from shd_ref.cache import CacheListing, CacheWriter, Manifest, list_cache, merge_caches
 from shd_ref.commands.derive import Document, Failed
 from shd_ref.commands.options import CacheArgument, CheckProvider, InputOptions, check_both, refuse_nothing
 from shd_ref.commands.terminal import console, fact_table, marked, messages, print_remarks, show_progress
@@ -177,26 +177,6 @@ def merge(
         remedy = f": missing {shard_ranges(summary.missing)}: write them, then merge again"
         console.say(marked("partial", "yellow", remedy))
     return asdict(summary)
-
-
-def export(
-    cache: CacheArgument,
-    out: Annotated[
-        str, typer.Option(help="Folder of the export; use the same one again to resume.", metavar="FOLDER")
-    ],
-    format: Annotated[str, Shown("webdataset: tar files.", choices=("webdataset",))] = "webdataset",
-) -> Document:
-    """Decode a sealed cache into files for other tools: one tar per shard, one .npy per layer.
-
-    shd export cache/ --out tars/
-
-    The result is larger than the cache, as maps become float32; each sample's .json has its key.
-    """
-    with show_progress("shards") as (on_progress,):
-        summary = export_webdataset(cache, out, on_progress=on_progress)
-    written = f"{summary.samples} samples in {summary.written} files written ({decimal(summary.bytes)})"
-    console.say(f"{format}: {written}, {summary.present} files already existed")
-    return {"folder": out, "format": format} | asdict(summary)
 
 
 def _listing_table(listing: CacheListing) -> Table:

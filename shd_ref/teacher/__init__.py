@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from shd_ref.teacher.precompute.compare import compare_with_reference as compare_with_reference
     from shd_ref.teacher.precompute.summary import PrecomputeSummary as PrecomputeSummary
     from shd_ref.teacher.rewrite.function import MergeRule as MergeRule
-    from shd_ref.teacher.rewrite.linearize import linearize_graph as linearize_graph
-    from shd_ref.teacher.rewrite.linearize import save_graph as save_graph
     from shd_ref.teacher.rewrite.replace import replace_attention as replace_attention
     from shd_ref.teacher.rewrite.squeeze import SqueezedGraph as SqueezedGraph
     from shd_ref.teacher.rewrite.squeeze import squeeze_graph as squeeze_graph
@@ -60,7 +58,6 @@ _ROOMS = {
     "precompute.compare": ("compare_with_reference",),
     "precompute.summary": ("PrecomputeSummary",),
     "rewrite.function": ("MergeRule",),
-    "rewrite.linearize": ("linearize_graph", "save_graph"),
     "rewrite.replace": ("replace_attention",),
     "rewrite.squeeze": ("SqueezedGraph", "squeeze_graph"),
     "run.inputs": ("ModelInputs",),

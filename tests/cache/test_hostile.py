@@ -35,7 +35,6 @@ from shd_ref.cache import (
     Manifest,
     SampleRecord,
     encode,
-    export_webdataset,
     list_cache,
     merge_caches,
     verify_cache,
@@ -62,7 +61,6 @@ def uses(folder: Path, out: Path) -> dict[str, Callable[[], object]]:
         "verify": lambda: verify_cache(folder),
         "list": lambda: list_cache(folder).to_json(),
         "read": lambda: read_everything(CacheReader(folder, allow_partial=True)),
-        "export": lambda: export_webdataset(folder, out / "export"),
         "merge": lambda: merge_caches([folder], out / "merged"),
         "seal": lambda: CacheWriter(folder, Manifest.read(folder)).seal(),
     }
@@ -200,7 +198,7 @@ def test_files_cut_or_changed_at_any_byte_are_one_error(tmp_path: Path, name: st
         assert refusal or "header" in report.problems[0].message
 
 
-@pytest.mark.parametrize("command", ["ls", "verify", "seal", "report", "export", "merge"])
+@pytest.mark.parametrize("command", ["ls", "verify", "seal", "report", "merge"])
 def test_commands_say_one_line(tmp_path: Path, command: str) -> None:
     """An empty folder, none, a file, and a cache with a document of garbage."""
     (tmp_path / "empty").mkdir()
@@ -265,9 +263,8 @@ def test_frames_that_lie_take_no_memory(tmp_path: Path, name: str) -> None:
     length, make = FRAMES[name]
     forge_blob(folder, length, make())
     tracemalloc.start()
-    for use in ("read", "export"):
-        with refusal("cache-corrupt"):
-            uses(folder, tmp_path)[use]()
+    with refusal("cache-corrupt"):
+        uses(folder, tmp_path)["read"]()
     assert tracemalloc.get_traced_memory()[1] < 2**24
     tracemalloc.stop()
 

@@ -181,7 +181,7 @@ def test_every_command_has_json_and_long_ones_quiet() -> None:
         assert command.callback is not None
         if command.name != "conformance":
             names = inspect.signature(command.callback).parameters
-            short = {"inspect", "ls", "seal", "linearize"}
+            short = {"inspect", "ls", "seal"}
             assert ("json" in names, "quiet" in names) == (True, command.name not in short), command.name
 
 

@@ -204,14 +204,14 @@ def test_binding_shares_no_mathematics_with_the_reference(path: Path) -> None:
     """Independence gives agreement its value in merging, alphas, mixing and the loss, which the judge compares.
 
     Shrinking has one implementation, in NumPy. The doctor and compress run a teacher's graph, as ``shd`` does; an
-    export and its int8 are saved as ``shd linearize`` saves a graph, and intervals are those of the studies.
+    export and its int8 are saved as ``shd_ref`` saves a graph, and intervals are those of the studies.
     """
     own = {
         "doctor": {"shd_ref.teacher"},
         "demo": {"shd_ref.teacher.study.intervals"},
         "compress": {"shd_ref.teacher.precompute.engine", "shd_ref.teacher.study.intervals"},
-        "export.py": {"shd_ref.teacher.rewrite.linearize"},
-        "deploy": {"shd_ref.teacher.rewrite.linearize"},
+        "export.py": {"shd_ref.teacher.rewrite.saving"},
+        "deploy": {"shd_ref.teacher.rewrite.saving"},
     }
     allowed = ALLOWED_IN_TORCH | own.get(path.parent.name, own.get(path.name, set()))
     for module in _imported(path):

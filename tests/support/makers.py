@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -365,10 +365,25 @@ def temporary_files(folder: Path) -> list[Path]:
 def read_everything(reader: CacheReader) -> dict[str, bytes]:
     """All samples of an open cache in one comparable form; also run in other processes."""
     records = [reader.read(key) for key in reader]
-    return {
-        record.key: b"".join([array.tobytes() for form in reader.manifest.forms for _, array in form.arrays(record)])
-        for record in records
-    }
+    return {record.key: b"".join([array.tobytes() for array in _decoded(reader, record)]) for record in records}
+
+
+def _decoded(reader: CacheReader, record: SampleRecord) -> Iterator[NDArray[Any]]:
+    for form in reader.manifest.forms:
+        match form:
+            case Attention():
+                yield from (form.decode(record, layer) for layer in form.student_layers)
+                yield from (record.parts[name] for name in ("alphas", "mixing") if name in record.parts)
+            case Logits():
+                decoded = form.decode(record)
+                parts = (decoded,) if isinstance(decoded, np.ndarray) else decoded
+                yield from (values for values in parts if isinstance(values, np.ndarray))
+            case Hidden():
+                yield from (form.decode(record, layer) for layer in form.teacher_layers)
+            case Embeddings() | Exact():
+                yield form.decode(record)
+            case _:
+                raise NotImplementedError(form)
 
 
 def document(members: dict[str, Any]) -> bytes:

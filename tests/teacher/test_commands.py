@@ -85,12 +85,9 @@ def test_every_command_says_how_many_texts_it_cut(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "place", "code"),
     [
-        ("export", "c", "argument-value"),
-        ("export", "c/shards", "argument-value"),
-        ("export", "c/new/export", "argument-value"),
-        ("export", "link/../c/tars", "argument-value"),
-        ("export", "twin", "cache-exists"),
         ("report", "c/manifest.json", "argument-value"),
+        ("report", "c/new/report.html", "argument-value"),
+        ("report", "link/../c/report.html", "argument-value"),
         ("report", "c/report.html", "argument-value"),
         ("report", "link/report.html", "argument-value"),
         ("report", "absent/report.html", "write-failed"),
@@ -115,8 +112,7 @@ def test_what_is_written_locally_takes_no_address(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for words in (("export", made / "c", "--out", place), ("report", made / "c", "--out", place)):
-        assert "error (argument-value): " in shd(*words, code=1)
+    assert "error (argument-value): " in shd("report", made / "c", "--out", place, code=1)
     assert not any(tmp_path.iterdir())
 
 
@@ -227,7 +223,6 @@ def test_what_names_say_is_shown_and_not_obeyed(tmp_path: Path, monkeypatch: pyt
         shd("plan", f"absent{HOSTILE}", *run[1:], code=1),
         shd("plan", *run, "--sites", HOSTILE, code=1),
         shd("merge", cache, "--out", f"foreign{HOSTILE}", code=1),
-        shd("export", cache, "--out", f"foreign{HOSTILE}", code=1),
         shd("seal", f"absent{HOSTILE}", code=1),
         shd("ls", f"absent{HOSTILE}", code=1),
         shd("verify", f"absent{HOSTILE}", code=1),
@@ -237,7 +232,7 @@ def test_what_names_say_is_shown_and_not_obeyed(tmp_path: Path, monkeypatch: pyt
     assert "same: 8 records" in shd("verify", cache, "--teacher", teacher, "--inputs", inputs)
     assert "take: maps sqrt8-row" in shd("plan", *run)
     next((tmp_path / cache / "shards").rglob("*.safetensors")).write_bytes(b"")
-    printed += [shd("verify", cache, code=1), shd("export", cache, "--out", "tars", code=1)]
+    printed += [shd("verify", cache, code=1)]
     for number, output in enumerate(printed):
         assert SHOWN in output.replace("\n", ""), (number, output)  # long paths are wrapped
         assert "\x1b" not in output, (number, output)
@@ -265,7 +260,7 @@ def test_a_folder_of_caches_is_named_with_its_caches(made: Path, tmp_path: Path)
     for heads in (1, 2):
         assert f"next: shd verify {out}/heads-{heads} --teacher" in output
         assert f"4 -> {heads}" in shd("ls", out / f"heads-{heads}")
-    for words in (("ls", out), ("verify", out), ("report", out), ("seal", out), ("export", out, "--out", "tars")):
+    for words in (("ls", out), ("verify", out), ("report", out), ("seal", out)):
         assert "is not a cache, but holds some: name one of heads-1, heads-2" in shd(*words, code=1)
     assert "is not a cache [CACHE-1]" in shd("ls", tmp_path, code=1)
 
@@ -279,7 +274,6 @@ def test_nothing_is_no_name_of_the_current_folder(
         ("merge", made / "c", "--out", ""),
         ("merge", made / "c", "", "--out", "d"),
         *((command, "") for command in ("ls", "seal", "verify", "report")),
-        ("export", "", "--out", "d"),
     ):
         assert "must be a folder or an address; got nothing" in shd(*words, code=2)
     assert not any(tmp_path.iterdir())

@@ -192,6 +192,7 @@ def test_an_interrupted_export_leaves_a_whole_one(
     outputs = [model(images).detach() for model in models]
     files_from(earlier)
     export_teacher(models[0], images, path)
+    (other := tmp_path / "model.onnx.data").touch()  # somebody else's, by its name
     files_from(later)
     last = 2 if later else 4  # the graph, at its place; before them its weights, at their place
     for calls in range(1, last + 1):
@@ -200,7 +201,7 @@ def test_an_interrupted_export_leaves_a_whole_one(
         torch.testing.assert_close(run(path, {"input": images}), expected, atol=2e-5, rtol=1e-4)
     report = export_teacher(models[1], images, path)
     torch.testing.assert_close(run(path, {"input": images}), outputs[1], atol=2e-5, rtol=1e-4)
-    assert set(tmp_path.iterdir()) == {path} | ({report.data_path} if report.data_path else set())
+    assert set(tmp_path.iterdir()) == {path, other} | ({report.data_path} if report.data_path else set())
 
 
 def test_without_onnxruntime_nothing_is_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

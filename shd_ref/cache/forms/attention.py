@@ -190,14 +190,6 @@ class Attention(Form):
     def plain_size(self, extent: Extent) -> int:
         return 4 * self.num_student_heads * sum(rows * keys for rows, keys in self.map_shapes(extent))
 
-    def arrays(self, record: SampleRecord) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        for layer in self.student_layers:
-            if blob_name(layer) in record.parts:
-                yield blob_name(layer), self.decode(record, layer)
-        yield "alphas", self.alphas(record)
-        if "mixing" in record.parts:
-            yield "mixing", record.parts["mixing"]
-
     def alphas(self, record: SampleRecord) -> NDArray[np.float32]:
         """Weights ``(layers, n_pairs)``, or ``(layers, n_pairs, n)``; ``n_pairs`` is 0 where none are stored."""
         layers, _, *rows = self.part_shapes(record.extent)[0]

@@ -1,4 +1,4 @@
-"""Exact targets: the states that a teacher's head reads, and the head, once per cache (CACHE-186 to CACHE-194)."""
+"""Exact targets: the states that a teacher's head reads, and the head, once per cache (CACHE-186 to CACHE-193)."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Exact(SingleVectors):
     Attributes:
         codec: ``"float32"``, ``"float16"``, or ``"int8"`` with a step in binary32 for each row.
         rows: ``"positions"``, or ``"decoder"`` for the decoder of an encoder-decoder.
-        tensor: name of the graph's tensor, or what an import read.
+        tensor: name of the graph's tensor.
         width: D.
         head: that reads them.
 

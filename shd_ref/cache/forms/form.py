@@ -193,10 +193,6 @@ class Form(ABC):
     def plain_size(self, extent: Extent) -> int:
         """Size of a record's supervision as float32, in bytes."""
 
-    @abstractmethod
-    def arrays(self, record: SampleRecord) -> Iterator[tuple[str, NDArray[Any]]]:
-        """A decoded record as float32 or int32 arrays by name, as in an export."""
-
     def tally(self, record: SampleRecord) -> tuple[int, ...]:
         """Counts of a record that a training logs."""
         return ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,11 +108,6 @@ class Hidden(Vectors):
         infinity.
         """
         return self._decode_part(record, self._part(layer), f"hidden[{layer}]", self._layer(layer).width)
-
-    def arrays(self, record: SampleRecord) -> Iterator[tuple[str, NDArray[Any]]]:
-        for part in self.parts:
-            assert part.layer is not None
-            yield part.name, self.decode(record, part.layer)
 
     def describe(self) -> list[tuple[str, str]]:
         names, widths = ", ".join(map(str, self.teacher_layers)), sorted({layer.width for layer in self.layers})

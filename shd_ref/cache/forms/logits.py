@@ -196,15 +196,6 @@ class Logits(Rows):
         # Of a tail, whose logarithm x is rounded: exp(x) |x| 2^-11 is less than half of 2^-11.
         return moved, (head_moves(self.code, codes) + 2.0**-11) / 2
 
-    def arrays(self, record: SampleRecord) -> Iterator[tuple[str, NDArray[Any]]]:
-        decoded = self.decode(record)
-        if isinstance(decoded, np.ndarray):
-            yield "logits", decoded
-            return
-        for name, values in zip(decoded._fields, decoded, strict=True):
-            if isinstance(values, np.ndarray):
-                yield f"logits_{name}", values.astype(np.int32 if name == "ids" else np.float32)
-
     def describe(self) -> list[tuple[str, str]]:
         padding = "" if self.padded_vocab_size is None else f" of {self.padded_vocab_size}, the rest is padding"
         classes = f"the {self.head} likeliest classes and their rest" if self.head else "all classes"

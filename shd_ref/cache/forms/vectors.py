@@ -136,6 +136,3 @@ class SingleVectors(Vectors):
     def decode(self, record: SampleRecord) -> NDArray[np.float32]:
         """A record's rows ``(R, width)``; ``argument-value`` where they were not read, ``cache-corrupt``."""
         return self._decode_part(record, self.PART, self.PART.title, self.width)
-
-    def arrays(self, record: SampleRecord) -> Iterator[tuple[str, NDArray[Any]]]:
-        yield self.PART.name, self.decode(record)

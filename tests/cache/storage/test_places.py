@@ -15,7 +15,7 @@ from support.makers import FORMS, contents, job, read_everything, write_cache
 from support.refusals import refusal
 
 from shd_ref import ShdError
-from shd_ref.cache import CacheReader, CacheWriter, export_webdataset, list_cache, merge_caches, verify_cache
+from shd_ref.cache import CacheReader, CacheWriter, list_cache, merge_caches, verify_cache
 
 RECEIPT, SHARD = "receipts/000001.json", "shards/01/000001.safetensors"
 PLACES = (
@@ -82,9 +82,8 @@ def test_nothing_is_followed(folder: Path, tmp_path: Path, name: str, replace: C
         with pytest.raises(ShdError) as caught:
             read_everything(CacheReader(folder))
         assert caught.value.code in refusals
-        for use in (list_cache, export_webdataset, lambda cache, _: merge_caches([cache], tmp_path / "merged")):
-            used = () if use is list_cache else (tmp_path / "export",)
-            code = code_of(lambda use=use, used=used: use(folder, *used))
+        for use in (list_cache, lambda cache: merge_caches([cache], tmp_path / "merged")):
+            code = code_of(lambda use=use: use(folder))
             assert code in refusals or (use is list_cache and list_cache(folder).damaged) or name == "SEALED.json"
     code = code_of(lambda: write_cache(folder, job()))
     if code is None:
@@ -104,7 +103,6 @@ def test_a_cache_of_hard_links_is_as_good_as_its_twin(pristine: Path, folder: Pa
     assert verify_cache(twin).ok
     assert list_cache(twin).sealed
     assert merge_caches([folder, twin], tmp_path / "merged", link=True).sealed
-    export_webdataset(twin, tmp_path / "export")
     for shard in range(job().shards.num_shards):
         (twin / f"receipts/{shard:06d}.json").unlink()
     write_cache(twin, job())
@@ -121,7 +119,7 @@ IMPOSSIBLE = {"long": "x" * 256, "longer": "/".join(["x" * 200] * 30), "nul": "a
 
 
 @pytest.mark.parametrize("name", IMPOSSIBLE)
-@pytest.mark.parametrize("command", ["ls", "verify", "seal", "report", "export", "merge", "export-to", "merge-to"])
+@pytest.mark.parametrize("command", ["ls", "verify", "seal", "report", "merge", "merge-to"])
 def test_paths_that_no_file_system_has_are_refused(folder: Path, tmp_path: Path, name: str, command: str) -> None:
     impossible, out = os.path.join(tmp_path, IMPOSSIBLE[name]), str(tmp_path / "out")  # noqa: PTH118
     arguments = {
@@ -129,9 +127,7 @@ def test_paths_that_no_file_system_has_are_refused(folder: Path, tmp_path: Path,
         "verify": ["verify", impossible],
         "seal": ["seal", impossible],
         "report": ["report", impossible, "--out", out],
-        "export": ["export", impossible, "--out", out],
         "merge": ["merge", impossible, "--out", out],
-        "export-to": ["export", str(folder), "--out", impossible],
         "merge-to": ["merge", str(folder), "--out", impossible],
     }[command]
     said = shd(*arguments, code=1)
@@ -222,8 +218,6 @@ def test_places_below_a_file_are_refused_for_output(folder: Path, tmp_path: Path
     ):
         with refusal("cache-exists", r"file must be a folder; it is a file"):
             write()
-    with refusal("write-failed", "a file is where a folder is meant"):
-        export_webdataset(folder, file / "export")
 
 
 def test_every_tool_takes_a_cache_with_hub_files_of_any_content(tmp_path: Path) -> None:
@@ -241,7 +235,6 @@ def test_every_tool_takes_a_cache_with_hub_files_of_any_content(tmp_path: Path) 
     assert (folder / "README.md").read_bytes() == page
     merge_caches([folder], tmp_path / "merged")
     assert not (tmp_path / "merged/README.md").exists()
-    export_webdataset(folder, tmp_path / "export")
     (folder / "notes.md").write_text("foreign")
     (problem,) = verify_cache(folder).problems
     assert problem.path == "notes.md"

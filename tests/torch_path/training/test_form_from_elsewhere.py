@@ -74,9 +74,6 @@ class Entropies(Rows):
         rows = np.ascontiguousarray(self.read_rows(record, self.parts[0], 2))
         return rows.view("<f2")[:, 0].astype(np.float32)
 
-    def arrays(self, record: SampleRecord) -> Iterator[tuple[str, NDArray[Any]]]:
-        yield "entropy", self.decode(record)
-
     def describe(self) -> list[tuple[str, str]]:
         return [("entropy", "of every row"), ("entropy codec", self.codec)]
 
