@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from shd_ref.cache import CacheReader, Exact, FinalNorm
 from shd_ref.errors import ShdError
 from shd_torch.checks import check_real, check_shapes, compute_dtype
-from shd_torch.kd.targets import check_rows, cut_teacher, row_chunks
+from shd_torch.kd.targets import check_classes, check_rows, cut_teacher, row_chunks
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -129,9 +129,8 @@ def check_exact(
     # A wide student's loss is that of the same logits in its own dtype.
     states = states.to(torch.promote_types(compute_dtype(states), dtype))
     given, size = len(head.weight), options.vocab_size
-    if num_classes > given or (num_classes < given and size is None):
-        rule = f"the teacher's head must have the student's {num_classes} classes"
-        raise ShdError("argument-shape", f"{rule}; got {given}: vocab_size cuts classes that are padding")
+    if num_classes > given or size is None:
+        check_classes("the teacher's head", given, num_classes)
     if num_classes < given and options.check:
         counted = None if options.loss_mask is None else options.loss_mask.reshape(-1).to(device)
         for chunk in row_chunks(len(states), given, device, options.chunk_rows):

@@ -23,7 +23,7 @@ from shd_torch.checks import (
     check_temperature,
 )
 from shd_torch.kd.heads import ExactTargets, check_exact
-from shd_torch.kd.targets import check_logits, cut_teacher, take_tail
+from shd_torch.kd.targets import check_classes, check_logits, cut_teacher, take_tail
 from shd_torch.supervision.targets import TopkTargets
 
 Targets: TypeAlias = Tensor | TopkTargets | ExactTargets | Mapping[str, Any]
@@ -251,7 +251,8 @@ def _check_teacher(logits: Tensor, shape: tuple[int, ...], temperature: float, o
     check_logits(logits, "targets", check=options.check)
     counted = options.loss_mask if tuple(logits.shape[:-1]) == shape[:-1] else None
     kept = cut_teacher(logits.detach(), options.vocab_size, temperature, check=options.check, counted=counted)
-    check_shape(kept, "targets, as the student's logits,", shape, remedy=": vocab_size cuts classes that are padding")
+    check_classes("targets", kept.shape[-1], shape[-1])
+    check_shape(kept, "targets, as the student's logits,", shape)
     return kept
 
 
@@ -264,13 +265,11 @@ def _check_ids(record: TopkTargets, rows: tuple[int, ...], vocab_size: int, *, c
             raise ShdError("argument-dtype", f"{name} must be a tensor; got {type(field).__name__}")
     check_dtype(ids, _IDS, "ids must be integers")
     fits = ids.shape == by_slot.shape and tuple(by_row.shape) == tuple(ids.shape[:-1]) == rows and ids.shape[-1] > 0
-    if size != vocab_size or not fits:
+    if not fits:
         shapes = ", ".join(str(tuple(field.shape)) for field in (ids, by_slot, by_row))
-        raise ShdError(
-            "argument-shape",
-            f"{', '.join(record._fields[:3])} must be {rows} + (slots,), the same, and {rows}, and vocab_size "
-            f"{vocab_size}, as the student's logits; got {shapes} and {size}",
-        )
+        rule = f"{', '.join(record._fields[:3])} must be {rows} + (slots,), the same, and {rows}"
+        raise ShdError("argument-shape", f"{rule}, as the student's logits; got {shapes}")
+    check_classes("targets", size, vocab_size, can_cut=False)
     if check and ids.numel():
         low, high = (int(bound) for bound in ids.long().aminmax())
         if low < 0 or high >= size:

@@ -179,6 +179,18 @@ def cut(logits: Tensor, vocab_size: int | None, name: str) -> Tensor:
     return logits[..., :size]
 
 
+def check_classes(name: str, given: int, num_classes: int, *, can_cut: bool = True) -> None:
+    """The targets must have as many classes as the student: ``argument-shape`` with what cuts a padded vocabulary."""
+    if given == num_classes:
+        return
+    least = min(given, num_classes)
+    remedy = f"vocab_size={least} leaves them out, as in KdTerm(vocab_size={least})"
+    if given > num_classes and not can_cut:
+        remedy = f"precompute with --vocab-size {least}"
+    rule = f"{name} must have the student's {num_classes} classes"
+    raise ShdError("argument-shape", f"{rule}; got {given}: if those from {least} on are padding, {remedy}")
+
+
 def _check_shares(weights: Sequence[float] | None, teachers: int) -> list[float]:
     shares_given = [1.0] * teachers if weights is None else list(weights)
     shares = [check_number(f"weights[{index}]", share, above=0) for index, share in enumerate(shares_given)]

@@ -208,7 +208,7 @@ def test_without_onnxruntime_nothing_is_claimed(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     report = export_teacher(nn.Softmax(-1), torch.ones(2, 3), tmp_path / "softmax.onnx")
     assert (report.max_difference, report.tolerance, report.checked_shapes) == (None, None, ())
-    with refusal("dependency-missing", "teacher"):
+    with refusal("dependency-missing", "cpu"):
         shd_torch.deploy.time_graphs({"softmax": report.path})
 
 

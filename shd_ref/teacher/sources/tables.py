@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import bisect
+import codecs
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +37,7 @@ class JsonLinesSource(Source):
 
     @functools.cached_property
     def _count(self) -> int:
-        with self._path.open("rb") as file:
+        with _open_lines(self._path) as file:
             lines = iter(functools.partial(file.readline, MAX_JSON_BYTES + 1), b"")
             return sum(1 for line in lines if line.strip())
 
@@ -49,7 +50,7 @@ class JsonLinesSource(Source):
             yield {name: self._value_of(members[name], name, index) for name in columns}
 
     def _objects(self) -> Iterator[dict[str, Any]]:
-        with self._path.open("rb") as file:
+        with _open_lines(self._path) as file:
             for number in itertools.count(1):
                 line = file.readline(MAX_JSON_BYTES + 1)
                 if not line:
@@ -75,6 +76,14 @@ class JsonLinesSource(Source):
         except ValueError as error:  # also lists of different lengths
             raise self.refuse(f"{name} must be numbers, even lists of numbers, or text; {error}", index) from error
         return array
+
+
+def _open_lines(path: Path) -> IO[bytes]:
+    """A file from its first line on: Windows' editors put a byte order mark before it."""
+    file = path.open("rb")
+    if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
+        file.seek(0)
+    return file
 
 
 STATE_NAME: Final = "state.json"

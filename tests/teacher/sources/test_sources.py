@@ -298,6 +298,14 @@ def test_json_lines_that_do_not_fit_are_named(tmp_path: Path, line: str, message
         ModelInputs(open_source(tmp_path / "data.jsonl"), SPECS)
 
 
+def test_json_lines_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    """Editors of Windows write one."""
+    (tmp_path / "data.jsonl").write_text('{"text": "é"}\n{"text": "b"}\n', encoding="utf-8-sig")
+    source = open_source(tmp_path / "data.jsonl")
+    assert (source.columns, len(source)) == (("text",), 2)
+    assert [row["text"] for row in source.rows(["text"])] == ["é", "b"]
+
+
 @pytest.mark.parametrize(
     ("name", "make"),
     [

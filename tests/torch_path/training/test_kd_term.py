@@ -15,7 +15,7 @@ from support.binding.trainer_cases import make_model, make_samples, make_trainer
 from support.refusals import refusal
 
 from shd_torch import BetaSchedule, OnlineTeacher, ShdError, capture_attention, hidden_loss, kd_loss, layer_kls
-from shd_torch.kd import kd_targets_topk, mean_logits
+from shd_torch.kd import ExactTargets, TeacherHead, kd_targets_topk, mean_logits
 from shd_torch.teacher import LiveTargets
 from shd_torch.training import HiddenTerm, KdTerm
 
@@ -301,3 +301,18 @@ def test_an_encoder_decoder_counts_rows_of_its_decoder(tmp_path: Path) -> None:
     whole, parts = (trainer.state.log_history[0] for trainer in trainers)
     assert whole["kd_loss"] > 0
     assert parts["kd_loss"] == pytest.approx(whole["kd_loss"], rel=1e-4)
+
+
+def test_a_padded_vocabulary_names_what_cuts_it() -> None:
+    """Students of 40 classes, where the teacher has 36: 4 are padding, as of embeddings of a rounded size."""
+    generator = torch.Generator().manual_seed(0)
+    states, weight = torch.randn(2, 3, 8, generator=generator), torch.randn(36, 8, generator=generator)
+    student, teacher = torch.randn(2, 3, 40, generator=generator), states @ weight.T
+    record = kd_targets_topk(teacher, 5, bits=8, temperature=1.0)
+    for targets in (teacher, record, ExactTargets(states, TeacherHead(weight))):
+        with refusal("argument-shape", "KdTerm(vocab_size=36)"):
+            KdTerm().loss([targets], student, loss_mask=None, check=True)
+        cut = KdTerm(vocab_size=36).loss([targets], student, loss_mask=None, check=True)
+        assert cut == kd_loss(targets, student[..., :36])
+    with refusal("argument-shape", "precompute with --vocab-size 30"):
+        kd_loss(record, student[..., :30])

@@ -141,6 +141,18 @@ def test_resuming_in_mid_epoch_changes_nothing(data: str, trainer_cache: Path, t
         assert logged[0] == logged[1], key
 
 
+@pytest.mark.parametrize("strategy", ["group_by_length", "batch_rebalance"])
+def test_samples_are_grouped_by_length(strategy: str, trainer_cache: Path, tmp_path: Path) -> None:
+    joined = SupervisedDataset(make_samples(), trainer_cache)
+    arguments = {"train_sampling_strategy": strategy, "max_steps": 2}
+    trainer = trained(tmp_path, train=joined, eval_dataset=joined, beta=0.5, arguments=arguments)
+    assert "shd_loss" in trainer.state.log_history[0]
+    assert trainer.evaluate()["eval_loss"] > 0
+    if strategy == "group_by_length":
+        lengths = [len(joined.sample(index)["input_ids"]) for index in trainer._get_train_sampler()]
+        assert lengths[:4] == sorted(lengths[:4], reverse=True)
+
+
 def test_the_best_student_is_loaded_at_the_end(trainer_cache: Path, tmp_path: Path) -> None:
     joined = SupervisedDataset(make_samples(), trainer_cache)
     arguments = {"max_steps": 4, "learning_rate": 5.0}  # it gets worse at once
