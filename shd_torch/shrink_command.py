@@ -104,7 +104,7 @@ def shrink(
     The student has the teacher's architecture and loads with the Auto classes, or with shd_torch.load_student if
     their configuration cannot express it: sizes by layer, heads of another length, dropped attention or activations.
     Its shrink.json records the changes and each layer's error relative to the teacher. If a run is stopped, the same
-    command resumes it. See specs/shrink.md.
+    command resumes it. See docs/shrink.md.
     """
     require_packages("torch", "transformers")
     options = sizes.options() | {"plan": plan, "align": not no_align, "ridge": ridge, "batch_size": batch_size}

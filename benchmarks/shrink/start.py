@@ -2,7 +2,7 @@
 
 The teacher is stories260K (5 layers of 8 heads over 4 key/value heads, width 64). Students are made from 64 of its
 sequences; losses are cross entropies in nats a token on 128 others. Starts: the closed form, with and without
-alignment (specs/shrink.md); of each group the head with the largest output, and for width the channels with the
+alignment; of each group the head with the largest output, and for width the channels with the
 largest activation; mean pooling of a group's weights; Minitron's importance of heads; random weights.
 
 Prints a table and writes ``start.json`` beside this file, run by run: started again with the same settings it

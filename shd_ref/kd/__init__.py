@@ -1,4 +1,4 @@
-"""Sparse targets of logits (``specs/kd.md``) and their bytes. Imports the reference; lies below the cache."""
+"""Sparse targets of logits and their bytes. Imports the reference; lies below the cache."""
 
 from shd_ref.kd.codes import TopkTargets
 

@@ -1,4 +1,4 @@
-"""A smaller student in closed form (specs/shrink.md): pure float64 functions of arrays. Start with ``heads.py``.
+"""A smaller student in closed form: pure float64 functions of arrays. Start with ``heads.py``.
 
 Inputs are rows, so a projection is ``x @ W``; ``torch.nn.Linear`` stores the transpose, as ``ffn.py`` does.
 """

@@ -37,6 +37,8 @@ def align_output(
 ) -> tuple[Array, Array | None]:
     """The matrix nearest to ``weight`` that maps the inputs to the targets, by ridge least squares.
 
+    The ridge draws towards the closed form, not zero: directions without data keep what the algebra says.
+
     Args:
         inputs: what the matrix reads in the student ``(n, F)``, rows that count.
         targets: what the teacher's stream has there, less the student's stream before the block ``(n, D)``.

@@ -58,7 +58,7 @@ def merge_linear(
 
 
 def score_neurons(squares: Array, second: Array) -> Array:
-    """Importance ``(F,)`` from the mean squares of what W2 ``(E, F)`` reads, per neuron."""
+    """Importance ``(F,)``: the root of the mean square of what W2 ``(E, F)`` reads, times the norm of its column."""
     importance: Array = np.sqrt(squares) * np.linalg.norm(second, axis=0)
     return importance
 

@@ -1,6 +1,13 @@
 """Fewer heads: the weights of a student head that stands for a group of the teacher's.
 
-One softmax of mixed logits is the normalised geometric mixture of the group's maps; chapter MIX mixes arithmetically.
+The *merged attention* gives every teacher head t of the group of student head h the map ``softmax(sum_u C[h,u] z_u)``
+and leaves values and output projection as they are. One softmax of mixed logits is the normalised geometric mixture
+of the group's maps; chapter MIX mixes arithmetically. A layer is *exact* when it equals its merged attention:
+
+- groups inside key and value heads: ``mix_queries``, exact, also with rotary positions; with QK-norm approximate
+- no rotary positions, and groups fit the student's head: ``concatenate_heads``, exact
+- otherwise ``low_rank_heads``, approximate; a soft cap on the logits then caps the mixture
+- ALiBi is refused: configurations fix its slopes by the number of heads
 """
 
 from __future__ import annotations
@@ -126,7 +133,7 @@ def mix_queries(
         weights: of the teacher.
         merge: along key and value heads.
         query_size: with QK-norm, the root mean square of each head's queries ``(H,)``, above 0: queries are mixed
-            at equal length, and the result is approximate.
+            at equal length, ``W_Q' = sum c_t W_Q,t / r_t``, and the result is approximate.
 
     Raises:
         ShdError: ``shrink-unsupported`` where groups leave their key heads, ``argument-shape``, ``argument-value``.
@@ -210,7 +217,13 @@ def low_rank_heads(
     rotary: Rotary | Record | None = None,
     ridge: float = RIDGE,
 ) -> HeadWeights:
-    """The nearest heads of a given length, by rank, under the inputs' second moment.
+    """The nearest heads of a given length, by rank, under the inputs' second moment S (and S_k of the keys).
+
+    The logits of student head h ask for ``M_h = (s / s') sum c_t W_Q,t W_K,t^T``; heads that share a key head take
+    the factors with the least ``sum_h || S^(1/2) (M_h - W_Q,h' W_K'^T) S_k^(1/2) ||^2``. With rotary positions each
+    pair of entries is one complex number and gets rank one of ``w_Q w_K^H``, slow pairs together; without, S_k is
+    centred, since the softmax ignores what is equal for all keys. Values alike: ``N_h = sum W_V,t W_O,t`` under S.
+    Whitening uses ``S + ridge * mean eigenvalue * I``.
 
     Args:
         weights: of the teacher.

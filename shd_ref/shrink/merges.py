@@ -212,6 +212,9 @@ def merge_heads(gram: ArrayLike, num_student_heads: int, kind: str, num_kv_heads
 def pooled_mixing(gram: ArrayLike, plan: Iterable[Iterable[Sequence[int]]]) -> HeadMerge:
     """C with one alpha per pair over the whole calibration, and the plan's groups.
 
+    Weights of a network are constants, so GRAM-2 to GRAM-4 run the plan on the sum over samples: before clipping, the
+    alpha is the mean of the samples' alphas weighted with their ``||M||^2``.
+
     Args:
         gram: the gram tensor summed over every calibration sample of the layer ``(H, H, H, H)``.
         plan: rounds of pairs.
@@ -234,7 +237,7 @@ def pooled_mixing(gram: ArrayLike, plan: Iterable[Iterable[Sequence[int]]]) -> H
 
 
 def grouped_plan(gram: ArrayLike, num_student_heads: int, num_kv_heads: int) -> MergePlan:
-    """The matched plan whose pairs share a key and value head; needs networkx.
+    """The matched plan (PLAN-9, score ``- E(a*)``) whose pairs share a key and value head; needs networkx.
 
     Args:
         gram: as in ``pooled_mixing``.

@@ -1,4 +1,8 @@
-"""MAP, the accuracy predictor of depth pruning: a polynomial of two ratios, and its best split."""
+"""MAP, the accuracy predictor of depth pruning: a polynomial of two ratios, and its best split.
+
+The coefficients published for DeiT-B are not the least-squares fit of the 22 published points (root mean squared
+error 1.81 against 0.42): on the line of 16 of 24 they prefer 8 attention blocks and 8 activations, the fit 10 and 6.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layers, axes and channels a smaller student keeps (spec chapters DEPTH and WIDTH).
+"""Which layers, axes and channels a smaller student keeps.
 
 A norm that the stream itself passes through has no place to fold its scale into: such a stream keeps channels.
 """
@@ -23,7 +23,8 @@ def kept_layers(num_teacher_layers: int, layers: int | Iterable[int]) -> tuple[i
 
     Args:
         num_teacher_layers: L_t, at least 1.
-        layers: how many are kept, spread evenly with the first and the last; or the rising list itself.
+        layers: how many are kept, layer ``floor(i (L_t - 1) / (L_s - 1) + 1/2)`` for each i (of one the last); or the
+            rising list itself.
 
     Raises:
         ShdError: ``layers-invalid``.
@@ -66,6 +67,8 @@ def fold_norm(
     matrix: ArrayLike, scale: ArrayLike, shift: ArrayLike | None = None, bias: ArrayLike | None = None
 ) -> tuple[Array, Array | None]:
     """A projection that reads ``norm(x) * scale + shift``, as one that reads ``norm(x)``.
+
+    After folding, an orthogonal rotation of the stream changes nothing, if every norm reads it and none lies on it.
 
     Args:
         matrix: W ``(D, E)``, read as ``y @ W``.

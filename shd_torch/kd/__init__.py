@@ -1,4 +1,4 @@
-"""Distillation of logits and hidden states (``specs/kd.md``), without a wide copy of the logits; of embeddings.
+"""Distillation of logits and hidden states, without a wide copy of the logits; of embeddings.
 
 The computation goes over rows in chunks. Liger has fused losses of this kind for a live teacher's hidden states and,
 for given targets, of whole rows alone (without ``T^2``, and a smaller vocabulary padded with zeros): nothing that

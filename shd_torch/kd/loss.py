@@ -25,6 +25,15 @@ _REMEDY = "torch.nn.functional.kl_div on whole rows has derivatives of every ord
 def kd_loss(targets: Targets, student_logits: Tensor, **keywords: Unpack[KdKeywords]) -> Tensor:
     """A divergence between a teacher's rows and ``softmax(student_logits / T)``, times ``T^2``.
 
+    With P and Q the rows of teacher and student at T, a sum over classes c (a term with a leading factor 0 is 0):
+    ``kl`` is ``sum P_c (log P_c - log Q_c)``, ``reverse_kl`` ``sum Q_c (log Q_c - log P_c)``, ``cross_entropy``
+    ``- sum P_c log Q_c``, and ``jsd`` ``m KL(P || R) + (1 - m) KL(Q || R)`` with ``R = m P + (1 - m) Q``. At m = 0
+    ``jsd`` is ``kl`` and at m = 1 ``reverse_kl``, which are not its limits: this is GKD's convention.
+    With top-k targets all other classes are one more class, the tail, with the masses ``exp(log_tail)`` and
+    ``sum Q_j`` over them. ``kl`` is then at most that of whole rows, and equal where Q has the teacher's proportions
+    within the tail. ``reverse_kl`` of a tail without mass would be infinite, and is refused.
+    Gradient: ``z_j`` gets ``g_j`` of its class, or its share ``g_tail Q_j / Q_tail`` of the tail's.
+
     Args:
         targets: the teacher's logits ``(..., V)``, ``TopkTargets`` (or its fields by name), on any device; or
             ``ExactTargets``, whose head is on the student's device: its logits are made a chunk at a time, in the
@@ -49,6 +58,9 @@ def kd_loss(targets: Targets, student_logits: Tensor, **keywords: Unpack[KdKeywo
     Raises:
         ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``, ``not-a-distribution``,
             ``support-mismatch``.
+
+    Source: Hinton, Vinyals, Dean (arXiv 1503.02531) for ``T^2``; GKD (arXiv 2306.13649) for ``jsd``. Deviation: the
+    tail is a class, since renormalising the top k would teach that nothing else is possible.
     """
     options = KdOptions(**keywords)
     refuse_transforms(student_logits, name="kd_loss", remedy=_REMEDY)
@@ -209,7 +221,7 @@ def hidden_loss(
         student_hidden: ``(..., D)``, or a list with one per layer; the caller projects to the teacher's width.
         teacher_hidden: the same shape(s), on any device; no gradient reaches it.
         distance: ``"mse"`` (mean over features), ``"cosine"`` (one minus the cosine), or ``"normalized_mse"``
-            (squared distance of the unit vectors).
+            (squared distance of the unit vectors; that of a zero vector is zero).
         loss_mask: boolean, the shape of the rows, for all layers; True = counts.
         reduction: ``"sum"`` over layers or ``"mean"``.
         check: validate the values, which costs a device sync.

@@ -51,7 +51,7 @@ def mean_logits(
     temperature: float = 1.0,
     check: bool = True,
 ) -> Tensor:
-    """The mean of several teachers, as logits.
+    """The mean of several teachers, as logits: ``sum w_i u_i``, or ``T log sum w_i softmax(u_i / T)``.
 
     Args:
         logits: one tensor ``(..., V)`` a teacher, all of one shape.
@@ -97,6 +97,9 @@ def kd_targets_topk(
     chunk_rows: int | None = None,
 ) -> TopkTargets:
     """The k largest classes of every row with their log-probabilities, and the mass of the rest.
+
+    ``log P_j = u_j / T - lse(u / T)``, and ``log_tail`` the log-sum-exp of the others' ``u / T`` less ``lse(u / T)``:
+    never ``log(1 - sum)``, which cancels. It is ``-inf`` where k = V, or where nothing lies outside.
 
     Args:
         teacher_logits: u ``(..., V)``.
@@ -146,7 +149,7 @@ def check_logits(value: Tensor, name: str, *, check: bool) -> None:
 def cut_teacher(
     logits: Tensor, vocab_size: int | None, temperature: float, *, check: bool, counted: Tensor | None = None
 ) -> Tensor:
-    """The teacher's logits without padded classes, which must have next to no mass where a row counts."""
+    """The teacher's logits without padded classes, whose mass must be at most ``CUT_MASS`` where a row counts."""
     kept = cut(logits, vocab_size, "teacher_logits")
     if kept.shape[-1] == logits.shape[-1] or not check:
         return kept

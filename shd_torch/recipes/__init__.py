@@ -1,4 +1,7 @@
-"""Base losses that SHD is combined with (``specs/recipes.md``), each with SHD beside it by one argument.
+"""Base losses that SHD is combined with, each with SHD beside it by one argument.
+
+Formulas are those of the papers *and* of the published code; where they differ the code decides, because published
+settings were tuned with it. Denominators differ up to a thousandfold, so that a beta does not carry over.
 
 Every recipe gives ``Terms``: values and weights by name, and their sum ``total``. ``shd=SHD(captured, taught,
 beta=0.02)`` adds the attention term, from a cache or from live teachers; ``temperature`` is T of both softmaxes, and

@@ -239,7 +239,14 @@ def _weighed(importance: Tensor, difference: Tensor) -> Tensor:
 
 
 def _bound(tables: _Tables, x0: Tensor, noise: Tensor, epsilon: Tensor, span: Tensor) -> Tensor:
-    """The term of the variational bound, in bits per number, the mean over samples."""
+    """The term of the variational bound, ``KL(N(m, s^2) || N(m_S, s_S^2)) / log 2``: mean over samples and numbers.
+
+    The true posterior has ``m = (beta_t sqrt(abar_{t-1}) x0 + (1 - abar_{t-1}) sqrt(1 - beta_t) x_t) / (1 - abar_t)``
+    and ``s^2 = beta_t (1 - abar_{t-1}) / (1 - abar_t)``, at t = 0 that of t = 1. The student's has x0 replaced by
+    ``(x_t - sqrt(1 - abar_t) eps_S) / sqrt(abar_t)``, and
+    ``log s_S^2 = (v + 1) / 2 log beta_t + (1 - v) / 2 log s^2``.
+    At t = 0 the summand is ``- log max(p, 1e-12) / log 2``, p the mass of ``_log_mass``.
+    """
     log_true = tables.log_variance
     log_made = log_true + (span + 1) / 2 * (tables.log_beta - log_true)
     # The mean of the posterior is linear in x0, so that two of them differ by that factor of the starts; the

@@ -24,7 +24,8 @@ class ViTKD(nn.Module):
     """``a / B sum_l ||F_l(S_l) - T_l||^2 + b / (r B) ||M (G(mask(F(S))) - T)||^2``.
 
     F are linear maps to the teacher's width, G is a convolution, ReLU and a convolution (3 x 3) over the grid of
-    patches, mask() replaces removed tokens by a learned one, and M keeps only the removed ones. Both terms are *sums*
+    patches, mask() replaces removed tokens by a learned one, and M keeps only the removed ones: of every sample the
+    ``floor(N (1 - r))`` tokens with the smallest noise stay. Both terms are *sums*
     over tokens and features divided by B, hence the small weights. Its parameters are trained with the student's and
     discarded afterwards. The published recipe adds it to the cross entropy, or to ``nkd``: ``nkd(...) +
     projector(...)``. Defaults are cls_KD's for DeiT (two layers, a = 3e-5, b = 3e-6, r = .5).
@@ -206,6 +207,8 @@ def vkd(
 ) -> Terms:
     """``CE + g T^2 mean KL(P || Q_dist) + a SmoothL1(W pool(S), LN(pool(T)))``.
 
+    ``SmoothL1(x)`` is ``x^2 / 2`` where ``|x| < 1``, else ``|x| - 1/2``; pool is the mean over positions, and LN has
+    no parameters and an epsilon of 1e-5.
     Every row counts; the first two terms are means over B, the third is one over B and D_t. Weights need not sum to
     one. Defaults are those of VkD's ImageNet training (a = g = T = 1; its ``engine.py``).
 
@@ -259,6 +262,8 @@ def vkd_detection(
     check: bool = True,
 ) -> Terms:
     """``a sum over groups of SmoothL1(s(S), s(T))`` with rows standardised channel by channel.
+
+    ``s(x) = (x - mean) / sqrt(var)`` over the rows, var over ``n - 1``; a channel without spread gives 0.
 
     The caller adds it to the detector's loss. Groups are what ViDT matches: patches of each of four scales, detection
     tokens of the body and of the neck, rows of all samples together. Denominator: the numbers of a group; groups are

@@ -1,4 +1,4 @@
-"""A student that starts as its squeezed teacher (specs/shrink.md): ``shrink`` takes and gives a Hugging Face model.
+"""A student that starts as its squeezed teacher: ``shrink`` takes and gives a Hugging Face model.
 
 ``families`` alone knows names of modules; ``heads`` and ``width`` call the algebra of ``shd_ref.shrink``, ``layer``
 joins them, and ``student`` the layers. ``custom`` holds what no stock configuration can express. Imports ``maps``.

@@ -44,7 +44,7 @@ def predict_stream(basis: Tensor, rows: Tensor, held: Tensor) -> Rows:
 
 @torch.no_grad()
 def fit_norm(norm: Any, rows: Tensor, goals: Tensor) -> None:
-    """Scale and shift of a student's norm, by least squares from rows to goals ``(n, D')``."""
+    """Scale and shift of a student's norm, a pair per channel, by least squares from rows to goals ``(n, D')``."""
     x, goal = layer_norm(rows.double(), rows.shape[-1:], eps=norm.eps), goals.double()
     away = x - x.mean(0)
     scale = (away * goal).mean(0) / away.square().mean(0).clamp_min(torch.finfo(x.dtype).tiny)

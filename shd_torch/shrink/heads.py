@@ -50,7 +50,7 @@ def squeeze_attention(
     frequencies: Array | None = None,
     query_norm: bool = False,
 ) -> Squeezed:
-    """The best case that applies (HEAD's table), for a student of these sizes.
+    """The best case that applies (``shd_ref/shrink/heads.py``), for a student of these sizes.
 
     ``frequencies`` are of rotary positions, one a pair of entries i and ``i + d / 2``; ``query_norm`` says whether
     queries are normed before their product with keys.

@@ -1,4 +1,10 @@
-"""One layer of a student from one of the teacher: the closed form in place, then refitted (HEAD, FFN, ALIGN)."""
+"""One layer of a student from one of the teacher: the closed form in place, then refitted.
+
+Alignment goes layer by layer, first the attention's output projection, then the FFN's last matrix. Their inputs are
+the *student's*, with every earlier layer aligned; the target is the teacher's stream at that place less the student's
+before the block. After the FFN it is the stream *before* the teacher layer that the next student layer comes from, so
+that the matrix stands in for layers that were left out. Where a norm lies on the stream, the target is what it reads.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``shrink``: a teacher in, a smaller student of the same architecture out, layer by layer (specs/shrink.md)."""
+"""``shrink``: a teacher in, a smaller student of the same architecture out, layer by layer."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def shrink(
             ``heads-exceed``, ``layers-invalid``, ``inputs-invalid``, ``dependency-missing``, ``read-failed``,
             ``write-failed``.
 
-    Source: specs/shrink.md; the second source for the depth.
+    Source: the second source for the depth; formulas stand in ``shd_ref.shrink``.
     """
     options = (options or ShrinkOptions()).changed(changes)
     folder = None if out is None else new_folder(out)

@@ -49,8 +49,8 @@ def test_links_become_those_of_the_site(hooks: ModuleType) -> None:
 
     assert relinked("../specs/shd.md#decisions", "training.md") == "specs/shd.md#decisions"
     assert relinked("../../specs/shd.md", "api/shd_ref.md") == "../specs/shd.md"
-    assert relinked("../docs/shrink.md#train-the-student", "specs/shrink.md") == "../shrink.md#train-the-student"
-    assert relinked("shd.md", "specs/kd.md") == "shd.md"
+    assert relinked("../docs/shrink.md#train-the-student", "specs/shd.md") == "../shrink.md#train-the-student"
+    assert relinked("shd.md", "specs/conformance.md") == "shd.md"
     assert relinked("backends.md#accuracy", "training.md") == "backends.md#accuracy"
     assert relinked("data-flow.svg", "idea.md") == "data-flow.svg"
     assert relinked("notebooks/tour.ipynb", "idea.md") == "notebooks/tour.md"
@@ -75,7 +75,7 @@ def test_sentences_have_one_anchor_on_their_page(hooks: ModuleType) -> None:
     made = hooks.link_ids(html, "specs/shd.md", {})
     assert made.count('id="d-1"') == 1
     assert '<strong id="map-1"><a class="sentence" href="#map-1">MAP-1</a></strong>' in made
-    assert 'id="map-1"' not in hooks.link_ids(html, "specs/kd.md", {"specs/shd.md": "../shd/"})
+    assert 'id="map-1"' not in hooks.link_ids(html, "specs/conformance.md", {"specs/shd.md": "../shd/"})
 
 
 def anchors(page: Path) -> set[str]:

@@ -1,6 +1,6 @@
-"""Golden cases of ``specs/kd.md``, ``recipes.md`` and ``shrink.md``, by an oracle in exact fractions.
+"""Golden cases of the losses (``kd``), recipes and closed forms (``shrink``), by an oracle in exact fractions.
 
-They stand in ``tests/goldens``, one folder a page and one file an operation, in the form of the method's vectors, and
+They stand in ``tests/goldens``, one folder each and one file an operation, in the form of the method's vectors, and
 are never edited.
 """
 
@@ -22,7 +22,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "goldens"
 
 
 def golden_cases(page: str) -> list[Any]:
-    """The cases of a page, as parameters of a test."""
+    """The cases of a folder, as parameters of a test."""
     return [pytest.param(case, id=case.id) for case in load_cases(FOLDER / page)]
 
 

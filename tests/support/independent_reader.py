@@ -123,7 +123,7 @@ def read_head(folder: Path) -> list[list[float]] | None:
 
 
 def read_logits(form: dict[str, Any], blob: bytes, record: dict[str, Any]) -> dict[str, list[Any]]:
-    """CACHE-160 to CACHE-169, under the names of specs/kd.md."""
+    """CACHE-160 to CACHE-169."""
     counts = {"positions": record["length"] - record.get("first", 0), "decoder": record.get("decoder"), "sample": 1}
     count = counts[form["rows"]]
     size = form["vocab_size"]

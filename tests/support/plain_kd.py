@@ -1,4 +1,4 @@
-"""Targets and losses of ``specs/kd.md`` in a few lines of float64, to hold the implementation to.
+"""Targets and losses on logits in a few lines of float64, to hold the implementation to.
 
 Nothing is checked, chunked or cut for memory. ``tests/goldens/kd`` has the same meaning from an oracle.
 """

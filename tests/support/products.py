@@ -1,4 +1,4 @@
-"""Products of an answer's factors: what is compared where factors themselves are not unique (``specs/shrink.md``)."""
+"""Products of an answer's factors: what is compared where factors themselves are not unique."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _OUTPUTS = {"linear_kd_loss_gradient": ("dhidden", "dweight", "dbias")}
 
 
 class KdAdapter(Adapter):
-    """Runs the operations of ``specs/kd.md`` on one device."""
+    """Runs the losses on logits and hidden states on one device."""
 
     def call(self, operation: str, **arguments: Any) -> Any:
         """The function of that name, or the gradient of one."""

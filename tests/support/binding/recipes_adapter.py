@@ -13,7 +13,7 @@ from shd_torch.maps.judged import Adapter
 
 
 class RecipesAdapter(Adapter):
-    """Runs the operations of ``specs/recipes.md`` on one device."""
+    """Runs the recipes on one device."""
 
     def call(self, operation: str, **arguments: Any) -> Any:
         """The function of that name; ``vitkd`` by a module that is given the parameters."""
