@@ -6,7 +6,7 @@ import shlex
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -154,6 +154,10 @@ def demo(
     )
 
 
+_KEPT: dict[Any, tuple[str, ...]] = {
+    compress: ("finished stages", ".{}.part"),
+    shrink: ("finished layers", ".{}.part", ".{}.compare.part"),
+}
 for _command in (compress, export, doctor, shrink, vocabulary, demo):
-    add_command(app, _command, is_long=True)
+    add_command(app, _command, is_long=True, kept=_KEPT.get(_command, ()))
 add_command(app, time_models, name="time", is_long=True)

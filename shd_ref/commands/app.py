@@ -38,10 +38,14 @@ _PANELS: dict[str, tuple[Any, ...]] = {
     "Make a cache": (precompute, verify, report),
     "Caches as files": (ls, seal, merge),
 }
+_KEPT: dict[Any, tuple[str, ...]] = {
+    precompute: ("finished shards", "{}", "{}-*"),  # several numbers of heads have a cache each
+    merge: ("copied shards", "{}"),
+}
 for _panel, _commands in _PANELS.items():
     for _command in _commands:
         is_quick = _command in (inspect, ls, seal)
-        add_command(app, _command, panel=_panel, is_long=not is_quick)
+        add_command(app, _command, panel=_panel, is_long=not is_quick, kept=_KEPT.get(_command, ()))
 
 
 # It reads its own options, which no import of the judge shall delay the other commands for.

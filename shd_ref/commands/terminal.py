@@ -99,6 +99,9 @@ def plus_minus(value: float, margin: float | None, most: int | None = None) -> s
     return f"{value:.{digits}f} ± {margin:.{digits}f}"
 
 
+STARTS_OVER: Final = "the same command starts over"
+"""After a command that keeps nothing of its work."""
+
 EVERY: Final = 15.0
 """Seconds between lines of progress, and before the first: a short command says nothing."""
 
@@ -110,19 +113,24 @@ about."""
 
 
 @contextmanager
-def reported_errors(options: Mapping[str, str] | None = None) -> Iterator[None]:
+def reported_errors(
+    options: Mapping[str, str] | None = None, after: Callable[[], str] = lambda: STARTS_OVER
+) -> Iterator[None]:
     """A ``ShdError`` becomes one message and exit code 1, Ctrl-C another and 130; all else keeps its traceback.
 
-    Where a message says what an argument must be, it names the option of ``options`` behind that argument.
+    Where a message says what an argument must be, it names the option of ``options`` behind that argument. What the
+    same command does ``after`` it was stopped, or could not write, is said too.
     """
     try:
         yield
     except ShdError as error:
         text = _ARGUMENT.sub(lambda found: found[1] + (options or {}).get(found[2], found[2]), str(error))
         messages.say(marked("error", "bold red", f" ({error.code}): {text}"))
+        if error.code == "write-failed":
+            messages.say(after())
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        messages.say(marked("stopped", "yellow", ": if its --help says so, the same command resumes"))
+        messages.say(marked("stopped", "yellow", f": {after()}"))
         raise typer.Exit(130) from None  # as a shell counts SIGINT
 
 

@@ -6,7 +6,7 @@ import io
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pytest
@@ -22,6 +22,7 @@ from shd_ref import ShdError  # noqa: E402  (after the skips)
 from shd_ref.cli import load_app  # noqa: E402
 from shd_ref.commands import terminal  # noqa: E402
 from shd_ref.commands.derive import add_command  # noqa: E402
+from shd_ref.teacher.options import Shown  # noqa: E402
 
 SHD = load_app()
 
@@ -146,13 +147,44 @@ def test_lines_of_progress_where_there_is_no_terminal(
         wait_for("progress: graph is made; 0:00:")
 
 
-def test_ctrl_c_says_that_the_same_command_goes_on() -> None:
-    def work() -> None:
-        raise KeyboardInterrupt
+def test_a_command_that_stops_says_whether_it_resumes_and_what_is_kept(tmp_path: Path) -> None:
+    failures = {"stopped": (KeyboardInterrupt(), 130), "error": (ShdError("write-failed", "no room"), 1)}
 
-    app = typer.Typer()
-    add_command(app, work)
-    assert run(app, code=130) == "stopped: if its --help says so, the same command resumes"
+    def run_stopped(word: str, out: str, *kept: str) -> str:
+        error, code = failures[word]
+
+        def work(out: Annotated[str, Shown("Output.")]) -> None:
+            raise error
+
+        app = typer.Typer()
+        add_command(app, work, kept=kept)
+        said = run(app, "--out", out, code=code)
+        assert said.startswith(word)
+        return said
+
+    out = tmp_path / "a[1]"
+    for word in failures:
+        for kept in ((), ("finished layers", ".{}.part", ".{}.compare.part")):
+            assert "the same command starts over" in run_stopped(word, str(out), *kept)
+        assert "resumes: finished shards are kept in s3://a/b" in run_stopped(
+            word, "s3://a/b", "finished shards", "{}"
+        )
+    (tmp_path / ".a[1].compare.part").mkdir()
+    assert f"resumes: finished layers are kept in {tmp_path}/.a[1].compare.part" in run_stopped(
+        "stopped", str(out), *kept
+    )
+    assert "starts over" in run_stopped("stopped", "s3://a/b")
+
+
+def test_commands_that_resume() -> None:
+    """Those that say so when they are stopped, each by what it keeps; the others start over."""
+    from shd_ref.commands import app
+
+    assert {command.__name__ for command in app._KEPT} == {"precompute", "merge"}
+    pytest.importorskip("torch", reason="shd-torch needs PyTorch")
+    from shd_torch import commands
+
+    assert {command.__name__ for command in commands._KEPT} == {"shrink", "compress"}
 
 
 def test_mistakes_of_shd_torch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

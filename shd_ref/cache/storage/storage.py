@@ -161,9 +161,14 @@ def write_errors(path: Path | str) -> Iterator[None]:
     """Turn what the operating system or the store refuses into ``write-failed`` naming the file."""
     try:
         yield
-    except OSError as error:
-        advice = "everything committed is intact: make room or regain access, then run again to resume"
+    except Exception as error:
+        # What safetensors and torch.save make of a full disk.
+        is_hidden = type(error).__name__ == "SafetensorError" or "inline_container" in str(error)
+        if not (isinstance(error, OSError) or is_hidden):
+            raise
+        advice = "make room or regain access, then run again"
         if isinstance(error, (NotADirectoryError, IsADirectoryError, FileExistsError)):
             advice = "a file is where a folder is meant (or the reverse): move it away, or choose another place"
-        message = f"{path} could not be written: {error.strerror or error}; {advice}"
+        reason = getattr(error, "strerror", None) or error
+        message = f"{path} could not be written: {reason}; {advice}"
         raise ShdError("write-failed", message, "CACHE-64") from error
