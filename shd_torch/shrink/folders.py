@@ -220,8 +220,8 @@ def implementation_of(kind: Any) -> str:
     return "sdpa" if getattr(kind, "_supports_sdpa", True) else "eager"
 
 
-def check_files(folder: Path) -> None:
-    """No file may lead out of the folder: by a link, an index of weights, or an adapter that names its base."""
+def check_files(folder: Path) -> list[Path]:
+    """A model's files; none may lead out of the folder: by a link, an index of weights, or an adapter."""
     name = repr(str(folder))
     if not folder.is_dir():
         message = f"{name} must hold a Hugging Face model; it is not a folder: download the model first"
@@ -242,6 +242,7 @@ def check_files(folder: Path) -> None:
         if not Path(os.path.realpath(file)).is_relative_to(home):
             rule = f"{name} must hold its own files; {str(file)!r} lies elsewhere"
             raise ShdError("read-failed", f"{rule}: put the model's files, not links to them, into one folder")
+    return [file for file in {*files, *shards} if file.is_file()]
 
 
 READERS = (
@@ -289,7 +290,8 @@ def new_folder(out: str | os.PathLike[str]) -> Path:
     except OSError as error:
         problem = str(error)
     if problem is not None:
-        if (folder / "shrink.json").is_file():  # a run that was killed when all was done
+        # Of a run that was killed when all was done.
+        if (folder / "shrink.json").is_file() or (folder / "compress.json").is_file():
             remove_finished(part_folder(folder))
         raise ShdError("write-failed", f"out must be a new or empty folder; got {str(folder)!r}: {problem}")
     return folder
@@ -316,8 +318,6 @@ def save_student(
     modules: Mapping[str, bytes] = {},
 ) -> None:
     """The model, ``shrink.json``, the teacher's tokenizer and modules, in a draft renamed when whole."""
-    from safetensors import SafetensorError  # its error for a full disk is not an OSError
-
     home = part_folder(folder)
     try:
         with drafting(folder, home / "student") as draft:
@@ -329,9 +329,6 @@ def save_student(
                 (draft / name).write_bytes(content)
             if report is not None:
                 (draft / "shrink.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    except SafetensorError as error:
-        message = f"{folder} could not be written: {error}: make room, or name another"
-        raise ShdError("write-failed", message) from error
     finally:
         with suppress(OSError):  # it holds what else the run has finished
             home.rmdir()

@@ -17,10 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from shd_ref.cache.storage.documents import read_json
-from shd_ref.cache.storage.drafts import DraftFolder, put
+from shd_ref.cache.storage.drafts import DraftFolder, put, sync
 from shd_ref.cache.storage.storage import write_errors
 from shd_ref.errors import ShdError
+from shd_ref.teacher.sources.sentence_folder import MODULES, modules_after_model
+from shd_torch.shrink.folders import check_files
 from shd_torch.shrink.heads import AttentionStatistics
+from shd_torch.shrink.sentences import MODULE_FILES
 
 HEAD = "run.json"
 _SUFFIX = ".safetensors"
@@ -61,9 +64,11 @@ class Unfinished(DraftFolder):
     def __exit__(self, *error: object) -> None:
         self.close(remove=error[0] is None or not any(self.folder.glob(f"*{_SUFFIX}")))
 
-    def put(self, name: str, tensors: Mapping[str, Tensor], notes: Any = None) -> None:
-        """Keep a piece: tensors by name, of any device, and notes as JSON can hold them."""
-        from safetensors import SafetensorError  # its error for a full disk is not an OSError
+    def put(self, name: str, tensors: Mapping[str, Tensor], notes: Any = None, files: str = "") -> None:
+        """Keep a piece: tensors by name, of any device, and notes as JSON can hold them.
+
+        ``files`` is a pattern of others in the folder that belong to it; they are found damaged with it.
+        """
         from safetensors.torch import save_file
 
         own: dict[str, Tensor] = {}
@@ -72,14 +77,17 @@ class Unfinished(DraftFolder):
             there = tensor.untyped_storage().data_ptr()  # tied tensors share memory, which the format refuses
             own[key] = tensor.detach().to("cpu", copy=there in seen).contiguous()
             seen.add(there)
-        try:
-            self._put(name + _SUFFIX, lambda draft: save_file(own, draft, {"notes": json.dumps(notes)}))
-        except SafetensorError as error:
-            message = f"{self.folder} could not be written: {error}: make room, then run again to resume"
-            raise ShdError("write-failed", message) from error
+        beside = [path for path in sorted(self.folder.glob(files)) if path.is_file()] if files else []
+        with write_errors(self.folder):
+            for path in (*beside, *{path.parent for path in beside}):
+                sync(path)
+            hashes = {str(path.relative_to(self.folder)): hash_file(path) for path in beside}
+        said = {"notes": json.dumps(notes), "files": json.dumps(hashes)}
+        said["sha256"] = _hash_tensors(own, said["notes"], said["files"])
+        self._put(name + _SUFFIX, lambda draft: save_file(own, draft, said))
 
     def get(self, name: str) -> tuple[dict[str, Tensor], Any] | None:
-        """A piece, its tensors on the CPU; None where it is not finished."""
+        """A piece, its tensors on the CPU; None where it is not finished, ``read-failed`` where it is damaged."""
         from safetensors import SafetensorError, safe_open
 
         path = self.folder / (name + _SUFFIX)
@@ -87,8 +95,15 @@ class Unfinished(DraftFolder):
             return None
         try:
             with safe_open(path, "pt") as file:
-                names = file.keys()
-                return {name: file.get_tensor(name) for name in names}, json.loads(file.metadata()["notes"])
+                names, said = file.keys(), file.metadata()
+                tensors = {name: file.get_tensor(name) for name in names}
+            if said["sha256"] != _hash_tensors(tensors, said["notes"], said["files"]):
+                raise ValueError(f"a damaged {path.name}")
+            for beside, digest in json.loads(said["files"]).items():
+                file_beside = self.folder / beside
+                if not file_beside.is_file() or hash_file(file_beside) != digest:
+                    raise ValueError(f"a damaged {beside}, or none")
+            return tensors, json.loads(said["notes"])
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise self._unreadable(error) from error
 
@@ -155,23 +170,30 @@ def run_key(teacher: nn.Module | str | os.PathLike[str], options: Mapping[str, A
     versions = {name: version(name) for name in ("torch", "transformers", "squeezing-heads")}
     tensors = {name: {key: torch.as_tensor(array) for key, array in one.items()} for name, one in data.items()}
     return {
-        "teacher": _hash_model(teacher) if isinstance(teacher, nn.Module) else _hash_files(Path(teacher)),
+        "teacher": _hash_model(teacher) if isinstance(teacher, nn.Module) else _hash_folder(Path(teacher)),
         **{name: _hash_tensors(one) for name, one in tensors.items()},
         "options": dict(options),
         "versions": versions | {"machine": platform.machine()},
     }
 
 
-def _hash_files(folder: Path) -> str:
-    digest = hashlib.sha256()
+def hash_file(path: Path) -> str:
+    """SHA-256 of a file."""
+    with path.open("rb") as data:
+        return hashlib.file_digest(data, "sha256").hexdigest()
+
+
+def _hash_folder(folder: Path) -> str:
+    """Of all that is read of it: the model with its shards, the tokenizer, and a sentence encoder's modules."""
+    files = set(check_files(folder))
+    if (folder / MODULES).exists():
+        paths = [folder / module["path"] for module in modules_after_model(folder)]
+        files |= {path / name for path in paths for name in MODULE_FILES if (path / name).is_file()}
     try:
-        for file in sorted(folder.iterdir()):
-            if file.suffix in (".json", ".safetensors"):
-                with file.open("rb") as data:
-                    digest.update(file.name.encode() + hashlib.file_digest(data, "sha256").digest())
+        hashes = [(str(file.relative_to(folder)), hash_file(file)) for file in sorted(files)]
     except OSError as error:
-        raise ShdError("read-failed", f"{str(folder)!r} must hold a Hugging Face model: {error}") from error
-    return digest.hexdigest()
+        raise ShdError("read-failed", f"{str(folder)!r} must hold readable files: {error}") from error
+    return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
 
 
 def _hash_model(model: Any) -> str:
@@ -179,11 +201,11 @@ def _hash_model(model: Any) -> str:
     about = json.dumps(
         [type(model).__name__, str(example.device), model.config.to_dict()], sort_keys=True, default=str
     )
-    return hashlib.sha256((about + _hash_tensors(model.state_dict())).encode()).hexdigest()
+    return _hash_tensors(model.state_dict(), about)
 
 
-def _hash_tensors(tensors: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256()
+def _hash_tensors(tensors: Mapping[str, Tensor], *texts: str) -> str:
+    digest = hashlib.sha256(json.dumps(texts).encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -90,10 +90,20 @@ def drafting(target: Path, folder: Path | None = None) -> Iterator[Path]:
 
 def put(draft: Path, target: Path) -> None:
     """Give a draft its place: all of it is on the disk before, and its name after."""
-    for path in (*(draft.iterdir() if draft.is_dir() else ()), draft):
+    share(draft)
+    for path in (*draft.rglob("*"), draft):
         sync(path)
     draft.replace(target)
     sync(target.parent)
+
+
+def share(draft: Path) -> None:
+    """Give a file, or all files of a folder, the mode of new ones; those of safetensors are for their owner alone."""
+    mask = os.umask(0o077)  # no other way to read it
+    os.umask(mask)
+    for path in (*draft.rglob("*"), draft):
+        if path.is_file():
+            path.chmod(0o666 & ~mask)
 
 
 def remove_finished(folder: Path) -> None:

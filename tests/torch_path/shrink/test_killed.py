@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import json
+import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +19,14 @@ typer_testing = pytest.importorskip("typer.testing", reason="the commands need t
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 from support.calls import calls_of, run_killed  # noqa: E402
+from support.faults import file_size_limit  # noqa: E402
 from support.refusals import refusal  # noqa: E402
 from support.shrink.models import make_data, make_teacher  # noqa: E402
 
 from shd_ref import ShdError  # noqa: E402  (after the skips)
 from shd_torch.cli import load_app  # noqa: E402
 from shd_torch.shrink import shrink  # noqa: E402
+from shd_torch.shrink.unfinished import Unfinished, run_key  # noqa: E402
 
 SIZES: dict[str, Any] = {"heads": 2, "hidden": 20, "batch_size": 4}
 
@@ -105,6 +110,72 @@ def test_pieces_that_do_not_fit(teacher: Path, tmp_path: Path) -> None:
     with pytest.raises(ShdError, match="begins at its start"):
         shrink(teacher, data, **SIZES, out=out)
     assert not out.exists()
+
+
+def test_a_flipped_bit_is_never_taken(tmp_path: Path) -> None:
+    """In a piece or in a file that belongs to it: refused, or without effect."""
+    with Unfinished(tmp_path / "run", {}) as keeper:
+        graph = keeper.folder / "graphs" / "a.onnx"
+        graph.parent.mkdir()
+        graph.write_bytes(b"a graph")
+        keeper.put("piece", {"a": torch.arange(6.0), "b": torch.ones(2, 2)}, {"value": 0.5}, "graphs/a.*")
+        whole = keeper.require("piece")
+        for path in (graph, keeper.folder / "piece.safetensors"):
+            content = path.read_bytes()
+            for at in range(len(content)):
+                path.write_bytes(content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :])
+                with suppress(ShdError):
+                    found = keeper.require("piece")
+                    assert path != graph
+                    assert (found[1], found[0].keys()) == (whole[1], whole[0].keys())
+                    assert all(torch.equal(tensor, whole[0][name]) for name, tensor in found[0].items())
+            path.write_bytes(content)
+        graph.unlink()
+        with refusal("read-failed", "a.onnx"):
+            keeper.get("piece")
+
+
+@pytest.mark.parametrize("name", ["1_Pooling/config.json", "parts/model-1.safetensors", "vocab.txt", "config.json"])
+def test_the_key_covers_all_that_is_read_of_a_folder(tmp_path: Path, name: str) -> None:
+    for file in (name, "1_Pooling/config.json", "onnx/model.onnx", "notes.txt"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_bytes(b"{}")
+    weights = {"weight_map": {"a": "parts/model-1.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(weights))
+    kinds = [("", "Transformer"), ("1_Pooling", "Pooling")]
+    listed = [
+        {"idx": at, "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for at, (path, kind) in enumerate(kinds)
+    ]
+    (tmp_path / "modules.json").write_text(json.dumps(listed))
+    before = run_key(tmp_path, {})
+    for other in ("onnx/model.onnx", "notes.txt"):  # which nothing reads
+        (tmp_path / other).write_bytes(b"other")
+    assert run_key(tmp_path, {}) == before
+    (tmp_path / name).write_bytes(b'{"a": 1}')
+    assert run_key(tmp_path, {})["teacher"] != before["teacher"]
+
+
+@pytest.mark.parametrize("size", [3_000, 12_000])
+def test_a_full_disk_is_an_error_after_which_the_run_resumes(teacher: Path, tmp_path: Path, size: int) -> None:
+    """Before the first piece is kept, and while the student is written."""
+    data, out = make_data("llama"), tmp_path / "student"
+    with refusal("write-failed", "make room"), file_size_limit(size):
+        shrink(teacher, data, **SIZES, out=out)
+    assert not out.exists()
+    shrink(teacher, data, **SIZES, out=out)
+    shrink(teacher, data, **SIZES, out=tmp_path / "whole")
+    assert contents(out) == contents(tmp_path / "whole")
+    assert {path.name for path in tmp_path.iterdir()} == {"whole", "student"}
+
+
+def test_files_have_the_mode_that_the_umask_gives(teacher: Path, tmp_path: Path) -> None:
+    usual = os.umask(0o027)
+    try:
+        shrink(teacher, make_data("llama"), **SIZES, out=tmp_path / "student")
+    finally:
+        os.umask(usual)
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "student").iterdir()} == {0o640}
 
 
 def test_a_killed_comparison_goes_on(teacher: Path, tmp_path: Path) -> None:
