@@ -1,7 +1,7 @@
 """Squeezing-Heads Distillation in PyTorch: what a training script needs, loaded when it is first used.
 
 The import by itself loads nothing, not even PyTorch. Specialists' names are in their rooms: ``shd_torch.capture``,
-``compress``, ``supervision``, ``kl``, ``indexer``, ``kd``, ``recipes``, ``rivals``, ``teacher``, ``data``,
+``compress``, ``supervision``, ``kl``, ``indexer``, ``kd``, ``recipes``, ``teacher``, ``data``,
 ``training``, ``doctor``, ``export`` and ``deploy``. The mathematics on maps is ``shd_torch.maps``, under the names,
 arguments and errors of ``shd_ref`` and written independently of it.
 """
@@ -76,7 +76,6 @@ _MODULES = {
     "kl",
     "maps",
     "recipes",
-    "rivals",
     "shrink",
     "supervision",
     "teacher",

@@ -13,9 +13,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from benchmarks.study.rivals import Rival, TeacherOutputs
 from shd_torch.capture import AttentionCall
-from shd_torch.rivals import Rival, TeacherOutputs
-from shd_torch.rivals.heads import RelationKl
 from shd_torch.supervision.supervision import Dense
 
 CHUNK = 64
@@ -33,9 +32,7 @@ class Remembered:
         started = time.process_time()
         size = len(next(iter(inputs.values())))
         parts = [
-            rival.teach(**{name: value[start : start + CHUNK] for name, value in inputs.items()})._replace(
-                output=None
-            )
+            rival.teach(**{name: value[start : start + CHUNK] for name, value in inputs.items()})
             for start in range(0, size, CHUNK)
         ]
         self.seconds = time.process_time() - started
@@ -51,18 +48,18 @@ def bytes_a_sample(rival: Rival, outputs: TeacherOutputs) -> float:
 
     Of causal maps the half that may be above zero counts.
     """
-    if rival.reads_hidden:
+    reads = rival.kind.reads
+    if reads == "hidden":
         return 2.0 * sum(hidden[0].numel() for hidden in outputs.hidden.values())
-    if isinstance(rival, RelationKl):
+    if reads == "vectors":
         vectors = (tensor for call in outputs.calls.values() for tensor in (call.query, call.key, call.value))
         return 2.0 * sum(tensor[0].numel() for tensor in vectors if tensor is not None)
     causal = next(iter(outputs.calls.values())).rule.is_causal
-    if getattr(rival, "all_heads", False) or getattr(rival, "sum_heads", False):
-        shapes = [(1, *_lengths(call)) for call in outputs.calls.values()]
-    elif rival.merges_maps:
-        shapes = [supervision.shape[1:] for supervision in outputs.squeezed.supervisions]
+    if outputs.attention is not None:
+        shapes = [supervision.shape[1:] for supervision in outputs.attention.supervisions]
     else:
-        shapes = [(call.num_heads, *_lengths(call)) for call in outputs.calls.values()]
+        calls = outputs.calls.values()
+        shapes = [(1 if reads == "one" else call.num_heads, *_lengths(call)) for call in calls]
     return 2.0 * sum(h * (rows * (rows + 1) // 2 if causal else rows * keys) for h, rows, keys in shapes)
 
 
@@ -81,11 +78,9 @@ def _join(parts: list[TeacherOutputs], temperature: float) -> TeacherOutputs:
     hidden = {layer: torch.cat([part.hidden[layer] for part in parts]) for layer in parts[0].hidden}
     attention = parts[0].attention
     if attention is not None:
+        taught = [part.attention for part in parts if part.attention is not None]
         supervisions = [
-            Dense(
-                torch.cat([part.squeezed.supervisions[number].probs(temperature=temperature) for part in parts]),
-                temperature,
-            )
+            Dense(torch.cat([one.supervisions[number].probs(temperature=temperature) for one in taught]), temperature)
             for number in range(len(attention.squeezes))
         ]
         attention = replace(
@@ -97,7 +92,7 @@ def _join(parts: list[TeacherOutputs], temperature: float) -> TeacherOutputs:
             output=None,
             logits=None,
         )
-    return TeacherOutputs(attention, calls, hidden, None)
+    return TeacherOutputs(attention, calls, hidden)
 
 
 def _take(outputs: TeacherOutputs, index: Tensor) -> TeacherOutputs:
@@ -112,7 +107,7 @@ def _take(outputs: TeacherOutputs, index: Tensor) -> TeacherOutputs:
             for squeeze in attention.squeezes
         ]
         attention = replace(attention, squeezes=tuple(squeezes))
-    return TeacherOutputs(attention, calls, {layer: hidden[index] for layer, hidden in outputs.hidden.items()}, None)
+    return TeacherOutputs(attention, calls, {layer: hidden[index] for layer, hidden in outputs.hidden.items()})
 
 
 def _rebuild_call(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> AttentionCall:

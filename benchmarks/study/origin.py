@@ -21,7 +21,10 @@ ORIGIN = ("data", "code", "rival_code", "processor")
 """Beside ``start``, which runs of different starts do not share."""
 ROOMS = {
     "code": ("benchmarks/study/training.py", "benchmarks/study/starts.py", "shd_torch/recipes"),
-    "rival_code": tuple(f"shd_torch/{room}" for room in ("capture", "maps", "rivals", "supervision", "teacher")),
+    "rival_code": (
+        "benchmarks/study/rivals.py",
+        *(f"shd_torch/{room}" for room in ("capture", "maps", "supervision", "teacher")),
+    ),
 }
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from benchmarks.study.memory import bytes_a_sample
 from benchmarks.study.origin import fingerprint
+from benchmarks.study.rivals import ForwardPass, Rival, RivalTerm, TeacherOutputs
 from shd_torch.recipes import SHD, Terms, scale_report
-from shd_torch.rivals import ForwardPass, Rival, RivalTerm, TeacherOutputs
 
 Batch = Mapping[str, Tensor]
 

@@ -148,7 +148,7 @@ def test_a_remembered_lesson_is_that_of_a_live_teacher() -> None:
     from support.binding.models import hf_model
 
     from benchmarks.study.memory import Remembered
-    from shd_torch.rivals import make_rival
+    from benchmarks.study.rivals import make_rival
 
     teacher = hf_model("llama", num_hidden_layers=4)
     student = hf_model("llama", hidden_size=16, num_attention_heads=2)
@@ -218,13 +218,13 @@ def test_gains_are_paired_and_intervals_are_students() -> None:
 def test_a_hash_of_code_is_that_of_what_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.study import origin
 
-    room = tmp_path / "shd_torch" / "rivals"
+    room = tmp_path / "benchmarks" / "study"
     room.mkdir(parents=True)
     monkeypatch.setattr(origin, "ROOT", tmp_path)
-    monkeypatch.setattr(origin, "ROOMS", {"rival_code": ("shd_torch/rivals",)})
+    monkeypatch.setattr(origin, "ROOMS", {"rival_code": ("benchmarks/study/rivals.py",)})
     hashes = []
     for text in ("a = 1\n", '"""Text."""\n\na  =  1  # one\n', "a = 2\n"):
-        (room / "losses.py").write_text(text)
+        (room / "rivals.py").write_text(text)
         hashes.append(origin.hash_code.__wrapped__("rival_code", "images"))
     assert hashes[0] == hashes[1] != hashes[2]
 

@@ -241,7 +241,7 @@ teacher/session teacher/graph teacher/rewrite teacher/sources teacher/run teache
 report commands cli
 """
 SHD_TORCH = """
-precision checks maps supervision kernels kl indexer kd capture teacher data recipes training shrink rivals export
+precision checks maps supervision kernels kl indexer kd capture teacher data recipes training shrink export
 deploy doctor compress top demo compress_command shrink_command doctor_command time_command commands cli
 """
 FLOORS = {"shd_ref": SHD_REF.split(), "shd_torch": SHD_TORCH.split()}

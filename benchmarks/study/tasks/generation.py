@@ -15,10 +15,10 @@ from benchmarks.study.arms import ALONE, Arm
 from benchmarks.study.denoiser import Denoiser, squeeze_denoiser
 from benchmarks.study.digits import load_digits, load_small_digits
 from benchmarks.study.keeping import keep_trained, kept_place
+from benchmarks.study.rivals import Rival, make_rival
 from benchmarks.study.training import Course, Teach, train
 from shd_ref.layers import layer_map
 from shd_torch.recipes import SHD, Terms, diffusion, draw_diffusion, linear_betas, noised
-from shd_torch.rivals import Rival, make_rival
 
 STEPS = 1000
 Forward = Callable[[Mapping[str, Tensor]], Any]

@@ -15,11 +15,11 @@ from benchmarks.study.digits import SIZE, fit_linear, load_digits, load_small_di
 from benchmarks.study.keeping import keep_trained, kept_place
 from benchmarks.study.memory import Remembered
 from benchmarks.study.pictures import draw_maps
+from benchmarks.study.rivals import Rival, make_rival
 from benchmarks.study.starts import start_student
 from benchmarks.study.training import Course, train
 from shd_torch import capture_attention
 from shd_torch.recipes import SHD, Terms, ViTKD, cross_entropy, image_kd, nkd
-from shd_torch.rivals import Rival, make_rival
 
 Forward = Callable[[Mapping[str, Tensor]], Any]
 MARKS = (0, 50, 100, 200, 300, 400, 600, 1000, 2000)
@@ -105,7 +105,7 @@ class Images:
                 outputs, layer = rival.teach(**one), rival.pairs[-1][1]
                 rows = [
                     ("teacher", outputs.calls[layer].compute_logits().softmax(-1)),
-                    ("merged", outputs.squeezed.supervisions[-1].probs()),
+                    ("merged", outputs.attention.supervisions[-1].probs()),
                 ]
             self._train(course, arm, 0)
             with torch.no_grad(), capture_attention(course.student.eval()) as captured:

@@ -15,11 +15,11 @@ from benchmarks.study.arms import ALONE, Arm
 from benchmarks.study.digits import UnavailableError
 from benchmarks.study.keeping import keep_trained, kept_place
 from benchmarks.study.memory import Remembered
+from benchmarks.study.rivals import Rival, make_rival
 from benchmarks.study.starts import start_student
 from benchmarks.study.training import Course, Teach, train
 from shd_ref.layers import layer_map
 from shd_torch.recipes import SHD, TeacherMixture, Terms, cross_entropy, language_kd, minillm_policy, minillm_rollout
-from shd_torch.rivals import Rival, make_rival
 
 SOURCE = Path(__file__).resolve().parents[4] / "shared" / "data" / "dolly_pairs" / "dolly_pairs.jsonl"
 PAD, END, ANSWER = 0, 1, 2

@@ -16,10 +16,10 @@ from benchmarks.study.arms import ALONE, Arm
 from benchmarks.study.digits import UnavailableError
 from benchmarks.study.keeping import keep_trained, kept_place
 from benchmarks.study.memory import Remembered
+from benchmarks.study.rivals import Rival, make_rival
 from benchmarks.study.starts import start_student
 from benchmarks.study.training import Course, train
 from shd_torch.recipes import SHD, Terms, babyllama, language_kd
-from shd_torch.rivals import Rival, make_rival
 
 ROOT = Path(__file__).resolve().parents[3]
 SHARED = ROOT.parent / "shared" / "data"
