@@ -77,7 +77,7 @@ else:
 
 def test_requirements_that_the_cache_cites_exist() -> None:
     page = (ROOT / "specs" / "cache-format.md").read_text(encoding="utf-8")
-    defined = re.findall(r"^- \*\*(CACHE-\d+)\*\*", page, re.MULTILINE)
+    defined = re.findall(r"\*\*(CACHE-\d+)\*\*", page)
     assert len(defined) == len(set(defined))
     files = (ROOT / "shd_ref" / "cache").rglob("*.py")
     cited = {name for path in files for name in re.findall(r"CACHE-\d+", path.read_text(encoding="utf-8"))}

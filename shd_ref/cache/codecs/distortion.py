@@ -95,6 +95,10 @@ _Error = TypeVar("_Error", bound=RowError)
 def kl_bound(codec: str, num_positive: Any, largest: Any) -> Any:
     """The most that a codec can cost a row, in nats, stated before anything is coded (CACHE-121).
 
+    Before normalisation ``KL <= sum (p log(p/q) - p + q)``. ``sqrt8-row``: with x = 255 sqrt(p/m), a term in units of
+    m / 255^2 is about 2 e^2 for codes from 2 on, |e| <= 1/2, and below 0.98 for code 1. ``u4``: with
+    x = 15 (p/m)^(1/3), in units of m / 15^3 about 4.5 c e^2, at most 16.4.
+
     Args:
         codec: one of ``CODECS``.
         num_positive: S, how many entries of the row are positive; a number or an array of rows.
