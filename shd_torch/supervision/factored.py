@@ -36,6 +36,8 @@ class Factored(Supervision):
         row_mass: rho ``(B, H_t, L)``, what each teacher row sums to at T = 1 where attention sinks take the rest.
         pair_weights: ``C[h,t] rho_t`` of each of the ``pairs``, ``(B, pairs, 1 or L)``; 0 on the teacher's fully
             masked rows.
+        pair_heads: student heads and teacher heads of the ``pairs``, on the device: copied there once, as a copy in
+            every call would make the host wait.
 
     Args:
         **described: fields of the rule, such as ``is_causal=True``.
@@ -56,6 +58,7 @@ class Factored(Supervision):
     groups: tuple[tuple[int, ...], ...] | None
     row_mass: Tensor | None
     pair_weights: Tensor = field(init=False, repr=False)
+    pair_heads: tuple[Tensor, Tensor] = field(init=False, repr=False)
 
     def __init__(
         self,
@@ -77,6 +80,8 @@ class Factored(Supervision):
         fields = (queries, keys, mixing, rule.fit(queries, keys), groups, row_mass)
         for name, value in zip(("queries", "keys", "mixing", "rule", "groups", "row_mass"), fields, strict=True):
             object.__setattr__(self, name, value)
+        students, teachers = torch.tensor(self.pairs, device=self.device).unbind(1)
+        object.__setattr__(self, "pair_heads", (students, teachers))
         object.__setattr__(self, "pair_weights", self._weigh_pairs())
 
     @classmethod
@@ -136,7 +141,7 @@ class Factored(Supervision):
 
     def has_mass(self, rows: slice, keys: slice) -> Tensor:
         """Where a member of a merged map may attend and has a weight; see ``Supervision``."""
-        students, teachers = self._pair_heads
+        students, teachers = self.pair_heads
         weights = self.pair_weights if self.pair_weights.shape[2] == 1 else self.pair_weights[..., rows]
         taught = weights[..., None] != 0  # (B, pairs, 1 or R, 1)
         allowed = self.rule.narrow(heads=teachers).allowed(rows, keys, self.device)
@@ -169,7 +174,7 @@ class Factored(Supervision):
             mixing = mixing.movedim(3, 1)[loss_mask]  # (rows that count, H_s, H_t)
         check_convex(mixing, row_sum_tolerance(str(mixing.dtype).removeprefix("torch.")))
         outside = torch.ones(mixing.shape[1:3], dtype=torch.bool, device=self.device)
-        outside[self._pair_heads] = False
+        outside[self.pair_heads] = False
         if (mixing.movedim(0, -1)[outside] != 0).any():
             message = "mixing must be 0 outside of groups; got weights above 0 there"
             raise ShdError("mixing-invalid", message, "PLAN-6")
@@ -187,7 +192,7 @@ class Factored(Supervision):
         """``A~ v`` by fused attention; see ``Supervision``."""
         if self.rule.softcap is not None:
             return super().apply_to(vectors, temperature=temperature)
-        values = expand_heads(vectors.detach().to(compute_dtype(vectors)), self.num_heads)[:, self._pair_heads[0]]
+        values = expand_heads(vectors.detach().to(compute_dtype(vectors)), self.num_heads)[:, self.pair_heads[0]]
         product = attend(self._members(values.dtype, temperature), values)
         return self._sum_pairs(self.pair_weights.to(values.dtype)[..., None] * product)
 
@@ -196,7 +201,7 @@ class Factored(Supervision):
         """``A~ v`` and ``A~^T y`` by fused attention in the dtype of the vectors; see ``Supervision``."""
         if self.rule.softcap is not None:
             return super().products(vectors, weighted, temperature=temperature)
-        students = self._pair_heads[0]
+        students = self.pair_heads[0]
         wide = compute_dtype(vectors)
         weights = self.pair_weights.to(wide)[..., None]
         product, transposed = attend_both_ways(
@@ -208,14 +213,14 @@ class Factored(Supervision):
 
     def _members(self, dtype: torch.dtype, temperature: float) -> MapFactors:
         """The teacher's map of every pair."""
-        teachers = self._pair_heads[1]
+        teachers = self.pair_heads[1]
         held = expand_heads(center_keys(self.keys.detach(), dtype), self.queries.shape[1])[:, teachers]
         queries = self.queries.detach().to(dtype)[:, teachers]
         return MapFactors(queries, held, self.rule.narrow(heads=teachers), temperature)
 
     def _weigh_pairs(self) -> Tensor:
         weights = self.mixing.detach().to(self.dtype)
-        students, teachers = self._pair_heads
+        students, teachers = self.pair_heads
         picked = (weights[..., None] if weights.ndim == 3 else weights)[:, students, teachers]
         if self.row_mass is not None:
             picked = picked * self.row_mass.detach().to(self.dtype)[:, teachers]
@@ -224,15 +229,10 @@ class Factored(Supervision):
             picked = picked * (live[:, teachers] if live.shape[1] > 1 else live)
         return picked
 
-    @property
-    def _pair_heads(self) -> tuple[Tensor, Tensor]:
-        pairs = torch.tensor(self.pairs, device=self.device)
-        return pairs[:, 0], pairs[:, 1]
-
     def _sum_pairs(self, values: Tensor) -> Tensor:
         """Values ``(B, pairs, ...)`` summed to the student's heads ``(B, H_s, ...)``."""
         sums = values.new_zeros((values.shape[0], self.num_heads, *values.shape[2:]))
-        return sums.index_add_(1, self._pair_heads[0], values)
+        return sums.index_add_(1, self.pair_heads[0], values)
 
 
 def _check_merging(

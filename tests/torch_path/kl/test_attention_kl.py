@@ -539,6 +539,19 @@ def test_fused_products_in_float16_where_rows_look_at_one_key(length: int) -> No
         assert torch.linalg.vector_norm(got - want) < limit * torch.linalg.vector_norm(want)
 
 
+@pytest.mark.parametrize("backend", ["dense", "sdpa"])
+def test_queries_and_keys_are_taught_without_a_copy_to_the_device(
+    monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """``torch.tensor`` makes the host wait for the device, and ends the recording of a CUDA graph."""
+    case = make_case()
+    q, k = case.student(torch.float32)
+    taught = case.supervision(torch.float32)
+    assert isinstance(taught, Factored)
+    monkeypatch.setattr(torch, "tensor", lambda *given, **keywords: pytest.fail("copies"))
+    attention_kl(q, k, taught, backend=backend, check=False).backward()
+
+
 def test_loss_scaling_in_float16() -> None:
     """A gradient scaler's factor meets the gradient in float32."""
     case = make_case(beta=1e-5, dtype="float16")
