@@ -36,7 +36,7 @@ def test_names_and_numbers_are_the_codes() -> None:
     assert f"capability {'.'.join(map(str, MIN_CAPABILITY))}" in PAGE
     assert f"heads of 1 to {MAX_WIDTH} (in float32 to {MAX_FLOAT32_WIDTH})" in PAGE
     assert " and ".join(f"`{codec}`" for codec in CODECS) in PAGE
-    assert ("table is\nempty" in PAGE) == (not TRITON_LENGTHS)
+    assert ("table is empty" in " ".join(PAGE.split())) == (not TRITON_LENGTHS)
 
 
 def test_the_table_of_errors_is_the_benchmarks() -> None:
