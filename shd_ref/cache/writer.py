@@ -52,6 +52,9 @@ class CacheWriter:
         folder: the cache, a path or an address such as ``s3://bucket/cache``; created if absent.
         manifest: what the cache will hold.
 
+    Attributes:
+        written: the shards that this writer committed; others were there, or another writer was first.
+
     Raises:
         ShdError: ``cache-exists`` (the folder holds something else), ``cache-mismatch`` (a cache with another
             manifest), ``cache-corrupt`` (its manifest is damaged), ``write-failed``.
@@ -61,6 +64,7 @@ class CacheWriter:
         self._storage = open_storage(folder)
         self.folder = self._storage.root
         self.manifest = manifest
+        self.written: set[int] = set()
         check_free(self._storage)
         with write_errors(self.folder):
             self._storage.prepare()
@@ -228,6 +232,7 @@ class CacheWriter:
             receipt_file.commit()
             # Where there are no locks, a racing writer may have put its own shard between the two (CACHE-71).
             if shard_file.stands():
+                self.written.add(receipt.shard)
                 return receipt
             self._storage.remove(receipt_name(receipt.shard))  # no reader takes it for that of the other's shard
         message = f"other writers replaced it {ATTEMPTS} times: let each process write its own shards (--shards i/n)"

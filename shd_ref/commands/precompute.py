@@ -152,7 +152,8 @@ def _summary_table(summary: PrecomputeSummary) -> Table:
     """What ``shd precompute`` did."""
     table = fact_table(str(summary.folder))
     rate = summary.written / max(summary.seconds, 1e-9)
-    table.add_row("samples", f"{summary.samples} ({summary.resumed} resumed), {rate:.1f} per second")
+    others = f", {summary.written_by_others} written by other processes" if summary.written_by_others else ""
+    table.add_row("samples", f"{summary.samples} ({summary.resumed} resumed{others}), {rate:.1f} per second")
     if summary.missing_shards:
         left = marked(f"{summary.missing_shards} shards", "yellow", " are left to other processes")
         table.add_row("partial", left)

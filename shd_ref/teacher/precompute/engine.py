@@ -147,6 +147,11 @@ class PrecomputeJob:
         """For each student those of ``shards`` that were not committed when this was first asked for."""
         return self.find_missing(self.shards)
 
+    @property
+    def written(self) -> list[set[int]]:
+        """For each student the shards that this job committed; of a race, those where it was first."""
+        return [cache.writer.written for cache in self._caches]
+
     def find_missing(self, shards: Sequence[int]) -> list[set[int]]:
         """For each student those of some shards that are not committed."""
         return [set(cache.writer.missing_shards(shards)) for cache in self._caches]
@@ -194,7 +199,8 @@ class PrecomputeJob:
                 cache.manifest,
                 missing_shards=_seal(cache.writer),
                 resumed=self._count(self.shards) - self._count(lost),
-                written=self._count(lost),
+                written=self._count(own),
+                written_by_others=self._count(lost - own),
                 seconds=time.monotonic() - self._started,
                 compared_samples=self._compared,
                 comparison=cache.comparison,
@@ -202,7 +208,7 @@ class PrecomputeJob:
                 supplied=self._work.inputs.supply,
                 remark=self._work.inputs.remark,
             )
-            for cache, lost in zip(self._caches, self.missing, strict=True)
+            for cache, lost, own in zip(self._caches, self.missing, self.written, strict=True)
         ]
 
     def _count(self, shards: Iterable[int]) -> int:

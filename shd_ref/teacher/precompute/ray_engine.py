@@ -5,6 +5,7 @@ An actor writes shards and receipts itself: Ray may lose and repeat any block, a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -73,7 +74,9 @@ class RayEngine:
         todo = {block[0]: job.count_samples(block, job.missing) for block in blocks}
         total, written = job.count_samples(job.shards, [job.shards] * len(students)), 0
         done = total - sum(todo.values())
-        for first, size in _run_blocks(blocks, plan, self.workers):
+        for first, size, by_student in _run_blocks(blocks, plan, self.workers):
+            for own, shards in zip(job.written, by_student, strict=True):
+                own.update(shards)
             done, written = done + todo[first], written + size
             if on_progress is not None:
                 on_progress(done, total, written)
@@ -90,18 +93,27 @@ class ShardWriter:
     def __call__(self, block: dict[str, NDArray[Any]]) -> dict[str, list[Any]]:
         """Write a block's shards; its first one and bytes, or an error, of which Ray would keep only the text."""
         shards = [int(shard) for shard in block["shard"]]
-        sizes, code, message = [0], "", ""
+        sizes, written, code, message = [0], [], "", ""
         try:
             if self._job is None:  # not when the actor is made, where errors cannot be returned
                 self._job = self._plan.prepare()
             self._job.write(shards, self._job.find_missing(shards), lambda _done, _total, size: sizes.append(size))
+            written = [sorted(own.intersection(shards)) for own in self._job.written]
         except ShdError as error:
             code, message = error.code, str(error)
-        return {"first": shards[:1], "bytes": sizes[-1:], "code": [code], "message": [message]}
+        return {
+            "first": shards[:1],
+            "bytes": sizes[-1:],
+            "written": [json.dumps(written)],
+            "code": [code],
+            "message": [message],
+        }
 
 
-def _run_blocks(blocks: Sequence[list[int]], plan: RayJob, workers: int | None) -> Iterator[tuple[int, int]]:
-    """The first shard of each block that is written, as it is, and how many bytes that were."""
+def _run_blocks(
+    blocks: Sequence[list[int]], plan: RayJob, workers: int | None
+) -> Iterator[tuple[int, int, list[list[int]]]]:
+    """Of each block, as it is written: its first shard, how many bytes that were, and each student's shards."""
     if not blocks:
         return
     if not ray.is_initialized():
@@ -130,4 +142,4 @@ def _run_blocks(blocks: Sequence[list[int]], plan: RayJob, workers: int | None) 
     for row in counts.iter_rows():
         if row["code"]:
             raise ShdError(row["code"], row["message"])
-        yield int(row["first"]), int(row["bytes"])
+        yield int(row["first"]), int(row["bytes"]), json.loads(row["written"])

@@ -26,7 +26,8 @@ class PrecomputeSummary:
     Attributes:
         samples, skipped: in the cache; without a record, because the teacher failed on them.
         missing_shards: that other processes have yet to write; the cache is sealed once no shard is missing.
-        written, resumed: samples that this run ran the teacher on; those of its shards that were there already.
+        written, resumed: samples whose records this run wrote; those of its shards that were there already.
+        written_by_others: samples of its shards that other processes wrote meanwhile.
         seconds: of this run.
         coded_bytes: of all codes in the cache; ``float32_bytes`` is what they teach, unpadded, as float32.
         alphas: before clipping ``(n,)``, of the first shards; ``num_clipped``, ``num_degenerate`` count over them.
@@ -42,6 +43,7 @@ class PrecomputeSummary:
     missing_shards: int
     written: int
     resumed: int
+    written_by_others: int
     skipped: int
     seconds: float
     coded_bytes: int

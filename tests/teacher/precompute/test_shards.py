@@ -50,6 +50,20 @@ def test_parts_give_the_bytes_of_a_single_run(teacher: Path, tmp_path: Path, per
     assert contents(tmp_path / ("merged" if apart else "shared")) == contents(whole)
 
 
+def test_each_of_two_at_once_says_what_it_wrote(teacher: Path, tmp_path: Path) -> None:
+    run, inner = RunOptions(samples_per_shard=3, batch_size=3, num_threads=1), []
+
+    def race(done: int, _total: int, _size: int) -> None:
+        if done > 20 and not inner:
+            inner.append(precompute(teacher, make_tokens(), tmp_path, OPTIONS, run))
+
+    outer = precompute(teacher, make_tokens(), tmp_path, OPTIONS, run, on_progress=race)
+    assert 0 < outer.written < NUM_SAMPLES
+    assert (outer.resumed, outer.written_by_others) == (0, inner[0].written)
+    assert (inner[0].resumed, inner[0].written_by_others) == (outer.written, 0)
+    assert outer.written + inner[0].written == NUM_SAMPLES
+
+
 def test_parts_of_caches_for_several_students(teacher: Path, tmp_path: Path) -> None:
     precompute_heads(teacher, make_tokens(), tmp_path / "whole", OPTIONS, [1, 3], RunOptions(samples_per_shard=3))
     for part in range(2):
