@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 REPORT_VERSION: Final = 1
 """Of the JSON; ``specs/schemas/inspect.schema.json`` describes it. Members may be added under the same number."""
 
+_ROUNDS: Final = (
+    "quantised: maps are those of {} alone, where a last bit decides a rounding; a session with other outputs, "
+    "optimisations or another version may give others. A cache names its own, and is resumed by the same."
+)
+
 _FIELDS: Final = (
     "layer",
     "name",
@@ -61,9 +66,11 @@ def inspect(
     The search follows the data flow, so names in the graph do not matter. Exit code 1 if no site can be squeezed.
     """
     from shd_ref.teacher.graph.find import find_sites, select_sites
+    from shd_ref.teacher.graph.independence import rounds_in_run
     from shd_ref.teacher.graph.inputs import input_specs
     from shd_ref.teacher.graph.kinds import find_kinds
     from shd_ref.teacher.opening.load import load_teacher
+    from shd_ref.teacher.session import describe_session
 
     model = load_teacher(teacher)
     everything, specs = find_sites(model), input_specs(model)
@@ -73,6 +80,8 @@ def inspect(
     console.print(_table(teacher, chosen, factors))
     for reason in _reasons(chosen, factors):
         console.print(reason, highlight=False)
+    if rounds_in_run(model):
+        console.print(_ROUNDS.format(describe_session()), highlight=False)
     console.print()
     console.print(_inputs_table(specs, decoder))
     document = report_sites(teacher, chosen, factors, specs, decoder)

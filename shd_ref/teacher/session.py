@@ -19,14 +19,15 @@ from shd_ref.teacher.packages import onnx
 PROVIDERS: Final[dict[str, str]] = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 """Short names of the execution providers; the long ones are accepted too."""
 
+_NEEDED: Final = "running a teacher needs onnxruntime: pip install '.[teacher]' (in a checkout)"
+
 MAX_THREADS: Final = 1024
 """Of one session: onnxruntime starts as many as it is told to, even far more than there are cores."""
 
 
 def check_session(provider: str, num_threads: int | None = None) -> str:
     """Refuse what no session can be opened with, before there is a model; onnxruntime's name of the provider."""
-    remedy = "running a teacher needs onnxruntime: pip install '.[teacher]' (in a checkout)"
-    onnxruntime = import_package("onnxruntime", remedy)
+    onnxruntime = import_package("onnxruntime", _NEEDED)
     name = PROVIDERS.get(provider, provider)
     if name not in onnxruntime.get_available_providers():
         raise ShdError("provider-unavailable", _remedy(name, onnxruntime.get_available_providers()))
@@ -126,6 +127,11 @@ def open_session(
         raise ShdError("provider-unavailable", _remedy(name, session.get_providers()))
     session.shd_lent = lent  # onnxruntime reads these buffers in place, and does not keep them alive
     return session
+
+
+def describe_session() -> str:
+    """What ``open_session`` runs a graph with, as far as it decides how a quantised graph rounds (CACHE-27)."""
+    return f"onnxruntime {import_package('onnxruntime', _NEEDED).__version__}, all optimisations"
 
 
 def run_bounded(

@@ -42,12 +42,14 @@ class Teacher:
         name: for people.
         provider: the onnxruntime provider, such as ``CPUExecutionProvider``.
         dtype: of its attention, such as ``float32``.
+        session: what else decides how it rounds, where it is quantised (CACHE-27).
     """
 
     sha256: str
     name: str
     provider: str
     dtype: str
+    session: str = optional("")
 
     def __post_init__(self) -> None:
         _require(bool(SHA256.fullmatch(self.sha256)), "teacher.sha256 must be 64 hex digits", self.sha256)

@@ -23,6 +23,8 @@ Maps = NDArray[Any]
 
 _LARGEST: Final = float(np.finfo(np.float32).max)
 _DYNAMIC_QUANTISERS: Final = frozenset({"DynamicQuantizeLinear", "DynamicQuantizeLSTM", "DynamicQuantizeMatMul"})
+_ROUNDING: Final = ("DynamicQuantize", "MatMulNBits", "QAttention", "QGemm", "QLinear", "QuantizeLinear")
+"""Parts of the names of operators that round to integers what a run computes; DequantizeLinear is none of them."""
 _HALVES: Final = ((int(onnx.TensorProto.BFLOAT16), "bfloat16"), (int(onnx.TensorProto.FLOAT16), "float16"))
 
 
@@ -67,8 +69,8 @@ _MASK_TURNED: Final = (
     "a token: export a wrapper that takes 1 for tokens and turns the mask round inside"
 )
 SHARED_SCALES: Final = (
-    "its dynamic quantisation takes scales from the whole batch, so maps of a sample may move with the others of its "
-    "batch: use the float or the statically quantised form of the model, or --batch-size 1"
+    "dynamic quantisation takes scales from the whole batch, so precompute runs one sample at a time: the float form "
+    "of the model runs in batches"
 )
 """Note of a site whose maps of a sample are its own except for the scales, which the batch shares."""
 
@@ -105,6 +107,19 @@ class Allowed:
             rounding=rounding.get(precision, rounding["float32"]),
             same_samples=precision == "int8",
         )
+
+
+def shares_scales(model: onnx.ModelProto) -> bool:
+    """Whether numbers of a sample depend on the samples that run with it, by scales that all of these share."""
+    return any(node.op_type in _DYNAMIC_QUANTISERS for node in all_nodes(model.graph))
+
+
+def rounds_in_run(model: onnx.ModelProto) -> bool:
+    """Whether a graph rounds to integers what it computes.
+
+    A last bit then decides between two integers, so onnxruntime's fusions change maps far more than in float graphs.
+    """
+    return any(part in node.op_type for node in all_nodes(model.graph) for part in _ROUNDING)
 
 
 class Trial:
@@ -315,9 +330,9 @@ def _gives_numbers(probe: Probe, feeds: Arrays) -> bool:
 
 def _precision(model: onnx.ModelProto) -> str:
     """The key of the tolerances: what rounds most in this graph."""
-    nodes = list(all_nodes(model.graph))
-    if any(node.op_type in _DYNAMIC_QUANTISERS for node in nodes):
+    if shares_scales(model):
         return "int8"
+    nodes = all_nodes(model.graph)
     types = {int(tensor.data_type) for tensor in all_tensors(model)}
     types |= {int(attribute.i) for node in nodes if node.op_type == "Cast" for attribute in node.attribute}
     return next((name for kind, name in _HALVES if kind in types), "float32")

@@ -21,7 +21,7 @@ from shd_ref.merging.plans import MergePlan, check_counts, merge_plan, plan_grou
 from shd_ref.teacher.graph.factors import find_factors
 from shd_ref.teacher.graph.find import AttentionSite, find_sites
 from shd_ref.teacher.graph.head import find_head
-from shd_ref.teacher.graph.independence import SEVERAL, SHARED_SCALES, Allowed
+from shd_ref.teacher.graph.independence import SEVERAL, SHARED_SCALES, rounds_in_run, shares_scales
 from shd_ref.teacher.graph.inputs import count_rows, input_specs
 from shd_ref.teacher.graph.kinds import find_kinds
 from shd_ref.teacher.graph.shapes import TOO_MUCH, check_bounds, frozen_specs
@@ -40,7 +40,7 @@ from shd_ref.teacher.run.outputs import LayerOutputs, Student, StudentOutputs, T
 from shd_ref.teacher.run.reading import AttentionReader, calibrate_plans
 from shd_ref.teacher.run.rows import MapRows
 from shd_ref.teacher.run.threads import run_beside, share_threads
-from shd_ref.teacher.session import PROVIDERS, check_run, open_session
+from shd_ref.teacher.session import PROVIDERS, check_run, describe_session, open_session
 from shd_ref.teacher.sources import Arrays, Source
 
 CHECKED_BYTES: Final = 2**28
@@ -77,7 +77,6 @@ class TeacherRun:
     ) -> None:
         self.path = teacher
         self.options = options = students[0]
-        self.run = run
         for student in students:
             check_options(student)
         check_run(run)
@@ -103,6 +102,12 @@ class TeacherRun:
             LogitsTeacher(path, options, replace(run, num_threads=self._session_threads))
             for path in options.with_teachers
         )
+        graphs = [self.model, *(other.model for other in self.others)]
+        # A record must be its sample's alone: in a batch, others would move the scales that round it.
+        self._alone = any(map(shares_scales, graphs))
+        self._splits_batches = self._alone and (run.batch_size > 1 or run.batch_tokens is not None)
+        self.run = replace(run, batch_size=1, batch_tokens=None) if self._alone else run
+        self._rounds = any(map(rounds_in_run, graphs))
         stated = options.vocab_size
         size = count_classes(self.model, str(self.targets.logits)) if stated is None else stated
         if size is not None:  # as far as the graphs say how many classes they have
@@ -282,7 +287,7 @@ class TeacherRun:
         for chosen in self.inputs.groups(indices, self.run.batch_size, self.run.batch_tokens):
             rest = chosen
             while rest:
-                size = self._count_targets(rest)
+                size = 1 if self._alone else self._count_targets(rest)  # also of a batch that the graph fixes
                 yield rest[:size]
                 rest = rest[size:]
 
@@ -417,17 +422,20 @@ class TeacherRun:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What the user should know of the records, such as that they depend on the batches they were made in."""
+        """What the user should know of the run, such as why samples run one at a time."""
         untiled = () if self.tiling is None else self.tiling.whole
         remarks = tuple(f"{tiles.site.label} is computed with whole maps: {tiles.reason}" for tiles in untiled)
-        if self.run.batch_size == 1 or self.inputs.fixed_batch == 1 or not Allowed.of(self.model).same_samples:
-            return remarks
-        return (f"records depend on the batches that they were made in: {SHARED_SCALES}", *remarks)
+        return (SHARED_SCALES, *remarks) if self._splits_batches else remarks
 
     def fingerprint(self) -> Teacher:
         """The teacher's identity for the manifest: a hash of the model file and of its external data."""
-        dtype = dtype_of(self.model, [site for _, site in self.layers], self.targets)
-        return Teacher(sha256=self._sha256(), name=self.path.name, provider=self._provider, dtype=dtype)
+        return Teacher(
+            sha256=self._sha256(),
+            name=self.path.name,
+            provider=self._provider,
+            dtype=dtype_of(self.model, [site for _, site in self.layers], self.targets),
+            session=describe_session() if self._rounds else "",
+        )
 
     def begin(self) -> None:
         """Start what a whole run will need, beside what comes next: the plain session."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto
@@ -26,7 +27,14 @@ from support.students import precompute
 from shd_ref.cache import CacheReader
 from shd_ref.cli import load_app
 from shd_ref.conformance import load_tolerances
-from shd_ref.teacher import FidelityOptions, PrecomputeOptions, RunOptions, forecast_cache, measure_fidelity
+from shd_ref.teacher import (
+    FidelityOptions,
+    PrecomputeOptions,
+    RunOptions,
+    forecast_cache,
+    measure_fidelity,
+    recheck_records,
+)
 from shd_ref.teacher.graph import find
 from shd_ref.teacher.graph.independence import Finding
 
@@ -280,7 +288,7 @@ def test_a_graph_that_only_runs_on_long_samples_says_what_is_unproven(tmp_path: 
 def test_dynamic_quantisation_keeps_samples_apart_but_for_its_scales(tmp_path: Path) -> None:
     site = only_site(quantised(attention(length="length"), tmp_path))
     assert site.supported, site.reason
-    assert "--batch-size 1" in str(site.note)
+    assert "one sample at a time" in str(site.note)
     several = only_site(quantised(attention(window=4), tmp_path))
     assert WINDOWS in str(several.reason)
 
@@ -302,19 +310,53 @@ def test_an_input_that_masks_everything_is_named(name: str, axes: int, tmp_path:
     )
 
 
-def test_records_of_shared_scales_are_remarked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shared_scales_make_samples_run_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     teacher = saved(quantised(attention(length="length"), tmp_path), tmp_path)
     np.savez(tmp_path / "data.npz", **samples_for(onnx.load(teacher)))
     job = [str(teacher), "--inputs", str(tmp_path / "data.npz"), "--student-heads", "1", "--batch-size"]
-    out = ["--out", str(tmp_path / "cache")]
     for command, is_said in (
-        (["precompute", *job, "4", *out], True),
-        (["precompute", *job, "1", *out, "--dry-run"], False),
+        (["precompute", *job, "4", "--out", str(tmp_path / "cache")], True),
+        (["precompute", *job, "1", "--out", str(tmp_path / "cache")], False),
         (["plan", *job, "4"], True),
     ):
         load_app()(command, standalone_mode=False)
-        remark = capsys.readouterr().err
-        assert ("depend on the batches" in remark and "--batch-size 1" in remark) == is_said, command
+        assert ("one sample at a time" in capsys.readouterr().err) == is_said, command
+
+
+@pytest.mark.parametrize("sizes", [{"length": "length"}, {"batch": 4}], ids=str)
+def test_records_of_shared_scales_are_those_of_samples_alone(sizes: dict[str, Any], tmp_path: Path) -> None:
+    teacher = saved(quantised(attention(**sizes), tmp_path), tmp_path)
+    data = samples_for(onnx.load(teacher), 12)
+    data["x"] *= np.geomspace(0.1, 2, 12, dtype=np.float32).reshape(-1, 1, 1)  # each with a scale of its own
+    options = PrecomputeOptions(num_student_heads=1, codec="float32")
+    caches = []
+    for run in (RunOptions(batch_size=4), RunOptions(batch_size=1, seed=1), RunOptions(batch_tokens=50)):
+        folder = tmp_path / f"{run.batch_size}-{run.seed}-{run.batch_tokens}"
+        precompute(teacher, data, folder, options, run)
+        assert recheck_records(folder, teacher, data).tv_max < 1e-6
+        caches.append(CacheReader(folder))
+    for key in caches[0]:
+        maps = [cache.decode(cache.read(key), 0) for cache in caches]
+        assert np.array_equal(maps[0], maps[1])
+        assert np.array_equal(maps[0], maps[2])
+
+
+def test_what_rounds_a_quantised_graph_is_in_the_identity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, teacher = attention(length="length"), quantised(attention(length="length"), tmp_path)
+    paths, data = [saved(plain, tmp_path, "plain.onnx"), saved(teacher, tmp_path)], samples_for(plain)
+    said = f"onnxruntime {onnxruntime.__version__}, all optimisations"
+    for path, expected in zip(paths, ("", said), strict=True):
+        precompute(path, data, tmp_path / path.stem, PrecomputeOptions(num_student_heads=1))
+        assert CacheReader(tmp_path / path.stem).manifest.teacher.session == expected
+        load_app()(["inspect", str(path)], standalone_mode=False)
+        printed = " ".join(capsys.readouterr().out.split())
+        assert (said in printed and "A cache names its own" in printed) == bool(expected)
+    monkeypatch.setattr(onnxruntime, "__version__", "0.1")
+    precompute(paths[0], data, tmp_path / "plain", PrecomputeOptions(num_student_heads=1))
+    with refusal("cache-mismatch", f"teacher.session: '{said}' -> 'onnxruntime 0.1, all optimisations'"):
+        precompute(paths[1], data, tmp_path / "teacher", PrecomputeOptions(num_student_heads=1))
 
 
 def test_fixed_numbers_are_no_samples() -> None:

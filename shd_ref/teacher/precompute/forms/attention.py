@@ -160,12 +160,13 @@ class AttentionMaker(Maker[AttentionT]):
             limits = self.bound(form, layer, record.extent, again) + tolerance_of("recheck", manifest.teacher.dtype)
             if not (difference <= limits).all():
                 head, row = np.unravel_index(int((difference - limits).argmax()), difference.shape)
+                session = f", by {said}" if (said := manifest.teacher.session) else ""
                 raise ShdError(
                     "cache-mismatch",
                     f"record {record.index} (key {record.key}) layer {student_layer} head {head} "
                     f"row {row} must equal what the teacher gives now within a total variation of "
                     f"{limits[head, row]:.4f}, which is what {form.codec} and another run of the teacher may "
-                    f"cost it; got {difference[head, row]:.4f}: the cache was made another way",
+                    f"cost it; got {difference[head, row]:.4f}: the cache was made another way{session}",
                     "CACHE-91",
                 )
         return rows, largest
