@@ -65,7 +65,8 @@ def compress(
     folder, source, judged = new_folder(out), Path(teacher), None if held_out is None else Path(held_out)
     with _open_run(source, Path(data), judged, options, part_folder(folder), progress) as run:
         document = _compress(run) | {"command": list(command)}
-        document["seconds"] = time.monotonic() - started
+        document |= {"remarks": run.remarks, "seconds": time.monotonic() - started}
+        progress(0, 0, "the folder is written")
         hand_over(run.folder, folder, source, document)
     return document
 
@@ -120,12 +121,12 @@ def forecast(
         for kind, quality in study["quality"].items():
             lines.append(f"the teacher in {kind}: quality {quality['value']:.4f}")
         lines += [f"{what}: about {math.ceil(duration / 60)} min" for what, duration in seconds.items()]
-        return [*lines, f"in all about {math.ceil(sum(seconds.values()) / 60)} min"]
+        return [*lines, *run.remarks, f"in all about {math.ceil(sum(seconds.values()) / 60)} min"]
 
 
 def _compress(run: Run) -> dict[str, Any]:
     """Everything but the hand-over."""
-    teacher = run.find("teacher", lambda: study_teacher(run))
+    teacher = run.find("teacher", lambda: study_teacher(run), "graphs/teacher.*")
     lengths = sorted(map(length_of, run.samples.train))
     document: dict[str, Any] = {
         "format": 1,

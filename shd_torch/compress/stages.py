@@ -11,6 +11,7 @@ from shd_torch.compress.samples import Samples
 from shd_torch.compress.space import find_space
 from shd_torch.compress.task import Judge, find_task, model_run
 from shd_torch.deploy import GraphTime, quantize_graph, time_graphs
+from shd_torch.deploy.timing import find_busy
 from shd_torch.export import example_inputs, export_student
 from shd_torch.shrink.families import family_of
 from shd_torch.shrink.folders import load_teacher
@@ -42,14 +43,17 @@ class Run:
         self.graphs.mkdir(exist_ok=True)
         self._judges: dict[tuple[str, int | None], Judge] = {}
 
-    def find(self, name: str, make: Callable[[], Any]) -> Any:
-        """What an earlier run found, or what is found now."""
-        if self.keeper.get(name) is None:
-            self.keeper.put(name, {}, make())
-        return self.keeper.require(name)[1]  # also now as a run that goes on gets it
+    def find(self, name: str, make: Callable[[], Any], files: str = "") -> Any:
+        """What an earlier run found, or what is found now, with files that it makes in the run's folder."""
+        piece = self.keeper.get(name)
+        if piece is None:
+            self.keeper.put(name, {}, make(), files)
+            piece = self.keeper.require(name)  # also now as a run that goes on gets it
+        return piece[1]
 
     def judge(self, use: str, most: int | None = None) -> Judge:
         """Of the samples for one use."""
+        self.progress(0, 0, "quality is measured")
         if (use, most) not in self._judges:
             self._judges[use, most] = Judge(self.task, getattr(self.samples, use)[:most], model_run(self.model))
         return self._judges[use, most]
@@ -80,7 +84,16 @@ class Run:
         options = self.options
         length = options.length if "input_ids" in self.samples.train[0] else None
         settings: Any = {"batch": options.batch, "length": length, "threads": (options.threads,), "rounds": rounds}
-        return time_graphs(graphs, **settings, progress=self.tell("graphs are timed"))
+        times = time_graphs(graphs, **settings, progress=self.tell("graphs are timed"))
+        if (remark := find_busy(times)) is not None:
+            self.keeper.put("busy", {}, remark)
+        return times
+
+    @property
+    def remarks(self) -> list[str]:
+        """What the user should know of the times, also of those that an earlier run took."""
+        busy = self.keeper.get("busy")
+        return [] if busy is None else [busy[1]]
 
     def price(self, graphs: Mapping[str, Path]) -> dict[str, list[float]]:
         """Median seconds of a run of each graph, one for each batch and length, in order; then its bytes."""

@@ -46,10 +46,14 @@ def prepare_training(run: Run) -> TrainingConfig:
     rows, seed = run.samples.train, run.options.seed
     if isinstance(run.task, SentenceEncoder):
         rows = add_crops(rows, seed)
-    if not (run.graphs / MAPS).exists():
-        run.progress(0, 0, "the teacher is exported")
+
+    def write_maps() -> None:
+        run.progress(0, 0, "the teacher is exported with its maps")
         export_teacher(run.model, example_inputs(run.model), run.graphs / MAPS)
+
+    run.find("maps", write_maps, f"graphs/{MAPS}*")
     cache = _write_cache(run, rows, run.task.targets(run.space.num_layers), "cache", "the teacher runs")
+    run.progress(0, 0, "steps of training are timed")
     half = run.find("half", lambda: half_is_faster(copy.deepcopy(run.model), rows))
     return TrainingConfig(rows, cache, 0, seed, half, run.options.learning_rate or RATES[0])
 
@@ -107,7 +111,9 @@ def _choose_rate(run: Run, wish: Wish, row: Mapping[str, Any], config: TrainingC
 def _make(run: Run, wish: Wish, number: int, row: Mapping[str, Any]) -> Shrunk:
     """A candidate as shrunk, before any training."""
     folder = run.folder / f"shrunk-{wish.name}-{number}"
-    if not (folder / "shrink.json").is_file():
+
+    def make() -> None:
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed before it could vouch for it
         design = Design(**{name: tuple(counts) for name, counts in row["design"].items()})
         shrink(
             str(run.teacher),
@@ -117,6 +123,8 @@ def _make(run: Run, wish: Wish, number: int, row: Mapping[str, Any]) -> Shrunk:
             progress=lambda done, total, what: run.progress(done, total, f"candidate {number + 1}, {what}"),
             **design.options(run.space),
         )
+
+    run.find(folder.name, make, f"{folder.name}/**/*")
     return read_made(folder)
 
 
@@ -179,17 +187,19 @@ def train_best(run: Run, wish: Wish, row: dict[str, Any], config: TrainingConfig
     shd = run.find(f"shd-{wish.name}", lambda: probe_shd(run, wish, row, config))
     steps = max(SHORT_STEPS[0], int(60 * minutes / max(row["rounds"][-1]["pace"], 1e-6)))
     folder, checkpoints = (run.folder / f"{kind}-{wish.name}" for kind in ("trained", "training"))
-    if not (folder / "shrink.json").is_file():
-        if shd["is_used"]:
-            config = _with_maps(run, wish, row, config, f"cache-{wish.name}")
-        shrunk = _make(run, wish, row["number"], row)
-        whole = replace(config, steps=steps)
+
+    def make() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        used = _with_maps(run, wish, row, config, f"cache-{wish.name}") if shd["is_used"] else config
+        shrunk, whole = _make(run, wish, row["number"], row), replace(used, steps=steps)
         train(run.task, shrunk.student, run.space.num_layers, whole, checkpoints, run.tell(f"{wish.text}: training"))
         modules = read_modules(run.teacher, run.sizes.hidden, run.sizes.hidden)
         save_student(shrunk.student, shrunk.report, folder, run.teacher, modules)
-        shutil.rmtree(checkpoints, ignore_errors=True)
+
+    run.find(folder.name, make, f"{folder.name}/**/*")
+    shutil.rmtree(checkpoints, ignore_errors=True)
     trained = read_made(folder).student
-    result = run.find(f"result-{wish.name}", lambda: _judge_student(run, wish, trained))
+    result = run.find(f"result-{wish.name}", lambda: _judge_student(run, wish, trained), f"graphs/{wish.name}.*")
     student = {"wish": wish.text, "name": wish.name, "chosen": row, "shd": shd, "steps": steps}
     return student | {"learning_rate": config.learning_rate, **result}
 

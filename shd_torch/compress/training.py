@@ -14,11 +14,11 @@ from typing import Any, Final
 import torch
 from torch import nn
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
 
 from shd_torch.compress.samples import Row, collate, collate_with_labels, training_order
 from shd_torch.compress.task import Task
 from shd_torch.data import SupervisedDataset
+from shd_torch.training.checkpoints import last_checkpoint
 from shd_torch.training.trainer import SHDTrainer
 
 BATCH: Final = 32
@@ -88,9 +88,8 @@ def train(
     trainer.remove_callback(PrinterCallback)
     pace = _Pace(progress)
     trainer.add_callback(pace)
-    last: Any = get_last_checkpoint
-    checkpoint = last(str(folder)) if folder.is_dir() else None
-    trainer.train(resume_from_checkpoint=checkpoint)
+    checkpoint = last_checkpoint(folder)
+    trainer.train(None if checkpoint is None else str(checkpoint))
     student.to("cpu").requires_grad_(True)  # where it is judged and exported
     return pace.seconds
 

@@ -19,6 +19,9 @@ from shd_torch.deploy.inputs import GraphInputs, open_graph, run_graph
 LEAST_ROUNDS: Final = 6
 """Fewer medians have no interval of 95%."""
 
+BUSY: Final = 0.1
+"""Share of a run's time without the processor from which on other programs are to blame."""
+
 _DEFAULTS: Final = {"batch": (1, 32), "length": (64,)}
 _WARM_SECONDS: Final = 0.05  # of runs that do not count: weights are back in the processor's caches
 _LONG_SECONDS: Final = 0.5  # a run of this length needs no others before it
@@ -148,6 +151,14 @@ def _axis_sizes(
                 check_length(name, most, chosen)
             chosen = tuple(min(size, most) for size in chosen)
     return chosen
+
+
+def find_busy(times: Sequence[GraphTime]) -> str | None:
+    """A remark where other programs took the processor, by wall time and processor time; else None."""
+    waited = 1 - sum(entry.processor.median for entry in times) / sum(entry.wall.median for entry in times)
+    if waited < BUSY:
+        return None
+    return f"the machine was busy: graphs waited for it {waited:.0%} of their time; repeat this when it is idle"
 
 
 def check_length(name: str, most: int | None, lengths: Sequence[int]) -> None:

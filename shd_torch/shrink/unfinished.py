@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shd_ref.cache.storage.documents import read_json
-from shd_ref.cache.storage.drafts import DraftFolder, put, sync
+from shd_ref.cache.storage.drafts import DraftFolder, find_damaged, hash_file, hash_files, put
 from shd_ref.cache.storage.storage import write_errors
 from shd_ref.errors import ShdError
 from shd_ref.teacher.sources.sentence_folder import MODULES, modules_after_model
@@ -77,12 +77,8 @@ class Unfinished(DraftFolder):
             there = tensor.untyped_storage().data_ptr()  # tied tensors share memory, which the format refuses
             own[key] = tensor.detach().to("cpu", copy=there in seen).contiguous()
             seen.add(there)
-        beside = [path for path in sorted(self.folder.glob(files)) if path.is_file()] if files else []
         with write_errors(self.folder):
-            for path in (*beside, *{path.parent for path in beside}):
-                sync(path)
-            hashes = {str(path.relative_to(self.folder)): hash_file(path) for path in beside}
-        said = {"notes": json.dumps(notes), "files": json.dumps(hashes)}
+            said = {"notes": json.dumps(notes), "files": json.dumps(hash_files(self.folder, files) if files else {})}
         said["sha256"] = _hash_tensors(own, said["notes"], said["files"])
         self._put(name + _SUFFIX, lambda draft: save_file(own, draft, said))
 
@@ -99,10 +95,8 @@ class Unfinished(DraftFolder):
                 tensors = {name: file.get_tensor(name) for name in names}
             if said["sha256"] != _hash_tensors(tensors, said["notes"], said["files"]):
                 raise ValueError(f"a damaged {path.name}")
-            for beside, digest in json.loads(said["files"]).items():
-                file_beside = self.folder / beside
-                if not file_beside.is_file() or hash_file(file_beside) != digest:
-                    raise ValueError(f"a damaged {beside}, or none")
+            if damaged := find_damaged(self.folder, json.loads(said["files"])):
+                raise ValueError(f"a damaged {damaged}, or none")
             return tensors, json.loads(said["notes"])
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise self._unreadable(error) from error
@@ -175,12 +169,6 @@ def run_key(teacher: nn.Module | str | os.PathLike[str], options: Mapping[str, A
         "options": dict(options),
         "versions": versions | {"machine": platform.machine()},
     }
-
-
-def hash_file(path: Path) -> str:
-    """SHA-256 of a file."""
-    with path.open("rb") as data:
-        return hashlib.file_digest(data, "sha256").hexdigest()
 
 
 def _hash_folder(folder: Path) -> str:

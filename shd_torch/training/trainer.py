@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -15,6 +16,8 @@ from torch.utils.data import DataLoader
 
 from shd_ref.cache import ROWS, Attention, CacheReader
 from shd_ref.cache.forms.table import load
+from shd_ref.cache.storage.drafts import share
+from shd_ref.cache.storage.storage import write_errors
 from shd_ref.errors import ShdError
 from shd_torch.capture.capture import capture_attention
 from shd_torch.capture.outputs import read_logits, read_output
@@ -22,6 +25,7 @@ from shd_torch.data.dataset import CacheJoin, SupervisedDataset, check_cache
 from shd_torch.data.stream import SupervisedStream
 from shd_torch.supervision.taught_layers import unite_layers
 from shd_torch.teacher.online import LayerKeywords, OnlineTeacher, layer_kls
+from shd_torch.training.checkpoints import MARKER, finish_checkpoint, is_whole, last_checkpoint
 from shd_torch.training.collator import SupervisedCollator, leave_samples
 from shd_torch.training.embeddings import EMBEDDING, EmbeddingTerm, SeenEmbeddings, make_projector
 from shd_torch.training.projectors import Projectors, make_projectors
@@ -511,12 +515,44 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
             optimizer.add_param_group({"params": absent, "weight_decay": self.args.weight_decay})
         return optimizer
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As in the base class; True resumes from the newest checkpoint that was written to its end."""
+        if resume_from_checkpoint is True:
+            with self.args.main_process_first(local=False):
+                last = last_checkpoint(Path(self.args.output_dir or ""))
+            if last is None:
+                rule = f"resume_from_checkpoint must name a checkpoint where none has a whole {MARKER}"
+                raise ShdError("argument-value", f"{rule}; got True, and none in {self.args.output_dir}")
+            resume_from_checkpoint = str(last)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+        most = self.args.save_total_limit
+        self.args.save_total_limit = most + 1 if most else most  # one is whole while the next is not
+        with write_errors(folder):
+            if self.args.should_save:
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / MARKER).write_bytes(b"")
+            super()._save_checkpoint(model, trial)
+            self.args.save_total_limit = most
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                finish_checkpoint(folder, is_shared=self.accelerator.num_processes > 1)
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         super()._save(output_dir, state_dict)
         if self.args.should_save:
-            self.projectors.save(output_dir or self.args.output_dir or "")
+            folder = Path(output_dir or self.args.output_dir or "")
+            self.projectors.save(folder)
+            for file in folder.glob("*.safetensors"):
+                share(file)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        folder = Path(resume_from_checkpoint)
+        if (folder / MARKER).exists() and not is_whole(folder):
+            rule = "resume_from_checkpoint must be whole, as it was written"
+            raise ShdError("read-failed", f"{rule}; got {folder}, unfinished or damaged: name an earlier one")
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         self.projectors.load(resume_from_checkpoint)
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final, Self
 
@@ -104,6 +105,29 @@ def share(draft: Path) -> None:
     for path in (*draft.rglob("*"), draft):
         if path.is_file():
             path.chmod(0o666 & ~mask)
+
+
+def hash_files(folder: Path, pattern: str) -> dict[str, str]:
+    """SHA-256 of files by name, once they are on the disk and have the mode of new ones."""
+    found = sorted(folder.glob(pattern))
+    for path in (*found, folder, folder.parent):
+        sync(path)
+    files = [path for path in found if path.is_file()]
+    for path in files:
+        share(path)
+    return {str(path.relative_to(folder)): hash_file(path) for path in files}
+
+
+def find_damaged(folder: Path, hashes: Mapping[str, str]) -> str | None:
+    """The first file that is absent or not as it was."""
+    files = {name: folder / name for name in hashes}
+    return next((name for name, file in files.items() if not file.is_file() or hash_file(file) != hashes[name]), None)
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 of a file."""
+    with path.open("rb") as data:
+        return hashlib.file_digest(data, "sha256").hexdigest()
 
 
 def remove_finished(folder: Path) -> None:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import random
 import re
+import signal
+import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,6 +44,7 @@ PAGE = (Path(__file__).resolve().parents[3] / "docs" / "compress.md").read_text(
 SPACE = Space(3, heads=(4, 2, NONE), neurons=(8, 4), keeps_first=False, head_dim=2)
 OPTIONS = CompressOptions(mb=(0.045,), batch=(1,), length=(8,), budget=0.01, candidates=2)
 OPTIONS_OF_TWO = CompressOptions(faster=(2.0, 8.0), batch=(1,))
+KILLS = 25
 MEGABYTES = {"vit": 0.035, "decoder": 0.039, "sentences": 0.0405}
 """Of students of the teachers below; times of such small models are noise."""
 
@@ -215,6 +221,16 @@ def test_wishes_that_contradict_each_other(changes: dict[str, Any], said: str) -
         CompressOptions(**changes)
 
 
+def test_only_a_dry_run_needs_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shd_torch.compress.run.forecast", lambda *_, **__: ["in all about 5 min"])
+    words = ["compress", "teacher", "--data", "d.npz", "--faster", "2"]
+    result = typer_testing.CliRunner().invoke(load_app(), [*words, "--dry-run"])
+    assert (result.exit_code, result.output) == (0, "in all about 5 min\n")
+    result = typer_testing.CliRunner().invoke(load_app(), words)
+    assert result.exit_code == 1
+    assert "--out must be given" in result.output
+
+
 def write_teacher(folder: Path, kind: str, **changes: int) -> tuple[Path, Path]:
     """A small random teacher and data for it."""
     torch.manual_seed(0)
@@ -379,3 +395,70 @@ def test_other_kinds_of_teachers(kind: str, tmp_path: Path) -> None:
     document = check_result(tmp_path / "student", data)
     assert document["students"][0]["shd"]["why"]
     assert (tmp_path / "student" / "front.svg").exists()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = (file for file in folder.rglob("*.safetensors"))
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
+
+
+def start(work: Callable[[], Any]) -> int:
+    child = os.fork()
+    if not child:
+        torch.set_num_threads(1)  # threads do not live on in a child
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    return child
+
+
+def test_a_folder_counts_once_it_is_vouched_for_and_as_it_was_then(tmp_path: Path) -> None:
+    teacher, data = write_teacher(tmp_path, "classifier")
+    samples = divide(read_rows(data, teacher, None), None, 0)
+    wish = OPTIONS.wishes([1.0])[0]
+    row = {"number": 0, "design": asdict(Design((0, 1), (2, 2), (16, 32)))}
+    with Unfinished(tmp_path / "run", {}) as keeper:
+        run = Run(teacher, OPTIONS, keeper, lambda *_: None, samples)
+        folder = keeper.folder / f"shrunk-{wish.name}-0"
+        folder.mkdir()
+        (folder / "shrink.json").write_text("{}")  # of a run that was killed before it wrote the rest
+        students._make(run, wish, 0, row)
+        before = contents(folder)
+        students._make(run, wish, 0, row)
+        assert contents(folder) == before
+        weights = folder / "model.safetensors"
+        weights.write_bytes(before["model.safetensors"][:-1] + b"\7")
+        with refusal("read-failed", f"a damaged {folder.name}/model.safetensors"):
+            students._make(run, wish, 0, row)
+
+
+@pytest.mark.nightly
+def test_a_storm_of_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At random moments of a run, which is then resumed to its end."""
+    teacher, data = write_teacher(tmp_path, "classifier")
+    options: CompressOptions = replace(OPTIONS, budget=1e-4)  # the least number of steps, whatever a step takes
+    monkeypatch.setattr(students, "half_is_faster", lambda *_: False)  # which is measured
+    draw = random.Random(0)
+
+    def work(name: str) -> None:
+        compress(teacher, data, options, out=tmp_path / name)
+
+    began = time.monotonic()
+    assert os.waitpid(start(lambda: work("whole")), 0)[1] == 0
+    seconds = time.monotonic() - began
+    killed = 0
+    while killed < KILLS:
+        child = start(lambda: work("student"))
+        time.sleep(draw.uniform(0.02, 0.12) * seconds)
+        os.kill(child, signal.SIGKILL)
+        killed += os.WIFSIGNALED(os.waitpid(child, 0)[1])
+        if (tmp_path / "student").exists():
+            break
+    assert killed > 5
+    if not (tmp_path / "student").exists():
+        assert os.waitpid(start(lambda: work("student")), 0)[1] == 0
+    assert contents(tmp_path / "student") == contents(tmp_path / "whole")
+    assert not [path.name for path in tmp_path.glob(".*")]

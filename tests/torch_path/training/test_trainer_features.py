@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("transformers", reason="SHDTrainer needs the extra 'hf'")
 
+import transformers
 from safetensors.torch import load_file
 from support.binding.trainer_cases import LENGTHS, make_model, make_samples, make_trainer, pad, trained, weights
 from support.refusals import refusal
@@ -26,6 +27,7 @@ from shd_torch import (
     capture_attention,
     layer_kls,
 )
+from shd_torch.training import checkpoints, trainer
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 
@@ -139,6 +141,67 @@ def test_resuming_in_mid_epoch_changes_nothing(data: str, trainer_cache: Path, t
         logged = [[log[key] for log in each.state.log_history if key in log] for each in (whole, resumed)]
         assert len(logged[0]) == 6
         assert logged[0] == logged[1], key
+
+
+class KilledError(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    "stops_at",
+    ["_save", "_save_optimizer_and_scheduler", "_save_rng_state", "save_to_json", "finish_checkpoint", "put", None],
+)
+def test_only_a_checkpoint_that_was_written_to_its_end_is_resumed(
+    stops_at: str | None, trainer_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second is stopped at each of its writes, or a bit of it is flipped; one is kept besides it until then."""
+    arguments = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch"}
+    arguments["save_total_limit"] = 1
+
+    def make(out: str) -> Any:
+        dataset = SupervisedDataset(make_samples(), trainer_cache)
+        return make_trainer(tmp_path / out, train=dataset, beta=0.5, arguments=arguments)
+
+    whole, stopped = make("a"), make("b")
+    whole.train()
+    first, second = (tmp_path / "b" / f"checkpoint-{step}" for step in (2, 4))
+    holders = {"save_to_json": transformers.TrainerState, "finish_checkpoint": trainer, "put": checkpoints}
+    holder, name = holders.get(stops_at, stopped), stops_at or "_save_checkpoint"
+    usual = getattr(holder, name)
+
+    def stop(*given: Any, **named: Any) -> None:
+        if stopped.state.global_step < 4 or stops_at is None:
+            usual(*given, **named)
+        if stopped.state.global_step == 4:
+            raise KilledError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(holder, name, stop)
+        with pytest.raises(KilledError):
+            stopped.train()
+    if stops_at is None:
+        content = bytearray((second / "optimizer.pt").read_bytes())
+        content[len(content) // 2] ^= 1
+        (second / "optimizer.pt").write_bytes(content)
+    with refusal("read-failed", "unfinished or damaged"):
+        make("b").train(resume_from_checkpoint=str(second))
+    assert checkpoints.last_checkpoint(tmp_path / "b") == first
+    assert not second.exists()
+    again = make("b")
+    again.train(resume_from_checkpoint=True)
+    assert_same(weights(again), weights(whole))
+    assert {path.name for path in (tmp_path / "b").iterdir()} == {"checkpoint-4", "checkpoint-6"}
+    (tmp_path / "usual").touch()
+    assert {file.stat().st_mode for file in second.iterdir()} == {(tmp_path / "usual").stat().st_mode}
+
+
+def test_there_must_be_a_whole_checkpoint_to_resume_from(trainer_cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "checkpoint-2" / "model.safetensors").touch()  # another program's is left alone
+    made = make_trainer(tmp_path, train=SupervisedDataset(make_samples(), trainer_cache), beta=0.5)
+    with refusal("argument-value", "must name a checkpoint where none has a whole"):
+        made.train(resume_from_checkpoint=True)
+    assert (tmp_path / "checkpoint-2" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("strategy", ["group_by_length", "batch_rebalance"])
