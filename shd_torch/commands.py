@@ -6,13 +6,13 @@ import shlex
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from shd_ref.commands.derive import Document, add_command, require_packages
 from shd_ref.commands.options import ShowVersion
-from shd_ref.commands.terminal import ShownGroup, console, show_progress
+from shd_ref.commands.terminal import STARTS_OVER, ShownGroup, console, show_progress
 from shd_ref.errors import ShdError
 from shd_ref.teacher.options import Shown
 from shd_torch.compress_command import compress
@@ -154,10 +154,8 @@ def demo(
     )
 
 
-_KEPT: dict[Any, tuple[str, ...]] = {
-    compress: ("finished stages", ".{}.part"),
-    shrink: ("finished layers", ".{}.part", ".{}.compare.part"),
-}
+_STAGES = "the same command resumes: finished {} are kept beside --out, in .NAME.part"
+_AFTER = {"compress": _STAGES.format("stages"), "shrink": _STAGES.format("layers")}
 for _command in (compress, export, doctor, shrink, vocabulary, demo):
-    add_command(app, _command, is_long=True, kept=_KEPT.get(_command, ()))
+    add_command(app, _command, is_long=True, after=_AFTER.get(_command.__name__, STARTS_OVER))
 add_command(app, time_models, name="time", is_long=True)

@@ -11,6 +11,7 @@ import typer
 
 from shd_ref.commands.derive import Document, require_packages
 from shd_ref.commands.terminal import console, narrow_table, print_remarks, show_progress
+from shd_ref.errors import ShdError
 from shd_ref.teacher.options import Shown
 from shd_torch.compress.options import CompressOptions
 
@@ -23,8 +24,10 @@ def compress(
         Path,
         Shown("Texts (a column text) or arrays without labels, in any file that shd precompute reads; .npy too."),
     ],
-    out: Annotated[Path, Shown("A new folder for the student, its graphs and a page.")],
     options: partial[CompressOptions],
+    out: Annotated[
+        Path | None, Shown("A new folder for the student, its graphs and a page; only --dry-run needs none.")
+    ] = None,
     held_out: Annotated[
         Path | None, Shown("Other data to judge on. Default: a tenth of the data, at most 500 samples.")
     ] = None,
@@ -42,6 +45,9 @@ def compress(
     page with the figures, and compress.json. If a run is stopped, the same command resumes it.
     """
     require_packages("torch", "transformers", "accelerate", "scipy", "onnxruntime", "tokenizers")
+    if out is None and not dry_run:
+        raise ShdError("argument-value", "--out must be given, a new folder for the student; got none")
+    out = None if dry_run else out
     from shd_torch.compress.run import compress as run
     from shd_torch.compress.run import forecast
     from shd_torch.export import hide_weight_bars
@@ -50,14 +56,15 @@ def compress(
     with show_progress("stages") as (on_step,):
         settings: dict[str, Any] = {"options": options(int8=not no_int8, go_on=go_on), "held_out": held_out}
         settings["progress"] = lambda done, total, what: on_step(done, total, says=what)
-        if dry_run:
+        if out is None:
             lines = forecast(teacher, data, **settings)
         else:
             document = run(teacher, data, out=out, command=["shd-torch", *sys.argv[1:]], **settings)
-    if dry_run:
+    if out is None:
         console.say("\n".join(lines))
         return {"stages": lines}
     _print_front(document)
+    print_remarks(*document["remarks"])
     console.say(f"{out}: the page README.md, compress.json, and graphs in onnx/")
     return document | {"path": out}
 

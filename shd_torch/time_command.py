@@ -119,6 +119,7 @@ class Graphs:
     def time(self, timing: Timing) -> Document:
         """Time all, the teacher and its int8 among them, and print a table for each setting."""
         from shd_torch.deploy import time_graphs
+        from shd_torch.deploy.timing import find_busy
 
         reference = next(iter(self.paths))
         with show_progress("turns") as (on_turn,):
@@ -129,6 +130,7 @@ class Graphs:
             settings = {name: value for name, value in asdict(timing).items() if name != "beside"}
             times = time_graphs(self.paths, reference=reference, progress=on_turn, **settings)
         print_times(times, reference, timing.rounds)
+        print_remarks(find_busy(times))
         for name, report in self.reports.items():
             console.say(f"{name}: {report.describe()}")
         return {

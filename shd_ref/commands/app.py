@@ -14,7 +14,7 @@ from shd_ref.commands.graphs import inspect
 from shd_ref.commands.options import ShowVersion
 from shd_ref.commands.plan import plan
 from shd_ref.commands.precompute import precompute
-from shd_ref.commands.terminal import ShownCommand, ShownGroup
+from shd_ref.commands.terminal import STARTS_OVER, ShownCommand, ShownGroup
 
 app = typer.Typer(
     name="shd", cls=ShownGroup, no_args_is_help=True, rich_markup_mode="markdown", pretty_exceptions_enable=False
@@ -38,14 +38,12 @@ _PANELS: dict[str, tuple[Any, ...]] = {
     "Make a cache": (precompute, verify, report),
     "Caches as files": (ls, seal, merge),
 }
-_KEPT: dict[Any, tuple[str, ...]] = {
-    precompute: ("finished shards", "{}", "{}-*"),  # several numbers of heads have a cache each
-    merge: ("copied shards", "{}"),
-}
+_SHARDS = "the same command resumes: the finished shards are kept in --out"
 for _panel, _commands in _PANELS.items():
     for _command in _commands:
         is_quick = _command in (inspect, ls, seal)
-        add_command(app, _command, panel=_panel, is_long=not is_quick, kept=_KEPT.get(_command, ()))
+        after = _SHARDS if _command in (precompute, merge) else STARTS_OVER
+        add_command(app, _command, panel=_panel, is_long=not is_quick, after=after)
 
 
 # It reads its own options, which no import of the judge shall delay the other commands for.

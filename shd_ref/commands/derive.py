@@ -8,10 +8,8 @@ stands for the options of its fields, all but those of ``Without``. What typer i
 from __future__ import annotations
 
 import functools
-import glob
 import inspect
 import json
-import os
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +23,6 @@ import typer
 from typer.models import ArgumentInfo
 
 from shd_ref.cache.forms.attention import KINDS
-from shd_ref.cache.storage.places import is_address
 from shd_ref.commands.terminal import STARTS_OVER, ShownCommand, console, quiet_progress, reported_errors
 from shd_ref.errors import ShdError
 from shd_ref.teacher.options import LAST, PANELS, Pooling, Shown
@@ -87,22 +84,21 @@ def add_command(
     name: str | None = None,
     panel: str | None = None,
     is_long: bool = False,
-    kept: tuple[str, ...] = (),
+    after: str = STARTS_OVER,
 ) -> None:
     """Make a command of a function whose parameters are annotated as this module says.
 
     A ``ShdError`` becomes one message and exit code 1. ``--json`` prints its result, a line each of a list, or the
-    ``document`` of a ``Failed``; a function that returns None has none. ``is_long`` adds ``--quiet``. ``kept`` says
-    what a stopped run leaves for the same command to go on with, then patterns of its place: names beside ``out``,
-    which is ``{}``.
+    ``document`` of a ``Failed``; a function that returns None has none. ``is_long`` adds ``--quiet``. ``after`` says
+    what the same command does after one that was stopped, or that could not write.
     """
     app.command(name or function.__name__.replace("_", "-"), cls=ShownCommand, rich_help_panel=panel)(
-        expand(function, is_long=is_long, kept=kept)
+        expand(function, is_long=is_long, after=after)
     )
 
 
 def expand(
-    function: Callable[..., Document | None], *, is_long: bool = False, kept: tuple[str, ...] = ()
+    function: Callable[..., Document | None], *, is_long: bool = False, after: str = STARTS_OVER
 ) -> Callable[..., None]:
     """The function as typer can take it: one parameter an option, in the order of the panels."""
     hints = get_type_hints(function, include_extras=True)
@@ -131,7 +127,7 @@ def expand(
     options |= {name: options[field] for name, field in _CALLED.items() if field in options}
 
     def command(**given: Any) -> None:
-        with reported_errors(options, lambda: _say_after(given.get("out"), *kept)):
+        with reported_errors(options, after):
             _check_needs(needs, given, defaults)
             values = {name: readers[name](value) if name in readers else value for name, value in given.items()}
             is_json, is_quiet = values.pop("json", False), values.pop("quiet", False)
@@ -142,16 +138,6 @@ def expand(
     command.__name__, command.__doc__ = function.__name__, function.__doc__
     command.__signature__ = inspect.Signature(sorted(parameters, key=_place))  # type: ignore[attr-defined]
     return command
-
-
-def _say_after(out: Path | str | None, what: str = "", *places: str) -> str:
-    """What the same command does after it was stopped: it resumes where there is something to resume."""
-    if out is not None and is_address(str(out)):
-        found = [str(out)] if places else []
-    else:
-        path = Path(os.path.realpath(out or "."))
-        found = [str(one) for place in places for one in path.parent.glob(place.format(glob.escape(path.name)))]
-    return f"the same command resumes: {what} are kept in {' and '.join(found)}" if found else STARTS_OVER
 
 
 def _check_needs(needs: list[tuple[str, str]], given: dict[str, Any], defaults: dict[str, Any]) -> None:

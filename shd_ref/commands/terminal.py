@@ -22,6 +22,9 @@ from typer.core import TyperCommand, TyperGroup
 from shd_ref.errors import ShdError
 from shd_ref.printable import printable
 
+STARTS_OVER: Final = "the same command starts over"
+"""After a command that keeps nothing of its work."""
+
 
 class _PlainFlags:
     """Flags take no value, so that ``--help`` shows none: newer typers print ``<bool>`` after each."""
@@ -99,9 +102,6 @@ def plus_minus(value: float, margin: float | None, most: int | None = None) -> s
     return f"{value:.{digits}f} ± {margin:.{digits}f}"
 
 
-STARTS_OVER: Final = "the same command starts over"
-"""After a command that keeps nothing of its work."""
-
 EVERY: Final = 15.0
 """Seconds between lines of progress, and before the first: a short command says nothing."""
 
@@ -113,13 +113,11 @@ about."""
 
 
 @contextmanager
-def reported_errors(
-    options: Mapping[str, str] | None = None, after: Callable[[], str] = lambda: STARTS_OVER
-) -> Iterator[None]:
+def reported_errors(options: Mapping[str, str] | None = None, after: str = STARTS_OVER) -> Iterator[None]:
     """A ``ShdError`` becomes one message and exit code 1, Ctrl-C another and 130; all else keeps its traceback.
 
-    Where a message says what an argument must be, it names the option of ``options`` behind that argument. What the
-    same command does ``after`` it was stopped, or could not write, is said too.
+    Where a message says what an argument must be, it names the option of ``options`` behind that argument. ``after``
+    is said where the command was stopped, or could not write.
     """
     try:
         yield
@@ -127,10 +125,10 @@ def reported_errors(
         text = _ARGUMENT.sub(lambda found: found[1] + (options or {}).get(found[2], found[2]), str(error))
         messages.say(marked("error", "bold red", f" ({error.code}): {text}"))
         if error.code == "write-failed":
-            messages.say(after())
+            messages.say(after)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        messages.say(marked("stopped", "yellow", f": {after()}"))
+        messages.say(marked("stopped", "yellow", f": {after}"))
         raise typer.Exit(130) from None  # as a shell counts SIGINT
 
 
@@ -171,14 +169,18 @@ def show_progress(*units: str) -> Iterator[tuple[Callable[..., None], ...]]:
 def _bars() -> Any:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+    class Left(TimeRemainingColumn):
+        def render(self, task: Any) -> Text:
+            left = super().render(task)
+            return Text.assemble(left, " left") if left.plain else left
+
     columns = (
         BarColumn(bar_width=20),
         TextColumn("{task.fields[count]}"),
         TextColumn("{task.description}", table_column=Column(max_width=22, no_wrap=True, overflow="ellipsis")),
         TimeElapsedColumn(),
-        TextColumn("passed,"),
-        TimeRemainingColumn(),
-        TextColumn("left"),
+        TextColumn("passed"),
+        Left(),
     )
     return Progress(*columns, console=messages, transient=True)
 
@@ -190,7 +192,9 @@ def _bar(bars: Any, unit: str) -> Callable[..., None]:
         if not done:
             bars.reset(task)
         count = f"{done}/{total}" if total else ""
-        bars.update(task, completed=done, total=total or None, description=printable(says), visible=True, count=count)
+        # For update() None is the total as before. What comes after the last is not known to take no time.
+        bars.tasks[task].total = total if done < total else None
+        bars.update(task, completed=done, description=printable(says), visible=True, count=count)
 
     return tell
 
@@ -223,8 +227,8 @@ class _Lines:
             def line() -> str:
                 now = time.monotonic()
                 count = f"{done}/{total} " if total else ""
-                left = (now - began) / (done - first) * (total - done) if done > first else None
-                ending = "" if left is None else f", about {_clock(left)} left"
+                left = (now - began) / (done - first) * (total - done) if done > first else 0.0
+                ending = f", about {_clock(max(left, 1.0))} left" if left else ""
                 return f"progress: {count}{says}; {_clock(now - self._begun)} passed{ending}"
 
             self._now = line

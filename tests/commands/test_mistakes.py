@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,6 @@ from shd_ref import ShdError  # noqa: E402  (after the skips)
 from shd_ref.cli import load_app  # noqa: E402
 from shd_ref.commands import terminal  # noqa: E402
 from shd_ref.commands.derive import add_command  # noqa: E402
-from shd_ref.teacher.options import Shown  # noqa: E402
 
 SHD = load_app()
 
@@ -106,6 +106,9 @@ def test_no_bar_stays_above_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         with terminal.show_progress("inputs read", "samples") as (on_read, _):
             on_read(1, 4)
+            time.sleep(0.3)
+            on_read(4, 4)  # the last, while something goes on
+            time.sleep(0.3)
             raise ShdError("inputs-invalid", "inputs must exist; got none")
 
     with pytest.raises(ShdError):
@@ -113,6 +116,8 @@ def test_no_bar_stays_above_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = screen.getvalue()
     assert "1/4 inputs read" in drawn
     assert "0/?" not in drawn
+    assert " left" in drawn
+    assert " left" not in drawn[drawn.index("4/4") :]
     assert "samples" not in drawn
     # The last thing is to go up to the bar's line and clear it.
     assert drawn.endswith("\x1b[1A\x1b[2K")
@@ -143,48 +148,36 @@ def test_lines_of_progress_where_there_is_no_terminal(
         tell(2, 4)
         wait_for("progress: 2/4 steps; 0:00:")
         wait_for(" left\n")
+        tell(4, 4)  # and something goes on
+        wait_for("progress: 4/4 steps; 0:00:")
+        wait_for(" passed\nprogress: 4/4 steps; 0:00:")
+        assert "0:00:00 left" not in told
         tell(0, 0, says="graph is made")
         wait_for("progress: graph is made; 0:00:")
 
 
-def test_a_command_that_stops_says_whether_it_resumes_and_what_is_kept(tmp_path: Path) -> None:
-    failures = {"stopped": (KeyboardInterrupt(), 130), "error": (ShdError("write-failed", "no room"), 1)}
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (ShdError("write-failed", "no room"), 1)])
+def test_a_command_that_stops_says_what_the_same_command_does(error: BaseException, code: int) -> None:
+    def work() -> None:
+        raise error
 
-    def run_stopped(word: str, out: str, *kept: str) -> str:
-        error, code = failures[word]
-
-        def work(out: Annotated[str, Shown("Output.")]) -> None:
-            raise error
-
+    for options, said in (({}, "the same command starts over"), ({"after": "it resumes"}, "it resumes")):
         app = typer.Typer()
-        add_command(app, work, kept=kept)
-        said = run(app, "--out", out, code=code)
-        assert said.startswith(word)
-        return said
-
-    out = tmp_path / "a[1]"
-    for word in failures:
-        for kept in ((), ("finished layers", ".{}.part", ".{}.compare.part")):
-            assert "the same command starts over" in run_stopped(word, str(out), *kept)
-        assert "resumes: finished shards are kept in s3://a/b" in run_stopped(
-            word, "s3://a/b", "finished shards", "{}"
-        )
-    (tmp_path / ".a[1].compare.part").mkdir()
-    assert f"resumes: finished layers are kept in {tmp_path}/.a[1].compare.part" in run_stopped(
-        "stopped", str(out), *kept
-    )
-    assert "starts over" in run_stopped("stopped", "s3://a/b")
+        add_command(app, work, **options)
+        assert run(app, code=code).endswith(said)
 
 
 def test_commands_that_resume() -> None:
-    """Those that say so when they are stopped, each by what it keeps; the others start over."""
-    from shd_ref.commands import app
-
-    assert {command.__name__ for command in app._KEPT} == {"precompute", "merge"}
+    """Those that say so when they are stopped; the others start over."""
     pytest.importorskip("torch", reason="shd-torch needs PyTorch")
-    from shd_torch import commands
+    from shd_torch.cli import load_app as load_shd_torch
 
-    assert {command.__name__ for command in commands._KEPT} == {"shrink", "compress"}
+    resuming = set()
+    for app in (SHD, load_shd_torch()):
+        for command in app.registered_commands:
+            stated = inspect.getclosurevars(command.callback).nonlocals.get("after", "")
+            resuming |= {command.name} if stated.startswith("the same command resumes: ") else set()
+    assert resuming == {"precompute", "merge", "compress", "shrink"}
 
 
 def test_mistakes_of_shd_torch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

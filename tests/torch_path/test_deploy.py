@@ -16,6 +16,7 @@ typer_testing = pytest.importorskip("typer.testing", reason="the commands need t
 
 from shd_torch import deploy  # noqa: E402  (after the skips)
 from shd_torch.cli import load_app  # noqa: E402
+from shd_torch.deploy.timing import find_busy  # noqa: E402
 
 WIDTH, VOCABULARY = 16, 11
 TEXT = "int64[batch, sequence] input_ids, int64[batch, sequence] attention_mask"
@@ -58,6 +59,16 @@ def write_graph(
 @pytest.fixture
 def graph(tmp_path: Path) -> Path:
     return write_graph(tmp_path / "graph.onnx")
+
+
+def test_a_busy_machine_is_noticed() -> None:
+    def entry(wall: float, processor: float) -> deploy.GraphTime:
+        walls, processors, ratios = (deploy.Interval(*3 * (value,)) for value in (wall, processor, 1.0))
+        return deploy.GraphTime("a", 1, None, 1, walls, processors, ratios)
+
+    assert find_busy([entry(1.0, 0.95), entry(0.1, 0.05)]) is None  # by what takes longest
+    assert find_busy([entry(1.0, 2.0)]) is None  # two threads
+    assert "waited for it 40% of their time" in str(find_busy([entry(1.0, 0.6)]))
 
 
 def test_times_by_turns(graph: Path, tmp_path: Path) -> None:
