@@ -62,6 +62,18 @@ class ShdError(ValueError):
         return type(self), (self.code, str(self), None), {"spec_id": self.spec_id}
 
 
+def need(
+    ok: bool, code: str, argument: str, rule: str, got: object, *, remedy: str = "", spec_id: str | None = None
+) -> None:
+    """Refuse unless ``ok``: ``<argument> must <rule>; got <got>: <remedy>``.
+
+    The text is made in any case, so that a rule that is costly to word, or that a type checker has to see, keeps its
+    own ``if``.
+    """
+    if not ok:
+        raise ShdError(code, f"{argument} must {rule}; got {got}" + (f": {remedy}" if remedy else ""), spec_id)
+
+
 def import_package(name: str, message: str, spec_id: str | None = None) -> Any:
     """An optional module, imported by the call that needs it; ``dependency-missing`` with this message."""
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import subprocess
 import sys
@@ -89,6 +90,20 @@ def test_public_names_of_the_reference_are_these() -> None:
     assert expected == sorted(shd_ref.__all__, key=expected.index)
     assert {"merge_plan", "solve_alpha", "squeeze_heads", "mix_heads", "shd_loss", "layer_map"} <= set(expected)
     assert all(hasattr(shd_ref, name) for name in expected)
+
+
+@pytest.mark.parametrize("package", ["shd_ref", "shd_torch"])
+def test_every_public_name_says_what_it_is(package: str) -> None:
+    module = pytest.importorskip(package, reason=f"{package} needs torch")
+    own = {name: held for name in module.__all__ if callable(held := getattr(module, name))}
+    own |= {
+        f"{name}.{member}": value
+        for name, held in own.items()
+        if inspect.isclass(held)
+        for member in vars(held)
+        if member[0] != "_" and (inspect.isroutine(value := getattr(held, member)) or isinstance(value, property))
+    }
+    assert [name for name, held in own.items() if not inspect.getdoc(held)] == []
 
 
 def test_shd_never_imports_torch(tmp_path: Path) -> None:
