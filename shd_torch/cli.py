@@ -1,4 +1,4 @@
-"""The ``shd-torch`` command: export a teacher, shrink one to a student, run the demo."""
+"""The ``shd-torch`` command: export a teacher, shrink one to a student, compress it."""
 
 from __future__ import annotations
 

@@ -128,34 +128,8 @@ def export(
     }
 
 
-def demo(
-    out: Annotated[Path, Shown("New folder for all files of the demo.")] = Path("demo_out"),
-    labels: Annotated[tuple[int, ...], Shown("Numbers of labelled images.")] = (50, 300),
-    seeds: Annotated[int, Shown("Students per method and number of labels.", least=1)] = 5,
-    steps: Annotated[int, Shown("Optimiser steps per student.", least=1)] = 200,
-    teacher_epochs: Annotated[int, Shown("Epochs of the teacher.", least=1)] = 30,
-    workers: Annotated[int, Shown("Students trained in parallel.", least=1)] = 2,
-) -> Document:
-    """Run the whole path on handwritten digits: teacher, squeezed start, cache, students, tables and pictures.
-
-    shd-torch demo --out demo_out --seeds 2
-    """
-    require_packages("torch", "transformers", "accelerate", "sklearn", "matplotlib", "onnxruntime")
-    from shd_torch.demo.run import run_demo
-
-    return run_demo(
-        out,
-        num_labels=labels,
-        seeds=seeds,
-        steps=steps,
-        teacher_epochs=teacher_epochs,
-        workers=workers,
-        console=console,
-    )
-
-
 _STAGES = "the same command resumes: finished {} are kept beside --out, in .NAME.part"
 _AFTER = {"compress": _STAGES.format("stages"), "shrink": _STAGES.format("layers")}
-for _command in (compress, export, doctor, shrink, vocabulary, demo):
+for _command in (compress, export, doctor, shrink, vocabulary):
     add_command(app, _command, is_long=True, after=_AFTER.get(_command.__name__, STARTS_OVER))
 add_command(app, time_models, name="time", is_long=True)

@@ -19,6 +19,7 @@ ONE = ("--epochs", "1")
 FEW = {
     "make_data": ("--steps", "30", "--samples", "64", "--layers", "2"),
     "indexer": ("--steps", "5"),
+    "digits": ("--labels", "50", "--seeds", "1", "--steps", "2", "--epochs", "1"),
     **dict.fromkeys(
         ("classification", "encoder_decoder", "language_model", "lightning_module", "long_samples", "two_teachers"),
         ONE,

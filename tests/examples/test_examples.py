@@ -29,10 +29,11 @@ RAY_WARNS = [
 ]
 MARKS = {
     "ray_cluster.py": [*RAY_WARNS, pytest.mark.nightly],
+    "digits.py": [pytest.mark.nightly],
     # Other tests train such students: of two teachers, encoders with decoders, and of classes.
     **dict.fromkeys(("two_teachers.py", "encoder_decoder.py", "classification.py"), pytest.mark.nightly),
 }
-NEEDS = {"lightning_module.py": "lightning", "ray_cluster.py": "ray"}
+NEEDS = {"lightning_module.py": "lightning", "ray_cluster.py": "ray", "digits.py": "sklearn"}
 
 FIGURES = {
     "README.md": {"Intel, 1 thread": (0.811, 0.622, 0.548, 0.550, 0.542)},

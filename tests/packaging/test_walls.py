@@ -133,12 +133,6 @@ WITHOUT = {
         package: ("onnx", f"from shd_ref.teacher import open_source; open_source('data.{suffix}')", "inputs")
         for package, suffix in (("pyarrow", "parquet"), ("pyarrow.ipc", "arrow"), ("safetensors", "safetensors"))
     },
-    "sklearn": (
-        "torch",
-        "from typer.testing import CliRunner; from shd_torch.cli import load_app; "
-        "print('dependency-missing', CliRunner(env={'COLUMNS': '200'}).invoke(load_app(), ['demo']).output)",
-        "cpu",
-    ),
     **dict.fromkeys(("onnx", "onnx_ir"), ("", "from shd_ref.teacher import find_sites", "teacher")),
     "onnxruntime": ("onnx", "from shd_ref.teacher import open_session; open_session(b'')", "teacher"),
     "transformers": ("torch", "from shd_torch.export import load_hf_model; load_hf_model('.')", "hf"),
@@ -223,7 +217,6 @@ def test_binding_shares_no_mathematics_with_the_reference(path: Path) -> None:
     """
     own = {
         "doctor": {"shd_ref.teacher"},
-        "demo": {"shd_ref.teacher.study.intervals"},
         "compress": {"shd_ref.teacher.precompute.engine", "shd_ref.teacher.study.intervals"},
         "export.py": {"shd_ref.teacher.rewrite.saving"},
         "deploy": {"shd_ref.teacher.rewrite.saving"},
@@ -257,7 +250,7 @@ report commands cli
 """
 SHD_TORCH = """
 precision checks maps supervision kernels kl indexer kd capture teacher data recipes training shrink export
-deploy doctor compress top demo compress_command shrink_command doctor_command time_command commands cli
+deploy doctor compress top compress_command shrink_command doctor_command time_command commands cli
 """
 FLOORS = {"shd_ref": SHD_REF.split(), "shd_torch": SHD_TORCH.split()}
 """Rooms and files of docs/architecture.md from the ground up; a file imports from its own floor and from below."""
