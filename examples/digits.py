@@ -1,6 +1,6 @@
 """The whole path on handwritten digits: a teacher, a squeezed student, one cache, and students of few labels.
 
-    python digits.py                        # also `nox -s demo`; about 6 minutes of one core
+    python digits.py                        # also `nox -s demo`; about 5 minutes of one core
 
 A vision transformer with 8 heads learns scikit-learn's digits. The commands export it, make a student of 2 heads that
 starts as the squeezed teacher, and store attention and logits in a cache. Students then train on 50 or 300 labels,
