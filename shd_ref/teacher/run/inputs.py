@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -65,6 +66,9 @@ def group_shards(
         yield shards[start : start + size]
 
 
+_TOO_LONG: Final = (
+    "it must have at most {most} positions, the teacher's limit; got {got}: cut texts with --max-length {most}"
+)
 Sample = dict[str, NDArray[Any]]
 MASK_NAMES: tuple[str, ...] = ("attention_mask", "input_mask")
 """Inputs taken for the attention mask when none is named."""
@@ -357,6 +361,10 @@ class ModelInputs:
                     "own tokenizer (--tokenizer), and no labels in place of tokens",
                     index,
                 )
+        tables = [self._rows[name] for name in self.supplied if name in self._rows]  # of position_ids
+        length = int(self.lengths[index] if self.mask is None else np.count_nonzero(sample[self.mask]))
+        if tables and length > min(tables):
+            raise self._source.refuse(_TOO_LONG.format(most=min(tables), got=length), index)
 
     def _check_length(self, sample: Sample, index: int) -> None:
         """A length that the graph fixes holds for every sample; padding fills shorter ones where there is a mask."""
@@ -423,9 +431,16 @@ def as_dtype(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any] | None:
 def run_batch(session: Any, names: Sequence[str], batch: Batch) -> dict[str, NDArray[Any]]:
     """Some outputs of a session on a batch of samples, by name; a fixed batch axis keeps its fill."""
     fed = {value.name for value in session.get_inputs()}
+    feeds = {name: array for name, array in batch.arrays.items() if name in fed}
     try:
-        values = session.run(list(names), {name: array for name, array in batch.arrays.items() if name in fed})
+        values = session.run(list(names), feeds)
     except Exception as error:  # onnxruntime's errors share no base class but Exception
+        most = None if "alloc" in str(error) else _find_limit(functools.partial(session.run, list(names)), feeds)
+        if most is not None:
+            lengths = np.max([batch.lengths, batch.decoder_lengths or batch.lengths], axis=0)
+            row = int(lengths.argmax())
+            what = _TOO_LONG.format(most=most, got=lengths[row])
+            raise inputs_invalid(f"inputs, row {batch.indices[row]}: {what}") from error
         foreign = "indices element out of data bounds" in str(error)
         raise inputs_invalid(
             f"inputs must be what the teacher can run on; samples {list(batch.indices)[:8]} and their batch of "
@@ -434,3 +449,28 @@ def run_batch(session: Any, names: Sequence[str], batch: Batch) -> dict[str, NDA
             * foreign
         ) from error
     return dict(zip(names, values, strict=True))
+
+
+def _find_limit(run: Callable[[Arrays], Any], arrays: Arrays) -> int | None:
+    """On how many positions a graph runs at most; None where a failure is not that of the length."""
+    longest = max((array.shape[1] for array in arrays.values() if array.ndim > 1), default=0)
+
+    def runs(piece: slice) -> bool:
+        def cut(array: NDArray[Any]) -> NDArray[Any]:
+            axes = (piece if axis and size == longest else slice(None) for axis, size in enumerate(array.shape))
+            return array[tuple(axes)]
+
+        try:
+            run({name: cut(array) for name, array in arrays.items()})
+        except Exception:  # as above
+            return False
+        return True
+
+    low, high = 1, longest
+    if high < 2 or not runs(slice(0, 1)):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if runs(slice(0, middle)) else (low, middle)
+    # If what the next position holds were at fault, such as an id, the piece that begins with it would fail too.
+    return low if runs(slice(low, 2 * low)) else None

@@ -15,10 +15,13 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 from support.attention_graphs import (
+    GraphBuilder,
+    attend,
     bare_attention,
     bare_samples,
     encoder_layer,
     language_model,
+    random_projection,
     saved,
     token_samples,
     token_teacher,
@@ -337,6 +340,28 @@ def test_ids_beyond_the_vocabulary_are_named(teacher: Path, tmp_path: Path) -> N
     inputs["input_ids"][31, 0] = 50
     with refusal("inputs-invalid", r"row 31: input_ids must be 0 to 49.* got 50 at position 0"):
         precompute(teacher, inputs, tmp_path, OPTIONS, RUN)
+
+
+@pytest.mark.parametrize("how", ["sliced", "chosen", "given"])
+def test_texts_beyond_the_positions_are_named(how: str, tmp_path: Path) -> None:
+    build = GraphBuilder()
+    table, ids = 0.1 * random_projection(7, 12, 5), "input_ids"
+    length = build.op("Slice", build.op("Shape", ids), [1], [2])
+    if how == "sliced":
+        added = build.op("Slice", table, [0], length, [0])
+    elif how == "chosen":
+        added = build.op("Gather", table, build.op("Range", 0, build.op("Squeeze", length), 1))
+    else:
+        added = build.op("Gather", table, "position_ids")
+    rows = build.op("Add", build.op("Gather", random_projection(50, 12, 9), ids), added)
+    output = attend(build, rows, rows, "attention_mask", 4, 0)
+    names = [ids, "attention_mask", *["position_ids"] * (how == "given")]
+    model = build.model({name: (onnx.TensorProto.INT64, ["batch", "length"]) for name in names}, [output])
+    mask = np.arange(9) < np.array([[3], [9], [7], [8]])
+    inputs = {ids: np.full((4, 9), 5), "attention_mask": mask.astype(np.int64)}
+    message = "row 1: it must have at most 7 positions, .*; got 9: cut texts with --max-length 7"
+    with refusal("inputs-invalid", message):
+        precompute(saved(model, tmp_path), inputs, tmp_path / "cache", OPTIONS)
 
 
 def test_nan_in_every_sample_is_an_error_even_where_it_may_be_skipped(tmp_path: Path) -> None:
