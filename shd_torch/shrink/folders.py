@@ -236,13 +236,15 @@ def check_files(folder: Path) -> list[Path]:
         ]
         indices = [read_json(file)["weight_map"] for file in files if file.name.endswith(".index.json")]
         shards = {folder / str(shard) for index in indices for shard in index.values()}
+        held = [file for file in {*files, *shards} if file.is_file()]
+        real = {file: Path(os.path.realpath(file)) for file in (*files, *shards)}  # a name may hold a NUL
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ShdError("read-failed", f"{name} must hold readable files: {error!r}") from error
-    for file in (*files, *shards):
-        if not Path(os.path.realpath(file)).is_relative_to(home):
+        raise ShdError("read-failed", f"{name} must hold readable files: {error!r:.200}") from error
+    for file, place in real.items():
+        if not place.is_relative_to(home):
             rule = f"{name} must hold its own files; {str(file)!r} lies elsewhere"
             raise ShdError("read-failed", f"{rule}: put the model's files, not links to them, into one folder")
-    return [file for file in {*files, *shards} if file.is_file()]
+    return held
 
 
 READERS = (

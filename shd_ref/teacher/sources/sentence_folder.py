@@ -16,7 +16,7 @@ MODULES: Final = "modules.json"
 MAX_WEIGHT_BYTES: Final = 1 << 28
 """Weights of one module after the model, such as a projection of its embeddings."""
 
-_FOLDER: Final = re.compile(r"\w[\w.-]*")
+_FOLDER: Final = re.compile(r"\w[\w.-]{0,62}")  # of at most 252 bytes in UTF-8, and systems refuse more than 255
 _MODES: Final = {"mean": "mean", "cls": "cls", "max": "max", "lasttoken": "last"}
 _FLAGS: Final = {  # by which folders say it that were saved before version 6
     **{"pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max", "pooling_mode_mean_tokens": "mean"},
@@ -31,7 +31,11 @@ def read_pooling(folder: Path) -> Pooling:
         ShdError: ``argument-value`` for no such folder, and for modules or a pooling that a cache has no name for;
             ``read-failed``.
     """
-    if not (folder / MODULES).exists():
+    try:
+        is_folder = (folder / MODULES).exists()
+    except OSError:  # such as of a name that is too long
+        is_folder = False
+    if not is_folder:
         modes = ", ".join(_MODES.values())
         rule = f"embeddings must be {modes}, each also with ,normalize, or a sentence-transformers folder"
         raise argument_value(f"{rule}, which has a {MODULES}; got {str(folder)!r}", "CACHE-182")
@@ -65,7 +69,8 @@ def modules_after_model(folder: Path) -> list[dict[str, str]]:
         raise ShdError("read-failed", f"{folder / MODULES} must list the modules, first the model with an empty path")
     paths = [module["path"] for module in others]
     if bad := [path for path in paths if not _FOLDER.fullmatch(path) or paths.count(path) > 1]:
-        raise ShdError("read-failed", f"{folder / MODULES} must name a folder of its own for each module; got {bad}")
+        rule = f"{folder / MODULES} must name a folder of its own for each module"
+        raise ShdError("read-failed", f"{rule}; got {bad!r:.100}")
     return others
 
 

@@ -15,8 +15,10 @@ from support.binding.models import hf_model
 from support.shrink.models import make_teacher
 
 from shd_ref import ShdError
+from shd_ref.teacher.sources.sentence_folder import find_pooling, modules_after_model, read_pooling
 from shd_torch import load_student
 from shd_torch.shrink import shrink
+from shd_torch.shrink.folders import check_files
 
 transformers = pytest.importorskip("transformers", reason="the teachers are models of transformers")
 
@@ -116,6 +118,19 @@ def test_files_are_the_teachers_own(teacher: Path, tmp_path: Path) -> None:
     for name in (*kept, "2_Dense/config.json", "2_Dense/model.safetensors"):
         assert (out / name).read_bytes() == (teacher / name).read_bytes()
     assert not (out / "3_Normalize").exists()
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "é" * 200, "a\0b", "a/" * 3000])
+def test_names_that_no_file_can_have(name: str, tmp_path: Path) -> None:
+    """In files of a folder from elsewhere, and as the folder itself."""
+    (tmp_path / MODULES).write_text(json.dumps([module(0, "Transformer", ""), module(1, "Pooling", name)]))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    for read in (check_files, modules_after_model, read_pooling):
+        with pytest.raises(ShdError, match=r"readable files|a folder of its own") as caught:
+            read(tmp_path)
+        assert caught.value.code == "read-failed"
+        assert len(str(caught.value)) < 400
+    assert find_pooling(Path(name)) is None
 
 
 def test_a_narrower_student(teacher: Path, tmp_path: Path) -> None:
