@@ -169,18 +169,14 @@ def show_progress(*units: str) -> Iterator[tuple[Callable[..., None], ...]]:
 def _bars() -> Any:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    class Left(TimeRemainingColumn):
-        def render(self, task: Any) -> Text:
-            left = super().render(task)
-            return Text.assemble(left, " left") if left.plain else left
-
     columns = (
         BarColumn(bar_width=20),
         TextColumn("{task.fields[count]}"),
         TextColumn("{task.description}", table_column=Column(max_width=22, no_wrap=True, overflow="ellipsis")),
         TimeElapsedColumn(),
-        TextColumn("passed"),
-        Left(),
+        TextColumn("passed,"),
+        TimeRemainingColumn(),
+        TextColumn("left"),
     )
     return Progress(*columns, console=messages, transient=True)
 

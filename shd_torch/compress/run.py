@@ -25,6 +25,7 @@ from shd_torch.compress.stages import Progress, Run
 from shd_torch.compress.students import RATES, SHD_SEEDS, SHORT_STEPS, compare, prepare_training, train_best
 from shd_torch.compress.training import BATCH, time_step
 from shd_torch.compress.worth import Worths, measure_worths
+from shd_torch.deploy.inputs import require_runtime
 from shd_torch.shrink.folders import new_folder
 from shd_torch.shrink.unfinished import Unfinished, run_key
 
@@ -65,7 +66,7 @@ def compress(
     folder, source, judged = new_folder(out), Path(teacher), None if held_out is None else Path(held_out)
     with _open_run(source, Path(data), judged, options, part_folder(folder), progress) as run:
         document = _compress(run) | {"command": list(command)}
-        document |= {"remarks": run.remarks, "seconds": time.monotonic() - started}
+        document |= {"remarks": run.find("busy", list), "seconds": time.monotonic() - started}
         progress(0, 0, "the folder is written")
         hand_over(run.folder, folder, source, document)
     return document
@@ -81,7 +82,8 @@ def _open_run(
     rows = read_rows(data, teacher, options.max_length)
     judged = None if held_out is None else read_rows(held_out, teacher, options.max_length, "held_out")
     samples = divide(rows, judged, options.seed)
-    with Unfinished(folder, run_key(teacher, asdict(options) | {"samples": samples.digest})) as keeper:
+    inputs = {"samples": samples.digest, "onnxruntime": require_runtime().__version__}
+    with Unfinished(folder, run_key(teacher, asdict(options) | inputs)) as keeper:
         yield Run(teacher, options, keeper, progress, samples)
 
 
@@ -121,7 +123,7 @@ def forecast(
         for kind, quality in study["quality"].items():
             lines.append(f"the teacher in {kind}: quality {quality['value']:.4f}")
         lines += [f"{what}: about {math.ceil(duration / 60)} min" for what, duration in seconds.items()]
-        return [*lines, *run.remarks, f"in all about {math.ceil(sum(seconds.values()) / 60)} min"]
+        return [*lines, *run.find("busy", list), f"in all about {math.ceil(sum(seconds.values()) / 60)} min"]
 
 
 def _compress(run: Run) -> dict[str, Any]:

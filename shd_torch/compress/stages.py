@@ -86,14 +86,8 @@ class Run:
         settings: Any = {"batch": options.batch, "length": length, "threads": (options.threads,), "rounds": rounds}
         times = time_graphs(graphs, **settings, progress=self.tell("graphs are timed"))
         if (remark := find_busy(times)) is not None:
-            self.keeper.put("busy", {}, remark)
+            self.keeper.put("busy", {}, [remark])  # also for a run that goes on
         return times
-
-    @property
-    def remarks(self) -> list[str]:
-        """What the user should know of the times, also of those that an earlier run took."""
-        busy = self.keeper.get("busy")
-        return [] if busy is None else [busy[1]]
 
     def price(self, graphs: Mapping[str, Path]) -> dict[str, list[float]]:
         """Median seconds of a run of each graph, one for each batch and length, in order; then its bytes."""

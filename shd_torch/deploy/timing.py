@@ -19,10 +19,8 @@ from shd_torch.deploy.inputs import GraphInputs, open_graph, run_graph
 LEAST_ROUNDS: Final = 6
 """Fewer medians have no interval of 95%."""
 
-BUSY: Final = 0.1
-"""Share of a run's time without the processor from which on other programs are to blame."""
-
 _DEFAULTS: Final = {"batch": (1, 32), "length": (64,)}
+_BUSY: Final = 0.1  # of the time of runs that other programs took
 _WARM_SECONDS: Final = 0.05  # of runs that do not count: weights are back in the processor's caches
 _LONG_SECONDS: Final = 0.5  # a run of this length needs no others before it
 _TURN_SECONDS: Final = 0.1  # of runs that count, at least one
@@ -156,9 +154,8 @@ def _axis_sizes(
 def find_busy(times: Sequence[GraphTime]) -> str | None:
     """A remark where other programs took the processor, by wall time and processor time; else None."""
     waited = 1 - sum(entry.processor.median for entry in times) / sum(entry.wall.median for entry in times)
-    if waited < BUSY:
-        return None
-    return f"the machine was busy: graphs waited for it {waited:.0%} of their time; repeat this when it is idle"
+    said = f"the machine was busy: graphs waited for it {waited:.0%} of their time; repeat this when it is idle"
+    return said if waited > _BUSY else None
 
 
 def check_length(name: str, most: int | None, lengths: Sequence[int]) -> None:

@@ -10,9 +10,6 @@ from typing import Final
 from shd_ref.errors import ShdError
 from shd_ref.teacher.sources.sentence_folder import MODULES, modules_after_model, parse_file, read_file
 
-MODULE_FILES: Final = ("config.json", "model.safetensors")
-"""What is read of a module's folder."""
-
 _SETTINGS: Final = re.compile(r"config_sentence_transformers\.json|sentence_\w+_config\.json")
 _WIDTHS: Final = ("embedding_dimension", "word_embedding_dimension")
 _FREE: Final = frozenset({"Pooling", "Normalize", "Dropout"})

@@ -17,13 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from shd_ref.cache.storage.documents import read_json
-from shd_ref.cache.storage.drafts import DraftFolder, find_damaged, hash_file, hash_files, put
+from shd_ref.cache.storage.drafts import DraftFolder, hash_file, hash_files, put
 from shd_ref.cache.storage.storage import write_errors
 from shd_ref.errors import ShdError
 from shd_ref.teacher.sources.sentence_folder import MODULES, modules_after_model
 from shd_torch.shrink.folders import check_files
 from shd_torch.shrink.heads import AttentionStatistics
-from shd_torch.shrink.sentences import MODULE_FILES
 
 HEAD = "run.json"
 _SUFFIX = ".safetensors"
@@ -78,8 +77,9 @@ class Unfinished(DraftFolder):
             own[key] = tensor.detach().to("cpu", copy=there in seen).contiguous()
             seen.add(there)
         with write_errors(self.folder):
-            said = {"notes": json.dumps(notes), "files": json.dumps(hash_files(self.folder, files) if files else {})}
-        said["sha256"] = _hash_tensors(own, said["notes"], said["files"])
+            hashes = hash_files(self.folder, files) if files else {}
+        said = {"notes": json.dumps(notes), "pattern": files, "files": json.dumps(hashes)}
+        said["sha256"] = _hash_tensors(own, *said.values())
         self._put(name + _SUFFIX, lambda draft: save_file(own, draft, said))
 
     def get(self, name: str) -> tuple[dict[str, Tensor], Any] | None:
@@ -93,10 +93,11 @@ class Unfinished(DraftFolder):
             with safe_open(path, "pt") as file:
                 names, said = file.keys(), file.metadata()
                 tensors = {name: file.get_tensor(name) for name in names}
-            if said["sha256"] != _hash_tensors(tensors, said["notes"], said["files"]):
+            pattern = said["pattern"]
+            if said["sha256"] != _hash_tensors(tensors, said["notes"], pattern, said["files"]):
                 raise ValueError(f"a damaged {path.name}")
-            if damaged := find_damaged(self.folder, json.loads(said["files"])):
-                raise ValueError(f"a damaged {damaged}, or none")
+            if pattern and hash_files(self.folder, pattern) != json.loads(said["files"]):
+                raise ValueError(f"damaged files {pattern}")
             return tensors, json.loads(said["notes"])
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise self._unreadable(error) from error
@@ -174,9 +175,8 @@ def run_key(teacher: nn.Module | str | os.PathLike[str], options: Mapping[str, A
 def _hash_folder(folder: Path) -> str:
     """Of all that is read of it: the model with its shards, the tokenizer, and a sentence encoder's modules."""
     files = set(check_files(folder))
-    if (folder / MODULES).exists():
-        paths = [folder / module["path"] for module in modules_after_model(folder)]
-        files |= {path / name for path in paths for name in MODULE_FILES if (path / name).is_file()}
+    for module in modules_after_model(folder) if (folder / MODULES).exists() else ():
+        files |= {file for file in (folder / module["path"]).glob("*") if file.is_file()}
     try:
         hashes = [(str(file.relative_to(folder)), hash_file(file)) for file in sorted(files)]
     except OSError as error:

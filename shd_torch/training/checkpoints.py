@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from shd_ref.cache.storage.documents import read_json
-from shd_ref.cache.storage.drafts import find_damaged, hash_files, put
+from shd_ref.cache.storage.drafts import hash_files, put, settle, sync
 
 MARKER: Final = "shd_checkpoint.json"
 """Hashes of a checkpoint's files; empty until all of them are on the disk."""
@@ -16,19 +16,23 @@ MARKER: Final = "shd_checkpoint.json"
 
 def finish_checkpoint(folder: Path, *, is_shared: bool) -> None:
     """Mark a checkpoint as whole; without hashes where other machines wrote some of its files."""
-    hashes = hash_files(folder, "**/*")
-    del hashes[MARKER]
     draft = folder / f".{MARKER}"
-    draft.write_text(json.dumps({} if is_shared else hashes), encoding="utf-8")
+    draft.write_text(json.dumps({} if is_shared else _hash(folder)), encoding="utf-8")
+    settle(folder)
     put(draft, folder / MARKER)
+    sync(folder.parent)
 
 
 def is_whole(folder: Path) -> bool:
     """Whether a checkpoint is finished and as it was then."""
     try:
-        return find_damaged(folder, read_json(folder / MARKER)) is None
-    except (OSError, ValueError, AttributeError):
+        return read_json(folder / MARKER) in ({}, _hash(folder))
+    except (OSError, ValueError):
         return False
+
+
+def _hash(folder: Path) -> dict[str, str]:
+    return {name: digest for name, digest in hash_files(folder, "**/*").items() if not name.endswith(MARKER)}
 
 
 def last_checkpoint(folder: Path) -> Path | None:

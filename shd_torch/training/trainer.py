@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from shd_ref.cache import ROWS, Attention, CacheReader
 from shd_ref.cache.forms.table import load
-from shd_ref.cache.storage.drafts import share
+from shd_ref.cache.storage.drafts import settle
 from shd_ref.cache.storage.storage import write_errors
 from shd_ref.errors import ShdError
 from shd_torch.capture.capture import capture_attention
@@ -546,7 +546,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
             folder = Path(output_dir or self.args.output_dir or "")
             self.projectors.save(folder)
             for file in folder.glob("*.safetensors"):
-                share(file)
+                settle(file)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder = Path(resume_from_checkpoint)

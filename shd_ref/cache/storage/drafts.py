@@ -10,7 +10,7 @@ import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Self
 
@@ -91,37 +91,27 @@ def drafting(target: Path, folder: Path | None = None) -> Iterator[Path]:
 
 def put(draft: Path, target: Path) -> None:
     """Give a draft its place: all of it is on the disk before, and its name after."""
-    share(draft)
-    for path in (*draft.rglob("*"), draft):
-        sync(path)
+    settle(draft)
     draft.replace(target)
     sync(target.parent)
 
 
-def share(draft: Path) -> None:
-    """Give a file, or all files of a folder, the mode of new ones; those of safetensors are for their owner alone."""
+def settle(path: Path) -> None:
+    """Wait until a file or a folder is on the disk, with the mode of new files: safetensors' are for their owner."""
     mask = os.umask(0o077)  # no other way to read it
     os.umask(mask)
-    for path in (*draft.rglob("*"), draft):
-        if path.is_file():
-            path.chmod(0o666 & ~mask)
+    for one in (*path.rglob("*"), path):
+        if one.is_file():
+            one.chmod(0o666 & ~mask)
+        sync(one)
 
 
 def hash_files(folder: Path, pattern: str) -> dict[str, str]:
-    """SHA-256 of files by name, once they are on the disk and have the mode of new ones."""
-    found = sorted(folder.glob(pattern))
-    for path in (*found, folder, folder.parent):
-        sync(path)
-    files = [path for path in found if path.is_file()]
+    """SHA-256 of files by name, as they are on the disk."""
+    files = [path for path in sorted(folder.glob(pattern)) if path.is_file()]
     for path in files:
-        share(path)
+        settle(path)
     return {str(path.relative_to(folder)): hash_file(path) for path in files}
-
-
-def find_damaged(folder: Path, hashes: Mapping[str, str]) -> str | None:
-    """The first file that is absent or not as it was."""
-    files = {name: folder / name for name in hashes}
-    return next((name for name, file in files.items() if not file.is_file() or hash_file(file) != hashes[name]), None)
 
 
 def hash_file(path: Path) -> str:

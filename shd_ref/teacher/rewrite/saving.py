@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from shd_ref.cache.storage.drafts import drafting, put
+from shd_ref.cache.storage.drafts import drafting, hash_file, put
 from shd_ref.cache.storage.storage import write_errors
 from shd_ref.teacher.opening.model import all_tensors
 from shd_ref.teacher.packages import ir, onnx
@@ -26,9 +25,7 @@ def saving_graph(model: ir.Model, target: Path, *, large: bool) -> Iterator[tupl
         data, weights_file = draft.with_name("data"), None
         ir.save(model, draft, external_data=data.name if large else None)
         if data.exists():
-            with data.open("rb") as written:
-                digest = hashlib.file_digest(written, "sha256").hexdigest()
-            weights_file = target.with_name(f"{target.name}.{digest[:16]}.data")
+            weights_file = target.with_name(f"{target.name}.{hash_file(data)[:16]}.data")
             _name_data(draft, weights_file.name)
             data = data.rename(draft.with_name(weights_file.name))
         yield draft, weights_file

@@ -8,8 +8,7 @@ import os
 import random
 import re
 import signal
-import time
-from collections.abc import Callable
+import threading
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -402,19 +401,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in files}
 
 
-def start(work: Callable[[], Any]) -> int:
-    child = os.fork()
-    if not child:
-        torch.set_num_threads(1)  # threads do not live on in a child
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    return child
-
-
 def test_a_folder_counts_once_it_is_vouched_for_and_as_it_was_then(tmp_path: Path) -> None:
     teacher, data = write_teacher(tmp_path, "classifier")
     samples = divide(read_rows(data, teacher, None), None, 0)
@@ -431,34 +417,46 @@ def test_a_folder_counts_once_it_is_vouched_for_and_as_it_was_then(tmp_path: Pat
         assert contents(folder) == before
         weights = folder / "model.safetensors"
         weights.write_bytes(before["model.safetensors"][:-1] + b"\7")
-        with refusal("read-failed", f"a damaged {folder.name}/model.safetensors"):
+        with refusal("read-failed", f"damaged files {folder.name}"):
             students._make(run, wish, 0, row)
 
 
 @pytest.mark.nightly
 def test_a_storm_of_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At random moments of a run, which is then resumed to its end."""
+    """At random moments of a few stages each, until the run comes to its end between them or after them."""
     teacher, data = write_teacher(tmp_path, "classifier")
-    options: CompressOptions = replace(OPTIONS, budget=1e-4)  # the least number of steps, whatever a step takes
+    options = replace(OPTIONS, budget=1e-4)  # the least number of steps, whatever a step takes
     monkeypatch.setattr(students, "half_is_faster", lambda *_: False)  # which is measured
     draw = random.Random(0)
 
-    def work(name: str) -> None:
-        compress(teacher, data, options, out=tmp_path / name)
+    def run(name: str, stage: int | None = None, delay: float = 0.0) -> int:
+        seen = []
 
-    began = time.monotonic()
-    assert os.waitpid(start(lambda: work("whole")), 0)[1] == 0
-    seconds = time.monotonic() - began
-    killed = 0
-    while killed < KILLS:
-        child = start(lambda: work("student"))
-        time.sleep(draw.uniform(0.02, 0.12) * seconds)
-        os.kill(child, signal.SIGKILL)
-        killed += os.WIFSIGNALED(os.waitpid(child, 0)[1])
-        if (tmp_path / "student").exists():
-            break
-    assert killed > 5
-    if not (tmp_path / "student").exists():
-        assert os.waitpid(start(lambda: work("student")), 0)[1] == 0
+        def tell(done: int, total: int, what: str) -> None:
+            if seen[-1:] != [what]:
+                seen.append(what)
+                if len(seen) == stage:
+                    threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+        child = os.fork()
+        if not child:
+            torch.set_num_threads(1)  # threads do not live on in a child
+            try:
+                compress(teacher, data, options, out=tmp_path / name, progress=tell)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        return os.waitpid(child, 0)[1]
+
+    assert run("whole") == 0
+    ends = [
+        run("student", draw.randint(2, 6), draw.uniform(0, 1.5))
+        for _ in range(KILLS)
+        if not (tmp_path / "student").exists()
+    ]
+    assert {signal.SIGKILL} <= {*ends} <= {0, signal.SIGKILL}
+    assert (tmp_path / "student").exists() or run("student") == 0
+    if list(tmp_path.glob(".*")):  # killed when all was done: the next run refuses, and clears away
+        assert run("student") != 0
     assert contents(tmp_path / "student") == contents(tmp_path / "whole")
-    assert not [path.name for path in tmp_path.glob(".*")]
+    assert not list(tmp_path.glob(".*"))
