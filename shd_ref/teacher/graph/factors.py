@@ -18,7 +18,7 @@ from shd_ref.teacher.opening.model import read_graph
 from shd_ref.teacher.opening.operators import SCALING_OPS, kinds
 from shd_ref.teacher.packages import ir, onnx
 
-_PASSING: Final = frozenset({"Cast", "DequantizeLinear", "Identity", "QuantizeLinear", "Reshape"})
+_PASSING: Final = frozenset({"Cast", "DequantizeLinear", "Flatten", "Identity", "QuantizeLinear", "Reshape"})
 _ARITHMETIC: Final = _PASSING | kinds("Add Clip Concat Div Max Mul ReduceMax Sub Tanh Transpose Where")
 
 
@@ -129,7 +129,8 @@ class SiteFactors:
 
     Attributes:
         queries, keys: names of the product's operands, after rotary embedding; ``(d, S)`` if ``keys_transposed``.
-        layout, logits_layout: as of the site, but of the product's operands, and of what its softmax reads.
+        layout, logits_layout: as of the site, but of the product's operands, and of ``logits``.
+        logits: name of what its softmax reads, before it is flattened to rows, as operators before opset 13 take it.
         key_heads: which of the product's key heads to keep, one of each repeated; empty for all.
         multipliers: names of computed factors ``(..., 1)`` with their operators, applied to the queries.
         reason: why queries and keys cannot stand for the map, and what to do about it; None where ``supported``.
@@ -141,6 +142,7 @@ class SiteFactors:
     keys_transposed: bool = True
     layout: Layout | None = None
     logits_layout: Layout | None = None
+    logits: str = ""
     num_kv_heads: int = 0
     key_heads: tuple[int, ...] = ()
     d: int = 0
@@ -160,9 +162,21 @@ def find_factors(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tupl
     values = {name_of(value): value for value in (*graph.inputs, *(out for node in graph for out in node.outputs))}
     read = [read_logits(values[site.logits]) if site.supported and site.logits else None for site in sites]
     names = {name_of(value) for logits in read if logits is not None for value in _tensors(logits)}
-    names |= {name for site in sites if site.supported for name in (site.probs, site.logits) if name}
-    arrays = probe_tensors(model, sorted(names)) if names else {}
-    return tuple(_factors(site, logits, arrays) for site, logits in zip(sites, read, strict=True))
+    names |= {site.probs for site in sites if site.supported and site.probs}
+    shaped = [list(_before_shaping(values.get(site.logits))) if site.supported else [] for site in sites]
+    arrays = probe_tensors(model, sorted(names.union(*shaped))) if names else {}
+    return tuple(
+        _factors(site, logits, arrays, next((name for name in chain if arrays[name].ndim > 2), site.logits))
+        for site, logits, chain in zip(sites, read, shaped, strict=True)
+    )
+
+
+def _before_shaping(value: ir.Value | None) -> Iterator[str]:
+    """A tensor, then what it is shaped from."""
+    while value is not None and constant_of(value) is None:
+        yield name_of(value)
+        node = value.producer()
+        value = node.inputs[0] if node is not None and node.op_type in ("Flatten", "Reshape") else None
 
 
 def _tensors(logits: Logits) -> Iterator[ir.Value]:
@@ -175,7 +189,7 @@ def _tensors(logits: Logits) -> Iterator[ir.Value]:
     yield from (value for value in values if constant_of(value) is None)
 
 
-def _factors(site: AttentionSite, logits: Logits | None, arrays: Arrays) -> SiteFactors:
+def _factors(site: AttentionSite, logits: Logits | None, arrays: Arrays, read: str) -> SiteFactors:
     if logits is None:
         return SiteFactors(site, reason=site.reason) if site.reason else _refused(site, "its map is not a softmax")
     reason = logits.reason or _reason(logits, arrays)
@@ -189,7 +203,7 @@ def _factors(site: AttentionSite, logits: Logits | None, arrays: Arrays) -> Site
     layout = _layout(site, arrays[site.probs].ndim, arrays[name_of(product.outputs[0])].ndim)
     transposed = not int_attribute(product, "transB")
     shape = arrays[name_of(keys)].shape
-    logits_layout = _layout(site, arrays[site.probs].ndim, arrays[site.logits].ndim)
+    logits_layout = _layout(site, arrays[site.probs].ndim, arrays[read].ndim)
     if layout is None or logits_layout is None or len(shape) != arrays[name_of(queries)].ndim:
         return _refused(site, "queries and keys have other axes than the map")
     heads = site.num_heads or 1
@@ -202,6 +216,7 @@ def _factors(site: AttentionSite, logits: Logits | None, arrays: Arrays) -> Site
         keys_transposed=transposed,
         layout=layout,
         logits_layout=logits_layout,
+        logits=read,
         num_kv_heads=1 if shared else len(kept) or heads,
         key_heads=() if shared else kept,
         d=shape[-2 if transposed else -1],

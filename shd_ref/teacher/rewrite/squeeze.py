@@ -262,7 +262,7 @@ _FAR_BELOW: Final = 500.0
 def add_spans(body: Body, factors: SiteFactors) -> str:
     """First, last and number of the keys that the mask leaves each row, as nodes: ``(B, H, L, 3)`` int32."""
     site = factors.site
-    logits = batch_heads(body, body.op("Cast", site.logits, to=FLOAT), factors.logits_layout, site.num_heads or 1)
+    logits = batch_heads(body, body.op("Cast", factors.logits, to=FLOAT), factors.logits_layout, site.num_heads or 1)
     least = body.op("Sub", body.reduce_max(logits), body.const(_FAR_BELOW))
     return body.op("Cast", spans_of(body, body.op("Greater", logits, least)), to=onnx.TensorProto.INT32)
 

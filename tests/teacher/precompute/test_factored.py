@@ -59,6 +59,31 @@ def test_records_make_the_maps_that_a_cache_of_maps_holds(teacher: Path, tmp_pat
     assert 0 < again.tv_max <= np.sqrt(max(bounds) / 2) + 1e-4  # CACHE-151 with Pinsker's inequality
 
 
+@pytest.mark.parametrize("tile", [None, 4])
+def test_softmax_of_flat_rows(tile: int | None, tmp_path: Path) -> None:
+    """Before operator set 13, softmax takes rows: converters flatten what it reads, and shape what it gives."""
+    model = encoder_layer(num_heads=4, mask="where")
+    place, softmax = next((n, node) for n, node in enumerate(model.graph.node) if node.op_type == "Softmax")
+    del model.graph.node[place]
+    (source,), (probs,) = softmax.input, softmax.output
+    for node in (
+        onnx.helper.make_node("Reshape", ["rows", "sizes"], [probs]),
+        onnx.helper.make_node("Softmax", ["flat"], ["rows"], axis=1),
+        onnx.helper.make_node("Flatten", [source], ["flat"], axis=3),
+        onnx.helper.make_node("Shape", [source], ["sizes"]),
+    ):
+        model.graph.node.insert(place, node)
+    teacher, inputs = saved(model, tmp_path), make_inputs()
+    exact = PrecomputeOptions(num_student_heads=2, codec="float32")
+    precompute(teacher, inputs, tmp_path / "maps", exact, RUN)
+    options = replace(OPTIONS, factored_codec="float16")
+    precompute(teacher, inputs, tmp_path / "factored", options, replace(RUN, tile=tile))
+    maps, factored = CacheReader(tmp_path / "maps"), CacheReader(tmp_path / "factored")
+    for key in maps:
+        expected = maps.decode(maps.read(key), 0)
+        np.testing.assert_allclose(factored.decode(factored.read(key), 0), expected, atol=5e-3)
+
+
 def test_several_students_in_one_pass(teacher: Path, tmp_path: Path) -> None:
     inputs = make_inputs()
     precompute_heads(teacher, inputs, tmp_path / "both", OPTIONS, [2, 3], RUN)
