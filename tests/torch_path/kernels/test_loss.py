@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 from support.binding.kernel_cases import Case, assert_gradient, assert_value, logits, relative_error
 
@@ -193,3 +194,30 @@ def test_mass_outside_of_the_mask_is_infinite_and_moves_nothing(loss: Loss) -> N
     assert np.isfinite(actual["dk"]).all()
     every[0, 5] = False
     assert np.isfinite(loss(coded(case, codes), arguments(case, loss_mask=every, check=False))["loss"])
+
+
+@pytest.mark.parametrize("backend", ["triton", "sdpa"])
+@pytest.mark.parametrize("moved", [0.0, 1e-3], ids=["equal", "near"])
+@pytest.mark.parametrize("shared", [0.0, 2.0], ids=["rows of few keys", "even rows"])
+def test_large_logits_near_the_teacher_stay_within_the_stated_bound(
+    loss: Loss, backend: str, shared: float, moved: float
+) -> None:
+    """A float16 student at logits of 10^4, and its teacher in float32; keys of even rows share a large part."""
+    rng, shape, size = np.random.default_rng(0), (1, 1, 48, 64), 120.0
+    common, *parts = rng.normal(size=64) / 64**0.25, rng.normal(size=shape), rng.normal(size=shape)
+    q, k = ((size / 2 * (shared * common + part / (size if shared else 1))).astype(np.float16) for part in parts)
+    taught = (q * (1 + moved * rng.normal(size=shape))).astype(np.float32)
+    found = loss(
+        {"queries": taught, "keys": k.astype(np.float32), "mixing": np.ones((1, 1, 1), np.float32)},
+        {"student_q": q, "student_k": k, "beta": 1.0, "backend": backend, "product_dtype": torch.float32},
+    )
+    q, k, taught = (x.astype(np.float64) for x in (q, k, taught))
+    dz = np.subtract(*(shd_ref.softmax(x @ k.swapaxes(-1, -2) / 8) for x in (q, taught)))
+    largest = max((np.abs(x) @ np.abs(k).swapaxes(-1, -2) / 8).max() for x in (q, taught))
+    assert largest > 1e4
+    share, weight = (48 + largest * (64 + 8)) * 2.0**-24, 1 / 8 / 48  # scale, and the weight of a row
+    moved_by = 2 * share + 2.0**-10 * np.abs(dz).sum(-1)  # of each row; products of half precision too
+    errors = {"dk": found["dk"] - weight * dz.swapaxes(-1, -2) @ q, "dq": found["dq"] - weight * dz @ k}
+    assert np.linalg.norm(errors["dk"]) <= weight * (moved_by * np.linalg.norm(q, axis=-1)).sum()
+    most = np.linalg.norm(k, axis=-1).max()
+    assert (np.linalg.norm(errors["dq"], axis=-1) <= weight * moved_by * most).all()
