@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from shd_ref.cache.storage.storage import write_errors
 from shd_ref.errors import ShdError
 from shd_torch.deploy.inputs import GraphInputs, open_graph, require_runtime, run_graph
 
@@ -81,6 +82,7 @@ def quantize_graph(
             where either graph gives NaN or infinity. ``out`` is then left as it was.
     """
     require_runtime()
+    import onnx
     import onnx_ir as ir
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
@@ -94,13 +96,13 @@ def quantize_graph(
     arrays = reader.draw(samples, reader.longest(length)) if inputs is None else _fit(inputs, reader, source)
     expected = run_graph(open_graph(source), arrays, source)[0]
     before = _size(source)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, write_errors(folder):
         draft = Path(folder) / "int8.onnx"
         disabled = logging.root.manager.disable
         try:
             logging.disable(logging.WARNING)  # advice to preprocess, which would inline fused attention
             quantize_dynamic(
-                source,
+                onnx.load(source),  # of a path it writes a copy beside it, which a full disk cuts in silence
                 draft,
                 op_types_to_quantize=["MatMul", "Gemm"],
                 per_channel=True,
@@ -108,6 +110,8 @@ def quantize_graph(
                 weight_type=QuantType.QInt8,
                 use_external_data_format=before > _EXTERNAL_DATA_BYTES,
             )
+        except OSError:
+            raise
         except Exception as error:  # onnx's and onnxruntime's exceptions share no base class
             raise ShdError("export-failed", f"{source} must be quantised by onnxruntime; got {error}") from error
         finally:

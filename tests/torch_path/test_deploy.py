@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.faults import file_size_limit, permissions_count
 from support.refusals import refusal
 
 onnx = pytest.importorskip("onnx", reason="graphs are made with onnx")
@@ -191,6 +192,19 @@ def test_inputs_are_drawn_within_the_positions_of_a_model(graph: Path, tmp_path:
     assert not told
     (entry,) = deploy.time_graphs({"short": short}, batch=[1], length=[11], rounds=6)
     assert entry.length == 11
+
+
+def test_int8_needs_no_room_beside_its_source(tmp_path: Path) -> None:
+    """Nothing is written there, which a kill would leave; without room for the draft it is a failed write."""
+    (tmp_path / "read-only").mkdir()
+    source = write_graph(tmp_path / "read-only" / "graph.onnx")
+    source.parent.chmod(0o555)
+    with permissions_count():
+        deploy.quantize_graph(source, tmp_path / "int8.onnx")
+    source.parent.chmod(0o755)
+    with refusal("write-failed"), file_size_limit(100):
+        deploy.quantize_graph(source, tmp_path / "other.onnx")
+    assert not (tmp_path / "other.onnx").exists()
 
 
 def run(*words: object, code: int = 0) -> str:
