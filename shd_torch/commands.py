@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from shd_ref.cache.storage.drafts import output_path
 from shd_ref.commands.derive import Document, add_command, require_packages
 from shd_ref.commands.options import ShowVersion
 from shd_ref.commands.terminal import STARTS_OVER, ShownGroup, console, show_progress
@@ -17,8 +18,9 @@ from shd_ref.errors import ShdError
 from shd_ref.teacher.options import Shown
 from shd_torch.compress_command import compress
 from shd_torch.doctor_command import doctor
+from shd_torch.shrink.folders import check_model
 from shd_torch.shrink_command import shrink, vocabulary
-from shd_torch.time_command import Graphs, Timing, check_lengths, read_samples, time_models
+from shd_torch.time_command import Graphs, Timing, check_timing, read_samples, time_models
 
 TEACHER_OPSET = 18
 
@@ -84,15 +86,18 @@ def export(
             raise ShdError("argument-value", f"{option} must go with --student; got it without")
         if is_given:
             require_packages("onnxruntime")
-    require_packages("torch")
+    require_packages("torch", "transformers", "onnx", "onnxscript")
+    if student and opset != TEACHER_OPSET:
+        raise ShdError("argument-value", f"--opset must be left out with --student, which chooses it; got {opset}")
+    check_model(model, "model")
+    if output_path(out).is_dir():
+        raise ShdError("write-failed", f"out must be a file, such as teacher.onnx; got {out}, which is a folder")
+    samples = read_samples(data, model)
+    if timing is not None:
+        check_timing(timing, model)
     from shd_torch.export import example_inputs, export_student, export_teacher, hide_weight_bars, load_hf_model
 
     hide_weight_bars()
-    if student and opset != TEACHER_OPSET:
-        raise ShdError("argument-value", f"--opset must be left out with --student, which chooses it; got {opset}")
-    samples = read_samples(data, model)
-    if timing is not None:
-        check_lengths(timing, model)
     with show_progress("model") as (on_progress,):
         on_progress(0, 0, says="model is loaded")
         loaded = load_hf_model(model)

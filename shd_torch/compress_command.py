@@ -14,6 +14,8 @@ from shd_ref.commands.terminal import console, narrow_table, print_remarks, show
 from shd_ref.errors import ShdError
 from shd_ref.teacher.options import Shown
 from shd_torch.compress.options import CompressOptions
+from shd_torch.compress.samples import open_rows
+from shd_torch.shrink.folders import check_files, new_folder
 
 
 def compress(
@@ -48,13 +50,20 @@ def compress(
     if out is None and not dry_run:
         raise ShdError("argument-value", "--out must be given, a new folder for the student; got none")
     out = None if dry_run else out
+    wanted = options(int8=not no_int8, go_on=go_on)
+    check_files(teacher, "teacher")
+    for argument, path in {"data": data, "held_out": held_out}.items():
+        if path is not None:
+            open_rows(path, teacher, wanted.max_length, argument)
+    if out is not None:
+        new_folder(out)
     from shd_torch.compress.run import compress as run
     from shd_torch.compress.run import forecast
     from shd_torch.export import hide_weight_bars
 
     hide_weight_bars()
     with show_progress("stages") as (on_step,):
-        settings: dict[str, Any] = {"options": options(int8=not no_int8, go_on=go_on), "held_out": held_out}
+        settings: dict[str, Any] = {"options": wanted, "held_out": held_out}
         settings["progress"] = lambda done, total, what: on_step(done, total, says=what)
         if out is None:
             lines = forecast(teacher, data, **settings)

@@ -13,7 +13,10 @@ from numpy.typing import NDArray
 from shd_ref.commands.derive import Document, require_packages
 from shd_ref.commands.terminal import console, marked, narrow_table, plus_minus, show_progress
 from shd_ref.errors import ShdError
+from shd_ref.integers import check_number
 from shd_ref.teacher.options import Shown
+from shd_torch.shrink.folders import check_model
+from shd_torch.shrink_command import read_inputs
 
 if TYPE_CHECKING:
     from shd_torch.doctor import Diagnosis, Probe
@@ -43,8 +46,10 @@ def doctor(
     samples: Annotated[
         int, Shown("Number of samples to use, from the start of the data.", least=1, needs="data")
     ] = 512,
-    probe: Annotated[int, Shown("Steps of a paired training with and without SHD; 0: no training.", least=0)] = 0,
-    seeds: Annotated[int, Shown("Pairs of students in the probe.", least=1, needs="probe")] = 5,
+    probe: Annotated[
+        int, Shown("Steps of a paired training with and without SHD; 0: no training.", least=0, needs="data")
+    ] = 0,
+    seeds: Annotated[int, Shown("Pairs of students in the probe.", least=2, needs="probe")] = 5,
     batch_size: Annotated[int, Shown("Samples per training step.", least=1, needs="data")] = 16,
     learning_rate: Annotated[
         float, Shown("Learning rate of AdamW, in the probe and when estimating beta; above 0.", needs="data")
@@ -62,6 +67,10 @@ def doctor(
     batches, and reports the gain with its 95% interval.
     """
     require_packages("torch", "transformers")
+    check_number("learning_rate", learning_rate, above=0)
+    check_model(teacher, "teacher", or_graph=True)
+    check_model(student, "student")
+    arrays = None if data is None else read_data(data, samples, (teacher, student))
     from transformers.utils import logging
 
     from shd_torch.doctor import DiagnosisOptions, diagnose
@@ -69,7 +78,6 @@ def doctor(
     quiet: Any = logging
     quiet.disable_progress_bar()
     quiet.set_verbosity_error()
-    arrays = None if data is None else read_data(data, samples, (teacher, student))
     options = DiagnosisOptions(probe, seeds, batch_size, learning_rate, beta)
     with show_progress("models are read") as (on_progress,):
         diagnosis = diagnose(
@@ -85,16 +93,9 @@ def read_data(path: Path, samples: int, models: Sequence[str] = ()) -> dict[str,
     The first model that is a folder with a tokenizer.json tokenises the texts of a .jsonl.
     """
     from shd_ref.teacher.sources.arrays import open_npz
-    from shd_torch.shrink_command import read_inputs
 
     folder = next((Path(model) for model in models if Path(model, "tokenizer.json").is_file()), None)
-    try:
-        arrays = read_inputs(path, samples, folder)
-    except ShdError as error:
-        if path.suffix != ".jsonl" or folder is not None:
-            raise
-        message = f"{error}: texts need a tokenizer.json in the teacher's or the student's folder"
-        raise ShdError(error.code, message) from error
+    arrays = read_inputs(path, samples, folder)
     if path.suffix == ".npz" and "labels" in (source := open_npz(path)).columns:
         count = len(next(iter(arrays.values())))
         labels = np.stack([row["labels"] for _, row in zip(range(count), source.rows(["labels"]), strict=False)])

@@ -15,13 +15,16 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
+from shd_ref.cache.storage.drafts import part_folder
 from shd_ref.commands.derive import Document, read_list, require_packages
 from shd_ref.commands.terminal import console, narrow_table, print_remarks, show_progress
 from shd_ref.errors import ShdError
+from shd_ref.shrink.student import read_counts
 from shd_ref.teacher.options import Shown
-from shd_ref.teacher.sources import KINDS, open_source
+from shd_ref.teacher.sources import KINDS, named_inputs, open_source
 from shd_ref.teacher.sources.arrays import open_npz
 from shd_ref.teacher.sources.sentence_folder import find_pooling
+from shd_torch.shrink.folders import check_files, new_folder
 
 if TYPE_CHECKING:
     from shd_torch.shrink import Shrunk
@@ -108,8 +111,10 @@ def shrink(
     """
     require_packages("torch", "transformers")
     options = sizes.options() | {"plan": plan, "align": not no_align, "ridge": ridge, "batch_size": batch_size}
-    if data.suffix == ".jsonl" and not teacher.is_dir():  # else its tokenizer would be missed first
-        raise ShdError("read-failed", f"teacher must be a folder that save_pretrained wrote; got {teacher}")
+    check_files(teacher, "teacher")
+    _check_heads(options.get("heads"), teacher)
+    if not part_folder(Path(os.path.realpath(out)), "compare").exists():  # else the student may be there already
+        new_folder(out)
     inputs = read_inputs(data, samples, teacher)
     held_out = None if compare is None else read_inputs(compare, COMPARED, teacher, "compare")
     from shd_torch.export import hide_weight_bars
@@ -156,6 +161,13 @@ def shrink(
     return made.report | {"path": out, "starts": starts, "next": following}
 
 
+def _check_heads(heads: int | Sequence[int] | None, teacher: Path) -> None:
+    """Refuse more heads than the configuration says, where it says so under one of the usual names."""
+    most, _ = read_counts(teacher)
+    if heads is not None and most is not None and np.max(heads) > most:
+        raise ShdError("heads-exceed", f"heads must lie in 1..{most}, the teacher's; got {heads}")
+
+
 def vocabulary(
     model: Annotated[
         Path, typer.Argument(help="Folder of a Hugging Face model of text, with a tokenizer.json.", metavar="MODEL")
@@ -176,6 +188,10 @@ def vocabulary(
     the student after its training. See docs/shrink.md.
     """
     require_packages("torch", "transformers", "tokenizers")
+    check_files(model, "model")
+    with named_inputs("data"):
+        open_source(data)
+    new_folder(out)
     from shd_torch.export import hide_weight_bars
     from shd_torch.shrink.vocabulary import cut_vocabulary
 
@@ -203,8 +219,6 @@ def _open_comparison(
     out: Path, teacher: str, data: dict[str, Any], held_out: dict[str, Any] | None, options: dict[str, Any]
 ) -> AbstractContextManager[Unfinished | None]:
     """Where rows of ``--compare`` are kept; they outlive a kill while the student is made, or after."""
-    from shd_ref.cache.storage.drafts import part_folder
-    from shd_torch.shrink.folders import new_folder
     from shd_torch.shrink.unfinished import Unfinished, run_key
 
     if held_out is None:
@@ -294,15 +308,15 @@ def read_inputs(
     A .npy of integers holds ``input_ids`` ``(N, L)``, one of floating point ``pixel_values`` ``(N, C, H, W)``; the
     texts of a .jsonl are tokenised by the tokenizer's folder and padded on the right.
     """
-    if path.suffix == ".jsonl":
-        return _tokenise(path, samples, tokenizer)
-    if path.suffix not in (".npy", ".npz"):
+    if path.suffix not in (".npy", ".npz", ".jsonl"):
         raise ShdError("read-failed", f"{argument} must end in .npy, .npz or .jsonl; got {path}")
+    if not path.exists():
+        raise ShdError("read-failed", f"{argument} must exist; got {path}")
+    if path.suffix == ".jsonl":
+        return _tokenise(path, samples, tokenizer, argument)
     if path.suffix == ".npz":
-        try:
+        with named_inputs(argument):
             source = open_npz(path)
-        except ShdError as error:
-            raise ShdError(error.code, f"{argument} must be a readable .npz; got {path}: {error}") from error
         columns = [name for name in source.columns if name != "labels"]
         rows = list(islice(source.rows(columns), samples))
         loaded = {name: np.stack([row[name] for row in rows]) for name in columns}
@@ -323,9 +337,17 @@ def read_inputs(
     return arrays
 
 
-def _tokenise(path: Path, samples: int, tokenizer: Path | None) -> dict[str, NDArray[Any]]:
+def _tokenise(path: Path, samples: int, tokenizer: Path | None, argument: str) -> dict[str, NDArray[Any]]:
     names = "input_ids", "attention_mask"
-    rows = list(islice(open_source(path, tokenizer=tokenizer).rows(names), samples))
+    with named_inputs(argument):
+        columns = open_source(path).columns
+        if "text" not in columns:
+            message = f"{argument} must have a column text; got the columns {', '.join(columns)} of {path}"
+            raise ShdError("inputs-invalid", message)
+        if tokenizer is None:
+            message = f"{argument} must be .npz or .npy where no model's folder has a tokenizer.json; got {path}"
+            raise ShdError("argument-value", message)
+        rows = list(islice(open_source(path, tokenizer=tokenizer).rows(names), samples))
     arrays = {name: np.zeros((len(rows), max(len(row[name]) for row in rows)), np.int64) for name in names}
     for number, row in enumerate(rows):
         for name in names:

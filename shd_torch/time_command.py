@@ -16,6 +16,7 @@ from shd_ref.commands.derive import Document, require_packages
 from shd_ref.commands.terminal import console, narrow_table, print_remarks, show_progress
 from shd_ref.errors import ShdError
 from shd_ref.teacher.options import Shown
+from shd_torch.shrink.folders import check_model, count_positions, find_folder, read_config
 from shd_torch.shrink_command import read_inputs
 
 if TYPE_CHECKING:
@@ -68,9 +69,12 @@ def time_models(
     if data is not None and not int8 and timing.beside is None:
         raise ShdError("argument-value", f"--data must go with --beside or --int8; got {data} without them")
     folders = [name for name in (timing.beside, *models) if name is not None and _is_folder(name)]
-    check_lengths(timing, *models)
+    for model in models:
+        check_model(model, model, or_graph=True)
+    samples = read_samples(data, folders[0] if folders else None)
+    check_timing(timing, *models)
     with tempfile.TemporaryDirectory() as temporary:
-        graphs = Graphs(Path(temporary), read_samples(data, folders[0] if folders else None))
+        graphs = Graphs(Path(temporary), samples)
         with show_progress("models") as (on_model,):
             for model in models:
                 on_model(0, 0, says=f"{model} is prepared")
@@ -95,10 +99,6 @@ class Graphs:
             row = f"{base}, {'fused' if export_folder(model, path).num_fused else 'attention not fused'}"
         else:
             path, row = Path(model), f"{base}, as it is" if name else base
-            if not path.is_file():
-                raise ShdError(
-                    "read-failed", f"{base} must be an ONNX graph or a folder; got {model}, which is no file"
-                )
         self.paths[row] = path
         if int8:
             self._add_int8(f"{base}, int8", path)
@@ -182,14 +182,13 @@ def read_samples(data: Path | None, tokenizer: str | None) -> dict[str, NDArray[
     """What int8 is compared on: the first samples of a file, or None for random inputs."""
     if data is None:
         return None
-    if data.suffix == ".jsonl" and tokenizer is None:
-        rule = "data must be .npz or .npy where no model is a folder with a tokenizer"
-        raise ShdError("argument-value", f"{rule}; got {data}")
     return read_inputs(data, QUALITY_SAMPLES, None if tokenizer is None else Path(tokenizer))
 
 
-def check_lengths(timing: Timing, *models: str) -> None:
-    """Refuse lengths beyond the positions of a model or of the teacher, before any of them is exported."""
+def check_timing(timing: Timing, *models: str) -> None:
+    """Refuse a teacher that is none, and lengths beyond its positions or a model's, before any is exported."""
+    if timing.beside is not None:
+        check_model(timing.beside, "beside", or_graph=True)
     from shd_torch.deploy.inputs import GraphInputs
     from shd_torch.deploy.timing import check_length
 
@@ -197,8 +196,6 @@ def check_lengths(timing: Timing, *models: str) -> None:
     for model in (*models, *filter(None, [timing.beside])) if lengths else ():
         if _is_folder(model):
             require_packages("torch", "transformers")
-            from shd_torch.shrink.folders import count_positions, find_folder, read_config
-
             most = count_positions(read_config(find_folder(model, "model"), "model"))
         else:
             most = GraphInputs(model).longest(max(lengths))

@@ -23,7 +23,7 @@ import typer
 from typer.models import ArgumentInfo
 
 from shd_ref.cache.forms.attention import KINDS
-from shd_ref.commands.terminal import STARTS_OVER, ShownCommand, console, quiet_progress, reported_errors
+from shd_ref.commands.terminal import STARTS_OVER, ShownCommand, console, quiet_progress, reported_errors, show_all
 from shd_ref.errors import ShdError
 from shd_ref.teacher.options import LAST, PANELS, Pooling, Shown
 
@@ -38,11 +38,14 @@ _REPEATED: Final = {"with_teachers": "--with-teacher"}
 
 _ENUM: Final[Any] = StrEnum  # of names that are known when a command is made, which no type checker follows
 
-_CALLED: Final = {"pairs": "layer_pairs"}
+_CALLED: Final = {"pairs": "layer_pairs", "inputs": "data"}
 """What messages of functions below call an argument, and the field that its option comes from."""
 
 LAST_WORD: Final = "last"
 """What stands for ``LAST`` among hidden states."""
+
+_MANY: Final = 25
+"""Options that ``--help`` shows all of."""
 
 _LONGEST: Final = 16
 """Characters that choices may take in ``--help`` before the option's name stands for them."""
@@ -116,6 +119,9 @@ def expand(
         parameters.append(flag("json", "Print only the result, as JSON, on standard output."))
     if is_long:
         parameters.append(quiet_flag())
+    is_short = len(parameters) <= _MANY
+    option = typer.Option("--help-all", is_eager=True, callback=show_all, hidden=is_short, help="Show all options.")
+    parameters.append(keyword("help_all", Annotated[bool, option], False))
     defaults = {one.name: one.default for one in parameters}
     arguments = {one.name for one in parameters if isinstance(get_args(one.annotation)[1], ArgumentInfo)}
     options = {one.name: option_of(one.name) for one in parameters if one.name not in arguments}
@@ -131,6 +137,7 @@ def expand(
             _check_needs(needs, given, defaults)
             values = {name: readers[name](value) if name in readers else value for name, value in given.items()}
             is_json, is_quiet = values.pop("json", False), values.pop("quiet", False)
+            values.pop("help_all")
             built = {name: group.build(values) for name, group in groups.items()}
             with _json_alone(is_json) as tell, quiet_progress(is_quiet):
                 tell(function(**values, **built))

@@ -48,7 +48,11 @@ def precompute(
     ],
     student_heads: StudentHeads = None,
     student: Annotated[
-        Path | None, Shown("Folder of a student from shd-torch shrink; it sets heads, layers, pairs and plans.")
+        Path | None,
+        Shown(
+            "Folder of a student. From shd-torch shrink it sets heads, layers, pairs and plans; any other Hugging "
+            "Face folder sets heads and layers."
+        ),
     ] = None,
     no_attention: NoAttention = False,
     dry_run: Annotated[
@@ -73,6 +77,7 @@ def precompute(
         if no_attention:
             raise ShdError("argument-value", f"--student must be left out with --no-attention; got {student}")
         options, student_heads = _read_student(student, options, student_heads)
+        student = student if options.keywords.get("plans") else None  # else as if its numbers had been given
     heads_given, options = heads_of(student_heads, options, no_attention=no_attention)
     from shd_ref.teacher.precompute.engine import precompute as precompute_caches
     from shd_ref.teacher.precompute.engine import students_of
@@ -111,15 +116,18 @@ def precompute(
 def _read_student(
     folder: Path, options: partial[PrecomputeOptions], student_heads: tuple[int, ...] | None
 ) -> tuple[partial[PrecomputeOptions], tuple[int, ...]]:
-    """The options with what ``shrink.json`` says."""
-    from shd_ref.shrink.student import read_student
+    """The options with what ``shrink.json`` says, or a folder that ``shrink`` did not make."""
+    from shd_ref.shrink.student import read_counts, read_student
 
-    names = ("num_student_layers", "layer_pairs", "sites", "plan")
+    heads, layers = (None, None) if (folder / "shrink.json").exists() else read_counts(folder)
+    names = ("num_student_layers", "layer_pairs", "sites", "plan")[: 1 if heads and layers else None]
     values = {"num_student_heads": student_heads} | {name: options.keywords[name] for name in names}
     for name, value in values.items():
         if value is not None and value != getattr(PrecomputeOptions, name, None):
             message = f"{option_of(name)} must not be given with --student, which sets it; got {value!r}"
             raise ShdError("argument-value", message)
+    if heads and layers:
+        return partial(options.func, **options.keywords | {"num_student_layers": layers}), (heads,)
     made = read_student(folder)
     fixed = {"num_student_layers": made.num_layers, "layer_pairs": made.layer_pairs, "plans": made.plans}
     return partial(options.func, **options.keywords | fixed), (made.num_heads,)

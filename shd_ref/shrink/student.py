@@ -14,6 +14,7 @@ from shd_ref.layers import layer_map
 from shd_ref.merging.plans import MergePlan, check_plan
 
 FORMAT: Final = 1
+_COUNTS: Final = (("num_attention_heads", "n_head", "n_heads"), ("num_hidden_layers", "n_layer", "n_layers"))
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,23 @@ def read_student(source: str | os.PathLike[str] | Mapping[str, Any]) -> ShrunkSt
     return ShrunkStudent(heads, len(attending), pairs, plans)
 
 
+def read_counts(folder: Path) -> tuple[int | None, int | None]:
+    """Attention heads and layers of a Hugging Face folder, where its ``config.json`` has one of their usual names."""
+    try:
+        config = read_json(folder / "config.json")
+        if config.get("is_encoder_decoder"):  # each kind of attention has its own
+            return None, None
+        heads, layers = (next((n for name in names if type(n := config.get(name)) is int), None) for names in _COUNTS)
+    except (OSError, ValueError, AttributeError):
+        return None, None
+    return heads, layers
+
+
 def _read(path: Path) -> tuple[Any, str]:
     file = path / "shrink.json" if path.is_dir() else path
     try:
         return read_json(file), str(file)
     except (OSError, ValueError) as error:
-        message = f"student must be a folder of shd-torch shrink; got {str(path)!r}: {error}"
+        rule = "student must be a folder of shd-torch shrink, or a config.json must tell its heads and layers"
+        message = f"{rule}; got {str(path)!r}: {error}: give --student-heads and --student-layers instead"
         raise ShdError("read-failed", message) from error

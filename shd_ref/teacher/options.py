@@ -215,9 +215,7 @@ class PrecomputeOptions:
     hidden: Annotated[tuple[int, ...], Shown(HELP["hidden"], TARGETS, metavar="K,...|last")] = ()
     hidden_codec: Annotated[str, Shown(HELP["hidden_codec"], TARGETS, VECTOR_CODECS, needs="hidden")] = "float16"
 
-    embeddings: Annotated[
-        Pooling | None, Shown(HELP["embeddings"], TARGETS, metavar="FOLDER|POOLING[,normalize]")
-    ] = None
+    embeddings: Annotated[Pooling | None, Shown(HELP["embeddings"], TARGETS, metavar="POOLING")] = None
     embeddings_codec: Annotated[
         str, Shown("Codec of embeddings: float32, float16 or int8.", TARGETS, VECTOR_CODECS, needs="embeddings")
     ] = "float32"

@@ -29,7 +29,7 @@ class CompressOptions:
     """
 
     faster: Annotated[
-        tuple[float, ...], Shown("Times faster than the teacher: 4, or several for a front: 3,4,6.", WISHES)
+        tuple[float, ...], Shown("Times faster than the teacher, above 1: 4, or several for a front: 3,4,6.", WISHES)
     ] = ()
     ms: Annotated[tuple[float, ...], Shown("Milliseconds of a run, with one batch and length.", WISHES)] = ()
     mb: Annotated[tuple[float, ...], Shown("Megabytes of the graph with its weights.", WISHES)] = ()
@@ -55,14 +55,14 @@ class CompressOptions:
         targets = list(self.targets())
         for name, number in (*targets, ("budget", self.budget), ("learning_rate", self.learning_rate)):
             if number is not None:
-                check_number(name, number, above=0)
+                check_number(name, number, above=1 if name == "faster" else 0)
         if self.at_least is not None:
             check_number("at_least", self.at_least, above=0, most=1)
         for name, count in (("candidates", self.candidates), ("threads", self.threads)):
             check_integer(name, count, 1, None)
         if len({name for name, _ in targets}) > 1 or len(set(targets)) < len(targets):
-            message = "targets must be of one kind, each once; got " + ", ".join(f"{n} {v:g}" for n, v in targets)
-            raise ShdError("argument-value", message)
+            rule = "faster, ms and mb must not be mixed, and hold each number once"
+            raise ShdError("argument-value", f"{rule}; got " + ", ".join(f"{n} {v:g}" for n, v in targets))
         if not targets and self.at_least is None:
             raise ShdError("argument-value", "faster, ms, mb or at_least must be given; got none")
         if self.ms and len(self.batch) * len(self.length) > 1:

@@ -6,15 +6,16 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from shd_ref.errors import ShdError
-from shd_ref.teacher.sources import ArraySource, open_source
+from shd_ref.teacher.sources import ArraySource, Source, named_inputs, open_source
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Row: TypeAlias = dict[str, NDArray[Any]]
 """One sample: the model's inputs by name, without a batch axis and without padding."""
@@ -53,24 +54,38 @@ def read_rows(path: Path, folder: Path, max_length: int | None, argument: str = 
     Raises:
         ShdError: ``inputs-invalid``, ``argument-value``, ``dependency-missing``.
     """
-    source = _open_array(path) if path.suffix == ".npy" else open_source(path)
-    if "text" in source.columns:
-        source = open_source(path, tokenizer=folder, max_length=max_length)
-        columns: Sequence[str] = TOKENS
-    elif max_length is not None:
-        raise ShdError("argument-value", f"max_length must go with texts; got {max_length} with {path}")
-    else:
-        columns = [name for name in source.columns if name != "labels"]
-    rows = [{name: np.asarray(row[name]) for name in columns} for row in source.rows(columns)]
+    with named_inputs(argument):
+        source, columns = open_rows(path, folder, max_length, argument)
+        rows = [{name: np.asarray(row[name]) for name in columns} for row in source.rows(columns)]
     for row in rows:
         for name, array in row.items():
             if array.dtype.kind in "iub":
                 row[name] = array.astype(np.int64)
         if "input_ids" in row:  # which graphs ask for
             row.setdefault("attention_mask", np.ones_like(row["input_ids"]))
-    if not rows or any(array.dtype.kind not in "if" or not array.ndim for array in rows[0].values()):
-        raise ShdError("inputs-invalid", f"{argument} must hold texts, or arrays of the model's inputs; got {path}")
     return [_without_padding(row) for row in rows]
+
+
+def open_rows(
+    path: Path, folder: Path, max_length: int | None, argument: str = "data"
+) -> tuple[Source, Sequence[str]]:
+    """The file, and the columns that are read; of its rows the first alone is looked at.
+
+    Raises:
+        ShdError: as ``read_rows``.
+    """
+    with named_inputs(argument):
+        source = _open_array(path) if path.suffix == ".npy" else open_source(path)
+        if "text" in source.columns:
+            return open_source(path, tokenizer=folder, max_length=max_length), TOKENS
+        columns = [name for name in source.columns if name != "labels"]
+        first = {name: np.asarray(array) for name, array in next(iter(source.rows(columns)), {}).items()}
+    if not first or any(array.dtype.kind not in "iufb" or not array.ndim for array in first.values()):
+        rule = f"{argument} must hold texts in a column text, or arrays of the model's inputs"
+        raise ShdError("inputs-invalid", f"{rule}; got the columns {', '.join(source.columns)} of {path}")
+    if max_length is not None:
+        raise ShdError("argument-value", f"max_length must go with texts; got {max_length} with {path}")
+    return source, columns
 
 
 def _open_array(path: Path) -> ArraySource:
@@ -78,7 +93,7 @@ def _open_array(path: Path) -> ArraySource:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
-        raise ShdError("inputs-invalid", f"data must be a readable .npy; got {path}: {error}") from error
+        raise ShdError("inputs-invalid", f"inputs {path} must be a readable .npy: {error}") from error
     return ArraySource({"input_ids" if array.dtype.kind in "iu" else "pixel_values": array}, str(path))
 
 
@@ -138,13 +153,15 @@ def pad(rows: Sequence[Row]) -> dict[str, NDArray[Any]]:
 
 def collate(rows: Sequence[Row]) -> dict[str, Tensor]:
     """A batch for PyTorch."""
+    import torch  # here, as the command opens files before it imports PyTorch
+
     return {name: torch.from_numpy(array) for name, array in pad(rows).items()}
 
 
 def collate_with_labels(rows: Sequence[Row]) -> dict[str, Tensor]:
     """The same with the tokens as labels, those of padding left out."""
     batch = collate(rows)
-    mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+    mask = batch.get("attention_mask", batch["input_ids"].new_ones(()))
     return batch | {"labels": batch["input_ids"].masked_fill(mask == 0, -100)}
 
 

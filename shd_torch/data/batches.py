@@ -12,10 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from shd_ref.cache import Attention, Manifest, SampleRecord, packed_size
 from shd_ref.cache.forms.attention import blob_name
 from shd_ref.cache.forms.table import load, row_of
+from shd_ref.errors import ShdError
 from shd_torch.supervision.coded import Coded
 from shd_torch.supervision.factored_codes import FactoredCodes
 from shd_torch.supervision.stored_rows import CachedBatch, find_rows, row_blobs
@@ -94,6 +96,21 @@ class CodedSupervision(CachedBatch):
         """
         temperature = 1.0 if self.temperature is None else self.temperature
         return [coded.probs(temperature=temperature).to(dtype) for coded in self.supervise(length)]
+
+
+class Pair(tuple[Any, SampleRecord]):
+    """A sample with its record: a type of its own, so that PyTorch's default collation says what to use instead."""
+
+    __slots__ = ()
+
+
+def _refuse_default(batch: Any, **_: Any) -> Any:
+    rule = "a loader of supervised data must have a collation that takes records; got PyTorch's default_collate"
+    advice = "collate_fn=joined.collate for tensors of one shape, or joined.collate_with(pad) with what pads samples"
+    raise ShdError("argument-value", f"{rule}: give it {advice} (docs/training.md)")
+
+
+default_collate_fn_map[Pair] = default_collate_fn_map[SampleRecord] = _refuse_default
 
 
 class ReadBatch(list[tuple[Any, SampleRecord]]):

@@ -16,7 +16,7 @@ from shd_ref.cache import CacheReader, Factors, Manifest, SampleRecord, sample_k
 from shd_ref.errors import ShdError
 from shd_ref.merging.plans import MergePlan
 from shd_ref.teacher.sources import open_source
-from shd_torch.data.batches import CachedSupervision, ReadBatch, allocate_codes, pack_records
+from shd_torch.data.batches import CachedSupervision, Pair, ReadBatch, allocate_codes, pack_records
 from shd_torch.supervision.taught_layers import taught_layers
 
 ModelInputs: TypeAlias = Mapping[str, Tensor | NDArray[Any]]
@@ -62,7 +62,7 @@ class CacheJoin:
 
     def collate(self, batch: Sequence[tuple[Any, SampleRecord]]) -> tuple[Any, CachedSupervision]:
         """For a ``DataLoader``: the samples by PyTorch's default collation, the records in one buffer."""
-        return self.collate_with(default_collate)(batch)
+        return self.collate_with(partial(_stack, names=self.cache.manifest.inputs.names))(batch)
 
     def collate_with(
         self, collate: Callable[[list[Any]], Any]
@@ -165,7 +165,7 @@ class SupervisedDataset(CacheJoin, Dataset[tuple[Any, SampleRecord]]):
     def __getitem__(self, index: int) -> tuple[Any, SampleRecord]:
         key = self.keys[index]
         record = self._record(key) if self._records is None else self._records[key]
-        return self._seen_sample(index), record
+        return Pair((self._seen_sample(index), record))
 
     def __getitems__(self, indices: Iterable[int]) -> list[tuple[Any, SampleRecord]]:
         """Several pairs, as a ``DataLoader`` asks for them: their codes are read into one buffer, in its order.
@@ -190,7 +190,9 @@ class SupervisedDataset(CacheJoin, Dataset[tuple[Any, SampleRecord]]):
             hidden=self.hidden_layers,
             allocate=allocate,
         )
-        pairs = [(self._seen_sample(index), record) for index, record in zip(numbers, records, strict=True)]
+        pairs: list[tuple[Any, SampleRecord]] = [
+            Pair((self._seen_sample(index), record)) for index, record in zip(numbers, records, strict=True)
+        ]
         return ReadBatch(pairs, buffers[0], self.layers) if buffers else pairs
 
     def _seen_sample(self, index: int) -> Any:
@@ -304,6 +306,20 @@ def read_texts(
             raise source.refuse(f"{text_column} must be text; got {type(text).__name__}", number)
         samples.append(dict(tokenizer(text, truncation=True, max_length=max_length)))
     return samples
+
+
+def _stack(samples: list[Any], *, names: tuple[str, ...]) -> Any:
+    """PyTorch's default collation, of tensors of one shape; it turns rows of lists into columns."""
+    listed = [name for name in names if isinstance(samples[0], Mapping) and isinstance(samples[0].get(name), list)]
+    problem: object = f"{listed[0]} as a list" if listed else ""
+    try:
+        if not listed:
+            return default_collate(samples)
+    except (RuntimeError, TypeError) as error:
+        problem = error
+    rule = "samples must hold tensors or arrays of one shape for collate"
+    advice = "use collate_with(pad) with what pads them (docs/training.md)"
+    raise ShdError("argument-value", f"{rule}; got {problem}: {advice}")
 
 
 def _collate(

@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from shd_ref.cache import CacheReader, SampleRecord
 from shd_ref.errors import ShdError
 from shd_torch.checks import check_option
+from shd_torch.data.batches import Pair
 from shd_torch.data.dataset import CacheJoin, ModelInputs
 
 REMAINDERS: tuple[str, ...] = ("repeat", "drop", "keep")
@@ -158,7 +159,7 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, SampleRecord]]):
             if key not in self.cache:
                 rule = f"{self.cache.folder} must hold every sample; it lacks sample {number}"
                 raise ShdError("sample-missing", f"{rule} with {self._advice(key)}", "CACHE-82")
-            yield sample, self._record(key)
+            yield Pair((sample, self._record(key)))
         # A worker stays at its end: others may not have got there yet, and the loader's state holds all of them.
         if get_worker_info() is None:
             self._given = 0

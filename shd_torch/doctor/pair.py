@@ -12,7 +12,6 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from shd_ref.errors import ShdError
 from shd_torch.shrink import folders
 from shd_torch.training.recipe import is_causal_model
 
@@ -60,8 +59,7 @@ class Student:
 def read_teacher(source: str) -> Teacher:
     """A teacher from an ``.onnx`` file, a folder or a hub id."""
     if source.endswith(".onnx"):
-        if not Path(source).is_file():
-            raise ShdError("read-failed", f"teacher must be an .onnx file, a folder or a hub id; got {source!r}")
+        folders.check_model(source, "teacher", or_graph=True)
         return Teacher(None, Path(source), None)
     folder = folders.find_folder(source, "teacher")
     return Teacher(folder, None, folders.load_weights(folder, folders.read_config(folder)).float())
@@ -72,12 +70,7 @@ def read_student(source: str) -> Student:
     folder = folders.find_folder(source, "student")
     is_squeezed = (folder / "shrink.json").is_file()
     config = folders.load_student(folder).config if is_squeezed else folders.read_config(folder, "student")
-    has_weights = any(folder.glob("*.safetensors"))
-    if not has_weights and any(folder.glob("*.bin")):
-        rule = "student must hold safetensors, or a configuration alone"
-        message = f"{rule}; got {source!r} with weights that run code: save it again with save_pretrained"
-        raise ShdError("read-failed", message)
-    return Student(folder, config, has_weights, is_squeezed)
+    return Student(folder, config, any(folder.glob("*.safetensors")), is_squeezed)
 
 
 @dataclass(frozen=True)

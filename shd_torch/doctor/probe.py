@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shd_ref.errors import ShdError
+from shd_ref.integers import check_number
 from shd_ref.teacher.study.intervals import CONFIDENCE, half_width, t_quantile
 from shd_torch.doctor.objective import Batch, Objective, inputs_of, student_terms
 from shd_torch.recipes import scale_report
@@ -111,8 +112,7 @@ class Probe:
 
 def check_probe(options: DiagnosisOptions, num_samples: int | None) -> None:
     """Refuse a run that could say nothing, before anything is measured: ``argument-value``."""
-    if not 0 < options.learning_rate < math.inf:
-        raise ShdError("argument-value", f"learning_rate must be above 0; got {options.learning_rate}")
+    check_number("learning_rate", options.learning_rate, above=0)
     if not options.probe:
         return
     if options.seeds < 2:

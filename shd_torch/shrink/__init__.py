@@ -4,22 +4,35 @@
 joins them, and ``student`` the layers. ``custom`` holds what no stock configuration can express. Imports ``maps``.
 """
 
-from shd_torch.shrink.folders import load_student, load_teacher
-from shd_torch.shrink.gates import Ranking, choose_splits, gate_layers, measure_splits, rank_layers
-from shd_torch.shrink.sizes import ShrinkOptions
-from shd_torch.shrink.student import Shrunk, shrink
-from shd_torch.shrink.vocabulary import cut_vocabulary
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "Ranking",
-    "ShrinkOptions",
-    "Shrunk",
-    "choose_splits",
-    "cut_vocabulary",
-    "gate_layers",
-    "load_student",
-    "load_teacher",
-    "measure_splits",
-    "rank_layers",
-    "shrink",
-]
+if TYPE_CHECKING:
+    from shd_torch.shrink.folders import load_student as load_student
+    from shd_torch.shrink.folders import load_teacher as load_teacher
+    from shd_torch.shrink.gates import Ranking as Ranking
+    from shd_torch.shrink.gates import choose_splits as choose_splits
+    from shd_torch.shrink.gates import gate_layers as gate_layers
+    from shd_torch.shrink.gates import measure_splits as measure_splits
+    from shd_torch.shrink.gates import rank_layers as rank_layers
+    from shd_torch.shrink.sizes import ShrinkOptions as ShrinkOptions
+    from shd_torch.shrink.student import Shrunk as Shrunk
+    from shd_torch.shrink.student import shrink as shrink
+    from shd_torch.shrink.vocabulary import cut_vocabulary as cut_vocabulary
+
+_NAMES_OF = {
+    "folders": ("load_student", "load_teacher"),
+    "gates": ("Ranking", "choose_splits", "gate_layers", "measure_splits", "rank_layers"),
+    "sizes": ("ShrinkOptions",),
+    "student": ("Shrunk", "shrink"),
+    "vocabulary": ("cut_vocabulary",),
+}
+_FILE_OF = {name: file for file, names in _NAMES_OF.items() for name in names}
+__all__ = sorted(_FILE_OF)
+
+
+def __getattr__(name: str) -> Any:
+    """Load a name from its file when it is first used: commands look at folders before they import PyTorch."""
+    if name not in _FILE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_FILE_OF[name]}"), name)

@@ -1,10 +1,14 @@
-"""A teacher's folder, read without trust, and a student's folder, written whole or not at all."""
+"""A teacher's folder, read without trust, and a student's folder, written whole or not at all.
+
+Commands look at folders before anything else, so that PyTorch is imported by the functions that need it.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shlex
 import shutil
 import threading
 from collections.abc import Mapping
@@ -16,8 +20,6 @@ from shd_ref.cache.storage.documents import read_json
 from shd_ref.cache.storage.drafts import drafting, output_path, part_folder, remove_finished
 from shd_ref.errors import ShdError
 from shd_ref.teacher.sources.sentence_folder import find_home
-from shd_torch.shrink.custom import PREFIX, check_dropped, custom_class, read_dropped, read_kind
-from shd_torch.shrink.families import FAMILIES, check_config, row_of
 
 HUB_SECONDS = 5.0
 """How long the hub may take to say that it is there."""
@@ -76,6 +78,14 @@ def _ask_hub(name: str) -> Exception | None:
     return answers[-1]
 
 
+def check_model(source: str, argument: str, *, or_graph: bool = False) -> None:
+    """Refuse what is no model, as far as its folder says without PyTorch, which takes seconds to import."""
+    if not (or_graph and source.endswith(".onnx")):
+        check_files(find_folder(source, argument), argument)
+    elif not Path(source).is_file():
+        raise ShdError("read-failed", f"{argument} must be an .onnx file, a folder or a hub id; got {source!r}")
+
+
 def load_teacher(source: str | os.PathLike[str]) -> Any:
     """A Hugging Face model of the class that its configuration names, in evaluation mode.
 
@@ -86,6 +96,8 @@ def load_teacher(source: str | os.PathLike[str]) -> Any:
     Raises:
         ShdError: ``read-failed``, ``shrink-unsupported``.
     """
+    from shd_torch.shrink.families import check_config
+
     config = read_config(source)
     check_config(config)
     return load_weights(source, config)
@@ -98,8 +110,11 @@ def read_config(source: str | os.PathLike[str], argument: str = "teacher") -> An
     """
     from transformers import AutoConfig, PreTrainedConfig
 
+    from shd_torch.shrink.custom import PREFIX, check_dropped, custom_class, read_dropped, read_kind
+    from shd_torch.shrink.families import FAMILIES, row_of
+
     folder = Path(source)
-    check_files(folder)
+    check_files(folder, argument)
     try:
         raw, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)
         name = read_kind(raw)
@@ -141,12 +156,16 @@ def load_weights(source: str | os.PathLike[str], config: Any) -> Any:
 
 def is_custom(config: Any) -> bool:
     """Whether the configuration is one of a student that stock classes do not load."""
+    from shd_torch.shrink.custom import read_kind
+
     return read_kind({"model_type": config.model_type}) is not None
 
 
 def model_class(config: Any) -> Any:
     """The class that a configuration names, or that of the bare model."""
     from transformers import AutoModel
+
+    from shd_torch.shrink.custom import PREFIX, custom_class
 
     if is_custom(config):
         return custom_class(find_class(config.architectures, PREFIX))
@@ -163,6 +182,8 @@ def load_student(source: str | os.PathLike[str]) -> Any:
         ShdError: ``read-failed`` for a folder without such a model, with a contradictory configuration, or with
             weights that do not match it: nothing is initialised at random. ``shrink-unsupported``.
     """
+    from shd_torch.shrink.families import check_config
+
     config = read_config(source, "student")
     if not is_custom(config):
         check_config(config)
@@ -220,15 +241,21 @@ def implementation_of(kind: Any) -> str:
     return "sdpa" if getattr(kind, "_supports_sdpa", True) else "eager"
 
 
-def check_files(folder: Path) -> list[Path]:
+def check_files(folder: Path, argument: str = "model") -> list[Path]:
     """A model's files; none may lead out of the folder: by a link, an index of weights, or an adapter."""
     name = repr(str(folder))
     if not folder.is_dir():
-        message = f"{name} must hold a Hugging Face model; it is not a folder: download the model first"
-        raise ShdError("read-failed", message)
+        message = f"{argument} must be a folder that save_pretrained wrote; got {name}, which is no folder"
+        raise ShdError("read-failed", f"{message}: download the model first")
     if (folder / "adapter_config.json").exists():
         message = f"{name} must hold a whole model; it holds an adapter: merge it and save the model"
         raise ShdError("read-failed", message)
+    if not (folder / "config.json").exists():
+        message = f"{argument} must be a folder that save_pretrained wrote; got {name}, which has no config.json"
+        raise ShdError("read-failed", message)
+    if any(folder.glob("pytorch_model*.bin")) and not any(folder.glob("*.safetensors")):
+        rule = f"{argument} must hold safetensors; got {name} with pickled weights, which can run code"
+        raise ShdError("read-failed", f"{rule}: if you trust them, convert them with {_conversion(folder)}")
     home = find_home(folder)
     try:
         files = [
@@ -245,6 +272,19 @@ def check_files(folder: Path) -> list[Path]:
             rule = f"{name} must hold its own files; {str(file)!r} lies elsewhere"
             raise ShdError("read-failed", f"{rule}: put the model's files, not links to them, into one folder")
     return held
+
+
+def _conversion(folder: Path) -> str:
+    """The command that writes the weights of a folder as safetensors beside the pickled ones."""
+    try:
+        names = read_json(folder / "config.json")["architectures"]
+    except (OSError, ValueError, KeyError, TypeError):
+        names = None
+    # The name is the folder's: nothing else than a name may get into a command that somebody pastes.
+    first = names[0] if isinstance(names, list) and names and str(names[0]).isidentifier() else "AutoModel"
+    path = json.dumps(str(folder))
+    code = f"from transformers import {first} as M; f = {path}; M.from_pretrained(f).save_pretrained(f)"
+    return shlex.join(["python", "-c", code])
 
 
 READERS = (

@@ -198,7 +198,7 @@ def test_an_error_names_the_option_of_its_argument() -> None:
 
 
 def test_precompute_offers_every_option() -> None:
-    page = CliRunner().invoke(load_app(), ["precompute", "--help"], env=WIDE).output
+    page = CliRunner().invoke(load_app(), ["precompute", "--help-all"], env=WIDE).output
     for field in (*fields(PrecomputeOptions), *fields(RunOptions)):
         inner = field.name in ("plans", "alpha_rule")  # of experiments, in Python
         assert (f"{option_of(field.name)} " in page) != inner, field.name
@@ -206,7 +206,7 @@ def test_precompute_offers_every_option() -> None:
 
 @cache
 def page_of(command: str) -> str:
-    return CliRunner().invoke(load_app(), [command, "--help"], env=WIDE).output
+    return CliRunner().invoke(load_app(), [command, "--help-all"], env=WIDE).output
 
 
 @pytest.mark.parametrize("page", ["docs/teachers.md", "docs/clusters.md", "docs/object-stores.md"])

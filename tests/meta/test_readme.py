@@ -35,7 +35,7 @@ def test_commands_and_their_options_exist() -> None:
     assert len(lines) >= 30
     for line in lines:
         program, command, *words = shlex.split(line)
-        result = runner.invoke(shd if program == "shd" else shd_torch, [command, "--help"])
+        result = runner.invoke(shd if program == "shd" else shd_torch, [command, "--help-all"])
         assert result.exit_code == 0, result.output
         for word in words:
             if word.startswith("--"):

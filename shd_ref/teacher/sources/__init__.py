@@ -8,11 +8,11 @@ from typing import Final
 
 from shd_ref.errors import argument_value, inputs_invalid
 from shd_ref.teacher.sources.arrays import Arrays, ArraySource, SafetensorsSource, open_npz
-from shd_ref.teacher.sources.source import IndexedSource, Row, Source
+from shd_ref.teacher.sources.source import IndexedSource, Row, Source, named_inputs
 from shd_ref.teacher.sources.tables import ArrowSource, JsonLinesSource, ParquetSource, open_folder
 from shd_ref.teacher.sources.text import TokenizedSource
 
-__all__ = ["KINDS", "ArraySource", "Arrays", "IndexedSource", "Row", "Source", "open_source"]
+__all__ = ["KINDS", "ArraySource", "Arrays", "IndexedSource", "Row", "Source", "named_inputs", "open_source"]
 
 KINDS: Final[dict[str, Callable[[Path], Source]]] = {
     ".npz": open_npz,
@@ -23,6 +23,10 @@ KINDS: Final[dict[str, Callable[[Path], Source]]] = {
     ".ndjson": JsonLinesSource,
 }
 """Readers by the file name's suffix; folders are data sets of Arrow or Parquet files."""
+
+
+_TEXTS: Final = (".txt", ".csv", ".tsv", ".json")
+"""Suffixes of files in which people have texts, and which have no one way to be read."""
 
 
 def open_source(
@@ -56,7 +60,8 @@ def open_source(
         source = open_folder(file)
     elif file.suffix not in KINDS or not exists:
         rule = "must exist" if file.suffix in KINDS else f"must be a folder or end in one of {', '.join(KINDS)}"
-        raise inputs_invalid(f"inputs {rule}; got {path}")
+        advice = ': write a line {"text": ...} for each text into a .jsonl' if file.suffix in _TEXTS else ""
+        raise inputs_invalid(f"inputs {rule}; got {path}{advice}")
     else:
         source = KINDS[file.suffix](file)
     return (

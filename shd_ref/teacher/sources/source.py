@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import re
 import tempfile
 import weakref
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,6 +22,16 @@ from shd_ref.errors import ShdError, inputs_invalid
 
 Row: TypeAlias = dict[str, Any]
 """One sample by column: arrays without a batch axis, or text."""
+
+
+@contextmanager
+def named_inputs(argument: str) -> Iterator[None]:
+    """Let errors about inputs name the argument that they were given as."""
+    try:
+        yield
+    except ShdError as error:
+        error.args = (re.sub(r"^inputs\b", argument, str(error)),)
+        raise
 
 
 class Source(ABC):

@@ -29,6 +29,12 @@ CONFIG_NAME: Final = "tokenizer_config.json"
 SECONDS: Final = 20.0
 """What the tokenizer may take for its file, and for each 2^20 characters of text that are encoded together."""
 
+_HOW_TO_SAVE: Final = (
+    "the folder has none; AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of transformers writes it"
+)
+_HOW_TO_GET: Final = (
+    "no such file or folder; for a model of the hub, hf download NAME tokenizer.json --local-dir FOLDER brings it"
+)
 _MEMORY: Final = 2**31  # bytes that it may take
 _UNLIMITED: Final = 10**18  # transformers writes 1e30 where no length is known
 _BLOCK_ROWS: Final = 256  # texts that are encoded together,
@@ -154,8 +160,11 @@ def _load_tokenizer(path: Path, max_length: int | None) -> tuple[_Tokenizer, int
     import_package("tokenizers")
     try:
         is_folder = path.is_dir()
+        file = path / "tokenizer.json" if is_folder else path
+        if not file.exists():
+            raise OSError(_HOW_TO_SAVE if is_folder else _HOW_TO_GET)
         tokenizer = _Tokenizer()
-        about, _ = tokenizer.ask(SECONDS, file=str(path / "tokenizer.json" if is_folder else path))
+        about, _ = tokenizer.ask(SECONDS, file=str(file))
     except (OSError, ValueError) as error:  # a path that no file has
         raise inputs_invalid(f"tokenizer {path} must be a readable tokenizer.json: {error}") from error
     limits = [about["own"], _model_max_length(path / CONFIG_NAME) if is_folder else None]

@@ -207,7 +207,7 @@ def test_every_second_text_is_also_a_crop() -> None:
     ("changes", "said"),
     [
         ({}, "faster, ms, mb or at_least must be given"),
-        ({"faster": (2.0,), "mb": (1.0,)}, "targets must be of one kind"),
+        ({"faster": (2.0,), "mb": (1.0,)}, "must not be mixed"),
         ({"faster": (0.0,)}, "faster"),
         ({"ms": (2.0,)}, "ms must go with one batch and one length"),
         ({"at_least": 1.5}, "at_least must be a finite number above 0 and at most 1"),
@@ -220,7 +220,11 @@ def test_wishes_that_contradict_each_other(changes: dict[str, Any], said: str) -
         CompressOptions(**changes)
 
 
-def test_only_a_dry_run_needs_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_dry_run_needs_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "teacher").mkdir()
+    (tmp_path / "teacher" / "config.json").write_text("{}")
+    np.savez("d.npz", input_ids=np.ones((2, 3), np.int64))
     monkeypatch.setattr("shd_torch.compress.run.forecast", lambda *_, **__: ["in all about 5 min"])
     words = ["compress", "teacher", "--data", "d.npz", "--faster", "2"]
     result = typer_testing.CliRunner().invoke(load_app(), [*words, "--dry-run"])

@@ -17,7 +17,7 @@ from support.started_processes import SERVER
 from torch.utils.data import DataLoader
 
 from shd_ref.cache import CODECS, CacheReader, SampleInputs, dataset_fingerprint
-from shd_torch import ShdError, SupervisedDataset
+from shd_torch import ShdError, SupervisedDataset, SupervisedStream
 from shd_torch.data import check_cache
 
 NUM_SAMPLES = 11
@@ -201,6 +201,25 @@ def test_what_a_subclass_makes_of_an_item_reaches_the_loader(tmp_path: Path) -> 
     batches = list(DataLoader(joined, 4, collate_fn=joined.collate_with(_numbers)))
     assert [number for batch, _ in batches for number in batch] == list(range(1000, 1000 + NUM_SAMPLES))
     assert joined.__getitems__(iter([2]))[0][0]["number"] == 1002
+
+
+@pytest.mark.parametrize(
+    ("read", "collate", "said"),
+    [
+        (SupervisedDataset, lambda _: None, "collate_fn=joined.collate for tensors"),
+        (SupervisedStream, lambda _: None, "collate_fn=joined.collate for tensors"),
+        (Renumbered, lambda _: None, "collate_fn=joined.collate for tensors"),
+        (SupervisedDataset, lambda joined: joined.collate, r"got stack expects .*: use collate_with\(pad\)"),
+    ],
+)
+def test_a_default_collation_names_what_to_use(tmp_path: Path, read: Any, collate: Any, said: str) -> None:
+    """Lengths differ, of which PyTorch speaks first; those of ``Renumbered`` are pairs of a subclass's own making."""
+    data = TokenData()
+    joined = read([data[3]] * 4 if read is Renumbered else data, write_cache(tmp_path, job(NUM_SAMPLES)))
+    with refusal("argument-value", said):
+        next(iter(DataLoader(joined, 4, collate_fn=collate(joined))))
+    with refusal("argument-value", r"got input_ids as a list: use collate_with\(pad\)"):
+        joined.collate([({"input_ids": [1, 2]}, next(iter(joined))[1])])
 
 
 def test_samples_that_the_cache_lacks_are_counted_before_the_first_step(tmp_path: Path) -> None:

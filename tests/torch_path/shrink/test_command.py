@@ -155,7 +155,7 @@ def test_data_files(tmp_path: Path) -> None:
         ("none.npy", "read-failed"),
         ("false.npy", "read-failed"),
         ("false.npz", "inputs-invalid"),
-        ("none.npz", "inputs-invalid"),
+        ("none.npz", "read-failed"),
     ):
         with refusal(code):
             read_inputs(tmp_path / name, 9)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import resource
+import shlex
 import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -74,10 +77,25 @@ def add_an_adapter(folder: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(about))
 
 
+def test_pickled_weights_are_converted_by_the_command_that_is_named(teacher_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "my 'own' teacher"
+    shutil.copytree(teacher_folder, folder)
+    pickle_weights(folder)
+    with refusal("read-failed", "convert them with python -c") as caught:
+        load_teacher(folder)
+    command = shlex.split(str(caught.value).split("convert them with ")[1])
+    subprocess.run([sys.executable, *command[1:]], check=True, capture_output=True)
+    assert load_teacher(folder)
+    (folder / WEIGHTS).unlink()
+    configure(architectures=["A; import os"])(folder)
+    with refusal("read-failed", "from transformers import AutoModel as M"):  # nothing of the folder's own
+        load_teacher(folder)
+
+
 @pytest.mark.parametrize(
     ("edit", "code", "says"),
     [
-        (shutil.rmtree, "read-failed", "not a folder"),
+        (shutil.rmtree, "read-failed", "which is no folder"),
         (cut_weights, "read-failed", "safetensors"),
         (drop_a_weight, "read-failed", "model.layers.1.mlp.up_proj.weight"),
         (configure(num_hidden_layers=4), "read-failed", "model.layers.3."),
