@@ -226,7 +226,7 @@ def nightly(session: nox.Session) -> None:
     session.run("pytest", "-m", "nightly", "-n", "2", "--dist", "loadfile", *session.posargs, env=TEST_ENV)
 
 
-TORCHLESS = ("teacher", "inputs", "oracles", "report", "zstd")
+TORCHLESS = ("teacher", "inputs", "oracles", "report")
 """Extras that have wheels for every Python and no accelerator to choose."""
 
 
@@ -263,7 +263,6 @@ def release(session: nox.Session) -> None:
 TRIED = {
     "": "import shd_ref, shd_ref.conformance",
     "cache": "import shd_ref.cache",
-    "zstd": "import shd_ref.cache, zstandard",
     "remote": "import fsspec, s3fs, shd_ref.cache",
     "teacher": "from shd_ref.cli import load_app; load_app()",
     "inputs": "from shd_ref.cli import load_app; import pyarrow, safetensors, tokenizers; load_app()",

@@ -101,7 +101,7 @@ def make_maps(index: int, length: int, support: str) -> np.ndarray[Any, np.dtype
     return weights / weights.sum(-1, keepdims=True)
 
 
-def write_both(folder: Path, samples: int, length: int, support: str, codec: str, compression: str) -> int:
+def write_both(folder: Path, samples: int, length: int, support: str, codec: str) -> int:
     """A cache and the array of float16; returns the bytes of the cache's shards."""
     keys = [sample_key({"input_ids": np.arange(i, i + length)}) for i in range(samples)]
     manifest = Manifest(
@@ -121,7 +121,6 @@ def write_both(folder: Path, samples: int, length: int, support: str, codec: str
                 codec=codec,
             ),
         ),
-        compression=compression,
         inputs=SampleInputs(("input_ids",), None),
         dataset=CachedData(dataset_fingerprint(keys), samples),
         shards=ShardPlan(64, 0, -(-samples // 64)),
@@ -206,19 +205,18 @@ def main() -> None:
         + f"{'raw':>8}{'cache':>6}"
         + f"{'raw':>9}{'cache':>9}{'ratio':>7}" * 3
     )
-    cases = [("causal", "sqrt8-row", "none"), ("full", "sqrt8-row", "none"), ("causal", "u4", "none")]
-    for support, codec, compression in [*cases, ("causal", "sqrt8-row", "zstd")]:
+    for support, codec in (("causal", "sqrt8-row"), ("full", "sqrt8-row"), ("causal", "u4")):
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            size = write_both(folder, samples, length, support, codec, compression)
+            size = write_both(folder, samples, length, support, codec)
             tokens = Tokens(samples, length)
             joined = SupervisedDataset(tokens, folder / "cache")
             raw = RawMaps(folder / "raw", (samples, LAYERS, HEADS, length, length), tokens)
             megabytes = {"raw": (folder / "raw").stat().st_size / 1e6, "cache": size / 1e6}
             for workers in (0, 2):
-                case: dict[str, Any] = {"support": support, "codec": codec, "compression": compression}
+                case: dict[str, Any] = {"support": support, "codec": codec}
                 case |= {"workers": workers, "megabytes": megabytes}
-                line = f"{support:9}{codec if compression == 'none' else f'{codec}+zstd':16}{workers:9}"
+                line = f"{support:9}{codec:16}{workers:9}"
                 line += f"{megabytes['raw']:8.0f}{megabytes['cache']:6.0f}"
                 for what in ("codes", "maps", "cold"):
                     if what == "cold" and workers:

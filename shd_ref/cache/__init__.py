@@ -21,7 +21,6 @@ from shd_ref.cache.codecs.codecs import packed_size as packed_size
 from shd_ref.cache.codecs.codecs import sqrt8_table as sqrt8_table
 from shd_ref.cache.codecs.codecs import u4_table as u4_table
 from shd_ref.cache.codecs.codecs import unpack as unpack
-from shd_ref.cache.codecs.compression import COMPRESSIONS as COMPRESSIONS
 from shd_ref.cache.codecs.distortion import CodecError as CodecError
 from shd_ref.cache.codecs.distortion import HiddenError as HiddenError
 from shd_ref.cache.codecs.distortion import LogitsError as LogitsError

@@ -94,7 +94,6 @@ class CacheListing:
             "sealed": self.sealed,
             "teacher": asdict(manifest.teacher),
             **{form.SUBJECT: asdict(form) for form in manifest.forms},
-            "compression": manifest.compression,
             "samples": {
                 "total": manifest.dataset.num_samples,
                 "written": self.samples,

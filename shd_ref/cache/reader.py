@@ -10,7 +10,6 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache.codecs.compression import expand_blob
 from shd_ref.cache.documents.manifest import Manifest
 from shd_ref.cache.documents.receipts import Blob, Errors, Receipt, Record, Seal
 from shd_ref.cache.files import check_file_size, read_file
@@ -136,16 +135,14 @@ class CacheReader:
         allocate: Callable[[int], NDArray[np.uint8]] = _allocate,
         **choices: Choice,
     ) -> list[SampleRecord]:
-        """Read several samples; without compression their bytes are read into one buffer, without copies.
+        """Read several samples, their bytes into one buffer, without copies.
 
         Args:
             keys: as for ``read``, in any order; read in the order in which they lie in their shards, and from an
                 object store many at once.
             layers: as for ``read``.
             allocate: from a number of bytes to the memory that takes all blobs: form by form (attention, logits,
-                hidden states), in each layer by layer, in each of these sample by sample. Not called for a compressed
-                cache, whose frames are inspected before memory is taken for them (CACHE-44): each of its blobs is
-                allocated alone.
+                hidden states), in each layer by layer, in each of these sample by sample.
             **choices: as for ``read``.
 
         Raises:
@@ -158,11 +155,8 @@ class CacheReader:
         positions = [self._find(key) for key in keys]
         starts, stops, _ = self._spans[positions][:, coded].T.astype(np.int64)
         ends = list(accumulate((stops - starts).ravel().tolist(), initial=0))
-        if self.manifest.compression == "none":
-            buffer = allocate(ends[-1])
-            slots = [buffer[start:end] for start, end in pairwise(ends)]
-        else:
-            slots = [np.empty(end - start, np.uint8) for start, end in pairwise(ends)]
+        buffer = allocate(ends[-1])
+        slots = [buffer[start:end] for start, end in pairwise(ends)]
         order = sorted(range(len(keys)), key=positions.__getitem__)  # by shard, and in stored order
 
         def read(number: int) -> SampleRecord:
@@ -328,9 +322,7 @@ class CacheReader:
         for number, data in floats.items():
             numbers = data.view("<f4").astype(np.float32, copy=False)
             values[parts[number].name] = numbers.reshape(sizes[number])
-        for number, blob in coded.items():
-            where = f"{self.folder}: record {index} {parts[number].title}"
-            values[parts[number].name] = expand_blob(blob, sizes[number][0], where)
+        values |= {parts[number].name: blob for number, blob in coded.items()}
         return SampleRecord(index, key, length, values, self._seeds.get(index), first, shapes, decoder)
 
     def _read_blobs(self, shard: int, index: int, stored: dict[int, NDArray[np.uint8]], spans: Spans) -> None:

@@ -1,4 +1,4 @@
-"""Shard files: safetensors whose header follows from manifest and receipt alone (CACHE-40 to CACHE-45, CACHE-80)."""
+"""Shard files: safetensors whose header follows from manifest and receipt alone (CACHE-40 to CACHE-42, CACHE-80)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any, Final, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache.codecs.compression import compress_blob
 from shd_ref.cache.documents.keys import check_key
 from shd_ref.cache.documents.manifest import FORMAT_VERSION, Manifest
 from shd_ref.cache.documents.receipts import Blob, Errors, Receipt, Record, Skipped
@@ -76,18 +75,17 @@ def write_blobs(
     errors: Errors,
     skipped: Sequence[Skipped] = (),
 ) -> Receipt:
-    """Write a shard and make its receipt; one blob is in memory at a time, or all where they are compressed."""
+    """Write a shard and make its receipt; one blob is in memory at a time."""
     for record in records:
         check_record(record, manifest)
     floats = [[_bytes_of(v) for form in manifest.forms for v in form.floats(record)] for record in records]
-    coded: list[Iterable[Bytes]] = [_coded(record, manifest) for record in records]
-    if manifest.compression != "none":
-        coded = [list(blobs) for blobs in coded]
-    drafts = [_draft(manifest, *parts) for parts in zip(records, floats, coded, strict=True)]
+    drafts = [_draft(manifest, *parts) for parts in zip(records, floats, strict=True)]
     stream = _HashedStream(file)
     stream.write(shard_header(manifest, shard, drafts))
     float_places = [[None if data is None else stream.write(data) for data in values] for values in floats]
-    coded_places = [[stream.write(data) for data in blobs] for blobs in coded]
+    coded_places = [
+        [stream.write(data) for form in manifest.forms for data in form.pack(record)] for record in records
+    ]
     return Receipt(
         manifest=manifest.id,
         shard=shard,
@@ -102,21 +100,14 @@ def write_blobs(
     )
 
 
-def _coded(record: SampleRecord, manifest: Manifest) -> Iterator[Bytes]:
-    blobs = (blob for form in manifest.forms for blob in form.pack(record))
-    return (compress_blob(blob, manifest.compression) for blob in blobs)
-
-
 def _bytes_of(values: NDArray[np.float32] | None) -> Bytes | None:
     return None if values is None else np.ascontiguousarray(values, dtype="<f4").reshape(-1).view(np.uint8)
 
 
-def _draft(manifest: Manifest, record: SampleRecord, floats: list[Bytes | None], blobs: Iterable[Bytes]) -> Record:
-    """The record with its parts' sizes alone; of codes that are not compressed, without making them."""
+def _draft(manifest: Manifest, record: SampleRecord, floats: list[Bytes | None]) -> Record:
+    """The record with its parts' sizes alone, without making codes."""
     sized = zip(manifest.parts, manifest.part_shapes(record.extent), strict=True)
-    sizes: Iterable[int] = (shape[0] for part, shape in sized if part.dtype == U8)
-    if manifest.compression != "none":
-        sizes = map(len, blobs)
+    sizes = (shape[0] for part, shape in sized if part.dtype == U8)
     held = _in_order(manifest, [None if data is None else len(data) for data in floats], sizes)
     parts = tuple(None if size is None else Blob(0, size, "") for size in held)
     length, first, shapes, decoder = astuple(record.extent)

@@ -33,7 +33,7 @@ def plan(
     inputs: InputOptions,
     options: Annotated[
         partial[PrecomputeOptions],
-        Without("num_student_heads", "form", "factored_codec", "codec", "compression", "on_error", "seed_column"),
+        Without("num_student_heads", "form", "factored_codec", "codec", "on_error", "seed_column"),
     ],
     run: Annotated[RunOptions, Without("samples_per_shard", "shards")],
     wanted: PlanOptions,
@@ -77,7 +77,7 @@ def measure(
         if forecast.advice.pays:
             default = PrecomputeOptions(1)
             usual = {"form": default.form, "codec": default.codec, "factored_codec": default.factored_codec}
-            asks = usual | forecast.taken.asks | {"compression": forecast.advice.compression}
+            asks = usual | forecast.taken.asks
             advised = replace(options, **asks)  # type: ignore[arg-type]
             line = precompute_command(teacher, inputs, advised, run, out=out, student=student)
         _print_forecast(forecast, options.num_student_heads, line)
@@ -126,8 +126,7 @@ def _print_forecast(forecast: Forecast, num_student_heads: int, command: str | N
     for refused in forecast.refused:
         _say(f"not {refused}")
     taken = forecast.taken
-    packed = " with zstd" if forecast.advice.compression != "none" else ""
-    size = f"{taken.title}{packed}, {decimal(round(taken.total_bytes))} in all{' before zstd' * bool(packed)}"
+    size = f"{taken.title}, {decimal(round(taken.total_bytes))} in all"
     instead = "no cache; run the teacher while training (OnlineTeacher). The best cache would be "
     _say(f"take: {'' if command else instead}{size}")
     _list(*forecast.advice.reasons)
@@ -162,14 +161,13 @@ def _table(forecast: Forecast) -> Table:
     """A form and codec per row."""
     table = narrow_table()
     table.add_column("stored as")
-    for column in ("bytes\na token", "in all", "with\nzstd", "break-even\nread", "moved\nin a row", "KL a\nrow"):
+    for column in ("bytes\na token", "in all", "break-even\nread", "moved\nin a row", "KL a\nrow"):
         table.add_column(column, justify="right")
     for way in forecast.ways:
         table.add_row(
             way.title,
             f"{way.bytes_per_token:.0f}",
             decimal(round(way.total_bytes)).replace("bytes", "B"),
-            "?" if way.zstd_ratio is None else f"x {way.zstd_ratio:.2f}",
             f"{decimal(round(way.break_even))}/s",
             f"{way.error.tv_mean:.2%}",
             f"{way.error.kl_mean:.2g}",

@@ -26,7 +26,6 @@ def listing_facts(listing: CacheListing) -> Iterator[tuple[str, str]]:
         yield "layers", f"{len(attention.layers)} (student:teacher {pairs})"
     for form in manifest.forms:
         yield from form.describe()
-    yield "compression", manifest.compression
     for name, error in listing.errors.items():
         yield f"{name} error" if several else "error", error.describe()
     skipped = f", {listing.skipped} skipped" if listing.skipped else ""

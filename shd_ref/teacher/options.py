@@ -10,7 +10,6 @@ from typing import Annotated, Final
 
 from shd_ref.attention import check_temperature
 from shd_ref.cache import CODECS, DEFAULT_FACTORED_CODEC, FACTORED_CODECS, POOLINGS, VECTOR_CODECS
-from shd_ref.cache.codecs.compression import COMPRESSIONS, check_compression
 from shd_ref.cache.codecs.factored import check_factored_codec
 from shd_ref.cache.documents.manifest import ON_ERROR
 from shd_ref.errors import argument_value
@@ -78,7 +77,7 @@ HELP: Final = {
     "form": "maps (merged), or factored: the teacher's queries and keys with the mixing weights, smaller for long"
     " samples, with a free temperature. shd plan compares them.",
     "factored_codec": "Codec of queries and keys: int8 (1 byte per number) or float16 (2).",
-    "codec": "Codec of maps: sqrt8-row, sqrt8-abs (1 byte per entry), u4 (1/2), bf16 (2), float32 (4).",
+    "codec": "Codec of maps: sqrt8-row (1 byte per entry), u4 (1/2), float32 (4).",
     "logits": "Store the teacher's logits, for KD without a teacher: topk (the likeliest classes and the total "
     "mass of the others), float16 (complete rows, for classifiers).",
     "tile": "Query rows of attention that the teacher computes at once; 0 for whole maps. Default: whole while they"
@@ -191,9 +190,6 @@ class PrecomputeOptions:
         DEFAULT_FACTORED_CODEC
     )
     codec: Annotated[str, Shown(HELP["codec"], STORING, CODECS, needs="form=maps")] = "sqrt8-row"
-    compression: Annotated[
-        str, Shown("zstd: smaller, for slow storage; needs the extra 'zstd'.", STORING, COMPRESSIONS)
-    ] = "none"
     on_error: Annotated[
         str, Shown("If a sample gives NaN: stop and name it, or skip and record it.", RUNNING, ON_ERROR)
     ] = "stop"
@@ -358,9 +354,7 @@ class FidelityOptions:
 def check_options(options: PrecomputeOptions) -> None:
     """Refuse what no teacher can be asked for."""
     check_merge(options)
-    check_option("compression", options.compression, COMPRESSIONS, "CACHE-43")
     check_option("on_error", options.on_error, ON_ERROR, "CACHE-51")
-    check_compression(options.compression)
     check_temperature(options.temperature)
     _check_form(options)
     _check_targets(options)

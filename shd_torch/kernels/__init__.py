@@ -4,6 +4,6 @@ Functions of a checked request, without automatic differentiation. Imports ``sup
 runs.
 """
 
-from shd_torch.kernels.divergence import CODECS, MIN_CAPABILITY, RowsKl, kl_rows, unsupported_reason
+from shd_torch.kernels.divergence import CODEC, MIN_CAPABILITY, RowsKl, kl_rows, unsupported_reason
 
-__all__ = ["CODECS", "MIN_CAPABILITY", "RowsKl", "kl_rows", "unsupported_reason"]
+__all__ = ["CODEC", "MIN_CAPABILITY", "RowsKl", "kl_rows", "unsupported_reason"]

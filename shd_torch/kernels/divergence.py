@@ -91,8 +91,8 @@ class RowsKl(NamedTuple):
     dk: Tensor  # the same with respect to its keys
 
 
-CODECS: tuple[str, ...] = ("sqrt8-row", "sqrt8-abs")
-"""What the kernels decode: the two give the same rows from the same codes (CACHE-116, CACHE-115)."""
+CODEC = "sqrt8-row"
+"""What the kernels decode."""
 
 DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32)
 MIN_CAPABILITY = (8, 0)

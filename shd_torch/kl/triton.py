@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import shd_torch.kernels as kernels
-from shd_torch.kernels.divergence import CODECS
+from shd_torch.kernels.divergence import CODEC
 from shd_torch.kl.gradient import KlResult
 from shd_torch.kl.request import KlRequest
 from shd_torch.supervision.coded import Coded
@@ -31,8 +31,8 @@ def unsupported_reason(request: KlRequest) -> str | None:
         return "it reads a teacher's queries and keys, or a cache's codes, and no maps"
     if isinstance(taught, Coded) and taught.key_lengths is not None and taught.support == "causal":
         return "it decodes triangles of square maps; got rows and keys of two sequences"
-    if isinstance(taught, Coded) and taught.codec not in CODECS:
-        return f"it decodes the codecs {' and '.join(CODECS)}; got {taught.codec}"
+    if isinstance(taught, Coded) and taught.codec != CODEC:
+        return f"it decodes the codec {CODEC}; got {taught.codec}"
     reason = kernels.unsupported_reason(*heads)
     if reason is not None:
         return reason

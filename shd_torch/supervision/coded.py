@@ -15,9 +15,8 @@ from shd_ref.errors import ShdError
 from shd_torch.checks import check_probs
 from shd_torch.supervision.supervision import ALL, Supervision, tile_entries
 
-_WIDE_CODES: dict[str, torch.dtype] = {"float32": torch.float32, "bf16": torch.bfloat16}
-# Power of a code, and what code 1 stands for once it is raised (CACHE-118, CACHE-113).
-_LAWS: dict[str, tuple[int, float]] = {"sqrt8-row": (2, 0.75), "sqrt8-abs": (2, 0.75), "u4": (3, 0.84375)}
+# Power of a code, and what code 1 stands for once it is raised (CACHE-115, CACHE-118).
+_LAWS: dict[str, tuple[int, float]] = {"sqrt8-row": (2, 0.75), "u4": (3, 0.84375)}
 
 
 class _Part(NamedTuple):
@@ -103,7 +102,7 @@ class Coded(Supervision):
 
     def has_mass(self, rows: slice, keys: slice) -> Tensor:
         """Where the codes are not 0; see ``Supervision``."""
-        return self._tile(rows, keys, _WIDE_CODES.get(self.codec, torch.uint8)) != 0
+        return self._tile(rows, keys, torch.float32 if self.codec == "float32" else torch.uint8) != 0
 
     def mass(self) -> Tensor:
         """1 for every row with a code above 0, ``(B, H_s, L)``; see ``Supervision``."""
@@ -132,11 +131,11 @@ class Coded(Supervision):
     def drop_rows(self, loss_mask: Tensor) -> Self:
         """The codes, zero in rows that do not count wherever a tile is read; see ``Supervision``."""
         # Only codes that are numbers themselves can be NaN.
-        return replace(self, counted=loss_mask) if self.codec in _WIDE_CODES else self
+        return replace(self, counted=loss_mask) if self.codec == "float32" else self
 
     def check(self, loss_mask: Tensor | None, layer: int) -> None:
         """Codes that are numbers themselves must be distributions; all others are by their decoding."""
-        if self.codec not in _WIDE_CODES:
+        if self.codec != "float32":
             return
         kept = self if loss_mask is None else self.drop_rows(loss_mask)
         softened = 1.0 if self.temperature is None else self.temperature  # the one temperature that codes are read at
@@ -165,8 +164,8 @@ class Coded(Supervision):
                 got = f"{self.buffer.numel()} bytes, and samples from byte {start} on"
                 raise ShdError("argument-shape", f"{rule}; got {got}")
             codes = self.buffer[start:end]
-            if self.codec in _WIDE_CODES:
-                codes = codes.view(_WIDE_CODES[self.codec])
+            if self.codec == "float32":
+                codes = codes.view(torch.float32)
             codes = codes.view(count, -1)
             if code_bits(self.codec) != 4:
                 codes = codes.view(count, self.num_student_heads, -1)
@@ -236,13 +235,12 @@ def check_length(lengths: Sequence[int], length: int | None, name: str = "length
 
 
 def decode_codes(codec: str, codes: Tensor) -> Tensor:
-    """Whole rows of codes, as float32 numbers, to probabilities in place (CACHE-112, -113, -115, -118)."""
+    """Whole rows of codes, as float32 numbers, to probabilities in place (CACHE-112, -115, -118)."""
     if codec == "float32":
         return codes
-    if codec in _LAWS:
-        power, centroid = _LAWS[codec]
-        codes.pow_(power)
-        # 1 becomes the centroid of its bin, 0 and more than 2 stay exactly as they are, and no second tile is made.
-        torch.nn.functional.leaky_relu_(codes.sub_(2.0), 2.0 - centroid)
-        codes.clamp_min_(-2.0).add_(2.0)
+    power, centroid = _LAWS[codec]
+    codes.pow_(power)
+    # 1 becomes the centroid of its bin, 0 and more than 2 stay exactly as they are, and no second tile is made.
+    torch.nn.functional.leaky_relu_(codes.sub_(2.0), 2.0 - centroid)
+    codes.clamp_min_(-2.0).add_(2.0)
     return codes.mul_(codes.sum(-1, keepdim=True).clamp_min_(torch.finfo(torch.float32).tiny).reciprocal_())

@@ -30,12 +30,9 @@ DIGESTS = GOLDEN.with_suffix(".sha256")
 GOLDEN_JOBS = {
     "sqrt8-row-full": job(num_samples=3),
     "sqrt8-row-causal": job(num_samples=3, support="causal", alpha_per="row"),
-    "bf16-causal": job(num_samples=3, support="causal", codec="bf16"),
     "float32-full": job(num_samples=3, codec="float32", alpha_per="row"),
     "u4-causal": job(num_samples=3, support="causal", codec="u4"),
-    "sqrt8-abs-seeds": job(
-        num_samples=3, codec="sqrt8-abs", inputs=SampleInputs(("input_ids",), None, "augmentation")
-    ),
+    "seeds": job(num_samples=3, inputs=SampleInputs(("input_ids",), None, "augmentation")),
     "layer-plans": job(num_samples=3, plan=(), plans=(PLAN, OTHER_PLAN), matching=Matching("residual", 2, 17)),
     "factored-int8": job(num_samples=3, codec="int8", factors=FACTORS, support="causal"),
     "factored-float16": job(num_samples=3, codec="float16", factors=FACTORS),

@@ -82,8 +82,8 @@ def test_damaged_shards_are_missing_and_can_be_written_again(tmp_path: Path, dam
 def test_another_job_is_refused(tmp_path: Path) -> None:
     CacheWriter(tmp_path, job())
     before = contents(tmp_path)
-    with refusal("cache-mismatch", r"codec: 'sqrt8-row' -> 'bf16'; attention.temperature: 1\.0 -> 2\.0; choose"):
-        CacheWriter(tmp_path, job(temperature=2.0, codec="bf16"))
+    with refusal("cache-mismatch", r"codec: 'sqrt8-row' -> 'u4'; attention.temperature: 1\.0 -> 2\.0; choose"):
+        CacheWriter(tmp_path, job(temperature=2.0, codec="u4"))
     assert contents(tmp_path) == before
 
 

@@ -177,7 +177,7 @@ def read_hidden(codec: str, width: int, blob: bytes) -> list[list[float]]:
 
 def read_map(attention: dict[str, Any], blob: bytes, length: int, num_keys: int) -> list[list[list[float]]]:
     """CACHE-110 to CACHE-119 and CACHE-125 to CACHE-130."""
-    form = {"float32": "f", "bf16": "H"}.get(attention["codec"], "B")
+    form = "f" if attention["codec"] == "float32" else "B"
     numbers = struct.unpack(f"<{len(blob) // struct.calcsize(form)}{form}", blob)
     if attention["codec"] == "u4":
         numbers = tuple(half for byte in numbers for half in (byte % 16, byte // 16))
@@ -235,8 +235,6 @@ def read_factored(
 def value_of(codec: str, code: Any) -> float:
     if codec == "float32":
         return float(code)
-    if codec == "bf16":
-        return float(struct.unpack("<f", struct.pack("<I", code << 16))[0])
     if codec == "u4":
         return 0.84375 / 15**3 if code == 1 else (code / 15) ** 3
     return 0.75 / 255**2 if code == 1 else (code / 255) ** 2

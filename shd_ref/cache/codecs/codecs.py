@@ -15,30 +15,28 @@ from shd_ref.errors import ShdError
 
 FloatArray = NDArray[np.float32] | NDArray[np.float64]
 
-CODECS: Final = ("float32", "bf16", "sqrt8-row", "sqrt8-abs", "u4")
+CODECS: Final = ("float32", "sqrt8-row", "u4")
 DEFAULT_CODEC: Final = "sqrt8-row"
 
 SMALLEST_PROB: Final = 2.0**-126
 """The smallest normal float32. Anything below counts as zero: accelerators flush it (CACHE-111)."""
 
 SQRT8_LEVELS: Final = 255
-"""Code of the row's largest entry (of 1 for ``sqrt8-abs``); codes go as the square root of the probability."""
+"""Code of the row's largest entry; codes go as the square root of the probability."""
 
 U4_LEVELS: Final = 15
 """Code of the row's largest entry in ``u4``; codes go as the cube root of the probability."""
 
-_BITS: Final = {"float32": 32, "bf16": 16, "sqrt8-row": 8, "sqrt8-abs": 8, "u4": 4}
-_CODE_DTYPES: Final[dict[int, type[Any]]] = {32: np.float32, 16: np.uint16, 8: np.uint8, 4: np.uint8}
-"""By the bits of a code."""
+_BITS: Final = {"float32": 32, "sqrt8-row": 8, "u4": 4}
 
 
 def code_dtype(codec: str) -> np.dtype[Any]:
-    """The type that holds one code in memory: float32, uint16 or uint8.
+    """The type that holds one code in memory: float32 or uint8.
 
     Raises:
         ShdError: ``argument-value`` for a codec that is not in ``CODECS``.
     """
-    return np.dtype(_CODE_DTYPES[code_bits(codec)])
+    return np.dtype(np.float32 if code_bits(codec) == 32 else np.uint8)
 
 
 def code_bits(codec: str) -> int:
@@ -55,10 +53,10 @@ def code_values(codec: str) -> NDArray[np.float32]:
         ``(256,)`` or ``(16,)`` float32.
 
     Raises:
-        ShdError: ``argument-value`` for a codec whose codes are numbers themselves (float32, bf16).
+        ShdError: ``argument-value`` for ``float32``, whose codes are numbers themselves.
     """
     if code_bits(codec) > 8:
-        raise ShdError("argument-value", f"codec must be sqrt8-row, sqrt8-abs or u4; got {codec!r}", "CACHE-110")
+        raise ShdError("argument-value", f"codec must be sqrt8-row or u4; got {codec!r}", "CACHE-110")
     return u4_table() if codec == "u4" else sqrt8_table()
 
 
@@ -85,7 +83,7 @@ def sqrt8_table() -> NDArray[np.float32]:
     bin: for roots spread evenly over (0, 1.5), the mean of the square is 1.5^2 / 3 = 0.75.
 
     Returns:
-        ``(256,)`` float32, in units of the row's largest entry (``sqrt8-row``) or of 1 (``sqrt8-abs``).
+        ``(256,)`` float32, in units of the row's largest entry.
     """
     return _power_table(SQRT8_LEVELS, 2, 0.75)
 
@@ -97,14 +95,14 @@ def _power_table(levels: int, power: int, centroid: float) -> NDArray[np.float32
 
 
 def encode(codec: str, probs: FloatArray) -> NDArray[Any]:
-    """Code probability rows (CACHE-116, CACHE-117, CACHE-112, CACHE-113, CACHE-114).
+    """Code probability rows (CACHE-112, CACHE-114, CACHE-117).
 
     Args:
         codec: one of ``CODECS``.
         probs: ``(..., L, S)`` float32 or float64, rows over the last axis; rows that are all zero stay so.
 
     Returns:
-        Codes of the same shape: float32, uint16 (bf16 bit patterns) or uint8.
+        Codes of the same shape: float32 or uint8.
 
     Raises:
         ShdError: ``argument-value`` (codec), ``argument-dtype``, ``not-finite``, ``not-a-distribution``
@@ -121,21 +119,16 @@ def encode(codec: str, probs: FloatArray) -> NDArray[Any]:
     values[values < SMALLEST_PROB] = 0.0  # -0.0 becomes 0.0 as well
     if dtype == np.float32:
         return values
-    if codec == "bf16":
-        bits = np.ascontiguousarray(values).view(np.uint32)
-        # Round to nearest, ties to even: just under half a unit, plus the bit that decides a tie.
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    if codec == "sqrt8-abs":
-        return _sqrt8_codes(values, values)
     row_max = values.max(axis=-1, keepdims=True, initial=0.0)
     shares = np.divide(values, np.where(row_max > 0, row_max, 1.0), dtype=np.float32)
     if codec == "sqrt8-row":
-        return _sqrt8_codes(values, shares)
+        codes = np.clip(np.rint(np.sqrt(shares) * np.float32(SQRT8_LEVELS)), 1, SQRT8_LEVELS)
+        return np.where(values > 0, codes, 0).astype(np.uint8)
     return np.where(values > 0, np.searchsorted(u4_thresholds(), shares, side="right") + 1, 0).astype(np.uint8)
 
 
 def decode(codec: str, codes: NDArray[Any]) -> NDArray[np.float32]:
-    """Probability rows from codes (CACHE-118, CACHE-112, CACHE-113, CACHE-115).
+    """Probability rows from codes (CACHE-112, CACHE-115, CACHE-118).
 
     Args:
         codec: one of ``CODECS``.
@@ -150,7 +143,7 @@ def decode(codec: str, codes: NDArray[Any]) -> NDArray[np.float32]:
     check_dtype(codec, codes)
     if codec == "float32":
         return codes.astype(np.float32)
-    values = _bf16_values(codes) if codec == "bf16" else code_values(codec)[codes]
+    values: NDArray[np.float32] = code_values(codec)[codes]
     mass = values.sum(axis=-1, keepdims=True, dtype=np.float64)
     return (values / np.where(mass > 0, mass, 1.0)).astype(np.float32)
 
@@ -162,12 +155,11 @@ def check_codes(codec: str, codes: NDArray[Any]) -> None:
         ShdError: ``argument-value`` (codec), ``argument-dtype``, ``not-finite``, ``not-a-distribution``.
     """
     check_dtype(codec, codes)
-    if code_bits(codec) <= 8:
+    if codec != "float32":
         return
-    values = codes if codec == "float32" else _bf16_values(codes)
-    if not np.isfinite(values).all():
+    if not np.isfinite(codes).all():
         raise ShdError("not-finite", f"codes of {codec} must be finite; got NaN or infinity", "CACHE-111")
-    if np.signbit(values).any():
+    if np.signbit(codes).any():
         raise ShdError("not-a-distribution", f"codes of {codec} must not be negative", "CACHE-111")
 
 
@@ -178,15 +170,6 @@ def check_dtype(codec: str, codes: NDArray[Any]) -> None:
         raise ShdError("argument-dtype", f"codes of {codec} must be {dtype}; got {codes.dtype}", "CACHE-110")
     if codec == "u4" and codes.size and codes.max() > U4_LEVELS:
         raise ShdError("argument-value", f"codes of u4 must be at most {U4_LEVELS}; got {codes.max()}", "CACHE-110")
-
-
-def _bf16_values(codes: NDArray[Any]) -> NDArray[np.float32]:
-    return (codes.astype(np.uint32) << 16).view(np.float32)
-
-
-def _sqrt8_codes(values: NDArray[np.float32], shares: NDArray[np.float32]) -> NDArray[np.uint8]:
-    codes = np.clip(np.rint(np.sqrt(shares) * np.float32(SQRT8_LEVELS)), 1, SQRT8_LEVELS)
-    return np.where(values > 0, codes, 0).astype(np.uint8)
 
 
 SUPPORTS: Final = ("full", "causal")

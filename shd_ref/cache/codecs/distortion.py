@@ -110,9 +110,7 @@ def kl_bound(codec: str, num_positive: Any, largest: Any) -> Any:
     code_dtype(codec)
     bounds = {
         "float32": 0.0 * num_positive,
-        "bf16": 1.01 / 2**16 + 0.0 * num_positive,
         "sqrt8-row": num_positive * largest / 255**2,
-        "sqrt8-abs": num_positive / 255**2,
         "u4": num_positive * largest / 206,
     }
     return bounds[codec]

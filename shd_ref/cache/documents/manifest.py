@@ -13,7 +13,6 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache.codecs.compression import COMPRESSIONS
 from shd_ref.cache.documents.keys import check_key
 from shd_ref.cache.forms.form import SHA256, Extent, Form, FormFile, Part, require
 from shd_ref.cache.forms.table import Held, subjects
@@ -137,7 +136,6 @@ class Manifest(Held):
         inputs: what a sample key is made of.
         dataset: which samples.
         shards: assignment of samples to shards.
-        compression: of coded parts: ``"none"`` or ``"zstd"``.
         on_error: ``"skip"`` where receipts may name samples that the teacher failed on, else ``"stop"``.
 
     Raises:
@@ -151,12 +149,9 @@ class Manifest(Held):
     inputs: SampleInputs
     dataset: Dataset
     shards: ShardPlan
-    compression: str = optional("none")
     on_error: str = optional("stop")
 
     def __post_init__(self) -> None:
-        packed = self.compression
-        require(packed in COMPRESSIONS, f"compression must be one of {COMPRESSIONS}", packed, "CACHE-43")
         names = [form.SUBJECT for form in self.forms]
         order = [name for name in subjects() if name in names]
         known = bool(names) and sorted(names) == sorted(order)

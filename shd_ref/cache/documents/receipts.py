@@ -245,8 +245,7 @@ def _record_problems(
             if not part.optional:
                 yield f"{part.name} must be there"
             continue
-        least = 1 if part.dtype == U8 and manifest.compression != "none" else size
-        if not least <= blob.end - blob.start <= size:
+        if blob.end - blob.start != size:
             yield f"{part.name} must hold {size} bytes; got {blob.end - blob.start}"
         if not _XXH3_64.fullmatch(blob.xxh3_64):
             yield f"xxh3_64 must be 16 hex digits; got {blob.xxh3_64[:20]!r}"

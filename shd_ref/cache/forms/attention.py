@@ -221,7 +221,7 @@ class Attention(Form):
 
     @abstractmethod
     def blob_sizes(self, extent: Extent) -> tuple[int, ...]:
-        """Bytes of each layer's blob, before compression."""
+        """Bytes of each layer's blob."""
 
     @abstractmethod
     def check_codes(self, record: SampleRecord) -> None:

@@ -21,7 +21,7 @@ SHA256: Final = re.compile(r"[0-9a-f]{64}")
 F32 = "F32"
 """Stored as it is: binary32, aligned."""
 U8 = "U8"
-"""Coded, and compressed where the cache is."""
+"""Coded."""
 
 
 class Part(NamedTuple):
@@ -145,7 +145,7 @@ class Form(ABC):
 
     @abstractmethod
     def part_shapes(self, extent: Extent) -> tuple[tuple[int, ...], ...]:
-        """The shape of each of ``parts`` in a record; of ``U8`` the bytes before compression."""
+        """The shape of each of ``parts`` in a record; of ``U8`` the bytes."""
 
     @property
     @abstractmethod
@@ -178,14 +178,14 @@ class Form(ABC):
 
     @abstractmethod
     def pack(self, record: SampleRecord) -> Iterator[NDArray[np.uint8]]:
-        """The ``U8`` parts of a checked record, padding cut off, uncompressed; refuses what no encoder makes."""
+        """The ``U8`` parts of a checked record, padding cut off; refuses what no encoder makes."""
 
     def held_size(self, extent: Extent) -> int:
         """Bytes that the codes of a sample take in memory before they are packed."""
         return self.coded_size(extent)
 
     def coded_size(self, extent: Extent) -> int:
-        """Bytes of its ``U8`` parts before compression."""
+        """Bytes of its ``U8`` parts."""
         shapes = zip(self.parts, self.part_shapes(extent), strict=True)
         return sum(math.prod(shape) for part, shape in shapes if part.dtype == U8)
 

@@ -118,7 +118,7 @@ def _compare_sample(layer_outputs: LayerOutputs) -> Comparison:
             actual = layer_outputs.codes[:, :, rows]  # from the Loop, where merged was made again
         difference = float(np.maximum(difference, np.abs(actual - expected.astype(dtype)).max(initial=0.0)))
         if rule.codec != "float32":
-            # bf16 is coded on the host, from the graph's float32 maps.
+            # u4 is coded on the host, from the graph's float32 maps.
             coded = layer_outputs.codes if rule.codec == "sqrt8-row" else None
             codes = encode(rule.codec, actual) if coded is None else coded[:, :, rows]
             wrong += int((codes != encode(rule.codec, expected.astype(np.float32))).sum())

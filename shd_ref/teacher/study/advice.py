@@ -24,8 +24,7 @@ _WORKING_ARRAYS: Final = 6  # of the size of a layer's queries, while its loss i
 class FormForecast:
     """A way to store supervision, asked for by the fields ``asks``; ``error`` is of the maps, else the logits.
 
-    ``zstd_ratio`` is None where zstandard is missing; a reader slower than ``break_even`` bytes per second waits
-    longer than the teacher would take.
+    A reader slower than ``break_even`` bytes per second waits longer than the teacher would take.
     """
 
     form: str
@@ -35,7 +34,6 @@ class FormForecast:
     bytes_per_token: float
     bytes_longest: float
     total_bytes: float
-    zstd_ratio: float | None
     break_even: float
     error: CodecError
 
@@ -47,10 +45,9 @@ class FormForecast:
 
 @dataclass(frozen=True)
 class Advice:
-    """The number of the way to take, and its compression; where nothing ``pays``, run the teacher while training."""
+    """The number of the way to take; unless it ``pays``, run the teacher while training."""
 
     form: int
-    compression: str
     pays: bool
     reasons: tuple[str, ...]
 
@@ -61,24 +58,19 @@ def advise(ways: Sequence[FormForecast], usual: FormForecast | None, bandwidth: 
     ordered = sorted(exact, key=lambda way: (way.bytes_per_sample, way.error.tv_mean))
     if not ordered:  # none is exact enough: take the most exact
         ordered = [min(ways, key=lambda way: (way.error.tv_mean, way.bytes_per_sample))]
-    packed = [way for way in ordered if way.zstd_ratio is not None and way.break_even * way.zstd_ratio <= bandwidth]
-    packed.sort(key=lambda way: way.bytes_per_sample * (way.zstd_ratio or 1.0))
-    plain = ordered[0].break_even <= bandwidth
-    taken = ordered[0] if plain or not packed else packed[0]
-    compression = "none" if plain or not packed else "zstd"
-    pays = plain or bool(packed)
-    reasons = [*_compare(taken, ways, usual, max_error, compression), _say_reading(taken, bandwidth, compression)]
-    return Advice(ways.index(taken), compression, pays, tuple(reasons))
+    taken = ordered[0]
+    reasons = [*_compare(taken, ways, usual, max_error), _say_reading(taken, bandwidth)]
+    return Advice(ways.index(taken), taken.break_even <= bandwidth, tuple(reasons))
 
 
 def _compare(
-    taken: FormForecast, ways: Sequence[FormForecast], usual: FormForecast | None, max_error: float, compression: str
+    taken: FormForecast, ways: Sequence[FormForecast], usual: FormForecast | None, max_error: float
 ) -> list[str]:
     error = taken.error.tv_mean
     cost = f"{taken.bytes_per_token:.0f} bytes per token, and coding moves {_percent(error)} of a row's probability"
     if error > max_error:
         return [f"{cost}: none of these reaches {_percent(max_error)}, and this one is nearest"]
-    reasons = [f"{cost}: the smallest{' with zstd' * (compression != 'none')} of those below {_percent(max_error)}"]
+    reasons = [f"{cost}: the smallest of those below {_percent(max_error)}"]
     if usual is not None and usual is not taken:
         change = 1 - taken.bytes_per_sample / usual.bytes_per_sample
         size = f"{abs(change):.0%} {'smaller' if change >= 0 else 'larger'}"
@@ -90,13 +82,11 @@ def _compare(
     return reasons
 
 
-def _say_reading(taken: FormForecast, bandwidth: float, compression: str) -> str:
-    packed = taken.break_even * ((taken.zstd_ratio or 1.0) if compression != "none" else 1.0)
-    least, fed, unpacked = (f"{rate / 1e6:.3g} MB/s" for rate in (packed, bandwidth, taken.break_even))
-    if packed > bandwidth:
+def _say_reading(taken: FormForecast, bandwidth: float) -> str:
+    least, fed = (f"{rate / 1e6:.3g} MB/s" for rate in (taken.break_even, bandwidth))
+    if taken.break_even > bandwidth:
         return f"reading it keeps up with the teacher from {least} for each training device, which gets {fed}"
-    plain = f" compressed, {unpacked} without," if compression != "none" else ""
-    return f"read faster than the teacher runs, from {least}{plain} for each training device ({fed} assumed)"
+    return f"read faster than the teacher runs, from {least} for each training device ({fed} assumed)"
 
 
 def _percent(share: float) -> str:

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache import Attention, CodecError, Errors, Extent, Forms, LogitsError, RowError, SampleRecord
-from shd_ref.cache.codecs.compression import compress_blob
 from shd_ref.cache.forms.form import F32, Form
 from shd_ref.errors import ShdError
 from shd_ref.teacher.options import CODECS_OF, NO_FORM, PlanOptions, PrecomputeOptions, RunOptions
@@ -149,24 +148,17 @@ class _Way:
         self.held = self.forms.forms
         self.beside = tuple(form for form in self.held if not isinstance(form, Attention))
         self._errors: list[Errors] = []
-        self._packed: list[tuple[int, int]] = []  # bytes of each record, and compressed
         self._extents: list[Extent] = []
 
     def add(self, outputs: StudentOutputs) -> None:
         records = make_records(self.work, outputs, set(outputs.indices), self.forms)
         self._errors.append(measure_errors(self.work, outputs, records, self.forms))
         self._extents += [record.extent for record in records]
-        self._packed += [_compress([blob for form in self.held for blob in form.pack(one)]) for one in records]
         self.record = records[0]
 
     @property
     def errors(self) -> Errors:
         return Errors.merged(self._errors)
-
-    @property
-    def zstd_ratio(self) -> float | None:
-        plain, packed = map(sum, zip(*self._packed, strict=True))
-        return packed / plain if packed else None
 
     @property
     def extents(self) -> list[Extent]:
@@ -258,7 +250,6 @@ def _forecast_way(
         bytes_per_token=mean / (float(counted.mean()) if first.unit == "sample" else rows_of[first.SUBJECT]),
         bytes_longest=float(sizes.max()),
         total_bytes=mean * num_samples,
-        zstd_ratio=way.zstd_ratio,
         break_even=mean / teacher_seconds,
         error=CodecError(*next(measures, (0.0, 0.0, 0.0, 0))),
     )
@@ -266,7 +257,7 @@ def _forecast_way(
 
 
 def record_sizes(form: Form, record: SampleRecord, extents: Sequence[Extent]) -> NDArray[np.float64]:
-    """Bytes of records of some extents before compression; one of them tells whether optional parts are there."""
+    """Bytes of records of some extents; one of them tells whether optional parts are there."""
     floats = iter(form.floats(record))
     there = [tensor.dtype != F32 or next(floats) is not None for tensor in form.parts]
     widths = [(4 if tensor.dtype == F32 else 1) * held for tensor, held in zip(form.parts, there, strict=True)]
@@ -304,16 +295,6 @@ class _SampledSource(Source):
                 yield self._source.row(index, columns)
         else:
             yield from islice(self._source.rows(columns), self._count)
-
-
-def _compress(blobs: Sequence[Any]) -> tuple[int, int]:
-    """Bytes of some blobs, and compressed; 0 where the package is missing."""
-    try:
-        return sum(map(len, blobs)), sum(len(compress_blob(blob, "zstd")) for blob in blobs)
-    except ShdError as error:
-        if error.code != "dependency-missing":
-            raise
-        return sum(map(len, blobs)), 0
 
 
 def _plain_runner(work: TeacherRun) -> Callable[[Batch], Any]:

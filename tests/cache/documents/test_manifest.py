@@ -91,7 +91,6 @@ def test_no_such_shard(shard: int) -> None:
 @pytest.mark.parametrize(
     ("changes", "rule"),
     [
-        ({"compression": "gzip"}, "compression must be one of"),
         ({"on_error": "ignore"}, "on_error must be one of"),
         ({"num_student_heads": 5}, "num_student_heads must be 1 to num_teacher_heads=4; got 5"),
         ({"num_student_heads": 0}, "num_student_heads must be 1"),
@@ -239,11 +238,11 @@ def test_newer_format_says_what_to_do() -> None:
 
 
 def test_optional_member_is_left_out_where_it_is_the_default() -> None:
-    assert not {"compression", "on_error"} & members_of(job()).keys()
+    assert "on_error" not in members_of(job())
     assert not {"plans", "matching", "shapes", "kinds"} & members_of(job())["attention"].keys()
     assert "seed" not in members_of(job())["inputs"]
-    with refusal("cache-corrupt", "must leave out compression"):
-        Manifest.from_bytes(document(members_of(job()) | {"compression": "none"}))
+    with refusal("cache-corrupt", "must leave out on_error"):
+        Manifest.from_bytes(document(members_of(job()) | {"on_error": "stop"}))
 
 
 def test_version_of_a_damaged_manifest_is_not_believed() -> None:

@@ -120,7 +120,7 @@ def test_numbers_beyond_float16_and_layers_that_are_not_stored() -> None:
 
 
 WRONG_FORMS: dict[str, dict[str, Any]] = {
-    "codec": {"codec": "bf16"},
+    "codec": {"codec": "u4"},
     "rows": {"rows": "sample"},
     "no layer": {"layers": ()},
     "a layer twice": {"layers": (HIDDEN_LAYERS[0],) * 2},

@@ -98,18 +98,16 @@ def test_what_is_refused() -> None:
         coded.probs()
 
 
-@pytest.mark.parametrize("codec", ["float32", "bf16"])
-def test_numbers_that_are_no_distribution_are_found(codec: str) -> None:
-    wide = torch.float32 if codec == "float32" else torch.bfloat16
+def test_numbers_that_are_no_distribution_are_found() -> None:
     entries = torch.full((1, 2, 3, 3), 1 / 3)
     for place, code in (((0, 1, 2, 0), torch.nan), ((0, 0, 1, 1), -1.0)):
         broken = entries.clone()
         broken[place] = code
-        buffer = broken.to(wide).view(torch.uint8).flatten()
-        coded = Coded(buffer, (0,), (3,), 2, codec, "full", 3)
+        buffer = broken.view(torch.uint8).flatten()
+        coded = Coded(buffer, (0,), (3,), 2, "float32", "full", 3)
         with refusal("not-finite" if np.isnan(code) else "not-a-distribution"):
             attention_kl(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), coded)
-    sound = replace(coded, buffer=entries.to(wide).view(torch.uint8).flatten())
+    sound = replace(coded, buffer=entries.view(torch.uint8).flatten())
     assert attention_kl(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), sound) == pytest.approx(0, abs=1e-6)
 
 
