@@ -13,12 +13,10 @@ from numpy.typing import NDArray
 from shd_ref.cache.documents.manifest import Manifest
 from shd_ref.cache.documents.receipts import Blob, Errors, Receipt, Record, Seal
 from shd_ref.cache.files import check_file_size, read_file
-from shd_ref.cache.forms.embeddings import Embeddings
 from shd_ref.cache.forms.exact import Exact
 from shd_ref.cache.forms.form import F32, U8, Extent, FormFile, SampleRecord
-from shd_ref.cache.forms.hidden import Hidden
-from shd_ref.cache.forms.logits import Logits
-from shd_ref.cache.forms.table import ROWS
+from shd_ref.cache.forms.held import FORMS
+from shd_ref.cache.forms.rows import Embeddings, Hidden, Logits
 from shd_ref.cache.shards import ShardFile, check_shard_size
 from shd_ref.cache.storage.checksums import hex_64, xxh3_64
 from shd_ref.cache.storage.documents import checksum_of
@@ -148,7 +146,7 @@ class CacheReader:
         Raises:
             ShdError: as ``read``.
         """
-        names, choices = dict.fromkeys(row.form.CHOICE for row in ROWS), {"layers": layers, **choices}
+        names, choices = dict.fromkeys(form.CHOICE for form in FORMS), {"layers": layers, **choices}
         if unknown := sorted(choices.keys() - names.keys()):
             raise ShdError("argument-value", f"a form must be one of {', '.join(names)}; got {unknown}", "CACHE-81")
         coded = [number for name in names for number in self._parts_of(name, choices.get(name))]
@@ -192,7 +190,8 @@ class CacheReader:
         Raises:
             ShdError: ``argument-value`` where the cache, or the record as it was read, has none; ``cache-corrupt``.
         """
-        return self.manifest.need(Logits, "logits").decode(record)
+        rows: TopkTargets | NDArray[np.float32] = self.manifest.need(Logits, "logits").decode(record)
+        return rows
 
     def decode_hidden(self, record: SampleRecord, layer: int) -> NDArray[np.float32]:
         """The teacher's hidden states of one of its layers, ``(R, width)`` float32; row r as for logits.
@@ -200,7 +199,8 @@ class CacheReader:
         Raises:
             ShdError: ``argument-value`` where the cache, or the record as it was read, does not have them.
         """
-        return self.manifest.need(Hidden, "hidden states").decode(record, layer)
+        states: NDArray[np.float32] = self.manifest.need(Hidden, "hidden states").decode(record, layer)
+        return states
 
     def decode_embedding(self, record: SampleRecord) -> NDArray[np.float32]:
         """The teacher's embedding of one text, ``(width,)`` float32, pooled as the manifest says.
@@ -216,7 +216,8 @@ class CacheReader:
         Raises:
             ShdError: ``argument-value`` where the cache, or the record as it was read, does not have them.
         """
-        return self.manifest.need(Exact, "exact targets").decode(record)
+        states: NDArray[np.float32] = self.manifest.need(Exact, "exact targets").decode(record)
+        return states
 
     def read_head(self) -> TeacherHead:
         """The teacher's head, which makes logits of last states; every byte is checked.

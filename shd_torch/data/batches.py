@@ -14,12 +14,11 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from shd_ref.cache import Attention, Manifest, SampleRecord, packed_size
+from shd_ref.cache import Attention, Factors, Manifest, Maps, SampleRecord, packed_size
 from shd_ref.cache.forms.attention import blob_name
-from shd_ref.cache.forms.table import load, row_of
 from shd_ref.errors import ShdError
 from shd_torch.supervision.coded import Coded
-from shd_torch.supervision.factored_codes import FactoredCodes
+from shd_torch.supervision.factored_codes import FactoredCodes, pack_factored
 from shd_torch.supervision.stored_rows import CachedBatch, find_rows, row_blobs
 from shd_torch.supervision.taught_layers import taught_layers
 
@@ -134,9 +133,10 @@ def pack_records(
     records = [record for _, record in batch]
     form = manifest.find(Attention)
     buffer = batch.buffer_of(layers) if isinstance(batch, ReadBatch) else None
-    if form is not None:
-        packed: CachedSupervision = load(row_of(form).decoder)(records, manifest, layers, buffer)
-        return packed
+    if isinstance(form, Factors):
+        return pack_factored(records, manifest, layers)
+    if isinstance(form, Maps):
+        return _pack_maps(records, manifest, form, layers, buffer)
     if buffer is None:
         buffer = torch.from_numpy(np.concatenate(row_blobs(records, manifest)))
     lengths = tuple(record.length for record in records)
@@ -144,11 +144,10 @@ def pack_records(
     return CodedSupervision(buffer, lengths, taught_layers(manifest), 0, "float32", "full", **fields)
 
 
-def pack_maps(
-    records: Sequence[SampleRecord], manifest: Manifest, layers: Sequence[int], buffer: Tensor | None
+def _pack_maps(
+    records: Sequence[SampleRecord], manifest: Manifest, form: Maps, layers: Sequence[int], buffer: Tensor | None
 ) -> CodedSupervision:
     """A batch of maps, from the buffer that its records were read into, or a new one."""
-    form = manifest.attention
     codes = [record.parts[blob_name(layer)] for layer in layers for record in records]
     if buffer is None:
         buffer = torch.from_numpy(np.concatenate([*codes, *row_blobs(records, manifest)]))

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from shd_ref.cache import Factors, LayerFactors, Manifest, SampleRecord
 from shd_ref.cache.forms.attention import blob_name
-from shd_ref.errors import ShdError
 from shd_ref.merging.plans import plan_groups
 from shd_torch.supervision.coded import check_length
 from shd_torch.supervision.factored import Factored
@@ -109,13 +108,9 @@ class FactoredCodes(CachedBatch):
         return spread
 
 
-def pack_factored(
-    records: Sequence[SampleRecord], manifest: Manifest, layers: Sequence[int], _buffer: Tensor | None = None
-) -> FactoredCodes:
+def pack_factored(records: Sequence[SampleRecord], manifest: Manifest, layers: Sequence[int]) -> FactoredCodes:
     """Put the records of a batch into one buffer, so that it crosses processes and devices once."""
-    form = manifest.attention
-    if not isinstance(form, Factors):
-        raise ShdError("argument-value", f"manifest must have factors; got maps (codec {form.codec})", "CACHE-140")
+    form = manifest.need(Factors, "queries and keys")
     columns = [form.column(layer) for layer in layers]
     factors = tuple(form.factors[column] for column in columns)
     mixing, steps, codes = [], [], []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from shd_ref.cache import Embeddings, Exact, Hidden, Logits, Manifest, SampleRecord
 from shd_ref.cache.forms.rows import Rows
-from shd_ref.cache.forms.table import load, row_of
 from shd_torch.supervision.coded import check_length
 from shd_torch.supervision.mask import move
 from shd_torch.supervision.supervision import tile_entries
@@ -22,6 +21,14 @@ from shd_torch.supervision.targets import EmbeddingTargets, TopkTargets
 
 Spread: TypeAlias = Callable[[Tensor], Tensor]
 """Puts rows ``(R, ...)`` where they stand in the padded batch, ``(B, L, ...)``; one row per sample stays as it is."""
+
+
+class StoredRows(NamedTuple):
+    """The rows of one form in a batch, as bytes: decode them, then spread them."""
+
+    form: Any  # a subclass of Rows
+    codes: dict[str, Tensor]  # (R, bytes), by the names of the parts that were read
+    spread: Spread
 
 
 @dataclass(frozen=True)
@@ -77,24 +84,23 @@ class CachedBatch:
         """``(B, L)``, True where a decoder's logits or hidden states are stored; None where neither are its rows."""
         return held_positions(self.decoder, (), length, self.buffer.device) if self.decoder else None
 
-    def read(self, subject: str, length: int | None = None) -> Any:
-        """What a form of rows holds, such as ``"logits"``, as its decoder gives it; None where nothing was read.
+    def stored_rows(self, subject: str, length: int | None = None) -> StoredRows | None:
+        """The rows of a form, by its ``SUBJECT``, to be spread over ``length`` positions; None where none were read.
 
         Raises:
-            ShdError: ``argument-shape`` for a length, as for ``targets``, below the longest sample.
+            ShdError: ``argument-shape`` for a length, as for ``targets``, below the longest sample; when rows spread.
         """
         num_rows = {"positions": sum(self.counts), "decoder": sum(self.decoder), "sample": len(self.lengths)}
         start = self.start or 0
         for form in self.forms:
-            rows: dict[str, Tensor] = {}
+            codes: dict[str, Tensor] = {}
             for part, size in zip(form.parts, form.row_sizes, strict=True):
                 if part.name in self.names:
                     count = num_rows[form.rows]
-                    rows[part.name] = self.buffer[start : start + count * size].view(count, size)
+                    codes[part.name] = self.buffer[start : start + count * size].view(count, size)
                     start += count * size
             if subject == form.SUBJECT:
-                spread = partial(self._pad_rows, form, length)
-                return load(row_of(form).decoder)(form, rows, spread) if rows else None
+                return StoredRows(form, codes, partial(self._pad_rows, form, length)) if codes else None
         return None
 
     def targets(self, length: int | None = None) -> Tensor | TopkTargets | None:
@@ -111,8 +117,13 @@ class CachedBatch:
         Raises:
             ShdError: ``argument-shape`` for a length below the longest sample.
         """
-        targets: Tensor | TopkTargets | None = self.read("logits", length)
-        return targets
+        if (stored := self.stored_rows(Logits.SUBJECT, length)) is None:
+            return None
+        form, (codes,) = stored.form, stored.codes.values()
+        if form.codec == "float16":
+            return stored.spread(view_rows(codes, torch.float16))
+        ids, log_probs, log_tail = map(stored.spread, decode_rows(form, codes))
+        return TopkTargets(ids, log_probs, log_tail, form.temperature, form.vocab_size)
 
     def hidden_states(self, length: int | None = None) -> dict[int, Tensor]:
         """Hidden states by the teacher's number, ``(B, L, width)`` float32; empty where none were read.
@@ -120,12 +131,17 @@ class CachedBatch:
         Raises:
             ShdError: ``argument-shape`` for a length, as for ``targets``, below the longest sample.
         """
-        return self.read("hidden", length) or {}
+        if (stored := self.stored_rows(Hidden.SUBJECT, length)) is None:
+            return {}
+        layers = {part.name: part.layer for part in stored.form.parts}
+        return {layers[name]: _decode_vectors(stored, codes) for name, codes in stored.codes.items()}
 
     def embeddings(self) -> EmbeddingTargets | None:
         """The teacher's embedding of each text, with how it was pooled; None where none were read."""
-        targets: EmbeddingTargets | None = self.read("embeddings")
-        return targets
+        if (stored := self.stored_rows(Embeddings.SUBJECT)) is None:
+            return None
+        (codes,) = stored.codes.values()
+        return EmbeddingTargets(_decode_vectors(stored, codes), stored.form.pooling, stored.form.normalize)
 
     def last_states(self, length: int | None = None) -> Tensor | None:
         """What the teacher's head reads, ``(B, L, width)`` float32, for ``ExactTargets``; None where none were read.
@@ -133,8 +149,10 @@ class CachedBatch:
         Raises:
             ShdError: ``argument-shape`` for a length, as for ``targets``, below the longest sample.
         """
-        states: Tensor | None = self.read("exact", length)
-        return states
+        if (stored := self.stored_rows(Exact.SUBJECT, length)) is None:
+            return None
+        (codes,) = stored.codes.values()
+        return _decode_vectors(stored, codes)
 
     def _pad_rows(self, form: Rows, length: int | None, values: Tensor) -> Tensor:
         """``(R, ...)`` as ``(B, L, ...)``, zero where nothing is stored; one row per sample stays as it is.
@@ -155,42 +173,12 @@ class CachedBatch:
         return spread.view(shape)
 
 
-def decode_logits(form: Logits, rows: dict[str, Tensor], spread: Spread) -> Tensor | TopkTargets:
-    """What ``kd_loss`` takes: all logits in float16, or the record of CACHE-164."""
-    (codes,) = rows.values()
-    if form.codec == "float16":
-        return spread(view_rows(codes, torch.float16))
-    assert form.temperature is not None  # it is None of float16 alone
-    ids, log_probs, log_tail = map(spread, decode_rows(form, codes))
-    return TopkTargets(ids, log_probs, log_tail, form.temperature, form.vocab_size)
-
-
-def decode_hidden(form: Hidden, rows: dict[str, Tensor], spread: Spread) -> dict[int, Tensor]:
-    """Hidden states by the teacher's number, float32."""
-    states = {}
-    for part in form.parts:
-        if part.name in rows and part.layer is not None:
-            states[part.layer] = spread(_decode_vectors(form.codec, rows[part.name]))
-    return states
-
-
-def decode_embeddings(form: Embeddings, rows: dict[str, Tensor], spread: Spread) -> EmbeddingTargets:
-    """The embeddings ``(B, D)`` float32, with how they were pooled."""
-    (codes,) = rows.values()
-    return EmbeddingTargets(spread(_decode_vectors(form.codec, codes)), form.pooling, form.normalize)
-
-
-def decode_exact(form: Exact, rows: dict[str, Tensor], spread: Spread) -> Tensor:
-    """Last states, float32."""
-    (codes,) = rows.values()
-    return spread(_decode_vectors(form.codec, codes))
-
-
-def _decode_vectors(codec: str, codes: Tensor) -> Tensor:
+def _decode_vectors(stored: StoredRows, codes: Tensor) -> Tensor:
     """Rows of bytes as float32 vectors (CACHE-177, CACHE-183)."""
+    codec = stored.form.codec
     if codec == "int8":
-        return codes[:, 4:].view(torch.int8) * codes[:, :4].contiguous().view(torch.float32)
-    return view_rows(codes, torch.float32 if codec == "float32" else torch.float16).float()
+        return stored.spread(codes[:, 4:].view(torch.int8) * codes[:, :4].contiguous().view(torch.float32))
+    return stored.spread(view_rows(codes, torch.float32 if codec == "float32" else torch.float16).float())
 
 
 def held_positions(lengths: Sequence[int], firsts: Sequence[int], length: int | None, device: torch.device) -> Tensor:

@@ -59,7 +59,7 @@ class RowsTerm(ABC):
 
     def read_taught(self, taught: Any, length: int | None) -> Any:
         """What a cache's batch or a live teacher's gives; None for nothing."""
-        return taught.read(self.SUBJECT, length) if hasattr(taught, "read") else None
+        return taught.embeddings() if hasattr(taught, "embeddings") else None
 
     @abstractmethod
     def read_student(self, outputs: Any, name: str, projectors: Callable[..., Any]) -> tuple[Any, int | None]:
@@ -150,9 +150,9 @@ class KdTerm(RowsTerm):
 
     def read_taught(self, taught: Any, length: int | None) -> Any:
         """Its logits, or what makes them."""
-        if not (self.exact and hasattr(taught, "read")):
+        if not (self.exact and hasattr(taught, "last_states")):
             return taught.targets(length)
-        states = taught.read("exact", length)
+        states = taught.last_states(length)
         if self._head[0].weight.device != states.device:
             self._head[0] = self._head[0].to(states.device)
         return ExactTargets(states, self._head[0])
@@ -231,7 +231,7 @@ class HiddenTerm(RowsTerm):
     NAME: ClassVar[str] = "hidden"
     KEYWORDS: ClassVar[Mapping[str, Any]] = {"output_hidden_states": True}
 
-    pairs: Sequence[tuple[int, int]]
+    pairs: Sequence[tuple[int, int]] = ()
     weight: Weight = 1.0
     distance: str = "mse"
     reduction: str = "sum"

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from shd_ref.cache import ROWS, Attention, CacheReader
-from shd_ref.cache.forms.table import load
+from shd_ref.cache import Attention, CacheReader
 from shd_ref.cache.storage.drafts import settle
 from shd_ref.cache.storage.storage import write_errors
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, need
 from shd_torch.capture.capture import capture_attention
 from shd_torch.capture.outputs import read_logits, read_output
 from shd_torch.data.dataset import CacheJoin, SupervisedDataset, check_cache
 from shd_torch.data.stream import SupervisedStream
 from shd_torch.supervision.taught_layers import unite_layers
 from shd_torch.teacher.online import LayerKeywords, OnlineTeacher, layer_kls
+from shd_torch.training import TERMS
 from shd_torch.training.checkpoints import MARKER, finish_checkpoint, is_whole, last_checkpoint
 from shd_torch.training.collator import SupervisedCollator, leave_samples
 from shd_torch.training.embeddings import EMBEDDING, EmbeddingTerm, SeenEmbeddings, make_projector
@@ -626,13 +626,9 @@ def _for_sampler(dataset: Any) -> Any:
 
 def _read_terms(terms: Mapping[str, Weight | RowsTerm]) -> list[RowsTerm]:
     """Terms by subject, made of their weights where these are given."""
-    makers = {row.form.SUBJECT: row.term for row in ROWS}
-    unknown = sorted(terms.keys() - makers.keys())
-    if unknown:
-        raise ShdError("argument-value", f"terms must be of {', '.join(makers)}; got {', '.join(unknown)}")
-    return [
-        term if isinstance(term, RowsTerm) else load(makers[subject])(weight=term) for subject, term in terms.items()
-    ]
+    unknown = sorted(terms.keys() - TERMS.keys())
+    need(not unknown, "argument-value", "terms", f"be of {', '.join(TERMS)}", ", ".join(unknown))
+    return [term if isinstance(term, RowsTerm) else TERMS[name](weight=term) for name, term in terms.items()]
 
 
 @dataclass(frozen=True)

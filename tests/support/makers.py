@@ -249,7 +249,7 @@ def parts_of(manifest: Manifest, index: int) -> dict[str, Any]:
         parts["logits"] = manifest.logits.encode(logits_of(manifest, index))
     for layer in [] if manifest.hidden is None else manifest.hidden.teacher_layers:
         assert manifest.hidden is not None
-        parts[f"H{layer:02d}"] = manifest.hidden.encode(layer, hidden_of(manifest, index, layer))
+        parts[f"H{layer:02d}"] = manifest.hidden.encode(hidden_of(manifest, index, layer), layer=layer)
     if manifest.embeddings is not None:
         parts["embedding"] = manifest.embeddings.encode(
             8 * fractions((1, manifest.embeddings.width), 8000 + index) - 4
@@ -292,7 +292,7 @@ def logits_of(manifest: Manifest, index: int) -> NDArray[np.float32]:
     form = manifest.logits
     assert form is not None
     extent = Extent(length_of(index), padding_of(manifest, index), decoder=decoder_of(manifest, index))
-    logits = 16 * fractions((form.num_rows(extent), form.given_classes), 6000 + index) - 8
+    logits = 16 * fractions((form.num_rows(extent), form.coded[0][1].width), 6000 + index) - 8
     logits[:, form.vocab_size :] = -64
     return logits
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from shd_ref.cache.documents.keys import check_key
 from shd_ref.cache.forms.form import SHA256, Extent, Form, FormFile, Part, require
-from shd_ref.cache.forms.table import Held, subjects
+from shd_ref.cache.forms.held import Held, subjects
 from shd_ref.cache.storage.checksums import xxh3_64
 from shd_ref.cache.storage.documents import (
     MAX_INTEGER,

@@ -16,7 +16,7 @@ from shd_ref.cache.codecs.distortion import RowError, merge_errors
 from shd_ref.cache.documents.keys import check_key, dataset_fingerprint
 from shd_ref.cache.documents.manifest import Manifest
 from shd_ref.cache.forms.form import F32, U8, Extent, Part
-from shd_ref.cache.forms.table import error_kinds
+from shd_ref.cache.forms.held import error_kinds
 from shd_ref.cache.storage.documents import build, encode_document, optional, parse_members, read_document
 from shd_ref.cache.storage.places import SEAL_NAME, Folder, open_storage, receipt_name
 from shd_ref.errors import ShdError

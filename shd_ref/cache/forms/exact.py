@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache.forms.form import U8, FormFile, Part, require
-from shd_ref.cache.forms.vectors import SingleVectors
+from shd_ref.cache.forms.rows import Vectors
 from shd_ref.cache.storage.checksums import RunningHash
 from shd_ref.cache.storage.documents import optional
-from shd_ref.errors import ShdError
+from shd_ref.errors import need
 from shd_ref.kd.codes import MAX_VOCABULARY
 from shd_ref.kd.head import NORMS, FinalNorm, TeacherHead
 
@@ -83,7 +83,7 @@ class Head:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exact(SingleVectors):
+class Exact(Vectors):
     """Records hold the states that the teacher's head reads; the cache holds the head.
 
     Attributes:
@@ -163,12 +163,12 @@ class Exact(SingleVectors):
         pieces: list[NDArray[np.uint8]] = [np.frombuffer(form.head_header, np.uint8)]
         for name, tensor_of in form.head_layout.items():
             values = np.ascontiguousarray(arrays[name], dtype=_NUMPY[tensor_of.dtype])
-            if values.shape != tensor_of.shape:
-                raise ShdError("argument-shape", f"{name} of the head must be {tensor_of.shape}; got {values.shape}")
+            where, shape = f"{name} of the head", tensor_of.shape
+            need(values.shape == shape, "argument-shape", where, f"be {shape}", values.shape)
             matrix = values.reshape(-1, values.shape[-1])
             chunks = np.array_split(matrix, 1 + len(matrix) // _HELD_ROWS)
-            if not all(np.isfinite(_widen(chunk, tensor_of.dtype)).all() for chunk in chunks):
-                raise ShdError("not-finite", f"{name} of the head must be finite; got NaN or infinity", "CACHE-189")
+            finite = all(np.isfinite(_widen(chunk, tensor_of.dtype)).all() for chunk in chunks)
+            need(finite, "not-finite", where, "be finite", "NaN or infinity", spec_id="CACHE-189")
             pieces.append(values.reshape(-1).view(np.uint8))
         checksum = RunningHash()
         for piece in pieces:

@@ -86,9 +86,9 @@ class SampleRecord:
     To be written, padding after ``length`` is cut off; it must carry no probability. ``alphas`` are float32
     ``(num_layers, n_pairs)`` and ``mixing`` is ``(num_layers, H_s, H_t)``, with a last axis L where every row has its
     own; ``L<layer>`` are codes ``(H_s, L, L)`` with L >= n of maps, or the ``CodedFactors`` of positions ``first`` to
-    n - 1; ``logits`` and ``H<layer>`` are uint8 ``(R, row_bytes)`` as ``Logits.encode`` and ``Hidden.encode`` give
-    them. As read, ``alphas`` and ``mixing`` are there where they are stored; all others are uint8 ``(bytes,)``, those
-    that were asked for: see ``CacheReader.decode``, ``decode_logits`` and ``decode_hidden``.
+    n - 1; ``logits`` and ``H<layer>`` are uint8 ``(R, bytes)`` as ``Rows.encode`` gives them. As read, ``alphas`` and
+    ``mixing`` are there where they are stored; all others are uint8 ``(bytes,)``, those that were asked for: see
+    ``CacheReader.decode``, ``decode_logits`` and ``decode_hidden``.
 
     Attributes:
         index: position in the data set.

@@ -17,7 +17,7 @@ from shd_ref.cache.storage.places import open_storage, subfolder
 from shd_ref.errors import ShdError, argument_value
 from shd_ref.teacher.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.compare import Comparison, compare_layers
-from shd_ref.teacher.precompute.forms import make_records, maker_of, makers, measure_errors
+from shd_ref.teacher.precompute.forms import MAKERS, make_records, maker_of, measure_errors
 from shd_ref.teacher.precompute.manifest import adopt_plans, check_destination, make_manifests
 from shd_ref.teacher.precompute.summary import PrecomputeSummary, summarise
 from shd_ref.teacher.run.inputs import Batch, group_shards, share_shards
@@ -288,7 +288,7 @@ class PrecomputeJob:
                 compared = compare_layers(few.layers, work.callers)
                 for number in sound:
                     sample = student[number]
-                    for maker in chain(*makers().values()):
+                    for maker in MAKERS.values():
                         maker.compare(work, sample)
             layers = tuple(layer.without_check() for layer in student.layers)
             checked.append((replace(student, layers=layers), compared))

@@ -16,7 +16,7 @@ from shd_ref.cache.storage.storage import write_errors
 from shd_ref.cache.writer import check_free, other_job
 from shd_ref.errors import ShdError
 from shd_ref.teacher.options import PrecomputeOptions, RunOptions
-from shd_ref.teacher.precompute.forms import describe_forms, makers
+from shd_ref.teacher.precompute.forms import MAKERS, describe_forms
 from shd_ref.teacher.precompute.forms.attention import matching_of
 from shd_ref.teacher.run.outputs import StudentOutputs
 from shd_ref.teacher.run.teacher import TeacherRun
@@ -48,7 +48,8 @@ def check_destination(folder: Folder, teacher: Path, options: PrecomputeOptions,
         ("shards.seed", existing.shards.seed, run.seed),
         ("shards.samples_per_shard", size, size if run.samples_per_shard is None else run.samples_per_shard),
     ]
-    for subject, (maker, *_) in makers().items():
+    # Of the two forms of attention either decides for both.
+    for subject, maker in {kind.SUBJECT: maker for kind, maker in MAKERS.items()}.items():
         form = next((form for form in existing.forms if subject == form.SUBJECT), None)
         members += [(f"{subject}.{name}", old, new) for name, old, new in maker.decided(form, options, run)]
     differences = [f"{name}: {old!r} -> {new!r}" for name, old, new in members if old != new]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,5 +70,5 @@ def _offers(
         (f"top {top}", f"--logits topk --logits-top {top}", likeliest),
         ("whole float16", "--logits float16", whole),
     ):
-        error = rows.measure(logits, rows.encode(logits))
-        yield TargetOffer(way, asks, rows.row_bytes, 0, error.gradient_mean)
+        cost: Any = rows.measure(logits, rows.encode(logits))
+        yield TargetOffer(way, asks, rows.row_sizes[0], 0, cost.gradient_mean)

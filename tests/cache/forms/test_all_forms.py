@@ -173,7 +173,7 @@ def test_bytes_of_a_decoder_are_counted_by_its_own_positions(tmp_path: Path) -> 
     rows = sum(decoder_of(manifest, index) for index in range(7))
     assert rows != listing.positions
     assert set(listing.rows_by_form.values()) == {rows}  # maps have as many rows
-    assert listing.bytes_a_row(manifest.forms[1]) == AVERAGED.row_bytes
+    assert listing.bytes_a_row(manifest.forms[1]) == AVERAGED.row_sizes[0]
     assert listing.bytes_a_row(manifest.forms[2]) == sum(HIDDEN_OF_A_DECODER.row_sizes)
 
 

@@ -27,6 +27,7 @@ from support.refusals import refusal
 
 from shd_ref import ShdError
 from shd_ref.cache import CacheReader, CacheWriter, HiddenLayer
+from shd_ref.cache.forms.rows import VectorCodec
 
 CODECS = {"int8": HIDDEN_INT8, "float16": HIDDEN_FLOAT16}
 
@@ -42,8 +43,8 @@ def rows_of(count: int = 9, scale: float = 3.0) -> NDArray[np.float32]:
 def test_numbers_are_within_the_stated_bound(tmp_path: Path, codec: str) -> None:
     form = CODECS[codec]
     rows = rows_of()
-    codes = form.encode(11, rows)
-    assert codes.shape == (9, form.row_bytes(11)) == (9, 11 if codec == "int8" else 14)
+    codes = form.encode(rows, layer=11)
+    assert codes.shape == (9, form.row_sizes[-1]) == (9, 11 if codec == "int8" else 14)
     manifest = job(num_samples=2, hidden=form)
     (record,) = (record for record in records_of(manifest, 0) if record.length == 6)
     writer = CacheWriter(tmp_path, manifest)
@@ -55,7 +56,7 @@ def test_numbers_are_within_the_stated_bound(tmp_path: Path, codec: str) -> None
     found = reader.decode_hidden(reader.read(record.key), 11)
     assert (found.shape, found.dtype) == ((6, 7), np.float32)
     moved = np.abs(found - rows[:6].astype(np.float64)).max(axis=-1)
-    assert (moved <= form.bound(rows[:6])).all()
+    assert (moved <= VectorCodec(form.codec, 7).bound(rows[:6])).all()
     assert moved[2] == 0
     assert moved[3] > 20 * moved[4]
 
@@ -63,8 +64,8 @@ def test_numbers_are_within_the_stated_bound(tmp_path: Path, codec: str) -> None
 @pytest.mark.parametrize("codec", CODECS)
 def test_errors_are_measured_as_the_format_says(codec: str) -> None:
     form, rows = CODECS[codec], rows_of()
-    codes = form.encode(11, rows)
-    error = form.measure(11, rows, codes)
+    codes = form.encode(rows, layer=11)
+    error = form.measure(rows, codes, layer=11)
     steps = codes[:, :4].copy().view("<f4").astype(np.float64)
     decoded = (
         codes.view("<f2").astype(np.float64)
@@ -76,9 +77,9 @@ def test_errors_are_measured_as_the_format_says(codec: str) -> None:
     np.testing.assert_allclose(error.relative_mean, relative.mean(), rtol=1e-4)
     np.testing.assert_allclose(error.relative_max, relative.max(), rtol=1e-4)
     counted = np.arange(9) < 4
-    assert form.measure(11, rows, codes, counted).rows == 4
-    assert form.measure(11, rows, codes, np.zeros(9, np.bool_)) == type(error)(0.0, 0.0, 0)
-    bound = np.sqrt(7) * form.bound(rows) / np.where(norms, norms, 1)
+    assert form.measure(rows, codes, counted, 11).rows == 4
+    assert form.measure(rows, codes, np.zeros(9, np.bool_), 11) == type(error)(0.0, 0.0, 0)
+    bound = np.sqrt(7) * VectorCodec(form.codec, 7).bound(rows) / np.where(norms, norms, 1)
     assert (relative <= bound).all()
 
 
@@ -87,10 +88,10 @@ def test_rows_that_do_not_count_are_rows_of_zeros(codec: str) -> None:
     form, rows, counted = CODECS[codec], rows_of(), np.arange(9) % 4 > 0
     broken, wanted = rows.copy(), rows.copy()
     broken[~counted], wanted[~counted] = np.nan, 0
-    np.testing.assert_array_equal(form.encode(11, broken, counted), form.encode(11, wanted))
+    np.testing.assert_array_equal(form.encode(broken, counted, 11), form.encode(wanted, layer=11))
     for mask, code in ((counted[:-1], "argument-shape"), (counted.astype(int), "argument-dtype")):
         with refusal(code, "counted must be"):
-            form.encode(11, broken, mask)
+            form.encode(broken, mask, 11)
 
 
 @pytest.mark.parametrize(
@@ -105,18 +106,19 @@ def test_rows_that_do_not_count_are_rows_of_zeros(codec: str) -> None:
 )
 @pytest.mark.parametrize("codec", CODECS)
 def test_states_that_cannot_be_coded(codec: str, code: str, change: Any) -> None:
-    with refusal(code, r"hidden\[11\] must be"):
-        CODECS[codec].encode(11, change(rows_of()))
+    with refusal(code, "hidden layer 11 must be"):
+        CODECS[codec].encode(change(rows_of()), layer=11)
 
 
 def test_numbers_beyond_float16_and_layers_that_are_not_stored() -> None:
     with pytest.raises(ShdError, match=r"below 65520 for float16; got .*: use int8"):
-        HIDDEN_FLOAT16.encode(11, rows_of(scale=1e4))
+        HIDDEN_FLOAT16.encode(rows_of(scale=1e4), layer=11)
     assert (
-        HIDDEN_INT8.measure(11, rows_of(scale=1e30), HIDDEN_INT8.encode(11, rows_of(scale=1e30))).relative_max < 0.01
+        HIDDEN_INT8.measure(big := rows_of(scale=1e30), HIDDEN_INT8.encode(big, layer=11), layer=11).relative_max
+        < 0.01
     )
     with refusal("argument-value", r"must be one of the teacher's \[0, 11\]; got 3"):
-        HIDDEN_INT8.encode(3, rows_of())
+        HIDDEN_INT8.encode(rows_of(), layer=3)
 
 
 WRONG_FORMS: dict[str, dict[str, Any]] = {

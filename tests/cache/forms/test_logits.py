@@ -71,7 +71,7 @@ def test_decoded_rows_are_within_the_stated_bound(codec: str) -> None:
     form = CODECS[codec]
     rows = rows_of(form)[: 9 if form.rows == "positions" else 1]
     codes = form.encode(rows)
-    assert codes.shape == (len(rows), form.row_bytes)
+    assert codes.shape == (len(rows), form.row_sizes[0])
     found = form.decode(stored(form, codes))
     kept = rows[:, :VOCABULARY].astype(np.float64)
     if isinstance(found, np.ndarray):
@@ -305,13 +305,13 @@ def test_a_large_vocabulary_takes_little_memory() -> None:
     tracemalloc.stop()
     assert error.rows == 64
     assert peak < 150 * 2**20
-    assert form.row_bytes < 64 * 3.5 + 8
+    assert form.row_sizes[0] < 64 * 3.5 + 8
 
 
 def test_a_forged_row_takes_little_memory() -> None:
     """The largest rows there are, as a frame of a few bytes could expand to them."""
     form = replace(NARROW, vocab_size=2**24, head=2**16, value_bits=16)
-    rows = np.full((4, form.row_bytes), 255, np.uint8)
+    rows = np.full((4, form.row_sizes[0]), 255, np.uint8)
     rows[:, :2] = 0
     tracemalloc.start()
     for use in (lambda: form.decode(stored(form, rows)), lambda: form.code.bound(rows[:1])):

@@ -200,7 +200,7 @@ def test_batches_are_smaller_where_logits_would_take_too_much(
     assert max(samples for samples, _ in sizes) > 1
 
 
-@pytest.mark.parametrize(("name", "said"), [("logits", "logits row"), ("H01", "hidden state 1 row")])
+@pytest.mark.parametrize(("name", "said"), [("logits", "logits row"), ("H01", "hidden layer 1 row")])
 def test_another_teachers_rows_are_found_out(teacher: Path, tmp_path: Path, name: str, said: str) -> None:
     """As if the cache had been filled by something else under the teacher's name."""
     options = PrecomputeOptions(form="none", logits="topk", logits_top=4, hidden=(1,))
@@ -211,7 +211,7 @@ def test_another_teachers_rows_are_found_out(teacher: Path, tmp_path: Path, name
         receipt = Receipt.read(made.folder, shard, made.manifest)
         turned = []
         for record in (made.read(record.key) for record in receipt.records):
-            count = record.parts["logits"].size // form.row_bytes
+            count = record.parts["logits"].size // form.row_sizes[0]
             parts = {part: rows.reshape(count, -1) for part, rows in record.parts.items()}
             parts[name] = parts[name][::-1]
             turned.append(SampleRecord(index=record.index, key=record.key, length=record.length, parts=parts))

@@ -128,7 +128,7 @@ def test_any_form_says_its_own_sizes() -> None:
     )
     record = SampleRecord(0, "0" * 32, 5, {})
     sizes = record_sizes(form, record, [Extent(5), Extent(9, first=2)])
-    assert sizes.tolist() == [5 * form.row_bytes, 7 * form.row_bytes]
+    assert sizes.tolist() == [5 * form.row_sizes[0], 7 * form.row_sizes[0]]
 
 
 def test_a_long_data_set_is_read_in_part_and_lengths_are_represented(teacher: Path) -> None:

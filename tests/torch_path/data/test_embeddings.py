@@ -105,7 +105,7 @@ def test_smaller_codecs_stay_within_their_bounds(encoder: Path, tmp_path: Path, 
     form = CacheReader(tmp_path / codec).manifest.embeddings
     assert form is not None
     moved = np.abs((coded - exact).numpy()).max(axis=-1)
-    assert (moved <= form.bound(exact.numpy()) + 1e-7).all()
+    assert (moved <= form.coded[0][1].bound(exact.numpy()) + 1e-7).all()
     assert moved.max() > 0
     assert form.row_sizes == ({"float16": 64, "int8": 36}[codec],)
 

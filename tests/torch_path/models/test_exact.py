@@ -125,7 +125,7 @@ def test_codecs_stay_within_their_bounds(llama: tuple[Any, Path], tmp_path: Path
     widest = np.abs(head.weight).sum(axis=-1).max()
     for record in (reader.read(key) for key in reader):
         states, stored = exact[record.index, : record.length], reader.decode_last(record)
-        bound = form.bound(states)
+        bound = form.coded[0][1].bound(states)
         assert (np.abs(stored - states).max(axis=-1) <= bound + 2e-5).all()
         log_p, log_q = (torch.log_softmax(torch.tensor(head.logits(side)).double(), -1) for side in (states, stored))
         kl = (log_p.exp() * (log_p - log_q)).sum(-1).numpy()

@@ -1,8 +1,8 @@
-"""A form of supervision in one file, entered into the table from outside: the entropy of each row of logits."""
+"""A form of supervision in one file, entered from outside in cache, precompute and training: entropies of logits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,24 +18,13 @@ from support.students import precompute
 from torch import Tensor
 
 from shd_ref import ShdError
-from shd_ref.cache import (
-    ROWS,
-    U8,
-    CacheReader,
-    Extent,
-    Part,
-    Row,
-    RowError,
-    SampleRecord,
-    list_cache,
-    merge_caches,
-    verify_cache,
-)
-from shd_ref.cache.forms.rows import Rows
+from shd_ref.cache import FORMS, U8, CacheReader, Part, RowError, list_cache, merge_caches, verify_cache
+from shd_ref.cache.forms.rows import RowCodec, Rows
 from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
+from shd_ref.teacher.precompute.forms import MAKERS
 from shd_ref.teacher.precompute.forms.rows import RowsMaker
 from shd_torch import SupervisedDataset
-from shd_torch.training import RowsTerm
+from shd_torch.training import TERMS, RowsTerm
 
 OPTIONS = PrecomputeOptions(form="none", logits="float16")
 
@@ -50,6 +39,23 @@ class EntropyError(RowError):
         return f"{self.moved_mean:.2g} nats"
 
 
+class EntropyCodec(RowCodec):
+    width, size = 1, 2
+
+    def encode(self, name: str, values: Any) -> NDArray[np.uint8]:
+        return np.asarray(values.astype("<f2").view(np.uint8))
+
+    def decode(self, name: str, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
+        return np.ascontiguousarray(rows).view("<f2").astype(np.float32)
+
+    def error(self, values: Any, rows: NDArray[np.uint8]) -> EntropyError:
+        moved = np.abs(self.decode("", rows) - values)
+        return EntropyError(float(moved.mean()), float(moved.max()), len(moved))
+
+    def compare(self, name: str, values: Any, rows: NDArray[np.uint8]) -> Any:
+        return np.abs(self.decode(name, rows) - values)[:, 0], np.full(len(values), 0.01)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Entropies(Rows):
     SUBJECT: ClassVar[str] = "entropy"
@@ -57,22 +63,8 @@ class Entropies(Rows):
     CHOICE: ClassVar[str] = "entropy"
 
     @property
-    def row_sizes(self) -> tuple[int, ...]:
-        return (2,)
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        return (Part("entropy", U8, self.SUBJECT),)
-
-    def pack(self, record: SampleRecord) -> Iterator[NDArray[np.uint8]]:
-        yield record.parts["entropy"].reshape(-1)
-
-    def plain_size(self, extent: Extent) -> int:
-        return 4 * self.num_rows(extent)
-
-    def decode(self, record: SampleRecord) -> NDArray[np.float32]:
-        rows = np.ascontiguousarray(self.read_rows(record, self.parts[0], 2))
-        return rows.view("<f2")[:, 0].astype(np.float32)
+    def coded(self) -> tuple[tuple[Part, RowCodec], ...]:
+        return ((Part("entropy", U8, self.SUBJECT), EntropyCodec()),)
 
     def describe(self) -> list[tuple[str, str]]:
         return [("entropy", "of every row"), ("entropy codec", self.codec)]
@@ -85,31 +77,8 @@ class EntropyMaker(RowsMaker[Entropies]):
     def options(self, form: Entropies) -> dict[str, Any]:
         return {}
 
-    def decided(self, form: Any, options: Any, run: Any) -> Iterator[tuple[str, object, object]]:
-        return iter(())
-
     def values(self, form: Entropies, sample: Any) -> Iterator[NDArray[np.float32]]:
-        yield np.asarray(entropies(torch.from_numpy(sample.targets.logits)))
-
-    def encode(self, form: Entropies, part: int, rows: NDArray[np.float32], counted: Any) -> Any:
-        return rows.astype("<f2")[:, None].view(np.uint8)
-
-    def measure_part(
-        self, form: Entropies, part: int, rows: NDArray[np.float32], codes: Any, counted: Any
-    ) -> EntropyError:
-        moved = np.abs(codes.view("<f2")[:, 0].astype(np.float32) - rows)
-        return EntropyError(float(moved.mean()), float(moved.max()), len(moved))
-
-    def recheck(self, form: Entropies, manifest: Any, sample: Any, record: SampleRecord) -> tuple[int, float]:
-        ((rows, _),) = self.rows(form, sample, record.extent)
-        moved = float(np.abs(form.decode(record) - rows).max())
-        if moved > 0.01:
-            raise ShdError("cache-mismatch", f"record {record.index}: entropies moved by {moved}")
-        return len(rows), moved
-
-
-def decode_entropies(form: Entropies, rows: dict[str, Tensor], spread: Callable[[Tensor], Tensor]) -> Tensor:
-    return spread(rows["entropy"].clone().view(torch.float16)[:, 0].float())
+        yield np.asarray(entropies(torch.from_numpy(sample.targets.logits)))[:, None]
 
 
 @dataclass(frozen=True)
@@ -117,6 +86,11 @@ class EntropyTerm(RowsTerm):
     SUBJECT: ClassVar[str] = "entropy"
     NAME: ClassVar[str] = "entropy"
     weight: Any = 1.0
+
+    def read_taught(self, taught: Any, length: int | None) -> Tensor | None:
+        if (stored := taught.stored_rows("entropy", length)) is None:
+            return None
+        return stored.spread(stored.codes["entropy"].clone().view(torch.float16)[:, 0].float())
 
     def read_student(self, outputs: Any, name: str, projectors: Any) -> tuple[Tensor, int]:
         return entropies(outputs.logits), outputs.logits.shape[1]
@@ -135,9 +109,10 @@ def entropies(logits: Tensor) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def entered() -> Iterator[None]:
-    ROWS.append(Row(Entropies, EntropyMaker, decode_entropies, EntropyTerm))
+    FORMS.append(Entropies)
+    MAKERS[Entropies], TERMS["entropy"] = EntropyMaker(), EntropyTerm
     yield
-    ROWS.pop()
+    del FORMS[-1], MAKERS[Entropies], TERMS["entropy"]
 
 
 def test_a_form_from_elsewhere_goes_from_the_graph_to_the_gradient(tmp_path: Path) -> None:
@@ -164,11 +139,11 @@ def test_a_form_from_elsewhere_goes_from_the_graph_to_the_gradient(tmp_path: Pat
     assert form is not None
     logits = reader.decode_logits(record)
     assert isinstance(logits, np.ndarray)
-    np.testing.assert_allclose(form.decode(record), entropies(torch.from_numpy(logits)), atol=5e-3)
+    np.testing.assert_allclose(form.decode(record)[:, 0], entropies(torch.from_numpy(logits)), atol=5e-3)
 
     joined = SupervisedDataset(make_samples(), reader)
     _, batch = joined.collate_with(pad)([joined[index] for index in range(8)])
-    assert batch.read("entropy").shape == batch.query_mask().shape
+    assert EntropyTerm().read_taught(batch, None).shape == batch.query_mask().shape
     arguments = {"max_steps": 8, "per_device_train_batch_size": 8, "learning_rate": 0.5}
     losses = []
     for weight in (0.0, 30.0):
@@ -176,17 +151,15 @@ def test_a_form_from_elsewhere_goes_from_the_graph_to_the_gradient(tmp_path: Pat
         losses.append([step["entropy_loss"] for step in trainer.state.log_history if "entropy_loss" in step])
     assert len(losses[0]) == 8
     assert losses[1][-1] < losses[0][-1] / 4  # without it the labels draw entropies away from the teacher's
-    with pytest.raises(
-        ShdError, match="terms must be of attention, logits, hidden, embeddings, exact, entropy; got other"
-    ):
+    with pytest.raises(ShdError, match="terms must be of logits, hidden, embeddings, exact, entropy; got other"):
         make_trainer(tmp_path / "out", train=joined, terms={"other": 1.0})
 
 
 def test_a_cache_without_it_cannot_teach_it(tmp_path: Path) -> None:
     export(tmp_path)
     arrays = {name: value.numpy() for name, value in pad(make_samples()).items() if name != "labels"}
-    row = ROWS.pop()
+    maker = MAKERS.pop(Entropies)
     precompute(tmp_path / "teacher.onnx", arrays, tmp_path / "plain", OPTIONS, RunOptions(num_threads=1))
-    ROWS.append(row)
+    MAKERS[Entropies] = maker
     with refusal("cache-mismatch", "entropy must have entropy in"):
         make_trainer(tmp_path, train=SupervisedDataset(make_samples(), tmp_path / "plain"), terms={"entropy": 1.0})

@@ -1,83 +1,42 @@
-"""How each form of a record is made from a run of the teacher, measured, and compared when the teacher runs again."""
+"""How each form of a record is made from a run of the teacher.
+
+Before the first shard each maker describes its form for the manifest (``describe_forms``); of each batch they make
+the parts of records (``make_records``) and measure what coding cost (``measure_errors``). ``attention.py`` and
+``factors.py`` make the forms of attention, ``rows.py`` all forms of rows. A form from elsewhere is one entry more in
+``MAKERS``.
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Container, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from collections.abc import Container, Sequence
+from typing import Any
 
-from shd_ref.cache import ROWS, Errors, Extent, Form, Forms, Manifest, RowError, SampleRecord
-from shd_ref.cache.forms.table import Held, load, row_of
-from shd_ref.teacher.options import PrecomputeOptions, RunOptions
+from shd_ref.cache import Embeddings, Errors, Exact, Factors, Form, Forms, Hidden, Logits, Maps, SampleRecord
+from shd_ref.cache.forms.held import Held
+from shd_ref.teacher.precompute.forms.attention import MapsMaker
+from shd_ref.teacher.precompute.forms.factors import FactorsMaker
+from shd_ref.teacher.precompute.forms.maker import Maker
+from shd_ref.teacher.precompute.forms.rows import EmbeddingsMaker, ExactMaker, HiddenMaker, LogitsMaker
 from shd_ref.teacher.run.outputs import StudentOutputs
 from shd_ref.teacher.run.teacher import TeacherRun
-from shd_ref.tolerances import load_tolerances
 
-FormT = TypeVar("FormT", bound=Form)
-
-
-class Maker(ABC, Generic[FormT]):
-    """Makes parts of records; a row of the table of forms names it. ``recheck`` may run ``BY_LAYER``."""
-
-    BY_LAYER: ClassVar[bool] = False
-
-    @abstractmethod
-    def describe(self, work: TeacherRun, outputs: StudentOutputs) -> FormT | None:
-        """The form as the manifest will have it, by longest samples; None where the options do not ask for it."""
-
-    def files(self, work: TeacherRun, form: FormT) -> Mapping[str, Sequence[Any]]:
-        """Pieces of ``form.files``, by name."""
-        return {}
-
-    @abstractmethod
-    def options(self, form: FormT) -> dict[str, Any]:
-        """The ``PrecomputeOptions`` that ask for what a cache holds."""
-
-    @abstractmethod
-    def decided(
-        self, form: Form | None, options: PrecomputeOptions, run: RunOptions
-    ) -> Iterator[tuple[str, object, object]]:
-        """Members of the form that options decide before a sample is read: name, as stored (if any), as asked for."""
-
-    def check(self, form: FormT, samples: Sequence[StudentOutputs], extents: Sequence[Extent]) -> None:
-        """Refuse a teacher that this form cannot hold, before anything is written: by default by making parts."""
-        self.make(form, samples, extents)
-
-    def compare(self, work: TeacherRun, sample: StudentOutputs) -> None:
-        """Refuse maps that this form cannot make (``graph-unsupported``), of some layers with check outputs."""
-
-    @abstractmethod
-    def make(self, form: FormT, samples: Sequence[StudentOutputs], extents: Sequence[Extent]) -> list[dict[str, Any]]:
-        """The parts of each sample's record, see ``SampleRecord``; arrays that share no memory with the batch."""
-
-    @abstractmethod
-    def measure(self, form: FormT, samples: Sequence[StudentOutputs], records: Sequence[SampleRecord]) -> RowError:
-        """What coding cost these samples, on the rows that count; of attention they have check outputs."""
-
-    @abstractmethod
-    def recheck(
-        self, form: FormT, manifest: Manifest, sample: StudentOutputs, record: SampleRecord
-    ) -> tuple[int, float]:
-        """Refuse a record that is not what the teacher gives now (CACHE-91); rows compared, largest difference."""
+MAKERS: dict[type[Form], Maker[Any]] = {
+    Maps: MapsMaker(),
+    Factors: FactorsMaker(),
+    Logits: LogitsMaker(),
+    Hidden: HiddenMaker(),
+    Embeddings: EmbeddingsMaker(),
+    Exact: ExactMaker(),
+}
 
 
 def maker_of(form: Form) -> Maker[Any]:
-    """The maker of a form."""
-    maker: Maker[Any] = load(row_of(form).maker)()
-    return maker
-
-
-def makers() -> dict[str, list[Maker[Any]]]:
-    """All makers, by subject."""
-    by_subject: dict[str, list[Maker[Any]]] = {}
-    for row in ROWS:
-        by_subject.setdefault(row.form.SUBJECT, []).append(load(row.maker)())
-    return by_subject
+    return MAKERS[type(form)]
 
 
 def describe_forms(work: TeacherRun, outputs: StudentOutputs) -> Forms:
     """All that the options ask for, see ``Maker.describe``."""
-    forms = [maker.describe(work, outputs) for of_subject in makers().values() for maker in of_subject]
+    forms = [maker.describe(work, outputs) for maker in MAKERS.values()]
     return Forms(*(form for form in forms if form is not None))
 
 
@@ -109,9 +68,3 @@ def measure_errors(work: TeacherRun, outputs: StudentOutputs, records: Sequence[
     positions = {index: number for number, index in enumerate(outputs.indices)}
     samples = [outputs[positions[record.index]] for record in records]
     return Errors({form.SUBJECT: maker_of(form).measure(form, samples, records) for form in forms.forms})
-
-
-def tolerance_of(name: str, dtype: str) -> float:
-    """A limit of total variation by the teacher's dtype."""
-    table = load_tolerances()[name]["total_variation"]
-    return float(table.get(dtype, table["float32"]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, ClassVar, Final, TypeVar
 
@@ -34,7 +34,7 @@ from shd_ref.errors import ShdError
 from shd_ref.merging.mixing import compose_mixing
 from shd_ref.merging.plans import merge_plan
 from shd_ref.teacher.options import MATCHED, NO_FORM, PrecomputeOptions, RunOptions
-from shd_ref.teacher.precompute.forms import Maker, tolerance_of
+from shd_ref.teacher.precompute.forms.maker import Decided, Maker, tolerance_of
 from shd_ref.teacher.run.outputs import LayerOutputs, StudentOutputs
 from shd_ref.teacher.run.rows import MEASURED_ENTRIES
 from shd_ref.teacher.run.teacher import TeacherRun
@@ -92,10 +92,7 @@ class AttentionMaker(Maker[AttentionT]):
             "codec" if isinstance(form, Maps) else "factored_codec": form.codec,
         }
 
-    def decided(
-        self, form: Form | None, options: PrecomputeOptions, run: RunOptions
-    ) -> Iterator[tuple[str, object, object]]:
-        """Form, squeeze and plans."""
+    def decided(self, form: Form | None, options: PrecomputeOptions, run: RunOptions) -> Decided:
         stored = form.form if isinstance(form, Maps | Factors) else NO_FORM
         yield "form", stored, options.form
         if not isinstance(form, Maps | Factors) or not options.has_attention:

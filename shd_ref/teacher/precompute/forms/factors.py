@@ -25,8 +25,8 @@ from shd_ref.cache import (
 )
 from shd_ref.cache.forms.attention import blob_name
 from shd_ref.errors import graph_unsupported, inputs_invalid
-from shd_ref.teacher.precompute.forms import tolerance_of
 from shd_ref.teacher.precompute.forms.attention import AttentionMaker
+from shd_ref.teacher.precompute.forms.maker import tolerance_of
 from shd_ref.teacher.run.outputs import LayerOutputs, StudentOutputs
 from shd_ref.teacher.run.rows import COMPARED_ENTRIES, MEASURED_ENTRIES
 from shd_ref.teacher.run.teacher import TeacherRun

@@ -1,16 +1,21 @@
-"""Logits and hidden states: rows of each sample, coded on the host."""
+"""Targets that are rows: logits, hidden states, embeddings, and last states with the teacher's head.
+
+A maker says what the teacher gave for each part of its form (``values``); coding, measuring and comparing them with
+another run is then one for all.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache import (
-    AveragedTeacher,
+    Embeddings,
+    Exact,
     Extent,
     Form,
     Hidden,
@@ -19,19 +24,18 @@ from shd_ref.cache import (
     Manifest,
     RowError,
     SampleRecord,
-    Teacher,
 )
 from shd_ref.cache.codecs.distortion import merge_errors
-from shd_ref.cache.forms.rows import Rows
-from shd_ref.cache.forms.vectors import SingleVectors
-from shd_ref.errors import ShdError, argument_value, graph_unsupported
-from shd_ref.teacher.options import PrecomputeOptions, RunOptions
-from shd_ref.teacher.precompute.forms import Maker, tolerance_of
+from shd_ref.cache.codecs.logits import rows_moved
+from shd_ref.cache.forms.rows import Counted, Rows
+from shd_ref.errors import ShdError, need
+from shd_ref.teacher.graph.targets import dtype_of
+from shd_ref.teacher.options import LAST, Pooling, PrecomputeOptions, RunOptions
+from shd_ref.teacher.precompute.forms.maker import Decided, Maker, tolerance_of
 from shd_ref.teacher.run.averaged import naming
 from shd_ref.teacher.run.outputs import StudentOutputs
 from shd_ref.teacher.run.teacher import TeacherRun
 
-Counted = NDArray[np.bool_] | None
 RowsT = TypeVar("RowsT", bound=Rows)
 
 
@@ -42,92 +46,91 @@ class RowsMaker(Maker[RowsT]):
     def values(self, form: RowsT, sample: StudentOutputs) -> Iterator[NDArray[np.float32]]:
         """What the teacher gave for each part of the form: rows, padding included, or the one row of a sample."""
 
-    @abstractmethod
-    def encode(self, form: RowsT, part: int, rows: NDArray[np.float32], counted: Counted) -> Any:
-        """The rows of a part, by its number, as bytes."""
-
-    @abstractmethod
-    def measure_part(
-        self, form: RowsT, part: int, rows: NDArray[np.float32], codes: Any, counted: Counted
-    ) -> RowError:
-        """What coding cost them."""
+    def rows(
+        self, form: RowsT, sample: StudentOutputs, extent: Extent
+    ) -> Iterator[tuple[int | None, NDArray[np.float32], Counted]]:
+        """The rows of a record, and which of them count, part by part, after the number of the part's layer."""
+        kept = slice(extent.decoder) if form.rows == "decoder" else slice(extent.first, extent.length)
+        mask = sample.targets.row_mask
+        for part, values in zip(form.parts, self.values(form, sample), strict=True):
+            if form.rows == "sample":
+                yield part.layer, values[None], None
+            else:
+                yield part.layer, values[kept], None if mask is None else mask[kept]
 
     def make(self, form: RowsT, samples: Sequence[StudentOutputs], extents: Sequence[Extent]) -> list[dict[str, Any]]:
         """Rows of bytes, by the names of the form's parts; errors name the sample."""
         made = []
         for sample, extent in zip(samples, extents, strict=True):
+            taught = self.rows(form, sample, extent)
             with naming(f"sample {sample.index} (key {sample.key})"):
-                parts = enumerate(self.rows(form, sample, extent))
-                codes = [self.encode(form, number, rows, counted) for number, (rows, counted) in parts]
+                codes = [form.encode(rows, counted, layer) for layer, rows, counted in taught]
             made.append(dict(zip((part.name for part in form.parts), codes, strict=True)))
         return made
 
     def measure(self, form: RowsT, samples: Sequence[StudentOutputs], records: Sequence[SampleRecord]) -> RowError:
-        """Over all parts."""
-        return merge_errors(
-            form.ERROR,
-            [
-                self.measure_part(form, number, rows, record.parts[part.name], counted)
-                for sample, record in zip(samples, records, strict=True)
-                for number, (part, (rows, counted)) in enumerate(
-                    zip(form.parts, self.rows(form, sample, record.extent), strict=True)
-                )
-            ],
-        )
+        errors = []
+        for sample, record in zip(samples, records, strict=True):
+            for part, (layer, rows, counted) in zip(form.parts, self.rows(form, sample, record.extent), strict=True):
+                errors.append(form.measure(rows, record.parts[part.name], counted, layer))
+        return merge_errors(form.ERROR, errors)
 
-    def rows(
-        self, form: RowsT, sample: StudentOutputs, extent: Extent
-    ) -> Iterator[tuple[NDArray[np.float32], Counted]]:
-        """The rows of a record, and which of them count, part by part."""
-        kept = slice(extent.decoder) if form.rows == "decoder" else slice(extent.first, extent.length)
-        mask = sample.targets.row_mask
-        for values in self.values(form, sample):
-            if form.rows == "sample":
-                yield values[None], None
-            else:
-                yield values[kept], None if mask is None else mask[kept]
+    def recheck(
+        self, form: RowsT, manifest: Manifest, sample: StudentOutputs, record: SampleRecord
+    ) -> tuple[int, float]:
+        # A mean moves no further than the teacher of it that moves most.
+        dtypes = [manifest.teacher.dtype, *(teacher.dtype for teacher in form.averaged)]
+        again = max(tolerance_of("recheck", dtype) for dtype in dtypes)
+        count, largest = 0, 0.0
+        for part, (layer, rows, counted) in zip(form.parts, self.rows(form, sample, record.extent), strict=True):
+            moves, bounds = form.compare(record, rows, layer)
+            limits = bounds + again
+            wrong = ~(moves <= limits) if counted is None else ~(moves <= limits) & counted
+            if wrong.any():
+                row = int(np.where(wrong, moves - limits, -np.inf).argmax())
+                raise ShdError(
+                    "cache-mismatch",
+                    f"record {record.index} (key {record.key}) {part.title} row {row} must equal what the teacher "
+                    f"gives now within {limits[row]:.4f}, the bound for coding and rerunning the teacher; got "
+                    f"{moves[row]:.4f}: the cache was made another way",
+                    "CACHE-91",
+                )
+            count, largest = count + len(moves), max(largest, float(moves.max(initial=0.0)))
+        return count, largest
 
 
 class LogitsMaker(RowsMaker[Logits]):
     """Makes ``Logits``."""
 
     def describe(self, work: TeacherRun, outputs: StudentOutputs) -> Logits | None:
-        """Refuses logits that are no rows of classes."""
         options, logits = work.options, outputs.targets.logits
         if logits is None:
             return None
         name = str(work.targets.logits)
+        got = f"{logits.ndim} axes in {name}: name another output (--logits-output)"
+        rule = "be (samples, positions, classes) or (samples, classes)"
+        need(logits.ndim in (2, 3), "graph-unsupported", "logits", rule, got, spec_id="CACHE-160")
         if logits.ndim == 3:
             check_states(work, outputs, "logits", logits)
-        elif logits.ndim != 2:
-            raise graph_unsupported(
-                f"logits must be (samples, positions, classes) or (samples, classes); got {logits.ndim} axes in "
-                f"{name}: name another output (--logits-output)",
-                "CACHE-160",
-            )
         columns = work.logit_columns or logits.shape[-1]  # a mean of several is cut already
         size = columns if options.vocab_size is None else options.vocab_size
-        if size > columns:
-            raise argument_value(f"vocab_size must be at most {columns}, the columns of {name}; got {size}")
-        common: dict[str, Any] = {
-            "codec": options.logits,
-            "rows": "sample" if logits.ndim == 2 else "decoder" if work.has_decoder_rows else "positions",
-            "tensor": name,
-            "vocab_size": size,
-            "padded_vocab_size": columns if size < columns else None,
-            "with_teachers": tuple(other.describe(size) for other in work.others),
+        need(size <= columns, "argument-value", "vocab_size", f"be at most {columns}, the columns of {name}", size)
+        topk: dict[str, Any] = {
+            "temperature": options.logits_temperature,
+            "head": min(options.logits_top, size),  # a small vocabulary is kept whole
+            "value_bits": options.logits_bits,
         }
-        if options.logits == "float16":
-            return Logits(**common)
         return Logits(
-            **common,
-            temperature=options.logits_temperature,
-            head=min(options.logits_top, size),  # a small vocabulary is kept whole
-            value_bits=options.logits_bits,
+            codec=options.logits,
+            rows="sample" if logits.ndim == 2 else _rows_of(work),
+            tensor=name,
+            vocab_size=size,
+            padded_vocab_size=columns if size < columns else None,
+            with_teachers=tuple(other.describe(size) for other in work.others),
+            **({} if options.logits == "float16" else topk),
         )
 
     def options(self, form: Logits) -> dict[str, Any]:
-        """Codec, tensor and vocabulary."""
         return {
             "logits": form.codec,
             "logits_output": form.tensor,
@@ -136,139 +139,154 @@ class LogitsMaker(RowsMaker[Logits]):
             "vocab_size": form.vocab_size if form.padded_vocab_size or form.with_teachers else None,
         }
 
-    def decided(
-        self, form: Form | None, options: PrecomputeOptions, run: RunOptions
-    ) -> Iterator[tuple[str, object, object]]:
-        """Codec and further teachers."""
+    def decided(self, form: Form | None, options: PrecomputeOptions, run: RunOptions) -> Decided:
         others = form.with_teachers if isinstance(form, Logits) else ()
         yield "codec", None if form is None else form.codec, None if options.logits == "none" else options.logits
         yield "with_teachers", [other.name for other in others], [path.name for path in options.with_teachers]
 
     def values(self, form: Logits, sample: StudentOutputs) -> Iterator[NDArray[np.float32]]:
-        """The logits."""
-        assert sample.targets.logits is not None
+        assert sample.targets.logits is not None  # they have been described
         yield sample.targets.logits
-
-    def encode(self, form: Logits, part: int, rows: NDArray[np.float32], counted: Counted) -> Any:
-        """See ``Logits.encode``."""
-        return form.encode(rows, counted)
-
-    def measure_part(
-        self, form: Logits, part: int, rows: NDArray[np.float32], codes: Any, counted: Counted
-    ) -> RowError:
-        """See ``Logits.measure``."""
-        return form.measure(rows, codes, counted)
-
-    def recheck(
-        self, form: Logits, manifest: Manifest, sample: StudentOutputs, record: SampleRecord
-    ) -> tuple[int, float]:
-        """The total variation of each row."""
-        # A mean moves no further than the teacher of it that moves most.
-        teachers: tuple[Teacher | AveragedTeacher, ...] = (manifest.teacher, *form.with_teachers)
-        again = max(tolerance_of("recheck", teacher.dtype) for teacher in teachers)
-        ((rows, counted),) = self.rows(form, sample, record.extent)
-        moved, bound = form.compare(record, rows)
-        _check_moves(record, "logits", moved, bound + again, counted)
-        return len(moved), float(moved.max(initial=0.0))
 
 
 class HiddenMaker(RowsMaker[Hidden]):
-    """Makes ``Hidden``."""
+    """Makes ``Hidden``; which layers there are, the graph says."""
 
     def describe(self, work: TeacherRun, outputs: StudentOutputs) -> Hidden | None:
-        """Refuses tensors that have no row for each position."""
         layers = []
         for layer, tensor in work.targets.hidden:
-            states = outputs.targets.hidden[layer]
-            if states.ndim != 3:
-                raise graph_unsupported(
-                    f"hidden state {layer} must be (samples, positions, width); got {states.ndim} axes in {tensor}: "
-                    "ask for other layers",
-                    "CACHE-160",
-                )
-            check_states(work, outputs, f"hidden state {layer}", states)
+            states, name = outputs.targets.hidden[layer], f"hidden state {layer}"
+            got = f"{states.ndim} axes in {tensor}: ask for other layers"
+            rule = "be (samples, positions, width)"
+            need(states.ndim == 3, "graph-unsupported", name, rule, got, spec_id="CACHE-160")
+            check_states(work, outputs, name, states)
             layers.append(HiddenLayer(layer, tensor, states.shape[-1]))
-        rows = "decoder" if work.has_decoder_rows else "positions"
-        return Hidden(codec=work.options.hidden_codec, rows=rows, layers=tuple(layers)) if layers else None
+        form = {"codec": work.options.hidden_codec, "rows": _rows_of(work)}
+        return Hidden(**form, layers=tuple(layers)) if layers else None
 
     def options(self, form: Hidden) -> dict[str, Any]:
         """The layers, and their codec, which last states share."""
         return {"hidden": tuple(form.teacher_layers), "hidden_codec": form.codec}
 
-    def decided(
-        self, form: Form | None, options: PrecomputeOptions, run: RunOptions
-    ) -> Iterator[tuple[str, object, object]]:
-        """Nothing: which layers there are, the graph says."""
-        return iter(())
-
     def values(self, form: Hidden, sample: StudentOutputs) -> Iterator[NDArray[np.float32]]:
-        """Each layer's."""
         return (sample.targets.hidden[layer] for layer in form.teacher_layers)
 
-    def encode(self, form: Hidden, part: int, rows: NDArray[np.float32], counted: Counted) -> Any:
-        """See ``Hidden.encode``."""
-        return form.encode(form.teacher_layers[part], rows, counted)
 
-    def measure_part(
-        self, form: Hidden, part: int, rows: NDArray[np.float32], codes: Any, counted: Counted
-    ) -> RowError:
-        """See ``Hidden.measure``."""
-        return form.measure(form.teacher_layers[part], rows, codes, counted)
+class EmbeddingsMaker(RowsMaker[Embeddings]):
+    """Makes ``Embeddings``: the states of a text pooled into one vector, on the host in float64."""
 
-    def recheck(
-        self, form: Hidden, manifest: Manifest, sample: StudentOutputs, record: SampleRecord
-    ) -> tuple[int, float]:
-        """The distance of each row as a share of its norm."""
-        count, largest = 0, 0.0
-        for layer, (rows, counted) in zip(form.teacher_layers, self.rows(form, sample, record.extent), strict=True):
-            stored, bound = form.decode(record, layer), form.bound(rows)
-            moved = check_vectors(record, f"hidden state {layer}", stored, rows, bound, manifest, counted)
-            count, largest = count + len(moved), max(largest, float(moved.max(initial=0.0)))
-        return count, largest
+    def describe(self, work: TeacherRun, outputs: StudentOutputs) -> Embeddings | None:
+        pooling, states, mask = work.options.embeddings, outputs.targets.pooled, outputs.targets.row_mask
+        if pooling is None or states is None:
+            return None
+        if mask is None:
+            raise ShdError(
+                "graph-unsupported",
+                "embeddings are pooled over the positions that the graph's padding mask counts, and it takes none: "
+                "export it with attention_mask, or name its mask (--mask)",
+                "CACHE-181",
+            )
+        rule = f"be pooled from {(*mask.shape, 'width')} states, one of each position"
+        got, fits = f"{states.shape} in {work.targets.pooled}", states.ndim == 3 and states.shape[:2] == mask.shape
+        need(fits, "graph-unsupported", "embeddings", rule, got, spec_id="CACHE-181")
+        return Embeddings(
+            codec=work.options.embeddings_codec,
+            pooling=pooling.mode,
+            normalize=pooling.normalize,
+            tensor=str(work.targets.pooled),
+            width=states.shape[-1],
+        )
 
+    def options(self, form: Embeddings) -> dict[str, Any]:
+        return {"embeddings": Pooling(form.pooling, form.normalize)}
 
-SingleT = TypeVar("SingleT", bound=SingleVectors)
+    def decided(self, form: Form | None, options: PrecomputeOptions, run: RunOptions) -> Decided:
+        asked = options.embeddings
+        held = form if isinstance(form, Embeddings) else None
+        yield "pooling", held and str(Pooling(held.pooling, held.normalize)), asked and str(asked)
+        yield "codec", held and held.codec, asked and options.embeddings_codec
 
-
-class SingleMaker(RowsMaker[SingleT]):
-    """Makes a form of vectors of one tensor."""
-
-    def encode(self, form: SingleT, part: int, rows: NDArray[np.float32], counted: Counted) -> Any:
-        """See ``SingleVectors.encode``."""
-        return form.encode(rows, counted)
-
-    def measure_part(
-        self, form: SingleT, part: int, rows: NDArray[np.float32], codes: Any, counted: Counted
-    ) -> RowError:
-        """See ``SingleVectors.measure``."""
-        return form.measure(rows, codes, counted)
-
-    def recheck(
-        self, form: SingleT, manifest: Manifest, sample: StudentOutputs, record: SampleRecord
-    ) -> tuple[int, float]:
-        """The distance of each row as a share of its norm."""
-        ((rows, counted),) = self.rows(form, sample, record.extent)
-        stored = form.decode(record).reshape(rows.shape)
-        moved = check_vectors(record, form.PART.title, stored, rows, form.bound(rows), manifest, counted)
-        return len(moved), float(moved.max(initial=0.0))
+    def values(self, form: Embeddings, sample: StudentOutputs) -> Iterator[NDArray[np.float32]]:
+        states, mask = sample.targets.pooled, sample.targets.row_mask
+        assert states is not None  # it has been described
+        assert mask is not None
+        yield pool_states(states[mask], form.pooling, normalize=form.normalize)
 
 
-def check_vectors(
-    record: SampleRecord,
-    what: str,
-    stored: NDArray[np.float32],
-    rows: NDArray[np.float32],
-    bound: NDArray[np.float64],
-    manifest: Manifest,
-    counted: Counted = None,
-) -> NDArray[np.float64]:
-    """How far stored rows ``(R, D)`` are from the teacher's, as shares of their norms; refused beyond the bound."""
-    norms = np.linalg.norm(rows, axis=-1)
-    norms = np.where(norms > 0, norms, 1.0)
-    moved: NDArray[np.float64] = np.linalg.norm(stored.astype(np.float64) - rows, axis=-1) / norms
-    limits = np.sqrt(rows.shape[-1]) * bound / norms + tolerance_of("recheck", manifest.teacher.dtype)
-    _check_moves(record, what, moved, limits, counted)
-    return moved
+def pool_states(states: NDArray[np.float32], pooling: str, *, normalize: bool) -> NDArray[np.float32]:
+    """The embedding ``(D,)`` of a text's states ``(n, D)``, those that count alone (CACHE-182)."""
+    wide = states.astype(np.float64)
+    if pooling == "mean":
+        pooled = wide.mean(axis=0)
+    elif pooling == "max":
+        pooled = wide.max(axis=0)
+    else:
+        pooled = wide[0 if pooling == "cls" else -1]
+    norm = np.linalg.norm(pooled)
+    pooled = pooled / norm if normalize and norm > 0 else pooled
+    return np.asarray(pooled, dtype=np.float32)
+
+
+class ExactMaker(RowsMaker[Exact]):
+    """Makes ``Exact``: the states that the head reads, and the head, compared with the graph's own logits first."""
+
+    def describe(self, work: TeacherRun, outputs: StudentOutputs) -> Exact | None:
+        states = outputs.targets.last
+        if states is None or work.head is None:
+            return None
+        name, rule = "the states that the head reads", "be (samples, positions, width)"
+        got = f"{states.ndim} axes in {work.head.states}"
+        need(states.ndim == 3, "graph-unsupported", name, rule, got, spec_id="CACHE-187")
+        check_states(work, outputs, name, states)
+        form, _ = _with_head(work, work.options.hidden_codec, _rows_of(work))
+        _compare_head(work, form, outputs.indices[0])
+        return form
+
+    def files(self, work: TeacherRun, form: Exact) -> Mapping[str, Sequence[Any]]:
+        current, pieces = _with_head(work, form.codec, form.rows)
+        if current.head != form.head:
+            problem = f"the teacher's head has XXH3-128 {current.head.xxh3_128}; got {form.head.xxh3_128}"
+            message = f"{problem} in the manifest: the cache was made another way"
+            raise ShdError("cache-mismatch", message, "CACHE-188")
+        return {form.files[0].name: pieces}
+
+    def options(self, form: Exact) -> dict[str, Any]:
+        size = form.head.vocab_size if form.head.padded_vocab_size else None
+        return {"hidden": (LAST,), "hidden_codec": form.codec, "vocab_size": size}
+
+    def decided(self, form: Form | None, options: PrecomputeOptions, run: RunOptions) -> Decided:
+        yield "codec", None if form is None else form.codec, options.hidden_codec if options.exact else None
+
+    def values(self, form: Exact, sample: StudentOutputs) -> Iterator[NDArray[np.float32]]:
+        assert sample.targets.last is not None  # they have been described
+        yield sample.targets.last
+
+
+def _with_head(work: TeacherRun, codec: str, rows: str) -> tuple[Exact, Sequence[Any]]:
+    """The form of a teacher, and the pieces of its head's file."""
+    graph_head, size = work.head, work.options.vocab_size
+    assert graph_head is not None  # it was asked for
+    columns = len(graph_head.head.weight)
+    rule = f"be at most {columns}, the classes of the teacher's head"
+    need(size is None or size <= columns, "argument-value", "vocab_size", rule, size, spec_id="CACHE-188")
+    padded = columns if size is not None and size < columns else None
+    return Exact.of_head(graph_head.head.cut(size or columns), codec, rows, graph_head.states, padded)
+
+
+def _compare_head(work: TeacherRun, form: Exact, index: int) -> None:
+    """Compare the head with the graph's own logits, on rows of a sample (CACHE-191)."""
+    assert work.head is not None
+    states, logits = work.run_head(index)
+    logits_of_head = work.head.head.cut(form.head.vocab_size).logits(states)
+    moved = rows_moved(logits, 1.0, lambda rows: logits_of_head[rows]).max(initial=0.0)
+    limit = tolerance_of("recheck", dtype_of(work.model, [site for _, site in work.layers], work.targets))
+    rule = f"make its logits of the states that are stored, within a total variation of {limit:g}"
+    got = f"{moved:.3g}: store --logits instead"
+    need(bool(moved <= limit), "graph-unsupported", "the teacher's head", rule, got, spec_id="CACHE-191")
+
+
+def _rows_of(work: TeacherRun) -> str:
+    return "decoder" if work.has_decoder_rows else "positions"
 
 
 def check_states(work: TeacherRun, outputs: StudentOutputs, what: str, rows: NDArray[Any]) -> None:
@@ -281,27 +299,8 @@ def check_states(work: TeacherRun, outputs: StudentOutputs, what: str, rows: NDA
     elif outputs.layers:
         positions = outputs.layers[0].map_axes[0]
     else:
-        positions = 0
-    if not positions:
-        return  # nothing else says how many there are
-    if rows.shape[1] != positions:
-        raise graph_unsupported(
-            f"{what} must have a row for each of {positions} positions of the sequence; got {rows.shape[1]}: "
-            "export the model with all positions (as of a decoder without a number of logits to keep)",
-            "CACHE-160",
-        )
-
-
-def _check_moves(
-    record: SampleRecord, what: str, moves: NDArray[np.float64], limits: NDArray[np.float64], counted: Counted
-) -> None:
-    wrong = ~(moves <= limits) if counted is None else ~(moves <= limits) & counted
-    if wrong.any():
-        row = int(np.where(wrong, moves - limits, -np.inf).argmax())
-        raise ShdError(
-            "cache-mismatch",
-            f"record {record.index} (key {record.key}) {what} row {row} must equal what the teacher gives now within "
-            f"{limits[row]:.4f}, the bound for coding and rerunning the teacher; got "
-            f"{moves[row]:.4f}: the cache was made another way",
-            "CACHE-91",
-        )
+        return  # nothing says how many there are
+    rule = f"have a row for each of {positions} positions of the sequence"
+    remedy = "export the model with all positions (as of a decoder without a number of logits to keep)"
+    fits = not positions or rows.shape[1] == positions
+    need(fits, "graph-unsupported", what, rule, rows.shape[1], remedy=remedy, spec_id="CACHE-160")

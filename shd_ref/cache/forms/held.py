@@ -1,87 +1,34 @@
-"""The table of forms. All code iterates over a manifest's forms and their rows; only ``Held`` names subjects.
-
-Makers, decoders and terms lie in rooms that this one may not import, so rows name them, ``"module:name"``.
-"""
+"""The forms that records hold together, and which forms there are."""
 
 from __future__ import annotations
 
 import functools
-import importlib
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
-from shd_ref.cache.forms.embeddings import Embeddings
 from shd_ref.cache.forms.exact import Exact
 from shd_ref.cache.forms.factors import Factors
 from shd_ref.cache.forms.form import Extent, Form
-from shd_ref.cache.forms.hidden import Hidden
-from shd_ref.cache.forms.logits import Logits
 from shd_ref.cache.forms.maps import Maps
+from shd_ref.cache.forms.rows import Embeddings, Hidden, Logits
 from shd_ref.errors import ShdError
 
 _FormT = TypeVar("_FormT")
 
-
-class Row(NamedTuple):
-    """A form of supervision.
-
-    Attributes:
-        form: the class that a manifest's member becomes; of several with one subject the member ``form`` decides.
-        maker: subclass of ``Maker``: how records of it are made of a teacher's outputs, measured and compared.
-        decoder: function that decodes a batch of it where the student trains: of rows ``(form, rows, spread)``, see
-            ``CachedBatch.read``; of attention ``(records, manifest, layers, buffer)`` to the batch.
-        term: subclass of ``RowsTerm``: what ``SHDTrainer`` learns from it; of attention ``layer_kls``.
-    """
-
-    form: type[Form]
-    maker: str | type
-    decoder: str | Callable[..., Any]
-    term: str | Callable[..., Any]
-
-
-_MAKERS, _READ = "shd_ref.teacher.precompute.forms", "shd_torch.supervision"
-_KLS, _TERMS = "shd_torch.teacher.online:layer_kls", "shd_torch.training.terms"
-ROWS: list[Row] = [
-    Row(Maps, f"{_MAKERS}.attention:MapsMaker", "shd_torch.data.batches:pack_maps", _KLS),
-    Row(Factors, f"{_MAKERS}.factors:FactorsMaker", f"{_READ}.factored_codes:pack_factored", _KLS),
-    Row(Logits, f"{_MAKERS}.rows:LogitsMaker", f"{_READ}.stored_rows:decode_logits", f"{_TERMS}:KdTerm"),
-    Row(Hidden, f"{_MAKERS}.rows:HiddenMaker", f"{_READ}.stored_rows:decode_hidden", f"{_TERMS}:HiddenTerm"),
-    Row(
-        Embeddings,
-        f"{_MAKERS}.embeddings:EmbeddingsMaker",
-        f"{_READ}.stored_rows:decode_embeddings",
-        "shd_torch.training.embeddings:EmbeddingTerm",
-    ),
-    Row(Exact, f"{_MAKERS}.exact:ExactMaker", f"{_READ}.stored_rows:decode_exact", f"{_TERMS}:exact_term"),
-]
+FORMS: list[type[Form]] = [Maps, Factors, Logits, Hidden, Embeddings, Exact]
 """In the order in which records hold them (CACHE-160). A form from elsewhere is appended before a cache is opened."""
-
-
-def row_of(form: Form) -> Row:
-    """The row of a form."""
-    return next(row for row in ROWS if row.form is type(form))
-
-
-def load(reference: str | Callable[..., Any]) -> Any:
-    """What a row names."""
-    if not isinstance(reference, str):
-        return reference
-    module, name = reference.split(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def subjects() -> dict[str, Any]:
     """By subject the type hint of its member in a manifest: a class, or a union that the member ``form`` decides."""
-    names = dict.fromkeys(row.form.SUBJECT for row in ROWS)
-    return {
-        name: functools.reduce(operator.or_, [row.form for row in ROWS if name == row.form.SUBJECT]) for name in names
-    }
+    names = dict.fromkeys(form.SUBJECT for form in FORMS)
+    return {name: functools.reduce(operator.or_, [form for form in FORMS if name == form.SUBJECT]) for name in names}
 
 
 def error_kinds() -> dict[str, type]:
     """By subject what coding it costs, as receipts hold it."""
-    return {row.form.SUBJECT: row.form.ERROR for row in ROWS}
+    return {form.SUBJECT: form.ERROR for form in FORMS}
 
 
 class Held:

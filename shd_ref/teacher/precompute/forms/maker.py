@@ -1,0 +1,65 @@
+"""The interface: how a form's parts are made from a run of the teacher, measured, and compared with another run."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
+
+from shd_ref.cache import Extent, Form, Manifest, RowError, SampleRecord
+from shd_ref.teacher.options import PrecomputeOptions, RunOptions
+from shd_ref.teacher.run.outputs import StudentOutputs
+from shd_ref.teacher.run.teacher import TeacherRun
+from shd_ref.tolerances import load_tolerances
+
+FormT = TypeVar("FormT", bound=Form)
+Decided: TypeAlias = Iterator[tuple[str, object, object]]
+
+
+class Maker(ABC, Generic[FormT]):
+    """Makes parts of records. ``recheck`` may run ``BY_LAYER``."""
+
+    BY_LAYER: ClassVar[bool] = False
+
+    @abstractmethod
+    def describe(self, work: TeacherRun, outputs: StudentOutputs) -> FormT | None:
+        """The form as the manifest will have it, by longest samples; None where the options do not ask for it."""
+
+    def files(self, work: TeacherRun, form: FormT) -> Mapping[str, Sequence[Any]]:
+        """Pieces of ``form.files``, by name."""
+        return {}
+
+    @abstractmethod
+    def options(self, form: FormT) -> dict[str, Any]:
+        """The ``PrecomputeOptions`` that ask for what a cache holds."""
+
+    def decided(self, form: Form | None, options: PrecomputeOptions, run: RunOptions) -> Decided:
+        """Members of the form that options decide before a sample is read: name, as stored (if any), as asked for."""
+        return iter(())
+
+    def check(self, form: FormT, samples: Sequence[StudentOutputs], extents: Sequence[Extent]) -> None:
+        """Refuse a teacher that this form cannot hold, before anything is written: by default by making parts."""
+        self.make(form, samples, extents)
+
+    def compare(self, work: TeacherRun, sample: StudentOutputs) -> None:
+        """Refuse maps that this form cannot make (``graph-unsupported``), of some layers with check outputs."""
+
+    @abstractmethod
+    def make(self, form: FormT, samples: Sequence[StudentOutputs], extents: Sequence[Extent]) -> list[dict[str, Any]]:
+        """The parts of each sample's record, see ``SampleRecord``; arrays that share no memory with the batch."""
+
+    @abstractmethod
+    def measure(self, form: FormT, samples: Sequence[StudentOutputs], records: Sequence[SampleRecord]) -> RowError:
+        """What coding cost these samples, on the rows that count; of attention they have check outputs."""
+
+    @abstractmethod
+    def recheck(
+        self, form: FormT, manifest: Manifest, sample: StudentOutputs, record: SampleRecord
+    ) -> tuple[int, float]:
+        """Refuse a record that is not what the teacher gives now (CACHE-91); rows compared, largest difference."""
+
+
+def tolerance_of(name: str, dtype: str) -> float:
+    """A limit of total variation by the teacher's dtype."""
+    table = load_tolerances()[name]["total_variation"]
+    return float(table.get(dtype, table["float32"]))
