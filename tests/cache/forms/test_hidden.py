@@ -113,10 +113,8 @@ def test_states_that_cannot_be_coded(codec: str, code: str, change: Any) -> None
 def test_numbers_beyond_float16_and_layers_that_are_not_stored() -> None:
     with pytest.raises(ShdError, match=r"below 65520 for float16; got .*: use int8"):
         HIDDEN_FLOAT16.encode(rows_of(scale=1e4), layer=11)
-    assert (
-        HIDDEN_INT8.measure(big := rows_of(scale=1e30), HIDDEN_INT8.encode(big, layer=11), layer=11).relative_max
-        < 0.01
-    )
+    large = rows_of(scale=1e30)
+    assert HIDDEN_INT8.measure(large, HIDDEN_INT8.encode(large, layer=11), layer=11).relative_max < 0.01
     with refusal("argument-value", r"must be one of the teacher's \[0, 11\]; got 3"):
         HIDDEN_INT8.encode(rows_of(), layer=3)
 
