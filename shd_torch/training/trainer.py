@@ -60,9 +60,10 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
     and keys are captured during training. A student that returns no loss, because it has no head or its batches no
     labels, is trained with the terms only; its ``eval_loss`` is then their weighted sum, which needs live teachers or
     a ``SupervisedDataset`` for evaluation too. Checkpoints and everything else are the base class's: a checkpoint
-    contains only the student. Ranks and accumulated batches with different numbers of rows add up to the whole batch
-    (``batch_share``), for each term by its counted rows. A ``SupervisedStream`` gives each rank its share; at its
-    end, samples that do not fill a step on every rank are dropped.
+    contains only the student, and counts once ``shd_checkpoint.json`` is in it, which is written last. Ranks and
+    accumulated batches with different numbers of rows add up to the whole batch (``batch_share``), for each term by
+    its counted rows. A ``SupervisedStream`` gives each rank its share; at its end, samples that do not fill a step on
+    every rank are dropped.
 
     Logged in addition to ``loss``, over all ranks, as means over the steps since the last log: ``base_loss``;
     ``shd_loss`` (nats, before beta), ``shd_loss_layer_<i>``, ``beta`` (of the last micro-batch, with the balancer's
