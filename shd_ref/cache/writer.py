@@ -52,9 +52,6 @@ class CacheWriter:
         folder: the cache, a path or an address such as ``s3://bucket/cache``; created if absent.
         manifest: what the cache will hold.
 
-    Attributes:
-        written: the shards that this writer committed; others were there, or another writer was first.
-
     Raises:
         ShdError: ``cache-exists`` (the folder holds something else), ``cache-mismatch`` (a cache with another
             manifest), ``cache-corrupt`` (its manifest is damaged), ``write-failed``.
@@ -64,7 +61,7 @@ class CacheWriter:
         self._storage = open_storage(folder)
         self.folder = self._storage.root
         self.manifest = manifest
-        self.written: set[int] = set()
+        self.written: set[int] = set()  # shards that this writer committed: others were first elsewhere
         check_free(self._storage)
         with write_errors(self.folder):
             self._storage.prepare()

@@ -27,8 +27,8 @@ REPORT_VERSION: Final = 1
 """Of the JSON; ``specs/schemas/inspect.schema.json`` describes it. Members may be added under the same number."""
 
 _ROUNDS: Final = (
-    "quantised: maps are those of {} alone, where a last bit decides a rounding; a session with other outputs, "
-    "optimisations or another version may give others. A cache names its own, and is resumed by the same."
+    "quantised: maps are those of {}; a session with other outputs, optimisations or version may round otherwise. "
+    "A cache names its own, and is resumed by the same."
 )
 
 _FIELDS: Final = (

@@ -115,10 +115,7 @@ def shares_scales(model: onnx.ModelProto) -> bool:
 
 
 def rounds_in_run(model: onnx.ModelProto) -> bool:
-    """Whether a graph rounds to integers what it computes.
-
-    A last bit then decides between two integers, so onnxruntime's fusions change maps far more than in float graphs.
-    """
+    """Whether a graph rounds what it computes to integers, between which a last bit, and so a fusion, may decide."""
     return any(part in node.op_type for node in all_nodes(model.graph) for part in _ROUNDING)
 
 

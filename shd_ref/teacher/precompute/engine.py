@@ -139,6 +139,7 @@ class PrecomputeJob:
             _StudentCache(work, number, folder, manifest, comparison)
             for number, ((folder, _), manifest, comparison) in enumerate(opened)
         ]
+        self.written = [cache.writer.written for cache in self._caches]  # by this job; grows
         self._compared = min(len(first[0].indices), 2)
         self.shards = share_shards(manifests[0].shards.num_shards, *run.shards)
 
@@ -146,11 +147,6 @@ class PrecomputeJob:
     def missing(self) -> list[set[int]]:
         """For each student those of ``shards`` that were not committed when this was first asked for."""
         return self.find_missing(self.shards)
-
-    @property
-    def written(self) -> list[set[int]]:
-        """For each student the shards that this job committed; of a race, those where it was first."""
-        return [cache.writer.written for cache in self._caches]
 
     def find_missing(self, shards: Sequence[int]) -> list[set[int]]:
         """For each student those of some shards that are not committed."""

@@ -101,13 +101,8 @@ class ShardWriter:
             written = [sorted(own.intersection(shards)) for own in self._job.written]
         except ShdError as error:
             code, message = error.code, str(error)
-        return {
-            "first": shards[:1],
-            "bytes": sizes[-1:],
-            "written": [json.dumps(written)],
-            "code": [code],
-            "message": [message],
-        }
+        told = {"written": [json.dumps(written)], "code": [code], "message": [message]}
+        return {"first": shards[:1], "bytes": sizes[-1:]} | told
 
 
 def _run_blocks(

@@ -437,10 +437,9 @@ def run_batch(session: Any, names: Sequence[str], batch: Batch) -> dict[str, NDA
     except Exception as error:  # onnxruntime's errors share no base class but Exception
         most = None if "alloc" in str(error) else _find_limit(functools.partial(session.run, list(names)), feeds)
         if most is not None:
-            lengths = np.max([batch.lengths, batch.decoder_lengths or batch.lengths], axis=0)
-            row = int(lengths.argmax())
-            what = _TOO_LONG.format(most=most, got=lengths[row])
-            raise inputs_invalid(f"inputs, row {batch.indices[row]}: {what}") from error
+            lengths = map(max, batch.lengths, batch.decoder_lengths or batch.lengths)
+            length, row = max(zip(lengths, batch.indices, strict=True))
+            raise inputs_invalid(f"inputs, row {row}: {_TOO_LONG.format(most=most, got=length)}") from error
         foreign = "indices element out of data bounds" in str(error)
         raise inputs_invalid(
             f"inputs must be what the teacher can run on; samples {list(batch.indices)[:8]} and their batch of "

@@ -103,11 +103,10 @@ class TeacherRun:
             for path in options.with_teachers
         )
         graphs = [self.model, *(other.model for other in self.others)]
+        self._session_name = describe_session() if any(map(rounds_in_run, graphs)) else ""
         # A record must be its sample's alone: in a batch, others would move the scales that round it.
-        self._alone = any(map(shares_scales, graphs))
-        self._splits_batches = self._alone and (run.batch_size > 1 or run.batch_tokens is not None)
+        self._alone, self._asked = any(map(shares_scales, graphs)), run
         self.run = replace(run, batch_size=1, batch_tokens=None) if self._alone else run
-        self._rounds = any(map(rounds_in_run, graphs))
         stated = options.vocab_size
         size = count_classes(self.model, str(self.targets.logits)) if stated is None else stated
         if size is not None:  # as far as the graphs say how many classes they have
@@ -425,17 +424,12 @@ class TeacherRun:
         """What the user should know of the run, such as why samples run one at a time."""
         untiled = () if self.tiling is None else self.tiling.whole
         remarks = tuple(f"{tiles.site.label} is computed with whole maps: {tiles.reason}" for tiles in untiled)
-        return (SHARED_SCALES, *remarks) if self._splits_batches else remarks
+        return (SHARED_SCALES, *remarks) if self.run != self._asked else remarks
 
     def fingerprint(self) -> Teacher:
         """The teacher's identity for the manifest: a hash of the model file and of its external data."""
-        return Teacher(
-            sha256=self._sha256(),
-            name=self.path.name,
-            provider=self._provider,
-            dtype=dtype_of(self.model, [site for _, site in self.layers], self.targets),
-            session=describe_session() if self._rounds else "",
-        )
+        dtype = dtype_of(self.model, [site for _, site in self.layers], self.targets)
+        return Teacher(self._sha256(), self.path.name, self._provider, dtype, self._session_name)
 
     def begin(self) -> None:
         """Start what a whole run will need, beside what comes next: the plain session."""
