@@ -105,9 +105,7 @@ class ShardWriter:
         return {"first": shards[:1], "bytes": sizes[-1:]} | told
 
 
-def _run_blocks(
-    blocks: Sequence[list[int]], plan: RayJob, workers: int | None
-) -> Iterator[tuple[int, int, list[list[int]]]]:
+def _run_blocks(blocks: Sequence[list[int]], plan: RayJob, workers: int | None) -> Iterator[tuple[int, int, Any]]:
     """Of each block, as it is written: its first shard, how many bytes that were, and each student's shards."""
     if not blocks:
         return
