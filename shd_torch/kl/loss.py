@@ -67,9 +67,9 @@ def attention_kl(
 
     Rounding: with N the largest ``scale / T sum_c |q_c k_c|`` of student and teacher, a probability of ``sdpa`` and
     ``triton`` is off by at most a share ``u = (S + N (d + 8)) 2^-24``: d roundings of a product, 8 of the row's
-    log-sum-exp, S of its sum. So dk is off by at most ``2 u scale / T sum_i w_i |q_i|`` (w: weights of rows), and dq of
-    a row by ``2 u scale / T w_i max |k|``, beside what half-precision products round. At N = 10^4 and d = 64, u is 4%;
-    errors found are a thousandth of it. ``dense`` lacks the 8: rows that look at one key are exact.
+    log-sum-exp, S of its sum. So dk is off by at most ``2 u scale / T sum_i w_i |q_i|`` (w: weights of rows), dq of a
+    row by ``2 u scale / T w_i max |k|``, beside what half-precision products round. At N = 10^4 and d = 64, u is 4%,
+    the errors found a thousandth of the bounds. ``dense`` lacks the 8: rows that look at one key are exact.
 
     Raises:
         ShdError: ``support-mismatch``, ``argument-shape``, ``argument-value``, ``argument-dtype``, ``not-finite``,
