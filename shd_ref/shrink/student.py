@@ -73,6 +73,6 @@ def _read(path: Path) -> tuple[Any, str]:
     try:
         return read_json(file), str(file)
     except (OSError, ValueError) as error:
-        rule = "student must be a folder of shd-torch shrink, or a config.json must tell its heads and layers"
+        rule = "student must be a folder of shd-torch shrink, or of a model whose config.json has heads and layers"
         message = f"{rule}; got {str(path)!r}: {error}: give --student-heads and --student-layers instead"
         raise ShdError("read-failed", message) from error

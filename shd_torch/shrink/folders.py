@@ -41,7 +41,7 @@ def find_folder(source: str | os.PathLike[str], argument: str) -> Path:
     if folder.is_dir():
         return folder
     message = f"{argument} must be a folder that save_pretrained wrote, or a hub id; got {str(source)!r}, "
-    if not _HUB_ID.fullmatch(str(source)):
+    if folder.exists() or not _HUB_ID.fullmatch(str(source)):
         raise ShdError("read-failed", message + "which is no folder")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError

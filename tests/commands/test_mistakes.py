@@ -213,6 +213,7 @@ EARLY = [
     ("compress gone --out new --faster 4 --data d.npz", "teacher must be a folder that save_pretrained wrote"),
     ("compress model --out model --faster 4 --data d.npz", "--out must be a new or empty folder"),
     ("export ./gone --out x.onnx", "model must be a folder that save_pretrained wrote"),
+    ("export d.npz --out x.onnx", "got 'd.npz', which is no folder"),
     ("export empty --out x.onnx", "which has no config.json"),
     ("export model --out empty", "--out must be a file, such as teacher.onnx"),
     ("export model --out x.onnx --student --int8 --data gone.npz", "--data must exist; got gone.npz"),
