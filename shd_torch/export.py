@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,11 +158,17 @@ def _export(
         try:
             output_name = _first_output(model(**inputs))[0]
         except Exception as error:  # a model raises what it likes
-            raise _refuse(model, f"run on the example inputs {_shapes(inputs)}", error) from error
+            raise refuse(model, f"run on the example inputs {_shapes(inputs)}", error) from error
         program = _trace(wrapper, inputs, axes, output_name, opset)
         samples = [inputs, _resized(inputs, axes, lambda size, axis: size + 1 if axis == "batch" else size - 1)]
         expected = [_run_model(wrapper, sample) for sample in samples]
     _strip_metadata(program)
+    config: Any = getattr(model, "config", None)
+    if isinstance(getattr(config, "pad_token_id", None), int):
+        from shd_ref.teacher.graph.inputs import PAD_KEY
+        from shd_torch.shrink.folders import padding_of
+
+        program.model.metadata_props[PAD_KEY] = str(padding_of(config))
     num_fused = _wrap_attention(program.model)
     if attention != "eager":  # a teacher's graph is read, not deployed
         _part_norms(program.model)
@@ -176,7 +182,7 @@ def _export(
     except ShdError:
         raise
     except Exception as error:  # onnx's and onnxruntime's exceptions share no base class
-        raise _refuse(model, "run in onnxruntime at another batch and length", error) from error
+        raise refuse(model, "run in onnxruntime at another batch and length", error) from error
     return ExportReport(
         path=target,
         data_path=data_path,
@@ -227,14 +233,16 @@ def hide_weight_bars() -> None:
         quiet.disable_progress_bar()
 
 
-def example_inputs(model: nn.Module) -> dict[str, Tensor]:
-    """Inputs that a Hugging Face text or image model can be exported with; their values do not matter.
+def example_inputs(model: nn.Module, names: Collection[str] | None = None) -> dict[str, Tensor]:
+    """Inputs that a Hugging Face text or image model can be exported with; the second text is padded.
 
     Args:
         model: from ``load_hf_model``.
+        names: inputs of a text model; default: ids, mask, and what else the tokenizer in its folder gives.
 
     Returns:
-        ``input_ids`` and ``attention_mask`` ``(2, 8)``, ``pixel_values`` ``(2, channels, height, width)``, or
+        ``input_ids`` and ``attention_mask`` ``(2, 8)``, for BERT and its like also ``token_type_ids``;
+        ``pixel_values`` ``(2, channels, height, width)``, or
         ``input_features`` ``(2, bins, frames)``; of an encoder-decoder also ``decoder_input_ids`` and
         ``decoder_attention_mask`` ``(2, 6)``, so that both run in one forward pass.
 
@@ -248,8 +256,16 @@ def example_inputs(model: nn.Module) -> dict[str, Tensor]:
         decoder_ids = torch.ones(2, 6, dtype=torch.int64)
         second = {"decoder_input_ids": decoder_ids, "decoder_attention_mask": torch.ones_like(decoder_ids)}
     if main_input == "input_ids":
-        ids = torch.ones(2, 8, dtype=torch.int64)
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)} | second
+        from shd_torch.shrink.folders import padding_of, text_inputs
+
+        takes = inspect.signature(model.forward).parameters
+        pad, mask = padding_of(config), torch.ones(2, 8, dtype=torch.int64)
+        mask[1, 6:] = 0
+        ids = torch.where(mask == 1, 2 if pad == 1 else 1, pad)
+        folder = getattr(model, "name_or_path", None) or os.devnull  # in which no file is
+        named = text_inputs(folder) if names is None else names
+        given = {name: torch.zeros_like(ids) for name in named if name in takes}
+        return given | {"input_ids": ids} | ({"attention_mask": mask} if "attention_mask" in given else {}) | second
     bins, frames = getattr(config, "num_mel_bins", None), getattr(config, "max_source_positions", None)
     if main_input == "input_features" and second and bins and frames:
         # Whisper halves the frames before its encoder, and takes no fewer than it has positions for.
@@ -265,19 +281,26 @@ def example_inputs(model: nn.Module) -> dict[str, Tensor]:
     )
 
 
-def _refuse(model: nn.Module, stage: str, error: BaseException) -> ShdError:
+def refuse(
+    model: nn.Module, stage: str, error: BaseException, remedy: str = _REMEDY, code: str = "export-failed"
+) -> ShdError:
     """One sentence about an error of another library, by the first line of its first cause."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines() if line.strip()]
     cause = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    if "no padding token is defined" in cause:  # of heads that read the last token of each text
+        stage = "know what texts are padded with"
+        remedy = (
+            "set pad_token_id in its config.json to the id of the tokenizer's pad_token, or to one that no text has"
+        )
     # onnxruntime says where it failed among its own files and codes: what the user can know is the operator or input.
     if failed := re.search(r"while running (\w+) node|[Ii]nvalid dimensions for input: (\w+)", str(error)):
         operator, name = failed.groups()
         what = f"an operator {operator}" if operator else f"the input {name}"
         cause = f"{what} that keeps sizes of the example inputs"
     cause = cause if len(cause) <= _CAUSE_LENGTH else f"{cause[:_CAUSE_LENGTH]}..."
-    return ShdError("export-failed", f"{type(model).__name__} must {stage}; got {cause.rstrip('.:')}: {_REMEDY}")
+    return ShdError(code, f"{type(model).__name__} must {stage}; got {cause.rstrip('.:')}: {remedy}")
 
 
 class _Positional(nn.Module):
@@ -414,7 +437,7 @@ def _trace(
             )
     except Exception as error:  # the exporter passes on what its parts raise
         stage = "be traced by torch.export" if type(error).__name__ == "TorchExportError" else "be converted to ONNX"
-        raise _refuse(wrapper.model, stage, error) from error
+        raise refuse(wrapper.model, stage, error) from error
     finally:
         logging.disable(disabled)
 
@@ -423,7 +446,7 @@ def _run_model(wrapper: _Positional, sample: Mapping[str, Tensor]) -> Tensor:
     try:
         output: Tensor = wrapper(*sample.values())
     except Exception as error:
-        raise _refuse(wrapper.model, f"accept every size of its dynamic axes, as {_shapes(sample)}", error) from error
+        raise refuse(wrapper.model, f"accept every size of its dynamic axes, as {_shapes(sample)}", error) from error
     return output
 
 

@@ -182,7 +182,7 @@ def _origin(spec: InputSpec, is_decoder: bool) -> str:
     """Where an input comes from, in words."""
     from shd_ref.teacher.graph.inputs import past_problem
 
-    defaults = {"past": "an empty past", "positions": "counted from the mask", "branch": "false"}
+    defaults = {"past": "an empty past", "positions": "counted from the mask", "types": "zeros", "branch": "false"}
     if spec.part in defaults:
         problem = past_problem([spec]) if spec.part == "past" else None
         return problem or f"shd: {defaults[spec.part]}, unless the data hold it"

@@ -15,22 +15,29 @@ from pathlib import Path
 from typing import Any, Final
 
 from shd_ref.cache.storage.drafts import part_folder
-from shd_ref.errors import import_package
+from shd_ref.errors import ShdError, import_package
 from shd_torch.compress.candidates import find_candidates
 from shd_torch.compress.costs import Costs, measure_costs
+from shd_torch.compress.faithful import CHECKED, check_teacher
 from shd_torch.compress.handover import hand_over, judge_graphs
 from shd_torch.compress.options import CompressOptions
-from shd_torch.compress.samples import divide, length_of, read_rows
+from shd_torch.compress.samples import divide, length_of, read_rows, read_texts
 from shd_torch.compress.stages import Progress, Run
 from shd_torch.compress.students import RATES, SHD_SEEDS, SHORT_STEPS, compare, prepare_training, train_best
+from shd_torch.compress.task import find_task
 from shd_torch.compress.training import BATCH, time_step
 from shd_torch.compress.worth import Worths, measure_worths
 from shd_torch.deploy.inputs import require_runtime
-from shd_torch.shrink.folders import new_folder
+from shd_torch.shrink.families import check_config
+from shd_torch.shrink.folders import forward_inputs, new_folder, read_config
 from shd_torch.shrink.unfinished import Unfinished, run_key
 
 ENOUGH: Final = 0.99
 """Quality of the teacher in int8 that needs no student, unless another is asked for."""
+
+
+FAITHFUL: Final = 0.999
+"""Quality that a graph of the teacher in float has at least, or it is of another model."""
 
 
 def compress(
@@ -79,12 +86,19 @@ def _open_run(
     """Everything that is read, and the stages of an earlier run in the folder."""
     import_package("scipy", "compress needs the package scipy: pip install '.[cpu]' (in a checkout)")
     progress(0, 0, "data are read")
-    rows = read_rows(data, teacher, options.max_length)
-    judged = None if held_out is None else read_rows(held_out, teacher, options.max_length, "held_out")
+    config = read_config(teacher)
+    check_config(config)
+    find_task(teacher, config)  # before the data are read
+    takes = forward_inputs(config)
+    rows = read_rows(data, teacher, options.max_length, takes=takes)
+    judged = None if held_out is None else read_rows(held_out, teacher, options.max_length, "held_out", takes)
     samples = divide(rows, judged, options.seed)
     inputs = {"samples": samples.digest, "onnxruntime": require_runtime().__version__}
     with Unfinished(folder, run_key(teacher, asdict(options) | inputs)) as keeper:
-        yield Run(teacher, options, keeper, progress, samples)
+        run = Run(teacher, options, keeper, progress, samples)
+        if texts := read_texts(data, CHECKED):
+            check_teacher(run.task, run.model, teacher, texts, rows[: len(texts)], options.max_length)
+        yield run
 
 
 def forecast(
@@ -162,7 +176,13 @@ def study_teacher(run: Run) -> dict[str, Any]:
     run.progress(0, 0, "the teacher is exported")
     graphs = run.write_graphs(run.model, "teacher")
     seconds = {kind: row[:-1] for kind, row in run.price(graphs).items()}
-    return judge_graphs(graphs, run.judge("held_out")) | {"seconds": seconds}
+    judged = judge_graphs(graphs, run.judge("held_out")) | {"seconds": seconds}
+    if not abs(1 - (value := judged["quality"]["float"]["value"])) <= 1 - FAITHFUL:
+        rule = f"the teacher's graph must have a quality of {FAITHFUL} or more of the teacher itself"
+        raise ShdError(
+            "export-failed", f"{rule}; got {value:.4f}: its export loses something; report it with its config"
+        )
+    return judged
 
 
 def _teacher_suffices(options: CompressOptions, teacher: Mapping[str, Any]) -> bool:

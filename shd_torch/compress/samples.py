@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError
 from shd_ref.teacher.sources import ArraySource, Source, named_inputs, open_source
+from shd_torch.shrink.folders import text_inputs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,9 +39,9 @@ class Samples:
     held_out: list[Row]  # what the figures of the page are measured on
     digest: str  # of all of them, in order
 
-    def calibration(self, most: int = CALIBRATION) -> dict[str, NDArray[Any]]:
+    def calibration(self, most: int = CALIBRATION, pad_id: int = 0) -> dict[str, NDArray[Any]]:
         """The first rows of the training set, short ones first, padded, as ``shrink`` takes them."""
-        return pad(sorted(self.train[:most], key=length_of))
+        return pad(sorted(self.train[:most], key=length_of), pad_id)
 
 
 def row_source(rows: Sequence[Row]) -> ArraySource:
@@ -48,26 +50,28 @@ def row_source(rows: Sequence[Row]) -> ArraySource:
     return ArraySource(arrays, "data")
 
 
-def read_rows(path: Path, folder: Path, max_length: int | None, argument: str = "data") -> list[Row]:
-    """The samples of a file: texts for the tokenizer in the model's folder, or arrays by the name of an input.
+def read_rows(
+    path: Path, folder: Path, max_length: int | None, argument: str = "data", takes: Sequence[str] = ()
+) -> list[Row]:
+    """The samples of a file: texts for the tokenizer in the model's folder, or arrays of what it ``takes``.
 
     Raises:
         ShdError: ``inputs-invalid``, ``argument-value``, ``dependency-missing``.
     """
     with named_inputs(argument):
-        source, columns = open_rows(path, folder, max_length, argument)
+        source, columns = open_rows(path, folder, max_length, argument, takes)
         rows = [{name: np.asarray(row[name]) for name in columns} for row in source.rows(columns)]
     for row in rows:
         for name, array in row.items():
             if array.dtype.kind in "iub":
                 row[name] = array.astype(np.int64)
-        if "input_ids" in row:  # which graphs ask for
+        if "input_ids" in row and (not takes or "attention_mask" in takes):  # which graphs ask for
             row.setdefault("attention_mask", np.ones_like(row["input_ids"]))
     return [_without_padding(row) for row in rows]
 
 
 def open_rows(
-    path: Path, folder: Path, max_length: int | None, argument: str = "data"
+    path: Path, folder: Path, max_length: int | None, argument: str = "data", takes: Sequence[str] = ()
 ) -> tuple[Source, Sequence[str]]:
     """The file, and the columns that are read; of its rows the first alone is looked at.
 
@@ -77,15 +81,28 @@ def open_rows(
     with named_inputs(argument):
         source = _open_array(path) if path.suffix == ".npy" else open_source(path)
         if "text" in source.columns:
-            return open_source(path, tokenizer=folder, max_length=max_length), TOKENS
+            source = open_source(path, tokenizer=folder, max_length=max_length)
+            return source, [name for name in text_inputs(folder) if name in takes] if takes else TOKENS
         columns = [name for name in source.columns if name != "labels"]
         first = {name: np.asarray(array) for name, array in next(iter(source.rows(columns)), {}).items()}
     if not first or any(array.dtype.kind not in "iufb" or not array.ndim for array in first.values()):
         rule = f"{argument} must hold texts in a column text, or arrays of the model's inputs"
         raise ShdError("inputs-invalid", f"{rule}; got the columns {', '.join(source.columns)} of {path}")
+    if others := [name for name in columns if takes and name not in takes]:
+        rule = (
+            f"{argument} must hold inputs of the model, and labels; got {', '.join(others)}: leave it out of {path}"
+        )
+        raise ShdError("inputs-invalid", rule)
     if max_length is not None:
         raise ShdError("argument-value", f"max_length must go with texts; got {max_length} with {path}")
     return source, columns
+
+
+def read_texts(path: Path, count: int) -> list[str]:
+    """The first texts of a file; none of one that holds arrays."""
+    source = None if path.suffix == ".npy" else open_source(path)
+    has_texts = source is not None and "text" in source.columns
+    return [row["text"] for row in islice(source.rows(["text"]), count)] if source and has_texts else []
 
 
 def _open_array(path: Path) -> ArraySource:
@@ -139,28 +156,28 @@ def _distinct(rows: Sequence[Row], seed: int) -> list[tuple[bytes, Row]]:
     return sorted(distinct.items(), key=lambda pair: pair[0])
 
 
-def pad(rows: Sequence[Row]) -> dict[str, NDArray[Any]]:
-    """A batch, padded on the right with zeros."""
+def pad(rows: Sequence[Row], pad_id: int = 0) -> dict[str, NDArray[Any]]:
+    """A batch, padded on the right: token ids with the model's own id, all else with zeros."""
     batch = {}
     for name in rows[0]:
         arrays = [row[name] for row in rows]
         shape = tuple(map(max, zip(*(array.shape for array in arrays), strict=True)))
-        batch[name] = np.zeros((len(rows), *shape), arrays[0].dtype)
+        batch[name] = np.full((len(rows), *shape), pad_id * (name == "input_ids"), arrays[0].dtype)
         for number, array in enumerate(arrays):
             batch[name][number][tuple(map(slice, array.shape))] = array
     return batch
 
 
-def collate(rows: Sequence[Row]) -> dict[str, Tensor]:
+def collate(rows: Sequence[Row], pad_id: int = 0) -> dict[str, Tensor]:
     """A batch for PyTorch."""
     import torch  # here, as the command opens files before it imports PyTorch
 
-    return {name: torch.from_numpy(array) for name, array in pad(rows).items()}
+    return {name: torch.from_numpy(array) for name, array in pad(rows, pad_id).items()}
 
 
-def collate_with_labels(rows: Sequence[Row]) -> dict[str, Tensor]:
+def collate_with_labels(rows: Sequence[Row], pad_id: int = 0) -> dict[str, Tensor]:
     """The same with the tokens as labels, those of padding left out."""
-    batch = collate(rows)
+    batch = collate(rows, pad_id)
     mask = batch.get("attention_mask", batch["input_ids"].new_ones(()))
     return batch | {"labels": batch["input_ids"].masked_fill(mask == 0, -100)}
 
@@ -185,10 +202,10 @@ def length_of(row: Row) -> int:
     return max((len(array) for array in row.values() if array.dtype.kind == "i"), default=1)
 
 
-def batches(rows: Sequence[Row], size: int = 32) -> Iterator[dict[str, NDArray[Any]]]:
+def batches(rows: Sequence[Row], size: int = 32, pad_id: int = 0) -> Iterator[dict[str, NDArray[Any]]]:
     """All rows in batches of similar length; the order of rows is the same for every model."""
     ordered = sorted(rows, key=length_of)
-    return (pad(ordered[start : start + size]) for start in range(0, len(ordered), size))
+    return (pad(ordered[start : start + size], pad_id) for start in range(0, len(ordered), size))
 
 
 def training_order(rows: Sequence[Row], steps: int, size: int, seed: int) -> list[int]:

@@ -9,12 +9,12 @@ from typing import Any, Final
 from shd_torch.compress.options import CompressOptions
 from shd_torch.compress.samples import Samples
 from shd_torch.compress.space import find_space
-from shd_torch.compress.task import Judge, find_task, model_run
+from shd_torch.compress.task import Decoder, Judge, check_causal, find_task, model_run
 from shd_torch.deploy import GraphTime, quantize_graph, time_graphs
 from shd_torch.deploy.timing import find_busy
 from shd_torch.export import example_inputs, export_student
 from shd_torch.shrink.families import family_of
-from shd_torch.shrink.folders import load_teacher
+from shd_torch.shrink.folders import load_teacher, padding_of
 from shd_torch.shrink.sizes import sizes_of
 from shd_torch.shrink.unfinished import Unfinished
 
@@ -38,7 +38,9 @@ class Run:
         self.family = family_of(self.model, None)
         self.sizes = sizes_of(self.model.config, self.family)
         self.space = find_space(self.sizes, self.family, self.model.config)
-        self.task = find_task(teacher, self.model)
+        self.task = find_task(teacher, self.model.config)
+        if isinstance(self.task, Decoder):
+            check_causal(model_run(self.model))
         self.graphs = keeper.folder / "graphs"
         self.graphs.mkdir(exist_ok=True)
         self._judges: dict[tuple[str, int | None], Judge] = {}
@@ -55,7 +57,8 @@ class Run:
         """Of the samples for one use."""
         self.progress(0, 0, "quality is measured")
         if (use, most) not in self._judges:
-            self._judges[use, most] = Judge(self.task, getattr(self.samples, use)[:most], model_run(self.model))
+            rows, pad_id = getattr(self.samples, use)[:most], padding_of(self.model.config)
+            self._judges[use, most] = Judge(self.task, rows, model_run(self.model), pad_id)
         return self._judges[use, most]
 
     def tell(self, what: str) -> Callable[[int, int], None]:
@@ -73,7 +76,7 @@ class Run:
         path = self.graphs / f"{name}.onnx"
         for file in self.graphs.glob(f"{name}.*"):  # an earlier student's graphs and their weight files
             file.unlink()
-        export_student(model, example_inputs(model), path)
+        export_student(model, example_inputs(model, list(self.samples.train[0])), path)
         if not self.options.int8:
             return {"float": path}
         quantize_graph(path, path.with_suffix(".int8.onnx"))

@@ -26,7 +26,7 @@ from shd_torch.compress.stages import TEACHER, Run
 from shd_torch.compress.task import Decoder, SentenceEncoder, model_run
 from shd_torch.compress.training import BATCH, TrainingConfig, half_is_faster, train
 from shd_torch.export import example_inputs, export_teacher
-from shd_torch.shrink.folders import save_student
+from shd_torch.shrink.folders import padding_of, save_student
 from shd_torch.shrink.sentences import read_modules
 from shd_torch.shrink.student import Shrunk, read_made, shrink
 
@@ -49,7 +49,7 @@ def prepare_training(run: Run) -> TrainingConfig:
 
     def write_maps() -> None:
         run.progress(0, 0, "the teacher is exported with its maps")
-        export_teacher(run.model, example_inputs(run.model), run.graphs / MAPS)
+        export_teacher(run.model, example_inputs(run.model, list(rows[0])), run.graphs / MAPS)
 
     run.find("maps", write_maps, f"graphs/{MAPS}*")
     cache = _write_cache(run, rows, run.task.targets(run.space.num_layers), "cache", "the teacher runs")
@@ -117,7 +117,7 @@ def _make(run: Run, wish: Wish, number: int, row: Mapping[str, Any]) -> Shrunk:
         design = Design(**{name: tuple(counts) for name, counts in row["design"].items()})
         shrink(
             str(run.teacher),
-            run.samples.calibration(),
+            run.samples.calibration(pad_id=padding_of(run.model.config)),
             out=folder,
             studies=run.keeper,
             progress=lambda done, total, what: run.progress(done, total, f"candidate {number + 1}, {what}"),

@@ -15,11 +15,14 @@ from torch import Tensor, nn
 
 from shd_ref.errors import ShdError
 from shd_ref.teacher.options import NO_FORM, Pooling, PrecomputeOptions
-from shd_ref.teacher.sources.sentence_folder import find_pooling
+from shd_ref.teacher.sources.sentence_folder import read_pooling, read_texts
+from shd_ref.tolerances import load_tolerances
 from shd_torch.capture.outputs import read_logits, read_output
 from shd_torch.compress.samples import Row, batches
 from shd_torch.deploy.inputs import open_graph, run_graph
+from shd_torch.export import refuse
 from shd_torch.kd import compare_embeddings, pool_states
+from shd_torch.shrink.folders import model_class
 from shd_torch.training.embeddings import EmbeddingTerm
 from shd_torch.training.terms import HiddenTerm, KdTerm
 
@@ -173,23 +176,28 @@ class SentenceEncoder(Encoder):
         return {"embeddings": EmbeddingTerm()} | super().terms(num_layers, student)
 
 
-def find_task(folder: Path, model: Any) -> Task:
-    """The kind of a model, by its folder and its class.
+def find_task(folder: Path, config: Any) -> Task:
+    """The kind of a model, by its folder and the class that ``read_config`` found.
 
     Raises:
         ShdError: ``shrink-unsupported`` for an encoder-decoder, and for a head that no kind has.
     """
-    name = type(model).__name__
-    if getattr(model.config, "is_encoder_decoder", False):
+    name = model_class(config).__name__
+    if getattr(config, "is_encoder_decoder", False):
         rule = "teacher must be an encoder, a decoder or a classifier"
         raise ShdError("shrink-unsupported", f"{rule}; got the encoder-decoder {name}: shrink its stacks yourself")
-    pooling = find_pooling(folder)
-    if pooling is not None:
-        return SentenceEncoder(pooling)
+    if read_texts(folder).drops_head:
+        return SentenceEncoder(read_pooling(folder))
     if name.endswith(("ForCausalLM", "LMHeadModel")):
         return Decoder()
     if "Classification" in name and "Token" not in name:
-        return Classifier()
+        kind = getattr(config, "problem_type", None) or "single_label_classification"
+        if config.num_labels > 1 and kind == "single_label_classification":
+            return Classifier()
+        rule = "teacher must choose one of two classes or more"
+        got = f"got {name} with num_labels={config.num_labels} and problem_type={config.problem_type!r}"
+        remedy = "compress has no measure for scores and independent labels yet: use shd-torch shrink, then train"
+        raise ShdError("shrink-unsupported", f"{rule}; {got}; {remedy}")
     if name.endswith("Model"):
         return Encoder()
     rule = "teacher must be a sentence encoder, a decoder, a classifier, or a model without a head"
@@ -199,24 +207,38 @@ def find_task(folder: Path, model: Any) -> Task:
 class Judge:
     """Some samples, with what the teacher makes of them."""
 
-    def __init__(self, task: Task, rows: Sequence[Row], teacher: Forward) -> None:
-        self.task, self._batches = task, list(batches(rows))
-        self._teacher = self._summarise(teacher)
+    def __init__(self, task: Task, rows: Sequence[Row], teacher: Forward, pad_id: int = 0) -> None:
+        self.task, self._batches = task, list(batches(rows, pad_id=pad_id))
+        self._teacher = summarise(task, teacher, self._batches)
 
     @torch.no_grad()
     def measure(self, forward: Forward) -> Quality:
         """A model's quality; ``not-finite`` where it gives NaN or infinity."""
-        return self.task.compare(self._teacher, self._summarise(forward))
+        return self.task.compare(self._teacher, summarise(self.task, forward, self._batches))
 
-    def _summarise(self, forward: Forward) -> Tensor:
-        summaries = []
-        for batch in self._batches:
-            output = torch.from_numpy(np.asarray(forward(batch)))
-            if not torch.isfinite(output).all():
-                raise ShdError("not-finite", "a model must give finite outputs; got NaN or infinity")
-            tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
-            summaries.append(self.task.summarise(output, tensors))
-        return torch.cat(summaries)
+
+def summarise(task: Task, forward: Forward, batches: Sequence[Mapping[str, NDArray[Any]]]) -> Tensor:
+    """What is compared of a model's outputs, of all batches; ``not-finite``."""
+    summaries = []
+    for batch in batches:
+        output = torch.from_numpy(np.asarray(forward(batch)))
+        if not torch.isfinite(output).all():
+            raise ShdError("not-finite", "a model must give finite outputs; got NaN or infinity")
+        tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
+        summaries.append(task.summarise(output, tensors))
+    return torch.cat(summaries)
+
+
+def check_causal(forward: Forward) -> None:
+    """Refuse a model that looks ahead, such as an encoder kept as a decoder: its perplexity says nothing."""
+    ids = np.array([[0, 1, 0, 1, 0, 1], [0, 1, 0, 1, 0, 0]])
+    first, second = forward({"input_ids": ids, "attention_mask": np.ones_like(ids)})[:, :-1]
+    if np.abs(first - second).max() > load_tolerances()["graph"]["probs"]["float32"] * max(1.0, np.abs(first).max()):
+        rule = (
+            "a decoder must read each token from those before it alone; got one whose logits change with later ones"
+        )
+        remedy = "set is_decoder in its config.json, or compress its base model as an encoder"
+        raise ShdError("shrink-unsupported", f"{rule}: {remedy}")
 
 
 def model_run(model: Any) -> Forward:
@@ -227,7 +249,14 @@ def model_run(model: Any) -> Forward:
     @torch.no_grad()
     def forward(batch: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
         device = next(model.parameters()).device
-        outputs = model(**{name: torch.from_numpy(array).to(device) for name, array in batch.items()}, **keywords)
+        tensors = {name: torch.from_numpy(array).to(device) for name, array in batch.items()}
+        try:
+            outputs = model(**tensors, **keywords)
+        except Exception as error:  # a model raises what it likes
+            remedy = (
+                "take its own tokenizer, with no id beyond its table, and no text beyond its positions (--max-length)"
+            )
+            raise refuse(model, "take the data", error, remedy, "inputs-invalid") from error
         logits = read_logits(outputs)
         states: Tensor = logits if logits is not None else read_output(outputs, "last_hidden_state")
         array: NDArray[Any] = states.cpu().numpy()

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -18,6 +19,7 @@ from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 from shd_torch.compress.samples import Row, collate, collate_with_labels, training_order
 from shd_torch.compress.task import Task
 from shd_torch.data import SupervisedDataset
+from shd_torch.shrink.folders import padding_of
 from shd_torch.training.checkpoints import last_checkpoint
 from shd_torch.training.trainer import SHDTrainer
 
@@ -81,7 +83,7 @@ def train(
         arguments,
         order=training_order(config.rows, steps, BATCH, config.seed),
         train_dataset=SupervisedDataset(config.rows, config.cache),
-        data_collator=collate_with_labels if task.HAS_LABELS else collate,
+        data_collator=partial(collate_with_labels if task.HAS_LABELS else collate, pad_id=padding_of(student.config)),
         beta=BETA if config.shd else None,
         **task.terms(teacher_layers, student),
     )
@@ -133,7 +135,7 @@ def time_step(model: Any, rows: Sequence[Row], *, half: bool = False) -> tuple[f
     """Seconds of a forward pass and of a step over one batch, the better of two, where training will run."""
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     model.to(device)
-    batch = {name: tensor.to(device) for name, tensor in collate(rows[:BATCH]).items()}
+    batch = {name: tensor.to(device) for name, tensor in collate(rows[:BATCH], padding_of(model.config)).items()}
     seconds = []
     for _ in range(2):
         started = time.perf_counter()

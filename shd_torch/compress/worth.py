@@ -16,6 +16,7 @@ from shd_torch.compress.stages import JUDGED, Run
 from shd_torch.compress.task import model_run
 from shd_torch.precision import without_autocast
 from shd_torch.shrink.calibration import read_data, rotary_frequencies, run_layer, start_batches
+from shd_torch.shrink.folders import padding_of
 from shd_torch.shrink.layer import Work, make_layer
 from shd_torch.shrink.sizes import ShrinkOptions
 from shd_torch.shrink.student import plan_student
@@ -53,7 +54,7 @@ def measure_worths(run: Run) -> Worths:
     Statistics of the teacher's attention are gathered once, into the run's folder.
     """
     teacher, family, space, judge = run.model, run.family, run.space, run.judge("choices", JUDGED)
-    calibration = run.samples.calibration(JUDGED)
+    calibration = run.samples.calibration(JUDGED, padding_of(teacher.config))
     layers = family.layers_of(teacher)
     teacher.eval()
     batches = start_batches(teacher, family, calibration, ShrinkOptions().batch_size)

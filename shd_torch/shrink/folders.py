@@ -5,6 +5,7 @@ Commands look at folders before anything else, so that PyTorch is imported by th
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -19,11 +20,12 @@ from typing import Any
 from shd_ref.cache.storage.documents import read_json
 from shd_ref.cache.storage.drafts import drafting, output_path, part_folder, remove_finished
 from shd_ref.errors import ShdError
-from shd_ref.teacher.sources.sentence_folder import find_home
+from shd_ref.teacher.sources.sentence_folder import find_home, read_texts
 
 HUB_SECONDS = 5.0
 """How long the hub may take to say that it is there."""
 
+_HEAD = re.compile(r"For[A-Z]|HeadModel")
 _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 _FETCHED: dict[str, Any] = {
     "allow_patterns": ["*.json", "*.safetensors"],
@@ -86,8 +88,10 @@ def check_model(source: str, argument: str, *, or_graph: bool = False) -> None:
         raise ShdError("read-failed", f"{argument} must be an .onnx file, a folder or a hub id; got {source!r}")
 
 
-def load_teacher(source: str | os.PathLike[str]) -> Any:
+def load_teacher(source: str | os.PathLike[str], *, keeps_head: bool = False) -> Any:
     """A Hugging Face model of the class that its configuration names, in evaluation mode.
+
+    Of a sentence-transformers folder it is the bare one, as for that library, unless ``keeps_head``.
 
     Args:
         source: a folder with ``config.json`` and safetensors. Nothing is downloaded, code named by the folder is not
@@ -98,12 +102,12 @@ def load_teacher(source: str | os.PathLike[str]) -> Any:
     """
     from shd_torch.shrink.families import check_config
 
-    config = read_config(source)
+    config = read_config(source, keeps_head=keeps_head)
     check_config(config)
     return load_weights(source, config)
 
 
-def read_config(source: str | os.PathLike[str], argument: str = "teacher") -> Any:
+def read_config(source: str | os.PathLike[str], argument: str = "teacher", *, keeps_head: bool = False) -> Any:
     """A folder's configuration, of any architecture of transformers or of a student with custom layers.
 
     The rules are those of ``load_teacher``.
@@ -119,7 +123,10 @@ def read_config(source: str | os.PathLike[str], argument: str = "teacher") -> An
         raw, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)
         name = read_kind(raw)
         if name is None:
-            return AutoConfig.from_pretrained(folder, **_LOCAL)
+            config = AutoConfig.from_pretrained(folder, **_LOCAL)
+            if not keeps_head and _HEAD.search(str(config.architectures)) and read_texts(folder).drops_head:
+                config.architectures = None
+            return config
     except Exception as error:  # transformers raises what it meets in a configuration
         message = f"{argument} must be a Hugging Face model; got {str(folder)!r}: {error}"
         raise ShdError("read-failed", message) from error
@@ -146,6 +153,37 @@ def count_positions(config: Any) -> int | None:
     # RoBERTa and those built like it count positions from behind the number of padding.
     is_shifted = re.match(r"((xlm-)?roberta|camembert|mpnet)\b", text.model_type)
     return rows - (text.pad_token_id + 1 if is_shifted else 0)
+
+
+def padding_of(config: Any) -> int:
+    """The token id that a model takes for padding, or 0 where it looks for none."""
+    pad = getattr(getattr(config, "get_text_config", lambda: config)(), "pad_token_id", None)
+    return pad if isinstance(pad, int) and pad > 0 else 0
+
+
+def forward_inputs(config: Any) -> list[str]:
+    """Names that the model of a configuration takes."""
+    from transformers import AutoModel
+
+    kind: Any = model_class(config)
+    kind = AutoModel._model_mapping[type(config)] if kind is AutoModel else kind
+    return list(inspect.signature(kind.forward).parameters)
+
+
+def text_inputs(folder: str | Path) -> list[str]:
+    """What the tokenizer in a folder, if any, gives a model: ids and mask, and what else its class names.
+
+    The class is looked up, as no rules of a tokenizer.json may run here.
+    """
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
+
+    told: dict[str, Any] = {}
+    for name in ("config.json", "tokenizer_config.json") if (Path(folder) / "tokenizer.json").is_file() else ():
+        with suppress(OSError, ValueError, TypeError):
+            told |= read_json(Path(folder) / name)
+    kind = told.get("tokenizer_class") or TOKENIZER_MAPPING_NAMES.get(str(told.get("model_type")))
+    named = told.get("model_input_names") or getattr(tokenizer_class_from_name(str(kind)), "model_input_names", [])
+    return list(dict.fromkeys(("input_ids", "attention_mask", *map(str, named))))
 
 
 def load_weights(source: str | os.PathLike[str], config: Any) -> Any:

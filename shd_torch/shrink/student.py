@@ -99,7 +99,8 @@ def shrink(
     """
     options = (options or ShrinkOptions()).changed(changes)
     folder = None if out is None else new_folder(out)
-    model: Any = teacher if isinstance(teacher, nn.Module) else load_teacher(teacher)
+    keeps_head = options.hidden is not None  # which then reads the narrower states
+    model: Any = teacher if isinstance(teacher, nn.Module) else load_teacher(teacher, keeps_head=keeps_head)
     family = family_of(model, options.stack)
     options = options.changed({"align": options.align and family.is_aligned})
     stored = _stored_dtype(model, isinstance(teacher, nn.Module))

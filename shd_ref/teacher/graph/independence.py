@@ -152,7 +152,7 @@ class Trial:
         if self._samples == 1:
             return Finding()
         if self._keeps_samples(first, second, self._places):
-            if _distance(first[1], first[0]) <= self._allowed.least:
+            if distance(first[1], first[0]) <= self._allowed.least:
                 return Finding(note=NOT_TOLD)
             return Finding()
         return Finding(self._why_different(first, maps_of))
@@ -196,7 +196,7 @@ class Trial:
     def _why_different(self, first: Maps, maps_of: Callable[[Arrays], Maps]) -> str:
         if self._runs_between_samples(first, maps_of):
             return _SEQUENCE_FIRST
-        if _distance(first, maps_of(self._run(self._feeds))) > self._allowed.rounding:
+        if distance(first, maps_of(self._run(self._feeds))) > self._allowed.rounding:
             return _RANDOM
         places = range(self._samples)[::-1]
         follows = self._keeps_samples(first, maps_of(self._run(self._take(places, 0))), places)
@@ -215,10 +215,10 @@ class Trial:
         """Whether maps of samples 0 and 1 are the same in both runs; ``places`` says which the second run has."""
         if first.shape[1:] != second.shape[1:]:
             return False
-        apart = _distance(first[0], first[1])
+        apart = distance(first[0], first[1])
         limit = self._allowed.share * apart if apart > self._allowed.least else self._allowed.rounding
         compared = ((first[sample], maps) for sample, maps in zip(places, second, strict=True) if sample < 2)
-        return all(_distance(expected, maps) <= limit for expected, maps in compared)
+        return all(distance(expected, maps) <= limit for expected, maps in compared)
 
     def _choose_places(self, samples: int, grows: bool) -> Sequence[int]:
         if self._allowed.same_samples:
@@ -335,7 +335,7 @@ def _precision(model: onnx.ModelProto) -> str:
     return next((name for kind, name in _HALVES if kind in types), "float32")
 
 
-def _distance(maps: Maps, other: Maps) -> float:
+def distance(maps: Maps, other: Maps) -> float:
     """Root mean square of the difference, in float64, of one head or sample at a time; NaN of nothing."""
     total, count = 0.0, 0
     for pair in zip(np.atleast_2d(maps), np.atleast_2d(other), strict=True):

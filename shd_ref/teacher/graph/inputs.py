@@ -17,10 +17,12 @@ from shd_ref.teacher.packages import onnx
 Axis: TypeAlias = int | str | None
 """Its size where the graph fixes it, its name, or neither."""
 
-Part: TypeAlias = Literal["data", "mask", "past", "positions", "branch"]
-"""Model data; a mask of 0 and 1; keys and values of earlier positions; position numbers; which body to run."""
+Part: TypeAlias = Literal["data", "mask", "past", "positions", "types", "branch"]
+"""Model data; a mask of 0 and 1; keys and values of earlier positions; numbers of positions, and of a
+pair's texts; which body to run."""
 
 _PAST: Final = re.compile(r"past([._]|$)|past_key_values", re.IGNORECASE)
+TYPES: Final = "token_type_ids"
 _BRANCH: Final = frozenset({"use_cache_branch", "use_cache"})
 _EARLIER: Final = re.compile(r"past|cache", re.IGNORECASE)
 _TOTAL: Final = re.compile(r"total", re.IGNORECASE)
@@ -46,6 +48,8 @@ class InputSpec:
             return "past"
         if kind in "iu" and self.name == "position_ids":
             return "positions"
+        if kind in "iu" and rank == 2 and self.name == TYPES:
+            return "types"
         if kind == "b" and rank < 2 and self.name in _BRANCH:
             return "branch"
         return "mask" if rank == 2 and "mask" in self.name.lower() else "data"
@@ -203,12 +207,23 @@ def count_rows(model: onnx.ModelProto) -> dict[str, int]:
     return counts
 
 
-SUPPLIED: Final[frozenset[Part]] = frozenset({"past", "positions", "branch"})
+PAD_KEY: Final = "squeezing_heads.pad_token_id"
+"""Of a graph's metadata: what its model takes for padding among token ids."""
+
+
+def read_pads(model: onnx.ModelProto) -> dict[str, int]:
+    """What inputs of token ids are padded with, by name, where the graph says it."""
+    stated = next((entry.value for entry in model.metadata_props if entry.key == PAD_KEY), "")
+    names = [value.name for value in model.graph.input if value.name.endswith("input_ids")]
+    return dict.fromkeys(names, int(stated)) if re.fullmatch(r"\d{1,9}", stated, re.ASCII) else {}
+
+
+SUPPLIED: Final[frozenset[Part]] = frozenset({"past", "positions", "types", "branch"})
 """Parts that are supplied where the data lack them."""
 
 
 class Supply:
-    """What is fed beside the data: an empty past, ``position_ids`` counted by the mask, no cache branch."""
+    """What is fed beside the data: an empty past, ``position_ids`` by the mask, types of 0, no cache branch."""
 
     def __init__(self, specs: Sequence[InputSpec]) -> None:
         self._specs = tuple(specs)
@@ -232,6 +247,7 @@ class Supply:
         past = [spec.name for spec in self._specs if spec.part == "past"]
         parts = [f"{past[0]}{f' and {len(past) - 1} more' * (len(past) > 1)} (an empty past)"] if past else []
         parts += [f"{spec.name} (counted from the mask)" for spec in self._specs if spec.part == "positions"]
+        parts += [f"{spec.name} (zeros)" for spec in self._specs if spec.part == "types"]
         parts += [f"{spec.name} (false)" for spec in self._specs if spec.part == "branch"]
         return ", ".join(parts)
 

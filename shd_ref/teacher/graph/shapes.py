@@ -91,7 +91,7 @@ def probe_feeds(
         elif spec.part == "branch":
             feeds[spec.name] = np.zeros(shape, dtype)
         elif samples is None or spec.part == "mask":
-            value = largest if dtype.kind in "iu" and spec.part == "data" else 1
+            value = largest if dtype.kind in "iu" and spec.part in ("data", "types") else 1
             feeds[spec.name] = np.full(shape, value, dtype)
         else:
             feeds[spec.name] = _drawn(spec, shape, axes[spec.name], samples, largest)

@@ -22,7 +22,7 @@ from shd_ref.teacher.opening.model import hash_teacher, take_weights
 from shd_ref.teacher.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.packages import onnx
 from shd_ref.teacher.rewrite.squeeze import squeeze_graph
-from shd_ref.teacher.run.independence import check_samples
+from shd_ref.teacher.run.independence import check_padded, check_samples
 from shd_ref.teacher.run.inputs import Batch, ModelInputs, as_dtype, run_batch
 from shd_ref.teacher.session import open_session
 
@@ -85,7 +85,10 @@ class LogitsTeacher:
     def check_samples(self, inputs: ModelInputs) -> None:
         """Refuse logits of a sample that depend on the samples that run with it."""
         name = self._graph[1]
-        check_samples(self.model, {}, inputs, lambda _, batch: {name: self.run(batch)}, {name: f"{self.who}: logits"})
+        run, titles = (lambda _, batch: {name: self.run(batch)}), {name: f"{self.who}: logits"}
+        check_samples(self.model, {}, inputs, run, titles)
+        if self._run_options.batch_size > 1:
+            check_padded(self.model, inputs, run, titles)
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         """Its logits of a batch, float32 ``(B, L, V)`` or ``(B, V)`` with padding; a fixed batch keeps its fill."""

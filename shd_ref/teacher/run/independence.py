@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError, graph_unsupported
 from shd_ref.teacher.graph.find import AttentionSite
-from shd_ref.teacher.graph.independence import NOT_TOLD, Allowed, Arrays, Trial
+from shd_ref.teacher.graph.independence import NOT_TOLD, Allowed, Arrays, Trial, distance
 from shd_ref.teacher.opening.model import all_nodes
 from shd_ref.teacher.packages import onnx
 from shd_ref.teacher.run.inputs import Batch, ModelInputs
@@ -108,6 +108,29 @@ def check_samples(
         pending = [name for name in pending if name not in told]
         if not pending:
             return
+
+
+def check_padded(
+    model: onnx.ModelProto,
+    inputs: ModelInputs,
+    run: Callable[[Sequence[str], Batch], Arrays],
+    targets: Mapping[str, str],
+) -> None:
+    """Refuse targets that padding changes: a head may look for a padding id, which graphs of others do not state."""
+    pair = next((pair for pair in _pairs(inputs) if len({int(inputs.lengths[index]) for index in pair}) > 1), None)
+    allowed = Allowed.of(model)
+    if pair is None or allowed.same_samples or not targets or inputs.fixed_batch is not None:
+        return
+    place = int(np.argmin(inputs.lengths[list(pair)]))
+    together, alone = run([*targets], inputs.batch(pair)), run([*targets], inputs.batch([pair[place]]))
+    for name, title in targets.items():
+        first, second = alone[name][0], together[name]
+        counted = tuple(map(slice, first.shape))
+        apart = distance(second[0][counted], second[1][counted])
+        limit = max(allowed.share * apart, allowed.rounding * float(np.abs(first).max(initial=1.0)))
+        if not distance(first, second[place][counted]) <= limit:
+            rule = f"{title} cannot be stored: padding changes them, as where a model looks for a padding id that the"
+            raise graph_unsupported(f"{rule} graph does not state: run samples alone (--batch-size 1)")
 
 
 def _describe(name: str, sites: Mapping[str, AttentionSite], targets: Mapping[str, str], reason: str) -> str:

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from shd_ref.cache import sample_key, trim_inputs
 from shd_ref.errors import ShdError, argument_value, inputs_invalid
-from shd_ref.teacher.graph.inputs import SUPPLIED, InputSpec, Supply
+from shd_ref.teacher.graph.inputs import SUPPLIED, TYPES, InputSpec, Supply
 from shd_ref.teacher.sources import Arrays, ArraySource, IndexedSource, Row, Source
 from shd_ref.teacher.sources.source import Spool
+from shd_ref.teacher.sources.text import TOKEN_COLUMNS
 
 WINDOW_BATCHES: Final = 4
 """Batches over which samples are sorted by length: enough that little is padded, few enough to hold their maps."""
@@ -98,6 +99,7 @@ class ModelInputs:
         names: the inputs that the data must give, as a manifest lists them; by default all that they can.
         decoder: inputs of a second sequence, whose padding is not the mask's.
         decoder_mask: which of them is its mask, if any; without one, samples of different lengths run apart.
+        pads: of inputs that are not padded with 0, what they are padded with.
 
     Attributes:
         names, supplied: inputs that the data give, which make a key; those that follow, see ``Supply``.
@@ -120,8 +122,9 @@ class ModelInputs:
         decoder: Collection[str] = (),
         decoder_mask: str | None = None,
         rows: Mapping[str, int] | None = None,
+        pads: Mapping[str, int] | None = None,
     ) -> None:
-        self._rows = dict(rows or {})
+        self._rows, self._pads = dict(rows or {}), dict(pads or {})
         self._source = source if isinstance(source, Source) else ArraySource(source)
         self._reading = threading.Lock()  # a file has one position, and a source need know nothing of threads
         columns = self._source.columns if names is None else names
@@ -137,6 +140,7 @@ class ModelInputs:
             raise inputs_invalid(f"mask must be one of the graph's (B, L) inputs {pairs}; got {mask!r}")
         self.mask = next((name for name in MASK_NAMES if name in pairs), None) if mask is None else mask
         self.ignored = tuple(sorted(set(self._source.columns) - set(self.names)))
+        self._unread = [name for name in (TYPES,) if name in self.ignored]
         self._sequences = [name for name in self.names if len(self._specs[name].shape) > 1]
         # Those that are as long as their mask, always.
         self._padded = set(self._sequences) - set(self.decoder) if self.mask is not None else set()
@@ -180,8 +184,10 @@ class ModelInputs:
 
     @property
     def remark(self) -> str | None:
-        """What the source says of the samples that were read, such as how many texts were cut."""
-        return self._source.remark
+        """Columns that the graph does not take, and what the source says, such as how many texts were cut."""
+        left = sorted({*self.ignored} - {*TOKEN_COLUMNS, *self._source.made_from, self.seed_column})
+        said = f"left out, as the graph does not take them: {', '.join(left)}" if left else None
+        return "; ".join(filter(None, (said, self._source.remark))) or None
 
     def key(self, index: int) -> str:
         """The sample key in 32 hex digits."""
@@ -276,10 +282,14 @@ class ModelInputs:
 
     def _read_all(self, on_read: Callable[[int, int], None] | None) -> None:
         count = 0
-        columns = self._columns if self.seed_column is None else list({*self._columns, self.seed_column})
+        columns = [*dict.fromkeys([*self._columns, *self._unread, *filter(None, [self.seed_column])])]
         for index, row in enumerate(self._source.rows(columns)):
             if index >= len(self.keys):
                 raise self._source.refuse(f"must hold {len(self.keys)} samples; it grew while it was read")
+            if any(np.any(row[name] != 0) for name in self._unread):
+                rule = f"{TYPES} must be 0 where the graph does not take them, as the model would without"
+                remedy = "export the model with its tokenizer in its folder (shd-torch export), or drop the column"
+                raise self._source.refuse(f"{rule}; got others: {remedy}", index)
             sample = self._trim(row, index)
             self.keys[index] = np.frombuffer(bytes.fromhex(sample_key(sample)), dtype=np.uint8)
             if self.seeds is not None:
@@ -361,7 +371,7 @@ class ModelInputs:
                     "own tokenizer (--tokenizer), and no labels in place of tokens",
                     index,
                 )
-        tables = [self._rows[name] for name in self.supplied if name in self._rows]  # of position_ids
+        tables = [self._rows[name] for name in self.supplied if name in self._rows and name != TYPES]  # of positions
         length = int(self.lengths[index] if self.mask is None else np.count_nonzero(sample[self.mask]))
         if tables and length > min(tables):
             raise self._source.refuse(_TOO_LONG.format(most=min(tables), got=length), index)
@@ -409,7 +419,9 @@ class ModelInputs:
         arrays = [sample[name] for sample in samples]
         if name in self._padded | self._padded_decoder:
             axes = [(0, 0)] * (arrays[0].ndim - 1)
-            arrays = [np.pad(array, [(0, max(longest - len(array), 0)), *axes]) for array in arrays]
+            edges = [[(0, max(longest - len(array), 0)), *axes] for array in arrays]
+            value = self._pads.get(name, 0)
+            arrays = [np.pad(array, edge, constant_values=value) for array, edge in zip(arrays, edges, strict=True)]
         shapes = sorted({array.shape for array in arrays})
         if len(shapes) > 1:
             raise self._source.refuse(f"{name} must have one shape in samples that run together; got {shapes}")

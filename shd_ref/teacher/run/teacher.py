@@ -22,7 +22,7 @@ from shd_ref.teacher.graph.factors import find_factors
 from shd_ref.teacher.graph.find import AttentionSite, find_sites
 from shd_ref.teacher.graph.head import find_head
 from shd_ref.teacher.graph.independence import SEVERAL, SHARED_SCALES, rounds_in_run, shares_scales
-from shd_ref.teacher.graph.inputs import count_rows, input_specs
+from shd_ref.teacher.graph.inputs import count_rows, input_specs, read_pads
 from shd_ref.teacher.graph.kinds import find_kinds
 from shd_ref.teacher.graph.shapes import TOO_MUCH, check_bounds, frozen_specs
 from shd_ref.teacher.graph.targets import TargetTensors, dtype_of, find_logits, find_targets
@@ -33,7 +33,7 @@ from shd_ref.teacher.options import MATCHED, PrecomputeOptions, RunOptions, chec
 from shd_ref.teacher.rewrite.squeeze import SqueezedGraph, SqueezedLayer, list_plans, squeeze_graph, unite_graphs
 from shd_ref.teacher.rewrite.tiles import Tiling, can_fuse, choose_tile, list_slots
 from shd_ref.teacher.run.averaged import LogitsTeacher, average_logits, check_teachers, count_classes
-from shd_ref.teacher.run.independence import check_samples
+from shd_ref.teacher.run.independence import check_padded, check_samples
 from shd_ref.teacher.run.inputs import Batch, ModelInputs, run_batch
 from shd_ref.teacher.run.layers import Chosen, check_lengths, choose_layers, choose_stored, common_heads
 from shd_ref.teacher.run.outputs import LayerOutputs, Student, StudentOutputs, TargetOutputs
@@ -128,6 +128,7 @@ class TeacherRun:
             decoder=self.site_kinds.decoder_inputs,
             decoder_mask=self.site_kinds.decoder_mask,
             rows=count_rows(self.model),
+            pads=read_pads(self.model),
         )
         check_lengths(self.layers, self.mask_of_rows, self.mask_of_keys)
         read = [name for _, site in self.layers for name in (site.probs, site.values)] + list(self.targets.titles)
@@ -257,6 +258,8 @@ class TeacherRun:
             if self.targets:
                 titles = self._open_whole().graphs[0].targets.titles
                 check_samples(self.model, {}, self.inputs, self._run_checked, titles)
+        if self.targets and self.run.batch_size > 1:
+            check_padded(self.model, self.inputs, self._run_checked, self._open_whole().graphs[0].targets.titles)
         self._part = self._whole = None
         for other in self.others:
             other.check_samples(self.inputs)

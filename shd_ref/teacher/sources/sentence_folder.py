@@ -1,4 +1,4 @@
-"""A sentence-transformers folder: the modules after its model, and how they pool."""
+"""A sentence-transformers folder: how it reads texts, the modules after its model, and how they pool."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from shd_ref.cache.storage.documents import parse_json
 from shd_ref.errors import ShdError, argument_value
@@ -22,6 +22,52 @@ _FLAGS: Final = {  # by which folders say it that were saved before version 6
     **{"pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max", "pooling_mode_mean_tokens": "mean"},
     **{f"pooling_mode_{mode}": mode for mode in ("mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")},
 }
+_USUAL: Final[Mapping[str, object]] = {
+    "transformer_task": "feature-extraction",
+    "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
+    "module_output_name": "token_embeddings",
+}
+"""Settings of the model's module that are those of states of a text."""
+
+
+class TextSettings(NamedTuple):
+    """What a folder's library does with a text: how many tokens it keeps (None: as the tokenizer says, up to
+    ``positions``), whether in lower case, what stands in front; and whether it drops the head of its model.
+    """
+
+    max_length: int | None = None
+    positions: int | None = None
+    lower: bool = False
+    prompt: str = ""
+    drops_head: bool = False
+
+
+def read_texts(folder: Path) -> TextSettings:
+    """How a folder reads texts; ``read-failed`` for settings that only sentence-transformers can follow."""
+    if not os.path.exists(folder / MODULES):  # noqa: PTH110  (a path that no file has is none)
+        return TextSettings()
+    own, shared, config = (
+        _read_object(folder, name)
+        for name in ("sentence_*_config.json", "config_sentence_transformers.json", "config.json")
+    )
+    positions, name = config.get("max_position_embeddings"), shared.get("default_prompt_name")
+    length, lower, prompts = own.pop("max_seq_length", None), own.pop("do_lower_case", False), shared.get("prompts")
+    prompt = prompts.get(str(name)) or "" if isinstance(prompts, dict) else ""
+    drops_head = own.get("transformer_task", _USUAL["transformer_task"]) == _USUAL["transformer_task"]
+    wrong = [key for key, value in own.items() if drops_head and value and _USUAL.get(key) != value]
+    wrong += ["max_seq_length"] * (length is not None and (not isinstance(length, int) or length < 1))
+    wrong += ["prompts"] * (not isinstance(prompt, str))
+    if wrong:
+        rule = f"{folder} must read texts by max_seq_length, do_lower_case and a prompt; got {', '.join(wrong)}"
+        raise ShdError("read-failed", f"{rule}: tokenise the texts, and give arrays")
+    known = isinstance(positions, int) and positions > 0  # XLNet says -1 for any number
+    return TextSettings(length, positions if known else None, bool(lower), prompt, drops_head)
+
+
+def _read_object(folder: Path, pattern: str) -> dict[str, Any]:
+    names = sorted(file.name for file in folder.glob(pattern))
+    members = parse_file(folder, names[0]) if names else {}
+    return members if isinstance(members, dict) else {}
 
 
 def read_pooling(folder: Path) -> Pooling:
@@ -46,6 +92,8 @@ def read_pooling(folder: Path) -> Pooling:
         raise argument_value(f"{rule}, for a cache to hold them; got {', '.join(kinds) or 'no module'}", "CACHE-182")
     config = parse_file(folder, f"{modules[0]['path']}/config.json")
     members = config if isinstance(config, dict) else {}
+    if members.get("include_prompt") is False and read_texts(folder).prompt:
+        raise argument_value(f"{folder} must pool its prompt's tokens too; got include_prompt false", "CACHE-182")
     mode = members.get("pooling_mode") or [name for flag, name in _FLAGS.items() if members.get(flag) is True]
     mode = mode[0] if isinstance(mode, list) and len(mode) == 1 else mode or "mean"
     if not isinstance(mode, str) or mode not in _MODES:
@@ -65,8 +113,9 @@ def modules_after_model(folder: Path) -> list[dict[str, str]]:
     """Entries of ``modules.json`` after the model's, in order, each with a folder of its own; ``read-failed``."""
     listed = parse_file(folder, MODULES)
     model, *others = sorted(listed, key=lambda entry: entry["idx"]) if _is_list(listed) else [{}]
-    if model.get("path") not in ("", "."):
-        raise ShdError("read-failed", f"{folder / MODULES} must list the modules, first the model with an empty path")
+    if model.get("path") not in ("", ".") or model["type"].rpartition(".")[2] != "Transformer":
+        rule = f"{folder / MODULES} must list the modules, first the model, a Transformer, with an empty path"
+        raise ShdError("read-failed", rule)
     paths = [module["path"] for module in others]
     if bad := [path for path in paths if not _FOLDER.fullmatch(path) or paths.count(path) > 1]:
         rule = f"{folder / MODULES} must name a folder of its own for each module"

@@ -38,12 +38,13 @@ class Source(ABC):
     """A data set that can be read from its beginning, with one row (or block of rows) in memory at a time.
 
     ``name`` is for messages, such as the path; ``columns`` are what a row can hold; rows of one column of a
-    ``ragged`` source may differ in length, because none is padded.
+    ``ragged`` source may differ in length, because none is padded; ``made_from`` are columns that others say again.
     """
 
     name: str
     columns: tuple[str, ...]
     ragged: bool = True
+    made_from: tuple[str, ...] = ()
 
     @abstractmethod
     def __len__(self) -> int:

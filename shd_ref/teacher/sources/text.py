@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from shd_ref.cache.storage.documents import read_json
 from shd_ref.errors import argument_value, inputs_invalid
+from shd_ref.teacher.sources.sentence_folder import read_texts
 from shd_ref.teacher.sources.source import Row, Source, import_package
 
 TOKEN_COLUMNS: Final = ("input_ids", "attention_mask", "token_type_ids")
@@ -56,7 +57,8 @@ class TokenizedSource(Source):
                 f"{text_column!r}: name the one that holds text, or give no tokenizer where none does"
             )
         self.columns = (*TOKEN_COLUMNS, *(name for name in rows.columns if name not in TOKEN_COLUMNS))
-        self._tokenizer, self.max_length = _load_tokenizer(tokenizer, max_length)
+        self.made_from = (text_column,)
+        self._tokenizer, self.max_length, self._prompt = _load_tokenizer(tokenizer, max_length)
         self._limited_by = tokenizer if max_length is None else "max_length"
         self.truncated = 0
 
@@ -79,7 +81,7 @@ class TokenizedSource(Source):
         others = [name for name in columns if name not in TOKEN_COLUMNS]
         needed = list(dict.fromkeys([self._text_column, *others]))
         for start, block in self._blocks(self._rows.rows(needed)):
-            answer = self._encode([row[self._text_column] for row in block], start)
+            answer = self._encode([self._prompt + row[self._text_column] for row in block], start)
             for number, (row, tokens, is_cut) in enumerate(zip(block, *answer, strict=True)):
                 self.truncated += is_cut
                 if not tokens.size:
@@ -156,21 +158,27 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.kill()
 
 
-def _load_tokenizer(path: Path, max_length: int | None) -> tuple[_Tokenizer, int | None]:
+def _load_tokenizer(path: Path, max_length: int | None) -> tuple[_Tokenizer, int | None, str]:
+    """The tokenizer, how many tokens are kept, and what stands before every text."""
     import_package("tokenizers")
+    settings = read_texts(path)
     try:
         is_folder = path.is_dir()
         file = path / "tokenizer.json" if is_folder else path
         if not file.exists():
             raise OSError(_HOW_TO_SAVE if is_folder else _HOW_TO_GET)
         tokenizer = _Tokenizer()
-        about, _ = tokenizer.ask(SECONDS, file=str(file))
+        about, _ = tokenizer.ask(SECONDS, file=str(file), lower=settings.lower)
     except (OSError, ValueError) as error:  # a path that no file has
         raise inputs_invalid(f"tokenizer {path} must be a readable tokenizer.json: {error}") from error
-    limits = [about["own"], _model_max_length(path / CONFIG_NAME) if is_folder else None]
-    limit = min((length for length in limits if length), default=None) if max_length is None else max_length
+    limit = settings.max_length if max_length is None else max_length
+    if limit is None and is_folder:
+        limits = [_model_max_length(path / CONFIG_NAME), settings.positions]
+        limit = min((length for length in limits if length), default=None)
+    # What the file itself says is what its texts were cut to once, and does not hold for transformers.
+    limit = about["own"] if limit is None else limit
     if limit is None:
-        return tokenizer, None
+        return tokenizer, None, settings.prompt
     added = about["added"]
     if limit <= added:  # the library would then cut nothing at all
         raise argument_value(
@@ -179,7 +187,7 @@ def _load_tokenizer(path: Path, max_length: int | None) -> tuple[_Tokenizer, int
         )
     if limit != about["own"]:
         tokenizer.ask(SECONDS, limit=limit)
-    return tokenizer, limit
+    return tokenizer, limit, settings.prompt
 
 
 def _model_max_length(file: Path) -> int | None:

@@ -23,7 +23,7 @@ def main() -> None:
         arrays: list[array[int]] = []
         try:
             if "file" in request:
-                tokenizer, answer = _load(request["file"])
+                tokenizer, answer = _load(request["file"], lower=request["lower"])
             elif "limit" in request:
                 # From the side and by the strategy of the tokenizer's file, where it says them.
                 kept = tokenizer.truncation or {}
@@ -39,11 +39,14 @@ def main() -> None:
         sys.stdout.buffer.flush()
 
 
-def _load(file: str) -> tuple[Any, dict[str, Any]]:
-    from tokenizers import Tokenizer
+def _load(file: str, *, lower: bool) -> tuple[Any, dict[str, Any]]:
+    from tokenizers import Tokenizer, normalizers
 
     tokenizer = Tokenizer.from_file(file)
     tokenizer.no_padding()
+    if lower:
+        own_rules = [] if tokenizer.normalizer is None else [tokenizer.normalizer]
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own_rules])
     own = tokenizer.truncation and tokenizer.truncation["max_length"]
     return tokenizer, {"own": own, "added": tokenizer.num_special_tokens_to_add(False)}
 

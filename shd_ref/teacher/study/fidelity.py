@@ -18,7 +18,7 @@ from shd_ref.merging.matching import MATCHED_BY
 from shd_ref.merging.mixing import STRATEGIES
 from shd_ref.merging.plans import MergePlan, merge_plan
 from shd_ref.teacher.graph.find import AttentionSite, find_sites, projection_of, select_sites
-from shd_ref.teacher.graph.inputs import count_rows
+from shd_ref.teacher.graph.inputs import count_rows, read_pads
 from shd_ref.teacher.graph.kinds import find_kinds
 from shd_ref.teacher.graph.shapes import check_bounds, frozen_specs
 from shd_ref.teacher.opening.load import load_teacher
@@ -159,6 +159,7 @@ class _FidelityTest:
             decoder=kinds.decoder_inputs,
             decoder_mask=kinds.decoder_mask,
             rows=count_rows(self.model),
+            pads=read_pads(self.model),
         )
         read = [self.output, *(name for site in self.sites for name in (site.probs, site.values))]
         check_bounds(self.model, read, lambda: self.inputs.shortest().arrays)

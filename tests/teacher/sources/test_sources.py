@@ -195,7 +195,7 @@ TOKEN_SPECS = tuple(InputSpec(name, "int64", ("batch", "length")) for name in ("
     [
         (None, 4, None, 4),
         (5, 4, None, 4),
-        (4, 5, None, 4),
+        (4, 5, None, 5),  # as transformers, which leaves aside what the file says
         (None, 4, 6, 6),
         (None, 1e30, None, None),
         (None, None, None, None),

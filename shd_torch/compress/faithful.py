@@ -1,0 +1,79 @@
+"""Whether the teacher is what the model's own library makes of the user's texts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from torch import Tensor
+
+from shd_ref.errors import ShdError
+from shd_ref.tolerances import load_tolerances
+from shd_torch.compress.samples import Row, pad
+from shd_torch.compress.task import SentenceEncoder, Task, model_run, summarise
+from shd_torch.shrink.folders import padding_of
+
+CHECKED: Final = 16
+"""Texts, which run in one padded batch."""
+
+
+def check_teacher(
+    task: Task, model: Any, folder: Path, texts: list[str], rows: Sequence[Row], max_length: int | None
+) -> None:
+    """``shrink-unsupported`` where the library of a model makes something else of ``texts``, which ``rows`` are."""
+    forward = model_run(model)
+    own = summarise(task, forward, [pad(rows, padding_of(model.config))])
+    try:
+        if isinstance(task, SentenceEncoder):
+            other = _encode(folder, texts, max_length)
+        else:
+            other = summarise(task, forward, [_tokenise(folder, texts, max_length, model)])
+    except Exception as error:  # of another library
+        cause = str(error).strip().partition("\n")[0]
+        raise ShdError("read-failed", f"{folder} must run in its own library; got {cause}") from error
+    if other is None:
+        return
+    problem = "other tokens"
+    if own.shape == other.shape:
+        worst, spread = _distances(own, other).max(), _distances(own, own.roll(1, 0)).square().mean().sqrt()
+        if worst <= load_tolerances()["library"]["float32"] * spread:
+            return
+        problem = f"a difference of {worst:.2g}, where other texts have {spread:.2g}"
+    library = "sentence-transformers" if isinstance(task, SentenceEncoder) else "transformers"
+    rule = f"the teacher must give what {library} gives for the same texts; got {problem}"
+    raise ShdError("shrink-unsupported", f"{rule}: tokenise them with it and give arrays (.npz), or set --max-length")
+
+
+def _distances(first: Tensor, second: Tensor) -> Tensor:
+    """Root mean square of each row, ``(rows,)``."""
+    return (first - second).reshape(len(first), -1).square().mean(-1).sqrt()
+
+
+def _encode(folder: Path, texts: list[str], max_length: int | None) -> Tensor | None:
+    """What ``SentenceTransformer.encode`` gives; None where it is not installed."""
+    if find_spec("sentence_transformers") is None:
+        return None
+    from sentence_transformers import SentenceTransformer
+
+    encoder = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
+    if max_length is not None:
+        encoder.max_seq_length = max_length
+    return encoder.encode(texts, batch_size=len(texts), show_progress_bar=False, convert_to_tensor=True)
+
+
+def _tokenise(folder: Path, texts: list[str], max_length: int | None, model: Any) -> dict[str, Any]:
+    """A batch by the tokenizer of transformers, which read the same texts in a bounded process before."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    length = tokenizer.model_max_length if max_length is None else max_length
+    kept: dict[str, Any] = {"truncation": True, "max_length": length} if length < 10**18 else {}
+    batch = tokenizer(texts, padding=tokenizer.pad_token is not None, **kept)
+    names = [name for name in batch if name in inspect.signature(model.forward).parameters]
+    if tokenizer.pad_token is not None:
+        return {name: np.array(batch[name]) for name in names}
+    return pad([{name: np.array(batch[name][at]) for name in names} for at in range(len(texts))])

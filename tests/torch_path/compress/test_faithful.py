@@ -1,0 +1,415 @@
+"""The teacher of ``compress`` is what the model's own library gives for the user's texts, or one sentence is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.refusals import refusal
+
+transformers: Any = pytest.importorskip("transformers", reason="teachers are Hugging Face models")
+tokenizers: Any = pytest.importorskip("tokenizers", reason="texts need the extra 'inputs'")
+pytest.importorskip("onnxruntime", reason="graphs are run")
+pytest.importorskip("scipy", reason="compress needs scipy")
+
+from shd_ref.cache import CacheReader, sample_key  # noqa: E402
+from shd_ref.errors import ShdError  # noqa: E402
+from shd_ref.teacher import PrecomputeOptions, RunOptions, open_source, read_pooling  # noqa: E402
+from shd_ref.teacher.precompute.engine import precompute  # noqa: E402
+from shd_torch.compress import CompressOptions  # noqa: E402
+from shd_torch.compress.run import _open_run, study_teacher  # noqa: E402
+from shd_torch.compress.samples import Samples, pad, read_rows  # noqa: E402
+from shd_torch.compress.task import Decoder, Judge, find_task, graph_run, model_run  # noqa: E402
+from shd_torch.export import example_inputs, export_teacher, load_hf_model  # noqa: E402
+from shd_torch.shrink.folders import forward_inputs, load_teacher, padding_of, read_config  # noqa: E402
+
+WORDS = ["the", "cat", "The", "dog", "sat", "on", "a", "mat", "Cat", "ran", "far", "no", "yes", "red", "fox", "Mat"]
+MARKS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "</s>"]
+SIZES: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+OPTIONS = CompressOptions(faster=(2.0,), batch=(1,), length=(8,))
+Settings = dict[str, Any]
+
+
+def make_texts() -> list[str]:
+    random = np.random.default_rng(0)
+    return [" ".join(random.choice(WORDS, random.integers(1, 12))) for _ in range(60)]
+
+
+TEXTS = make_texts()
+
+
+def save_tokenizer(folder: Path, kind: str, *, pad: int | None = 0, **settings: Any) -> None:
+    """Words by whitespace; BERT's marks around them, or the one at the end."""
+    marks = MARKS if pad is None else [*MARKS[1 : pad + 1], MARKS[0], *MARKS[pad + 1 :]]
+    vocabulary = {word: number for number, word in enumerate([*marks, *WORDS])}
+    if kind == "bert":
+        transformers.BertTokenizer(vocab=vocabulary, **settings).save_pretrained(folder)
+        return
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    end = [("</s>", vocabulary["</s>"])]
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing("$A </s>", special_tokens=end)
+    settings |= {} if pad is None else {"pad_token": "[PAD]"}
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="[UNK]", eos_token="</s>", **settings
+    ).save_pretrained(folder)
+
+
+def save_model(folder: Path, name: str, **changes: Any) -> None:
+    torch.manual_seed(0)
+    kind = getattr(transformers, name)
+    text = {"vocab_size": 30, "max_position_embeddings": 64, "initializer_range": 0.4, "num_labels": 3}
+    model = kind(kind.config_class(**SIZES | text | changes))
+    for parameter in model.parameters():
+        parameter.data += 0.05 * torch.randn(parameter.shape)
+    model.save_pretrained(folder)
+
+
+def save_modules(folder: Path, *modules: str, pooling: Settings, **files: Settings) -> None:
+    names = ["Transformer", "Pooling", *modules]
+    listed = [
+        {"idx": at, "name": str(at), "path": f"part_{at}" * (at > 0), "type": f"sentence_transformers.models.{name}"}
+        for at, name in enumerate(names)
+    ]
+    (folder / "modules.json").write_text(json.dumps(listed))
+    (folder / "part_1").mkdir()
+    (folder / "part_1" / "config.json").write_text(json.dumps({"word_embedding_dimension": 16} | pooling))
+    for name, settings in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(settings))
+
+
+MEAN = {"pooling_mode_mean_tokens": True}
+LAST = {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}
+PROMPT = {"prompts": {"query": "red fox "}, "default_prompt_name": "query"}
+
+
+def make_folder(folder: Path, case: str) -> None:
+    """A teacher of one of the kinds below."""
+    llama = {"num_key_value_heads": 1}
+    match case:
+        case "a classifier of texts that end before their padding":
+            save_model(folder, "LlamaForSequenceClassification", pad_token_id=5, **llama)
+            save_tokenizer(folder, "words", pad=5)
+        case "padding in front":
+            save_model(folder, "LlamaForSequenceClassification", pad_token_id=3, **llama)
+            save_tokenizer(folder, "words", pad=3, padding_side="left")
+        case "a tokenizer that its library makes anew":
+            save_model(folder, "Qwen2ForSequenceClassification", pad_token_id=3, **llama)
+            save_tokenizer(folder, "words", pad=3)
+        case "padding in front of absolute positions":
+            save_model(folder, "GPT2ForSequenceClassification", pad_token_id=3)
+            save_tokenizer(folder, "words", pad=3, padding_side="left")
+        case "no padding token":
+            save_model(folder, "LlamaForSequenceClassification", pad_token_id=None, **llama)
+            save_tokenizer(folder, "words", pad=None)
+        case "a decoder without a padding token":
+            save_model(folder, "LlamaForCausalLM", pad_token_id=None, **llama)
+            save_tokenizer(folder, "words", pad=None)
+        case "a head of masked tokens":
+            save_model(folder, "BertForMaskedLM")
+            save_tokenizer(folder, "bert")
+        case "an encoder kept as a decoder":
+            save_model(folder, "BertLMHeadModel")
+            save_tokenizer(folder, "bert")
+        case "positions that count padding, and a larger table":
+            save_model(folder, "RobertaModel", pad_token_id=1, vocab_size=40)
+            save_tokenizer(folder, "words", pad=1)
+        case "a tokenizer with more inputs than the model":
+            names = {"hidden_dim": 32, "dim": 16, "n_layers": 2, "n_heads": 2}
+            save_model(folder, "DistilBertForSequenceClassification", **names)
+            save_tokenizer(folder, "bert")
+        case "a file that was cut once":
+            save_model(folder, "BertForSequenceClassification")
+            save_tokenizer(folder, "bert", model_max_length=9)
+            told = json.loads((folder / "tokenizer.json").read_text())
+            told["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+            (folder / "tokenizer.json").write_text(json.dumps(told))
+        case "settings beside the tokenizer's file":
+            save_model(folder, "BertForSequenceClassification")
+            save_tokenizer(folder, "bert", do_lower_case=False)
+            told = json.loads((folder / "tokenizer_config.json").read_text())
+            (folder / "tokenizer_config.json").write_text(json.dumps(told | {"do_lower_case": True}))
+        case "short lower-case sentences":
+            save_model(folder, "BertModel")
+            save_tokenizer(folder, "bert", do_lower_case=False)
+            settings = {"max_seq_length": 7, "do_lower_case": True}
+            save_modules(folder, "Normalize", pooling=MEAN, sentence_bert_config=settings)
+        case "sentences with a prompt":
+            save_model(folder, "BertModel")
+            save_tokenizer(folder, "bert", do_lower_case=False)
+            save_modules(folder, pooling=MEAN, config_sentence_transformers=PROMPT)
+        case "a prompt that is not pooled":
+            save_model(folder, "BertModel")
+            save_tokenizer(folder, "bert", do_lower_case=False)
+            save_modules(folder, pooling=MEAN | {"include_prompt": False}, config_sentence_transformers=PROMPT)
+        case "sentences of a decoder with its head":
+            save_model(folder, "LlamaForCausalLM", pad_token_id=4, **llama)
+            save_tokenizer(folder, "words", pad=4, padding_side="left")
+            save_modules(folder, "Normalize", pooling=LAST)
+        case "sentences with a head of masked tokens":
+            save_model(folder, "BertForMaskedLM")
+            save_tokenizer(folder, "bert")
+            save_modules(folder, pooling=MEAN)
+        case "a cross encoder of three classes":
+            save_model(folder, "BertForSequenceClassification")
+            save_tokenizer(folder, "bert")
+            listed = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.base.modules.Transformer"}]
+            (folder / "modules.json").write_text(json.dumps(listed))
+            told = {"text": {"method": "forward", "method_output_name": "logits"}}
+            settings = {"transformer_task": "sequence-classification", "modality_config": told}
+            (folder / "sentence_bert_config.json").write_text(json.dumps(settings))
+        case "a projection of sentences":
+            save_model(folder, "BertModel")
+            save_tokenizer(folder, "bert")
+            save_modules(folder, "Dense", pooling=MEAN)
+        case "states of another layer":
+            save_model(folder, "BertModel")
+            save_tokenizer(folder, "bert")
+            told = {"text": {"method": "forward", "method_output_name": ["hidden_states", 1]}}
+            settings = {"modality_config": told, "module_output_name": "token_embeddings"}
+            save_modules(folder, pooling=MEAN, sentence_bert_config=settings)
+        case "tokens that the table lacks":
+            save_model(folder, "BertModel", vocab_size=20)
+            save_tokenizer(folder, "bert", do_lower_case=False)
+        case _:
+            save_model(folder, "BertForSequenceClassification", **json.loads(case))
+            save_tokenizer(folder, "bert")
+
+
+def write_texts(folder: Path) -> Path:
+    (folder / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return folder / "data.jsonl"
+
+
+def run_library(folder: Path) -> np.ndarray[Any, Any]:
+    """All texts in one padded batch, as a user of the model would run them."""
+    if (folder / "part_1").exists():
+        library = pytest.importorskip("sentence_transformers", reason="its own folders")
+        encoder = library.SentenceTransformer(str(folder), device="cpu", local_files_only=True)
+        array: np.ndarray[Any, Any] = encoder.encode(TEXTS, batch_size=len(TEXTS), show_progress_bar=False)
+        return array
+    config = transformers.AutoConfig.from_pretrained(folder)
+    model = getattr(transformers, config.architectures[0]).from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    batch = tokenizer(TEXTS, padding=True, truncation=tokenizer.model_max_length < 1e18, return_tensors="pt")
+    if "distilbert" in config.model_type:
+        batch.pop("token_type_ids")
+    with torch.no_grad():
+        output = model(**batch)[0]
+    return (output if output.ndim == 2 else output[batch["attention_mask"].bool()]).numpy()
+
+
+def open_run(tmp_path: Path, case: str) -> Any:
+    make_folder(tmp_path / "teacher", case)
+    return _open_run(tmp_path / "teacher", write_texts(tmp_path), None, OPTIONS, tmp_path / "run", lambda *_: None)
+
+
+EQUAL = (
+    "a classifier of texts that end before their padding",
+    "padding in front",
+    "a decoder without a padding token",
+    "positions that count padding, and a larger table",
+    "a tokenizer with more inputs than the model",
+    "a file that was cut once",
+    "short lower-case sentences",
+    "sentences with a prompt",
+    "sentences of a decoder with its head",
+    "a cross encoder of three classes",
+)
+
+
+def allowed(expected: np.ndarray[Any, Any]) -> float:
+    return 2e-5 * max(1.0, float(np.abs(expected).max()))
+
+
+@pytest.mark.filterwarnings("ignore")  # of the libraries
+@pytest.mark.parametrize("case", EQUAL)
+def test_the_teacher_is_that_of_its_library(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Any] = []
+    monkeypatch.setattr("shd_torch.compress.run.divide", lambda rows, *_: read.extend(rows) or samples_of(rows))
+    with open_run(tmp_path, case) as run:
+        batch = pad(read, padding_of(run.model.config))
+        output = torch.from_numpy(model_run(run.model)(batch))
+        if isinstance(run.task, Decoder):
+            got = output[torch.from_numpy(batch["attention_mask"]).bool()]
+        else:
+            got = run.task.summarise(output, {name: torch.from_numpy(array) for name, array in batch.items()})
+    expected = run_library(tmp_path / "teacher")
+    np.testing.assert_allclose(got.numpy(), expected, rtol=0, atol=allowed(expected))
+
+
+def samples_of(rows: Any) -> Any:
+    return Samples(rows, rows[:20], rows[:20], "none")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("padding in front of absolute positions", "must give what transformers gives for the same texts"),
+        ("a tokenizer that its library makes anew", "must give what transformers gives for the same texts"),
+        ("no padding token", "set pad_token_id in its config.json"),
+        ("a head of masked tokens", "got BertForMaskedLM: compress its base model"),
+        ("an encoder kept as a decoder", "each token from those before it alone"),
+        ("settings beside the tokenizer's file", "must give what transformers gives for the same texts"),
+        ("a prompt that is not pooled", "got include_prompt false"),
+        ("sentences with a head of masked tokens", "must hold every weight of a BertModel"),
+        ("a projection of sentences", "must make embeddings by Pooling, and then Normalize or nothing"),
+        ("states of another layer", "got modality_config: tokenise"),
+        ("tokens that the table lacks", "with no id beyond its table"),
+        ('{"num_labels": 1}', "compress has no measure for scores and independent labels yet"),
+        ('{"problem_type": "regression"}', "compress has no measure for scores"),
+        ('{"problem_type": "multi_label_classification"}', "compress has no measure for scores"),
+    ],
+)
+def test_other_teachers_are_refused_in_one_sentence(tmp_path: Path, case: str, said: str) -> None:
+    with pytest.raises(ShdError, match=said) as caught, open_run(tmp_path, case):
+        pass
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Teachers whose graphs depend on what they are fed beside tokens, and on what these are padded with."""
+    paths = {}
+    for case in ('{"initializer_range": 0.5}', EQUAL[0], "short lower-case sentences"):
+        folder = tmp_path_factory.mktemp("teacher")
+        make_folder(folder, case)
+        model = load_hf_model(folder)
+        export_teacher(model, example_inputs(model), folder / "teacher.onnx")
+        paths[case] = folder
+    return paths
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", ['{"initializer_range": 0.5}', EQUAL[0], "short lower-case sentences"])
+def test_the_cache_holds_what_the_library_gives(exported: Mapping[str, Path], tmp_path: Path, case: str) -> None:
+    """By the two commands alone: shd-torch export, and shd precompute with the folder as its tokenizer."""
+    folder = exported[case]
+    sentences = (folder / "modules.json").exists()
+    targets: dict[str, Any] = {"embeddings": read_pooling(folder)} if sentences else {"logits": "float16"}
+    options = PrecomputeOptions(num_student_heads=0, form="none", **targets)
+    source = open_source(write_texts(tmp_path), tokenizer=folder)
+    precompute(folder / "teacher.onnx", source, [(tmp_path / "cache", options)])
+    reader = CacheReader(tmp_path / "cache")
+    rows = open_source(tmp_path / "data.jsonl", tokenizer=folder).rows(reader.manifest.inputs.names)
+    for row, vector in zip(rows, run_library(folder), strict=True):
+        record = reader.read(sample_key(row))
+        stored = reader.decode_embedding(record) if sentences else reader.decode_logits(record)
+        np.testing.assert_allclose(np.ravel(stored), vector, rtol=0, atol=2e-3 * max(1, np.abs(vector).max()))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_pairs_of_texts_keep_their_types(exported: Mapping[str, Path], tmp_path: Path) -> None:
+    """A table as a tokenizer makes it: its types reach the graph, or their loss is said."""
+    folder = exported['{"initializer_range": 0.5}']
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    batch = dict(tokenizer(TEXTS[:30], TEXTS[30:], padding=True, return_tensors="np"))
+    model = load_hf_model(folder)
+    with torch.no_grad():
+        expected = model(**{name: torch.from_numpy(array) for name, array in batch.items()})[0].numpy()
+    options = PrecomputeOptions(num_student_heads=0, form="none", logits="float16")
+    precompute(folder / "teacher.onnx", batch | {"label": np.zeros(30)}, [(tmp_path / "cache", options)])
+    reader = CacheReader(tmp_path / "cache")
+    for at, logits in enumerate(expected):
+        row = {name: array[at][: batch["attention_mask"][at].sum()] for name, array in batch.items()}
+        np.testing.assert_allclose(reader.decode_logits(reader.read(sample_key(row))), logits[None], atol=1e-2)
+    export_teacher(model, example_inputs(model, ["attention_mask"]), tmp_path / "without.onnx")
+    with refusal("inputs-invalid", "row 0: token_type_ids must be 0 where the graph does not take them"):
+        precompute(tmp_path / "without.onnx", batch, [(tmp_path / "none", options)])
+    zeros = batch | {"token_type_ids": np.zeros_like(batch["input_ids"]), "label": np.zeros(30)}
+    (made,) = precompute(tmp_path / "without.onnx", zeros, [(tmp_path / "zeros", options)])
+    assert made.remark == "left out, as the graph does not take them: label"
+    del zeros["token_type_ids"]
+    (made,) = precompute(folder / "teacher.onnx", zeros, [(tmp_path / "supplied", options)])
+    assert made.supplied == "token_type_ids (zeros)"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_graphs_that_do_not_state_their_padding(exported: Mapping[str, Path], tmp_path: Path) -> None:
+    """Of another exporter: what their head finds at the end of a text is then wrong in a batch, and right alone."""
+    import onnx
+
+    folder = exported[EQUAL[0]]
+    graph = onnx.load(folder / "teacher.onnx")
+    del graph.metadata_props[:]
+    onnx.save(graph, tmp_path / "bare.onnx")
+    options = PrecomputeOptions(num_student_heads=0, form="none", logits="float16")
+    source = open_source(write_texts(tmp_path), tokenizer=folder)
+    with refusal("graph-unsupported", "padding changes them"):
+        precompute(tmp_path / "bare.onnx", source, [(tmp_path / "cache", options)])
+    precompute(tmp_path / "bare.onnx", source, [(tmp_path / "cache", options)], RunOptions(batch_size=1))
+
+
+def random_like(model: Any) -> Any:
+    """A student that learned nothing."""
+    torch.manual_seed(7)
+    return type(model)(model.config).eval()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "case",
+    [
+        "a decoder without a padding token",
+        "a tokenizer with more inputs than the model",
+        "positions that count padding, and a larger table",
+        "short lower-case sentences",
+        "pixels",
+        "classes of pixels",
+    ],
+)
+def test_no_measure_lets_a_random_student_pass(tmp_path: Path, case: str) -> None:
+    if "pixels" in case:
+        name = "ViTForImageClassification" if "classes" in case else "ViTModel"
+        save_model(tmp_path / "teacher", name, image_size=8, patch_size=4)
+        random = np.random.default_rng(0)
+        rows = [{"pixel_values": random.standard_normal((3, 8, 8)).astype(np.float32)} for _ in range(60)]
+    else:
+        make_folder(tmp_path / "teacher", case)
+        takes = forward_inputs(read_config(tmp_path / "teacher"))
+        rows = read_rows(write_texts(tmp_path), tmp_path / "teacher", None, takes=takes)
+    model = load_teacher(tmp_path / "teacher")
+    task = find_task(tmp_path / "teacher", model.config)
+    if isinstance(task, Decoder):  # texts that it expects
+        start = torch.arange(60)[:, None] % 30
+        texts = model.generate(start, max_new_tokens=10, do_sample=False, pad_token_id=0, eos_token_id=-1)
+        rows = [{"input_ids": text.numpy(), "attention_mask": np.ones(11, np.int64)} for text in texts]
+    judge = Judge(task, rows, model_run(model), padding_of(model.config))
+    assert judge.measure(model_run(model)).value == pytest.approx(1, abs=1e-4)
+    value = judge.measure(model_run(random_like(model))).value
+    assert value < 0.8
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_graph_of_a_teacher_takes_what_the_samples_hold(exported: Mapping[str, Path], tmp_path: Path) -> None:
+    """Types of pairs among arrays; columns of other kinds are refused."""
+    folder = exported['{"initializer_range": 0.5}']
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    batch = dict(tokenizer(TEXTS, TEXTS[::-1], padding=True, return_tensors="np"))
+    np.savez(tmp_path / "pairs.npz", **batch)
+    options = replace(OPTIONS, int8=False)
+    with _open_run(folder, tmp_path / "pairs.npz", None, options, tmp_path / "run", lambda *_: None) as run:
+        paths = run.write_graphs(run.model, "teacher")
+        assert run.judge("train").measure(graph_run(paths["float"])).value == 1
+    np.savez(tmp_path / "scored.npz", **batch, score=np.zeros((60, 1)))
+    with refusal("inputs-invalid", "data must hold inputs of the model, and labels; got score"):
+        read_rows(tmp_path / "scored.npz", folder, None, takes=list(batch))
+
+
+def test_a_teacher_that_is_not_its_graph_is_no_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged = {"quality": {"float": {"value": 0.625}}, "bytes": {}}
+    monkeypatch.setattr("shd_torch.compress.run.judge_graphs", lambda *_: judged)
+    run: Any = SimpleNamespace(
+        model=None, progress=lambda *_: None, write_graphs=lambda *_: {}, price=lambda _: {}, judge=lambda _: None
+    )
+    with refusal("export-failed", "quality of 0.999 or more of the teacher itself; got 0.6250"):
+        study_teacher(run)
