@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,9 +13,8 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from shd_ref.cache.storage.drafts import part_folder
 from shd_ref.commands.derive import Document, read_list, require_packages
-from shd_ref.commands.terminal import console, narrow_table, print_remarks, show_progress
+from shd_ref.commands.terminal import console, print_remarks, show_progress
 from shd_ref.errors import ShdError
 from shd_ref.shrink.student import read_counts
 from shd_ref.teacher.options import Shown
@@ -28,11 +25,6 @@ from shd_torch.shrink.folders import check_files, new_folder
 
 if TYPE_CHECKING:
     from shd_torch.shrink import Shrunk
-    from shd_torch.shrink.compare import Start
-    from shd_torch.shrink.unfinished import Unfinished
-
-COMPARED = 128
-"""Samples that ``--compare`` uses, the first ones."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +80,6 @@ def shrink(
     plan: Annotated[str, Shown("Heads to merge.", choices=("auto", "matched", "balanced", "progressive"))] = "auto",
     samples: Annotated[int, Shown("Number of samples to use, from the start of the data.", least=1)] = 64,
     batch_size: Annotated[int, Shown("Samples per batch.", least=1)] = 16,
-    compare: Annotated[
-        Path | None,
-        Shown(
-            "Other data in the same format: print a table that compares this start with the teacher and rivals on it."
-        ),
-    ] = None,
     no_align: Annotated[bool, typer.Option("--no-align", help="Use the closed form without refitting.")] = False,
     ridge: Annotated[
         float | None,
@@ -113,44 +99,21 @@ def shrink(
     options = sizes.options() | {"plan": plan, "align": not no_align, "ridge": ridge, "batch_size": batch_size}
     check_files(teacher, "teacher")
     _check_heads(options.get("heads"), teacher)
-    if not part_folder(Path(os.path.realpath(out)), "compare").exists():  # else the student may be there already
-        new_folder(out)
+    new_folder(out)
     inputs = read_inputs(data, samples, teacher)
-    held_out = None if compare is None else read_inputs(compare, COMPARED, teacher, "compare")
     from shd_torch.export import hide_weight_bars
     from shd_torch.shrink import shrink as run
-    from shd_torch.shrink.student import read_made
 
     hide_weight_bars()
-    starts: list[Start] = []
-    with _open_comparison(out, str(teacher), inputs, held_out, options) as unfinished:
-        if unfinished is not None and (out / "shrink.json").is_file():  # made before the comparison was stopped
-            made = read_made(out)
-        else:
-            with show_progress("steps") as (on_step,):
-                made = run(
-                    str(teacher),
-                    inputs,
-                    progress=lambda done, total, what: on_step(done, total, says=what),
-                    out=out,
-                    studies=unfinished,
-                    **options,
-                )
-        _say_what_was_made(made, out)
-        if held_out is not None:
-            from shd_torch.shrink.compare import compare_starts
-
-            with show_progress("starts") as (on_start,):
-                starts = compare_starts(
-                    str(teacher),
-                    inputs,
-                    held_out,
-                    made,
-                    progress=lambda done, total, name: on_start(done, total, says=name),
-                    unfinished=unfinished,
-                    **options,
-                )
-            print_starts(starts)
+    with show_progress("steps") as (on_step,):
+        made = run(
+            str(teacher),
+            inputs,
+            progress=lambda done, total, what: on_step(done, total, says=what),
+            out=out,
+            **options,
+        )
+    _say_what_was_made(made, out)
     has_stack = "stack" in made.report  # of which shrink.json cannot say the attention calls
     is_equal = isinstance(made.report["student"]["heads"], int)
     following = []
@@ -158,7 +121,7 @@ def shrink(
         following = following_commands(teacher, data, out, made.student, inputs, has_equal_layers=is_equal)
     for command in following:
         console.say(f"next: {command}")
-    return made.report | {"path": out, "starts": starts, "next": following}
+    return made.report | {"path": out, "next": following}
 
 
 def _check_heads(heads: int | Sequence[int] | None, teacher: Path) -> None:
@@ -213,21 +176,6 @@ def vocabulary(
         )
     console.say(f"{out}: the model with new token ids, and vocabulary.json")
     return report | {"path": out}
-
-
-def _open_comparison(
-    out: Path, teacher: str, data: dict[str, Any], held_out: dict[str, Any] | None, options: dict[str, Any]
-) -> AbstractContextManager[Unfinished | None]:
-    """Where rows of ``--compare`` are kept; they outlive a kill while the student is made, or after."""
-    from shd_torch.shrink.unfinished import Unfinished, run_key
-
-    if held_out is None:
-        return nullcontext()
-    folder = Path(os.path.realpath(out))
-    kept = part_folder(folder, "compare")
-    if not kept.exists():
-        new_folder(out)
-    return Unfinished(kept, run_key(teacher, options, data=data, held_out=held_out))
 
 
 def _say_what_was_made(made: Shrunk, out: Path) -> None:
@@ -288,16 +236,6 @@ def following_commands(
         words += ["--student", str(out)] if has_equal_layers else ["--no-attention"]
         words += [] if logits is None else ["--logits", "float16" if logits.ndim == 2 else "topk"]
     return [shlex.join(line) for line in (*lines, [*words, "--out", "cache"])]
-
-
-def print_starts(starts: Sequence[Start]) -> None:
-    """The table of ``--compare``."""
-    table = narrow_table(caption=f"{starts[0].measure} before any training; operations of one sample")
-    for number, heading in enumerate(("start", "loss", "parameters", "MFLOPs")):
-        table.add_column(heading, justify="right" if number else "left")
-    for start in starts:
-        table.add_row(start.name, f"{start.loss:.4f}", f"{start.parameters:,}", f"{start.flops / 1e6:,.2f}")
-    console.print(table)
 
 
 def read_inputs(

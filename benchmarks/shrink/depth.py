@@ -36,10 +36,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.shrink.rivals import count_flops
 from benchmarks.shrink.start import SOURCE
 from shd_torch import OnlineTeacher, capture_attention, layer_kls
 from shd_torch.shrink import rank_layers, shrink
-from shd_torch.shrink.compare import count_flops
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
 from support.shrink.stories import load_llama, measure_loss  # the model's conversion, which tests use too

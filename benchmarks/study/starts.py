@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
+from benchmarks.shrink.rivals import RIVALS
 from benchmarks.study.origin import fingerprint
 from shd_torch.shrink import shrink
-from shd_torch.shrink.compare import RIVALS
 
 OWN = ("random", "pretrained")
 STARTS = (*OWN, "kept", "unaligned kept", "squeezed")

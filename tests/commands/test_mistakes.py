@@ -196,7 +196,6 @@ EARLY = [
         "shrink model --out new --heads 2 --data lines.jsonl",
         "--data must have a column text; got the columns content",
     ),
-    ("shrink model --out new --heads 2 --data d.npz --compare gone.npy", "--compare must exist; got gone.npy"),
     ("shrink model --out new --heads 9 --data d.npz", "--heads must lie in 1..4, the teacher's; got 9"),
     ("shrink model --out model --heads 2 --data d.npz", "--out must be a new or empty folder"),
     ("shrink gone --out new --heads 2 --data d.npz", "teacher must be a folder that save_pretrained wrote"),

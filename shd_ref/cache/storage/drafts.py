@@ -22,9 +22,9 @@ LOCK: Final = "lock"
 _NEW_LOCK: Final = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def part_folder(out: Path, what: str | None = None) -> Path:
-    """Where a run that makes ``out``, or what goes with it, keeps what is under way."""
-    return out.with_name(f".{out.name}.part" if what is None else f".{out.name}.{what}.part")
+def part_folder(out: Path) -> Path:
+    """Where a run that makes ``out`` keeps what is under way."""
+    return out.with_name(f".{out.name}.part")
 
 
 class DraftFolder:
