@@ -27,25 +27,11 @@ _ROUNDING: Final = ("DynamicQuantize", "MatMulNBits", "QAttention", "QGemm", "QL
 """Parts of the names of operators that round to integers what a run computes; DequantizeLinear is none of them."""
 _HALVES: Final = ((int(onnx.TensorProto.BFLOAT16), "bfloat16"), (int(onnx.TensorProto.FLOAT16), "float16"))
 
-
-_SEQUENCE_FIRST: Final = (
-    "its maps run between samples, because the first axis of the graph's inputs is the sequence and not the sample, "
-    "as torch.nn.MultiheadAttention and torch.nn.TransformerEncoder have it by default: build them with "
-    "batch_first=True, or export a wrapper that takes the samples first and transposes them itself"
+_NOT_ITS_OWN: Final = (
+    "its maps of a sample change with the other samples of the batch, or from run to run: export the model in "
+    "evaluation mode (model.eval()), with the samples on the first axis of every input (batch_first=True in "
+    "torch.nn.MultiheadAttention and torch.nn.TransformerEncoder), and without layers that compute over the batch"
 )
-_RANDOM: Final = (
-    "its maps differ from run to run on the same inputs, as with dropout or batch normalisation in training "
-    "mode: export the model in evaluation mode (model.eval())"
-)
-_MIXED: Final = (
-    "its maps of a sample change with the other samples of the batch, as with batch normalisation in training mode: "
-    "export the model in evaluation mode (model.eval()), without layers that compute over the batch"
-)
-_OTHER_AXIS: Final = (
-    "its maps do not follow the samples along the first axis of the graph's inputs: export a wrapper that takes the "
-    "samples on the first axis of every input and does not mix them"
-)
-
 SEVERAL: Final = (
     "it has {number} maps per sample, such as for windows of an image, and a record holds one: select other sites "
     "(--sites), or take a teacher whose attention spans the whole sample"
@@ -138,7 +124,7 @@ class Trial:
         self._samples = min(len(feeds[name]) for name in sampled)
         self._places = self._choose_places(self._samples, grows)
         self._first = run(feeds)
-        self._second = run(self._take(self._places, 0))
+        self._second = run(self._take(self._places))
 
     def judge(self, name: str, layout: Layout | None, num_heads: int) -> Finding:
         """What was found about the maps of this name."""
@@ -147,15 +133,17 @@ class Trial:
             return by_sample(run[name], layout, num_heads)
 
         first, second = maps_of(self._first), maps_of(self._second)
-        if (len(first), len(second)) != (self._samples, len(self._places)):
-            return Finding(self._why_as_many(first, second, maps_of))
-        if self._samples == 1:
-            return Finding()
-        if self._keeps_samples(first, second, self._places):
-            if distance(first[1], first[0]) <= self._allowed.least:
-                return Finding(note=NOT_TOLD)
-            return Finding()
-        return Finding(self._why_different(first, maps_of))
+        number, rest = divmod(len(first), self._samples)
+        if rest or not number or len(second) != number * len(self._places):
+            return Finding(_NOT_ITS_OWN)
+        first, second = (maps.reshape(-1, number, *maps.shape[1:]) for maps in (first, second))
+        if self._samples > 1 and not self._keeps_samples(first, second, self._places):
+            return Finding(_NOT_ITS_OWN)
+        if number > 1:
+            return Finding(SEVERAL.format(number=number))
+        if self._samples > 1 and distance(first[1], first[0]) <= self._allowed.least:
+            return Finding(note=NOT_TOLD)
+        return Finding()
 
     def inputs_as_long(self, name: str) -> tuple[tuple[str, ...], ...]:
         """The inputs with as many positions as a map has rows, and those with as many as it has keys."""
@@ -183,34 +171,6 @@ class Trial:
             )
         return None
 
-    def _why_as_many(self, first: Maps, second: Maps, maps_of: Callable[[Arrays], Maps]) -> str:
-        if self._runs_between_samples(first, maps_of):
-            return _SEQUENCE_FIRST
-        number, rest = divmod(len(first), self._samples)
-        if number > 1 and not rest and len(second) == number * len(self._places):
-            parts = [maps.reshape(-1, number, *maps.shape[1:]) for maps in (first, second)]
-            if self._samples == 1 or self._keeps_samples(parts[0], parts[1], self._places):
-                return SEVERAL.format(number=number)
-        return _OTHER_AXIS
-
-    def _why_different(self, first: Maps, maps_of: Callable[[Arrays], Maps]) -> str:
-        if self._runs_between_samples(first, maps_of):
-            return _SEQUENCE_FIRST
-        if distance(first, maps_of(self._run(self._feeds))) > self._allowed.rounding:
-            return _RANDOM
-        places = range(self._samples)[::-1]
-        follows = self._keeps_samples(first, maps_of(self._run(self._take(places, 0))), places)
-        return _MIXED if follows else _OTHER_AXIS
-
-    def _runs_between_samples(self, first: Maps, maps_of: Callable[[Arrays], Maps]) -> bool:
-        """Whether maps follow the second axis of the inputs."""
-        sizes = {self._feeds[name].shape[1] for name in self._sampled if self._feeds[name].ndim > 1}
-        if len(sizes) != 1 or len(first) not in sizes:
-            return False
-        places = self._choose_places(len(first), False)
-        second = maps_of(self._run(self._take(places, 1)))
-        return len(second) == len(first) and (len(first) == 1 or self._keeps_samples(first, second, places))
-
     def _keeps_samples(self, first: Maps, second: Maps, places: Sequence[int]) -> bool:
         """Whether maps of samples 0 and 1 are the same in both runs; ``places`` says which the second run has."""
         if first.shape[1:] != second.shape[1:]:
@@ -225,9 +185,9 @@ class Trial:
             return [*range(samples)[::-1], *[0] * grows]
         return [min(1, samples - 1)] * (samples + grows)
 
-    def _take(self, places: Sequence[int], axis: int) -> Arrays:
+    def _take(self, places: Sequence[int]) -> Arrays:
         return {
-            name: array.take(places, axis) if name in self._sampled and array.ndim > axis else array
+            name: array.take(places, 0) if name in self._sampled and array.ndim else array
             for name, array in self._feeds.items()
         }
 
