@@ -23,8 +23,7 @@ from shd_torch.deploy.inputs import open_graph, run_graph
 from shd_torch.export import refuse
 from shd_torch.kd import compare_embeddings, pool_states
 from shd_torch.shrink.folders import model_class
-from shd_torch.training.embeddings import EmbeddingTerm
-from shd_torch.training.terms import HiddenTerm, KdTerm
+from shd_torch.training.terms import EmbeddingTerm, HiddenTerm, KdTerm
 
 Forward: TypeAlias = Callable[[Mapping[str, NDArray[Any]]], NDArray[Any]]
 """A model: its first output, logits or last states, for a padded batch."""

@@ -20,10 +20,10 @@ from shd_torch.doctor.pair import Parts, Student, Teacher, parts_of, read_studen
 from shd_torch.doctor.probe import BetaRange, DiagnosisOptions, Probe, Trial, check_probe, find_beta, run_probe
 from shd_torch.doctor.verdict import Verdict, judge
 from shd_torch.maps import layer_map
+from shd_torch.recipes.terms import IGNORED
 from shd_torch.teacher import OnlineTeacher
 from shd_torch.teacher.online import layer_kls
 from shd_torch.training.recipe import is_causal_model
-from shd_torch.training.rows import IGNORED
 
 
 @dataclass

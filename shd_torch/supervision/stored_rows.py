@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -17,22 +17,11 @@ from shd_ref.cache.forms.rows import Rows
 from shd_torch.supervision.coded import check_length
 from shd_torch.supervision.mask import move
 from shd_torch.supervision.supervision import tile_entries
-from shd_torch.supervision.targets import EmbeddingTargets, TopkTargets
-
-Spread: TypeAlias = Callable[[Tensor], Tensor]
-"""Puts rows ``(R, ...)`` where they stand in the padded batch, ``(B, L, ...)``; one row per sample stays as it is."""
-
-
-class StoredRows(NamedTuple):
-    """The rows of one form in a batch, as bytes: decode them, then spread them."""
-
-    form: Any  # a subclass of Rows
-    codes: dict[str, Tensor]  # (R, bytes), by the names of the parts that were read
-    spread: Spread
+from shd_torch.supervision.targets import EmbeddingTargets, StoredRows, Taught, TopkTargets
 
 
 @dataclass(frozen=True)
-class CachedBatch:
+class CachedBatch(Taught):
     """A batch of a cache in one buffer, whatever its form of attention.
 
     Attributes:

@@ -32,7 +32,7 @@ from shd_torch.maps.loss import REDUCTIONS
 from shd_torch.maps.mixing import check_strategy
 from shd_torch.supervision.factored import Factored
 from shd_torch.supervision.supervision import Supervision
-from shd_torch.supervision.targets import TopkTargets
+from shd_torch.supervision.targets import Taught, TopkTargets
 from shd_torch.supervision.taught_layers import TaughtLayers
 from shd_torch.teacher.arguments import Rounds, read_layer_map, read_plans, read_projections
 from shd_torch.teacher.outputs import LiveTargets, read_hidden_layers
@@ -50,7 +50,7 @@ class LayerKeywords(TypedDict, total=False):
 
 
 @dataclass(frozen=True, eq=False)
-class OnlineSupervision:
+class OnlineSupervision(Taught):
     """A live teacher's outputs for one batch.
 
     Attributes:

@@ -1,15 +1,17 @@
-"""Around the loss: Hugging Face's trainer, its terms and their schedules, shares of a batch.
+"""Hugging Face's trainer with terms of distillation: from the collator to the loss.
 
-Imports ``data``, ``capture``, ``kd``, ``recipes`` and ``teacher``. Start with ``trainer.py``.
+``collator.py`` puts samples and records into one batch, ``batch.py`` takes it apart again and counts its rows, and
+``trainer.py`` runs teachers and student on it. Each term of ``terms.py`` (and ``recipe.py``, of the base loss)
+measures its losses on this pass; weighed by ``schedules.py``, their shares of the whole step add up to the loss.
 """
 
 from collections.abc import Callable
 
-from shd_torch.training.embeddings import EmbeddingLoss, EmbeddingTerm
+from shd_torch.training.batch import batch_share
+from shd_torch.training.embeddings import EmbeddingLoss
 from shd_torch.training.recipe import Recipe
-from shd_torch.training.rows import batch_share
 from shd_torch.training.schedules import BetaSchedule, LossBalancer
-from shd_torch.training.terms import HiddenTerm, KdTerm, RowsTerm, exact_term
+from shd_torch.training.terms import EmbeddingTerm, HiddenTerm, KdTerm, RowsTerm, exact_term
 
 TERMS: dict[str, Callable[..., RowsTerm]] = {
     "logits": KdTerm,

@@ -1,11 +1,9 @@
-"""Learning a teacher's embeddings: a term of ``SHDTrainer``, and a loss of ``SentenceTransformerTrainer``."""
+"""Embeddings of texts: a loss for ``SentenceTransformerTrainer``, and what an evaluation compares."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 import torch
@@ -13,81 +11,10 @@ from torch import Tensor, nn
 
 from shd_ref.cache import CacheReader, Embeddings, sample_key
 from shd_ref.errors import ShdError
-from shd_torch.capture.outputs import read_every_hidden_state, read_output
 from shd_torch.checks import check_option
-from shd_torch.kd import EmbeddingAgreement, compare_embeddings, embedding_loss, pool_states
+from shd_torch.kd import EmbeddingAgreement, compare_embeddings, embedding_loss
 from shd_torch.kd.embeddings import DISTANCES, MOST_TEXTS
-from shd_torch.kd.loss import unit
-from shd_torch.supervision.targets import EmbeddingTargets
-from shd_torch.training.terms import RowsTerm, Weight, read_weight
-
-if TYPE_CHECKING:
-    from shd_torch.data.dataset import CacheJoin
-
-EMBEDDING: Final = -1
-"""Where ``Projectors`` keep that of embeddings, beside those of hidden states from 0 on."""
-
-
-@dataclass(frozen=True, eq=False)
-class EmbeddingTerm(RowsTerm):
-    """Additional loss on embeddings of texts, from a cache: ``weight * embedding_loss(student's, teacher's)``.
-
-    The student's last hidden state is pooled as the teacher's was, over the positions of the attention mask. The loss
-    is a mean over texts, also where gradients accumulate; ``"similarity"`` compares the texts of one micro-batch.
-
-    Attributes:
-        weight: as of ``KdTerm``.
-        distance: ``"cosine"``, ``"mse"`` or ``"similarity"``, see ``embedding_loss``.
-        projector: module from the student's width to the teacher's, for ``"cosine"`` and ``"mse"``; None creates a
-            linear layer where the widths differ. It is trained with the student, and left behind.
-
-    Raises:
-        ShdError: ``argument-value``.
-    """
-
-    SUBJECT: ClassVar[str] = "embeddings"
-    NAME: ClassVar[str] = "embedding"
-    KEYWORDS: ClassVar[Mapping[str, Any]] = {"output_hidden_states": True}  # where the student has a head
-    BY_SAMPLE: ClassVar[bool] = True
-
-    weight: Weight = 1.0
-    distance: str = "cosine"
-    projector: nn.Module | None = None
-
-    def __post_init__(self) -> None:
-        read_weight(self.weight)
-        check_option("distance", self.distance, DISTANCES)
-
-    def check_cache(self, joined: CacheJoin, *, has_teacher: bool) -> None:
-        """The cache must hold embeddings, also beside a live teacher, which gives none."""
-        if joined.cache.manifest.embeddings is None:
-            rule = f"embedding must have embeddings in {joined.cache.folder}"
-            raise ShdError("cache-mismatch", f"{rule}; got none: precompute with --embeddings", "CACHE-181")
-
-    @property
-    def lacking(self) -> str:
-        """See ``RowsTerm``."""
-        return "embedding must have a cache of embeddings, as no live teacher gives them; got none"
-
-    def read_student(self, outputs: Any, name: str, projectors: Callable[..., Any]) -> tuple[Any, int | None]:
-        """Its last hidden state ``(B, L, D)``, and what projects embeddings."""
-        states = read_output(outputs, "last_hidden_state")
-        states = states if isinstance(states, Tensor) else read_every_hidden_state(outputs, name)[-1]
-        return (states, projectors), states.shape[1]
-
-    def pool(self, taught: EmbeddingTargets, states: Tensor, mask: Tensor | None) -> Tensor:
-        """The student's embeddings, before they are projected or normalised."""
-        return pool_states(states, mask, pooling=taught.pooling)
-
-    def parts(
-        self, taught: Sequence[Any], student: Any, *, loss_mask: Tensor | None, check: bool
-    ) -> dict[str, Tensor]:
-        """``loss``."""
-        states, projectors = student
-        (targets,) = taught  # of the cache: live teachers give none
-        own = projectors({EMBEDDING: self.pool(targets, states, loss_mask)})[EMBEDDING]
-        own = unit(own) if targets.normalize else own
-        return {"": embedding_loss(own, targets.vectors, distance=self.distance, check=check)}
+from shd_torch.training.projectors import make_projector
 
 
 class SeenEmbeddings:
@@ -184,17 +111,3 @@ class EmbeddingLoss(nn.Module):
             raise ShdError("sample-missing", f"{rule}: {advice}", "CACHE-82")
         records = self.cache.read_batch(keys, (), logits=False, hidden=())
         return torch.from_numpy(np.stack([self.cache.decode_embedding(record) for record in records]))
-
-
-def make_projector(
-    projector: nn.Module | None, distance: str, student_width: int | None, teacher_width: int | None
-) -> nn.Module | None:
-    """The given module, or a linear layer between different widths; None where neither is needed."""
-    if distance == "similarity":
-        if projector is not None:
-            rule = "projector must be left out with distance='similarity', which compares embeddings of any widths"
-            raise ShdError("argument-value", f"{rule}; got {type(projector).__name__}")
-        return None
-    if projector is not None or student_width is None or teacher_width in (None, student_width):
-        return projector
-    return nn.Linear(student_width, teacher_width)

@@ -9,18 +9,17 @@ from typing import Final
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shd_ref.errors import ShdError
-from shd_torch.training.terms import HiddenTerm
+from shd_ref.errors import ShdError, need
 
 FILE_NAME: Final = "hidden_projectors.safetensors"
 """In a checkpoint's folder, beside the student."""
 
+EMBEDDING: Final = -1
+"""The number of the projector of embeddings, beside those of hidden states from 0 on."""
+
 
 class Projectors(nn.Module):
-    """The projectors of a ``HiddenTerm`` by the student's number of hidden states; one may serve several.
-
-    That of an ``EmbeddingTerm`` has the number ``EMBEDDING``.
-    """
+    """The projectors of all terms by the student's number of hidden states; one may serve several."""
 
     def __init__(self, modules: Mapping[int, nn.Module]) -> None:
         super().__init__()
@@ -68,25 +67,17 @@ class Projectors(nn.Module):
             raise ShdError("argument-value", f"{rule}; got: {error}") from error
 
 
-def make_projectors(
-    term: HiddenTerm, student_width: int | None, teacher_widths: Mapping[int, int]
-) -> dict[int, nn.Module]:
-    """The term's own modules, or a linear layer for each pair of different widths, as far as they are known."""
-    students = [student for student, _ in term.pairs]
-    if isinstance(term.projectors, nn.Module):
-        return dict.fromkeys(students, term.projectors)
-    if term.projectors is not None:
-        unknown = sorted(set(term.projectors) - set(students))
-        if unknown:
-            rule = f"projectors must be by the student numbers of pairs, {students}"
-            raise ShdError("argument-value", f"{rule}; got {unknown}")
-        return dict(term.projectors)
-    modules: dict[int, nn.Module] = {}
-    for student, teacher in term.pairs:
-        width = teacher_widths.get(teacher)
-        if student_width is not None and width not in (None, student_width):
-            modules[student] = nn.Linear(student_width, width)
-    return modules
+def make_projector(
+    projector: nn.Module | None, distance: str, student_width: int | None, teacher_width: int | None
+) -> nn.Module | None:
+    """Of embeddings: the given module, or a linear layer between different widths; None where neither is needed."""
+    if distance == "similarity":
+        rule = "be left out with distance='similarity', which compares embeddings of any widths"
+        need(projector is None, "argument-value", "projector", rule, type(projector).__name__)
+        return None
+    if projector is not None or student_width is None or teacher_width in (None, student_width):
+        return projector
+    return nn.Linear(student_width, teacher_width)
 
 
 def _average_gradient(parameter: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 import shd_torch.recipes as recipes
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, need
 from shd_torch.capture.outputs import read_logits, read_output
 from shd_torch.recipes import Terms
-from shd_torch.training.rows import IGNORED
-from shd_torch.training.terms import check_targets
+from shd_torch.recipes.terms import IGNORED
+from shd_torch.training.batch import Forward, MicroBatch, count_samples
+from shd_torch.training.terms import Measured, check_targets
 
 
 @dataclass(frozen=True)
@@ -67,16 +68,16 @@ class Recipe:
     """
 
     def __init__(self, name: str, *, shift: bool | None = None, **options: Any) -> None:
-        if name not in KINDS:
-            why = f": it needs {OF_A_LOOP[name]}; write the loop of docs/recipes.md" if name in OF_A_LOOP else ""
-            raise ShdError("argument-value", f"recipe must be one of {', '.join(KINDS)}; got {name!r}{why}")
+        why = f"it needs {OF_A_LOOP[name]}; write the loop of docs/recipes.md" if name in OF_A_LOOP else ""
+        rule = f"be one of {', '.join(KINDS)}"
+        need(name in KINDS, "argument-value", "recipe", rule, repr(name), remedy=why)
         self.name, self.kind, self.shift = name, KINDS[name], shift
         taken = set(inspect.signature(self.kind.run).parameters) - {"shd", "check", "shift"}
         known = sorted(keyword for keyword in taken if not keyword.endswith(("logits", "labels", "targets")))
         unknown = sorted(set(options) - set(known))
-        if unknown or (shift is not None and self.kind.of_text is False):
-            rule = f"options of recipe {name} must be of {', '.join(known) or 'none'}"
-            raise ShdError("argument-value", f"{rule}; got {', '.join(unknown or ['shift'])}")
+        unknown += ["shift"] * (shift is not None and self.kind.of_text is False)
+        rule = f"be of {', '.join(known) or 'none'}"
+        need(not unknown, "argument-value", f"options of recipe {name}", rule, ", ".join(unknown))
         self.options = options
         self._try()
 
@@ -89,9 +90,9 @@ class Recipe:
         """Whether it has a term on a teacher's logits."""
         return self.kind.targets != "none"
 
-    def is_shifted(self, student: Any) -> bool:
-        """Whether rows predict the label after their own."""
-        return is_causal_model(student) if self.shift is None else self.shift
+    def for_student(self, student: Any) -> RecipeTerms:
+        """Its terms; labels of a causal language model of Hugging Face are not shifted yet."""
+        return RecipeTerms(self, is_causal_model(student) if self.shift is None else self.shift)
 
     def check_cache(self, codec: str, temperature: float | None, origin: str) -> None:
         """Refuse logits of the cache ``origin`` that this recipe cannot learn from: ``argument-value``."""
@@ -123,9 +124,9 @@ class Recipe:
         arguments: list[Any] = [
             read_output(outputs, name) if len(names) > 1 else read_logits(outputs) for name in names
         ]
-        if any(not isinstance(output, Tensor) for output in arguments):
-            rule = f"recipe {self.name} must have a student that returns {' and '.join(names)}"
-            raise ShdError("argument-value", f"{rule}; got {type(outputs).__name__}")
+        found = all(isinstance(output, Tensor) for output in arguments)
+        rule = f"have a student that returns {' and '.join(names)}"
+        need(found, "argument-value", f"recipe {self.name}", rule, type(outputs).__name__)
         keywords = dict(self.options) | {"check": check}
         if self.kind.of_text or (self.kind.of_text is None and arguments[0].ndim == 3):
             keywords["shift"] = shift
@@ -139,13 +140,11 @@ class Recipe:
         """The targets as the recipe takes them."""
         if not self.is_taught:
             return []
-        several = self.kind.targets == "several"
-        if not targets or (len(targets) > 1 and not several):
-            rule = f"recipe {self.name} must have {'a' if several else 'one'} teacher that returns logits"
-            raise ShdError("argument-value", f"{rule}, cached or live; got {len(targets)}")
-        if self.kind.targets != "one" and not all(isinstance(target, Tensor) for target in targets):
-            message = f"recipe {self.name} must have all logits of a teacher; got a part of the classes"
-            raise ShdError("argument-value", message)
+        name, several = f"recipe {self.name}", self.kind.targets == "several"
+        rule = f"have {'a' if several else 'one'} teacher that returns logits, cached or live"
+        need(len(targets) == 1 or (several and bool(targets)), "argument-value", name, rule, len(targets))
+        whole = self.kind.targets == "one" or all(isinstance(target, Tensor) for target in targets)
+        need(whole, "argument-value", name, "have all logits of a teacher", "a part of the classes")
         return [list(targets)] if several else [targets[0]]
 
     @property
@@ -163,6 +162,52 @@ class Recipe:
         tokens = [rows] if self.kind.has_token else []
         teachers = [] if not self.is_taught else [[rows] if self.kind.targets == "several" else rows]
         self.kind.run(rows, labels, *tokens, *teachers, **self.options)
+
+
+@dataclass(frozen=True, eq=False)
+class RecipeTerms:
+    """A recipe's terms in the training of one student."""
+
+    recipe: Recipe
+    is_shifted: bool  # whether rows predict the label after their own
+
+    def count(self, batch: MicroBatch) -> int:
+        """Samples, or rows of a text by their labels."""
+        return batch.count(self._rule) if self._reads_text(batch) else count_samples(batch)
+
+    def measure(self, forward: Forward) -> Iterator[tuple[str, float, Measured]]:
+        """Each term's name, weight and loss.
+
+        Raises:
+            ShdError: ``argument-value``; what the recipe raises.
+        """
+        recipe, batch, labels = self.recipe, forward.batch, forward.batch.inputs.get("labels")
+        if not isinstance(labels, Tensor):
+            raise ShdError("argument-value", f"a batch must hold labels for recipe {recipe.name}; got none")
+        logits = read_logits(forward.outputs)
+        length = 0 if logits is None else logits.shape[1]
+        if recipe.kind.by_sample and batch.stored is not None and not bool(batch.stored.query_mask(length).all()):
+            rule = f"a batch of recipe {recipe.name} must be full where a cache teaches, as it counts every position"
+            advice = "train on texts of one length, or with a live teacher"
+            raise ShdError("argument-value", f"{rule}, and a cache holds nothing of padding: {advice}")
+        targets = [target for teaching in forward.taught if (target := teaching.targets(length)) is not None]
+        counted = batch.counted(self._rule, length) if self._reads_text(batch) else None
+        made = recipe.terms(
+            forward.outputs, labels, targets, counted=counted, shift=self.is_shifted, check=forward.check
+        )
+        for name, (value, weight) in made.items():
+            counter = count_samples if name in recipe.kind.by_sample else self.count
+            yield name, weight, Measured({"": value}, counter)
+
+    @property
+    def _rule(self) -> str:
+        return "next_labels" if self.is_shifted else "labels"
+
+    def _reads_text(self, batch: MicroBatch) -> bool:
+        """Whether rows are those of a text; None of a recipe leaves that to the labels."""
+        labels, of_text = batch.inputs.get("labels"), self.recipe.kind.of_text
+        hard_rows = isinstance(labels, Tensor) and labels.ndim == 2 and not labels.is_floating_point()
+        return hard_rows if of_text is None else of_text
 
 
 def is_causal_model(model: Any) -> bool:

@@ -1,25 +1,30 @@
-"""Terms beside the student's own loss and that of attention: on logits, and on hidden states."""
+"""The terms of ``SHDTrainer``: each says what weighs it, which rows it counts, and its losses on a micro-batch."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
-from shd_ref.errors import ShdError
-from shd_torch.capture.outputs import read_hidden_states, read_logits
+from shd_ref.errors import ShdError, need
+from shd_torch.capture.outputs import read_every_hidden_state, read_hidden_states, read_logits, read_output
 from shd_torch.checks import check_option, check_temperature
-from shd_torch.kd import ExactTargets, TeacherHead, hidden_loss, kd_loss, mean_logits
-from shd_torch.kd.loss import DISTANCES
+from shd_torch.kd import ExactTargets, TeacherHead, embedding_loss, hidden_loss, kd_loss, mean_logits, pool_states
+from shd_torch.kd.embeddings import DISTANCES as OF_EMBEDDINGS
+from shd_torch.kd.loss import DISTANCES, unit
 from shd_torch.kd.loss import REDUCTIONS as OVER_LAYERS
 from shd_torch.kd.rows import DIVERGENCES
-from shd_torch.training.rows import ROWS
-from shd_torch.training.schedules import BetaSchedule
+from shd_torch.supervision.targets import Taught
+from shd_torch.teacher.online import LayerKeywords, layer_kls
+from shd_torch.training.batch import ROWS, Counter, Forward, MicroBatch, count_positions, count_samples
+from shd_torch.training.projectors import EMBEDDING, make_projector
+from shd_torch.training.schedules import BetaSchedule, LossBalancer
 
 if TYPE_CHECKING:
+    from shd_ref.cache import Manifest
     from shd_torch.data.dataset import CacheJoin
 
 Weight: TypeAlias = float | Callable[[float], float]
@@ -27,24 +32,99 @@ Weight: TypeAlias = float | Callable[[float], float]
 TEACHERS: Final[tuple[str, ...]] = ("losses", "logits", "probs")
 """What is averaged where several teachers have logits."""
 
+DECODER_KINDS: Final = ("decoder", "cross")
+"""Kinds of attention whose rows are of an encoder-decoder's decoder."""
 
-class RowsTerm(ABC):
-    """A term on what records hold beside attention, or a live teacher gives; the table of forms names one per form.
+
+class Measured(NamedTuple):
+    """Losses whose sum is a term on a micro-batch, before its weight."""
+
+    losses: Mapping[str, Tensor]  # by what their logged names end in
+    counter: Counter  # of the rows that each is a mean over
+
+
+class Term(ABC):
+    """One part of the loss.
 
     Attributes:
-        SUBJECT: of the form.
-        NAME: of what it logs, ``<NAME>_loss`` and ``<NAME>_weight``.
+        NAME: of what it logs, ``<NAME>_loss`` with endings.
         KEYWORDS: that the student is called with.
-        BY_SAMPLE: whether it is a mean over samples, although rows of positions are read.
         weight: a number of at least 0, or a function of progress in [0, 1].
+    """
+
+    NAME: ClassVar[str]
+    KEYWORDS: ClassVar[Mapping[str, Any]] = {}
+    weight: Weight
+
+    @abstractmethod
+    def count(self, batch: MicroBatch) -> int:
+        """Rows that count."""
+
+    @abstractmethod
+    def measure(self, forward: Forward) -> Measured:
+        """Its losses; ``forward.learn`` finds what teaches them. The counter is ``count`` or ``count_samples``."""
+
+    def weigh(self, progress: float, value: Tensor, base: Tensor | None) -> float | Tensor:
+        """Its weight, for its value and the base loss, both as parts of the whole step."""
+        return read_weight(self.weight)(progress)
+
+    @property
+    def weight_name(self) -> str:
+        return f"{self.NAME}_weight"
+
+
+class AttentionKeywords(LayerKeywords, total=False):
+    """Keywords of ``attention_kl`` that the term on attention takes."""
+
+    temperature: float
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionTerm(Term):
+    """``beta * KL(merged map || student map)`` of all taught layers, over the positions of the samples."""
+
+    NAME: ClassVar[str] = "shd"
+    weight: Weight
+    balancer: LossBalancer | None
+    kl: AttentionKeywords
+
+    def count(self, batch: MicroBatch) -> int:
+        return count_positions(batch)
+
+    def measure(self, forward: Forward) -> Measured:
+        assert forward.captured is not None
+        layers, batch = forward.layers, forward.batch
+        masks = {layer: batch.padding_mask(of_decoder=layers.kind(layer) in DECODER_KINDS) for layer in layers}
+        keywords = AttentionKeywords(**({"check": forward.check} | self.kl))
+        if not forward.is_training:
+            keywords["value"] = "exact"  # a surrogate is for gradients
+        taught = [teaching for teaching in forward.taught if teaching.layers]
+        kls = layer_kls(forward.captured, taught, loss_mask=masks, **keywords)
+        return Measured({f"_layer_{layer}": kl for layer, kl in kls.items()}, self.count)
+
+    def weigh(self, progress: float, value: Tensor, base: Tensor | None) -> float | Tensor:
+        beta = read_weight(self.weight)(progress)
+        if self.balancer is None:
+            return beta
+        if base is None:
+            rule = "balancer must have a loss of the student's own to scale to; got a student or a batch without"
+            raise ShdError("argument-value", f"{rule}: give labels or a recipe, or leave the balancer out")
+        return beta * self.balancer.scale(base, value)
+
+    @property
+    def weight_name(self) -> str:
+        return "beta"
+
+
+class RowsTerm(Term):
+    """A term on what records hold beside attention, or a live teacher gives.
+
+    Attributes:
+        SUBJECT: of the form that teaches it.
         rows: which rows count, see ``KdTerm``.
     """
 
     SUBJECT: ClassVar[str]
-    NAME: ClassVar[str]
-    KEYWORDS: ClassVar[Mapping[str, Any]] = {}
-    BY_SAMPLE: ClassVar[bool] = False
-    weight: Weight
     rows: str = "positions"
 
     def check_cache(self, joined: CacheJoin, *, has_teacher: bool) -> None:
@@ -53,41 +133,19 @@ class RowsTerm(ABC):
         Raises:
             ShdError: ``cache-mismatch``, ``argument-value``.
         """
-        if not has_teacher and all(form.SUBJECT != self.SUBJECT for form in joined.cache.manifest.forms):
-            rule = f"{self.NAME} must have {self.SUBJECT} in {joined.cache.folder}, or a live teacher"
-            raise ShdError("cache-mismatch", f"{rule}; got neither: precompute it with them", "CACHE-160")
+        rule = f"have {self.SUBJECT} in {joined.cache.folder}, or a live teacher"
+        is_held = any(form.SUBJECT == self.SUBJECT for form in joined.cache.manifest.forms)
+        got = "neither: precompute it with them"
+        need(has_teacher or is_held, "cache-mismatch", self.NAME, rule, got, spec_id="CACHE-160")
 
-    def read_taught(self, taught: Any, length: int | None) -> Any:
-        """What a cache's batch or a live teacher's gives; None for nothing."""
-        return taught.embeddings() if hasattr(taught, "embeddings") else None
+    def make_projectors(
+        self, student_width: int | None, manifest: Manifest | None, teacher_width: int | None
+    ) -> Mapping[int, nn.Module]:
+        """What takes the student's states, by number, to the width of a cache, or to that of a live teacher."""
+        return {}
 
-    @abstractmethod
-    def read_student(self, outputs: Any, name: str, projectors: Callable[..., Any]) -> tuple[Any, int | None]:
-        """What is compared of the outputs of the student ``name``, and its L; None of one row per sample.
-
-        ``projectors`` takes its hidden states by number to the teacher's widths.
-
-        Raises:
-            ShdError: ``argument-value``.
-        """
-
-    @abstractmethod
-    def parts(
-        self, taught: Sequence[Any], student: Any, *, loss_mask: Tensor | None, check: bool
-    ) -> dict[str, Tensor]:
-        """Losses whose sum is the term, by what their logged names end in; before the weight.
-
-        Args:
-            taught: one per teacher, as ``read_taught`` gives it.
-            student: as ``read_student`` gives it.
-            loss_mask: boolean ``(B, L)``, True = counts.
-            check: validate the values, which costs a device sync.
-        """
-
-    @property
-    def lacking(self) -> str:
-        """The error where no teacher gives what it needs."""
-        return f"{self.NAME} must have a teacher that gives {self.SUBJECT}; got none"
+    def count(self, batch: MicroBatch) -> int:
+        return batch.count(self.rows)
 
 
 @dataclass(frozen=True)
@@ -136,7 +194,7 @@ class KdTerm(RowsTerm):
         check_option("teachers", self.teachers, TEACHERS)
 
     def check_cache(self, joined: CacheJoin, *, has_teacher: bool) -> None:
-        """Stored logits must be of its temperature and suit its divergence."""
+        """Stored logits must be of its temperature and suit its divergence; the head is read now."""
         folder, form = str(joined.cache.folder), joined.logits
         if self.exact and joined.cache.manifest.exact is not None:
             self._head[:] = [TeacherHead.read(joined.cache)]
@@ -148,35 +206,29 @@ class KdTerm(RowsTerm):
         elif not has_teacher:
             raise ShdError("cache-mismatch", no_logits(self.NAME, folder), "CACHE-160")
 
-    def read_taught(self, taught: Any, length: int | None) -> Any:
-        """Its logits, or what makes them."""
-        if not (self.exact and hasattr(taught, "last_states")):
-            return taught.targets(length)
-        states = taught.last_states(length)
-        if self._head[0].weight.device != states.device:
-            self._head[0] = self._head[0].to(states.device)
-        return ExactTargets(states, self._head[0])
-
-    def read_student(self, outputs: Any, name: str, projectors: Callable[..., Any]) -> tuple[Any, int | None]:
-        """Its logits ``(B, L, V)``, or ``(B, V)``."""
-        logits = read_logits(outputs)
+    def measure(self, forward: Forward) -> Measured:
+        """On logits ``(B, L, V)``, or ``(B, V)`` of a classifier, whose samples count."""
+        logits = read_logits(forward.outputs)
         if logits is None or logits.ndim > 3:
             got = "none" if logits is None else str(tuple(logits.shape))
             rule = f"kd must have a student that returns logits (B, L, V) or (B, V); got {got}"
             advice = "one that fuses its head with its loss is trained by linear_kd_loss in a loop of your own"
             raise ShdError("argument-value", f"{rule}: {advice}")
-        return logits, None if logits.ndim == 2 else logits.shape[1]
+        has_rows = logits.ndim == 3
+        length = logits.shape[1] if has_rows else None
+        lacking = "kd must have a teacher that returns logits (..., V); got none"
+        targets = forward.learn(lambda taught: self._read(taught, length), lacking)
+        mask = forward.batch.counted(self.rows, length) if has_rows else None
+        loss = self.loss(targets, logits, loss_mask=mask, check=forward.check)
+        return Measured({"": loss}, self.count if has_rows else count_samples)
 
-    def parts(
-        self, taught: Sequence[Any], student: Any, *, loss_mask: Tensor | None, check: bool
-    ) -> dict[str, Tensor]:
-        """``loss``."""
-        return {"": self.loss(taught, student, loss_mask=loss_mask, check=check)}
-
-    @property
-    def lacking(self) -> str:
-        """See ``RowsTerm``."""
-        return "kd must have a teacher that returns logits (..., V); got none"
+    def _read(self, taught: Taught, length: int | None) -> Any:
+        states = taught.last_states(length) if self.exact else None
+        if states is None:
+            return taught.targets(length)
+        if self._head[0].weight.device != states.device:
+            self._head[0] = self._head[0].to(states.device)
+        return ExactTargets(states, self._head[0])
 
     def loss(self, targets: Sequence[Any], logits: Tensor, *, loss_mask: Tensor | None, check: bool) -> Tensor:
         """The mean over counted rows, before the weight.
@@ -192,10 +244,10 @@ class KdTerm(RowsTerm):
         """
         sources = list(targets)
         if len(sources) > 1 and self.teachers != "losses":
-            if not all(isinstance(source, Tensor) for source in sources):
-                rule = "kd must have teachers='losses' where a teacher gives some of its classes alone"
-                reason = "the mean of truncated rows is not the truncated mean"
-                raise ShdError("argument-value", f"{rule}; got {self.teachers!r}: {reason}")
+            whole = all(isinstance(source, Tensor) for source in sources)
+            rule = "have teachers='losses' where a teacher gives some of its classes alone"
+            reason = "the mean of truncated rows is not the truncated mean"
+            need(whole, "argument-value", "kd", rule, repr(self.teachers), remedy=reason)
             temperature = 1.0 if self.temperature is None else self.temperature
             sources = [mean_logits(sources, of=self.teachers, temperature=temperature, check=check)]
         names = ("divergence", "mixing", "temperature", "t_squared", "vocab_size")
@@ -205,7 +257,7 @@ class KdTerm(RowsTerm):
 
 
 def exact_term(weight: Weight) -> KdTerm:
-    """The term on exact targets, as the table of forms makes it."""
+    """The term on exact targets, by its weight."""
     return KdTerm(weight=weight, exact=True)
 
 
@@ -246,9 +298,9 @@ class HiddenTerm(RowsTerm):
             isinstance(pair, tuple | list) and len(pair) == 2 and all(type(n) is int and n >= 0 for n in pair)
             for pair in pairs
         )
-        if not good or len({student for student, _ in pairs}) < len(pairs):
-            rule = "pairs must be (student, teacher) numbers of hidden states of at least 0, each student's once"
-            raise ShdError("layers-invalid", f"{rule}; got {self.pairs!r}")
+        rule = "be (student, teacher) numbers of hidden states of at least 0, each student's once"
+        good = good and len({student for student, _ in pairs}) == len(pairs)
+        need(good, "layers-invalid", "pairs", rule, repr(self.pairs))
         object.__setattr__(self, "pairs", tuple((student, teacher) for student, teacher in pairs))
 
     @property
@@ -258,52 +310,115 @@ class HiddenTerm(RowsTerm):
 
     def check_cache(self, joined: CacheJoin, *, has_teacher: bool) -> None:
         """The cache must hold the teacher's layers, or nothing where a live teacher gives them."""
-        folder, held = joined.cache.folder, joined.hidden_layers
-        if not set(self.teacher_layers) <= set(held) and (held or not has_teacher):
-            rule = f"hidden must have the teacher's hidden states {list(self.teacher_layers)} in {folder}"
-            message = f"{rule}; got {list(held)}: precompute with --hidden, and read them"
-            raise ShdError("cache-mismatch", message, "CACHE-176")
+        wanted, held = self.teacher_layers, joined.hidden_layers
+        fits = set(wanted) <= set(held) or (has_teacher and not held)
+        rule = f"have the teacher's hidden states {list(wanted)} in {joined.cache.folder}"
+        got = f"{list(held)}: precompute with --hidden, and read them"
+        need(fits, "cache-mismatch", "hidden", rule, got, spec_id="CACHE-176")
 
-    def read_taught(self, taught: Any, length: int | None) -> Any:
-        """Its hidden states by number."""
-        return taught.hidden_states(length) or None
+    def make_projectors(
+        self, student_width: int | None, manifest: Manifest | None, teacher_width: int | None
+    ) -> Mapping[int, nn.Module]:
+        """The term's own modules, or a linear layer for each pair of different widths, as far as they are known."""
+        students = [student for student, _ in self.pairs]
+        if isinstance(self.projectors, nn.Module):
+            return dict.fromkeys(students, self.projectors)
+        if self.projectors is not None:
+            unknown = sorted(set(self.projectors) - set(students))
+            rule = f"be by the student numbers of pairs, {students}"
+            need(not unknown, "argument-value", "projectors", rule, unknown)
+            return self.projectors
+        held = None if manifest is None else manifest.hidden
+        widths = {} if held is None else {layer.layer: layer.width for layer in held.layers}
+        widths |= {} if teacher_width is None else dict.fromkeys(self.teacher_layers, teacher_width)
+        return {
+            student: nn.Linear(student_width, width)
+            for student, teacher in self.pairs
+            if student_width is not None and (width := widths.get(teacher)) not in (None, student_width)
+        }
 
-    def read_student(self, outputs: Any, name: str, projectors: Callable[..., Any]) -> tuple[Any, int | None]:
-        """Its hidden states by number, projected."""
+    def measure(self, forward: Forward) -> Measured:
+        """By layer the mean over counted rows, averaged over teachers."""
         numbers = [student for student, _ in self.pairs]
-        states = projectors(read_hidden_states(outputs, numbers, name))
-        return states, states[numbers[0]].shape[1]
-
-    def parts(
-        self, taught: Sequence[Any], student: Any, *, loss_mask: Tensor | None, check: bool
-    ) -> dict[str, Tensor]:
-        """``losses``, by layer."""
-        losses = self.losses(taught, student, loss_mask=loss_mask, check=check)
-        return {f"_layer_{number}": loss for number, loss in losses.items()}
-
-    @property
-    def lacking(self) -> str:
-        """See ``RowsTerm``."""
-        rule = "hidden must have a teacher that keeps hidden states; got none"
-        return f"{rule}: give OnlineTeacher hidden_layers={self.teacher_layers}"
-
-    def losses(
-        self,
-        teachers: Sequence[Mapping[int, Tensor]],
-        students: Mapping[int, Tensor],
-        *,
-        loss_mask: Tensor | None,
-        check: bool,
-    ) -> dict[int, Tensor]:
-        """By student number the mean over counted rows, averaged over teachers; their sum is the term."""
+        students = forward.project(read_hidden_states(forward.outputs, numbers, forward.student))
+        length = students[numbers[0]].shape[1]
+        lacking = "hidden must have a teacher that keeps hidden states; got none"
+        lacking += f": give OnlineTeacher hidden_layers={self.teacher_layers}"
+        teachers = forward.learn(lambda taught: taught.hidden_states(length) or None, lacking)
+        mask = forward.batch.counted(self.rows, length)
         count = len(teachers) * (len(self.pairs) if self.reduction == "mean" else 1)
-        losses: dict[int, Tensor] = {}
+        losses: dict[str, Tensor] = {}
         for number, source in sorted(self.pairs):
-            for states in teachers:
-                pair = students[number], states[source]
-                loss = hidden_loss(*pair, distance=self.distance, loss_mask=loss_mask, check=check) / count
-                losses[number] = losses[number] + loss if number in losses else loss
-        return losses
+            distances = [
+                hidden_loss(
+                    students[number], states[source], distance=self.distance, loss_mask=mask, check=forward.check
+                )
+                / count
+                for states in teachers
+            ]
+            losses[f"_layer_{number}"] = sum(distances[1:], distances[0])
+        return Measured(losses, self.count)
+
+
+@dataclass(frozen=True, eq=False)
+class EmbeddingTerm(RowsTerm):
+    """Additional loss on embeddings of texts, from a cache: ``weight * embedding_loss(student's, teacher's)``.
+
+    The student's last hidden state is pooled as the teacher's was, over the positions of the attention mask. The loss
+    is a mean over texts, also where gradients accumulate; ``"similarity"`` compares the texts of one micro-batch.
+
+    Attributes:
+        weight: as of ``KdTerm``.
+        distance: ``"cosine"``, ``"mse"`` or ``"similarity"``, see ``embedding_loss``.
+        projector: module from the student's width to the teacher's, for ``"cosine"`` and ``"mse"``; None creates a
+            linear layer where the widths differ. It is trained with the student, and left behind.
+
+    Raises:
+        ShdError: ``argument-value``.
+    """
+
+    SUBJECT: ClassVar[str] = "embeddings"
+    NAME: ClassVar[str] = "embedding"
+    KEYWORDS: ClassVar[Mapping[str, Any]] = {"output_hidden_states": True}  # where the student has a head
+
+    weight: Weight = 1.0
+    distance: str = "cosine"
+    projector: nn.Module | None = None
+
+    def __post_init__(self) -> None:
+        read_weight(self.weight)
+        check_option("distance", self.distance, OF_EMBEDDINGS)
+
+    def check_cache(self, joined: CacheJoin, *, has_teacher: bool) -> None:
+        """The cache must hold embeddings, also beside a live teacher, which gives none."""
+        rule, got = f"have embeddings in {joined.cache.folder}", "none: precompute with --embeddings"
+        is_held = joined.cache.manifest.embeddings is not None
+        need(is_held, "cache-mismatch", "embedding", rule, got, spec_id="CACHE-181")
+
+    def make_projectors(
+        self, student_width: int | None, manifest: Manifest | None, teacher_width: int | None
+    ) -> Mapping[int, nn.Module]:
+        form = None if manifest is None else manifest.embeddings
+        width = None if form is None else form.width
+        projector = make_projector(self.projector, self.distance, student_width, width)
+        return {} if projector is None else {EMBEDDING: projector}
+
+    def count(self, batch: MicroBatch) -> int:
+        return count_samples(batch)
+
+    def measure(self, forward: Forward) -> Measured:
+        states = read_output(forward.outputs, "last_hidden_state")
+        if not isinstance(states, Tensor):
+            states = read_every_hidden_state(forward.outputs, forward.student)[-1]
+        lacking = "embedding must have a cache of embeddings, as no live teacher gives them; got none"
+        (targets,) = forward.learn(lambda taught: taught.embeddings(), lacking)
+        pooled = pool_states(states, forward.batch.counted(self.rows, states.shape[1]), pooling=targets.pooling)
+        if forward.seen is not None:
+            forward.seen.add(targets.vectors, pooled)
+        own = forward.project({EMBEDDING: pooled})[EMBEDDING]
+        own = unit(own) if targets.normalize else own
+        loss = embedding_loss(own, targets.vectors, distance=self.distance, check=forward.check)
+        return Measured({"": loss}, count_samples)
 
 
 def no_logits(name: str, folder: str) -> str:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,20 +18,32 @@ from shd_ref.cache.storage.drafts import settle
 from shd_ref.cache.storage.storage import write_errors
 from shd_ref.errors import ShdError, need
 from shd_torch.capture.capture import capture_attention
-from shd_torch.capture.outputs import read_logits, read_output
+from shd_torch.capture.outputs import read_output
 from shd_torch.data.dataset import CacheJoin, SupervisedDataset, check_cache
 from shd_torch.data.stream import SupervisedStream
+from shd_torch.supervision.targets import Taught
 from shd_torch.supervision.taught_layers import unite_layers
-from shd_torch.teacher.online import LayerKeywords, OnlineTeacher, layer_kls
+from shd_torch.teacher.online import OnlineSupervision, OnlineTeacher
 from shd_torch.training import TERMS
+from shd_torch.training.batch import Counter, Forward, MicroBatch, count_positions, count_samples
 from shd_torch.training.checkpoints import MARKER, finish_checkpoint, is_whole, last_checkpoint
 from shd_torch.training.collator import SupervisedCollator, leave_samples
-from shd_torch.training.embeddings import EMBEDDING, EmbeddingTerm, SeenEmbeddings, make_projector
-from shd_torch.training.projectors import Projectors, make_projectors
+from shd_torch.training.embeddings import SeenEmbeddings
+from shd_torch.training.projectors import Projectors
 from shd_torch.training.recipe import Recipe
-from shd_torch.training.rows import batch_share, count_rows, counted_rows, mask_of_rows
 from shd_torch.training.schedules import LossBalancer
-from shd_torch.training.terms import HiddenTerm, KdTerm, RowsTerm, Weight, no_logits, read_weight
+from shd_torch.training.terms import (
+    AttentionKeywords,
+    AttentionTerm,
+    EmbeddingTerm,
+    HiddenTerm,
+    KdTerm,
+    Measured,
+    RowsTerm,
+    Term,
+    Weight,
+    no_logits,
+)
 
 try:
     from accelerate.data_loader import prepare_data_loader
@@ -41,16 +52,6 @@ except ImportError as error:
     raise ImportError(
         "shd_torch.training.trainer needs transformers and accelerate: pip install '.[hf]' (in a checkout)"
     ) from error
-
-
-DECODER_KINDS: Final = ("decoder", "cross")
-"""Kinds of attention whose rows are of an encoder-decoder's decoder."""
-
-
-class AttentionKeywords(LayerKeywords, total=False):
-    """Keywords of ``attention_kl`` that the term on attention takes."""
-
-    temperature: float
 
 
 class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers is untyped in places
@@ -84,7 +85,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
             can avoid them with ``linear_kd_loss``.
         hidden: the term on hidden states, or None. The student is called with ``output_hidden_states=True``.
         embeddings: the term on embeddings of texts, or None; from a cache alone.
-        terms: further terms by the subject of a form that the table of forms names: the term, or its weight.
+        terms: further terms by the subject of a form (``shd_torch.training.TERMS``): the term, or its weight.
         teacher: live teachers (callables that return the same as ``OnlineTeacher``), which see every batch without
             its labels; or None if ``train_dataset`` is a ``SupervisedDataset`` or ``SupervisedStream`` with a cache.
             Several are averaged, each term over the teachers that provide its targets.
@@ -119,29 +120,28 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         self._is_self_taught: bool = self.can_return_loss  # as CLIP is; the attribute changes in prediction_step
         if not torch.accelerator.is_available():
             self.args.dataloader_pin_memory = False  # there is nothing to pin for, of which PyTorch warns
+        self.kl = AttentionKeywords(**(kl or {}))
+        self.attention = None if beta is None else AttentionTerm(beta, balancer, self.kl)
         self.terms: list[RowsTerm] = [term for term in (kd, hidden, embeddings) if term is not None]
         self.terms += _read_terms(terms or {})
-        if beta is None and recipe is None and not self.terms:
+        self.recipe = Recipe(recipe) if isinstance(recipe, str) else recipe
+        if self.attention is None and self.recipe is None and not self.terms:
             rule = "SHDTrainer must have a term: beta, recipe, kd, hidden or embeddings"
             raise ShdError("argument-value", f"{rule}; got none")
-        self.beta = None if beta is None else read_weight(beta)
-        self.kd, self.hidden, self.recipe = kd, hidden, Recipe(recipe) if isinstance(recipe, str) else recipe
-        self.embeddings = next((term for term in self.terms if isinstance(term, EmbeddingTerm)), None)
-        self._seen: SeenEmbeddings | None = None  # in an evaluation
         self.teachers = [] if teacher is None else list(teacher) if isinstance(teacher, Sequence) else [teacher]
-        self.balancer, self.kl = balancer, AttentionKeywords(**(kl or {}))
-        if self.args.n_gpu > 1:
-            rule = f"SHDTrainer must run one process a device; got {self.args.n_gpu} devices in one process"
-            raise ShdError("argument-value", f"{rule} (DataParallel): start it with torchrun or accelerate")
+        devices = f"{self.args.n_gpu} devices in one process (DataParallel)"
+        remedy = "start it with torchrun or accelerate"
+        one = self.args.n_gpu <= 1
+        need(one, "argument-value", "SHDTrainer", "run one process a device", devices, remedy=remedy)
         if self.recipe is not None:
-            self._check_recipe(self.recipe)
+            self._check_recipe(self.recipe, kd)
         if isinstance(self.train_dataset, CacheJoin):
-            if self.beta is not None and (self.train_dataset.layers or not self.teachers):
+            if self.attention is not None and (self.train_dataset.layers or not self.teachers):
                 self._check_cache(self.train_dataset.cache)
             self._check_rows(self.train_dataset)
-            if self.accelerator.dispatch_batches:
-                rule = "accelerator_config must leave dispatch_batches off"
-                raise ShdError("argument-value", f"{rule}; got True: every rank reads its own records")
+            divides = not self.accelerator.dispatch_batches
+            rule, reason = "leave dispatch_batches off", "every rank reads its own records"
+            need(divides, "argument-value", "accelerator_config", rule, True, remedy=reason)
             self.data_collator = SupervisedCollator(
                 # The base class removes columns from samples alone, not from samples with records.
                 self._get_collator_with_removed_columns(self.data_collator, "training"),
@@ -155,8 +155,10 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
             sets = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
             for dataset in sets:
                 self._check_eval(dataset)
-        self._record = StepRecord()
-        self._shares: dict[str, Tensor] = {}  # of the micro-batch that is running
+        self._base = None if self.recipe is None else self.recipe.for_student(self._student)
+        self._totals: dict[Counter, int] = {}  # rows that count in the running step's micro-batches
+        self._record: StepRecord | None = None  # of the steps since the last log
+        self._seen: SeenEmbeddings | None = None  # in an evaluation
         self.projectors = self._make_projectors()
 
     def _check_cache(self, cache: CacheReader) -> None:
@@ -173,12 +175,12 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
     def _needs_teacher(self) -> bool:
         """Whether a term has something to learn from a teacher; a recipe of labels alone is a baseline."""
         taught = self.recipe is not None and self.recipe.is_taught
-        return taught or self.beta is not None or bool(self.terms)
+        return taught or self.attention is not None or bool(self.terms)
 
-    def _check_recipe(self, recipe: Recipe) -> None:
+    def _check_recipe(self, recipe: Recipe, kd: KdTerm | None) -> None:
         """Refuse what would be a second base loss, or a second term on logits."""
         beside = {
-            "kd": self.kd,
+            "kd": kd,
             "compute_loss_func": self.compute_loss_func,
             "label_smoothing_factor": self.label_smoother,
         }
@@ -262,13 +264,14 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As in the base class, with how far student and teacher agree on which texts are alike."""
-        self._seen = None if self.embeddings is None else SeenEmbeddings()
+        of_texts = any(isinstance(term, EmbeddingTerm) for term in self.terms)
+        self._seen = SeenEmbeddings() if of_texts else None
         try:
             output = super().evaluation_loop(*args, **kwargs)
             agreement = None if self._seen is None else self._seen.agreement()
         finally:
             self._seen = None
-        if self.embeddings is not None and output.metrics is not None:
+        if of_texts and output.metrics is not None:
             here = [0.0, 0.0, 0.0] if agreement is None else [agreement.spearman, agreement.neighbours, 1.0]
             reduced = self.accelerator.reduce(torch.tensor(here, device=self.args.device), "sum")
             spearman, neighbours, ranks = reduced.tolist()
@@ -283,7 +286,8 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """The micro-batches of a step; counts their rows and measures the waiting time."""
-        self._record.begin(self.state.global_step)
+        # Not at step 0 where a training is resumed.
+        self._record = self._record or StepRecord(self.state.global_step)
         self.projectors.zero_grad()  # the base class does so for the student alone
         started = time.perf_counter()
         taken = list(islice(epoch_iterator, num_batches))
@@ -291,7 +295,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         if isinstance(self.train_dataset, SupervisedStream) and not self._is_whole_everywhere(taken, num_batches):
             # A rank that stepped alone would wait for the others for ever.
             taken, self.control.should_epoch_stop = [], True
-        self._count_step(taken)
+        self._totals = self._count(taken)
         return super().get_batch_samples(iter(taken), len(taken), device)
 
     def compute_loss(
@@ -301,56 +305,82 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The student's loss, if it has one, plus the terms in training."""
-        model_inputs = dict(inputs)
-        stored, tallies = model_inputs.pop("supervision", None), model_inputs.pop("tallies", {})
+        """The student's loss, if it has one, plus the terms in training.
+
+        Teachers teach; the student runs, its attention captured; each term measures its losses on that pass; and each
+        loss, as its part of the whole step, is added by its weight.
+        """
+        batch = MicroBatch.of(inputs, has_decoder=self._has_decoder)
         if not model.training:
-            if self._has_own_loss(model_inputs):
-                return super().compute_loss(model, model_inputs, return_outputs, num_items_in_batch)
-            self._count_step([inputs])
-        taught: list[Any] = [] if stored is None else [stored.to(self.args.device, non_blocking=True)]
-        seen = {name: value for name, value in model_inputs.items() if not name.startswith("labels")}
-        if self.teachers or self.recipe is not None:
-            self._check_decoder(seen)
-        online = [teacher(**seen) for teacher in self.teachers]
-        taught += online
+            if self._has_own_loss(batch.inputs):
+                return super().compute_loss(model, batch.inputs, return_outputs, num_items_in_batch)
+            self._totals = self._count([inputs])
+        batch = batch.to(self.args.device)
+        if self.teachers or self._base is not None:
+            self._check_decoder(batch.seen)
+        online = [teacher(**batch.seen) for teacher in self.teachers]
+        taught: list[Taught] = [*([] if batch.stored is None else [batch.stored]), *online]
         layers = unite_layers([teaching.layers for teaching in taught])
         asked = {name: value for term in self.terms for name, value in term.KEYWORDS.items()}
-        with nullcontext() if self.beta is None else capture_attention(model, layers) as captured:
-            if self.recipe is None:
-                base, outputs = self._own_loss(model, model_inputs | asked, num_items_in_batch)
+        with nullcontext() if self.attention is None else capture_attention(model, layers) as captured:
+            if self._base is None:
+                base, outputs = self._own_loss(model, batch.inputs | asked, num_items_in_batch)
             else:
-                outputs = model(**(seen | asked))
+                base, outputs = None, model(**(batch.seen | asked))
+        forward = Forward(
+            batch=batch,
+            taught=taught,
+            outputs=outputs,
+            captured=captured,
+            layers=layers,
+            student=type(self.model).__name__,
+            project=self.projectors,
+            # Values are validated at the first step alone: it makes the host wait for the device.
+            check=bool(self.kl.get("check", self.state.global_step == 0)),
+            is_training=model.training,
+            totals=self._totals,
+            device=self.args.device,
+            seen=self._seen,
+        )
         # The base class divides by the number of micro-batches what is not a part of the whole step yet.
         is_whole = not model.training or self._is_scaled(num_items_in_batch)
         parts = 1 if is_whole else self.current_gradient_accumulation_steps
-        terms: list[_Term] = []
-        self._shares.clear()
-        if self.recipe is not None:
-            terms += self._recipe_terms(self.recipe, taught, outputs, inputs)
-            base = parts * torch.stack([term.weight * term.value for term in terms]).sum()
-        if captured is not None:
-            masks = {
-                layer: mask_of_rows(model_inputs, of_decoder=layers.kind(layer) in DECODER_KINDS) for layer in layers
-            }
-            keywords = AttentionKeywords(**({"check": self._checks} | self.kl))
-            if not model.training:
-                keywords["value"] = "exact"  # a surrogate is for gradients
-            of_attention = [teaching for teaching in taught if teaching.layers]
-            kls = layer_kls(captured, of_attention, loss_mask=masks, **keywords)
-            terms.append(self._attention_term(kls, None if base is None else base / parts, inputs))
-            if model.training:
-                self._record.count_alphas(tallies.get(Attention.SUBJECT), online, count_rows(inputs))
-        terms += [self._rows_term(term, taught, outputs, inputs) for term in self.terms]
-        losses = [] if base is None else [base]
-        losses += [parts * term.weight * term.value for term in terms if not term.is_base]
-        loss = torch.stack(losses).sum()
-        if model.training:
-            logged = {} if base is None else {"base_loss": base / parts}
-            for term in terms:
-                logged |= term.logged
-            self._record.add(logged, {term.weight_name: term.weight for term in terms})
+        record = self._record if model.training and self._record is not None else StepRecord(0)
+        if self._base is not None:
+            losses = [self._add_base(record, forward, *part) for part in self._base.measure(forward)]
+            base = parts * torch.stack(losses).sum()
+        own = None if base is None else base / parts
+        terms: list[Term] = [*([] if self.attention is None else [self.attention]), *self.terms]
+        losses = [parts * self._add_term(record, forward, term, own) for term in terms]
+        loss = torch.stack(losses if base is None else [base, *losses]).sum()
+        if own is not None:
+            record.add({"base_loss": own})
+        if self.attention is not None:
+            record.count_alphas(batch.tallies.get(Attention.SUBJECT), online, count_positions(batch))
         return (loss, outputs) if return_outputs else loss
+
+    def _add_base(self, record: StepRecord, forward: Forward, name: str, weight: float, measured: Measured) -> Tensor:
+        """A recipe's term, weighed, as its part of the whole step's base loss."""
+        value = forward.share(measured.counter) * measured.losses[""]
+        record.add({f"{name}_loss": value}, {f"{name}_weight": torch.tensor(weight)})
+        return weight * value
+
+    def _add_term(self, record: StepRecord, forward: Forward, term: Term, base: Tensor | None) -> Tensor:
+        """A term, weighed, as its part of the whole step's loss."""
+        measured = term.measure(forward)
+        share = forward.share(measured.counter)
+        losses = {f"{term.NAME}_loss{end}": share * loss for end, loss in measured.losses.items()}
+        value = torch.stack(list(losses.values())).sum()
+        weight = torch.as_tensor(term.weigh(self.state.global_step / max(self.state.max_steps, 1), value, base))
+        record.add(losses | {f"{term.NAME}_loss": value}, {term.weight_name: weight})
+        return weight * value
+
+    def _count(self, batches: Sequence[Mapping[str, Any]]) -> dict[Counter, int]:
+        """Rows that count in a step's micro-batches, for each way in which a loss counts them."""
+        taken = [MicroBatch.of(batch, has_decoder=self._has_decoder) for batch in batches]
+        terms = [term for term in (self.attention, self._base, *self.terms) if term is not None]
+        counters: list[Counter] = [count_samples, *(term.count for term in terms)]
+        return {counter: sum(map(counter, taken)) for counter in counters}
 
     @property
     def _takes_labels(self) -> bool:
@@ -372,13 +402,6 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         loss = outputs[0] if isinstance(outputs, tuple) and outputs else read_output(outputs, "loss")
         return (loss if isinstance(loss, Tensor) and loss.ndim == 0 else None), outputs
 
-    def _count_step(self, batches: Sequence[Mapping[str, Any]]) -> None:
-        """Note the rows of a step's micro-batches, by the term that counts them."""
-        counts = ["positions"]
-        counts += ["samples"] if self.terms or self.recipe is not None else []
-        counts += [term.NAME for term in self.terms] + ["recipe"] * (self.recipe is not None)
-        self._record.rows_in_step = {name: sum(self._count(batch, name) for batch in batches) for name in counts}
-
     def _check_eval(self, dataset: Any) -> None:
         """Refuse an evaluation that could measure nothing."""
         taught = bool(self.teachers) or isinstance(dataset, CacheJoin)
@@ -395,111 +418,6 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
             rule = f"a batch of an encoder-decoder must hold decoder_input_ids, as {who} is given no labels to shift"
             advice = "make them in the collator, such as by DataCollatorForSeq2Seq(tokenizer, model=student)"
             raise ShdError("argument-value", f"{rule}; got {', '.join(seen)}: {advice}")
-
-    def _attention_term(self, kls: Mapping[int, Tensor], base: Tensor | None, inputs: Mapping[str, Any]) -> _Term:
-        assert self.beta is not None
-        share = self._share(inputs, "positions")
-        value = share * torch.stack(list(kls.values())).sum()
-        weight = self._weigh(self.beta)
-        if self.balancer is not None:
-            if base is None:
-                rule = "balancer must have a loss of the student's own to scale to; got a student or a batch without"
-                raise ShdError("argument-value", f"{rule}: give labels or a recipe, or leave the balancer out")
-            # Both as parts of the whole step, or the scale would depend on how it is divided.
-            weight = weight * self.balancer.scale(base, value)
-        layers = {f"shd_loss_layer_{layer}": share * kl for layer, kl in kls.items()}
-        return _Term(value, weight, "beta", {"shd_loss": value} | layers)
-
-    def _recipe_terms(
-        self, recipe: Recipe, taught: Sequence[Any], outputs: Any, inputs: Mapping[str, Any]
-    ) -> list[_Term]:
-        labels = inputs.get("labels")
-        if not isinstance(labels, Tensor):
-            raise ShdError("argument-value", f"a batch must hold labels for recipe {recipe.name}; got none")
-        logits = read_logits(outputs)
-        length = 0 if logits is None else logits.shape[1]
-        rule = self._recipe_rule(recipe, inputs)
-        counted = None if rule == "samples" else self._mask(rule, taught, inputs, length)
-        stored = [teaching for teaching in taught if hasattr(teaching, "query_mask")]
-        if recipe.kind.by_sample and any(not bool(teaching.query_mask(length).all()) for teaching in stored):
-            rule = f"a batch of recipe {recipe.name} must be full where a cache teaches, as it counts every position"
-            advice = "train on texts of one length, or with a live teacher"
-            message = f"{rule}, and a cache holds nothing of padding: {advice}"
-            raise ShdError("argument-value", message)
-        targets = [target for teaching in taught if (target := teaching.targets(length)) is not None]
-        shift = recipe.is_shifted(self._student)
-        made = recipe.terms(outputs, labels, targets, counted=counted, shift=shift, check=self._checks)
-        terms = []
-        for name, (value, weight) in made.items():
-            share = self._share(inputs, "samples" if name in recipe.kind.by_sample else "recipe")
-            loss, factor = share * value, torch.tensor(weight, device=self.args.device)
-            terms.append(_Term(loss, factor, f"{name}_weight", {f"{name}_loss": loss}, is_base=True))
-        return terms
-
-    def _recipe_rule(self, recipe: Recipe, inputs: Mapping[str, Any]) -> str:
-        """Which rows a recipe counts: samples, or those of a text by their labels."""
-        labels = inputs.get("labels")
-        is_text = isinstance(labels, Tensor) and labels.ndim == 2 and not labels.is_floating_point()
-        if recipe.kind.of_text is False or (recipe.kind.of_text is None and not is_text):
-            return "samples"
-        return "next_labels" if recipe.is_shifted(self._student) else "labels"
-
-    def _rows_term(self, term: RowsTerm, taught: Sequence[Any], outputs: Any, inputs: Mapping[str, Any]) -> _Term:
-        student, length = term.read_student(outputs, type(self.model).__name__, self.projectors)
-        mask = None if length is None else self._mask(term.rows, taught, inputs, length)
-        targets = [target for teaching in taught if (target := term.read_taught(teaching, length)) is not None]
-        if not targets:
-            raise ShdError("argument-value", term.lacking)
-        losses = term.parts(targets, student, loss_mask=mask, check=self._checks)
-        if isinstance(term, EmbeddingTerm) and self._seen is not None:
-            self._seen.add(targets[0].vectors, term.pool(targets[0], student[0], mask))
-        share = self._share(inputs, "samples" if length is None or term.BY_SAMPLE else term.NAME)
-        parts = {f"{term.NAME}_loss{end}": share * loss for end, loss in losses.items()}
-        value = torch.stack(list(parts.values())).sum()
-        weight = self._weigh(read_weight(term.weight))
-        return _Term(value, weight, f"{term.NAME}_weight", {f"{term.NAME}_loss": value} | parts)
-
-    @property
-    def _checks(self) -> bool:
-        """Whether values are looked at in this step."""
-        return bool(self.kl.get("check", self.state.global_step == 0))
-
-    def _weigh(self, schedule: Callable[[float], float]) -> Tensor:
-        return torch.tensor(schedule(self.state.global_step / max(self.state.max_steps, 1)), device=self.args.device)
-
-    def _share(self, inputs: Mapping[str, Any], name: str) -> Tensor:
-        """What part of the whole step's rows this micro-batch has, of those that a term counts; asked once each."""
-        if name not in self._shares:
-            rows = torch.tensor(self._count(inputs, name), device=self.args.device)
-            self._shares[name] = batch_share(rows, num_rows_in_all=self._record.rows_in_step[name])
-        return self._shares[name]
-
-    def _count(self, inputs: Mapping[str, Any], name: str) -> int:
-        """Rows of a batch: ``"positions"``, ``"samples"``, or those that a term counts, by its name."""
-        if name in ("positions", "samples"):
-            return count_rows(inputs, name)
-        if name == "recipe":
-            assert self.recipe is not None
-            rule = self._recipe_rule(self.recipe, inputs)
-        else:
-            rule = next(term.rows for term in self.terms if name == term.NAME)
-        if rule == "samples":
-            return count_rows(inputs, rule)
-        stored = inputs.get("supervision")
-        mask = self._mask(rule, () if stored is None else (stored,), inputs)
-        return count_rows(inputs, rule, of_decoder=self._has_decoder) if mask is None else int(mask.sum())
-
-    def _mask(
-        self, rule: str, taught: Sequence[Any], inputs: Mapping[str, Any], length: int | None = None
-    ) -> Tensor | None:
-        """``(B, L)``, the rows that count by a rule, and in which a cache holds something; None: all."""
-        mask = counted_rows(rule, inputs, of_decoder=self._has_decoder)
-        name = "decoder_mask" if self._has_decoder else "query_mask"
-        for teaching in taught:
-            find_held: Callable[[int | None], Tensor | None] = getattr(teaching, name, lambda _: None)
-            if (held := find_held(length if mask is None else mask.shape[1])) is not None:
-                mask = held if mask is None else mask & held.to(mask.device)
-        return mask
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As in the base class, with the projectors as a parameter group that clipping ignores."""
@@ -525,6 +443,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
                 rule = f"resume_from_checkpoint must name a checkpoint where none has a whole {MARKER}"
                 raise ShdError("argument-value", f"{rule}; got True, and none in {self.args.output_dir}")
             resume_from_checkpoint = str(last)
+        self._record = None
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -562,21 +481,13 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         joined, own = self.train_dataset, _find_width(self._student)
         manifest = joined.cache.manifest if isinstance(joined, CacheJoin) else None
         modules: dict[int, nn.Module] = {}
+        widths = (_find_width(teacher.model) for teacher in self.teachers if isinstance(teacher, OnlineTeacher))
+        live = next((width for width in widths if width is not None), None)
         # The seed makes the layers the same on every rank, without a draw of the training's own.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.args.seed)
-            if self.hidden is not None:
-                held = None if manifest is None else manifest.hidden
-                widths = {} if held is None else {layer.layer: layer.width for layer in held.layers}
-                for teacher in self.teachers:
-                    width = _find_width(getattr(teacher, "model", None))
-                    widths |= {} if width is None else dict.fromkeys(self.hidden.teacher_layers, width)
-                modules |= make_projectors(self.hidden, own, widths)
-            if self.embeddings is not None:
-                form = None if manifest is None else manifest.embeddings
-                width = None if form is None else form.width
-                projector = make_projector(self.embeddings.projector, self.embeddings.distance, own, width)
-                modules |= {} if projector is None else {EMBEDDING: projector}
+            for term in self.terms:
+                modules |= term.make_projectors(own, manifest, live)
         projectors = Projectors(modules)
         projectors.to(self.args.device).join_ranks()
         return projectors
@@ -593,13 +504,14 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the terms of the steps since the last log."""
-        if "loss" in logs:
+        if "loss" in logs and self._record is not None:
             here = self._record.means(self.state.global_step)
+            self._record = StepRecord(self.state.global_step)
             # Ranks see different samples; every rank logs at the same step.
             reduced = self.accelerator.reduce(torch.tensor(list(here.values()), device=self.args.device), "mean")
             means = dict(zip(here, reduced.tolist(), strict=True))
             clipped, alphas = means.pop("clipped"), means.pop("alphas")
-            if self.beta is not None:
+            if self.attention is not None:
                 means["clipped_alphas"] = clipped / alphas if alphas else 0.0
             logs |= means
         super().log(logs, start_time)
@@ -632,17 +544,6 @@ def _read_terms(terms: Mapping[str, Weight | RowsTerm]) -> list[RowsTerm]:
     return [term if isinstance(term, RowsTerm) else TERMS[name](weight=term) for name, term in terms.items()]
 
 
-@dataclass(frozen=True)
-class _Term:
-    """A term of a micro-batch, as its part of the whole step."""
-
-    value: Tensor  # before the weight
-    weight: Tensor
-    weight_name: str
-    logged: dict[str, Tensor]
-    is_base: bool = False  # a recipe's, of which the base loss is made
-
-
 def _count_attention(config: Any) -> int | None:
     """Attention calls of a forward pass; ``shrink`` may have dropped the attention of some layers."""
     layers = getattr(config, "num_hidden_layers", None)
@@ -656,28 +557,23 @@ def _find_width(model: Any) -> int | None:
 
 
 class StepRecord:
-    """Sums over the steps since the last log, of this process; kept on the device until they are logged."""
+    """Sums over the steps from one log to the next, of this process; kept on the device until they are logged."""
 
-    def __init__(self) -> None:
-        self.rows_in_step: dict[str, int] = {}  # that count in the running step's micro-batches, by what counts them
+    def __init__(self, first_step: int) -> None:
         self.wait_seconds = 0.0  # for data
-        self._last_step: int | None = None
+        self._first_step = first_step
         self._sums: dict[str, Tensor] = {}
         self._weights: dict[str, Tensor] = {}
         self._alphas: list[tuple[Tensor, Tensor | int]] = []  # clipped and all, of each batch
 
-    def begin(self, step: int) -> None:
-        """Note the step that the first sum belongs to: not 0 where a training is resumed."""
-        self._last_step = step if self._last_step is None else self._last_step
-
-    def add(self, parts: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    def add(self, losses: Mapping[str, Tensor], weights: Mapping[str, Tensor] | None = None) -> None:
         """A micro-batch's parts of its step's losses, by the names they are logged under, and what weighs them."""
-        for name, value in parts.items():
-            term = value.detach()
-            self._sums[name] = self._sums[name] + term if name in self._sums else term
-        self._weights = dict(weights)
+        for name, value in losses.items():
+            loss = value.detach()
+            self._sums[name] = self._sums[name] + loss if name in self._sums else loss
+        self._weights |= weights or {}
 
-    def count_alphas(self, counts: Tensor | None, online: Sequence[Any], num_rows: int) -> None:
+    def count_alphas(self, counts: Tensor | None, online: Sequence[OnlineSupervision], num_rows: int) -> None:
         """Merge weights of a micro-batch: ``(clipped, all)`` of a cache, and what live teachers report."""
         if counts is not None:
             self._alphas.append((counts[0], counts[1]))
@@ -690,14 +586,11 @@ class StepRecord:
                 self._alphas.append((squeeze.num_clipped, sum(numbers)))
 
     def means(self, step: int) -> dict[str, float]:
-        """Means over the steps since the last call, which this one ends; ``clipped`` and ``alphas`` are numbers."""
-        steps = max(step - (self._last_step or 0), 1)
+        """Means over the steps up to this one; ``clipped`` and ``alphas`` are numbers."""
+        steps = max(step - self._first_step, 1)
         means = {name: float(value) / steps for name, value in self._sums.items()}
         means |= {name: float(weight) for name, weight in self._weights.items()}
         for index, name in enumerate(("clipped", "alphas")):
             means[name] = float(sum(int(pair[index]) for pair in self._alphas))
         means["wait_seconds"] = self.wait_seconds / steps
-        rows = self.rows_in_step
-        self.__init__()  # type: ignore[misc]
-        self.rows_in_step, self._last_step = rows, step
         return means

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,7 +24,10 @@ from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
 from shd_ref.teacher.precompute.forms import MAKERS
 from shd_ref.teacher.precompute.forms.rows import RowsMaker
 from shd_torch import SupervisedDataset
+from shd_torch.supervision.targets import Taught
 from shd_torch.training import TERMS, RowsTerm
+from shd_torch.training.batch import Forward
+from shd_torch.training.terms import Measured
 
 OPTIONS = PrecomputeOptions(form="none", logits="float16")
 
@@ -87,19 +90,17 @@ class EntropyTerm(RowsTerm):
     NAME: ClassVar[str] = "entropy"
     weight: Any = 1.0
 
-    def read_taught(self, taught: Any, length: int | None) -> Tensor | None:
-        if (stored := taught.stored_rows("entropy", length)) is None:
-            return None
-        return stored.spread(stored.codes["entropy"].clone().view(torch.float16)[:, 0].float())
+    def measure(self, forward: Forward) -> Measured:
+        own = entropies(forward.outputs.logits)
+        (taught,) = forward.learn(lambda taught: stored(taught, own.shape[1]), "entropy must have a cache; got none")
+        counted = forward.batch.counted(self.rows, own.shape[1])
+        return Measured({"": (own - taught).square()[counted].mean()}, self.count)
 
-    def read_student(self, outputs: Any, name: str, projectors: Any) -> tuple[Tensor, int]:
-        return entropies(outputs.logits), outputs.logits.shape[1]
 
-    def parts(
-        self, taught: Sequence[Any], student: Tensor, *, loss_mask: Tensor | None, check: bool
-    ) -> dict[str, Tensor]:
-        assert loss_mask is not None
-        return {"": (student - taught[0]).square()[loss_mask].mean()}
+def stored(taught: Taught, length: int | None) -> Tensor | None:
+    if (rows := taught.stored_rows("entropy", length)) is None:
+        return None
+    return rows.spread(rows.codes["entropy"].clone().view(torch.float16)[:, 0].float())
 
 
 def entropies(logits: Tensor) -> Tensor:
@@ -143,7 +144,7 @@ def test_a_form_from_elsewhere_goes_from_the_graph_to_the_gradient(tmp_path: Pat
 
     joined = SupervisedDataset(make_samples(), reader)
     _, batch = joined.collate_with(pad)([joined[index] for index in range(8)])
-    assert EntropyTerm().read_taught(batch, None).shape == batch.query_mask().shape
+    assert stored(batch, None).shape == batch.query_mask().shape
     arguments = {"max_steps": 8, "per_device_train_batch_size": 8, "learning_rate": 0.5}
     losses = []
     for weight in (0.0, 30.0):

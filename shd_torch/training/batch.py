@@ -1,0 +1,214 @@
+"""A micro-batch from the collator to the loss: what it holds, what teaches it, and which of its rows count.
+
+A loss is a mean over the rows that count in all micro-batches of a step, on all ranks: each micro-batch gives its
+share of that mean (``batch_share``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shd_ref.errors import ShdError, need
+from shd_ref.integers import check_number
+from shd_torch.capture.capture import Captured
+from shd_torch.data.batches import CachedSupervision
+from shd_torch.recipes.terms import IGNORED
+from shd_torch.supervision.targets import Taught
+from shd_torch.supervision.taught_layers import TaughtLayers
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from shd_torch.training.embeddings import SeenEmbeddings
+
+ROWS: Final[tuple[str, ...]] = ("positions", "labels", "next_labels")
+"""Rules by which rows of logits count."""
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What a collator made, taken apart.
+
+    Attributes:
+        inputs: of the student, with labels.
+        stored: what a cache holds of it.
+        tallies: counts that a cache states of its records, by subject.
+        has_decoder: whether the rows of the student's outputs are those of a decoder, beside an encoder.
+    """
+
+    inputs: dict[str, Any]
+    stored: CachedSupervision | None
+    tallies: Mapping[str, Tensor]
+    has_decoder: bool
+
+    @classmethod
+    def of(cls, collated: Mapping[str, Any], *, has_decoder: bool) -> MicroBatch:
+        inputs = dict(collated)
+        return cls(inputs, inputs.pop("supervision", None), inputs.pop("tallies", {}), has_decoder)
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """With the teaching on a device, where the base class has put the inputs already."""
+        return replace(self, stored=None if self.stored is None else self.stored.to(device, non_blocking=True))
+
+    @property
+    def seen(self) -> dict[str, Any]:
+        """The inputs without labels, as a teacher sees them."""
+        return {name: value for name, value in self.inputs.items() if not name.startswith("labels")}
+
+    def padding_mask(self, *, of_decoder: bool = False) -> Tensor | None:
+        """``(B, L)``, True = a position of the sample (or of its decoder), by its own mask; None without one."""
+        mask = self.inputs.get("decoder_attention_mask" if of_decoder else "attention_mask")
+        return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
+
+    def counted(self, rule: str, length: int | None = None) -> Tensor | None:
+        """``(B, L)``, True = the row counts by a rule of ``ROWS``, and a cache holds it; None: all do."""
+        mask = self.padding_mask(of_decoder=self.has_decoder)
+        if rule != "positions":
+            labels = self.inputs.get("labels")
+            if not isinstance(labels, Tensor) or labels.ndim != 2:
+                got = "none" if labels is None else f"{tuple(getattr(labels, 'shape', ()))}"
+                raise ShdError("argument-value", f"a batch must hold labels (B, L) where rows={rule!r}; got {got}")
+            counted = labels != IGNORED
+            if rule == "next_labels":
+                counted = torch.cat((counted[:, 1:], torch.zeros_like(counted[:, :1])), 1)
+            mask = counted if mask is None else counted & mask
+        if self.stored is None:
+            return mask
+        size = length if mask is None else mask.shape[1]
+        held = self.stored.decoder_mask(size) if self.has_decoder else self.stored.query_mask(size)
+        if mask is None or held is None:
+            return held if mask is None else mask
+        return mask & held.to(mask.device)
+
+    def count(self, rule: str) -> int:
+        """How many rows count by a rule."""
+        mask = self.counted(rule)
+        if mask is not None:
+            return int(mask.sum())
+        tokens = self.inputs.get("decoder_input_ids", self.inputs.get("labels")) if self.has_decoder else None
+        if self.has_decoder:
+            return int(tokens.numel()) if isinstance(tokens, Tensor) else count_samples(self)
+        return count_positions(self)
+
+
+Counter: TypeAlias = Callable[[MicroBatch], int]
+"""Rows of a micro-batch that a loss is a mean over."""
+
+
+def count_samples(batch: MicroBatch) -> int:
+    return len(_first(batch))
+
+
+def count_positions(batch: MicroBatch) -> int:
+    """Positions of the samples; of an encoder-decoder those of the encoder."""
+    mask = batch.padding_mask()
+    if mask is not None:
+        return int(mask.sum())
+    if batch.stored is not None:
+        return sum(batch.stored.lengths)
+    first = _first(batch)
+    return int(first.shape[0] * (first.shape[1] if first.ndim == 2 else 1))
+
+
+def _first(batch: MicroBatch) -> Tensor:
+    return next(value for value in batch.inputs.values() if isinstance(value, Tensor))
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A pass of the student over a micro-batch, and what its terms compare it with.
+
+    Attributes:
+        batch: on the device.
+        taught: what each teacher gives, the cache first.
+        outputs: of the student.
+        captured: its attention, where a term is on it; ``layers`` are those that are taught.
+        student: the name of its class, for errors.
+        project: takes its hidden states, by number, to the teachers' widths.
+        check: whether values are validated, which costs a device sync.
+        totals: rows that count in the whole step of this rank, by their counter.
+        seen: where an evaluation gathers embeddings.
+    """
+
+    batch: MicroBatch
+    taught: Sequence[Taught]
+    outputs: Any
+    captured: Captured | None
+    layers: TaughtLayers
+    student: str
+    project: Callable[[Mapping[int, Tensor]], dict[int, Tensor]]
+    check: bool
+    is_training: bool
+    totals: Mapping[Counter, int]
+    device: torch.device
+    seen: SeenEmbeddings | None
+    _shares: dict[Counter, Tensor] = field(default_factory=dict)
+
+    def learn(self, read: Callable[[Taught], _T | None], lacking: str) -> list[_T]:
+        """What each teacher gives of something; where none does, ``argument-value`` with this text."""
+        found = [target for teaching in self.taught if (target := read(teaching)) is not None]
+        if not found:
+            raise ShdError("argument-value", lacking)
+        return found
+
+    def share(self, counter: Counter) -> Tensor:
+        """What part of the whole step's rows, on all ranks, this micro-batch has; the ranks are asked once each."""
+        if counter not in self._shares:
+            rows = torch.tensor(counter(self.batch), device=self.device)
+            self._shares[counter] = batch_share(rows, num_rows_in_all=self.totals[counter])
+        return self._shares[counter]
+
+
+def batch_share(
+    num_rows: int | Tensor, *, num_rows_in_all: int | Tensor | None = None, group: ProcessGroup | None = None
+) -> Tensor:
+    """The factor for this process's SHD term with which several ranks train like one on the same global batch.
+
+    ``attention_kl`` and ``shd_loss`` average over the query rows that count. If ranks (or micro-batches) have
+    different numbers of them, as with padded text, the mean of their means is not the mean of all rows; with this
+    factor it is, provided that all heads count the same rows of a sample.
+
+    Args:
+        num_rows: rows that count in this process's batch, at least 0: for supervision from a cache
+            ``supervision.query_mask().sum()``.
+        num_rows_in_all: with gradient accumulation, the total rows of all micro-batches of this process's step; the
+            gradients of the step must then be summed, not averaged.
+        group: the ranks among which gradients are averaged, as DDP and FSDP do; default all. Without an initialised
+            process group there is one rank.
+
+    Returns:
+        ``()`` float32, on the device of ``num_rows`` if that is a tensor; ranks x rows here / rows in all, 0 where no
+        row counts anywhere. Every rank must call this as often as the others.
+
+    Raises:
+        ShdError: ``argument-value``; on an accelerator values are not validated, to avoid a device sync.
+
+    Source: silent, as it trains in one process. Decision: D-10, a mean over the rows of the whole batch.
+    """
+    rows = _read_number("num_rows", num_rows, 0.0)
+    whole = rows if num_rows_in_all is None else _read_number("num_rows_in_all", num_rows_in_all, rows).to(rows)
+    ranks = 1
+    if dist.is_available() and dist.is_initialized():
+        ranks = dist.get_world_size(group)
+        whole = whole.clone()
+        dist.all_reduce(whole, group=group)
+    return torch.where(whole == 0, 0.0, ranks * rows / whole).to(torch.float32)
+
+
+def _read_number(name: str, value: object, least: float | Tensor) -> Tensor:
+    """A number as float64; of a tensor on an accelerator the value is not read."""
+    if not isinstance(value, Tensor):
+        return torch.tensor(check_number(name, value, least=float(least)), dtype=torch.float64)
+    is_number = not (value.ndim or value.dtype == torch.bool or value.is_complex())
+    need(is_number, "argument-value", name, "be one number", repr(value))
+    if value.is_cpu:
+        check_number(name, value.item(), least=float(least))
+    return value.detach().to(torch.float64)
