@@ -165,7 +165,7 @@ def _export(
     _strip_metadata(program)
     config: Any = getattr(model, "config", None)
     if isinstance(getattr(config, "pad_token_id", None), int):
-        from shd_ref.teacher.graph.inputs import PAD_KEY
+        from shd_ref.teacher.options import PAD_KEY
         from shd_torch.shrink.folders import padding_of
 
         program.model.metadata_props[PAD_KEY] = str(padding_of(config))

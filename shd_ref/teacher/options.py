@@ -27,6 +27,8 @@ CODECS_OF: Final = {"maps": ("codec", CODECS), "factored": ("factored_codec", FA
 FORMS: Final = tuple(CODECS_OF)
 """What records hold: merged maps, or the teacher's queries and keys."""
 
+PAD_KEY: Final = "squeezing_heads.pad_token_id"
+"""Of a graph's metadata: what its model takes for padding among token ids."""
 NO_FORM: Final = "none"
 """The form of records without attention: logits, hidden states and embeddings alone."""
 

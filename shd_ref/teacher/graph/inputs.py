@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from shd_ref.errors import graph_invalid, inputs_invalid
 from shd_ref.teacher.opening.operators import CONTRIB_DOMAIN, STANDARD_DOMAINS
+from shd_ref.teacher.options import PAD_KEY
 from shd_ref.teacher.packages import onnx
 
 Axis: TypeAlias = int | str | None
@@ -205,10 +206,6 @@ def count_rows(model: onnx.ModelProto) -> dict[str, int]:
             name = inputs[others[0]]
             counts[name] = min(rows[first], counts.get(name, rows[first]))
     return counts
-
-
-PAD_KEY: Final = "squeezing_heads.pad_token_id"
-"""Of a graph's metadata: what its model takes for padding among token ids."""
 
 
 def read_pads(model: onnx.ModelProto) -> dict[str, int]:

@@ -312,7 +312,9 @@ def test_a_student_without_a_head(tmp_path: Path, unmeasured: None) -> None:
     assert (found.probe, found.objective) == (None, None)
     assert "has no head" in str(found.untried)
     kinds = enumerate(("", "Pooling"))
-    modules = [{"idx": i, "path": path, "type": f"sentence_transformers.models.{path}"} for i, path in kinds]
+    modules = [
+        {"idx": i, "path": path, "type": f"sentence_transformers.models.{path or 'Transformer'}"} for i, path in kinds
+    ]
     (tmp_path / "teacher/modules.json").write_text(json.dumps(modules))
     (tmp_path / "teacher/Pooling").mkdir()
     (tmp_path / "teacher/Pooling/config.json").write_text('{"pooling_mode": "cls"}')
