@@ -172,7 +172,7 @@ def _export(
     num_fused = _wrap_attention(program.model)
     if attention != "eager":  # a teacher's graph is read, not deployed
         _part_norms(program.model)
-    from shd_ref.teacher.rewrite.saving import saving_graph
+    from shd_ref.teacher.opening.model import saving_graph
 
     tensors = (*model.parameters(), *model.buffers())
     large = sum(tensor.numel() * tensor.element_size() for tensor in tensors) > _EXTERNAL_DATA_BYTES

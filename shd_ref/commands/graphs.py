@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shd_ref.teacher.graph.factors import SiteFactors
     from shd_ref.teacher.graph.find import AttentionSite
     from shd_ref.teacher.graph.inputs import InputSpec
-    from shd_ref.teacher.packages import onnx
+    from shd_ref.teacher.opening.model import onnx
 
 REPORT_VERSION: Final = 1
 """Of the JSON; ``specs/schemas/inspect.schema.json`` describes it. Members may be added under the same number."""
@@ -65,10 +65,9 @@ def inspect(
 
     The search follows the data flow, so names in the graph do not matter. Exit code 1 if no site can be squeezed.
     """
-    from shd_ref.teacher.graph.find import find_sites, select_sites
+    from shd_ref.teacher.graph.find import find_kinds, find_sites, select_sites
     from shd_ref.teacher.graph.independence import rounds_in_run
     from shd_ref.teacher.graph.inputs import input_specs
-    from shd_ref.teacher.graph.kinds import find_kinds
     from shd_ref.teacher.opening.load import load_teacher
     from shd_ref.teacher.session import describe_session
 

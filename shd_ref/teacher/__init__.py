@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shd_ref.teacher.graph.factors import find_factors as find_factors
     from shd_ref.teacher.graph.find import AttentionSite as AttentionSite
+    from shd_ref.teacher.graph.find import find_kinds as find_kinds
     from shd_ref.teacher.graph.find import find_sites as find_sites
     from shd_ref.teacher.graph.find import projection_of as projection_of
     from shd_ref.teacher.graph.find import select_sites as select_sites
     from shd_ref.teacher.graph.inputs import InputSpec as InputSpec
     from shd_ref.teacher.graph.inputs import input_specs as input_specs
-    from shd_ref.teacher.graph.kinds import find_kinds as find_kinds
     from shd_ref.teacher.graph.targets import find_targets as find_targets
     from shd_ref.teacher.opening.load import load_teacher as load_teacher
     from shd_ref.teacher.opening.model import hash_teacher as hash_teacher
@@ -48,9 +48,8 @@ if TYPE_CHECKING:
 
 _ROOMS = {
     "graph.factors": ("find_factors",),
-    "graph.find": ("AttentionSite", "find_sites", "projection_of", "select_sites"),
+    "graph.find": ("AttentionSite", "find_kinds", "find_sites", "projection_of", "select_sites"),
     "graph.inputs": ("InputSpec", "input_specs"),
-    "graph.kinds": ("find_kinds",),
     "graph.targets": ("find_targets",),
     "opening.load": ("load_teacher",),
     "opening.model": ("hash_teacher",),

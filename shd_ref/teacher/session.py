@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from shd_ref.cache.storage.documents import MAX_INTEGER
 from shd_ref.errors import ShdError, argument_value, graph_invalid, import_package
-from shd_ref.teacher.opening.model import Weights, data_folder, find_taken, put_back
+from shd_ref.teacher.opening.model import Weights, data_folder, find_taken, onnx, put_back
 from shd_ref.teacher.options import RunOptions
-from shd_ref.teacher.packages import onnx
 
 PROVIDERS: Final[dict[str, str]] = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 """Short names of the execution providers; the long ones are accepted too."""

@@ -86,7 +86,7 @@ def quantize_graph(
     import onnx_ir as ir
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    from shd_ref.teacher.rewrite.saving import saving_graph
+    from shd_ref.teacher.opening.model import saving_graph
 
     source, target = Path(graph), Path(out)
     if target.suffix != ".onnx" or target.resolve() == source.resolve():

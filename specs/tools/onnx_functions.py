@@ -17,8 +17,8 @@ from shd_ref.errors import ShdError, argument_value
 from shd_ref.merging.alpha import ALPHA_PER, ALPHA_RULES
 from shd_ref.merging.mixing import ALPHA_FROM, STRATEGIES, check_teacher
 from shd_ref.merging.plans import merge_plan
-from shd_ref.teacher.body import FLOAT, FUNCTION_DOMAIN, Body
-from shd_ref.teacher.packages import onnx
+from shd_ref.teacher.opening.body import FLOAT, FUNCTION_DOMAIN, Body
+from shd_ref.teacher.opening.model import onnx
 from shd_ref.teacher.rewrite.function import (
     MergeRule,
     constant_alphas,

@@ -213,8 +213,8 @@ def test_binding_shares_no_mathematics_with_the_reference(path: Path) -> None:
     own = {
         "doctor": {"shd_ref.teacher"},
         "compress": {"shd_ref.teacher.precompute.engine", "shd_ref.teacher.study.intervals"},
-        "export.py": {"shd_ref.teacher.rewrite.saving", "shd_ref.teacher.graph.inputs"},
-        "deploy": {"shd_ref.teacher.rewrite.saving"},
+        "export.py": {"shd_ref.teacher.opening.model", "shd_ref.teacher.graph.inputs"},
+        "deploy": {"shd_ref.teacher.opening.model"},
     }
     allowed = ALLOWED_IN_TORCH | own.get(path.parent.name, own.get(path.name, set()))
     for module in _imported(path):
@@ -239,7 +239,7 @@ def _imported(path: Path) -> set[str]:
 
 SHD_REF = """
 errors integers tolerances printable kd/codes kd/head cache/storage cache/codecs cache/forms cache/documents cache
-chapters merging top shrink kd conformance teacher/packages teacher/body teacher/options teacher/opening
+chapters merging top shrink kd conformance teacher/options teacher/opening
 teacher/session teacher/graph teacher/rewrite teacher/sources teacher/run teacher/precompute teacher/study
 report commands cli
 """

@@ -9,14 +9,19 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.teacher.graph.find import AttentionSite
-from shd_ref.teacher.graph.flow.tracing import before_rounding, is_value_product, operands, repeat_chain
-from shd_ref.teacher.graph.measure import Layout, by_sample, replay
-from shd_ref.teacher.graph.nodes import constant_of, float_attribute, int_attribute, name_of
-from shd_ref.teacher.graph.shapes import probe_tensors
-from shd_ref.teacher.opening.model import read_graph
-from shd_ref.teacher.opening.operators import SCALING_OPS, kinds
-from shd_ref.teacher.packages import ir, onnx
+from shd_ref.teacher.graph.find import AttentionSite, replay
+from shd_ref.teacher.graph.nodes import (
+    before_rounding,
+    constant_of,
+    float_attribute,
+    int_attribute,
+    is_value_product,
+    name_of,
+    operands,
+    repeat_chain,
+)
+from shd_ref.teacher.graph.shapes import Layout, by_sample, probe_tensors
+from shd_ref.teacher.opening.model import SCALING_OPS, ir, kinds, onnx, read_graph
 
 _PASSING: Final = frozenset({"Cast", "DequantizeLinear", "Flatten", "Identity", "QuantizeLinear", "Reshape"})
 _ARITHMETIC: Final = _PASSING | kinds("Add Clip Concat Div Max Mul ReduceMax Sub Tanh Transpose Where")

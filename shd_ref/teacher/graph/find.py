@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Final
@@ -11,16 +12,24 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.errors import ShdError, argument_value, graph_invalid, graph_unsupported
-from shd_ref.teacher.graph.flow.walk import Walk, walk_graph
+from shd_ref.errors import ShdError, argument_value, graph_invalid, graph_unsupported, inputs_invalid
 from shd_ref.teacher.graph.independence import Finding, probe_samples
-from shd_ref.teacher.graph.measure import Layout, Measure, describe_contradiction, measure_site
-from shd_ref.teacher.graph.nodes import dtype_name, int_attribute, name_of
-from shd_ref.teacher.graph.shapes import Shapes, probe_shapes, static_shapes
-from shd_ref.teacher.opening.bounds import check_inferred
-from shd_ref.teacher.opening.load import old_opset_reason
-from shd_ref.teacher.opening.model import infer_shapes, read_graph
-from shd_ref.teacher.packages import onnx
+from shd_ref.teacher.graph.inputs import InputSpec
+from shd_ref.teacher.graph.nodes import compute, constant_of, data_inputs, dtype_name, int_attribute, name_of
+from shd_ref.teacher.graph.projection import Term
+from shd_ref.teacher.graph.shapes import Layout, Shapes, probe_shapes, static_shapes
+from shd_ref.teacher.graph.walk import Walk, walk_graph
+from shd_ref.teacher.opening.load import check_inferred, old_opset_reason
+from shd_ref.teacher.opening.model import (
+    ADDING_OPS,
+    MOVING_OPS,
+    REPEAT_OPS,
+    SCALING_OPS,
+    infer_shapes,
+    ir,
+    onnx,
+    read_graph,
+)
 
 _LARGEST_WEIGHT: Final = 1e15
 """Products of larger weights leave the range of float32."""
@@ -218,3 +227,338 @@ def _is_named(site: AttentionSite, term: str) -> bool:
     if term in ("self", "cross"):
         return site.cross is (term == "cross")
     return site.name == term or fnmatchcase(site.name, term)
+
+
+_MOST_INDICES: Final = 2**25  # 256 MB, several times
+
+_EVALUATED: Final = frozenset({"Concat", "Gather", "GatherND", "Slice", "Transpose"})
+_HEAD_AXES: Final[dict[Layout | None, int]] = {"batch-heads": 1, "heads-batch": 0}
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What a site's shapes tell; fields as in ``AttentionSite``."""
+
+    layout: Layout | None = None  # None: W_o does not read every head at every position
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    shared_values: bool = False
+    joined_values: bool = False
+    d_k: int | None = None
+    d_v: int | None = None
+    output_projection: NDArray[Any] | None = None  # W_o (H * d_v, D), rows in head order
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What one product reads: a row for each row of the attention output."""
+
+    indices: NDArray[np.int64]  # (rows, in): places in the heads' outputs
+    factors: NDArray[Any]  # (in,): what these numbers were multiplied by on the way
+    weight: NDArray[Any]  # (in, out)
+
+
+def measure_site(walk: Walk, shapes: Shapes) -> Measure | None:
+    """Heads, widths and layout from the shapes; None where a shape is missing or contradicts another."""
+    if walk.reason is not None or not walk.projection.terms:
+        return None
+    probs, values, context, query = (
+        None if value is None else shapes.get(name_of(value))
+        for value in (walk.probs, walk.values, walk.context, walk.query)
+    )
+    if probs is None or values is None or context is None or len(context) not in (3, 4) or 0 in context:
+        return None
+    d_v = context[-1]
+    repeats = _repeat_factor(walk.repeats, shapes)
+    rows = _rows_of_terms(walk, context, shapes)
+    if repeats is None or rows is None:
+        return None
+    num_heads, rest = divmod(len(np.unique(np.concatenate([row.indices[0] for row in rows]))), d_v)
+    if rest or num_heads % repeats:
+        return None
+    layout, weight = _layout(rows, context, num_heads)
+    one_head = tuple(1 if axis == _HEAD_AXES.get(layout) else size for axis, size in enumerate(context[:-2]))
+    shared = values[:-2] == one_head != context[:-2]
+    if probs[:-2] != context[:-2] or not (shared or values[:-2] == context[:-2]):
+        return None
+    if walk.mixing is not None:
+        if layout != "batch-heads" or len(walk.mixing) != num_heads or weight is None:
+            return None
+        # For maps before they are mixed: head h gives sum_g mixing[h, g] V_g W_g, of all values side by side.
+        by_head = weight.reshape(num_heads, -1, weight.shape[1])
+        unmixed = walk.mixing.astype(weight.dtype)[:, :, None, None] * by_head
+        weight, d_v = unmixed.reshape(-1, weight.shape[1]), num_heads * d_v
+    return Measure(
+        layout=layout,
+        num_heads=num_heads,
+        num_kv_heads=1 if shared else num_heads // repeats,
+        shared_values=shared,
+        d_k=None if query is None else query[-1],
+        d_v=d_v,
+        output_projection=weight,
+        joined_values=walk.mixing is not None,
+    )
+
+
+def describe_contradiction(walk: Walk, shapes: Shapes) -> str:
+    """Why a site with known sizes has no measure, and what to do about it."""
+    sizes = {
+        name: list(shapes.get(name_of(value), ()))
+        for name, value in (("map", walk.probs), ("values", walk.values), ("outputs", walk.context))
+        if value is not None
+    }
+    probs, context = sizes.get("map", []), sizes.get("outputs", [])
+    if len(context) > 4:
+        return (
+            f"its map has {len(probs)} axes {probs}, as those of windows of an image or of frames of a video have, "
+            "and only (B, H, L, S) and (B * H, L, S) are understood: select other sites (--sites), or take a teacher "
+            "whose attention spans the whole sample"
+        )
+    if probs[:-2] != context[:-2]:
+        return (
+            f"its map {probs} is one for several samples or heads, whose outputs are {context}: select other sites "
+            "(--sites), as such a map is not the attention of one sample"
+        )
+    listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
+    return (
+        f"the number of heads cannot be determined from its sizes ({listed}): re-export with eager attention, so "
+        "that the output projection reads the heads side by side, or select other sites (--sites)"
+    )
+
+
+def _repeat_factor(nodes: Iterable[ir.Node], shapes: Shapes) -> int | None:
+    """How often value heads are repeated: elements out over elements in, on any axis; an empty past has none."""
+    factor = 1
+    for node in nodes:
+        before, after = (_size_of(value, shapes) for value in (data_inputs(node)[0], node.outputs[0]))
+        if before is None or after is None:
+            return None
+        if node.op_type == "Expand" and len(before) == len(after):  # a learned value is there for every sample
+            before, after = before[1:], after[1:]
+        factor *= max(1, math.prod(filter(None, after)) // math.prod(filter(None, before)))
+    return factor
+
+
+def _size_of(value: ir.Value, shapes: Shapes) -> tuple[int, ...] | None:
+    constant = constant_of(value)
+    return shapes.get(name_of(value)) if constant is None else constant.shape
+
+
+def replay(path: Iterable[ir.Node], context: tuple[int, ...], shapes: Shapes) -> NDArray[np.int64] | None:
+    """Operators that move or repeat numbers, applied to flat indices; None where that cannot be told."""
+    if math.prod(context) > _MOST_INDICES:
+        return None
+    indices: NDArray[np.int64] = np.arange(math.prod(context)).reshape(context)
+    for node in path:
+        moved = _move(node, [indices] * (len(node.inputs) if node.op_type == "Concat" else 1), shapes)
+        if moved is None:
+            return None
+        indices = moved[0]
+    return indices
+
+
+def _move(node: ir.Node, arrays: list[NDArray[Any]], shapes: Shapes) -> list[NDArray[Any]] | None:
+    """The outputs of an operator that moves, picks or repeats numbers; None where it cannot be told."""
+    array, *_ = arrays
+    shape = shapes.get(name_of(node.outputs[0]))
+    try:
+        if node.op_type in _EVALUATED:
+            return _evaluate(node, arrays)
+        if node.op_type == "Split":
+            axis, parts = int_attribute(node, "axis") or 0, [shapes.get(name_of(value)) for value in node.outputs]
+            sizes = [output_shape[axis] for output_shape in parts if output_shape is not None]
+            complete = len(sizes) == len(parts) and sum(sizes) == array.shape[axis]
+            return np.split(array, np.cumsum(sizes)[:-1], axis) if complete else None
+        if shape is None:
+            return [array] if node.op_type not in (*MOVING_OPS, *REPEAT_OPS, *ADDING_OPS, *SCALING_OPS) else None
+        if node.op_type in MOVING_OPS:
+            return [array.reshape(shape)] if np.prod(shape) == array.size else None
+        if node.op_type == "Expand":
+            return [np.broadcast_to(array, shape)]
+        if node.op_type == "Tile":
+            return [np.tile(array, np.floor_divide(shape, array.shape))] if len(shape) == array.ndim else None
+    except (IndexError, ValueError):  # its attributes do not fit the shapes
+        return None
+    return [array] if node.op_type not in ADDING_OPS | SCALING_OPS or shape == array.shape else None
+
+
+def _evaluate(node: ir.Node, arrays: list[NDArray[Any]]) -> list[NDArray[Any]] | None:
+    """An operator on arrays in place of what is computed; None where its other inputs are no constants."""
+    inputs = [value for value in node.inputs if value is not None]
+    known = {value: constant for value in inputs if (constant := constant_of(value)) is not None}
+    known |= dict(zip((value for value in inputs if value not in known), arrays, strict=False))
+    if len(known) < len(set(inputs)):
+        return None
+    try:
+        return compute(node, known)
+    except Exception:  # the evaluator raises what NumPy and its own operators raise
+        return None
+
+
+def _rows_of_terms(walk: Walk, context: tuple[int, ...], shapes: Shapes) -> list[_Rows] | None:
+    """Replay what lies between the heads' outputs and the products, on flat indices and, if need be, on factors."""
+    if walk.context is None or math.prod(context) > _MOST_INDICES:
+        return None
+    first: list[NDArray[Any]] = [np.arange(math.prod(context)).reshape(context)]
+    if any(node.op_type in SCALING_OPS for node in walk.projection.path):
+        first.append(np.ones(context))
+    known: dict[ir.Value, list[NDArray[Any]]] = {walk.context: first}
+    for node in walk.projection.path:
+        sources = [known[value] for value in node.inputs if value is not None and value in known]
+        moved = [made for arrays in zip(*sources, strict=True) if (made := _move(node, list(arrays), shapes))]
+        if len(moved) < len(first):
+            return None
+        if node.op_type in SCALING_OPS:
+            factor = next(array for value in node.inputs if (array := constant_of(value)) is not None)
+            moved[1] = [moved[1][0] * factor if node.op_type == "Mul" else moved[1][0] / factor]
+            if moved[1][0].shape != moved[0][0].shape:
+                return None
+        known.update(zip(node.outputs, (list(arrays) for arrays in zip(*moved, strict=True)), strict=False))
+    rows = [_rows_of(term, *known[term.source]) for term in walk.projection.terms]
+    return None if any(row is None for row in rows) else [row for row in rows if row is not None]
+
+
+def _rows_of(term: Term, indices: NDArray[np.int64], *factors: NDArray[Any]) -> _Rows | None:
+    """The rows that a product reads; a matrix a head is one matrix for the heads side by side."""
+    weight, both = term.weight, [indices, *factors]
+    if weight.ndim == 3:
+        if indices.ndim < 3 or indices.shape[-3] != len(weight):
+            return None
+        both = [np.moveaxis(array, -3, -2).reshape(-1, indices.shape[-3] * indices.shape[-1]) for array in both]
+        weight = weight.reshape(-1, weight.shape[-1])
+    else:
+        both = [np.moveaxis(array, term.axis, -1) for array in both]
+    if both[0].shape[-1] != len(weight) or not both[0].size:
+        return None
+    both = [array.reshape(-1, len(weight)) for array in both]
+    if not factors:
+        return _Rows(both[0], np.ones(len(weight)), weight)
+    return _Rows(both[0], both[1][0], weight) if (both[1] == both[1][0]).all() else None
+
+
+def _layout(rows: list[_Rows], context: tuple[int, ...], num_heads: int) -> tuple[Layout | None, NDArray[Any] | None]:
+    """The reading of the context's leading axes under which each row is all heads at one position; W_o under it."""
+    indices = np.arange(np.prod(context)).reshape(context)
+    batch, rest = divmod(context[0], num_heads)
+    readings: dict[Layout, NDArray[np.int64]] = {}
+    if len(context) == 4:
+        readings = {"batch-heads": indices, "heads-batch": indices.swapaxes(0, 1)}
+    elif not rest:
+        readings = {
+            "batch-folded": indices.reshape(batch, num_heads, *context[1:]),
+            "heads-folded": indices.reshape(num_heads, batch, *context[1:]).swapaxes(0, 1),
+        }
+    for layout, reading in readings.items():
+        if reading.shape[1] != num_heads:
+            continue
+        joined = reading.swapaxes(1, 2).reshape(-1, num_heads * context[-1])  # (B * L, H * d_v)
+        weight = _weight_in_order(rows, joined)
+        if weight is not None:
+            return layout, weight
+    return None, None
+
+
+def _weight_in_order(rows: list[_Rows], joined: NDArray[np.int64]) -> NDArray[Any] | None:
+    """W_o with a row for each column of ``joined``; None where products read other rows, or in other orders."""
+    count, width = joined.shape
+    row_of, column_of = np.empty((2, joined.size), dtype=np.int64)
+    row_of[joined], column_of[joined] = np.arange(count)[:, None], np.arange(width)
+    dtype = np.result_type(*(row.weight for row in rows))
+    weight = np.zeros((width, rows[0].weight.shape[1]), dtype=np.float64)
+    order = row_of[rows[0].indices[:, 0]]
+    for row in rows:
+        columns = column_of[row.indices[0]]
+        is_same = (row_of[row.indices] == order[:, None]).all() if len(row.indices) == len(order) else False
+        if not is_same or not (column_of[row.indices] == columns).all():
+            return None
+        np.add.at(weight, columns, row.factors[:, None] * row.weight)
+    return weight.astype(dtype) if np.array_equal(np.sort(order), np.arange(count)) else None
+
+
+DECODER_MASK: Final = "decoder_attention_mask"
+"""The decoder's mask, where none is named."""
+
+
+@dataclass(frozen=True)
+class SiteKinds:
+    """The kind of each site by number, none where there is no cross attention; ``own_keys`` are the decoder's own."""
+
+    kinds: Mapping[int, str]
+    own_keys: Collection[int] = ()
+    decoder_inputs: tuple[str, ...] = ()
+    decoder_mask: str | None = None
+
+    def kind(self, site: AttentionSite) -> str | None:
+        """The kind of a site; None where the graph has one alone."""
+        return self.kinds.get(site.layer)
+
+    def has_decoder_rows(self, site: AttentionSite) -> bool:
+        """Whether the rows of its maps are the decoder's positions."""
+        return self.kinds.get(site.layer) in ("decoder", "cross")
+
+
+def find_kinds(
+    model: onnx.ModelProto,
+    sites: Sequence[AttentionSite],
+    specs: Sequence[InputSpec] = (),
+    decoder_mask: str | None = None,
+) -> SiteKinds:
+    """Tell the kinds of all sites of a graph apart."""
+    readable = [site for site in sites if site.probs and site.values]
+    crosses = [site for site in readable if site.cross]
+    if not crosses:
+        if decoder_mask is not None:
+            raise _no_mask(decoder_mask, ())
+        return SiteKinds({})
+    upstream = _upstream_of(model)
+    below = [upstream(site.values) for site in crosses]  # what keys and values of cross attention are made from
+    encoder_tensors = frozenset().union(*below)
+    cross_maps = {site.probs for site in crosses}
+    sequences = [spec.name for spec in specs if len(spec.shape) > 1]
+    # A mask that only the logits read belongs to the inputs that are as long by name.
+    lengths = {spec.shape[1] for spec in specs if spec.name in encoder_tensors and len(spec.shape) > 1} - {None}
+    others = [name for name in sequences if name not in encoder_tensors and not name.startswith("encoder_")]
+    # A number may be both sequences' length by chance; a name is one of them.
+    lengths -= {s.shape[1] for s in specs if s.name in others and s.part != "mask" and isinstance(s.shape[1], int)}
+    masks = {spec.name for spec in specs if spec.part == "mask" and spec.shape[1] in lengths}
+    decoder = tuple(sorted(n for n in others if n not in masks or n.startswith("decoder_")))
+    kinds: dict[int, str] = {}
+    for site in readable:
+        made_of = upstream(site.probs)
+        if site.cross:
+            kinds[site.layer] = "cross"
+        elif not cross_maps.isdisjoint(made_of):
+            kinds[site.layer] = "decoder"
+        else:
+            # Beside the encoder, as another branch on its inputs; the decoder's rows may be learned queries.
+            is_beside = made_of.isdisjoint(decoder) and not made_of.isdisjoint(sequences)
+            kinds[site.layer] = "encoder" if site.probs in encoder_tensors or is_beside else "decoder"
+    own_keys = {s.layer for s, tensors in zip(crosses, below, strict=True) if not cross_maps.isdisjoint(tensors)}
+    decoder_masks = [s.name for s in specs if s.name in decoder and len(s.shape) == 2 and s.part == "mask"]
+    if decoder_mask is None:
+        decoder_mask = DECODER_MASK if DECODER_MASK in decoder_masks else None
+    elif decoder_mask not in [s.name for s in specs if s.name in decoder and len(s.shape) == 2]:
+        raise _no_mask(decoder_mask, decoder_masks)
+    return SiteKinds(kinds, own_keys, decoder, decoder_mask)
+
+
+def _no_mask(name: str, masks: Sequence[str]) -> ShdError:
+    return inputs_invalid(
+        f"decoder_mask must be a (B, L) input that the decoder's rows alone depend on, {list(masks)}; got {name!r}"
+    )
+
+
+def _upstream_of(model: onnx.ModelProto) -> Callable[[str], frozenset[str]]:
+    """From a tensor to all that it is made from, itself included; what only gives it a size is left out."""
+    nodes = [node for node in model.graph.node if node.op_type not in ("Shape", "Size")]
+    sources = {name: node.input for node in nodes for name in node.output}
+
+    def upstream(tensor: str) -> frozenset[str]:
+        seen, queue = {tensor}, [tensor]
+        while queue:
+            new = {source for source in sources.get(queue.pop(), ()) if source} - seen
+            seen |= new
+            queue += new
+        return frozenset(seen)
+
+    return upstream

@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.errors import graph_invalid, inputs_invalid
-from shd_ref.teacher.opening.operators import CONTRIB_DOMAIN, STANDARD_DOMAINS
+from shd_ref.teacher.opening.model import CONTRIB_DOMAIN, STANDARD_DOMAINS, onnx
 from shd_ref.teacher.options import PAD_KEY
-from shd_ref.teacher.packages import onnx
 
 Axis: TypeAlias = int | str | None
 """Its size where the graph fixes it, its name, or neither."""

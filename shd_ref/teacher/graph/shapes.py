@@ -6,18 +6,19 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError, graph_unsupported
 from shd_ref.teacher.graph.inputs import InputSizes, InputSpec, batch_axes, input_specs, past_problem, with_fixed
-from shd_ref.teacher.opening.model import infer_shapes, take_weights
-from shd_ref.teacher.packages import onnx
+from shd_ref.teacher.opening.model import infer_shapes, onnx, take_weights
 from shd_ref.teacher.session import open_session, run_bounded
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+Layout: TypeAlias = Literal["batch-heads", "heads-batch", "batch-folded", "heads-folded"]
+"""Axes of the map before (L, S): ``B, H``; ``H, B``; ``B * H`` with heads inside; ``H * B`` with samples inside."""
 
 _PROBE_SIZES: Final = InputSizes(batch=2, length=3)
 _LONGEST_FROZEN: Final = 4096
@@ -47,6 +48,16 @@ def static_shapes(model: onnx.ModelProto) -> dict[str, tuple[int, ...]]:
             for d in dims
         )
     return shapes
+
+
+def by_sample(array: NDArray[Any], layout: Layout | None, num_heads: int) -> NDArray[Any]:
+    """``(N, H, L, S)``; empty where the first axis is not a multiple of the heads."""
+    if layout in ("batch-folded", "heads-folded"):
+        sizes = (-1, num_heads) if layout == "batch-folded" else (num_heads, -1)
+        array = (array if len(array) % num_heads == 0 else array[:0]).reshape(*sizes, *array.shape[1:])
+    if layout in ("heads-batch", "heads-folded"):
+        array = array.swapaxes(0, 1)
+    return array
 
 
 def frozen_specs(model: onnx.ModelProto, maps: Sequence[str]) -> tuple[InputSpec, ...]:

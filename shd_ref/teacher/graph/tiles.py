@@ -17,13 +17,10 @@ from numpy.typing import NDArray
 from shd_ref.errors import ShdError
 from shd_ref.teacher.graph.factors import MASKED, Logits, distinct_heads, read_logits
 from shd_ref.teacher.graph.find import AttentionSite
-from shd_ref.teacher.graph.flow.tracing import is_value_product, operands, repeat_chain
 from shd_ref.teacher.graph.inputs import InputSizes
-from shd_ref.teacher.graph.nodes import constant_of, int_attribute, name_of
+from shd_ref.teacher.graph.nodes import constant_of, int_attribute, is_value_product, name_of, operands, repeat_chain
 from shd_ref.teacher.graph.shapes import Probe, Shapes, probe_feeds
-from shd_ref.teacher.opening.model import read_graph
-from shd_ref.teacher.opening.operators import PRODUCTS, STANDARD_DOMAINS, kinds
-from shd_ref.teacher.packages import ir, onnx
+from shd_ref.teacher.opening.model import PRODUCTS, STANDARD_DOMAINS, ir, kinds, onnx, read_graph
 
 Axes: TypeAlias = tuple[int | None, int | None]
 """Of a tensor's rows and of its keys, from the end; None where it has none."""

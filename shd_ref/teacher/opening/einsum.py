@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Final
 
-from shd_ref.teacher.body import Body
-from shd_ref.teacher.opening.model import infer_shapes
-from shd_ref.teacher.opening.operators import MAP_CARRIERS, STANDARD_DOMAINS
-from shd_ref.teacher.packages import onnx
+from shd_ref.teacher.opening.body import Body
+from shd_ref.teacher.opening.model import MAP_CARRIERS, STANDARD_DOMAINS, infer_shapes, onnx
 
 _MOST_STEPS: Final = 16
 """Back from an operand to the softmax that it is the map of."""

@@ -1,29 +1,36 @@
-"""Read a teacher's untrusted ONNX file: data files, custom operators, old and new operator sets."""
+"""Read a teacher's untrusted ONNX file: data files, sizes that would fill the memory, wiring, operator sets."""
 
 from __future__ import annotations
 
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from shd_ref.errors import graph_invalid
-from shd_ref.teacher.opening.bounds import (
-    check_folded,
-    check_functions,
-    check_growth,
-    check_nodes,
-    check_sizes,
-    check_wiring,
-)
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.errors import ShdError, graph_invalid
 from shd_ref.teacher.opening.einsum import rewrite_einsum
 from shd_ref.teacher.opening.model import (
+    CONTRIB_DOMAIN,
     INLINE_BYTES,
+    STANDARD_DOMAINS,
+    DecodeError,
+    all_graphs,
     all_nodes,
+    all_tensors,
+    bodies,
     check_external_data,
     data_folder,
+    function_nodes,
+    ir,
+    kinds,
     load_external_data,
+    onnx,
 )
-from shd_ref.teacher.opening.operators import CONTRIB_DOMAIN, STANDARD_DOMAINS
-from shd_ref.teacher.packages import DecodeError, onnx
 
 MIN_OPSET: Final = 13
 """The oldest operator set that can be squeezed; ``load_teacher`` converts older graphs where ONNX can."""
@@ -134,3 +141,260 @@ def _modernise(model: onnx.ModelProto) -> onnx.ModelProto:
     del new.opset_import[:]
     new.opset_import.extend(kept)
     return new
+
+
+_MOST_ENTRIES: Final = 2**28  # a mask of 16384 x 16384
+_MOST_ACTIVATIONS: Final = 2**36  # of one tensor that depends on the inputs, for the machines there are
+_MOST_JOINED: Final = 2**20  # inference writes down shapes that are joined, entry by entry
+_MOST_NODES: Final = 100_000
+_MOST_NESTED: Final = 128  # the inliner calls itself
+_SMALL: Final = 2**10  # entries of a constant that may be a shape
+_SHAPE_ARITHMETIC: Final = kinds(
+    "Abs Add Cast Concat Div Gather Identity Max Min Mul Neg Pow ReduceProd ReduceSum Reshape Shape Size "
+    "Slice Squeeze Sub Transpose Unsqueeze"
+)
+_PACKED_BITS: Final = (2, 4)  # an entry of a field is a byte, which holds several
+_COMPLEX: Final = (onnx.TensorProto.COMPLEX64, onnx.TensorProto.COMPLEX128)  # two entries a number
+_SHAPE_INPUTS: Final = {"ConstantOfShape": 0, "Expand": 1, "Tile": 1}
+
+
+def check_sizes(model: onnx.ModelProto, file: Path) -> None:
+    """Tensors must hold what their shapes say, and no shape that the graph states may be absurd."""
+    for tensor in all_tensors(model):
+        if min(tensor.dims, default=0) < 0 or not _holds(tensor, file.parent):
+            raise graph_invalid(
+                f"tensor {tensor.name!r} of teacher graph {file} must hold the numbers of its shape "
+                f"{list(tensor.dims)[:8]}, no more and no less: copy or export it again"
+            )
+    for value in model.graph.input:
+        axes = value.type.tensor_type.shape.dim
+        _check_shape(file, value.name, [axis.dim_value for axis in axes if axis.HasField("dim_value")])
+
+
+def check_functions(model: onnx.ModelProto, file: Path) -> None:
+    """Local functions may not call one another so often, or so deep, that a few of them make an endless graph."""
+    functions = {(function.domain, function.name): function for function in model.functions}
+    calls = {
+        key: Counter((node.domain, node.op_type) for node in function_nodes(function))
+        for key, function in functions.items()
+    }
+    sizes: dict[tuple[str, str], tuple[int, int]] = {}  # nodes after inlining, and how deep
+    for key in calls:
+        waiting, under_way = [key], set()
+        while waiting:
+            current = waiting[-1]
+            unknown = [name for name in calls[current] if name in calls and name not in sizes]
+            if unknown and current not in under_way:
+                under_way.add(current)
+                waiting += unknown
+                continue
+            waiting.pop()  # what is unknown now calls itself in a circle, which the inliner refuses
+            held = [(sizes.get(name, (1, 0)), count) for name, count in calls[current].items()]
+            nodes = sum(size[0] * count for size, count in held)
+            sizes[current] = min(nodes, _MOST_NODES + 1), 1 + max((size[1] for size, _ in held), default=0)
+    total = sum(sizes.get((node.domain, node.op_type), (1, 0))[0] for node in all_nodes(model.graph))
+    depth = max((deep for _, deep in sizes.values()), default=0)
+    if total > _MOST_NODES or depth > _MOST_NESTED:
+        raise graph_invalid(
+            f"functions of teacher graph {file} must make at most {_MOST_NODES} nodes, and call one another at most "
+            f"{_MOST_NESTED} deep; they make {total if total <= _MOST_NODES else 'more'}, {depth} deep: export the "
+            "model without functions"
+        )
+
+
+def check_growth(model: onnx.ModelProto, file: Path) -> None:
+    """Tensors that are joined with themselves again and again may not grow without bound."""
+    sizes = {tensor.name: math.prod(tensor.dims) for graph in all_graphs(model.graph) for tensor in graph.initializer}
+    most = max(_MOST_JOINED, 8 * sum(sizes.values()))
+    for node in all_nodes(model.graph):
+        if node.op_type == "Concat":
+            size = sum(sizes.get(name, 1) for name in node.input)
+            if size > most:
+                raise graph_invalid(
+                    f"teacher graph {file} joins tensors to one of {size} entries at node {node.name!r} (Concat): "
+                    "export it again"
+                )
+        else:  # what depends on the inputs has sizes that are theirs, and counts as one
+            carriers = node.input if node.op_type in _SHAPE_ARITHMETIC else []
+            size = max((sizes.get(name, 1) for name in carriers[node.op_type == "Gather" :]), default=1)
+        sizes.update(dict.fromkeys(node.output, size))
+
+
+def check_folded(model: onnx.ModelProto, file: Path) -> None:
+    """What operators make of constant shapes, which onnxruntime computes first, may not be absurdly large."""
+    known: dict[str, NDArray[Any]] = {}
+    for graph in all_graphs(model.graph):
+        for tensor in graph.initializer:
+            if _is_readable(tensor):
+                known[tensor.name] = onnx.numpy_helper.to_array(tensor)
+    for node in all_nodes(model.graph):
+        if node.op_type == "Constant":
+            tensor = node.attribute[0].t if node.attribute and node.attribute[0].HasField("t") else None
+            if tensor is not None and _is_readable(tensor):
+                known[node.output[0]] = onnx.numpy_helper.to_array(tensor)
+            continue
+        inputs = [known.get(name) for name in node.input]
+        shape = _made_shape(node.op_type, inputs)
+        if shape is not None:
+            _check_shape(file, node.name, shape)
+        elif node.op_type in _SHAPE_ARITHMETIC and all(i is not None for i in inputs):
+            # What cannot be computed is refused by onnxruntime.
+            with contextlib.suppress(Exception), np.errstate(all="ignore"):
+                feeds = dict(zip(node.input, inputs, strict=True))
+                (value,) = onnx.reference.ReferenceEvaluator(node).run(None, feeds)
+                if np.size(value) <= _SMALL:
+                    known[node.output[0]] = np.asarray(value)
+
+
+def _is_readable(tensor: onnx.TensorProto) -> bool:
+    """Whether a tensor may be a shape, or what one is computed from."""
+    is_text = tensor.data_type == onnx.TensorProto.STRING
+    return not is_text and not tensor.external_data and math.prod(tensor.dims) <= _SMALL
+
+
+def _made_shape(op_type: str, inputs: Sequence[NDArray[Any] | None]) -> list[int] | None:
+    """The shape that an operator makes, as far as its constant inputs tell; None where they tell nothing."""
+    position = _SHAPE_INPUTS.get(op_type)
+    if op_type == "Resize" and len(inputs) > 3:
+        position = 3
+    if op_type == "OneHot" and inputs[1] is not None:
+        indices = 1 if inputs[0] is None else inputs[0].size
+        return [indices, *(abs(int(size)) for size in inputs[1].ravel()[:1])]
+    if op_type == "Range" and not any(limit is None or limit.size != 1 for limit in inputs):
+        start, stop, step = (float(limit.ravel()[0]) for limit in inputs if limit is not None)
+        count = (stop - start) / step if step else 0.0
+        return [int(min(max(count, 0.0), 2.0**62))] if math.isfinite(count) else [2**62]
+    shape = inputs[position] if position is not None and position < len(inputs) else None
+    if shape is None or shape.dtype.kind not in "iu":
+        return None
+    held = inputs[0].size if op_type == "Tile" and inputs[0] is not None else 1
+    return [held, *(abs(int(size)) for size in shape.ravel())]
+
+
+def check_inferred(model: onnx.ModelProto) -> None:
+    """No tensor that follows from constants may be absurdly large: onnxruntime makes it before it runs anything."""
+    sizes = {tensor.name: math.prod(tensor.dims) for tensor in model.graph.initializer}
+    folded = set(sizes) | {tensor.values.name for tensor in model.graph.sparse_initializer}
+    for node in model.graph.node:
+        if all(name in folded for name in node.input if name):
+            folded.update(node.output)
+    weights = sum(sizes.values())
+    for value in model.graph.value_info:
+        dims = value.type.tensor_type.shape.dim
+        size = math.prod(dim.dim_value if dim.HasField("dim_value") else 1 for dim in dims)
+        most = max(_MOST_ENTRIES, weights) if value.name in folded else max(_MOST_ACTIVATIONS, weights)
+        if size > most:
+            raise graph_invalid(
+                f"tensor {value.name!r} of the teacher graph must have at most {most} entries; its shape is "
+                f"{[dim.dim_value for dim in dims][:8]}: export the model again, with dynamic axes in place of large "
+                "fixed ones"
+            )
+
+
+def _check_shape(file: Path, name: str, shape: Sequence[int]) -> None:
+    if any(size < 0 for size in shape) or math.prod(shape) > _MOST_ENTRIES:
+        raise graph_invalid(
+            f"shapes of teacher graph {file} must be of at most {_MOST_ENTRIES} entries; got {list(shape)[:8]} "
+            f"for {name!r}: export it again, with dynamic axes in place of large fixed ones"
+        )
+
+
+def _holds(tensor: onnx.TensorProto, folder: Path) -> bool:
+    """Whether a tensor's data has the size of its shape; a weight may be of any size that is there."""
+    count, kind = math.prod(tensor.dims), tensor.data_type
+    outside = onnx.external_data_helper.uses_external_data(tensor)
+    if kind == onnx.TensorProto.STRING:
+        return not outside and not tensor.raw_data and len(tensor.string_data) == count
+    try:
+        bits = round(ir.DataType(kind).itemsize * 8)
+        field = onnx.helper.tensor_dtype_to_field(kind)
+    except (KeyError, TypeError, ValueError):  # no data type
+        return False
+    size = -(-count * bits // 8)
+    if tensor.HasField("segment"):
+        return False
+    if outside:
+        info = onnx.external_data_helper.ExternalDataInfo(tensor)
+        length = info.length
+        if length is None:
+            length = (folder / info.location).stat().st_size - (info.offset or 0)
+        return bool(length == size)
+    if tensor.HasField("raw_data"):
+        return bool(len(tensor.raw_data) == size)
+    entries = size if bits in _PACKED_BITS else count * (2 if kind in _COMPLEX else 1)
+    return bool(len(getattr(tensor, field)) == entries)
+
+
+_CONTRIB_INPUTS: Final = {
+    "DynamicQuantizeMatMul": 3,
+    "FusedGemm": 2,
+    "FusedMatMul": 2,
+    "MatMulIntegerToFloat": 4,
+    "QLinearSoftmax": 5,
+    "SkipLayerNormalization": 3,
+    "TransposeMatMul": 2,
+}
+"""Operators of onnxruntime's own domain, which have no schema here, and how many inputs they need at least."""
+
+
+def check_nodes(graph: onnx.GraphProto, opset: int, file: Path) -> None:
+    """Every node must have the inputs, outputs and attributes of its operator, as onnxruntime demands too."""
+    for node in all_nodes(graph):
+        problem = _signature_problem(node, opset)
+        if problem is not None:
+            raise _broken(file, f"node {node.name!r} ({node.op_type}) {problem}")
+
+
+def _signature_problem(node: onnx.NodeProto, opset: int) -> str | None:
+    if not node.output:
+        return "has no output"
+    if node.domain == CONTRIB_DOMAIN:
+        least = _CONTRIB_INPUTS.get(node.op_type, 0)
+        return None if sum(map(bool, node.input[:least])) == least else f"lacks one of its {least} inputs"
+    if node.domain not in STANDARD_DOMAINS or not onnx.defs.has(node.op_type):
+        return None
+    version = min(max(opset, 1), 2**31 - 1)
+    # The operator's definition in this version, or its latest: onnxruntime knows some earlier than ONNX.
+    is_known = onnx.defs.has(node.op_type, max_inclusive_version=version)
+    schema: Any = onnx.defs.get_schema(node.op_type, version if is_known else 2**31 - 1)
+    if not schema.min_input <= len(node.input) <= schema.max_input:
+        return f"has {len(node.input)} inputs, and may have {schema.min_input} to {schema.max_input}"
+    if not schema.min_output <= len(node.output) <= schema.max_output:
+        return f"has {len(node.output)} outputs, and may have {schema.min_output} to {schema.max_output}"
+    for value, formal in zip(node.input, schema.inputs, strict=False):
+        if not value and formal.option == onnx.defs.OpSchema.FormalParameterOption.Single:
+            return f"lacks its input {formal.name!r}"
+    for attribute in node.attribute:
+        formal = schema.attributes.get(attribute.name)
+        if formal is not None and attribute.type != int(formal.type):
+            return f"has an attribute {attribute.name!r} of another type than the operator's"
+    lacking = {name for name, entry in schema.attributes.items() if entry.required} - {a.name for a in node.attribute}
+    return f"lacks its attribute {min(lacking)!r}" if lacking else None
+
+
+def check_wiring(graph: onnx.GraphProto, file: Path, outer: frozenset[str] = frozenset()) -> None:
+    """Every tensor that a graph reads must be one of its inputs, a constant, or what exactly one node gives."""
+    inputs = [value.name for value in graph.input]
+    constants = {tensor.name for tensor in graph.initializer}
+    constants |= {tensor.values.name for tensor in graph.sparse_initializer}
+    made = [name for node in graph.node for name in node.output if name]
+    names = [*inputs, *constants, *made]
+    kinds = [text for node in graph.node for text in (node.op_type, node.domain, node.name)]
+    if not all(isinstance(name, str) for name in (*names, *kinds)):  # bytes, where they are not text
+        raise _broken(file, "a tensor or node has a name that is not text")
+    if len(set(inputs)) < len(inputs) or len({*inputs, *constants, *made}) < len({*inputs, *constants}) + len(made):
+        raise _broken(file, "a tensor has two sources")
+    known = outer.union(names)
+    for node in graph.node:
+        for name in node.input:
+            if name and name not in known:
+                raise _broken(file, f"a node ({node.op_type!r}) reads the tensor {name!r}, which has no source")
+        for body in bodies(node):
+            check_wiring(body, file, known)
+    for value in graph.output:
+        if value.name not in known:
+            raise _broken(file, f"the output {value.name!r} has no source")
+
+
+def _broken(file: Path, what: str) -> ShdError:
+    return graph_invalid(f"teacher graph {file} is broken, as {what}: copy or export it again")

@@ -1,18 +1,88 @@
-"""A parsed model: its graphs and tensors, copies without weights, and weights in memory or in files beside it."""
+"""ONNX models: packages, kinds of operators, graphs and tensors, weights in memory or in files, saving."""
 
 from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.errors import graph_invalid
-from shd_ref.teacher.packages import Message, ir, onnx
+from shd_ref.cache.storage.drafts import drafting, hash_file, put
+from shd_ref.cache.storage.storage import write_errors
+from shd_ref.errors import ShdError, graph_invalid
+
+try:
+    import onnx
+    import onnx.external_data_helper
+    import onnx.inliner
+    import onnx.reference
+    import onnx.shape_inference
+    import onnx.version_converter
+    import onnx_ir as ir
+    from google.protobuf.message import DecodeError, Message  # type: ignore[import-untyped]
+except ImportError as error:
+    raise ShdError(
+        "dependency-missing",
+        f"shd_ref.teacher needs the package {error.name}: pip install '.[teacher]' (in a checkout)",
+    ) from error
+
+__all__ = ["DecodeError", "Message", "ir", "onnx"]
+
+
+def kinds(names: str) -> frozenset[str]:
+    """Kinds of operators, written with spaces between."""
+    return frozenset(names.split())
+
+
+STANDARD_DOMAINS: Final = ("", "ai.onnx")
+CONTRIB_DOMAIN: Final = "com.microsoft"
+
+MAP_CARRIERS: Final = kinds(
+    "Cast DequantizeLinear Dropout DynamicQuantizeLinear Identity Mul QuantizeLinear Reshape Slice Trilu Where"
+)
+"""What the map may pass through between the softmax and its product with V."""
+
+LAYOUT_OPS: Final = kinds(
+    "Cast DequantizeLinear Dropout DynamicQuantizeLinear Flatten Identity QuantizeLinear Reshape Squeeze "
+    "Transpose Unsqueeze"
+)
+"""What only moves numbers, between the heads' outputs and W_o, or around V."""
+
+MOVING_OPS: Final = frozenset({"Flatten", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
+"""Of these, what gives a number another place."""
+
+NORMS: Final = kinds(
+    "GroupNormalization InstanceNormalization LayerNormalization LpNormalization Pow RMSNormalization "
+    "ReduceL2 ReduceMean ReduceSumSquare SimplifiedLayerNormalization"
+)
+"""Norms, and what exporters write out norms with."""
+
+REPEAT_OPS: Final = frozenset({"Concat", "Expand", "Gather", "Tile"})
+
+ADDING_OPS: Final = frozenset({"Add", "Sub", "Sum"})
+SCALING_OPS: Final = frozenset({"Div", "Mul"})
+
+LOGIT_OPS: Final = kinds(
+    "Add Cast Clip Concat DequantizeLinear Div Identity Max Mul QuantizeLinear Reshape Sub Tanh Transpose Where"
+)
+"""Backward from the softmax: scale, mask, softcap and sink on the way to ``Q K^T``."""
+
+PRODUCTS: Final = frozenset({"MatMul", "FusedMatMul"})
+INTEGER_PRODUCTS: Final = frozenset({"MatMulInteger", "QLinearMatMul", "MatMulIntegerToFloat"})
+OPAQUE_PRODUCTS: Final = frozenset({"Einsum"})
+"""Products whose axes only their equation tells."""
+
+FUSED_OPS: Final = kinds(
+    "Attention DecoderAttention DecoderMaskedMultiHeadAttention DecoderMaskedSelfAttention "
+    "GroupQueryAttention LongformerAttention MultiHeadAttention PackedAttention PackedMultiHeadAttention "
+    "PagedAttention QAttention QOrderedAttention SparseAttention"
+)
 
 
 def all_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
@@ -260,3 +330,40 @@ def _is_whole(tensor: onnx.TensorProto) -> bool:
         return False
     size = math.prod(tensor.dims) * _DTYPES[tensor.data_type].itemsize
     return bool(min(tensor.dims) > 0 and len(tensor.raw_data) == size)
+
+
+@contextmanager
+def saving_graph(model: ir.Model, target: Path, *, large: bool) -> Iterator[tuple[Path, Path | None]]:
+    """The draft of a graph, and the place of its weights beside it; both are in place when the block has not failed.
+
+    The file of ``large`` weights is named after its hash, ``NAME.0123456789abcdef.data``, so that graph and weights
+    change together at one rename, the graph's; whoever is killed before leaves the earlier graph, else replaced with
+    its weights, as it was.
+    """
+    with drafting(target) as draft:
+        data, weights_file = draft.with_name("data"), None
+        ir.save(model, draft, external_data=data.name if large else None)
+        if data.exists():
+            weights_file = target.with_name(f"{target.name}.{hash_file(data)[:16]}.data")
+            _name_data(draft, weights_file.name)
+            data = data.rename(draft.with_name(weights_file.name))
+        yield draft, weights_file
+        if weights_file is not None:
+            put(data, weights_file)
+    with write_errors(target):
+        for file in target.parent.iterdir():  # also of graphs that were never finished
+            if _is_data_of(target, file.name) and file != weights_file:
+                file.unlink(missing_ok=True)
+
+
+def _name_data(graph: Path, name: str) -> None:
+    proto = onnx.load(graph, load_external_data=False)
+    for tensor in all_tensors(proto):
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = name
+    graph.write_bytes(proto.SerializeToString())
+
+
+def _is_data_of(graph: Path, name: str) -> bool:
+    return name.startswith(graph.name) and re.fullmatch(r"\.[0-9a-f]{16}\.data", name[len(graph.name) :]) is not None

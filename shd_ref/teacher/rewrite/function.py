@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from shd_ref.cache.codecs.codecs import SMALLEST_PROB, SQRT8_LEVELS
 from shd_ref.merging.plans import MergePlan, merge_pool, plan_groups
-from shd_ref.teacher.body import FLOAT, FUNCTION_DOMAIN, Array32, Body
-from shd_ref.teacher.packages import onnx
+from shd_ref.teacher.opening.body import FLOAT, FUNCTION_DOMAIN, Array32, Body
+from shd_ref.teacher.opening.model import onnx
 from shd_ref.tolerances import degenerate_threshold
 
 Slots: TypeAlias = Sequence[Sequence[int]]

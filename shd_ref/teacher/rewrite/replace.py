@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from shd_ref.errors import argument_value
-from shd_ref.teacher.body import FLOAT, FUNCTION_DOMAIN, Body
 from shd_ref.teacher.graph.find import AttentionSite
-from shd_ref.teacher.packages import onnx
+from shd_ref.teacher.opening.body import FLOAT, FUNCTION_DOMAIN, Body
+from shd_ref.teacher.opening.model import onnx
 from shd_ref.teacher.rewrite.function import MergeRule
 from shd_ref.teacher.rewrite.squeeze import assemble_graph, call_squeeze, check_opset, row_mask_of
 from shd_ref.teacher.rewrite.tensors import site_tensors

@@ -9,15 +9,14 @@ from typing import Final
 from shd_ref.attention import check_temperature
 from shd_ref.errors import ShdError, graph_invalid, graph_unsupported, inputs_invalid
 from shd_ref.merging.plans import MergePlan, merge_plan
-from shd_ref.teacher.body import FLOAT, FUNCTION_DOMAIN, Body
 from shd_ref.teacher.graph.factors import SiteFactors
 from shd_ref.teacher.graph.find import AttentionSite, projection_of
 from shd_ref.teacher.graph.targets import TargetTensors
 from shd_ref.teacher.graph.tiles import SiteTiles
+from shd_ref.teacher.opening.body import FLOAT, FUNCTION_DOMAIN, Body
 from shd_ref.teacher.opening.load import old_opset_reason, opset_version
-from shd_ref.teacher.opening.model import all_graphs, all_nodes, copy_skeleton, restore_weights
+from shd_ref.teacher.opening.model import all_graphs, all_nodes, copy_skeleton, ir, onnx, restore_weights
 from shd_ref.teacher.options import PrecomputeOptions, check_merge
-from shd_ref.teacher.packages import ir, onnx
 from shd_ref.teacher.rewrite.function import (
     MergeRule,
     alphas_function,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from shd_ref.errors import graph_unsupported
-from shd_ref.teacher.body import FLOAT, Body
 from shd_ref.teacher.graph.factors import SiteFactors
 from shd_ref.teacher.graph.find import AttentionSite
-from shd_ref.teacher.graph.measure import Layout
-from shd_ref.teacher.packages import onnx
+from shd_ref.teacher.graph.shapes import Layout
+from shd_ref.teacher.opening.body import FLOAT, Body
+from shd_ref.teacher.opening.model import onnx
 
 
 def batch_heads(body: Body, tensor: str, layout: Layout | None, num_heads: int) -> str:

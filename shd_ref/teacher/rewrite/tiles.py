@@ -14,11 +14,11 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from shd_ref.teacher.body import FLOAT, Body
 from shd_ref.teacher.graph.factors import MASKED, SiteFactors
 from shd_ref.teacher.graph.find import AttentionSite
 from shd_ref.teacher.graph.tiles import Key, Seen, SiteTiles, Step
-from shd_ref.teacher.packages import onnx
+from shd_ref.teacher.opening.body import FLOAT, Body
+from shd_ref.teacher.opening.model import onnx
 from shd_ref.teacher.rewrite.function import MergeRule, merge_and_code
 from shd_ref.teacher.rewrite.tensors import add_factors, batch_heads, spans_of, values_of
 

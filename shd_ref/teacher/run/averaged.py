@@ -18,9 +18,8 @@ from shd_ref.teacher.graph.inputs import SUPPLIED, Supply, input_specs
 from shd_ref.teacher.graph.shapes import check_bounds
 from shd_ref.teacher.graph.targets import TargetTensors, dtype_of, find_targets
 from shd_ref.teacher.opening.load import load_teacher
-from shd_ref.teacher.opening.model import hash_teacher, take_weights
+from shd_ref.teacher.opening.model import hash_teacher, onnx, take_weights
 from shd_ref.teacher.options import PrecomputeOptions, RunOptions
-from shd_ref.teacher.packages import onnx
 from shd_ref.teacher.rewrite.squeeze import squeeze_graph
 from shd_ref.teacher.run.independence import check_padded, check_samples
 from shd_ref.teacher.run.inputs import Batch, ModelInputs, as_dtype, run_batch

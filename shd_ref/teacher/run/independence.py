@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from shd_ref.errors import ShdError, graph_unsupported
 from shd_ref.teacher.graph.find import AttentionSite
 from shd_ref.teacher.graph.independence import NOT_TOLD, Allowed, Arrays, Trial, distance
-from shd_ref.teacher.opening.model import all_nodes
-from shd_ref.teacher.packages import onnx
+from shd_ref.teacher.opening.model import all_nodes, onnx
 from shd_ref.teacher.run.inputs import Batch, ModelInputs
 
 CUT: Final = 128

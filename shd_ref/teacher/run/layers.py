@@ -9,9 +9,8 @@ from shd_ref.cache.forms.attention import KINDS, KindLayers
 from shd_ref.errors import ShdError, argument_value, graph_unsupported
 from shd_ref.layers import layer_map
 from shd_ref.teacher.graph.factors import SiteFactors, find_factors
-from shd_ref.teacher.graph.find import AttentionSite, select_sites
-from shd_ref.teacher.graph.kinds import SiteKinds
-from shd_ref.teacher.packages import onnx
+from shd_ref.teacher.graph.find import AttentionSite, SiteKinds, select_sites
+from shd_ref.teacher.opening.model import onnx
 from shd_ref.teacher.rewrite.squeeze import check_sinks
 
 if TYPE_CHECKING:

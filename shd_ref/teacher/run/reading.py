@@ -15,11 +15,10 @@ from shd_ref.merging.alpha import ALPHA_PER
 from shd_ref.merging.matching import MATCHED_BY, match_pairs, read_calibration, score_pair
 from shd_ref.merging.mixing import Head, merge_round
 from shd_ref.merging.plans import MergePlan, Pair, check_counts
-from shd_ref.teacher.body import FLOAT, FUNCTION_DOMAIN, Body
 from shd_ref.teacher.graph.find import AttentionSite, projection_of
-from shd_ref.teacher.opening.model import Weights
+from shd_ref.teacher.opening.body import FLOAT, FUNCTION_DOMAIN, Body
+from shd_ref.teacher.opening.model import Weights, onnx
 from shd_ref.teacher.options import CALIBRATION_SAMPLES
-from shd_ref.teacher.packages import onnx
 from shd_ref.teacher.rewrite.squeeze import assemble_graph, check_opset
 from shd_ref.teacher.rewrite.tensors import site_tensors
 from shd_ref.teacher.run.inputs import Batch, ModelInputs, run_batch

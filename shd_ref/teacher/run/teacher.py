@@ -19,13 +19,11 @@ from shd_ref.cache.codecs.logits import check_padding
 from shd_ref.errors import graph_unsupported
 from shd_ref.merging.plans import MergePlan, check_counts, merge_plan, plan_groups
 from shd_ref.teacher.graph.factors import find_factors
-from shd_ref.teacher.graph.find import AttentionSite, find_sites
-from shd_ref.teacher.graph.head import find_head
+from shd_ref.teacher.graph.find import AttentionSite, find_kinds, find_sites
 from shd_ref.teacher.graph.independence import SEVERAL, SHARED_SCALES, rounds_in_run, shares_scales
 from shd_ref.teacher.graph.inputs import count_rows, input_specs, read_pads
-from shd_ref.teacher.graph.kinds import find_kinds
 from shd_ref.teacher.graph.shapes import TOO_MUCH, check_bounds, frozen_specs
-from shd_ref.teacher.graph.targets import TargetTensors, dtype_of, find_logits, find_targets
+from shd_ref.teacher.graph.targets import TargetTensors, dtype_of, find_head, find_logits, find_targets
 from shd_ref.teacher.graph.tiles import find_tiles
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.opening.model import hash_teacher, take_weights

@@ -10,9 +10,8 @@ from typing import Final
 import numpy as np
 
 from shd_ref.cache import CodecError
-from shd_ref.teacher.opening.model import all_tensors
+from shd_ref.teacher.opening.model import all_tensors, onnx
 from shd_ref.teacher.options import NO_FORM
-from shd_ref.teacher.packages import onnx
 from shd_ref.teacher.run.teacher import TeacherRun
 
 _FLOAT: Final = 4  # bytes

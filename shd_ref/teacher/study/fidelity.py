@@ -17,14 +17,12 @@ from shd_ref.merging.alpha import ALPHA_PER, check_option
 from shd_ref.merging.matching import MATCHED_BY
 from shd_ref.merging.mixing import STRATEGIES
 from shd_ref.merging.plans import MergePlan, merge_plan
-from shd_ref.teacher.graph.find import AttentionSite, find_sites, projection_of, select_sites
+from shd_ref.teacher.graph.find import AttentionSite, find_kinds, find_sites, projection_of, select_sites
 from shd_ref.teacher.graph.inputs import count_rows, read_pads
-from shd_ref.teacher.graph.kinds import find_kinds
 from shd_ref.teacher.graph.shapes import check_bounds, frozen_specs
 from shd_ref.teacher.opening.load import load_teacher
-from shd_ref.teacher.opening.model import take_weights
+from shd_ref.teacher.opening.model import onnx, take_weights
 from shd_ref.teacher.options import MATCHED, PLANS, FidelityOptions, RunOptions
-from shd_ref.teacher.packages import onnx
 from shd_ref.teacher.rewrite.function import MergeRule
 from shd_ref.teacher.rewrite.replace import ReplacedGraph, replace_attention
 from shd_ref.teacher.run.independence import check_samples

@@ -10,9 +10,8 @@ from typing import Final
 from shd_ref.cache.storage.documents import build, encode_document, parse_members, read_document
 from shd_ref.cache.storage.drafts import drafting
 from shd_ref.cache.storage.local import LocalStorage
-from shd_ref.teacher.opening.model import check_external_data, hash_teacher
+from shd_ref.teacher.opening.model import DecodeError, check_external_data, hash_teacher, onnx
 from shd_ref.teacher.options import MATCHED, PrecomputeOptions
-from shd_ref.teacher.packages import DecodeError, onnx
 from shd_ref.teacher.study.ranking import WEIGHED, FidelityReport, Setting
 
 SUFFIX: Final = ".fidelity.json"

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from shd_ref.cache import VECTOR_CODECS, Exact, Logits, TeacherHead
 from shd_ref.cache.codecs.logits import logits_error
 from shd_ref.errors import ShdError
-from shd_ref.teacher.graph.head import find_head
-from shd_ref.teacher.graph.targets import find_logits
+from shd_ref.teacher.graph.targets import find_head, find_logits
 from shd_ref.teacher.run.teacher import TeacherRun
 
 

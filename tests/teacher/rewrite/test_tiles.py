@@ -18,9 +18,9 @@ from support.two_sequences import encoder_decoder
 from shd_ref.cache import CacheReader, list_cache
 from shd_ref.errors import ShdError
 from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
-from shd_ref.teacher.body import Body
 from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.graph.tiles import find_tiles
+from shd_ref.teacher.opening.body import Body
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.rewrite import tiles as tiles_module
 from shd_ref.teacher.rewrite.tiles import TiledAttention, choose_tile

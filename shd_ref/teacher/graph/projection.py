@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.teacher.graph.nodes import Weight, constant_of, float_attribute, is_constant, product_weight
-from shd_ref.teacher.opening.operators import ADDING_OPS, LAYOUT_OPS, MOVING_OPS, NORMS, PRODUCTS, SCALING_OPS
-from shd_ref.teacher.packages import ir
+from shd_ref.teacher.opening.model import ADDING_OPS, LAYOUT_OPS, MOVING_OPS, NORMS, PRODUCTS, SCALING_OPS, ir
 
 _SIZES: Final = frozenset({"Shape", "Size"})
 _PICKING: Final = frozenset({"Gather", "GatherND", "Slice", "Split"})

@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.teacher.packages import onnx
+from shd_ref.teacher.opening.model import onnx
 
 FLOAT: Final = onnx.TensorProto.FLOAT
 FUNCTION_DOMAIN: Final = "squeezing_heads"
