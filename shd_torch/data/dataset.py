@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from shd_ref.cache import CacheReader, Factors, Manifest, SampleRecord, sample_key, trim_inputs
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, need
 from shd_ref.merging.plans import MergePlan
 from shd_ref.teacher.sources import open_source
 from shd_torch.data.batches import CachedSupervision, Pair, ReadBatch, allocate_codes, pack_records
@@ -41,22 +41,21 @@ class CacheJoin:
         logits: bool,
         hidden: Iterable[int] | None,
     ) -> None:
-        if skipped not in ("error", "drop"):
-            raise ShdError("argument-value", f"skipped must be 'error' or 'drop'; got {skipped!r}", "CACHE-51")
+        known = skipped in ("error", "drop")
+        need(known, "argument-value", "skipped", "be 'error' or 'drop'", repr(skipped), spec_id="CACHE-51")
         self.cache = cache if isinstance(cache, CacheReader) else CacheReader(cache)
         manifest = self.cache.manifest
         self.layers = taught_layers(manifest, layers)
         self.logits = manifest.logits if logits else None
         held = [] if manifest.hidden is None else manifest.hidden.teacher_layers
         self.hidden_layers = tuple(held if hidden is None else sorted(set(hidden)))
-        if not set(self.hidden_layers) <= set(held):
-            rule = f"hidden must be among the teacher's layers {held} of {self.cache.folder}"
-            message = f"{rule}; got {list(self.hidden_layers)}: precompute it with them"
-            raise ShdError("argument-value", message, "CACHE-81")
+        rule, got = f"be among the teacher's layers {held} of {self.cache.folder}", list(self.hidden_layers)
+        advice, fits = "precompute it with them", set(got) <= set(held)
+        need(fits, "argument-value", "hidden", rule, got, remedy=advice, spec_id="CACHE-81")
         others = any(form.CHOICE not in ("layers", "logits", "hidden") for form in manifest.forms)  # always read
-        if not (self.layers or self.logits is not None or self.hidden_layers or others):
-            message = f"layers, logits and hidden must leave something to read of {self.cache.folder}; got nothing"
-            raise ShdError("argument-value", message, "CACHE-160")
+        reads = bool(self.layers or self.logits is not None or self.hidden_layers or others)
+        names, rule = "layers, logits and hidden", f"leave something to read of {self.cache.folder}"
+        need(reads, "argument-value", names, rule, "nothing", spec_id="CACHE-160")
         self._model_inputs = model_inputs
         self._drops = skipped == "drop"
 
@@ -146,9 +145,9 @@ class SupervisedDataset(CacheJoin, Dataset[tuple[Any, SampleRecord]]):
         super().__init__(cache, model_inputs, layers, skipped, logits, hidden)
         self.data = data
         self._augment, self._seeds = augment, self.cache.seeds()
-        if augment is not None and not self._seeds:
-            rule = f"augment must be left out where the cache has no seeds; {self.cache.folder} has none"
-            raise ShdError("argument-value", f"{rule}: precompute with --seed-column", "CACHE-35")
+        fits, rule = augment is None or bool(self._seeds), "be left out where the cache has no seeds"
+        got = f"{self.cache.folder}, which has none: precompute with --seed-column"
+        need(fits, "argument-value", "augment", rule, got, spec_id="CACHE-35")
         keys = [self.key(self._sample(index)) for index in range(len(data))]
         self._indices = [index for index, key in enumerate(keys) if not self._is_dropped(key)]
         missing = [index for index in self._indices if keys[index] not in self.cache]
@@ -256,9 +255,8 @@ def check_cache(
         ("teacher_sha256", teacher_sha256, manifest.teacher.sha256),
     ]
     for name, own, stored in checks:
-        if own is not None and own != stored:
-            rule = f"{name} must be {stored!r}, as {cache.folder} was made"
-            raise ShdError("cache-mismatch", f"{rule}; got {own!r}: precompute one for this student")
+        rule, remedy = f"be {stored!r}, as {cache.folder} was made", "precompute one for this student"
+        need(own is None or own == stored, "cache-mismatch", name, rule, repr(own), remedy=remedy)
     if num_student_layers is None:
         return
     last, meant = max(form.student_layers), form.num_student_layers
@@ -296,9 +294,8 @@ def read_texts(
     Source: silent. Specification: silent.
     """
     source = open_source(path)
-    if text_column not in source.columns:
-        rule = f"text_column must be one of {', '.join(source.columns)}, the columns of {path}"
-        raise ShdError("inputs-invalid", f"{rule}; got {text_column!r}")
+    rule = f"be one of {', '.join(source.columns)}, the columns of {path}"
+    need(text_column in source.columns, "inputs-invalid", "text_column", rule, repr(text_column))
     samples = []
     for number, row in enumerate(source.rows([text_column])):
         text = row[text_column]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from shd_ref.cache import CacheReader, SampleRecord
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, need
 from shd_torch.checks import check_option
 from shd_torch.data.batches import Pair
 from shd_torch.data.dataset import CacheJoin, ModelInputs
@@ -67,9 +67,9 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, SampleRecord]]):
     ) -> None:
         check_option("remainder", remainder, REMAINDERS)
         super().__init__(cache, model_inputs, layers, skipped, logits, hidden)
-        if iter(data) is data:
-            rule = f"data must be an iterable that can be iterated again; got the iterator {type(data).__name__}"
-            raise ShdError("argument-value", f"{rule}: give the list, the data set or an object with __iter__")
+        again, got = iter(data) is not data, f"the iterator {type(data).__name__}"
+        remedy = "give the list, the data set or an object with __iter__"
+        need(again, "argument-value", "data", "be an iterable that can be iterated again", got, remedy=remedy)
         self.data = data
         self._divide = divide
         self._remainder = remainder
@@ -98,14 +98,13 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, SampleRecord]]):
         if epoch != self._heard:  # in a worker, whose data were there before the epoch was set
             self._heard = epoch
             self.data.set_epoch(epoch)  # type: ignore[attr-defined]  # an epoch is only set where there is one
-        if self._saved_epoch not in (None, epoch):
-            rule = f"state must be of the epoch that is read now, {epoch}; got one of {self._saved_epoch}"
-            advice = f"call set_epoch({self._saved_epoch}) first, that of the loader where Accelerate made it"
-            raise ShdError("argument-value", f"{rule}: {advice}")
-        if self._saved_among not in (None, share.readers):
-            rule = f"state must be of as many ranks and workers as read now, {tuple(share.readers)}"
-            advice = "load it where they are as many, or start the pass over"
-            raise ShdError("argument-value", f"{rule}; got one of {tuple(self._saved_among)}: {advice}")
+        saved, among = self._saved_epoch, self._saved_among
+        rule = f"be of the epoch that is read now, {epoch}"
+        advice = f"call set_epoch({saved}) first, that of the loader where Accelerate made it"
+        need(saved in (None, epoch), "argument-value", "state", rule, f"one of {saved}", remedy=advice)
+        rule = f"be of as many ranks and workers as read now, {tuple(share.readers)}"
+        advice, fits = "load it where they are as many, or start the pass over", among in (None, share.readers)
+        need(fits, "argument-value", "state", rule, f"one of {tuple(among or ())}", remedy=advice)
         self._given, self._resume, self._saved_among, self._saved_epoch = self._resume, 0, None, None
         self._read_by_workers.fill_(get_worker_info() is not None)
         return self._read(share)
@@ -165,7 +164,6 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, SampleRecord]]):
             self._given = 0
 
     def _rank_share(self, share: _Share) -> Iterator[tuple[int, Any]]:
-        """The numbered samples of a rank."""
         rank, ranks = share.rank, share.readers.ranks
         mine: list[tuple[int, Any]] = []
         total = 0

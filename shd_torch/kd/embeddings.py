@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shd_ref.cache import POOLINGS
-from shd_ref.errors import ShdError
+from shd_ref.errors import need
 from shd_ref.integers import check_integer
 from shd_torch.checks import check_mask, check_option, check_real, check_shapes, compute_dtype
 from shd_torch.kd.loss import hidden_loss, unit
@@ -135,8 +135,8 @@ def compare_embeddings(teacher: Tensor, student: Tensor, *, k: int = 10) -> Embe
         check_real(vectors, name, check=True, ndim=2)
     check_shapes(len(teacher) == len(student), "teacher and student must embed the same texts", teacher, student)
     count = len(teacher)
-    if not _LEAST_TEXTS <= count <= MOST_TEXTS:
-        raise ShdError("argument-value", f"texts must be {_LEAST_TEXTS} to {MOST_TEXTS} to be compared; got {count}")
+    rule = f"be {_LEAST_TEXTS} to {MOST_TEXTS} to be compared"
+    need(_LEAST_TEXTS <= count <= MOST_TEXTS, "argument-value", "texts", rule, count)
     sides = [_cosines(vectors.detach().to(torch.float64)) for vectors in (teacher, student.to(teacher.device))]
     above = torch.ones_like(sides[0], dtype=torch.bool).triu(1)
     spearman = torch.corrcoef(torch.stack([_ranks(cosines[above]) for cosines in sides]))[0, 1].nan_to_num(0.0)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shd_ref.cache import CacheReader, Exact, FinalNorm
-from shd_ref.errors import ShdError
+from shd_ref.errors import need
 from shd_torch.checks import check_real, check_shapes, compute_dtype
 from shd_torch.kd.targets import check_classes, check_rows, cut_teacher, row_chunks
 
@@ -66,7 +66,6 @@ class TeacherHead:
         return replace(self, **on_device)
 
     def cut(self, size: int) -> Self:
-        """Its first classes."""
         return replace(self, weight=self.weight[:size], bias=None if self.bias is None else self.bias[:size])
 
     def logits(self, states: Tensor) -> Tensor:
@@ -123,8 +122,8 @@ def check_exact(
     rule = f"hidden of the targets must be {rows} and the width of the teacher's head"
     fits = tuple(hidden.shape[:-1]) == rows and hidden.shape[-1] == head.weight.shape[1]
     check_shapes(fits, rule, hidden, head.weight)
-    if head.weight.device != device:
-        raise ShdError("argument-value", f"the teacher's head must be on {device}; got {head.weight.device}")
+    own = head.weight.device
+    need(own == device, "argument-value", "the teacher's head", f"be on {device}", own)
     states = hidden.detach().flatten(0, len(rows) - 1).to(device)
     # A wide student's loss is that of the same logits in its own dtype.
     states = states.to(torch.promote_types(compute_dtype(states), dtype))

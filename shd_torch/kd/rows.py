@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, TypedDict
 import torch
 from torch import Tensor
 
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, need
 from shd_ref.integers import check_integer, check_number
 from shd_ref.tolerances import row_sum_tolerance
 from shd_torch.checks import (
@@ -68,8 +68,8 @@ class KdOptions:
         if self.chunk_rows is not None:
             check_integer("chunk_rows", self.chunk_rows, 1, None, "ERR-6")
         object.__setattr__(self, "mixing", check_number("mixing", self.mixing, least=0, most=1))
-        if not isinstance(self.t_squared, bool):
-            raise ShdError("argument-value", f"t_squared must be True or False; got {self.t_squared!r}")
+        is_flag = isinstance(self.t_squared, bool)
+        need(is_flag, "argument-value", "t_squared", "be True or False", repr(self.t_squared))
 
 
 @dataclass(frozen=True)
@@ -238,12 +238,9 @@ def _resolve_temperature(temperature: float | None, record: TopkTargets | None) 
     if record is None:
         return check_temperature(1.0 if temperature is None else temperature)
     own = check_temperature(record.temperature)
-    if temperature is not None and check_temperature(temperature) != own:
-        raise ShdError(
-            "argument-value",
-            f"temperature must be {own:g}, that of the targets: mass in a tail cannot be moved to another; "
-            f"got {temperature!r}",
-        )
+    fits = temperature is None or check_temperature(temperature) == own
+    rule = f"be {own:g}, that of the targets: mass in a tail cannot be moved to another"
+    need(fits, "argument-value", "temperature", rule, repr(temperature))
     return own
 
 
@@ -261,20 +258,17 @@ def _check_ids(record: TopkTargets, rows: tuple[int, ...], vocab_size: int, *, c
     size = check_integer("vocab_size", record.vocab_size, 1, None)
     ids, by_slot, by_row = record[:3]
     for name, field in zip(record._fields[1:3], (by_slot, by_row), strict=True):
-        if not isinstance(field, Tensor):
-            raise ShdError("argument-dtype", f"{name} must be a tensor; got {type(field).__name__}")
+        need(isinstance(field, Tensor), "argument-dtype", name, "be a tensor", type(field).__name__)
     check_dtype(ids, _IDS, "ids must be integers")
     fits = ids.shape == by_slot.shape and tuple(by_row.shape) == tuple(ids.shape[:-1]) == rows and ids.shape[-1] > 0
-    if not fits:
-        shapes = ", ".join(str(tuple(field.shape)) for field in (ids, by_slot, by_row))
-        rule = f"{', '.join(record._fields[:3])} must be {rows} + (slots,), the same, and {rows}"
-        raise ShdError("argument-shape", f"{rule}, as the student's logits; got {shapes}")
+    shapes = ", ".join(str(tuple(field.shape)) for field in (ids, by_slot, by_row))
+    rule = f"be {rows} + (slots,), the same, and {rows}, as the student's logits"
+    need(fits, "argument-shape", ", ".join(record._fields[:3]), rule, shapes)
     check_classes("targets", size, vocab_size, can_cut=False)
     if check and ids.numel():
         low, high = (int(bound) for bound in ids.long().aminmax())
-        if low < 0 or high >= size:
-            worst = low if low < 0 else high
-            raise ShdError("argument-value", f"ids must lie in 0 to {size - 1}; got {worst}")
+        worst = low if low < 0 else high
+        need(0 <= worst < size, "argument-value", "ids", f"lie in 0 to {size - 1}", worst)
 
 
 def _check_topk(record: TopkTargets, divergence: str, loss_mask: Tensor | None, *, check: bool) -> None:
@@ -285,18 +279,15 @@ def _check_topk(record: TopkTargets, divergence: str, loss_mask: Tensor | None, 
     counted = torch.ones_like(record.log_tail, dtype=torch.bool) if loss_mask is None else loss_mask
     counted = counted.to(record.ids.device)
     ids = record.ids[counted].long().sort(-1).values
-    if bool((ids[:, 1:] == ids[:, :-1]).any()):
-        raise ShdError("argument-value", "ids must differ within a row that counts; got one twice")
+    differ = not bool((ids[:, 1:] == ids[:, :-1]).any())
+    need(differ, "argument-value", "ids", "differ within a row that counts", "one twice")
     tolerance = row_sum_tolerance(str(record.log_probs.dtype).removeprefix("torch."))
     tails = record.log_tail[counted].double()
     sums = record.log_probs[counted].double().exp().sum(-1) + tails.exp()
     wrong = (sums - 1).abs() > tolerance
     if bool(wrong.any()):
-        raise ShdError(
-            "not-a-distribution",
-            f"exp(log_probs) and exp(log_tail) must sum to 1 within {tolerance:g} in rows that count; "
-            f"got {float(sums[wrong][0]):.6g}",
-        )
+        rule, got = f"sum to 1 within {tolerance:g} in rows that count", f"{float(sums[wrong][0]):.6g}"
+        need(False, "not-a-distribution", "exp(log_probs) and exp(log_tail)", rule, got)
     whole = record.ids.shape[-1] == record.vocab_size
     if whole and not bool(torch.isneginf(tails).all()):
         raise ShdError("not-a-distribution", "log_tail must be -inf where no class is left for it")

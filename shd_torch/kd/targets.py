@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, need
 from shd_ref.integers import check_integer, check_number
 from shd_ref.tolerances import load_tolerances
 from shd_torch.checks import check_option, check_real, check_shapes, check_temperature, compute_dtype
@@ -161,12 +161,9 @@ def cut_teacher(
         if counted is not None:
             mass = mass.masked_fill(~counted.reshape(-1)[chunk], 0.0)
         worst = max(worst, float(mass.max()))
-    if worst > allowed:
-        raise ShdError(
-            "argument-value",
-            f"vocab_size must cut padding alone, with a mass of at most {allowed:g} in every row; "
-            f"got {worst:.6g} on the classes from {size} to {logits.shape[-1] - 1}",
-        )
+    rule = f"cut padding alone, with a mass of at most {allowed:g} in every row"
+    got = f"{worst:.6g} on the classes from {size} to {logits.shape[-1] - 1}"
+    need(worst <= allowed, "argument-value", "vocab_size", rule, got)
     return kept
 
 
@@ -175,10 +172,8 @@ def cut(logits: Tensor, vocab_size: int | None, name: str) -> Tensor:
     if vocab_size is None:
         return logits
     size = check_integer("vocab_size", vocab_size, 1, None)
-    if logits.shape[-1] < size:
-        raise ShdError(
-            "argument-shape", f"{name} must have at least vocab_size = {size} classes; got {logits.shape[-1]}"
-        )
+    given = logits.shape[-1]
+    need(given >= size, "argument-shape", name, f"have at least vocab_size = {size} classes", given)
     return logits[..., :size]
 
 
@@ -197,10 +192,7 @@ def check_classes(name: str, given: int, num_classes: int, *, can_cut: bool = Tr
 def _check_shares(weights: Sequence[float] | None, teachers: int) -> list[float]:
     shares_given = [1.0] * teachers if weights is None else list(weights)
     shares = [check_number(f"weights[{index}]", share, above=0) for index, share in enumerate(shares_given)]
-    if not teachers or len(shares) != teachers:
-        raise ShdError(
-            "argument-value",
-            f"logits must hold at least one teacher, and weights one number per teacher; "
-            f"got {teachers} teachers and {len(shares)} weights",
-        )
+    rule = "hold at least one teacher, and weights one number per teacher"
+    got = f"{teachers} teachers and {len(shares)} weights"
+    need(0 < teachers == len(shares), "argument-value", "logits", rule, got)
     return [share / sum(shares) for share in shares]

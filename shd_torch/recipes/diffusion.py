@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, need
 from shd_ref.integers import check_integer, check_number
 from shd_torch.checks import check_real, check_shapes, compute_dtype
 from shd_torch.precision import without_autocast
@@ -54,10 +54,9 @@ def draw_diffusion(
         ShdError: ``argument-value``.
     """
     steps = check_integer("steps", steps, 1, None)
-    if (num_tokens is None) != (kept_tokens is None):
-        raise ShdError(
-            "argument-value", f"num_tokens and kept_tokens must be given together; got {num_tokens} and {kept_tokens}"
-        )
+    together = (num_tokens is None) == (kept_tokens is None)
+    got = f"{num_tokens} and {kept_tokens}"
+    need(together, "argument-value", "num_tokens and kept_tokens", "be given together", got)
     ts, noises, keeps = [], [], []
     for seed in seeds:
         source = torch.Generator().manual_seed(check_integer("seeds", seed, 0, 2**63 - 1))
@@ -66,8 +65,7 @@ def draw_diffusion(
         if num_tokens is not None:
             kept = check_integer("kept_tokens", kept_tokens, 1, num_tokens)
             keeps.append(torch.randperm(num_tokens, generator=source)[:kept].sort().values)
-    if not ts:
-        raise ShdError("argument-value", "seeds must be one integer per sample; got none")
+    need(bool(ts), "argument-value", "seeds", "be one integer per sample", "none")
     return DiffusionDraw(torch.stack(ts), torch.stack(noises), torch.stack(keeps) if keeps else None)
 
 
@@ -191,8 +189,9 @@ def _schedule(betas: Tensor | None, t: Tensor, like: Tensor, check: bool) -> _Ta
             raise ShdError("argument-value", "betas must be two numbers at least, each between 0 and 1")
     check_integers(t, "t", (len(like),))
     at = t.to(like.device, torch.int64)
-    if check and bool(((at < 0) | (at >= len(table))).any()):
-        raise ShdError("argument-value", f"t must be 0 to {len(table) - 1}; got {at.tolist()}")
+    if check:
+        inside = bool(((at >= 0) & (at < len(table))).all())
+        need(inside, "argument-value", "t", f"be 0 to {len(table) - 1}", at.tolist())
     kept = (1 - table).cumprod(0)  # abar
     before = torch.cat((kept.new_ones(1), kept[:-1]))
     variance = table * (1 - before) / (1 - kept)

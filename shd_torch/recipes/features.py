@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import orthogonal
 
-from shd_ref.errors import ShdError
+from shd_ref.errors import need
 from shd_ref.integers import check_number
 from shd_torch.checks import check_real, check_shape, check_shapes, compute_dtype
 from shd_torch.kd import kd_loss
@@ -56,8 +56,7 @@ class ViTKD(nn.Module):
         self.mimic_weight = check_weight("mimic_weight", mimic_weight)
         self.generate_weight = check_weight("generate_weight", generate_weight)
         self.removed = check_number("removed", removed, above=0, most=1)
-        if self.removed == 1.0:
-            raise ShdError("argument-value", f"removed must lie between 0 and 1; got {removed!r}")
+        need(self.removed < 1, "argument-value", "removed", "lie between 0 and 1", repr(removed))
         self.mimic = nn.ModuleList(nn.Linear(student_dim, teacher_dim) for _ in range(num_layers))
         self.project = nn.Linear(student_dim, teacher_dim)
         self.mask_token = nn.Parameter(torch.zeros(teacher_dim))
@@ -118,12 +117,9 @@ class ViTKD(nn.Module):
         check: bool,
     ) -> None:
         depth, rows = len(self.mimic), tuple(student_last.shape[:2])
-        if len(student_layers) != depth or len(teacher_layers) != depth:
-            raise ShdError(
-                "argument-shape",
-                f"student_layers and teacher_layers must be {depth} each; "
-                f"got {len(student_layers)} and {len(teacher_layers)}",
-            )
+        fits, got = len(student_layers) == len(teacher_layers) == depth, (len(student_layers), len(teacher_layers))
+        name = "student_layers and teacher_layers"
+        need(fits, "argument-shape", name, f"be {depth} each", f"{got[0]} and {got[1]}")
         students = ("student", self.project.in_features, (*student_layers, student_last))
         for side, width, layers in (
             students,
@@ -153,9 +149,8 @@ def _as_picture(tokens: Tensor, grid: tuple[int, int] | None) -> Tensor:
     """``(B, N, D)`` as ``(B, D, h, w)``."""
     count = tokens.shape[1]
     height, width = grid or (math.isqrt(count),) * 2
-    if height * width != count:
-        rule = f"grid must hold the {count} patch tokens, in rows and columns"
-        raise ShdError("argument-shape", f"{rule}; got {grid or 'none, and no square'}")
+    rule = f"hold the {count} patch tokens, in rows and columns"
+    need(height * width == count, "argument-shape", "grid", rule, grid or "none, and no square")
     return tokens.mT.reshape(len(tokens), -1, height, width)
 
 
@@ -286,9 +281,9 @@ def vkd_detection(
         for rows in groups:
             check_real(rows, name, check=check, ndim=2)
     shapes = [[tuple(rows.shape) for rows in groups] for groups in (student_tokens, teacher_tokens)]
-    if not shapes[0] or shapes[0] != shapes[1] or min(rows for rows, _ in shapes[0]) < 2:
-        rule = "student_tokens and teacher_tokens must be groups (n, D) of the same shapes with n of at least 2"
-        raise ShdError("argument-shape", f"{rule}; got {shapes[0]} and {shapes[1]}")
+    fits = bool(shapes[0]) and shapes[0] == shapes[1] and min(rows for rows, _ in shapes[0]) >= 2
+    name, rule = "student_tokens and teacher_tokens", "be groups (n, D) of the same shapes with n of at least 2"
+    need(fits, "argument-shape", name, rule, f"{shapes[0]} and {shapes[1]}")
     values = [
         F.smooth_l1_loss(_standardised(rows), _standardised(taught.detach().to(rows.device)).to(compute_dtype(rows)))
         for rows, taught in zip(student_tokens, teacher_tokens, strict=True)

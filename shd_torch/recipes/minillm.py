@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, need
 from shd_ref.integers import check_number
 from shd_torch.checks import check_mask, check_option, check_real, check_shapes, compute_dtype
 from shd_torch.kd import kd_loss
@@ -202,11 +202,8 @@ def minillm_policy(
     """
     clip, weight = check_weight("clip", clip), check_weight("reverse_kl_weight", reverse_kl_weight)
     if shd is not None and not shd.is_live:
-        raise ShdError(
-            "argument-value",
-            "shd must be of live teachers on sampled text, which no cache has seen; got supervision from a cache: "
-            "give it to language_kd, on the pre-training batch",
-        )
+        rule, got = "be of live teachers on sampled text, which no cache has seen", "supervision from a cache"
+        need(False, "argument-value", "shd", rule, got, remedy="give it to language_kd, on the pre-training batch")
     rollout = Rollout(**rollout) if isinstance(rollout, Mapping) else rollout
     ids, counted = _check_text(student_logits, teacher_logits, rollout.tokens, rollout.mask, check)
     advantages = minillm_advantages(rollout.rewards, counted, discount=discount, whitening=whitening, check=check)
@@ -232,8 +229,8 @@ def _whiten(numbers: Tensor, whitening: str) -> Tensor:
     if ranks:
         dist.all_reduce(squares)
     if whitening == "unbiased":
-        if not ranks and numbers.numel() < 2:
-            raise ShdError("argument-value", "whitening must be biased or none for a single number; got unbiased")
+        several = ranks or numbers.numel() > 1
+        need(several, "argument-value", "whitening", "be biased or none for a single number", whitening)
         count = count - 1
     return (numbers - mean) * torch.rsqrt(squares / count + WHITENING_EPSILON)
 

@@ -10,7 +10,7 @@ from itertools import combinations_with_replacement
 import torch
 from torch import Tensor
 
-from shd_ref.errors import ShdError
+from shd_ref.errors import need
 from shd_torch.recipes.terms import Term, check_weight
 
 
@@ -45,11 +45,10 @@ class ScaleReport:
             ShdError: ``argument-value`` for a missing term, or one whose gradient is zero.
         """
         share = check_weight("share", share)
-        if term not in self.terms:
-            raise ShdError("argument-value", f"term must be one of {', '.join(self.terms)}; got {term!r}")
+        need(term in self.terms, "argument-value", "term", f"be one of {', '.join(self.terms)}", repr(term))
         own = math.sqrt(max(self.products[term, term], 0.0))
-        if own == 0:
-            raise ShdError("argument-value", f"term must have a gradient to be weighed by it; that of {term} is 0")
+        rule, got = "have a gradient to be weighed by it", f"{term}, whose gradient is 0"
+        need(own > 0, "argument-value", "term", rule, got)
         weights = {name: scaled.weight for name, scaled in self.terms.items() if name != term}
         squared = math.fsum(a * b * self.products[i, j] for i, a in weights.items() for j, b in weights.items())
         return share * math.sqrt(max(squared, 0.0)) / own
@@ -83,8 +82,7 @@ def scale_report(terms: Mapping[str, Term], parameters: Iterable[Tensor]) -> Sca
         ShdError: ``argument-value`` without a parameter that needs a gradient.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    if not trained:
-        raise ShdError("argument-value", "parameters must hold some that need a gradient; got none")
+    need(bool(trained), "argument-value", "parameters", "hold some that need a gradient", "none")
     gradients = {name: _gradient(term.value, trained) for name, term in terms.items()}
     products: dict[tuple[str, str], float] = {}
     for first, second in combinations_with_replacement(terms, 2):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, need
 from shd_ref.integers import check_number
 from shd_ref.tolerances import row_sum_tolerance
 from shd_torch.capture.capture import Captured
@@ -43,13 +43,9 @@ class Terms(dict[str, Term]):
         Raises:
             ShdError: ``argument-value``.
         """
-        twice = sorted(self.keys() & other.keys())
-        if twice:
-            raise ShdError(
-                "argument-value",
-                f"terms that are added must have different names; both have {', '.join(twice)}: "
-                "give one side a prefix, terms.scaled(1.0, prefix='pretraining_')",
-            )
+        twice, remedy = sorted(self.keys() & other.keys()), "terms.scaled(1.0, prefix='pretraining_')"
+        got = f"{', '.join(twice)} in both: give one side a prefix, {remedy}"
+        need(not twice, "argument-value", "terms that are added", "have different names", got)
         return Terms({**self, **other})
 
     def scaled(self, weight: float, *, prefix: str = "") -> Terms:
@@ -163,14 +159,12 @@ def as_labels(
     rows = tuple(logits.shape[:-1])
     check_dtype(labels, REALS, "labels must be a tensor of classes or of floats")
     if labels.dtype.is_floating_point and labels.shape == logits.shape:
-        if shift:
-            raise ShdError("argument-shape", "labels must be hard, (B, L), to be shifted; got soft ones")
+        need(not shift, "argument-shape", "labels", "be hard, (B, L), to be shifted", "soft ones")
         return _soft(labels, logits, check)
     check_dtype(labels, INTEGERS, "labels must be integers, or floats of the logits' shape")
     check_shape(labels, "labels", rows)
     classes = labels.to(logits.device, torch.int64)
-    if shift and classes.ndim != 2:
-        raise ShdError("argument-shape", f"labels must be (B, L) to be shifted; got {rows}")
+    need(not shift or classes.ndim == 2, "argument-shape", "labels", "be (B, L) to be shifted", rows)
     if check:
         _check_classes(classes, logits.shape[-1], all_count)
     if shift:

@@ -80,18 +80,15 @@ class Coded(Supervision):
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """``(B, H_s, L, S)``."""
         num_keys = self.length if self.num_keys is None else self.num_keys
         return len(self.lengths), self.num_student_heads, self.length, num_keys
 
     @property
     def device(self) -> torch.device:
-        """That of the codes."""
         return self.buffer.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """float32."""
         return torch.float32
 
     def probs(self, rows: slice = ALL, keys: slice = ALL, *, temperature: float = 1.0) -> Tensor:
@@ -101,7 +98,6 @@ class Coded(Supervision):
         return tile if self.counted is None else tile.masked_fill(~self.counted[:, None, rows, None], 0.0)
 
     def has_mass(self, rows: slice, keys: slice) -> Tensor:
-        """Where the codes are not 0; see ``Supervision``."""
         return self._tile(rows, keys, torch.float32 if self.codec == "float32" else torch.uint8) != 0
 
     def mass(self) -> Tensor:
@@ -143,7 +139,6 @@ class Coded(Supervision):
             check_probs(subset.probs(rows, temperature=softened), "supervision", check=True, layer=layer)
 
     def key_range(self, rows: slice) -> slice:
-        """All keys, or those up to the last row; see ``Supervision``."""
         last = self.shape[3] if self.support == "full" else rows.indices(self.length)[1]
         return slice(0, last)
 
@@ -221,7 +216,6 @@ class Coded(Supervision):
 
 
 def _triangle(rows: int) -> int:
-    """Entries of the first rows of a lower triangle."""
     return rows * (rows + 1) // 2
 
 

@@ -103,12 +103,10 @@ class Factored(Supervision):
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """``(B, H_s, L, S)``."""
         return self.queries.shape[0], self.mixing.shape[1], self.queries.shape[2], self.keys.shape[2]
 
     @property
     def device(self) -> torch.device:
-        """That of the queries."""
         return self.queries.device
 
     @property
@@ -151,11 +149,9 @@ class Factored(Supervision):
         return counts.index_add_(1, students, taught.int()) > 0
 
     def mass(self) -> Tensor:
-        """What each row sums to, ``(B, H_s, L)``; see ``Supervision``."""
         return self._sum_pairs(self.pair_weights).expand(self.shape[:3])
 
     def drop_rows(self, loss_mask: Tensor) -> Self:
-        """A copy with zeros in rows that do not count; see ``Supervision``."""
         dropped = ~loss_mask[:, None, :]
         return replace(
             self,
@@ -165,7 +161,6 @@ class Factored(Supervision):
         )
 
     def check(self, loss_mask: Tensor | None, layer: int) -> None:
-        """Check the values; see ``Supervision``."""
         kept = self if loss_mask is None else self.drop_rows(loss_mask)
         for name in ("queries", "keys", "mixing"):
             check_real(getattr(kept, name), f"supervision's {name}", check=True, layer=layer)

@@ -214,39 +214,31 @@ class Dense(Supervision):
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """``(B, H_s, L, S)``."""
         batch, heads, rows, keys = self.maps.shape
         return batch, heads, rows, keys
 
     @property
     def device(self) -> torch.device:
-        """That of the maps."""
         return self.maps.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """float64 if the maps are, else float32."""
         return compute_dtype(self.maps)
 
     def probs(self, rows: slice = ALL, keys: slice = ALL, *, temperature: float = 1.0) -> Tensor:
-        """A tile of the maps; see ``Supervision``."""
         self.check_temperature(temperature)
         tile = self.maps.detach()[:, :, rows, keys].to(self.dtype)
         return tile if self.counted is None else tile.masked_fill(~self.counted[:, None, rows, None], 0.0)
 
     def has_mass(self, rows: slice, keys: slice) -> Tensor:
-        """Where the maps are not 0; see ``Supervision``."""
         return self.maps[:, :, rows, keys] != 0
 
     def mass(self) -> Tensor:
-        """What each row sums to, ``(B, H_s, L)``; see ``Supervision``."""
         return self.maps.detach().sum(-1, dtype=self.dtype)
 
     def drop_rows(self, loss_mask: Tensor) -> Self:
-        """The maps, zero in rows that do not count wherever a tile is read; see ``Supervision``."""
         return replace(self, counted=loss_mask)
 
     def check(self, loss_mask: Tensor | None, layer: int) -> None:
-        """The maps must be distributions; see ``Supervision``."""
         maps = self.maps if loss_mask is None else self.maps.masked_fill(~loss_mask[:, None, :, None], 0)
         check_probs(maps, "supervision", check=True, layer=layer, row_sums=self.row_sums)

@@ -25,7 +25,6 @@ class SeenEmbeddings:
         self._left = MOST_TEXTS
 
     def add(self, teacher: Tensor, student: Tensor) -> None:
-        """Those of a batch."""
         kept = [side[: self._left].detach().to("cpu", torch.float32) for side in (teacher, student)]
         self._pairs.append((kept[0], kept[1]))
         self._left -= len(kept[0])

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shd_ref.errors import ShdError
+from shd_ref.errors import need
 from shd_ref.integers import check_number
 
 KINDS: Final[tuple[str, ...]] = ("constant", "linear", "cosine")
@@ -37,12 +37,11 @@ class BetaSchedule:
     end: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ShdError("argument-value", f"kind must be one of {', '.join(KINDS)}; got {self.kind!r}")
+        need(self.kind in KINDS, "argument-value", "kind", f"be one of {', '.join(KINDS)}", repr(self.kind))
         for name, value in (("peak", self.peak), ("end", self.end)):
             check_number(name, value, least=0.0)
-        if not 0 <= check_number("warmup", self.warmup) < 1:
-            raise ShdError("argument-value", f"warmup must be in [0, 1), a part of the training; got {self.warmup!r}")
+        inside = 0 <= check_number("warmup", self.warmup) < 1
+        need(inside, "argument-value", "warmup", "be in [0, 1), a part of the training", repr(self.warmup))
 
     def __call__(self, progress: float) -> float:
         """Beta at this part of the training, 0 at its first step and 1 after its last."""

@@ -142,7 +142,6 @@ class Attention(Form):
 
     @property
     def student_layers(self) -> list[int]:
-        """The student layers that have supervision, ascending."""
         return [layer.student_layer for layer in self.layers]
 
     @property
@@ -157,7 +156,6 @@ class Attention(Form):
 
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:
-        """Weights and mixing matrices of all layers, then a blob per layer (CACHE-40)."""
         name = self.SUBJECT
         blobs = (Part(blob_name(layer), U8, name, layer, called=f"layer {layer}") for layer in self.student_layers)
         mixing = Part("mixing", F32, name, optional=self.mixing_is_optional)
@@ -172,7 +170,6 @@ class Attention(Form):
         return alphas, mixing, *((size,) for size in self.blob_sizes(extent))
 
     def floats(self, record: SampleRecord) -> Iterator[NDArray[np.float32] | None]:
-        """Alphas, unless the strategy has none, and mixing."""
         for values in super().floats(record):
             by_row = values is not None and self.alpha_per == "row"
             yield values[..., : record.extent.num_rows] if by_row and values is not None else values
@@ -206,7 +203,6 @@ class Attention(Form):
         return extent.shapes or ((extent.length, extent.length),) * len(self.layers)
 
     def column(self, layer: int) -> int:
-        """The index of a student layer in ``layers``."""
         return self.student_layers.index(layer)
 
     @property

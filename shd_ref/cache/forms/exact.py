@@ -109,7 +109,6 @@ class Exact(Vectors):
 
     @property
     def files(self) -> tuple[FormFile, ...]:
-        """The head's."""
         return (FormFile(HEAD_NAME, self.head_layout["weight"].end, self.head.xxh3_128),)
 
     @functools.cached_property

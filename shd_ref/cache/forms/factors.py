@@ -54,7 +54,6 @@ class Factors(Attention):
 
     @property
     def mixing_is_optional(self) -> bool:
-        """Required, to merge the teacher's maps."""
         return False
 
     @property
@@ -92,7 +91,6 @@ class Factors(Attention):
             yield pack_factors(coded)
 
     def decode(self, record: SampleRecord, layer: int) -> NDArray[np.float32]:
-        """``(H_s, n, n)`` float32, made from queries and keys (CACHE-152)."""
         queries, keys = self.decode_factors(record, layer)
         column = self.column(layer)
         one, mixing = self.factors[column], record.parts["mixing"][column]

@@ -45,7 +45,6 @@ class Part(NamedTuple):
 
     @property
     def title(self) -> str:
-        """For messages."""
         return self.called or self.name
 
 

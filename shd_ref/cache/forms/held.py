@@ -61,12 +61,10 @@ class Held:
 
     @property
     def hidden(self) -> Hidden | None:
-        """The same of its hidden states."""
         return self.find(Hidden)
 
     @property
     def embeddings(self) -> Embeddings | None:
-        """The same of its texts' embeddings."""
         return self.find(Embeddings)
 
     @property

@@ -54,7 +54,6 @@ class Maps(Attention):
         return frozenset({"shapes"} if self.shapes == "own" else ())
 
     def extent_problems(self, extent: Extent) -> Iterator[str]:
-        """Shapes must be those of all layers."""
         count, sizes = len(self.layers), [size for shape in extent.shapes for size in shape]
         if self.shapes == "own" and (len(extent.shapes) != count or not all(1 <= size < 2**31 for size in sizes)):
             yield f"shapes must be rows and keys, at least 1, of {count} layers; got {str(extent.shapes)[:80]}"

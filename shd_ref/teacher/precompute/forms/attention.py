@@ -52,7 +52,6 @@ class AttentionMaker(Maker[AttentionT]):
     BY_LAYER: ClassVar[bool] = True
 
     def describe(self, work: TeacherRun, outputs: StudentOutputs) -> AttentionT | None:
-        """The squeeze, and the form of this maker."""
         options, plans = outputs.student.options, outputs.student.plans
         if options.form != self.NAME or not outputs.layers:
             return None
@@ -79,7 +78,6 @@ class AttentionMaker(Maker[AttentionT]):
         """The form, with the members that both forms share."""
 
     def options(self, form: AttentionT) -> dict[str, Any]:
-        """The squeeze of a manifest."""
         return {
             "num_student_heads": form.num_student_heads,
             "layer_pairs": tuple((layer.student_layer, layer.teacher_layer) for layer in form.layers),
