@@ -58,13 +58,14 @@ from shd_ref.cache.documents.receipts import Record as Record
 from shd_ref.cache.documents.receipts import Seal as Seal
 from shd_ref.cache.documents.receipts import Skipped as Skipped
 from shd_ref.cache.forms.attention import Attention as Attention
+from shd_ref.cache.forms.attention import Factors as Factors
 from shd_ref.cache.forms.attention import KindLayers as KindLayers
 from shd_ref.cache.forms.attention import LayerPair as LayerPair
+from shd_ref.cache.forms.attention import Maps as Maps
 from shd_ref.cache.forms.attention import Matching as Matching
 from shd_ref.cache.forms.exact import HEAD_NAME as HEAD_NAME
 from shd_ref.cache.forms.exact import Exact as Exact
 from shd_ref.cache.forms.exact import Head as Head
-from shd_ref.cache.forms.factors import Factors as Factors
 from shd_ref.cache.forms.form import F32 as F32
 from shd_ref.cache.forms.form import U8 as U8
 from shd_ref.cache.forms.form import Extent as Extent
@@ -74,7 +75,6 @@ from shd_ref.cache.forms.form import Part as Part
 from shd_ref.cache.forms.form import SampleRecord as SampleRecord
 from shd_ref.cache.forms.held import FORMS as FORMS
 from shd_ref.cache.forms.held import Forms as Forms
-from shd_ref.cache.forms.maps import Maps as Maps
 from shd_ref.cache.forms.rows import POOLINGS as POOLINGS
 from shd_ref.cache.forms.rows import AveragedTeacher as AveragedTeacher
 from shd_ref.cache.forms.rows import Embeddings as Embeddings

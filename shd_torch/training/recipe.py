@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -105,48 +105,6 @@ class Recipe:
         expected = 1.0 if self.kind.divergence == "jsd" else self._temperature
         check_targets("recipe", expected, temperature, origin)
 
-    def terms(
-        self,
-        outputs: Any,
-        labels: Tensor,
-        targets: Sequence[Any],
-        *,
-        counted: Tensor | None,
-        shift: bool,
-        check: bool,
-    ) -> Terms:
-        """The recipe's terms of a batch; of a text, ``counted`` says which rows count.
-
-        Raises:
-            ShdError: ``argument-value`` for outputs or targets of another kind; what the recipe raises.
-        """
-        names = ("cls_logits", "distillation_logits") if self.kind.has_token else ("logits",)
-        arguments: list[Any] = [
-            read_output(outputs, name) if len(names) > 1 else read_logits(outputs) for name in names
-        ]
-        found = all(isinstance(output, Tensor) for output in arguments)
-        rule = f"have a student that returns {' and '.join(names)}"
-        need(found, "argument-value", f"recipe {self.name}", rule, type(outputs).__name__)
-        keywords = dict(self.options) | {"check": check}
-        if self.kind.of_text or (self.kind.of_text is None and arguments[0].ndim == 3):
-            keywords["shift"] = shift
-            if counted is not None:
-                kept = torch.cat((torch.ones_like(counted[:, :1]), counted[:, :-1]), 1) if shift else counted
-                labels = labels.masked_fill(~kept.to(labels.device), IGNORED)
-        arguments.insert(1, labels)
-        return self.kind.run(*arguments, *self._of_teachers(targets), **keywords)
-
-    def _of_teachers(self, targets: Sequence[Any]) -> list[Any]:
-        """The targets as the recipe takes them."""
-        if not self.is_taught:
-            return []
-        name, several = f"recipe {self.name}", self.kind.targets == "several"
-        rule = f"have {'a' if several else 'one'} teacher that returns logits, cached or live"
-        need(len(targets) == 1 or (several and bool(targets)), "argument-value", name, rule, len(targets))
-        whole = self.kind.targets == "one" or all(isinstance(target, Tensor) for target in targets)
-        need(whole, "argument-value", name, "have all logits of a teacher", "a part of the classes")
-        return [list(targets)] if several else [targets[0]]
-
     @property
     def _temperature(self) -> float | None:
         """T of both sides; None = that of the targets, and of a recipe without one."""
@@ -179,25 +137,51 @@ class RecipeTerms:
         """Each term's name, weight and loss.
 
         Raises:
-            ShdError: ``argument-value``; what the recipe raises.
+            ShdError: ``argument-value`` for outputs or targets of another kind; what the recipe raises.
         """
-        recipe, batch, labels = self.recipe, forward.batch, forward.batch.inputs.get("labels")
+        recipe, kind, batch, outputs = self.recipe, self.recipe.kind, forward.batch, forward.outputs
+        name, labels = f"recipe {recipe.name}", forward.batch.inputs.get("labels")
         if not isinstance(labels, Tensor):
-            raise ShdError("argument-value", f"a batch must hold labels for recipe {recipe.name}; got none")
-        logits = read_logits(forward.outputs)
+            raise ShdError("argument-value", f"a batch must hold labels for {name}; got none")
+        logits = read_logits(outputs)
         length = 0 if logits is None else logits.shape[1]
-        if recipe.kind.by_sample and batch.stored is not None and not bool(batch.stored.query_mask(length).all()):
-            rule = f"a batch of recipe {recipe.name} must be full where a cache teaches, as it counts every position"
-            advice = "train on texts of one length, or with a live teacher"
-            raise ShdError("argument-value", f"{rule}, and a cache holds nothing of padding: {advice}")
-        targets = [target for teaching in forward.taught if (target := teaching.targets(length)) is not None]
-        counted = batch.counted(self._rule, length) if self._reads_text(batch) else None
-        made = recipe.terms(
-            forward.outputs, labels, targets, counted=counted, shift=self.is_shifted, check=forward.check
+        padded = kind.by_sample and batch.stored is not None and not bool(batch.stored.query_mask(length).all())
+        rule, got = (
+            "be full where a cache teaches, as it counts every position",
+            "padding, of which a cache holds nothing",
         )
-        for name, (value, weight) in made.items():
-            counter = count_samples if name in recipe.kind.by_sample else self.count
-            yield name, weight, Measured({"": value}, counter)
+        advice = "train on texts of one length, or with a live teacher"
+        need(not padded, "argument-value", f"a batch of {name}", rule, got, remedy=advice)
+        tokens = ("cls_logits", "distillation_logits")
+        own: list[Any] = [read_output(outputs, token) for token in tokens] if kind.has_token else [logits]
+        rule = f"have a student that returns {' and '.join(tokens) if kind.has_token else 'logits'}"
+        found = all(isinstance(one, Tensor) for one in own)
+        need(found, "argument-value", name, rule, type(outputs).__name__)
+        keywords = dict(recipe.options) | {"check": forward.check}
+        if kind.of_text or (kind.of_text is None and own[0].ndim == 3):
+            keywords["shift"] = self.is_shifted
+        counted = batch.counted(self._rule, length) if self._reads_text(batch) else None
+        if counted is not None:
+            # A row counts where it is read, its label stands one further on.
+            first = torch.ones_like(counted[:, :1])
+            kept = torch.cat((first, counted[:, :-1]), 1) if self.is_shifted else counted
+            labels = labels.masked_fill(~kept.to(labels.device), IGNORED)
+        made = kind.run(own[0], labels, *own[1:], *self._learn(forward, length), **keywords)
+        for term, (value, weight) in made.items():
+            yield term, weight, Measured({"": value}, count_samples if term in kind.by_sample else self.count)
+
+    def _learn(self, forward: Forward, length: int) -> list[Any]:
+        """The teachers' logits as the recipe takes them."""
+        if not self.recipe.is_taught:
+            return []
+        name, kind = f"recipe {self.recipe.name}", self.recipe.kind
+        found = [target for teaching in forward.taught if (target := teaching.targets(length)) is not None]
+        several = kind.targets == "several"
+        rule = f"have {'a' if several else 'one'} teacher that returns logits, cached or live"
+        need(len(found) == 1 or (several and bool(found)), "argument-value", name, rule, len(found))
+        whole = kind.targets == "one" or all(isinstance(target, Tensor) for target in found)
+        need(whole, "argument-value", name, "have all logits of a teacher", "a part of the classes")
+        return [found] if several else found
 
     @property
     def _rule(self) -> str:

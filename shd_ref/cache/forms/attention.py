@@ -1,18 +1,33 @@
-"""What both forms of attention share: who teaches whom, by which plan, with which weights (CACHE-100 to 108)."""
+"""Attention, as merged maps (CACHE-110 to CACHE-130) or as queries and keys (CACHE-140 to CACHE-153).
+
+Both forms share the squeeze: who teaches whom, by which plan, with which weights (CACHE-100 to CACHE-108).
+"""
 
 from __future__ import annotations
 
 import functools
+import math
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache.codecs.codecs import SUPPORTS
+from shd_ref.cache.codecs.codecs import CODECS, SUPPORTS, check_codes, code_dtype, decode, pack, packed_size, unpack
 from shd_ref.cache.codecs.distortion import CodecError, RowError
+from shd_ref.cache.codecs.factored import (
+    CodedFactors,
+    LayerFactors,
+    check_coded_factors,
+    check_layers,
+    decode_factors,
+    factored_size,
+    pack_factors,
+    rebuild_maps,
+    unpack_factors,
+)
 from shd_ref.cache.forms.form import F32, U8, Extent, Form, Part, SampleRecord, misfit, require
 from shd_ref.cache.storage.documents import MAX_INTEGER, optional
 from shd_ref.cache.storage.places import MAX_LAYERS
@@ -22,6 +37,8 @@ MAX_HEADS: Final = 10_000
 ALPHA_PER: Final = ("map", "row")
 KINDS: Final = ("encoder", "decoder", "cross")
 """Attention of one model that is told apart, in the order in which student layers are numbered (CACHE-105)."""
+SHAPES: Final = ("length", "own")
+PADDING: Final = ("behind", "around")
 
 Plan: TypeAlias = tuple[tuple[tuple[int, int], ...], ...]
 
@@ -142,6 +159,7 @@ class Attention(Form):
 
     @property
     def student_layers(self) -> list[int]:
+        """The student layers that have supervision, ascending."""
         return [layer.student_layer for layer in self.layers]
 
     @property
@@ -156,6 +174,7 @@ class Attention(Form):
 
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:
+        """Weights and mixing matrices of all layers, then a blob per layer (CACHE-40)."""
         name = self.SUBJECT
         blobs = (Part(blob_name(layer), U8, name, layer, called=f"layer {layer}") for layer in self.student_layers)
         mixing = Part("mixing", F32, name, optional=self.mixing_is_optional)
@@ -170,6 +189,7 @@ class Attention(Form):
         return alphas, mixing, *((size,) for size in self.blob_sizes(extent))
 
     def floats(self, record: SampleRecord) -> Iterator[NDArray[np.float32] | None]:
+        """Alphas, unless the strategy has none, and mixing."""
         for values in super().floats(record):
             by_row = values is not None and self.alpha_per == "row"
             yield values[..., : record.extent.num_rows] if by_row and values is not None else values
@@ -203,6 +223,7 @@ class Attention(Form):
         return extent.shapes or ((extent.length, extent.length),) * len(self.layers)
 
     def column(self, layer: int) -> int:
+        """The index of a student layer in ``layers``."""
         return self.student_layers.index(layer)
 
     @property
@@ -270,3 +291,166 @@ def _check_floats(record: SampleRecord, name: str, values: NDArray[Any], shape: 
     if not np.isfinite(values).all():
         message = f"record {record.index}: {name} must be finite; got NaN or infinity"
         raise ShdError("not-finite", message, "CACHE-107")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Maps(Attention):
+    """Records hold the student's merged maps.
+
+    Attributes:
+        form: ``"maps"``.
+        temperature: the attention temperature of the maps, above 0.
+        shapes: ``"own"`` if each record gives the rows and keys of every layer's maps, else ``"length"``: n and n
+            (CACHE-128).
+    """
+
+    form: str = field(default="maps", init=False)
+    temperature: float
+    shapes: str = optional("length")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "temperature", float(self.temperature))  # 1 and 1.0 are the same job
+        super().__post_init__()
+        require(self.codec in CODECS, f"codec must be one of {CODECS}", self.codec, "CACHE-110")
+        require(0 < self.temperature < math.inf, "temperature must be finite and above 0", self.temperature)
+        require(self.shapes in SHAPES, f"shapes must be one of {SHAPES}", self.shapes, "CACHE-128")
+        own = self.shapes == "own" and self.support == "causal"
+        require(not own, "shapes must be length for causal support", self.shapes, "CACHE-128")
+
+    @property
+    def bound_temperature(self) -> float:
+        """Maps are softened before they are merged."""
+        return self.temperature
+
+    @property
+    def stated(self) -> frozenset[str]:
+        """Padding in front is stored, as rows of zeros; shapes are there where the manifest says so."""
+        return frozenset({"shapes"} if self.shapes == "own" else ())
+
+    def extent_problems(self, extent: Extent) -> Iterator[str]:
+        count, sizes = len(self.layers), [size for shape in extent.shapes for size in shape]
+        if self.shapes == "own" and (len(extent.shapes) != count or not all(1 <= size < 2**31 for size in sizes)):
+            yield f"shapes must be rows and keys, at least 1, of {count} layers; got {str(extent.shapes)[:80]}"
+
+    def blob_sizes(self, extent: Extent) -> tuple[int, ...]:
+        heads = self.num_student_heads
+        return tuple(packed_size(self.codec, self.support, heads, *shape) for shape in self.map_shapes(extent))
+
+    def held_size(self, extent: Extent) -> int:
+        """One code per entry, including those above the diagonal."""
+        return self.plain_size(extent) // 4 * code_dtype(self.codec).itemsize
+
+    def check_codes(self, record: SampleRecord) -> None:
+        heads, shapes = self.num_student_heads, self.map_shapes(record.extent)
+        for layer, (rows, keys) in zip(self.student_layers, shapes, strict=True):
+            shape: tuple[int, ...] = getattr(record.parts[blob_name(layer)], "shape", ())  # factors have none
+            square = bool(record.shapes) or shape[1:] == shape[1:2] * 2
+            if not (len(shape) == 3 and shape[0] == heads and shape[1] >= rows and shape[2] >= keys and square):
+                sizes = f"L, L) with L >= {rows}" if rows == keys else f"L, S) with L >= {rows}, S >= {keys}"
+                raise misfit(record, f"codes of layer {layer} must be ({heads}, {sizes}", shape)
+
+    def pack(self, record: SampleRecord) -> Iterator[NDArray[np.uint8]]:
+        """One blob per layer (CACHE-126); ``support-mismatch`` when a counted row has mass on padding."""
+        shapes = self.map_shapes(record.extent)
+        for layer, (num_rows, num_keys) in zip(self.student_layers, shapes, strict=True):
+            codes = record.parts[blob_name(layer)]
+            counted = cut_map(codes, num_rows, num_keys, f"record {record.index} layer {layer}")
+            check_codes(self.codec, counted)
+            yield pack(counted, self.support, self.codec)
+
+    def decode(self, record: SampleRecord, layer: int) -> NDArray[np.float32]:
+        """``(H_s, rows, keys)`` float32; rows sum to one or are zero."""
+        num_rows, num_keys = self.map_shapes(record.extent)[self.column(layer)]
+        heads = self.num_student_heads
+        codes = unpack(record.parts[blob_name(layer)], self.codec, self.support, heads, num_rows, num_keys)
+        return decode(self.codec, codes)
+
+    def describe(self) -> list[tuple[str, str]]:
+        return [("form", f"maps, {self._describe_merge()}, temperature {self.temperature:g}"), ("codec", self.codec)]
+
+
+def cut_map(codes: NDArray[Any], num_rows: int, num_keys: int, where: str) -> NDArray[Any]:
+    """The counted rows and keys of ``(H_s, L, S)``; ``support-mismatch`` where a counted row has mass on padding."""
+    rows = codes[:, :num_rows]
+    if rows[:, :, num_keys:].any():
+        message = f"{where}: keys from {num_keys} on must have no probability: the teacher attends to padding"
+        raise ShdError("support-mismatch", message, "CACHE-127")
+    return rows[:, :, :num_keys]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factors(Attention):
+    """Records hold the teacher's queries and keys, from which its maps are computed, and the mixing matrices.
+
+    Attributes:
+        form: ``"factored"``.
+        factors: each layer's parameters for computing maps from queries and keys (CACHE-141).
+        padding: ``"around"`` if records may have leading padding too, else ``"behind"`` (CACHE-145).
+    """
+
+    form: str = field(default="factored", init=False)
+    factors: tuple[LayerFactors, ...]
+    padding: str = optional("behind")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        count, layers = len(self.factors), len(self.layers)
+        require(count == layers, f"factors must be {layers}", count, "CACHE-141")
+        problem = check_layers(self.codec, self.factors, self.num_teacher_heads)
+        if problem is not None:
+            raise ShdError("argument-value", problem, "CACHE-141")
+        require(self.alpha_per == "map", "alpha_per must be map where factors are given", self.alpha_per, "CACHE-141")
+        require(self.padding in PADDING, f"padding must be one of {PADDING}", self.padding, "CACHE-145")
+
+    @property
+    def mixing_is_optional(self) -> bool:
+        return False
+
+    @property
+    def stated(self) -> frozenset[str]:
+        """Padding in front is left out where the manifest says so; maps are square."""
+        return frozenset({"first"} if self.padding == "around" else ())
+
+    def blob_sizes(self, extent: Extent) -> tuple[int, ...]:
+        length, heads = extent.length - extent.first, self.num_teacher_heads
+        return tuple(factored_size(self.codec, heads, layer, length) for layer in self.factors)
+
+    def check_codes(self, record: SampleRecord) -> None:
+        length, heads = record.length - record.first, self.num_teacher_heads
+        dtype, has_steps = np.dtype(self.codec), self.codec == "int8"
+        for factors, name in zip(self.factors, map(blob_name, self.student_layers), strict=True):
+            coded = record.parts[name]
+            if not isinstance(coded, CodedFactors):
+                raise misfit(record, "codes must be queries and keys for factors", coded.shape)
+            parts = ((heads, coded.queries, coded.query_steps), (factors.num_key_heads, coded.keys, coded.key_steps))
+            for count, codes, steps in parts:
+                if codes.shape != (count, length, factors.width):
+                    raise misfit(record, f"factors must be ({count}, {length}, {factors.width})", codes.shape)
+                if (steps is not None) != has_steps or (steps is not None and steps.shape != (count, length)):
+                    steps_shape = None if steps is None else steps.shape
+                    raise misfit(record, f"steps must be ({count}, {length}) for int8, else None", steps_shape)
+                if codes.dtype != dtype or (steps is not None and steps.dtype != np.float32):
+                    message = f"record {record.index}: factors must be {dtype} with float32 steps; got {codes.dtype}"
+                    raise ShdError("argument-dtype", message, "CACHE-142")
+
+    def pack(self, record: SampleRecord) -> Iterator[NDArray[np.uint8]]:
+        """One blob per layer (CACHE-149); ``not-finite``, ``argument-value``: codes that no encoder makes."""
+        for layer in self.student_layers:
+            coded = record.parts[blob_name(layer)]
+            check_coded_factors(coded)
+            yield pack_factors(coded)
+
+    def decode(self, record: SampleRecord, layer: int) -> NDArray[np.float32]:
+        queries, keys = self.decode_factors(record, layer)
+        column = self.column(layer)
+        one, mixing = self.factors[column], record.parts["mixing"][column]
+        return rebuild_maps(queries, keys, one.scale, self.support, mixing, window=one.window, first=record.first)
+
+    def decode_factors(self, record: SampleRecord, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Queries ``(H_t, n, d)`` and centred keys ``(H_kv, n, d)``, float32, without padding in front."""
+        blob, factors = record.parts[blob_name(layer)], self.factors[self.column(layer)]
+        length = record.length - record.first
+        return decode_factors(unpack_factors(blob, self.codec, self.num_teacher_heads, factors, length))
+
+    def describe(self) -> list[tuple[str, str]]:
+        return [("form", f"queries and keys, {self._describe_merge()}, any temperature"), ("codec", self.codec)]

@@ -7,10 +7,9 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
+from shd_ref.cache.forms.attention import Factors, Maps
 from shd_ref.cache.forms.exact import Exact
-from shd_ref.cache.forms.factors import Factors
 from shd_ref.cache.forms.form import Extent, Form
-from shd_ref.cache.forms.maps import Maps
 from shd_ref.cache.forms.rows import Embeddings, Hidden, Logits
 from shd_ref.errors import ShdError
 

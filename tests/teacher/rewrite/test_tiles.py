@@ -265,8 +265,7 @@ def test_errors_of_some_rows_leave_the_records_as_they_are(
         run = replace(_run(tile), batch_size=5, samples_per_shard=5)
         precompute(teacher, make_inputs(), tmp_path / name, PrecomputeOptions(2, form=form), run)
         runs.append(list_cache(tmp_path / name).errors["attention"])
-        for maker in ("attention", "factors"):
-            monkeypatch.setattr(f"shd_ref.teacher.precompute.forms.{maker}.MEASURED_ENTRIES", 4 * LENGTH)
+        monkeypatch.setattr("shd_ref.teacher.precompute.forms.attention.MEASURED_ENTRIES", 4 * LENGTH)
     whole, some = runs
     # The first and the last of each head, none of padding; in tiles of one sample.
     assert some.rows == (1 if tile else 5) * 2 * 2 < whole.rows

@@ -1,9 +1,8 @@
 """How each form of a record is made from a run of the teacher.
 
 Before the first shard each maker describes its form for the manifest (``describe_forms``); of each batch they make
-the parts of records (``make_records``) and measure what coding cost (``measure_errors``). ``attention.py`` and
-``factors.py`` make the forms of attention, ``rows.py`` all forms of rows. A form from elsewhere is one entry more in
-``MAKERS``.
+the parts of records (``make_records``) and measure what coding cost (``measure_errors``). ``attention.py``
+makes both forms of attention, ``rows.py`` all forms of rows. A form from elsewhere is one entry more in ``MAKERS``.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from typing import Any
 
 from shd_ref.cache import Embeddings, Errors, Exact, Factors, Form, Forms, Hidden, Logits, Maps, SampleRecord
 from shd_ref.cache.forms.held import Held
-from shd_ref.teacher.precompute.forms.attention import MapsMaker
-from shd_ref.teacher.precompute.forms.factors import FactorsMaker
+from shd_ref.teacher.precompute.forms.attention import FactorsMaker, MapsMaker
 from shd_ref.teacher.precompute.forms.maker import Maker
 from shd_ref.teacher.precompute.forms.rows import EmbeddingsMaker, ExactMaker, HiddenMaker, LogitsMaker
 from shd_ref.teacher.run.outputs import StudentOutputs
