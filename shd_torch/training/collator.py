@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from shd_ref.cache import Manifest, SampleRecord
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, need
 from shd_torch.data.batches import pack_records
 from shd_torch.data.dataset import SupervisedDataset
 from shd_torch.data.stream import SupervisedStream
@@ -62,9 +62,8 @@ class _Samples(Dataset[Any]):
 
 def leave_samples(dataset: Any, argument: str) -> Any:
     """Supervised data without its supervision; any other data as they are."""
-    if isinstance(dataset, SupervisedStream):
-        rule = f"{argument} must hold samples alone; got a SupervisedStream"
-        raise ShdError("argument-value", f"{rule}: give the data it was made of")
+    alone, advice = not isinstance(dataset, SupervisedStream), "give the data it was made of"
+    need(alone, "argument-value", argument, "hold samples alone", "a SupervisedStream", remedy=advice)
     return _Samples(dataset) if isinstance(dataset, SupervisedDataset) else dataset
 
 

@@ -125,9 +125,8 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         self.terms: list[RowsTerm] = [term for term in (kd, hidden, embeddings) if term is not None]
         self.terms += _read_terms(terms or {})
         self.recipe = Recipe(recipe) if isinstance(recipe, str) else recipe
-        if self.attention is None and self.recipe is None and not self.terms:
-            rule = "SHDTrainer must have a term: beta, recipe, kd, hidden or embeddings"
-            raise ShdError("argument-value", f"{rule}; got none")
+        has_term = bool(self.terms) or not (self.attention is None and self.recipe is None)
+        need(has_term, "argument-value", "SHDTrainer", "have a term: beta, recipe, kd, hidden or embeddings", "none")
         self.teachers = [] if teacher is None else list(teacher) if isinstance(teacher, Sequence) else [teacher]
         devices = f"{self.args.n_gpu} devices in one process (DataParallel)"
         remedy = "start it with torchrun or accelerate"
@@ -148,9 +147,11 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
                 self.train_dataset.cache.manifest,
                 self.train_dataset.layers,
             )
-        elif not self.teachers and (self._needs_teacher or self.recipe is None):
-            rule = "train_dataset must be a SupervisedDataset or SupervisedStream, or teacher an OnlineTeacher"
-            raise ShdError("argument-value", f"{rule}; got neither")
+        else:
+            # A recipe of labels alone is a baseline.
+            taught = bool(self.terms) or self.attention is not None or self.recipe is None or self.recipe.is_taught
+            rule = "be a SupervisedDataset or SupervisedStream, or teacher an OnlineTeacher"
+            need(not taught or bool(self.teachers), "argument-value", "train_dataset", rule, "neither")
         if self.eval_dataset is not None and self.args.eval_strategy != "no":
             sets = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
             for dataset in sets:
@@ -171,12 +172,6 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         temperature = self.kl.get("temperature", 1.0)
         check_cache(cache, num_student_heads=heads, num_student_layers=layers, temperature=temperature)
 
-    @property
-    def _needs_teacher(self) -> bool:
-        """Whether a term has something to learn from a teacher; a recipe of labels alone is a baseline."""
-        taught = self.recipe is not None and self.recipe.is_taught
-        return taught or self.attention is not None or bool(self.terms)
-
     def _check_recipe(self, recipe: Recipe, kd: KdTerm | None) -> None:
         """Refuse what would be a second base loss, or a second term on logits."""
         beside = {
@@ -184,10 +179,9 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
             "compute_loss_func": self.compute_loss_func,
             "label_smoothing_factor": self.label_smoother,
         }
-        arguments = [name for name, value in beside.items() if value is not None]
-        if arguments:
-            rule = f"{arguments[0]} must be left out where recipe={recipe.name!r} says what the loss is"
-            raise ShdError("argument-value", rule)
+        for name, value in beside.items():
+            rule = f"be left out where recipe={recipe.name!r} says what the loss is"
+            need(value is None, "argument-value", name, rule, type(value).__name__)
 
     def _check_rows(self, joined: CacheJoin) -> None:
         """Refuse a term that neither the records nor a live teacher can teach."""
@@ -405,19 +399,18 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
     def _check_eval(self, dataset: Any) -> None:
         """Refuse an evaluation that could measure nothing."""
         taught = bool(self.teachers) or isinstance(dataset, CacheJoin)
-        if not (self._takes_labels or taught or self.compute_metrics is not None):
-            student = type(self._student).__name__
-            rule = "eval_dataset must be a SupervisedDataset, or teacher an OnlineTeacher"
-            reason = f"as a {student} has no loss of its own; got neither, nor compute_metrics"
-            raise ShdError("argument-value", f"{rule}, {reason}")
+        measures = self._takes_labels or taught or self.compute_metrics is not None
+        rule = "be a SupervisedDataset, or teacher an OnlineTeacher"
+        rule += f", as a {type(self._student).__name__} has no loss of its own"
+        need(measures, "argument-value", "eval_dataset", rule, "neither, nor compute_metrics")
 
     def _check_decoder(self, seen: Mapping[str, Any]) -> None:
         """Refuse a batch from which the student alone could tell what its decoder reads, by shifting the labels."""
-        if self._has_decoder and not {"decoder_input_ids", "decoder_inputs_embeds"} & seen.keys():
-            who = "a live teacher" if self.recipe is None else f"recipe {self.recipe.name}"
-            rule = f"a batch of an encoder-decoder must hold decoder_input_ids, as {who} is given no labels to shift"
-            advice = "make them in the collator, such as by DataCollatorForSeq2Seq(tokenizer, model=student)"
-            raise ShdError("argument-value", f"{rule}; got {', '.join(seen)}: {advice}")
+        held = not self._has_decoder or bool({"decoder_input_ids", "decoder_inputs_embeds"} & seen.keys())
+        who = "a live teacher" if self.recipe is None else f"recipe {self.recipe.name}"
+        rule = f"hold decoder_input_ids, as {who} is given no labels to shift"
+        advice = "make them in the collator, such as by DataCollatorForSeq2Seq(tokenizer, model=student)"
+        need(held, "argument-value", "a batch of an encoder-decoder", rule, ", ".join(seen), remedy=advice)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As in the base class, with the projectors as a parameter group that clipping ignores."""
@@ -426,10 +419,9 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         mine = [parameter for parameter in self.projectors.parameters() if parameter.requires_grad]
         absent = [parameter for parameter in mine if parameter not in held]
-        if absent and is_given:
-            rule = "optimizers must hold the parameters of the terms' projectors too"
-            advice = "make the modules, and give them to both"
-            raise ShdError("argument-value", f"{rule}; got an optimizer without {len(absent)} of them: {advice}")
+        rule, got = "hold the parameters of the terms' projectors too", f"an optimizer without {len(absent)} of them"
+        advice = "make the modules, and give them to both"
+        need(not (absent and is_given), "argument-value", "optimizers", rule, got, remedy=advice)
         if absent:
             optimizer.add_param_group({"params": absent, "weight_decay": self.args.weight_decay})
         return optimizer

@@ -128,7 +128,7 @@ def test_terms_add_and_scale(step: Step) -> None:
     both = first + second.scaled(3.0, prefix="pretraining_")
     assert {name: term.weight for name, term in both.items()} == {"kd": 0.5, "pretraining_kd": 3.0}
     assert both.total == 16
-    with pytest.raises(ShdError, match="got .* in both kd"):
+    with pytest.raises(ShdError, match="got kd in both"):
         first + second
     for beta in (-0.1, math.nan, "0.1"):
         with pytest.raises(ShdError, match="must be a finite number of at least 0"):
