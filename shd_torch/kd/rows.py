@@ -22,8 +22,7 @@ from shd_torch.checks import (
     check_shape,
     check_temperature,
 )
-from shd_torch.kd.heads import ExactTargets, check_exact
-from shd_torch.kd.targets import check_classes, check_logits, cut_teacher, take_tail
+from shd_torch.kd.targets import ExactTargets, check_classes, check_exact, check_logits, cut_teacher, take_tail
 from shd_torch.supervision.targets import TopkTargets
 
 Targets: TypeAlias = Tensor | TopkTargets | ExactTargets | Mapping[str, Any]

@@ -1,8 +1,8 @@
 """Hugging Face's trainer with terms of distillation: from the collator to the loss.
 
-``collator.py`` puts samples and records into one batch, ``batch.py`` takes it apart again and counts its rows, and
-``trainer.py`` runs teachers and student on it. Each term of ``terms.py`` (and ``recipe.py``, of the base loss)
-measures its losses on this pass; weighed by ``schedules.py``, their shares of the whole step add up to the loss.
+In ``batch.py`` a collator puts samples and records into one batch, which is taken apart again where its rows are
+counted; ``trainer.py`` runs teachers and student on it. Each term of ``terms.py`` (and ``recipe.py``, of the base
+loss) measures its losses on this pass; weighed by ``schedules.py``, their shares of the whole step are the loss.
 """
 
 from collections.abc import Callable

@@ -25,9 +25,16 @@ from shd_torch.supervision.targets import Taught
 from shd_torch.supervision.taught_layers import unite_layers
 from shd_torch.teacher.online import OnlineSupervision, OnlineTeacher
 from shd_torch.training import TERMS
-from shd_torch.training.batch import Counter, Forward, MicroBatch, count_positions, count_samples
+from shd_torch.training.batch import (
+    Counter,
+    Forward,
+    MicroBatch,
+    SupervisedCollator,
+    count_positions,
+    count_samples,
+    leave_samples,
+)
 from shd_torch.training.checkpoints import MARKER, finish_checkpoint, is_whole, last_checkpoint
-from shd_torch.training.collator import SupervisedCollator, leave_samples
 from shd_torch.training.embeddings import SeenEmbeddings
 from shd_torch.training.projectors import Projectors
 from shd_torch.training.recipe import Recipe

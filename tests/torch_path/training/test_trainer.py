@@ -11,7 +11,7 @@ from support.binding.trainer_cases import LENGTHS, make_model, make_samples, mak
 from support.refusals import refusal
 
 from shd_torch import BetaSchedule, LossBalancer, OnlineTeacher, ShdError, SupervisedDataset
-from shd_torch.training.collator import SupervisedCollator
+from shd_torch.training.batch import SupervisedCollator
 
 
 def test_samples_that_change_after_joining_stop_the_training(trainer_cache: Path, tmp_path: Path) -> None:
