@@ -252,6 +252,7 @@ class TeacherHead:
         return replace(self, **on_device)
 
     def cut(self, size: int) -> Self:
+        """The head of its first classes."""
         return replace(self, weight=self.weight[:size], bias=None if self.bias is None else self.bias[:size])
 
     def logits(self, states: Tensor) -> Tensor:
