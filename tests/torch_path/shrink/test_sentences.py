@@ -123,6 +123,7 @@ def test_files_are_the_teachers_own(teacher: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["x" * 300, "é" * 200, "a\0b", "a/" * 3000])
 def test_names_that_no_file_can_have(name: str, tmp_path: Path) -> None:
     """In files of a folder from elsewhere, and as the folder itself."""
+    (tmp_path / "config.json").write_text("{}")
     (tmp_path / MODULES).write_text(json.dumps([module(0, "Transformer", ""), module(1, "Pooling", name)]))
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     for read in (check_files, modules_after_model, read_pooling):
