@@ -29,8 +29,7 @@ from shd_ref.errors import ShdError
 from shd_ref.teacher.options import RUNNING, PrecomputeOptions, RunOptions, Shown
 
 if TYPE_CHECKING:
-    from shd_ref.teacher.precompute.engine import Students
-    from shd_ref.teacher.precompute.summary import PrecomputeSummary
+    from shd_ref.teacher.precompute.engine import PrecomputeSummary, Students
 
 
 def precompute(

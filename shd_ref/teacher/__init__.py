@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from shd_ref.teacher.options import PrecomputeOptions as PrecomputeOptions
     from shd_ref.teacher.options import RunOptions as RunOptions
     from shd_ref.teacher.precompute.compare import compare_with_reference as compare_with_reference
-    from shd_ref.teacher.precompute.summary import PrecomputeSummary as PrecomputeSummary
+    from shd_ref.teacher.precompute.engine import PrecomputeSummary as PrecomputeSummary
     from shd_ref.teacher.rewrite.function import MergeRule as MergeRule
-    from shd_ref.teacher.rewrite.replace import replace_attention as replace_attention
     from shd_ref.teacher.rewrite.squeeze import SqueezedGraph as SqueezedGraph
+    from shd_ref.teacher.rewrite.squeeze import replace_attention as replace_attention
     from shd_ref.teacher.rewrite.squeeze import squeeze_graph as squeeze_graph
     from shd_ref.teacher.run.inputs import ModelInputs as ModelInputs
     from shd_ref.teacher.run.reading import AttentionReader as AttentionReader
@@ -55,10 +55,9 @@ _ROOMS = {
     "opening.model": ("hash_teacher",),
     "options": ("FidelityOptions", "PlanOptions", "Pooling", "PrecomputeOptions", "RunOptions"),
     "precompute.compare": ("compare_with_reference",),
-    "precompute.summary": ("PrecomputeSummary",),
+    "precompute.engine": ("PrecomputeSummary",),
     "rewrite.function": ("MergeRule",),
-    "rewrite.replace": ("replace_attention",),
-    "rewrite.squeeze": ("SqueezedGraph", "squeeze_graph"),
+    "rewrite.squeeze": ("SqueezedGraph", "replace_attention", "squeeze_graph"),
     "run.inputs": ("ModelInputs",),
     "run.reading": ("AttentionReader",),
     "session": ("open_session",),

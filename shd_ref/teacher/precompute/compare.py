@@ -17,9 +17,8 @@ from shd_ref.merging.mixing import mix_maps, output_residual, solve_mixing
 from shd_ref.merging.plans import plan_groups
 from shd_ref.teacher.graph.find import projection_of
 from shd_ref.teacher.rewrite.squeeze import SqueezedGraph, SqueezedLayer
-from shd_ref.teacher.run.outputs import LayerOutputs
-from shd_ref.teacher.run.rows import COMPARED_ENTRIES
-from shd_ref.teacher.run.threads import SMALL_PRODUCT, run_ahead, threads_for
+from shd_ref.teacher.run.outputs import COMPARED_ENTRIES, LayerOutputs
+from shd_ref.teacher.session import SMALL_PRODUCT, run_ahead, threads_for
 from shd_ref.tolerances import load_tolerances
 
 QueryMask: TypeAlias = NDArray[np.bool_] | Mapping[int, NDArray[np.bool_] | None] | None

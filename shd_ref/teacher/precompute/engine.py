@@ -3,28 +3,120 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain, permutations
 from pathlib import Path
-from typing import Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
-from shd_ref.cache import CacheWriter, Errors, Extent, Manifest, Receipt, SampleRecord, Skipped
-from shd_ref.cache.storage.places import open_storage, subfolder
+import numpy as np
+from numpy.typing import NDArray
+
+import shd_ref
+from shd_ref.cache import (
+    Attention,
+    CacheWriter,
+    Dataset,
+    Errors,
+    Extent,
+    Manifest,
+    Receipt,
+    SampleInputs,
+    SampleRecord,
+    ShardPlan,
+    Skipped,
+    dataset_fingerprint,
+    list_cache,
+)
+from shd_ref.cache.shards import ShardFile
+from shd_ref.cache.storage.places import MANIFEST_NAME, Folder, is_address, open_storage, subfolder
+from shd_ref.cache.storage.storage import write_errors
+from shd_ref.cache.writer import check_free, other_job
 from shd_ref.errors import ShdError, argument_value
 from shd_ref.teacher.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.compare import Comparison, compare_layers
-from shd_ref.teacher.precompute.forms import MAKERS, make_records, maker_of, measure_errors
-from shd_ref.teacher.precompute.manifest import adopt_plans, check_destination, make_manifests
-from shd_ref.teacher.precompute.summary import PrecomputeSummary, summarise
+from shd_ref.teacher.precompute.forms import MAKERS, describe_forms, make_records, maker_of, measure_errors
+from shd_ref.teacher.precompute.forms.attention import matching_of
 from shd_ref.teacher.run.inputs import Batch, group_shards, share_shards
 from shd_ref.teacher.run.outputs import StudentOutputs, find_faults
 from shd_ref.teacher.run.teacher import TeacherRun
-from shd_ref.teacher.run.threads import run_ahead, run_beside
+from shd_ref.teacher.session import PROVIDERS, run_ahead, run_beside
 from shd_ref.teacher.sources import Arrays, Source
+
+MAX_ALPHAS: Final = 2**20
+"""Alphas that a summary looks at, at least one shard's: enough for any quantile."""
+
+
+@dataclass(frozen=True)
+class PrecomputeSummary:
+    """What ``precompute`` did and found.
+
+    Attributes:
+        samples, skipped: in the cache; without a record, because the teacher failed on them.
+        missing_shards: that other processes have yet to write; the cache is sealed once no shard is missing.
+        written, resumed: samples whose records this run wrote; those of its shards that were there already.
+        written_by_others: samples of its shards that other processes wrote meanwhile.
+        seconds: of this run.
+        coded_bytes: of all codes in the cache; ``float32_bytes`` is what they teach, unpadded, as float32.
+        alphas: before clipping ``(n,)``, of the first shards; ``num_clipped``, ``num_degenerate`` count over them.
+        errors: coding errors, over the measured rows.
+        compared_samples, comparison: how many of the first batch the reference squeezed too, and what that showed.
+        remarks: what is to be known of the records, such as that they depend on the batches they were made in.
+        supplied: what was fed beside the data (CACHE-36), in a line; empty for nothing.
+        remark: what the reading process said of the data, such as how many texts were cut; None for nothing.
+    """
+
+    folder: Path | str
+    samples: int
+    missing_shards: int
+    written: int
+    resumed: int
+    written_by_others: int
+    skipped: int
+    seconds: float
+    coded_bytes: int
+    float32_bytes: int
+    alphas: NDArray[np.float32] = field(repr=False)
+    num_clipped: int
+    num_degenerate: int
+    errors: Errors
+    compared_samples: int
+    comparison: Comparison | None
+    remarks: tuple[str, ...] = ()
+    supplied: str = ""
+    remark: str | None = None
+
+
+def summarise(folder: str | os.PathLike[str], manifest: Manifest, **told: Any) -> PrecomputeSummary:
+    """The summary of what is committed in a cache, with the members that the run knows."""
+    listing, storage = list_cache(folder), open_storage(folder)
+    alphas: list[NDArray[np.float32]] = []
+    for shard in listing.written:
+        if sum(map(len, alphas)) < MAX_ALPHAS:
+            file, parts = ShardFile(storage, shard), Receipt.read(storage, shard, manifest).stored_parts(manifest)
+            alphas += [
+                file.read(blob.start, blob.end).view("<f4") for _, part, blob in parts if part.name == "alphas"
+            ]
+    values = np.concatenate([*alphas, np.empty(0, np.float32)])
+    attention = manifest.find(Attention)
+    solved = attention is not None and attention.strategy == "shd"
+    return PrecomputeSummary(
+        folder=folder if isinstance(folder, str) and is_address(folder) else Path(folder),
+        samples=listing.samples,
+        skipped=listing.skipped,
+        coded_bytes=listing.coded_bytes,
+        float32_bytes=listing.float32_bytes,
+        alphas=values,
+        num_clipped=int(((values < 0) | (values > 1)).sum()),
+        num_degenerate=int((values == 0.5).sum()) if solved else 0,
+        errors=listing.errors,
+        **told,
+    )
+
 
 WINDOW_BYTES: Final = 2**30
 """Codes of a student that are held at most before their shards are written (but at least one shard's); the shard that
@@ -455,3 +547,92 @@ def _seal(writer: CacheWriter) -> int:
             # Another process committed the last one just now, and may have died before it sealed.
         else:
             return 0
+
+
+SHARD_BYTES: Final = 256 * 2**20
+"""Default size of a shard, unless the data set is small."""
+LEAST_SHARDS: Final = 16
+"""A killed run loses at most the shards in progress: even a small data set has a few."""
+
+
+def check_destination(folder: Folder, teacher: Path, options: PrecomputeOptions, run: RunOptions) -> None:
+    """Refuse a place that cannot become this job's cache, as far as options tell; ``CacheWriter`` knows the rest."""
+    storage = open_storage(folder)
+    if isinstance(storage.root, Path):
+        with write_errors(storage.root):
+            _check_folder(storage.root)
+    check_free(storage)
+    if not storage.exists(MANIFEST_NAME):
+        return
+    existing = Manifest.read(storage)
+    size = existing.shards.samples_per_shard
+    members: list[tuple[str, object, object]] = [
+        ("spec_version", existing.spec_version, shd_ref.SPEC_VERSION),
+        ("teacher.name", existing.teacher.name, teacher.name),
+        ("teacher.provider", existing.teacher.provider, PROVIDERS.get(run.provider, run.provider)),
+        ("on_error", existing.on_error, options.on_error),
+        ("inputs.seed", existing.inputs.seed, options.seed_column),
+        ("shards.seed", existing.shards.seed, run.seed),
+        ("shards.samples_per_shard", size, size if run.samples_per_shard is None else run.samples_per_shard),
+    ]
+    # Of the two forms of attention either decides for both.
+    for subject, maker in {kind.SUBJECT: maker for kind, maker in MAKERS.items()}.items():
+        form = next((form for form in existing.forms if subject == form.SUBJECT), None)
+        members += [(f"{subject}.{name}", old, new) for name, old, new in maker.decided(form, options, run)]
+    differences = [f"{name}: {old!r} -> {new!r}" for name, old, new in members if old != new]
+    if differences:
+        raise other_job(storage.root, differences)
+
+
+def _check_folder(root: Path) -> None:
+    there = next(path for path in (root, *root.parents) if path.exists())
+    if there == root and not root.is_dir():
+        raise ShdError("cache-exists", f"{root} must be a folder; it is a file: name another --out", "CACHE-60")
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        reason = "may not be written" if there.is_dir() else "is a file"
+        raise ShdError("write-failed", f"{root} could not be written: {there} {reason}: name another --out")
+
+
+def adopt_plans(folder: Folder, options: PrecomputeOptions, run: RunOptions) -> PrecomputeOptions:
+    """The options, with the plans that the manifest of this job says where they are matched (CACHE-103)."""
+    if matching_of(options, run) is None or not open_storage(folder).exists(MANIFEST_NAME):
+        return options
+    form = Manifest.read(folder).find(Attention)
+    if form is None or (form.matching, form.num_student_heads) != (
+        matching_of(options, run),
+        options.num_student_heads,
+    ):
+        return options
+    return replace(options, plans=form.layer_plans)
+
+
+def make_manifests(work: TeacherRun, outputs: Sequence[StudentOutputs]) -> list[Manifest]:
+    """The manifest of every student, with equally many samples per shard, so that all share their batches."""
+    run, inputs, count = work.run, work.inputs, len(work.inputs)
+    forms = [describe_forms(work, output) for output in outputs]
+    per_sample = max(
+        sum(form.coded_size(of_student.extent_of(output[0].extent)) for form in of_student.forms)
+        for of_student, output in zip(forms, outputs, strict=True)
+    )
+    size = run.samples_per_shard or max(1, min(SHARD_BYTES // per_sample, math.ceil(count / LEAST_SHARDS)))
+    teacher = work.fingerprint()
+    fingerprint = dataset_fingerprint(inputs.key(index) for index in range(count))
+    return [
+        Manifest(
+            spec_version=shd_ref.SPEC_VERSION,
+            created_by=f"squeezing-heads {shd_ref.__version__}",
+            teacher=teacher,
+            forms=of_student.forms,
+            on_error=output.student.options.on_error,
+            inputs=SampleInputs(
+                names=inputs.names,
+                mask=inputs.mask,
+                seed=inputs.seed_column,
+                decoder=inputs.decoder,
+                decoder_mask=inputs.decoder_mask,
+            ),
+            dataset=Dataset(fingerprint=fingerprint, num_samples=count),
+            shards=ShardPlan(samples_per_shard=size, seed=run.seed, num_shards=math.ceil(count / size)),
+        )
+        for of_student, output in zip(forms, outputs, strict=True)
+    ]

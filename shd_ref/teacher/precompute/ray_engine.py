@@ -15,8 +15,14 @@ from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError, argument_value
 from shd_ref.teacher.options import RunOptions
-from shd_ref.teacher.precompute.engine import OnProgress, OnRead, OpenInputs, PrecomputeJob, Students
-from shd_ref.teacher.precompute.summary import PrecomputeSummary
+from shd_ref.teacher.precompute.engine import (
+    OnProgress,
+    OnRead,
+    OpenInputs,
+    PrecomputeJob,
+    PrecomputeSummary,
+    Students,
+)
 from shd_ref.teacher.sources import Arrays, Source
 
 try:

@@ -6,8 +6,10 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Final
 
+import numpy as np
+
 from shd_ref.attention import check_temperature
-from shd_ref.errors import ShdError, graph_invalid, graph_unsupported, inputs_invalid
+from shd_ref.errors import ShdError, argument_value, graph_invalid, graph_unsupported, inputs_invalid
 from shd_ref.merging.plans import MergePlan, merge_plan
 from shd_ref.teacher.graph.factors import SiteFactors
 from shd_ref.teacher.graph.find import AttentionSite, projection_of
@@ -19,13 +21,17 @@ from shd_ref.teacher.opening.model import all_graphs, all_nodes, copy_skeleton, 
 from shd_ref.teacher.options import PrecomputeOptions, check_merge
 from shd_ref.teacher.rewrite.function import (
     MergeRule,
+    add_factors,
     alphas_function,
+    batch_heads,
     constant_alphas,
     every_row,
     gram_matrices,
+    site_tensors,
+    spans_of,
     squeeze_function,
+    values_of,
 )
-from shd_ref.teacher.rewrite.tensors import add_factors, batch_heads, site_tensors, spans_of, values_of
 from shd_ref.teacher.rewrite.tiles import FUSED_DOMAIN, TiledAttention, TiledRows, Tiling, add_codes
 
 _MIN_IR_VERSION: Final = 8  # the first with model-local functions
@@ -425,3 +431,84 @@ def _with_prefix(model: onnx.ModelProto, prefix: str) -> onnx.ModelProto:
 
 def _renamed(name: str, prefix: str) -> str:
     return prefix + name.removeprefix(_PREFIX) if name.startswith(_PREFIX) else name
+
+
+_CAST_LIKE_OPSET = 15
+
+
+@dataclass(frozen=True)
+class ReplacedSite:
+    """A site's maps times values, float32 ``(B, H, L, d_v)``: with the maps in use, and with those before merging."""
+
+    site: AttentionSite
+    context: str
+    unmerged: str
+
+
+@dataclass(frozen=True)
+class ReplacedGraph:
+    """A teacher with its maps replaced, and the output that is looked at."""
+
+    model: onnx.ModelProto
+    sites: tuple[ReplacedSite, ...]
+    output: str
+
+
+def replace_attention(
+    model: onnx.ModelProto,
+    sites: Sequence[AttentionSite],
+    rules: Sequence[MergeRule] | None,
+    *,
+    output: str,
+    row_mask_input: str | Sequence[str | None] | None = None,
+) -> ReplacedGraph:
+    """Rewrite a teacher so that its own layers go on with squeezed attention, by one of ``rules`` a site, or None.
+
+    ``output`` is kept beside those of the sites; ``row_mask_input`` is as in ``squeeze_graph``, or one a site.
+    """
+    named = {value.name: value for value in model.graph.output}
+    if output not in named:
+        raise argument_value(f"output must be one of the graph's {', '.join(named)}; got {output!r}")
+    replaced = onnx.ModelProto()
+    replaced.CopyFrom(model)
+    body = Body(f"{FUNCTION_DOMAIN}/", check_opset(model))
+    of_sites: Sequence[str | None] = (
+        [row_mask_input] * len(sites) if row_mask_input is None or isinstance(row_mask_input, str) else row_mask_input
+    )
+    masks = {name: row_mask_of(body, model, name) for name in dict.fromkeys(of_sites)}
+    squeezed = []
+    for number, site in enumerate(sites):
+        body.prefix = f"{FUNCTION_DOMAIN}/{number}/"
+        maps, values = site_tensors(body, site)
+        unmerged = _context(body, maps, values)
+        context = unmerged
+        if rules is not None:
+            rule = rules[number]
+            merged = call_squeeze(body, rule, site, maps, values, masks[of_sites[number]])["merged"]
+            group_of = {head: number for number, group in enumerate(rule.groups) for head in group}
+            per_head = body.op("Gather", merged, body.const([group_of[head] for head in sorted(group_of)]), axis=1)
+            context = _context(body, per_head, values)
+            substitute = _as_in_site(body, site, per_head)
+            for node in replaced.graph.node:  # those of the squeeze, which read the old map, are not among them yet
+                for slot in (slot for slot, name in enumerate(node.input) if name == site.probs):
+                    node.input[slot] = substitute
+        names = (f"{body.prefix}context", f"{body.prefix}unmerged")
+        for value, name in zip((context, unmerged), names, strict=True):
+            body.output(value, name, FLOAT, rank=4)
+        squeezed.append(ReplacedSite(site, *names))
+    body.outputs.append(named[output])
+    return ReplacedGraph(assemble_graph(replaced, body), tuple(squeezed), output)
+
+
+def _context(body: Body, maps: str, values: str) -> str:
+    return body.op("MatMul", body.op("Cast", maps, to=FLOAT), body.op("Cast", values, to=FLOAT))
+
+
+def _as_in_site(body: Body, site: AttentionSite, maps: str) -> str:
+    if site.layout in ("heads-batch", "heads-folded"):
+        maps = body.op("Transpose", maps, perm=[1, 0, 2, 3])
+    if site.folded:
+        maps = body.op("Reshape", maps, body.op("Shape", site.probs))
+    if body.opset >= _CAST_LIKE_OPSET:
+        return body.op("CastLike", maps, site.probs)
+    return body.op("Cast", maps, to=onnx.helper.np_dtype_to_tensor_dtype(np.dtype(site.dtype or "float32")))

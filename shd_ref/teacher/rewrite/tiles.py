@@ -19,8 +19,7 @@ from shd_ref.teacher.graph.find import AttentionSite
 from shd_ref.teacher.graph.tiles import Key, Seen, SiteTiles, Step
 from shd_ref.teacher.opening.body import FLOAT, Body
 from shd_ref.teacher.opening.model import onnx
-from shd_ref.teacher.rewrite.function import MergeRule, merge_and_code
-from shd_ref.teacher.rewrite.tensors import add_factors, batch_heads, spans_of, values_of
+from shd_ref.teacher.rewrite.function import MergeRule, add_factors, batch_heads, merge_and_code, spans_of, values_of
 
 Span: TypeAlias = tuple[str, str]
 """Names of the first position and of the one behind the last, int64 ``(1,)``."""

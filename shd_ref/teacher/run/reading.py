@@ -19,11 +19,10 @@ from shd_ref.teacher.graph.find import AttentionSite, projection_of
 from shd_ref.teacher.opening.body import FLOAT, FUNCTION_DOMAIN, Body
 from shd_ref.teacher.opening.model import Weights, onnx
 from shd_ref.teacher.options import CALIBRATION_SAMPLES
+from shd_ref.teacher.rewrite.function import site_tensors
 from shd_ref.teacher.rewrite.squeeze import assemble_graph, check_opset
-from shd_ref.teacher.rewrite.tensors import site_tensors
 from shd_ref.teacher.run.inputs import Batch, ModelInputs, run_batch
-from shd_ref.teacher.run.threads import threads_for
-from shd_ref.teacher.session import open_session
+from shd_ref.teacher.session import open_session, threads_for
 
 
 class AttentionReader:

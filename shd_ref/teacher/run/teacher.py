@@ -31,14 +31,12 @@ from shd_ref.teacher.options import MATCHED, PrecomputeOptions, RunOptions, chec
 from shd_ref.teacher.rewrite.squeeze import SqueezedGraph, SqueezedLayer, list_plans, squeeze_graph, unite_graphs
 from shd_ref.teacher.rewrite.tiles import Tiling, can_fuse, choose_tile, list_slots
 from shd_ref.teacher.run.averaged import LogitsTeacher, average_logits, check_teachers, count_classes
+from shd_ref.teacher.run.graph import Chosen, check_lengths, choose_layers, choose_stored, common_heads
 from shd_ref.teacher.run.independence import check_padded, check_samples
 from shd_ref.teacher.run.inputs import Batch, ModelInputs, run_batch
-from shd_ref.teacher.run.layers import Chosen, check_lengths, choose_layers, choose_stored, common_heads
-from shd_ref.teacher.run.outputs import LayerOutputs, Student, StudentOutputs, TargetOutputs
+from shd_ref.teacher.run.outputs import LayerOutputs, MapRows, Student, StudentOutputs, TargetOutputs
 from shd_ref.teacher.run.reading import AttentionReader, calibrate_plans
-from shd_ref.teacher.run.rows import MapRows
-from shd_ref.teacher.run.threads import run_beside, share_threads
-from shd_ref.teacher.session import PROVIDERS, check_run, describe_session, open_session
+from shd_ref.teacher.session import PROVIDERS, check_run, describe_session, open_session, run_beside, share_threads
 from shd_ref.teacher.sources import Arrays, Source
 
 CHECKED_BYTES: Final = 2**28

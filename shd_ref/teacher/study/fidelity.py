@@ -24,7 +24,7 @@ from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.opening.model import onnx, take_weights
 from shd_ref.teacher.options import MATCHED, PLANS, FidelityOptions, RunOptions
 from shd_ref.teacher.rewrite.function import MergeRule
-from shd_ref.teacher.rewrite.replace import ReplacedGraph, replace_attention
+from shd_ref.teacher.rewrite.squeeze import ReplacedGraph, replace_attention
 from shd_ref.teacher.run.independence import check_samples
 from shd_ref.teacher.run.inputs import Batch, ModelInputs, run_batch
 from shd_ref.teacher.run.reading import AttentionReader, calibrate_plans

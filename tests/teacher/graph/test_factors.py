@@ -21,8 +21,8 @@ from shd_ref.conformance import load_tolerances
 from shd_ref.teacher import find_factors, find_sites, load_teacher, open_session
 from shd_ref.teacher.graph.factors import SiteFactors
 from shd_ref.teacher.opening.body import FLOAT, Body
+from shd_ref.teacher.rewrite.function import add_factors, site_tensors
 from shd_ref.teacher.rewrite.squeeze import assemble_graph
-from shd_ref.teacher.rewrite.tensors import add_factors, site_tensors
 
 HEADS = 4
 

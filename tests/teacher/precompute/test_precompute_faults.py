@@ -419,7 +419,7 @@ def test_checks_of_long_samples_take_the_memory_of_a_few_maps(
     length, teacher = 512, saved(language_model(num_layers=3), tmp_path)  # its graph takes 2 MB besides
     maps = 4 * 4 * length**2  # bytes of a layer, in float32
     checked_bytes(maps)
-    monkeypatch.setattr("shd_ref.teacher.run.rows.TILE_BYTES", maps // 16)
+    monkeypatch.setattr("shd_ref.teacher.run.outputs.TILE_BYTES", maps // 16)
     options, run = replace(OPTIONS, form=form), RunOptions(batch_size=1, num_threads=1)
     samples = token_samples(3, length, least=length)
     with calls_of("run_batch") as calls:  # keeps local variables: memory is measured without it

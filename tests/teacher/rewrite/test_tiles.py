@@ -25,7 +25,7 @@ from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.rewrite import tiles as tiles_module
 from shd_ref.teacher.rewrite.tiles import TiledAttention, choose_tile
 from shd_ref.teacher.run.inputs import run_batch
-from shd_ref.teacher.run.rows import choose_rows
+from shd_ref.teacher.run.outputs import choose_rows
 from shd_ref.teacher.run.teacher import TeacherRun
 
 LENGTH = 9

@@ -19,7 +19,7 @@ from support.makers import contents
 
 from shd_ref.teacher import ModelInputs, PrecomputeOptions, RunOptions, Source, input_specs
 from shd_ref.teacher.precompute import precompute
-from shd_ref.teacher.run.threads import SMALL_PRODUCT, count_cores, share_threads, threads_for
+from shd_ref.teacher.session import SMALL_PRODUCT, count_cores, share_threads, threads_for
 
 
 class Streamed(Source):

@@ -45,8 +45,7 @@ from shd_ref.merging.mixing import compose_mixing
 from shd_ref.merging.plans import merge_plan
 from shd_ref.teacher.options import MATCHED, NO_FORM, PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.forms.maker import Decided, Maker, tolerance_of
-from shd_ref.teacher.run.outputs import LayerOutputs, StudentOutputs
-from shd_ref.teacher.run.rows import COMPARED_ENTRIES, MEASURED_ENTRIES
+from shd_ref.teacher.run.outputs import COMPARED_ENTRIES, MEASURED_ENTRIES, LayerOutputs, StudentOutputs
 from shd_ref.teacher.run.teacher import TeacherRun
 
 CODED_IN_GRAPH: Final = "sqrt8-row"

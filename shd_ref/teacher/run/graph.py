@@ -16,6 +16,7 @@ from shd_ref.teacher.rewrite.squeeze import check_sinks
 if TYPE_CHECKING:
     from shd_ref.teacher.options import PrecomputeOptions
 
+
 Chosen: TypeAlias = tuple[tuple[int, AttentionSite], ...]
 MaskOf: TypeAlias = Callable[[AttentionSite], str | None]
 
