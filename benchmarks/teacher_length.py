@@ -89,8 +89,8 @@ else:
     options = PrecomputeOptions(4, form="factored" if form == "graph alone" else form)
     note()
     if form == "graph alone":
-        work = TeacherRun(teacher / "teacher.onnx", inputs, [options], run)
-        opened = work.open()
+        work = TeacherRun.open(teacher / "teacher.onnx", inputs, [options], run)
+        opened = work.sessions.open()
         for sample in range(samples):
             run_batch(opened.session, opened.names, work.inputs.batch([sample]))
             note()

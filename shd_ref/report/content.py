@@ -139,11 +139,11 @@ def read_evidence(
     index_of = {work.inputs.key(index): index for index in reversed(range(len(work.inputs)))}
     example = choose_example(reader, index_of)
     keys = list(dict.fromkeys([example, *(key for key in reader if key in index_of)]))[:num_samples]
-    attention = AttentionReader(work.model, [site for _, site in work.layers], provider=provider)
+    attention = AttentionReader(work.graph.model, [site for _, site in work.graph.layers], provider=provider)
     kinds = {CACHED: (form.strategy, form.alpha_per)} | STRATEGIES
     residuals: dict[str, list[float]] = {name: [] for name in kinds}
     example_maps = {}
-    for number, (student_layer, site) in enumerate(work.layers):
+    for number, (student_layer, site) in enumerate(work.graph.layers):
         errors = np.zeros((len(keys), len(kinds)))
         # One sample a batch: without padding, so that the example's maps are its own.
         for row, key in enumerate(keys):

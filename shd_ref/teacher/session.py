@@ -22,6 +22,17 @@ from shd_ref.teacher.options import RunOptions
 PROVIDERS: Final[dict[str, str]] = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 """Short names of the execution providers; the long ones are accepted too."""
 
+
+def provider_name(provider: str) -> str:
+    """Onnxruntime's name of a provider."""
+    return PROVIDERS.get(provider, provider)
+
+
+def is_cpu(provider: str) -> bool:
+    """Whether a run is on the CPU, by either name."""
+    return provider_name(provider) == PROVIDERS["cpu"]
+
+
 _NEEDED: Final = "running a teacher needs onnxruntime: pip install '.[teacher]' (in a checkout)"
 
 MAX_THREADS: Final = 1024
@@ -31,7 +42,7 @@ MAX_THREADS: Final = 1024
 def check_session(provider: str, num_threads: int | None = None) -> str:
     """Refuse what no session can be opened with, before there is a model; onnxruntime's name of the provider."""
     onnxruntime = import_package("onnxruntime", _NEEDED)
-    name = PROVIDERS.get(provider, provider)
+    name = provider_name(provider)
     if name not in onnxruntime.get_available_providers():
         raise ShdError("provider-unavailable", _remedy(name, onnxruntime.get_available_providers()))
     if num_threads is not None and not 1 <= num_threads <= MAX_THREADS:

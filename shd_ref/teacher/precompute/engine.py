@@ -44,7 +44,7 @@ from shd_ref.teacher.precompute.forms.attention import matching_of
 from shd_ref.teacher.run.inputs import Batch, group_shards, share_shards
 from shd_ref.teacher.run.outputs import StudentOutputs, find_faults
 from shd_ref.teacher.run.teacher import TeacherRun
-from shd_ref.teacher.session import PROVIDERS, run_ahead, run_beside
+from shd_ref.teacher.session import provider_name, run_ahead, run_beside
 from shd_ref.teacher.sources import Arrays, Source
 
 MAX_ALPHAS: Final = 2**20
@@ -216,8 +216,8 @@ class PrecomputeJob:
         for folder, options in students:
             check_destination(folder, teacher, options, run)
         options_of = [adopt_plans(folder, options, run) for folder, options in students]
-        work = self._work = TeacherRun(teacher, inputs, options_of, run, on_read, ahead=True)
-        work.begin()
+        work = self._work = TeacherRun.open(teacher, inputs, options_of, run, on_read, ahead=True)
+        work.sessions.begin(work.callers)
         work.check_samples()
         first, comparisons = self._check_first()
         manifests = make_manifests(work, first)
@@ -308,7 +308,7 @@ class PrecomputeJob:
         shard_of = {index: shard for shard in window for index in manifest.shard_samples(shard)}
         for cache, lost in zip(self._caches, missing, strict=True):
             cache.pending = {shard: _Pending(set(manifest.shard_samples(shard))) for shard in window if shard in lost}
-        work.open(checked=True)  # samples that look faulty run again, with check outputs, on any thread
+        work.sessions.open(checked=True)  # samples that look faulty run again, with check outputs, on any thread
         with closing(run_ahead(self._run_step, self._steps(shard_of), work.callers)) as squeezed:
             for step, (outputs, made) in squeezed:
                 again = functools.cache(self._check_again)
@@ -335,7 +335,7 @@ class PrecomputeJob:
             takers = [(cache, lacked) for cache in self._caches if (lacked := sorted(cache.pending.keys() & shards))]
             if takers:
                 checked = first and work.count_checked(indices) == len(indices)
-                work.open(checked=checked)
+                work.sessions.open(checked=checked)
                 yield _Step(work.inputs.batch(indices), first, checked, takers)
 
     def _check_again(self, indices: tuple[int, ...]) -> tuple[StudentOutputs, ...]:
@@ -569,7 +569,7 @@ def check_destination(folder: Folder, teacher: Path, options: PrecomputeOptions,
     members: list[tuple[str, object, object]] = [
         ("spec_version", existing.spec_version, shd_ref.SPEC_VERSION),
         ("teacher.name", existing.teacher.name, teacher.name),
-        ("teacher.provider", existing.teacher.provider, PROVIDERS.get(run.provider, run.provider)),
+        ("teacher.provider", existing.teacher.provider, provider_name(run.provider)),
         ("on_error", existing.on_error, options.on_error),
         ("inputs.seed", existing.inputs.seed, options.seed_column),
         ("shards.seed", existing.shards.seed, run.seed),

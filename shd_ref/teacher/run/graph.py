@@ -1,24 +1,166 @@
-"""Which sites of a teacher teach which layers of the student, kind by kind where attention is of several kinds."""
+"""A teacher's graph, and what a run asks of it: which sites teach which layers, and what stands beside attention."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeAlias
 
 from shd_ref.cache.forms.attention import KINDS, KindLayers
 from shd_ref.errors import ShdError, argument_value, graph_unsupported
 from shd_ref.layers import layer_map
 from shd_ref.teacher.graph.factors import SiteFactors, find_factors
-from shd_ref.teacher.graph.find import AttentionSite, SiteKinds, select_sites
-from shd_ref.teacher.opening.model import onnx
+from shd_ref.teacher.graph.find import AttentionSite, SiteKinds, find_kinds, find_sites, select_sites
+from shd_ref.teacher.graph.inputs import input_specs
+from shd_ref.teacher.graph.shapes import TOO_MUCH
+from shd_ref.teacher.graph.targets import GraphHead, TargetTensors, dtype_of, find_head, find_logits, find_targets
+from shd_ref.teacher.opening.load import load_teacher
+from shd_ref.teacher.opening.model import Weights, hash_teacher, onnx, take_weights
+from shd_ref.teacher.options import PrecomputeOptions, check_options
 from shd_ref.teacher.rewrite.squeeze import check_sinks
-
-if TYPE_CHECKING:
-    from shd_ref.teacher.options import PrecomputeOptions
-
+from shd_ref.teacher.run.inputs import ModelInputs
+from shd_ref.teacher.session import run_beside
 
 Chosen: TypeAlias = tuple[tuple[int, AttentionSite], ...]
-MaskOf: TypeAlias = Callable[[AttentionSite], str | None]
+
+
+@dataclass(frozen=True, eq=False)
+class TeacherGraph:
+    """A teacher's graph, and what of it the options of a run ask for.
+
+    Attributes:
+        path, sha256: of the file; the hash of it and of its external data, waited for when asked for.
+        model, bare, weights: the graph; the same without its large weights; these, which all sessions share.
+        sites, site_kinds: all its attention, supported or not, and what kind of attention each is.
+        options: of the first student; those of others differ in heads and plans alone.
+        layers, factors: ``(student_layer, site)`` pairs; the queries and keys of each, empty where maps are kept.
+        num_student_layers, kinds: L_s and calls of each kind, where explicit pairs do not leave them open.
+        num_heads: H of all layers; 0 without any.
+        targets, head: what is asked for beside attention; the head that ``exact`` targets keep.
+    """
+
+    path: Path
+    sha256: Callable[[], str]
+    model: onnx.ModelProto
+    bare: onnx.ModelProto
+    weights: Weights
+    sites: tuple[AttentionSite, ...]
+    site_kinds: SiteKinds
+    options: PrecomputeOptions
+    layers: Chosen
+    num_student_layers: int | None
+    kinds: tuple[KindLayers, ...]
+    factors: tuple[SiteFactors, ...]
+    num_heads: int
+    targets: TargetTensors
+    head: GraphHead | None
+
+    @classmethod
+    def open(
+        cls, path: Path, options: PrecomputeOptions, decoder_mask: str | None = None, callers: int = 0
+    ) -> TeacherGraph:
+        """Load a file that is not trusted, find its attention, and choose what the options ask for."""
+        model = load_teacher(path)
+        # Beside the walk over the graph. Errors need not wait for it: it takes seconds per gigabyte.
+        sha256 = run_beside(functools.partial(hash_teacher, path), callers, daemon=True)
+        sites = find_sites(model)
+        endless = next((site.reason for site in sites if site.reason and TOO_MUCH in site.reason), None)
+        if endless is not None:  # also where no attention is asked for
+            raise graph_unsupported(endless)
+        kinds = find_kinds(model, sites, input_specs(model), decoder_mask)
+        layers, meant, counts = choose_layers(sites, kinds, options)
+        targets, head = choose_targets(model, sites, kinds, options)
+        return cls(
+            path,
+            sha256,
+            model,
+            *take_weights(model),
+            sites,
+            kinds,
+            options,
+            layers,
+            meant,
+            counts,
+            choose_stored(model, layers, kinds, options),
+            common_heads(layers),
+            targets,
+            head,
+        )
+
+    def storing(self, options: PrecomputeOptions) -> TeacherGraph:
+        """The same layers and targets, stored in another way."""
+        check_options(options)
+        factors = choose_stored(self.model, self.layers, self.site_kinds, options)
+        return replace(self, options=options, factors=factors)
+
+    @property
+    def has_decoder_rows(self) -> bool:
+        """Whether rows of logits and hidden states are positions of a decoder, beside an encoder's."""
+        return bool(self.site_kinds.kinds)
+
+    @property
+    def dtype(self) -> str:
+        """The type that it computes in."""
+        return dtype_of(self.model, [site for _, site in self.layers], self.targets)
+
+    def mask_of_rows(self, inputs: ModelInputs, site: AttentionSite) -> str | None:
+        """Name of the input that says which rows of a site's maps count; None where every row does."""
+        return inputs.decoder_mask if self.site_kinds.has_decoder_rows(site) else inputs.mask
+
+    def mask_of_keys(self, inputs: ModelInputs, site: AttentionSite) -> str | None:
+        """Name of the input that says which of a site's keys count; None where every key does."""
+        if site.layer in self.site_kinds.own_keys:
+            return None
+        return inputs.decoder_mask if self.site_kinds.kind(site) == "decoder" else inputs.mask
+
+    def check_lengths(self, inputs: ModelInputs) -> None:
+        """Refuse maps that have other rows or keys than the mask that says which of them count."""
+        for _, site in self.layers:
+            of_rows, of_keys = self.mask_of_rows(inputs, site), self.mask_of_keys(inputs, site)
+            for axis, read, mask in (("rows", site.row_inputs, of_rows), ("keys", site.key_inputs, of_keys)):
+                if mask is not None and read is not None and mask not in read:
+                    raise graph_unsupported(
+                        f"{site.label} must have as many {axis} as {mask} has positions, but tokens are joined to "
+                        "the sequence inside the graph (a class token, registers), or it is made shorter: export a "
+                        "wrapper whose inputs and mask have a position for each of them, such as a placeholder in "
+                        "front, or select other sites (--sites)"
+                    )
+
+
+def choose_targets(
+    model: onnx.ModelProto, sites: Sequence[AttentionSite], kinds: SiteKinds, options: PrecomputeOptions
+) -> tuple[TargetTensors, GraphHead | None]:
+    """What the options ask for beside attention, and the head that makes logits of stored states."""
+    of_decoder = bool(kinds.kinds)
+    own = [site for site in sites if kinds.kind(site) in (None, "decoder")]
+    if options.hidden_layers and of_decoder and not (own and kinds.decoder_inputs):
+        raise graph_unsupported(
+            "hidden states of a graph with cross attention are those of its decoder, which must have "
+            "self-attention and inputs for its sequence; this graph lacks them: store its attention and logits, "
+            "and run the teacher beside the student (OnlineTeacher) for hidden states",
+            "CACHE-175",
+        )
+    if options.embeddings is not None and of_decoder:
+        raise graph_unsupported(
+            "embeddings are made of a single sequence, and this graph has a second one, of its decoder: export "
+            "the encoder alone",
+            "CACHE-181",
+        )
+    targets = find_targets(
+        model,
+        own,
+        logits=options.logits != "none",
+        output=options.logits_output,
+        hidden=options.hidden_layers,
+        pooled=options.embeddings is not None,
+        of_decoder=of_decoder,
+    )
+    if not options.exact:
+        return targets, None
+    head = find_head(model, find_logits(model, options.logits_output))
+    return replace(targets, last=head.states), head
 
 
 def choose_layers(
@@ -110,21 +252,6 @@ def common_heads(layers: Chosen) -> int:
             f"the layers must share one number of heads, as one plan serves all; got {sorted(map(str, heads))}"
         )
     return int(heads.pop() or 0) if layers else 0
-
-
-def check_lengths(layers: Chosen, mask_of_rows: MaskOf, mask_of_keys: MaskOf) -> None:
-    """Refuse maps that have other rows or keys than the mask that says which of them count."""
-    for _, site in layers:
-        masks = (("rows", site.row_inputs, mask_of_rows), ("keys", site.key_inputs, mask_of_keys))
-        for axis, inputs, mask_of in masks:
-            mask = mask_of(site)
-            if mask is not None and inputs is not None and mask not in inputs:
-                raise graph_unsupported(
-                    f"{site.label} must have as many {axis} as {mask} has positions, but tokens are joined to the "
-                    "sequence inside the graph (a class token, registers), or it is made shorter: export a wrapper "
-                    "whose inputs and mask have a position for each of them, such as a placeholder in front, or "
-                    "select other sites (--sites)"
-                )
 
 
 def choose_stored(

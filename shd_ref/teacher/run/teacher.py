@@ -1,8 +1,7 @@
-"""A teacher graph with its attention squeezed, over a data set: what precompute and verify share."""
+"""A teacher over a data set: its graph, the inputs, and sessions that squeeze its attention for students."""
 
 from __future__ import annotations
 
-import copy
 import functools
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -19,24 +18,30 @@ from shd_ref.cache.codecs.logits import check_padding
 from shd_ref.errors import graph_unsupported
 from shd_ref.merging.plans import MergePlan, check_counts, merge_plan, plan_groups
 from shd_ref.teacher.graph.factors import find_factors
-from shd_ref.teacher.graph.find import AttentionSite, find_kinds, find_sites
+from shd_ref.teacher.graph.find import AttentionSite
 from shd_ref.teacher.graph.independence import SEVERAL, SHARED_SCALES, rounds_in_run, shares_scales
-from shd_ref.teacher.graph.inputs import count_rows, input_specs, read_pads
-from shd_ref.teacher.graph.shapes import TOO_MUCH, check_bounds, frozen_specs
-from shd_ref.teacher.graph.targets import TargetTensors, dtype_of, find_head, find_logits, find_targets
+from shd_ref.teacher.graph.inputs import count_rows, read_pads
+from shd_ref.teacher.graph.shapes import check_bounds, frozen_specs
+from shd_ref.teacher.graph.targets import GraphHead, TargetTensors
 from shd_ref.teacher.graph.tiles import find_tiles
-from shd_ref.teacher.opening.load import load_teacher
-from shd_ref.teacher.opening.model import hash_teacher, take_weights
 from shd_ref.teacher.options import MATCHED, PrecomputeOptions, RunOptions, check_options
 from shd_ref.teacher.rewrite.squeeze import SqueezedGraph, SqueezedLayer, list_plans, squeeze_graph, unite_graphs
 from shd_ref.teacher.rewrite.tiles import Tiling, can_fuse, choose_tile, list_slots
 from shd_ref.teacher.run.averaged import LogitsTeacher, average_logits, check_teachers, count_classes
-from shd_ref.teacher.run.graph import Chosen, check_lengths, choose_layers, choose_stored, common_heads
+from shd_ref.teacher.run.graph import Chosen, TeacherGraph
 from shd_ref.teacher.run.independence import check_padded, check_samples
 from shd_ref.teacher.run.inputs import Batch, ModelInputs, run_batch
 from shd_ref.teacher.run.outputs import LayerOutputs, MapRows, Student, StudentOutputs, TargetOutputs
 from shd_ref.teacher.run.reading import AttentionReader, calibrate_plans
-from shd_ref.teacher.session import PROVIDERS, check_run, describe_session, open_session, run_beside, share_threads
+from shd_ref.teacher.session import (
+    check_run,
+    describe_session,
+    is_cpu,
+    open_session,
+    provider_name,
+    run_beside,
+    share_threads,
+)
 from shd_ref.teacher.sources import Arrays, Source
 
 CHECKED_BYTES: Final = 2**28
@@ -49,19 +54,40 @@ HEAD_ROWS: Final = 64
 
 
 class TeacherRun:
-    """A teacher graph with its attention squeezed, ready to run: what precompute and verify share.
+    """A teacher's graph, the inputs of a data set, and sessions: what precompute, verify and the studies share.
 
-    With ``ahead`` two threads will call ``squeeze``: sessions leave one to the second, and the file is hashed beside.
+    Several threads may call ``squeeze``, after ``sessions.open``: as many as ``callers``, 0 for the caller's own.
 
     Attributes:
-        layers, factors: ``(student_layer, site)`` pairs; the queries and keys of each, empty where maps are kept.
-        num_student_layers, kinds: L_s and calls of each kind, where explicit pairs do not leave them open.
-        model, bare, weights: the graph; the same without its large weights; these, which all sessions share.
+        graph, inputs, sessions, others: the teacher; the data; its squeezed graph as it runs; further teachers.
+        students, run: whom a batch serves; how samples run, one at a time where a batch would move their numbers.
+        remarks: what the user should know of the run, such as why samples run one at a time.
         logit_columns: classes that this teacher gives, padding included, once a run told.
     """
 
     def __init__(
         self,
+        graph: TeacherGraph,
+        inputs: ModelInputs,
+        students: Sequence[Student],
+        asked: RunOptions,
+        others: Sequence[LogitsTeacher] = (),
+        *,
+        tiling: Tiling | None = None,
+        callers: int = 0,
+        num_threads: int | None = None,
+    ) -> None:
+        self.graph, self.inputs, self.students = graph, inputs, tuple(students)
+        self._asked, self._alone = asked, _run_alone(graph, others)
+        self.run = replace(asked, batch_size=1, batch_tokens=None) if self._alone else asked
+        self.others, self.tiling, self.callers, self._num_threads = tuple(others), tiling, callers, num_threads
+        masks = {layer: graph.mask_of_rows(inputs, site) for layer, site in graph.layers}
+        self.sessions = Sessions(graph, self.students, masks, asked.provider, num_threads, tiling)
+        self.logit_columns: int | None = None
+
+    @classmethod
+    def open(
+        cls,
         teacher: Path,
         source: Source | Arrays,
         students: Sequence[PrecomputeOptions],
@@ -70,122 +96,111 @@ class TeacherRun:
         input_names: Collection[str] | None = None,
         *,
         ahead: bool = False,
-    ) -> None:
-        self.path = teacher
-        self.options = options = students[0]
+    ) -> TeacherRun:
+        """Load a teacher, read the whole data set, and refuse what cannot run, as early as it can be told.
+
+        With ``ahead`` two threads will call ``squeeze``: sessions leave one to the second, and the file is hashed
+        beside.
+        """
+        options = students[0]
         for student in students:
             check_options(student)
         check_run(run)
         check_teachers(teacher, options)
-        self._provider = PROVIDERS.get(run.provider, run.provider)
-        on_cpu = self._provider == PROVIDERS["cpu"]
-        self.callers, self._session_threads = (
-            share_threads(run.num_threads, on_cpu=on_cpu) if ahead else (0, run.num_threads)
-        )
-        # Two batches may not fit a device on which one just does.
-        self._turn: AbstractContextManager[object] = nullcontext() if on_cpu else threading.Lock()
-        self.model = load_teacher(teacher)
-        # Beside the walk over the graph. Errors need not wait for it: it takes seconds per gigabyte.
-        self._sha256 = run_beside(functools.partial(hash_teacher, teacher), self.callers, daemon=True)
-        sites, specs = find_sites(self.model), input_specs(self.model)
-        endless = next((site.reason for site in sites if site.reason and TOO_MUCH in site.reason), None)
-        if endless is not None:  # also where no attention is asked for
-            raise graph_unsupported(endless)
-        self.site_kinds = find_kinds(self.model, sites, specs, run.decoder_mask)
-        self.layers, self.num_student_layers, self.kinds = choose_layers(sites, self.site_kinds, options)
-        self.targets = self._find_targets(sites)
-        self.others = tuple(
-            LogitsTeacher(path, options, replace(run, num_threads=self._session_threads))
-            for path in options.with_teachers
-        )
-        graphs = [self.model, *(other.model for other in self.others)]
-        self._session_name = describe_session() if any(map(rounds_in_run, graphs)) else ""
-        # A record must be its sample's alone: in a batch, others would move the scales that round it.
-        self._alone, self._asked = any(map(shares_scales, graphs)), run
-        self.run = replace(run, batch_size=1, batch_tokens=None) if self._alone else run
+        on_cpu = is_cpu(run.provider)
+        callers, num_threads = share_threads(run.num_threads, on_cpu=on_cpu) if ahead else (0, run.num_threads)
+        graph = TeacherGraph.open(teacher, options, run.decoder_mask, callers)
+        of_session = replace(run, num_threads=num_threads)
+        others = [LogitsTeacher(path, options, of_session) for path in options.with_teachers]
         stated = options.vocab_size
-        size = count_classes(self.model, str(self.targets.logits)) if stated is None else stated
+        size = count_classes(graph.model, str(graph.targets.logits)) if stated is None else stated
         if size is not None:  # as far as the graphs say how many classes they have
-            for other in self.others:
+            for other in others:
                 other.check_classes(size, exact=stated is None)
-        self.factors = choose_stored(self.model, self.layers, self.site_kinds, options)
-        self.num_teacher_heads = common_heads(self.layers)
-        self._sites = sites
-        plans_given = [self._given_plans(student) for student in students]
+        given = [_given_plans(graph, student) for student in students]
         # After what can be refused at once, because it reads the whole data set.
-        specs = frozen_specs(self.model, [site.probs for _, site in self.layers])
-        self.inputs = ModelInputs(
+        inputs = ModelInputs(
             source,
-            specs,
+            frozen_specs(graph.model, [site.probs for _, site in graph.layers]),
             run.mask,
             options.seed_column,
             on_read,
             input_names,
-            decoder=self.site_kinds.decoder_inputs,
-            decoder_mask=self.site_kinds.decoder_mask,
-            rows=count_rows(self.model),
-            pads=read_pads(self.model),
+            decoder=graph.site_kinds.decoder_inputs,
+            decoder_mask=graph.site_kinds.decoder_mask,
+            rows=count_rows(graph.model),
+            pads=read_pads(graph.model),
         )
-        check_lengths(self.layers, self.mask_of_rows, self.mask_of_keys)
-        read = [name for _, site in self.layers for name in (site.probs, site.values)] + list(self.targets.titles)
-        check_bounds(self.model, read, lambda: self.inputs.shortest().arrays)
-        for other in self.others:
-            other.fit(self.inputs)
-        self.bare, self.weights = take_weights(self.model)
-        self.students = tuple(
-            Student(number, student, plans or (self._match_plans(student) if self.layers else ()))
-            for number, (student, plans) in enumerate(zip(students, plans_given, strict=True))
-        )
-        self.tiling = self._choose_tiling()
-        self._sessions: dict[bool, _Session] = {}
-        self._opening: Callable[[], _Session] | None = None
-        self._part: tuple[Chosen, _Session] | None = None  # the last session of some layers
-        self._whole: _Session | None = None  # with whole maps of the few samples that show that samples stay apart
-        self.logit_columns: int | None = None
-        self._target_columns: int | None = None  # of logits and hidden states together, once a run has told
+        graph.check_lengths(inputs)
+        read = [name for _, site in graph.layers for name in (site.probs, site.values)] + list(graph.targets.titles)
+        check_bounds(graph.model, read, lambda: inputs.shortest().arrays)
+        for other in others:
+            other.fit(inputs)
+        runs = replace(run, batch_size=1) if _run_alone(graph, others) else run
+        made = [
+            Student(number, student, plans or (_match_plans(graph, inputs, student, runs) if graph.layers else ()))
+            for number, (student, plans) in enumerate(zip(students, given, strict=True))
+        ]
+        tiling = _choose_tiling(graph, inputs, made, runs)
+        return cls(graph, inputs, made, run, others, tiling=tiling, callers=callers, num_threads=num_threads)
 
     def storing(self, **changes: str) -> TeacherRun:
         """The same teacher on the same inputs, merged by the same plans, in new sessions: stored in another way."""
-        other = copy.copy(self)
-        other.students = tuple(
+        students = [
             replace(student, options=replace(student.options, **changes))  # type: ignore[arg-type]
             for student in self.students
+        ]
+        return TeacherRun(
+            self.graph.storing(students[0].options),
+            self.inputs,
+            students,
+            self._asked,
+            self.others,
+            tiling=self.tiling,
+            callers=self.callers,
+            num_threads=self._num_threads,
         )
-        other.options = other.students[0].options
-        check_options(other.options)
-        other.factors = choose_stored(self.model, self.layers, self.site_kinds, other.options)
-        other._sessions, other._opening = {}, None
-        return other
 
-    def open(self, *, checked: bool = False) -> _Session:
-        """What ``squeeze`` needs, opened when first asked for: by one thread, as two would not know of each other."""
-        checked = checked and bool(self.layers)
-        if checked not in self._sessions:
-            begun = None if checked else self._opening
-            self._sessions[checked] = self._make_session(checked) if begun is None else begun()
-        return self._sessions[checked]
+    @property
+    def options(self) -> PrecomputeOptions:
+        """Of the first student."""
+        return self.graph.options
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What the user should know of the run, such as why samples run one at a time."""
+        untiled = () if self.tiling is None else self.tiling.whole
+        remarks = tuple(f"{tiles.site.label} is computed with whole maps: {tiles.reason}" for tiles in untiled)
+        return (SHARED_SCALES, *remarks) if self.run != self._asked else remarks
+
+    def fingerprint(self) -> Teacher:
+        """The teacher's identity for the manifest: a hash of the model file and of its external data."""
+        graph = self.graph
+        rounds = any(map(rounds_in_run, (graph.model, *(other.model for other in self.others))))
+        session = describe_session() if rounds else ""
+        return Teacher(graph.sha256(), graph.path.name, provider_name(self.run.provider), graph.dtype, session)
 
     def squeeze(self, batch: Batch, *, checked: bool = False) -> tuple[StudentOutputs, ...]:
-        """Run a batch once, for all students; several threads may, after ``open``."""
-        return self._squeeze(self.open(checked=checked), batch)
+        """Run a batch once, for all students."""
+        return self._squeeze(self.sessions.open(checked=checked), batch)
 
     def squeeze_parts(self, batch: Batch) -> Iterator[tuple[StudentOutputs, ...]]:
         """The same with check outputs, of some layers at a time, as many as may be held; targets are in the first."""
         most = self._count_layers(batch)
         if self.tiling is not None:  # what tiles read grows linearly with the length
-            heads, size = self.num_teacher_heads, self.inputs.longest_axis(batch.indices)
-            width = 4 * max((site.d_v or 0) + (site.d_k or 0) for _, site in self.layers) if self.layers else 1
-            most = max(1, CHECKED_BYTES // (4 * heads * max(size, 1) * max(width, 1)))
-        if most >= len(self.layers):
+            heads, size = self.graph.num_heads, self.inputs.longest_axis(batch.indices)
+            width = max(((site.d_v or 0) + (site.d_k or 0) for _, site in self.graph.layers), default=0)
+            most = max(1, CHECKED_BYTES // (4 * heads * max(size, 1) * max(4 * width, 1)))
+        if most >= len(self.graph.layers):
             yield self.squeeze(batch, checked=True)
             return
-        for start in range(0, len(self.layers), most):
+        for start in range(0, len(self.graph.layers), most):
             # Each session ends with its run, and gives its memory back.
-            yield self._squeeze(self._make_session(True, self.layers[start : start + most], start == 0), batch)
+            yield self._squeeze(self.sessions.make(True, self.graph.layers[start : start + most], start == 0), batch)
 
-    def _squeeze(self, session: _Session, batch: Batch) -> tuple[StudentOutputs, ...]:
+    def _squeeze(self, session: Session, batch: Batch) -> tuple[StudentOutputs, ...]:
         count, rows = len(batch.indices), len(batch.arrays[self.inputs.names[0]])
-        values = self._run_noting(session, session.names, batch)
+        values = self.sessions.run(session, session.names, batch)
         made_again = [[self._rows_of(layer, values, count) for layer in graph.layers] for graph in session.graphs]
         held = {name for graph in session.graphs for layer in graph.layers for name in layer.source_names}
         values = {name: array for name, array in values.items() if name not in held}
@@ -194,7 +209,7 @@ class TeacherRun:
                 reason = SEVERAL.format(number=len(array) // rows)
                 raise graph_unsupported(f"what is made of attention ({output}) cannot be stored: {reason}")
         values = {name: array[:count] for name, array in values.items()}  # a fixed batch may have been filled up
-        masks = {student: self.query_mask(batch, site) for student, site in self.layers}
+        masks = {student: self.query_mask(batch, site) for student, site in self.graph.layers}
         masks = {student: None if mask is None else mask[:count] for student, mask in masks.items()}
         targets = TargetOutputs.read(session.graphs[0].targets, values, self.row_mask(batch))
         targets = self._average(targets, batch)
@@ -212,7 +227,7 @@ class TeacherRun:
         if layer.rows is None:
             return None
         arrays = {role: values[layer.names[role]] for role in (*layer.rows.sources, "values")}
-        return MapRows(layer.rows, arrays, self.run.provider, self._session_threads, slice(count))
+        return MapRows(layer.rows, arrays, self.run.provider, self._num_threads, slice(count))
 
     def _average(self, targets: TargetOutputs, batch: Batch) -> TargetOutputs:
         if targets.logits is None:
@@ -220,14 +235,14 @@ class TeacherRun:
         self.logit_columns = targets.logits.shape[-1]
         if not self.others:
             return targets
-        with self._turn:
+        with self.sessions.turn:
             mean = average_logits(targets.logits, self.others, batch, targets.row_mask, self.options)
         return replace(targets, logits=mean)
 
     def _extents(self, batch: Batch, layers: Sequence[LayerOutputs], targets: TargetOutputs) -> tuple[Extent, ...]:
         """Of each sample; n is what its mask says, else the positions of its maps, of its rows or of its inputs."""
-        rows = targets.positions if self.has_decoder_rows else None
-        positions = None if self.has_decoder_rows else targets.positions
+        rows = targets.positions if self.graph.has_decoder_rows else None
+        positions = None if self.graph.has_decoder_rows else targets.positions
         if layers:
             positions = layers[0].map_axes[0]
         extents = []
@@ -242,43 +257,45 @@ class TeacherRun:
             extents.append(Extent(length, int(self.inputs.firsts[index]), shapes, decoder))
         return tuple(extents)
 
+    def row_mask(self, batch: Batch) -> NDArray[np.bool_] | None:
+        """``(B, L)``, the positions that a batch's targets have rows of; None where all count."""
+        name = self.inputs.decoder_mask if self.graph.has_decoder_rows else self.inputs.mask
+        return None if name is None else batch.arrays[name][: len(batch.indices)].astype(np.bool_)
+
+    def query_mask(self, batch: Batch, site: AttentionSite) -> NDArray[np.bool_] | None:
+        """``(B, L)``, True = the row of the site's maps counts; None where every row does."""
+        name = self.graph.mask_of_rows(self.inputs, site)
+        return None if name is None else batch.arrays[name].astype(np.bool_)
+
+    def map_shape(self, batch: Batch, number: int, site: AttentionSite, held: tuple[int, int]) -> tuple[int, int]:
+        """Rows and keys of a sample's maps that a record keeps."""
+        lengths = {self.inputs.mask: batch.lengths, self.inputs.decoder_mask: batch.decoder_lengths, None: None}
+        graph, inputs = self.graph, self.inputs
+        rows, keys = (lengths[mask_of(inputs, site)] for mask_of in (graph.mask_of_rows, graph.mask_of_keys))
+        return held[0] if rows is None else rows[number], held[1] if keys is None else keys[number]
+
     def check_samples(self) -> None:
         """Refuse a teacher whose maps, logits or hidden states of a sample depend on the samples that run with it."""
-        if all(site.note is None for _, site in self.layers):
-            opened = self._open_whole()
-            sites = {layer.names["probs"]: layer.site for layer in opened.graphs[0].layers}
-            check_samples(self.model, sites, self.inputs, self._run_checked, opened.graphs[0].targets.titles)
+        graph, sessions, inputs = self.graph, self.sessions, self.inputs
+
+        def run_checked(names: Sequence[str], batch: Batch) -> dict[str, NDArray[Any]]:
+            fits = self._count_layers(batch) >= len(graph.layers)
+            return sessions.run(sessions.whole() if fits else sessions.part(names), names, batch)
+
+        titles: Mapping[str, str] = sessions.whole().graphs[0].targets.titles if graph.targets else {}
+        if all(site.note is None for _, site in graph.layers):
+            sites = {layer.names["probs"]: layer.site for layer in sessions.whole().graphs[0].layers}
+            check_samples(graph.model, sites, inputs, run_checked, titles)
         else:  # the squeezed graph may not even run
-            reader = self.read_attention()
-            check_samples(self.model, reader.maps, self.inputs, reader.run)
-            if self.targets:
-                titles = self._open_whole().graphs[0].targets.titles
-                check_samples(self.model, {}, self.inputs, self._run_checked, titles)
-        if self.targets and self.run.batch_size > 1:
-            check_padded(self.model, self.inputs, self._run_checked, self._open_whole().graphs[0].targets.titles)
-        self._part = self._whole = None
+            reader = _read_attention(graph, self.run)
+            check_samples(graph.model, reader.maps, inputs, reader.run)
+            if titles:
+                check_samples(graph.model, {}, inputs, run_checked, titles)
+        if titles and self.run.batch_size > 1:
+            check_padded(graph.model, inputs, run_checked, titles)
+        sessions.forget()
         for other in self.others:
-            other.check_samples(self.inputs)
-
-    def _open_whole(self) -> _Session:
-        """With check outputs and whole maps: short cuts of samples have small ones."""
-        if self.tiling is None:
-            return self.open(checked=True)
-        if self._whole is None:
-            self._whole = self._make_session(True, tiled=False)
-        return self._whole
-
-    def _run_checked(self, names: Sequence[str], batch: Batch) -> dict[str, NDArray[Any]]:
-        """Some outputs with check outputs, by name; of long samples in a session for their layers alone."""
-        opened = self._open_whole()
-        named = zip(opened.graphs[0].layers, self.layers, strict=True)
-        layers = tuple(chosen for layer, chosen in named if layer.names["probs"] in names)
-        if self._count_layers(batch) < len(self.layers):
-            if self._part is None or self._part[0] != layers:
-                self._part = None  # before the next takes memory
-                self._part = layers, self._make_session(True, layers, tiled=False)
-            opened = self._part[1]
-        return self._run_noting(opened, names, batch)
+            other.check_samples(inputs)
 
     def groups(self, indices: Iterable[int]) -> Iterator[tuple[int, ...]]:
         """Samples that run together: as many as asked for, or fewer where their logits would take too much memory."""
@@ -307,7 +324,7 @@ class TeacherRun:
             return len(indices)
         if self.tiling is not None:  # maps are made again of one sample at a time
             return 1
-        return min(len(indices), self._count_held(len(self.layers), self.inputs.longest_axis(indices)))
+        return min(len(indices), self._count_held(len(self.graph.layers), self.inputs.longest_axis(indices)))
 
     def _count_layers(self, batch: Batch) -> int:
         arrays = [array for array in batch.arrays.values() if array.ndim > 1]
@@ -316,65 +333,28 @@ class TeacherRun:
 
     def _count_held(self, maps: int, longest: int) -> int:
         """How many things with so many maps of every head each may be among the check outputs."""
-        heads = self.num_teacher_heads + max(student.options.num_student_heads for student in self.students)
+        heads = self.graph.num_heads + max(student.options.num_student_heads for student in self.students)
         return max(1, CHECKED_BYTES // max(4 * maps * heads * longest**2, 1))
 
     def _count_targets(self, indices: Sequence[int]) -> int:
         """How many of these samples may give logits and hidden states at once: one, until a run told the widths."""
-        if not self.targets or self.inputs.fixed_batch is not None or self._target_columns == 0:
+        if not self.graph.targets or self.inputs.fixed_batch is not None or self.sessions.target_columns == 0:
             return len(indices)
         others = [other.columns for other in self.others]
-        if self._target_columns is None or None in others:
+        if self.sessions.target_columns is None or None in others:
             return 1
         # Beside the first teacher's, one other's logits are held at a time.
-        columns = self._target_columns + max(filter(None, others), default=0)
+        columns = self.sessions.target_columns + max(filter(None, others), default=0)
         entries = columns * max(self.inputs.longest_axis(indices), 1)
         return min(len(indices), max(1, TARGET_BYTES // (4 * entries)))
 
-    def _run_noting(self, opened: _Session, names: Sequence[str], batch: Batch) -> dict[str, NDArray[Any]]:
-        """Run a batch, and note how wide logits and hidden states of positions are."""
-        with self._turn:
-            values = run_batch(opened.session, names, batch)
-        titles = opened.graphs[0].targets.titles
-        columns = [array.shape[-1] if array.ndim > 2 else 0 for name, array in values.items() if name in titles]
-        if columns:
-            self._target_columns = max(self._target_columns or 0, sum(columns))
-        return values
-
-    def _find_targets(self, sites: Sequence[AttentionSite]) -> TargetTensors:
-        options = self.options
-        own = [site for site in sites if self.site_kinds.kind(site) in (None, "decoder")]
-        if options.hidden_layers and self.has_decoder_rows and not (own and self.site_kinds.decoder_inputs):
-            raise graph_unsupported(
-                "hidden states of a graph with cross attention are those of its decoder, which must have "
-                "self-attention and inputs for its sequence; this graph lacks them: store its attention and logits, "
-                "and run the teacher beside the student (OnlineTeacher) for hidden states",
-                "CACHE-175",
-            )
-        if options.embeddings is not None and self.has_decoder_rows:
-            raise graph_unsupported(
-                "embeddings are made of a single sequence, and this graph has a second one, of its decoder: export "
-                "the encoder alone",
-                "CACHE-181",
-            )
-        targets = find_targets(
-            self.model,
-            own,
-            logits=options.logits != "none",
-            output=options.logits_output,
-            hidden=options.hidden_layers,
-            pooled=options.embeddings is not None,
-            of_decoder=self.has_decoder_rows,
-        )
-        self.head = find_head(self.model, find_logits(self.model, options.logits_output)) if options.exact else None
-        return targets if self.head is None else replace(targets, last=self.head.states)
-
-    def run_head(self, index: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    def run_head(self, index: int, head: GraphHead) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Last states ``(R, D)`` of a sample and the graph's own logits ``(R, V)``, of rows spread over it."""
-        assert self.head is not None
-        graph = squeeze_graph(self.bare, (), targets=TargetTensors(self.head.logits, last=self.head.states))
+        graph = squeeze_graph(self.graph.bare, (), targets=TargetTensors(head.logits, last=head.states))
         run = self.run
-        session = open_session(graph.model, provider=run.provider, num_threads=run.num_threads, weights=self.weights)
+        session = open_session(
+            graph.model, provider=run.provider, num_threads=run.num_threads, weights=self.graph.weights
+        )
         batch = self.inputs.batch((index,))
         names = [str(graph.targets.last), str(graph.targets.logits)]
         values, mask = run_batch(session, names, batch), self.row_mask(batch)
@@ -387,159 +367,182 @@ class TeacherRun:
         check_padding(logits[0, few], self.options.vocab_size or logits.shape[-1], 1.0)
         return states[0, few], logits[0, few, : self.options.vocab_size]
 
-    @property
-    def has_decoder_rows(self) -> bool:
-        """Whether rows of logits and hidden states are positions of a decoder, beside an encoder's."""
-        return bool(self.site_kinds.kinds)
 
-    def row_mask(self, batch: Batch) -> NDArray[np.bool_] | None:
-        """``(B, L)``, the positions that a batch's targets have rows of; None where all count."""
-        name = self.inputs.decoder_mask if self.has_decoder_rows else self.inputs.mask
-        return None if name is None else batch.arrays[name][: len(batch.indices)].astype(np.bool_)
-
-    def mask_of_rows(self, site: AttentionSite) -> str | None:
-        """Name of the input that says which rows of a site's maps count; None where every row does."""
-        return self.inputs.decoder_mask if self.site_kinds.has_decoder_rows(site) else self.inputs.mask
-
-    def mask_of_keys(self, site: AttentionSite) -> str | None:
-        """Name of the input that says which of a site's keys count; None where every key does."""
-        if site.layer in self.site_kinds.own_keys:
-            return None
-        return self.inputs.decoder_mask if self.site_kinds.kind(site) == "decoder" else self.inputs.mask
-
-    def query_mask(self, batch: Batch, site: AttentionSite) -> NDArray[np.bool_] | None:
-        """``(B, L)``, True = the row of the site's maps counts; None where every row does."""
-        name = self.mask_of_rows(site)
-        return None if name is None else batch.arrays[name].astype(np.bool_)
-
-    def map_shape(self, batch: Batch, number: int, site: AttentionSite, held: tuple[int, int]) -> tuple[int, int]:
-        """Rows and keys of a sample's maps that a record keeps."""
-        lengths = {self.inputs.mask: batch.lengths, self.inputs.decoder_mask: batch.decoder_lengths, None: None}
-        rows, keys = (lengths[mask] for mask in (self.mask_of_rows(site), self.mask_of_keys(site)))
-        return held[0] if rows is None else rows[number], held[1] if keys is None else keys[number]
-
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        """What the user should know of the run, such as why samples run one at a time."""
-        untiled = () if self.tiling is None else self.tiling.whole
-        remarks = tuple(f"{tiles.site.label} is computed with whole maps: {tiles.reason}" for tiles in untiled)
-        return (SHARED_SCALES, *remarks) if self.run != self._asked else remarks
-
-    def fingerprint(self) -> Teacher:
-        """The teacher's identity for the manifest: a hash of the model file and of its external data."""
-        dtype = dtype_of(self.model, [site for _, site in self.layers], self.targets)
-        return Teacher(self._sha256(), self.path.name, self._provider, dtype, self._session_name)
-
-    def begin(self) -> None:
-        """Start what a whole run will need, beside what comes next: the plain session."""
-        # No daemon: the interpreter must not end while a session is being opened.
-        if self._provider == PROVIDERS["cpu"]:
-            # Others redirect stdout and change onnxruntime's log while they load, which belong to the whole process.
-            self._opening = run_beside(functools.partial(self._make_session, False), self.callers)
-
-    def _choose_tiling(self) -> Tiling | None:
-        """Tiles of query rows where whole maps of a batch are large, or as asked for."""
-        rows = self.run.tile
-        if rows is None:
-            longest = self.inputs.longest_axis(range(len(self.inputs))) if len(self.inputs) else 0
-            heads = max((site.num_heads or 1 for site in self._sites), default=1)
-            samples = min(self.run.batch_size, len(self.inputs))
-            if self.run.batch_tokens is not None:
-                samples = min(samples, max(1, self.run.batch_tokens // max(longest, 1)))
-            rows = choose_tile(heads, samples, longest, longest)
-        if not rows:
-            return None
-        sites = {tiles.site.layer: tiles for tiles in find_tiles(self.model, self._sites)}
-        slots = {}
-        for number, (_, site) in enumerate(self.layers):
-            if sites[site.layer].reason is None:
-                plans = [plan_groups(student.plans[number], self.num_teacher_heads) for student in self.students]
-                mean = self.options.strategy == "mean"
-                groups = [range(self.num_teacher_heads)] if mean else [group for plan in plans for group in plan]
-                slots[site.layer] = list_slots(sites[site.layer], groups)
-        # On other providers the operator may lack float32, and with several samples it takes no keys from before.
-        alone = self.run.batch_size == 1 and self.inputs.fixed_batch in (None, 1)
-        can = alone and self._provider == PROVIDERS["cpu"]
-        found = find_factors(self.model, [tiles.site for tiles in sites.values() if can and tiles.reason is None])
-        fused = {one.site.layer: one for one in found if can_fuse(sites[one.site.layer], one)}
-        return Tiling(rows, sites, slots, fused)
-
-    def _given_plans(self, options: PrecomputeOptions) -> tuple[MergePlan, ...]:
-        """The plan of every layer; none where they are matched on the data, and without layers."""
-        if self.layers:
-            check_counts(self.num_teacher_heads, options.num_student_heads)
-        if not self.layers or (options.plans is None and options.plan == MATCHED):
-            return ()
-        plans = list_plans(options, len(self.layers))
-        return tuple(merge_plan(self.num_teacher_heads, options.num_student_heads, plan) for plan in plans)
-
-    def read_attention(self) -> AttentionReader:
-        """The teacher's own maps and value outputs at the chosen sites, read in a separate session."""
-        sites, run = [site for _, site in self.layers], self.run
-        return AttentionReader(self.bare, sites, run.provider, run.num_threads, self.weights)
-
-    def _match_plans(self, options: PrecomputeOptions) -> tuple[MergePlan, ...]:
-        return calibrate_plans(
-            self.read_attention(),
-            self.inputs,
-            options.num_student_heads,
-            by=options.matched_by,
-            alpha_per=options.alpha_per,
-            num_samples=options.calibration_samples,
-            seed=self.run.seed,
-            batch_size=self.run.batch_size,
-            on_error=options.on_error,
-            mask_of_rows=self.mask_of_rows,
-        )
-
-    def _make_session(
-        self, checked: bool, layers: Chosen | None = None, has_targets: bool = True, *, tiled: bool = True
-    ) -> _Session:
-        graphs = [
-            # Logits and hidden states are the same for all students.
-            self._make_graph(
-                student,
-                self.layers if layers is None else layers,
-                check_outputs=checked,
-                targets=None if number or not has_targets else self.targets,
-                tiling=self.tiling if tiled else None,
-            )
-            for number, student in enumerate(self.students)
-        ]
-        model, renamed = unite_graphs(graphs)
-        session = open_session(
-            model,
-            provider=self.run.provider,
-            num_threads=self._session_threads,
-            weights=self.weights,
-            keeps_memory=not checked,
-        )
-        return _Session(session, [output.name for output in model.graph.output], renamed)
-
-    def _make_graph(
-        self,
-        student: Student,
-        chosen: Chosen,
-        *,
-        check_outputs: bool,
-        targets: TargetTensors | None,
-        tiling: Tiling | None,
-    ) -> SqueezedGraph:
-        plans = {layer: plan for (layer, _), plan in zip(self.layers, student.plans, strict=True)}
-        factors = {layer: one for (layer, _), one in zip(self.layers, self.factors, strict=False)}
-        return squeeze_graph(
-            self.bare,
-            chosen,
-            replace(student.options, plans=tuple(plans[layer] for layer, _ in chosen)),
-            row_mask_input={layer: self.mask_of_rows(site) for layer, site in self.layers},
-            check_outputs=check_outputs,
-            factors=factors or None,
-            targets=targets,
-            tiling=tiling,
-        )
+def _run_alone(graph: TeacherGraph, others: Sequence[LogitsTeacher]) -> bool:
+    """A record must be its sample's alone: in a batch, others would move the scales that round it."""
+    return any(map(shares_scales, (graph.model, *(other.model for other in others))))
 
 
-class _Session(NamedTuple):
+def _given_plans(graph: TeacherGraph, options: PrecomputeOptions) -> tuple[MergePlan, ...]:
+    """The plan of every layer; none where they are matched on the data, and without layers."""
+    if graph.layers:
+        check_counts(graph.num_heads, options.num_student_heads)
+    if not graph.layers or (options.plans is None and options.plan == MATCHED):
+        return ()
+    plans = list_plans(options, len(graph.layers))
+    return tuple(merge_plan(graph.num_heads, options.num_student_heads, plan) for plan in plans)
+
+
+def _read_attention(graph: TeacherGraph, run: RunOptions) -> AttentionReader:
+    """The teacher's own maps and value outputs at the chosen sites, in a session of its own."""
+    sites = [site for _, site in graph.layers]
+    return AttentionReader(graph.bare, sites, run.provider, run.num_threads, graph.weights)
+
+
+def _match_plans(
+    graph: TeacherGraph, inputs: ModelInputs, options: PrecomputeOptions, run: RunOptions
+) -> tuple[MergePlan, ...]:
+    return calibrate_plans(
+        _read_attention(graph, run),
+        inputs,
+        options.num_student_heads,
+        by=options.matched_by,
+        alpha_per=options.alpha_per,
+        num_samples=options.calibration_samples,
+        seed=run.seed,
+        batch_size=run.batch_size,
+        on_error=options.on_error,
+        mask_of_rows=functools.partial(graph.mask_of_rows, inputs),
+    )
+
+
+def _choose_tiling(
+    graph: TeacherGraph, inputs: ModelInputs, students: Sequence[Student], run: RunOptions
+) -> Tiling | None:
+    """Tiles of query rows where whole maps of a batch are large, or as asked for."""
+    rows = run.tile
+    if rows is None:
+        longest = inputs.longest_axis(range(len(inputs))) if len(inputs) else 0
+        heads = max((site.num_heads or 1 for site in graph.sites), default=1)
+        samples = min(run.batch_size, len(inputs))
+        if run.batch_tokens is not None:
+            samples = min(samples, max(1, run.batch_tokens // max(longest, 1)))
+        rows = choose_tile(heads, samples, longest, longest)
+    if not rows:
+        return None
+    sites = {tiles.site.layer: tiles for tiles in find_tiles(graph.model, graph.sites)}
+    slots = {}
+    for number, (_, site) in enumerate(graph.layers):
+        if sites[site.layer].reason is None:
+            plans = [plan_groups(student.plans[number], graph.num_heads) for student in students]
+            mean = graph.options.strategy == "mean"
+            groups = [range(graph.num_heads)] if mean else [group for plan in plans for group in plan]
+            slots[site.layer] = list_slots(sites[site.layer], groups)
+    # On other providers the operator may lack float32, and with several samples it takes no keys from before.
+    alone = run.batch_size == 1 and inputs.fixed_batch in (None, 1)
+    can = alone and is_cpu(run.provider)
+    found = find_factors(graph.model, [tiles.site for tiles in sites.values() if can and tiles.reason is None])
+    fused = {one.site.layer: one for one in found if can_fuse(sites[one.site.layer], one)}
+    return Tiling(rows, sites, slots, fused)
+
+
+class Session(NamedTuple):
+    """A session of onnxruntime, the names of its outputs, and the graph of each student with them."""
+
     session: Any
     names: list[str]
     graphs: tuple[SqueezedGraph, ...]
+
+
+class Sessions:
+    """Sessions of a teacher's squeezed graph, opened when first asked for.
+
+    ``turn`` is held while a batch runs: two may not fit a device on which one just does. ``target_columns`` of logits
+    and hidden states of positions are known once a run has told them.
+    """
+
+    def __init__(
+        self,
+        graph: TeacherGraph,
+        students: Sequence[Student],
+        row_masks: Mapping[int, str | None],
+        provider: str,
+        num_threads: int | None,
+        tiling: Tiling | None,
+    ) -> None:
+        self._graph, self._students, self._row_masks = graph, students, row_masks
+        self._provider, self._num_threads, self._tiling = provider, num_threads, tiling
+        self._opened: dict[bool, Session] = {}
+        self._opening: Callable[[], Session] | None = None
+        self._part: tuple[Chosen, Session] | None = None  # the last session of some layers
+        self._whole: Session | None = None  # with whole maps of the few samples that show that samples stay apart
+        self.turn: AbstractContextManager[object] = nullcontext() if is_cpu(provider) else threading.Lock()
+        self.target_columns: int | None = None
+
+    def begin(self, callers: int) -> None:
+        """Start what a whole run will need, beside what comes next: the plain session."""
+        # No daemon: the interpreter must not end while a session is being opened.
+        if is_cpu(self._provider):
+            # Others redirect stdout and change onnxruntime's log while they load, which belong to the whole process.
+            self._opening = run_beside(functools.partial(self.make, False), callers)
+
+    def open(self, *, checked: bool = False) -> Session:
+        """What ``squeeze`` needs, opened by one thread, as two would not know of each other."""
+        checked = checked and bool(self._graph.layers)
+        if checked not in self._opened:
+            begun = None if checked else self._opening
+            self._opened[checked] = self.make(checked) if begun is None else begun()
+        return self._opened[checked]
+
+    def whole(self) -> Session:
+        """With check outputs and whole maps: short cuts of samples have small ones."""
+        if self._tiling is None:
+            return self.open(checked=True)
+        if self._whole is None:
+            self._whole = self.make(True, tiled=False)
+        return self._whole
+
+    def part(self, names: Sequence[str]) -> Session:
+        """The same for the layers whose maps are among these outputs; only the last is held."""
+        named = zip(self.whole().graphs[0].layers, self._graph.layers, strict=True)
+        layers = tuple(chosen for layer, chosen in named if layer.names["probs"] in names)
+        if self._part is None or self._part[0] != layers:
+            self._part = None  # before the next takes memory
+            self._part = layers, self.make(True, layers, tiled=False)
+        return self._part[1]
+
+    def forget(self) -> None:
+        """Give back the memory of ``whole`` and ``part``."""
+        self._part = self._whole = None
+
+    def run(self, opened: Session, names: Sequence[str], batch: Batch) -> dict[str, NDArray[Any]]:
+        """Some outputs on a batch, by name."""
+        with self.turn:
+            values = run_batch(opened.session, names, batch)
+        titles = opened.graphs[0].targets.titles
+        columns = [array.shape[-1] if array.ndim > 2 else 0 for name, array in values.items() if name in titles]
+        if columns:
+            self.target_columns = max(self.target_columns or 0, sum(columns))
+        return values
+
+    def make(
+        self, checked: bool, layers: Chosen | None = None, has_targets: bool = True, *, tiled: bool = True
+    ) -> Session:
+        """A session of all layers or some, for all students."""
+        graph = self._graph
+        factors = {layer: one for (layer, _), one in zip(graph.layers, graph.factors, strict=False)}
+        chosen = graph.layers if layers is None else layers
+        graphs = []
+        for student in self._students:
+            plans = {layer: plan for (layer, _), plan in zip(graph.layers, student.plans, strict=True)}
+            squeezed = squeeze_graph(
+                graph.bare,
+                chosen,
+                replace(student.options, plans=tuple(plans[layer] for layer, _ in chosen)),
+                row_mask_input=self._row_masks,
+                check_outputs=checked,
+                factors=factors or None,
+                # Logits and hidden states are the same for all students.
+                targets=None if student.number or not has_targets else graph.targets,
+                tiling=self._tiling if tiled else None,
+            )
+            graphs.append(squeezed)
+        model, renamed = unite_graphs(graphs)
+        session = open_session(
+            model,
+            provider=self._provider,
+            num_threads=self._num_threads,
+            weights=graph.weights,
+            keeps_memory=not checked,
+        )
+        return Session(session, [output.name for output in model.graph.output], renamed)

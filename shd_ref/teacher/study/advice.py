@@ -115,13 +115,13 @@ def forecast_memory(
     work: TeacherRun, record_bytes: float, length: int, batch_size: int, student_parameters: int | None
 ) -> TrainingMemory:
     """What a step takes, by the longest sample; a student of unknown size is as large as its teacher."""
-    parameters, weights = count_weights(work.model)
+    parameters, weights = count_weights(work.graph.model)
     student = parameters if student_parameters is None else student_parameters
     weights += sum(count_weights(other.model)[1] for other in work.others)
     positions = _FLOAT * batch_size * length
     # A student's head is taken to be as wide as the teacher's.
-    own = [positions * work.options.num_student_heads * (site.d_k or site.d_v or 0) for _, site in work.layers]
-    teachers = sum(positions * work.num_teacher_heads * (site.d_k or site.d_v or 0) for _, site in work.layers)
+    own = [positions * work.options.num_student_heads * (site.d_k or site.d_v or 0) for _, site in work.graph.layers]
+    teachers = sum(positions * work.graph.num_heads * (site.d_k or site.d_v or 0) for _, site in work.graph.layers)
     return TrainingMemory(
         batch_size=batch_size,
         length=length,

@@ -97,7 +97,7 @@ def forecast_cache(
     source = inputs if isinstance(inputs, Source) else ArraySource(inputs)
     # Every codec codes the same maps, as the graph gives them for this one.
     uncoded = replace(options, form="maps", codec="float32") if options.has_attention else options
-    work = TeacherRun(Path(teacher), _SampledSource(source, READ_SAMPLES), [uncoded], run or RunOptions())
+    work = TeacherRun.open(Path(teacher), _SampledSource(source, READ_SAMPLES), [uncoded], run or RunOptions())
     work.check_samples()
     chosen = _spread(work.inputs.lengths, plan.samples)
     teacher_seconds = _time(_plain_runner(work), work.batches(chosen)) / len(chosen)
@@ -299,7 +299,8 @@ class _SampledSource(Source):
 
 def _plain_runner(work: TeacherRun) -> Callable[[Batch], Any]:
     run = work.run
-    session = open_session(work.bare, provider=run.provider, num_threads=run.num_threads, weights=work.weights)
+    graph = work.graph
+    session = open_session(graph.bare, provider=run.provider, num_threads=run.num_threads, weights=graph.weights)
     names = [output.name for output in session.get_outputs()]
 
     def run_all(batch: Batch) -> None:

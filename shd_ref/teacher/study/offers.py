@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -42,10 +41,9 @@ def offer_targets(work: TeacherRun, index: int) -> tuple[TargetOffer, ...]:
     if work.others:
         return ()
     try:
-        reader = copy.copy(work)
-        reader.head = find_head(work.model, find_logits(work.model, options.logits_output))
-        states, logits = reader.run_head(index)
-        return tuple(_offers(states, logits, reader.head.head.cut(logits.shape[-1]), work))
+        head = find_head(work.graph.model, find_logits(work.graph.model, options.logits_output))
+        states, logits = work.run_head(index, head)
+        return tuple(_offers(states, logits, head.head.cut(logits.shape[-1]), work))
     except ShdError:
         return ()
 

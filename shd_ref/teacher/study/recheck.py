@@ -98,7 +98,7 @@ def rerun_teacher(
         asked |= said
     options = PrecomputeOptions(**asked, with_teachers=tuple(map(Path, with_teachers or ())))
     run = RunOptions(mask=manifest.inputs.mask, decoder_mask=manifest.inputs.decoder_mask, provider=provider)
-    work = TeacherRun(Path(teacher), inputs, [options], run, input_names=manifest.inputs.names)
+    work = TeacherRun.open(Path(teacher), inputs, [options], run, input_names=manifest.inputs.names)
     count = len(work.inputs)
     keys = map(work.inputs.key, range(count))
     absent = [i for i, key in enumerate(keys) if key not in reader and key not in reader.skipped]

@@ -149,8 +149,8 @@ def test_no_tile_reads_keys_beyond_its_window(tmp_path: Path) -> None:
     inputs["x"][:, 0] = np.nan
     options = PrecomputeOptions(2, strategy="constant", codec="float32")
     for tile, spoilt in ((4, 4), (0, 24)):
-        work = TeacherRun(teacher, inputs, [options], replace(_run(tile), batch_size=1))
-        opened = work.open()
+        work = TeacherRun.open(teacher, inputs, [options], replace(_run(tile), batch_size=1))
+        opened = work.sessions.open()
         (codes,) = run_batch(
             opened.session, [opened.graphs[0].layers[0].names["codes"]], work.inputs.batch([0])
         ).values()

@@ -68,7 +68,7 @@ class AttentionMaker(Maker[AttentionT]):
         squeeze: dict[str, Any] = {
             "num_student_heads": options.num_student_heads,
             "layers": tuple(
-                LayerPair(student, site.layer, site.name, work.num_teacher_heads) for student, site in work.layers
+                LayerPair(student, site.layer, site.name, work.graph.num_heads) for student, site in work.graph.layers
             ),
             "plan": plans[0] if same else (),
             "plans": None if same else plans,
@@ -77,8 +77,8 @@ class AttentionMaker(Maker[AttentionT]):
             "alpha_rule": options.alpha_rule,
             "alpha_per": options.alpha_per,
             "codec": options.stored_codec,
-            "num_student_layers": work.num_student_layers,
-            "kinds": work.kinds,
+            "num_student_layers": work.graph.num_student_layers,
+            "kinds": work.graph.kinds,
         }
         return self.describe_form(work, outputs, squeeze)
 
@@ -184,7 +184,7 @@ class MapsMaker(AttentionMaker[Maps]):
     def describe_form(self, work: TeacherRun, outputs: StudentOutputs, squeeze: dict[str, Any]) -> Maps:
         """Causal where no row that counts looks ahead; each record with its shape where maps are not square."""
         axes = {layer.map_axes for layer in outputs.layers}
-        one_sequence = {work.site_kinds.kind(site) for _, site in work.layers} <= {None, "encoder"}
+        one_sequence = {work.graph.site_kinds.kind(site) for _, site in work.graph.layers} <= {None, "encoder"}
         own = not one_sequence or len(axes) > 1 or any(rows != keys for rows, keys in axes)  # CACHE-128
         full = own or outputs.layers[0].map_axes == (1, 1) or any(layer.looks_ahead.any() for layer in outputs.layers)
         return Maps(
@@ -280,7 +280,7 @@ class FactorsMaker(AttentionMaker[Factors]):
         support, windows = describe_mask(read_spans(work, outputs))
         factors = tuple(
             LayerFactors(layer.num_kv_heads, layer.d, layer.scale, window)
-            for layer, window in zip(work.factors, windows, strict=True)
+            for layer, window in zip(work.graph.factors, windows, strict=True)
         )
         padding = "around" if work.inputs.firsts.any() else "behind"
         return Factors(**squeeze, support=support, factors=factors, padding=padding)
@@ -297,7 +297,8 @@ class FactorsMaker(AttentionMaker[Factors]):
         first, length = sample.extent.first, sample.extent.length
         support, windows = describe_mask([layer.spans[:, first:length] - first for layer in sample.layers])
         _check_sample(sample, support, windows)
-        scales = {student: factors.scale for (student, _), factors in zip(work.layers, work.factors, strict=True)}
+        stored = zip(work.graph.layers, work.graph.factors, strict=True)
+        scales = {student: factors.scale for (student, _), factors in stored}
         for layer, window in zip(sample.layers, windows, strict=True):
             tiles = layer.tiles(COMPARED_ENTRIES if layer.rows else None)
             _compare_maps(layer, tiles, sample.extent, scales[layer.layer.student_layer], support, window)

@@ -29,7 +29,6 @@ from shd_ref.cache.codecs.distortion import merge_errors
 from shd_ref.cache.codecs.logits import rows_moved
 from shd_ref.cache.forms.rows import Counted, Rows
 from shd_ref.errors import ShdError, need
-from shd_ref.teacher.graph.targets import dtype_of
 from shd_ref.teacher.options import LAST, Pooling, PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.forms.maker import Decided, Maker, tolerance_of
 from shd_ref.teacher.run.averaged import naming
@@ -106,7 +105,7 @@ class LogitsMaker(RowsMaker[Logits]):
         options, logits = work.options, outputs.targets.logits
         if logits is None:
             return None
-        name = str(work.targets.logits)
+        name = str(work.graph.targets.logits)
         got = f"{logits.ndim} axes in {name}: name another output (--logits-output)"
         rule = "be (samples, positions, classes) or (samples, classes)"
         need(logits.ndim in (2, 3), "graph-unsupported", "logits", rule, got, spec_id="CACHE-160")
@@ -154,7 +153,7 @@ class HiddenMaker(RowsMaker[Hidden]):
 
     def describe(self, work: TeacherRun, outputs: StudentOutputs) -> Hidden | None:
         layers = []
-        for layer, tensor in work.targets.hidden:
+        for layer, tensor in work.graph.targets.hidden:
             states, name = outputs.targets.hidden[layer], f"hidden state {layer}"
             got = f"{states.ndim} axes in {tensor}: ask for other layers"
             rule = "be (samples, positions, width)"
@@ -187,13 +186,14 @@ class EmbeddingsMaker(RowsMaker[Embeddings]):
                 "CACHE-181",
             )
         rule = f"be pooled from {(*mask.shape, 'width')} states, one of each position"
-        got, fits = f"{states.shape} in {work.targets.pooled}", states.ndim == 3 and states.shape[:2] == mask.shape
+        got = f"{states.shape} in {work.graph.targets.pooled}"
+        fits = states.ndim == 3 and states.shape[:2] == mask.shape
         need(fits, "graph-unsupported", "embeddings", rule, got, spec_id="CACHE-181")
         return Embeddings(
             codec=work.options.embeddings_codec,
             pooling=pooling.mode,
             normalize=pooling.normalize,
-            tensor=str(work.targets.pooled),
+            tensor=str(work.graph.targets.pooled),
             width=states.shape[-1],
         )
 
@@ -232,10 +232,10 @@ class ExactMaker(RowsMaker[Exact]):
 
     def describe(self, work: TeacherRun, outputs: StudentOutputs) -> Exact | None:
         states = outputs.targets.last
-        if states is None or work.head is None:
+        if states is None or work.graph.head is None:
             return None
         name, rule = "the states that the head reads", "be (samples, positions, width)"
-        got = f"{states.ndim} axes in {work.head.states}"
+        got = f"{states.ndim} axes in {work.graph.head.states}"
         need(states.ndim == 3, "graph-unsupported", name, rule, got, spec_id="CACHE-187")
         check_states(work, outputs, name, states)
         form, _ = _with_head(work, work.options.hidden_codec, _rows_of(work))
@@ -264,7 +264,7 @@ class ExactMaker(RowsMaker[Exact]):
 
 def _with_head(work: TeacherRun, codec: str, rows: str) -> tuple[Exact, Sequence[Any]]:
     """The form of a teacher, and the pieces of its head's file."""
-    graph_head, size = work.head, work.options.vocab_size
+    graph_head, size = work.graph.head, work.options.vocab_size
     assert graph_head is not None  # it was asked for
     columns = len(graph_head.head.weight)
     rule = f"be at most {columns}, the classes of the teacher's head"
@@ -275,18 +275,18 @@ def _with_head(work: TeacherRun, codec: str, rows: str) -> tuple[Exact, Sequence
 
 def _compare_head(work: TeacherRun, form: Exact, index: int) -> None:
     """Compare the head with the graph's own logits, on rows of a sample (CACHE-191)."""
-    assert work.head is not None
-    states, logits = work.run_head(index)
-    logits_of_head = work.head.head.cut(form.head.vocab_size).logits(states)
+    assert work.graph.head is not None
+    states, logits = work.run_head(index, work.graph.head)
+    logits_of_head = work.graph.head.head.cut(form.head.vocab_size).logits(states)
     moved = rows_moved(logits, 1.0, lambda rows: logits_of_head[rows]).max(initial=0.0)
-    limit = tolerance_of("recheck", dtype_of(work.model, [site for _, site in work.layers], work.targets))
+    limit = tolerance_of("recheck", work.graph.dtype)
     rule = f"make its logits of the states that are stored, within a total variation of {limit:g}"
     got = f"{moved:.3g}: store --logits instead"
     need(bool(moved <= limit), "graph-unsupported", "the teacher's head", rule, got, spec_id="CACHE-191")
 
 
 def _rows_of(work: TeacherRun) -> str:
-    return "decoder" if work.has_decoder_rows else "positions"
+    return "decoder" if work.graph.has_decoder_rows else "positions"
 
 
 def check_states(work: TeacherRun, outputs: StudentOutputs, what: str, rows: NDArray[Any]) -> None:
@@ -294,7 +294,7 @@ def check_states(work: TeacherRun, outputs: StudentOutputs, what: str, rows: NDA
     mask = outputs.targets.row_mask
     if mask is not None:
         positions = mask.shape[1]
-    elif work.has_decoder_rows:
+    elif work.graph.has_decoder_rows:
         positions = int(work.inputs.decoder_lengths[list(outputs.indices)].max())
     elif outputs.layers:
         positions = outputs.layers[0].map_axes[0]
