@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 
     from shd_torch.training.embeddings import SeenEmbeddings
 
-ROWS: Final[tuple[str, ...]] = ("positions", "labels", "next_labels")
-"""Rules by which rows of logits count."""
-
 _T = TypeVar("_T")
 
 
@@ -134,39 +131,60 @@ class MicroBatch:
         mask = self.inputs.get("decoder_attention_mask" if of_decoder else "attention_mask")
         return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
-    def counted(self, rule: str, length: int | None = None) -> Tensor | None:
-        """``(B, L)``, True = the row counts by a rule of ``ROWS``, and a cache holds it; None: all do."""
-        mask = self.padding_mask(of_decoder=self.has_decoder)
-        if rule != "positions":
-            labels = self.inputs.get("labels")
-            if not isinstance(labels, Tensor) or labels.ndim != 2:
-                got = "none" if labels is None else f"{tuple(getattr(labels, 'shape', ()))}"
-                raise ShdError("argument-value", f"a batch must hold labels (B, L) where rows={rule!r}; got {got}")
-            counted = labels != IGNORED
-            if rule == "next_labels":
-                counted = torch.cat((counted[:, 1:], torch.zeros_like(counted[:, :1])), 1)
-            mask = counted if mask is None else counted & mask
+    def counted(self, rule: Rule, length: int | None = None) -> Tensor | None:
+        """``(B, L)``, True = the row counts by a rule, is no padding, and a cache holds it; None: all do."""
+        mask = _both(self.padding_mask(of_decoder=self.has_decoder), rule(self))
         if self.stored is None:
             return mask
         size = length if mask is None else mask.shape[1]
-        held = self.stored.decoder_mask(size) if self.has_decoder else self.stored.query_mask(size)
-        if mask is None or held is None:
-            return held if mask is None else mask
-        return mask & held.to(mask.device)
+        return _both(mask, self.stored.decoder_mask(size) if self.has_decoder else self.stored.query_mask(size))
 
-    def count(self, rule: str) -> int:
+    def count(self, rule: Rule) -> int:
         """How many rows count by a rule."""
         mask = self.counted(rule)
         if mask is not None:
             return int(mask.sum())
-        tokens = self.inputs.get("decoder_input_ids", self.inputs.get("labels")) if self.has_decoder else None
-        if self.has_decoder:
-            return int(tokens.numel()) if isinstance(tokens, Tensor) else count_samples(self)
-        return count_positions(self)
+        if not self.has_decoder:
+            return count_positions(self)
+        tokens = self.inputs.get("decoder_input_ids", self.inputs.get("labels"))
+        return int(tokens.numel()) if isinstance(tokens, Tensor) else count_samples(self)
 
+
+Rule: TypeAlias = Callable[[MicroBatch], Tensor | None]
+"""Which rows count, ``(B, L)`` boolean, beside padding; None: all."""
 
 Counter: TypeAlias = Callable[[MicroBatch], int]
 """Rows of a micro-batch that a loss is a mean over."""
+
+
+def every_row(batch: MicroBatch) -> None:
+    """Each position of the attention mask."""
+
+
+def labelled_rows(batch: MicroBatch) -> Tensor:
+    labels = batch.inputs.get("labels")
+    if not isinstance(labels, Tensor) or labels.ndim != 2:
+        got = "none" if labels is None else f"{tuple(getattr(labels, 'shape', ()))}"
+        raise ShdError(
+            "argument-value", f"a batch must hold labels (B, L) where they say which rows count; got {got}"
+        )
+    return labels != IGNORED
+
+
+def rows_before_labels(batch: MicroBatch) -> Tensor:
+    """Those that predict a label that counts, in causal language modelling."""
+    counted = labelled_rows(batch)
+    return torch.cat((counted[:, 1:], torch.zeros_like(counted[:, :1])), 1)
+
+
+ROWS: Final[Mapping[str, Rule]] = {"positions": every_row, "labels": labelled_rows, "next_labels": rows_before_labels}
+"""Rules by the option that names them."""
+
+
+def _both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return first & second.to(first.device)
 
 
 def count_samples(batch: MicroBatch) -> int:

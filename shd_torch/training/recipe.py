@@ -15,7 +15,7 @@ from shd_ref.errors import ShdError, need
 from shd_torch.capture.outputs import read_logits, read_output
 from shd_torch.recipes import Terms
 from shd_torch.recipes.terms import IGNORED
-from shd_torch.training.batch import Forward, MicroBatch, count_samples
+from shd_torch.training.batch import Forward, MicroBatch, Rule, count_samples, labelled_rows, rows_before_labels
 from shd_torch.training.terms import Measured, check_targets
 
 
@@ -184,8 +184,8 @@ class RecipeTerms:
         return [found] if several else found
 
     @property
-    def _rule(self) -> str:
-        return "next_labels" if self.is_shifted else "labels"
+    def _rule(self) -> Rule:
+        return rows_before_labels if self.is_shifted else labelled_rows
 
     def _reads_text(self, batch: MicroBatch) -> bool:
         """Whether rows are those of a text; None of a recipe leaves that to the labels."""

@@ -19,7 +19,7 @@ from shd_torch.kd.loss import REDUCTIONS as OVER_LAYERS
 from shd_torch.kd.rows import DIVERGENCES
 from shd_torch.supervision.targets import Taught
 from shd_torch.teacher.online import LayerKeywords, layer_kls
-from shd_torch.training.batch import ROWS, Counter, Forward, MicroBatch, count_positions, count_samples
+from shd_torch.training.batch import ROWS, Counter, Forward, MicroBatch, count_positions, count_samples, every_row
 from shd_torch.training.projectors import EMBEDDING, make_projector
 from shd_torch.training.schedules import BetaSchedule, LossBalancer
 
@@ -145,7 +145,7 @@ class RowsTerm(Term):
         return {}
 
     def count(self, batch: MicroBatch) -> int:
-        return batch.count(self.rows)
+        return batch.count(ROWS[self.rows])
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class KdTerm(RowsTerm):
         if self.temperature is not None:
             check_temperature(self.temperature)
         check_option("divergence", self.divergence, DIVERGENCES)
-        check_option("rows", self.rows, ROWS)
+        check_option("rows", self.rows, tuple(ROWS))
         check_option("teachers", self.teachers, TEACHERS)
 
     def check_cache(self, joined: CacheJoin, *, has_teacher: bool) -> None:
@@ -218,7 +218,7 @@ class KdTerm(RowsTerm):
         length = logits.shape[1] if has_rows else None
         lacking = "kd must have a teacher that returns logits (..., V); got none"
         targets = forward.learn(lambda taught: self._read(taught, length), lacking)
-        mask = forward.batch.counted(self.rows, length) if has_rows else None
+        mask = forward.batch.counted(ROWS[self.rows], length) if has_rows else None
         loss = self.loss(targets, logits, loss_mask=mask, check=forward.check)
         return Measured({"": loss}, self.count if has_rows else count_samples)
 
@@ -345,7 +345,7 @@ class HiddenTerm(RowsTerm):
         lacking = "hidden must have a teacher that keeps hidden states; got none"
         lacking += f": give OnlineTeacher hidden_layers={self.teacher_layers}"
         teachers = forward.learn(lambda taught: taught.hidden_states(length) or None, lacking)
-        mask = forward.batch.counted(self.rows, length)
+        mask = forward.batch.counted(ROWS[self.rows], length)
         count = len(teachers) * (len(self.pairs) if self.reduction == "mean" else 1)
         losses: dict[str, Tensor] = {}
         for number, source in sorted(self.pairs):
@@ -412,7 +412,7 @@ class EmbeddingTerm(RowsTerm):
             states = read_every_hidden_state(forward.outputs, forward.student)[-1]
         lacking = "embedding must have a cache of embeddings, as no live teacher gives them; got none"
         (targets,) = forward.learn(lambda taught: taught.embeddings(), lacking)
-        pooled = pool_states(states, forward.batch.counted(self.rows, states.shape[1]), pooling=targets.pooling)
+        pooled = pool_states(states, forward.batch.counted(every_row, states.shape[1]), pooling=targets.pooling)
         if forward.seen is not None:
             forward.seen.add(targets.vectors, pooled)
         own = forward.project({EMBEDDING: pooled})[EMBEDDING]

@@ -26,7 +26,7 @@ from shd_ref.teacher.precompute.forms.rows import RowsMaker
 from shd_torch import SupervisedDataset
 from shd_torch.supervision.targets import Taught
 from shd_torch.training import TERMS, RowsTerm
-from shd_torch.training.batch import Forward
+from shd_torch.training.batch import Forward, every_row
 from shd_torch.training.terms import Measured
 
 OPTIONS = PrecomputeOptions(form="none", logits="float16")
@@ -93,7 +93,7 @@ class EntropyTerm(RowsTerm):
     def measure(self, forward: Forward) -> Measured:
         own = entropies(forward.outputs.logits)
         (taught,) = forward.learn(lambda taught: stored(taught, own.shape[1]), "entropy must have a cache; got none")
-        counted = forward.batch.counted(self.rows, own.shape[1])
+        counted = forward.batch.counted(every_row, own.shape[1])
         return Measured({"": (own - taught).square()[counted].mean()}, self.count)
 
 

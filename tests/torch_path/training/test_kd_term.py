@@ -246,7 +246,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
             k: v for k, v in pad([s | {"labels": s["input_ids"]} for s in samples]).items() if k != "labels"
         },
     )
-    assert "must hold labels (B, L) where rows='labels'; got none" in str(without)
+    assert "must hold labels (B, L) where they say which rows count; got none" in str(without)
     for make in (
         lambda: KdTerm(weight=-1.0),
         lambda: KdTerm(temperature=0.0),
