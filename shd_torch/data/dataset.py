@@ -16,7 +16,8 @@ from shd_ref.cache import CacheReader, Factors, Manifest, SampleRecord, sample_k
 from shd_ref.errors import ShdError, need
 from shd_ref.merging.plans import MergePlan
 from shd_ref.teacher.sources import open_source
-from shd_torch.data.batches import CachedSupervision, Pair, ReadBatch, allocate_codes, pack_records
+from shd_torch.data.batches import Pair, ReadBatch, allocate_codes, pack_batch
+from shd_torch.supervision.cached import CachedSupervision
 from shd_torch.supervision.taught_layers import taught_layers
 
 ModelInputs: TypeAlias = Mapping[str, Tensor | NDArray[Any]]
@@ -326,4 +327,4 @@ def _collate(
     manifest: Manifest,
     layers: tuple[int, ...],
 ) -> tuple[Any, CachedSupervision]:
-    return collate([sample for sample, _ in batch]), pack_records(batch, manifest, layers)
+    return collate([sample for sample, _ in batch]), pack_batch(batch, manifest, layers)

@@ -19,10 +19,11 @@ from shd_ref.cache import Manifest, SampleRecord
 from shd_ref.errors import ShdError, need
 from shd_ref.integers import check_number
 from shd_torch.capture.capture import Captured
-from shd_torch.data.batches import CachedSupervision, pack_records
+from shd_torch.data.batches import pack_batch
 from shd_torch.data.dataset import SupervisedDataset
 from shd_torch.data.stream import SupervisedStream
 from shd_torch.recipes.terms import IGNORED
+from shd_torch.supervision.cached import CachedSupervision
 from shd_torch.supervision.targets import Taught
 from shd_torch.supervision.taught_layers import TaughtLayers
 
@@ -51,7 +52,7 @@ class SupervisedCollator:
         mask = joined.get("attention_mask")
         if isinstance(mask, Tensor) and mask.ndim == 2:
             _check_padding(mask, [self._seen(*pair) for pair in zip(samples, records, strict=True)])
-        joined["supervision"] = pack_records(batch, self.manifest, self.layers)
+        joined["supervision"] = pack_batch(batch, self.manifest, self.layers)
         tallies = {form.SUBJECT: [form.tally(record) for record in records] for form in self.manifest.forms}
         joined["tallies"] = {name: torch.tensor(counts).sum(0) for name, counts in tallies.items() if counts[0]}
         return joined

@@ -20,13 +20,13 @@ from shd_torch import ShdError, SupervisedDataset, attention_kl, capture_attenti
 from shd_torch.data import check_cache
 from shd_torch.maps import shd_loss
 from shd_torch.supervision import FactoredCodes
-from shd_torch.supervision.factored_codes import pack_factored
+from shd_torch.supervision.cached import pack_records
 
 INDICES = (3, 0, 7, 3)
 
 
 def batch_of(reader: CacheReader, indices: tuple[int, ...], layers: tuple[int, ...] = (1, 2)) -> FactoredCodes:
-    return pack_factored([reader.read(key_of(index)) for index in indices], reader.manifest, layers)
+    return pack_records([reader.read(key_of(index)) for index in indices], reader.manifest, layers)
 
 
 def convex(folder: Path, **changes: Any) -> CacheReader:

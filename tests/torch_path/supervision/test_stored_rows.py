@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from shd_ref.cache import Attention, CacheReader, Logits
 from shd_torch import ShdError, SupervisedDataset, SupervisedStream, kd_loss
 from shd_torch.kd import TopkTargets
-from shd_torch.supervision import stored_rows
+from shd_torch.supervision import targets
 
 INDICES = (3, 0, 7, 3)
 WHOLE = replace(ALL_CLASSES, rows="positions")
@@ -161,7 +161,7 @@ def test_rows_of_every_size(vocab_size: int, head: int, bits: int) -> None:
     rows = form.encode(logits)
     wanted = form.decode_rows(rows)[:3]
     copies = 1 + 2**19 // (8 * rows.size)  # more than are decoded in one go
-    many = stored_rows.decode_rows(form, torch.from_numpy(np.tile(rows, (copies, 1))))
+    many = targets.decode_rows(form, torch.from_numpy(np.tile(rows, (copies, 1))))
     for got, want in zip(many, wanted, strict=True):
         assert got.shape == (copies * len(want), *want.shape[1:])
         decoded = torch.from_numpy(want).to(got.dtype).double()
@@ -172,7 +172,7 @@ def test_bytes_that_no_encoder_writes_stay_within_the_vocabulary() -> None:
     for form in (TOPK, NARROW):
         for fill in (0, 255):
             rows = torch.full((3, form.row_sizes[0]), fill, dtype=torch.uint8)
-            ids = stored_rows.decode_rows(form, rows)[0]
+            ids = targets.decode_rows(form, rows)[0]
             assert ids.shape == (3, form.head)
             assert 0 <= int(ids.min()) <= int(ids.max()) < form.vocab_size
 

@@ -1,0 +1,430 @@
+"""A batch of a cache: the records of its samples in one buffer, decoded where the student trains.
+
+``pack_records`` puts the bytes of attention first, in the order in which ``CodedSupervision`` (maps) or
+``FactoredCodes`` (queries and keys) reads them, then the rows of all other forms, part by part. So a batch crosses
+processes and devices as one tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import accumulate
+from typing import Any, Self, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shd_ref.cache import (
+    Attention,
+    Embeddings,
+    Exact,
+    Factors,
+    Hidden,
+    LayerFactors,
+    Logits,
+    Manifest,
+    SampleRecord,
+    packed_size,
+)
+from shd_ref.cache.forms.attention import blob_name
+from shd_ref.cache.forms.rows import Rows
+from shd_ref.merging.plans import plan_groups
+from shd_torch.supervision.coded import Coded, check_length
+from shd_torch.supervision.factored import Factored
+from shd_torch.supervision.mask import move
+from shd_torch.supervision.targets import EmbeddingTargets, StoredRows, Taught, TopkTargets, decode_rows, view_rows
+from shd_torch.supervision.taught_layers import taught_layers
+
+Groups: TypeAlias = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class CachedBatch(Taught):
+    """A batch of a cache in one buffer, whatever its form of attention.
+
+    Attributes:
+        buffer: uint8: the codes of attention, then the rows of all other forms, part by part.
+        lengths: positions of each sample.
+        layers: student layers in the buffer's order; give it to ``capture_attention``, which then refuses a student
+            with another number of layers than the cache was made for. None of a cache without attention.
+        num_student_heads: H_s.
+        codec: of the attention.
+        support: ``"full"`` or ``"causal"``.
+        firsts: positions of padding in front of each sample, which have no row; empty where no sample has any.
+        decoder: positions of each sample's second sequence, where a form has a row for each; else empty.
+        start: where the first row begins in the buffer; None where there are no rows.
+        forms: that have rows, in stored order.
+        names: of their parts that the buffer holds.
+    """
+
+    buffer: Tensor
+    lengths: tuple[int, ...]
+    layers: tuple[int, ...]
+    num_student_heads: int
+    codec: str
+    support: str
+    firsts: tuple[int, ...] = field(default=(), kw_only=True)
+    decoder: tuple[int, ...] = field(default=(), kw_only=True)
+    start: int | None = field(default=None, kw_only=True)
+    forms: tuple[Rows, ...] = field(default=(), kw_only=True)
+    names: frozenset[str] = field(default=frozenset(), kw_only=True)
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
+        """A copy on another device."""
+        return move(self, device, non_blocking=non_blocking)
+
+    def pin_memory(self) -> Self:
+        """A copy in page-locked memory; a ``DataLoader`` with ``pin_memory=True`` calls this."""
+        return replace(self, buffer=self.buffer.pin_memory())
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Positions of each sample without padding in front: those that the buffer holds."""
+        firsts = self.firsts or (0,) * len(self.lengths)
+        return tuple(n - first for n, first in zip(self.lengths, firsts, strict=True))
+
+    def query_mask(self, length: int | None = None) -> Tensor:
+        """``(B, L)``, True where a sample has a position."""
+        return held_positions(self.lengths, self.firsts, length, self.buffer.device)
+
+    def decoder_mask(self, length: int | None = None) -> Tensor | None:
+        """``(B, L)``, True where a decoder's logits or hidden states are stored; None where neither are its rows."""
+        return held_positions(self.decoder, (), length, self.buffer.device) if self.decoder else None
+
+    def stored_rows(self, subject: str, length: int | None = None) -> StoredRows | None:
+        """The rows of a form, by its ``SUBJECT``, to be spread over ``length`` positions; None where none were read.
+
+        Raises:
+            ShdError: ``argument-shape`` for a length, as for ``targets``, below the longest sample; when rows spread.
+        """
+        num_rows = {"positions": sum(self.counts), "decoder": sum(self.decoder), "sample": len(self.lengths)}
+        start = self.start or 0
+        for form in self.forms:
+            codes: dict[str, Tensor] = {}
+            for part, size in zip(form.parts, form.row_sizes, strict=True):
+                if part.name in self.names:
+                    count = num_rows[form.rows]
+                    codes[part.name] = self.buffer[start : start + count * size].view(count, size)
+                    start += count * size
+            if subject == form.SUBJECT:
+                return StoredRows(form, codes, partial(self._pad_rows, form, length)) if codes else None
+        return None
+
+    def targets(self, length: int | None = None) -> Tensor | TopkTargets | None:
+        """The teacher's logits as ``kd_loss`` takes them, on the buffer's device; None where none were read.
+
+        Args:
+            length: L, to which shorter samples are padded; default: of the longest. Padded rows hold zeros: leave
+                them out by ``loss_mask=query_mask(length)``, a decoder's by ``decoder_mask(length)``. A classifier's
+                have no such axis.
+
+        Returns:
+            float16 ``(B, L, V)`` where all logits are stored, else the record of CACHE-164.
+
+        Raises:
+            ShdError: ``argument-shape`` for a length below the longest sample.
+        """
+        if (stored := self.stored_rows(Logits.SUBJECT, length)) is None:
+            return None
+        form, (codes,) = stored.form, stored.codes.values()
+        if form.codec == "float16":
+            return stored.spread(view_rows(codes, torch.float16))
+        ids, log_probs, log_tail = map(stored.spread, decode_rows(form, codes))
+        return TopkTargets(ids, log_probs, log_tail, form.temperature, form.vocab_size)
+
+    def hidden_states(self, length: int | None = None) -> dict[int, Tensor]:
+        """Hidden states by the teacher's number, ``(B, L, width)`` float32; empty where none were read.
+
+        Raises:
+            ShdError: ``argument-shape`` for a length, as for ``targets``, below the longest sample.
+        """
+        if (stored := self.stored_rows(Hidden.SUBJECT, length)) is None:
+            return {}
+        layers = {part.name: part.layer for part in stored.form.parts}
+        return {layers[name]: _decode_vectors(stored, codes) for name, codes in stored.codes.items()}
+
+    def embeddings(self) -> EmbeddingTargets | None:
+        """The teacher's embedding of each text, with how it was pooled; None where none were read."""
+        if (stored := self.stored_rows(Embeddings.SUBJECT)) is None:
+            return None
+        (codes,) = stored.codes.values()
+        return EmbeddingTargets(_decode_vectors(stored, codes), stored.form.pooling, stored.form.normalize)
+
+    def last_states(self, length: int | None = None) -> Tensor | None:
+        """What the teacher's head reads, ``(B, L, width)`` float32, for ``ExactTargets``; None where none were read.
+
+        Raises:
+            ShdError: ``argument-shape`` for a length, as for ``targets``, below the longest sample.
+        """
+        if (stored := self.stored_rows(Exact.SUBJECT, length)) is None:
+            return None
+        (codes,) = stored.codes.values()
+        return _decode_vectors(stored, codes)
+
+    def _pad_rows(self, form: Rows, length: int | None, values: Tensor) -> Tensor:
+        """``(R, ...)`` as ``(B, L, ...)``, zero where nothing is stored; one row per sample stays as it is.
+
+        A classifier's logits have no axis of positions, which a student's second axis would be taken for.
+        """
+        if form.rows == "sample":
+            return values
+        lengths, counts = (self.decoder, self.decoder) if form.rows == "decoder" else (self.lengths, self.counts)
+        size = check_length(lengths, length)
+        shape = (len(lengths), size, *values.shape[1:])
+        if len(values) == shape[0] * size:
+            return values.view(shape)
+        spread = values.new_zeros((shape[0] * size, *values.shape[1:]))
+        spans = enumerate(zip(counts, lengths, strict=True))
+        spots = torch.cat([torch.arange(n - count, n) + size * number for number, (count, n) in spans])
+        spread[spots.to(values.device, non_blocking=True)] = values
+        return spread.view(shape)
+
+
+@dataclass(frozen=True)
+class CodedSupervision(CachedBatch):
+    """The supervision of a batch as the cache stores it: a byte or two an entry; see ``CachedBatch``.
+
+    The buffer holds the packed codes layer by layer, sample by sample.
+
+    Attributes:
+        temperature: T_a of the cache, where it is known.
+        shapes: by layer, rows and keys of each sample's maps, where these are not its positions (cross attention);
+            else empty.
+
+    Raises:
+        ShdError: not when it is made, from records that the reader has checked; see ``supervise`` and ``decode``.
+
+    Source: CACHE-125, CACHE-126.
+    """
+
+    temperature: float | None = None
+    shapes: tuple[tuple[tuple[int, int], ...], ...] = ()
+
+    def supervise(self, length: int | Sequence[tuple[int, int]] | None = None) -> list[Coded]:
+        """One ``Coded`` a layer, for ``attention_kl``: maps are made tile by tile, and never held.
+
+        Args:
+            length: L to pad to, the student's sequence length; or rows and keys ``(L, S)`` of each layer; default: of
+                the longest sample.
+
+        Raises:
+            ShdError: ``argument-shape`` for a length below the longest sample.
+        """
+        sizes_of = functools.cache(self._sizes)
+        supervisions, start = [], 0
+        for layer, shapes in enumerate(self.shapes or (tuple((n, n) for n in self.lengths),) * len(self.layers)):
+            *starts, start = accumulate(sizes_of(shapes), initial=start)
+            rows, keys = (tuple(side) for side in zip(*shapes, strict=True))
+            if length is None:
+                num_rows, num_keys = max(rows), max(keys)
+            else:
+                num_rows, num_keys = (length, length) if isinstance(length, int) else length[layer]
+            supervisions.append(
+                Coded(
+                    self.buffer,
+                    tuple(starts),
+                    rows,
+                    self.num_student_heads,
+                    self.codec,
+                    self.support,
+                    num_rows,
+                    self.temperature,
+                    key_lengths=None if rows == keys and num_rows == num_keys else keys,
+                    num_keys=num_keys,
+                )
+            )
+        return supervisions
+
+    def _sizes(self, shapes: tuple[tuple[int, int], ...]) -> list[int]:
+        return [packed_size(self.codec, self.support, self.num_student_heads, *shape) for shape in shapes]
+
+    def decode(
+        self, length: int | Sequence[tuple[int, int]] | None = None, dtype: torch.dtype = torch.float32
+    ) -> list[Tensor]:
+        """The merged maps, one tensor ``(B, H_s, L, S)`` a layer, on the buffer's device.
+
+        Args:
+            length: as for ``supervise``. Padding is zero, which ``shd_loss`` does not count.
+            dtype: of the maps; the arithmetic is float32.
+
+        Raises:
+            ShdError: as ``supervise``.
+        """
+        temperature = 1.0 if self.temperature is None else self.temperature
+        return [coded.probs(temperature=temperature).to(dtype) for coded in self.supervise(length)]
+
+
+@dataclass(frozen=True)
+class FactoredCodes(CachedBatch):
+    """The supervision of a batch from a cache of queries and keys; see ``CachedBatch``.
+
+    The buffer holds the mixing matrices and steps of all layers and samples, then their codes.
+
+    Attributes:
+        factors: how each layer's queries and keys make its maps.
+        groups: the teacher heads merged into each student head, by layer; None where all are.
+        num_teacher_heads: H_t.
+
+    Raises:
+        ShdError: not when it is made, from records that the reader has checked; see ``supervise`` and ``decode``.
+
+    Source: CACHE-140.
+    """
+
+    factors: tuple[LayerFactors, ...]
+    groups: tuple[Groups | None, ...]
+    num_teacher_heads: int
+
+    def supervise(self, length: int | None = None, dtype: torch.dtype = torch.float32) -> list[Factored]:
+        """What ``attention_kl`` takes: one ``Factored`` a layer, on the buffer's device; no map is formed.
+
+        Args:
+            length: L to pad to, as for ``CodedSupervision``; padded rows do not count, and padded keys are masked.
+            dtype: of queries and keys.
+        """
+        size = check_length(self.lengths, length)
+        mixing, steps, codes = self._sections()
+        present = self.query_mask(size)
+        padded = any(self.firsts) or any(n != size for n in self.lengths)
+        row_mass = present[:, None].float().expand(-1, self.num_teacher_heads, -1) if padded else None
+        supervision = []
+        for number, (factors, groups) in enumerate(zip(self.factors, self.groups, strict=True)):
+            heads = self.num_teacher_heads + factors.num_key_heads
+            values = self._spread(codes[number], heads, factors.width, size)
+            if steps is not None:
+                values *= self._spread(steps[number], heads, 1, size)
+            queries, keys = torch.split(values.to(dtype), [self.num_teacher_heads, factors.num_key_heads], dim=1)
+            supervision.append(
+                Factored(
+                    queries,
+                    keys,
+                    mixing[number],
+                    scale=factors.scale,
+                    attn_mask=present[:, None, None] if padded else None,
+                    is_causal=self.support == "causal",
+                    window=factors.window,
+                    groups=groups,
+                    row_mass=row_mass,
+                )
+            )
+        return supervision
+
+    def decode(
+        self, length: int | None = None, dtype: torch.dtype = torch.float32, *, temperature: float = 1.0
+    ) -> list[Tensor]:
+        """The merged maps, one tensor ``(B, H_s, L, L)`` a layer, at the T_a that the loss will be called with."""
+        return [layer.probs(temperature=temperature).to(dtype) for layer in self.supervise(length)]
+
+    def _sections(self) -> tuple[Tensor, tuple[Tensor, ...] | None, tuple[Tensor, ...]]:
+        """Mixing ``(layers, B, H_s, H_t)``, and the steps and codes of each layer."""
+        shape = (len(self.layers), len(self.lengths), self.num_student_heads, self.num_teacher_heads)
+        vectors = [(self.num_teacher_heads + layer.num_key_heads) * sum(self.counts) for layer in self.factors]
+        # Numbers of four bytes come first, so that every section is aligned.
+        start = 4 * shape[0] * shape[1] * shape[2] * shape[3]
+        mixing = self.buffer[:start].view(torch.float32).view(shape)
+        steps = None
+        if self.codec == "int8":
+            end = start + 4 * sum(vectors)
+            steps = torch.split(self.buffer[start:end].view(torch.float32), vectors)
+            start = end
+        codes = self.buffer[start : self.start].view(torch.int8 if self.codec == "int8" else torch.float16)
+        sizes = [n * layer.width for n, layer in zip(vectors, self.factors, strict=True)]
+        return mixing, steps, torch.split(codes, sizes)
+
+    def _spread(self, packed: Tensor, heads: int, width: int, size: int) -> Tensor:
+        """Numbers, sample by sample, as float32 ``(B, heads, size, width)``, padded with zeros."""
+        if all(n == size for n in self.counts):
+            return packed.view(len(self.lengths), heads, size, width).to(torch.float32, copy=True)
+        spread = torch.zeros(len(self.lengths), heads, size, width, device=packed.device)
+        parts = torch.split(packed, [heads * n * width for n in self.counts])
+        for target, block, n, count in zip(spread, parts, self.lengths, self.counts, strict=True):
+            target[:, n - count : n].copy_(block.view(heads, count, width))
+        return spread
+
+
+CachedSupervision: TypeAlias = CodedSupervision | FactoredCodes
+"""A batch of a cache of maps, or of queries and keys: both ``supervise`` and ``decode`` alike."""
+
+
+def pack_records(
+    records: Sequence[SampleRecord], manifest: Manifest, layers: Sequence[int], buffer: Tensor | None = None
+) -> CachedSupervision:
+    """The records of a batch, layer by layer; in a buffer that they were read into in this order, or a new one."""
+    form = manifest.find(Attention)
+    blobs = [] if form is None else _attention_blobs(records, form, layers)
+    forms = tuple(form for form in manifest.forms if isinstance(form, Rows))
+    names = [part.name for form in forms for part in form.parts if part.name in records[0].parts]
+    start = sum(map(len, blobs))
+    if buffer is None:
+        blobs += [record.parts[name] for name in names for record in records]
+        buffer = torch.from_numpy(np.concatenate(blobs))
+    firsts = tuple(record.first for record in records)
+    batch: dict[str, Any] = {
+        "buffer": buffer,
+        "lengths": tuple(record.length for record in records),
+        "layers": taught_layers(manifest, None if form is None else layers),
+        "num_student_heads": 0 if form is None else form.num_student_heads,
+        "codec": "float32" if form is None else form.codec,
+        "support": "full" if form is None else form.support,
+        "firsts": firsts if any(firsts) else (),
+        "decoder": tuple(record.decoder for record in records) if names and manifest.has_decoder_rows else (),
+        "start": start,
+        "forms": forms,
+        "names": frozenset(names),
+    }
+    columns = [] if form is None else [form.column(layer) for layer in layers]
+    if isinstance(form, Factors):
+        heads, plans = form.num_teacher_heads, form.layer_plans
+        return FactoredCodes(
+            **batch,
+            factors=tuple(form.factors[column] for column in columns),
+            groups=tuple(
+                None if form.strategy == "mean" else plan_groups(plans[column], heads) for column in columns
+            ),
+            num_teacher_heads=heads,
+        )
+    shapes = [[record.extent.shapes[column] for record in records] for column in columns if records[0].shapes]
+    temperature = None if form is None else form.bound_temperature
+    return CodedSupervision(**batch, temperature=temperature, shapes=tuple(map(tuple, shapes)))
+
+
+def _attention_blobs(
+    records: Sequence[SampleRecord], form: Attention, layers: Sequence[int]
+) -> list[NDArray[np.uint8]]:
+    codes = [[record.parts[blob_name(layer)] for record in records] for layer in layers]
+    if not isinstance(form, Factors):
+        return [blob for blobs in codes for blob in blobs]
+    # Numbers of four bytes come first, so that every section is aligned: mixing and steps, then codes.
+    mixing: list[Any] = []
+    steps, rest = [], []
+    for layer, blobs in zip(layers, codes, strict=True):
+        column = form.column(layer)
+        vectors = form.num_teacher_heads + form.factors[column].num_key_heads
+        for record, blob in zip(records, blobs, strict=True):
+            end = 4 * vectors * (record.length - record.first) if form.codec == "int8" else 0
+            mixing.append(np.ascontiguousarray(record.parts["mixing"][column]).reshape(-1).view(np.uint8))
+            steps.append(blob[:end])
+            rest.append(blob[end:])
+    return [*mixing, *steps, *rest]
+
+
+def _decode_vectors(stored: StoredRows, codes: Tensor) -> Tensor:
+    """Rows of bytes as float32 vectors (CACHE-177, CACHE-183)."""
+    codec = stored.form.codec
+    if codec == "int8":
+        return stored.spread(codes[:, 4:].view(torch.int8) * codes[:, :4].contiguous().view(torch.float32))
+    return stored.spread(view_rows(codes, torch.float32 if codec == "float32" else torch.float16).float())
+
+
+def held_positions(lengths: Sequence[int], firsts: Sequence[int], length: int | None, device: torch.device) -> Tensor:
+    """``(B, L)``, True where a sample has a position: from its first, if there are any, to its length."""
+    positions = torch.arange(max(lengths) if length is None else length, device=device)
+    mask = positions < torch.tensor(lengths, device=device)[:, None]
+    if any(firsts):
+        mask &= positions >= torch.tensor(firsts, device=device)[:, None]
+    return mask
