@@ -1,6 +1,7 @@
-"""A user's data joined with a cache by sample key. Start with ``dataset.py``.
+"""A user's data joined with a cache by sample key.
 
-Imports ``supervision`` and ``shd_ref.cache``.
+A data set (``dataset.py``) or a stream (``stream.py``) gives pairs of a sample and its record; collated, they become
+the samples' batch and the records in one buffer. Imports ``supervision`` and ``shd_ref.cache``.
 """
 
 from shd_torch.data.dataset import SupervisedDataset, check_cache, read_texts

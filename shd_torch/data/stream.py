@@ -15,8 +15,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from shd_ref.cache import CacheReader, SampleRecord
 from shd_ref.errors import ShdError, need
 from shd_torch.checks import check_option
-from shd_torch.data.batches import Pair
-from shd_torch.data.dataset import CacheJoin, ModelInputs
+from shd_torch.data.dataset import CacheJoin, ModelInputs, Pair
 
 REMAINDERS: tuple[str, ...] = ("repeat", "drop", "keep")
 """What becomes of samples that are too few for all ranks."""

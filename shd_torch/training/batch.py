@@ -19,8 +19,7 @@ from shd_ref.cache import Manifest, SampleRecord
 from shd_ref.errors import ShdError, need
 from shd_ref.integers import check_number
 from shd_torch.capture.capture import Captured
-from shd_torch.data.batches import pack_batch
-from shd_torch.data.dataset import SupervisedDataset
+from shd_torch.data.dataset import SupervisedDataset, pack_batch
 from shd_torch.data.stream import SupervisedStream
 from shd_torch.recipes.terms import IGNORED
 from shd_torch.supervision.cached import CachedSupervision
