@@ -357,8 +357,8 @@ def pack_records(
     """The records of a batch, layer by layer; in a buffer that they were read into in this order, or a new one."""
     form = manifest.find(Attention)
     blobs = [] if form is None else _attention_blobs(records, form, layers)
-    forms = tuple(form for form in manifest.forms if isinstance(form, Rows))
-    names = [part.name for form in forms for part in form.parts if part.name in records[0].parts]
+    forms = tuple(other for other in manifest.forms if isinstance(other, Rows))
+    names = [part.name for other in forms for part in other.parts if part.name in records[0].parts]
     start = sum(map(len, blobs))
     if buffer is None:
         blobs += [record.parts[name] for name in names for record in records]
@@ -380,12 +380,11 @@ def pack_records(
     columns = [] if form is None else [form.column(layer) for layer in layers]
     if isinstance(form, Factors):
         heads, plans = form.num_teacher_heads, form.layer_plans
+        merges_all = form.strategy == "mean"
         return FactoredCodes(
             **batch,
             factors=tuple(form.factors[column] for column in columns),
-            groups=tuple(
-                None if form.strategy == "mean" else plan_groups(plans[column], heads) for column in columns
-            ),
+            groups=tuple(None if merges_all else plan_groups(plans[column], heads) for column in columns),
             num_teacher_heads=heads,
         )
     shapes = [[record.extent.shapes[column] for record in records] for column in columns if records[0].shapes]
