@@ -151,12 +151,10 @@ def _facts(found: Diagnosis) -> Iterator[tuple[str, str]]:
         yield "fidelity", f"not measured, as the teacher could not be exported: {found.unmeasured}"
     elif fidelity is None:
         yield "fidelity", "not measured: give --data" if found.verdict.answer != "no" else "not measured"
-    if fidelity is not None and squeezed is not None:
-        own = "" if fidelity.loss is None else f", the teacher's own {fidelity.loss:.4f}"
-        cost = f"{fidelity.measure} {plus_minus(squeezed.cost, squeezed.margin)}"
-        heads = f"{squeezed.setting.num_student_heads} heads{own}"
-        yield "fidelity", f"{cost} with {heads}; attention output off by {squeezed.attention_error:.1%}"
-        yield "best plan", squeezed.setting.title
+    if squeezed is not None:
+        cost = f"1 - cosine {plus_minus(squeezed.cost, squeezed.margin)} with {found.student_parts.heads} heads"
+        yield "fidelity", f"{cost}; attention output off by {squeezed.attention_error:.1%}"
+        yield "best plan", f"{squeezed.plan} plan, {squeezed.strategy} weights"
     if found.failure is not None:
         yield "together", f"not possible: {found.failure}"
     if found.untried is not None:

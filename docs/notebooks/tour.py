@@ -136,7 +136,7 @@ for name, options in ways.items():
     print(f"{name:26} output off by {result.residual[0]:.3f}")
 
 # %% [markdown]
-# On this sentence the right pairs matter far more than the right weights. `shd fidelity` measures both on your
+# On this sentence the right pairs matter far more than the right weights. `shd plan` measures both on your
 # teacher and your data, at the output of the whole model.
 #
 # ## The student learns

@@ -9,7 +9,6 @@ import typer
 from shd_ref.commands.caches import ls, merge, report, seal, verify
 from shd_ref.commands.conformance import conformance
 from shd_ref.commands.derive import add_command
-from shd_ref.commands.fidelity import fidelity
 from shd_ref.commands.graphs import inspect
 from shd_ref.commands.options import ShowVersion
 from shd_ref.commands.plan import plan
@@ -34,7 +33,7 @@ def root(version: ShowVersion = False) -> None:
 
 
 _PANELS: dict[str, tuple[Any, ...]] = {
-    "Look before you spend": (inspect, plan, fidelity),
+    "Look before you spend": (inspect, plan),
     "Make a cache": (precompute, verify, report),
     "Caches as files": (ls, seal, merge),
 }

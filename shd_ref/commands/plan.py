@@ -1,9 +1,10 @@
-"""``shd plan`` and ``shd precompute --dry-run``: what a cache would cost before it is written, and which to make."""
+"""``shd plan`` and ``shd precompute --dry-run``: bytes, time and error of a cache before it is written."""
 
 from __future__ import annotations
 
+import math
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
@@ -15,14 +16,13 @@ from rich.table import Table
 
 from shd_ref.commands.derive import Document, Without
 from shd_ref.commands.options import InputOptions, NoAttention, StudentHeads, TeacherPath, heads_of, option_words
-from shd_ref.commands.terminal import console, narrow_table, print_remarks, show_progress
-from shd_ref.teacher.options import PlanOptions, PrecomputeOptions, RunOptions
+from shd_ref.commands.terminal import console, narrow_table, plus_minus, print_remarks, show_progress
+from shd_ref.teacher.options import MATCHED, PlanOptions, PrecomputeOptions, RunOptions
 from shd_ref.teacher.sources import Source
 
 if TYPE_CHECKING:
-    from shd_ref.teacher.study.advice import TrainingMemory
+    from shd_ref.teacher.study.fidelity import Fidelity
     from shd_ref.teacher.study.forecast import Forecast
-    from shd_ref.teacher.study.offers import TargetOffer
 
 STUDENT_FIELDS: Final = ("num_student_heads", "num_student_layers", "layer_pairs")
 """Options that a student's folder says."""
@@ -40,12 +40,12 @@ def plan(
     student_heads: StudentHeads = None,
     no_attention: NoAttention = False,
 ) -> Document:
-    """Measure bytes, time and error of every form and codec on a few samples, and recommend one.
+    """Measure bytes, time and error of every form and codec, and what merging heads costs the teacher.
 
     shd plan teacher.onnx --inputs data.npz --student-heads 4
 
-    Ends with the command that creates the cache (or the advice to use a live teacher, if reading a cache would be
-    slower) and the memory of a training step.
+    Ends with the command that creates the cache, or the advice to use a live teacher, if reading a cache would be
+    slower. Plans are compared by running the teacher with merged instead of full maps in all layers at once.
     """
     heads_given, options = heads_of(student_heads, options, no_attention=no_attention)
     students = [(options(num_student_heads=heads), None) for heads in heads_given]
@@ -63,22 +63,25 @@ def measure(
 ) -> Document:
     """Forecast the cache of each student (options, and its place if asked for), print it, and return ``--json``."""
     from shd_ref.teacher.study.forecast import forecast_cache
-    from shd_ref.teacher.study.kept import advise_plan
 
     documents = []
     for options, out in students:
-        if wanted is not None and options.has_attention:
-            print_remarks(advise_plan(teacher, options))
         with show_progress("samples measured") as (on_progress,):
             on_progress(0, 0)
-            forecast = forecast_cache(teacher, source, options, run, wanted)
+            forecast = forecast_cache(
+                teacher,
+                source,
+                options,
+                run,
+                wanted,
+                on_progress=lambda done, total: on_progress(done, total, says="batches of merge plans"),
+            )
         print_remarks(*forecast.remarks)
         line = None
-        if forecast.advice.pays:
+        if forecast.pays:
             default = PrecomputeOptions(1)
             usual = {"form": default.form, "codec": default.codec, "factored_codec": default.factored_codec}
-            asks = usual | forecast.taken.asks
-            advised = replace(options, **asks)  # type: ignore[arg-type]
+            advised = replace(options, **usual | forecast.taken.asks)  # type: ignore[arg-type]
             line = precompute_command(teacher, inputs, advised, run, out=out, student=student)
         _print_forecast(forecast, options.num_student_heads, line)
         documents.append(asdict(forecast) | {"command": line})
@@ -107,14 +110,14 @@ def precompute_command(
 
 
 def _print_forecast(forecast: Forecast, num_student_heads: int, command: str | None) -> None:
-    """What was found, what to do and why, and what training will need; without a command where no cache pays."""
+    """Forms and codecs, plans, and the command; without a command where no cache pays."""
     heads = f"{num_student_heads} student heads" if num_student_heads else "no attention"
     length = f"{forecast.mean_length:.0f} positions on average, {forecast.max_length} at most"
     support = f", {forecast.support} support" if forecast.support else ""
     _say(f"{heads}; {forecast.num_samples} samples, {length}{support}")
     if forecast.supplied:
         _say(f"added inputs: {forecast.supplied}")
-    console.print(_table(forecast))
+    console.print(_forms(forecast))
     for target in forecast.beside:
         errors = {name: value for name, value in vars(target.error).items() if name.endswith("_mean")}
         means = ", ".join(f"{name.removesuffix('_mean')} {value:.2g}" for name, value in errors.items())
@@ -122,42 +125,33 @@ def _print_forecast(forecast: Forecast, num_student_heads: int, command: str | N
         _say(f"of these {target.subject} {target.codec}: {size}; mean errors: {means}")
     if forecast.offers:
         _say("KD on logits can learn from (error of its gradient, measured on one sample):")
-        _list(*map(_describe_offer, forecast.offers))
+        for offer in forecast.offers:
+            head = f", and the head once, {decimal(offer.head_bytes)}" if offer.head_bytes else ""
+            error = f"error {offer.gradient_error:.2g} ({offer.asks})"
+            _say(f"- {offer.way}: {offer.bytes_per_token} bytes per token{head}; {error}")
     for refused in forecast.refused:
         _say(f"not {refused}")
-    taken = forecast.taken
-    size = f"{taken.title}, {decimal(round(taken.total_bytes))} in all"
-    instead = "no cache; run the teacher while training (OnlineTeacher). The best cache would be "
-    _say(f"take: {'' if command else instead}{size}")
-    _list(*forecast.advice.reasons)
+    if forecast.fidelity:
+        _print_fidelity(forecast.fidelity)
+    size = f"{forecast.taken.title}, {decimal(round(forecast.taken.total_bytes))} in all"
+    least = f"{decimal(round(forecast.taken.break_even))}/s"
     if command:
+        _say(f"take: {size}; read faster than the teacher runs, from {least} for each training device")
         console.say(f"  {command}")
+    else:
+        _say("take: no cache; run the teacher while training (OnlineTeacher): a reader slower than")
+        _say(f"{least} for each training device waits longer than the teacher takes ({size})")
     duration = timedelta(seconds=max(1, round(forecast.squeeze_seconds * forecast.num_samples)))
     teacher, squeezed = 1000 * forecast.teacher_seconds, 1000 * forecast.squeeze_seconds
     times = f"teacher {teacher:.3g} ms per sample, squeezed {squeezed:.3g} ms: {duration} in all on this machine"
     _say(f"time: {times} (measured on {forecast.measured_samples} samples)")
-    _say_memory(forecast.memory)
-
-
-def _describe_offer(offer: TargetOffer) -> str:
-    head = f", and the head once, {decimal(offer.head_bytes)}" if offer.head_bytes else ""
-    return (
-        f"{offer.way}: {offer.bytes_per_token} bytes per token{head}; error {offer.gradient_error:.2g} ({offer.asks})"
-    )
 
 
 def _say(text: str) -> None:
     console.print(text, highlight=False)
 
 
-def _list(*points: str) -> None:
-    grid = Table.grid(padding=(0, 1))
-    for point in points:
-        grid.add_row("-", point)
-    console.print(grid, highlight=False)
-
-
-def _table(forecast: Forecast) -> Table:
+def _forms(forecast: Forecast) -> Table:
     """A form and codec per row."""
     table = narrow_table()
     table.add_column("stored as")
@@ -176,17 +170,33 @@ def _table(forecast: Forecast) -> Table:
     return table
 
 
-def _say_memory(memory: TrainingMemory) -> None:
-    student, optimizer, records, term, teacher = (
-        decimal(size).replace("bytes", "B")
-        for size in (memory.student, memory.optimizer, memory.records, memory.term, memory.teacher)
-    )
-    step = f"{memory.batch_size} samples of {memory.length} positions"
-    _say(f"memory of a step of {step}, in float32 with AdamW, activations apart:")
-    whose = ", as many as the teacher (set --student-parameters to change)" if memory.is_assumed else ""
-    parameters = f"{memory.student_parameters / 1e6:.3g} M parameters{whose}"
-    _list(
-        f"student {student}, its gradients and optimizer {optimizer}: {parameters}",
-        *([f"SHD term about {term}"] * bool(memory.term)),
-        f"records {records}; a live teacher instead: {teacher}",
-    )
+def _print_fidelity(results: Sequence[Fidelity]) -> None:
+    """A plan and strategy per row, in the order of their options, and which to prefer."""
+    from shd_ref.teacher.study.fidelity import recommend
+
+    # Few digits before and after the point, the same power of ten in all rows.
+    largest = max(one.cost for one in results)
+    power = 0 if largest < 1e-9 or largest >= 0.1 else 3 * math.floor(math.log10(largest) / 3)
+
+    def say(value: float, margin: float | None) -> str:
+        return plus_minus(value / 10**power, margin and margin / 10**power, most=4)
+
+    table = narrow_table()
+    for name in ("merged by", "weights"):
+        table.add_column(name)
+    for name in (f"1 - cosine{f' (1e{power})' * bool(power)}", "above the lowest", "attention\nerror"):
+        table.add_column(name, justify="right")
+    taken, asked = recommend(results), results[0]
+    for one in results:
+        above = "lowest" if not one.excess else "indistinguishable" if one.is_tied else None
+        above = above or say(one.excess, one.excess_margin)
+        error = f"{one.attention_error:.3f}"
+        table.add_row(one.plan, one.strategy, say(one.cost, one.margin), above, error, style="bold" * (one is taken))
+    console.print()
+    console.print(table)
+    _say("of the teacher's output with its heads merged in all these layers; ±: 95% over samples")
+    if taken is not asked:
+        way = f"--plan {taken.plan} --strategy {taken.strategy}"
+        _say(f"{way} keeps more of the teacher than {asked.plan} {asked.strategy}; training: docs/choose.md")
+    if all(one.plan != MATCHED for one in results):
+        _say("matched plans were not measured, as they need networkx: pip install '.[oracles]' (in a checkout)")

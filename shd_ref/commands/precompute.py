@@ -80,7 +80,6 @@ def precompute(
     heads_given, options = heads_of(student_heads, options, no_attention=no_attention)
     from shd_ref.teacher.precompute.engine import precompute as precompute_caches
     from shd_ref.teacher.precompute.engine import students_of
-    from shd_ref.teacher.study.kept import advise_plan
 
     source = inputs.open()
     asked = [options(num_student_heads=heads) for heads in heads_given]
@@ -89,8 +88,6 @@ def precompute(
 
         places = [out] if len(asked) == 1 else [f"{out}-{heads}" for heads in heads_given]
         return measure(teacher, inputs, source, list(zip(asked, places, strict=True)), run, student=student)
-    if student is None and not no_attention:
-        print_remarks(*(advise_plan(teacher, one) for one in asked))
     students = students_of(out, asked[0], heads_given) if len(asked) > 1 else [(out, asked[0])]
     with show_progress("inputs read", "samples") as (on_read, on_progress):
         told: dict[str, Any] = {"on_read": on_read, "on_progress": on_progress}

@@ -65,7 +65,7 @@ class ShownCommand(_PlainFlags, TyperCommand):
 
 
 COMMANDS: Final = {
-    "shd": ("inspect", "plan", "fidelity", "precompute", "verify", "report", "ls", "seal", "merge", "conformance"),
+    "shd": ("inspect", "plan", "precompute", "verify", "report", "ls", "seal", "merge", "conformance"),
     "shd-torch": ("compress", "export", "doctor", "shrink", "vocabulary", "time"),
 }
 """Of both programs, neither of which imports the other's."""

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from shd_ref.teacher.graph.targets import find_targets as find_targets
     from shd_ref.teacher.opening.load import load_teacher as load_teacher
     from shd_ref.teacher.opening.model import hash_teacher as hash_teacher
-    from shd_ref.teacher.options import FidelityOptions as FidelityOptions
     from shd_ref.teacher.options import PlanOptions as PlanOptions
     from shd_ref.teacher.options import Pooling as Pooling
     from shd_ref.teacher.options import PrecomputeOptions as PrecomputeOptions
@@ -38,12 +37,9 @@ if TYPE_CHECKING:
     from shd_ref.teacher.sources import Source as Source
     from shd_ref.teacher.sources import open_source as open_source
     from shd_ref.teacher.sources.sentence_folder import read_pooling as read_pooling
+    from shd_ref.teacher.study.fidelity import Fidelity as Fidelity
     from shd_ref.teacher.study.fidelity import measure_fidelity as measure_fidelity
     from shd_ref.teacher.study.forecast import forecast_cache as forecast_cache
-    from shd_ref.teacher.study.ranking import Fidelity as Fidelity
-    from shd_ref.teacher.study.ranking import FidelityReport as FidelityReport
-    from shd_ref.teacher.study.ranking import Setting as Setting
-    from shd_ref.teacher.study.ranking import rank_costs as rank_costs
     from shd_ref.teacher.study.recheck import recheck_records as recheck_records
 
 _ROOMS = {
@@ -53,7 +49,7 @@ _ROOMS = {
     "graph.targets": ("find_targets",),
     "opening.load": ("load_teacher",),
     "opening.model": ("hash_teacher",),
-    "options": ("FidelityOptions", "PlanOptions", "Pooling", "PrecomputeOptions", "RunOptions"),
+    "options": ("PlanOptions", "Pooling", "PrecomputeOptions", "RunOptions"),
     "precompute.compare": ("compare_with_reference",),
     "precompute.engine": ("PrecomputeSummary",),
     "rewrite.function": ("MergeRule",),
@@ -63,9 +59,8 @@ _ROOMS = {
     "session": ("open_session",),
     "sources": ("ArraySource", "IndexedSource", "Row", "Source", "open_source"),
     "sources.sentence_folder": ("read_pooling",),
-    "study.fidelity": ("measure_fidelity",),
+    "study.fidelity": ("Fidelity", "measure_fidelity"),
     "study.forecast": ("forecast_cache",),
-    "study.ranking": ("Fidelity", "FidelityReport", "Setting", "rank_costs"),
     "study.recheck": ("recheck_records",),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}

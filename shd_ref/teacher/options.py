@@ -61,7 +61,6 @@ MERGING: Final = "Merging"
 STORING: Final = "Storage"
 TARGETS: Final = "Logits, hidden states and embeddings"
 READING: Final = "Inputs"
-MEASURING: Final = "What is measured"
 RUNNING: Final = "Running the teacher"
 PANELS: Final = (MERGING, STORING, TARGETS, READING, RUNNING)
 """Headings of options in ``--help``, in this order."""
@@ -99,12 +98,6 @@ HELP: Final = {
     "batch_tokens": "Positions per teacher call, instead of --batch-size: more samples per call if they are short.",
     "shards": "Write only part i of n of the shards, i from 0 to n-1: n processes fill one folder, or one each "
     "for shd merge.",
-    "num_student_parameters": "Parameters of the student, to estimate its memory. Default: as many as the teacher.",
-    "fidelity_plan": "Heads to merge: progressive (neighbours, in rounds, as in the paper), balanced "
-    "(neighbouring groups), matched (best-fitting pairs on some samples).",
-    "fidelity_matched_by": "Score for matched plans: residual (of the output), similarity (of the maps).",
-    "targets": "Column with class labels (N,) or token ids (N, L), for the teacher's loss; the graph's token "
-    "input means next-token prediction.",
 }
 """What longer options set, by field."""
 
@@ -300,8 +293,7 @@ class PlanOptions:
     max_error: Annotated[float, Shown("Largest mean share of a row's probability that coding may move, above 0.")] = (
         0.01
     )
-    train_batch: Annotated[int, Shown("Samples per training step, to estimate its memory.", least=1)] = 16
-    num_student_parameters: Annotated[int | None, Shown(HELP["num_student_parameters"], least=1)] = None
+    fidelity_samples: Annotated[int, Shown("Samples to compare merge plans on; 0: none.", least=0)] = 32
 
     @property
     def bandwidth(self) -> float:
@@ -310,47 +302,14 @@ class PlanOptions:
 
     def check(self) -> None:
         """Refuse what says nothing (``argument-value``)."""
-        for name, least in (("samples", 1), ("train_batch", 1), ("num_student_parameters", 1)):
+        for name, least in (("samples", 1), ("fidelity_samples", 0)):
             value = getattr(self, name)
-            if value is not None and value < least:
+            if value < least:
                 raise argument_value(f"{name} must be at least {least}; got {value}")
         if not 0 < self.read_bandwidth < float("inf"):
             raise argument_value(f"read_bandwidth must be above 0 MB a second; got {self.read_bandwidth}")
         if not 0 < self.max_error <= 1:
             raise argument_value(f"max_error must be above 0, at most 1; got {self.max_error}")
-
-
-@dataclass(frozen=True)
-class FidelityOptions:
-    """What to try, and what to look at; words mean what they do in ``PrecomputeOptions``.
-
-    Every combination is tried that makes a difference: ``matched_by`` counts for matched plans, and ``alpha_per`` for
-    the strategies that compute weights, ``shd`` and ``hard``.
-
-    Attributes:
-        targets: labels ``(N,)`` or token ids ``(N, L)``. An array that is also the model's input is taken as the text
-            itself: position i is judged by token i + 1.
-        samples: all where there are fewer.
-    """
-
-    student_heads: Annotated[
-        tuple[int, ...], Shown("Heads of the student, at most the teacher's; several to compare: 4,6.")
-    ]
-    plan: Annotated[tuple[str, ...], Shown(HELP["fidelity_plan"], choices=PLANS)] = ("progressive", "matched")
-    strategy: Annotated[tuple[str, ...], Shown(HELP["strategy"], choices=STRATEGIES)] = ("shd", "constant")
-    alpha_per: Annotated[
-        tuple[str, ...], Shown("One merge weight per map (the paper) or per query row.", choices=ALPHA_PER)
-    ] = ("map", "row")
-    matched_by: Annotated[
-        tuple[str, ...], Shown(HELP["fidelity_matched_by"], MERGING, MATCHED_BY, needs="plan=matched")
-    ] = ("residual",)
-    calibration_samples: Annotated[int, CALIBRATION_HELP] = CALIBRATION_SAMPLES
-    sites: Annotated[str | None, SITES_HELP] = None
-    graph_output: Annotated[
-        str | None, Shown("The graph output to compare. Default: the first floating-point one.", MEASURING)
-    ] = None
-    targets: Annotated[str | None, Shown(HELP["targets"], MEASURING)] = None
-    samples: Annotated[int, Shown("Samples to run, chosen by the seed.", MEASURING, least=1)] = 128
 
 
 def check_options(options: PrecomputeOptions) -> None:

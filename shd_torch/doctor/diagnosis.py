@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shd_ref.errors import ShdError
 from shd_ref.teacher.sources.sentence_folder import find_pooling
-from shd_ref.teacher.study.ranking import Fidelity, FidelityReport
+from shd_ref.teacher.study.fidelity import Fidelity, recommend
 from shd_torch.capture import capture_attention
 from shd_torch.doctor.differences import BLOCKS, EFFECTS, Difference, compare_parts, compare_tokenizers
 from shd_torch.doctor.graph import Arrays, Progress, measure_graph, measure_model
@@ -23,7 +23,6 @@ from shd_torch.maps import layer_map
 from shd_torch.recipes.terms import IGNORED
 from shd_torch.teacher import OnlineTeacher
 from shd_torch.teacher.online import layer_kls
-from shd_torch.training.recipe import is_causal_model
 
 
 @dataclass
@@ -54,7 +53,7 @@ class Diagnosis:
     differences: tuple[Difference, ...]
     has_weights: bool
     is_squeezed: bool
-    fidelity: FidelityReport | None = None
+    fidelity: tuple[Fidelity, ...] | None = None
     objective: Objective | None = None
     beta: BetaRange | None = None
     probe: Probe | None = None
@@ -66,7 +65,7 @@ class Diagnosis:
     @property
     def squeezed(self) -> Fidelity | None:
         """The way to squeeze that is recommended at the student's heads."""
-        return None if self.fidelity is None else self.fidelity.recommended().get(self.student_parts.heads)
+        return recommend(self.fidelity) if self.fidelity else None
 
     def document(self) -> dict[str, Any]:
         """What ``--json`` prints."""
@@ -86,8 +85,7 @@ class Diagnosis:
             "probe": None,
         }
         if squeezed is not None:
-            names = ("cost", "margin", "attention_error", "plans")
-            document["fidelity"] = asdict(squeezed.setting) | {name: getattr(squeezed, name) for name in names}
+            document["fidelity"] = {"num_student_heads": self.student_parts.heads} | asdict(squeezed)
         if probe is not None:
             said = {name: getattr(probe, name) for name in ("gains", "gain", "margin", "seeds_needed")}
             document["probe"] = asdict(probe) | said | {"indistinguishable": not probe.is_distinguishable}
@@ -137,6 +135,7 @@ def diagnose(
         diagnosis.differences,
         diagnosis.squeezed,
         diagnosis.probe,
+        heads=own.heads,
         is_squeezed_start=diagnosis.is_squeezed,
         failure=diagnosis.failure,
         is_measurable=diagnosis.unmeasured is None,
@@ -168,7 +167,7 @@ def _measure(
         _check_labels(batch["labels"], own)
     model = teacher.model
     try:
-        diagnosis.fidelity = measure_model(model, arrays, own.heads, next_token=is_causal_model(model), progress=tell)
+        diagnosis.fidelity = measure_model(model, arrays, own.heads, progress=tell)
     except ShdError as error:
         if not error.code.startswith(("export-", "graph-")):
             raise
@@ -225,13 +224,13 @@ def live_teacher(diagnosis: Diagnosis, model: Any, student: Student) -> OnlineTe
     own, best = diagnosis.student_parts, diagnosis.squeezed
     parts = diagnosis.teacher_parts
     assert parts is not None  # a model has them
-    sites = parts.layers if diagnosis.fidelity is None else len(diagnosis.fidelity.sites)
+    sites = parts.layers if best is None else len(best.plans)
     pairs = layer_map(sites, min(own.layers, sites))
     plan: Any = None
     options: Mapping[str, Any] = {}
     if best is not None:
-        plan = {layer: best.plans[layer] for _, layer in pairs} if best.setting.matched_by else best.setting.plan
-        options = {"strategy": best.setting.strategy, "alpha_per": best.setting.alpha_per}
+        plan = {layer: best.plans[layer] for _, layer in pairs}
+        options = {"strategy": best.strategy}
     return OnlineTeacher(model, own.heads, pairs, plan=plan, **options)
 
 

@@ -12,25 +12,22 @@ import torch
 from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError
-from shd_ref.teacher.options import FidelityOptions, RunOptions
-from shd_ref.teacher.study.ranking import FidelityReport
+from shd_ref.teacher.options import PrecomputeOptions, RunOptions
+from shd_ref.teacher.study.fidelity import Fidelity
 
 Arrays = Mapping[str, NDArray[Any]]
 Progress = Callable[[int, int, str], None]
 
-SAMPLES: Final = 32
-"""Samples on which fidelity is measured, besides those that plans are matched on."""
 CALIBRATION: Final = 16
 """Samples that plans are matched on."""
 
 
 def measure_graph(
-    graph: Path, arrays: Arrays, heads: int, *, next_token: bool = False, progress: Progress = lambda *_: None
-) -> FidelityReport:
-    """Run a teacher graph on samples with its attention squeezed to some heads, in the ways of ``shd fidelity``.
+    graph: Path, arrays: Arrays, heads: int, *, progress: Progress = lambda *_: None
+) -> tuple[Fidelity, ...]:
+    """Run a teacher graph on samples with its heads merged, in the ways of ``shd plan``.
 
-    What the graph does not take of the arrays is left out. ``next_token`` judges by the teacher's own loss on the
-    next tokens, not by the cosine of its output.
+    What the graph does not take of the arrays is left out.
     """
     from shd_ref.teacher.opening.load import load_teacher
     from shd_ref.teacher.study.fidelity import measure_fidelity
@@ -38,12 +35,7 @@ def measure_graph(
     names = {value.name for value in load_teacher(graph).graph.input}
     fed = {name: array for name, array in arrays.items() if name in names}
     count = len(next(iter(fed.values()))) if fed else 0
-    options = FidelityOptions(
-        (heads,),
-        targets="input_ids" if next_token and "input_ids" in fed else None,
-        samples=SAMPLES,
-        calibration_samples=min(CALIBRATION, max(count // 2, 1)),
-    )
+    options = PrecomputeOptions(heads, calibration_samples=min(CALIBRATION, max(count // 2, 1)))
     unit = "batches for fidelity"
     progress(0, 0, unit)
     run = RunOptions(batch_size=8, num_threads=torch.get_num_threads())
@@ -51,8 +43,8 @@ def measure_graph(
 
 
 def measure_model(
-    model: Any, arrays: Arrays, heads: int, *, next_token: bool = False, progress: Progress = lambda *_: None
-) -> FidelityReport:
+    model: Any, arrays: Arrays, heads: int, *, progress: Progress = lambda *_: None
+) -> tuple[Fidelity, ...]:
     """``measure_graph`` of a Hugging Face teacher, whose graph is made for it and thrown away."""
     for package in ("onnx", "onnxruntime", "onnxscript"):
         if find_spec(package) is None:
@@ -64,4 +56,4 @@ def measure_model(
         path = Path(folder) / "teacher.onnx"
         progress(0, 0, "teacher is exported")
         export_teacher(model, example_inputs(model), path)
-        return measure_graph(path, arrays, heads, next_token=next_token, progress=progress)
+        return measure_graph(path, arrays, heads, progress=progress)

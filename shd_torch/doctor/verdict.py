@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from shd_ref.teacher.study.ranking import Fidelity
+from shd_ref.teacher.study.fidelity import Fidelity
 from shd_torch.doctor.differences import BLOCKS, HURTS, Difference
 from shd_torch.doctor.probe import Probe
 
@@ -39,6 +39,7 @@ def judge(
     squeezed: Fidelity | None,
     probe: Probe | None,
     *,
+    heads: int,
     is_squeezed_start: bool,
     failure: str | None = None,
     is_measurable: bool = True,
@@ -59,7 +60,7 @@ def judge(
     if hurting:
         return Verdict(UNLIKELY, f"{_say(hurting)}: {hurting[0].remedy}", rests_on)
     if squeezed is not None and squeezed.attention_error > MOST_LOST:
-        lost = f"merged to {squeezed.setting.num_student_heads} heads, the teacher's attention output is off by "
+        lost = f"merged to {heads} heads, the teacher's attention output is off by "
         return Verdict(UNLIKELY, f"{lost}{squeezed.attention_error:.0%}: give the student more heads", rests_on)
     if is_squeezed_start:
         return Verdict(UNLIKELY, "a squeezed start already has most of the benefit of SHD: see --probe", rests_on)

@@ -69,7 +69,6 @@ PRECOMPUTE = "precompute t.onnx --student-heads 2 --out new --inputs"
         (f"{PRECOMPUTE} lines.jsonl --text-column content --tokenizer gone", "--tokenizer gone must be a readable"),
         (f"{PRECOMPUTE} d.npz --layer-pairs 0:9", "--layer-pairs must lie in 0..0 and"),
         (f"{PRECOMPUTE} d.npz --out file", "must be a folder; it is a file: name another --out"),
-        ("fidelity t.onnx --inputs d.npz --student-heads 99", "--student-heads must be at most num_teacher_heads"),
         ("plan t.onnx --inputs d.npz --student-heads 99", "--student-heads must be at most num_teacher_heads"),
         (f"{PRECOMPUTE} lines.jsonl --text-column content --tokenizer .", ".save_pretrained(FOLDER) of transformers"),
         ("compress t.onnx --faster 2", "compress is a command of shd-torch: shd-torch compress t.onnx --faster 2"),

@@ -58,9 +58,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("line", "cache"),
     [
-        (f"shd fidelity {PAIR} --plan progressive", "cache-2"),
-        (f"shd fidelity {PAIR} --plan progressive --sites cross", "cache-2"),
-        ("shd fidelity bent.onnx --inputs lm.npz --student-heads 2 --plan progressive", "cache-2"),
+        (f"shd plan {PAIR} --sites cross", "cache-2"),
         (f"shd plan {PAIR} --student-layers encoder=1,decoder=1 --logits topk --logits-top 4 --hidden 0", "cache-2"),
         (f"shd plan {PAIR.rpartition(' --')[0]} --no-attention --logits float16", "cache-targets"),
         (

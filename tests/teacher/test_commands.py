@@ -36,7 +36,7 @@ def run_of(folder: Path) -> tuple[str | Path, ...]:
 
 
 @pytest.mark.parametrize("option", [("--max-length", "3"), ("--text-column", "input_ids")])
-@pytest.mark.parametrize("command", ["precompute", "plan", "fidelity", "verify", "report"])
+@pytest.mark.parametrize("command", ["precompute", "plan", "verify", "report"])
 def test_options_of_text_are_refused_without_a_tokenizer(
     made: Path, tmp_path: Path, command: str, option: tuple[str, str]
 ) -> None:
@@ -74,7 +74,6 @@ def test_every_command_says_how_many_texts_it_cut(tmp_path: Path) -> None:
     both = ("--student-heads", "2,1", "--out", tmp_path / "both")
     assert shd("precompute", tmp_path / "t.onnx", *text, *both).count(said) == 1
     assert said in shd("plan", tmp_path / "t.onnx", *text, *heads)
-    assert said in shd("fidelity", tmp_path / "t.onnx", *text, *heads)
     assert said in shd("report", out, "--teacher", tmp_path / "t.onnx", *text, "--out", tmp_path / "r.html")
     assert "were cut" not in shd("plan", tmp_path / "t.onnx", *text, *heads, "--max-length", "9")
     # Without its folder the tokenizer's file alone counts.
@@ -169,14 +168,12 @@ def test_tables_fit_a_terminal(made: Path, tmp_path: Path) -> None:
     """Of 80 columns, without a word cut short; commands and errors are single lines, so that they can be copied."""
     words = "t.onnx", "--inputs", "d.npz", "--student-heads", "2"
     cache = str(tmp_path / "part")
-    several = "progressive,matched", "--matched-by", "residual,similarity", "--strategy", "shd,constant,hard"
     commands = [
         ("inspect", "t.onnx", "--factored"),
-        ("plan", *words),
-        ("fidelity", *words, "--plan", *several),
+        ("plan", *words, "--plan", "balanced", "--strategy", "hard", "--logits", "topk", "--hidden", "last"),
         ("precompute", *words, "--out", cache, "--samples-per-shard", "5", "--shards", "0/3"),
         ("ls", cache),
-        *((name, "--help") for name in ("inspect", "plan", "fidelity", "precompute", "verify", "report", "merge")),
+        *((name, "--help") for name in ("inspect", "plan", "precompute", "verify", "report", "merge")),
     ]
     process = [sys.executable, "-c", ASK]  # consoles take their width when they are made
     env = os.environ | {"COLUMNS": "80", "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
@@ -216,7 +213,7 @@ def test_what_names_say_is_shown_and_not_obeyed(tmp_path: Path, monkeypatch: pyt
     printed = [
         shd("inspect", teacher),
         shd("precompute", *run, "--out", cache, "--samples-per-shard", "5", "--sites", "0"),
-        shd("fidelity", *run, "--samples", "2", "--plan", "progressive"),
+        shd("plan", *run, "--samples", "2"),
         shd("ls", cache),
         shd("report", cache, "--out", f"{HOSTILE}.html"),
         shd("precompute", *run, "--out", f"foreign{HOSTILE}", code=1),

@@ -148,7 +148,7 @@ def test_every_command_takes_sites(tmp_path: Path) -> None:
     teacher = saved(token_teacher(), tmp_path)
     np.savez(tmp_path / "data.npz", **token_samples(8, 6, least=6))
     common = (teacher, "--inputs", tmp_path / "data.npz", "--student-heads", 2, "--threads", 1)
-    for command, more in (("precompute", ("--out", tmp_path / "cache")), ("plan", ()), ("fidelity", ())):
+    for command, more in (("precompute", ("--out", tmp_path / "cache")), ("plan", ())):
         assert "names none" in shd(command, *common, *more, "--sites", "7", code=1)
-    assert "--sites self" in shd("fidelity", *common, "--sites", "self", "--plan", "progressive", "--samples", 4)
+    assert "--sites self" in shd("plan", *common, "--sites", "self", "--samples", 4)
     shd("precompute", *common, "--out", tmp_path / "cache", "--sites", "self")

@@ -138,7 +138,7 @@ class TeacherRun:
             other.fit(inputs)
         runs = replace(run, batch_size=1) if _run_alone(graph, others) else run
         made = [
-            Student(number, student, plans or (_match_plans(graph, inputs, student, runs) if graph.layers else ()))
+            Student(number, student, plans or (match_plans(graph, inputs, student, runs) if graph.layers else ()))
             for number, (student, plans) in enumerate(zip(students, given, strict=True))
         ]
         tiling = _choose_tiling(graph, inputs, made, runs)
@@ -389,9 +389,10 @@ def _read_attention(graph: TeacherGraph, run: RunOptions) -> AttentionReader:
     return AttentionReader(graph.bare, sites, run.provider, run.num_threads, graph.weights)
 
 
-def _match_plans(
+def match_plans(
     graph: TeacherGraph, inputs: ModelInputs, options: PrecomputeOptions, run: RunOptions
 ) -> tuple[MergePlan, ...]:
+    """The matched plan of every layer: ``dependency-missing`` without networkx."""
     return calibrate_plans(
         _read_attention(graph, run),
         inputs,

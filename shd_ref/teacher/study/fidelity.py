@@ -1,9 +1,8 @@
-"""The fidelity test: what a teacher loses when its own layers must work with the squeezed attention."""
+"""What a teacher loses when its own layers work with merged heads, by plan and strategy, with intervals."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -12,338 +11,206 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache.documents.manifest import sample_order
-from shd_ref.errors import ShdError, argument_value, graph_unsupported, inputs_invalid
-from shd_ref.merging.alpha import ALPHA_PER, check_option
-from shd_ref.merging.matching import MATCHED_BY
-from shd_ref.merging.mixing import STRATEGIES
+from shd_ref.errors import ShdError
 from shd_ref.merging.plans import MergePlan, merge_plan
-from shd_ref.teacher.graph.find import AttentionSite, find_kinds, find_sites, projection_of, select_sites
-from shd_ref.teacher.graph.inputs import count_rows, read_pads
-from shd_ref.teacher.graph.shapes import check_bounds, frozen_specs
-from shd_ref.teacher.opening.load import load_teacher
-from shd_ref.teacher.opening.model import onnx, take_weights
-from shd_ref.teacher.options import MATCHED, PLANS, FidelityOptions, RunOptions
+from shd_ref.teacher.graph.find import AttentionSite, projection_of
+from shd_ref.teacher.opening.model import onnx
+from shd_ref.teacher.options import MATCHED, PrecomputeOptions, RunOptions
 from shd_ref.teacher.rewrite.function import MergeRule
-from shd_ref.teacher.rewrite.squeeze import ReplacedGraph, replace_attention
-from shd_ref.teacher.run.independence import check_samples
-from shd_ref.teacher.run.inputs import Batch, ModelInputs, run_batch
-from shd_ref.teacher.run.reading import AttentionReader, calibrate_plans
-from shd_ref.teacher.session import check_run, open_session
-from shd_ref.teacher.sources import Arrays, ArraySource, IndexedSource, Source
-from shd_ref.teacher.study.intervals import Scores
-from shd_ref.teacher.study.ranking import WEIGHED, Fidelity, FidelityReport, Setting, rank_costs
+from shd_ref.teacher.rewrite.squeeze import replace_attention
+from shd_ref.teacher.run.inputs import Batch, run_batch
+from shd_ref.teacher.run.teacher import TeacherRun, match_plans
+from shd_ref.teacher.session import open_session
+from shd_ref.teacher.sources import Arrays, Source
+from shd_ref.teacher.study.intervals import half_width
+from shd_ref.tolerances import tie_width
 
+SAMPLES: Final = 32
+"""Samples that plans are compared on, besides those that they are matched on."""
 LEAST_SAMPLES: Final = 8
-"""Fewer tell hardly anything apart: then samples that plans were matched on are judged too."""
+"""Fewer tell hardly anything apart: then samples that plans were matched on are compared too."""
+GIVEN: Final = "given"
+"""The plan of rounds that were given one by one."""
 
-_HELD_BYTES: Final = 2**29
-"""The teacher's own results that are kept in memory; beyond it they are computed again for every setting."""
-
-Results = dict[str, NDArray[Any]]
 RowMask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """What the teacher loses with one way to merge.
+
+    Attributes:
+        plan, strategy: in the words of ``PrecomputeOptions``; ``given`` for rounds.
+        cost: mean over samples of 1 - cosine of the output (of its mean over counted rows).
+        margin: half of its 95% interval, Student's t over samples; None of a single sample.
+        excess, excess_margin: by how much ``cost`` is above the lowest, and half of its interval on the same samples;
+            all of a table hold at once.
+        attention_error: mean over layers of the relative error of the attention output.
+        plans: the rounds of every layer.
+    """
+
+    plan: str
+    strategy: str
+    cost: float
+    margin: float | None
+    excess: float
+    excess_margin: float | None
+    attention_error: float
+    plans: tuple[MergePlan, ...] = field(repr=False)
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether these samples cannot tell it from the lowest; what rounding parts is equal on any processor."""
+        rounding = tie_width() * max(self.cost, tie_width())
+        return self.excess_margin is None or self.excess <= max(self.excess_margin, rounding)
+
+
+def recommend(results: Sequence[Fidelity]) -> Fidelity:
+    """The first, which has the fewest options, of those that cannot be told from the lowest."""
+    return next(one for one in results if one.is_tied)
 
 
 def measure_fidelity(
     teacher: str | Path,
     inputs: Source | Arrays,
-    options: FidelityOptions,
+    options: PrecomputeOptions,
     run: RunOptions | None = None,
     *,
+    samples: int = SAMPLES,
     on_progress: Callable[[int, int], None] | None = None,
-) -> FidelityReport:
-    """Run a teacher with its attention squeezed in every layer at once, for every setting.
+) -> tuple[Fidelity, ...]:
+    """Run a teacher with its heads merged in every chosen layer at once, by a few plans and strategies.
 
     Args:
-        inputs: model inputs and targets: a source (``open_source``), or arrays by graph input name with first axis N.
-        run: how to run it; ``samples_per_shard`` plays no part.
+        inputs: model inputs: a source (``open_source``), or arrays by graph input name with first axis N.
+        options: heads, layers, and the plan and strategy that come first; the progressive and a matched plan (which
+            needs networkx) with the strategies ``shd`` and ``constant`` follow.
+        samples: the most to compare on.
         on_progress: called after every batch, with batches done and in all.
 
     Raises:
-        ShdError: ``argument-value``, ``heads-exceed``, ``graph-invalid``, ``graph-unsupported`` (no site that can be
-            squeezed), ``inputs-invalid``, ``provider-unavailable``, ``dependency-missing`` (matched plans),
-            ``not-finite``.
+        ShdError: what ``precompute`` raises before it writes; ``not-finite``.
     """
-    settings = _settings(options)
-    test = _FidelityTest(Path(teacher), inputs, options, run or RunOptions())
-    # Before the first run, so that what cannot be merged is refused at once.
-    rules = [test.rules(setting) for setting in settings]
-    losses = {merged: Losses() for merged in rules}
-    total, done = len(test.batches) * len(losses), 0
-    for merged, own in losses.items():
-        for squeezed, plain, batch in test.compare(merged):
-            test.add(own, squeezed, plain, batch)
+    work = TeacherRun.open(Path(teacher), inputs, [options], run or RunOptions())
+    work.check_samples()
+    return compare_plans(work, samples, on_progress)
+
+
+def compare_plans(
+    work: TeacherRun, samples: int = SAMPLES, on_progress: Callable[[int, int], None] | None = None
+) -> tuple[Fidelity, ...]:
+    """The same of a teacher that is ready to run; nothing without attention, or without an output of floats."""
+    floats = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE)
+    outputs = [value.name for value in work.graph.model.graph.output if value.type.tensor_type.elem_type in floats]
+    if not work.graph.layers or not outputs or not samples:
+        return ()
+    options = work.options
+    strategies = tuple(dict.fromkeys((options.strategy, "shd", "constant")))
+    ways = [(plan, strategy, rounds) for plan, rounds in _plans(work) for strategy in strategies]
+    order = [int(index) for index in sample_order(len(work.inputs), work.run.seed)]
+    held_out = order[options.calibration_samples :]
+    groups = list(work.groups((held_out if len(held_out) >= LEAST_SAMPLES else order)[:samples]))
+    costs, errors, done = [], [], 0
+    for _, strategy, rounds in ways:
+        distances: list[NDArray[np.float64]] = []
+        squares = np.zeros((2, len(work.graph.layers)))
+        for distance, square in _losses(work, outputs[0], strategy, rounds, groups):
+            distances.append(distance)
+            squares += square
             done += 1
             if on_progress:
-                on_progress(done, total)
-    return FidelityReport(
-        output=test.output,
-        sites=tuple(site.name for site in test.sites),
-        skipped=test.skipped,
-        samples=sum(len(batch.indices) for batch in test.batches),
-        held_out=test.held_out,
-        loss=next(iter(losses.values())).teacher_entropies.value_or_none,
-        results=_summarise(
-            [(setting, merged, losses[merged]) for setting, merged in zip(settings, rules, strict=True)]
-        ),
+                on_progress(done, len(ways) * len(groups))
+        costs.append(np.concatenate(distances))
+        errors.append(np.sqrt(squares[0] / np.where(squares[1] == 0, 1, squares[1])).mean())
+    least = costs[int(np.argmin([cost.mean() for cost in costs]))]
+    return tuple(
+        Fidelity(
+            plan=plan,
+            strategy=strategy,
+            cost=float(cost.mean()),
+            margin=half_width(cost),
+            excess=float(cost.mean() - least.mean()),
+            excess_margin=half_width(cost - least, len(ways) - 1),
+            attention_error=float(error),
+            plans=rounds,
+        )
+        for (plan, strategy, rounds), cost, error in zip(ways, costs, errors, strict=True)
     )
 
 
-def _settings(options: FidelityOptions) -> list[Setting]:
-    for name, known, sentence in (
-        ("plan", PLANS, "PLAN-1"),
-        ("matched_by", MATCHED_BY, "PLAN-9"),
-        ("strategy", STRATEGIES, "MIX-2"),
-        ("alpha_per", ALPHA_PER, "ALPHA-9"),
-    ):
-        for value in getattr(options, name):
-            check_option(name, value, known, sentence)
-    plans = [(plan, by) for plan in options.plan for by in (options.matched_by if plan == MATCHED else (None,))]
-    weights = [
-        (strategy, alpha_per)
-        for strategy in options.strategy
-        for alpha_per in (options.alpha_per if strategy in WEIGHED else ("map",))
+def _plans(work: TeacherRun) -> Iterator[tuple[str, tuple[MergePlan, ...]]]:
+    """The plan that was asked for, the progressive one and, with networkx, a matched one."""
+    options = work.options
+    is_named = options.plans is None and isinstance(options.plan, str)
+    asked = str(options.plan) if is_named else GIVEN
+    yield asked, work.students[0].plans
+    if asked != "progressive":
+        yield "progressive", (merge_plan(work.graph.num_heads, options.num_student_heads),) * len(work.graph.layers)
+    if asked != MATCHED:
+        try:
+            yield MATCHED, match_plans(work.graph, work.inputs, options, work.run)
+        except ShdError as error:
+            if error.code != "dependency-missing":
+                raise
+
+
+def _losses(
+    work: TeacherRun, output: str, strategy: str, plans: Sequence[MergePlan], groups: Sequence[Sequence[int]]
+) -> Iterator[tuple[NDArray[np.float64], NDArray[np.float64]]]:
+    """Of every batch: 1 - cosine ``(B,)`` of the output; squares ``(2, layers)`` of attention's error and norm."""
+    sites = [site for _, site in work.graph.layers]
+    projections = [projection_of(site).astype(np.float32) for site in sites]
+    rules = [
+        MergeRule(site.num_heads or 0, site.d_v or 0, plan, strategy) for site, plan in zip(sites, plans, strict=True)
     ]
-    combined = itertools.product(options.student_heads, plans, weights)
-    return list(dict.fromkeys(Setting(heads, *plan, *weight) for heads, plan, weight in combined))
+    run_squeezed, run_plain = (_runner(work, sites, output, given) for given in (rules, None))
+    for group in groups:
+        batch = work.inputs.batch(group)
+        squeezed, plain = run_squeezed(batch), run_plain(batch)
+        if not np.isfinite(squeezed[0]).all():
+            rule = f"output {output!r} must be finite; got NaN or infinity in the batch of sample {batch.indices[0]}"
+            raise ShdError("not-finite", f"{rule}: check its inputs", "MAP-5")
+        squares = []
+        for site, projection, *contexts in zip(sites, projections, squeezed[1:], plain[1:], strict=True):
+            mask = work.query_mask(batch, site)
+            merged, own = (_project(context, projection) for context in contexts)
+            rows: Any = slice(None) if mask is None else mask[: len(own)]
+            squares.append([float((one[rows] ** 2).sum()) for one in (merged - own, own)])
+        yield cosine_distances(squeezed[0], plain[0], work.row_mask(batch)), np.array(squares).T
 
 
-def _summarise(measured: Sequence[tuple[Setting, tuple[MergeRule, ...], Losses]]) -> tuple[Fidelity, ...]:
-    # Equal costs keep the order of the settings: the source's own way comes first.
-    ordered = [measured[number] for number in rank_costs([losses.scores.value for *_, losses in measured])]
-    results = []
-    for setting, rules, losses in ordered:
-        rivals = [one for one in ordered if one[0].num_student_heads == setting.num_student_heads]
-        excess, excess_margin = losses.scores.above(rivals[0][2].scores, len(rivals) - 1)
-        errors = [relative_error(*square) for square in np.transpose(losses.squares).tolist()]
-        results.append(
-            Fidelity(
-                setting=setting,
-                output_error=errors[0],
-                cosine_distance=losses.distances.value,
-                attention_error=float(np.mean(errors[1::2])),
-                merge_error=float(np.mean(errors[2::2])),
-                loss=losses.entropies.value_or_none,
-                margin=losses.scores.margin(),
-                excess=excess,
-                excess_margin=excess_margin,
-                plans=tuple(rule.rounds for rule in rules),
-            )
-        )
-    return tuple(results)
+def _runner(
+    work: TeacherRun, sites: Sequence[AttentionSite], output: str, rules: Sequence[MergeRule] | None
+) -> Callable[[Batch], list[NDArray[Any]]]:
+    """Output, then maps times values of every site, of a batch."""
+    masks = [work.graph.mask_of_rows(work.inputs, site) for site in sites]
+    graph = replace_attention(work.graph.bare, sites, rules, output=output, row_mask_input=masks)
+    run, names = work.run, [output, *(site.context for site in graph.sites)]
+    session = open_session(
+        graph.model, provider=run.provider, num_threads=run.num_threads, weights=work.graph.weights
+    )
+
+    def run_graph(batch: Batch) -> list[NDArray[Any]]:
+        values = run_batch(session, names, batch)
+        return [values[name][: len(batch.indices)] for name in names]  # a fixed batch may have been filled up
+
+    return run_graph
 
 
-class _FidelityTest:
-    def __init__(self, teacher: Path, inputs: Source | Arrays, options: FidelityOptions, run: RunOptions) -> None:
-        self.options, self.run = options, run
-        check_run(run)
-        self.model = load_teacher(teacher)
-        everything = find_sites(self.model)
-        sites = select_sites(everything, options.sites)
-        self.sites = tuple(site for site in sites if site.supported)
-        self.skipped = tuple(f"{site.name}: {site.reason}" for site in sites if not site.supported)
-        if not self.sites:
-            raise graph_unsupported(
-                f"teacher graph {teacher} must hold an attention site that can be squeezed; found "
-                f"{'; '.join(self.skipped) or 'none'}: see shd inspect {teacher}"
-            )
-        self.output = _choose_output(self.model, options.graph_output)
-        source = inputs if isinstance(inputs, Source) else ArraySource(inputs)
-        specs = frozen_specs(self.model, [site.probs for site in self.sites])
-        kinds = find_kinds(self.model, everything, specs, run.decoder_mask)
-        self.inputs = ModelInputs(
-            source,
-            specs,
-            run.mask,
-            decoder=kinds.decoder_inputs,
-            decoder_mask=kinds.decoder_mask,
-            rows=count_rows(self.model),
-            pads=read_pads(self.model),
-        )
-        read = [self.output, *(name for site in self.sites for name in (site.probs, site.values))]
-        check_bounds(self.model, read, lambda: self.inputs.shortest().arrays)
-        self._kinds = kinds
-        self._masks = [self._mask_of_rows(site) for site in self.sites]
-        # Without kinds the output's rows are the inputs', else a decoder's.
-        self._output_mask = self.inputs.decoder_mask if kinds.kinds else self.inputs.mask
-        order = [int(index) for index in sample_order(len(self.inputs), run.seed)]
-        # Plans are matched on the first of them, as precompute will match them.
-        others = order[options.calibration_samples :] if MATCHED in options.plan else order
-        self.held_out = len(others) >= LEAST_SAMPLES or len(others) == len(order)
-        chosen = (others if self.held_out else order)[: options.samples]
-        named = options.targets
-        self.targets = None if named is None else read_targets(source, named, chosen, named in self.inputs.names)
-        self.batches = list(self.inputs.batches(chosen, run.batch_size, run.batch_tokens))
-        self.projections = [projection_of(site).astype(np.float32) for site in self.sites]
-        self._plans: dict[tuple[int, str | None, str], tuple[MergePlan, ...]] = {}
-        self._bare, self._weights = take_weights(self.model)
-        self._teacher = self._open(None)
-        graph, session = self._teacher
-        check_samples(
-            self.model,
-            {site.context: site.site for site in graph.sites},
-            self.inputs,
-            lambda names, batch: run_batch(session, names, batch),
-        )
-        self._held: dict[int, Results] = {}
-        self._held_bytes = 0
-
-    def rules(self, setting: Setting) -> tuple[MergeRule, ...]:
-        return tuple(
-            MergeRule(site.num_heads or 0, site.d_v or 0, rounds, setting.strategy, alpha_per=setting.alpha_per)
-            for site, rounds in zip(self.sites, self._plans_of(setting), strict=True)
-        )
-
-    def compare(self, rules: tuple[MergeRule, ...]) -> Iterator[tuple[Results, Results, Batch]]:
-        squeezed = self._open(rules)
-        for number, batch in enumerate(self.batches):
-            yield _run(squeezed, batch), self._run_plain(number), batch
-
-    def add(self, losses: Losses, squeezed: Results, plain: Results, batch: Batch) -> None:
-        mask = _rows_that_count(self._output_mask, batch)
-        output, own = squeezed[self.output], plain[self.output]
-        if not np.isfinite(output).all():
-            raise ShdError(
-                "not-finite",
-                f"output {self.output!r} must be finite; got NaN or infinity in the batch of sample "
-                f"{batch.indices[0]}: check its inputs",
-                "MAP-5",
-            )
-        squares = [squared_error(output, own, mask)]
-        for number, projection in enumerate(self.projections):
-            contexts = squeezed[f"context_{number}"], squeezed[f"unmerged_{number}"], plain[f"context_{number}"]
-            merged, unmerged, teacher = (_project(array, projection) for array in contexts)
-            rows = _rows_that_count(self._masks[number], batch)
-            squares += [squared_error(merged, teacher, rows), squared_error(merged, unmerged, rows)]
-        losses.squares = losses.squares + np.array(squares).T
-        losses.distances = losses.distances.joined(cosine_distances(output, own, mask))
-        if self.targets is not None:
-            targets = self.targets.of_batch(batch, mask, own)
-            losses.entropies = losses.entropies.joined(cross_entropies(output, targets))
-            losses.teacher_entropies = losses.teacher_entropies.joined(cross_entropies(own, targets))
-
-    def _mask_of_rows(self, site: AttentionSite) -> str | None:
-        return self.inputs.decoder_mask if self._kinds.has_decoder_rows(site) else self.inputs.mask
-
-    def _plans_of(self, setting: Setting) -> tuple[MergePlan, ...]:
-        heads, by, alpha_per = key = setting.num_student_heads, setting.matched_by, setting.alpha_per
-        if by is None:
-            return tuple(merge_plan(site.num_heads or 0, heads, setting.plan) for site in self.sites)
-        if key not in self._plans:
-            run = self.run
-            self._plans[key] = calibrate_plans(
-                AttentionReader(self._bare, self.sites, run.provider, run.num_threads, self._weights),
-                self.inputs,
-                heads,
-                by=by,
-                alpha_per=alpha_per,
-                num_samples=self.options.calibration_samples,
-                seed=self.run.seed,
-                batch_size=self.run.batch_size,
-                mask_of_rows=self._mask_of_rows,
-            )
-        return self._plans[key]
-
-    def _open(self, rules: Sequence[MergeRule] | None) -> tuple[ReplacedGraph, Any]:
-        graph = replace_attention(self._bare, self.sites, rules, output=self.output, row_mask_input=self._masks)
-        run = self.run
-        opened = open_session(graph.model, provider=run.provider, num_threads=run.num_threads, weights=self._weights)
-        return graph, opened
-
-    def _run_plain(self, number: int) -> Results:
-        if number in self._held:
-            return self._held[number]
-        results = _run(self._teacher, self.batches[number])
-        self._held_bytes += sum(array.nbytes for array in results.values())
-        if self._held_bytes <= _HELD_BYTES:
-            self._held[number] = results
-        return results
+def _project(context: NDArray[Any], projection: NDArray[np.float32]) -> NDArray[np.float64]:
+    batch, heads, rows, width = context.shape
+    joined: NDArray[np.float32] = context.transpose(0, 2, 1, 3).reshape(batch, rows, heads * width) @ projection
+    return joined.astype(np.float64)
 
 
-@dataclass
-class Losses:
-    """What one setting loses, summed over batches; ``squares`` ``(2, 1 + 2 sites)`` are those of errors and norms."""
-
-    squares: NDArray[np.float64] | float = 0.0
-    distances: Scores = field(default_factory=Scores)
-    entropies: Scores = field(default_factory=Scores)
-    teacher_entropies: Scores = field(default_factory=Scores)
-
-    @property
-    def scores(self) -> Scores:
-        """What settings are ranked by, of every sample."""
-        return self.distances if self.entropies.value_or_none is None else self.entropies
-
-
-@dataclass(frozen=True)
-class Targets:
-    """A class for each sample or position, negative for none; ``next_token``: position i is judged by token i + 1."""
-
-    name: str
-    by_sample: Mapping[int, NDArray[np.int64]]
-    next_token: bool
-
-    def of_batch(self, batch: Batch, row_mask: RowMask | None, logits: NDArray[Any]) -> NDArray[np.int64]:
-        """The target of every row of the logits, -1 where none counts; refused where they do not fit the output."""
-        targets: NDArray[np.int64] = np.full(logits.shape[:-1], -1, dtype=np.int64)
-        for number, index in enumerate(batch.indices):
-            target = self.by_sample[index]
-            if target.ndim != targets.ndim - 1:
-                raise inputs_invalid(
-                    f"targets {self.name!r} must hold a class for every row {logits.shape[:-1]} of the output; got "
-                    f"{target.shape} a sample: choose another --output, or other targets"
-                )
-            if target.ndim:
-                targets[number, : len(target)] = target[: targets.shape[-1]]  # the rest is padding
-            else:
-                targets[number] = target
-        if row_mask is not None and row_mask.shape == targets.shape:
-            targets = np.where(row_mask, targets, -1)
-        if self.next_token:
-            targets = np.concatenate([targets[:, 1:], np.full_like(targets[:, :1], -1)], axis=1)
-        if targets.max(initial=-1) >= logits.shape[-1]:
-            raise inputs_invalid(
-                f"targets {self.name!r} must be below the output's {logits.shape[-1]} classes; got {targets.max()}"
-            )
-        return targets
-
-
-def read_targets(source: Source, name: str, samples: Collection[int], next_token: bool) -> Targets:
-    """The targets of some samples, by their indices: a column of classes, one per sample or one per position."""
-    if name not in source.columns:
-        raise source.refuse(f"must hold the targets {name}; found {', '.join(source.columns)}")
-    if isinstance(source, IndexedSource):
-        rows = {index: source.row(index, [name])[name] for index in samples}
-    else:
-        chosen = set(samples)
-        rows = {index: row[name] for index, row in enumerate(source.rows([name])) if index in chosen}
-    for index, row in rows.items():
-        if isinstance(row, str) or row.dtype.kind not in "iu" or row.ndim > 1:
-            raise source.refuse(f"{name} must hold integers, one per sample or position, to be targets", index)
-    return Targets(name, {index: row.astype(np.int64) for index, row in rows.items()}, next_token)
-
-
-def squared_error(got: NDArray[Any], own: NDArray[Any], row_mask: RowMask | None = None) -> tuple[float, float]:
-    """``|| y~ - y ||^2`` and ``|| y ||^2`` over counted rows of ``(B, L, ...)``; all of ``(B, ...)``."""
-    fits = row_mask is not None and own.ndim > 2 and own.shape[:2] == row_mask.shape
-    rows: Any = row_mask if fits else slice(None)
-    error = got[rows].astype(np.float64) - own[rows]
-    return float((error**2).sum()), float((own[rows].astype(np.float64) ** 2).sum())
-
-
-def relative_error(error: float, norm: float) -> float:
-    """The root of the ratio of both squares; 0 where both vanish."""
-    if norm == 0.0:
-        return 0.0 if error == 0.0 else float("inf")
-    return float(np.sqrt(error / norm))
-
-
-def cosine_distances(got: NDArray[Any], own: NDArray[Any], row_mask: RowMask | None = None) -> Scores:
+def cosine_distances(got: NDArray[Any], own: NDArray[Any], row_mask: RowMask | None = None) -> NDArray[np.float64]:
     """1 - cosine of each sample's outputs, at least 0; ``(B, L, D)`` is first averaged over counted rows."""
     a, b = (_pooled(array, row_mask) for array in (got, own))
     norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
     cosine = (a * b).sum(axis=1) / np.where(norms == 0.0, 1.0, norms)
     equal_zeros = ~a.any(axis=1) & ~b.any(axis=1)
-    return Scores(np.where(equal_zeros, 0.0, np.maximum(1.0 - cosine, 0.0)), np.ones(len(a)))
+    distances: NDArray[np.float64] = np.where(equal_zeros, 0.0, np.maximum(1.0 - cosine, 0.0))
+    return distances
 
 
 def _pooled(array: NDArray[Any], row_mask: RowMask | None) -> NDArray[np.float64]:
@@ -355,47 +222,3 @@ def _pooled(array: NDArray[Any], row_mask: RowMask | None) -> NDArray[np.float64
     weight = np.asarray(row_mask if fits else np.ones(wide.shape[:2]), dtype=np.float64)
     mean: NDArray[np.float64] = np.einsum("bl,bld->bd", weight, wide) / np.maximum(weight.sum(1), 1.0)[:, None]
     return mean
-
-
-def cross_entropies(logits: NDArray[Any], targets: NDArray[np.int64]) -> Scores:
-    """Cross entropy of each sample in nats, with a count for each target; negative targets are left out."""
-    sums, counts = [], []
-    for row_logits, row_targets in zip(logits, targets, strict=True):  # one sample: vocabularies are large
-        wide, classes = np.atleast_2d(row_logits).astype(np.float64), np.atleast_1d(row_targets)
-        wide, classes = wide[classes >= 0], classes[classes >= 0]
-        top = wide.max(axis=1, keepdims=True, initial=-np.inf)
-        log_sum = np.log(np.exp(wide - top).sum(axis=1)) + top[:, 0]
-        sums.append(float((log_sum - wide[np.arange(len(classes)), classes]).sum()))
-        counts.append(len(classes))
-    return Scores(np.array(sums), np.array(counts, dtype=np.float64))
-
-
-def _rows_that_count(name: str | None, batch: Batch) -> RowMask | None:
-    return None if name is None else batch.arrays[name][: len(batch.indices)].astype(np.bool_)
-
-
-def _run(opened: tuple[ReplacedGraph, Any], batch: Batch) -> Results:
-    graph, session = opened
-    names = {graph.output: graph.output}
-    for number, site in enumerate(graph.sites):
-        names |= {f"context_{number}": site.context, f"unmerged_{number}": site.unmerged}
-    values = run_batch(session, list(names.values()), batch)
-    count = len(batch.indices)  # a fixed batch may have been filled up
-    return {name: values[tensor][:count] for name, tensor in names.items()}
-
-
-def _project(context: NDArray[Any], projection: NDArray[np.float32]) -> NDArray[np.float32]:
-    batch, heads, rows, width = context.shape
-    joined: NDArray[np.float32] = context.transpose(0, 2, 1, 3).reshape(batch, rows, heads * width) @ projection
-    return joined
-
-
-def _choose_output(model: onnx.ModelProto, name: str | None) -> str:
-    floats = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE)
-    names = [value.name for value in model.graph.output if value.type.tensor_type.elem_type in floats]
-    if not names or name not in (None, *names):
-        raise argument_value(
-            f"graph_output must be one of the graph's floating-point outputs {', '.join(names) or '(it has none)'}; "
-            f"got {name!r}"
-        )
-    return name or names[0]

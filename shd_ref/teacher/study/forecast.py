@@ -6,7 +6,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -21,11 +20,11 @@ from shd_ref.errors import ShdError
 from shd_ref.teacher.options import CODECS_OF, NO_FORM, PlanOptions, PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.forms import describe_forms, make_records, measure_errors
 from shd_ref.teacher.run.inputs import Batch, run_batch
-from shd_ref.teacher.run.outputs import StudentOutputs, find_faults
+from shd_ref.teacher.run.outputs import find_faults
 from shd_ref.teacher.run.teacher import TeacherRun
 from shd_ref.teacher.session import open_session
 from shd_ref.teacher.sources import Arrays, ArraySource, IndexedSource, Row, Source
-from shd_ref.teacher.study.advice import Advice, FormForecast, TrainingMemory, advise, forecast_memory
+from shd_ref.teacher.study.fidelity import Fidelity, compare_plans
 from shd_ref.teacher.study.offers import TargetOffer, offer_targets
 
 READ_SAMPLES: Final = 1000
@@ -35,6 +34,28 @@ ROUNDS: Final = 3
 
 _REFUSALS: Final = ("argument-value", "graph-unsupported", "inputs-invalid")
 """Why a form or a codec may not be able to hold what a teacher gives."""
+
+
+@dataclass(frozen=True)
+class FormForecast:
+    """A way to store supervision, asked for by the fields ``asks``; ``error`` is of the maps, else the logits.
+
+    A reader slower than ``break_even`` bytes per second waits longer than the teacher would take.
+    """
+
+    form: str
+    codec: str
+    asks: dict[str, str]
+    bytes_per_sample: float
+    bytes_per_token: float
+    total_bytes: float
+    break_even: float
+    error: CodecError
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        return f"{self.form} {self.codec}" if self.form != NO_FORM else f"{self.codec} alone"
 
 
 @dataclass(frozen=True)
@@ -54,7 +75,8 @@ class Forecast:
     """What ``shd plan`` shows; seconds are per sample, of the teacher and of the advised way's graph.
 
     Lengths of ``read_samples`` are known, ``measured_samples`` were run; ``beside`` is held beside attention in all
-    ways; ``offers`` are ways to store what KD on logits learns from.
+    ways; ``offers`` are ways to store what KD on logits learns from; ``fidelity`` is of the asked plan and a few
+    others. Unless the way ``taken`` ``pays``, run the teacher while training.
     """
 
     num_samples: int
@@ -66,18 +88,14 @@ class Forecast:
     teacher_seconds: float
     squeeze_seconds: float
     ways: tuple[FormForecast, ...]
+    taken: FormForecast
+    pays: bool
     beside: tuple[TargetForecast, ...]
     refused: tuple[str, ...]
-    advice: Advice
-    memory: TrainingMemory
     remarks: tuple[str, ...]
     supplied: str
-    offers: tuple[TargetOffer, ...] = ()
-
-    @property
-    def taken(self) -> FormForecast:
-        """The way that is advised."""
-        return self.ways[self.advice.form]
+    offers: tuple[TargetOffer, ...]
+    fidelity: tuple[Fidelity, ...]
 
 
 def forecast_cache(
@@ -86,11 +104,14 @@ def forecast_cache(
     options: PrecomputeOptions,
     run: RunOptions | None = None,
     plan: PlanOptions | None = None,
+    *,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> Forecast:
     """Measure a few samples and say what the cache of the whole data set would cost, in every form and codec.
 
-    Arguments are those of ``precompute``, whose form and codec do not matter here; ``plan`` says what is measured.
-    Raises what ``TeacherRun`` does, and ``argument-value``, ``graph-unsupported``, ``not-finite``.
+    Arguments are those of ``precompute``, whose form and codec do not matter here; ``plan`` says what is measured,
+    ``on_progress`` is of the comparison of plans. Raises what ``TeacherRun`` does, and ``argument-value``,
+    ``graph-unsupported``, ``not-finite``.
     """
     plan = plan or PlanOptions()
     plan.check()
@@ -101,159 +122,125 @@ def forecast_cache(
     work.check_samples()
     chosen = _spread(work.inputs.lengths, plan.samples)
     teacher_seconds = _time(_plain_runner(work), work.batches(chosen)) / len(chosen)
-    refused: list[str] = []
-    measured = [
-        way
-        for form in (CODECS_OF if options.has_attention else (NO_FORM,))
-        for way in _measure_form(work, form, chosen, refused)
-    ]
-    forecasts = [_forecast_way(way, work, len(source), teacher_seconds) for way in measured]
-    ways = [forecast for forecast, _ in forecasts]
-    default = PrecomputeOptions(1)
-    usual = next((way for way in ways if (way.form, way.codec) == (default.form, default.stored_codec)), None)
-    advice = advise(ways, usual, plan.bandwidth, plan.max_error)
-    taken = ways[advice.form]
-    # Images have no lengths among their inputs: those of their maps.
-    lengths = _lengths_of(measured[0], work)
-    longest = int(lengths.max())
-    held = measured[-1].forms.find(Attention)
+    asked: list[dict[str, str]] = [{"form": NO_FORM}]
+    if options.has_attention:
+        asked = [{"form": form, name: codec} for form, (name, codecs) in CODECS_OF.items() for codec in codecs]
+    measured, refused = [], []
+    for asks in asked:
+        try:
+            measured.append(_measure_way(work, asks, chosen))
+        except ShdError as error:
+            if error.code not in _REFUSALS:
+                raise
+            refused.append(f"{asks['form']}: {error}")
+    ways = tuple(_forecast_way(way, len(source), teacher_seconds) for way in measured)
+    taken = advise(ways, plan.max_error)
+    last = measured[-1]
+    held = last.forms.find(Attention)
     return Forecast(
         num_samples=len(source),
         read_samples=len(work.inputs),
         measured_samples=len(chosen),
-        mean_length=float(lengths.mean()),
-        max_length=longest,
+        mean_length=float(last.lengths.mean()),
+        max_length=int(last.lengths.max()),
         support="" if held is None else held.support,
         teacher_seconds=teacher_seconds,
         squeeze_seconds=_time(work.storing(**taken.asks).squeeze, work.batches(chosen)) / len(chosen),
-        ways=tuple(ways),
-        beside=forecasts[-1][1],
+        ways=ways,
+        taken=taken,
+        pays=taken.break_even <= plan.bandwidth,
+        beside=tuple(
+            TargetForecast(
+                subject=form.SUBJECT,
+                codec=form.codec,
+                unit=form.unit,
+                bytes_per_row=float(last.sizes(form).mean()) / last.num_rows(form),
+                total_bytes=float(last.sizes(form).mean()) * len(source),
+                error=last.errors[form.SUBJECT],
+            )
+            for form in last.beside
+        ),
         refused=tuple(dict.fromkeys(refused)),
-        advice=advice,
-        memory=forecast_memory(work, taken.bytes_longest, longest, plan.train_batch, plan.num_student_parameters),
         remarks=work.remarks,
         supplied=work.inputs.supply,
         offers=offer_targets(work, chosen[-1]),
+        fidelity=compare_plans(work, plan.fidelity_samples, on_progress),
     )
 
 
+def advise(ways: Sequence[FormForecast], max_error: float) -> FormForecast:
+    """The smallest way that is exact enough, of equal ones the most exact; where none is, the most exact."""
+    exact = [way for way in ways if way.error.tv_mean <= max_error]
+    if not exact:
+        return min(ways, key=lambda way: (way.error.tv_mean, way.bytes_per_sample))
+    return min(exact, key=lambda way: (way.bytes_per_sample, way.error.tv_mean))
+
+
+@dataclass(frozen=True)
 class _Way:
-    def __init__(self, work: TeacherRun, asks: dict[str, str], outputs: StudentOutputs) -> None:
-        self.work, self.asks = work, asks
-        forms = [  # the outputs are of the first codec
-            replace(form, codec=work.options.stored_codec) if isinstance(form, Attention) else form
-            for form in describe_forms(work, outputs).forms
-        ]
-        self.forms = Forms(*forms)
-        self.held = self.forms.forms
-        self.beside = tuple(form for form in self.held if not isinstance(form, Attention))
-        self._errors: list[Errors] = []
-        self._extents: list[Extent] = []
-
-    def add(self, outputs: StudentOutputs) -> None:
-        records = make_records(self.work, outputs, set(outputs.indices), self.forms)
-        self._errors.append(measure_errors(self.work, outputs, records, self.forms))
-        self._extents += [record.extent for record in records]
-        self.record = records[0]
+    asks: dict[str, str]
+    forms: Forms
+    record: SampleRecord  # one of them
+    errors: Errors
+    extents: Sequence[Extent]  # of the samples that were read, where lengths decide them, else that were run
+    lengths: NDArray[np.int64]
+    counted: NDArray[np.int64]  # lengths without padding in front
 
     @property
-    def errors(self) -> Errors:
-        return Errors.merged(self._errors)
+    def beside(self) -> tuple[Form, ...]:
+        return tuple(form for form in self.forms.forms if not isinstance(form, Attention))
 
-    @property
-    def extents(self) -> list[Extent]:
-        """Of the records of all samples that were read; where lengths do not decide them, of those that were run."""
-        inputs = self.work.inputs
-        if self.record.shapes or not inputs.lengths.any():
-            return self._extents
-        sizes = zip(inputs.lengths.tolist(), inputs.firsts.tolist(), inputs.decoder_lengths.tolist(), strict=True)
-        extents = [Extent(length, first, decoder=decoder) for length, first, decoder in sizes]
-        return [self.forms.extent_of(extent) for extent in extents]
+    def sizes(self, form: Form) -> NDArray[np.float64]:
+        return record_sizes(form, self.record, self.extents)
 
-
-def _measure_form(work: TeacherRun, form: str, chosen: Sequence[int], refused: list[str]) -> list[_Way]:
-    """The codecs that can hold what the teacher gives, from one run; why others cannot is added to ``refused``."""
-    name, codecs = CODECS_OF.get(form, ("form", (form,)))
-    works: dict[str, TeacherRun] = {}
-    ways: dict[str, _Way] = {}
-
-    @contextmanager
-    def noted(codec: str) -> Iterator[None]:
-        try:
-            yield
-        except ShdError as error:
-            if error.code not in _REFUSALS:
-                raise
-            refused.append(f"{form}: {error}")
-            works.pop(codec, None)
-            ways.pop(codec, None)
-
-    for codec in codecs:
-        with noted(codec):
-            works[codec] = work.storing(**{"form": form, name: codec})
-    for batch in work.checked_batches(chosen):
-        outputs: StudentOutputs | None = None
-        for codec, one in list(works.items()):
-            with noted(codec):
-                if outputs is None:
-                    (outputs,) = one.squeeze(batch, checked=True)
-                    for fault in find_faults(one, outputs):
-                        raise fault.error()
-                if codec not in ways:
-                    ways[codec] = _Way(one, {"form": form, name: codec}, outputs)
-                ways[codec].add(outputs)
-    return list(ways.values())
+    def num_rows(self, form: Form) -> float:
+        """Rows of a record, a mean; padding in front counts for no form, though maps keep its rows."""
+        if form.unit == "position" and not self.extents[0].shapes:
+            return float(self.counted.mean())
+        return float(np.mean([form.num_rows(extent) for extent in self.extents]))
 
 
-def _lengths_of(way: _Way, work: TeacherRun) -> NDArray[np.int64]:
-    lengths: NDArray[np.int64] = work.inputs.lengths
-    return lengths if lengths.any() else np.array([extent.length for extent in way.extents])
+def _measure_way(work: TeacherRun, asks: dict[str, str], chosen: Sequence[int]) -> _Way:
+    own, inputs = work.storing(**asks), work.inputs
+    errors: list[Errors] = []
+    extents: list[Extent] = []
+    for batch in own.checked_batches(chosen):
+        (outputs,) = own.squeeze(batch, checked=True)
+        for fault in find_faults(own, outputs):
+            raise fault.error()
+        forms = describe_forms(own, outputs)
+        records = make_records(own, outputs, set(outputs.indices), forms)
+        errors.append(measure_errors(own, outputs, records, forms))
+        extents += [record.extent for record in records]
+    lengths: NDArray[np.int64] = inputs.lengths
+    if not lengths.any():  # images have no lengths among their inputs: those of their maps
+        lengths = np.array([extent.length for extent in extents])
+    elif not records[0].shapes:
+        sizes = zip(lengths.tolist(), inputs.firsts.tolist(), inputs.decoder_lengths.tolist(), strict=True)
+        extents = [forms.extent_of(Extent(length, first, decoder=decoder)) for length, first, decoder in sizes]
+    counted = lengths - (inputs.firsts if len(lengths) == len(inputs) else 0)
+    return _Way(asks, forms, records[0], Errors.merged(errors), extents, lengths, counted)
 
 
-def _forecast_way(
-    way: _Way, work: TeacherRun, num_samples: int, teacher_seconds: float
-) -> tuple[FormForecast, tuple[TargetForecast, ...]]:
-    extents, errors = way.extents, way.errors
-    sizes_of = {form.SUBJECT: record_sizes(form, way.record, extents) for form in way.held}
-    sizes: NDArray[np.float64] = np.sum(list(sizes_of.values()), axis=0)
-    lengths = _lengths_of(way, work)
-    counted = lengths - (work.inputs.firsts if len(lengths) == len(work.inputs) else 0)
-    rows_of = {
-        # Padding in front counts for no form, though maps keep its rows.
-        form.SUBJECT: float(counted.mean())
-        if form.unit == "position" and not extents[0].shapes
-        else float(np.mean([form.num_rows(extent) for extent in extents]))
-        for form in way.held
-    }
-    mean, first = float(sizes.mean()), way.held[0]
-    beside = tuple(
-        TargetForecast(
-            subject=form.SUBJECT,
-            codec=form.codec,
-            unit=form.unit,
-            bytes_per_row=float(sizes_of[form.SUBJECT].mean()) / rows_of[form.SUBJECT],
-            total_bytes=float(sizes_of[form.SUBJECT].mean()) * num_samples,
-            error=errors[form.SUBJECT],
-        )
-        for form in way.beside
-    )
+def _forecast_way(way: _Way, num_samples: int, teacher_seconds: float) -> FormForecast:
+    first = way.forms.forms[0]
+    mean = float(np.sum([way.sizes(form) for form in way.forms.forms], axis=0).mean())
+    rows = float(way.counted.mean()) if first.unit == "sample" else way.num_rows(first)
     measures = (
         (error.kl_mean, error.kl_max, error.tv_mean, error.rows)
-        for error in errors.values()
+        for error in way.errors.values()
         if isinstance(error, CodecError | LogitsError)
     )
-    forecast = FormForecast(
+    return FormForecast(
         form=way.asks["form"],
-        codec=first.codec if way.held != way.beside else " and ".join(form.codec for form in way.beside),
+        codec=first.codec if isinstance(first, Attention) else " and ".join(form.codec for form in way.beside),
         asks=way.asks,
         bytes_per_sample=mean,
-        bytes_per_token=mean / (float(counted.mean()) if first.unit == "sample" else rows_of[first.SUBJECT]),
-        bytes_longest=float(sizes.max()),
+        bytes_per_token=mean / rows,
         total_bytes=mean * num_samples,
         break_even=mean / teacher_seconds,
         error=CodecError(*next(measures, (0.0, 0.0, 0.0, 0))),
     )
-    return forecast, beside
 
 
 def record_sizes(form: Form, record: SampleRecord, extents: Sequence[Extent]) -> NDArray[np.float64]:

@@ -255,7 +255,7 @@ def test_another_tokenizer_does_not_resume(teacher: Path, tmp_path: Path) -> Non
     verify = ["verify", tmp_path / "cache", "--teacher", teacher, "--inputs", tmp_path / "data.jsonl", "--tokenizer"]
     assert "8 records" in shd(*verify, tmp_path / "mine")
     assert "20 (20 resumed)" in shd(*command, tmp_path / "mine")
-    choices = shd("fidelity", *command[1:6], "--plan", "progressive", "--tokenizer", tmp_path / "mine")
+    choices = shd("plan", *command[1:6], "--tokenizer", tmp_path / "mine")
     assert f"--tokenizer {tmp_path / 'mine'}" in choices
     for words in (command, verify):
         assert "cache-mismatch" in shd(*words, tmp_path / "other", code=1)

@@ -27,14 +27,7 @@ from support.students import precompute
 from shd_ref.cache import CacheReader
 from shd_ref.cli import load_app
 from shd_ref.conformance import load_tolerances
-from shd_ref.teacher import (
-    FidelityOptions,
-    PrecomputeOptions,
-    RunOptions,
-    forecast_cache,
-    measure_fidelity,
-    recheck_records,
-)
+from shd_ref.teacher import PrecomputeOptions, RunOptions, forecast_cache, measure_fidelity, recheck_records
 from shd_ref.teacher.graph import find
 from shd_ref.teacher.graph.independence import Finding
 
@@ -260,7 +253,7 @@ def test_every_command_refuses_also_beside_a_flag(tmp_path: Path, monkeypatch: p
     model.graph.input.append(onnx.helper.make_tensor_value_info("use_cache_branch", TensorProto.BOOL, (1,)))
     teacher = saved(model, tmp_path)
     commands: Sequence[Callable[[], object]] = (
-        lambda: measure_fidelity(teacher, data, FidelityOptions((1,), plan=("progressive",))),
+        lambda: measure_fidelity(teacher, data, PrecomputeOptions(1)),
         lambda: forecast_cache(teacher, data, PrecomputeOptions(1)),
         lambda: precompute(teacher, data, tmp_path / "cache", PrecomputeOptions(1)),
     )

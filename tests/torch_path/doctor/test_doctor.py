@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,8 @@ pytest.importorskip("typer", reason="the command needs the extra 'torch'")
 from support.shrink.models import make_data, make_teacher
 from typer.testing import CliRunner
 
-from shd_ref import ShdError
+from shd_ref import ShdError, merge_plan
+from shd_ref.teacher import Fidelity
 from shd_torch.cli import load_app
 from shd_torch.doctor import (
     DiagnosisOptions,
@@ -158,7 +158,7 @@ def test_one_answer(
     effects: list[str], probe: Probe | None, squeezed: bool, failure: str | None, expected: tuple[str, str]
 ) -> None:
     differences = [Difference("LayerScale", "yes", "no", effect, "do something") for effect in effects]
-    found = judge(differences, None, probe, is_squeezed_start=squeezed, failure=failure)
+    found = judge(differences, None, probe, heads=2, is_squeezed_start=squeezed, failure=failure)
     assert (found.answer, found.rests_on) == expected
 
 
@@ -271,8 +271,8 @@ def test_a_teacher_that_cannot_teach_live(
     """Its attention cannot be read as it runs, but its graph can."""
     import transformers
 
-    report = SimpleNamespace(sites=("softmax",), recommended=dict)
-    measure(lambda *_, **__: report)
+    result = Fidelity("progressive", "shd", 0.1, 0.0, 0.0, 0.0, 0.1, (merge_plan(4, 2),))
+    measure(lambda *_, **__: (result,))
     sizes = {"vocab_size": 31, "hidden_size": 24, "n_layer": 1, "n_head": 4}
     transformers.BloomForCausalLM(transformers.BloomConfig(**sizes)).save_pretrained(tmp_path / "bloom")
     found = diagnose(str(tmp_path / "bloom"), str(pair / "student"), {"input_ids": np.full((4, 5), 3)})

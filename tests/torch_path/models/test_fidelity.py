@@ -17,12 +17,11 @@ pytest.importorskip("networkx", reason="matched plans need networkx")
 
 from support.attention_graphs import run_session
 
-from shd_ref import MergePlan, plan_groups, softmax, squeeze_heads
+from shd_ref import plan_groups, softmax, squeeze_heads
 from shd_ref.teacher import (
-    FidelityOptions,
+    Fidelity,
     PrecomputeOptions,
     RunOptions,
-    Setting,
     compare_with_reference,
     find_sites,
     load_teacher,
@@ -84,16 +83,9 @@ def rotate(x: NDArray[np.float64], w: Weights, length: int) -> NDArray[np.float6
     return np.stack([turned.real, turned.imag], axis=-1).reshape(x.shape)
 
 
-def squeezer(setting: Setting, plans: tuple[MergePlan, ...]) -> Any:
+def squeezer(setting: Fidelity) -> Any:
     def squeeze(layer: int, maps: NDArray[Any], outputs: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        result = squeeze_heads(
-            maps,
-            outputs,
-            setting.num_student_heads,
-            plan=plans[layer],
-            strategy=setting.strategy,
-            alpha_per=setting.alpha_per,
-        )
+        result = squeeze_heads(maps, outputs, 2, plan=setting.plans[layer], strategy=setting.strategy)
         groups = plan_groups(result.plan, maps.shape[1])
         return result.probs, np.stack([outputs[:, list(group)].sum(axis=1) for group in groups], axis=1)
 
@@ -109,51 +101,33 @@ def test_graph_agrees_with_an_independent_forward_pass(tmp_path: Path) -> None:
             parameter.mul_(2.5)  # peaked maps, far from equal
     ids = np.random.default_rng(0).integers(0, 40, (6, 12))
     trace(model, {"input_ids": torch.from_numpy(ids[:2])}, tmp_path / "teacher.onnx")
-    options = FidelityOptions((6, 2), strategy=("shd", "constant", "hard", "mean"), targets="input_ids")
-    report = measure_fidelity(tmp_path / "teacher.onnx", {"input_ids": ids}, options, SINGLE)
+    results = measure_fidelity(tmp_path / "teacher.onnx", {"input_ids": ids}, PrecomputeOptions(2), SINGLE)
     own = logits_in_numpy(model, ids)
-    assert report.loss == pytest.approx(next_token_loss(own, ids), rel=1e-5)
-    assert len(report.results) == 2 * 2 * 6
-    for result in report.results:
-        setting = result.setting
-        squeezed = logits_in_numpy(model, ids, squeezer(setting, result.plans))
-        error = np.linalg.norm(squeezed - own) / np.linalg.norm(own)
-        assert result.output_error == pytest.approx(error, rel=1e-3, abs=1e-5), setting
-        assert result.loss == pytest.approx(next_token_loss(squeezed, ids), rel=1e-4), setting
+    assert len(results) == 2 * 2
+    for result in results:
+        squeezed = logits_in_numpy(model, ids, squeezer(result))
         means = squeezed.mean(1), own.mean(1)
         cosine = (means[0] * means[1]).sum(1) / np.linalg.norm(means[0], axis=1) / np.linalg.norm(means[1], axis=1)
-        assert result.cosine_distance == pytest.approx(1 - cosine.mean(), rel=1e-3, abs=1e-6), setting
-    assert report.best()[2].output_error > 0.05  # squeezing changed something
-
-
-def next_token_loss(logits: NDArray[np.float64], ids: NDArray[np.int64]) -> float:
-    log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    return -float(np.take_along_axis(log_probs[:, :-1], ids[:, 1:, None], axis=-1).mean())
+        assert result.cost == pytest.approx(1 - cosine.mean(), rel=1e-3, abs=1e-6), result
+        assert result.cost > 1e-4  # squeezing changed something
 
 
 @pytest.mark.slow
-def test_trained_language_model_loses_least_by_row_and_matched(shared_data: Path, tmp_path: Path) -> None:
+def test_trained_language_model_loses_least_by_matched_plans(shared_data: Path, tmp_path: Path) -> None:
     source = shared_data / "stories260K"
     if not source.is_dir():
         pytest.skip(f"the language model is not there: no folder {source.name}")
-    ids = np.load(source / "self_sampled_1024x256_uint16.npy")[:8, :64].astype(np.int64)
+    ids = np.load(source / "self_sampled_1024x256_uint16.npy")[:24, :64].astype(np.int64)
     trace(
         load_stories(source / "stories260K.bin"), {"input_ids": torch.from_numpy(ids[:2])}, tmp_path / "teacher.onnx"
     )
-    options = FidelityOptions((2,), strategy=("shd", "constant", "hard"), targets="input_ids", calibration_samples=3)
-    report = measure_fidelity(tmp_path / "teacher.onnx", {"input_ids": ids}, options, SINGLE)
-    settings = {result.setting: result.cost for result in report.results}
-    squeezed = {(each.plan, each.strategy, each.alpha_per): cost for each, cost in settings.items()}
-    assert report.loss is not None
-    assert report.loss < 1.5  # it was trained, and was read right
-    assert min(squeezed, key=lambda setting: squeezed[setting]) == ("matched", "shd", "row")
+    options = PrecomputeOptions(2, strategy="hard")
+    results = measure_fidelity(tmp_path / "teacher.onnx", {"input_ids": ids}, options, SINGLE)
+    costs = {(one.plan, one.strategy): one.cost for one in results}
+    assert min(costs, key=lambda way: costs[way]) == ("matched", "shd")
     # The order that was found on other text by other code.
-    row, by_map, constant, hard = (
-        squeezed["progressive", *weights]
-        for weights in (("shd", "row"), ("shd", "map"), ("constant", "map"), ("hard", "map"))
-    )
-    assert row < constant < hard
-    assert row < by_map < hard
+    by_map, constant, hard = (costs["progressive", strategy] for strategy in ("shd", "constant", "hard"))
+    assert max(by_map, constant) < hard
 
 
 @pytest.fixture(scope="module")
