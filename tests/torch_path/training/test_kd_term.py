@@ -150,6 +150,27 @@ def test_a_padded_vocabulary_is_cut_where_it_is_padding(tmp_path: Path) -> None:
             OnlineTeacher(Padded(0.0), 2, 2, targets=cut)(**seen)
 
 
+def test_a_term_by_its_subject_is_one_like_any_other(tmp_path: Path) -> None:
+    """On hidden states it gets projectors, and without pairs it says so; one that nothing teaches is refused."""
+    wide = OnlineTeacher(make_model(4, seed=1, width=24), 2, 2, hidden_layers=[1])
+    trainer = make_trainer(tmp_path, train=make_samples(), teacher=wide, terms={"hidden": HiddenTerm([(1, 1)])})
+    assert [tuple(weight.shape) for weight in trainer.projectors.parameters()] == [(24, 16), (24,)]
+    with refusal("layers-invalid", r"pairs must be .*; got \(\)"):
+        make_trainer(tmp_path, train=make_samples(), teacher=wide, terms={"hidden": 1.0})
+    with refusal("argument-value", "terms must be of logits, hidden, embeddings, exact; got attention"):
+        make_trainer(tmp_path, train=make_samples(), teacher=wide, terms={"attention": 1.0})
+
+
+def test_a_second_training_logs_means_over_its_own_steps(tmp_path: Path) -> None:
+    arguments = {"logging_steps": 2, "learning_rate": 0.0}
+    trainer = make_trainer(tmp_path, train=make_samples(), teacher=live(), kd=KdTerm(), arguments=arguments)
+    logged = []
+    for _ in range(2):
+        trainer.train()
+        logged += [log["kd_loss"] for log in trainer.state.log_history if "kd_loss" in log]
+    assert logged[1] == pytest.approx(logged[0], rel=1e-4)  # nothing is learned, and all samples are seen
+
+
 @pytest.mark.slow
 def test_projectors_are_trained_saved_and_resumed(tmp_path: Path) -> None:
     """A student of another width gets a linear layer a pair; its model file holds the student alone."""
