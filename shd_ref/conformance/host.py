@@ -1,14 +1,9 @@
 """The process in which a Python implementation lives: ``python -m shd_ref.conformance.host MODULE[:OBJECT]``.
 
-It speaks the protocol of programs (``specs/conformance.md``) with the judge, its parent, which holds every expected
-number and alone compares. What is judged here can answer; it cannot pass. Two things are the host's, as they do not
-show through a pipe: arguments are laid out in memory as the judge had them, with the same strides, byte order and
-write flag (``program.py``), in the very array of the last call where the judge gave that again; after each call it
-checks that arguments and earlier answers are as they were, by the code of in-process judging (``adapter.Subject``).
-
-An array is ``{"shape", "dtype", "bytes"}``, with ``"strides"`` where it is not in C order, ``"readonly"``, ``"own"``
-(``OwnDtype``) or ``"scalar"`` (a number of NumPy) where it is that; ``"again"`` names the arguments that are objects
-of the last call. So a law gives its arrays as it wants them, and needs nothing for the host.
+It speaks the protocol of programs with the judge, its parent, which holds the reference and alone compares. What is
+judged here can answer; it cannot pass. Two things are the host's, as they do not show through a pipe: arguments are
+laid out in memory as the judge had them, in the very array of the last call where the judge gave that ``again``; and
+``Direct`` checks after each call that arguments and earlier answers are as they were.
 """
 
 from __future__ import annotations
@@ -23,56 +18,48 @@ from typing import Any
 
 import numpy as np
 
-from shd_ref.conformance.adapter import (
-    OUTPUTS,
-    Adapter,
-    BrokenError,
-    Missing,
-    RefusedError,
-    Subject,
-    as_adapter,
-    take_output,
-)
-from shd_ref.conformance.program import decode_argument, encode_answer
-from shd_ref.conformance.specification import DTYPES
+from shd_ref.conformance.doors import Direct, Reply, decode_argument, encode_answer
+from shd_ref.conformance.specification import DTYPES, OUTPUTS, error_codes
 
 
 def main(path: str) -> None:
     """Answer for a module or an object in it, ``package.module:name``, until the input ends."""
+    error_codes()  # read before the module can change the file
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     # What the implementation reads is empty, and what it prints is for people and no answer.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
 
-    def send(answer: str) -> None:
-        answers.write(answer.encode() + b"\n")
+    def send(answer: Mapping[str, Any]) -> None:
+        answers.write(json.dumps(answer).encode() + b"\n")
         answers.flush()
 
     hello = json.loads(requests.readline())
     try:
-        subject = Subject(_load(path), "")
+        direct = Direct(_load(path))
     except _UnusableError as error:
-        send(json.dumps({**hello, "error": {"message": str(error)}}))
+        send({**hello, "error": {"message": str(error)}})
         return
-    np.seterr(all="ignore")
-    hello |= {"name": path, "operations": list(OUTPUTS), "dtypes": list(DTYPES), "arrays": "bytes"}
-    send(json.dumps(hello))
+    send({**hello, "name": path, "operations": list(OUTPUTS), "dtypes": list(DTYPES), "arrays": "bytes"})
     last: Mapping[str, Any] = {}
     for line in requests:
         request = json.loads(line)
-        inputs = {name: decode_argument(value) for name, value in request["inputs"].items()}
+        if request["type"] == "together":
+            calls = [(call["operation"], _inputs_of(call)) for call in request["calls"]]
+            replies = direct.ask_together(calls, request["calls"][0]["dtype"])
+            send({"id": request["id"], "answers": [_told(reply) for reply in replies]})
+            continue
+        inputs = _inputs_of(request)
         inputs |= {name: _written(last[name], inputs[name]) for name in request["again"] if name in last}
         last = inputs
-        subject.dtype = request["dtype"]
-        send(_answer(subject, request, inputs))
-        subject.calls.clear()
+        send({"id": request["id"], **_told(direct.ask(request["operation"], inputs, request["dtype"]))})
 
 
 class _UnusableError(Exception):
     """There is nothing to judge."""
 
 
-def _load(path: str) -> Adapter:
+def _load(path: str) -> Any:
     """Modules are looked for in the current folder too."""
     module_name, _, attribute = path.partition(":")
     folder = str(Path.cwd())
@@ -87,33 +74,30 @@ def _load(path: str) -> Adapter:
             raise _UnusableError(f"cannot be found: {module_name} has no {attribute}")
         target = getattr(target, step)
     try:
-        return as_adapter(target() if isinstance(target, type) else target)
+        return target() if isinstance(target, type) else target
     except BaseException as error:  # so may its constructor
         raise _UnusableError(f"cannot be constructed: {type(error).__name__}: {error}") from error
 
 
-def _answer(subject: Subject, request: Mapping[str, Any], inputs: Mapping[str, Any]) -> str:
-    """The line that answers a request."""
-    names, outputs, absent = OUTPUTS[request["operation"]], {}, []
-    try:
-        answer = subject.run(request["operation"], inputs)
-        for name in names:
-            try:
-                outputs[name] = encode_answer(take_output(answer, name, names))
-            except BrokenError as error:
-                absent.append(error)
-        if absent and not outputs:
-            raise absent[0]
-        return json.dumps({"id": request["id"], "outputs": outputs})
-    except (Missing, RefusedError) as error:
-        code = error.code if isinstance(error, RefusedError) else "not-implemented"
-        told: Any = {"error": {"code": code, "message": str(error.__cause__ or error)}}
-    except BrokenError as error:
-        told = {"broken": {"message": str(error), "spec": error.spec_id}}
-    except BaseException as error:
-        message = f"raised {type(error).__name__} in the call or as its answer was read: {error}"
-        told = {"broken": {"message": message}}
-    return json.dumps({"id": request["id"], **told})
+def _inputs_of(request: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: decode_argument(value) for name, value in request["inputs"].items()}
+
+
+def _told(reply: Reply) -> dict[str, Any]:
+    """A reply in the words of the protocol; an output that cannot be read is left out."""
+    if reply.kind == "missing":
+        return {"error": {"code": "not-implemented", "message": reply.message, "option": reply.code}}
+    if reply.kind == "refused":
+        return {"error": {"code": reply.code, "message": reply.message}}
+    if reply.kind == "broken":
+        return {"broken": {"message": reply.message, "spec": reply.code}}
+    outputs, problem = {}, ""
+    for name, value in reply.outputs.items():
+        try:
+            outputs[name] = encode_answer(value)
+        except BaseException as error:
+            problem = f"answered as {name} what cannot be read: {type(error).__name__}: {error}"
+    return {"broken": {"message": problem}} if problem and not outputs else {"outputs": outputs}
 
 
 def _written(old: Any, new: Any) -> Any:

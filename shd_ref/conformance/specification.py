@@ -1,7 +1,12 @@
-"""Where the specification's files lie, its numbered sentences by id, and the well-known mistakes by name."""
+"""What the judge reads of the specification: operations and results, tolerances, sentences, codes, mistakes.
+
+``load_everything`` reads every file once. The judge calls it before an implementation starts, so that nothing that an
+implementation writes to disk reaches a verdict.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from functools import cache
@@ -11,6 +16,36 @@ from shd_ref.tolerances import load_tolerances
 
 DTYPES: tuple[str, ...] = ("float64", "float32", "float16", "bfloat16")
 VECTORS_VERSION = "1"
+
+OUTPUTS: dict[str, tuple[str, ...]] = {
+    "softmax": ("attn_probs",),
+    "value_outputs": ("value_outputs",),
+    "merge_plan": ("plan",),
+    "solve_alpha": ("alpha",),
+    "mix_heads": ("probs",),
+    "squeeze_heads": ("probs", "mixing", "alphas", "residual", "num_clipped", "num_degenerate", "plan"),
+    "shd_loss": ("loss",),
+    "soften": ("attn_probs",),
+    "plan_groups": ("groups",),
+    "compose_mixing": ("mixing",),
+    "shd_loss_gradient": ("dz",),
+    "shd_loss_gradient_qk": ("dq", "dk"),
+    "intersect_support": ("supervision", "dropped"),
+    "layer_map": ("pairs",),
+    "align_tokens": ("probs", "dropped"),
+    "gram_tensor": ("gram",),
+    "solve_alpha_from_gram": ("alpha",),
+    "merge_gram": ("gram",),
+    "matched_plan": ("plan",),
+    "diagnose": ("plan", "unconstrained", "stochastic", "strategies"),
+    "indexer_target": ("target",),
+    "indexer_loss": ("loss",),
+    "indexer_loss_gradient": ("dq", "dk", "dw"),
+}
+"""The operations of ``specs/shd.md`` with the names of their results, in the order of a tuple that holds them."""
+
+CORE: tuple[str, ...] = tuple(OUTPUTS)[:7]
+"""The operations of the profile ``core``, with masks and no other option."""
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _SENTENCE = re.compile(r"- \*\*([A-Z]+-[0-9]+)\*\*\s+(.*)")
@@ -22,40 +57,32 @@ def specs_folder() -> Path:
     return shipped if (shipped / "shd.md").is_file() else _PACKAGE.parent / "specs"
 
 
-def vectors_folder() -> Path:
-    """The folder of the vector files that this judge understands."""
-    return specs_folder() / "vectors" / f"v{VECTORS_VERSION}"
+@cache
+def read_text() -> str:
+    """The specification's page."""
+    return (specs_folder() / "shd.md").read_text(encoding="utf-8")
 
 
 @cache
 def load_sentences() -> dict[str, str]:
-    """Every normative sentence of ``specs/shd.md`` by its id, each on one line, with the rows of its table."""
+    """Every normative sentence of ``specs/shd.md`` by its id, on one line."""
     sentences: dict[str, str] = {}
     current = None
-    for line in _read_text().splitlines():
-        match = _SENTENCE.match(line)
-        if match:
+    for line in read_text().splitlines():
+        if match := _SENTENCE.match(line):
             current = match[1]
             sentences[current] = match[2].strip()
-        elif current and line.startswith("  "):
-            sentences[current] += _continued(line.strip())
+        elif current and line.startswith("  ") and not line.lstrip().startswith("|"):
+            sentences[current] += f" {line.strip()}"
         elif line:
-            current = None  # a blank line alone stands between a sentence and its table
+            current = None
     return sentences
-
-
-def _continued(line: str) -> str:
-    """More of a sentence: words, or the row of a table as ``name: formula;``."""
-    if not line.startswith("|"):
-        return f" {line}"
-    cells = [cell.strip() for cell in line.strip("|").split("|")]
-    return "" if set(line) <= set("|-") or not cells[0].startswith("`") else f" {': '.join(cells)};"
 
 
 @cache
 def error_codes() -> frozenset[str]:
     """The codes with which bad input is refused: those of the table of ERR-2."""
-    table = _read_text().partition("- **ERR-2**")[2].partition("- **ERR-3**")[0]
+    table = read_text().partition("- **ERR-2**")[2].partition("- **ERR-3**")[0]
     return frozenset(re.findall(r"^\| `([a-z-]+)` \|", table, re.MULTILINE))
 
 
@@ -69,7 +96,7 @@ def load_mistakes() -> dict[str, str]:
 @cache
 def spec_edition() -> str:
     """The edition that ``specs/shd.md`` states on its first lines."""
-    match = re.search(r"^Edition ([0-9]+(?:\.[0-9]+)*)", _read_text(), re.MULTILINE)
+    match = re.search(r"^Edition ([0-9]+(?:\.[0-9]+)*)", read_text(), re.MULTILINE)
     return match[1] if match else "unknown"
 
 
@@ -82,5 +109,12 @@ def agreement(dtype: str, quantity: str) -> tuple[float, float]:
     return float(entry["atol"]), float(entry["rtol"])
 
 
-def _read_text() -> str:
-    return (specs_folder() / "shd.md").read_text(encoding="utf-8")
+def load_everything() -> None:
+    """Read every file and import every module that a verdict can depend on."""
+    for load in (load_tolerances, load_sentences, error_codes, load_mistakes, spec_edition):
+        load()
+    for module in ("networkx", "scipy.optimize"):  # solvers of optional operations
+        try:
+            importlib.import_module(module)
+        except ImportError:
+            continue

@@ -212,6 +212,7 @@ def _ratio(reached: Array, optimum: Array) -> Array:
     at_zero, reached_zero = optimum**2 <= threshold, reached**2 <= threshold
     both_infinite = np.isinf(reached) & np.isinf(optimum)  # no attention output to be relative to
     divisor = np.where(at_zero | both_infinite, 1.0, optimum)
-    ratio: Array = np.where(at_zero, np.where(reached_zero, 1.0, np.inf), reached / divisor)
+    counted = np.where(reached_zero, 0.0, reached)
+    ratio: Array = np.where(at_zero, np.where(reached_zero, 1.0, np.inf), counted / divisor)
     ratio[both_infinite] = 1.0
     return ratio

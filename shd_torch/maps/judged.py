@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import shd_torch.maps as maps
-from shd_ref.conformance.adapter import OwnDtype
+from shd_ref.conformance import OwnDtype
 
 
 class Adapter:
@@ -25,7 +25,7 @@ class Adapter:
         arguments = {}
         for name, value in inputs.items():
             # A gram tensor is float64 for maps of any dtype (GRAM-5): one that was answered is not narrowed.
-            own = "float64" if getattr(value, "dtype", None) == np.float64 else "float32"
+            own = "float64" if getattr(value, "dtype", np.dtype("f4")).newbyteorder("=") == np.float64 else "float32"
             arguments[name] = self._as_tensors(value, own if name == "gram" else dtype)
         return _as_arrays(self.call(operation, **arguments))
 
@@ -44,7 +44,8 @@ class Adapter:
         if not isinstance(value, np.ndarray):
             return value
         # PyTorch takes neither negative strides nor the other byte order; both are the judge's to ask for (MAP-15).
-        tensor = torch.tensor(np.array(value, dtype=value.dtype.newbyteorder("="), order="C"), device=self.device)
+        kind = np.int64 if value.dtype.kind == "u" else value.dtype.newbyteorder("=")  # nor many unsigned integers
+        tensor = torch.tensor(np.array(value, dtype=kind, order="C"), device=self.device)
         own = isinstance(value, OwnDtype) or not tensor.is_floating_point()
         return tensor if own else tensor.to(getattr(torch, dtype))
 

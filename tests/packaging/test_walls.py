@@ -190,7 +190,7 @@ ALLOWED_IN_TORCH = {
     "shd_ref.commands.derive",
     "shd_ref.commands.options",
     "shd_ref.commands.terminal",
-    "shd_ref.conformance.adapter",
+    "shd_ref.conformance",
     "shd_ref.errors",
     "shd_ref.integers",
     "shd_ref.layers",

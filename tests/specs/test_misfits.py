@@ -11,16 +11,17 @@ from support.refusals import refusal
 
 import shd_ref
 from shd_ref import ShdError, shrink
-from shd_ref.conformance.adapter import Functions, Subject
-from shd_ref.conformance.laws import Trial, calls
 
-TRIAL = Trial(Subject(Functions(None), "float64"))
 ROTARY = {"frequencies": np.ones(1), "layout": "half", "slow": np.zeros(1, bool)}
 MERGE = {"mixing": np.array([[0.5, 0.5, 0, 0], [0, 0, 0.25, 0.75]]), "groups": [[0, 1], [2, 3]]}
 
 
 def numbers(*shape: int) -> Any:
-    return TRIAL.quotients(17, *shape)
+    return np.random.default_rng(17).normal(size=shape)
+
+
+def probs(*shape: int) -> Any:
+    return shd_ref.softmax(numbers(*shape))
 
 
 def square(size: int) -> Any:
@@ -34,12 +35,50 @@ WEIGHTS = {
 }
 GRAM = np.einsum("id,jd->ij", numbers(4, 5), numbers(4, 5))[:, None, :, None] * np.ones((4, 4, 4, 4))
 HEADS = {"weights": WEIGHTS, "merge": MERGE}
+MASK = np.array([[True, False, True], [True, True, False]])
+STUDENT = {"supervision": probs(2, 2, 3, 5), "student_logits": numbers(2, 2, 3, 5)}
+LOSS = {"temperature": 2.0, "beta": 3.0, "loss_mask": MASK, "divergence": "js"}
+TAUGHT = {"teacher_queries": numbers(2, 4, 3, 2), "teacher_keys": numbers(2, 2, 5, 2), "teacher_scale": 0.5}
+OUTSIDE = {"outside": numbers(2, 4, 3), "groups": 2}
+SCORER = {"queries": numbers(2, 2, 3, 2), "keys": numbers(2, 1, 5, 2), "scale": 0.25, "top_k": 2, "relu": False}
+POOL = np.einsum("bijld,bmnld->bijmn", *[numbers(2, 3, 3, 2, 2)] * 2)
 CALLS: dict[str, tuple[Any, Mapping[str, Any]]] = {
-    **{
-        name: (shd_ref, {**make(TRIAL, 9500), **({} if name == "align_tokens" else options)})
-        for name, (make, options) in calls.CALLS.items()
-        if name not in ("diagnose", "matched_plan")  # need a library's solver
-    },
+    **{name: (shd_ref, inputs) for name, inputs in {
+        "softmax": {"attn_logits": numbers(2, 2, 3, 5), "temperature": 3.0, "attn_mask": np.ones((3, 5), bool)},
+        "soften": {"attn_probs": probs(2, 2, 3, 5), "temperature": 3.0, "row_sums": "at_most_one"},
+        "value_outputs": {"values": numbers(2, 2, 5, 3), "output_projection": numbers(12, 4)},
+        "merge_plan": {"num_teacher_heads": 9, "num_student_heads": 3, "kind": "balanced"},
+        "plan_groups": {"plan": [[[0, 1], [2, 4]], [[1, 2]]], "num_teacher_heads": 5},
+        "solve_alpha": {
+            **{f"probs_{side}": probs(2, 3, 5) for side in "pq"},
+            **{f"value_outputs_{side}": numbers(2, 5, 4) for side in "pq"},
+            **{"rule": "as_printed", "query_mask": MASK},
+        },
+        "compose_mixing": {"alphas": [np.full((2, 2), 0.25)], "plan": [[[0, 1], [2, 3]]], "num_teacher_heads": 4},
+        "mix_heads": {"teacher_probs": probs(2, 3, 3, 5), "mixing": probs(2, 2, 3)},
+        "squeeze_heads": {
+            **{"teacher_probs": probs(2, 4, 3, 5), "value_outputs": numbers(2, 4, 5, 3), "num_student_heads": 2},
+            **{"strategy": "hard", "temperature": 2.0, "query_mask": MASK, "alpha_from": "softened"},
+        },
+        "shd_loss": {**STUDENT, **LOSS},
+        "shd_loss_gradient": {**STUDENT, **LOSS},
+        "shd_loss_gradient_qk": {
+            **{"supervision": probs(2, 2, 3, 5), "queries": numbers(2, 2, 3, 4), "keys": numbers(2, 1, 5, 4)},
+            **{"scale": 0.25, **LOSS},
+        },
+        "intersect_support": {**STUDENT, "loss_mask": MASK, "row_sums": "at_most_one"},
+        "layer_map": {"num_teacher_layers": 9, "num_student_layers": 4, "pairs": [[0, 2], [3, 8]]},
+        "align_tokens": {"attn_probs": probs(2, 2, 3, 5)},
+        "gram_tensor": {
+            **{"teacher_probs": probs(2, 4, 3, 5), "values": numbers(2, 2, 5, 3)},
+            **{"output_projection": numbers(12, 4), "query_mask": MASK},
+        },
+        "solve_alpha_from_gram": {"gram": POOL, "p": 0, "q": 2},
+        "merge_gram": {"gram": POOL, "p": 0, "q": 2, "alpha": np.full(2, 0.25)},
+        "indexer_target": {**TAUGHT, **OUTSIDE, "block_size": 2},
+        "indexer_loss": {**SCORER, **TAUGHT, **OUTSIDE, "loss_mask": MASK, "reduction": "rows"},
+        "indexer_loss_gradient": {**SCORER, **TAUGHT, **OUTSIDE, "loss_mask": MASK, "reduction": "rows"},
+    }.items()},
     "align_output": (shrink,
         {"inputs": numbers(9, 4), "targets": numbers(9, 3), "weight": numbers(4, 3), "bias": numbers(3),
         "ridge": 0.1}),
@@ -127,7 +166,7 @@ def test_a_misfit_is_an_error_of_chapter_err(name: str) -> None:
 
 @pytest.mark.parametrize("two", [2, 2.0, np.int64(2), np.uint8(2), np.float32(2), np.float16(2), np.longdouble(2)])
 def test_numbers_of_every_kind_are_numbers(two: Any) -> None:
-    logits, maps = numbers(1, 2, 3, 4), TRIAL.probs(3, 1, 2, 3, 4)
+    logits, maps = numbers(1, 2, 3, 4), probs(1, 2, 3, 4)
     assert np.array_equal(shd_ref.softmax(logits, temperature=two), shd_ref.softmax(logits, temperature=2.0))
     plain = shd_ref.shd_loss(maps, logits, temperature=2.0, beta=2.0)
     assert shd_ref.shd_loss(maps, logits, temperature=two, beta=two) == plain

@@ -92,7 +92,9 @@ class KlAdapter(Adapter):
             loss = self._loss(q, k, supervision, attn_mask=masks[0], **arguments)
         else:
             # attention_kl has one mask for all layers; logits that hold their own give each layer another.
-            mean = arguments.pop("reduction", "sum") == "mean"
+            reduction = arguments.pop("reduction", "sum")
+            check_option("reduction", reduction, ("sum", "mean"), "LOSS-5")
+            mean = reduction == "mean"
             shares = [query.shape[1] / sum(one.shape[1] for one in q) if mean else 1.0 for query in q]
             loss = torch.stack(
                 [

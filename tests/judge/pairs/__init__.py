@@ -1,1 +1,0 @@
-"""Which pairs of option values some item of the judge checks together, and which none does."""

@@ -1,0 +1,619 @@
+"""Wrong implementations, to judge the judge: plain functions, each right but for one change.
+
+``WRONG`` maps a name to an operation, the dtype at which the judge must see the change, and the function. They call
+the reference's public operations and change what goes in or comes out: no local of the reference is named here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+import shd_ref as right
+from shd_ref import ShdError
+
+Function = Callable[..., Any]
+WRONG: dict[str, tuple[str, str, Function]] = {}
+
+
+def wrong(operation: str, dtype: str = "float64") -> Callable[[Function], Function]:
+    """Adds a function under its name."""
+
+    def add(function: Function) -> Function:
+        WRONG[f"{operation}: {function.__name__.replace('_', ' ')}"] = operation, dtype, function
+        return function
+
+    return add
+
+
+def first(value: Any) -> Any:
+    return value[0] if isinstance(value, list | tuple) else value
+
+
+def damaged(answer: Any, share: float = 1.01) -> Any:
+    """An answer with its numbers a hundredth off."""
+    if hasattr(answer, "_asdict"):
+        return {name: damaged(value) for name, value in answer._asdict().items()}
+    if hasattr(answer, "__dict__") and not isinstance(answer, np.ndarray):
+        return {
+            **vars(answer),
+            **{name: damaged(vars(answer)[name]) for name in ("mixing", "probs") if name in vars(answer)},
+        }
+    if isinstance(answer, list | tuple):
+        if all(isinstance(item, np.ndarray) for item in answer):
+            return type(answer)(item * share for item in answer)
+        return list(answer)[::-1] if len(answer) > 1 else []
+    return answer * share
+
+
+# --- right up to a size -------------------------------------------------------------------------------------------
+
+_LIMITS: list[tuple[str, str, int, int]] = [
+    *(("softmax", "attn_logits", axis, limit) for axis, limit in ((-1, 16), (-1, 64), (-1, 128), (-2, 64), (-3, 64))),
+    *(("softmax", "attn_logits", 0, limit) for limit in (4, 64)),
+    *(("soften", "attn_probs", axis, limit) for axis, limit in ((-1, 64), (-1, 128), (-2, 16), (0, 4))),
+    *(("value_outputs", "values", axis, limit) for axis, limit in ((0, 4), (1, 64), (2, 64), (2, 128))),
+    ("value_outputs", "output_projection", 1, 64),
+    *(("solve_alpha", "probs_p", axis, limit) for axis, limit in ((0, 4), (1, 64), (2, 16), (2, 64), (2, 128))),
+    ("solve_alpha", "value_outputs_p", 2, 64),
+    *(("mix_heads", "teacher_probs", axis, limit) for axis, limit in ((0, 4), (1, 64), (2, 64), (3, 128))),
+    *(
+        ("squeeze_heads", "teacher_probs", axis, limit)
+        for axis, limit in ((0, 4), (1, 16), (1, 64), (2, 64), (3, 64))
+    ),
+    *(("shd_loss", "student_logits", axis, limit) for axis, limit in ((0, 4), (1, 64), (2, 64), (3, 64), (3, 128))),
+    *(("shd_loss_gradient", "student_logits", axis, limit) for axis, limit in ((0, 4), (1, 16), (2, 128), (3, 64))),
+    *(("shd_loss_gradient_qk", "queries", axis, limit) for axis, limit in ((0, 4), (1, 64), (2, 64))),
+    *(("intersect_support", "supervision", axis, limit) for axis, limit in ((0, 4), (1, 64), (3, 64))),
+    *(("align_tokens", "attn_probs", axis, limit) for axis, limit in ((0, 4), (1, 64), (2, 64), (3, 128))),
+    *(("gram_tensor", "teacher_probs", axis, limit) for axis, limit in ((0, 4), (2, 64), (3, 64))),
+    ("solve_alpha_from_gram", "gram", 0, 4),
+    ("merge_gram", "gram", 1, 4),
+    *(("indexer_target", "teacher_queries", axis, limit) for axis, limit in ((0, 4), (1, 16), (1, 64), (2, 64))),
+    *(("indexer_target", "teacher_keys", axis, limit) for axis, limit in ((2, 16), (2, 64), (2, 128))),
+    *(("indexer_loss", "teacher_keys", axis, limit) for axis, limit in ((0, 4), (2, 16), (2, 64))),
+    *(("indexer_loss", "queries", axis, limit) for axis, limit in ((1, 16), (1, 32), (2, 64))),
+    *(("indexer_loss_gradient", "keys", axis, limit) for axis, limit in ((0, 4), (2, 16), (2, 64), (3, 16))),
+]
+
+
+def limited(operation: str, argument: str, axis: int, limit: int) -> Function:
+    def call(**inputs: Any) -> Any:
+        answer = getattr(right, operation)(**inputs)
+        shape = np.shape(first(inputs[argument]))
+        return damaged(answer) if -axis <= len(shape) > axis and shape[axis] > limit else answer
+
+    return call
+
+
+for _operation, _argument, _axis, _limit in _LIMITS:
+    _name = f"{_operation}: right up to {_limit} on axis {_axis} of {_argument}"
+    WRONG[_name] = _operation, "float64", limited(_operation, _argument, _axis, _limit)
+
+
+@wrong("shd_loss")
+def forgets_the_third_layer(**inputs: Any) -> Any:
+    if isinstance(inputs["supervision"], list):
+        inputs |= {name: inputs[name][:2] for name in ("supervision", "student_logits")}
+    return right.shd_loss(**inputs)
+
+
+@wrong("shd_loss_gradient")
+def forgets_the_fourth_layer(**inputs: Any) -> Any:
+    answer = right.shd_loss_gradient(**inputs)
+    return [g if number < 3 else 0 * g for number, g in enumerate(answer)] if isinstance(answer, list) else answer
+
+
+@wrong("merge_plan")
+def adjacent_beyond_64_heads(num_teacher_heads: Any, num_student_heads: Any, kind: Any = "progressive") -> Any:
+    if num_teacher_heads > 64 and isinstance(kind, str):
+        kind = "progressive"
+    return right.merge_plan(num_teacher_heads, num_student_heads, kind)
+
+
+@wrong("compose_mixing")
+def sixteen_rounds_at_most(alphas: Any, plan: Any, num_teacher_heads: Any) -> Any:
+    mixing = right.compose_mixing(alphas, plan, num_teacher_heads)
+    return mixing * 1.001 if len(alphas) > 6 else mixing
+
+
+@wrong("layer_map")
+def rounds_in_floating_point(num_teacher_layers: Any, num_student_layers: Any, pairs: Any = None) -> Any:
+    answer = right.layer_map(num_teacher_layers, num_student_layers, pairs)
+    if pairs is not None:
+        return answer
+    ratio = np.float32(num_teacher_layers) / np.float32(num_student_layers)
+    return [(s, int(np.floor((s + 1) * ratio + np.float32(0.5))) - 1) for s, _ in answer]
+
+
+# --- an option that something else makes it forget ----------------------------------------------------------------
+
+_FORGOTTEN: list[tuple[str, str, tuple[str, ...]]] = [
+    ("softmax", "attn_mask", ("temperature",)),
+    ("softmax", "temperature", ("attn_mask",)),
+    ("solve_alpha", "query_mask", ("rule", "row_sums")),
+    ("solve_alpha", "rule", ("query_mask",)),
+    ("squeeze_heads", "query_mask", ("alpha_from", "plan")),
+    ("squeeze_heads", "temperature", ("strategy", "row_sums")),
+    ("squeeze_heads", "alpha_from", ("temperature", "row_sums")),
+    ("squeeze_heads", "strategy", ("plan", "query_mask")),
+    ("squeeze_heads", "alpha_rule", ("alpha_from",)),
+    ("shd_loss", "beta", ("reduction", "divergence")),
+    ("shd_loss", "reduction", ("loss_mask", "support")),
+    ("shd_loss", "temperature", ("divergence", "attn_mask")),
+    ("shd_loss", "loss_mask", ("temperature", "row_sums")),
+    ("shd_loss_gradient", "temperature", ("support",)),
+    ("shd_loss_gradient", "beta", ("attn_mask", "divergence")),
+    ("shd_loss_gradient_qk", "reduction", ("divergence", "loss_mask")),
+    ("shd_loss_gradient_qk", "beta", ("support",)),
+    ("indexer_target", "attn_mask", ("segments",)),
+    ("indexer_target", "outside", ("groups", "block_size")),
+    ("indexer_target", "segments", ("outside",)),
+    ("indexer_loss", "weights", ("top_k",)),
+    ("indexer_loss", "reduction", ("segments", "loss_mask")),
+    ("indexer_loss", "restriction", ("groups", "outside")),
+    ("indexer_loss", "relu", ("weights", "top_k")),
+    ("indexer_loss_gradient", "loss_mask", ("reduction", "relu")),
+    ("indexer_loss_gradient", "outside", ("restriction",)),
+    ("diagnose", "query_mask", ("plan",)),
+    ("matched_plan", "by", ("row_sums",)),
+    ("align_tokens", "columns", ("rows", "query_mask")),
+    ("gram_tensor", "query_mask", ("row_sums",)),
+]
+
+
+def forgetful(operation: str, option: str, others: tuple[str, ...]) -> Function:
+    def call(**inputs: Any) -> Any:
+        answer = getattr(right, operation)(**inputs)
+        if option in inputs and all(name in inputs for name in others):
+            try:
+                return getattr(right, operation)(**{name: value for name, value in inputs.items() if name != option})
+            except ShdError:
+                return answer
+        return answer
+
+    return call
+
+
+for _operation, _option, _others in _FORGOTTEN:
+    _name = f"{_operation}: {_option} is forgotten with {' and '.join(_others)}"
+    WRONG[_name] = _operation, "float64", forgetful(_operation, _option, _others)
+
+
+# --- masks and dtypes ---------------------------------------------------------------------------------------------
+
+
+def coerced(operation: str, argument: str, kind: str) -> Function:
+    def call(**inputs: Any) -> Any:
+        mask = inputs.get(argument)
+        if isinstance(mask, np.ndarray) and (
+            mask.dtype.kind == "O" if kind == "objects" else mask.dtype.name == kind
+        ):
+            inputs[argument] = mask.astype(bool)
+        return getattr(right, operation)(**inputs)
+
+    return call
+
+
+for _operation, _argument in (
+    *(("softmax", "attn_mask"), ("solve_alpha", "query_mask"), ("squeeze_heads", "query_mask")),
+    *(("shd_loss", "loss_mask"), ("shd_loss", "attn_mask"), ("indexer_loss", "loss_mask")),
+):
+    for _kind in ("uint8", "int64", "objects"):
+        _name = f"{_operation}: {_argument} of {_kind} is taken"
+        WRONG[_name] = _operation, "float64", coerced(_operation, _argument, _kind)
+
+
+@wrong("solve_alpha")
+def differences_of_unsigned_integers_wrap(**inputs: Any) -> Any:
+    p, q = inputs["value_outputs_p"], inputs["value_outputs_q"]
+    if np.asarray(p).dtype.kind == "u" and np.asarray(q).dtype == np.asarray(p).dtype:
+        inputs["value_outputs_q"] = np.asarray(p + q, np.float64) - p
+    return right.solve_alpha(**inputs)
+
+
+@wrong("value_outputs")
+def sums_of_bytes_wrap(values: Any, output_projection: Any) -> Any:
+    if np.asarray(output_projection).dtype == np.uint8:
+        output_projection = np.asarray(output_projection).astype(np.int8)
+    return right.value_outputs(values, output_projection)
+
+
+@wrong("softmax")
+def temperature_is_float32(attn_logits: Any, attn_mask: Any = None, *, temperature: Any = 1) -> Any:
+    checked = right.softmax(attn_logits, attn_mask, temperature=temperature)
+    return (
+        right.softmax(attn_logits, attn_mask, temperature=float(np.float32(temperature)))
+        if checked is not None
+        else checked
+    )
+
+
+@wrong("shd_loss")
+def beta_is_float32(**inputs: Any) -> Any:
+    right.shd_loss(**inputs)
+    return right.shd_loss(**{**inputs, "beta": float(np.float32(inputs.get("beta", 1)))})
+
+
+@wrong("squeeze_heads")
+def value_outputs_are_float32(**inputs: Any) -> Any:
+    right.squeeze_heads(**inputs)
+    with np.errstate(all="ignore"):
+        narrow = np.asarray(inputs["value_outputs"], np.float32).astype(np.float64)
+    return right.squeeze_heads(
+        **{**inputs, "value_outputs": narrow if np.isfinite(narrow).all() else inputs["value_outputs"]}
+    )
+
+
+@wrong("indexer_loss")
+def scale_is_float32(**inputs: Any) -> Any:
+    right.indexer_loss(**inputs)
+    return right.indexer_loss(
+        **{
+            **inputs,
+            "scale": float(np.float32(inputs["scale"])),
+            "teacher_scale": float(np.float32(inputs["teacher_scale"])) * (1 + 1e-7),
+        }
+    )
+
+
+@wrong("mix_heads")
+def sums_of_mixing_are_checked_as_float64(teacher_probs: Any, mixing: Any) -> Any:
+    raw = np.asarray(mixing)
+    answer = right.mix_heads(teacher_probs, mixing)
+    if raw.dtype == np.float32 and (np.abs(raw.astype(np.float64).sum(2) - 1) > 1e-9).any():
+        raise ShdError("mixing-invalid", "rows of mixing must sum to 1")
+    return answer
+
+
+# --- indexers -----------------------------------------------------------------------------------------------------
+
+
+@wrong("indexer_loss")
+def a_negative_scale_selects_by_size(**inputs: Any) -> Any:
+    if inputs["scale"] < 0 and inputs.get("top_k") is not None:
+        right.indexer_loss(**inputs)
+        return right.indexer_loss(**{**inputs, "scale": -inputs["scale"]})
+    return right.indexer_loss(**inputs)
+
+
+@wrong("indexer_loss_gradient")
+def the_sign_of_the_scale_is_lost(**inputs: Any) -> Any:
+    answer = right.indexer_loss_gradient(**inputs)
+    return tuple(-part for part in answer) if inputs["scale"] < 0 else answer
+
+
+@wrong("indexer_target")
+def a_negative_scale_is_its_size(**inputs: Any) -> Any:
+    right.indexer_target(**inputs)
+    return right.indexer_target(**{**inputs, "teacher_scale": abs(inputs["teacher_scale"])})
+
+
+def renamed(segments: Any) -> Any:
+    """Runs of equal ids, numbered: an id that returns is another segment."""
+    steps = np.diff(segments, axis=1, prepend=segments[:, :1]) != 0
+    return np.cumsum(steps, axis=1)
+
+
+@wrong("indexer_target")
+def segments_that_return_are_others(**inputs: Any) -> Any:
+    right.indexer_target(**inputs)
+    return right.indexer_target(
+        **{**inputs, **({"segments": renamed(inputs["segments"])} if "segments" in inputs else {})}
+    )
+
+
+@wrong("indexer_loss")
+def segments_that_return_are_other_samples(**inputs: Any) -> Any:
+    answer = right.indexer_loss(**inputs)
+    if "segments" in inputs and inputs.get("reduction") == "samples":
+        return right.indexer_loss(**{**inputs, "segments": renamed(inputs["segments"])})
+    return answer
+
+
+@wrong("indexer_target")
+def segments_are_small_integers(**inputs: Any) -> Any:
+    right.indexer_target(**inputs)
+    small = {"segments": inputs["segments"].astype(np.int32)} if "segments" in inputs else {}
+    return right.indexer_target(**{**inputs, **small})
+
+
+@wrong("indexer_loss")
+def ties_go_to_the_last(**inputs: Any) -> Any:
+    answer = right.indexer_loss(**inputs)
+    if inputs.get("top_k") is None or isinstance(inputs["teacher_keys"], list) or inputs.get("block_size", 1) != 1:
+        return answer
+    flipped = {name: inputs[name][:, :, ::-1] for name in ("keys", "teacher_keys")}
+    if "attn_mask" in inputs or "segments" in inputs:
+        return answer
+    return right.indexer_loss(**{**inputs, **flipped})
+
+
+@wrong("indexer_target")
+def three_layers_are_two(**inputs: Any) -> Any:
+    right.indexer_target(**inputs)
+    lists = {name: value[:2] for name, value in inputs.items() if isinstance(value, list)}
+    return right.indexer_target(**{**inputs, **lists})
+
+
+@wrong("indexer_target")
+def far_sinks_are_clamped(**inputs: Any) -> Any:
+    right.indexer_target(**inputs)
+    if "outside" not in inputs:
+        return right.indexer_target(**inputs)
+    clamp = [
+        np.minimum(np.asarray(one, np.float64), 60.0)
+        for one in (inputs["outside"] if isinstance(inputs["outside"], list) else [inputs["outside"]])
+    ]
+    return right.indexer_target(**{**inputs, "outside": clamp if isinstance(inputs["outside"], list) else clamp[0]})
+
+
+@wrong("indexer_loss")
+def top_k_beyond_the_blocks_is_refused(**inputs: Any) -> Any:
+    if inputs.get("top_k") and inputs["top_k"] > np.shape(inputs["keys"])[2]:
+        raise ShdError("argument-value", "top_k must be at most the number of blocks")
+    return right.indexer_loss(**inputs)
+
+
+# --- state between calls ------------------------------------------------------------------------------------------
+
+
+def remembering(operation: str, key: Callable[[Mapping[str, Any]], Any]) -> Function:
+    known: dict[Any, Any] = {}
+
+    def call(**inputs: Any) -> Any:
+        name = key(inputs)
+        if name not in known:
+            known[name] = inputs, getattr(right, operation)(**inputs)
+        answer = known[name][1]
+        return answer.copy() if isinstance(answer, np.ndarray) else answer
+
+    return call
+
+
+def _by_identity(inputs: Mapping[str, Any]) -> Any:
+    return tuple((name, id(value)) for name, value in inputs.items())
+
+
+def _by_first_and_shape(inputs: Mapping[str, Any]) -> Any:
+    arrays = [
+        (name, value.shape, repr(value.reshape(-1)[:1]))
+        for name, value in inputs.items()
+        if isinstance(value, np.ndarray)
+    ]
+    return repr(arrays), repr([(name, value) for name, value in inputs.items() if not isinstance(value, np.ndarray)])
+
+
+def _by_sum(inputs: Mapping[str, Any]) -> Any:
+    arrays = [
+        (name, value.shape, float(np.sum(np.where(np.isfinite(np.asarray(value, float)), value, 0))))
+        for name, value in inputs.items()
+        if isinstance(value, np.ndarray) and value.dtype.kind in "fiub"
+    ]
+    rest = [
+        (name, value)
+        for name, value in inputs.items()
+        if not (isinstance(value, np.ndarray) and value.dtype.kind in "fiub")
+    ]
+    return repr(arrays), repr(rest)
+
+
+for _operation in ("softmax", "solve_alpha", "shd_loss", "mix_heads", "indexer_target"):
+    WRONG[f"{_operation}: remembered by identity"] = _operation, "float64", remembering(_operation, _by_identity)
+for _operation in ("softmax", "soften", "value_outputs"):
+    WRONG[f"{_operation}: remembered by shape and first entry"] = (
+        _operation,
+        "float64",
+        remembering(_operation, _by_first_and_shape),
+    )
+for _operation in ("softmax", "value_outputs", "gram_tensor"):
+    WRONG[f"{_operation}: remembered by shape and sum"] = _operation, "float64", remembering(_operation, _by_sum)
+
+
+def sticking(operation: str, option: str) -> Function:
+    kept: dict[str, Any] = {}
+
+    def call(**inputs: Any) -> Any:
+        given = {option: inputs[option]} if option in inputs else dict(kept)
+        answer = getattr(right, operation)(**inputs)
+        kept.clear()
+        if option in inputs:
+            kept.update(given)
+            return answer
+        return getattr(right, operation)(**{**inputs, **given})
+
+    return call
+
+
+for _operation, _option in (
+    ("softmax", "temperature"),
+    ("squeeze_heads", "strategy"),
+    ("shd_loss", "beta"),
+    ("shd_loss", "divergence"),
+    ("indexer_loss", "relu"),
+    ("solve_alpha", "rule"),
+):
+    WRONG[f"{_operation}: {_option} sticks to the next call"] = _operation, "float64", sticking(_operation, _option)
+
+
+_buffer = threading.local(), {"logits": None}
+
+
+@wrong("softmax")
+def one_buffer_for_all_threads(**inputs: Any) -> Any:
+    shared = _buffer[1]
+    shared["logits"] = inputs
+    for _ in range(300):
+        pass
+    return right.softmax(**shared["logits"])
+
+
+@wrong("shd_loss")
+def one_mask_for_all_threads(**inputs: Any) -> Any:
+    _buffer[1]["maps"] = inputs["supervision"]
+    right.shd_loss(**inputs)
+    return right.shd_loss(**{**inputs, "supervision": _buffer[1]["maps"]})
+
+
+@wrong("softmax")
+def fails_after_a_refusal(**inputs: Any) -> Any:
+    try:
+        answer = right.softmax(**inputs)
+    except ShdError:
+        _buffer[1]["refused"] = True
+        raise
+    return answer * (0.5 if _buffer[1].pop("refused", False) else 1.0)
+
+
+_kept = np.zeros(1 << 12)
+
+
+@wrong("solve_alpha")
+def answers_in_one_array(**inputs: Any) -> Any:
+    answer = right.solve_alpha(**inputs)
+    _kept[: answer.size] = answer
+    return _kept[: answer.size]
+
+
+@wrong("soften")
+def answers_with_the_argument(**inputs: Any) -> Any:
+    right.soften(**inputs)
+    return inputs["attn_probs"] if inputs["temperature"] == 1 else right.soften(**inputs)
+
+
+@wrong("squeeze_heads")
+def clears_rows_that_do_not_count(**inputs: Any) -> Any:
+    answer = right.squeeze_heads(**inputs)
+    maps, mask = inputs["teacher_probs"], inputs.get("query_mask")
+    if mask is not None and maps.flags.writeable:
+        maps[np.broadcast_to(~mask[:, None, :, None], maps.shape)] = 0
+    return answer
+
+
+@wrong("compose_mixing")
+def empties_its_plan(alphas: Any, plan: Any, num_teacher_heads: Any) -> Any:
+    mixing = right.compose_mixing(alphas, plan, num_teacher_heads)
+    if isinstance(plan, list):
+        plan.clear()
+    return mixing
+
+
+# --- values, thresholds and refusals ------------------------------------------------------------------------------
+
+
+@wrong("softmax")
+def loses_row_sums_in_half_of_its_entries(**inputs: Any) -> Any:
+    probs = right.softmax(**inputs)
+    probs[..., ::2] *= 0.5
+    return probs
+
+
+@wrong("solve_alpha", "float32")
+def snaps_to_one(**inputs: Any) -> Any:
+    alpha = right.solve_alpha(**inputs)
+    return np.where(np.abs(alpha - 1) < 9e-4, 1.0, alpha)
+
+
+@wrong("solve_alpha")
+def degenerate_below_1e_12(**inputs: Any) -> Any:
+    return threshold(inputs, 1e-12)
+
+
+@wrong("solve_alpha")
+def degenerate_below_1e_8(**inputs: Any) -> Any:
+    return threshold(inputs, 1e-8)
+
+
+def threshold(inputs: Mapping[str, Any], limit: float) -> Any:
+    alpha = right.solve_alpha(**inputs)
+    a_p, a_q, x_p, x_q = (
+        np.asarray(inputs[f"{name}_{side}"], np.float64) for name in ("probs", "value_outputs") for side in "pq"
+    )
+    counted = np.ones(a_p.shape[:2]) if inputs.get("query_mask") is None else inputs["query_mask"]
+    both = x_p + x_q
+    sums = [((each**2).sum(-1) * counted).sum(-1) for each in ((a_p - a_q) @ both, a_p @ both, a_q @ both)]
+    n = (a_q - a_p) @ x_p if inputs.get("rule", "least_squares") == "least_squares" else a_q @ x_p - a_p @ x_q
+    top = -((n * ((a_p - a_q) @ both)).sum(-1) * counted).sum(-1)
+    flat = sums[0] <= limit * (sums[1] + sums[2])
+    return (
+        np.where(flat, 0.5, np.clip(top / np.where(sums[0] == 0, 1, sums[0]), 0, 1))
+        if (alpha.shape == top.shape)
+        else alpha
+    )
+
+
+@wrong("squeeze_heads")
+def hard_takes_the_second_at_a_tie(**inputs: Any) -> Any:
+    answer = right.squeeze_heads(**inputs)
+    if inputs.get("strategy") == "hard" and answer.num_degenerate and len(answer.plan) == 1:
+        return {**vars(answer), "alphas": [1 - alpha for alpha in answer.alphas]}
+    return answer
+
+
+@wrong("squeeze_heads")
+def counts_one_degenerate_too_few(**inputs: Any) -> Any:
+    answer = right.squeeze_heads(**inputs)
+    return {**vars(answer), "num_degenerate": min(answer.num_degenerate, 1)}
+
+
+@wrong("matched_plan")
+def takes_adjacent_pairs(calibration: Any, num_student_heads: Any, by: str = "residual", **options: Any) -> Any:
+    right.matched_plan(calibration, num_student_heads, by, **options)
+    return right.merge_plan(np.shape(calibration[0][0])[1], num_student_heads)
+
+
+@wrong("shd_loss")
+def is_cut_off_at_zero(**inputs: Any) -> Any:
+    return max(right.shd_loss(**inputs), 0.0)
+
+
+@wrong("shd_loss")
+def names_no_positions(**inputs: Any) -> Any:
+    try:
+        return right.shd_loss(**inputs)
+    except ShdError as error:
+        raise ShdError(error.code, "no") from None
+
+
+@wrong("softmax")
+def refuses_minus_infinity_in_whole_rows(**inputs: Any) -> Any:
+    if np.isneginf(np.asarray(inputs["attn_logits"], np.float64)).all(-1).any():
+        raise ShdError("not-finite", "a row without keys")
+    return right.softmax(**inputs)
+
+
+@wrong("align_tokens")
+def sorts_its_columns(**inputs: Any) -> Any:
+    right.align_tokens(**inputs)
+    return right.align_tokens(
+        **{**inputs, **({"columns": sorted(inputs["columns"])} if inputs.get("columns") else {})}
+    )
+
+
+def accepting(operation: str, code: str) -> Function:
+    def call(**inputs: Any) -> Any:
+        try:
+            return getattr(right, operation)(**inputs)
+        except ShdError as error:
+            if error.code == code:
+                return 0.0
+            raise
+
+    return call
+
+
+for _operation, _code in (
+    *(
+        ("softmax", "argument-value"),
+        ("softmax", "argument-shape"),
+        ("softmax", "not-finite"),
+        ("soften", "not-a-distribution"),
+    ),
+    *(("solve_alpha", "argument-shape"), ("solve_alpha", "not-a-distribution"), ("mix_heads", "mixing-invalid")),
+    *(("squeeze_heads", "heads-exceed"), ("squeeze_heads", "plan-invalid"), ("shd_loss", "support-mismatch")),
+    *(("layer_map", "layers-invalid"), ("indexer_loss", "argument-value"), ("indexer_target", "argument-dtype")),
+):
+    WRONG[f"{_operation}: accepts {_code}"] = _operation, "float64", accepting(_operation, _code)
