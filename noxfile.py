@@ -85,7 +85,7 @@ QUICK_TESTS = (
     *(f"tests/{folder}/{name}.py" for folder, names in FILES.items() for name in names),
     # Many tests, or long ones, that together take half of the time.
     *(f"--ignore=tests/cache/{name}.py" for name in ("test_hostile", "test_crash")),
-    *(f"--ignore=tests/judge/test_{name}.py" for name in ("judge", "doors", "cheats", "program")),
+    *(f"--ignore=tests/judge/test_{name}.py" for name in ("wrong", "doors")),
     *(f"--ignore=tests/torch_path/shrink/test_{name}.py" for name in SLOWER),
 )
 """What breaks first in each room."""
@@ -178,6 +178,8 @@ def numpy_only(session: nox.Session) -> None:
             "shd_ref.conformance",
             "--impl",
             "two_operations",
+            "--seed",
+            "0",
             "--report",
             "report.json",
             *dtypes,
@@ -255,7 +257,7 @@ def release(session: nox.Session) -> None:
     python = clean_python(session, out.parent / "clean")
     session.run(python, "-m", "pip", "install", "-c", CONSTRAINTS, f"{wheel}[teacher]", external=True)
     with session.chdir(out):
-        session.run(python, "-m", "shd_ref.conformance", "--impl", "shd_ref", external=True)
+        session.run(python, "-m", "shd_ref.conformance", "--impl", "shd_ref", "--seed", "0", external=True)
         session.run(str(Path(python).with_name("shd")), "--version", external=True)
     session.log(f"built: {', '.join(sorted(map(str, out.iterdir())))}")
 

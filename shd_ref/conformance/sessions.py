@@ -254,6 +254,11 @@ def _put(value: Any, path: tuple[Any, ...], new: Any) -> Any:
     return tuple(items) if isinstance(value, tuple) else items
 
 
+def _is_pair(value: Any) -> bool:
+    """Whether this is one pair, in whose place another kind of thing may raise the language's own error (ERR-8)."""
+    return len(value) == 2 and all(isinstance(item, int | np.integer) for item in value)
+
+
 def _is_pairs(value: Any) -> bool:
     """Whether this is a round of a plan, a list of pairs."""
     return (
@@ -327,7 +332,7 @@ def spoiled(d: Draw, call: Call) -> Call:
             codes = codes if new in (0, -1, True, 2.5) or "plan" in inputs or "kind" in inputs else set()
     elif isinstance(old, str) or (old is None and name in _WORDS):
         new = d.pick(("another", "", "ONE", "shd2"))
-    elif isinstance(old, list | tuple) and not (operation == "matched_plan" and len(path) > 1 and d.chance(0.5)):
+    elif isinstance(old, list | tuple) and (len(path) == 1 or not _is_pair(old)):
         items = list(old)
         new = d.pick(([], items[:-1], [*items, *items[-1:]], items[::-1], [*items[1:], *items[:1]]))
         codes = {"argument-shape", "argument-value", "plan-invalid"}
