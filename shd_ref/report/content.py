@@ -143,12 +143,12 @@ def read_evidence(
     kinds = {CACHED: (form.strategy, form.alpha_per)} | STRATEGIES
     residuals: dict[str, list[float]] = {name: [] for name in kinds}
     example_maps = {}
-    for number, (student_layer, site) in enumerate(work.graph.layers):
+    for number, (student_layer, _) in enumerate(work.graph.layers):
         errors = np.zeros((len(keys), len(kinds)))
         # One sample a batch: without padding, so that the example's maps are its own.
         for row, key in enumerate(keys):
             (batch,) = work.inputs.batches([index_of[key]], 1)
-            mask = work.query_mask(batch, site)
+            mask = work.row_masks(batch)[student_layer]
             maps, outputs = attention.read(number, batch)
             for column, (name, (strategy, alpha_per)) in enumerate(kinds.items()):
                 errors[row, column] = squeeze_heads(

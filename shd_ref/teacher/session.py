@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 from numpy.typing import NDArray
 
 from shd_ref.cache.storage.documents import MAX_INTEGER
-from shd_ref.errors import ShdError, argument_value, graph_invalid, import_package
+from shd_ref.errors import ShdError, graph_invalid, import_package, need
 from shd_ref.teacher.opening.model import Weights, data_folder, find_taken, onnx, put_back
 from shd_ref.teacher.options import RunOptions
 
@@ -45,21 +45,22 @@ def check_session(provider: str, num_threads: int | None = None) -> str:
     name = provider_name(provider)
     if name not in onnxruntime.get_available_providers():
         raise ShdError("provider-unavailable", _remedy(name, onnxruntime.get_available_providers()))
-    if num_threads is not None and not 1 <= num_threads <= MAX_THREADS:
-        raise argument_value(f"num_threads must be 1 to {MAX_THREADS}; got {num_threads}")
+    _check_range("num_threads", num_threads, 1, MAX_THREADS)
     return name
+
+
+def _check_range(
+    name: str, number: int | None, least: int, most: int = MAX_INTEGER, spec_id: str | None = None
+) -> None:
+    fits = number is None or least <= number <= most
+    need(fits, "argument-value", name, f"be {least} to {most}", number, spec_id=spec_id)
 
 
 def check_run(run: RunOptions) -> None:
     """Refuse what no run can be done with, before a teacher is loaded or a sample read."""
-    for name in ("batch_size", "batch_tokens", "samples_per_shard"):
-        number = getattr(run, name)
-        if number is not None and not 1 <= number <= MAX_INTEGER:
-            raise argument_value(f"{name} must be 1 to {MAX_INTEGER}; got {number}")
-    if run.tile is not None and not 0 <= run.tile <= MAX_INTEGER:
-        raise argument_value(f"tile must be 0 to {MAX_INTEGER}; got {run.tile}")
-    if not 0 <= run.seed <= MAX_INTEGER:
-        raise argument_value(f"seed must be 0 to {MAX_INTEGER}; got {run.seed}", "CACHE-12")
+    for name, least in {"batch_size": 1, "batch_tokens": 1, "samples_per_shard": 1, "tile": 0}.items():
+        _check_range(name, getattr(run, name), least)
+    _check_range("seed", run.seed, 0, spec_id="CACHE-12")
     check_session(run.provider, run.num_threads)
 
 

@@ -169,7 +169,7 @@ def find_factors(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tupl
     names = {name_of(value) for logits in read if logits is not None for value in _tensors(logits)}
     names |= {site.probs for site in sites if site.supported and site.probs}
     shaped = [list(_before_shaping(values.get(site.logits))) if site.supported else [] for site in sites]
-    arrays = probe_tensors(model, sorted(names.union(*shaped))) if names else {}
+    arrays = probe_tensors(model, names.union(*shaped)) if names else {}
     return tuple(
         _factors(site, logits, arrays, next((name for name in chain if arrays[name].ndim > 2), site.logits))
         for site, logits, chain in zip(sites, read, shaped, strict=True)

@@ -127,7 +127,7 @@ def find_sites(model: onnx.ModelProto) -> tuple[AttentionSite, ...]:
     if undecided:
         names = {name for walk in walks if walk.reason is None for name in walk.tensors()}
         try:
-            shapes = probe_shapes(model, sorted(names))
+            shapes = probe_shapes(model, names)
         except ShdError as error:
             probe_error = str(error)
         else:

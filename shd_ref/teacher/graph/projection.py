@@ -99,15 +99,13 @@ class _Sweep:
                 reason="the heads' outputs meet several weights whose products are used apart, so none of them is "
                 "the output projection: choose other layers, or export the model up to one of these products"
             )
-        return self._found(sums[0])
-
-    def _found(self, reading: _Linear) -> Projection:
-        needed, path = {term.source for term in reading.terms}, []
+        terms = sums[0].terms
+        needed, path = {term.source for term in terms}, []
         for node in reversed(self.path):
             if not needed.isdisjoint(node.outputs):
                 path.append(node)
                 needed.update(value for value in node.inputs if value is not None)
-        return Projection(reading.terms, tuple(reversed(path)))
+        return Projection(terms, tuple(reversed(path)))
 
     def _note(self, value: ir.Value, reading: _Reading) -> None:
         self.readings[value] = reading
@@ -197,7 +195,7 @@ def _scale(reading: _Linear, factor: NDArray[Any] | float) -> _Linear:
     """Multiply the weights; a reading without any is left to the replay of the path."""
     if isinstance(factor, float) and factor == 1.0:
         return reading
-    terms = tuple(replace(term, weight=_as_weight(term.weight * factor, term.weight)) for term in reading.terms)
+    terms = tuple(replace(term, weight=(term.weight * factor).astype(term.weight.dtype)) for term in reading.terms)
     return replace(reading, terms=terms)
 
 
@@ -254,12 +252,8 @@ def _multiply(node: ir.Node, place: int, reading: _Linear) -> _Linear | None:
     if reading.terms[0].weight.shape[-1] != len(factor.matrix):
         return None
     wide = factor.matrix.astype(np.float64)
-    terms = tuple(replace(term, weight=_as_weight(term.weight @ wide, term.weight)) for term in reading.terms)
+    terms = tuple(replace(term, weight=(term.weight @ wide).astype(term.weight.dtype)) for term in reading.terms)
     return replace(reading, terms=terms, axis=factor.out_axis)
-
-
-def _as_weight(product: NDArray[Any], like: NDArray[Any]) -> NDArray[Any]:
-    return product.astype(like.dtype)
 
 
 def _describe_bends(bends: list[ir.Node]) -> str:

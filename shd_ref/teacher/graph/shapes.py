@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
@@ -74,17 +74,21 @@ def frozen_specs(model: onnx.ModelProto, maps: Sequence[str]) -> tuple[InputSpec
     return with_fixed(specs, probe.frozen_batch, probe.frozen_length)
 
 
-def probe_shapes(model: onnx.ModelProto, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
+def probe_shapes(
+    model: onnx.ModelProto, names: Collection[str], sizes: InputSizes = _PROBE_SIZES
+) -> dict[str, tuple[int, ...]]:
     """Shapes of tensors in one tiny run, see ``Probe``."""
-    shapes = probe_tensors(model, names, only_shapes=True)
+    shapes = probe_tensors(model, names, sizes, only_shapes=True)
     return {name: tuple(shape.tolist()) for name, shape in shapes.items()}
 
 
 def probe_tensors(
-    model: onnx.ModelProto, names: Sequence[str], *, only_shapes: bool = False
+    model: onnx.ModelProto, names: Collection[str], sizes: InputSizes = _PROBE_SIZES, *, only_shapes: bool = False
 ) -> dict[str, NDArray[Any]]:
-    """Tensors of one tiny run of a graph, see ``Probe``."""
-    probe = Probe(model, names, only_shapes=only_shapes)
+    """Tensors of one tiny run of a graph, see ``Probe``; no run for none."""
+    if not names:
+        return {}
+    probe = Probe(model, sorted(names), sizes, only_shapes=only_shapes)
     return probe.run(probe_feeds(probe.specs, probe.sizes, largest=probe.largest))
 
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.errors import argument_value, graph_unsupported
+from shd_ref.errors import argument_value, graph_unsupported, need
 from shd_ref.kd.head import TeacherHead
 from shd_ref.teacher.graph.find import AttentionSite
 from shd_ref.teacher.graph.nodes import ancestors, constant_of, is_constant, name_of, product_weight
@@ -103,11 +103,8 @@ def find_logits(model: onnx.ModelProto, output: str | None) -> str:
         if value.type.tensor_type.elem_type in _FLOATS
     }
     if output is not None:
-        if output not in outputs:
-            raise argument_value(
-                f"logits_output must name an output of real numbers of the graph, one of {', '.join(outputs)}; got "
-                f"{output!r}"
-            )
+        rule = f"name an output of real numbers of the graph, one of {', '.join(outputs)}"
+        need(output in outputs, "argument-value", "logits_output", rule, repr(output))
         return output
     if _LOGITS in outputs:
         return _LOGITS

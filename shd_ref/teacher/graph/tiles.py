@@ -7,7 +7,7 @@ is made again in every tile; one with either is made once, and cut.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -19,7 +19,7 @@ from shd_ref.teacher.graph.factors import MASKED, Logits, distinct_heads, read_l
 from shd_ref.teacher.graph.find import AttentionSite
 from shd_ref.teacher.graph.inputs import InputSizes
 from shd_ref.teacher.graph.nodes import constant_of, int_attribute, is_value_product, name_of, operands, repeat_chain
-from shd_ref.teacher.graph.shapes import Probe, Shapes, probe_feeds
+from shd_ref.teacher.graph.shapes import Shapes, probe_shapes, probe_tensors
 from shd_ref.teacher.opening.model import PRODUCTS, STANDARD_DOMAINS, ir, kinds, onnx, read_graph
 
 Axes: TypeAlias = tuple[int | None, int | None]
@@ -117,21 +117,13 @@ def find_tiles(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tuple[
     logits = [read_logits(values.get(site.logits)) for site in sites]
     masks = {name_of(value) for one in logits for value in _mask_values(one) if constant_of(value) is None}
     try:
-        shapes = {name: tuple(map(int, shape)) for name, shape in _probe(model, names, only_shapes=True).items()}
-        arrays = _probe(model, masks)
+        shapes, arrays = probe_shapes(model, names, _PROBED), probe_tensors(model, masks, _PROBED)
     except ShdError as error:
         return tuple(SiteTiles(site, reason=f"its sizes cannot be measured: {error}") for site in sites)
     return tuple(
         _read_site(site, values, found, shapes, read, arrays)
         for site, found, read in zip(sites, behind, logits, strict=True)
     )
-
-
-def _probe(model: onnx.ModelProto, names: Collection[str], *, only_shapes: bool = False) -> Arrays:
-    if not names:
-        return {}
-    probe = Probe(model, sorted(names), _PROBED, only_shapes=only_shapes)
-    return probe.run(probe_feeds(probe.specs, probe.sizes, largest=probe.largest))
 
 
 def _mask_values(logits: Logits) -> Iterator[ir.Value]:

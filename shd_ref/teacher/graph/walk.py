@@ -206,7 +206,8 @@ def _why_unreadable(start: _Start, meetings: list[_Meeting]) -> str | None:
         )
     if trail.axes[-1] != -1:
         return f"the map is transposed on its way to the values: {_EAGER}"
-    if meetings[0].slot != 0 or not _is_plain(product):
+    turned = any(int_attribute(product, flag) for flag in ("transA", "transB", "transBatchA", "transBatchB"))
+    if meetings[0].slot != 0 or turned or float_attribute(product, "alpha") != 1.0:
         return f"map and values meet in {product.op_type} with the map transposed or scaled: {_EAGER}"
     tensors = {id(meeting.values) for meeting in meetings}
     if len(tensors) > 1:
@@ -288,11 +289,6 @@ def _step(trail: _Trail, node: ir.Node, slot: int) -> _Trail | None:
     axis = trail.axes[weight.axis]
     mixing = weight.matrix if axis == _HEADS and not trail.is_mixed else None
     return None if axis == -1 else replace(trail, value=output, is_mixed=True, mixing=mixing)
-
-
-def _is_plain(product: ir.Node) -> bool:
-    flags = ("transA", "transB", "transBatchA", "transBatchB")
-    return not any(int_attribute(product, flag) for flag in flags) and float_attribute(product, "alpha") == 1.0
 
 
 _SHAPING: Final = frozenset({"Cast", "Dropout", "Expand", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
@@ -459,6 +455,17 @@ _WINDOWS: Final = frozenset({"AveragePool", "Conv", "MaxPool"})
 _SMOOTHING: Final = PRODUCTS | _WINDOWS | {"CumSum", "Pad", "ReduceMean", "ReduceSum"}
 
 
+_REMADE: Final = (
+    "what multiplies its values is made of its map by {}, as in differential attention or with smoothed maps, and "
+    "need not be distributions over keys: choose other layers (--sites), or a teacher whose softmax multiplies the "
+    "values itself"
+)
+_WITHOUT_SOFTMAX: Final = (
+    "its weights are made of queries and keys by {} and by no softmax, so they need be no distribution over keys: "
+    "choose other layers (--sites), or a teacher whose softmax multiplies the values"
+)
+
+
 def find_remade(
     graph: ir.Graph, walked: Collection[ir.Node], met: Collection[ir.Node]
 ) -> Iterator[tuple[ir.Node, str]]:
@@ -471,7 +478,8 @@ def find_remade(
         for product, passed in () if node in told else _products_behind(node, is_softmax):
             if product not in told and (is_softmax or not passed.isdisjoint(_WEIGHING)):
                 told.add(product)
-                yield node, _remade(passed) if is_softmax else _without_softmax(passed)
+                shown = ", ".join(sorted(passed - LAYOUT_OPS - REPEAT_OPS) or sorted(passed))
+                yield node, (_REMADE if is_softmax else _WITHOUT_SOFTMAX).format(shown)
                 break
 
 
@@ -521,22 +529,3 @@ def _sizes(value: ir.Value, last: int = 0) -> Counter[str] | None:
 
 def _last(value: ir.Value) -> str | None:
     return None if value.shape is None or not len(value.shape) else str(value.shape[-1])
-
-
-def _remade(passed: frozenset[str]) -> str:
-    return (
-        f"what multiplies its values is made of its map by {_listed(passed)}, as in differential attention or with "
-        "smoothed maps, and need not be distributions over keys: choose other layers (--sites), or a teacher whose "
-        "softmax multiplies the values itself"
-    )
-
-
-def _without_softmax(passed: frozenset[str]) -> str:
-    return (
-        f"its weights are made of queries and keys by {_listed(passed)} and by no softmax, so they need be no "
-        "distribution over keys: choose other layers (--sites), or a teacher whose softmax multiplies the values"
-    )
-
-
-def _listed(passed: frozenset[str]) -> str:
-    return ", ".join(sorted(passed - LAYOUT_OPS - REPEAT_OPS) or sorted(passed))

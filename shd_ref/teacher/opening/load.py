@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.errors import ShdError, graph_invalid
+from shd_ref.errors import ShdError, graph_invalid, need
 from shd_ref.teacher.opening.einsum import rewrite_einsum
 from shd_ref.teacher.opening.model import (
     CONTRIB_DOMAIN,
@@ -24,7 +24,6 @@ from shd_ref.teacher.opening.model import (
     all_tensors,
     bodies,
     check_external_data,
-    data_folder,
     function_nodes,
     ir,
     kinds,
@@ -66,29 +65,40 @@ def load_teacher(path: str | Path, *, inline_bytes: int = INLINE_BYTES) -> onnx.
         ) from error
     if not model.graph.node or not model.opset_import:
         raise graph_invalid(f"teacher graph {file} holds no ONNX graph: copy or export it again")
-    size = check_external_data(model, file)
-    check_wiring(model.graph, file)
-    check_sizes(model, file)
+    tensors = list(all_tensors(model))
+    size = check_external_data(tensors, file)
+    _check_wiring(model.graph, file)
+    _check_tensors(tensors, model.graph.input, file)
     if model.functions:
-        check_functions(model, file)
+        _check_functions(model.functions, list(all_nodes(model.graph)), file)
         try:
             model = onnx.inliner.inline_local_functions(model)
         except Exception as error:  # the inliner raises what its C++ throws
             raise graph_invalid(
                 f"teacher graph {file} has functions that call one another wrongly: {error}"
             ) from error
-    foreign = {node.domain for node in all_nodes(model.graph)} - _KNOWN_DOMAINS
+    graphs = list(all_graphs(model.graph))
+    nodes, opset = [node for graph in graphs for node in graph.node], opset_version(model)
+    foreign = {node.domain for node in nodes} - _KNOWN_DOMAINS
     if foreign:
         raise graph_invalid(
             f"teacher graph {file} needs operators of {', '.join(sorted(foreign))}, and custom operator "
             "libraries are never loaded: re-export the model with standard operators"
         )
-    check_nodes(model.graph, opset_version(model), file)
-    check_growth(model, file)
-    check_folded(model, file)
-    load_external_data(model, file, everything=size < inline_bytes)
-    model = _decompose_attention(_modernise(model))
-    return model if old_opset_reason(model) else rewrite_einsum(model)
+    _check_nodes(nodes, opset, file)
+    constants = [tensor for graph in graphs for tensor in graph.initializer]
+    _check_growth(nodes, constants, file)
+    _check_folded(nodes, constants, file)
+    is_whole = size < inline_bytes
+    load_external_data(model, file, everything=is_whole)
+    if opset < MIN_OPSET and is_whole:  # it cannot convert what it cannot see
+        model = _modernise(model, opset)
+    if any(node.op_type == "Attention" and node.domain in STANDARD_DOMAINS for node in nodes):
+        # By its own definition; a provider may fuse it without ever forming the map. What cannot be replaced,
+        # ``find_sites`` reports as it is.
+        with contextlib.suppress(Exception):
+            model = onnx.inliner.inline_selected_functions(model, [("", "Attention")], inline_schema_functions=True)
+    return rewrite_einsum(model) if opset_version(model) >= MIN_OPSET else model
 
 
 def old_opset_reason(model: onnx.ModelProto) -> str | None:
@@ -107,22 +117,11 @@ def opset_version(model: onnx.ModelProto) -> int:
     return max((entry.version for entry in model.opset_import if entry.domain in STANDARD_DOMAINS), default=0)
 
 
-def _decompose_attention(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The operator Attention by its own definition; a provider may fuse it without ever forming the map."""
-    if not any(node.op_type == "Attention" and node.domain in STANDARD_DOMAINS for node in all_nodes(model.graph)):
-        return model
-    try:
-        return onnx.inliner.inline_selected_functions(model, [("", "Attention")], inline_schema_functions=True)
-    except Exception:  # as above; ``find_sites`` then reports the operator as it is
-        return model
-
-
-def _modernise(model: onnx.ModelProto) -> onnx.ModelProto:
-    if opset_version(model) >= MIN_OPSET or data_folder(model) is not None:  # nor can it convert what it cannot see
-        return model
+def _modernise(model: onnx.ModelProto, opset: int) -> onnx.ModelProto:
+    """The model in a newer operator set where ONNX can convert it, else as it is: later steps then refuse it."""
     # onnxruntime knew LayerNormalization before ONNX did, under the same name and with the same meaning: such nodes
     # are put out of the converter's sight, which has no rule for an operator of the future.
-    opset, old = opset_version(model), onnx.ModelProto()
+    old = onnx.ModelProto()
     old.CopyFrom(model)
     for node in all_nodes(old.graph):
         is_early = node.domain in STANDARD_DOMAINS and node.op_type in _EARLY
@@ -132,7 +131,6 @@ def _modernise(model: onnx.ModelProto) -> onnx.ModelProto:
     try:
         new = onnx.version_converter.convert_version(old, _TARGET_OPSET)
     except Exception:  # the converter raises what its C++ throws
-        # An operator has no conversion. ``find_sites`` and ``squeeze_graph`` refuse the old graph, with the remedy.
         return model
     for node in all_nodes(new.graph):
         if node.domain == _ASIDE:
@@ -158,25 +156,24 @@ _COMPLEX: Final = (onnx.TensorProto.COMPLEX64, onnx.TensorProto.COMPLEX128)  # t
 _SHAPE_INPUTS: Final = {"ConstantOfShape": 0, "Expand": 1, "Tile": 1}
 
 
-def check_sizes(model: onnx.ModelProto, file: Path) -> None:
+def _check_tensors(tensors: Iterable[onnx.TensorProto], inputs: Iterable[onnx.ValueInfoProto], file: Path) -> None:
     """Tensors must hold what their shapes say, and no shape that the graph states may be absurd."""
-    for tensor in all_tensors(model):
+    for tensor in tensors:
         if min(tensor.dims, default=0) < 0 or not _holds(tensor, file.parent):
             raise graph_invalid(
                 f"tensor {tensor.name!r} of teacher graph {file} must hold the numbers of its shape "
                 f"{list(tensor.dims)[:8]}, no more and no less: copy or export it again"
             )
-    for value in model.graph.input:
+    for value in inputs:
         axes = value.type.tensor_type.shape.dim
         _check_shape(file, value.name, [axis.dim_value for axis in axes if axis.HasField("dim_value")])
 
 
-def check_functions(model: onnx.ModelProto, file: Path) -> None:
+def _check_functions(functions: Iterable[onnx.FunctionProto], nodes: Sequence[onnx.NodeProto], file: Path) -> None:
     """Local functions may not call one another so often, or so deep, that a few of them make an endless graph."""
-    functions = {(function.domain, function.name): function for function in model.functions}
     calls = {
-        key: Counter((node.domain, node.op_type) for node in function_nodes(function))
-        for key, function in functions.items()
+        (function.domain, function.name): Counter((node.domain, node.op_type) for node in function_nodes(function))
+        for function in functions
     }
     sizes: dict[tuple[str, str], tuple[int, int]] = {}  # nodes after inlining, and how deep
     for key in calls:
@@ -190,9 +187,9 @@ def check_functions(model: onnx.ModelProto, file: Path) -> None:
                 continue
             waiting.pop()  # what is unknown now calls itself in a circle, which the inliner refuses
             held = [(sizes.get(name, (1, 0)), count) for name, count in calls[current].items()]
-            nodes = sum(size[0] * count for size, count in held)
-            sizes[current] = min(nodes, _MOST_NODES + 1), 1 + max((size[1] for size, _ in held), default=0)
-    total = sum(sizes.get((node.domain, node.op_type), (1, 0))[0] for node in all_nodes(model.graph))
+            made = sum(size[0] * count for size, count in held)
+            sizes[current] = min(made, _MOST_NODES + 1), 1 + max((size[1] for size, _ in held), default=0)
+    total = sum(sizes.get((node.domain, node.op_type), (1, 0))[0] for node in nodes)
     depth = max((deep for _, deep in sizes.values()), default=0)
     if total > _MOST_NODES or depth > _MOST_NESTED:
         raise graph_invalid(
@@ -202,11 +199,11 @@ def check_functions(model: onnx.ModelProto, file: Path) -> None:
         )
 
 
-def check_growth(model: onnx.ModelProto, file: Path) -> None:
+def _check_growth(nodes: Iterable[onnx.NodeProto], constants: Iterable[onnx.TensorProto], file: Path) -> None:
     """Tensors that are joined with themselves again and again may not grow without bound."""
-    sizes = {tensor.name: math.prod(tensor.dims) for graph in all_graphs(model.graph) for tensor in graph.initializer}
+    sizes = {tensor.name: math.prod(tensor.dims) for tensor in constants}
     most = max(_MOST_JOINED, 8 * sum(sizes.values()))
-    for node in all_nodes(model.graph):
+    for node in nodes:
         if node.op_type == "Concat":
             size = sum(sizes.get(name, 1) for name in node.input)
             if size > most:
@@ -220,14 +217,13 @@ def check_growth(model: onnx.ModelProto, file: Path) -> None:
         sizes.update(dict.fromkeys(node.output, size))
 
 
-def check_folded(model: onnx.ModelProto, file: Path) -> None:
+def _check_folded(nodes: Iterable[onnx.NodeProto], constants: Iterable[onnx.TensorProto], file: Path) -> None:
     """What operators make of constant shapes, which onnxruntime computes first, may not be absurdly large."""
     known: dict[str, NDArray[Any]] = {}
-    for graph in all_graphs(model.graph):
-        for tensor in graph.initializer:
-            if _is_readable(tensor):
-                known[tensor.name] = onnx.numpy_helper.to_array(tensor)
-    for node in all_nodes(model.graph):
+    for constant in constants:
+        if _is_readable(constant):
+            known[constant.name] = onnx.numpy_helper.to_array(constant)
+    for node in nodes:
         if node.op_type == "Constant":
             tensor = node.attribute[0].t if node.attribute and node.attribute[0].HasField("t") else None
             if tensor is not None and _is_readable(tensor):
@@ -292,11 +288,10 @@ def check_inferred(model: onnx.ModelProto) -> None:
 
 
 def _check_shape(file: Path, name: str, shape: Sequence[int]) -> None:
-    if any(size < 0 for size in shape) or math.prod(shape) > _MOST_ENTRIES:
-        raise graph_invalid(
-            f"shapes of teacher graph {file} must be of at most {_MOST_ENTRIES} entries; got {list(shape)[:8]} "
-            f"for {name!r}: export it again, with dynamic axes in place of large fixed ones"
-        )
+    fits = min(shape, default=0) >= 0 and math.prod(shape) <= _MOST_ENTRIES
+    rule, remedy = f"be of at most {_MOST_ENTRIES} entries", "with dynamic axes in place of large fixed ones"
+    got = f"{list(shape)[:8]} for {name!r}: export it again, {remedy}"
+    need(fits, "graph-invalid", f"shapes of teacher graph {file}", rule, got)
 
 
 def _holds(tensor: onnx.TensorProto, folder: Path) -> bool:
@@ -337,9 +332,9 @@ _CONTRIB_INPUTS: Final = {
 """Operators of onnxruntime's own domain, which have no schema here, and how many inputs they need at least."""
 
 
-def check_nodes(graph: onnx.GraphProto, opset: int, file: Path) -> None:
+def _check_nodes(nodes: Iterable[onnx.NodeProto], opset: int, file: Path) -> None:
     """Every node must have the inputs, outputs and attributes of its operator, as onnxruntime demands too."""
-    for node in all_nodes(graph):
+    for node in nodes:
         problem = _signature_problem(node, opset)
         if problem is not None:
             raise _broken(file, f"node {node.name!r} ({node.op_type}) {problem}")
@@ -372,7 +367,7 @@ def _signature_problem(node: onnx.NodeProto, opset: int) -> str | None:
     return f"lacks its attribute {min(lacking)!r}" if lacking else None
 
 
-def check_wiring(graph: onnx.GraphProto, file: Path, outer: frozenset[str] = frozenset()) -> None:
+def _check_wiring(graph: onnx.GraphProto, file: Path, outer: frozenset[str] = frozenset()) -> None:
     """Every tensor that a graph reads must be one of its inputs, a constant, or what exactly one node gives."""
     inputs = [value.name for value in graph.input]
     constants = {tensor.name for tensor in graph.initializer}
@@ -390,7 +385,7 @@ def check_wiring(graph: onnx.GraphProto, file: Path, outer: frozenset[str] = fro
             if name and name not in known:
                 raise _broken(file, f"a node ({node.op_type!r}) reads the tensor {name!r}, which has no source")
         for body in bodies(node):
-            check_wiring(body, file, known)
+            _check_wiring(body, file, known)
     for value in graph.output:
         if value.name not in known:
             raise _broken(file, f"the output {value.name!r} has no source")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -190,13 +190,11 @@ _SMALL_BYTES: Final = 2**16  # of a tensor that may be a shape or an axis, which
 _FOLDER: Final = "squeezing_heads.data_folder"
 
 
-def check_external_data(model: onnx.ModelProto, file: Path) -> int:
+def check_external_data(tensors: Iterable[onnx.TensorProto], file: Path) -> int:
     """External data must exist, be complete, and lie in the model's folder or below; their size in bytes."""
     folder = file.parent.resolve()
     sizes = {file: file.stat().st_size}
-    for tensor in all_tensors(model):
-        if not onnx.external_data_helper.uses_external_data(tensor):
-            continue
+    for tensor in filter(onnx.external_data_helper.uses_external_data, tensors):
         try:
             info = onnx.external_data_helper.ExternalDataInfo(tensor)
             target = (folder / info.location).resolve()

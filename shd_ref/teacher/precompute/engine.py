@@ -36,7 +36,7 @@ from shd_ref.cache.shards import ShardFile
 from shd_ref.cache.storage.places import MANIFEST_NAME, Folder, is_address, open_storage, subfolder
 from shd_ref.cache.storage.storage import write_errors
 from shd_ref.cache.writer import check_free, other_job
-from shd_ref.errors import ShdError, argument_value
+from shd_ref.errors import ShdError, argument_value, need
 from shd_ref.teacher.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.compare import Comparison, compare_layers
 from shd_ref.teacher.precompute.forms import MAKERS, describe_forms, make_records, maker_of, measure_errors
@@ -192,8 +192,8 @@ def precompute(
 
 def students_of(out: str | os.PathLike[str], options: PrecomputeOptions, student_heads: Sequence[int]) -> Students:
     """Students with several numbers of heads, most first; their caches are folders ``heads-<n>``."""
-    if not student_heads or len(set(student_heads)) != len(student_heads):
-        raise argument_value(f"student_heads must be distinct numbers; got {list(student_heads)}")
+    is_distinct = bool(student_heads) and len(set(student_heads)) == len(student_heads)
+    need(is_distinct, "argument-value", "student_heads", "be distinct numbers", list(student_heads))
     return [
         (subfolder(out, f"heads-{number}"), replace(options, num_student_heads=number))
         for number in sorted(student_heads, reverse=True)
@@ -444,7 +444,8 @@ class _StudentCache:
         faults = _judge(self._work, outputs)
         lacked = {shard: self.pending[shard].samples - faults.keys() for shard in shards}
         records = {
-            shard: make_records(self._work, outputs, samples, self.manifest) for shard, samples in lacked.items()
+            shard: make_records(outputs, samples, self.manifest, self._work.inputs.seed)
+            for shard, samples in lacked.items()
         }
         return _Made(faults, records)
 
@@ -495,20 +496,19 @@ class _StudentCache:
         if outputs.layers and not outputs.layers[0].has_check:
             outputs = check_again(tuple(record.index for record in records))[self.number]
             records = [record for record in records if record.index in outputs.indices]
-        return measure_errors(self._work, outputs, records, self.manifest)
+        return measure_errors(outputs, records, self.manifest)
 
 
 def _check_students(students: Students) -> None:
     """Refuse students that cannot share a pass, before a manifest of any is written."""
     heads = [options.num_student_heads for _, options in students]
-    if not students or any(heads.count(number) > 1 for number in heads):
-        raise argument_value(f"students must be at least one, with distinct numbers of heads; got {heads}")
+    is_distinct = bool(students) and all(heads.count(number) == 1 for number in heads)
+    need(is_distinct, "argument-value", "students", "be at least one, with distinct numbers of heads", heads)
     roots = [open_storage(folder).root for folder, _ in students]
     places = [os.path.realpath(root) if isinstance(root, Path) else root for root in roots]
-    if any(f"{inner}/".startswith(f"{outer}/") for inner, outer in permutations(places, 2)):
-        raise argument_value(
-            f"students must each have their own cache, none inside another's; got {', '.join(places)}"
-        )
+    apart = not any(f"{inner}/".startswith(f"{outer}/") for inner, outer in permutations(places, 2))
+    rule = "each have their own cache, none inside another's"
+    need(apart, "argument-value", "students", rule, ", ".join(places))
     first = students[0][1]
     for _, options in students[1:]:
         differing = [

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from shd_ref.cache import AveragedTeacher
 from shd_ref.cache.codecs.logits import check_padding
-from shd_ref.errors import ShdError, argument_value, graph_unsupported, inputs_invalid
+from shd_ref.errors import ShdError, argument_value, inputs_invalid, need
 from shd_ref.teacher.graph.inputs import SUPPLIED, Supply, input_specs
 from shd_ref.teacher.graph.shapes import check_bounds
 from shd_ref.teacher.graph.targets import TargetTensors, dtype_of, find_targets
@@ -151,12 +151,10 @@ def average_logits(
     for other in others:
         logits = other.run(batch)[:count]
         other.check_classes(size, exact=options.vocab_size is None)
-        if logits.shape[:-1] != first.shape[:-1]:
-            raise graph_unsupported(
-                f"{other.who} must give logits for the first teacher's samples and positions, "
-                f"{list(first.shape[:-1])}; got {list(logits.shape[:-1])}: export both with the same head",
-                "CACHE-163",
-            )
+        given, asked = list(logits.shape[:-1]), list(first.shape[:-1])
+        rule = f"give logits for the first teacher's samples and positions, {asked}"
+        got = f"{given}: export both with the same head"
+        need(given == asked, "graph-unsupported", other.who, rule, got, spec_id="CACHE-163")
         _check_padding(other.who, logits, size, counted, options)
         total += logits[..., :size]
     total /= np.float32(1 + len(others))
@@ -172,18 +170,13 @@ def count_classes(model: onnx.ModelProto, output: str) -> int | None:
 def check_teachers(first: Path, options: PrecomputeOptions) -> None:
     """Refuse further teachers that options rule out, before any is loaded."""
     others = options.with_teachers
-    if others and options.logits == "none":
-        raise argument_value(
-            f"with_teachers must go with logits, whose mean is stored; got {', '.join(map(str, others))} with logits "
-            "'none'",
-            "CACHE-163",
-        )
+    got, ok = f"{', '.join(map(str, others))} with logits 'none'", not others or options.logits != "none"
+    rule = "go with logits, whose mean is stored"
+    need(ok, "argument-value", "with_teachers", rule, got, spec_id="CACHE-163")
     places = [path.resolve() for path in (first, *others)]
     twice = next((path for path, file in zip(others, places[1:], strict=True) if places.count(file) > 1), None)
-    if twice is not None:
-        raise argument_value(
-            f"with_teachers must name each teacher once, and not the first; got {twice}", "CACHE-163"
-        )
+    rule = "name each teacher once, and not the first"
+    need(twice is None, "argument-value", "with_teachers", rule, twice, spec_id="CACHE-163")
 
 
 def _check_padding(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from shd_ref.cache.forms.attention import KINDS, KindLayers
-from shd_ref.errors import ShdError, argument_value, graph_unsupported
+from shd_ref.errors import ShdError, argument_value, graph_unsupported, need
 from shd_ref.layers import layer_map
 from shd_ref.teacher.graph.factors import SiteFactors, find_factors
 from shd_ref.teacher.graph.find import AttentionSite, SiteKinds, find_kinds, find_sites, select_sites
@@ -105,28 +105,27 @@ class TeacherGraph:
         """The type that it computes in."""
         return dtype_of(self.model, [site for _, site in self.layers], self.targets)
 
-    def mask_of_rows(self, inputs: ModelInputs, site: AttentionSite) -> str | None:
-        """Name of the input that says which rows of a site's maps count; None where every row does."""
-        return inputs.decoder_mask if self.site_kinds.has_decoder_rows(site) else inputs.mask
+    def masks_of(self, inputs: ModelInputs) -> dict[int, tuple[str | None, str | None]]:
+        """By site the inputs that say which rows, and which keys, of its maps count; None where all do.
 
-    def mask_of_keys(self, inputs: ModelInputs, site: AttentionSite) -> str | None:
-        """Name of the input that says which of a site's keys count; None where every key does."""
-        if site.layer in self.site_kinds.own_keys:
-            return None
-        return inputs.decoder_mask if self.site_kinds.kind(site) == "decoder" else inputs.mask
-
-    def check_lengths(self, inputs: ModelInputs) -> None:
-        """Refuse maps that have other rows or keys than the mask that says which of them count."""
+        Maps that have other rows or keys than their mask has positions are refused.
+        """
+        masks = {}
         for _, site in self.layers:
-            of_rows, of_keys = self.mask_of_rows(inputs, site), self.mask_of_keys(inputs, site)
-            for axis, read, mask in (("rows", site.row_inputs, of_rows), ("keys", site.key_inputs, of_keys)):
-                if mask is not None and read is not None and mask not in read:
+            kind = self.site_kinds.kind(site)
+            rows = inputs.decoder_mask if kind in ("decoder", "cross") else inputs.mask
+            keys = inputs.decoder_mask if kind == "decoder" else inputs.mask
+            masks[site.layer] = rows, None if site.layer in self.site_kinds.own_keys else keys
+            read = site.row_inputs, site.key_inputs
+            for axis, mask, sources in zip(("rows", "keys"), masks[site.layer], read, strict=True):
+                if mask is not None and sources is not None and mask not in sources:
                     raise graph_unsupported(
                         f"{site.label} must have as many {axis} as {mask} has positions, but tokens are joined to "
                         "the sequence inside the graph (a class token, registers), or it is made shorter: export a "
                         "wrapper whose inputs and mask have a position for each of them, such as a placeholder in "
                         "front, or select other sites (--sites)"
                     )
+        return masks
 
 
 def choose_targets(
@@ -177,41 +176,32 @@ def choose_layers(
     if options.sites is not None and options.layer_pairs is not None:
         raise argument_value("sites must not be given with layer pairs, which select sites themselves", "LAYER-4")
     selected = select_sites(sites, options.sites)
-    counts: tuple[KindLayers, ...] = ()
     meant = options.num_student_layers
-    if options.layer_pairs is not None:
-        if isinstance(meant, Mapping):
-            raise ShdError(
-                "layers-invalid",
-                f"num_student_layers must be one number with pairs, which count all calls; got {dict(meant)}",
-                "CACHE-105",
-            )
-        pairs = options.layer_pairs
-        count = 1 + max((student for student, _ in pairs), default=0) if meant is None else meant
-        chosen = tuple((student, sites[teacher]) for student, teacher in layer_map(len(sites), count, pairs))
-    elif kinds.kinds:
+    pairs = options.layer_pairs
+    if pairs is None and kinds.kinds:
         chosen, counts = _choose_by_kind(selected, kinds, meant)
-        meant = sum(kind.num_student_layers for kind in counts)
-    else:
-        if isinstance(meant, Mapping):
-            raise ShdError(
-                "layers-invalid",
-                f"num_student_layers must be one number, as the graph has no cross attention; got {dict(meant)}",
-                "CACHE-105",
-            )
-        meant = len(selected) if meant is None else meant
-        if meant > len(selected):
-            raise ShdError(
-                "layers-invalid",
-                f"num_student_layers must be at most {len(selected)}, the number of attention sites; got {meant}: "
-                "leave layers out with --layer-pairs",
-                "LAYER-2",
-            )
-        chosen = tuple((student, selected[teacher]) for student, teacher in layer_map(len(selected), meant))
+        return _supported(chosen), sum(kind.num_student_layers for kind in counts), counts
+    if isinstance(meant, Mapping):
+        why = "as the graph has no cross attention" if pairs is None else "as pairs count all calls"
+        message = f"num_student_layers must be one number, {why}; got {dict(meant)}"
+        raise ShdError("layers-invalid", message, "CACHE-105")
+    if pairs is not None:
+        count = 1 + max((student for student, _ in pairs), default=0) if meant is None else meant
+        given = tuple((student, sites[teacher]) for student, teacher in layer_map(len(sites), count, pairs))
+        return _supported(given), meant, ()
+    meant = len(selected) if meant is None else meant
+    rule = f"be at most {len(selected)}, the number of attention sites"
+    got = f"{meant}: leave layers out with --layer-pairs"
+    need(meant <= len(selected), "layers-invalid", "num_student_layers", rule, got, spec_id="LAYER-2")
+    chosen = tuple((student, selected[teacher]) for student, teacher in layer_map(len(selected), meant))
+    return _supported(chosen), meant, ()
+
+
+def _supported(chosen: Chosen) -> Chosen:
     for _, site in chosen:
         if not site.supported:
             raise graph_unsupported(f"{site.label} cannot be squeezed: {site.reason} (or select other sites)")
-    return chosen, meant, counts
+    return chosen
 
 
 def _choose_by_kind(
@@ -246,12 +236,10 @@ def _choose_by_kind(
 
 def common_heads(layers: Chosen) -> int:
     """H of all layers; 0 without any, refused where they differ."""
-    heads = {site.num_heads for _, site in layers}
-    if layers and (len(heads) != 1 or None in heads):
-        raise graph_unsupported(
-            f"the layers must share one number of heads, as one plan serves all; got {sorted(map(str, heads))}"
-        )
-    return int(heads.pop() or 0) if layers else 0
+    heads = {site.num_heads or 0 for _, site in layers}
+    rule = "share one number of heads, as one plan serves all"
+    need(len(heads) < 2 and 0 not in heads, "graph-unsupported", "the layers", rule, sorted(heads))
+    return max(heads, default=0)
 
 
 def choose_stored(

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache import sample_key, trim_inputs
-from shd_ref.errors import ShdError, argument_value, inputs_invalid
+from shd_ref.errors import ShdError, inputs_invalid, need
 from shd_ref.teacher.graph.inputs import SUPPLIED, TYPES, InputSpec, Supply
 from shd_ref.teacher.sources import Arrays, ArraySource, IndexedSource, Row, Source
 from shd_ref.teacher.sources.source import Spool
@@ -53,8 +53,8 @@ def group_samples(
 
 def share_shards(num_shards: int, part: int, parts: int) -> range:
     """One of equal parts of a job's shards: neighbours, as they share batches and folders."""
-    if not 0 <= part < parts:
-        raise argument_value(f"shards must be i/n with 0 <= i < n; got {part}/{parts}: count from 0")
+    got = f"{part}/{parts}: count from 0"
+    need(0 <= part < parts, "argument-value", "shards", "be i/n with 0 <= i < n", got)
     return range(part * num_shards // parts, (part + 1) * num_shards // parts)
 
 
@@ -136,8 +136,8 @@ class ModelInputs:
         self.decoder_mask = decoder_mask if decoder_mask in self.decoder else None
         first_specs = {name: spec for name, spec in self._specs.items() if name not in self.decoder}
         pairs = [name for name, spec in first_specs.items() if len(spec.shape) == 2]
-        if mask is not None and mask not in pairs:
-            raise inputs_invalid(f"mask must be one of the graph's (B, L) inputs {pairs}; got {mask!r}")
+        rule = f"be one of the graph's (B, L) inputs {pairs}"
+        need(mask is None or mask in pairs, "inputs-invalid", "mask", rule, repr(mask))
         self.mask = next((name for name in MASK_NAMES if name in pairs), None) if mask is None else mask
         self.ignored = tuple(sorted(set(self._source.columns) - set(self.names)))
         self._unread = [name for name in (TYPES,) if name in self.ignored]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -88,7 +88,7 @@ def calibrate_plans(
     seed: int = 0,
     batch_size: int = 16,
     on_error: str = "stop",
-    mask_of_rows: Callable[[AttentionSite], str | None] | None = None,
+    row_masks: Sequence[str | None] | None = None,
 ) -> tuple[MergePlan, ...]:
     """The matched plan of every site on samples of CACHE-26's order; ``"skip"`` leaves out those with NaN."""
     chosen = [int(index) for index in sample_order(len(inputs), seed)[:num_samples]]
@@ -97,7 +97,7 @@ def calibrate_plans(
         calibration = []
         for batch in inputs.batches(chosen, batch_size):
             probs, values, places = reader.read_values(number, batch, on_error=on_error)
-            name = inputs.mask if mask_of_rows is None else mask_of_rows(site)
+            name = inputs.mask if row_masks is None else row_masks[number]
             mask = None if name is None else batch.arrays[name][places].astype(np.bool_)
             if len(places):
                 calibration.append((probs, values, mask))

@@ -18,7 +18,6 @@ from shd_ref.cache.codecs.logits import check_padding
 from shd_ref.errors import graph_unsupported
 from shd_ref.merging.plans import MergePlan, check_counts, merge_plan, plan_groups
 from shd_ref.teacher.graph.factors import find_factors
-from shd_ref.teacher.graph.find import AttentionSite
 from shd_ref.teacher.graph.independence import SEVERAL, SHARED_SCALES, rounds_in_run, shares_scales
 from shd_ref.teacher.graph.inputs import count_rows, read_pads
 from shd_ref.teacher.graph.shapes import check_bounds, frozen_specs
@@ -60,7 +59,8 @@ class TeacherRun:
 
     Attributes:
         graph, inputs, sessions, others: the teacher; the data; its squeezed graph as it runs; further teachers.
-        students, run: whom a batch serves; how samples run, one at a time where a batch would move their numbers.
+        students, options: whom a batch serves; options of the first.
+        run: how samples run, one at a time where a batch would move their numbers.
         remarks: what the user should know of the run, such as why samples run one at a time.
         logit_columns: classes that this teacher gives, padding included, once a run told.
     """
@@ -78,11 +78,13 @@ class TeacherRun:
         num_threads: int | None = None,
     ) -> None:
         self.graph, self.inputs, self.students = graph, inputs, tuple(students)
+        self.options = graph.options
         self._asked, self._alone = asked, _run_alone(graph, others)
         self.run = replace(asked, batch_size=1, batch_tokens=None) if self._alone else asked
         self.others, self.tiling, self.callers, self._num_threads = tuple(others), tiling, callers, num_threads
-        masks = {layer: graph.mask_of_rows(inputs, site) for layer, site in graph.layers}
-        self.sessions = Sessions(graph, self.students, masks, asked.provider, num_threads, tiling)
+        self._masks = graph.masks_of(inputs)
+        row_masks = {layer: self._masks[site.layer][0] for layer, site in graph.layers}
+        self.sessions = Sessions(graph, self.students, row_masks, asked.provider, num_threads, tiling)
         self.logit_columns: int | None = None
 
     @classmethod
@@ -131,14 +133,14 @@ class TeacherRun:
             rows=count_rows(graph.model),
             pads=read_pads(graph.model),
         )
-        graph.check_lengths(inputs)
+        graph.masks_of(inputs)  # refuses those of other lengths
         read = [name for _, site in graph.layers for name in (site.probs, site.values)] + list(graph.targets.titles)
         check_bounds(graph.model, read, lambda: inputs.shortest().arrays)
         for other in others:
             other.fit(inputs)
         runs = replace(run, batch_size=1) if _run_alone(graph, others) else run
         made = [
-            Student(number, student, plans or (match_plans(graph, inputs, student, runs) if graph.layers else ()))
+            Student(number, student, plans or match_plans(graph, inputs, student, runs))
             for number, (student, plans) in enumerate(zip(students, given, strict=True))
         ]
         tiling = _choose_tiling(graph, inputs, made, runs)
@@ -160,11 +162,6 @@ class TeacherRun:
             callers=self.callers,
             num_threads=self._num_threads,
         )
-
-    @property
-    def options(self) -> PrecomputeOptions:
-        """Of the first student."""
-        return self.graph.options
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -209,10 +206,14 @@ class TeacherRun:
                 reason = SEVERAL.format(number=len(array) // rows)
                 raise graph_unsupported(f"what is made of attention ({output}) cannot be stored: {reason}")
         values = {name: array[:count] for name, array in values.items()}  # a fixed batch may have been filled up
-        masks = {student: self.query_mask(batch, site) for student, site in self.graph.layers}
-        masks = {student: None if mask is None else mask[:count] for student, mask in masks.items()}
-        targets = TargetOutputs.read(session.graphs[0].targets, values, self.row_mask(batch))
-        targets = self._average(targets, batch)
+        masks = self.row_masks(batch)
+        targets = TargetOutputs.read(session.graphs[0].targets, values, self.target_mask(batch))
+        if targets.logits is not None:
+            self.logit_columns = targets.logits.shape[-1]
+            if self.others:
+                with self.sessions.turn:
+                    mean = average_logits(targets.logits, self.others, batch, targets.row_mask, self.options)
+                targets = replace(targets, logits=mean)
         keys, outputs = tuple(map(self.inputs.key, batch.indices)), []
         for student, graph in zip(self.students, session.graphs, strict=True):
             layers = tuple(
@@ -229,50 +230,42 @@ class TeacherRun:
         arrays = {role: values[layer.names[role]] for role in (*layer.rows.sources, "values")}
         return MapRows(layer.rows, arrays, self.run.provider, self._num_threads, slice(count))
 
-    def _average(self, targets: TargetOutputs, batch: Batch) -> TargetOutputs:
-        if targets.logits is None:
-            return targets
-        self.logit_columns = targets.logits.shape[-1]
-        if not self.others:
-            return targets
-        with self.sessions.turn:
-            mean = average_logits(targets.logits, self.others, batch, targets.row_mask, self.options)
-        return replace(targets, logits=mean)
-
     def _extents(self, batch: Batch, layers: Sequence[LayerOutputs], targets: TargetOutputs) -> tuple[Extent, ...]:
         """Of each sample; n is what its mask says, else the positions of its maps, of its rows or of its inputs."""
         rows = targets.positions if self.graph.has_decoder_rows else None
         positions = None if self.graph.has_decoder_rows else targets.positions
         if layers:
             positions = layers[0].map_axes[0]
+        lengths = {self.inputs.mask: batch.lengths, self.inputs.decoder_mask: batch.decoder_lengths}
         extents = []
         for number, index in enumerate(batch.indices):
             length = batch.lengths[number]
             if self.inputs.mask is None:
                 length = positions or max(length, 1)  # an image has no positions
-            shapes = tuple(self.map_shape(batch, number, layer.layer.site, layer.map_axes) for layer in layers)
+            shapes = []
+            for layer in layers:
+                of_rows, of_keys = self._masks[layer.layer.site.layer]
+                num_rows, num_keys = layer.map_axes
+                num_rows = num_rows if of_rows is None else lengths[of_rows][number]
+                shapes.append((num_rows, num_keys if of_keys is None else lengths[of_keys][number]))
             decoder = rows or 0
             if decoder and self.inputs.decoder_mask is not None:
                 decoder = batch.decoder_lengths[number]
-            extents.append(Extent(length, int(self.inputs.firsts[index]), shapes, decoder))
+            extents.append(Extent(length, int(self.inputs.firsts[index]), tuple(shapes), decoder))
         return tuple(extents)
 
-    def row_mask(self, batch: Batch) -> NDArray[np.bool_] | None:
+    def target_mask(self, batch: Batch) -> NDArray[np.bool_] | None:
         """``(B, L)``, the positions that a batch's targets have rows of; None where all count."""
         name = self.inputs.decoder_mask if self.graph.has_decoder_rows else self.inputs.mask
         return None if name is None else batch.arrays[name][: len(batch.indices)].astype(np.bool_)
 
-    def query_mask(self, batch: Batch, site: AttentionSite) -> NDArray[np.bool_] | None:
-        """``(B, L)``, True = the row of the site's maps counts; None where every row does."""
-        name = self.graph.mask_of_rows(self.inputs, site)
-        return None if name is None else batch.arrays[name].astype(np.bool_)
-
-    def map_shape(self, batch: Batch, number: int, site: AttentionSite, held: tuple[int, int]) -> tuple[int, int]:
-        """Rows and keys of a sample's maps that a record keeps."""
-        lengths = {self.inputs.mask: batch.lengths, self.inputs.decoder_mask: batch.decoder_lengths, None: None}
-        graph, inputs = self.graph, self.inputs
-        rows, keys = (lengths[mask_of(inputs, site)] for mask_of in (graph.mask_of_rows, graph.mask_of_keys))
-        return held[0] if rows is None else rows[number], held[1] if keys is None else keys[number]
+    def row_masks(self, batch: Batch) -> dict[int, NDArray[np.bool_] | None]:
+        """By student layer ``(B, L)``, True = the row of its maps counts; None where every row does."""
+        names, count = {layer: self._masks[site.layer][0] for layer, site in self.graph.layers}, len(batch.indices)
+        return {
+            layer: None if name is None else batch.arrays[name][:count].astype(np.bool_)
+            for layer, name in names.items()
+        }
 
     def check_samples(self) -> None:
         """Refuse a teacher whose maps, logits or hidden states of a sample depend on the samples that run with it."""
@@ -357,7 +350,7 @@ class TeacherRun:
         )
         batch = self.inputs.batch((index,))
         names = [str(graph.targets.last), str(graph.targets.logits)]
-        values, mask = run_batch(session, names, batch), self.row_mask(batch)
+        values, mask = run_batch(session, names, batch), self.target_mask(batch)
         states, logits = (values[name][:1] for name in names)
         if states.ndim != 3 or logits.shape[:2] != states.shape[:2]:
             rule = "exact targets need a state and logits of each position"
@@ -392,7 +385,10 @@ def _read_attention(graph: TeacherGraph, run: RunOptions) -> AttentionReader:
 def match_plans(
     graph: TeacherGraph, inputs: ModelInputs, options: PrecomputeOptions, run: RunOptions
 ) -> tuple[MergePlan, ...]:
-    """The matched plan of every layer: ``dependency-missing`` without networkx."""
+    """Plans matched on the data, none without layers: ``dependency-missing`` without networkx."""
+    if not graph.layers:
+        return ()
+    masks = graph.masks_of(inputs)
     return calibrate_plans(
         _read_attention(graph, run),
         inputs,
@@ -403,7 +399,7 @@ def match_plans(
         seed=run.seed,
         batch_size=run.batch_size,
         on_error=options.on_error,
-        mask_of_rows=functools.partial(graph.mask_of_rows, inputs),
+        row_masks=[masks[site.layer][0] for _, site in graph.layers],
     )
 
 

@@ -171,19 +171,20 @@ def _losses(
             rule = f"output {output!r} must be finite; got NaN or infinity in the batch of sample {batch.indices[0]}"
             raise ShdError("not-finite", f"{rule}: check its inputs", "MAP-5")
         squares = []
-        for site, projection, *contexts in zip(sites, projections, squeezed[1:], plain[1:], strict=True):
-            mask = work.query_mask(batch, site)
+        masks = work.row_masks(batch).values()
+        for mask, projection, *contexts in zip(masks, projections, squeezed[1:], plain[1:], strict=True):
             merged, own = (_project(context, projection) for context in contexts)
-            rows: Any = slice(None) if mask is None else mask[: len(own)]
+            rows: Any = slice(None) if mask is None else mask
             squares.append([float((one[rows] ** 2).sum()) for one in (merged - own, own)])
-        yield cosine_distances(squeezed[0], plain[0], work.row_mask(batch)), np.array(squares).T
+        yield cosine_distances(squeezed[0], plain[0], work.target_mask(batch)), np.array(squares).T
 
 
 def _runner(
     work: TeacherRun, sites: Sequence[AttentionSite], output: str, rules: Sequence[MergeRule] | None
 ) -> Callable[[Batch], list[NDArray[Any]]]:
     """Output, then maps times values of every site, of a batch."""
-    masks = [work.graph.mask_of_rows(work.inputs, site) for site in sites]
+    names_of = work.graph.masks_of(work.inputs)
+    masks = [names_of[site.layer][0] for site in sites]
     graph = replace_attention(work.graph.bare, sites, rules, output=output, row_mask_input=masks)
     run, names = work.run, [output, *(site.context for site in graph.sites)]
     session = open_session(

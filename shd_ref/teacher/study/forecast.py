@@ -209,8 +209,8 @@ def _measure_way(work: TeacherRun, asks: dict[str, str], chosen: Sequence[int]) 
         for fault in find_faults(own, outputs):
             raise fault.error()
         forms = describe_forms(own, outputs)
-        records = make_records(own, outputs, set(outputs.indices), forms)
-        errors.append(measure_errors(own, outputs, records, forms))
+        records = make_records(outputs, set(outputs.indices), forms, own.inputs.seed)
+        errors.append(measure_errors(outputs, records, forms))
         extents += [record.extent for record in records]
     lengths: NDArray[np.int64] = inputs.lengths
     if not lengths.any():  # images have no lengths among their inputs: those of their maps

@@ -7,7 +7,7 @@ makes both forms of attention, ``rows.py`` all forms of rows. A form from elsewh
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 from shd_ref.cache import Embeddings, Errors, Exact, Factors, Form, Forms, Hidden, Logits, Maps, SampleRecord
@@ -39,7 +39,7 @@ def describe_forms(work: TeacherRun, outputs: StudentOutputs) -> Forms:
 
 
 def make_records(
-    work: TeacherRun, outputs: StudentOutputs, wanted: Container[int], forms: Held
+    outputs: StudentOutputs, wanted: Container[int], forms: Held, seed_of: Callable[[int], int | None]
 ) -> list[SampleRecord]:
     """Records of those samples of a batch whose index is wanted, in these forms, such as the manifest's."""
     numbers = [number for number, index in enumerate(outputs.indices) if index in wanted]
@@ -52,7 +52,7 @@ def make_records(
             key=sample.key,
             length=extent.length,
             parts={name: blob for parts in parts_by_form for name, blob in parts[position].items()},
-            seed=work.inputs.seed(sample.index),
+            seed=seed_of(sample.index),
             first=extent.first,
             shapes=extent.shapes,
             decoder=extent.decoder,
@@ -61,7 +61,7 @@ def make_records(
     ]
 
 
-def measure_errors(work: TeacherRun, outputs: StudentOutputs, records: Sequence[SampleRecord], forms: Held) -> Errors:
+def measure_errors(outputs: StudentOutputs, records: Sequence[SampleRecord], forms: Held) -> Errors:
     """What coding cost the rows of these records that count, from outputs with check outputs."""
     positions = {index: number for number, index in enumerate(outputs.indices)}
     samples = [outputs[positions[record.index]] for record in records]
