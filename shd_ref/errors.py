@@ -67,8 +67,8 @@ def need(
 ) -> None:
     """Refuse unless ``ok``: ``<argument> must <rule>; got <got>: <remedy>``.
 
-    The text is made in any case, so that a rule that is costly to word, or that a type checker has to see, keeps its
-    own ``if``.
+    The text is made in any case: a rule that is costly to word, that a type checker has to see, or in code that
+    ``torch.compile`` follows (it makes no text of tensors) keeps its own ``if``.
     """
     if not ok:
         raise ShdError(code, f"{argument} must {rule}; got {got}" + (f": {remedy}" if remedy else ""), spec_id)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Self, TypeAlias, TypeVar
 
 from shd_ref.cache import Attention, Manifest
-from shd_ref.errors import ShdError
+from shd_ref.errors import need
 
 Kinds: TypeAlias = tuple[tuple[str, int], ...]
 Call = TypeVar("Call")
@@ -52,36 +52,36 @@ class TaughtLayers(tuple[int, ...]):
     def order_calls(self, calls: Sequence[Call], kinds: Sequence[str], name: str) -> list[Call]:
         """The calls of a forward pass of a student ``name``, kind after kind; ``cache-mismatch`` for other counts."""
         counts = {kind: kinds.count(kind) for kind in dict.fromkeys([*(kind for kind, _ in self.kinds), *kinds])}
-        if any(counts[kind] != count for kind, count in self.kinds):
-            meant, got = (", ".join(f"{kind}={n}" for kind, n in pairs) for pairs in (self.kinds, counts.items()))
-            rule = f"a forward pass of {name} must make as many attention calls of each kind as its teaching, {meant}"
-            message = f"{rule}; got {got}: precompute with --student-layers of this student's numbers"
-            raise ShdError("cache-mismatch", message, "CACHE-105")
+        fits = all(counts[kind] == count for kind, count in self.kinds)
+        meant, got = (", ".join(f"{kind}={n}" for kind, n in pairs) for pairs in (self.kinds, counts.items()))
+        who, rule = f"a forward pass of {name}", f"make as many attention calls of each kind as its teaching, {meant}"
+        advice = "precompute with --student-layers of this student's numbers"
+        need(fits, "cache-mismatch", who, rule, got, remedy=advice, spec_id="CACHE-105")
         by_call = list(zip(calls, kinds, strict=True))
         return [call for taught_kind, _ in self.kinds for call, kind in by_call if kind == taught_kind]
 
     def check_calls(self, num_calls: int, name: str) -> None:
         """Refuse a student ``name`` of another depth than was meant: ``cache-mismatch``."""
         meant = None if self.kinds else self.num_student_layers
-        if meant is not None and num_calls != meant:
-            rule = f"a forward pass of {name} must make {meant} attention calls, as its teaching was made for {meant}"
-            advice = f"precompute with --student-layers {num_calls} (a live teacher: layer_map={num_calls}), or with "
-            message = f"{rule} student layers; got {num_calls}: {advice}--layer-pairs where some are not to be taught"
-            raise ShdError("cache-mismatch", message, "CACHE-104")
+        rule = f"make {meant} attention calls, as its teaching was made for {meant} student layers"
+        advice = f"precompute with --student-layers {num_calls} (a live teacher: layer_map={num_calls}), or with "
+        advice += "--layer-pairs where some are not to be taught"
+        who, fits = f"a forward pass of {name}", meant in (None, num_calls)
+        need(fits, "cache-mismatch", who, rule, num_calls, remedy=advice, spec_id="CACHE-104")
 
 
 def unite_layers(taught: Sequence[tuple[int, ...]]) -> TaughtLayers:
     """The layers that several teachers teach, ascending; ``cache-mismatch`` for students of different depths."""
     meant = {layers.num_student_layers for layers in taught if isinstance(layers, TaughtLayers)} - {None}
-    if len(meant) > 1:
-        counts = " and ".join(map(str, sorted(count for count in meant if count is not None)))
-        rule = f"all teachers must be mapped to one number of student layers; got {counts}"
-        message = f"{rule}: precompute, or make the live teacher, for this student"
-        raise ShdError("cache-mismatch", message, "CACHE-104")
+    counts = " and ".join(map(str, sorted(count for count in meant if count is not None)))
+    rule, advice = (
+        "be mapped to one number of student layers",
+        "precompute, or make the live teacher, for this student",
+    )
+    need(len(meant) < 2, "cache-mismatch", "all teachers", rule, counts, remedy=advice, spec_id="CACHE-104")
     kinds = {layers.kinds for layers in taught if isinstance(layers, TaughtLayers)}
-    if len(kinds) > 1:
-        message = f"all teachers must number one set of attention kinds; got {' and '.join(map(str, sorted(kinds)))}"
-        raise ShdError("cache-mismatch", message, "CACHE-105")
+    rule, got = "number one set of attention kinds", " and ".join(map(str, sorted(kinds)))
+    need(len(kinds) < 2, "cache-mismatch", "all teachers", rule, got, spec_id="CACHE-105")
     numbers = sorted({layer for layers in taught for layer in layers})
     return TaughtLayers(numbers, meant.pop() if meant else None, kinds.pop() if kinds else ())
 
