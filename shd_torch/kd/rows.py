@@ -260,9 +260,10 @@ def _check_ids(record: TopkTargets, rows: tuple[int, ...], vocab_size: int, *, c
         need(isinstance(field, Tensor), "argument-dtype", name, "be a tensor", type(field).__name__)
     check_dtype(ids, _IDS, "ids must be integers")
     fits = ids.shape == by_slot.shape and tuple(by_row.shape) == tuple(ids.shape[:-1]) == rows and ids.shape[-1] > 0
-    shapes = ", ".join(str(tuple(field.shape)) for field in (ids, by_slot, by_row))
-    rule = f"be {rows} + (slots,), the same, and {rows}, as the student's logits"
-    need(fits, "argument-shape", ", ".join(record._fields[:3]), rule, shapes)
+    if not fits:  # the text has sizes in it, to which a compiled graph would be bound
+        shapes = ", ".join(str(tuple(field.shape)) for field in (ids, by_slot, by_row))
+        rule = f"{', '.join(record._fields[:3])} must be {rows} + (slots,), the same, and {rows}"
+        raise ShdError("argument-shape", f"{rule}, as the student's logits; got {shapes}")
     check_classes("targets", size, vocab_size, can_cut=False)
     if check and ids.numel():
         low, high = (int(bound) for bound in ids.long().aminmax())
@@ -285,8 +286,8 @@ def _check_topk(record: TopkTargets, divergence: str, loss_mask: Tensor | None, 
     sums = record.log_probs[counted].double().exp().sum(-1) + tails.exp()
     wrong = (sums - 1).abs() > tolerance
     if bool(wrong.any()):
-        rule, got = f"sum to 1 within {tolerance:g} in rows that count", f"{float(sums[wrong][0]):.6g}"
-        need(False, "not-a-distribution", "exp(log_probs) and exp(log_tail)", rule, got)
+        rule = f"exp(log_probs) and exp(log_tail) must sum to 1 within {tolerance:g} in rows that count"
+        raise ShdError("not-a-distribution", f"{rule}; got {float(sums[wrong][0]):.6g}")
     whole = record.ids.shape[-1] == record.vocab_size
     if whole and not bool(torch.isneginf(tails).all()):
         raise ShdError("not-a-distribution", "log_tail must be -inf where no class is left for it")

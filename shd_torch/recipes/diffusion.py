@@ -189,9 +189,8 @@ def _schedule(betas: Tensor | None, t: Tensor, like: Tensor, check: bool) -> _Ta
             raise ShdError("argument-value", "betas must be two numbers at least, each between 0 and 1")
     check_integers(t, "t", (len(like),))
     at = t.to(like.device, torch.int64)
-    if check:
-        inside = bool(((at >= 0) & (at < len(table))).all())
-        need(inside, "argument-value", "t", f"be 0 to {len(table) - 1}", at.tolist())
+    if check and bool(((at < 0) | (at >= len(table))).any()):
+        raise ShdError("argument-value", f"t must be 0 to {len(table) - 1}; got {at.tolist()}")
     kept = (1 - table).cumprod(0)  # abar
     before = torch.cat((kept.new_ones(1), kept[:-1]))
     variance = table * (1 - before) / (1 - kept)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import orthogonal
 
-from shd_ref.errors import need
+from shd_ref.errors import ShdError, need
 from shd_ref.integers import check_number
 from shd_torch.checks import check_real, check_shape, check_shapes, compute_dtype
 from shd_torch.kd import kd_loss
@@ -149,8 +149,9 @@ def _as_picture(tokens: Tensor, grid: tuple[int, int] | None) -> Tensor:
     """``(B, N, D)`` as ``(B, D, h, w)``."""
     count = tokens.shape[1]
     height, width = grid or (math.isqrt(count),) * 2
-    rule = f"hold the {count} patch tokens, in rows and columns"
-    need(height * width == count, "argument-shape", "grid", rule, grid or "none, and no square")
+    if height * width != count:
+        rule = f"grid must hold the {count} patch tokens, in rows and columns"
+        raise ShdError("argument-shape", f"{rule}; got {grid or 'none, and no square'}")
     return tokens.mT.reshape(len(tokens), -1, height, width)
 
 
@@ -283,7 +284,7 @@ def vkd_detection(
     shapes = [[tuple(rows.shape) for rows in groups] for groups in (student_tokens, teacher_tokens)]
     fits = bool(shapes[0]) and shapes[0] == shapes[1] and min(rows for rows, _ in shapes[0]) >= 2
     name, rule = "student_tokens and teacher_tokens", "be groups (n, D) of the same shapes with n of at least 2"
-    need(fits, "argument-shape", name, rule, f"{shapes[0]} and {shapes[1]}")
+    need(fits, "argument-shape", name, rule, shapes)
     values = [
         F.smooth_l1_loss(_standardised(rows), _standardised(taught.detach().to(rows.device)).to(compute_dtype(rows)))
         for rows, taught in zip(student_tokens, teacher_tokens, strict=True)

@@ -201,9 +201,9 @@ def minillm_policy(
             ``not-finite``.
     """
     clip, weight = check_weight("clip", clip), check_weight("reverse_kl_weight", reverse_kl_weight)
-    if shd is not None and not shd.is_live:
-        rule, got = "be of live teachers on sampled text, which no cache has seen", "supervision from a cache"
-        need(False, "argument-value", "shd", rule, got, remedy="give it to language_kd, on the pre-training batch")
+    rule, got = "be of live teachers on sampled text, which no cache has seen", "supervision from a cache"
+    remedy, is_live = "give it to language_kd, on the pre-training batch", shd is None or shd.is_live
+    need(is_live, "argument-value", "shd", rule, got, remedy=remedy)
     rollout = Rollout(**rollout) if isinstance(rollout, Mapping) else rollout
     ids, counted = _check_text(student_logits, teacher_logits, rollout.tokens, rollout.mask, check)
     advantages = minillm_advantages(rollout.rewards, counted, discount=discount, whitening=whitening, check=check)
