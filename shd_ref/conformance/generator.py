@@ -717,6 +717,7 @@ def _gram(d: Draw) -> Inputs:
             0, 2, size=(1, 1, heads, 1, 1)
         )
         products = shared + d.rng.integers(-3, 4, size=(batch, heads, heads, rows, width))
+        products = products * 2 ** d.rng.integers(0, 7, size=(batch, 1, 1, 1, 1))  # samples of different scale
     gram = np.einsum("bijld,bmnld->bijmn", products, products)
     return {
         "gram": d.store(gram, whole=bool((gram == np.round(gram)).all() and np.abs(gram).max() < 120)),

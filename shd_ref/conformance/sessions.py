@@ -272,6 +272,9 @@ def varied(d: Draw, inputs: Inputs) -> Inputs:
     """The same call with the numbers of one array, or of all, in another order or its last entry another."""
     lists = [(path, value) for path, value in _leaves(inputs) if _is_pairs(value)]
     found = [(path, value) for path, value in _leaves(inputs) if isinstance(value, np.ndarray) and value.ndim]
+    if isinstance(inputs.get("strategies"), list) and d.chance(0.5):
+        others = [name for name in ("mean", "constant", "shd", "hard") if name not in inputs["strategies"]]
+        return {**inputs, "strategies": [*others, *inputs["strategies"]][: len(inputs["strategies"])]}
     if lists and (not found or d.chance(0.4)):
         path, value = d.pick(lists)
         return {**inputs, path[0]: _put(inputs, path, [[q, p] for p, q in value][:: d.pick((1, -1))])[path[0]]}
