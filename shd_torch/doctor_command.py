@@ -12,22 +12,21 @@ from numpy.typing import NDArray
 
 from shd_ref.commands.derive import Document, require_packages
 from shd_ref.commands.terminal import console, marked, narrow_table, plus_minus, show_progress
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, need
 from shd_ref.integers import check_number
 from shd_ref.teacher.options import Shown
 from shd_torch.shrink.folders import check_model
 from shd_torch.shrink_command import read_inputs
 
 if TYPE_CHECKING:
-    from shd_torch.doctor import Diagnosis, Probe
+    from shd_torch.doctor import Diagnosis
 
 _STYLES: Final = {"yes": "bold green", "probably not": "bold yellow", "no": "bold red"}
 
 
 def doctor(
     teacher: Annotated[
-        str,
-        typer.Argument(help="A Hugging Face folder or hub id with safetensors, or an .onnx file.", metavar="TEACHER"),
+        str, typer.Argument(help="A Hugging Face folder or hub id with safetensors.", metavar="TEACHER")
     ],
     student: Annotated[
         str,
@@ -62,13 +61,16 @@ def doctor(
 
     shd-torch doctor teacher student --data train.jsonl --probe 200
 
-    Compares the models' parts and tokenizers, measures the teacher with the student's number of heads, and recommends
-    a recipe and a range for beta on your batches. --probe trains pairs of students, with and without SHD, on the same
-    batches, and reports the gain with its 95% interval.
+    Compares the models' parts and tokenizers, and finds a range for beta on your batches. --probe trains pairs of
+    students, with and without SHD, on the same batches, and reports the gain with its 95% interval. shd plan says
+    what the teacher loses with its heads merged.
     """
     require_packages("torch", "transformers")
     check_number("learning_rate", learning_rate, above=0)
-    check_model(teacher, "teacher", or_graph=True)
+    rule = "be a Hugging Face folder or hub id, whose parts are compared"
+    remedy = "give its folder, or make a cache (shd precompute) and train with and without it (docs/doctor.md)"
+    need(not teacher.endswith(".onnx"), "argument-value", "teacher", rule, repr(teacher), remedy=remedy)
+    check_model(teacher, "teacher")
     check_model(student, "student")
     arrays = None if data is None else read_data(data, samples, (teacher, student))
     from transformers.utils import logging
@@ -114,73 +116,34 @@ def print_diagnosis(found: Diagnosis) -> None:
     table = narrow_table()
     for name in ("", "teacher", "student", ""):
         table.add_column(name, overflow="fold")
-    for row in _rows(found):
-        table.add_row(*row)
+    start = "squeezed" if found.is_squeezed else "weights from its folder" if found.has_weights else "random weights"
+    table.add_row("model", found.teacher.name, f"{found.student.name}, {start}", "")
+    for name in ("layers", "heads"):
+        if name not in {one.part for one in found.differences}:
+            table.add_row(name, str(getattr(found.teacher, name)), str(getattr(found.student, name)), "")
+    for one in found.differences:
+        table.add_row(one.part, one.teacher, one.student, one.effect)
     console.print(table)
-    if found.differences:
-        console.print()
-    for one in found.differences:
-        console.print(f"{one.part}: {one.remedy}", highlight=False, markup=False)
-    facts = narrow_table()
-    facts.add_column("measured")
-    facts.add_column("", overflow="fold")
-    for fact in _facts(found):
-        facts.add_row(*fact)
     console.print()
-    console.print(facts)
-
-
-def _rows(found: Diagnosis) -> Iterator[tuple[str, str, str, str]]:
-    """Sizes of both, then differences."""
-    teacher, student = found.teacher_parts, found.student_parts
-    different = {one.part for one in found.differences}
-    for name in ("layers", "heads", "hidden", "parameters"):
-        if name not in different:
-            yield name, "?" if teacher is None else f"{getattr(teacher, name):,}", f"{getattr(student, name):,}", ""
     for one in found.differences:
-        yield one.part, one.teacher, one.student, one.effect
+        console.print(f"{one.part}: {one.remedy}", highlight=False)
+    for title, text in _facts(found):
+        console.print(f"{title}: {text}", highlight=False)
 
 
 def _facts(found: Diagnosis) -> Iterator[tuple[str, str]]:
-    fidelity, squeezed = found.fidelity, found.squeezed
-    start = "squeezed" if found.is_squeezed else "weights from its folder" if found.has_weights else "random weights"
-    if found.teacher_parts is not None:
-        yield "teacher", found.teacher_parts.name
-    yield "student", f"{found.student_parts.name}, {start}"
-    if found.unmeasured is not None:
-        yield "fidelity", f"not measured, as the teacher could not be exported: {found.unmeasured}"
-    elif fidelity is None:
-        yield "fidelity", "not measured: give --data" if found.verdict.answer != "no" else "not measured"
-    if squeezed is not None:
-        cost = f"1 - cosine {plus_minus(squeezed.cost, squeezed.margin)} with {found.student_parts.heads} heads"
-        yield "fidelity", f"{cost}; attention output off by {squeezed.attention_error:.1%}"
-        yield "best plan", f"{squeezed.plan} plan, {squeezed.strategy} weights"
     if found.failure is not None:
         yield "together", f"not possible: {found.failure}"
     if found.untried is not None:
         yield "together", f"not tried: {found.untried}"
     if found.objective is not None and found.beta is not None:
         beta = found.beta
-        yield "recipe", f"{found.objective.recipe} with SHD ({found.objective.reason})"
         norm = f"{beta.middle:.1g} has a gradient norm of {beta.first:.1%} of all else's at the first step"
         later = f"{beta.later:.0%} after {beta.steps} steps without it"
-        yield "beta", f"{beta.low:.1g} to {beta.high:.1g}; {norm}, and {later}"
+        yield "beta", f"{beta.low:.1g} to {beta.high:.1g} beside {found.objective.recipe}; {norm}, and {later}"
     if found.probe is not None:
-        yield "probe", _say_probe(found.probe)
-
-
-def _say_probe(probe: Probe) -> str:
-    means = f"{np.mean(probe.without):.4g} without, {np.mean(probe.with_shd):.4g} with SHD"
-    judged = f"gain {plus_minus(probe.gain, probe.margin)} ({probe.measure} on {probe.held_out} held-out samples"
-    run = f"{probe.options.seeds} pairs of {probe.options.probe} steps, beta {probe.options.beta:.1g}"
-    return f"{judged}: {means}; {run}; 95% over seeds). {_say_power(probe)}"
-
-
-def _say_power(probe: Probe) -> str:
-    """What a probe of this size can tell, and what would tell more."""
-    half = f"After half of the steps the gain was {np.mean(probe.halfway):.2g}"
-    if probe.is_distinguishable:
-        return half
-    steps = f"; if it grows with the steps, give --probe {2 * probe.options.probe}"
-    seeds = "" if probe.seeds_needed is None else f", or --seeds {probe.seeds_needed} for one of this size"
-    return f"This many seeds can detect a gain above {probe.margin or 0.0:.2g}. {half}{steps}{seeds}"
+        probe = found.probe
+        means = f"{np.mean(probe.without):.4g} without, {np.mean(probe.with_shd):.4g} with SHD"
+        judged = f"gain {plus_minus(probe.gain, probe.margin)} ({probe.measure} on {probe.held_out} held-out samples"
+        run = f"{probe.seeds} pairs of {probe.steps} steps, beta {probe.beta:.1g}"
+        yield "probe", f"{judged}: {means}; {run}; 95% over seeds)"

@@ -143,7 +143,6 @@ def ask(setting: Setting, work: Path) -> dict[str, Any]:
             has_weights = arm.options.get("start") == "pretrained"
             (student if has_weights else student.config).save_pretrained(folders[1])
         found = diagnose(*map(str, folders), {name: part.numpy() for name, part in data.items()})
-    error = None if found.squeezed is None else found.squeezed.attention_error
     beta, looks = found.beta, None
     if beta is not None:
         # How long SHD's gradient is beside all others with the middle beta, at the start and after some training.
@@ -151,7 +150,6 @@ def ask(setting: Setting, work: Path) -> dict[str, Any]:
     return {
         "answer": found.verdict.answer,
         "because": found.verdict.because,
-        "attention_error": error,
         "beta": beta and [beta.low, beta.middle, beta.high],
         "looks": looks,
         "from": "--ask",
@@ -178,7 +176,7 @@ def make_table(settings: Sequence[Setting], answers: dict[str, Any]) -> str:
             continue
         low, middle, high = answer["beta"]
         row = setting.nearest(middle)
-        off = answer["attention_error"]
+        off = answer.get("attention_error")  # of answers that an earlier doctor gave
         error = "" if off is None or answer["answer"] != "yes" else f" (attention output off by {off:.0%})"
         words = f"{answer['answer']}{error}"
         advised = f"{low:.1g} to {high:.1g}"

@@ -172,7 +172,7 @@ def _forms(forecast: Forecast) -> Table:
 
 def _print_fidelity(results: Sequence[Fidelity]) -> None:
     """A plan and strategy per row, in the order of their options, and which to prefer."""
-    from shd_ref.teacher.study.fidelity import recommend
+    from shd_ref.teacher.study.fidelity import MOST_LOST, recommend
 
     # Few digits before and after the point, the same power of ten in all rows.
     largest = max(one.cost for one in results)
@@ -198,5 +198,7 @@ def _print_fidelity(results: Sequence[Fidelity]) -> None:
     if taken is not asked:
         way = f"--plan {taken.plan} --strategy {taken.strategy}"
         _say(f"{way} keeps more of the teacher than {asked.plan} {asked.strategy}; training: docs/choose.md")
+    if taken.attention_error > MOST_LOST:
+        _say(f"attention is off by {taken.attention_error:.0%}, more than any student gained by: take more heads")
     if all(one.plan != MATCHED for one in results):
         _say("matched plans were not measured, as they need networkx: pip install '.[oracles]' (in a checkout)")

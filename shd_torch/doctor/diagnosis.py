@@ -1,96 +1,91 @@
-"""A pair of models, examined from their configurations to a short training."""
+"""A pair of models, examined from their configurations to a short training, and one answer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, need
 from shd_ref.teacher.sources.sentence_folder import find_pooling
-from shd_ref.teacher.study.fidelity import Fidelity, recommend
 from shd_torch.capture import capture_attention
-from shd_torch.doctor.differences import BLOCKS, EFFECTS, Difference, compare_parts, compare_tokenizers
-from shd_torch.doctor.graph import Arrays, Progress, measure_graph, measure_model
-from shd_torch.doctor.objective import Objective, choose_objective, inputs_of, mask_of
-from shd_torch.doctor.pair import Parts, Student, Teacher, parts_of, read_student, read_teacher
-from shd_torch.doctor.probe import BetaRange, DiagnosisOptions, Probe, Trial, check_probe, find_beta, run_probe
-from shd_torch.doctor.verdict import Verdict, judge
+from shd_torch.doctor.differences import BLOCKS, EFFECTS, HURTS, Difference, compare_parts, compare_tokenizers
+from shd_torch.doctor.pair import Parts, Student, parts_of, read_student
+from shd_torch.doctor.training import (
+    BetaRange,
+    DiagnosisOptions,
+    Objective,
+    Probe,
+    Trial,
+    choose_objective,
+    inputs_of,
+    mask_of,
+)
 from shd_torch.maps import layer_map
 from shd_torch.recipes.terms import IGNORED
+from shd_torch.shrink import folders
 from shd_torch.teacher import OnlineTeacher
 from shd_torch.teacher.online import layer_kls
 
+YES: Final = "yes"
+UNLIKELY: Final = "probably not"
+NO: Final = "no"
 
-@dataclass
+Arrays = Mapping[str, NDArray[Any]]
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The answer and its reason.
+
+    Attributes:
+        answer: ``yes``, ``probably not`` or ``no``.
+        because: in a sentence.
+        rests_on: ``probe`` or ``configuration``: the strongest evidence.
+    """
+
+    answer: str
+    because: str
+    rests_on: str
+
+
+@dataclass(frozen=True)
 class Diagnosis:
     """What was found.
 
     Attributes:
-        teacher, student: names.
-        teacher_parts: None of a graph.
-        student_parts: of the student.
+        verdict: the answer.
+        teacher, student: what they are made of.
         differences: those that block first.
         has_weights: whether the student's folder contains weights.
         is_squeezed: whether ``shrink`` made it.
-        fidelity: of the teacher's graph; None without data.
-        objective: the base loss; None without data or for a graph.
+        objective: the base loss; None without data.
         beta: the range for it.
         probe: the paired run, if requested.
-        unmeasured: why the teacher's graph could not be exported, if needed.
         untried: why the two were not run together, although they may be compatible.
         failure: why the two could not be run together.
-        verdict: the answer.
     """
 
-    teacher: str
-    student: str
-    teacher_parts: Parts | None
-    student_parts: Parts
+    verdict: Verdict
+    teacher: Parts
+    student: Parts
     differences: tuple[Difference, ...]
     has_weights: bool
     is_squeezed: bool
-    fidelity: tuple[Fidelity, ...] | None = None
     objective: Objective | None = None
     beta: BetaRange | None = None
     probe: Probe | None = None
-    unmeasured: str | None = None
     untried: str | None = None
     failure: str | None = None
-    verdict: Verdict = field(init=False)
-
-    @property
-    def squeezed(self) -> Fidelity | None:
-        """The way to squeeze that is recommended at the student's heads."""
-        return recommend(self.fidelity) if self.fidelity else None
 
     def document(self) -> dict[str, Any]:
         """What ``--json`` prints."""
-        squeezed, probe = self.squeezed, self.probe
-        document: dict[str, Any] = {
-            "verdict": asdict(self.verdict),
-            "teacher": {"name": self.teacher} | ({} if self.teacher_parts is None else asdict(self.teacher_parts)),
-            "student": {"source": self.student, "has_weights": self.has_weights, "is_squeezed": self.is_squeezed}
-            | asdict(self.student_parts),
-            "differences": [asdict(one) for one in self.differences],
-            "fidelity": None,
-            "recipe": None if self.objective is None else asdict(self.objective),
-            "beta": None if self.beta is None else asdict(self.beta),
-            "unmeasured": self.unmeasured,
-            "untried": self.untried,
-            "failure": self.failure,
-            "probe": None,
-        }
-        if squeezed is not None:
-            document["fidelity"] = {"num_student_heads": self.student_parts.heads} | asdict(squeezed)
-        if probe is not None:
-            said = {name: getattr(probe, name) for name in ("gains", "gain", "margin", "seeds_needed")}
-            document["probe"] = asdict(probe) | said | {"indistinguishable": not probe.is_distinguishable}
-            document["probe"]["options"]["steps"] = document["probe"]["options"].pop("probe")
-        return document
+        return asdict(self) | {"indistinguishable": None if self.probe is None else not self.probe.is_distinguishable}
 
 
 def diagnose(
@@ -99,12 +94,12 @@ def diagnose(
     data: Arrays | None = None,
     options: DiagnosisOptions | None = None,
     *,
-    progress: Progress | None = None,
+    progress: Progress = lambda *_: None,
 ) -> Diagnosis:
     """Examine a pair: will attention supervision work for it?
 
     Args:
-        teacher: a Hugging Face folder or hub id with safetensors, or an ``.onnx`` file.
+        teacher: a Hugging Face folder or hub id with safetensors.
         student: a folder or hub id; a configuration without weights means random initialisation.
         data: the models' inputs by name ``(N, ...)``, with optional ``labels``; None compares only the
             configurations.
@@ -114,181 +109,151 @@ def diagnose(
     Raises:
         ShdError: ``read-failed``, ``argument-value``; what the measurements raise.
     """
-    options, tell = options or DiagnosisOptions(), progress or (lambda *_: None)
-    tell(0, 0, "models are read")
-    check_probe(options, None if data is None else len(next(iter(data.values()))))
-    taught, learner = read_teacher(teacher), read_student(student)
-    if options.probe and taught.model is None:
-        rule = "teacher must be a Hugging Face folder for a probe, which runs it at every step"
-        advice = "give its folder, or make a cache (shd precompute) and train with and without it (docs/doctor.md)"
-        raise ShdError("argument-value", f"{rule}; got {teacher!r}: {advice}")
-    own = parts_of(learner.make(0))
-    parts = None if taught.model is None else parts_of(taught.model)
-    tokens = compare_tokenizers(taught.folder, learner.folder) if own.patches is None else []
-    by_parts = [] if parts is None else compare_parts(parts, own)
+    options = options or DiagnosisOptions()
+    progress(0, 0, "models are read")
+    options.check(None if data is None else len(next(iter(data.values()))))
+    folder, learner = folders.find_folder(teacher, "teacher"), read_student(student)
+    model = folders.load_weights(folder, folders.read_config(folder)).float()
+    parts, own = parts_of(model), parts_of(learner.make(0))
+    tokens = compare_tokenizers(folder, learner.folder) if own.patches is None else []
     # Of tokenizers first: other tokens make all else vain.
-    differences = tuple(sorted([*tokens, *by_parts], key=lambda one: EFFECTS.index(one.effect)))
-    diagnosis = Diagnosis(teacher, student, parts, own, differences, learner.has_weights, learner.is_squeezed)
-    if data is not None and not any(one.effect == BLOCKS for one in diagnosis.differences):
-        _measure(diagnosis, taught, learner, data, options, tell)
-    diagnosis.verdict = judge(
-        diagnosis.differences,
-        diagnosis.squeezed,
-        diagnosis.probe,
-        heads=own.heads,
-        is_squeezed_start=diagnosis.is_squeezed,
-        failure=diagnosis.failure,
-        is_measurable=diagnosis.unmeasured is None,
+    differences = sorted([*tokens, *compare_parts(parts, own)], key=lambda one: EFFECTS.index(one.effect))
+    found = Diagnosis(Verdict("", "", ""), parts, own, tuple(differences), learner.has_weights, learner.is_squeezed)
+    if data is not None and not any(one.effect == BLOCKS for one in differences):
+        pooling = find_pooling(folder)
+        mode = None if pooling is None else pooling.mode
+        found = replace(found, **_try(found, model, learner, _read(data, parts, own), mode, options, progress))
+    return replace(
+        found, verdict=judge(differences, found.probe, is_squeezed=found.is_squeezed, failure=found.failure)
     )
-    return diagnosis
 
 
-def _measure(
-    diagnosis: Diagnosis, teacher: Teacher, student: Student, data: Arrays, options: DiagnosisOptions, tell: Progress
-) -> None:
-    own = diagnosis.student_parts
-    arrays = {name: array for name, array in data.items() if name != "labels"}
+def judge(
+    differences: Sequence[Difference], probe: Probe | None, *, is_squeezed: bool, failure: str | None
+) -> Verdict:
+    """What was tried decides before what is known of other pairs; what makes it impossible decides before all."""
+    rests_on = "configuration"
+    for effect, answer in ((BLOCKS, NO), (HURTS, UNLIKELY)):
+        if effect == HURTS:
+            if failure is not None:
+                return Verdict(NO, f"the pair cannot be run together: {failure}", rests_on)
+            if probe is not None:
+                return Verdict(*_of_probe(probe), "probe")
+        those = [one for one in differences if one.effect == effect]
+        if those:
+            first, more = those[0], f" and {len(those) - 1} more" if len(those) > 1 else ""
+            both = f"they differ in {first.part}{more} (teacher {first.teacher}, student {first.student})"
+            return Verdict(answer, f"{both}: {first.remedy}", rests_on)
+    if is_squeezed:
+        return Verdict(UNLIKELY, "a squeezed start already has most of the benefit of SHD: see --probe", rests_on)
+    return Verdict(YES, "no obstacle in the configurations; --probe tries it", rests_on)
+
+
+def _of_probe(probe: Probe) -> tuple[str, str]:
+    run = f"{probe.steps} steps and {probe.seeds} seeds"
+    if not probe.is_distinguishable:
+        return UNLIKELY, f"what it gains in {run} is not significant"
+    answer, verb = (YES, "lowers") if probe.gain > 0 else (NO, "raises")
+    return answer, f"it {verb} the held-out {probe.measure} by more than the interval over {run}"
+
+
+def _read(data: Arrays, teacher: Parts, student: Parts) -> dict[str, Tensor]:
+    """All samples as a batch, with masks; texts without a next token, other tokens and other classes are refused."""
+    arrays = dict(data)
     for tokens, mask in (("input_ids", "attention_mask"), ("decoder_input_ids", "decoder_attention_mask")):
         if tokens in arrays and mask not in arrays:
             arrays[mask] = (arrays[tokens] >= 0).astype("int64")
-    _check_tokens(arrays, None if diagnosis.teacher_parts is None else diagnosis.teacher_parts.vocabulary)
-    if teacher.graph is not None:
-        try:
-            diagnosis.fidelity = measure_graph(teacher.graph, arrays, own.heads, progress=tell)
-        except ShdError as error:
-            if error.code != "heads-exceed":  # a graph's heads are known by now alone
-                raise
-            diagnosis.failure = str(error)
-        return
-    batch: dict[str, Tensor] = {name: torch.as_tensor(array) for name, array in arrays.items()}
+    batch = {name: torch.as_tensor(array) for name, array in arrays.items()}
     batch = {name: array.float() if array.is_floating_point() else array.long() for name, array in batch.items()}
-    if "labels" in data:
-        batch["labels"] = torch.as_tensor(data["labels"]).long()
-        _check_labels(batch["labels"], own)
-    model = teacher.model
-    try:
-        diagnosis.fidelity = measure_model(model, arrays, own.heads, progress=tell)
-    except ShdError as error:
-        if not error.code.startswith(("export-", "graph-")):
-            raise
-        diagnosis.unmeasured = str(error)
-    diagnosis.failure = _find_unknown(batch, own)
-    diagnosis.untried = None if diagnosis.failure is not None else _find_other_rows(diagnosis, model)
-    if diagnosis.failure is not None or diagnosis.untried is not None:
-        return
-    start = student.make(0)
-    few = {name: array[:2] for name, array in batch.items()}
-    live = _try_together(diagnosis, model, student, start, inputs_of(few))
-    if live is None:
-        return
-    pooling = None if teacher.folder is None else find_pooling(teacher.folder)
-    diagnosis.objective = choose_objective(start, model, few, None if pooling is None else pooling.mode)
-    if diagnosis.objective is None:
-        diagnosis.untried = (
-            "the student has no head, and its last hidden states are not of the teacher's width, so that nothing but "
-            "attention could be compared: name a class with a head in its config.json, as architectures, or train it "
-            "with SHDTrainer (beta and hidden) and judge it by your task"
-        )
-        return
-    trial = Trial(live, diagnosis.objective, batch, options)
-    diagnosis.beta = find_beta(trial, start, lambda done, total: tell(done, total, "steps to beta"))
-    if options.probe:
-        options = replace(options, beta=diagnosis.beta.middle if options.beta is None else options.beta)
-        diagnosis.probe = run_probe(
-            replace(trial, options=options), student.make, lambda done, total: tell(done, total, "steps of the probe")
-        )
+    ids, labels = batch.get("input_ids"), batch.get("labels")
+    if ids is not None:
+        longest = int(batch["attention_mask"].sum(-1).max()) if ids.ndim == 2 and len(ids) else 0
+        rule = "hold texts of at least 2 tokens, as attention of one token is always 1"
+        need(longest >= 2, "argument-value", "data", rule, longest)
+        known, largest = teacher.vocabulary, int(ids.max())
+        rule, remedy = f"hold tokens below the teacher's vocabulary of {known}", "use the teacher's tokenizer"
+        need(known is None or largest < known, "argument-value", "data", rule, largest, remedy=remedy)
+    if labels is not None:  # of a text -100 is none
+        classes = student.labels if labels.ndim == 1 else student.vocabulary
+        counted = labels[labels != IGNORED]
+        if classes is not None and counted.numel():
+            least, largest = int(counted.min()), int(counted.max())
+            rule = f"hold labels below the student's {classes} classes, or {IGNORED}"
+            need(0 <= least <= largest < classes, "argument-value", "data", rule, f"{least} to {largest}")
+    return batch
 
 
-def _check_labels(labels: Tensor, student: Parts) -> None:
-    """Refuse classes that the student lacks; of a text -100 is none."""
-    classes = student.labels if labels.ndim == 1 else student.vocabulary
-    counted = labels[labels != IGNORED]
-    if classes is not None and counted.numel() and not 0 <= int(counted.min()) <= int(counted.max()) < classes:
-        rule = f"data must hold labels below the student's {classes} classes, or {IGNORED}"
-        raise ShdError("argument-value", f"{rule}; got {int(counted.min())} to {int(counted.max())}")
-
-
-def _find_unknown(batch: Mapping[str, Tensor], student: Parts) -> str | None:
-    """Tokens that the student cannot read; None where it knows all."""
-    tokens, size = batch.get("input_ids"), student.vocabulary
-    if tokens is None or size is None or int(tokens.max()) < size:
-        return None
-    problem = f"the data has token {int(tokens.max())}, and the student a vocabulary of {size}"
-    return f"{problem}: give it the teacher's tokenizer and vocabulary"
-
-
-def live_teacher(diagnosis: Diagnosis, model: Any, student: Student) -> OnlineTeacher:
-    """The teacher, squeezed as the student was, or as the fidelity test recommends."""
-    if student.is_squeezed:
-        return OnlineTeacher.for_student(model, student.folder)
-    own, best = diagnosis.student_parts, diagnosis.squeezed
-    parts = diagnosis.teacher_parts
-    assert parts is not None  # a model has them
-    sites = parts.layers if best is None else len(best.plans)
-    pairs = layer_map(sites, min(own.layers, sites))
-    plan: Any = None
-    options: Mapping[str, Any] = {}
-    if best is not None:
-        plan = {layer: best.plans[layer] for _, layer in pairs}
-        options = {"strategy": best.strategy}
-    return OnlineTeacher(model, own.heads, pairs, plan=plan, **options)
-
-
-def _check_tokens(arrays: Arrays, vocabulary: int | None) -> None:
-    """Refuse texts that have no next token, and tokens that the teacher lacks."""
-    tokens = arrays.get("input_ids")
-    if tokens is None:
-        return
-    longest = int(arrays["attention_mask"].sum(-1).max()) if tokens.ndim == 2 and len(tokens) else 0
-    if longest < 2:
-        rule = "data must hold texts of at least 2 tokens, as attention of one token is always 1"
-        raise ShdError("argument-value", f"{rule}; got {longest}")
-    if vocabulary is not None and int(tokens.max()) >= vocabulary:
-        rule = f"data must hold tokens below the teacher's vocabulary of {vocabulary}; got {int(tokens.max())}"
-        raise ShdError("argument-value", f"{rule}: use the teacher's tokenizer")
-
-
-def _find_other_rows(diagnosis: Diagnosis, model: Any) -> str | None:
-    """Why maps of the two have other rows, so that they cannot be trained as they are; None where they have not."""
-    own, parts = diagnosis.student_parts, diagnosis.teacher_parts
+def _try(
+    found: Diagnosis,
+    model: Any,
+    student: Student,
+    batch: dict[str, Tensor],
+    pooling: str | None,
+    options: DiagnosisOptions,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Fields of the diagnosis that come of running both models."""
+    tokens, size = batch.get("input_ids"), found.student.vocabulary
+    if tokens is not None and size is not None and int(tokens.max()) >= size:
+        problem = f"the data has token {int(tokens.max())}, and the student a vocabulary of {size}"
+        return {"failure": f"{problem}: give it the teacher's tokenizer and vocabulary"}
     if getattr(model.config, "is_encoder_decoder", False):
-        return "an encoder-decoder is measured and not trained here; examples/encoder_decoder.py trains one"
-    if parts is not None and parts.patches is not None and parts.specials != own.specials:
-        return (
-            f"the teacher has {parts.specials} extra tokens besides the patches, the student {own.specials}: give it "
-            "the same, or cut the merged maps with shd_torch.maps.align_tokens in your own training"
-        )
-    return None
+        return {"untried": "an encoder-decoder is not trained here; examples/encoder_decoder.py trains one"}
+    if found.teacher.patches is not None and found.teacher.specials != found.student.specials:
+        return {
+            "untried": f"the teacher has {found.teacher.specials} extra tokens besides the patches, the student "
+            f"{found.student.specials}: give it the same, or cut the merged maps with shd_torch.maps.align_tokens in "
+            "your own training"
+        }
+    start, few = student.make(0), {name: array[:2] for name, array in batch.items()}
+    live, problems = _run_together(found, model, student, start, few)
+    if live is None:
+        return problems
+    objective = choose_objective(start, model, few, pooling)
+    if objective is None:
+        return {
+            "untried": "the student has no head, and its last hidden states are not of the teacher's width, so that "
+            "nothing but attention could be compared: name a class with a head in its config.json, as architectures, "
+            "or train it with SHDTrainer (beta and hidden) and judge it by your task"
+        }
+    trial = Trial(live, objective, batch, options)
+    beta = trial.find_beta(start, lambda done, total: progress(done, total, "steps to beta"))
+    probe = None
+    if options.probe:
+        asked = beta.middle if options.beta is None else options.beta
+        probe = trial.probe(student.make, asked, lambda done, total: progress(done, total, "steps of the probe"))
+    return {"objective": objective, "beta": beta, "probe": probe}
 
 
-def _try_together(
-    diagnosis: Diagnosis, model: Any, student: Student, start: Any, inputs: Mapping[str, Any]
-) -> OnlineTeacher | None:
-    """The live teacher, after both ran on a batch; else ``diagnosis`` says why not.
+def _run_together(
+    found: Diagnosis, model: Any, student: Student, start: Any, batch: Mapping[str, Tensor]
+) -> tuple[OnlineTeacher | None, dict[str, Any]]:
+    """The live teacher, squeezed as the student was, after both ran on a batch; None and why, if they did not.
 
     A teacher whose attention cannot be read as it runs may still teach from a cache, if its graph can be read.
     """
-    taught, problem = None, None
+    inputs, taught, problem = inputs_of(batch), None, None
     try:
-        live = live_teacher(diagnosis, model, student)
+        if student.is_squeezed:
+            live = OnlineTeacher.for_student(model, student.folder)
+        else:
+            pairs = layer_map(found.teacher.layers, min(found.student.layers, found.teacher.layers))
+            live = OnlineTeacher(model, found.student.heads, pairs)
         taught = live(**inputs)
     except Exception as error:  # of the model's own code too, on data that it does not take
         problem = f"the teacher {_say_error(error)}"
-        if not isinstance(error, ShdError) or diagnosis.fidelity is None or student.is_squeezed:
-            diagnosis.failure = problem
-            return None
+        if not isinstance(error, ShdError) or student.is_squeezed:
+            return None, {"failure": problem}
     try:
         with torch.no_grad(), capture_attention(start, layers=None if taught is None else taught.layers) as captured:
             start(**inputs)
         if taught is not None:
-            layer_kls(captured, taught, loss_mask=mask_of(inputs))
+            layer_kls(captured, taught, loss_mask=mask_of(batch))
     except Exception as error:
-        diagnosis.failure = f"the student {_say_error(error)}"
-        return None
+        return None, {"failure": f"the student {_say_error(error)}"}
     if problem is not None:
-        diagnosis.untried = f"{problem}; teach from a cache (shd-torch export, then shd precompute)"
-        return None
-    return live
+        return None, {"untried": f"{problem}; teach from a cache (shd-torch export, then shd precompute)"}
+    return live, {}
 
 
 def _say_error(error: Exception) -> str:

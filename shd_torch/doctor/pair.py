@@ -1,4 +1,4 @@
-"""The two models of a pair: a teacher to run and a student to make, and what they are made of."""
+"""A student to make, and what either model of a pair is made of."""
 
 from __future__ import annotations
 
@@ -21,15 +21,6 @@ _QK_NORM: Final = re.compile(r"(q|k|query|key)_?(layer)?_?norm$|(q|k)_ln$")
 _RELATIVE: Final = re.compile(r"relative_(position|attention)_bias|rel_pos")
 _LEARNED: Final = re.compile(r"(position_embeddings?|wpe|embed_positions|pos_embed)(\.weight)?$")
 _ALIBI: Final = ("bloom", "mpt")
-
-
-@dataclass(frozen=True, eq=False)
-class Teacher:
-    """A Hugging Face model, or a graph."""
-
-    folder: Path | None  # of a model
-    graph: Path | None  # an .onnx file
-    model: Any  # in evaluation mode, float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,15 +47,6 @@ class Student:
             return made(config, attn_implementation=folders.implementation_of(kind)).float().eval()
 
 
-def read_teacher(source: str) -> Teacher:
-    """A teacher from an ``.onnx`` file, a folder or a hub id."""
-    if source.endswith(".onnx"):
-        folders.check_model(source, "teacher", or_graph=True)
-        return Teacher(None, Path(source), None)
-    folder = folders.find_folder(source, "teacher")
-    return Teacher(folder, None, folders.load_weights(folder, folders.read_config(folder)).float())
-
-
 def read_student(source: str) -> Student:
     """A student from a folder or a hub id; a configuration without weights will do."""
     folder = folders.find_folder(source, "student")
@@ -79,14 +61,10 @@ class Parts:
 
     name: str
     heads: int
-    kv_heads: int
     layers: int
-    hidden: int
-    parameters: int
     layer_scale: bool  # whether blocks are scaled channel by channel after their end
     registers: int  # tokens beside class and patches
-    class_token: bool
-    distillation_token: bool
+    specials: int  # tokens of an image that are no patches, registers among them
     qk_norm: bool  # whether queries and keys of a head are normalised
     positions: str  # learned, rotary, relative, alibi or none
     is_causal: bool  # whether a row sees earlier positions alone
@@ -96,31 +74,21 @@ class Parts:
     patches: tuple[int, ...] | None  # rows, columns and channels of an image; None of texts
     labels: int | None  # classes of a classifier's head
 
-    @property
-    def specials(self) -> int:
-        """Tokens of an image that are no patches."""
-        return int(self.class_token) + int(self.distillation_token) + self.registers
-
 
 def parts_of(model: nn.Module) -> Parts:
     """Read off a Hugging Face model, from its modules' names and its configuration."""
     config: Any = model.config
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     modules = dict(model.named_modules())
-    heads = _first(config, "num_attention_heads", "n_head") or 0
     is_image = getattr(model, "main_input_name", "") == "pixel_values"
     registers = next((shape[-2] for name, shape in shapes.items() if _REGISTERS.search(name)), 0)
     return Parts(
         name=type(model).__name__,
-        heads=heads,
-        kv_heads=_first(config, "num_key_value_heads") or heads,
+        heads=_first(config, "num_attention_heads", "n_head") or 0,
         layers=_first(config, "num_hidden_layers", "n_layer") or 0,
-        hidden=_first(config, "hidden_size", "n_embd") or 0,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
         layer_scale=_any(_LAYER_SCALE, shapes),
         registers=registers,
-        class_token=any(name.endswith("cls_token") for name in shapes),
-        distillation_token=any(name.endswith(("distillation_token", "dist_token")) for name in shapes),
+        specials=registers + sum(name.endswith(("cls_token", "distillation_token", "dist_token")) for name in shapes),
         qk_norm=_any(_QK_NORM, modules),
         positions=_positions(config, shapes, modules),
         is_causal=is_causal_model(model)  # of old models no module says so

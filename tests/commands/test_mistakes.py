@@ -215,7 +215,10 @@ EARLY = [
     ("export empty --out x.onnx", "which has no config.json"),
     ("export model --out empty", "--out must be a file, such as teacher.onnx"),
     ("export model --out x.onnx --student --int8 --data gone.npz", "--data must exist; got gone.npz"),
-    ("doctor gone.onnx model", "teacher must be an .onnx file, a folder or a hub id; got 'gone.onnx'"),
+    (
+        "doctor gone.onnx model",
+        "teacher must be a Hugging Face folder or hub id",
+    ),
     ("doctor model ./gone", "student must be a folder that save_pretrained wrote"),
     ("doctor model model --data lines.jsonl", "--data must have a column text; got the columns content"),
     ("doctor model model --probe 9", "--probe must go with --data"),

@@ -29,6 +29,9 @@ SAMPLES: Final = 32
 """Samples that plans are compared on, besides those that they are matched on."""
 LEAST_SAMPLES: Final = 8
 """Fewer tell hardly anything apart: then samples that plans were matched on are compared too."""
+MOST_LOST: Final = 0.6
+"""Attention error beyond which no gain in training is promised. In the study students gained at .52, at .56 no gain
+was shown, and nothing was measured beyond."""
 GIVEN: Final = "given"
 """The plan of rounds that were given one by one."""
 
