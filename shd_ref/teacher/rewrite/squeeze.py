@@ -17,7 +17,7 @@ from shd_ref.teacher.graph.targets import TargetTensors
 from shd_ref.teacher.graph.tiles import SiteTiles
 from shd_ref.teacher.opening.body import FLOAT, FUNCTION_DOMAIN, Body
 from shd_ref.teacher.opening.load import old_opset_reason, opset_version
-from shd_ref.teacher.opening.model import all_graphs, all_nodes, copy_skeleton, ir, onnx, restore_weights
+from shd_ref.teacher.opening.model import copy_skeleton, ir, onnx, restore_weights
 from shd_ref.teacher.options import PrecomputeOptions, check_merge
 from shd_ref.teacher.rewrite.function import (
     MergeRule,
@@ -70,19 +70,24 @@ class SqueezedLayer:
 class SqueezedGraph:
     """A teacher that outputs squeezed supervision, and the ``targets`` beside it as float32, and nothing else.
 
-    With ``check_outputs`` also what the reference needs.
+    With ``check_outputs`` also what the reference needs. Of several ``students`` each has its layers.
     """
 
     model: onnx.ModelProto
-    layers: tuple[SqueezedLayer, ...]
+    students: tuple[tuple[SqueezedLayer, ...], ...]
     check_outputs: bool
     targets: TargetTensors
+
+    @property
+    def layers(self) -> tuple[SqueezedLayer, ...]:
+        """Of the first student."""
+        return self.students[0]
 
 
 def squeeze_graph(
     model: onnx.ModelProto,
     layers: Sequence[tuple[int, AttentionSite]],
-    options: PrecomputeOptions | None = None,
+    options: PrecomputeOptions | Sequence[PrecomputeOptions] | None = None,
     *,
     row_mask_input: str | Mapping[int, str | None] | None = None,
     check_outputs: bool = False,
@@ -100,7 +105,8 @@ def squeeze_graph(
         layers: pairs of student layer and the site (from ``find_sites`` on this model) it learns from; none for a
             graph of targets alone.
         options: heads, plan (or plans, one for each of ``layers``), strategy, alphas, temperature and codec count:
-            ``sqrt8-row`` codes in the graph, the other codecs output float32 maps.
+            ``sqrt8-row`` codes in the graph, the other codecs output float32 maps. Those of several students differ
+            in heads and plans alone.
         row_mask_input: a model input ``(B, L)``, integer or boolean, non-zero = the row counts; default all. Or one
             by student layer, where rows are not of one sequence.
         check_outputs: also output each layer's teacher map, V and merged maps, see ``compare_with_reference``.
@@ -112,8 +118,10 @@ def squeeze_graph(
         ShdError: ``graph-unsupported`` (a site, or an operator set that is too old), ``argument-value``,
             ``heads-exceed``, ``plan-invalid``, ``inputs-invalid`` (the row mask), ``layers-invalid``.
     """
-    options = options or PrecomputeOptions()
-    check_merge(options)
+    students = [options or PrecomputeOptions()] if not isinstance(options, Sequence) else options
+    for student in students:
+        check_merge(student)
+    options = students[0]
     _check_layers(model, layers, has_targets=bool(targets))
     codec = "float32" if factors else options.codec
     temperature = check_temperature(options.temperature)
@@ -121,10 +129,18 @@ def squeeze_graph(
     named = row_mask_input if isinstance(row_mask_input, Mapping) else dict.fromkeys(dict(layers), row_mask_input)
     masks = {name: row_mask_of(body, model, name) for name in dict.fromkeys(named.values())}
     tiled = TiledAttention(body, tiling) if tiling is not None else None
-    squeezed = []
-    for (student_layer, site), plan in zip(layers, list_plans(options, len(layers)), strict=True):
+    squeezed: list[list[SqueezedLayer]] = [[] for _ in students]
+    rules = [
+        (number, layer, plan)
+        for number, one in enumerate(students)
+        for layer, plan in zip(layers, list_plans(one, len(layers)), strict=True)
+    ]
+    for number, (student_layer, site), plan in rules:
+        options = students[number]
         check_sinks(site, codec, temperature)
-        body.prefix = f"{FUNCTION_DOMAIN}/{student_layer}/"
+        # Further students are told apart by their heads; of tiles and masks they share what the first one made.
+        own = f"{options.num_student_heads}-heads/" if number else ""
+        body.prefix = f"{FUNCTION_DOMAIN}/{own}{student_layer}/"
         heads, d_v = site.num_heads or 0, site.d_v or 0  # known for supported sites
         rounds = merge_plan(heads, options.num_student_heads, plan)
         weights = options.strategy, options.alpha_rule, options.alpha_per
@@ -144,10 +160,10 @@ def squeeze_graph(
             spans = spans or add_spans(body, factors[student_layer])
             body.output(spans, names["spans"], onnx.TensorProto.INT32, rank=4)
             layer = replace(layer, names={**layer.names, **names})
-        squeezed.append(layer)
+        squeezed[number].append(layer)
     outputs = _output_targets(body, targets or TargetTensors())
     replaced = set() if tiled is None else tiled.replaced
-    return SqueezedGraph(assemble_graph(model, body, replaced), tuple(squeezed), check_outputs, outputs)
+    return SqueezedGraph(assemble_graph(model, body, replaced), tuple(map(tuple, squeezed)), check_outputs, outputs)
 
 
 def _squeeze_tiles(
@@ -375,62 +391,6 @@ def _check_layers(model: onnx.ModelProto, layers: Sequence[tuple[int, AttentionS
                 f"site {site.name} must be one of this model's, but it has no tensors {site.probs!r} and "
                 f"{site.values!r}: call find_sites on the same model"
             )
-
-
-_PREFIX = f"{FUNCTION_DOMAIN}/"
-
-
-def unite_graphs(graphs: Sequence[SqueezedGraph]) -> tuple[onnx.ModelProto, tuple[SqueezedGraph, ...]]:
-    """One model with the outputs of all, and the graphs with the names that their outputs have in it."""
-    if len(graphs) == 1:
-        return graphs[0].model, tuple(graphs)
-    united = onnx.ModelProto()
-    united.CopyFrom(graphs[0].model)
-    renamed = [graphs[0]]
-    for graph in graphs[1:]:
-        prefix = f"{_PREFIX}{len(graph.layers[0].rule.groups)}-heads/"
-        model = _with_prefix(graph.model, prefix)
-        _append(united, model)
-        layers = tuple(
-            replace(layer, names={role: _renamed(name, prefix) for role, name in layer.names.items()})
-            for layer in graph.layers
-        )
-        renamed.append(replace(graph, model=model, layers=layers))
-    return united, tuple(renamed)
-
-
-def _append(united: onnx.ModelProto, model: onnx.ModelProto) -> None:
-    """Add what is not there yet; equal names mean equal things, since both come from one teacher."""
-    there = {name for node in united.graph.node for name in node.output}
-    united.graph.node.extend(node for node in model.graph.node if not there.intersection(node.output))
-    for kind in ("initializer", "input", "output"):
-        held = getattr(united.graph, kind)
-        names = {item.name for item in held}
-        held.extend(item for item in getattr(model.graph, kind) if item.name not in names)
-    functions = {function.name for function in united.functions}
-    united.functions.extend(function for function in model.functions if function.name not in functions)
-
-
-def _with_prefix(model: onnx.ModelProto, prefix: str) -> onnx.ModelProto:
-    """The model with everything that the squeeze added renamed; weights outside the graph are the teacher's."""
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model)
-    kept = {tensor.name for tensor in copy.graph.initializer if tensor.data_location == onnx.TensorProto.EXTERNAL}
-    for node in all_nodes(copy.graph):
-        node.name = _renamed(node.name, prefix)
-        for names in (node.input, node.output):
-            for number, name in enumerate(names):
-                names[number] = name if name in kept else _renamed(name, prefix)
-    bodies = [body for body in all_graphs(copy.graph) if body is not copy.graph]
-    lists = [items for body in bodies for items in (body.input, body.output)]
-    for items in (copy.graph.initializer, copy.graph.output, *lists):
-        for item in items:
-            item.name = item.name if item.name in kept else _renamed(item.name, prefix)
-    return copy
-
-
-def _renamed(name: str, prefix: str) -> str:
-    return prefix + name.removeprefix(_PREFIX) if name.startswith(_PREFIX) else name
 
 
 _CAST_LIKE_OPSET = 15

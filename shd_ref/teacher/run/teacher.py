@@ -24,7 +24,7 @@ from shd_ref.teacher.graph.shapes import check_bounds, frozen_specs
 from shd_ref.teacher.graph.targets import GraphHead, TargetTensors
 from shd_ref.teacher.graph.tiles import find_tiles
 from shd_ref.teacher.options import MATCHED, PrecomputeOptions, RunOptions, check_options
-from shd_ref.teacher.rewrite.squeeze import SqueezedGraph, SqueezedLayer, list_plans, squeeze_graph, unite_graphs
+from shd_ref.teacher.rewrite.squeeze import SqueezedGraph, SqueezedLayer, list_plans, squeeze_graph
 from shd_ref.teacher.rewrite.tiles import Tiling, can_fuse, choose_tile, list_slots
 from shd_ref.teacher.run.averaged import LogitsTeacher, average_logits, check_teachers, count_classes
 from shd_ref.teacher.run.graph import Chosen, TeacherGraph
@@ -198,8 +198,9 @@ class TeacherRun:
     def _squeeze(self, session: Session, batch: Batch) -> tuple[StudentOutputs, ...]:
         count, rows = len(batch.indices), len(batch.arrays[self.inputs.names[0]])
         values = self.sessions.run(session, session.names, batch)
-        made_again = [[self._rows_of(layer, values, count) for layer in graph.layers] for graph in session.graphs]
-        held = {name for graph in session.graphs for layer in graph.layers for name in layer.source_names}
+        graph = session.graph
+        made_again = [[self._rows_of(layer, values, count) for layer in layers] for layers in graph.students]
+        held = {name for layers in graph.students for layer in layers for name in layer.source_names}
         values = {name: array for name, array in values.items() if name not in held}
         for output, array in values.items():  # which short cuts of the samples may not have shown
             if len(array) != rows:
@@ -207,7 +208,7 @@ class TeacherRun:
                 raise graph_unsupported(f"what is made of attention ({output}) cannot be stored: {reason}")
         values = {name: array[:count] for name, array in values.items()}  # a fixed batch may have been filled up
         masks = self.row_masks(batch)
-        targets = TargetOutputs.read(session.graphs[0].targets, values, self.target_mask(batch))
+        targets = TargetOutputs.read(graph.targets, values, self.target_mask(batch))
         if targets.logits is not None:
             self.logit_columns = targets.logits.shape[-1]
             if self.others:
@@ -215,10 +216,10 @@ class TeacherRun:
                     mean = average_logits(targets.logits, self.others, batch, targets.row_mask, self.options)
                 targets = replace(targets, logits=mean)
         keys, outputs = tuple(map(self.inputs.key, batch.indices)), []
-        for student, graph in zip(self.students, session.graphs, strict=True):
+        for student, squeezed in zip(self.students, graph.students, strict=True):
             layers = tuple(
                 LayerOutputs.read(layer, values, masks[layer.student_layer], maps)
-                for layer, maps in zip(graph.layers, made_again[student.number], strict=True)
+                for layer, maps in zip(squeezed, made_again[student.number], strict=True)
             )
             extents = self._extents(batch, layers, targets)
             outputs.append(StudentOutputs(student, batch.indices, keys, extents, layers, targets))
@@ -275,9 +276,9 @@ class TeacherRun:
             fits = self._count_layers(batch) >= len(graph.layers)
             return sessions.run(sessions.whole() if fits else sessions.part(names), names, batch)
 
-        titles: Mapping[str, str] = sessions.whole().graphs[0].targets.titles if graph.targets else {}
+        titles: Mapping[str, str] = sessions.whole().graph.targets.titles if graph.targets else {}
         if all(site.note is None for _, site in graph.layers):
-            sites = {layer.names["probs"]: layer.site for layer in sessions.whole().graphs[0].layers}
+            sites = {layer.names["probs"]: layer.site for layer in sessions.whole().graph.layers}
             check_samples(graph.model, sites, inputs, run_checked, titles)
         else:  # the squeezed graph may not even run
             reader = _read_attention(graph, self.run)
@@ -434,11 +435,11 @@ def _choose_tiling(
 
 
 class Session(NamedTuple):
-    """A session of onnxruntime, the names of its outputs, and the graph of each student with them."""
+    """A session of onnxruntime, the names of its outputs, and the graph that it runs."""
 
     session: Any
     names: list[str]
-    graphs: tuple[SqueezedGraph, ...]
+    graph: SqueezedGraph
 
 
 class Sessions:
@@ -491,7 +492,7 @@ class Sessions:
 
     def part(self, names: Sequence[str]) -> Session:
         """The same for the layers whose maps are among these outputs; only the last is held."""
-        named = zip(self.whole().graphs[0].layers, self._graph.layers, strict=True)
+        named = zip(self.whole().graph.layers, self._graph.layers, strict=True)
         layers = tuple(chosen for layer, chosen in named if layer.names["probs"] in names)
         if self._part is None or self._part[0] != layers:
             self._part = None  # before the next takes memory
@@ -506,7 +507,7 @@ class Sessions:
         """Some outputs on a batch, by name."""
         with self.turn:
             values = run_batch(opened.session, names, batch)
-        titles = opened.graphs[0].targets.titles
+        titles = opened.graph.targets.titles
         columns = [array.shape[-1] if array.ndim > 2 else 0 for name, array in values.items() if name in titles]
         if columns:
             self.target_columns = max(self.target_columns or 0, sum(columns))
@@ -519,27 +520,23 @@ class Sessions:
         graph = self._graph
         factors = {layer: one for (layer, _), one in zip(graph.layers, graph.factors, strict=False)}
         chosen = graph.layers if layers is None else layers
-        graphs = []
-        for student in self._students:
-            plans = {layer: plan for (layer, _), plan in zip(graph.layers, student.plans, strict=True)}
-            squeezed = squeeze_graph(
-                graph.bare,
-                chosen,
-                replace(student.options, plans=tuple(plans[layer] for layer, _ in chosen)),
-                row_mask_input=self._row_masks,
-                check_outputs=checked,
-                factors=factors or None,
-                # Logits and hidden states are the same for all students.
-                targets=None if student.number or not has_targets else graph.targets,
-                tiling=self._tiling if tiled else None,
-            )
-            graphs.append(squeezed)
-        model, renamed = unite_graphs(graphs)
+        number_of = {layer: number for number, (layer, _) in enumerate(graph.layers)}
+        plans = [tuple(student.plans[number_of[layer]] for layer, _ in chosen) for student in self._students]
+        squeezed = squeeze_graph(
+            graph.bare,
+            chosen,
+            [replace(one.options, plans=own) for one, own in zip(self._students, plans, strict=True)],
+            row_mask_input=self._row_masks,
+            check_outputs=checked,
+            factors=factors or None,
+            targets=graph.targets if has_targets else None,
+            tiling=self._tiling if tiled else None,
+        )
         session = open_session(
-            model,
+            squeezed.model,
             provider=self._provider,
             num_threads=self._num_threads,
             weights=graph.weights,
             keeps_memory=not checked,
         )
-        return Session(session, [output.name for output in model.graph.output], renamed)
+        return Session(session, [output.name for output in squeezed.model.graph.output], squeezed)

@@ -151,9 +151,7 @@ def test_no_tile_reads_keys_beyond_its_window(tmp_path: Path) -> None:
     for tile, spoilt in ((4, 4), (0, 24)):
         work = TeacherRun.open(teacher, inputs, [options], replace(_run(tile), batch_size=1))
         opened = work.sessions.open()
-        (codes,) = run_batch(
-            opened.session, [opened.graphs[0].layers[0].names["codes"]], work.inputs.batch([0])
-        ).values()
+        (codes,) = run_batch(opened.session, [opened.graph.layers[0].names["codes"]], work.inputs.batch([0])).values()
         assert np.isfinite(codes[0]).all(axis=(0, 2)).tolist() == [False] * spoilt + [True] * (24 - spoilt)
 
 
