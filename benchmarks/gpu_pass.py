@@ -196,10 +196,10 @@ PACKED: Final = (
     "onnx",
     "onnxscript",
     "pytest",
+    "cyclopts",
     "rich",
     "safetensors",
     "transformers",
-    "typer",
     "xxhash",
 )
 """What tests and pieces import beside what is there."""

@@ -8,9 +8,9 @@ from typing import Any
 
 def load_app() -> Any:
     """The command with all its subcommands."""
-    from shd_ref.commands.app import app
+    from shd_ref.commands.app import make_program
 
-    return app
+    return make_program()
 
 
 def main() -> None:
@@ -20,8 +20,8 @@ def main() -> None:
 
         sys.exit(judge(sys.argv[2:], "shd conformance"))
     try:
-        import rich  # noqa: F401  (only its presence matters here)
-        import typer  # noqa: F401
+        import cyclopts  # noqa: F401  (only its presence matters here)
+        import rich  # noqa: F401
     except ImportError as error:
         sys.exit(f"shd needs the package {error.name}: pip install '.[teacher]' (in a checkout)")
-    load_app()()
+    sys.exit(load_app()())

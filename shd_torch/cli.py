@@ -8,17 +8,17 @@ from typing import Any
 
 def load_app() -> Any:
     """The command with all its subcommands."""
-    from shd_torch.commands import app
+    from shd_torch.commands import make_program
 
-    return app
+    return make_program()
 
 
 def main() -> None:
     """Entry point; says what to install where the command's own packages are missing."""
     try:
-        import rich  # noqa: F401  (only its presence matters here)
-        import typer  # noqa: F401
+        import cyclopts  # noqa: F401  (only its presence matters here)
+        import rich  # noqa: F401
     except ImportError as error:
         remedy = "pip install '.[cpu]' (in a checkout; '.[all]' for a GPU)"
         sys.exit(f"shd-torch needs the package {error.name}: {remedy}")
-    load_app()()
+    sys.exit(load_app()())

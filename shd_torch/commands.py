@@ -8,14 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from shd_ref.cache.storage.drafts import output_path
-from shd_ref.commands.derive import Document, add_command, require_packages
-from shd_ref.commands.options import ShowVersion
-from shd_ref.commands.terminal import STARTS_OVER, ShownGroup, console, show_progress
-from shd_ref.errors import ShdError
-from shd_ref.teacher.options import Shown
+from shd_ref.commands.program import Document, Program, require_packages
+from shd_ref.commands.terminal import console, show_progress
+from shd_ref.errors import ShdError, need
+from shd_ref.teacher.options import Needs, at_least
 from shd_torch.compress_command import compress
 from shd_torch.doctor_command import doctor
 from shd_torch.shrink.folders import check_model
@@ -24,53 +21,33 @@ from shd_torch.time_command import Graphs, Timing, check_timing, read_samples, t
 
 TEACHER_OPSET = 18
 
-app = typer.Typer(
-    name="shd-torch",
-    cls=ShownGroup,
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
-    pretty_exceptions_enable=False,
-)
+_TEXT = """The PyTorch commands of squeezing-heads: make a faster student by one command; export a teacher to ONNX
+for shd; create a smaller student from the squeezed teacher; run a small example.
 
+shd-torch export teacher --out teacher.onnx
 
-@app.callback()
-def root(version: ShowVersion = False) -> None:
-    """The PyTorch commands of squeezing-heads: make a faster student by one command; export a teacher to ONNX
-    for shd; create a smaller student from the squeezed teacher; run a small example.
+shd-torch compress teacher --data texts.jsonl --faster 4 --out student
 
-    shd-torch export teacher --out teacher.onnx
+shd-torch shrink teacher --data train.jsonl --heads 4 --out student
 
-    shd-torch compress teacher --data texts.jsonl --faster 4 --out student
+shd-torch doctor teacher student --data train.jsonl
 
-    shd-torch shrink teacher --data train.jsonl --heads 4 --out student
+shd-torch time student --beside teacher
 
-    shd-torch doctor teacher student --data train.jsonl
-
-    shd-torch time student --beside teacher
-
-    Then create the cache with shd precompute, and train the student with SHDTrainer or your own loop
-    (docs/training.md).
-    """
+Then create the cache with shd precompute, and train the student with SHDTrainer or your own loop
+(docs/training.md).
+"""
 
 
 def export(
-    model: Annotated[
-        str, typer.Argument(help="A Hugging Face model with safetensors: a folder, or a hub id.", metavar="MODEL")
-    ],
-    out: Annotated[Path, Shown("The graph to write, such as teacher.onnx.")],
-    opset: Annotated[int, typer.Option(help="ONNX opset of a teacher.", min=18, max=22, metavar="N")] = TEACHER_OPSET,
-    student: Annotated[
-        bool,
-        typer.Option("--student", help="Export a trained student for inference: one fused operator per attention."),
-    ] = False,
-    int8: Annotated[
-        bool,
-        typer.Option("--int8", help="With --student: also write OUT.int8.onnx, its products in int8, and compare."),
-    ] = False,
-    data: Annotated[
-        Path | None,
-        Shown("Samples on which int8 is compared with float, as for shrink. Default: random inputs.", needs="int8"),
-    ] = None,
+    model: str,
+    /,
+    *,
+    out: Path,
+    opset: Annotated[int, at_least(18, 22)] = TEACHER_OPSET,
+    student: bool = False,
+    int8: bool = False,
+    data: Annotated[Path | None, Needs("int8")] = None,
     timing: Timing | None = None,
 ) -> Document:
     """Export a Hugging Face teacher with its attention maps in the graph, and check it against the model.
@@ -80,7 +57,17 @@ def export(
     Uses eager attention and dynamic batch and sequence axes; the graph is compared with the model at two sizes. For
     other PyTorch modules use shd_torch.export_teacher. With --student, export a trained student for inference
     instead; with --beside, time it as shd-torch time does.
+
+    Args:
+        model: A Hugging Face model with safetensors: a folder, or a hub id.
+        out: The graph to write, such as teacher.onnx.
+        opset: ONNX opset of a teacher.
+        student: Export a trained student for inference: one fused operator per attention.
+        int8: With --student: also write OUT.int8.onnx, its products in int8, and compare.
+        data: Samples on which int8 is compared with float, as for shrink. Default: random inputs.
     """
+    if timing is not None:
+        need(timing.beside is not None, "argument-value", "--beside", "be given to time a student", "none")
     for option, is_given in (("--int8", int8), ("--beside", timing is not None)):
         if is_given and not student:
             raise ShdError("argument-value", f"{option} must go with --student; got it without")
@@ -133,8 +120,14 @@ def export(
     }
 
 
-_STAGES = "the same command resumes: finished {} are kept beside --out, in .NAME.part"
-_AFTER = {"compress": _STAGES.format("stages"), "shrink": _STAGES.format("layers")}
-for _command in (compress, export, doctor, shrink, vocabulary):
-    add_command(app, _command, is_long=True, after=_AFTER.get(_command.__name__, STARTS_OVER))
-add_command(app, time_models, name="time", is_long=True)
+def make_program() -> Program:
+    """``shd-torch``."""
+    program = Program("shd-torch", _TEXT)
+    resumes = "the same command resumes: finished {} are kept beside --out, in .NAME.part"
+    program.add(compress, after=resumes.format("stages"))
+    program.add(export)
+    program.add(doctor)
+    program.add(shrink, after=resumes.format("layers"))
+    program.add(vocabulary)
+    program.add(time_models, name="time")
+    return program

@@ -3,39 +3,26 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from shd_ref.commands.derive import Document, require_packages
+from shd_ref.commands.program import Document, require_packages
 from shd_ref.commands.terminal import console, narrow_table, print_remarks, show_progress
 from shd_ref.errors import ShdError
-from shd_ref.teacher.options import Shown
 from shd_torch.compress.options import CompressOptions
 from shd_torch.compress.samples import open_rows
 from shd_torch.shrink.folders import check_files, new_folder
 
 
 def compress(
-    teacher: Annotated[
-        Path, typer.Argument(help="Folder of a Hugging Face model, or of sentence-transformers.", metavar="TEACHER")
-    ],
-    data: Annotated[
-        Path,
-        Shown("Texts (a column text) or arrays without labels, in any file that shd precompute reads; .npy too."),
-    ],
-    options: partial[CompressOptions],
-    out: Annotated[
-        Path | None, Shown("A new folder for the student, its graphs and a page; only --dry-run needs none.")
-    ] = None,
-    held_out: Annotated[
-        Path | None, Shown("Other data to judge on. Default: a tenth of the data, at most 500 samples.")
-    ] = None,
-    no_int8: Annotated[bool, typer.Option("--no-int8", help="Deploy products in float.")] = False,
-    go_on: Annotated[bool, typer.Option("--go-on", help="Also if the teacher in int8 is fast enough.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be tried, and for how long.")] = False,
+    teacher: Path,
+    /,
+    *,
+    data: Path,
+    options: CompressOptions | None = None,
+    out: Path | None = None,
+    held_out: Path | None = None,
+    dry_run: bool = False,
 ) -> Document:
     """Make the student that loses least at the speed that you want, and write it ready to deploy.
 
@@ -45,12 +32,19 @@ def compress(
     and layers are measured in onnxruntime, a few students with the best predicted loss are trained shortly, and the
     best is trained from a cache of the teacher's outputs. The folder has the model, ONNX graphs in float and int8, a
     page with the figures, and compress.json. If a run is stopped, the same command resumes it.
+
+    Args:
+        teacher: Folder of a Hugging Face model, or of sentence-transformers.
+        data: Texts (a column text) or arrays without labels, in any file that shd precompute reads; .npy too.
+        out: A new folder for the student, its graphs and a page; only --dry-run needs none.
+        held_out: Other data to judge on. Default: a tenth of the data, at most 500 samples.
+        dry_run: Say what would be tried, and for how long.
     """
     require_packages("torch", "transformers", "accelerate", "scipy", "onnxruntime", "tokenizers")
     if out is None and not dry_run:
         raise ShdError("argument-value", "--out must be given, a new folder for the student; got none")
     out = None if dry_run else out
-    wanted = options(int8=not no_int8, go_on=go_on)
+    wanted = options or CompressOptions()  # which refuses that nothing is wanted
     check_files(teacher, "teacher")
     for argument, path in {"data": data, "held_out": held_out}.items():
         if path is not None:

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import numpy as np
-import typer
 from numpy.typing import NDArray
 
-from shd_ref.commands.derive import Document, require_packages
+from shd_ref.commands.program import Document, require_packages
 from shd_ref.commands.terminal import console, marked, narrow_table, plus_minus, show_progress
 from shd_ref.errors import ShdError, need
 from shd_ref.integers import check_number
-from shd_ref.teacher.options import Shown
+from shd_ref.teacher.options import FROM_0, FROM_1, Needs, at_least
 from shd_torch.shrink.folders import check_model
 from shd_torch.shrink_command import read_inputs
 
@@ -25,37 +24,17 @@ _STYLES: Final = {"yes": "bold green", "probably not": "bold yellow", "no": "bol
 
 
 def doctor(
-    teacher: Annotated[
-        str, typer.Argument(help="A Hugging Face folder or hub id with safetensors.", metavar="TEACHER")
-    ],
-    student: Annotated[
-        str,
-        typer.Argument(
-            help="A folder or hub id; a config.json without weights means random initialisation.", metavar="STUDENT"
-        ),
-    ],
-    data: Annotated[
-        Path | None,
-        Shown(
-            "Your samples: .npz of the models' inputs by name, with optional labels; .npy of token ids or pixels;"
-            " or .jsonl with a column text, for the tokenizer in the teacher's folder, else the student's. "
-            "Without data, only the configurations are compared."
-        ),
-    ] = None,
-    samples: Annotated[
-        int, Shown("Number of samples to use, from the start of the data.", least=1, needs="data")
-    ] = 512,
-    probe: Annotated[
-        int, Shown("Steps of a paired training with and without SHD; 0: no training.", least=0, needs="data")
-    ] = 0,
-    seeds: Annotated[int, Shown("Pairs of students in the probe.", least=2, needs="probe")] = 5,
-    batch_size: Annotated[int, Shown("Samples per training step.", least=1, needs="data")] = 16,
-    learning_rate: Annotated[
-        float, Shown("Learning rate of AdamW, in the probe and when estimating beta; above 0.", needs="data")
-    ] = 1e-3,
-    beta: Annotated[
-        float | None, Shown("Weight of SHD in the probe. Default: the middle of the estimated range.", needs="probe")
-    ] = None,
+    teacher: str,
+    student: str,
+    /,
+    *,
+    data: Path | None = None,
+    samples: Annotated[int, FROM_1, Needs("data")] = 512,
+    probe: Annotated[int, FROM_0, Needs("data")] = 0,
+    seeds: Annotated[int, at_least(2), Needs("probe")] = 5,
+    batch_size: Annotated[int, FROM_1, Needs("data")] = 16,
+    learning_rate: Annotated[float, Needs("data")] = 1e-3,
+    beta: Annotated[float | None, Needs("probe")] = None,
 ) -> Document:
     """Will attention supervision work for this teacher and student? Prints an answer and its evidence.
 
@@ -64,6 +43,19 @@ def doctor(
     Compares the models' parts and tokenizers, and finds a range for beta on your batches. --probe trains pairs of
     students, with and without SHD, on the same batches, and reports the gain with its 95% interval. shd plan says
     what the teacher loses with its heads merged.
+
+    Args:
+        teacher: A Hugging Face folder or hub id with safetensors.
+        student: A folder or hub id; a config.json without weights means random initialisation.
+        data: Your samples: .npz of the models' inputs by name, with optional labels; .npy of token ids or pixels; or
+            .jsonl with a column text, for the tokenizer in the teacher's folder, else the student's. Without data,
+            only the configurations are compared.
+        samples: Number of samples to use, from the start of the data.
+        probe: Steps of a paired training with and without SHD; 0: no training.
+        seeds: Pairs of students in the probe.
+        batch_size: Samples per training step.
+        learning_rate: Learning rate of AdamW, in the probe and when estimating beta; above 0.
+        beta: Weight of SHD in the probe. Default: the middle of the estimated range.
     """
     require_packages("torch", "transformers")
     check_number("learning_rate", learning_rate, above=0)

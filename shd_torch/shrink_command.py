@@ -5,86 +5,90 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-import typer
+from cyclopts import Parameter
 from numpy.typing import NDArray
 
-from shd_ref.commands.derive import Document, read_list, require_packages
+from shd_ref.commands.program import Document, option_of, require_packages
 from shd_ref.commands.terminal import console, print_remarks, show_progress
 from shd_ref.errors import ShdError
 from shd_ref.shrink.student import read_counts
-from shd_ref.teacher.options import Shown
+from shd_ref.teacher.options import FROM_1, OPTIONS, one_of, read_by, read_list
+from shd_ref.teacher.sentence_folder import find_pooling
 from shd_ref.teacher.sources import KINDS, named_inputs, open_source
 from shd_ref.teacher.sources.arrays import open_npz
-from shd_ref.teacher.sources.sentence_folder import find_pooling
 from shd_torch.shrink.folders import check_files, new_folder
 
 if TYPE_CHECKING:
     from shd_torch.shrink import Shrunk
 
 
+def _read_count(option: str, text: str) -> int | tuple[int, ...]:
+    """``--layers 3``, ``--layers 0,2,4``."""
+    numbers = read_list(option, text, least=0)
+    return numbers if "," in text else int(numbers[0])
+
+
+COUNT = read_by(_read_count, "N|N,...")
+LAYERS = read_by(partial(read_list, least=0), "N,...")
+
+
+@OPTIONS
 @dataclass(frozen=True)
 class StudentSizes:
-    """What is asked of a student, as the command line says it; one of them must be given."""
+    """What is asked of a student, as the command line says it; one of them must be given.
 
-    heads: Annotated[
-        str | None, Shown("Query heads: 4, or of each student layer, 4,6,4. Default: the teacher's.")
-    ] = None
-    layers: Annotated[str | None, Shown("Number of layers, or a list of the teacher's: 3, or 0,2,4.")] = None
-    hidden: Annotated[int | None, Shown("Channels of the student's residual stream.", least=1)] = None
-    neurons: Annotated[
-        str | None, Shown("Neurons per FFN: 768, or of each student layer, 512,768,768; the most important are kept.")
-    ] = None
-    kv_heads: Annotated[int | None, Shown("Key and value heads of the student.", least=1)] = None
-    head_dim: Annotated[
-        int | None,
-        Shown("Width of a head. BERT, RoBERTa, GPT-2: hidden / heads by default, which saves no time.", least=1),
-    ] = None
-    drop_attention: Annotated[str | None, Shown("Teacher layers that lose their attention block: 1,4.")] = None
-    drop_activations: Annotated[
-        str | None, Shown("Teacher layers whose FFN loses its activation and becomes one linear map: 2,3.")
-    ] = None
+    Attributes:
+        heads: Query heads: 4, or of each student layer, 4,6,4. Default: the teacher's.
+        layers: Number of layers, or a list of the teacher's: 3, or 0,2,4.
+        hidden: Channels of the student's residual stream.
+        neurons: Neurons per FFN: 768, or of each student layer, 512,768,768; the most important are kept.
+        kv_heads: Key and value heads of the student.
+        head_dim: Width of a head. BERT, RoBERTa, GPT-2: hidden / heads by default, which saves no time.
+        drop_attention: Teacher layers that lose their attention block: 1,4.
+        drop_activations: Teacher layers whose FFN loses its activation and becomes one linear map: 2,3.
+        stack: encoder or decoder: which to shrink of a model with both.
+    """
 
-    stack: Annotated[str | None, Shown("encoder or decoder: which to shrink of a model with both.")] = None
+    heads: Annotated[int | tuple[int, ...] | None, COUNT] = None
+    layers: Annotated[int | tuple[int, ...] | None, COUNT] = None
+    hidden: Annotated[int | None, FROM_1] = None
+    neurons: Annotated[int | tuple[int, ...] | None, COUNT] = None
+    kv_heads: Annotated[int | None, FROM_1] = None
+    head_dim: Annotated[int | None, FROM_1] = None
+    drop_attention: Annotated[tuple[int, ...] | None, LAYERS] = None
+    drop_activations: Annotated[tuple[int, ...] | None, LAYERS] = None
+    stack: str | None = None
 
     def options(self) -> dict[str, Any]:
         """Keywords of ``shrink``."""
         options = {name: value for name, value in asdict(self).items() if value is not None}
         if not options.keys() - {"stack"}:
-            names = ", ".join(f"--{name.replace('_', '-')}" for name in asdict(self) if name != "stack")
+            names = ", ".join(option_of(name) for name in asdict(self) if name != "stack")
             raise ShdError("argument-value", f"one of {names} must be given; got none, which reproduces the teacher")
-        for name in options.keys() & {"heads", "neurons", "layers", "drop_attention", "drop_activations"}:
-            numbers = read_list(f"--{name.replace('_', '-')}", options[name], kind=int, least=0)
-            is_count = not name.startswith("drop_") and "," not in options[name]  # --layers 3, --layers 0,2,4
-            options[name] = numbers[0] if is_count else numbers
         return options
 
 
+_UNCHANGED = StudentSizes()
+
+
 def shrink(
-    teacher: Annotated[
-        Path, typer.Argument(help="Folder of a Hugging Face model with safetensors.", metavar="TEACHER")
-    ],
-    data: Annotated[
-        Path,
-        Shown(
-            "Calibration data: .npz of the model's inputs by name, .npy of token ids or pixels, or .jsonl with a "
-            "column text, for the tokenizer in the teacher's folder."
-        ),
-    ],
-    out: Annotated[Path, Shown("A new folder for the student.")],
-    sizes: StudentSizes,
-    plan: Annotated[str, Shown("Heads to merge.", choices=("auto", "matched", "balanced", "progressive"))] = "auto",
-    samples: Annotated[int, Shown("Number of samples to use, from the start of the data.", least=1)] = 64,
-    batch_size: Annotated[int, Shown("Samples per batch.", least=1)] = 16,
-    no_align: Annotated[bool, typer.Option("--no-align", help="Use the closed form without refitting.")] = False,
-    ridge: Annotated[
-        float | None,
-        Shown("Ridge towards the closed form for refitted matrices. Default: chosen on every fourth sample."),
-    ] = None,
+    teacher: Path,
+    /,
+    *,
+    data: Path,
+    out: Path,
+    sizes: StudentSizes = _UNCHANGED,
+    plan: Annotated[str, one_of(("auto", "matched", "balanced", "progressive"))] = "auto",
+    samples: Annotated[int, FROM_1] = 64,
+    batch_size: Annotated[int, FROM_1] = 16,
+    align: Annotated[bool, Parameter(negative="--no-align")] = True,
+    ridge: float | None = None,
 ) -> Document:
     """Create a smaller student from the squeezed teacher, without training.
 
@@ -94,9 +98,20 @@ def shrink(
     their configuration cannot express it: sizes by layer, heads of another length, dropped attention or activations.
     Its shrink.json records the changes and each layer's error relative to the teacher. If a run is stopped, the same
     command resumes it. See docs/shrink.md.
+
+    Args:
+        teacher: Folder of a Hugging Face model with safetensors.
+        data: Calibration data: .npz of the model's inputs by name, .npy of token ids or pixels, or .jsonl with a
+            column text, for the tokenizer in the teacher's folder.
+        out: A new folder for the student.
+        plan: Heads to merge: auto, matched, balanced or progressive.
+        samples: Number of samples to use, from the start of the data.
+        batch_size: Samples per batch.
+        align: Refit matrices to the teacher's outputs, or use the closed form.
+        ridge: Ridge towards the closed form for refitted matrices. Default: chosen on every fourth sample.
     """
     require_packages("torch", "transformers")
-    options = sizes.options() | {"plan": plan, "align": not no_align, "ridge": ridge, "batch_size": batch_size}
+    options = sizes.options() | {"plan": plan, "align": align, "ridge": ridge, "batch_size": batch_size}
     check_files(teacher, "teacher")
     _check_heads(options.get("heads"), teacher)
     new_folder(out)
@@ -132,15 +147,13 @@ def _check_heads(heads: int | Sequence[int] | None, teacher: Path) -> None:
 
 
 def vocabulary(
-    model: Annotated[
-        Path, typer.Argument(help="Folder of a Hugging Face model of text, with a tokenizer.json.", metavar="MODEL")
-    ],
-    data: Annotated[Path, Shown("Texts as the model will get them: .jsonl, .parquet or a data set's folder.")],
-    out: Annotated[Path, Shown("A new folder for the model.")],
-    size: Annotated[
-        int | None, Shown("Pieces to keep at most, the most frequent ones. Default: all that the texts use.", least=1)
-    ] = None,
-    text_column: Annotated[str | None, Shown("The column that holds the text. Default: text.")] = None,
+    model: Path,
+    /,
+    *,
+    data: Path,
+    out: Path,
+    size: Annotated[int | None, FROM_1] = None,
+    text_column: str | None = None,
 ) -> Document:
     """Cut a model's vocabulary to what texts use: fewer rows of embeddings, the same outputs on those texts.
 
@@ -149,6 +162,13 @@ def vocabulary(
     Special pieces and single characters or bytes stay, so every text can still be encoded; words that the texts do
     not use fall into smaller pieces. The new folder has its own token ids: cut the teacher before you make caches, or
     the student after its training. See docs/shrink.md.
+
+    Args:
+        model: Folder of a Hugging Face model of text, with a tokenizer.json.
+        data: Texts as the model will get them: .jsonl, .parquet or a data set's folder.
+        out: A new folder for the model.
+        size: Pieces to keep at most, the most frequent ones. Default: all that the texts use.
+        text_column: The column that holds the text. Default: text.
     """
     require_packages("torch", "transformers", "tokenizers")
     check_files(model, "model")

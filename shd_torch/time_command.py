@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
-import typer
+from cyclopts import Parameter
 from numpy.typing import NDArray
 
-from shd_ref.commands.derive import Document, require_packages
+from shd_ref.commands.program import Document, require_packages
 from shd_ref.commands.terminal import console, narrow_table, print_remarks, show_progress
 from shd_ref.errors import ShdError
-from shd_ref.teacher.options import Shown
+from shd_ref.teacher.options import INTEGERS, OPTIONS, at_least
 from shd_torch.shrink.folders import check_model, count_positions, find_folder, read_config
 from shd_torch.shrink_command import read_inputs
 
@@ -27,33 +27,36 @@ QUALITY_SAMPLES = 64
 """Samples of ``--data`` on which int8 graphs are compared with float ones, the first."""
 
 
+@OPTIONS
 @dataclass(frozen=True)
 class Timing:
-    """What is timed, and at which settings."""
+    """What is timed, and at which settings.
 
-    beside: Annotated[
-        str | None,
-        Shown(
-            "The teacher, a folder or an .onnx file: time it too, with fused attention (a folder), and in int8.",
-            metavar="TEACHER",
-        ),
-    ] = None
-    batch: Annotated[tuple[int, ...] | None, Shown("Samples per run. Default: 1,32.")] = None
-    length: Annotated[tuple[int, ...] | None, Shown("Tokens per sample; not for images. Default: 64.")] = None
-    threads: Annotated[tuple[int, ...], Shown("Threads per run (intra_op_num_threads).")] = (1,)
-    rounds: Annotated[int, Shown("Turns of each graph at each setting.", least=6)] = 15
+    Attributes:
+        beside: The teacher, a folder or an .onnx file: time it too, with fused attention (a folder), and in int8.
+        batch: Samples per run. Default: 1,32.
+        length: Tokens per sample; not for images. Default: 64.
+        threads: Threads per run (intra_op_num_threads).
+        rounds: Turns of each graph at each setting.
+    """
+
+    beside: Annotated[str | None, Parameter(metavar="TEACHER")] = None
+    batch: Annotated[tuple[int, ...] | None, INTEGERS] = None
+    length: Annotated[tuple[int, ...] | None, INTEGERS] = None
+    threads: Annotated[tuple[int, ...], INTEGERS] = (1,)
+    rounds: Annotated[int, at_least(6)] = 15
+
+
+_USUAL = Timing()
 
 
 def time_models(
-    models: Annotated[
-        list[str],
-        typer.Argument(help="ONNX graphs, or folders of Hugging Face models, such as students.", metavar="MODEL..."),
-    ],
-    timing: Timing,
-    int8: Annotated[bool, typer.Option("--int8", help="Also time each model with its products in int8.")] = False,
-    data: Annotated[
-        Path | None, Shown("Samples on which int8 is compared with float, as for shrink. Default: random inputs.")
-    ] = None,
+    models: Annotated[list[str], Parameter(name="MODEL...")],
+    /,
+    *,
+    timing: Timing = _USUAL,
+    int8: bool = False,
+    data: Path | None = None,
 ) -> Document:
     """Time models in onnxruntime on the CPU, as a loop of your own would see it.
 
@@ -62,6 +65,11 @@ def time_models(
     Graphs run by turns. Printed are medians over rounds with their 95% intervals, wall time and processor time, and
     how many times faster each is than the teacher (without --beside: than the first model), paired by round. Folders
     are exported with fused attention first; int8 as by shd-torch export --int8.
+
+    Args:
+        models: ONNX graphs, or folders of Hugging Face models, such as students.
+        int8: Also time each model with its products in int8.
+        data: Samples on which int8 is compared with float, as for shrink. Default: random inputs.
     """
     require_packages("onnx", "onnxruntime")
     if len(set(models)) < len(models):

@@ -2,54 +2,51 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Final
 
-import typer
+from cyclopts import App, Group, Parameter
 
 from shd_ref.commands.caches import ls, merge, report, seal, verify
-from shd_ref.commands.conformance import conformance
-from shd_ref.commands.derive import add_command
 from shd_ref.commands.graphs import inspect
-from shd_ref.commands.options import ShowVersion
 from shd_ref.commands.plan import plan
 from shd_ref.commands.precompute import precompute
-from shd_ref.commands.terminal import STARTS_OVER, ShownCommand, ShownGroup
+from shd_ref.commands.program import Program
 
-app = typer.Typer(
-    name="shd", cls=ShownGroup, no_args_is_help=True, rich_markup_mode="markdown", pretty_exceptions_enable=False
-)
+_TEXT: Final = """Squeeze a transformer teacher's attention into fewer heads, offline, and cache it.
 
+shd inspect teacher.onnx
 
-@app.callback()
-def root(version: ShowVersion = False) -> None:
-    """Squeeze a transformer teacher's attention into fewer heads, offline, and cache it.
+shd precompute teacher.onnx --inputs data.npz --student-heads 4 --out cache/
 
-    shd inspect teacher.onnx
-
-    shd precompute teacher.onnx --inputs data.npz --student-heads 4 --out cache/
-
-    shd verify cache/
-    """
+shd verify cache/
+"""
 
 
-_PANELS: dict[str, tuple[Any, ...]] = {
-    "Look before you spend": (inspect, plan),
-    "Make a cache": (precompute, verify, report),
-    "Caches as files": (ls, seal, merge),
-}
-_SHARDS = "the same command resumes: the finished shards are kept in --out"
-for _panel, _commands in _PANELS.items():
-    for _command in _commands:
-        is_quick = _command in (inspect, ls, seal)
-        after = _SHARDS if _command in (precompute, merge) else STARTS_OVER
-        add_command(app, _command, panel=_panel, is_long=not is_quick, after=after)
+def conformance(*words: Annotated[str, Parameter(allow_leading_hyphen=True)]) -> int:
+    """Judge an implementation of the specification, in any language."""
+    from shd_ref.conformance.__main__ import main
+
+    return main(words, "shd conformance")
 
 
-# It reads its own options, which no import of the judge shall delay the other commands for.
-app.command(
-    "conformance",
-    cls=ShownCommand,
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    rich_help_panel="Implementations",
-)(conformance)
+def make_program() -> Program:
+    """``shd``."""
+    program = Program("shd", _TEXT)
+    look = Group("Look before you spend", sort_key=-4)
+    make = Group("Make a cache", sort_key=-3)
+    files = Group("Caches as files", sort_key=-2)
+    others = Group("Implementations", sort_key=-1)
+    shards = "the same command resumes: the finished shards are kept in --out"
+    program.add(inspect, panel=look, is_long=False)
+    program.add(plan, panel=look)
+    program.add(precompute, panel=make, after=shards)
+    program.add(verify, panel=make)
+    program.add(report, panel=make)
+    program.add(ls, panel=files, is_long=False)
+    program.add(seal, panel=files, is_long=False)
+    program.add(merge, panel=files, after=shards)
+    # It reads its own options, as it does where there is no cyclopts.
+    judge = App("conformance", group=others, help_flags=(), version_flags=(), end_of_options_delimiter="")
+    judge.default(conformance)
+    program.app.command(judge)
+    return program

@@ -6,33 +6,28 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from cyclopts import Parameter
 from rich.filesize import decimal
 from rich.table import Table
 
 from shd_ref.cache import CacheListing, CacheWriter, Manifest, list_cache, merge_caches
-from shd_ref.commands.derive import Document, Failed
-from shd_ref.commands.options import CacheArgument, CheckProvider, InputOptions, check_both, refuse_nothing
+from shd_ref.commands.options import PLACE, CacheArgument, CheckProvider, InputOptions, check_both
+from shd_ref.commands.program import Document, Failed
 from shd_ref.commands.terminal import console, fact_table, marked, messages, print_remarks, show_progress
 from shd_ref.errors import ShdError
 from shd_ref.report.facts import listing_facts, shard_ranges
-from shd_ref.teacher.options import Shown
+from shd_ref.teacher.options import FROM_0, FROM_1, Needs
 
 
 def verify(
     cache: CacheArgument,
-    teacher: Annotated[Path | None, Shown("Also run this teacher again on some records.")] = None,
+    /,
+    *,
+    teacher: Path | None = None,
     inputs: InputOptions | None = None,
-    with_teachers: Annotated[
-        tuple[Path, ...],
-        Shown(
-            "The other teachers of averaged logits, in the same order as for precompute: one option each.",
-            metavar="TEACHER.onnx",
-            needs="teacher",
-        ),
-    ] = (),
-    records: Annotated[int, Shown("Records to run again.", least=1, needs="teacher")] = 8,
-    seed: Annotated[int, Shown("Seed for choosing records.", least=0, needs="teacher")] = 0,
+    with_teachers: Annotated[tuple[Path, ...], Parameter(name="--with-teacher"), Needs("teacher")] = (),
+    records: Annotated[int, FROM_1, Needs("teacher")] = 8,
+    seed: Annotated[int, FROM_0, Needs("teacher")] = 0,
     provider: CheckProvider = "cpu",
 ) -> Document:
     """Check every byte of a cache, and optionally run its teacher again on some records.
@@ -40,6 +35,12 @@ def verify(
     shd verify cache/ --teacher teacher.onnx --inputs data.npz
 
     With exit code 1, it names each file and record that is damaged, missing or different.
+
+    Args:
+        teacher: Also run this teacher again on some records.
+        with_teachers: The other teachers of averaged logits, in the same order as for precompute: one option each.
+        records: Records to run again.
+        seed: Seed for choosing records.
     """
     from shd_ref.cache import verify_cache
 
@@ -79,13 +80,13 @@ def verify(
 
 def report(
     cache: CacheArgument,
-    out: Annotated[str, Shown("The page to write.")] = "report.html",
-    teacher: Annotated[
-        Path | None, Shown("The cache's teacher: adds its maps and the loss of every strategy.")
-    ] = None,
+    /,
+    *,
+    out: str = "report.html",
+    teacher: Path | None = None,
     inputs: InputOptions | None = None,
-    samples: Annotated[int, Shown("Samples to run the teacher on.", least=1, needs="teacher")] = 4,
-    records: Annotated[int, Shown("Records to read merge weights from.", least=1)] = 512,
+    samples: Annotated[int, FROM_1, Needs("teacher")] = 4,
+    records: Annotated[int, FROM_1] = 512,
     provider: CheckProvider = "cpu",
 ) -> Document:
     """Write a self-contained HTML page about a cache: contents, merge weights and maps.
@@ -94,6 +95,12 @@ def report(
 
     A partial cache can be reported too. The page needs no network and contains no script. With the teacher it also
     shows maps before and after merging, and compares the cache with every other strategy.
+
+    Args:
+        out: The page to write.
+        teacher: The cache's teacher: adds its maps and the loss of every strategy.
+        samples: Samples to run the teacher on.
+        records: Records to read merge weights from.
     """
     from shd_ref.cache import CacheReader
     from shd_ref.cache.storage.drafts import drafting, output_file
@@ -119,7 +126,7 @@ def report(
     return {"path": out, "bytes": len(page.encode())}
 
 
-def ls(cache: CacheArgument) -> Document:
+def ls(cache: CacheArgument, /) -> Document:
     """List the contents of a cache and its missing shards, even while it is being written.
 
     shd ls cache/
@@ -135,7 +142,7 @@ def ls(cache: CacheArgument) -> Document:
     return listing.to_json()
 
 
-def seal(cache: CacheArgument) -> Document:
+def seal(cache: CacheArgument, /) -> Document:
     """Mark a cache as complete: every shard exists, and the sample keys match the data set.
 
     shd seal cache/
@@ -148,25 +155,22 @@ def seal(cache: CacheArgument) -> Document:
 
 
 def merge(
-    caches: Annotated[
-        list[str],
-        typer.Argument(help="Caches of one job, complete or not.", metavar="CACHE...", callback=refuse_nothing),
-    ],
-    out: Annotated[
-        str,
-        typer.Option(
-            help="The merged cache; use the same one again to resume.", metavar="CACHE", callback=refuse_nothing
-        ),
-    ],
-    link: Annotated[
-        bool, typer.Option("--link", help="Use hard links instead of copies on the same file system.")
-    ] = False,
+    caches: Annotated[list[str], PLACE, Parameter(name="CACHE...")],
+    /,
+    *,
+    out: Annotated[str, PLACE],
+    link: bool = False,
 ) -> Document:
     """Merge the shards of one job from several folders, and seal the cache if none is missing.
 
     shd merge part-0/ part-1/ --out cache/
 
     Every byte is checked against its receipt. Caches of different jobs, and conflicting shards, are rejected.
+
+    Args:
+        caches: Caches of one job, complete or not.
+        out: The merged cache; use the same one again to resume.
+        link: Use hard links instead of copies on the same file system.
     """
     with show_progress("shards") as (on_progress,):
         summary = merge_caches(caches, out, link=link, on_progress=on_progress)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import typer
 from rich.table import Table
 from rich.text import Text
 
 from shd_ref.cache.listing import spans
-from shd_ref.commands.derive import Document, Failed
 from shd_ref.commands.options import TeacherPath
+from shd_ref.commands.program import Document, Failed
 from shd_ref.commands.terminal import console, marked, messages, narrow_table
 from shd_ref.errors import ShdError
-from shd_ref.teacher.options import Shown
 
 if TYPE_CHECKING:
     from shd_ref.teacher.graph.factors import SiteFactors
@@ -50,20 +48,16 @@ _FIELDS: Final = (
 )
 
 
-def inspect(
-    teacher: TeacherPath,
-    sites: Annotated[
-        str | None, Shown("Sites by number, name or kind: 0,2,4-7, encoder*, self, cross. Default: all.")
-    ] = None,
-    factored: Annotated[
-        bool, typer.Option("--factored", help="Also run the graph once on tiny inputs, to find queries and keys.")
-    ] = False,
-) -> Document:
+def inspect(teacher: TeacherPath, /, *, sites: str | None = None, factored: bool = False) -> Document:
     """List the attention sites of a teacher graph, whether they can be squeezed, and the graph's inputs.
 
     shd inspect teacher.onnx
 
     The search follows the data flow, so names in the graph do not matter. Exit code 1 if no site can be squeezed.
+
+    Args:
+        sites: Sites by number, name or kind: 0,2,4-7, encoder*, self, cross. Default: all.
+        factored: Also run the graph once on tiny inputs, to find queries and keys.
     """
     from shd_ref.teacher.graph.find import find_kinds, find_sites, select_sites
     from shd_ref.teacher.graph.independence import rounds_in_run

@@ -2,85 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import MISSING, dataclass, fields
-from functools import partial
+from collections.abc import Collection
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Final, get_args, get_type_hints
 
-import typer
+from cyclopts import Parameter
 
-import shd_ref
-from shd_ref.commands.derive import LAST_WORD, option_of, shown_of
-from shd_ref.commands.terminal import console
-from shd_ref.errors import ShdError
-from shd_ref.teacher.options import LAST, NO_FORM, READING, RUNNING, STORING, PrecomputeOptions, Shown
+from shd_ref.commands.program import option_of
+from shd_ref.errors import ShdError, need
+from shd_ref.teacher.options import (
+    FROM_1,
+    INTEGERS,
+    NO_FORM,
+    OPTIONS,
+    READING,
+    RUNNING,
+    STORING,
+    UNASKED,
+    Needs,
+    PrecomputeOptions,
+    write_value,
+)
 from shd_ref.teacher.sources import Source
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        console.print(f"squeezing-heads {shd_ref.__version__}, specification {shd_ref.SPEC_VERSION}")
-        raise typer.Exit
-
-
-def refuse_nothing(value: Any) -> Any:
-    """A callback of options: an empty place would mean the current folder."""
+def _refuse_nothing(_: Any, value: Any) -> None:
     if value == "" or (isinstance(value, list) and "" in value):
-        raise typer.BadParameter("must be a folder or an address; got nothing")
-    return value
+        raise ValueError("Must be a folder or an address.")  # an empty place would mean the current folder
 
 
-CacheArgument = Annotated[
-    str,
-    typer.Argument(
-        help="The cache: a folder, or an address such as s3://bucket/cache.", metavar="CACHE", callback=refuse_nothing
-    ),
-]
-TeacherPath = Annotated[Path, typer.Argument(help="The teacher as an ONNX graph.", metavar="TEACHER.onnx")]
+PLACE = Parameter(validator=_refuse_nothing, metavar="CACHE")
+CacheArgument = Annotated[str, PLACE, Parameter(help="The cache: a folder, or an address such as s3://bucket/cache.")]
+TeacherPath = Annotated[Path, Parameter(help="The teacher as an ONNX graph.")]
 StudentHeads = Annotated[
-    tuple[int, ...] | None, Shown("Heads of the student, at most the teacher's; several as 4,6.")
+    tuple[int, ...] | None, INTEGERS, Parameter(help="Heads of the student, at most the teacher's; several as 4,6.")
 ]
 NoAttention = Annotated[
     bool,
-    typer.Option(
-        "--no-attention",
+    STORING,
+    Parameter(
         help="Store only logits, hidden states or embeddings; works without attention in the graph and without "
-        "--student-heads.",
-        rich_help_panel=STORING,
+        "--student-heads."
     ),
 ]
-ShowVersion = Annotated[
-    bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show versions and exit.")
-]
 CheckProvider = Annotated[
-    str, Shown("cpu, cuda, or an onnxruntime provider; no fallback to another.", RUNNING, needs="teacher")
+    str, RUNNING, Parameter(help="cpu, cuda, or an onnxruntime provider; no fallback to another."), Needs("teacher")
 ]
 
 
+@OPTIONS
 @dataclass(frozen=True)
 class InputOptions:
-    """Where the inputs of a teacher come from, and how texts are read."""
+    """Where the inputs of a teacher come from, and how texts are read.
 
-    inputs: Annotated[
-        Path,
-        Shown(
-            "Model inputs, one column per graph input: .npz, .safetensors, .parquet, .arrow, .jsonl, or a folder of "
-            "Parquet or Arrow files."
-        ),
-    ]
-    tokenizer: Annotated[
-        Path | None,
-        Shown(
-            "For text: tokenizer.json, or its folder; tokenizer_config.json there limits the length "
-            "(model_max_length).",
-            READING,
-        ),
-    ] = None
-    text_column: Annotated[str | None, Shown("For text: name of its column. Default: text.", READING)] = None
-    max_length: Annotated[
-        int | None, Shown("For text: maximum number of tokens. Default: the tokenizer's limit.", READING, least=1)
-    ] = None
+    Attributes:
+        inputs: Model inputs, one column per graph input: .npz, .safetensors, .parquet, .arrow, .jsonl, or a folder of
+            Parquet or Arrow files.
+        tokenizer: For text: tokenizer.json, or its folder; tokenizer_config.json there limits the length
+            (model_max_length).
+        text_column: For text: name of its column. Default: text.
+        max_length: For text: maximum number of tokens. Default: the tokenizer's limit.
+    """
+
+    inputs: Path
+    tokenizer: Annotated[Path | None, READING, Needs("inputs")] = None
+    text_column: Annotated[str | None, READING, Needs("inputs")] = None
+    max_length: Annotated[int | None, READING, FROM_1, Needs("inputs")] = None
 
     def open(self) -> Source:
         """The rows, by ``open_source``."""
@@ -91,22 +79,24 @@ class InputOptions:
         )
 
 
+HEADS: Final = "num_student_heads"
+"""The one field that commands fill in themselves, of several numbers."""
+
+
 def heads_of(
-    student_heads: tuple[int, ...] | None, options: partial[PrecomputeOptions], *, no_attention: bool
-) -> tuple[tuple[int, ...], partial[PrecomputeOptions]]:
+    student_heads: tuple[int, ...] | None, options: PrecomputeOptions, *, no_attention: bool
+) -> tuple[tuple[int, ...], PrecomputeOptions]:
     """The numbers of heads, one at least, and the options; without attention the one number 0: ``argument-value``."""
     if not no_attention:
         if student_heads is None:
             when = "unless only logits, hidden states or embeddings are stored (--no-attention)"
             raise ShdError("argument-value", f"--student-heads must be given, or --student, {when}")
         return student_heads, options
-    if student_heads is not None:
-        heads = ",".join(map(str, student_heads))
-        raise ShdError("argument-value", f"--student-heads must be left out with --no-attention; got {heads}")
-    form = options.keywords.get("form", PrecomputeOptions.form)
-    if form != PrecomputeOptions.form:
-        raise ShdError("argument-value", f"--form must be left out with --no-attention; got {form}")
-    return (0,), partial(options.func, **options.keywords | {"form": NO_FORM})
+    heads = None if student_heads is None else ",".join(map(str, student_heads))
+    need(heads is None, "argument-value", "--student-heads", "be left out with --no-attention", heads)
+    is_usual = options.form == PrecomputeOptions.form
+    need(is_usual, "argument-value", "--form", "be left out with --no-attention", options.form)
+    return (0,), replace(options, form=NO_FORM)
 
 
 def check_both(teacher: Path | None, inputs: InputOptions | None) -> None:
@@ -116,28 +106,16 @@ def check_both(teacher: Path | None, inputs: InputOptions | None) -> None:
 
 
 def option_words(*groups: Any, without: Collection[str] = ()) -> list[str]:
-    """The options that dataclasses hold: fields that are ``Shown``, not at their default and not ``without``."""
+    """The options that dataclasses hold: fields that are options, not at their default and not ``without``."""
     words: list[str] = []
     for group in groups:
         hints = get_type_hints(type(group), include_extras=True)
         for field in fields(group):
             value = getattr(group, field.name)
+            notes = get_args(hints[field.name])[1:]
             is_given = field.default is MISSING or value != field.default
-            if is_given and field.name not in without and shown_of(hints[field.name]) is not None:
-                is_repeated = isinstance(value, tuple) and isinstance(value[0], Path)
-                for one in value if is_repeated else (value,):
-                    words += [option_of(field.name), _write_value(field.name, one)]
+            if is_given and field.name not in without and (UNASKED not in notes or field.name == HEADS):
+                named = next((str(note.name[0]) for note in notes if isinstance(note, Parameter) and note.name), None)  # type: ignore[index]
+                for one in value if named else (value,):  # a name of its own says one of several
+                    words += [named or option_of(field.name), write_value(field.name, one)]
     return words
-
-
-def _write_value(field: str, value: Any) -> str:
-    """A value as ``derive`` reads it again."""
-    if isinstance(value, Mapping):
-        return ",".join(f"{key}={number}" for key, number in value.items())
-    if field == "hidden":
-        return ",".join(LAST_WORD if layer == LAST else str(layer) for layer in value)
-    if field == "shards":
-        return "/".join(map(str, value))
-    if isinstance(value, tuple):
-        return ",".join(":".join(map(str, one)) if isinstance(one, tuple) else str(one) for one in value)
-    return str(value)

@@ -7,17 +7,16 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Final
 
 from rich.filesize import decimal
 from rich.table import Table
 
-from shd_ref.commands.derive import Document, Without
 from shd_ref.commands.options import InputOptions, NoAttention, StudentHeads, TeacherPath, heads_of, option_words
+from shd_ref.commands.program import Document
 from shd_ref.commands.terminal import console, narrow_table, plus_minus, print_remarks, show_progress
-from shd_ref.teacher.options import MATCHED, PlanOptions, PrecomputeOptions, RunOptions
+from shd_ref.teacher.options import MATCHED, MeasuredRun, PlannedOptions, PlanOptions, PrecomputeOptions, RunOptions
 from shd_ref.teacher.sources import Source
 
 if TYPE_CHECKING:
@@ -28,15 +27,17 @@ STUDENT_FIELDS: Final = ("num_student_heads", "num_student_layers", "layer_pairs
 """Options that a student's folder says."""
 
 
+_DEFAULTS, _RUN, _WANTED = PlannedOptions(), MeasuredRun(), PlanOptions()
+
+
 def plan(
     teacher: TeacherPath,
+    /,
+    *,
     inputs: InputOptions,
-    options: Annotated[
-        partial[PrecomputeOptions],
-        Without("num_student_heads", "form", "factored_codec", "codec", "on_error", "seed_column"),
-    ],
-    run: Annotated[RunOptions, Without("samples_per_shard", "shards")],
-    wanted: PlanOptions,
+    options: PlannedOptions = _DEFAULTS,
+    run: MeasuredRun = _RUN,
+    wanted: PlanOptions = _WANTED,
     student_heads: StudentHeads = None,
     no_attention: NoAttention = False,
 ) -> Document:
@@ -47,8 +48,9 @@ def plan(
     Ends with the command that creates the cache, or the advice to use a live teacher, if reading a cache would be
     slower. Plans are compared by running the teacher with merged instead of full maps in all layers at once.
     """
-    heads_given, options = heads_of(student_heads, options, no_attention=no_attention)
-    students = [(options(num_student_heads=heads), None) for heads in heads_given]
+    heads_given, asked = heads_of(student_heads, options, no_attention=no_attention)
+    # The command to paste has the options of a form, which are none of this command.
+    students = [(PrecomputeOptions(**vars(asked) | {"num_student_heads": heads}), None) for heads in heads_given]
     return measure(teacher, inputs, inputs.open(), students, run, wanted)
 
 

@@ -4,66 +4,49 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-import typer
 from rich.filesize import decimal
 from rich.table import Table
 
 from shd_ref.cache import CodecError, HiddenError, LogitsError
-from shd_ref.commands.derive import Document, Without, option_of
 from shd_ref.commands.options import (
+    PLACE,
     InputOptions,
     NoAttention,
     StudentHeads,
     TeacherPath,
     heads_of,
     option_words,
-    refuse_nothing,
 )
+from shd_ref.commands.program import Document, option_of
 from shd_ref.commands.terminal import console, fact_table, marked, print_remarks, show_progress
-from shd_ref.errors import ShdError
-from shd_ref.teacher.options import RUNNING, PrecomputeOptions, RunOptions, Shown
+from shd_ref.errors import ShdError, need
+from shd_ref.teacher.options import FROM_1, RUNNING, Needs, PrecomputeOptions, RunOptions, one_of
 
 if TYPE_CHECKING:
     from shd_ref.teacher.precompute.engine import PrecomputeSummary, Students
 
 
+_DEFAULTS, _RUN = PrecomputeOptions(), RunOptions()
+
+
 def precompute(
     teacher: TeacherPath,
+    /,
+    *,
     inputs: InputOptions,
-    options: Annotated[partial[PrecomputeOptions], Without("num_student_heads")],
-    run: RunOptions,
-    out: Annotated[
-        str,
-        typer.Option(
-            help="The cache: a folder or an address (s3://...). Use the same one again to resume.",
-            metavar="CACHE",
-            callback=refuse_nothing,
-        ),
-    ],
+    options: PrecomputeOptions = _DEFAULTS,
+    run: RunOptions = _RUN,
+    out: Annotated[str, PLACE],
     student_heads: StudentHeads = None,
-    student: Annotated[
-        Path | None,
-        Shown(
-            "Folder of a student. From shd-torch shrink it sets heads, layers, pairs and plans; any other Hugging "
-            "Face folder sets heads and layers."
-        ),
-    ] = None,
+    student: Path | None = None,
     no_attention: NoAttention = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Write nothing; measure a few samples and estimate the cost.")
-    ] = False,
-    engine: Annotated[
-        str, Shown("This process (local), or actors on a Ray cluster (ray, extra 'ray').", RUNNING, ("local", "ray"))
-    ] = "local",
-    workers: Annotated[
-        int | None,
-        Shown("Ray actors, each with a teacher. Default: as many as fit.", RUNNING, least=1, needs="engine=ray"),
-    ] = None,
+    dry_run: bool = False,
+    engine: Annotated[str, RUNNING, one_of(("local", "ray"))] = "local",
+    workers: Annotated[int | None, RUNNING, FROM_1, Needs("engine=ray")] = None,
 ) -> Document:
     """Run the teacher once over the data and store its squeezed attention.
 
@@ -71,18 +54,26 @@ def precompute(
 
     The merge is part of the graph. The first batch is compared with the NumPy reference, and a difference above
     tolerance stops the run. You can stop it at any moment, even with kill -9: the same command resumes.
+
+    Args:
+        out: The cache: a folder or an address (s3://...). Use the same one again to resume.
+        student: Folder of a student. From shd-torch shrink it sets heads, layers, pairs and plans; any other Hugging
+            Face folder sets heads and layers.
+        dry_run: Write nothing; measure a few samples and estimate the cost.
+        engine: This process (local), or actors on a Ray cluster (ray, extra 'ray').
+        workers: Ray actors, each with a teacher. Default: as many as fit.
     """
     if student is not None:
         if no_attention:
             raise ShdError("argument-value", f"--student must be left out with --no-attention; got {student}")
         options, student_heads = _read_student(student, options, student_heads)
-        student = student if options.keywords.get("plans") else None  # else as if its numbers had been given
+        student = student if options.plans else None  # else as if its numbers had been given
     heads_given, options = heads_of(student_heads, options, no_attention=no_attention)
     from shd_ref.teacher.precompute.engine import precompute as precompute_caches
     from shd_ref.teacher.precompute.engine import students_of
 
     source = inputs.open()
-    asked = [options(num_student_heads=heads) for heads in heads_given]
+    asked = [replace(options, num_student_heads=heads) for heads in heads_given]
     if dry_run:
         from shd_ref.commands.plan import measure
 
@@ -110,23 +101,23 @@ def precompute(
 
 
 def _read_student(
-    folder: Path, options: partial[PrecomputeOptions], student_heads: tuple[int, ...] | None
-) -> tuple[partial[PrecomputeOptions], tuple[int, ...]]:
+    folder: Path, options: PrecomputeOptions, student_heads: tuple[int, ...] | None
+) -> tuple[PrecomputeOptions, tuple[int, ...]]:
     """The options with what ``shrink.json`` says, or a folder that ``shrink`` did not make."""
     from shd_ref.shrink.student import read_counts, read_student
 
     heads, layers = (None, None) if (folder / "shrink.json").exists() else read_counts(folder)
     names = ("num_student_layers", "layer_pairs", "sites", "plan")[: 1 if heads and layers else None]
-    values = {"num_student_heads": student_heads} | {name: options.keywords[name] for name in names}
-    for name, value in values.items():
-        if value is not None and value != getattr(PrecomputeOptions, name, None):
-            message = f"{option_of(name)} must not be given with --student, which sets it; got {value!r}"
-            raise ShdError("argument-value", message)
+    given = {name: value for name, value in options.attention_given.items() if name in names}
+    if student_heads is not None:
+        given = {"num_student_heads": student_heads} | given
+    for name, value in given.items():
+        need(False, "argument-value", option_of(name), "not be given with --student, which sets it", repr(value))
     if heads and layers:
-        return partial(options.func, **options.keywords | {"num_student_layers": layers}), (heads,)
+        return replace(options, num_student_layers=layers), (heads,)
     made = read_student(folder)
     fixed = {"num_student_layers": made.num_layers, "layer_pairs": made.layer_pairs, "plans": made.plans}
-    return partial(options.func, **options.keywords | fixed), (made.num_heads,)
+    return replace(options, **fixed), (made.num_heads,)  # type: ignore[arg-type]
 
 
 def _run_on_ray(

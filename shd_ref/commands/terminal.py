@@ -3,83 +3,20 @@
 from __future__ import annotations
 
 import math
-import re
-import shlex
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, Final
 
-import typer
 from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
-from typer.core import TyperCommand, TyperGroup
 
-from shd_ref.errors import ShdError
 from shd_ref.printable import printable
-from shd_ref.teacher.options import MERGING, READING, RUNNING, STORING, TARGETS
-
-RARE: Final = (MERGING, STORING, TARGETS, READING, RUNNING)
-"""Panels of options that ``--help-all`` shows, where a command has it, all but ``USUAL``."""
-
-USUAL: Final = (
-    *("plan", "form", "no_attention", "logits", "embeddings"),
-    *("tokenizer", "text_column", "max_length", "batch_size", "provider"),
-)
-
-
-def show_all(ctx: typer.Context, wanted: bool) -> None:
-    """The callback of ``--help-all``."""
-    if wanted:
-        ctx.meta["help_all"] = True
-        typer.echo(ctx.get_help())
-        raise typer.Exit
-
-
-STARTS_OVER: Final = "the same command starts over"
-"""After a command that keeps nothing of its work."""
-
-
-class _PlainFlags:
-    """Flags take no value, so that ``--help`` shows none: newer typers print ``<bool>`` after each."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]  # of the command beside this class
-        is_long = any(one.name == "help_all" and not one.hidden for one in params)
-        for one in params:
-            if is_long:
-                is_rare = getattr(one, "rich_help_panel", None) in RARE and one.name not in USUAL
-                one.hidden = is_rare and not ctx.meta.get("help_all")
-            if getattr(one, "is_bool_flag", False) and one.metavar is None:
-                one.metavar = ""
-        return params
-
-
-class ShownCommand(_PlainFlags, TyperCommand):
-    """A command as typer shows it, with plain flags."""
-
-
-COMMANDS: Final = {
-    "shd": ("inspect", "plan", "precompute", "verify", "report", "ls", "seal", "merge", "conformance"),
-    "shd-torch": ("compress", "export", "doctor", "shrink", "vocabulary", "time"),
-}
-"""Of both programs, neither of which imports the other's."""
-
-
-class ShownGroup(_PlainFlags, TyperGroup):
-    """An application as typer shows it, with plain flags; a command of the other program names that program."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that words begin with."""
-        for program, names in COMMANDS.items():
-            if args[0] in names and args[0] not in self.commands:
-                ctx.fail(f"{args[0]} is a command of {program}: {shlex.join([program, *args])}")
-        return super().resolve_command(ctx, args)
 
 
 class PlainConsole(Console):
@@ -143,38 +80,6 @@ EVERY: Final = 15.0
 """Seconds between lines of progress, and before the first: a short command says nothing."""
 
 _IS_QUIET: ContextVar[bool] = ContextVar("is_quiet", default=False)
-
-_ARGUMENT: Final = re.compile(
-    r"^((?:sample \d+ \(key \w+\): )?)"
-    r"((?:inputs|data|held_out|compare|tokenizer)(?= \S+)|\w+(?:, \w+)*(?: (?:or|and) \w+)?(?= must ))"
-)
-"""What a message says must be otherwise, where it begins with it or several, with it and a path, or with the sample
-that it is about."""
-
-
-@contextmanager
-def reported_errors(options: Mapping[str, str] | None = None, after: str = STARTS_OVER) -> Iterator[None]:
-    """A ``ShdError`` becomes one message and exit code 1, Ctrl-C another and 130; all else keeps its traceback.
-
-    Where a message says what an argument must be, it names the option of ``options`` behind that argument. ``after``
-    is said where the command was stopped, or could not write.
-    """
-    try:
-        yield
-    except ShdError as error:
-        known = options or {}
-
-        def name(found: re.Match[str]) -> str:
-            return found[1] + re.sub(r"\w+", lambda word: known.get(word[0], word[0]), found[2])
-
-        text = _ARGUMENT.sub(name, str(error))
-        messages.say(marked("error", "bold red", f" ({error.code}): {text}"))
-        if error.code == "write-failed" and error.__cause__ is not None:  # else nothing was tried
-            messages.say(after)
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        messages.say(marked("stopped", "yellow", f": {after}"))
-        raise typer.Exit(130) from None  # as a shell counts SIGINT
 
 
 def print_remarks(*remarks: str | None) -> None:

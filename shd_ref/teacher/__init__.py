@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from shd_ref.teacher.opening.load import load_teacher as load_teacher
     from shd_ref.teacher.opening.model import hash_teacher as hash_teacher
     from shd_ref.teacher.options import PlanOptions as PlanOptions
-    from shd_ref.teacher.options import Pooling as Pooling
     from shd_ref.teacher.options import PrecomputeOptions as PrecomputeOptions
     from shd_ref.teacher.options import RunOptions as RunOptions
     from shd_ref.teacher.precompute.compare import compare_with_reference as compare_with_reference
@@ -30,13 +29,14 @@ if TYPE_CHECKING:
     from shd_ref.teacher.rewrite.squeeze import squeeze_graph as squeeze_graph
     from shd_ref.teacher.run.inputs import ModelInputs as ModelInputs
     from shd_ref.teacher.run.reading import AttentionReader as AttentionReader
+    from shd_ref.teacher.sentence_folder import Pooling as Pooling
+    from shd_ref.teacher.sentence_folder import read_pooling as read_pooling
     from shd_ref.teacher.session import open_session as open_session
     from shd_ref.teacher.sources import ArraySource as ArraySource
     from shd_ref.teacher.sources import IndexedSource as IndexedSource
     from shd_ref.teacher.sources import Row as Row
     from shd_ref.teacher.sources import Source as Source
     from shd_ref.teacher.sources import open_source as open_source
-    from shd_ref.teacher.sources.sentence_folder import read_pooling as read_pooling
     from shd_ref.teacher.study.fidelity import Fidelity as Fidelity
     from shd_ref.teacher.study.fidelity import measure_fidelity as measure_fidelity
     from shd_ref.teacher.study.forecast import forecast_cache as forecast_cache
@@ -49,7 +49,7 @@ _ROOMS = {
     "graph.targets": ("find_targets",),
     "opening.load": ("load_teacher",),
     "opening.model": ("hash_teacher",),
-    "options": ("PlanOptions", "Pooling", "PrecomputeOptions", "RunOptions"),
+    "options": ("PlanOptions", "PrecomputeOptions", "RunOptions"),
     "precompute.compare": ("compare_with_reference",),
     "precompute.engine": ("PrecomputeSummary",),
     "rewrite.function": ("MergeRule",),
@@ -58,7 +58,7 @@ _ROOMS = {
     "run.reading": ("AttentionReader",),
     "session": ("open_session",),
     "sources": ("ArraySource", "IndexedSource", "Row", "Source", "open_source"),
-    "sources.sentence_folder": ("read_pooling",),
+    "sentence_folder": ("Pooling", "read_pooling"),
     "study.fidelity": ("Fidelity", "measure_fidelity"),
     "study.forecast": ("forecast_cache",),
     "study.recheck": ("recheck_records",),

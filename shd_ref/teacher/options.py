@@ -1,22 +1,31 @@
-"""What to make of a teacher, how to run and measure it; apart from what runs a graph: commands need not load onnx."""
+"""What to make of a teacher, how to run and measure it; apart from what runs a graph: commands need not load onnx.
+
+Commands read these dataclasses as their options: a field is an option of its name, its line under ``Attributes`` the
+text in ``--help``, and its annotation says the panel there, what its text may be and how that is read.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
+
+from cyclopts import Group, Parameter, Token
 
 from shd_ref.attention import check_temperature
-from shd_ref.cache import CODECS, DEFAULT_FACTORED_CODEC, FACTORED_CODECS, POOLINGS, VECTOR_CODECS
+from shd_ref.cache import CODECS, DEFAULT_FACTORED_CODEC, FACTORED_CODECS, VECTOR_CODECS
 from shd_ref.cache.codecs.factored import check_factored_codec
 from shd_ref.cache.documents.manifest import ON_ERROR
-from shd_ref.errors import argument_value
+from shd_ref.cache.forms.attention import KINDS
+from shd_ref.errors import argument_value, need
 from shd_ref.merging.alpha import ALPHA_PER, ALPHA_RULES, check_option
 from shd_ref.merging.matching import MATCHED_BY
 from shd_ref.merging.mixing import STRATEGIES
 from shd_ref.merging.plans import PLAN_KINDS, MergePlan
+from shd_ref.teacher.sentence_folder import Pooling, read_pooling
 
 CALIBRATION_SAMPLES: Final = 16
 """Enough for matched plans to settle: pairs are chosen by sums over all rows of all samples."""
@@ -45,98 +54,135 @@ PLANS: Final = (*PLAN_KINDS, MATCHED)
 """Which heads merge, where a plan is chosen by name."""
 
 
-@dataclass(frozen=True)
-class Shown:
-    """How a command shows a field; ``needs`` a field, or ``field=value|value``, without which it means nothing."""
-
-    help: str
-    panel: str | None = None
-    choices: tuple[str, ...] = ()
-    least: int | None = None
-    metavar: str | None = None
-    needs: str | None = None
+def panel(title: str, place: int) -> Parameter:
+    """Options under a heading of ``--help``; those without stand above all."""
+    return Parameter(group=Group(title, sort_key=place))
 
 
-MERGING: Final = "Merging"
-STORING: Final = "Storage"
-TARGETS: Final = "Logits, hidden states and embeddings"
-READING: Final = "Inputs"
-RUNNING: Final = "Running the teacher"
-PANELS: Final = (MERGING, STORING, TARGETS, READING, RUNNING)
-"""Headings of options in ``--help``, in this order."""
+MERGING: Final = panel("Merging", 1)
+STORING: Final = panel("Storage", 2)
+TARGETS: Final = panel("Logits, hidden states and embeddings", 3)
+READING: Final = panel("Inputs", 4)
+RUNNING: Final = panel("Running the teacher", 5)
 
-HELP: Final = {
-    "num_student_layers": "Layers of the student. Default: as many as the teacher. Encoder-decoders: a number per"
-    " kind, such as encoder=2,decoder=3,cross=3.",
-    "layer_pairs": "Layer pairs student:teacher, counted from 0, such as 0:3,1:7. Default: evenly spaced. Student"
-    " layers may be omitted.",
-    "strategy": "Weights of merged heads: shd (the paper's closed form), constant (1/2), hard (the better head), "
-    "mean (of all heads).",
-    "plan": "Heads to merge: progressive (neighbours, in rounds, as in the paper), balanced (neighbouring "
-    "groups), matched (best-fitting pairs on some samples, per layer).",
-    "matched_by": "Score for matched plans: residual (of the output) or similarity (of the maps).",
-    "form": "maps (merged), or factored: the teacher's queries and keys with the mixing weights, smaller for long"
-    " samples, with a free temperature. shd plan compares them.",
-    "factored_codec": "Codec of queries and keys: int8 (1 byte per number) or float16 (2).",
-    "codec": "Codec of maps: sqrt8-row (1 byte per entry), u4 (1/2), float32 (4).",
-    "logits": "Store the teacher's logits, for KD without a teacher: topk (the likeliest classes and the total "
-    "mass of the others), float16 (complete rows, for classifiers).",
-    "tile": "Query rows of attention that the teacher computes at once; 0 for whole maps. Default: whole while they"
-    " are small, else as many rows as keep memory low.",
-    "logits_top": "Classes to keep per row with their probabilities; the rest is stored as one number.",
-    "logits_output": "The graph output with the logits, if not 'logits'. For other teachers it is only needed if "
-    "they have neither 'logits' nor a single possible output.",
-    "vocab_size": "Number of real classes if the teacher's vocabulary is padded; the others must have no mass.",
-    "with_teachers": "Another teacher with the same vocabulary: the mean of all logits is stored (BabyLlama). "
-    "Repeat per teacher.",
-    "hidden": "Hidden states to store, such as 0,3,6: k is the input of block k, counted from 0; the number of "
-    "blocks is the last block's output. For encoder-decoders: the decoder's blocks. last: what the head reads, and "
-    "the head once, for exact KD over the whole vocabulary.",
-    "hidden_codec": "Codec of hidden states: int8 (one scale per token), float16 or float32.",
-    "embeddings": "Store an embedding of each text, pooled from the last hidden state as a sentence-transformers "
-    "folder says (its path), or by mean, cls, max or last; with ,normalize divided by its norm.",
-    "batch_tokens": "Positions per teacher call, instead of --batch-size: more samples per call if they are short.",
-    "shards": "Write only part i of n of the shards, i from 0 to n-1: n processes fill one folder, or one each "
-    "for shd merge.",
-}
-"""What longer options set, by field."""
+UNASKED: Final = Parameter(parse=False)
+"""A field that is no option."""
 
-SITES_HELP: Final = Shown(
-    "Attention sites by number or name, as listed by shd inspect: 0,2,4-7, encoder*, self, cross. Default: all.",
-    MERGING,
-)
-CALIBRATION_HELP: Final = Shown("Samples for choosing matched plans.", MERGING, least=1, needs="plan=matched")
+OPTIONS: Final = Parameter(name="*")
+"""A dataclass whose fields are options by their own names."""
+
+_LONGEST: Final = 16
+"""Characters that choices may take in ``--help``, whose texts explain the longer ones."""
 
 
-_NORMALIZE: Final = ",normalize"
+class Needs(str):
+    """Another field, or ``field=value|value``, without which an option means nothing, so that it is refused."""
 
 
-@dataclass(frozen=True)
-class Pooling:
-    """How the states of a text become its embedding (CACHE-182).
+def read_by(reader: Callable[[str, str], Any], metavar: str) -> Parameter:
+    """An option of one word, read by a function of the option's name and that word."""
 
-    Attributes:
-        mode: ``"mean"``, ``"cls"`` (the first position), ``"max"`` or ``"last"`` (position), of those that count.
-        normalize: whether the embedding is divided by its norm.
+    def convert(_: Any, tokens: Sequence[Token]) -> Any:
+        return reader(tokens[-1].keyword or "", tokens[-1].value)
 
-    Raises:
-        ShdError: ``argument-value``.
-    """
+    return Parameter(converter=convert, n_tokens=1, accepts_keys=False, metavar=metavar)
 
-    mode: str
-    normalize: bool = False
 
-    def __post_init__(self) -> None:
-        check_option("embeddings", self.mode, POOLINGS, "CACHE-182")
+def one_of(choices: Sequence[str]) -> Parameter:
+    """An option of some words."""
+    metavar = "|".join(choices)
+    shown = Parameter(choices=choices, show_choices=False)
+    return Parameter.combine(read_by(lambda _, text: text, metavar if len(metavar) <= _LONGEST else "WORD"), shown)
 
-    def __str__(self) -> str:
-        return self.mode + _NORMALIZE * self.normalize
 
-    @classmethod
-    def parse(cls, text: str) -> Pooling | None:
-        """What ``str`` gives, read again; None for anything else."""
-        mode = text.removesuffix(_NORMALIZE)
-        return cls(mode, mode != text) if mode in POOLINGS else None
+def at_least(least: int, most: int | None = None) -> Parameter:
+    """An option of a whole number; cyclopts by itself rounds others."""
+
+    def read(option: str, text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= (int(text) if most is None else most):
+            limits = f"from {least}" + (f" to {most}" if most is not None else "")
+            raise ValueError(f"{option} must be a whole number {limits}; got {text}")
+        return int(text)
+
+    return read_by(read, "N")
+
+
+FROM_0: Final = at_least(0)
+FROM_1: Final = at_least(1)
+
+
+def read_list(option: str, text: str, *, kind: type = int, least: int = 1) -> tuple[Any, ...]:
+    """The numbers of an option that takes several, such as ``4,6``; integers from ``least``."""
+    parts = [word.strip() for word in text.split(",")]
+    if kind is int:
+        is_right = all(word.isdecimal() and int(word) >= least for word in parts)
+        need(is_right, "argument-value", option, f"be numbers from {least}, separated by commas: 4,6", repr(text))
+    try:
+        return tuple(map(kind, parts))
+    except ValueError:
+        raise argument_value(f"{option} must be numbers, separated by commas: 4,6.5; got {text!r}") from None
+
+
+INTEGERS: Final = read_by(read_list, "N,...")
+FLOATS: Final = read_by(partial(read_list, kind=float), "X,...")
+
+
+def _read_layers(option: str, text: str) -> int | dict[str, int]:
+    """A number of layers, or one for each kind."""
+    parts = [word.strip().partition("=") for word in text.split(",")]
+    numbers = {kind.strip(): number.strip() for kind, _, number in parts}
+    if len(parts) == 1 and not parts[0][1]:
+        numbers = {"": parts[0][0]}
+    counts = {kind: int(number) if number.isdecimal() else 0 for kind, number in numbers.items()}
+    known = counts.keys() <= set(KINDS) or counts.keys() == {""}
+    rule = f"be a number from 1, or one for each kind ({', '.join(KINDS)}) such as encoder=2,decoder=3,cross=3"
+    is_right = len(counts) == len(parts) and known and min(counts.values()) >= 1
+    need(is_right, "argument-value", option, rule, repr(text), spec_id="LAYER-2")
+    return counts.get("", counts)
+
+
+def _read_pairs(option: str, text: str) -> tuple[tuple[int, int], ...]:
+    try:
+        pairs = [pair.split(":") for pair in text.split(",")]
+        return tuple((int(student), int(teacher)) for student, teacher in pairs)
+    except ValueError:
+        message = f"{option} must be student:teacher pairs such as 0:3,1:7; got {text!r}"
+        raise argument_value(message, "LAYER-4") from None
+
+
+def _read_shards(option: str, text: str) -> tuple[int, int]:
+    share, _, parts = text.partition("/")
+    is_right = share.isdecimal() and parts.isdecimal() and int(share) < int(parts)
+    need(is_right, "argument-value", option, "be i/n with 0 <= i < n, such as 0/4", repr(text))
+    return int(share), int(parts)
+
+
+LAST_WORD: Final = "last"
+"""What stands for ``LAST`` among hidden states."""
+
+
+def _read_hidden(option: str, text: str) -> tuple[int, ...]:
+    words = [word.strip() for word in text.split(",")]
+    numbers = ",".join(word for word in words if word != LAST_WORD)
+    return (read_list(option, numbers, least=0) if numbers else ()) + (LAST,) * (LAST_WORD in words)
+
+
+def write_value(field: str, value: Any) -> str:
+    """A value as its option is read again."""
+    if isinstance(value, Mapping):
+        return ",".join(f"{key}={number}" for key, number in value.items())
+    if field == "hidden":
+        return ",".join(LAST_WORD if layer == LAST else str(layer) for layer in value)
+    if field == "shards":
+        return "/".join(map(str, value))
+    if isinstance(value, tuple):
+        return ",".join(":".join(map(str, one)) if isinstance(one, tuple) else str(one) for one in value)
+    return str(value)
+
+
+def _read_pooling(_: str, text: str) -> Pooling:
+    """A way of pooling, or that of a folder."""
+    return Pooling.parse(text) or read_pooling(Path(text))
 
 
 _OF_ATTENTION: Final = (
@@ -145,71 +191,88 @@ _OF_ATTENTION: Final = (
 )
 
 
+@OPTIONS
 @dataclass(frozen=True)
 class PrecomputeOptions:
-    """What to make of the teacher, see ``shd_ref.squeeze_heads``; beyond what annotations say of fields:
+    """What to make of the teacher, see ``shd_ref.squeeze_heads``.
+
+    By default the student makes as many attention calls as the teacher has attention sites, or as were selected, and
+    with ``layer_pairs`` it may make more than they name. A ``plan`` may also be explicit rounds, and ``plans`` in its
+    place are rounds for every layer, in the order of the student's layers. The form ``"none"`` is for logits, hidden
+    states and embeddings alone; the options of attention are then left alone. Maps in ``sqrt8-row`` are coded inside
+    the graph, in other codecs on the host. ``alpha_rule`` is that of ``shd_ref.solve_alpha``.
 
     Attributes:
-        num_student_layers: L_s, how many attention calls the student makes; by default as many as the teacher has
-            attention sites, or as were selected. Where the graph has cross attention, a number for each kind
-            (``encoder``, ``decoder``, ``cross``) that is to be taught.
-        layer_pairs: zero-based. Without ``num_student_layers`` the student may make more calls than they name.
-        plan: a kind, explicit rounds, or ``"matched"``: pairs chosen by ``matched_plan``, layer by layer, with the
-            run's seed; ``plans`` in its place are rounds for every layer, in the order of the student's layers.
-        alpha_rule: see ``shd_ref.solve_alpha``.
-        form: also ``"none"``, for logits, hidden states and embeddings alone; the options of attention are then left
-            alone.
-        codec: ``sqrt8-row`` is coded inside the graph, the others on the host.
+        num_student_layers: Layers of the student. Default: as many as the teacher. Encoder-decoders: a number per
+            kind, such as encoder=2,decoder=3,cross=3.
+        layer_pairs: Layer pairs student:teacher, counted from 0, such as 0:3,1:7. Default: evenly spaced. Student
+            layers may be omitted.
+        sites: Attention sites by number or name, as listed by shd inspect: 0,2,4-7, encoder*, self, cross. Default:
+            all.
+        strategy: Weights of merged heads: shd (the paper's closed form), constant (1/2), hard (the better head),
+            mean (of all heads).
+        plan: Heads to merge: progressive (neighbours, in rounds, as in the paper), balanced (neighbouring groups),
+            matched (best-fitting pairs on some samples, per layer).
+        matched_by: Score for matched plans: residual (of the output) or similarity (of the maps).
+        calibration_samples: Samples for choosing matched plans.
+        alpha_per: One merge weight per map (the paper) or per query row.
+        temperature: Attention temperature of the stored maps, above 0.
+        form: maps (merged), or factored: the teacher's queries and keys with the mixing weights, smaller for long
+            samples, with a free temperature. shd plan compares them.
+        factored_codec: Codec of queries and keys: int8 (1 byte per number) or float16 (2).
+        codec: Codec of maps: sqrt8-row (1 byte per entry), u4 (1/2), float32 (4).
+        on_error: If a sample gives NaN: stop and name it, or skip and record it.
+        seed_column: Column of augmentation seeds, stored with the maps and reused in training.
+        logits: Store the teacher's logits, for KD without a teacher: topk (the likeliest classes and the total mass
+            of the others), float16 (complete rows, for classifiers).
+        logits_top: Classes to keep per row with their probabilities; the rest is stored as one number.
+        logits_bits: Bits per kept probability, 4 to 16.
+        logits_temperature: Temperature of the stored probabilities, above 0; KD must then use it.
+        logits_output: The graph output with the logits, if not 'logits'. For other teachers it is only needed if they
+            have neither 'logits' nor a single possible output.
+        vocab_size: Number of real classes if the teacher's vocabulary is padded; the others must have no mass.
+        with_teachers: Another teacher with the same vocabulary: the mean of all logits is stored (BabyLlama). Repeat
+            per teacher.
+        hidden: Hidden states to store, such as 0,3,6: k is the input of block k, counted from 0; the number of blocks
+            is the last block's output. For encoder-decoders: the decoder's blocks. last: what the head reads, and the
+            head once, for exact KD over the whole vocabulary.
+        hidden_codec: Codec of hidden states: int8 (one scale per token), float16 or float32.
+        embeddings: Store an embedding of each text, pooled from the last hidden state as a sentence-transformers
+            folder says (its path), or by mean, cls, max or last; with ,normalize divided by its norm.
+        embeddings_codec: Codec of embeddings: float32, float16 or int8.
     """
 
-    num_student_heads: Annotated[int, Shown("Heads of the student, at most the teacher's.", least=1)] = 0
-    num_student_layers: Annotated[
-        int | Mapping[str, int] | None, Shown(HELP["num_student_layers"], metavar="N|KIND=N,...")
-    ] = None
-    layer_pairs: Annotated[
-        tuple[tuple[int, int], ...] | None, Shown(HELP["layer_pairs"], MERGING, metavar="S:T,...")
-    ] = None
-    sites: Annotated[str | None, SITES_HELP] = None
-    strategy: Annotated[str, Shown(HELP["strategy"], MERGING, STRATEGIES)] = "shd"
-    plan: Annotated[str | MergePlan, Shown(HELP["plan"], MERGING, PLANS)] = "progressive"
-    matched_by: Annotated[str, Shown(HELP["matched_by"], MERGING, MATCHED_BY, needs="plan=matched")] = "residual"
-    calibration_samples: Annotated[int, CALIBRATION_HELP] = CALIBRATION_SAMPLES
-    plans: tuple[MergePlan, ...] | None = None
-    alpha_rule: str = "least_squares"
-    alpha_per: Annotated[str, Shown("One merge weight per map (the paper) or per query row.", MERGING, ALPHA_PER)] = (
-        "map"
-    )
-    temperature: Annotated[float, Shown("Attention temperature of the stored maps, above 0.", MERGING)] = 1.0
-    form: Annotated[str, Shown(HELP["form"], STORING, FORMS)] = "maps"
-    factored_codec: Annotated[str, Shown(HELP["factored_codec"], STORING, FACTORED_CODECS, needs="form=factored")] = (
-        DEFAULT_FACTORED_CODEC
-    )
-    codec: Annotated[str, Shown(HELP["codec"], STORING, CODECS, needs="form=maps")] = "sqrt8-row"
-    on_error: Annotated[
-        str, Shown("If a sample gives NaN: stop and name it, or skip and record it.", RUNNING, ON_ERROR)
-    ] = "stop"
-    seed_column: Annotated[
-        str | None, Shown("Column of augmentation seeds, stored with the maps and reused in training.", STORING)
-    ] = None
+    # Commands take several numbers of heads, and make one of these of each.
+    num_student_heads: Annotated[int, UNASKED] = 0
+    num_student_layers: Annotated[int | Mapping[str, int] | None, read_by(_read_layers, "N|KIND=N,...")] = None
+    layer_pairs: Annotated[tuple[tuple[int, int], ...] | None, MERGING, read_by(_read_pairs, "S:T,...")] = None
+    sites: Annotated[str | None, MERGING] = None
+    strategy: Annotated[str, MERGING, one_of(STRATEGIES)] = "shd"
+    plan: Annotated[str | MergePlan, MERGING, one_of(PLANS)] = "progressive"
+    matched_by: Annotated[str, MERGING, one_of(MATCHED_BY), Needs("plan=matched")] = "residual"
+    calibration_samples: Annotated[int, MERGING, FROM_1, Needs("plan=matched")] = CALIBRATION_SAMPLES
+    plans: Annotated[tuple[MergePlan, ...] | None, UNASKED] = None
+    alpha_rule: Annotated[str, UNASKED] = "least_squares"
+    alpha_per: Annotated[str, MERGING, one_of(ALPHA_PER)] = "map"
+    temperature: Annotated[float, MERGING] = 1.0
+    form: Annotated[str, STORING, one_of(FORMS)] = "maps"
+    factored_codec: Annotated[str, STORING, one_of(FACTORED_CODECS), Needs("form=factored")] = DEFAULT_FACTORED_CODEC
+    codec: Annotated[str, STORING, one_of(CODECS), Needs("form=maps")] = "sqrt8-row"
+    on_error: Annotated[str, RUNNING, one_of(ON_ERROR)] = "stop"
+    seed_column: Annotated[str | None, STORING] = None
 
-    logits: Annotated[str, Shown(HELP["logits"], TARGETS, LOGIT_FORMS)] = "none"
-    logits_top: Annotated[int, Shown(HELP["logits_top"], TARGETS, least=1, needs="logits=topk")] = 32
-    logits_bits: Annotated[
-        int, Shown("Bits per kept probability, 4 to 16.", TARGETS, least=4, needs="logits=topk")
-    ] = 8
-    logits_temperature: Annotated[
-        float, Shown("Temperature of the stored probabilities, above 0; KD must then use it.", TARGETS)
-    ] = 1.0
-    logits_output: Annotated[str | None, Shown(HELP["logits_output"], TARGETS)] = None
-    vocab_size: Annotated[int | None, Shown(HELP["vocab_size"], TARGETS, least=1)] = None
-    with_teachers: Annotated[tuple[Path, ...], Shown(HELP["with_teachers"], TARGETS, metavar="TEACHER.onnx")] = ()
-    hidden: Annotated[tuple[int, ...], Shown(HELP["hidden"], TARGETS, metavar="K,...|last")] = ()
-    hidden_codec: Annotated[str, Shown(HELP["hidden_codec"], TARGETS, VECTOR_CODECS, needs="hidden")] = "float16"
+    logits: Annotated[str, TARGETS, one_of(LOGIT_FORMS)] = "none"
+    logits_top: Annotated[int, TARGETS, FROM_1, Needs("logits=topk")] = 32
+    logits_bits: Annotated[int, TARGETS, at_least(4), Needs("logits=topk")] = 8
+    logits_temperature: Annotated[float, TARGETS] = 1.0
+    logits_output: Annotated[str | None, TARGETS] = None
+    vocab_size: Annotated[int | None, TARGETS, FROM_1] = None
+    with_teachers: Annotated[tuple[Path, ...], TARGETS, Parameter(name="--with-teacher")] = ()
+    hidden: Annotated[tuple[int, ...], TARGETS, read_by(_read_hidden, "K,...|last")] = ()
+    hidden_codec: Annotated[str, TARGETS, one_of(VECTOR_CODECS), Needs("hidden")] = "float16"
 
-    embeddings: Annotated[Pooling | None, Shown(HELP["embeddings"], TARGETS, metavar="POOLING")] = None
-    embeddings_codec: Annotated[
-        str, Shown("Codec of embeddings: float32, float16 or int8.", TARGETS, VECTOR_CODECS, needs="embeddings")
-    ] = "float32"
+    embeddings: Annotated[Pooling | None, TARGETS, read_by(_read_pooling, "POOLING")] = None
+    embeddings_codec: Annotated[str, TARGETS, one_of(VECTOR_CODECS), Needs("embeddings")] = "float32"
 
     @property
     def has_attention(self) -> bool:
@@ -246,54 +309,84 @@ class PrecomputeOptions:
         }
 
 
+@OPTIONS
 @dataclass(frozen=True)
 class RunOptions:
-    """How to run the teacher, which changes nothing that a cache means; beyond what annotations say:
+    """How to run the teacher, which changes nothing that a cache means.
+
+    Two batches run at once where there are two threads or more; with one, no thread is started. With tiles no map of
+    all heads exists, so memory is linear in the length; records are the same but for rounding.
 
     Attributes:
-        samples_per_shard: None for shards of about 256 MiB, and at least 16 of them.
-        num_threads: None for one per core. ``precompute`` runs two batches at once where it has two threads or more,
-            and starts no thread where it has one.
-        tile: None to choose by length and heads; with tiles no map of all heads exists, so memory is linear in the
-            length. Records are the same but for rounding.
-        shards: ``(i, n)``: write part i of n of the shards, counted from 0, and leave the others to other processes.
+        mask: The graph's padding mask of 0 and 1, if not attention_mask.
+        decoder_mask: The same for a decoder with cross-attention, if not decoder_attention_mask.
+        batch_size: Samples per teacher call.
+        batch_tokens: Positions per teacher call, instead of --batch-size: more samples per call if they are short.
+        samples_per_shard: Samples per shard. Default: about 256 MiB, at least 16 shards.
+        seed: Seed for the order of samples in shards, and for choosing samples.
+        provider: cpu, cuda, or an onnxruntime provider; no fallback to another.
+        num_threads: Threads for the teacher. Default: one per core.
+        tile: Query rows of attention that the teacher computes at once; 0 for whole maps. Default: whole while they
+            are small, else as many rows as keep memory low.
+        shards: Write only part i of n of the shards, i from 0 to n-1: n processes fill one folder, or one each for
+            shd merge.
     """
 
-    mask: Annotated[str | None, Shown("The graph's padding mask of 0 and 1, if not attention_mask.", READING)] = None
-    decoder_mask: Annotated[
-        str | None, Shown("The same for a decoder with cross-attention, if not decoder_attention_mask.", READING)
-    ] = None
-    batch_size: Annotated[int, Shown("Samples per teacher call.", RUNNING, least=1)] = 16
-    batch_tokens: Annotated[int | None, Shown(HELP["batch_tokens"], RUNNING, least=1)] = None
-    samples_per_shard: Annotated[
-        int | None, Shown("Samples per shard. Default: about 256 MiB, at least 16 shards.", STORING, least=1)
-    ] = None
-    seed: Annotated[
-        int, Shown("Seed for the order of samples in shards, and for choosing samples.", RUNNING, least=0)
-    ] = 0
-    provider: Annotated[str, Shown("cpu, cuda, or an onnxruntime provider; no fallback to another.", RUNNING)] = "cpu"
-    num_threads: Annotated[int | None, Shown("Threads for the teacher. Default: one per core.", RUNNING, least=1)] = (
-        None
-    )
-    tile: Annotated[int | None, Shown(HELP["tile"], RUNNING, least=0)] = None
-    shards: Annotated[tuple[int, int], Shown(HELP["shards"], RUNNING, metavar="i/n")] = (0, 1)
+    mask: Annotated[str | None, READING] = None
+    decoder_mask: Annotated[str | None, READING] = None
+    batch_size: Annotated[int, RUNNING, FROM_1] = 16
+    batch_tokens: Annotated[int | None, RUNNING, FROM_1] = None
+    samples_per_shard: Annotated[int | None, STORING, FROM_1] = None
+    seed: Annotated[int, RUNNING, FROM_0] = 0
+    provider: Annotated[str, RUNNING] = "cpu"
+    num_threads: Annotated[int | None, RUNNING, FROM_1] = None
+    tile: Annotated[int | None, RUNNING, FROM_0] = None
+    shards: Annotated[tuple[int, int], RUNNING, read_by(_read_shards, "i/n")] = (0, 1)
 
 
+# Beside what they extend: cyclopts reads the names in an annotation where the last class stands.
+
+
+@OPTIONS
+@dataclass(frozen=True)
+class PlannedOptions(PrecomputeOptions):
+    """What a cache is to hold, but for what a forecast recommends, and for what it does not meet."""
+
+    form: Annotated[str, UNASKED] = PrecomputeOptions.form
+    factored_codec: Annotated[str, UNASKED] = PrecomputeOptions.factored_codec
+    codec: Annotated[str, UNASKED] = PrecomputeOptions.codec
+    on_error: Annotated[str, UNASKED] = PrecomputeOptions.on_error
+    seed_column: Annotated[str | None, UNASKED] = None
+
+
+@OPTIONS
+@dataclass(frozen=True)
+class MeasuredRun(RunOptions):
+    """A run that writes no shards."""
+
+    samples_per_shard: Annotated[int | None, UNASKED] = None
+    shards: Annotated[tuple[int, int], UNASKED] = (0, 1)
+
+
+@OPTIONS
 @dataclass(frozen=True)
 class PlanOptions:
     """What a forecast measures, and what for.
 
+    The default of ``max_error``, a mean total variation, is a convention: on 256 tokens ``sqrt8-row`` moves less than
+    half of it, and ``u4`` several times as much.
+
     Attributes:
-        max_error: mean total variation, in (0, 1]. The default is a convention: on 256 tokens ``sqrt8-row`` moves
-            less than half of it, and ``u4`` several times as much.
+        samples: Samples to run the teacher on.
+        read_bandwidth: Read bandwidth per training device, in MB per second, above 0.
+        max_error: Largest mean share of a row's probability that coding may move, above 0.
+        fidelity_samples: Samples to compare merge plans on; 0: none.
     """
 
-    samples: Annotated[int, Shown("Samples to run the teacher on.", least=1)] = 8
-    read_bandwidth: Annotated[float, Shown("Read bandwidth per training device, in MB per second, above 0.")] = 500.0
-    max_error: Annotated[float, Shown("Largest mean share of a row's probability that coding may move, above 0.")] = (
-        0.01
-    )
-    fidelity_samples: Annotated[int, Shown("Samples to compare merge plans on; 0: none.", least=0)] = 32
+    samples: Annotated[int, FROM_1] = 8
+    read_bandwidth: float = 500.0
+    max_error: float = 0.01
+    fidelity_samples: Annotated[int, FROM_0] = 32
 
     @property
     def bandwidth(self) -> float:

@@ -7,48 +7,56 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Final
 
+from cyclopts import Parameter
+
 from shd_ref.errors import ShdError
 from shd_ref.integers import check_integer, check_number
-from shd_ref.teacher.options import Shown
+from shd_ref.teacher.options import FLOATS, FROM_0, FROM_1, INTEGERS, OPTIONS, panel
 
 FASTEST: Final = "fastest"
 """The name of the wish where only a quality is asked for."""
 
-WISHES, RUNNING, LOOKING = "What is wanted", "How it will be run", "How long to look"
+WISHES = panel("What is wanted", 1)
+RUNNING = panel("How it will be run", 2)
+LOOKING = panel("How long to look", 3)
 
 
+@OPTIONS
 @dataclass(frozen=True)
 class CompressOptions:
-    """What is wanted of a student, and how long to look for it; beyond what annotations say:
+    """What is wanted of a student, and how long to look for it.
 
     Attributes:
-        faster: at every setting, relative to the teacher with fused attention.
-        at_least: 1 is the teacher's.
-        int8: deploy products in int8.
-        go_on: also where the teacher in int8 is fast enough.
+        faster: Times faster than the teacher with fused attention, at every setting, above 1: 4, or several for a
+            front: 3,4,6.
+        ms: Milliseconds of a run, with one batch and length.
+        mb: Megabytes of the graph with its weights.
+        at_least: Quality to keep, 1 being the teacher; alone: the fastest student that keeps it.
+        batch: Samples per run; a target must hold for each.
+        length: Tokens per sample; not for images.
+        threads: Threads of onnxruntime.
+        max_length: Tokens to keep of a text. Default: as the tokenizer's file says.
+        budget: Minutes of training, of all students together, above 0.
+        candidates: Students to try for each target.
+        learning_rate: Of training, at its height. Default: the best of three after 100 steps.
+        seed: Seed for the division of the data and their order.
+        int8: Deploy products in int8, or in float.
+        go_on: Also if the teacher in int8 is fast enough.
     """
 
-    faster: Annotated[
-        tuple[float, ...], Shown("Times faster than the teacher, above 1: 4, or several for a front: 3,4,6.", WISHES)
-    ] = ()
-    ms: Annotated[tuple[float, ...], Shown("Milliseconds of a run, with one batch and length.", WISHES)] = ()
-    mb: Annotated[tuple[float, ...], Shown("Megabytes of the graph with its weights.", WISHES)] = ()
-    at_least: Annotated[
-        float | None, Shown("Quality to keep, 1 being the teacher; alone: the fastest student that keeps it.", WISHES)
-    ] = None
-    batch: Annotated[tuple[int, ...], Shown("Samples per run; a target must hold for each.", RUNNING)] = (1, 32)
-    length: Annotated[tuple[int, ...], Shown("Tokens per sample; not for images.", RUNNING)] = (64,)
-    threads: Annotated[int, Shown("Threads of onnxruntime.", RUNNING, least=1)] = 1
-    max_length: Annotated[
-        int | None, Shown("Tokens to keep of a text. Default: as the tokenizer's file says.", RUNNING, least=1)
-    ] = None
-    budget: Annotated[float, Shown("Minutes of training, of all students together, above 0.", LOOKING)] = 30.0
-    candidates: Annotated[int, Shown("Students to try for each target.", LOOKING, least=1)] = 4
-    learning_rate: Annotated[
-        float | None, Shown("Of training, at its height. Default: the best of three after 100 steps.", LOOKING)
-    ] = None
-    seed: Annotated[int, Shown("Seed for the division of the data and their order.", LOOKING, least=0)] = 0
-    int8: bool = True
+    faster: Annotated[tuple[float, ...], WISHES, FLOATS] = ()
+    ms: Annotated[tuple[float, ...], WISHES, FLOATS] = ()
+    mb: Annotated[tuple[float, ...], WISHES, FLOATS] = ()
+    at_least: Annotated[float | None, WISHES] = None
+    batch: Annotated[tuple[int, ...], RUNNING, INTEGERS] = (1, 32)
+    length: Annotated[tuple[int, ...], RUNNING, INTEGERS] = (64,)
+    threads: Annotated[int, RUNNING, FROM_1] = 1
+    max_length: Annotated[int | None, RUNNING, FROM_1] = None
+    budget: Annotated[float, LOOKING] = 30.0
+    candidates: Annotated[int, LOOKING, FROM_1] = 4
+    learning_rate: Annotated[float | None, LOOKING] = None
+    seed: Annotated[int, LOOKING, FROM_0] = 0
+    int8: Annotated[bool, Parameter(negative="--no-int8")] = True
     go_on: bool = False
 
     def __post_init__(self) -> None:

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from shd_ref.errors import ShdError
-from shd_ref.teacher.options import NO_FORM, Pooling, PrecomputeOptions
-from shd_ref.teacher.sources.sentence_folder import read_pooling, read_texts
+from shd_ref.teacher.options import NO_FORM, PrecomputeOptions
+from shd_ref.teacher.sentence_folder import Pooling, read_pooling, read_texts
 from shd_ref.tolerances import load_tolerances
 from shd_torch.capture.outputs import read_logits, read_output
 from shd_torch.compress.samples import Row, batches

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shd_ref.errors import ShdError, need
-from shd_ref.teacher.sources.sentence_folder import find_pooling
+from shd_ref.teacher.sentence_folder import find_pooling
 from shd_torch.capture import capture_attention
 from shd_torch.doctor.differences import BLOCKS, EFFECTS, HURTS, Difference, compare_parts, compare_tokenizers
 from shd_torch.doctor.pair import Parts, Student, parts_of, read_student

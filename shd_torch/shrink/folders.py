@@ -20,7 +20,7 @@ from typing import Any
 from shd_ref.cache.storage.documents import read_json
 from shd_ref.cache.storage.drafts import drafting, output_path, part_folder, remove_finished
 from shd_ref.errors import ShdError
-from shd_ref.teacher.sources.sentence_folder import find_home, read_texts
+from shd_ref.teacher.sentence_folder import find_home, read_texts
 
 HUB_SECONDS = 5.0
 """How long the hub may take to say that it is there."""

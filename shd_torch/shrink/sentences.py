@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from shd_ref.errors import ShdError
-from shd_ref.teacher.sources.sentence_folder import MODULES, modules_after_model, parse_file, read_file
+from shd_ref.teacher.sentence_folder import MODULES, modules_after_model, parse_file, read_file
 
 _SETTINGS: Final = re.compile(r"config_sentence_transformers\.json|sentence_\w+_config\.json")
 _WIDTHS: Final = ("embedding_dimension", "word_embedding_dimension")

@@ -20,7 +20,7 @@ from shd_ref.cache.storage.documents import read_json
 from shd_ref.cache.storage.drafts import DraftFolder, hash_file, hash_files, put
 from shd_ref.cache.storage.storage import write_errors
 from shd_ref.errors import ShdError
-from shd_ref.teacher.sources.sentence_folder import MODULES, modules_after_model
+from shd_ref.teacher.sentence_folder import MODULES, modules_after_model
 from shd_torch.shrink.folders import check_files
 from shd_torch.shrink.heads import AttentionStatistics
 

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError
 from shd_ref.integers import check_integer
+from shd_ref.teacher.sentence_folder import parse_file
 from shd_ref.teacher.sources import Source, open_source
-from shd_ref.teacher.sources.sentence_folder import parse_file
 from shd_ref.tolerances import load_tolerances
 from shd_torch.shrink.families import base_of
 from shd_torch.shrink.folders import (

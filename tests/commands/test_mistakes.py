@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import io
 import json
+import os
 import subprocess
 import sys
 import time
@@ -15,23 +15,23 @@ import numpy as np
 import pytest
 
 onnx = pytest.importorskip("onnx", reason="shd needs the extra 'teacher'")
-typer = pytest.importorskip("typer", reason="the commands need typer")
-typer_testing = pytest.importorskip("typer.testing")
+pytest.importorskip("cyclopts", reason="the commands need cyclopts")
 pytest.importorskip("onnxruntime", reason="shd needs the extra 'teacher'")
 
 from support.attention_graphs import token_teacher  # noqa: E402  (after the skips)
+from support.commands import invoke  # noqa: E402
 
 from shd_ref import ShdError  # noqa: E402  (after the skips)
 from shd_ref.cache import CacheReader  # noqa: E402
 from shd_ref.cli import load_app  # noqa: E402
 from shd_ref.commands import terminal  # noqa: E402
-from shd_ref.commands.derive import add_command  # noqa: E402
+from shd_ref.commands.program import COMMANDS, Program  # noqa: E402
 
 SHD = load_app()
 
 
 def run(app: Any, *words: str, code: int | None = None) -> str:
-    result = typer_testing.CliRunner().invoke(app, list(words), env={"COLUMNS": "80"}, catch_exceptions=False)
+    result = invoke(app, words, columns=80)
     assert result.exit_code in ((1, 2) if code is None else (code,)), result.output
     return " ".join(str(result.output).split())
 
@@ -169,9 +169,9 @@ def test_a_command_that_stops_says_what_the_same_command_does(error: BaseExcepti
         raise error
 
     for options, said in (({}, "the same command starts over"), ({"after": "it resumes"}, "it resumes")):
-        app = typer.Typer()
-        add_command(app, work, **options)
-        assert run(app, code=code).endswith(said)
+        program = Program("mill", "Grind.")
+        program.add(work, **options)
+        assert run(program, "work", code=code).endswith(said)
 
 
 def test_commands_that_resume() -> None:
@@ -179,11 +179,12 @@ def test_commands_that_resume() -> None:
     pytest.importorskip("torch", reason="shd-torch needs PyTorch")
     from shd_torch.cli import load_app as load_shd_torch
 
-    resuming = set()
-    for app in (SHD, load_shd_torch()):
-        for command in app.registered_commands:
-            stated = inspect.getclosurevars(command.callback).nonlocals.get("after", "")
-            resuming |= {command.name} if stated.startswith("the same command resumes: ") else set()
+    resuming = {
+        name
+        for program in (SHD, load_shd_torch())
+        for name, stated in program.after.items()
+        if stated.startswith("the same command resumes: ")
+    }
     assert resuming == {"precompute", "merge", "compress", "shrink"}
 
 
@@ -215,10 +216,7 @@ EARLY = [
     ("export empty --out x.onnx", "which has no config.json"),
     ("export model --out empty", "--out must be a file, such as teacher.onnx"),
     ("export model --out x.onnx --student --int8 --data gone.npz", "--data must exist; got gone.npz"),
-    (
-        "doctor gone.onnx model",
-        "teacher must be a Hugging Face folder or hub id",
-    ),
+    ("doctor gone.onnx model", "teacher must be a Hugging Face folder or hub id"),
     ("doctor model ./gone", "student must be a folder that save_pretrained wrote"),
     ("doctor model model --data lines.jsonl", "--data must have a column text; got the columns content"),
     ("doctor model model --probe 9", "--probe must go with --data"),
@@ -242,16 +240,18 @@ def test_mistakes_of_shd_torch_are_found_before_pytorch_is_imported(folder: Path
     (folder / "texts.jsonl").write_text('{"text": "a"}\n')
     code = f"""
 import json, sys
-from typer.testing import CliRunner
+from support.commands import invoke
 from shd_torch.cli import load_app
-run = lambda line: CliRunner().invoke(load_app(), line.split(), env={{"COLUMNS": "80"}}, catch_exceptions=False)
-said = [(done.exit_code, done.output) for done in map(run, {[words for words, _ in EARLY]!r})]
+said = [invoke(load_app(), line.split(), columns=80) for line in {[words for words, _ in EARLY]!r}]
 print(json.dumps([said, sorted({{"torch", "transformers"}} & set(sys.modules))]))
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=300)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     answers, imported = json.loads(done.stdout)
-    for (words, expected), (status, said) in zip(EARLY, answers, strict=True):
+    for (words, expected), (status, said, _) in zip(EARLY, answers, strict=True):
         assert status, words
         assert expected in " ".join(said.replace("│", " ").split()), words
     assert imported == []
@@ -262,7 +262,7 @@ def test_programs_know_each_others_commands() -> None:
     from shd_torch.cli import load_app as load_shd_torch
 
     for program, app in (("shd", SHD), ("shd-torch", load_shd_torch())):
-        assert {command.name for command in app.registered_commands} == set(terminal.COMMANDS[program])
+        assert set(app.app) - {"--help", "--version", "--install-completion"} == set(COMMANDS[program])
 
 
 def test_a_student_of_any_folder_sets_heads_and_layers(
@@ -288,10 +288,7 @@ def test_a_student_of_any_folder_sets_heads_and_layers(
 
 def test_help_shows_the_usual_options_and_help_all_the_others() -> None:
     for command in ("precompute", "plan"):
-        pages = [
-            typer_testing.CliRunner().invoke(SHD, [command, word], env={"COLUMNS": "80"}).output
-            for word in ("--help", "--help-all", "--help")
-        ]
+        pages = [invoke(SHD, [command, word], columns=80).output for word in ("--help", "--help-all", "--help")]
         usual, whole, again = pages
         assert usual == again
         assert len(usual.splitlines()) < 100 < len(whole.splitlines())
@@ -309,12 +306,10 @@ def test_help_of_shd_torch() -> None:
 
     app = load_shd_torch()
     assert "specification" in run(app, "--version", code=0)
-    for command in app.registered_commands:
-        page = typer_testing.CliRunner().invoke(app, [command.name, "--help"], env={"COLUMNS": "80"}).output
+    for name in app.after:
+        page = invoke(app, [name, "--help"], columns=80).output
         assert max(map(len, page.splitlines())) <= 80
         assert "…" not in page
-        assert "<bool>" not in page
-    assert "<bool>" not in run(app, "--help", code=0) + run(SHD, "--help", code=0) + run(SHD, "ls", "--help", code=0)
 
 
 def test_samples_that_a_model_does_not_take_are_named(folder: Path, tmp_path: Path) -> None:

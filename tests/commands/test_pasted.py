@@ -10,9 +10,10 @@ import pytest
 
 onnx = pytest.importorskip("onnx", reason="shd needs the extra 'teacher'")
 pytest.importorskip("onnxruntime", reason="shd needs the extra 'teacher'")
-typer_testing = pytest.importorskip("typer.testing", reason="the commands need typer")
+pytest.importorskip("cyclopts", reason="the commands need cyclopts")
 
 from support.attention_graphs import language_model  # noqa: E402  (after the skips)
+from support.commands import invoke  # noqa: E402
 from support.two_sequences import encoder_decoder  # noqa: E402
 
 from shd_ref.cache import CacheReader  # noqa: E402
@@ -26,7 +27,7 @@ def shd(line: str) -> list[str]:
     """Run a line; the commands that it prints."""
     program, *words = shlex.split(line)
     assert program == "shd"
-    result = typer_testing.CliRunner().invoke(APP, words, catch_exceptions=False)
+    result = invoke(APP, words, columns=80)
     assert result.exit_code == 0, f"{line}\n{result.output}"
     printed = [text.strip().removeprefix("next: ") for text in result.output.splitlines()]
     return [text for text in printed if text.startswith("shd ")]

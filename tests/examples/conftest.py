@@ -52,17 +52,17 @@ def run_line(line: str) -> None:
         finally:
             sys.argv = before
         return
-    from typer.testing import CliRunner
+    from support.commands import invoke
 
     load_app = import_module({"shd": "shd_ref.cli", "shd-torch": "shd_torch.cli"}[program]).load_app
-    result = CliRunner().invoke(load_app(), [SHORT.get(word, word) for word in words])
+    result = invoke(load_app(), [SHORT.get(word, word) for word in words])
     assert result.exit_code == 0, f"{line}\n{result.output}"
 
 
 @pytest.fixture(scope="session")
 def run_in(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Runs lines of a shell in the folder that all examples share; a line that ran before is not run again."""
-    for package in ("onnxruntime", "onnxscript", "transformers", "accelerate", "typer"):
+    for package in ("onnxruntime", "onnxscript", "transformers", "accelerate", "cyclopts"):
         pytest.importorskip(package, reason="examples go from a Hugging Face folder to a trained student")
     return runner(tmp_path_factory.mktemp("try"))
 

@@ -155,12 +155,9 @@ def test_what_the_command_line_tells_is_refused_before_the_inputs_are_read(
 
 ASK = """
 import json, sys
-from typer.testing import CliRunner
 from shd_ref.cli import load_app
 for words in json.load(sys.stdin):
-    result = CliRunner().invoke(load_app(), words, env={"COLUMNS": "80"})
-    assert result.exit_code == 0, result.output
-    print(result.output)
+    assert load_app()(words) == 0
 """
 
 

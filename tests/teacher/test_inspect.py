@@ -20,7 +20,7 @@ from support.attention_graphs import (
 )
 from support.refusals import refusal
 
-pytest.importorskip("typer", reason="the commands need typer")
+pytest.importorskip("cyclopts", reason="the commands need cyclopts")
 
 from support.commands import shd
 from support.students import precompute

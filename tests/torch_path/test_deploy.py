@@ -13,7 +13,9 @@ from support.refusals import refusal
 
 onnx = pytest.importorskip("onnx", reason="graphs are made with onnx")
 onnxruntime = pytest.importorskip("onnxruntime", reason="graphs run in onnxruntime")
-typer_testing = pytest.importorskip("typer.testing", reason="the commands need typer")
+pytest.importorskip("cyclopts", reason="the commands need cyclopts")
+
+from support.commands import invoke  # noqa: E402  (after the skips)
 
 from shd_torch import deploy  # noqa: E402  (after the skips)
 from shd_torch.cli import load_app  # noqa: E402
@@ -208,11 +210,9 @@ def test_int8_needs_no_room_beside_its_source(tmp_path: Path) -> None:
 
 
 def run(*words: object, code: int = 0) -> str:
-    runner = typer_testing.CliRunner(env={"COLUMNS": "80", "TERM": "dumb"})
-    result = runner.invoke(load_app(), ["time", *map(str, words)])
+    result = invoke(load_app(), ["time", *words], columns=80)
     assert result.exit_code == code, result.output
-    output: str = result.output
-    return output
+    return result.output
 
 
 def test_the_command_prints_and_returns_the_same(graph: Path, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def modules_loaded_by(code: str, before: str = "") -> set[str]:
 @pytest.mark.parametrize("module", ["shd_torch", "shd_torch.cli", "shd_torch.commands"])
 def test_the_import_loads_no_pytorch(module: str) -> None:
     if module == "shd_torch.commands":
-        pytest.importorskip("typer", reason="the commands need typer")
+        pytest.importorskip("cyclopts", reason="the commands need cyclopts")
     assert not modules_loaded_by(f"import {module}") & {"torch", *HEAVY}
 
 

@@ -153,7 +153,7 @@ def test_a_listing_counts_each_form(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("forms", [FORMS, ALONE])
 def test_the_command_lists_each_form(tmp_path: Path, forms: dict[str, dict[str, Any]]) -> None:
-    pytest.importorskip("typer", reason="shd needs the extra 'teacher'")
+    pytest.importorskip("cyclopts", reason="shd needs the extra 'teacher'")
     from support.commands import shd
 
     listing = list_cache(write_cache(tmp_path, job(**forms["narrow"])))

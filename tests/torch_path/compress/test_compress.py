@@ -21,8 +21,10 @@ from support.refusals import refusal
 
 transformers: Any = pytest.importorskip("transformers", reason="teachers are Hugging Face models")
 pytest.importorskip("onnxruntime", reason="graphs are timed in onnxruntime")
-typer_testing = pytest.importorskip("typer.testing", reason="the command needs typer")
+pytest.importorskip("cyclopts", reason="the command needs cyclopts")
 pytest.importorskip("scipy", reason="the choice is an integer programme")
+
+from support.commands import invoke  # noqa: E402  (after the skips)
 
 from shd_ref.cache import CacheReader  # noqa: E402
 from shd_ref.errors import ShdError  # noqa: E402
@@ -227,9 +229,9 @@ def test_only_a_dry_run_needs_no_place(tmp_path: Path, monkeypatch: pytest.Monke
     np.savez("d.npz", input_ids=np.ones((2, 3), np.int64))
     monkeypatch.setattr("shd_torch.compress.run.forecast", lambda *_, **__: ["in all about 5 min"])
     words = ["compress", "teacher", "--data", "d.npz", "--faster", "2"]
-    result = typer_testing.CliRunner().invoke(load_app(), [*words, "--dry-run"])
+    result = invoke(load_app(), [*words, "--dry-run"])
     assert (result.exit_code, result.output) == (0, "in all about 5 min\n")
-    result = typer_testing.CliRunner().invoke(load_app(), words)
+    result = invoke(load_app(), words)
     assert result.exit_code == 1
     assert "--out must be given" in result.output
 
@@ -381,9 +383,7 @@ def test_a_classifier_killed_and_resumed(tmp_path: Path) -> None:
     assert document["students"] == json.loads(json.dumps(made["students"]))
     assert document["task"] == "classifier"
     words = ("--data", str(data), "--faster", "1000", "--batch", "1", "--length", "8", "--go-on")
-    result = typer_testing.CliRunner().invoke(
-        load_app(), ["compress", str(teacher), *words, "--out", str(tmp_path / "other")]
-    )
+    result = invoke(load_app(), ["compress", str(teacher), *words, "--out", str(tmp_path / "other")])
     assert result.exit_code == 1
     assert "the target must be met by some student; got 1000 times faster: the smallest" in " ".join(
         result.output.split()

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 pytest.importorskip("transformers", reason="the pairs are Hugging Face models")
-pytest.importorskip("typer", reason="the command needs the extra 'torch'")
+pytest.importorskip("cyclopts", reason="the command needs the extra 'torch'")
 
+from support.commands import invoke
 from support.shrink.models import make_data, make_teacher
-from typer.testing import CliRunner
 
 from shd_ref import ShdError
 from shd_torch.cli import load_app
@@ -164,7 +164,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*arguments: object) -> Any:
-    return CliRunner().invoke(load_app(), ["doctor", *map(str, arguments)])
+    return invoke(load_app(), ["doctor", *arguments], columns=80)
 
 
 @pytest.fixture

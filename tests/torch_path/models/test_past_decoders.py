@@ -11,7 +11,7 @@ import onnx
 import pytest
 import torch
 from numpy.typing import NDArray
-from typer.testing import CliRunner
+from support.commands import invoke
 
 pytest.importorskip("transformers", reason="these teachers come from transformers")
 pytest.importorskip("onnxruntime", reason="a teacher graph is run")
@@ -119,7 +119,7 @@ def test_other_tools_take_the_same_data(taught: Taught) -> None:
 def test_the_command_tells_what_it_fed_besides(taught: Taught, tmp_path: Path) -> None:
     np.savez(tmp_path / "data.npz", **make_data())  # type: ignore[arg-type]
     job = ["precompute", str(taught.graph), "--inputs", str(tmp_path / "data.npz"), "--student-heads", "2"]
-    result = CliRunner().invoke(load_app(), [*job, "--out", str(tmp_path / "cache")], env={"COLUMNS": "200"})
+    result = invoke(load_app(), [*job, "--out", tmp_path / "cache"])
     assert result.exit_code == 0, result.output
     assert "past_key_values.0.key and 3 more (an empty past)" in result.output
     assert ("position_ids (counted from the mask)" in result.output) == (taught.name != "opt")

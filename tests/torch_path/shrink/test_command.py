@@ -12,22 +12,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-typer_testing = pytest.importorskip("typer.testing", reason="the commands need typer")
+pytest.importorskip("cyclopts", reason="the commands need cyclopts")
 
-from support.binding.sentences import TEXTS, write_encoder  # noqa: E402
-from support.refusals import refusal  # noqa: E402
-from support.shrink.models import make_data, make_teacher  # noqa: E402  (after the skips)
+from support.binding.sentences import TEXTS, write_encoder
+from support.commands import invoke
+from support.refusals import refusal
+from support.shrink.models import make_data, make_teacher
 
-from shd_torch.cli import load_app  # noqa: E402
-from shd_torch.shrink_command import StudentSizes, following_commands, read_inputs  # noqa: E402
-
-RUNNER = typer_testing.CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
+from shd_torch.cli import load_app
+from shd_torch.shrink_command import StudentSizes, following_commands, read_inputs
 
 
 def run(*words: object, code: int = 0) -> str:
-    result = RUNNER.invoke(load_app(), ["shrink", *(str(word) for word in words)])
+    result = invoke(load_app(), ["shrink", *words])
     assert result.exit_code == code, result.output
-    return str(result.output)
+    return result.output
 
 
 def test_a_folder_in_and_a_folder_out(tmp_path: Path) -> None:
@@ -159,4 +158,4 @@ def test_data_files(tmp_path: Path) -> None:
     ):
         with refusal(code):
             read_inputs(tmp_path / name, 9)
-    assert [StudentSizes(layers=text).options() for text in ("3", "0,2")] == [{"layers": 3}, {"layers": (0, 2)}]
+    assert [StudentSizes(layers=given).options() for given in (3, (0, 2))] == [{"layers": 3}, {"layers": (0, 2)}]

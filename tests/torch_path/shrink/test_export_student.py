@@ -11,8 +11,9 @@ import pytest
 
 pytest.importorskip("onnxscript", reason="export needs onnxscript")
 onnxruntime = pytest.importorskip("onnxruntime", reason="graphs are checked in onnxruntime")
-typer_testing = pytest.importorskip("typer.testing", reason="the commands need typer")
+pytest.importorskip("cyclopts", reason="the commands need cyclopts")
 
+from support.commands import invoke  # noqa: E402  (after the skips)
 from support.shrink.models import make_data, make_teacher  # noqa: E402  (after the skips)
 
 import shd_torch.export as export  # noqa: E402
@@ -20,8 +21,6 @@ from shd_ref import ShdError  # noqa: E402  (after the skips)
 from shd_torch.cli import load_app  # noqa: E402
 from shd_torch.shrink import shrink  # noqa: E402
 from shd_torch.shrink.folders import count_positions, read_config  # noqa: E402
-
-RUNNER = typer_testing.CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
 
 
 @pytest.mark.slow
@@ -31,7 +30,7 @@ def test_a_dropped_student_from_its_folder(tmp_path: Path) -> None:
     made = shrink(teacher, data, heads=2, drop_attention=[1], drop_activations=[0, 1], out=tmp_path / "student")
     words = ["export", str(tmp_path / "student"), "--student", "--out", str(tmp_path / "student.onnx")]
     timing = ["--beside", str(tmp_path / "student"), "--batch", "2", "--length", "5", "--rounds", "6"]
-    result = RUNNER.invoke(load_app(), [*words, "--int8", *timing])
+    result = invoke(load_app(), [*words, "--int8", *timing])
     assert result.exit_code == 0, result.output
     assert "1 fused attention nodes, 0 softmax nodes, opset 24" in result.output
     assert "student.int8.onnx: 8 products in int8" in result.output
@@ -43,7 +42,7 @@ def test_a_dropped_student_from_its_folder(tmp_path: Path) -> None:
     wanted = made.student.eval()(**other).logits.detach().numpy()
     np.testing.assert_allclose(found, wanted, atol=1e-5)
     for option in (["--beside", words[1]], ["--int8"]):
-        refused = RUNNER.invoke(load_app(), [*words[:2], *words[3:], *option])
+        refused = invoke(load_app(), [*words[:2], *words[3:], *option])
         assert (refused.exit_code, f"{option[0]} must go with --student" in refused.output) == (1, True)
 
 
@@ -56,7 +55,7 @@ def test_lengths_beyond_the_positions_are_refused_first(family: str, most: int |
     folder, out = str(tmp_path / "model"), tmp_path / "student.onnx"
     beside = ["--beside", folder, "--batch", "1", "--rounds", "6", "--length"]
     for words in (["time", folder], ["export", folder, "--student", "--out", str(out)]) if most else ():
-        refused = RUNNER.invoke(load_app(), [*words, *beside, str(most + 1)])
+        refused = invoke(load_app(), [*words, *beside, str(most + 1)])
         assert refused.exit_code == 1
         assert f"--length must be at most {most}" in refused.output
         assert not out.exists()
@@ -68,7 +67,7 @@ def test_a_students_positions_are_counted_before_transformers_knows_its_kind(
     shrink(make_teacher("roberta"), make_data("roberta"), drop_attention=[1], out=tmp_path / "student")
     mapping: Any = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING
     monkeypatch.setattr(mapping, "_extra_content", {})  # as in a new process
-    refused = RUNNER.invoke(load_app(), ["time", str(tmp_path / "student"), "--length", "40"])
+    refused = invoke(load_app(), ["time", str(tmp_path / "student"), "--length", "40"])
     assert (refused.exit_code, "--length must be at most 39" in refused.output) == (1, True)
 
 

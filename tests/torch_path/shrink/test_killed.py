@@ -13,17 +13,17 @@ import pytest
 import torch
 
 pytest.importorskip("transformers", reason="students are Hugging Face models: pip install '.[hf]' (in a checkout)")
-typer_testing = pytest.importorskip("typer.testing", reason="the commands need typer")
+pytest.importorskip("cyclopts", reason="the commands need cyclopts")
 
-from safetensors.torch import load_file, save_file  # noqa: E402
-from support.calls import run_killed  # noqa: E402
-from support.faults import file_size_limit  # noqa: E402
-from support.refusals import refusal  # noqa: E402
-from support.shrink.models import make_data, make_teacher  # noqa: E402
+from safetensors.torch import load_file, save_file
+from support.calls import run_killed
+from support.faults import file_size_limit
+from support.refusals import refusal
+from support.shrink.models import make_data, make_teacher
 
-from shd_ref import ShdError  # noqa: E402  (after the skips)
-from shd_torch.shrink import shrink  # noqa: E402
-from shd_torch.shrink.unfinished import Unfinished, run_key  # noqa: E402
+from shd_ref import ShdError
+from shd_torch.shrink import shrink
+from shd_torch.shrink.unfinished import Unfinished, run_key
 
 SIZES: dict[str, Any] = {"heads": 2, "hidden": 20, "batch_size": 4}
 

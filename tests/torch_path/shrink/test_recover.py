@@ -11,22 +11,22 @@ import pytest
 import torch
 
 pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
-typer_testing = pytest.importorskip("typer.testing", reason="the commands need typer")
+pytest.importorskip("cyclopts", reason="the commands need cyclopts")
 
-from support.binding.trainer_cases import make_trainer  # noqa: E402  (after the skips)
-from support.exported_models import trace  # noqa: E402
-from support.refusals import refusal  # noqa: E402
-from support.shrink.models import make_data, make_teacher  # noqa: E402
+from support.binding.trainer_cases import make_trainer
+from support.commands import invoke
+from support.exported_models import trace
+from support.refusals import refusal
+from support.shrink.models import make_data, make_teacher
 
-from shd_ref import ShdError  # noqa: E402  (after the skips)
-from shd_ref.cache import CacheReader  # noqa: E402
-from shd_ref.cli import load_app  # noqa: E402
-from shd_ref.shrink import read_student  # noqa: E402
-from shd_torch import OnlineTeacher, SupervisedDataset, capture_attention, layer_kls  # noqa: E402
-from shd_torch import load_student as load  # noqa: E402
-from shd_torch.shrink import shrink  # noqa: E402
+from shd_ref import ShdError
+from shd_ref.cache import CacheReader
+from shd_ref.cli import load_app
+from shd_ref.shrink import read_student
+from shd_torch import OnlineTeacher, SupervisedDataset, capture_attention, layer_kls
+from shd_torch import load_student as load
+from shd_torch.shrink import shrink
 
-RUNNER = typer_testing.CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
 STUDENTS: dict[str, dict[str, Any]] = {
     "llama": {"heads": 2, "layers": [0, 2]},
     "bert": {"heads": 3, "drop_attention": [1], "drop_activations": [0], "plan": "matched"},
@@ -34,9 +34,9 @@ STUDENTS: dict[str, dict[str, Any]] = {
 
 
 def run(*words: object, code: int = 0) -> str:
-    result = RUNNER.invoke(load_app(), ["precompute", *(str(word) for word in words)])
+    result = invoke(load_app(), ["precompute", *words])
     assert result.exit_code == code, result.output
-    return str(result.output)
+    return result.output
 
 
 def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -15,7 +15,7 @@ from support.binding.models import hf_model
 from support.shrink.models import make_teacher
 
 from shd_ref import ShdError
-from shd_ref.teacher.sources.sentence_folder import find_pooling, modules_after_model, read_pooling
+from shd_ref.teacher.sentence_folder import find_pooling, modules_after_model, read_pooling
 from shd_torch import load_student
 from shd_torch.shrink import shrink
 from shd_torch.shrink.folders import check_files

@@ -29,11 +29,12 @@ from shd_ref.cache.codecs.distortion import merge_errors
 from shd_ref.cache.codecs.logits import rows_moved
 from shd_ref.cache.forms.rows import Counted, Rows
 from shd_ref.errors import ShdError, need
-from shd_ref.teacher.options import LAST, Pooling, PrecomputeOptions, RunOptions
+from shd_ref.teacher.options import LAST, PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.forms.maker import Decided, Maker, tolerance_of
 from shd_ref.teacher.run.averaged import naming
 from shd_ref.teacher.run.outputs import StudentOutputs
 from shd_ref.teacher.run.teacher import TeacherRun
+from shd_ref.teacher.sentence_folder import Pooling
 
 RowsT = TypeVar("RowsT", bound=Rows)
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from shd_ref.cache import POOLINGS
 from shd_ref.cache.storage.documents import parse_json
 from shd_ref.errors import ShdError, argument_value
-from shd_ref.teacher.options import Pooling
+from shd_ref.merging.alpha import check_option
 
 MODULES: Final = "modules.json"
 MAX_WEIGHT_BYTES: Final = 1 << 28
@@ -22,12 +24,41 @@ _FLAGS: Final = {  # by which folders say it that were saved before version 6
     **{"pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max", "pooling_mode_mean_tokens": "mean"},
     **{f"pooling_mode_{mode}": mode for mode in ("mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")},
 }
+_NORMALIZE: Final = ",normalize"
 _USUAL: Final[Mapping[str, object]] = {
     "transformer_task": "feature-extraction",
     "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
     "module_output_name": "token_embeddings",
 }
 """Settings of the model's module that are those of states of a text."""
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """How the states of a text become its embedding (CACHE-182).
+
+    Attributes:
+        mode: ``"mean"``, ``"cls"`` (the first position), ``"max"`` or ``"last"`` (position), of those that count.
+        normalize: whether the embedding is divided by its norm.
+
+    Raises:
+        ShdError: ``argument-value``.
+    """
+
+    mode: str
+    normalize: bool = False
+
+    def __post_init__(self) -> None:
+        check_option("embeddings", self.mode, POOLINGS, "CACHE-182")
+
+    def __str__(self) -> str:
+        return self.mode + _NORMALIZE * self.normalize
+
+    @classmethod
+    def parse(cls, text: str) -> Pooling | None:
+        """What ``str`` gives, read again; None for anything else."""
+        mode = text.removesuffix(_NORMALIZE)
+        return cls(mode, mode != text) if mode in POOLINGS else None
 
 
 class TextSettings(NamedTuple):

@@ -1,0 +1,317 @@
+"""A program of commands: plain functions whose options cyclopts reads from their annotations and dataclasses.
+
+Every command can print its result as JSON, and says its mistakes in the same way: a ``ShdError`` is one message and
+exit code 1, words that are no command line one message and exit code 2, Ctrl-C is 130. All else keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from importlib.util import find_spec
+from typing import Annotated, Any, Final, TypeAlias, get_args
+
+from cyclopts import App, ArgumentCollection, CycloptsError, Group, Parameter
+from cyclopts.exceptions import CoercionError, MissingArgumentError, UnusedCliTokensError, ValidationError
+from cyclopts.help import DefaultFormatter, HelpPanel
+
+import shd_ref
+from shd_ref.commands.terminal import PlainConsole, console, marked, messages, quiet_progress
+from shd_ref.errors import ShdError, need
+from shd_ref.teacher.options import MERGING, OPTIONS, READING, RUNNING, STORING, TARGETS, Needs
+
+Document: TypeAlias = dict[str, Any] | list[dict[str, Any]]
+"""A command's result as JSON can say it: one object, or one for each student."""
+
+COMMANDS: Final = {
+    "shd": ("inspect", "plan", "precompute", "verify", "report", "ls", "seal", "merge", "conformance"),
+    "shd-torch": ("compress", "export", "doctor", "shrink", "vocabulary", "time"),
+}
+"""Of both programs, neither of which imports the other's."""
+
+STARTS_OVER: Final = "the same command starts over"
+"""After a command that keeps nothing of its work."""
+
+RARE: Final = {str(panel.group[0].name) for panel in (MERGING, STORING, TARGETS, READING, RUNNING)}  # type: ignore[index]
+"""Panels of options that only ``--help-all`` shows of a command with many, but for those of ``USUAL``."""
+
+USUAL: Final = {
+    *("--plan", "--form", "--no-attention", "--logits", "--embeddings"),
+    *("--tokenizer", "--text-column", "--max-length", "--batch-size", "--provider"),
+}
+
+_MANY: Final = 25
+"""Options that ``--help`` shows all of."""
+
+_CALLED: Final = {"pairs": "layer_pairs", "inputs": "data"}
+"""What messages of functions below call an argument, and the field that its option comes from."""
+
+_ARGUMENT: Final = re.compile(
+    r"^((?:sample \d+ \(key \w+\): )?)"
+    r"((?:inputs|data|held_out|compare|tokenizer)(?= \S+)|\w+(?:, \w+)*(?: (?:or|and) \w+)?(?= must ))"
+)
+"""What a message says must be otherwise, where it begins with it or several, with it and a path, or with the sample
+that it is about."""
+
+
+class Failed(Exception):  # noqa: N818  (no error of the command)
+    """Exit code 1 with a result all the same, such as a list of damaged files."""
+
+    def __init__(self, document: Document) -> None:
+        super().__init__()
+        self.document = document
+
+
+@OPTIONS
+@dataclass(frozen=True)
+class _Short:
+    """Options of every command."""
+
+    json: Annotated[bool, Parameter(help="Print only the result, as JSON, on standard output.")] = False
+    help_all: Annotated[bool, Parameter(help="Show all options.")] = False
+
+
+@OPTIONS
+@dataclass(frozen=True)
+class _Long(_Short):
+    """Options of every command that shows its progress."""
+
+    quiet: Annotated[bool, Parameter(help="Hide progress; results, remarks and errors are still shown.")] = False
+
+
+def require_packages(*packages: str) -> None:
+    """Refuse to run a command of ``shd-torch`` without some packages: ``dependency-missing``.
+
+    The remedy brings what all of them need: with the extra of one command the next one would fail.
+    """
+    for package in packages:
+        if find_spec(package) is None:
+            remedy = "pip install '.[cpu]' (in a checkout; '.[all]' for a GPU)"
+            raise ShdError("dependency-missing", f"this command needs the package {package}: {remedy}")
+
+
+def option_of(field: str) -> str:
+    """``num_student_heads`` -> ``--student-heads``, as the options of fields are called."""
+    return f"--{_transform(field)}"
+
+
+def _transform(name: str) -> str:
+    return name.removeprefix("num_").replace("_", "-")
+
+
+def _show_default(value: Any) -> str | None:
+    """A default as one would type it; none of flags, and of what is simply not given."""
+    if isinstance(value, bool) or value in (None, ()):
+        return None
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+_PLAIN: Final = Parameter(negative=(), name_transform=_transform, show_default=_show_default, allow_repeating=True)
+"""Of options that say nothing else: a flag has no opposite, and the last of several counts."""
+
+
+class Program:
+    """A command line: calling it with its words gives the exit code."""
+
+    def __init__(self, name: str, text: str) -> None:
+        self.name = name
+        self.after: dict[str, str] = {}
+        self.shows_all = False
+        self.app = App(
+            name,
+            help=text,
+            help_format="markdown",
+            help_flags="--help",
+            help_formatter=_Pages(),
+            version=f"squeezing-heads {shd_ref.__version__}, specification {shd_ref.SPEC_VERSION}",
+            version_flags="--version",
+            group_commands=Group("Commands", sort_key=-5),
+            group_parameters=(options := Group("Options", sort_key=0)),
+            default_parameter=_PLAIN,
+            config=_check_needs,
+        )
+        self.app.register_install_completion_command()
+        for flag in ("--help", "--version", "--install-completion"):
+            self.app[flag].group = (options,)
+
+    def add(
+        self,
+        function: Callable[..., Document | None],
+        *,
+        name: str | None = None,
+        panel: Group | None = None,
+        is_long: bool = True,
+        after: str = STARTS_OVER,
+    ) -> None:
+        """Add a command; ``is_long`` gives it ``--quiet``.
+
+        ``after`` says what the same command does after one that was stopped, or that could not write.
+        """
+        name = name or function.__name__
+        self.after[name] = after
+
+        def command(*words: Any, **options: Any) -> Document | None:
+            return function(*words, **options)
+
+        command.__name__, command.__doc__ = function.__name__, function.__doc__
+        signature = inspect.signature(function, eval_str=True)
+        common = _Long if is_long else _Short
+        last = inspect.Parameter("common", inspect.Parameter.KEYWORD_ONLY, default=common(), annotation=common)
+        own = [*signature.parameters.values(), last]
+        command.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
+        command.__annotations__ = {}  # those of the signature count
+        self.app.command(command, name=name, group=panel, sort_key=len(self.after), default_parameter=_PLAIN)
+        many = sum(argument.parse for argument in self.arguments(name)) > _MANY
+        self.app[name].help_formatter = _Pages(self, is_long=many)
+
+    def arguments(self, name: str) -> ArgumentCollection:
+        """Those of a command."""
+        return self.app[name].assemble_argument_collection(parse_docstring=False)
+
+    def __call__(self, words: Iterable[str] | None = None) -> int:
+        """Run a command line, by default the process's."""
+        words = list(sys.argv[1:] if words is None else words)
+        name = next(iter(words), "")
+        options = words[: words.index("--")] if "--" in words else words
+        self.shows_all = "--help-all" in options and name in self.after
+        if self.shows_all:
+            words = [name, "--help"]
+        after = self.after.get(name, STARTS_OVER)
+        try:
+            self._refuse_others(words)
+            function, bound, _ = self.app.parse_args(
+                words, console=PlainConsole(), exit_on_error=False, print_error=False
+            )
+            if "common" not in bound.signature.parameters:  # --help, --version, and the judge
+                return function(*bound.args, **bound.kwargs) or 0
+            self._run(function, bound, bound.arguments.pop("common", _Short()))
+            sys.stdout.flush()
+        except ShdError as error:
+            return self._report(error, name, after)
+        except CycloptsError as error:
+            if isinstance(error.__cause__, ShdError):  # of a function that reads a value
+                return self._report(error.__cause__, name, after)
+            messages.say(marked("error", "bold red", f": {_refusal(error)}"))
+            more = f"{self.name} {name} --help-all" if name in self.after else f"{self.name} --help"
+            messages.say(f"{more} says more")
+            return 2
+        except Failed:
+            return 1
+        except BrokenPipeError:  # of a reader such as head, which has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+        except KeyboardInterrupt:
+            messages.say(marked("stopped", "yellow", f": {after}"))
+            return 130  # as a shell counts SIGINT
+        return 0
+
+    def _refuse_others(self, words: Sequence[str]) -> None:
+        for program, names in COMMANDS.items():
+            if program != self.name and words and words[0] in names:
+                raise CycloptsError(f"{words[0]} is a command of {program}: {shlex.join([program, *words])}")
+
+    def _run(self, function: Callable[..., Any], bound: inspect.BoundArguments, common: _Short) -> None:
+        """Run a command; where JSON is wanted its result is printed, and the console is silent meanwhile."""
+        silent, console.quiet = console.quiet, common.json or console.quiet
+        try:
+            with quiet_progress(isinstance(common, _Long) and common.quiet):
+                _print_json(function(*bound.args, **bound.kwargs), common.json)
+        except Failed as failed:
+            _print_json(failed.document, common.json)
+            raise
+        finally:
+            console.quiet = silent
+
+    def _report(self, error: ShdError, name: str, after: str) -> int:
+        """Say an error, with the name of the option in place of the argument that the message begins with."""
+        known: dict[str, str] = {}
+        for argument in self.arguments(name) if name in self.after else ():
+            if argument.name.startswith("--"):
+                field = argument.field_info.name
+                known |= {f"num_{field}": argument.name, field: argument.name}
+        known |= {called: known[field] for called, field in _CALLED.items() if field in known}
+
+        def rename(found: re.Match[str]) -> str:
+            return found[1] + re.sub(r"\w+", lambda word: known.get(word[0], word[0]), found[2])
+
+        messages.say(marked("error", "bold red", f" ({error.code}): {_ARGUMENT.sub(rename, str(error))}"))
+        if error.code == "write-failed" and error.__cause__ is not None:  # else nothing was tried
+            messages.say(after)
+        return 1
+
+
+class _Pages(DefaultFormatter):
+    """Pages of ``--help``, where a command with many options shows the usual ones."""
+
+    def __init__(self, program: Program | None = None, *, is_long: bool = False) -> None:
+        super().__init__()
+        self._program, self._is_long = program, is_long
+
+    def __call__(self, console: Any, options: Any, panel: HelpPanel) -> None:
+        entries = panel.entries
+        if not self._is_long:
+            entries = [entry for entry in entries if "--help-all" not in entry.names]
+        elif self._program is not None and not self._program.shows_all and str(panel.title) in RARE:
+            entries = [entry for entry in entries if USUAL & set(entry.names)]
+        if entries:
+            super().__call__(console, options, panel.copy(entries=entries))
+
+
+def _check_needs(app: App, words: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Refuse options that are given without those that they belong to, as nothing would read them."""
+    by_field = {argument.field_info.name: argument for argument in arguments}
+    for argument in arguments:
+        needs = [note for note in get_args(argument.field_info.annotation)[1:] if isinstance(note, Needs)]
+        for note in needs if argument.tokens else ():
+            field, _, choices = note.partition("=")
+            needed = by_field[field]
+            given = {part for token in needed.tokens for part in (token.value or "given").split(",")}
+            if choices and not given:
+                given = set(str(_show_default(needed.field_info.default)).split(","))
+            ok = bool(given & {*choices.split("|")}) if choices else bool(given - {"none", "0"})
+            option = f"{needed.name} {choices.replace('|', ' or ')}".rstrip()
+            got = f"{argument.tokens[0].value} without it"
+            need(ok, "argument-value", argument.name, f"go with {option}", got)
+
+
+def _refusal(error: CycloptsError) -> str:
+    """What is wrong with a command line, as other errors say it."""
+    error.verbose = False
+    argument = error.argument
+    if isinstance(error, UnusedCliTokensError):
+        return f"nothing takes {shlex.join(error.unused_tokens or [])}"
+    if argument is None:
+        return str(error)
+    token = argument.tokens[-1] if argument.tokens else None
+    name = token.keyword if token is not None and token.keyword else argument.name
+    if isinstance(error, MissingArgumentError) and "Did you mean" not in str(error):
+        return f"{error.keyword} must have a value; got none" if error.keyword else f"{name} must be given"
+    if isinstance(error, ValidationError) and token is not None:
+        rule = error.exception_message.rstrip(".")
+        return f"{name} {rule[:1].lower()}{rule[1:]}; got {token.value or 'nothing'}"
+    if isinstance(error, CoercionError) and error.msg is not None:
+        return str(error.msg)
+    if isinstance(error, CoercionError) and error.token is not None:
+        choices = argument.get_choices(force=True)
+        rule = f"one of {', '.join(choices)}" if choices else "a number"
+        return f"{name} must be {rule}; got {error.token.value}"
+    return str(error)
+
+
+def _print_json(result: Document | None, is_wanted: bool) -> None:
+    if is_wanted:
+        for document in result if isinstance(result, list) else [result]:
+            print(json.dumps(document, default=_plain))
+
+
+def _plain(value: Any) -> Any:
+    """A JSON value for a value of Python or NumPy."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return value.tolist() if hasattr(value, "tolist") else str(value)
