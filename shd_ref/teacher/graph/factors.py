@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.teacher.graph.find import AttentionSite, replay
+from shd_ref.teacher.graph.inputs import Layout, by_sample, probe_tensors
 from shd_ref.teacher.graph.nodes import (
     before_rounding,
     constant_of,
@@ -19,8 +20,8 @@ from shd_ref.teacher.graph.nodes import (
     name_of,
     operands,
     repeat_chain,
+    values_by_name,
 )
-from shd_ref.teacher.graph.shapes import Layout, by_sample, probe_tensors
 from shd_ref.teacher.opening.model import SCALING_OPS, ir, kinds, onnx, read_graph
 
 _PASSING: Final = frozenset({"Cast", "DequantizeLinear", "Flatten", "Identity", "QuantizeLinear", "Reshape"})
@@ -164,7 +165,7 @@ def find_factors(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tupl
     zero, or so little that nothing is left. Maps with a bias, a softcap or attention sinks are refused.
     """
     graph = read_graph(model)
-    values = {name_of(value): value for value in (*graph.inputs, *(out for node in graph for out in node.outputs))}
+    values = values_by_name(graph)
     read = [read_logits(values[site.logits]) if site.supported and site.logits else None for site in sites]
     names = {name_of(value) for logits in read if logits is not None for value in _tensors(logits)}
     names |= {site.probs for site in sites if site.supported and site.probs}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Final
@@ -14,12 +14,20 @@ from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError, argument_value, graph_invalid, graph_unsupported, inputs_invalid
 from shd_ref.teacher.graph.independence import Finding, probe_samples
-from shd_ref.teacher.graph.inputs import InputSpec
-from shd_ref.teacher.graph.nodes import compute, constant_of, data_inputs, dtype_name, int_attribute, name_of
+from shd_ref.teacher.graph.inputs import InputSpec, Layout, Shapes, probe_shapes, static_shapes
+from shd_ref.teacher.graph.nodes import (
+    ancestors,
+    compute,
+    constant_of,
+    data_inputs,
+    dtype_name,
+    int_attribute,
+    name_of,
+    values_by_name,
+)
 from shd_ref.teacher.graph.projection import Term
-from shd_ref.teacher.graph.shapes import Layout, Shapes, probe_shapes, static_shapes
 from shd_ref.teacher.graph.walk import Walk, walk_graph
-from shd_ref.teacher.opening.load import check_inferred, old_opset_reason
+from shd_ref.teacher.opening.load import MIN_OPSET, OLD_OPSET, check_inferred, opset_version
 from shd_ref.teacher.opening.model import (
     ADDING_OPS,
     MOVING_OPS,
@@ -132,9 +140,9 @@ def find_sites(model: onnx.ModelProto) -> tuple[AttentionSite, ...]:
             probe_error = str(error)
         else:
             measures = [measure_site(walk, shapes) for walk in walks]
-    too_old = old_opset_reason(model)
-    if too_old is not None:
-        walks = [replace(walk, reason=walk.reason or too_old) for walk in walks]
+    opset = opset_version(model)
+    if opset < MIN_OPSET:
+        walks = [replace(walk, reason=walk.reason or OLD_OPSET.format(opset)) for walk in walks]
     sites: list[AttentionSite] = []
     for layer, (walk, measure) in enumerate(zip(walks, measures, strict=True)):
         name = walk.node.name or f"{walk.node.op_type}_{layer}"
@@ -510,7 +518,12 @@ def find_kinds(
         if decoder_mask is not None:
             raise _no_mask(decoder_mask, ())
         return SiteKinds({})
-    upstream = _upstream_of(model)
+    values = values_by_name(read_graph(model))
+
+    def upstream(tensor: str) -> frozenset[str]:
+        made_of = ancestors(values[tensor]) if tensor in values else ()  # a constant is made of nothing
+        return frozenset({tensor, *(value.name or "" for value in made_of)})
+
     below = [upstream(site.values) for site in crosses]  # what keys and values of cross attention are made from
     encoder_tensors = frozenset().union(*below)
     cross_maps = {site.probs for site in crosses}
@@ -546,19 +559,3 @@ def _no_mask(name: str, masks: Sequence[str]) -> ShdError:
     return inputs_invalid(
         f"decoder_mask must be a (B, L) input that the decoder's rows alone depend on, {list(masks)}; got {name!r}"
     )
-
-
-def _upstream_of(model: onnx.ModelProto) -> Callable[[str], frozenset[str]]:
-    """From a tensor to all that it is made from, itself included; what only gives it a size is left out."""
-    nodes = [node for node in model.graph.node if node.op_type not in ("Shape", "Size")]
-    sources = {name: node.input for node in nodes for name in node.output}
-
-    def upstream(tensor: str) -> frozenset[str]:
-        seen, queue = {tensor}, [tensor]
-        while queue:
-            new = {source for source in sources.get(queue.pop(), ()) if source} - seen
-            seen |= new
-            queue += new
-        return frozenset(seen)
-
-    return upstream

@@ -1,18 +1,22 @@
-"""The inputs of a graph: what each must hold, which part it plays, and what is fed where the data lack it."""
+"""The inputs of a graph: what each must hold, and tiny runs on them that measure sizes of its tensors."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.errors import graph_invalid, inputs_invalid
-from shd_ref.teacher.opening.model import CONTRIB_DOMAIN, STANDARD_DOMAINS, onnx
+from shd_ref.errors import ShdError, graph_invalid, graph_unsupported, inputs_invalid
+from shd_ref.teacher.opening.model import CONTRIB_DOMAIN, STANDARD_DOMAINS, infer_shapes, onnx, take_weights
 from shd_ref.teacher.options import PAD_KEY
+from shd_ref.teacher.session import open_session, run_bounded
 
 Axis: TypeAlias = int | str | None
 """Its size where the graph fixes it, its name, or neither."""
@@ -271,3 +275,297 @@ def _check_past(spec: InputSpec) -> None:
             f"{spec.name} must have open axes for the batch and the past alone, so that it can be fed empty; got "
             f"the shape {list(spec.shape)}: re-export with heads and width fixed, or with use_cache off"
         )
+
+
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+Layout: TypeAlias = Literal["batch-heads", "heads-batch", "batch-folded", "heads-folded"]
+"""Axes of the map before (L, S): ``B, H``; ``H, B``; ``B * H`` with heads inside; ``H * B`` with samples inside."""
+
+_PROBE_SIZES: Final = InputSizes(batch=2, length=3)
+_LONGEST_FROZEN: Final = 4096
+_MOST_TRIED: Final = 6
+_LEAST_SECONDS: Final = 10.0
+_ENTRIES_PER_SECOND: Final = 2**23  # of weights: a slow disk reads them faster, and a slow core a probe's products
+_PAIRS_PER_SECOND: Final = 2**18  # of positions
+_LEAST_BYTES: Final = 2**30
+_BYTES_PER_ENTRY: Final = 16  # of weights, as they are and packed for products
+_BYTES_PER_PAIR: Final = 2**11  # of positions: 512 maps
+_NO_MEMORY: Final = "is smaller than requested bytes"  # as onnxruntime says it of an arena with a bound
+TOO_MUCH: Final = "the graph must run on a few short samples within"
+"""How a ``BoundError`` begins."""
+_SHAPE_PLACES: Final = {"Reshape": 1, "Expand": 1, "Tile": 1, "ConstantOfShape": 0}
+
+
+def static_shapes(model: onnx.ModelProto) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors whose dimensions are all numbers or names, each name bound to its own small number."""
+    numbers: dict[str, int] = {}
+    shapes = {}
+    for value in (*model.graph.input, *model.graph.value_info, *model.graph.output):
+        dims = value.type.tensor_type.shape.dim
+        if not value.type.tensor_type.HasField("shape") or not all(d.dim_param or d.dim_value for d in dims):
+            continue
+        shapes[value.name] = tuple(
+            numbers.setdefault(d.dim_param, len(numbers) + _PROBE_SIZES.batch) if d.dim_param else d.dim_value
+            for d in dims
+        )
+    return shapes
+
+
+def by_sample(array: NDArray[Any], layout: Layout | None, num_heads: int) -> NDArray[Any]:
+    """``(N, H, L, S)``; empty where the first axis is not a multiple of the heads."""
+    if layout in ("batch-folded", "heads-folded"):
+        sizes = (-1, num_heads) if layout == "batch-folded" else (num_heads, -1)
+        array = (array if len(array) % num_heads == 0 else array[:0]).reshape(*sizes, *array.shape[1:])
+    if layout in ("heads-batch", "heads-folded"):
+        array = array.swapaxes(0, 1)
+    return array
+
+
+def frozen_specs(model: onnx.ModelProto, maps: Sequence[str]) -> tuple[InputSpec, ...]:
+    """The graph's inputs, with length and batch that a tracer left in its constants, as a run confirms."""
+    specs = input_specs(model)
+    values = [value for value in infer_shapes(model).graph.value_info if value.name in maps]
+    lengths = {tuple(dim.dim_value for dim in value.type.tensor_type.shape.dim[-2:]) for value in values}
+    if not lengths or min(min(sizes, default=0) for sizes in lengths) < 2:
+        return specs
+    try:
+        probe = Probe(model, maps[:1])
+    except ShdError:  # nothing is known; a sample's own run will tell
+        return specs
+    return with_fixed(specs, probe.frozen_batch, probe.frozen_length)
+
+
+def probe_shapes(
+    model: onnx.ModelProto, names: Collection[str], sizes: InputSizes = _PROBE_SIZES
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of tensors in one tiny run, see ``Probe``."""
+    shapes = probe_tensors(model, names, sizes, only_shapes=True)
+    return {name: tuple(shape.tolist()) for name, shape in shapes.items()}
+
+
+def probe_tensors(
+    model: onnx.ModelProto, names: Collection[str], sizes: InputSizes = _PROBE_SIZES, *, only_shapes: bool = False
+) -> dict[str, NDArray[Any]]:
+    """Tensors of one tiny run of a graph, see ``Probe``; no run for none."""
+    if not names:
+        return {}
+    probe = Probe(model, sorted(names), sizes, only_shapes=only_shapes)
+    return probe.run(probe_feeds(probe.specs, probe.sizes, largest=probe.largest))
+
+
+def probe_feeds(
+    specs: Sequence[InputSpec], sizes: InputSizes, *, samples: Sequence[int] | None = None, largest: int = 1
+) -> dict[str, NDArray[Any]]:
+    """Inputs that a graph can run on: masks of ones, an empty past; data by ``samples``, or all alike."""
+    sizes = sizes.fitted(specs)
+    shapes, axes = sizes.shapes(specs), batch_axes(specs, sizes)
+    feeds: dict[str, NDArray[Any]] = {}
+    for spec in specs:
+        shape, dtype = shapes[spec.name], np.dtype(spec.dtype)
+        if spec.part == "positions":
+            feeds[spec.name] = np.broadcast_to(np.arange(shape[-1]) * min(largest, 1), shape).astype(dtype)
+        elif spec.part == "branch":
+            feeds[spec.name] = np.zeros(shape, dtype)
+        elif samples is None or spec.part == "mask":
+            value = largest if dtype.kind in "iu" and spec.part in ("data", "types") else 1
+            feeds[spec.name] = np.full(shape, value, dtype)
+        else:
+            feeds[spec.name] = _drawn(spec, shape, axes[spec.name], samples, largest)
+    return feeds
+
+
+def _drawn(
+    spec: InputSpec, shape: tuple[int, ...], batch_axis: int | None, samples: Sequence[int], largest: int
+) -> NDArray[Any]:
+    def draw(sample: int, size: tuple[int, ...]) -> NDArray[Any]:
+        rng = np.random.default_rng([sample, *spec.name.encode()])
+        kind = np.dtype(spec.dtype).kind
+        array = rng.normal(size=size) if kind == "f" else rng.integers(0, min(largest, 1), size, endpoint=True)
+        return array.astype(spec.dtype)
+
+    if batch_axis is None:
+        return draw(0, shape)
+    rest = shape[:batch_axis] + shape[batch_axis + 1 :]
+    return np.stack([draw(sample, rest) for sample in samples[: shape[batch_axis]]], axis=batch_axis)
+
+
+class BoundError(ShdError):
+    """A graph took too long or too much memory on tiny inputs, and would again."""
+
+
+class Probe:
+    """A graph that runs on tiny inputs and gives any of its tensors (or only their shapes), on the CPU.
+
+    Opening it finds sizes that it runs on: a batch of 2 and length 3, what the graph fixes, or what a tracer may have
+    left in its constants (``frozen_length``, ``frozen_batch``: None where open). The graph is not trusted, and may
+    loop for ever or fill the memory: a run ends after 10 seconds and beyond 1 GiB, with more of both for large
+    weights (``BoundError``).
+    """
+
+    def __init__(
+        self,
+        model: onnx.ModelProto,
+        names: Sequence[str],
+        sizes: InputSizes = _PROBE_SIZES,
+        *,
+        only_shapes: bool = False,
+    ) -> None:
+        self._names = tuple(dict.fromkeys(names))
+        self.specs = input_specs(model)
+        self.sizes = sizes.fitted(self.specs)
+        other = InputSizes(sizes.batch + 1, sizes.length + 1).fitted(self.specs)
+        self.frozen_length = self.sizes.length if self.sizes.length == other.length else None
+        self.frozen_batch = self.sizes.batch if self.sizes.batch == other.batch else None
+        self._session = _Bounded(model, self._names, self.sizes, only_shapes)
+        deadline = time.monotonic() + self._session.seconds
+        self.largest, failure = self._try(self.sizes)
+        if failure is not None and self.frozen_length is None and _NO_MEMORY in str(failure):
+            raise self._session.too_large() from failure
+        # Lengths that may be frozen into the constants, each with the probe's batch and with a batch of one.
+        lengths = [] if failure is None or self.frozen_length is not None else _frozen_lengths(model)
+        batches = dict.fromkeys((self.sizes.batch, 1))
+        others = [InputSizes(batch, length).fitted(self.specs) for length in lengths for batch in batches]
+        if others:
+            longest = max(others, key=lambda sizes: (sizes.length, sizes.batch))
+            self._session = _Bounded(model, self._names, longest, only_shapes)
+        for sizes in others:
+            if time.monotonic() > deadline:
+                break
+            self.largest, problem = self._try(sizes)
+            if problem is None:
+                self.frozen_length = sizes.length
+                self.frozen_batch = self.frozen_batch if sizes.batch == self.sizes.batch else sizes.batch
+                self.sizes = sizes
+                return
+        if failure is not None:
+            raise graph_unsupported(
+                f"the graph does not run on a probe of batch {self.sizes.batch} and length {self.sizes.length} "
+                f"({failure}): {_remedy(self.specs)}"
+            )
+
+    def is_frozen_inside(self) -> bool:
+        """Whether the constants fix the length while the inputs leave it open: a longer sample does not run."""
+        sequences = [spec for spec in self.specs if spec.part != "past" and len(spec.shape) > 1]
+        if self.frozen_length is None or all(isinstance(spec.shape[1], int) for spec in sequences):
+            return False
+        return self._try(InputSizes(self.sizes.batch, self.frozen_length + 1))[1] is not None
+
+    def run(self, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """The tensors by name, or their shapes, on such inputs as ``probe_feeds``; raises what onnxruntime does."""
+        return dict(zip(self._names, self._session.run(feeds), strict=True))
+
+    def _try(self, sizes: InputSizes) -> tuple[int, Exception | None]:
+        """The integer on which it runs at these sizes, or what went wrong."""
+        failure: Exception | None = None
+        for largest in (1, 0):
+            try:
+                self.run(probe_feeds(self.specs, sizes, largest=largest))
+            except BoundError:
+                raise
+            except Exception as error:  # onnxruntime raises its own types, which share no base class
+                failure = error
+                if _NO_MEMORY in str(error):
+                    break
+            else:
+                return largest, None
+        return 1, failure
+
+
+class _Bounded:
+    """A session whose runs end after some seconds and beyond some bytes, by weights; a stated length adds little."""
+
+    def __init__(
+        self, model: onnx.ModelProto, names: Sequence[str], sizes: InputSizes, only_shapes: bool = False
+    ) -> None:
+        probe, weights = take_weights(model)
+        outputs = [f"{name}/probed_shape" for name in names] if only_shapes else names
+        if only_shapes:
+            probe.graph.node.extend(
+                onnx.helper.make_node("Shape", [name], [output]) for name, output in zip(names, outputs, strict=True)
+            )
+        del probe.graph.output[:]
+        probe.graph.output.extend(onnx.ValueInfoProto(name=name) for name in outputs)
+        entries = sum(math.prod(tensor.dims) for tensor in model.graph.initializer)
+        pairs = sizes.batch * sizes.length**2  # entries of one head's maps
+        self.seconds = _LEAST_SECONDS + entries / _ENTRIES_PER_SECOND
+        self.seconds += min(pairs / _PAIRS_PER_SECOND, 8 * entries / _ENTRIES_PER_SECOND)
+        self.bytes = _LEAST_BYTES + _BYTES_PER_ENTRY * entries
+        self.bytes += min(_BYTES_PER_PAIR * pairs, 8 * _BYTES_PER_ENTRY * entries)
+        self._names = outputs
+        self._session = open_session(probe, num_threads=1, weights=weights, most_bytes=self.bytes)
+
+    def run(self, feeds: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:
+        try:
+            arrays = [np.asarray(array) for array in run_bounded(self._session, self._names, feeds, self.seconds)]
+        except TimeoutError as error:
+            raise BoundError(
+                "graph-unsupported",
+                f"{TOO_MUCH} {self.seconds:.0f} s, and does not: a loop inside it may have no end; export the model "
+                "without control flow, or run this on a faster machine",
+            ) from error
+        if sum(array.nbytes for array in arrays) > _LEAST_BYTES // 4 + (self.bytes - _LEAST_BYTES) // 2:
+            raise MemoryError(f"the memory for its outputs {_NO_MEMORY}")  # they are copies, beyond the session's
+        return arrays
+
+    def too_large(self) -> BoundError:
+        return BoundError(
+            "graph-unsupported",
+            f"{TOO_MUCH} {self.bytes >> 20} MiB of memory, and does not: the sizes of its tensors grow beyond "
+            "its inputs and weights; copy or export the model again",
+        )
+
+
+def check_bounds(
+    model: onnx.ModelProto, names: Sequence[str], feeds: Callable[[], Mapping[str, NDArray[Any]]]
+) -> None:
+    """Run a graph once within bounds before it runs without, on ``feeds`` if on no tiny sample; else no error."""
+    try:
+        Probe(model, names, InputSizes(1, _PROBE_SIZES.length), only_shapes=True)
+    except BoundError:
+        raise
+    except ShdError:
+        taken = {spec.name for spec in input_specs(model)}
+        arrays = {name: array for name, array in feeds().items() if name in taken}
+        longest = max((array.shape[1] for array in arrays.values() if array.ndim > 1), default=1)
+        session = _Bounded(model, tuple(dict.fromkeys(names)), InputSizes(1, longest), only_shapes=True)
+        try:
+            session.run(arrays)
+        except BoundError:
+            raise
+        except Exception as error:  # onnxruntime raises its own types, which share no base class
+            if _NO_MEMORY in str(error):
+                raise session.too_large() from error
+
+
+def _remedy(specs: Sequence[InputSpec]) -> str:
+    problem = past_problem(specs)
+    if problem is not None:
+        return problem
+    if all(isinstance(axis, int) for spec in specs for axis in spec.shape):
+        return "these are the sizes that its inputs fix, so the graph itself is at fault: copy or export it again"
+    return (
+        "its axes are dynamic, so either the exporter left the sizes of its example in the constants, as PyTorch's "
+        "older one does (export with torch.onnx.export(..., dynamo=True, dynamic_shapes=...)), or the graph itself "
+        "is at fault: see whether onnxruntime runs it at all"
+    )
+
+
+def _frozen_lengths(model: onnx.ModelProto) -> list[int]:
+    """Numbers in constant shapes, and sizes of constants that are not matrices, the most frequent first."""
+    constants = {tensor.name: tensor for tensor in model.graph.initializer}
+    for node in model.graph.node:
+        if node.op_type == "Constant" and node.attribute and node.attribute[0].HasField("t"):
+            constants[node.output[0]] = node.attribute[0].t
+    counts: Counter[int] = Counter()
+    for node in model.graph.node:
+        shape_place = _SHAPE_PLACES.get(node.op_type)
+        for number, name in enumerate(node.input):
+            tensor = constants.get(name)
+            if tensor is None:
+                continue
+            if number == shape_place and not tensor.external_data and math.prod(tensor.dims) <= 8:
+                counts.update(onnx.numpy_helper.to_array(tensor).ravel().tolist())
+            elif len(tensor.dims) > 2:
+                counts.update(tensor.dims[-2:])
+    lengths = [size for size, _ in counts.most_common() if 1 < size <= _LONGEST_FROZEN]
+    return lengths[:_MOST_TRIED]

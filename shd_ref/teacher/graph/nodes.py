@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -439,26 +440,31 @@ def before_rounding(value: ir.Value) -> ir.Value:
 
 def list_repeats(values: ir.Value) -> tuple[ir.Node, ...]:
     """Operators between V and its projection that may repeat value heads for grouped queries."""
-    nodes: list[ir.Node] = []
-    node = values.producer()
-    while node is not None and node.op_type in LAYOUT_OPS | REPEAT_OPS:
-        # A Concat of different tensors joins past values or rotary halves: it repeats nothing.
-        if node.op_type in REPEAT_OPS and (node.op_type != "Concat" or len(set(node.inputs)) == 1):
-            nodes.append(node)
-        source = node.inputs[0]
-        node = None if source is None else source.producer()
-    return tuple(nodes)
+    # A Concat of different tensors joins past values or rotary halves: it repeats nothing.
+    return tuple(
+        node
+        for node in _back_along(values, LAYOUT_OPS | REPEAT_OPS)
+        if node.op_type in REPEAT_OPS and (node.op_type != "Concat" or _repeats(node))
+    )
 
 
 def repeat_chain(values: ir.Value) -> tuple[ir.Node, ...]:
     """Operators that move, scale or repeat keys or values, from the last to the first."""
-    chain: list[ir.Node] = []
-    node = values.producer()
-    while node is not None:
-        joins = node.op_type == "Concat" and len(set(node.inputs)) == 1
-        if not (joins or node.op_type in (LAYOUT_OPS | REPEAT_OPS | SCALING_OPS) - {"Concat"}):
-            break
-        chain.append(node)
-        source = node.inputs[0]
-        node = None if source is None else source.producer()
-    return tuple(chain)
+    chain = _back_along(values, LAYOUT_OPS | REPEAT_OPS | SCALING_OPS)
+    return tuple(itertools.takewhile(lambda node: node.op_type != "Concat" or _repeats(node), chain))
+
+
+def _back_along(value: ir.Value | None, carriers: frozenset[str]) -> Iterator[ir.Node]:
+    while value is not None and (node := value.producer()) is not None and node.op_type in carriers:
+        yield node
+        value = node.inputs[0]
+
+
+def _repeats(concat: ir.Node) -> bool:
+    return len(set(concat.inputs)) == 1
+
+
+def values_by_name(graph: ir.Graph) -> dict[str, ir.Value]:
+    """Every tensor that the graph takes or computes; outputs that a node leaves out have no name."""
+    values = (*graph.inputs, *(value for node in graph for value in node.outputs))
+    return {value.name: value for value in values if value.name}

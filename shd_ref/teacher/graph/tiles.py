@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from shd_ref.errors import ShdError
 from shd_ref.teacher.graph.factors import MASKED, Logits, distinct_heads, read_logits
 from shd_ref.teacher.graph.find import AttentionSite
-from shd_ref.teacher.graph.inputs import InputSizes
+from shd_ref.teacher.graph.inputs import InputSizes, Shapes, probe_shapes, probe_tensors
 from shd_ref.teacher.graph.nodes import constant_of, int_attribute, is_value_product, name_of, operands, repeat_chain
-from shd_ref.teacher.graph.shapes import Shapes, probe_shapes, probe_tensors
 from shd_ref.teacher.opening.model import PRODUCTS, STANDARD_DOMAINS, ir, kinds, onnx, read_graph
 
 Axes: TypeAlias = tuple[int | None, int | None]

@@ -101,15 +101,11 @@ def load_teacher(path: str | Path, *, inline_bytes: int = INLINE_BYTES) -> onnx.
     return rewrite_einsum(model) if opset_version(model) >= MIN_OPSET else model
 
 
-def old_opset_reason(model: onnx.ModelProto) -> str | None:
-    """Why a graph's operator set cannot be squeezed; None where it is new enough."""
-    opset = opset_version(model)
-    if opset >= MIN_OPSET:
-        return None
-    return (
-        f"model must use ONNX operator set {MIN_OPSET} or later; got {opset}, which ONNX cannot convert with these "
-        "operators: re-export it with opset 18"
-    )
+OLD_OPSET: Final = (
+    f"model must use ONNX operator set {MIN_OPSET} or later; got {{}}, which ONNX cannot convert with these "
+    "operators: re-export it with opset 18"
+)
+"""Why a graph's operator set cannot be squeezed."""
 
 
 def opset_version(model: onnx.ModelProto) -> int:

@@ -19,7 +19,7 @@ from shd_ref.errors import graph_unsupported
 from shd_ref.merging.plans import MergePlan, merge_pool, plan_groups
 from shd_ref.teacher.graph.factors import SiteFactors
 from shd_ref.teacher.graph.find import AttentionSite
-from shd_ref.teacher.graph.shapes import Layout
+from shd_ref.teacher.graph.inputs import Layout
 from shd_ref.teacher.opening.body import FLOAT, FUNCTION_DOMAIN, Array32, Body
 from shd_ref.teacher.opening.model import onnx
 from shd_ref.tolerances import degenerate_threshold

@@ -16,7 +16,7 @@ from shd_ref.teacher.graph.find import AttentionSite, projection_of
 from shd_ref.teacher.graph.targets import TargetTensors
 from shd_ref.teacher.graph.tiles import SiteTiles
 from shd_ref.teacher.opening.body import FLOAT, FUNCTION_DOMAIN, Body
-from shd_ref.teacher.opening.load import old_opset_reason, opset_version
+from shd_ref.teacher.opening.load import MIN_OPSET, OLD_OPSET, opset_version
 from shd_ref.teacher.opening.model import copy_skeleton, ir, onnx, restore_weights
 from shd_ref.teacher.options import PrecomputeOptions, check_merge
 from shd_ref.teacher.rewrite.function import (
@@ -360,10 +360,10 @@ def remove_unused(graph: ir.Graph) -> None:
 
 def check_opset(model: onnx.ModelProto) -> int:
     """The operator set of a graph, where it is new enough."""
-    reason = old_opset_reason(model)
-    if reason is not None:
-        raise graph_unsupported(reason)
-    return opset_version(model)
+    opset = opset_version(model)
+    if opset < MIN_OPSET:
+        raise graph_unsupported(OLD_OPSET.format(opset))
+    return opset
 
 
 def check_sinks(site: AttentionSite, codec: str, temperature: float) -> None:

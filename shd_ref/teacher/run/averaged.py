@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from shd_ref.cache import AveragedTeacher
 from shd_ref.cache.codecs.logits import check_padding
 from shd_ref.errors import ShdError, argument_value, inputs_invalid, need
-from shd_ref.teacher.graph.inputs import SUPPLIED, Supply, input_specs
-from shd_ref.teacher.graph.shapes import check_bounds
+from shd_ref.teacher.graph.inputs import SUPPLIED, Supply, check_bounds, input_specs
 from shd_ref.teacher.graph.targets import TargetTensors, dtype_of, find_targets
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.opening.model import hash_teacher, onnx, take_weights

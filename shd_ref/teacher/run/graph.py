@@ -13,8 +13,7 @@ from shd_ref.errors import ShdError, argument_value, graph_unsupported, need
 from shd_ref.layers import layer_map
 from shd_ref.teacher.graph.factors import SiteFactors, find_factors
 from shd_ref.teacher.graph.find import AttentionSite, SiteKinds, find_kinds, find_sites, select_sites
-from shd_ref.teacher.graph.inputs import input_specs
-from shd_ref.teacher.graph.shapes import TOO_MUCH
+from shd_ref.teacher.graph.inputs import TOO_MUCH, input_specs
 from shd_ref.teacher.graph.targets import GraphHead, TargetTensors, dtype_of, find_head, find_logits, find_targets
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.opening.model import Weights, hash_teacher, onnx, take_weights

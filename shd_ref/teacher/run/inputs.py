@@ -16,7 +16,7 @@ from shd_ref.cache import sample_key, trim_inputs
 from shd_ref.errors import ShdError, inputs_invalid, need
 from shd_ref.teacher.graph.inputs import SUPPLIED, TYPES, InputSpec, Supply
 from shd_ref.teacher.sources import Arrays, ArraySource, IndexedSource, Row, Source
-from shd_ref.teacher.sources.source import Spool
+from shd_ref.teacher.sources.arrays import Spool
 from shd_ref.teacher.sources.text import TOKEN_COLUMNS
 
 WINDOW_BATCHES: Final = 4

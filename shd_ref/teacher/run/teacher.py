@@ -19,8 +19,7 @@ from shd_ref.errors import graph_unsupported
 from shd_ref.merging.plans import MergePlan, check_counts, merge_plan, plan_groups
 from shd_ref.teacher.graph.factors import find_factors
 from shd_ref.teacher.graph.independence import SEVERAL, SHARED_SCALES, rounds_in_run, shares_scales
-from shd_ref.teacher.graph.inputs import count_rows, read_pads
-from shd_ref.teacher.graph.shapes import check_bounds, frozen_specs
+from shd_ref.teacher.graph.inputs import check_bounds, count_rows, frozen_specs, read_pads
 from shd_ref.teacher.graph.targets import GraphHead, TargetTensors
 from shd_ref.teacher.graph.tiles import find_tiles
 from shd_ref.teacher.options import MATCHED, PrecomputeOptions, RunOptions, check_options

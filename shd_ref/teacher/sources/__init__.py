@@ -7,8 +7,16 @@ from pathlib import Path
 from typing import Final
 
 from shd_ref.errors import argument_value, inputs_invalid
-from shd_ref.teacher.sources.arrays import Arrays, ArraySource, SafetensorsSource, open_npz
-from shd_ref.teacher.sources.source import IndexedSource, Row, Source, named_inputs
+from shd_ref.teacher.sources.arrays import (
+    Arrays,
+    ArraySource,
+    IndexedSource,
+    Row,
+    SafetensorsSource,
+    Source,
+    named_inputs,
+    open_npz,
+)
 from shd_ref.teacher.sources.tables import ArrowSource, JsonLinesSource, ParquetSource, open_folder
 from shd_ref.teacher.sources.text import TokenizedSource
 

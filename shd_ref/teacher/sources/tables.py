@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from shd_ref.cache.storage.documents import MAX_JSON_BYTES, parse_json, read_json
 from shd_ref.errors import ShdError, inputs_invalid
-from shd_ref.teacher.sources.source import IndexedSource, Row, Source, import_package
+from shd_ref.teacher.sources.arrays import IndexedSource, Row, Source, import_package
 
 
 class JsonLinesSource(Source):

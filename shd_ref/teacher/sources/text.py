@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from shd_ref.cache.storage.documents import read_json
 from shd_ref.errors import argument_value, inputs_invalid
 from shd_ref.teacher.sentence_folder import read_texts
-from shd_ref.teacher.sources.source import Row, Source, import_package
+from shd_ref.teacher.sources.arrays import Row, Source, import_package
 
 TOKEN_COLUMNS: Final = ("input_ids", "attention_mask", "token_type_ids")
 """What a tokenizer adds to a row."""

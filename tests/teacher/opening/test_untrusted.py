@@ -221,7 +221,7 @@ def teacher_with_loop(body: list[onnx.NodeProto], trips: int) -> onnx.ModelProto
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph that has no end is not waited for as long as a slow machine would have to."""
-    monkeypatch.setattr("shd_ref.teacher.graph.shapes._LEAST_SECONDS", 0.5)
+    monkeypatch.setattr("shd_ref.teacher.graph.inputs._LEAST_SECONDS", 0.5)
 
 
 def test_a_loop_without_an_end_is_ended(impatient: None) -> None:

@@ -17,7 +17,7 @@ from support.students import precompute
 from shd_ref.cache import CacheReader, sample_key
 from shd_ref.conformance import load_tolerances
 from shd_ref.teacher import PrecomputeOptions, RunOptions, find_sites, load_teacher, measure_fidelity, recheck_records
-from shd_ref.teacher.graph.shapes import Probe
+from shd_ref.teacher.graph.inputs import Probe
 
 HEADS, WIDTH, FROZEN = 4, 12, 7
 
