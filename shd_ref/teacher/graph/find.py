@@ -479,6 +479,7 @@ def _weight_in_order(rows: list[_Rows], joined: NDArray[np.int64]) -> NDArray[An
         is_same = (row_of[row.indices] == order[:, None]).all() if len(row.indices) == len(order) else False
         if not is_same or not (column_of[row.indices] == columns).all():
             return None
+        # Not ``+=``, which adds a column once where a product reads it several times.
         np.add.at(weight, columns, row.factors[:, None] * row.weight)
     return weight.astype(dtype) if np.array_equal(np.sort(order), np.arange(count)) else None
 

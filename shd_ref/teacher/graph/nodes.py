@@ -22,6 +22,7 @@ from shd_ref.teacher.opening.model import (
     PRODUCTS,
     REPEAT_OPS,
     SCALING_OPS,
+    SIZE_OPS,
     STANDARD_DOMAINS,
     ir,
     kinds,
@@ -365,7 +366,7 @@ def ancestors(value: ir.Value) -> set[ir.Value]:
     seen, waiting = {value}, [value]  # not by recursion: a graph may be as deep as its author likes
     while waiting:
         node = waiting.pop().producer()
-        if node is None or node.op_type in ("Shape", "Size"):
+        if node is None or node.op_type in SIZE_OPS:
             continue
         new = [source for source in node.inputs if source is not None and source not in seen]
         seen.update(new)

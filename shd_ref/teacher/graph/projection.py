@@ -10,9 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.teacher.graph.nodes import Weight, constant_of, float_attribute, is_constant, product_weight
-from shd_ref.teacher.opening.model import ADDING_OPS, LAYOUT_OPS, MOVING_OPS, NORMS, PRODUCTS, SCALING_OPS, ir
+from shd_ref.teacher.opening.model import (
+    ADDING_OPS,
+    LAYOUT_OPS,
+    MOVING_OPS,
+    NORMS,
+    PRODUCTS,
+    SCALING_OPS,
+    SIZE_OPS,
+    ir,
+)
 
-_SIZES: Final = frozenset({"Shape", "Size"})
 _PICKING: Final = frozenset({"Gather", "GatherND", "Slice", "Split"})
 
 
@@ -89,6 +97,7 @@ class _Sweep:
             linear = [reading for value in self.waiting if isinstance(reading := self.readings[value], _Linear)]
             if not linear or (len(self.waiting) == 1 and linear[0].is_whole):
                 break
+            # In the graph's order: whatever an operator reads has then been read itself.
             self._take(self.nodes.pop(heapq.heappop(self.queue)))
         last = [self.readings[value] for value in self.waiting]
         sums = self.sums + [reading for reading in last if isinstance(reading, _Linear) and reading.is_whole]
@@ -112,7 +121,7 @@ class _Sweep:
         waiting = self.waiting[value] = set[int]()
         for node, _ in value.uses():
             position = self.places.get(id(node))
-            if node.op_type in _SIZES:
+            if node.op_type in SIZE_OPS:
                 continue
             if position is None:  # in the body of a control-flow operator
                 self.bends.append(node)

@@ -17,7 +17,7 @@ from shd_ref.errors import argument_value, graph_unsupported, need
 from shd_ref.kd.head import TeacherHead
 from shd_ref.teacher.graph.find import AttentionSite
 from shd_ref.teacher.graph.nodes import ancestors, constant_of, is_constant, name_of, product_weight
-from shd_ref.teacher.opening.model import PRODUCTS, ir, onnx, read_graph
+from shd_ref.teacher.opening.model import PRODUCTS, SIZE_OPS, ir, onnx, read_graph
 
 LAST_STATES: Final = ("last_hidden_state", "encoder_last_hidden_state")
 """Outputs that exporters name after what leaves the last block; of a decoder beside an encoder only the first."""
@@ -25,7 +25,6 @@ LAST_STATES: Final = ("last_hidden_state", "encoder_last_hidden_state")
 _LOGITS: Final = "logits"
 _RESIDUAL: Final = frozenset({"Add", "Sum", "SkipLayerNormalization", "SkipSimplifiedLayerNormalization"})
 _BEHIND_HEAD: Final = frozenset({"Add", "Cast", "Div", "Identity", "Mul", "Tanh"})  # a bias, a scale, a soft cap
-_SIZES: Final = frozenset({"Shape", "Size"})
 _FLOATS: Final = frozenset(
     {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE}
 )
@@ -213,7 +212,7 @@ def _entering_state(graph: ir.Graph, values: dict[str, ir.Value], site: Attentio
     behind = {probs}
     for node in graph:  # sorted, so that the first sum is the nearest
         inputs = [value for value in node.inputs if value is not None]
-        if node.op_type in _SIZES or behind.isdisjoint(inputs):
+        if node.op_type in SIZE_OPS or behind.isdisjoint(inputs):
             continue
         if node.op_type in _RESIDUAL:
             for value in inputs:

@@ -19,7 +19,7 @@ from shd_ref.teacher.graph.factors import MASKED, Logits, distinct_heads, read_l
 from shd_ref.teacher.graph.find import AttentionSite
 from shd_ref.teacher.graph.inputs import InputSizes, Shapes, probe_shapes, probe_tensors
 from shd_ref.teacher.graph.nodes import constant_of, int_attribute, is_value_product, name_of, operands, repeat_chain
-from shd_ref.teacher.opening.model import PRODUCTS, STANDARD_DOMAINS, ir, kinds, onnx, read_graph
+from shd_ref.teacher.opening.model import PRODUCTS, SIZE_OPS, STANDARD_DOMAINS, ir, kinds, onnx, read_graph
 
 Axes: TypeAlias = tuple[int | None, int | None]
 """Of a tensor's rows and of its keys, from the end; None where it has none."""
@@ -36,7 +36,6 @@ _BY_ENTRY: Final = kinds(
 )
 _REDUCTIONS: Final = kinds("ReduceMax ReduceMean ReduceMin ReduceSum")
 _OF_FIRST: Final = kinds("CastLike Clip DequantizeLinear Dropout QuantizeLinear")
-_SIZES: Final = frozenset({"Shape", "Size"})
 _PROBED: Final = InputSizes(batch=2, length=11)  # no number of heads or features, so that axes are told apart
 _MOST_VALUES: Final = 400
 _MOST_STEPS: Final = 150
@@ -141,7 +140,7 @@ def _read_behind(context: ir.Value | None) -> list[ir.Value]:
     while waiting and len(values) < _MOST_VALUES:
         value = waiting.popleft()
         node = value.producer()
-        if node is None or node.op_type in _SIZES:
+        if node is None or node.op_type in SIZE_OPS:
             continue
         sources = [source for source in node.inputs if source is not None and source not in values]
         values |= dict.fromkeys(sources)
@@ -202,7 +201,7 @@ def _made_of_products(context: ir.Value, behind: Sequence[ir.Value]) -> set[ir.V
     while waiting:
         for node, _ in waiting.pop().uses():
             new = {value for value in node.outputs if value in known and value not in products}
-            if node.op_type not in _SIZES:
+            if node.op_type not in SIZE_OPS:
                 products |= new
                 waiting += new
     return products

@@ -63,6 +63,9 @@ NORMS: Final = kinds(
 )
 """Norms, and what exporters write out norms with."""
 
+SIZE_OPS: Final = frozenset({"Shape", "Size"})
+"""What reads no number of a tensor but its sizes."""
+
 REPEAT_OPS: Final = frozenset({"Concat", "Expand", "Gather", "Tile"})
 
 ADDING_OPS: Final = frozenset({"Add", "Sub", "Sum"})

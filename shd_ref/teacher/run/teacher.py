@@ -536,6 +536,6 @@ class Sessions:
             provider=self._provider,
             num_threads=self._num_threads,
             weights=graph.weights,
-            keeps_memory=not checked,
+            keeps_memory=not checked,  # check outputs are many times what is stored, and asked for seldom
         )
         return Session(session, [output.name for output in squeezed.model.graph.output], squeezed)
