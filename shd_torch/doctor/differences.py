@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -43,8 +43,61 @@ def compare_parts(teacher: Parts, student: Parts) -> list[Difference]:
     What hurts is what arXiv 2605.07191 found: where the teacher's attention relies on LayerScale or registers,
     students without them lose by attention transfer.
     """
-    differences = [*_sizes(teacher, student), *_seen(teacher, student), *_inside(teacher, student)]
-    return sorted(differences, key=lambda one: EFFECTS.index(one.effect))
+    found: list[Difference] = []
+
+    def note(part: str, own: object, other: object, effect: str, remedy: str) -> None:
+        words = ("no", "yes")[own is True], ("no", "yes")[other is True]
+        own, other = words if isinstance(own, bool) else (own, other)
+        found.append(Difference(part, str(own), str(other), effect, remedy))
+
+    if student.heads > teacher.heads:
+        note("heads", teacher.heads, student.heads, BLOCKS, "heads can be merged, not split: use fewer")
+    if student.layers > teacher.layers:
+        note("layers", teacher.layers, student.layers, NOTE, "name the pairs: some layers stay untaught")
+    if teacher.learned_sinks:
+        effect = NOTE if student.learned_sinks else HURTS
+        remedy = "the teacher's rows sum to less than one; give the student sinks too"
+        note("learned sinks", teacher.learned_sinks, student.learned_sinks, effect, remedy)
+    if (teacher.patches is None) != (student.patches is None):
+        own, other = ("images" if parts.patches else "texts" for parts in (teacher, student))
+        note("input", own, other, BLOCKS, "choose a teacher with the same kind of input")
+    else:
+        _compare_inputs(teacher, student, note)
+    for name, has, has_too, remedy in (
+        ("LayerScale", teacher.layer_scale, student.layer_scale, "one too, at its usual start (arXiv 2605.07191)"),
+        ("registers", bool(teacher.registers), bool(student.registers), "as many, at random (arXiv 2605.07191)"),
+        ("QK-norm", teacher.qk_norm, student.qk_norm, "one too"),
+    ):
+        if has and not has_too:
+            note(name, has, has_too, HURTS, f"give the student {remedy}")
+        elif has_too and not has:
+            note(name, has, has_too, NOTE, "the student has a part that the teacher lacks")
+    if teacher.positions != student.positions:
+        remedy = "distance is encoded differently: use the teacher's kind of positions"
+        note("positions", teacher.positions, student.positions, HURTS, remedy)
+    return sorted(found, key=lambda one: EFFECTS.index(one.effect))
+
+
+def _compare_inputs(teacher: Parts, student: Parts, note: Callable[[str, object, object, str, str], None]) -> None:
+    """Tokens and their order, of two models of texts or of images."""
+    if teacher.patches != student.patches:
+        own, other = (" x ".join(map(str, parts.patches or ())) for parts in (teacher, student))
+        note("patches", own, other, BLOCKS, "choose image size, patch size and channels so that the grids agree")
+    elif teacher.specials != student.specials:
+        remedy = "give the student the same, or cut merged maps with shd_torch.maps.align_tokens"
+        note("tokens beside patches", teacher.specials, student.specials, HURTS, remedy)
+    if teacher.vocabulary != student.vocabulary and teacher.vocabulary and student.vocabulary:
+        remedy = "fine for attention if both make the same tokens; KD reads the first classes (vocab_size)"
+        note("vocabulary", teacher.vocabulary, student.vocabulary, NOTE, remedy)
+    if teacher.is_causal != student.is_causal:
+        own, other = ("causal" if parts.is_causal else "both ways" for parts in (teacher, student))
+        remedy = "the student would learn not to look ahead: choose a bidirectional teacher"
+        if student.is_causal:
+            remedy = "the teacher attends where the student may not: choose a causal teacher"
+        note("direction", own, other, BLOCKS if student.is_causal else HURTS, remedy)
+    if student.window is not None and (teacher.window is None or teacher.window > student.window):
+        remedy = "texts longer than the window have mass where the student may not look: support='intersect'"
+        note("window", teacher.window or "all", student.window, HURTS, remedy)
 
 
 def compare_tokenizers(teacher: Path | None, student: Path) -> list[Difference]:
@@ -59,65 +112,6 @@ def compare_tokenizers(teacher: Path | None, student: Path) -> list[Difference]:
     remedy = "train the student with the teacher's tokenizer" if is_model else "keep added tokens out of shared texts"
     another = f"another {', '.join(name.replace('_', ' ') for name in names)}"
     return [Difference("tokenizer", "its own", another, effect, remedy)]
-
-
-def _sizes(teacher: Parts, student: Parts) -> Iterator[Difference]:
-    own, other = str(teacher.heads), str(student.heads)
-    if student.heads > teacher.heads:
-        yield Difference("heads", own, other, BLOCKS, "heads can be merged, not split: use fewer")
-    own, other = str(teacher.layers), str(student.layers)
-    if student.layers > teacher.layers:
-        yield Difference("layers", own, other, NOTE, "name the pairs: some layers stay untaught")
-    if teacher.learned_sinks:
-        effect = NOTE if student.learned_sinks else HURTS
-        remedy = "the teacher's rows sum to less than one; give the student sinks too"
-        yield Difference("learned sinks", "yes", "yes" if student.learned_sinks else "no", effect, remedy)
-
-
-def _seen(teacher: Parts, student: Parts) -> Iterator[Difference]:
-    """What the models look at: tokens and their order."""
-    if (teacher.patches is None) != (student.patches is None):
-        own, other = ("images" if parts.patches else "texts" for parts in (teacher, student))
-        yield Difference("input", own, other, BLOCKS, "choose a teacher with the same kind of input")
-        return
-    if teacher.patches != student.patches:
-        own, other = (" x ".join(map(str, (parts.patches or ())[:2])) for parts in (teacher, student))
-        remedy = "choose image and patch size so that the grids agree"
-        if own == other:
-            own, other, remedy = str(teacher.patches), str(student.patches), "feed both the same channels"
-        yield Difference("patches", own, other, BLOCKS, remedy)
-    elif teacher.specials != student.specials:
-        remedy = "give the student the same, or cut merged maps with shd_torch.maps.align_tokens"
-        yield Difference("tokens beside patches", str(teacher.specials), str(student.specials), HURTS, remedy)
-    if teacher.vocabulary != student.vocabulary and teacher.vocabulary and student.vocabulary:
-        remedy = "fine for attention if both make the same tokens; KD reads the first classes (vocab_size)"
-        yield Difference("vocabulary", str(teacher.vocabulary), str(student.vocabulary), NOTE, remedy)
-    if teacher.is_causal != student.is_causal:
-        own, other = ("causal" if parts.is_causal else "both ways" for parts in (teacher, student))
-        remedy = "the student would learn not to look ahead: choose a bidirectional teacher"
-        if student.is_causal:
-            remedy = "the teacher attends where the student may not: choose a causal teacher"
-        yield Difference("direction", own, other, BLOCKS if student.is_causal else HURTS, remedy)
-    if student.window is not None and (teacher.window is None or teacher.window > student.window):
-        own = "all" if teacher.window is None else str(teacher.window)
-        remedy = "texts longer than the window have mass where the student may not look: support='intersect'"
-        yield Difference("window", own, str(student.window), HURTS, remedy)
-
-
-def _inside(teacher: Parts, student: Parts) -> Iterator[Difference]:
-    """Parts of the models' own."""
-    for name, has, other, remedy in (
-        ("LayerScale", teacher.layer_scale, student.layer_scale, "one too, at its usual start (arXiv 2605.07191)"),
-        ("registers", bool(teacher.registers), bool(student.registers), "as many, at random (arXiv 2605.07191)"),
-        ("QK-norm", teacher.qk_norm, student.qk_norm, "one too"),
-    ):
-        if has and not other:
-            yield Difference(name, "yes", "no", HURTS, f"give the student {remedy}")
-        elif other and not has:
-            yield Difference(name, "no", "yes", NOTE, "the student has a part that the teacher lacks")
-    if teacher.positions != student.positions:
-        remedy = "distance is encoded differently: use the teacher's kind of positions"
-        yield Difference("positions", teacher.positions, student.positions, HURTS, remedy)
 
 
 def _read_tokenizer(folder: Path) -> dict[str, Any] | None:

@@ -81,6 +81,9 @@ def parts_of(model: nn.Module) -> Parts:
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     modules = dict(model.named_modules())
     is_image = getattr(model, "main_input_name", "") == "pixel_values"
+    of_class, of_distillation = (
+        any(name.endswith(ends) for name in shapes) for ends in ("cls_token", ("distillation_token", "dist_token"))
+    )
     registers = next((shape[-2] for name, shape in shapes.items() if _REGISTERS.search(name)), 0)
     return Parts(
         name=type(model).__name__,
@@ -88,7 +91,7 @@ def parts_of(model: nn.Module) -> Parts:
         layers=_first(config, "num_hidden_layers", "n_layer") or 0,
         layer_scale=_any(_LAYER_SCALE, shapes),
         registers=registers,
-        specials=registers + sum(name.endswith(("cls_token", "distillation_token", "dist_token")) for name in shapes),
+        specials=registers + of_class + of_distillation,
         qk_norm=_any(_QK_NORM, modules),
         positions=_positions(config, shapes, modules),
         is_causal=is_causal_model(model)  # of old models no module says so

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -396,22 +396,11 @@ def _check_layers(model: onnx.ModelProto, layers: Sequence[tuple[int, AttentionS
 _CAST_LIKE_OPSET = 15
 
 
-@dataclass(frozen=True)
-class ReplacedSite:
-    """A site's maps times values, float32 ``(B, H, L, d_v)``: with the maps in use, and with those before merging."""
-
-    site: AttentionSite
-    context: str
-    unmerged: str
-
-
-@dataclass(frozen=True)
-class ReplacedGraph:
-    """A teacher with its maps replaced, and the output that is looked at."""
+class ReplacedGraph(NamedTuple):
+    """A teacher with its maps replaced; of every site, the output with maps times values, ``(B, H, L, d_v)``."""
 
     model: onnx.ModelProto
-    sites: tuple[ReplacedSite, ...]
-    output: str
+    contexts: tuple[str, ...]
 
 
 def replace_attention(
@@ -436,32 +425,24 @@ def replace_attention(
         [row_mask_input] * len(sites) if row_mask_input is None or isinstance(row_mask_input, str) else row_mask_input
     )
     masks = {name: row_mask_of(body, model, name) for name in dict.fromkeys(of_sites)}
-    squeezed = []
+    contexts = []
     for number, site in enumerate(sites):
         body.prefix = f"{FUNCTION_DOMAIN}/{number}/"
         maps, values = site_tensors(body, site)
-        unmerged = _context(body, maps, values)
-        context = unmerged
         if rules is not None:
             rule = rules[number]
             merged = call_squeeze(body, rule, site, maps, values, masks[of_sites[number]])["merged"]
             group_of = {head: number for number, group in enumerate(rule.groups) for head in group}
             per_head = body.op("Gather", merged, body.const([group_of[head] for head in sorted(group_of)]), axis=1)
-            context = _context(body, per_head, values)
-            substitute = _as_in_site(body, site, per_head)
+            maps, substitute = per_head, _as_in_site(body, site, per_head)
             for node in replaced.graph.node:  # those of the squeeze, which read the old map, are not among them yet
                 for slot in (slot for slot, name in enumerate(node.input) if name == site.probs):
                     node.input[slot] = substitute
-        names = (f"{body.prefix}context", f"{body.prefix}unmerged")
-        for value, name in zip((context, unmerged), names, strict=True):
-            body.output(value, name, FLOAT, rank=4)
-        squeezed.append(ReplacedSite(site, *names))
+        context = body.op("MatMul", body.op("Cast", maps, to=FLOAT), body.op("Cast", values, to=FLOAT))
+        contexts.append(f"{body.prefix}context")
+        body.output(context, contexts[-1], FLOAT, rank=4)
     body.outputs.append(named[output])
-    return ReplacedGraph(assemble_graph(replaced, body), tuple(squeezed), output)
-
-
-def _context(body: Body, maps: str, values: str) -> str:
-    return body.op("MatMul", body.op("Cast", maps, to=FLOAT), body.op("Cast", values, to=FLOAT))
+    return ReplacedGraph(assemble_graph(replaced, body), tuple(contexts))
 
 
 def _as_in_site(body: Body, site: AttentionSite, maps: str) -> str:

@@ -189,7 +189,7 @@ def _runner(
     names_of = work.graph.masks_of(work.inputs)
     masks = [names_of[site.layer][0] for site in sites]
     graph = replace_attention(work.graph.bare, sites, rules, output=output, row_mask_input=masks)
-    run, names = work.run, [output, *(site.context for site in graph.sites)]
+    run, names = work.run, [output, *graph.contexts]
     session = open_session(
         graph.model, provider=run.provider, num_threads=run.num_threads, weights=work.graph.weights
     )

@@ -381,12 +381,13 @@ def test_a_teacher_runs_on_mixed_maps_that_are_replaced(heads: int, tmp_path: Pa
     model = loaded(attention_on_inputs(change_probs=mixed_by_product), tmp_path)
     site, feeds, output = only_site(model), inputs_of(rows=3, keys=5), model.graph.output[0].name
     rules = [MergeRule(2, site.d_v or 0, merge_plan(2, heads))]
-    replaced = replace_attention(model, [site], rules, output=output)
-    names = [output, replaced.sites[0].context, replaced.sites[0].unmerged]
-    result, context, unmerged = open_session(replaced.model, num_threads=1).run(names, feeds)
+    (result, context), (own, unmerged) = (
+        open_session(graph.model, num_threads=1).run([output, *graph.contexts], feeds)
+        for graph in (replace_attention(model, [site], given, output=output) for given in (rules, None))
+    )
     by_head = projection_of(site).reshape(2, site.d_v, -1)
     np.testing.assert_allclose(result, (context @ by_head).sum(axis=1), atol=1e-5)
-    (own,) = open_session(model, num_threads=1).run(None, feeds)
+    np.testing.assert_array_equal(own, open_session(model, num_threads=1).run(None, feeds)[0])
     np.testing.assert_allclose((unmerged @ by_head).sum(axis=1), own, atol=1e-5)
     assert np.allclose(result, own, atol=1e-5) is (heads == 2)
 

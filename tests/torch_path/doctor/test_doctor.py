@@ -98,7 +98,7 @@ def test_sizes_that_differ() -> None:
         ("vocabulary", "note"),
     ]
     (grid,) = compare_parts(parts("vit"), parts("vit", patch_size=6))
-    assert (grid.part, grid.teacher, grid.student, grid.effect) == ("patches", "3 x 3", "2 x 2", "blocks")
+    assert (grid.part, grid.teacher, grid.student, grid.effect) == ("patches", "3 x 3 x 2", "2 x 2 x 2", "blocks")
 
 
 def test_tokenizers(tmp_path: Path) -> None:
