@@ -338,18 +338,16 @@ def _repeat_factor(nodes: Iterable[ir.Node], shapes: Shapes) -> int | None:
     """How often value heads are repeated: elements out over elements in, on any axis; an empty past has none."""
     factor = 1
     for node in nodes:
-        before, after = (_size_of(value, shapes) for value in (data_inputs(node)[0], node.outputs[0]))
+        before, after = (
+            shapes.get(name_of(value)) if (constant := constant_of(value)) is None else constant.shape
+            for value in (data_inputs(node)[0], node.outputs[0])
+        )
         if before is None or after is None:
             return None
         if node.op_type == "Expand" and len(before) == len(after):  # a learned value is there for every sample
             before, after = before[1:], after[1:]
         factor *= max(1, math.prod(filter(None, after)) // math.prod(filter(None, before)))
     return factor
-
-
-def _size_of(value: ir.Value, shapes: Shapes) -> tuple[int, ...] | None:
-    constant = constant_of(value)
-    return shapes.get(name_of(value)) if constant is None else constant.shape
 
 
 def replay(path: Iterable[ir.Node], context: tuple[int, ...], shapes: Shapes) -> NDArray[np.int64] | None:

@@ -7,7 +7,7 @@ is made again in every tile; one with either is made once, and cut.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -113,7 +113,9 @@ def find_tiles(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tuple[
     behind = [_read_behind(values.get(site.context)) for site in sites]
     names = {name_of(value) for found in behind for value in found if constant_of(value) is None}
     logits = [read_logits(values.get(site.logits)) for site in sites]
-    masks = {name_of(value) for one in logits for value in _mask_values(one) if constant_of(value) is None}
+    # What is added to logits, and what stands in their place.
+    added = (value for one in logits for _, value in (*one.addends, *one.fills))
+    masks = {name_of(value) for value in added if constant_of(value) is None}
     try:
         shapes, arrays = probe_shapes(model, names, _PROBED), probe_tensors(model, masks, _PROBED)
     except ShdError as error:
@@ -122,11 +124,6 @@ def find_tiles(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tuple[
         _read_site(site, values, found, shapes, read, arrays)
         for site, found, read in zip(sites, behind, logits, strict=True)
     )
-
-
-def _mask_values(logits: Logits) -> Iterator[ir.Value]:
-    """What is added to logits, and what stands in their place."""
-    yield from (value for _, value in (*logits.addends, *logits.fills))
 
 
 class _Whole(Exception):  # noqa: N818  # a finding, not an error

@@ -209,7 +209,7 @@ def _products_of_sums(body: Body, rule: MergeRule, slots: Slots, one_round: Roun
         pair = members[number - number % 2] + members[number - number % 2 + 1]
         by_head |= dict.fromkeys(one_round.pool[position], pair)
     places = [
-        head * len(slots[head]) + _slot_of(slots[head], rule.value_heads, other)
+        head * len(slots[head]) + list(slots[head]).index(rule.value_heads[other] if rule.value_heads else other)
         for head in range(rule.num_heads)
         for other in by_head.get(head, [head] * width)
     ]
@@ -232,10 +232,6 @@ def _products_of_sums(body: Body, rule: MergeRule, slots: Slots, one_round: Roun
     else:
         paired = _take_heads(body, products, one_round.order, rule.num_heads)
     return body.reshape(paired, 0, len(one_round.pairs), -1, width * rule.d_v)
-
-
-def _slot_of(slots: Sequence[int], value_heads: Sequence[int], head: int) -> int:
-    return list(slots).index(value_heads[head] if value_heads else head)
 
 
 def _solve(body: Body, rule: MergeRule, products_of: Callable[[Round, str], str]) -> str:

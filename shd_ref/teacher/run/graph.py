@@ -71,21 +71,24 @@ class TeacherGraph:
         kinds = find_kinds(model, sites, input_specs(model), decoder_mask)
         layers, meant, counts = choose_layers(sites, kinds, options)
         targets, head = choose_targets(model, sites, kinds, options)
+        factors = choose_stored(model, layers, kinds, options)
+        bare, weights = take_weights(model)
         return cls(
-            path,
-            sha256,
-            model,
-            *take_weights(model),
-            sites,
-            kinds,
-            options,
-            layers,
-            meant,
-            counts,
-            choose_stored(model, layers, kinds, options),
-            common_heads(layers),
-            targets,
-            head,
+            path=path,
+            sha256=sha256,
+            model=model,
+            bare=bare,
+            weights=weights,
+            sites=sites,
+            site_kinds=kinds,
+            options=options,
+            layers=layers,
+            num_student_layers=meant,
+            kinds=counts,
+            factors=factors,
+            num_heads=common_heads(layers),
+            targets=targets,
+            head=head,
         )
 
     def storing(self, options: PrecomputeOptions) -> TeacherGraph:
