@@ -157,7 +157,7 @@ def ask(setting: Setting, work: Path) -> dict[str, Any]:
 
 
 def make_table(settings: Sequence[Setting], answers: dict[str, Any]) -> str:
-    """Markdown, a line a setting."""
+    """Markdown, a line for each setting with an answer."""
     head = [
         "setting",
         "doctor's answer",
@@ -170,9 +170,6 @@ def make_table(settings: Sequence[Setting], answers: dict[str, Any]) -> str:
     for setting in settings:
         answer = answers.get(setting.pair)
         if answer is None:
-            row = setting.best
-            own = "no Hugging Face model" if setting.arm.task == "generation" else "not asked"
-            lines.append([setting.title, own, "", _gain(row), "", ""])
             continue
         low, middle, high = answer["beta"]
         row = setting.nearest(middle)

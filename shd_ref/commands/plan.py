@@ -201,6 +201,7 @@ def _print_fidelity(results: Sequence[Fidelity]) -> None:
         way = f"--plan {taken.plan} --strategy {taken.strategy}"
         _say(f"{way} keeps more of the teacher than {asked.plan} {asked.strategy}; training: docs/choose.md")
     if taken.attention_error > MOST_LOST:
-        _say(f"attention is off by {taken.attention_error:.0%}, more than any student gained by: take more heads")
+        error = f"{taken.attention_error:.0%}"
+        _say(f"attention is off by {error}; no student was shown to gain above 52%: take more heads")
     if all(one.plan != MATCHED for one in results):
         _say("matched plans were not measured, as they need networkx: pip install '.[oracles]' (in a checkout)")
