@@ -170,16 +170,21 @@ def _losses(
     for group in groups:
         batch = work.inputs.batch(group)
         squeezed, plain = run_squeezed(batch), run_plain(batch)
-        if not np.isfinite(squeezed[0]).all():
+        kept = np.full(len(plain[0]), True)
+        if work.options.on_error == "skip":  # as precompute leaves out such samples
+            kept = np.array([np.isfinite(one).all() for one in plain[0]])
+        if not np.isfinite(squeezed[0][kept]).all():
             rule = f"output {output!r} must be finite; got NaN or infinity in the batch of sample {batch.indices[0]}"
             raise ShdError("not-finite", f"{rule}: check its inputs", "MAP-5")
         squares = []
         masks = work.row_masks(batch).values()
         for mask, projection, *contexts in zip(masks, projections, squeezed[1:], plain[1:], strict=True):
-            merged, own = (_project(context, projection) for context in contexts)
-            rows: Any = slice(None) if mask is None else mask
+            merged, own = (_project(context[kept], projection) for context in contexts)
+            rows: Any = slice(None) if mask is None else mask[kept]
             squares.append([float((one[rows] ** 2).sum()) for one in (merged - own, own)])
-        yield cosine_distances(squeezed[0], plain[0], work.target_mask(batch)), np.array(squares).T
+        mask = work.target_mask(batch)
+        counted = None if mask is None else mask[kept]
+        yield cosine_distances(squeezed[0][kept], plain[0][kept], counted), np.array(squares).T
 
 
 def _runner(

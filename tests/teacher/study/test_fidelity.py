@@ -196,11 +196,17 @@ def test_padding_and_batching_do_not_matter(tmp_path: Path) -> None:
         assert first.attention_error == pytest.approx(second.attention_error, rel=1e-4)
 
 
-def test_a_teacher_with_nan_is_refused(tmp_path: Path) -> None:
+def test_a_sample_with_nan_is_refused_or_skipped(tmp_path: Path) -> None:
     arrays = make_arrays(12)
     arrays["x"][1, 0, 0] = np.nan
     with refusal("not-finite", "must be finite"):
         measure(encoder_layer(num_heads=4), arrays, tmp_path, PrecomputeOptions(2, strategy="constant"))
+    options = PrecomputeOptions(2, on_error="skip")
+    skipped = measure(encoder_layer(num_heads=4), arrays, tmp_path, options)
+    few = {name: array[[0, 2]] for name, array in arrays.items()}
+    for one, other in zip(skipped, measure(encoder_layer(num_heads=4), few, tmp_path, options), strict=True):
+        assert one.cost == pytest.approx(other.cost, rel=1e-4)
+        assert one.attention_error == pytest.approx(other.attention_error, rel=1e-4)
 
 
 def test_distances_follow_their_definition() -> None:
