@@ -204,4 +204,5 @@ def _print_fidelity(results: Sequence[Fidelity]) -> None:
         error = f"{taken.attention_error:.0%}"
         _say(f"attention is off by {error}; no student was shown to gain above 52%: take more heads")
     if all(one.plan != MATCHED for one in results):
-        _say("matched plans were not measured, as they need networkx: pip install '.[oracles]' (in a checkout)")
+        _say("no matched plan was measured: it needs networkx (pip install '.[oracles]' in a checkout) and samples")
+        _say("that are not too long together (--calibration-samples)")

@@ -29,6 +29,9 @@ SAMPLES: Final = 32
 """Samples that plans are compared on, besides those that they are matched on."""
 LEAST_SAMPLES: Final = 8
 """Fewer tell hardly anything apart: then samples that plans were matched on are compared too."""
+MOST_BYTES: Final = 2**29
+"""Whole maps of a layer, in float32, that a sample may have to be compared on, and all samples of matching together:
+precompute runs longer ones in tiles, which no replaced attention is computed in."""
 MOST_LOST: Final = 0.6
 """Attention error beyond which no gain in training is promised. In the study students gained at .52, at .56 no gain
 was shown, and nothing was measured beyond."""
@@ -102,17 +105,29 @@ def measure_fidelity(
 def compare_plans(
     work: TeacherRun, samples: int = SAMPLES, on_progress: Callable[[int, int], None] | None = None
 ) -> tuple[Fidelity, ...]:
-    """The same of a teacher that is ready to run; nothing without attention, or without an output of floats."""
+    """The same of a teacher that is ready to run, on samples that are not too long for whole maps.
+
+    Nothing without attention, without an output of floats, or where all samples are too long; a matched plan that was
+    not asked for is left out without networkx, or where its samples are too long together.
+    """
     floats = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE)
     outputs = [value.name for value in work.graph.model.graph.output if value.type.tensor_type.elem_type in floats]
     if not work.graph.layers or not outputs or not samples:
         return ()
     options = work.options
     strategies = tuple(dict.fromkeys((options.strategy, "shd", "constant")))
-    ways = [(plan, strategy, rounds) for plan, rounds in _plans(work) for strategy in strategies]
     order = [int(index) for index in sample_order(len(work.inputs), work.run.seed)]
-    held_out = order[options.calibration_samples :]
-    groups = list(work.groups((held_out if len(held_out) >= LEAST_SAMPLES else order)[:samples]))
+    sizes = [4 * work.graph.num_heads * work.inputs.longest_axis((index,)) ** 2 for index in order]
+    short = [index for index, size in zip(order, sizes, strict=True) if size <= MOST_BYTES]
+    calibrating = order[: options.calibration_samples]
+    held_out = [index for index in short if index not in calibrating]
+    chosen = (held_out if len(held_out) >= LEAST_SAMPLES else short)[:samples]
+    if not chosen:
+        return ()
+    can_match = sum(sizes[: len(calibrating)]) <= MOST_BYTES
+    ways = [(plan, strategy, rounds) for plan, rounds in _plans(work, can_match) for strategy in strategies]
+    # In batches that are small enough for whole maps of all layers.
+    groups = [batch.indices for batch in work.checked_batches(chosen)]
     costs, errors, done = [], [], 0
     for _, strategy, rounds in ways:
         distances: list[NDArray[np.float64]] = []
@@ -141,15 +156,15 @@ def compare_plans(
     )
 
 
-def _plans(work: TeacherRun) -> Iterator[tuple[str, tuple[MergePlan, ...]]]:
-    """The plan that was asked for, the progressive one and, with networkx, a matched one."""
+def _plans(work: TeacherRun, can_match: bool) -> Iterator[tuple[str, tuple[MergePlan, ...]]]:
+    """The plan that was asked for, the progressive one and, if it can be, a matched one."""
     options = work.options
     is_named = options.plans is None and isinstance(options.plan, str)
     asked = str(options.plan) if is_named else GIVEN
     yield asked, work.students[0].plans
     if asked != "progressive":
         yield "progressive", (merge_plan(work.graph.num_heads, options.num_student_heads),) * len(work.graph.layers)
-    if asked != MATCHED:
+    if asked != MATCHED and can_match:
         try:
             yield MATCHED, match_plans(work.graph, work.inputs, options, work.run)
         except ShdError as error:

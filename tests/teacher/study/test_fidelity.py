@@ -185,6 +185,21 @@ def test_samples_that_plans_are_matched_on_are_held_out(tmp_path: Path, count: i
     assert told == [(number + 1, 4 * batches) for number in range(4 * batches)]
 
 
+def test_samples_that_are_too_long_for_whole_maps_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays, model, told = make_arrays(12, samples=4), encoder_layer(num_heads=4), list[tuple[int, int]]()
+
+    def ways(most: int) -> list[str]:
+        monkeypatch.setattr("shd_ref.teacher.study.fidelity.MOST_BYTES", most)
+        results = measure(model, arrays, tmp_path, PrecomputeOptions(2), on_progress=lambda *both: told.append(both))
+        return [one.plan for one in results]
+
+    assert set(ways(4 * 4 * (4 + 5 + 6 + 7) ** 2)) == {"progressive", "matched"}
+    assert set(ways(4 * 4 * 5**2)) == {"progressive"}  # of two samples; all four would match
+    assert ways(4 * 4 * 3**2) == []
+
+
 def test_padding_and_batching_do_not_matter(tmp_path: Path) -> None:
     arrays = make_arrays(12, samples=5)
     wide = {name: np.concatenate([array, np.zeros_like(array[:, :2])], axis=1) for name, array in arrays.items()}
