@@ -6,7 +6,7 @@ import functools
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -51,40 +51,37 @@ HEAD_ROWS: Final = 64
 """Rows on which a head is compared with the graph's own logits."""
 
 
+@dataclass(eq=False)
 class TeacherRun:
     """A teacher's graph, the inputs of a data set, and sessions: what precompute, verify and the studies share.
 
-    Several threads may call ``squeeze``, after ``sessions.open``: as many as ``callers``, 0 for the caller's own.
+    Several threads may call ``squeeze``, after ``sessions.open``.
 
     Attributes:
         graph, inputs, sessions, others: the teacher; the data; its squeezed graph as it runs; further teachers.
         students, options: whom a batch serves; options of the first.
-        run: how samples run, one at a time where a batch would move their numbers.
-        remarks: what the user should know of the run, such as why samples run one at a time.
+        asked, run: how samples are to run; how they do, one at a time where a batch would move their numbers.
+        callers, num_threads: batches that run at once, 0 for one on the caller's thread; threads of a session.
         logit_columns: classes that this teacher gives, padding included, once a run told.
     """
 
-    def __init__(
-        self,
-        graph: TeacherGraph,
-        inputs: ModelInputs,
-        students: Sequence[Student],
-        asked: RunOptions,
-        others: Sequence[LogitsTeacher] = (),
-        *,
-        tiling: Tiling | None = None,
-        callers: int = 0,
-        num_threads: int | None = None,
-    ) -> None:
-        self.graph, self.inputs, self.students = graph, inputs, tuple(students)
-        self.options = graph.options
-        self._asked, self._alone = asked, _run_alone(graph, others)
+    graph: TeacherGraph
+    inputs: ModelInputs
+    students: tuple[Student, ...]
+    asked: RunOptions
+    others: tuple[LogitsTeacher, ...] = ()
+    tiling: Tiling | None = None
+    callers: int = 0
+    num_threads: int | None = None
+    logit_columns: int | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        graph, asked = self.graph, self.asked
+        self.options, self._alone = graph.options, _run_alone(graph, self.others)
         self.run = replace(asked, batch_size=1, batch_tokens=None) if self._alone else asked
-        self.others, self.tiling, self.callers, self._num_threads = tuple(others), tiling, callers, num_threads
-        self._masks = graph.masks_of(inputs)
+        self._masks = graph.masks_of(self.inputs)
         row_masks = {layer: self._masks[site.layer][0] for layer, site in graph.layers}
-        self.sessions = Sessions(graph, self.students, row_masks, asked.provider, num_threads, tiling)
-        self.logit_columns: int | None = None
+        self.sessions = Sessions(graph, self.students, row_masks, asked.provider, self.num_threads, self.tiling)
 
     @classmethod
     def open(
@@ -143,31 +140,22 @@ class TeacherRun:
             for number, (student, plans) in enumerate(zip(students, given, strict=True))
         ]
         tiling = _choose_tiling(graph, inputs, made, runs)
-        return cls(graph, inputs, made, run, others, tiling=tiling, callers=callers, num_threads=num_threads)
+        return cls(graph, inputs, tuple(made), run, tuple(others), tiling, callers, num_threads)
 
     def storing(self, **changes: str) -> TeacherRun:
         """The same teacher on the same inputs, merged by the same plans, in new sessions: stored in another way."""
-        students = [
+        students = tuple(
             replace(student, options=replace(student.options, **changes))  # type: ignore[arg-type]
             for student in self.students
-        ]
-        return TeacherRun(
-            self.graph.storing(students[0].options),
-            self.inputs,
-            students,
-            self._asked,
-            self.others,
-            tiling=self.tiling,
-            callers=self.callers,
-            num_threads=self._num_threads,
         )
+        return replace(self, graph=self.graph.storing(students[0].options), students=students)
 
     @property
     def remarks(self) -> tuple[str, ...]:
         """What the user should know of the run, such as why samples run one at a time."""
         untiled = () if self.tiling is None else self.tiling.whole
         remarks = tuple(f"{tiles.site.label} is computed with whole maps: {tiles.reason}" for tiles in untiled)
-        return (SHARED_SCALES, *remarks) if self.run != self._asked else remarks
+        return (SHARED_SCALES, *remarks) if self.run != self.asked else remarks
 
     def fingerprint(self) -> Teacher:
         """The teacher's identity for the manifest: a hash of the model file and of its external data."""
@@ -228,7 +216,7 @@ class TeacherRun:
         if layer.rows is None:
             return None
         arrays = {role: values[layer.names[role]] for role in (*layer.rows.sources, "values")}
-        return MapRows(layer.rows, arrays, self.run.provider, self._num_threads, slice(count))
+        return MapRows(layer.rows, arrays, self.run.provider, self.num_threads, slice(count))
 
     def _extents(self, batch: Batch, layers: Sequence[LayerOutputs], targets: TargetOutputs) -> tuple[Extent, ...]:
         """Of each sample; n is what its mask says, else the positions of its maps, of its rows or of its inputs."""
@@ -441,6 +429,7 @@ class Session(NamedTuple):
     graph: SqueezedGraph
 
 
+@dataclass(eq=False)
 class Sessions:
     """Sessions of a teacher's squeezed graph, opened when first asked for.
 
@@ -448,34 +437,31 @@ class Sessions:
     and hidden states of positions are known once a run has told them.
     """
 
-    def __init__(
-        self,
-        graph: TeacherGraph,
-        students: Sequence[Student],
-        row_masks: Mapping[int, str | None],
-        provider: str,
-        num_threads: int | None,
-        tiling: Tiling | None,
-    ) -> None:
-        self._graph, self._students, self._row_masks = graph, students, row_masks
-        self._provider, self._num_threads, self._tiling = provider, num_threads, tiling
+    graph: TeacherGraph
+    students: Sequence[Student]
+    row_masks: Mapping[int, str | None]
+    provider: str
+    num_threads: int | None
+    tiling: Tiling | None
+    target_columns: int | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
         self._opened: dict[bool, Session] = {}
         self._opening: Callable[[], Session] | None = None
         self._part: tuple[Chosen, Session] | None = None  # the last session of some layers
         self._whole: Session | None = None  # with whole maps of the few samples that show that samples stay apart
-        self.turn: AbstractContextManager[object] = nullcontext() if is_cpu(provider) else threading.Lock()
-        self.target_columns: int | None = None
+        self.turn: AbstractContextManager[object] = nullcontext() if is_cpu(self.provider) else threading.Lock()
 
     def begin(self, callers: int) -> None:
         """Start what a whole run will need, beside what comes next: the plain session."""
         # No daemon: the interpreter must not end while a session is being opened.
-        if is_cpu(self._provider):
+        if is_cpu(self.provider):
             # Others redirect stdout and change onnxruntime's log while they load, which belong to the whole process.
             self._opening = run_beside(functools.partial(self.make, False), callers)
 
     def open(self, *, checked: bool = False) -> Session:
         """What ``squeeze`` needs, opened by one thread, as two would not know of each other."""
-        checked = checked and bool(self._graph.layers)
+        checked = checked and bool(self.graph.layers)
         if checked not in self._opened:
             begun = None if checked else self._opening
             self._opened[checked] = self.make(checked) if begun is None else begun()
@@ -483,7 +469,7 @@ class Sessions:
 
     def whole(self) -> Session:
         """With check outputs and whole maps: short cuts of samples have small ones."""
-        if self._tiling is None:
+        if self.tiling is None:
             return self.open(checked=True)
         if self._whole is None:
             self._whole = self.make(True, tiled=False)
@@ -491,7 +477,7 @@ class Sessions:
 
     def part(self, names: Sequence[str]) -> Session:
         """The same for the layers whose maps are among these outputs; only the last is held."""
-        named = zip(self.whole().graph.layers, self._graph.layers, strict=True)
+        named = zip(self.whole().graph.layers, self.graph.layers, strict=True)
         layers = tuple(chosen for layer, chosen in named if layer.names["probs"] in names)
         if self._part is None or self._part[0] != layers:
             self._part = None  # before the next takes memory
@@ -516,25 +502,25 @@ class Sessions:
         self, checked: bool, layers: Chosen | None = None, has_targets: bool = True, *, tiled: bool = True
     ) -> Session:
         """A session of all layers or some, for all students."""
-        graph = self._graph
+        graph = self.graph
         factors = {layer: one for (layer, _), one in zip(graph.layers, graph.factors, strict=False)}
         chosen = graph.layers if layers is None else layers
         number_of = {layer: number for number, (layer, _) in enumerate(graph.layers)}
-        plans = [tuple(student.plans[number_of[layer]] for layer, _ in chosen) for student in self._students]
+        plans = [tuple(student.plans[number_of[layer]] for layer, _ in chosen) for student in self.students]
         squeezed = squeeze_graph(
             graph.bare,
             chosen,
-            [replace(one.options, plans=own) for one, own in zip(self._students, plans, strict=True)],
-            row_mask_input=self._row_masks,
+            [replace(one.options, plans=own) for one, own in zip(self.students, plans, strict=True)],
+            row_mask_input=self.row_masks,
             check_outputs=checked,
             factors=factors or None,
             targets=graph.targets if has_targets else None,
-            tiling=self._tiling if tiled else None,
+            tiling=self.tiling if tiled else None,
         )
         session = open_session(
             squeezed.model,
-            provider=self._provider,
-            num_threads=self._num_threads,
+            provider=self.provider,
+            num_threads=self.num_threads,
             weights=graph.weights,
             keeps_memory=not checked,  # check outputs are many times what is stored, and asked for seldom
         )
