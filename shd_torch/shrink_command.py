@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from shd_ref.commands.program import Document, option_of, require_packages
 from shd_ref.commands.terminal import console, print_remarks, show_progress
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, need
 from shd_ref.shrink.student import read_counts
 from shd_ref.teacher.options import FROM_1, OPTIONS, one_of, read_by, read_list
 from shd_ref.teacher.sentence_folder import find_pooling
@@ -266,10 +266,9 @@ def read_inputs(
     A .npy of integers holds ``input_ids`` ``(N, L)``, one of floating point ``pixel_values`` ``(N, C, H, W)``; the
     texts of a .jsonl are tokenised by the tokenizer's folder and padded on the right.
     """
-    if path.suffix not in (".npy", ".npz", ".jsonl"):
-        raise ShdError("read-failed", f"{argument} must end in .npy, .npz or .jsonl; got {path}")
-    if not path.exists():
-        raise ShdError("read-failed", f"{argument} must exist; got {path}")
+    is_known = path.suffix in (".npy", ".npz", ".jsonl")
+    need(is_known, "read-failed", argument, "end in .npy, .npz or .jsonl", path)
+    need(path.exists(), "read-failed", argument, "exist", path)
     if path.suffix == ".jsonl":
         return _tokenise(path, samples, tokenizer, argument)
     if path.suffix == ".npz":
@@ -299,12 +298,10 @@ def _tokenise(path: Path, samples: int, tokenizer: Path | None, argument: str) -
     names = "input_ids", "attention_mask"
     with named_inputs(argument):
         columns = open_source(path).columns
-        if "text" not in columns:
-            message = f"{argument} must have a column text; got the columns {', '.join(columns)} of {path}"
-            raise ShdError("inputs-invalid", message)
-        if tokenizer is None:
-            message = f"{argument} must be .npz or .npy where no model's folder has a tokenizer.json; got {path}"
-            raise ShdError("argument-value", message)
+        got = f"the columns {', '.join(columns)} of {path}"
+        need("text" in columns, "inputs-invalid", argument, "have a column text", got)
+        rule = "be .npz or .npy where no model's folder has a tokenizer.json"
+        need(tokenizer is not None, "argument-value", argument, rule, path)
         rows = list(islice(open_source(path, tokenizer=tokenizer).rows(names), samples))
     arrays = {name: np.zeros((len(rows), max(len(row[name]) for row in rows)), np.int64) for name in names}
     for number, row in enumerate(rows):

@@ -14,7 +14,7 @@ from shd_ref.cache import CacheListing, CacheWriter, Manifest, list_cache, merge
 from shd_ref.commands.options import PLACE, CacheArgument, CheckProvider, InputOptions, check_both
 from shd_ref.commands.program import Document, Failed
 from shd_ref.commands.terminal import console, fact_table, marked, messages, print_remarks, show_progress
-from shd_ref.errors import ShdError
+from shd_ref.errors import need
 from shd_ref.report.facts import listing_facts, shard_ranges
 from shd_ref.teacher.options import FROM_0, FROM_1, Needs
 
@@ -47,8 +47,7 @@ def verify(
     check_both(teacher, inputs)
     # What is named wrongly is said before every byte is read.
     source = None if inputs is None else inputs.open()
-    if teacher is not None and not teacher.is_file():
-        raise ShdError("graph-invalid", f"--teacher must be a file; got {teacher}")
+    need(teacher is None or teacher.is_file(), "graph-invalid", "--teacher", "be a file", teacher)
     with show_progress("shards") as (on_progress,):
         report = verify_cache(cache, on_progress=on_progress)
     document: dict[str, Any] = {"cache": cache} | asdict(report) | {"again": None}

@@ -101,8 +101,8 @@ def heads_of(
 
 def check_both(teacher: Path | None, inputs: InputOptions | None) -> None:
     """Refuse one of teacher and inputs without the other, where the teacher is run on request: ``argument-value``."""
-    if (teacher is None) != (inputs is None):
-        raise ShdError("argument-value", "--teacher and --inputs must be given together; got one of them")
+    is_both = (teacher is None) == (inputs is None)
+    need(is_both, "argument-value", "--teacher and --inputs", "be given together", "one of them")
 
 
 def option_words(*groups: Any, without: Collection[str] = ()) -> list[str]:

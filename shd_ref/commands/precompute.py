@@ -23,7 +23,7 @@ from shd_ref.commands.options import (
 )
 from shd_ref.commands.program import Document, option_of
 from shd_ref.commands.terminal import console, fact_table, marked, print_remarks, show_progress
-from shd_ref.errors import ShdError, need
+from shd_ref.errors import need
 from shd_ref.teacher.options import FROM_1, RUNNING, Needs, PrecomputeOptions, RunOptions, one_of
 
 if TYPE_CHECKING:
@@ -64,8 +64,7 @@ def precompute(
         workers: Ray actors, each with a teacher. Default: as many as fit.
     """
     if student is not None:
-        if no_attention:
-            raise ShdError("argument-value", f"--student must be left out with --no-attention; got {student}")
+        need(not no_attention, "argument-value", "--student", "be left out with --no-attention", student)
         options, student_heads = _read_student(student, options, student_heads)
         student = student if options.plans else None  # else as if its numbers had been given
     heads_given, options = heads_of(student_heads, options, no_attention=no_attention)

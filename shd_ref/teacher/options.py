@@ -395,14 +395,13 @@ class PlanOptions:
 
     def check(self) -> None:
         """Refuse what says nothing (``argument-value``)."""
-        for name, least in (("samples", 1), ("fidelity_samples", 0)):
-            value = getattr(self, name)
-            if value < least:
-                raise argument_value(f"{name} must be at least {least}; got {value}")
-        if not 0 < self.read_bandwidth < float("inf"):
-            raise argument_value(f"read_bandwidth must be above 0 MB a second; got {self.read_bandwidth}")
-        if not 0 < self.max_error <= 1:
-            raise argument_value(f"max_error must be above 0, at most 1; got {self.max_error}")
+        for name, ok, rule in (
+            ("samples", self.samples >= 1, "be at least 1"),
+            ("fidelity_samples", self.fidelity_samples >= 0, "be at least 0"),
+            ("read_bandwidth", 0 < self.read_bandwidth < math.inf, "be above 0 MB a second"),
+            ("max_error", 0 < self.max_error <= 1, "be above 0, at most 1"),
+        ):
+            need(ok, "argument-value", name, rule, getattr(self, name))
 
 
 def check_options(options: PrecomputeOptions) -> None:
@@ -427,36 +426,31 @@ def _check_form(options: PrecomputeOptions) -> None:
     if not options.has_attention:
         for name, value in options.attention_given.items():
             raise argument_value(f"{name} must be left out without attention; got {value!r}", "CACHE-160")
-        if options.logits == "none" and not options.hidden and options.embeddings is None:
-            rule = "logits or hidden must be requested without attention, or embeddings"
-            raise argument_value(f"{rule}; got none of them", "CACHE-160")
+        is_any = options.logits != "none" or options.hidden or options.embeddings is not None
+        rule = "be requested without attention, or embeddings"
+        need(bool(is_any), "argument-value", "logits or hidden", rule, "none of them", spec_id="CACHE-160")
     if not options.is_factored:
         return
     check_factored_codec(options.factored_codec)
+    why = "the temperature is chosen with the loss, and one weight per map is stored; use --form maps for others"
     for name, value, only in (("alpha_per", options.alpha_per, "map"), ("temperature", options.temperature, 1.0)):
-        if value != only:
-            raise argument_value(
-                f"{name} must be {only} for factored records; got {value}: the temperature is chosen with the loss, "
-                "and one weight per map is stored; use --form maps for others",
-                "CACHE-141",
-            )
+        rule = f"be {only} for factored records"
+        need(value == only, "argument-value", name, rule, value, remedy=why, spec_id="CACHE-141")
 
 
 def _check_targets(options: PrecomputeOptions) -> None:
     check_option("logits", options.logits, LOGIT_FORMS, "CACHE-164")
     check_option("hidden_codec", options.hidden_codec, VECTOR_CODECS, "CACHE-177")
     check_option("embeddings_codec", options.embeddings_codec, VECTOR_CODECS, "CACHE-181")
+    has_topk, temperature = options.logits == "topk", options.logits_temperature
     for name in ("logits_output", "vocab_size"):
-        if options.logits == "none" and not options.exact and getattr(options, name) is not None:
-            value = getattr(options, name)
-            raise argument_value(f"{name} must go with logits, or hidden last; got {value!r} without them")
-    temperature = options.logits_temperature
-    if options.logits in ("none", "float16") and temperature != 1.0:
-        raise argument_value(
-            f"logits_temperature must go with topk logits, whose records are bound to it; got "
-            f"{temperature:g} with logits {options.logits!r}"
-        )
-    if not 0 < temperature < math.inf:
-        raise argument_value(f"logits_temperature must be finite and above 0; got {temperature}")
-    if options.logits == "topk" and options.logits_top < 1:
-        raise argument_value(f"logits_top must be at least 1 for topk; got {options.logits_top}")
+        ok = options.logits != "none" or options.exact or getattr(options, name) is None
+        rule = "go with logits, or hidden last"
+        need(ok, "argument-value", name, rule, f"{getattr(options, name)!r} without them")
+    got = f"{temperature:g} with logits {options.logits!r}"
+    rule = "go with topk logits, whose records are bound to it"
+    need(has_topk or temperature == 1, "argument-value", "logits_temperature", rule, got)
+    is_temperature = 0 < temperature < math.inf
+    need(is_temperature, "argument-value", "logits_temperature", "be finite and above 0", temperature)
+    top = options.logits_top
+    need(not has_topk or top >= 1, "argument-value", "logits_top", "be at least 1 for topk", top)

@@ -9,7 +9,7 @@ from typing import Annotated, Final
 
 from cyclopts import Parameter
 
-from shd_ref.errors import ShdError
+from shd_ref.errors import need
 from shd_ref.integers import check_integer, check_number
 from shd_ref.teacher.options import FLOATS, FROM_0, FROM_1, INTEGERS, OPTIONS, panel
 
@@ -68,14 +68,14 @@ class CompressOptions:
             check_number("at_least", self.at_least, above=0, most=1)
         for name, count in (("candidates", self.candidates), ("threads", self.threads)):
             check_integer(name, count, 1, None)
-        if len({name for name, _ in targets}) > 1 or len(set(targets)) < len(targets):
-            rule = "faster, ms and mb must not be mixed, and hold each number once"
-            raise ShdError("argument-value", f"{rule}; got " + ", ".join(f"{n} {v:g}" for n, v in targets))
-        if not targets and self.at_least is None:
-            raise ShdError("argument-value", "faster, ms, mb or at_least must be given; got none")
-        if self.ms and len(self.batch) * len(self.length) > 1:
-            rule = "ms must go with one batch and one length"
-            raise ShdError("argument-value", f"{rule}; got batch {self.batch} and length {self.length}")
+        is_one = len({name for name, _ in targets}) <= 1 and len(set(targets)) == len(targets)
+        got = ", ".join(f"{name} {value:g}" for name, value in targets)
+        need(is_one, "argument-value", "faster, ms and mb", "not be mixed, and hold each number once", got)
+        is_any = bool(targets) or self.at_least is not None
+        need(is_any, "argument-value", "faster, ms, mb or at_least", "be given", "none")
+        is_single = not self.ms or len(self.batch) * len(self.length) == 1
+        got = f"batch {self.batch} and length {self.length}"
+        need(is_single, "argument-value", "ms", "go with one batch and one length", got)
 
     def targets(self) -> Iterator[tuple[str, float]]:
         """All that are given: the name of an option and a number."""
