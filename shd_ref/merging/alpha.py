@@ -17,16 +17,14 @@ from shd_ref.errors import ShdError
 from shd_ref.tolerances import degenerate_threshold
 
 ALPHA_RULES: tuple[str, ...] = ("least_squares", "as_printed")
-ALPHA_PER: tuple[str, ...] = ("map", "row")
 
 
 class AlphaSolution(NamedTuple):
-    """One pair's alpha with what the report needs; every array ``(B,)`` or, per row, ``(B, L)``."""
+    """One pair's alpha with what the report needs; every array ``(B,)``."""
 
-    raw: Array  # before clipping; 1/2 where degenerate or not counted
+    raw: Array  # before clipping; 1/2 where degenerate
     clipped: Array  # in [0, 1]
     degenerate: Mask  # every a is optimal
-    counted: Mask  # False for rows outside the query mask
 
 
 def solve_alpha(
@@ -37,7 +35,6 @@ def solve_alpha(
     *,
     query_mask: ArrayLike | None = None,
     rule: str = "least_squares",
-    alpha_per: str = "map",
     row_sums: str = "one",
 ) -> Array:
     """The closed-form merge weight of head p against head q, clipped to [0, 1] (ALPHA-1..11).
@@ -52,16 +49,15 @@ def solve_alpha(
         value_outputs_q: X_q, same shape.
         query_mask: boolean ``(B, L)``, True = the row counts; default all.
         rule: ``"least_squares"``, or ``"as_printed"`` for the misprinted N of the source (worse; for comparison).
-        alpha_per: ``"map"`` (one per sample) or ``"row"`` (one per sample and query row).
         row_sums: ``"one"``, or ``"at_most_one"`` for maps with attention sinks, used as they are.
 
     Returns:
-        ``(B,)``, or ``(B, L)`` with ``alpha_per="row"``.
+        ``(B,)``.
 
     Raises:
         ShdError: ``argument-shape``, ``argument-value``, ``argument-dtype``, ``not-finite``, ``not-a-distribution``.
 
-    Source: Eq. 5-9. Deviation: N as derived from Eq. 6, not as printed under Eq. 7 (D-1); per row (D-5).
+    Source: Eq. 5-9. Deviation: N as derived from Eq. 6, not as printed under Eq. 7 (D-1).
     """
     a_p, a_q = (np.asarray(a) for a in (probs_p, probs_q))
     if a_p.ndim != 3 or a_p.shape != a_q.shape:
@@ -76,31 +72,24 @@ def solve_alpha(
     mask = None if query_mask is None else as_mask(query_mask, "query_mask", (batch, rows))
     checked_p = check_probs(a_p[:, None], "probs_p", query_mask=mask, row_sums=row_sums)[:, 0]
     checked_q = check_probs(a_q[:, None], "probs_q", query_mask=mask, row_sums=row_sums)[:, 0]
-    return solve_pair(checked_p, checked_q, x_p, x_q, query_mask=mask, rule=rule, alpha_per=alpha_per).clipped
+    return solve_pair(checked_p, checked_q, x_p, x_q, query_mask=mask, rule=rule).clipped
 
 
 def solve_pair(
-    a_p: Array, a_q: Array, x_p: Array, x_q: Array, *, query_mask: Mask | None, rule: str, alpha_per: str
+    a_p: Array, a_q: Array, x_p: Array, x_q: Array, *, query_mask: Mask | None, rule: str
 ) -> AlphaSolution:
     """``solve_alpha`` on checked float64 arrays, with the report that strategies need."""
     check_option("rule", rule, ALPHA_RULES, "ALPHA-4")
-    check_option("alpha_per", alpha_per, ALPHA_PER, "ALPHA-9")
     both = x_p + x_q
     m = (a_p - a_q) @ both  # (B, L, D)
     n = (a_q - a_p) @ x_p if rule == "least_squares" else a_q @ x_p - a_p @ x_q
-    # Per-row sums; rows that do not count enter no sum (ALPHA-7).
+    # Rows that do not count enter no sum (ALPHA-7).
     weight = np.ones(m.shape[:2]) if query_mask is None else query_mask.astype(np.float64)
-    numerator = -(n * m).sum(-1) * weight  # (B, L)
-    denominator = (m * m).sum(-1) * weight
-    scale = (((a_p @ both) ** 2).sum(-1) + ((a_q @ both) ** 2).sum(-1)) * weight
-    if alpha_per == "map":
-        numerator, denominator, scale = (t.sum(-1) for t in (numerator, denominator, scale))
-        counted = np.ones(len(m), dtype=np.bool_)
-    else:
-        counted = weight > 0
+    by_row = -(n * m).sum(-1), (m * m).sum(-1), ((a_p @ both) ** 2).sum(-1) + ((a_q @ both) ** 2).sum(-1)
+    numerator, denominator, scale = ((terms * weight).sum(-1) for terms in by_row)  # each (B,)
     degenerate = denominator <= degenerate_threshold() * scale
     raw = np.where(degenerate, 0.5, numerator / np.where(degenerate, 1.0, denominator))
-    return AlphaSolution(raw, np.clip(raw, 0.0, 1.0), degenerate & counted, counted)
+    return AlphaSolution(raw, np.clip(raw, 0.0, 1.0), degenerate)
 
 
 def check_alphas(alphas: Array, name: str, spec_id: str) -> None:
@@ -113,8 +102,8 @@ def check_alphas(alphas: Array, name: str, spec_id: str) -> None:
 def merge_error(
     a_p: Array, a_q: Array, x_p: Array, x_q: Array, alpha: Array, *, query_mask: Mask | None = None
 ) -> Array:
-    """``E(alpha)`` ``(B,)``, squared error of the merged attention output (PLAN-12); alpha ``(B,)`` or ``(B, L)``."""
-    a = alpha.reshape(len(alpha), -1, 1)  # (B, 1 or L, 1)
+    """``E(alpha)`` ``(B,)``, squared error of the merged attention output (PLAN-12); alpha ``(B,)``."""
+    a = alpha[:, None, None]
     error = ((a * a_p + (1.0 - a) * a_q) @ (x_p + x_q) - a_p @ x_p - a_q @ x_q) ** 2  # (B, L, D)
     weight = 1.0 if query_mask is None else query_mask[:, :, None].astype(np.float64)
     total: Array = (error * weight).sum(axis=(1, 2))

@@ -8,10 +8,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from shd_ref.attention import Array, as_float, as_mask, check_option, check_probs
+from shd_ref.attention import Array, as_float, as_mask, check_probs
 from shd_ref.errors import ShdError
 from shd_ref.integers import as_index
-from shd_ref.merging.alpha import ALPHA_PER, check_alphas
+from shd_ref.merging.alpha import check_alphas
 from shd_ref.tolerances import degenerate_threshold
 
 
@@ -21,7 +21,6 @@ def gram_tensor(
     output_projection: ArrayLike,
     *,
     query_mask: ArrayLike | None = None,
-    alpha_per: str = "map",
     row_sums: str = "one",
 ) -> Array:
     """``<A_i V_j W_j W_l^T, A_k V_l>`` for all heads i, j, k, l, over counted rows (GRAM-1).
@@ -31,11 +30,10 @@ def gram_tensor(
         values: V ``(B, H_kv, S, d_v)`` with H_kv a divisor of H_t.
         output_projection: W_o ``(H_t * d_v, D)``.
         query_mask: boolean ``(B, L)``, True = the row counts; default all.
-        alpha_per: ``"map"``, or ``"row"`` for one tensor per query row.
         row_sums: ``"one"`` or ``"at_most_one"``.
 
     Returns:
-        ``(B, H_t, H_t, H_t, H_t)``, with ``alpha_per="row"`` and a last axis L.
+        ``(B, H_t, H_t, H_t, H_t)``.
 
     Raises:
         ShdError: ``argument-shape`` (GRAM-6), ``argument-value``, ``argument-dtype``, ``not-finite``,
@@ -43,7 +41,6 @@ def gram_tensor(
 
     Source: silent. Decision: D-22.
     """
-    check_option("alpha_per", alpha_per, ALPHA_PER, "ALPHA-9")
     v, w = as_float(values, "values", ndim=4), as_float(output_projection, "output_projection", ndim=2)
     shape = np.shape(teacher_probs)
     if len(shape) != 4 or v.shape[::2] != shape[::3] or shape[1] % v.shape[1] or len(w) != shape[1] * v.shape[3]:
@@ -57,8 +54,7 @@ def gram_tensor(
     w = w.reshape(shape[1], v.shape[3], -1)
     constants = np.einsum("jvd,lwd->jlvw", w, w)  # W_j W_l^T
     turned = np.einsum("bijnv,jlvw->bijlnw", products, constants)
-    terms = "bijlnw,bklnw,bn->bijkl" + ("n" if alpha_per == "row" else "")
-    gram: Array = np.einsum(terms, turned, products, weight)
+    gram: Array = np.einsum("bijlnw,bklnw,bn->bijkl", turned, products, weight)
     return gram
 
 
@@ -71,7 +67,7 @@ def solve_alpha_from_gram(gram: ArrayLike, p: int, q: int) -> Array:
         q: position of the second.
 
     Returns:
-        ``(B,)``, or ``(B, L)`` from a tensor with one entry per row.
+        ``(B,)``.
 
     Raises:
         ShdError: ``argument-shape``, ``argument-value`` (GRAM-6), ``not-finite``.
@@ -93,13 +89,13 @@ def merge_gram(gram: ArrayLike, p: int, q: int, alpha: ArrayLike) -> Array:
     """The gram tensor of the pool after merging p and q: the merged head first, the others in order (GRAM-4).
 
     Args:
-        gram: ``(B, H, H, H, H)``, or with a last axis L.
+        gram: ``(B, H, H, H, H)``.
         p: position of the first head.
         q: position of the second.
-        alpha: weight of the first, ``(B,)`` or ``(B, L)`` as the tensor asks.
+        alpha: weight of the first, ``(B,)``.
 
     Returns:
-        ``(B, H - 1, H - 1, H - 1, H - 1)``, with the last axis L where it was there.
+        ``(B, H - 1, H - 1, H - 1, H - 1)``.
 
     Raises:
         ShdError: ``argument-shape``, ``argument-value``, ``mixing-invalid`` (GRAM-6), ``not-finite``.
@@ -107,11 +103,10 @@ def merge_gram(gram: ArrayLike, p: int, q: int, alpha: ArrayLike) -> Array:
     Source: Eq. 5 and 6, in inner products. Decisions: D-2, D-22.
     """
     g, a = _check_pool(gram, p, q), as_float(alpha, "alpha")
-    shape = g.shape[:1] + g.shape[5:]
-    if a.shape != shape:
-        raise ShdError("argument-shape", f"alpha must have shape {shape}; got {a.shape}", "GRAM-6")
+    if a.shape != g.shape[:1]:
+        raise ShdError("argument-shape", f"alpha must have shape {g.shape[:1]}; got {a.shape}", "GRAM-6")
     check_alphas(a, "alpha", "GRAM-6")
-    a = a.reshape(len(a), 1, 1, 1, *a.shape[1:])  # beside three axes of heads
+    a = a[:, None, None, None]  # beside three axes of heads
     rest = [head for head in range(g.shape[1]) if head not in (p, q)]
     for axis in (1, 2, 3, 4):
         first, second = np.take(g, p, axis=axis), np.take(g, q, axis=axis)
@@ -123,9 +118,8 @@ def merge_gram(gram: ArrayLike, p: int, q: int, alpha: ArrayLike) -> Array:
 
 def _check_pool(gram: ArrayLike, p: int, q: int) -> Array:
     g = as_float(gram, "gram")
-    if g.ndim not in (5, 6) or len(set(g.shape[1:5])) != 1:
-        message = f"gram must be (B, H, H, H, H) or with a last axis L; got {g.shape}"
-        raise ShdError("argument-shape", message, "GRAM-6")
+    if g.ndim != 5 or len(set(g.shape[1:])) != 1:
+        raise ShdError("argument-shape", f"gram must be (B, H, H, H, H); got {g.shape}", "GRAM-6")
     try:
         valid = as_index(p) != as_index(q) and all(0 <= head < g.shape[1] for head in (p, q))
     except TypeError:

@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 
 from shd_ref.attention import Array, Mask, check_option
 from shd_ref.errors import ShdError, import_package
-from shd_ref.merging.alpha import ALPHA_PER, merge_error, solve_pair
+from shd_ref.merging.alpha import merge_error, solve_pair
 from shd_ref.merging.mixing import Head, check_teacher, make_pool, merge_round
 from shd_ref.merging.plans import MergePlan, Pair, check_counts
 from shd_ref.tolerances import tie_width
@@ -22,7 +22,6 @@ def matched_plan(
     num_student_heads: int,
     by: str = "residual",
     *,
-    alpha_per: str = "map",
     row_sums: str = "one",
 ) -> MergePlan:
     """The plan whose pairs fit best on calibration data: a maximum-weight matching a round (PLAN-9..13).
@@ -33,7 +32,6 @@ def matched_plan(
         num_student_heads: H_s, from 1 to H_t.
         by: ``"residual"`` (least squared error of the merged attention output) or ``"similarity"`` (least squared
             distance of the maps).
-        alpha_per: ``"map"`` or ``"row"``, as the merge will use it.
         row_sums: ``"one"`` or ``"at_most_one"``.
 
     Returns:
@@ -46,7 +44,6 @@ def matched_plan(
     Source: the ablation on head matching. Decision: D-18.
     """
     check_option("by", by, MATCHED_BY, "PLAN-12")
-    check_option("alpha_per", alpha_per, ALPHA_PER, "ALPHA-9")
     pools, masks = read_calibration(calibration, row_sums)
     heads = len(pools[0])
     check_counts(heads, num_student_heads)
@@ -56,12 +53,9 @@ def matched_plan(
         for p in range(heads):
             for q in range(p + 1, heads):
                 for pool, mask in zip(pools, masks, strict=True):
-                    scores[p, q] += score_pair(pool[p], pool[q], mask, by, alpha_per)
+                    scores[p, q] += score_pair(pool[p], pool[q], mask, by)
         pairs = match_pairs(scores, min(heads // 2, heads - num_student_heads))
-        pools = [
-            merge_round(pool, pairs, query_mask=mask, alpha_per=alpha_per)[0]
-            for pool, mask in zip(pools, masks, strict=True)
-        ]
+        pools = [merge_round(pool, pairs, query_mask=mask)[0] for pool, mask in zip(pools, masks, strict=True)]
         rounds.append(pairs)
         heads = len(pools[0])
     return tuple(rounds)
@@ -100,13 +94,13 @@ def settle_scores(scores: Array) -> list[int]:
     return settled
 
 
-def score_pair(head_p: Head, head_q: Head, mask: Mask | None, by: str, alpha_per: str) -> float:
+def score_pair(head_p: Head, head_q: Head, mask: Mask | None, by: str) -> float:
     """How well two heads merge, summed over samples; never above 0 (PLAN-12)."""
     (a_p, x_p), (a_q, x_q) = head_p, head_q
     if by == "similarity":
         distance = ((a_p - a_q) ** 2).sum(axis=-1)  # (B, L)
         return -float(distance.sum() if mask is None else distance[mask].sum())
-    alpha = solve_pair(a_p, a_q, x_p, x_q, query_mask=mask, rule="least_squares", alpha_per=alpha_per).clipped
+    alpha = solve_pair(a_p, a_q, x_p, x_q, query_mask=mask, rule="least_squares").clipped
     return -float(merge_error(a_p, a_q, x_p, x_q, alpha, query_mask=mask).sum())
 
 

@@ -1,6 +1,6 @@
 """Mixing (spec chapter MIX): every strategy returns a mixing matrix; everything after it is shared.
 
-C is ``(B, H_s, H_t)``, or ``(B, H_s, H_t, L)`` by row, at least 0, and sums to one over the teacher's heads.
+C is ``(B, H_s, H_t)``, at least 0, and sums to one over the teacher's heads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shd_ref.attention import (
     soften_rows,
 )
 from shd_ref.errors import ShdError
-from shd_ref.merging.alpha import ALPHA_PER, ALPHA_RULES, AlphaSolution, check_alphas, solve_pair
+from shd_ref.merging.alpha import ALPHA_RULES, AlphaSolution, check_alphas, solve_pair
 from shd_ref.merging.plans import MergePlan, Pair, check_count, check_plan, merge_plan, plan_groups
 from shd_ref.tolerances import row_sum_tolerance
 
@@ -39,13 +39,13 @@ class SqueezeResult:
 
     Attributes:
         probs: the merged maps ``(B, H_s, L, S)``, at the temperature asked for.
-        mixing: C ``(B, H_s, H_t)``, or ``(B, H_s, H_t, L)`` with ``alpha_per="row"``.
-        alphas: one array per round, ``(B, num_pairs)`` or ``(B, num_pairs, L)``, clipped; empty for the
-            strategy ``mean``, which has no pairwise weights.
+        mixing: C ``(B, H_s, H_t)``.
+        alphas: one array ``(B, num_pairs)`` per round, clipped; empty for the strategy ``mean``, which has no
+            pairwise weights.
         residual: ``(B,)``, relative error of the merged attention output at temperature 1 over counted rows:
             ``|| sum_h A~_h X'_h - sum_t A_t X_t ||_F / || sum_t A_t X_t ||_F``.
         num_clipped: how many alphas lay outside [0, 1] before clipping.
-        num_degenerate: how many pairs (or counted rows of pairs) had no preferred alpha.
+        num_degenerate: how many pairs had no preferred alpha.
         plan: the rounds that were run.
     """
 
@@ -68,7 +68,6 @@ def squeeze_heads(
     query_mask: ArrayLike | None = None,
     temperature: float = 1.0,
     alpha_rule: str = "least_squares",
-    alpha_per: str = "map",
     alpha_from: str = "teacher",
     row_sums: str = "one",
 ) -> SqueezeResult:
@@ -84,7 +83,6 @@ def squeeze_heads(
         query_mask: boolean ``(B, L)``, True = the row counts; default all.
         temperature: T_a; C is solved on the maps as given and mixes the softened ones (TEMP-3).
         alpha_rule: see ``solve_alpha``.
-        alpha_per: ``"map"`` or ``"row"``.
         alpha_from: ``"teacher"``, or ``"softened"`` to solve on the softened maps (D-3).
         row_sums: ``"one"``, or ``"at_most_one"`` for maps with attention sinks: used as they are, softened at
             their own mass.
@@ -92,11 +90,10 @@ def squeeze_heads(
     Raises:
         ShdError: any code of the meaning; see the spec's chapter ERR.
 
-    Source: Algorithm 1, Eq. 5-10. Deviations: D-1, D-2, D-5, D-11.
+    Source: Algorithm 1, Eq. 5-10. Deviations: D-1, D-2, D-11.
     """
     check_option("strategy", strategy, STRATEGIES, "MIX-2")
     check_option("alpha_rule", alpha_rule, ALPHA_RULES, "ALPHA-4")
-    check_option("alpha_per", alpha_per, ALPHA_PER, "ALPHA-9")
     check_option("alpha_from", alpha_from, ALPHA_FROM, "TEMP-3")
     temperature = check_temperature(temperature)
     probs, outputs, mask = check_teacher(teacher_probs, value_outputs, query_mask, row_sums=row_sums)
@@ -105,7 +102,7 @@ def squeeze_heads(
     softened = soften_rows(probs, temperature, row_sums=row_sums)
     solved_on = softened if alpha_from == "softened" else probs
     mixing, solutions = solve_mixing(
-        solved_on, outputs, rounds, strategy=strategy, query_mask=mask, alpha_rule=alpha_rule, alpha_per=alpha_per
+        solved_on, outputs, rounds, strategy=strategy, query_mask=mask, alpha_rule=alpha_rule
     )
     return SqueezeResult(
         probs=in_dtype_of(teacher_probs, mix_maps(softened, mixing)),
@@ -119,37 +116,23 @@ def squeeze_heads(
 
 
 def solve_mixing(
-    probs: Array,
-    outputs: Array,
-    rounds: MergePlan,
-    *,
-    strategy: str,
-    query_mask: Mask | None,
-    alpha_rule: str,
-    alpha_per: str,
+    probs: Array, outputs: Array, rounds: MergePlan, *, strategy: str, query_mask: Mask | None, alpha_rule: str
 ) -> tuple[Array, list[list[AlphaSolution]]]:
     """C of checked arrays, and the solutions of each round: all follows from the products of maps and value outputs.
 
     Factors ``(B, H_t, L, m)`` and ``(B, H_t, m, D)`` of these products will do as well.
     """
-    batch, num_heads, rows, _ = probs.shape
-    groups = plan_groups(rounds, num_heads)
-    solutions: list[list[AlphaSolution]] = []
-    mixing = np.broadcast_to(np.eye(num_heads)[None, :, :, None], (batch, num_heads, num_heads, rows))
+    batch, num_heads = probs.shape[:2]
     if strategy == "mean":
-        mixing = np.full((batch, len(groups), num_heads, rows), 1.0 / num_heads)
-    else:
-        pool = make_pool(probs, outputs)
-        for one_round in rounds:
-            pool, solved = merge_round(
-                pool, one_round, strategy=strategy, query_mask=query_mask, rule=alpha_rule, alpha_per=alpha_per
-            )
-            solutions.append(solved)
-    if solutions:
-        alphas = [np.stack([s.clipped for s in one_round], axis=1) for one_round in solutions]
-        return compose_mixing(alphas, rounds, num_heads), solutions
-    # Every row has the same weights, unless they are asked for by row.
-    return mixing[..., 0] if alpha_per == "map" else mixing, solutions
+        return np.full((batch, len(plan_groups(rounds, num_heads)), num_heads), 1.0 / num_heads), []
+    if not rounds:
+        return np.broadcast_to(np.eye(num_heads), (batch, num_heads, num_heads)), []
+    pool, solutions = make_pool(probs, outputs), []
+    for one_round in rounds:
+        pool, solved = merge_round(pool, one_round, strategy=strategy, query_mask=query_mask, rule=alpha_rule)
+        solutions.append(solved)
+    alphas = [np.stack([s.clipped for s in one_round], axis=1) for one_round in solutions]
+    return compose_mixing(alphas, rounds, num_heads), solutions
 
 
 def check_teacher(
@@ -170,11 +153,11 @@ def check_teacher(
 
 
 def mix_heads(teacher_probs: ArrayLike, mixing: ArrayLike) -> Array:
-    """``A~_h = sum_t C[h, t] A_t``, or with one weight per row ``C[h, t, i]`` (MIX-3).
+    """``A~_h = sum_t C[h, t] A_t`` (MIX-3).
 
     Args:
         teacher_probs: ``(B, H_t, L, S)``, at least 0; a row sums to at most one (MIX-18).
-        mixing: ``(B, H_s, H_t)`` or ``(B, H_s, H_t, L)``, at least 0, summing to one over H_t.
+        mixing: ``(B, H_s, H_t)``, at least 0, summing to one over H_t.
 
     Returns:
         ``(B, H_s, L, S)``.
@@ -190,8 +173,7 @@ def mix_heads(teacher_probs: ArrayLike, mixing: ArrayLike) -> Array:
 
 def mix_maps(probs: Array, weights: Array) -> Array:
     """``mix_heads`` on checked arrays, whose rows that do not count may have any sum."""
-    terms = "bht,btls->bhls" if weights.ndim == 3 else "bhtl,btls->bhls"
-    mixed: Array = np.einsum(terms, weights, probs)
+    mixed: Array = np.einsum("bht,btls->bhls", weights, probs)
     return mixed
 
 
@@ -199,10 +181,9 @@ def check_mixing(mixing: ArrayLike, probs_shape: tuple[int, ...]) -> Array:
     """A mixing matrix as float64, after checking its shape and that its rows are convex (MIX-3)."""
     raw = np.asarray(mixing)
     weights = as_float(raw, "mixing")
-    batch, num_heads, rows, _ = probs_shape
-    fits = weights.ndim in (3, 4) and weights.shape[::2] == (batch, num_heads)
-    if not fits or weights.shape[3:] not in ((), (rows,)):
-        rule = f"mixing must be (B, H_s, H_t) or (B, H_s, H_t, L) with B={batch}, H_t={num_heads}, L={rows}"
+    batch, num_heads = probs_shape[:2]
+    if weights.ndim != 3 or weights.shape[::2] != (batch, num_heads):
+        rule = f"mixing must be (B, H_s, H_t) with B={batch}, H_t={num_heads}"
         raise ShdError("argument-shape", f"{rule}; got {weights.shape}", "MIX-3")
     tolerance, sums = row_sum_tolerance(dtype_name(raw)), weights.sum(axis=2)
     if (weights < 0.0).any() or (np.abs(sums - 1.0) > tolerance).any():
@@ -218,13 +199,12 @@ def compose_mixing(
     """The mixing matrix that a plan's merge weights amount to (MIX-13).
 
     Args:
-        alphas: one array per round, ``(B, num_pairs)`` or ``(B, num_pairs, L)``, in [0, 1]; at least one,
-            to determine B.
+        alphas: one array ``(B, num_pairs)`` per round, in [0, 1]; at least one, to determine B.
         plan: the rounds, as from ``merge_plan``.
         num_teacher_heads: H_t.
 
     Returns:
-        ``(B, H_s, H_t)`` or ``(B, H_s, H_t, L)``.
+        ``(B, H_s, H_t)``.
 
     Raises:
         ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``, ``plan-invalid``,
@@ -234,20 +214,17 @@ def compose_mixing(
     rounds = check_plan(plan, num_teacher_heads)
     arrays = [as_float(weights, "alphas") for weights in alphas]
     shapes = [weights.shape for weights in arrays]
-    expected = [(*shapes[0][:1], len(one_round), *shapes[0][2:]) for one_round in rounds] if shapes else []
-    if not shapes or shapes != expected or len(shapes[0]) not in (2, 3):
+    if not shapes or shapes != [(*shapes[0][:1], len(one_round)) for one_round in rounds]:
         count = f"for each of {len(rounds)} rounds, and at least one"
-        message = f"alphas must hold one array (B, num_pairs) or (B, num_pairs, L) {count}; got {shapes}"
+        message = f"alphas must hold one array (B, num_pairs) {count}; got {shapes}"
         raise ShdError("argument-shape", message, "MIX-13")
     for weights in arrays:
         check_alphas(weights, "alphas", "MIX-13")
-    batch, by_row = shapes[0][0], shapes[0][2:]
-    unit = np.eye(num_teacher_heads).reshape(num_teacher_heads, num_teacher_heads, *(1 for _ in by_row))
-    pool = [np.broadcast_to(unit[t], (batch, num_teacher_heads, *by_row)) for t in range(num_teacher_heads)]
+    pool = [np.broadcast_to(unit, (shapes[0][0], num_teacher_heads)) for unit in np.eye(num_teacher_heads)]
     for weights, one_round in zip(arrays, rounds, strict=True):
         merged = []
         for number, (p, q) in enumerate(one_round):
-            alpha = weights[:, None, number]  # (B, 1) or (B, 1, L)
+            alpha = weights[:, number, None]  # (B, 1)
             merged.append(alpha * pool[p] + (1 - alpha) * pool[q])
         used = {head for pair in one_round for head in pair}
         pool = merged + [head for position, head in enumerate(pool) if position not in used]
@@ -284,21 +261,20 @@ def merge_round(
     strategy: str = "shd",
     query_mask: Mask | None = None,
     rule: str = "least_squares",
-    alpha_per: str = "map",
 ) -> tuple[list[Head], list[AlphaSolution]]:
     """The pool after one round, merged heads first and untouched ones after, and each pair's alpha (MIX-4, MIX-5)."""
     merged, solutions = [], []
     for p, q in one_round:
         (a_p, x_p), (a_q, x_q) = pool[p], pool[q]
-        solution = solve_pair(a_p, a_q, x_p, x_q, query_mask=query_mask, rule=rule, alpha_per=alpha_per)
+        solution = solve_pair(a_p, a_q, x_p, x_q, query_mask=query_mask, rule=rule)
         if strategy == "constant":
             half = np.full_like(solution.raw, 0.5)
-            solution = AlphaSolution(half, half, np.zeros_like(solution.degenerate), solution.counted)
+            solution = AlphaSolution(half, half, np.zeros_like(solution.degenerate))
         elif strategy == "hard":
             # E is a parabola around alpha: the nearer of 0 and 1 is the better; ties keep p.
             chosen = np.where(solution.raw >= 0.5, 1.0, 0.0)
             solution = solution._replace(raw=chosen, clipped=chosen)
-        alpha = solution.clipped.reshape(len(a_p), -1, 1)  # (B, 1 or L, 1)
+        alpha = solution.clipped[:, None, None]
         merged.append((alpha * a_p + (1 - alpha) * a_q, x_p + x_q))
         solutions.append(solution)
     used = {head for pair in one_round for head in pair}

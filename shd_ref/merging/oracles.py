@@ -11,7 +11,6 @@ from numpy.typing import ArrayLike
 
 from shd_ref.attention import Array, Mask, check_option
 from shd_ref.errors import import_package
-from shd_ref.merging.alpha import ALPHA_PER
 from shd_ref.merging.mixing import STRATEGIES, check_teacher, mix_maps, squeeze_heads
 from shd_ref.merging.plans import MergePlan, merge_plan, plan_groups
 from shd_ref.tolerances import degenerate_threshold
@@ -47,7 +46,6 @@ def diagnose(
     plan: str | Iterable[Iterable[Sequence[int]]] | None = None,
     strategies: Iterable[str] = STRATEGIES,
     query_mask: ArrayLike | None = None,
-    alpha_per: str = "map",
     row_sums: str = "one",
 ) -> Diagnosis:
     """How far each strategy is from the best possible maps, at temperature 1 (ORACLE-5).
@@ -59,7 +57,6 @@ def diagnose(
         plan: as for ``squeeze_heads``; one plan for all strategies.
         strategies: names of strategies.
         query_mask: boolean ``(B, L)``, True = the row counts; default all.
-        alpha_per: ``"map"`` or ``"row"``, for the strategies.
         row_sums: ``"one"`` or ``"at_most_one"``.
 
     Raises:
@@ -70,7 +67,6 @@ def diagnose(
     names = tuple(strategies)
     for strategy in names:
         check_option("strategies", strategy, STRATEGIES, "ORACLE-7")
-    check_option("alpha_per", alpha_per, ALPHA_PER, "ALPHA-9")
     probs, outputs, mask = check_teacher(teacher_probs, value_outputs, query_mask, row_sums=row_sums)
     rounds = merge_plan(probs.shape[1], num_student_heads, "progressive" if plan is None else plan)
     groups = plan_groups(rounds, probs.shape[1])
@@ -86,7 +82,6 @@ def diagnose(
             plan=rounds,
             strategy=strategy,
             query_mask=mask,
-            alpha_per=alpha_per,
             row_sums=row_sums,
         )
         reached = head_residual(mix_maps(probs, result.mixing), probs, outputs, groups, mask)

@@ -28,13 +28,8 @@ _EXAMPLE_LENGTH: Final = 24
 """Shorter maps show little, longer ones make large pictures."""
 
 CACHED: Final = "this cache"
-STRATEGIES: Final[dict[str, tuple[str, str]]] = {
-    "hard": ("hard", "map"),
-    "constant": ("constant", "map"),
-    "alpha per map": ("shd", "map"),
-    "alpha per row": ("shd", "row"),
-}
-"""Name: strategy and ``alpha_per``."""
+STRATEGIES: Final[dict[str, str]] = {"hard": "hard", "constant": "constant", "alpha per map": "shd"}
+"""Strategies by the names that the page gives them."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +135,7 @@ def read_evidence(
     example = choose_example(reader, index_of)
     keys = list(dict.fromkeys([example, *(key for key in reader if key in index_of)]))[:num_samples]
     attention = AttentionReader(work.graph.model, [site for _, site in work.graph.layers], provider=provider)
-    kinds = {CACHED: (form.strategy, form.alpha_per)} | STRATEGIES
+    kinds = {CACHED: form.strategy} | STRATEGIES
     residuals: dict[str, list[float]] = {name: [] for name in kinds}
     example_maps = {}
     for number, (student_layer, _) in enumerate(work.graph.layers):
@@ -150,7 +145,7 @@ def read_evidence(
             (batch,) = work.inputs.batches([index_of[key]], 1)
             mask = work.row_masks(batch)[student_layer]
             maps, outputs = attention.read(number, batch)
-            for column, (name, (strategy, alpha_per)) in enumerate(kinds.items()):
+            for column, (name, strategy) in enumerate(kinds.items()):
                 errors[row, column] = squeeze_heads(
                     maps,
                     outputs,
@@ -159,7 +154,6 @@ def read_evidence(
                     strategy=strategy,
                     query_mask=None if mask is None else mask[: len(maps)],
                     alpha_rule=form.alpha_rule if name == CACHED else "least_squares",
-                    alpha_per=alpha_per,
                 ).residual.mean()
             if key == example:
                 record = reader.read(key, (), logits=False, hidden=(), embeddings=False, exact=False)

@@ -83,9 +83,8 @@ def _alphas(content: CacheContent, manifest: Manifest) -> dict[str, Any]:
     if not any(layer.merges for layer in layers):
         text = f"The strategy {manifest.attention.strategy} has no pairwise weights."
         return {"text": text, "figures": [], "table": None}
-    per = "row" if manifest.attention.alpha_per == "row" else "map"
     text = (
-        f"Alpha is the weight of the first of two merged heads, one per {per}, before it is clipped to [0, 1]: bars "
+        f"Alpha is the weight of the first of two merged heads, one per map, before it is clipped to [0, 1]: bars "
         f"hold the middle half and lines the middle nine tenths of {count_of(content.records_read, 'sample')}; the "
         "dot is the median. A spread-out alpha is what a constant merge would throw away."
     )

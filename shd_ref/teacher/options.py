@@ -21,7 +21,7 @@ from shd_ref.cache.codecs.factored import check_factored_codec
 from shd_ref.cache.documents.manifest import ON_ERROR
 from shd_ref.cache.forms.attention import KINDS
 from shd_ref.errors import argument_value, need
-from shd_ref.merging.alpha import ALPHA_PER, ALPHA_RULES, check_option
+from shd_ref.merging.alpha import ALPHA_RULES, check_option
 from shd_ref.merging.matching import MATCHED_BY
 from shd_ref.merging.mixing import STRATEGIES
 from shd_ref.merging.plans import PLAN_KINDS, MergePlan
@@ -186,7 +186,7 @@ def _read_pooling(_: str, text: str) -> Pooling:
 
 
 _OF_ATTENTION: Final = (
-    "num_student_heads num_student_layers layer_pairs sites strategy plan plans alpha_rule alpha_per temperature "
+    "num_student_heads num_student_layers layer_pairs sites strategy plan plans alpha_rule temperature "
     "factored_codec codec"
 )
 
@@ -215,7 +215,6 @@ class PrecomputeOptions:
             matched (best-fitting pairs on some samples, per layer).
         matched_by: Score for matched plans: residual (of the output) or similarity (of the maps).
         calibration_samples: Samples for choosing matched plans.
-        alpha_per: One merge weight per map (the paper) or per query row.
         temperature: Attention temperature of the stored maps, above 0.
         form: maps (merged), or factored: the teacher's queries and keys with the mixing weights, smaller for long
             samples, with a free temperature. shd plan compares them.
@@ -253,7 +252,6 @@ class PrecomputeOptions:
     calibration_samples: Annotated[int, MERGING, FROM_1, Needs("plan=matched")] = CALIBRATION_SAMPLES
     plans: Annotated[tuple[MergePlan, ...] | None, UNASKED] = None
     alpha_rule: Annotated[str, UNASKED] = "least_squares"
-    alpha_per: Annotated[str, MERGING, one_of(ALPHA_PER)] = "map"
     temperature: Annotated[float, MERGING] = 1.0
     form: Annotated[str, STORING, one_of(FORMS)] = "maps"
     factored_codec: Annotated[str, STORING, one_of(FACTORED_CODECS), Needs("form=factored")] = DEFAULT_FACTORED_CODEC
@@ -417,7 +415,6 @@ def check_merge(options: PrecomputeOptions) -> None:
     """Refuse what no graph can be squeezed by."""
     check_option("strategy", options.strategy, STRATEGIES, "MIX-2")
     check_option("alpha_rule", options.alpha_rule, ALPHA_RULES, "ALPHA-4")
-    check_option("alpha_per", options.alpha_per, ALPHA_PER, "ALPHA-9")
     check_option("codec", options.codec, CODECS, "CACHE-110")
 
 
@@ -432,10 +429,9 @@ def _check_form(options: PrecomputeOptions) -> None:
     if not options.is_factored:
         return
     check_factored_codec(options.factored_codec)
-    why = "the temperature is chosen with the loss, and one weight per map is stored; use --form maps for others"
-    for name, value, only in (("alpha_per", options.alpha_per, "map"), ("temperature", options.temperature, 1.0)):
-        rule = f"be {only} for factored records"
-        need(value == only, "argument-value", name, rule, value, remedy=why, spec_id="CACHE-141")
+    why = "it is chosen with the loss; use --form maps for others"
+    rule, given = "be 1 for factored records", options.temperature
+    need(given == 1.0, "argument-value", "temperature", rule, given, remedy=why, spec_id="CACHE-153")
 
 
 def _check_targets(options: PrecomputeOptions) -> None:

@@ -59,7 +59,7 @@ class FactoredOperands(NamedTuple):
     """The supervision as the teacher's queries and keys with a mixing matrix."""
 
     teacher: Heads
-    mixing: Tensor  # (B, H_s, H_t, L), float32
+    mixing: Tensor  # C rho (B, H_s, H_t, L), float32
     mixing_strides: tuple[int, ...]
     members: Tensor  # (H_s, max_members) int32, the teacher heads merged into each student head
     counts: Tensor  # (H_s,) int32, how many of them
@@ -183,7 +183,7 @@ def _factor(taught: Factored, student: Heads, mask: Mask, temperature: float) ->
     every_head = tuple(range(teacher.num_heads))
     groups = tuple(map(tuple, taught.groups)) if taught.groups else (every_head,) * taught.num_heads
     members, counts, merged = _make_members(groups, teacher.num_heads, teacher.queries.device)
-    mixing = taught.mixing if taught.mixing.ndim == 4 else taught.mixing[..., None]
+    mixing = taught.mixing[..., None]
     if taught.row_mass is not None:
         mixing = mixing * taught.row_mass[:, None]
     mixing = mixing.float().expand(-1, -1, -1, mask.num_rows)

@@ -18,17 +18,16 @@ from shd_torch.checks import check_mask, check_option, check_probs, check_real, 
 from shd_torch.precision import without_autocast
 
 ALPHA_RULES: tuple[str, ...] = ("least_squares", "as_printed")
-ALPHA_PER: tuple[str, ...] = ("map", "row")
 
 _DEGENERATE = degenerate_threshold()  # read once, here: a compiled graph cannot read files
 
 
 class AlphaSolution(NamedTuple):
-    """The alphas of one round with what the report needs; every tensor ``(B, P)`` or, per row, ``(B, P, L)``."""
+    """The alphas of one round with what the report needs; every tensor ``(B, P)``."""
 
-    raw: Tensor  # before clipping; 1/2 where degenerate or not counted
+    raw: Tensor  # before clipping; 1/2 where degenerate
     clipped: Tensor  # in [0, 1]
-    degenerate: Tensor  # boolean: every a is optimal, and the row counts
+    degenerate: Tensor  # boolean: every a is optimal
 
     def hardened(self) -> AlphaSolution:
         """The nearer of 0 and 1, which is the better, E being a parabola around alpha; ties keep p (MIX-5)."""
@@ -46,7 +45,6 @@ def solve_alpha(
     *,
     query_mask: Tensor | None = None,
     rule: str = "least_squares",
-    alpha_per: str = "map",
     row_sums: str = "one",
     check: bool = True,
 ) -> Tensor:
@@ -58,12 +56,11 @@ def solve_alpha(
     Arguments and errors are those of ``shd_ref.solve_alpha``.
 
     Returns:
-        ``(B,)``, or ``(B, L)`` with ``alpha_per="row"``; float64 or float32.
+        ``(B,)``; float64 or float32.
 
-    Source: Eq. 5-9. Deviation: N as derived from Eq. 6, not as printed under Eq. 7 (D-1); per row (D-5).
+    Source: Eq. 5-9. Deviation: N as derived from Eq. 6, not as printed under Eq. 7 (D-1).
     """
     check_option("rule", rule, ALPHA_RULES, "ALPHA-4")
-    check_option("alpha_per", alpha_per, ALPHA_PER, "ALPHA-9")
     for name, tensor in (("probs_p", probs_p), ("probs_q", probs_q)):
         check_real(tensor, name, check=False)
     fit = probs_p.ndim == 3 and probs_p.shape == probs_q.shape
@@ -80,11 +77,11 @@ def solve_alpha(
     check_probs(probs_q[:, None], "probs_q", check=check, query_mask=query_mask, row_sums=row_sums)
     dtype = compute_dtype(probs_p, probs_q, value_outputs_p, value_outputs_q)
     pair = [t[:, None].to(dtype) for t in (probs_p, probs_q, value_outputs_p, value_outputs_q)]
-    return solve_pairs(*pair, query_mask=query_mask, rule=rule, alpha_per=alpha_per).clipped[:, 0]
+    return solve_pairs(*pair, query_mask=query_mask, rule=rule).clipped[:, 0]
 
 
 def solve_pairs(
-    a_p: Tensor, a_q: Tensor, x_p: Tensor, x_q: Tensor, *, query_mask: Tensor | None, rule: str, alpha_per: str
+    a_p: Tensor, a_q: Tensor, x_p: Tensor, x_q: Tensor, *, query_mask: Tensor | None, rule: str
 ) -> AlphaSolution:
     """``solve_alpha`` for all pairs of a round: checked maps ``(B, P, L, S)``, value outputs ``(B, P, S, D)``."""
     both = x_p + x_q
@@ -102,13 +99,7 @@ def solve_pairs(
     if query_mask is not None:
         # Rows that do not count enter no sum (ALPHA-7).
         sums = sums.masked_fill(~query_mask[:, None, :], 0.0)
-    if alpha_per == "map":
-        sums = sums.sum(-1)
-    numerator, denominator, scale = sums.unbind()
-    solution = minimize(numerator, denominator, scale)
-    if alpha_per == "row" and query_mask is not None:
-        return solution._replace(degenerate=solution.degenerate & query_mask[:, None, :])
-    return solution
+    return minimize(*sums.sum(-1).unbind())
 
 
 def minimize(numerator: Tensor, denominator: Tensor, scale: Tensor) -> AlphaSolution:
@@ -118,8 +109,7 @@ def minimize(numerator: Tensor, denominator: Tensor, scale: Tensor) -> AlphaSolu
     return AlphaSolution(raw, raw.clamp(0.0, 1.0), degenerate)
 
 
-def constant_alphas(rounds: MergePlan, rows: int, alpha_per: str, identity: Tensor) -> list[AlphaSolution]:
+def constant_alphas(rounds: MergePlan, identity: Tensor) -> list[AlphaSolution]:
     """1/2 for every pair of every round, in the dtype of the mixing ``(B, ...)`` that they make."""
-    sizes = [(len(identity), len(pairs), rows)[: 2 + (alpha_per == "row")] for pairs in rounds]
-    halves = [identity.new_full(size, 0.5) for size in sizes]
+    halves = [identity.new_full((len(identity), len(pairs)), 0.5) for pairs in rounds]
     return [AlphaSolution(half, half, torch.zeros_like(half, dtype=torch.bool)) for half in halves]

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from shd_ref.errors import ShdError
 from shd_ref.integers import check_integer
-from shd_torch.checks import check_mask, check_option, check_probs, check_real, check_shapes, check_weights
-from shd_torch.maps.alpha import ALPHA_PER, AlphaSolution, minimize
+from shd_torch.checks import check_mask, check_probs, check_real, check_shapes, check_weights
+from shd_torch.maps.alpha import AlphaSolution, minimize
 from shd_torch.precision import without_autocast
 
 
@@ -23,7 +23,6 @@ def gram_tensor(
     output_projection: Tensor,
     *,
     query_mask: Tensor | None = None,
-    alpha_per: str = "map",
     row_sums: str = "one",
     check: bool = True,
 ) -> Tensor:
@@ -32,16 +31,15 @@ def gram_tensor(
     Arguments and errors are those of ``shd_ref.gram_tensor``.
 
     Returns:
-        G ``(B, H_t, H_t, H_t, H_t)``, or ``(B, H_t, H_t, H_t, H_t, L)`` with ``alpha_per="row"``; float64.
+        G ``(B, H_t, H_t, H_t, H_t)``; float64.
     """
-    check_option("alpha_per", alpha_per, ALPHA_PER, "ALPHA-9")
     check_real(teacher_probs, "teacher_probs", check=False, ndim=4)
     projection = split_projection(tuple(teacher_probs.shape), values, output_projection, query_mask, check=check)
     check_probs(teacher_probs, "teacher_probs", check=check, query_mask=query_mask, row_sums=row_sums)
     # Every head's map with every head's values: ordinary attention outputs (B, H_t, H_t, L, d_v).
     read = torch.einsum("bils,bgsd->bigld", teacher_probs.double(), values.double())
     group = len(projection) // values.shape[1]
-    return gram_of_products(read.repeat_interleave(group, dim=2), projection, query_mask, alpha_per)
+    return gram_of_products(read.repeat_interleave(group, dim=2), projection, query_mask)
 
 
 def split_projection(
@@ -64,15 +62,14 @@ def split_projection(
     return output_projection.detach().double().reshape(heads, width, -1)
 
 
-def gram_of_products(read: Tensor, projection: Tensor, query_mask: Tensor | None, alpha_per: str) -> Tensor:
+def gram_of_products(read: Tensor, projection: Tensor, query_mask: Tensor | None) -> Tensor:
     """The gram tensor of heads from ``A_i V_j`` ``(B, H, H, L, d_v)`` and W_j ``(H, d_v, D)``, float64 (GRAM-1)."""
     inner = torch.einsum("jdm,lem->jlde", projection, projection)  # K
     if query_mask is not None:
         read = read.masked_fill(~query_mask[:, None, None, :, None], 0.0)
-    per_row = alpha_per == "row"
     # One l after another: all at once would hold H_t^3 outputs.
     terms = [
-        torch.einsum("bijrd,bkrd->bijkr" if per_row else "bijrd,bkrd->bijk", read @ inner[:, head], read[:, :, head])
+        torch.einsum("bijrd,bkrd->bijk", read @ inner[:, head], read[:, :, head])
         for head in range(projection.shape[0])
     ]
     return torch.stack(terms, dim=4)
@@ -86,7 +83,7 @@ def solve_alpha_from_gram(gram: Tensor, p: int, q: int, *, check: bool = True) -
     Arguments and errors are those of ``shd_ref.solve_alpha_from_gram``.
 
     Returns:
-        ``(B,)``, or ``(B, L)`` per row; the weight of p, in [0, 1]; float64.
+        ``(B,)``; the weight of p, in [0, 1]; float64.
     """
     p, q = _check_pool(gram, p, q, check)
     return solve_gram_pair(gram.double(), p, q, "least_squares").clipped
@@ -95,9 +92,9 @@ def solve_alpha_from_gram(gram: Tensor, p: int, q: int, *, check: bool = True) -
 def solve_gram_pair(gram: Tensor, p: int, q: int, rule: str) -> AlphaSolution:
     """``solve_alpha_from_gram`` on a checked float64 tensor, with what the report needs and under either rule."""
     both = [p, q]
-    pair = gram[:, both][:, :, both][:, :, :, both][:, :, :, :, both]  # (B, 2, 2, 2, 2, ...)
-    maps = pair.movedim((1, 3), (0, 1))  # (2, 2, B, 2, 2, ...): both maps first, then both value outputs
-    difference = maps[0, 0] - maps[0, 1] - maps[1, 0] + maps[1, 1]  # g (B, 2, 2, ...)
+    pair = gram[:, both][:, :, both][:, :, :, both][:, :, :, :, both]  # (B, 2, 2, 2, 2)
+    maps = pair.movedim((1, 3), (0, 1))  # (2, 2, B, 2, 2): both maps first, then both value outputs
+    difference = maps[0, 0] - maps[0, 1] - maps[1, 0] + maps[1, 1]  # g (B, 2, 2)
     if rule == "least_squares":
         numerator = difference[:, 0, 0] + difference[:, 0, 1]
     else:
@@ -121,12 +118,11 @@ def merge_gram(gram: Tensor, p: int, q: int, alpha: Tensor, *, check: bool = Tru
     """
     p, q = _check_pool(gram, p, q, check)
     check_real(alpha, "alpha", check=check)
-    shape = (gram.shape[0], *gram.shape[5:])
-    check_shapes(tuple(alpha.shape) == shape, "alpha must be (B,), or (B, L), as gram", gram, alpha, spec_id="GRAM-6")
+    check_shapes(alpha.shape == gram.shape[:1], "alpha must be (B,), as gram", gram, alpha, spec_id="GRAM-6")
     if check:
         check_weights(alpha, "alpha", "GRAM-6")
     others = [head for head in range(gram.shape[1]) if head not in (p, q)]
-    weight = alpha.double().reshape(shape[0], 1, 1, 1, 1, *shape[1:])
+    weight = alpha.double().reshape(-1, 1, 1, 1, 1)
     merged = gram.double()
     for axis in (1, 2, 3, 4):
         first, second = merged.narrow(axis, p, 1), merged.narrow(axis, q, 1)
@@ -139,8 +135,8 @@ def merge_gram(gram: Tensor, p: int, q: int, alpha: Tensor, *, check: bool = Tru
 def _check_pool(gram: Tensor, p: int, q: int, check: bool) -> tuple[int, int]:
     """Two positions of the pool of a gram tensor (GRAM-6), as Python's integers: torch takes uint8 for a mask."""
     check_real(gram, "gram", check=check)
-    fit = gram.ndim in (5, 6) and len(set(gram.shape[1:5])) == 1
-    check_shapes(fit, "gram must be (B, H, H, H, H) or with a last axis L", gram, spec_id="GRAM-6")
+    fit = gram.ndim == 5 and len(set(gram.shape[1:])) == 1
+    check_shapes(fit, "gram must be (B, H, H, H, H)", gram, spec_id="GRAM-6")
     heads = gram.shape[1]
     p, q = (check_integer(name, head, 0, heads - 1, "GRAM-6") for name, head in (("p", p), ("q", q)))
     if p == q:

@@ -1,7 +1,7 @@
 """Mixing (spec chapter MIX): every strategy returns a mixing matrix; everything after it is shared.
 
-``mixing`` C is ``(B, H_s, H_t)``, or ``(B, H_s, H_t, L)`` when rows have their own weights; its entries are at
-least 0 and sum to one over the teacher's heads. The student's maps are ``A~_h = sum_t C[h, t] A_t``.
+``mixing`` C is ``(B, H_s, H_t)``; its entries are at least 0 and sum to one over the teacher's heads. The
+student's maps are ``A~_h = sum_t C[h, t] A_t``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shd_torch.checks import (
     compute_dtype,
     map_dtype,
 )
-from shd_torch.maps.alpha import ALPHA_PER, ALPHA_RULES, AlphaSolution, constant_alphas, solve_pairs
+from shd_torch.maps.alpha import ALPHA_RULES, AlphaSolution, constant_alphas, solve_pairs
 from shd_torch.maps.attention import soften_probs
 from shd_torch.precision import without_autocast
 
@@ -42,14 +42,14 @@ class SqueezeResult:
 
     Attributes:
         probs: the merged maps ``(B, H_s, L, S)``, at the temperature asked for, in the dtype of the teacher's.
-        mixing: C ``(B, H_s, H_t)``, or ``(B, H_s, H_t, L)`` with ``alpha_per="row"``.
-        alphas: one tensor per round, ``(B, num_pairs)`` or ``(B, num_pairs, L)``, clipped; empty for the
-            strategy ``mean``, which has no pairwise weights.
+        mixing: C ``(B, H_s, H_t)``.
+        alphas: one tensor ``(B, num_pairs)`` per round, clipped; empty for the strategy ``mean``, which has no
+            pairwise weights.
         residual: ``(B,)``, relative error of the merged attention output at temperature 1 over counted rows:
             ``|| sum_h A~_h X'_h - sum_t A_t X_t ||_F / || sum_t A_t X_t ||_F``.
         num_clipped: how many alphas lay outside [0, 1] before clipping; ``()`` on the device, to avoid a device sync
             if it is not read (``int(...)`` syncs).
-        num_degenerate: how many pairs (or counted rows of pairs) had no preferred alpha; ``()`` on the device.
+        num_degenerate: how many pairs had no preferred alpha; ``()`` on the device.
         plan: the rounds that were run.
     """
 
@@ -74,7 +74,6 @@ def squeeze_heads(
     query_mask: Tensor | None = None,
     temperature: float = 1.0,
     alpha_rule: str = "least_squares",
-    alpha_per: str = "map",
     alpha_from: str = "teacher",
     row_sums: str = "one",
     check: bool = True,
@@ -83,13 +82,13 @@ def squeeze_heads(
 
     Arguments and errors are those of ``shd_ref.squeeze_heads``.
 
-    Source: Algorithm 1, Eq. 5-10. Deviations: D-1, D-2, D-5.
+    Source: Algorithm 1, Eq. 5-10. Deviations: D-1, D-2.
     """
-    check_strategy(strategy, alpha_rule, alpha_per)
+    check_strategy(strategy, alpha_rule)
     check_option("alpha_from", alpha_from, ALPHA_FROM, "TEMP-3")
     temperature = check_temperature(temperature)
     _check_maps(teacher_probs, value_outputs, query_mask, row_sums, check=check)
-    batch, num_heads, rows, _ = teacher_probs.shape
+    batch, num_heads = teacher_probs.shape[:2]
     rounds = merge_plan(num_heads, num_student_heads, "progressive" if plan is None else plan)
     groups = plan_groups(rounds, num_heads)
 
@@ -98,19 +97,16 @@ def squeeze_heads(
     softened = soften_probs(probs, temperature, row_sums)
     solved_on = softened if alpha_from == "softened" else probs
     solutions: list[AlphaSolution] = []
-    num_weights = rows if alpha_per == "row" else 1
     if strategy == "mean":
-        mixing = probs.new_full((batch, num_student_heads, num_heads, num_weights), 1.0 / num_heads)
+        mixing = probs.new_full((batch, num_student_heads, num_heads), 1.0 / num_heads)
     else:
         solutions = (
-            constant_alphas(rounds, rows, alpha_per, probs)
+            constant_alphas(rounds, probs)
             if strategy == "constant"
-            else _solve_rounds(solved_on, outputs, rounds, strategy, query_mask, alpha_rule, alpha_per)
+            else _solve_rounds(solved_on, outputs, rounds, strategy, query_mask, alpha_rule)
         )
-        identity = torch.eye(num_heads, dtype=dtype, device=probs.device)[None, :, :, None]
-        mixing = compose_rounds([s.clipped for s in solutions], rounds, identity.expand(batch, -1, -1, num_weights))
-    if alpha_per == "map":
-        mixing = mixing[..., 0]
+        identity = torch.eye(num_heads, dtype=dtype, device=probs.device).expand(batch, -1, -1)
+        mixing = compose_rounds([s.clipped for s in solutions], rounds, identity)
     merged = _mix(softened, mixing)
     none = torch.zeros((), dtype=torch.int64, device=probs.device)
     return SqueezeResult(
@@ -127,7 +123,7 @@ def squeeze_heads(
 
 @without_autocast
 def mix_heads(teacher_probs: Tensor, mixing: Tensor, *, check: bool = True) -> Tensor:
-    """``A~_h = sum_t C[h, t] A_t``, or with one weight per row ``C[h, t, i]`` (MIX-3).
+    """``A~_h = sum_t C[h, t] A_t`` (MIX-3).
 
     Arguments and errors are those of ``shd_ref.mix_heads``.
 
@@ -138,11 +134,9 @@ def mix_heads(teacher_probs: Tensor, mixing: Tensor, *, check: bool = True) -> T
     """
     check_probs(teacher_probs, "teacher_probs", check=check, row_sums="at_most_one")
     check_real(mixing, "mixing", check=check)
-    batch, num_heads, rows, _ = teacher_probs.shape
-    fit = mixing.ndim in (3, 4) and mixing.shape[0] == batch and mixing.shape[2] == num_heads
     check_shapes(
-        fit and tuple(mixing.shape[3:]) in ((), (rows,)),
-        "maps (B, H_t, L, S) must have a mixing (B, H_s, H_t) or (B, H_s, H_t, L)",
+        mixing.ndim == 3 and mixing.shape[::2] == teacher_probs.shape[:2],
+        "maps (B, H_t, L, S) must have a mixing (B, H_s, H_t)",
         teacher_probs,
         mixing,
         spec_id="MIX-3",
@@ -154,11 +148,10 @@ def mix_heads(teacher_probs: Tensor, mixing: Tensor, *, check: bool = True) -> T
     return _mix(teacher_probs.to(dtype), weights).to(map_dtype(teacher_probs))
 
 
-def check_strategy(strategy: str, alpha_rule: str, alpha_per: str) -> None:
+def check_strategy(strategy: str, alpha_rule: str) -> None:
     """The options of a squeeze must be of their lists."""
     check_option("strategy", strategy, STRATEGIES, "MIX-2")
     check_option("alpha_rule", alpha_rule, ALPHA_RULES, "ALPHA-4")
-    check_option("alpha_per", alpha_per, ALPHA_PER, "ALPHA-9")
 
 
 def _check_maps(
@@ -181,8 +174,7 @@ def _check_maps(
 
 
 def _mix(probs: Tensor, mixing: Tensor) -> Tensor:
-    terms = "bht,btls->bhls" if mixing.ndim == 3 else "bhtl,btls->bhls"
-    return torch.einsum(terms, mixing, probs)
+    return torch.einsum("bht,btls->bhls", mixing, probs)
 
 
 def check_convex(weights: Tensor, tolerance: float) -> None:
@@ -205,7 +197,7 @@ def compose_mixing(
     Arguments and errors are those of ``shd_ref.compose_mixing``.
 
     Returns:
-        C ``(B, H_s, H_t)``, or ``(B, H_s, H_t, L)``, float64 or float32.
+        C ``(B, H_s, H_t)``, float64 or float32.
     """
     check_count("num_teacher_heads", num_teacher_heads)
     rounds = check_plan(plan, num_teacher_heads, num_teacher_heads - sum(len(one_round) for one_round in plan))
@@ -214,25 +206,21 @@ def compose_mixing(
         if check:
             check_weights(alpha, "alphas", "MIX-13")
     shapes = [tuple(alpha.shape) for alpha in alphas]
-    expected = [(*shapes[0][:1], len(one_round), *shapes[0][2:]) for one_round in rounds] if shapes else []
-    if not shapes or shapes != expected or len(shapes[0]) not in (2, 3):
+    if not shapes or shapes != [(*shapes[0][:1], len(one_round)) for one_round in rounds]:
         raise ShdError(
             "argument-shape",
-            f"alphas must hold one tensor (B, num_pairs) or (B, num_pairs, L) for each of {len(rounds)} rounds, and "
-            f"at least one; got {shapes}",
+            f"alphas must hold one tensor (B, num_pairs) for each of {len(rounds)} rounds, and at least one; "
+            f"got {shapes}",
             "MIX-13",
         )
     identity = torch.eye(num_teacher_heads, dtype=compute_dtype(*alphas), device=alphas[0].device)
-    num_weights = shapes[0][2] if len(shapes[0]) == 3 else 1
-    mixing = compose_rounds(alphas, rounds, identity[None, :, :, None].expand(shapes[0][0], -1, -1, num_weights))
-    return mixing if len(shapes[0]) == 3 else mixing[..., 0]
+    return compose_rounds(alphas, rounds, identity.expand(shapes[0][0], -1, -1))
 
 
 def compose_rounds(alphas: Sequence[Tensor], rounds: MergePlan, mixing: Tensor) -> Tensor:
-    """``compose_mixing`` from the identity ``(B, H_t, H_t, 1 or L)``, a round at once."""
+    """``compose_mixing`` from the identity ``(B, H_t, H_t)``, a round at once."""
     for alpha, one_round in zip(alphas, rounds, strict=True):
-        weight = alpha.to(mixing.dtype).reshape(*alpha.shape[:2], 1, -1)  # (B, P, 1, 1 or L)
-        mixing = _merge_round(mixing, one_round, weight)
+        mixing = _merge_round(mixing, one_round, alpha.to(mixing.dtype)[..., None])
     return mixing
 
 
@@ -246,13 +234,7 @@ def _merge_round(pool: Tensor, one_round: Sequence[tuple[int, int]], weight: Ten
 
 
 def _solve_rounds(
-    probs: Tensor,
-    outputs: Tensor,
-    rounds: MergePlan,
-    strategy: str,
-    query_mask: Tensor | None,
-    alpha_rule: str,
-    alpha_per: str,
+    probs: Tensor, outputs: Tensor, rounds: MergePlan, strategy: str, query_mask: Tensor | None, alpha_rule: str
 ) -> list[AlphaSolution]:
     """Run the plan, a round at once (MIX-4, MIX-5)."""
     solutions = []
@@ -265,13 +247,12 @@ def _solve_rounds(
             outputs[:, second],
             query_mask=query_mask,
             rule=alpha_rule,
-            alpha_per=alpha_per,
         )
         if strategy == "hard":
             solution = solution.hardened()
         solutions.append(solution)
         if number + 1 < len(rounds):  # only alphas of a later round read the pool
-            probs = _merge_round(probs, one_round, solution.clipped.reshape(len(probs), len(one_round), -1, 1))
+            probs = _merge_round(probs, one_round, solution.clipped[..., None, None])
             outputs = _merge_round(outputs, one_round, None)
     return solutions
 

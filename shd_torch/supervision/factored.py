@@ -28,7 +28,7 @@ class Factored(Supervision):
     Attributes:
         queries: ``(B, H_t, L, d)``, rotated and normalised as the teacher multiplies them.
         keys: ``(B, H_kv, S, d)``, rotated and normalised too; query head t reads key head ``t // (H_t / H_kv)``.
-        mixing: C ``(B, H_s, H_t)``, or ``(B, H_s, H_t, L)`` with one weight per row.
+        mixing: C ``(B, H_s, H_t)``.
         rule: how the teacher makes its logits, and who may attend in it; fits ``(B, H_t, L, S)``. Maps of a soft cap
             are formed tile by tile.
         groups: the teacher heads merged into each student head (``plan_groups``), outside of which C is zero;
@@ -156,7 +156,6 @@ class Factored(Supervision):
         return replace(
             self,
             queries=self.queries.masked_fill(dropped[..., None], 0.0),
-            mixing=self.mixing.masked_fill(dropped[:, None], 0.0) if self.mixing.ndim == 4 else self.mixing,
             row_mass=None if self.row_mass is None else self.row_mass.masked_fill(dropped, 0.0),
         )
 
@@ -165,12 +164,10 @@ class Factored(Supervision):
         for name in ("queries", "keys", "mixing"):
             check_real(getattr(kept, name), f"supervision's {name}", check=True, layer=layer)
         mixing = kept.mixing
-        if loss_mask is not None and mixing.ndim == 4:
-            mixing = mixing.movedim(3, 1)[loss_mask]  # (rows that count, H_s, H_t)
         check_convex(mixing, row_sum_tolerance(str(mixing.dtype).removeprefix("torch.")))
-        outside = torch.ones(mixing.shape[1:3], dtype=torch.bool, device=self.device)
+        outside = torch.ones(mixing.shape[1:], dtype=torch.bool, device=self.device)
         outside[self.pair_heads] = False
-        if (mixing.movedim(0, -1)[outside] != 0).any():
+        if (mixing[:, outside] != 0).any():
             message = "mixing must be 0 outside of groups; got weights above 0 there"
             raise ShdError("mixing-invalid", message, "PLAN-6")
         mass = kept.row_mass
@@ -216,7 +213,7 @@ class Factored(Supervision):
     def _weigh_pairs(self) -> Tensor:
         weights = self.mixing.detach().to(self.dtype)
         students, teachers = self.pair_heads
-        picked = (weights[..., None] if weights.ndim == 3 else weights)[:, students, teachers]
+        picked = weights[:, students, teachers, None]
         if self.row_mass is not None:
             picked = picked * self.row_mass.detach().to(self.dtype)[:, teachers]
         live = self.rule.live_rows(self.shape[2], self.shape[3], self.device)
@@ -237,8 +234,8 @@ def _check_merging(
     check_real(mixing, "mixing", check=False)
     batch, heads, rows, _ = queries.shape
     shape = tuple(mixing.shape)
-    if len(shape) not in (3, 4) or shape[0] != batch or shape[2] != heads or shape[3:] not in ((), (rows,)):
-        message = f"mixing must be (B, H_s, H_t[, L]) with B={batch}, H_t={heads}, L={rows}; got {shape}"
+    if len(shape) != 3 or shape[::2] != (batch, heads):
+        message = f"mixing must be (B, H_s, H_t) with B={batch}, H_t={heads}; got {shape}"
         raise ShdError("argument-shape", message, "MIX-3")
     if row_mass is not None and tuple(row_mass.shape) != (batch, heads, rows):
         message = f"row_mass must be {(batch, heads, rows)}; got {tuple(row_mass.shape)}"

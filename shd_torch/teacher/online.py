@@ -117,7 +117,6 @@ class OnlineTeacher:
         plan: as in ``squeeze_heads``, or the rounds of each paired teacher layer, by its number.
         strategy: as in ``squeeze_heads``.
         alpha_rule: as in ``solve_alpha``.
-        alpha_per: ``"map"`` or ``"row"``.
         output_projections: W_o ``(H_t * d_v, D)`` by teacher layer, for layers whose projection cannot be located.
         targets: how to store its logits; by default all are targets, in the model's dtype.
         hidden_layers: hidden states to keep, numbered as in Hugging Face: 0 for the embeddings, k for block k. The
@@ -142,7 +141,6 @@ class OnlineTeacher:
         plan: str | Rounds | Mapping[int, Rounds] | None = None,
         strategy: str = "shd",
         alpha_rule: str = "least_squares",
-        alpha_per: str = "map",
         output_projections: Mapping[int, Tensor] | None = None,
         targets: LiveTargets | None = None,
         hidden_layers: Iterable[int] = (),
@@ -152,11 +150,11 @@ class OnlineTeacher:
             if not isinstance(module, nn.Module):
                 raise ShdError("argument-value", f"model must be a torch.nn.Module; got {type(module).__name__}")
         check_count("num_student_heads", num_student_heads)
-        check_strategy(strategy, alpha_rule, alpha_per)
+        check_strategy(strategy, alpha_rule)
         self.model = model
         self.num_student_heads = num_student_heads
         self._layer_map = read_layer_map(layer_map)
-        self._squeeze: dict[str, Any] = {"strategy": strategy, "alpha_rule": alpha_rule, "alpha_per": alpha_per}
+        self._squeeze: dict[str, Any] = {"strategy": strategy, "alpha_rule": alpha_rule}
         self._plan = read_plans(plan, num_student_heads, self._layer_map)
         self._given = read_projections(output_projections)
         self.hidden_layers = read_hidden_layers(hidden_layers)

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from shd_ref.merging.plans import MergePlan, merge_plan, plan_groups
-from shd_torch.checks import check_option
-from shd_torch.maps.alpha import ALPHA_PER, AlphaSolution, constant_alphas
+from shd_torch.maps.alpha import AlphaSolution, constant_alphas
 from shd_torch.maps.gram import gram_of_products, merge_gram, solve_gram_pair, split_projection
 from shd_torch.maps.mixing import check_strategy, compose_rounds, relative_error
 from shd_torch.precision import without_autocast
@@ -28,11 +27,11 @@ class FactoredSqueeze:
 
     Attributes:
         supervision: the teacher with its mixing; at any temperature.
-        mixing: C ``(B, H_s, H_t)``, or ``(B, H_s, H_t, L)`` with ``alpha_per="row"``.
-        alphas: one tensor per round, ``(B, num_pairs)`` or ``(B, num_pairs, L)``, clipped.
+        mixing: C ``(B, H_s, H_t)``.
+        alphas: one tensor ``(B, num_pairs)`` per round, clipped.
         residual: ``(B,)``, relative error of the merged attention output at temperature 1.
         num_clipped: how many alphas lay outside [0, 1]; ``()`` on the device.
-        num_degenerate: how many pairs (or counted rows of pairs) had no preferred alpha; ``()`` on the device.
+        num_degenerate: how many pairs had no preferred alpha; ``()`` on the device.
         plan: the rounds that were run.
     """
 
@@ -57,7 +56,6 @@ def squeeze_factored(
     strategy: str = "shd",
     query_mask: Tensor | None = None,
     alpha_rule: str = "least_squares",
-    alpha_per: str = "map",
     check: bool = True,
 ) -> FactoredSqueeze:
     """``squeeze_heads`` without maps: the mixing of any strategy from gram tensors (GRAM-1..5, MIX-1..17).
@@ -73,7 +71,6 @@ def squeeze_factored(
         strategy: see ``squeeze_heads``.
         query_mask: boolean ``(B, L)``, True = the row counts; default all.
         alpha_rule: see ``solve_alpha``.
-        alpha_per: ``"map"`` or ``"row"``.
         check: validate the values of the arguments, which costs a device sync.
 
     Returns:
@@ -82,9 +79,9 @@ def squeeze_factored(
     Raises:
         ShdError: any code of the meaning; see the spec's chapter ERR.
 
-    Source: Algorithm 1, Eq. 5-10. Deviations: D-1, D-2, D-5, D-22.
+    Source: Algorithm 1, Eq. 5-10. Deviations: D-1, D-2, D-22.
     """
-    check_strategy(strategy, alpha_rule, alpha_per)
+    check_strategy(strategy, alpha_rule)
     projection = _check_factors(teacher, values, output_projection, query_mask, check=check)
     teacher = teacher.unmixed()
     rounds = merge_plan(teacher.num_heads, num_student_heads, "progressive" if plan is None else plan)
@@ -93,26 +90,22 @@ def squeeze_factored(
     products = None if strategy == "mean" else _group_products(teacher, values, groups)
     solutions: list[AlphaSolution] = []
     if products is None:
-        mixing = _identity(teacher, alpha_per).mean(1, keepdim=True).expand(-1, num_student_heads, -1, -1)
+        mixing = _identity(teacher).mean(1, keepdim=True).expand(-1, num_student_heads, -1)
     else:
         if strategy == "constant":
-            solutions = constant_alphas(rounds, teacher.shape[2], alpha_per, teacher.mixing)
+            solutions = constant_alphas(rounds, teacher.mixing)
         else:
             grams = [
-                gram_of_products(product.double(), projection[list(group)], query_mask, alpha_per)
+                gram_of_products(product.double(), projection[list(group)], query_mask)
                 for product, group in zip(products, groups, strict=True)
             ]
             solutions = _solve_rounds(grams, groups, rounds, strategy, alpha_rule)
-        mixing = compose_rounds([solution.clipped for solution in solutions], rounds, _identity(teacher, alpha_per))
+        mixing = compose_rounds([solution.clipped for solution in solutions], rounds, _identity(teacher))
     supervision = replace(
         teacher,
-        mixing=mixing if alpha_per == "row" else mixing[..., 0],
+        mixing=mixing,
         groups=groups if products is not None else (tuple(range(teacher.num_heads)),) * num_student_heads,
     )
-    if query_mask is not None and alpha_per == "row":
-        solutions = [
-            solution._replace(degenerate=solution.degenerate & query_mask[:, None, :]) for solution in solutions
-        ]
     none = torch.zeros((), dtype=torch.int64, device=teacher.device)
     return FactoredSqueeze(
         supervision=supervision,
@@ -136,10 +129,10 @@ def _group_products(teacher: Factored, values: Tensor, groups: Sequence[Sequence
     return [torch.stack([product[:, list(group)] for product in slots[: len(group)]], dim=2) for group in groups]
 
 
-def _identity(teacher: Factored, alpha_per: str) -> Tensor:
-    """Where composition starts: ``(B, H_t, H_t, 1 or L)``."""
-    batch, heads, rows, _ = teacher.shape
-    return teacher.mixing[..., None].expand(batch, heads, heads, rows if alpha_per == "row" else 1)
+def _identity(teacher: Factored) -> Tensor:
+    """Where composition starts: ``(B, H_t, H_t)``."""
+    batch, heads = teacher.shape[:2]
+    return teacher.mixing.expand(batch, heads, heads)
 
 
 def _solve_rounds(
@@ -194,8 +187,7 @@ def _residual(
         else:
             own = products[head].diagonal(dim1=1, dim2=2).movedim(-1, 1)  # (B, k, L, d_v)
             weights = supervision.mixing[:, head, members].to(own.dtype)
-            weights = weights if weights.ndim == 3 else weights[..., None].expand(-1, -1, own.shape[2])
-            merged = torch.einsum("bil,bijld->bjld", weights, products[head])
+            merged = torch.einsum("bi,bijld->bjld", weights, products[head])
         error += torch.einsum("bjld,jdm->blm", (merged - own).double(), projection[members])
         target += torch.einsum("bjld,jdm->blm", own.double(), projection[members])
     return relative_error(error, target, query_mask).to(teacher.dtype)
@@ -209,28 +201,26 @@ def gram_tensor_from_qk(
     output_projection: Tensor,
     *,
     query_mask: Tensor | None = None,
-    alpha_per: str = "map",
     check: bool = True,
 ) -> Tensor:
     """``gram_tensor`` of a teacher whose maps are never formed: the products ``A_i V_j`` are fused attention.
 
-    Arguments are those of ``squeeze_factored``; with ``alpha_per="row"`` there is one G per query row.
+    Arguments are those of ``squeeze_factored``.
 
     Returns:
-        G ``(B, H_t, H_t, H_t, H_t)``, or with a last axis L; float64 sums of products made in float32 or wider.
+        G ``(B, H_t, H_t, H_t, H_t)``; float64 sums of products made in float32 or wider.
 
     Raises:
         ShdError: ``argument-shape``, ``argument-value``, ``argument-dtype``, ``not-finite``, ``mixing-invalid``.
 
     Source: silent. Decision: D-22.
     """
-    check_option("alpha_per", alpha_per, ALPHA_PER, "ALPHA-9")
     projection = _check_factors(teacher, values, output_projection, query_mask, check=check)
     heads = projection.shape[0]
     maps, group = teacher.unmixed(), heads // values.shape[1]
     read = [maps.apply_to(values[:, head : head + 1]) for head in range(values.shape[1])]  # (B, H_t, L, d_v) each
     products = torch.stack(read, dim=2).repeat_interleave(group, dim=2)
-    return gram_of_products(products.double(), projection, query_mask, alpha_per)
+    return gram_of_products(products.double(), projection, query_mask)
 
 
 def _check_factors(

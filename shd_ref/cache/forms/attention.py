@@ -34,7 +34,6 @@ from shd_ref.cache.storage.places import MAX_LAYERS
 from shd_ref.errors import ShdError
 
 MAX_HEADS: Final = 10_000
-ALPHA_PER: Final = ("map", "row")
 KINDS: Final = ("encoder", "decoder", "cross")
 """Attention of one model that is told apart, in the order in which student layers are numbered (CACHE-105)."""
 SHAPES: Final = ("length", "own")
@@ -102,7 +101,7 @@ class Attention(Form):
         plans: of each layer, where they differ (CACHE-102).
         matching: how the plans were matched on the data, or None.
         strategy: name from the specification, as are alpha_rule and alpha_from; the cache only compares them.
-        alpha_per: ``"map"`` or ``"row"``.
+        alpha_per: always ``"map"``, one weight per map.
         support: ``"full"`` or ``"causal"``.
         codec: of the form.
         num_student_layers: L_s, number of attention calls of the student; None if explicit pairs name the supervised
@@ -126,7 +125,7 @@ class Attention(Form):
     strategy: str
     alpha_rule: str
     alpha_from: str = "teacher"
-    alpha_per: str
+    alpha_per: str = "map"
     support: str
     num_student_layers: int | None = optional(None)
     kinds: tuple[KindLayers, ...] = optional(())
@@ -149,7 +148,7 @@ class Attention(Form):
         limit, wanted_heads = self.num_teacher_heads, self.num_student_heads
         require(1 <= wanted_heads <= limit, f"num_student_heads must be 1 to num_teacher_heads={limit}", wanted_heads)
         self._check_plans()
-        require(self.alpha_per in ALPHA_PER, f"alpha_per must be one of {ALPHA_PER}", self.alpha_per)
+        require(self.alpha_per == "map", "alpha_per must be map", self.alpha_per)
         require(self.support in SUPPORTS, f"support must be one of {SUPPORTS}", self.support)
 
     @property
@@ -181,18 +180,11 @@ class Attention(Form):
         return Part("alphas", F32, name, optional=True), mixing, *blobs
 
     def part_shapes(self, extent: Extent) -> tuple[tuple[int, ...], ...]:
-        """``(layers, n_pairs)`` and ``(layers, H_s, H_t)``, with a last axis by row, and the size of each blob."""
-        rows = (extent.num_rows,) if self.alpha_per == "row" else ()
+        """``(layers, n_pairs)`` and ``(layers, H_s, H_t)``, and the size of each blob."""
         layers = len(self.layers)
-        alphas = (layers, self.num_alphas, *rows)
-        mixing = (layers, self.num_student_heads, self.num_teacher_heads, *rows)
+        alphas = (layers, self.num_alphas)
+        mixing = (layers, self.num_student_heads, self.num_teacher_heads)
         return alphas, mixing, *((size,) for size in self.blob_sizes(extent))
-
-    def floats(self, record: SampleRecord) -> Iterator[NDArray[np.float32] | None]:
-        """Alphas, unless the strategy has none, and mixing."""
-        for values in super().floats(record):
-            by_row = values is not None and self.alpha_per == "row"
-            yield values[..., : record.extent.num_rows] if by_row and values is not None else values
 
     def num_rows(self, extent: Extent) -> int:
         """Rows of the layer with the most rows, without leading padding; a decoder's rows are its positions."""
@@ -268,7 +260,7 @@ class Attention(Form):
         require(len(pairs) == 1, "plans must have one number of pairs", sorted(pairs), "CACHE-102")
 
     def _describe_merge(self) -> str:
-        return f"{self.support} support, one alpha per {self.alpha_per}"
+        return f"{self.support} support"
 
 
 def blob_name(layer: int) -> str:
@@ -399,7 +391,6 @@ class Factors(Attention):
         problem = check_layers(self.codec, self.factors, self.num_teacher_heads)
         if problem is not None:
             raise ShdError("argument-value", problem, "CACHE-141")
-        require(self.alpha_per == "map", "alpha_per must be map where factors are given", self.alpha_per, "CACHE-141")
         require(self.padding in PADDING, f"padding must be one of {PADDING}", self.padding, "CACHE-145")
 
     @property

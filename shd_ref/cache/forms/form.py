@@ -74,7 +74,7 @@ class Extent:
 
     @property
     def num_rows(self) -> int:
-        """Of the layer that has most: the last axis of weights by row."""
+        """Of the layer that has most."""
         return max((rows for rows, _ in self.shapes), default=self.length)
 
 

@@ -97,20 +97,13 @@ def _compare_sample(layer_outputs: LayerOutputs) -> Comparison:
     dtype = dtype if dtype in limits["probs"] else "float32"
     products, outputs = _factor_products(layer_outputs, rule.strategy, dtype)
     mixing_of = functools.partial(
-        solve_mixing,
-        products,
-        outputs,
-        rule.rounds,
-        query_mask=layer_outputs.row_mask,
-        alpha_rule=rule.alpha_rule,
-        alpha_per=rule.alpha_per,
+        solve_mixing, products, outputs, rule.rounds, query_mask=layer_outputs.row_mask, alpha_rule=rule.alpha_rule
     )
     mixing, constant = (mixing_of(strategy=strategy)[0] for strategy in (rule.strategy, "constant"))
     groups = plan_groups(rule.rounds, products.shape[1])
     difference = wrong = count = 0.0
     for rows, probs, merged in _tiles(layer_outputs, dtype):
-        weights = mixing if mixing.ndim == 3 else mixing[..., rows]
-        expected = mix_maps(soften_rows(probs, rule.temperature, row_sums=layer.site.row_sums), weights)
+        expected = mix_maps(soften_rows(probs, rule.temperature, row_sums=layer.site.row_sums), mixing)
         actual = merged
         count += merged.size
         if layer_outputs.rows is not None and "codes" in layer_outputs.arrays and rule.codec != "sqrt8-row":

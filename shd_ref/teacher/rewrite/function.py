@@ -37,7 +37,6 @@ class MergeRule:
     rounds: MergePlan
     strategy: str = "shd"
     alpha_rule: str = "least_squares"
-    alpha_per: str = "map"
     temperature: float = 1.0
     codec: str = "float32"
     value_heads: tuple[int, ...] = ()  # of each head, the first with the same values, where that is known
@@ -125,7 +124,7 @@ def squeeze_function(rule: MergeRule, opset: int) -> onnx.FunctionProto:
 
 def merge_and_code(body: Body, rule: MergeRule, maps: str, weights: str | None) -> tuple[str, str]:
     """Merged maps of some rows, and their codes, from maps in float32 and every head's weight in its group."""
-    merged = _mix(body, _soften(body, maps, rule.temperature), final_mixing(rule), weights, rule.alpha_per)
+    merged = _mix(body, _soften(body, maps, rule.temperature), final_mixing(rule), weights)
     return merged, _sqrt8_codes(body, merged) if rule.codec == "sqrt8-row" else merged
 
 
@@ -151,18 +150,16 @@ def membership_of(groups: Sequence[Sequence[int]], num_heads: int) -> Array32:
     return member
 
 
-def _mix(body: Body, maps: str, mixing: Array32 | None, weights: str | None, alpha_per: str) -> str:
-    """``sum_t mixing[n, t] weights[t] A_t`` ``(B, n, L, S)``; weights ``(B, H_t, 1)``, ``(B, H_t, L)`` or ones."""
+def _mix(body: Body, maps: str, mixing: Array32 | None, weights: str | None) -> str:
+    """``sum_t mixing[n, t] weights[t] A_t`` ``(B, n, L, S)``; weights ``(B, H_t, 1)`` or ones."""
     if mixing is None:
         return maps
     num_maps = len(mixing)
     blocks = _diagonal_blocks(mixing)
     num_blocks, _, block_heads = blocks.shape
     left = body.const(blocks)
-    if weights is not None and alpha_per == "map":
+    if weights is not None:
         left = body.op("Mul", left, body.reshape(weights, 0, num_blocks, 1, block_heads))
-    elif weights is not None:
-        maps = body.op("Mul", maps, body.reshape(weights, 0, 0, -1, 1))
     # Matrix products over flattened maps read every map once, for any set of mixed heads.
     mixed = body.op("MatMul", left, body.reshape(maps, 0, num_blocks, block_heads, -1))
     rows = body.op("Gather", body.op("Shape", maps), body.const([2]))
@@ -185,7 +182,7 @@ def alphas_function(rule: MergeRule, slots: Slots, opset: int) -> onnx.FunctionP
     """``(sums, row_mask, gram of each round) -> (alphas, degenerate, weights)``, from products in place of maps.
 
     ``sums`` ``(B, H, L, W)`` are products of each head's map with the values of its ``slots``; the weights
-    ``(B, H, 1 or L)`` are those of each head in its group.
+    ``(B, H, 1)`` are those of each head in its group.
     """
     body = Body("", opset)
     inputs = ["sums", "row_mask", *(f"gram_{number}" for number in range(len(rule.rounds)))]
@@ -228,7 +225,7 @@ def _products_of_sums(body: Body, rule: MergeRule, slots: Slots, one_round: Roun
     products = body.reshape(aligned, 0, 0, -1, width * rule.d_v)  # (B, H, L, E)
     if weights:
         selected = [one_round.pool[position] for position in one_round.order]
-        paired = _mix(body, products, membership_of(selected, rule.num_heads), weights, rule.alpha_per)
+        paired = _mix(body, products, membership_of(selected, rule.num_heads), weights)
     else:
         paired = _take_heads(body, products, one_round.order, rule.num_heads)
     return body.reshape(paired, 0, len(one_round.pairs), -1, width * rule.d_v)
@@ -245,9 +242,8 @@ def _solve(body: Body, rule: MergeRule, products_of: Callable[[Round, str], str]
         weights = body.op("Mul", weights, factors) if weights else factors
         alphas.append(raw)
         degenerate.append(is_degenerate)
-    per_pair = (0, -1) if rule.alpha_per == "map" else (0, 0, -1)
-    body.rename(body.reshape(body.concat(alphas, 1), *per_pair), "alphas")
-    body.rename(body.reshape(body.concat(degenerate, 1), *per_pair), "degenerate")
+    body.rename(body.reshape(body.concat(alphas, 1), 0, -1), "alphas")
+    body.rename(body.reshape(body.concat(degenerate, 1), 0, -1), "degenerate")
     return weights
 
 
@@ -265,7 +261,7 @@ def _products(body: Body, rule: MergeRule, maps: str, values: str, one_round: Ro
         paired = _take_heads(body, maps, one_round.order, rule.num_heads)
     else:
         selected = [one_round.pool[position] for position in one_round.order]
-        paired = _mix(body, maps, membership_of(selected, rule.num_heads), weights, rule.alpha_per)
+        paired = _mix(body, maps, membership_of(selected, rule.num_heads), weights)
     num_pairs, num_members = len(one_round.pairs), 2 * one_round.width
     members = [head for group in one_round.members() for head in group]
     by_pair = body.reshape(
@@ -277,7 +273,7 @@ def _products(body: Body, rule: MergeRule, maps: str, values: str, one_round: Ro
 
 
 def _moments(body: Body, rule: MergeRule, one_round: Round, products: str, gram: str) -> str:
-    """Numerator, denominator and scale of alphas, from sums and differences of products: ``(B, m, 1 or L, 3)``."""
+    """Numerator, denominator and scale of alphas, from sums and differences of products: ``(B, m, 1, 3)``."""
     num_pairs, width = len(one_round.pairs), 2 * one_round.width * rule.d_v
     both = body.const(np.array([[1.0, 1.0], [1.0, -1.0]], dtype=np.float32))
     turned = body.op("MatMul", both, body.reshape(products, 0, num_pairs, 2, -1))  # sums, differences
@@ -290,12 +286,9 @@ def _moments(body: Body, rule: MergeRule, one_round: Round, products: str, gram:
         terms = body.concat([terms, body.op("Mul", in_metric, swapped)], -1)
         width, pick = 2 * width, _pick_printed_moments(width)
     terms = body.reshape(terms, 0, num_pairs, 2, -1, width)  # (B, m, 2, L, E)
-    if rule.alpha_per == "map":
-        totals = body.op("MatMul", body.reshape("row_mask", 0, 1, 1, 1, -1), terms)  # (B, m, 2, 1, E)
-        picked = body.const(pick.reshape(-1, 3))
-        return body.op("MatMul", body.reshape(totals, 0, num_pairs, 1, 2 * width), picked)
-    parts = body.reduce_sum(body.op("MatMul", terms, body.const(pick)), 2)  # (B, m, L, 3)
-    return body.op("Mul", parts, body.reshape("row_mask", 0, 1, -1, 1))
+    totals = body.op("MatMul", body.reshape("row_mask", 0, 1, 1, 1, -1), terms)  # (B, m, 2, 1, E)
+    picked = body.const(pick.reshape(-1, 3))
+    return body.op("MatMul", body.reshape(totals, 0, num_pairs, 1, 2 * width), picked)
 
 
 def _pick_moments(width: int) -> Array32:
@@ -317,7 +310,7 @@ def _pick_printed_moments(width: int) -> Array32:
 
 
 def _alphas(body: Body, rule: MergeRule, moments: str) -> tuple[str, str]:
-    """Raw alphas and whether they are degenerate, ``(B, m, 1 or L)``."""
+    """Raw alphas and whether they are degenerate, ``(B, m, 1)``."""
     numerator, denominator, scale = (
         body.op("Gather", moments, body.const(np.array(moment)), axis=3) for moment in range(3)
     )
@@ -327,9 +320,6 @@ def _alphas(body: Body, rule: MergeRule, moments: str) -> tuple[str, str]:
     degenerate = body.op("LessOrEqual", denominator, least)
     quotient = body.op("Div", numerator, body.op("Where", degenerate, body.const(1.0), denominator))
     raw = body.op("Where", degenerate, body.const(0.5), quotient)
-    if rule.alpha_per == "row":
-        counted = body.op("Greater", body.reshape("row_mask", 0, 1, -1), body.const(0.0))
-        degenerate = body.op("And", degenerate, counted)
     if rule.strategy == "hard":
         nearer_p = body.op("GreaterOrEqual", raw, body.const(0.5))
         # Times zero, not zero: NaN stays NaN.
@@ -338,7 +328,7 @@ def _alphas(body: Body, rule: MergeRule, moments: str) -> tuple[str, str]:
 
 
 def factors_of_round(body: Body, rule: MergeRule, one_round: Round, alphas: str) -> str:
-    """What this round multiplies every teacher head's weight by: alpha, 1 - alpha or 1; ``(B, H_t, 1 or L)``."""
+    """What this round multiplies every teacher head's weight by: alpha, 1 - alpha or 1; ``(B, H_t, 1)``."""
     slope = np.zeros((rule.num_heads, len(one_round.pairs)), dtype=np.float32)
     offset = np.ones((rule.num_heads, 1), dtype=np.float32)
     for number, (p, q) in enumerate(one_round.pairs):
@@ -372,8 +362,6 @@ def constant_alphas(body: Body, rule: MergeRule, probs: str) -> str:
     num_pairs = 0 if rule.strategy == "mean" else sum(len(one_round) for one_round in rule.rounds)
     shape = body.op("Shape", probs)
     sizes = [body.op("Gather", shape, body.const([0])), body.const([num_pairs])]
-    if rule.alpha_per == "row":
-        sizes.append(body.op("Gather", shape, body.const([2])))
     half = onnx.numpy_helper.from_array(np.full(1, 0.5, dtype=np.float32))
     return body.op("ConstantOfShape", body.concat(sizes, 0), value=half)
 

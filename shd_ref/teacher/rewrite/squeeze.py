@@ -35,7 +35,7 @@ from shd_ref.teacher.rewrite.function import (
 from shd_ref.teacher.rewrite.tiles import FUSED_DOMAIN, TiledAttention, TiledRows, Tiling, add_codes
 
 _MIN_IR_VERSION: Final = 8  # the first with model-local functions
-_RANKS: Final = {"alphas": 3, "degenerate": 3}  # per row; everything else is (B, H, L, S)
+_RANKS: Final = {"alphas": 2, "degenerate": 2}  # everything else is (B, H, L, S)
 _MASK_TYPES: Final = (onnx.TensorProto.BOOL, onnx.TensorProto.INT32, onnx.TensorProto.INT64)
 
 
@@ -143,7 +143,7 @@ def squeeze_graph(
         body.prefix = f"{FUNCTION_DOMAIN}/{own}{student_layer}/"
         heads, d_v = site.num_heads or 0, site.d_v or 0  # known for supported sites
         rounds = merge_plan(heads, options.num_student_heads, plan)
-        weights = options.strategy, options.alpha_rule, options.alpha_per
+        weights = options.strategy, options.alpha_rule
         rule = MergeRule(heads, d_v, rounds, *weights, temperature, codec)
         hidden = () if check_outputs else ("probs", "values", "merged", *(("codes",) if factors else ()))
         tiles = None if tiling is None else tiling.of(site)
@@ -271,8 +271,7 @@ def _output_results(
     names = {role: f"{body.prefix}{role}" for role in results}
     for role, source in results.items():
         if role not in hidden:
-            by_pair = role in ("alphas", "degenerate") and rule.alpha_per == "map"
-            body.output(source, names[role], kinds.get(role, FLOAT), rank=2 if by_pair else _RANKS.get(role, 4))
+            body.output(source, names[role], kinds.get(role, FLOAT), rank=_RANKS.get(role, 4))
     return names
 
 

@@ -408,8 +408,6 @@ def merge_rows(tile: TileBody, rule: MergeRule, weights: str | None) -> dict[str
     body, site = tile.body, tile.tiles.site
     probs = batch_heads(body, tile.make(tile.tiles.probs), site.layout, site.num_heads or 1)
     maps = body.op("Cast", probs, to=FLOAT)
-    if weights is not None and rule.alpha_per == "row":
-        weights = tile.cut(weights, (-1, None))
     merged, codes = merge_and_code(body, rule, maps, weights)
     return {"probs": maps, "merged": merged, "codes": codes}
 

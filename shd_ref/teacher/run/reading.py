@@ -11,7 +11,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from shd_ref.attention import Array, Mask, check_option, value_outputs
 from shd_ref.cache.documents.manifest import sample_order
-from shd_ref.merging.alpha import ALPHA_PER
 from shd_ref.merging.matching import MATCHED_BY, match_pairs, read_calibration, score_pair
 from shd_ref.merging.mixing import Head, merge_round
 from shd_ref.merging.plans import MergePlan, Pair, check_counts
@@ -83,7 +82,6 @@ def calibrate_plans(
     num_student_heads: int,
     *,
     by: str = "residual",
-    alpha_per: str = "map",
     num_samples: int = CALIBRATION_SAMPLES,
     seed: int = 0,
     batch_size: int = 16,
@@ -103,9 +101,7 @@ def calibrate_plans(
                 calibration.append((probs, values, mask))
         largest = max((probs[0, 0].size for probs, *_ in calibration), default=0)
         with threads_for(largest * 2 * (site.d_v or 0)):
-            plan = match_factored(
-                calibration, projection_of(site), num_student_heads, by, alpha_per=alpha_per, row_sums=site.row_sums
-            )
+            plan = match_factored(calibration, projection_of(site), num_student_heads, by, row_sums=site.row_sums)
         plans.append(plan)
     return tuple(plans)
 
@@ -116,7 +112,6 @@ def match_factored(
     num_student_heads: int,
     by: str = "residual",
     *,
-    alpha_per: str = "map",
     row_sums: str = "one",
 ) -> MergePlan:
     """``matched_plan`` from items (maps, V, mask) and W_o; products are kept in a basis of two heads' rows."""
@@ -126,7 +121,6 @@ def match_factored(
         heads = np.shape(probs)[1]
         items.append((probs, np.repeat(values, heads // values.shape[1], axis=1), mask))
     check_option("by", by, MATCHED_BY, "PLAN-12")
-    check_option("alpha_per", alpha_per, ALPHA_PER, "ALPHA-9")
     pools, masks = read_calibration(items, row_sums)  # of each head its map and its values
     check_counts(len(pools[0]), num_student_heads)
     weights = list(whole.reshape(len(pools[0]), -1, whole.shape[-1]))  # (d_v, D) of each head
@@ -137,11 +131,11 @@ def match_factored(
         for p, q in itertools.combinations(range(count), 2):
             basis = _common_basis(weights[p], weights[q])
             for pool, mask in zip(pools, masks, strict=True):
-                scores[p, q] += score_pair(*_express(pool[p], pool[q], basis), mask, by, alpha_per)
+                scores[p, q] += score_pair(*_express(pool[p], pool[q], basis), mask, by)
         pairs = match_pairs(scores, min(count // 2, count - num_student_heads))
         alone = sorted(set(range(count)) - {head for pair in pairs for head in pair})
         pools = [
-            [_merge(pool[p], pool[q], _common_basis(weights[p], weights[q]), mask, alpha_per) for p, q in pairs]
+            [_merge(pool[p], pool[q], _common_basis(weights[p], weights[q]), mask) for p, q in pairs]
             + [pool[head] for head in alone]
             for pool, mask in zip(pools, masks, strict=True)
         ]
@@ -163,8 +157,8 @@ def _express(first: Head, second: Head, basis: Array) -> tuple[Head, Head]:
     return (a_p, v_p @ basis[:split]), (a_q, v_q @ basis[split:])
 
 
-def _merge(first: Head, second: Head, basis: Array, mask: Mask | None, alpha_per: str) -> Head:
+def _merge(first: Head, second: Head, basis: Array, mask: Mask | None) -> Head:
     """The merged map, and the values of both, whose weights stand beneath each other."""
     pair = _express(first, second, basis)
-    ((merged, _),), _ = merge_round(pair, [(0, 1)], query_mask=mask, alpha_per=alpha_per)
+    ((merged, _),), _ = merge_round(pair, [(0, 1)], query_mask=mask)
     return merged, np.concatenate([first[1], second[1]], axis=-1)

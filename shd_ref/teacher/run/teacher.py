@@ -382,7 +382,6 @@ def match_plans(
         inputs,
         options.num_student_heads,
         by=options.matched_by,
-        alpha_per=options.alpha_per,
         num_samples=options.calibration_samples,
         seed=run.seed,
         batch_size=run.batch_size,

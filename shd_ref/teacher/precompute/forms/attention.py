@@ -75,7 +75,6 @@ class AttentionMaker(Maker[AttentionT]):
             "matching": matching_of(options, work.run),
             "strategy": options.strategy,
             "alpha_rule": options.alpha_rule,
-            "alpha_per": options.alpha_per,
             "codec": options.stored_codec,
             "num_student_layers": work.graph.num_student_layers,
             "kinds": work.graph.kinds,
@@ -93,7 +92,6 @@ class AttentionMaker(Maker[AttentionT]):
             "plans": form.layer_plans,
             "strategy": form.strategy,
             "alpha_rule": form.alpha_rule,
-            "alpha_per": form.alpha_per,
             "temperature": form.bound_temperature or 1.0,
             "form": form.form,
             "codec" if isinstance(form, Maps) else "factored_codec": form.codec,
@@ -104,7 +102,7 @@ class AttentionMaker(Maker[AttentionT]):
         yield "form", stored, options.form
         if not isinstance(form, Maps | Factors) or not options.has_attention:
             return
-        for name in ("num_student_heads", "strategy", "alpha_rule", "alpha_per"):
+        for name in ("num_student_heads", "strategy", "alpha_rule"):
             yield name, getattr(form, name), getattr(options, name)
         yield "codec", form.codec, options.stored_codec
         if not options.is_factored:
@@ -122,14 +120,13 @@ class AttentionMaker(Maker[AttentionT]):
     def make(
         self, form: AttentionT, samples: Sequence[StudentOutputs], extents: Sequence[Extent]
     ) -> list[dict[str, Any]]:
-        """Alphas before clipping, mixing (by row it follows from these, and would double a record), and codes."""
-        alphas = _stack_layers(samples)
-        mixings = mixings_of(form, alphas) if form.alpha_per == "map" else None
+        """Alphas before clipping, mixing, and codes."""
+        alphas = np.array([[layer.alphas for layer in sample.layers] for sample in samples], np.float32)
+        mixings = mixings_of(form, alphas)
         made = []
         for number, sample in enumerate(samples):
             parts: dict[str, Any] = {"alphas": alphas[number]} if alphas.size else {}
-            if mixings is not None:
-                parts["mixing"] = mixings[number]
+            parts["mixing"] = mixings[number]
             codes = self.make_codes(form, sample)
             made.append(parts | dict(zip(map(blob_name, form.student_layers), codes, strict=True)))
         return made
@@ -249,17 +246,6 @@ def mixings_of(form: Attention, raw_alphas: NDArray[np.float32]) -> NDArray[np.f
         composed = compose_mixing(rounds, plan, heads)
         mixings[:, columns] = composed.reshape(samples, len(columns), *composed.shape[1:])
     return mixings
-
-
-def _stack_layers(samples: Sequence[StudentOutputs]) -> NDArray[np.float32]:
-    """Weights of all layers ``(B, layers, n)`` or ``(B, layers, n, L)``; layers with fewer rows end in zeros."""
-    weights = [[layer.alphas for layer in sample.layers] for sample in samples]
-    shape = max(alphas.shape for of_sample in weights for alphas in of_sample)
-    stacked = np.zeros((len(samples), len(weights[0]), *shape), np.float32)
-    for number, of_sample in enumerate(weights):
-        for column, alphas in enumerate(of_sample):
-            stacked[number, column, ..., : alphas.shape[-1]] = alphas
-    return stacked
 
 
 def _without_padding(maps: NDArray[Any], layer: LayerOutputs, start: int = 0) -> NDArray[Any]:
