@@ -29,17 +29,17 @@ GOLDEN = Path(__file__).parent / "golden"
 DIGESTS = GOLDEN.with_suffix(".sha256")
 GOLDEN_JOBS = {
     "sqrt8-row-full": job(num_samples=3),
-    "sqrt8-row-causal": job(num_samples=3, support="causal", alpha_per="row"),
-    "float32-full": job(num_samples=3, codec="float32", alpha_per="row"),
+    "sqrt8-row-causal": job(num_samples=3, support="causal"),
+    "float32-full": job(num_samples=3, codec="float32"),
     "u4-causal": job(num_samples=3, support="causal", codec="u4"),
     "seeds": job(num_samples=3, inputs=SampleInputs(("input_ids",), None, "augmentation")),
     "layer-plans": job(num_samples=3, plan=(), plans=(PLAN, OTHER_PLAN), matching=Matching("residual", 2, 17)),
     "factored-int8": job(num_samples=3, codec="int8", factors=FACTORS, support="causal"),
     "factored-float16": job(num_samples=3, codec="float16", factors=FACTORS),
     "factored-window": job(num_samples=3, codec="int8", factors=WINDOWED, padding="around"),
-    "two-sequences": job(num_samples=3, codec="u4", alpha_per="row", **KINDS),
+    "two-sequences": job(num_samples=3, codec="u4", **KINDS),
     "student-layers": job(num_samples=3, num_student_layers=4),
-    "u4-skipped": job(num_samples=3, codec="u4", alpha_per="row", on_error="skip"),
+    "u4-skipped": job(num_samples=3, codec="u4", on_error="skip"),
     "topk-and-hidden-int8": job(num_samples=3, **FORMS["topk"]),
     "narrow-and-hidden-float16": job(
         num_samples=3, codec="int8", factors=WINDOWED, padding="around", **FORMS["narrow"]

@@ -133,12 +133,7 @@ def test_with_the_teacher_it_compares_and_shows_what_was_merged(made: Path, tmp_
         ModelInputs(make_inputs(), input_specs(model), "mask"),
     )
     read = [attention.read(0, batch) for number in range(NUM_SAMPLES) for batch in samples.batches([number], 1)]
-    ways: dict[str, dict[str, Any]] = {
-        "this cache": {},
-        "alpha per map": {},
-        "constant": {"strategy": "constant"},
-        "alpha per row": {"alpha_per": "row"},
-    }
+    ways: dict[str, dict[str, Any]] = {"this cache": {}, "alpha per map": {}, "constant": {"strategy": "constant"}}
     for name, options in ways.items():
         mean = np.mean([squeeze_heads(maps, outputs, 2, **options).residual[0] for maps, outputs in read])
         assert evidence.residuals[name] == [pytest.approx(mean, rel=1e-6)]
@@ -146,9 +141,8 @@ def test_with_the_teacher_it_compares_and_shows_what_was_merged(made: Path, tmp_
     assert all(f"{value:.4f}" in page.text for values in shown.values() for value in values)
 
 
-@pytest.mark.parametrize("alpha_per", ["map", "row"])
-def test_counts_are_those_of_the_records(tmp_path: Path, alpha_per: str) -> None:
-    reader = CacheReader(write_cache(tmp_path / "cache", job(num_samples=7, alpha_per=alpha_per)))
+def test_counts_are_those_of_the_records(tmp_path: Path) -> None:
+    reader = CacheReader(write_cache(tmp_path / "cache", job(num_samples=7)))
     content = read_content(reader)
     records = [reader.read(key) for key in reader]
     for number, layer in enumerate(content.layers):

@@ -41,7 +41,6 @@ def test_equal_counts_are_the_identity_and_bad_calibration_is_an_error() -> None
         ("argument-shape", [(probs, outputs), (probs[:, :5], outputs[:, :5])], {}),
         ("argument-shape", [(probs, outputs[:, :5])], {}),
         ("argument-value", [(probs, outputs)], {"by": "cosine"}),
-        ("argument-value", [(probs, outputs)], {"alpha_per": "head"}),
         ("argument-value", [(probs, outputs)], {"num_student_heads": 0}),
         ("heads-exceed", [(probs, outputs)], {"num_student_heads": 7}),
         ("not-a-distribution", [(probs / 2, outputs)], {}),

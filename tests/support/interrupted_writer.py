@@ -21,7 +21,7 @@ from support.makers import AVERAGED, FORMS, HIDDEN_OF_A_DECODER, KINDS, errors_o
 NUM_SAMPLES = 120
 KINDS_OF_CACHE: dict[str, dict[str, Any]] = {
     "one-sequence": FORMS["topk"],
-    "decoder": {"codec": "u4", "alpha_per": "row", **KINDS, "logits": AVERAGED, "hidden": HIDDEN_OF_A_DECODER},
+    "decoder": {"codec": "u4", **KINDS, "logits": AVERAGED, "hidden": HIDDEN_OF_A_DECODER},
 }
 
 

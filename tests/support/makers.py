@@ -150,7 +150,6 @@ def job(num_samples: int = 7, samples_per_shard: int = 2, **changes: Any) -> Man
         "plan": PLAN,
         "strategy": "shd",
         "alpha_rule": "least_squares",
-        "alpha_per": "map",
         "support": "full",
     }
     attention |= {"codec": "sqrt8-row", "temperature": 1.0} if kind is Maps else {"codec": "int8"}
@@ -263,19 +262,17 @@ def parts_of(manifest: Manifest, index: int) -> dict[str, Any]:
 
 def attention_of(manifest: Manifest, index: int) -> dict[str, Any]:
     """Codes, alphas and mixing of a record."""
-    length, form = length_of(index), manifest.attention
-    most = max((rows for rows, _ in shapes_of(manifest, index)), default=length)
-    rows = (most,) if form.alpha_per == "row" else ()
+    form = manifest.attention
     layers, heads = len(form.layers), (form.num_student_heads, form.num_teacher_heads)
     codes: list[Any]
     if isinstance(form, Factors):
         codes = [encode_factors(form.codec, *factors_of(manifest, index, column)) for column in range(layers)]
     else:
         codes = [encode(form.codec, probs_of(manifest, index, layer)) for layer in form.student_layers]
-    alphas = fractions((layers, form.num_alphas, *rows), 1000 + index)
+    alphas = fractions((layers, form.num_alphas), 1000 + index)
     return {
         **({"alphas": alphas} if alphas.size else {}),
-        "mixing": fractions((layers, *heads, *rows), 2000 + index),
+        "mixing": fractions((layers, *heads), 2000 + index),
         **{f"L{layer:02d}": each for layer, each in zip(form.student_layers, codes, strict=True)},
     }
 

@@ -103,7 +103,7 @@ def test_no_such_shard(shard: int) -> None:
         ({"plan": (), "plans": (PLAN, PLAN)}, "plans must not all be equal"),
         ({"plan": (), "plans": (PLAN, (((0, 1),),))}, "plans must have one number of pairs"),
         ({"plans": (PLAN, OTHER_PLAN)}, "plan must be empty"),
-        ({"alpha_per": "head"}, "alpha_per must be one of"),
+        ({"alpha_per": "row"}, "alpha_per must be map"),
         ({"temperature": 0.0}, "temperature must be finite and above 0; got 0.0"),
         ({"temperature": math.inf}, "temperature must be finite"),
         ({"temperature": math.nan}, "temperature must be finite"),

@@ -40,7 +40,7 @@ from shd_ref.cache import Attention, CacheReader, CacheWriter, Manifest, list_ca
 
 ATTENTION: dict[str, dict[str, Any]] = {
     "maps": {},
-    "own shapes": {"codec": "u4", "alpha_per": "row", **KINDS},
+    "own shapes": {"codec": "u4", **KINDS},
     "factors": {"codec": "int8", "factors": FACTORS},
     "factors with padding in front": {"codec": "float16", "factors": WINDOWED, "padding": "around"},
     "skipped": {"on_error": "skip"},

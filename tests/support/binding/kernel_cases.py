@@ -32,7 +32,6 @@ class Case:
     window: int | None = None
     has_key_mask: bool = False
     temperature: float = 1.0
-    mixes_rows: bool = False
     has_sinks: bool = False
     dtype: str = "float32"
     batch: int = 1
@@ -57,12 +56,11 @@ class Case:
     def mixing(self) -> Array:
         """Random convex weights within each group."""
         rng = np.random.default_rng(1)
-        shape = (self.batch, len(self.groups), sum(map(len, self.groups)), self.length if self.mixes_rows else 1)
-        mixing = np.zeros(shape)
+        mixing = np.zeros((self.batch, len(self.groups), sum(map(len, self.groups))))
         for head, group in enumerate(self.groups):
-            weights = rng.random((self.batch, len(group), shape[3])) + 0.1
+            weights = rng.random((self.batch, len(group))) + 0.1
             mixing[:, head, list(group)] = weights / weights.sum(1, keepdims=True)
-        return mixing if self.mixes_rows else mixing[..., 0]
+        return mixing
 
     @cached_property
     def row_mass(self) -> Array:

@@ -110,7 +110,6 @@ def make_case(
     teacher_key_heads: int | None = None,
     width: int = 40,
     teacher_width: int = 24,
-    per_row: bool = False,
     grouped: bool = False,
     sharpness: float = 1.0,
     dtype: str = "float64",
@@ -125,7 +124,7 @@ def make_case(
         drawn = torch.from_numpy(sharpness**0.5 * rng.standard_normal(shape)).to(getattr(torch, dtype))
         return drawn.double().numpy()
 
-    mixing = rng.random((batch, student_heads, teacher_heads, *([rows] if per_row else [])))
+    mixing = rng.random((batch, student_heads, teacher_heads))
     groups = None
     if grouped:
         plan = shd_ref.merge_plan(teacher_heads, student_heads, "balanced")

@@ -32,7 +32,7 @@ def make_way(way: str, cache: Path, out: Path, *, ranks: int) -> SHDTrainer:
     if way.startswith("stream"):
         train = SupervisedStream(samples, cache, remainder="keep")
     if way == "live":
-        train, given["teacher"] = samples, OnlineTeacher(make_model(4, seed=1), 2, 2, alpha_per="row")
+        train, given["teacher"] = samples, OnlineTeacher(make_model(4, seed=1), 2, 2)
     if way.startswith("terms"):
         for number, sample in enumerate(samples):
             sample["labels"] = sample["labels"].clone()

@@ -103,7 +103,7 @@ def test_the_teacher_runs_on_its_own_attention_put_back(shared_data: Path, name:
     sites = find_sites(model)
     output = model.graph.output[0].name
     heads = {site.num_heads or 0 for site in sites}.pop()
-    rules = [MergeRule(heads, site.d_v or 0, (), alpha_per="row") for site in sites]
+    rules = [MergeRule(heads, site.d_v or 0, ()) for site in sites]
     replaced = replace_attention(model, sites, rules, output=output)
     session = open_session(replaced.model.SerializeToString(), num_threads=1)
     feeds = random_feeds(session)

@@ -67,13 +67,8 @@ def read_layer(teacher: Path, layer: int, indices: list[int]) -> tuple[Any, Any]
 
 
 @pytest.mark.parametrize("by", ["residual", "similarity"])
-@pytest.mark.parametrize("alpha_per", ["map", "row"])
-def test_every_layer_has_the_plan_that_the_reference_finds(
-    teacher: Path, tmp_path: Path, by: str, alpha_per: str
-) -> None:
-    options = PrecomputeOptions(
-        2, plan="matched", matched_by=by, alpha_per=alpha_per, calibration_samples=3, codec="float32"
-    )
+def test_every_layer_has_the_plan_that_the_reference_finds(teacher: Path, tmp_path: Path, by: str) -> None:
+    options = PrecomputeOptions(2, plan="matched", matched_by=by, calibration_samples=3, codec="float32")
     precompute(teacher, make_inputs(), tmp_path / "cache", options, RUN)
     reader = CacheReader(tmp_path / "cache")
     manifest = reader.manifest
@@ -81,23 +76,21 @@ def test_every_layer_has_the_plan_that_the_reference_finds(
     chosen = DRAWN[:3]
     for number, plan in enumerate(manifest.attention.layer_plans):
         maps, outputs = read_layer(teacher, number, chosen)
-        assert plan == matched_plan([(maps, outputs)], 2, by, alpha_per=alpha_per)
+        assert plan == matched_plan([(maps, outputs)], 2, by)
     assert manifest.attention.plans is not None  # the layers were made to differ
     for key in reader:
         record = reader.read(key)
         for number, plan in enumerate(manifest.attention.layer_plans):
             maps, outputs = read_layer(teacher, number, [record.index])
-            reference = squeeze_heads(maps, outputs, 2, plan=plan, alpha_per=alpha_per)
+            reference = squeeze_heads(maps, outputs, 2, plan=plan)
             np.testing.assert_allclose(reader.decode(record, number), reference.probs[0], atol=2e-5)
             alphas = np.concatenate(reference.alphas, axis=1)[0]
             np.testing.assert_allclose(np.clip(record.parts["alphas"][number], 0, 1), alphas, atol=1e-3)
-            if "mixing" in record.parts:
-                np.testing.assert_allclose(record.parts["mixing"][number], reference.mixing[0], atol=1e-3)
-                ends = np.cumsum([len(one_round) for one_round in plan])[:-1]
-                rounds = np.split(np.clip(record.parts["alphas"][None, number], 0, 1), ends, axis=1)
-                np.testing.assert_allclose(
-                    compose_mixing(rounds, plan, HEADS)[0], record.parts["mixing"][number], atol=1e-6
-                )
+            np.testing.assert_allclose(record.parts["mixing"][number], reference.mixing[0], atol=1e-3)
+            ends = np.cumsum([len(one_round) for one_round in plan])[:-1]
+            rounds = np.split(np.clip(record.parts["alphas"][None, number], 0, 1), ends, axis=1)
+            composed = compose_mixing(rounds, plan, HEADS)[0]
+            np.testing.assert_allclose(composed, record.parts["mixing"][number], atol=1e-6)
     assert verify_cache(tmp_path / "cache").ok
     assert recheck_records(tmp_path / "cache", teacher, make_inputs()).records == SAMPLES
 

@@ -62,10 +62,9 @@ def teacher_maps(teacher: Path, inputs: dict[str, NDArray[Any]], index: int) -> 
 
 
 @pytest.mark.parametrize("codec", ["sqrt8-row", "u4", "float32"])
-@pytest.mark.parametrize("alpha_per", ["map", "row"])
-def test_cache_holds_what_the_reference_computes(teacher: Path, tmp_path: Path, codec: str, alpha_per: str) -> None:
+def test_cache_holds_what_the_reference_computes(teacher: Path, tmp_path: Path, codec: str) -> None:
     inputs = make_inputs()
-    options = PrecomputeOptions(num_student_heads=2, codec=codec, alpha_per=alpha_per, temperature=1.5)
+    options = PrecomputeOptions(num_student_heads=2, codec=codec, temperature=1.5)
     progress: list[tuple[int, int, int]] = []
     summary = precompute(teacher, inputs, tmp_path / "cache", options, RUN, on_progress=lambda *p: progress.append(p))
     assert summary.samples == NUM_SAMPLES
@@ -80,7 +79,7 @@ def test_cache_holds_what_the_reference_computes(teacher: Path, tmp_path: Path, 
     for index in range(NUM_SAMPLES):
         probs, outputs = teacher_maps(teacher, inputs, index)
         length = probs.shape[-1]
-        reference = squeeze_heads(probs, outputs, 2, alpha_per=alpha_per, temperature=1.5)
+        reference = squeeze_heads(probs, outputs, 2, temperature=1.5)
         key = sample_key({"x": inputs["x"][index, :length], "mask": inputs["mask"][index, :length]})
         record = reader.read(key)
         assert record.length == length
@@ -88,9 +87,7 @@ def test_cache_holds_what_the_reference_computes(teacher: Path, tmp_path: Path, 
         exact = decode(codec, encode(codec, reference.probs[0].astype(np.float32)))
         np.testing.assert_allclose(reader.decode(record, 0), exact, atol=limit if codec == "float32" else 0.01)
         np.testing.assert_allclose(np.clip(record.parts["alphas"][0], 0, 1), reference.alphas[0][0], atol=1e-3)
-        if alpha_per == "map":
-            assert "mixing" in record.parts
-            np.testing.assert_allclose(record.parts["mixing"][0], reference.mixing[0], atol=1e-3)
+        np.testing.assert_allclose(record.parts["mixing"][0], reference.mixing[0], atol=1e-3)
 
 
 @pytest.mark.parametrize("strategy", ["constant", "hard", "mean"])

@@ -76,7 +76,6 @@ def assert_agrees(graph: SqueezedGraph, outputs: Arrays, *, mask: bool) -> None:
             query_mask=query_mask,
             temperature=rule.temperature,
             alpha_rule=rule.alpha_rule,
-            alpha_per=rule.alpha_per,
         )
         np.testing.assert_allclose(outputs[layer.names["merged"]], expected.probs, **TOLERANCE["probs"])
         alphas = outputs[layer.names["alphas"]]
@@ -102,32 +101,24 @@ def test_the_graph_equals_the_reference(heads: tuple[int, int], strategy: str) -
     model = bare_attention(num_heads, D_V, D_MODEL)
     feeds = random_inputs(num_heads)
     # Each value beside each other value of another option.
-    for plan, alpha_per, mask, temperature in (
-        ("progressive", "map", None, 1.0),
-        ("progressive", "row", "mask", 2.5),
-        ("balanced", "map", "mask", 2.5),
-        ("balanced", "row", None, 2.5),
-        ("balanced", "row", "mask", 1.0),
+    for plan, mask, temperature in (
+        ("progressive", None, 1.0),
+        ("progressive", "mask", 2.5),
+        ("balanced", None, 2.5),
+        ("balanced", "mask", 1.0),
     ):
         graph = squeeze(
-            model,
-            num_student_heads,
-            plan=plan,
-            strategy=strategy,
-            alpha_per=alpha_per,
-            row_mask_input=mask,
-            temperature=temperature,
+            model, num_student_heads, plan=plan, strategy=strategy, row_mask_input=mask, temperature=temperature
         )
         masked = mask is not None and strategy in ("shd", "hard")  # the others read no values and no mask
         assert_agrees(graph, run(graph, feeds), mask=masked)
 
 
-@pytest.mark.parametrize("alpha_per", ["map", "row"])
-def test_explicit_plans_and_the_printed_rule(alpha_per: str) -> None:
+def test_explicit_plans_and_the_printed_rule() -> None:
     model, feeds = bare_attention(6, D_V, D_MODEL), random_inputs(6)
     for rule, temperature in product(("least_squares", "as_printed"), (1.0, 0.5)):
         graph = squeeze(
-            model, 2, plan=CROSSED, alpha_rule=rule, alpha_per=alpha_per, temperature=temperature,
+            model, 2, plan=CROSSED, alpha_rule=rule, temperature=temperature,
             row_mask_input="mask",
         )  # fmt: skip
         assert_agrees(graph, run(graph, feeds), mask=True)
@@ -139,16 +130,14 @@ def test_layers_share_one_function_and_keep_their_own_weights() -> None:
     assert_agrees(graph, run(graph, random_inputs(4, num_layers=3)), mask=False)
 
 
-@pytest.mark.parametrize("alpha_per", ["map", "row"])
-def test_equal_heads_are_degenerate_and_merge_to_themselves(alpha_per: str) -> None:
+def test_equal_heads_are_degenerate_and_merge_to_themselves() -> None:
     feeds = random_inputs(4)
     feeds["logits_0"][:, 1] = feeds["logits_0"][:, 0]
-    graph = squeeze(bare_attention(4), 2, alpha_per=alpha_per, row_mask_input="mask")
+    graph = squeeze(bare_attention(4), 2, row_mask_input="mask")
     outputs = run(graph, feeds)
     (layer,) = graph.layers
-    counted = MASK.astype(bool) if alpha_per == "row" else np.ones(BATCH, bool)
-    np.testing.assert_array_equal(outputs[layer.names["degenerate"]][:, 0], counted)
-    np.testing.assert_array_equal(outputs[layer.names["alphas"]][:, 0], np.full(counted.shape, 0.5, np.float32))
+    assert outputs[layer.names["degenerate"]][:, 0].all()
+    np.testing.assert_array_equal(outputs[layer.names["alphas"]][:, 0], np.full(BATCH, 0.5, np.float32))
     np.testing.assert_allclose(outputs[layer.names["merged"]][:, 0], outputs[layer.names["probs"]][:, 0], atol=1e-7)
     assert_agrees(graph, outputs, mask=True)
 
@@ -242,7 +231,6 @@ def test_comparison_reports_residuals() -> None:
         ({"plan": 3}, "plan-invalid"),
         ({"plans": (((0, 1), (2, 3)),) * 2}, "plan-invalid"),
         ({"strategy": "best"}, "argument-value"),
-        ({"alpha_per": "key"}, "argument-value"),
         ({"alpha_rule": "guess"}, "argument-value"),
         ({"temperature": 0.0}, "argument-value"),
         ({"codec": "zip"}, "argument-value"),

@@ -47,11 +47,11 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
         PrecomputeOptions(2, codec="float32"),
         PrecomputeOptions(1),
         PrecomputeOptions(2, strategy="mean"),
-        PrecomputeOptions(3, alpha_per="row"),
+        PrecomputeOptions(3),
         PrecomputeOptions(2, form="factored", factored_codec="float16"),
         PrecomputeOptions(1, form="factored", strategy="constant"),
     ],
-    ids=["float32", "one-head", "mean", "by-row", "factored", "factored-constant"],
+    ids=["float32", "one-head", "mean", "three-heads", "factored", "factored-constant"],
 )
 def test_records_are_those_of_whole_maps(teacher: Path, tmp_path: Path, options: PrecomputeOptions) -> None:
     inputs = make_inputs()

@@ -65,12 +65,12 @@ def test_every_form_and_codec_is_forecast_as_it_is_written(teacher: Path, tmp_pa
         assert way.error.kl_mean == pytest.approx(summary.errors["attention"].kl_mean, rel=0.5, abs=1e-7)
 
 
-def test_weights_by_row_leave_maps_alone(teacher: Path, tmp_path: Path) -> None:
-    by_row = replace(OPTIONS, alpha_per="row")
-    forecast = forecast_cache(teacher, make_tokens(), by_row)
+def test_a_temperature_leaves_maps_alone(teacher: Path, tmp_path: Path) -> None:
+    warm = replace(OPTIONS, temperature=2.0)
+    forecast = forecast_cache(teacher, make_tokens(), warm)
     assert {way.form for way in forecast.ways} == {"maps"}
-    assert any("factored: alpha_per must be map" in reason for reason in forecast.refused)
-    precompute(teacher, make_tokens(), tmp_path, by_row)
+    assert any("factored: temperature must be 1" in reason for reason in forecast.refused)
+    precompute(teacher, make_tokens(), tmp_path, warm)
     (way,) = [way for way in forecast.ways if way.codec == "sqrt8-row"]
     assert way.total_bytes == pytest.approx(sum(stored_sizes(tmp_path)))
 

@@ -20,7 +20,7 @@ BETA = 1e-3
 ONE_HEAD: dict[str, Any] = {"groups": ((0, 1),), "kv_heads": 1}
 CASES = [
     Case("causal, L=63, d=40 and 24, grouped", 63, None, 40, 24, kv_heads=1, teacher_kv_heads=2, is_causal=True),
-    Case("L=65, S=70, weights per row, T=2.5", 65, 70, mixes_rows=True, temperature=2.5),
+    Case("L=65, S=70, T=2.5", 65, 70, temperature=2.5),
     Case("causal, padded on the left: empty rows", 70, is_causal=True, has_key_mask=True, batch=2),
     Case("groups of 3, 1 and 2", 37, groups=((0, 4, 2), (5,), (1, 3)), kv_heads=3, teacher_kv_heads=6),
     Case("five heads in one", 34, groups=((0, 1, 2, 3, 4),), kv_heads=1, teacher_kv_heads=5, has_key_mask=True),

@@ -67,10 +67,7 @@ def cases() -> list[Any]:
         "six-members": make_case(student_heads=1, teacher_heads=6, teacher_key_heads=2, grouped=True),
         "unequal-groups": make_case(student_heads=3, key_heads=1, teacher_heads=7, grouped=True),
         "every-pair": make_case(student_heads=4, key_heads=2, teacher_heads=6, teacher_key_heads=3),
-        "per-row": make_case(per_row=True, grouped=True),
-        "per-row-padded-warm": make_case(
-            per_row=True, temperature=2.0, **both(attn_mask=padded(2, 63), is_causal=True)
-        ),
+        "padded-warm": make_case(temperature=2.0, **both(attn_mask=padded(2, 63), is_causal=True)),
         "wider-teacher": make_case(width=16, teacher_width=40),
         "cold": make_case(temperature=0.5, **both(is_causal=True)),
         "warm": make_case(temperature=3.0, **both(is_causal=True)),
@@ -435,7 +432,7 @@ def test_support_error_names_where() -> None:
 
 def test_samples_and_rows_are_cut_alike() -> None:
     """Longer than two chunks of rows, and more entries than a tile."""
-    case = make_case(530, per_row=True, **both(is_causal=True, attn_mask=padded(2, 530, left=True)))
+    case = make_case(530, **both(is_causal=True, attn_mask=padded(2, 530, left=True)))
     expected = case.expected()
     for backend in BACKENDS:
         for supervision in (case.supervision(torch.float64), torch.from_numpy(case.maps())):

@@ -42,9 +42,8 @@ def teacher_case(
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("masked", [False, True], ids=["all-rows", "masked"])
-@pytest.mark.parametrize("alpha_per", ["map", "row"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_agrees_with_squeeze_heads(strategy: str, alpha_per: str, masked: bool, dtype: str) -> None:
+def test_agrees_with_squeeze_heads(strategy: str, masked: bool, dtype: str) -> None:
     for heads, student_heads, plan in (
         (7, 2, "progressive"),
         (6, 4, "balanced"),
@@ -53,7 +52,7 @@ def test_agrees_with_squeeze_heads(strategy: str, alpha_per: str, masked: bool, 
     ):
         teacher, values, projection, probs = teacher_case(heads)
         mask = row_mask(2, 12) if masked else None
-        options: dict[str, Any] = {"plan": plan, "strategy": strategy, "alpha_per": alpha_per}
+        options: dict[str, Any] = {"plan": plan, "strategy": strategy}
         outputs = shd_ref.value_outputs(values.numpy(), projection.numpy())
         expected = shd_ref.squeeze_heads(probs, outputs, student_heads, query_mask=mask, **options)
         real = getattr(torch, dtype)
@@ -110,21 +109,20 @@ def test_masked_teachers_with_grouped_keys(name: str, strategy: str) -> None:
     counted = probs.sum(-1).min(1) > 0.5
     assert counted.all() != (name == "left-padded")
     outputs = shd_ref.value_outputs(values, projection)
-    for alpha_per in ("map", "row"):
-        options: dict[str, Any] = {"plan": "balanced", "strategy": strategy, "alpha_per": alpha_per}
-        expected = shd_ref.squeeze_heads(probs, outputs, 4, query_mask=counted, **options)
-        actual = squeeze_factored(
-            teacher,
-            torch.from_numpy(values),
-            torch.from_numpy(projection),
-            4,
-            query_mask=torch.from_numpy(counted),
-            **options,
-        )
-        assert_agrees(actual.residual, expected.residual, "float64", "residual")
-        rows_that_count = counted[:, None, :, None]
-        got = np.where(rows_that_count, to_float64(actual.supervision.probs()), 0.0)
-        assert_agrees(torch.from_numpy(got), np.where(rows_that_count, expected.probs, 0.0), "float64", "probs")
+    options: dict[str, Any] = {"plan": "balanced", "strategy": strategy}
+    expected = shd_ref.squeeze_heads(probs, outputs, 4, query_mask=counted, **options)
+    actual = squeeze_factored(
+        teacher,
+        torch.from_numpy(values),
+        torch.from_numpy(projection),
+        4,
+        query_mask=torch.from_numpy(counted),
+        **options,
+    )
+    assert_agrees(actual.residual, expected.residual, "float64", "residual")
+    rows_that_count = counted[:, None, :, None]
+    got = np.where(rows_that_count, to_float64(actual.supervision.probs()), 0.0)
+    assert_agrees(torch.from_numpy(got), np.where(rows_that_count, expected.probs, 0.0), "float64", "probs")
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -178,12 +176,11 @@ def test_printed_rule_and_sinks() -> None:
         np.testing.assert_allclose(to_float64(actual.supervision.mass()), expected.probs.sum(-1), atol=1e-9)
 
 
-@pytest.mark.parametrize("alpha_per", ["map", "row"])
-def test_gram_tensor_agrees(alpha_per: str) -> None:
+def test_gram_tensor_agrees() -> None:
     teacher, values, projection, probs = teacher_case(6)
     mask = row_mask(2, 12)
-    expected = shd_ref.gram_tensor(probs, values.numpy(), projection.numpy(), query_mask=mask, alpha_per=alpha_per)
-    actual = gram_tensor_from_qk(teacher, values, projection, query_mask=torch.from_numpy(mask), alpha_per=alpha_per)
+    expected = shd_ref.gram_tensor(probs, values.numpy(), projection.numpy(), query_mask=mask)
+    actual = gram_tensor_from_qk(teacher, values, projection, query_mask=torch.from_numpy(mask))
     np.testing.assert_allclose(to_float64(actual), expected, rtol=1e-11, atol=1e-11)
 
 
@@ -198,7 +195,6 @@ def test_gram_tensor_agrees(alpha_per: str) -> None:
         ({"num_student_heads": 8}, "heads-exceed"),
         ({"strategy": "best"}, "argument-value"),
         ({"alpha_rule": "best"}, "argument-value"),
-        ({"alpha_per": "head"}, "argument-value"),
     ],
     ids=str,
 )

@@ -354,7 +354,6 @@ def test_a_student_may_teach_itself() -> None:
         ({"plan": [1]}, "plan-invalid", "plan must be rounds"),
         ({"strategy": "best"}, "argument-value", "strategy must be one of"),
         ({"alpha_rule": "best"}, "argument-value", "alpha_rule must be one of"),
-        ({"alpha_per": "key"}, "argument-value", "alpha_per must be one of"),
         ({"output_projections": [1]}, "argument-value", "output_projections must be"),
         ({"output_projections": {"0": torch.ones(2, 2)}}, "argument-value", "output_projections must name"),
         ({"output_projections": {0: torch.ones(2)}}, "argument-shape", r"output_projections\[0\] must have 2 axes"),
