@@ -115,7 +115,6 @@ def write_both(folder: Path, samples: int, length: int, support: str, codec: str
                 plan=(),
                 strategy="shd",
                 alpha_rule="least_squares",
-                alpha_per="map",
                 temperature=1.0,
                 support=support,
                 codec=codec,

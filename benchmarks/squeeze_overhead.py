@@ -104,10 +104,8 @@ def variants(model: onnx.ModelProto) -> dict[str, onnx.ModelProto]:
         "maps and values as outputs": with_maps(model, sites),
         "12 -> 6, uint8": squeezed(6),
         "12 -> 6, float32": squeezed(6, codec="float32"),
-        "12 -> 6, uint8, alpha per row": squeezed(6, alpha_per="row"),
         "12 -> 6, uint8, constant": squeezed(6, strategy="constant"),
         "12 -> 4, uint8 (two rounds)": squeezed(4),
-        "12 -> 4, uint8, alpha per row": squeezed(4, alpha_per="row"),
     }
 
 

@@ -369,9 +369,11 @@ def make_rival(
         batch: arguments of both models by name, of a few dozen samples if pairs are matched on it.
         layer_pairs: ``(student layer, teacher layer)``, zero-based; default spread as ``layer_map`` does.
         plan: as in ``OnlineTeacher``, or ``"matched"``: pairs of least residual on the batch, for each layer.
-        alpha_per: ``"map"`` or ``"row"``.
+        alpha_per: ``"map"``; arms with ``"row"`` were measured before it was removed, and their results are kept.
         temperature: T_a of both maps.
     """
+    if alpha_per != "map":
+        raise ValueError(f"alpha_per must be map; got {alpha_per}: its results are kept, not run again")
     kind = RIVALS[name]
     passes = []
     for model in (student, teacher):
@@ -385,7 +387,7 @@ def make_rival(
     heads = own.captured.layer(pairs[0][0]).num_heads
     if plan == "matched":
         plan = match_heads(teacher, batch, pairs, heads)
-    online = OnlineTeacher(teacher, heads, pairs, plan=plan, alpha_per=alpha_per, **dict(kind.squeezing))  # type: ignore[arg-type]
+    online = OnlineTeacher(teacher, heads, pairs, plan=plan, **dict(kind.squeezing))  # type: ignore[arg-type]
     parts = []
     if kind.make_part is not None:
         parts = [kind.make_part(_width(kind, own, s), _width(kind, other, t)) for s, t in pairs]

@@ -121,15 +121,13 @@ show(
 # %% [markdown]
 # ## How much is lost
 #
-# The same pairs with other weights: the better head of each, the mean of both, and the closed form, per map or per
-# row.
+# The same pairs with other weights: the better head of each, the mean of both, and the closed form.
 
 # %%
 ways = {
     "better head (hard)": {"strategy": "hard"},
     "half and half (constant)": {"strategy": "constant"},
     "one alpha per pair (shd)": {},
-    "one alpha per row": {"alpha_per": "row"},
 }
 for name, options in ways.items():
     result = shd.squeeze_heads(maps, outputs, 6, plan=plans["matched"], **options)
