@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from shd_ref.attention import ROW_SUMS, check_option, check_temperature
 from shd_ref.errors import ShdError, argument_value
-from shd_ref.merging.alpha import ALPHA_PER, ALPHA_RULES
+from shd_ref.merging.alpha import ALPHA_RULES
 from shd_ref.merging.mixing import ALPHA_FROM, STRATEGIES, check_teacher
 from shd_ref.merging.plans import merge_plan
 from shd_ref.teacher.opening.body import FLOAT, FUNCTION_DOMAIN, Body
@@ -69,14 +69,12 @@ def make_call(
     query_mask: ArrayLike | None = None,
     temperature: float = 1.0,
     alpha_rule: str = "least_squares",
-    alpha_per: str = "map",
     alpha_from: str = "teacher",
     row_sums: str = "one",
 ) -> GraphCall:
     """The graph of a call of ``shd_ref.squeeze_heads``; ``NotImplementedError`` where that is not the graph's."""
     check_option("strategy", strategy, STRATEGIES, "MIX-2")
     check_option("alpha_rule", alpha_rule, ALPHA_RULES, "ALPHA-4")
-    check_option("alpha_per", alpha_per, ALPHA_PER, "ALPHA-9")
     check_option("alpha_from", alpha_from, ALPHA_FROM, "TEMP-3")
     check_option("row_sums", row_sums, ROW_SUMS, "MAP-9")
     temperature = check_temperature(temperature)
@@ -88,7 +86,7 @@ def make_call(
     if temperature != 1.0 and row_sums == "at_most_one":
         raise NotImplementedError("the function softens rows that sum to one, and does not keep a row's mass")
     width = feeds["value_outputs"].shape[3]
-    return GraphCall(MergeRule(num_heads, width, rounds, strategy, alpha_rule, alpha_per, temperature), feeds)
+    return GraphCall(MergeRule(num_heads, width, rounds, strategy, alpha_rule, temperature), feeds)
 
 
 class OnnxAdapter:
@@ -146,7 +144,6 @@ class OnnxAdapter:
         *,
         query_mask: ArrayLike | None = None,
         rule: str = "least_squares",
-        alpha_per: str = "map",
         row_sums: str = "one",
     ) -> NDArray[Any]:
         squeezed = self._squeeze_heads(
@@ -156,7 +153,6 @@ class OnnxAdapter:
             num_student_heads=1,
             query_mask=query_mask,
             alpha_rule=rule,
-            alpha_per=alpha_per,
             row_sums=row_sums,
         )
         alpha: NDArray[Any] = squeezed["alphas"][0][:, 0]
@@ -205,11 +201,10 @@ def build_bare_model(
     mixing = _mixing(body, rule, maps, alphas)
     residual = _residual(body, rule, body.op("Cast", maps, to=FLOAT), body.op("Cast", values, to=FLOAT), mixing, rows)
 
-    per_map = rule.alpha_per == "map"
     body.output(results["merged"], "probs", FLOAT, rank=4)
-    body.output(body.reshape(mixing, 0, 0, 0) if per_map else mixing, "mixing", FLOAT, rank=3 if per_map else 4)
+    body.output(body.reshape(mixing, 0, 0, 0), "mixing", FLOAT, rank=3)
     for number, clipped in enumerate(alphas):
-        body.output(clipped, f"alphas_{number}", FLOAT, rank=2 if per_map else 3)
+        body.output(clipped, f"alphas_{number}", FLOAT, rank=2)
     body.output(residual, "residual", FLOAT, rank=1)
     for name, count in zip(("num_clipped", "num_degenerate"), counts, strict=True):
         body.output(count, name, _INT64, rank=0)
@@ -217,7 +212,7 @@ def build_bare_model(
 
 
 def _alphas(body: Body, rule: MergeRule, maps: str, results: dict[str, str]) -> tuple[list[str], tuple[str, str]]:
-    """Clipped alphas of each round, ``(B, m)`` or ``(B, m, L)``, and the counts of clipped and degenerate ones."""
+    """Clipped alphas of each round, ``(B, m)``, and the counts of clipped and degenerate ones."""
     if rule.strategy == "mean" or not rule.rounds:
         raw = None
     else:
@@ -242,21 +237,18 @@ def _alphas(body: Body, rule: MergeRule, maps: str, results: dict[str, str]) -> 
 
 
 def _mixing(body: Body, rule: MergeRule, maps: str, alphas: list[str]) -> str:
-    """C ``(B, H_s, H_t, 1 or L)``, composed of the rounds' alphas (MIX-13)."""
+    """C ``(B, H_s, H_t, 1)``, composed of the rounds' alphas (MIX-13)."""
     constant = final_mixing(rule)
     if constant is None:
         constant = np.eye(rule.num_heads, dtype=np.float32)
     if rule.solves:
         weights = ""
         for one_round, clipped in zip(list_rounds(rule), alphas, strict=True):
-            by_row = body.reshape(clipped, 0, 0, 1) if rule.alpha_per == "map" else clipped
-            factors = factors_of_round(body, rule, one_round, by_row)  # (B, H_t, 1 or L)
+            factors = factors_of_round(body, rule, one_round, body.reshape(clipped, 0, 0, 1))  # (B, H_t, 1)
             weights = body.op("Mul", weights, factors) if weights else factors
         weights = body.reshape(weights, 0, 1, rule.num_heads, -1)
     else:
-        ones = every_row(body, maps)
-        if rule.alpha_per == "map":
-            ones = body.op("Slice", ones, body.const([0]), body.const([1]), body.const([1]))
+        ones = body.op("Slice", every_row(body, maps), body.const([0]), body.const([1]), body.const([1]))
         weights = body.reshape(ones, 0, 1, 1, -1)
     return body.op("Mul", body.const(constant[None, :, :, None]), weights)
 
