@@ -66,12 +66,11 @@ export function diagnose({
   plan = "progressive",
   strategies = STRATEGIES,
   query_mask = null,
-  alpha_per = "map",
   row_sums = "one",
 }) {
   if (!Array.isArray(strategies)) fail("argument-value", "strategies: a list of names is needed");
   const squeeze = (strategy) =>
-    squeeze_heads({ teacher_probs, value_outputs, num_student_heads, plan, strategy, query_mask, alpha_per, row_sums });
+    squeeze_heads({ teacher_probs, value_outputs, num_student_heads, plan, strategy, query_mask, row_sums });
   const checked = squeeze("constant"); // checks all arguments, and gives the plan
   const results = strategies.map((name) => [name, squeeze(name)]);
   const groups = plan_groups({ plan: checked.plan, num_teacher_heads: teacher_probs.shape[1] });

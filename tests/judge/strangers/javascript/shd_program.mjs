@@ -30,7 +30,7 @@ const OPERATIONS = {
   solve_alpha: [
     solve_alpha,
     ["probs_p", "probs_q", "value_outputs_p", "value_outputs_q"],
-    ["query_mask", "rule", "alpha_per", "row_sums"],
+    ["query_mask", "rule", "row_sums"],
     "alpha",
   ],
   compose_mixing: [compose_mixing, ["alphas", "plan", "num_teacher_heads"], [], "mixing"],
@@ -38,7 +38,7 @@ const OPERATIONS = {
   squeeze_heads: [
     squeeze_heads,
     ["teacher_probs", "value_outputs", "num_student_heads"],
-    ["plan", "strategy", "query_mask", "temperature", "alpha_rule", "alpha_per", "alpha_from", "row_sums"],
+    ["plan", "strategy", "query_mask", "temperature", "alpha_rule", "alpha_from", "row_sums"],
   ],
   shd_loss: [shd_loss, ["supervision", "student_logits"], LOSS_KEYWORDS, "loss"],
   shd_loss_gradient: [shd_loss_gradient, ["supervision", "student_logits"], LOSS_KEYWORDS, "dz"],
@@ -49,7 +49,7 @@ const OPERATIONS = {
   gram_tensor: [
     gram_tensor,
     ["teacher_probs", "values", "output_projection"],
-    ["query_mask", "alpha_per", "row_sums"],
+    ["query_mask", "row_sums"],
     "gram",
   ],
   solve_alpha_from_gram: [solve_alpha_from_gram, ["gram", "p", "q"], [], "alpha"],
@@ -57,7 +57,7 @@ const OPERATIONS = {
   diagnose: [
     diagnose,
     ["teacher_probs", "value_outputs", "num_student_heads"],
-    ["plan", "strategies", "query_mask", "alpha_per", "row_sums"],
+    ["plan", "strategies", "query_mask", "row_sums"],
   ],
 };
 
