@@ -38,7 +38,7 @@ ERROR_CODES: Final[dict[str, str]] = {
     "capture-failed": "a student whose attention could not be captured",
     "shrink-unsupported": "a smaller student that no closed form gives, or that its configuration cannot say",
 }
-"""Closed list of codes with their meaning, mirrored in specs/shd.md chapter ERR."""
+"""Closed list of codes with their meaning; specs/shd.md, chapter ERR, lists those of the operations."""
 
 
 class ShdError(ValueError):

@@ -299,15 +299,6 @@ def test_every_error_code_in_use_is_listed_and_every_listed_one_is_used() -> Non
     assert used == set(ERROR_CODES)
 
 
-def test_error_codes_of_the_meaning_are_the_specifications() -> None:
-    page = (ROOT / "specs" / "shd.md").read_text(encoding="utf-8")
-    listed = page[page.index("**ERR-2**") : page.index("**ERR-3**")]
-    codes = [line.split("`")[1] for line in listed.splitlines() if line.startswith("| `")]
-    assert codes == list(ERROR_CODES)[: len(codes)]
-    for code in codes:
-        assert ERROR_CODES[code] in listed
-
-
 def test_citation_names_the_version() -> None:
     (line,) = [
         line for line in (ROOT / "CITATION.cff").read_text(encoding="utf-8").splitlines() if "version: " in line[:9]
