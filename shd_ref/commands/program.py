@@ -167,8 +167,7 @@ class Program:
         command.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
         command.__annotations__ = {}  # those of the signature count
         self.app.command(command, name=name, group=panel, sort_key=len(self.after), default_parameter=_PLAIN)
-        many = sum(argument.parse for argument in self.arguments(name)) > _MANY
-        self.app[name].help_formatter = _Pages(self, is_long=many)
+        self.app[name].help_formatter = _Pages(self, name)
 
     def arguments(self, name: str) -> ArgumentCollection:
         """Those of a command."""
@@ -249,15 +248,15 @@ class Program:
 class _Pages(DefaultFormatter):
     """Pages of ``--help``, where a command with many options shows the usual ones."""
 
-    def __init__(self, program: Program | None = None, *, is_long: bool = False) -> None:
+    def __init__(self, program: Program | None = None, name: str = "") -> None:
         super().__init__()
-        self._program, self._is_long = program, is_long
+        self._program, self._name = program, name
 
     def __call__(self, console: Any, options: Any, panel: HelpPanel) -> None:
-        entries = panel.entries
-        if not self._is_long:
+        program, entries = self._program, panel.entries
+        if program is None or sum(argument.parse for argument in program.arguments(self._name)) <= _MANY:
             entries = [entry for entry in entries if "--help-all" not in entry.names]
-        elif self._program is not None and not self._program.shows_all and str(panel.title) in RARE:
+        elif not program.shows_all and str(panel.title) in RARE:
             entries = [entry for entry in entries if USUAL & set(entry.names)]
         if entries:
             super().__call__(console, options, panel.copy(entries=entries))
