@@ -98,8 +98,7 @@ def _onnx(backend: str) -> AbstractContextManager[Any]:
     return nullcontext(importlib.import_module("support.onnx_functions").OnnxAdapter(backend))
 
 
-PARTS = ("/core", "/vectors")
-BY_CORE = tuple(f"*{part}" for part in PARTS)
+BY_CORE = "*/core"
 """What implementations are judged by that are narrower than the text at rare crossings of options and dtypes."""
 SEARCHING = frozenset({"diagnose", "matched_plan"})  # operations that need a library's solver
 INDEXERS = frozenset({"indexer_target", "indexer_loss", "indexer_loss_gradient"})
@@ -107,20 +106,8 @@ JUDGED = (
     Judged("shd_ref", lambda: nullcontext(ReferenceWithOracles()), absent=_without("scipy", "networkx")),
     Judged("shd_torch-cpu", lambda: _torch("cpu"), lacks=SEARCHING | INDEXERS, absent=_without("torch")),
     Judged("shd_torch-cuda", lambda: _torch("cuda"), lacks=SEARCHING | INDEXERS, absent=_without_cuda),
-    Judged(
-        "indexer_kl",
-        _indexer,
-        partial=True,
-        only=tuple(f"indexer*{part}" for part in PARTS),
-        absent=_without("torch"),
-    ),
-    Judged(
-        "indexer_kl-cuda",
-        lambda: _indexer("cuda"),
-        partial=True,
-        only=tuple(f"indexer*{part}" for part in PARTS),
-        absent=_without_cuda,
-    ),
+    Judged("indexer_kl", _indexer, partial=True, only="indexer*/core", absent=_without("torch")),
+    Judged("indexer_kl-cuda", lambda: _indexer("cuda"), partial=True, only="indexer*/core", absent=_without_cuda),
     Judged("attention_kl-dense", lambda: _kl("dense"), partial=True, only=BY_CORE, absent=_without("torch")),
     Judged("attention_kl-sdpa", lambda: _kl("sdpa"), partial=True, only=BY_CORE, absent=_without("torch")),
     Judged("attention_kl-dense-cuda", lambda: _kl("dense", "cuda"), partial=True, absent=_without_cuda),

@@ -14,7 +14,6 @@ from pathlib import Path
 from shd_ref.conformance.doors import Program, ProgramError
 from shd_ref.conformance.judging import cases, judge
 from shd_ref.conformance.specification import DTYPES, OUTPUTS, load_everything
-from shd_ref.conformance.vectors import read_all_vectors
 from shd_ref.printable import printable
 
 PASSED, FAILED, UNUSABLE = 0, 1, 2
@@ -36,7 +35,6 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m shd_ref.confo
     # All that a verdict depends on is in memory before the implementation starts, and no later import searches the
     # current folder, which is its own.
     load_everything()
-    read_all_vectors()
     sys.path[:] = [folder for folder in sys.path if folder not in ("", str(Path.cwd()))]
     try:
         status, text = _judge(options)

@@ -79,6 +79,7 @@ class Adapter(Protocol):
 
 
 _UNEXPECTED = re.compile(r"unexpected keyword argument '(\w+)'")
+_ROUNDS = 25  # of calls in several threads
 _LARGE = 1 << 22  # bytes from which on an answer is not kept to see whether it changes
 
 
@@ -123,13 +124,13 @@ class Direct:
         return reply
 
     def ask_together(self, calls: Sequence[tuple[str, Mapping[str, Any]]], dtype: str) -> list[Reply]:
-        """These calls from as many threads at once, six times over; of each a wrong reply, if there is one."""
+        """These calls from as many threads at once, again and again; of each a wrong reply, if there is one."""
         replies: list[list[Reply]] = [[] for _ in calls]
         gate = threading.Barrier(len(calls))
 
         def work(number: int) -> None:
             operation, inputs = calls[number]
-            for _ in range(6):
+            for _ in range(_ROUNDS):
                 gate.wait(10)
                 replies[number].append(self._call(operation, inputs, dtype)[0])
 

@@ -1,7 +1,7 @@
 """Valid calls of every operation, drawn by seed: options, sizes, contents and dtypes crossed.
 
 What can differ between two calls is a *factor* with a few *levels*: an option and its values, which axis is long,
-what a map holds, in which dtype arrays come. ``covering_rows`` chooses levels so that every three of them meet in
+what a map holds, in which dtype arrays come. ``covering_rows`` chooses levels so that every two of them meet in
 some row; ``draw_call`` makes one call of a row. Nothing here knows an answer: ``sessions.py`` asks the reference.
 """
 
@@ -88,19 +88,17 @@ FACTORS = _read_factors()
 def covering_rows(
     factors: Mapping[str, Sequence[str]], rng: np.random.Generator, width: int = 24
 ) -> list[dict[str, str]]:
-    """Rows of levels in which every three levels of three factors meet; greedy, the best of ``width`` candidates.
+    """Rows of levels in which every two levels of two factors meet; greedy, the best of ``width`` candidates.
 
-    A candidate starts from three levels that have not met yet, so that each row covers something new.
+    A candidate starts from two levels that have not met yet, so that each row covers something new.
     """
     names = list(factors)
     sizes = np.array([len(factors[name]) for name in names])
-    strength = min(3, len(names))
-    groups = np.array(list(combinations(range(len(names)), strength)))
+    groups = np.array(list(combinations(range(len(names)), min(2, len(names)))))
     spans = np.prod(sizes[groups], axis=1)
     offsets = np.concatenate(([0], np.cumsum(spans)[:-1]))
     factor = np.ones_like(groups)
-    for place in reversed(range(strength - 1)):
-        factor[:, place] = factor[:, place + 1] * sizes[groups[:, place + 1]]
+    factor[:, 0] = sizes[groups[:, -1]] if groups.shape[1] > 1 else 1
     todo = np.ones(int(spans.sum()), dtype=bool)
     rows = []
     while len(left := np.flatnonzero(todo)):
@@ -123,11 +121,13 @@ _HALVES = ("float16", "bfloat16")
 class Draw:
     """The random choices of one call at its levels, in the dtype under judgement."""
 
-    def __init__(self, key: Sequence[int], dtype: str, levels: Levels) -> None:
+    def __init__(self, key: Sequence[int], dtype: str, levels: Levels, shapes: Sequence[int] = ()) -> None:
         self.rng, self.dtype, self.levels = np.random.default_rng(key), dtype, levels
+        # Sizes have a stream of their own, so that calls may share their shapes: some subjects compile for each.
+        self.shapes = np.random.default_rng(shapes) if shapes else self.rng
         self.axis = self.level("size")
         self.long_left = 2 if self.axis == "LS" else 1
-        self.same = int(self.pick((2, 3, 4)))
+        self.same = int(self.shape((2, 3, 4)))
         self.exact = self.level("maps") == "exact" or "exact" in (self.level("gram"), self.level("alphas"))
         # Of options that are neither words nor arrays.
         self.temperature = self.of(
@@ -143,6 +143,10 @@ class Draw:
     def level(self, name: str) -> str:
         """The level of a factor; "" where the operation has none."""
         return self.levels.get(name, "")
+
+    def shape(self, values: Sequence[Any]) -> Any:
+        """One of these, of what shapes depend on."""
+        return values[int(self.shapes.integers(len(values)))]
 
     def pick(self, values: Sequence[Any]) -> Any:
         """One of the values."""
@@ -168,8 +172,8 @@ class Draw:
         if self.axis and axis in (self.axis if self.axis != "LS" else ("L", "S")) and self.long_left:
             self.long_left -= 1
             sizes = [n for n in _LONG if n <= (most if self.axis != "LS" else min(most, 131))]
-            return int(self.pick(sizes[-8:] if self.chance(0.7) else sizes))
-        return int(self.pick((1, 2, 2, 3, 3, 4, 5) if self.axis in ("", "D") else (1, 2, 2, 3)))
+            return int(self.shape(sizes[-8:] if self.shapes.random() < 0.7 else sizes))
+        return int(self.shape((1, 2, 2, 3, 3, 4, 5) if self.axis in ("", "D") else (1, 2, 2, 3)))
 
     def store(self, array: Any, *, whole: bool = False) -> Array:
         """Numbers in the dtype that the call gives them in; ``whole`` where they are integers already."""
@@ -340,8 +344,8 @@ class Draw:
         )
         return np.asarray(self.rng.choice([0.0, 1.0, 0.5], size=shape) + self.rng.choice([-1, 1], size=shape) * away)
 
-    def logits(self, *shape: int, masks: bool = True) -> Array:
-        """Logits ``(..., L, S)``, -inf where a key is masked."""
+    def logits(self, *shape: int, lowest: float = float(np.finfo(np.float32).min)) -> Array:
+        """Logits ``(..., L, S)``, -inf where a key is masked, or as low as ``lowest``."""
         rng, kind = self.rng, self.level("logits")
         logits = rng.normal(size=shape) * (
             self.pick((5, 30, 300, 3e4)[: 3 if self.coarse else 4]) if kind == "large" else 1
@@ -349,9 +353,7 @@ class Draw:
         if kind == "tied" or self.exact:
             logits = np.round(logits * 2) / 2
         elif kind == "floor":
-            lowest = (
-                -6e4 if self.coarse else -1e30 if "divergence" in self.levels else float(np.finfo(np.float32).min)
-            )
+            lowest = -6e4 if self.coarse else lowest
             lowest *= min(1.0, 0.5 * float(self.temperature or 2))
             logits = np.where(rng.random(shape) < 0.3, lowest * self.pick((1, 0.5, 0.1)), logits)
         elif kind == "shifted":
@@ -360,9 +362,9 @@ class Draw:
             )
         if self.level("dtype") in ("unsigned", "signed"):
             return self.store(np.abs(np.round(logits * 3)).clip(0, 100), whole=True)
-        if masks and kind in ("masked", "empty"):
+        if kind in ("masked", "empty"):
             logits = np.where(rng.random(shape) < self.pick((0.2, 0.6)), -np.inf, logits)
-        if masks and kind == "empty":
+        if kind == "empty":
             logits[rng.random(shape[:-1]) < 0.4] = -np.inf
         return self.store(logits)
 
@@ -403,10 +405,10 @@ class Draw:
     def heads(self, most: int = 131) -> tuple[int, int]:
         """Teacher's and student's heads."""
         teacher = self.size("H", most)
-        if teacher < 5 and self.axis not in ("equal", "B", "L", "S", "LS") and self.chance(0.6):
-            teacher = min(most, int(self.pick((4, 5, 6, 7, 8, 9, 12, 16, 18, 19))))
+        if teacher < 5 and self.axis not in ("equal", "B", "L", "S", "LS") and self.shapes.random() < 0.6:
+            teacher = min(most, int(self.shape((4, 5, 6, 7, 8, 9, 12, 16, 18, 19))))
         return teacher, {"all": teacher, "one": 1, "many": max(1, teacher - 1)}.get(
-            self.level("heads"), int(self.rng.integers(1, teacher + 1))
+            self.level("heads"), int(self.shapes.integers(1, teacher + 1))
         )
 
     def plan(self, heads: int, students: int, name: str = "plan") -> Any:
@@ -471,7 +473,7 @@ def _soften(d: Draw) -> Inputs:
 def _projected(d: Draw, heads: int, width: int, most: int = 40) -> Inputs:
     """Values ``(B, H_kv, S, d_v)`` and an output projection."""
     divisors = [n for n in range(1, heads + 1) if heads % n == 0]
-    kv = {"one": 1, "all": heads}.get(d.level("kv"), d.pick(divisors))
+    kv = {"one": 1, "all": heads}.get(d.level("kv"), d.shape(divisors))
     batch, keys, out = d.size("B"), d.size("S"), d.size("D", most)
     return {
         "values": d.numbers(batch, kv, keys, width),
@@ -480,7 +482,7 @@ def _projected(d: Draw, heads: int, width: int, most: int = 40) -> Inputs:
 
 
 def _value_outputs(d: Draw) -> Inputs:
-    return _projected(d, max(d.size("H", 131), d.pick((1, 2, 4, 6))), d.pick((1, 2, 3)), 260)
+    return _projected(d, max(d.size("H", 131), d.shape((1, 2, 4, 6))), d.shape((1, 2, 3)), 260)
 
 
 def _merge_plan(d: Draw) -> Inputs:
@@ -575,7 +577,7 @@ def _layer_list(d: Draw, arrays: Sequence[Any]) -> Any:
 
 
 def _num_layers(d: Draw) -> int:
-    return {"two": 2, "three": 3, "many": int(d.pick((4, 5, 7)))}.get(d.level("layers"), 1)
+    return {"two": 2, "three": 3, "many": int(d.shape((4, 5, 7)))}.get(d.level("layers"), 1)
 
 
 def _loss_options(d: Draw, shapes: Sequence[tuple[int, ...]]) -> Inputs:
@@ -594,7 +596,7 @@ def _sides(d: Draw, most: int = 260) -> list[tuple[int, ...]]:
     vary = d.level("attn_mask") not in ("full", "head", "rows")
     heads = d.size("H", 131)
     return [
-        (batch, heads if not (vary and layer) else d.pick((1, 2, 3)), rows, keys) for layer in range(_num_layers(d))
+        (batch, heads if not (vary and layer) else d.shape((1, 2, 3)), rows, keys) for layer in range(_num_layers(d))
     ]
 
 
@@ -604,13 +606,17 @@ def _supervision(d: Draw, shape: tuple[int, ...], options: Inputs, logits: Any) 
     if options.get("attn_mask") is not None:
         may = may & np.broadcast_to(options["attn_mask"], shape)
     reverse = options.get("divergence") == "reverse_kl"
+    if logits is not None and options.get("row_sums") == "at_most_one" and d.chance(0.2):
+        # The student's own map with less mass: a divergence below zero.
+        odds = np.where(may, np.exp(np.clip(np.asarray(logits, np.float64), -30, 30)), 0.0)
+        return d.store(0.5 * odds / np.maximum(odds.sum(axis=-1, keepdims=True), 1e-30))
     fitting = d.chance(0.93) and (reverse or options.get("support") != "intersect" or d.chance(0.3))
     return d.maps(*shape, counted=options.get("loss_mask"), allowed=may if fitting else None, positive=reverse)
 
 
 def _shd_loss(d: Draw) -> Inputs:
     shapes = _sides(d)
-    options, logits = _loss_options(d, shapes), [d.logits(*shape) for shape in shapes]
+    options, logits = _loss_options(d, shapes), [d.logits(*shape, lowest=-1e30) for shape in shapes]
     maps = [_supervision(d, shape, options, z) for shape, z in zip(shapes, logits, strict=True)]
     return {"supervision": _layer_list(d, maps), "student_logits": _layer_list(d, logits), **options}
 
@@ -810,6 +816,7 @@ def _indexer_loss(d: Draw) -> Inputs:
     )
     batch, _, rows, _ = queries.shape
     groups, blocks = out.get("groups", 1), -(-keys.shape[2] // out.get("block_size", 1))
+    d.long_left = 1  # the indexer's width may be long as well as the teacher's
     num_keys, width = d.pick((1, 1, 2)), d.size("D", 33)
     heads = (
         num_keys
@@ -859,9 +866,9 @@ _MAKERS: dict[str, Callable[[Draw], Inputs]] = {
 }
 
 
-def draw_call(operation: str, key: Sequence[int], dtype: str, levels: Levels) -> Inputs:
+def draw_call(operation: str, key: Sequence[int], dtype: str, levels: Levels, shapes: Sequence[int] = ()) -> Inputs:
     """One valid call of an operation, mostly: arguments by name."""
-    draw = Draw(key, dtype, levels)
+    draw = Draw(key, dtype, levels, shapes)
     inputs = _MAKERS[operation](draw)
     return relay(draw, inputs) if draw.level("layout") == "odd" else inputs
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -174,6 +175,7 @@ _NOT_DEFAULT = {
     *("balanced similarity mask_first unnormalised student_all".split()),  # noqa: SIM905
 }
 _MASKS = ("attn_mask", "query_mask", "loss_mask")
+_MASK_KINDS = ("int64", "uint8", "int8", "float64", "float32", "object")
 
 
 def options_of(operation: str) -> list[str]:
@@ -198,6 +200,17 @@ def sessions_of(
         for levels in covering_rows(factors, np.random.default_rng([*base, made])):
             yield make_session(f"{operation}/{part}-{made}", operation, [*base, made], dtype, levels, made)
             made += 1
+    # A mask of each other kind, which no crossing of options is sure to reach.
+    masks = [name for name in _MASKS if factors.get(name)] if part == "core" else []
+    for number, (name, kind) in enumerate(product(masks, _MASK_KINDS)):
+        levels = {each: first for each, (first, *_) in FACTORS[operation].items() if first}
+        levels[name] = next(level for level in factors[name] if level)
+        inputs = draw_call(operation, [*base, made], dtype, levels, (seed, number))
+        if name not in inputs:
+            continue  # inside a list of items
+        inputs[name] = inputs[name].astype(kind)
+        call = Call(operation, inputs, dtype, f"with {name} of {kind}", levels, seed=number)
+        yield Session(f"{operation}/{part}-{made + number}", operation, [Step(call)])
 
 
 def make_session(
@@ -205,7 +218,8 @@ def make_session(
 ) -> Session:
     """A drawn call and its company; which company, its number says."""
     d = Draw([*key, 1], dtype, levels)
-    inputs = draw_call(operation, key, dtype, levels)
+    shapes = (key[0], key[1], number % 2) if name.endswith(f"/core-{number}") else ()
+    inputs = draw_call(operation, key, dtype, levels, shapes)
     call = Call(operation, inputs, dtype, "", levels, seed=number)
     steps = [Step(call)]
     if number % 3 == 0:
@@ -222,7 +236,7 @@ def make_session(
             plain = draw_call(other, [*key, 2], dtype, {"temperature": "one", "plan": "progressive"})
             steps.append(Step(Call(other, plain, dtype, f"{other} in between", seed=number)))
         steps.append(Step(call))
-    elif number % 45 == 2:
+    elif number % 24 == 2:
         others = [Call(operation, varied(d, inputs), dtype, "", levels, _BESIDE, seed=number) for _ in range(3)]
         steps.append(Step(call, beside=(call, *others)))
     else:
@@ -369,7 +383,7 @@ def spoiled(d: Draw, call: Call) -> Call:
 def _spoil_mask(d: Draw, old: Array) -> tuple[Any, set[str]]:
     kind = d.pick(("dtype", "dtype", "objects", "shape", "other"))
     if kind == "dtype":
-        return old.astype(d.pick(("int64", "uint8", "int8", "float64", "float32"))), set()
+        return old.astype(d.pick(_MASK_KINDS[:-1])), set()
     if kind == "objects":
         return old.astype(object), set()
     if kind == "shape":

@@ -22,7 +22,7 @@ EXAMPLES = ROOT / "examples"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 TRAINING = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
 COMPRESS = (ROOT / "docs" / "compress.md").read_text(encoding="utf-8")
-SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name != "make_data.py")
+SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name not in ("make_data.py", "shd_jax.py"))
 RAY_WARNS = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),

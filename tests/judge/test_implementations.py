@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 from implementations import JUDGED, Judged
 
 from shd_ref.conformance import judge
+from shd_ref.conformance.__main__ import main
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 RUNS = [
     pytest.param(
@@ -37,3 +42,16 @@ def test_implementation_conforms(row: Judged, dtype: str) -> None:
         assert missing <= row.lacks, report.summary()
     if row.name == "shd_ref":
         assert report.verdict == "conforms"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_the_example_in_jax_conforms_to_core(
+    dtype: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("jax", reason="the package jax is not installed")
+    monkeypatch.chdir(EXAMPLES)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    words = ["--impl", "shd_jax", "--profile", "core", "--dtype", dtype, "--seed", "0", "--timeout", "60"]
+    assert main(words) == 0, capsys.readouterr().out
+    assert "conforms to core;" in capsys.readouterr().out

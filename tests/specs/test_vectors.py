@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.recipes import draw_integers, make_array
 from support.vectors import Vector, load_vectors, wrong_outputs
 
 import shd_ref
 from shd_ref.conformance import OUTPUTS
-from shd_ref.conformance.vectors import draw_integers, make_array
 
 SPECS = Path(__file__).resolve().parents[2] / "specs"
 DOCUMENTS = {

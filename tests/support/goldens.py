@@ -13,8 +13,8 @@ import pytest
 
 from shd_ref import ShdError
 from shd_ref.conformance import Adapter
-from shd_ref.conformance.vectors import decode_input
 from support.products import PRODUCTS
+from support.recipes import decode_input
 from support.vectors import Vector, agrees, load_vectors, take_output
 
 FOLDER = Path(__file__).resolve().parents[1] / "goldens"

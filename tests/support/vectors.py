@@ -1,6 +1,6 @@
 """Vector files with their answers: the anchor that the reference must meet, and the goldens of other pages.
 
-Inputs are decoded by the judge's own ``vectors.py``; here are expected outputs and the rules that compare them.
+Inputs are decoded by ``recipes.py``; here are expected outputs and the rules that compare them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from shd_ref.conformance.comparison import as_numbers, as_plain, outputs_of
 from shd_ref.conformance.specification import DTYPES, agreement
-from shd_ref.conformance.vectors import decode_input
+from support.recipes import decode_input
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,12 @@
-"""The vector files' inputs, as calls: what ``specs/vectors`` spells out or names by a recipe.
+"""The vector files' inputs: what ``specs/vectors`` spells out or names by a recipe.
 
 Recipes name large arrays instead of spelling them out (``specs/conformance.md``): every entry is an integer over a
-power of two, so that any language writes the same bits. The judge takes the inputs alone and asks the reference, as
-for any other call; that the reference gives the files' outputs is a test of the project.
+power of two, so that any language writes the same bits.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -17,42 +14,9 @@ import numpy as np
 
 from shd_ref.attention import Array
 from shd_ref.conformance.generator import OwnDtype, round_to
-from shd_ref.conformance.sessions import Call, Session, Step
-from shd_ref.conformance.specification import DTYPES, OUTPUTS, VECTORS_VERSION, specs_folder
 
 MULTIPLIER, INCREMENT, MODULUS = 1664525, 1013904223, 2**32
 _NUMPY_DTYPES = {"bool": np.bool_, "int64": np.int64, "complex128": np.complex128}
-
-
-@cache
-def read_vectors(operation: str) -> dict[str, Any]:
-    """The document of an operation."""
-    path = specs_folder() / "vectors" / f"v{VECTORS_VERSION}" / f"{operation}.json"
-    document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    if document["vectors_version"] != VECTORS_VERSION:
-        raise ValueError(f"{path}: vectors_version must be {VECTORS_VERSION!r}; got {document['vectors_version']!r}")
-    return document
-
-
-def read_all_vectors() -> None:
-    """Every file, so that none is read later."""
-    for operation in OUTPUTS:
-        read_vectors(operation)
-
-
-def vector_sessions(operation: str, dtype: str) -> Iterator[Session]:
-    """One call for each case that runs at this dtype."""
-    for number, case in enumerate(read_vectors(operation)["cases"]):
-        if "withdrawn" in case or dtype not in case.get("dtypes", DTYPES):
-            continue
-        inputs = {name: decode_input(value, dtype) for name, value in case["inputs"].items()}
-        codes = case.get("code", [])
-        accepted = frozenset([codes] if isinstance(codes, str) else codes)
-        yield Session(
-            case["id"],
-            operation,
-            [Step(Call(operation, inputs, dtype, f"vector {case['id']}", codes=accepted, seed=number))],
-        )
 
 
 def decode_input(value: Any, dtype: str) -> Any:
