@@ -59,7 +59,8 @@ def _encode(folder: Path, texts: list[str], max_length: int | None) -> Tensor | 
         return None
     from sentence_transformers import SentenceTransformer
 
-    encoder = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
+    kept = {"dtype": "float32"}  # as the teacher runs
+    encoder = SentenceTransformer(str(folder), device="cpu", local_files_only=True, model_kwargs=kept)
     if max_length is not None:
         encoder.max_seq_length = max_length
     return encoder.encode(texts, batch_size=len(texts), show_progress_bar=False, convert_to_tensor=True)

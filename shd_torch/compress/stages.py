@@ -34,7 +34,7 @@ class Run:
     ) -> None:
         self.teacher, self.options, self.keeper = teacher, options, keeper
         self.progress, self.samples, self.folder = progress, samples, keeper.folder
-        self.model = load_teacher(teacher)
+        self.model = load_teacher(teacher).float()  # a folder may keep halves, which graphs and NumPy do not take
         self.family = family_of(self.model, None)
         self.sizes = sizes_of(self.model.config, self.family)
         self.space = find_space(self.sizes, self.family, self.model.config)

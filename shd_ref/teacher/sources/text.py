@@ -185,20 +185,25 @@ def _load_tokenizer(path: Path, max_length: int | None) -> tuple[_Tokenizer, int
             f"max_length must be at least {added + 1}, since this tokenizer adds {added} special tokens to every "
             f"text; got {limit}"
         )
-    if limit != about["own"]:
-        tokenizer.ask(SECONDS, limit=limit)
+    side = _read_config(path / CONFIG_NAME).get("truncation_side") if is_folder else None
+    if limit != about["own"] or side:
+        tokenizer.ask(SECONDS, limit=limit, side={"direction": side} if side in ("left", "right") else {})
     return tokenizer, limit, settings.prompt
 
 
-def _model_max_length(file: Path) -> int | None:
+def _read_config(file: Path) -> dict[str, Any]:
     try:
-        length = read_json(file).get("model_max_length")
+        return {**read_json(file)}
     except FileNotFoundError:
-        return None
+        return {}
     except OSError as error:
         raise inputs_invalid(f"{file} must be a readable file: {error}") from error
-    except (ValueError, AttributeError) as error:
+    except (ValueError, TypeError) as error:
         raise inputs_invalid(f"{file} must hold a JSON object: {error}") from error
+
+
+def _model_max_length(file: Path) -> int | None:
+    length = _read_config(file).get("model_max_length")
     if length is None or (isinstance(length, int | float) and length >= _UNLIMITED):
         return None
     if isinstance(length, bool) or not isinstance(length, int) or length < 1:

@@ -25,8 +25,8 @@ def main() -> None:
             if "file" in request:
                 tokenizer, answer = _load(request["file"], lower=request["lower"])
             elif "limit" in request:
-                # From the side and by the strategy of the tokenizer's file, where it says them.
-                kept = tokenizer.truncation or {}
+                # By the strategy of the tokenizer's file, and from the side that its folder says, or else the file.
+                kept = (tokenizer.truncation or {}) | request["side"]
                 told = {name: kept[name] for name in ("strategy", "direction") if name in kept}
                 tokenizer.enable_truncation(request["limit"], **told)
                 answer = {}

@@ -141,6 +141,14 @@ def make_folder(folder: Path, case: str) -> None:
             save_tokenizer(folder, "bert", do_lower_case=False)
             settings = {"max_seq_length": 7, "do_lower_case": True}
             save_modules(folder, "Normalize", pooling=MEAN, sentence_bert_config=settings)
+        case "sentences of a model kept in halves":
+            save_model(folder, "BertModel")
+            transformers.BertModel.from_pretrained(folder).bfloat16().save_pretrained(folder)
+            save_tokenizer(folder, "bert")
+            save_modules(folder, pooling=MEAN)
+        case "texts that are cut in front":
+            save_model(folder, "GPT2ForSequenceClassification", pad_token_id=3)
+            save_tokenizer(folder, "words", pad=3, model_max_length=6, truncation_side="left")
         case "sentences with a prompt":
             save_model(folder, "BertModel")
             save_tokenizer(folder, "bert", do_lower_case=False)
@@ -192,7 +200,8 @@ def run_library(folder: Path) -> np.ndarray[Any, Any]:
     """All texts in one padded batch, as a user of the model would run them."""
     if (folder / "part_1").exists():
         library = pytest.importorskip("sentence_transformers", reason="its own folders")
-        encoder = library.SentenceTransformer(str(folder), device="cpu", local_files_only=True)
+        told: Any = {"device": "cpu", "local_files_only": True, "model_kwargs": {"dtype": "float32"}}
+        encoder = library.SentenceTransformer(str(folder), **told)
         array: np.ndarray[Any, Any] = encoder.encode(TEXTS, batch_size=len(TEXTS), show_progress_bar=False)
         return array
     config = transformers.AutoConfig.from_pretrained(folder)
@@ -220,6 +229,8 @@ EQUAL = (
     "a tokenizer with more inputs than the model",
     "a file that was cut once",
     "short lower-case sentences",
+    "sentences of a model kept in halves",
+    "texts that are cut in front",
     "sentences with a prompt",
     "sentences of a decoder with its head",
     "a cross encoder of three classes",
