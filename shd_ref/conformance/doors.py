@@ -14,13 +14,13 @@ import contextlib
 import json
 import math
 import os
+import queue
 import re
-import selectors
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
-import time
 from binascii import a2b_base64, b2a_base64
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -219,8 +219,6 @@ class NotSpokenError(Exception):
 
 def encode(value: Any, *, exact: bool = False) -> Any:
     """An argument: arrays spelled out, with special numbers as strings; ``exact``, for a Python host, as bytes."""
-    if value is None or type(value) in (bool, int, str):
-        return value
     if isinstance(value, np.ndarray | np.generic) and exact:
         return _as_bytes(value, layout=True)
     if isinstance(value, np.ndarray):
@@ -238,66 +236,49 @@ def encode(value: Any, *, exact: bool = False) -> Any:
     return {"number": _number(value)} if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def decode_argument(value: Any) -> Any:
-    """What ``encode`` made with ``exact``, as it was: with its strides, byte order and write flag."""
-    if isinstance(value, list):
-        return [decode_argument(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if "number" in value:
-        return _SPECIALS[value["number"]]
-    if "tuple" in value:
-        return tuple(decode_argument(item) for item in value["tuple"])
-    array = _from_bytes(value)
-    if value.get("scalar"):
-        return array[()]
-    if "strides" in value:
-        array = _laid_out(array, value["strides"])
-    if "readonly" in value:
-        array.flags.writeable = False
-    return array.view(OwnDtype) if "own" in value else array
-
-
 def encode_answer(value: Any) -> Any:
     """An answer of a Python implementation: what ``numpy.asarray`` takes as bytes, records by their fields."""
-    if value is None or (isinstance(value, bool | int | float | str) and not isinstance(value, np.generic)):
-        return value
     if hasattr(value, "__array__") and not isinstance(value, Mapping):
         array = np.asarray(value)
-        if (
-            "float" in array.dtype.name and array.dtype.kind != "f"
-        ):  # bfloat16 and others that NumPy has from elsewhere
+        if array.dtype.kind == "V" and "float" in array.dtype.name:  # bfloat16, which NumPy has from elsewhere
             array = array.astype(np.float64)
-        return (
-            _as_bytes(array, layout=False) if array.dtype.kind in "biufc" else {"other": f"an array of {array.dtype}"}
-        )
+        kind = array.dtype.kind
+        return _as_bytes(array, layout=False) if kind in "biufc" else {"other": f"an array of {array.dtype}"}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
     if fields := fields_of(value):
         return {str(name): encode_answer(item) for name, item in fields.items()}
-    return (
-        [encode_answer(item) for item in value]
-        if isinstance(value, list | tuple)
-        else {"other": f"a {type(value).__name__}"}
-    )
+    if isinstance(value, list | tuple):
+        return [encode_answer(item) for item in value]
+    return {"other": f"a {type(value).__name__}"}
 
 
-def decode(value: Any) -> Any:
-    """An answer: ``{"shape", "data"}`` or ``{"shape", "dtype", "bytes"}`` as an array, anything else as it is."""
+def decode(value: Any, *, exact: bool = False) -> Any:
+    """An array of any form, or a plain value; ``exact``, in the host alone, with strides and write flag."""
     if isinstance(value, list):
-        return [decode(item) for item in value]
+        return [decode(item, exact=exact) for item in value]
     if isinstance(value, str):
-        return _SPECIALS.get(value, value)
+        return value if exact else _SPECIALS.get(value, value)
     if not isinstance(value, dict):
         return value
-    if "shape" not in value or not {"data", "bytes"} & set(value):
+    if exact and "number" in value:
+        return _SPECIALS[value["number"]]
+    if exact and "tuple" in value:
+        return tuple(decode(item, exact=True) for item in value["tuple"])
+    if "shape" not in value or not {"data", "bytes", "items"} & set(value):
         return {name: decode(item) for name, item in value.items()}
-    shape = value["shape"]
     # NumPy takes -1 for a size that it finds out; an answer says its sizes.
-    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+    if not isinstance(value["shape"], list) or not all(type(size) is int and size >= 0 for size in value["shape"]):
         raise ValueError("a shape is a list of sizes from 0 on")
-    if "bytes" in value:
-        return _from_bytes(value)
-    data = [_SPECIALS[item] if isinstance(item, str) else item for item in value["data"]]
-    return np.array(data, dtype=np.float64).reshape(shape)
+    if "data" in value:
+        data = [_SPECIALS[item] if isinstance(item, str) else item for item in value["data"]]
+        return np.array(data, dtype=np.float64).reshape(value["shape"])
+    array = _from_bytes(value)
+    if not exact:
+        return array
+    array = _laid_out(array, value["strides"]) if "strides" in value else array
+    array.flags.writeable = "readonly" not in value
+    return array[()] if "scalar" in value else array.view(OwnDtype) if "own" in value else array
 
 
 def _as_bytes(value: Any, *, layout: bool) -> dict[str, Any]:
@@ -309,18 +290,17 @@ def _as_bytes(value: Any, *, layout: bool) -> dict[str, Any]:
     else:
         encoded["bytes"] = b2a_base64(value.tobytes(), newline=False).decode()
     if isinstance(value, np.generic):
-        encoded["scalar"] = True
-    elif layout:
-        encoded |= {"strides": value.strides} if not value.flags.c_contiguous else {}
-        encoded |= {"readonly": True} if not value.flags.writeable else {}
-        encoded |= {"own": True} if isinstance(value, OwnDtype) else {}
-    return encoded
+        return encoded | {"scalar": True}
+    if layout and not value.flags.c_contiguous:
+        encoded["strides"] = value.strides
+    flags = {"readonly": not value.flags.writeable, "own": isinstance(value, OwnDtype)} if layout else {}
+    return encoded | {name: True for name, holds in flags.items() if holds}
 
 
 def _from_bytes(value: Mapping[str, Any]) -> Array:
     if "items" in value:
         array = np.empty(len(value["items"]), dtype=object)
-        array[:] = [decode_argument(item) for item in value["items"]]
+        array[:] = [decode(item, exact=True) for item in value["items"]]
         return array.reshape(value["shape"])
     if not _NUMBERS.fullmatch(value["dtype"]):
         raise ValueError(f"an array of {value['dtype']}")
@@ -503,47 +483,52 @@ def _read_reply(answer: Any) -> Reply:
         return Reply("broken", message="answered with lists in lists too deep to be read")
 
 
-_CHUNK = 1 << 16
-_KEPT_STDERR = 2000
-
-
 class _Process:
-    """A running program; one thread reads and writes as its pipes allow, so that none of them can block the judge."""
+    """A running program; a thread reads what it says and another writes, so that neither pipe can block the judge."""
 
     def __init__(self, command: Sequence[str]) -> None:
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (until ``stop``)
         pipe = subprocess.PIPE
         # Its own group, so that its children end with it.
-        self._popen = subprocess.Popen(
-            command, bufsize=0, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
-        )
-        self._pipes = [pipe for pipe in (self._popen.stdin, self._popen.stdout, self._popen.stderr) if pipe]
-        self._in, self._out, self._err = (pipe.fileno() for pipe in self._pipes)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._out, selectors.EVENT_READ)
-        self._selector.register(self._err, selectors.EVENT_READ)
-        for number in (self._in, self._out, self._err):
-            os.set_blocking(number, False)
-        self._unsent, self._buffer, self._stderr = bytearray(), bytearray(), bytearray()
+        try:
+            self._popen = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=self._stderr, start_new_session=True
+            )
+        except OSError:
+            self._stderr.close()
+            raise
+        self._lines: queue.Queue[bytes] = queue.Queue(maxsize=1)  # more than was asked for waits in the pipe
+        self._questions: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._read, self._write)]
+        for thread in self._threads:
+            thread.start()
 
     def ask(self, message: Mapping[str, Any], timeout: float) -> Mapping[str, Any]:
         """Send one line and wait for one: in time, not too long, and a JSON object."""
-        deadline = time.monotonic() + timeout
-        self._unsent += json.dumps(message).encode() + b"\n"
-        self._send()
-        line = self._read_line(deadline, timeout)
+        self._questions.put(json.dumps(message).encode() + b"\n")
+        try:
+            line = self._lines.get(timeout=timeout)
+        except queue.Empty:
+            raise _SilentError(f"no answer within {timeout:g} seconds{self._said()}") from None
+        if len(line) > MAX_ANSWER:
+            raise _SilentError(f"answered a line of more than {MAX_ANSWER} bytes")
+        if not line.endswith(b"\n"):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._popen.wait(timeout=1.0)
+            status = self._popen.poll()
+            how = "closed its output" if status is None else f"ended with status {status}"
+            raise _SilentError(f"the program {how} instead of answering{self._said()}")
         try:
             answer = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise _SilentError(
-                f"answered a line that is not JSON ({error}): {shorten(repr(bytes(line[:300])))}"
-            ) from None
+            raise _SilentError(f"answered a line that is not JSON ({error}): {shorten(repr(line[:300]))}") from None
         if not isinstance(answer, dict):
             raise _SilentError(f"must answer a JSON object a line; got {shorten(repr(answer))}")
         return answer
 
     def close(self) -> None:
         """Let the program see the end of its input and stop by itself; end it where it does not."""
-        self._pipes[0].close()
+        self._questions.put(None)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(timeout=2.0)
         self.stop()
@@ -553,66 +538,28 @@ class _Process:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._popen.pid, signal.SIGKILL)
         self._popen.wait()
-        self._selector.close()
-        for pipe in self._pipes:
-            pipe.close()
+        self._questions.put(None)
+        self._stderr.close()
 
-    def _send(self) -> None:
-        """Write as much as the pipe takes, and watch it for room for the rest."""
-        try:
-            while self._unsent:
-                del self._unsent[: os.write(self._in, self._unsent)]
-        except BlockingIOError:
-            if self._in not in self._selector.get_map():
-                self._selector.register(self._in, selectors.EVENT_WRITE)
-            return
-        except OSError:  # A program that ended or closed its input cannot be written to; the reader says so.
-            self._unsent.clear()
-        if self._in in self._selector.get_map():
-            self._selector.unregister(self._in)
+    def _read(self) -> None:
+        assert self._popen.stdout
+        with self._popen.stdout as answers:
+            while True:
+                line = answers.readline(MAX_ANSWER + 1)
+                self._lines.put(line)
+                if not line.endswith(b"\n"):
+                    return
 
-    def _read_line(self, deadline: float, timeout: float) -> bytearray:
-        searched = 0
-        while True:
-            end = self._buffer.find(b"\n", searched)
-            searched = end if end >= 0 else len(self._buffer)
-            if searched > MAX_ANSWER:
-                raise _SilentError(f"answered a line of more than {MAX_ANSWER} bytes")
-            if end >= 0:
-                line, self._buffer = self._buffer[:end], self._buffer[end + 1 :]
-                return line
-            # An endless drip of bytes is not an answer either.
-            left = deadline - time.monotonic()
-            ready = {key.fd for key, _ in self._selector.select(left)} if left > 0 else set()
-            if not ready:
-                raise _SilentError(f"no answer within {timeout:g} seconds{self._said()}")
-            if self._in in ready:
-                self._send()
-            if self._err in ready:
-                self._read_stderr()
-            if self._out in ready:
-                chunk = os.read(self._out, _CHUNK)
-                if not chunk:
-                    raise _SilentError(self._describe_end())
-                self._buffer += chunk
-
-    def _describe_end(self) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._popen.wait(timeout=1.0)
-        with contextlib.suppress(BlockingIOError):
-            while self._read_stderr():
-                pass
-        status = self._popen.poll()
-        how = "closed its output" if status is None else f"ended with status {status}"
-        return f"the program {how} instead of answering{self._said()}"
-
-    def _read_stderr(self) -> bool:
-        chunk = os.read(self._err, _CHUNK)
-        if not chunk and self._err in self._selector.get_map():
-            self._selector.unregister(self._err)
-        self._stderr = (self._stderr + chunk)[-_KEPT_STDERR:]
-        return bool(chunk)
+    def _write(self) -> None:
+        assert self._popen.stdin
+        # A program that ended cannot be written to; the reader says so.
+        with contextlib.suppress(OSError), self._popen.stdin as questions:
+            while (question := self._questions.get()) is not None:
+                questions.write(question)
+                questions.flush()
 
     def _said(self) -> str:
-        text = bytes(self._stderr).decode("utf-8", errors="replace").strip()
-        return f"; the end of its stderr: {shorten(text[-300:])}" if text else ""
+        # The program's own offset in the file must not move.
+        file, size = self._stderr.fileno(), os.fstat(self._stderr.fileno()).st_size
+        text = os.pread(file, 300, max(0, size - 300)).decode("utf-8", errors="replace").strip()
+        return f"; the end of its stderr: {shorten(text)}" if text else ""

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from shd_ref.conformance.doors import Direct, Reply, decode_argument, encode_answer
+from shd_ref.conformance.doors import Direct, Reply, decode, encode_answer
 from shd_ref.conformance.specification import DTYPES, OUTPUTS, error_codes
 
 
@@ -80,7 +80,7 @@ def _load(path: str) -> Any:
 
 
 def _inputs_of(request: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: decode_argument(value) for name, value in request["inputs"].items()}
+    return {name: decode(value, exact=True) for name, value in request["inputs"].items()}
 
 
 def _told(reply: Reply) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import unittest
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -192,13 +192,8 @@ class _Bench:
                 held = kept if write_over(kept, call.inputs) else copy_in_layout(call.inputs)
             elif number:
                 held = copy_in_layout(call.inputs)
-            company = (
-                "again, after other calls"
-                if again
-                else "its arrays written over since the last call"
-                if step.over
-                else ""
-            )
+            company = "its arrays written over since the last call" if step.over else ""
+            company = "again, after other calls" if again else company
             reply = self._ask(call, held, company)
             if (reply.kind == "missing" and not number) or self.ended:
                 return
@@ -239,90 +234,65 @@ class _Bench:
     def examine(self, call: Call, reply: Reply, company: str = "") -> Finding | None:
         """What is wrong with a reply, or None."""
         kind, right, _ = call.answer
-        title = ", ".join(filter(None, (call.title, company)))
-        size = sum(array.size for array in arrays_of(call.inputs))
-        order = (len(call.inputs), size)
-
-        def finding(
-            rank: int,
-            problem: str,
-            output: str = "",
-            expected: str = "",
-            got: str = "",
-            looks_like: Sequence[str] = (),
-            narrow: bool = False,
-        ) -> Finding:
-            return Finding(
-                call.operation,
-                (rank, *order),
-                problem,
-                output,
-                expected,
-                got,
-                title,
-                call,
-                tuple(looks_like),
-                reply.code if reply.kind == "broken" else "",
-                narrow,
-            )
-
-        state = 3 if company else 1
-        if reply.kind == "broken":
-            if kind == "error" and not reply.code and not reply.ended:
-                if any(array.dtype.kind == "O" for array in arrays_of(call.inputs)):
-                    return None  # the language's own words will do (ERR-8)
-                return finding(
-                    5, f"must be refused with a code: {reply.message}", expected=f"the error {_either(call.accepted)}"
-                )
-            return finding(2 if not company else 3, reply.message, expected="an answer" if kind == "value" else "")
-        if kind == "error":
-            expected = f"the error {_either(call.accepted)}"
-            if reply.kind == "value":
-                return finding(
-                    4, "invalid inputs were accepted", expected=expected, got=abbreviate(dict(reply.outputs))
-                )
-            if reply.code not in call.accepted:
-                return finding(
-                    5,
-                    f"invalid inputs were refused with another code: {reply.message}",
-                    expected=expected,
-                    got=reply.code,
-                )
-            lost = [f"{name} {place}" for name, place in sorted(call.told) if f"{name} {place}" not in reply.message]
-            return finding(6, f"the message must name {', '.join(lost)}; got: {reply.message}") if lost else None
-        if reply.kind == "refused":
-            return finding(
-                2,
-                f"valid inputs were refused with {reply.code}: {reply.message}",
-                expected="an answer",
-                got=reply.code,
-            )
-        if call.operation == "matched_plan" and "plan" in reply.outputs:
-            difference = compare_matched(call.inputs, reply.outputs["plan"], self.dtype)
+        looks_like: Sequence[str] = ()
+        narrow = False
+        if reply.kind == "broken" or kind == "error" or reply.kind == "refused":
+            wrong = _examine_refusal(call, reply, company)
         else:
-            difference = compare(right, lambda: call.near, reply.outputs, self.dtype, call.inputs, exact=call.exact)
-        if difference is None:
+            if call.operation == "matched_plan" and "plan" in reply.outputs:
+                difference = compare_matched(call.inputs, reply.outputs["plan"], self.dtype)
+            else:
+                difference = compare(
+                    right, lambda: call.near, reply.outputs, self.dtype, call.inputs, exact=call.exact
+                )
+            wrong = None
+            if difference:
+                wrong = (3 if company else 1, *astuple(difference))
+                output = difference.output.partition("[")[0].partition(".")[0]
+                looks_like = recognise(call.operation, call.inputs, right, reply.outputs, output, self.dtype)
+                narrow = self.dtype == "float64" and "differs by" in difference.problem
+                narrow = narrow and _narrow(call, right, reply)
+        if wrong is None:
             return None
-        output = difference.output.partition("[")[0].partition(".")[0]
-        looks_like = recognise(call.operation, call.inputs, right, reply.outputs, output, self.dtype)
-        narrow = self.dtype == "float64" and "differs by" in difference.problem and _narrow(call, right, reply)
-        return finding(
-            0 if looks_like and not company else state,
-            difference.problem,
-            difference.output,
-            difference.expected,
-            difference.got,
-            looks_like,
+        rank, output, problem, expected, got = wrong
+        size = sum(array.size for array in arrays_of(call.inputs))
+        return Finding(
+            call.operation,
+            (0 if looks_like and not company else rank, len(call.inputs), size),
+            problem,
+            output,
+            expected,
+            got,
+            ", ".join(filter(None, (call.title, company))),
+            call,
+            tuple(looks_like),
+            reply.code if reply.kind == "broken" else "",
             narrow,
         )
 
 
+def _examine_refusal(call: Call, reply: Reply, company: str) -> tuple[int, str, str, str, str] | None:
+    """Of a call or an answer that is no value: the rank of what is wrong, output, problem, expected and got."""
+    refusal = f"the error {' or '.join(sorted(call.accepted))}" if call.answer[0] == "error" else ""
+    if reply.kind == "broken":
+        if not refusal or reply.code or reply.ended:
+            return 3 if company else 2, "", reply.message, "" if refusal else "an answer", ""
+        if any(array.dtype.kind == "O" for array in arrays_of(call.inputs)):
+            return None  # the language's own words will do (ERR-8)
+        return 5, "", f"must be refused with a code: {reply.message}", refusal, ""
+    if not refusal:
+        problem = f"valid inputs were refused with {reply.code}: {reply.message}"
+        return 2, "", problem, "an answer", reply.code
+    if reply.kind == "value":
+        return 4, "", "invalid inputs were accepted", refusal, abbreviate(dict(reply.outputs))
+    if reply.code not in call.accepted:
+        return 5, "", f"invalid inputs were refused with another code: {reply.message}", refusal, reply.code
+    lost = [f"{name} {place}" for name, place in sorted(call.told) if f"{name} {place}" not in reply.message]
+    return (6, "", f"the message must name {', '.join(lost)}; got: {reply.message}", "", "") if lost else None
+
+
 def _narrow(call: Call, right: Mapping[str, Any], reply: Reply) -> bool:
     return compare(right, lambda: call.near, reply.outputs, "float32", call.inputs, exact=False) is None
-
-
-def _either(codes: Iterable[str]) -> str:
-    return " or ".join(sorted(codes))
 
 
 def copy_in_layout(value: Any) -> Any:
@@ -336,10 +306,16 @@ def copy_in_layout(value: Any) -> Any:
 
 
 def write_over(old: Any, new: Any) -> bool:
-    """Write the new numbers into the old arrays and lists; False where they do not fit."""
+    """Write the new numbers into the old arrays and lists; False where they do not fit, and nothing is written."""
     if not _fits(old, new):
         return False
-    _write(old, new)
+    for key in old if isinstance(old, dict) else range(len(old)):
+        if isinstance(old[key], np.ndarray):
+            old[key][...] = new[key]
+        elif isinstance(old[key], dict | list | tuple):
+            write_over(old[key], new[key])
+        elif not isinstance(old, tuple):
+            old[key] = new[key]
     return True
 
 
@@ -351,13 +327,3 @@ def _fits(old: Any, new: Any) -> bool:
     if isinstance(old, list | tuple) and type(old) is type(new) and len(old) == len(new):
         return all(map(_fits, old, new))
     return type(old) is type(new)
-
-
-def _write(old: Any, new: Any) -> None:
-    for key in old if isinstance(old, dict) else range(len(old)):
-        if isinstance(old[key], np.ndarray):
-            old[key][...] = new[key]
-        elif isinstance(old[key], dict | list | tuple):
-            _write(old[key], new[key])
-        elif not isinstance(old, tuple):
-            old[key] = new[key]

@@ -16,7 +16,7 @@ import pytest
 import shd_ref
 from shd_ref.conformance import ConformanceError, Missing, OwnDtype, Program, cases, check, judge
 from shd_ref.conformance.__main__ import main
-from shd_ref.conformance.doors import decode_argument, encode
+from shd_ref.conformance.doors import decode, encode
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "specs" / "conformance.md").read_text(encoding="utf-8")
@@ -262,7 +262,7 @@ def test_arguments_reach_a_module_as_the_judge_has_them() -> None:
         (np.bool_(True), [np.ones(2), None, 0.1]),
     ]
     for array in arguments:
-        again = decode_argument(json.loads(json.dumps(encode(array, exact=True))))
+        again = decode(json.loads(json.dumps(encode(array, exact=True))), exact=True)
         assert type(again) is type(array)
         if isinstance(array, np.ndarray):
             assert (again.dtype, again.shape, again.strides) == (array.dtype, array.shape, array.strides)
