@@ -28,8 +28,9 @@ from shd_torch.compress.task import find_task
 from shd_torch.compress.training import BATCH, time_step
 from shd_torch.compress.worth import Worths, measure_worths
 from shd_torch.deploy.inputs import require_runtime
+from shd_torch.deploy.timing import check_length
 from shd_torch.shrink.families import check_config
-from shd_torch.shrink.folders import forward_inputs, new_folder, read_config
+from shd_torch.shrink.folders import count_positions, forward_inputs, new_folder, read_config
 from shd_torch.shrink.unfinished import Unfinished, run_key
 
 ENOUGH: Final = 0.99
@@ -89,9 +90,10 @@ def _open_run(
     config = read_config(teacher)
     check_config(config)
     find_task(teacher, config)  # before the data are read
-    takes = forward_inputs(config)
-    rows = read_rows(data, teacher, options.max_length, takes=takes)
-    judged = None if held_out is None else read_rows(held_out, teacher, options.max_length, "held_out", takes)
+    takes, most = forward_inputs(config), count_positions(config)
+    check_length("the teacher", most, options.length)
+    rows = read_rows(data, teacher, options.max_length, takes=takes, most=most)
+    judged = None if held_out is None else read_rows(held_out, teacher, options.max_length, "held_out", takes, most)
     samples = divide(rows, judged, options.seed)
     inputs = {"samples": samples.digest, "onnxruntime": require_runtime().__version__}
     with Unfinished(folder, run_key(teacher, asdict(options) | inputs)) as keeper:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, inputs_invalid
+from shd_ref.teacher.run.inputs import TOO_LONG
 from shd_ref.teacher.sources import ArraySource, Source, named_inputs, open_source
 from shd_torch.shrink.folders import text_inputs
 
@@ -51,9 +52,15 @@ def row_source(rows: Sequence[Row]) -> ArraySource:
 
 
 def read_rows(
-    path: Path, folder: Path, max_length: int | None, argument: str = "data", takes: Sequence[str] = ()
+    path: Path,
+    folder: Path,
+    max_length: int | None,
+    argument: str = "data",
+    takes: Sequence[str] = (),
+    most: int | None = None,
 ) -> list[Row]:
-    """The samples of a file: texts for the tokenizer in the model's folder, or arrays of what it ``takes``.
+    """The samples of a file: texts for the tokenizer in the model's folder, or arrays of what it ``takes``, none with
+    more than ``most`` positions.
 
     Raises:
         ShdError: ``inputs-invalid``, ``argument-value``, ``dependency-missing``.
@@ -67,7 +74,11 @@ def read_rows(
                 row[name] = array.astype(np.int64)
         if "input_ids" in row and (not takes or "attention_mask" in takes):  # which graphs ask for
             row.setdefault("attention_mask", np.ones_like(row["input_ids"]))
-    return [_without_padding(row) for row in rows]
+    rows = [_without_padding(row) for row in rows]
+    lengths = map(length_of, rows) if most is not None else ()
+    if (long := next(((at, length) for at, length in enumerate(lengths) if length > (most or 0)), None)) is not None:
+        raise inputs_invalid(f"{argument}, row {long[0]}: {TOO_LONG.format(most=most, got=long[1])}")
+    return rows
 
 
 def open_rows(

@@ -125,7 +125,9 @@ def _make(run: Run, wish: Wish, number: int, row: Mapping[str, Any]) -> Shrunk:
         )
 
     run.find(folder.name, make, f"{folder.name}/**/*")
-    return read_made(folder)
+    made = read_made(folder)
+    made.student.float()  # in place; it is stored as its teacher is
+    return made
 
 
 def _train_short(run: Run, wish: Wish, row: Mapping[str, Any], config: TrainingConfig) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def group_shards(
         yield shards[start : start + size]
 
 
-_TOO_LONG: Final = (
+TOO_LONG: Final = (
     "it must have at most {most} positions, the teacher's limit; got {got}: cut texts with --max-length {most}"
 )
 Sample = dict[str, NDArray[Any]]
@@ -374,7 +374,7 @@ class ModelInputs:
         tables = [self._rows[name] for name in self.supplied if name in self._rows and name != TYPES]  # of positions
         length = int(self.lengths[index] if self.mask is None else np.count_nonzero(sample[self.mask]))
         if tables and length > min(tables):
-            raise self._source.refuse(_TOO_LONG.format(most=min(tables), got=length), index)
+            raise self._source.refuse(TOO_LONG.format(most=min(tables), got=length), index)
 
     def _check_length(self, sample: Sample, index: int) -> None:
         """A length that the graph fixes holds for every sample; padding fills shorter ones where there is a mask."""
@@ -451,7 +451,7 @@ def run_batch(session: Any, names: Sequence[str], batch: Batch) -> dict[str, NDA
         if most is not None:
             lengths = map(max, batch.lengths, batch.decoder_lengths or batch.lengths)
             length, row = max(zip(lengths, batch.indices, strict=True))
-            raise inputs_invalid(f"inputs, row {row}: {_TOO_LONG.format(most=most, got=length)}") from error
+            raise inputs_invalid(f"inputs, row {row}: {TOO_LONG.format(most=most, got=length)}") from error
         foreign = "indices element out of data bounds" in str(error)
         raise inputs_invalid(
             f"inputs must be what the teacher can run on; samples {list(batch.indices)[:8]} and their batch of "

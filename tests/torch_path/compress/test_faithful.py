@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +26,8 @@ from shd_ref.teacher.precompute.engine import precompute  # noqa: E402
 from shd_torch.compress import CompressOptions  # noqa: E402
 from shd_torch.compress.run import _open_run, study_teacher  # noqa: E402
 from shd_torch.compress.samples import Samples, pad, read_rows  # noqa: E402
+from shd_torch.compress.space import Design  # noqa: E402
+from shd_torch.compress.students import _make  # noqa: E402
 from shd_torch.compress.task import Decoder, Judge, find_task, graph_run, model_run  # noqa: E402
 from shd_torch.export import example_inputs, export_teacher, load_hf_model  # noqa: E402
 from shd_torch.shrink.folders import forward_inputs, load_teacher, padding_of, read_config  # noqa: E402
@@ -255,6 +257,27 @@ def test_the_teacher_is_that_of_its_library(tmp_path: Path, case: str, monkeypat
             got = run.task.summarise(output, {name: torch.from_numpy(array) for name, array in batch.items()})
     expected = run_library(tmp_path / "teacher")
     np.testing.assert_allclose(got.numpy(), expected, rtol=0, atol=allowed(expected))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_students_of_a_model_kept_in_halves_are_float32(tmp_path: Path) -> None:
+    with open_run(tmp_path, "sentences of a model kept in halves") as run:
+        row = {"design": asdict(Design((0, 1), (2, 2), (16, 16)))}
+        student = _make(run, next(iter(OPTIONS.wishes([1.0]))), 0, row).student
+        assert {parameter.dtype for parameter in student.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(("name", "most"), [("RobertaModel", 7), ("GPT2LMHeadModel", 9)])
+def test_no_length_is_beyond_the_positions(tmp_path: Path, name: str, most: int) -> None:
+    """Where a graph would fail long after; RoBERTa's positions begin behind the id of padding."""
+    save_model(tmp_path / "teacher", name, max_position_embeddings=9, pad_token_id=1)
+    save_tokenizer(tmp_path / "teacher", "words", pad=1)
+    data = write_texts(tmp_path)
+    for length, said in ((10, "length must be at most {}, .*; got 10"), (4, "row .* at most {} .* --max-length {}$")):
+        options = replace(OPTIONS, length=(4, length))
+        opened = _open_run(tmp_path / "teacher", data, None, options, tmp_path / "run", lambda *_: None)
+        with pytest.raises(ShdError, match=said.format(most, most)), opened:
+            pass
 
 
 def samples_of(rows: Any) -> Any:
