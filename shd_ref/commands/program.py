@@ -289,8 +289,10 @@ def _refusal(error: CycloptsError) -> str:
         return str(error)
     token = argument.tokens[-1] if argument.tokens else None
     name = token.keyword if token is not None and token.keyword else argument.name
-    if isinstance(error, MissingArgumentError) and "Did you mean" not in str(error):
-        return f"{error.keyword} must have a value; got none" if error.keyword else f"{name} must be given"
+    if isinstance(error, MissingArgumentError):
+        guess = re.search(r" Did you mean .*", str(error))  # of an option that is spelt otherwise
+        rule = "must have a value; got none" if error.keyword else "must be given"
+        return f"{error.keyword or name} {rule}" + (f".{guess[0]}" if guess else "")
     if isinstance(error, ValidationError) and token is not None:
         rule = error.exception_message.rstrip(".")
         return f"{name} {rule[:1].lower()}{rule[1:]}; got {token.value or 'nothing'}"
@@ -298,7 +300,8 @@ def _refusal(error: CycloptsError) -> str:
         return str(error.msg)
     if isinstance(error, CoercionError) and error.token is not None:
         choices = argument.get_choices(force=True)
-        rule = f"one of {', '.join(choices)}" if choices else "a number"
+        plain = "true or false" if argument.hint is bool else "a number"
+        rule = f"one of {', '.join(choices)}" if choices else plain
         return f"{name} must be {rule}; got {error.token.value}"
     return str(error)
 

@@ -98,6 +98,8 @@ def test_a_dataclass_stands_for_its_fields() -> None:
         ("--eggs 1 --heat x", "--heat must be a number; got x"),
         ("--eggs 1 --glaze salt", "--glaze must be one of none, sugar; got salt"),
         ("", "--eggs must be given"),
+        ("--egs 3", "--eggs must be given. Did you mean --eggs instead of --egs?"),
+        ("--eggs 1 --quick=maybe", "--quick must be true or false; got maybe"),
         ("--eggs", "--eggs must have a value; got none"),
         ("--eggs 1 --heet 3", "Unknown option: --heet. Did you mean --heat?"),
         ("--eggs 1 more", "nothing takes more"),
