@@ -202,7 +202,8 @@ def sessions_of(
     made = 0
     while made < least:
         for levels in covering_rows(factors, np.random.default_rng([*base, made])):
-            yield make_session(f"{operation}/{part}-{made}", operation, [*base, made], dtype, levels, made)
+            name, draws = f"{operation}/{part}-{made}", [*base, made]
+            yield make_session(name, operation, draws, dtype, levels, made, share_shapes=part == "core")
             made += 1
     # A mask of each other kind, which no crossing of options is sure to reach.
     masks = [name for name in _MASKS if factors.get(name)] if part == "core" else []
@@ -218,11 +219,18 @@ def sessions_of(
 
 
 def make_session(
-    name: str, operation: str, key: Sequence[int], dtype: str, levels: Mapping[str, str], number: int
+    name: str,
+    operation: str,
+    key: Sequence[int],
+    dtype: str,
+    levels: Mapping[str, str],
+    number: int,
+    *,
+    share_shapes: bool = False,
 ) -> Session:
     """A drawn call and its company; which company, its number says."""
     d = Draw([*key, 1], dtype, levels)
-    shapes = (key[0], key[1], number % 2) if name.endswith(f"/core-{number}") else ()
+    shapes = (key[0], key[1], number % 2) if share_shapes else ()
     inputs = draw_call(operation, key, dtype, levels, shapes)
     call = Call(operation, inputs, dtype, "", levels, seed=number)
     steps = [Step(call)]
@@ -279,11 +287,8 @@ def _is_pair(value: Any) -> bool:
 
 def _is_pairs(value: Any) -> bool:
     """Whether this is a round of a plan, a list of pairs."""
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is int for pair in value)
-    )
+    pairs = isinstance(value, list) and bool(value) and all(isinstance(pair, list) for pair in value)
+    return pairs and all(len(pair) == 2 and type(pair[0]) is int for pair in value)
 
 
 def varied(d: Draw, inputs: Inputs) -> Inputs:
