@@ -42,6 +42,15 @@ class Difference:
     got: str
 
 
+@dataclass(frozen=True)
+class _Rule:
+    """How near an output must be: in these dtypes, where roundings are multiplied by ``reach``."""
+
+    dtypes: frozenset[str]
+    exact: bool  # no rounding decides anything, so that nudges say nothing
+    reach: float = 1.0
+
+
 def outputs_of(operation: str, answer: Any) -> dict[str, Any]:
     """The outputs by name that an answer holds: of a mapping, an object, a tuple in order, or the value itself."""
     names = OUTPUTS[operation]
@@ -90,15 +99,12 @@ def compare(
     for name, value in right.items():
         if name not in got or (name.startswith("num_") and dtype in ("float16", "bfloat16")):
             continue  # in half precision rounding decides what lies within [0, 1] (NUM-7)
-        wide = {dtype, "float32" if narrowest == "float16" and name not in _STORED else narrowest or dtype}
+        wide = frozenset({dtype, "float32" if narrowest == "float16" and name not in _STORED else narrowest or dtype})
+        rule = _Rule(wide, exact, _reach(inputs) if QUANTITIES.get(name) == "gradient" else 1.0)
         zeros = _zeros(name, inputs) if name in ("dz", "dq", "dw") else None
-        reach = _reach(inputs) if QUANTITIES.get(name) == "gradient" else 1.0
-        difference = _compare(name, name, value, [], got[name], wide, exact, zeros, reach)
-        if difference:
-            others = [one.get(name) for one in near()]
-            difference = (
-                _compare(name, name, value, others, got[name], wide, exact, zeros, reach) if others else difference
-            )
+        difference = _compare(name, name, value, [], got[name], rule, zeros)
+        if difference and (others := [one.get(name) for one in near()]):
+            difference = _compare(name, name, value, others, got[name], rule, zeros)
         if difference:
             return difference
     missing = [name for name in right if name not in got]
@@ -119,46 +125,34 @@ def _narrowest(inputs: Mapping[str, Any]) -> str:
 
 
 def _compare(
-    name: str,
-    path: str,
-    right: Any,
-    near: Sequence[Any],
-    got: Any,
-    dtypes: set[str],
-    exact: bool,
-    zeros: Any = None,
-    reach: float = 1.0,
+    name: str, path: str, right: Any, near: Sequence[Any], got: Any, rule: _Rule, zeros: Any = None
 ) -> Difference | None:
     """One output, records and lists item by item."""
     if name in EXACT:
-        return _compare_exactly(path, right, near, got, exact)
-    fields = fields_of(right)
-    if fields or isinstance(right, Mapping):
+        return _compare_exactly(path, right, near, got, rule.exact)
+    if fields := fields_of(right):
         theirs = fields_of(got)
         for field, value in fields.items():
             if field not in theirs:
-                return Difference(
-                    path, f"{path} lacks {field}", ", ".join(map(str, fields)), ", ".join(map(str, theirs))
-                )
+                names = [", ".join(map(str, each)) for each in (fields, theirs)]
+                return Difference(path, f"{path} lacks {field}", *names)
             others = [fields_of(one).get(field) for one in near if one is not None]
-            found = _compare(str(field), f"{path}.{field}", value, others, theirs[field], dtypes, exact)
-            if found:
+            rest = _Rule(rule.dtypes, rule.exact)
+            if found := _compare(str(field), f"{path}.{field}", value, others, theirs[field], rest):
                 return found
         return None
     if isinstance(right, list | tuple):
         if not isinstance(got, list | tuple | np.ndarray) or len(got) != len(right):
-            return Difference(
-                path, f"{path} must be a list of {len(right)} arrays", f"{len(right)} arrays", abbreviate(got)
-            )
+            wanted = f"{len(right)} arrays"
+            return Difference(path, f"{path} must be a list of {wanted}", wanted, abbreviate(got))
         for number, (value, item) in enumerate(zip(right, got, strict=True)):
             others = [one[number] for one in near if one is not None and len(one) == len(right)]
             zero = zeros[number] if isinstance(zeros, list) else zeros
-            found = _compare(name, f"{path}[{number}]", value, others, item, dtypes, exact, zero, reach)
-            if found:
+            if found := _compare(name, f"{path}[{number}]", value, others, item, rule, zero):
                 return found
         return None
     zeros = zeros[0] if isinstance(zeros, list) else zeros
-    return _compare_numbers(name, path, np.asarray(right, np.float64), near, got, dtypes, exact, zeros, reach)
+    return _compare_numbers(name, path, np.asarray(right, np.float64), near, got, rule, zeros)
 
 
 def _compare_exactly(path: str, right: Any, near: Sequence[Any], got: Any, exact: bool) -> Difference | None:
@@ -171,15 +165,7 @@ def _compare_exactly(path: str, right: Any, near: Sequence[Any], got: Any, exact
 
 
 def _compare_numbers(
-    name: str,
-    path: str,
-    right: Array,
-    near: Sequence[Any],
-    got: Any,
-    dtypes: set[str],
-    exact: bool,
-    zeros: Any,
-    reach: float,
+    name: str, path: str, right: Array, near: Sequence[Any], got: Any, rule: _Rule, zeros: Any
 ) -> Difference | None:
     numbers = as_numbers(got)
     if numbers is None:
@@ -187,12 +173,12 @@ def _compare_numbers(
     if numbers.shape != right.shape:
         problem = f"{path} must have the shape {list(right.shape)}; got {list(numbers.shape)}"
         return Difference(path, problem, abbreviate(right), abbreviate(numbers))
-    pairs = [agreement(dtype, QUANTITIES.get(name, "probs")) for dtype in dtypes]
-    atol, rtol = reach * max(pair[0] for pair in pairs), max(pair[1] for pair in pairs)
+    pairs = [agreement(dtype, QUANTITIES.get(name, "probs")) for dtype in rule.dtypes]
+    atol, rtol = rule.reach * max(pair[0] for pair in pairs), max(pair[1] for pair in pairs)
     others = [np.asarray(one, np.float64) for one in near if np.shape(one) == right.shape]
     with np.errstate(all="ignore"):
         slack = np.zeros(right.shape)
-        for number, other in enumerate(others if not exact else []):
+        for number, other in enumerate(others if not rule.exact else []):
             moved = np.where(other == right, 0.0, np.abs(other - right))
             slack = np.maximum(
                 slack, (1.5 if number >= len(others) - 4 else 20.0) * np.where(np.isnan(moved), np.inf, moved)
@@ -203,7 +189,7 @@ def _compare_numbers(
         if name in _STORED or name == "target":
             # A zero of the text stays one however the inputs are nudged; the last numbers of a dtype are as good.
             always = np.logical_and.reduce([one == 0 for one in (right, *others)])
-            wrong |= always & (np.abs(numbers) > (1e-300 if dtypes == {"float64"} else 1e-37))
+            wrong |= always & (np.abs(numbers) > (1e-300 if rule.dtypes == {"float64"} else 1e-37))
         if zeros is not None:
             wrong |= np.broadcast_to(zeros, right.shape) & (numbers != 0)
     if not wrong.any():

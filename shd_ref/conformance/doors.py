@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from binascii import a2b_base64, b2a_base64
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -79,7 +80,7 @@ class Adapter(Protocol):
 
 
 _UNEXPECTED = re.compile(r"unexpected keyword argument '(\w+)'")
-_ROUNDS = 25  # of calls in several threads
+_ROUNDS = 100  # of calls in several threads, in a tenth of a second
 _LARGE = 1 << 22  # bytes from which on an answer is not kept to see whether it changes
 
 
@@ -124,15 +125,18 @@ class Direct:
         return reply
 
     def ask_together(self, calls: Sequence[tuple[str, Mapping[str, Any]]], dtype: str) -> list[Reply]:
-        """These calls from as many threads at once, again and again; of each a wrong reply, if there is one."""
+        """These calls from as many threads at once, again and again: the first reply of each, then one unlike it."""
         replies: list[list[Reply]] = [[] for _ in calls]
         gate = threading.Barrier(len(calls))
 
         def work(number: int) -> None:
             operation, inputs = calls[number]
-            for _ in range(_ROUNDS):
-                gate.wait(10)
+            gate.wait(10)
+            end = time.monotonic() + 0.1
+            for done in range(_ROUNDS):
                 replies[number].append(self._call(operation, inputs, dtype)[0])
+                if done > 5 and time.monotonic() > end:
+                    return
 
         threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(len(calls))]
         interval = sys.getswitchinterval()
@@ -142,7 +146,8 @@ class Direct:
         for thread in threads:
             thread.join()
         sys.setswitchinterval(interval)
-        return [one for each in zip(*replies, strict=True) for one in each]
+        unlike = [next((one for one in each if _content(one) != _content(each[0])), each[0]) for each in replies]
+        return [each[0] for each in replies] + unlike
 
     def _call(self, operation: str, inputs: Mapping[str, Any], dtype: str) -> tuple[Reply, Any]:
         adapter = isinstance(self.implementation, Adapter)
@@ -186,6 +191,10 @@ def _read_error(error: BaseException, inputs: Mapping[str, Any], adapter: bool) 
             "broken", message=f"raised {type(error).__name__} with the code {code!r}, which is not in ERR-2: {error}"
         )
     return Reply("broken", message=f"raised {told}, which has no code")
+
+
+def _content(reply: Reply) -> Any:
+    return reply.kind, reply.code, [array.tobytes() for array in arrays_of(reply.outputs)]
 
 
 def _lengths(value: Any) -> Any:

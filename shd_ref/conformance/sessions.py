@@ -433,7 +433,7 @@ def _spoil_array(d: Draw, old: Array, is_map: bool, in_list: bool) -> tuple[Any,
         )
         return (
             values.view(type(old)),
-            codes | ({"not-a-distribution"} if is_map and value == 1.5 else set()),
+            codes | ({"not-a-distribution"} if is_map and np.isfinite(value) else set()),
             places if not np.isfinite(value) else (),
         )
     if kind == "sum":
