@@ -6,7 +6,7 @@
 specs/shd.md, here through an adapter that declares its options. The first version divides by all rows, like `mean()`
 over padded batches; the judge names that mistake. It ends with
 
-    conforms to shd_loss; lacks attn_mask, divergence=js, ...
+    conforms to shd_loss; lacks attn_mask, divergence, ...
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+import shd_ref
 from shd_ref.conformance import judge
 
 JUDGED = "shd_loss"
@@ -33,8 +34,9 @@ def forward_kl(target: torch.Tensor, logits: torch.Tensor, rows: torch.Tensor, *
     """
     log_q = logits.log_softmax(-1)
     terms = torch.where(target > 0, target * (target.clamp_min(1e-300).log() - log_q), 0).sum(-1)
-    count = rows.numel() if all_rows else rows.sum()
-    return (terms * rows[:, None]).sum() / count
+    counted = rows[:, None] & (target > 0).any(-1)  # a row without mass does not count
+    count = torch.full_like(terms[0, :, 0], rows.numel()) if all_rows else counted.sum((0, 2)).clamp_min(1)
+    return (torch.where(counted, terms, 0).sum((0, 2)) / count).sum()
 
 
 class Adapter:
@@ -45,12 +47,13 @@ class Adapter:
 
     def run_operation(self, operation: str, inputs: dict[str, Any], dtype: str) -> float:
         """One call; an unsupported option is reported as missing, not as failed."""
-        given = dict(inputs)
-        target, logits = given.pop("supervision"), given.pop("student_logits")
-        beta, mask = given.pop("beta", 1.0), given.pop("loss_mask", None)
-        if operation != "shd_loss" or given or isinstance(target, list):
+        options = inputs.keys() - {"supervision", "student_logits", "beta", "loss_mask"}
+        if operation != "shd_loss" or options or isinstance(inputs["supervision"], list):
             raise NotImplementedError(operation)
-        rows = np.ones((target.shape[0], target.shape[2]), bool) if mask is None else mask
+        shd_ref.shd_loss(**inputs)  # refuses bad arguments, which a kernel does not see
+        target, logits = (np.array(inputs[name], np.float64) for name in ("supervision", "student_logits"))
+        beta, mask = inputs.get("beta", 1.0), inputs.get("loss_mask")
+        rows = np.ones((target.shape[0], target.shape[2]), bool) if mask is None else np.array(mask)
         loss = forward_kl(*map(torch.tensor, (target, logits, rows)), all_rows=self.all_rows)
         return float(beta * loss)
 
