@@ -156,14 +156,17 @@ def _factor_maps(supervision: Dense, temperature: float, masks: dict[str, Any]) 
     mass = maps.sum(-1)
     logits = temperature * (maps / mass.clamp_min(torch.finfo(maps.dtype).tiny)[..., None]).log()
     keys, mixing = (torch.eye(size, dtype=maps.dtype, device=maps.device) for size in (num_keys, heads))
-    has_sinks = supervision.row_sums != "one"
+    if supervision.row_sums == "one":
+        if ((mass - 1).abs() > 8 * torch.finfo(maps.dtype).eps * num_keys).logical_and(mass != 0).any():
+            raise NotImplementedError("factors make rows that sum to one, and to nothing near it")
+        mass = (mass > 0).to(maps.dtype)
     return Factored(
         logits.clamp_min(_NEVER),
         keys.expand(batch, 1, -1, -1),
-        mixing.expand(batch, -1, -1) if has_sinks else mixing[..., None] * mass[:, None],
+        mixing.expand(batch, -1, -1),
         scale=1.0,
         groups=tuple((head,) for head in range(heads)),
-        row_mass=mass if has_sinks else None,
+        row_mass=mass,
         **masks,
     )
 

@@ -309,7 +309,7 @@ def test_shared_scales_make_samples_run_alone(tmp_path: Path, capsys: pytest.Cap
         (["precompute", *job, "1", "--out", str(tmp_path / "cache")], False),
         (["plan", *job, "4"], True),
     ):
-        load_app()(command, standalone_mode=False)
+        load_app()(command)
         assert ("one sample at a time" in capsys.readouterr().err) == is_said, command
 
 
@@ -340,7 +340,7 @@ def test_what_rounds_a_quantised_graph_is_in_the_identity(
     for path, expected in zip(paths, ("", said), strict=True):
         precompute(path, data, tmp_path / path.stem, PrecomputeOptions(num_student_heads=1))
         assert CacheReader(tmp_path / path.stem).manifest.teacher.session == expected
-        load_app()(["inspect", str(path)], standalone_mode=False)
+        load_app()(["inspect", str(path)])
         printed = " ".join(capsys.readouterr().out.split())
         assert (said in printed and "A cache names its own" in printed) == bool(expected)
     monkeypatch.setattr(onnxruntime, "__version__", "0.1")
