@@ -19,7 +19,9 @@ RUNS = [
         row,
         dtype,
         id=f"{row.name}-{dtype}",
-        marks=[pytest.mark.gpu] * row.name.endswith("cuda") + [pytest.mark.nightly] * (dtype != row.dtypes[0]),
+        # Interpreted kernels take minutes; tests/torch_path/kernels runs them in CI.
+        marks=[pytest.mark.gpu] * row.name.endswith("cuda")
+        + [pytest.mark.nightly] * (dtype != row.dtypes[0] or row.name.endswith("interpreted")),
     )
     for row in JUDGED
     for dtype in row.dtypes
