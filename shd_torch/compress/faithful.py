@@ -32,6 +32,8 @@ def check_teacher(
             other = _encode(folder, texts, max_length)
         else:
             other = summarise(task, forward, [_tokenise(folder, texts, max_length, model)])
+    except ShdError:  # our own word on what it gave
+        raise
     except Exception as error:  # of another library
         cause = str(error).strip().partition("\n")[0]
         raise ShdError("read-failed", f"{folder} must run in its own library; got {cause}") from error
