@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,24 +29,22 @@ def test_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_there_are_enough() -> None:
-    assert len(WRONG) >= 150
+    page = (Path(__file__).parents[2] / "docs" / "judge.md").read_text(encoding="utf-8")
+    assert f"judges {len(WRONG)} [wrong" in page
     assert len({operation for operation, _, _ in WRONG.values()}) >= 20
 
 
 NAMED: dict[str, tuple[str, Any]] = {
     "alpha-misprinted": ("solve_alpha", lambda **i: shd_ref.solve_alpha(**i, rule="as_printed")),
     "alpha-swapped": ("solve_alpha", lambda **i: 1 - shd_ref.solve_alpha(**i)),
-    "alpha-padded-rows": (
-        "solve_alpha",
-        lambda query_mask=None, **i: shd_ref.solve_alpha(**i),
-    ),
+    "alpha-padded-rows": ("solve_alpha", lambda query_mask=None, **i: shd_ref.solve_alpha(**i)),
     "attn-mask-ignored": ("softmax", lambda attn_logits, attn_mask=None: shd_ref.softmax(attn_logits)),
     "kl-reversed": ("shd_loss", lambda **i: _reversed(**i)),
     "loss-padded-rows": ("shd_loss", lambda loss_mask=None, **i: shd_ref.shd_loss(**i)),
     "layers-floor": ("layer_map", lambda **i: _floor(**i)),
     "plan-overshoot": ("merge_plan", lambda **i: _overshoot(**i)),
     "gradient-sign": ("shd_loss_gradient", lambda **i: -shd_ref.shd_loss_gradient(**i)),
-}  # fmt: skip
+}
 
 
 def _reversed(supervision: Any, student_logits: Any, loss_mask: Any = None, attn_mask: Any = None) -> float:

@@ -33,6 +33,11 @@ def fingerprint(case: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def test_the_page_counts_them() -> None:
+    page = (SPECS.parent / "docs" / "judge.md").read_text(encoding="utf-8")
+    assert f"{len(CASES):,} frozen" in page
+
+
 @pytest.mark.parametrize("operation", OUTPUTS)
 def test_files_are_what_they_say(operation: str) -> None:
     document = DOCUMENTS[operation]
