@@ -1,0 +1,200 @@
+"""Write the figures of README and docs from the JSON of the benchmarks; ``--check`` names those that differ.
+
+``figures.jinja`` holds what pages say. ``@ PAGE`` begins a page. ``@@ NAME`` begins the rows of the table below
+``<!-- figures: NAME -->``, which are written anew. Every other line is a phrase of the page, found by its words,
+however wrapped; the numbers in its ``{{ }}`` are written anew.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from decimal import ROUND_HALF_UP, Decimal
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+from scipy import stats
+
+BENCHMARKS = Path(__file__).resolve().parent
+ROOT = BENCHMARKS.parent
+FIGURE = re.compile("\x01([^\x02]*)\x02")  # what came from JSON, in a rendered line
+
+
+def n(value: float, digits: int = 0, sign: bool = False, bare: bool = False) -> str:
+    """A figure as pages write it: rounded half up; ``bare`` leaves out the 0 before the point."""
+    # Twelve digits first: means of binary numbers are a little beside the decimal that they stand for.
+    rounded = Decimal(f"{value:.12g}").quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP)
+    text = f"{rounded:+,}" if sign else f"{rounded:,}"
+    return re.sub(r"^([+-]?)0\.", r"\1.", text) if bare else text
+
+
+def pm(values: Sequence[float], digits: int, sign: bool = False, bare: bool = False) -> str:
+    """Mean and half the width of its 95% t interval, ``+0.109 ± 0.042``."""
+    half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
+    return f"{n(np.mean(values), digits, sign, bare)} ± {n(half, digits, bare=bare)}"
+
+
+@functools.cache
+def load(name: str) -> Any:
+    text = (BENCHMARKS / name).read_text(encoding="utf-8")
+    if name.endswith(".csv"):
+        return list(csv.DictReader(text.splitlines()))
+    return [json.loads(line) for line in text.splitlines()] if name.endswith(".jsonl") else json.loads(text)
+
+
+def pick(entries: Iterable[Any], path: str, **where: Any) -> Any:
+    """Values at a dotted path of those entries whose fields are as said, as an array."""
+    chosen = [entry for entry in entries if all(entry[name] == value for name, value in where.items())]
+    return np.array([functools.reduce(lambda at, name: at[name], path.split("."), entry) for entry in chosen])
+
+
+def row(task: str, part: str, label: str) -> dict[str, str]:
+    (one,) = (row for row in load(f"study/results/{task}.csv") if (row["part"], row["label"]) == (part, label))
+    return one
+
+
+def gain(task: str, part: str, label: str, digits: int, column: str = "gain", **form: bool) -> str:
+    """A gain with its interval, in points where the figure is a share."""
+    one = row(task, part, label)
+    scale = 100 if one["metric"] in ("accuracy", "rouge_l") else 1
+    value, interval = scale * float(one[column]), scale * float(one[f"{column}_interval"])
+    return f"{n(value, digits, **form)} ± {n(interval, digits, bare=form.get('bare', False))}"
+
+
+def share(row: dict[str, str], digits: int | None = None) -> str:
+    """Of the gradient at the first step, in percent: with one digit below a tenth."""
+    found = float(row["gradient_share"])
+    return f"{n(100 * found, int(found < 0.1) if digits is None else digits, bare=True)}%"
+
+
+def beta(row: dict[str, str]) -> str:
+    return n(float(row["beta"]), 3, bare=True).rstrip("0").rstrip(".")
+
+
+def trials(task: str, parts: Sequence[str], suffix: str = "") -> list[dict[str, str]]:
+    """SHD's rows of these parts by beta; of the first, those whose label ends so."""
+    own = [row for row in load(f"study/results/{task}.csv") if row["part"] in parts and row["method"] == "shd"]
+    own = [row for row in own if row["label"].endswith(suffix) or row["part"] != parts[0]]
+    return sorted(own, key=lambda row: float(row["beta"]))
+
+
+def losses(path: str, task: str, **options: Any) -> Any:
+    """A figure of the runs with these options, by seed."""
+    runs = load("study/results/runs.jsonl")
+    own = [run for run in runs if run["task"] == task and run["options"].items() >= options.items()]
+    return np.array([pick(own, path, seed=seed)[-1] for seed in range(3)])
+
+
+def steps(start: str, shd: bool, mark: int = 3000) -> Any:
+    """Test losses of 3,000 steps on stories after so many, by seed."""
+    return losses(f"curve.{mark}.test_loss", "language", steps=3000, start=start, method="shd" if shd else "base")
+
+
+def rival(method: str) -> str:
+    """Cells of a method at the weight that validation chose: over KD and over SHD, on digits and on stories."""
+    cells = []
+    for task, digits in (("images", 1), ("language", 3)):
+        own = pick(load(f"study/results/{task}.csv"), "label", part="rivals", method=method, is_chosen="True")
+        for column in ("gain", "over_shd"):
+            known = len(own) and (method, column) != ("shd", "over_shd")
+            cells.append(gain(task, "rivals", own[0], digits, column, sign=True, bare=True) if known else "")
+    return " | ".join(cells).replace("  ", " ").strip()
+
+
+def seeds(runs: dict[str, Any], name: str, mark: str) -> Any:
+    """A figure of a run for each seed, which stands in the run's name."""
+    return np.array([runs[name.format(seed)][mark] for seed in range(3)])
+
+
+def compared(arms: dict[str, Any]) -> str:
+    """Cells of ``compress`` and the other students: mean quality, and by how much ``compress`` is better."""
+    quality = {arm: np.array(row["quality"]) for arm, row in arms.items()}
+    rivals = [arm for arm in arms if arm.startswith("sentence-transformers")]
+    best = max(rivals, key=lambda arm: quality[arm].mean(), default="")
+    cells = [n(quality["compress"].mean(), 3)]
+    for arm in ("layers", "kept, aligned", "kept", best):
+        gains = quality["compress"] - quality[arm] if arm in arms else []
+        better = n(gains[0], 3, sign=True) if len(gains) == 1 else len(gains) and pm(gains, 3, sign=True)
+        cells.append(f"{n(quality[arm].mean(), 3)} ({better})" if better else "")
+    return " | ".join(cells).replace("  ", " ").strip()
+
+
+def rendered() -> Iterator[tuple[str, str, list[str]]]:
+    """Page, table or ``""``, and the table's rows or one phrase; figures stand between two control characters."""
+    settings = {"undefined": jinja2.StrictUndefined, "extensions": ["jinja2.ext.do"], "line_statement_prefix": "%"}
+    environment = jinja2.Environment(**settings, finalize=lambda value: f"\x01{value}\x02")
+    given = (n, pm, load, pick, row, gain, share, beta, trials, losses, steps, rival, seeds)
+    given += (compared, zip, min, max, sorted, sum)
+    environment.globals |= {function.__name__: function for function in given} | {"np": np, "mean": np.mean}
+    environment.filters |= {"each": np.vectorize(n, otypes="O"), "share": share, "beta": beta}
+    page, table, found = "", "", list[str]()
+    template = environment.from_string((BENCHMARKS / "figures.jinja").read_text(encoding="utf-8"))
+    for line in [*filter(None, template.render().splitlines()), "@"]:
+        said = shown(line)
+        if said.startswith("|"):
+            found.append(said)
+            continue
+        if table:
+            yield page, table, found
+            table, found = "", []
+        if said.startswith("@@"):
+            table = said[2:].strip()
+        elif said.startswith("@"):
+            page = said[1:].strip()
+        else:
+            yield page, "", [line]
+
+
+def shown(line: str) -> str:
+    return FIGURE.sub(r"\1", line)
+
+
+def written(text: str, table: str, lines: list[str]) -> str:
+    """The page with these figures; ValueError where it has not this table, or not one place with these words."""
+    plain = "\n".join(map(shown, lines))
+    if table:
+        pattern = rf"(?<=<!-- figures: {table} -->\n\n)(\|.*\n\|.*\n)((?:\|.*\n)*)"
+        plain += "\n"
+    elif re.search(re.escape(plain).replace("\\ ", r"\s+"), text):
+        return text
+    else:
+        pieces = [re.escape(piece) for piece in FIGURE.split(lines[0])]
+        pieces[1::2] = [re.sub(r"(\\[-+]|\+)?(\\?[\d.,])*\d", r"[-+]?[\\d.,]*\\d", piece) for piece in pieces[1::2]]
+        pattern = "()(" + "".join(pieces).replace("\\ ", r"\s+") + ")"
+    found = list(re.finditer(pattern, text))
+    if len(found) != 1:
+        raise ValueError(f"{len(found)} places for {table or plain!r}")
+    if not table:  # lines end where they did
+        spaces = iter(re.findall(r"\s+", found[0][2]))
+        plain = re.sub(r"\s+", lambda _: next(spaces), plain)
+    return text[: found[0].start(2)] + plain + text[found[0].end(2) :]
+
+
+def main() -> int:
+    check = "--check" in sys.argv
+    wrong = 0
+    for page, table, lines in rendered():
+        path = ROOT / page
+        old = path.read_text(encoding="utf-8")
+        try:
+            new = written(old, table, lines)
+        except ValueError as error:
+            print(f"{page}: {error}")
+            wrong += 1
+            continue
+        if not check:
+            path.write_text(new, encoding="utf-8")
+        elif new != old:
+            print(f"{page}: the JSON has other figures: {table or shown(lines[0])}")
+            wrong += 1
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
