@@ -8,20 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from support.makers import FACTORS, WINDOWED, factors_of, first_of, job, key_of, length_of, write_cache
+from support.makers import FACTORS, job, key_of, write_cache
 from support.refusals import refusal
 
 from shd_ref.cache import (
     FACTORED_CODECS,
     CacheReader,
     LayerFactors,
-    Manifest,
     codec_error,
     decode_factors,
     encode_factors,
     factored_kl_bound,
     rebuild_maps,
-    verify_cache,
 )
 
 
@@ -90,55 +88,6 @@ def test_what_cannot_be_coded_is_refused(codec: str, change: float | None, code:
         queries[0, 1, 2] = change
     with refusal(code):
         encode_factors(codec, queries, vectors(2, 3, 4, 8))
-
-
-@pytest.mark.parametrize("codec", FACTORED_CODECS)
-def test_cache_returns_what_was_written(tmp_path: Path, codec: str) -> None:
-    manifest = job(codec=codec, factors=FACTORS, support="causal")
-    reader = CacheReader(write_cache(tmp_path / "cache", manifest))
-    assert verify_cache(tmp_path / "cache").ok
-    for index in range(manifest.dataset.num_samples):
-        record = reader.read(key_of(index))
-        assert "mixing" in record.parts
-        for column, layer in enumerate(manifest.attention.student_layers):
-            wanted = decode_factors(encode_factors(codec, *factors_of(manifest, index, column)))
-            for got, expected in zip(reader.decode_factors(record, layer), wanted, strict=True):
-                np.testing.assert_array_equal(got, expected)
-            maps = reader.decode(record, layer)
-            assert maps.shape == (manifest.attention.num_student_heads, length_of(index), length_of(index))
-            assert not np.triu(maps, 1).any()
-
-
-@pytest.mark.parametrize("support", ["full", "causal"])
-def test_windows_and_padding_in_front(tmp_path: Path, support: str) -> None:
-    manifest = job(codec="float16", factors=WINDOWED, padding="around", support=support)
-    assert Manifest.from_bytes(manifest.to_bytes()) == manifest
-    reader = CacheReader(write_cache(tmp_path / "cache", manifest))
-    assert verify_cache(tmp_path / "cache").ok
-    for index in range(manifest.dataset.num_samples):
-        record, first, n = reader.read(key_of(index)), first_of(index), length_of(index)
-        assert (record.first, record.length) == (first, n)
-        assert "mixing" in record.parts
-        for column, (layer, factors) in enumerate(zip(manifest.attention.student_layers, WINDOWED, strict=True)):
-            queries, keys = reader.decode_factors(record, layer)
-            assert queries.shape == (manifest.attention.num_teacher_heads, n - first, factors.width)
-            rows, columns = np.indices((n, n))
-            ahead, behind = (n if factors.window is None else factors.window,) * 2
-            seen = (rows >= first) & (columns >= first) & (rows - columns < behind)
-            seen &= columns <= rows if support == "causal" else columns - rows < ahead
-            maps = reader.decode(record, layer)
-            # The mixing of these makers is above 0 everywhere.
-            np.testing.assert_array_equal(maps > 0, np.broadcast_to(seen, maps.shape))
-            for head in range(manifest.attention.num_student_heads):
-                expected = np.zeros((n, n))
-                for teacher in range(manifest.attention.num_teacher_heads):
-                    key_head = keys[teacher // (manifest.attention.num_teacher_heads // factors.num_key_heads)]
-                    powers = np.zeros((n, n))
-                    powers[first:, first:] = np.exp(factors.scale * queries[teacher].astype(float) @ key_head.T)
-                    powers *= seen
-                    sums = powers.sum(-1, keepdims=True)
-                    expected += record.parts["mixing"][column, head, teacher] * powers / np.where(sums > 0, sums, 1)
-                np.testing.assert_allclose(maps[head], expected, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from cache.golden_jobs import GOLDEN, GOLDEN_JOBS, digests_of, read_digests
 from support.independent_reader import read_cache, read_head
-from support.makers import contents, is_skipped, key_of, length_of, record_of, write_cache
+from support.makers import (
+    FACTORS,
+    FORMS,
+    KINDS,
+    WINDOWED,
+    contents,
+    errors_of,
+    is_skipped,
+    job,
+    key_of,
+    length_of,
+    record_of,
+    write_cache,
+)
 
-from shd_ref.cache import CacheReader, verify_cache
+from shd_ref.cache import CODECS, SUPPORTS, CacheReader, Manifest, SampleInputs, verify_cache
 
 
 @pytest.mark.parametrize("name", GOLDEN_JOBS)
@@ -30,35 +45,59 @@ def test_no_golden_byte_was_ever_changed() -> None:
     assert {folder.name for folder in GOLDEN.iterdir()} == GOLDEN_JOBS.keys()
 
 
-@pytest.mark.parametrize("name", GOLDEN_JOBS)
-def test_golden_cache_is_sound(name: str) -> None:
-    assert verify_cache(GOLDEN / name).ok
+ATTENTION: dict[str, dict[str, Any]] = {
+    **{f"{codec} {support}": {"codec": codec, "support": support} for codec in CODECS for support in SUPPORTS},
+    "own shapes": {"codec": "u4", **KINDS},
+    "factors": {"codec": "int8", "factors": FACTORS, "support": "causal"},
+    "factors with padding in front": {"codec": "float16", "factors": WINDOWED, "padding": "around"},
+    "factors in a causal window": {"codec": "int8", "factors": WINDOWED, "padding": "around", "support": "causal"},
+    "identity": {"num_student_heads": 4, "plan": ()},
+    "seeds": {"inputs": SampleInputs(("input_ids",), None, "augmentation")},
+    "skipped": {"on_error": "skip"},
+    "none": {"attention": None},
+}
+JOBS = GOLDEN_JOBS | {
+    f"{name}, {forms}": job(**attention, **FORMS.get(forms, {}))
+    for name, attention in ATTENTION.items()
+    for forms in (*FORMS, "alone")
+    if not (name == "none" and forms == "alone")
+}
+"""The golden ones, and every form beside attention of every kind."""
 
 
-@pytest.mark.parametrize("name", GOLDEN_JOBS)
-def test_reader_agrees_with_one_made_from_the_specification(name: str) -> None:
-    manifest = GOLDEN_JOBS[name]
-    reader, samples = CacheReader(GOLDEN / name), read_cache(GOLDEN / name)
-    wanted = range(manifest.dataset.num_samples)
-    assert sorted(samples) == [index for index in wanted if not is_skipped(manifest, index)]
-    if (made := read_head(GOLDEN / name)) is not None:
+@pytest.mark.parametrize("name", JOBS)
+def test_a_reader_gives_what_was_written_as_one_made_from_the_specification(tmp_path: Path, name: str) -> None:
+    manifest = JOBS[name]
+    assert Manifest.from_bytes(manifest.to_bytes()) == manifest
+    folder = GOLDEN / name if name in GOLDEN_JOBS else write_cache(tmp_path, manifest)
+    assert verify_cache(folder).ok
+    reader, samples = CacheReader(folder), read_cache(folder)
+    wanted = [index for index in range(manifest.dataset.num_samples) if not is_skipped(manifest, index)]
+    shards = [manifest.shard_samples(shard) for shard in range(manifest.shards.num_shards)]
+    assert reader.keys() == [key_of(index) for shard in shards for index in shard if index in wanted]
+    assert (sorted(samples), len(reader)) == (wanted, len(wanted))
+    assert len(reader.skipped) == manifest.dataset.num_samples - len(wanted)
+    measured = errors_of(manifest).items()
+    assert reader.errors == {subject: replace(error, rows=len(shards) * error.rows) for subject, error in measured}
+    if (made := read_head(folder)) is not None:
         np.testing.assert_allclose(reader.read_head().logits(np.eye(len(made))), made, rtol=1e-12, atol=1e-12)
-    assert len(reader.skipped) == len(wanted) - len(samples)
     for index, sample in samples.items():
         record, written = reader.read(key_of(index)), record_of(manifest, index)
-        assert (sample["key"], sample["length"]) == (key_of(index), length_of(index))
+        assert (sample["key"], sample["length"]) == (record.key, record.length) == (key_of(index), length_of(index))
+        assert (record.index, record.first, record.shapes) == (index, written.first, written.shapes)
         assert sample["seed"] == record.seed == written.seed
         assert record.parts.keys() == written.parts.keys()
         for parts in (record.parts, written.parts):
-            for name in ("alphas", "mixing"):
-                assert sample[name] == (parts[name].ravel().tolist() if name in parts else [])
+            for part in ("alphas", "mixing"):
+                assert sample[part] == (parts[part].ravel().tolist() if part in parts else [])
         for layer, maps in sample["maps"].items():
-            np.testing.assert_allclose(reader.decode(record, layer), maps, rtol=2.0**-20, atol=0)
+            np.testing.assert_allclose(reader.decode(record, layer), maps, rtol=2.0**-20, atol=2.0**-40)
         if manifest.logits is not None:
+            np.testing.assert_array_equal(record.parts["logits"], written.parts["logits"].ravel())
             decoded = reader.decode_logits(record)
-            for name, values in sample["logits"].items():
-                found = decoded if name == "logits" else getattr(decoded, name)
-                np.testing.assert_allclose(found, values, rtol=1e-9, atol=1e-12, err_msg=name)
+            for part, values in sample["logits"].items():
+                found = decoded if part == "logits" else getattr(decoded, part)
+                np.testing.assert_allclose(found, values, rtol=1e-9, atol=1e-12, err_msg=part)
         for rows in sample["embedding"]:
             np.testing.assert_allclose([reader.decode_embedding(record)], rows, rtol=2.0**-23, atol=0)
         if manifest.exact is not None:

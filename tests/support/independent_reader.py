@@ -49,14 +49,12 @@ def read_record(manifest: dict[str, Any], data: bytes, record: dict[str, Any]) -
         assert xxhash.xxh3_64_hexdigest(data[start:end]) == checksum
         return data[start:end]
 
-    def floats(place: list[Any]) -> list[float]:
-        return list(struct.unpack(f"<{(place[1] - place[0]) // 4}f", blob(place)))
+    def floats(place: list[Any] | None) -> list[float]:
+        return list(struct.unpack(f"<{(place[1] - place[0]) // 4}f", blob(place))) if place else []
 
     attention, rest = manifest.get("attention", {"layers": []}), record["blobs"]
     layers = [layer["student_layer"] for layer in attention["layers"]]
-    alphas, mixing = [0, 0, xxhash.xxh3_64_hexdigest(b"")], [0, 0, xxhash.xxh3_64_hexdigest(b"")]
-    if layers:
-        alphas, mixing, *rest = rest
+    alphas, mixing, *rest = rest if layers else (None, None, *rest)
     codes, rest = rest[: len(layers)], rest[len(layers) :]
     logits, rest = rest[: "logits" in manifest], rest["logits" in manifest :]
     count = len(manifest.get("hidden", {}).get("layers", []))

@@ -15,18 +15,15 @@ from numpy.typing import ArrayLike, NDArray
 from shd_ref.attention import ROW_SUMS, check_option, check_temperature
 from shd_ref.errors import ShdError, argument_value
 from shd_ref.merging.alpha import ALPHA_RULES
-from shd_ref.merging.mixing import ALPHA_FROM, STRATEGIES, check_teacher
+from shd_ref.merging.mixing import ALPHA_FROM, STRATEGIES, check_teacher, compose_mixing
 from shd_ref.merging.plans import merge_plan
 from shd_ref.teacher.opening.body import FLOAT, FUNCTION_DOMAIN, Body
 from shd_ref.teacher.opening.model import onnx
 from shd_ref.teacher.rewrite.function import (
     MergeRule,
-    constant_alphas,
     every_row,
-    factors_of_round,
     final_mixing,
     gram_matrices,
-    list_rounds,
     membership_of,
     squeeze_function,
 )
@@ -43,7 +40,6 @@ GRAPH_DTYPES: Final[dict[str, int]] = {
 """What a teacher's maps may be; the function itself computes in float32."""
 
 _IR_VERSION: Final = 8  # the first with model-local functions, for backends of any age
-_INT64: Final = onnx.TensorProto.INT64
 _Run: TypeAlias = Callable[[dict[str, NDArray[Any]]], dict[str, NDArray[Any]]]
 
 
@@ -123,16 +119,7 @@ class OnnxAdapter:
             session = open_session(model, num_threads=1) if is_runtime else onnx.reference.ReferenceEvaluator(model)
             names = [output.name for output in model.graph.output]
             self._runs[key] = lambda feeds: dict(zip(names, session.run(names, feeds), strict=True))
-        outputs = self._runs[key](call.feeds)
-        return {
-            "probs": outputs["probs"],
-            "mixing": outputs["mixing"],
-            "alphas": tuple(outputs[f"alphas_{n}"] for n in range(len(call.rule.rounds)) if f"alphas_{n}" in outputs),
-            "residual": outputs["residual"],
-            "num_clipped": int(outputs["num_clipped"]),
-            "num_degenerate": int(outputs["num_degenerate"]),
-            "plan": call.rule.rounds,
-        }
+        return _answer(call, self._runs[key](call.feeds))
 
     def _solve_alpha(
         self,
@@ -186,7 +173,7 @@ def _stack(first: ArrayLike, second: ArrayLike) -> NDArray[Any]:
 def build_bare_model(
     rule: MergeRule, *, dtype: str = "float32", masked: bool = False, opset: int = 18
 ) -> onnx.ModelProto:
-    """A model from ``teacher_probs``, ``value_outputs`` and perhaps ``query_mask`` to the result's fields."""
+    """A model from ``teacher_probs``, ``value_outputs`` and perhaps ``query_mask`` to what the function gives."""
     body = Body("", opset)
     maps, values = (body.op("Cast", name, to=GRAPH_DTYPES[dtype]) for name in ("teacher_probs", "value_outputs"))
     rows = body.op("Cast", "query_mask", to=FLOAT) if masked else every_row(body, maps)
@@ -197,82 +184,37 @@ def build_bare_model(
         inputs += [values, rows, *(body.weight(gram) for gram in gram_matrices(rule, identities))]
     function = squeeze_function(rule, opset)
     results = body.call(rule, lambda: function, inputs)
-    alphas, counts = _alphas(body, rule, maps, results)
-    mixing = _mixing(body, rule, maps, alphas)
-    residual = _residual(body, rule, body.op("Cast", maps, to=FLOAT), body.op("Cast", values, to=FLOAT), mixing, rows)
-
     body.output(results["merged"], "probs", FLOAT, rank=4)
-    body.output(body.reshape(mixing, 0, 0, 0), "mixing", FLOAT, rank=3)
-    for number, clipped in enumerate(alphas):
-        body.output(clipped, f"alphas_{number}", FLOAT, rank=2)
-    body.output(residual, "residual", FLOAT, rank=1)
-    for name, count in zip(("num_clipped", "num_degenerate"), counts, strict=True):
-        body.output(count, name, _INT64, rank=0)
+    for name in ("alphas", "degenerate") if rule.solves else ():
+        body.output(results[name], name, FLOAT if name == "alphas" else onnx.TensorProto.BOOL, rank=None)
     return _assemble(body, function, masked)
 
 
-def _alphas(body: Body, rule: MergeRule, maps: str, results: dict[str, str]) -> tuple[list[str], tuple[str, str]]:
-    """Clipped alphas of each round, ``(B, m)``, and the counts of clipped and degenerate ones."""
-    if rule.strategy == "mean" or not rule.rounds:
-        raw = None
-    else:
-        raw = results["alphas"] if rule.solves else constant_alphas(body, rule, maps)
-    zero = body.const(np.array(0, dtype=np.int64))
-    if raw is None:
-        return [], (zero, zero)
-    clipped = body.op("Clip", raw, body.const(0.0), body.const(1.0))
-    ends = np.cumsum([len(one_round) for one_round in rule.rounds])
-    by_round = [
-        body.op("Slice", clipped, body.const([int(end) - len(one_round)]), body.const([int(end)]), body.const([1]))
-        for end, one_round in zip(ends, rule.rounds, strict=True)
-    ]
-    if not rule.solves:
-        return by_round, (zero, zero)
-    outside = body.op("Or", body.op("Less", raw, body.const(0.0)), body.op("Greater", raw, body.const(1.0)))
-    first, second = (
-        body.op("ReduceSum", body.op("Cast", flags, to=_INT64), keepdims=0)
-        for flags in (outside, results["degenerate"])
+def _answer(call: GraphCall, found: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
+    """The fields of a result: what the function leaves to its caller is composed of its alphas."""
+    rule, maps, values = call.rule, call.feeds["teacher_probs"], call.feeds["value_outputs"]
+    raw = np.full((len(maps), sum(map(len, rule.rounds))), 0.5, np.float32)
+    raw = found["alphas"].reshape(raw.shape) if rule.solves else raw
+    ends = np.cumsum([len(one_round) for one_round in rule.rounds])[:-1]
+    alphas = tuple(np.split(np.clip(raw, 0, 1), ends, axis=1)) if rule.rounds and rule.strategy != "mean" else ()
+    mixing = np.eye(rule.num_heads) if rule.strategy != "mean" else final_mixing(rule)
+    mixing = compose_mixing(alphas, rule.rounds, rule.num_heads) if alphas else np.array([mixing] * len(maps))
+    rows = call.feeds.get("query_mask", np.ones((len(maps), maps.shape[2]), np.bool_))[..., None]
+    sums = np.einsum("gh,bhsd->bgsd", membership_of(rule.groups, rule.num_heads), values.astype(np.float64))
+    merged = np.einsum("bgls,bgsd->bld", np.einsum("bgh,bhls->bgls", mixing, maps), sums)
+    target = np.einsum("bhls,bhsd->bld", maps.astype(np.float64), values)
+    error, norm = (
+        np.linalg.norm((array * rows).reshape(len(maps), -1), axis=1) for array in (merged - target, target)
     )
-    return by_round, (first, second)
-
-
-def _mixing(body: Body, rule: MergeRule, maps: str, alphas: list[str]) -> str:
-    """C ``(B, H_s, H_t, 1)``, composed of the rounds' alphas (MIX-13)."""
-    constant = final_mixing(rule)
-    if constant is None:
-        constant = np.eye(rule.num_heads, dtype=np.float32)
-    if rule.solves:
-        weights = ""
-        for one_round, clipped in zip(list_rounds(rule), alphas, strict=True):
-            factors = factors_of_round(body, rule, one_round, body.reshape(clipped, 0, 0, 1))  # (B, H_t, 1)
-            weights = body.op("Mul", weights, factors) if weights else factors
-        weights = body.reshape(weights, 0, 1, rule.num_heads, -1)
-    else:
-        ones = body.op("Slice", every_row(body, maps), body.const([0]), body.const([1]), body.const([1]))
-        weights = body.reshape(ones, 0, 1, 1, -1)
-    return body.op("Mul", body.const(constant[None, :, :, None]), weights)
-
-
-def _residual(body: Body, rule: MergeRule, maps: str, values: str, mixing: str, rows: str) -> str:
-    """The relative error of the merged attention output at temperature 1 (MIX-8), ``(B,)``."""
-    target = body.reduce_sum(body.op("MatMul", maps, values), 1)  # (B, L, D)
-    by_row = body.op("Transpose", maps, perm=[0, 2, 1, 3])  # (B, L, H_t, S)
-    mixed = body.op("MatMul", body.op("Transpose", mixing, perm=[0, 3, 1, 2]), by_row)  # (B, L, H_s, S)
-    member = body.const(membership_of(rule.groups, rule.num_heads))
-    sums = body.op("MatMul", member, body.reshape(values, 0, 0, -1))
-    merged_values = body.reshape(sums, 0, len(rule.groups), -1, rule.d_v)  # (B, H_s, S, D)
-    merged = body.op("MatMul", body.op("Transpose", mixed, perm=[0, 2, 1, 3]), merged_values)
-    difference = body.op("Sub", body.reduce_sum(merged, 1), target)
-    error, norm = (_norm(body, array, rows) for array in (difference, target))
-    vanishes = body.op("Equal", norm, body.const(0.0))
-    alone = body.op("And", vanishes, body.op("Greater", error, body.const(0.0)))
-    ratio = body.op("Div", error, body.op("Where", vanishes, body.const(1.0), norm))
-    return body.op("Where", alone, body.const(float("inf")), ratio)
-
-
-def _norm(body: Body, array: str, rows: str) -> str:
-    squares = body.op("Mul", body.op("Mul", array, array), body.reshape(rows, 0, -1, 1))
-    return body.op("Sqrt", body.reduce_sum(body.reduce_sum(squares, 2), 1))
+    return {
+        "probs": found["probs"],
+        "mixing": mixing,
+        "alphas": alphas,
+        "residual": np.where(norm > 0, error / np.where(norm > 0, norm, 1), np.where(error > 0, np.inf, 0.0)),
+        "num_clipped": int(((raw < 0) | (raw > 1)).sum()) if rule.solves else 0,
+        "num_degenerate": int(found["degenerate"].sum()) if rule.solves else 0,
+        "plan": rule.rounds,
+    }
 
 
 def _assemble(body: Body, function: onnx.FunctionProto, masked: bool) -> onnx.ModelProto:

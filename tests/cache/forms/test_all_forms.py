@@ -17,56 +17,22 @@ from numpy.typing import NDArray
 from support.makers import (
     ALONE,
     AVERAGED,
-    FACTORS,
     FORMS,
     HIDDEN_OF_A_DECODER,
     KINDS,
-    WINDOWED,
     decoder_of,
     document,
     errors_of,
-    is_skipped,
     job,
     key_of,
     read_everything,
-    record_of,
     records_of,
     write_cache,
 )
 from support.refusals import refusal
 
 from shd_ref import ShdError
-from shd_ref.cache import Attention, CacheReader, CacheWriter, Manifest, list_cache, verify_cache
-
-ATTENTION: dict[str, dict[str, Any]] = {
-    "maps": {},
-    "own shapes": {"codec": "u4", **KINDS},
-    "factors": {"codec": "int8", "factors": FACTORS},
-    "factors with padding in front": {"codec": "float16", "factors": WINDOWED, "padding": "around"},
-    "skipped": {"on_error": "skip"},
-    "none": {"attention": None},
-}
-
-
-@pytest.mark.parametrize("attention", ATTENTION)
-@pytest.mark.parametrize("forms", FORMS)
-def test_what_was_written_is_read(tmp_path: Path, forms: str, attention: str) -> None:
-    manifest = job(**ATTENTION[attention], **FORMS[forms])
-    assert Manifest.from_bytes(manifest.to_bytes()) == manifest
-    reader = CacheReader(write_cache(tmp_path, manifest))
-    assert verify_cache(tmp_path).ok
-    for index in range(7):
-        if is_skipped(manifest, index):
-            continue
-        record, written = reader.read(key_of(index)), record_of(manifest, index)
-        assert record.parts.keys() == written.parts.keys()
-        if manifest.logits is not None:
-            np.testing.assert_array_equal(record.parts["logits"], written.parts["logits"].ravel())
-            reader.decode_logits(record)
-        for layer in [] if manifest.hidden is None else manifest.hidden.teacher_layers:
-            np.testing.assert_array_equal(record.parts[f"H{layer:02d}"], written.parts[f"H{layer:02d}"].ravel())
-            assert len(reader.decode_hidden(record, layer)) == record.length - record.first
-    assert list(reader.errors) == [form.SUBJECT for form in manifest.forms]
+from shd_ref.cache import Attention, CacheReader, CacheWriter, list_cache, verify_cache
 
 
 @pytest.mark.parametrize("layers", [None, [2, 1], [1], []], ids=str)

@@ -25,7 +25,7 @@ from support.makers import (
 )
 from support.refusals import refusal
 
-from shd_ref.cache import CacheWriter, encode_factors
+from shd_ref.cache import CacheWriter, SampleInputs, encode_factors
 
 JOBS: dict[str, dict[str, Any]] = {
     "maps": {},
@@ -37,6 +37,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "float16": {"logits": ALL_CLASSES},
     "hidden": {"hidden": HIDDEN_INT8},
     "alone": ALONE["topk"],
+    "seeds": {"inputs": SampleInputs(("input_ids",), None, "augmentation")},
 }
 LENGTH = length_of(1)
 Fault = tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]
@@ -131,6 +132,7 @@ FAULTS: dict[str, dict[str, Fault]] = {
         "a code of -128": part("argument-value", "H11", lambda c: np.hstack((c[:, :-1], c[:, -1:] * 0 + 128))),
         "another layer": part("argument-shape", "H05", lambda _: np.zeros((LENGTH, 8), np.uint8)),
     },
+    "seeds": {f"seed {seed}": say("argument-value", seed=seed) for seed in (None, -1, 2**53)},
     "alone": {f"first {first}": say("argument-shape", first=first) for first in (-1, 2**40, 9)}
     | {"shapes": say("argument-shape", shapes=((1, 1),))},
 }

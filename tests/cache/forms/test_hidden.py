@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +11,6 @@ from support.makers import (
     FORMS,
     HIDDEN_FLOAT16,
     HIDDEN_INT8,
-    HIDDEN_LAYERS,
     errors_of,
     hidden_of,
     job,
@@ -26,7 +23,7 @@ from support.makers import (
 from support.refusals import refusal
 
 from shd_ref import ShdError
-from shd_ref.cache import CacheReader, CacheWriter, HiddenLayer
+from shd_ref.cache import CacheReader, CacheWriter
 from shd_ref.cache.forms.rows import VectorCodec
 
 CODECS = {"int8": HIDDEN_INT8, "float16": HIDDEN_FLOAT16}
@@ -94,22 +91,6 @@ def test_rows_that_do_not_count_are_rows_of_zeros(codec: str) -> None:
             form.encode(broken, mask, 11)
 
 
-@pytest.mark.parametrize(
-    ("code", "change"),
-    [
-        ("argument-shape", lambda rows: rows[:, :-1]),
-        ("argument-shape", lambda rows: rows[0]),
-        ("argument-dtype", lambda rows: rows.astype(np.int32)),
-        ("not-finite", lambda rows: np.where(rows > 2, np.nan, rows)),
-        ("not-finite", lambda rows: np.where(rows > 2, np.inf, rows)),
-    ],
-)
-@pytest.mark.parametrize("codec", CODECS)
-def test_states_that_cannot_be_coded(codec: str, code: str, change: Any) -> None:
-    with refusal(code, "hidden layer 11 must be"):
-        CODECS[codec].encode(change(rows_of()), layer=11)
-
-
 def test_numbers_beyond_float16_and_layers_that_are_not_stored() -> None:
     with pytest.raises(ShdError, match=r"below 65520 for float16; got .*: use int8"):
         HIDDEN_FLOAT16.encode(rows_of(scale=1e4), layer=11)
@@ -117,24 +98,6 @@ def test_numbers_beyond_float16_and_layers_that_are_not_stored() -> None:
     assert HIDDEN_INT8.measure(large, HIDDEN_INT8.encode(large, layer=11), layer=11).relative_max < 0.01
     with refusal("argument-value", r"must be one of the teacher's \[0, 11\]; got 3"):
         HIDDEN_INT8.encode(rows_of(), layer=3)
-
-
-WRONG_FORMS: dict[str, dict[str, Any]] = {
-    "codec": {"codec": "u4"},
-    "rows": {"rows": "sample"},
-    "no layer": {"layers": ()},
-    "a layer twice": {"layers": (HIDDEN_LAYERS[0],) * 2},
-    "descending": {"layers": HIDDEN_LAYERS[::-1]},
-}
-
-
-@pytest.mark.parametrize("name", WRONG_FORMS)
-def test_forms_that_make_no_sense(name: str) -> None:
-    with refusal("argument-value", r"hidden\."):
-        replace(HIDDEN_INT8, **WRONG_FORMS[name])
-    for numbers in ((-1, 8), (1001, 8), (3, 0), (3, 2**20 + 1)):
-        with pytest.raises(ShdError, match=r"hidden (layer|width) must be"):
-            HiddenLayer(numbers[0], "x", numbers[1])
 
 
 def test_only_the_layers_that_are_asked_for_are_read(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tracemalloc
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from support.makers import (
     ALL_CLASSES,
     AVERAGED,
     FORMS,
+    HIDDEN_FLOAT16,
+    HIDDEN_INT8,
+    HIDDEN_LAYERS,
     KINDS,
     NARROW,
     TOPK,
@@ -178,20 +182,30 @@ def test_padding_of_the_vocabulary_is_cut_where_it_is_padding() -> None:
         TOPK.encode(rows)
 
 
+CODED: dict[str, Callable[[Any], object]] = {
+    **{f"logits, {name}": form.encode for name, form in CODECS.items()},
+    "hidden, int8": lambda rows: HIDDEN_INT8.encode(rows[..., :7], layer=11),
+    "hidden, float16": lambda rows: HIDDEN_FLOAT16.encode(rows[..., :7], layer=11),
+}
+
+
 @pytest.mark.parametrize(
     ("code", "change"),
     [
-        ("argument-shape", lambda rows: rows[:, :-1]),
+        ("argument-shape", lambda rows: rows[:, :6]),
+        ("argument-shape", lambda rows: rows[0]),
         ("argument-shape", lambda rows: rows[None]),
         ("argument-dtype", lambda rows: rows.astype(np.int64)),
         ("not-finite", lambda rows: np.where(rows > 1, np.nan, rows)),
+        ("not-finite", lambda rows: np.where(rows > 1, np.inf, rows)),
         ("not-finite", lambda rows: np.where(rows > 1, -np.inf, rows)),
     ],
 )
-@pytest.mark.parametrize("codec", CODECS)
-def test_logits_that_cannot_be_coded(codec: str, code: str, change: Any) -> None:
-    with refusal(code, "logits must be"):
-        CODECS[codec].encode(change(rows_of(CODECS[codec])))
+@pytest.mark.parametrize("name", CODED)
+def test_rows_that_cannot_be_coded(name: str, code: str, change: Any) -> None:
+    rows = rows_of(ALL_CLASSES if name == "logits, float16" else CODECS.get(name.removeprefix("logits, "), TOPK))
+    with refusal(code, "logits must be" if name.startswith("logits") else "hidden layer 11 must be"):
+        CODED[name](change(rows))
 
 
 def test_numbers_beyond_float16_are_refused() -> None:
@@ -201,7 +215,7 @@ def test_numbers_beyond_float16_are_refused() -> None:
         ALL_CLASSES.encode(rows)
 
 
-WRONG_FORMS: dict[str, tuple[Logits, dict[str, Any]]] = {
+WRONG_FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
     "codec": (TOPK, {"codec": "dense"}),
     "rows": (TOPK, {"rows": "tokens"}),
     "no class": (TOPK, {"vocab_size": 0}),
@@ -221,6 +235,15 @@ WRONG_FORMS: dict[str, tuple[Logits, dict[str, Any]]] = {
     "float16 with bits": (ALL_CLASSES, {"value_bits": 8}),
     "a teacher twice": (AVERAGED, {"with_teachers": AVERAGED.with_teachers[:1] * 2}),
     "another's padding below the vocabulary": (AVERAGED, {"vocab_size": 48, "padded_vocab_size": None}),
+    "hidden codec": (HIDDEN_INT8, {"codec": "u4"}),
+    "hidden rows": (HIDDEN_INT8, {"rows": "sample"}),
+    "no layer": (HIDDEN_INT8, {"layers": ()}),
+    "a layer twice": (HIDDEN_INT8, {"layers": (HIDDEN_LAYERS[0],) * 2}),
+    "descending": (HIDDEN_INT8, {"layers": HIDDEN_LAYERS[::-1]}),
+    "layer below 0": (HIDDEN_LAYERS[0], {"layer": -1}),
+    "layer beyond all": (HIDDEN_LAYERS[0], {"layer": 1001}),
+    "no width": (HIDDEN_LAYERS[0], {"width": 0}),
+    "absurd width": (HIDDEN_LAYERS[0], {"width": 2**20 + 1}),
 }
 
 
