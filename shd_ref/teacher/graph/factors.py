@@ -9,20 +9,12 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.teacher.graph.find import AttentionSite, replay
+from shd_ref.teacher.graph.find import AttentionSite
 from shd_ref.teacher.graph.inputs import Layout, by_sample, probe_tensors
-from shd_ref.teacher.graph.nodes import (
-    before_rounding,
-    constant_of,
-    float_attribute,
-    int_attribute,
-    is_value_product,
-    name_of,
-    operands,
-    repeat_chain,
-    values_by_name,
-)
-from shd_ref.teacher.opening.model import SCALING_OPS, ir, kinds, onnx, read_graph
+from shd_ref.teacher.graph.measure import replay
+from shd_ref.teacher.graph.nodes import before_rounding, is_value_product, operands, trace_back
+from shd_ref.teacher.graph.walk import repeat_chain
+from shd_ref.teacher.opening.model import SCALING_OPS, ir, kinds, onnx
 
 _PASSING: Final = frozenset({"Cast", "DequantizeLinear", "Flatten", "Identity", "QuantizeLinear", "Reshape"})
 _ARITHMETIC: Final = _PASSING | kinds("Add Clip Concat Div Max Mul ReduceMax Sub Tanh Transpose Where")
@@ -59,11 +51,16 @@ def read_logits(value: ir.Value | None) -> Logits:
     return logits
 
 
+def _leads_to_product(value: ir.Value | None) -> bool:
+    """Whether arithmetic that logits pass through leads back from here to a product of computed tensors."""
+    return trace_back(value, _ARITHMETIC, is_value_product) is not None
+
+
 def _step(node: ir.Node, logits: Logits) -> ir.Value | None:
     """Take one operator into account; its input on the side of the product."""
     inputs = [value for value in node.inputs if value is not None]
     sides = [value for value in inputs if _leads_to_product(value)]
-    others = [value for value in inputs if not any(value is side for side in sides)]
+    others = [value for value in inputs if value not in sides]
     if node.op_type == "Sub" and len(sides) == 2:
         maximum = sides[1].producer()
         if maximum is not None and maximum.op_type == "ReduceMax":
@@ -71,14 +68,19 @@ def _step(node: ir.Node, logits: Logits) -> ir.Value | None:
     if len(sides) != 1:
         logits.reason = f"its logits join several products (by {node.op_type}), as relative positions do"
         return None
-    side = sides[0]
+    side, is_first = sides[0], inputs[0] is sides[0]
     if node.op_type in _PASSING:
         pass
-    elif node.op_type in ("Mul", "Div") and not (node.op_type == "Div" and inputs[0] is not side):
-        _multiply(node.op_type, others[0], logits)
-    elif node.op_type in ("Add", "Sub") and not (node.op_type == "Sub" and inputs[0] is not side):
+    elif node.op_type == "Mul" or (node.op_type == "Div" and is_first):
+        fixed = None if others[0].const_value is None else others[0].const_value.numpy()
+        if fixed is None or fixed.size != 1:
+            logits.multipliers.append((node.op_type, others[0]))
+        else:
+            number = float(fixed.astype(np.float64).reshape(()))
+            logits.scale = logits.scale * number if node.op_type == "Mul" else logits.scale / number
+    elif node.op_type == "Add" or (node.op_type == "Sub" and is_first):
         logits.addends.append((logits.scale if node.op_type == "Add" else -logits.scale, others[0]))
-    elif node.op_type == "Where" and inputs[0] is not side:
+    elif node.op_type == "Where" and not is_first:
         logits.fills.append((logits.scale, next(value for value in inputs[1:] if value is not side)))
         logits.conditions.append((inputs[1] is side, inputs[0]))
     elif node.op_type == "Max":
@@ -88,36 +90,11 @@ def _step(node: ir.Node, logits: Logits) -> ir.Value | None:
             logits.reason = "its logits are bounded in a way that is not a softcap"
         logits.softcap = logits.scale
         logits.capped = len(logits.addends), len(logits.conditions)
-    elif node.op_type == "Concat" and int_attribute(node, "axis") in (-1, 3):
+    elif node.op_type == "Concat" and node.attributes.get_int("axis") in (-1, 3):
         logits.sinks = True
     else:
         logits.reason = f"its logits pass through {node.op_type}"
     return side
-
-
-def _multiply(op_type: str, factor: ir.Value, logits: Logits) -> None:
-    constant = constant_of(factor)
-    if constant is not None and constant.size == 1:
-        number = float(constant.astype(np.float64).reshape(()))
-        logits.scale = logits.scale * number if op_type == "Mul" else logits.scale / number
-    else:
-        logits.multipliers.append((op_type, factor))
-
-
-def _leads_to_product(value: ir.Value | None) -> bool:
-    """Whether arithmetic that logits pass through leads back from here to a product of computed tensors."""
-    queue = [value]
-    for current in queue:
-        node = None if current is None else current.producer()
-        if node is None:
-            continue
-        if is_value_product(node):
-            return True
-        if node.op_type in _ARITHMETIC:
-            # The condition of a Where decides who may attend; it is not a logit.
-            sources = node.inputs[1:] if node.op_type == "Where" else node.inputs
-            queue.extend(source for source in sources if source not in queue)
-    return False
 
 
 # exp(-1000) is 0 beside any other logit, in every precision that teachers run in.
@@ -164,12 +141,10 @@ def find_factors(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tupl
     Masks are told from biases by their numbers, in one probe run with tiny inputs that mask nothing: a mask adds
     zero, or so little that nothing is left. Maps with a bias, a softcap or attention sinks are refused.
     """
-    graph = read_graph(model)
-    values = values_by_name(graph)
-    read = [read_logits(values[site.logits]) if site.supported and site.logits else None for site in sites]
-    names = {name_of(value) for logits in read if logits is not None for value in _tensors(logits)}
+    read = [read_logits(site.walk.logits) if site.supported and site.logits else None for site in sites]
+    names = {name for logits in read if logits is not None for name in _tensors(logits)}
     names |= {site.probs for site in sites if site.supported and site.probs}
-    shaped = [list(_before_shaping(values.get(site.logits))) if site.supported else [] for site in sites]
+    shaped = [list(_before_shaping(site.walk.logits)) if site.supported else [] for site in sites]
     arrays = probe_tensors(model, names.union(*shaped)) if names else {}
     return tuple(
         _factors(site, logits, arrays, next((name for name in chain if arrays[name].ndim > 2), site.logits))
@@ -179,20 +154,20 @@ def find_factors(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tupl
 
 def _before_shaping(value: ir.Value | None) -> Iterator[str]:
     """A tensor, then what it is shaped from."""
-    while value is not None and constant_of(value) is None:
-        yield name_of(value)
+    while value is not None and value.const_value is None:
+        yield str(value.name)
         node = value.producer()
         value = node.inputs[0] if node is not None and node.op_type in ("Flatten", "Reshape") else None
 
 
-def _tensors(logits: Logits) -> Iterator[ir.Value]:
-    values = [value for _, value in (*logits.multipliers, *logits.addends, *logits.fills)]
+def _tensors(logits: Logits) -> Iterator[str]:
+    values: list[ir.Value | None] = [value for _, value in (*logits.multipliers, *logits.addends, *logits.fills)]
     if logits.product is not None:
         queries, keys = operands(logits.product)
         values += [queries, keys, logits.product.outputs[0]]
         for node in repeat_chain(keys):
-            values += [value for value in (*node.inputs, node.outputs[0]) if value is not None]
-    yield from (value for value in values if constant_of(value) is None)
+            values += [*node.inputs, node.outputs[0]]
+    yield from (str(value.name) for value in values if value is not None and value.const_value is None)
 
 
 def _factors(site: AttentionSite, logits: Logits | None, arrays: Arrays, read: str) -> SiteFactors:
@@ -202,23 +177,22 @@ def _factors(site: AttentionSite, logits: Logits | None, arrays: Arrays, read: s
     product = logits.product
     if product is None or reason is not None:
         return _refused(site, reason or "its logits come from no product of queries and keys")
-    if any(int_attribute(product, flag) for flag in ("transA", "transBatchA", "transBatchB")):
+    if any(map(product.attributes.get_int, ("transA", "transBatchA", "transBatchB"))):
         return _refused(site, f"its logits come from {product.op_type} with transposed queries")
     queries, keys = operands(product)
-    wide_queries, wide_keys = before_rounding(queries), before_rounding(keys)
-    layout = _layout(site, arrays[site.probs].ndim, arrays[name_of(product.outputs[0])].ndim)
-    transposed = not int_attribute(product, "transB")
-    shape = arrays[name_of(keys)].shape
-    logits_layout = _layout(site, arrays[site.probs].ndim, arrays[read].ndim)
-    if layout is None or logits_layout is None or len(shape) != arrays[name_of(queries)].ndim:
+    rank = arrays[site.probs].ndim
+    layout = _layout(site, rank, arrays[str(product.outputs[0].name)].ndim)
+    logits_layout = _layout(site, rank, arrays[read].ndim)
+    shape = array_of(keys, arrays).shape
+    if layout is None or logits_layout is None or len(shape) != array_of(queries, arrays).ndim:
         return _refused(site, "queries and keys have other axes than the map")
-    heads = site.num_heads or 1
+    heads, transposed = site.num_heads or 1, not product.attributes.get_int("transB")
     kept = distinct_heads(keys, layout, heads, arrays)
     shared = layout in _FOLDED and shape[1 if layout == "batch-heads" else 0] == 1 != heads
     return SiteFactors(
         site,
-        queries=name_of(wide_queries),
-        keys=name_of(wide_keys),
+        queries=str(before_rounding(queries).name),
+        keys=str(before_rounding(keys).name),
         keys_transposed=transposed,
         layout=layout,
         logits_layout=logits_layout,
@@ -226,8 +200,8 @@ def _factors(site: AttentionSite, logits: Logits | None, arrays: Arrays, read: s
         num_kv_heads=1 if shared else len(kept) or heads,
         key_heads=() if shared else kept,
         d=shape[-2 if transposed else -1],
-        scale=logits.scale * float_attribute(product, "alpha"),
-        multipliers=tuple((op_type, name_of(value)) for op_type, value in logits.multipliers),
+        scale=logits.scale * product.attributes.get_float("alpha", 1.0),
+        multipliers=tuple((op_type, str(value.name)) for op_type, value in logits.multipliers),
         supported=True,
     )
 
@@ -242,23 +216,23 @@ def _reason(logits: Logits, arrays: Arrays) -> str | None:
         return "attention sinks take part of each row"
     if logits.softcap is not None:
         return f"its logits are softcapped at {logits.softcap:g}"
-    rank = 0 if logits.product is None else arrays[name_of(logits.product.outputs[0])].ndim
+    rank = 0 if logits.product is None else arrays[str(logits.product.outputs[0].name)].ndim
     for _, value in logits.multipliers:
-        factor = _value(value, arrays)
+        factor = array_of(value, arrays)
         if factor.size != 1 and (factor.shape[-1] != 1 or factor.ndim > rank):
             return "its logits are multiplied entry by entry"
     for scale, value in logits.addends:
-        added = scale * _value(value, arrays).astype(np.float64)
+        added = scale * array_of(value, arrays).astype(np.float64)
         if not ((added == 0) | (added <= MASKED)).all():
             return "a bias is added to its logits"
-    if any((scale * _value(value, arrays).astype(np.float64) > MASKED).any() for scale, value in logits.fills):
+    if any((scale * array_of(value, arrays).astype(np.float64) > MASKED).any() for scale, value in logits.fills):
         return "its masked logits are replaced by numbers that still count"
     return None
 
 
-def _value(value: ir.Value, arrays: Arrays) -> NDArray[Any]:
-    constant = constant_of(value)
-    return arrays[name_of(value)] if constant is None else constant
+def array_of(value: ir.Value, arrays: Arrays) -> NDArray[Any]:
+    """A tensor as the graph fixes it, or as a run gave it."""
+    return arrays[str(value.name)] if value.const_value is None else value.const_value.numpy()
 
 
 def _layout(site: AttentionSite, map_rank: int, product_rank: int) -> Layout | None:
@@ -272,15 +246,16 @@ def distinct_heads(keys: ir.Value, layout: Layout, heads: int, arrays: Arrays) -
     """The first of each run of equal key heads, by replay on indices, where runs are equally long; else none."""
     chain = repeat_chain(keys)
     scaled = (number for number, node in enumerate(chain) if node.op_type in SCALING_OPS)
-    uneven = (number for number in scaled if _value(operands(chain[number])[1], arrays).size != 1)
+    uneven = (number for number in scaled if array_of(operands(chain[number])[1], arrays).size != 1)
     chain = tuple(reversed(chain[: next(uneven, None)]))
     source = None if not chain else chain[0].inputs[0]
-    if source is None or constant_of(source) is not None:
+    if source is None or source.const_value is not None:
         return ()
     shapes = {name: array.shape for name, array in arrays.items()}
-    indices = replay(chain, shapes[name_of(source)], shapes)
-    if indices is None:
+    moved = replay(source, shapes[str(source.name)], chain, shapes)
+    if moved is None:
         return ()
+    indices = moved[chain[-1].outputs[0]][0]
     indices = by_sample(indices, layout, heads)
     if not len(indices) or indices.shape[1] != heads:
         return ()

@@ -9,7 +9,6 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.teacher.graph.nodes import Weight, constant_of, float_attribute, is_constant, product_weight
 from shd_ref.teacher.opening.model import (
     ADDING_OPS,
     LAYOUT_OPS,
@@ -20,6 +19,102 @@ from shd_ref.teacher.opening.model import (
     SIZE_OPS,
     ir,
 )
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A constant ``(in, out)``, ``(N, in, out)``; summed over ``axis``, columns on ``out_axis``, from the end."""
+
+    matrix: NDArray[Any]
+    axis: int = -1
+    out_axis: int = -1
+
+
+def product_weight(node: ir.Node, slot: int) -> Weight | None:
+    """What an operator multiplies its input at this place by; None where it does something else."""
+    if node.op_type == "MatMul" and slot == 1:  # W x on columns: (out, in) on the left
+        weight = fixed_input(node, 0)
+        return Weight(_wide(weight.T), -2, -2) if weight is not None and weight.ndim == 2 else None
+    if slot != 0:
+        return None
+    if node.op_type == "Conv":
+        return _pointwise_weight(node)
+    if node.op_type in ("Gemm", *PRODUCTS):
+        return _right_weight(node)
+    if node.op_type in _QUANTISED:
+        matrix = _quantised_weight(node)
+        return None if matrix is None else Weight(matrix)
+    return None
+
+
+def fixed_input(node: ir.Node, slot: int) -> NDArray[Any] | None:
+    """An operator's input, where the graph fixes it."""
+    value = node.inputs[slot] if 0 <= slot < len(node.inputs) else None
+    return None if value is None or value.const_value is None else value.const_value.numpy()
+
+
+def _right_weight(node: ir.Node) -> Weight | None:
+    weight = fixed_input(node, 1)
+    if weight is None or any(map(node.attributes.get_int, ("transA", "transBatchA", "transBatchB"))):
+        return None
+    while weight.ndim > 2 and len(weight) == 1:
+        weight = weight[0]
+    if weight.ndim not in (2, 3):
+        return None
+    matrix = weight.swapaxes(-1, -2) if node.attributes.get_int("transB") else weight
+    dtype = np.float64 if weight.dtype == np.float64 else np.float32
+    wide: NDArray[Any] = np.multiply(matrix, dtype(node.attributes.get_float("alpha", 1.0)), order="C", dtype=dtype)
+    return Weight(wide)
+
+
+def _pointwise_weight(node: ir.Node) -> Weight | None:
+    """A convolution of width one: ``(out, in, 1, ...)`` on the second axis."""
+    weight = fixed_input(node, 1)
+    if weight is None or weight.ndim < 3 or weight[0, 0].size != 1 or node.attributes.get_int("group", 1) != 1:
+        return None
+    pads, strides = node.attributes.get_ints("pads", ()), node.attributes.get_ints("strides", ())
+    if any(pads) or any(step != 1 for step in strides):
+        return None
+    return Weight(_wide(weight.reshape(weight.shape[:2]).T), 1 - weight.ndim, 1 - weight.ndim)
+
+
+def _wide(weight: NDArray[Any]) -> NDArray[Any]:
+    return np.ascontiguousarray(weight, dtype=np.float64 if weight.dtype == np.float64 else np.float32)
+
+
+_QUANTISED: Final = {
+    "DynamicQuantizeMatMul": (1, 2, 3),
+    "MatMulInteger": (1, -1, 3),
+    "MatMulIntegerToFloat": (1, 3, 5),
+    "QLinearMatMul": (3, 4, 5),
+}
+"""Products of integers: the places of codes, scale and zero point; the scale of one is applied behind it."""
+
+
+def _quantised_weight(node: ir.Node) -> NDArray[np.float32] | None:
+    """``(codes - zero) * scale`` of a product of integers."""
+    codes, scale, zero = (fixed_input(node, slot) for slot in _QUANTISED[node.op_type])
+    if node.op_type == "MatMulInteger":
+        scale = _scale_behind(node)
+    if codes is None or codes.ndim != 2 or scale is None:
+        return None
+    offset = codes.astype(np.float32) - (0.0 if zero is None else zero.astype(np.float32))
+    weight: NDArray[np.float32] = offset * scale.astype(np.float32)
+    return weight
+
+
+def _scale_behind(product: ir.Node) -> NDArray[Any] | None:
+    """The weight's scale, which follows a product of integers: ``Cast``, then ``Mul`` by both operands' scales."""
+    for cast, _ in product.outputs[0].uses():
+        for scaled, number in cast.outputs[0].uses() if cast.op_type == "Cast" else ():
+            scales = scaled.inputs[1 - number] if scaled.op_type == "Mul" else None
+            node = None if scales is None else scales.producer()
+            sources = (scales,) if node is None or node.op_type != "Mul" else node.inputs
+            for source in sources:
+                if source is not None and source.const_value is not None:
+                    return source.const_value.numpy()
+    return None
+
 
 _PICKING: Final = frozenset({"Gather", "GatherND", "Slice", "Split"})
 
@@ -175,7 +270,9 @@ def read_operator(node: ir.Node, known: dict[ir.Value, _Linear]) -> _Linear | No
         return _Linear() if not any(r.terms for r in places.values()) and len(places) == len(node.inputs) else None
     if node.op_type == "Gemm" and len(places) == 2 and 2 in places:
         product = _multiply(node, 0, places[0]) if 0 in places else None
-        return None if product is None else _join([product, _scale(places[2], float_attribute(node, "beta"))])
+        return (
+            None if product is None else _join([product, _scale(places[2], node.attributes.get_float("beta", 1.0))])
+        )
     if len(places) != 1:
         return None
     ((position, reading),) = places.items()
@@ -183,7 +280,7 @@ def read_operator(node: ir.Node, known: dict[ir.Value, _Linear]) -> _Linear | No
     if node.op_type in LAYOUT_OPS:
         return _move(node, reading) if position == 0 else None
     if node.op_type in _PICKING:
-        fixed = position == 0 and all(is_constant(value) for value in others)
+        fixed = position == 0 and all(value.const_value is not None for value in others)
         return reading if fixed and not reading.terms else None
     if node.op_type == "Mul" or (node.op_type == "Div" and position == 0):
         return _scale_by(node.op_type, reading, others[0])
@@ -209,11 +306,11 @@ def _scale(reading: _Linear, factor: NDArray[Any] | float) -> _Linear:
 
 
 def _scale_by(op_type: str, reading: _Linear, value: ir.Value) -> _Linear | None:
-    factor = constant_of(value)
-    if factor is None:
+    if value.const_value is None:
         return None
     if not reading.terms:
         return reading
+    factor = value.const_value.numpy()
     by_column = reading.axis == -1 and factor.shape[-1:] == (reading.terms[0].weight.shape[-1],)
     if factor.size != 1 and not (by_column and factor.size == factor.shape[-1]):
         return None
@@ -240,7 +337,7 @@ def _move(node: ir.Node, reading: _Linear) -> _Linear | None:
 
 def _sum_heads(node: ir.Node, reading: _Linear) -> _Linear | None:
     """The sum over the third last axis, which said which head's matrix was meant."""
-    axes = constant_of(node.inputs[1]) if len(node.inputs) > 1 else None
+    axes = fixed_input(node, 1)
     source = node.inputs[0]
     rank = 4 if source is None or source.shape is None else len(source.shape)
     if not reading.by_head or reading.moves or axes is None or axes.tolist() not in ([-3], [rank - 3]):
@@ -250,7 +347,7 @@ def _sum_heads(node: ir.Node, reading: _Linear) -> _Linear | None:
 
 def _multiply(node: ir.Node, place: int, reading: _Linear) -> _Linear | None:
     """The product with a constant; of a product, the product of both matrices."""
-    factor: Weight | None = product_weight(node, place)
+    factor = product_weight(node, place)
     source = node.inputs[place]
     if factor is None or source is None:
         return None
@@ -273,7 +370,11 @@ def _describe_bends(bends: list[ir.Node]) -> str:
             f"a norm stands between the heads' outputs and their projection{between}, so the attention output is not "
             "the sum of what the heads give: choose other layers, or export a model without it"
         )
-    if any(node.op_type in SCALING_OPS and not any(is_constant(v) for v in node.inputs) for node in bends):
+    if any(
+        node.op_type in SCALING_OPS
+        and not any(one is not None and one.const_value is not None for one in node.inputs)
+        for node in bends
+    ):
         return (
             "the heads' outputs are multiplied by a computed tensor, such as a gate, before their projection"
             f"{between}, so the attention output is not the sum of what the heads give: choose other layers, or "

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from shd_ref.errors import argument_value, graph_unsupported, need
 from shd_ref.kd.head import TeacherHead
 from shd_ref.teacher.graph.find import AttentionSite
-from shd_ref.teacher.graph.nodes import ancestors, constant_of, is_constant, name_of, product_weight
-from shd_ref.teacher.opening.model import PRODUCTS, SIZE_OPS, ir, onnx, read_graph
+from shd_ref.teacher.graph.nodes import ancestors, read_graph
+from shd_ref.teacher.graph.projection import fixed_input, product_weight
+from shd_ref.teacher.opening.model import PRODUCTS, SIZE_OPS, ir, onnx
 
 LAST_STATES: Final = ("last_hidden_state", "encoder_last_hidden_state")
 """Outputs that exporters name after what leaves the last block; of a decoder beside an encoder only the first."""
@@ -137,12 +138,9 @@ def _find_hidden(
             f"hidden must hold layers from 0 (what enters the first block) to {count} (what leaves the last); got "
             f"{wrong[0]}"
         )
-    graph = read_graph(model)
-    graph.sort()
-    values = {value.name: value for node in graph for value in node.outputs if value.name}
     states = []
     for layer in layers:
-        state = _last_state(graph, last_states) if layer == count else _entering_state(graph, values, sites[layer])
+        state = _last_state(read_graph(model), last_states) if layer == count else _entering_state(sites[layer])
         if state is None:
             raise graph_unsupported(_advice(layer, count, sites))
         states.append((layer, state))
@@ -176,48 +174,42 @@ def _last_state(graph: ir.Graph, last_states: Sequence[str]) -> str | None:
     value = outputs.get(_LOGITS)
     while named is None and value is not None:
         node = value.producer()
-        made_from = (
-            []
-            if node is None
-            else [source for source in node.inputs if source is not None and not is_constant(source)]
-        )
-        if node is None or node.op_type not in _BEHIND_HEAD | PRODUCTS or len(made_from) != 1:
+        inputs = [] if node is None else [one for one in node.inputs if one is not None and one.const_value is None]
+        if node is None or node.op_type not in _BEHIND_HEAD | PRODUCTS or len(inputs) != 1:
             return None
         if node.op_type in PRODUCTS:
-            return name_of(_before_scale(made_from[0]))
-        value = made_from[0]
+            return str(_before_scale(inputs[0]).name)
+        value = inputs[0]
     return named
 
 
 def _before_scale(value: ir.Value) -> ir.Value:
     """A tensor before it was multiplied by one constant number: Hugging Face counts a hidden state without it."""
     node = value.producer()
-    if node is None or node.op_type not in ("Mul", "Div") or len(node.inputs) != 2:
+    if node is None or node.op_type not in ("Div", "Mul"):
         return value
-    first, second = node.inputs
-    if first is None or second is None:
-        return value
-    if node.op_type == "Mul" and is_constant(first):
-        first, second = second, first
-    scale = constant_of(second)
-    return first if not is_constant(first) and scale is not None and scale.size == 1 else value
+    for slot in (0, 1):
+        scale, source = fixed_input(node, 1 - slot), node.inputs[slot]
+        if (node.op_type == "Mul" or slot == 0) and scale is not None and scale.size == 1 and source is not None:
+            return source
+    return value
 
 
-def _entering_state(graph: ir.Graph, values: dict[str, ir.Value], site: AttentionSite) -> str | None:
+def _entering_state(site: AttentionSite) -> str | None:
     """The other operand of the first sum behind a map that the map itself was made from."""
-    probs = values.get(site.probs)
-    if probs is None:
+    probs, graph = site.walk.probs, site.walk.node.graph
+    if probs is None or graph is None:
         return None
     before = ancestors(probs) - {probs}
     behind = {probs}
-    for node in graph:  # sorted, so that the first sum is the nearest
+    for node in graph:  # in order, so that the first sum is the nearest
         inputs = [value for value in node.inputs if value is not None]
         if node.op_type in SIZE_OPS or behind.isdisjoint(inputs):
             continue
         if node.op_type in _RESIDUAL:
             for value in inputs:
-                if value in before and value not in behind and not is_constant(value):
-                    return name_of(value)
+                if value in before and value not in behind and value.const_value is None:
+                    return str(value.name)
         behind.update(node.outputs)
     return None
 
@@ -277,11 +269,11 @@ def _step(node: ir.Node, behind: _Behind) -> ir.Value | None:
         behind.in_cap = False
         behind.soft_cap, behind.scale = behind.scale, 1.0
         return inputs[0]
-    if node.op_type not in _BY_NUMBERS or len(inputs) != 2 or sum(map(is_constant, inputs)) != 1:
+    fixed = [slot for slot, source in enumerate(inputs) if source.const_value is not None]
+    if node.op_type not in _BY_NUMBERS or len(inputs) != 2 or len(fixed) != 1:
         return None
-    slot = 0 if is_constant(inputs[0]) else 1
-    numbers = constant_of(inputs[slot])
-    if numbers is None or (slot == 0 and node.op_type in ("Div", "Sub")):
+    (slot,), numbers = fixed, fixed_input(node, fixed[0])
+    if slot == 0 and node.op_type in ("Div", "Sub"):
         return None
     wide = np.asarray(numbers, np.float64)
     if node.op_type in ("Add", "Sub"):
@@ -311,11 +303,10 @@ def _read_product(node: ir.Node, logits: str, behind: _Behind) -> GraphHead:
         )
     matrix, bias = np.ascontiguousarray(weight.matrix.T), behind.bias
     if node.op_type == "Gemm" and len(node.inputs) > 2 and node.inputs[2] is not None:
-        added = constant_of(node.inputs[2])
-        beta = node.attributes["beta"].as_float() if "beta" in node.attributes else 1.0
+        added, beta = fixed_input(node, 2), node.attributes.get_float("beta", 1.0)
         if added is None:
             raise graph_unsupported(f"the bias of the head behind {logits!r} must be constant", "CACHE-190")
-        bias = bias + behind.scale * beta * np.asarray(added, np.float64).reshape(-1)
+        bias = bias + behind.scale * beta * added.astype(np.float64).reshape(-1)
     scale, cap = behind.scale, behind.soft_cap
     if cap is not None:  # what came before the tanh was divided by it
         scale, bias = scale * cap, bias * cap
@@ -324,7 +315,7 @@ def _read_product(node: ir.Node, logits: str, behind: _Behind) -> GraphHead:
     head = TeacherHead(
         _narrow(matrix), np.broadcast_to(bias, (len(matrix),)).astype(np.float32) if is_biased else None, scale, cap
     )
-    return GraphHead(name_of(node.inputs[0]), logits, head)
+    return GraphHead(str(node.inputs[0].name), logits, head)
 
 
 def _narrow(matrix: NDArray[Any]) -> NDArray[Any]:

@@ -7,7 +7,7 @@ is made again in every tile; one with either is made once, and cut.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -15,17 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError
-from shd_ref.teacher.graph.factors import MASKED, Logits, distinct_heads, read_logits
+from shd_ref.teacher.graph.factors import MASKED, Arrays, Logits, array_of, distinct_heads, read_logits
 from shd_ref.teacher.graph.find import AttentionSite
 from shd_ref.teacher.graph.inputs import InputSizes, Shapes, probe_shapes, probe_tensors
-from shd_ref.teacher.graph.nodes import constant_of, int_attribute, is_value_product, name_of, operands, repeat_chain
-from shd_ref.teacher.opening.model import PRODUCTS, SIZE_OPS, STANDARD_DOMAINS, ir, kinds, onnx, read_graph
+from shd_ref.teacher.graph.nodes import is_value_product, operands
+from shd_ref.teacher.graph.projection import fixed_input
+from shd_ref.teacher.graph.walk import repeat_chain
+from shd_ref.teacher.opening.model import PRODUCTS, SIZE_OPS, STANDARD_DOMAINS, ir, kinds, onnx
 
 Axes: TypeAlias = tuple[int | None, int | None]
 """Of a tensor's rows and of its keys, from the end; None where it has none."""
 Key: TypeAlias = tuple[str, Axes]
 """A tensor, with the axes on which a tile cuts it."""
-Arrays: TypeAlias = Mapping[str, NDArray[Any]]
 
 _WHOLE: Final[Axes] = (None, None)
 _SQUARE: Final[Axes] = (-2, -1)
@@ -108,21 +109,18 @@ class SiteTiles:
 
 def find_tiles(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tuple[SiteTiles, ...]:
     """How the maps of each site are made in tiles, or why they cannot be; the graph is not changed."""
-    graph = read_graph(model)
-    values = {value.name: value for node in graph for value in node.outputs if value.name}
-    behind = [_read_behind(values.get(site.context)) for site in sites]
-    names = {name_of(value) for found in behind for value in found if constant_of(value) is None}
-    logits = [read_logits(values.get(site.logits)) for site in sites]
+    behind = [_read_behind(site.walk.context) for site in sites]
+    names = {str(value.name) for found in behind for value in found if value.const_value is None}
+    logits = [read_logits(site.walk.logits) for site in sites]
     # What is added to logits, and what stands in their place.
     added = (value for one in logits for _, value in (*one.addends, *one.fills))
-    masks = {name_of(value) for value in added if constant_of(value) is None}
+    masks = {str(value.name) for value in added if value.const_value is None}
     try:
         shapes, arrays = probe_shapes(model, names, _PROBED), probe_tensors(model, masks, _PROBED)
     except ShdError as error:
         return tuple(SiteTiles(site, reason=f"its sizes cannot be measured: {error}") for site in sites)
     return tuple(
-        _read_site(site, values, found, shapes, read, arrays)
-        for site, found, read in zip(sites, behind, logits, strict=True)
+        _read_site(site, found, shapes, read, arrays) for site, found, read in zip(sites, behind, logits, strict=True)
     )
 
 
@@ -151,15 +149,10 @@ def _read_behind(context: ir.Value | None) -> list[ir.Value]:
 
 
 def _read_site(
-    site: AttentionSite,
-    values: Mapping[str, ir.Value],
-    behind: Sequence[ir.Value],
-    shapes: Shapes,
-    logits: Logits,
-    arrays: Arrays,
+    site: AttentionSite, behind: Sequence[ir.Value], shapes: Shapes, logits: Logits, arrays: Arrays
 ) -> SiteTiles:
-    context = values.get(site.context)
-    if context is None or not site.probs:
+    context = site.walk.context
+    if context is None:
         return SiteTiles(site, reason=site.reason or "the product of its map and its values was not found")
     reader = _Reader(shapes, _made_of_products(context, behind))
     try:
@@ -186,7 +179,7 @@ def _read_site(
         rank=len(shapes[site.context]),
         masks=_read_masks(site, logits, arrays, reader),
         value_heads=tuple(head - head % share for head in range(heads)),
-        is_plain=not shared and tuple(map(name_of, product)) == (site.probs, site.values),
+        is_plain=not shared and tuple(one.name for one in product) == (site.probs, site.values),
     )
 
 
@@ -218,12 +211,11 @@ class _Reader:
         self._read: set[Key] = set()
 
     def shape(self, value: ir.Value) -> tuple[int, ...]:
-        constant = constant_of(value)
-        if constant is not None:
-            return constant.shape
-        if name_of(value) not in self._shapes:
+        if value.const_value is not None:
+            return value.const_value.numpy().shape
+        if str(value.name) not in self._shapes:
             raise _Whole("more leads to its map than is followed")
-        return self._shapes[name_of(value)]
+        return self._shapes[str(value.name)]
 
     def read_context(self, context: ir.Value) -> Key:
         node = context.producer()
@@ -232,19 +224,19 @@ class _Reader:
         maps, values = operands(node)
         keys = -1 if "transB" in _turned(node) else -2
         inputs = (self.read(maps, _SQUARE, 0), self.read(values, (None, keys), 0))
-        return self._add(node, inputs, (name_of(context), (-2, None)), len(self.shape(context)))
+        return self._add(node, inputs, (str(context.name), (-2, None)), len(self.shape(context)))
 
     def read(self, value: ir.Value, asked: Axes, depth: int) -> Key:
         """Note all steps that make a tensor in a tile; ``asked``: where what reads it has rows and keys."""
         shape = self.shape(value)
         rows, keys = (None if axis is None or -axis > len(shape) or shape[axis] == 1 else axis for axis in asked)
-        key = (name_of(value), (rows, keys))
+        key = (str(value.name), (rows, keys))
         if key in self._read:
             return key
         self._read.add(key)
         node = value.producer()
         is_inside = value in self._inside
-        if not is_inside and (rows is None or keys is None or node is None or constant_of(value) is not None):
+        if not is_inside and (rows is None or keys is None or node is None or value.const_value is not None):
             return key  # linear in the length, or there as a whole in any case
         if node is None or depth > _MOST_STEPS or value is not node.outputs[0]:
             raise _Whole("more leads to its map than is followed")
@@ -288,14 +280,14 @@ class _Reader:
         first = self._shape(node, 0)
         rest = [_WHOLE] * (count - 1)
         if kind == "Softmax":
-            axis = int_attribute(node, "axis")
+            axis = node.attributes.get_int("axis")
             if keys != -1 or (-1 if axis is None else axis) not in (-1, len(first) - 1):
                 raise refusal
             return [asked], None
         if kind in _REDUCTIONS:
             if (
                 keys != -1
-                or int_attribute(node, "keepdims") == 0
+                or node.attributes.get_int("keepdims") == 0
                 or _list(node, 1, "axes") not in ([-1], [len(first) - 1])
             ):
                 raise refusal
@@ -333,7 +325,7 @@ class _Reader:
                 return [_mapped(asked, lambda axis: kept.index(longer + axis) - shorter), *rest]
             return [_mapped(asked, lambda axis: kept[shorter + axis] - longer), *rest]
         if kind == "Concat":
-            axis = (int_attribute(node, "axis") or 0) % len(output) - len(output)
+            axis = (node.attributes.get_int("axis") or 0) % len(output) - len(output)
             joined = [self._shape(node, number)[axis] for number in range(len(node.inputs))]
             if axis == asked[0] or (axis == asked[1] and sum(size != 1 for size in joined) != 1):
                 raise refusal
@@ -347,9 +339,11 @@ class _Reader:
             if asked[0] in cut or (asked[1] in cut and not (cut[asked[1]][0] == 0 > cut[asked[1]][1])):
                 raise refusal
             return [asked, *rest]
-        if kind == "Gather" and not int_attribute(node, "axis") and node.inputs[0] not in self._inside:
+        if kind == "Gather" and not node.attributes.get_int("axis") and node.inputs[0] not in self._inside:
             return [_WHOLE, _mapped(asked, lambda axis: min(axis + len(first) - 1, 0) or None)]
-        is_plain = kind == "GatherND" and not int_attribute(node, "batch_dims") and node.inputs[0] not in self._inside
+        is_plain = (
+            kind == "GatherND" and not node.attributes.get_int("batch_dims") and node.inputs[0] not in self._inside
+        )
         if is_plain and self._shape(node, 1)[-1] == len(first):
             return [_WHOLE, _mapped(asked, lambda axis: axis - 1)]
         raise refusal
@@ -366,16 +360,15 @@ def _mapped(axes: Axes, move: Callable[[int], int | None]) -> Axes:
 
 def _turned(product: ir.Node) -> set[str]:
     """Transpositions that a product applies to its factors."""
-    return {flag for flag in ("transA", "transB", "transBatchA", "transBatchB") if int_attribute(product, flag)}
+    return {flag for flag in ("transA", "transB", "transBatchA", "transBatchB") if product.attributes.get_int(flag)}
 
 
 def _list(node: ir.Node, place: int, attribute: str | None = None) -> list[int] | None:
     """Constant numbers from an input, or in older operator sets an attribute."""
     if attribute is not None and attribute in node.attributes:
         return list(node.attributes[attribute].as_ints())
-    value = node.inputs[place] if place < len(node.inputs) else None
-    constant = None if value is None else constant_of(value)
-    return None if constant is None else [int(number) for number in constant.ravel()]
+    fixed = fixed_input(node, place)
+    return None if fixed is None else [int(number) for number in fixed.ravel()]
 
 
 def _read_masks(site: AttentionSite, logits: Logits, arrays: Arrays, reader: _Reader) -> tuple[Seen, ...] | None:
@@ -394,23 +387,22 @@ def _read_masks(site: AttentionSite, logits: Logits, arrays: Arrays, reader: _Re
         *((shown, 1.0, value) for shown, value in logits.conditions),
     ):
         shape = reader.shape(value)
-        if name_of(value) not in read or len(shape) > 4 or (len(shape) == 4 and shape[1] != 1):
+        if str(value.name) not in read or len(shape) > 4 or (len(shape) == 4 and shape[1] != 1):
             return None
         condition = _condition_of(value, scale) if shown is None else None
-        if condition is not None and name_of(condition[1]) in read:  # cheaper than to read the numbers again
+        if condition is not None and condition[1].name in read:  # cheaper than to read the numbers again
             shown, value = condition
-        masks.append(Seen(read[name_of(value)], len(reader.shape(value)), shown, scale))
+        masks.append(Seen(read[str(value.name)], len(reader.shape(value)), shown, scale))
     return tuple(masks)
 
 
 def _numbers_of(value: ir.Value, arrays: Arrays) -> NDArray[Any]:
     """The constants that a mask is or chooses between, which a run may not show all; else what a run gave."""
     node = value.producer()
-    sources = node.inputs[1:] if node is not None and node.op_type == "Where" else [value]
-    constants = [constant_of(source) for source in sources if source is not None]
-    if any(constant is None for constant in constants):
-        return arrays[name_of(value)]
-    return np.concatenate([constant.ravel() for constant in constants if constant is not None])
+    chosen = [fixed_input(node, slot) for slot in (1, 2)] if node is not None and node.op_type == "Where" else [None]
+    if any(fixed is None for fixed in chosen):
+        return array_of(value, arrays)
+    return np.concatenate([fixed.ravel() for fixed in chosen if fixed is not None])
 
 
 def _condition_of(value: ir.Value, scale: float) -> tuple[bool, ir.Value] | None:
@@ -418,6 +410,6 @@ def _condition_of(value: ir.Value, scale: float) -> tuple[bool, ir.Value] | None
     node = value.producer()
     if node is None or node.op_type != "Where" or node.inputs[0] is None:
         return None
-    numbers = [None if branch is None else constant_of(branch) for branch in node.inputs[1:]]
+    numbers = [fixed_input(node, slot) for slot in (1, 2)]
     seen = [None if number is None or number.size != 1 else bool(scale * number.item() == 0) for number in numbers]
     return (seen[0], node.inputs[0]) if seen in ([True, False], [False, True]) and seen[0] is not None else None

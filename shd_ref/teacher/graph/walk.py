@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.teacher.graph.nodes import (
-    before_rounding,
-    constant_of,
-    data_inputs,
-    float_attribute,
-    int_attribute,
-    is_constant,
-    is_cross,
-    is_over_last_axis,
-    is_value_product,
-    list_repeats,
-    name_of,
-    operands,
-    product_weight,
-    trace_back,
-)
-from shd_ref.teacher.graph.projection import NO_PROJECTION, Projection, follow_to_projection
+from shd_ref.teacher.graph.inputs import InputSpec
+from shd_ref.teacher.graph.nodes import FLOATS, ancestors, before_rounding, is_value_product, operands, trace_back
+from shd_ref.teacher.graph.projection import NO_PROJECTION, Projection, follow_to_projection, product_weight
+from shd_ref.teacher.graph.spellings import Quotient, is_over_last_axis, read_log_softmax, read_quotient
 from shd_ref.teacher.opening.model import (
     ADDING_OPS,
     CONTRIB_DOMAIN,
@@ -53,7 +40,7 @@ _SCORE_CARRIERS: Final = LOGIT_OPS | {"Abs", "Exp", "Pow", "Relu", "Sigmoid", "S
 """Between ``Q K^T`` and what is divided by its sum."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Walk:
     """What following the data from one node brought, before any size is known."""
 
@@ -74,8 +61,8 @@ class Walk:
         """Names of all tensors whose shapes decide the sizes."""
         values = [self.probs, self.values, self.context, self.query]
         values += [value for node in (*self.projection.path, *self.repeats) for value in node.outputs]
-        values += [value for node in self.repeats for value in data_inputs(node)]
-        yield from (name_of(value) for value in values if value is not None and not is_constant(value))
+        values += [node.inputs[0] for node in self.repeats]
+        yield from (str(value.name) for value in values if value is not None and value.const_value is None)
 
 
 def walk_graph(graph: ir.Graph) -> Iterator[Walk]:
@@ -84,16 +71,22 @@ def walk_graph(graph: ir.Graph) -> Iterator[Walk]:
     met: set[ir.Node] = set()  # products of a map and values
     for node in graph:
         walks[node] = list(_walk_from(node, met))
-        walks[node] += [
-            Walk(walk.node, _inside_reason(node, graph))
-            for inner in _nodes_inside(node)
-            for walk in _walk_from(inner, met)
-        ]
+        bodies = [inner for attribute in node.attributes.values() for inner in _nodes_inside(attribute)]
+        inside = [walk.node for inner in bodies for walk in _walk_from(inner, met)]
+        walks[node] += [Walk(inner, _inside_reason(node, graph)) for inner in inside]
     walked = {node for node, started in walks.items() if started}
-    for node, reason in find_remade(graph, walked, met):
+    for node, reason in _find_remade(graph, walked, met):
         walks[node].append(Walk(node, reason))
     for node in graph:
         yield from walks[node]
+
+
+def _nodes_inside(attribute: ir.Attr) -> Iterator[ir.Node]:
+    if attribute.type == ir.AttributeType.GRAPH:
+        yield from attribute.as_graph().all_nodes()
+    elif attribute.type == ir.AttributeType.GRAPHS:
+        for body in attribute.as_graphs():
+            yield from body.all_nodes()
 
 
 def _inside_reason(node: ir.Node, graph: ir.Graph) -> str:
@@ -101,20 +94,11 @@ def _inside_reason(node: ir.Node, graph: ir.Graph) -> str:
     chosen_by = node.inputs[0] if node.inputs else None
     if node.op_type == "If" and chosen_by is not None and chosen_by in graph.inputs:
         return (
-            f"{inside}: this is a merged decoder, whose input {name_of(chosen_by)!r} chooses one of two bodies; "
+            f"{inside}: this is a merged decoder, whose input {chosen_by.name!r} chooses one of two bodies; "
             "take the file with one body beside it (decoder_model.onnx, or model.onnx of a newer export), or export "
             "it again unmerged (optimum-cli export onnx --no-post-process)"
         )
     return f"{inside}: re-export the model without control flow (one forward pass, use_cache off)"
-
-
-def _nodes_inside(node: ir.Node) -> Iterator[ir.Node]:
-    for attribute in node.attributes.values():
-        if attribute.type == ir.AttributeType.GRAPH:
-            yield from attribute.as_graph().all_nodes()
-        elif attribute.type == ir.AttributeType.GRAPHS:
-            for body in attribute.as_graphs():
-                yield from body.all_nodes()
 
 
 def _walk_from(node: ir.Node, met: set[ir.Node]) -> Iterator[Walk]:
@@ -126,37 +110,25 @@ def _walk_from(node: ir.Node, met: set[ir.Node]) -> Iterator[Walk]:
             "re-export with attention fusion off (eager attention, opset 18, no transformer optimiser)",
         )
     elif node.op_type == "Softmax" and node.domain in STANDARD_DOMAINS:
-        yield from _walk_map(_Start(node, node.inputs[0]), met)
+        yield from _walk_map(node, node.inputs[0], None, met)
     elif node.op_type == "QLinearSoftmax":
         yield Walk(node, f"its softmax gives integers (QLinearSoftmax): {_FLOAT_FORM}")
     elif (logits := read_log_softmax(node)) is not None:
-        yield from _walk_map(_Start(node, logits), met)
+        yield from _walk_map(node, logits, None, met)
     elif (quotient := read_quotient(node)) is not None and not quotient.is_of_map():
-        yield from _walk_map(_Start(node, quotient.logits, quotient), met)
+        yield from _walk_map(node, quotient.logits, quotient, met)
 
 
-@dataclass(frozen=True)
-class _Start:
-    node: ir.Node
-    logits: ir.Value | None  # None where the map is not a softmax
-    quotient: Quotient | None = None
-
-    @property
-    def is_over_last_axis(self) -> bool:
-        return self.node.op_type != "Softmax" or is_over_last_axis(self.node)
-
-    @property
-    def made_of(self) -> ir.Value | None:
-        return self.logits if self.quotient is None else self.quotient.numbers
-
-
-def _walk_map(start: _Start, all_met: set[ir.Node]) -> Iterator[Walk]:
-    softmax = start.node
+def _walk_map(
+    softmax: ir.Node, logits: ir.Value | None, quotient: Quotient | None, all_met: set[ir.Node]
+) -> Iterator[Walk]:
+    """From a map; ``logits`` is None where it is a quotient that is no softmax."""
     meetings = _meet_values(softmax.outputs[0])
-    if not meetings or (meetings[0].trail.quotient is not None and not start.is_over_last_axis):
+    over_last_axis = softmax.op_type != "Softmax" or is_over_last_axis(softmax)
+    if not meetings or (meetings[0].trail.quotient is not None and not over_last_axis):
         return  # of the latter the quotient is told
     all_met.update(meeting.product for meeting in meetings)
-    reason = _why_unreadable(start, meetings)
+    reason = _why_unreadable(meetings) if over_last_axis else f"its softmax is not over the last axis: {_EAGER}"
     if reason is not None:
         yield Walk(softmax, reason)
         return
@@ -165,7 +137,7 @@ def _walk_map(start: _Start, all_met: set[ir.Node]) -> Iterator[Walk]:
     raw_map = trail.source if trail.is_mixed else raw_map
     probs, values = before_rounding(raw_map), before_rounding(raw_values)
     projection = follow_to_projection(product.outputs[0])
-    scores = trace_back(start.made_of, _SCORE_CARRIERS, is_value_product)
+    scores = trace_back(logits if quotient is None else quotient.numbers, _SCORE_CARRIERS, is_value_product)
     reason = projection.reason
     producer = trace_back(values, LAYOUT_OPS, lambda node: node.op_type not in LAYOUT_OPS)
     if scores is None and producer is not None and is_value_product(producer):
@@ -177,28 +149,27 @@ def _walk_map(start: _Start, all_met: set[ir.Node]) -> Iterator[Walk]:
     if reason is not None:
         yield walk
         return
-    quotients = [quotient for quotient in (start.quotient, trail.quotient) if quotient is not None]
+    quotients = [one for one in (quotient, trail.quotient) if one is not None]
     cut = trace_back(raw_map, MAP_CARRIERS - {"Slice"} | {"Transpose"}, lambda node: node.op_type == "Slice")
+    # A Concat of different tensors joins past values or rotary halves: it repeats nothing.
+    between = _chain_back(values, LAYOUT_OPS | REPEAT_OPS)
     yield replace(
         walk,
-        logits=start.logits if trail.quotient is None else None,
+        logits=logits if trail.quotient is None else None,
         projection=projection,
         query=None if scores is None else scores.inputs[0],
-        cross=None if scores is None else is_cross(scores),
+        cross=None if scores is None else _is_cross(scores),
         sinks=cut is not None or (bool(quotients) and not quotients[-1].sums_to_one),
-        repeats=list_repeats(values),
+        repeats=tuple(node for node in between if node.op_type in REPEAT_OPS and _repeats(node)),
         mixing=trail.mixing,
     )
 
 
-def _why_unreadable(start: _Start, meetings: list[_Meeting]) -> str | None:
+def _why_unreadable(meetings: list[_Meeting]) -> str | None:
     product, trail = meetings[0].product, meetings[0].trail
-    if product.op_type in INTEGER_PRODUCTS:
-        return f"map and values meet in {product.op_type}: {_FLOAT_FORM}"
-    if product.op_type in OPAQUE_PRODUCTS:
-        return f"map and values meet in {product.op_type}: {_EAGER}"
-    if not start.is_over_last_axis:
-        return f"its softmax is not over the last axis: {_EAGER}"
+    if product.op_type in INTEGER_PRODUCTS | OPAQUE_PRODUCTS:
+        form = _FLOAT_FORM if product.op_type in INTEGER_PRODUCTS else _EAGER
+        return f"map and values meet in {product.op_type}: {form}"
     if trail.is_mixed and (trail.mixing is None or trail.axes != _AXES):
         return (
             "its maps are mixed after the softmax in a way that is not a matrix over heads, so what multiplies the "
@@ -206,10 +177,10 @@ def _why_unreadable(start: _Start, meetings: list[_Meeting]) -> str | None:
         )
     if trail.axes[-1] != -1:
         return f"the map is transposed on its way to the values: {_EAGER}"
-    turned = any(int_attribute(product, flag) for flag in ("transA", "transB", "transBatchA", "transBatchB"))
-    if meetings[0].slot != 0 or turned or float_attribute(product, "alpha") != 1.0:
+    turned = any(product.attributes.get_int(flag) for flag in ("transA", "transB", "transBatchA", "transBatchB"))
+    if meetings[0].slot != 0 or turned or product.attributes.get_float("alpha", 1.0) != 1.0:
         return f"map and values meet in {product.op_type} with the map transposed or scaled: {_EAGER}"
-    tensors = {id(meeting.values) for meeting in meetings}
+    tensors = {meeting.values for meeting in meetings}
     if len(tensors) > 1:
         return (
             f"its map multiplies {len(tensors)} tensors, as where layers share a map or one attends in parts, so "
@@ -280,7 +251,9 @@ def _step(trail: _Trail, node: ir.Node, slot: int) -> _Trail | None:
         source = output if in_order and not trail.is_mixed else trail.source
         return replace(trail, value=output, source=source, mixing=trail.mixing if keeps else None)
     if trail.is_mixed and node.op_type in ("Add", "BatchNormalization"):
-        is_bias = node.op_type == "Add" and any(is_constant(value) for value in node.inputs)
+        is_bias = node.op_type == "Add" and any(
+            one is not None and one.const_value is not None for one in node.inputs
+        )
         return replace(trail, value=output, mixing=trail.mixing if is_bias else None)
     weight = product_weight(node, slot)
     # Square, as many heads as before: what a router's or a classifier's weight sums over are its classes.
@@ -291,154 +264,93 @@ def _step(trail: _Trail, node: ir.Node, slot: int) -> _Trail | None:
     return None if axis == -1 else replace(trail, value=output, is_mixed=True, mixing=mixing)
 
 
-_SHAPING: Final = frozenset({"Cast", "Dropout", "Expand", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
-_CONDITIONS: Final = kinds("And Equal Greater GreaterOrEqual IsNaN Less LessOrEqual Not Or")
-_POSITIVE: Final = _CONDITIONS | {"Abs", "Exp", "HardSigmoid", "Relu", "Sigmoid", "Softmax", "Softplus", "Sqrt"}
-_OF_FIRST: Final = _SHAPING | {"Gather", "GatherND", "Slice", "Split", "Transpose", "Trilu"}
-_OF_ALL: Final = frozenset({"Add", "AveragePool", "Concat", "Div", "MaxPool", "Min", "Mul"})
-"""Operators that give numbers of at least zero, in all cases or where their first input or all of them do."""
-
-_NEGLIGIBLE: Final = 1e-6
-"""Beside a sum of about one: it keeps the quotient finite and takes nothing from a row."""
-_DEEPEST: Final = 8
+def repeat_chain(values: ir.Value) -> tuple[ir.Node, ...]:
+    """Operators that move, scale or repeat keys or values, from the last to the first."""
+    chain = _chain_back(values, LAYOUT_OPS | REPEAT_OPS | SCALING_OPS)
+    return tuple(itertools.takewhile(lambda node: node.op_type != "Concat" or _repeats(node), chain))
 
 
-@dataclass(frozen=True)
-class Quotient:
-    """Numbers of at least zero over their sum along the last axis, or over more: then ``sums_to_one`` is False."""
-
-    numbers: ir.Value
-    sums_to_one: bool
-
-    @property
-    def logits(self) -> ir.Value | None:
-        """The input of the softmax that this spells out; None where it is not a softmax."""
-        node = _before_casts(self.numbers).producer()
-        return node.inputs[0] if node is not None and node.op_type == "Exp" and self.sums_to_one else None
-
-    def is_of_map(self) -> bool:
-        """Whether the numbers are a map that a softmax or another quotient gave."""
-        return trace_back(self.numbers, MAP_CARRIERS, _gives_map) is not None
+def _chain_back(value: ir.Value | None, carriers: frozenset[str]) -> Iterator[ir.Node]:
+    while value is not None and (node := value.producer()) is not None and node.op_type in carriers:
+        yield node
+        value = node.inputs[0]
 
 
-def read_quotient(node: ir.Node) -> Quotient | None:
-    """An operator as a quotient; None where it does something else, or where numbers may be negative."""
-    for numbers, total in _operands(node):
-        sums_to_one = _read_sum(total, _before_casts(numbers))
-        if sums_to_one is not None and _is_positive(numbers):
-            return Quotient(numbers, sums_to_one)
-    return None
+def _repeats(node: ir.Node) -> bool:
+    return node.op_type != "Concat" or len(set(node.inputs)) == 1
 
 
-def read_log_softmax(node: ir.Node) -> ir.Value | None:
-    """The logits of a softmax that is the exponential of its own logarithm; None for any other operator."""
-    log = _before_casts(node.inputs[0]).producer() if node.op_type == "Exp" and node.inputs[0] is not None else None
-    if log is None or len(log.inputs) == 0:
-        return None
-    if log.op_type == "LogSoftmax":
-        return log.inputs[0] if is_over_last_axis(log) else None
-    total = None if log.op_type != "Sub" or log.inputs[1] is None else _before_casts(log.inputs[1]).producer()
-    is_log_of_sum = total is not None and total.op_type == "ReduceLogSumExp" and _is_over_last_axis(total)
-    return log.inputs[0] if total is not None and is_log_of_sum and total.inputs[0] is log.inputs[0] else None
+_LAYER_NORMS: Final = kinds("LayerNormalization LpNormalization RMSNormalization SimplifiedLayerNormalization")
+_NORM_STEPS: Final = kinds("Add Cast Clip Div Expand Max Reciprocal Sqrt")
+"""Between a mean of squares and what is divided by its root."""
+_MEANS: Final = kinds("ReduceL2 ReduceMean ReduceSum ReduceSumSquare")
 
 
-def _gives_map(node: ir.Node) -> bool:
-    if node.op_type == "Softmax":
-        return is_over_last_axis(node)
-    return read_quotient(node) is not None or read_log_softmax(node) is not None
+def _is_cross(scores: ir.Node) -> bool | None:
+    """Whether Q and K are made of different tensors, or of different inputs; None where neither can be told."""
+    # Everything a projection may pass through on its way to Q K^T: biases, scales, head splits, rotary embedding.
+    between = LAYOUT_OPS | LOGIT_OPS | REPEAT_OPS | {"Neg", "Slice", "Split"}
+    projections = [trace_back(value, between, _is_weight_product) for value in operands(scores)]
+    sources = [_projected_tensors(node) for node in projections if node is not None]
+    if len(sources) == 2:
+        return sources[0].isdisjoint(sources[1])
+    queries, keys = (_data_inputs(value) for value in operands(scores))
+    return True if queries != keys else None
 
 
-def _operands(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Value]]:
-    """Numerator and denominator, also of a product with a reciprocal."""
-    inputs = [value for value in node.inputs if value is not None]
-    if node.op_type == "Div" and len(inputs) == 2:
-        yield inputs[0], inputs[1]
-    elif node.op_type == "Mul" and len(inputs) == 2:
-        for numbers, other in (inputs, inputs[::-1]):
-            inverse = other.producer()
-            if inverse is not None and inverse.op_type == "Reciprocal" and inverse.inputs[0] is not None:
-                yield numbers, inverse.inputs[0]
+def _is_weight_product(node: ir.Node) -> bool:
+    products = PRODUCTS | INTEGER_PRODUCTS | {"Gemm"}
+    return node.op_type in products and any(value.const_value is not None for value in operands(node))
 
 
-def _before_casts(value: ir.Value) -> ir.Value:
-    while (node := value.producer()) is not None and node.op_type in ("Cast", "Identity"):
-        source = node.inputs[0]
-        if source is None:
-            break
-        value = source
-    return value
-
-
-def _read_sum(value: ir.Value, numbers: ir.Value, depth: int = 0) -> bool | None:
-    """Whether a tensor is the sum of the numbers over their last axis, and nothing else; None for no such sum."""
-    node = value.producer()
-    if node is None or depth > _DEEPEST:
-        return None
-    if node.op_type in ("ReduceL1", "ReduceSum"):
-        source = node.inputs[0]
-        is_sum = source is not None and _before_casts(source) is numbers and _is_over_last_axis(node)
-        return True if is_sum else None
-    if node.op_type not in (*_SHAPING, "Add", "Clip", "Max", "Where"):
-        return None
-    inputs = list(node.inputs[1:] if node.op_type == "Where" else node.inputs)
-    inputs = inputs[:1] if node.op_type in _SHAPING else inputs
-    read = [None if operand is None else _read_sum(operand, numbers, depth + 1) for operand in inputs]
-    others = [
-        operand for operand, reading in zip(inputs, read, strict=True) if reading is None and operand is not None
-    ]
-    sums = [reading for reading in read if reading is not None]
-    is_bounded = node.op_type == "Clip" and len(inputs) > 2 and inputs[2] is not None
-    if len(sums) != 1 or is_bounded or (node.op_type == "Add" and not all(map(_is_positive, others))):
-        return None
-    constants = [constant_of(operand) for operand in others]
-    if node.op_type == "Where":  # another denominator for rows without any
-        return sums[0] if all(operand is not None and (operand > 0).all() for operand in constants) else None
-    return sums[0] and all(operand is not None and (np.abs(operand) <= _NEGLIGIBLE).all() for operand in constants)
-
-
-def _is_over_last_axis(total: ir.Node) -> bool:
-    axes = list(total.attributes["axes"].as_ints()) if "axes" in total.attributes else None
-    if axes is None and len(total.inputs) > 1:
-        constant = constant_of(total.inputs[1])
-        axes = None if constant is None else constant.ravel().tolist()
-    source = total.inputs[0]
-    last = (-1,) if source is None or source.shape is None else (-1, len(source.shape) - 1)
-    return axes is not None and len(axes) == 1 and axes[0] in last
-
-
-def _is_positive(value: ir.Value) -> bool:
-    waiting, seen = [value], {value}
+def _projected_tensors(projection: ir.Node) -> set[ir.Value]:
+    """What a projection reads, and what that is projected from in turn: adapters and latents have two products."""
+    tensors: set[ir.Value] = set()
+    waiting = [value for value in operands(projection) if value.const_value is None]
     while waiting:
-        current = waiting.pop()
-        node, constant = current.producer(), constant_of(current)
-        if constant is not None:
-            if not (constant >= 0).all():
-                return False
+        value = waiting.pop()
+        if value in tensors:
             continue
-        if node is None or current.dtype == ir.DataType.BOOL or node.op_type in _POSITIVE or _has_floor(node):
-            continue
-        if node.op_type not in (*_OF_FIRST, *_OF_ALL, "Where"):
-            return False
-        sources = {"Where": node.inputs[1:]}.get(node.op_type, node.inputs[:1])
-        sources = node.inputs if node.op_type in _OF_ALL else sources
-        waiting += [source for source in sources if source is not None and source not in seen]
-        seen.update(source for source in sources if source is not None)
-    return True
+        tensors.add(value)
+        node = value.producer()
+        waiting += [] if node is None else _other_forms(node)
+    return tensors
 
 
-def _has_floor(node: ir.Node) -> bool:
-    """Whether it fills with a number of at least zero, squares, or cuts numbers off there."""
-    if node.op_type == "ConstantOfShape":
-        return "value" not in node.attributes or bool((node.attributes["value"].as_tensor().numpy() >= 0).all())
-    if node.op_type == "Pow":
-        exponent = constant_of(node.inputs[1])
-        return exponent is not None and bool((exponent % 2 == 0).all())
-    if node.op_type == "Mul":
-        return node.inputs[0] is node.inputs[1]
-    if node.op_type not in ("Clip", "Max"):
-        return False
-    floors = [constant_of(operand) for operand in (node.inputs[1:2] if node.op_type == "Clip" else node.inputs)]
-    return any(floor is not None and bool((floor >= 0).all()) for floor in floors)
+def _other_forms(node: ir.Node) -> list[ir.Value]:
+    """What a tensor is moved, normed, projected or cut from; past sums everything comes from everything."""
+    sources = [value for value in node.inputs if value is not None and value.const_value is None]
+    if node.op_type in ("Slice", "Split"):
+        return sources[:1] if _cuts_width(node) else []
+    if node.op_type in SCALING_OPS and len(sources) == 2:  # a norm that is written out
+        left, right = sources
+        pairs = (left, right), (right, left)
+        return [one for one, other in pairs if trace_back(other, _NORM_STEPS, lambda node: node.op_type in _MEANS)]
+    if node.op_type in ADDING_OPS | SCALING_OPS:
+        return sources if len(sources) == 1 else []
+    kept = node.op_type in LAYOUT_OPS or node.op_type in _LAYER_NORMS or _is_weight_product(node)
+    return sources if kept else []
+
+
+def _cuts_width(node: ir.Node) -> bool:
+    """Whether it cuts the last axis: parts of a latent, but not of the sequence."""
+    source, axes = node.inputs[0], [node.attributes.get_int("axis", 0)]
+    listed = node.inputs[3] if node.op_type == "Slice" and len(node.inputs) > 3 else None
+    if listed is not None and listed.const_value is not None:
+        axes = listed.const_value.numpy().ravel().tolist()
+    rank = 0 if source is None or source.shape is None else len(source.shape)
+    return all(axis == -1 or axis == rank - 1 for axis in axes)
+
+
+def _data_inputs(value: ir.Value) -> set[str]:
+    """The inputs with data of a sequence that a tensor is made from; what only gives it a size is left out."""
+    names = set()
+    for current in ancestors(value):
+        if current.is_graph_input() and current.name and current.const_value is None:
+            shape = (None,) * (0 if current.shape is None else len(current.shape))
+            spec = InputSpec(current.name, "float32" if current.dtype in FLOATS else "int64", shape)
+            names |= {current.name} if spec.part == "data" and len(shape) > 1 else set()
+    return names
 
 
 _WEIGHING: Final = SCALING_OPS | kinds(
@@ -454,7 +366,6 @@ _CUTTING: Final = frozenset({"Pad", "Slice"})
 _WINDOWS: Final = frozenset({"AveragePool", "Conv", "MaxPool"})
 _SMOOTHING: Final = PRODUCTS | _WINDOWS | {"CumSum", "Pad", "ReduceMean", "ReduceSum"}
 
-
 _REMADE: Final = (
     "what multiplies its values is made of its map by {}, as in differential attention or with smoothed maps, and "
     "need not be distributions over keys: choose other layers (--sites), or a teacher whose softmax multiplies the "
@@ -466,7 +377,7 @@ _WITHOUT_SOFTMAX: Final = (
 )
 
 
-def find_remade(
+def _find_remade(
     graph: ir.Graph, walked: Collection[ir.Node], met: Collection[ir.Node]
 ) -> Iterator[tuple[ir.Node, str]]:
     """Softmaxes and scores whose numbers multiply values in another form, and why that is refused."""
@@ -502,7 +413,8 @@ def _products_behind(start: ir.Node, is_map: bool) -> Iterator[tuple[ir.Node, fr
                 if output in seen or not is_kept:  # rows and keys are axes no more
                     continue
                 seen.add(output)
-                cut = _sizes(output, 2) if is_cut and _last(value) != _last(output) else None
+                last = [None if not one.shape else str(one.shape[-1]) for one in (value, output)]
+                cut = _sizes(output, 2) if is_cut and last[0] != last[1] else None
                 queue.append((output, None if sizes is None else cut or axes, passed | {node.op_type}))
 
 
@@ -516,7 +428,9 @@ def _is_followed(node: ir.Node, value: ir.Value, axes: Counter[str] | None) -> b
 
 
 def _is_like_a_map(value: ir.Value) -> bool:
-    return is_constant(value) or trace_back(value, MAP_CARRIERS, lambda node: node.op_type == "Softmax") is not None
+    if value.const_value is not None:
+        return True
+    return trace_back(value, MAP_CARRIERS, lambda node: node.op_type == "Softmax") is not None
 
 
 def _sizes(value: ir.Value, last: int = 0) -> Counter[str] | None:
@@ -525,7 +439,3 @@ def _sizes(value: ir.Value, last: int = 0) -> Counter[str] | None:
         return None
     sizes = Counter(str(size) for size in list(value.shape)[-last:])
     return None if "None" in sizes or "" in sizes else sizes
-
-
-def _last(value: ir.Value) -> str | None:
-    return None if value.shape is None or not len(value.shape) else str(value.shape[-1])

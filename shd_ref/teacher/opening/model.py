@@ -255,18 +255,6 @@ def data_folder(model: onnx.ModelProto) -> str | None:
     return next((entry.value for entry in model.metadata_props if entry.key == _FOLDER), None)
 
 
-def read_graph(model: onnx.ModelProto) -> ir.Graph:
-    """The model's graph, with access to the data in its files."""
-    try:
-        graph = ir.from_proto(model).graph
-    except (ir.serde.SerdeError, TypeError, ValueError) as error:
-        raise graph_invalid(f"the teacher graph is broken: {error}: copy or export it again") from error
-    folder = data_folder(model)
-    if folder is not None:
-        ir.external_data.set_base_dir(graph, folder)
-    return graph
-
-
 Weights: TypeAlias = Mapping[str, NDArray[Any]]
 """Initialisers by name, not writable."""
 

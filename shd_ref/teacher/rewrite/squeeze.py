@@ -447,7 +447,7 @@ def replace_attention(
 def _as_in_site(body: Body, site: AttentionSite, maps: str) -> str:
     if site.layout in ("heads-batch", "heads-folded"):
         maps = body.op("Transpose", maps, perm=[1, 0, 2, 3])
-    if site.folded:
+    if site.layout in ("batch-folded", "heads-folded"):
         maps = body.op("Reshape", maps, body.op("Shape", site.probs))
     if body.opset >= _CAST_LIKE_OPSET:
         return body.op("CastLike", maps, site.probs)

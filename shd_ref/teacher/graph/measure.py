@@ -1,0 +1,242 @@
+"""The sizes of a walked site: heads, layout and W_o, by replay of what lies between ``map @ V`` and its products."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shd_ref.teacher.graph.inputs import Layout, Shapes
+from shd_ref.teacher.graph.nodes import run_operator
+from shd_ref.teacher.graph.projection import Term, fixed_input
+from shd_ref.teacher.graph.walk import Walk
+from shd_ref.teacher.opening.model import ADDING_OPS, MOVING_OPS, REPEAT_OPS, SCALING_OPS, ir
+
+_MOST_INDICES: Final = 2**25  # 256 MB, several times
+_EVALUATED: Final = frozenset({"Concat", "Gather", "GatherND", "Slice", "Transpose"})
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What a site's shapes tell; fields as in ``AttentionSite``."""
+
+    layout: Layout | None = None  # None: W_o does not read every head at every position
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    shared_values: bool = False
+    joined_values: bool = False
+    d_k: int | None = None
+    d_v: int | None = None
+    output_projection: NDArray[Any] | None = None  # W_o (H * d_v, D), rows in head order
+
+
+def measure_site(walk: Walk, shapes: Shapes) -> Measure | None:
+    """Heads, widths and layout from the shapes; None where a shape is missing or contradicts another."""
+    if walk.reason is not None or walk.context is None:
+        return None
+    probs, values, context, query = (
+        None if value is None else shapes.get(str(value.name))
+        for value in (walk.probs, walk.values, walk.context, walk.query)
+    )
+    if probs is None or values is None or context is None or len(context) not in (3, 4) or 0 in context:
+        return None
+    d_v = context[-1]
+    repeats = _repeat_factor(walk.repeats, shapes)
+    scaled = any(node.op_type in SCALING_OPS for node in walk.projection.path)
+    known = replay(walk.context, context, walk.projection.path, shapes, scaled=scaled)
+    if repeats is None or known is None:
+        return None
+    read = [_rows_of(term, *known[term.source]) for term in walk.projection.terms]
+    rows = [row for row in read if row is not None]
+    if len(rows) < len(read):
+        return None
+    num_heads, rest = divmod(len(np.unique(np.concatenate([row.indices[0] for row in rows]))), d_v)
+    if rest or num_heads % repeats:
+        return None
+    layout, weight = _read_layout(rows, context, num_heads)
+    head_axis = {"batch-heads": 1, "heads-batch": 0}.get(layout or "")
+    one_head = tuple(1 if axis == head_axis else size for axis, size in enumerate(context[:-2]))
+    shared = values[:-2] == one_head != context[:-2]
+    if probs[:-2] != context[:-2] or not (shared or values[:-2] == context[:-2]):
+        return None
+    if walk.mixing is not None:
+        if layout != "batch-heads" or len(walk.mixing) != num_heads or weight is None:
+            return None
+        # For maps before they are mixed: head h gives sum_g mixing[h, g] V_g W_g, of all values side by side.
+        by_head = weight.reshape(num_heads, -1, weight.shape[1])
+        unmixed = walk.mixing.astype(weight.dtype)[:, :, None, None] * by_head
+        weight, d_v = unmixed.reshape(-1, weight.shape[1]), num_heads * d_v
+    return Measure(
+        layout=layout,
+        num_heads=num_heads,
+        num_kv_heads=1 if shared else num_heads // repeats,
+        shared_values=shared,
+        d_k=None if query is None else query[-1],
+        d_v=d_v,
+        output_projection=weight,
+        joined_values=walk.mixing is not None,
+    )
+
+
+def describe_contradiction(walk: Walk, shapes: Shapes) -> str:
+    """Why a site with known sizes has no measure, and what to do about it."""
+    sizes = {
+        name: list(shapes.get(str(value.name), ()))
+        for name, value in (("map", walk.probs), ("values", walk.values), ("outputs", walk.context))
+        if value is not None
+    }
+    probs, context = sizes.get("map", []), sizes.get("outputs", [])
+    if len(context) > 4:
+        return (
+            f"its map has {len(probs)} axes {probs}, as those of windows of an image or of frames of a video have, "
+            "and only (B, H, L, S) and (B * H, L, S) are understood: select other sites (--sites), or take a teacher "
+            "whose attention spans the whole sample"
+        )
+    if probs[:-2] != context[:-2]:
+        return (
+            f"its map {probs} is one for several samples or heads, whose outputs are {context}: select other sites "
+            "(--sites), as such a map is not the attention of one sample"
+        )
+    listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
+    return (
+        f"the number of heads cannot be determined from its sizes ({listed}): re-export with eager attention, so "
+        "that the output projection reads the heads side by side, or select other sites (--sites)"
+    )
+
+
+def _repeat_factor(nodes: Iterable[ir.Node], shapes: Shapes) -> int | None:
+    """How often value heads are repeated: elements out over elements in, on any axis; an empty past has none."""
+    factor = 1
+    for node in nodes:
+        source, fixed, after = node.inputs[0], fixed_input(node, 0), shapes.get(str(node.outputs[0].name))
+        stated = None if fixed is None else fixed.shape
+        before = shapes.get(str(source.name)) if stated is None and source is not None else stated
+        if before is None or after is None:
+            return None
+        if node.op_type == "Expand" and len(before) == len(after):  # a learned value is there for every sample
+            before, after = before[1:], after[1:]
+        factor *= max(1, math.prod(filter(None, after)) // math.prod(filter(None, before)))
+    return factor
+
+
+def replay(
+    source: ir.Value, shape: tuple[int, ...], path: Iterable[ir.Node], shapes: Shapes, *, scaled: bool = False
+) -> dict[ir.Value, list[NDArray[Any]]] | None:
+    """Operators that move, pick or repeat numbers, applied to flat indices of a tensor; None where it cannot be told.
+
+    By tensor its indices, and if ``scaled`` what the numbers were multiplied by on the way.
+    """
+    if math.prod(shape) > _MOST_INDICES:
+        return None
+    first: list[NDArray[Any]] = [np.arange(math.prod(shape)).reshape(shape), np.ones(shape)][: 1 + scaled]
+    known = {source: first}
+    for node in path:
+        sources = [known[value] for value in node.inputs if value is not None and value in known]
+        moved = [made for arrays in zip(*sources, strict=True) if (made := _move(node, list(arrays), shapes))]
+        if len(moved) < len(first):
+            return None
+        if scaled and node.op_type in SCALING_OPS:
+            factor = next(one for slot in range(len(node.inputs)) if (one := fixed_input(node, slot)) is not None)
+            moved[1] = [moved[1][0] * factor if node.op_type == "Mul" else moved[1][0] / factor]
+            if moved[1][0].shape != moved[0][0].shape:
+                return None
+        known.update(zip(node.outputs, (list(arrays) for arrays in zip(*moved, strict=True)), strict=False))
+    return known
+
+
+def _move(node: ir.Node, arrays: list[NDArray[Any]], shapes: Shapes) -> list[NDArray[Any]] | None:
+    """The outputs of an operator on arrays in place of what is computed; None where it cannot be told."""
+    kind, array, shape = node.op_type, arrays[0], shapes.get(str(node.outputs[0].name))
+    try:
+        if kind in _EVALUATED:
+            inputs = {value: value.const_value for value in node.inputs if value is not None}
+            known = {value: fixed.numpy() for value, fixed in inputs.items() if fixed is not None}
+            known |= dict(zip((value for value in inputs if value not in known), arrays, strict=False))
+            return run_operator(node, known) if len(known) == len(inputs) else None
+        if kind == "Split":
+            axis, parts = node.attributes.get_int("axis", 0), [shapes.get(str(one.name)) for one in node.outputs]
+            sizes = [part[axis] for part in parts if part is not None]
+            complete = len(sizes) == len(parts) and sum(sizes) == array.shape[axis]
+            return np.split(array, np.cumsum(sizes)[:-1], axis) if complete else None
+        if shape is None:
+            return [array] if kind not in (*MOVING_OPS, *REPEAT_OPS, *ADDING_OPS, *SCALING_OPS) else None
+        if kind in MOVING_OPS:
+            return [array.reshape(shape)] if np.prod(shape) == array.size else None
+        if kind == "Expand":
+            return [np.broadcast_to(array, shape)]
+        if kind == "Tile":
+            return [np.tile(array, np.floor_divide(shape, array.shape))] if len(shape) == array.ndim else None
+    except Exception:  # its attributes do not fit the shapes; the evaluator raises what NumPy and its operators raise
+        return None
+    return [array] if kind not in ADDING_OPS | SCALING_OPS or shape == array.shape else None
+
+
+class _Rows(NamedTuple):
+    """What one product reads: a row for each row of the attention output."""
+
+    indices: NDArray[np.int64]  # (rows, in): places in the heads' outputs
+    factors: NDArray[Any]  # (in,): what these numbers were multiplied by on the way
+    weight: NDArray[Any]  # (in, out)
+
+
+def _rows_of(term: Term, indices: NDArray[np.int64], *factors: NDArray[Any]) -> _Rows | None:
+    """The rows that a product reads; a matrix a head is one matrix for the heads side by side."""
+    weight, both = term.weight, [indices, *factors]
+    if weight.ndim == 3:
+        if indices.ndim < 3 or indices.shape[-3] != len(weight):
+            return None
+        both = [np.moveaxis(array, -3, -2).reshape(-1, indices.shape[-3] * indices.shape[-1]) for array in both]
+        weight = weight.reshape(-1, weight.shape[-1])
+    else:
+        both = [np.moveaxis(array, term.axis, -1) for array in both]
+    if both[0].shape[-1] != len(weight) or not both[0].size:
+        return None
+    both = [array.reshape(-1, len(weight)) for array in both]
+    if not factors:
+        return _Rows(both[0], np.ones(len(weight)), weight)
+    return _Rows(both[0], both[1][0], weight) if (both[1] == both[1][0]).all() else None
+
+
+def _read_layout(
+    rows: list[_Rows], context: tuple[int, ...], num_heads: int
+) -> tuple[Layout | None, NDArray[Any] | None]:
+    """The reading of the context's leading axes under which each row is all heads at one position; W_o under it."""
+    indices = np.arange(np.prod(context)).reshape(context)
+    batch, rest = divmod(context[0], num_heads)
+    readings: dict[Layout, NDArray[np.int64]] = {}
+    if len(context) == 4:
+        readings = {"batch-heads": indices, "heads-batch": indices.swapaxes(0, 1)}
+    elif not rest:
+        readings = {
+            "batch-folded": indices.reshape(batch, num_heads, *context[1:]),
+            "heads-folded": indices.reshape(num_heads, batch, *context[1:]).swapaxes(0, 1),
+        }
+    for layout, reading in readings.items():
+        if reading.shape[1] == num_heads:
+            joined = reading.swapaxes(1, 2).reshape(-1, num_heads * context[-1])  # (B * L, H * d_v)
+            weight = _weight_in_order(rows, joined)
+            if weight is not None:
+                return layout, weight
+    return None, None
+
+
+def _weight_in_order(rows: list[_Rows], joined: NDArray[np.int64]) -> NDArray[Any] | None:
+    """W_o with a row for each column of ``joined``; None where products read other rows, or in other orders."""
+    count, width = joined.shape
+    row_of, column_of = np.empty((2, joined.size), dtype=np.int64)
+    row_of[joined], column_of[joined] = np.arange(count)[:, None], np.arange(width)
+    dtype = np.result_type(*(row.weight for row in rows))
+    weight = np.zeros((width, rows[0].weight.shape[1]), dtype=np.float64)
+    order = row_of[rows[0].indices[:, 0]]
+    for row in rows:
+        columns = column_of[row.indices[0]]
+        is_same = (row_of[row.indices] == order[:, None]).all() if len(row.indices) == len(order) else False
+        if not is_same or not (column_of[row.indices] == columns).all():
+            return None
+        # Not ``+=``, which adds a column once where a product reads it several times.
+        np.add.at(weight, columns, row.factors[:, None] * row.weight)
+    return weight.astype(dtype) if np.array_equal(np.sort(order), np.arange(count)) else None
