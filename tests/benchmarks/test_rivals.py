@@ -278,12 +278,6 @@ def test_gradients_reach_the_student_alone(teacher: Any, name: str) -> None:
         assert all(parameter.grad.abs().max() > 0 for parameter in rival.parameters() if parameter.ndim > 1)
 
 
-def test_the_page_lists_every_rival() -> None:
-    page = (ROOT / "docs" / "study.md").read_text(encoding="utf-8")
-    listed = [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")]
-    assert set(listed) == set(RIVALS)
-
-
 def test_matched_pairs_are_those_of_the_reference(teacher: Any) -> None:
     pytest.importorskip("networkx", reason="matched plans need networkx")
     from shd_ref import matched_plan

@@ -72,9 +72,3 @@ def test_runs_and_shows_what_is_committed(name: str, tmp_path: Path) -> None:
         # Another processor rounds otherwise, and forty steps of a training carry that on.
         shown = [np.array(NUMBER.findall(printed(cell)), dtype=float) for cell in (old, new)]
         np.testing.assert_allclose(shown[1], shown[0], rtol=0.05, atol=0.02, err_msg=remedy)
-
-
-def test_are_small() -> None:
-    sizes = {path.name: path.stat().st_size for path in NOTEBOOKS.glob("*.ipynb")}
-    assert len(sizes) == 2
-    assert max(sizes.values()) < 200_000

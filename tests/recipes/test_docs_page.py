@@ -29,15 +29,6 @@ class Denoiser(torch.nn.Module):
         return self.layer(x)
 
 
-def test_the_table_names_every_recipe() -> None:
-    rows = re.findall(r"^\| (`.*?`) \|", PAGE, flags=re.MULTILINE)
-    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
-    helpers = {"OrthogonalProjection", "Rollout", "ScaleReport", "SHD", "Term", "Terms", "TeacherMixture"}
-    helpers |= {"DiffusionDraw", "draw_diffusion", "linear_betas", "noised", "scale_report"}
-    helpers |= {"minillm_advantages", "minillm_rollout"}
-    assert named == set(shd_torch.recipes.__all__) - helpers
-
-
 def test_the_trainer_takes_a_recipe(cache_folder: Path, tmp_path: Path) -> None:
     import transformers
 

@@ -42,12 +42,6 @@ def test_it_is_the_live_teachers_logits(options: dict[str, Any], cached: Callabl
         torch.testing.assert_close(value, weights(held)[name], rtol=1e-4, atol=1e-6)
 
 
-def test_the_table_names_the_term(cached: Callable[..., Path], tmp_path: Path) -> None:
-    joined = SupervisedDataset(make_samples(), cached(**EXACT))
-    trainer = trained(tmp_path, train=joined, arguments={"max_steps": 1}, terms={"exact": 0.5})
-    assert trainer.state.log_history[0]["kd_loss"] > 0
-
-
 def test_a_loop_of_ones_own_takes_states_and_head(cached: Callable[..., Path]) -> None:
     """Packed into one buffer beside attention and top-k logits, padded rows left out."""
     folder = cached(hidden=(1, LAST), hidden_codec="float16", logits="topk", logits_top=30, logits_bits=16)
