@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from shd_ref.cache.storage.documents import read_json
 from shd_ref.errors import argument_value, inputs_invalid
-from shd_ref.teacher.sentence_folder import read_texts
+from shd_ref.teacher.sentence_folder import TextSettings, read_texts
 from shd_ref.teacher.sources.arrays import Row, Source, import_package
 
 TOKEN_COLUMNS: Final = ("input_ids", "attention_mask", "token_type_ids")
@@ -36,6 +36,11 @@ _HOW_TO_SAVE: Final = (
 _HOW_TO_GET: Final = (
     "no such file or folder; for a model of the hub, hf download NAME tokenizer.json --local-dir FOLDER brings it"
 )
+_HOW_TO_AGREE: Final = (
+    "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of transformers makes them agree; or give the "
+    "tokenizer.json itself"
+)
+_LIBRARY_SECONDS: Final = 300.0  # to import transformers, also on a busy machine
 _MEMORY: Final = 2**31  # bytes that it may take
 _UNLIMITED: Final = 10**18  # transformers writes 1e30 where no length is known
 _BLOCK_ROWS: Final = 256  # texts that are encoded together,
@@ -58,7 +63,8 @@ class TokenizedSource(Source):
             )
         self.columns = (*TOKEN_COLUMNS, *(name for name in rows.columns if name not in TOKEN_COLUMNS))
         self.made_from = (text_column,)
-        self._tokenizer, self.max_length, self._prompt = _load_tokenizer(tokenizer, max_length)
+        self._tokenizer, self.max_length, self._settings = _load_tokenizer(tokenizer, max_length)
+        self._path, self._is_compared = tokenizer, not tokenizer.is_dir()
         self._limited_by = tokenizer if max_length is None else "max_length"
         self.truncated = 0
 
@@ -78,10 +84,11 @@ class TokenizedSource(Source):
     def rows(self, columns: Sequence[str]) -> Iterator[Row]:
         """All rows in order, with these columns."""
         self.truncated = 0
+        self._compare()
         others = [name for name in columns if name not in TOKEN_COLUMNS]
         needed = list(dict.fromkeys([self._text_column, *others]))
         for start, block in self._blocks(self._rows.rows(needed)):
-            answer = self._encode([self._prompt + row[self._text_column] for row in block], start)
+            answer = self._encode([self._settings.prompt + row[self._text_column] for row in block], start)
             for number, (row, tokens, is_cut) in enumerate(zip(block, *answer, strict=True)):
                 self.truncated += is_cut
                 if not tokens.size:
@@ -113,7 +120,26 @@ class TokenizedSource(Source):
             answer, arrays = self._tokenizer.ask(seconds, texts=texts)
         except ValueError as error:
             raise self.refuse(f"the texts must be what the tokenizer can read: {error}", start) from error
+        if "unlike" in answer:
+            own, others = answer["ids"]
+            rule = f"must give the tokens that AutoTokenizer gives, by all files of {self._path}"
+            raise self.refuse(
+                f"the text {rule}; tokenizer.json alone gives {own}, and not {others}: {_HOW_TO_AGREE}",
+                start + answer["unlike"],
+            )
         return arrays, answer["cut"]
+
+    def _compare(self) -> None:
+        """Begin to compare with transformers, which takes a second: not before texts are read."""
+        if not self._is_compared:
+            told: dict[str, Any] = {"folder": str(self._path), "limit": self.max_length}
+            try:
+                self._tokenizer.ask(_LIBRARY_SECONDS, **told, lower=self._settings.lower)
+            except ValueError as error:
+                raise inputs_invalid(
+                    f"tokenizer {self._path} must agree in all its files; {error}: {_HOW_TO_AGREE}"
+                ) from error
+        self._is_compared = True
 
 
 class _Tokenizer:
@@ -128,7 +154,7 @@ class _Tokenizer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | bounds,
+            env=os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | bounds,
         )
         weakref.finalize(self, _end, self._process)
 
@@ -158,8 +184,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.kill()
 
 
-def _load_tokenizer(path: Path, max_length: int | None) -> tuple[_Tokenizer, int | None, str]:
-    """The tokenizer, how many tokens are kept, and what stands before every text."""
+def _load_tokenizer(path: Path, max_length: int | None) -> tuple[_Tokenizer, int | None, TextSettings]:
+    """The tokenizer, how many tokens are kept, and what else is done with every text."""
     import_package("tokenizers")
     settings = read_texts(path)
     try:
@@ -178,7 +204,7 @@ def _load_tokenizer(path: Path, max_length: int | None) -> tuple[_Tokenizer, int
     # What the file itself says is what its texts were cut to once, and does not hold for transformers.
     limit = about["own"] if limit is None else limit
     if limit is None:
-        return tokenizer, None, settings.prompt
+        return tokenizer, None, settings
     added = about["added"]
     if limit <= added:  # the library would then cut nothing at all
         raise argument_value(
@@ -188,7 +214,7 @@ def _load_tokenizer(path: Path, max_length: int | None) -> tuple[_Tokenizer, int
     side = _read_config(path / CONFIG_NAME).get("truncation_side") if is_folder else None
     if limit != about["own"] or side:
         tokenizer.ask(SECONDS, limit=limit, side={"direction": side} if side in ("left", "right") else {})
-    return tokenizer, limit, settings.prompt
+    return tokenizer, limit, settings
 
 
 def _read_config(file: Path) -> dict[str, Any]:

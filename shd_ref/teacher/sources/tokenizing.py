@@ -1,6 +1,9 @@
 """The process in which text is tokenised, with bounds: ``python tokenizing.py MEMORY_BYTES``.
 
 The rules of a ``tokenizer.json`` may take any time and memory: SIGALRM and a limit end it. It answers lines of JSON.
+
+transformers builds many tokenizers anew by the rules of their class, and takes from ``tokenizer.json`` only words and
+merges: where it is installed, each text must give the tokens that it gives.
 """
 
 from __future__ import annotations
@@ -10,13 +13,16 @@ import resource
 import signal
 import sys
 from array import array
+from pathlib import Path
 from typing import Any
 
 
 def main() -> None:
     """Answer until the input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]), int(sys.argv[1])))
+    answers, sys.stdout = sys.stdout.buffer, sys.stderr  # for what libraries print
     tokenizer: Any = None
+    library: Any = None
     for line in sys.stdin.buffer:
         request = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, request["seconds"])
@@ -24,6 +30,9 @@ def main() -> None:
         try:
             if "file" in request:
                 tokenizer, answer = _load(request["file"], lower=request["lower"])
+            elif "folder" in request:
+                library = _load_library(tokenizer, **request)
+                answer = {}
             elif "limit" in request:
                 # By the strategy of the tokenizer's file, and from the side that its folder says, or else the file.
                 kept = (tokenizer.truncation or {}) | request["side"]
@@ -31,12 +40,12 @@ def main() -> None:
                 tokenizer.enable_truncation(request["limit"], **told)
                 answer = {}
             else:
-                answer, arrays = _encode(tokenizer, request["texts"])
+                answer, arrays = _encode(tokenizer, request["texts"], library)
         except BaseException as error:  # a panic of the library is no Exception
             answer = {"error": str(error) if isinstance(error, Exception) else "its rules fail on it"}
         signal.setitimer(signal.ITIMER_REAL, 0)
-        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n" + b"".join(map(bytes, arrays)))
-        sys.stdout.buffer.flush()
+        answers.write(json.dumps(answer).encode() + b"\n" + b"".join(map(bytes, arrays)))
+        answers.flush()
 
 
 def _load(file: str, *, lower: bool) -> tuple[Any, dict[str, Any]]:
@@ -51,8 +60,40 @@ def _load(file: str, *, lower: bool) -> tuple[Any, dict[str, Any]]:
     return tokenizer, {"own": own, "added": tokenizer.num_special_tokens_to_add(False)}
 
 
-def _encode(tokenizer: Any, texts: list[str]) -> tuple[dict[str, Any], list[array[int]]]:
+def _load_library(tokenizer: Any, folder: str, limit: int | None, *, lower: bool, **_: object) -> Any:
+    """What transformers makes of texts; None where that is the same by all rules, or cannot be told."""
+    sys.modules["torch"] = None  # type: ignore[assignment]  # it takes seconds, and more memory than there is
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        return _follow_settings(tokenizer, folder)
+    try:
+        library: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception:  # of a folder without a model's config.json, or with code of its own
+        return None
+    rules = [json.loads(one.to_str()) for one in (tokenizer, getattr(library, "backend_tokenizer", None)) if one]
+    same = [{key: value for key, value in one.items() if key not in ("truncation", "padding")} for one in rules]
+    if same[1:] == same[:1] and not lower:
+        return None
+    kept: dict[str, Any] = {} if limit is None else {"truncation": True, "max_length": limit}
+    return lambda texts: library([text.lower() for text in texts] if lower else texts, **kept)["input_ids"]
+
+
+def _follow_settings(tokenizer: Any, folder: str) -> None:
+    """The one setting that tells without its class what transformers would do."""
+    file = Path(folder, "tokenizer_config.json")
+    told = json.loads(file.read_bytes()) if file.exists() else {}
+    rules = b"" if tokenizer.normalizer is None else tokenizer.normalizer.__getstate__()
+    is_lower = b'"Lowercase"' in rules or b'"lowercase":true' in rules
+    if told.get("do_lower_case", is_lower) is not is_lower:
+        raise ValueError(f"it does not follow do_lower_case of {file.name}")
+
+
+def _encode(tokenizer: Any, texts: list[str], library: Any) -> tuple[dict[str, Any], list[array[int]]]:
     encodings = tokenizer.encode_batch(texts)
+    for number, (encoding, ids) in enumerate(zip(encodings, library(texts) if library else (), strict=False)):
+        if encoding.ids != list(ids):
+            return {"unlike": number, "ids": [encoding.ids[:8], ids[:8]]}, []
     names = "ids", "attention_mask", "type_ids"
     arrays = [array("q", getattr(encoding, name)) for encoding in encodings for name in names]
     counts = [len(encoding.ids) for encoding in encodings]

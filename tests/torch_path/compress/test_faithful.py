@@ -289,11 +289,11 @@ def samples_of(rows: Any) -> Any:
     ("case", "said"),
     [
         ("padding in front of absolute positions", "must give what transformers gives for the same texts"),
-        ("a tokenizer that its library makes anew", "must give what transformers gives for the same texts"),
+        ("a tokenizer that its library makes anew", "row 0: the text must give the tokens that AutoTokenizer gives"),
         ("no padding token", "set pad_token_id in its config.json"),
         ("a head of masked tokens", "got BertForMaskedLM: compress its base model"),
         ("an encoder kept as a decoder", "each token from those before it alone"),
-        ("settings beside the tokenizer's file", "must give what transformers gives for the same texts"),
+        ("settings beside the tokenizer's file", "row 0: the text must give the tokens that AutoTokenizer gives"),
         ("a prompt that is not pooled", "got include_prompt false"),
         ("sentences with a head of masked tokens", "must hold every weight of a BertModel"),
         ("a projection of sentences", "must make embeddings by Pooling, and then Normalize or nothing"),
@@ -308,6 +308,43 @@ def test_other_teachers_are_refused_in_one_sentence(tmp_path: Path, case: str, s
     with pytest.raises(ShdError, match=said) as caught, open_run(tmp_path, case):
         pass
     assert "\n" not in str(caught.value)
+
+
+BESIDE: dict[str, Settings] = {
+    "do_lower_case": {"do_lower_case": True},
+    "a token of its own": {"extra_special_tokens": ["a"]},
+    "a class with rules of its own": {"tokenizer_class": "Qwen2Tokenizer"},
+    "what transformers ignores beside tokenizer.json": {"add_bos_token": True, "bos_token": "[CLS]"},
+}
+
+
+@pytest.mark.parametrize("case", BESIDE)
+def test_tokens_are_those_of_all_files_of_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """Or the remedy is what the message says; without transformers one setting tells."""
+    folder = tmp_path / "teacher"
+    save_model(folder, "BertForSequenceClassification" if case == "do_lower_case" else "LlamaForCausalLM")
+    save_tokenizer(folder, "bert" if case == "do_lower_case" else "words", do_lower_case=False)
+    told = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(told | BESIDE[case]))
+    data = write_texts(tmp_path)
+    library = transformers.AutoTokenizer.from_pretrained(folder)
+    if "ignores" not in case:
+        with refusal("inputs-invalid", r"must give the tokens that AutoTokenizer gives.*save_pretrained\(FOLDER\)"):
+            list(open_source(data, tokenizer=folder).rows(["input_ids"]))
+        with monkeypatch.context() as patch:
+            (tmp_path / "transformers.py").write_text("raise ImportError")
+            patch.syspath_prepend(tmp_path)
+            rows = open_source(data, tokenizer=folder).rows(["input_ids"])
+            if case == "do_lower_case":
+                with refusal("inputs-invalid", "must agree in all its files; it does not follow do_lower_case"):
+                    next(rows)
+            else:
+                next(rows)
+        library.save_pretrained(folder)
+    rows = open_source(data, tokenizer=folder).rows(["input_ids"])
+    assert [row["input_ids"].tolist() for row in rows] == library(TEXTS)["input_ids"]
 
 
 @pytest.fixture(scope="module")
