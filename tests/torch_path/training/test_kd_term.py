@@ -226,27 +226,6 @@ def test_projectors_of_the_users_own(tmp_path: Path) -> None:
         lacking.train()
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile's own
-def test_autocast_and_compilation_change_nothing_but_rounding(tmp_path: Path) -> None:
-    given: dict[str, Any] = {"train": make_samples(), "beta": 0.3, "kd": KdTerm(temperature=2.0)}
-    logs = {}
-    for name, more in {"plain": {}, "bf16": {"bf16": True}, "compiled": {"torch_compile": True}}.items():
-        more |= {"torch_compile_backend": "eager"} if name == "compiled" else {}
-        trainer = trained(
-            tmp_path,
-            teacher=live(hidden_layers=[1]),
-            hidden=HiddenTerm([(1, 1)]),
-            arguments={**WHOLE, "train_sampling_strategy": "sequential", **more},
-            **given,
-        )
-        logs[name] = trainer.state.log_history[0]
-        assert all(torch.isfinite(value).all() for value in weights(trainer).values())
-    for key in ("base_loss", "shd_loss", "kd_loss", "hidden_loss"):
-        assert logs["compiled"][key] == pytest.approx(logs["plain"][key], rel=1e-4), key
-        assert logs["bf16"][key] == pytest.approx(logs["plain"][key], rel=0.05), key
-
-
 def test_what_is_refused(tmp_path: Path) -> None:
     def refusal(**given: Any) -> ShdError:
         given = {"train": make_samples(), "teacher": live(), "arguments": WHOLE} | given
@@ -282,47 +261,6 @@ def test_what_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ShdError):
             make()
-
-
-@pytest.mark.slow
-def test_an_encoder_decoder_counts_rows_of_its_decoder(tmp_path: Path) -> None:
-    """In parts and as a whole the same: labels decide, which have another length than the inputs."""
-    import transformers
-
-    def model(seed: int, heads: int) -> Any:
-        torch.manual_seed(seed)
-        sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
-        heads_of = {"encoder_attention_heads": heads, "decoder_attention_heads": heads}
-        config = transformers.BartConfig(
-            vocab_size=30, d_model=16, max_position_embeddings=16, dropout=0.0, **sizes, **heads_of
-        )
-        return transformers.BartForConditionalGeneration(config)
-
-    samples = []
-    for number, sample in enumerate(make_samples()):
-        labels = sample["input_ids"][: 2 + number % 3].repeat(2)
-        samples.append(sample | {"labels": labels, "decoder_input_ids": labels.roll(1)})
-
-    def collate(batch: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        extra = torch.nn.utils.rnn.pad_sequence([s["decoder_input_ids"] for s in batch], batch_first=True)
-        return pad(batch) | {"decoder_input_ids": extra}
-
-    # One call of each kind; with KD alone nothing of the student's attention is captured.
-    trainers = [
-        trained(
-            tmp_path,
-            train=samples,
-            model=model(2, 2),
-            teacher=OnlineTeacher(model(1, 4).eval(), 2, 3),
-            kd=KdTerm(rows="labels"),
-            collate=collate,
-            arguments=arguments,
-        )
-        for arguments in (WHOLE, {"max_steps": 1, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4})
-    ]
-    whole, parts = (trainer.state.log_history[0] for trainer in trainers)
-    assert whole["kd_loss"] > 0
-    assert parts["kd_loss"] == pytest.approx(whole["kd_loss"], rel=1e-4)
 
 
 def test_a_padded_vocabulary_names_what_cuts_it() -> None:

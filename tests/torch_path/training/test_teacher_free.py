@@ -91,7 +91,7 @@ def terms(**options: Any) -> dict[str, Any]:
 
 def assert_same_run(one: Any, other: Any, rel: float = 1e-3) -> None:
     for first, second in zip(one.state.log_history[:-1], other.state.log_history[:-1], strict=True):
-        for key in ("loss", "base_loss", "shd_loss", "kd_loss", "hidden_loss"):
+        for key in ("loss", "base_loss", "shd_loss", "clipped_alphas", "kd_loss", "hidden_loss"):
             assert first[key] == pytest.approx(second[key], rel=rel), key
     moved = 0.0
     for (name, value), start in zip(weights(other).items(), make_model(2, seed=2).state_dict().values(), strict=True):
@@ -369,17 +369,22 @@ def test_a_cache_teaches_the_decoder_of_an_encoder_decoder(decoder_case: Decoder
     assert parts["hidden_loss"] == pytest.approx(whole["hidden_loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("terms", "name"),
-    [({"kd": KdTerm(rows="labels")}, "kd_loss"), ({"recipe": "language_kd"}, "kd_loss")],
-    ids=["kd", "recipe"],
-)
-def test_rows_that_the_cache_alone_leaves_out_have_no_share(
-    decoder_case: DecoderCase, tmp_path: Path, terms: dict[str, Any], name: str
+@pytest.mark.parametrize("way", ["kd", "recipe", "live"])
+def test_rows_that_the_labels_or_the_cache_leave_out_have_no_share(
+    decoder_case: DecoderCase, tmp_path: Path, way: str
 ) -> None:
-    """A step in parts is the whole step, though labels count padding too."""
-    whole, parts = (decoder_case.train(tmp_path, size, collate=collate_unmasked, **terms) for size in (6, 2))
-    assert parts[name] == pytest.approx(whole[name], rel=1e-4)
+    """A step in parts is the whole step, though labels count padding too, or say alone what the decoder counts."""
+    given: dict[str, Any] = {"recipe": "language_kd"} if way == "recipe" else {"kd": KdTerm(rows="labels")}
+    if way == "live":
+        teacher = copy.deepcopy(decoder_case.student).eval()
+        with torch.no_grad():
+            for parameter in teacher.parameters():
+                parameter *= 1.5
+        given |= {"teacher": OnlineTeacher(teacher, 2, 3), "train": decoder_case.samples}
+    collate = collate_decoder if way == "live" else collate_unmasked
+    whole, parts = (decoder_case.train(tmp_path, size, collate=collate, **given) for size in (6, 2))
+    assert whole["kd_loss"] > 0
+    assert parts["kd_loss"] == pytest.approx(whole["kd_loss"], rel=1e-4)
 
 
 def test_a_batch_must_say_what_its_decoder_reads(decoder_case: DecoderCase, tmp_path: Path) -> None:

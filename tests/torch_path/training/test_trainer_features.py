@@ -69,11 +69,10 @@ def test_bf16_is_autocast_of_the_formula(trainer_cache: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"torch_compile": True, "torch_compile_backend": "eager"},
         pytest.param({"torch_compile": True, "torch_compile_backend": "aot_eager"}, marks=pytest.mark.nightly),
         {"gradient_checkpointing": True},
     ],
-    ids=["eager", "aot_eager", "checkpointed"],
+    ids=["aot_eager", "checkpointed"],
 )
 def test_how_the_student_runs_changes_nothing(arguments: dict[str, Any], trainer_cache: Path, tmp_path: Path) -> None:
     joined = SupervisedDataset(make_samples(), trainer_cache)
