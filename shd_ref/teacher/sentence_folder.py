@@ -18,6 +18,12 @@ MODULES: Final = "modules.json"
 MAX_WEIGHT_BYTES: Final = 1 << 28
 """Weights of one module after the model, such as a projection of its embeddings."""
 
+PADS_FRONT: Final = (
+    "the tokenizer pads in front (padding_side left) and the model counts positions from there, so what its library "
+    "gives for a text changes with its batch: a text's own answer, alone, is what counts here"
+)
+"""Remark of a model that is right alone, or padded behind."""
+
 _FOLDER: Final = re.compile(r"\w[\w.-]{0,62}")  # of at most 252 bytes in UTF-8, and systems refuse more than 255
 _MODES: Final = {"mean": "mean", "cls": "cls", "max": "max", "lasttoken": "last"}
 _FLAGS: Final = {  # by which folders say it that were saved before version 6

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from shd_ref.errors import ShdError
+from shd_ref.teacher.sentence_folder import PADS_FRONT
 from shd_ref.tolerances import load_tolerances
 from shd_torch.compress.samples import Row, pad
 from shd_torch.compress.task import SentenceEncoder, Task, model_run, summarise
@@ -23,31 +24,40 @@ CHECKED: Final = 16
 
 def check_teacher(
     task: Task, model: Any, folder: Path, texts: list[str], rows: Sequence[Row], max_length: int | None
-) -> None:
-    """``shrink-unsupported`` where the library of a model makes something else of ``texts``, which ``rows`` are."""
+) -> str | None:
+    """``shrink-unsupported`` where the library of a model makes something else of ``texts``, which ``rows`` are.
+
+    Returns a remark where it does so in a batch alone.
+    """
     forward = model_run(model)
     own = summarise(task, forward, [pad(rows, padding_of(model.config))])
+    problem = ""
     try:
-        if isinstance(task, SentenceEncoder):
-            other = _encode(folder, texts, max_length)
-        else:
-            other = summarise(task, forward, [_tokenise(folder, texts, max_length, model)])
+        for size in (len(texts), 1):
+            if isinstance(task, SentenceEncoder):
+                other = _encode(folder, texts, max_length, size)
+            else:
+                other = summarise(task, forward, _tokenise(folder, texts, max_length, model, size))
+            remark, problem = PADS_FRONT if problem else None, "" if other is None else _compare(own, other)
+            if not problem:
+                return remark
     except ShdError:  # our own word on what it gave
         raise
     except Exception as error:  # of another library
         cause = str(error).strip().partition("\n")[0]
         raise ShdError("read-failed", f"{folder} must run in its own library; got {cause}") from error
-    if other is None:
-        return
-    problem = "other tokens"
-    if own.shape == other.shape:
-        worst, spread = _distances(own, other).max(), _distances(own, own.roll(1, 0)).square().mean().sqrt()
-        if worst <= load_tolerances()["library"]["float32"] * spread:
-            return
-        problem = f"a difference of {worst:.2g}, where other texts have {spread:.2g}"
     library = "sentence-transformers" if isinstance(task, SentenceEncoder) else "transformers"
     rule = f"the teacher must give what {library} gives for the same texts; got {problem}"
     raise ShdError("shrink-unsupported", f"{rule}: tokenise them with it and give arrays (.npz), or set --max-length")
+
+
+def _compare(own: Tensor, other: Tensor) -> str:
+    """How one differs from the other beyond what rounding does; an empty text where it does not."""
+    if own.shape != other.shape:
+        return "other tokens"
+    worst, spread = _distances(own, other).max(), _distances(own, own.roll(1, 0)).square().mean().sqrt()
+    is_same = worst <= load_tolerances()["library"]["float32"] * spread
+    return "" if is_same else f"a difference of {worst:.2g}, where other texts have {spread:.2g}"
 
 
 def _distances(first: Tensor, second: Tensor) -> Tensor:
@@ -55,7 +65,7 @@ def _distances(first: Tensor, second: Tensor) -> Tensor:
     return (first - second).reshape(len(first), -1).square().mean(-1).sqrt()
 
 
-def _encode(folder: Path, texts: list[str], max_length: int | None) -> Tensor | None:
+def _encode(folder: Path, texts: list[str], max_length: int | None, size: int) -> Tensor | None:
     """What ``SentenceTransformer.encode`` gives; None where it is not installed."""
     if find_spec("sentence_transformers") is None:
         return None
@@ -65,18 +75,20 @@ def _encode(folder: Path, texts: list[str], max_length: int | None) -> Tensor | 
     encoder = SentenceTransformer(str(folder), device="cpu", local_files_only=True, model_kwargs=kept)
     if max_length is not None:
         encoder.max_seq_length = max_length
-    return encoder.encode(texts, batch_size=len(texts), show_progress_bar=False, convert_to_tensor=True)
+    return encoder.encode(texts, batch_size=size, show_progress_bar=False, convert_to_tensor=True)
 
 
-def _tokenise(folder: Path, texts: list[str], max_length: int | None, model: Any) -> dict[str, Any]:
-    """A batch by the tokenizer of transformers, which read the same texts in a bounded process before."""
+def _tokenise(
+    folder: Path, texts: list[str], max_length: int | None, model: Any, size: int
+) -> Iterator[dict[str, Any]]:
+    """Batches by the tokenizer of transformers, which read the same texts in a bounded process before."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     length = tokenizer.model_max_length if max_length is None else max_length
     kept: dict[str, Any] = {"truncation": True, "max_length": length} if length < 10**18 else {}
-    batch = tokenizer(texts, padding=tokenizer.pad_token is not None, **kept)
-    names = [name for name in batch if name in inspect.signature(model.forward).parameters]
-    if tokenizer.pad_token is not None:
-        return {name: np.array(batch[name]) for name in names}
-    return pad([{name: np.array(batch[name][at]) for name in names} for at in range(len(texts))])
+    for start in range(0, len(texts), size):
+        batch = tokenizer(texts[start : start + size], padding=tokenizer.pad_token is not None, **kept)
+        names = [name for name in batch if name in inspect.signature(model.forward).parameters]
+        count = len(batch["input_ids"])
+        yield pad([{name: np.array(batch[name][at]) for name in names} for at in range(count)])

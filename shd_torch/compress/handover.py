@@ -142,7 +142,7 @@ def _page(document: Mapping[str, Any], has_picture: bool) -> Iterator[str]:
     yield from (f"# A smaller {document['task']}", "")
     yield f"Made by `shd-torch compress`. Quality: {document['measure']}, on {samples['held_out']} samples that"
     yield f"nothing else used; 1 is the teacher. Times: onnxruntime, threads: {threads}, on one machine."
-    yield ""
+    yield from ("", *(f"**Note**: {remark}." for remark in document["remarks"]), "")
     if not students:
         yield "**The teacher in int8 is fast enough**: no student was made. `--go-on` makes one all the same."
         yield ""

@@ -74,7 +74,7 @@ def compress(
     folder, source, judged = new_folder(out), Path(teacher), None if held_out is None else Path(held_out)
     with _open_run(source, Path(data), judged, options, part_folder(folder), progress) as run:
         document = _compress(run) | {"command": list(command)}
-        document |= {"remarks": run.find("busy", list), "seconds": time.monotonic() - started}
+        document |= {"remarks": [*run.remarks, *run.find("busy", list)], "seconds": time.monotonic() - started}
         progress(0, 0, "the folder is written")
         hand_over(run.folder, folder, source, document)
     return document
@@ -99,7 +99,8 @@ def _open_run(
     with Unfinished(folder, run_key(teacher, asdict(options) | inputs)) as keeper:
         run = Run(teacher, options, keeper, progress, samples)
         if texts := read_texts(data, CHECKED):
-            check_teacher(run.task, run.model, teacher, texts, rows[: len(texts)], options.max_length)
+            checked = run.task, run.model, teacher, texts, rows[: len(texts)], options.max_length
+            run.remarks = [remark] if (remark := check_teacher(*checked)) else []
         yield run
 
 
@@ -139,7 +140,12 @@ def forecast(
         for kind, quality in study["quality"].items():
             lines.append(f"the teacher in {kind}: quality {quality['value']:.4f}")
         lines += [f"{what}: about {math.ceil(duration / 60)} min" for what, duration in seconds.items()]
-        return [*lines, *run.find("busy", list), f"in all about {math.ceil(sum(seconds.values()) / 60)} min"]
+        return [
+            *lines,
+            *run.remarks,
+            *run.find("busy", list),
+            f"in all about {math.ceil(sum(seconds.values()) / 60)} min",
+        ]
 
 
 def _compress(run: Run) -> dict[str, Any]:

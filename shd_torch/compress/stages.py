@@ -41,6 +41,7 @@ class Run:
         self.task = find_task(teacher, self.model.config)
         if isinstance(self.task, Decoder):
             check_causal(model_run(self.model))
+        self.remarks: list[str] = []
         self.graphs = keeper.folder / "graphs"
         self.graphs.mkdir(exist_ok=True)
         self._judges: dict[tuple[str, int | None], Judge] = {}

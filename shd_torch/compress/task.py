@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
@@ -216,7 +216,7 @@ class Judge:
         return self.task.compare(self._teacher, summarise(self.task, forward, self._batches))
 
 
-def summarise(task: Task, forward: Forward, batches: Sequence[Mapping[str, NDArray[Any]]]) -> Tensor:
+def summarise(task: Task, forward: Forward, batches: Iterable[Mapping[str, NDArray[Any]]]) -> Tensor:
     """What is compared of a model's outputs, of all batches; ``not-finite``."""
     summaries = []
     for batch in batches:

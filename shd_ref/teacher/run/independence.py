@@ -132,6 +132,24 @@ def check_padded(
             raise graph_unsupported(f"{rule} graph does not state: run samples alone (--batch-size 1)")
 
 
+def moves_in_front(
+    inputs: ModelInputs, run: Callable[[Sequence[str], Batch], Arrays], targets: Sequence[str], rounding: float
+) -> bool:
+    """Whether padding in front of a sample, which its mask hides, moves what the graph makes of it."""
+    if inputs.mask is None or inputs.fixed_batch is not None:
+        return False
+    batch = inputs.shortest()
+    try:
+        first, second = run(targets, batch), run(targets, inputs.padded_in_front(batch, _FRONT // 4))
+    except ShdError:  # of a graph that has no place for it
+        return False
+    for name in targets:
+        kept = tuple(slice(-size, None) for size in first[name].shape)
+        if not distance(first[name], second[name][kept]) <= 10 * rounding * np.abs(first[name]).max(initial=1.0):
+            return True
+    return False
+
+
 def _describe(name: str, sites: Mapping[str, AttentionSite], targets: Mapping[str, str], reason: str) -> str:
     if name in targets:
         return f"{targets[name]} cannot be stored: {reason.replace('its maps', 'its rows')}"

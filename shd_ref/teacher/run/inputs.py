@@ -251,6 +251,19 @@ class ModelInputs:
         arrays = batch.arrays | {self.mask: np.ones_like(batch.arrays[self.mask])}
         return replace(batch, arrays=self.with_supplied(arrays))
 
+    def padded_in_front(self, batch: Batch, count: int) -> Batch:
+        """The same samples behind so many positions that do not count."""
+        arrays = dict(batch.arrays)
+        for name in {*self._free, *filter(None, [self.mask])} & arrays.keys():
+            edges = [(0, 0), (count, 0), *[(0, 0)] * (arrays[name].ndim - 2)]
+            arrays[name] = np.pad(arrays[name], edges, constant_values=self._pads.get(name, 0))
+        return replace(batch, arrays=self.with_supplied(arrays))
+
+    @property
+    def pads_front(self) -> bool:
+        """Whether the library that reads such texts pads in front."""
+        return getattr(self._source, "pads_front", False)
+
     @property
     def sequences(self) -> tuple[tuple[Sequence[str], str | None], ...]:
         """Inputs whose length the graph leaves open, and their mask: of the first sequence, and of a decoder's."""

@@ -18,7 +18,7 @@ from shd_ref.cache.codecs.logits import check_padding
 from shd_ref.errors import graph_unsupported
 from shd_ref.merging.plans import MergePlan, check_counts, merge_plan, plan_groups
 from shd_ref.teacher.graph.factors import find_factors
-from shd_ref.teacher.graph.independence import SEVERAL, SHARED_SCALES, rounds_in_run, shares_scales
+from shd_ref.teacher.graph.independence import SEVERAL, SHARED_SCALES, Allowed, rounds_in_run, shares_scales
 from shd_ref.teacher.graph.inputs import check_bounds, count_rows, frozen_specs, read_pads
 from shd_ref.teacher.graph.targets import GraphHead, TargetTensors
 from shd_ref.teacher.graph.tiles import find_tiles
@@ -27,10 +27,11 @@ from shd_ref.teacher.rewrite.squeeze import SqueezedGraph, SqueezedLayer, list_p
 from shd_ref.teacher.rewrite.tiles import Tiling, can_fuse, choose_tile, list_slots
 from shd_ref.teacher.run.averaged import LogitsTeacher, average_logits, check_teachers, count_classes
 from shd_ref.teacher.run.graph import Chosen, TeacherGraph
-from shd_ref.teacher.run.independence import check_padded, check_samples
+from shd_ref.teacher.run.independence import check_padded, check_samples, moves_in_front
 from shd_ref.teacher.run.inputs import Batch, ModelInputs, run_batch
 from shd_ref.teacher.run.outputs import LayerOutputs, MapRows, Student, StudentOutputs, TargetOutputs
 from shd_ref.teacher.run.reading import AttentionReader, calibrate_plans
+from shd_ref.teacher.sentence_folder import PADS_FRONT
 from shd_ref.teacher.session import (
     check_run,
     describe_session,
@@ -63,6 +64,7 @@ class TeacherRun:
         asked, run: how samples are to run; how they do, one at a time where a batch would move their numbers.
         callers, num_threads: batches that run at once, 0 for one on the caller's thread; threads of a session.
         logit_columns: classes that this teacher gives, padding included, once a run told.
+        is_moved: whether texts that its tokenizer pads in front are then others, once ``check_samples`` told.
     """
 
     graph: TeacherGraph
@@ -74,6 +76,7 @@ class TeacherRun:
     callers: int = 0
     num_threads: int | None = None
     logit_columns: int | None = field(default=None, init=False)
+    is_moved: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         graph, asked = self.graph, self.asked
@@ -155,7 +158,8 @@ class TeacherRun:
         """What the user should know of the run, such as why samples run one at a time."""
         untiled = () if self.tiling is None else self.tiling.whole
         remarks = tuple(f"{tiles.site.label} is computed with whole maps: {tiles.reason}" for tiles in untiled)
-        return (SHARED_SCALES, *remarks) if self.run != self.asked else remarks
+        shared = (SHARED_SCALES,) * (self.run != self.asked)
+        return (*shared, *(PADS_FRONT,) * self.is_moved, *remarks)
 
     def fingerprint(self) -> Teacher:
         """The teacher's identity for the manifest: a hash of the model file and of its external data."""
@@ -264,7 +268,7 @@ class TeacherRun:
             return sessions.run(sessions.whole() if fits else sessions.part(names), names, batch)
 
         titles: Mapping[str, str] = sessions.whole().graph.targets.titles if graph.targets else {}
-        if all(site.note is None for _, site in graph.layers):
+        if runs := all(site.note is None for _, site in graph.layers):
             sites = {layer.names["probs"]: layer.site for layer in sessions.whole().graph.layers}
             check_samples(graph.model, sites, inputs, run_checked, titles)
         else:  # the squeezed graph may not even run
@@ -274,6 +278,9 @@ class TeacherRun:
                 check_samples(graph.model, {}, inputs, run_checked, titles)
         if titles and self.run.batch_size > 1:
             check_padded(graph.model, inputs, run_checked, titles)
+        if inputs.pads_front and (titles or runs):
+            names = [*titles] or [layer.names["probs"] for layer in sessions.whole().graph.layers]
+            self.is_moved = moves_in_front(inputs, run_checked, names, Allowed.of(graph.model).rounding)
         sessions.forget()
         for other in self.others:
             other.check_samples(inputs)

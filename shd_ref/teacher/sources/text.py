@@ -65,6 +65,8 @@ class TokenizedSource(Source):
         self.made_from = (text_column,)
         self._tokenizer, self.max_length, self._settings = _load_tokenizer(tokenizer, max_length)
         self._path, self._is_compared = tokenizer, not tokenizer.is_dir()
+        told = {} if self._is_compared else _read_config(tokenizer / CONFIG_NAME)
+        self.pads_front = told.get("padding_side") == "left"
         self._limited_by = tokenizer if max_length is None else "max_length"
         self.truncated = 0
 

@@ -23,6 +23,7 @@ from shd_ref.cache import CacheReader, sample_key  # noqa: E402
 from shd_ref.errors import ShdError  # noqa: E402
 from shd_ref.teacher import PrecomputeOptions, RunOptions, open_source, read_pooling  # noqa: E402
 from shd_ref.teacher.precompute.engine import precompute  # noqa: E402
+from shd_ref.teacher.sentence_folder import PADS_FRONT  # noqa: E402
 from shd_torch.compress import CompressOptions  # noqa: E402
 from shd_torch.compress.run import _open_run, study_teacher  # noqa: E402
 from shd_torch.compress.samples import Samples, pad, read_rows  # noqa: E402
@@ -288,7 +289,6 @@ def samples_of(rows: Any) -> Any:
 @pytest.mark.parametrize(
     ("case", "said"),
     [
-        ("padding in front of absolute positions", "must give what transformers gives for the same texts"),
         ("a tokenizer that its library makes anew", "row 0: the text must give the tokens that AutoTokenizer gives"),
         ("no padding token", "set pad_token_id in its config.json"),
         ("a head of masked tokens", "got BertForMaskedLM: compress its base model"),
@@ -376,6 +376,28 @@ def test_the_cache_holds_what_the_library_gives(exported: Mapping[str, Path], tm
         record = reader.read(sample_key(row))
         stored = reader.decode_embedding(record) if sentences else reader.decode_logits(record)
         np.testing.assert_allclose(np.ravel(stored), vector, rtol=0, atol=2e-3 * max(1, np.abs(vector).max()))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", ["padding in front of absolute positions", "padding in front"])
+def test_what_a_text_gives_alone_counts(tmp_path: Path, case: str) -> None:
+    """Where the library's answer depends on the batch: every command takes the one of a text alone, and says so."""
+    folder = tmp_path / "teacher"
+    with open_run(tmp_path, case) as run:
+        said = [PADS_FRONT] * ("absolute" in case)
+        assert run.remarks == said
+        model = run.model
+    export_teacher(model, example_inputs(model), folder / "teacher.onnx")
+    source = open_source(tmp_path / "data.jsonl", tokenizer=folder)
+    for targets in ({"num_student_heads": 0, "form": "none", "logits": "float16"}, {"num_student_heads": 1}):
+        options = PrecomputeOptions(**targets)  # type: ignore[arg-type]
+        (made,) = precompute(folder / "teacher.onnx", source, [(tmp_path / f"cache{len(targets)}", options)])
+        assert list(made.remarks) == said
+    reader = CacheReader(tmp_path / "cache3")
+    for row in source.rows(["input_ids", "attention_mask"]):
+        with torch.no_grad():
+            alone = model(**{name: torch.from_numpy(array)[None] for name, array in row.items()})[0].numpy()
+        np.testing.assert_allclose(reader.decode_logits(reader.read(sample_key(row))), alone, atol=1e-2)
 
 
 @pytest.mark.filterwarnings("ignore")
