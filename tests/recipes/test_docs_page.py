@@ -7,14 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from support.binding.trainer_cases import make_model, make_samples, pad, write_cache
 
-torch = pytest.importorskip("torch", reason="the PyTorch binding needs torch")
-pytest.importorskip("transformers", reason="the examples train Hugging Face students")
-
-from support.binding.trainer_cases import make_model, make_samples, pad, write_cache  # noqa: E402
-
-import shd_torch  # noqa: E402
-import shd_torch.recipes  # noqa: E402
+import shd_torch
+import shd_torch.recipes
 
 PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
 TRAINER, BETA, MINILLM, DIFFUSION = re.findall(r"executed by .*?```python\n(.*?)```", PAGE, flags=re.DOTALL)

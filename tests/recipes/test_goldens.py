@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
-torch = pytest.importorskip("torch", reason="the PyTorch binding needs torch")
-
-import shd_torch.recipes  # noqa: E402
-from shd_ref.conformance import load_tolerances  # noqa: E402
+import shd_torch.recipes
+from shd_ref.conformance import load_tolerances
 
 Array = NDArray[Any]
 TOLERANCES = load_tolerances()["recipes"]

@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from support.binding.recipe_ranks import RANKS, WHITENINGS, make_rewards, run_rank
+from support.started_processes import run_ranks
 
-torch = pytest.importorskip("torch", reason="the PyTorch binding needs torch")
-
-from support.binding.recipe_ranks import RANKS, WHITENINGS, make_rewards, run_rank  # noqa: E402
-from support.started_processes import run_ranks  # noqa: E402
-
-from shd_torch.recipes import minillm_advantages  # noqa: E402
+from shd_torch.recipes import minillm_advantages
 
 
 @pytest.mark.slow

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="the PyTorch binding needs torch")
-
-from shd_torch import ShdError  # noqa: E402
-from shd_torch.recipes import TeacherMixture, draw_diffusion, minillm_rollout  # noqa: E402
+from shd_torch import ShdError
+from shd_torch.recipes import TeacherMixture, draw_diffusion, minillm_rollout
 
 
 @pytest.fixture

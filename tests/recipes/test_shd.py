@@ -7,16 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from support.binding.trainer_cases import make_model, make_samples, pad, write_cache
+from support.refusals import refusal
 
-torch = pytest.importorskip("torch", reason="the PyTorch binding needs torch")
-pytest.importorskip("transformers", reason="students and teachers are Hugging Face models")
-
-from support.binding.trainer_cases import make_model, make_samples, pad, write_cache  # noqa: E402
-from support.refusals import refusal  # noqa: E402
-
-import shd_torch.recipes as recipes  # noqa: E402
-from shd_torch import OnlineTeacher, ShdError, SupervisedDataset, capture_attention, layer_kls  # noqa: E402
-from shd_torch.recipes import SHD, Term, Terms, scale_report  # noqa: E402
+import shd_torch.recipes as recipes
+from shd_torch import OnlineTeacher, ShdError, SupervisedDataset, capture_attention, layer_kls
+from shd_torch.recipes import SHD, Term, Terms, scale_report
 
 
 class Step:

@@ -7,15 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-torch = pytest.importorskip("torch", reason="the PyTorch binding needs torch")
-
-from torch import Tensor  # noqa: E402
-
-import shd_torch.kd  # noqa: E402
-import shd_torch.recipes  # noqa: E402
-from shd_ref.conformance import load_tolerances  # noqa: E402
+import shd_torch.kd
+import shd_torch.recipes
+from shd_ref.conformance import load_tolerances
 
 RNG = np.random.default_rng(7)
 B, L, V, N, D = 3, 4, 6, 6, 5

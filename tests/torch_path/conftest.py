@@ -1,4 +1,4 @@
-"""Shared by the tests of the PyTorch binding; they skip, with the reason, where torch is not installed."""
+"""Shared by the tests of the PyTorch binding; they skip, with the reason, where its packages are not installed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 torch = pytest.importorskip("torch", reason="the PyTorch binding needs torch")
+for package in ("transformers", "onnxruntime", "onnxscript", "cyclopts"):
+    pytest.importorskip(package, reason="its tests go from Hugging Face models through graphs and commands")
 # Many small problems: threads would only wait for each other.
 torch.set_num_threads(1)
 

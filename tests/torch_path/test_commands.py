@@ -10,12 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from support.binding.models import hf_model
-
-pytest.importorskip("transformers", reason="the exported teacher comes from transformers")
-pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
-pytest.importorskip("onnxscript", reason="export needs onnxscript")
-pytest.importorskip("cyclopts", reason="the commands need cyclopts")
-
 from support.commands import invoke
 
 from shd_ref.cache import CacheReader

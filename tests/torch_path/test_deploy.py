@@ -7,19 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+import onnxruntime
 import pytest
+from support.commands import invoke
 from support.faults import file_size_limit, permissions_count
 from support.refusals import refusal
 
-onnx = pytest.importorskip("onnx", reason="graphs are made with onnx")
-onnxruntime = pytest.importorskip("onnxruntime", reason="graphs run in onnxruntime")
-pytest.importorskip("cyclopts", reason="the commands need cyclopts")
-
-from support.commands import invoke  # noqa: E402  (after the skips)
-
-from shd_torch import deploy  # noqa: E402  (after the skips)
-from shd_torch.cli import load_app  # noqa: E402
-from shd_torch.deploy.timing import find_busy  # noqa: E402
+from shd_torch import deploy
+from shd_torch.cli import load_app
+from shd_torch.deploy.timing import find_busy
 
 WIDTH, VOCABULARY = 16, 11
 TEXT = "int64[batch, sequence] input_ids, int64[batch, sequence] attention_mask"

@@ -9,8 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import onnx
+import onnxruntime
 import pytest
 import torch
+import transformers
 from support.binding.models import HF_MODELS, NUM_LAYERS, TEXT_MODELS, PlainBlock, PlainViT, hf_inputs, hf_model
 from support.calls import run_killed
 from support.refusals import refusal
@@ -20,11 +23,6 @@ import shd_torch.export
 from shd_ref.teacher import find_sites, load_teacher
 from shd_torch import ShdError, export_teacher
 from shd_torch.export import load_hf_model
-
-onnx = pytest.importorskip("onnx", reason="export needs onnx")
-pytest.importorskip("onnxscript", reason="export needs onnxscript")
-transformers = pytest.importorskip("transformers", reason="these teachers come from transformers")
-onnxruntime = pytest.importorskip("onnxruntime", reason="a graph is judged by running it")
 
 
 def run(path: Path, inputs: dict[str, Tensor]) -> Tensor:
@@ -74,7 +72,6 @@ def test_hf_graph_is_the_model(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_mixtures_of_experts(tmp_path: Path) -> None:
     """By no loop over the experts that the example happens to choose; afterwards the model has its own way again."""
-    import transformers
 
     sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2, "num_local_experts": 4}

@@ -13,8 +13,6 @@ from shd_torch import attention_kl, capture_attention
 from shd_torch.capture import AttentionCall
 from shd_torch.maps import shd_loss
 
-transformers = pytest.importorskip("transformers", reason="these are Hugging Face architectures")
-
 
 def own_maps(name: str) -> tuple[Tensor, ...]:
     attentions: tuple[Tensor, ...] = make_model(name, "eager")(**make_inputs(name), output_attentions=True).attentions

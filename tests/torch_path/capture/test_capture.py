@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from support.binding.models import HF_MODELS, NUM_HEADS, NUM_LAYERS, PlainBlock, PlainViT, hf_inputs, hf_model
 from support.refusals import refusal
 from torch import Tensor, nn
 
 import shd_torch.maps as shd
 from shd_torch import ShdError, capture_attention, record_attention
-
-transformers = pytest.importorskip("transformers", reason="the Hugging Face side of capture needs transformers")
 
 
 def first_output(output: Any) -> Tensor:

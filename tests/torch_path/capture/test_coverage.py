@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from support.binding.architectures import SEQ2SEQ
 from support.refusals import refusal
 from torch import Tensor, nn
@@ -15,8 +16,6 @@ from torch.nn import functional as F
 
 from shd_ref import ShdError
 from shd_torch import capture_attention
-
-transformers = pytest.importorskip("transformers", reason="these are Hugging Face architectures")
 
 SIZES: dict[str, Any] = SEQ2SEQ | {"encoder_layers": 2, "decoder_layers": 3, "max_position_embeddings": 64}
 T5: dict[str, Any] = {"vocab_size": 50, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "pad_token_id": 0}

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
 pytest.importorskip("sentence_transformers", reason="what the cache holds is compared with it")
 
 import onnx

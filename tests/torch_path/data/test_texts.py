@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("tokenizers", reason="texts need a tokenizer")
-transformers = pytest.importorskip("transformers", reason="the tokenizer of a training script is Hugging Face's")
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from tokenizers import Tokenizer, models, pre_tokenizers, processors  # noqa: E402  (after the skips)
-
-from shd_ref import ShdError  # noqa: E402  (after the skips)
-from shd_ref.teacher import open_source  # noqa: E402  (after the skips)
-from shd_torch import read_texts  # noqa: E402
+from shd_ref import ShdError
+from shd_ref.teacher import open_source
+from shd_torch import read_texts
 
 TEXTS = ("a b c d e f", "b", "c a unheard")
 

@@ -8,10 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("transformers", reason="the pairs are Hugging Face models")
-pytest.importorskip("cyclopts", reason="the command needs the extra 'torch'")
-
 from support.commands import invoke
 from support.shrink.models import make_data, make_teacher
 

@@ -6,15 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from support.refusals import refusal
 
-torch = pytest.importorskip("torch", reason="the PyTorch binding needs torch")
-
-from support.refusals import refusal  # noqa: E402
-
-import shd_ref  # noqa: E402
-from shd_torch import indexer_kl  # noqa: E402
-from shd_torch.indexer import indexer_select  # noqa: E402
-from shd_torch.supervision import Factored  # noqa: E402
+import shd_ref
+from shd_torch import indexer_kl
+from shd_torch.indexer import indexer_select
+from shd_torch.supervision import Factored
 
 B, H, KV, L, S, D = 2, 4, 2, 9, 9, 5
 CAUSAL = np.tril(np.ones((L, S), dtype=bool))

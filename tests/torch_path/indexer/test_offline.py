@@ -7,18 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from support.shrink.models import WIDTH, make_data, make_teacher
+from support.students import precompute
+from torch import Tensor, nn
 
-torch = pytest.importorskip("torch", reason="the PyTorch binding needs torch")
-pytest.importorskip("onnxruntime", reason="the teacher runs in onnxruntime")
-pytest.importorskip("transformers", reason="the teacher is a Hugging Face model")
-
-from support.shrink.models import WIDTH, make_data, make_teacher  # noqa: E402  (after the skips)
-from support.students import precompute  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-
-from shd_ref.teacher import PrecomputeOptions  # noqa: E402
-from shd_torch import SupervisedDataset, capture_attention, export_teacher, indexer_kl  # noqa: E402
-from shd_torch.supervision import Factored  # noqa: E402
+from shd_ref.teacher import PrecomputeOptions
+from shd_torch import SupervisedDataset, capture_attention, export_teacher, indexer_kl
+from shd_torch.supervision import Factored
 
 SAMPLES, LENGTH = 24, 9
 

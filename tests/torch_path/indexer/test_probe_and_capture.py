@@ -7,15 +7,13 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
+from support.refusals import refusal
+from torch.overrides import TorchFunctionMode
 
-torch = pytest.importorskip("torch", reason="the PyTorch binding needs torch")
-
-from support.refusals import refusal  # noqa: E402
-from torch.overrides import TorchFunctionMode  # noqa: E402
-
-import shd_ref  # noqa: E402
-from shd_torch import indexer_kl  # noqa: E402
-from shd_torch.indexer import (  # noqa: E402
+import shd_ref
+from shd_torch import indexer_kl
+from shd_torch.indexer import (
     ScorerCall,
     capture_indexers,
     draw_kept_mass,
@@ -23,7 +21,7 @@ from shd_torch.indexer import (  # noqa: E402
     indexer_select,
     probe_indexer,
 )
-from shd_torch.supervision import Factored  # noqa: E402
+from shd_torch.supervision import Factored
 
 CAUSAL = torch.ones(8, 8, dtype=torch.bool).tril()
 

@@ -7,17 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.attention_graphs import run_session
 from support.binding.architectures import ARCHITECTURES, ENCODERS_INSIDE, GROUPED, HEADS, make_inputs, make_model
 from support.exported_models import trace
-
-from shd_torch import export_teacher
-from shd_torch.export import load_hf_model
-
-pytest.importorskip("onnxscript", reason="export needs onnxscript")
-pytest.importorskip("transformers", reason="these teachers come from transformers")
-pytest.importorskip("onnxruntime", reason="a graph is judged by running it")
-
-from support.attention_graphs import run_session
 
 from shd_ref.teacher import (
     PrecomputeOptions,
@@ -28,6 +20,8 @@ from shd_ref.teacher import (
     open_session,
     squeeze_graph,
 )
+from shd_torch import export_teacher
+from shd_torch.export import load_hf_model
 
 OFTEN = ("bert", "gpt2", "t5", "whisper")
 """By the newer exporter, which takes five times as long, in every run.

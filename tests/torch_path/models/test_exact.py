@@ -10,10 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
-pytest.importorskip("transformers", reason="teachers are its models")
-
 import transformers
 from support.commands import shd
 from support.refusals import refusal

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from support.binding.stories import Stories, load_stories
 from support.exported_models import MINILM, minilm_folder, trace
 
-pytest.importorskip("onnxruntime", reason="the fidelity test runs the teacher in onnxruntime")
 pytest.importorskip("networkx", reason="matched plans need networkx")
 
 from support.attention_graphs import run_session

@@ -8,9 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("onnxruntime", reason="a teacher graph is run")
-
 from support.refusals import refusal
 from support.students import precompute
 

@@ -9,16 +9,12 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
-
-pytest.importorskip("transformers", reason="these teachers come from transformers")
-pytest.importorskip("onnxruntime", reason="a teacher graph is run")
-
 from support.binding.models import hf_inputs, hf_model
 from support.binding.trainer_cases import make_trainer, trained
 from support.exported_models import trace
 from support.refusals import refusal
 from support.students import precompute
+from torch import Tensor
 
 from shd_ref.cache import CacheReader
 from shd_ref.cache.codecs.distortion import row_tv_bound

@@ -12,10 +12,6 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from support.commands import invoke
-
-pytest.importorskip("transformers", reason="these teachers come from transformers")
-pytest.importorskip("onnxruntime", reason="a teacher graph is run")
-
 from support.past_decoders import DECODERS, VOCABULARY, export_with_past, make_decoder
 from support.students import precompute
 

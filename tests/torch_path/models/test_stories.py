@@ -10,11 +10,8 @@ import torch
 import torch.nn.functional as F
 from support.binding.stories import Stories, load_stories
 from support.exported_models import trace
-from torch.utils.data import DataLoader, StackDataset
-
-pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
-
 from support.students import precompute
+from torch.utils.data import DataLoader, StackDataset
 
 from shd_ref.cache import CacheReader
 from shd_ref.teacher import PrecomputeOptions, RunOptions, find_sites, load_teacher

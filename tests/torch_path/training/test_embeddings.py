@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
 pytest.importorskip("sentence_transformers", reason="students are its models")
 pytest.importorskip("datasets", reason="its trainer reads them")
 

@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="SHDTrainer needs the extra 'hf'")
-
 from safetensors.torch import load_file
 from support.binding.trainer_cases import make_model, make_samples, make_trainer, pad, trained, weights
 from support.refusals import refusal

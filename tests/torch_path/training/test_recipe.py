@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="SHDTrainer needs the extra 'hf'")
-
 import transformers
 from support.binding.trainer_cases import make_model, make_samples, make_trainer, pad, trained, weights
 from support.exported_models import trace

@@ -9,12 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import onnx
 import pytest
 import torch
-
-pytest.importorskip("onnxscript", reason="export needs onnxscript")
-
-import onnx
 from support.binding.allocations import Live
 from support.binding.trainer_cases import export, make_model, make_samples, make_trainer, pad, trained, weights
 from support.makers import job, length_of

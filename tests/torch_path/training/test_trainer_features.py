@@ -7,9 +7,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="SHDTrainer needs the extra 'hf'")
-
 import transformers
 from safetensors.torch import load_file
 from support.binding.trainer_cases import LENGTHS, make_model, make_samples, make_trainer, pad, trained, weights
