@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.teacher.graph.find import AttentionSite
-from shd_ref.teacher.graph.inputs import Layout, by_sample, probe_tensors
-from shd_ref.teacher.graph.measure import replay
-from shd_ref.teacher.graph.nodes import before_rounding, is_value_product, operands, trace_back
-from shd_ref.teacher.graph.walk import repeat_chain
-from shd_ref.teacher.opening.model import SCALING_OPS, ir, kinds, onnx
+from shd_ref.teacher.graph.inputs import Layout, probe_tensors
+from shd_ref.teacher.graph.measure import alike_heads
+from shd_ref.teacher.graph.walk import before_rounding, is_value_product, operands, repeat_chain, trace_back
+from shd_ref.teacher.opening.model import ir, kinds, onnx
 
 _PASSING: Final = frozenset({"Cast", "DequantizeLinear", "Flatten", "Identity", "QuantizeLinear", "Reshape"})
 _ARITHMETIC: Final = _PASSING | kinds("Add Clip Concat Div Max Mul ReduceMax Sub Tanh Transpose Where")
@@ -187,8 +186,12 @@ def _factors(site: AttentionSite, logits: Logits | None, arrays: Arrays, read: s
     if layout is None or logits_layout is None or len(shape) != array_of(queries, arrays).ndim:
         return _refused(site, "queries and keys have other axes than the map")
     heads, transposed = site.num_heads or 1, not product.attributes.get_int("transB")
-    kept = distinct_heads(keys, layout, heads, arrays)
+    shapes = {name: array.shape for name, array in arrays.items()}
     shared = layout in _FOLDED and shape[1 if layout == "batch-heads" else 0] == 1 != heads
+    alike = None if shared else alike_heads(keys, layout, heads, shapes)
+    share = heads // len(set(alike or range(heads)))
+    is_runs = alike == tuple(head - head % share for head in range(heads))
+    kept = tuple(range(0, heads, share)) if is_runs and share > 1 else ()
     return SiteFactors(
         site,
         queries=str(before_rounding(queries).name),
@@ -198,7 +201,7 @@ def _factors(site: AttentionSite, logits: Logits | None, arrays: Arrays, read: s
         logits_layout=logits_layout,
         logits=read,
         num_kv_heads=1 if shared else len(kept) or heads,
-        key_heads=() if shared else kept,
+        key_heads=kept,
         d=shape[-2 if transposed else -1],
         scale=logits.scale * product.attributes.get_float("alpha", 1.0),
         multipliers=tuple((op_type, str(value.name)) for op_type, value in logits.multipliers),
@@ -240,24 +243,3 @@ def _layout(site: AttentionSite, map_rank: int, product_rank: int) -> Layout | N
     if map_rank == product_rank:
         return site.layout
     return (_UNFOLDED if product_rank > map_rank else _FOLDED).get(site.layout)  # type: ignore[arg-type]
-
-
-def distinct_heads(keys: ir.Value, layout: Layout, heads: int, arrays: Arrays) -> tuple[int, ...]:
-    """The first of each run of equal key heads, by replay on indices, where runs are equally long; else none."""
-    chain = repeat_chain(keys)
-    scaled = (number for number, node in enumerate(chain) if node.op_type in SCALING_OPS)
-    uneven = (number for number in scaled if array_of(operands(chain[number])[1], arrays).size != 1)
-    chain = tuple(reversed(chain[: next(uneven, None)]))
-    source = None if not chain else chain[0].inputs[0]
-    if source is None or source.const_value is not None:
-        return ()
-    shapes = {name: array.shape for name, array in arrays.items()}
-    moved = replay(source, shapes[str(source.name)], chain, shapes)
-    if moved is None:
-        return ()
-    indices = moved[chain[-1].outputs[0]][0]
-    indices = by_sample(indices, layout, heads)
-    if not len(indices) or indices.shape[1] != heads:
-        return ()
-    first = [head for head in range(heads) if not head or (indices[:, head] != indices[:, head - 1]).any()]
-    return tuple(first) if heads % len(first) == 0 and first == list(range(0, heads, heads // len(first))) else ()

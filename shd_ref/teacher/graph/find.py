@@ -15,10 +15,8 @@ from shd_ref.errors import ShdError, argument_value, graph_unsupported, inputs_i
 from shd_ref.teacher.graph.independence import Finding, probe_samples
 from shd_ref.teacher.graph.inputs import InputSpec, Layout, Shapes, input_specs, probe_shapes, static_shapes
 from shd_ref.teacher.graph.measure import Measure, describe_contradiction, measure_site
-from shd_ref.teacher.graph.nodes import ancestors, read_graph
-from shd_ref.teacher.graph.walk import Walk, walk_graph
-from shd_ref.teacher.opening.load import MIN_OPSET, OLD_OPSET, check_inferred, opset_version
-from shd_ref.teacher.opening.model import infer_shapes, ir, onnx
+from shd_ref.teacher.graph.walk import Walk, ancestors, walk_graph
+from shd_ref.teacher.opening.model import MIN_OPSET, OLD_OPSET, infer_shapes, ir, onnx, opset_version, read_graph
 
 _LARGEST_WEIGHT: Final = 1e15
 """Products of larger weights leave the range of float32."""
@@ -35,7 +33,8 @@ class AttentionSite:
         logits, probs, values, context: names of what the softmax reads, of the map, of V as the product consumes it,
             and of the product; empty where ``supported`` is False and none exists.
         layout: how the map's and V's leading axes hold samples and heads; None where unknown.
-        num_kv_heads: value heads before they are repeated for grouped queries.
+        num_kv_heads, value_heads: value heads before they are repeated for grouped queries; of each head the first
+            that has the same values.
         shared_values: V has a single head, which the product broadcasts to all.
         joined_values: every head reads the values of all, side by side, since maps are mixed among heads after the
             softmax by a constant (talking heads); the constant is part of W_o, and maps are those of the softmax.
@@ -61,6 +60,7 @@ class AttentionSite:
     layout: Layout | None = None
     num_heads: int | None = None
     num_kv_heads: int | None = None
+    value_heads: tuple[int, ...] = ()
     shared_values: bool = False
     joined_values: bool = False
     d_k: int | None = None
@@ -96,7 +96,6 @@ def find_sites(model: onnx.ModelProto) -> tuple[AttentionSite, ...]:
         ShdError: ``graph-invalid`` for a graph that is not well formed.
     """
     inferred = infer_shapes(model)  # a graph that inference rejects can still be probed
-    check_inferred(inferred)
     walks = list(walk_graph(read_graph(inferred)))
     shapes: Shapes = static_shapes(inferred)
     measures = [measure_site(walk, shapes) for walk in walks]

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from shd_ref.attention import check_probs
 from shd_ref.errors import ShdError, graph_unsupported
-from shd_ref.teacher.graph.inputs import BoundError, Layout, Probe, by_sample, probe_feeds
+from shd_ref.teacher.graph.inputs import BoundError, Layout, Probe, probe_feeds
+from shd_ref.teacher.graph.measure import by_sample
 from shd_ref.teacher.opening.model import all_nodes, all_tensors, onnx
 from shd_ref.tolerances import load_tolerances
 

@@ -311,16 +311,6 @@ def static_shapes(model: onnx.ModelProto) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def by_sample(array: NDArray[Any], layout: Layout | None, num_heads: int) -> NDArray[Any]:
-    """``(N, H, L, S)``; empty where the first axis is not a multiple of the heads."""
-    if layout in ("batch-folded", "heads-folded"):
-        sizes = (-1, num_heads) if layout == "batch-folded" else (num_heads, -1)
-        array = (array if len(array) % num_heads == 0 else array[:0]).reshape(*sizes, *array.shape[1:])
-    if layout in ("heads-batch", "heads-folded"):
-        array = array.swapaxes(0, 1)
-    return array
-
-
 def frozen_specs(model: onnx.ModelProto, maps: Sequence[str]) -> tuple[InputSpec, ...]:
     """The graph's inputs, with length and batch that a tracer left in its constants, as a run confirms."""
     specs = input_specs(model)

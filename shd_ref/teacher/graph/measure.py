@@ -11,10 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.teacher.graph.inputs import Layout, Shapes
-from shd_ref.teacher.graph.nodes import run_operator
 from shd_ref.teacher.graph.projection import Term, fixed_input
-from shd_ref.teacher.graph.walk import Walk
-from shd_ref.teacher.opening.model import ADDING_OPS, MOVING_OPS, REPEAT_OPS, SCALING_OPS, ir
+from shd_ref.teacher.graph.walk import Walk, repeat_chain
+from shd_ref.teacher.opening.model import ADDING_OPS, MOVING_OPS, REPEAT_OPS, SCALING_OPS, ir, run_operator
 
 _MOST_INDICES: Final = 2**25  # 256 MB, several times
 _EVALUATED: Final = frozenset({"Concat", "Gather", "GatherND", "Slice", "Transpose"})
@@ -27,6 +26,7 @@ class Measure:
     layout: Layout | None = None  # None: W_o does not read every head at every position
     num_heads: int | None = None
     num_kv_heads: int | None = None
+    value_heads: tuple[int, ...] = ()
     shared_values: bool = False
     joined_values: bool = False
     d_k: int | None = None
@@ -45,23 +45,27 @@ def measure_site(walk: Walk, shapes: Shapes) -> Measure | None:
     if probs is None or values is None or context is None or len(context) not in (3, 4) or 0 in context:
         return None
     d_v = context[-1]
-    repeats = _repeat_factor(walk.repeats, shapes)
     scaled = any(node.op_type in SCALING_OPS for node in walk.projection.path)
     known = replay(walk.context, context, walk.projection.path, shapes, scaled=scaled)
-    if repeats is None or known is None:
+    if known is None:
         return None
     read = [_rows_of(term, *known[term.source]) for term in walk.projection.terms]
     rows = [row for row in read if row is not None]
     if len(rows) < len(read):
         return None
     num_heads, rest = divmod(len(np.unique(np.concatenate([row.indices[0] for row in rows]))), d_v)
-    if rest or num_heads % repeats:
+    if rest:
         return None
     layout, weight = _read_layout(rows, context, num_heads)
     head_axis = {"batch-heads": 1, "heads-batch": 0}.get(layout or "")
     one_head = tuple(1 if axis == head_axis else size for axis, size in enumerate(context[:-2]))
     shared = values[:-2] == one_head != context[:-2]
     if probs[:-2] != context[:-2] or not (shared or values[:-2] == context[:-2]):
+        return None
+    alike: tuple[int, ...] | None = (0,) * num_heads
+    if not shared and layout is not None and walk.values is not None:
+        alike = alike_heads(walk.values, layout, num_heads, shapes)
+    if alike is None:
         return None
     if walk.mixing is not None:
         if layout != "batch-heads" or len(walk.mixing) != num_heads or weight is None:
@@ -73,7 +77,8 @@ def measure_site(walk: Walk, shapes: Shapes) -> Measure | None:
     return Measure(
         layout=layout,
         num_heads=num_heads,
-        num_kv_heads=1 if shared else num_heads // repeats,
+        num_kv_heads=len(set(alike)),
+        value_heads=alike,
         shared_values=shared,
         d_k=None if query is None else query[-1],
         d_v=d_v,
@@ -108,19 +113,36 @@ def describe_contradiction(walk: Walk, shapes: Shapes) -> str:
     )
 
 
-def _repeat_factor(nodes: Iterable[ir.Node], shapes: Shapes) -> int | None:
-    """How often value heads are repeated: elements out over elements in, on any axis; an empty past has none."""
-    factor = 1
-    for node in nodes:
-        source, fixed, after = node.inputs[0], fixed_input(node, 0), shapes.get(str(node.outputs[0].name))
-        stated = None if fixed is None else fixed.shape
-        before = shapes.get(str(source.name)) if stated is None and source is not None else stated
-        if before is None or after is None:
-            return None
-        if node.op_type == "Expand" and len(before) == len(after):  # a learned value is there for every sample
-            before, after = before[1:], after[1:]
-        factor *= max(1, math.prod(filter(None, after)) // math.prod(filter(None, before)))
-    return factor
+def alike_heads(values: ir.Value, layout: Layout, heads: int, shapes: Shapes) -> tuple[int, ...] | None:
+    """Of each head the first that has the same keys or values, by replay of what repeats them; None if unknown."""
+    chain = repeat_chain(values)
+    factors = [
+        shapes.get(str(factor.name)) if factor.const_value is None else factor.const_value.numpy().shape
+        for node in chain
+        if node.op_type in SCALING_OPS and (factor := node.inputs[1]) is not None
+    ]
+    source = chain[0].inputs[0] if chain and all(math.prod(shape or ()) == 1 for shape in factors) else None
+    if source is None:  # scaled by more than a number, heads differ
+        return tuple(range(heads))
+    shape = shapes.get(str(source.name)) if source.const_value is None else source.const_value.numpy().shape
+    moved = None if shape is None else replay(source, shape, chain, shapes)
+    if moved is None:
+        return None
+    by_head = by_sample(moved[chain[-1].outputs[0]][0], layout, heads)
+    if not by_head.size or by_head.shape[1] != heads:
+        return None
+    firsts = {by_head[:, head].tobytes(): head for head in reversed(range(heads))}
+    return tuple(firsts[by_head[:, head].tobytes()] for head in range(heads))
+
+
+def by_sample(array: NDArray[Any], layout: Layout | None, num_heads: int) -> NDArray[Any]:
+    """``(N, H, L, S)``; empty where the first axis is not a multiple of the heads."""
+    if layout in ("batch-folded", "heads-folded"):
+        sizes = (-1, num_heads) if layout == "batch-folded" else (num_heads, -1)
+        array = (array if len(array) % num_heads == 0 else array[:0]).reshape(*sizes, *array.shape[1:])
+    if layout in ("heads-batch", "heads-folded"):
+        array = array.swapaxes(0, 1)
+    return array
 
 
 def replay(

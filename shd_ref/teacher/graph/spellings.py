@@ -8,8 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from shd_ref.teacher.graph.nodes import trace_back
-from shd_ref.teacher.opening.model import MAP_CARRIERS, ir, kinds
+from shd_ref.teacher.opening.model import ir, kinds
 
 _SHAPING: Final = frozenset({"Cast", "Dropout", "Expand", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
 _CONDITIONS: Final = kinds("And Equal Greater GreaterOrEqual IsNaN Less LessOrEqual Not Or")
@@ -36,12 +35,9 @@ class Quotient:
         node = _before_casts(self.numbers).producer()
         return node.inputs[0] if node is not None and node.op_type == "Exp" and self.sums_to_one else None
 
-    def is_of_map(self) -> bool:
-        """Whether the numbers are a map that a softmax or another quotient gave."""
-        return trace_back(self.numbers, MAP_CARRIERS, _gives_map) is not None
 
-
-def _gives_map(node: ir.Node) -> bool:
+def gives_map(node: ir.Node) -> bool:
+    """Whether an operator is a softmax over the last axis, in any spelling, or a quotient."""
     if node.op_type == "Softmax":
         return is_over_last_axis(node)
     return read_quotient(node) is not None or read_log_softmax(node) is not None

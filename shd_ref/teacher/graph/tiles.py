@@ -15,12 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError
-from shd_ref.teacher.graph.factors import MASKED, Arrays, Logits, array_of, distinct_heads, read_logits
+from shd_ref.teacher.graph.factors import MASKED, Arrays, Logits, array_of, read_logits
 from shd_ref.teacher.graph.find import AttentionSite
 from shd_ref.teacher.graph.inputs import InputSizes, Shapes, probe_shapes, probe_tensors
-from shd_ref.teacher.graph.nodes import is_value_product, operands
 from shd_ref.teacher.graph.projection import fixed_input
-from shd_ref.teacher.graph.walk import repeat_chain
+from shd_ref.teacher.graph.walk import is_value_product, operands, repeat_chain
 from shd_ref.teacher.opening.model import PRODUCTS, SIZE_OPS, STANDARD_DOMAINS, ir, kinds, onnx
 
 Axes: TypeAlias = tuple[int | None, int | None]
@@ -165,10 +164,6 @@ def _read_site(
         return SiteTiles(site, reason="its map is turned on its way to the values")
     product = operands(context.producer())  # type: ignore[arg-type]  # it was read
     shared = site.shared_values or site.joined_values
-    sized = {name: np.broadcast_to(np.float32(0), shape) for name, shape in shapes.items()}
-    heads = site.num_heads or 1
-    first = () if shared or not site.layout else distinct_heads(product[1], site.layout, heads, sized)
-    share = heads // len(first) if first else 1
     read = (site.logits, _SQUARE)
     return SiteTiles(
         site,
@@ -178,7 +173,7 @@ def _read_site(
         logits=read if read in outputs else None,
         rank=len(shapes[site.context]),
         masks=_read_masks(site, logits, arrays, reader),
-        value_heads=tuple(head - head % share for head in range(heads)),
+        value_heads=tuple(range(site.num_heads or 1)) if shared else site.value_heads,
         is_plain=not shared and tuple(one.name for one in product) == (site.probs, site.values),
     )
 

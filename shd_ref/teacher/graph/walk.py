@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from numpy.typing import NDArray
 
+from shd_ref.errors import graph_invalid
 from shd_ref.teacher.graph.inputs import InputSpec
-from shd_ref.teacher.graph.nodes import FLOATS, ancestors, before_rounding, is_value_product, operands, trace_back
 from shd_ref.teacher.graph.projection import NO_PROJECTION, Projection, follow_to_projection, product_weight
-from shd_ref.teacher.graph.spellings import Quotient, is_over_last_axis, read_log_softmax, read_quotient
+from shd_ref.teacher.graph.spellings import Quotient, gives_map, is_over_last_axis, read_log_softmax, read_quotient
 from shd_ref.teacher.opening.model import (
     ADDING_OPS,
     CONTRIB_DOMAIN,
@@ -26,11 +25,13 @@ from shd_ref.teacher.opening.model import (
     PRODUCTS,
     REPEAT_OPS,
     SCALING_OPS,
+    SIZE_OPS,
     STANDARD_DOMAINS,
     ir,
     kinds,
 )
 
+_FLOATS: Final = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE})
 _AXES: Final = (-4, -3, -2, -1)
 _HEADS: Final = -3
 """Axes of a map (B, H, L, S), from the end."""
@@ -54,14 +55,13 @@ class Walk:
     query: ir.Value | None = None
     cross: bool | None = None
     sinks: bool = False  # columns of the softmax are cut off
-    repeats: tuple[ir.Node, ...] = ()  # operators that repeat V's heads
     mixing: NDArray[Any] | None = None  # (H, H): what value head g reads is sum_h mixing[h, g] map_h
 
     def tensors(self) -> Iterator[str]:
         """Names of all tensors whose shapes decide the sizes."""
         values = [self.probs, self.values, self.context, self.query]
-        values += [value for node in (*self.projection.path, *self.repeats) for value in node.outputs]
-        values += [node.inputs[0] for node in self.repeats]
+        values += [value for node in self.projection.path for value in node.outputs]
+        values += [value for node in repeat_chain(self.values) for value in (*node.inputs, *node.outputs)]
         yield from (str(value.name) for value in values if value is not None and value.const_value is None)
 
 
@@ -115,7 +115,7 @@ def _walk_from(node: ir.Node, met: set[ir.Node]) -> Iterator[Walk]:
         yield Walk(node, f"its softmax gives integers (QLinearSoftmax): {_FLOAT_FORM}")
     elif (logits := read_log_softmax(node)) is not None:
         yield from _walk_map(node, logits, None, met)
-    elif (quotient := read_quotient(node)) is not None and not quotient.is_of_map():
+    elif (quotient := read_quotient(node)) is not None and not trace_back(quotient.numbers, MAP_CARRIERS, gives_map):
         yield from _walk_map(node, quotient.logits, quotient, met)
 
 
@@ -151,8 +151,6 @@ def _walk_map(
         return
     quotients = [one for one in (quotient, trail.quotient) if one is not None]
     cut = trace_back(raw_map, MAP_CARRIERS - {"Slice"} | {"Transpose"}, lambda node: node.op_type == "Slice")
-    # A Concat of different tensors joins past values or rotary halves: it repeats nothing.
-    between = _chain_back(values, LAYOUT_OPS | REPEAT_OPS)
     yield replace(
         walk,
         logits=logits if trail.quotient is None else None,
@@ -160,7 +158,6 @@ def _walk_map(
         query=None if scores is None else scores.inputs[0],
         cross=None if scores is None else _is_cross(scores),
         sinks=cut is not None or (bool(quotients) and not quotients[-1].sums_to_one),
-        repeats=tuple(node for node in between if node.op_type in REPEAT_OPS and _repeats(node)),
         mixing=trail.mixing,
     )
 
@@ -264,20 +261,18 @@ def _step(trail: _Trail, node: ir.Node, slot: int) -> _Trail | None:
     return None if axis == -1 else replace(trail, value=output, is_mixed=True, mixing=mixing)
 
 
-def repeat_chain(values: ir.Value) -> tuple[ir.Node, ...]:
-    """Operators that move, scale or repeat keys or values, from the last to the first."""
-    chain = _chain_back(values, LAYOUT_OPS | REPEAT_OPS | SCALING_OPS)
-    return tuple(itertools.takewhile(lambda node: node.op_type != "Concat" or _repeats(node), chain))
-
-
-def _chain_back(value: ir.Value | None, carriers: frozenset[str]) -> Iterator[ir.Node]:
-    while value is not None and (node := value.producer()) is not None and node.op_type in carriers:
-        yield node
-        value = node.inputs[0]
-
-
-def _repeats(node: ir.Node) -> bool:
-    return node.op_type != "Concat" or len(set(node.inputs)) == 1
+def repeat_chain(values: ir.Value | None) -> tuple[ir.Node, ...]:
+    """Operators that move, scale or repeat keys or values, from the first that repeats to the last; or none."""
+    chain, first = [], 0
+    while values is not None and (node := values.producer()) is not None:
+        # A Concat of different tensors joins past values or rotary halves: it repeats nothing.
+        joins = node.op_type == "Concat" and len(set(node.inputs)) > 1
+        if joins or node.op_type not in LAYOUT_OPS | REPEAT_OPS | SCALING_OPS:
+            break
+        chain.append(node)
+        first = len(chain) if node.op_type in REPEAT_OPS else first
+        values = node.inputs[0]
+    return tuple(reversed(chain[:first]))
 
 
 _LAYER_NORMS: Final = kinds("LayerNormalization LpNormalization RMSNormalization SimplifiedLayerNormalization")
@@ -348,7 +343,7 @@ def _data_inputs(value: ir.Value) -> set[str]:
     for current in ancestors(value):
         if current.is_graph_input() and current.name and current.const_value is None:
             shape = (None,) * (0 if current.shape is None else len(current.shape))
-            spec = InputSpec(current.name, "float32" if current.dtype in FLOATS else "int64", shape)
+            spec = InputSpec(current.name, "float32" if current.dtype in _FLOATS else "int64", shape)
             names |= {current.name} if spec.part == "data" and len(shape) > 1 else set()
     return names
 
@@ -439,3 +434,72 @@ def _sizes(value: ir.Value, last: int = 0) -> Counter[str] | None:
         return None
     sizes = Counter(str(size) for size in list(value.shape)[-last:])
     return None if "None" in sizes or "" in sizes else sizes
+
+
+def trace_back(value: ir.Value | None, carriers: frozenset[str], found: Callable[[ir.Node], bool]) -> ir.Node | None:
+    """Breadth first to the nearest producer that ``found`` accepts."""
+    queue = [value]
+    for current in queue:
+        node = None if current is None else current.producer()
+        if node is None:
+            continue
+        if found(node):
+            return node
+        if node.op_type in carriers:
+            # The condition of a Where decides who may attend; it is none of the numbers.
+            sources = node.inputs[1:] if node.op_type == "Where" else node.inputs
+            queue.extend(source for source in sources if source not in queue)
+    return None
+
+
+def ancestors(value: ir.Value) -> set[ir.Value]:
+    """A tensor and all that it is made from; what only gives it a size is left out."""
+    seen, waiting = {value}, [value]  # not by recursion: a graph may be as deep as its author likes
+    while waiting:
+        node = waiting.pop().producer()
+        if node is None or node.op_type in SIZE_OPS:
+            continue
+        new = [source for source in node.inputs if source is not None and source not in seen]
+        seen.update(new)
+        waiting += new
+    return seen
+
+
+def before_rounding(value: ir.Value) -> ir.Value:
+    """The same numbers before trailing casts and quantisers: the widest float tensor."""
+    widest, current = value, value
+    while (node := current.producer()) is not None and node.op_type in ("Cast", "DequantizeLinear", "QuantizeLinear"):
+        if node.inputs[0] is None:
+            break
+        current = node.inputs[0]
+        if current.dtype in _FLOATS:
+            widest = current
+    return widest
+
+
+def operands(product: ir.Node) -> tuple[ir.Value, ir.Value]:
+    """The two factors of a product."""
+    places = (0, 3) if product.op_type == "QLinearMatMul" else (0, 1)
+    left, right = (product.inputs[number] if number < len(product.inputs) else None for number in places)
+    if left is None or right is None:
+        raise graph_invalid(f"node {product.name!r} ({product.op_type}) lacks an operand")
+    return left, right
+
+
+def is_value_product(node: ir.Node) -> bool:
+    """A product of two computed tensors, such as ``Q K^T`` and ``map @ V``."""
+    if node.op_type in OPAQUE_PRODUCTS:
+        return len(node.inputs) == 2 and all(one is not None and one.const_value is None for one in node.inputs)
+    products = PRODUCTS | INTEGER_PRODUCTS
+    return node.op_type in products and not any(_is_weight(value) for value in operands(node))
+
+
+def _is_weight(value: ir.Value) -> bool:
+    """Whether a constant is a matrix; learned queries and maps are computed constants, too, of more axes."""
+    stated = value
+    while isinstance(stated.const_value, ir.LazyTensor):
+        node = stated.producer()
+        if node is None or node.op_type not in LAYOUT_OPS or node.inputs[0] is None:  # it is computed of others
+            return value.const_value is not None and value.const_value.numpy().ndim <= 2
+        stated = node.inputs[0]
+    return stated.const_value is not None

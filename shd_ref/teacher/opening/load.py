@@ -17,6 +17,8 @@ from shd_ref.teacher.opening.einsum import rewrite_einsum
 from shd_ref.teacher.opening.model import (
     CONTRIB_DOMAIN,
     INLINE_BYTES,
+    MIN_OPSET,
+    MOST_ENTRIES,
     STANDARD_DOMAINS,
     DecodeError,
     all_graphs,
@@ -29,10 +31,8 @@ from shd_ref.teacher.opening.model import (
     kinds,
     load_external_data,
     onnx,
+    opset_version,
 )
-
-MIN_OPSET: Final = 13
-"""The oldest operator set that can be squeezed; ``load_teacher`` converts older graphs where ONNX can."""
 
 _TARGET_OPSET: Final = 18
 _EARLY: Final = frozenset({"LayerNormalization"})
@@ -101,18 +101,6 @@ def load_teacher(path: str | Path, *, inline_bytes: int = INLINE_BYTES) -> onnx.
     return rewrite_einsum(model) if opset_version(model) >= MIN_OPSET else model
 
 
-OLD_OPSET: Final = (
-    f"model must use ONNX operator set {MIN_OPSET} or later; got {{}}, which ONNX cannot convert with these "
-    "operators: re-export it with opset 18"
-)
-"""Why a graph's operator set cannot be squeezed."""
-
-
-def opset_version(model: onnx.ModelProto) -> int:
-    """The version of the standard operators that a graph uses."""
-    return max((entry.version for entry in model.opset_import if entry.domain in STANDARD_DOMAINS), default=0)
-
-
 def _modernise(model: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     """The model in a newer operator set where ONNX can convert it, else as it is: later steps then refuse it."""
     # onnxruntime knew LayerNormalization before ONNX did, under the same name and with the same meaning: such nodes
@@ -137,8 +125,6 @@ def _modernise(model: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     return new
 
 
-_MOST_ENTRIES: Final = 2**28  # a mask of 16384 x 16384
-_MOST_ACTIVATIONS: Final = 2**36  # of one tensor that depends on the inputs, for the machines there are
 _MOST_JOINED: Final = 2**20  # inference writes down shapes that are joined, entry by entry
 _MOST_NODES: Final = 100_000
 _MOST_NESTED: Final = 128  # the inliner calls itself
@@ -263,29 +249,9 @@ def _made_shape(op_type: str, inputs: Sequence[NDArray[Any] | None]) -> list[int
     return [held, *(abs(int(size)) for size in shape.ravel())]
 
 
-def check_inferred(model: onnx.ModelProto) -> None:
-    """No tensor that follows from constants may be absurdly large: onnxruntime makes it before it runs anything."""
-    sizes = {tensor.name: math.prod(tensor.dims) for tensor in model.graph.initializer}
-    folded = set(sizes) | {tensor.values.name for tensor in model.graph.sparse_initializer}
-    for node in model.graph.node:
-        if all(name in folded for name in node.input if name):
-            folded.update(node.output)
-    weights = sum(sizes.values())
-    for value in model.graph.value_info:
-        dims = value.type.tensor_type.shape.dim
-        size = math.prod(dim.dim_value if dim.HasField("dim_value") else 1 for dim in dims)
-        most = max(_MOST_ENTRIES, weights) if value.name in folded else max(_MOST_ACTIVATIONS, weights)
-        if size > most:
-            raise graph_invalid(
-                f"tensor {value.name!r} of the teacher graph must have at most {most} entries; its shape is "
-                f"{[dim.dim_value for dim in dims][:8]}: export the model again, with dynamic axes in place of large "
-                "fixed ones"
-            )
-
-
 def _check_shape(file: Path, name: str, shape: Sequence[int]) -> None:
-    fits = min(shape, default=0) >= 0 and math.prod(shape) <= _MOST_ENTRIES
-    rule, remedy = f"be of at most {_MOST_ENTRIES} entries", "with dynamic axes in place of large fixed ones"
+    fits = min(shape, default=0) >= 0 and math.prod(shape) <= MOST_ENTRIES
+    rule, remedy = f"be of at most {MOST_ENTRIES} entries", "with dynamic axes in place of large fixed ones"
     got = f"{list(shape)[:8]} for {name!r}: export it again, {remedy}"
     need(fits, "graph-invalid", f"shapes of teacher graph {file}", rule, got)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import re
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from shd_ref.cache.storage.drafts import drafting, hash_file, put
 from shd_ref.cache.storage.storage import write_errors
-from shd_ref.errors import ShdError, graph_invalid
+from shd_ref.errors import ShdError, graph_invalid, need
 
 try:
     import onnx
@@ -86,6 +87,20 @@ FUSED_OPS: Final = kinds(
     "GroupQueryAttention LongformerAttention MultiHeadAttention PackedAttention PackedMultiHeadAttention "
     "PagedAttention QAttention QOrderedAttention SparseAttention"
 )
+
+
+MIN_OPSET: Final = 13
+"""The oldest operator set that can be squeezed; ``load_teacher`` converts older graphs where ONNX can."""
+OLD_OPSET: Final = (
+    f"model must use ONNX operator set {MIN_OPSET} or later; got {{}}, which ONNX cannot convert with these "
+    "operators: re-export it with opset 18"
+)
+"""Why a graph's operator set cannot be squeezed."""
+
+
+def opset_version(model: onnx.ModelProto) -> int:
+    """The version of the standard operators that a graph uses."""
+    return max((entry.version for entry in model.opset_import if entry.domain in STANDARD_DOMAINS), default=0)
 
 
 def all_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
@@ -176,13 +191,34 @@ def _copy_fields(source: Message, target: Message, *left_out: str) -> None:
             setattr(target, field.name, value)
 
 
+MOST_ENTRIES: Final = 2**28  # a mask of 16384 x 16384
+_MOST_ACTIVATIONS: Final = 2**36  # of one tensor that depends on the inputs, for the machines there are
+
+
 def infer_shapes(model: onnx.ModelProto, *, data_prop: bool = True) -> onnx.ModelProto:
-    """The model with what shape inference tells, for models of any size; itself where it contradicts itself."""
+    """The model with what shape inference tells, for models of any size; itself where it contradicts itself.
+
+    No tensor that follows from constants may be absurdly large: onnxruntime makes it before it runs anything.
+    """
     try:
         inferred = onnx.shape_inference.infer_shapes(copy_skeleton(model), data_prop=data_prop)
     except Exception:  # inference raises what its C++ throws
         return model
     restore_weights(inferred, model)
+    sizes = {tensor.name: math.prod(tensor.dims) for tensor in inferred.graph.initializer}
+    folded = set(sizes) | {tensor.values.name for tensor in inferred.graph.sparse_initializer}
+    for node in inferred.graph.node:
+        if all(name in folded for name in node.input if name):
+            folded.update(node.output)
+    weights = sum(sizes.values())
+    for value in inferred.graph.value_info:
+        dims = value.type.tensor_type.shape.dim
+        size = math.prod(dim.dim_value if dim.HasField("dim_value") else 1 for dim in dims)
+        most = max(MOST_ENTRIES if value.name in folded else _MOST_ACTIVATIONS, weights)
+        shape = [dim.dim_value for dim in dims][:8]
+        remedy = "export the model again, with dynamic axes in place of large fixed ones"
+        rule = f"have at most {most} entries"
+        need(size <= most, "graph-invalid", f"tensor {value.name!r} of the teacher graph", rule, shape, remedy=remedy)
     return inferred
 
 
@@ -253,6 +289,117 @@ def hash_teacher(path: str | Path) -> str:
 def data_folder(model: onnx.ModelProto) -> str | None:
     """Where the data lies that a loaded model left in its files; None where it left none."""
     return next((entry.value for entry in model.metadata_props if entry.key == _FOLDER), None)
+
+
+_BY_ENTRY: Final = kinds(
+    "Abs Add Cast Clip DequantizeLinear Div Exp Log Max Min Mul Neg Pow Reciprocal Sigmoid Softplus Sqrt Sub Sum Tanh"
+)
+_CONSTANT_OPS: Final = _BY_ENTRY | kinds(
+    "Concat Gemm Identity LpNormalization MatMul ReduceL2 ReduceMean ReduceSum ReduceSumSquare Reshape Slice Split "
+    "Squeeze Transpose Unsqueeze"
+)
+"""What weights are computed with in graphs that no optimiser has folded: adapters that are merged as the graph runs,
+norms and scales of weights, gates that are learned numbers."""
+
+_MOST_HELD: Final = 2**27  # entries of all constants that one of them is computed from; more for large weights
+_MOST_PRODUCTS: Final = 2**38  # multiplications of one product: ten seconds or so
+
+
+def read_graph(model: onnx.ModelProto) -> ir.Graph:
+    """The model's graph in the order in which data flows; ``const_value`` of a tensor wherever the graph fixes it.
+
+    What is computed from weights is computed when its ``numpy()`` is asked for, and not kept: a copy of every weight
+    that an exporter left to be transposed would fill the memory.
+    """
+    try:
+        graph = ir.from_proto(model).graph
+        graph.sort()
+        for node in graph.all_nodes():
+            sources = [source for source in node.inputs if source is not None]
+            if node.op_type == "Constant":
+                node.outputs[0].const_value = ir.convenience.get_const_tensor(node.outputs[0])
+            elif node.op_type in _CONSTANT_OPS and node.domain in STANDARD_DOMAINS and sources:
+                for value in node.outputs if all(source.const_value is not None for source in sources) else ():
+                    shape, kind = value.shape or ir.Shape(()), value.dtype or ir.DataType.FLOAT
+                    value.const_value = ir.LazyTensor(functools.partial(_compute, value), kind, shape)
+    except (ir.serde.SerdeError, TypeError, ValueError) as error:  # the last also where nodes feed one another
+        raise graph_invalid(
+            f"the teacher graph is broken, or runs in a circle: {error}: copy or export it again"
+        ) from error
+    folder = data_folder(model)
+    if folder is not None:
+        ir.external_data.set_base_dir(graph, folder)
+    return graph
+
+
+def _compute(value: ir.Value) -> ir.Tensor[Any]:
+    """A constant from those that the graph states."""
+    arrays: dict[ir.Value, NDArray[Any]] = {}
+    held, most = 0, _MOST_HELD
+    waiting = [value]  # not by recursion: a graph may be as deep as its author likes
+    while waiting:
+        current, node = waiting[-1], waiting[-1].producer()
+        stated = None if isinstance(current.const_value, ir.LazyTensor) else current.const_value
+        inputs = [] if node is None or stated is not None else [one for one in node.inputs if one is not None]
+        unknown = [source for source in inputs if source not in arrays]
+        if unknown:
+            waiting += unknown
+            continue
+        waiting.pop()
+        if current in arrays:
+            continue
+        try:
+            if stated is not None:
+                arrays[current] = stated.numpy()
+                most += 8 * arrays[current].size
+            elif node is not None:
+                held = _count_held(node, [arrays[source] for source in inputs], held, most)
+                arrays.update(zip(node.outputs, run_operator(node, arrays), strict=False))
+        except ShdError:
+            raise
+        except Exception as error:  # the evaluator raises what NumPy and its own operators raise
+            name = "a constant" if node is None else f"node {node.name!r} ({node.op_type})"
+            raise graph_invalid(
+                f"constants of the graph must be what its operators take; {name} cannot be computed: {error}: copy "
+                "or export the model again"
+            ) from error
+    return ir.Tensor(arrays[value])
+
+
+def run_operator(node: ir.Node, known: dict[ir.Value, NDArray[Any]]) -> list[NDArray[Any]]:
+    """The outputs of an operator on arrays in place of its inputs."""
+    feeds = {str(source.name): known[source] for source in node.inputs if source is not None}
+    version = None if node.graph is None else node.graph.opset_imports.get("")
+    opsets = None if version is None else {"": version}
+    with np.errstate(all="ignore"):  # NaN and infinity are found where they are used
+        outputs = onnx.reference.ReferenceEvaluator(ir.to_proto(node), opsets=opsets).run(None, feeds)
+    return [np.asarray(output) for output in outputs]
+
+
+def _count_held(node: ir.Node, inputs: list[NDArray[Any]], held: int, most: int) -> int:
+    """Entries that are held with this operator's result; what it costs is known before it is computed."""
+    sizes = [array.size for array in inputs]
+    entries, products = max(sizes, default=0), 0
+    if node.op_type in _BY_ENTRY - {"DequantizeLinear"}:
+        entries = math.prod(np.broadcast_shapes(*(array.shape for array in inputs)))
+    elif node.op_type == "Concat":
+        entries = sum(sizes)
+    elif node.op_type in ("Gemm", "MatMul"):
+        left, right = (array.shape for array in inputs[:2])
+        if node.op_type == "Gemm":
+            left = left[::-1] if node.attributes.get_int("transA") else left
+            right = right[::-1] if node.attributes.get_int("transB") else right
+        rows = math.prod(left[-2:-1])
+        columns = right[-1] if len(right) > 1 else 1
+        entries = math.prod(np.broadcast_shapes(left[:-2], right[:-2])) * rows * columns
+        products = entries * left[-1]
+    if held + entries > most or products > _MOST_PRODUCTS:
+        raise graph_invalid(
+            f"constants of the graph must be computed from one another within {most} entries and "
+            f"{_MOST_PRODUCTS} multiplications; node {node.name!r} ({node.op_type}) needs more: export the model "
+            "with its constants folded"
+        )
+    return held + entries
 
 
 Weights: TypeAlias = Mapping[str, NDArray[Any]]

@@ -16,8 +16,15 @@ from shd_ref.teacher.graph.find import AttentionSite, projection_of
 from shd_ref.teacher.graph.targets import TargetTensors
 from shd_ref.teacher.graph.tiles import SiteTiles
 from shd_ref.teacher.opening.body import FLOAT, FUNCTION_DOMAIN, Body
-from shd_ref.teacher.opening.load import MIN_OPSET, OLD_OPSET, opset_version
-from shd_ref.teacher.opening.model import copy_skeleton, ir, onnx, restore_weights
+from shd_ref.teacher.opening.model import (
+    MIN_OPSET,
+    OLD_OPSET,
+    copy_skeleton,
+    ir,
+    onnx,
+    opset_version,
+    restore_weights,
+)
 from shd_ref.teacher.options import PrecomputeOptions, check_merge
 from shd_ref.teacher.rewrite.function import (
     MergeRule,

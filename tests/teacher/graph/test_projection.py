@@ -330,7 +330,7 @@ def test_constants_that_grow_beyond_reason_are_refused_before_they_are_computed(
     op_type: str, sizes: tuple[tuple[int, int], ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first two hold too many numbers, and the last takes too long."""
-    monkeypatch.setattr("shd_ref.teacher.graph.nodes._MOST_PRODUCTS", 2**17)
+    monkeypatch.setattr("shd_ref.teacher.opening.model._MOST_PRODUCTS", 2**17)
 
     def spell(build: GraphBuilder, context: str) -> str:
         factors = [build.const(np.zeros(size, np.float32)) for size in sizes]
