@@ -3,98 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shd_ref.errors import need
 from shd_ref.teacher.graph.find import AttentionSite
 from shd_ref.teacher.graph.inputs import Layout, probe_tensors
 from shd_ref.teacher.graph.measure import alike_heads
-from shd_ref.teacher.graph.walk import before_rounding, is_value_product, operands, repeat_chain, trace_back
-from shd_ref.teacher.opening.model import ir, kinds, onnx
-
-_PASSING: Final = frozenset({"Cast", "DequantizeLinear", "Flatten", "Identity", "QuantizeLinear", "Reshape"})
-_ARITHMETIC: Final = _PASSING | kinds("Add Clip Concat Div Max Mul ReduceMax Sub Tanh Transpose Where")
-
-
-@dataclass
-class Logits:
-    """``softmax(scale * multipliers * Q K^T + addends)``, as it was read."""
-
-    product: ir.Node | None = None
-    scale: float = 1.0
-    multipliers: list[tuple[str, ir.Value]] = field(default_factory=list)
-    addends: list[tuple[float, ir.Value]] = field(default_factory=list)
-    fills: list[tuple[float, ir.Value]] = field(default_factory=list)
-    conditions: list[tuple[bool, ir.Value]] = field(default_factory=list)  # under which a logit stays
-    softcap: float | None = None
-    capped: tuple[int, int] | None = None  # addends and conditions that act behind the softcap
-    sinks: bool = False
-    reason: str | None = None
-
-
-def read_logits(value: ir.Value | None) -> Logits:
-    """Read what leads to a softmax, from its input back to ``Q K^T``."""
-    logits = Logits()
-    while logits.reason is None:
-        node = None if value is None else value.producer()
-        if node is None or not _leads_to_product(value):
-            logits.reason = "its logits come from no product of queries and keys"
-        elif is_value_product(node):
-            logits.product = node
-            break
-        else:
-            value = _step(node, logits)
-    return logits
-
-
-def _leads_to_product(value: ir.Value | None) -> bool:
-    """Whether arithmetic that logits pass through leads back from here to a product of computed tensors."""
-    return trace_back(value, _ARITHMETIC, is_value_product) is not None
-
-
-def _step(node: ir.Node, logits: Logits) -> ir.Value | None:
-    """Take one operator into account; its input on the side of the product."""
-    inputs = [value for value in node.inputs if value is not None]
-    sides = [value for value in inputs if _leads_to_product(value)]
-    others = [value for value in inputs if value not in sides]
-    if node.op_type == "Sub" and len(sides) == 2:
-        maximum = sides[1].producer()
-        if maximum is not None and maximum.op_type == "ReduceMax":
-            return sides[0]  # a softmax made safe by hand, which changes nothing
-    if len(sides) != 1:
-        logits.reason = f"its logits join several products (by {node.op_type}), as relative positions do"
-        return None
-    side, is_first = sides[0], inputs[0] is sides[0]
-    if node.op_type in _PASSING:
-        pass
-    elif node.op_type == "Mul" or (node.op_type == "Div" and is_first):
-        fixed = None if others[0].const_value is None else others[0].const_value.numpy()
-        if fixed is None or fixed.size != 1:
-            logits.multipliers.append((node.op_type, others[0]))
-        else:
-            number = float(fixed.astype(np.float64).reshape(()))
-            logits.scale = logits.scale * number if node.op_type == "Mul" else logits.scale / number
-    elif node.op_type == "Add" or (node.op_type == "Sub" and is_first):
-        logits.addends.append((logits.scale if node.op_type == "Add" else -logits.scale, others[0]))
-    elif node.op_type == "Where" and not is_first:
-        logits.fills.append((logits.scale, next(value for value in inputs[1:] if value is not side)))
-        logits.conditions.append((inputs[1] is side, inputs[0]))
-    elif node.op_type == "Max":
-        logits.fills.extend((logits.scale, value) for value in others)
-    elif node.op_type == "Tanh":
-        if logits.softcap is not None or logits.multipliers:
-            logits.reason = "its logits are bounded in a way that is not a softcap"
-        logits.softcap = logits.scale
-        logits.capped = len(logits.addends), len(logits.conditions)
-    elif node.op_type == "Concat" and node.attributes.get_int("axis") in (-1, 3):
-        logits.sinks = True
-    else:
-        logits.reason = f"its logits pass through {node.op_type}"
-    return side
-
+from shd_ref.teacher.graph.walk import Logits, before_rounding, operands, repeat_chain
+from shd_ref.teacher.opening.model import ir, onnx
 
 # exp(-1000) is 0 beside any other logit, in every precision that teachers run in.
 MASKED: Final = -1e3
@@ -134,13 +54,25 @@ class SiteFactors:
     reason: str | None = None
 
 
+def check_sinks(site: AttentionSite, codec: str, temperature: float) -> None:
+    """Refuse lossy codecs and softening where there are attention sinks: both scale rows to one."""
+    need(
+        site.row_sums == "one" or (codec == "float32" and temperature == 1.0),
+        "graph-unsupported",
+        f"{site.label}, with attention sinks,",
+        "be stored with codec 'float32' and temperature 1, which keep sums of rows below one",
+        f"codec {codec!r}, temperature {temperature:g}",
+        spec_id="MAP-9",
+    )
+
+
 def find_factors(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tuple[SiteFactors, ...]:
     """Queries, keys and scale of each site, or the reason why there are none; the graph is not changed.
 
     Masks are told from biases by their numbers, in one probe run with tiny inputs that mask nothing: a mask adds
     zero, or so little that nothing is left. Maps with a bias, a softcap or attention sinks are refused.
     """
-    read = [read_logits(site.walk.logits) if site.supported and site.logits else None for site in sites]
+    read = [site.walk.read if site.supported else None for site in sites]
     names = {name for logits in read if logits is not None for name in _tensors(logits)}
     names |= {site.probs for site in sites if site.supported and site.probs}
     shaped = [list(_before_shaping(site.walk.logits)) if site.supported else [] for site in sites]

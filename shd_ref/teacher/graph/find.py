@@ -96,7 +96,8 @@ def find_sites(model: onnx.ModelProto) -> tuple[AttentionSite, ...]:
         ShdError: ``graph-invalid`` for a graph that is not well formed.
     """
     inferred = infer_shapes(model)  # a graph that inference rejects can still be probed
-    walks = list(walk_graph(read_graph(inferred)))
+    opset, graph = opset_version(model), read_graph(inferred)
+    walks = list(walk_graph(graph))
     shapes: Shapes = static_shapes(inferred)
     measures = [measure_site(walk, shapes) for walk in walks]
     probe_error = None
@@ -109,7 +110,6 @@ def find_sites(model: onnx.ModelProto) -> tuple[AttentionSite, ...]:
             probe_error = f"the number of heads cannot be determined: {error}"
         else:
             measures = [measure_site(walk, shapes) for walk in walks]
-    opset = opset_version(model)
     sites: list[AttentionSite] = []
     for layer, (walk, measure) in enumerate(zip(walks, measures, strict=True)):
         name = walk.node.name or f"{walk.node.op_type}_{layer}"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
-from shd_ref.teacher.opening.model import ir, kinds
+from shd_ref.teacher.opening.model import STANDARD_DOMAINS, ir, kinds
 
 _SHAPING: Final = frozenset({"Cast", "Dropout", "Expand", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
 _CONDITIONS: Final = kinds("And Equal Greater GreaterOrEqual IsNaN Less LessOrEqual Not Or")
@@ -36,14 +36,31 @@ class Quotient:
         return node.inputs[0] if node is not None and node.op_type == "Exp" and self.sums_to_one else None
 
 
+class Spelling(NamedTuple):
+    """How a map is spelled: of logits, where it is a softmax, or as a quotient of other numbers."""
+
+    logits: ir.Value | None
+    quotient: Quotient | None = None
+    over_last_axis: bool = True
+
+
+def read_map(node: ir.Node) -> Spelling | None:
+    """The map that an operator gives, as far as this tells; None where it gives none."""
+    if node.op_type == "Softmax" and node.domain in STANDARD_DOMAINS:
+        return Spelling(node.inputs[0], over_last_axis=_is_over_last_axis(node))
+    logits, quotient = _read_log_softmax(node), read_quotient(node)
+    if logits is not None:
+        return Spelling(logits)
+    return None if quotient is None else Spelling(quotient.logits, quotient)
+
+
 def gives_map(node: ir.Node) -> bool:
-    """Whether an operator is a softmax over the last axis, in any spelling, or a quotient."""
-    if node.op_type == "Softmax":
-        return is_over_last_axis(node)
-    return read_quotient(node) is not None or read_log_softmax(node) is not None
+    """Whether an operator gives a map over the last axis."""
+    spelling = read_map(node)
+    return spelling is not None and spelling.over_last_axis
 
 
-def is_over_last_axis(softmax: ir.Node) -> bool:
+def _is_over_last_axis(softmax: ir.Node) -> bool:
     """Whether a softmax sums over the last axis, as far as its rank is known."""
     opset = 1 if softmax.graph is None else softmax.graph.opset_imports.get("", 1)
     axis, shape = softmax.attributes.get_int("axis", -1 if opset >= 13 else 1), softmax.outputs[0].shape
@@ -51,13 +68,13 @@ def is_over_last_axis(softmax: ir.Node) -> bool:
     return axis == -1 or (axis >= 2 if shape is None else axis == len(shape) - 1)
 
 
-def read_log_softmax(node: ir.Node) -> ir.Value | None:
+def _read_log_softmax(node: ir.Node) -> ir.Value | None:
     """The logits of a softmax that is the exponential of its own logarithm; None for any other operator."""
     log = _before_casts(node.inputs[0]).producer() if node.op_type == "Exp" and node.inputs[0] is not None else None
     if log is None or not log.inputs:
         return None
     if log.op_type == "LogSoftmax":
-        return log.inputs[0] if is_over_last_axis(log) else None
+        return log.inputs[0] if _is_over_last_axis(log) else None
     total = None if log.op_type != "Sub" or log.inputs[1] is None else _before_casts(log.inputs[1]).producer()
     is_log_of_sum = total is not None and total.op_type == "ReduceLogSumExp" and _sums_last_axis(total)
     return log.inputs[0] if total is not None and is_log_of_sum and total.inputs[0] is log.inputs[0] else None

@@ -17,7 +17,7 @@ from shd_ref.errors import argument_value, graph_unsupported, need
 from shd_ref.kd.head import TeacherHead
 from shd_ref.teacher.graph.find import AttentionSite
 from shd_ref.teacher.graph.projection import fixed_input, product_weight
-from shd_ref.teacher.graph.walk import ancestors
+from shd_ref.teacher.graph.walk import FLOATS, ancestors
 from shd_ref.teacher.opening.model import PRODUCTS, SIZE_OPS, ir, onnx, read_graph
 
 LAST_STATES: Final = ("last_hidden_state", "encoder_last_hidden_state")
@@ -26,22 +26,29 @@ LAST_STATES: Final = ("last_hidden_state", "encoder_last_hidden_state")
 _LOGITS: Final = "logits"
 _RESIDUAL: Final = frozenset({"Add", "Sum", "SkipLayerNormalization", "SkipSimplifiedLayerNormalization"})
 _BEHIND_HEAD: Final = frozenset({"Add", "Cast", "Div", "Identity", "Mul", "Tanh"})  # a bias, a scale, a soft cap
-_FLOATS: Final = frozenset(
-    {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE}
-)
+
+
+@dataclass(frozen=True, eq=False)
+class GraphHead:
+    """The tensor that a head reads, the tensor of its logits, and the head."""
+
+    states: str
+    logits: str
+    head: TeacherHead
 
 
 @dataclass(frozen=True)
 class TargetTensors:
     """Tensors that become outputs beside attention; hidden state k enters block k, and the last leaves it.
 
-    ``pooled`` holds the states that embeddings are made of, ``last`` those that the head reads.
+    ``pooled`` holds the states that embeddings are made of, ``last`` those that ``head`` reads.
     """
 
     logits: str | None = None
     hidden: tuple[tuple[int, str], ...] = ()
     pooled: str | None = None
     last: str | None = None
+    head: GraphHead | None = None
 
     def __bool__(self) -> bool:
         return bool(self.titles)
@@ -63,6 +70,7 @@ def find_targets(
     output: str | None = None,
     hidden: Iterable[int] = (),
     pooled: bool = False,
+    exact: bool = False,
     of_decoder: bool = False,
 ) -> TargetTensors:
     """The tensors of a graph that hold the logits, the chosen hidden states, and the last for embeddings.
@@ -71,37 +79,41 @@ def find_targets(
         sites: all its attention sites, from ``find_sites``; of an encoder-decoder the decoder's self-attention.
         output: the graph output that holds the logits; by default ``logits``, or the only output that can.
         hidden: layers, 0 to the number of sites.
+        exact: keep the head, and the states that it reads.
         of_decoder: whether the sites are a decoder's, beside an encoder.
     """
-    layers = sorted(set(hidden))
-    states = _find_hidden(model, sites, layers, LAST_STATES[: 1 if of_decoder else 2]) if layers else ()
-    last = _last_state(read_graph(model), LAST_STATES) if pooled else None
+    graph, layers = read_graph(model), sorted(set(hidden))
+    states = _find_hidden(graph, sites, layers, LAST_STATES[: 1 if of_decoder else 2]) if layers else ()
+    last = _last_state(graph, LAST_STATES) if pooled else None
     if pooled and last is None:
         raise graph_unsupported(
             f"embeddings must be pooled from what leaves the last block, an output named {' or '.join(LAST_STATES)}; "
-            f"the graph has {', '.join(value.name for value in model.graph.output)}: export the encoder so",
+            f"the graph has {', '.join(str(value.name) for value in graph.outputs)}: export the encoder so",
             "CACHE-181",
         )
-    return TargetTensors(find_logits(model, output) if logits else None, states, last)
+    head = _find_head(graph, _find_logits(graph, output)) if exact else None
+    read = None if head is None else head.states
+    return TargetTensors(_find_logits(graph, output) if logits else None, states, last, read, head)
+
+
+def find_head(model: onnx.ModelProto, output: str | None) -> GraphHead:
+    """The head that makes the logits, those of ``output`` where it is named."""
+    graph = read_graph(model)
+    return _find_head(graph, _find_logits(graph, output))
 
 
 def dtype_of(model: onnx.ModelProto, sites: Sequence[AttentionSite], targets: TargetTensors) -> str:
     """The type that a teacher computes in: of its attention, else of its targets, else float32."""
     if sites:
         return sites[0].dtype or "float32"
-    names = targets.titles
     values = (*model.graph.output, *model.graph.value_info)
-    kinds = {value.type.tensor_type.elem_type for value in values if value.name in names} & _FLOATS
-    return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(min(kinds))).name if len(kinds) == 1 else "float32"
+    kinds = {value.type.tensor_type.elem_type for value in values if value.name in targets.titles} & {*FLOATS}
+    return str(ir.DataType(min(kinds)).numpy().name) if len(kinds) == 1 else "float32"
 
 
-def find_logits(model: onnx.ModelProto, output: str | None) -> str:
+def _find_logits(graph: ir.Graph, output: str | None) -> str:
     """The graph output with the logits: the named one, ``logits``, or the only one that can be."""
-    outputs = {
-        value.name: value.type.tensor_type
-        for value in model.graph.output
-        if value.type.tensor_type.elem_type in _FLOATS
-    }
+    outputs = {str(value.name): value for value in graph.outputs if value.dtype in FLOATS}
     if output is not None:
         rule = f"name an output of real numbers of the graph, one of {', '.join(outputs)}"
         need(output in outputs, "argument-value", "logits_output", rule, repr(output))
@@ -109,11 +121,8 @@ def find_logits(model: onnx.ModelProto, output: str | None) -> str:
     if _LOGITS in outputs:
         return _LOGITS
     # Queries, keys and maps have four axes; a hidden state that was exported has its own name.
-    fitting: list[str] = [
-        name
-        for name, tensor in outputs.items()
-        if (not tensor.HasField("shape") or len(tensor.shape.dim) in (2, 3)) and "hidden" not in name
-    ]
+    ranks = {name: None if value.shape is None else len(value.shape) for name, value in outputs.items()}
+    fitting = [name for name, rank in ranks.items() if rank in (None, 2, 3) and "hidden" not in name]
     if len(fitting) != 1:
         raise argument_value(
             "logits must come from an output of the graph named logits, or its only output of two or three axes; "
@@ -124,7 +133,7 @@ def find_logits(model: onnx.ModelProto, output: str | None) -> str:
 
 
 def _find_hidden(
-    model: onnx.ModelProto, sites: Sequence[AttentionSite], layers: Sequence[int], last_states: Sequence[str]
+    graph: ir.Graph, sites: Sequence[AttentionSite], layers: Sequence[int], last_states: Sequence[str]
 ) -> tuple[tuple[int, str], ...]:
     count = len(sites)
     if not count:
@@ -140,7 +149,7 @@ def _find_hidden(
         )
     states = []
     for layer in layers:
-        state = _last_state(read_graph(model), last_states) if layer == count else _entering_state(sites[layer])
+        state = _last_state(graph, last_states) if layer == count else _entering_state(sites[layer])
         if state is None:
             raise graph_unsupported(_advice(layer, count, sites))
         states.append((layer, state))
@@ -219,15 +228,6 @@ _BY_NUMBERS: Final = frozenset({"Add", "Div", "Mul", "Sub"})
 _ROUNDING: Final = 2.0**-22  # of two constants in binary32 that are meant to be one another's inverse
 
 
-@dataclass(frozen=True, eq=False)
-class GraphHead:
-    """The tensor that a head reads, the tensor of its logits, and the head."""
-
-    states: str
-    logits: str
-    head: TeacherHead
-
-
 @dataclass
 class _Behind:
     """What is done with the product, from the logits backwards: a cap, then a factor and a sum."""
@@ -238,13 +238,9 @@ class _Behind:
     in_cap: bool = False  # between the cap's last factor and its tanh
 
 
-def find_head(model: onnx.ModelProto, logits: str) -> GraphHead:
-    """Follow the output ``logits`` back to the product with the head's matrix.
-
-    Raises:
-        ShdError: ``graph-unsupported`` for logits that are made in another way.
-    """
-    value = next((output for output in read_graph(model).outputs if output.name == logits), None)
+def _find_head(graph: ir.Graph, logits: str) -> GraphHead:
+    """Follow the output ``logits`` back to the product with the head's matrix; ``graph-unsupported`` of others."""
+    value = next((output for output in graph.outputs if output.name == logits), None)
     behind = _Behind()
     while value is not None:
         node = value.producer()

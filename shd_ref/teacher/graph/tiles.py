@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError
-from shd_ref.teacher.graph.factors import MASKED, Arrays, Logits, array_of, read_logits
+from shd_ref.teacher.graph.factors import MASKED, Arrays, array_of
 from shd_ref.teacher.graph.find import AttentionSite
 from shd_ref.teacher.graph.inputs import InputSizes, Shapes, probe_shapes, probe_tensors
 from shd_ref.teacher.graph.projection import fixed_input
-from shd_ref.teacher.graph.walk import is_value_product, operands, repeat_chain
+from shd_ref.teacher.graph.walk import Logits, is_value_product, operands, repeat_chain
 from shd_ref.teacher.opening.model import PRODUCTS, SIZE_OPS, STANDARD_DOMAINS, ir, kinds, onnx
 
 Axes: TypeAlias = tuple[int | None, int | None]
@@ -110,7 +110,7 @@ def find_tiles(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tuple[
     """How the maps of each site are made in tiles, or why they cannot be; the graph is not changed."""
     behind = [_read_behind(site.walk.context) for site in sites]
     names = {str(value.name) for found in behind for value in found if value.const_value is None}
-    logits = [read_logits(site.walk.logits) for site in sites]
+    logits = [site.walk.read or Logits(reason="its map is not a softmax") for site in sites]
     # What is added to logits, and what stands in their place.
     added = (value for one in logits for _, value in (*one.addends, *one.fills))
     masks = {str(value.name) for value in added if value.const_value is None}

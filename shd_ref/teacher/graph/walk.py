@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.errors import graph_invalid
 from shd_ref.teacher.graph.inputs import InputSpec
 from shd_ref.teacher.graph.projection import NO_PROJECTION, Projection, follow_to_projection, product_weight
-from shd_ref.teacher.graph.spellings import Quotient, gives_map, is_over_last_axis, read_log_softmax, read_quotient
+from shd_ref.teacher.graph.spellings import Quotient, Spelling, gives_map, read_map, read_quotient
 from shd_ref.teacher.opening.model import (
     ADDING_OPS,
     CONTRIB_DOMAIN,
@@ -31,7 +32,7 @@ from shd_ref.teacher.opening.model import (
     kinds,
 )
 
-_FLOATS: Final = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE})
+FLOATS: Final = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE})
 _AXES: Final = (-4, -3, -2, -1)
 _HEADS: Final = -3
 """Axes of a map (B, H, L, S), from the end."""
@@ -39,6 +40,24 @@ _FLOAT_FORM: Final = "use the float or the QDQ form of the model"
 _EAGER: Final = "re-export with eager attention, so that the graph holds MatMul(Softmax(logits), values)"
 _SCORE_CARRIERS: Final = LOGIT_OPS | {"Abs", "Exp", "Pow", "Relu", "Sigmoid", "Softmax", "Softplus"}
 """Between ``Q K^T`` and what is divided by its sum."""
+_PASSING: Final = frozenset({"Cast", "DequantizeLinear", "Flatten", "Identity", "QuantizeLinear", "Reshape"})
+_ARITHMETIC: Final = _PASSING | kinds("Add Clip Concat Div Max Mul ReduceMax Sub Tanh Transpose Where")
+
+
+@dataclass
+class Logits:
+    """``softmax(scale * multipliers * Q K^T + addends)``, as it was read."""
+
+    product: ir.Node | None = None
+    scale: float = 1.0
+    multipliers: list[tuple[str, ir.Value]] = field(default_factory=list)
+    addends: list[tuple[float, ir.Value]] = field(default_factory=list)
+    fills: list[tuple[float, ir.Value]] = field(default_factory=list)
+    conditions: list[tuple[bool, ir.Value]] = field(default_factory=list)  # under which a logit stays
+    softcap: float | None = None
+    capped: tuple[int, int] | None = None  # addends and conditions that act behind the softcap
+    sinks: bool = False
+    reason: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +67,7 @@ class Walk:
     node: ir.Node
     reason: str | None = None
     logits: ir.Value | None = None
+    read: Logits | None = None  # what leads to the logits
     probs: ir.Value | None = None
     values: ir.Value | None = None
     context: ir.Value | None = None  # the heads' outputs, map @ V
@@ -109,22 +129,17 @@ def _walk_from(node: ir.Node, met: set[ir.Node]) -> Iterator[Walk]:
             f"{node.op_type} is fused, so its attention map never exists as a tensor: "
             "re-export with attention fusion off (eager attention, opset 18, no transformer optimiser)",
         )
-    elif node.op_type == "Softmax" and node.domain in STANDARD_DOMAINS:
-        yield from _walk_map(node, node.inputs[0], None, met)
     elif node.op_type == "QLinearSoftmax":
         yield Walk(node, f"its softmax gives integers (QLinearSoftmax): {_FLOAT_FORM}")
-    elif (logits := read_log_softmax(node)) is not None:
-        yield from _walk_map(node, logits, None, met)
-    elif (quotient := read_quotient(node)) is not None and not trace_back(quotient.numbers, MAP_CARRIERS, gives_map):
-        yield from _walk_map(node, quotient.logits, quotient, met)
+    elif (spelling := read_map(node)) is not None:
+        numbers = None if spelling.quotient is None else spelling.quotient.numbers
+        if trace_back(numbers, MAP_CARRIERS, gives_map) is None:  # else a map is scaled, of which the first is told
+            yield from _walk_map(node, spelling, met)
 
 
-def _walk_map(
-    softmax: ir.Node, logits: ir.Value | None, quotient: Quotient | None, all_met: set[ir.Node]
-) -> Iterator[Walk]:
-    """From a map; ``logits`` is None where it is a quotient that is no softmax."""
+def _walk_map(softmax: ir.Node, spelling: Spelling, all_met: set[ir.Node]) -> Iterator[Walk]:
+    logits, quotient, over_last_axis = spelling
     meetings = _meet_values(softmax.outputs[0])
-    over_last_axis = softmax.op_type != "Softmax" or is_over_last_axis(softmax)
     if not meetings or (meetings[0].trail.quotient is not None and not over_last_axis):
         return  # of the latter the quotient is told
     all_met.update(meeting.product for meeting in meetings)
@@ -151,9 +166,11 @@ def _walk_map(
         return
     quotients = [one for one in (quotient, trail.quotient) if one is not None]
     cut = trace_back(raw_map, MAP_CARRIERS - {"Slice"} | {"Transpose"}, lambda node: node.op_type == "Slice")
+    logits = logits if trail.quotient is None else None
     yield replace(
         walk,
-        logits=logits if trail.quotient is None else None,
+        logits=logits,
+        read=None if logits is None else _read_logits(logits),
         projection=projection,
         query=None if scores is None else scores.inputs[0],
         cross=None if scores is None else _is_cross(scores),
@@ -275,6 +292,67 @@ def repeat_chain(values: ir.Value | None) -> tuple[ir.Node, ...]:
     return tuple(reversed(chain[:first]))
 
 
+def _read_logits(value: ir.Value | None) -> Logits:
+    """Read what leads to a softmax, from its input back to ``Q K^T``."""
+    logits = Logits()
+    while logits.reason is None:
+        node = None if value is None else value.producer()
+        if node is None or not _leads_to_product(value):
+            logits.reason = "its logits come from no product of queries and keys"
+        elif is_value_product(node):
+            logits.product = node
+            break
+        else:
+            value = _step_back(node, logits)
+    return logits
+
+
+def _leads_to_product(value: ir.Value | None) -> bool:
+    """Whether arithmetic that logits pass through leads back from here to a product of computed tensors."""
+    return trace_back(value, _ARITHMETIC, is_value_product) is not None
+
+
+def _step_back(node: ir.Node, logits: Logits) -> ir.Value | None:
+    """Take one operator into account; its input on the side of the product."""
+    inputs = [value for value in node.inputs if value is not None]
+    sides = [value for value in inputs if _leads_to_product(value)]
+    others = [value for value in inputs if value not in sides]
+    if node.op_type == "Sub" and len(sides) == 2:
+        maximum = sides[1].producer()
+        if maximum is not None and maximum.op_type == "ReduceMax":
+            return sides[0]  # a softmax made safe by hand, which changes nothing
+    if len(sides) != 1:
+        logits.reason = f"its logits join several products (by {node.op_type}), as relative positions do"
+        return None
+    side, is_first = sides[0], inputs[0] is sides[0]
+    if node.op_type in _PASSING:
+        pass
+    elif node.op_type == "Mul" or (node.op_type == "Div" and is_first):
+        fixed = None if others[0].const_value is None else others[0].const_value.numpy()
+        if fixed is None or fixed.size != 1:
+            logits.multipliers.append((node.op_type, others[0]))
+        else:
+            number = float(fixed.astype(np.float64).reshape(()))
+            logits.scale = logits.scale * number if node.op_type == "Mul" else logits.scale / number
+    elif node.op_type == "Add" or (node.op_type == "Sub" and is_first):
+        logits.addends.append((logits.scale if node.op_type == "Add" else -logits.scale, others[0]))
+    elif node.op_type == "Where" and not is_first:
+        logits.fills.append((logits.scale, next(value for value in inputs[1:] if value is not side)))
+        logits.conditions.append((inputs[1] is side, inputs[0]))
+    elif node.op_type == "Max":
+        logits.fills.extend((logits.scale, value) for value in others)
+    elif node.op_type == "Tanh":
+        if logits.softcap is not None or logits.multipliers:
+            logits.reason = "its logits are bounded in a way that is not a softcap"
+        logits.softcap = logits.scale
+        logits.capped = len(logits.addends), len(logits.conditions)
+    elif node.op_type == "Concat" and node.attributes.get_int("axis") in (-1, 3):
+        logits.sinks = True
+    else:
+        logits.reason = f"its logits pass through {node.op_type}"
+    return side
+
+
 _LAYER_NORMS: Final = kinds("LayerNormalization LpNormalization RMSNormalization SimplifiedLayerNormalization")
 _NORM_STEPS: Final = kinds("Add Cast Clip Div Expand Max Reciprocal Sqrt")
 """Between a mean of squares and what is divided by its root."""
@@ -343,7 +421,7 @@ def _data_inputs(value: ir.Value) -> set[str]:
     for current in ancestors(value):
         if current.is_graph_input() and current.name and current.const_value is None:
             shape = (None,) * (0 if current.shape is None else len(current.shape))
-            spec = InputSpec(current.name, "float32" if current.dtype in _FLOATS else "int64", shape)
+            spec = InputSpec(current.name, "float32" if current.dtype in FLOATS else "int64", shape)
             names |= {current.name} if spec.part == "data" and len(shape) > 1 else set()
     return names
 
@@ -472,7 +550,7 @@ def before_rounding(value: ir.Value) -> ir.Value:
         if node.inputs[0] is None:
             break
         current = node.inputs[0]
-        if current.dtype in _FLOATS:
+        if current.dtype in FLOATS:
             widest = current
     return widest
 

@@ -11,7 +11,7 @@ import numpy as np
 from shd_ref.attention import check_temperature
 from shd_ref.errors import ShdError, argument_value, graph_invalid, graph_unsupported, inputs_invalid
 from shd_ref.merging.plans import MergePlan, merge_plan
-from shd_ref.teacher.graph.factors import SiteFactors
+from shd_ref.teacher.graph.factors import SiteFactors, check_sinks
 from shd_ref.teacher.graph.find import AttentionSite, projection_of
 from shd_ref.teacher.graph.targets import TargetTensors
 from shd_ref.teacher.graph.tiles import SiteTiles
@@ -370,16 +370,6 @@ def check_opset(model: onnx.ModelProto) -> int:
     if opset < MIN_OPSET:
         raise graph_unsupported(OLD_OPSET.format(opset))
     return opset
-
-
-def check_sinks(site: AttentionSite, codec: str, temperature: float) -> None:
-    """Refuse lossy codecs and softening where there are attention sinks: both scale rows to one."""
-    if site.row_sums == "at_most_one" and (codec != "float32" or temperature != 1.0):
-        raise graph_unsupported(
-            f"site {site.name} has attention sinks, so its rows sum to less than one: use codec 'float32' and "
-            f"temperature 1, which keep the sums; got codec {codec!r}, temperature {temperature:g}",
-            "MAP-9",
-        )
 
 
 def _check_layers(model: onnx.ModelProto, layers: Sequence[tuple[int, AttentionSite]], *, has_targets: bool) -> None:

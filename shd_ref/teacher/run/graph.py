@@ -11,14 +11,13 @@ from typing import TypeAlias
 from shd_ref.cache.forms.attention import KINDS, KindLayers
 from shd_ref.errors import ShdError, argument_value, graph_unsupported, need
 from shd_ref.layers import layer_map
-from shd_ref.teacher.graph.factors import SiteFactors, find_factors
+from shd_ref.teacher.graph.factors import SiteFactors, check_sinks, find_factors
 from shd_ref.teacher.graph.find import AttentionSite, SiteKinds, find_kinds, find_sites, select_sites
 from shd_ref.teacher.graph.inputs import TOO_MUCH, input_specs
-from shd_ref.teacher.graph.targets import GraphHead, TargetTensors, dtype_of, find_head, find_logits, find_targets
+from shd_ref.teacher.graph.targets import GraphHead, TargetTensors, dtype_of, find_targets
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.opening.model import Weights, hash_teacher, onnx, take_weights
 from shd_ref.teacher.options import PrecomputeOptions, check_options
-from shd_ref.teacher.rewrite.squeeze import check_sinks
 from shd_ref.teacher.run.inputs import ModelInputs
 from shd_ref.teacher.session import run_beside
 
@@ -37,7 +36,7 @@ class TeacherGraph:
         layers, factors: ``(student_layer, site)`` pairs; the queries and keys of each, empty where maps are kept.
         num_student_layers, kinds: L_s and calls of each kind, where explicit pairs do not leave them open.
         num_heads: H of all layers; 0 without any.
-        targets, head: what is asked for beside attention; the head that ``exact`` targets keep.
+        targets: what is asked for beside attention.
     """
 
     path: Path
@@ -54,7 +53,6 @@ class TeacherGraph:
     factors: tuple[SiteFactors, ...]
     num_heads: int
     targets: TargetTensors
-    head: GraphHead | None
 
     @classmethod
     def open(
@@ -70,7 +68,7 @@ class TeacherGraph:
             raise graph_unsupported(endless)
         kinds = find_kinds(model, sites, input_specs(model), decoder_mask)
         layers, meant, counts = choose_layers(sites, kinds, options)
-        targets, head = choose_targets(model, sites, kinds, options)
+        targets = choose_targets(model, sites, kinds, options)
         factors = choose_stored(model, layers, kinds, options)
         bare, weights = take_weights(model)
         return cls(
@@ -88,7 +86,6 @@ class TeacherGraph:
             factors=factors,
             num_heads=common_heads(layers),
             targets=targets,
-            head=head,
         )
 
     def storing(self, options: PrecomputeOptions) -> TeacherGraph:
@@ -96,6 +93,11 @@ class TeacherGraph:
         check_options(options)
         factors = choose_stored(self.model, self.layers, self.site_kinds, options)
         return replace(self, options=options, factors=factors)
+
+    @property
+    def head(self) -> GraphHead | None:
+        """The head that ``exact`` targets keep."""
+        return self.targets.head
 
     @property
     def has_decoder_rows(self) -> bool:
@@ -132,8 +134,8 @@ class TeacherGraph:
 
 def choose_targets(
     model: onnx.ModelProto, sites: Sequence[AttentionSite], kinds: SiteKinds, options: PrecomputeOptions
-) -> tuple[TargetTensors, GraphHead | None]:
-    """What the options ask for beside attention, and the head that makes logits of stored states."""
+) -> TargetTensors:
+    """What the options ask for beside attention."""
     of_decoder = bool(kinds.kinds)
     own = [site for site in sites if kinds.kind(site) in (None, "decoder")]
     if options.hidden_layers and of_decoder and not (own and kinds.decoder_inputs):
@@ -149,19 +151,16 @@ def choose_targets(
             "the encoder alone",
             "CACHE-181",
         )
-    targets = find_targets(
+    return find_targets(
         model,
         own,
         logits=options.logits != "none",
         output=options.logits_output,
         hidden=options.hidden_layers,
         pooled=options.embeddings is not None,
+        exact=options.exact,
         of_decoder=of_decoder,
     )
-    if not options.exact:
-        return targets, None
-    head = find_head(model, find_logits(model, options.logits_output))
-    return replace(targets, last=head.states), head
 
 
 def choose_layers(

@@ -31,7 +31,7 @@ from shd_ref.cache import (
 from shd_ref.cache.codecs.logits import logits_error
 from shd_ref.cache.forms.form import F32, Form
 from shd_ref.errors import ShdError
-from shd_ref.teacher.graph.targets import find_head, find_logits
+from shd_ref.teacher.graph.targets import find_head
 from shd_ref.teacher.options import CODECS_OF, NO_FORM, PlanOptions, PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.forms import describe_forms, make_records, measure_errors
 from shd_ref.teacher.run.inputs import Batch, run_batch
@@ -348,7 +348,7 @@ def offer_targets(work: TeacherRun, index: int) -> tuple[TargetOffer, ...]:
     if work.others:
         return ()
     try:
-        head = find_head(work.graph.model, find_logits(work.graph.model, options.logits_output))
+        head = find_head(work.graph.model, options.logits_output)
         states, logits = work.run_head(index, head)
         return tuple(_offers(states, logits, head.head.cut(logits.shape[-1]), work))
     except ShdError:
