@@ -13,7 +13,7 @@ from shd_ref.errors import need
 from shd_ref.teacher.graph.find import AttentionSite
 from shd_ref.teacher.graph.inputs import Layout, probe_tensors
 from shd_ref.teacher.graph.measure import alike_heads
-from shd_ref.teacher.graph.walk import Logits, before_rounding, operands, repeat_chain
+from shd_ref.teacher.graph.walk import Logits, before_rounding, repeat_chain
 from shd_ref.teacher.opening.model import ir, onnx
 
 # exp(-1000) is 0 beside any other logit, in every precision that teachers run in.
@@ -94,9 +94,8 @@ def _before_shaping(value: ir.Value | None) -> Iterator[str]:
 def _tensors(logits: Logits) -> Iterator[str]:
     values: list[ir.Value | None] = [value for _, value in (*logits.multipliers, *logits.addends, *logits.fills)]
     if logits.product is not None:
-        queries, keys = operands(logits.product)
-        values += [queries, keys, logits.product.outputs[0]]
-        for node in repeat_chain(keys):
+        values += [logits.queries, logits.keys, logits.product.outputs[0]]
+        for node in repeat_chain(logits.keys):
             values += [*node.inputs, node.outputs[0]]
     yield from (str(value.name) for value in values if value is not None and value.const_value is None)
 
@@ -105,12 +104,11 @@ def _factors(site: AttentionSite, logits: Logits | None, arrays: Arrays, read: s
     if logits is None:
         return SiteFactors(site, reason=site.reason) if site.reason else _refused(site, "its map is not a softmax")
     reason = logits.reason or _reason(logits, arrays)
-    product = logits.product
-    if product is None or reason is not None:
+    product, queries, keys = logits.product, logits.queries, logits.keys
+    if product is None or queries is None or keys is None or reason is not None:
         return _refused(site, reason or "its logits come from no product of queries and keys")
     if any(map(product.attributes.get_int, ("transA", "transBatchA", "transBatchB"))):
         return _refused(site, f"its logits come from {product.op_type} with transposed queries")
-    queries, keys = operands(product)
     rank = arrays[site.probs].ndim
     layout = _layout(site, rank, arrays[str(product.outputs[0].name)].ndim)
     logits_layout = _layout(site, rank, arrays[read].ndim)

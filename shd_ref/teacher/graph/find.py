@@ -96,8 +96,8 @@ def find_sites(model: onnx.ModelProto) -> tuple[AttentionSite, ...]:
         ShdError: ``graph-invalid`` for a graph that is not well formed.
     """
     inferred = infer_shapes(model)  # a graph that inference rejects can still be probed
-    opset, graph = opset_version(model), read_graph(inferred)
-    walks = list(walk_graph(graph))
+    opset = opset_version(model)
+    walks = list(walk_graph(read_graph(inferred)))
     shapes: Shapes = static_shapes(inferred)
     measures = [measure_site(walk, shapes) for walk in walks]
     probe_error = None

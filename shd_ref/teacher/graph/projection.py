@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import heapq
+import itertools
 from dataclasses import dataclass, replace
-from typing import Any, Final, TypeAlias
+from enum import Enum
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -155,106 +156,79 @@ class _Linear:
         return bool(self.terms) and not self.by_head
 
 
-class _Other:
-    """A tensor that is made of the heads' outputs in another way."""
+class _Other(Enum):
+    """A tensor that is made of the heads' outputs in another way: of themselves, or of a sum of products."""
 
-
-_BENT: Final = _Other()  # of the heads' outputs themselves
-_BEHIND: Final = _Other()  # of a sum of products
-
-_Reading: TypeAlias = _Linear | _Other
+    BENT, BEHIND = range(2)
 
 
 def follow_to_projection(context: ir.Value) -> Projection:
     """Read forward from the heads' outputs to the first tensor in which all that is made of them has met."""
-    return _Sweep(context).run()
+    producer = context.producer()
+    graph = None if producer is None else producer.graph
+    readings: dict[ir.Value, _Linear | _Other] = {}
+    waiting: dict[ir.Value, set[ir.Node]] = {}  # tensors that operators are still to read, or that are results
+    path: list[ir.Node] = []
+    sums: list[_Linear] = []  # as they are read by something that is not linear
+    bends: list[ir.Node] = []
 
+    def note(value: ir.Value, reading: _Linear | _Other) -> None:
+        readings[value] = reading
+        users = dict.fromkeys(node for node, _ in value.uses() if node.op_type not in SIZE_OPS)
+        bends.extend(node for node in users if node.graph is not graph)  # in the body of a control-flow operator
+        waiting[value] = {node for node in users if node.graph is graph}
+        drop_if_read(value)
 
-class _Sweep:
-    """The readings of all that is made of the heads' outputs, operator by operator in the order of the graph."""
+    def drop_if_read(value: ir.Value) -> None:
+        reading = readings[value]
+        is_result = value.is_graph_output() and isinstance(reading, _Linear) and reading.is_whole
+        if not waiting.get(value) and not is_result:
+            waiting.pop(value, None)
 
-    def __init__(self, context: ir.Value) -> None:
-        producer = context.producer()
-        graph = None if producer is None else producer.graph
-        self.places = {id(node): position for position, node in enumerate(graph or ())}
-        self.readings: dict[ir.Value, _Reading] = {}
-        self.waiting: dict[ir.Value, set[int]] = {}  # the operators that are still to read a tensor, if any
-        self.queue: list[int] = []
-        self.nodes: dict[int, ir.Node] = {}
-        self.path: list[ir.Node] = []
-        self.sums: list[_Linear] = []  # as they are read by something that is not linear
-        self.bends: list[ir.Node] = []
-        self.is_bent = False
-        self._note(context, _Linear())
-
-    def run(self) -> Projection:
-        while self.queue and not self.is_bent:
-            linear = [reading for value in self.waiting if isinstance(reading := self.readings[value], _Linear)]
-            if not linear or (len(self.waiting) == 1 and linear[0].is_whole):
-                break
-            # In the graph's order: whatever an operator reads has then been read itself.
-            self._take(self.nodes.pop(heapq.heappop(self.queue)))
-        last = [self.readings[value] for value in self.waiting]
-        sums = self.sums + [reading for reading in last if isinstance(reading, _Linear) and reading.is_whole]
-        if self.is_bent or not sums:
-            return Projection(reason=_describe_bends(self.bends))
-        if any(other.terms != sums[0].terms for other in sums):
-            return Projection(
-                reason="the heads' outputs meet several weights whose products are used apart, so none of them is "
-                "the output projection: choose other layers, or export the model up to one of these products"
-            )
-        terms = sums[0].terms
-        needed, path = {term.source for term in terms}, []
-        for node in reversed(self.path):
-            if not needed.isdisjoint(node.outputs):
-                path.append(node)
-                needed.update(value for value in node.inputs if value is not None)
-        return Projection(terms, tuple(reversed(path)))
-
-    def _note(self, value: ir.Value, reading: _Reading) -> None:
-        self.readings[value] = reading
-        waiting = self.waiting[value] = set[int]()
-        for node, _ in value.uses():
-            position = self.places.get(id(node))
-            if node.op_type in SIZE_OPS:
-                continue
-            if position is None:  # in the body of a control-flow operator
-                self.bends.append(node)
-                continue
-            waiting.add(position)
-            if position not in self.nodes:
-                self.nodes[position] = node
-                heapq.heappush(self.queue, position)
-        self._drop_if_read(value)
-
-    def _take(self, node: ir.Node) -> None:
-        sources = [value for value in dict.fromkeys(node.inputs) if value is not None and value in self.readings]
-        readings = [self.readings[value] for value in sources]
+    note(context, _Linear())
+    is_bent = False
+    # The graph is in order: whatever an operator reads has then been read itself.
+    for node in itertools.dropwhile(lambda node: node is not producer, graph or ()):
+        sources = [value for value in dict.fromkeys(node.inputs) if value is not None and value in readings]
+        if not sources or node.op_type in SIZE_OPS:
+            continue
         for value in sources:
-            self.waiting[value].discard(self.places[id(node)])
-            self._drop_if_read(value)
-        linear = [reading for reading in readings if isinstance(reading, _Linear)]
-        result: _Reading | None = None
-        if len(linear) == len(readings):
-            result = read_operator(node, dict(zip(sources, linear, strict=True)))
-            if isinstance(result, _Linear) and not result.terms:
-                self.path.append(node)
+            waiting.get(value, set()).discard(node)
+            drop_if_read(value)
+        known = {value: reading for value in sources if isinstance(reading := readings[value], _Linear)}
+        linear = read_operator(node, known) if len(known) == len(sources) else None
+        if linear is not None and not linear.terms:
+            path.append(node)
+        result: _Linear | _Other | None = linear
         if result is None:
-            self.sums += [reading for reading in linear if reading.is_whole]
-            parts = [reading for reading in linear if not reading.is_whole]
-            if parts:
-                self.bends.append(node)
-            self.is_bent |= bool(linear) and _BENT in readings
-            result = _BENT if parts or _BENT in readings else _BEHIND
+            sums += [reading for reading in known.values() if reading.is_whole]
+            parts = [reading for reading in known.values() if not reading.is_whole]
+            bends += [node] if parts else []
+            of_bent = any(readings[value] is _Other.BENT for value in sources)
+            is_bent |= bool(known) and of_bent
+            result = _Other.BENT if parts or of_bent else _Other.BEHIND
         # A quantiser's scale and zero point are not numbers of the heads' outputs.
         for output in node.outputs[:1] if node.op_type == "DynamicQuantizeLinear" else node.outputs:
-            self._note(output, result)
-
-    def _drop_if_read(self, value: ir.Value) -> None:
-        reading = self.readings[value]
-        is_result = value.is_graph_output() and isinstance(reading, _Linear) and reading.is_whole
-        if not self.waiting[value] and not is_result:
-            del self.waiting[value]
+            note(output, result)
+        left = [reading for value in waiting if isinstance(reading := readings[value], _Linear)]
+        if is_bent or not left or (len(waiting) == 1 and left[0].is_whole):
+            break
+    last = [readings[value] for value in waiting]
+    sums += [reading for reading in last if isinstance(reading, _Linear) and reading.is_whole]
+    if is_bent or not sums:
+        return Projection(reason=_describe_bends(bends))
+    if any(other.terms != sums[0].terms for other in sums):
+        return Projection(
+            reason="the heads' outputs meet several weights whose products are used apart, so none of them is "
+            "the output projection: choose other layers, or export the model up to one of these products"
+        )
+    terms = sums[0].terms
+    needed, leading = {term.source for term in terms}, []
+    for node in reversed(path):
+        if not needed.isdisjoint(node.outputs):
+            leading.append(node)
+            needed.update(value for value in node.inputs if value is not None)
+    return Projection(terms, tuple(reversed(leading)))
 
 
 def read_operator(node: ir.Node, known: dict[ir.Value, _Linear]) -> _Linear | None:

@@ -49,6 +49,8 @@ class Logits:
     """``softmax(scale * multipliers * Q K^T + addends)``, as it was read."""
 
     product: ir.Node | None = None
+    queries: ir.Value | None = None
+    keys: ir.Value | None = None
     scale: float = 1.0
     multipliers: list[tuple[str, ir.Value]] = field(default_factory=list)
     addends: list[tuple[float, ir.Value]] = field(default_factory=list)
@@ -300,7 +302,7 @@ def _read_logits(value: ir.Value | None) -> Logits:
         if node is None or not _leads_to_product(value):
             logits.reason = "its logits come from no product of queries and keys"
         elif is_value_product(node):
-            logits.product = node
+            logits.product, (logits.queries, logits.keys) = node, operands(node)
             break
         else:
             value = _step_back(node, logits)
