@@ -85,10 +85,11 @@ def load_teacher(path: str | Path, *, inline_bytes: int = INLINE_BYTES) -> onnx.
             f"teacher graph {file} needs operators of {', '.join(sorted(foreign))}, and custom operator "
             "libraries are never loaded: re-export the model with standard operators"
         )
-    _check_nodes(nodes, opset, file)
-    constants = [tensor for graph in graphs for tensor in graph.initializer]
-    _check_growth(nodes, constants, file)
-    _check_folded(nodes, constants, file)
+    for node in nodes:  # as onnxruntime demands too
+        problem = _signature_problem(node, opset)
+        if problem is not None:
+            raise _broken(file, f"node {node.name!r} ({node.op_type}) {problem}")
+    _check_constants(nodes, [tensor for graph in graphs for tensor in graph.initializer], file)
     is_whole = size < inline_bytes
     load_external_data(model, file, everything=is_whole)
     if opset < MIN_OPSET and is_whole:  # it cannot convert what it cannot see
@@ -157,55 +158,46 @@ def _check_functions(functions: Iterable[onnx.FunctionProto], nodes: Sequence[on
         (function.domain, function.name): Counter((node.domain, node.op_type) for node in function_nodes(function))
         for function in functions
     }
-    sizes: dict[tuple[str, str], tuple[int, int]] = {}  # nodes after inlining, and how deep
-    for key in calls:
-        waiting, under_way = [key], set()
-        while waiting:
-            current = waiting[-1]
-            unknown = [name for name in calls[current] if name in calls and name not in sizes]
-            if unknown and current not in under_way:
-                under_way.add(current)
-                waiting += unknown
-                continue
-            waiting.pop()  # what is unknown now calls itself in a circle, which the inliner refuses
-            held = [(sizes.get(name, (1, 0)), count) for name, count in calls[current].items()]
-            made = sum(size[0] * count for size, count in held)
-            sizes[current] = min(made, _MOST_NODES + 1), 1 + max((size[1] for size, _ in held), default=0)
-    total = sum(sizes.get((node.domain, node.op_type), (1, 0))[0] for node in nodes)
-    depth = max((deep for _, deep in sizes.values()), default=0)
-    if total > _MOST_NODES or depth > _MOST_NESTED:
-        raise graph_invalid(
-            f"functions of teacher graph {file} must make at most {_MOST_NODES} nodes, and call one another at most "
-            f"{_MOST_NESTED} deep; they make {total if total <= _MOST_NODES else 'more'}, {depth} deep: export the "
-            "model without functions"
-        )
+    sizes: dict[tuple[str, str], tuple[int, int]] = {}
+
+    def measure(name: tuple[str, str], above: int) -> tuple[int, int]:
+        """Nodes after inlining, and how deep calls lie in one another."""
+        if name not in sizes and name in calls:
+            sizes[name] = 1, _MOST_NESTED + 1  # as long as it is measured: one that calls itself is too deep
+            if above < _MOST_NESTED:
+                held = [(*measure(inner, above + 1), count) for inner, count in calls[name].items()]
+                made = sum(size * count for size, _, count in held)
+                sizes[name] = min(made, _MOST_NODES + 1), 1 + max((deep for _, deep, _ in held), default=0)
+        return sizes.get(name, (1, 0))
+
+    measured = [measure((node.domain, node.op_type), 0) for node in nodes]
+    total, depth = sum(size for size, _ in measured), max(deep for _, deep in measured)
+    need(
+        total <= _MOST_NODES and depth <= _MOST_NESTED,
+        "graph-invalid",
+        f"functions of teacher graph {file}",
+        f"make at most {_MOST_NODES} nodes, and call one another at most {_MOST_NESTED} deep",
+        f"{total if total <= _MOST_NODES else 'more'}, {depth} deep or more",
+        remedy="export the model without functions",
+    )
 
 
-def _check_growth(nodes: Iterable[onnx.NodeProto], constants: Iterable[onnx.TensorProto], file: Path) -> None:
-    """Tensors that are joined with themselves again and again may not grow without bound."""
+def _check_constants(nodes: Iterable[onnx.NodeProto], constants: Sequence[onnx.TensorProto], file: Path) -> None:
+    """What operators make of constant shapes, which inference and onnxruntime compute first, may not be too large."""
     sizes = {tensor.name: math.prod(tensor.dims) for tensor in constants}
+    known: dict[str, NDArray[Any]] = {
+        tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in constants if _is_readable(tensor)
+    }
     most = max(_MOST_JOINED, 8 * sum(sizes.values()))
     for node in nodes:
-        if node.op_type == "Concat":
+        # What depends on the inputs has sizes that are theirs, and counts as one.
+        carriers = node.input if node.op_type in _SHAPE_ARITHMETIC else []
+        size = max((sizes.get(name, 1) for name in carriers[node.op_type == "Gather" :]), default=1)
+        if node.op_type == "Concat":  # of itself again and again it would grow without bound
             size = sum(sizes.get(name, 1) for name in node.input)
-            if size > most:
-                raise graph_invalid(
-                    f"teacher graph {file} joins tensors to one of {size} entries at node {node.name!r} (Concat): "
-                    "export it again"
-                )
-        else:  # what depends on the inputs has sizes that are theirs, and counts as one
-            carriers = node.input if node.op_type in _SHAPE_ARITHMETIC else []
-            size = max((sizes.get(name, 1) for name in carriers[node.op_type == "Gather" :]), default=1)
+            joined = f"one of {size} entries at node {node.name!r}: export it again"
+            need(size <= most, "graph-invalid", f"teacher graph {file}", f"join tensors to {most} at most", joined)
         sizes.update(dict.fromkeys(node.output, size))
-
-
-def _check_folded(nodes: Iterable[onnx.NodeProto], constants: Iterable[onnx.TensorProto], file: Path) -> None:
-    """What operators make of constant shapes, which onnxruntime computes first, may not be absurdly large."""
-    known: dict[str, NDArray[Any]] = {}
-    for constant in constants:
-        if _is_readable(constant):
-            known[constant.name] = onnx.numpy_helper.to_array(constant)
-    for node in nodes:
         if node.op_type == "Constant":
             tensor = node.attribute[0].t if node.attribute and node.attribute[0].HasField("t") else None
             if tensor is not None and _is_readable(tensor):
@@ -294,15 +286,8 @@ _CONTRIB_INPUTS: Final = {
 """Operators of onnxruntime's own domain, which have no schema here, and how many inputs they need at least."""
 
 
-def _check_nodes(nodes: Iterable[onnx.NodeProto], opset: int, file: Path) -> None:
-    """Every node must have the inputs, outputs and attributes of its operator, as onnxruntime demands too."""
-    for node in nodes:
-        problem = _signature_problem(node, opset)
-        if problem is not None:
-            raise _broken(file, f"node {node.name!r} ({node.op_type}) {problem}")
-
-
 def _signature_problem(node: onnx.NodeProto, opset: int) -> str | None:
+    """What a node lacks of the inputs, outputs and attributes of its operator."""
     if not node.output:
         return "has no output"
     if node.domain == CONTRIB_DOMAIN:
