@@ -41,10 +41,9 @@ from shd_ref.cache import (
 )
 
 DOCUMENTS = ("manifest.json", "receipts/000001.json", "SEALED.json")
-VALUES: tuple[Any, ...] = (
-    0, 1, 7, 2**31, 2**53 - 1, 2**53, 10**30, -1, 0.0, 0.5, -1.5, 1e308, True, None, "", "x" * 5000, "../../x", "\0",
-    "a\ud800b", [], {}, [[]], [0] * 50, {"": 0}, [[1, 2, "0" * 16]], "causal", "skip", "row", "float32",
-)  # fmt: skip
+NUMBERS = (0, 1, 7, 2**31, 2**53 - 1, 2**53, 10**30, -1, 0.0, 0.5, -1.5, 1e308, True)
+TEXTS = ("", "x" * 5000, "../../x", "\0", "a\ud800b", "causal", "skip", "row", "float32")
+VALUES: tuple[Any, ...] = (*NUMBERS, *TEXTS, None, [], {}, [[]], [0] * 50, {"": 0}, [[1, 2, "0" * 16]])
 SOUND: list[dict[str, Any]] = [
     {},
     FORMS["topk"],

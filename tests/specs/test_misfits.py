@@ -42,60 +42,61 @@ TAUGHT = {"teacher_queries": numbers(2, 4, 3, 2), "teacher_keys": numbers(2, 2, 
 OUTSIDE = {"outside": numbers(2, 4, 3), "groups": 2}
 SCORER = {"queries": numbers(2, 2, 3, 2), "keys": numbers(2, 1, 5, 2), "scale": 0.25, "top_k": 2, "relu": False}
 POOL = np.einsum("bijld,bmnld->bijmn", *[numbers(2, 3, 3, 2, 2)] * 2)
-CALLS: dict[str, tuple[Any, Mapping[str, Any]]] = {
-    **{name: (shd_ref, inputs) for name, inputs in {
-        "softmax": {"attn_logits": numbers(2, 2, 3, 5), "temperature": 3.0, "attn_mask": np.ones((3, 5), bool)},
-        "soften": {"attn_probs": probs(2, 2, 3, 5), "temperature": 3.0, "row_sums": "at_most_one"},
-        "value_outputs": {"values": numbers(2, 2, 5, 3), "output_projection": numbers(12, 4)},
-        "merge_plan": {"num_teacher_heads": 9, "num_student_heads": 3, "kind": "balanced"},
-        "plan_groups": {"plan": [[[0, 1], [2, 4]], [[1, 2]]], "num_teacher_heads": 5},
-        "solve_alpha": {
-            **{f"probs_{side}": probs(2, 3, 5) for side in "pq"},
-            **{f"value_outputs_{side}": numbers(2, 5, 4) for side in "pq"},
-            **{"rule": "as_printed", "query_mask": MASK},
-        },
-        "compose_mixing": {"alphas": [np.full((2, 2), 0.25)], "plan": [[[0, 1], [2, 3]]], "num_teacher_heads": 4},
-        "mix_heads": {"teacher_probs": probs(2, 3, 3, 5), "mixing": probs(2, 2, 3)},
-        "squeeze_heads": {
-            **{"teacher_probs": probs(2, 4, 3, 5), "value_outputs": numbers(2, 4, 5, 3), "num_student_heads": 2},
-            **{"strategy": "hard", "temperature": 2.0, "query_mask": MASK, "alpha_from": "softened"},
-        },
-        "shd_loss": {**STUDENT, **LOSS},
-        "shd_loss_gradient": {**STUDENT, **LOSS},
-        "shd_loss_gradient_qk": {
-            **{"supervision": probs(2, 2, 3, 5), "queries": numbers(2, 2, 3, 4), "keys": numbers(2, 1, 5, 4)},
-            **{"scale": 0.25, **LOSS},
-        },
-        "intersect_support": {**STUDENT, "loss_mask": MASK, "row_sums": "at_most_one"},
-        "layer_map": {"num_teacher_layers": 9, "num_student_layers": 4, "pairs": [[0, 2], [3, 8]]},
-        "align_tokens": {"attn_probs": probs(2, 2, 3, 5)},
-        "gram_tensor": {
-            **{"teacher_probs": probs(2, 4, 3, 5), "values": numbers(2, 2, 5, 3)},
-            **{"output_projection": numbers(12, 4), "query_mask": MASK},
-        },
-        "solve_alpha_from_gram": {"gram": POOL, "p": 0, "q": 2},
-        "merge_gram": {"gram": POOL, "p": 0, "q": 2, "alpha": np.full(2, 0.25)},
-        "indexer_target": {**TAUGHT, **OUTSIDE, "block_size": 2},
-        "indexer_loss": {**SCORER, **TAUGHT, **OUTSIDE, "loss_mask": MASK, "reduction": "rows"},
-        "indexer_loss_gradient": {**SCORER, **TAUGHT, **OUTSIDE, "loss_mask": MASK, "reduction": "rows"},
-    }.items()},
-    "align_output": (shrink,
-        {"inputs": numbers(9, 4), "targets": numbers(9, 3), "weight": numbers(4, 3), "bias": numbers(3),
-        "ridge": 0.1}),
-    "attend": (shrink, {**HEADS, "inputs": numbers(2, 5, 6), "attn_mask": np.ones((5, 5), bool), "rotary": ROTARY}),
-    "concatenate_heads": (shrink, {**HEADS, "head_dim": 6}),
-    "low_rank_heads": (shrink,
-        {**HEADS, "num_kv_heads": 2, "head_dim": 2, "moment": square(7), "key_moment": square(6),
-        "rotary": ROTARY} | {"ridge": 1e-3}),
-    "mix_queries": (shrink, {**HEADS, "query_size": np.arange(1.0, 5.0)}),
-    "fold_norm": (shrink, {"matrix": numbers(5, 3), "scale": numbers(5), "shift": numbers(5), "bias": numbers(3)}),
-    "principal_axes": (shrink, {"moment": square(6), "width": 3, "norm": "layer"}),
-    "kept_scale": (shrink, {"moment": square(6), "basis": numbers(6, 3)}),
-    "kept_layers": (shrink, {"num_teacher_layers": 6, "layers": 3}),
-    "merge_linear": (shrink,
-        {"first": numbers(5, 3), "second": numbers(4, 5), "first_bias": numbers(5), "second_bias": numbers(4)}),
-    "pooled_mixing": (shrink, {"gram": GRAM, "plan": [[[0, 1], [2, 3]]]}),
-}  # fmt: skip
+CALLS: dict[str, Mapping[str, Any]] = {
+    "softmax": {"attn_logits": numbers(2, 2, 3, 5), "temperature": 3.0, "attn_mask": np.ones((3, 5), bool)},
+    "soften": {"attn_probs": probs(2, 2, 3, 5), "temperature": 3.0, "row_sums": "at_most_one"},
+    "value_outputs": {"values": numbers(2, 2, 5, 3), "output_projection": numbers(12, 4)},
+    "merge_plan": {"num_teacher_heads": 9, "num_student_heads": 3, "kind": "balanced"},
+    "plan_groups": {"plan": [[[0, 1], [2, 4]], [[1, 2]]], "num_teacher_heads": 5},
+    "solve_alpha": {
+        **{f"probs_{side}": probs(2, 3, 5) for side in "pq"},
+        **{f"value_outputs_{side}": numbers(2, 5, 4) for side in "pq"},
+        **{"rule": "as_printed", "query_mask": MASK},
+    },
+    "compose_mixing": {"alphas": [np.full((2, 2), 0.25)], "plan": [[[0, 1], [2, 3]]], "num_teacher_heads": 4},
+    "mix_heads": {"teacher_probs": probs(2, 3, 3, 5), "mixing": probs(2, 2, 3)},
+    "squeeze_heads": {
+        **{"teacher_probs": probs(2, 4, 3, 5), "value_outputs": numbers(2, 4, 5, 3), "num_student_heads": 2},
+        **{"strategy": "hard", "temperature": 2.0, "query_mask": MASK, "alpha_from": "softened"},
+    },
+    "shd_loss": {**STUDENT, **LOSS},
+    "shd_loss_gradient": {**STUDENT, **LOSS},
+    "shd_loss_gradient_qk": {
+        **{"supervision": probs(2, 2, 3, 5), "queries": numbers(2, 2, 3, 4), "keys": numbers(2, 1, 5, 4)},
+        **{"scale": 0.25, **LOSS},
+    },
+    "intersect_support": {**STUDENT, "loss_mask": MASK, "row_sums": "at_most_one"},
+    "layer_map": {"num_teacher_layers": 9, "num_student_layers": 4, "pairs": [[0, 2], [3, 8]]},
+    "align_tokens": {"attn_probs": probs(2, 2, 3, 5)},
+    "gram_tensor": {
+        **{"teacher_probs": probs(2, 4, 3, 5), "values": numbers(2, 2, 5, 3)},
+        **{"output_projection": numbers(12, 4), "query_mask": MASK},
+    },
+    "solve_alpha_from_gram": {"gram": POOL, "p": 0, "q": 2},
+    "merge_gram": {"gram": POOL, "p": 0, "q": 2, "alpha": np.full(2, 0.25)},
+    "indexer_target": {**TAUGHT, **OUTSIDE, "block_size": 2},
+    "indexer_loss": {**SCORER, **TAUGHT, **OUTSIDE, "loss_mask": MASK, "reduction": "rows"},
+    "indexer_loss_gradient": {**SCORER, **TAUGHT, **OUTSIDE, "loss_mask": MASK, "reduction": "rows"},
+    "align_output": {
+        **{"inputs": numbers(9, 4), "targets": numbers(9, 3), "weight": numbers(4, 3), "bias": numbers(3)},
+        **{"ridge": 0.1},
+    },
+    "attend": {**HEADS, "inputs": numbers(2, 5, 6), "attn_mask": np.ones((5, 5), bool), "rotary": ROTARY},
+    "concatenate_heads": {**HEADS, "head_dim": 6},
+    "low_rank_heads": {
+        **{**HEADS, "num_kv_heads": 2, "head_dim": 2, "moment": square(7), "key_moment": square(6)},
+        **{"rotary": ROTARY, "ridge": 1e-3},
+    },
+    "mix_queries": {**HEADS, "query_size": np.arange(1.0, 5.0)},
+    "fold_norm": {"matrix": numbers(5, 3), "scale": numbers(5), "shift": numbers(5), "bias": numbers(3)},
+    "principal_axes": {"moment": square(6), "width": 3, "norm": "layer"},
+    "kept_scale": {"moment": square(6), "basis": numbers(6, 3)},
+    "kept_layers": {"num_teacher_layers": 6, "layers": 3},
+    "merge_linear": {
+        **{"first": numbers(5, 3), "second": numbers(4, 5), "first_bias": numbers(5), "second_bias": numbers(4)}
+    },
+    "pooled_mixing": {"gram": GRAM, "plan": [[[0, 1], [2, 3]]]},
+}
 FREE = """
 softmax attn_logits: 0 1; soften attn_probs: 0 1 2 3; value_outputs values: 0 1 2 3
 value_outputs output_projection: 1; compose_mixing alphas: 0; mix_heads teacher_probs: 2 3; mix_heads mixing: 1
@@ -150,8 +151,8 @@ def variants(value: Any, free: list[str]) -> Iterator[tuple[str, Any]]:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_misfit_is_an_error_of_chapter_err(name: str) -> None:
-    room, inputs = CALLS[name]
-    function: Callable[..., Any] = getattr(room, name)
+    inputs = CALLS[name]
+    function: Callable[..., Any] = getattr(shd_ref if hasattr(shd_ref, name) else shrink, name)
     function(**inputs)
     for argument, value in inputs.items():
         for rule, other in variants(value, MAY_DIFFER.get((name, argument), [])):

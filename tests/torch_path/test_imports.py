@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -55,12 +54,6 @@ def test_every_public_name_is_there() -> None:
 def test_a_star_import_needs_no_transformers() -> None:
     before = "import sys, torch; sys.modules['transformers'] = None"
     assert "shd_torch.kl.loss" in modules_loaded_by("from shd_torch import *", before)
-
-
-def test_the_trainer_is_a_public_name() -> None:
-    pytest.importorskip("transformers", reason="the trainer is one of transformers'")
-    pytest.importorskip("accelerate", reason="the trainer uses accelerate")
-    assert issubclass(shd_torch.SHDTrainer, importlib.import_module("transformers").Trainer)
 
 
 def test_rooms_are_there_without_an_import_of_each() -> None:

@@ -117,10 +117,7 @@ def test_the_graph_equals_the_reference(heads: tuple[int, int], strategy: str) -
 def test_explicit_plans_and_the_printed_rule() -> None:
     model, feeds = bare_attention(6, D_V, D_MODEL), random_inputs(6)
     for rule, temperature in product(("least_squares", "as_printed"), (1.0, 0.5)):
-        graph = squeeze(
-            model, 2, plan=CROSSED, alpha_rule=rule, temperature=temperature,
-            row_mask_input="mask",
-        )  # fmt: skip
+        graph = squeeze(model, 2, plan=CROSSED, alpha_rule=rule, temperature=temperature, row_mask_input="mask")
         assert_agrees(graph, run(graph, feeds), mask=True)
 
 

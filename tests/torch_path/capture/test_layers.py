@@ -91,10 +91,9 @@ def test_layers_are_the_modules_that_attend(case: str, compiled: bool) -> None:
 
 def make_diffllama() -> tuple[Any, Any]:
     transformers = pytest.importorskip("transformers", reason="a Hugging Face architecture")
-    config = transformers.DiffLlamaConfig(
-        vocab_size=50, hidden_size=WIDTH, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=40,
-    )  # fmt: skip
+    sizes = {"vocab_size": 50, "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 40}
+    config = transformers.DiffLlamaConfig(**sizes)
     return transformers.DiffLlamaModel(config).eval(), torch.ones(1, 7, dtype=torch.int64)
 
 

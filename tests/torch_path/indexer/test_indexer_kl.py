@@ -308,6 +308,10 @@ Q, K = torch.ones(1, 2, 3, 2), torch.ones(1, 1, 3, 2)
 TEACHER = Factored.teacher(torch.ones(1, 2, 3, 2), torch.ones(1, 2, 3, 2))
 
 
+def taught(**fields: Any) -> Factored:
+    return Factored.teacher(TEACHER.queries, TEACHER.keys, **fields)
+
+
 @pytest.mark.parametrize(
     ("code", "words", "change"),
     [
@@ -318,24 +322,24 @@ TEACHER = Factored.teacher(torch.ones(1, 2, 3, 2), torch.ones(1, 2, 3, 2))
         ("argument-value", "relu", {"relu": 1}),
         ("argument-value", "scale", {"scale": float("nan")}),
         ("argument-value", "teacher must be a Factored", {"teacher": torch.ones(1, 2, 3, 3)}),
-        ("argument-value", "row_mass", {
-            "teacher": Factored.teacher(TEACHER.queries, TEACHER.keys, row_mass=torch.ones(1, 2, 3)),
-            "outside": torch.zeros(1, 2, 3)}),
-        ("argument-value", "layer 1", {
-            "teacher": [TEACHER, Factored.teacher(TEACHER.queries, TEACHER.keys, is_causal=True)]}),
+        (
+            "argument-value",
+            "row_mass",
+            {"teacher": taught(row_mass=torch.ones(1, 2, 3)), "outside": torch.zeros(1, 2, 3)},
+        ),
+        ("argument-value", "layer 1", {"teacher": [TEACHER, taught(is_causal=True)]}),
         ("argument-shape", "C = 2", {"block_size": 2}),
         ("argument-shape", "groups", {"groups": 3}),
         ("argument-shape", "weights", {"weights": torch.ones(1, 2, 2)}),
         ("argument-shape", "outside", {"outside": torch.ones(1, 2, 2)}),
         ("argument-shape", "equally long", {"outside": [None, None]}),
-        ("argument-shape", "all heads", {
-            "teacher": Factored.teacher(TEACHER.queries, TEACHER.keys, attn_mask=torch.ones(2, 3, 3).bool())}),
+        ("argument-shape", "all heads", {"teacher": taught(attn_mask=torch.ones(2, 3, 3).bool())}),
         ("argument-dtype", "segments", {"segments": torch.ones(1, 3)}),
         ("argument-dtype", "loss_mask", {"loss_mask": torch.ones(1, 3)}),
         ("not-finite", "queries", {"queries": Q * torch.inf}),
         ("not-finite", "outside", {"outside": torch.full((1, 2, 3), torch.inf)}),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_refused(code: str, words: str, change: dict[str, Any]) -> None:
     arguments = {"queries": Q, "keys": K, "teacher": TEACHER, "scale": 1.0, **change}
     with refusal(code, words):

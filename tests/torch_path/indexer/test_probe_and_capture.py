@@ -94,27 +94,33 @@ def test_a_known_class_of_another_version_is_refused() -> None:
         model(torch.ones(1, 2))
 
 
-SMALL = {
-    "hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 40,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 12, "kv_lora_rank": 8,
-    "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4, "index_n_heads": 2, "index_head_dim": 8,
-    "index_topk": 4, "n_routed_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
-    "topk_group": 1, "first_k_dense_replace": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+SMALL: dict[str, Any] = (
+    {"hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 1, "head_dim": 8}
+    | {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 8, "vocab_size": 40}
+    | {"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4, "index_n_heads": 2, "index_head_dim": 8}
+    | {"index_topk": 4, "n_routed_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "n_group": 1}
+    | {"topk_group": 1, "first_k_dense_replace": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+)
 COMPRESSED = {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}
 KINDS: dict[str, dict[str, Any]] = {
     "axk2.AXK2": {},
     "deepseek_v32.DeepseekV32": {},
     "deepseek_v4.DeepseekV4": {
-        "num_key_value_heads": 1, "layer_types": ["compressed_sparse_attention"], "compress_rates": COMPRESSED},
+        "num_key_value_heads": 1,
+        "layer_types": ["compressed_sparse_attention"],
+        "compress_rates": COMPRESSED,
+    },
     "dots3_note.Dots3NoteText": {},
     "glm5_next.Glm5NextText": {"qk_rope_head_dim": 0, "index_kpool": 2, "layer_types": ["full_attention"]},
     "glm_moe_dsa.GlmMoeDsa": {},
     "hy_v4.HYV4": {},
     "minimax_m3_vl.MiniMaxM3VLText": {
-        "num_key_value_heads": 2, "layer_types": ["minimax_m3_sparse"], "index_block_size": 2},
+        "num_key_value_heads": 2,
+        "layer_types": ["minimax_m3_sparse"],
+        "index_block_size": 2,
+    },
     "mistral_large4.MistralLarge4Text": {},
-}  # fmt: skip
+}
 
 
 class FirstTopK(TorchFunctionMode):

@@ -26,7 +26,7 @@ from shd_torch.export import load_hf_model
 OFTEN = ("bert", "gpt2", "t5", "whisper")
 """By the newer exporter, which takes five times as long, in every run.
 
-They have all its spellings, with Llama and ViT, whose graphs are squeezed and compared in ``test_commands.py``.
+They have all its spellings, with Llama, whose graph is squeezed and compared in ``test_commands.py``.
 """
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from numpy.typing import NDArray
+from support.binding.trainer_cases import trained
 from support.exported_models import trace
 from support.refusals import refusal
 from support.students import precompute
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader
 from shd_ref.cache import CacheReader, verify_cache
 from shd_ref.conformance import load_tolerances
 from shd_ref.teacher import PrecomputeOptions, RunOptions, find_kinds, find_sites, load_teacher, recheck_records
-from shd_torch import SHDTrainer, SupervisedDataset, attention_kl, capture_attention, layer_kls
+from shd_torch import SupervisedDataset, attention_kl, capture_attention, layer_kls
 from shd_torch.export import example_inputs
 from shd_torch.maps import squeeze_heads, value_outputs
 
@@ -31,21 +32,20 @@ LAYERS = {"encoder": 1, "decoder": 1, "cross": 1}
 
 def make_t5(heads: int, layers: int, seed: int) -> Any:
     torch.manual_seed(seed)
-    config = transformers.T5Config(
-        vocab_size=40, d_model=16, d_kv=16 // heads, d_ff=24, num_layers=layers, num_decoder_layers=layers,
-        num_heads=heads, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1, dropout_rate=0.0,
-    )  # fmt: skip
+    sizes = {"vocab_size": 40, "d_model": 16, "d_kv": 16 // heads, "d_ff": 24, "num_heads": heads}
+    sizes |= {"num_layers": layers, "num_decoder_layers": layers}
+    tokens = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+    config = transformers.T5Config(**sizes, **tokens, dropout_rate=0.0)
     return sharpen(transformers.T5ForConditionalGeneration(config), ("q.weight",), 4.0)
 
 
 def make_bart(heads: int, layers: int, seed: int) -> Any:
     torch.manual_seed(seed)
-    config = transformers.BartConfig(
-        vocab_size=40, d_model=16, encoder_layers=layers, decoder_layers=layers, encoder_attention_heads=heads,
-        decoder_attention_heads=heads, encoder_ffn_dim=24, decoder_ffn_dim=24, max_position_embeddings=32,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=None,
-        dropout=0.0,
-    )  # fmt: skip
+    sizes = {"vocab_size": 40, "d_model": 16, "max_position_embeddings": 32}
+    for side in ("encoder", "decoder"):
+        sizes |= {f"{side}_layers": layers, f"{side}_attention_heads": heads, f"{side}_ffn_dim": 24}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+    config = transformers.BartConfig(**sizes, **tokens, forced_eos_token_id=None, dropout=0.0)
     return sharpen(transformers.BartForConditionalGeneration(config), ("q_proj.weight", "k_proj.weight"), 12.0)
 
 
@@ -203,14 +203,9 @@ def test_trainer(path: Made, tmp_path: Path) -> None:
         batch = torch.utils.data.default_collate(samples)
         return batch | {"labels": batch["decoder_input_ids"].masked_fill(batch["decoder_attention_mask"] == 0, -100)}
 
-    arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path), per_device_train_batch_size=4, max_steps=10, logging_steps=1, save_strategy="no",
-        report_to="none", learning_rate=0.02, lr_scheduler_type="constant", use_cpu=True, disable_tqdm=True, seed=3,
-    )  # fmt: skip
-    trainer = SHDTrainer(
-        model=make_student(path), args=arguments, train_dataset=joined, data_collator=collate, beta=2.0
-    )
-    trainer.train()
+    arguments = {"max_steps": 10, "learning_rate": 0.02, "optim": "adamw_torch"}
+    given: dict[str, Any] = {"model": make_student(path), "train": joined, "collate": collate, "beta": 2.0}
+    trainer = trained(tmp_path, arguments=arguments, **given)
     logs = [log for log in trainer.state.log_history if "shd_loss" in log]
     assert {f"shd_loss_layer_{layer}" for layer in range(3)} <= logs[0].keys()
     assert logs[-1]["shd_loss"] < logs[0]["shd_loss"]

@@ -39,21 +39,19 @@ OWN_MAPS = {
 
 def make_model(name: str) -> Any:
     torch.manual_seed(0)
-    sizes = {"vocab_size": 40, "d_model": 16}
+    sizes: dict[str, Any] = {"vocab_size": 40, "d_model": 16}
     if name == "whisper":
-        config: Any = transformers.WhisperConfig(
-            num_mel_bins=8, max_source_positions=10, max_target_positions=16, bos_token_id=1, eos_token_id=2,
-            decoder_start_token_id=1, begin_suppress_tokens=None, suppress_tokens=None, pad_token_id=0, dropout=0.0,
-            encoder_layers=1, decoder_layers=1, encoder_attention_heads=HEADS, decoder_attention_heads=HEADS,
-            encoder_ffn_dim=24, decoder_ffn_dim=24, **sizes,
-        )  # fmt: skip
+        for side in ("encoder", "decoder"):
+            sizes |= {f"{side}_layers": 1, f"{side}_attention_heads": HEADS, f"{side}_ffn_dim": 24}
+        sizes |= {"num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 16, "dropout": 0.0}
+        sizes |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+        config: Any = transformers.WhisperConfig(begin_suppress_tokens=None, suppress_tokens=None, **sizes)
         model: Any = transformers.WhisperForConditionalGeneration(config)
     else:
-        config = transformers.PerceiverConfig(
-            num_latents=3, d_latents=16, num_blocks=1, num_self_attends_per_block=1, num_self_attention_heads=HEADS,
-            num_cross_attention_heads=HEADS, qk_channels=16, v_channels=16, max_position_embeddings=9,
-            attention_probs_dropout_prob=0.0, **sizes,
-        )  # fmt: skip
+        sizes |= {"num_latents": 3, "d_latents": 16, "num_blocks": 1, "num_self_attends_per_block": 1}
+        sizes |= {"num_self_attention_heads": HEADS, "num_cross_attention_heads": HEADS, "qk_channels": 16}
+        sizes |= {"v_channels": 16, "max_position_embeddings": 9, "attention_probs_dropout_prob": 0.0}
+        config = transformers.PerceiverConfig(**sizes)
         reads = transformers.models.perceiver.modeling_perceiver.PerceiverTextPreprocessor(config)
         model = transformers.PerceiverModel(config, input_preprocessor=reads)
     with torch.no_grad():  # maps that are not nearly uniform
