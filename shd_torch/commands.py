@@ -18,7 +18,7 @@ from shd_ref.cache.storage.drafts import output_path
 from shd_ref.commands.program import Document, Program, require_packages
 from shd_ref.commands.terminal import console, narrow_table, print_remarks, show_progress
 from shd_ref.errors import ShdError, need
-from shd_ref.teacher.options import INTEGERS, OPTIONS, Needs, at_least
+from shd_ref.teacher.options import FROM_1, INTEGERS, OPTIONS, Needs, at_least
 from shd_torch.compress.options import CompressOptions
 from shd_torch.compress.samples import open_rows
 from shd_torch.doctor_command import doctor
@@ -82,6 +82,7 @@ def time_models(
     timing: Timing = _USUAL,
     int8: bool = False,
     data: Path | None = None,
+    max_length: Annotated[int | None, FROM_1, Needs("data")] = None,
 ) -> Document:
     """Time models in onnxruntime on the CPU, as a loop of your own would see it.
 
@@ -95,6 +96,7 @@ def time_models(
         models: ONNX graphs, or folders of Hugging Face models, such as students.
         int8: Also time each model with its products in int8.
         data: Samples on which int8 is compared with float, as for shrink. Default: random inputs.
+        max_length: Tokens to keep of a text of --data. Default: as the tokenizer's folder says.
     """
     require_packages("onnx", "onnxruntime")
     is_once = len(set(models)) == len(models)
@@ -104,7 +106,7 @@ def time_models(
     folders = [name for name in (timing.beside, *models) if name is not None and _is_folder(name)]
     for model in models:
         check_model(model, model, or_graph=True)
-    samples = read_samples(data, folders[0] if folders else None)
+    samples = read_samples(data, folders[0] if folders else None, max_length)
     check_timing(timing, *models)
     with tempfile.TemporaryDirectory() as temporary:
         graphs = Graphs(Path(temporary), samples)
@@ -211,11 +213,13 @@ def export_folder(model: str, out: Path) -> ExportReport:
     return export_student(loaded, example_inputs(loaded), out)
 
 
-def read_samples(data: Path | None, tokenizer: str | None) -> dict[str, NDArray[np.generic]] | None:
+def read_samples(
+    data: Path | None, tokenizer: str | None, max_length: int | None
+) -> dict[str, NDArray[np.generic]] | None:
     """What int8 is compared on: the first samples of a file, or None for random inputs."""
     if data is None:
         return None
-    return read_inputs(data, QUALITY_SAMPLES, None if tokenizer is None else Path(tokenizer))
+    return read_inputs(data, QUALITY_SAMPLES, None if tokenizer is None else Path(tokenizer), max_length=max_length)
 
 
 def check_timing(timing: Timing, *models: str) -> None:
@@ -248,6 +252,7 @@ def export(
     student: bool = False,
     int8: bool = False,
     data: Annotated[Path | None, Needs("int8")] = None,
+    max_length: Annotated[int | None, FROM_1, Needs("data")] = None,
     timing: Timing | None = None,
 ) -> Document:
     """Export a Hugging Face teacher with its attention maps in the graph, and check it against the model.
@@ -265,6 +270,7 @@ def export(
         student: Export a trained student for inference: one fused operator per attention.
         int8: With --student: also write OUT.int8.onnx, its products in int8, and compare.
         data: Samples on which int8 is compared with float, as for shrink. Default: random inputs.
+        max_length: Tokens to keep of a text of --data. Default: as the tokenizer's folder says.
     """
     if timing is not None:
         need(timing.beside is not None, "argument-value", "--beside", "be given to time a student", "none")
@@ -278,7 +284,7 @@ def export(
     check_model(model, "model")
     is_file = not output_path(out).is_dir()
     need(is_file, "write-failed", "out", "be a file, such as teacher.onnx", f"{out}, which is a folder")
-    samples = read_samples(data, model)
+    samples = read_samples(data, model, max_length)
     if timing is not None:
         check_timing(timing, model)
     from shd_torch.export import example_inputs, export_student, export_teacher, hide_weight_bars, load_hf_model

@@ -35,6 +35,7 @@ def doctor(
     batch_size: Annotated[int, FROM_1, Needs("data")] = 16,
     learning_rate: Annotated[float, Needs("data")] = 1e-3,
     beta: Annotated[float | None, Needs("probe")] = None,
+    max_length: Annotated[int | None, FROM_1, Needs("data")] = None,
 ) -> Document:
     """Will attention supervision work for this teacher and student? Prints an answer and its evidence.
 
@@ -56,6 +57,7 @@ def doctor(
         batch_size: Samples per training step.
         learning_rate: Learning rate of AdamW, in the probe and when estimating beta; above 0.
         beta: Weight of SHD in the probe. Default: the middle of the estimated range.
+        max_length: Tokens to keep of a text. Default: as the tokenizer's folder says.
     """
     require_packages("torch", "transformers")
     check_number("learning_rate", learning_rate, above=0)
@@ -64,7 +66,7 @@ def doctor(
     need(not teacher.endswith(".onnx"), "argument-value", "teacher", rule, repr(teacher), remedy=remedy)
     check_model(teacher, "teacher")
     check_model(student, "student")
-    arrays = None if data is None else read_data(data, samples, (teacher, student))
+    arrays = None if data is None else read_data(data, samples, (teacher, student), max_length)
     from transformers.utils import logging
 
     from shd_torch.doctor import DiagnosisOptions, diagnose
@@ -81,7 +83,9 @@ def doctor(
     return diagnosis.document()
 
 
-def read_data(path: Path, samples: int, models: Sequence[str] = ()) -> dict[str, NDArray[Any]]:
+def read_data(
+    path: Path, samples: int, models: Sequence[str] = (), max_length: int | None = None
+) -> dict[str, NDArray[Any]]:
     """The first samples of the models' inputs, and ``labels`` ``(N,)`` or ``(N, L)`` of an .npz.
 
     The first model that is a folder with a tokenizer.json tokenises the texts of a .jsonl.
@@ -89,7 +93,7 @@ def read_data(path: Path, samples: int, models: Sequence[str] = ()) -> dict[str,
     from shd_ref.teacher.sources.arrays import open_npz
 
     folder = next((Path(model) for model in models if Path(model, "tokenizer.json").is_file()), None)
-    arrays = read_inputs(path, samples, folder)
+    arrays = read_inputs(path, samples, folder, max_length=max_length)
     if path.suffix == ".npz" and "labels" in (source := open_npz(path)).columns:
         count = len(next(iter(arrays.values())))
         labels = np.stack([row["labels"] for _, row in zip(range(count), source.rows(["labels"]), strict=False)])

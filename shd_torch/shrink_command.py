@@ -89,6 +89,7 @@ def shrink(
     batch_size: Annotated[int, FROM_1] = 16,
     align: Annotated[bool, Parameter(negative="--no-align")] = True,
     ridge: float | None = None,
+    max_length: Annotated[int | None, FROM_1] = None,
 ) -> Document:
     """Create a smaller student from the squeezed teacher, without training.
 
@@ -109,13 +110,14 @@ def shrink(
         batch_size: Samples per batch.
         align: Refit matrices to the teacher's outputs, or use the closed form.
         ridge: Ridge towards the closed form for refitted matrices. Default: chosen on every fourth sample.
+        max_length: Tokens to keep of a text. Default: as the tokenizer's folder says.
     """
     require_packages("torch", "transformers")
     options = sizes.options() | {"plan": plan, "align": align, "ridge": ridge, "batch_size": batch_size}
     check_files(teacher, "teacher")
     _check_heads(options.get("heads"), teacher)
     new_folder(out)
-    inputs = read_inputs(data, samples, teacher)
+    inputs = read_inputs(data, samples, teacher, max_length=max_length)
     from shd_torch.export import hide_weight_bars
     from shd_torch.shrink import shrink as run
 
@@ -133,7 +135,8 @@ def shrink(
     is_equal = isinstance(made.report["student"]["heads"], int)
     following = []
     if not has_stack:
-        following = following_commands(teacher, data, out, made.student, inputs, has_equal_layers=is_equal)
+        told: dict[str, Any] = {"has_equal_layers": is_equal, "max_length": max_length}
+        following = following_commands(teacher, data, out, made.student, inputs, **told)
     for command in following:
         console.say(f"next: {command}")
     return made.report | {"path": out, "next": following}
@@ -228,6 +231,7 @@ def following_commands(
     inputs: dict[str, NDArray[Any]],
     *,
     has_equal_layers: bool = True,
+    max_length: int | None = None,
 ) -> list[str]:
     """The commands that make this student's cache: with maps where its layers have equal heads."""
     import torch
@@ -248,6 +252,7 @@ def following_commands(
         logits = read_logits(student(**rows | floats))
     words = ["shd", "precompute", graph, "--inputs", str(file)]
     words += ["--tokenizer", str(teacher)] * (data.suffix == ".jsonl")
+    words += [] if max_length is None else ["--max-length", str(max_length)]
     if logits is None and find_pooling(teacher) is not None:  # a squeezed start has most of what maps would teach it
         words += ["--embeddings", str(teacher), "--no-attention"]
     elif logits is None and not has_equal_layers:
@@ -259,7 +264,7 @@ def following_commands(
 
 
 def read_inputs(
-    path: Path, samples: int, tokenizer: Path | None = None, argument: str = "data"
+    path: Path, samples: int, tokenizer: Path | None = None, argument: str = "data", *, max_length: int | None = None
 ) -> dict[str, NDArray[Any]]:
     """The first samples of each array but ``labels``, by the name of the model's input; nothing in the file is run.
 
@@ -270,7 +275,8 @@ def read_inputs(
     need(is_known, "read-failed", argument, "end in .npy, .npz or .jsonl", path)
     need(path.exists(), "read-failed", argument, "exist", path)
     if path.suffix == ".jsonl":
-        return _tokenise(path, samples, tokenizer, argument)
+        return _tokenise(path, samples, tokenizer, argument, max_length)
+    need(max_length is None, "argument-value", "max_length", "go with texts", f"{max_length} with {path}")
     if path.suffix == ".npz":
         with named_inputs(argument):
             source = open_npz(path)
@@ -294,7 +300,9 @@ def read_inputs(
     return arrays
 
 
-def _tokenise(path: Path, samples: int, tokenizer: Path | None, argument: str) -> dict[str, NDArray[Any]]:
+def _tokenise(
+    path: Path, samples: int, tokenizer: Path | None, argument: str, max_length: int | None
+) -> dict[str, NDArray[Any]]:
     names = "input_ids", "attention_mask"
     with named_inputs(argument):
         columns = open_source(path).columns
@@ -302,7 +310,7 @@ def _tokenise(path: Path, samples: int, tokenizer: Path | None, argument: str) -
         need("text" in columns, "inputs-invalid", argument, "have a column text", got)
         rule = "be .npz or .npy where no model's folder has a tokenizer.json"
         need(tokenizer is not None, "argument-value", argument, rule, path)
-        rows = list(islice(open_source(path, tokenizer=tokenizer).rows(names), samples))
+        rows = list(islice(open_source(path, tokenizer=tokenizer, max_length=max_length).rows(names), samples))
     arrays = {name: np.zeros((len(rows), max(len(row[name]) for row in rows)), np.int64) for name in names}
     for number, row in enumerate(rows):
         for name in names:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError, inputs_invalid
-from shd_ref.teacher.sources import ArraySource, Source, named_inputs, open_source
+from shd_ref.teacher.sources import TOO_LONG, ArraySource, Source, named_inputs, open_source
 from shd_torch.shrink.folders import text_inputs
 
 if TYPE_CHECKING:
@@ -76,8 +76,6 @@ def read_rows(
     rows = [_without_padding(row) for row in rows]
     lengths = map(length_of, rows) if most is not None else ()
     if (long := next(((at, length) for at, length in enumerate(lengths) if length > (most or 0)), None)) is not None:
-        from shd_ref.teacher.run.inputs import TOO_LONG  # here, as it imports onnx
-
         raise inputs_invalid(f"{argument}, row {long[0]}: {TOO_LONG.format(most=most, got=long[1])}")
     return rows
 

@@ -83,7 +83,8 @@ class GraphInputs:
             if np.issubdtype(self.dtypes[name], np.floating):
                 arrays[name] = random.standard_normal(sizes).astype(self.dtypes[name])
             else:
-                ids = random.integers(self._limits[name], size=sizes) if name in self._limits else np.ones(sizes)
+                most = self._limits.get(name)  # some models count no position for padding, whose number is small
+                ids = np.ones(sizes) if most is None else random.integers(min(4, most - 1), most, sizes)
                 arrays[name] = ids.astype(self.dtypes[name])
         return arrays
 

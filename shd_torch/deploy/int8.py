@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from shd_ref.cache.storage.storage import write_errors
 from shd_ref.errors import ShdError
 from shd_torch.deploy.inputs import GraphInputs, open_graph, require_runtime, run_graph
+from shd_torch.shrink.folders import check_positions
 
 _INTEGER_PRODUCTS: Final = ("MatMulInteger", "DynamicQuantizeMatMul")
 _EXTERNAL_DATA_BYTES: Final = 1 << 30  # a protobuf file ends at 2 GiB
@@ -135,6 +136,8 @@ def _fit(inputs: Mapping[str, NDArray[Any]], reader: GraphInputs, graph: Path) -
     missing = sorted(reader.dtypes.keys() - arrays.keys())
     if missing:
         raise ShdError("inputs-invalid", f"data must hold the inputs of {graph}; {', '.join(missing)} is missing")
+    if ids is not None and ids.ndim == 2:
+        check_positions(inputs, reader.longest(ids.shape[1]))
     return {name: np.asarray(arrays[name]).astype(dtype) for name, dtype in reader.dtypes.items()}
 
 

@@ -115,6 +115,8 @@ def diagnose(
     folder, learner = folders.find_folder(teacher, "teacher"), read_student(student)
     model = folders.load_weights(folder, folders.read_config(folder)).float()
     parts, own = parts_of(model), parts_of(learner.make(0))
+    for config in (model.config, learner.config) if data is not None else ():
+        folders.check_positions(data or {}, folders.count_positions(config))
     tokens = compare_tokenizers(folder, learner.folder) if own.patches is None else []
     # Of tokenizers first: other tokens make all else vain.
     differences = sorted([*tokens, *compare_parts(parts, own)], key=lambda one: EFFECTS.index(one.effect))

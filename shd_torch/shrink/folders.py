@@ -17,10 +17,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from shd_ref.cache.storage.documents import read_json
 from shd_ref.cache.storage.drafts import drafting, output_path, part_folder, remove_finished
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, inputs_invalid
 from shd_ref.teacher.sentence_folder import find_home, read_texts
+from shd_ref.teacher.sources import TOO_LONG
 
 HUB_SECONDS = 5.0
 """How long the hub may take to say that it is there."""
@@ -147,12 +150,26 @@ def read_config(source: str | os.PathLike[str], argument: str = "teacher", *, ke
 def count_positions(config: Any) -> int | None:
     """The longest text that a configuration has positions for; None where no table of positions ends it."""
     text = config.get_text_config()
-    rows: int | None = getattr(text, "max_position_embeddings", None)
-    if rows is None or getattr(text, "rope_parameters", None) is not None:
+    rows = getattr(text, "max_position_embeddings", None) or 0
+    has_table = getattr(text, "rope_parameters", None) is None and getattr(text, "position_biased_input", True)
+    if rows < 1 or not has_table:
         return None
     # RoBERTa and those built like it count positions from behind the number of padding.
     is_shifted = re.match(r"((xlm-)?roberta|camembert|mpnet)\b", text.model_type)
-    return rows - (text.pad_token_id + 1 if is_shifted else 0)
+    return int(rows) - (text.pad_token_id + 1 if is_shifted else 0)
+
+
+def check_positions(inputs: Mapping[str, Any], most: int | None) -> None:
+    """Refuse token ids ``(N, L)`` of which a sample counts beyond so many positions: ``inputs-invalid``."""
+    ids = np.asarray(inputs.get("input_ids", ()))
+    if most is None or ids.ndim != 2 or ids.shape[1] <= most:
+        return
+    mask = np.asarray(inputs.get("attention_mask", np.ones_like(ids)))
+    mask = mask if mask.shape == ids.shape else np.ones_like(ids)
+    ends = (np.arange(1, ids.shape[1] + 1) * (mask != 0)).max(1)
+    row = int(np.argmax(ends))
+    if ends[row] > most:
+        raise inputs_invalid(f"data, row {row}: {TOO_LONG.format(most=most, got=int(ends[row]))}")
 
 
 def padding_of(config: Any) -> int:

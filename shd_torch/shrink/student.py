@@ -28,7 +28,14 @@ from shd_torch.shrink.calibration import (
 from shd_torch.shrink.channels import Channels, check_channels, spread, write_ends, write_heads
 from shd_torch.shrink.custom import Dropped, check_dropped, choose_dropped
 from shd_torch.shrink.families import Family, base_of, family_of, find_part
-from shd_torch.shrink.folders import load_student, load_teacher, new_folder, save_student
+from shd_torch.shrink.folders import (
+    check_positions,
+    count_positions,
+    load_student,
+    load_teacher,
+    new_folder,
+    save_student,
+)
 from shd_torch.shrink.layer import STAGES, Work, fit_final, make_layer, share_merge
 from shd_torch.shrink.sentences import read_modules
 from shd_torch.shrink.sizes import (
@@ -101,6 +108,8 @@ def shrink(
     folder = None if out is None else new_folder(out)
     keeps_head = options.hidden is not None  # which then reads the narrower states
     model: Any = teacher if isinstance(teacher, nn.Module) else load_teacher(teacher, keeps_head=keeps_head)
+    held = {name: tensor.cpu() for name, tensor in read_data(data).items()}
+    check_positions(held, count_positions(model.config))
     family = family_of(model, options.stack)
     options = options.changed({"align": options.align and family.is_aligned})
     stored = _stored_dtype(model, isinstance(teacher, nn.Module))

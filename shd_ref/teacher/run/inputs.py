@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from shd_ref.cache import sample_key, trim_inputs
 from shd_ref.errors import ShdError, inputs_invalid, need
 from shd_ref.teacher.graph.inputs import SUPPLIED, TYPES, InputSpec, Supply
-from shd_ref.teacher.sources import Arrays, ArraySource, IndexedSource, Row, Source
+from shd_ref.teacher.sources import TOO_LONG, Arrays, ArraySource, IndexedSource, Row, Source
 from shd_ref.teacher.sources.arrays import Spool
 from shd_ref.teacher.sources.text import TOKEN_COLUMNS
 
@@ -67,9 +67,6 @@ def group_shards(
         yield shards[start : start + size]
 
 
-TOO_LONG: Final = (
-    "it must have at most {most} positions, the teacher's limit; got {got}: cut texts with --max-length {most}"
-)
 Sample = dict[str, NDArray[Any]]
 MASK_NAMES: tuple[str, ...] = ("attention_mask", "input_mask")
 """Inputs taken for the attention mask when none is named."""

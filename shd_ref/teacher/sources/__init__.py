@@ -33,6 +33,11 @@ KINDS: Final[dict[str, Callable[[Path], Source]]] = {
 """Readers by the file name's suffix; folders are data sets of Arrow or Parquet files."""
 
 
+TOO_LONG: Final = (
+    "it must have at most {most} positions, the model's limit; got {got}: cut texts with --max-length {most}"
+)
+"""Of a sample that is named before."""
+
 _TEXTS: Final = (".txt", ".csv", ".tsv", ".json")
 """Suffixes of files in which people have texts, and which have no one way to be read."""
 

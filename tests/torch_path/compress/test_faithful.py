@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.commands import invoke
 from support.refusals import refusal
 
 transformers: Any = pytest.importorskip("transformers", reason="teachers are Hugging Face models")
@@ -24,6 +25,7 @@ from shd_ref.errors import ShdError  # noqa: E402
 from shd_ref.teacher import PrecomputeOptions, RunOptions, open_source, read_pooling  # noqa: E402
 from shd_ref.teacher.precompute.engine import precompute  # noqa: E402
 from shd_ref.teacher.sentence_folder import PADS_FRONT  # noqa: E402
+from shd_torch.cli import load_app  # noqa: E402
 from shd_torch.compress import CompressOptions  # noqa: E402
 from shd_torch.compress.run import _open_run, study_teacher  # noqa: E402
 from shd_torch.compress.samples import Samples, pad, read_rows  # noqa: E402
@@ -279,6 +281,32 @@ def test_no_length_is_beyond_the_positions(tmp_path: Path, name: str, most: int)
         opened = _open_run(tmp_path / "teacher", data, None, options, tmp_path / "run", lambda *_: None)
         with pytest.raises(ShdError, match=said.format(most, most)), opened:
             pass
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "words",
+    [
+        "shrink {teacher} --heads 1 --out {student}",
+        "doctor {teacher} {teacher}",
+        "export {teacher} --student --int8 --out {student}.onnx",
+        "time {teacher} --int8 --batch 1 --length 4 --rounds 6",
+    ],
+)
+def test_commands_name_a_text_beyond_the_positions(tmp_path: Path, words: str) -> None:
+    """With the option that cuts it, and the limit that is right."""
+    save_model(tmp_path / "teacher", "RobertaModel", max_position_embeddings=12, pad_token_id=1)
+    save_tokenizer(tmp_path / "teacher", "words", pad=1)
+    data = write_texts(tmp_path)
+    lengths = [len(text.split()) + 1 for text in TEXTS]
+    row, got = lengths.index(max(lengths)), max(lengths)
+    line = words.format(teacher=tmp_path / "teacher", student=tmp_path / "student").split()
+    result = invoke(load_app(), [*line, "--data", str(data)])
+    said = " ".join(result.output.split())
+    assert result.exit_code == 1
+    assert f"data, row {row}: it must have at most 10 positions, the model's limit; got {got}: cut" in said
+    assert said.endswith("--max-length 10")
+    assert invoke(load_app(), [*line, "--data", str(data), "--max-length", "10"]).exit_code == 0
 
 
 def samples_of(rows: Any) -> Any:
