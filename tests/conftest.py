@@ -1,7 +1,5 @@
 """Shared paths for tests. Real data lives beside the project and is never required."""
 
-from __future__ import annotations
-
 import gc
 import os
 import secrets

@@ -1,7 +1,5 @@
 """The table of everything that is judged (``JUDGED``)."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import shutil

@@ -1,7 +1,5 @@
 """The table of docs/doctor.md is what the study's runs and the doctor's kept answers make of it."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """README and docs say what the JSON of the benchmarks says: ``python benchmarks/figures.py`` writes it."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What waits for a GPU runs through without one, within its time, and goes on where it stopped."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

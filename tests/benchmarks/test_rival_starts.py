@@ -1,7 +1,5 @@
 """Rival starts of the benchmarks: each is exact where its idea is the right one."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Every rival against its formula on a small pair of models, and gradients that reach the student alone."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

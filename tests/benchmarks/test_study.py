@@ -1,7 +1,5 @@
 """The study runs through with tiny sizes, goes on where it stopped, and its figures are what they are called."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

@@ -4,8 +4,6 @@
 there is never changed: it is a cache that somebody has.
 """
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

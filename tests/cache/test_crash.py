@@ -1,7 +1,5 @@
 """Writers that are killed or race: a cache that is finished later is the undisturbed one."""
 
-from __future__ import annotations
-
 import random
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One changed byte anywhere is an error that names its file, and its record where it lies in a blob."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

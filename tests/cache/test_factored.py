@@ -1,7 +1,5 @@
 """Factored records: queries and keys in place of maps (CACHE-140 to CACHE-153)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

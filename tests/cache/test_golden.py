@@ -3,8 +3,6 @@
 ``python -m cache.golden_jobs`` (in ``tests/``) writes folders that do not exist yet, and never changes one.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

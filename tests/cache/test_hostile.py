@@ -1,7 +1,5 @@
 """Caches that someone made to break the tools: every tool answers with one error, in bounded memory."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import tracemalloc

@@ -1,7 +1,5 @@
 """Shards that were made in several places become one cache, byte for byte, or are refused."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Typical mistakes at the terminal: one message that names the option, and what mends it."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

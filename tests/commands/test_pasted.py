@@ -1,7 +1,5 @@
 """Commands that commands print run as they are printed, word for word."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Options that come from annotations: every field is there, with its default, its rule and its name in errors."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

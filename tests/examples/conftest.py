@@ -1,7 +1,5 @@
 """One folder in which examples run, with the small trained teacher that ``examples/make_data.py`` makes."""
 
-from __future__ import annotations
-
 import os
 import re
 import runpy

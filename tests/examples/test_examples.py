@@ -3,8 +3,6 @@
 One file, so that one process makes the teachers and exports them.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """Rows of sparse targets as bytes: nothing but rounding is lost, within the stated bound; damage is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

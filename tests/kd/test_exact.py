@@ -1,7 +1,5 @@
 """KD from last states and a head equals KD on whole logits, in value, gradients and refusals."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

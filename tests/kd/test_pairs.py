@@ -1,7 +1,5 @@
 """Every two options of the loss on logits together, drawn at random, against a plain computation."""
 
-from __future__ import annotations
-
 from itertools import combinations
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The losses on logits and hidden states: a plain computation, gradients, precision, and memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

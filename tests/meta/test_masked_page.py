@@ -1,7 +1,5 @@
 """docs/masked-language-models.md runs as written: masks from seeds, a cache of them, a student that sees the same."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

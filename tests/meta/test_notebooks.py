@@ -1,7 +1,5 @@
 """The committed notebooks are those of their scripts, and running them gives what they show."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """What README and docs show of commands and arrays exists; the README's start runs in ``tests/examples``."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The site says every public name; that its links lead somewhere, MkDocs says."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the package says of itself: no address that is not its own, Pythons that are run, extras."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

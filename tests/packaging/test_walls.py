@@ -1,7 +1,5 @@
 """Who may import whom, held by processes in which the forbidden modules do not exist."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

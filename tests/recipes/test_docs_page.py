@@ -1,7 +1,5 @@
 """The examples of docs/recipes.md run as written, and its table names what there is."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

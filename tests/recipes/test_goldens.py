@@ -1,7 +1,5 @@
 """What the public code of each recipe gives on fixed inputs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Advantages are whitened over all ranks: two of them have those of one process with the whole batch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What recipes draw: text from student and teacher together, and the noise that two models share."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Recipes with the attention term, live and cached, and what each term is worth in the loss and the gradient."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

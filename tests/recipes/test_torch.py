@@ -1,7 +1,5 @@
 """The recipes: gradients, masks, dtypes, refusals; their values are those of the goldens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

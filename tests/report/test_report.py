@@ -1,7 +1,5 @@
 """The page about a cache: right numbers, nothing trusted, nothing fetched."""
 
-from __future__ import annotations
-
 import shutil
 from collections import Counter
 from dataclasses import replace

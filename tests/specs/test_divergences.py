@@ -1,7 +1,5 @@
 """The loss where numbers are tiny or infinite, and what names the place of an error."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support.refusals import refusal

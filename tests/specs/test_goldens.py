@@ -1,7 +1,5 @@
 """Closed forms, losses and recipes give the goldens' answers and refusals."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

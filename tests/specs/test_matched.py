@@ -1,7 +1,5 @@
 """Matched plans beyond what the judge asks: which of equal sets is taken, bad calibration, a missing library."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Every function of the reference with one argument that does not fit: a right answer, or an error of chapter ERR."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The oracles are optima, bound every strategy, and are reported with their ratios."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

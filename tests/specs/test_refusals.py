@@ -1,7 +1,5 @@
 """What each operation refuses, beyond what the test vectors can ask: every code with the sentence that gives it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The page itself: its examples run, its ids are in order, its tables are those of the reference."""
 
-from __future__ import annotations
-
 import ast
 import doctest
 import inspect

@@ -1,7 +1,5 @@
 """MAP-14: maps keep the dtype that they were stored in, and with it the ROW_SUM that applies to their rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

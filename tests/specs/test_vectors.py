@@ -1,7 +1,5 @@
 """The vector files: frozen, complete, and met by the reference, which answers the judge's calls."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """Small attention graphs, written node by node, in the forms that exporters give them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any

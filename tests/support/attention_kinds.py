@@ -4,8 +4,6 @@ Every module keeps, of its last call, its maps ``(B, H, L, S)`` and the value ou
 that belong to them; what a graph tells is compared with these. Importing this needs torch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

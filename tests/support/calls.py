@@ -1,7 +1,5 @@
 """Calls of the product's functions, seen by the interpreter's profiler: nothing is replaced (not a test itself)."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

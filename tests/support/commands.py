@@ -1,7 +1,5 @@
 """``shd`` and ``shd-torch`` as a terminal runs them."""
 
-from __future__ import annotations
-
 import io
 import os
 from contextlib import redirect_stderr, redirect_stdout

@@ -1,7 +1,5 @@
 """PyTorch models exported to ONNX for tests; importing this needs torch and transformers."""
 
-from __future__ import annotations
-
 import importlib.util
 import warnings
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """What torch.onnx does again and again in an export, tests do once; the graphs are the same."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a system refuses: files that grow too large, and files that may not be opened (not a test itself)."""
 
-from __future__ import annotations
-
 import ctypes
 import resource
 import signal

@@ -4,8 +4,6 @@ They stand in ``tests/goldens``, one folder each and one file an operation, in t
 are never edited.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

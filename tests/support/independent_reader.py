@@ -1,7 +1,5 @@
 """Reads a cache by the words of specs/cache-format.md alone: plain loops, nothing of ours (not a test itself)."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -4,8 +4,6 @@
 ``KINDS_OF_CACHE``.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

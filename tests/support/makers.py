@@ -1,7 +1,5 @@
 """Small caches for the tests, the same on every machine."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace

@@ -1,7 +1,5 @@
 """A real S3 server on this machine, for tests of caches in object stores."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import socket

@@ -3,8 +3,6 @@
 For arrays that a graph's caller must refuse, it says that the operation is missing: it does not play the caller.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias

@@ -1,7 +1,5 @@
 """Decoders exported as optimum's text-generation-with-past does; importing this needs torch and transformers."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any, Final

@@ -3,8 +3,6 @@
 Nothing is checked, chunked or cut for memory. ``tests/goldens/kd`` has the same meaning from an oracle.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

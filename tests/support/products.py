@@ -1,7 +1,5 @@
 """Products of an answer's factors: what is compared where factors themselves are not unique."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ Recipes name large arrays instead of spelling them out (``specs/conformance.md``
 power of two, so that any language writes the same bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any

@@ -3,8 +3,6 @@
 As with ``spawn``, everything that such a process is given is pickled, and it inherits nothing of the tests' own.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Callable
 from functools import cache

@@ -1,7 +1,5 @@
 """Precompute for one student, or for several numbers of heads, as most tests ask for it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An encoder-decoder with a head, written node by node (not a test itself)."""
 
-from __future__ import annotations
-
 import onnx
 from onnx import TensorProto
 

@@ -3,8 +3,6 @@
 Inputs are decoded by ``recipes.py``; here are expected outputs and the rules that compare them.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

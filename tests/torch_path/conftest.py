@@ -1,7 +1,5 @@
 """Shared by the tests of the PyTorch binding; they skip, with the reason, where its packages are not installed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The ``shd-torch`` and ``shd`` commands, as a user types them, on a folder that save_pretrained wrote."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

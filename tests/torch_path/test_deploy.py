@@ -1,7 +1,5 @@
 """Graphs in onnxruntime: products in int8 and what that costs, and times of several graphs by turns."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

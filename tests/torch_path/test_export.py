@@ -1,7 +1,5 @@
 """Export: the graph is the model, at any batch and length, and the model is left as it was."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """The public names, and what loading them loads."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Logits and hidden states beside attention: every tool of the cache takes them."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

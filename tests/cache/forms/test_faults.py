@@ -1,7 +1,5 @@
 """Records that do not fit their manifest: a table of forms and faults, each refused without a trace."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Hidden states: what is stored of them, what that costs, what is refused (CACHE-175 to 179)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Rows of logits: what is stored of them, what that costs, what is refused (CACHE-160 to 171)."""
 
-from __future__ import annotations
-
 import contextlib
 import tracemalloc
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Caches in an object store: the same bytes, the same refusals, and no locks to lean on."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import random

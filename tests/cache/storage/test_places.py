@@ -1,7 +1,5 @@
 """What may be at a place of a cache: links and other oddities, what cannot be read, shared files, files of a hub."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What a piece of code holds in memory at once."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sixteen architectures with their own attention code, tiny and with random weights, and what they are fed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

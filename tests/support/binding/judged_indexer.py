@@ -1,7 +1,5 @@
 """``indexer_kl`` as the judge of ``specs/conformance.md`` calls it: the loss, its gradients, and the target."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

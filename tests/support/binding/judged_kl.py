@@ -6,8 +6,6 @@ then; ``sdpa``, which shifts keys and forms no map, rounds it where it is exactl
 products as well, as the kernels read them: ``A~ = rho softmax(log(A~ / rho) I^T)``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The losses on logits and hidden states as the goldens call them; gradients come from automatic differentiation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Attention problems with awkward shapes, and what the reference makes of them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any

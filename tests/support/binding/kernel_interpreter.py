@@ -4,8 +4,6 @@
 every other test, and the programs could not be compiled there. This module imports nothing that imports Triton.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import warnings
@@ -24,7 +22,7 @@ def start_interpreter() -> Iterator[ProcessPoolExecutor]:
 
 
 @contextmanager
-def open_adapter() -> Iterator[InterpretedAdapter]:
+def open_adapter() -> "Iterator[InterpretedAdapter]":
     """The kernels as the judge calls them."""
     with start_interpreter() as pool:
         yield InterpretedAdapter(pool)

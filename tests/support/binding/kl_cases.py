@@ -1,7 +1,5 @@
 """Students and teachers as queries and keys, with what the float64 reference says of them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

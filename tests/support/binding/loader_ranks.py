@@ -1,7 +1,5 @@
 """Some steps on a cache, a stream of it, or a live teacher, by one process or by ranks; see ``test_loader_ranks``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

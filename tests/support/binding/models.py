@@ -1,7 +1,5 @@
 """Tiny models built from configurations: nothing is downloaded, every architecture has its own attention code."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

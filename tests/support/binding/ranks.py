@@ -1,7 +1,5 @@
 """One training step of a small student, by one process or by ranks; see ``test_ranks``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Advantages of a batch that two ranks share; see ``tests/recipes/test_ranks.py``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """The recipes as the goldens call them: terms as records of value and weight."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

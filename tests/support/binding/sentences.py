@@ -1,7 +1,5 @@
 """Tiny sentence encoders as folders of sentence-transformers, and texts for them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

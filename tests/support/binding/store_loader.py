@@ -1,7 +1,5 @@
 """A loader whose workers read an object store, in a process without the threads and locks of other tests."""
 
-from __future__ import annotations
-
 import os
 
 import numpy as np

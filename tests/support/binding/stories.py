@@ -1,7 +1,5 @@
 """A Llama-style language model in the llama2.c file format: the real teacher of some tests, and their students."""
 
-from __future__ import annotations
-
 import math
 import struct
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Students, samples, a cache and trainers of SHDTrainer's tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A few steps of SHDTrainer by one process or by two ranks; see ``test_trainer_ranks``."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

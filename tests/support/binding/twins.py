@@ -1,7 +1,5 @@
 """The reference and the binding side by side: the same NumPy arguments go to both."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import ml_dtypes

@@ -1,7 +1,5 @@
 """Queries and keys of many architectures: the model does not notice, and its own maps come out of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

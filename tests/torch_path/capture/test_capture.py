@@ -1,7 +1,5 @@
 """Capture: the right logits, with gradient, and a model that does not notice."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a capture cannot see it says: layers of unwatched code, and tensors of unknown meaning."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

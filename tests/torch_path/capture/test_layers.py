@@ -1,7 +1,5 @@
 """Layers are known by the modules that attend, not by the place of a call in a queue."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

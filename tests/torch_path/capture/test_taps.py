@@ -1,7 +1,5 @@
 """The taps share the process with other people's patches and with other threads."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

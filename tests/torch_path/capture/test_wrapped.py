@@ -1,7 +1,5 @@
 """Capture of students as they are trained: checkpointed, compiled, in half precision, adapted, accumulated."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import warnings

@@ -1,7 +1,5 @@
 """Cached supervision in PyTorch: joined by key, one buffer, decoded as the reference decodes."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from pathlib import Path

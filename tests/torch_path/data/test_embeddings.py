@@ -1,7 +1,5 @@
 """Embeddings of texts, from a sentence encoder's graph to the batch of a training (CACHE-181 to 185)."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Two ranks on shares of a cache, or with a live teacher each, train as one process on the same global batches."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

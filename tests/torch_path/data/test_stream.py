@@ -1,7 +1,5 @@
 """Streams joined with a cache: every sample once with every loader, and on from where it stopped."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Texts read for training are the tokens that ``shd precompute`` showed the teacher."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

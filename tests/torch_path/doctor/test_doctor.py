@@ -1,7 +1,5 @@
 """shd-torch doctor: what models are made of, what differs, and what a user is told."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

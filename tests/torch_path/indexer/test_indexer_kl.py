@@ -1,7 +1,5 @@
 """``indexer_kl`` against the reference and whole maps: every option with others, every dtype, and its memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

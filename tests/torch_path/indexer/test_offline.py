@@ -1,7 +1,5 @@
 """A scorer trained from a factored cache: the teacher is nowhere in memory, and its targets are the live ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

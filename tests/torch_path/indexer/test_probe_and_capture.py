@@ -1,7 +1,5 @@
 """What a selection keeps, against whole maps; scorers of live models, against transformers' own selection."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 from xml.etree import ElementTree

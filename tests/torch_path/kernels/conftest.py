@@ -1,7 +1,5 @@
 """The kernels' tests run on a CUDA device where there is one, and in Triton's interpreter everywhere."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

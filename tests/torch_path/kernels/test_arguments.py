@@ -1,7 +1,5 @@
 """Packages and devices that the kernels cannot do without, and what they say where these are missing."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """When the kernels are taken, and what is said where they are not."""
 
-from __future__ import annotations
-
 import re
 from types import SimpleNamespace
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """``attention_kl`` by the kernels against the reference: value and gradients, of queries and keys and of codes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The programs compiled for devices that are not here, and what they take of them."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The loss from queries and keys: every backend against the float64 reference, value and gradients by name."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Divergences, supports and sinks in the loss: values, gradients three ways, what may stand where, compilation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

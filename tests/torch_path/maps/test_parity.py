@@ -1,7 +1,5 @@
 """What only tensors have: dtypes of results, gradients, unchecked values, compilation. Numbers are the judge's."""
 
-from __future__ import annotations
-
 import inspect
 
 import numpy as np

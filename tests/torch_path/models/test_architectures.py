@@ -1,7 +1,5 @@
 """Sixteen architectures, their hidden states and logits: exported, understood and squeezed as the model has them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

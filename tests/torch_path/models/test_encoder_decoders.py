@@ -1,7 +1,5 @@
 """Encoder-decoders from the model to a taught student: encoder, decoder and cross attention, two lengths a sample."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The states that a head reads, and the head: of exported language models, their logits are the models' own."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

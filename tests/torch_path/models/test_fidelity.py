@@ -1,7 +1,5 @@
 """Squeezed teachers beside a forward pass in NumPy that shares nothing with the graph, and on trained models."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

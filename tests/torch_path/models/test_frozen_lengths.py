@@ -1,7 +1,5 @@
 """Graphs of the legacy exporter that kept the example's length: run at it, and longer samples refused with it."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Whisper and Perceiver as the hub has them: exported, cached, and equal to the model's own maps."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Caches of samples that are padded in front, behind and between, in every form: to the loss and the trainer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Decoders as the hub has them, exported with past: the graph, its cache, and what other tools make of it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

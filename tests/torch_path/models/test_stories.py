@@ -1,7 +1,5 @@
 """A real trained language model, causal, grouped queries: squeezed 8 -> 4, and a student taught from the cache."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

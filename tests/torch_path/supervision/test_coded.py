@@ -1,7 +1,5 @@
 """Maps as a cache's bytes: every tile is what the reference decodes, and the loss is that of the maps."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

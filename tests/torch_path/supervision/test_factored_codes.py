@@ -1,7 +1,5 @@
 """Cached queries and keys in PyTorch: the maps of the reference, and a training step without any map."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

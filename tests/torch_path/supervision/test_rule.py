@@ -1,7 +1,5 @@
 """``AttentionRule``: all pairs of what it may hold, whole and in tiles, against logits made entry by entry."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Cached logits and hidden states in PyTorch: what the reference decodes, to the bit, in a padded batch."""
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import replace
 from pathlib import Path

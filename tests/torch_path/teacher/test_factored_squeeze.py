@@ -1,7 +1,5 @@
 """Squeezing without maps against the reference that has them, and the gram tensor from fused attention."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A live teacher against the reference, which squeezes its eager maps: fused attention, no maps, the same mixing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Shared by the tests of training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Training towards embeddings from a cache alone: the loss, the metric, and both trainers."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

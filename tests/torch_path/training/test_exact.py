@@ -1,7 +1,5 @@
 """``KdTerm(exact=True)``: a cache of last states teaches as the whole logits of a live teacher do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A form of supervision in one file, entered from outside in cache, precompute and training: entropies of logits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

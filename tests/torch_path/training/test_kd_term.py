@@ -1,7 +1,5 @@
 """SHDTrainer with terms on logits and hidden states: what each adds, and where options meet."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

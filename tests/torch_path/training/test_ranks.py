@@ -1,7 +1,5 @@
 """Two ranks, or many micro-batches, train as one process does on the whole batch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

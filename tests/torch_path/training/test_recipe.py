@@ -1,7 +1,5 @@
 """SHDTrainer with a recipe in the place of the student's own loss: its formula, and where options meet."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Beta over the training, and against the base loss."""
 
-from __future__ import annotations
-
 import pickle
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """A student with another number of layers than its teaching was made for is refused, whichever way it is taught."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A step without a teacher in memory: a cache of attention, logits and hidden states teaches as the live one does."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Sequence
@@ -292,7 +290,7 @@ class DecoderCase(NamedTuple):
 
     samples: list[dict[str, torch.Tensor]]
     teacher: Path
-    joined: SupervisedDataset[Any]
+    joined: SupervisedDataset
     student: Any
 
     def train(self, out: Path, size: int, **given: Any) -> dict[str, float]:

@@ -1,7 +1,5 @@
 """SHDTrainer: the base class's training with the term beside it, from a cache and from a live teacher."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

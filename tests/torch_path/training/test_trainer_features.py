@@ -1,7 +1,5 @@
 """SHDTrainer with what the base class offers: autocast, compilation, checkpointing, adapters, streams, resuming."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, ClassVar
 

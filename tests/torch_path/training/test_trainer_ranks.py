@@ -1,7 +1,5 @@
 """SHDTrainer by two ranks trains and logs as one process does on the same global batches."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
