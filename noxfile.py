@@ -270,7 +270,7 @@ TRIED = {
     "teacher": "from shd_ref.cli import load_app; load_app()",
     "inputs": "from shd_ref.cli import load_app; import pyarrow, safetensors, tokenizers; load_app()",
     "oracles": "import shd_ref.merging.oracles, shd_ref.merging.matching",
-    "report": "from shd_ref.cli import load_app; import jinja2, matplotlib; load_app()",
+    "report": "from shd_ref.cli import load_app; import jinja2; load_app()",
     "plot": "import matplotlib, scipy, sklearn",
     "ray": "import ray.data; from shd_ref.cli import load_app; load_app()",
     "torch": "import shd_torch, shd_torch.commands; shd_torch.attention_kl",

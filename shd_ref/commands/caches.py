@@ -103,8 +103,7 @@ def report(
     """
     from shd_ref.cache import CacheReader
     from shd_ref.cache.storage.drafts import drafting, output_file
-    from shd_ref.report.content import read_content, read_evidence
-    from shd_ref.report.page import render_page
+    from shd_ref.report.page import read_content, read_evidence, render_page
 
     check_both(teacher, inputs)
     page_file = output_file(out, cache=cache, argument="--out")

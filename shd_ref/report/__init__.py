@@ -1,1 +1,1 @@
-"""One self-contained HTML page about a cache; ``page.py`` is the way in. Needs jinja2 and matplotlib."""
+"""One self-contained HTML page about a cache; ``page.py`` is the way in. Needs jinja2."""

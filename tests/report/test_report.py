@@ -16,16 +16,13 @@ from support.commands import shd
 from support.makers import ALONE, FORMS, OTHER_PLAN, PLAN, job, write_cache
 from support.refusals import refusal
 
-pytest.importorskip("matplotlib", reason="the report draws with matplotlib")
 pytest.importorskip("jinja2", reason="the report is a jinja2 template")
 
 from support.students import precompute
 
 from shd_ref import squeeze_heads
 from shd_ref.cache import CacheReader, Matching
-from shd_ref.report.content import mean_entropy, read_content, read_evidence
-from shd_ref.report.figures import map_picture
-from shd_ref.report.page import render_page
+from shd_ref.report.page import map_picture, read_content, read_evidence, render_page
 from shd_ref.teacher import AttentionReader, ModelInputs, PrecomputeOptions, RunOptions, find_sites, input_specs
 
 NUM_SAMPLES, LENGTH = 9, 12
@@ -141,22 +138,18 @@ def test_with_the_teacher_it_compares_and_shows_what_was_merged(made: Path, tmp_
 
 def test_counts_are_those_of_the_records(tmp_path: Path) -> None:
     reader = CacheReader(write_cache(tmp_path / "cache", job(num_samples=7)))
-    content = read_content(reader)
+    layers = read_content(reader)
     records = [reader.read(key) for key in reader]
-    for number, layer in enumerate(content.layers):
+    for number, layer in enumerate(layers):
         alphas = np.concatenate(
             [record.parts["alphas"][number].reshape(len(layer.merges), -1) for record in records], axis=1
         )
         for merge, values in zip(layer.merges, alphas, strict=True):
             np.testing.assert_array_equal(merge.values, values)
             assert merge.clipped == ((values < 0) | (values > 1)).sum()
-            assert merge.even == (values == 0.5).sum()
             np.testing.assert_allclose(merge.quantiles, np.quantile(values, [0.05, 0.25, 0.5, 0.75, 0.95]))
-        entropy = [mean_entropy(reader.decode(record, layer.student_layer)) for record in records]
-        np.testing.assert_allclose(layer.entropy, np.mean(entropy, axis=0))
-    few = read_content(reader, max_records=2)
-    assert few.records_read == few.maps_read == 2
-    check_page(render_page(reader, content, None))
+    assert read_content(reader, max_records=2)[0].merges[0].values.shape == (2,)
+    check_page(render_page(reader, layers, None))
 
 
 @pytest.mark.parametrize("forms", [FORMS["topk"], *ALONE.values()], ids=["with maps", *ALONE])
@@ -169,19 +162,12 @@ def test_the_page_says_what_shd_ls_says(tmp_path: Path, forms: dict[str, Any]) -
         assert f"{name.strip()} {text.strip()}" in page.text
 
 
-def test_entropy_follows_its_definition() -> None:
-    maps = np.array([[[0.5, 0.5, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]])  # the last row has no mass
-    np.testing.assert_allclose(mean_entropy(maps), [np.log(2) / 2])
-    forged = np.array([[[np.nan, -1.0, np.inf], [0.9, 0.9, 0.9]]])
-    np.testing.assert_allclose(mean_entropy(forged), [np.log(3) / 2])
-
-
 def test_layers_with_plans_of_their_own_name_their_own_heads(tmp_path: Path) -> None:
     manifest = job(num_samples=3, plan=(), plans=(PLAN, OTHER_PLAN), matching=Matching("residual", 2, 17))
     reader = CacheReader(write_cache(tmp_path / "cache", manifest))
     content = read_content(reader)
-    assert [layer.groups for layer in content.layers] == [((0, 1), (2, 3)), ((1, 3, 2), (0,))]
-    labels = [[merge.label for merge in layer.merges] for layer in content.layers]
+    assert [layer.groups for layer in content] == [((0, 1), (2, 3)), ((1, 3, 2), (0,))]
+    labels = [[merge.label for merge in layer.merges] for layer in content]
     assert labels == [["0 + 1", "2 + 3"], ["1 + 3", "1 3 + 2"]]
     page = check_page(render_page(reader, content, None))
     assert "1 3 | 2" not in page.text
