@@ -57,6 +57,8 @@ from shd_ref.cache.documents.receipts import Receipt as Receipt
 from shd_ref.cache.documents.receipts import Record as Record
 from shd_ref.cache.documents.receipts import Seal as Seal
 from shd_ref.cache.documents.receipts import Skipped as Skipped
+from shd_ref.cache.forms import FORMS as FORMS
+from shd_ref.cache.forms import Forms as Forms
 from shd_ref.cache.forms.attention import Attention as Attention
 from shd_ref.cache.forms.attention import Factors as Factors
 from shd_ref.cache.forms.attention import KindLayers as KindLayers
@@ -73,8 +75,6 @@ from shd_ref.cache.forms.form import Form as Form
 from shd_ref.cache.forms.form import FormFile as FormFile
 from shd_ref.cache.forms.form import Part as Part
 from shd_ref.cache.forms.form import SampleRecord as SampleRecord
-from shd_ref.cache.forms.held import FORMS as FORMS
-from shd_ref.cache.forms.held import Forms as Forms
 from shd_ref.cache.forms.rows import POOLINGS as POOLINGS
 from shd_ref.cache.forms.rows import AveragedTeacher as AveragedTeacher
 from shd_ref.cache.forms.rows import Embeddings as Embeddings

@@ -12,7 +12,7 @@ from shd_ref.cache.documents.manifest import FORMAT_VERSION, Manifest
 from shd_ref.cache.documents.receipts import Errors, Receipt, Seal
 from shd_ref.cache.forms.form import Form
 from shd_ref.cache.shards import check_shard_size
-from shd_ref.cache.storage.places import (
+from shd_ref.cache.storage.storage import (
     RECEIPTS_NAME,
     SEAL_NAME,
     Folder,
@@ -57,12 +57,10 @@ class CacheListing:
 
     @property
     def coded_bytes(self) -> int:
-        """Of all forms."""
         return self.coded_by_form.total()
 
     @property
     def float32_bytes(self) -> int:
-        """Of all forms."""
         return self.float32_by_form.total()
 
     def bytes_a_row(self, form: Form) -> float:
@@ -71,7 +69,6 @@ class CacheListing:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Shards that are not committed, ascending."""
         return tuple(sorted(set(range(self.manifest.shards.num_shards)) - set(self.written)))
 
     def to_json(self) -> dict[str, Any]:
@@ -120,13 +117,8 @@ def list_cache(folder: Folder) -> CacheListing:
     """List a cache that may be incomplete or still being written.
 
     Reads the receipts, one in memory at a time, and the size of every shard file; ``verify_cache`` reads the rest.
-
-    Args:
-        folder: the cache.
-
-    Raises:
-        ShdError: ``cache-incomplete`` where there is no manifest; ``cache-corrupt`` or ``cache-version`` where it
-            cannot be read.
+    Raises ``cache-incomplete`` where there is no manifest, ``cache-corrupt`` or ``cache-version`` where it cannot be
+    read.
     """
     storage = open_storage(folder)
     manifest = Manifest.read(storage)

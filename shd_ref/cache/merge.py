@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,21 +10,22 @@ from typing import Final
 
 from shd_ref.cache.documents.manifest import Manifest
 from shd_ref.cache.documents.receipts import Receipt
-from shd_ref.cache.files import check_file_size, read_pieces
 from shd_ref.cache.forms.form import FormFile
-from shd_ref.cache.shards import ShardFile, check_shard_size
+from shd_ref.cache.shards import ShardFile, check_file_size, check_shard_size, read_pieces
 from shd_ref.cache.storage.checksums import RunningHash
 from shd_ref.cache.storage.documents import checksum_of
 from shd_ref.cache.storage.local import LocalStorage
-from shd_ref.cache.storage.places import (
+from shd_ref.cache.storage.storage import (
     RECEIPTS_NAME,
     Folder,
+    PendingFile,
+    Storage,
     committed_shards,
     open_storage,
     receipt_name,
     shard_name,
+    write_errors,
 )
-from shd_ref.cache.storage.storage import PendingFile, Storage, write_errors
 from shd_ref.cache.writer import CacheWriter
 from shd_ref.errors import ShdError
 
@@ -82,11 +84,25 @@ def merge_caches(
         raise ShdError("argument-value", f"out must be none of the sources; got {target.root}: leave it out of them")
     missing = writer.missing_shards()
     offers = _find_offers(storages, target, manifest, set(missing))
+
+    def take_file(file: FormFile, source: Storage) -> int:
+        check_file_size(source, file)
+        writer.write_file(file, read_pieces(source, file))
+        return file.size
+
+    def take_shard(shard: int, source: Storage) -> int:
+        receipt = Receipt.read(source, shard, manifest)
+        check_shard_size(source, receipt)
+        with write_errors(target.locate(shard_name(shard))), _open_copy(source, target, shard, link) as copy:
+            _copy_bytes(source, receipt, copy)
+            writer.commit_file(copy, receipt)
+        return receipt.size
+
     for kept in manifest.files:
-        _copy_file(storages, kept, writer)
+        _from_first(storages, functools.partial(take_file, kept))
     written, done = 0, 0
     for shard in sorted(offers):
-        written += _take_over(offers[shard], shard, manifest, writer, target, link=link)
+        written += _from_first(offers[shard], functools.partial(take_shard, shard))
         done += 1
         if on_progress is not None:
             on_progress(done, len(offers))
@@ -143,40 +159,16 @@ def _find_offers(
     return offers
 
 
-def _take_over(
-    offers: Sequence[Storage], shard: int, manifest: Manifest, writer: CacheWriter, target: Storage, *, link: bool
-) -> int:
-    """Commit a shard from the first source whose bytes are right; how many they are."""
-    problems: list[ShdError] = []
-    for source in offers:
-        try:
-            receipt = Receipt.read(source, shard, manifest)
-            check_shard_size(source, receipt)
-            with write_errors(target.locate(shard_name(shard))), _open_copy(source, target, shard, link) as copy:
-                _copy_bytes(source, receipt, copy)
-                writer.commit_file(copy, receipt)
-        except ShdError as error:
-            if error.code not in ("cache-corrupt", "cache-incomplete"):
-                raise
-            problems.append(error)
-        else:
-            return receipt.size
-    raise problems[0]
-
-
-def _copy_file(sources: Sequence[Storage], file: FormFile, writer: CacheWriter) -> None:
-    """A form's shared file, from the first source with the right bytes."""
+def _from_first(sources: Sequence[Storage], copy: Callable[[Storage], int]) -> int:
+    """What a copy gives from the first source whose bytes are right."""
     problems: list[ShdError] = []
     for source in sources:
         try:
-            check_file_size(source, file)
-            writer.write_file(file, read_pieces(source, file))
+            return copy(source)
         except ShdError as error:
             if error.code not in ("cache-corrupt", "cache-incomplete"):
                 raise
             problems.append(error)
-        else:
-            return
     raise problems[0]
 
 

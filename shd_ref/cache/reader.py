@@ -12,15 +12,14 @@ from numpy.typing import NDArray
 
 from shd_ref.cache.documents.manifest import Manifest
 from shd_ref.cache.documents.receipts import Blob, Errors, Receipt, Record, Seal
-from shd_ref.cache.files import check_file_size, read_file
+from shd_ref.cache.forms import FORMS
 from shd_ref.cache.forms.exact import Exact
 from shd_ref.cache.forms.form import F32, U8, Extent, FormFile, SampleRecord
-from shd_ref.cache.forms.held import FORMS
 from shd_ref.cache.forms.rows import Embeddings, Hidden, Logits
-from shd_ref.cache.shards import ShardFile, check_shard_size
+from shd_ref.cache.shards import ShardFile, check_file_size, check_shard_size, read_file
 from shd_ref.cache.storage.checksums import hex_64, xxh3_64
 from shd_ref.cache.storage.documents import checksum_of
-from shd_ref.cache.storage.places import (
+from shd_ref.cache.storage.storage import (
     RECEIPTS_NAME,
     SEAL_NAME,
     Folder,
@@ -142,9 +141,6 @@ class CacheReader:
             allocate: from a number of bytes to the memory that takes all blobs: form by form (attention, logits,
                 hidden states), in each layer by layer, in each of these sample by sample.
             **choices: as for ``read``.
-
-        Raises:
-            ShdError: as ``read``.
         """
         names, choices = dict.fromkeys(form.CHOICE for form in FORMS), {"layers": layers, **choices}
         if unknown := sorted(choices.keys() - names.keys()):
@@ -165,66 +161,44 @@ class CacheReader:
         return [by_number[number] for number in range(len(keys))]
 
     def decode(self, record: SampleRecord, layer: int) -> NDArray[np.float32]:
-        """The merged maps of one student layer: ``(H_s, n, n)`` float32, rows sum to one or are zero.
+        """The merged maps of one student layer, float32 ``(H_s, rows, keys)``: rows sum to one, or are zero.
 
-        ``(H_s, rows, keys)`` if the record has ``shapes`` (CACHE-128); computed from queries and keys in factored
-        records (CACHE-152).
+        Of factored records they are computed from queries and keys (CACHE-152).
         """
         return self.manifest.attention.decode(record, layer)
 
     def decode_factors(self, record: SampleRecord, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """The teacher's queries ``(H_t, n, d)`` and centred keys ``(H_kv, n, d)`` of one student layer, float32.
+        """The teacher's queries ``(H_t, n, d)`` and centred keys ``(H_kv, n, d)``, without padding in front.
 
-        Leading padding is omitted: n counts from the record's ``first``.
-
-        Raises:
-            ShdError: ``argument-value`` for a cache of maps.
+        Raises ``argument-value`` for a cache of maps.
         """
         return self.manifest.attention.decode_factors(record, layer)
 
     def decode_logits(self, record: SampleRecord) -> TopkTargets | NDArray[np.float32]:
         """The teacher's logits of one sample: classes of R rows, or ``(R, V)`` float32 if all are stored.
 
-        Row r belongs to position ``first + r``; a classifier has a single row (CACHE-160).
-
-        Raises:
-            ShdError: ``argument-value`` where the cache, or the record as it was read, has none; ``cache-corrupt``.
+        Row r belongs to position ``first + r``; a classifier has a single row (CACHE-160). This and the methods below
+        raise ``argument-value`` where the cache, or the record as it was read, lacks them, and ``cache-corrupt``.
         """
         rows: TopkTargets | NDArray[np.float32] = self.manifest.need(Logits, "logits").decode(record)
         return rows
 
     def decode_hidden(self, record: SampleRecord, layer: int) -> NDArray[np.float32]:
-        """The teacher's hidden states of one of its layers, ``(R, width)`` float32; row r as for logits.
-
-        Raises:
-            ShdError: ``argument-value`` where the cache, or the record as it was read, does not have them.
-        """
+        """The teacher's hidden states of one of its layers, ``(R, width)`` float32; row r as for logits."""
         states: NDArray[np.float32] = self.manifest.need(Hidden, "hidden states").decode(record, layer)
         return states
 
     def decode_embedding(self, record: SampleRecord) -> NDArray[np.float32]:
-        """The teacher's embedding of one text, ``(width,)`` float32, pooled as the manifest says.
-
-        Raises:
-            ShdError: ``argument-value`` where the cache, or the record as it was read, does not have it.
-        """
+        """The teacher's embedding of one text, ``(width,)`` float32, pooled as the manifest says."""
         return self.manifest.need(Embeddings, "embeddings").decode(record)
 
     def decode_last(self, record: SampleRecord) -> NDArray[np.float32]:
-        """The states that the teacher's head reads for one sample, ``(R, width)`` float32; row r as for logits.
-
-        Raises:
-            ShdError: ``argument-value`` where the cache, or the record as it was read, does not have them.
-        """
+        """The states that the teacher's head reads for one sample, ``(R, width)`` float32; row r as for logits."""
         states: NDArray[np.float32] = self.manifest.need(Exact, "exact targets").decode(record)
         return states
 
     def read_head(self) -> TeacherHead:
-        """The teacher's head, which makes logits of last states; every byte is checked.
-
-        Raises:
-            ShdError: ``argument-value`` where the cache has none; ``cache-incomplete``, ``cache-corrupt``.
-        """
+        """The teacher's head, which makes logits of last states; every byte is checked."""
         form = self.manifest.need(Exact, "exact targets")
         return form.read_head(self.read_file(form.files[0]))
 

@@ -1,4 +1,7 @@
-"""Shard files: safetensors whose header follows from manifest and receipt alone (CACHE-40 to CACHE-42, CACHE-80)."""
+"""Shard files: safetensors whose header follows from manifest and receipt alone (CACHE-40 to CACHE-42, CACHE-80).
+
+Beside them lie files that a form keeps once per cache, such as the teacher's head (CACHE-192).
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,10 @@ from numpy.typing import NDArray
 from shd_ref.cache.documents.keys import check_key
 from shd_ref.cache.documents.manifest import FORMAT_VERSION, Manifest
 from shd_ref.cache.documents.receipts import Blob, Errors, Receipt, Record, Skipped
-from shd_ref.cache.forms.form import F32, U8, SampleRecord, misfit
-from shd_ref.cache.storage.checksums import RunningHash, hex_64, xxh3_64
+from shd_ref.cache.forms.form import F32, U8, FormFile, SampleRecord, misfit
+from shd_ref.cache.storage.checksums import RunningHash, hex_64, xxh3_64, xxh3_128
 from shd_ref.cache.storage.documents import MAX_INTEGER
-from shd_ref.cache.storage.places import Folder, open_storage, shard_name, tensor_name
-from shd_ref.cache.storage.storage import PendingFile
+from shd_ref.cache.storage.storage import Folder, PendingFile, open_storage, shard_name, tensor_name
 from shd_ref.errors import ShdError
 
 Bytes: TypeAlias = NDArray[np.uint8]
@@ -50,7 +52,6 @@ def shard_header(manifest: Manifest, shard: int, records: Sequence[Record]) -> b
 
 
 def check_record(record: SampleRecord, manifest: Manifest) -> None:
-    """Refuse a record that does not fit the manifest."""
     check_key(record.key)
     if record.length < 1:
         raise misfit(record, "length must be at least 1", record.length)
@@ -145,7 +146,6 @@ class ShardFile:
             self._file = storage.open(shard_name(shard))
 
     def read(self, start: int, end: int) -> Bytes:
-        """Bytes ``start`` to ``end``, in memory of the caller's own."""
         with _present(self.path):
             data = self._file.read(start, end)
         self._check_length(start, len(data), end - start)
@@ -182,3 +182,50 @@ def _present(path: object) -> Iterator[None]:
 
 def _incomplete(path: object, problem: str) -> ShdError:
     return ShdError("cache-incomplete", f"{path}: {problem}: restore it, or write the shard again", "CACHE-80")
+
+
+_PIECE_BYTES: Final = 2**23
+
+
+def check_file_size(folder: Folder, file: FormFile) -> None:
+    """Refuse a file that is absent or has another size than the manifest implies: ``cache-incomplete``."""
+    storage = open_storage(folder)
+    try:
+        size = storage.size(file.name)
+    except FileNotFoundError:
+        size = None
+    if size != file.size:
+        problem = "it does not exist" if size is None else f"it has {size}"
+        message = f"{storage.locate(file.name)} must have {file.size} bytes; {problem}"
+        raise ShdError("cache-incomplete", f"{message}: restore it, or run the same command again", "CACHE-192")
+
+
+def read_pieces(folder: Folder, file: FormFile) -> Iterator[NDArray[np.uint8]]:
+    opened = open_storage(folder).open(file.name)
+    for start in range(0, file.size, _PIECE_BYTES):
+        yield opened.read(start, min(start + _PIECE_BYTES, file.size))
+
+
+def hash_file(folder: Folder, file: FormFile) -> str:
+    """XXH3-128 of a file as it is now, in bounded memory."""
+    check_file_size(folder, file)
+    checksum = RunningHash()
+    for piece in read_pieces(folder, file):
+        checksum.update(piece)
+    return checksum.hexdigest()
+
+
+def read_file(folder: Folder, file: FormFile) -> NDArray[np.uint8]:
+    """All its bytes, checked: ``cache-incomplete``, ``cache-corrupt``."""
+    storage = open_storage(folder)
+    check_file_size(storage, file)
+    data = storage.open(file.name).read(0, file.size)
+    if (actual := xxh3_128(data)) != file.xxh3_128:
+        raise damaged_file(storage.locate(file.name), file, actual)
+    return data
+
+
+def damaged_file(path: object, file: FormFile, actual: str) -> ShdError:
+    """The error for other bytes than the manifest's: ``cache-corrupt``."""
+    message = f"{path}: XXH3-128 of the file must be {file.xxh3_128}; got {actual}: restore it from a copy"
+    return ShdError("cache-corrupt", message, "CACHE-192")

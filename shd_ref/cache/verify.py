@@ -12,23 +12,22 @@ from numpy.typing import NDArray
 
 from shd_ref.cache.documents.manifest import Manifest
 from shd_ref.cache.documents.receipts import Receipt, Seal, check_fingerprint
-from shd_ref.cache.files import check_file_size, damaged_file, hash_file
-from shd_ref.cache.shards import ShardFile, check_shard_size, shard_header
+from shd_ref.cache.shards import ShardFile, check_file_size, check_shard_size, damaged_file, hash_file, shard_header
 from shd_ref.cache.storage.checksums import RunningHash, hex_64, xxh3_64
 from shd_ref.cache.storage.documents import checksum_of
-from shd_ref.cache.storage.places import (
+from shd_ref.cache.storage.storage import (
     HUB_NAMES,
     LOCK_NAME,
     MANIFEST_NAME,
     RECEIPTS_NAME,
     SEAL_NAME,
     Folder,
+    Storage,
     committed_shards,
     open_storage,
     receipt_name,
     shard_name,
 )
-from shd_ref.cache.storage.storage import Storage
 from shd_ref.errors import ShdError
 
 READ_BYTES: Final = 2**23
@@ -68,19 +67,13 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """No problems."""
         return not self.problems
 
 
 def verify_cache(folder: Folder, *, on_progress: Callable[[int, int], None] | None = None) -> VerifyReport:
-    """Check a whole cache, continuing after each problem (CACHE-90).
+    """Check a whole cache, continuing after each problem (CACHE-90); only what is intact is counted.
 
-    Args:
-        folder: the cache, a path or an address.
-        on_progress: called after every committed shard with the numbers of finished and of all shards.
-
-    Returns:
-        The report. Shards, records and bytes count only intact ones.
+    ``on_progress`` is called after every committed shard with the numbers of finished and of all shards.
     """
     check = _Verification(open_storage(folder))
     check.run(on_progress)

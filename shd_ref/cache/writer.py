@@ -10,13 +10,21 @@ from typing import Any, Final
 
 from shd_ref.cache.documents.manifest import Manifest
 from shd_ref.cache.documents.receipts import Errors, Receipt, Seal, Skipped, check_fingerprint
-from shd_ref.cache.files import check_file_size, damaged_file, hash_file
 from shd_ref.cache.forms.form import FormFile, SampleRecord
-from shd_ref.cache.shards import write_blobs
+from shd_ref.cache.shards import check_file_size, damaged_file, hash_file, write_blobs
 from shd_ref.cache.storage.checksums import RunningHash
 from shd_ref.cache.storage.documents import checksum_of
-from shd_ref.cache.storage.places import MANIFEST_NAME, SEAL_NAME, Folder, open_storage, receipt_name, shard_name
-from shd_ref.cache.storage.storage import PendingFile, Storage, write_errors
+from shd_ref.cache.storage.storage import (
+    MANIFEST_NAME,
+    SEAL_NAME,
+    Folder,
+    PendingFile,
+    Storage,
+    open_storage,
+    receipt_name,
+    shard_name,
+    write_errors,
+)
 from shd_ref.errors import ShdError
 
 ATTEMPTS: Final = 5

@@ -30,7 +30,6 @@ def conformance(*words: Annotated[str, Parameter(allow_leading_hyphen=True)]) ->
 
 
 def make_program() -> Program:
-    """``shd``."""
     program = Program("shd", _TEXT)
     look = Group("Look before you spend", sort_key=-4)
     make = Group("Make a cache", sort_key=-3)

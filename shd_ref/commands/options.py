@@ -70,6 +70,11 @@ class InputOptions:
     text_column: Annotated[str | None, READING, Needs("inputs")] = None
     max_length: Annotated[int | None, READING, FROM_1, Needs("inputs")] = None
 
+    def absolute(self) -> InputOptions:
+        """The same for another process."""
+        tokenizer = self.tokenizer and self.tokenizer.absolute()
+        return replace(self, inputs=self.inputs.absolute(), tokenizer=tokenizer)
+
     def open(self) -> Source:
         """The rows, by ``open_source``."""
         from shd_ref.teacher.sources import open_source

@@ -154,7 +154,6 @@ def _say(text: str) -> None:
 
 
 def _forms(forecast: Forecast) -> Table:
-    """A form and codec per row."""
     table = narrow_table()
     table.add_column("stored as")
     for column in ("bytes\na token", "in all", "break-even\nread", "moved\nin a row", "KL a\nrow"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 from rich.filesize import decimal
@@ -27,7 +27,7 @@ from shd_ref.errors import need
 from shd_ref.teacher.options import FROM_1, RUNNING, Needs, PrecomputeOptions, RunOptions, one_of
 
 if TYPE_CHECKING:
-    from shd_ref.teacher.precompute.engine import PrecomputeSummary, Students
+    from shd_ref.teacher.precompute.engine import Engine, PrecomputeSummary
 
 
 _DEFAULTS, _RUN = PrecomputeOptions(), RunOptions()
@@ -69,7 +69,7 @@ def precompute(
         student = student if options.plans else None  # else as if its numbers had been given
     heads_given, options = heads_of(student_heads, options, no_attention=no_attention)
     from shd_ref.teacher.precompute.engine import precompute as precompute_caches
-    from shd_ref.teacher.precompute.engine import students_of
+    from shd_ref.teacher.precompute.engine import run_here, students_of
 
     source = inputs.open()
     asked = [replace(options, num_student_heads=heads) for heads in heads_given]
@@ -79,12 +79,16 @@ def precompute(
         places = [out] if len(asked) == 1 else [f"{out}-{heads}" for heads in heads_given]
         return measure(teacher, inputs, source, list(zip(asked, places, strict=True)), run, student=student)
     students = students_of(out, asked[0], heads_given) if len(asked) > 1 else [(out, asked[0])]
+    runs: Engine = run_here
+    if engine == "ray":
+        from shd_ref.teacher.precompute.ray_engine import RayEngine
+
+        runs = RayEngine(workers)
     with show_progress("inputs read", "samples") as (on_read, on_progress):
-        told: dict[str, Any] = {"on_read": on_read, "on_progress": on_progress}
-        if engine == "local":
-            summaries = precompute_caches(teacher, source, students, run, **told)
-        else:
-            summaries = _run_on_ray(teacher, inputs, students, run, workers, told)
+        opened = source if engine == "local" else inputs.absolute().open  # every actor opens them itself
+        summaries = precompute_caches(
+            teacher, opened, students, run, engine=runs, on_read=on_read, on_progress=on_progress
+        )
     print_remarks(*(remark for summary in summaries for remark in (*summary.remarks, summary.remark)))
     following = []  # none while shards are missing
     if not any(summary.missing_shards for summary in summaries):
@@ -119,31 +123,7 @@ def _read_student(
     return replace(options, **fixed), (made.num_heads,)  # type: ignore[arg-type]
 
 
-def _run_on_ray(
-    teacher: Path,
-    inputs: InputOptions,
-    students: Students,
-    run: RunOptions,
-    workers: int | None,
-    told: dict[str, Any],
-) -> list[PrecomputeSummary]:
-    """The actors open teacher, inputs and caches themselves, under whole paths."""
-    from shd_ref.cache.storage.places import is_address
-    from shd_ref.teacher.precompute.engine import precompute as precompute_caches
-    from shd_ref.teacher.precompute.ray_engine import RayEngine
-
-    placed = []
-    for cache, options in students:
-        others = tuple(path.absolute() for path in options.with_teachers)
-        target = cache if is_address(str(cache)) else Path(cache).absolute()
-        placed.append((target, replace(options, with_teachers=others)))
-    tokenizer = inputs.tokenizer and inputs.tokenizer.absolute()
-    reopen = replace(inputs, inputs=inputs.inputs.absolute(), tokenizer=tokenizer).open
-    return precompute_caches(teacher.absolute(), reopen, placed, run, engine=RayEngine(workers), **told)
-
-
 def _summary_table(summary: PrecomputeSummary) -> Table:
-    """What ``shd precompute`` did."""
     table = fact_table(str(summary.folder))
     rate = summary.written / max(summary.seconds, 1e-9)
     others = f", {summary.written_by_others} written by other processes" if summary.written_by_others else ""

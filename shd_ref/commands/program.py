@@ -170,7 +170,6 @@ class Program:
         self.app[name].help_formatter = _Pages(self, name)
 
     def arguments(self, name: str) -> ArgumentCollection:
-        """Those of a command."""
         return self.app[name].assemble_argument_collection(parse_docstring=False)
 
     def __call__(self, words: Iterable[str] | None = None) -> int:

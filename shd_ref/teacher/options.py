@@ -438,9 +438,12 @@ def _check_targets(options: PrecomputeOptions) -> None:
     check_option("logits", options.logits, LOGIT_FORMS, "CACHE-164")
     check_option("hidden_codec", options.hidden_codec, VECTOR_CODECS, "CACHE-177")
     check_option("embeddings_codec", options.embeddings_codec, VECTOR_CODECS, "CACHE-181")
+    others, has_logits = ", ".join(map(str, options.with_teachers)), options.logits != "none"
+    rule, got = "go with logits, whose mean is stored", f"{others} with logits 'none'"
+    need(has_logits or not others, "argument-value", "with_teachers", rule, got, spec_id="CACHE-163")
     has_topk, temperature = options.logits == "topk", options.logits_temperature
     for name in ("logits_output", "vocab_size"):
-        ok = options.logits != "none" or options.exact or getattr(options, name) is None
+        ok = has_logits or options.exact or getattr(options, name) is None
         rule = "go with logits, or hidden last"
         need(ok, "argument-value", name, rule, f"{getattr(options, name)!r} without them")
     got = f"{temperature:g} with logits {options.logits!r}"

@@ -24,7 +24,6 @@ PROVIDERS: Final[dict[str, str]] = {"cpu": "CPUExecutionProvider", "cuda": "CUDA
 
 
 def provider_name(provider: str) -> str:
-    """Onnxruntime's name of a provider."""
     return PROVIDERS.get(provider, provider)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, need
 
 FloatArray = NDArray[np.float32] | NDArray[np.float64]
 
@@ -31,42 +31,30 @@ _BITS: Final = {"float32": 32, "sqrt8-row": 8, "u4": 4}
 
 
 def code_dtype(codec: str) -> np.dtype[Any]:
-    """The type that holds one code in memory: float32 or uint8.
-
-    Raises:
-        ShdError: ``argument-value`` for a codec that is not in ``CODECS``.
-    """
+    """The type that holds one code in memory: float32 or uint8; ``argument-value`` for another codec."""
     return np.dtype(np.float32 if code_bits(codec) == 32 else np.uint8)
 
 
 def code_bits(codec: str) -> int:
     """Bits of one stored code; below 8, several codes share a byte (CACHE-110)."""
-    if codec not in _BITS:
-        raise ShdError("argument-value", f"codec must be one of {', '.join(CODECS)}; got {codec!r}", "CACHE-110")
+    rule = f"be one of {', '.join(CODECS)}"
+    need(codec in _BITS, "argument-value", "codec", rule, repr(codec), spec_id="CACHE-110")
     return _BITS[codec]
 
 
 def code_values(codec: str) -> NDArray[np.float32]:
-    """Decoded value of each code of a codec with few codes, before the row is made to sum to one.
+    """Decoded value of each code ``(256,)`` or ``(16,)``, before the row is made to sum to one.
 
-    Returns:
-        ``(256,)`` or ``(16,)`` float32.
-
-    Raises:
-        ShdError: ``argument-value`` for ``float32``, whose codes are numbers themselves.
+    Raises ``argument-value`` for ``float32``, whose codes are numbers themselves.
     """
-    if code_bits(codec) > 8:
-        raise ShdError("argument-value", f"codec must be sqrt8-row or u4; got {codec!r}", "CACHE-110")
+    need(code_bits(codec) <= 8, "argument-value", "codec", "be sqrt8-row or u4", repr(codec), spec_id="CACHE-110")
     return u4_table() if codec == "u4" else sqrt8_table()
 
 
 def u4_table() -> NDArray[np.float32]:
-    """Decoded value of each u4 code before the row is made to sum to one (CACHE-118).
+    """Decoded value of each u4 code, in units of the row's largest entry ``(16,)`` (CACHE-118).
 
     As in ``sqrt8_table``, code 1 decodes to the centroid of its bin: the mean of ``x^3`` over (0, 1.5) is 0.84375.
-
-    Returns:
-        ``(16,)`` float32, in units of the row's largest entry.
     """
     return _power_table(U4_LEVELS, 3, 0.84375)
 
@@ -77,13 +65,10 @@ def u4_thresholds() -> NDArray[np.float32]:
 
 
 def sqrt8_table() -> NDArray[np.float32]:
-    """Decoded value of each sqrt8 code before the row is made to sum to one (CACHE-115).
+    """Decoded value of each sqrt8 code, in units of the row's largest entry ``(256,)`` (CACHE-115).
 
     Code 0 is exactly zero: masked. Code 1 also covers all smaller positive values, and decodes to the centroid of its
     bin: for roots spread evenly over (0, 1.5), the mean of the square is 1.5^2 / 3 = 0.75.
-
-    Returns:
-        ``(256,)`` float32, in units of the row's largest entry.
     """
     return _power_table(SQRT8_LEVELS, 2, 0.75)
 
@@ -95,27 +80,19 @@ def _power_table(levels: int, power: int, centroid: float) -> NDArray[np.float32
 
 
 def encode(codec: str, probs: FloatArray) -> NDArray[Any]:
-    """Code probability rows (CACHE-112, CACHE-114, CACHE-117).
+    """Code probability rows ``(..., S)``, float32 or float64, as ``code_dtype`` (CACHE-112, CACHE-114, CACHE-117).
 
-    Args:
-        codec: one of ``CODECS``.
-        probs: ``(..., L, S)`` float32 or float64, rows over the last axis; rows that are all zero stay so.
-
-    Returns:
-        Codes of the same shape: float32 or uint8.
-
-    Raises:
-        ShdError: ``argument-value`` (codec), ``argument-dtype``, ``not-finite``, ``not-a-distribution``
-            (a negative entry).
+    Rows that are all zero stay so. Raises ``argument-value`` (codec), ``argument-dtype``, ``not-finite``, and
+    ``not-a-distribution`` for a negative entry.
     """
     dtype = code_dtype(codec)
-    if probs.dtype not in (np.float32, np.float64):
-        raise ShdError("argument-dtype", f"probs must be float32 or float64; got {probs.dtype}", "CACHE-111")
+    is_float = probs.dtype in (np.float32, np.float64)
+    need(is_float, "argument-dtype", "probs", "be float32 or float64", probs.dtype, spec_id="CACHE-111")
     values = probs.astype(np.float32)
-    if not np.isfinite(values).all():
-        raise ShdError("not-finite", "probs must be finite; got NaN or infinity", "CACHE-111")
-    if (values < 0).any():
-        raise ShdError("not-a-distribution", f"probs must not be negative; got {values.min()}", "CACHE-111")
+    finite = bool(np.isfinite(values).all())
+    need(finite, "not-finite", "probs", "be finite", "NaN or infinity", spec_id="CACHE-111")
+    least = values.min(initial=0.0)
+    need(least >= 0, "not-a-distribution", "probs", "not be negative", least, spec_id="CACHE-111")
     values[values < SMALLEST_PROB] = 0.0  # -0.0 becomes 0.0 as well
     if dtype == np.float32:
         return values
@@ -128,17 +105,10 @@ def encode(codec: str, probs: FloatArray) -> NDArray[Any]:
 
 
 def decode(codec: str, codes: NDArray[Any]) -> NDArray[np.float32]:
-    """Probability rows from codes (CACHE-112, CACHE-115, CACHE-118).
+    """Probability rows ``(..., S)`` float32 from codes (CACHE-112, CACHE-115, CACHE-118).
 
-    Args:
-        codec: one of ``CODECS``.
-        codes: ``(..., L, S)`` of ``code_dtype(codec)``.
-
-    Returns:
-        ``(..., L, S)`` float32. Rows of the lossy codecs sum to one, or are zero where every code is zero.
-
-    Raises:
-        ShdError: ``argument-value`` (codec, a u4 code above 15), ``argument-dtype``.
+    Rows of the lossy codecs sum to one, or are zero where every code is zero. Raises ``argument-value`` (codec, a u4
+    code above 15), ``argument-dtype``.
     """
     check_dtype(codec, codes)
     if codec == "float32":
@@ -149,27 +119,25 @@ def decode(codec: str, codes: NDArray[Any]) -> NDArray[np.float32]:
 
 
 def check_codes(codec: str, codes: NDArray[Any]) -> None:
-    """Reject codes that no encoder produces, such as the NaN of a broken teacher (CACHE-110).
-
-    Raises:
-        ShdError: ``argument-value`` (codec), ``argument-dtype``, ``not-finite``, ``not-a-distribution``.
-    """
+    """Reject codes that no encoder produces, such as the NaN of a broken teacher (CACHE-110)."""
     check_dtype(codec, codes)
     if codec != "float32":
         return
-    if not np.isfinite(codes).all():
-        raise ShdError("not-finite", f"codes of {codec} must be finite; got NaN or infinity", "CACHE-111")
-    if np.signbit(codes).any():
-        raise ShdError("not-a-distribution", f"codes of {codec} must not be negative", "CACHE-111")
+    name, finite = f"codes of {codec}", bool(np.isfinite(codes).all())
+    need(finite, "not-finite", name, "be finite", "NaN or infinity", spec_id="CACHE-111")
+    least = codes.min(initial=0.0)
+    need(not np.signbit(codes).any(), "not-a-distribution", name, "not be negative", least, spec_id="CACHE-111")
 
 
 def check_dtype(codec: str, codes: NDArray[Any]) -> None:
     """Refuse codes of another type (``argument-dtype``), or beyond the codec's last code (``argument-value``)."""
     dtype = code_dtype(codec)
-    if codes.dtype != dtype:
-        raise ShdError("argument-dtype", f"codes of {codec} must be {dtype}; got {codes.dtype}", "CACHE-110")
-    if codec == "u4" and codes.size and codes.max() > U4_LEVELS:
-        raise ShdError("argument-value", f"codes of u4 must be at most {U4_LEVELS}; got {codes.max()}", "CACHE-110")
+    name, is_right = f"codes of {codec}", codes.dtype == dtype
+    need(is_right, "argument-dtype", name, f"be {dtype}", codes.dtype, spec_id="CACHE-110")
+    if codec == "u4":
+        largest = codes.max(initial=0)
+        rule = f"be at most {U4_LEVELS}"
+        need(largest <= U4_LEVELS, "argument-value", name, rule, largest, spec_id="CACHE-110")
 
 
 SUPPORTS: Final = ("full", "causal")
@@ -184,9 +152,8 @@ def num_codes(support: str, num_heads: int, length: int, num_keys: int | None = 
     """Codes of one blob: heads x entries of the support; as many keys as rows, unless ``num_keys`` is given."""
     check_support(support)
     num_keys = length if num_keys is None else num_keys
-    if support == "causal" and num_keys != length:
-        message = f"maps of causal support must be square; got {length} rows and {num_keys} keys"
-        raise ShdError("argument-shape", message, "CACHE-128")
+    got, is_square = f"{length} rows and {num_keys} keys", support != "causal" or num_keys == length
+    need(is_square, "argument-shape", "maps of causal support", "be square", got, spec_id="CACHE-128")
     return num_heads * (length * num_keys if support == "full" else length * (length + 1) // 2)
 
 
@@ -194,13 +161,9 @@ def pack(codes: NDArray[Any], support: str, codec: str | None = None) -> NDArray
     """The codes of one layer as bytes: head by head, row by row, little endian (CACHE-126).
 
     Args:
-        codes: ``(H_s, n, n)`` codes, with full support also ``(H_s, n, S)``; a code of zero means probability zero in
-            every codec.
+        codes: ``(H_s, n, n)`` codes, with full support also ``(H_s, n, S)``; zero is probability zero in every codec.
         support: ``"full"`` or ``"causal"``.
-        codec: the codec; needed for ``u4``, which packs two codes into a byte.
-
-    Returns:
-        ``(packed_size,)`` uint8.
+        codec: needed for ``u4``, which packs two codes into a byte.
 
     Raises:
         ShdError: ``argument-shape``; ``argument-value`` (support, codec); ``argument-dtype``; ``support-mismatch``
@@ -209,8 +172,8 @@ def pack(codes: NDArray[Any], support: str, codec: str | None = None) -> NDArray
     check_support(support)
     if codec is not None:
         check_dtype(codec, codes)
-    if codes.ndim != 3 or (support == "causal" and codes.shape[1] != codes.shape[2]):
-        raise ShdError("argument-shape", f"codes must be (H_s, n, n); got {codes.shape}", "CACHE-125")
+    fits = codes.ndim == 3 and (support != "causal" or codes.shape[1] == codes.shape[2])
+    need(fits, "argument-shape", "codes", "be (H_s, n, n)", codes.shape, spec_id="CACHE-125")
     stored = codes
     if support == "causal":
         stored = codes.reshape(len(codes), -1)[:, _lower_triangle(codes.shape[1])]
@@ -231,28 +194,16 @@ def pack(codes: NDArray[Any], support: str, codec: str | None = None) -> NDArray
 def unpack(
     blob: NDArray[np.uint8], codec: str, support: str, num_heads: int, length: int, num_keys: int | None = None
 ) -> NDArray[Any]:
-    """The inverse of ``pack`` (CACHE-130).
+    """The inverse of ``pack`` (CACHE-130): codes ``(H_s, length, num_keys)``, which may share memory with ``blob``.
 
-    Args:
-        blob: ``(packed_size,)`` uint8.
-        codec: one of ``CODECS``; determines the width of a code.
-        support: ``"full"`` or ``"causal"``.
-        num_heads: H_s.
-        length: n, the counted positions of the sample.
-        num_keys: of a map with another number of keys than of rows.
-
-    Returns:
-        ``(H_s, n, n)`` or ``(H_s, n, num_keys)`` codes of ``code_dtype(codec)``. May share memory with ``blob``.
-
-    Raises:
-        ShdError: ``argument-value`` (codec, support); ``argument-shape`` for a blob of the wrong size.
+    Without ``num_keys`` there are as many as rows. Raises ``argument-value`` (codec, support), and ``argument-shape``
+    for a blob of the wrong size.
     """
     num_keys = length if num_keys is None else num_keys
     size = packed_size(codec, support, num_heads, length, num_keys)
-    if blob.dtype != np.uint8 or blob.shape != (size,):
-        layout = f"{num_heads} heads x {length} rows x {num_keys} keys ({codec}, {support})"
-        message = f"blob must be ({size},) uint8 for {layout}; got {blob.shape} {blob.dtype}"
-        raise ShdError("argument-shape", message, "CACHE-130")
+    fits, got = blob.dtype == np.uint8 and blob.shape == (size,), f"{blob.shape} {blob.dtype}"
+    layout = f"{num_heads} heads x {length} rows x {num_keys} keys ({codec}, {support})"
+    need(fits, "argument-shape", "blob", f"be ({size},) uint8 for {layout}", got, spec_id="CACHE-130")
     dtype = code_dtype(codec)
     if codec == "u4":
         halves = np.stack([blob & 0x0F, blob >> 4], axis=-1).reshape(-1)
@@ -273,9 +224,8 @@ def _lower_triangle(length: int) -> NDArray[np.intp]:
 
 def check_support(support: str) -> None:
     """Refuse a support that is not in ``SUPPORTS``: ``argument-value``."""
-    if support not in SUPPORTS:
-        message = f"support must be one of {', '.join(SUPPORTS)}; got {support!r}"
-        raise ShdError("argument-value", message, "CACHE-125")
+    rule = f"be one of {', '.join(SUPPORTS)}"
+    need(support in SUPPORTS, "argument-value", "support", rule, repr(support), spec_id="CACHE-125")
 
 
 VECTOR_CODECS: Final = ("float32", "float16", "int8")
@@ -290,8 +240,8 @@ def to_float16(name: str, values: NDArray[Any], remedy: str = "use int8") -> NDA
     with np.errstate(over="ignore"):
         codes = values.astype(np.float16)
     if not np.isfinite(codes).all():
-        message = f"{name} must be below 65520 for float16; got {np.abs(values).max():g}: {remedy}"
-        raise ShdError("argument-value", message, "CACHE-147")
+        got = f"{np.abs(values).max():g}: {remedy}"
+        need(False, "argument-value", name, "be below 65520 for float16", got, spec_id="CACHE-147")
     return codes
 
 

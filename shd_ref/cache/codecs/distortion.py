@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache.codecs.codecs import SMALLEST_PROB, code_dtype
-from shd_ref.errors import ShdError
+from shd_ref.errors import need
 
 
 class RowError:
@@ -135,9 +135,8 @@ def codec_error(probs: NDArray[Any], decoded: NDArray[Any]) -> CodecError:
     Raises:
         ShdError: ``argument-shape``.
     """
-    if probs.shape != decoded.shape:
-        message = f"decoded must have the shape of probs {probs.shape}; got {decoded.shape}"
-        raise ShdError("argument-shape", message, "CACHE-120")
+    fits, rule = probs.shape == decoded.shape, f"have the shape of probs {probs.shape}"
+    need(fits, "argument-shape", "decoded", rule, decoded.shape, spec_id="CACHE-120")
     exact, coded = (maps.reshape(-1, maps.shape[-1]) for maps in (probs, decoded))
     size = max(1, _TILE_BYTES // (8 * max(exact.shape[-1], 1)))
     tiles = [_row_errors(exact[row : row + size], coded[row : row + size]) for row in range(0, len(exact), size)]
@@ -163,7 +162,6 @@ def _row_errors(probs: NDArray[Any], decoded: NDArray[Any]) -> tuple[NDArray[np.
 
 
 def merge_codec_errors(errors: Iterable[CodecError]) -> CodecError:
-    """``merge_errors`` of maps."""
     return merge_errors(CodecError, errors)
 
 

@@ -7,6 +7,7 @@ smaller numbers are rounded by less. If rounding moves no logit of a row by more
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from shd_ref.cache.codecs.codecs import INT8_LEVELS, check_support, largest_move, to_float16, to_int8
 from shd_ref.cache.storage.documents import MAX_INTEGER, optional
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, need
 
 Array32 = NDArray[np.float32]
 Array64 = NDArray[np.float64]
@@ -79,12 +80,11 @@ def encode_factors(codec: str, queries: NDArray[Any], keys: NDArray[Any]) -> Cod
     """
     check_factored_codec(codec)
     for name, values in (("queries", queries), ("keys", keys)):
-        if values.ndim != 3 or values.shape[1:] != queries.shape[1:] or not values.size:
-            raise ShdError("argument-shape", f"{name} must be (heads, n, d); got {values.shape}", "CACHE-143")
-        if values.dtype != np.float32:
-            raise ShdError("argument-dtype", f"{name} must be float32; got {values.dtype}", "CACHE-143")
-        if not np.isfinite(values).all():
-            raise ShdError("not-finite", f"{name} must be finite; got NaN or infinity", "CACHE-143")
+        fits = values.ndim == 3 and values.shape[1:] == queries.shape[1:] and values.size > 0
+        need(fits, "argument-shape", name, "be (heads, n, d)", values.shape, spec_id="CACHE-143")
+        need(values.dtype == np.float32, "argument-dtype", name, "be float32", values.dtype, spec_id="CACHE-143")
+        finite = bool(np.isfinite(values).all())
+        need(finite, "not-finite", name, "be finite", "NaN or infinity", spec_id="CACHE-143")
     centred = keys - keys.mean(axis=1, keepdims=True, dtype=np.float64).astype(np.float32)
     if codec == "float16":
         return CodedFactors(to_float16("queries", queries), to_float16("keys", centred))
@@ -103,14 +103,7 @@ def decode_factors(coded: CodedFactors) -> tuple[Array32, Array32]:
 
 
 def factored_size(codec: str, num_heads: int, layer: LayerFactors, length: int) -> int:
-    """Bytes of one blob (CACHE-149).
-
-    Args:
-        codec: one of ``FACTORED_CODECS``.
-        num_heads: H_t.
-        layer: of the manifest.
-        length: n.
-    """
+    """Bytes of one blob of H_t = ``num_heads`` and n = ``length`` (CACHE-149)."""
     check_factored_codec(codec)
     vectors = (num_heads + layer.num_key_heads) * length
     return vectors * (2 * layer.width if codec == "float16" else layer.width + 4)
@@ -127,16 +120,11 @@ def pack_factors(coded: CodedFactors) -> NDArray[np.uint8]:
 def unpack_factors(
     blob: NDArray[np.uint8], codec: str, num_heads: int, layer: LayerFactors, length: int
 ) -> CodedFactors:
-    """The inverse of ``pack_factors``.
-
-    Raises:
-        ShdError: ``argument-value`` (codec), ``argument-shape`` for a blob of the wrong size.
-    """
+    """The inverse of ``pack_factors``; ``argument-shape`` for a blob of the wrong size."""
     size = factored_size(codec, num_heads, layer, length)
-    if blob.dtype != np.uint8 or blob.shape != (size,):
-        layout = f"{num_heads} and {layer.num_key_heads} heads x {length} positions of width {layer.width} ({codec})"
-        message = f"blob must be ({size},) uint8 for {layout}; got {blob.shape} {blob.dtype}"
-        raise ShdError("argument-shape", message, "CACHE-149")
+    fits, got = blob.dtype == np.uint8 and blob.shape == (size,), f"{blob.shape} {blob.dtype}"
+    layout = f"{num_heads} and {layer.num_key_heads} heads x {length} positions of width {layer.width} ({codec})"
+    need(fits, "argument-shape", "blob", f"be ({size},) uint8 for {layout}", got, spec_id="CACHE-149")
     dtype, vectors, start = np.dtype(codec), (num_heads + layer.num_key_heads) * length, 0
     steps: list[Array32] = []
     if codec == "int8":
@@ -150,10 +138,9 @@ def unpack_factors(
 
 def check_coded_factors(coded: CodedFactors) -> None:
     """Refuse codes that no encoder makes: ``not-finite``, ``argument-value`` (CACHE-150)."""
-    for values in (coded.queries, coded.keys, coded.query_steps, coded.key_steps):
-        if values is not None and values.dtype != np.int8 and not np.isfinite(values).all():
-            raise ShdError("not-finite", "queries and keys must be finite; got NaN or infinity", "CACHE-150")
     for codes, steps in ((coded.queries, coded.query_steps), (coded.keys, coded.key_steps)):
+        finite = bool(np.isfinite(codes if steps is None else steps).all())
+        need(finite, "not-finite", "queries and keys", "be finite", "NaN or infinity", spec_id="CACHE-150")
         if steps is not None and ((steps < 0).any() or (codes == -INT8_LEVELS - 1).any()):
             raise ShdError("argument-value", "steps must not be negative, and no code -128", "CACHE-150")
 
@@ -207,16 +194,7 @@ def rebuild_maps(
 
 
 def row_bounds(length: int, support: str, window: int | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The first and the last key that each row looks at (CACHE-144).
-
-    Args:
-        length: positions, padding not counted.
-        support: ``"full"`` or ``"causal"``.
-        window: see ``LayerFactors``.
-
-    Returns:
-        Two arrays ``(length,)``; a row looks at all keys between.
-    """
+    """The first and the last key ``(length,)`` that each row looks at, as at all between (CACHE-144)."""
     rows = np.arange(length, dtype=np.int64)
     reach = length if window is None else min(window, length)
     low = np.maximum(rows - reach + 1, 0)
@@ -255,24 +233,22 @@ def factored_kl_bound(
     return np.asarray(moved**2 / 2, dtype=np.float64)
 
 
-def check_layers(codec: str, layers: Sequence[LayerFactors], num_heads: int) -> str | None:
-    """What is wrong with the factors of a manifest's layers (CACHE-141), if anything."""
-    if codec not in FACTORED_CODECS:
-        return f"codec must be one of {FACTORED_CODECS} where factors are given; got {codec!r}"
+def check_layers(layers: Sequence[LayerFactors], num_heads: int) -> None:
+    """Refuse factors of a manifest's layers that no map can be computed with (CACHE-141): ``argument-value``."""
+    refuse = functools.partial(need, code="argument-value", spec_id="CACHE-141")
     for layer in layers:
-        if not (1 <= layer.num_key_heads <= num_heads and num_heads % layer.num_key_heads == 0):
-            return f"num_key_heads must be a divisor of num_teacher_heads={num_heads}; got {layer.num_key_heads}"
-        if not 1 <= layer.width <= 10_000:
-            return f"width must be 1 to 10000; got {layer.width}"
-        if not 0 < layer.scale < MAX_SCALE:
-            return f"scale must be above 0 and below 2^128; got {layer.scale}"
-        if layer.window is not None and not 1 <= layer.window <= MAX_INTEGER:
-            return f"window must be 1 to {MAX_INTEGER}; got {layer.window}"
-    return None
+        count, window = layer.num_key_heads, layer.window
+        divides = 1 <= count <= num_heads and num_heads % count == 0
+        rule = f"be a divisor of num_teacher_heads={num_heads}"
+        refuse(divides, argument="num_key_heads", rule=rule, got=count)
+        refuse(1 <= layer.width <= 10_000, argument="width", rule="be 1 to 10000", got=layer.width)
+        rule = "be above 0 and below 2^128"
+        refuse(0 < layer.scale < MAX_SCALE, argument="scale", rule=rule, got=layer.scale)
+        is_window = window is None or 1 <= window <= MAX_INTEGER
+        refuse(is_window, argument="window", rule=f"be 1 to {MAX_INTEGER}", got=window)
 
 
 def check_factored_codec(codec: str) -> None:
     """Refuse a codec that is not in ``FACTORED_CODECS``: ``argument-value``."""
-    if codec not in FACTORED_CODECS:
-        message = f"codec must be one of {', '.join(FACTORED_CODECS)}; got {codec!r}"
-        raise ShdError("argument-value", message, "CACHE-142")
+    rule = f"be one of {', '.join(FACTORED_CODECS)}"
+    need(codec in FACTORED_CODECS, "argument-value", "codec", rule, repr(codec), spec_id="CACHE-142")

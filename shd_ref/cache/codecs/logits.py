@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache.codecs.distortion import LogitsError, merge_errors
-from shd_ref.errors import ShdError
+from shd_ref.errors import need
 from shd_ref.kd.codes import DecodedRows, RowCode
 from shd_ref.tolerances import load_tolerances
 
@@ -53,10 +53,9 @@ def head_moves(code: RowCode, rows: NDArray[np.uint8]) -> Array:
 def check_row_numbers(rows: NDArray[np.uint8]) -> None:
     """Refuse rows whose numbers no encoder makes (CACHE-169): ``not-finite``, ``argument-value``."""
     log_tail = np.ascontiguousarray(rows[:, :2]).view("<f2")
-    if np.isnan(log_tail).any():
-        raise ShdError("not-finite", "log_tail of a row of logits must be a number; got NaN", "CACHE-169")
-    if (log_tail > 0).any():
-        raise ShdError("argument-value", "log_tail of a row of logits must be at most 0", "CACHE-169")
+    name, largest = "log_tail of a row of logits", log_tail.max(initial=-np.inf)
+    need(not np.isnan(largest), "not-finite", name, "be a number", "NaN", spec_id="CACHE-169")
+    need(bool(largest <= 0), "argument-value", name, "be at most 0", largest, spec_id="CACHE-169")
 
 
 def check_padding(logits: NDArray[Any], vocab_size: int, temperature: float) -> None:
@@ -66,10 +65,9 @@ def check_padding(logits: NDArray[Any], vocab_size: int, temperature: float) -> 
     allowed = float(load_tolerances()["constants"]["cut_mass"])
     for rows in _slices(*logits.shape):
         mass = np.exp(_log_softmax(logits[rows], temperature)[:, vocab_size:]).sum(axis=-1).max()
-        if not mass <= allowed:  # nor NaN
-            rule = f"vocab_size must cut padding alone, with a mass of at most {allowed:g} in every row"
-            got = f"{mass:.6g} on the classes from {vocab_size} to {logits.shape[1] - 1}"
-            raise ShdError("argument-value", f"{rule}; got {got}", "CACHE-168")
+        rule = f"cut padding alone, with a mass of at most {allowed:g} in every row"
+        got = f"{mass:.6g} on the classes from {vocab_size} to {logits.shape[1] - 1}"
+        need(bool(mass <= allowed), "argument-value", "vocab_size", rule, got, spec_id="CACHE-168")  # nor NaN
 
 
 def logits_error(

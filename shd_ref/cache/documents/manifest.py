@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache.documents.keys import check_key
+from shd_ref.cache.forms import Held, subjects
 from shd_ref.cache.forms.form import SHA256, Extent, Form, FormFile, Part, require
-from shd_ref.cache.forms.held import Held, subjects
 from shd_ref.cache.storage.checksums import xxh3_64
 from shd_ref.cache.storage.documents import (
     MAX_INTEGER,
@@ -26,7 +26,7 @@ from shd_ref.cache.storage.documents import (
     parse_members,
     read_document,
 )
-from shd_ref.cache.storage.places import MANIFEST_NAME, MAX_SAMPLES, MAX_SHARDS, Folder, open_storage
+from shd_ref.cache.storage.storage import MANIFEST_NAME, MAX_SAMPLES, MAX_SHARDS, Folder, open_storage
 from shd_ref.errors import ShdError
 
 _require: Final = functools.partial(require, spec_id="CACHE-22")
@@ -175,7 +175,6 @@ class Manifest(Held):
 
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:
-        """The tensors of a record, of all forms."""
         return tuple(part for form in self.forms for part in form.parts)
 
     def part_shapes(self, extent: Extent) -> tuple[tuple[int, ...], ...]:
@@ -184,7 +183,6 @@ class Manifest(Held):
 
     @property
     def files(self) -> tuple[FormFile, ...]:
-        """Files of its forms that all records share."""
         return tuple(file for form in self.forms for file in form.files)
 
     @property
@@ -194,7 +192,6 @@ class Manifest(Held):
         return {form.SUBJECT: form for form in members.pop("forms")} | members
 
     def to_bytes(self) -> bytes:
-        """The manifest file."""
         return encode_document(self.members, format_version=FORMAT_VERSION)
 
     @classmethod
@@ -263,7 +260,6 @@ def _differences(name: str, mine: Any, theirs: Any) -> Iterator[str]:
 
 
 def _plain(manifest: Manifest) -> dict[str, Any]:
-    """Its members, as values of Python."""
     members = asdict(manifest)
     return members | {form.SUBJECT: plain for form, plain in zip(manifest.forms, members.pop("forms"), strict=True)}
 

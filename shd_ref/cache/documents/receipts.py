@@ -15,10 +15,10 @@ import numpy as np
 from shd_ref.cache.codecs.distortion import RowError, merge_errors
 from shd_ref.cache.documents.keys import check_key, dataset_fingerprint
 from shd_ref.cache.documents.manifest import Manifest
+from shd_ref.cache.forms import error_kinds
 from shd_ref.cache.forms.form import F32, U8, Extent, Part
-from shd_ref.cache.forms.held import error_kinds
 from shd_ref.cache.storage.documents import build, encode_document, optional, parse_members, read_document
-from shd_ref.cache.storage.places import SEAL_NAME, Folder, open_storage, receipt_name
+from shd_ref.cache.storage.storage import SEAL_NAME, Folder, open_storage, receipt_name
 from shd_ref.errors import ShdError
 
 _XXH3_64: Final = re.compile(r"[0-9a-f]{16}")
@@ -37,7 +37,6 @@ class Errors(dict[str, RowError]):
 
     @staticmethod
     def hints() -> dict[str, type]:
-        """What a document may hold."""
         return error_kinds()
 
     @classmethod
@@ -47,7 +46,6 @@ class Errors(dict[str, RowError]):
 
     @classmethod
     def merged(cls, parts: Iterable[Errors]) -> Errors:
-        """Over the rows of several measurements."""
         parts = list(parts)
         measured = {name: [by_kind[name] for by_kind in parts if name in by_kind] for name in error_kinds()}
         return cls({name: merge_errors(type(errors[0]), errors) for name, errors in measured.items() if errors})
@@ -88,12 +86,10 @@ class Record:
 
     @property
     def extent(self) -> Extent:
-        """The extent, which determines the sizes of its parts."""
         return Extent(self.length, self.first, self.shapes, self.decoder)
 
     @property
     def sizes(self) -> tuple[int | None, ...]:
-        """Stored bytes of each part."""
         return tuple(None if blob is None else blob.end - blob.start for blob in self.blobs)
 
 
@@ -153,7 +149,6 @@ class Receipt:
 
     @classmethod
     def from_bytes(cls, data: bytes, shard: int, manifest: Manifest, source: object = "receipt") -> Receipt:
-        """As ``read``, from bytes."""
         receipt = build(cls, parse_members(data, source), source)
         _check_manifest(receipt, manifest, source)
         for problem in receipt._problems(shard, manifest):
@@ -161,7 +156,6 @@ class Receipt:
         return receipt
 
     def to_bytes(self) -> bytes:
-        """The receipt file."""
         return encode_document(self)
 
     @property
@@ -291,7 +285,6 @@ class Seal:
         return seal
 
     def to_bytes(self) -> bytes:
-        """The seal file."""
         return encode_document(self)
 
 

@@ -1,6 +1,102 @@
 """The targets that a record can hold of a sample, each a class by which the manifest describes one.
 
 ``form.py`` says what a cache asks of a form. ``attention.py`` has what maps and queries with keys share, ``rows.py``
-all that is rows (logits, hidden states, embeddings), ``exact.py`` last states with the teacher's head. ``held.py``
-lists them and joins those of one cache: a form from elsewhere is one class more in ``FORMS`` there.
+all that is rows (logits, hidden states, embeddings), ``exact.py`` last states with the teacher's head. Here they
+are listed and joined: a form from elsewhere is one class more in ``FORMS``.
 """
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
+
+from shd_ref.cache.forms.attention import Factors, Maps
+from shd_ref.cache.forms.exact import Exact
+from shd_ref.cache.forms.form import Extent, Form
+from shd_ref.cache.forms.rows import Embeddings, Hidden, Logits
+from shd_ref.errors import ShdError
+
+_FormT = TypeVar("_FormT")
+
+FORMS: list[type[Form]] = [Maps, Factors, Logits, Hidden, Embeddings, Exact]
+"""In the order in which records hold them (CACHE-160). A form from elsewhere is appended before a cache is opened."""
+
+
+def subjects() -> dict[str, Any]:
+    """By subject the type hint of its member in a manifest: a class, or a union that the member ``form`` decides."""
+    names = dict.fromkeys(form.SUBJECT for form in FORMS)
+    return {name: functools.reduce(operator.or_, [form for form in FORMS if name == form.SUBJECT]) for name in names}
+
+
+def error_kinds() -> dict[str, type]:
+    """By subject what coding it costs, as receipts hold it."""
+    return {form.SUBJECT: form.ERROR for form in FORMS}
+
+
+class Held:
+    """The forms that records hold together; base of the manifest."""
+
+    forms: tuple[Form, ...]
+
+    def find(self, kind: Callable[..., _FormT]) -> _FormT | None:
+        """The form of this class, or of a subclass, if records hold one; the class may be abstract."""
+        return cast("_FormT | None", next((form for form in self.forms if isinstance(form, cast(type, kind))), None))
+
+    def need(self, kind: Callable[..., _FormT], name: str) -> _FormT:
+        """The same, where there must be one: ``argument-value``."""
+        form = self.find(kind)
+        if form is None:
+            held = ", ".join(form.SUBJECT for form in self.forms)
+            message = f"the cache must hold {name} for this; it holds {held}: precompute it with {name}"
+            raise ShdError("argument-value", message, "CACHE-160")
+        return form
+
+    @property
+    def attention(self) -> Maps | Factors:
+        """How attention is stored; ``argument-value`` where it is not: ask ``find(Attention)`` first."""
+        return self.find(Maps) or self.need(Factors, "attention")
+
+    @property
+    def logits(self) -> Logits | None:
+        return self.find(Logits)
+
+    @property
+    def hidden(self) -> Hidden | None:
+        return self.find(Hidden)
+
+    @property
+    def embeddings(self) -> Embeddings | None:
+        return self.find(Embeddings)
+
+    @property
+    def exact(self) -> Exact | None:
+        """How the states that the teacher's head reads are stored; None where they are not."""
+        return self.find(Exact)
+
+    def extent_of(self, sample: Extent) -> Extent:
+        """The extent that a record states of a sample: what any of its forms has a use for."""
+        stated = [form.stated for form in self.forms]
+        return Extent(
+            sample.length,
+            sample.first if all("first" in names for names in stated) else 0,
+            sample.shapes if any("shapes" in names for names in stated) else (),
+            sample.decoder if any("decoder" in names for names in stated) else 0,
+        )
+
+    def extent_problems(self, extent: Extent) -> Iterator[str]:
+        """What keeps a record from being of this extent."""
+        if not 0 <= extent.first < max(extent.length, 1):
+            yield f"first must be 0, or below length {extent.length}; got {extent.first}"
+        elif extent != self.extent_of(extent):
+            yield f"first, shapes and decoder must be left out where no form has a use for them; got {extent}"
+        for form in self.forms:
+            yield from form.extent_problems(extent)
+
+
+class Forms(Held):
+    """Forms before there is a manifest."""
+
+    def __init__(self, *forms: Form) -> None:
+        self.forms = forms

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from shd_ref.cache.codecs.codecs import CODECS, SUPPORTS, check_codes, code_dtype, decode, pack, packed_size, unpack
 from shd_ref.cache.codecs.distortion import CodecError, RowError
 from shd_ref.cache.codecs.factored import (
+    FACTORED_CODECS,
     CodedFactors,
     LayerFactors,
     check_coded_factors,
@@ -30,8 +31,8 @@ from shd_ref.cache.codecs.factored import (
 )
 from shd_ref.cache.forms.form import F32, U8, Extent, Form, Part, SampleRecord, misfit, require
 from shd_ref.cache.storage.documents import MAX_INTEGER, optional
-from shd_ref.cache.storage.places import MAX_LAYERS
-from shd_ref.errors import ShdError
+from shd_ref.cache.storage.storage import MAX_LAYERS
+from shd_ref.errors import ShdError, need
 
 MAX_HEADS: Final = 10_000
 KINDS: Final = ("encoder", "decoder", "cross")
@@ -153,12 +154,10 @@ class Attention(Form):
 
     @property
     def num_teacher_heads(self) -> int:
-        """H_t, the same in every layer."""
         return self.layers[0].num_teacher_heads
 
     @property
     def student_layers(self) -> list[int]:
-        """The student layers that have supervision, ascending."""
         return [layer.student_layer for layer in self.layers]
 
     @property
@@ -200,13 +199,11 @@ class Attention(Form):
         return 4 * self.num_student_heads * sum(rows * keys for rows, keys in self.map_shapes(extent))
 
     def alphas(self, record: SampleRecord) -> NDArray[np.float32]:
-        """Weights ``(layers, n_pairs)``, or ``(layers, n_pairs, n)``; ``n_pairs`` is 0 where none are stored."""
-        layers, _, *rows = self.part_shapes(record.extent)[0]
-        weights: NDArray[np.float32] = record.parts.get("alphas", np.empty((layers, 0, *rows), np.float32))
+        """Weights ``(layers, n_pairs)``; ``n_pairs`` is 0 where none are stored."""
+        weights: NDArray[np.float32] = record.parts.get("alphas", np.empty((len(self.layers), 0), np.float32))
         return weights
 
     def tally(self, record: SampleRecord) -> tuple[int, ...]:
-        """Merge weights outside [0, 1], and all."""
         alphas = self.alphas(record)
         return int(((alphas < 0) | (alphas > 1)).sum()), alphas.size
 
@@ -215,12 +212,10 @@ class Attention(Form):
         return extent.shapes or ((extent.length, extent.length),) * len(self.layers)
 
     def column(self, layer: int) -> int:
-        """The index of a student layer in ``layers``."""
         return self.student_layers.index(layer)
 
     @property
     def mixing_is_optional(self) -> bool:
-        """Whether a record may lack its mixing matrices."""
         return True
 
     @property
@@ -259,9 +254,6 @@ class Attention(Form):
         pairs = {_count_pairs(plan) for plan in self.plans}
         require(len(pairs) == 1, "plans must have one number of pairs", sorted(pairs), "CACHE-102")
 
-    def _describe_merge(self) -> str:
-        return f"{self.support} support"
-
 
 def blob_name(layer: int) -> str:
     """The name of the part that holds a student layer's codes (CACHE-3)."""
@@ -273,16 +265,11 @@ def _count_pairs(plan: Plan) -> int:
 
 
 def _check_floats(record: SampleRecord, name: str, values: NDArray[Any], shape: tuple[int, ...]) -> None:
-    by_row = len(shape) > 2 + (name == "mixing")
-    padded_rows = by_row and values.ndim == len(shape) and values.shape[-1] >= shape[-1]
-    if values.shape != ((*shape[:-1], values.shape[-1]) if padded_rows else shape):
+    if values.shape != shape:
         raise misfit(record, f"{name} must be {shape}", values.shape)
-    if values.dtype != np.float32:
-        message = f"record {record.index}: {name} must be float32; got {values.dtype}"
-        raise ShdError("argument-dtype", message, "CACHE-107")
-    if not np.isfinite(values).all():
-        message = f"record {record.index}: {name} must be finite; got NaN or infinity"
-        raise ShdError("not-finite", message, "CACHE-107")
+    where, finite = f"record {record.index}: {name}", bool(np.isfinite(values).all())
+    need(values.dtype == np.float32, "argument-dtype", where, "be float32", values.dtype, spec_id="CACHE-107")
+    need(finite, "not-finite", where, "be finite", "NaN or infinity", spec_id="CACHE-107")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,7 +345,7 @@ class Maps(Attention):
         return decode(self.codec, codes)
 
     def describe(self) -> list[tuple[str, str]]:
-        return [("form", f"maps, {self._describe_merge()}, temperature {self.temperature:g}"), ("codec", self.codec)]
+        return [("form", f"maps, {self.support} support, temperature {self.temperature:g}"), ("codec", self.codec)]
 
 
 def cut_map(codes: NDArray[Any], num_rows: int, num_keys: int, where: str) -> NDArray[Any]:
@@ -388,9 +375,9 @@ class Factors(Attention):
         super().__post_init__()
         count, layers = len(self.factors), len(self.layers)
         require(count == layers, f"factors must be {layers}", count, "CACHE-141")
-        problem = check_layers(self.codec, self.factors, self.num_teacher_heads)
-        if problem is not None:
-            raise ShdError("argument-value", problem, "CACHE-141")
+        rule = f"codec must be one of {FACTORED_CODECS} where factors are given"
+        require(self.codec in FACTORED_CODECS, rule, self.codec, "CACHE-141")
+        check_layers(self.factors, self.num_teacher_heads)
         require(self.padding in PADDING, f"padding must be one of {PADDING}", self.padding, "CACHE-145")
 
     @property
@@ -444,4 +431,4 @@ class Factors(Attention):
         return decode_factors(unpack_factors(blob, self.codec, self.num_teacher_heads, factors, length))
 
     def describe(self) -> list[tuple[str, str]]:
-        return [("form", f"queries and keys, {self._describe_merge()}, any temperature"), ("codec", self.codec)]
+        return [("form", f"queries and keys, {self.support} support, any temperature"), ("codec", self.codec)]

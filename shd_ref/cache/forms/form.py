@@ -74,7 +74,6 @@ class Extent:
 
     @property
     def num_rows(self) -> int:
-        """Of the layer that has most."""
         return max((rows for rows, _ in self.shapes), default=self.length)
 
 
@@ -83,11 +82,11 @@ class SampleRecord:
     """A sample with its tensors by the names of its forms' ``parts``, to be written, or as read and checked.
 
     To be written, padding after ``length`` is cut off; it must carry no probability. ``alphas`` are float32
-    ``(num_layers, n_pairs)`` and ``mixing`` is ``(num_layers, H_s, H_t)``, with a last axis L where every row has its
-    own; ``L<layer>`` are codes ``(H_s, L, L)`` with L >= n of maps, or the ``CodedFactors`` of positions ``first`` to
-    n - 1; ``logits`` and ``H<layer>`` are uint8 ``(R, bytes)`` as ``Rows.encode`` gives them. As read, ``alphas`` and
-    ``mixing`` are there where they are stored; all others are uint8 ``(bytes,)``, those that were asked for: see
-    ``CacheReader.decode``, ``decode_logits`` and ``decode_hidden``.
+    ``(num_layers, n_pairs)`` and ``mixing`` is ``(num_layers, H_s, H_t)``; ``L<layer>`` are codes ``(H_s, L, L)``
+    with L >= n of maps, or the ``CodedFactors`` of positions ``first`` to n - 1; ``logits`` and ``H<layer>`` are
+    uint8 ``(R, bytes)`` as ``Rows.encode`` gives them. As read, ``alphas`` and ``mixing`` are there where they are
+    stored; all others are uint8 ``(bytes,)``, those that were asked for: see ``CacheReader.decode``,
+    ``decode_logits`` and ``decode_hidden``.
 
     Attributes:
         index: position in the data set.
@@ -111,7 +110,6 @@ class SampleRecord:
 
     @property
     def extent(self) -> Extent:
-        """The extent, which determines the sizes of its tensors."""
         shapes = tuple((rows, keys) for rows, keys in self.shapes)
         return Extent(self.length, self.first, shapes, self.decoder)
 
@@ -184,7 +182,6 @@ class Form(ABC):
         return self.coded_size(extent)
 
     def coded_size(self, extent: Extent) -> int:
-        """Bytes of its ``U8`` parts."""
         shapes = zip(self.parts, self.part_shapes(extent), strict=True)
         return sum(math.prod(shape) for part, shape in shapes if part.dtype == U8)
 

@@ -31,7 +31,7 @@ from shd_ref.cache.codecs.logits import (
 )
 from shd_ref.cache.forms.form import SHA256, U8, Extent, Form, Part, SampleRecord, misfit, require
 from shd_ref.cache.storage.documents import optional
-from shd_ref.cache.storage.places import MAX_LAYERS
+from shd_ref.cache.storage.storage import MAX_LAYERS
 from shd_ref.errors import ShdError, need
 from shd_ref.kd.codes import MAX_VOCABULARY, RowCode, TopkTargets
 
@@ -162,7 +162,6 @@ class VectorCodec(RowCodec):
         return np.zeros(len(values)) if self.codec == "float32" else largest_move(self.codec, values)
 
     def compare(self, name: str, values: Reals, rows: NDArray[np.uint8]) -> Moves:
-        """Distances as shares of the norms."""
         norms = _norms(values)
         moved = np.linalg.norm(self.decode(name, rows).astype(np.float64) - values, axis=-1) / norms
         return moved, np.sqrt(self.width) * self.bound(values) / norms
@@ -196,7 +195,6 @@ class Rows(Form):
 
     @property
     def row_sizes(self) -> tuple[int, ...]:
-        """Bytes of a row of each part."""
         return tuple(codec.size for _, codec in self.coded)
 
     def encode(self, rows: Reals, counted: Counted = None, layer: int | None = None) -> NDArray[np.uint8]:
@@ -401,7 +399,6 @@ class Logits(Rows):
 
     @property
     def code(self) -> RowCode:
-        """How rows of ``topk`` are coded."""
         return RowCode(self.vocab_size, self.head, self.value_bits)
 
     @functools.cached_property
@@ -475,7 +472,6 @@ class LogitsCodec(RowCodec):
         return moved, (head_moves(self.code, rows) + 2.0**-11) / 2
 
     def _decode(self, rows: NDArray[np.uint8]) -> Any:
-        """``DecodedRows``, or logits."""
         if self.code is not None:
             return decode_rows(self.code, rows)
         logits = np.ascontiguousarray(rows).view("<f2").astype(np.float32)
@@ -532,7 +528,6 @@ class Hidden(Rows):
 
     @property
     def teacher_layers(self) -> list[int]:
-        """Their numbers, ascending."""
         return [layer.layer for layer in self.layers]
 
     @functools.cached_property

@@ -39,10 +39,8 @@ class RunningHash:
         self._state = _xxhash().xxh3_128() if bits == 128 else _xxhash().xxh3_64()
 
     def update(self, data: Any) -> None:
-        """Add the next bytes."""
         self._state.update(data)
 
     def hexdigest(self) -> str:
-        """Hex digits, one for every four bits, over everything so far."""
         digest: str = self._state.hexdigest()
         return digest

@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Self
 
-from shd_ref.cache.storage.places import Folder, is_address, open_storage
-from shd_ref.cache.storage.storage import check_path, write_errors
+from shd_ref.cache.storage.storage import Folder, check_path, is_address, open_storage, write_errors
 from shd_ref.errors import ShdError
 
 LOCK: Final = "lock"

@@ -24,8 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache.storage.drafts import sync
-from shd_ref.cache.storage.places import LOCK_NAME
-from shd_ref.cache.storage.storage import PendingFile, RangeFile, Storage
+from shd_ref.cache.storage.storage import LOCK_NAME, PendingFile, RangeFile, Storage
 from shd_ref.errors import ShdError
 
 TEMP_SUFFIX: Final = ".tmp"

@@ -86,7 +86,6 @@ class RemoteStorage(Storage):
                 yield from pool.map(function, some)
 
     def upload(self, name: str, path: str) -> None:
-        """Put a local file as an object."""
         filesystem, target = self._connect(name)
         with _store_errors():
             filesystem.put_file(path, target)

@@ -40,7 +40,6 @@ class Comparison:
 
     @classmethod
     def merged(cls, layers: Sequence[Comparison]) -> Comparison:
-        """Of all layers."""
         return cls(
             map_difference=max(layer.map_difference for layer in layers),
             code_mismatch=max(layer.code_mismatch for layer in layers),

@@ -33,13 +33,21 @@ from shd_ref.cache import (
     list_cache,
 )
 from shd_ref.cache.shards import ShardFile
-from shd_ref.cache.storage.places import MANIFEST_NAME, Folder, is_address, open_storage, subfolder
-from shd_ref.cache.storage.storage import write_errors
+from shd_ref.cache.storage.storage import MANIFEST_NAME, Folder, is_address, open_storage, subfolder, write_errors
 from shd_ref.cache.writer import check_free, other_job
 from shd_ref.errors import ShdError, argument_value, need
-from shd_ref.teacher.options import PrecomputeOptions, RunOptions
+from shd_ref.merging.plans import merge_plan
+from shd_ref.teacher.options import CODECS_OF, MATCHED, PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.compare import Comparison, compare_layers
-from shd_ref.teacher.precompute.forms import MAKERS, describe_forms, make_records, maker_of, measure_errors
+from shd_ref.teacher.precompute.forms import (
+    MAKERS,
+    check_company,
+    describe_forms,
+    make_records,
+    maker_of,
+    measure_errors,
+    options_for,
+)
 from shd_ref.teacher.precompute.forms.attention import matching_of
 from shd_ref.teacher.run.inputs import Batch, group_shards, share_shards
 from shd_ref.teacher.run.outputs import StudentOutputs, find_faults
@@ -218,14 +226,12 @@ class PrecomputeJob:
         options_of = [adopt_plans(folder, options, run) for folder, options in students]
         work = self._work = TeacherRun.open(teacher, inputs, options_of, run, on_read, ahead=True)
         work.sessions.begin(work.callers)
-        work.check_samples()
         first, comparisons = self._check_first()
         manifests = make_manifests(work, first)
         for manifest, outputs in zip(manifests, first, strict=True):
-            samples = [outputs[number] for number in range(len(outputs.indices))]
-            extents = [manifest.extent_of(sample.extent) for sample in samples]
-            for form in manifest.forms:  # before a manifest binds the folder to options that do not suit the teacher
-                maker_of(form).check(form, samples, extents)
+            # What a form cannot hold is refused before a manifest binds the folder to options that ask for it.
+            make_records(outputs, outputs.indices, manifest, work.inputs.seed)
+        check_company(work, manifests[0])
         opened = zip(students, manifests, comparisons, strict=True)
         self._caches = [
             _StudentCache(work, number, folder, manifest, comparison)
@@ -365,7 +371,7 @@ class PrecomputeJob:
     ) -> list[tuple[StudentOutputs, list[Comparison]]]:
         """Outputs without check outputs, and how their layers compare; faulty samples are noted, and left out."""
         work, indices = self._work, outputs[0].indices
-        faulty |= {index for student in outputs for index in _judge(work, student)}
+        faulty |= {index for student in outputs for index in find_faults(work, student)}
         sound = [number for number, index in enumerate(indices) if index not in faulty]
         checked = []
         for student in outputs:
@@ -392,19 +398,16 @@ class _Step(NamedTuple):
     takers: Sequence[tuple[_StudentCache, Sequence[int]]]
 
 
-class _Made(NamedTuple):
-    """What a batch gave a cache: what is wrong with samples, by index; and the records of all others, by shard."""
-
-    faults: Mapping[int, str]
-    records: Mapping[int, list[SampleRecord]]
+_Made: TypeAlias = tuple[Mapping[int, str], Mapping[int, list[SampleRecord]]]
+"""What a batch gave a cache: what is wrong with samples, by index; and the records of all others, by shard."""
 
 
+@dataclass
 class _Pending:
-    def __init__(self, samples: set[int]) -> None:
-        self.samples = samples
-        self.records: list[SampleRecord] = []
-        self.skipped: list[Skipped] = []
-        self.errors: Errors | None = None
+    samples: set[int]
+    records: list[SampleRecord] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+    errors: Errors | None = None
 
 
 @dataclass
@@ -441,13 +444,13 @@ class _StudentCache:
         self._under_way: Callable[[], Receipt] | None = None
 
     def make(self, outputs: StudentOutputs, shards: Iterable[int]) -> _Made:
-        faults = _judge(self._work, outputs)
+        faults = find_faults(self._work, outputs)
         lacked = {shard: self.pending[shard].samples - faults.keys() for shard in shards}
         records = {
             shard: make_records(outputs, samples, self.manifest, self._work.inputs.seed)
             for shard, samples in lacked.items()
         }
-        return _Made(faults, records)
+        return faults, records
 
     def take(
         self,
@@ -459,13 +462,12 @@ class _StudentCache:
     ) -> int:
         """Take what ``make`` made of a batch, and commit full shards; how many samples were taken."""
         inputs, num_samples = self._work.inputs, 0
-        for shard, records in made.records.items():
+        faults, by_shard = made
+        for shard, records in by_shard.items():
             pending = self.pending[shard]
-            skipped = [index for index in indices if index in pending.samples & made.faults.keys()]
+            skipped = [index for index in indices if index in pending.samples & faults.keys()]
             pending.records += records
-            pending.skipped += [
-                Skipped(index, inputs.key(index), made.faults[index], inputs.seed(index)) for index in skipped
-            ]
+            pending.skipped += [Skipped(i, inputs.key(i), faults[i], inputs.seed(i)) for i in skipped]
             num_samples += len(records) + len(skipped)
             if pending.errors is None and outputs is not None and records:
                 pending.errors = self._measure(outputs, records, check_again)
@@ -525,14 +527,6 @@ def _check_students(students: Students) -> None:
             )
 
 
-def _judge(work: TeacherRun, outputs: StudentOutputs) -> dict[int, str]:
-    """What is wrong with samples of a batch, by index; raised where the run is to stop."""
-    faults = {fault.index: fault for fault in find_faults(work, outputs)}
-    if faults and work.options.on_error == "stop":
-        raise faults[min(faults)].error()
-    return {index: fault.reason for index, fault in faults.items()}
-
-
 def _seal(writer: CacheWriter) -> int:
     """Seal a cache, unless shards are missing; how many are. Two processes at once write the same seal."""
     while True:
@@ -570,18 +564,38 @@ def check_destination(folder: Folder, teacher: Path, options: PrecomputeOptions,
         ("spec_version", existing.spec_version, shd_ref.SPEC_VERSION),
         ("teacher.name", existing.teacher.name, teacher.name),
         ("teacher.provider", existing.teacher.provider, provider_name(run.provider)),
-        ("on_error", existing.on_error, options.on_error),
-        ("inputs.seed", existing.inputs.seed, options.seed_column),
         ("shards.seed", existing.shards.seed, run.seed),
         ("shards.samples_per_shard", size, size if run.samples_per_shard is None else run.samples_per_shard),
     ]
-    # Of the two forms of attention either decides for both.
-    for subject, maker in {kind.SUBJECT: maker for kind, maker in MAKERS.items()}.items():
-        form = next((form for form in existing.forms if subject == form.SUBJECT), None)
-        members += [(f"{subject}.{name}", old, new) for name, old, new in maker.decided(form, options, run)]
+    named = options_for(existing) | {"on_error": existing.on_error, "seed_column": existing.inputs.seed}
+    stored, asked = _decided(PrecomputeOptions(**named)), _decided(options)
+    members += [(name, stored.get(name), asked.get(name)) for name in dict.fromkeys((*stored, *asked))]
+    form = existing.find(Attention)
+    if (
+        form is not None
+        and options.has_attention
+        and options.plans is None
+        and MATCHED not in (options.plan, stored["plan"])
+    ):
+        heads = min(options.num_student_heads, form.num_teacher_heads)  # more are another job in any case
+        members.append(("plan", form.plan, merge_plan(form.num_teacher_heads, heads, options.plan)))
     differences = [f"{name}: {old!r} -> {new!r}" for name, old, new in members if old != new]
     if differences:
         raise other_job(storage.root, differences)
+
+
+def _decided(options: PrecomputeOptions) -> dict[str, object]:
+    """What options decide before a sample is read, by name: the rest needs the graph, or changes no record."""
+    names = ["form", "logits", "on_error", "seed_column"]
+    names += ["hidden_codec"] if options.hidden else []
+    names += ["embeddings_codec"] if options.embeddings else []
+    if options.has_attention:
+        names += ["num_student_heads", "strategy", "alpha_rule", "temperature", CODECS_OF[options.form][0]]
+        names += ["matched_by", "calibration_samples"] if options.plan == MATCHED else []
+    others = [path.name for path in options.with_teachers]
+    plan = MATCHED if options.plan == MATCHED else "not matched"
+    told = {"plan": plan, "hidden": sorted(options.hidden), "embeddings": str(options.embeddings)}
+    return {name: getattr(options, name) for name in names} | told | {"with_teachers": others}
 
 
 def _check_folder(root: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from shd_ref.cache.storage.storage import is_address
 from shd_ref.errors import ShdError, argument_value
 from shd_ref.teacher.options import RunOptions
 from shd_ref.teacher.precompute.engine import (
@@ -70,10 +71,14 @@ class RayEngine:
         on_progress: OnProgress | None,
         on_read: OnRead | None,
     ) -> list[PrecomputeSummary]:
-        """See ``Engine``."""
         if not callable(inputs):
             raise argument_value("inputs must be what opens them, as every actor does; got opened ones")
-        plan = RayJob(teacher, inputs, students, replace(run, num_threads=run.num_threads or 1))
+        placed = []
+        for cache, options in students:
+            others = tuple(path.absolute() for path in options.with_teachers)
+            target = cache if isinstance(cache, str) and is_address(cache) else Path(cache).absolute()
+            placed.append((target, replace(options, with_teachers=others)))
+        plan = RayJob(teacher.absolute(), inputs, placed, replace(run, num_threads=run.num_threads or 1))
         job = plan.prepare(on_read)  # it makes the caches too: the actors adopt their plans
         lost = set().union(*job.missing)
         blocks = [block for window in job.windows() if (block := [shard for shard in window if shard in lost])]

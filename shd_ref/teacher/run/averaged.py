@@ -20,7 +20,6 @@ from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.opening.model import hash_teacher, onnx, take_weights
 from shd_ref.teacher.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.rewrite.squeeze import squeeze_graph
-from shd_ref.teacher.run.independence import check_padded, check_samples
 from shd_ref.teacher.run.inputs import Batch, ModelInputs, as_dtype, run_batch
 from shd_ref.teacher.session import open_session
 
@@ -80,14 +79,6 @@ class LogitsTeacher:
             "CACHE-163",
         )
 
-    def check_samples(self, inputs: ModelInputs) -> None:
-        """Refuse logits of a sample that depend on the samples that run with it."""
-        name = self._graph[1]
-        run, titles = (lambda _, batch: {name: self.run(batch)}), {name: f"{self.who}: logits"}
-        check_samples(self.model, {}, inputs, run, titles)
-        if self._run_options.batch_size > 1:
-            check_padded(self.model, inputs, run, titles)
-
     def run(self, batch: Batch) -> NDArray[np.float32]:
         """Its logits of a batch, float32 ``(B, L, V)`` or ``(B, V)`` with padding; a fixed batch keeps its fill."""
         session, name = self._graph
@@ -115,7 +106,6 @@ class LogitsTeacher:
         return {name: array for name, array in arrays.items() if array is not None} | supplied
 
     def describe(self, vocab_size: int) -> AveragedTeacher:
-        """As a manifest names it."""
         assert self.columns is not None  # it has run
         tensor = str(self._targets.logits)
         padded = self.columns if self.columns > vocab_size else None
@@ -166,18 +156,6 @@ def count_classes(model: onnx.ModelProto, output: str) -> int | None:
     return axes[0][-1].dim_value or None if axes and axes[0] else None
 
 
-def check_teachers(first: Path, options: PrecomputeOptions) -> None:
-    """Refuse further teachers that options rule out, before any is loaded."""
-    others = options.with_teachers
-    got, ok = f"{', '.join(map(str, others))} with logits 'none'", not others or options.logits != "none"
-    rule = "go with logits, whose mean is stored"
-    need(ok, "argument-value", "with_teachers", rule, got, spec_id="CACHE-163")
-    places = [path.resolve() for path in (first, *others)]
-    twice = next((path for path, file in zip(others, places[1:], strict=True) if places.count(file) > 1), None)
-    rule = "name each teacher once, and not the first"
-    need(twice is None, "argument-value", "with_teachers", rule, twice, spec_id="CACHE-163")
-
-
 def _check_padding(
     who: str, logits: NDArray[np.float32], size: int, counted: NDArray[np.bool_] | None, options: PrecomputeOptions
 ) -> None:
@@ -202,7 +180,6 @@ def _find_logits(model: onnx.ModelProto, output: str | None) -> TargetTensors:
 
 @contextmanager
 def naming(who: str) -> Iterator[None]:
-    """Errors say whose they are."""
     try:
         yield
     except ShdError as error:

@@ -84,7 +84,7 @@ class TeacherGraph:
             num_student_layers=meant,
             kinds=counts,
             factors=factors,
-            num_heads=common_heads(layers),
+            num_heads=max((site.num_heads or 0 for _, site in layers), default=0),
             targets=targets,
         )
 
@@ -106,7 +106,6 @@ class TeacherGraph:
 
     @property
     def dtype(self) -> str:
-        """The type that it computes in."""
         return dtype_of(self.model, [site for _, site in self.layers], self.targets)
 
     def masks_of(self, inputs: ModelInputs) -> dict[int, tuple[str | None, str | None]]:
@@ -202,6 +201,9 @@ def _supported(chosen: Chosen) -> Chosen:
     for _, site in chosen:
         if not site.supported:
             raise graph_unsupported(f"{site.label} cannot be squeezed: {site.reason} (or select other sites)")
+    heads = {site.num_heads or 0 for _, site in chosen}
+    rule = "share one number of heads, as one plan serves all"
+    need(len(heads) < 2 and 0 not in heads, "graph-unsupported", "the layers", rule, sorted(heads))
     return chosen
 
 
@@ -233,14 +235,6 @@ def _choose_by_kind(
         chosen += [(before + student, of_kind[kind][teacher]) for student, teacher in pairs]
         counts.append(KindLayers(kind, number))
     return tuple(chosen), tuple(counts)
-
-
-def common_heads(layers: Chosen) -> int:
-    """H of all layers; 0 without any, refused where they differ."""
-    heads = {site.num_heads or 0 for _, site in layers}
-    rule = "share one number of heads, as one plan serves all"
-    need(len(heads) < 2 and 0 not in heads, "graph-unsupported", "the layers", rule, sorted(heads))
-    return max(heads, default=0)
 
 
 def choose_stored(

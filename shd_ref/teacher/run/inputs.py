@@ -187,11 +187,9 @@ class ModelInputs:
         return "; ".join(filter(None, (said, self._source.remark))) or None
 
     def key(self, index: int) -> str:
-        """The sample key in 32 hex digits."""
         return bytes(self.keys[index]).hex()
 
     def seed(self, index: int) -> int | None:
-        """The augmentation seed, if any."""
         return None if self.seeds is None else int(self.seeds[index])
 
     def sample(self, index: int) -> Sample:

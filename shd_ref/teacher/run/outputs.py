@@ -66,7 +66,6 @@ class LayerOutputs:
         row_mask: NDArray[np.bool_] | None,
         rows: MapRows | None = None,
     ) -> LayerOutputs:
-        """From the outputs of a session by name."""
         arrays = {role: outputs[name] for role, name in layer.names.items() if name in outputs}
         return cls(layer, row_mask, arrays, rows=rows)
 
@@ -113,7 +112,6 @@ class LayerOutputs:
         return seen
 
     def without_check(self) -> LayerOutputs:
-        """Without check outputs."""
         kept = {role: array for role, array in self.arrays.items() if role not in _OF_CHECKS}
         return replace(self, arrays=kept, ahead=self.looks_ahead, rows=None) if self.has_check else self
 
@@ -142,7 +140,6 @@ class TargetOutputs:
     def read(
         cls, tensors: TargetTensors, outputs: Mapping[str, NDArray[Any]], row_mask: NDArray[np.bool_] | None
     ) -> TargetOutputs:
-        """From the outputs of a session by name."""
         logits = None if tensors.logits is None else outputs[tensors.logits]
         pooled = None if tensors.pooled is None else outputs[tensors.pooled]
         last = None if tensors.last is None else outputs[tensors.last]
@@ -157,7 +154,6 @@ class TargetOutputs:
 
     @property
     def titles(self) -> dict[str, NDArray[np.float32]]:
-        """Every array by what it is."""
         arrays = {f"hidden state {layer}": states for layer, states in self.hidden.items()}
         arrays |= {} if self.pooled is None else {"what embeddings are pooled from": self.pooled}
         arrays |= {} if self.last is None else {"the states that its head reads": self.last}
@@ -206,52 +202,23 @@ class StudentOutputs:
 
     @property
     def index(self) -> int:
-        """Of one sample."""
         return self.indices[0]
 
     @property
     def key(self) -> str:
-        """Of one sample."""
         return self.keys[0]
 
     @property
     def extent(self) -> Extent:
-        """Of one sample."""
         return self.extents[0]
 
 
-@dataclass(frozen=True)
-class Fault:
-    """Where a teacher first went wrong on a sample; where attention is finite, the ``target`` that is not."""
+def find_faults(work: TeacherRun, outputs: StudentOutputs, *, stop: bool | None = None) -> dict[int, str]:
+    """Where the teacher first went wrong on samples of a batch, on rows that count, by their index.
 
-    index: int
-    key: str
-    student_layer: int | None = None
-    site: str = ""
-    head: int | None = None
-    target: str | None = None
-
-    @property
-    def reason(self) -> str:
-        """What a receipt says about it."""
-        if self.target is not None:
-            return f"the teacher gives NaN or infinity in {self.target}"
-        what = "in what is made of its maps" if self.head is None else f"head {self.head}"
-        return f"the teacher gives NaN or infinity at layer {self.student_layer} ({self.site}), {what}"
-
-    def error(self) -> ShdError:
-        """The error that stops a run."""
-        return ShdError(
-            "not-finite",
-            f"sample {self.index} (key {self.key}): {self.reason}: check its inputs, or skip such samples "
-            "(--on-error skip)",
-            "MAP-5",
-        )
-
-
-def find_faults(work: TeacherRun, outputs: StudentOutputs) -> list[Fault]:
-    """The samples of a batch whose supervision is not finite on rows that count."""
-    indices = outputs.indices
+    What a receipt says about them; with ``stop``, by default as the options say, the first is raised.
+    """
+    indices, targets = outputs.indices, outputs.targets
     suspect = np.zeros(len(indices), dtype=np.bool_)
     for layer in outputs.layers:
         rows = np.array(True) if layer.row_mask is None else layer.row_mask[:, None, :]
@@ -264,32 +231,36 @@ def find_faults(work: TeacherRun, outputs: StudentOutputs) -> list[Fault]:
             suspect |= (_is_doubtful(layer.codes) & rows).any(axis=(1, 2))
     numbers = np.flatnonzero(suspect).tolist()
     if outputs.layers and outputs.layers[0].has_check:
-        suspects = [_first_fault(outputs[number]) for number in numbers]
+        suspects = [outputs[number] for number in numbers]
     else:
         suspects = []
         for batch in work.checked_batches(indices[number] for number in numbers):
             checked = work.squeeze(batch, checked=True)[outputs.student.number]
-            suspects += [_first_fault(checked[number]) for number in range(len(batch.indices))]
-    faults = [fault for fault in suspects if fault is not None]
-    if not outputs.targets.titles:
-        return faults
-    known = {fault.index for fault in faults}
-    return faults + [
-        fault
-        for number, index in enumerate(indices)
-        if index not in known and (fault := _fault_of_targets(work, outputs[number])) is not None
-    ]
+            suspects += [checked[number] for number in range(len(batch.indices))]
+    reasons = {sample.index: reason for sample in suspects if (reason := _why_not_finite(sample)) is not None}
+    for number, index in enumerate(indices if targets.titles else ()):
+        title = _target_not_finite(work, outputs[number]) if index not in reasons else None
+        if title is not None:
+            reasons[index] = f"the teacher gives NaN or infinity in {title}"
+    if reasons and (work.options.on_error == "stop" if stop is None else stop):
+        index = min(reasons)
+        raise ShdError(
+            "not-finite",
+            f"sample {index} (key {outputs.keys[indices.index(index)]}): {reasons[index]}: check its inputs, or skip "
+            "such samples (--on-error skip)",
+            "MAP-5",
+        )
+    return reasons
 
 
-def _fault_of_targets(work: TeacherRun, sample: StudentOutputs) -> Fault | None:
-    """What is not finite on a row that counts; classes that only pad the vocabulary may be."""
+def _target_not_finite(work: TeacherRun, sample: StudentOutputs) -> str | None:
+    """The target that is not finite on a row that counts; classes that only pad the vocabulary may be."""
     mask = sample.targets.row_mask
     for title, array in sample.targets.titles.items():
         rows = array[..., : work.options.vocab_size] if array is sample.targets.logits else array
         by_position = mask is not None and rows.shape[:-1] == mask.shape  # others are refused for that
-        counted = rows[mask] if by_position else rows
-        if not np.isfinite(counted).all():
-            return Fault(sample.index, sample.key, target=title)
+        if not np.isfinite(rows[mask] if by_position else rows).all():
+            return title
     return None
 
 
@@ -304,7 +275,8 @@ def _is_doubtful(codes: NDArray[Any]) -> NDArray[np.bool_]:
     return unsure
 
 
-def _first_fault(sample: StudentOutputs) -> Fault | None:
+def _why_not_finite(sample: StudentOutputs) -> str | None:
+    """The first layer, and the head, that is not finite in a sample with check outputs."""
     for outputs in sample.layers:
         layer = outputs.layer
         counted = np.ones((1, 1), dtype=np.bool_) if outputs.row_mask is None else outputs.row_mask[None]  # (1, L)
@@ -316,10 +288,10 @@ def _first_fault(sample: StudentOutputs) -> Fault | None:
         # Values are those of the keys, which are the rows where the map is square.
         finite &= sound if sound.shape == finite.shape else sound.all(axis=-1, keepdims=True)
         heads = np.flatnonzero((~finite & counted).any(axis=-1))
-        merged_is_finite = (merged | ~counted).all()
-        if len(heads) or not merged_is_finite or not np.isfinite(outputs.alphas).all():
-            head = int(heads[0]) if len(heads) else None
-            return Fault(sample.index, sample.key, layer.student_layer, layer.site.name, head)
+        if len(heads) or not (merged | ~counted).all() or not np.isfinite(outputs.alphas).all():
+            what = f"head {heads[0]}" if len(heads) else "in what is made of its maps"
+            where = f"layer {layer.student_layer} ({layer.site.name})"
+            return f"the teacher gives NaN or infinity at {where}, {what}"
     return None
 
 

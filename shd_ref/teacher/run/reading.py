@@ -68,7 +68,6 @@ class AttentionReader:
         return {self._names(number)[0]: site for number, site in enumerate(self.sites)}
 
     def run(self, names: Sequence[str], batch: Batch) -> dict[str, NDArray[Any]]:
-        """Some of the outputs, by name."""
         return run_batch(self._session, names, batch)
 
     @staticmethod

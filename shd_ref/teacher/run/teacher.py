@@ -15,19 +15,18 @@ from numpy.typing import NDArray
 
 from shd_ref.cache import Extent, Teacher
 from shd_ref.cache.codecs.logits import check_padding
-from shd_ref.errors import graph_unsupported
+from shd_ref.errors import graph_unsupported, need
 from shd_ref.merging.plans import MergePlan, check_counts, merge_plan, plan_groups
 from shd_ref.teacher.graph.factors import find_factors
-from shd_ref.teacher.graph.independence import SEVERAL, SHARED_SCALES, Allowed, rounds_in_run, shares_scales
+from shd_ref.teacher.graph.independence import NOT_ITS_OWN, SEVERAL, SHARED_SCALES, rounds_in_run, shares_scales
 from shd_ref.teacher.graph.inputs import check_bounds, count_rows, frozen_specs, read_pads
 from shd_ref.teacher.graph.targets import GraphHead, TargetTensors
 from shd_ref.teacher.graph.tiles import find_tiles
 from shd_ref.teacher.options import MATCHED, PrecomputeOptions, RunOptions, check_options
 from shd_ref.teacher.rewrite.squeeze import SqueezedGraph, SqueezedLayer, list_plans, squeeze_graph
 from shd_ref.teacher.rewrite.tiles import Tiling, can_fuse, choose_tile, list_slots
-from shd_ref.teacher.run.averaged import LogitsTeacher, average_logits, check_teachers, count_classes
+from shd_ref.teacher.run.averaged import LogitsTeacher, average_logits, count_classes
 from shd_ref.teacher.run.graph import Chosen, TeacherGraph
-from shd_ref.teacher.run.independence import check_padded, check_samples, moves_in_front
 from shd_ref.teacher.run.inputs import Batch, ModelInputs, run_batch
 from shd_ref.teacher.run.outputs import LayerOutputs, MapRows, Student, StudentOutputs, TargetOutputs
 from shd_ref.teacher.run.reading import AttentionReader, calibrate_plans
@@ -64,7 +63,7 @@ class TeacherRun:
         asked, run: how samples are to run; how they do, one at a time where a batch would move their numbers.
         callers, num_threads: batches that run at once, 0 for one on the caller's thread; threads of a session.
         logit_columns: classes that this teacher gives, padding included, once a run told.
-        is_moved: whether texts that its tokenizer pads in front are then others, once ``check_samples`` told.
+        is_moved: whether texts that its tokenizer pads in front are then others, once ``check_company`` told.
     """
 
     graph: TeacherGraph
@@ -107,16 +106,20 @@ class TeacherRun:
         for student in students:
             check_options(student)
         check_run(run)
-        check_teachers(teacher, options)
+        others = options.with_teachers
+        places = [path.resolve() for path in (teacher, *others)]
+        rule = "name each teacher once, and not the first"
+        distinct = len({*places}) == len(places)
+        need(distinct, "argument-value", "with_teachers", rule, ", ".join(map(str, others)), spec_id="CACHE-163")
         on_cpu = is_cpu(run.provider)
         callers, num_threads = share_threads(run.num_threads, on_cpu=on_cpu) if ahead else (0, run.num_threads)
         graph = TeacherGraph.open(teacher, options, run.decoder_mask, callers)
         of_session = replace(run, num_threads=num_threads)
-        others = [LogitsTeacher(path, options, of_session) for path in options.with_teachers]
+        averaged = [LogitsTeacher(path, options, of_session) for path in others]
         stated = options.vocab_size
         size = count_classes(graph.model, str(graph.targets.logits)) if stated is None else stated
         if size is not None:  # as far as the graphs say how many classes they have
-            for other in others:
+            for other in averaged:
                 other.check_classes(size, exact=stated is None)
         given = [_given_plans(graph, student) for student in students]
         # After what can be refused at once, because it reads the whole data set.
@@ -132,18 +135,17 @@ class TeacherRun:
             rows=count_rows(graph.model),
             pads=read_pads(graph.model),
         )
-        graph.masks_of(inputs)  # refuses those of other lengths
         read = [name for _, site in graph.layers for name in (site.probs, site.values)] + list(graph.targets.titles)
         check_bounds(graph.model, read, lambda: inputs.shortest().arrays)
-        for other in others:
+        for other in averaged:
             other.fit(inputs)
-        runs = replace(run, batch_size=1) if _run_alone(graph, others) else run
+        runs = replace(run, batch_size=1) if _run_alone(graph, averaged) else run
         made = [
             Student(number, student, plans or match_plans(graph, inputs, student, runs))
             for number, (student, plans) in enumerate(zip(students, given, strict=True))
         ]
         tiling = _choose_tiling(graph, inputs, made, runs)
-        return cls(graph, inputs, tuple(made), run, tuple(others), tiling, callers, num_threads)
+        return cls(graph, inputs, tuple(made), run, tuple(averaged), tiling, callers, num_threads)
 
     def storing(self, **changes: str) -> TeacherRun:
         """The same teacher on the same inputs, merged by the same plans, in new sessions: stored in another way."""
@@ -195,7 +197,8 @@ class TeacherRun:
         values = {name: array for name, array in values.items() if name not in held}
         for output, array in values.items():  # which short cuts of the samples may not have shown
             if len(array) != rows:
-                reason = SEVERAL.format(number=len(array) // rows)
+                number, rest = divmod(len(array), rows)
+                reason = NOT_ITS_OWN if rest or number < 2 else SEVERAL.format(number=number)
                 raise graph_unsupported(f"what is made of attention ({output}) cannot be stored: {reason}")
         values = {name: array[:count] for name, array in values.items()}  # a fixed batch may have been filled up
         masks = self.row_masks(batch)
@@ -258,32 +261,6 @@ class TeacherRun:
             layer: None if name is None else batch.arrays[name][:count].astype(np.bool_)
             for layer, name in names.items()
         }
-
-    def check_samples(self) -> None:
-        """Refuse a teacher whose maps, logits or hidden states of a sample depend on the samples that run with it."""
-        graph, sessions, inputs = self.graph, self.sessions, self.inputs
-
-        def run_checked(names: Sequence[str], batch: Batch) -> dict[str, NDArray[Any]]:
-            fits = self._count_layers(batch) >= len(graph.layers)
-            return sessions.run(sessions.whole() if fits else sessions.part(names), names, batch)
-
-        titles: Mapping[str, str] = sessions.whole().graph.targets.titles if graph.targets else {}
-        if runs := all(site.note is None for _, site in graph.layers):
-            sites = {layer.names["probs"]: layer.site for layer in sessions.whole().graph.layers}
-            check_samples(graph.model, sites, inputs, run_checked, titles)
-        else:  # the squeezed graph may not even run
-            reader = _read_attention(graph, self.run)
-            check_samples(graph.model, reader.maps, inputs, reader.run)
-            if titles:
-                check_samples(graph.model, {}, inputs, run_checked, titles)
-        if titles and self.run.batch_size > 1:
-            check_padded(graph.model, inputs, run_checked, titles)
-        if inputs.pads_front and (titles or runs):
-            names = [*titles] or [layer.names["probs"] for layer in sessions.whole().graph.layers]
-            self.is_moved = moves_in_front(inputs, run_checked, names, Allowed.of(graph.model).rounding)
-        sessions.forget()
-        for other in self.others:
-            other.check_samples(inputs)
 
     def groups(self, indices: Iterable[int]) -> Iterator[tuple[int, ...]]:
         """Samples that run together: as many as asked for, or fewer where their logits would take too much memory."""
@@ -371,21 +348,15 @@ def _given_plans(graph: TeacherGraph, options: PrecomputeOptions) -> tuple[Merge
     return tuple(merge_plan(graph.num_heads, options.num_student_heads, plan) for plan in plans)
 
 
-def _read_attention(graph: TeacherGraph, run: RunOptions) -> AttentionReader:
-    """The teacher's own maps and value outputs at the chosen sites, in a session of its own."""
-    sites = [site for _, site in graph.layers]
-    return AttentionReader(graph.bare, sites, run.provider, run.num_threads, graph.weights)
-
-
 def match_plans(
     graph: TeacherGraph, inputs: ModelInputs, options: PrecomputeOptions, run: RunOptions
 ) -> tuple[MergePlan, ...]:
     """Plans matched on the data, none without layers: ``dependency-missing`` without networkx."""
     if not graph.layers:
         return ()
-    masks = graph.masks_of(inputs)
+    masks, sites = graph.masks_of(inputs), [site for _, site in graph.layers]
     return calibrate_plans(
-        _read_attention(graph, run),
+        AttentionReader(graph.bare, sites, run.provider, run.num_threads, graph.weights),
         inputs,
         options.num_student_heads,
         by=options.matched_by,
@@ -393,7 +364,7 @@ def match_plans(
         seed=run.seed,
         batch_size=run.batch_size,
         on_error=options.on_error,
-        row_masks=[masks[site.layer][0] for _, site in graph.layers],
+        row_masks=[masks[site.layer][0] for site in sites],
     )
 
 
@@ -454,8 +425,6 @@ class Sessions:
     def __post_init__(self) -> None:
         self._opened: dict[bool, Session] = {}
         self._opening: Callable[[], Session] | None = None
-        self._part: tuple[Chosen, Session] | None = None  # the last session of some layers
-        self._whole: Session | None = None  # with whole maps of the few samples that show that samples stay apart
         self.turn: AbstractContextManager[object] = nullcontext() if is_cpu(self.provider) else threading.Lock()
 
     def begin(self, callers: int) -> None:
@@ -473,29 +442,7 @@ class Sessions:
             self._opened[checked] = self.make(checked) if begun is None else begun()
         return self._opened[checked]
 
-    def whole(self) -> Session:
-        """With check outputs and whole maps: short cuts of samples have small ones."""
-        if self.tiling is None:
-            return self.open(checked=True)
-        if self._whole is None:
-            self._whole = self.make(True, tiled=False)
-        return self._whole
-
-    def part(self, names: Sequence[str]) -> Session:
-        """The same for the layers whose maps are among these outputs; only the last is held."""
-        named = zip(self.whole().graph.layers, self.graph.layers, strict=True)
-        layers = tuple(chosen for layer, chosen in named if layer.names["probs"] in names)
-        if self._part is None or self._part[0] != layers:
-            self._part = None  # before the next takes memory
-            self._part = layers, self.make(True, layers, tiled=False)
-        return self._part[1]
-
-    def forget(self) -> None:
-        """Give back the memory of ``whole`` and ``part``."""
-        self._part = self._whole = None
-
     def run(self, opened: Session, names: Sequence[str], batch: Batch) -> dict[str, NDArray[Any]]:
-        """Some outputs on a batch, by name."""
         with self.turn:
             values = run_batch(opened.session, names, batch)
         titles = opened.graph.targets.titles
@@ -504,9 +451,7 @@ class Sessions:
             self.target_columns = max(self.target_columns or 0, sum(columns))
         return values
 
-    def make(
-        self, checked: bool, layers: Chosen | None = None, has_targets: bool = True, *, tiled: bool = True
-    ) -> Session:
+    def make(self, checked: bool, layers: Chosen | None = None, has_targets: bool = True) -> Session:
         """A session of all layers or some, for all students."""
         graph = self.graph
         factors = {layer: one for (layer, _), one in zip(graph.layers, graph.factors, strict=False)}
@@ -521,7 +466,7 @@ class Sessions:
             check_outputs=checked,
             factors=factors or None,
             targets=graph.targets if has_targets else None,
-            tiling=self.tiling if tiled else None,
+            tiling=self.tiling,
         )
         session = open_session(
             squeezed.model,

@@ -78,7 +78,6 @@ class IndexedSource(Source):
         """One row, with these columns."""
 
     def rows(self, columns: Sequence[str]) -> Iterator[Row]:
-        """All rows in order, with these columns."""
         return (self.row(index, columns) for index in range(len(self)))
 
 
@@ -98,7 +97,6 @@ class Spool:
         weakref.finalize(self, self._file.close)
 
     def append(self, sample: Mapping[str, NDArray[Any]]) -> None:
-        """Keep one more sample."""
         buffer = io.BytesIO()
         for name, dtype in self._dtypes.items():
             np.lib.format.write_array(buffer, np.asarray(sample[name], dtype), allow_pickle=False)
@@ -108,7 +106,6 @@ class Spool:
         self._starts.append(self._starts[-1] + len(data))
 
     def read(self, index: int) -> dict[str, NDArray[Any]]:
-        """A sample by its number."""
         self._file.seek(self._starts[index])
         data = io.BytesIO(self._file.read(self._starts[index + 1] - self._starts[index]))
         return {name: np.lib.format.read_array(data, allow_pickle=False) for name in self._dtypes}
@@ -132,7 +129,6 @@ class ArraySource(IndexedSource):
         return self._count
 
     def row(self, index: int, columns: Sequence[str]) -> Row:
-        """One row of every array."""
         return {column: np.asarray(self._arrays[column][index]) for column in columns}
 
 
@@ -169,7 +165,6 @@ class SafetensorsSource(IndexedSource):
         return self._count
 
     def row(self, index: int, columns: Sequence[str]) -> Row:
-        """One row of every tensor."""
         for column in columns:
             kind = self._slices[column].get_dtype()
             if kind not in _TYPES:

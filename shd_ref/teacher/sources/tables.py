@@ -42,7 +42,6 @@ class JsonLinesSource(Source):
             return sum(1 for line in lines if line.strip())
 
     def rows(self, columns: Sequence[str]) -> Iterator[Row]:
-        """All rows in order, with these columns."""
         for index, members in enumerate(self._objects()):
             absent = [name for name in columns if name not in members]
             if absent:

@@ -75,7 +75,6 @@ class TokenizedSource(Source):
 
     @property
     def remark(self) -> str | None:
-        """How many texts were cut."""
         if not self.truncated:
             return None
         return (
@@ -84,7 +83,6 @@ class TokenizedSource(Source):
         )
 
     def rows(self, columns: Sequence[str]) -> Iterator[Row]:
-        """All rows in order, with these columns."""
         self.truncated = 0
         self._compare()
         others = [name for name in columns if name not in TOKEN_COLUMNS]

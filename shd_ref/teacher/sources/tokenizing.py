@@ -18,7 +18,6 @@ from typing import Any
 
 
 def main() -> None:
-    """Answer until the input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]), int(sys.argv[1])))
     answers, sys.stdout = sys.stdout.buffer, sys.stderr  # for what libraries print
     tokenizer: Any = None

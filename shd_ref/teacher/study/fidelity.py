@@ -16,6 +16,7 @@ from shd_ref.merging.plans import MergePlan, merge_plan
 from shd_ref.teacher.graph.find import AttentionSite, projection_of
 from shd_ref.teacher.opening.model import onnx
 from shd_ref.teacher.options import MATCHED, PrecomputeOptions, RunOptions
+from shd_ref.teacher.precompute.forms import check_company
 from shd_ref.teacher.rewrite.function import MergeRule
 from shd_ref.teacher.rewrite.squeeze import replace_attention
 from shd_ref.teacher.run.inputs import Batch, run_batch
@@ -98,7 +99,7 @@ def measure_fidelity(
         ShdError: what ``precompute`` raises before it writes; ``not-finite``.
     """
     work = TeacherRun.open(Path(teacher), inputs, [options], run or RunOptions())
-    work.check_samples()
+    check_company(work)
     return compare_plans(work, samples, on_progress)
 
 

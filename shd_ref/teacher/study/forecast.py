@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,6 @@ from shd_ref.cache import (
     Errors,
     Exact,
     Extent,
-    Forms,
     Logits,
     LogitsError,
     RowError,
@@ -33,7 +32,7 @@ from shd_ref.cache.forms.form import F32, Form
 from shd_ref.errors import ShdError
 from shd_ref.teacher.graph.targets import find_head
 from shd_ref.teacher.options import CODECS_OF, NO_FORM, PlanOptions, PrecomputeOptions, RunOptions
-from shd_ref.teacher.precompute.forms import describe_forms, make_records, measure_errors
+from shd_ref.teacher.precompute.forms import check_company, describe_forms, make_records, measure_errors
 from shd_ref.teacher.run.inputs import Batch, run_batch
 from shd_ref.teacher.run.outputs import find_faults
 from shd_ref.teacher.run.teacher import TeacherRun
@@ -68,7 +67,6 @@ class FormForecast:
 
     @property
     def title(self) -> str:
-        """For people."""
         return f"{self.form} {self.codec}" if self.form != NO_FORM else f"{self.codec} alone"
 
 
@@ -133,7 +131,7 @@ def forecast_cache(
     # Every codec codes the same maps, as the graph gives them for this one.
     uncoded = replace(options, form="maps", codec="float32") if options.has_attention else options
     work = TeacherRun.open(Path(teacher), _SampledSource(source, READ_SAMPLES), [uncoded], run or RunOptions())
-    work.check_samples()
+    check_company(work)
     chosen = _spread(work.inputs.lengths, plan.samples)
     teacher_seconds = _time(_plain_runner(work), work.batches(chosen)) / len(chosen)
     asked: list[dict[str, str]] = [{"form": NO_FORM}]
@@ -142,38 +140,26 @@ def forecast_cache(
     measured, refused = [], []
     for asks in asked:
         try:
-            measured.append(_measure_way(work, asks, chosen))
+            measured.append(_measure_way(work, asks, chosen, len(source), teacher_seconds))
         except ShdError as error:
             if error.code not in _REFUSALS:
                 raise
             refused.append(f"{asks['form']}: {error}")
-    ways = tuple(_forecast_way(way, len(source), teacher_seconds) for way in measured)
-    taken = advise(ways, plan.max_error)
-    last = measured[-1]
-    held = last.forms.find(Attention)
+    ways = tuple(way.forecast for way in measured)
+    taken, last = advise(ways, plan.max_error), measured[-1]
     return Forecast(
         num_samples=len(source),
         read_samples=len(work.inputs),
         measured_samples=len(chosen),
         mean_length=float(last.lengths.mean()),
         max_length=int(last.lengths.max()),
-        support="" if held is None else held.support,
+        support=last.support,
         teacher_seconds=teacher_seconds,
         squeeze_seconds=_time(work.storing(**taken.asks).squeeze, work.batches(chosen)) / len(chosen),
         ways=ways,
         taken=taken,
         pays=taken.break_even <= plan.bandwidth,
-        beside=tuple(
-            TargetForecast(
-                subject=form.SUBJECT,
-                codec=form.codec,
-                unit=form.unit,
-                bytes_per_row=float(last.sizes(form).mean()) / last.num_rows(form),
-                total_bytes=float(last.sizes(form).mean()) * len(source),
-                error=last.errors[form.SUBJECT],
-            )
-            for form in last.beside
-        ),
+        beside=last.beside,
         refused=tuple(dict.fromkeys(refused)),
         remarks=work.remarks,
         supplied=work.inputs.supply,
@@ -190,85 +176,80 @@ def advise(ways: Sequence[FormForecast], max_error: float) -> FormForecast:
     return min(exact, key=lambda way: (way.bytes_per_sample, way.error.tv_mean))
 
 
-@dataclass(frozen=True)
-class _Way:
-    asks: dict[str, str]
-    forms: Forms
-    record: SampleRecord  # one of them
-    errors: Errors
-    extents: Sequence[Extent]  # of the samples that were read, where lengths decide them, else that were run
+class _Way(NamedTuple):
+    forecast: FormForecast
+    beside: tuple[TargetForecast, ...]
     lengths: NDArray[np.int64]
-    counted: NDArray[np.int64]  # lengths without padding in front
-
-    @property
-    def beside(self) -> tuple[Form, ...]:
-        return tuple(form for form in self.forms.forms if not isinstance(form, Attention))
-
-    def sizes(self, form: Form) -> NDArray[np.float64]:
-        return record_sizes(form, self.record, self.extents)
-
-    def num_rows(self, form: Form) -> float:
-        """Rows of a record, a mean; padding in front counts for no form, though maps keep its rows."""
-        if form.unit == "position" and not self.extents[0].shapes:
-            return float(self.counted.mean())
-        return float(np.mean([form.num_rows(extent) for extent in self.extents]))
+    support: str
 
 
-def _measure_way(work: TeacherRun, asks: dict[str, str], chosen: Sequence[int]) -> _Way:
+def _measure_way(
+    work: TeacherRun, asks: dict[str, str], chosen: Sequence[int], num_samples: int, teacher_seconds: float
+) -> _Way:
+    """Run some samples as they would be stored; sizes follow from the lengths of all that were read."""
     own, inputs = work.storing(**asks), work.inputs
-    errors: list[Errors] = []
+    parts: list[Errors] = []
     extents: list[Extent] = []
     for batch in own.checked_batches(chosen):
         (outputs,) = own.squeeze(batch, checked=True)
-        for fault in find_faults(own, outputs):
-            raise fault.error()
+        find_faults(own, outputs, stop=True)
         forms = describe_forms(own, outputs)
         records = make_records(outputs, set(outputs.indices), forms, own.inputs.seed)
-        errors.append(measure_errors(outputs, records, forms))
+        parts.append(measure_errors(outputs, records, forms))
         extents += [record.extent for record in records]
-    lengths: NDArray[np.int64] = inputs.lengths
+    errors, has_shapes = Errors.merged(parts), bool(records[0].shapes)
+    lengths, counted = inputs.lengths, inputs.lengths - inputs.firsts
     if not lengths.any():  # images have no lengths among their inputs: those of their maps
-        lengths = np.array([extent.length for extent in extents])
-    elif not records[0].shapes:
+        lengths = counted = np.array([extent.length for extent in extents])
+    elif not has_shapes:
         sizes = zip(lengths.tolist(), inputs.firsts.tolist(), inputs.decoder_lengths.tolist(), strict=True)
         extents = [forms.extent_of(Extent(length, first, decoder=decoder)) for length, first, decoder in sizes]
-    counted = lengths - (inputs.firsts if len(lengths) == len(inputs) else 0)
-    return _Way(asks, forms, records[0], Errors.merged(errors), extents, lengths, counted)
 
+    def num_rows(form: Form) -> float:
+        """Rows of a record, a mean; padding in front counts for no form, though maps keep its rows."""
+        if form.unit == "position" and not has_shapes:
+            return float(counted.mean())
+        return float(np.mean([form.num_rows(extent) for extent in extents]))
 
-def _forecast_way(way: _Way, num_samples: int, teacher_seconds: float) -> FormForecast:
-    first = way.forms.forms[0]
-    mean = float(np.sum([way.sizes(form) for form in way.forms.forms], axis=0).mean())
-    rows = float(way.counted.mean()) if first.unit == "sample" else way.num_rows(first)
-    measures = (
-        (error.kl_mean, error.kl_max, error.tv_mean, error.rows)
-        for error in way.errors.values()
-        if isinstance(error, CodecError | LogitsError)
+    means = {form.SUBJECT: float(record_sizes(form, records[0], extents).mean()) for form in forms.forms}
+    beside = tuple(
+        TargetForecast(
+            subject=form.SUBJECT,
+            codec=form.codec,
+            unit=form.unit,
+            bytes_per_row=means[form.SUBJECT] / num_rows(form),
+            total_bytes=means[form.SUBJECT] * num_samples,
+            error=errors[form.SUBJECT],
+        )
+        for form in forms.forms
+        if not isinstance(form, Attention)
     )
-    return FormForecast(
-        form=way.asks["form"],
-        codec=first.codec if isinstance(first, Attention) else " and ".join(form.codec for form in way.beside),
-        asks=way.asks,
+    first, attention, mean = forms.forms[0], forms.find(Attention), sum(means.values())
+    moved = next((error for error in errors.values() if isinstance(error, CodecError | LogitsError)), None)
+    forecast = FormForecast(
+        form=asks["form"],
+        codec=" and ".join(target.codec for target in beside) if attention is None else attention.codec,
+        asks=asks,
         bytes_per_sample=mean,
-        bytes_per_token=mean / rows,
+        bytes_per_token=mean / (float(counted.mean()) if first.unit == "sample" else num_rows(first)),
         total_bytes=mean * num_samples,
         break_even=mean / teacher_seconds,
-        error=CodecError(*next(measures, (0.0, 0.0, 0.0, 0))),
+        error=CodecError(0.0, 0.0, 0.0, 0)
+        if moved is None
+        else CodecError(moved.kl_mean, moved.kl_max, moved.tv_mean, moved.rows),
     )
+    return _Way(forecast, beside, lengths, "" if attention is None else attention.support)
 
 
 def record_sizes(form: Form, record: SampleRecord, extents: Sequence[Extent]) -> NDArray[np.float64]:
     """Bytes of records of some extents; one of them tells whether optional parts are there."""
-    floats = iter(form.floats(record))
-    there = [tensor.dtype != F32 or next(floats) is not None for tensor in form.parts]
-    widths = [(4 if tensor.dtype == F32 else 1) * held for tensor, held in zip(form.parts, there, strict=True)]
-    return np.array(
-        [
-            sum(width * math.prod(shape) for width, shape in zip(widths, form.part_shapes(extent), strict=True))
-            for extent in extents
-        ],
-        dtype=np.float64,
-    )
+    held = [not part.optional or part.name in record.parts for part in form.parts]
+    widths = [(4 if part.dtype == F32 else 1) * is_held for part, is_held in zip(form.parts, held, strict=True)]
+    sizes = [
+        sum(width * math.prod(shape) for width, shape in zip(widths, form.part_shapes(extent), strict=True))
+        for extent in extents
+    ]
+    return np.array(sizes, dtype=np.float64)
 
 
 def _spread(lengths: NDArray[np.int64], count: int) -> list[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -13,8 +12,8 @@ from shd_ref.cache import AveragedTeacher, CacheReader, Teacher
 from shd_ref.errors import ShdError, argument_value
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.opening.model import hash_teacher
-from shd_ref.teacher.options import NO_FORM, PrecomputeOptions, RunOptions
-from shd_ref.teacher.precompute.forms import maker_of
+from shd_ref.teacher.options import PrecomputeOptions, RunOptions
+from shd_ref.teacher.precompute.forms import maker_of, options_for
 from shd_ref.teacher.run.teacher import TeacherRun
 from shd_ref.teacher.sources import Arrays, Source
 
@@ -72,10 +71,10 @@ def recheck_records(
             for form in manifest.forms:
                 maker = maker_of(form)
                 if maker.BY_LAYER:
-                    compared, difference = maker.recheck(form, manifest, sample, record)
+                    compared, difference = maker.recheck(form, manifest.teacher.dtype, sample, record)
                     rows, tv_max = rows + compared, max(tv_max, difference)
                 elif not position:
-                    target_rows += maker.recheck(form, manifest, sample, record)[0]
+                    target_rows += maker.recheck(form, manifest.teacher.dtype, sample, record)[0]
     return RecheckReport(records=len(chosen), rows=rows, tv_max=tv_max, target_rows=target_rows)
 
 
@@ -90,13 +89,10 @@ def rerun_teacher(
     """The teacher of a cache, ready to squeeze as that was; without ``with_teachers`` for attention alone."""
     manifest, has_targets = reader.manifest, with_teachers is not None
     _check_teachers(reader, (teacher, *(with_teachers or ())), has_targets=has_targets)
-    asked: dict[str, Any] = {"form": NO_FORM, "on_error": manifest.on_error}
-    for form in manifest.forms:
-        maker = maker_of(form)
-        said = maker.options(form) if has_targets or maker.BY_LAYER else {}
-        said["hidden"] = (*asked.get("hidden", ()), *said.get("hidden", ()))  # last states are among them
-        asked |= said
-    options = PrecomputeOptions(**asked, with_teachers=tuple(map(Path, with_teachers or ())))
+    others = tuple(map(Path, with_teachers or ()))
+    options = PrecomputeOptions(
+        **options_for(manifest, has_targets=has_targets) | {"with_teachers": others, "on_error": manifest.on_error}
+    )
     run = RunOptions(mask=manifest.inputs.mask, decoder_mask=manifest.inputs.decoder_mask, provider=provider)
     work = TeacherRun.open(Path(teacher), inputs, [options], run, input_names=manifest.inputs.names)
     count = len(work.inputs)

@@ -114,7 +114,7 @@ def joint_cache(teachers: list[Path], tmp_path_factory: pytest.TempPathFactory) 
 @pytest.mark.parametrize("others", [[], [2], [2, 1]], ids=["none", "another", "another order"])
 def test_another_list_of_teachers_is_another_job(teachers: list[Path], joint_cache: Path, others: list[int]) -> None:
     inputs, given = make_inputs(), [teachers[other] for other in others]
-    with refusal("cache-mismatch", r"logits\.with_teachers"):
+    with refusal("cache-mismatch", "with_teachers: "):
         precompute(teachers[0], inputs, joint_cache, options_of(given, vocab_size=50), RUN)
     with refusal("argument-value" if len(others) < 2 else "cache-mismatch"):
         recheck_records(joint_cache, teachers[0], inputs, with_teachers=given)

@@ -122,9 +122,9 @@ def test_resuming_takes_the_plans_from_the_manifest(teacher: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("change", "differs"),
     [
-        ({"plan": "progressive"}, "matching"),
-        ({"matched_by": "similarity"}, "matching.by"),
-        ({"calibration_samples": 4}, "matching.samples"),
+        ({"plan": "progressive"}, "plan: 'matched' -> 'not matched'"),
+        ({"matched_by": "similarity"}, "matched_by: "),
+        ({"calibration_samples": 4}, "calibration_samples: "),
         ({"num_student_heads": 3}, "num_student_heads"),
     ],
 )

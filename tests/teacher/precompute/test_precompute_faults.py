@@ -116,8 +116,9 @@ def test_a_fault_is_looked_for_in_its_own_sample(tmp_path: Path, checked_bytes: 
     ]
     assert (summary.samples, summary.skipped) == (31, 1)
     assert "head 1" in next(iter(CacheReader(tmp_path / "cache").skipped.values()))
-    assert {count for count, checked in runs if checked} == {1}
-    assert [count for count, checked in runs if not checked] == [16, 16]
+    # Besides, one sample was looked at alone and with another.
+    assert sorted(count for count, checked in runs if checked)[-2:] == [1, 2]
+    assert [count for count, checked in runs if not checked] == [1, 16, 16]
 
 
 def test_u4_is_coded_on_the_host(teacher: Path, tmp_path: Path) -> None:
@@ -405,7 +406,6 @@ def test_precompute_verify_and_report_take_addresses(teacher: Path, tmp_path: Pa
     damaged = shd("verify", address, code=1)
     assert "cache-incomplete: receipts/000003.json: 1 of 12 shards have no receipt" in damaged
     pytest.importorskip("jinja2", reason="shd report needs the extra 'report'")
-    pytest.importorskip("matplotlib", reason="shd report needs the extra 'report'")
     store.rm_file(f"{root}/SEALED.json")
     shd("report", address, "--out", tmp_path / "report.html")
     assert "11 of 12 shards are committed" in (tmp_path / "report.html").read_text(encoding="utf-8")
@@ -415,7 +415,7 @@ def test_precompute_verify_and_report_take_addresses(teacher: Path, tmp_path: Pa
 def test_checks_of_long_samples_take_the_memory_of_a_few_maps(
     tmp_path: Path, checked_bytes: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
-    """Of one layer at a time, on cuts where a cut shows it, and otherwise in tiles: not of every layer in float64."""
+    """Of one layer at a time, and in tiles: not of every layer in float64."""
     length, teacher = 512, saved(language_model(num_layers=3), tmp_path)  # its graph takes 2 MB besides
     maps = 4 * 4 * length**2  # bytes of a layer, in float32
     checked_bytes(maps)
@@ -431,6 +431,5 @@ def test_checks_of_long_samples_take_the_memory_of_a_few_maps(
     finally:
         tracemalloc.stop()
     sizes = [call["batch"].arrays["input_ids"].shape for call in calls]
-    assert {size for count, size in sizes if count > 1} == {128}  # samples together, and then copies of one
-    assert sizes.count((1, length)) == 3  # layer by layer
+    assert sizes == [(1, length)] * 3  # layer by layer
     assert peak < 6 * maps

@@ -113,7 +113,7 @@ def test_what_was_changed_is_found_out(teachers: dict[str, Path], tmp_path: Path
         recheck_records(cache, teachers["tokens"], changed)
     with pytest.raises(ShdError, match="must come from this teacher"):
         recheck_records(cache, teachers["images"], inputs)
-    with refusal("cache-mismatch", r"attention\.form: 'none' -> 'maps'"):
+    with refusal("cache-mismatch", "form: 'none' -> 'maps'"):
         precompute(teachers["tokens"], inputs, cache, replace(ALONE, form="maps", num_student_heads=2), RUN)
 
 

@@ -465,7 +465,7 @@ def test_graphs_that_do_not_state_their_padding(exported: Mapping[str, Path], tm
     onnx.save(graph, tmp_path / "bare.onnx")
     options = PrecomputeOptions(num_student_heads=0, form="none", logits="float16")
     source = open_source(write_texts(tmp_path), tokenizer=folder)
-    with refusal("graph-unsupported", "padding changes them"):
+    with refusal("graph-unsupported", "with their padding"):
         precompute(tmp_path / "bare.onnx", source, [(tmp_path / "cache", options)])
     precompute(tmp_path / "bare.onnx", source, [(tmp_path / "cache", options)], RunOptions(batch_size=1))
 

@@ -7,16 +7,24 @@ makes both forms of attention, ``rows.py`` all forms of rows. A form from elsewh
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Container, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Final
 
-from shd_ref.cache import Embeddings, Errors, Exact, Factors, Form, Forms, Hidden, Logits, Maps, SampleRecord
-from shd_ref.cache.forms.held import Held
+import numpy as np
+
+from shd_ref.cache import U8, Embeddings, Errors, Exact, Factors, Form, Forms, Hidden, Logits, Maps, SampleRecord
+from shd_ref.cache.forms import Held
+from shd_ref.errors import ShdError, graph_unsupported
+from shd_ref.teacher.graph.independence import EXPORT_OTHERWISE, distance, rounds_in_run
+from shd_ref.teacher.options import NO_FORM
 from shd_ref.teacher.precompute.forms.attention import FactorsMaker, MapsMaker
 from shd_ref.teacher.precompute.forms.maker import Maker
 from shd_ref.teacher.precompute.forms.rows import EmbeddingsMaker, ExactMaker, HiddenMaker, LogitsMaker
-from shd_ref.teacher.run.outputs import StudentOutputs
+from shd_ref.teacher.run.outputs import StudentOutputs, find_faults
 from shd_ref.teacher.run.teacher import TeacherRun
+from shd_ref.tolerances import load_tolerances
 
 MAKERS: dict[type[Form], Maker[Any]] = {
     Maps: MapsMaker(),
@@ -36,6 +44,15 @@ def describe_forms(work: TeacherRun, outputs: StudentOutputs) -> Forms:
     """All that the options ask for, see ``Maker.describe``."""
     forms = [maker.describe(work, outputs) for maker in MAKERS.values()]
     return Forms(*(form for form in forms if form is not None))
+
+
+def options_for(forms: Held, *, has_targets: bool = True) -> dict[str, Any]:
+    """The ``PrecomputeOptions`` that ask for what a cache holds, all of it or its attention."""
+    asked: dict[str, Any] = {"form": NO_FORM, "hidden": ()}
+    for form in forms.forms:
+        said = maker_of(form).options(form) if has_targets or maker_of(form).BY_LAYER else {}
+        asked |= said | {"hidden": (*asked["hidden"], *said.get("hidden", ()))}  # last states are among them
+    return asked
 
 
 def make_records(
@@ -66,3 +83,72 @@ def measure_errors(outputs: StudentOutputs, records: Sequence[SampleRecord], for
     positions = {index: number for number, index in enumerate(outputs.indices)}
     samples = [outputs[positions[record.index]] for record in records]
     return Errors({form.SUBJECT: maker_of(form).measure(form, samples, records) for form in forms.forms})
+
+
+def _coded(form: Form) -> list[str]:
+    return [part.name for part in form.parts if part.dtype == U8]
+
+
+_MOST_GROUPS: Final = 1000
+"""Batches that are looked through for samples that run together and give numbers."""
+
+
+def check_company(work: TeacherRun, forms: Held | None = None) -> None:
+    """Refuse a teacher that gives a sample alone otherwise than in company: a record must not tell its batch.
+
+    Two samples run together, and one of them alone; what would be stored of it must be right in company too, by the
+    rule by which a cache is checked against its teacher (CACHE-91). ``forms`` are the manifest's, where there is one.
+    """
+    work.is_moved = _moves_in_front(work)
+    groups = itertools.islice(work.groups(range(len(work.inputs))), _MOST_GROUPS)
+    for pair in ((group[0], group[-1]) for group in groups if len(group) > 1):  # the one that is padded the most
+        (alone, *_) = work.squeeze(work.inputs.batch(pair[1:]), checked=forms is None)
+        if find_faults(work, alone, stop=False):
+            continue  # judged when it is its turn
+        try:
+            held = forms or describe_forms(work, alone)
+            (record,) = make_records(alone, pair, held, work.inputs.seed)
+        except ShdError:
+            if forms is not None:
+                raise
+            return  # it is refused where it is to be stored
+        coded = (name for form in held.forms for name in zip(_coded(form), form.pack(record), strict=True))
+        record = replace(record, parts={**record.parts, **dict(coded)})  # as it is read again
+        # Where activations are rounded to integers, a last bit may move a map by much.
+        dtype = "bfloat16" if rounds_in_run(work.graph.model) else work.graph.dtype
+        for part, (company, *_) in enumerate(work.squeeze_parts(work.inputs.batch(pair))):
+            for form in held.forms:
+                maker = maker_of(form)
+                try:
+                    if maker.BY_LAYER or not part:
+                        maker.recheck(form, dtype, company[1], record)
+                except ShdError as error:
+                    if error.code != "cache-mismatch":
+                        raise
+                    raise graph_unsupported(
+                        "the teacher must give a sample in company what it gives it alone; its results change with "
+                        f"the other samples of the batch, with their padding, or from run to run ({error}): "
+                        f"{EXPORT_OTHERWISE}, or run samples alone (--batch-size 1)"
+                    ) from error
+        return
+
+
+def _moves_in_front(work: TeacherRun) -> bool:
+    """Whether padding in front of a sample, which its mask hides, moves what the graph makes of it."""
+    inputs = work.inputs
+    if not inputs.pads_front or inputs.mask is None or inputs.fixed_batch is not None:
+        return False
+    session, batch = work.sessions.open(), inputs.shortest()
+    roles = [layer.names.get(role) for layer in session.graph.layers for role in ("codes", "queries")]
+    names = [*session.graph.targets.titles] or [name for name in roles if name in session.names]
+    rounding = load_tolerances()["graph"]["probs"]
+    limit = 10 * rounding.get(work.graph.dtype, rounding["float32"])
+    try:
+        first, second = (work.sessions.run(session, names, one) for one in (batch, inputs.padded_in_front(batch, 4)))
+    except ShdError:  # of a graph that has no place for it
+        return False
+    return any(
+        not distance(array, second[name][tuple(slice(-size, None) for size in array.shape)])
+        <= limit * np.abs(array).max(initial=1.0)
+        for name, array in first.items()
+    )

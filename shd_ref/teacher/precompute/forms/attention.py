@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any, ClassVar, Final, TypeVar
 
 import numpy as np
@@ -20,10 +19,8 @@ from shd_ref.cache import (
     CodecError,
     Extent,
     Factors,
-    Form,
     LayerFactors,
     LayerPair,
-    Manifest,
     Maps,
     Matching,
     SampleRecord,
@@ -42,9 +39,8 @@ from shd_ref.cache.codecs.distortion import row_tv_bound
 from shd_ref.cache.forms.attention import blob_name, cut_map
 from shd_ref.errors import ShdError, graph_unsupported, inputs_invalid
 from shd_ref.merging.mixing import compose_mixing
-from shd_ref.merging.plans import merge_plan
-from shd_ref.teacher.options import MATCHED, NO_FORM, PrecomputeOptions, RunOptions
-from shd_ref.teacher.precompute.forms.maker import Decided, Maker, tolerance_of
+from shd_ref.teacher.options import CODECS_OF, MATCHED, PrecomputeOptions, RunOptions
+from shd_ref.teacher.precompute.forms.maker import Maker, tolerance_of
 from shd_ref.teacher.run.outputs import COMPARED_ENTRIES, MEASURED_ENTRIES, LayerOutputs, StudentOutputs
 from shd_ref.teacher.run.teacher import TeacherRun
 
@@ -86,7 +82,7 @@ class AttentionMaker(Maker[AttentionT]):
         """The form, with the members that both forms share."""
 
     def options(self, form: AttentionT) -> dict[str, Any]:
-        return {
+        asked = {
             "num_student_heads": form.num_student_heads,
             "layer_pairs": tuple((layer.student_layer, layer.teacher_layer) for layer in form.layers),
             "plans": form.layer_plans,
@@ -94,28 +90,12 @@ class AttentionMaker(Maker[AttentionT]):
             "alpha_rule": form.alpha_rule,
             "temperature": form.bound_temperature or 1.0,
             "form": form.form,
-            "codec" if isinstance(form, Maps) else "factored_codec": form.codec,
+            CODECS_OF[form.form][0]: form.codec,
         }
-
-    def decided(self, form: Form | None, options: PrecomputeOptions, run: RunOptions) -> Decided:
-        stored = form.form if isinstance(form, Maps | Factors) else NO_FORM
-        yield "form", stored, options.form
-        if not isinstance(form, Maps | Factors) or not options.has_attention:
-            return
-        for name in ("num_student_heads", "strategy", "alpha_rule"):
-            yield name, getattr(form, name), getattr(options, name)
-        yield "codec", form.codec, options.stored_codec
-        if not options.is_factored:
-            yield "temperature", form.bound_temperature, float(options.temperature)
-        matching = matching_of(options, run)
-        if matching is None or form.matching is None:
-            yield "matching", form.matching, matching
-        else:
-            for name, value in asdict(matching).items():
-                yield f"matching.{name}", getattr(form.matching, name), value
-        if matching is None and options.plans is None:
-            heads = min(options.num_student_heads, form.num_teacher_heads)  # more are another job in any case
-            yield "plan", form.plan, merge_plan(form.num_teacher_heads, heads, options.plan)
+        if form.matching is not None:
+            matching = {"matched_by": form.matching.by, "calibration_samples": form.matching.samples}
+            asked |= {"plan": MATCHED} | matching
+        return asked
 
     def make(
         self, form: AttentionT, samples: Sequence[StudentOutputs], extents: Sequence[Extent]
@@ -142,7 +122,7 @@ class AttentionMaker(Maker[AttentionT]):
         """The total variation that coding may cost each row of a sample's merged maps, ``(H_s, n)`` (CACHE-91)."""
 
     def recheck(
-        self, form: AttentionT, manifest: Manifest, sample: StudentOutputs, record: SampleRecord
+        self, form: AttentionT, dtype: str, sample: StudentOutputs, record: SampleRecord
     ) -> tuple[int, float]:
         """The total variation between each stored row, decoded, and the row that the teacher gives now."""
         rows, largest = 0, 0.0
@@ -158,16 +138,15 @@ class AttentionMaker(Maker[AttentionT]):
             difference = 0.5 * np.abs(stored - again).sum(axis=-1, dtype=np.float64)
             rows += difference.size
             largest = max(largest, float(difference.max()))
-            limits = self.bound(form, layer, record.extent, again) + tolerance_of("recheck", manifest.teacher.dtype)
+            limits = self.bound(form, layer, record.extent, again) + tolerance_of("recheck", dtype)
             if not (difference <= limits).all():
                 head, row = np.unravel_index(int((difference - limits).argmax()), difference.shape)
-                session = f", by {said}" if (said := manifest.teacher.session) else ""
                 raise ShdError(
                     "cache-mismatch",
                     f"record {record.index} (key {record.key}) layer {student_layer} head {head} "
                     f"row {row} must equal what the teacher gives now within a total variation of "
                     f"{limits[head, row]:.4f}, which is what {form.codec} and another run of the teacher may "
-                    f"cost it; got {difference[head, row]:.4f}: the cache was made another way{session}",
+                    f"cost it; got {difference[head, row]:.4f}: the cache was made another way",
                     "CACHE-91",
                 )
         return rows, largest
@@ -190,9 +169,6 @@ class MapsMaker(AttentionMaker[Maps]):
             temperature=outputs.student.options.temperature,
             shapes="own" if own else "length",
         )
-
-    def check(self, form: Maps, samples: Sequence[StudentOutputs], extents: Sequence[Extent]) -> None:
-        """Maps hold what any teacher gives."""
 
     def make_codes(self, form: Maps, sample: StudentOutputs) -> list[Any]:
         """Codes ``(H_s, rows, keys)``; ``support-mismatch`` for a teacher that attends to padding."""
@@ -270,11 +246,6 @@ class FactorsMaker(AttentionMaker[Factors]):
         )
         padding = "around" if work.inputs.firsts.any() else "behind"
         return Factors(**squeeze, support=support, factors=factors, padding=padding)
-
-    def check(self, form: Factors, samples: Sequence[StudentOutputs], extents: Sequence[Extent]) -> None:
-        """Refuse a teacher that masks these samples in another way, or padding between positions (CACHE-143)."""
-        for sample in samples:
-            _check_sample(sample, form.support, [factors.window for factors in form.factors])
 
     def compare(self, work: TeacherRun, sample: StudentOutputs) -> None:
         """Refuse maps that are not what queries and keys make (CACHE-143), under the mask that this sample has."""

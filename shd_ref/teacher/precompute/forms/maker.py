@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Generic, TypeVar
 
-from shd_ref.cache import Extent, Form, Manifest, RowError, SampleRecord
-from shd_ref.teacher.options import PrecomputeOptions, RunOptions
+from shd_ref.cache import Extent, Form, RowError, SampleRecord
 from shd_ref.teacher.run.outputs import StudentOutputs
 from shd_ref.teacher.run.teacher import TeacherRun
 from shd_ref.tolerances import load_tolerances
 
 FormT = TypeVar("FormT", bound=Form)
-Decided: TypeAlias = Iterator[tuple[str, object, object]]
 
 
 class Maker(ABC, Generic[FormT]):
@@ -33,14 +31,6 @@ class Maker(ABC, Generic[FormT]):
     def options(self, form: FormT) -> dict[str, Any]:
         """The ``PrecomputeOptions`` that ask for what a cache holds."""
 
-    def decided(self, form: Form | None, options: PrecomputeOptions, run: RunOptions) -> Decided:
-        """Members of the form that options decide before a sample is read: name, as stored (if any), as asked for."""
-        return iter(())
-
-    def check(self, form: FormT, samples: Sequence[StudentOutputs], extents: Sequence[Extent]) -> None:
-        """Refuse a teacher that this form cannot hold, before anything is written: by default by making parts."""
-        self.make(form, samples, extents)
-
     def compare(self, work: TeacherRun, sample: StudentOutputs) -> None:
         """Refuse maps that this form cannot make (``graph-unsupported``), of some layers with check outputs."""
 
@@ -53,9 +43,7 @@ class Maker(ABC, Generic[FormT]):
         """What coding cost these samples, on the rows that count; of attention they have check outputs."""
 
     @abstractmethod
-    def recheck(
-        self, form: FormT, manifest: Manifest, sample: StudentOutputs, record: SampleRecord
-    ) -> tuple[int, float]:
+    def recheck(self, form: FormT, dtype: str, sample: StudentOutputs, record: SampleRecord) -> tuple[int, float]:
         """Refuse a record that is not what the teacher gives now (CACHE-91); rows compared, largest difference."""
 
 

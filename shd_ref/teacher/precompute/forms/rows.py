@@ -8,29 +8,19 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache import (
-    Embeddings,
-    Exact,
-    Extent,
-    Form,
-    Hidden,
-    HiddenLayer,
-    Logits,
-    Manifest,
-    RowError,
-    SampleRecord,
-)
+from shd_ref.cache import Embeddings, Exact, Extent, Hidden, HiddenLayer, Logits, RowError, SampleRecord
 from shd_ref.cache.codecs.distortion import merge_errors
 from shd_ref.cache.codecs.logits import rows_moved
 from shd_ref.cache.forms.rows import Counted, Rows
 from shd_ref.errors import ShdError, need
-from shd_ref.teacher.options import LAST, PrecomputeOptions, RunOptions
-from shd_ref.teacher.precompute.forms.maker import Decided, Maker, tolerance_of
+from shd_ref.teacher.options import LAST
+from shd_ref.teacher.precompute.forms.maker import Maker, tolerance_of
 from shd_ref.teacher.run.averaged import naming
 from shd_ref.teacher.run.outputs import StudentOutputs
 from shd_ref.teacher.run.teacher import TeacherRun
@@ -75,12 +65,10 @@ class RowsMaker(Maker[RowsT]):
                 errors.append(form.measure(rows, record.parts[part.name], counted, layer))
         return merge_errors(form.ERROR, errors)
 
-    def recheck(
-        self, form: RowsT, manifest: Manifest, sample: StudentOutputs, record: SampleRecord
-    ) -> tuple[int, float]:
+    def recheck(self, form: RowsT, dtype: str, sample: StudentOutputs, record: SampleRecord) -> tuple[int, float]:
         # A mean moves no further than the teacher of it that moves most.
-        dtypes = [manifest.teacher.dtype, *(teacher.dtype for teacher in form.averaged)]
-        again = max(tolerance_of("recheck", dtype) for dtype in dtypes)
+        dtypes = [dtype, *(teacher.dtype for teacher in form.averaged)]
+        again = max(tolerance_of("recheck", one) for one in dtypes)
         count, largest = 0, 0.0
         for part, (layer, rows, counted) in zip(form.parts, self.rows(form, sample, record.extent), strict=True):
             moves, bounds = form.compare(record, rows, layer)
@@ -133,16 +121,12 @@ class LogitsMaker(RowsMaker[Logits]):
     def options(self, form: Logits) -> dict[str, Any]:
         return {
             "logits": form.codec,
+            "with_teachers": tuple(Path(teacher.name) for teacher in form.with_teachers),
             "logits_output": form.tensor,
             "logits_temperature": form.temperature or 1.0,
             # Several teachers may be padded to different sizes, or not at all.
             "vocab_size": form.vocab_size if form.padded_vocab_size or form.with_teachers else None,
         }
-
-    def decided(self, form: Form | None, options: PrecomputeOptions, run: RunOptions) -> Decided:
-        others = form.with_teachers if isinstance(form, Logits) else ()
-        yield "codec", None if form is None else form.codec, None if options.logits == "none" else options.logits
-        yield "with_teachers", [other.name for other in others], [path.name for path in options.with_teachers]
 
     def values(self, form: Logits, sample: StudentOutputs) -> Iterator[NDArray[np.float32]]:
         assert sample.targets.logits is not None  # they have been described
@@ -199,13 +183,7 @@ class EmbeddingsMaker(RowsMaker[Embeddings]):
         )
 
     def options(self, form: Embeddings) -> dict[str, Any]:
-        return {"embeddings": Pooling(form.pooling, form.normalize)}
-
-    def decided(self, form: Form | None, options: PrecomputeOptions, run: RunOptions) -> Decided:
-        asked = options.embeddings
-        held = form if isinstance(form, Embeddings) else None
-        yield "pooling", held and str(Pooling(held.pooling, held.normalize)), asked and str(asked)
-        yield "codec", held and held.codec, asked and options.embeddings_codec
+        return {"embeddings": Pooling(form.pooling, form.normalize), "embeddings_codec": form.codec}
 
     def values(self, form: Embeddings, sample: StudentOutputs) -> Iterator[NDArray[np.float32]]:
         states, mask = sample.targets.pooled, sample.targets.row_mask
@@ -254,9 +232,6 @@ class ExactMaker(RowsMaker[Exact]):
     def options(self, form: Exact) -> dict[str, Any]:
         size = form.head.vocab_size if form.head.padded_vocab_size else None
         return {"hidden": (LAST,), "hidden_codec": form.codec, "vocab_size": size}
-
-    def decided(self, form: Form | None, options: PrecomputeOptions, run: RunOptions) -> Decided:
-        yield "codec", None if form is None else form.codec, options.hidden_codec if options.exact else None
 
     def values(self, form: Exact, sample: StudentOutputs) -> Iterator[NDArray[np.float32]]:
         assert sample.targets.last is not None  # they have been described
