@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shd_ref.shrink.merges import HeadMerge, HeadWeights
-from shd_ref.shrink.width import Axes
+from shd_ref.shrink.heads import HeadMerge, HeadWeights
+from shd_ref.shrink.kept import Axes
 from shd_torch.shrink.families import Array
 from shd_torch.shrink.heads import AttentionStatistics, Squeezed
 from shd_torch.shrink.sizes import Squeezer

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shd_ref.shrink.merges import merge_heads
+from shd_ref.shrink.heads import merge_heads
 from shd_torch import capture_attention
 from shd_torch.maps import gram_tensor
 

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from shd_ref.layers import layer_map
 from shd_ref.merging.plans import plan_groups
-from shd_ref.shrink.merges import merge_heads
+from shd_ref.shrink.heads import merge_heads
 from shd_torch.capture import AttentionCall, Captured, capture_attention
 from shd_torch.capture.layers import number_layers
 from shd_torch.capture.outputs import read_every_hidden_state

@@ -7,25 +7,19 @@ error 1.81 against 0.42): on the line of 16 of 24 they prefer 8 attention blocks
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from shd_ref.attention import Array, as_float, check_option
-from shd_ref.errors import ShdError
+from shd_ref.errors import need
 from shd_ref.integers import check_integer
 from shd_ref.tolerances import tie_width
 
 MEANINGS: tuple[str, ...] = ("retained", "pruned")
 DEGREES: tuple[int, ...] = (1, 2, 3, 4)
-
-
-def num_monomials(degree: int) -> int:
-    """How many coefficients a bivariate polynomial of this degree has."""
-    return (degree + 1) * (degree + 2) // 2
 
 
 @dataclass(frozen=True)
@@ -40,9 +34,10 @@ class Predictor:
     def __post_init__(self) -> None:
         _check_degree(self.degree)
         check_option("meaning", self.meaning, MEANINGS)
-        if len(self.coefficients) != num_monomials(self.degree):
-            rule = f"coefficients of degree {self.degree} must be {num_monomials(self.degree)}"
-            raise ShdError("argument-shape", f"{rule}; got {len(self.coefficients)}")
+        count = (self.degree + 1) * (self.degree + 2) // 2
+        fits = as_float(self.coefficients, "coefficients").shape == (count,)
+        rule, got = f"be {count} for degree {self.degree}", len(self.coefficients)
+        need(fits, "argument-shape", "coefficients", rule, got)
 
     def predict(self, attention: ArrayLike, activation: ArrayLike) -> Array:
         """The polynomial at these ratios, which broadcast, in this predictor's own meaning."""
@@ -58,14 +53,6 @@ class Split:
     attention: int  # attention blocks that are kept
     activation: int  # activations that are kept
     quality: float  # what the polynomial predicts there
-
-
-def as_predictor(predictor: Predictor | Mapping[str, Any]) -> Predictor:
-    """A predictor, from the record or a mapping of its fields."""
-    if isinstance(predictor, Predictor):
-        return predictor
-    coefficients = as_float(predictor["coefficients"], "coefficients", ndim=1)
-    return Predictor(predictor["degree"], tuple(coefficients.tolist()), predictor.get("meaning", "retained"))
 
 
 def fit_predictor(points: ArrayLike, degree: int, meaning: str = "retained") -> Predictor:
@@ -84,10 +71,9 @@ def fit_predictor(points: ArrayLike, degree: int, meaning: str = "retained") -> 
     """
     rows, design = _design(points, degree)
     solution, _, rank, _ = np.linalg.lstsq(design, rows[:, 2], rcond=None)
-    if rank < design.shape[1]:
-        rule = f"points must determine the {design.shape[1]} coefficients of degree {degree}"
-        got = f"{len(design)} points of rank {rank}: measure more splits, or lower the degree"
-        raise ShdError("argument-shape", f"{rule}; got {got}")
+    rule = f"determine the {design.shape[1]} coefficients of degree {degree}"
+    got, remedy = f"{len(design)} points of rank {rank}", "measure more splits, or lower the degree"
+    need(rank == design.shape[1], "argument-shape", "points", rule, got, remedy=remedy)
     return Predictor(degree, tuple(float(c) for c in solution), meaning)
 
 
@@ -104,20 +90,17 @@ def cross_validate(points: ArrayLike, degree: int) -> float:
 
 def choose_degree(points: ArrayLike, degrees: Sequence[int] = DEGREES) -> int:
     """The degree with the least error of cross-validation, the smaller one on a tie."""
-    if not degrees:
-        raise ShdError("argument-value", "degrees must name at least one degree; got none")
+    need(bool(degrees), "argument-value", "degrees", "name at least one degree", "none")
     errors = {degree: cross_validate(points, degree) for degree in degrees}
     equal = min(errors.values()) + tie_width() * float(np.abs(_check_points(points)[:, 2]).max())
     return min(degree for degree, error in errors.items() if error <= equal)
 
 
-def best_split(
-    predictor: Predictor | Mapping[str, Any], num_layers: int, budget: int, meaning: str = "retained"
-) -> Split:
+def best_split(predictor: Predictor, num_layers: int, budget: int, meaning: str = "retained") -> Split:
     """The split of a budget that the polynomial likes best, by enumeration.
 
     Args:
-        predictor: from ``fit_predictor``, or a mapping of its fields.
+        predictor: from ``fit_predictor``.
         num_layers: L of the teacher.
         budget: K, attention blocks and activations together.
         meaning: whether K of 2 L are ``"retained"`` or ``"pruned"``.
@@ -129,7 +112,6 @@ def best_split(
         ShdError: ``argument-value``.
     """
     check_option("meaning", meaning, MEANINGS)
-    predictor = as_predictor(predictor)
     num_layers = check_integer("num_layers", num_layers, 1, None)
     budget = check_integer("budget", budget, 0, 2 * num_layers)
     kept = budget if meaning == "retained" else 2 * num_layers - budget
@@ -154,15 +136,13 @@ def _design(points: ArrayLike, degree: int) -> tuple[Array, Array]:
 
 def _check_points(points: ArrayLike) -> Array:
     rows = as_float(points, "points")
-    if rows.ndim != 2 or rows.shape[1] != 3 or len(rows) < 1:
-        message = f"points must be rows (attention, activation, quality); got shape {rows.shape}"
-        raise ShdError("argument-shape", message)
+    is_rows = rows.ndim == 2 and rows.shape[1] == 3 and len(rows) > 0
+    need(is_rows, "argument-shape", "points", "be rows (attention, activation, quality)", f"shape {rows.shape}")
     low, high = rows[:, :2].min(), rows[:, :2].max()
-    if low < 0.0 or high > 1.0:
-        raise ShdError("argument-value", f"ratios must lie in [0, 1]; got {low:g} to {high:g}")
+    need(low >= 0.0 and high <= 1.0, "argument-value", "ratios", "lie in [0, 1]", f"{low:g} to {high:g}")
     return rows
 
 
 def _check_degree(degree: object) -> None:
-    if isinstance(degree, bool) or degree not in DEGREES:
-        raise ShdError("argument-value", f"degree must be 1, 2, 3 or 4; got {degree!r}")
+    is_known = not isinstance(degree, bool) and degree in DEGREES
+    need(is_known, "argument-value", "degree", "be 1, 2, 3 or 4", repr(degree))

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from shd_ref.errors import ShdError
-from shd_ref.shrink.merges import HeadWeights, join_heads, split_heads
+from shd_ref.shrink.heads import HeadWeights, join_heads, split_heads
 
 Array: TypeAlias = NDArray[np.float64]
 Rows: TypeAlias = tuple[Array, Array | None]
@@ -462,6 +462,8 @@ def _get_part(module: Any, path: str) -> Any:
 
 def side_by_side(linears: Sequence[Rows]) -> Rows:
     """Several matrices that read the same rows, as one; a bias that is missing beside others is zero."""
+    if len(linears) == 1:
+        return linears[0]
     matrix = np.concatenate([matrix for matrix, _ in linears], axis=1)
     if all(bias is None for _, bias in linears):
         return matrix, None

@@ -18,7 +18,7 @@ from shd_ref.cache.storage.documents import read_json
 from shd_ref.cache.storage.drafts import drafting, output_file
 from shd_ref.errors import ShdError
 from shd_ref.integers import check_integer, check_number
-from shd_ref.shrink.ffn import most_important
+from shd_ref.shrink.kept import most_important
 from shd_torch.shrink.custom import Dropped
 from shd_torch.shrink.families import Family, family_of, find_part
 from shd_torch.shrink.sizes import count_parameters, sizes_of

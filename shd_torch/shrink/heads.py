@@ -1,18 +1,19 @@
-"""The closed form of a layer's attention, and the sums of what is refitted."""
+"""One layer's heads: what its attention says over the calibration set, and the closed form of the student's."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
-import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from shd_ref.errors import ShdError
-from shd_ref.shrink.align import RowSums, choose_change, solve_change
-from shd_ref.shrink.heads import concatenate_heads, low_rank_heads, mix_queries
-from shd_ref.shrink.merges import HeadMerge, HeadWeights, Rotary
-from shd_torch.shrink.families import Array, Rows, as_array
+from shd_ref.errors import need
+from shd_ref.shrink.heads import HeadMerge, HeadWeights, concatenate_heads, low_rank_heads, mix_queries
+from shd_torch.maps.gram import gram_tensor
+from shd_torch.shrink.calibration import GRAM_ENTRIES, Batch, recorded_attention, run_layer
+from shd_torch.shrink.families import Array, Family, as_array, find_part
 
 SLOW_ANGLE = 1.0
 """A rotated pair that turns by less than this, in radians, over a calibration sample is slow."""
@@ -29,6 +30,119 @@ class AttentionStatistics:
     centred: Array  # of the inputs less their mean over the sample, (D, D)
     query_size: Array  # root mean square of each head's queries (H,)
     output_size: Array  # mean length of each head's output before the projection (H,), for comparisons
+
+
+@dataclass(frozen=True, eq=False)
+class LayerTrace:
+    """What one teacher layer did, batch by batch: all that the making of a student layer needs of its streams."""
+
+    neuron_squares: Array  # mean over counted rows of the squares of what the FFN's last matrix reads (F,)
+    inputs: tuple[Tensor, ...]  # what queries, keys and values read
+    middles: tuple[Tensor, ...]  # the stream after the attention
+    ffn_inputs: tuple[Tensor, ...]  # what the FFN reads
+    ends: tuple[Tensor, ...]  # the stream after the FFN, before a norm that lies on it
+    outputs: tuple[Tensor, ...]  # what the layer returns
+
+
+@torch.no_grad()
+def study_layer(
+    model: nn.Module,
+    family: Family,
+    number: int,
+    streams: Sequence[Tensor],
+    batches: Sequence[Batch],
+    weights: HeadWeights,
+    *,
+    with_maps: bool,
+    statistics: AttentionStatistics | None = None,
+) -> tuple[AttentionStatistics, LayerTrace]:
+    """Gram tensor and input moments of one teacher layer, and its streams.
+
+    Without maps the gram tensor and the lengths of outputs are zeros: no heads merge. ``statistics`` of an earlier
+    study are not gathered again.
+    """
+    layer = family.layers_of(model)[number]
+    names = [family.projections[0], family.middle, family.ffn[0][0], family.ffn[1]]
+    names += [] if family.end is None else [family.end]
+    names += [family.maps] if family.maps is not None and with_maps else []
+    sums = None if statistics is not None else _AttentionSums(weights, streams[0].device)
+    squares, rows = torch.zeros((), dtype=torch.float64, device=streams[0].device), 0
+    seen = []
+    masks = iter([batch.counted for batch in batches])  # the attention runs once for each batch
+
+    def take(probs: Tensor, values: Tensor, rows: slice) -> None:
+        if sums is not None:
+            sums.add_maps(probs, values, next(masks) if rows.start == 0 else sums.counted, rows)
+
+    watched = find_part(layer, family.attention) if sums is not None and with_maps else None
+    with recorded_attention(model, watched, take):
+        runs = run_layer(layer, streams, batches, number, [find_part(layer, name) for name in names])
+        for (out, read), stream, batch in zip(runs, streams, batches, strict=True):
+            if sums is not None:
+                if family.maps is not None and with_maps:  # an attention that transformers cannot exchange
+                    take(read.pop(), sums.project_values(read[0], weights), slice(0, None))
+                sums.add(read[0], batch.counted)
+            squares = squares + (read[3].double() * batch.counted[..., None]).square().sum((0, 1))
+            rows += int(batch.counted.sum())
+            middle = family.middle_of(read[1], stream)
+            seen.append((read[0], middle, read[2], read[4] if len(read) > 4 else out, out))
+    need(rows > 0, "argument-value", "data", "hold a row that counts", "an attention_mask of zeros")
+    finite = bool(torch.isfinite(squares).all() and (sums is None or torch.isfinite(sums.gram).all()))
+    need(finite, "not-finite", "the teacher", "give finite numbers", f"NaN or infinity in layer {number}")
+    if statistics is None:
+        assert sums is not None  # one of the two is there
+        statistics = sums.read(max(stream.shape[1] for stream in streams), rows, with_maps=with_maps)
+    return statistics, LayerTrace(as_array(squares / rows), *zip(*seen, strict=True))
+
+
+class _AttentionSums:
+    """What ``AttentionStatistics`` are made of, batch by batch."""
+
+    def __init__(self, weights: HeadWeights, device: torch.device) -> None:
+        width, heads = weights.query.shape[1], weights.num_heads
+        zeros = partial(torch.zeros, dtype=torch.float64, device=device)
+        self.gram = zeros((heads,) * 4)
+        self._augmented, self._centred = zeros(width + 1, width + 1), zeros(width, width)
+        self._sizes, self._lengths = zeros(heads), zeros(heads)
+        self._query, self._projection = (torch.from_numpy(one).to(device) for one in (weights.query, weights.output))
+        shift = weights.query_bias
+        self._bias = 0.0 if shift is None else torch.from_numpy(shift)[:, None].to(device)
+        self._head_dim = weights.head_dim
+
+    @staticmethod
+    def project_values(inputs: Tensor, weights: HeadWeights) -> Tensor:
+        """Every head's values ``(B, H_kv, L, d_v)``."""
+        bias = 0.0 if weights.value_bias is None else torch.from_numpy(weights.value_bias)[:, None].to(inputs.device)
+        return inputs.double()[:, None] @ torch.from_numpy(weights.value).to(inputs.device) + bias
+
+    def add_maps(self, probs: Tensor, values: Tensor, counted: Tensor, rows: slice) -> None:
+        """Some rows of a batch's maps, with the values; ``counted`` are all rows that count."""
+        self.counted, there = counted, counted[:, rows]
+        batch, heads, height, _ = probs.shape
+        size = max(1, GRAM_ENTRIES // (heads * heads * height * values.shape[3]))
+        for start in range(0, batch, size):
+            some, projection = slice(start, start + size), self._projection.flatten(0, 1)
+            gram = gram_tensor(probs[some], values[some], projection, query_mask=there[some], check=False)
+            self.gram += gram.sum(0)
+        outputs = probs.to(values.dtype) @ values.repeat_interleave(heads // values.shape[1], 1)
+        self._lengths += (outputs.double().norm(dim=-1) * there[:, None]).sum((0, 2))
+
+    def add(self, inputs: Tensor, counted: Tensor) -> None:
+        """What the projections read ``(B, L, D)``, and the rows that count."""
+        there = counted[..., None]
+        x = inputs.double() * there
+        mean = x.sum(1, keepdim=True) / there.sum(1, keepdim=True).clamp_min(1)
+        away = ((x - mean) * there).flatten(0, 1)
+        ones = torch.cat([x, there.double()], dim=2).flatten(0, 1)
+        self._augmented += ones.mT @ ones
+        self._centred += away.mT @ away
+        self._sizes += ((x.flatten(0, 1) @ self._query + self._bias) * there.flatten(0, 1)).square().sum((1, 2))
+
+    def read(self, length: int, rows: int, *, with_maps: bool) -> AttentionStatistics:
+        """Over so many rows that count, of samples of at most this length."""
+        query_size = (self._sizes / rows / self._head_dim).sqrt()
+        means = (self._augmented / rows, self._centred / rows, query_size, self._lengths / rows)
+        return AttentionStatistics(length, with_maps, *map(as_array, (self.gram, *means)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,68 +175,13 @@ def squeeze_attention(
     if same_shape and merge.shares_keys(num_kv_heads):
         mixed = mix_queries(weights, merge, statistics.query_size if query_norm else None)
         return Squeezed(mixed, "queries", not query_norm)
-    if query_norm:
-        rule = "heads must merge inside key and value heads where queries are normed, since keys are normed too"
-        advice = f"ask for a multiple of the teacher's {weights.num_kv_heads} key and value heads"
-        raise ShdError("shrink-unsupported", f"{rule}: {advice}; got groups {merge.groups}")
+    rule = "merge inside key and value heads where queries are normed, since keys are normed too: ask for a multiple"
+    rule += f" of the teacher's {weights.num_kv_heads} key and value heads"
+    need(not query_norm, "shrink-unsupported", "heads", rule, f"groups {merge.groups}")
     longest = max(len(group) for group in merge.groups)
     if frequencies is None and num_kv_heads == len(merge.groups) and longest * weights.head_dim <= head_dim:
         return Squeezed(concatenate_heads(weights, merge, head_dim), "side-by-side", True)
-    rotary = None
-    if frequencies is not None:
-        rotary = Rotary(frequencies, slow=frequencies * statistics.length < SLOW_ANGLE)
-    sizes, moments = (num_kv_heads, head_dim), (statistics.augmented, statistics.centred)
-    nearest = low_rank_heads(weights, merge, *sizes, moments[0], key_moment=moments[1], rotary=rotary)
-    return Squeezed(nearest, "low-rank" if rotary is None else "rotary", False)
-
-
-class OutputFit:
-    """Sums of one ridge regression from W0 ``(F, D)`` of the closed form, batch by batch.
-
-    Without a ridge, one, or no change at all, is ``chosen`` on samples that are held out.
-    """
-
-    def __init__(self, matrix: Array, bias: Array | None, ridge: float | None, device: torch.device) -> None:
-        self.start = matrix if bias is None else np.concatenate([matrix, bias[None]])
-        self.biased, self.ridge = bias is not None, ridge
-        self.chosen = ridge
-        self._matrix = torch.from_numpy(self.start).to(device)
-        self._fitted, self._held = _Sums(self._matrix), _Sums(self._matrix)
-
-    def add(self, inputs: Tensor, targets: Tensor, held: Tensor) -> None:
-        """Rows that count: what the matrix reads ``(n, F)`` and should give ``(n, D)``, and which are held out."""
-        z, goal = inputs.double(), targets.double()
-        if self.biased:
-            z = torch.cat([z, z.new_ones(len(z), 1)], dim=1)
-        if self.ridge is not None:
-            self._fitted.add(z, goal)
-        else:
-            self._fitted.add(z[~held], goal[~held])
-            self._held.add(z[held], goal[held])
-
-    def solve(self) -> Rows:
-        """The refitted matrix and bias."""
-        if self.ridge is not None:
-            change: Array | None = solve_change(self._fitted.read(), self.ridge, biased=self.biased)
-        else:
-            change, self.chosen = choose_change(self._fitted.read(), self._held.read(), biased=self.biased)
-        refitted = self.start if change is None else self.start + change
-        return (refitted[:-1], refitted[-1]) if self.biased else (refitted, None)
-
-
-class _Sums:
-    """``RowSums`` on the device, of rows z and what ``matrix`` leaves of their targets."""
-
-    def __init__(self, matrix: Tensor) -> None:
-        self.matrix = matrix
-        self.inner, self.cross = matrix.new_zeros(len(matrix), len(matrix)), torch.zeros_like(matrix)
-        self.rows, self.size = 0, 0.0
-
-    def add(self, z: Tensor, goal: Tensor) -> None:
-        self.inner += z.mT @ z
-        self.cross += z.mT @ (goal - z @ self.matrix)
-        self.rows += len(z)
-        self.size += float(goal.square().sum())
-
-    def read(self) -> RowSums:
-        return RowSums(as_array(self.inner), as_array(self.cross), self.rows, self.size)
+    slow = None if frequencies is None else frequencies * statistics.length < SLOW_ANGLE
+    moments = statistics.augmented, statistics.centred
+    nearest = low_rank_heads(weights, merge, num_kv_heads, head_dim, *moments, slow=slow)
+    return Squeezed(nearest, "low-rank" if slow is None else "rotary", False)

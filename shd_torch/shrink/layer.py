@@ -4,11 +4,12 @@ Alignment goes layer by layer, first the attention's output projection, then the
 the *student's*, with every earlier layer aligned; the target is the teacher's stream at that place less the student's
 before the block. After the FFN it is the stream *before* the teacher layer that the next student layer comes from, so
 that the matrix stands in for layers that were left out. Where a norm lies on the stream, the target is what it reads.
+On a narrower stream, what reads it is refitted too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.util import find_spec
@@ -18,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shd_ref.shrink.ffn import merge_linear, most_important
-from shd_ref.shrink.merges import HeadMerge, merge_heads
-from shd_torch.shrink.calibration import Batch, LayerTrace, join_rows, run_layer, study_layer
-from shd_torch.shrink.channels import fit_norm, predict_stream
+from shd_ref.shrink.heads import HeadMerge, merge_heads
+from shd_ref.shrink.kept import most_important
+from shd_torch.shrink.basis import Basis, OutputFit, final_readers, fit_norm
+from shd_torch.shrink.calibration import Batch, join_rows, run_layer
 from shd_torch.shrink.custom import Dropped, LayerSizes
 from shd_torch.shrink.families import (
     Array,
@@ -34,10 +35,9 @@ from shd_torch.shrink.families import (
     side_by_side,
     write_linear,
 )
-from shd_torch.shrink.heads import OutputFit, Squeezed
+from shd_torch.shrink.heads import LayerTrace, Squeezed, study_layer
 from shd_torch.shrink.sizes import ShrinkOptions, Sizes, sizes_of
 from shd_torch.shrink.unfinished import Studies
-from shd_torch.shrink.width import Turn, final_readers
 
 STAGES = ("maps", "heads", "alignment", "errors")
 """Of a layer: what its attention says, the closed form, what is refitted, and what is measured."""
@@ -57,7 +57,7 @@ class Work:
     options: ShrinkOptions  # of shrink
     frequencies: list[Array] | None  # of rotary positions of each teacher layer, or None
     tell: Callable[..., None]  # gets what is done now
-    turn: Turn | None = None  # the kept axes; None where the stream keeps its width
+    basis: Basis | None = None  # the kept axes; None where the stream keeps its width
     merge: HeadMerge | None = None  # of all layers, where they share position biases
     studies: Studies | None = None  # statistics of teacher layers, shared with other students
     reports: list[dict[str, Any]] = field(default_factory=list)  # one per layer, as shrink.json holds them
@@ -73,7 +73,7 @@ class Work:
 
     def on_axes(self, stream: Tensor) -> Tensor:
         """The teacher's stream where the student's is compared with it."""
-        return stream if self.turn is None else (stream.double() @ self.turn.basis).to(stream.dtype)
+        return stream if self.basis is None else (stream.double() @ self.basis.kept).to(stream.dtype)
 
     @property
     def device(self) -> torch.device:
@@ -85,6 +85,18 @@ class Work:
         weight = torch.from_numpy(matrix).to(self.device)
         shift = 0.0 if bias is None else torch.from_numpy(bias).to(self.device)
         return lambda rows: rows.double() @ weight + shift
+
+    def choose_merge(self, gram: Array, teacher: LayerSizes, student: LayerSizes) -> HeadMerge:
+        """By the plan that was asked for; ``auto``: matched where networkx is there, but for exact groups.
+
+        Those are balanced if they fit a student's head only when they are of one size.
+        """
+        plan, ratio = self.options.plan, -(-teacher.heads // student.heads)
+        if plan == "auto":
+            fits = self.frequencies is None and ratio * teacher.head_dim <= student.head_dim
+            uneven = teacher.heads != ratio * student.heads or ratio & (ratio - 1)
+            plan = "balanced" if (fits and uneven) or find_spec("networkx") is None else "matched"
+        return merge_heads(gram, student.heads, plan, teacher.kv_heads)
 
 
 def _mix_biases(batch: Batch, merge: HeadMerge) -> Batch:
@@ -120,7 +132,7 @@ def share_merge(work: Work) -> None:
             is_read = number in attending
             study = study_layer(work.teacher, family, number, streams, work.batches, weights, with_maps=is_read)
             gram, streams = gram + study[0].gram, list(study[1].outputs)
-        work.merge = merge_heads(gram, student.heads, _choose_plan(work, teacher, student), teacher.kv_heads)
+        work.merge = work.choose_merge(gram, teacher, student)
         mixing = work.merge.mixing
     table = as_array(find_part(base_of(work.teacher), family.biases)) @ mixing.T
     find_part(base_of(work.student), family.biases).copy_(torch.from_numpy(table))
@@ -139,22 +151,20 @@ def make_layer(
     teacher, sizes = sizes_of(work.teacher.config, family).of_layer(source), work.sizes.of_layer(number)
     weights = family.read_attention(layer, teacher.heads, teacher.kv_heads)
     work.tell_stage(number, "maps")
-    merges = number not in work.dropped.attention and sizes.heads != teacher.heads
-    if work.merge is not None and work.options.is_usual:  # it was chosen from the maps of all layers
-        merges = False
-    kept = None if work.studies is None else work.studies.read(source, with_maps=merges)
+    attends = number not in work.dropped.attention
+    # A merge of all layers was chosen from their maps already; another squeezer may read them again.
+    with_maps = attends and sizes.heads != teacher.heads and not (work.merge and work.options.is_usual)
+    kept = None if work.studies is None else work.studies.read(source, with_maps=with_maps)
     statistics, trace = study_layer(
-        work.teacher, family, source, taught, work.batches, weights, with_maps=merges, statistics=kept
+        work.teacher, family, source, taught, work.batches, weights, with_maps=with_maps, statistics=kept
     )
     if work.studies is not None and kept is None:
         work.studies.keep(source, statistics)
     work.tell_stage(number, "heads")
     report: dict[str, Any] = {"case": "dropped", "exact": False}
     squeezed = None
-    if number not in work.dropped.attention:
-        merge = work.merge or merge_heads(
-            statistics.gram, sizes.heads, _choose_plan(work, teacher, sizes), teacher.kv_heads
-        )
+    if attends:
+        merge = work.merge or work.choose_merge(statistics.gram, teacher, sizes)
         frequencies = None if work.frequencies is None else work.frequencies[source]
         positions: dict[str, Any] = {"frequencies": frequencies, "query_norm": family.query_norm is not None}
         squeezed = work.options.squeezer(weights, merge, statistics, sizes.kv_heads, sizes.head_dim, **positions)
@@ -170,44 +180,98 @@ def make_layer(
         report["neurons"] = ffn.kept
     if ffn.is_linear:
         report["ffn"] = "linear"
-    _fill_layer(work, layer, target, squeezed, ffn, taught, trace)
+    (_copy_layer if work.basis is None else _turn_layer)(work, layer, target, squeezed, ffn, taught, trace)
     for name in family.first_only if number == 0 else ():
         find_part(target, name).load_state_dict(find_part(family.layers_of(work.teacher)[0], name).state_dict())
     work.tell_stage(number, "alignment")
     after, ends, last = _advance(work, source, following, trace)
     if work.options.align:
-        if family.end is not None and last is not layer and work.turn is None:
+        if family.end is not None and last is not layer and work.basis is None:
             find_part(target, family.end).load_state_dict(find_part(last, family.end).state_dict())
-        report["ridges"] = _align_layer(_Fitter(work, target, source, own), squeezed, ffn, trace, ends, after)
+        report["ridges"] = _align_layer(work, target, source, own, squeezed, ffn, trace, ends, after)
     work.tell_stage(number, "errors")
     streams, errors = _measure(work, target, source, own, trace.middles, ends)
     return after, streams, report | errors
 
 
-def _align_layer(
-    fitter: _Fitter,
+class _Ffn(NamedTuple):
+    """An FFN as the student has it."""
+
+    readers: list[Rows]  # what reads the stream
+    last: Rows  # the last matrix
+    kept: list[int] | None  # the neurons that stay, None for all
+    is_linear: bool  # whether readers and last matrix become one
+
+    def write(self, family: Family, target: nn.Module) -> None:
+        """Into a student's layer; without its activation as one map, ``W = W1 W2``, ``b = b1 W2 + b2``."""
+        readers, (last, bias) = self.readers, self.last
+        if not self.is_linear:
+            family.write_readers(target, readers)
+        else:
+            (first, shift), *_ = readers
+            terms = [term for term in (None if shift is None else last.T @ shift, bias) if term is not None]
+            last, bias = (last.T @ first.T).T, np.sum(terms, axis=0) if terms else None
+        family.write_last(target, last, bias)
+
+
+def _read_ffn(work: Work, layer: nn.Module, neurons: int, squares: Array, *, is_linear: bool) -> _Ffn:
+    """All neurons of a teacher's linear FFN; else the most important ones, in their order."""
+    readers = work.family.read_readers(layer)
+    matrix, bias = work.family.read_last(layer)
+    if is_linear or neurons == len(matrix):
+        return _Ffn(readers, (matrix, bias), None, is_linear)
+    best = list(most_important(work.options.importance(squares, matrix.T), neurons))
+    cut = [(reader[:, best], None if shift is None else shift[best]) for reader, shift in readers]
+    return _Ffn(cut, (matrix[best], bias), best, is_linear)
+
+
+def _copy_layer(
+    work: Work, layer: nn.Module, target: nn.Module, squeezed: Squeezed | None, ffn: _Ffn, *_: Any
+) -> None:
+    """The closed form in place on a stream of the teacher's width: all but attention and FFN as they are."""
+    family = work.family
+    changed = tuple(f"{name}." for name in (*family.projections, *family.ffn[0], family.ffn[1]))
+    rest = {name: tensor for name, tensor in layer.state_dict().items() if not name.startswith(changed)}
+    target.load_state_dict(rest, strict=False)
+    if squeezed is not None:
+        family.write_attention(target, squeezed.weights)
+    ffn.write(family, target)
+
+
+def _turn_layer(
+    work: Work,
+    layer: nn.Module,
+    target: nn.Module,
     squeezed: Squeezed | None,
     ffn: _Ffn,
+    taught: Sequence[Tensor],
     trace: LayerTrace,
-    ends: Sequence[Tensor],
-    after: Sequence[Tensor],
-) -> dict[str, float | None]:
-    """Refit one matrix after the other, each on what those before it now give: their ridges."""
-    family, is_cut = fitter.work.family, fitter.work.turn is not None
-    ridges: dict[str, float | None] = {}
+) -> None:
+    """The closed form in place on the kept axes: all that reads or writes the stream changes its basis."""
+    family, basis, batches = work.family, work.basis, work.batches
+    assert basis is not None
+    if family.norms is not None:
+        readings = [basis.through(find_part(layer, name)) for name in family.norms]
+    else:
+        held = torch.cat([batch.held_rows(stream) for batch, stream in zip(batches, taught, strict=True)])
+        readings = [basis.predicted(join_rows(rows, batches), held) for rows in (taught, trace.ffn_inputs)]
     if squeezed is not None:
-        if is_cut:
-            queries = side_by_side(family.attention_inputs(squeezed.weights))
-            ridges["attention_inputs"] = fitter.fit_readers(family.projections[:-1], trace.inputs, queries)
-        ridges["attention_output"] = fitter.fit(family.projections[-1], family.middle, trace.middles)
-    if is_cut and family.end is not None:
-        fitter.fit_norm(family.middle, trace.ffn_inputs)
-    if is_cut and not ffn.is_linear:
-        ridges["ffn_inputs"] = fitter.fit_readers(family.ffn[0], trace.ffn_inputs, side_by_side(ffn.readers))
-    ridges["ffn_output"] = fitter.fit(family.ffn[1], family.end, ends)
-    if is_cut and family.end is not None:
-        fitter.fit_norm(family.end, after)
-    return ridges
+        family.write_attention(target, basis.turn_attention(readings[0], squeezed.weights))
+        if family.query_norm is not None:
+            for name in (family.query_norm, family.query_norm.replace("q_norm", "k_norm")):
+                find_part(target, name).load_state_dict(find_part(layer, name).state_dict())
+    readers = [readings[1](*rows) for rows in ffn.readers]
+    ffn._replace(readers=readers, last=basis.write(*ffn.last)).write(family, target)
+    if family.norms is None:
+        assert family.end is not None  # a norm lies there
+        sites = (family.middle, trace.middles, trace.ffn_inputs), (family.end, trace.ends, trace.outputs)
+        for name, *pair in sites:
+            fit_norm(find_part(target, name), *(work.on_axes(join_rows(streams, batches)) for streams in pair))
+        return
+    for name, streams in zip(family.norms, (taught, taught if family.is_parallel else trace.middles), strict=True):
+        if squeezed is not None or name != family.norms[0]:
+            rows = join_rows([basis.normalise(stream) for stream in streams], batches)
+            basis.write_norm(find_part(target, name), rows)
 
 
 def _advance(
@@ -224,140 +288,87 @@ def _advance(
     return taught, ends, layers[following - 1]
 
 
-class _Ffn(NamedTuple):
-    """An FFN as the student has it."""
-
-    readers: list[Rows]  # what reads the stream
-    last: Rows  # the last matrix
-    kept: list[int] | None  # the neurons that stay, None for all
-    is_linear: bool  # whether readers and last matrix become one
-
-
-def _read_ffn(work: Work, layer: nn.Module, neurons: int, squares: Array, *, is_linear: bool) -> _Ffn:
-    """All neurons of a teacher's linear FFN; else the most important ones, in their order."""
-    readers = work.family.read_readers(layer)
-    matrix, bias = work.family.read_last(layer)
-    if is_linear or neurons == len(matrix):
-        return _Ffn(readers, (matrix, bias), None, is_linear)
-    best = list(most_important(work.options.importance(squares, matrix.T), neurons))
-    cut = [(reader[:, best], None if shift is None else shift[best]) for reader, shift in readers]
-    return _Ffn(cut, (matrix[best], bias), best, is_linear)
-
-
-def _fill_layer(
+def _align_layer(
     work: Work,
-    layer: nn.Module,
     target: nn.Module,
+    source: int,
+    own: list[Tensor],
     squeezed: Squeezed | None,
     ffn: _Ffn,
-    taught: Sequence[Tensor],
     trace: LayerTrace,
-) -> None:
-    """The closed form in place: attention as squeezed, the rest as in the teacher, both on the kept axes."""
-    family, turn = work.family, work.turn
-    if turn is None:
-        changed = tuple(f"{name}." for name in (*family.projections, *family.ffn[0], family.ffn[1]))
-        rest = {name: tensor for name, tensor in layer.state_dict().items() if not name.startswith(changed)}
-        target.load_state_dict(rest, strict=False)
-        if squeezed is not None:
-            family.write_attention(target, squeezed.weights)
-        _write_ffn(family, target, ffn)
-        return
-    norms: list[Any] = []  # what Turn.read gets: a norm, or where norms lie on the stream a prediction of it
-    if family.norms is not None:
-        norms = [find_part(layer, name) for name in family.norms]
-    else:
-        held = torch.cat([batch.held_rows for batch in work.batches])
-        sites = taught, trace.ffn_inputs
-        norms = [predict_stream(turn.basis, join_rows(rows, work.batches), held) for rows in sites]
-    if squeezed is not None:
-        family.write_attention(target, turn.turn_attention(norms[0], squeezed.weights))
-        if family.query_norm is not None:
-            for name in (family.query_norm, family.query_norm.replace("q_norm", "k_norm")):
-                find_part(target, name).load_state_dict(find_part(layer, name).state_dict())
-    readers = [turn.read(norms[1], *rows) for rows in ffn.readers]
-    _write_ffn(family, target, ffn._replace(readers=readers, last=turn.write(*ffn.last)))
-    if family.norms is None:
-        assert family.end is not None  # a norm lies there
-        for name, pairs in (
-            (family.middle, (trace.middles, trace.ffn_inputs)),
-            (family.end, (trace.ends, trace.outputs)),
-        ):
-            fit_norm(find_part(target, name), *(work.on_axes(join_rows(streams, work.batches)) for streams in pairs))
-        return
-    for name, streams in zip(family.norms, (taught, taught if family.is_parallel else trace.middles), strict=True):
-        if squeezed is not None or name != family.norms[0]:
-            rows = join_rows([turn.normalise(stream) for stream in streams], work.batches)
-            turn.write_norm(find_part(target, name), rows)
+    ends: Sequence[Tensor],
+    after: Sequence[Tensor],
+) -> dict[str, float | None]:
+    """Refit one matrix after the other, each on what those before it now give: their ridges."""
+    family, is_cut = work.family, work.basis is not None
 
+    def run(watched: Sequence[nn.Module]) -> Iterator[tuple[Tensor, list[Tensor]]]:
+        return run_layer(target, own, work.own_batches, source, watched)
 
-def _write_ffn(family: Family, target: nn.Module, ffn: _Ffn) -> None:
-    if ffn.is_linear:
-        (first, first_bias), (last, last_bias) = ffn.readers[0], ffn.last
-        merged = merge_linear(first.T, last.T, first_bias, last_bias)
-        family.write_last(target, merged.weight.T, merged.bias)
-        return
-    family.write_readers(target, ffn.readers)
-    family.write_last(target, *ffn.last)
+    def fit_writer(name: str, path: str | None, goals: Sequence[Tensor]) -> float | None:
+        """What writes to the stream, towards the teacher's at a place of the layer."""
+        module = find_part(target, name)
 
+        def pairs() -> Iterator[tuple[Tensor, Tensor]]:
+            runs = run([module] if path is None else [module, find_part(target, path)])
+            for (out, read), before, goal in zip(runs, own, goals, strict=True):
+                stream = out if path is None else read[1]
+                stream = family.middle_of(stream, before) if path == family.middle else stream
+                left = stream.double() - module(read[0]).double()
+                yield read[0], work.on_axes(goal).double() - left
 
-class _Fitter(NamedTuple):
-    """Refits matrices of one student layer ``target``, whose stream is ``own``; each gives its ridge, or None."""
+        return _refit(work, [module], pairs())
 
-    work: Work
-    target: nn.Module
-    source: int
-    own: list[Tensor]
+    def fit_readers(names: Sequence[str], inputs: Sequence[Tensor], rows: Rows) -> float | None:
+        """What reads a cut stream, towards what the same matrices make of the teacher's whole one."""
+        modules, project = [find_part(target, name) for name in names], work.project(*rows)
+        runs = zip(run(modules[:1]), inputs, work.batches, strict=True)
+        return _refit(work, modules, ((read[0], project(batch.rows(stream))) for (_, read), stream, batch in runs))
 
-    def fit(self, name: str, goal_path: str | None, goals: Sequence[Tensor]) -> float | None:
-        """One matrix, towards the teacher's stream at a place of the layer."""
-        work, module = self.work, find_part(self.target, name)
-        fit = OutputFit(*read_linear(module), work.options.ridge, work.device)
-        watched = [module] if goal_path is None else [module, find_part(self.target, goal_path)]
-        runs = run_layer(self.target, self.own, work.own_batches, self.source, watched)
-        for (out, read), own, goal, batch in zip(runs, self.own, goals, work.batches, strict=True):
-            stream = out if goal_path is None else read[1]
-            stream = work.family.middle_of(stream, own) if goal_path == work.family.middle else stream
-            before = stream.double() - module(read[0]).double()
-            fit.add(read[0][batch.counted], (work.on_axes(goal).double() - before)[batch.counted], batch.held_rows)
-        write_linear(module, *fit.solve())
-        return fit.chosen
-
-    def fit_norm(self, path: str, goals: Sequence[Tensor]) -> None:
+    def fit_norm_at(path: str, goals: Sequence[Tensor]) -> None:
         """A norm that lies on a cut stream, towards what the teacher's stream is after it."""
-        work, norm = self.work, find_part(self.target, path)
-        runs = run_layer(self.target, self.own, work.batches, self.source, [norm])
-        rows = join_rows([read[0] for _, read in runs], work.batches)
+        norm = find_part(target, path)
+        rows = join_rows([read[0] for _, read in run([norm])], work.batches)
         fit_norm(norm, rows, work.on_axes(join_rows(goals, work.batches)))
 
-    def fit_readers(self, names: Sequence[str], inputs: Sequence[Tensor], rows: Rows) -> float | None:
-        """What reads a cut stream, towards what the same matrices make of the teacher's whole one."""
-        work, modules = self.work, [find_part(self.target, name) for name in names]
-        fit = OutputFit(*side_by_side([read_linear(module) for module in modules]), work.options.ridge, work.device)
-        project = work.project(*rows)
-        runs = run_layer(self.target, self.own, work.own_batches, self.source, modules[:1])
-        for (_, (read,)), stream, batch in zip(runs, inputs, work.batches, strict=True):
-            fit.add(read[batch.counted], project(stream[batch.counted]), batch.held_rows)
-        matrix, bias = fit.solve()
-        ends = np.cumsum([len(read_linear(module)[0].T) for module in modules])[:-1]
-        biases = [None] * len(modules) if bias is None else np.split(bias, ends)
-        for module, columns, shift in zip(modules, np.split(matrix, ends, axis=1), biases, strict=True):
-            write_linear(module, columns, shift)
-        return fit.chosen
+    ridges: dict[str, float | None] = {}
+    if squeezed is not None:
+        if is_cut:
+            queries = side_by_side(family.attention_inputs(squeezed.weights))
+            ridges["attention_inputs"] = fit_readers(family.projections[:-1], trace.inputs, queries)
+        ridges["attention_output"] = fit_writer(family.projections[-1], family.middle, trace.middles)
+    if is_cut and family.end is not None:
+        fit_norm_at(family.middle, trace.ffn_inputs)
+    if is_cut and not ffn.is_linear:
+        ridges["ffn_inputs"] = fit_readers(family.ffn[0], trace.ffn_inputs, side_by_side(ffn.readers))
+    ridges["ffn_output"] = fit_writer(family.ffn[1], family.end, ends)
+    if is_cut and family.end is not None:
+        fit_norm_at(family.end, after)
+    return ridges
+
+
+def _refit(work: Work, modules: Sequence[Any], pairs: Iterable[tuple[Tensor, Tensor]]) -> float | None:
+    """One matrix, or several that read the same, from what they read and should give in each batch; the ridge."""
+    fit = OutputFit(*side_by_side([read_linear(module) for module in modules]), work.options.ridge, work.device)
+    for (read, goal), batch in zip(pairs, work.batches, strict=True):
+        fit.add(batch.rows(read), batch.rows(goal), batch.held_rows(read))
+    matrix, bias = fit.solve()
+    ends = np.cumsum([read_linear(module)[0].shape[1] for module in modules])[:-1]
+    biases = [None] * len(modules) if bias is None else np.split(bias, ends)
+    for module, columns, shift in zip(modules, np.split(matrix, ends, axis=1), biases, strict=True):
+        write_linear(module, columns, shift)
+    return fit.chosen
 
 
 def fit_final(work: Work, taught: list[Tensor], own: list[Tensor]) -> None:
     """Refit what reads the last norm of a cut stream."""
-    assert work.family.final_norm is not None  # check_width
-    norms = [find_part(base_of(model), work.family.final_norm) for model in (work.teacher, work.student)]
+    assert work.family.final_norm is not None  # check_ends
+    whole, cut = (find_part(base_of(model), work.family.final_norm) for model in (work.teacher, work.student))
     for name, module in final_readers(work.student, work.family):
-        if module.in_features != work.sizes.hidden:
-            continue  # it reads several rows side by side
-        project = work.project(*read_linear(work.teacher.get_submodule(name)))
-        fit = OutputFit(*read_linear(module), work.options.ridge, work.device)
-        for goal, stream, batch in zip(taught, own, work.batches, strict=True):
-            fit.add(norms[1](stream)[batch.counted], project(norms[0](goal)[batch.counted]), batch.held_rows)
-        write_linear(module, *fit.solve())
+        if module.in_features == work.sizes.hidden:  # else it reads several rows side by side
+            project = work.project(*read_linear(work.teacher.get_submodule(name)))
+            runs = zip(own, taught, work.batches, strict=True)
+            _refit(work, [module], ((cut(stream), project(batch.rows(whole(goal)))) for stream, goal, batch in runs))
 
 
 def _measure(
@@ -378,14 +389,3 @@ def _measure(
             sums[2 * at + 1] += float(there.square().sum())
     errors = [(gap / size) ** 0.5 if size > 0 else 0.0 for gap, size in (sums[:2], sums[2:])]
     return streams, {"attention_error": errors[0], "layer_error": errors[1]}
-
-
-def _choose_plan(work: Work, teacher: LayerSizes, student: LayerSizes) -> str:
-    """``auto``: matched; balanced where groups fit exactly if they are of one size, and matched ones would not be."""
-    if work.options.plan != "auto":
-        return work.options.plan
-    ratio = -(-teacher.heads // student.heads)
-    fits = work.frequencies is None and ratio * teacher.head_dim <= student.head_dim
-    if fits and (teacher.heads != ratio * student.heads or ratio & (ratio - 1)):
-        return "balanced"
-    return "matched" if find_spec("networkx") is not None else "balanced"

@@ -12,9 +12,8 @@ from torch import nn
 
 from shd_ref.errors import ShdError
 from shd_ref.integers import check_integer, check_number
-from shd_ref.shrink.ffn import score_neurons
-from shd_ref.shrink.merges import PLANS
-from shd_ref.shrink.width import Axes, principal_axes
+from shd_ref.shrink.heads import PLANS
+from shd_ref.shrink.kept import Axes, principal_axes, score_neurons
 from shd_torch.checks import check_option
 from shd_torch.shrink.custom import NOTHING, Dropped, LayerSizes, custom_class, custom_config, read_sizes
 from shd_torch.shrink.families import Array, Family

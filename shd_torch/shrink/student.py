@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from shd_ref.cache.storage.documents import read_json
 from shd_ref.cache.storage.drafts import part_folder
-from shd_ref.errors import ShdError
-from shd_ref.shrink.width import kept_layers, predictive_channels, principal_axes
+from shd_ref.errors import ShdError, need
+from shd_ref.shrink.kept import kept_layers, predictive_channels, principal_axes
 from shd_torch.precision import without_autocast
+from shd_torch.shrink.basis import Basis, check_ends, spread, turn_ends, write_embeddings, write_heads
 from shd_torch.shrink.calibration import (
     join_rows,
     read_data,
@@ -25,7 +26,6 @@ from shd_torch.shrink.calibration import (
     start_batches,
     sum_moments,
 )
-from shd_torch.shrink.channels import Channels, check_channels, spread, write_ends, write_heads
 from shd_torch.shrink.custom import Dropped, check_dropped, choose_dropped
 from shd_torch.shrink.families import Family, base_of, family_of, find_part
 from shd_torch.shrink.folders import (
@@ -49,7 +49,6 @@ from shd_torch.shrink.sizes import (
     sizes_of,
 )
 from shd_torch.shrink.unfinished import Studies, Unfinished, run_key
-from shd_torch.shrink.width import Turn, check_width, turn_ends
 
 FORMAT = 1
 Progress = Callable[[int, int, str], None]
@@ -116,7 +115,7 @@ def shrink(
     own = sizes_of(model.config, family)
     sizes, kept, dropped = plan_student(model, family, options)
     if sizes.hidden != own.hidden:
-        (check_channels if family.norms is None else check_width)(model, family)
+        check_ends(model, family)
     modules = {} if isinstance(teacher, nn.Module) else read_modules(Path(teacher), own.hidden, sizes.hidden)
     student = make_student(model, family, sizes, kept, dropped.among(kept))
     keeper: AbstractContextManager[Unfinished | None] = nullcontext()
@@ -188,7 +187,7 @@ def _report(work: Work, own: Sizes) -> dict[str, Any]:
         "student": work.sizes.__dict__ | {"parameters": count_parameters(work.student)},
         "aligned": work.options.align,
         "remarks": find_remarks(own, work.sizes),
-        **({} if work.turn is None else {"stream": work.turn.report()}),
+        **({} if work.basis is None else {"stream": work.basis.report()}),
         "calibration_rows": int(sum(int(batch.counted.sum()) for batch in work.batches)),
         "sources": list(work.kept),
         "layer_map": [[number, source] for number, source in enumerate(sources)],
@@ -202,9 +201,8 @@ def _stored_dtype(model: Any, is_given: bool) -> torch.dtype:
     stored: torch.dtype = next(model.parameters()).dtype
     if stored in (torch.float32, torch.float64):
         return stored
-    if is_given:
-        rule = "teacher must be float32 or float64 while it is shrunk, since streams are subtracted"
-        raise ShdError("argument-dtype", f"{rule}; got {stored}: give its folder, or teacher.float()")
+    rule, remedy = "be float32 or float64 while it is shrunk, since streams are subtracted", "give its folder"
+    need(not is_given, "argument-dtype", "teacher", rule, stored, remedy=f"{remedy}, or teacher.float()")
     model.float()
     return stored
 
@@ -244,10 +242,12 @@ def _run_layers(work: Work, saved: Unfinished | None) -> None:
             saved.put(f"streams-{number}", streams)
             saved.put(f"layer-{number}", work.family.layers_of(work.student)[number].state_dict(), report)
             saved.drop(f"streams-{number - 1}")
-    if isinstance(work.turn, Channels):
-        ends = work.teacher, work.student, work.family, work.batches, work.turn
+    if work.basis is None:
+        return
+    if not work.basis.is_folded:
+        ends = work.teacher, work.student, work.family, work.batches, work.basis
         write_heads(*ends, align=work.options.align, ridge=work.options.ridge)
-    elif work.options.align and work.turn is not None:
+    elif work.options.align:
         fit_final(work, taught, own)
 
 
@@ -269,58 +269,54 @@ def _resume_layers(work: Work, saved: Unfinished) -> tuple[int, list[Tensor], li
 
 def _make_ends(work: Work, saved: Unfinished | None) -> None:
     """Everything outside the layers: as it is, or on the kept axes, which are found first."""
+    family = work.family
     modules = work.teacher.named_modules()
-    layers = next(name for name, module in modules if module is work.family.layers_of(work.teacher)) + "."
+    layers = next(name for name, module in modules if module is family.layers_of(work.teacher)) + "."
     if work.sizes.hidden == work.teacher.config.hidden_size:
-        biases = work.family.biases or layers
+        without = family.biases or layers  # a table of position biases is mixed as the heads
         everything = work.teacher.state_dict().items()
         rest = {
-            name: tensor for name, tensor in everything if not name.startswith(layers) and not name.endswith(biases)
+            name: tensor for name, tensor in everything if not name.startswith(layers) and not name.endswith(without)
         }
         work.student.load_state_dict(rest, strict=False)
         share_merge(work)
         return
-    norm, eps = work.family.norm, _norm_constant(work)
+    eps = 0.0  # norms on the stream are fitted as they are
+    if family.final_norm is not None:
+        norm = find_part(base_of(work.teacher), family.final_norm)
+        eps = float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 1e-6)))
+    width = work.teacher.config.hidden_size
+    whole = torch.eye(width, dtype=torch.float64, device=work.device)
+    basis = Basis(whole, family.norm, eps, family.norms is not None)
     if saved is not None and (piece := saved.get("axes")) is not None:
         with saved.reading():
-            kind = Channels if work.family.norms is None else Turn
-            work.turn = kind(piece[0].pop("basis").to(work.device), norm, eps)
+            work.basis = replace(basis, kept=piece[0].pop("basis").to(work.device))
             work.student.load_state_dict(piece[0], strict=False)
-        work.tell("axes found", len(work.family.layers_of(work.teacher)) - 1)
+        work.tell("axes found", len(family.layers_of(work.teacher)) - 1)
         return
-    _find_axes(work, norm, eps)
-    if saved is not None and work.turn is not None:
+    work.basis = _find_basis(work, basis)
+    if saved is not None:
         rest = {name: tensor for name, tensor in work.student.state_dict().items() if not name.startswith(layers)}
-        saved.put("axes", rest | {"basis": work.turn.basis})
+        saved.put("axes", rest | {"basis": work.basis.kept})
 
 
-def _find_axes(work: Work, norm: str, eps: float) -> None:
-    """The kept axes, one rotation for all layers or channels, and the ends on them."""
-    width, family = work.teacher.config.hidden_size, work.family
+def _find_basis(work: Work, whole: Basis) -> Basis:
+    """The kept axes, one rotation for all layers, or channels, and what precedes the layers on them."""
+    family, choose = work.family, work.options.axes
     ends = work.teacher, work.student, family
-    whole = Turn(torch.eye(width, dtype=torch.float64, device=work.device), norm, eps)
-    choose, kind = work.options.axes, "layer" if norm == "layer" else "rms"
 
     def moment_of(rows: Tensor) -> Tensor:
         normal = whole.normalise(rows)
         return normal.mT @ normal
 
-    if family.norms is None:
-        choose = predictive_channels if choose is principal_axes else choose
-        moment, _ = sum_moments(work.teacher, family, work.batches, family.ffn[0][0], spread, work.tell)
+    if not whole.is_folded and choose is principal_axes:
+        choose = predictive_channels
+    site, moment = (family.norms[1], moment_of) if family.norms is not None else (family.ffn[0][0], spread)
+    summed, streams = sum_moments(work.teacher, family, work.batches, site, moment, work.tell)
+    kept = choose(summed, work.sizes.hidden, "layer" if family.norm == "layer" else "rms").basis
+    basis = replace(whole, kept=torch.from_numpy(kept).to(work.device))
+    if basis.is_folded:
+        turn_ends(*ends, basis, basis.normalise(join_rows(streams, work.batches)))
     else:
-        moment, streams = sum_moments(work.teacher, family, work.batches, family.norms[1], moment_of, work.tell)
-    basis = torch.from_numpy(choose(moment, work.sizes.hidden, kind).basis).to(work.device)
-    if family.norms is None:
-        work.turn = Channels(basis, norm, eps)
-        write_ends(*ends, work.batches, work.turn)
-    else:
-        work.turn = Turn(basis, norm, eps)
-        turn_ends(*ends, work.turn, work.turn.normalise(join_rows(streams, work.batches)))
-
-
-def _norm_constant(work: Work) -> float:
-    if work.family.final_norm is None:
-        return 0.0  # norms on the stream are fitted as they are
-    norm = find_part(base_of(work.teacher), work.family.final_norm)
-    return float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 1e-6)))
+        write_embeddings(*ends, work.batches, basis)
+    return basis

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.refusals import refusal
 
-from shd_ref.shrink import predictive_channels
+from shd_ref.shrink.kept import predictive_channels
 
 
 def chosen(moment: object, width: int) -> list[int]:
@@ -35,9 +34,3 @@ def test_a_copy_is_left_out_and_the_first_of_equals_is_kept() -> None:
     assert [chosen(moment, width) for width in (1, 2, 4)] == [[1], [0, 1], [0, 1, 2, 4]]
     assert predictive_channels(moment, 4).energy == pytest.approx(1.0)
     assert chosen(np.zeros((3, 3)), 2) == [0, 1]
-
-
-def test_misfits() -> None:
-    for moment, width, code in ((np.eye(3)[:2], 1, "argument-shape"), (np.eye(3), 4, "argument-value")):
-        with refusal(code):
-            predictive_channels(moment, width)

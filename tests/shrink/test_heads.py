@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shd_ref import gram_tensor, matched_plan, merge_plan, softmax, squeeze_heads, value_outputs
-from shd_ref.shrink import grouped_plan, merge_heads, pooled_mixing
+from shd_ref.shrink.heads import grouped_plan, merge_heads, pooled_mixing
 
 RANDOM = np.random.default_rng(2)
 PROBS, VALUES = softmax(2 * RANDOM.normal(size=(1, 6, 9, 9))), RANDOM.normal(size=(1, 6, 9, 3))

@@ -11,7 +11,7 @@ ADAPTERS = {"kd": "kd_adapter.KdAdapter", "recipes": "recipes_adapter.RecipesAda
 
 def implementation_of(page: str) -> Any:
     if page == "shrink":
-        return import_module("shd_ref.shrink")
+        return import_module("support.closed_forms").run
     pytest.importorskip("torch", reason="the PyTorch binding needs torch")
     module, name = ADAPTERS[page].split(".")
     return getattr(import_module(f"support.binding.{module}"), name)()

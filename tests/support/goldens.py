@@ -28,15 +28,11 @@ def check_golden(case: Vector, implementation: Any, dtype: str = "float64") -> N
 
     Args:
         case: a golden.
-        implementation: an adapter, or a module with the operation's function.
+        implementation: an adapter, or a function like its ``run_operation``.
         dtype: of the arrays.
     """
 
-    def run(*call: Any) -> Any:
-        if isinstance(implementation, Adapter):
-            return implementation.run_operation(*call)
-        return getattr(implementation, call[0])(**call[1])
-
+    run = implementation.run_operation if isinstance(implementation, Adapter) else implementation
     inputs = {name: _argument(value, dtype) for name, value in case.arguments.items()}
     if case.codes:
         with pytest.raises(ShdError) as refusal:

@@ -1,0 +1,132 @@
+"""Which layers, axes, channels and neurons a smaller student keeps.
+
+A norm that the stream itself passes through has no place to fold its scale into: such a stream keeps channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from shd_ref.attention import Array
+from shd_ref.errors import need
+from shd_ref.integers import as_index
+from shd_ref.shrink.heads import leading_phases
+from shd_ref.tolerances import degenerate_threshold, tie_width
+
+
+def kept_layers(num_teacher_layers: int, layers: int | Iterable[int]) -> tuple[int, ...]:
+    """The teacher layers that a student's are copies of, in order.
+
+    Args:
+        num_teacher_layers: L_t, at least 1.
+        layers: how many are kept, layer ``floor(i (L_t - 1) / (L_s - 1) + 1/2)`` for each i (of one the last); or the
+            rising list itself.
+
+    Raises:
+        ShdError: ``layers-invalid``.
+    """
+    numbers: tuple[int, ...] = ()
+    try:
+        if isinstance(layers, Iterable):
+            numbers = tuple(as_index(layer) for layer in layers)
+        elif (count := as_index(layers)) == 1:
+            numbers = (num_teacher_layers - 1,)
+        elif 1 < count <= num_teacher_layers:
+            steps = count - 1
+            numbers = tuple((2 * i * (num_teacher_layers - 1) + steps) // (2 * steps) for i in range(count))
+    except TypeError:
+        numbers = ()
+    rising = bool(numbers) and list(numbers) == sorted(set(numbers))
+    fits = rising and numbers[0] >= 0 and numbers[-1] < num_teacher_layers
+    rule = f"be a number of 1..{num_teacher_layers}, or a rising list of teacher layers 0..{num_teacher_layers - 1}"
+    need(fits, "layers-invalid", "layers", rule, repr(layers))
+    return numbers
+
+
+class Axes(NamedTuple):
+    """The kept axes of a stream."""
+
+    basis: Array  # (D, width); the stream x becomes x @ basis
+    energy: float  # share of the moment's trace that the kept axes hold, in [0, 1]
+
+
+def principal_axes(moment: Array, width: int, norm: str = "rms") -> Axes:
+    """The axes that hold most of a stream's second moment ``(D, D)``: the mean of ``y^T y`` over normalised rows y.
+
+    ``"layer"`` keeps ``width - 1`` axes orthogonal to the vector of ones, laid out over ``width`` channels whose mean
+    is zero, so that a LayerNorm finds nothing to subtract.
+
+    Source: SliceGPT's rotation (arXiv 2401.15024), with one rotation for all layers.
+    """
+    turn = np.eye(len(moment)) if norm == "rms" else _zero_mean_axes(len(moment))
+    values, vectors = np.linalg.eigh(turn.T @ ((moment + moment.T) / 2) @ turn)
+    order = np.argsort(-values, kind="stable")[: width if norm == "rms" else width - 1]
+    basis = turn @ vectors[:, order]
+    basis = basis * leading_phases(basis)
+    if norm == "layer":
+        basis = basis @ _zero_mean_axes(width).T
+    total = float(np.trace(turn.T @ moment @ turn))
+    return Axes(basis, float(np.clip(values[order].sum() / total, 0.0, 1.0)) if total > 0.0 else 1.0)
+
+
+def predictive_channels(moment: Array, width: int, norm: str = "layer") -> Axes:
+    """The channels from which the others are predicted best, chosen one after the other.
+
+    ``moment`` ``(D, D)`` is of rows less their mean; ``norm`` changes nothing. The basis has zeros and ones, rising;
+    the energy is the share of the trace that linear prediction from them explains.
+    """
+    left = (moment + moment.T) / 2
+    total = float(np.trace(left))
+    least = degenerate_threshold() * total / len(moment)
+    kept: list[int] = []
+    for _ in range(width):
+        size = left.diagonal()
+        explained = np.where(size > least, (left**2).sum(axis=0) / np.maximum(size, least or 1.0), 0.0)
+        explained[kept] = -1.0
+        best = int(np.argmax(explained >= explained.max() * (1.0 - tie_width())))
+        if size[best] > least:
+            left = left - np.outer(left[:, best], left[best]) / size[best]
+        kept.append(best)
+    energy = 1.0 - float(np.trace(left)) / total if total > 0.0 else 1.0
+    return Axes(np.eye(len(moment))[:, sorted(kept)], float(np.clip(energy, 0.0, 1.0)))
+
+
+def kept_scale(moment: Array, basis: Array) -> float:
+    """The scale that a norm needs after the cut: ``sqrt(energy D / width)``.
+
+    A norm divides by the root mean square over its channels. After the cut these are ``width`` in place of D and
+    hold, on average, the share ``energy`` of the squared length: the result misses this factor. ``moment`` ``(D, D)``
+    is of the rows that this norm gives before its scale.
+    """
+    total = float(np.trace(moment))
+    energy = max(float((basis * (moment @ basis)).sum()) / total, 0.0) if total > 0.0 else 1.0
+    return float(np.sqrt(energy * basis.shape[0] / basis.shape[1]))
+
+
+def _zero_mean_axes(size: int) -> Array:
+    """``(size, size - 1)``: an orthonormal basis of what is orthogonal to the ones (Helmert's contrasts)."""
+    axes = np.zeros((size, size - 1))
+    for k in range(1, size):
+        axes[:k, k - 1], axes[k, k - 1] = 1.0, -k
+        axes[:, k - 1] /= np.sqrt(k * (k + 1))
+    return axes
+
+
+def score_neurons(squares: Array, second: Array) -> Array:
+    """Importance ``(F,)``: the root of the mean square of what W2 ``(E, F)`` reads, times the norm of its column."""
+    importance: Array = np.sqrt(squares) * np.linalg.norm(second, axis=0)
+    return importance
+
+
+def most_important(scores: Array, count: int) -> tuple[int, ...]:
+    """The numbers of the ``count`` largest scores, rising; of those that rounding tells apart the first."""
+    if not count:
+        return ()
+    last = np.sort(scores)[-count]
+    near = np.abs(scores - last) <= tie_width() * np.abs(last)
+    above = (scores > last) & ~near
+    kept = np.flatnonzero(above | (near & (np.cumsum(near) <= count - above.sum())))
+    return tuple(int(number) for number in kept)
