@@ -41,8 +41,7 @@ from benchmarks.shrink.vit_s import fetch_wheel, load_vit_s, read_graph
 from benchmarks.study.digits import load_digits
 from benchmarks.study.tasks.vit_s import DEVIATION, MEAN
 from shd_ref.teacher.study.intervals import half_width
-from shd_torch.compress.candidates import find_candidates
-from shd_torch.compress.choice import choose_design, choose_designs
+from shd_torch.compress.candidates import choose_design, choose_designs, find_candidates
 from shd_torch.compress.costs import Costs, measure_costs, price_designs
 from shd_torch.compress.options import CompressOptions, Wish
 from shd_torch.compress.run import study_teacher

@@ -24,8 +24,7 @@ from shd_ref.merging.plans import plan_groups
 from shd_ref.shrink.heads import merge_heads
 from shd_torch.capture import AttentionCall, Captured, capture_attention
 from shd_torch.capture.layers import number_layers
-from shd_torch.capture.outputs import read_every_hidden_state
-from shd_torch.capture.projections import ProjectionWatch
+from shd_torch.capture.outputs import ProjectionWatch, read_every_hidden_state
 from shd_torch.capture.taps import record
 from shd_torch.maps import shd_loss, softmax
 from shd_torch.recipes import SHD, OrthogonalProjection, Term

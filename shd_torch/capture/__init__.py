@@ -1,7 +1,7 @@
 """Reading a live model's attention while its own code runs: queries, keys, mask and scale of every call.
 
-``taps.py`` watches where attention passes, ``hugging_face.py`` reads what transformers passes, ``capture.py`` is the
-way in; ``compiling.py`` keeps the compiler out. Imports ``supervision`` and ``maps``.
+``taps.py`` watches where attention passes and keeps the compiler out, ``call.py`` says what a call means,
+``layers.py`` which layer made it, and ``capture.py`` is the way in. Imports ``supervision`` and ``maps``.
 """
 
 from shd_torch.capture.call import AttentionCall

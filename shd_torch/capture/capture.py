@@ -17,9 +17,7 @@ from torch import Tensor, nn
 
 from shd_ref.errors import ShdError
 from shd_ref.integers import as_index
-from shd_torch.capture.call import AttentionCall, LogitsCall
-from shd_torch.capture.compiling import never_compiled
-from shd_torch.capture.hugging_face import read_hf_call
+from shd_torch.capture.call import AttentionCall, LogitsCall, read_hf_call
 from shd_torch.capture.layers import (
     Layer,
     SameLayers,
@@ -30,11 +28,11 @@ from shd_torch.capture.layers import (
     number_layers,
 )
 from shd_torch.capture.outputs import fill_own_padding, keep_padded_zeros
-from shd_torch.capture.taps import RawCall, add_call, is_recording, record
+from shd_torch.capture.taps import RawCall, add_call, is_recording, never_compiled, record
 from shd_torch.checks import check_query_key
 from shd_torch.maps.attention import softmax
 from shd_torch.supervision.mask import AttentionRule
-from shd_torch.supervision.taught_layers import Kinds, TaughtLayers
+from shd_torch.supervision.targets import Kinds, TaughtLayers
 
 Call: TypeAlias = AttentionCall | LogitsCall
 

@@ -12,8 +12,7 @@ from typing import TypeAlias
 from torch import nn
 
 from shd_ref.errors import ShdError
-from shd_torch.capture.compiling import never_compiled
-from shd_torch.capture.taps import RawCall
+from shd_torch.capture.taps import RawCall, never_compiled
 
 Layer: TypeAlias = Sequence[RawCall]
 

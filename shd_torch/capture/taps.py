@@ -12,21 +12,56 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shd_ref.errors import ShdError
-from shd_torch.capture.compiling import never_compiled
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def never_compiled(function: Callable[P, R], *, recursive: bool = True) -> Callable[P, R]:
+    """As ``torch.compiler.disable``: the function, and where ``recursive`` also what it calls, is not compiled."""
+    if _has_compiler():
+        return _disable(function, recursive)
+    disabled: Callable[P, R] | None = None
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        nonlocal disabled
+        if disabled is None:
+            if not _has_compiler():
+                return function(*args, **kwargs)
+            disabled = _disable(function, recursive)
+        return disabled(*args, **kwargs)
+
+    return run
+
+
+def run_eagerly() -> AbstractContextManager[object]:
+    """A block in which what has been compiled runs as it was written."""
+    return torch.compiler.set_stance("force_eager") if _has_compiler() else nullcontext()
+
+
+def _has_compiler() -> bool:
+    return "torch._dynamo" in sys.modules
+
+
+def _disable(function: Callable[P, R], recursive: bool) -> Callable[P, R]:
+    disabled: Callable[P, R] = torch.compiler.disable(function, recursive=recursive)  # type: ignore[no-untyped-call]
+    return disabled
 
 
 @dataclass(eq=False)
 class RawCall:
-    """One attention call as a tap saw it; ``hugging_face.py`` and ``capture.py`` make sense of it."""
+    """One attention call as a tap saw it; ``call.py`` and ``capture.py`` make sense of it."""
 
     query: Tensor | None = None
     key: Tensor | None = None

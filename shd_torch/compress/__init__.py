@@ -1,7 +1,7 @@
 """From a teacher and a wish, such as "four times faster", to a student that is deployed; ``run.py`` is the way in.
 
 ``samples.py`` reads the data, ``task.py`` knows what a model is for and how good it is, ``space.py`` what may be cut,
-``costs.py`` what parts cost, ``worth.py`` what they are worth, ``choice.py`` and ``candidates.py`` choose,
+``costs.py`` what parts cost, ``worth.py`` what they are worth, ``candidates.py`` chooses,
 ``students.py`` and ``training.py`` train, and ``handover.py`` writes the result.
 """
 

@@ -26,8 +26,7 @@ from shd_torch.compress.stages import TEACHER, Run
 from shd_torch.compress.task import Decoder, SentenceEncoder, model_run
 from shd_torch.compress.training import BATCH, TrainingConfig, half_is_faster, train
 from shd_torch.export import example_inputs, export_teacher
-from shd_torch.shrink.folders import padding_of, save_student
-from shd_torch.shrink.sentences import read_modules
+from shd_torch.shrink.folders import padding_of, read_modules, save_student
 from shd_torch.shrink.student import Shrunk, read_made, shrink
 
 SHORT_STEPS: Final = (100, 300)

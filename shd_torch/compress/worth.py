@@ -10,11 +10,11 @@ from itertools import accumulate
 import torch
 from torch import nn
 
+from shd_torch.checks import without_autocast
 from shd_torch.compress.costs import random_student
 from shd_torch.compress.space import NONE, Design, Space
 from shd_torch.compress.stages import JUDGED, Run
 from shd_torch.compress.task import model_run
-from shd_torch.precision import without_autocast
 from shd_torch.shrink.calibration import read_data, rotary_frequencies, run_layer, start_batches
 from shd_torch.shrink.folders import padding_of
 from shd_torch.shrink.layer import Work, make_layer

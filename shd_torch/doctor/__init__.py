@@ -4,8 +4,7 @@ Imports ``recipes``, ``teacher``, ``training`` and ``shrink``. Start with ``diag
 """
 
 from shd_torch.doctor.diagnosis import Diagnosis, Verdict, diagnose
-from shd_torch.doctor.differences import Difference, compare_parts, compare_tokenizers
-from shd_torch.doctor.pair import Parts, parts_of
+from shd_torch.doctor.differences import Difference, Parts, compare_parts, compare_tokenizers, parts_of
 from shd_torch.doctor.training import DiagnosisOptions, Probe
 
 __all__ = [

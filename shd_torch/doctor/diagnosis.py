@@ -13,8 +13,18 @@ from torch import Tensor
 from shd_ref.errors import ShdError, need
 from shd_ref.teacher.sentence_folder import find_pooling
 from shd_torch.capture import capture_attention
-from shd_torch.doctor.differences import BLOCKS, EFFECTS, HURTS, Difference, compare_parts, compare_tokenizers
-from shd_torch.doctor.pair import Parts, Student, parts_of, read_student
+from shd_torch.doctor.differences import (
+    BLOCKS,
+    EFFECTS,
+    HURTS,
+    Difference,
+    Parts,
+    Student,
+    compare_parts,
+    compare_tokenizers,
+    parts_of,
+    read_student,
+)
 from shd_torch.doctor.training import (
     BetaRange,
     DiagnosisOptions,

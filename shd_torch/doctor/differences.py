@@ -1,15 +1,140 @@
-"""What differs between the models of a pair, and what each difference does to attention supervision."""
+"""What the models of a pair are made of, what differs, and what each difference does to attention supervision."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+from torch import nn
+
 from shd_ref.cache.storage.documents import read_json
 from shd_ref.errors import ShdError
-from shd_torch.doctor.pair import Parts
+from shd_torch.shrink import folders
+from shd_torch.training.recipe import is_causal_model
+
+_LAYER_SCALE: Final = re.compile(r"layer_?scale|lambda_?[12]$|\.ls[12]\.|gamma_[12]$")
+_REGISTERS: Final = re.compile(r"register_tokens?$|reg_token$")
+_QK_NORM: Final = re.compile(r"(q|k|query|key)_?(layer)?_?norm$|(q|k)_ln$")
+_RELATIVE: Final = re.compile(r"relative_(position|attention)_bias|rel_pos")
+_LEARNED: Final = re.compile(r"(position_embeddings?|wpe|embed_positions|pos_embed)(\.weight)?$")
+_ALIBI: Final = ("bloom", "mpt")
+
+
+@dataclass(frozen=True, eq=False)
+class Student:
+    """A Hugging Face model to be made."""
+
+    folder: Path  # with its configuration
+    config: Any
+    has_weights: bool  # whether the folder holds any; otherwise it starts at random
+    is_squeezed: bool  # whether shrink made it
+
+    def make(self, seed: int) -> Any:
+        """A new one in float32: with the folder's weights, or with random ones by the seed."""
+        if self.is_squeezed:
+            return folders.load_student(self.folder).float()
+        config = copy.deepcopy(self.config)
+        if self.has_weights:
+            return folders.load_weights(self.folder, config).float()
+        kind = folders.model_class(config)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            made = getattr(kind, "_from_config", getattr(kind, "from_config", None))
+            assert made is not None  # every class of transformers has one of them
+            return made(config, attn_implementation=folders.implementation_of(kind)).float().eval()
+
+
+def read_student(source: str) -> Student:
+    """A student from a folder or a hub id; a configuration without weights will do."""
+    folder = folders.find_folder(source, "student")
+    is_squeezed = (folder / "shrink.json").is_file()
+    config = folders.load_student(folder).config if is_squeezed else folders.read_config(folder, "student")
+    return Student(folder, config, any(folder.glob("*.safetensors")), is_squeezed)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Sizes of a model, and what else its attention depends on."""
+
+    name: str
+    heads: int
+    layers: int
+    layer_scale: bool  # whether blocks are scaled channel by channel after their end
+    registers: int  # tokens beside class and patches
+    specials: int  # tokens of an image that are no patches, registers among them
+    qk_norm: bool  # whether queries and keys of a head are normalised
+    positions: str  # learned, rotary, relative, alibi or none
+    is_causal: bool  # whether a row sees earlier positions alone
+    window: int | None  # how many positions a row sees at most; None = all
+    learned_sinks: bool  # whether rows may give attention to nothing
+    vocabulary: int | None  # classes of a text's tokens; None of images
+    patches: tuple[int, ...] | None  # rows, columns and channels of an image; None of texts
+    labels: int | None  # classes of a classifier's head
+
+
+def parts_of(model: nn.Module) -> Parts:
+    """Read off a Hugging Face model, from its modules' names and its configuration."""
+    config: Any = model.config
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    modules = dict(model.named_modules())
+    is_image = getattr(model, "main_input_name", "") == "pixel_values"
+    of_class, of_distillation = (
+        any(name.endswith(ends) for name in shapes) for ends in ("cls_token", ("distillation_token", "dist_token"))
+    )
+    registers = next((shape[-2] for name, shape in shapes.items() if _REGISTERS.search(name)), 0)
+    return Parts(
+        name=type(model).__name__,
+        heads=_first(config, "num_attention_heads", "n_head") or 0,
+        layers=_first(config, "num_hidden_layers", "n_layer") or 0,
+        layer_scale=_any(_LAYER_SCALE, shapes),
+        registers=registers,
+        specials=registers + of_class + of_distillation,
+        qk_norm=_any(_QK_NORM, modules),
+        positions=_positions(config, shapes, modules),
+        is_causal=is_causal_model(model)  # of old models no module says so
+        or any(getattr(module, "is_causal", False) is True for module in modules.values()),
+        window=_first(config, "sliding_window") if getattr(config, "use_sliding_window", True) else None,
+        learned_sinks=any(name.endswith(("sinks", "attn_sink")) for name in shapes),
+        vocabulary=None if is_image else _first(config, "vocab_size"),
+        patches=_patches(config) if is_image else None,
+        labels=getattr(config, "num_labels", None) if "Classification" in type(model).__name__ else None,
+    )
+
+
+def _positions(config: Any, shapes: Iterable[str], modules: Iterable[str]) -> str:
+    if _any(_RELATIVE, shapes):
+        return "relative"
+    if any(name.rpartition(".")[2].startswith(("rotary", "rope")) for name in modules):
+        return "rotary"
+    if getattr(config, "model_type", "") in _ALIBI or getattr(config, "alibi", False) is True:
+        return "alibi"
+    return "learned" if _any(_LEARNED, [*shapes, *modules]) else "none"
+
+
+def _patches(config: Any) -> tuple[int, ...] | None:
+    """Rows and columns of patches, and channels."""
+    image, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
+    if image is None or patch is None:
+        return None
+    height, width = image if isinstance(image, list | tuple) else (image, image)
+    down, across = patch if isinstance(patch, list | tuple) else (patch, patch)
+    return height // down, width // across, getattr(config, "num_channels", 3)
+
+
+def _any(pattern: re.Pattern[str], names: Iterable[str]) -> bool:
+    return any(pattern.search(name) for name in names)
+
+
+def _first(config: Any, *names: str) -> int | None:
+    """The first of a configuration's numbers that is there."""
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int)), None)
+
 
 BLOCKS, HURTS, NOTE = EFFECTS = ("blocks", "hurts", "note")
 """Supervision cannot work with it; is known to do worse with it; good to know."""

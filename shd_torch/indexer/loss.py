@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shd_torch.checks import check_mask, check_option
+from shd_torch.checks import check_mask, check_option, without_autocast
 from shd_torch.indexer.request import REDUCTIONS, IndexerRequest, Outside, Scorer, Teachers, Tile, blocked_keys
 from shd_torch.kl.gradient import KlResult, attach, refuse_transforms
-from shd_torch.precision import without_autocast
 
 _REMEDY = "indexer_scores and a loss on whole maps have derivatives of every order and mode"
 

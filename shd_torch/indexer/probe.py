@@ -13,8 +13,8 @@ from torch import Tensor
 
 from shd_ref.errors import ShdError
 from shd_ref.integers import check_integer
+from shd_torch.checks import without_autocast
 from shd_torch.indexer.request import IndexerRequest, Outside, Scorer, Teachers
-from shd_torch.precision import without_autocast
 
 
 class Span(NamedTuple):

@@ -16,8 +16,14 @@ from shd_ref.cache import CacheReader, Exact, FinalNorm
 from shd_ref.errors import ShdError, need
 from shd_ref.integers import check_integer, check_number
 from shd_ref.tolerances import load_tolerances
-from shd_torch.checks import check_option, check_real, check_shapes, check_temperature, compute_dtype
-from shd_torch.precision import without_autocast
+from shd_torch.checks import (
+    check_option,
+    check_real,
+    check_shapes,
+    check_temperature,
+    compute_dtype,
+    without_autocast,
+)
 from shd_torch.supervision.targets import TopkTargets
 
 _ENTRIES = {"cpu": 1 << 22}

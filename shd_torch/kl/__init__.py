@@ -5,7 +5,6 @@
 ``supervision``, ``maps`` and ``kernels``.
 """
 
-from shd_torch.kl.backends import BackendChoice
-from shd_torch.kl.loss import attention_kl, explain_backend
+from shd_torch.kl.loss import BackendChoice, attention_kl, explain_backend
 
 __all__ = ["BackendChoice", "attention_kl", "explain_backend"]

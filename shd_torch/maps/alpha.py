@@ -14,8 +14,15 @@ from torch import Tensor
 
 from shd_ref.merging.plans import MergePlan
 from shd_ref.tolerances import degenerate_threshold
-from shd_torch.checks import check_mask, check_option, check_probs, check_real, check_shapes, compute_dtype
-from shd_torch.precision import without_autocast
+from shd_torch.checks import (
+    check_mask,
+    check_option,
+    check_probs,
+    check_real,
+    check_shapes,
+    compute_dtype,
+    without_autocast,
+)
 
 ALPHA_RULES: tuple[str, ...] = ("least_squares", "as_printed")
 

@@ -18,8 +18,8 @@ from shd_torch.checks import (
     check_temperature,
     compute_dtype,
     map_dtype,
+    without_autocast,
 )
-from shd_torch.precision import without_autocast
 
 
 def softmax(

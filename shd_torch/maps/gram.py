@@ -10,9 +10,8 @@ from torch import Tensor
 
 from shd_ref.errors import ShdError
 from shd_ref.integers import check_integer
-from shd_torch.checks import check_mask, check_probs, check_real, check_shapes, check_weights
+from shd_torch.checks import check_mask, check_probs, check_real, check_shapes, check_weights, without_autocast
 from shd_torch.maps.alpha import AlphaSolution, minimize
-from shd_torch.precision import without_autocast
 
 
 @torch.no_grad()

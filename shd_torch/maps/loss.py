@@ -17,10 +17,16 @@ from torch import Tensor
 
 from shd_ref.errors import ShdError
 from shd_ref.integers import check_number
-from shd_torch.checks import check_option, check_query_key, check_real, check_temperature, compute_dtype
+from shd_torch.checks import (
+    check_option,
+    check_query_key,
+    check_real,
+    check_temperature,
+    compute_dtype,
+    without_autocast,
+)
 from shd_torch.maps.attention import temper
 from shd_torch.maps.support import check_layer, check_support, find_violations, intersect
-from shd_torch.precision import without_autocast
 
 DIVERGENCES: tuple[str, ...] = ("kl", "reverse_kl", "js", "mse")
 

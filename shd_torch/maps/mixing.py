@@ -25,10 +25,10 @@ from shd_torch.checks import (
     check_weights,
     compute_dtype,
     map_dtype,
+    without_autocast,
 )
 from shd_torch.maps.alpha import ALPHA_RULES, AlphaSolution, constant_alphas, solve_pairs
 from shd_torch.maps.attention import soften_probs
-from shd_torch.precision import without_autocast
 
 STRATEGIES: tuple[str, ...] = ("shd", "constant", "hard", "mean")
 ALPHA_FROM: tuple[str, ...] = ("teacher", "softened")

@@ -4,7 +4,7 @@ Formulas are those of the papers *and* of the published code; where they differ 
 settings were tuned with it. Denominators differ up to a thousandfold, so that a beta does not carry over.
 
 Every recipe gives ``Terms``: values and weights by name, and their sum ``total``. ``shd=SHD(captured, taught,
-beta=0.02)`` adds the attention term, from a cache or from live teachers; ``temperature`` is T of both softmaxes, and
+beta=0.02)`` adds the attention term, from a cache or from live teachers. ``logits.py`` says what all take and raise;
 ``check=False`` leaves out validating the values, which costs a device sync. ``scale_report`` says what each term is
 worth in the loss and in the gradient. Imports ``kd``, ``teacher`` and ``capture``; start with ``terms.py``.
 """
@@ -13,8 +13,7 @@ from shd_torch.recipes.diffusion import DiffusionDraw, diffusion, draw_diffusion
 from shd_torch.recipes.features import OrthogonalProjection, ViTKD, vkd, vkd_detection
 from shd_torch.recipes.logits import babyllama, cross_entropy, deit_hard, deit_soft, gkd, image_kd, language_kd, nkd
 from shd_torch.recipes.minillm import Rollout, TeacherMixture, minillm_advantages, minillm_policy, minillm_rollout
-from shd_torch.recipes.scale import ScaleReport, scale_report
-from shd_torch.recipes.terms import SHD, Term, Terms
+from shd_torch.recipes.terms import SHD, ScaleReport, Term, Terms, scale_report
 
 __all__ = [
     "SHD",

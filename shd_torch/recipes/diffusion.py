@@ -11,8 +11,7 @@ from torch import Tensor
 
 from shd_ref.errors import ShdError, need
 from shd_ref.integers import check_integer, check_number
-from shd_torch.checks import check_real, check_shapes, compute_dtype
-from shd_torch.precision import without_autocast
+from shd_torch.checks import check_real, check_shapes, compute_dtype, without_autocast
 from shd_torch.recipes.terms import SHD, Term, Terms, check_integers, check_weight, join
 
 LEAST_MASS = 1e-12
@@ -20,8 +19,7 @@ LEAST_MASS = 1e-12
 
 
 class DiffusionDraw(NamedTuple):
-    """The random draws that both models must share in one step; pass it to the student and to the
-    teacher."""
+    """The random draws that both models must share in one step; pass it to the student and to the teacher."""
 
     t: Tensor  # (B,), int64
     noise: Tensor  # (B, C, ...), float32
@@ -49,9 +47,6 @@ def draw_diffusion(
 
     Returns:
         The draw, on the CPU.
-
-    Raises:
-        ShdError: ``argument-value``.
     """
     steps = check_integer("steps", steps, 1, None)
     together = (num_tokens is None) == (kept_tokens is None)
@@ -72,11 +67,7 @@ def draw_diffusion(
 def linear_betas(steps: int = 1000) -> Tensor:
     """Variances that rise linearly from ``.1 / steps`` to ``20 / steps``, both included, float64.
 
-    Args:
-        steps: at least 21, so that every variance is below 1.
-
-    Raises:
-        ShdError: ``argument-value``.
+    ``steps`` are at least 21, so that every variance is below 1.
     """
     steps = check_integer("steps", steps, 21, None)
     return torch.linspace(0.1 / steps, 20.0 / steps, steps, dtype=torch.float64)
@@ -86,14 +77,7 @@ def linear_betas(steps: int = 1000) -> Tensor:
 def noised(x0: Tensor, noise: Tensor, t: Tensor, *, betas: Tensor | None = None, check: bool = True) -> Tensor:
     """``sqrt(abar_t) x0 + sqrt(1 - abar_t) noise``, the input of both models.
 
-    Args:
-        x0: pictures or latents ``(B, C, ...)``.
-        noise: same shape.
-        t: steps ``(B,)``, integers from 0.
-        betas: as in ``diffusion``.
-
-    Raises:
-        ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``.
+    x0 and noise are ``(B, C, ...)``; t are steps ``(B,)``, integers from 0; ``betas`` as in ``diffusion``.
     """
     _check_same_shape(x0, noise, check)
     start = x0.to(compute_dtype(x0))
@@ -130,8 +114,7 @@ def diffusion(
 
     Args:
         student_output: epsilon ``(B, C, ...)``, or epsilon and range ``(B, 2 C, ...)``, of ``noised(x0, noise, t)``.
-        x0: ``(B, C, ...)``, in [-1, 1].
-        noise: same shape.
+        x0: ``(B, C, ...)``, in [-1, 1], as is the noise.
         t: steps ``(B,)``, integers from 0.
         teacher_output: of the same input, with or without a range, which is not read.
         betas: ``(steps,)``, each in (0, 1); default ``linear_betas()``.
@@ -142,9 +125,6 @@ def diffusion(
 
     Returns:
         The terms ``mse`` (1), ``bound`` if the student has a range, and ``kd`` if there is a teacher.
-
-    Raises:
-        ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``.
     """
     weights = check_weight("kd_weight", kd_weight), check_weight("bound_weight", bound_weight)
     if snr_clip is not None:

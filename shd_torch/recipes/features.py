@@ -12,11 +12,10 @@ from torch.nn.utils.parametrizations import orthogonal
 
 from shd_ref.errors import ShdError, need
 from shd_ref.integers import check_number
-from shd_torch.checks import check_real, check_shape, check_shapes, compute_dtype
+from shd_torch.checks import check_real, check_shape, check_shapes, compute_dtype, without_autocast
 from shd_torch.kd import kd_loss
 from shd_torch.kd.rows import Targets
-from shd_torch.precision import without_autocast
-from shd_torch.recipes.logits import check_tokens
+from shd_torch.recipes.logits import prepare
 from shd_torch.recipes.terms import SHD, Term, Terms, check_weight, join, label_loss
 
 
@@ -30,16 +29,8 @@ class ViTKD(nn.Module):
     discarded afterwards. The published recipe adds it to the cross entropy, or to ``nkd``: ``nkd(...) +
     projector(...)``. Defaults are cls_KD's for DeiT (two layers, a = 3e-5, b = 3e-6, r = .5).
 
-    Args:
-        student_dim: D_s.
-        teacher_dim: D_t.
-        num_layers: number of first layers to mimic.
-        mimic_weight: a.
-        generate_weight: b.
-        removed: r, the share of removed tokens, in (0, 1).
-
-    Raises:
-        ShdError: ``argument-value``.
+    ``student_dim`` is D_s, ``teacher_dim`` D_t, ``num_layers`` counts the first layers to mimic; a is
+    ``mimic_weight``, b ``generate_weight``, and r, in (0, 1), ``removed``.
     """
 
     def __init__(
@@ -90,12 +81,18 @@ class ViTKD(nn.Module):
 
         Returns:
             The terms ``mimic`` (weight a) and ``generate`` (weight b / r).
-
-        Raises:
-            ShdError: ``argument-shape``, ``argument-dtype``, ``not-finite``.
         """
-        self._check(student_layers, student_last, teacher_layers, teacher_last, check)
-        batch, tokens, _ = student_last.shape
+        batch, tokens = rows = tuple(student_last.shape[:2])
+        depth, counts = len(self.mimic), [len(student_layers), len(teacher_layers)]
+        name = "student_layers and teacher_layers"
+        need(counts == [depth] * 2, "argument-shape", name, f"be {depth} each", f"{counts[0]} and {counts[1]}")
+        students = ("student", self.project.in_features, (*student_layers, student_last))
+        teachers = ("teacher", self.project.out_features, (*teacher_layers, teacher_last))
+        for side, width, layers in (students, teachers):
+            for number, value in enumerate(layers):
+                layer, name = (None, f"{side}_last") if number == depth else (number, f"{side}_layers")
+                check_real(value, name, check=check, ndim=3, layer=layer)
+                check_shape(value, name, (*rows, width), remedy=": take patch tokens alone")
         mimic = torch.zeros((), device=self.mask_token.device)
         for project, student, teacher in zip(self.mimic, student_layers, teacher_layers, strict=True):
             mimic = mimic + _squares(project(student), teacher).sum() / batch
@@ -107,28 +104,6 @@ class ViTKD(nn.Module):
         return join(
             shd, mimic=Term(mimic, self.mimic_weight), generate=Term(generated, self.generate_weight / self.removed)
         )
-
-    def _check(
-        self,
-        student_layers: Sequence[Tensor],
-        student_last: Tensor,
-        teacher_layers: Sequence[Tensor],
-        teacher_last: Tensor,
-        check: bool,
-    ) -> None:
-        depth, rows = len(self.mimic), tuple(student_last.shape[:2])
-        fits, got = len(student_layers) == len(teacher_layers) == depth, (len(student_layers), len(teacher_layers))
-        name = "student_layers and teacher_layers"
-        need(fits, "argument-shape", name, f"be {depth} each", f"{got[0]} and {got[1]}")
-        students = ("student", self.project.in_features, (*student_layers, student_last))
-        for side, width, layers in (
-            students,
-            ("teacher", self.project.out_features, (*teacher_layers, teacher_last)),
-        ):
-            for number, value in enumerate(layers):
-                layer, name = (None, f"{side}_last") if number == depth else (number, f"{side}_layers")
-                check_real(value, name, check=check, ndim=3, layer=layer)
-                check_shape(value, name, (*rows, width), remedy=": take patch tokens alone")
 
 
 def _squares(student: Tensor, teacher: Tensor) -> Tensor:
@@ -163,10 +138,6 @@ class OrthogonalProjection(nn.Module):
 
     It is the exponential of a skew-symmetric matrix, cut to size (PyTorch's parametrisation), so that it preserves
     lengths and angles and cannot learn in place of the student's features.
-
-    Args:
-        student_dim: D_s.
-        teacher_dim: D_t.
     """
 
     def __init__(self, student_dim: int, teacher_dim: int) -> None:
@@ -206,28 +177,21 @@ def vkd(
     ``SmoothL1(x)`` is ``x^2 / 2`` where ``|x| < 1``, else ``|x| - 1/2``; pool is the mean over positions, and LN has
     no parameters and an epsilon of 1e-5.
     Every row counts; the first two terms are means over B, the third is one over B and D_t. Weights need not sum to
-    one. Defaults are those of VkD's ImageNet training (a = g = T = 1; its ``engine.py``).
+    one. Defaults are those of VkD's ImageNet training (a = g = T = 1; its ``engine.py``). Logits and labels are those
+    of ``deit_soft``; ``shd`` needs a transformer teacher (the published one is convolutional).
 
     Args:
-        student_logits: of the class token ``(B, C)``.
-        labels: ``(B,)``, or ``(B, C)`` as mixup and cutmix make them there.
-        distillation_logits: of the distillation token ``(B, C)``.
-        targets: of the teacher, as in ``kd_loss``.
         student_features: patch tokens after the final norm ``(B, N, D_s)``, class and distillation token left out.
         teacher_features: a convolutional teacher's last features ``(B, D_t, h, w)``, or tokens ``(B, M, D_t)``.
         projection: W ``(D_t, D_s)`` with orthonormal rows or columns, as of ``OrthogonalProjection(...).matrix``.
         kd_weight: g.
         feature_weight: a.
-        shd: the attention term, which needs a transformer teacher (the published one is convolutional).
 
     Returns:
-        The terms ``cross_entropy`` (1), ``kd`` (g; ``T^2`` is in its value) and ``features`` (a).
-
-    Raises:
-        ShdError: as ``cross_entropy`` and ``kd_loss``.
+        The terms ``cross_entropy`` (1), ``kd`` (g) and ``features`` (a).
     """
     weights = check_weight("kd_weight", kd_weight), check_weight("feature_weight", feature_weight)
-    checked = check_tokens(student_logits, labels, distillation_logits, "vkd", check)
+    kept, checked = prepare(student_logits, labels, distillation_logits, all_count="vkd", check=check)
     soft = kd_loss(targets, distillation_logits, temperature=temperature, check=check)
     check_real(student_features, "student_features", check=check, ndim=3)
     check_real(teacher_features, "teacher_features", check=check)
@@ -242,7 +206,7 @@ def vkd(
     features = F.smooth_l1_loss(F.linear(student, projection.to(dtype)), target)
     return join(
         shd,
-        cross_entropy=Term(label_loss(student_logits, checked), 1.0),
+        cross_entropy=Term(label_loss(kept, checked), 1.0),
         kd=Term(soft, weights[0]),
         features=Term(features, weights[1]),
     )
@@ -262,20 +226,10 @@ def vkd_detection(
     ``s(x) = (x - mean) / sqrt(var)`` over the rows, var over ``n - 1``; a channel without spread gives 0.
 
     The caller adds it to the detector's loss. Groups are what ViDT matches: patches of each of four scales, detection
-    tokens of the body and of the neck, rows of all samples together. Denominator: the numbers of a group; groups are
-    summed. Default: that of VkD's ViDT training (a = 4.0; its ``criterion.py``), whose projections are orthogonal,
-    with a trained scale and bias.
-
-    Args:
-        student_tokens: projected rows ``(n, D)`` of each group, n at least 2.
-        teacher_tokens: the same groups of the teacher.
-        feature_weight: a.
-
-    Returns:
-        The term ``features`` (a).
-
-    Raises:
-        ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``.
+    tokens of the body and of the neck, rows of all samples together: projected rows ``(n, D)``, n at least 2, and
+    the same of the teacher. Denominator: the numbers of a group; groups are summed. The term ``features`` has weight
+    a. Default: that of VkD's ViDT training (a = 4.0; its ``criterion.py``), whose projections are orthogonal, with a
+    trained scale and bias.
     """
     weight = check_weight("feature_weight", feature_weight)
     for name, groups in (("student_tokens", student_tokens), ("teacher_tokens", teacher_tokens)):

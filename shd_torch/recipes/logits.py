@@ -1,4 +1,21 @@
-"""Base losses on logits: cross entropy, KD, BabyLlama, GKD, DeiT's distillation token and NKD."""
+"""Base losses on logits: cross entropy, KD, BabyLlama, GKD, DeiT's distillation token and NKD.
+
+Every recipe takes, beside its own arguments:
+
+- ``student_logits``: z ``(B, L, V)`` of texts, or ``(B, C)`` of samples;
+- ``labels``: classes, one a row, -100 = the row does not count; where every row counts also distributions, as mixup
+  and smoothing make them;
+- ``targets``: of the teacher, as ``kd_loss`` takes them: its logits, or a record of top-k targets;
+  ``teacher_logits``: all of them, u;
+- ``kd_weight``: w, 0 to 1, in ``(1 - w) CE + w KD``; ``temperature``: T of both softmaxes (``T^2`` is in the value);
+- ``shift``: row t of ``(B, L, V)`` predicts the label at t + 1, as in Hugging Face's language models; the teacher's
+  rows are never shifted;
+- ``vocab_size``: number of classes to read on either side, the others being padding;
+- ``shd``: the attention term; ``check``: validate the values, which costs a device sync.
+
+They give ``Terms``: ``cross_entropy`` (weight 1 - w) and ``kd`` (w), unless they say otherwise, and raise what
+``kd_loss`` raises.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +24,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shd_torch.checks import check_shapes, check_temperature, compute_dtype
+from shd_torch.checks import check_shapes, check_temperature, compute_dtype, without_autocast
 from shd_torch.kd import kd_loss, mean_logits
 from shd_torch.kd.rows import Targets
 from shd_torch.kd.targets import check_logits, cut
-from shd_torch.precision import without_autocast
 from shd_torch.recipes.terms import (
     SHD,
     Labels,
@@ -27,29 +43,47 @@ from shd_torch.recipes.terms import (
 )
 
 
+def prepare(
+    student_logits: Tensor,
+    labels: Tensor,
+    distillation_logits: Tensor | None = None,
+    *,
+    check: bool,
+    shift: bool = False,
+    vocab_size: int | None = None,
+    all_count: str | None = None,
+) -> tuple[Tensor, Labels]:
+    """What every recipe begins with: checked logits without padded classes, and their labels.
+
+    Logits of a distillation token must be of the same shape. Of a recipe ``all_count`` every row counts.
+    """
+    if distillation_logits is None:
+        check_logits(student_logits, "student_logits", check=check)
+    else:
+        tokens = {"student_logits": student_logits, "distillation_logits": distillation_logits}
+        check_alike("(B, C)", check=check, **tokens)
+    kept = cut(student_logits, vocab_size, "student_logits")
+    return kept, as_labels(labels, kept, check=check, shift=shift, all_count=all_count)
+
+
+def _join_kd(shd: SHD | None, student_logits: Tensor, labels: Labels, soft: Tensor, weight: float) -> Terms:
+    """Cross entropy and KD, which share the weight 1."""
+    cross_entropy = Term(label_loss(student_logits, labels), 1 - weight)
+    return join(shd, cross_entropy=cross_entropy, kd=Term(soft, weight))
+
+
 @without_autocast
 def cross_entropy(
     student_logits: Tensor, labels: Tensor, *, shift: bool = False, shd: SHD | None = None, check: bool = True
 ) -> Terms:
     """``- mean over counted rows of log softmax(z)_y``, with soft labels ``- sum_c y_c log softmax(z)_c``.
 
-    Rows: those whose label is not -100; denominator: their number. Defaults: those of a Hugging Face model, but that
-    labels belong to their own rows unless ``shift`` is given.
-
-    Args:
-        student_logits: z ``(..., C)``.
-        labels: classes ``(...)``, -100 = the row does not count; or distributions ``(..., C)``.
-        shift: row t of ``(B, L, C)`` predicts the label at t + 1, as in Hugging Face's language models.
-
-    Returns:
-        The term ``cross_entropy``, weight 1.
-
-    Raises:
-        ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``, ``not-a-distribution``.
+    Logits are ``(..., C)``, labels ``(...)`` or distributions ``(..., C)``. Rows: those whose label is not -100;
+    denominator: their number. Defaults: those of a Hugging Face model, but that labels belong to their own rows
+    unless ``shift`` is given. The term has weight 1.
     """
-    check_logits(student_logits, "student_logits", check=check)
-    checked = as_labels(labels, student_logits, check=check, shift=shift)
-    return join(shd, cross_entropy=Term(label_loss(student_logits, checked), 1.0))
+    kept, checked = prepare(student_logits, labels, shift=shift, check=check)
+    return join(shd, cross_entropy=Term(label_loss(kept, checked), 1.0))
 
 
 @without_autocast
@@ -68,28 +102,12 @@ def language_kd(
     """``(1 - w) CE + w T^2 soft CE``, both means over the rows whose label counts.
 
     ``soft CE = - sum_v P_v log Q_v``, which is ``KL(P || Q)`` and the teacher's entropy. Rows: those whose label is
-    not -100; denominator of both terms: their number. Defaults (w = .5, T = 1, unshifted labels) and form
-    are those of MiniLLM's KD baseline and pre-training loss (``minillm/finetune.py``, ``--kd-ratio``).
-
-    Args:
-        student_logits: z ``(B, L, V)``.
-        labels: ``(B, L)``, -100 = the row does not count, in either term.
-        targets: of the teacher, as in ``kd_loss``: its logits, or a record of top-k targets.
-        kd_weight: w.
-        temperature: T; default that of the record, 1 for logits.
-        shift: as in ``cross_entropy``; the teacher's rows are never shifted.
-        vocab_size: as in ``kd_loss``, for both terms.
-
-    Returns:
-        The terms ``cross_entropy`` (1 - w) and ``kd`` (w; ``T^2`` is in its value).
-
-    Raises:
-        ShdError: as ``cross_entropy`` and ``kd_loss``.
+    not -100; denominator of both terms: their number. T is by default that of the record, 1 for logits. Defaults
+    (w = .5, T = 1, unshifted labels) and form are those of MiniLLM's KD baseline and pre-training loss
+    (``minillm/finetune.py``, ``--kd-ratio``).
     """
     weight = check_share("kd_weight", kd_weight)
-    check_logits(student_logits, "student_logits", check=check)
-    kept = cut(student_logits, vocab_size, "student_logits")
-    checked = as_labels(labels, kept, check=check, shift=shift)
+    kept, checked = prepare(student_logits, labels, shift=shift, vocab_size=vocab_size, check=check)
     soft = kd_loss(
         targets,
         student_logits,
@@ -113,28 +131,15 @@ def image_kd(
     shd: SHD | None = None,
     check: bool = True,
 ) -> Terms:
-    """``(1 - w) CE + w T^2 soft CE``, means over images.
+    """``(1 - w) CE + w T^2 soft CE``, means over images ``(B, C)``.
 
     Every row counts; denominator: B. Defaults are cls_KD's ``KDLoss`` (w = .5, T = 4; its DeiT configurations have
     T = 1).
-
-    Args:
-        student_logits: z ``(B, C)``.
-        labels: ``(B,)``, or ``(B, C)`` where they are mixed or smoothed.
-        targets: of the teacher, as in ``kd_loss``.
-        kd_weight: w.
-
-    Returns:
-        The terms ``cross_entropy`` (1 - w) and ``kd`` (w; ``T^2`` is in its value).
-
-    Raises:
-        ShdError: as ``cross_entropy`` and ``kd_loss``.
     """
     weight = check_share("kd_weight", kd_weight)
-    check_logits(student_logits, "student_logits", check=check)
-    checked = as_labels(labels, student_logits, check=check, all_count="image_kd")
+    kept, checked = prepare(student_logits, labels, all_count="image_kd", check=check)
     soft = kd_loss(targets, student_logits, divergence="cross_entropy", temperature=temperature, check=check)
-    return _join_kd(shd, student_logits, checked, soft, weight)
+    return _join_kd(shd, kept, checked, soft, weight)
 
 
 @without_autocast
@@ -153,33 +158,14 @@ def babyllama(
 
     The cross entropy is a mean over the rows whose label counts. The KD term counts every position, padding
     included, and is divided by B alone: at the published 128 positions it is 128 times a mean over tokens, and so is
-    the beta of SHD that balances it. Defaults are BabyLlama's (w = 1 - alpha = .5, T = 2, Hugging Face's shift).
-
-    Args:
-        student_logits: z ``(B, L, V)``.
-        labels: ``(B, L)``, -100 = the row does not count in the cross entropy.
-        teacher_logits: one tensor ``(B, L, V)`` per teacher; the published student has two.
-        kd_weight: w, one minus the published alpha.
-        shift: as in ``cross_entropy``; the teachers' rows are never shifted.
-        shd: the attention term, from one of the teachers or the mean of all.
-
-    Returns:
-        The terms ``cross_entropy`` (1 - w) and ``kd`` (w; ``T^2`` is in its value).
-
-    Raises:
-        ShdError: as ``cross_entropy``, ``mean_logits`` and ``kd_loss``.
+    the beta of SHD that balances it. ``teacher_logits`` are one tensor ``(B, L, V)`` per teacher; the published
+    student has two. Defaults are BabyLlama's (w = 1 - alpha = .5, T = 2, Hugging Face's shift).
     """
     weight = check_share("kd_weight", kd_weight)
-    check_logits(student_logits, "student_logits", check=check)
-    checked = as_labels(labels, student_logits, check=check, shift=shift)
-    soft = kd_loss(
-        mean_logits(teacher_logits, check=check),
-        student_logits,
-        temperature=temperature,
-        reduction="batch_mean",
-        check=check,
-    )
-    return _join_kd(shd, student_logits, checked, soft, weight)
+    kept, checked = prepare(student_logits, labels, shift=shift, check=check)
+    mean = mean_logits(teacher_logits, check=check)
+    soft = kd_loss(mean, student_logits, temperature=temperature, reduction="batch_mean", check=check)
+    return _join_kd(shd, kept, checked, soft, weight)
 
 
 @without_autocast
@@ -196,28 +182,14 @@ def gkd(
 ) -> Terms:
     """``jsd_m(P, Q)``, the mean over the rows whose label counts; no ``T^2``, no cross entropy.
 
-    ``m KL(P || R) + (1 - m) KL(Q || R)`` with ``R = m P + (1 - m) Q``, both softmax at temperature 1. Rows: those
-    whose label is not -100; denominator: their number. Default: that of TRL and Liger (m = .5), whose published
-    temperature .9 applies only to sampling; half of their batches are student-generated text, which the caller
-    samples.
-
-    Args:
-        student_logits: z ``(B, L, V)``.
-        labels: ``(B, L)``; only whether they are -100 is read. Padding must have -100, or it is trained on.
-        targets: of the teacher, as in ``kd_loss``, at temperature 1.
-        mixing: m, the published beta: 0 is ``KL(P || Q)``, 1 ``KL(Q || P)``.
-        shift: as in ``cross_entropy``.
-        vocab_size: as in ``kd_loss``.
-        shd: the attention term; on student-generated text its teachers must be live.
-
-    Returns:
-        The term ``jsd``, weight 1.
-
-    Raises:
-        ShdError: as ``cross_entropy`` and ``kd_loss``.
+    ``m KL(P || R) + (1 - m) KL(Q || R)`` with ``R = m P + (1 - m) Q``, both softmax at temperature 1, as the targets
+    must be; m is the published beta, 0 being ``KL(P || Q)`` and 1 ``KL(Q || P)``. Of labels only whether they are
+    -100 is read: padding must have -100, or it is trained on. Denominator: the number of counted rows. The term
+    ``jsd`` has weight 1. Default: that of TRL and Liger (m = .5), whose published temperature .9 applies only to
+    sampling; half of their batches are student-generated text, which the caller samples, and on which the teachers of
+    ``shd`` must be live.
     """
-    check_logits(student_logits, "student_logits", check=check)
-    kept = cut(student_logits, vocab_size, "student_logits")
+    _, checked = prepare(student_logits, labels, shift=shift, vocab_size=vocab_size, check=check)
     value = kd_loss(
         targets,
         student_logits,
@@ -225,7 +197,7 @@ def gkd(
         mixing=mixing,
         temperature=1.0,
         t_squared=False,
-        loss_mask=as_labels(labels, kept, check=check, shift=shift).counted,
+        loss_mask=checked.counted,
         vocab_size=vocab_size,
         check=check,
     )
@@ -244,29 +216,16 @@ def deit_soft(
     shd: SHD | None = None,
     check: bool = True,
 ) -> Terms:
-    """``(1 - w) CE + w T^2 sum KL(P || Q_dist) / (B C)``.
+    """``(1 - w) CE + w T^2 sum KL(P || Q_dist) / (B C)``, with logits ``(B, C)`` of class and distillation token.
 
     Every row counts. The published denominator is the number of logits: the KD term is C times smaller than the mean
-    over images that ``image_kd`` takes, a thousandfold on ImageNet. Defaults are DeiT's (w = .5, T = 1).
-
-    Args:
-        student_logits: of the class token ``(B, C)``.
-        labels: ``(B,)`` or ``(B, C)``.
-        distillation_logits: of the distillation token ``(B, C)``.
-        targets: of the teacher, as in ``kd_loss``.
-        kd_weight: w.
-        shd: the attention term; the student has one token more than a teacher without such a token.
-
-    Returns:
-        The terms ``cross_entropy`` (1 - w) and ``kd`` (w; ``T^2`` is in its value).
-
-    Raises:
-        ShdError: as ``cross_entropy`` and ``kd_loss``.
+    over images that ``image_kd`` takes, a thousandfold on ImageNet. The student has one token more than a teacher
+    without such a token, which ``shd`` must know. Defaults are DeiT's (w = .5, T = 1).
     """
     weight = check_share("kd_weight", kd_weight)
-    checked = check_tokens(student_logits, labels, distillation_logits, "deit_soft", check)
+    kept, checked = prepare(student_logits, labels, distillation_logits, all_count="deit_soft", check=check)
     soft = kd_loss(targets, distillation_logits, temperature=temperature, reduction="sum", check=check)
-    return _join_kd(shd, student_logits, checked, soft / distillation_logits.numel(), weight)
+    return _join_kd(shd, kept, checked, soft / distillation_logits.numel(), weight)
 
 
 @without_autocast
@@ -280,29 +239,16 @@ def deit_hard(
     shd: SHD | None = None,
     check: bool = True,
 ) -> Terms:
-    """``(1 - w) CE + w CE(z_dist, argmax u)``.
+    """``(1 - w) CE + w CE(z_dist, argmax u)``, with logits ``(B, C)`` of class and distillation token.
 
     Every row counts; denominator of both terms: B. Default: DeiT's (w = .5).
-
-    Args:
-        student_logits: of the class token ``(B, C)``.
-        labels: ``(B,)`` or ``(B, C)``.
-        distillation_logits: of the distillation token ``(B, C)``.
-        teacher_logits: u ``(B, C)``.
-        kd_weight: w.
-
-    Returns:
-        The terms ``cross_entropy`` (1 - w) and ``kd`` (w).
-
-    Raises:
-        ShdError: as ``cross_entropy``.
     """
     weight = check_share("kd_weight", kd_weight)
-    checked = check_tokens(student_logits, labels, distillation_logits, "deit_hard", check)
+    kept, checked = prepare(student_logits, labels, distillation_logits, all_count="deit_hard", check=check)
     models = {"teacher_logits": teacher_logits, "distillation_logits": distillation_logits}
     check_alike("(B, C)", check=check, **models)
     decided = Labels(first_largest(teacher_logits.detach().to(distillation_logits.device)), None, None)
-    return _join_kd(shd, student_logits, checked, label_loss(distillation_logits, decided), weight)
+    return _join_kd(shd, kept, checked, label_loss(distillation_logits, decided), weight)
 
 
 @without_autocast
@@ -316,24 +262,12 @@ def nkd(
     shd: SHD | None = None,
     check: bool = True,
 ) -> Terms:
-    """``CE - mean P_y log Q_y - g T^2 mean sum_{c != y} P'_c log Q'_c``.
+    """``CE - mean P_y log Q_y - g T^2 mean sum_{c != y} P'_c log Q'_c``, for logits ``(B, C)`` with C of at least 2.
 
-    ``P_y``, ``Q_y`` are at temperature 1; ``P'``, ``Q'`` are softmax over the other classes, at T. Every row counts;
-    denominator: B. The cross entropy keeps the weight 1. Defaults are those of cls_KD's DeiT configurations (g = 1,
-    T = 1; for convolutional students g = 1.5).
-
-    Args:
-        student_logits: z ``(B, C)``, C of at least 2.
-        labels: ``(B,)``, or ``(B, C)``: y is then the likeliest class, the first of several.
-        teacher_logits: u ``(B, C)``.
-        nontarget_weight: g.
-        temperature: T of the other classes; the target class has none.
-
-    Returns:
-        The terms ``cross_entropy`` (1), ``target`` (1) and ``nontarget`` (g; ``T^2`` is in its value).
-
-    Raises:
-        ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``, ``not-a-distribution``.
+    ``P_y``, ``Q_y`` are at temperature 1; ``P'``, ``Q'`` are softmax over the other classes, at T. Of soft labels y
+    is the likeliest class, the first of several. Every row counts; denominator: B. Terms: ``cross_entropy`` (1),
+    ``target`` (1) and ``nontarget`` (g; ``T^2`` is in its value). Defaults are those of cls_KD's DeiT configurations
+    (g = 1, T = 1; for convolutional students g = 1.5).
     """
     weight, temperature = check_weight("nontarget_weight", nontarget_weight), check_temperature(temperature)
     check_alike("(B, C)", check=check, student_logits=student_logits, teacher_logits=teacher_logits)
@@ -342,33 +276,13 @@ def nkd(
     dtype, at = compute_dtype(student_logits), checked.classes[..., None]
     z, u = student_logits.to(dtype), teacher_logits.detach().to(student_logits.device, dtype)
     target = -(u.log_softmax(-1).gather(-1, at).exp() * z.log_softmax(-1).gather(-1, at)).mean()
-    nontarget = kd_loss(
-        _without(u, at), _without(z, at), divergence="cross_entropy", temperature=temperature, check=False
-    )
+    # All classes but one per row, (..., C - 1).
+    columns = torch.arange(z.shape[-1] - 1, device=z.device)
+    others = [logits.gather(-1, columns + (columns >= at)) for logits in (u, z)]
+    nontarget = kd_loss(*others, divergence="cross_entropy", temperature=temperature, check=False)
     return join(
         shd,
         cross_entropy=Term(label_loss(student_logits, checked), 1.0),
         target=Term(target, 1.0),
         nontarget=Term(nontarget, weight),
     )
-
-
-def _without(logits: Tensor, at: Tensor) -> Tensor:
-    """The logits of all classes but one per row ``(..., C - 1)``."""
-    columns = torch.arange(logits.shape[-1] - 1, device=logits.device)
-    return logits.gather(-1, columns + (columns >= at))
-
-
-def _join_kd(shd: SHD | None, student_logits: Tensor, labels: Labels, soft: Tensor, weight: float) -> Terms:
-    """Cross entropy and KD, which share the weight 1."""
-    cross_entropy = Term(label_loss(student_logits, labels), 1 - weight)
-    return join(shd, cross_entropy=cross_entropy, kd=Term(soft, weight))
-
-
-def check_tokens(
-    student_logits: Tensor, labels: Tensor, distillation_logits: Tensor, recipe: str, check: bool
-) -> Labels:
-    """Labels of two tokens' logits, which share one shape."""
-    tokens = {"student_logits": student_logits, "distillation_logits": distillation_logits}
-    check_alike("(B, C)", check=check, **tokens)
-    return as_labels(labels, student_logits, check=check, all_count=recipe)

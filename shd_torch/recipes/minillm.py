@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from shd_ref.errors import ShdError, need
 from shd_ref.integers import check_number
-from shd_torch.checks import check_mask, check_option, check_real, check_shapes, compute_dtype
+from shd_torch.checks import check_mask, check_option, check_real, check_shapes, compute_dtype, without_autocast
 from shd_torch.kd import kd_loss
-from shd_torch.precision import without_autocast
 from shd_torch.recipes.terms import SHD, Term, Terms, check_alike, check_integers, check_share, check_weight, join
 
 
@@ -39,9 +38,6 @@ class TeacherMixture:
         teacher: a Hugging Face causal language model on the student's device.
         mix: the teacher's share, 0 to 1; the published .2.
         attention_mask: of the prompts ``(B, prompt length)``, padded on the left; None where none is padded.
-
-    Raises:
-        ShdError: ``argument-value``.
     """
 
     def __init__(self, teacher: nn.Module, mix: float = 0.2, *, attention_mask: Tensor | None = None) -> None:
@@ -110,9 +106,6 @@ def minillm_rollout(
 
     Returns:
         The record, without a graph.
-
-    Raises:
-        ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``.
     """
     mix = check_share("mix", mix)
     check_number("reward_scale", reward_scale, above=0)
@@ -146,9 +139,6 @@ def minillm_advantages(
 
     Returns:
         Advantages ``(B, R)``.
-
-    Raises:
-        ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``.
     """
     discount = check_share("discount", discount)
     check_option("whitening", whitening, WHITENINGS)
@@ -188,17 +178,12 @@ def minillm_policy(
         teacher_logits: u ``(B, R, V)``.
         rollout: as ``minillm_rollout`` gives it, or its fields by name; or rows of them.
         clip: c, at least 0.
-        discount: as in ``minillm_advantages``.
-        whitening: as in ``minillm_advantages``.
+        discount, whitening: as in ``minillm_advantages``.
         reverse_kl_weight: b, of the single-step term over the whole vocabulary.
         shd: the attention term beside it, of live teachers: no cache holds text that was sampled now.
 
     Returns:
         The terms ``policy`` (1) and ``reverse_kl`` (b).
-
-    Raises:
-        ShdError: ``argument-value`` (also for ``shd`` from a cache), ``argument-shape``, ``argument-dtype``,
-            ``not-finite``.
     """
     clip, weight = check_weight("clip", clip), check_weight("reverse_kl_weight", reverse_kl_weight)
     rule, got = "be of live teachers on sampled text, which no cache has seen", "supervision from a cache"

@@ -16,7 +16,7 @@ from shd_ref.cache.storage.documents import read_json
 from shd_ref.cache.storage.drafts import part_folder
 from shd_ref.errors import ShdError, need
 from shd_ref.shrink.kept import kept_layers, predictive_channels, principal_axes
-from shd_torch.precision import without_autocast
+from shd_torch.checks import without_autocast
 from shd_torch.shrink.basis import Basis, check_ends, spread, turn_ends, write_embeddings, write_heads
 from shd_torch.shrink.calibration import (
     join_rows,
@@ -34,10 +34,10 @@ from shd_torch.shrink.folders import (
     load_student,
     load_teacher,
     new_folder,
+    read_modules,
     save_student,
 )
 from shd_torch.shrink.layer import STAGES, Work, fit_final, make_layer, share_merge
-from shd_torch.shrink.sentences import read_modules
 from shd_torch.shrink.sizes import (
     ShrinkOptions,
     Sizes,

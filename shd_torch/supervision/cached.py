@@ -37,8 +37,15 @@ from shd_ref.merging.plans import plan_groups
 from shd_torch.supervision.coded import Coded, check_length
 from shd_torch.supervision.factored import Factored
 from shd_torch.supervision.mask import move
-from shd_torch.supervision.targets import EmbeddingTargets, StoredRows, Taught, TopkTargets, decode_rows, view_rows
-from shd_torch.supervision.taught_layers import taught_layers
+from shd_torch.supervision.targets import (
+    EmbeddingTargets,
+    StoredRows,
+    Taught,
+    TopkTargets,
+    decode_rows,
+    taught_layers,
+    view_rows,
+)
 
 Groups: TypeAlias = tuple[tuple[int, ...], ...]
 

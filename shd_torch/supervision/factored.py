@@ -10,10 +10,9 @@ from torch import Tensor
 
 from shd_ref.errors import ShdError
 from shd_ref.tolerances import row_sum_tolerance
-from shd_torch.checks import check_query_key, check_real, compute_dtype
+from shd_torch.checks import check_query_key, check_real, compute_dtype, without_autocast
 from shd_torch.maps.attention import temper
 from shd_torch.maps.mixing import check_convex
-from shd_torch.precision import without_autocast
 from shd_torch.supervision.fused import MapFactors, attend, attend_both_ways, center_keys, expand_heads
 from shd_torch.supervision.mask import AttentionRule, RuleKeywords
 from shd_torch.supervision.supervision import ALL, Supervision

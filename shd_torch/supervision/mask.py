@@ -16,8 +16,7 @@ from torch import Tensor
 
 from shd_ref.errors import ShdError
 from shd_ref.integers import check_number
-from shd_torch.checks import compute_dtype
-from shd_torch.precision import without_autocast
+from shd_torch.checks import compute_dtype, without_autocast
 
 CHUNK = 256
 """Rows that are looked at together where a mask must be read as a whole."""

@@ -11,8 +11,15 @@ import torch
 from torch import Tensor
 
 from shd_ref.errors import ShdError
-from shd_torch.checks import ROW_SUMS, check_option, check_probs, check_real, check_temperature, compute_dtype
-from shd_torch.precision import without_autocast
+from shd_torch.checks import (
+    ROW_SUMS,
+    check_option,
+    check_probs,
+    check_real,
+    check_temperature,
+    compute_dtype,
+    without_autocast,
+)
 from shd_torch.supervision.fused import expand_heads
 from shd_torch.supervision.mask import move
 

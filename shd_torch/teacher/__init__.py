@@ -1,10 +1,10 @@
-"""A live teacher, squeezed at every step without its maps: ``online.py``; what else it gives: ``outputs.py``.
+"""A live teacher, squeezed at every step without its maps: ``online.py``; what is asked of it: ``arguments.py``.
 
 Imports ``capture``, ``supervision``, ``maps``, ``kl`` and ``kd``.
 """
 
+from shd_torch.teacher.arguments import LiveTargets
 from shd_torch.teacher.online import OnlineSupervision, OnlineTeacher, layer_kls
-from shd_torch.teacher.outputs import LiveTargets
 from shd_torch.teacher.squeeze import FactoredSqueeze, gram_tensor_from_qk, squeeze_factored
 
 __all__ = [

@@ -20,11 +20,9 @@ from shd_ref.layers import layer_map as pair_layers
 from shd_ref.merging.plans import check_count
 from shd_torch.capture.call import AttentionCall
 from shd_torch.capture.capture import Captured
-from shd_torch.capture.compiling import never_compiled, run_eagerly
 from shd_torch.capture.layers import Layer, SameLayers, check_calls, check_every_layer, check_single, number_layers
-from shd_torch.capture.outputs import read_hidden_states, read_logits, without
-from shd_torch.capture.projections import Projection, ProjectionWatch
-from shd_torch.capture.taps import RawCall, record
+from shd_torch.capture.outputs import Projection, ProjectionWatch, read_hidden_states, read_logits, without
+from shd_torch.capture.taps import RawCall, never_compiled, record, run_eagerly
 from shd_torch.checks import check_option
 from shd_torch.kd.targets import cut_teacher, mean_logits
 from shd_torch.kl.loss import attention_kl
@@ -32,10 +30,15 @@ from shd_torch.maps.loss import REDUCTIONS
 from shd_torch.maps.mixing import check_strategy
 from shd_torch.supervision.factored import Factored
 from shd_torch.supervision.supervision import Supervision
-from shd_torch.supervision.targets import Taught, TopkTargets
-from shd_torch.supervision.taught_layers import TaughtLayers
-from shd_torch.teacher.arguments import Rounds, read_layer_map, read_plans, read_projections
-from shd_torch.teacher.outputs import LiveTargets, read_hidden_layers
+from shd_torch.supervision.targets import Taught, TaughtLayers, TopkTargets
+from shd_torch.teacher.arguments import (
+    LiveTargets,
+    Rounds,
+    read_hidden_layers,
+    read_layer_map,
+    read_plans,
+    read_projections,
+)
 from shd_torch.teacher.squeeze import FactoredSqueeze, squeeze_factored
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from shd_ref.merging.plans import MergePlan, merge_plan, plan_groups
+from shd_torch.checks import without_autocast
 from shd_torch.maps.alpha import AlphaSolution, constant_alphas
 from shd_torch.maps.gram import gram_of_products, merge_gram, solve_gram_pair, split_projection
 from shd_torch.maps.mixing import check_strategy, compose_rounds, relative_error
-from shd_torch.precision import without_autocast
 from shd_torch.supervision.factored import Factored
 from shd_torch.supervision.fused import expand_heads
 

@@ -21,8 +21,7 @@ from shd_torch.capture.capture import capture_attention
 from shd_torch.capture.outputs import read_output
 from shd_torch.data.dataset import CacheJoin, SupervisedDataset, check_cache
 from shd_torch.data.stream import SupervisedStream
-from shd_torch.supervision.targets import Taught
-from shd_torch.supervision.taught_layers import unite_layers
+from shd_torch.supervision.targets import Taught, unite_layers
 from shd_torch.teacher.online import OnlineSupervision, OnlineTeacher
 from shd_torch.training import TERMS
 from shd_torch.training.batch import (
@@ -34,9 +33,8 @@ from shd_torch.training.batch import (
     count_samples,
     leave_samples,
 )
-from shd_torch.training.checkpoints import MARKER, finish_checkpoint, is_whole, last_checkpoint
 from shd_torch.training.embeddings import SeenEmbeddings
-from shd_torch.training.projectors import Projectors
+from shd_torch.training.projectors import MARKER, Projectors, finish_checkpoint, is_whole, last_checkpoint
 from shd_torch.training.recipe import Recipe
 from shd_torch.training.schedules import LossBalancer
 from shd_torch.training.terms import (

@@ -30,7 +30,7 @@ from shd_ref.cache import CacheReader  # noqa: E402
 from shd_ref.errors import ShdError  # noqa: E402
 from shd_torch.cli import load_app  # noqa: E402
 from shd_torch.compress import CompressOptions, compress, students  # noqa: E402
-from shd_torch.compress.choice import choose_design, choose_designs  # noqa: E402
+from shd_torch.compress.candidates import choose_design, choose_designs  # noqa: E402
 from shd_torch.compress.costs import TEACHER, Costs, fit_costs, mixed_designs  # noqa: E402
 from shd_torch.compress.samples import add_crops, divide, read_rows, training_order  # noqa: E402
 from shd_torch.compress.space import NONE, Design, Space  # noqa: E402
