@@ -27,11 +27,11 @@ from shd_torch.capture.layers import number_layers
 from shd_torch.capture.outputs import ProjectionWatch, read_every_hidden_state
 from shd_torch.capture.taps import record
 from shd_torch.maps import shd_loss, softmax
+from shd_torch.maps.gram import gram_of_products, split_projection
 from shd_torch.recipes import SHD, OrthogonalProjection, Term
 from shd_torch.supervision.factored import Factored
 from shd_torch.teacher import OnlineTeacher, layer_kls
 from shd_torch.teacher.online import OnlineSupervision, eval_mode
-from shd_torch.teacher.squeeze import gram_tensor_from_qk
 
 Pairs = tuple[tuple[int, int], ...]
 
@@ -439,10 +439,13 @@ def match_heads(teacher: nn.Module, batch: Mapping[str, Any], pairs: Pairs, head
         call = captured.layer(layer)
         assert call.value is not None
         projection = watch.find(layer, layers[layer][0], {}).matrix(teacher).to(call.value.device)
-        factored = Factored.teacher(call.query, call.key, rule=call.rule)
-        gram = gram_tensor_from_qk(
-            factored, call.value[:, :, : call.key.shape[2]], projection, query_mask=counted
-        ).sum(0)
+        # The maps are never formed: each head's product with every value head is fused attention.
+        maps, values = Factored.teacher(call.query, call.key, rule=call.rule), call.value[:, :, : call.key.shape[2]]
+        shape = (*call.query.shape[:3], call.key.shape[2])
+        by_head = split_projection(shape, values, projection, counted, check=True)
+        read = torch.stack([maps.apply_to(one) for one in values.split(1, dim=1)], dim=2)
+        products = read.repeat_interleave(len(by_head) // values.shape[1], dim=2)
+        gram = gram_of_products(products.double(), by_head, counted).sum(0)
         plans[layer] = merge_heads(gram.cpu().numpy(), heads, "matched", num_kv_heads=1).plan
     return plans
 

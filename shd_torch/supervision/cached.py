@@ -39,6 +39,7 @@ from shd_torch.supervision.factored import Factored
 from shd_torch.supervision.mask import move
 from shd_torch.supervision.targets import (
     EmbeddingTargets,
+    Length,
     StoredRows,
     Taught,
     TopkTargets,
@@ -212,16 +213,17 @@ class CodedSupervision(CachedBatch):
     temperature: float | None = None
     shapes: tuple[tuple[tuple[int, int], ...], ...] = ()
 
-    def supervise(self, length: int | Sequence[tuple[int, int]] | None = None) -> list[Coded]:
+    def supervise(self, length: Length = None) -> list[Coded]:
         """One ``Coded`` a layer, for ``attention_kl``: maps are made tile by tile, and never held.
 
         Args:
-            length: L to pad to, the student's sequence length; or rows and keys ``(L, S)`` of each layer; default: of
-                the longest sample.
+            length: L to pad to, the student's sequence length; or rows and keys ``(L, S)`` of each layer, which are
+                alike but for layers whose keys are of another sequence; default: of the longest sample.
 
         Raises:
             ShdError: ``argument-shape`` for a length below the longest sample.
         """
+        length = length if self.shapes else most_rows(length)
         sizes_of = functools.cache(self._sizes)
         supervisions, start = [], 0
         for layer, shapes in enumerate(self.shapes or (tuple((n, n) for n in self.lengths),) * len(self.layers)):
@@ -250,9 +252,7 @@ class CodedSupervision(CachedBatch):
     def _sizes(self, shapes: tuple[tuple[int, int], ...]) -> list[int]:
         return [packed_size(self.codec, self.support, self.num_student_heads, *shape) for shape in shapes]
 
-    def decode(
-        self, length: int | Sequence[tuple[int, int]] | None = None, dtype: torch.dtype = torch.float32
-    ) -> list[Tensor]:
+    def decode(self, length: Length = None, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         """The merged maps, one tensor ``(B, H_s, L, S)`` a layer, on the buffer's device.
 
         Args:
@@ -287,14 +287,14 @@ class FactoredCodes(CachedBatch):
     groups: tuple[Groups | None, ...]
     num_teacher_heads: int
 
-    def supervise(self, length: int | None = None, dtype: torch.dtype = torch.float32) -> list[Factored]:
+    def supervise(self, length: Length = None, dtype: torch.dtype = torch.float32) -> list[Factored]:
         """What ``attention_kl`` takes: one ``Factored`` a layer, on the buffer's device; no map is formed.
 
         Args:
             length: L to pad to, as for ``CodedSupervision``; padded rows do not count, and padded keys are masked.
             dtype: of queries and keys.
         """
-        size = check_length(self.lengths, length)
+        size = check_length(self.lengths, most_rows(length))
         mixing, steps, codes = self._sections()
         present = self.query_mask(size)
         padded = any(self.firsts) or any(n != size for n in self.lengths)
@@ -322,7 +322,7 @@ class FactoredCodes(CachedBatch):
         return supervision
 
     def decode(
-        self, length: int | None = None, dtype: torch.dtype = torch.float32, *, temperature: float = 1.0
+        self, length: Length = None, dtype: torch.dtype = torch.float32, *, temperature: float = 1.0
     ) -> list[Tensor]:
         """The merged maps, one tensor ``(B, H_s, L, L)`` a layer, at the T_a that the loss will be called with."""
         return [layer.probs(temperature=temperature).to(dtype) for layer in self.supervise(length)]
@@ -425,6 +425,11 @@ def _decode_vectors(stored: StoredRows, codes: Tensor) -> Tensor:
     if codec == "int8":
         return stored.spread(codes[:, 4:].view(torch.int8) * codes[:, :4].contiguous().view(torch.float32))
     return stored.spread(view_rows(codes, torch.float32 if codec == "float32" else torch.float16).float())
+
+
+def most_rows(length: Length) -> int | None:
+    """One length for all layers."""
+    return max(rows for rows, _ in length) if isinstance(length, Sequence) else length
 
 
 def held_positions(lengths: Sequence[int], firsts: Sequence[int], length: int | None, device: torch.device) -> Tensor:

@@ -16,6 +16,8 @@ from shd_ref.errors import need
 from shd_torch.supervision.supervision import Supervision, tile_entries
 
 Kinds: TypeAlias = tuple[tuple[str, int], ...]
+Length: TypeAlias = int | Sequence[tuple[int, int]] | None
+"""Positions to pad to; or rows and keys of each taught layer; None: of the longest sample."""
 Call = TypeVar("Call")
 
 
@@ -138,8 +140,8 @@ class Taught:
 
     layers: tuple[int, ...]
 
-    def supervise(self, length: Any = None) -> Sequence[Supervision]:
-        """The maps, one for each of ``layers``."""
+    def supervise(self, length: Length = None) -> Sequence[Supervision]:
+        """The maps, one for each of ``layers``; ``length`` may be rows and keys of each."""
         return ()
 
     def targets(self, length: int | None = None) -> Tensor | TopkTargets | None:

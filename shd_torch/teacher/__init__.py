@@ -5,14 +5,6 @@ Imports ``capture``, ``supervision``, ``maps``, ``kl`` and ``kd``.
 
 from shd_torch.teacher.arguments import LiveTargets
 from shd_torch.teacher.online import OnlineSupervision, OnlineTeacher, layer_kls
-from shd_torch.teacher.squeeze import FactoredSqueeze, gram_tensor_from_qk, squeeze_factored
+from shd_torch.teacher.squeeze import FactoredSqueeze, squeeze_factored
 
-__all__ = [
-    "FactoredSqueeze",
-    "LiveTargets",
-    "OnlineSupervision",
-    "OnlineTeacher",
-    "gram_tensor_from_qk",
-    "layer_kls",
-    "squeeze_factored",
-]
+__all__ = ["FactoredSqueeze", "LiveTargets", "OnlineSupervision", "OnlineTeacher", "layer_kls", "squeeze_factored"]

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,7 @@ from shd_torch.kl.loss import attention_kl
 from shd_torch.maps.loss import REDUCTIONS
 from shd_torch.maps.mixing import check_strategy
 from shd_torch.supervision.factored import Factored
-from shd_torch.supervision.supervision import Supervision
-from shd_torch.supervision.targets import Taught, TaughtLayers, TopkTargets
+from shd_torch.supervision.targets import Length, Taught, TaughtLayers, TopkTargets
 from shd_torch.teacher.arguments import (
     LiveTargets,
     Rounds,
@@ -76,7 +75,7 @@ class OnlineSupervision(Taught):
         """One per layer, good at any temperature."""
         return [squeeze.supervision for squeeze in self.squeezes]
 
-    def supervise(self, length: int | None = None) -> list[Factored]:
+    def supervise(self, length: Length = None) -> list[Factored]:
         """``supervisions``; the teacher saw the student's positions, so nothing is padded to ``length``."""
         return self.supervisions
 
@@ -87,17 +86,6 @@ class OnlineSupervision(Taught):
     def hidden_states(self, length: int | None = None) -> dict[int, Tensor]:
         """For ``hidden_loss``: the chosen hidden states ``(B, L, D)``, by number as Hugging Face counts them."""
         return dict(self.hidden)
-
-
-class Teaching(Protocol):
-    """What teaches a batch: ``OnlineSupervision``, or what a cache holds of it (``CodedSupervision``)."""
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """Student layers, zero-based."""
-
-    def supervise(self, length: int | None = None) -> Sequence[Supervision]:
-        """One per layer, padded to so many positions."""
 
 
 class OnlineTeacher:
@@ -318,7 +306,7 @@ class OnlineTeacher:
 
 def layer_kls(
     captured: Captured,
-    taught: Teaching | Sequence[Teaching],
+    taught: Taught | Sequence[Taught],
     *,
     loss_mask: Tensor | Mapping[int, Tensor | None] | None = None,
     temperature: float = 1.0,
@@ -359,9 +347,7 @@ def layer_kls(
         calls = [captured.layer(layer) for layer in teacher.layers]
         num_maps = sum(call.num_heads for call in calls) if reduction == "mean" else 1
         sizes = [(call.query.shape[2], call.key.shape[2]) for call in calls]
-        has_shapes = bool(getattr(teacher, "shapes", ()))
-        supervisions = teacher.supervise(sizes if has_shapes else max(rows for rows, _ in sizes))  # type: ignore[arg-type]
-        for layer, call, supervision in zip(teacher.layers, calls, supervisions, strict=True):
+        for layer, call, supervision in zip(teacher.layers, calls, teacher.supervise(sizes), strict=True):
             term = attention_kl(
                 call.query,
                 call.key,

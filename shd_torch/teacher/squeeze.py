@@ -82,7 +82,10 @@ def squeeze_factored(
     Source: Algorithm 1, Eq. 5-10. Deviations: D-1, D-2, D-22.
     """
     check_strategy(strategy, alpha_rule)
-    projection = _check_factors(teacher, values, output_projection, query_mask, check=check)
+    maps = (*teacher.queries.shape[:3], teacher.keys.shape[2])
+    projection = split_projection(maps, values, output_projection, query_mask, check=check)
+    if check:
+        teacher.check(None, 0)  # also rows that do not count (MAP-5)
     teacher = teacher.unmixed()
     rounds = merge_plan(teacher.num_heads, num_student_heads, "progressive" if plan is None else plan)
     groups = plan_groups(rounds, teacher.num_heads)
@@ -191,44 +194,3 @@ def _residual(
         error += torch.einsum("bjld,jdm->blm", (merged - own).double(), projection[members])
         target += torch.einsum("bjld,jdm->blm", own.double(), projection[members])
     return relative_error(error, target, query_mask).to(teacher.dtype)
-
-
-@torch.no_grad()
-@without_autocast
-def gram_tensor_from_qk(
-    teacher: Factored,
-    values: Tensor,
-    output_projection: Tensor,
-    *,
-    query_mask: Tensor | None = None,
-    check: bool = True,
-) -> Tensor:
-    """``gram_tensor`` of a teacher whose maps are never formed: the products ``A_i V_j`` are fused attention.
-
-    Arguments are those of ``squeeze_factored``.
-
-    Returns:
-        G ``(B, H_t, H_t, H_t, H_t)``; float64 sums of products made in float32 or wider.
-
-    Raises:
-        ShdError: ``argument-shape``, ``argument-value``, ``argument-dtype``, ``not-finite``, ``mixing-invalid``.
-
-    Source: silent. Decision: D-22.
-    """
-    projection = _check_factors(teacher, values, output_projection, query_mask, check=check)
-    heads = projection.shape[0]
-    maps, group = teacher.unmixed(), heads // values.shape[1]
-    read = [maps.apply_to(values[:, head : head + 1]) for head in range(values.shape[1])]  # (B, H_t, L, d_v) each
-    products = torch.stack(read, dim=2).repeat_interleave(group, dim=2)
-    return gram_of_products(products.double(), projection, query_mask)
-
-
-def _check_factors(
-    teacher: Factored, values: Tensor, output_projection: Tensor, query_mask: Tensor | None, *, check: bool
-) -> Tensor:
-    """The projection by heads, see ``split_projection``; the teacher's queries and keys are looked at with it."""
-    maps = (*teacher.queries.shape[:3], teacher.keys.shape[2])
-    projection = split_projection(maps, values, output_projection, query_mask, check=check)
-    if check:
-        teacher.check(None, 0)  # also rows that do not count (MAP-5)
-    return projection

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 import shd_ref
 from shd_torch import attention_kl
 from shd_torch.supervision import Factored
-from shd_torch.teacher import gram_tensor_from_qk, squeeze_factored
+from shd_torch.teacher import squeeze_factored
 
 STRATEGIES = ["shd", "constant", "hard", "mean"]
 
@@ -172,14 +172,6 @@ def test_printed_rule_and_sinks() -> None:
         assert_agrees(actual.mixing, expected.mixing, "float64", "alpha")
         assert_agrees(actual.residual, expected.residual, "float64", "residual")
         np.testing.assert_allclose(to_float64(actual.supervision.mass()), expected.probs.sum(-1), atol=1e-9)
-
-
-def test_gram_tensor_agrees() -> None:
-    teacher, values, projection, probs = teacher_case(6)
-    mask = row_mask(2, 12)
-    expected = shd_ref.gram_tensor(probs, values.numpy(), projection.numpy(), query_mask=mask)
-    actual = gram_tensor_from_qk(teacher, values, projection, query_mask=torch.from_numpy(mask))
-    np.testing.assert_allclose(to_float64(actual), expected, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize(
