@@ -104,7 +104,7 @@ def quick(session: nox.Session) -> None:
 NUMERICAL_TESTS = (
     *(f"tests/{room}" for room in ("specs", "kd", "recipes", "shrink", "cache/codecs", "cache/test_golden.py")),
     *(f"tests/teacher/{room}" for room in ("rewrite", "run", "study", "precompute")),
-    *(f"tests/torch_path/{room}" for room in ("maps", "kl", "supervision", "teacher", "shrink")),
+    *(f"tests/torch_path/{room}" for room in ("maps", "kl", "supervision", "live", "shrink")),
     *(f"tests/torch_path/{room}" for room in ("doctor", "training", "models")),
     "tests/judge/test_implementations.py",
     "tests/examples",

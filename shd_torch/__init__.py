@@ -1,7 +1,7 @@
 """Squeezing-Heads Distillation in PyTorch: what a training script needs, loaded when it is first used.
 
 The import by itself loads nothing, not even PyTorch. Specialists' names are in their rooms: ``shd_torch.capture``,
-``compress``, ``supervision``, ``kl``, ``indexer``, ``kd``, ``recipes``, ``teacher``, ``data``,
+``compress``, ``supervision``, ``kl``, ``indexer``, ``kd``, ``recipes``, ``live``, ``data``,
 ``training``, ``doctor``, ``export`` and ``deploy``. The mathematics on maps is ``shd_torch.maps``, under the names,
 arguments and errors of ``shd_ref`` and written independently of it.
 """
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from shd_torch.kd import pool_states as pool_states
     from shd_torch.kl import attention_kl as attention_kl
     from shd_torch.kl import explain_backend as explain_backend
+    from shd_torch.live import LiveTargets as LiveTargets
+    from shd_torch.live import OnlineTeacher as OnlineTeacher
+    from shd_torch.live import layer_kls as layer_kls
     from shd_torch.shrink import load_student as load_student
-    from shd_torch.teacher import LiveTargets as LiveTargets
-    from shd_torch.teacher import OnlineTeacher as OnlineTeacher
-    from shd_torch.teacher import layer_kls as layer_kls
     from shd_torch.training import BetaSchedule as BetaSchedule
     from shd_torch.training import EmbeddingLoss as EmbeddingLoss
     from shd_torch.training import EmbeddingTerm as EmbeddingTerm
@@ -56,7 +56,7 @@ _ROOMS = {
     ),
     "shd_torch.kl": ("attention_kl", "explain_backend"),
     "shd_torch.shrink": ("load_student",),
-    "shd_torch.teacher": ("LiveTargets", "OnlineTeacher", "layer_kls"),
+    "shd_torch.live": ("LiveTargets", "OnlineTeacher", "layer_kls"),
     "shd_torch.training": (
         *("EmbeddingLoss", "EmbeddingTerm", "HiddenTerm", "KdTerm"),
         *("BetaSchedule", "LossBalancer", "batch_share"),
@@ -78,7 +78,7 @@ _MODULES = {
     "recipes",
     "shrink",
     "supervision",
-    "teacher",
+    "live",
     "training",
 }
 # A star import, and all that walks the names of a module, must work without transformers.

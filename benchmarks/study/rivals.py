@@ -26,12 +26,12 @@ from shd_torch.capture import AttentionCall, Captured, capture_attention
 from shd_torch.capture.layers import number_layers
 from shd_torch.capture.outputs import ProjectionWatch, read_every_hidden_state
 from shd_torch.capture.taps import record
+from shd_torch.live import OnlineTeacher, layer_kls
+from shd_torch.live.online import OnlineSupervision, eval_mode
 from shd_torch.maps import shd_loss, softmax
 from shd_torch.maps.gram import gram_of_products, split_projection
 from shd_torch.recipes import SHD, OrthogonalProjection, Term
 from shd_torch.supervision.factored import Factored
-from shd_torch.teacher import OnlineTeacher, layer_kls
-from shd_torch.teacher.online import OnlineSupervision, eval_mode
 
 Pairs = tuple[tuple[int, int], ...]
 

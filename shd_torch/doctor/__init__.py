@@ -1,6 +1,6 @@
 """Will attention supervision work for a pair of models? Looked up, and tried.
 
-Imports ``recipes``, ``teacher``, ``training`` and ``shrink``. Start with ``diagnosis.py``.
+Imports ``recipes``, ``live``, ``training`` and ``shrink``. Start with ``diagnosis.py``.
 """
 
 from shd_torch.doctor.diagnosis import Diagnosis, Verdict, diagnose

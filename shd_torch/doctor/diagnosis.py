@@ -35,11 +35,11 @@ from shd_torch.doctor.training import (
     inputs_of,
     mask_of,
 )
+from shd_torch.live import OnlineTeacher
+from shd_torch.live.online import layer_kls
 from shd_torch.maps import layer_map
 from shd_torch.recipes.terms import IGNORED
 from shd_torch.shrink import folders
-from shd_torch.teacher import OnlineTeacher
-from shd_torch.teacher.online import layer_kls
 
 YES: Final = "yes"
 UNLIKELY: Final = "probably not"

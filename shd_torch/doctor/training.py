@@ -20,9 +20,9 @@ from shd_ref.teacher.study.intervals import half_width
 from shd_torch.capture import capture_attention
 from shd_torch.capture.outputs import read_logits, read_output
 from shd_torch.kd import embedding_loss, hidden_loss, pool_states
+from shd_torch.live import OnlineTeacher
 from shd_torch.recipes import SHD, Term, Terms, scale_report
 from shd_torch.recipes.terms import IGNORED, join
-from shd_torch.teacher import OnlineTeacher
 from shd_torch.training.recipe import is_causal_model
 
 HELD_OUT: Final = 0.2

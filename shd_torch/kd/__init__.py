@@ -1,14 +1,14 @@
 """Losses on logits, without a wide copy of them, on hidden states and on embeddings.
 
-``loss.py`` checks the student's side and goes over the rows in chunks; ``rows.py`` checks all other arguments and
-gives the divergence and the slope of a chunk; ``targets.py`` makes targets of a teacher. ``embeddings.py`` pools and
-compares texts. Liger has fused losses of this kind for a live teacher's hidden states and, for given targets, of
+``chunks.py`` checks the student's side and goes over the rows in chunks; ``divergences.py`` checks all other arguments
+and gives the divergence and the slope of a chunk; ``targets.py`` makes targets of a teacher. ``embeddings.py`` pools
+and compares texts. Liger has fused losses of this kind for a live teacher's hidden states and, for given targets, of
 whole rows alone (without ``T^2``, and a smaller vocabulary padded with zeros): nothing that takes a tail, so none is
 used.
 """
 
+from shd_torch.kd.chunks import hidden_loss, kd_loss, linear_kd_loss
 from shd_torch.kd.embeddings import EmbeddingAgreement, compare_embeddings, embedding_loss, pool_states
-from shd_torch.kd.loss import hidden_loss, kd_loss, linear_kd_loss
 from shd_torch.kd.targets import ExactTargets, TeacherHead, kd_targets_topk, mean_logits
 from shd_torch.supervision.targets import TopkTargets
 

@@ -12,7 +12,7 @@ from shd_ref.cache import POOLINGS
 from shd_ref.errors import need
 from shd_ref.integers import check_integer
 from shd_torch.checks import check_mask, check_option, check_real, check_shapes, compute_dtype, without_autocast
-from shd_torch.kd.loss import hidden_loss, unit
+from shd_torch.kd.chunks import hidden_loss, unit
 
 DISTANCES: Final[tuple[str, ...]] = ("cosine", "mse", "similarity")
 

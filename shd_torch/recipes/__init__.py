@@ -6,7 +6,7 @@ settings were tuned with it. Denominators differ up to a thousandfold, so that a
 Every recipe gives ``Terms``: values and weights by name, and their sum ``total``. ``shd=SHD(captured, taught,
 beta=0.02)`` adds the attention term, from a cache or from live teachers. ``logits.py`` says what all take and raise;
 ``check=False`` leaves out validating the values, which costs a device sync. ``scale_report`` says what each term is
-worth in the loss and in the gradient. Imports ``kd``, ``teacher`` and ``capture``; start with ``terms.py``.
+worth in the loss and in the gradient. Imports ``kd``, ``live`` and ``capture``; start with ``terms.py``.
 """
 
 from shd_torch.recipes.diffusion import DiffusionDraw, diffusion, draw_diffusion, linear_betas, noised

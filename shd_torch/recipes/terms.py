@@ -22,8 +22,8 @@ from shd_torch.capture.capture import Captured
 from shd_torch.checks import INTEGERS, REALS, check_dtype, check_real, check_shape, check_shapes, compute_dtype
 from shd_torch.kd import TopkTargets, kd_loss
 from shd_torch.kd.targets import check_logits
+from shd_torch.live.online import LayerKeywords, OnlineSupervision, layer_kls
 from shd_torch.supervision.targets import Taught
-from shd_torch.teacher.online import LayerKeywords, OnlineSupervision, layer_kls
 
 
 class Term(NamedTuple):

@@ -24,7 +24,7 @@ from shd_torch.shrink.families import Family, family_of, find_part
 from shd_torch.shrink.sizes import count_parameters, sizes_of
 from shd_torch.shrink.student import shrink
 
-KINDS = ("attention", "activations")
+PARTS = ("attention", "activations")
 
 
 @dataclass(frozen=True)
@@ -83,14 +83,14 @@ class Gates(nn.Module):
         sizes = num_layers, num_layers if has_activations else 0
         made = [torch.ones(size, dtype=torch.promote_types(like.dtype, torch.float32)) for size in sizes]
         self.attention, self.activations = (nn.Parameter(ones.to(like.device)) for ones in made)
-        self._kept: dict[str, int | None] = dict.fromkeys(KINDS)
-        self._importance = {kind: torch.zeros_like(getattr(self, kind)) for kind in KINDS}
-        self._gradient = {kind: torch.zeros_like(getattr(self, kind)) for kind in KINDS}
+        self._kept: dict[str, int | None] = dict.fromkeys(PARTS)
+        self._importance = {kind: torch.zeros_like(getattr(self, kind)) for kind in PARTS}
+        self._gradient = {kind: torch.zeros_like(getattr(self, kind)) for kind in PARTS}
         self._count = 0
 
     def keep(self, *, attention: int | None = None, activations: int | None = None) -> None:
         """How many gates of each kind are open from now on: those with the largest numbers; None for all."""
-        for kind, count in zip(KINDS, (attention, activations), strict=True):
+        for kind, count in zip(PARTS, (attention, activations), strict=True):
             most = len(getattr(self, kind))
             self._kept[kind] = None if count is None else check_integer(kind, count, 0, most)
 
@@ -104,7 +104,7 @@ class Gates(nn.Module):
 
     def observe(self, gradients: Mapping[str, Tensor] | None = None) -> None:
         """Count the gradients of one batch towards the importance; by default those of ``backward``."""
-        for kind in KINDS:
+        for kind in PARTS:
             scores = getattr(self, kind)
             gradient = scores.grad if gradients is None else gradients[kind]
             if gradient is None and len(scores):
@@ -119,8 +119,8 @@ class Gates(nn.Module):
         """The mean over all batches that were observed."""
         if not self._count:
             raise ShdError("argument-value", "gates must observe a batch before they rank; got none")
-        attention, activations = ((self._importance[kind] / self._count).tolist() for kind in KINDS)
-        means = [float(self._gradient[kind].mean()) for kind in KINDS]
+        attention, activations = ((self._importance[kind] / self._count).tolist() for kind in PARTS)
+        means = [float(self._gradient[kind].mean()) for kind in PARTS]
         if not torch.isfinite(torch.cat([*self._importance.values()])).all():
             raise ShdError("not-finite", "the loss must have finite gradients; got NaN or infinity")
         disparity = means[1] / means[0] if activations and means[0] > 0 else None
@@ -164,7 +164,7 @@ def _activation(layer: nn.Module, family: Family) -> nn.Module:
 
 def _gate(gates: Gates, layer: int, *, is_activation: bool) -> Callable[..., Tensor]:
     def gate(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        value = gates.value(KINDS[is_activation], layer).to(output.dtype)
+        value = gates.value(PARTS[is_activation], layer).to(output.dtype)
         return value * output + (1 - value) * inputs[0] if is_activation else value * output
 
     return gate
@@ -192,7 +192,7 @@ def rank_layers(
     model.eval()
     try:
         with gate_layers(model) as gates, torch.enable_grad():
-            numbers = {kind: getattr(gates, kind) for kind in KINDS}
+            numbers = {kind: getattr(gates, kind) for kind in PARTS}
             for batch in batches:
                 value = model(**batch).loss if loss is None else loss(model, batch)
                 if not isinstance(value, Tensor) or value.ndim or not value.requires_grad:
@@ -200,7 +200,7 @@ def rank_layers(
                     rule = f"the loss must be one number that depends on the model; got {got}"
                     raise ShdError("argument-value", f"{rule}: give batches with labels, or a loss")
                 gradients = torch.autograd.grad(value, [*numbers.values()], allow_unused=True, materialize_grads=True)
-                gates.observe(dict(zip(KINDS, gradients, strict=True)))
+                gates.observe(dict(zip(PARTS, gradients, strict=True)))
             return gates.rank()
     finally:
         model.train(mode)

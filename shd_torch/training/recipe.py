@@ -32,7 +32,7 @@ class _Kind:
     by_sample: tuple[str, ...] = ()  # terms that are a mean (or a sum) over samples where the others count rows
 
 
-KINDS: Final[Mapping[str, _Kind]] = {
+RECIPES: Final[Mapping[str, _Kind]] = {
     "cross_entropy": _Kind(recipes.cross_entropy, "none", of_text=None),
     "language_kd": _Kind(recipes.language_kd, "one", of_text=True),
     "gkd": _Kind(recipes.gkd, "one", of_text=True, divergence="jsd"),
@@ -69,9 +69,9 @@ class Recipe:
 
     def __init__(self, name: str, *, shift: bool | None = None, **options: Any) -> None:
         why = f"it needs {OF_A_LOOP[name]}; write the loop of docs/recipes.md" if name in OF_A_LOOP else ""
-        rule = f"be one of {', '.join(KINDS)}"
-        need(name in KINDS, "argument-value", "recipe", rule, repr(name), remedy=why)
-        self.name, self.kind, self.shift = name, KINDS[name], shift
+        rule = f"be one of {', '.join(RECIPES)}"
+        need(name in RECIPES, "argument-value", "recipe", rule, repr(name), remedy=why)
+        self.name, self.kind, self.shift = name, RECIPES[name], shift
         taken = set(inspect.signature(self.kind.run).parameters) - {"shd", "check", "shift"}
         known = sorted(keyword for keyword in taken if not keyword.endswith(("logits", "labels", "targets")))
         unknown = sorted(set(options) - set(known))

@@ -13,7 +13,7 @@ from torch import Tensor
 from shd_ref.errors import need
 from shd_ref.integers import check_number
 
-KINDS: Final[tuple[str, ...]] = ("constant", "linear", "cosine")
+SHAPES: Final[tuple[str, ...]] = ("constant", "linear", "cosine")
 """How beta goes from its peak to its end."""
 
 
@@ -37,7 +37,7 @@ class BetaSchedule:
     end: float = 0.0
 
     def __post_init__(self) -> None:
-        need(self.kind in KINDS, "argument-value", "kind", f"be one of {', '.join(KINDS)}", repr(self.kind))
+        need(self.kind in SHAPES, "argument-value", "kind", f"be one of {', '.join(SHAPES)}", repr(self.kind))
         for name, value in (("peak", self.peak), ("end", self.end)):
             check_number(name, value, least=0.0)
         inside = 0 <= check_number("warmup", self.warmup) < 1

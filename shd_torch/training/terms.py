@@ -13,12 +13,12 @@ from shd_ref.errors import ShdError, need
 from shd_torch.capture.outputs import read_every_hidden_state, read_hidden_states, read_logits, read_output
 from shd_torch.checks import check_option, check_temperature
 from shd_torch.kd import ExactTargets, TeacherHead, embedding_loss, hidden_loss, kd_loss, mean_logits, pool_states
+from shd_torch.kd.chunks import DISTANCES, unit
+from shd_torch.kd.chunks import REDUCTIONS as OVER_LAYERS
+from shd_torch.kd.divergences import DIVERGENCES
 from shd_torch.kd.embeddings import DISTANCES as OF_EMBEDDINGS
-from shd_torch.kd.loss import DISTANCES, unit
-from shd_torch.kd.loss import REDUCTIONS as OVER_LAYERS
-from shd_torch.kd.rows import DIVERGENCES
+from shd_torch.live.online import LayerKeywords, layer_kls
 from shd_torch.supervision.targets import Taught
-from shd_torch.teacher.online import LayerKeywords, layer_kls
 from shd_torch.training.batch import ROWS, Counter, Forward, MicroBatch, count_positions, count_samples, every_row
 from shd_torch.training.projectors import EMBEDDING, make_projector
 from shd_torch.training.schedules import BetaSchedule, LossBalancer

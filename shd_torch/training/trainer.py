@@ -21,8 +21,8 @@ from shd_torch.capture.capture import capture_attention
 from shd_torch.capture.outputs import read_output
 from shd_torch.data.dataset import CacheJoin, SupervisedDataset, check_cache
 from shd_torch.data.stream import SupervisedStream
+from shd_torch.live.online import OnlineSupervision, OnlineTeacher
 from shd_torch.supervision.targets import Taught, unite_layers
-from shd_torch.teacher.online import OnlineSupervision, OnlineTeacher
 from shd_torch.training import TERMS
 from shd_torch.training.batch import (
     Counter,

@@ -241,7 +241,7 @@ teacher/graph teacher/rewrite teacher/sources teacher/run teacher/precompute tea
 report commands cli
 """
 SHD_TORCH = """
-checks maps supervision kernels kl indexer kd capture teacher data recipes training shrink export
+checks maps supervision kernels kl indexer kd capture live data recipes training shrink export
 deploy doctor compress top shrink_command doctor_command commands cli
 """
 FLOORS = {"shd_ref": SHD_REF.split(), "shd_torch": SHD_TORCH.split()}

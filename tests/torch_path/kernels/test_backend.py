@@ -9,8 +9,8 @@ import torch
 from support.calls import calls_of
 
 from shd_torch import attention_kl, explain_backend
-from shd_torch.kl import loss as backends
-from shd_torch.kl.loss import BACKENDS, choose_backend
+from shd_torch.kl import backends
+from shd_torch.kl.backends import BACKENDS, choose_backend
 from shd_torch.supervision import Coded, Dense, Factored
 
 

@@ -11,7 +11,7 @@ from support.refusals import refusal
 
 from shd_torch import BetaSchedule, OnlineTeacher, ShdError, capture_attention, hidden_loss, kd_loss, layer_kls
 from shd_torch.kd import ExactTargets, TeacherHead, kd_targets_topk, mean_logits
-from shd_torch.teacher import LiveTargets
+from shd_torch.live import LiveTargets
 from shd_torch.training import HiddenTerm, KdTerm
 
 WHOLE = {"max_steps": 1, "per_device_train_batch_size": 8}

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 import shd_ref
 from shd_torch import attention_kl
+from shd_torch.live import squeeze_factored
 from shd_torch.supervision import Factored
-from shd_torch.teacher import squeeze_factored
 
 STRATEGIES = ["shd", "constant", "hard", "mean"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shd_torch.checks import check_mask, check_option, check_real, check_shapes, compute_dtype, without_autocast
-from shd_torch.kd.rows import KdKeywords, KdOptions, KdRows, Targets, kd_rows
+from shd_torch.kd.divergences import KdKeywords, KdOptions, KdRows, Targets, kd_rows
 from shd_torch.kd.targets import check_logits, check_rows, cut, row_chunks
 from shd_torch.kl.gradient import once, refuse_transforms
 from shd_torch.maps.loss import Layers, match_layers

@@ -25,12 +25,8 @@ from shd_torch.capture.outputs import Projection, ProjectionWatch, read_hidden_s
 from shd_torch.capture.taps import RawCall, never_compiled, record, run_eagerly
 from shd_torch.checks import check_option
 from shd_torch.kd.targets import cut_teacher, mean_logits
-from shd_torch.kl.loss import attention_kl
-from shd_torch.maps.loss import REDUCTIONS
-from shd_torch.maps.mixing import check_strategy
-from shd_torch.supervision.factored import Factored
-from shd_torch.supervision.targets import Length, Taught, TaughtLayers, TopkTargets
-from shd_torch.teacher.arguments import (
+from shd_torch.kl.backends import attention_kl
+from shd_torch.live.arguments import (
     LiveTargets,
     Rounds,
     read_hidden_layers,
@@ -38,7 +34,11 @@ from shd_torch.teacher.arguments import (
     read_plans,
     read_projections,
 )
-from shd_torch.teacher.squeeze import FactoredSqueeze, squeeze_factored
+from shd_torch.live.squeeze import FactoredSqueeze, squeeze_factored
+from shd_torch.maps.loss import REDUCTIONS
+from shd_torch.maps.mixing import check_strategy
+from shd_torch.supervision.factored import Factored
+from shd_torch.supervision.targets import Length, Taught, TaughtLayers, TopkTargets
 
 
 class LayerKeywords(TypedDict, total=False):

@@ -3,8 +3,8 @@
 Imports ``capture``, ``supervision``, ``maps``, ``kl`` and ``kd``.
 """
 
-from shd_torch.teacher.arguments import LiveTargets
-from shd_torch.teacher.online import OnlineSupervision, OnlineTeacher, layer_kls
-from shd_torch.teacher.squeeze import FactoredSqueeze, squeeze_factored
+from shd_torch.live.arguments import LiveTargets
+from shd_torch.live.online import OnlineSupervision, OnlineTeacher, layer_kls
+from shd_torch.live.squeeze import FactoredSqueeze, squeeze_factored
 
 __all__ = ["FactoredSqueeze", "LiveTargets", "OnlineSupervision", "OnlineTeacher", "layer_kls", "squeeze_factored"]
