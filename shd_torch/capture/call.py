@@ -127,7 +127,6 @@ def read_hf_call(
 
 
 def _read_rule(raw: RawCall, query: Tensor, key: Tensor, opened: dict[int, Tensor], name: str) -> AttentionRule:
-    """From the arguments of the attention function itself."""
     keywords, mask = raw.keywords or {}, raw.attn_mask
     rule = AttentionRule(scale=keywords.get("scaling"), softcap=keywords.get("softcap"))
     bias = keywords.get("position_bias")

@@ -127,13 +127,11 @@ class Captured:
         layers.check_calls(self.num_calls, "the student")
 
     def clear(self) -> None:
-        """Forget what was recorded, and with it the student's graph."""
         self._kept.clear()
         self.num_calls = 0
 
     @never_compiled
     def take(self, layers: Sequence[Layer], grad_enabled: bool) -> None:
-        """Keep the calls of the layers that were asked for."""
         self.num_calls = len(layers)
         opened: dict[int, Tensor] = {}  # block masks by their identity, which holds as long as the calls
         for index in range(len(layers)) if self._layers is None else self._layers:

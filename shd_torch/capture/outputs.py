@@ -42,7 +42,6 @@ def read_hidden_states(output: Any, layers: Sequence[int], name: str) -> dict[in
 
 
 def read_every_hidden_state(output: Any, name: str) -> tuple[Tensor, ...]:
-    """All of them; see ``read_hidden_states``."""
     states = read_output(output, "hidden_states")
     states = read_output(output, "decoder_hidden_states") if states is None else states
     if not isinstance(states, Sequence) or not all(isinstance(state, Tensor) for state in states):

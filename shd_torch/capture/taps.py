@@ -173,20 +173,17 @@ def record(model: nn.Module, *, values: bool = False) -> Iterator[list[RawCall]]
 
 
 def is_recording() -> bool:
-    """Whether this thread's attention is being recorded."""
     recorder = _threads.recorder
     return recorder.active and not recorder.nested
 
 
 def add_call(call: RawCall) -> None:
-    """Note a call at the head of the list."""
     recorder = _threads.recorder
     call.run = recorder.run
     call.before, recorder.last = recorder.last, call
 
 
 def last_call() -> RawCall | None:
-    """The call that was noted last, while this thread records."""
     return _threads.recorder.last if is_recording() else None
 
 

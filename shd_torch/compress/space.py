@@ -36,7 +36,6 @@ class Space:
 
     @property
     def whole(self) -> Design:
-        """The teacher."""
         return self.uniform(self.heads[0], self.neurons[0])
 
     def uniform(self, heads: int, neurons: int, layers: int | None = None, attending: int = 0) -> Design:

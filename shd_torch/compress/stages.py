@@ -55,7 +55,6 @@ class Run:
         return piece[1]
 
     def judge(self, use: str, most: int | None = None) -> Judge:
-        """Of the samples for one use."""
         self.progress(0, 0, "quality is measured")
         if (use, most) not in self._judges:
             rows, pad_id = getattr(self.samples, use)[:most], padding_of(self.model.config)
@@ -63,12 +62,10 @@ class Run:
         return self._judges[use, most]
 
     def tell(self, what: str) -> Callable[[int, int], None]:
-        """Progress of one stage."""
         return lambda done, total: self.progress(done, total, what)
 
     @property
     def teacher_graphs(self) -> dict[str, Path]:
-        """Written by the first stage."""
         paths = {TEACHER: self.graphs / "teacher.onnx", TEACHER_INT8: self.graphs / "teacher.int8.onnx"}
         return paths if self.options.int8 else {TEACHER: paths[TEACHER]}
 

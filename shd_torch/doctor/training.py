@@ -220,7 +220,6 @@ class Trial:
         looked = list(self._batches(rows[: LOOKS * self.options.batch_size]))
 
         def look() -> float:
-            """The beta at which both gradients are equally long."""
             student.eval()
             terms = (self.terms(student, self.teacher(**inputs_of(batch)), batch, 0.0) for batch in looked)
             return statistics.median(scale_report(one, student.parameters()).weight_for(1.0) for one in terms)

@@ -90,7 +90,6 @@ class KdRows:
         return chunk if self.index is None else self.index[chunk]
 
     def count(self, rows: int) -> int:
-        """How many rows are read, of so many."""
         return rows if self.index is None else len(self.index)
 
     def terms(self, z: Tensor, at: slice | Tensor, *, wants_gradient: bool) -> tuple[Tensor, Tensor | None]:

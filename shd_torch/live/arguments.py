@@ -76,7 +76,6 @@ def read_plans(
 
 
 def read_projections(given: Mapping[int, Tensor] | None) -> dict[int, Tensor]:
-    """W_o by teacher layer."""
     if given is not None and not isinstance(given, Mapping):
         raise ShdError(
             "argument-value",
@@ -125,7 +124,6 @@ class LiveTargets:
 
 
 def read_hidden_layers(layers: Iterable[int]) -> tuple[int, ...]:
-    """Numbers of hidden states, each once, ascending."""
     try:
         numbers = {as_index(number) for number in layers}
     except TypeError:

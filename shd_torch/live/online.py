@@ -222,7 +222,6 @@ class OnlineTeacher:
         return self._gather(tuple(squeezes[teacher] for _, teacher in self._pairs), output, logits, check=check)
 
     def _average(self, first: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any], *, check: bool) -> Tensor:
-        """The mean logits of all teachers, of the classes that count."""
         options, parts = self._targets, []
         for model in (self.model, *self.with_teachers):
             logits = first

@@ -71,7 +71,6 @@ class Basis:
         return as_array(self.kept)
 
     def report(self) -> dict[str, Any]:
-        """What ``shrink.json`` says of the stream."""
         channels = {"kept": "channels", "exact": False, "channels": self.axes.argmax(0).tolist()}
         return {"kept": "axes"} if self.is_folded else channels
 
@@ -145,7 +144,6 @@ class OutputFit:
             sums[3] += float(there.square().sum())
 
     def solve(self) -> Rows:
-        """The refitted matrix and bias."""
         fitted, held = (RowSums(as_array(inner), as_array(cross), *rest) for inner, cross, *rest in self._sums)
         if self.ridge is not None:
             change: Array | None = solve_change(fitted, self.ridge, biased=self.biased)
@@ -210,7 +208,6 @@ def final_readers(model: Any, family: Family) -> Iterator[tuple[str, nn.Linear]]
 
 
 def _outer_modules(model: nn.Module, family: Family) -> dict[str, nn.Module]:
-    """Modules outside the layers, by name."""
     inside = {id(module) for module in family.layers_of(model).modules()}
     return {name: module for name, module in model.named_modules() if id(module) not in inside}
 

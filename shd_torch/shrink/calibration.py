@@ -44,7 +44,6 @@ class Batch:
 
 
 def join_rows(tensors: Sequence[Tensor], batches: Sequence[Batch]) -> Tensor:
-    """The rows of all batches."""
     return torch.cat([batch.rows(tensor) for tensor, batch in zip(tensors, batches, strict=True)])
 
 

@@ -57,7 +57,6 @@ NOTHING = Dropped()
 
 
 def choose_dropped(attention: Iterable[int], activations: Iterable[int]) -> Dropped:
-    """What a caller asks for, as integers; ``check_dropped`` does the rest."""
     try:
         return Dropped(*(tuple(as_index(layer) for layer in layers) for layers in (attention, activations)))
     except TypeError:
@@ -147,7 +146,6 @@ class _Absent(nn.Module):
         self.register_buffer("weight", torch.zeros(1))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """As it is."""
         return hidden_states
 
 
@@ -161,7 +159,6 @@ class _NoAttention(nn.Module):
         self.add_module(name, _Absent())
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-        """A zero that broadcasts, and no map."""
         return hidden_states.new_zeros(1, 1, 1), None
 
 

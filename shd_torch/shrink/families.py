@@ -79,7 +79,6 @@ class Family:
 
     @property
     def attention(self) -> str:
-        """The module of queries, keys and values."""
         return self.projections[0].rpartition(".")[0]
 
     @property
@@ -88,14 +87,12 @@ class Family:
         return self.activation is None
 
     def layers_of(self, model: nn.Module) -> nn.ModuleList:
-        """The layers of a model."""
         layers = find_part(base_of(model), self.layers)
         if not isinstance(layers, nn.ModuleList):
             raise ShdError("shrink-unsupported", f"{type(model).__name__}.{self.layers} must be a list of layers")
         return layers
 
     def read_attention(self, layer: nn.Module, num_heads: int, num_kv_heads: int) -> HeadWeights:
-        """A layer's attention, head by head."""
         linears = [read_linear(find_part(layer, name)) for name in self.projections[:-1]]
         counts = (num_heads, num_kv_heads, num_kv_heads)
         if len(linears) == 1:
@@ -166,7 +163,6 @@ class Family:
 
     @torch.no_grad()
     def write_last(self, layer: nn.Module, matrix: Array, bias: Array | None) -> None:
-        """Put the FFN's last matrix into a layer."""
         write_linear(find_part(layer, self.ffn[1]), matrix, bias)
         if self.layer_scales is not None:
             find_part(layer, self.layer_scales[1]).fill_(1.0)
@@ -433,7 +429,6 @@ def check_config(config: Any, name: str | None = None) -> Family:
 
 
 def base_of(model: nn.Module) -> nn.Module:
-    """The model without its head."""
     base = getattr(model, "base_model", model)
     return base if isinstance(base, nn.Module) else model
 

@@ -111,7 +111,6 @@ class _AttentionSums:
 
     @staticmethod
     def project_values(inputs: Tensor, weights: HeadWeights) -> Tensor:
-        """Every head's values ``(B, H_kv, L, d_v)``."""
         bias = 0.0 if weights.value_bias is None else torch.from_numpy(weights.value_bias)[:, None].to(inputs.device)
         return inputs.double()[:, None] @ torch.from_numpy(weights.value).to(inputs.device) + bias
 

@@ -68,7 +68,6 @@ class Work:
         return self.batches if self.merge is None else [_mix_biases(batch, self.merge) for batch in self.batches]
 
     def tell_stage(self, number: int, stage: str) -> None:
-        """Say which layer of the student is at which of ``STAGES``."""
         self.tell(f"layer {number + 1}/{len(self.kept)} {stage}")
 
     def on_axes(self, stream: Tensor) -> Tensor:
@@ -77,7 +76,6 @@ class Work:
 
     @property
     def device(self) -> torch.device:
-        """Where streams are."""
         return self.batches[0].stream.device
 
     def project(self, matrix: Array, bias: Array | None) -> Callable[[Tensor], Tensor]:

@@ -101,7 +101,6 @@ class Sizes:
     neurons: int | tuple[int, ...]  # of an FFN
 
     def of_layer(self, number: int) -> LayerSizes:
-        """One layer's."""
         heads, kv_heads, neurons = (
             size[number] if isinstance(size, tuple) else size for size in (self.heads, self.kv_heads, self.neurons)
         )
@@ -109,7 +108,6 @@ class Sizes:
 
     @property
     def of_layers(self) -> tuple[LayerSizes, ...]:
-        """Every layer's."""
         return tuple(map(self.of_layer, range(self.layers)))
 
 

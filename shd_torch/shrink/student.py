@@ -214,7 +214,6 @@ class _Teller:
         self.progress, self.done, self.total = progress, 0, total
 
     def __call__(self, what: str, skipped: int = 0) -> None:
-        """Say what is done now, after a number of steps that are done already."""
         self.done += skipped
         if self.progress is not None:
             self.progress(self.done, self.total, what)

@@ -118,7 +118,6 @@ class Unfinished(DraftFolder):
             raise self._unreadable(error) from error
 
     def drop(self, name: str) -> None:
-        """Forget a piece that nothing needs any more."""
         with write_errors(self.folder):
             (self.folder / (name + _SUFFIX)).unlink(missing_ok=True)
 
@@ -144,7 +143,6 @@ class Studies:
         self._pieces, self._name = pieces, f"study-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
     def keep(self, layer: int, statistics: AttentionStatistics) -> None:
-        """Keep those of a layer."""
         arrays = {name: value for name, value in vars(statistics).items() if isinstance(value, np.ndarray)}
         others = {name: value for name, value in vars(statistics).items() if name not in arrays}
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}

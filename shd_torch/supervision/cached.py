@@ -83,7 +83,6 @@ class CachedBatch(Taught):
     names: frozenset[str] = field(default=frozenset(), kw_only=True)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
-        """A copy on another device."""
         return move(self, device, non_blocking=non_blocking)
 
     def pin_memory(self) -> Self:

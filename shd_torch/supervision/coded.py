@@ -92,7 +92,6 @@ class Coded(Supervision):
         return torch.float32
 
     def probs(self, rows: slice = ALL, keys: slice = ALL, *, temperature: float = 1.0) -> Tensor:
-        """A tile of the maps, made to sum to one over these keys; see ``Supervision``."""
         self.check_temperature(temperature)
         tile = decode_codes(self.codec, self._tile(rows, keys, torch.float32))
         return tile if self.counted is None else tile.masked_fill(~self.counted[:, None, rows, None], 0.0)
@@ -101,7 +100,6 @@ class Coded(Supervision):
         return self._tile(rows, keys, torch.float32 if self.codec == "float32" else torch.uint8) != 0
 
     def mass(self) -> Tensor:
-        """1 for every row with a code above 0, ``(B, H_s, L)``; see ``Supervision``."""
         result = torch.zeros(self.shape[:3], device=self.device)
         for part in self._parts:
             together = part.samples.stop - part.samples.start
@@ -125,7 +123,6 @@ class Coded(Supervision):
         return (counts.diff(dim=-1, prepend=torch.zeros_like(counts[..., :1])) > 0).float()
 
     def drop_rows(self, loss_mask: Tensor) -> Self:
-        """The codes, zero in rows that do not count wherever a tile is read; see ``Supervision``."""
         # Only codes that are numbers themselves can be NaN.
         return replace(self, counted=loss_mask) if self.codec == "float32" else self
 

@@ -92,7 +92,6 @@ class Factored(Supervision):
         return cls(queries, keys, own, groups=tuple((head,) for head in range(heads)), **fields)
 
     def unmixed(self) -> Self:
-        """The teacher of this supervision."""
         return self.teacher(self.queries, self.keys, rule=self.rule, row_mass=self.row_mass)
 
     @property
@@ -110,7 +109,6 @@ class Factored(Supervision):
 
     @property
     def dtype(self) -> torch.dtype:
-        """float64 if queries or keys are, else float32."""
         return compute_dtype(self.queries, self.keys)
 
     @property
@@ -128,7 +126,6 @@ class Factored(Supervision):
         return (logits if temperature == 1.0 else temper(logits, logits, temperature)).softmax(-1)
 
     def probs(self, rows: slice = ALL, keys: slice = ALL, *, temperature: float = 1.0) -> Tensor:
-        """A tile of A~; see ``Supervision``."""
         members = self.teacher_probs(rows, keys, temperature=temperature)
         weights = self.pair_weights if self.pair_weights.shape[2] == 1 else self.pair_weights[..., rows]
         merged = members.new_zeros((members.shape[0], self.num_heads, *members.shape[2:]))
@@ -137,7 +134,6 @@ class Factored(Supervision):
         return merged
 
     def has_mass(self, rows: slice, keys: slice) -> Tensor:
-        """Where a member of a merged map may attend and has a weight; see ``Supervision``."""
         students, teachers = self.pair_heads
         weights = self.pair_weights if self.pair_weights.shape[2] == 1 else self.pair_weights[..., rows]
         taught = weights[..., None] != 0  # (B, pairs, 1 or R, 1)
@@ -175,12 +171,10 @@ class Factored(Supervision):
             raise ShdError("not-a-distribution", message, "MAP-9")
 
     def key_range(self, rows: slice) -> slice:
-        """Keys outside of which these rows have no mass, from causality and window."""
         return self.rule.key_range(rows, self.shape[3])
 
     @without_autocast
     def apply_to(self, vectors: Tensor, *, temperature: float = 1.0) -> Tensor:
-        """``A~ v`` by fused attention; see ``Supervision``."""
         if self.rule.softcap is not None:
             return super().apply_to(vectors, temperature=temperature)
         values = expand_heads(vectors.detach().to(compute_dtype(vectors)), self.num_heads)[:, self.pair_heads[0]]
@@ -189,7 +183,6 @@ class Factored(Supervision):
 
     @without_autocast
     def products(self, vectors: Tensor, weighted: Tensor, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """``A~ v`` and ``A~^T y`` by fused attention in the dtype of the vectors; see ``Supervision``."""
         if self.rule.softcap is not None:
             return super().products(vectors, weighted, temperature=temperature)
         students = self.pair_heads[0]

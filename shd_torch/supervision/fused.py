@@ -31,7 +31,6 @@ class MapFactors(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """Of the products."""
         return self.rule.scale_for(self.queries.shape[3])
 
 

@@ -148,7 +148,6 @@ class AttentionRule:
     # What follows works on a rule that fits.
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> AttentionRule:
-        """The rule on another device."""
         return move(self, device, non_blocking=non_blocking)
 
     def __getitem__(self, samples: slice) -> AttentionRule:

@@ -40,14 +40,12 @@ class TaughtLayers(tuple[int, ...]):
     kinds: Kinds
 
     def __new__(cls, numbers: Iterable[int], num_student_layers: int | None = None, kinds: Kinds = ()) -> Self:
-        """A tuple takes its content when it is made."""
         self = super().__new__(cls, numbers)
         self.num_student_layers = num_student_layers
         self.kinds = kinds
         return self
 
     def __getnewargs__(self) -> tuple[tuple[int, ...], int | None, Kinds]:
-        """What a copy in another process is made of."""
         return tuple(self), self.num_student_layers, self.kinds
 
     def kind(self, number: int) -> str | None:

@@ -139,7 +139,6 @@ class MicroBatch:
         return _both(mask, self.stored.decoder_mask(size) if self.has_decoder else self.stored.query_mask(size))
 
     def count(self, rule: Rule) -> int:
-        """How many rows count by a rule."""
         mask = self.counted(rule)
         if mask is not None:
             return int(mask.sum())

@@ -107,7 +107,6 @@ def finish_checkpoint(folder: Path, *, is_shared: bool) -> None:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a checkpoint is finished and as it was then."""
     try:
         return read_json(folder / MARKER) in ({}, _hash(folder))
     except (OSError, ValueError):

@@ -171,7 +171,6 @@ class RecipeTerms:
             yield term, weight, Measured({"": value}, count_samples if term in kind.by_sample else self.count)
 
     def _learn(self, forward: Forward, length: int) -> list[Any]:
-        """The teachers' logits as the recipe takes them."""
         if not self.recipe.is_taught:
             return []
         name, kind = f"recipe {self.recipe.name}", self.recipe.kind

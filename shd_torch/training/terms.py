@@ -257,7 +257,6 @@ class KdTerm(RowsTerm):
 
 
 def exact_term(weight: Weight) -> KdTerm:
-    """The term on exact targets, by its weight."""
     return KdTerm(weight=weight, exact=True)
 
 
@@ -422,7 +421,6 @@ class EmbeddingTerm(RowsTerm):
 
 
 def no_logits(name: str, folder: str) -> str:
-    """The error for a cache without logits."""
     rule = f"{name} must have logits in {folder}, or a live teacher"
     return f"{rule}; got neither: precompute with --logits, and read them (logits=True)"
 

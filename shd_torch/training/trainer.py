@@ -280,7 +280,6 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         return output
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
-        """As in the base class; supervised data give plain samples."""
         return super().get_test_dataloader(leave_samples(test_dataset, "test_dataset"))
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
@@ -359,7 +358,6 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         return (loss, outputs) if return_outputs else loss
 
     def _add_base(self, record: StepRecord, forward: Forward, name: str, weight: float, measured: Measured) -> Tensor:
-        """A recipe's term, weighed, as its part of the whole step's base loss."""
         value = forward.share(measured.counter) * measured.losses[""]
         record.add({f"{name}_loss": value}, {f"{name}_weight": torch.tensor(weight)})
         return weight * value
@@ -375,7 +373,6 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         return weight * value
 
     def _count(self, batches: Sequence[Mapping[str, Any]]) -> dict[Counter, int]:
-        """Rows that count in a step's micro-batches, for each way in which a loss counts them."""
         taken = [MicroBatch.of(batch, has_decoder=self._has_decoder) for batch in batches]
         terms = [term for term in (self.attention, self._base, *self.terms) if term is not None]
         counters: list[Counter] = [count_samples, *(term.count for term in terms)]
@@ -491,7 +488,6 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
 
     @property
     def _student(self) -> Any:
-        """The model without what training wraps around it."""
         return self.accelerator.unwrap_model(self.model)
 
     @property
