@@ -67,8 +67,8 @@ class KlCase:
             probs = probs * self.row_mass[..., None]
         return np.asarray(shd_ref.mix_heads(probs, self.mixing))
 
-    def expected(self) -> tuple[float, Array, Array]:
-        """The reference's loss and its gradients for queries and keys."""
+    def expected(self, maps: Array | None = None) -> tuple[float, Array, Array]:
+        """The reference's loss and its gradients for queries and keys, from its own merged maps or others."""
         logits, allowed = _logits(self.queries, self.keys, self.masks)
         keywords: dict[str, Any] = {
             "beta": self.beta,
@@ -78,7 +78,7 @@ class KlCase:
             "attn_mask": allowed,
             "row_sums": "one" if self.row_mass is None else "at_most_one",
         }
-        maps = self.maps()
+        maps = self.maps() if maps is None else maps
         value = float(shd_ref.shd_loss(maps, logits, **keywords))
         if "attn_mask" in self.masks:
             added = self.masks["attn_mask"].dtype != np.bool_
@@ -109,6 +109,7 @@ def make_case(
     width: int = 40,
     teacher_width: int = 24,
     grouped: bool = False,
+    groups: tuple[tuple[int, ...], ...] | None = None,
     sharpness: float = 1.0,
     dtype: str = "float64",
     seed: int = 0,
@@ -123,10 +124,9 @@ def make_case(
         return drawn.double().numpy()
 
     mixing = rng.random((batch, student_heads, teacher_heads))
-    groups = None
     if grouped:
-        plan = shd_ref.merge_plan(teacher_heads, student_heads, "balanced")
-        groups = shd_ref.plan_groups(plan, teacher_heads)
+        groups = shd_ref.plan_groups(shd_ref.merge_plan(teacher_heads, student_heads, "balanced"), teacher_heads)
+    if groups is not None:
         outside = np.ones((student_heads, teacher_heads), dtype=np.bool_)
         for head, group in enumerate(groups):
             outside[head, list(group)] = False
