@@ -85,37 +85,38 @@ def loss(terms: dict[str, tuple[float, float]], *, without: str = "") -> float:
     return sum(value * weight for name, (value, weight) in terms.items() if name != without)
 
 
-@pytest.mark.parametrize(("temperature", "gamma"), [(1.0, 1.0), (1.0, 1.5), (2.0, 1.5)])
-def test_nkd(recipes: Recipes, inputs: Any, is_golden: Any, temperature: float, gamma: float) -> None:
-    terms = recipes(
-        "nkd",
-        *(inputs[f"image/{name}"] for name in ("student_logits", "labels", "teacher_logits")),
-        nontarget_weight=gamma,
-        temperature=temperature,
-    )
-    is_golden(loss(terms, without="cross_entropy"), f"nkd hard label temp={temperature} gamma={gamma}")
-    assert terms["cross_entropy"][1] == 1
+IMAGE = tuple(f"image/{name}" for name in ("student_logits", "labels", "teacher_logits"))
+SOFT = ("image/student_logits", "image/soft_labels", "image/teacher_logits")
+DEIT = (*IMAGE[:2], "image/distillation_token_logits", IMAGE[2])
+KD = "but cross_entropy"
+CASES: list[tuple[str, tuple[str, ...], dict[str, float], dict[str, str]]] = [
+    *(
+        ("nkd", IMAGE, {"nontarget_weight": g, "temperature": t}, {KD: f"nkd hard label temp={t} gamma={g}"})
+        for t, g in ((1.0, 1.0), (1.0, 1.5), (2.0, 1.5))
+    ),
+    ("nkd", SOFT, {}, {KD: "nkd soft label temp=1 gamma=1"}),
+    *(("image_kd", IMAGE, {"temperature": t}, {KD: f"cls_KD kd temp={t} alpha=.5"}) for t in (1.0, 4.0)),
+    *(("deit_soft", DEIT, {"temperature": t}, {"all": f"deit soft alpha=.5 tau={t}"}) for t in (1.0, 3.0)),
+    ("deit_hard", DEIT, {}, {"all": "deit hard alpha=.5"}),
+    (
+        "language_kd",
+        tuple(f"minillm/pt_{name}" for name in ("student_logits", "labels", "teacher_logits")),
+        {},
+        {"cross_entropy": "minillm lm_loss", "kd": "minillm ds_loss", "all": "minillm pt_loss"},
+    ),
+]
+"""Operation, inputs, options, and the golden of a term, of all with their weights, or of all but cross entropy."""
+WEIGHTS = {"nkd": 1.0, "image_kd": 0.5}  # of cross entropy
 
 
-def test_nkd_of_soft_labels(recipes: Recipes, inputs: Any, is_golden: Any) -> None:
-    terms = recipes("nkd", *(inputs[f"image/{name}"] for name in ("student_logits", "soft_labels", "teacher_logits")))
-    is_golden(loss(terms, without="cross_entropy"), "nkd soft label temp=1 gamma=1")
-
-
-@pytest.mark.parametrize("temperature", [1.0, 4.0])
-def test_image_kd(recipes: Recipes, inputs: Any, is_golden: Any, temperature: float) -> None:
-    names = ("student_logits", "labels", "teacher_logits")
-    terms = recipes("image_kd", *(inputs[f"image/{name}"] for name in names), temperature=temperature)
-    is_golden(loss(terms, without="cross_entropy"), f"cls_KD kd temp={temperature} alpha=.5")
-    assert terms["cross_entropy"][1] == 0.5
-
-
-def test_deit(recipes: Recipes, inputs: Any, is_golden: Any) -> None:
-    names = ("student_logits", "labels", "distillation_token_logits", "teacher_logits")
-    arguments = [inputs[f"image/{name}"] for name in names]
-    for tau in (1.0, 3.0):
-        is_golden(loss(recipes("deit_soft", *arguments, temperature=tau)), f"deit soft alpha=.5 tau={tau}")
-    is_golden(loss(recipes("deit_hard", *arguments)), "deit hard alpha=.5")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: next(iter(case[3].values())))
+def test_values_of_the_public_codes(recipes: Recipes, inputs: Any, is_golden: Any, case: Any) -> None:
+    operation, names, options, goldens = case
+    terms = recipes(operation, *(inputs[name] for name in names), **options)
+    for part, golden in goldens.items():
+        found = terms[part][0] if part in terms else loss(terms, without="cross_entropy" if part == KD else "")
+        is_golden(found, golden, rounded=operation == "language_kd")
+    assert terms["cross_entropy"][1] == WEIGHTS.get(operation, terms["cross_entropy"][1])
 
 
 def test_vitkd(recipes: Recipes, inputs: Any, is_golden: Any) -> None:
@@ -137,14 +138,6 @@ def test_babyllama(recipes: Recipes, inputs: Any, is_golden: Any) -> None:
     is_golden(terms["cross_entropy"][0], "babyllama student CE")
     is_golden(terms["kd"][0], "babyllama kd term")
     is_golden(loss(terms), "babyllama loss alpha=.5")
-
-
-def test_language_kd(recipes: Recipes, inputs: Any, is_golden: Any) -> None:
-    names = ("student_logits", "labels", "teacher_logits")
-    terms = recipes("language_kd", *(inputs[f"minillm/pt_{name}"] for name in names))
-    is_golden(terms["cross_entropy"][0], "minillm lm_loss", rounded=True)
-    is_golden(terms["kd"][0], "minillm ds_loss", rounded=True)
-    is_golden(loss(terms), "minillm pt_loss", rounded=True)
 
 
 def test_minillm(recipes: Recipes, inputs: Any, is_golden: Any) -> None:
