@@ -89,13 +89,14 @@ HEADS: Final = "num_student_heads"
 
 
 def heads_of(
-    student_heads: tuple[int, ...] | None, options: PrecomputeOptions, *, no_attention: bool
+    student_heads: tuple[int, ...] | None, options: PrecomputeOptions, *, no_attention: bool, or_student: bool = False
 ) -> tuple[tuple[int, ...], PrecomputeOptions]:
     """The numbers of heads, one at least, and the options; without attention the one number 0: ``argument-value``."""
     if not no_attention:
         if student_heads is None:
             when = "unless only logits, hidden states or embeddings are stored (--no-attention)"
-            raise ShdError("argument-value", f"--student-heads must be given, or --student, {when}")
+            other = ", or --student," if or_student else ""
+            raise ShdError("argument-value", f"--student-heads must be given{other} {when}")
         return student_heads, options
     heads = None if student_heads is None else ",".join(map(str, student_heads))
     need(heads is None, "argument-value", "--student-heads", "be left out with --no-attention", heads)

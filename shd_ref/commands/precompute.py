@@ -40,7 +40,7 @@ def precompute(
     inputs: InputOptions,
     options: PrecomputeOptions = _DEFAULTS,
     run: RunOptions = _RUN,
-    out: Annotated[str, PLACE],
+    out: Annotated[str | None, PLACE] = None,
     student_heads: StudentHeads = None,
     student: Path | None = None,
     no_attention: NoAttention = False,
@@ -56,18 +56,19 @@ def precompute(
     tolerance stops the run. You can stop it at any moment, even with kill -9: the same command resumes.
 
     Args:
-        out: The cache: a folder or an address (s3://...). Use the same one again to resume.
+        out: The cache: a folder or an address (s3://...). Use it again to resume; only --dry-run needs none.
         student: Folder of a student. From shd-torch shrink it sets heads, layers, pairs and plans; any other Hugging
             Face folder sets heads and layers.
         dry_run: Write nothing; measure a few samples and estimate the cost.
         engine: This process (local), or actors on a Ray cluster (ray, extra 'ray').
         workers: Ray actors, each with a teacher. Default: as many as fit.
     """
+    need(dry_run or out is not None, "argument-value", "--out", "be given, the cache to make", "none")
     if student is not None:
         need(not no_attention, "argument-value", "--student", "be left out with --no-attention", student)
         options, student_heads = _read_student(student, options, student_heads)
         student = student if options.plans else None  # else as if its numbers had been given
-    heads_given, options = heads_of(student_heads, options, no_attention=no_attention)
+    heads_given, options = heads_of(student_heads, options, no_attention=no_attention, or_student=True)
     from shd_ref.teacher.precompute.engine import precompute as precompute_caches
     from shd_ref.teacher.precompute.engine import run_here, students_of
 
@@ -76,9 +77,9 @@ def precompute(
     if dry_run:
         from shd_ref.commands.plan import measure
 
-        places = [out] if len(asked) == 1 else [f"{out}-{heads}" for heads in heads_given]
+        places = [out] if len(asked) == 1 else [out and f"{out}-{heads}" for heads in heads_given]
         return measure(teacher, inputs, source, list(zip(asked, places, strict=True)), run, student=student)
-    students = students_of(out, asked[0], heads_given) if len(asked) > 1 else [(out, asked[0])]
+    students = students_of(str(out), asked[0], heads_given) if len(asked) > 1 else [(str(out), asked[0])]
     runs: Engine = run_here
     if engine == "ray":
         from shd_ref.teacher.precompute.ray_engine import RayEngine

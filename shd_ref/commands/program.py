@@ -1,7 +1,8 @@
 """A program of commands: plain functions whose options cyclopts reads from their annotations and dataclasses.
 
-Every command can print its result as JSON, and says its mistakes in the same way: a ``ShdError`` is one message and
-exit code 1, words that are no command line one message and exit code 2, Ctrl-C is 130. All else keeps its traceback.
+Every command can print its result as JSON, and says its mistakes in the same way, by one message: exit code 1 for a
+``ShdError`` and any other value that an option refuses, 2 for words that are no command line, 130 for Ctrl-C. All
+else keeps its traceback.
 """
 
 from __future__ import annotations
@@ -198,7 +199,7 @@ class Program:
             messages.say(marked("error", "bold red", f": {_refusal(error)}"))
             more = f"{self.name} {name} --help-all" if name in self.after else f"{self.name} --help"
             messages.say(f"{more} says more")
-            return 2
+            return 1 if isinstance(error, CoercionError | ValidationError) else 2
         except Failed:
             return 1
         except BrokenPipeError:  # of a reader such as head, which has seen enough

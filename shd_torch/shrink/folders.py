@@ -86,7 +86,10 @@ def _ask_hub(name: str) -> Exception | None:
 
 def check_model(source: str, argument: str, *, or_graph: bool = False) -> None:
     """Refuse what is no model, as far as its folder says without PyTorch, which takes seconds to import."""
-    if not (or_graph and source.endswith(".onnx")):
+    if source.endswith(".onnx") and not or_graph:
+        rule = f"{argument} must be the folder or hub id of a model; got the graph {source!r}"
+        raise ShdError("read-failed", f"{rule}: shd inspect and shd precompute take graphs")
+    if not source.endswith(".onnx"):
         check_files(find_folder(source, argument), argument)
     elif not Path(source).is_file():
         raise ShdError("read-failed", f"{argument} must be an .onnx file, a folder or a hub id; got {source!r}")
@@ -288,7 +291,12 @@ def load_model(folder: Path, kind: Any, **options: Any) -> Any:
     if missing:
         rule = f"{str(folder)!r} must hold every weight of a {type(model).__name__}"
         got = f"{len(missing)} are missing or of other sizes, first {missing[0]}"
-        raise ShdError("read-failed", f"{rule}; {got}: copy the model again")
+        remedy = "copy the model again"
+        if all("pooler." in name for name in missing):  # of a model that was trained with another head
+            code = f"from transformers import AutoModel as M; f = {json.dumps(str(folder))}"
+            words = ["python", "-c", f"{code}; M.from_pretrained(f).save_pretrained(f)"]
+            remedy = f"if nothing reads them, as with pooled means, add random ones with {shlex.join(words)}"
+        raise ShdError("read-failed", f"{rule}; {got}: {remedy}")
     return model.eval()
 
 

@@ -146,6 +146,7 @@ def shrink(
             report = _report(work, own)
             student.to(stored)
             if folder is not None:
+                work.tell("the folder is written")
                 save_student(
                     student, report, folder, None if isinstance(teacher, nn.Module) else Path(teacher), modules
                 )

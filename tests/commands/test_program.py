@@ -99,7 +99,8 @@ def test_a_dataclass_stands_for_its_fields() -> None:
     ],
 )
 def test_words_that_are_no_command_line(words: str, said: str) -> None:
-    assert run(bake, *words.split(), code=2) == f"error: {said}\nkitchen cook --help-all says more\n"
+    code = 1 if "; got" in said and "got none" not in said else 2  # a value that is refused, by whichever reader
+    assert run(bake, *words.split(), code=code) == f"error: {said}\nkitchen cook --help-all says more\n"
 
 
 @pytest.mark.parametrize("words", ["--sizes=4 6", "--sizes=4,", "--sizes=0", "--sizes="])

@@ -352,8 +352,9 @@ def cut_map(codes: NDArray[Any], num_rows: int, num_keys: int, where: str) -> ND
     """The counted rows and keys of ``(H_s, L, S)``; ``support-mismatch`` where a counted row has mass on padding."""
     rows = codes[:, :num_rows]
     if rows[:, :, num_keys:].any():
-        message = f"{where}: keys from {num_keys} on must have no probability: the teacher attends to padding"
-        raise ShdError("support-mismatch", message, "CACHE-127")
+        rule = f"{where}: keys from {num_keys} on must have no probability: the teacher attends to padding"
+        remedy = "as where quantisation rounds its mask: run samples alone (--batch-size 1)"
+        raise ShdError("support-mismatch", f"{rule}, {remedy}", "CACHE-127")
     return rows[:, :, :num_keys]
 
 

@@ -91,7 +91,7 @@ def find_targets(
             f"the graph has {', '.join(str(value.name) for value in graph.outputs)}: export the encoder so",
             "CACHE-181",
         )
-    head = _find_head(graph, _find_logits(graph, output)) if exact else None
+    head = _find_head(graph, _find_logits(graph, output, _LAST_NEEDS)) if exact else None
     read = None if head is None else head.states
     return TargetTensors(_find_logits(graph, output) if logits else None, states, last, read, head)
 
@@ -111,7 +111,10 @@ def dtype_of(model: onnx.ModelProto, sites: Sequence[AttentionSite], targets: Ta
     return str(ir.DataType(min(kinds)).numpy().name) if len(kinds) == 1 else "float32"
 
 
-def _find_logits(graph: ir.Graph, output: str | None) -> str:
+_LAST_NEEDS: Final = "hidden must leave out last, which needs a head: logits"
+
+
+def _find_logits(graph: ir.Graph, output: str | None, argument: str = "logits") -> str:
     """The graph output with the logits: the named one, ``logits``, or the only one that can be."""
     outputs = {str(value.name): value for value in graph.outputs if value.dtype in FLOATS}
     if output is not None:
@@ -125,7 +128,7 @@ def _find_logits(graph: ir.Graph, output: str | None) -> str:
     fitting = [name for name, rank in ranks.items() if rank in (None, 2, 3) and "hidden" not in name]
     if len(fitting) != 1:
         raise argument_value(
-            "logits must come from an output of the graph named logits, or its only output of two or three axes; "
+            f"{argument} must come from an output of the graph named logits, or its only one of two or three axes; "
             f"it has {', '.join(outputs) or 'none of real numbers'}: name it (--logits-output), or export the model "
             "with its head"
         )

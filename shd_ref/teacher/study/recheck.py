@@ -93,7 +93,9 @@ def rerun_teacher(
     options = PrecomputeOptions(
         **options_for(manifest, has_targets=has_targets) | {"with_teachers": others, "on_error": manifest.on_error}
     )
-    run = RunOptions(mask=manifest.inputs.mask, decoder_mask=manifest.inputs.decoder_mask, provider=provider)
+    # Alone, as a record is a sample's own: in a batch, padding may move what was made one at a time.
+    masks = manifest.inputs.mask, manifest.inputs.decoder_mask
+    run = RunOptions(*masks, batch_size=1, provider=provider)
     work = TeacherRun.open(Path(teacher), inputs, [options], run, input_names=manifest.inputs.names)
     count = len(work.inputs)
     keys = map(work.inputs.key, range(count))

@@ -203,6 +203,9 @@ def test_commands_print_and_write_nothing(teacher: Path, tmp_path: Path, monkeyp
     assert "take: maps sqrt8-row" in dry
     assert "--out cache" in dry
     assert not Path("cache").exists()
+    assert "--out cache-2" in shd("precompute", *arguments, "--dry-run")
+    assert "--out must be given" in shd("precompute", *arguments, code=1)
+    assert "--student-heads must be given unless" in shd("plan", *arguments[:-2], code=1)
     found = json.loads(shd("plan", *arguments, "--json", "--samples", "2"))
     assert (found["measured_samples"], found["fidelity"][0]["plan"]) == (2, "progressive")
     assert "constant" not in shd("plan", *arguments, "--fidelity-samples", "0")

@@ -25,6 +25,7 @@ from shd_ref.errors import ShdError  # noqa: E402
 from shd_ref.teacher import PrecomputeOptions, RunOptions, open_source, read_pooling  # noqa: E402
 from shd_ref.teacher.precompute.engine import precompute  # noqa: E402
 from shd_ref.teacher.sentence_folder import PADS_FRONT  # noqa: E402
+from shd_ref.teacher.study.recheck import recheck_records  # noqa: E402
 from shd_torch.cli import load_app  # noqa: E402
 from shd_torch.compress import CompressOptions  # noqa: E402
 from shd_torch.compress.run import _open_run, study_teacher  # noqa: E402
@@ -323,7 +324,10 @@ def samples_of(rows: Any) -> Any:
         ("an encoder kept as a decoder", "each token from those before it alone"),
         ("settings beside the tokenizer's file", "row 0: the text must give the tokens that AutoTokenizer gives"),
         ("a prompt that is not pooled", "got include_prompt false"),
-        ("sentences with a head of masked tokens", "must hold every weight of a BertModel"),
+        (
+            "sentences with a head of masked tokens",
+            r"every weight of a BertModel.*random ones with .*save_pretrained",
+        ),
         ("a projection of sentences", "must make embeddings by Pooling, and then Normalize or nothing"),
         ("states of another layer", "got modality_config: tokenise"),
         ("tokens that the table lacks", "with no id beyond its table"),
@@ -468,6 +472,41 @@ def test_graphs_that_do_not_state_their_padding(exported: Mapping[str, Path], tm
     with refusal("graph-unsupported", "with their padding"):
         precompute(tmp_path / "bare.onnx", source, [(tmp_path / "cache", options)])
     precompute(tmp_path / "bare.onnx", source, [(tmp_path / "cache", options)], RunOptions(batch_size=1))
+    assert recheck_records(tmp_path / "cache", tmp_path / "bare.onnx", source).records == 8
+
+
+def test_what_a_model_without_a_head_lacks(exported: Mapping[str, Path], tmp_path: Path) -> None:
+    folder = exported["short lower-case sentences"]
+    options = PrecomputeOptions(num_student_heads=0, form="none", hidden=(-1,))
+    with refusal("argument-value", "hidden must leave out last, which needs a head"):
+        precompute(
+            folder / "teacher.onnx",
+            open_source(write_texts(tmp_path), tokenizer=folder),
+            [(tmp_path / "cache", options)],
+        )
+    result = invoke(load_app(), ["export", str(folder / "teacher.onnx"), "--out", str(tmp_path / "t.onnx")])
+    assert "must be the folder or hub id of a model; got the graph" in " ".join(result.output.split())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_graph_whose_quantisation_rounds_its_mask(exported: Mapping[str, Path], tmp_path: Path) -> None:
+    """It attends to padding: the remedy is the message's, and what it makes is verified."""
+    from onnxruntime.quantization import CalibrationDataReader, quantize_static
+
+    folder, graph = exported['{"initializer_range": 0.5}'], tmp_path / "static.onnx"
+    source = open_source(write_texts(tmp_path), tokenizer=folder)
+    feeds = iter([{name: array[None] for name, array in row.items()} for row in source.rows(source.columns[:3])])
+
+    class Reader(CalibrationDataReader):  # type: ignore[misc]
+        def get_next(self) -> Any:
+            return next(feeds, None)
+
+    quantize_static(str(folder / "teacher.onnx"), str(graph), Reader())
+    options = PrecomputeOptions(num_student_heads=1)
+    with refusal("support-mismatch", r"attends to padding, .*: run samples alone \(--batch-size 1\)"):
+        precompute(graph, source, [(tmp_path / "batches", options)])
+    precompute(graph, source, [(tmp_path / "alone", options)], RunOptions(batch_size=1, num_threads=2))
+    assert recheck_records(tmp_path / "alone", graph, source).records == 8
 
 
 def random_like(model: Any) -> Any:
