@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 
 from shd_ref.errors import ShdError
 from shd_ref.integers import as_index
@@ -27,10 +28,22 @@ def layer_map(
 
     Source: section 3 ("t = s * L_t / L_s"). Deviation: rounding where L_s does not divide L_t (D-6).
     """
-    num_teacher_layers = _check_count("num_teacher_layers", num_teacher_layers)
-    num_student_layers = _check_count("num_student_layers", num_student_layers)
+    counts = []
+    for name, value in (("num_teacher_layers", num_teacher_layers), ("num_student_layers", num_student_layers)):
+        try:
+            counts.append(as_index(value))
+        except TypeError:
+            counts.append(0)
+        if counts[-1] < 1:
+            raise ShdError("layers-invalid", f"{name} must be an integer of at least 1; got {value!r}", "LAYER-2")
+    num_teacher_layers, num_student_layers = counts
     if pairs is not None:
-        return _check_pairs(pairs, num_teacher_layers, num_student_layers)
+        given = _read_pairs(pairs)
+        for student, teacher in given:
+            if not (0 <= student < num_student_layers and 0 <= teacher < num_teacher_layers):
+                rule = f"pairs must lie in 0..{num_student_layers - 1} and 0..{num_teacher_layers - 1}"
+                raise ShdError("layers-invalid", f"{rule}; got ({student}, {teacher})", "LAYER-4")
+        return given
     if num_student_layers > num_teacher_layers:
         rule = f"num_student_layers must be at most num_teacher_layers={num_teacher_layers}"
         raise ShdError("layers-invalid", f"{rule}; got {num_student_layers}: give explicit pairs", "LAYER-2")
@@ -41,32 +54,16 @@ def layer_map(
     )
 
 
-def _check_count(name: str, value: object) -> int:
+def _read_pairs(pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Pairs of integers by their student layers, which are distinct."""
     try:
-        count = as_index(value)
-    except TypeError:
-        count = 0
-    if count < 1:
-        raise ShdError("layers-invalid", f"{name} must be an integer of at least 1; got {value!r}", "LAYER-2")
-    return count
-
-
-def _check_pairs(
-    pairs: Iterable[tuple[int, int]], num_teacher_layers: int, num_student_layers: int
-) -> tuple[tuple[int, int], ...]:
-    try:
-        index_pairs = [(as_index(student), as_index(teacher)) for student, teacher in pairs]
+        given = sorted((as_index(student), as_index(teacher)) for student, teacher in pairs)
     except (TypeError, ValueError):
         message = f"pairs must hold (student_layer, teacher_layer), integers; got {pairs!r}"
         raise ShdError("layers-invalid", message, "LAYER-4") from None
-    seen: set[int] = set()
-    for student, teacher in index_pairs:
-        if not (0 <= student < num_student_layers and 0 <= teacher < num_teacher_layers):
-            rule = f"pairs must lie in 0..{num_student_layers - 1} and 0..{num_teacher_layers - 1}"
-            raise ShdError("layers-invalid", f"{rule}; got ({student}, {teacher})", "LAYER-4")
-        if student in seen:
-            raise ShdError("layers-invalid", f"pairs must name student layer {student} once; got it twice", "LAYER-4")
-        seen.add(student)
-    if not index_pairs:
+    if not given:
         raise ShdError("layers-invalid", "pairs must name at least one layer; got none", "LAYER-4")
-    return tuple(sorted(index_pairs))
+    for (student, _), (following, _) in pairwise(given):
+        if student == following:
+            raise ShdError("layers-invalid", f"pairs must name student layer {student} once; got it twice", "LAYER-4")
+    return tuple(given)

@@ -173,12 +173,9 @@ def _inputs_table(specs: Sequence[InputSpec], decoder: Collection[str]) -> Table
 
 def _origin(spec: InputSpec, is_decoder: bool) -> str:
     """Where an input comes from, in words."""
-    from shd_ref.teacher.graph.inputs import past_problem
-
     defaults = {"past": "an empty past", "positions": "counted from the mask", "types": "zeros", "branch": "false"}
     if spec.part in defaults:
-        problem = past_problem([spec]) if spec.part == "past" else None
-        return problem or f"shd: {defaults[spec.part]}, unless the data hold it"
+        return spec.past_problem or f"shd: {defaults[spec.part]}, unless the data hold it"
     return "the data" + ", for the decoder" * is_decoder + " (mask of padding)" * (spec.part == "mask")
 
 

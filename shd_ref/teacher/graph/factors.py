@@ -9,12 +9,13 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.errors import need
-from shd_ref.teacher.graph.find import AttentionSite
+from shd_ref.errors import graph_unsupported, need
+from shd_ref.teacher.graph.find import AttentionSite, SiteKinds
 from shd_ref.teacher.graph.inputs import Layout, probe_tensors
 from shd_ref.teacher.graph.measure import alike_heads
 from shd_ref.teacher.graph.walk import Logits, before_rounding, repeat_chain
 from shd_ref.teacher.opening.model import ir, onnx
+from shd_ref.teacher.options import PrecomputeOptions
 
 # exp(-1000) is 0 beside any other logit, in every precision that teachers run in.
 MASKED: Final = -1e3
@@ -64,6 +65,28 @@ def check_sinks(site: AttentionSite, codec: str, temperature: float) -> None:
         f"codec {codec!r}, temperature {temperature:g}",
         spec_id="MAP-9",
     )
+
+
+def choose_stored(
+    model: onnx.ModelProto, layers: Sequence[tuple[int, AttentionSite]], kinds: SiteKinds, options: PrecomputeOptions
+) -> tuple[SiteFactors, ...]:
+    """Queries and keys of the layers where these are stored; refuse a form or a codec that cannot hold the layers."""
+    for _, site in layers:
+        if options.is_factored and kinds.kinds and kinds.kind(site) != "encoder":
+            raise graph_unsupported(
+                f"{site.label} cannot be stored as queries and keys: its rows are those of a decoder with cross "
+                "attention (--form maps)",
+                "CACHE-128",
+            )
+        check_sinks(site, "float32" if options.is_factored else options.codec, options.temperature)
+    stored = find_factors(model, [site for _, site in layers]) if options.is_factored else ()
+    for factors in stored:
+        reason = factors.reason if factors.scale > 0 or not factors.supported else f"its scale is {factors.scale:g}"
+        if reason is not None:
+            raise graph_unsupported(
+                f"{factors.site.label} cannot be stored as queries and keys: {reason} (--form maps)", "CACHE-143"
+            )
+    return stored
 
 
 def find_factors(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tuple[SiteFactors, ...]:

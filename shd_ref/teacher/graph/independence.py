@@ -86,13 +86,13 @@ def probe_samples(model: onnx.ModelProto, maps: Mapping[str, tuple[Layout | None
 
 
 def _probe_samples(model: onnx.ModelProto, maps: Mapping[str, tuple[Layout | None, int, str]]) -> dict[str, Finding]:
+    shared = SHARED_SCALES if shares_scales(model) else None
     probe = Probe(model, sorted(maps))
     feeds, masking = _different_samples(probe)
     masks_all = f"its maps are NaN where input {masking!r} is 1 everywhere, so the graph masks where that is not 0"
     if any(spec.part == "mask" for spec in probe.specs if spec.name == masking):
         turned = f"{masks_all}, and 1 stands for a token: export a wrapper that takes 1 for tokens and turns it round"
         return dict.fromkeys(maps, Finding(turned))
-    shared = SHARED_SCALES if shares_scales(model) else None
     # Fixed numbers, such as a temperature (1,), are not samples, unless there is nothing else.
     data = [spec for spec in probe.specs if spec.part == "data" and spec.shape]
     data = [spec for spec in data if len(spec.shape) > 1 or not isinstance(spec.shape[0], int)] or data

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.errors import ShdError, graph_invalid, graph_unsupported, inputs_invalid
+from shd_ref.errors import ShdError, graph_invalid, graph_unsupported
 from shd_ref.teacher.opening.model import CONTRIB_DOMAIN, STANDARD_DOMAINS, infer_shapes, onnx, take_weights
 from shd_ref.teacher.options import PAD_KEY
 from shd_ref.teacher.session import open_session, run_bounded
@@ -57,6 +57,27 @@ class InputSpec:
         if kind == "b" and rank < 2 and self.name in _BRANCH:
             return "branch"
         return "mask" if rank == 2 and "mask" in self.name.lower() else "data"
+
+    @property
+    def past_problem(self) -> str | None:
+        """Why a past cannot be fed empty, as to a graph of whole samples, and what to do; None where it can."""
+        if self.part != "past":
+            return None
+        if 0 not in InputSizes(1, 1).shapes([self])[self.name]:
+            return (
+                f"the graph cannot take {self.name} empty, as its shape is {list(self.shape)}; take the graph for "
+                "whole samples (decoder_model.onnx beside decoder_with_past_model.onnx), or re-export with an open "
+                "past_sequence_length or with use_cache off"
+            )
+        # A stack, (2, B, H, past, d), stands before the batch: heads and width are among the last three axes.
+        count = len(self.shape)
+        opened = [position - count for position, axis in enumerate(self.shape) if not isinstance(axis, int)]
+        if len(opened) > 2 or sum(position >= max(-3, 1 - count) for position in opened) > 1:
+            return (
+                f"{self.name} must have open axes for the batch and the past alone, so that it can be fed empty; got "
+                f"the shape {list(self.shape)}: re-export with heads and width fixed, or with use_cache off"
+            )
+        return None
 
 
 def input_specs(model: onnx.ModelProto) -> tuple[InputSpec, ...]:
@@ -152,19 +173,6 @@ class InputSizes:
         return self.length if position or _LENGTH.search(name) else self.batch
 
 
-def past_problem(specs: Sequence[InputSpec]) -> str | None:
-    """Why a graph cannot run on whole samples, whose past is empty, and what to do about it; None where it can."""
-    shapes = InputSizes(1, 1).shapes(specs)
-    for spec in specs:
-        if spec.part == "past" and 0 not in shapes[spec.name]:
-            return (
-                f"the graph cannot take {spec.name} empty, as its shape is {list(spec.shape)}; take the graph for "
-                "whole samples (decoder_model.onnx beside decoder_with_past_model.onnx), or re-export with an open "
-                "past_sequence_length or with use_cache off"
-            )
-    return None
-
-
 def with_fixed(specs: Sequence[InputSpec], batch: int | None, length: int | None) -> tuple[InputSpec, ...]:
     """The inputs with their open axes of samples and of positions fixed; None leaves them as they are."""
     shapes = {spec.name: list(spec.shape) for spec in specs}
@@ -220,61 +228,6 @@ def read_pads(model: onnx.ModelProto) -> dict[str, int]:
 
 SUPPLIED: Final[frozenset[Part]] = frozenset({"past", "positions", "types", "branch"})
 """Parts that are supplied where the data lack them."""
-
-
-class Supply:
-    """What is fed beside the data: an empty past, ``position_ids`` by the mask, types of 0, no cache branch."""
-
-    def __init__(self, specs: Sequence[InputSpec]) -> None:
-        self._specs = tuple(specs)
-        for spec in self._specs:
-            if spec.part == "past":
-                _check_past(spec)
-            elif spec.part == "positions" and len(spec.shape) != 2:
-                raise inputs_invalid(
-                    f"inputs must hold {spec.name}, since the graph takes it with {len(spec.shape)} axes and only "
-                    "(B, L) follows from the attention mask: give it as a column"
-                )
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Of the inputs that are supplied, sorted."""
-        return tuple(sorted(spec.name for spec in self._specs))
-
-    @property
-    def description(self) -> str:
-        """What is supplied, in a line; empty for nothing."""
-        past = [spec.name for spec in self._specs if spec.part == "past"]
-        parts = [f"{past[0]}{f' and {len(past) - 1} more' * (len(past) > 1)} (an empty past)"] if past else []
-        parts += [f"{spec.name} (counted from the mask)" for spec in self._specs if spec.part == "positions"]
-        parts += [f"{spec.name} (zeros)" for spec in self._specs if spec.part == "types"]
-        parts += [f"{spec.name} (false)" for spec in self._specs if spec.part == "branch"]
-        return ", ".join(parts)
-
-    def arrays(self, rows: int, length: int, mask: NDArray[Any] | None) -> dict[str, NDArray[Any]]:
-        """The arrays of a batch of ``rows`` samples; ``mask`` is ``(B, L)``, None where all are tokens."""
-        shapes = InputSizes(rows, length).shapes(self._specs)
-        supplied: dict[str, NDArray[Any]] = {}
-        for spec in self._specs:
-            if spec.part == "positions":
-                tokens = np.ones((rows, length), np.int64) if mask is None else mask.astype(np.int64)
-                supplied[spec.name] = ((tokens.cumsum(axis=1) - 1) * tokens).astype(spec.dtype)
-            else:
-                supplied[spec.name] = np.zeros(shapes[spec.name], spec.dtype)
-        return supplied
-
-
-def _check_past(spec: InputSpec) -> None:
-    problem = past_problem([spec])
-    if problem is not None:
-        raise inputs_invalid(f"inputs must hold {spec.name}: {problem}")
-    # A stack, (2, B, H, past, d), stands before the batch: heads and width are among the last three axes.
-    opened = [position - len(spec.shape) for position, axis in enumerate(spec.shape) if not isinstance(axis, int)]
-    if len(opened) > 2 or sum(position >= max(-3, 1 - len(spec.shape)) for position in opened) > 1:
-        raise inputs_invalid(
-            f"{spec.name} must have open axes for the batch and the past alone, so that it can be fed empty; got "
-            f"the shape {list(spec.shape)}: re-export with heads and width fixed, or with use_cache off"
-        )
 
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
@@ -528,7 +481,7 @@ def check_bounds(
 
 
 def _remedy(specs: Sequence[InputSpec]) -> str:
-    problem = past_problem(specs)
+    problem = next((spec.past_problem for spec in specs if spec.past_problem is not None), None)
     if problem is not None:
         return problem
     if all(isinstance(axis, int) for spec in specs for axis in spec.shape):

@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 
 from shd_ref.errors import argument_value, graph_unsupported, need
 from shd_ref.kd.head import TeacherHead
-from shd_ref.teacher.graph.find import AttentionSite
+from shd_ref.teacher.graph.find import AttentionSite, SiteKinds
 from shd_ref.teacher.graph.projection import fixed_input, product_weight
 from shd_ref.teacher.graph.walk import FLOATS, ancestors
 from shd_ref.teacher.opening.model import PRODUCTS, SIZE_OPS, ir, onnx, read_graph
+from shd_ref.teacher.options import PrecomputeOptions
 
 LAST_STATES: Final = ("last_hidden_state", "encoder_last_hidden_state")
 """Outputs that exporters name after what leaves the last block; of a decoder beside an encoder only the first."""
@@ -60,6 +61,37 @@ class TargetTensors:
         titles |= {} if self.pooled is None else {self.pooled: "what embeddings are pooled from"}
         titles |= {} if self.last is None else {self.last: "the states that its head reads"}
         return titles | {name: f"hidden state {layer}" for layer, name in self.hidden}
+
+
+def choose_targets(
+    model: onnx.ModelProto, sites: Sequence[AttentionSite], kinds: SiteKinds, options: PrecomputeOptions
+) -> TargetTensors:
+    """What the options ask for beside attention."""
+    of_decoder = bool(kinds.kinds)
+    own = [site for site in sites if kinds.kind(site) in (None, "decoder")]
+    if options.hidden_layers and of_decoder and not (own and kinds.decoder_inputs):
+        raise graph_unsupported(
+            "hidden states of a graph with cross attention are those of its decoder, which must have "
+            "self-attention and inputs for its sequence; this graph lacks them: store its attention and logits, "
+            "and run the teacher beside the student (OnlineTeacher) for hidden states",
+            "CACHE-175",
+        )
+    if options.embeddings is not None and of_decoder:
+        raise graph_unsupported(
+            "embeddings are made of a single sequence, and this graph has a second one, of its decoder: export "
+            "the encoder alone",
+            "CACHE-181",
+        )
+    return find_targets(
+        model,
+        own,
+        logits=options.logits != "none",
+        output=options.logits_output,
+        hidden=options.hidden_layers,
+        pooled=options.embeddings is not None,
+        exact=options.exact,
+        of_decoder=of_decoder,
+    )
 
 
 def find_targets(

@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from shd_ref.cache import AveragedTeacher
 from shd_ref.cache.codecs.logits import check_padding
 from shd_ref.errors import ShdError, argument_value, inputs_invalid, need
-from shd_ref.teacher.graph.inputs import SUPPLIED, Supply, check_bounds, input_specs
+from shd_ref.teacher.graph.inputs import SUPPLIED, check_bounds, input_specs
 from shd_ref.teacher.graph.targets import TargetTensors, dtype_of, find_targets
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.opening.model import hash_teacher, onnx, take_weights
 from shd_ref.teacher.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.rewrite.squeeze import squeeze_graph
-from shd_ref.teacher.run.inputs import Batch, ModelInputs, as_dtype, run_batch
+from shd_ref.teacher.run.inputs import Batch, ModelInputs, Supply, as_dtype, run_batch
 from shd_ref.teacher.session import open_session
 
 _WHO: Final = "--with-teacher {}"

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TypeAlias
 
 from shd_ref.cache.forms.attention import KINDS, KindLayers
-from shd_ref.errors import ShdError, argument_value, graph_unsupported, need
+from shd_ref.errors import ShdError, argument_value, graph_unsupported
 from shd_ref.layers import layer_map
-from shd_ref.teacher.graph.factors import SiteFactors, check_sinks, find_factors
+from shd_ref.teacher.graph.factors import SiteFactors, choose_stored
 from shd_ref.teacher.graph.find import AttentionSite, SiteKinds, find_kinds, find_sites, select_sites
 from shd_ref.teacher.graph.inputs import TOO_MUCH, input_specs
-from shd_ref.teacher.graph.targets import GraphHead, TargetTensors, dtype_of, find_targets
+from shd_ref.teacher.graph.targets import GraphHead, TargetTensors, choose_targets, dtype_of
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.opening.model import Weights, hash_teacher, onnx, take_weights
 from shd_ref.teacher.options import PrecomputeOptions, check_options
@@ -62,12 +62,13 @@ class TeacherGraph:
         model = load_teacher(path)
         # Beside the walk over the graph. Errors need not wait for it: it takes seconds per gigabyte.
         sha256 = run_beside(functools.partial(hash_teacher, path), callers, daemon=True)
-        sites = find_sites(model)
+        specs, sites = input_specs(model), find_sites(model)
         endless = next((site.reason for site in sites if site.reason and TOO_MUCH in site.reason), None)
         if endless is not None:  # also where no attention is asked for
             raise graph_unsupported(endless)
-        kinds = find_kinds(model, sites, input_specs(model), decoder_mask)
-        layers, meant, counts = choose_layers(sites, kinds, options)
+        kinds = find_kinds(model, sites, specs, decoder_mask)
+        selected = select_sites(sites, options.sites) if sites and options.has_attention else ()
+        layers, meant, counts = choose_layers(sites, selected, kinds, options)
         targets = choose_targets(model, sites, kinds, options)
         factors = choose_stored(model, layers, kinds, options)
         bare, weights = take_weights(model)
@@ -131,39 +132,8 @@ class TeacherGraph:
         return masks
 
 
-def choose_targets(
-    model: onnx.ModelProto, sites: Sequence[AttentionSite], kinds: SiteKinds, options: PrecomputeOptions
-) -> TargetTensors:
-    """What the options ask for beside attention."""
-    of_decoder = bool(kinds.kinds)
-    own = [site for site in sites if kinds.kind(site) in (None, "decoder")]
-    if options.hidden_layers and of_decoder and not (own and kinds.decoder_inputs):
-        raise graph_unsupported(
-            "hidden states of a graph with cross attention are those of its decoder, which must have "
-            "self-attention and inputs for its sequence; this graph lacks them: store its attention and logits, "
-            "and run the teacher beside the student (OnlineTeacher) for hidden states",
-            "CACHE-175",
-        )
-    if options.embeddings is not None and of_decoder:
-        raise graph_unsupported(
-            "embeddings are made of a single sequence, and this graph has a second one, of its decoder: export "
-            "the encoder alone",
-            "CACHE-181",
-        )
-    return find_targets(
-        model,
-        own,
-        logits=options.logits != "none",
-        output=options.logits_output,
-        hidden=options.hidden_layers,
-        pooled=options.embeddings is not None,
-        exact=options.exact,
-        of_decoder=of_decoder,
-    )
-
-
 def choose_layers(
-    sites: Sequence[AttentionSite], kinds: SiteKinds, options: PrecomputeOptions
+    sites: Sequence[AttentionSite], selected: Sequence[AttentionSite], kinds: SiteKinds, options: PrecomputeOptions
 ) -> tuple[Chosen, int | None, tuple[KindLayers, ...]]:
     """The sites by student layer, how many layers the student was meant to have, and how many of each kind."""
     if not options.has_attention:
@@ -173,38 +143,34 @@ def choose_layers(
             "teacher graph must hold an attention site (a softmax whose map multiplies values); found none: "
             "export the model with eager attention, or store only its logits (--no-attention)"
         )
-    if options.sites is not None and options.layer_pairs is not None:
+    pairs, meant = options.layer_pairs, options.num_student_layers
+    if options.sites is not None and pairs is not None:
         raise argument_value("sites must not be given with layer pairs, which select sites themselves", "LAYER-4")
-    selected = select_sites(sites, options.sites)
-    meant = options.num_student_layers
-    pairs = options.layer_pairs
+    counts: tuple[KindLayers, ...] = ()
     if pairs is None and kinds.kinds:
         chosen, counts = _choose_by_kind(selected, kinds, meant)
-        return _supported(chosen), sum(kind.num_student_layers for kind in counts), counts
-    if isinstance(meant, Mapping):
+        meant = sum(kind.num_student_layers for kind in counts)
+    elif isinstance(meant, Mapping):
         why = "as the graph has no cross attention" if pairs is None else "as pairs count all calls"
         message = f"num_student_layers must be one number, {why}; got {dict(meant)}"
         raise ShdError("layers-invalid", message, "CACHE-105")
-    if pairs is not None:
-        count = 1 + max((student for student, _ in pairs), default=0) if meant is None else meant
-        given = tuple((student, sites[teacher]) for student, teacher in layer_map(len(sites), count, pairs))
-        return _supported(given), meant, ()
-    meant = len(selected) if meant is None else meant
-    rule = f"be at most {len(selected)}, the number of attention sites"
-    got = f"{meant}: leave layers out with --layer-pairs"
-    need(meant <= len(selected), "layers-invalid", "num_student_layers", rule, got, spec_id="LAYER-2")
-    chosen = tuple((student, selected[teacher]) for student, teacher in layer_map(len(selected), meant))
-    return _supported(chosen), meant, ()
-
-
-def _supported(chosen: Chosen) -> Chosen:
+    else:
+        taught = selected if pairs is None else sites
+        count = len(taught) if pairs is None else 1 + max((student for student, _ in pairs), default=0)
+        count = count if meant is None else meant
+        if pairs is None and count > len(taught):
+            rule = f"num_student_layers must be at most {len(taught)}, the number of attention sites"
+            raise ShdError("layers-invalid", f"{rule}; got {count}: leave layers out with --layer-pairs", "LAYER-2")
+        chosen = tuple((student, taught[teacher]) for student, teacher in layer_map(len(taught), count, pairs))
+        meant = count if pairs is None else meant
     for _, site in chosen:
         if not site.supported:
             raise graph_unsupported(f"{site.label} cannot be squeezed: {site.reason} (or select other sites)")
     heads = {site.num_heads or 0 for _, site in chosen}
-    rule = "share one number of heads, as one plan serves all"
-    need(len(heads) < 2 and 0 not in heads, "graph-unsupported", "the layers", rule, sorted(heads))
-    return chosen
+    if len(heads) > 1 or 0 in heads:
+        rule = "the layers must share one number of heads, as one plan serves all"
+        raise graph_unsupported(f"{rule}; got {sorted(heads)}")
+    return chosen, meant, counts
 
 
 def _choose_by_kind(
@@ -235,25 +201,3 @@ def _choose_by_kind(
         chosen += [(before + student, of_kind[kind][teacher]) for student, teacher in pairs]
         counts.append(KindLayers(kind, number))
     return tuple(chosen), tuple(counts)
-
-
-def choose_stored(
-    model: onnx.ModelProto, layers: Chosen, kinds: SiteKinds, options: PrecomputeOptions
-) -> tuple[SiteFactors, ...]:
-    """Queries and keys of the layers where these are stored; refuse a form or a codec that cannot hold the layers."""
-    for _, site in layers:
-        if options.is_factored and kinds.kinds and kinds.kind(site) != "encoder":
-            raise graph_unsupported(
-                f"{site.label} cannot be stored as queries and keys: its rows are those of a decoder with cross "
-                "attention (--form maps)",
-                "CACHE-128",
-            )
-        check_sinks(site, "float32" if options.is_factored else options.codec, options.temperature)
-    stored = find_factors(model, [site for _, site in layers]) if options.is_factored else ()
-    for factors in stored:
-        reason = factors.reason if factors.scale > 0 or not factors.supported else f"its scale is {factors.scale:g}"
-        if reason is not None:
-            raise graph_unsupported(
-                f"{factors.site.label} cannot be stored as queries and keys: {reason} (--form maps)", "CACHE-143"
-            )
-    return stored

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from shd_ref.cache import sample_key, trim_inputs
 from shd_ref.errors import ShdError, inputs_invalid, need
-from shd_ref.teacher.graph.inputs import SUPPLIED, TYPES, InputSpec, Supply
+from shd_ref.teacher.graph.inputs import SUPPLIED, TYPES, InputSizes, InputSpec
 from shd_ref.teacher.sources import TOO_LONG, Arrays, ArraySource, IndexedSource, Row, Source
 from shd_ref.teacher.sources.arrays import Spool
 from shd_ref.teacher.sources.text import TOKEN_COLUMNS
@@ -80,6 +80,48 @@ class Batch:
     lengths: tuple[int, ...]
     arrays: dict[str, NDArray[Any]]
     decoder_lengths: tuple[int, ...] = ()
+
+
+class Supply:
+    """What is fed beside the data: an empty past, ``position_ids`` by the mask, types of 0, no cache branch."""
+
+    def __init__(self, specs: Sequence[InputSpec]) -> None:
+        self._specs = tuple(specs)
+        for spec in self._specs:
+            if spec.past_problem is not None:
+                raise inputs_invalid(f"inputs must hold {spec.name}: {spec.past_problem}")
+            if spec.part == "positions" and len(spec.shape) != 2:
+                raise inputs_invalid(
+                    f"inputs must hold {spec.name}, since the graph takes it with {len(spec.shape)} axes and only "
+                    "(B, L) follows from the attention mask: give it as a column"
+                )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the inputs that are supplied, sorted."""
+        return tuple(sorted(spec.name for spec in self._specs))
+
+    @property
+    def description(self) -> str:
+        """What is supplied, in a line; empty for nothing."""
+        past = [spec.name for spec in self._specs if spec.part == "past"]
+        parts = [f"{past[0]}{f' and {len(past) - 1} more' * (len(past) > 1)} (an empty past)"] if past else []
+        parts += [f"{spec.name} (counted from the mask)" for spec in self._specs if spec.part == "positions"]
+        parts += [f"{spec.name} (zeros)" for spec in self._specs if spec.part == "types"]
+        parts += [f"{spec.name} (false)" for spec in self._specs if spec.part == "branch"]
+        return ", ".join(parts)
+
+    def arrays(self, rows: int, length: int, mask: NDArray[Any] | None) -> dict[str, NDArray[Any]]:
+        """The arrays of a batch of ``rows`` samples; ``mask`` is ``(B, L)``, None where all are tokens."""
+        shapes = InputSizes(rows, length).shapes(self._specs)
+        supplied: dict[str, NDArray[Any]] = {}
+        for spec in self._specs:
+            if spec.part == "positions":
+                tokens = np.ones((rows, length), np.int64) if mask is None else mask.astype(np.int64)
+                supplied[spec.name] = ((tokens.cumsum(axis=1) - 1) * tokens).astype(spec.dtype)
+            else:
+                supplied[spec.name] = np.zeros(shapes[spec.name], spec.dtype)
+        return supplied
 
 
 class ModelInputs:

@@ -17,9 +17,10 @@ from shd_ref.merging.plans import MergePlan, Pair, check_counts
 from shd_ref.teacher.graph.find import AttentionSite, projection_of
 from shd_ref.teacher.opening.body import FLOAT, FUNCTION_DOMAIN, Body
 from shd_ref.teacher.opening.model import Weights, onnx
-from shd_ref.teacher.options import CALIBRATION_SAMPLES
+from shd_ref.teacher.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.rewrite.function import site_tensors
 from shd_ref.teacher.rewrite.squeeze import assemble_graph, check_opset
+from shd_ref.teacher.run.graph import TeacherGraph
 from shd_ref.teacher.run.inputs import Batch, ModelInputs, run_batch
 from shd_ref.teacher.session import open_session, threads_for
 
@@ -75,33 +76,29 @@ class AttentionReader:
         return f"{FUNCTION_DOMAIN}/{number}/probs", f"{FUNCTION_DOMAIN}/{number}/values"
 
 
-def calibrate_plans(
-    reader: AttentionReader,
-    inputs: ModelInputs,
-    num_student_heads: int,
-    *,
-    by: str = "residual",
-    num_samples: int = CALIBRATION_SAMPLES,
-    seed: int = 0,
-    batch_size: int = 16,
-    on_error: str = "stop",
-    row_masks: Sequence[str | None] | None = None,
+def match_plans(
+    graph: TeacherGraph, inputs: ModelInputs, options: PrecomputeOptions, run: RunOptions
 ) -> tuple[MergePlan, ...]:
-    """The matched plan of every site on samples of CACHE-26's order; ``"skip"`` leaves out those with NaN."""
-    chosen = [int(index) for index in sample_order(len(inputs), seed)[:num_samples]]
-    plans = []
-    for number, site in enumerate(reader.sites):
-        calibration = []
-        for batch in inputs.batches(chosen, batch_size):
-            probs, values, places = reader.read_values(number, batch, on_error=on_error)
-            name = inputs.mask if row_masks is None else row_masks[number]
-            mask = None if name is None else batch.arrays[name][places].astype(np.bool_)
+    """The plan of every layer, matched on the first samples of CACHE-26's order; none without layers.
+
+    Raises ``dependency-missing`` without networkx. With ``on_error="skip"`` samples that give NaN do not choose.
+    """
+    if not graph.layers:
+        return ()
+    masks, sites = graph.masks_of(inputs), [site for _, site in graph.layers]
+    reader = AttentionReader(graph.bare, sites, run.provider, run.num_threads, graph.weights)
+    chosen = [int(index) for index in sample_order(len(inputs), run.seed)[: options.calibration_samples]]
+    heads, by, plans = options.num_student_heads, options.matched_by, []
+    for number, site in enumerate(sites):
+        calibration, (rows, _) = [], masks[site.layer]
+        for batch in inputs.batches(chosen, run.batch_size):
+            probs, values, places = reader.read_values(number, batch, on_error=options.on_error)
+            mask = None if rows is None else batch.arrays[rows][places].astype(np.bool_)
             if len(places):
                 calibration.append((probs, values, mask))
         largest = max((probs[0, 0].size for probs, *_ in calibration), default=0)
         with threads_for(largest * 2 * (site.d_v or 0)):
-            plan = match_factored(calibration, projection_of(site), num_student_heads, by, row_sums=site.row_sums)
-        plans.append(plan)
+            plans.append(match_factored(calibration, projection_of(site), heads, by, row_sums=site.row_sums))
     return tuple(plans)
 
 

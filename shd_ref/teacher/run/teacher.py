@@ -15,21 +15,21 @@ from numpy.typing import NDArray
 
 from shd_ref.cache import Extent, Teacher
 from shd_ref.cache.codecs.logits import check_padding
-from shd_ref.errors import graph_unsupported, need
-from shd_ref.merging.plans import MergePlan, check_counts, merge_plan, plan_groups
+from shd_ref.errors import ShdError, graph_unsupported, need
+from shd_ref.merging.plans import PLAN_KINDS, MergePlan, merge_plan, plan_groups
 from shd_ref.teacher.graph.factors import find_factors
 from shd_ref.teacher.graph.independence import NOT_ITS_OWN, SEVERAL, SHARED_SCALES, rounds_in_run, shares_scales
 from shd_ref.teacher.graph.inputs import check_bounds, count_rows, frozen_specs, read_pads
 from shd_ref.teacher.graph.targets import GraphHead, TargetTensors
 from shd_ref.teacher.graph.tiles import find_tiles
 from shd_ref.teacher.options import MATCHED, PrecomputeOptions, RunOptions, check_options
-from shd_ref.teacher.rewrite.squeeze import SqueezedGraph, SqueezedLayer, list_plans, squeeze_graph
+from shd_ref.teacher.rewrite.squeeze import SqueezedGraph, SqueezedLayer, squeeze_graph
 from shd_ref.teacher.rewrite.tiles import Tiling, can_fuse, choose_tile, list_slots
 from shd_ref.teacher.run.averaged import LogitsTeacher, average_logits, count_classes
 from shd_ref.teacher.run.graph import Chosen, TeacherGraph
 from shd_ref.teacher.run.inputs import Batch, ModelInputs, run_batch
 from shd_ref.teacher.run.outputs import LayerOutputs, MapRows, Student, StudentOutputs, TargetOutputs
-from shd_ref.teacher.run.reading import AttentionReader, calibrate_plans
+from shd_ref.teacher.run.reading import match_plans
 from shd_ref.teacher.sentence_folder import PADS_FRONT
 from shd_ref.teacher.session import (
     check_run,
@@ -107,7 +107,7 @@ class TeacherRun:
             check_options(student)
         check_run(run)
         others = options.with_teachers
-        places = [path.resolve() for path in (teacher, *others)]
+        places = [teacher.resolve(), *(other.resolve() for other in others)]
         rule = "name each teacher once, and not the first"
         distinct = len({*places}) == len(places)
         need(distinct, "argument-value", "with_teachers", rule, ", ".join(map(str, others)), spec_id="CACHE-163")
@@ -340,32 +340,12 @@ def _run_alone(graph: TeacherGraph, others: Sequence[LogitsTeacher]) -> bool:
 
 def _given_plans(graph: TeacherGraph, options: PrecomputeOptions) -> tuple[MergePlan, ...]:
     """The plan of every layer; none where they are matched on the data, and without layers."""
-    if graph.layers:
-        check_counts(graph.num_heads, options.num_student_heads)
-    if not graph.layers or (options.plans is None and options.plan == MATCHED):
-        return ()
-    plans = list_plans(options, len(graph.layers))
-    return tuple(merge_plan(graph.num_heads, options.num_student_heads, plan) for plan in plans)
-
-
-def match_plans(
-    graph: TeacherGraph, inputs: ModelInputs, options: PrecomputeOptions, run: RunOptions
-) -> tuple[MergePlan, ...]:
-    """Plans matched on the data, none without layers: ``dependency-missing`` without networkx."""
-    if not graph.layers:
-        return ()
-    masks, sites = graph.masks_of(inputs), [site for _, site in graph.layers]
-    return calibrate_plans(
-        AttentionReader(graph.bare, sites, run.provider, run.num_threads, graph.weights),
-        inputs,
-        options.num_student_heads,
-        by=options.matched_by,
-        num_samples=options.calibration_samples,
-        seed=run.seed,
-        batch_size=run.batch_size,
-        on_error=options.on_error,
-        row_masks=[masks[site.layer][0] for site in sites],
-    )
+    count, is_matched = len(graph.layers), options.plans is None and options.plan == MATCHED
+    plans = (PLAN_KINDS[0] if is_matched else options.plan,) * count if options.plans is None else options.plans
+    if len(plans) != count:
+        raise ShdError("plan-invalid", f"plans must be one for each of {count} layers; got {len(plans)}")
+    made = tuple(merge_plan(graph.num_heads, options.num_student_heads, plan) for plan in plans)
+    return () if is_matched else made  # the numbers of heads were checked all the same
 
 
 def _choose_tiling(

@@ -20,7 +20,8 @@ from shd_ref.teacher.precompute.forms import check_company
 from shd_ref.teacher.rewrite.function import MergeRule
 from shd_ref.teacher.rewrite.squeeze import replace_attention
 from shd_ref.teacher.run.inputs import Batch, run_batch
-from shd_ref.teacher.run.teacher import TeacherRun, match_plans
+from shd_ref.teacher.run.reading import match_plans
+from shd_ref.teacher.run.teacher import TeacherRun
 from shd_ref.teacher.session import open_session
 from shd_ref.teacher.sources import Arrays, Source
 from shd_ref.teacher.study.intervals import half_width

@@ -111,7 +111,7 @@ def test_resuming_takes_the_plans_from_the_manifest(teacher: Path, tmp_path: Pat
     assert (whole / "manifest.json").read_bytes() == (cache / "manifest.json").read_bytes()  # matched twice, alike
     (cache / "SEALED.json").unlink()
     (cache / "receipts" / "000001.json").unlink()
-    with calls_of("calibrate_plans") as calls:
+    with calls_of("match_plans") as calls:
         summary = precompute(teacher, make_inputs(), cache, MATCHED, RUN)
     assert calls == []
     assert summary.resumed == SAMPLES - 3
