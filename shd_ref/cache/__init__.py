@@ -1,7 +1,9 @@
 """The supervision cache (specs/cache-format.md): computed once, read by key. Needs numpy and xxhash.
 
-Its interface is the modules of this folder, ``writer.py``, ``reader.py`` and so on; to read the code, start with
-``forms``.
+A record has parts of some ``forms``, which ``codecs`` turn into bytes. ``documents`` say what a cache is made of
+and what is committed: ``writer.py`` writes a shard (``shards.py``), then its receipt, and the seal at the end;
+``reader.py`` reads records by key, ``listing.py`` lists, ``verify.py`` checks every byte, ``merge.py`` joins parts
+of a job.
 """
 
 from types import ModuleType as _ModuleType

@@ -11,7 +11,7 @@ from typing import Any
 from shd_ref.cache.documents.manifest import FORMAT_VERSION, Manifest
 from shd_ref.cache.documents.receipts import Errors, Receipt, Seal
 from shd_ref.cache.forms.form import Form
-from shd_ref.cache.shards import check_shard_size
+from shd_ref.cache.shards import read_committed
 from shd_ref.cache.storage.storage import (
     RECEIPTS_NAME,
     SEAL_NAME,
@@ -132,11 +132,9 @@ def list_cache(folder: Folder) -> CacheListing:
 
     def read(shard: int) -> Receipt | ShdError:
         try:
-            receipt = Receipt.read(storage, shard, manifest)
-            check_shard_size(storage, receipt)
+            return read_committed(storage, shard, manifest)
         except ShdError as error:
             return error
-        return receipt
 
     written: list[int] = []
     errors: list[Errors] = []

@@ -11,14 +11,14 @@ from typing import Final
 from shd_ref.cache.documents.manifest import Manifest
 from shd_ref.cache.documents.receipts import Receipt
 from shd_ref.cache.forms.form import FormFile
-from shd_ref.cache.shards import ShardFile, check_file_size, check_shard_size, read_pieces
-from shd_ref.cache.storage.checksums import RunningHash
+from shd_ref.cache.shards import ShardFile, check_file_size, read_committed, read_pieces
 from shd_ref.cache.storage.documents import checksum_of
 from shd_ref.cache.storage.local import LocalStorage
 from shd_ref.cache.storage.storage import (
     RECEIPTS_NAME,
     Folder,
     PendingFile,
+    RunningHash,
     Storage,
     committed_shards,
     open_storage,
@@ -91,8 +91,7 @@ def merge_caches(
         return file.size
 
     def take_shard(shard: int, source: Storage) -> int:
-        receipt = Receipt.read(source, shard, manifest)
-        check_shard_size(source, receipt)
+        receipt = read_committed(source, shard, manifest)
         with write_errors(target.locate(shard_name(shard))), _open_copy(source, target, shard, link) as copy:
             _copy_bytes(source, receipt, copy)
             writer.commit_file(copy, receipt)

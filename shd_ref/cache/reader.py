@@ -16,16 +16,17 @@ from shd_ref.cache.forms import FORMS
 from shd_ref.cache.forms.exact import Exact
 from shd_ref.cache.forms.form import F32, U8, Extent, FormFile, SampleRecord
 from shd_ref.cache.forms.rows import Embeddings, Hidden, Logits
-from shd_ref.cache.shards import ShardFile, check_file_size, check_shard_size, read_file
-from shd_ref.cache.storage.checksums import hex_64, xxh3_64
+from shd_ref.cache.shards import ShardFile, check_file_size, read_committed, read_file
 from shd_ref.cache.storage.documents import checksum_of
 from shd_ref.cache.storage.storage import (
     RECEIPTS_NAME,
     SEAL_NAME,
     Folder,
     committed_shards,
+    hex_64,
     open_storage,
     receipt_name,
+    xxh3_64,
 )
 from shd_ref.errors import ShdError
 from shd_ref.kd.codes import TopkTargets
@@ -231,13 +232,12 @@ class CacheReader:
         self._part_shapes = functools.lru_cache(maxsize=_EXTENTS)(self.manifest.part_shapes)
 
     def _open_receipt(self, shard: int, seal: Seal | None) -> Receipt:
-        receipt = Receipt.read(self._storage, shard, self.manifest)
+        receipt = read_committed(self._storage, shard, self.manifest)
         checksum = checksum_of(receipt)
         if seal is not None and seal.receipts[shard] != checksum:
             path = self._storage.locate(receipt_name(shard))
             message = f"{path} must have checksum {seal.receipts[shard]}; got {checksum}"
             raise ShdError("cache-corrupt", message + ": it changed after the cache was sealed", "CACHE-55")
-        check_shard_size(self._storage, receipt)
         return receipt
 
     def _load(self, receipts: Iterable[Receipt]) -> None:

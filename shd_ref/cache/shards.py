@@ -19,9 +19,18 @@ from shd_ref.cache.documents.keys import check_key
 from shd_ref.cache.documents.manifest import FORMAT_VERSION, Manifest
 from shd_ref.cache.documents.receipts import Blob, Errors, Receipt, Record, Skipped
 from shd_ref.cache.forms.form import F32, U8, FormFile, SampleRecord, misfit
-from shd_ref.cache.storage.checksums import RunningHash, hex_64, xxh3_64, xxh3_128
 from shd_ref.cache.storage.documents import MAX_INTEGER
-from shd_ref.cache.storage.storage import Folder, PendingFile, open_storage, shard_name, tensor_name
+from shd_ref.cache.storage.storage import (
+    Folder,
+    PendingFile,
+    RunningHash,
+    hex_64,
+    open_storage,
+    shard_name,
+    tensor_name,
+    xxh3_64,
+    xxh3_128,
+)
 from shd_ref.errors import ShdError
 
 Bytes: TypeAlias = NDArray[np.uint8]
@@ -160,6 +169,13 @@ class ShardFile:
     def _check_length(self, start: int, count: int, least: int) -> None:
         if count < least:
             raise _incomplete(self.path, f"it ends at byte {start + count} of at least {start + least}")
+
+
+def read_committed(folder: Folder, shard: int, manifest: Manifest) -> Receipt:
+    """The receipt of a shard whose file has the size that it states; raises as ``Receipt.read``, and so."""
+    receipt = Receipt.read(folder, shard, manifest)
+    check_shard_size(folder, receipt)
+    return receipt
 
 
 def check_shard_size(folder: Folder, receipt: Receipt) -> None:

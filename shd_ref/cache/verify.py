@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from shd_ref.cache.documents.manifest import Manifest
 from shd_ref.cache.documents.receipts import Receipt, Seal, check_fingerprint
 from shd_ref.cache.shards import ShardFile, check_file_size, check_shard_size, damaged_file, hash_file, shard_header
-from shd_ref.cache.storage.checksums import RunningHash, hex_64, xxh3_64
 from shd_ref.cache.storage.documents import checksum_of
 from shd_ref.cache.storage.storage import (
     HUB_NAMES,
@@ -22,11 +21,14 @@ from shd_ref.cache.storage.storage import (
     RECEIPTS_NAME,
     SEAL_NAME,
     Folder,
+    RunningHash,
     Storage,
     committed_shards,
+    hex_64,
     open_storage,
     receipt_name,
     shard_name,
+    xxh3_64,
 )
 from shd_ref.errors import ShdError
 

@@ -11,14 +11,14 @@ from typing import Any, Final
 from shd_ref.cache.documents.manifest import Manifest
 from shd_ref.cache.documents.receipts import Errors, Receipt, Seal, Skipped, check_fingerprint
 from shd_ref.cache.forms.form import FormFile, SampleRecord
-from shd_ref.cache.shards import check_file_size, damaged_file, hash_file, write_blobs
-from shd_ref.cache.storage.checksums import RunningHash
+from shd_ref.cache.shards import check_file_size, damaged_file, hash_file, read_committed, write_blobs
 from shd_ref.cache.storage.documents import checksum_of
 from shd_ref.cache.storage.storage import (
     MANIFEST_NAME,
     SEAL_NAME,
     Folder,
     PendingFile,
+    RunningHash,
     Storage,
     open_storage,
     receipt_name,
@@ -189,17 +189,11 @@ class CacheWriter:
 
     def _committed(self, shard: int) -> Receipt | None:
         try:
-            receipt = Receipt.read(self._storage, shard, self.manifest)
-            size = self._storage.size(shard_name(shard))
-        except FileNotFoundError:
-            pass
+            return read_committed(self._storage, shard, self.manifest)
         except ShdError as error:
             if error.code == "read-failed":
                 raise  # nothing is known of the shard
-            # Damaged in any way: the cure is to write the shard again.
-        else:
-            if size == receipt.size:
-                return receipt
+            # Absent, or damaged in any way: the cure is to write the shard again.
         for name in (receipt_name(shard), shard_name(shard)):
             self._storage.check_place(name)
         return None

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache.storage.checksums import RunningHash, xxh3_128
+from shd_ref.cache.storage.storage import RunningHash, xxh3_128
 from shd_ref.errors import ShdError
 
 _KEY_FORM: Final = re.compile(r"[0-9a-f]{32}")

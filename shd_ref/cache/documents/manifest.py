@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from shd_ref.cache.documents.keys import check_key
 from shd_ref.cache.forms import Held, subjects
 from shd_ref.cache.forms.form import SHA256, Extent, Form, FormFile, Part, require
-from shd_ref.cache.storage.checksums import xxh3_64
 from shd_ref.cache.storage.documents import (
     MAX_INTEGER,
     build,
@@ -26,7 +25,7 @@ from shd_ref.cache.storage.documents import (
     parse_members,
     read_document,
 )
-from shd_ref.cache.storage.storage import MANIFEST_NAME, MAX_SAMPLES, MAX_SHARDS, Folder, open_storage
+from shd_ref.cache.storage.storage import MANIFEST_NAME, MAX_SAMPLES, MAX_SHARDS, Folder, open_storage, xxh3_64
 from shd_ref.errors import ShdError
 
 _require: Final = functools.partial(require, spec_id="CACHE-22")

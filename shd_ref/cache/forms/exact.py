@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from shd_ref.cache.forms.form import U8, FormFile, Part, require
 from shd_ref.cache.forms.rows import Vectors
-from shd_ref.cache.storage.checksums import RunningHash
 from shd_ref.cache.storage.documents import optional
+from shd_ref.cache.storage.storage import RunningHash
 from shd_ref.errors import need
 from shd_ref.kd.codes import MAX_VOCABULARY
 from shd_ref.kd.head import NORMS, FinalNorm, TeacherHead

@@ -16,8 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeVar
 
-from shd_ref.cache.storage.checksums import xxh3_128
-from shd_ref.cache.storage.storage import Storage
+from shd_ref.cache.storage.storage import Storage, xxh3_128
 from shd_ref.errors import ShdError
 
 MAX_DOCUMENT_BYTES: Final = 1 << 28

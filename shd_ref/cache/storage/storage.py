@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, import_package
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -244,3 +245,41 @@ def committed_shards(names: Iterable[str]) -> list[int]:
 def tensor_name(index: int, part: str) -> str:
     """``00001234/L03``: a part of one sample's record."""
     return f"{index:08d}/{part}"
+
+
+@functools.cache
+def _xxhash() -> Any:
+    # XXH3 (CACHE-5) guards against accidents, not against forgery. Imported late: maps are coded with numpy alone.
+    message = "the supervision cache must have xxhash for its checksums; pip install '.[cache]' (in a checkout)"
+    return import_package("xxhash", message)
+
+
+def xxh3_64(data: Any, seed: int = 0) -> int:
+    """XXH3-64 of a bytes-like object, as a number."""
+    digest: int = _xxhash().xxh3_64_intdigest(data, seed)
+    return digest
+
+
+def hex_64(number: int) -> str:
+    """An XXH3-64 as 16 hex digits."""
+    return f"{number:016x}"
+
+
+def xxh3_128(data: Any) -> str:
+    """XXH3-128 of a bytes-like object: 32 hex digits."""
+    digest: str = _xxhash().xxh3_128_hexdigest(data)
+    return digest
+
+
+class RunningHash:
+    """XXH3-128 (or XXH3-64) of something that is read or written piece by piece."""
+
+    def __init__(self, bits: int = 128) -> None:
+        self._state = _xxhash().xxh3_128() if bits == 128 else _xxhash().xxh3_64()
+
+    def update(self, data: Any) -> None:
+        self._state.update(data)
+
+    def hexdigest(self) -> str:
+        digest: str = self._state.hexdigest()
+        return digest

@@ -139,11 +139,8 @@ class HiddenMaker(RowsMaker[Hidden]):
     def describe(self, work: TeacherRun, outputs: StudentOutputs) -> Hidden | None:
         layers = []
         for layer, tensor in work.graph.targets.hidden:
-            states, name = outputs.targets.hidden[layer], f"hidden state {layer}"
-            got = f"{states.ndim} axes in {tensor}: ask for other layers"
-            rule = "be (samples, positions, width)"
-            need(states.ndim == 3, "graph-unsupported", name, rule, got, spec_id="CACHE-160")
-            check_states(work, outputs, name, states)
+            states = outputs.targets.hidden[layer]
+            check_states(work, outputs, f"hidden state {layer}", states)
             layers.append(HiddenLayer(layer, tensor, states.shape[-1]))
         form = {"codec": work.options.hidden_codec, "rows": _rows_of(work)}
         return Hidden(**form, layers=tuple(layers)) if layers else None
@@ -213,10 +210,7 @@ class ExactMaker(RowsMaker[Exact]):
         states = outputs.targets.last
         if states is None or work.graph.head is None:
             return None
-        name, rule = "the states that the head reads", "be (samples, positions, width)"
-        got = f"{states.ndim} axes in {work.graph.head.states}"
-        need(states.ndim == 3, "graph-unsupported", name, rule, got, spec_id="CACHE-187")
-        check_states(work, outputs, name, states)
+        check_states(work, outputs, "the states that the head reads", states)
         form, _ = _with_head(work, work.options.hidden_codec, _rows_of(work))
         _compare_head(work, form, outputs.indices[0])
         return form
@@ -267,6 +261,8 @@ def _rows_of(work: TeacherRun) -> str:
 
 def check_states(work: TeacherRun, outputs: StudentOutputs, what: str, rows: NDArray[Any]) -> None:
     """Refuse an output that lacks a row for each position: ``graph-unsupported``."""
+    got = f"{rows.ndim} axes: ask for others"
+    need(rows.ndim == 3, "graph-unsupported", what, "be (samples, positions, width)", got, spec_id="CACHE-160")
     mask = outputs.targets.row_mask
     if mask is not None:
         positions = mask.shape[1]
