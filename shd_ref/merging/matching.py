@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from shd_ref.attention import Array, Mask, check_option
 from shd_ref.errors import ShdError, import_package
@@ -124,3 +126,61 @@ def read_calibration(
         message = f"calibration must hold maps of one number of heads; got {counts}"
         raise ShdError("argument-shape", message, "PLAN-11")
     return pools, masks
+
+
+def match_factored(
+    calibration: Sequence[tuple[ArrayLike, NDArray[Any], ArrayLike | None]],
+    projection: ArrayLike,
+    num_student_heads: int,
+    by: str = "residual",
+    *,
+    row_sums: str = "one",
+) -> MergePlan:
+    """``matched_plan`` from items (maps, V, mask) and W_o; products are kept in a basis of two heads' rows."""
+    whole = np.asarray(projection, dtype=np.float64)
+    items = []
+    for probs, values, mask in calibration:
+        heads = np.shape(probs)[1]
+        items.append((probs, np.repeat(values, heads // values.shape[1], axis=1), mask))
+    check_option("by", by, MATCHED_BY, "PLAN-12")
+    pools, masks = read_calibration(items, row_sums)  # of each head its map and its values
+    check_counts(len(pools[0]), num_student_heads)
+    weights = list(whole.reshape(len(pools[0]), -1, whole.shape[-1]))  # (d_v, D) of each head
+    rounds: list[tuple[Pair, ...]] = []
+    while len(weights) > num_student_heads:
+        count = len(weights)
+        scores = np.zeros((count, count))
+        for p, q in itertools.combinations(range(count), 2):
+            basis = _common_basis(weights[p], weights[q])
+            for pool, mask in zip(pools, masks, strict=True):
+                scores[p, q] += score_pair(*_express(pool[p], pool[q], basis), mask, by)
+        pairs = match_pairs(scores, min(count // 2, count - num_student_heads))
+        alone = sorted(set(range(count)) - {head for pair in pairs for head in pair})
+        pools = [
+            [_merge(pool[p], pool[q], _common_basis(weights[p], weights[q]), mask) for p, q in pairs]
+            + [pool[head] for head in alone]
+            for pool, mask in zip(pools, masks, strict=True)
+        ]
+        weights = [np.concatenate([weights[p], weights[q]]) for p, q in pairs] + [weights[head] for head in alone]
+        rounds.append(pairs)
+    return tuple(rounds)
+
+
+def _common_basis(first: Array, second: Array) -> Array:
+    """Weights of two heads, ``(m_1, D)`` above ``(m_2, D)``, in an orthonormal basis of what they span."""
+    rows = np.concatenate([first, second])
+    return rows if len(rows) >= rows.shape[1] else np.asarray(np.linalg.qr(rows.T, mode="r")).T
+
+
+def _express(first: Head, second: Head, basis: Array) -> tuple[Head, Head]:
+    """Maps, and values times their rows of the basis, in the place of value outputs."""
+    (a_p, v_p), (a_q, v_q) = first, second
+    split = v_p.shape[-1]
+    return (a_p, v_p @ basis[:split]), (a_q, v_q @ basis[split:])
+
+
+def _merge(first: Head, second: Head, basis: Array, mask: Mask | None) -> Head:
+    """The merged map, and the values of both, whose weights stand beneath each other."""
+    pair = _express(first, second, basis)
+    ((merged, _),), _ = merge_round(pair, [(0, 1)], query_mask=mask)
+    return merged, np.concatenate([first[1], second[1]], axis=-1)

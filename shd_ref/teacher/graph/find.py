@@ -6,17 +6,20 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shd_ref.cache.forms.attention import KINDS, KindLayers
 from shd_ref.errors import ShdError, argument_value, graph_unsupported, inputs_invalid
+from shd_ref.layers import layer_map
 from shd_ref.teacher.graph.independence import Finding, probe_samples
-from shd_ref.teacher.graph.inputs import InputSpec, Layout, Shapes, input_specs, probe_shapes, static_shapes
+from shd_ref.teacher.graph.inputs import InputSpec, Layout, Shapes, probe_shapes, static_shapes
 from shd_ref.teacher.graph.measure import Measure, describe_contradiction, measure_site
 from shd_ref.teacher.graph.walk import Walk, ancestors, walk_graph
 from shd_ref.teacher.opening.model import MIN_OPSET, OLD_OPSET, infer_shapes, ir, onnx, opset_version, read_graph
+from shd_ref.teacher.options import PrecomputeOptions
 
 _LARGEST_WEIGHT: Final = 1e15
 """Products of larger weights leave the range of float32."""
@@ -226,11 +229,10 @@ class SiteKinds:
 def find_kinds(
     model: onnx.ModelProto,
     sites: Sequence[AttentionSite],
-    specs: Sequence[InputSpec] | None = None,
+    specs: Sequence[InputSpec],
     decoder_mask: str | None = None,
 ) -> SiteKinds:
-    """Tell the kinds of all sites of a graph apart, by ``specs`` of its inputs if not by all."""
-    specs = input_specs(model) if specs is None else specs
+    """Tell the kinds of all sites of a graph apart, by ``specs`` of its inputs."""
     readable = [site for site in sites if site.walk.probs is not None and site.walk.values is not None]
     crosses = [site for site in readable if site.cross]
     if not crosses:
@@ -276,3 +278,78 @@ def _no_mask(name: str, masks: Sequence[str]) -> ShdError:
     return inputs_invalid(
         f"decoder_mask must be a (B, L) input that the decoder's rows alone depend on, {list(masks)}; got {name!r}"
     )
+
+
+Chosen: TypeAlias = tuple[tuple[int, AttentionSite], ...]
+"""Student layers with the sites that teach them."""
+
+
+def choose_layers(
+    sites: Sequence[AttentionSite], selected: Sequence[AttentionSite], kinds: SiteKinds, options: PrecomputeOptions
+) -> tuple[Chosen, int | None, tuple[KindLayers, ...]]:
+    """The sites by student layer, how many layers the student was meant to have, and how many of each kind."""
+    if not options.has_attention:
+        return (), None, ()
+    if not sites:
+        raise graph_unsupported(
+            "teacher graph must hold an attention site (a softmax whose map multiplies values); found none: "
+            "export the model with eager attention, or store only its logits (--no-attention)"
+        )
+    pairs, meant = options.layer_pairs, options.num_student_layers
+    if options.sites is not None and pairs is not None:
+        raise argument_value("sites must not be given with layer pairs, which select sites themselves", "LAYER-4")
+    counts: tuple[KindLayers, ...] = ()
+    if pairs is None and kinds.kinds:
+        chosen, counts = _choose_by_kind(selected, kinds, meant)
+        meant = sum(kind.num_student_layers for kind in counts)
+    elif isinstance(meant, Mapping):
+        why = "as the graph has no cross attention" if pairs is None else "as pairs count all calls"
+        message = f"num_student_layers must be one number, {why}; got {dict(meant)}"
+        raise ShdError("layers-invalid", message, "CACHE-105")
+    else:
+        taught = selected if pairs is None else sites
+        count = len(taught) if pairs is None else 1 + max((student for student, _ in pairs), default=0)
+        count = count if meant is None else meant
+        if pairs is None and count > len(taught):
+            rule = f"num_student_layers must be at most {len(taught)}, the number of attention sites"
+            raise ShdError("layers-invalid", f"{rule}; got {count}: leave layers out with --layer-pairs", "LAYER-2")
+        chosen = tuple((student, taught[teacher]) for student, teacher in layer_map(len(taught), count, pairs))
+        meant = count if pairs is None else meant
+    for _, site in chosen:
+        if not site.supported:
+            raise graph_unsupported(f"{site.label} cannot be squeezed: {site.reason} (or select other sites)")
+    heads = {site.num_heads or 0 for _, site in chosen}
+    if len(heads) > 1 or 0 in heads:
+        rule = "the layers must share one number of heads, as one plan serves all"
+        raise graph_unsupported(f"{rule}; got {sorted(heads)}")
+    return chosen, meant, counts
+
+
+def _choose_by_kind(
+    sites: Sequence[AttentionSite], kinds: SiteKinds, meant: int | Mapping[str, int] | None
+) -> tuple[Chosen, tuple[KindLayers, ...]]:
+    """A layer map for each kind; student layers are numbered kind after kind (CACHE-105)."""
+    of_kind = {kind: [site for site in sites if kinds.kind(site) == kind] for kind in KINDS}
+    held = {kind: len(members) for kind, members in of_kind.items() if members}
+    if isinstance(meant, int) and len(held) == 1:
+        meant = dict.fromkeys(held, meant)
+    if isinstance(meant, int) or (meant is not None and not (meant and meant.keys() <= held.keys())):
+        example = ",".join(f"{kind}={count}" for kind, count in held.items())
+        raise ShdError(
+            "layers-invalid",
+            f"num_student_layers must be a number for each kind of attention that is taught, of {', '.join(held)}, "
+            f"as the graph has cross attention; got {meant if isinstance(meant, int) else dict(meant)}: give "
+            f"--student-layers {example}, or choose one kind with --sites",
+            "CACHE-105",
+        )
+    chosen: list[tuple[int, AttentionSite]] = []
+    counts: list[KindLayers] = []
+    for kind in KINDS:
+        if kind not in (held if meant is None else meant):
+            continue
+        number = held[kind] if meant is None else meant[kind]
+        before = sum(entry.num_student_layers for entry in counts)
+        pairs = layer_map(held[kind], number)
+        chosen += [(before + student, of_kind[kind][teacher]) for student, teacher in pairs]
+        counts.append(KindLayers(kind, number))
+    return tuple(chosen), tuple(counts)

@@ -321,6 +321,12 @@ class ModelInputs:
             parts.append(self.decoder_lengths)
         return np.stack(parts, axis=1) if parts else None
 
+    @property
+    def longest(self) -> int:
+        """Positions of the longest sequence of all samples, as batches have them."""
+        held = (int(each.max(initial=0)) for each in (self.lengths, self.decoder_lengths))
+        return max(self._fixed_length, self._fixed_decoder_length, *held)
+
     def longest_axis(self, indices: Sequence[int]) -> int:
         """Positions of the longer of both sequences, in a batch of these samples."""
         longest = max((int(self.decoder_lengths[index]) for index in indices), default=0)

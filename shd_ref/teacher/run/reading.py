@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from shd_ref.attention import Array, Mask, check_option, value_outputs
+from shd_ref.attention import value_outputs
 from shd_ref.cache.documents.manifest import sample_order
-from shd_ref.merging.matching import MATCHED_BY, match_pairs, read_calibration, score_pair
-from shd_ref.merging.mixing import Head, merge_round
-from shd_ref.merging.plans import MergePlan, Pair, check_counts
+from shd_ref.merging.matching import match_factored
+from shd_ref.merging.plans import MergePlan
 from shd_ref.teacher.graph.find import AttentionSite, projection_of
 from shd_ref.teacher.opening.body import FLOAT, FUNCTION_DOMAIN, Body
 from shd_ref.teacher.opening.model import Weights, onnx
 from shd_ref.teacher.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.rewrite.function import site_tensors
 from shd_ref.teacher.rewrite.squeeze import assemble_graph, check_opset
-from shd_ref.teacher.run.graph import TeacherGraph
 from shd_ref.teacher.run.inputs import Batch, ModelInputs, run_batch
 from shd_ref.teacher.session import open_session, threads_for
+
+if TYPE_CHECKING:
+    from shd_ref.teacher.run.teacher import TeacherGraph
+
+SiteMasks: TypeAlias = Mapping[int, tuple[str | None, str | None]]
+"""By site the inputs that say which rows, and which keys, of its maps count, see ``TeacherGraph.masks_of``."""
 
 
 class AttentionReader:
@@ -77,7 +80,7 @@ class AttentionReader:
 
 
 def match_plans(
-    graph: TeacherGraph, inputs: ModelInputs, options: PrecomputeOptions, run: RunOptions
+    graph: TeacherGraph, inputs: ModelInputs, masks: SiteMasks, options: PrecomputeOptions, run: RunOptions
 ) -> tuple[MergePlan, ...]:
     """The plan of every layer, matched on the first samples of CACHE-26's order; none without layers.
 
@@ -85,7 +88,7 @@ def match_plans(
     """
     if not graph.layers:
         return ()
-    masks, sites = graph.masks_of(inputs), [site for _, site in graph.layers]
+    sites = [site for _, site in graph.layers]
     reader = AttentionReader(graph.bare, sites, run.provider, run.num_threads, graph.weights)
     chosen = [int(index) for index in sample_order(len(inputs), run.seed)[: options.calibration_samples]]
     heads, by, plans = options.num_student_heads, options.matched_by, []
@@ -100,61 +103,3 @@ def match_plans(
         with threads_for(largest * 2 * (site.d_v or 0)):
             plans.append(match_factored(calibration, projection_of(site), heads, by, row_sums=site.row_sums))
     return tuple(plans)
-
-
-def match_factored(
-    calibration: Sequence[tuple[ArrayLike, NDArray[Any], ArrayLike | None]],
-    projection: ArrayLike,
-    num_student_heads: int,
-    by: str = "residual",
-    *,
-    row_sums: str = "one",
-) -> MergePlan:
-    """``matched_plan`` from items (maps, V, mask) and W_o; products are kept in a basis of two heads' rows."""
-    whole = np.asarray(projection, dtype=np.float64)
-    items = []
-    for probs, values, mask in calibration:
-        heads = np.shape(probs)[1]
-        items.append((probs, np.repeat(values, heads // values.shape[1], axis=1), mask))
-    check_option("by", by, MATCHED_BY, "PLAN-12")
-    pools, masks = read_calibration(items, row_sums)  # of each head its map and its values
-    check_counts(len(pools[0]), num_student_heads)
-    weights = list(whole.reshape(len(pools[0]), -1, whole.shape[-1]))  # (d_v, D) of each head
-    rounds: list[tuple[Pair, ...]] = []
-    while len(weights) > num_student_heads:
-        count = len(weights)
-        scores = np.zeros((count, count))
-        for p, q in itertools.combinations(range(count), 2):
-            basis = _common_basis(weights[p], weights[q])
-            for pool, mask in zip(pools, masks, strict=True):
-                scores[p, q] += score_pair(*_express(pool[p], pool[q], basis), mask, by)
-        pairs = match_pairs(scores, min(count // 2, count - num_student_heads))
-        alone = sorted(set(range(count)) - {head for pair in pairs for head in pair})
-        pools = [
-            [_merge(pool[p], pool[q], _common_basis(weights[p], weights[q]), mask) for p, q in pairs]
-            + [pool[head] for head in alone]
-            for pool, mask in zip(pools, masks, strict=True)
-        ]
-        weights = [np.concatenate([weights[p], weights[q]]) for p, q in pairs] + [weights[head] for head in alone]
-        rounds.append(pairs)
-    return tuple(rounds)
-
-
-def _common_basis(first: Array, second: Array) -> Array:
-    """Weights of two heads, ``(m_1, D)`` above ``(m_2, D)``, in an orthonormal basis of what they span."""
-    rows = np.concatenate([first, second])
-    return rows if len(rows) >= rows.shape[1] else np.asarray(np.linalg.qr(rows.T, mode="r")).T
-
-
-def _express(first: Head, second: Head, basis: Array) -> tuple[Head, Head]:
-    """Maps, and values times their rows of the basis, in the place of value outputs."""
-    (a_p, v_p), (a_q, v_q) = first, second
-    split = v_p.shape[-1]
-    return (a_p, v_p @ basis[:split]), (a_q, v_q @ basis[split:])
-
-
-def _merge(first: Head, second: Head, basis: Array, mask: Mask | None) -> Head:
-    """The merged map, and the values of both, whose weights stand beneath each other."""
-    pair = _express(first, second, basis)
-    ((merged, _),), _ = merge_round(pair, [(0, 1)], query_mask=mask)
-    return merged, np.concatenate([first[1], second[1]], axis=-1)

@@ -15,18 +15,29 @@ from numpy.typing import NDArray
 
 from shd_ref.cache import Extent, Teacher
 from shd_ref.cache.codecs.logits import check_padding
+from shd_ref.cache.forms.attention import KindLayers
 from shd_ref.errors import ShdError, graph_unsupported, need
-from shd_ref.merging.plans import PLAN_KINDS, MergePlan, merge_plan, plan_groups
-from shd_ref.teacher.graph.factors import find_factors
+from shd_ref.merging.plans import PLAN_KINDS, merge_plan, plan_groups
+from shd_ref.teacher.graph.factors import SiteFactors, choose_stored, find_factors
+from shd_ref.teacher.graph.find import (
+    AttentionSite,
+    Chosen,
+    SiteKinds,
+    choose_layers,
+    find_kinds,
+    find_sites,
+    select_sites,
+)
 from shd_ref.teacher.graph.independence import NOT_ITS_OWN, SEVERAL, SHARED_SCALES, rounds_in_run, shares_scales
-from shd_ref.teacher.graph.inputs import check_bounds, count_rows, frozen_specs, read_pads
-from shd_ref.teacher.graph.targets import GraphHead, TargetTensors
+from shd_ref.teacher.graph.inputs import TOO_MUCH, check_bounds, count_rows, frozen_specs, input_specs, read_pads
+from shd_ref.teacher.graph.targets import GraphHead, TargetTensors, choose_targets, dtype_of
 from shd_ref.teacher.graph.tiles import find_tiles
+from shd_ref.teacher.opening.load import load_teacher
+from shd_ref.teacher.opening.model import Weights, hash_teacher, onnx, take_weights
 from shd_ref.teacher.options import MATCHED, PrecomputeOptions, RunOptions, check_options
 from shd_ref.teacher.rewrite.squeeze import SqueezedGraph, SqueezedLayer, squeeze_graph
 from shd_ref.teacher.rewrite.tiles import Tiling, can_fuse, choose_tile, list_slots
 from shd_ref.teacher.run.averaged import LogitsTeacher, average_logits, count_classes
-from shd_ref.teacher.run.graph import Chosen, TeacherGraph
 from shd_ref.teacher.run.inputs import Batch, ModelInputs, run_batch
 from shd_ref.teacher.run.outputs import LayerOutputs, MapRows, Student, StudentOutputs, TargetOutputs
 from shd_ref.teacher.run.reading import match_plans
@@ -49,6 +60,114 @@ TARGET_BYTES: Final = 2**29
 
 HEAD_ROWS: Final = 64
 """Rows on which a head is compared with the graph's own logits."""
+
+
+@dataclass(frozen=True, eq=False)
+class TeacherGraph:
+    """A teacher's graph, and what of it the options of a run ask for.
+
+    Attributes:
+        path, sha256: of the file; the hash of it and of its external data, waited for when asked for.
+        model, bare, weights: the graph; the same without its large weights; these, which all sessions share.
+        sites, site_kinds: all its attention, supported or not, and what kind of attention each is.
+        options: of the first student; those of others differ in heads and plans alone.
+        layers, factors: ``(student_layer, site)`` pairs; the queries and keys of each, empty where maps are kept.
+        num_student_layers, kinds: L_s and calls of each kind, where explicit pairs do not leave them open.
+        num_heads: H of all layers; 0 without any.
+        targets: what is asked for beside attention.
+    """
+
+    path: Path
+    sha256: Callable[[], str]
+    model: onnx.ModelProto
+    bare: onnx.ModelProto
+    weights: Weights
+    sites: tuple[AttentionSite, ...]
+    site_kinds: SiteKinds
+    options: PrecomputeOptions
+    layers: Chosen
+    num_student_layers: int | None
+    kinds: tuple[KindLayers, ...]
+    factors: tuple[SiteFactors, ...]
+    num_heads: int
+    targets: TargetTensors
+
+    @classmethod
+    def open(
+        cls, path: Path, options: PrecomputeOptions, decoder_mask: str | None = None, callers: int = 0
+    ) -> TeacherGraph:
+        """Load a file that is not trusted, find its attention, and choose what the options ask for."""
+        model = load_teacher(path)
+        # Beside the walk over the graph. Errors need not wait for it: it takes seconds per gigabyte.
+        sha256 = run_beside(functools.partial(hash_teacher, path), callers, daemon=True)
+        specs, sites = input_specs(model), find_sites(model)
+        endless = next((site.reason for site in sites if site.reason and TOO_MUCH in site.reason), None)
+        if endless is not None:  # also where no attention is asked for
+            raise graph_unsupported(endless)
+        kinds = find_kinds(model, sites, specs, decoder_mask)
+        selected = select_sites(sites, options.sites) if sites and options.has_attention else ()
+        layers, meant, counts = choose_layers(sites, selected, kinds, options)
+        targets = choose_targets(model, sites, kinds, options)
+        factors = choose_stored(model, layers, kinds, options)
+        bare, weights = take_weights(model)
+        return cls(
+            path=path,
+            sha256=sha256,
+            model=model,
+            bare=bare,
+            weights=weights,
+            sites=sites,
+            site_kinds=kinds,
+            options=options,
+            layers=layers,
+            num_student_layers=meant,
+            kinds=counts,
+            factors=factors,
+            num_heads=max((site.num_heads or 0 for _, site in layers), default=0),
+            targets=targets,
+        )
+
+    def storing(self, options: PrecomputeOptions) -> TeacherGraph:
+        """The same layers and targets, stored in another way."""
+        check_options(options)
+        factors = choose_stored(self.model, self.layers, self.site_kinds, options)
+        return replace(self, options=options, factors=factors)
+
+    @property
+    def head(self) -> GraphHead | None:
+        """The head that ``exact`` targets keep."""
+        return self.targets.head
+
+    @property
+    def has_decoder_rows(self) -> bool:
+        """Whether rows of logits and hidden states are positions of a decoder, beside an encoder's."""
+        return bool(self.site_kinds.kinds)
+
+    @property
+    def dtype(self) -> str:
+        return dtype_of(self.model, [site for _, site in self.layers], self.targets)
+
+    def masks_of(self, inputs: ModelInputs) -> dict[int, tuple[str | None, str | None]]:
+        """By site the inputs that say which rows, and which keys, of its maps count; None where all do.
+
+        Maps that have other rows or keys than their mask has positions are refused.
+        """
+        masks = {}
+        for _, site in self.layers:
+            kind = self.site_kinds.kind(site)
+            rows = inputs.decoder_mask if kind in ("decoder", "cross") else inputs.mask
+            keys = inputs.decoder_mask if kind == "decoder" else inputs.mask
+            masks[site.layer] = rows, None if site.layer in self.site_kinds.own_keys else keys
+            read = site.row_inputs, site.key_inputs
+            for axis, mask, sources in zip(("rows", "keys"), masks[site.layer], read, strict=True):
+                if mask is not None and sources is not None and mask not in sources:
+                    raise graph_unsupported(
+                        f"{site.label} must have as many {axis} as {mask} has positions, but tokens are joined to "
+                        "the sequence inside the graph (a class token, registers), or it is made shorter: export a "
+                        "wrapper whose inputs and mask have a position for each of them, such as a placeholder in "
+                        "front, or select other sites (--sites)"
+                    )
+        return masks
 
 
 @dataclass(eq=False)
@@ -121,7 +240,14 @@ class TeacherRun:
         if size is not None:  # as far as the graphs say how many classes they have
             for other in averaged:
                 other.check_classes(size, exact=stated is None)
-        given = [_given_plans(graph, student) for student in students]
+        count, given = len(graph.layers), []
+        for student in students:
+            plans = (student.plan,) * count if student.plans is None else student.plans
+            if len(plans) != count:
+                raise ShdError("plan-invalid", f"plans must be one for each of {count} layers; got {len(plans)}")
+            # A plan that is matched on the data comes later; its number of heads is refused now.
+            known = (PLAN_KINDS[0] if plan == MATCHED else plan for plan in plans)
+            given.append(tuple(merge_plan(graph.num_heads, student.num_student_heads, plan) for plan in known))
         # After what can be refused at once, because it reads the whole data set.
         inputs = ModelInputs(
             source,
@@ -140,10 +266,11 @@ class TeacherRun:
         for other in averaged:
             other.fit(inputs)
         runs = replace(run, batch_size=1) if _run_alone(graph, averaged) else run
-        made = [
-            Student(number, student, plans or match_plans(graph, inputs, student, runs))
-            for number, (student, plans) in enumerate(zip(students, given, strict=True))
-        ]
+        masks, made = graph.masks_of(inputs), []
+        for number, student in enumerate(students):
+            is_matched = student.plans is None and student.plan == MATCHED
+            plans = match_plans(graph, inputs, masks, student, runs) if is_matched else given[number]
+            made.append(Student(number, student, plans))
         tiling = _choose_tiling(graph, inputs, made, runs)
         return cls(graph, inputs, tuple(made), run, tuple(averaged), tiling, callers, num_threads)
 
@@ -338,23 +465,13 @@ def _run_alone(graph: TeacherGraph, others: Sequence[LogitsTeacher]) -> bool:
     return any(map(shares_scales, (graph.model, *(other.model for other in others))))
 
 
-def _given_plans(graph: TeacherGraph, options: PrecomputeOptions) -> tuple[MergePlan, ...]:
-    """The plan of every layer; none where they are matched on the data, and without layers."""
-    count, is_matched = len(graph.layers), options.plans is None and options.plan == MATCHED
-    plans = (PLAN_KINDS[0] if is_matched else options.plan,) * count if options.plans is None else options.plans
-    if len(plans) != count:
-        raise ShdError("plan-invalid", f"plans must be one for each of {count} layers; got {len(plans)}")
-    made = tuple(merge_plan(graph.num_heads, options.num_student_heads, plan) for plan in plans)
-    return () if is_matched else made  # the numbers of heads were checked all the same
-
-
 def _choose_tiling(
     graph: TeacherGraph, inputs: ModelInputs, students: Sequence[Student], run: RunOptions
 ) -> Tiling | None:
     """Tiles of query rows where whole maps of a batch are large, or as asked for."""
     rows = run.tile
     if rows is None:
-        longest = inputs.longest_axis(range(len(inputs))) if len(inputs) else 0
+        longest = inputs.longest
         heads = max((site.num_heads or 1 for site in graph.sites), default=1)
         samples = min(run.batch_size, len(inputs))
         if run.batch_tokens is not None:
@@ -363,17 +480,16 @@ def _choose_tiling(
     if not rows:
         return None
     sites = {tiles.site.layer: tiles for tiles in find_tiles(graph.model, graph.sites)}
-    slots = {}
-    for number, (_, site) in enumerate(graph.layers):
-        if sites[site.layer].reason is None:
-            plans = [plan_groups(student.plans[number], graph.num_heads) for student in students]
-            mean = graph.options.strategy == "mean"
-            groups = [range(graph.num_heads)] if mean else [group for plan in plans for group in plan]
-            slots[site.layer] = list_slots(sites[site.layer], groups)
     # On other providers the operator may lack float32, and with several samples it takes no keys from before.
     alone = run.batch_size == 1 and inputs.fixed_batch in (None, 1)
     can = alone and is_cpu(run.provider)
     found = find_factors(graph.model, [tiles.site for tiles in sites.values() if can and tiles.reason is None])
+    groups = {}
+    for number, (_, site) in enumerate(graph.layers):
+        plans = [plan_groups(student.plans[number], graph.num_heads) for student in students]
+        mean = graph.options.strategy == "mean"
+        groups[site.layer] = [range(graph.num_heads)] if mean else [group for plan in plans for group in plan]
+    slots = {layer: list_slots(sites[layer], own) for layer, own in groups.items() if sites[layer].reason is None}
     fused = {one.site.layer: one for one in found if can_fuse(sites[one.site.layer], one)}
     return Tiling(rows, sites, slots, fused)
 

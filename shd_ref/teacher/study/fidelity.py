@@ -168,7 +168,7 @@ def _plans(work: TeacherRun, can_match: bool) -> Iterator[tuple[str, tuple[Merge
         yield "progressive", (merge_plan(work.graph.num_heads, options.num_student_heads),) * len(work.graph.layers)
     if asked != MATCHED and can_match:
         try:
-            yield MATCHED, match_plans(work.graph, work.inputs, options, work.run)
+            yield MATCHED, match_plans(work.graph, work.inputs, work.graph.masks_of(work.inputs), options, work.run)
         except ShdError as error:
             if error.code != "dependency-missing":
                 raise

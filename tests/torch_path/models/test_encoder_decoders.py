@@ -16,7 +16,15 @@ from torch.utils.data import DataLoader
 
 from shd_ref.cache import CacheReader, verify_cache
 from shd_ref.conformance import load_tolerances
-from shd_ref.teacher import PrecomputeOptions, RunOptions, find_kinds, find_sites, load_teacher, recheck_records
+from shd_ref.teacher import (
+    PrecomputeOptions,
+    RunOptions,
+    find_kinds,
+    find_sites,
+    input_specs,
+    load_teacher,
+    recheck_records,
+)
 from shd_torch import SupervisedDataset, attention_kl, capture_attention, layer_kls
 from shd_torch.export import example_inputs
 from shd_torch.maps import squeeze_heads, value_outputs
@@ -105,7 +113,7 @@ def make_student(path: Made, layers: int = 1) -> Any:
 def test_the_sites_of_the_graph_are_told_apart(path: Made) -> None:
     model = load_teacher(path.graph)
     sites = find_sites(model)
-    kinds = find_kinds(model, sites)
+    kinds = find_kinds(model, sites, input_specs(model))
     assert [kinds.kind(site) for site in sites] == ["encoder"] * 2 + ["decoder", "cross"] * 2
     manifest = CacheReader(path.cache).manifest
     assert manifest.inputs.decoder == ("decoder_attention_mask", "decoder_input_ids")
