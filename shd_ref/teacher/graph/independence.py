@@ -148,22 +148,22 @@ def _compare(company: NDArray[Any], alone: NDArray[Any], samples: int, copies: i
 
 def _different_samples(probe: Probe) -> tuple[dict[str, NDArray[Any]], str | None]:
     """Inputs that differ by sample where the graph runs on such; an input that must be 0, or None."""
-    feeds, masking = probe_feeds(probe.specs, probe.sizes, largest=probe.largest), None
-    if not _gives_numbers(probe, feeds):
-        zeros = {name: np.zeros_like(array) for name, array in feeds.items() if array.any()}
-        masking = next((name for name in zeros if _gives_numbers(probe, feeds | {name: zeros[name]})), None)
-        feeds |= {name: zeros[name] for name in zeros if name == masking}
+    alike = probe_feeds(probe.specs, probe.sizes, largest=probe.largest)
+    zeros: dict[str | None, dict[str, NDArray[Any]]] = {None: {}}
+    zeros |= {name: {name: np.zeros_like(array)} for name, array in alike.items() if array.any()}
+    masking = next((name for name, zero in zeros.items() if _gives_numbers(probe, alike | zero)), None)
+    feeds = alike | zeros[masking]
     drawn = probe_feeds(probe.specs, probe.sizes, samples=range(probe.sizes.batch), largest=probe.largest)
     for name, array in drawn.items():
         if array.ndim and array.dtype.kind == "f":  # other statistics, not only other numbers
             spread = np.arange(1, 1 + len(array)).reshape(-1, *[1] * (array.ndim - 1))
             drawn[name] = (array * spread).astype(array.dtype)
-    drawn |= {name: array for name, array in feeds.items() if name == masking}
-    if _gives_numbers(probe, drawn):
-        return drawn, masking
-    for name, array in drawn.items():  # as many as can
-        changed = feeds | {name: array}
-        feeds = changed if _gives_numbers(probe, changed) else feeds
+    for changed in (drawn, *({name: array} for name, array in drawn.items())):  # all, or as many as can
+        taken = feeds | changed | zeros[masking]
+        if _gives_numbers(probe, taken):
+            feeds = taken
+            if changed is drawn:
+                break
     return feeds, masking
 
 
