@@ -15,7 +15,7 @@ import zipfile
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Final, Literal, NamedTuple, TypeAlias
 
@@ -94,7 +94,7 @@ class Spool:
         self._dtypes = dict(dtypes)
         self._file = tempfile.TemporaryFile()  # noqa: SIM115  (as long as the spool lives)
         self._starts = array("q", [0])
-        weakref.finalize(self, self._file.close)
+        weakref.finalize(self, _close, self._file)
 
     def append(self, sample: Mapping[str, NDArray[Any]]) -> None:
         buffer = io.BytesIO()
@@ -109,6 +109,11 @@ class Spool:
         self._file.seek(self._starts[index])
         data = io.BytesIO(self._file.read(self._starts[index + 1] - self._starts[index]))
         return {name: np.lib.format.read_array(data, allow_pickle=False) for name in self._dtypes}
+
+
+def _close(file: IO[bytes]) -> None:
+    with suppress(OSError):  # of bytes that a full disk did not take, as was told
+        file.close()
 
 
 Arrays: TypeAlias = Mapping[str, NDArray[Any]]

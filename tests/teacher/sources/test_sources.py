@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -388,3 +390,22 @@ def test_memory_stays_flat_however_long_the_data() -> None:
         tracemalloc.stop()
         assert batch.arrays["input_ids"][0, 0] == count - 1
     assert peaks[1] < 1.3 * peaks[0] + 2**16
+
+
+def test_a_full_disk_is_told_once() -> None:
+    """By the error, and by no traceback of a file that is closed later."""
+    code = """
+import resource, signal, numpy as np
+from shd_ref.errors import ShdError
+from shd_ref.teacher.sources.arrays import Spool
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+spool = Spool({"x": np.dtype("int64")})
+try:
+    while True:
+        spool.append({"x": np.ones(100)})
+except ShdError as error:
+    print(error.code)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert (done.stdout, done.stderr) == ("write-failed\n", "")
