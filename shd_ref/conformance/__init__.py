@@ -7,10 +7,9 @@ own, and ``--program`` for other languages (``doors.py``). Needs NumPy alone.
 """
 
 from shd_ref.conformance.doors import Adapter, Program, ProgramError
-from shd_ref.conformance.generator import OwnDtype
+from shd_ref.conformance.generator import OUTPUTS, OwnDtype
 from shd_ref.conformance.judging import Case, ConformanceError, Missing, cases, check, judge
 from shd_ref.conformance.report import Finding, OperationResult, Report
-from shd_ref.conformance.specification import OUTPUTS
 from shd_ref.tolerances import load_tolerances
 
 __all__ = [

@@ -8,28 +8,25 @@ nothing is compared; away from it everything is.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from shd_ref.attention import Array
-from shd_ref.conformance.generator import OwnDtype, round_to
-from shd_ref.conformance.specification import OUTPUTS, agreement
+from shd_ref.conformance.generator import OUTPUTS, OwnDtype, round_to
+from shd_ref.conformance.specification import agreement
 
 EXACT = frozenset({"plan", "groups", "pairs", "num_clipped", "num_degenerate"})
+_RESIDUALS = ("residual", "head_residual", "unconstrained", "stochastic", "over_unconstrained", "over_stochastic")
 QUANTITIES = {
     **dict.fromkeys(("alpha", "alphas", "mixing"), "alpha"),
     **dict.fromkeys(("dz", "dq", "dk", "dw"), "gradient"),
-    **dict.fromkeys(("residual", "head_residual", "unconstrained", "stochastic"), "residual"),
-    **dict.fromkeys(("over_unconstrained", "over_stochastic"), "residual"),
+    **dict.fromkeys(_RESIDUALS, "residual"),
     "loss": "loss",
 }
-_STORED = frozenset(
-    {"attn_probs", "probs", "supervision"}
-)  # maps in the dtype of the maps they were made from (MAP-14)
+_STORED = frozenset({"attn_probs", "probs", "supervision"})  # in the dtype of the maps they were made from (MAP-14)
 _LAST_BITS = {"float64": 4e-16, "float32": 1.2e-7, "float16": 1.2e-7, "bfloat16": 1.2e-7}
-_NAN_IS_WRONG = "is NaN"
 
 
 @dataclass(frozen=True)
@@ -44,11 +41,11 @@ class Difference:
 
 @dataclass(frozen=True)
 class _Rule:
-    """How near an output must be: in these dtypes, where roundings are multiplied by ``reach``."""
+    """How near an output must be: in these dtypes, where roundings are multiplied by ``reach``; ``zeros`` are 0."""
 
     dtypes: frozenset[str]
-    exact: bool  # no rounding decides anything, so that nudges say nothing
     reach: float = 1.0
+    zeros: Any = None
 
 
 def outputs_of(operation: str, answer: Any) -> dict[str, Any]:
@@ -81,37 +78,31 @@ def compare(
     got: Mapping[str, Any],
     dtype: str,
     inputs: Any,
-    *,
-    exact: bool,
 ) -> Difference | None:
     """The first output that is wrong; those that are missing come last.
 
     Args:
         right: the reference's outputs.
-        near: gives its outputs for nudged inputs, asked only where something differs; the last four were nudged
-            30 times as far.
+        near: gives its outputs for nudged inputs, asked only where something differs.
         got: the implementation's.
         dtype: what it computes in.
         inputs: the arguments, whose dtypes widen the tolerance.
-        exact: whether the inputs are such that no rounding decides anything, so that nudges say nothing.
     """
     narrowest = _narrowest(inputs)
     for name, value in right.items():
         if name not in got or (name.startswith("num_") and dtype in ("float16", "bfloat16")):
             continue  # in half precision rounding decides what lies within [0, 1] (NUM-7)
         wide = frozenset({dtype, "float32" if narrowest == "float16" and name not in _STORED else narrowest or dtype})
-        rule = _Rule(wide, exact, _reach(inputs) if QUANTITIES.get(name) == "gradient" else 1.0)
         zeros = _zeros(name, inputs) if name in ("dz", "dq", "dw") else None
-        difference = _compare(name, name, value, [], got[name], rule, zeros)
+        rule = _Rule(wide, _reach(name, inputs), zeros)
+        difference = _compare(name, name, value, [], got[name], rule)
         if difference and (others := [one.get(name) for one in near()]):
-            difference = _compare(name, name, value, others, got[name], rule, zeros)
+            difference = _compare(name, name, value, others, got[name], rule)
         if difference:
             return difference
-    missing = [name for name in right if name not in got]
-    if missing:
-        return Difference(
-            missing[0], f"the answer lacks {', '.join(missing)}", ", ".join(right), ", ".join(got) or "nothing"
-        )
+    if missing := [name for name in right if name not in got]:
+        problem = f"the answer lacks {', '.join(missing)}"
+        return Difference(missing[0], problem, ", ".join(right), ", ".join(got) or "nothing")
     return None
 
 
@@ -124,12 +115,14 @@ def _narrowest(inputs: Mapping[str, Any]) -> str:
     return "float32" if "float32" in kinds or any(array.dtype.kind in "iu" for array in arrays) else ""
 
 
-def _compare(
-    name: str, path: str, right: Any, near: Sequence[Any], got: Any, rule: _Rule, zeros: Any = None
-) -> Difference | None:
+def _compare(name: str, path: str, right: Any, near: Sequence[Any], got: Any, rule: _Rule) -> Difference | None:
     """One output, records and lists item by item."""
     if name in EXACT:
-        return _compare_exactly(path, right, near, got, rule.exact)
+        expected, actual = as_plain(right), as_plain(got)
+        turned = any(as_plain(one) != expected for one in near)  # last bits decide
+        if turned or (actual == expected and _kinds(actual) == _kinds(expected)):
+            return None
+        return Difference(path, f"{path} is wrong", abbreviate(expected), abbreviate(actual))
     fields = fields_of(right)
     if fields or isinstance(right, Mapping):  # a record may be empty: no strategies were asked for
         theirs = fields_of(got)
@@ -138,8 +131,7 @@ def _compare(
                 names = [", ".join(map(str, each)) for each in (fields, theirs)]
                 return Difference(path, f"{path} lacks {field}", *names)
             others = [fields_of(one).get(field) for one in near if one is not None]
-            rest = _Rule(rule.dtypes, rule.exact)
-            if found := _compare(str(field), f"{path}.{field}", value, others, theirs[field], rest):
+            if found := _compare(str(field), f"{path}.{field}", value, others, theirs[field], rule):
                 return found
         return None
     if isinstance(right, list | tuple):
@@ -148,25 +140,15 @@ def _compare(
             return Difference(path, f"{path} must be a list of {wanted}", wanted, abbreviate(got))
         for number, (value, item) in enumerate(zip(right, got, strict=True)):
             others = [one[number] for one in near if one is not None and len(one) == len(right)]
-            zero = zeros[number] if isinstance(zeros, list) else zeros
-            if found := _compare(name, f"{path}[{number}]", value, others, item, rule, zero):
+            each = rule if not isinstance(rule.zeros, list) else replace(rule, zeros=rule.zeros[number])
+            if found := _compare(name, f"{path}[{number}]", value, others, item, each):
                 return found
         return None
-    zeros = zeros[0] if isinstance(zeros, list) else zeros
-    return _compare_numbers(name, path, np.asarray(right, np.float64), near, got, rule, zeros)
-
-
-def _compare_exactly(path: str, right: Any, near: Sequence[Any], got: Any, exact: bool) -> Difference | None:
-    expected, actual = as_plain(right), as_plain(got)
-    if not exact and any(as_plain(one) != expected for one in near):
-        return None  # last bits decide
-    if actual == expected and _kinds(actual) == _kinds(expected):
-        return None
-    return Difference(path, f"{path} is wrong", abbreviate(expected), abbreviate(actual))
+    return _compare_numbers(name, path, np.asarray(right, np.float64), near, got, rule)
 
 
 def _compare_numbers(
-    name: str, path: str, right: Array, near: Sequence[Any], got: Any, rule: _Rule, zeros: Any
+    name: str, path: str, right: Array, near: Sequence[Any], got: Any, rule: _Rule
 ) -> Difference | None:
     numbers = as_numbers(got)
     if numbers is None:
@@ -175,33 +157,31 @@ def _compare_numbers(
         problem = f"{path} must have the shape {list(right.shape)}; got {list(numbers.shape)}"
         return Difference(path, problem, abbreviate(right), abbreviate(numbers))
     pairs = [agreement(dtype, QUANTITIES.get(name, "probs")) for dtype in rule.dtypes]
-    atol, rtol = rule.reach * max(pair[0] for pair in pairs), max(pair[1] for pair in pairs)
     others = [np.asarray(one, np.float64) for one in near if np.shape(one) == right.shape]
     with np.errstate(all="ignore"):
         slack = np.zeros(right.shape)
-        for number, other in enumerate(others if not rule.exact else []):
+        for number, other in enumerate(others):
             moved = np.where(other == right, 0.0, np.abs(other - right))
-            slack = np.maximum(
-                slack, (1.5 if number >= len(others) - 4 else 20.0) * np.where(np.isnan(moved), np.inf, moved)
-            )
+            moved = np.where(np.isnan(moved), np.inf, moved) * (1.5 if number >= len(others) - 4 else 20.0)
+            slack = np.maximum(slack, moved)
         away = np.where(numbers == right, 0.0, np.abs(numbers - right))
-        allowed = np.where(np.isfinite(right), atol + rtol * np.abs(right) + slack, slack)
+        published = rule.reach * max(atol for atol, _ in pairs) + max(rtol for _, rtol in pairs) * np.abs(right)
+        allowed = np.where(np.isfinite(right), published, 0.0) + slack
         wrong = ~(away <= allowed) | (np.isnan(numbers) & np.isfinite(slack))
         if name in _STORED or name == "target":
             # A zero of the text stays one however the inputs are nudged; the last numbers of a dtype are as good.
             always = np.logical_and.reduce([one == 0 for one in (right, *others)])
             wrong |= always & (np.abs(numbers) > (1e-300 if rule.dtypes == {"float64"} else 1e-37))
-        if zeros is not None:
+        if rule.zeros is not None:
+            zeros = rule.zeros[0] if isinstance(rule.zeros, list) else rule.zeros
             wrong |= np.broadcast_to(zeros, right.shape) & (numbers != 0)
     if not wrong.any():
         return None
-    index = tuple(
-        int(i)
-        for i in np.argwhere(wrong)[int(np.nanargmax(np.where(wrong, np.nan_to_num(away, nan=np.inf), -1.0)[wrong]))]
-    )
+    worst = np.argmax(np.where(wrong, np.nan_to_num(away, nan=np.inf), -1.0))
+    index = tuple(int(i) for i in np.unravel_index(worst, right.shape))
     where = f" at {list(index)}" if index else ""
     if np.isnan(numbers[index]):
-        problem = f"{path} {_NAN_IS_WRONG}{where}; expected {right[index]:.9g}"
+        problem = f"{path} is NaN{where}; expected {right[index]:.9g}"
     elif right[index] == 0 and away[index] <= allowed[index]:
         problem = f"{path} must be exactly 0{where}; got {numbers[index]:.3g}"
     else:
@@ -210,9 +190,15 @@ def _compare_numbers(
     return Difference(path, problem, abbreviate(right), abbreviate(numbers))
 
 
-def _reach(inputs: Mapping[str, Any]) -> float:
-    """What a rounding of a probability is multiplied by in a gradient, where that is more than one."""
+def _reach(name: str, inputs: Mapping[str, Any]) -> float:
+    """What a rounding is multiplied by, where that is more than one: of a probability, or of one of many terms."""
+    if name == "loss" and "teacher_scale" in inputs and inputs.get("reduction", "sum") == "sum":
+        terms = inputs["queries"][:, 0, :, 0].size * int(inputs.get("groups", 1))
+        return max(1.0, 0.1 * float(terms))
+    if QUANTITIES.get(name) != "gradient":
+        return 1.0
     reach = max(1.0, float(inputs.get("beta", 1))) / min(1.0, float(inputs.get("temperature", 1)))
+    reach *= 8 if inputs.get("divergence") == "reverse_kl" else 1  # where log P is subtracted from log Q
     given = [array for name in ("queries", "keys", "weights") for array in arrays_of(inputs.get(name))]
     for array in given:
         reach *= max(1.0, float(np.abs(np.asarray(array, np.float64)).max(initial=0.0)))
@@ -240,85 +226,51 @@ def compare_matched(inputs: Mapping[str, Any], got: Any, dtype: str) -> Differen
 
     pools, masks = read_calibration(inputs["calibration"], inputs.get("row_sums", "one"))
     by, heads, students = inputs.get("by", "residual"), len(pools[0]), int(inputs["num_student_heads"])
-    plan, number = as_plain(got), 0
-    if not isinstance(plan, list):
-        return Difference("plan", "plan must be rounds of pairs", "rounds of pairs", abbreviate(plan))
+    plan, sizes = as_plain(got), []
     while heads > students:
-        count = min(heads // 2, heads - students)
-        pairs: Any = plan[number] if number < len(plan) else None
-        positions = [i for pair in pairs for i in pair] if _is_round(pairs) else []
-        fits = _is_round(pairs) and len(pairs) == count and len(set(positions)) == 2 * count
-        if not fits or max(positions) >= heads or min(positions) < 0:
+        sizes.append(min(heads // 2, heads - students))
+        heads -= sizes[-1]
+    if not isinstance(plan, list) or len(plan) != len(sizes):
+        return Difference("plan", f"plan must have {len(sizes)} rounds", f"{len(sizes)} rounds", abbreviate(plan))
+    for number, (pairs, count) in enumerate(zip(plan, sizes, strict=True)):
+        heads = len(pools[0])
+        fits = isinstance(pairs, list) and all(isinstance(p, list) and [*map(type, p)] == [int, int] for p in pairs)
+        used = {position for pair in pairs for position in pair if 0 <= position < heads} if fits else ()
+        if not fits or len(pairs) != count or len(used) != 2 * count:
             problem = f"round {number} must be {count} pairs of positions of {heads} heads, each at most once"
             return Difference("plan", problem, f"{count} pairs", abbreviate(pairs))
-        if pairs != sorted(pairs) or any(p > q for p, q in pairs):
-            return Difference(
-                "plan", f"round {number} must list its pairs in order (PLAN-10)", "sorted pairs", abbreviate(pairs)
-            )
+        if pairs != sorted(map(sorted, pairs)):
+            problem = f"round {number} must list its pairs in order (PLAN-10)"
+            return Difference("plan", problem, "sorted pairs", abbreviate(pairs))
         scores = np.zeros((heads, heads))
-        for p in range(heads):
-            for q in range(p + 1, heads):
-                scores[p, q] = sum(
-                    _score(score_pair, pool[p], pool[q], mask, by) for pool, mask in zip(pools, masks, strict=True)
-                )
-        best = sum(scores[pair] for pair in match_pairs(scores, count))
-        _, rtol = agreement(dtype, "residual")
-        short = best - sum(scores[p, q] for p, q in pairs)
-        if short > (rtol + 1e-12) * float(np.abs(scores).max(initial=0.0)) * count:
-            problem = f"the scores of round {number} sum to {short:.3g} less than the largest sum, {best:.6g}"
-            return Difference("plan", problem, abbreviate(match_pairs(scores, count)), abbreviate(pairs))
-        pools = [_merge(merge_round, pool, pairs, mask) for pool, mask in zip(pools, masks, strict=True)]
-        heads, number = heads - count, number + 1
-    if len(plan) != number:
-        return Difference(
-            "plan", f"plan must have {number} rounds; got {len(plan)}", f"{number} rounds", abbreviate(plan)
-        )
+        for p, q in zip(*np.triu_indices(heads, 1), strict=True):
+            of_items = [score_pair(pool[p], pool[q], mask, by) for pool, mask in zip(pools, masks, strict=True)]
+            scores[p, q] = sum(map(float, of_items))
+        best = match_pairs(scores, count)
+        short = sum(scores[pair] for pair in best) - sum(scores[p, q] for p, q in pairs)
+        if short > (agreement(dtype, "residual")[1] + 1e-12) * float(np.abs(scores).max(initial=0.0)) * count:
+            problem = f"the scores of round {number} sum to {short:.3g} less than the largest sum"
+            return Difference("plan", problem, abbreviate(best), abbreviate(pairs))
+        merged = [tuple(pair) for pair in pairs]
+        pools = [merge_round(pool, merged, query_mask=mask)[0] for pool, mask in zip(pools, masks, strict=True)]
     return None
 
 
-def _score(score_pair: Any, p: Any, q: Any, mask: Any, by: str) -> float:
-    return float(score_pair(p, q, mask, by, *(("map",) if score_pair.__code__.co_argcount == 5 else ())))
-
-
-def _merge(merge_round: Any, pool: Any, pairs: Any, mask: Any) -> Any:
-    return merge_round(pool, [tuple(pair) for pair in pairs], query_mask=mask)[0]
-
-
-def _is_round(pairs: Any) -> bool:
-    return isinstance(pairs, list) and all(
-        isinstance(pair, list) and len(pair) == 2 and all(type(i) is int for i in pair) for pair in pairs
-    )
-
-
-def last_bits(dtype: str, inputs: Mapping[str, Any]) -> float:
-    """What is lost of a number in the narrowest of the dtype and the arrays."""
-    return _LAST_BITS["float32" if dtype == "float64" and _narrowest(inputs) else dtype]
-
-
 def nudged(
-    value: Any,
-    dtype: str,
-    rng: np.random.Generator,
-    size: float,
-    name: str = "",
-    frozen: frozenset[str] = frozenset(),
+    value: Any, dtype: str, rng: np.random.Generator, size: float, name: str = "", frozen: Sequence[str] = ()
 ) -> Any:
     """The arguments with every real number moved by up to so many last bits of the narrowest of dtype and arrays."""
     if isinstance(value, Mapping):
-        if dtype == "float64" and _narrowest(value):
-            dtype = "float32"
-        return {
-            key: item if key in frozen else nudged(item, dtype, rng, size, key, frozen) for key, item in value.items()
-        }
+        kind = "float32" if dtype == "float64" and _narrowest(value) else dtype
+        return {key: one if key in frozen else nudged(one, kind, rng, size, key) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(nudged(item, dtype, rng, size, name, frozen) for item in value)
+        return type(value)(nudged(item, dtype, rng, size, name) for item in value)
     if not isinstance(value, np.ndarray) or value.dtype.kind not in "fiu" or name == "segments":
         return value
-    is_map = "probs" in name or name in ("supervision", "calibration", "mixing")
     with np.errstate(all="ignore"):
-        moved = np.asarray(value, np.float64) * (
-            1 + _LAST_BITS[dtype] * size * rng.uniform(-1.0, 1.0, size=value.shape)
-        )
+        bits = _LAST_BITS[dtype] * size * rng.uniform(-1.0, 1.0, size=value.shape)
+        moved = np.asarray(value, np.float64) * (1 + bits)
+    is_map = "probs" in name or name in ("supervision", "calibration", "mixing")
     if is_map and value.dtype.itemsize < 8:  # whose dtype decides what its rows may sum to
         return moved.astype(np.float32)
     if dtype in ("float16", "bfloat16") and size == 1:

@@ -1,25 +1,24 @@
 """The two doors: an object of this process, and a program that speaks JSON lines over stdin and stdout.
 
-A Python module on the command line goes through the second door too, in a host of its own (``host.py``): nothing that
+A Python module on the command line goes through the second door too, in a host of its own (``serve``): nothing that
 it does there reaches the reference, the comparison or the exit status, which stay with the judge. A program is not
 trusted to answer, to answer in order or to stop: every wait has a limit, an answer a largest size, and a program that
 fails is started again a few times. No answer runs code or takes memory by a number that was sent.
-
-The object door is for an implementer's own tests and promises less: the object shares the judge's process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import math
 import os
+import pickle
 import queue
 import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from binascii import a2b_base64, b2a_base64
@@ -27,27 +26,26 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any, Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
 from shd_ref.attention import Array
 from shd_ref.conformance.comparison import arrays_of, fields_of, outputs_of
-from shd_ref.conformance.generator import OwnDtype
-from shd_ref.conformance.specification import VECTORS_VERSION, error_codes, spec_edition
+from shd_ref.conformance.generator import OUTPUTS, Inputs, OwnDtype, relay
+from shd_ref.conformance.specification import DTYPES, VECTORS_VERSION, error_codes, spec_edition
+
+Calls: TypeAlias = Sequence[tuple[str, Inputs]]
 
 
 @dataclass(frozen=True)
 class Reply:
     """What an implementation did with a call.
 
-    Attributes:
-        kind: ``"value"``, ``"refused"`` (with a code of ERR-2), ``"missing"`` (the operation or an option), or
-            ``"broken"`` (neither: it crashed, raised something else, changed its inputs).
-        outputs: by name, of a value.
-        code: of a refusal; of what is missing the option, if it said so; of a value that broke a rule its sentence.
-        message: its own words, or what was broken.
-        ended: whether it can answer no more of this operation (it hung or died).
+    ``kind`` is ``"value"`` with ``outputs`` by name; ``"refused"`` with a code of ERR-2; ``"missing"`` with the
+    option as ``code``, if it was said; or ``"broken"``, with the sentence that was broken as ``code``, if it is just
+    one. ``ended``: it can answer no more of this operation (it hung or died).
     """
 
     kind: str
@@ -57,21 +55,16 @@ class Reply:
     ended: bool = False
 
 
+def _broken(message: str, code: str = "", *, ended: bool = False) -> Reply:
+    return Reply("broken", code=code, message=message, ended=ended)
+
+
 @runtime_checkable
 class Adapter(Protocol):
     """An implementation behind one method, for those that need the dtype's name or other arrays."""
 
     def run_operation(self, operation: str, inputs: Mapping[str, Any], dtype: str) -> Any:
-        """Run one operation of ``specs/shd.md``.
-
-        Args:
-            operation: its name, such as ``"solve_alpha"``.
-            inputs: the arguments by name. Float arrays are float64 for dtype float64, else float32 arrays
-                that hold only numbers of that dtype; masks are boolean. An ``OwnDtype`` array keeps its dtype.
-            dtype: ``float64``, ``float32``, ``float16`` or ``bfloat16``: what to compute in.
-
-        Returns:
-            The output; for several, a tuple in order, or a mapping or object with their names.
+        """Answer an operation of ``specs/shd.md``; arguments and answers are as ``specs/conformance.md`` has them.
 
         Raises:
             NotImplementedError: this operation, option or dtype is missing.
@@ -80,63 +73,50 @@ class Adapter(Protocol):
 
 
 _UNEXPECTED = re.compile(r"unexpected keyword argument '(\w+)'")
-_ROUNDS = 100  # of calls in several threads, in a tenth of a second
-_LARGE = 1 << 22  # bytes from which on an answer is not kept to see whether it changes
 
 
 class Direct:
-    """An object of this process: a module or object with the operations' functions, or an ``Adapter``."""
+    """An object of this process: a module or object with the operations' functions, or an ``Adapter``.
+
+    It is for an implementer's own tests and promises less, as the object shares the judge's process.
+    """
 
     def __init__(self, implementation: Any) -> None:
-        self.implementation, self.name = (
-            implementation,
-            getattr(implementation, "__name__", type(implementation).__name__),
-        )
+        self.implementation = implementation
+        self.name = getattr(implementation, "__name__", type(implementation).__name__)
         self._earlier: deque[tuple[str, list[Array], list[bytes]]] = deque(maxlen=4)
 
-    def ask(self, operation: str, inputs: Mapping[str, Any], dtype: str) -> Reply:
-        """One call; nothing that the implementation raises is raised here."""
-        before = {name: [(array, array.tobytes()) for array in arrays_of(value)] for name, value in inputs.items()}
-        sizes = {name: _lengths(value) for name, value in inputs.items()}
+    def ask(self, operation: str, inputs: Inputs, dtype: str, *, layout: int = 0, kept: bool = False) -> Reply:
+        """One call, its arrays lying oddly in memory by a seed; nothing that the implementation raises is raised."""
+        inputs = relay(np.random.default_rng(layout), inputs) if layout else inputs
+        before = {name: (_lengths(value), _bytes_of(value)) for name, value in inputs.items()}
         reply, answer = self._call(operation, inputs, dtype)
         if reply.kind not in ("value", "refused"):
             return reply
         for name, value in inputs.items():
-            if _lengths(value) != sizes[name] or any(array.tobytes() != held for array, held in before[name]):
-                _restore(before[name])
-                return Reply(
-                    "broken", code="MAP-8", message=f"changed its argument {name}: a caller's arrays are not its own"
-                )
+            if (_lengths(value), _bytes_of(value)) != before[name]:
+                return _broken(f"changed its argument {name}: a caller's arrays are not its own", "MAP-8")
         for earlier, arrays, held in self._earlier:
-            if held != [array.tobytes() for array in arrays]:
+            if held != _bytes_of(arrays):
                 self._earlier.clear()
-                return Reply(
-                    "broken", code="NUM-9", message=f"changed what an earlier call of {earlier} had answered"
-                )
+                return _broken(f"changed what an earlier call of {earlier} had answered", "NUM-9")
         answered = arrays_of(answer) if reply.kind == "value" else []
         if any(np.may_share_memory(one, other) for one, other in product(answered, arrays_of(inputs))):
-            return Reply(
-                "broken",
-                code="NUM-9",
-                message="answered with memory of an argument: what a caller writes there changes both",
-            )
-        small = [array for array in answered if array.nbytes < _LARGE]
-        self._earlier.append((operation, small, [array.tobytes() for array in small]))
+            return _broken("answered with memory of an argument: what a caller writes there changes both", "NUM-9")
+        small = [array for array in answered if array.nbytes < 1 << 22]
+        self._earlier.append((operation, small, _bytes_of(small)))
         return reply
 
-    def ask_together(self, calls: Sequence[tuple[str, Mapping[str, Any]]], dtype: str) -> list[Reply]:
+    def ask_together(self, calls: Calls, dtype: str) -> list[Reply]:
         """These calls from as many threads at once, again and again: the first reply of each, then one unlike it."""
         replies: list[list[Reply]] = [[] for _ in calls]
         gate = threading.Barrier(len(calls))
 
         def work(number: int) -> None:
-            operation, inputs = calls[number]
             gate.wait(10)
             end = time.monotonic() + 0.1
-            for _ in range(_ROUNDS):
-                replies[number].append(self._call(operation, inputs, dtype)[0])
-                if time.monotonic() > end:
-                    return
+            while len(replies[number]) < 500 and (not replies[number] or time.monotonic() < end):
+                replies[number].append(self._call(*calls[number], dtype)[0])
 
         threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(len(calls))]
         interval = sys.getswitchinterval()
@@ -146,8 +126,9 @@ class Direct:
         for thread in threads:
             thread.join()
         sys.setswitchinterval(interval)
-        unlike = [next((one for one in each if _content(one) != _content(each[0])), each[0]) for each in replies]
-        return [each[0] for each in replies] + unlike
+        said = [[(one.kind, one.code, _bytes_of(one.outputs)) for one in each] for each in replies]
+        unlike = [next((n for n, one in enumerate(each) if one != each[0]), 0) for each in said]
+        return [each[0] for each in replies] + [each[n] for each, n in zip(replies, unlike, strict=True)]
 
     def _call(self, operation: str, inputs: Mapping[str, Any], dtype: str) -> tuple[Reply, Any]:
         adapter = isinstance(self.implementation, Adapter)
@@ -156,61 +137,64 @@ class Direct:
             return Reply("missing", message=f"no function {operation}"), None
         try:
             with np.errstate(all="ignore"):
-                answer = (
-                    self.implementation.run_operation(operation, inputs, dtype) if adapter else function(**inputs)
-                )
+                run = self.implementation.run_operation if adapter else None
+                answer = run(operation, inputs, dtype) if run else function(**inputs)
                 return Reply("value", outputs_of(operation, answer)), answer
-        except KeyboardInterrupt as error:
+        except BaseException as error:
             if type(error) is KeyboardInterrupt:
                 raise
-            return Reply("broken", message=f"raised {type(error).__name__}"), None
-        except BaseException as error:
             return _read_error(error, inputs, adapter), None
 
 
 def _read_error(error: BaseException, inputs: Mapping[str, Any], adapter: bool) -> Reply:
     """What an exception says: a refusal is an ``Exception`` with a code of chapter ERR, and nothing else is."""
-    told = f"{type(error).__name__}: {error}"
-    if isinstance(error, NotImplementedError):
-        return Reply("missing", message=str(error))
-    unexpected = _UNEXPECTED.search(str(error)) if isinstance(error, TypeError) else None
-    if unexpected and unexpected[1] in inputs:
-        return Reply("missing", code=unexpected[1], message=str(error))
+    told, name = str(error), type(error).__name__
     code = getattr(error, "code", None) if isinstance(error, Exception) else None
+    unexpected = _UNEXPECTED.search(told) if isinstance(error, TypeError) else None
+    if unexpected and unexpected[1] in inputs:
+        return Reply("missing", code=unexpected[1], message=told)
+    if isinstance(error, NotImplementedError) or code == "dependency-missing":
+        return Reply("missing", message=told)
     if isinstance(code, str) and (code := str.__str__(code)) in error_codes():
-        return Reply("refused", code=code, message=str(error))
-    if code == "dependency-missing":
-        return Reply("missing", message=str(error))
-    odd = not all(
-        array.flags.carray and array.dtype.isnative and array.dtype.kind != "O" for array in arrays_of(inputs)
-    )
+        return Reply("refused", code=code, message=told)
+    odd = not all(one.flags.carray and one.dtype.isnative and one.dtype.kind != "O" for one in arrays_of(inputs))
     if adapter and odd and isinstance(error, TypeError | ValueError):
-        return Reply("missing", code="layouts", message=f"the adapter does not turn this array into its own: {error}")
+        return Reply("missing", code="layouts", message=f"the adapter does not turn this array into its own: {told}")
     if code:
-        return Reply(
-            "broken", message=f"raised {type(error).__name__} with the code {code!r}, which is not in ERR-2: {error}"
-        )
-    return Reply("broken", message=f"raised {told}, which has no code")
+        return _broken(f"raised {name} with the code {code!r}, which is not in ERR-2: {told}")
+    return _broken(f"raised {name}: {told}, which has no code")
 
 
-def _content(reply: Reply) -> Any:
-    return reply.kind, reply.code, [array.tobytes() for array in arrays_of(reply.outputs)]
+def _bytes_of(value: Any) -> list[bytes]:
+    return [array.tobytes() for array in arrays_of(value)]
 
 
 def _lengths(value: Any) -> Any:
-    return (
-        [_lengths(item) for item in value]
-        if isinstance(value, list | tuple)
-        else 0
-        if isinstance(value, np.ndarray)
-        else repr(value)
-    )
+    if isinstance(value, list | tuple):
+        return [_lengths(item) for item in value]
+    return 0 if isinstance(value, np.ndarray) else repr(value)
 
 
-def _restore(held: Sequence[tuple[Array, bytes]]) -> None:
-    for array, numbers in held:
-        if array.flags.writeable and array.dtype.kind != "O":
-            array[...] = np.frombuffer(numbers, array.dtype).reshape(array.shape)
+def _form(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _form(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [type(value), *map(_form, value)]
+    return (value.shape, value.dtype, type(value)) if isinstance(value, np.ndarray) else type(value)
+
+
+def write_over(old: Any, new: Any) -> bool:
+    """Write the new numbers into the old arrays and lists; False where they do not fit, and nothing is written."""
+    if _form(old) != _form(new):
+        return False
+    for key in old if isinstance(old, dict) else range(len(old)):
+        if isinstance(old[key], np.ndarray):
+            old[key][...] = new[key]
+        elif isinstance(old[key], list | tuple):
+            write_over(old[key], new[key])
+        elif not isinstance(old, tuple):
+            old[key] = new[key]
+    return True
 
 
 # --- how values travel --------------------------------------------------------------------------------------------
@@ -226,55 +210,40 @@ class NotSpokenError(Exception):
     """A value that the protocol has no words for."""
 
 
-def encode(value: Any, *, exact: bool = False) -> Any:
-    """An argument: arrays spelled out, with special numbers as strings; ``exact``, for a Python host, as bytes."""
-    if isinstance(value, np.ndarray | np.generic) and exact:
-        return _as_bytes(value, layout=True)
-    if isinstance(value, np.ndarray):
-        kind = {"b": "bool", "f": "float", "c": "complex128", "O": "", "V": ""}.get(value.dtype.kind, "int64")
-        kind = value.dtype.newbyteorder("=").name if isinstance(value, OwnDtype) and kind == "float" else kind
-        if kind in ("", "float16") or (kind == "int64" and value.size and int(value.max()) >= 2**63):
-            raise NotSpokenError(f"an array of {value.dtype}")
-        data = [_number(item) for item in (value.real if kind == "complex128" else value).reshape(-1).tolist()]
-        return {"shape": list(value.shape), "dtype": kind, "data": data}
-    if isinstance(value, np.generic):
+def encode(value: Any, *, answer: bool = False) -> Any:
+    """An argument, arrays spelled out; or an answer of a host, with their bytes, and records by their fields."""
+    if isinstance(value, np.generic) and not answer:
         return encode(value.item())
-    if isinstance(value, list | tuple):
-        items = [encode(item, exact=exact) for item in value]
-        return {"tuple": items} if exact and isinstance(value, tuple) else items
-    return {"number": _number(value)} if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def encode_answer(value: Any) -> Any:
-    """An answer of a Python implementation: what ``numpy.asarray`` takes as bytes, records by their fields."""
     if hasattr(value, "__array__") and not isinstance(value, Mapping):
-        array = np.asarray(value)
-        if array.dtype.kind == "V" and "float" in array.dtype.name:  # bfloat16, which NumPy has from elsewhere
-            array = array.astype(np.float64)
-        kind = array.dtype.kind
-        return _as_bytes(array, layout=False) if kind in "biufc" else {"other": f"an array of {array.dtype}"}
-    if value is None or isinstance(value, bool | int | float | str):
+        array = np.asarray(value, np.float64 if "float" in str(getattr(value, "dtype", "")) and answer else None)
+        if answer and array.nbytes > MAX_ANSWER // 2:
+            raise ValueError(f"an array of shape {list(array.shape)}, which is too large to be read")
+        if answer and array.dtype.kind in "biufc":
+            data = b2a_base64(array.tobytes(), newline=False).decode()
+            return {"shape": array.shape, "dtype": array.dtype.str, "bytes": data}
+        kind = {"b": "bool", "f": "float", "c": "complex128", "O": "", "V": ""}.get(array.dtype.kind, "int64")
+        kind = array.dtype.newbyteorder("=").name if isinstance(value, OwnDtype) and kind == "float" else kind
+        if answer or kind in ("", "float16") or (kind == "int64" and array.size and int(array.max()) >= 2**63):
+            raise NotSpokenError(f"an array of {array.dtype}")
+        return {"shape": list(array.shape), "dtype": kind, "data": [_number(x) for x in array.real.ravel().tolist()]}
+    if value is None or isinstance(value, bool | int | str):
         return value
-    if fields := fields_of(value):
-        return {str(name): encode_answer(item) for name, item in fields.items()}
-    if isinstance(value, list | tuple):
-        return [encode_answer(item) for item in value]
-    return {"other": f"a {type(value).__name__}"}
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"number": _number(value)}
+    if isinstance(value, list | tuple) and not hasattr(value, "_asdict"):
+        return [encode(item, answer=answer) for item in value]
+    return {str(name): encode(item, answer=answer) for name, item in fields_of(value).items()}
 
 
-def decode(value: Any, *, exact: bool = False) -> Any:
-    """An array of any form, or a plain value; ``exact``, in the host alone, with strides and write flag."""
+def decode(value: Any) -> Any:
+    """An array of any form, or a plain value."""
     if isinstance(value, list):
-        return [decode(item, exact=exact) for item in value]
-    if isinstance(value, str):
-        return value if exact else _SPECIALS.get(value, value)
+        return [decode(item) for item in value]
     if not isinstance(value, dict):
-        return value
-    if exact and "number" in value:
+        return _SPECIALS.get(value, value) if isinstance(value, str) else value
+    if value.keys() == {"number"}:
         return _SPECIALS[value["number"]]
-    if exact and "tuple" in value:
-        return tuple(decode(item, exact=True) for item in value["tuple"])
-    if "shape" not in value or not {"data", "bytes", "items"} & set(value):
+    if "shape" not in value or not {"data", "bytes"} & set(value):
         return {name: decode(item) for name, item in value.items()}
     # NumPy takes -1 for a size that it finds out; an answer says its sizes.
     if not isinstance(value["shape"], list) or not all(type(size) is int and size >= 0 for size in value["shape"]):
@@ -282,51 +251,9 @@ def decode(value: Any, *, exact: bool = False) -> Any:
     if "data" in value:
         data = [_SPECIALS[item] if isinstance(item, str) else item for item in value["data"]]
         return np.array(data, dtype=np.float64).reshape(value["shape"])
-    array = _from_bytes(value)
-    if not exact:
-        return array
-    array = _laid_out(array, value["strides"]) if "strides" in value else array
-    array.flags.writeable = "readonly" not in value
-    return array[()] if "scalar" in value else array.view(OwnDtype) if "own" in value else array
-
-
-def _as_bytes(value: Any, *, layout: bool) -> dict[str, Any]:
-    if value.nbytes > MAX_ANSWER // 2:
-        raise ValueError(f"an array of shape {list(value.shape)}, which is too large to be read")
-    encoded: dict[str, Any] = {"shape": value.shape, "dtype": value.dtype.str}
-    if value.dtype.kind == "O":
-        encoded["items"] = [encode(item, exact=True) for item in value.reshape(-1).tolist()]
-    else:
-        encoded["bytes"] = b2a_base64(value.tobytes(), newline=False).decode()
-    if isinstance(value, np.generic):
-        return encoded | {"scalar": True}
-    if layout and not value.flags.c_contiguous:
-        encoded["strides"] = value.strides
-    flags = {"readonly": not value.flags.writeable, "own": isinstance(value, OwnDtype)} if layout else {}
-    return encoded | {name: True for name, holds in flags.items() if holds}
-
-
-def _from_bytes(value: Mapping[str, Any]) -> Array:
-    if "items" in value:
-        array = np.empty(len(value["items"]), dtype=object)
-        array[:] = [decode(item, exact=True) for item in value["items"]]
-        return array.reshape(value["shape"])
     if not _NUMBERS.fullmatch(value["dtype"]):
         raise ValueError(f"an array of {value['dtype']}")
-    data = bytearray(a2b_base64(value["bytes"], strict_mode=True))
-    return np.frombuffer(data, dtype=value["dtype"]).reshape(value["shape"])
-
-
-def _laid_out(array: Array, strides: list[int]) -> Array:
-    """The same numbers at these distances in memory; what lies between them is noise."""
-    if array.size == 0 or array.dtype.kind == "O":
-        return array
-    reach = [stride * (size - 1) for stride, size in zip(strides, array.shape, strict=True)]
-    first = -sum(step for step in reach if step < 0)
-    memory = np.full(first + sum(step for step in reach if step > 0) + array.itemsize, 0xA5, dtype=np.uint8)
-    laid: Array = np.ndarray(array.shape, array.dtype, memory.data, first, strides)
-    laid[...] = array
-    return laid
+    return np.frombuffer(a2b_base64(value["bytes"]), dtype=value["dtype"]).reshape(value["shape"])
 
 
 def _number(item: Any) -> Any:
@@ -335,9 +262,90 @@ def _number(item: Any) -> Any:
     return item
 
 
-def shorten(text: str, limit: int = 200) -> str:
-    """At most ``limit`` characters, for a message."""
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+def make_request(operation: str, inputs: Inputs, dtype: str, number: int = 1) -> dict[str, Any]:
+    """The question that asks a program for one call."""
+    encoded = {name: encode(value) for name, value in inputs.items()}
+    return {"type": "call", "id": number, "operation": operation, "dtype": dtype, "inputs": encoded}
+
+
+# --- the host of a module -----------------------------------------------------------------------------------------
+
+
+def serve(path: str) -> None:
+    """Answer for a module or an object in it, ``package.module:name``, until the input ends.
+
+    ``Direct`` checks here, where memory shows, that arguments and earlier answers are as they were; arrays that the
+    judge wrote over are written over.
+    """
+    error_codes()  # read before the module can change the file
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    # What the implementation reads is empty, and what it prints is for people and no answer.
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+
+    def send(answer: Mapping[str, Any]) -> None:
+        answers.write(json.dumps(answer).encode() + b"\n")
+        answers.flush()
+
+    hello = json.loads(requests.readline())
+    try:
+        direct = Direct(_load(path))
+    except ProgramError as error:
+        send({**hello, "error": {"message": str(error)}})
+        return
+    send({**hello, "name": path, "operations": list(OUTPUTS), "dtypes": list(DTYPES), "arrays": "bytes"})
+    old: Inputs = {}
+    for request in map(json.loads, requests):
+        calls = pickle.loads(a2b_base64(request["pickled"]))  # of the judge, which started this process
+        if request["type"] == "together":
+            replies = direct.ask_together(calls, request["dtype"])
+        else:
+            ((operation, inputs),) = calls
+            if request["kept"]:
+                old = inputs = old if write_over(old, inputs) else inputs
+            replies = [direct.ask(operation, inputs, request["dtype"], layout=request["layout"])]
+        send({"id": request["id"], "answers": [_told(reply) for reply in replies]})
+
+
+def _load(path: str) -> Any:
+    """Modules are looked for in the current folder too; somebody else's may fail in any way."""
+    module_name, _, attribute = path.partition(":")
+    if str(Path.cwd()) not in sys.path and "" not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        target: Any = importlib.import_module(module_name)
+    except BaseException as error:
+        raise ProgramError(f"cannot be imported: {type(error).__name__}: {error}") from error
+    for step in attribute.split(".") if attribute else ():
+        if not hasattr(target, step):
+            raise ProgramError(f"cannot be found: {module_name} has no {attribute}")
+        target = getattr(target, step)
+    try:
+        return target() if isinstance(target, type) else target
+    except BaseException as error:
+        raise ProgramError(f"cannot be constructed: {type(error).__name__}: {error}") from error
+
+
+def _told(reply: Reply) -> dict[str, Any]:
+    """A reply in the words of the protocol; an output that cannot be read is left out."""
+    if reply.kind == "missing":
+        return {"error": {"code": "not-implemented", "message": reply.message, "option": reply.code}}
+    if reply.kind == "refused":
+        return {"error": {"code": reply.code, "message": reply.message}}
+    if reply.kind == "broken":
+        return {"broken": {"message": reply.message, "spec": reply.code}}
+    outputs, problem = {}, ""
+    for name, value in reply.outputs.items():
+        try:
+            outputs[name] = encode(value, answer=True)
+        except BaseException as error:
+            problem = f"answered as {name} what cannot be read: {type(error).__name__}: {error}"
+    return {"broken": {"message": problem}} if problem and not outputs else {"outputs": outputs}
 
 
 # --- programs -----------------------------------------------------------------------------------------------------
@@ -367,8 +375,7 @@ class Program:
         self._restarts_left = self._max_restarts = max_restarts
         self._process: _Process | None = None
         self._last_id = 0
-        self._last_inputs: Mapping[str, Any] = {}
-        self._exact = False
+        self._host = False
 
     def __enter__(self) -> Program:
         self._process = self._start()
@@ -379,43 +386,41 @@ class Program:
             self._process.close()
             self._process = None
 
-    def ask(self, operation: str, inputs: Mapping[str, Any], dtype: str) -> Reply:
-        """One question and its answer."""
-        return self._ask([(operation, inputs)], dtype, "call")[0]
+    def ask(self, operation: str, inputs: Inputs, dtype: str, *, layout: int = 0, kept: bool = False) -> Reply:
+        """One question and its answer; ``kept`` inputs are the very ones of the last such question."""
+        return self._ask([(operation, inputs)], dtype, {"type": "call", "layout": layout, "kept": kept})[0]
 
-    def ask_together(self, calls: Sequence[tuple[str, Mapping[str, Any]]], dtype: str) -> list[Reply]:
+    def ask_together(self, calls: Calls, dtype: str) -> list[Reply]:
         """Calls at once, in a host of Python; of another program one after another."""
-        return self._ask(calls, dtype, "together") if self._exact else [self.ask(*call, dtype) for call in calls]
+        if self._host:
+            return self._ask(calls, dtype, {"type": "together"})
+        return [self.ask(*call, dtype) for call in calls]
 
-    def _ask(self, calls: Sequence[tuple[str, Mapping[str, Any]]], dtype: str, kind: str) -> list[Reply]:
-        for operation, _ in calls:
-            if operation not in self.operations or dtype not in self.dtypes:
-                lacked = operation if operation not in self.operations else f"the dtype {dtype}"
-                return [Reply("missing", message=f"the program does not list {lacked}")] * len(calls)
-        try:
-            asked = [make_request(*call, dtype, self._last_id + 1, exact=self._exact) for call in calls]
-        except NotSpokenError as error:
-            return [Reply("missing", code="unspoken", message=str(error))] * len(calls)
+    def _ask(self, calls: Calls, dtype: str, more: Mapping[str, Any]) -> list[Reply]:
         self._last_id += 1
-        if kind == "together":
-            request: dict[str, Any] = {"type": kind, "id": self._last_id, "calls": asked}
-        else:
-            (request,), (_, inputs) = asked, calls[0]
-            if self._exact:
-                request["again"] = [name for name, value in inputs.items() if value is self._last_inputs.get(name)]
-                self._last_inputs = dict(inputs)
+        request: dict[str, Any] = {"id": self._last_id, "dtype": dtype, **more}
+        operation, inputs = calls[0]
+        if operation not in self.operations or dtype not in self.dtypes:
+            lacked = operation if operation not in self.operations else f"the dtype {dtype}"
+            return [Reply("missing", message=f"the program does not list {lacked}")]
         try:
+            if self._host:
+                request["pickled"] = b2a_base64(pickle.dumps(calls), newline=False).decode()
+            else:
+                request = make_request(operation, inputs, dtype, self._last_id)
             answer = self._running().ask(request, self.timeout * len(calls))
             if answer.get("id") != self._last_id:
                 raise _SilentError(f"answered question {answer.get('id')!r} when asked question {self._last_id}")
+        except NotSpokenError as error:
+            return [Reply("missing", code="unspoken", message=str(error))]
         except _SilentError as error:
             # What it may still say belongs to no question: start it again.
             if self._process:
                 self._process.stop()
             self._process = None
-            return [Reply("broken", message=str(error), ended=True)] * len(calls)
-        replies = answer.get("answers") if kind == "together" else [answer]
-        return [_read_reply(reply) for reply in replies] if isinstance(replies, list) else [_read_reply(answer)]
+            return [_broken(str(error), ended=True)]
+        replies = answer.get("answers") if self._host else None
+        return [_read_reply(reply) for reply in (replies if isinstance(replies, list) and replies else [answer])]
 
     def _running(self) -> _Process:
         if self._process is None:
@@ -436,81 +441,60 @@ class Program:
         versions = {"protocol": PROTOCOL, "spec_edition": spec_edition(), "vectors_version": VECTORS_VERSION}
         try:
             answer = process.ask({"type": "hello", **versions}, max(self.timeout, START_LIMIT))
-            if isinstance(answer.get("error"), Mapping):
-                process.stop()
-                raise ProgramError(f"{self.name} {answer['error'].get('message')}")
-            self._read_hello(answer)
+            told = answer["error"].get("message") if isinstance(answer.get("error"), Mapping) else ""
+            if not told:
+                self._read_hello(answer)
         except _SilentError as error:
+            told = f"gave no handshake: {error}"
+        if told:
             process.stop()
-            raise ProgramError(f"no handshake from {self.name}: {error}") from error
+            raise ProgramError(f"{self.name} {told}")
         return process
 
     def _read_hello(self, answer: Mapping[str, Any]) -> None:
         if answer.get("type") != "hello" or answer.get("protocol") != PROTOCOL:
-            raise _SilentError(f"expected type 'hello' and protocol {PROTOCOL!r}; got {shorten(json.dumps(answer))}")
+            raise _SilentError(f"expected type 'hello' and protocol {PROTOCOL!r}; got {_short(json.dumps(answer))}")
         for key in ("operations", "dtypes"):
             names = answer.get(key)
             if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-                raise _SilentError(f"expected a list of names as {key!r}; got {shorten(repr(names))}")
+                raise _SilentError(f"expected a list of names as {key!r}; got {_short(names)}")
         self.operations, self.dtypes = tuple(answer["operations"]), tuple(answer["dtypes"])
-        self.name, self._exact = str(answer.get("name") or self.name), answer.get("arrays") == "bytes"
-
-
-def make_request(
-    operation: str, inputs: Mapping[str, Any], dtype: str, number: int = 1, *, exact: bool = False
-) -> dict[str, Any]:
-    """The question that asks a program for one call; ``exact`` as in ``encode``."""
-    encoded = {name: encode(value, exact=exact) for name, value in inputs.items()}
-    return {"type": "call", "id": number, "operation": operation, "dtype": dtype, "inputs": encoded}
+        self.name, self._host = str(answer.get("name") or self.name), answer.get("arrays") == "bytes"
 
 
 def _read_reply(answer: Any) -> Reply:
-    error, broken, outputs = (
-        answer.get(name) if isinstance(answer, Mapping) else None for name in ("error", "broken", "outputs")
-    )
+    answer = answer if isinstance(answer, Mapping) else {}
+    error, broken, outputs = (answer.get(name) for name in ("error", "broken", "outputs"))
     if isinstance(broken, Mapping):  # a host saw what no other program is asked about
-        return Reply("broken", code=str(broken.get("spec") or ""), message=str(broken.get("message", "")))
+        return _broken(str(broken.get("message", "")), str(broken.get("spec") or ""))
     if isinstance(error, Mapping) and isinstance(error.get("code"), str):
         code, message = error["code"], str(error.get("message", ""))
         if code in ("not-implemented", "dependency-missing"):
             return Reply("missing", code=str(error.get("option") or ""), message=message)
         if code not in error_codes():
-            return Reply("broken", message=f"answered with the error code {code!r}, which is not in ERR-2: {message}")
+            return _broken(f"answered with the error code {code!r}, which is not in ERR-2: {message}")
         return Reply("refused", code=code, message=message)
     if not isinstance(outputs, Mapping):
-        return Reply(
-            "broken",
-            message=f"answered with neither 'outputs' nor an 'error' that has a code: {shorten(json.dumps(answer))}",
-        )
+        told = _short(json.dumps(answer))
+        return _broken(f"answered with neither 'outputs' nor an 'error' that has a code: {told}")
     try:
         return Reply("value", {name: decode(value) for name, value in outputs.items()})
-    except (TypeError, ValueError, KeyError, OverflowError) as problem:
-        return Reply(
-            "broken", message=f"answered an array that cannot be read ({problem!r}): {shorten(json.dumps(answer))}"
-        )
-    except RecursionError:
-        return Reply("broken", message="answered with lists in lists too deep to be read")
+    except (TypeError, ValueError, KeyError, OverflowError, RecursionError) as problem:
+        return _broken(f"answered an array that cannot be read ({problem!r}): {_short(json.dumps(answer))}")
 
 
 class _Process:
-    """A running program; a thread reads what it says and another writes, so that neither pipe can block the judge."""
+    """A running program; threads write to it and read what it says, so that no pipe can block the judge."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (until ``stop``)
-        pipe = subprocess.PIPE
         # Its own group, so that its children end with it.
-        try:
-            self._popen = subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, stderr=self._stderr, start_new_session=True
-            )
-        except OSError:
-            self._stderr.close()
-            raise
+        pipe = subprocess.PIPE
+        self._popen = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
         self._lines: queue.Queue[bytes] = queue.Queue(maxsize=1)  # more than was asked for waits in the pipe
         self._questions: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._read, self._write)]
-        for thread in self._threads:
-            thread.start()
+        self._said = b""  # the end of its stderr
+        for work in (self._read, self._write, self._listen):
+            threading.Thread(target=work, daemon=True).start()
 
     def ask(self, message: Mapping[str, Any], timeout: float) -> Mapping[str, Any]:
         """Send one line and wait for one: in time, not too long, and a JSON object."""
@@ -518,7 +502,7 @@ class _Process:
         try:
             line = self._lines.get(timeout=timeout)
         except queue.Empty:
-            raise _SilentError(f"no answer within {timeout:g} seconds{self._said()}") from None
+            raise _SilentError(f"no answer within {timeout:g} seconds{self._words()}") from None
         if len(line) > MAX_ANSWER:
             raise _SilentError(f"answered a line of more than {MAX_ANSWER} bytes")
         if not line.endswith(b"\n"):
@@ -526,13 +510,13 @@ class _Process:
                 self._popen.wait(timeout=1.0)
             status = self._popen.poll()
             how = "closed its output" if status is None else f"ended with status {status}"
-            raise _SilentError(f"the program {how} instead of answering{self._said()}")
+            raise _SilentError(f"the program {how} instead of answering{self._words()}")
         try:
             answer = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise _SilentError(f"answered a line that is not JSON ({error}): {shorten(repr(line[:300]))}") from None
+            raise _SilentError(f"answered a line that is not JSON ({error}): {_short(line[:300])}") from None
         if not isinstance(answer, dict):
-            raise _SilentError(f"must answer a JSON object a line; got {shorten(repr(answer))}")
+            raise _SilentError(f"must answer a JSON object a line; got {_short(answer)}")
         return answer
 
     def close(self) -> None:
@@ -548,16 +532,14 @@ class _Process:
             os.killpg(self._popen.pid, signal.SIGKILL)
         self._popen.wait()
         self._questions.put(None)
-        self._stderr.close()
 
     def _read(self) -> None:
         assert self._popen.stdout
         with self._popen.stdout as answers:
-            while True:
+            line = b"\n"
+            while line.endswith(b"\n"):
                 line = answers.readline(MAX_ANSWER + 1)
                 self._lines.put(line)
-                if not line.endswith(b"\n"):
-                    return
 
     def _write(self) -> None:
         assert self._popen.stdin
@@ -567,8 +549,13 @@ class _Process:
                 questions.write(question)
                 questions.flush()
 
-    def _said(self) -> str:
-        # The program's own offset in the file must not move.
-        file, size = self._stderr.fileno(), os.fstat(self._stderr.fileno()).st_size
-        text = os.pread(file, 300, max(0, size - 300)).decode("utf-8", errors="replace").strip()
-        return f"; the end of its stderr: {shorten(text)}" if text else ""
+    def _listen(self) -> None:
+        assert self._popen.stderr
+        with self._popen.stderr as words:
+            while said := os.read(words.fileno(), 1 << 16):
+                self._said = (self._said + said)[-300:]
+
+    def _words(self) -> str:
+        time.sleep(0.1)  # its last words may still be in the pipe
+        text = self._said.decode("utf-8", errors="replace").strip()
+        return f"; the end of its stderr: {_short(text)}" if text else ""

@@ -1,439 +1,98 @@
 """Valid calls of every operation, drawn by seed: options, sizes, contents and dtypes crossed.
 
-What can differ between two calls is a *factor* with a few *levels*: an option and its values, which axis is long,
-what a map holds, in which dtype arrays come. ``covering_rows`` chooses levels so that every two of them meet in
-some row; ``draw_call`` makes one call of a row. Nothing here knows an answer: ``sessions.py`` asks the reference.
+An operation is a row of ``operations.txt``: its arguments, its results, and its *factors*, what can differ between
+two calls, with a few *levels* each. ``covering_rows`` chooses levels so that every two of two factors meet in some
+row, and every three of three options; ``draw_call`` makes a call of a row, each argument by the recipe of its name.
+Nothing here knows an answer: ``sessions.py`` asks the reference.
 """
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shd_ref.merging.plans import merge_plan
 from shd_ref.tolerances import load_tolerances, row_sum_tolerance
 
 Array: TypeAlias = NDArray[Any]
 Levels: TypeAlias = Mapping[str, str]
 Inputs: TypeAlias = dict[str, Any]
 
-# Levels by name. An absent option is the level "-"; words of the text are their own values; of everything else a
-# function below knows what it means.
-_LEVELS = """
-ROWS - some lengths sample none all
-KEYS - full head sample matrix keys rows
-SUMS - one at_most_one
-TEMPERATURE - one soft sharp far near numpy
-RULE - least_squares as_printed
-PLAN - progressive balanced rounds numpy
-LAYERS - one two three many
-MAPS dense exact onehot peaked tiny near causal zeros garbage off target
-NUMBERS - scaled alike bias whole vanishing
-LOGITS - large masked empty floor shifted tied
-SIZE - B H L S D LS equal
-"""
-# Factors that several operations share, and the operations; a factor is NAME=LEVELS, or the name of a group.
-_FACTORS = """
-ARRAYS dtype=-,-,single,half,mixed,unsigned,signed layout=-,-,odd
-TEACHER size=SIZE maps=MAPS numbers=NUMBERS ARRAYS
-SIDE layers=LAYERS size=SIZE maps=MAPS ARRAYS
-LOSS beta=-,zero,number,numpy loss_mask=ROWS attn_mask=KEYS temperature=TEMPERATURE reduction=-,sum,mean divergence=-,kl,reverse_kl,js,mse support=-,error,intersect row_sums=SUMS
-TARGET groups=-,one,two,three block_size=-,one,two,three,beyond attn_mask=-,sample,matrix,rows,keys,none segments=-,packed,returning,odd outside=-,numbers,nothing,far,mixed layers=-,one,two,three teacher_scale=-,negative,large,zero,numpy size=SIZE numbers=-,scaled,whole,alike ARRAYS
-INDEXER weights=-,any,positive,zeros relu=-,yes,no top_k=-,none,one,two,three,most,beyond restriction=-,renormalised,mask_first,unnormalised,student_all reduction=-,sum,rows,samples loss_mask=ROWS scale=-,negative,large,zero,small scores=-,tied,wide TARGET
-softmax attn_mask=KEYS temperature=TEMPERATURE logits=LOGITS size=SIZE axes=-,2,3,5 ARRAYS
-value_outputs size=SIZE numbers=NUMBERS kv=-,one,some,all ARRAYS
-merge_plan kind=PLAN size=-,H,equal counts=-,numpy
-solve_alpha query_mask=ROWS rule=RULE row_sums=SUMS TEACHER
-mix_heads mixing=-,one,onehot,off,mixed size=SIZE maps=MAPS sums=-,at_most_one ARRAYS
-squeeze_heads plan=PLAN strategy=-,shd,constant,hard,mean query_mask=ROWS temperature=TEMPERATURE alpha_rule=RULE alpha_from=-,teacher,softened row_sums=SUMS heads=-,all,one,many TEACHER
-shd_loss LOSS logits=LOGITS SIDE
-soften row_sums=SUMS temperature=one,soft,sharp,far,near,numpy size=SIZE maps=MAPS axes=-,2,3,5 ARRAYS
-plan_groups plan=progressive,balanced,rounds,numpy size=-,H,equal counts=-,numpy
-compose_mixing plan=progressive,balanced,rounds,numpy size=-,B,H alphas=-,ends,exact ARRAYS
-shd_loss_gradient LOSS logits=LOGITS SIDE
-shd_loss_gradient_qk LOSS scale=-,negative,large,zero,numpy kv=-,one,all numbers=-,whole SIDE
-intersect_support loss_mask=ROWS attn_mask=KEYS row_sums=SUMS logits=LOGITS size=SIZE maps=MAPS ARRAYS
-layer_map pairs=-,some,all,none,numpy size=-,H,equal counts=-,numpy
-align_tokens rows=-,some,all,one,none columns=-,some,all,one,none query_mask=ROWS row_sums=SUMS size=SIZE maps=MAPS ARRAYS
-gram_tensor query_mask=ROWS row_sums=SUMS kv=-,one,all TEACHER
-solve_alpha_from_gram size=-,B,H gram=-,near,exact,target,scaled,below,edge counts=-,numpy ARRAYS
-merge_gram size=-,B,H gram=-,exact,scaled,any alphas=-,ends counts=-,numpy ARRAYS
-matched_plan by=-,residual,similarity row_sums=SUMS items=-,two,three query_mask=-,some,sample,first heads=-,all,one,many TEACHER
-diagnose plan=PLAN strategies=-,one,two,all,tuple query_mask=ROWS row_sums=SUMS heads=-,all,one TEACHER
-indexer_target TARGET
-indexer_loss INDEXER
-indexer_loss_gradient INDEXER
-"""  # noqa: E501 (a table)
+FACTORS: dict[str, dict[str, tuple[str, ...]]] = {}
+ARGUMENTS: dict[str, dict[str, str]] = {}
+OUTPUTS: dict[str, tuple[str, ...]] = {}
+"""By operation: what can differ between two calls, the recipe of each argument, the results in their order."""
+_MOST: dict[str, dict[str, int]] = {}
+_LONG = (6, 7, 9, 16, 17, 18, 33, 64, 65, 67, 70, 129, 131, 260, 300, 520)
 
 
-def _read_factors() -> dict[str, dict[str, tuple[str, ...]]]:
-    """By operation, the levels of each factor, "" for "-"."""
-    levels = {name: words for name, *words in map(str.split, _LEVELS.strip().splitlines())}
-    found: dict[str, dict[str, tuple[str, ...]]] = {}
-    for name, *parts in map(str.split, _FACTORS.strip().splitlines()):
-        found[name] = {}
-        for factor, _, words in (part.partition("=") for part in parts):
-            named = levels.get(words, words.split(","))
-            found[name] |= {factor: tuple(word.strip("-") for word in named)} if words else found[factor]
-    return {name: factors for name, factors in found.items() if name.islower()}
+def _read_operations() -> None:
+    levels: dict[str, list[str]] = {}
+    for line in (Path(__file__).parent / "operations.txt").read_text(encoding="utf-8").splitlines():
+        call, colon, factors = line.partition(" : ")
+        name, *words = call.partition(" -> ")[0].split() or ["#"]
+        if name == "#":
+            continue
+        if name == "most":
+            _MOST[words[0]] = {word[0]: int(word[2:]) for word in words[1:]}
+        elif not colon:
+            levels[name] = words
+        else:
+            FACTORS[name] = {}
+        for factor, _, listed in (part.partition("=") for part in factors.split()):
+            named = [word for each in levels.get(listed, listed.split(",")) for word in levels.get(each, [each])]
+            FACTORS[name] |= {factor: tuple("" if w == "-" else w for w in named)} if listed else FACTORS[factor]
+        if "->" in call:
+            ARGUMENTS[name] = {word.partition(":")[0]: word.rpartition(":")[2] for word in words}
+            OUTPUTS[name] = tuple(call.partition(" -> ")[2].split())
 
 
-FACTORS = _read_factors()
-"""By operation, what can differ between two calls, and how."""
+_read_operations()
 
 
 def covering_rows(
-    factors: Mapping[str, Sequence[str]], rng: np.random.Generator, width: int = 24
+    factors: Mapping[str, Sequence[str]], rng: np.random.Generator, threes: Sequence[str] = (), width: int = 16
 ) -> list[dict[str, str]]:
-    """Rows of levels in which every two levels of two factors meet; greedy, the best of ``width`` candidates.
+    """Rows of levels in which every two levels of two factors meet, and every three of three factors of ``threes``.
 
-    A candidate starts from two levels that have not met yet, so that each row covers something new.
+    Greedy: the best of ``width`` candidates, each of which starts from levels that have not met yet.
     """
     names = list(factors)
-    sizes = np.array([len(factors[name]) for name in names])
-    groups = np.array(list(combinations(range(len(names)), min(2, len(names)))))
-    spans = np.prod(sizes[groups], axis=1)
-    offsets = np.concatenate(([0], np.cumsum(spans)[:-1]))
-    factor = np.ones_like(groups)
-    factor[:, 0] = sizes[groups[:, -1]] if groups.shape[1] > 1 else 1
-    todo = np.ones(int(spans.sum()), dtype=bool)
-    rows = []
+    sizes = np.array([*(len(factors[name]) for name in names), 1])
+    triples = combinations([number for number, name in enumerate(names) if name in threes], 3)
+    # A pair is written as three, the last of them a factor with a single level.
+    groups = np.array([*((*pair, len(names)) for pair in combinations(range(len(sizes)), 2)), *triples])
+    spans = sizes[groups]
+    steps = np.stack([spans[:, 1] * spans[:, 2], spans[:, 2], spans[:, 2] ** 0], axis=1)
+    offsets = np.concatenate(([0], np.cumsum(spans.prod(axis=1))))
+    todo, rows = np.ones(int(offsets[-1]), dtype=bool), []
     while len(left := np.flatnonzero(todo)):
-        candidates = (rng.random((width, len(names))) * sizes).astype(int)
-        for number, cell in enumerate(left[rng.integers(len(left), size=width)]):
+        candidates = (rng.random((width, len(sizes))) * sizes).astype(int)
+        for candidate, cell in zip(candidates, left[rng.integers(len(left), size=width)], strict=True):
             group = int(np.searchsorted(offsets, cell, side="right")) - 1
-            candidates[number, groups[group]] = (cell - offsets[group]) // factor[group] % sizes[groups[group]]
-        cells = offsets + (candidates[:, groups] * factor).sum(axis=2)
+            candidate[groups[group]] = (cell - offsets[group]) // steps[group] % spans[group]
+        cells = offsets[:-1] + (candidates[:, groups] * steps).sum(axis=2)
         best = int(np.argmax(todo[cells].sum(axis=1)))
         todo[cells[best]] = False
-        rows.append({name: factors[name][level] for name, level in zip(names, candidates[best], strict=True)})
+        rows.append({name: factors[name][level] for name, level in zip(names, candidates[best], strict=False)})
     return rows
 
 
-_LONG = (6, 7, 9, 16, 17, 18, 33, 64, 65, 67, 70, 129, 131, 260)
-_BITS = {"float64": 20, "float32": 14, "float16": 8, "bfloat16": 6}  # of maps whose sums of products are exact
-_HALVES = ("float16", "bfloat16")
-
-
-class Draw:
-    """The random choices of one call at its levels, in the dtype under judgement."""
-
-    def __init__(self, key: Sequence[int], dtype: str, levels: Levels, shapes: Sequence[int] = ()) -> None:
-        self.rng, self.dtype, self.levels = np.random.default_rng(key), dtype, levels
-        # Sizes have a stream of their own, so that calls may share their shapes: some subjects compile for each.
-        self.shapes = np.random.default_rng(shapes) if shapes else self.rng
-        self.axis = self.level("size")
-        self.long_left = 2 if self.axis == "LS" else 1
-        self.same = int(self.shape((2, 3, 4)))
-        self.exact = self.level("maps") == "exact" or "exact" in (self.level("gram"), self.level("alphas"))
-        # Of options that are neither words nor arrays.
-        self.temperature = self.of(
-            "temperature",
-            one=(1, 1.0),
-            soft=(2, 3.7, 1.25),
-            sharp=(0.5, 0.75, 0.05),
-            far=(150.0, 0.01, 1e4),
-            near=(1.04, 0.97, 1.001),
-            numpy=(np.float32(2), np.int64(3), np.float64(0.3)),
-        )
-
-    def level(self, name: str) -> str:
-        """The level of a factor; "" where the operation has none."""
-        return self.levels.get(name, "")
-
-    def shape(self, values: Sequence[Any]) -> Any:
-        """One of these, of what shapes depend on."""
-        return values[int(self.shapes.integers(len(values)))]
-
-    def pick(self, values: Sequence[Any]) -> Any:
-        """One of the values."""
-        return values[int(self.rng.integers(len(values)))]
-
-    def chance(self, share: float) -> bool:
-        """True in this share of all draws."""
-        return bool(self.rng.random() < share)
-
-    def of(self, name: str, **values: Sequence[Any]) -> Any:
-        """A value for the level of a factor: one of those listed for it, the level itself, or None where it is ""."""
-        level = self.level(name)
-        return self.pick(values[level]) if level in values else level or None
-
-    def given(self, **options: Any) -> Inputs:
-        """Those of these options whose level says that the call gives them."""
-        return {name: value for name, value in options.items() if self.level(name)}
-
-    def size(self, axis: str, most: int = 260) -> int:
-        """The size of an axis, long where this call has it long."""
-        if self.axis == "equal":
-            return min(self.same, most)
-        if self.axis and axis in (self.axis if self.axis != "LS" else ("L", "S")) and self.long_left:
-            self.long_left -= 1
-            sizes = [n for n in _LONG if n <= (most if self.axis != "LS" else min(most, 131))]
-            return int(self.shape(sizes[-8:] if self.shapes.random() < 0.7 else sizes))
-        return int(self.shape((1, 2, 2, 3, 3, 4, 5) if self.axis in ("", "D") else (1, 2, 2, 3)))
-
-    def store(self, array: Any, *, whole: bool = False) -> Array:
-        """Numbers in the dtype that the call gives them in; ``whole`` where they are integers already."""
-        kind = self.level("dtype")
-        kind = self.pick(("", "single", "half")) if kind == "mixed" else kind
-        if whole and kind in ("unsigned", "signed"):
-            kinds = (
-                ("uint8", "uint8", "uint16", "uint32", "uint64")
-                if kind == "unsigned"
-                else ("int8", "int16", "int32", "int64")
-            )
-            return np.asarray(array).astype(self.pick(kinds))
-        if kind in ("single", "half") and self.dtype in ("float64", "float32"):
-            return np.asarray(array, np.float64).astype(np.float32 if kind == "single" else np.float16).view(OwnDtype)
-        return round_to(np.asarray(array, np.float64), self.dtype)
-
-    @property
-    def coarse(self) -> bool:
-        """Whether some array comes in half precision, so that maps must be sums of few powers of two."""
-        return self.dtype in _HALVES or self.level("dtype") in ("half", "mixed")
-
-    # --- arrays ---------------------------------------------------------------------------------------------------
-
-    def maps(
-        self, *shape: int, counted: Array | None = None, allowed: Array | None = None, positive: bool = False
-    ) -> Array:
-        """Attention maps ``(..., L, S)``: anything in rows not ``counted``, nothing on keys not ``allowed``."""
-        rng, kind = self.rng, self.level("maps")
-        if self.level("dtype") in ("unsigned", "signed"):
-            kind = "onehot"
-        weights = rng.random(shape) + 1e-3
-        if kind == "peaked":
-            weights **= 12
-        elif kind == "onehot":
-            weights = np.eye(shape[-1])[rng.integers(shape[-1], size=shape[:-1])]
-        elif kind == "tiny":
-            weights[..., 0] *= 2.0 ** -self.pick((12, 24, 28, 40, 100, 300))
-        elif kind == "causal":
-            weights = np.where(np.tri(shape[-2], shape[-1], k=max(0, shape[-1] - shape[-2])), weights, 0.0)
-        if kind == "zeros" or self.chance(0.15):
-            weights = np.where(rng.random(shape) < 0.3, 0.0, weights)
-        if kind == "near" and len(shape) == 4 and shape[1] > 1:
-            for first in range(0, shape[1] - 1, 2):
-                # Distances on both sides of the threshold of ALPHA-6, and none.
-                away = self.pick((0, 0, 1e-2, 1e-4, 3e-5, 1e-5, 3e-6, 1e-6, 3e-7)) if self.chance(0.7) else 1.0
-                weights[:, first + 1] = weights[:, first] + (weights[:, first + 1] - weights[:, first]) * away
-        if positive:
-            weights = weights + 0.05
-        if allowed is not None:
-            weights = np.where(allowed, weights, 0.0)
-        maps = self._normalised(weights, positive)
-        if kind == "exact" and len(shape) == 4 and shape[1] > 1 and self.chance(0.6):
-            self._move_units(maps)
-        if kind == "zeros":
-            maps[rng.random(shape[:-1]) < 0.3] = 0.0
-        if "at_most_one" in (self.level("row_sums"), self.level("sums")):
-            mass = (
-                rng.random(shape[:-1]) ** self.pick((1, 1, 8, 40))
-                if not self.coarse
-                else 2.0 ** -rng.integers(0, 3, size=shape[:-1])
-            )
-            if self.dtype != "float64" or self.level("dtype"):  # squares of smaller masses vanish in float32
-                mass = np.maximum(mass, 2.0**-18)
-            maps *= np.where(rng.random(shape[:-1]) < 0.3, 1.0, mass)[..., None]
-            if self.dtype == "float64" and self.level("dtype") == "" and self.chance(0.15):
-                maps *= 2.0 ** -self.pick((30, 70, 100))  # next to nothing everywhere
-        if kind == "off" and not self.coarse:
-            maps *= 1 + self.pick((-0.9, -0.3, 0.3, 0.9)) * row_sum_tolerance(
-                "float32" if self.level("dtype") == "single" else self.dtype
-            )
-        if counted is not None and (kind == "garbage" or self.chance(0.2)):
-            odd = rng.integers(0, 9, size=shape) * self.pick(
-                (0.0, 0.25, 1.0, 8.0, 2.0**-80 if self.dtype == "float64" and not self.level("dtype") else 0.5)
-            )
-            maps = np.where(np.broadcast_to(counted[:, None, :, None], shape), maps, np.minimum(odd, 200.0))
-        if self.level("dtype") in ("unsigned", "signed") and (maps == np.floor(maps)).all():
-            return self.store(maps, whole=True)
-        return self.store(maps)
-
-    def _normalised(self, weights: Array, positive: bool) -> Array:
-        """Rows that sum to one; to exactly one, in few bits, where the content is exact or an array is coarse."""
-        totals = weights.sum(axis=-1, keepdims=True)
-        if not (self.exact or self.coarse):
-            return np.asarray(np.where(totals > 0, weights / np.where(totals > 0, totals, 1.0), 0.0))
-        units = 2 ** (min(_BITS[self.dtype], 8) if self.coarse else self.pick((8, _BITS[self.dtype])))
-        units = (
-            max(units, 2 ** int(np.ceil(np.log2(weights.shape[-1] + 1))))
-            if positive and self.dtype not in _HALVES
-            else units
-        )
-        least = (weights > 0) * 1.0 if positive and weights.shape[-1] < units else np.zeros_like(weights)
-        free = units - least.sum(axis=-1, keepdims=True)
-        counts = least + np.floor(free * weights / np.where(totals > 0, totals, 1.0))
-        counts[..., 0] += 0.0
-        missing = np.where(totals > 0, units - counts.sum(axis=-1, keepdims=True), 0.0)
-        rank = np.cumsum(weights > 0, axis=-1)
-        holders = np.maximum((weights > 0).sum(axis=-1, keepdims=True), 1)
-        counts += (weights > 0) * (np.floor(missing / holders) + (rank <= missing % holders))
-        return np.asarray(counts / units)
-
-    def _move_units(self, maps: Array) -> None:
-        """Head 1 is head 0 but for single units of some rows: exact, and near the threshold of ALPHA-6."""
-        maps[:, 1] = maps[:, 0]
-        unit = 2.0 ** -(
-            min(_BITS[self.dtype], 8)
-            if self.coarse
-            else self.pick((_BITS[self.dtype], 18 if self.dtype != "float32" else 16))
-        )
-        holder = maps[:, 1].argmax(axis=-1)
-        for b, row in np.ndindex(*holder.shape):
-            key, other = holder[b, row], int(self.rng.integers(maps.shape[-1]))
-            if other != key and maps[b, 1, row, key] >= 2 * unit and maps[b, 1, row, other] > 0 and self.chance(0.5):
-                maps[b, 1, row, key] -= unit
-                maps[b, 1, row, other] += unit
-
-    def numbers(self, *shape: int, scaled: bool = True) -> Array:
-        """Real numbers, for value outputs, values, queries and keys."""
-        rng, kind = self.rng, self.level("numbers")
-        if self.exact or kind == "whole" or self.level("dtype") in ("unsigned", "signed"):
-            high = {"unsigned": 250, "signed": 120}.get(self.level("dtype"), 5)
-            high = 5 if self.exact else self.pick((5, high))
-            whole = rng.integers(0 if self.level("dtype") == "unsigned" else -high, high, size=shape)
-            return self.store(whole, whole=True)
-        numbers = rng.normal(size=shape)
-        if kind == "scaled" and scaled:
-            fine = not self.coarse and self.level("dtype") == ""
-            powers = {"float64": (-200, -30, 24, 200), "float32": (-30, 24)}.get(self.dtype, (-3, 3))
-            numbers = numbers * 2.0 ** self.pick(powers if fine else (-3, 3))
-            if self.chance(0.5) and fine:
-                numbers = numbers * 2.0 ** rng.integers(-14, 14, size=(shape[0],) + (1,) * (len(shape) - 1))
-        elif kind == "bias":
-            numbers = numbers + rng.normal(size=(*shape[:-2], 1, shape[-1])) * self.pick((1, 100))
-        elif kind == "alike" and shape[-1] > 1 and self.chance(0.4):  # features that nearly depend on each other
-            numbers[..., -1] = numbers[..., 0] + 10.0 ** -self.pick((3, 5, 6)) * numbers[..., -1]
-        elif kind == "alike" and len(shape) == 4 and shape[1] > 1:
-            i, j = rng.permutation(shape[1])[:2]
-            numbers[:, j] = self.pick((1, -1, 0, 2)) * numbers[:, i] + self.pick((0, 0, 1e-2)) * numbers[:, j]
-        elif kind == "vanishing" and len(shape) == 4:
-            numbers[rng.random(shape[0]) < 0.7] = 0.0
-        return self.store(numbers)
-
-    def outputs(self, maps: Array, width: int) -> Array:
-        """Value outputs ``(B, H, S, D)`` for these maps; of "target" the alphas lie where something turns."""
-        shape = (maps.shape[0], maps.shape[1], maps.shape[3], width)
-        outputs = self.numbers(*shape)
-        if (
-            self.level("maps") not in ("target", "exact")
-            or outputs.dtype.kind != "f"
-            or (self.exact and self.chance(0.4))
-        ):
-            return outputs
-        both = np.asarray(outputs, np.float64) * (4 if self.exact else 1)
-        for first in range(0, shape[1] - 1, 2):
-            shares = self.rng.integers(-2, 7, size=shape[0]) / 4.0 if self.exact else self.alphas(shape[0], near=True)
-            share = np.asarray(shares)[:, None, None]
-            both[:, first + 1], both[:, first] = (1 - share) * both[:, first], share * both[:, first]
-        return self.store(both)
-
-    def alphas(self, *shape: int, near: bool = False) -> Array:
-        """Alphas in [0, 1], or on both sides of 0, 1/2 and 1 at distances from the tolerance of alpha on."""
-        if not near:
-            return self.rng.random(shape)
-        tolerance = float(load_tolerances()["agreement"][self.dtype]["alpha"]["atol"])
-        away = np.where(
-            self.rng.random(shape) < 0.6,
-            tolerance * (1.2 + 2 * self.rng.random(shape)),
-            10.0 ** -self.rng.uniform(1, 6, size=shape),
-        )
-        return np.asarray(self.rng.choice([0.0, 1.0, 0.5], size=shape) + self.rng.choice([-1, 1], size=shape) * away)
-
-    def logits(self, *shape: int, lowest: float = float(np.finfo(np.float32).min)) -> Array:
-        """Logits ``(..., L, S)``, -inf where a key is masked, or as low as ``lowest``."""
-        rng, kind = self.rng, self.level("logits")
-        logits = rng.normal(size=shape) * (
-            self.pick((5, 30, 300, 3e4)[: 3 if self.coarse else 4]) if kind == "large" else 1
-        )
-        if kind == "tied" or self.exact:
-            logits = np.round(logits * 2) / 2
-        elif kind == "floor":
-            lowest = -6e4 if self.coarse else lowest
-            lowest *= min(1.0, 0.5 * float(self.temperature or 2))
-            logits = np.where(rng.random(shape) < 0.3, lowest * self.pick((1, 0.5, 0.1)), logits)
-        elif kind == "shifted":
-            logits = logits + rng.choice(
-                [-1e4, -1e9, 1e3, 1e4] if not self.coarse else [-1e3, 1e3], size=(*shape[:-1], 1)
-            )
-        if self.level("dtype") in ("unsigned", "signed"):
-            return self.store(np.abs(np.round(logits * 3)).clip(0, 100), whole=True)
-        if kind in ("masked", "empty"):
-            logits = np.where(rng.random(shape) < self.pick((0.2, 0.6)), -np.inf, logits)
-        if kind == "empty":
-            logits[rng.random(shape[:-1]) < 0.4] = -np.inf
-        return self.store(logits)
-
-    def row_mask(self, name: str, batch: int, rows: int) -> Array | None:
-        """``query_mask`` or ``loss_mask`` at its level, ``(B, L)``."""
-        level, rng = self.level(name), self.rng
-        if not level:
-            return None
-        mask: Array = rng.random((batch, rows)) < float(self.pick((0.5, 0.8)))
-        if level == "lengths":
-            mask = np.arange(rows)[None] < rng.integers(1, rows + 1, size=(batch, 1))
-        elif level == "sample":
-            mask[int(rng.integers(batch))] = False
-        elif level in ("none", "all"):
-            mask[:] = level == "all"
-        return mask
-
-    def key_mask(self, shape: tuple[int, ...]) -> Array | None:
-        """``attn_mask`` at its level, for logits of this shape."""
-        level, ones = self.level("attn_mask"), (1,) * (len(shape) - 3)
-        shapes = {
-            "": None, "full": shape, "none": shape, "head": (*ones, *shape[-3:]),
-            "sample": (shape[0], *(1,) * (len(shape) - 2), shape[-1]),
-            "matrix": shape[-2:], "keys": shape[-1:], "rows": (*shape[:-1], 1),
-        }  # fmt: skip
-        wanted = shapes[level]
-        if wanted is None:
-            return None
-        mask: Array = self.rng.random(wanted) < float(self.pick((0.5, 0.8, 0.95)))
-        if level == "matrix" and self.chance(0.5):
-            mask = np.tri(*wanted, dtype=bool) if wanted[0] > 1 else mask
-        if level == "none":
-            mask[self.rng.random(wanted[:-1]) < 0.5] = False
-        return mask
-
-    # --- plans ----------------------------------------------------------------------------------------------------
-
-    def heads(self, most: int = 131) -> tuple[int, int]:
-        """Teacher's and student's heads."""
-        teacher = self.size("H", most)
-        if teacher < 5 and self.axis not in ("equal", "B", "L", "S", "LS") and self.shapes.random() < 0.6:
-            teacher = min(most, int(self.shape((4, 5, 6, 7, 8, 9, 12, 16, 18, 19))))
-        return teacher, {"all": teacher, "one": 1, "many": max(1, teacher - 1)}.get(
-            self.level("heads"), int(self.shapes.integers(1, teacher + 1))
-        )
-
-    def plan(self, heads: int, students: int, name: str = "plan") -> Any:
-        """A kind of plan, or explicit rounds that leave this many heads."""
-        level = self.level(name)
-        if level in ("", "progressive", "balanced"):
-            return level or "progressive"
-        rounds = []
-        while heads > students:
-            count = int(self.rng.integers(1, min(heads // 2, heads - students) + 1))
-            rounds.append(self.rng.permutation(heads)[: 2 * count].reshape(-1, 2))
-            heads -= count
-        if level == "numpy":
-            return [[tuple(pair) for pair in one.astype(self.pick(("int64", "uint8", "int32")))] for one in rounds]
-        as_lists = [one.tolist() for one in rounds]
-        return as_lists if self.chance(0.7) else tuple(tuple(map(tuple, one)) for one in as_lists)
-
-    def count(self, number: int) -> Any:
-        """A whole number, of NumPy's kinds where the level says so."""
-        if self.level("counts") != "numpy":
-            return number
-        kinds = [
-            kind for kind in ("int8", "uint8", "int16", "int32", "int64", "uint64") if number <= np.iinfo(kind).max
-        ]
-        return np.dtype(self.pick(kinds[:3])).type(number)
+def _value(text: str) -> Any:
+    """The value that a word of the table stands for."""
+    kind, _, number = text.partition("(")
+    if kind in ("float32", "float64", "int64"):
+        return np.dtype(kind).type(float(number[:-1]))
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 class OwnDtype(np.ndarray[Any, np.dtype[Any]]):
@@ -452,457 +111,519 @@ def round_to(array: Array, dtype: str) -> Array:
     return np.where(np.isfinite(single), rounded.view(np.float32), single)
 
 
-# --- the operations -----------------------------------------------------------------------------------------------
+class Draw:
+    """The random choices of one call at its levels, in the dtype under judgement.
 
+    What has a recipe is an attribute, drawn once, as are the sizes of the axes B, H, L, S, D and G.
+    """
 
-def _shape(d: Draw) -> tuple[int, ...]:
-    """Of logits or maps with any leading axes."""
-    lead = ("H", "B", "H")[-(int(d.level("axes") or 4) - 2) :] if d.level("axes") != "2" else ()
-    return (*(d.size(axis) for axis in lead), d.size("L"), d.size("S"))
+    def __init__(
+        self, operation: str, key: Sequence[int], dtype: str, levels: Levels, shapes: Sequence[int] = ()
+    ) -> None:
+        self.operation, self.rng, self.dtype, self.levels = operation, np.random.default_rng(key), dtype, levels
+        # Sizes have a stream of their own, so that calls may share their shapes: some subjects compile for each.
+        self.shapes = np.random.default_rng(shapes) if shapes else self.rng
+        self.axis, self.kind = self.level("size"), self.level("dtype")
+        self.long_left = 2 if self.axis == "LS" else 1
+        self.same = int(self.shape((2, 3, 4)))
+        self.coarse = dtype in ("float16", "bfloat16") or self.kind in ("half", "mixed")
+        self.row_sum = row_sum_tolerance("float32" if self.kind == "single" else dtype)
+        self.fine, self.whole = dtype == "float64" and not self.kind, self.kind in ("unsigned", "signed")
 
+    def __getattr__(self, name: str) -> Any:
+        if name not in _RECIPES and name not in "BHLSDG":
+            raise AttributeError(name)
+        drawn = _RECIPES[name](self) if name in _RECIPES else self.size(name)
+        return self.__dict__.setdefault(name, drawn)
 
-def _softmax(d: Draw) -> Inputs:
-    shape = _shape(d)
-    return {"attn_logits": d.logits(*shape), **d.given(attn_mask=d.key_mask(shape), temperature=d.temperature)}
+    def set(self, name: str, value: Any) -> None:
+        """Have this value in place of a drawn one."""
+        self.__dict__[name] = value
 
+    def level(self, name: str) -> str:
+        """The level of a factor; "" where the operation has none."""
+        return self.levels.get(name, "")
 
-def _soften(d: Draw) -> Inputs:
-    return {"attn_probs": d.maps(*_shape(d)), "temperature": d.temperature, **d.given(row_sums=d.of("row_sums"))}
+    def shape(self, values: Sequence[Any]) -> Any:
+        """One of these, of what shapes depend on."""
+        return values[int(self.shapes.integers(len(values)))]
 
+    def pick(self, values: Sequence[Any]) -> Any:
+        """One of the values."""
+        return values[int(self.rng.integers(len(values)))]
 
-def _projected(d: Draw, heads: int, width: int, most: int = 40) -> Inputs:
-    """Values ``(B, H_kv, S, d_v)`` and an output projection."""
-    divisors = [n for n in range(1, heads + 1) if heads % n == 0]
-    kv = {"one": 1, "all": heads}.get(d.level("kv"), d.shape(divisors))
-    batch, keys, out = d.size("B"), d.size("S"), d.size("D", most)
-    return {
-        "values": d.numbers(batch, kv, keys, width),
-        "output_projection": d.numbers(heads * width, out, scaled=False),
-    }
+    def chance(self, share: float) -> bool:
+        """True in this share of all draws."""
+        return bool(self.rng.random() < share)
 
+    def given(self, name: str, default: Any = None) -> Any:
+        """An argument of the call; the default where the call does not give it."""
+        recipe = ARGUMENTS[self.operation].get(name, "")
+        if not recipe or (name in FACTORS[self.operation] and not self.level(name)):
+            return default
+        if recipe in _RECIPES:
+            return getattr(self, recipe)
+        return self.__dict__.setdefault(f"the {name}", _value(self.pick(self.level(name).split("|"))))
 
-def _value_outputs(d: Draw) -> Inputs:
-    return _projected(d, max(d.size("H", 131), d.shape((1, 2, 4, 6))), d.shape((1, 2, 3)), 260)
+    def size(self, axis: str) -> int:
+        """The size of an axis, long where this call has it long."""
+        most = _MOST.get(self.operation, {}).get(axis, 131 if axis == "H" else 520)
+        if self.axis == "equal":
+            return min(self.same, most)
+        if self.axis and axis in (self.axis if self.axis != "LS" else ("L", "S")) and self.long_left:
+            self.long_left -= 1
+            sizes = [n for n in _LONG if n <= min(most, 131 if self.axis == "LS" else 520)]
+            return int(self.shape(sizes[-8:] if self.shapes.random() < 0.7 else sizes))
+        return int(self.shape((1, 2, 2, 3, 3, 4, 5) if self.axis in ("", "D") else (1, 2, 2, 3)))
 
+    def store(self, array: Any, *, whole: bool = False) -> Array:
+        """Numbers in the dtype that the call gives them in; ``whole`` where they are integers already."""
+        kind = self.pick(("", "single", "half")) if self.kind == "mixed" else self.kind
+        if whole and kind in ("unsigned", "signed"):
+            return np.asarray(array).astype(
+                ("u" if kind == "unsigned" else "") + f"int{self.pick((8, 8, 16, 32, 64))}"
+            )
+        if kind in ("single", "half") and self.dtype in ("float64", "float32"):
+            return np.asarray(array, np.float64).astype(np.float32 if kind == "single" else np.float16).view(OwnDtype)
+        return round_to(np.asarray(array, np.float64), self.dtype)
 
-def _merge_plan(d: Draw) -> Inputs:
-    heads = d.pick((64, 65, 70, 100, 131, 200)) if d.axis == "H" else d.pick((*range(1, 41), 48))
-    students = heads if d.axis == "equal" else int(d.rng.integers(1, heads + 1))
-    return {
-        "num_teacher_heads": d.count(heads), "num_student_heads": d.count(students),
-        **d.given(kind=d.plan(heads, students, "kind")),
-    }  # fmt: skip
+    def maps(
+        self, *shape: int, counted: Array | None = None, allowed: Array | None = None, positive: bool = False
+    ) -> Array:
+        """Attention maps ``(..., L, S)``: anything in rows not ``counted``, nothing on keys not ``allowed``."""
+        rng, kind = self.rng, "onehot" if self.whole else self.level("maps")
+        weights = rng.random(shape) + 1e-3
+        if kind == "peaked":
+            weights **= 12
+        elif kind == "onehot":
+            weights = np.eye(shape[-1])[rng.integers(shape[-1], size=shape[:-1])]
+        elif kind == "tiny":
+            weights[..., 0] *= 2.0 ** -self.pick((12, 24, 28, 40, 100, 300))
+        elif kind == "causal":
+            weights *= np.tri(shape[-2], shape[-1], k=max(0, shape[-1] - shape[-2]))
+        elif kind == "near" and len(shape) == 4:
+            for first in range(0, shape[1] - 1, 2):
+                # Distances on both sides of the threshold of ALPHA-6, and none.
+                away = self.pick((0, 0, 1e-2, 1e-4, 3e-5, 1e-5, 3e-6, 1e-6, 3e-7)) if self.chance(0.7) else 1.0
+                weights[:, first + 1] = weights[:, first] + (weights[:, first + 1] - weights[:, first]) * away
+        if kind == "zeros" or self.chance(0.15):
+            weights[rng.random(shape) < 0.3] = 0.0
+        weights = (weights + 0.05 * positive) * (True if allowed is None else allowed)
+        maps: Array = weights / np.maximum(weights.sum(axis=-1, keepdims=True), 1e-300)
+        if self.coarse:  # few bits, and rows that sum to exactly one
+            units = 2.0 ** (6 if self.dtype == "bfloat16" else 8)
+            least = (weights > 0) * float(positive and shape[-1] < units)
+            counts = least + np.floor((units - least.sum(axis=-1, keepdims=True)) * maps)
+            counts += (
+                (counts > 0) * (np.cumsum(counts > 0, axis=-1) == 1) * (units - counts.sum(axis=-1, keepdims=True))
+            )
+            maps = counts / units
+        if kind == "zeros":
+            maps[rng.random(shape[:-1]) < 0.3] = 0.0
+        if "at_most_one" in (self.level("row_sums"), self.level("sums")):
+            mass = 0.98 * rng.random(shape[:-1]) ** (1 if self.coarse else self.pick((1, 1, 8, 40)))
+            mass = mass if self.fine else np.maximum(mass, 2.0**-18)  # squares of smaller ones vanish in float32
+            maps *= np.where(rng.random(shape[:-1]) < 0.3, 1.0, mass)[..., None]
+            softened = self.operation == "soften" and not self.coarse
+            if (self.fine or softened) and self.chance(0.5 if softened else 0.2):
+                maps *= 2.0 ** -self.pick((30, 70, 100))  # next to nothing everywhere
+        if kind == "off" and not self.coarse:
+            maps *= 1 + self.pick((-0.9, -0.3, 0.3, 0.9)) * self.row_sum
+        if counted is not None and (kind == "garbage" or self.chance(0.25)):
+            odd = rng.integers(0, 9, size=shape) * self.pick((0.0, 0.25, 1.0, 8.0, 2.0**-80 if self.fine else 0.5))
+            maps = np.where(np.broadcast_to(counted[:, None, :, None], shape), maps, odd)
+        return self.store(maps, whole=bool(self.whole and (maps == np.floor(maps)).all()))
 
+    def numbers(self, *shape: int, scaled: bool = True) -> Array:
+        """Real numbers, for value outputs, values, queries and keys."""
+        rng, kind = self.rng, self.level("numbers")
+        if kind == "whole" or self.whole:
+            high = self.pick((5, {"unsigned": 250, "signed": 120}.get(self.kind, 5)))
+            return self.store(rng.integers(0 if self.kind == "unsigned" else -high, high, size=shape), whole=True)
+        numbers = rng.normal(size=shape)
+        if kind == "scaled" and scaled:
+            narrow = self.coarse or bool(self.kind)
+            powers = {"float64": (-200, -30, 24, 200), "float32": (-30, 24)}
+            numbers *= 2.0 ** self.pick((-3, 3) if narrow else powers[self.dtype])
+            numbers *= 2.0 ** (rng.integers(-14, 14, size=(shape[0], *(1,) * (len(shape) - 1))) * (not narrow))
+        elif kind == "bias":
+            numbers += rng.normal(size=(*shape[:-2], 1, shape[-1])) * self.pick((1, 100))
+        elif kind == "alike" and self.chance(0.3):  # features that nearly depend on each other
+            numbers[..., -1] = numbers[..., 0] + self.pick((1e-3, 1e-5, 1e-6)) * numbers[..., -1]
+        elif kind == "alike" and self.chance(0.7 if self.axis == "equal" else 0.3):  # keys that are the same
+            numbers[..., -1, :] = numbers[..., 0, :]
+        elif kind == "alike" and len(shape) == 4 and shape[1] > 1:
+            i, j = rng.permutation(shape[1])[:2]
+            numbers[:, j] = self.pick((1, -1, -1, 0, 2)) * numbers[:, i] + self.pick((0, 1e-2)) * numbers[:, j]
+        elif kind == "vanishing" and len(shape) == 4:
+            numbers[rng.random(shape[0]) < 0.7] = 0.0
+        return self.store(numbers)
 
-def _explicit(d: Draw, most: int = 131) -> tuple[int, Any]:
-    """Heads, and rounds of a plan as a caller has them."""
-    from shd_ref import merge_plan
+    def outputs(self, maps: Array) -> Array:
+        """Value outputs ``(B, H, S, D)`` for these maps; of "target" the alphas lie where something turns."""
+        outputs = self.numbers(maps.shape[0], maps.shape[1], maps.shape[3], self.D)
+        if (
+            self.level("numbers") == "unread" and not self.coarse and self.chance(0.8)
+        ):  # nothing where a row of the head reads
+            return self.store(np.where((np.asarray(maps) != 0).any(axis=2)[..., None], 0.0, outputs))
+        if self.level("maps") != "target" or outputs.dtype.kind != "f":
+            return outputs
+        both = np.asarray(outputs, np.float64)
+        for first in range(0, maps.shape[1] - 1, 2):
+            share = self.turning(len(maps))[:, None, None]
+            both[:, first + 1], both[:, first] = (1 - share) * both[:, first], share * both[:, first]
+        return self.store(both)
 
-    heads, students = d.heads(most)
-    heads, students = max(heads, 2), min(students, max(heads, 2) - d.chance(0.95))
-    plan = d.plan(heads, students) or "progressive"
-    return heads, merge_plan(heads, students, plan) if isinstance(plan, str) else plan
+    def turning(self, *shape: int) -> Array:
+        """Alphas on both sides of 0, 1/2 and 1, at distances from the tolerance of alpha on."""
+        tolerance = float(load_tolerances()["agreement"][self.dtype]["alpha"]["atol"])
+        near, far = tolerance * (1.2 + 2 * self.rng.random(shape)), 10.0 ** -self.rng.uniform(1, 6, size=shape)
+        away = np.where(self.rng.random(shape) < 0.6, near, far) * self.rng.choice([-1, 1], size=shape)
+        return np.asarray(self.rng.choice([0.0, 1.0, 0.5], size=shape) + away)
 
+    def shares(self, *shape: int) -> Array:
+        """Alphas in [0, 1]."""
+        alpha, units = self.rng.random(shape), {"ends": 1, "eighths": 8}.get(self.level("alphas"), 8 * self.coarse)
+        alpha = np.round(alpha * units) / units if units else alpha
+        return self.store(alpha, whole=bool((alpha == np.round(alpha)).all()))
 
-def _plan_groups(d: Draw) -> Inputs:
-    heads, plan = _explicit(d)
-    return {"plan": plan if plan is not None else [], "num_teacher_heads": d.count(heads)}
+    def logits(self, *shape: int, lowest: float = -1e30) -> Array:
+        """Logits ``(..., L, S)``, -inf where a key is masked, or as low as ``lowest``."""
+        rng, kind = self.rng, self.level("logits")
+        logits = rng.normal(size=shape)
+        if kind == "large":
+            logits *= self.pick((5, 30, 300, 300 if self.coarse else 3e4))
+        elif kind == "tied":
+            logits = np.round(logits * 2) / 2
+        elif kind == "floor":
+            lowest = (-6e4 if self.coarse else lowest) * min(1.0, 0.5 * float(self.given("temperature", 2)))
+            logits = np.where(rng.random(shape) < 0.3, lowest * self.pick((1, 0.5, 0.1)), logits)
+        elif kind == "shifted":
+            logits += rng.choice([-1e3, 1e3] if self.coarse else [-1e4, -1e9, 1e3, 1e4], size=(*shape[:-1], 1))
+        if self.whole:
+            return self.store(np.abs(np.round(logits * 3)).clip(0, 100), whole=True)
+        if kind in ("masked", "empty"):
+            logits[rng.random(shape) < self.pick((0.2, 0.6))] = -np.inf
+        if kind == "empty":
+            logits[rng.random(shape[:-1]) < 0.4] = -np.inf
+        return self.store(logits)
 
+    def layered(self, draw: Callable[[int], Array]) -> Any:
+        """One array, or a list with one a layer."""
+        arrays = [draw(layer) for layer in range(self.num_layers)]
+        return arrays if self.level("layers") else arrays[0]
 
-def _compose_mixing(d: Draw) -> Inputs:
-    heads, plan = _explicit(d)
-    batch, alphas = d.size("B"), []
-    for one in plan or ():
-        alpha = d.alphas(batch, len(one))
-        alpha = (
-            np.round(alpha)
-            if d.level("alphas") == "ends"
-            else np.round(alpha * 8) / 8
-            if d.exact or d.coarse
-            else alpha
+    def count(self, number: int) -> Any:
+        """A whole number, of NumPy's kinds where the level says so."""
+        if self.level("counts") != "numpy":
+            return number
+        kinds = ("int8", "uint8", "int16", "int32", "int64", "uint64")
+        return np.dtype(self.pick([kind for kind in kinds if number <= np.iinfo(kind).max][:3])).type(number)
+
+    def divisor(self, heads: int) -> int:
+        """Heads with their own keys and values."""
+        chosen = self.shape([n for n in range(1, heads + 1) if heads % n == 0])
+        return int({"one": 1, "all": heads}.get(self.level("kv"), chosen))
+
+    def heads_of(self, layer: int) -> int:
+        """The student's heads, which differ between layers where no mask says otherwise."""
+        return int(self.shape((1, 2, 3)) if layer and self.level("attn_mask") not in _PER_HEAD else self.H)
+
+    def multiple(self, kv: int) -> int:
+        """Query heads of an indexer or its teacher: a multiple of the key heads and of the groups."""
+        least = kv * int(self.given("groups", 1))
+        return least * int(
+            -(-int(self.pick((5, 9, 17, 33, 66, 129))) // least) if self.axis == "H" else self.pick((1, 2))
         )
-        alphas.append(d.store(alpha, whole=bool((alpha == np.round(alpha)).all())))
-    return {"alphas": alphas, "plan": plan or [], "num_teacher_heads": d.count(heads)}
+
+    def scored(self, *shape: int) -> Array:
+        """What an indexer scores with."""
+        numbers = self.rng.normal(size=shape) * (8 if self.level("scores") == "wide" else 1)
+        if self.whole or self.tied:
+            numbers = np.round(numbers).clip(0 if self.kind == "unsigned" else -2, 2)
+        return self.store(numbers, whole=self.tied)
+
+    def row_mask(self, name: str) -> Array | None:
+        """``query_mask`` or ``loss_mask``."""
+        level, rng, places = self.level(name), self.rng, np.arange(max(self.B, self.L))
+        mask: Array = rng.random((self.B, self.L)) < float(self.pick((0.5, 0.8)))
+        lengths = places[: self.L] < rng.integers(1, self.L + 1, size=(self.B, 1))
+        sample = mask & (places[: self.B] != rng.integers(self.B))[:, None]
+        named = {"lengths": lengths, "sample": sample, "none": mask & False, "all": mask | True}
+        return named.get(level, mask) if level and (level != "first" or not self.__dict__.get("item")) else None
+
+    def positions(self, name: str, size: int) -> Any:
+        """A list of positions kept."""
+        number = {"all": size, "one": 1}.get(self.level(name), int(self.rng.integers(1, size + 1)))
+        return None if self.level(name) == "none" else self.rng.permutation(size)[:number].tolist()
+
+    def maps_taught(self, layer: int) -> Array:
+        """Supervision that has mass where the student may attend, mostly."""
+        shape, logits = self.sides[layer], self.given("student_logits")
+        numbers = np.zeros(shape) if logits is None else np.asarray(logits[layer] if self.level("layers") else logits)
+        may = ~np.isneginf(numbers) & (True if self.attn_mask is None else np.broadcast_to(self.attn_mask, shape))
+        reverse = self.given("divergence") == "reverse_kl"
+        if logits is not None and not self.coarse and self.chance(0.08):
+            # The student's own map with less mass: a divergence below zero.
+            odds = np.where(may, np.exp(np.clip(np.asarray(numbers, np.float64), -30, 30)), 0.0)
+            mass = 0.5 if self.level("row_sums") == "at_most_one" else 1 - 0.9 * self.row_sum
+            return self.store(mass * odds / np.maximum(odds.sum(axis=-1, keepdims=True), 1e-30))
+        fitting = reverse or self.given("support") != "intersect" or self.chance(0.3)
+        fitting = fitting and self.operation != "intersect_support" and self.chance(0.93)
+        maps = self.maps(*shape, counted=self.loss_mask, allowed=may if fitting else None, positive=reverse)
+        if fitting and maps.dtype.kind == "f" and not may.all() and not self.coarse and self.chance(0.08):
+            maps[np.unravel_index(int(may.argmin()), shape)] = 2.0 ** -self.pick((11, 14, 18))  # a little on another
+            maps /= np.maximum(maps.sum(axis=-1, keepdims=True), 1.0)
+        return maps
 
 
-def _teacher(
-    d: Draw, heads: int, most: int = 260, width: int = 131, *, masked: bool = True
-) -> tuple[Array, Array, Array | None]:
-    """Maps, value outputs and ``query_mask`` of a teacher."""
-    batch, rows, keys = d.size("B", min(most, 131)), d.size("L", most), d.size("S", most)
-    counted = d.row_mask("query_mask", batch, rows) if masked else None
-    maps = d.maps(batch, heads, rows, keys, counted=counted)
-    return maps, d.outputs(maps, d.size("D", width)), counted
+def _num_heads(d: Draw) -> int:
+    """The teacher's heads, more of them where no other axis is long."""
+    if d.operation == "merge_plan":
+        return int(d.pick((64, 65, 70, 100, 131, 200) if d.axis == "H" else (*range(1, 41), 48)))
+    heads = 2 if d.operation == "solve_alpha" else int(d.H)
+    if heads < 5 and d.axis in ("", "H", "D") and d.operation != "solve_alpha" and d.shapes.random() < 0.6:
+        heads = min(int(d.shape((4, 5, 6, 7, 8, 9, 12, 16, 18, 19))), _MOST.get(d.operation, {}).get("H", 131))
+    return heads
 
 
-def _solve_alpha(d: Draw) -> Inputs:
-    maps, outputs, counted = _teacher(d, 2)
-    pair = {
-        f"{name}_{side}": array[:, number].copy()
-        for name, array in (("probs", maps), ("value_outputs", outputs))
-        for number, side in enumerate("pq")
-    }
-    pair = {name: array.view(type(maps)) for name, array in pair.items()}
-    return {**pair, **d.given(query_mask=counted, rule=d.of("rule"), row_sums=d.of("row_sums"))}
+def _students(d: Draw) -> int:
+    named = {"all": d.num_heads, "one": 1, "many": max(1, d.num_heads - 1)}.get(d.level("heads"))
+    named = d.num_heads if d.axis == "equal" and d.operation in ("mix_heads", "merge_plan") else named
+    return named or int(d.shapes.integers(1, d.num_heads + 1))
 
 
-def _mix_heads(d: Draw) -> Inputs:
-    heads, students = d.heads()
-    batch, rows, keys = d.size("B"), d.size("L"), d.size("S")
-    if d.axis == "equal":
-        students = heads
-    weights = d.rng.random((batch, students, heads)) ** d.pick((1, 6))
-    kind = d.level("mixing")
-    if kind in ("one", "onehot") or d.coarse or d.exact:
-        weights = np.eye(heads)[d.rng.integers(heads, size=(batch, students))]
-        if kind != "onehot" and heads > 1:
-            weights = (weights + np.roll(weights, 1, axis=-1)) / 2
-    mixing = weights / weights.sum(axis=2, keepdims=True)
-    if kind == "off" and not d.coarse and d.level("dtype") == "":
-        mixing *= 1 + d.pick((-0.9, 0.9)) * row_sum_tolerance(d.dtype)
-    return {"teacher_probs": d.maps(batch, heads, rows, keys), "mixing": d.store(mixing)}
+def _attn_mask(d: Draw) -> Array | None:
+    """For logits of the call's shape; of indexers one for all heads."""
+    level, shape = d.level("attn_mask"), (*d.lead, d.L, d.S)
+    ones = (1,) * (len(shape) - 2)
+    shapes = {"head": (*ones[1:], *shape[-3:]), "sample": (shape[0], *ones, shape[-1]), "matrix": shape[-2:]}
+    wanted = {**shapes, "keys": shape[-1:], "rows": (*shape[:-1], 1)}.get(level, shape)
+    mask: Array = d.rng.random(wanted) < float(d.pick((0.5, 0.8, 0.95)))
+    if level == "matrix" and wanted[0] > 1 and d.chance(0.5):
+        mask = np.tri(*wanted, dtype=bool)
+    if level == "none":
+        mask[d.rng.random(wanted[:-1]) < 0.5] = False
+    return mask if level else None
 
 
-def _squeeze_heads(d: Draw) -> Inputs:
-    heads, students = d.heads()
-    maps, outputs, counted = _teacher(d, heads, 260 if heads < 20 else 9)
-    words = {name: d.of(name) for name in ("strategy", "alpha_rule", "alpha_from", "row_sums")}
-    options = d.given(plan=d.plan(heads, students), query_mask=counted, temperature=d.temperature, **words)
-    return {"teacher_probs": maps, "value_outputs": outputs, "num_student_heads": students, **options}
+def _plan(d: Draw) -> Any:
+    """A kind of plan, or explicit rounds; rounds alone where the operation takes no other."""
+    level: Any = d.level("plan") or d.level("kind")
+    if d.operation in ("plan_groups", "compose_mixing"):
+        d.set("num_heads", max(d.num_heads, 2))
+        d.set("num_students", min(d.num_students, d.num_heads - d.chance(0.95)))
+        level = merge_plan(d.num_heads, d.num_students, level) if level in ("progressive", "balanced") else level
+    if level not in ("rounds", "numpy"):
+        return level
+    rounds, heads = [], d.num_heads
+    while heads > d.num_students:
+        count = int(d.rng.integers(1, min(heads // 2, heads - d.num_students) + 1))
+        rounds.append(d.rng.permutation(heads)[: 2 * count].reshape(-1, 2))
+        heads -= count
+    if level == "numpy":
+        return [[tuple(pair) for pair in one.astype(d.pick(("int64", "uint8", "int32")))] for one in rounds]
+    lists = [one.tolist() for one in rounds]
+    return lists if d.chance(0.7) else tuple(tuple(map(tuple, one)) for one in lists)
 
 
-def _layer_list(d: Draw, arrays: Sequence[Any]) -> Any:
-    """One array, or a list with one a layer."""
-    return list(arrays) if d.level("layers") else arrays[0]
+def _layers(d: Draw) -> tuple[int, int]:
+    """Of teacher and student."""
+    large = d.axis == "H" and not d.level("counts")
+    teachers = int(d.pick((10**6, 2**31 + 1, 10**9 + 3)) if large else d.rng.integers(1, 127))
+    students = int(d.pick(range(1, min(teachers, 13 if d.chance(0.5) else 120) + 1)))
+    return teachers, teachers if d.axis == "equal" else students
 
 
-def _num_layers(d: Draw) -> int:
-    return {"two": 2, "three": 3, "many": int(d.shape((4, 5, 7)))}.get(d.level("layers"), 1)
+def _layer_pairs(d: Draw) -> Any:
+    teachers, students = d.layers
+    number = students if d.level("pairs") == "all" else int(d.rng.integers(1, students + 1))
+    whole = np.int64 if d.level("pairs") == "numpy" else int
+    pairs = [(whole(s), whole(d.rng.integers(teachers))) for s in d.rng.permutation(students)[:number]]
+    return None if d.level("pairs") == "none" else pairs
 
 
-def _loss_options(d: Draw, shapes: Sequence[tuple[int, ...]]) -> Inputs:
-    batch, _, rows, _ = shapes[0]
-    words = {name: d.of(name) for name in ("reduction", "divergence", "support", "row_sums")}
-    beta = d.of("beta", zero=(0, 0.0), number=(2.5, 3, 0.3), numpy=(np.float32(0.5), np.int64(2)))
-    mask = d.key_mask(shapes[0])
-    return d.given(
-        beta=beta, loss_mask=d.row_mask("loss_mask", batch, rows), attn_mask=mask, temperature=d.temperature, **words
-    )
+def _mixing(d: Draw) -> Array:
+    shape, kind = (d.B, d.num_students, d.num_heads), d.level("mixing")
+    weights = d.rng.random(shape) ** d.pick((1, 6))
+    if kind in ("one", "onehot") or d.coarse:
+        weights = np.eye(d.num_heads)[d.rng.integers(d.num_heads, size=shape[:2])]
+        weights = (weights + np.roll(weights, 1, axis=-1)) / 2 if kind != "onehot" and d.num_heads > 1 else weights
+    off = d.pick((-0.9, 0.9)) * d.row_sum * (kind == "off" and not d.coarse and not d.kind)
+    return d.store(weights / weights.sum(2, keepdims=True) * (1 + off))
 
 
-def _sides(d: Draw, most: int = 260) -> list[tuple[int, ...]]:
-    """The shape of each layer; heads differ where no mask says otherwise."""
-    batch, rows, keys = d.size("B", most), d.size("L", most), d.size("S", most)
-    vary = d.level("attn_mask") not in ("full", "head", "rows")
-    heads = d.size("H", 131)
-    return [
-        (batch, heads if not (vary and layer) else d.shape((1, 2, 3)), rows, keys) for layer in range(_num_layers(d))
-    ]
-
-
-def _supervision(d: Draw, shape: tuple[int, ...], options: Inputs, logits: Any) -> Array:
-    """Maps that have mass where the student may attend, mostly."""
-    may = np.ones(shape, bool) if logits is None else ~np.isneginf(np.asarray(logits, np.float64))
-    if options.get("attn_mask") is not None:
-        may = may & np.broadcast_to(options["attn_mask"], shape)
-    reverse = options.get("divergence") == "reverse_kl"
-    if logits is not None and options.get("row_sums") == "at_most_one" and d.chance(0.2):
-        # The student's own map with less mass: a divergence below zero.
-        odds = np.where(may, np.exp(np.clip(np.asarray(logits, np.float64), -30, 30)), 0.0)
-        return d.store(0.5 * odds / np.maximum(odds.sum(axis=-1, keepdims=True), 1e-30))
-    fitting = d.chance(0.93) and (reverse or options.get("support") != "intersect" or d.chance(0.3))
-    return d.maps(*shape, counted=options.get("loss_mask"), allowed=may if fitting else None, positive=reverse)
-
-
-def _shd_loss(d: Draw) -> Inputs:
-    shapes = _sides(d)
-    options, logits = _loss_options(d, shapes), [d.logits(*shape, lowest=-1e30) for shape in shapes]
-    maps = [_supervision(d, shape, options, z) for shape, z in zip(shapes, logits, strict=True)]
-    return {"supervision": _layer_list(d, maps), "student_logits": _layer_list(d, logits), **options}
-
-
-def _shd_loss_gradient_qk(d: Draw) -> Inputs:
-    shapes, width = _sides(d, 131), d.pick((1, 2, 3, 4))
-    options, queries, keys = _loss_options(d, shapes), [], []
-    for batch, heads, rows, num_keys in shapes:
-        divisors = [n for n in range(1, heads + 1) if heads % n == 0]
-        kv = {"one": 1, "all": heads}.get(d.level("kv"), d.pick(divisors))
-        queries.append(d.numbers(batch, heads, rows, width, scaled=False))
-        keys.append(d.numbers(batch, kv, num_keys, width, scaled=False))
-    maps = [_supervision(d, shape, options, None) for shape in shapes]
-    scale = d.of(
-        "scale", negative=(-1.5, -0.25), large=(8.0, 30), zero=(0, 0.0), numpy=(np.float32(0.25), np.int64(1))
-    )
-    arrays = {"supervision": maps, "queries": queries, "keys": keys}
-    return {
-        **{name: _layer_list(d, value) for name, value in arrays.items()},
-        "scale": 0.5 if scale is None else scale,
-        **options,
-    }
-
-
-def _intersect_support(d: Draw) -> Inputs:
-    shape = _sides(d)[0]
-    logits = d.logits(*shape)
-    options = d.given(
-        loss_mask=d.row_mask("loss_mask", shape[0], shape[2]), attn_mask=d.key_mask(shape), row_sums=d.of("row_sums")
-    )
-    return {"supervision": d.maps(*shape, counted=options.get("loss_mask")), "student_logits": logits, **options}
-
-
-def _layer_map(d: Draw) -> Inputs:
-    students = int(d.pick(range(1, 13)))
-    teachers = (
-        int(d.pick((10**6, 2**31 + 1, 10**9 + 3)))
-        if d.axis == "H" and d.level("counts") == ""
-        else int(d.rng.integers(students, 127))
-    )
-    students = teachers if d.axis == "equal" else students
-    out: Inputs = {"num_teacher_layers": d.count(teachers), "num_student_layers": d.count(students)}
-    chosen = d.rng.permutation(students)[
-        : students if d.level("pairs") == "all" else int(d.rng.integers(1, students + 1))
-    ]
-    pairs = [(int(layer), int(d.rng.integers(teachers))) for layer in chosen]
-    if d.level("pairs") == "numpy":
-        pairs = [(np.int64(s), np.int64(t)) for s, t in pairs]  # type: ignore[misc]
-    return {**out, **d.given(pairs=None if d.level("pairs") == "none" else pairs)}
-
-
-def _align_tokens(d: Draw) -> Inputs:
-    batch, heads, rows, keys = d.size("B"), d.size("H", 131), d.size("L"), d.size("S")
-    counted, kept = d.row_mask("query_mask", batch, rows), {}
-    for name, size in (("rows", rows), ("columns", keys)):
-        order = d.rng.permutation(size)
-        number = {"all": size, "one": 1}.get(d.level(name), int(d.rng.integers(1, size + 1)))
-        kept[name] = None if d.level(name) == "none" else order[:number].tolist()
-    return {
-        "attn_probs": d.maps(batch, heads, rows, keys, counted=counted),
-        **d.given(**kept, query_mask=counted, row_sums=d.of("row_sums")),
-    }
-
-
-def _gram_tensor(d: Draw) -> Inputs:
-    heads = d.size("H", 7)
-    values = _projected(d, heads, d.pick((1, 2, 3)))
-    batch, _, keys, _ = values["values"].shape
-    rows = d.size("L", 131)
-    counted = d.row_mask("query_mask", batch, rows)
-    return {
-        "teacher_probs": d.maps(batch, heads, rows, keys, counted=counted),
-        **values,
-        **d.given(query_mask=counted, row_sums=d.of("row_sums")),
-    }
-
-
-def _gram(d: Draw) -> Inputs:
-    """A gram tensor of a pool, and two of its heads."""
-    heads, batch = max(2, d.size("H", 9)), d.size("B")
-    rows, keys, width, kind = d.pick((1, 2, 3)), d.pick((2, 3, 4)), d.pick((1, 2, 3)), d.level("gram")
-    maps: Array = d.rng.random((batch, heads, rows, keys))
-    outputs: Array = d.rng.normal(size=(batch, heads, keys, width))
-    maps /= maps.sum(axis=-1, keepdims=True)
-    p, q = (int(i) for i in d.rng.permutation(heads)[:2])
-    if kind == "near":
-        maps[:, q] = maps[:, p] + (maps[:, q] - maps[:, p]) * d.pick((0, 1e-2, 1e-3))
-    elif kind == "target":
-        share = d.alphas(batch, near=True)[:, None, None]
-        outputs[:, p], outputs[:, q] = share * outputs[:, p], (1 - share) * outputs[:, p]
-    elif kind == "scaled":
-        outputs *= 2.0 ** (d.pick((-40, -3, 20)) if d.dtype == "float64" else d.pick((-4, 4)))
-        outputs *= 2.0 ** d.rng.integers(-6, 6, size=(batch, 1, 1, 1)) if d.dtype == "float64" else 1.0
-    if kind in ("exact", "below") or d.coarse or d.level("dtype") in ("unsigned", "signed"):
-        low = 0 if d.level("dtype") == "unsigned" else -3
-        maps, outputs = d.rng.integers(0, 2, size=maps.shape), d.rng.integers(low, 4, size=outputs.shape)
-    if kind == "below":  # what rounding leaves of a norm, on a larger scale
-        half = d.rng.integers(-2 if d.level("dtype") != "unsigned" else 0, 3, size=(batch, *(heads,) * 4))
-        return {"gram": d.store(half + half.transpose(0, 3, 4, 1, 2), whole=True), "p": d.count(p), "q": d.count(q)}
-    products = np.einsum("bils,bjsd->bijld", maps, outputs)
-    if kind == "edge" and d.dtype == "float64" and d.level("dtype") == "":
-        # Whole numbers without rounding, on both sides of the threshold of ALPHA-6.
-        shared = d.rng.integers(2**15, 2**18, size=(batch, 1, heads, rows, width)) * d.rng.integers(
-            0, 2, size=(1, 1, heads, 1, 1)
-        )
-        products = shared + d.rng.integers(-3, 4, size=(batch, heads, heads, rows, width))
-        products = products * 2 ** d.rng.integers(0, 7, size=(batch, 1, 1, 1, 1))  # samples of different scale
-    gram = np.einsum("bijld,bmnld->bijmn", products, products)
-    return {
-        "gram": d.store(gram, whole=bool((gram == np.round(gram)).all() and np.abs(gram).max() < 120)),
-        "p": d.count(p),
-        "q": d.count(q),
-    }
-
-
-def _merge_gram(d: Draw) -> Inputs:
-    out = _gram(d)
-    alpha = d.alphas(len(out["gram"]))
-    alpha = (
-        np.round(alpha) if d.level("alphas") == "ends" else np.round(alpha * 8) / 8 if d.exact or d.coarse else alpha
-    )
-    return {**out, "alpha": d.store(alpha)}
-
-
-def _matched_plan(d: Draw) -> Inputs:
-    heads, students = d.heads(17 if d.axis == "H" else 8)
+def _calibration(d: Draw) -> list[Any]:
     items: list[Any] = []
     for number in range({"two": 2, "three": 3}.get(d.level("items"), 1)):
-        masked = d.level("query_mask") != "first" or number == 0
-        maps, outputs, counted = _teacher(d, heads, 70, 33, masked=masked)
-        if counted is not None:
-            items.append(d.pick((tuple, list))((maps, outputs, counted)))
-        else:
-            items.append((maps, outputs))
-    return {"calibration": items, "num_student_heads": students, **d.given(by=d.of("by"), row_sums=d.of("row_sums"))}
+        d.set("item", number)
+        for name in ("teacher_probs", "value_outputs", "query_mask", *"BLSD"):
+            d.__dict__.pop(name, None)
+        item = (d.teacher_probs, d.value_outputs, d.query_mask)
+        items.append(item[:2] if item[2] is None else d.pick((tuple, list))(item))
+    return items
 
 
-def _diagnose(d: Draw) -> Inputs:
-    heads, students = d.heads(9)
-    maps, outputs, counted = _teacher(d, heads, 33, 33)
-    names = d.of(
-        "strategies",
-        one=(["shd"], ["mean"], ["hard"]),
-        two=(["hard", "constant"], ["mean", "shd"]),
-        all=(["shd", "constant", "hard", "mean"],),
-        tuple=(("constant",), ("shd", "hard")),
-    )
-    options = d.given(plan=d.plan(heads, students), strategies=names, query_mask=counted, row_sums=d.of("row_sums"))
-    return {"teacher_probs": maps, "value_outputs": outputs, "num_student_heads": students, **options}
+def _gram(d: Draw) -> Array:
+    """The gram tensor of a pool."""
+    batch, heads, width, kind, rng = d.B, max(2, d.H), d.pick((1, 2, 3)), d.level("gram"), d.rng
+    maps: Array = rng.random((batch, heads, d.pick((1, 2, 3)), d.pick((2, 3, 4))))
+    outputs: Array = rng.normal(size=(batch, heads, maps.shape[3], width))
+    maps /= maps.sum(axis=-1, keepdims=True)
+    p, q = int(d.p), int(d.q)
+    if kind == "near":
+        maps[:, q] = maps[:, p] + (maps[:, q] - maps[:, p]) * d.pick((0, 1e-2, 1e-3, 1e-4))
+        outputs[:, q] = d.pick((outputs[:, q], -outputs[:, p] * (1 + d.pick((1e-2, 3e-2)))))
+    elif kind == "target":
+        share = d.turning(batch)[:, None, None]
+        outputs[:, p], outputs[:, q] = share * outputs[:, p], (1 - share) * outputs[:, p]
+    elif kind == "scaled":
+        outputs *= 2.0 ** d.pick((-40, -3, 20) if d.dtype == "float64" else (-4, 4))
+    if kind in ("scaled", "near"):
+        outputs *= 2.0 ** (rng.integers(-6, 6, size=(batch, 1, 1, 1)) * (not d.coarse))
+    low = 0 if d.kind == "unsigned" else -3
+    if kind == "below":  # what rounding leaves of a norm, on a larger scale
+        half = rng.integers(low, 3, size=(batch, *(heads,) * 4))
+        return d.store(half + half.transpose(0, 3, 4, 1, 2), whole=True)
+    if kind == "whole" or d.coarse or d.whole:
+        maps, outputs = rng.integers(0, 2, size=maps.shape), rng.integers(low, 4, size=outputs.shape)
+    products = np.einsum("bils,bjsd->bijld", maps, outputs)
+    gram = np.einsum("bijld,bmnld->bijmn", products, products)
+    return d.store(gram, whole=bool((gram == np.round(gram)).all() and np.abs(gram).max() < 120))
 
 
-def _indexer_target(d: Draw) -> Inputs:
-    groups = {"two": 2, "three": 3}.get(d.level("groups"), 1)
-    kv = d.pick((1, 1, 2))
-    heads = (
-        kv * groups * (d.pick((1, 2)) if d.axis != "H" else -(-int(d.pick((5, 9, 17, 33, 66, 129))) // (kv * groups)))
-    )
-    batch, rows, keys, width = d.size("B", 131), d.size("L", 131), d.size("S"), d.size("D", 40)
-    keys = rows if d.level("segments") else keys
-    scale = d.of(
-        "teacher_scale", negative=(-0.5, -1), large=(30.0, 300), zero=(0, 0.0), numpy=(np.float32(0.25), np.int64(1))
-    )
-    layers = range(_num_layers(d))
-    arrays = {
-        "teacher_queries": [d.numbers(batch, heads, rows, width, scaled=False) for _ in layers],
-        "teacher_keys": [d.numbers(batch, kv, keys, width, scaled=False) for _ in layers],
-    }
-    far = {"far": (-1e4, -300.0, 40.0, 500.0, 1e4)}.get(d.level("outside"), (0.0,))
-    if d.level("outside"):
-        rests = [
-            d.rng.normal(size=(batch, heads, rows))
-            + d.rng.choice(far, size=(batch, heads, rows) if d.chance(0.5) else ())
-            for _ in layers
-        ]
-        share = {"nothing": 1.0, "mixed": 0.4}.get(d.level("outside"), 0.0)
-        arrays["outside"] = [d.store(np.where(d.rng.random(rest.shape) < share, -np.inf, rest)) for rest in rests]
-    ids = np.sort(d.rng.integers(0, 3, size=(batch, rows)), axis=1).astype(d.pick(("int64", "int32", "uint8")))
-    if d.level("segments") == "returning":
-        ids = d.rng.integers(0, 3, size=(batch, rows))
-    elif d.level("segments") == "odd":
-        ids = np.asarray(d.pick(([5, 2**32 + 5, -1], [2**24, 2**24 + 1, 0], [-7, 2**40, 1])))[
-            d.rng.integers(0, 3, size=(batch, rows))
-        ]
-    block = d.of("block_size", one=(1,), two=(2,), three=(3,), beyond=(keys + 2,))
-    options = d.given(groups=groups, block_size=block, attn_mask=d.key_mask((batch, 1, rows, keys)), segments=ids)
-    return {
-        **{name: _layer_list(d, value) for name, value in arrays.items()},
-        "teacher_scale": 0.5 if scale is None else scale,
-        **options,
-    }
+def _outside(d: Draw) -> Any:
+    shape, level = (d.B, d.teacher_heads, d.L), d.level("outside")
+    far = {"far": (-1e4, -300.0, 40.0, 500.0, 1e4)}.get(level, (0.0,))
+    share = {"nothing": 1.0, "mixed": 0.4}.get(level, 0.0)
+
+    def rest(_: int) -> Array:
+        away = d.rng.choice(far, size=shape if d.chance(0.5) else ())
+        return d.store(np.where(d.rng.random(shape) < share, -np.inf, d.rng.normal(size=shape) + away))
+
+    return d.layered(rest)
 
 
-def _indexer_loss(d: Draw) -> Inputs:
-    out = _indexer_target(d)
-    queries, keys = (
-        value[0] if isinstance(value, list) else value for value in (out["teacher_queries"], out["teacher_keys"])
-    )
-    batch, _, rows, _ = queries.shape
-    groups, blocks = out.get("groups", 1), -(-keys.shape[2] // out.get("block_size", 1))
-    d.long_left = 1  # the indexer's width may be long as well as the teacher's
-    num_keys, width = d.pick((1, 1, 2)), d.size("D", 33)
-    heads = (
-        num_keys
-        * groups
-        * (d.pick((1, 2)) if d.axis != "H" else -(-int(d.pick((5, 9, 17, 33, 66))) // (num_keys * groups)))
-    )
-
-    def scores(*shape: int) -> Array:
-        numbers = d.rng.normal(size=shape) * (8 if d.level("scores") == "wide" else 1)
-        if d.level("scores") == "tied" or d.level("dtype") in ("unsigned", "signed"):
-            numbers = np.round(numbers).clip(0 if d.level("dtype") == "unsigned" else -2, 2)
-        return d.store(numbers, whole=d.level("scores") == "tied")
-
-    weights = scores(batch, heads, rows)
-    weights = {"positive": np.abs(weights), "zeros": weights * 0}.get(d.level("weights"), weights)
-    scale = d.of("scale", negative=(-0.5, -1, -3.0), large=(16.0, 100), zero=(0, 0.0), small=(2.0**-10, 1e-3))
-    options = d.given(
-        weights=weights.astype(queries.dtype) if weights.dtype.kind not in "fiu" else weights,
-        relu=d.level("relu") == "yes",
-        top_k=d.of(
-            "top_k",
-            none=(None,),
-            one=(1,),
-            two=(2,),
-            three=(3, np.int64(3)),
-            most=(max(1, blocks - 1), max(1, blocks // 2)),
-            beyond=(blocks + 3,),
-        ),
-        loss_mask=d.row_mask("loss_mask", batch, rows),
-        restriction=d.of("restriction"),
-        reduction=d.of("reduction"),
-    )
-    return {
-        "queries": scores(batch, heads, rows, width),
-        "keys": scores(batch, num_keys, blocks, width),
-        **out,
-        "scale": 0.5 if scale is None else scale,
-        **options,
-    }
+def _segments(d: Draw) -> Array:
+    ids = d.rng.integers(0, 3, size=(d.B, d.L))
+    if d.level("segments") == "odd":
+        return np.asarray(d.pick(([5, 2**32 + 5, -1], [2**24, 2**24 + 1, 0], [-7, 2**40, 1])))[ids]
+    packed = np.sort(ids, axis=1).astype(d.pick(("int64", "int32", "uint8")))
+    return ids if d.level("segments") == "returning" else packed
 
 
-_MAKERS: dict[str, Callable[[Draw], Inputs]] = {
-    **{name: globals()[f"_{name}"] for name in FACTORS if f"_{name}" in globals()},
-    "shd_loss_gradient": _shd_loss,
-    "solve_alpha_from_gram": _gram,
-    "indexer_loss_gradient": _indexer_loss,
+def _top_k(d: Draw) -> Any:
+    most = {"most": (max(1, d.blocks - 1), max(1, d.blocks // 2)), "beyond": (d.blocks + 3,)}
+    return d.pick(most.get(d.level("top_k")) or [_value(word) for word in d.level("top_k").split("|")])
+
+
+def _weights(d: Draw) -> Array:
+    weights = d.scored(d.B, d.scorer, d.L)
+    return {"positive": np.abs(weights), "zeros": weights * 0}.get(d.level("weights"), weights).view(type(weights))
+
+
+def _pair(array: str, head: int) -> Callable[[Draw], Array]:
+    return lambda d: getattr(d, array)[:, head].copy().view(type(getattr(d, array)))
+
+
+_PER_HEAD = ("full", "head", "rows", "none")
+_LEAD = {"2": "", "3": "H", "5": "HBG"}
+_RECIPES: dict[str, Callable[[Draw], Any]] = {
+    # Shapes; heads differ between layers where no mask says otherwise.
+    "num_heads": _num_heads,
+    "num_students": _students,
+    "num_layers": lambda d: {"two": 2, "three": 3, "many": int(d.shape((4, 5, 7)))}.get(d.level("layers"), 1),
+    "lead": lambda d: [
+        getattr(d, n) for n in _LEAD.get(d.level("axes"), "BH" if "index" not in d.operation else "BO")
+    ],
+    "O": lambda _: 1,
+    "sides": lambda d: [(d.B, d.heads_of(layer), d.L, d.S) for layer in range(d.num_layers)],
+    "width": lambda d: d.pick((1, 2, 3, 4)),
+    "layers": _layers,
+    # Masks.
+    "query_mask": lambda d: d.row_mask("query_mask"),
+    "loss_mask": lambda d: d.row_mask("loss_mask"),
+    "attn_mask": _attn_mask,
+    # Heads, plans, layers, positions.
+    "num_teacher_heads": lambda d: d.count(d.num_heads),
+    "num_student_heads": lambda d: d.count(d.num_students),
+    "num_teacher_layers": lambda d: d.count(d.layers[0]),
+    "num_student_layers": lambda d: d.count(d.layers[1]),
+    "plan": _plan,
+    "pairs": _layer_pairs,
+    "rows": lambda d: d.positions("rows", d.L),
+    "columns": lambda d: d.positions("columns", d.S),
+    # The teacher.
+    "teacher_probs": lambda d: d.maps(d.B, d.num_heads, d.L, d.S, counted=d.query_mask),
+    "value_outputs": lambda d: d.outputs(d.teacher_probs),
+    "probs_p": _pair("teacher_probs", 0),
+    "probs_q": _pair("teacher_probs", 1),
+    "value_outputs_p": _pair("value_outputs", 0),
+    "value_outputs_q": _pair("value_outputs", 1),
+    "attn_probs": lambda d: d.maps(*d.lead, d.L, d.S, counted=d.query_mask),
+    "attn_logits": lambda d: d.logits(*d.lead, d.L, d.S, lowest=float(np.finfo(np.float32).min)),
+    "values": lambda d: d.numbers(d.B, d.divisor(d.num_heads), d.S, d.shape((1, 2, 3))),
+    "output_projection": lambda d: d.numbers(d.num_heads * d.values.shape[3], d.D, scaled=False),
+    "mixing": _mixing,
+    "alphas": lambda d: [d.shares(d.B, len(one)) for one in d.plan],
+    "calibration": _calibration,
+    "gram": _gram,
+    "two": lambda d: [int(i) for i in d.rng.permutation(max(2, d.H))[:2]],
+    "p": lambda d: d.count(d.two[0]),
+    "q": lambda d: d.count(d.two[1]),
+    "alpha": lambda d: d.shares(len(d.gram)),
+    # The loss.
+    "student_logits": lambda d: d.layered(lambda layer: d.logits(*d.sides[layer])),
+    "supervision": lambda d: d.layered(d.maps_taught),
+    "queries": lambda d: d.layered(lambda layer: d.numbers(*d.sides[layer][:3], d.width, scaled=False)),
+    "keys": lambda d: d.layered(
+        lambda layer: d.numbers(d.B, d.divisor(d.sides[layer][1]), d.S, d.width, scaled=False)
+    ),
+    # Indexers; the scorer's width may be long as well as the teacher's.
+    "kv_heads": lambda d: d.pick((1, 1, 2)),
+    "teacher_heads": lambda d: d.multiple(d.kv_heads),
+    "teacher_queries": lambda d: d.layered(lambda _: d.numbers(d.B, d.teacher_heads, d.L, d.D, scaled=False)),
+    "teacher_keys": lambda d: d.layered(lambda _: d.numbers(d.B, d.kv_heads, d.S, d.D, scaled=False)),
+    "outside": _outside,
+    "segments": _segments,
+    "block_size": lambda d: d.S + 2 if d.level("block_size") == "beyond" else int(d.level("block_size")),
+    "blocks": lambda d: -(-d.S // d.given("block_size", 1)),
+    "top_k": _top_k,
+    "tied": lambda d: d.level("scores") == "tied" or d.chance(0.3),
+    "scorer": lambda d: d.multiple(d.scorer_keys),
+    "scorer_keys": lambda d: d.pick((1, 1, 2)),
+    "scores": lambda d: d.scored(d.B, d.scorer, d.L, d.pick((d.D, 2, 3, 17, 33) if d.axis == "D" else (1, 2, 3, 4))),
+    "score_keys": lambda d: d.scored(d.B, d.scorer_keys, d.blocks, d.scores.shape[3]),
+    "weights": _weights,
 }
 
 
 def draw_call(operation: str, key: Sequence[int], dtype: str, levels: Levels, shapes: Sequence[int] = ()) -> Inputs:
     """One valid call of an operation, mostly: arguments by name."""
-    draw = Draw(key, dtype, levels, shapes)
-    inputs = _MAKERS[operation](draw)
-    return relay(draw, inputs) if draw.level("layout") == "odd" else inputs
+    d = Draw(operation, key, dtype, levels, shapes)
+    if d.level("segments"):
+        d.set("S", d.L)
+    if operation == "value_outputs":
+        d.set("num_heads", max(d.H, d.shape((1, 2, 4, 6))))
+    names = [name for name in ARGUMENTS[operation] if name not in FACTORS[operation] or d.level(name)]
+    return {name: d.given(name) for name in names}
 
 
-def relay(d: Draw, value: Any) -> Any:
+def relay(rng: np.random.Generator, value: Any) -> Any:
     """The same numbers, lying otherwise in memory (MAP-15)."""
     if isinstance(value, dict):
-        return {name: relay(d, item) for name, item in value.items()}
+        return {name: relay(rng, item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(relay(d, item) for item in value)
-    if not isinstance(value, np.ndarray) or value.ndim == 0 or d.chance(0.3):
+        return type(value)(relay(rng, item) for item in value)
+    if not isinstance(value, np.ndarray) or value.ndim == 0 or rng.random() < 0.3:
         return value
-    way = d.pick(
-        ("fortran", "reversed", "backwards", "strided", "read-only", "unaligned", "transposed", "bytes", "broadcast")
-    )
-    if way == "fortran":
-        return np.asfortranarray(value).view(type(value))
-    if way in ("reversed", "backwards"):
-        back = (..., slice(None, None, -1)) if way == "reversed" else (slice(None, None, -1),) * value.ndim
-        return value[back].copy()[back]
-    if way == "strided":
-        wide = np.repeat(value, 2, axis=-1)
-        wide[..., 1::2] = ~value if value.dtype == bool else 7
-        return wide[..., ::2]
-    if way == "read-only":
-        kept = value.copy()
-        kept.flags.writeable = False
-        return kept
-    if way == "unaligned":
-        packed = np.zeros(value.shape, dtype=[("other", np.uint8), ("field", value.dtype)])
-        packed["field"] = value
-        return packed["field"].view(type(value))
-    if way == "bytes" and value.dtype.kind == "f":
-        return value.astype(value.dtype.newbyteorder()).view(type(value))
-    if way == "broadcast" and (value == value[:1]).all():
-        return np.broadcast_to(value[:1], value.shape).view(type(value))
-    return value.T.copy().T
+    every, same = (slice(None, None, -1),) * value.ndim, (value == value[:1]).all()
+    packed, wide = np.zeros(value.shape, [("other", "u1"), ("field", value.dtype)]), value.repeat(2, -1)
+    packed["field"], wide[..., 1::2], kept = value, 1, value.copy()
+    kept.flags.writeable = False
+    ways = [
+        *(np.asfortranarray(value), value[..., ::-1].copy()[..., ::-1], value[every].copy()[every], kept),
+        *(wide[..., ::2], packed["field"], value.T.copy().T, value.astype(value.dtype.newbyteorder())),
+        np.broadcast_to(value[:1], value.shape) if same else value,
+    ]
+    return ways[int(rng.integers(len(ways)))].view(type(value))

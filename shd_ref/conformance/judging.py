@@ -1,27 +1,24 @@
-"""Judging: every operation by its core, then option by option, then all options crossed.
-
-An operation or option that an implementation lacks is not failed, and never hidden: the verdict names it. Of an
-operation that fails one failure is told, the one that says most.
-"""
+"""One implementation under judgement: which options it has, its sessions, and what is wrong with a reply."""
 
 from __future__ import annotations
 
+import copy
+import re
 import unittest
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
 
-from shd_ref.conformance.comparison import abbreviate, arrays_of, compare, compare_matched
-from shd_ref.conformance.doors import Direct, Program, Reply
-from shd_ref.conformance.generator import FACTORS, Inputs
+from shd_ref.conformance.comparison import Difference, abbreviate, arrays_of, compare, compare_matched
+from shd_ref.conformance.doors import Direct, Program, Reply, write_over
+from shd_ref.conformance.generator import FACTORS, OUTPUTS, Inputs
 from shd_ref.conformance.mistakes import recognise
 from shd_ref.conformance.report import Finding, OperationResult, Report
 from shd_ref.conformance.sessions import (
     Call,
-    Session,
     Step,
     core_factors,
     make_session,
@@ -29,7 +26,7 @@ from shd_ref.conformance.sessions import (
     options_of,
     sessions_of,
 )
-from shd_ref.conformance.specification import CORE, DTYPES, OUTPUTS, load_everything
+from shd_ref.conformance.specification import CORE, DTYPES, load_everything
 
 PARTS = ("core", "options")
 KEPT_FINDINGS = 40
@@ -76,10 +73,10 @@ def check(case: Case, implementation: Any, dtype: str = "float64", *, seed: int 
         Missing: it lacks the operation; a ``unittest.SkipTest``.
     """
     report = judge(implementation, dtype=dtype, only=case.id, seed=seed)
-    if report.empty:
+    if not report.judged:
         raise Missing(f"{case.operation} is missing")
-    if report.failures:
-        raise ConformanceError(report.failures[0].describe(dtype, seed))
+    for result in report.failures:
+        raise ConformanceError(result.finding and result.finding.describe(dtype, seed))
 
 
 def judge(
@@ -91,7 +88,7 @@ def judge(
     profile: str = "full",
     name: str | None = None,
 ) -> Report:
-    """Judge an implementation at one dtype.
+    """Judge an implementation at one dtype; ``report.passed`` says whether nothing failed.
 
     An object is judged in this process, which it shares with the judge: it could change the reference, the tolerances
     or this very function. So this is for an implementer's own tests; the command, which runs a module as a process of
@@ -104,9 +101,6 @@ def judge(
         seed: of everything that is drawn.
         profile: ``"full"``, or ``"core"`` for seven operations with masks and no other option.
         name: of the implementation in the report.
-
-    Returns:
-        The report; ``report.passed`` says whether nothing failed.
     """
     if dtype not in DTYPES:
         raise LookupError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
@@ -142,11 +136,9 @@ class _Bench:
         core = core_factors(self.operation)
         self._has({})
         offered = self._offered([name for name in options_of(self.operation) if name in core or "options" in parts])
-        for part in PARTS:
-            if part in parts and self.answered and not self.ended and len(self.findings) < KEPT_FINDINGS:
-                self.part = part
-                factors = {name: levels for name, levels in offered.items() if name in core or part == "options"}
-                self._run(sessions_of(self.operation, self.dtype, self.seed, factors, part, _FEWEST[part]))
+        for self.part in [part for part in PARTS if part in parts and self.answered]:
+            factors = {name: levels for name, levels in offered.items() if name in core or self.part == "options"}
+            self._run(sessions_of(self.operation, self.dtype, self.seed, factors, self.part, _FEWEST[self.part]))
         best = min(self.findings, key=lambda finding: finding.order, default=None)
         lacks, failed = tuple(sorted(self.lacks)), tuple(sorted(self.failed_parts))
         return OperationResult(self.operation, self.calls, self.answered, best, len(self.findings), lacks, failed)
@@ -164,166 +156,108 @@ class _Bench:
     def _has(self, levels: dict[str, str]) -> bool:
         """Whether the implementation has an option, by a call that gives no other."""
         base = {name: first for name, (first, *_) in FACTORS[self.operation].items() if first}
-        key = [
-            self.seed,
-            list(OUTPUTS).index(self.operation),
-            sum(map(ord, "".join(levels) + "".join(levels.values()))),
-        ]
-        session = make_session(self.operation, self.operation, key, self.dtype, base | levels, 0)
-        reply = self._ask(session.steps[0].call, copy_in_layout(session.steps[0].call.inputs))
-        return self.ended or reply.kind != "missing"
+        words = sum(map(ord, "".join(levels) + "".join(levels.values())))
+        key = [self.seed, list(OUTPUTS).index(self.operation), words]
+        call = make_session(self.operation, key, self.dtype, base | levels, 0)[0].call
+        return self.ended or self._ask(call, copy.deepcopy(call.inputs)).kind != "missing"
 
-    def _run(self, sessions: Iterator[Session]) -> None:
-        for session in sessions:
-            self._run_session(session)
+    def _run(self, sessions: Iterator[list[Step]]) -> None:
+        for steps in sessions:
             if self.ended or len(self.findings) >= KEPT_FINDINGS:
                 return
+            first = steps[0].call
+            kept: Inputs = copy.deepcopy(first.inputs)
+            for number, step in enumerate(steps):
+                again = number > 0 and step.call is first
+                over = (step.over or again) and write_over(kept, step.call.inputs)
+                company = "its arrays written over since the last call" if step.over else ""
+                if step.beside:
+                    self._ask_together(step.beside)
+                    continue
+                held = kept if over or not number else copy.deepcopy(step.call.inputs)
+                company = "again, after other calls" if again else company
+                reply = self._ask(step.call, held, company, kept=held is kept)
+                if self.ended or reply.kind == "broken" or (reply.kind == "missing" and not number):
+                    break
 
-    def _run_session(self, session: Session) -> None:
-        first = session.steps[0].call
-        kept = held = copy_in_layout(first.inputs)
-        for number, step in enumerate(session.steps):
-            call = step.call
-            if step.beside:
-                self._ask_together(step)
-                continue
-            again = number > 0 and call is first
-            if step.over or again:
-                held = kept if write_over(kept, call.inputs) else copy_in_layout(call.inputs)
-            elif number:
-                held = copy_in_layout(call.inputs)
-            company = "its arrays written over since the last call" if step.over else ""
-            company = "again, after other calls" if again else company
-            reply = self._ask(call, held, company)
-            if (reply.kind == "missing" and not number) or self.ended:
-                return
-
-    def _ask(self, call: Call, inputs: Inputs, company: str = "") -> Reply:
+    def _ask(self, call: Call, inputs: Inputs, company: str = "", *, kept: bool = False) -> Reply:
         """One call, with what is wrong with its reply kept as a finding."""
         if call.answer[0] == "skip":
             return Reply("missing", code="unspoken")
-        self.calls += 1
-        reply = self.subject.ask(call.operation, inputs, self.dtype)
+        layout = call.seed + 1 if call.levels.get("layout") else 0
+        reply = self.subject.ask(call.operation, inputs, self.dtype, layout=layout, kept=kept and not layout)
         self._take(call, reply, company)
         return reply
 
-    def _ask_together(self, step: Step) -> None:
-        beside = [call for call in step.beside if call.answer[0] != "skip"]
-        self.calls += len(beside)
-        if beside:
-            calls = [(call.operation, copy_in_layout(call.inputs)) for call in beside]
-            for number, reply in enumerate(self.subject.ask_together(calls, self.dtype)):
-                self._take(beside[number % len(beside)], reply, "in one of several threads")
+    def _ask_together(self, beside: Sequence[Call]) -> None:
+        beside = [call for call in beside if call.answer[0] != "skip"]
+        calls = [(call.operation, copy.deepcopy(call.inputs)) for call in beside]
+        replies = self.subject.ask_together(calls, self.dtype) if calls else []
+        for call, reply in zip([*beside, *beside], replies, strict=False):
+            self._take(call, reply, "in one of several threads")
 
     def _take(self, call: Call, reply: Reply, company: str) -> None:
+        self.calls += 1
         if reply.kind == "missing":
+            tokens = option_tokens(call.operation, call.levels)
+            named = {token for token in tokens if token.partition("=")[0] == reply.code}
+            named |= {reply.code} if reply.code == "layouts" else set()
             if call.operation == self.operation and self.part == "options" and reply.code != "unspoken":
-                tokens = option_tokens(call.operation, call.levels)
-                named = [token for token in tokens if token.partition("=")[0] == reply.code] or (
-                    [reply.code] if reply.code == "layouts" else []
-                )
-                self.lacks |= set(named or ([" with ".join(tokens)] if 0 < len(tokens) < 3 else []))
+                self.lacks |= named or ({" with ".join(tokens)} if 0 < len(tokens) < 3 else set())
             return
         self.answered |= call.operation == self.operation
         self.ended |= reply.ended
-        found = self.examine(call, reply, company)
-        if found:
+        if found := self._examine(call, reply, company):
             self.findings.append(found)
             self.failed_parts.add(self.part)
 
-    def examine(self, call: Call, reply: Reply, company: str = "") -> Finding | None:
+    def _examine(self, call: Call, reply: Reply, company: str) -> Finding | None:
         """What is wrong with a reply, or None."""
-        kind, right, _ = call.answer
         looks_like: Sequence[str] = ()
-        narrow = False
-        if reply.kind == "broken" or kind == "error" or reply.kind == "refused":
-            wrong = _examine_refusal(call, reply, company)
+        rank, narrow = 3 if company else 1, False
+        if reply.kind == "value" and call.answer[0] == "value":
+            wrong = _compare(call, reply.outputs, self.dtype)
+            if wrong:
+                output = re.split(r"[.\[]", wrong.output)[0]
+                looks_like = recognise(call.operation, call.inputs, call.answer[1], reply.outputs, output, self.dtype)
+                rank = 0 if looks_like and not company else rank
+                narrow = self.dtype == "float64" and not _compare(call, reply.outputs, "float32")
         else:
-            if call.operation == "matched_plan" and "plan" in reply.outputs:
-                difference = compare_matched(call.inputs, reply.outputs["plan"], self.dtype)
-            else:
-                difference = compare(
-                    right, lambda: call.near, reply.outputs, self.dtype, call.inputs, exact=call.exact
-                )
-            wrong = None
-            if difference:
-                wrong = (3 if company else 1, *astuple(difference))
-                output = difference.output.partition("[")[0].partition(".")[0]
-                looks_like = recognise(call.operation, call.inputs, right, reply.outputs, output, self.dtype)
-                narrow = self.dtype == "float64" and "differs by" in difference.problem
-                narrow = narrow and _narrow(call, right, reply)
+            refused, wrong = _examine_refusal(call, reply)
+            rank = max(rank, refused)
         if wrong is None:
             return None
-        rank, output, problem, expected, got = wrong
-        size = sum(array.size for array in arrays_of(call.inputs))
-        return Finding(
-            call.operation,
-            (0 if looks_like and not company else rank, len(call.inputs), size),
-            problem,
-            output,
-            expected,
-            got,
-            ", ".join(filter(None, (call.title, company))),
-            call,
-            tuple(looks_like),
-            reply.code if reply.kind == "broken" else "",
-            narrow,
-        )
+        order = (rank, len(call.inputs), sum(array.size for array in arrays_of(call.inputs)))
+        title = ", ".join(filter(None, (call.title, company)))
+        spec = reply.code if reply.kind == "broken" else ""
+        told = (wrong.problem, wrong.output, wrong.expected, wrong.got, title)
+        return Finding(call.operation, order, *told, call, tuple(looks_like), spec, narrow)
 
 
-def _examine_refusal(call: Call, reply: Reply, company: str) -> tuple[int, str, str, str, str] | None:
-    """Of a call or an answer that is no value: the rank of what is wrong, output, problem, expected and got."""
+def _compare(call: Call, outputs: Mapping[str, Any], dtype: str) -> Difference | None:
+    if call.operation == "matched_plan" and "plan" in outputs:
+        return compare_matched(call.inputs, outputs["plan"], dtype)
+    return compare(call.answer[1], lambda: call.near, outputs, dtype, call.inputs)
+
+
+def _examine_refusal(call: Call, reply: Reply) -> tuple[int, Difference | None]:
+    """Of a call or an answer that is no value: the rank of what is wrong, and what it is."""
     refusal = f"the error {' or '.join(sorted(call.accepted))}" if call.answer[0] == "error" else ""
-    if reply.kind == "broken":
-        if not refusal or reply.code or reply.ended:
-            return 3 if company else 2, "", reply.message, "" if refusal else "an answer", ""
-        if any(array.dtype.kind == "O" for array in arrays_of(call.inputs)):
-            return None  # the language's own words will do (ERR-8)
-        return 5, "", f"must be refused with a code: {reply.message}", refusal, ""
+    if reply.kind == "broken" and (not refusal or reply.code or reply.ended):
+        return 2, Difference("", reply.message, "" if refusal else "an answer", "")
     if not refusal:
         problem = f"valid inputs were refused with {reply.code}: {reply.message}"
-        return 2, "", problem, "an answer", reply.code
+        return 2, Difference("", problem, "an answer", reply.code)
+    if reply.kind == "broken":
+        # Of objects the language's own words will do (ERR-8).
+        objects = any(array.dtype.kind == "O" for array in arrays_of(call.inputs))
+        return 5, None if objects else Difference("", f"must be refused with a code: {reply.message}", refusal, "")
     if reply.kind == "value":
-        return 4, "", "invalid inputs were accepted", refusal, abbreviate(dict(reply.outputs))
+        return 4, Difference("", "invalid inputs were accepted", refusal, abbreviate(dict(reply.outputs)))
     if reply.code not in call.accepted:
-        return 5, "", f"invalid inputs were refused with another code: {reply.message}", refusal, reply.code
-    lost = [f"{name} {place}" for name, place in sorted(call.told) if f"{name} {place}" not in reply.message]
-    return (6, "", f"the message must name {', '.join(lost)}; got: {reply.message}", "", "") if lost else None
-
-
-def _narrow(call: Call, right: Mapping[str, Any], reply: Reply) -> bool:
-    return compare(right, lambda: call.near, reply.outputs, "float32", call.inputs, exact=False) is None
-
-
-def copy_in_layout(value: Any) -> Any:
-    """A copy of all arrays as they lie in memory; one that lies oddly is given as it is."""
-    if isinstance(value, dict):
-        return {name: copy_in_layout(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(copy_in_layout(item) for item in value)
-    plain = isinstance(value, np.ndarray) and value.flags.carray
-    return value.copy() if plain else value
-
-
-def write_over(old: Any, new: Any) -> bool:
-    """Write the new numbers into the old arrays and lists; False where they do not fit, and nothing is written."""
-    if not _fits(old, new):
-        return False
-    for key in old if isinstance(old, dict) else range(len(old)):
-        if isinstance(old[key], np.ndarray):
-            old[key][...] = new[key]
-        elif isinstance(old[key], dict | list | tuple):
-            write_over(old[key], new[key])
-        elif not isinstance(old, tuple):
-            old[key] = new[key]
-    return True
-
-
-def _fits(old: Any, new: Any) -> bool:
-    if isinstance(old, np.ndarray) and isinstance(new, np.ndarray):
-        return (old.shape, old.dtype, type(old)) == (new.shape, new.dtype, type(new)) and old.flags.carray
-    if isinstance(old, dict) and isinstance(new, dict):
-        return old.keys() == new.keys() and all(_fits(old[name], new[name]) for name in old)
-    if isinstance(old, list | tuple) and type(old) is type(new) and len(old) == len(new):
-        return all(map(_fits, old, new))
-    return type(old) is type(new)
+        problem = f"invalid inputs were refused with another code: {reply.message}"
+        return 5, Difference("", problem, refusal, reply.code)
+    told = call.told if reply.code == call.answer[1] else []
+    lost = [place for place in told if not re.search(rf"\b(?:{place})\b", reply.message)]
+    problem = f"the message must name {', '.join(lost)}; got: {reply.message}"
+    return 6, Difference("", problem, "", "") if lost else None

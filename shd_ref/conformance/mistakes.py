@@ -19,48 +19,36 @@ from shd_ref.conformance.specification import agreement, load_mistakes
 Inputs = Mapping[str, Any]
 
 
-def _with(operation: str, **changes: Any) -> Callable[[Inputs], Any]:
-    """The reference called with these arguments, or without those that are None."""
-
-    def call(inputs: Inputs) -> Any:
-        changed = {**inputs, **{name: value(inputs) if callable(value) else value for name, value in changes.items()}}
-        return getattr(shd_ref, operation)(**{name: value for name, value in changed.items() if value is not None})
-
-    return call
+def _changed(inputs: Inputs, **changes: Any) -> dict[str, Any]:
+    """The arguments with these, or without those that are None."""
+    return {name: value for name, value in {**inputs, **changes}.items() if value is not None}
 
 
 def _alpha(inputs: Inputs, *, clip: bool = True, shared: bool = False) -> Array:
     """The quotient of ALPHA-2 without the threshold of ALPHA-6: not clipped, or one for the whole batch."""
-    pairs = [
-        [np.asarray(inputs[f"{name}_{side}"], np.float64) for side in "pq"] for name in ("probs", "value_outputs")
-    ]
-    (a_p, a_q), (x_p, x_q) = pairs
+    a_p, a_q, x_p, x_q = (
+        np.asarray(inputs[f"{name}_{side}"], np.float64) for name in ("probs", "value_outputs") for side in "pq"
+    )
     m, u, mask = (a_p - a_q) @ (x_p + x_q), (a_p - a_q) @ x_p, inputs.get("query_mask")
-    counts = np.ones(m.shape[:2]) if mask is None else np.asarray(mask, np.float64)
-    top, bottom = (((each * m).sum(-1) * counts).sum(-1) for each in (u, m))
-    if shared:
-        top, bottom = np.full_like(top, top.sum()), np.full_like(bottom, bottom.sum())
-    return np.clip(top / bottom, 0.0, 1.0) if clip else np.asarray(top / bottom)
+    top, bottom = (((x * m).sum(-1) * (1 if mask is None else mask)).sum(-1) for x in (u, m))
+    alpha = top.sum() / bottom.sum() + 0 * top if shared else top / bottom
+    return np.asarray(np.clip(alpha, 0.0, 1.0) if clip else alpha)
 
 
 def _squeeze(inputs: Inputs, *, merged: str = "sum", in_place: bool = False) -> dict[str, Any]:
     """MIX-4 with another value output of a merged head, or PLAN-4 with merged heads in the place of their first."""
     maps, outputs = (np.asarray(inputs[name], np.float64) for name in ("teacher_probs", "value_outputs"))
-    plan = shd_ref.merge_plan(maps.shape[1], inputs["num_student_heads"], inputs.get("plan") or "progressive")
     heads = [(maps[:, t], outputs[:, t], np.tile(row, (len(maps), 1))) for t, row in enumerate(np.eye(maps.shape[1]))]
-    for one in plan:
+    given: dict[str, Any] = {"query_mask": inputs.get("query_mask"), "row_sums": "at_most_one"}
+    for one in shd_ref.merge_plan(maps.shape[1], inputs["num_student_heads"], inputs.get("plan") or "progressive"):
         pool: dict[int, Any] = dict(enumerate(heads))
         for p, q in one:
             (a_p, x_p, c_p), (a_q, x_q, c_q) = heads[p], heads[q]
-            alpha = shd_ref.solve_alpha(
-                a_p, a_q, x_p, x_q, query_mask=inputs.get("query_mask"), row_sums="at_most_one"
-            )
-            a = alpha[:, None, None]
+            a = shd_ref.solve_alpha(a_p, a_q, x_p, x_q, **given)[:, None, None]
             output = {"sum": x_p + x_q, "mean": (x_p + x_q) / 2, "mixed": a * x_p + (1 - a) * x_q}[merged]
             pool[p] = a * a_p + (1 - a) * a_q, output, a[:, 0] * c_p + (1 - a[:, 0]) * c_q
             del pool[q]
-        firsts = [] if in_place else [pool.pop(p) for p, _ in one]
-        heads = [*firsts, *pool.values()]
+        heads = [*([] if in_place else [pool.pop(p) for p, _ in one]), *pool.values()]
     probs, mixing = (np.stack([head[part] for head in heads], axis=1) for part in (0, 2))
     return {"probs": probs, "mixing": mixing}
 
@@ -79,12 +67,11 @@ def _plan(inputs: Inputs, way: str) -> Any:
 def _loss(inputs: Inputs, *, term: str = "kl", divide: str = "") -> float:
     """LOSS-1 to -5 with another divergence or denominator."""
     total, num_maps = 0.0, 0
-    maps, logits = inputs["supervision"], inputs["student_logits"]
+    maps, logits, mask = inputs["supervision"], inputs["student_logits"], inputs.get("loss_mask")
     for p, z in zip(maps, logits, strict=True) if isinstance(maps, list) else [(maps, logits)]:
-        p, mask = np.asarray(p, np.float64), inputs.get("loss_mask")
         q = shd_ref.softmax(z, inputs.get("attn_mask"), temperature=inputs.get("temperature", 1))
-        counted = (p.sum(-1) > 0) & (True if mask is None else np.asarray(mask)[:, None])
-        log_p, log_q = (np.log(np.where(x > 0, x, 1.0)) for x in (p, q))
+        counted = (p.sum(-1) > 0) & (True if mask is None else mask[:, None])
+        log_p, log_q = (np.log(np.where(x > 0, x, 1.0)) for x in (np.asarray(p, np.float64), q))
         terms = {"kl": p * (log_p - log_q), "cross entropy": -p * log_q, "reversed": q * (log_q - log_p)}[term]
         of_rows, num_maps = terms.sum(-1) * counted, num_maps + p.shape[1]
         if divide == "sample":
@@ -101,7 +88,7 @@ def _filled(inputs: Inputs, fill: float) -> Array:
 
 
 def _cycled(inputs: Inputs) -> Array:
-    values, weights = (np.asarray(inputs[name], np.float64) for name in ("values", "output_projection"))
+    values, weights = inputs["values"], inputs["output_projection"]
     heads = weights.shape[0] // values.shape[3]
     return np.asarray(values[:, np.arange(heads) % values.shape[1]] @ weights.reshape(heads, values.shape[3], -1))
 
@@ -111,36 +98,37 @@ def _layers(inputs: Inputs, rounded: Callable[[float], int]) -> Any:
     return [[s - 1, rounded(s * teachers / students) - 1] for s in range(1, students + 1)]
 
 
-def _softened_late(inputs: Inputs) -> dict[str, Any]:
-    sharp = _with("squeeze_heads", temperature=None)(inputs).probs
+def _late(inputs: Inputs) -> dict[str, Any]:
+    sharp = shd_ref.squeeze_heads(**_changed(inputs, temperature=None)).probs
     return {"probs": shd_ref.soften(sharp, inputs["temperature"], row_sums="at_most_one")}
 
 
-MISTAKES: dict[str, dict[str, Callable[[Inputs], Any]]] = {
+# By operation and name: the arguments that the mistake changes, or what it gives.
+MISTAKES: dict[str, dict[str, dict[str, Any] | Callable[[Inputs], Any]]] = {
     "solve_alpha": {
-        "alpha-misprinted": _with("solve_alpha", rule="as_printed"),
+        "alpha-misprinted": {"rule": "as_printed"},
         "alpha-swapped": lambda i: 1 - shd_ref.solve_alpha(**i),
         "alpha-unclipped": lambda i: _alpha(i, clip=False),
-        "alpha-padded-rows": _with("solve_alpha", query_mask=None),
+        "alpha-padded-rows": {"query_mask": None},
         "alpha-solved-once": lambda i: _alpha(i, shared=True),
         "degenerate-formula": _alpha,
     },
     "squeeze_heads": {
-        "alpha-misprinted": _with("squeeze_heads", alpha_rule="as_printed"),
-        "alpha-padded-rows": _with("squeeze_heads", query_mask=None),
+        "alpha-misprinted": {"alpha_rule": "as_printed"},
+        "alpha-padded-rows": {"query_mask": None},
         "merged-outputs-mean": lambda i: _squeeze(i, merged="mean"),
         "merged-outputs-mixed": lambda i: _squeeze(i, merged="mixed"),
         "pool-in-place": lambda i: _squeeze(i, in_place=True),
-        "temperature-ignored": _with("squeeze_heads", temperature=None),
-        "softened-after": _softened_late,
+        "temperature-ignored": {"temperature": None},
+        "softened-after": _late,
     },
     "softmax": {
-        "attn-mask-inverted": _with("softmax", attn_mask=lambda i: ~i["attn_mask"]),
-        "attn-mask-ignored": _with("softmax", attn_mask=None),
+        "attn-mask-inverted": lambda i: shd_ref.softmax(**{**i, "attn_mask": ~i["attn_mask"]}),
+        "attn-mask-ignored": {"attn_mask": None},
         "masked-row-is-nan": lambda i: _filled(i, np.nan),
         "masked-row-is-uniform": lambda i: _filled(i, 0.0),
-        "temperature-inverted": _with("softmax", temperature=lambda i: 1 / i["temperature"]),
-        "temperature-ignored": _with("softmax", temperature=None),
+        "temperature-inverted": lambda i: shd_ref.softmax(**{**i, "temperature": 1 / i["temperature"]}),
+        "temperature-ignored": {"temperature": None},
     },
     "value_outputs": {"value-heads-cycled": _cycled},
     "merge_plan": {"plan-overshoot": lambda i: _plan(i, "overshoot"), "plan-last-pairs": lambda i: _plan(i, "last")},
@@ -150,13 +138,12 @@ MISTAKES: dict[str, dict[str, Callable[[Inputs], Any]]] = {
         "mean-over-all-rows": lambda i: _loss(i, divide="all"),
         "mean-per-sample": lambda i: _loss(i, divide="sample"),
         "rows-summed": lambda i: _loss(i, divide="none"),
-        "loss-padded-rows": _with("shd_loss", loss_mask=None),
+        "loss-padded-rows": {"loss_mask": None},
         "loss-times-t-squared": lambda i: shd_ref.shd_loss(**i) * i["temperature"] ** 2,
     },
-    "shd_loss_gradient": {"gradient-sign": lambda i: -shd_ref.shd_loss_gradient(**i)},  # type: ignore[operator]
+    "shd_loss_gradient": {"gradient-sign": lambda i: -np.asarray(shd_ref.shd_loss_gradient(**i))},
     "layer_map": {"layers-floor": lambda i: _layers(i, int), "layers-half-even": lambda i: _layers(i, round)},
 }
-"""By operation and name, what the mistake gives."""
 
 
 def recognise(
@@ -167,7 +154,8 @@ def recognise(
     for name, mistake in MISTAKES.get(operation, {}).items():
         try:
             with np.errstate(all="ignore"):
-                wrong = mistake(inputs)
+                call = getattr(shd_ref, operation)
+                wrong = mistake(inputs) if callable(mistake) else call(**_changed(inputs, **mistake))
         except Exception:
             continue  # inputs outside what the mistake is about
         if operation == "squeeze_heads":
@@ -178,16 +166,12 @@ def recognise(
 
 
 def _same(left: Any, right: Any, output: str, dtype: str) -> bool:
-    if output in ("plan", "pairs") or left is None:
-        return left is not None and bool(as_plain(left) == as_plain(right))
+    if output in ("plan", "pairs"):
+        return bool(as_plain(left) == as_plain(right))
     if isinstance(left, Sequence):
-        pairs = zip(left, right, strict=False) if isinstance(right, Sequence) else ()
-        return (
-            isinstance(right, Sequence)
-            and len(left) == len(right) > 0
-            and all(_same(*p, output, dtype) for p in pairs)
-        )
-    a, b = as_numbers(left), as_numbers(right)
+        same = isinstance(right, Sequence) and len(left) == len(right) > 0
+        return same and all(_same(*pair, output, dtype) for pair in zip(left, right, strict=True))
+    a, b = (as_numbers(value) for value in (left, right))
     if a is None or b is None or a.shape != b.shape:
         return False
     atol, rtol = agreement(dtype, QUANTITIES.get(output, "probs"))

@@ -8,19 +8,25 @@ from typing import Any
 
 from shd_ref.conformance.comparison import abbreviate
 from shd_ref.conformance.doors import NotSpokenError, make_request
+from shd_ref.conformance.generator import OUTPUTS
 from shd_ref.conformance.sessions import Call
-from shd_ref.conformance.specification import CORE, OUTPUTS, load_sentences, spec_edition
+from shd_ref.conformance.specification import CORE, load_sentences, spec_edition
 
-REPORT_VERSION = "2"
 _LARGEST_CALL = 4096  # numbers of a call that the report spells out
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Why an operation failed, for somebody who does not know the judge's code."""
+    """Why an operation failed, for somebody who does not know the judge's code.
+
+    Attributes:
+        order: the smallest says most: recognised mistakes, then values, then state, then refusals.
+        spec: the sentence that was broken, if it is just one.
+        narrow: whether the answer is right for a narrower dtype.
+    """
 
     operation: str
-    order: tuple[int, ...]  # the smallest says most: recognised mistakes, then values, then state, then refusals
+    order: tuple[int, ...]
     problem: str
     output: str
     expected: str
@@ -29,37 +35,33 @@ class Finding:
     call: Call = field(repr=False)
     looks_like: tuple[str, ...] = ()
     spec: str = ""
-    narrow: bool = False  # right for a narrower dtype
+    narrow: bool = False
 
     def describe(self, dtype: str, seed: int) -> str:
         """The failure in lines: what was asked, what came, and what it looks like."""
         sentence = load_sentences().get(self.spec, "")
-        rows = [
-            ("problem", self.problem),
-            ("looks like", "; ".join(f"this equals what you get if {sentence}" for sentence in self.looks_like)),
-            ("called", f"{self.operation}({abbreviate(self.call.inputs)})"),
-            ("company", self.title),
-            ("expected", self.expected),
-            ("got", self.got),
-            ("requires", f"{self.spec}: {sentence}" if sentence else ""),
-            ("again", f"--dtype {dtype} --seed {seed} --only {self.operation}"),
-        ]
+        rows = {
+            "problem": self.problem,
+            "looks like": "; ".join(f"this equals what you get if {sentence}" for sentence in self.looks_like),
+            "called": f"{self.operation}({abbreviate(self.call.inputs)})",
+            "company": self.title,
+            "expected": self.expected,
+            "got": self.got,
+            "requires": f"{self.spec}: {sentence}" if sentence else "",
+            "again": f"--dtype {dtype} --seed {seed} --only {self.operation}",
+        }
         lines = [f"{self.operation} at {dtype}"]
-        for label, text in rows:
-            for number, line in enumerate(textwrap.wrap(text, 66, break_long_words=False, break_on_hyphens=False)):
-                lines.append(f"  {label if not number else '':<11}{line}")
+        for label, text in rows.items():
+            wrapped = textwrap.wrap(text, 66, break_long_words=False, break_on_hyphens=False)
+            lines += [f"  {'' if number else label:<11}{line}" for number, line in enumerate(wrapped)]
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
         """As ``specs/schemas/report.schema.json`` says; the exact call too, where it is small."""
-        entry: dict[str, Any] = {
-            name: getattr(self, name) for name in ("problem", "output", "expected", "got", "title")
-        }
-        entry |= {
-            "looks_like": list(self.looks_like),
-            "spec": self.spec,
-            "called": f"{self.operation}({abbreviate(self.call.inputs)})",
-        }
+        names = ("problem", "output", "expected", "got", "title", "spec")
+        entry: dict[str, Any] = {name: getattr(self, name) for name in names}
+        entry["called"] = f"{self.operation}({abbreviate(self.call.inputs)})"
+        entry["looks_like"] = list(self.looks_like)
         try:
             if self.order[-1] <= _LARGEST_CALL:
                 entry["call"] = make_request(self.operation, self.call.inputs, self.call.dtype)
@@ -85,22 +87,17 @@ class OperationResult:
         """``missing``, ``failed`` or ``passed``."""
         return "failed" if self.finding else "passed" if self.answered else "missing"
 
-    def describe(self, dtype: str, seed: int) -> str:
-        """Its failure."""
-        return self.finding.describe(dtype, seed) if self.finding else f"{self.operation}: {self.status}"
+    def to_json(self) -> dict[str, Any]:
+        """As the schema says."""
+        entry: dict[str, Any] = {name: getattr(self, name) for name in ("operation", "status", "calls")}
+        entry["lacks"] = list(self.lacks)
+        more = {"failures": self.num_findings, "finding": self.finding.to_json()} if self.finding else {}
+        return entry | more
 
 
 @dataclass(frozen=True)
 class Report:
-    """What came of one implementation at one dtype.
-
-    Attributes:
-        name: of the implementation.
-        dtype: what it computed in.
-        seed: of everything that was drawn.
-        profile: ``core`` or ``full``.
-        results: one an operation.
-    """
+    """What came of one implementation at one dtype, by ``profile`` (``core`` or ``full``) and ``seed``."""
 
     name: str
     dtype: str
@@ -114,14 +111,14 @@ class Report:
         return tuple(result for result in self.results if result.finding)
 
     @property
-    def passed(self) -> bool:
-        """Whether something was judged and nothing failed; what is missing is no failure."""
-        return not self.failures and not self.empty
+    def judged(self) -> dict[str, OperationResult]:
+        """The operations that were judged."""
+        return {result.operation: result for result in self.results if result.status != "missing"}
 
     @property
-    def empty(self) -> bool:
-        """Whether nothing was judged."""
-        return not any(result.answered or result.finding for result in self.results)
+    def passed(self) -> bool:
+        """Whether something was judged and nothing failed; what is missing is no failure."""
+        return bool(self.judged) and not self.failures
 
     @property
     def lacks(self) -> tuple[str, ...]:
@@ -131,42 +128,34 @@ class Report:
     @property
     def not_judged(self) -> tuple[str, ...]:
         """The operations of the specification that were not judged; indexers as one where all are."""
-        judged = {result.operation for result in self.results if result.answered or result.finding}
-        names = [name for name in OUTPUTS if name not in judged]
-        indexers = [name for name in OUTPUTS if name.startswith("indexer")]
-        if all(name in names for name in indexers):
-            names = [name for name in names if name not in indexers] + ["indexers"]
-        return tuple(names)
+        names = [name for name in OUTPUTS if name not in self.judged]
+        indexers = [name for name in names if name.startswith("indexer")]
+        return tuple(names if len(indexers) < 3 else [*(name for name in names if name not in indexers), "indexers"])
 
     @property
     def verdict(self) -> str:
         """What was judged and how, in one line; "conforms" alone where nothing is missing."""
-        if self.empty:
+        judged, core_only = self.judged, self.profile == "core"
+        if not judged:
             return "nothing was judged"
-        judged = {result.operation: result for result in self.results if result.answered or result.finding}
         core = all(name in judged and "core" not in judged[name].failed_parts for name in CORE)
-        parts = ["conforms to core" if core else ""]
-        if self.failures:
-            parts = [f"does not conform: {', '.join(result.operation for result in self.failures)}", *parts]
-        elif not core:
-            few = [name for name in CORE if name in judged] if len(judged) > 8 else list(judged)
-            parts = [f"conforms to {', '.join(few) or 'what it offers'}"]
-        whole = core and not self.failures and not self.lacks and not self.not_judged and self.profile == "full"
-        if whole:
+        if core and not self.failures and not self.lacks and not self.not_judged and not core_only:
             return "conforms"
-        options = [] if self.profile == "core" else [f"lacks {', '.join(self.lacks)}" if self.lacks else ""]
-        missing = (
-            f"not judged: {', '.join(self.not_judged) if self.profile == 'full' else 'options, other operations'}"
+        few = [name for name in CORE if name in judged] if len(judged) > 8 else list(judged)
+        told = f"conforms to {'core' if core else ', '.join(few) or 'what it offers'}"
+        parts = (
+            [f"does not conform: {', '.join(result.operation for result in self.failures)}"] if self.failures else []
         )
-        return "; ".join(
-            filter(None, [*parts, *options, missing if self.not_judged or self.profile == "core" else ""])
-        )
+        parts += [told] if core or not self.failures else []
+        parts += [f"lacks {', '.join(self.lacks)}"] if self.lacks and not core_only else []
+        missing = ["options", "other operations"] if core_only else self.not_judged
+        return "; ".join(parts + ([f"not judged: {', '.join(missing)}"] if missing else []))
 
     def summary(self) -> str:
         """For a terminal: one whole failure an operation, and the verdict."""
-        told = sorted(self.failures, key=lambda result: result.finding.order if result.finding else ())
-        parts = [f"FAILED {result.describe(self.dtype, self.seed)}" for result in told]
-        values = [result.finding for result in told if result.finding and result.finding.order[0] < 2]
+        told = sorted((result.finding for result in self.failures if result.finding), key=lambda one: one.order)
+        parts = [f"FAILED {finding.describe(self.dtype, self.seed)}" for finding in told]
+        values = [finding for finding in told if finding.order[0] < 2]
         if values and all(finding.narrow for finding in values):
             parts.append("Your answers look like float32: judge with --dtype float32, or enable 64 bits.")
         calls = sum(result.calls for result in self.results)
@@ -178,28 +167,8 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """As ``specs/schemas/report.schema.json`` says."""
-        return {
-            "report_version": REPORT_VERSION,
-            "implementation": self.name,
-            "dtype": self.dtype,
-            "seed": self.seed,
-            "profile": self.profile,
-            "spec_edition": spec_edition(),
-            "passed": self.passed,
-            "verdict": self.verdict,
-            "lacks": list(self.lacks),
-            "not_judged": list(self.not_judged),
-            "results": [_result_to_json(result) for result in self.results],
-        }
-
-
-def _result_to_json(result: OperationResult) -> dict[str, Any]:
-    entry: dict[str, Any] = {
-        "operation": result.operation,
-        "status": result.status,
-        "calls": result.calls,
-        "lacks": list(result.lacks),
-    }
-    if result.finding:
-        entry |= {"failures": result.num_findings, "finding": result.finding.to_json()}
-    return entry
+        names = ("dtype", "seed", "profile", "passed", "verdict", "lacks", "not_judged")
+        entry = {name: getattr(self, name) for name in names}
+        results = [result.to_json() for result in self.results]
+        entry |= {"report_version": "2", "implementation": self.name, "spec_edition": spec_edition()}
+        return entry | {"results": results}

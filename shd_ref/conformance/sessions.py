@@ -12,45 +12,52 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 import shd_ref
-from shd_ref.attention import Array, soften_rows
-from shd_ref.conformance.comparison import arrays_of, last_bits, nudged, outputs_of
-from shd_ref.conformance.generator import FACTORS, Draw, Inputs, covering_rows, draw_call
-from shd_ref.conformance.specification import OUTPUTS, error_codes
-from shd_ref.merging.mixing import check_teacher, make_pool, merge_round, output_residual
+from shd_ref.attention import Array
+from shd_ref.conformance.comparison import arrays_of, nudged, outputs_of
+from shd_ref.conformance.generator import ARGUMENTS, FACTORS, OUTPUTS, Draw, Inputs, covering_rows, draw_call
+from shd_ref.conformance.specification import error_codes
 from shd_ref.tolerances import row_sum_tolerance
 
 _PLACES = re.compile(r"\b(layer|sample|head|row|key) (\d+)")
-_COUNTS = "num_teacher_heads num_student_heads num_teacher_layers num_student_layers groups block_size top_k"
-_NUMBERED = {
+_MASKS = ("attn_mask", "query_mask", "loss_mask")
+_MASK_KINDS = ("int64", "uint8", "int8", "float64", "float32", "object")
+_COUNT = (0, -1, True, 2.5)
+# What numbers are tried as; the reference decides whether they may be.
+_TRIED = {
     "temperature": (0, -1.0, np.nan, np.inf, True),
     "beta": (-1.0, -1e-9, np.nan, np.inf, True),
     **dict.fromkeys(("scale", "teacher_scale"), (np.nan, np.inf, True)),
-    **dict.fromkeys(_COUNTS.split(), (0, -1, True, 2.5)),
-    **dict.fromkeys(("p", "q"), (-1, 99, True, 0.5)),
+    **dict.fromkeys(("num_teacher_heads", "num_student_heads", "groups", "block_size", "top_k"), _COUNT),
+    **dict.fromkeys(("num_teacher_layers", "num_student_layers"), _COUNT),
+    **dict.fromkeys("pq", (-1, 99, True, 0.5)),
     "relu": (1, 0, 0.5),
 }
-"""What numbers must not be, mostly; the reference decides."""
-_WORDS = (
-    "rule row_sums strategy alpha_rule alpha_from reduction divergence support by restriction kind plan".split()  # noqa: SIM905
-)
+_WORDS = ("rule", "row_sums", "strategy", "alpha_rule", "alpha_from", "reduction", "divergence", "support", "by",
+          "restriction", "kind", "plan")  # fmt: skip
+_OF_VALUES = {"support-mismatch", "not-a-distribution"}  # what other numbers may break
 
 
 @dataclass
 class Call:
-    """One call, and what the reference says of it."""
+    """One call, and what the reference says of it.
+
+    Attributes:
+        codes: of ERR-4, other codes that are right too.
+        places: kinds of positions that the message of a refusal must name (MAP-5, LOSS-6).
+    """
 
     operation: str
     inputs: Inputs
     dtype: str
-    title: str
+    title: str = ""
     levels: Mapping[str, str] = field(default_factory=dict)
-    codes: frozenset[str] = frozenset()  # of ERR-4: other codes that are right too
-    places: tuple[str, ...] = ()  # kinds of positions that a message must name
+    codes: frozenset[str] = frozenset()
+    places: tuple[str, ...] = ()
     seed: int = 0
 
     @cached_property
@@ -65,64 +72,26 @@ class Call:
             return ("error", error.code, str(error)) if error.code in error_codes() else ("skip", error.code, "")
         except Exception as error:  # what ERR-8 leaves to the language
             return "skip", type(error).__name__, ""
-        gram = np.asarray(self.inputs.get("gram", 0.0), np.float64)
-        turned = gram.transpose(0, 3, 4, 1, 2) if gram.ndim == 5 else gram
-        if not np.allclose(gram, turned, atol=1e-6 * np.abs(turned).max(initial=0.0)):
+        gram = np.asarray(self.inputs.get("gram", np.zeros((1,) * 5)), np.float64)
+        if not np.allclose(gram, gram.transpose(0, 3, 4, 1, 2), atol=1e-6 * np.abs(gram).max()):
             return "skip", "no gram tensor, which is symmetric by GRAM-1", ""
         return "value", outputs_of(self.operation, got), ""
 
     @cached_property
     def near(self) -> list[dict[str, Any]]:
-        """The reference's outputs for nudged inputs, where it answers them."""
+        """The reference's outputs for nudged inputs, the last four 30 times as far; none where it refuses some."""
         rng, found = np.random.default_rng(self.seed), []
-        frozen = frozenset({"queries", "keys", "weights"}) if self.levels.get("scores") == "tied" else frozenset()
-        for size in (1.0, 1.0, 30.0, 30.0, 30.0, 30.0):
+        scores = self.inputs.get("queries", 0.5) if "scores" in FACTORS[self.operation] else 0.5
+        tied = bool(np.all(scores == np.round(scores)))  # equal scores stay equal
+        frozen = ("queries", "keys", "weights") if tied else ()
+        for size in (1.0, 1.0, 1.0, 30.0, 30.0, 30.0, 30.0):
             try:
                 with np.errstate(all="ignore"):
                     inputs = nudged(self.inputs, self.dtype, rng, size, frozen=frozen)
                     found.append(outputs_of(self.operation, getattr(shd_ref, self.operation)(**inputs)))
-                    if self.operation == "squeeze_heads" and size == 1:
-                        found.insert(0, self._squeezed_with_noise(rng))
             except Exception:
                 return []
         return found
-
-    def _squeezed_with_noise(self, rng: np.random.Generator) -> dict[str, Any]:
-        """``squeeze_heads`` with last bits lost in every pool, as by arithmetic in the dtype (NUM-6)."""
-        inputs, right = self.inputs, self.answer[1]
-        sums, temperature = inputs.get("row_sums", "one"), float(inputs.get("temperature", 1))
-        maps, outputs, mask = check_teacher(
-            inputs["teacher_probs"], inputs["value_outputs"], inputs.get("query_mask"), row_sums=sums
-        )
-        softened = soften_rows(maps, temperature, row_sums=sums)
-        bits = last_bits(self.dtype, inputs)
-
-        def noisy(array: Array) -> Array:
-            return np.asarray(array * (1 + bits * rng.uniform(-1, 1, size=array.shape)))
-
-        pool = make_pool(noisy(softened if inputs.get("alpha_from") == "softened" else maps), noisy(outputs))
-        alphas, mixing = [], right["mixing"]
-        for one in right["plan"] if inputs.get("strategy", "shd") in ("shd", "hard") else ():
-            rule = inputs.get("alpha_rule", "least_squares")
-            pool, solved = merge_round(pool, one, strategy=inputs.get("strategy", "shd"), query_mask=mask, rule=rule)
-            pool = [(noisy(probs), noisy(values)) for probs, values in pool]
-            alphas.append(np.stack([solution.clipped for solution in solved], axis=1))
-        mixing = shd_ref.compose_mixing(alphas, right["plan"], maps.shape[1]) if alphas else mixing
-        groups = shd_ref.plan_groups(right["plan"], maps.shape[1])
-        residual = output_residual(maps, outputs, mixing, groups, mask)
-        probs = np.einsum("bht,btls->bhls", mixing, softened)
-        return {"alphas": alphas or right["alphas"], "mixing": mixing, "probs": probs, "residual": residual} | {
-            name: right[name] for name in ("plan", "num_clipped", "num_degenerate")
-        }
-
-    @property
-    def exact(self) -> bool:
-        """Whether the content is such that no rounding decides anything."""
-        if self.operation not in ("solve_alpha", "solve_alpha_from_gram", "merge_gram"):
-            return False
-        if "gram" in self.levels:
-            return bool((self.inputs["gram"] == np.round(self.inputs["gram"])).all())
-        return self.levels.get("maps") == "exact"
 
     @property
     def accepted(self) -> frozenset[str]:
@@ -130,61 +99,33 @@ class Call:
         return self.codes | {self.answer[1]}
 
     @property
-    def told(self) -> set[tuple[str, str]]:
-        """The positions that the message of a refusal must name (MAP-5, LOSS-6)."""
-        return {place for place in _PLACES.findall(self.answer[2]) if place[0] in self.places}
+    def told(self) -> list[str]:
+        """What the message of the refusal must hold, as patterns: positions, of any mass of LOSS-6."""
+        if self.answer[1] == "support-mismatch":
+            return [f"{place} [0-9]+" for place in ("layer", "sample", "head", "row", "key")]
+        return [" ".join(place) for place in _PLACES.findall(self.answer[2]) if place[0] in self.places]
 
 
-@dataclass
-class Step:
-    """A call of a session; ``over`` writes it into the arrays of the step before, ``beside`` runs calls at once."""
+class Step(NamedTuple):
+    """A call of a session; ``over`` writes it into the arrays of the first, ``beside`` runs calls at once."""
 
     call: Call
     over: bool = False
     beside: tuple[Call, ...] = ()
 
 
-@dataclass
-class Session:
-    """Calls in a row, the first of them the one that was drawn."""
-
-    id: str
-    operation: str
-    steps: list[Step]
+def options_of(operation: str) -> list[str]:
+    """The factors of an operation that are options of its call."""
+    names = {*ARGUMENTS[operation], "layers", "query_mask"}
+    return [name for name, levels in FACTORS[operation].items() if name in names and "" in levels]
 
 
 def option_tokens(operation: str, levels: Mapping[str, str]) -> tuple[str, ...]:
     """The options that a call of these levels gives, words with their value: what an implementation may lack."""
-    tokens = []
-    for name, level in levels.items():
-        if level and name in options_of(operation):
-            tokens.append(
-                f"{name}={level}"
-                if name in _WORDS and level in _NOT_DEFAULT
-                else "lists of layers"
-                if name == "layers"
-                else name
-            )
-    return tuple(tokens)
-
-
-_OPTIONS = {
-    *("attn_mask query_mask loss_mask temperature rule row_sums plan strategy alpha_rule alpha_from beta".split()),  # noqa: SIM905
-    *("reduction divergence support kind pairs rows columns by strategies groups block_size segments".split()),  # noqa: SIM905
-    *("outside weights relu top_k restriction layers".split()),  # noqa: SIM905
-}
-_REQUIRED = {("soften", "temperature"), ("plan_groups", "plan"), ("compose_mixing", "plan")}
-_NOT_DEFAULT = {
-    *("at_most_one as_printed constant hard mean softened rows samples reverse_kl js mse intersect".split()),  # noqa: SIM905
-    *("balanced similarity mask_first unnormalised student_all".split()),  # noqa: SIM905
-}
-_MASKS = ("attn_mask", "query_mask", "loss_mask")
-_MASK_KINDS = ("int64", "uint8", "int8", "float64", "float32", "object")
-
-
-def options_of(operation: str) -> list[str]:
-    """The factors of an operation that are options of its call."""
-    return [name for name in FACTORS[operation] if name in _OPTIONS and (operation, name) not in _REQUIRED]
+    given = {name: level for name, level in levels.items() if level and name in options_of(operation)}
+    words = {name for name, level in given.items() if name in _WORDS and level != FACTORS[operation][name][1]}
+    named = {name: f"{name}={level}" for name, level in given.items() if name in words}
+    return tuple(named.get(name, name if name != "layers" else "lists of layers") for name in given)
 
 
 def core_factors(operation: str) -> dict[str, tuple[str, ...]]:
@@ -195,31 +136,29 @@ def core_factors(operation: str) -> dict[str, tuple[str, ...]]:
 
 def sessions_of(
     operation: str, dtype: str, seed: int, factors: Mapping[str, Sequence[str]], part: str, least: int = 1
-) -> Iterator[Session]:
-    """A session for every row of a covering array, or several, so that there are at least so many."""
-    number = list(OUTPUTS).index(operation)
-    base = [seed, number, sum(map(ord, part))]
-    made = 0
-    while made < least:
-        for levels in covering_rows(factors, np.random.default_rng([*base, made])):
-            name, draws = f"{operation}/{part}-{made}", [*base, made]
-            yield make_session(name, operation, draws, dtype, levels, made, share_shapes=part == "core")
-            made += 1
+) -> Iterator[list[Step]]:
+    """A session for every row of a covering array, and more, so that there are at least so many."""
+    base = [seed, list(OUTPUTS).index(operation), sum(map(ord, part))]
+    threes = options_of(operation) if part == "options" else ()
+    rng = np.random.default_rng(base)
+    rows = covering_rows(factors, rng, threes)
+    for _ in range(max(least - len(rows), least // 4)):  # and some with few options
+        few = {name: levels if rng.random() < 0.5 else levels[:1] for name, levels in factors.items()}
+        rows.append({name: levels[int(rng.integers(len(levels)))] for name, levels in few.items()})
+    for made, levels in enumerate(rows):
+        yield make_session(operation, [*base, made], dtype, levels, made, share_shapes=part == "core")
     # A mask of each other kind, which no crossing of options is sure to reach.
     masks = [name for name in _MASKS if factors.get(name)] if part == "core" else []
     for number, (name, kind) in enumerate(product(masks, _MASK_KINDS)):
         levels = {each: first for each, (first, *_) in FACTORS[operation].items() if first}
         levels[name] = next(level for level in factors[name] if level)
-        inputs = draw_call(operation, [*base, made], dtype, levels, (seed, number))
-        if name not in inputs:
-            continue  # inside a list of items
-        inputs[name] = inputs[name].astype(kind)
-        call = Call(operation, inputs, dtype, f"with {name} of {kind}", levels, seed=number)
-        yield Session(f"{operation}/{part}-{made + number}", operation, [Step(call)])
+        inputs = draw_call(operation, [*base, len(rows)], dtype, levels, (seed, number))
+        if name in inputs:  # and not inside a list of items
+            inputs[name] = inputs[name].astype(kind)
+            yield [Step(Call(operation, inputs, dtype, f"with {name} of {kind}", levels, seed=number))]
 
 
 def make_session(
-    name: str,
     operation: str,
     key: Sequence[int],
     dtype: str,
@@ -227,36 +166,22 @@ def make_session(
     number: int,
     *,
     share_shapes: bool = False,
-) -> Session:
+) -> list[Step]:
     """A drawn call and its company; which company, its number says."""
-    d = Draw([*key, 1], dtype, levels)
-    shapes = (key[0], key[1], number % 2) if share_shapes else ()
-    inputs = draw_call(operation, key, dtype, levels, shapes)
+    d = Draw(operation, [*key, 1], dtype, levels)
+    inputs = draw_call(operation, key, dtype, levels, (key[0], key[1], number % 2) if share_shapes else ())
     call = Call(operation, inputs, dtype, "", levels, seed=number)
-    steps = [Step(call)]
-    if number % 3 == 0:
-        steps += [Step(spoiled(d, call)), Step(call)]
-    elif number % 3 == 1:
-        steps.append(
-            Step(
-                Call(operation, varied(d, inputs), dtype, "with one argument changed", levels, _BESIDE, seed=number),
-                over=d.chance(0.6),
-            )
-        )
-        if d.chance(0.4):
-            other = d.pick([name for name in OUTPUTS if name not in ("matched_plan", "diagnose")])
-            plain = draw_call(other, [*key, 2], dtype, {"temperature": "one", "plan": "progressive"})
-            steps.append(Step(Call(other, plain, dtype, f"{other} in between", seed=number)))
-        steps.append(Step(call))
-    elif number % 24 == 2:
-        others = [Call(operation, varied(d, inputs), dtype, "", levels, _BESIDE, seed=number) for _ in range(3)]
-        steps.append(Step(call, beside=(call, *others)))
-    else:
-        steps.append(Step(spoiled(d, call)))
-    return Session(name, operation, steps)
-
-
-_BESIDE = frozenset({"support-mismatch", "not-a-distribution"})
+    if number % 24 == 2 and number < 130:
+        return [Step(call), Step(call, beside=(call, *(changed(d, call) for _ in range(3))))]
+    if number % 3 != 1:
+        return [Step(call), Step(spoiled(d, call)), Step(spoiled(d, call)), *([Step(call)] if not number % 3 else [])]
+    steps = [Step(call), Step(changed(d, call), over=d.chance(0.6))]
+    if d.chance(0.4):
+        other = d.pick([name for name in OUTPUTS if name not in ("matched_plan", "diagnose")])
+        usual = {name: levels[0] for name, levels in FACTORS[other].items() if levels[0]}
+        plain = draw_call(other, [*key, 2], dtype, usual)
+        steps.append(Step(Call(other, plain, dtype, f"{other} in between", seed=number)))
+    return [*steps, Step(call)]
 
 
 # --- changes ------------------------------------------------------------------------------------------------------
@@ -282,28 +207,22 @@ def _put(value: Any, path: tuple[Any, ...], new: Any) -> Any:
 
 def _is_pair(value: Any) -> bool:
     """Whether this is one pair, in whose place another kind of thing may raise the language's own error (ERR-8)."""
-    return len(value) == 2 and all(isinstance(item, int | np.integer) for item in value)
+    return isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(i, int | np.integer) for i in value)
 
 
-def _is_pairs(value: Any) -> bool:
-    """Whether this is a round of a plan, a list of pairs."""
-    pairs = isinstance(value, list) and bool(value) and all(isinstance(pair, list) for pair in value)
-    return pairs and all(len(pair) == 2 and type(pair[0]) is int for pair in value)
-
-
-def varied(d: Draw, inputs: Inputs) -> Inputs:
+def changed(d: Draw, call: Call) -> Call:
     """The same call with the numbers of one array, or of all, in another order or its last entry another."""
-    lists = [(path, value) for path, value in _leaves(inputs) if _is_pairs(value)]
+    inputs = call.inputs
+    lists = [(path, value) for path, value in _leaves(inputs) if isinstance(value, list) and value]
+    lists = [(path, value) for path, value in lists if all(isinstance(one, list) and _is_pair(one) for one in value)]
     found = [(path, value) for path, value in _leaves(inputs) if isinstance(value, np.ndarray) and value.ndim]
     if isinstance(inputs.get("strategies"), list) and d.chance(0.5):
-        others = [name for name in ("mean", "constant", "shd", "hard") if name not in inputs["strategies"]]
-        return {**inputs, "strategies": [*others, *inputs["strategies"]][: len(inputs["strategies"])]}
-    if lists and (not found or d.chance(0.4)):
+        names = sorted(("mean", "constant", "shd", "hard"), key=inputs["strategies"].__contains__)
+        found, inputs = [], {**inputs, "strategies": names[: len(inputs["strategies"])]}
+    elif lists and (not found or d.chance(0.4)):
         path, value = d.pick(lists)
-        return {**inputs, path[0]: _put(inputs, path, [[q, p] for p, q in value][:: d.pick((1, -1))])[path[0]]}
-    if not found:
-        return inputs
-    for path, value in found if d.chance(0.2) else [d.pick(found)]:
+        found, inputs = [], _put(inputs, path, [[q, p] for p, q in value][:: d.pick((1, -1))])
+    for path, value in found if not found or d.chance(0.2) else [d.pick(found)]:
         if value.dtype == bool:
             new = value ^ (d.rng.random(value.shape) < 0.3)
         elif d.chance(0.6) or path == ("gram",):  # heads of a gram tensor keep their places
@@ -314,48 +233,37 @@ def varied(d: Draw, inputs: Inputs) -> Inputs:
         else:
             new = value[::-1].copy()
         inputs = _put(inputs, path, new.view(type(value)))
-    return inputs
+    title, codes = "with one argument changed", frozenset(_OF_VALUES)
+    return Call(call.operation, inputs, call.dtype, title, call.levels, codes, seed=call.seed)
 
 
 def spoiled(d: Draw, call: Call) -> Call:
     """One thing changed; whether that is wrong, and how, the reference says."""
     inputs, operation = call.inputs, call.operation
-    paths = list(_leaves(inputs))
-    idle = [name for name in options_of(operation) if name not in inputs and (name in _NUMBERED or name in _WORDS)]
-    if idle and d.chance(0.2):
-        paths = [((name,), None) for name in idle]
-    path, old = d.pick(paths)
-    name = str(path[0])
+    idle = [name for name in options_of(operation) if name not in inputs and (name in _TRIED or name in _WORDS)]
+    name = d.pick(idle) if idle and d.chance(0.2) else d.pick(list(inputs))
+    path, old = d.pick(list(_leaves({name: inputs.get(name)})))
     codes: set[str] = set()
     places: tuple[str, ...] = ()
     is_map = "probs" in name or name in ("supervision", "calibration")
     if isinstance(old, np.ndarray) and old.dtype == bool:
-        new, codes = _spoil_mask(d, old)
+        new, codes = _spoil_mask(d, old), _OF_VALUES
     elif isinstance(old, np.ndarray) and old.ndim:
-        new, codes, places = _spoil_array(d, old, is_map, len(path) > 1 and not name.startswith("teacher"))
-        if operation in ("softmax", "soften") or old.ndim < 3 or name in ("gram", "outside"):
-            places = ()
-        elif old.ndim == 3:
-            places = tuple(place for place in places if place != "head")
-        if is_map:
-            codes |= {"heads-exceed", "plan-invalid"} if "argument-shape" in codes else set()
-        if name in ("mixing", "alphas", "alpha") and codes:
-            codes |= {"mixing-invalid"}
-        codes |= {"support-mismatch"} if name in ("supervision", "student_logits") and codes else set()
-    elif name in _NUMBERED and not isinstance(old, list | tuple | np.ndarray):
-        new = d.pick(
-            (
-                *_NUMBERED[name],
-                *((old + 1, old - 1) if name.startswith(("num_", "groups", "top_k")) and old is not None else ()),
-            )
-        )
-        if name.startswith("num_"):
-            codes = {"argument-value", "heads-exceed", "plan-invalid", "argument-shape"} & (
-                {"argument-value", "heads-exceed"}
-                if "plan" not in inputs and "kind" not in inputs
-                else {"argument-value", "heads-exceed", "plan-invalid", "argument-shape"}
-            )
-            codes = codes if new in (0, -1, True, 2.5) or "plan" in inputs or "kind" in inputs else set()
+        new, codes, places = _spoil_array(d, old, is_map)
+        in_list = len(path) > 1 and not name.startswith("teacher") and name != "calibration"
+        unnamed = operation in ("softmax", "soften") or old.ndim < 3 or name in ("gram", "outside")
+        places = () if unnamed else places[: 1 if old.ndim == 3 else 2] + (("layer",) if in_list and places else ())
+        if codes:
+            codes |= {"heads-exceed", "plan-invalid"} if is_map and "argument-shape" in codes else set()
+            codes |= {"mixing-invalid"} if name in ("mixing", "alphas", "alpha") else set()
+            codes |= {"support-mismatch"} if name in ("supervision", "student_logits") else set()
+    elif name in _TRIED and not isinstance(old, list | tuple | np.ndarray):
+        near = (old + 1, old - 1, 99) if name.startswith(("num_", "groups", "top_k")) and old is not None else ()
+        new = d.pick((*_TRIED[name], *near))
+        codes = {"argument-value", "heads-exceed"} if name.startswith("num_") else set()
+        planned = bool({"plan", "kind"} & inputs.keys())
+        codes |= {"plan-invalid", "argument-shape"} if codes and planned else set()
+        codes = codes if planned or new in _COUNT else set()
     elif isinstance(old, str) or (old is None and name in _WORDS):
         new = d.pick(("another", "", "ONE", "shd2"))
     elif isinstance(old, list | tuple) and (len(path) == 1 or not _is_pair(old)):
@@ -364,110 +272,68 @@ def spoiled(d: Draw, call: Call) -> Call:
         codes = {"argument-shape", "argument-value", "plan-invalid"}
     elif isinstance(old, int | np.integer) and not isinstance(old, bool):  # a position
         new = d.pick((-1, 97, True, 0.5, old + 1, 0))
-        codes = {"argument-value", "plan-invalid", "layers-invalid", "argument-shape"}
-        codes = codes if len(path) > 1 else set()
+        codes = {"argument-value", "plan-invalid", "layers-invalid", "argument-shape"} if len(path) > 1 else set()
     else:
-        return Call(
-            operation,
-            varied(d, inputs),
-            call.dtype,
-            "with one argument changed",
-            call.levels,
-            _BESIDE,
-            seed=call.seed,
-        )
-    where = name + "".join(f"[{step}]" for step in path[1:])
-    return Call(
-        operation,
-        _put(inputs, path, new),
-        call.dtype,
-        f"with {where} changed",
-        call.levels,
-        frozenset(codes),
-        places,
-        call.seed,
-    )
+        return changed(d, call)
+    title = f"with {name}{''.join(f'[{step}]' for step in path[1:])} changed"
+    given = _put(inputs, path, new)
+    # Where the call was wrong before, two rules are broken (ERR-4).
+    right = frozenset(codes) if call.answer[0] != "error" else error_codes()
+    return Call(operation, given, call.dtype, title, call.levels, right, places, call.seed)
 
 
-def _spoil_mask(d: Draw, old: Array) -> tuple[Any, set[str]]:
-    kind = d.pick(("dtype", "dtype", "objects", "shape", "other"))
+def _spoil_mask(d: Draw, old: Array) -> Any:
+    kind = d.pick(("dtype", "dtype", "shape", "shape", "other"))
     if kind == "dtype":
-        return old.astype(d.pick(_MASK_KINDS[:-1])), set()
-    if kind == "objects":
-        return old.astype(object), set()
-    if kind == "shape":
-        ways = [
-            old.T,
-            old[..., :-1],
-            old[None],
-            old[:1],
-            old[0],
-            old[..., :1],
-            np.concatenate([old, old[:1]]),
-            np.ones((7, 7), bool),
-        ]
-        return np.asarray(d.pick(ways)), {"support-mismatch", "not-a-distribution"}
-    return d.pick((np.logical_not(old), np.zeros_like(old), np.ones_like(old))), {
-        "support-mismatch",
-        "not-a-distribution",
-    }
-
-
-def _spoil_array(d: Draw, old: Array, is_map: bool, in_list: bool) -> tuple[Any, set[str], tuple[str, ...]]:
-    """Another array, other codes that are right too, and what a message must name."""
-    index = tuple(int(d.rng.integers(n)) if d.chance(0.7) else n - 1 for n in old.shape)
-    kind = d.pick(
-        ("entry", "entry", "entry", "sum", "shape", "shape", "dtype")
-        if is_map
-        else ("entry", "entry", "shape", "shape", "dtype", "other")
+        return old.astype(d.pick(_MASK_KINDS))
+    if kind == "other":
+        return d.pick((np.logical_not(old), np.zeros_like(old), np.ones_like(old)))
+    if len(old) == 1 and d.chance(0.5):
+        return np.asarray(old[0])
+    ways = (
+        old.T,
+        old[..., :-1],
+        old[None],
+        old[:1],
+        old[0],
+        old[..., :1],
+        np.r_[old, old[:1]],
+        np.ones((7, 7), bool),
     )
+    return np.asarray(d.pick(ways))
+
+
+def _spoil_array(d: Draw, old: Array, is_map: bool) -> tuple[Any, set[str], tuple[str, ...]]:
+    """Another array, other codes that are right too, and what a message must name."""
+    last = 0.6 if d.axis else 0.3
+    index = tuple(n - 1 if d.chance(last) else int(d.rng.integers(n)) for n in old.shape)
+    kinds = ("entry", "entry", "shape", "shape", "dtype", "sum" if is_map else "other")
+    kind = d.pick((*kinds, "entry", "sum") if is_map else kinds)
     if kind == "dtype" or (kind in ("entry", "sum") and old.dtype.kind != "f"):
         return d.pick((old.astype(complex), old > 0, old.astype(object))), {"argument-dtype"}, ()
     values = np.array(old)
     if kind == "entry":
-        value = d.pick((np.nan, np.nan, np.inf, -np.inf, -0.25, -(2.0**-20), 1.5))
-        values[index] = value
-        places = ("sample", "head", "layer") if in_list else ("sample", "head")
-        codes = (
-            {"not-a-distribution"} if is_map and value == -np.inf else {"not-finite"} if value == -np.inf else set()
-        )
-        return (
-            values.view(type(old)),
-            codes | ({"not-a-distribution"} if is_map and np.isfinite(value) else set()),
-            places if not np.isfinite(value) else (),
-        )
+        value = values[index] = d.pick((np.nan, np.nan, np.inf, -np.inf, -0.25, -(2.0**-20), 1.5))
+        codes = {"not-a-distribution"} if is_map and (np.isfinite(value) or value == -np.inf) else set()
+        codes |= {"not-finite"} if value == -np.inf and not is_map else set()
+        return values.view(type(old)), codes, () if np.isfinite(value) else ("sample", "head")
     if kind == "sum":
         off = row_sum_tolerance(d.dtype if d.dtype in ("float16", "bfloat16") else old.dtype.newbyteorder("=").name)
         away = d.pick((1.4, -1.4, 0.6, -0.6, 5, 30)) if d.dtype in ("float64", "float32") else d.pick((1.4, -1.4, 30))
         row = values[index[:-1]]
+        row[:] = row / (row.sum() or 1.0) * (1 + away * off)
         if d.chance(0.2):
             row[:] = np.where(np.arange(len(row)) == 0, 2.0**-24, 0.0)  # next to nothing is not a masked row
-        else:
-            row[:] = row / (row.sum() or 1.0) * (1 + away * off)
         return values.view(type(old)), {"not-a-distribution"}, ()
     if kind == "shape":
-        ways = [
-            old[0],
-            old[None],
-            old[..., :-1],
-            np.concatenate([old, old], -1),
-            old[:1],
-            np.concatenate([old, old[-1:]]),
-            old[(0,) * (old.ndim - 1)],
-        ]
+        ways = [old[0], old[None], old[..., :-1], np.concatenate([old, old], -1), old[:1], np.r_[old, old[-1:]]]
+        ways.append(old[(0,) * (old.ndim - 1)])
         if old.ndim > 1:
-            ways += [
-                old[:, :1],
-                old.swapaxes(-1, -2),
-                old.swapaxes(0, 1),
-                np.concatenate([old, old], 1),
-                old[:, :-1],
-                old[..., :-1, :],
-            ]
+            ways += [old[:, :1], old.swapaxes(-1, -2), old.swapaxes(0, 1), np.concatenate([old, old], 1)]
+            ways += [old[:, :-1], old[..., :-1, :]]
+        if is_map and d.coarse:  # whose sums may be right by one dtype and wrong by another
+            ways = ways[:2]
         codes = {"argument-shape", "argument-value"} | ({"not-a-distribution"} if is_map else set())
         return np.asarray(d.pick(ways)).view(type(old)), codes, ()
-    return (
-        (values * float(d.pick((-1, 2, 0) if old.dtype.kind == "f" else (0, 1)))).astype(old.dtype).view(type(old)),
-        {"argument-value"},
-        (),
-    )
+    factor = d.pick((-1, 0.5, 0) if old.dtype.kind == "f" else (0, 1))
+    return (values * float(factor)).astype(old.dtype).view(type(old)), {"argument-value"}, ()

@@ -91,6 +91,9 @@ def diagnose(
     return Diagnosis(rounds, unconstrained, stochastic, reports)
 
 
+_NEEDS_SCIPY = "the row-stochastic optimum needs scipy; got none: pip install '.[oracles]' (in a checkout)"
+
+
 def head_residual(maps: Array, probs: Array, outputs: Array, groups: Groups, mask: Mask | None = None) -> Array:
     """``sqrt(sum_h ||A_h X'_h - O_h||^2 / sum_h ||O_h||^2)`` per sample over counted rows (ORACLE-1)."""
     merged, targets = _group_outputs(probs, outputs, groups)
@@ -121,11 +124,25 @@ def stochastic_optimum(probs: Array, outputs: Array, groups: Groups, *, row_sums
         # With a sink, a row that gave nothing reads nothing: no rounding of a solver stands over an output of 0.
         if not len(keys) or (row_sums == "at_most_one" and not targets[b, h, i].any()):
             continue
-        points = merged[b, h, keys] - targets[b, h, i]  # (keys, D)
-        if row_sums == "at_most_one":  # a sink is one more key, with nothing to read
-            points = np.vstack((points, -targets[b, h, i]))
-        best[b, h, i, keys] = nearest_weights(points)[: len(keys)]
+        if row_sums == "at_most_one":
+            # Where the best weights of any sum stay below one, the sink takes the rest; else it takes nothing.
+            free = _free_weights(merged[b, h, keys], targets[b, h, i])
+            if free.sum() <= 1.0:
+                best[b, h, i, keys] = free
+                continue
+        best[b, h, i, keys] = nearest_weights(merged[b, h, keys] - targets[b, h, i])
     return best
+
+
+def _free_weights(rows: Array, target: Array) -> Array:
+    """Weights ``(k,)`` of at least 0 that bring ``sum_j a_j x_j`` of rows ``(k, D)`` nearest to a target ``(D,)``."""
+    nnls = import_package("scipy.optimize", _NEEDS_SCIPY, "ERR-5").nnls
+    # Each of its own scale: weights may be far below one.
+    unit, size = (float(np.abs(array).max(initial=0.0)) or 1.0 for array in (rows, target))
+    try:
+        return np.asarray(nnls(rows.T / unit, target / size, maxiter=30 * len(rows) + 30)[0] * (size / unit))
+    except RuntimeError:  # the solver gave up
+        return np.full(len(rows), np.inf)
 
 
 def nearest_weights(points: Array) -> Array:
@@ -134,8 +151,7 @@ def nearest_weights(points: Array) -> Array:
     The minimum over ``a >= 0`` of ``||sum_j a_j p_j||^2 + (sum_j a_j - 1)^2``, by non-negative least squares, has the
     same direction: for ``a = t c``, c on the simplex, the best t leaves ``e / (1 + e)`` of ``e = ||sum c_j p_j||^2``.
     """
-    message = "the row-stochastic optimum needs scipy; got none: pip install '.[oracles]' (in a checkout)"
-    nnls = import_package("scipy.optimize", message, "ERR-5").nnls
+    nnls = import_package("scipy.optimize", _NEEDS_SCIPY, "ERR-5").nnls
     scale = float(np.abs(points).max(initial=0.0)) or 1.0
     # Both terms of one size, for value outputs of any unit.
     system = np.vstack((points.T / scale, np.ones(len(points))))

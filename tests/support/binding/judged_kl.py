@@ -131,14 +131,28 @@ def _join(attn_mask: Tensor | None, finite: Tensor) -> Tensor | None:
 _NEVER = -1e4  # its exponential is exactly 0, and every product keeps it finite
 
 
+_DOMAIN = (
+    16.0  # the largest logit whose rounding to float32 leaves gradients within NUM-4 (kernels in tolerances.json)
+)
+
+
 class KernelAdapter(KlAdapter):
-    """Runs ``OPERATIONS`` by the backend ``triton``; float64, large heads and masks of heads or rows are missing."""
+    """Runs ``OPERATIONS`` by the backend ``triton``.
+
+    float64, large heads, masks of heads or rows, and logits above ``_DOMAIN`` are missing: the kernels keep a logit
+    and its log-sum-exp as float32 numbers, of which large ones differ by more than the tolerance of a gradient.
+    """
 
     def __init__(self, device: str | torch.device | None = None) -> None:
         super().__init__("triton", device)
 
     def _loss(self, q: list[Tensor], k: list[Tensor], supervision: list[Dense], **arguments: Any) -> Tensor:
         explain_backend(q, k, supervision, **arguments)  # errors about the arguments, for the maps themselves
+        size = abs(arguments["scale"]) / arguments.get("temperature", 1.0)
+        for queries, keys in zip(q, k, strict=True):
+            products = queries.reshape(len(keys), keys.shape[1], -1, keys.shape[3]) @ keys.mT
+            if products.numel() and float(size * products.detach().abs().max()) > _DOMAIN:
+                raise NotImplementedError(f"the kernels take logits up to {_DOMAIN:g}")
         shape = (*q[0].shape[:3], k[0].shape[2])
         arguments |= _describe_mask(arguments.pop("attn_mask", None), shape) | {"check": False}
         shared = {name: arguments[name] for name in ("attn_mask", "is_causal")}

@@ -36,11 +36,19 @@ function without(vector, basis) {
 /** ORACLE-3 for one row: the smallest `||a X' - o||^2`. */
 function stochasticError(X, keys, o, D, rowSums) {
   if (keys.length === 0) return inner(o, o);
-  const points = keys.map((j) => difference(X.slice(j * D, (j + 1) * D), o));
-  if (rowSums === "at_most_one") points.push(o.map((x) => -x)); // a sink is one more key
-  const weights = nearestToZero(points);
-  const off = points.map((p, i) => p.map((x) => x * weights[i])).reduce(sum);
-  return inner(off, off);
+  const rows = keys.map((j) => X.slice(j * D, (j + 1) * D));
+  const length = (x) => Math.sqrt(inner(x, x));
+  if (rowSums === "at_most_one" && length(o) === 0) return 0;
+  // With a sink, o may be far smaller than X': then weights that sum to less are looked for at its scale first.
+  let most = rowSums === "at_most_one" ? Math.min(1, (4 * length(o)) / Math.max(...rows.map(length), 1e-300)) : 1;
+  for (;;) {
+    const points = rows.map((row) => difference(row.map((x) => most * x), o));
+    if (rowSums === "at_most_one") points.push(o.map((x) => -x)); // a sink is one more key
+    const weights = nearestToZero(points);
+    const off = points.map((p, i) => p.map((x) => x * weights[i])).reduce(sum);
+    if (most === 1 || weights.at(-1) > 1e-9) return inner(off, off);
+    most = Math.min(1, 16 * most);
+  }
 }
 
 /** ORACLE-1: from the sums of squares of one sample. */
