@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, need
 from shd_ref.tolerances import load_tolerances
 
 OPSETS = range(18, 23)  # below 18 torch.onnx has to convert down; from 23 on attention is one operator
@@ -333,11 +333,8 @@ def _name_inputs(
     if not isinstance(example_inputs, Mapping):
         tensors = [example_inputs] if isinstance(example_inputs, Tensor) else list(example_inputs)
         names = [p.name for p in inspect.signature(model.forward).parameters.values() if p.kind <= p.KEYWORD_ONLY]
-        if len(tensors) > len(names):
-            raise ShdError(
-                "argument-shape",
-                f"example_inputs must be at most the forward's {len(names)} arguments; got {len(tensors)}",
-            )
+        rule = f"be at most the forward's {len(names)} arguments"
+        need(len(tensors) <= len(names), "argument-shape", "example_inputs", rule, len(tensors))
         example_inputs = dict(zip(names, tensors, strict=False))
     if not example_inputs or not all(isinstance(t, Tensor) and t.ndim for t in example_inputs.values()):
         raise ShdError("argument-shape", "example_inputs must be at least one tensor, each with a batch axis")

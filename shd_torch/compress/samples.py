@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.errors import ShdError, inputs_invalid
+from shd_ref.errors import ShdError, inputs_invalid, need
 from shd_ref.teacher.sources import TOO_LONG, ArraySource, Source, named_inputs, open_source
 from shd_torch.shrink.folders import text_inputs
 
@@ -103,8 +103,7 @@ def open_rows(
             f"{argument} must hold inputs of the model, and labels; got {', '.join(others)}: leave it out of {path}"
         )
         raise ShdError("inputs-invalid", rule)
-    if max_length is not None:
-        raise ShdError("argument-value", f"max_length must go with texts; got {max_length} with {path}")
+    need(max_length is None, "argument-value", "max_length", "go with texts", f"{max_length} with {path}")
     return source, columns
 
 

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, need
 from shd_ref.teacher.options import NO_FORM, PrecomputeOptions
 from shd_ref.teacher.sentence_folder import Pooling, read_pooling, read_texts
 from shd_ref.tolerances import load_tolerances
@@ -221,8 +221,7 @@ def summarise(task: Task, forward: Forward, batches: Iterable[Mapping[str, NDArr
     summaries = []
     for batch in batches:
         output = torch.from_numpy(np.asarray(forward(batch)))
-        if not torch.isfinite(output).all():
-            raise ShdError("not-finite", "a model must give finite outputs; got NaN or infinity")
+        need(bool(torch.isfinite(output).all()), "not-finite", "a model", "give finite outputs", "NaN or infinity")
         tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
         summaries.append(task.summarise(output, tensors))
     return torch.cat(summaries)

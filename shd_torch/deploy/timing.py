@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from numpy.typing import NDArray
 
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, need
 from shd_torch.deploy.inputs import GraphInputs, open_graph, run_graph
 
 LEAST_ROUNDS: Final = 6
@@ -106,8 +106,7 @@ def time_graphs(
             raise ShdError("argument-value", f"{name} must be numbers from 1; got {numbers}")
     if reference is not None and reference not in graphs:
         raise ShdError("argument-value", f"reference must be one of {', '.join(graphs)}; got {reference!r}")
-    if rounds < LEAST_ROUNDS:
-        raise ShdError("argument-value", f"rounds must be {LEAST_ROUNDS} or more, for an interval; got {rounds}")
+    need(rounds >= LEAST_ROUNDS, "argument-value", "rounds", f"be {LEAST_ROUNDS} or more, for an interval", rounds)
     readers = {name: GraphInputs(path) for name, path in graphs.items()}
     settings = list(product(_axis_sizes("batch", batch, readers), _axis_sizes("length", length, readers)))
     total, done = len(threads) * len(settings) * rounds * len(graphs), 0

@@ -268,9 +268,8 @@ class Trial:
             for number, student in enumerate(students):
                 terms = self.terms(student.eval(), taught, batch, None)
                 sums[number] += float(terms[self.objective.measure].value) * len(next(iter(batch.values())))
-        if not np.isfinite(sums).all():
-            message = "a probed student must stay finite; got NaN or infinity: lower learning_rate"
-            raise ShdError("not-finite", message)
+        rule, remedy = "stay finite", "lower learning_rate"
+        need(bool(np.isfinite(sums).all()), "not-finite", "a probed student", rule, "NaN or infinity", remedy=remedy)
         return tuple((sums / len(rows)).tolist())
 
     def _train(

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, need
 from shd_ref.integers import as_index, check_integer
 from shd_ref.merging.plans import PLAN_KINDS, MergePlan, check_plan
 from shd_torch.checks import check_option, check_real, check_temperature
@@ -128,8 +128,6 @@ def read_hidden_layers(layers: Iterable[int]) -> tuple[int, ...]:
         numbers = {as_index(number) for number in layers}
     except TypeError:
         numbers = {-1}
-    if min(numbers, default=0) < 0:
-        raise ShdError(
-            "layers-invalid", f"hidden_layers must be integers of at least 0, 0 for the embeddings; got {layers!r}"
-        )
+    rule = "be integers of at least 0, 0 for the embeddings"
+    need(min(numbers, default=0) >= 0, "layers-invalid", "hidden_layers", rule, repr(layers))
     return tuple(sorted(numbers))

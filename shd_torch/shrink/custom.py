@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, need
 from shd_ref.integers import as_index, check_integer
 from shd_torch.shrink.families import Family, find_part, row_of
 
@@ -71,9 +71,8 @@ def check_dropped(dropped: Dropped, family: Family, config: Any, kept: Sequence[
         if not whole or list(layers) != sorted(set(layers)) or not set(layers) <= set(kept):
             rule = f"{name} must be a rising list of teacher layers that the student keeps, {list(kept)}"
             raise ShdError("layers-invalid", f"{rule}; got {list(layers)}")
-    if len(dropped.attention) == len(kept):
-        message = f"drop_attention must leave a block with attention; got all of {list(kept)}"
-        raise ShdError("layers-invalid", message)
+    rule = "leave a block with attention"
+    need(len(dropped.attention) != len(kept), "layers-invalid", "drop_attention", rule, f"all of {list(kept)}")
     if dropped.activations and family.is_gated:
         rule = f"drop_activations must be empty for {config.model_type}: its gated FFNs multiply two functions of"
         message = f"{rule} their input, and no linear map equals them; drop attention or whole layers"

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, need
 from shd_ref.shrink.heads import HeadWeights, join_heads, split_heads
 
 Array: TypeAlias = NDArray[np.float64]
@@ -396,9 +396,8 @@ def family_of(model: nn.Module, stack: str | None = None) -> Family:
     rows = {row.stack: row for row in (family, DECODERS.get(name, family))}
     present = [key for key, row in rows.items() if key is None or has_part(base_of(model), row.layers)]
     chosen = present[0] if stack is None and len(present) == 1 else stack
-    if chosen not in present:
-        message = f"stack must be {' or '.join(map(str, present))} for a {type(model).__name__}; got {stack!r}"
-        raise ShdError("argument-value", message)
+    rule = f"be {' or '.join(map(str, present))} for a {type(model).__name__}"
+    need(chosen in present, "argument-value", "stack", rule, repr(stack))
     row = rows[chosen].fitted(config)
     if chosen is None or len(present) > 1:
         return row

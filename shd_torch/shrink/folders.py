@@ -22,7 +22,7 @@ import numpy as np
 
 from shd_ref.cache.storage.documents import read_json
 from shd_ref.cache.storage.drafts import drafting, output_path, part_folder, remove_finished
-from shd_ref.errors import ShdError, inputs_invalid
+from shd_ref.errors import ShdError, inputs_invalid, need
 from shd_ref.teacher.sentence_folder import MODULES, find_home, modules_after_model, parse_file, read_file, read_texts
 from shd_ref.teacher.sources import TOO_LONG
 
@@ -308,15 +308,13 @@ def implementation_of(kind: Any) -> str:
 def check_files(folder: Path, argument: str = "model") -> list[Path]:
     """A model's files; none may lead out of the folder: by a link, an index of weights, or an adapter."""
     name = repr(str(folder))
-    if not folder.is_dir():
-        message = f"{argument} must be a folder that save_pretrained wrote; got {name}, which is no folder"
-        raise ShdError("read-failed", f"{message}: download the model first")
+    rule, remedy = "be a folder that save_pretrained wrote", "download the model first"
+    need(folder.is_dir(), "read-failed", argument, rule, f"{name}, which is no folder", remedy=remedy)
     if (folder / "adapter_config.json").exists():
         message = f"{name} must hold a whole model; it holds an adapter: merge it and save the model"
         raise ShdError("read-failed", message)
-    if not (folder / "config.json").exists():
-        message = f"{argument} must be a folder that save_pretrained wrote; got {name}, which has no config.json"
-        raise ShdError("read-failed", message)
+    rule = "be a folder that save_pretrained wrote"
+    need((folder / "config.json").exists(), "read-failed", argument, rule, f"{name}, which has no config.json")
     if any(folder.glob("pytorch_model*.bin")) and not any(folder.glob("*.safetensors")):
         rule = f"{argument} must hold safetensors; got {name} with pickled weights, which can run code"
         raise ShdError("read-failed", f"{rule}: if you trust them, convert them with {_conversion(folder)}")

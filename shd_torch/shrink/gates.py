@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shd_ref.cache.storage.documents import read_json
 from shd_ref.cache.storage.drafts import drafting, output_file
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, need
 from shd_ref.integers import check_integer, check_number
 from shd_ref.shrink.kept import most_important
 from shd_torch.shrink.custom import Dropped
@@ -117,8 +117,7 @@ class Gates(nn.Module):
 
     def rank(self) -> Ranking:
         """The mean over all batches that were observed."""
-        if not self._count:
-            raise ShdError("argument-value", "gates must observe a batch before they rank; got none")
+        need(self._count > 0, "argument-value", "gates", "observe a batch before they rank", "none")
         attention, activations = ((self._importance[kind] / self._count).tolist() for kind in PARTS)
         means = [float(self._gradient[kind].mean()) for kind in PARTS]
         if not torch.isfinite(torch.cat([*self._importance.values()])).all():
@@ -271,10 +270,12 @@ def measure_splits(
     family = family_of(teacher)
     own = sizes_of(teacher.config, family)
     num_layers = own.layers
-    if len(ranking.attention) != num_layers:
-        message = f"ranking must be of the teacher's {num_layers} layers; got one of {len(ranking.attention)}"
-        raise ShdError("argument-value", message)
-    dropped = [_drop(ranking, split, num_layers, family.is_gated) for split in splits]
+    rule = f"be of the teacher's {num_layers} layers"
+    need(len(ranking.attention) == num_layers, "argument-value", "ranking", rule, f"one of {len(ranking.attention)}")
+    is_whole = not family.is_gated or all(activations == num_layers for _, activations in splits)
+    rule = f"keep all {num_layers} activations where FFNs are gated"
+    need(is_whole, "shrink-unsupported", "splits", rule, splits)
+    dropped = [ranking.drop(attention=a, activations=None if family.is_gated else t) for a, t in splits]
     keys = [json.dumps([list(lacks.attention), list(lacks.activations)]) for lacks in dropped]
     head = {
         "format": FORMAT,
@@ -296,16 +297,6 @@ def measure_splits(
             kept = f"{split[0]} attention blocks, {split[1]} activations"
             progress(f"split {number + 1} of {len(splits)}: {kept}: {measured[key]:g}")
     return [(a / num_layers, t / num_layers, measured[key]) for (a, t), key in zip(splits, keys, strict=True)]
-
-
-def _drop(ranking: Ranking, split: Split, num_layers: int, gated: bool) -> Dropped:
-    attention, activations = split
-    if not gated:
-        return ranking.drop(attention=attention, activations=activations)
-    if activations != num_layers:
-        message = f"splits must keep all {num_layers} activations where FFNs are gated; got {split}"
-        raise ShdError("shrink-unsupported", message)
-    return Dropped(ranking.drop(attention=attention).attention)
 
 
 def _read_points(path: Path, head: dict[str, Any]) -> dict[str, float]:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, need
 from shd_ref.integers import check_integer, check_number
 from shd_ref.shrink.heads import PLANS
 from shd_ref.shrink.kept import Axes, principal_axes, score_neurons
@@ -175,9 +175,8 @@ def choose_sizes(options: ShrinkOptions, teacher: Sizes, family: Family, layers:
     head_dim = teacher.head_dim if family.free_head_dim or family.rotary or not is_whole else hidden // heads[0]
     if options.head_dim is not None:
         head_dim = check_integer("head_dim", options.head_dim, 1, None)
-    if family.rotary and head_dim != teacher.head_dim:
-        rule = f"head_dim must stay {teacher.head_dim} with rotary positions, whose frequencies depend on it"
-        raise ShdError("shrink-unsupported", f"{rule}; got {head_dim}")
+    rule = f"stay {teacher.head_dim} with rotary positions, whose frequencies depend on it"
+    need(not (family.rotary and head_dim != teacher.head_dim), "shrink-unsupported", "head_dim", rule, head_dim)
     return Sizes(_join(heads), kv_heads, head_dim, layers, hidden, _join(neurons))
 
 
@@ -186,9 +185,8 @@ def _read_counts(name: str, value: int | Sequence[int] | None, most: int, layers
     if value is None:
         return (most,) * layers
     counts = tuple(value) if isinstance(value, Iterable) else (value,) * layers
-    if len(counts) != layers:
-        rule = f"{name} must be a number, or a list of one for each of the student's {layers} layers"
-        raise ShdError("argument-value", f"{rule}; got {len(counts)}: {value!r}")
+    rule = f"be a number, or a list of one for each of the student's {layers} layers"
+    need(len(counts) == layers, "argument-value", name, rule, len(counts), remedy=repr(value))
     checked = tuple(check_integer(name, count, 1, None) for count in counts)
     if max(checked) > most:
         code = "heads-exceed" if name == "heads" else "argument-value"

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, need
 from shd_ref.integers import check_integer
 from shd_ref.teacher.sentence_folder import parse_file
 from shd_ref.teacher.sources import Source, open_source
@@ -96,9 +96,8 @@ class Pieces:
         """The fixed pieces, and with all that they need the used ones, in their order, as far as ``size`` allows."""
         names = {number: piece for piece, number in self.ids.items()}
         kept = set(self.fixed)
-        if size is not None and size < len(kept):
-            rule = f"size must be at least {len(kept)}, the special pieces and single characters or bytes"
-            raise ShdError("argument-value", f"{rule}; got {size}")
+        rule = f"be at least {len(kept)}, the special pieces and single characters or bytes"
+        need(not (size is not None and size < len(kept)), "argument-value", "size", rule, size)
         for number in used:
             needed = set() if number in kept else self.needed_for(number, names) - kept
             if size is not None and len(kept) + len(needed) > size:
