@@ -56,7 +56,7 @@ def bytes_a_sample(rival: Rival, outputs: TeacherOutputs) -> float:
         return 2.0 * sum(tensor[0].numel() for tensor in vectors if tensor is not None)
     causal = next(iter(outputs.calls.values())).rule.is_causal
     if outputs.attention is not None:
-        shapes = [supervision.shape[1:] for supervision in outputs.attention.supervisions]
+        shapes = [supervision.shape[1:] for supervision in outputs.attention.supervise()]
     else:
         calls = outputs.calls.values()
         shapes = [(1 if reads == "one" else call.num_heads, *_lengths(call)) for call in calls]
@@ -80,7 +80,7 @@ def _join(parts: list[TeacherOutputs], temperature: float) -> TeacherOutputs:
     if attention is not None:
         taught = [part.attention for part in parts if part.attention is not None]
         supervisions = [
-            Dense(torch.cat([one.supervisions[number].probs(temperature=temperature) for one in taught]), temperature)
+            Dense(torch.cat([one.supervise()[number].probs(temperature=temperature) for one in taught]), temperature)
             for number in range(len(attention.squeezes))
         ]
         attention = replace(

@@ -122,7 +122,7 @@ class Rival(nn.Module):
                 yield own_pass
                 return
             assert outputs.attention is not None
-            taught = zip(outputs.attention.layers, outputs.attention.supervisions, strict=True)
+            taught = zip(outputs.attention.layers, outputs.attention.supervise(), strict=True)
             maps = {layer: supervision.probs(temperature=self.temperature) for layer, supervision in taught}
             with _Copying(student, maps):
                 yield own_pass

@@ -70,14 +70,9 @@ class OnlineSupervision(Taught):
     logits: Tensor | TopkTargets | None = None
     hidden: Mapping[int, Tensor] = field(default_factory=dict)
 
-    @property
-    def supervisions(self) -> list[Factored]:
-        """One per layer, good at any temperature."""
-        return [squeeze.supervision for squeeze in self.squeezes]
-
     def supervise(self, length: Length = None) -> list[Factored]:
-        """``supervisions``; the teacher saw the student's positions, so nothing is padded to ``length``."""
-        return self.supervisions
+        """One per layer, good at any temperature; the teacher saw the student's positions: nothing is padded."""
+        return [squeeze.supervision for squeeze in self.squeezes]
 
     def targets(self, length: int | None = None) -> Tensor | TopkTargets | None:
         """For ``kd_loss``: the teacher's logits ``(..., V)``, or what ``LiveTargets`` keeps of them; None without."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -56,21 +56,21 @@ class Dropped:
 NOTHING = Dropped()
 
 
-def choose_dropped(attention: Iterable[int], activations: Iterable[int]) -> Dropped:
+def as_dropped(attention: Any, activations: Any) -> Dropped:
+    """What a caller asks for, or a configuration lists; ``check_dropped`` does the rest."""
     try:
         return Dropped(*(tuple(as_index(layer) for layer in layers) for layers in (attention, activations)))
     except TypeError:
-        rule = "drop_attention and drop_activations must be lists of teacher layers"
+        rule = "dropped attention and activations must be lists of layers"
         raise ShdError("layers-invalid", f"{rule}; got {attention!r} and {activations!r}") from None
 
 
 def check_dropped(dropped: Dropped, family: Family, config: Any, kept: Sequence[int]) -> None:
     """Refuse what cannot be dropped from a teacher, of whose layers ``kept`` stay."""
     for name, layers in (("drop_attention", dropped.attention), ("drop_activations", dropped.activations)):
-        whole = all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers)
-        if not whole or list(layers) != sorted(set(layers)) or not set(layers) <= set(kept):
-            rule = f"{name} must be a rising list of teacher layers that the student keeps, {list(kept)}"
-            raise ShdError("layers-invalid", f"{rule}; got {list(layers)}")
+        rising = list(layers) == sorted(set(layers)) and set(layers) <= set(kept)
+        rule = f"be a rising list of teacher layers that the student keeps, {list(kept)}"
+        need(rising, "layers-invalid", name, rule, list(layers))
     rule = "leave a block with attention"
     need(len(dropped.attention) != len(kept), "layers-invalid", "drop_attention", rule, f"all of {list(kept)}")
     if dropped.activations and family.is_gated:
@@ -259,11 +259,8 @@ def read_kind(raw: Mapping[str, Any]) -> str | None:
 
 
 def read_dropped(config: Any) -> Dropped:
-    """What a configuration says, not yet checked."""
-    lists: list[Any] = [getattr(config, name, None) for name in _LISTS]
-    if not all(isinstance(numbers, list) for numbers in lists):
-        raise ShdError("layers-invalid", f"{_LISTS[0]} and {_LISTS[1]} must be lists; got {lists}")
-    return Dropped(*(tuple(numbers) for numbers in lists))
+    """What a configuration says; ``check_dropped`` says whether it may."""
+    return as_dropped(*(getattr(config, name, None) for name in _LISTS))
 
 
 def read_sizes(config: Any, family: Family) -> tuple[LayerSizes, ...] | None:
@@ -274,9 +271,9 @@ def read_sizes(config: Any, family: Family) -> tuple[LayerSizes, ...] | None:
     count = getattr(config, family.sizes.layers)
     names = [field.name for field in fields(LayerSizes)]
     is_listed = isinstance(listed, list) and len(listed) == count
-    if not is_listed or not all(isinstance(entry, dict) and sorted(entry) == sorted(names) for entry in listed):
-        rule = f"layer_sizes must list {', '.join(names)} of each of {count} layers"
-        raise ShdError("layers-invalid", f"{rule}; got {listed!r:.200}")
+    is_listed = is_listed and all(isinstance(entry, dict) and sorted(entry) == sorted(names) for entry in listed)
+    rule = f"list {', '.join(names)} of each of {count} layers"
+    need(is_listed, "layers-invalid", "layer_sizes", rule, f"{listed!r:.200}")
     for number, entry in enumerate(listed):
         for name in names:
             check_integer(f"layer_sizes[{number}][{name!r}]", entry[name], 1, MAX_SIZE)
@@ -284,7 +281,6 @@ def read_sizes(config: Any, family: Family) -> tuple[LayerSizes, ...] | None:
             rule = f"must have {'a multiple of' if family.grouped else 'as many heads as'} its kv_heads"
             message = f"layer_sizes[{number}] {rule}{' as heads' if family.grouped else ''}; got {entry}"
             raise ShdError("layers-invalid", message)
-        if entry["head_dim"] != listed[0]["head_dim"]:
-            message = f"layer_sizes must have one head_dim in all layers; got {listed!r:.200}"
-            raise ShdError("layers-invalid", message)
+        is_one = entry["head_dim"] == listed[0]["head_dim"]
+        need(is_one, "layers-invalid", "layer_sizes", "have one head_dim in all layers", f"{listed!r:.200}")
     return tuple(LayerSizes(**entry) for entry in listed)

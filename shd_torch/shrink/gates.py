@@ -305,14 +305,11 @@ def _read_points(path: Path, head: dict[str, Any]) -> dict[str, float]:
         return {}
     try:
         file = read_json(path)
-        stored = {name: file[name] for name in head}
+        other = [name for name, value in head.items() if file[name] != value]
         points = {json.dumps(point["dropped"]): float(point["quality"]) for point in file["points"]}
     except (OSError, ValueError, TypeError, KeyError) as error:
         message = f"out must be new, or points of measure_splits; got {str(path)!r}: {error!r}"
         raise ShdError("read-failed", message) from error
-    for name, value in head.items():
-        if stored[name] != value:
-            got = f"{stored[name]} in {str(path)!r}, and now {value}"
-            message = f"out must be new, or hold points of the same {name}; got {got}: name another file"
-            raise ShdError("argument-value", message)
+    rule = f"be new, or hold points of the same {' and '.join(other)}"
+    need(not other, "argument-value", "out", rule, repr(str(path)), remedy="name another file")
     return points

@@ -26,7 +26,7 @@ from shd_torch.shrink.calibration import (
     start_batches,
     sum_moments,
 )
-from shd_torch.shrink.custom import Dropped, check_dropped, choose_dropped
+from shd_torch.shrink.custom import Dropped, as_dropped, check_dropped
 from shd_torch.shrink.families import Family, base_of, family_of, find_part
 from shd_torch.shrink.folders import (
     check_positions,
@@ -159,7 +159,7 @@ def plan_student(model: Any, family: Family, options: ShrinkOptions) -> tuple[Si
     """A student's sizes, the teacher layers that it keeps, and those that lose a part, or an error."""
     own = sizes_of(model.config, family)
     kept = kept_layers(own.layers, own.layers if options.layers is None else options.layers)
-    dropped = choose_dropped(options.drop_attention, options.drop_activations)
+    dropped = as_dropped(options.drop_attention, options.drop_activations)
     check_dropped(dropped, family, model.config, kept)
     sizes = choose_sizes(options, own, family, len(kept))
     check_refused(family, model.config.model_type, own, sizes, kept, dropped)

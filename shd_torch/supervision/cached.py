@@ -104,11 +104,7 @@ class CachedBatch(Taught):
         return held_positions(self.decoder, (), length, self.buffer.device) if self.decoder else None
 
     def stored_rows(self, subject: str, length: int | None = None) -> StoredRows | None:
-        """The rows of a form, by its ``SUBJECT``, to be spread over ``length`` positions; None where none were read.
-
-        Raises:
-            ShdError: ``argument-shape`` for a length, as for ``targets``, below the longest sample; when rows spread.
-        """
+        """The rows of a form, by its ``SUBJECT``, spread over ``length`` positions; None where none were read."""
         num_rows = {"positions": sum(self.counts), "decoder": sum(self.decoder), "sample": len(self.lengths)}
         start = self.start or 0
         for form in self.forms:
@@ -145,11 +141,7 @@ class CachedBatch(Taught):
         return TopkTargets(ids, log_probs, log_tail, form.temperature, form.vocab_size)
 
     def hidden_states(self, length: int | None = None) -> dict[int, Tensor]:
-        """Hidden states by the teacher's number, ``(B, L, width)`` float32; empty where none were read.
-
-        Raises:
-            ShdError: ``argument-shape`` for a length, as for ``targets``, below the longest sample.
-        """
+        """Hidden states by the teacher's number, ``(B, L, width)`` float32; empty where none were read."""
         if (stored := self.stored_rows(Hidden.SUBJECT, length)) is None:
             return {}
         layers = {part.name: part.layer for part in stored.form.parts}
@@ -163,11 +155,7 @@ class CachedBatch(Taught):
         return EmbeddingTargets(_decode_vectors(stored, codes), stored.form.pooling, stored.form.normalize)
 
     def last_states(self, length: int | None = None) -> Tensor | None:
-        """What the teacher's head reads, ``(B, L, width)`` float32, for ``ExactTargets``; None where none were read.
-
-        Raises:
-            ShdError: ``argument-shape`` for a length, as for ``targets``, below the longest sample.
-        """
+        """What the teacher's head reads, ``(B, L, width)`` float32; None where none were read."""
         if (stored := self.stored_rows(Exact.SUBJECT, length)) is None:
             return None
         (codes,) = stored.codes.values()
@@ -202,9 +190,6 @@ class CodedSupervision(CachedBatch):
         temperature: T_a of the cache, where it is known.
         shapes: by layer, rows and keys of each sample's maps, where these are not its positions (cross attention);
             else empty.
-
-    Raises:
-        ShdError: not when it is made, from records that the reader has checked; see ``supervise`` and ``decode``.
 
     Source: CACHE-125, CACHE-126.
     """
@@ -275,9 +260,6 @@ class FactoredCodes(CachedBatch):
         factors: how each layer's queries and keys make its maps.
         groups: the teacher heads merged into each student head, by layer; None where all are.
         num_teacher_heads: H_t.
-
-    Raises:
-        ShdError: not when it is made, from records that the reader has checked; see ``supervise`` and ``decode``.
 
     Source: CACHE-140.
     """

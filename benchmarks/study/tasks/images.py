@@ -105,7 +105,7 @@ class Images:
                 outputs, layer = rival.teach(**one), rival.pairs[-1][1]
                 rows = [
                     ("teacher", outputs.calls[layer].compute_logits().softmax(-1)),
-                    ("merged", outputs.attention.supervisions[-1].probs()),
+                    ("merged", outputs.attention.supervise()[-1].probs()),
                 ]
             self._train(course, arm, 0)
             with torch.no_grad(), capture_attention(course.student.eval()) as captured:

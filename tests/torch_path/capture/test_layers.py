@@ -146,7 +146,7 @@ def test_a_teacher_with_an_unseen_layer_needs_pairs() -> None:
     model.layers[0] = Hand()
     with refusal("capture-failed", r"among the unseen.*layers\.0.*name the pairs"):
         OnlineTeacher(model, 2, 2)(x)
-    assert len(OnlineTeacher(model, 2, [(0, 0), (1, 1)])(x).supervisions) == 2
+    assert len(OnlineTeacher(model, 2, [(0, 0), (1, 1)])(x).supervise()) == 2
 
 
 class Mixed(nn.Module):
@@ -187,10 +187,10 @@ def test_multi_head_modules_keep_their_place(need_weights: bool) -> None:
     for _ in range(2):
         taught = teacher(x)
     with torch.no_grad():
-        for supervision, number in zip(taught.supervisions, (1, 2), strict=True):
+        for supervision, number in zip(taught.supervise(), (1, 2), strict=True):
             assert supervision.shape == (2, 2, 8, 8)
             given = OnlineTeacher(model, 2, [(0, number)], output_projections={number: _projection(model, number)})(x)
-            assert torch.equal(given.supervisions[0].probs(), supervision.probs())
+            assert torch.equal(given.supervise()[0].probs(), supervision.probs())
 
 
 def _projection(model: Mixed, number: int) -> Tensor:

@@ -99,7 +99,7 @@ def test_loss_and_gradients_are_those_of_eager_maps(reduction: str, temperature:
         student(images)
     taught = online(images)
     assert taught.layers == online.student_layers == (0, 1)
-    maps = [supervision.probs(temperature=temperature) for supervision in taught.supervisions]
+    maps = [supervision.probs(temperature=temperature) for supervision in taught.supervise()]
     options: dict[str, Any] = {"reduction": reduction, "beta": 0.5, "temperature": temperature}
     expected = shd_loss(maps, list(captured.logits), **options)
     terms = layer_kls(captured, taught, **options)
@@ -180,7 +180,7 @@ def test_transformer_encoder_in_eval_mode() -> None:
     encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
     hidden, padding = torch.randn(2, 6, 32), torch.tensor([[False] * 6, [False] * 4 + [True] * 2])
     taught = OnlineTeacher(encoder, 2, 2)(hidden, src_key_padding_mask=padding, query_mask=~padding)
-    for supervision in taught.supervisions:
+    for supervision in taught.supervise():
         assert supervision.shape == (2, 2, 6, 6)
         assert not supervision.probs()[1, :, :, 4:].any()
 

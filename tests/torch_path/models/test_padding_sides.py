@@ -65,7 +65,7 @@ def write(graph: Path, folder: Path, data: Arrays, **options: Any) -> CacheReade
 def own_maps(name: str, data: Arrays) -> list[NDArray[np.float32]]:
     """Merged maps of the live PyTorch model, layer by layer."""
     taught = OnlineTeacher(teacher_of(name), 2, 2)(**{key: torch.from_numpy(array) for key, array in data.items()})
-    return [supervision.probs().numpy() for supervision in taught.supervisions]
+    return [supervision.probs().numpy() for supervision in taught.supervise()]
 
 
 @pytest.mark.slow

@@ -83,7 +83,7 @@ def test_cached_maps_are_those_of_the_live_model(taught: Taught) -> None:
     mask = tensors["attention_mask"]
     if taught.name != "opt":
         tensors["position_ids"] = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)  # as generate() does
-    live = [each.probs().numpy() for each in OnlineTeacher(taught.model, 2, 2)(**tensors).supervisions]
+    live = [each.probs().numpy() for each in OnlineTeacher(taught.model, 2, 2)(**tensors).supervise()]
     spread = 0.0
     for index in range(SAMPLES):
         sample = {name: array[index] for name, array in data.items()}

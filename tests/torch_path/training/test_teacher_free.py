@@ -168,7 +168,7 @@ def test_several_teachers_teach_the_same_from_a_cache(cached: Callable[..., Path
     assert moved[2] > 10 * rows
     for cached, held in zip(supervision.hidden_states().values(), alone.hidden_states().values(), strict=True):
         torch.testing.assert_close(cached[mask], held[mask], rtol=2e-3, atol=2e-3)
-    for one, other in zip(both.supervisions, alone.supervisions, strict=True):
+    for one, other in zip(both.supervise(), alone.supervise(), strict=True):
         torch.testing.assert_close(one.mixing, other.mixing)
 
 
