@@ -20,8 +20,7 @@ from shd_torch.compress.samples import Row, collate, collate_with_labels, traini
 from shd_torch.compress.task import Task
 from shd_torch.data import SupervisedDataset
 from shd_torch.shrink.folders import padding_of
-from shd_torch.training.projectors import last_checkpoint
-from shd_torch.training.trainer import SHDTrainer
+from shd_torch.training.trainer import SHDTrainer, last_checkpoint
 
 BATCH: Final = 32
 BETA: Final = 0.02

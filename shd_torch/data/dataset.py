@@ -19,7 +19,7 @@ from shd_ref.errors import ShdError, need
 from shd_ref.merging.plans import MergePlan
 from shd_ref.teacher.sources import open_source
 from shd_torch.supervision.cached import CachedSupervision, pack_records
-from shd_torch.supervision.targets import taught_layers
+from shd_torch.supervision.taught import taught_layers
 
 ModelInputs: TypeAlias = Mapping[str, Tensor | NDArray[Any]]
 

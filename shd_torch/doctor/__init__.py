@@ -4,7 +4,7 @@ Imports ``recipes``, ``live``, ``training`` and ``shrink``. Start with ``diagnos
 """
 
 from shd_torch.doctor.diagnosis import Diagnosis, Verdict, diagnose
-from shd_torch.doctor.differences import Difference, Parts, compare_parts, compare_tokenizers, parts_of
+from shd_torch.doctor.pair import Difference, Parts, compare_parts, compare_tokenizers, parts_of
 from shd_torch.doctor.training import DiagnosisOptions, Probe
 
 __all__ = [

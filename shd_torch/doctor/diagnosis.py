@@ -13,7 +13,7 @@ from torch import Tensor
 from shd_ref.errors import ShdError, need
 from shd_ref.teacher.sentence_folder import find_pooling
 from shd_torch.capture import capture_attention
-from shd_torch.doctor.differences import (
+from shd_torch.doctor.pair import (
     BLOCKS,
     EFFECTS,
     HURTS,

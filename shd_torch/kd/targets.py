@@ -24,7 +24,7 @@ from shd_torch.checks import (
     compute_dtype,
     without_autocast,
 )
-from shd_torch.supervision.targets import TopkTargets
+from shd_torch.supervision.taught import TopkTargets
 
 _ENTRIES = {"cpu": 1 << 22}
 _ENTRIES_OF_A_DEVICE = 1 << 26  # 256 MiB of float32: products large enough for a GPU

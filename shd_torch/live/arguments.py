@@ -14,7 +14,7 @@ from shd_ref.integers import as_index, check_integer
 from shd_ref.merging.plans import PLAN_KINDS, MergePlan, check_plan
 from shd_torch.checks import check_option, check_real, check_temperature
 from shd_torch.kd.targets import cut_teacher, kd_targets_topk
-from shd_torch.supervision.targets import TopkTargets
+from shd_torch.supervision.taught import TopkTargets
 
 Rounds: TypeAlias = Iterable[Iterable[Sequence[int]]]
 

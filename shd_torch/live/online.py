@@ -38,7 +38,7 @@ from shd_torch.live.squeeze import FactoredSqueeze, squeeze_factored
 from shd_torch.maps.loss import REDUCTIONS
 from shd_torch.maps.mixing import check_strategy
 from shd_torch.supervision.factored import Factored
-from shd_torch.supervision.targets import Length, Taught, TaughtLayers, TopkTargets
+from shd_torch.supervision.taught import Length, Taught, TaughtLayers, TopkTargets
 
 
 class LayerKeywords(TypedDict, total=False):

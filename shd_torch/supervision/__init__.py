@@ -9,6 +9,6 @@ from shd_torch.supervision.coded import Coded
 from shd_torch.supervision.factored import Factored
 from shd_torch.supervision.mask import AttentionRule
 from shd_torch.supervision.supervision import Dense, Supervision
-from shd_torch.supervision.targets import TaughtLayers
+from shd_torch.supervision.taught import TaughtLayers
 
 __all__ = ["AttentionRule", "Coded", "Dense", "Factored", "FactoredCodes", "Supervision", "TaughtLayers"]

@@ -37,7 +37,7 @@ from shd_ref.merging.plans import plan_groups
 from shd_torch.supervision.coded import Coded, check_length
 from shd_torch.supervision.factored import Factored
 from shd_torch.supervision.mask import move
-from shd_torch.supervision.targets import (
+from shd_torch.supervision.taught import (
     EmbeddingTargets,
     Length,
     StoredRows,

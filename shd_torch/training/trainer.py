@@ -1,20 +1,26 @@
-"""``SHDTrainer``: Hugging Face's trainer with terms of distillation, from a cache or from live teachers."""
+"""``SHDTrainer``: Hugging Face's trainer with terms of distillation, from a cache or from live teachers.
+
+At its end: checkpoints that were written to their end, as a file says that is written last.
+"""
 
 from __future__ import annotations
 
+import json
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from shd_ref.cache import Attention, CacheReader
-from shd_ref.cache.storage.drafts import settle
+from shd_ref.cache.storage.documents import read_json
+from shd_ref.cache.storage.drafts import hash_files, put, settle, sync
 from shd_ref.cache.storage.storage import write_errors
 from shd_ref.errors import ShdError, need
 from shd_torch.capture.capture import capture_attention
@@ -22,7 +28,7 @@ from shd_torch.capture.outputs import read_output
 from shd_torch.data.dataset import CacheJoin, SupervisedDataset, check_cache
 from shd_torch.data.stream import SupervisedStream
 from shd_torch.live.online import OnlineSupervision, OnlineTeacher
-from shd_torch.supervision.targets import Taught, unite_layers
+from shd_torch.supervision.taught import Taught, unite_layers
 from shd_torch.training import TERMS
 from shd_torch.training.batch import (
     Counter,
@@ -34,7 +40,7 @@ from shd_torch.training.batch import (
     leave_samples,
 )
 from shd_torch.training.embeddings import SeenEmbeddings
-from shd_torch.training.projectors import MARKER, Projectors, finish_checkpoint, is_whole, last_checkpoint
+from shd_torch.training.projectors import Projectors
 from shd_torch.training.recipe import Recipe
 from shd_torch.training.schedules import LossBalancer
 from shd_torch.training.terms import (
@@ -57,6 +63,10 @@ except ImportError as error:
     raise ImportError(
         "shd_torch.training.trainer needs transformers and accelerate: pip install '.[hf]' (in a checkout)"
     ) from error
+
+
+MARKER: Final = "shd_checkpoint.json"
+"""Hashes of a checkpoint's files; empty until all of them are on the disk."""
 
 
 class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers is untyped in places
@@ -587,3 +597,34 @@ class StepRecord:
             means[name] = float(sum(int(pair[index]) for pair in self._alphas))
         means["wait_seconds"] = self.wait_seconds / steps
         return means
+
+
+def finish_checkpoint(folder: Path, *, is_shared: bool) -> None:
+    """Mark a checkpoint as whole; without hashes where other machines wrote some of its files."""
+    draft = folder / f".{MARKER}"
+    draft.write_text(json.dumps({} if is_shared else _hash(folder)), encoding="utf-8")
+    settle(folder)
+    put(draft, folder / MARKER)
+    sync(folder.parent)
+
+
+def is_whole(folder: Path) -> bool:
+    try:
+        return read_json(folder / MARKER) in ({}, _hash(folder))
+    except (OSError, ValueError):
+        return False
+
+
+def _hash(folder: Path) -> dict[str, str]:
+    return {name: digest for name, digest in hash_files(folder, "**/*").items() if not name.endswith(MARKER)}
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The newest whole one; newer ones of this trainer, which are of no use, are removed."""
+    numbers = {path: path.name.removeprefix("checkpoint-") for path in folder.glob("checkpoint-*")}
+    found = [path for path in numbers if numbers[path].isdecimal() and (path / MARKER).exists()]
+    for path in sorted(found, key=lambda path: -int(numbers[path])):
+        if is_whole(path):
+            return path
+        shutil.rmtree(path, ignore_errors=True)
+    return None

@@ -22,7 +22,7 @@ from shd_torch import (
     capture_attention,
     layer_kls,
 )
-from shd_torch.training import projectors, trainer
+from shd_torch.training import trainer
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 
@@ -159,7 +159,7 @@ def test_only_a_checkpoint_that_was_written_to_its_end_is_resumed(
     whole, stopped = make("a"), make("b")
     whole.train()
     first, second = (tmp_path / "b" / f"checkpoint-{step}" for step in (2, 4))
-    holders = {"save_to_json": transformers.TrainerState, "finish_checkpoint": trainer, "put": projectors}
+    holders = {"save_to_json": transformers.TrainerState, "finish_checkpoint": trainer, "put": trainer}
     holder, name = holders.get(stops_at, stopped), stops_at or "_save_checkpoint"
     usual = getattr(holder, name)
 
@@ -179,7 +179,7 @@ def test_only_a_checkpoint_that_was_written_to_its_end_is_resumed(
         (second / "optimizer.pt").write_bytes(content)
     with refusal("read-failed", "unfinished or damaged"):
         make("b").train(resume_from_checkpoint=str(second))
-    assert projectors.last_checkpoint(tmp_path / "b") == first
+    assert trainer.last_checkpoint(tmp_path / "b") == first
     assert not second.exists()
     again = make("b")
     again.train(resume_from_checkpoint=True)
