@@ -2,7 +2,7 @@
 
 In ``batch.py`` a collator puts samples and records into one batch, which is taken apart again where its rows are
 counted; ``trainer.py`` runs teachers and student on it. Each term of ``terms.py`` (and ``recipe.py``, of the base
-loss) measures its losses on this pass; weighed by ``schedules.py``, their shares of the whole step are the loss.
+loss) measures its losses on this pass; weighed by its schedule, their shares of the whole step are the loss.
 """
 
 from collections.abc import Callable
@@ -10,8 +10,15 @@ from collections.abc import Callable
 from shd_torch.training.batch import batch_share
 from shd_torch.training.embeddings import EmbeddingLoss
 from shd_torch.training.recipe import Recipe
-from shd_torch.training.schedules import BetaSchedule, LossBalancer
-from shd_torch.training.terms import EmbeddingTerm, HiddenTerm, KdTerm, RowsTerm, exact_term
+from shd_torch.training.terms import (
+    BetaSchedule,
+    EmbeddingTerm,
+    HiddenTerm,
+    KdTerm,
+    LossBalancer,
+    RowsTerm,
+    exact_term,
+)
 
 TERMS: dict[str, Callable[..., RowsTerm]] = {
     "logits": KdTerm,

@@ -1,15 +1,22 @@
-"""The terms of ``SHDTrainer``: each says what weighs it, which rows it counts, and its losses on a micro-batch."""
+"""The terms of ``SHDTrainer``: each says what weighs it, which rows it counts, and its losses on a micro-batch.
+
+First what may weigh one: schedules over the training, and a balancer against the base loss.
+"""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, TypeAlias
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from shd_ref.errors import ShdError, need
+from shd_ref.integers import check_number
 from shd_torch.capture.outputs import read_every_hidden_state, read_hidden_states, read_logits, read_output
 from shd_torch.checks import check_option, check_temperature
 from shd_torch.kd import ExactTargets, TeacherHead, embedding_loss, hidden_loss, kd_loss, mean_logits, pool_states
@@ -21,11 +28,83 @@ from shd_torch.live.online import LayerKeywords, layer_kls
 from shd_torch.supervision.taught import Taught
 from shd_torch.training.batch import ROWS, Counter, Forward, MicroBatch, count_positions, count_samples, every_row
 from shd_torch.training.projectors import EMBEDDING, make_projector
-from shd_torch.training.schedules import BetaSchedule, LossBalancer
 
 if TYPE_CHECKING:
     from shd_ref.cache import Manifest
     from shd_torch.data.dataset import CacheJoin
+
+SHAPES: Final[tuple[str, ...]] = ("constant", "linear", "cosine")
+"""How beta goes from its peak to its end."""
+
+
+@dataclass(frozen=True)
+class BetaSchedule:
+    """Beta as a function of training progress: linear warm-up, then decay to ``end``.
+
+    Attributes:
+        peak: beta after the warm-up, at least 0.
+        kind: ``"constant"`` (stays at the peak), ``"linear"`` or ``"cosine"``.
+        warmup: share of the training for the warm-up from 0, in [0, 1).
+        end: beta at the end of a linear or cosine decay, at least 0.
+
+    Raises:
+        ShdError: ``argument-value`` naming what is out of range or no number.
+    """
+
+    peak: float
+    kind: str = "constant"
+    warmup: float = 0.0
+    end: float = 0.0
+
+    def __post_init__(self) -> None:
+        need(self.kind in SHAPES, "argument-value", "kind", f"be one of {', '.join(SHAPES)}", repr(self.kind))
+        for name, value in (("peak", self.peak), ("end", self.end)):
+            check_number(name, value, least=0.0)
+        inside = 0 <= check_number("warmup", self.warmup) < 1
+        need(inside, "argument-value", "warmup", "be in [0, 1), a part of the training", repr(self.warmup))
+
+    def __call__(self, progress: float) -> float:
+        """Beta at this part of the training, 0 at its first step and 1 after its last."""
+        progress = min(max(progress, 0.0), 1.0)
+        if progress < self.warmup:
+            return self.peak * progress / self.warmup
+        if self.kind == "constant":
+            return self.peak
+        way = (progress - self.warmup) / (1.0 - self.warmup)
+        left = 1.0 - way if self.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * way))
+        return self.end + (self.peak - self.end) * left
+
+
+@dataclass(frozen=True)
+class LossBalancer:
+    """Scales the SHD term to a fraction of the base loss at every step, independent of the scale of either.
+
+    Beta then multiplies a term as large as ``fraction`` of the base loss. No gradient flows through the scale. A
+    nearly converged term is not amplified without bound: the scale never exceeds ``limit``.
+
+    Attributes:
+        fraction: of the base loss, above 0.
+        limit: the largest scale.
+
+    Raises:
+        ShdError: ``argument-value`` naming what is out of range or no number.
+    """
+
+    fraction: float = 1.0
+    limit: float = 1e3
+
+    def __post_init__(self) -> None:
+        for name, value in (("fraction", self.fraction), ("limit", self.limit)):
+            check_number(name, value, above=0.0)
+
+    @torch.no_grad()
+    def scale(self, base: Tensor, term: Tensor) -> Tensor:
+        """``min(fraction |base| / term, limit)``, ``()``; the same on every rank of a running process group."""
+        both = torch.stack([base.detach().abs().float(), term.detach().float()])
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(both)
+        return (self.fraction * both[0] / both[1].clamp(min=torch.finfo(torch.float32).tiny)).clamp(max=self.limit)
+
 
 Weight: TypeAlias = float | Callable[[float], float]
 

@@ -42,13 +42,13 @@ from shd_torch.training.batch import (
 from shd_torch.training.embeddings import SeenEmbeddings
 from shd_torch.training.projectors import Projectors
 from shd_torch.training.recipe import Recipe
-from shd_torch.training.schedules import LossBalancer
 from shd_torch.training.terms import (
     AttentionKeywords,
     AttentionTerm,
     EmbeddingTerm,
     HiddenTerm,
     KdTerm,
+    LossBalancer,
     Measured,
     RowsTerm,
     Term,
