@@ -242,7 +242,7 @@ report commands cli
 """
 SHD_TORCH = """
 checks maps supervision kernels kl indexer kd capture live data recipes training shrink export
-deploy doctor compress top shrink_command doctor_command commands cli
+deploy doctor compress top shrink_command commands cli
 """
 FLOORS = {"shd_ref": SHD_REF.split(), "shd_torch": SHD_TORCH.split()}
 """Rooms and files of docs/architecture.md from the ground up; a file imports from its own floor and from below."""

@@ -11,6 +11,7 @@ from support.shrink.models import make_data, make_teacher
 
 from shd_ref import ShdError
 from shd_torch.cli import load_app
+from shd_torch.commands import read_data
 from shd_torch.doctor import (
     DiagnosisOptions,
     Difference,
@@ -22,7 +23,6 @@ from shd_torch.doctor import (
     parts_of,
 )
 from shd_torch.doctor.diagnosis import judge
-from shd_torch.doctor_command import read_data
 
 
 def parts(name: str, **changes: Any) -> Parts:
