@@ -30,10 +30,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.shrink.rivals import RIVALS, count_flops
+from benchmarks.shrink.rivals import RIVALS, count_flops, shrink
 from benchmarks.shrink.start import SOURCE
 from benchmarks.shrink.vit_s import load_vit_s, read_graph
-from shd_torch.shrink import load_teacher, shrink
+from shd_torch.shrink import load_teacher
 from shd_torch.shrink.sizes import count_parameters
 
 RESULT = Path(__file__).with_suffix(".json")

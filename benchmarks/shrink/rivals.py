@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -11,9 +13,10 @@ from torch import Tensor
 
 from shd_ref.shrink.heads import HeadMerge, HeadWeights
 from shd_ref.shrink.kept import Axes
+from shd_torch.shrink import heads, layer, student
 from shd_torch.shrink.families import Array
 from shd_torch.shrink.heads import AttentionStatistics, Squeezed
-from shd_torch.shrink.sizes import Squeezer
+from shd_torch.shrink.student import Shrunk
 
 
 def count_flops(model: Any, data: Mapping[str, Tensor]) -> int:
@@ -32,6 +35,37 @@ def _count_attention(query: Sequence[int], key: Sequence[int], value: Sequence[i
     """Two products, of ``(B, H, L, d)`` with ``(B, H_kv, S, d)`` and of the map with ``(B, H_kv, S, d_v)``."""
     samples, heads, length, size = query
     return 2 * samples * heads * length * key[2] * (size + value[3])
+
+
+class _Sums(heads.AttentionSums):
+    """Also ``output_size``: the mean length of each head's output before the projection ``(H,)``."""
+
+    def __init__(self, weights: HeadWeights, device: torch.device) -> None:
+        super().__init__(weights, device)
+        self.lengths = torch.zeros(weights.num_heads, dtype=torch.float64, device=device)
+
+    def add_maps(self, probs: Tensor, values: Tensor, counted: Tensor, rows: slice) -> None:
+        super().add_maps(probs, values, counted, rows)
+        outputs = probs.to(values.dtype) @ values.repeat_interleave(probs.shape[1] // values.shape[1], 1)
+        self.lengths += (outputs.double().norm(dim=-1) * counted[:, None, rows]).sum((0, 2))
+
+    def read(self, length: int, rows: int, *, with_maps: bool) -> AttentionStatistics:
+        statistics = super().read(length, rows, with_maps=with_maps)
+        object.__setattr__(statistics, "output_size", (self.lengths / rows).cpu().numpy())
+        return statistics
+
+
+def shrink(teacher: Any, data: Mapping[str, Any], **options: Any) -> Shrunk:
+    """``shd_torch.shrink.shrink``, perhaps by a rival's ``axes``, ``squeezer`` and ``importance``."""
+    own = {name: options.pop(name) for name in ("axes", "squeezer", "importance") if name in options}
+    parts = ((student, "principal_axes", "axes"), (student, "predictive_channels", "axes"))
+    parts += ((layer, "squeeze_attention", "squeezer"), (layer, "score_neurons", "importance"))
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(heads, "AttentionSums", _Sums))
+        for module, name, part in parts:
+            if part in own:
+                stack.enter_context(patch.object(module, name, own[part]))
+        return student.shrink(teacher, data, **options)
 
 
 Choice = Callable[[HeadWeights, HeadMerge, AttentionStatistics], Sequence[Sequence[int]]]
@@ -62,8 +96,8 @@ def pool_groups(_: HeadWeights, merge: HeadMerge, __: AttentionStatistics) -> li
     return [list(group) for group in merge.groups]
 
 
-def pick_heads(choose: Choice) -> Squeezer:
-    """A ``squeezer`` of ``shrink`` that takes weights as they are, or their means."""
+def pick_heads(choose: Choice) -> Callable[..., Squeezed]:
+    """A ``squeezer`` that takes weights as they are, or their means."""
 
     def squeeze(
         weights: HeadWeights, merge: HeadMerge, study: AttentionStatistics, kv_heads: int, head_dim: int, **_: Any
@@ -92,7 +126,7 @@ def pick_heads(choose: Choice) -> Squeezer:
 
 
 def keep_channels(moment: Array, width: int, _: str) -> Axes:
-    """``axes`` of ``shrink``: the channels with the largest activation in place of the principal axes."""
+    """``axes``: the channels with the largest activation in place of the principal axes."""
     size = moment.diagonal()
     best = np.sort(np.argsort(-size, kind="stable")[:width])
     return Axes(np.eye(len(moment))[:, best], float(size[best].sum() / size.sum()))
@@ -107,4 +141,4 @@ RIVALS: dict[str, dict[str, Any]] = {
         "importance": lambda squares, _: np.sqrt(squares),  # how large neurons are, not how much of them is read
     },
 }
-"""Options of ``shrink`` by name."""
+"""Options of this ``shrink`` by name."""

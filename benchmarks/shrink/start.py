@@ -22,8 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.shrink.rivals import RIVALS
-from shd_torch.shrink import shrink
+from benchmarks.shrink.rivals import RIVALS, shrink
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
 from support.shrink.stories import load_llama, measure_loss  # the teacher's conversion, which tests use too

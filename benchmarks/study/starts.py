@@ -12,9 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from benchmarks.shrink.rivals import RIVALS
+from benchmarks.shrink.rivals import RIVALS, shrink
 from benchmarks.study.origin import fingerprint
-from shd_torch.shrink import shrink
 
 OWN = ("random", "pretrained")
 STARTS = (*OWN, "kept", "unaligned kept", "squeezed")

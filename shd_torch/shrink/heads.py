@@ -24,12 +24,11 @@ class AttentionStatistics:
     """What one layer's attention says over the whole calibration set."""
 
     length: int  # of the longest sample
-    with_maps: bool  # whether maps were read; without them gram and output_size are zeros
+    with_maps: bool  # whether maps were read; without them gram is zeros
     gram: Array  # the gram tensor, summed (H, H, H, H)
     augmented: Array  # second moment of the inputs with a one, [x, 1], (D + 1, D + 1)
     centred: Array  # of the inputs less their mean over the sample, (D, D)
     query_size: Array  # root mean square of each head's queries (H,)
-    output_size: Array  # mean length of each head's output before the projection (H,), for comparisons
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,14 +57,13 @@ def study_layer(
 ) -> tuple[AttentionStatistics, LayerTrace]:
     """Gram tensor and input moments of one teacher layer, and its streams.
 
-    Without maps the gram tensor and the lengths of outputs are zeros: no heads merge. ``statistics`` of an earlier
-    study are not gathered again.
+    Without maps the gram tensor is zeros: no heads merge. ``statistics`` of an earlier study are not gathered again.
     """
     layer = family.layers_of(model)[number]
     names = [family.projections[0], family.middle, family.ffn[0][0], family.ffn[1]]
     names += [] if family.end is None else [family.end]
     names += [family.maps] if family.maps is not None and with_maps else []
-    sums = None if statistics is not None else _AttentionSums(weights, streams[0].device)
+    sums = None if statistics is not None else AttentionSums(weights, streams[0].device)
     squares, rows = torch.zeros((), dtype=torch.float64, device=streams[0].device), 0
     seen = []
     masks = iter([batch.counted for batch in batches])  # the attention runs once for each batch
@@ -95,7 +93,7 @@ def study_layer(
     return statistics, LayerTrace(as_array(squares / rows), *zip(*seen, strict=True))
 
 
-class _AttentionSums:
+class AttentionSums:
     """What ``AttentionStatistics`` are made of, batch by batch."""
 
     def __init__(self, weights: HeadWeights, device: torch.device) -> None:
@@ -103,7 +101,7 @@ class _AttentionSums:
         zeros = partial(torch.zeros, dtype=torch.float64, device=device)
         self.gram = zeros((heads,) * 4)
         self._augmented, self._centred = zeros(width + 1, width + 1), zeros(width, width)
-        self._sizes, self._lengths = zeros(heads), zeros(heads)
+        self._sizes = zeros(heads)
         self._query, self._projection = (torch.from_numpy(one).to(device) for one in (weights.query, weights.output))
         shift = weights.query_bias
         self._bias = 0.0 if shift is None else torch.from_numpy(shift)[:, None].to(device)
@@ -123,8 +121,6 @@ class _AttentionSums:
             some, projection = slice(start, start + size), self._projection.flatten(0, 1)
             gram = gram_tensor(probs[some], values[some], projection, query_mask=there[some], check=False)
             self.gram += gram.sum(0)
-        outputs = probs.to(values.dtype) @ values.repeat_interleave(heads // values.shape[1], 1)
-        self._lengths += (outputs.double().norm(dim=-1) * there[:, None]).sum((0, 2))
 
     def add(self, inputs: Tensor, counted: Tensor) -> None:
         """What the projections read ``(B, L, D)``, and the rows that count."""
@@ -140,7 +136,7 @@ class _AttentionSums:
     def read(self, length: int, rows: int, *, with_maps: bool) -> AttentionStatistics:
         """Over so many rows that count, of samples of at most this length."""
         query_size = (self._sizes / rows / self._head_dim).sqrt()
-        means = (self._augmented / rows, self._centred / rows, query_size, self._lengths / rows)
+        means = (self._augmented / rows, self._centred / rows, query_size)
         return AttentionStatistics(length, with_maps, *map(as_array, (self.gram, *means)))
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shd_ref.shrink.heads import HeadMerge, merge_heads
-from shd_ref.shrink.kept import most_important
+from shd_ref.shrink.kept import most_important, score_neurons
 from shd_torch.shrink.basis import Basis, OutputFit, final_readers, fit_norm
 from shd_torch.shrink.calibration import Batch, join_rows, run_layer
 from shd_torch.shrink.custom import Dropped, LayerSizes
@@ -35,7 +35,7 @@ from shd_torch.shrink.families import (
     side_by_side,
     write_linear,
 )
-from shd_torch.shrink.heads import LayerTrace, Squeezed, study_layer
+from shd_torch.shrink.heads import LayerTrace, Squeezed, squeeze_attention, study_layer
 from shd_torch.shrink.sizes import ShrinkOptions, Sizes, sizes_of
 from shd_torch.shrink.unfinished import Studies
 
@@ -150,8 +150,8 @@ def make_layer(
     weights = family.read_attention(layer, teacher.heads, teacher.kv_heads)
     work.tell_stage(number, "maps")
     attends = number not in work.dropped.attention
-    # A merge of all layers was chosen from their maps already; another squeezer may read them again.
-    with_maps = attends and sizes.heads != teacher.heads and not (work.merge and work.options.is_usual)
+    # A merge of all layers was chosen from their maps already.
+    with_maps = attends and sizes.heads != teacher.heads and work.merge is None
     kept = None if work.studies is None else work.studies.read(source, with_maps=with_maps)
     statistics, trace = study_layer(
         work.teacher, family, source, taught, work.batches, weights, with_maps=with_maps, statistics=kept
@@ -165,7 +165,7 @@ def make_layer(
         merge = work.merge or work.choose_merge(statistics.gram, teacher, sizes)
         frequencies = None if work.frequencies is None else work.frequencies[source]
         positions: dict[str, Any] = {"frequencies": frequencies, "query_norm": family.query_norm is not None}
-        squeezed = work.options.squeezer(weights, merge, statistics, sizes.kv_heads, sizes.head_dim, **positions)
+        squeezed = squeeze_attention(weights, merge, statistics, sizes.kv_heads, sizes.head_dim, **positions)
         report = {
             "case": squeezed.case,
             "exact": squeezed.exact,
@@ -218,7 +218,7 @@ def _read_ffn(work: Work, layer: nn.Module, neurons: int, squares: Array, *, is_
     matrix, bias = work.family.read_last(layer)
     if is_linear or neurons == len(matrix):
         return _Ffn(readers, (matrix, bias), None, is_linear)
-    best = list(most_important(work.options.importance(squares, matrix.T), neurons))
+    best = list(most_important(score_neurons(squares, matrix.T), neurons))
     cut = [(reader[:, best], None if shift is None else shift[best]) for reader, shift in readers]
     return _Ffn(cut, (matrix[best], bias), best, is_linear)
 

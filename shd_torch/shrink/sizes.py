@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import nn
 
 from shd_ref.errors import ShdError, need
 from shd_ref.integers import check_integer, check_number
 from shd_ref.shrink.heads import PLANS
-from shd_ref.shrink.kept import Axes, principal_axes, score_neurons
 from shd_torch.checks import check_option
 from shd_torch.shrink.custom import NOTHING, Dropped, LayerSizes, custom_class, custom_config, read_sizes
-from shd_torch.shrink.families import Array, Family
-from shd_torch.shrink.heads import Squeezed, squeeze_attention
-
-Squeezer: TypeAlias = Callable[..., Squeezed]
-Principal: TypeAlias = Callable[[Array, int, str], Axes]
-Importance: TypeAlias = Callable[[Array, Array], Array]
+from shd_torch.shrink.families import Family
 
 
 @dataclass(frozen=True)
@@ -45,9 +39,6 @@ class ShrinkOptions:
         ridge: of the alignment; by default chosen per matrix on every fourth sample, which may also keep
             the closed form.
         batch_size: samples per batch.
-        squeezer: makes a layer's attention; another than the default is for comparison, as are the next two.
-        axes: chooses the kept axes from the second moment of what the norms give, summed over norms.
-        importance: of neurons, from the mean of their squares and their rows of the last matrix.
 
     Raises:
         ShdError: ``argument-value``.
@@ -66,20 +57,12 @@ class ShrinkOptions:
     align: bool = True
     ridge: float | None = None
     batch_size: int = 16
-    squeezer: Squeezer = squeeze_attention
-    axes: Principal = principal_axes
-    importance: Importance = score_neurons
 
     def __post_init__(self) -> None:
         check_option("plan", self.plan, PLANS)
         object.__setattr__(self, "batch_size", check_integer("batch_size", self.batch_size, 1, None))
         if self.ridge is not None:
             check_number("ridge", self.ridge, least=0)
-
-    @property
-    def is_usual(self) -> bool:
-        """Whether no function is replaced: of another one no key of an unfinished run could tell."""
-        return (self.squeezer, self.axes, self.importance) == (squeeze_attention, principal_axes, score_neurons)
 
     def changed(self, changes: Mapping[str, Any]) -> ShrinkOptions:
         """These options with some replaced by name, or ``argument-value``."""

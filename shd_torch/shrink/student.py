@@ -120,7 +120,7 @@ def shrink(
     student = make_student(model, family, sizes, kept, dropped.among(kept))
     keeper: AbstractContextManager[Unfinished | None] = nullcontext()
     basis = {"batch_size": options.batch_size, "stack": family.stack}  # of what is computed from the teacher alone
-    if folder is not None and options.is_usual:
+    if folder is not None:
         settings = basis | {name: getattr(options, name) for name in ("plan", "align", "ridge")}
         settings |= {**sizes.__dict__, "kept": kept, **dropped.__dict__}
         keeper = Unfinished(part_folder(folder), run_key(teacher, settings, data=read_data(data)))
@@ -302,15 +302,14 @@ def _make_ends(work: Work, saved: Unfinished | None) -> None:
 
 def _find_basis(work: Work, whole: Basis) -> Basis:
     """The kept axes, one rotation for all layers, or channels, and what precedes the layers on them."""
-    family, choose = work.family, work.options.axes
+    family = work.family
     ends = work.teacher, work.student, family
 
     def moment_of(rows: Tensor) -> Tensor:
         normal = whole.normalise(rows)
         return normal.mT @ normal
 
-    if not whole.is_folded and choose is principal_axes:
-        choose = predictive_channels
+    choose = principal_axes if whole.is_folded else predictive_channels
     site, moment = (family.norms[1], moment_of) if family.norms is not None else (family.ffn[0][0], spread)
     summed, streams = sum_moments(work.teacher, family, work.batches, site, moment, work.tell)
     kept = choose(summed, work.sizes.hidden, "layer" if family.norm == "layer" else "rms").basis

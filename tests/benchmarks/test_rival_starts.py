@@ -9,10 +9,8 @@ import torch
 from support.shrink.models import logits_of, make_data, make_teacher
 from torch import Tensor
 
-from shd_torch.shrink import shrink
-
 sys.path.append(str(Path(__file__).resolve().parents[2]))
-from benchmarks.shrink.rivals import RIVALS, count_flops
+from benchmarks.shrink.rivals import RIVALS, count_flops, shrink
 
 FAMILIES = ["llama", "qwen3", "gpt2", "bert", "vit", "dinov2"]
 
