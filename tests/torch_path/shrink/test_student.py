@@ -63,7 +63,7 @@ def test_smaller_students_save_and_load(name: str, tmp_path: Path) -> None:
     made = shrink(
         teacher, data, heads=2, layers=2, out=tmp_path / "student", progress=lambda *step: told.append(step)
     )
-    assert [(done, total) for done, total, _ in told] == [(step, 8) for step in range(8)]
+    assert [(done, total) for done, total, _ in told] == [(step, 8) for step in range(9)]
     assert [what for *_, what in told[4:6]] == ["layer 2/2 maps", "layer 2/2 heads"]
     report = json.loads((tmp_path / "student" / "shrink.json").read_text(encoding="utf-8"))
     assert report == made.report
