@@ -6,6 +6,7 @@ is made again in every tile; one with either is made once, and cut.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from shd_ref.teacher.graph.factors import MASKED, Arrays, array_of
 from shd_ref.teacher.graph.find import AttentionSite
 from shd_ref.teacher.graph.inputs import InputSizes, Shapes, probe_shapes, probe_tensors
 from shd_ref.teacher.graph.projection import fixed_input
-from shd_ref.teacher.graph.walk import Logits, is_value_product, operands, repeat_chain
+from shd_ref.teacher.graph.walk import Logits, is_value_product, operands
 from shd_ref.teacher.opening.model import PRODUCTS, SIZE_OPS, STANDARD_DOMAINS, ir, kinds, onnx
 
 Axes: TypeAlias = tuple[int | None, int | None]
@@ -39,6 +40,7 @@ _OF_FIRST: Final = kinds("CastLike Clip DequantizeLinear Dropout QuantizeLinear"
 _PROBED: Final = InputSizes(batch=2, length=11)  # no number of heads or features, so that axes are told apart
 _MOST_VALUES: Final = 400
 _MOST_STEPS: Final = 150
+_SHAPE_PLACES: Final = {"Expand": 1, "Reshape": 1, "ConstantOfShape": 0}
 
 
 @dataclass(frozen=True)
@@ -138,12 +140,8 @@ def _read_behind(context: ir.Value | None) -> list[ir.Value]:
             continue
         sources = [source for source in node.inputs if source is not None and source not in values]
         values |= dict.fromkeys(sources)
-        if value is context:
-            waiting += sources[:1]
-            repeats = (source for step in repeat_chain(operands(node)[1]) for source in (*step.inputs, *step.outputs))
-            values |= dict.fromkeys(source for source in repeats if source is not None)
-        elif not is_value_product(node):
-            waiting += sources
+        if value is context or not is_value_product(node):
+            waiting += sources[:1] if value is context else sources
     return list(values)
 
 
@@ -181,7 +179,8 @@ def _read_site(
 def _made_of_products(context: ir.Value, behind: Sequence[ir.Value]) -> set[ir.Value]:
     """Of what the context is made of, that which products of queries and keys are behind."""
     known = set(behind)
-    waiting = [value for value in behind if value is not context and _is_product(value)]
+    producers = ((value, value.producer()) for value in behind if value is not context)
+    waiting = [value for value, node in producers if node is not None and is_value_product(node)]
     products = set(waiting)
     while waiting:
         for node, _ in waiting.pop().uses():
@@ -190,11 +189,6 @@ def _made_of_products(context: ir.Value, behind: Sequence[ir.Value]) -> set[ir.V
                 products |= new
                 waiting += new
     return products
-
-
-def _is_product(value: ir.Value) -> bool:
-    node = value.producer()
-    return node is not None and is_value_product(node)
 
 
 class _Reader:
@@ -219,7 +213,9 @@ class _Reader:
         maps, values = operands(node)
         keys = -1 if "transB" in _turned(node) else -2
         inputs = (self.read(maps, _SQUARE, 0), self.read(values, (None, keys), 0))
-        return self._add(node, inputs, (str(context.name), (-2, None)), len(self.shape(context)))
+        key = str(context.name), (-2, None)
+        self.steps.append(Step(ir.to_proto(node), inputs, key, len(self.shape(context))))
+        return key
 
     def read(self, value: ir.Value, asked: Axes, depth: int) -> Key:
         """Note all steps that make a tensor in a tile; ``asked``: where what reads it has rows and keys."""
@@ -237,7 +233,13 @@ class _Reader:
             raise _Whole("more leads to its map than is followed")
         begun = len(self.steps), set(self._read)
         try:
-            inputs, sizes = self._inputs(node, asked, depth + 1)
+            axes_of = self._axes_of_inputs(node, asked)
+            if axes_of is None:
+                raise _Whole(f"{node.op_type} stands on the way to its map")
+            inputs = tuple(
+                None if source is None else self.read(source, axes, depth + 1)
+                for source, axes in zip(node.inputs, axes_of, strict=True)
+            )
         except _Whole:
             if is_inside:
                 raise
@@ -245,103 +247,65 @@ class _Reader:
             del self.steps[begun[0] :]
             self._read = begun[1]
             return key
-        return self._add(node, inputs, key, len(shape), sizes)
+        self.steps.append(Step(ir.to_proto(node), inputs, key, len(shape), _SHAPE_PLACES.get(node.op_type)))
+        return key
 
-    def _add(
-        self, node: ir.Node, inputs: tuple[Key | None, ...], output: Key, rank: int, sizes: int | None = None
-    ) -> Key:
-        self.steps.append(Step(ir.to_proto(node), inputs, output, rank, sizes))
-        return output
-
-    def _inputs(self, node: ir.Node, asked: Axes, depth: int) -> tuple[tuple[Key | None, ...], int | None]:
-        """The inputs of an operator, with their axes, and which of them states the shape; ``_Whole`` of others."""
-        axes_of, sizes = self._axes_of_inputs(node, asked)
-        inputs = [
-            None if value is None else self.read(value, axes, depth)
-            for value, axes in zip(node.inputs, axes_of, strict=True)
-        ]
-        return tuple(inputs), sizes
-
-    def _axes_of_inputs(self, node: ir.Node, asked: Axes) -> tuple[list[Axes], int | None]:
-        kind, count = node.op_type, len(node.inputs)
-        keys = asked[1]
-        refusal = _Whole(f"{kind} stands on the way to its map")
-        if node.domain not in STANDARD_DOMAINS:
-            raise refusal
-        if kind in _BY_ENTRY:
-            if kind in ("QuantizeLinear", "DequantizeLinear") and np.prod(self._shape(node, 1), dtype=int) != 1:
-                raise refusal
-            return [asked, *([_WHOLE] * (count - 1) if kind in _OF_FIRST else [asked] * (count - 1))], None
-        first = self._shape(node, 0)
-        rest = [_WHOLE] * (count - 1)
-        if kind == "Softmax":
-            axis = node.attributes.get_int("axis")
-            if keys != -1 or (-1 if axis is None else axis) not in (-1, len(first) - 1):
-                raise refusal
-            return [asked], None
-        if kind in _REDUCTIONS:
-            if (
-                keys != -1
-                or node.attributes.get_int("keepdims") == 0
-                or _list(node, 1, "axes") not in ([-1], [len(first) - 1])
-            ):
-                raise refusal
-            return [asked, *rest], None
-        if kind in PRODUCTS and not _turned(node) and min(len(first), len(self._shape(node, 1))) > 1:
-            left = [axis if axis != -1 else None for axis in asked]
-            right = [axis if axis != -2 else None for axis in asked]
-            return [(left[0], left[1]), (right[0], right[1])], None
-        return self._axes_of_moved(node, asked, refusal), {"Expand": 1, "Reshape": 1, "ConstantOfShape": 0}.get(kind)
-
-    def _axes_of_moved(self, node: ir.Node, asked: Axes, refusal: _Whole) -> list[Axes]:
-        """Of operators that move, cut, join or repeat."""
-        kind, rest = node.op_type, [_WHOLE] * (len(node.inputs) - 1)
+    def _axes_of_inputs(self, node: ir.Node, asked: Axes) -> list[Axes] | None:
+        """Where each input of an operator has rows and keys; None where it cannot run on some of them."""
+        kind, (rows, keys) = node.op_type, asked
         first, output = self._shape(node, 0), self.shape(node.outputs[0])
+        whole, outside = [_WHOLE] * (len(node.inputs) - 1), self._inside.isdisjoint(node.inputs[:1])
+        if node.domain not in STANDARD_DOMAINS:
+            return None
+        if kind in _BY_ENTRY:
+            # A scale of an axis would have to be cut with it.
+            if kind in ("QuantizeLinear", "DequantizeLinear") and math.prod(self._shape(node, 1)) != 1:
+                return None
+            return [asked, *(whole if kind in _OF_FIRST else [asked] * len(whole))]
+        if kind == "Softmax":
+            return [asked] if keys == -1 and node.attributes.get_int("axis", -1) in (-1, len(first) - 1) else None
+        if kind in _REDUCTIONS:
+            is_last = _list(node, 1, "axes") in ([-1], [len(first) - 1])
+            return [asked, *whole] if keys == -1 and is_last and node.attributes.get_int("keepdims") != 0 else None
+        if kind in PRODUCTS and not _turned(node) and min(len(first), len(self._shape(node, 1))) > 1:
+            left, right = ([None if axis == other else axis for axis in asked] for other in (-1, -2))
+            return [(left[0], left[1]), (right[0], right[1])]
         if kind in ("Expand", "ConstantOfShape"):
-            return [asked if kind == "Expand" else _WHOLE, *rest]
-        if kind == "Trilu" and asked == _SQUARE:
-            return [asked, *rest]
+            return [asked if kind == "Expand" else _WHOLE, *whole]
+        if kind == "Trilu":
+            return [asked, *whole] if asked == _SQUARE else None
         if kind == "Reshape":
             start = min(axis for axis in asked if axis is not None)
-            if first[start:] != output[start:]:
-                raise refusal
-            return [asked, *rest]
+            return [asked, *whole] if first[start:] == output[start:] else None
         if kind == "Transpose" and "perm" in node.attributes:
             order = node.attributes["perm"].as_ints()
             return [_mapped(asked, lambda axis: order[axis] - len(order))]
-        if kind in ("Squeeze", "Unsqueeze"):
+        if kind in ("Squeeze", "Unsqueeze") and (listed := _list(node, 1, "axes")) is not None:
             shorter, longer = sorted((len(first), len(output)))
-            listed = _list(node, 1, "axes")
-            if listed is None:
-                raise refusal
             new = {axis % longer for axis in listed}
             kept = [axis for axis in range(longer) if axis not in new]
             if kind == "Unsqueeze":
-                return [_mapped(asked, lambda axis: kept.index(longer + axis) - shorter), *rest]
-            return [_mapped(asked, lambda axis: kept[shorter + axis] - longer), *rest]
+                return [_mapped(asked, lambda axis: kept.index(longer + axis) - shorter), *whole]
+            return [_mapped(asked, lambda axis: kept[shorter + axis] - longer), *whole]
         if kind == "Concat":
-            axis = (node.attributes.get_int("axis") or 0) % len(output) - len(output)
+            axis = node.attributes.get_int("axis", 0) % len(output) - len(output)
             joined = [self._shape(node, number)[axis] for number in range(len(node.inputs))]
-            if axis == asked[0] or (axis == asked[1] and sum(size != 1 for size in joined) != 1):
-                raise refusal
-            return [asked] * len(node.inputs)
+            is_cut = axis == rows or (axis == keys and sum(size != 1 for size in joined) != 1)
+            return None if is_cut else [asked] * len(node.inputs)
         if kind == "Slice":
             starts, ends, axes = (_list(node, number) for number in (1, 2, 3))
             if starts is None or ends is None or axes is None:
-                raise refusal
-            cut = {axis % len(first) - len(first): span for axis, *span in zip(axes, starts, ends, strict=True)}
+                return None
+            spans = {axis % len(first) - len(first): span for axis, *span in zip(axes, starts, ends, strict=True)}
             # Of keys the last ones, a sink's column.
-            if asked[0] in cut or (asked[1] in cut and not (cut[asked[1]][0] == 0 > cut[asked[1]][1])):
-                raise refusal
-            return [asked, *rest]
-        if kind == "Gather" and not node.attributes.get_int("axis") and node.inputs[0] not in self._inside:
+            start, end = spans.get(keys, (0, -1)) if keys is not None else (0, -1)
+            return [asked, *whole] if rows not in spans and start == 0 > end else None
+        if kind == "Gather" and not node.attributes.get_int("axis") and outside:
             return [_WHOLE, _mapped(asked, lambda axis: min(axis + len(first) - 1, 0) or None)]
-        is_plain = (
-            kind == "GatherND" and not node.attributes.get_int("batch_dims") and node.inputs[0] not in self._inside
-        )
+        is_plain = kind == "GatherND" and not node.attributes.get_int("batch_dims") and outside
         if is_plain and self._shape(node, 1)[-1] == len(first):
             return [_WHOLE, _mapped(asked, lambda axis: axis - 1)]
-        raise refusal
+        return None
 
     def _shape(self, node: ir.Node, place: int) -> tuple[int, ...]:
         value = node.inputs[place] if place < len(node.inputs) else None

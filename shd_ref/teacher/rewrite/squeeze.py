@@ -150,15 +150,13 @@ def squeeze_graph(
         body.prefix = f"{FUNCTION_DOMAIN}/{own}{student_layer}/"
         heads, d_v = site.num_heads or 0, site.d_v or 0  # known for supported sites
         rounds = merge_plan(heads, options.num_student_heads, plan)
-        weights = options.strategy, options.alpha_rule
-        rule = MergeRule(heads, d_v, rounds, *weights, temperature, codec)
-        hidden = () if check_outputs else ("probs", "values", "merged", *(("codes",) if factors else ()))
-        tiles = None if tiling is None else tiling.of(site)
-        if tiled is not None and tiling is not None and tiles is not None:
-            row_mask = masks[named[student_layer]]
-            layer = _squeeze_tiles(body, rule, student_layer, tiles, tiling, tiled, row_mask, factors, check_outputs)
+        rule = MergeRule(heads, d_v, rounds, options.strategy, options.alpha_rule, temperature, codec)
+        row_mask, tiles = masks[named[student_layer]], None if tiling is None else tiling.of(site)
+        if tiled is not None and tiles is not None:
+            layer = _squeeze_tiles(body, rule, student_layer, tiles, tiled, row_mask, factors is None, check_outputs)
         else:
-            layer = _squeeze_layer(body, rule, student_layer, site, masks[named[student_layer]], hidden)
+            hidden = () if check_outputs else ("probs", "values", "merged", *(("codes",) if factors else ()))
+            layer = _squeeze_layer(body, rule, student_layer, site, row_mask, hidden)
         if factors is not None:
             names = {role: f"{body.prefix}{role}" for role in ("queries", "keys", "spans")}
             for source, name in zip(add_factors(body, factors[student_layer]), names.values(), strict=False):
@@ -178,17 +176,16 @@ def _squeeze_tiles(
     rule: MergeRule,
     student_layer: int,
     tiles: SiteTiles,
-    tiling: Tiling,
     tiled: TiledAttention,
     row_mask: str | None,
-    factors: Mapping[int, SiteFactors] | None,
+    has_codes: bool,
     check_outputs: bool,
 ) -> SqueezedLayer:
     """The results of ``_squeeze_layer`` without a map of all heads, and for a check all that tiles are made of."""
     site, forward = tiles.site, tiled.forward[tiles.site.layer]
     rule = replace(rule, value_heads=tiles.value_heads)
     results: dict[str, str] = {}
-    weights, slots = None, tiling.slots.get(site.layer, ())
+    weights, slots = None, tiled.tiling.slots.get(site.layer, ())
     if rule.solves:
         grams = [body.weight(gram) for gram in gram_matrices(rule, projection_of(site))]
         sums = forward.sums or ""
@@ -197,8 +194,8 @@ def _squeeze_tiles(
         weights = results.pop("weights")
     else:
         results["alphas"] = constant_alphas(body, rule, batch_heads(body, site.context, site.layout, rule.num_heads))
-    if factors is None:
-        results["codes"] = add_codes(body, tiles, rule, tiling.rows, forward.spans, weights)
+    if has_codes:
+        results["codes"] = add_codes(body, tiles, rule, tiled.tiling.rows, forward.spans, weights)
     names = _output_results(body, rule, results)
     if not check_outputs:
         return SqueezedLayer(student_layer, site, rule, names)

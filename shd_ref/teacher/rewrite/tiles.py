@@ -276,6 +276,7 @@ class TiledAttention:
     """A teacher whose sites run in tiles: nodes in a body, and the nodes of the graph that they stand for."""
 
     def __init__(self, body: Body, tiling: Tiling) -> None:
+        self.tiling = tiling
         self.replaced: set[str] = set()
         self.forward: dict[int, Forward] = {}
         spans: dict[tuple[Seen, ...], str | None] = {}
