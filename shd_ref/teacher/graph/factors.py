@@ -13,7 +13,7 @@ from shd_ref.errors import graph_unsupported, need
 from shd_ref.teacher.graph.find import AttentionSite, SiteKinds
 from shd_ref.teacher.graph.inputs import Layout, probe_tensors
 from shd_ref.teacher.graph.measure import alike_heads
-from shd_ref.teacher.graph.walk import Logits, before_rounding, repeat_chain
+from shd_ref.teacher.graph.walk import Logits
 from shd_ref.teacher.opening.model import ir, onnx
 from shd_ref.teacher.options import PrecomputeOptions
 
@@ -118,7 +118,7 @@ def _tensors(logits: Logits) -> Iterator[str]:
     values: list[ir.Value | None] = [value for _, value in (*logits.multipliers, *logits.addends, *logits.fills)]
     if logits.product is not None:
         values += [logits.queries, logits.keys, logits.product.outputs[0]]
-        for node in repeat_chain(logits.keys):
+        for node in logits.repeats:
             values += [*node.inputs, node.outputs[0]]
     yield from (str(value.name) for value in values if value is not None and value.const_value is None)
 
@@ -141,14 +141,14 @@ def _factors(site: AttentionSite, logits: Logits | None, arrays: Arrays, read: s
     heads, transposed = site.num_heads or 1, not product.attributes.get_int("transB")
     shapes = {name: array.shape for name, array in arrays.items()}
     shared = layout in _FOLDED and shape[1 if layout == "batch-heads" else 0] == 1 != heads
-    alike = None if shared else alike_heads(keys, layout, heads, shapes)
+    alike = None if shared else alike_heads(logits.repeats, layout, heads, shapes)
     share = heads // len(set(alike or range(heads)))
     is_runs = alike == tuple(head - head % share for head in range(heads))
     kept = tuple(range(0, heads, share)) if is_runs and share > 1 else ()
     return SiteFactors(
         site,
-        queries=str(before_rounding(queries).name),
-        keys=str(before_rounding(keys).name),
+        queries=logits.wide[0],
+        keys=logits.wide[1],
         keys_transposed=transposed,
         layout=layout,
         logits_layout=logits_layout,

@@ -15,8 +15,8 @@ from shd_ref.cache.forms.attention import KINDS, KindLayers
 from shd_ref.errors import ShdError, argument_value, graph_unsupported, inputs_invalid
 from shd_ref.layers import layer_map
 from shd_ref.teacher.graph.independence import Finding, probe_samples
-from shd_ref.teacher.graph.inputs import InputSpec, Layout, Shapes, probe_shapes, static_shapes
-from shd_ref.teacher.graph.measure import Measure, describe_contradiction, measure_site
+from shd_ref.teacher.graph.inputs import InputSpec, Layout, Shapes, probe_shapes
+from shd_ref.teacher.graph.measure import Measure, describe_contradiction, measure_site, static_shapes
 from shd_ref.teacher.graph.walk import Walk, ancestors, walk_graph
 from shd_ref.teacher.opening.model import MIN_OPSET, OLD_OPSET, infer_shapes, ir, onnx, opset_version, read_graph
 from shd_ref.teacher.options import PrecomputeOptions

@@ -249,21 +249,6 @@ TOO_MUCH: Final = "the graph must run on a few short samples within"
 _SHAPE_PLACES: Final = {"Reshape": 1, "Expand": 1, "Tile": 1, "ConstantOfShape": 0}
 
 
-def static_shapes(model: onnx.ModelProto) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors whose dimensions are all numbers or names, each name bound to its own small number."""
-    numbers: dict[str, int] = {}
-    shapes = {}
-    for value in (*model.graph.input, *model.graph.value_info, *model.graph.output):
-        dims = value.type.tensor_type.shape.dim
-        if not value.type.tensor_type.HasField("shape") or not all(d.dim_param or d.dim_value for d in dims):
-            continue
-        shapes[value.name] = tuple(
-            numbers.setdefault(d.dim_param, len(numbers) + _PROBE_SIZES.batch) if d.dim_param else d.dim_value
-            for d in dims
-        )
-    return shapes
-
-
 def frozen_specs(model: onnx.ModelProto, maps: Sequence[str]) -> tuple[InputSpec, ...]:
     """The graph's inputs, with length and batch that a tracer left in its constants, as a run confirms."""
     specs = input_specs(model)

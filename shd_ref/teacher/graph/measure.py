@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -12,11 +12,25 @@ from numpy.typing import NDArray
 
 from shd_ref.teacher.graph.inputs import Layout, Shapes
 from shd_ref.teacher.graph.projection import Term, fixed_input
-from shd_ref.teacher.graph.walk import Walk, repeat_chain
-from shd_ref.teacher.opening.model import ADDING_OPS, MOVING_OPS, REPEAT_OPS, SCALING_OPS, ir, run_operator
+from shd_ref.teacher.graph.walk import Walk
+from shd_ref.teacher.opening.model import ADDING_OPS, MOVING_OPS, REPEAT_OPS, SCALING_OPS, ir, onnx, run_operator
 
 _MOST_INDICES: Final = 2**25  # 256 MB, several times
 _EVALUATED: Final = frozenset({"Concat", "Gather", "GatherND", "Slice", "Transpose"})
+
+
+def static_shapes(model: onnx.ModelProto) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors whose dimensions are all numbers or names, each name bound to its own small number."""
+    numbers: dict[str, int] = {}
+    shapes = {}
+    for value in (*model.graph.input, *model.graph.value_info, *model.graph.output):
+        dims = value.type.tensor_type.shape.dim
+        if not value.type.tensor_type.HasField("shape") or not all(d.dim_param or d.dim_value for d in dims):
+            continue
+        shapes[value.name] = tuple(
+            numbers.setdefault(d.dim_param, len(numbers) + 2) if d.dim_param else d.dim_value for d in dims
+        )
+    return shapes
 
 
 @dataclass(frozen=True)
@@ -63,8 +77,8 @@ def measure_site(walk: Walk, shapes: Shapes) -> Measure | None:
     if probs[:-2] != context[:-2] or not (shared or values[:-2] == context[:-2]):
         return None
     alike: tuple[int, ...] | None = (0,) * num_heads
-    if not shared and layout is not None and walk.values is not None:
-        alike = alike_heads(walk.values, layout, num_heads, shapes)
+    if not shared and layout is not None:
+        alike = alike_heads(walk.repeats, layout, num_heads, shapes)
     if alike is None:
         return None
     if walk.mixing is not None:
@@ -113,9 +127,8 @@ def describe_contradiction(walk: Walk, shapes: Shapes) -> str:
     )
 
 
-def alike_heads(values: ir.Value, layout: Layout, heads: int, shapes: Shapes) -> tuple[int, ...] | None:
+def alike_heads(chain: Sequence[ir.Node], layout: Layout, heads: int, shapes: Shapes) -> tuple[int, ...] | None:
     """Of each head the first that has the same keys or values, by replay of what repeats them; None if unknown."""
-    chain = repeat_chain(values)
     factors = [
         shapes.get(str(factor.name)) if factor.const_value is None else factor.const_value.numpy().shape
         for node in chain

@@ -20,7 +20,7 @@ from shd_ref.teacher.graph.factors import MASKED, Arrays, array_of
 from shd_ref.teacher.graph.find import AttentionSite
 from shd_ref.teacher.graph.inputs import InputSizes, Shapes, probe_shapes, probe_tensors
 from shd_ref.teacher.graph.projection import fixed_input
-from shd_ref.teacher.graph.walk import Logits, is_value_product, operands
+from shd_ref.teacher.graph.walk import Logits, is_value_product
 from shd_ref.teacher.opening.model import PRODUCTS, SIZE_OPS, STANDARD_DOMAINS, ir, kinds, onnx
 
 Axes: TypeAlias = tuple[int | None, int | None]
@@ -160,7 +160,8 @@ def _read_site(
     probs = (site.probs, _SQUARE)
     if probs not in outputs:
         return SiteTiles(site, reason="its map is turned on its way to the values")
-    product = operands(context.producer())  # type: ignore[arg-type]  # it was read
+    node = context.producer()
+    product = [one.name for one in (() if node is None else node.inputs[:2]) if one is not None]
     shared = site.shared_values or site.joined_values
     read = (site.logits, _SQUARE)
     return SiteTiles(
@@ -172,7 +173,7 @@ def _read_site(
         rank=len(shapes[site.context]),
         masks=_read_masks(site, logits, arrays, reader),
         value_heads=tuple(range(site.num_heads or 1)) if shared else site.value_heads,
-        is_plain=not shared and tuple(one.name for one in product) == (site.probs, site.values),
+        is_plain=not shared and product == [site.probs, site.values],
     )
 
 
@@ -208,9 +209,10 @@ class _Reader:
 
     def read_context(self, context: ir.Value) -> Key:
         node = context.producer()
-        if node is None or node.op_type not in PRODUCTS or _turned(node) - {"transB"}:
+        maps, values = (None, None) if node is None else (*node.inputs, None)[:2]
+        is_plain = node is not None and node.op_type in PRODUCTS and not _turned(node) - {"transB"}
+        if node is None or maps is None or values is None or not is_plain:
             raise _Whole("map and values meet in no plain product")
-        maps, values = operands(node)
         keys = -1 if "transB" in _turned(node) else -2
         inputs = (self.read(maps, _SQUARE, 0), self.read(values, (None, keys), 0))
         key = str(context.name), (-2, None)

@@ -51,6 +51,8 @@ class Logits:
     product: ir.Node | None = None
     queries: ir.Value | None = None
     keys: ir.Value | None = None
+    wide: tuple[str, str] = ("", "")  # their names before rounding
+    repeats: tuple[ir.Node, ...] = ()  # operators that repeat the keys' heads
     scale: float = 1.0
     multipliers: list[tuple[str, ir.Value]] = field(default_factory=list)
     addends: list[tuple[float, ir.Value]] = field(default_factory=list)
@@ -77,13 +79,14 @@ class Walk:
     query: ir.Value | None = None
     cross: bool | None = None
     sinks: bool = False  # columns of the softmax are cut off
+    repeats: tuple[ir.Node, ...] = ()  # operators that repeat V's heads
     mixing: NDArray[Any] | None = None  # (H, H): what value head g reads is sum_h mixing[h, g] map_h
 
     def tensors(self) -> Iterator[str]:
         """Names of all tensors whose shapes decide the sizes."""
         values = [self.probs, self.values, self.context, self.query]
         values += [value for node in self.projection.path for value in node.outputs]
-        values += [value for node in repeat_chain(self.values) for value in (*node.inputs, *node.outputs)]
+        values += [value for node in self.repeats for value in (*node.inputs, *node.outputs)]
         yield from (str(value.name) for value in values if value is not None and value.const_value is None)
 
 
@@ -177,6 +180,7 @@ def _walk_map(softmax: ir.Node, spelling: Spelling, all_met: set[ir.Node]) -> It
         query=None if scores is None else scores.inputs[0],
         cross=None if scores is None else _is_cross(scores),
         sinks=cut is not None or (bool(quotients) and not quotients[-1].sums_to_one),
+        repeats=repeat_chain(values),
         mixing=trail.mixing,
     )
 
@@ -303,6 +307,8 @@ def _read_logits(value: ir.Value | None) -> Logits:
             logits.reason = "its logits come from no product of queries and keys"
         elif is_value_product(node):
             logits.product, (logits.queries, logits.keys) = node, operands(node)
+            logits.wide = str(before_rounding(logits.queries).name), str(before_rounding(logits.keys).name)
+            logits.repeats = repeat_chain(logits.keys)
             break
         else:
             value = _step_back(node, logits)

@@ -139,11 +139,14 @@ def _multiply(
     # The right factor is broadcast along all rows but the last; MatMul broadcasts a plain matrix by itself.
     gaps = [""] * (len(rows) - 1) if batch else []
     before, after = [*batch, *rows] if rows or not batch else [*batch, ""], [columns] if columns or batch else []
-    groups = [*before, summed], [*batch, *gaps, summed, *after]
-    result = [*before, *after]
-    factors = [_arrange(body, operand, group, numbers) for operand, group in zip((left, right), groups, strict=True)]
-    product = _spread(body, body.op("MatMul", *factors), result, (left, right), numbers)
+    groups, result = ([*before, summed], [*batch, *gaps, summed, *after]), [*before, *after]
+    factors = []
+    for operand, wanted in zip((left, right), groups, strict=True):
+        letters = "".join(wanted)
+        moved = _transpose(body, operand.name, operand.letters, letters)
+        factors.append(_regroup(body, moved, list(letters), wanted, (left, right), numbers))
     letters = "".join(result)
+    product = _regroup(body, body.op("MatMul", *factors), result, list(letters), (left, right), numbers)
     return _Operand(_transpose(body, product, letters, output), output)
 
 
@@ -177,49 +180,27 @@ def _transpose(body: Body, name: str, letters: str, order: str) -> str:
     return body.op("Transpose", name, perm=[letters.index(letter) for letter in order])
 
 
-def _arrange(body: Body, operand: _Operand, groups: Sequence[str], numbers: Mapping[str, int]) -> str:
-    """The operand with one axis for each group of letters, in this order; of size one for no letter."""
-    letters = "".join(groups)
-    name = _transpose(body, operand.name, operand.letters, letters)
-    gaps = [number for number, group in enumerate(groups) if not group]
-    sizes: list[int | list[int]] = []
-    for number, group in enumerate(filter(None, groups)):
-        if len(group) == 1 and letters.index(group) == number:
+def _regroup(
+    body: Body,
+    name: str,
+    groups: Sequence[str],
+    wanted: Sequence[str],
+    factors: tuple[_Operand, _Operand],
+    numbers: Mapping[str, int],
+) -> str:
+    """A tensor with an axis for each of some groups of letters, as one with other groups; one of size 1 for none."""
+    if list(groups) == list(wanted):
+        return name
+    sizes: list[int | tuple[str, list[int]]] = []
+    for number, group in enumerate(wanted):
+        if group and list(groups[: number + 1]) == list(wanted[: number + 1]):
             sizes.append(0)  # as it is
         elif all(letter in numbers for letter in group):
             sizes.append(prod(numbers[letter] for letter in group))
         else:
-            sizes.append([letters.index(letter) for letter in group])
-    if len(sizes) < len(letters):
-        name = _reshape(body, name, [(name, one) if isinstance(one, list) else one for one in sizes])
-    return body.op("Unsqueeze", name, body.const(gaps)) if gaps else name
-
-
-def _spread(
-    body: Body, name: str, groups: Sequence[str], factors: tuple[_Operand, _Operand], numbers: Mapping[str, int]
-) -> str:
-    letters = "".join(groups)
-    gaps = [number for number, group in enumerate(groups) if not group]
-    name = body.op("Squeeze", name, body.const(gaps)) if gaps else name
-    groups = [group for group in groups if group]
-    if list(letters) == groups:
-        return name
-    sizes: list[int | tuple[str, list[int]]] = []
-    for number, letter in enumerate(letters):
-        if list(groups[: number + 1]) == list(letters[: number + 1]):
-            sizes.append(0)
-        elif letter in numbers:
-            sizes.append(numbers[letter])
-        else:
-            operand = next(operand for operand in factors if letter in operand.letters)
-            sizes.append((operand.name, [operand.letters.index(letter)]))
-    return _reshape(body, name, sizes)
-
-
-def _reshape(body: Body, name: str, sizes: Sequence[int | tuple[str, list[int]]]) -> str:
-    """To these sizes: numbers, 0 for as it is, or axes of a tensor whose sizes multiply."""
-    unknown = [size for size in sizes if not isinstance(size, int)]
-    if len(unknown) < 2:
+            operand = next(operand for operand in factors if set(group) <= set(operand.letters))
+            sizes.append((operand.name, [operand.letters.index(letter) for letter in group]))
+    if sum(not isinstance(size, int) for size in sizes) < 2:
         return body.reshape(name, *(size if isinstance(size, int) else -1 for size in sizes))
     parts = []
     for size in sizes:
