@@ -13,6 +13,7 @@ from shd_ref.errors import graph_unsupported, need
 from shd_ref.teacher.graph.find import AttentionSite, SiteKinds
 from shd_ref.teacher.graph.inputs import Layout, probe_tensors
 from shd_ref.teacher.graph.measure import alike_heads
+from shd_ref.teacher.graph.projection import fixed_input
 from shd_ref.teacher.graph.walk import Logits
 from shd_ref.teacher.opening.model import ir, onnx
 from shd_ref.teacher.options import PrecomputeOptions
@@ -177,13 +178,26 @@ def _reason(logits: Logits, arrays: Arrays) -> str | None:
         factor = array_of(value, arrays)
         if factor.size != 1 and (factor.shape[-1] != 1 or factor.ndim > rank):
             return "its logits are multiplied entry by entry"
+    return why_no_mask(logits, arrays)
+
+
+def why_no_mask(logits: Logits, arrays: Arrays) -> str | None:
+    """Why what is added to logits, or put in their place, is more than a mask."""
     for scale, value in logits.addends:
-        added = scale * array_of(value, arrays).astype(np.float64)
+        added = scale * _numbers_of(value, arrays)
         if not ((added == 0) | (added <= MASKED)).all():
             return "a bias is added to its logits"
-    if any((scale * array_of(value, arrays).astype(np.float64) > MASKED).any() for scale, value in logits.fills):
+    if any((scale * _numbers_of(value, arrays) > MASKED).any() for scale, value in logits.fills):
         return "its masked logits are replaced by numbers that still count"
     return None
+
+
+def _numbers_of(value: ir.Value, arrays: Arrays) -> NDArray[np.float64]:
+    """The constants that a mask is or chooses between, which a run may not show all; else what a run gave."""
+    node = value.producer()
+    chosen = [fixed_input(node, slot) for slot in (1, 2)] if node is not None and node.op_type == "Where" else [None]
+    fixed = [numbers.ravel() for numbers in chosen if numbers is not None]
+    return (np.concatenate(fixed) if len(fixed) == 2 else array_of(value, arrays)).astype(np.float64)
 
 
 def array_of(value: ir.Value, arrays: Arrays) -> NDArray[Any]:

@@ -10,13 +10,10 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Final, TypeAlias
 
 from shd_ref.errors import ShdError
-from shd_ref.teacher.graph.factors import MASKED, Arrays, array_of
+from shd_ref.teacher.graph.factors import Arrays, why_no_mask
 from shd_ref.teacher.graph.find import AttentionSite
 from shd_ref.teacher.graph.inputs import InputSizes, Shapes, probe_shapes, probe_tensors
 from shd_ref.teacher.graph.projection import fixed_input
@@ -334,13 +331,9 @@ def _list(node: ir.Node, place: int, attribute: str | None = None) -> list[int] 
 
 def _read_masks(site: AttentionSite, logits: Logits, arrays: Arrays, reader: _Reader) -> tuple[Seen, ...] | None:
     """The masks; None where they differ between heads, or where more than masks changes the logits."""
-    capped = (len(logits.addends), len(logits.conditions)) if logits.capped is None else logits.capped
-    if logits.reason or site.layout != "batch-heads" or capped != (len(logits.addends), len(logits.conditions)):
+    before_cap = logits.capped in (None, (len(logits.addends), len(logits.conditions)))
+    if logits.reason or why_no_mask(logits, arrays) or site.layout != "batch-heads" or not before_cap:
         return None
-    for scale, value in (*logits.addends, *logits.fills):
-        numbers = scale * _numbers_of(value, arrays).astype(np.float64)
-        if not ((numbers <= MASKED) | ((numbers == 0) & (value in {added for _, added in logits.addends}))).all():
-            return None
     read = {key[0]: key for step in reader.steps for key in step.inputs if key is not None}
     masks = []
     for shown, scale, value in (
@@ -355,15 +348,6 @@ def _read_masks(site: AttentionSite, logits: Logits, arrays: Arrays, reader: _Re
             shown, value = condition
         masks.append(Seen(read[str(value.name)], len(reader.shape(value)), shown, scale))
     return tuple(masks)
-
-
-def _numbers_of(value: ir.Value, arrays: Arrays) -> NDArray[Any]:
-    """The constants that a mask is or chooses between, which a run may not show all; else what a run gave."""
-    node = value.producer()
-    chosen = [fixed_input(node, slot) for slot in (1, 2)] if node is not None and node.op_type == "Where" else [None]
-    if any(fixed is None for fixed in chosen):
-        return array_of(value, arrays)
-    return np.concatenate([fixed.ravel() for fixed in chosen if fixed is not None])
 
 
 def _condition_of(value: ir.Value, scale: float) -> tuple[bool, ir.Value] | None:

@@ -175,6 +175,9 @@ REFUSED = {
     "a bias is added": lambda b, z: b.op(
         "Mul", b.op("Add", z, np.triu(np.full((3, 3), -1e4, np.float32), 1)), np.float32(0.01)
     ),
+    "a bias is added to its": lambda b, z: b.op(  # which a run on a few samples does not show
+        "Add", z, b.op("Where", b.op("Greater", z, np.float32(-1e30)), np.float32(0.0), np.float32(-5.0))
+    ),
     "still count": lambda b, z: b.op("Where", b.op("Greater", z, np.float32(0.0)), z, np.float32(-1.0)),
 }
 
