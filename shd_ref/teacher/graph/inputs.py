@@ -234,7 +234,7 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 Layout: TypeAlias = Literal["batch-heads", "heads-batch", "batch-folded", "heads-folded"]
 """Axes of the map before (L, S): ``B, H``; ``H, B``; ``B * H`` with heads inside; ``H * B`` with samples inside."""
 
-_PROBE_SIZES: Final = InputSizes(batch=2, length=3)
+_PROBE_SIZES: Final = InputSizes(batch=2, length=3)  # unlike each other, and not 1, which graphs broadcast
 _LONGEST_FROZEN: Final = 4096
 _MOST_TRIED: Final = 6
 _LEAST_SECONDS: Final = 10.0
@@ -385,7 +385,7 @@ class Probe:
     def _try(self, sizes: InputSizes) -> tuple[int, Exception | None]:
         """The integer on which it runs at these sizes, or what went wrong."""
         failure: Exception | None = None
-        for largest in (1, 0):
+        for largest in (1, 0):  # ids of 1, else of 0: a table of token types may have a single row
             try:
                 self.run(probe_feeds(self.specs, sizes, largest=largest))
             except BoundError:

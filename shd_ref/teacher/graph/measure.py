@@ -15,7 +15,7 @@ from shd_ref.teacher.graph.projection import Term, fixed_input
 from shd_ref.teacher.graph.walk import Walk
 from shd_ref.teacher.opening.model import ADDING_OPS, MOVING_OPS, REPEAT_OPS, SCALING_OPS, ir, onnx, run_operator
 
-_MOST_INDICES: Final = 2**25  # 256 MB, several times
+_MOST_INDICES: Final = 2**25  # 256 MB, several times; a probe's sizes are tiny, stated ones need not be
 _EVALUATED: Final = frozenset({"Concat", "Gather", "GatherND", "Slice", "Transpose"})
 
 
@@ -67,11 +67,13 @@ def measure_site(walk: Walk, shapes: Shapes) -> Measure | None:
     rows = [row for row in read if row is not None]
     if len(rows) < len(read):
         return None
+    # A row of the attention output reads d_v numbers of every head at one position: how many, tells the heads.
     num_heads, rest = divmod(len(np.unique(np.concatenate([row.indices[0] for row in rows]))), d_v)
     if rest:
         return None
     layout, weight = _read_layout(rows, context, num_heads)
     head_axis = {"batch-heads": 1, "heads-batch": 0}.get(layout or "")
+    # V with one head is repeated by the product itself, which leaves no operator to see.
     one_head = tuple(1 if axis == head_axis else size for axis, size in enumerate(context[:-2]))
     shared = values[:-2] == one_head != context[:-2]
     if probs[:-2] != context[:-2] or not (shared or values[:-2] == context[:-2]):
@@ -144,6 +146,7 @@ def alike_heads(chain: Sequence[ir.Node], layout: Layout, heads: int, shapes: Sh
     by_head = by_sample(moved[chain[-1].outputs[0]][0], layout, heads)
     if not by_head.size or by_head.shape[1] != heads:
         return None
+    # Backwards, so that of equal heads the first stays.
     firsts = {by_head[:, head].tobytes(): head for head in reversed(range(heads))}
     return tuple(firsts[by_head[:, head].tobytes()] for head in range(heads))
 

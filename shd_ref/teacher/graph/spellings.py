@@ -19,7 +19,7 @@ _OF_ALL: Final = frozenset({"Add", "AveragePool", "Concat", "Div", "MaxPool", "M
 
 _NEGLIGIBLE: Final = 1e-6
 """Beside a sum of about one: it keeps the quotient finite and takes nothing from a row."""
-_DEEPEST: Final = 8
+_DEEPEST: Final = 8  # a sum's casts, shapes and guards
 
 
 @dataclass(frozen=True)

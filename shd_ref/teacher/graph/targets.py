@@ -17,7 +17,7 @@ from shd_ref.errors import argument_value, graph_unsupported, need
 from shd_ref.kd.head import TeacherHead
 from shd_ref.teacher.graph.find import AttentionSite, SiteKinds
 from shd_ref.teacher.graph.projection import fixed_input, product_weight
-from shd_ref.teacher.graph.walk import FLOATS, ancestors
+from shd_ref.teacher.graph.walk import FLOATS, Logits, ancestors, read_logits
 from shd_ref.teacher.opening.model import PRODUCTS, SIZE_OPS, ir, onnx, read_graph
 from shd_ref.teacher.options import PrecomputeOptions
 
@@ -215,16 +215,24 @@ def _last_state(graph: ir.Graph, last_states: Sequence[str]) -> str | None:
     """The output of such a name, or else what the head multiplies, before a scale that is one number (as of T5)."""
     outputs = {value.name: value for value in graph.outputs if value.name}
     named = next((name for name in last_states if name in outputs), None)
-    value = outputs.get(_LOGITS)
-    while named is None and value is not None:
-        node = value.producer()
-        inputs = [] if node is None else [one for one in node.inputs if one is not None and one.const_value is None]
-        if node is None or node.op_type not in _BEHIND_HEAD | PRODUCTS or len(inputs) != 1:
-            return None
-        if node.op_type in PRODUCTS:
-            return str(_before_scale(inputs[0]).name)
-        value = inputs[0]
-    return named
+    read = None if named is not None or _LOGITS not in outputs else _read_head(graph, _LOGITS)
+    if read is None or read.product is None or read.product.op_type not in PRODUCTS:
+        return named
+    states = (one for one in (read.queries, read.keys) if one is not None and one.const_value is None)
+    return str(_before_scale(next(states)).name)
+
+
+def _read_head(graph: ir.Graph, name: str) -> Logits | None:
+    """What is done with the product of a state and a constant matrix; None unless constants alone are."""
+
+    def is_head(node: ir.Node) -> bool:
+        factors = [one is not None and one.const_value is None for one in node.inputs[:2]]
+        return node.op_type in (*PRODUCTS, "Gemm") and sum(factors) == 1
+
+    value = next((output for output in graph.outputs if output.name == name), None)
+    read = read_logits(value, is_head, frozenset({"Cast", "Identity"}))
+    is_fixed = all(one.const_value is not None for _, one in (*read.addends, *read.multipliers))
+    return read if is_fixed and not (read.reason or read.fills or read.conditions or read.sinks) else None
 
 
 def _before_scale(value: ir.Value) -> ir.Value:
@@ -258,95 +266,35 @@ def _entering_state(site: AttentionSite) -> str | None:
     return None
 
 
-_PLAIN: Final = frozenset({"Cast", "Identity"})
-_BY_NUMBERS: Final = frozenset({"Add", "Div", "Mul", "Sub"})
 _ROUNDING: Final = 2.0**-22  # of two constants in binary32 that are meant to be one another's inverse
-
-
-@dataclass
-class _Behind:
-    """What is done with the product, from the logits backwards: a cap, then a factor and a sum."""
-
-    scale: float = 1.0
-    bias: NDArray[np.float64] | float = 0.0
-    soft_cap: float | None = None
-    in_cap: bool = False  # between the cap's last factor and its tanh
 
 
 def _find_head(graph: ir.Graph, logits: str) -> GraphHead:
     """Follow the output ``logits`` back to the product with the head's matrix; ``graph-unsupported`` of others."""
-    value = next((output for output in graph.outputs if output.name == logits), None)
-    behind = _Behind()
-    while value is not None:
-        node = value.producer()
-        if node is None:
-            break
-        if node.op_type in (*PRODUCTS, "Gemm"):
-            return _read_product(node, logits, behind)
-        value = _step(node, behind)
-    raise graph_unsupported(
+    refusal = graph_unsupported(
         "exact targets need logits that a head makes of a state: one product with a constant matrix, then at most a "
         f"bias, a scale and a soft cap; {logits!r} is made in another way: store --logits, or export the plain head",
         "CACHE-190",
     )
-
-
-def _step(node: ir.Node, behind: _Behind) -> ir.Value | None:
-    """The input before this operator, which is noted; None for one that a head does not have."""
-    inputs = [source for source in node.inputs if source is not None]
-    if node.op_type in _PLAIN:
-        return inputs[0]
-    if node.op_type == "Tanh" and behind.in_cap:
-        behind.in_cap = False
-        behind.soft_cap, behind.scale = behind.scale, 1.0
-        return inputs[0]
-    fixed = [slot for slot, source in enumerate(inputs) if source.const_value is not None]
-    if node.op_type not in _BY_NUMBERS or len(inputs) != 2 or len(fixed) != 1:
-        return None
-    (slot,), numbers = fixed, fixed_input(node, fixed[0])
-    if slot == 0 and node.op_type in ("Div", "Sub"):
-        return None
-    wide = np.asarray(numbers, np.float64)
-    if node.op_type in ("Add", "Sub"):
-        if wide.size > 1 and wide.shape[-1] != wide.size:
-            return None
-        added = wide.reshape(-1) if wide.size > 1 else float(wide.reshape(()))
-        behind.bias = behind.bias + behind.scale * (added if node.op_type == "Add" else -added)
-        return inputs[1 - slot]
-    if wide.size != 1 or not wide.all():
-        return None
-    factor = float(wide.reshape(-1)[0])
-    source = inputs[1 - slot]
-    producer = source.producer()
-    behind.in_cap = producer is not None and producer.op_type == "Tanh" and behind.soft_cap is None
-    if behind.in_cap and (behind.scale != 1.0 or np.any(behind.bias) or node.op_type == "Div" or factor <= 0):
-        return None
-    behind.scale *= factor if node.op_type == "Mul" else 1.0 / factor
-    return source
-
-
-def _read_product(node: ir.Node, logits: str, behind: _Behind) -> GraphHead:
+    read = _read_head(graph, logits)
+    if read is None or read.product is None or read.queries is None or read.multipliers or not read.scale:
+        raise refusal
+    # A soft cap bounds all that is scaled and added before it; nothing is added behind it.
+    if read.softcap is not None and (read.softcap <= 0 or read.capped != (0, 0)):
+        raise refusal
+    node, addends = read.product, list(read.addends)
     weight = product_weight(node, 0)
-    if weight is None or weight.matrix.ndim != 2 or node.inputs[0] is None:
-        raise graph_unsupported(
-            f"exact targets need a head whose matrix is constant; that behind {logits!r} is not: store --logits",
-            "CACHE-190",
-        )
-    matrix, bias = np.ascontiguousarray(weight.matrix.T), behind.bias
     if node.op_type == "Gemm" and len(node.inputs) > 2 and node.inputs[2] is not None:
-        added, beta = fixed_input(node, 2), node.attributes.get_float("beta", 1.0)
-        if added is None:
-            raise graph_unsupported(f"the bias of the head behind {logits!r} must be constant", "CACHE-190")
-        bias = bias + behind.scale * beta * added.astype(np.float64).reshape(-1)
-    scale, cap = behind.scale, behind.soft_cap
-    if cap is not None:  # what came before the tanh was divided by it
-        scale, bias = scale * cap, bias * cap
-        scale = 1.0 if abs(scale - 1) < _ROUNDING else scale
-    is_biased = bool(np.any(bias))
-    head = TeacherHead(
-        _narrow(matrix), np.broadcast_to(bias, (len(matrix),)).astype(np.float32) if is_biased else None, scale, cap
-    )
-    return GraphHead(str(node.inputs[0].name), logits, head)
+        addends.append((read.scale * node.attributes.get_float("beta", 1.0), node.inputs[2]))
+    added = [(scale, value.const_value.numpy()) for scale, value in addends if value.const_value is not None]
+    by_class = len(added) == len(addends) and all(bias.size in (1, *bias.shape[-1:]) for _, bias in added)
+    if weight is None or weight.matrix.ndim != 2 or not by_class:
+        raise refusal
+    matrix = np.ascontiguousarray(weight.matrix.T)
+    bias = np.zeros(len(matrix)) + sum(scale * one.astype(np.float64).reshape(-1) for scale, one in added)
+    scale = 1.0 if read.softcap is not None and abs(read.scale - 1) < _ROUNDING else read.scale
+    head = TeacherHead(_narrow(matrix), bias.astype(np.float32) if bias.any() else None, scale, read.softcap)
+    return GraphHead(str(read.queries.name), logits, head)
 
 
 def _narrow(matrix: NDArray[Any]) -> NDArray[Any]:

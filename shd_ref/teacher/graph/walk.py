@@ -99,6 +99,7 @@ def walk_graph(graph: ir.Graph) -> Iterator[Walk]:
         bodies = [inner for attribute in node.attributes.values() for inner in _nodes_inside(attribute)]
         inside = [walk.node for inner in bodies for walk in _walk_from(inner, met)]
         walks[node] += [Walk(inner, _inside_reason(node, graph)) for inner in inside]
+    # Last, as what was met above is no remade map; a classifier's or router's softmax leads to no product at all.
     walked = {node for node, started in walks.items() if started}
     for node, reason in _find_remade(graph, walked, met):
         walks[node].append(Walk(node, reason))
@@ -175,7 +176,7 @@ def _walk_map(softmax: ir.Node, spelling: Spelling, all_met: set[ir.Node]) -> It
     yield replace(
         walk,
         logits=logits,
-        read=None if logits is None else _read_logits(logits),
+        read=None if logits is None else read_logits(logits, is_value_product, _PASSING),
         projection=projection,
         query=None if scores is None else scores.inputs[0],
         cross=None if scores is None else _is_cross(scores),
@@ -200,6 +201,7 @@ def _why_unreadable(meetings: list[_Meeting]) -> str | None:
     turned = any(product.attributes.get_int(flag) for flag in ("transA", "transB", "transBatchA", "transBatchB"))
     if meetings[0].slot != 0 or turned or product.attributes.get_float("alpha", 1.0) != 1.0:
         return f"map and values meet in {product.op_type} with the map transposed or scaled: {_EAGER}"
+    # Alphas weigh a map by one V and one W_o; what a second product makes of it would be left out.
     tensors = {meeting.values for meeting in meetings}
     if len(tensors) > 1:
         return (
@@ -257,7 +259,7 @@ def _step(trail: _Trail, node: ir.Node, slot: int) -> _Trail | None:
     in_order = trail.axes == _AXES
     if node.op_type == "Transpose" and "perm" in node.attributes:
         order = node.attributes["perm"].as_ints()
-        if len(order) > len(_AXES):
+        if len(order) > len(_AXES):  # windows and frames: whose axes these are is not known
             return None
         turned = tuple(trail.axes[number - len(order)] for number in order)
         return replace(trail, value=output, axes=trail.axes[: -len(order)] + turned)
@@ -265,7 +267,7 @@ def _step(trail: _Trail, node: ir.Node, slot: int) -> _Trail | None:
     if quotient is not None and quotient.numbers is trail.value and node.inputs[slot] is trail.value:
         return replace(trail, value=output, source=output, quotient=quotient)
     if node.op_type in MAP_CARRIERS and slot in {"Where": (1, 2), "Mul": (0, 1)}.get(node.op_type, (0,)):
-        if node.op_type == "Reshape" and trail.axes[-1] != -1:
+        if node.op_type == "Reshape" and trail.axes[-1] != -1:  # keys are no longer where they can be followed
             return None
         keeps = node.op_type in ("Cast", "Dropout", "Identity")
         source = output if in_order and not trail.is_mixed else trail.source
@@ -298,32 +300,33 @@ def repeat_chain(values: ir.Value | None) -> tuple[ir.Node, ...]:
     return tuple(reversed(chain[:first]))
 
 
-def _read_logits(value: ir.Value | None) -> Logits:
-    """Read what leads to a softmax, from its input back to ``Q K^T``."""
+def read_logits(value: ir.Value | None, is_product: Callable[[ir.Node], bool], passing: frozenset[str]) -> Logits:
+    """Read what leads to a softmax back to ``Q K^T``, or to a head's logits back to its product."""
     logits = Logits()
+
+    def leads_to_product(value: ir.Value | None) -> bool:
+        return trace_back(value, _ARITHMETIC, is_product) is not None
+
     while logits.reason is None:
         node = None if value is None else value.producer()
-        if node is None or not _leads_to_product(value):
+        if node is None or not leads_to_product(value):
             logits.reason = "its logits come from no product of queries and keys"
-        elif is_value_product(node):
+        elif is_product(node):
             logits.product, (logits.queries, logits.keys) = node, operands(node)
             logits.wide = str(before_rounding(logits.queries).name), str(before_rounding(logits.keys).name)
             logits.repeats = repeat_chain(logits.keys)
             break
         else:
-            value = _step_back(node, logits)
+            inputs = [source for source in node.inputs if source is not None]
+            sides = [source for source in inputs if leads_to_product(source)]
+            value = _step_back(node, inputs, sides, logits, passing)
     return logits
 
 
-def _leads_to_product(value: ir.Value | None) -> bool:
-    """Whether arithmetic that logits pass through leads back from here to a product of computed tensors."""
-    return trace_back(value, _ARITHMETIC, is_value_product) is not None
-
-
-def _step_back(node: ir.Node, logits: Logits) -> ir.Value | None:
+def _step_back(
+    node: ir.Node, inputs: list[ir.Value], sides: list[ir.Value], logits: Logits, passing: frozenset[str]
+) -> ir.Value | None:
     """Take one operator into account; its input on the side of the product."""
-    inputs = [value for value in node.inputs if value is not None]
-    sides = [value for value in inputs if _leads_to_product(value)]
     others = [value for value in inputs if value not in sides]
     if node.op_type == "Sub" and len(sides) == 2:
         maximum = sides[1].producer()
@@ -333,7 +336,7 @@ def _step_back(node: ir.Node, logits: Logits) -> ir.Value | None:
         logits.reason = f"its logits join several products (by {node.op_type}), as relative positions do"
         return None
     side, is_first = sides[0], inputs[0] is sides[0]
-    if node.op_type in _PASSING:
+    if node.op_type in passing:
         pass
     elif node.op_type == "Mul" or (node.op_type == "Div" and is_first):
         fixed = None if others[0].const_value is None else others[0].const_value.numpy()
