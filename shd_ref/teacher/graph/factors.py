@@ -13,9 +13,8 @@ from shd_ref.errors import graph_unsupported, need
 from shd_ref.teacher.graph.find import AttentionSite, SiteKinds
 from shd_ref.teacher.graph.inputs import Layout, probe_tensors
 from shd_ref.teacher.graph.measure import alike_heads
-from shd_ref.teacher.graph.projection import fixed_input
 from shd_ref.teacher.graph.walk import Logits
-from shd_ref.teacher.opening.model import ir, onnx
+from shd_ref.teacher.opening.model import fixed_input, ir, onnx
 from shd_ref.teacher.options import PrecomputeOptions
 
 # exp(-1000) is 0 beside any other logit, in every precision that teachers run in.

@@ -100,7 +100,8 @@ def find_sites(model: onnx.ModelProto) -> tuple[AttentionSite, ...]:
     """
     inferred = infer_shapes(model)  # a graph that inference rejects can still be probed
     opset = opset_version(model)
-    walks = list(walk_graph(read_graph(inferred)))
+    graph = read_graph(inferred)
+    walks = list(walk_graph(graph))
     shapes: Shapes = static_shapes(inferred)
     measures = [measure_site(walk, shapes) for walk in walks]
     probe_error = None

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError, graph_invalid, graph_unsupported
-from shd_ref.teacher.opening.model import CONTRIB_DOMAIN, STANDARD_DOMAINS, infer_shapes, onnx, take_weights
+from shd_ref.teacher.opening.model import CONTRIB_DOMAIN, STANDARD_DOMAINS, ir, onnx, take_weights
 from shd_ref.teacher.options import PAD_KEY
 from shd_ref.teacher.session import open_session, run_bounded
 
@@ -249,15 +249,15 @@ TOO_MUCH: Final = "the graph must run on a few short samples within"
 _SHAPE_PLACES: Final = {"Reshape": 1, "Expand": 1, "Tile": 1, "ConstantOfShape": 0}
 
 
-def frozen_specs(model: onnx.ModelProto, maps: Sequence[str]) -> tuple[InputSpec, ...]:
+def frozen_specs(model: onnx.ModelProto, maps: Sequence[ir.Value | None]) -> tuple[InputSpec, ...]:
     """The graph's inputs, with length and batch that a tracer left in its constants, as a run confirms."""
     specs = input_specs(model)
-    values = [value for value in infer_shapes(model).graph.value_info if value.name in maps]
-    lengths = {tuple(dim.dim_value for dim in value.type.tensor_type.shape.dim[-2:]) for value in values}
-    if not lengths or min(min(sizes, default=0) for sizes in lengths) < 2:
+    known = [value for value in maps if value is not None and value.shape is not None]
+    lengths = {size if isinstance(size, int) else 0 for value in known for size in list(value.shape or ())[-2:]}
+    if min(lengths, default=0) < 2:
         return specs
     try:
-        probe = Probe(model, maps[:1])
+        probe = Probe(model, [str(known[0].name)])
     except ShdError:  # nothing is known; a sample's own run will tell
         return specs
     return with_fixed(specs, probe.frozen_batch, probe.frozen_length)

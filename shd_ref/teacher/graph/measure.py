@@ -11,9 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.teacher.graph.inputs import Layout, Shapes
-from shd_ref.teacher.graph.projection import Term, fixed_input
+from shd_ref.teacher.graph.projection import Term
 from shd_ref.teacher.graph.walk import Walk
-from shd_ref.teacher.opening.model import ADDING_OPS, MOVING_OPS, REPEAT_OPS, SCALING_OPS, ir, onnx, run_operator
+from shd_ref.teacher.opening.model import (
+    ADDING_OPS,
+    MOVING_OPS,
+    REPEAT_OPS,
+    SCALING_OPS,
+    fixed_input,
+    ir,
+    onnx,
+    run_operator,
+)
 
 _MOST_INDICES: Final = 2**25  # 256 MB, several times; a probe's sizes are tiny, stated ones need not be
 _EVALUATED: Final = frozenset({"Concat", "Gather", "GatherND", "Slice", "Transpose"})

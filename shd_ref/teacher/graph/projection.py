@@ -18,6 +18,7 @@ from shd_ref.teacher.opening.model import (
     PRODUCTS,
     SCALING_OPS,
     SIZE_OPS,
+    fixed_input,
     ir,
 )
 
@@ -46,12 +47,6 @@ def product_weight(node: ir.Node, slot: int) -> Weight | None:
         matrix = _quantised_weight(node)
         return None if matrix is None else Weight(matrix)
     return None
-
-
-def fixed_input(node: ir.Node, slot: int) -> NDArray[Any] | None:
-    """An operator's input, where the graph fixes it."""
-    value = node.inputs[slot] if 0 <= slot < len(node.inputs) else None
-    return None if value is None or value.const_value is None else value.const_value.numpy()
 
 
 def _right_weight(node: ir.Node) -> Weight | None:

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from shd_ref.errors import argument_value, graph_unsupported, need
 from shd_ref.kd.head import TeacherHead
 from shd_ref.teacher.graph.find import AttentionSite, SiteKinds
-from shd_ref.teacher.graph.projection import fixed_input, product_weight
+from shd_ref.teacher.graph.projection import product_weight
 from shd_ref.teacher.graph.walk import FLOATS, Logits, ancestors, read_logits
-from shd_ref.teacher.opening.model import PRODUCTS, SIZE_OPS, ir, onnx, read_graph
+from shd_ref.teacher.opening.model import PRODUCTS, SIZE_OPS, fixed_input, ir, onnx, read_graph
 from shd_ref.teacher.options import PrecomputeOptions
 
 LAST_STATES: Final = ("last_hidden_state", "encoder_last_hidden_state")

@@ -16,9 +16,8 @@ from shd_ref.errors import ShdError
 from shd_ref.teacher.graph.factors import Arrays, why_no_mask
 from shd_ref.teacher.graph.find import AttentionSite
 from shd_ref.teacher.graph.inputs import InputSizes, Shapes, probe_shapes, probe_tensors
-from shd_ref.teacher.graph.projection import fixed_input
 from shd_ref.teacher.graph.walk import Logits, is_value_product
-from shd_ref.teacher.opening.model import PRODUCTS, SIZE_OPS, STANDARD_DOMAINS, ir, kinds, onnx
+from shd_ref.teacher.opening.model import PRODUCTS, SIZE_OPS, STANDARD_DOMAINS, fixed_input, ir, kinds, onnx
 
 Axes: TypeAlias = tuple[int | None, int | None]
 """Of a tensor's rows and of its keys, from the end; None where it has none."""

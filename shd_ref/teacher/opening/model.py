@@ -332,6 +332,12 @@ def read_graph(model: onnx.ModelProto) -> ir.Graph:
     return graph
 
 
+def fixed_input(node: ir.Node, slot: int) -> NDArray[Any] | None:
+    """An operator's input, where the graph fixes it."""
+    value = node.inputs[slot] if 0 <= slot < len(node.inputs) else None
+    return None if value is None or value.const_value is None else value.const_value.numpy()
+
+
 def _compute(value: ir.Value) -> ir.Tensor[Any]:
     """A constant from those that the graph states."""
     arrays: dict[ir.Value, NDArray[Any]] = {}

@@ -251,7 +251,7 @@ class TeacherRun:
         # After what can be refused at once, because it reads the whole data set.
         inputs = ModelInputs(
             source,
-            frozen_specs(graph.model, [site.probs for _, site in graph.layers]),
+            frozen_specs(graph.model, [site.walk.probs for _, site in graph.layers]),
             run.mask,
             options.seed_column,
             on_read,
