@@ -50,6 +50,10 @@ class Body:
         """Reshape; 0 keeps an axis, -1 takes the rest."""
         return self.op("Reshape", value, self.const(shape))
 
+    def sizes(self, value: str, *axes: int) -> str:
+        """Of these axes, int64 ``(len(axes),)``."""
+        return self.op("Gather", self.op("Shape", value), self.const(axes))
+
     def reduce_max(self, value: str) -> str:
         """Maximum over the last axis, kept."""
         if self.opset < 18:

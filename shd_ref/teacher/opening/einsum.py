@@ -207,6 +207,5 @@ def _regroup(
         if isinstance(size, int):
             parts.append(body.const([size]))
         else:
-            taken = body.op("Gather", body.op("Shape", size[0]), body.const(size[1]))
-            parts.append(body.op("ReduceProd", taken, keepdims=1))
+            parts.append(body.op("ReduceProd", body.sizes(size[0], *size[1]), keepdims=1))
     return body.op("Reshape", name, body.concat(parts, 0))

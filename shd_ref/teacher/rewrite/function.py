@@ -162,7 +162,7 @@ def _mix(body: Body, maps: str, mixing: Array32 | None, weights: str | None) -> 
         left = body.op("Mul", left, body.reshape(weights, 0, num_blocks, 1, block_heads))
     # Matrix products over flattened maps read every map once, for any set of mixed heads.
     mixed = body.op("MatMul", left, body.reshape(maps, 0, num_blocks, block_heads, -1))
-    rows = body.op("Gather", body.op("Shape", maps), body.const([2]))
+    rows = body.sizes(maps, 2)
     shape = body.op("Concat", body.const([0, num_maps]), rows, body.const([-1]), axis=0)
     return body.op("Reshape", mixed, shape)
 
@@ -212,14 +212,7 @@ def _products_of_sums(body: Body, rule: MergeRule, slots: Slots, one_round: Roun
     ]
     split = body.reshape("sums", 0, 0, -1, len(slots[0]), rule.d_v)
     by_slot = body.op("Transpose", split, perm=[0, 1, 3, 2, 4])  # (B, H, slots, L, d_v)
-    shape = body.concat(
-        [
-            body.const([0, -1]),
-            body.op("Slice", body.op("Shape", split), body.const([2]), body.const([3])),
-            body.const([rule.d_v]),
-        ],
-        0,
-    )
+    shape = body.concat([body.const([0, -1]), body.sizes(split, 2), body.const([rule.d_v])], 0)
     taken = body.op("Gather", body.op("Reshape", by_slot, shape), body.const(places), axis=1)
     aligned = body.op("Transpose", body.reshape(taken, 0, rule.num_heads, width, -1, rule.d_v), perm=[0, 1, 3, 2, 4])
     products = body.reshape(aligned, 0, 0, -1, width * rule.d_v)  # (B, H, L, E)
@@ -360,15 +353,14 @@ def _sqrt8_codes(body: Body, maps: str) -> str:
 def constant_alphas(body: Body, rule: MergeRule, probs: str) -> str:
     """Alphas that need no solving: 1/2 for every pair, or none at all."""
     num_pairs = 0 if rule.strategy == "mean" else sum(len(one_round) for one_round in rule.rounds)
-    shape = body.op("Shape", probs)
-    sizes = [body.op("Gather", shape, body.const([0])), body.const([num_pairs])]
+    sizes = [body.sizes(probs, 0), body.const([num_pairs])]
     half = onnx.numpy_helper.from_array(np.full(1, 0.5, dtype=np.float32))
     return body.op("ConstantOfShape", body.concat(sizes, 0), value=half)
 
 
 def every_row(body: Body, probs: str) -> str:
     """A row mask ``(B, L)`` of ones."""
-    shape = body.op("Gather", body.op("Shape", probs), body.const([0, 2]))
+    shape = body.sizes(probs, 0, 2)
     return body.op("ConstantOfShape", shape, value=onnx.numpy_helper.from_array(np.ones(1, np.float32)))
 
 
@@ -376,7 +368,7 @@ def batch_heads(body: Body, tensor: str, layout: Layout | None, num_heads: int) 
     """A map, V, queries or keys with the leading axes ``(B, H)``, from any layout."""
     if layout in ("batch-folded", "heads-folded"):
         sizes = [-1, num_heads] if layout == "batch-folded" else [num_heads, -1]
-        inner = body.op("Slice", body.op("Shape", tensor), body.const([1]), body.const([3]))
+        inner = body.sizes(tensor, 1, 2)
         tensor = body.op("Reshape", tensor, body.op("Concat", body.const(sizes), inner, axis=0))
     if layout in ("heads-batch", "heads-folded"):
         return body.op("Transpose", tensor, perm=[1, 0, 2, 3])

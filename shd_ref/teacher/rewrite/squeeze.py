@@ -217,11 +217,9 @@ def _tiled_spans(body: Body, tiles: SiteTiles, tiled: TiledAttention, queries: s
     if tiles.masks is None:
         return None
     spans = tiled.forward[tiles.site.layer].spans
-    lead = body.op("Slice", body.op("Shape", queries), body.const([0]), body.const([3]))
-    shape = body.concat([lead, body.const([3])], 0)
+    shape = body.concat([body.sizes(queries, 0, 1, 2), body.const([3])], 0)
     if spans is None:  # every row sees every key
-        name, axis = tiles.shape_source(1)
-        keys = body.op("Gather", body.op("Shape", name), body.const([axis]))
+        keys = body.sizes(*tiles.shape_source(1))
         spans = body.concat([body.const([0]), body.op("Sub", keys, body.const([1])), keys], 0)
     return body.op("Cast", body.op("Expand", spans, shape), to=onnx.TensorProto.INT32)
 

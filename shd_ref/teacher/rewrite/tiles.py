@@ -167,7 +167,7 @@ class TileLoop:
         ``rows`` None: as many as suit onnxruntime's operator without maps.
         """
         self.body, self.tiles = body, tiles
-        self._length = self._size(*tiles.shape_source(0))
+        self._length = body.sizes(*tiles.shape_source(0))
         if rows is None:
             least, most = (body.const(np.array(number)) for number in (_FUSED_ROWS, _MOST_ROWS))
             fitting = body.op("Clip", body.op("Div", self._length, body.const([32])), least, most)
@@ -191,9 +191,6 @@ class TileLoop:
         low = inner.op("ReduceMin", first, keepdims=1)
         self.span = low, inner.op("ReduceMax", inner.op("Add", last, inner.const([1])), keepdims=1)
         self.tile = TileBody(inner, tiles, (start, stop), self.span)
-
-    def _size(self, name: str, axis: int) -> str:
-        return self.body.op("Gather", self.body.op("Shape", name), self.body.const([axis]))
 
     def finish(self, *results: _Result) -> list[str]:
         """Close the Loop: the names of its results with all rows."""
@@ -222,13 +219,9 @@ class TileLoop:
         body, rank, axis = self.body, result.rank, result.rank + result.rows
         order = [*range(1, axis + 1), 0, *range(axis + 1, rank + 1)]
         moved = body.op("Transpose", stacked, perm=order)
-        shape = body.op("Shape", moved)
-        ends = [
-            body.op("Slice", shape, body.const([low]), body.const([high]))
-            for low, high in ((0, axis), (axis + 2, rank + 1))
-        ]
+        ends = [body.sizes(moved, *range(low, high)) for low, high in ((0, axis), (axis + 2, rank + 1))]
         rows = body.op("Reshape", moved, body.concat([ends[0], body.const([-1]), ends[1]], 0))
-        total = self._size(rows, result.rows)
+        total = body.sizes(rows, result.rows)
         twice = body.op("Sub", total, self._length)
         head = body.op("Sub", total, self._tile)
         axes = body.const([result.rows])
@@ -248,13 +241,8 @@ def add_spans_of_masks(body: Body, tiles: SiteTiles, rows: int) -> str | None:
         one = _seen(inner, mask, loop.tile.make(mask.key))
         one = one if mask.rank == 4 else inner.op("Unsqueeze", one, inner.const(list(range(4 - mask.rank))))
         seen = inner.op("And", seen, one) if seen else one
-    whole = inner.concat([inner.const([1, 1]), loop.tile._count, _count_keys(inner, tiles)], 0)
+    whole = inner.concat([inner.const([1, 1]), loop.tile._count, inner.sizes(*tiles.shape_source(1))], 0)
     return loop.finish(_Result(spans_of(inner, inner.op("Expand", seen, whole))))[0]
-
-
-def _count_keys(body: Body, tiles: SiteTiles) -> str:
-    name, axis = tiles.shape_source(1)
-    return body.op("Gather", body.op("Shape", name), body.const([axis]))
 
 
 def _seen(body: Body, mask: Seen, name: str) -> str:
@@ -344,7 +332,7 @@ class TiledAttention:
 
 def _is_causal(body: Body, spans: str) -> str:
     """Whether each row sees all keys up to itself and no other."""
-    length = body.op("Squeeze", body.op("Gather", body.op("Shape", spans), body.const([2])))
+    length = body.op("Squeeze", body.sizes(spans, 2))
     zero, one = (body.const(np.array(number)) for number in (0, 1))
     rows = body.reshape(body.op("Range", zero, length, one), -1, 1)
     expected = body.concat([body.op("Mul", rows, zero), rows, body.op("Add", rows, one)], -1)
@@ -396,8 +384,8 @@ def add_codes(
     codes = merge_rows(loop.tile, rule, weights)["codes"]
     if loop.span is not None:
         # The other keys are told nothing of.
-        lead = inner.op("Slice", inner.op("Shape", codes), inner.const([0]), inner.const([3]))
-        sizes = loop.span[0], inner.op("Sub", _count_keys(inner, tiles), loop.span[1])
+        lead = inner.sizes(codes, 0, 1, 2)
+        sizes = loop.span[0], inner.op("Sub", inner.sizes(*tiles.shape_source(1)), loop.span[1])
         none = inner.const(np.zeros(1, np.uint8 if rule.codec == "sqrt8-row" else np.float32))
         before, behind = (inner.op("Expand", none, inner.concat([lead, size], 0)) for size in sizes)
         codes = inner.concat([before, codes, behind], -1)
