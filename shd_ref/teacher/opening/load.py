@@ -285,11 +285,20 @@ _CONTRIB_INPUTS: Final = {
 }
 """Operators of onnxruntime's own domain, which have no schema here, and how many inputs they need at least."""
 
+_ATTRIBUTES: Final = dict.fromkeys(
+    kinds("axis batch_dims group keepdims kv_num_heads num_heads q_num_heads transA transB transBatchA transBatchB"),
+    onnx.AttributeProto.INT,
+) | {"alpha": onnx.AttributeProto.FLOAT, "beta": onnx.AttributeProto.FLOAT, "perm": onnx.AttributeProto.INTS}
+"""The type of attributes that are read, also of operators without a schema."""
+
 
 def _signature_problem(node: onnx.NodeProto, opset: int) -> str | None:
     """What a node lacks of the inputs, outputs and attributes of its operator."""
     if not node.output:
         return "has no output"
+    for attribute in node.attribute:
+        if attribute.type != _ATTRIBUTES.get(attribute.name, attribute.type):
+            return f"has an attribute {attribute.name!r} of another type than the operator's"
     if node.domain == CONTRIB_DOMAIN:
         least = _CONTRIB_INPUTS.get(node.op_type, 0)
         return None if sum(map(bool, node.input[:least])) == least else f"lacks one of its {least} inputs"

@@ -361,6 +361,14 @@ def test_tensors_with_two_sources_are_refused(tmp_path: Path) -> None:
     assert "two sources" in refused(model, tmp_path)
 
 
+def test_attributes_are_of_their_type_where_no_schema_says_it(tmp_path: Path) -> None:
+    model = encoder_layer()
+    product = next(node for node in model.graph.node if node.op_type == "MatMul")
+    product.op_type, product.domain = "FusedMatMul", "com.microsoft"
+    product.attribute.append(helper.make_attribute("transA", "x"))
+    assert "'transA' of another type" in refused(model, tmp_path)
+
+
 def test_bodies_are_checked_too(tmp_path: Path) -> None:
     nodes = [helper.make_node("Add", ["x", "elsewhere"], ["sum"])]
     value = helper.make_tensor_value_info("sum", TensorProto.FLOAT, None)
