@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from shd_ref.errors import graph_unsupported, need
 from shd_ref.teacher.graph.find import AttentionSite, SiteKinds
-from shd_ref.teacher.graph.inputs import Layout, probe_tensors
+from shd_ref.teacher.graph.inputs import Layout, Shapes, probe_tensors
 from shd_ref.teacher.graph.measure import alike_heads
 from shd_ref.teacher.graph.walk import Logits
 from shd_ref.teacher.opening.model import fixed_input, ir, onnx
@@ -96,14 +96,22 @@ def find_factors(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tupl
     zero, or so little that nothing is left. Maps with a bias, a softcap or attention sinks are refused.
     """
     read = [site.walk.read if site.supported else None for site in sites]
-    names = {name for logits in read if logits is not None for name in _tensors(logits)}
-    names |= {site.probs for site in sites if site.supported and site.probs}
+    names = {site.probs for site in sites if site.supported and site.probs}
+    masks: set[str] = set()
+    for logits in (one for one in read if one is not None):
+        masks |= _computed([value for _, value in (*logits.multipliers, *logits.addends, *logits.fills)])
+        product = [] if logits.product is None else [logits.queries, logits.keys, logits.product.outputs[0]]
+        names |= _computed(product + [one for node in logits.repeats for one in (*node.inputs, node.outputs[0])])
     shaped = [list(_before_shaping(site.walk.logits)) if site.supported else [] for site in sites]
-    arrays = probe_tensors(model, names.union(*shaped)) if names else {}
+    arrays, shapes = probe_tensors(model, masks, names.union(*shaped))
     return tuple(
-        _factors(site, logits, arrays, next((name for name in chain if arrays[name].ndim > 2), site.logits))
+        _factors(site, logits, arrays, shapes, next((name for name in chain if len(shapes[name]) > 2), site.logits))
         for site, logits, chain in zip(sites, read, shaped, strict=True)
     )
+
+
+def _computed(values: Iterable[ir.Value | None]) -> set[str]:
+    return {str(value.name) for value in values if value is not None and value.const_value is None}
 
 
 def _before_shaping(value: ir.Value | None) -> Iterator[str]:
@@ -114,32 +122,25 @@ def _before_shaping(value: ir.Value | None) -> Iterator[str]:
         value = node.inputs[0] if node is not None and node.op_type in ("Flatten", "Reshape") else None
 
 
-def _tensors(logits: Logits) -> Iterator[str]:
-    values: list[ir.Value | None] = [value for _, value in (*logits.multipliers, *logits.addends, *logits.fills)]
-    if logits.product is not None:
-        values += [logits.queries, logits.keys, logits.product.outputs[0]]
-        for node in logits.repeats:
-            values += [*node.inputs, node.outputs[0]]
-    yield from (str(value.name) for value in values if value is not None and value.const_value is None)
-
-
-def _factors(site: AttentionSite, logits: Logits | None, arrays: Arrays, read: str) -> SiteFactors:
+def _factors(site: AttentionSite, logits: Logits | None, arrays: Arrays, shapes: Shapes, read: str) -> SiteFactors:
     if logits is None:
         return SiteFactors(site, reason=site.reason) if site.reason else _refused(site, "its map is not a softmax")
-    reason = logits.reason or _reason(logits, arrays)
     product, queries, keys = logits.product, logits.queries, logits.keys
+    product_rank = 0 if product is None else len(shapes[str(product.outputs[0].name)])
+    reason = logits.reason or _reason(logits, arrays, product_rank)
     if product is None or queries is None or keys is None or reason is not None:
         return _refused(site, reason or "its logits come from no product of queries and keys")
     if any(map(product.attributes.get_int, ("transA", "transBatchA", "transBatchB"))):
         return _refused(site, f"its logits come from {product.op_type} with transposed queries")
-    rank = arrays[site.probs].ndim
-    layout = _layout(site, rank, arrays[str(product.outputs[0].name)].ndim)
-    logits_layout = _layout(site, rank, arrays[read].ndim)
-    shape = array_of(keys, arrays).shape
-    if layout is None or logits_layout is None or len(shape) != array_of(queries, arrays).ndim:
+    layout, logits_layout = (
+        _layout(site, len(shapes[site.probs]), rank) for rank in (product_rank, len(shapes[read]))
+    )
+    queries_shape, shape = (
+        shapes[str(one.name)] if one.const_value is None else one.const_value.numpy().shape for one in (queries, keys)
+    )
+    if layout is None or logits_layout is None or len(shape) != len(queries_shape):
         return _refused(site, "queries and keys have other axes than the map")
     heads, transposed = site.num_heads or 1, not product.attributes.get_int("transB")
-    shapes = {name: array.shape for name, array in arrays.items()}
     shared = layout in _FOLDED and shape[1 if layout == "batch-heads" else 0] == 1 != heads
     alike = None if shared else alike_heads(logits.repeats, layout, heads, shapes)
     share = heads // len(set(alike or range(heads)))
@@ -166,16 +167,15 @@ def _refused(site: AttentionSite, reason: str) -> SiteFactors:
     return SiteFactors(site, reason=f"{reason}: keep its maps instead of queries and keys")
 
 
-def _reason(logits: Logits, arrays: Arrays) -> str | None:
+def _reason(logits: Logits, arrays: Arrays, product_rank: int) -> str | None:
     """Why the map is not a function of queries, keys and a mask."""
     if logits.sinks:
         return "attention sinks take part of each row"
     if logits.softcap is not None:
         return f"its logits are softcapped at {logits.softcap:g}"
-    rank = 0 if logits.product is None else arrays[str(logits.product.outputs[0].name)].ndim
     for _, value in logits.multipliers:
-        factor = array_of(value, arrays)
-        if factor.size != 1 and (factor.shape[-1] != 1 or factor.ndim > rank):
+        factor = _array_of(value, arrays)
+        if factor.size != 1 and (factor.shape[-1] != 1 or factor.ndim > product_rank):
             return "its logits are multiplied entry by entry"
     return why_no_mask(logits, arrays)
 
@@ -196,10 +196,10 @@ def _numbers_of(value: ir.Value, arrays: Arrays) -> NDArray[np.float64]:
     node = value.producer()
     chosen = [fixed_input(node, slot) for slot in (1, 2)] if node is not None and node.op_type == "Where" else [None]
     fixed = [numbers.ravel() for numbers in chosen if numbers is not None]
-    return (np.concatenate(fixed) if len(fixed) == 2 else array_of(value, arrays)).astype(np.float64)
+    return (np.concatenate(fixed) if len(fixed) == 2 else _array_of(value, arrays)).astype(np.float64)
 
 
-def array_of(value: ir.Value, arrays: Arrays) -> NDArray[Any]:
+def _array_of(value: ir.Value, arrays: Arrays) -> NDArray[Any]:
     """A tensor as the graph fixes it, or as a run gave it."""
     return arrays[str(value.name)] if value.const_value is None else value.const_value.numpy()
 

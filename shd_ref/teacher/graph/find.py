@@ -15,7 +15,7 @@ from shd_ref.cache.forms.attention import KINDS, KindLayers
 from shd_ref.errors import ShdError, argument_value, graph_unsupported, inputs_invalid
 from shd_ref.layers import layer_map
 from shd_ref.teacher.graph.independence import Finding, probe_samples
-from shd_ref.teacher.graph.inputs import InputSpec, Layout, Shapes, probe_shapes
+from shd_ref.teacher.graph.inputs import InputSpec, Layout, Shapes, probe_tensors
 from shd_ref.teacher.graph.measure import Measure, describe_contradiction, measure_site, static_shapes
 from shd_ref.teacher.graph.walk import Walk, ancestors, walk_graph
 from shd_ref.teacher.opening.model import MIN_OPSET, OLD_OPSET, infer_shapes, ir, onnx, opset_version, read_graph
@@ -109,7 +109,7 @@ def find_sites(model: onnx.ModelProto) -> tuple[AttentionSite, ...]:
     if any(w.reason is None and (m is None or m.layout is None) for w, m in zip(walks, measures, strict=True)):
         names = {name for walk in walks if walk.reason is None for name in walk.tensors()}
         try:
-            shapes = probe_shapes(model, names)
+            _, shapes = probe_tensors(model, (), names)
         except ShdError as error:
             probe_error = f"the number of heads cannot be determined: {error}"
         else:

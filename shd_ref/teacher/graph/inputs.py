@@ -246,6 +246,7 @@ _BYTES_PER_PAIR: Final = 2**11  # of positions: 512 maps
 _NO_MEMORY: Final = "is smaller than requested bytes"  # as onnxruntime says it of an arena with a bound
 TOO_MUCH: Final = "the graph must run on a few short samples within"
 """How a ``BoundError`` begins."""
+_SHAPE: Final = "/probed_shape"  # what follows a name where the shape is asked for
 _SHAPE_PLACES: Final = {"Reshape": 1, "Expand": 1, "Tile": 1, "ConstantOfShape": 0}
 
 
@@ -263,22 +264,15 @@ def frozen_specs(model: onnx.ModelProto, maps: Sequence[ir.Value | None]) -> tup
     return with_fixed(specs, probe.frozen_batch, probe.frozen_length)
 
 
-def probe_shapes(
-    model: onnx.ModelProto, names: Collection[str], sizes: InputSizes = _PROBE_SIZES
-) -> dict[str, tuple[int, ...]]:
-    """Shapes of tensors in one tiny run, see ``Probe``."""
-    shapes = probe_tensors(model, names, sizes, only_shapes=True)
-    return {name: tuple(shape.tolist()) for name, shape in shapes.items()}
-
-
 def probe_tensors(
-    model: onnx.ModelProto, names: Collection[str], sizes: InputSizes = _PROBE_SIZES, *, only_shapes: bool = False
-) -> dict[str, NDArray[Any]]:
-    """Tensors of one tiny run of a graph, see ``Probe``; no run for none."""
-    if not names:
-        return {}
-    probe = Probe(model, sorted(names), sizes, only_shapes=only_shapes)
-    return probe.run(probe_feeds(probe.specs, probe.sizes, largest=probe.largest))
+    model: onnx.ModelProto, names: Collection[str], shapes: Collection[str] = (), sizes: InputSizes = _PROBE_SIZES
+) -> tuple[dict[str, NDArray[Any]], dict[str, tuple[int, ...]]]:
+    """Tensors, and the shapes of others, of one tiny run of a graph, see ``Probe``; no run for none."""
+    if not names and not shapes:
+        return {}, {}
+    probe = Probe(model, names, sizes, shapes=shapes)
+    held = probe.run(probe_feeds(probe.specs, probe.sizes, largest=probe.largest))
+    return {name: held[name] for name in names}, {name: tuple(held[name + _SHAPE].tolist()) for name in shapes}
 
 
 def probe_feeds(
@@ -322,7 +316,7 @@ class BoundError(ShdError):
 
 
 class Probe:
-    """A graph that runs on tiny inputs and gives any of its tensors (or only their shapes), on the CPU.
+    """A graph that runs on tiny inputs and gives any of its tensors, or the ``shapes`` of any, on the CPU.
 
     Opening it finds sizes that it runs on: a batch of 2 and length 3, what the graph fixes, or what a tracer may have
     left in its constants (``frozen_length``, ``frozen_batch``: None where open). The graph is not trusted, and may
@@ -333,18 +327,17 @@ class Probe:
     def __init__(
         self,
         model: onnx.ModelProto,
-        names: Sequence[str],
+        names: Collection[str],
         sizes: InputSizes = _PROBE_SIZES,
         *,
-        only_shapes: bool = False,
+        shapes: Collection[str] = (),
     ) -> None:
-        self._names = tuple(dict.fromkeys(names))
         self.specs = input_specs(model)
         self.sizes = sizes.fitted(self.specs)
         other = InputSizes(sizes.batch + 1, sizes.length + 1).fitted(self.specs)
         self.frozen_length = self.sizes.length if self.sizes.length == other.length else None
         self.frozen_batch = self.sizes.batch if self.sizes.batch == other.batch else None
-        self._session = _Bounded(model, self._names, self.sizes, only_shapes)
+        self._session = _Bounded(model, names, self.sizes, shapes)
         deadline = time.monotonic() + self._session.seconds
         self.largest, failure = self._try(self.sizes)
         if failure is not None and self.frozen_length is None and _NO_MEMORY in str(failure):
@@ -355,7 +348,7 @@ class Probe:
         others = [InputSizes(batch, length).fitted(self.specs) for length in lengths for batch in batches]
         if others:
             longest = max(others, key=lambda sizes: (sizes.length, sizes.batch))
-            self._session = _Bounded(model, self._names, longest, only_shapes)
+            self._session = _Bounded(model, names, longest, shapes)
         for sizes in others:
             if time.monotonic() > deadline:
                 break
@@ -379,8 +372,8 @@ class Probe:
         return self._try(InputSizes(self.sizes.batch, self.frozen_length + 1))[1] is not None
 
     def run(self, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        """The tensors by name, or their shapes, on such inputs as ``probe_feeds``; raises what onnxruntime does."""
-        return dict(zip(self._names, self._session.run(feeds), strict=True))
+        """The tensors by name, shapes by a longer one, on inputs of ``probe_feeds``; raises what onnxruntime does."""
+        return self._session.run(feeds)
 
     def _try(self, sizes: InputSizes) -> tuple[int, Exception | None]:
         """The integer on which it runs at these sizes, or what went wrong."""
@@ -403,26 +396,23 @@ class _Bounded:
     """A session whose runs end after some seconds and beyond some bytes, by weights; a stated length adds little."""
 
     def __init__(
-        self, model: onnx.ModelProto, names: Sequence[str], sizes: InputSizes, only_shapes: bool = False
+        self, model: onnx.ModelProto, names: Collection[str], sizes: InputSizes, shapes: Collection[str]
     ) -> None:
         probe, weights = take_weights(model)
-        outputs = [f"{name}/probed_shape" for name in names] if only_shapes else names
-        if only_shapes:
-            probe.graph.node.extend(
-                onnx.helper.make_node("Shape", [name], [output]) for name, output in zip(names, outputs, strict=True)
-            )
+        measured = sorted(set(shapes))
+        probe.graph.node.extend(onnx.helper.make_node("Shape", [name], [name + _SHAPE]) for name in measured)
+        self._names = [*sorted(set(names)), *(name + _SHAPE for name in measured)]
         del probe.graph.output[:]
-        probe.graph.output.extend(onnx.ValueInfoProto(name=name) for name in outputs)
+        probe.graph.output.extend(onnx.ValueInfoProto(name=name) for name in self._names)
         entries = sum(math.prod(tensor.dims) for tensor in model.graph.initializer)
         pairs = sizes.batch * sizes.length**2  # entries of one head's maps
         self.seconds = _LEAST_SECONDS + entries / _ENTRIES_PER_SECOND
         self.seconds += min(pairs / _PAIRS_PER_SECOND, 8 * entries / _ENTRIES_PER_SECOND)
         self.bytes = _LEAST_BYTES + _BYTES_PER_ENTRY * entries
         self.bytes += min(_BYTES_PER_PAIR * pairs, 8 * _BYTES_PER_ENTRY * entries)
-        self._names = outputs
         self._session = open_session(probe, num_threads=1, weights=weights, most_bytes=self.bytes)
 
-    def run(self, feeds: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:
+    def run(self, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         try:
             arrays = [np.asarray(array) for array in run_bounded(self._session, self._names, feeds, self.seconds)]
         except TimeoutError as error:
@@ -433,7 +423,7 @@ class _Bounded:
             ) from error
         if sum(array.nbytes for array in arrays) > _LEAST_BYTES // 4 + (self.bytes - _LEAST_BYTES) // 2:
             raise MemoryError(f"the memory for its outputs {_NO_MEMORY}")  # they are copies, beyond the session's
-        return arrays
+        return dict(zip(self._names, arrays, strict=True))
 
     def too_large(self) -> BoundError:
         return BoundError(
@@ -448,14 +438,14 @@ def check_bounds(
 ) -> None:
     """Run a graph once within bounds before it runs without, on ``feeds`` if on no tiny sample; else no error."""
     try:
-        Probe(model, names, InputSizes(1, _PROBE_SIZES.length), only_shapes=True)
+        Probe(model, (), InputSizes(1, _PROBE_SIZES.length), shapes=names)
     except BoundError:
         raise
     except ShdError:
         taken = {spec.name for spec in input_specs(model)}
         arrays = {name: array for name, array in feeds().items() if name in taken}
         longest = max((array.shape[1] for array in arrays.values() if array.ndim > 1), default=1)
-        session = _Bounded(model, tuple(dict.fromkeys(names)), InputSizes(1, longest), only_shapes=True)
+        session = _Bounded(model, (), InputSizes(1, longest), names)
         try:
             session.run(arrays)
         except BoundError:

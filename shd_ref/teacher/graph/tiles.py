@@ -15,7 +15,7 @@ from typing import Final, TypeAlias
 from shd_ref.errors import ShdError
 from shd_ref.teacher.graph.factors import Arrays, why_no_mask
 from shd_ref.teacher.graph.find import AttentionSite
-from shd_ref.teacher.graph.inputs import InputSizes, Shapes, probe_shapes, probe_tensors
+from shd_ref.teacher.graph.inputs import InputSizes, Shapes, probe_tensors
 from shd_ref.teacher.graph.walk import Logits, is_value_product
 from shd_ref.teacher.opening.model import PRODUCTS, SIZE_OPS, STANDARD_DOMAINS, fixed_input, ir, kinds, onnx
 
@@ -113,7 +113,7 @@ def find_tiles(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tuple[
     added = (value for one in logits for _, value in (*one.addends, *one.fills))
     masks = {str(value.name) for value in added if value.const_value is None}
     try:
-        shapes, arrays = probe_shapes(model, names, _PROBED), probe_tensors(model, masks, _PROBED)
+        arrays, shapes = probe_tensors(model, masks, names, _PROBED)
     except ShdError as error:
         return tuple(SiteTiles(site, reason=f"its sizes cannot be measured: {error}") for site in sites)
     return tuple(

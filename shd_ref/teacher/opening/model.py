@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from shd_ref.cache.storage.drafts import drafting, hash_file, put
 from shd_ref.cache.storage.storage import write_errors
-from shd_ref.errors import ShdError, graph_invalid, need
+from shd_ref.errors import ShdError, graph_invalid
 
 try:
     import onnx
@@ -215,10 +215,12 @@ def infer_shapes(model: onnx.ModelProto, *, data_prop: bool = True) -> onnx.Mode
         dims = value.type.tensor_type.shape.dim
         size = math.prod(dim.dim_value if dim.HasField("dim_value") else 1 for dim in dims)
         most = max(MOST_ENTRIES if value.name in folded else _MOST_ACTIVATIONS, weights)
-        shape = [dim.dim_value for dim in dims][:8]
-        remedy = "export the model again, with dynamic axes in place of large fixed ones"
-        rule = f"have at most {most} entries"
-        need(size <= most, "graph-invalid", f"tensor {value.name!r} of the teacher graph", rule, shape, remedy=remedy)
+        if size > most:
+            raise graph_invalid(
+                f"tensor {value.name!r} of the teacher graph must have at most {most} entries; its shape is "
+                f"{[dim.dim_value for dim in dims][:8]}: export the model again, with dynamic axes in place of large "
+                "fixed ones"
+            )
     return inferred
 
 
