@@ -100,7 +100,7 @@ def find_sites(model: onnx.ModelProto) -> tuple[AttentionSite, ...]:
     """
     inferred = infer_shapes(model)  # a graph that inference rejects can still be probed
     opset = opset_version(model)
-    graph = read_graph(inferred)
+    graph = read_graph(model, inferred)
     walks = list(walk_graph(graph))
     shapes: Shapes = static_shapes(inferred)
     measures = [measure_site(walk, shapes) for walk in walks]

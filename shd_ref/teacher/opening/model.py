@@ -196,7 +196,7 @@ _MOST_ACTIVATIONS: Final = 2**36  # of one tensor that depends on the inputs, fo
 
 
 def infer_shapes(model: onnx.ModelProto, *, data_prop: bool = True) -> onnx.ModelProto:
-    """The model with what shape inference tells, for models of any size; itself where it contradicts itself.
+    """A skeleton with what shape inference tells, for models of any size; the model where it contradicts itself.
 
     No tensor that follows from constants may be absurdly large: onnxruntime makes it before it runs anything.
     """
@@ -204,7 +204,6 @@ def infer_shapes(model: onnx.ModelProto, *, data_prop: bool = True) -> onnx.Mode
         inferred = onnx.shape_inference.infer_shapes(copy_skeleton(model), data_prop=data_prop)
     except Exception:  # inference raises what its C++ throws
         return model
-    restore_weights(inferred, model)
     sizes = {tensor.name: math.prod(tensor.dims) for tensor in inferred.graph.initializer}
     folded = set(sizes) | {tensor.values.name for tensor in inferred.graph.sparse_initializer}
     for node in inferred.graph.node:
@@ -307,14 +306,18 @@ _MOST_HELD: Final = 2**27  # entries of all constants that one of them is comput
 _MOST_PRODUCTS: Final = 2**38  # multiplications of one product: ten seconds or so
 
 
-def read_graph(model: onnx.ModelProto) -> ir.Graph:
+def read_graph(model: onnx.ModelProto, inferred: onnx.ModelProto | None = None) -> ir.Graph:
     """The model's graph in the order in which data flows; ``const_value`` of a tensor wherever the graph fixes it.
 
+    With the shapes that were ``inferred``, if any. Weights are the model's own, not copies.
     What is computed from weights is computed when its ``numpy()`` is asked for, and not kept: a copy of every weight
     that an exporter left to be transposed would fill the memory.
     """
     try:
-        graph = ir.from_proto(model).graph
+        graph = ir.from_proto(model if inferred is None else inferred).graph
+        weights = {tensor.name: tensor for tensor in model.graph.initializer if not is_small(tensor)}
+        for name in graph.initializers.keys() & weights.keys() if inferred is not None else ():
+            graph.initializers[name].const_value = ir.from_proto(weights[name])
         graph.sort()
         for node in graph.all_nodes():
             sources = [source for source in node.inputs if source is not None]
