@@ -32,7 +32,7 @@ _BY_ENTRY: Final = kinds(
     "QuantizeLinear Reciprocal Relu Round Sigmoid Sign Softplus Sqrt Sub Sum Tanh Where Xor"
 )
 _REDUCTIONS: Final = kinds("ReduceMax ReduceMean ReduceMin ReduceSum")
-_OF_FIRST: Final = kinds("CastLike Clip DequantizeLinear Dropout QuantizeLinear")
+_OF_FIRST: Final = kinds("Clip DequantizeLinear Dropout QuantizeLinear")
 _PROBED: Final = InputSizes(batch=2, length=11)  # no number of heads or features, so that axes are told apart
 _MOST_VALUES: Final = 400  # behind a map: a mask's arithmetic, and no whole network that makes a bias
 _MOST_STEPS: Final = 150  # in one another, as reading calls itself

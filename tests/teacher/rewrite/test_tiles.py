@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from support.attention_graphs import encoder_layer, language_model, saved, token_samples, vector_samples
+from support.attention_graphs import (
+    attention_operator,
+    encoder_layer,
+    language_model,
+    saved,
+    token_samples,
+    vector_samples,
+)
 from support.students import precompute, precompute_heads
 from support.two_sequences import encoder_decoder
 
@@ -99,6 +106,15 @@ def test_attention_as_exporters_write_it(tmp_path: Path, changes: dict[str, Any]
     if changes["mask"] in ("causal", "window"):
         (mask,) = tiles.masks
         assert mask.shown  # the condition, not the numbers that it chooses
+
+
+@pytest.mark.parametrize("opset", [23, 24])
+def test_attention_as_its_operator_defines_it(tmp_path: Path, opset: int) -> None:
+    """From opset 24 on with a zero for rows of NaN, of the type of the map."""
+    teacher = saved(attention_operator(opset, masked=True), tmp_path)
+    model = load_teacher(teacher)
+    assert [tiles.reason for tiles in find_tiles(model, find_sites(model))] == [None]
+    compare_with_whole_maps(teacher, make_inputs(), PrecomputeOptions(2, codec="float32"), tmp_path, mask="mask")
 
 
 @pytest.mark.parametrize("form", ["maps", "factored"])
