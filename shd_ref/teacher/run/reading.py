@@ -101,5 +101,6 @@ def match_plans(
                 calibration.append((probs, values, mask))
         largest = max((probs[0, 0].size for probs, *_ in calibration), default=0)
         with threads_for(largest * 2 * (site.d_v or 0)):
-            plans.append(match_factored(calibration, projection_of(site), heads, by, row_sums=site.row_sums))
+            weight = np.asarray(site.output_projection)
+            plans.append(match_factored(calibration, weight, heads, by, row_sums=site.row_sums))
     return tuple(plans)
