@@ -161,6 +161,19 @@ class CachedBatch(Taught):
         (codes,) = stored.codes.values()
         return _decode_vectors(stored, codes)
 
+    def decode(
+        self, length: Length = None, dtype: torch.dtype = torch.float32, *, temperature: float = 1.0
+    ) -> list[Tensor]:
+        """The merged maps, one tensor ``(B, H_s, L, S)`` a layer, on the buffer's device; padding is zero.
+
+        Args:
+            length: as for ``supervise``.
+            dtype: of the maps; the arithmetic is float32.
+            temperature: the T_a that the loss will be called with, where the cache leaves it open.
+        """
+        softened = ((layer, layer.temperature or temperature) for layer in self.supervise(length))
+        return [layer.probs(temperature=one).to(dtype) for layer, one in softened]
+
     def _pad_rows(self, form: Rows, length: int | None, values: Tensor) -> Tensor:
         """``(R, ...)`` as ``(B, L, ...)``, zero where nothing is stored; one row per sample stays as it is.
 
@@ -236,19 +249,6 @@ class CodedSupervision(CachedBatch):
     def _sizes(self, shapes: tuple[tuple[int, int], ...]) -> list[int]:
         return [packed_size(self.codec, self.support, self.num_student_heads, *shape) for shape in shapes]
 
-    def decode(self, length: Length = None, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        """The merged maps, one tensor ``(B, H_s, L, S)`` a layer, on the buffer's device.
-
-        Args:
-            length: as for ``supervise``. Padding is zero, which ``shd_loss`` does not count.
-            dtype: of the maps; the arithmetic is float32.
-
-        Raises:
-            ShdError: as ``supervise``.
-        """
-        temperature = 1.0 if self.temperature is None else self.temperature
-        return [coded.probs(temperature=temperature).to(dtype) for coded in self.supervise(length)]
-
 
 @dataclass(frozen=True)
 class FactoredCodes(CachedBatch):
@@ -301,12 +301,6 @@ class FactoredCodes(CachedBatch):
                 )
             )
         return supervision
-
-    def decode(
-        self, length: Length = None, dtype: torch.dtype = torch.float32, *, temperature: float = 1.0
-    ) -> list[Tensor]:
-        """The merged maps, one tensor ``(B, H_s, L, L)`` a layer, at the T_a that the loss will be called with."""
-        return [layer.probs(temperature=temperature).to(dtype) for layer in self.supervise(length)]
 
     def _sections(self) -> tuple[Tensor, tuple[Tensor, ...] | None, tuple[Tensor, ...]]:
         """Mixing ``(layers, B, H_s, H_t)``, and the steps and codes of each layer."""
