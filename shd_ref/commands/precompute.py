@@ -11,7 +11,6 @@ import numpy as np
 from rich.filesize import decimal
 from rich.table import Table
 
-from shd_ref.cache import CodecError, HiddenError, LogitsError
 from shd_ref.commands.options import (
     PLACE,
     InputOptions,
@@ -148,16 +147,8 @@ def _summary_table(summary: PrecomputeSummary) -> Table:
     if comparison is not None:
         constant = f"constant merge {comparison.constant_residual:.4f} (of {summary.compared_samples} samples)"
         table.add_row("residual", f"{comparison.residual:.4f} of the attention output, {constant}")
-    error, logits = (summary.errors.get(name) for name in ("attention", "logits"))
-    if isinstance(error, CodecError):
-        codec = f"KL {error.kl_mean:.2g} nats per row (max {error.kl_max:.2g}), total variation {error.tv_mean:.2%}"
-        table.add_row("codec", codec)
-    if isinstance(logits, LogitsError):
-        left_out = f", {logits.gradient_mean:.1%} of a gradient with what is left out"
-        table.add_row("logits", f"KL {logits.kl_mean:.2g} nats per row (max {logits.kl_max:.2g}){left_out}")
-    for name in ("hidden", "embeddings", "exact"):
-        if isinstance(moved := summary.errors.get(name), HiddenError):
-            table.add_row(name, f"{moved.relative_mean:.2g} of a row's length (max {moved.relative_max:.2g})")
+    for name, error in summary.errors.items():
+        table.add_row(f"{name} codec", error.describe())
     if comparison is not None:
         difference = f"maps within {comparison.map_difference:.1g}, {comparison.code_mismatch:.3%} of codes differ"
         table.add_row("graph = reference", difference)

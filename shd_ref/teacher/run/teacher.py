@@ -429,14 +429,16 @@ class TeacherRun:
         return max(1, CHECKED_BYTES // max(4 * maps * heads * longest**2, 1))
 
     def _count_targets(self, indices: Sequence[int]) -> int:
-        """How many of these samples may give logits and hidden states at once: one, until a run told the widths."""
+        """How many of these samples may give logits and hidden states at once, by widths that a run tells."""
         if not self.graph.targets or self.inputs.fixed_batch is not None or self.sessions.target_columns == 0:
             return len(indices)
-        others = [other.columns for other in self.others]
-        if self.sessions.target_columns is None or None in others:
-            return 1
+        if self.sessions.target_columns is None or any(other.columns is None for other in self.others):
+            self.squeeze(self.inputs.shortest())
         # Beside the first teacher's, one other's logits are held at a time.
-        columns = self.sessions.target_columns + max(filter(None, others), default=0)
+        columns = self.sessions.target_columns or 0
+        columns += max((other.columns or 0 for other in self.others), default=0)
+        if not columns:
+            return len(indices)
         entries = columns * max(self.inputs.longest_axis(indices), 1)
         return min(len(indices), max(1, TARGET_BYTES // (4 * entries)))
 

@@ -219,7 +219,7 @@ def test_maps_that_are_not_rounded_must_not_be_off(teacher: Path, tmp_path: Path
         return maps * (maps.sum(axis=-1, keepdims=True) > 0.5)
 
     _change_codes(tmp_path / "cache", shift)
-    with refusal("cache-mismatch", r"within a total variation of 0\.0020.* got 0\.0100"):
+    with refusal("cache-mismatch", r"within 0\.0020.* got 0\.0100"):
         recheck_records(tmp_path / "cache", teacher, make_inputs())
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 from shd_ref.cache import Extent, Form, RowError, SampleRecord
+from shd_ref.errors import ShdError
 from shd_ref.teacher.run.outputs import StudentOutputs
 from shd_ref.teacher.run.teacher import TeacherRun
 from shd_ref.tolerances import load_tolerances
@@ -51,3 +52,13 @@ def tolerance_of(name: str, dtype: str) -> float:
     """A limit of total variation by the teacher's dtype."""
     table = load_tolerances()[name]["total_variation"]
     return float(table.get(dtype, table["float32"]))
+
+
+def not_now(record: SampleRecord, what: str, limit: float, got: float) -> ShdError:
+    """The error for a record that is farther from what the teacher gives now than coding and a rerun may move it."""
+    return ShdError(
+        "cache-mismatch",
+        f"record {record.index} (key {record.key}) {what} must equal what the teacher gives now within {limit:.4f}, "
+        f"the bound for coding and rerunning the teacher; got {got:.4f}: the cache was made another way",
+        "CACHE-91",
+    )

@@ -20,7 +20,7 @@ from shd_ref.cache.codecs.logits import rows_moved
 from shd_ref.cache.forms.rows import Counted, Rows
 from shd_ref.errors import ShdError, need
 from shd_ref.teacher.options import LAST
-from shd_ref.teacher.precompute.forms.maker import Maker, tolerance_of
+from shd_ref.teacher.precompute.forms.maker import Maker, not_now, tolerance_of
 from shd_ref.teacher.run.averaged import naming
 from shd_ref.teacher.run.outputs import StudentOutputs
 from shd_ref.teacher.run.teacher import TeacherRun
@@ -76,13 +76,7 @@ class RowsMaker(Maker[RowsT]):
             wrong = ~(moves <= limits) if counted is None else ~(moves <= limits) & counted
             if wrong.any():
                 row = int(np.where(wrong, moves - limits, -np.inf).argmax())
-                raise ShdError(
-                    "cache-mismatch",
-                    f"record {record.index} (key {record.key}) {part.title} row {row} must equal what the teacher "
-                    f"gives now within {limits[row]:.4f}, the bound for coding and rerunning the teacher; got "
-                    f"{moves[row]:.4f}: the cache was made another way",
-                    "CACHE-91",
-                )
+                raise not_now(record, f"{part.title} row {row}", limits[row], moves[row])
             count, largest = count + len(moves), max(largest, float(moves.max(initial=0.0)))
         return count, largest
 
