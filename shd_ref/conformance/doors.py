@@ -175,12 +175,15 @@ def _lengths(value: Any) -> Any:
     return 0 if isinstance(value, np.ndarray) else repr(value)
 
 
-def _form(value: Any) -> Any:
+def _form(value: Any, *, fixed: bool = False) -> Any:
+    """What must be alike to write one value over another; of a tuple that are its plain items too."""
     if isinstance(value, dict):
         return {name: _form(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [type(value), *map(_form, value)]
-    return (value.shape, value.dtype, type(value)) if isinstance(value, np.ndarray) else type(value)
+        return [type(value), *(_form(item, fixed=isinstance(value, tuple)) for item in value)]
+    if isinstance(value, np.ndarray):
+        return value.shape, value.dtype, type(value)
+    return repr(value) if fixed else type(value)
 
 
 def write_over(old: Any, new: Any) -> bool:

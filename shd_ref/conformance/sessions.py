@@ -258,7 +258,7 @@ def spoiled(d: Draw, call: Call) -> Call:
             codes |= {"mixing-invalid"} if name in ("mixing", "alphas", "alpha") else set()
             codes |= {"support-mismatch"} if name in ("supervision", "student_logits") else set()
     elif name in _TRIED and not isinstance(old, list | tuple | np.ndarray):
-        near = (old + 1, old - 1, 99) if name.startswith(("num_", "groups", "top_k")) and old is not None else ()
+        near = (old + 1, old - 1, old + 9) if name.startswith(("num_", "groups", "top_k")) and old is not None else ()
         new = d.pick((*_TRIED[name], *near))
         codes = {"argument-value", "heads-exceed"} if name.startswith("num_") else set()
         planned = bool({"plan", "kind"} & inputs.keys())

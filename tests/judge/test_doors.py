@@ -134,6 +134,12 @@ def test_what_cannot_be_judged(arguments: list[str], words: str, capsys: pytest.
     assert words in capsys.readouterr().err
 
 
+def test_the_reference_conforms_in_a_process_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """Plans of tuples cannot be written over in the host; a large answer is none that cannot be read."""
+    words = ["--impl", "shd_ref", "--only", "plan_groups", "--only", "compose_mixing", "--seed", "0"]
+    assert main([*words, "--timeout", "30"]) == 0, capsys.readouterr().out
+
+
 def test_nothing_offered_is_nothing_judged(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--impl", "json", "--only", "s*"]) == 2
     assert "nothing was judged" in capsys.readouterr().out

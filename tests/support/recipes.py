@@ -1,6 +1,6 @@
 """The vector files' inputs: what ``specs/vectors`` spells out or names by a recipe.
 
-Recipes name large arrays instead of spelling them out (``specs/conformance.md``): every entry is an integer over a
+Recipes name large arrays instead of spelling them out (``specs/vectors/README.md``): every entry is an integer over a
 power of two, so that any language writes the same bits.
 """
 

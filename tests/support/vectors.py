@@ -86,7 +86,7 @@ def wrong_outputs(vector: Vector, answer: Any, dtype: str) -> list[str]:
 
 
 def agrees(rule: Mapping[str, Any], expected: Any, got: Any, dtype: str) -> bool:
-    """Whether an output is right under its rule (``specs/conformance.md``)."""
+    """Whether an output is right under its rule (``specs/vectors/README.md``)."""
     kind = rule["rule"]
     if kind == "plan" or (kind == "exact" and not _holds_numbers(expected)):
         return bool(as_plain(got) == expected) and isinstance(got, bool) == isinstance(expected, bool)
