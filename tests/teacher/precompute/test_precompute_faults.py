@@ -285,7 +285,7 @@ def test_skipped_samples_are_named_in_receipts_and_the_rest_is_right(tmp_path: P
     """Also where the first batch holds one, on which graph and reference are compared."""
     onnx.save(bare_attention(4, num_layers=2), tmp_path / "teacher.onnx")
     arrays = broken_maps()
-    bad = (0, 7) if first else (4, 7)
+    bad = (0, 4) if first else (4, 7)  # the shorter one has a mask that its maps do not follow: alone it fails
     for index in bad:
         arrays["values_1"][index, 2, 1, 0] = np.nan
     run = RunOptions(mask="mask", batch_size=3, samples_per_shard=2)

@@ -156,7 +156,10 @@ class MapsMaker(AttentionMaker[Maps]):
         axes = {layer.map_axes for layer in outputs.layers}
         one_sequence = {work.graph.site_kinds.kind(site) for _, site in work.graph.layers} <= {None, "encoder"}
         own = not one_sequence or len(axes) > 1 or any(rows != keys for rows, keys in axes)  # CACHE-128
-        full = own or outputs.layers[0].map_axes == (1, 1) or any(layer.looks_ahead.any() for layer in outputs.layers)
+        first = outputs.layers[0]
+        rows = first.map_axes[0] if first.row_mask is None else first.row_mask.sum(axis=-1).max()
+        # Of one row, behind padding in front or not, none can tell.
+        full = own or rows == 1 or any(layer.looks_ahead.any() for layer in outputs.layers)
         return Maps(
             **squeeze,
             support="full" if full else "causal",
