@@ -157,8 +157,8 @@ def _facts(found: Diagnosis) -> Iterator[tuple[str, str]]:
 
 TEACHER_OPSET = 18
 
-QUALITY_SAMPLES = 64
-"""Samples of ``--data`` on which int8 graphs are compared with float ones, the first."""
+QUALITY_SAMPLES = 256
+"""Samples of ``--data``, the first, that int8 graphs are made for and compared with float ones on."""
 
 _TEXT = """The PyTorch commands of squeezing-heads: make a faster student by one command; export a teacher to ONNX
 for shd; create a smaller student from the squeezed teacher; run a small example.
@@ -221,7 +221,8 @@ def time_models(
     Args:
         models: ONNX graphs, or folders of Hugging Face models, such as students.
         int8: Also time each model with its products in int8.
-        data: Samples on which int8 is compared with float, as for shrink. Default: random inputs.
+        data: Samples like those to come, as for shrink: int8 is made for them, and compared with float.
+            Default: random inputs, which make it worse.
         max_length: Tokens to keep of a text of --data. Default: as the tokenizer's folder says.
     """
     require_packages("onnx", "onnxruntime")
@@ -342,7 +343,7 @@ def export_folder(model: str, out: Path) -> ExportReport:
 def read_samples(
     data: Path | None, tokenizer: str | None, max_length: int | None
 ) -> dict[str, NDArray[np.generic]] | None:
-    """What int8 is compared on: the first samples of a file, or None for random inputs."""
+    """What int8 is made for and compared on: the first samples of a file, or None for random inputs."""
     if data is None:
         return None
     return read_inputs(data, QUALITY_SAMPLES, None if tokenizer is None else Path(tokenizer), max_length=max_length)
@@ -395,7 +396,8 @@ def export(
         opset: ONNX opset of a teacher.
         student: Export a trained student for inference: one fused operator per attention.
         int8: With --student: also write OUT.int8.onnx, its products in int8, and compare.
-        data: Samples on which int8 is compared with float, as for shrink. Default: random inputs.
+        data: Samples like those to come, as for shrink: int8 is made for them, and compared with float.
+            Default: random inputs, which make it worse.
         max_length: Tokens to keep of a text of --data. Default: as the tokenizer's folder says.
     """
     if timing is not None:

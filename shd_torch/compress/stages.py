@@ -21,6 +21,8 @@ from shd_torch.shrink.unfinished import Unfinished
 Progress = Callable[[int, int, str], None]
 JUDGED: Final = 64
 """Samples on which parts are weighed."""
+INT8_SAMPLES: Final = 128
+"""Of the training set, which int8 graphs are made for."""
 ROUNDS: Final = 9
 TEACHER: Final = "teacher"
 TEACHER_INT8: Final = "teacher, int8"
@@ -77,7 +79,8 @@ class Run:
         export_student(model, example_inputs(model, list(self.samples.train[0])), path)
         if not self.options.int8:
             return {"float": path}
-        quantize_graph(path, path.with_suffix(".int8.onnx"))
+        rows = self.samples.calibration(INT8_SAMPLES, padding_of(self.model.config))
+        quantize_graph(path, path.with_suffix(".int8.onnx"), rows)
         return {"float": path, "int8": path.with_suffix(".int8.onnx")}
 
     def time(self, graphs: Mapping[str, Path], rounds: int = ROUNDS) -> list[GraphTime]:

@@ -1,10 +1,8 @@
-"""A graph with its products in int8, by onnxruntime's dynamic quantisation, and what that costs in quality."""
+"""A graph with its products in int8, in operators of onnxruntime, and what that costs in quality."""
 
 from __future__ import annotations
 
-import logging
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +12,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache.storage.storage import write_errors
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, need
 from shd_torch.deploy.inputs import GraphInputs, open_graph, require_runtime, run_graph
+from shd_torch.deploy.products import Product, batches_of, find_sites, measure, plan, rewrite, without_padding
 from shd_torch.shrink.folders import check_positions
 
-_INTEGER_PRODUCTS: Final = ("MatMulInteger", "DynamicQuantizeMatMul")
 _EXTERNAL_DATA_BYTES: Final = 1 << 30  # a protobuf file ends at 2 GiB
 DRAWN_SAMPLES: Final = (8, 32)
 """Number and greatest length of the random samples that a graph is compared on where no data are given."""
+_CALIBRATION_SAMPLES: Final = (32, 64)
+_MOST_COMPARED: Final = 64
+_ALONE: Final = 8  # samples that are run alone as well
+_LOWEST_OPSET: Final = 11  # with DynamicQuantizeLinear
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Int8Report:
         cosine: mean cosine between the two graphs' output vectors.
         agreement: share of rows in which the largest logit is the same; None where the output is no logits.
         kl: mean divergence from the float to the int8 distribution, in nats per row; None as ``agreement``.
+        alone: least cosine between a row of a sample that is run alone and the same row in a batch: what activation
+            functions give is rounded in a range that all samples of a run share. 1.0 where the graph has no batch.
     """
 
     path: Path
@@ -51,15 +55,16 @@ class Int8Report:
     cosine: float
     agreement: float | None
     kl: float | None
+    alone: float
 
     def describe(self) -> str:
         """The cost in quality, in a few words."""
         text = f"cosine {self.cosine:.4f}"
         if self.agreement is not None and self.kl is not None:
             text = f"same largest logit in {100 * self.agreement:.1f}%, KL {self.kl:.2g} nats, {text}"
-        return (
-            f"{text} to the float graph over {self.num_rows} rows of {'random inputs' if self.is_random else 'data'}"
-        )
+        kind = "random inputs" if self.is_random else "data"
+        alone = f"a sample alone and in a batch: at least {self.alone:.4f}"
+        return f"{text} to the float graph over {self.num_rows} rows of {kind}; {alone}"
 
 
 def quantize_graph(
@@ -67,15 +72,17 @@ def quantize_graph(
 ) -> Int8Report:
     """Write a graph with its products in int8, run both and compare them.
 
-    ``MatMul`` and ``Gemm`` with constant weights get int8 weights with one scale per output channel; activations are
-    quantised while the graph runs. Embeddings, norms and attention stay in float. Weights use 7 of the 8 bits, as
-    onnxruntime advises for processors without VNNI, where sums of two 16-bit products saturate: the graph then gives
-    the same output on every processor.
+    ``MatMul`` and ``Gemm`` with constant weights get int8 weights with one scale per output channel. Channels of
+    activations with outliers are divided by what the weights can bear; activations are rounded in a constant range
+    after norms and attention, and in the range of the run elsewhere; the mean error of a product goes into its bias.
+    Embeddings, norms and attention stay in float. Integer sums are the same on every processor: none saturates.
 
     Args:
         graph: an ``.onnx`` file.
         out: where to write the new graph; weights of a large one lie beside it, as ``export_student`` writes them.
-        inputs: arrays by name to compare on. Default: random token ids and pixels.
+        inputs: arrays of samples by name, 16 or more of the data that the graph will see: every second one gives
+            ranges and means, the others, at most 64, are compared. Default: random token ids and pixels; then all
+            ranges are those of the run, and quality is lower.
 
     Raises:
         ShdError: ``dependency-missing`` (onnx, onnxruntime), ``read-failed``, ``inputs-invalid``, ``write-failed``,
@@ -83,9 +90,7 @@ def quantize_graph(
             where either graph gives NaN or infinity. ``out`` is then left as it was.
     """
     require_runtime()
-    import onnx
     import onnx_ir as ir
-    from onnxruntime.quantization import QuantType, quantize_dynamic
 
     from shd_ref.teacher.opening.model import saving_graph
 
@@ -93,39 +98,62 @@ def quantize_graph(
     if target.suffix != ".onnx" or target.resolve() == source.resolve():
         raise ShdError("argument-value", f"out must end in .onnx and be another file than {source}; got {target}")
     reader = GraphInputs(source)
-    samples, length = DRAWN_SAMPLES
-    arrays = reader.draw(samples, reader.longest(length)) if inputs is None else _fit(inputs, reader, source)
+    arrays, calibration = _divide(inputs, reader)
     expected = run_graph(open_graph(source), arrays, source)[0]
-    before = _size(source)
-    with tempfile.TemporaryDirectory() as folder, write_errors(folder):
-        draft = Path(folder) / "int8.onnx"
-        disabled = logging.root.manager.disable
-        try:
-            logging.disable(logging.WARNING)  # advice to preprocess, which would inline fused attention
-            quantize_dynamic(
-                onnx.load(source),  # of a path it writes a copy beside it, which a full disk cuts in silence
-                draft,
-                op_types_to_quantize=["MatMul", "Gemm"],
-                per_channel=True,
-                reduce_range=True,
-                weight_type=QuantType.QInt8,
-                use_external_data_format=before > _EXTERNAL_DATA_BYTES,
-            )
-        except OSError:
-            raise
-        except Exception as error:  # onnx's and onnxruntime's exceptions share no base class
-            raise ShdError("export-failed", f"{source} must be quantised by onnxruntime; got {error}") from error
-        finally:
-            logging.disable(disabled)
-        model = ir.load(draft)
-        num_products = sum(node.op_type in _INTEGER_PRODUCTS for node in model.graph.all_nodes())
-        if not num_products:
-            raise ShdError("export-failed", f"{source} must hold a float product with constant weights; it has none")
-        after = _size(draft)
-        with saving_graph(model, target, large=after > _EXTERNAL_DATA_BYTES) as (written, data_path):
-            output = run_graph(open_graph(written), arrays, target)[0]
-            quality = _compare(expected, output, arrays, is_logits=reader.output.endswith("logits"), name=source)
-    return Int8Report(target, data_path, num_products, before, after, inputs is None, *quality)
+    model, before = ir.load(source), _size(source)
+    sites = find_sites(model)
+    need(bool(sites), "export-failed", str(source), "hold a float product with constant weights", "none")
+    opset = model.opset_imports.get("", 0)
+    need(opset >= _LOWEST_OPSET, "export-failed", str(source), f"have opset {_LOWEST_OPSET} or higher", opset)
+    with write_errors(target.parent):
+        measure(model, sites, list(batches_of(calibration)), source)
+    products: dict[ir.Value, Product] = {}
+    for site in sites:
+        plan(site, products, has_ranges=inputs is not None, has_means=inputs is not None or "input_ids" in arrays)
+        products |= {product.output: product for product in site.products}
+    rewrite(model, sites)
+    after = before - 3 * sum(product.rounded.size for product in products.values())
+    with saving_graph(model, target, large=after > _EXTERNAL_DATA_BYTES) as (written, data_path):
+        after, session = _size(written), open_graph(written)
+        output = run_graph(session, arrays, target)[0]
+        quality = _compare(expected, output, arrays, is_logits=reader.output.endswith("logits"), name=source)
+        alone = _compare_alone(session, output, arrays, reader)
+    return Int8Report(target, data_path, len(products), before, after, inputs is None, *quality, alone)
+
+
+def _divide(
+    inputs: Mapping[str, NDArray[Any]] | None, reader: GraphInputs
+) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]]]:
+    """Samples to compare on, and others to find ranges by."""
+    if inputs is None:
+        drawn = (DRAWN_SAMPLES, 0), (_CALIBRATION_SAMPLES, 1)
+        first, second = (reader.draw(count, reader.longest(length), seed) for (count, length), seed in drawn)
+        return first, second
+    arrays = _fit(inputs, reader, reader.path)
+    if len(next(iter(arrays.values()))) < 2:
+        return arrays, arrays
+    compared = {name: array[: 2 * _MOST_COMPARED : 2] for name, array in arrays.items()}
+    return compared, {name: array[1::2] for name, array in arrays.items()}
+
+
+def _compare_alone(
+    session: Any, output: NDArray[Any], inputs: Mapping[str, NDArray[Any]], reader: GraphInputs
+) -> float:
+    """The least cosine of rows between samples alone and in their batch."""
+    least = 1.0
+    for index in range(min(_ALONE, len(output)) if reader.has_batch else 0):
+        sample = without_padding({name: array[index : index + 1] for name, array in inputs.items()})
+        alone = run_graph(session, sample, reader.path)[0][0]
+        rows, others = (a.reshape(-1, a.shape[-1]).astype(np.float64) for a in (alone, output[index][: len(alone)]))
+        if rows.shape == others.shape:
+            least = min(least, float(_cosines(rows, others).min()))
+    return least
+
+
+def _cosines(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
+    norms = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
+    cosines: NDArray[np.float64] = (a * b).sum(-1) / np.maximum(norms, np.finfo(np.float64).tiny)
+    return cosines
 
 
 def _fit(inputs: Mapping[str, NDArray[Any]], reader: GraphInputs, graph: Path) -> dict[str, NDArray[Any]]:
@@ -152,8 +180,7 @@ def _compare(
     has_padding = mask is not None and expected.ndim > 2 and mask.shape == expected.shape[:2]
     keep = mask.astype(bool) if has_padding and mask is not None else np.ones(expected.shape[:-1], bool)
     a, b = expected[keep].astype(np.float64), output[keep].astype(np.float64)
-    norms = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
-    cosine = float(np.mean((a * b).sum(-1) / np.maximum(norms, np.finfo(np.float64).tiny)))
+    cosine = float(_cosines(a, b).mean())
     if not is_logits:
         return len(a), cosine, None, None
     log_p, log_q = (x - x.max(-1, keepdims=True) for x in (a, b))

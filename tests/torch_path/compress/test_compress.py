@@ -43,7 +43,7 @@ from shd_torch.shrink.unfinished import Unfinished  # noqa: E402
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "compress.md").read_text(encoding="utf-8")
 SPACE = Space(3, heads=(4, 2, NONE), neurons=(8, 4), keeps_first=False, head_dim=2)
-OPTIONS = CompressOptions(mb=(0.045,), batch=(1,), length=(8,), budget=0.01, candidates=2)
+OPTIONS = CompressOptions(mb=(0.045,), batch=(1,), length=(8,), budget=0.01, candidates=2, go_on=True)
 OPTIONS_OF_TWO = CompressOptions(faster=(2.0, 8.0), batch=(1,))
 KILLS = 25
 MEGABYTES = {"vit": 0.035, "decoder": 0.039, "sentences": 0.0405}

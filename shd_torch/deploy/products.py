@@ -1,0 +1,366 @@
+"""Products of a graph in int8: which there are, the rows that they meet, and how rows and weights are rounded.
+
+In the order of work: ``find_sites`` lists the products with constant weights by the value that they read;
+``measure`` runs the float graph and keeps rows of these values; ``plan`` divides channels with outliers by what the
+weights can bear, chooses ranges and rounds the weights; ``rewrite`` puts integer products in their places.
+
+Sources: SmoothQuant (arXiv 2211.10438) for the division of channels; bias correction after arXiv 1906.04721.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from shd_torch.deploy.inputs import open_graph, run_graph
+
+Floats = NDArray[np.float32]
+
+_NORMS: Final = ("LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization")
+_PASSING: Final = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity")
+_EXPONENTS: Final = tuple(round(0.1 * i, 1) for i in range(1, 11))
+_CLIPS: Final = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
+_WORTH: Final = {"norm": 0.8, "attention": 0.3, "other": 0.8}
+"""The error, as a share of the one before, at which a division pays for a ``Mul`` of its own (3% of the time)."""
+_KEPT_BYTES: Final = 1 << 29  # of rows, all values together
+_MOST_ROWS: Final = 7000  # beyond, the mean error of a product no longer changes
+_SEARCHED_ROWS: Final = (64, 1000)
+_SEARCHED_COST: Final = 1e8  # multiplications of one trial: seconds for a large model, not minutes
+_SMALLEST: Final = 1e-12
+
+
+@dataclass
+class Product:
+    """One ``MatMul`` or ``Gemm`` with constant weights, and the ``Add`` of its bias."""
+
+    node: ir.Node
+    weight: ir.Value
+    is_transposed: bool
+    bias: ir.Value | None = None
+    add: ir.Node | None = None
+    rounded: NDArray[np.int8] = field(init=False)  # (K, N), of ``plan``
+    scales: Floats = field(init=False)  # (N,)
+    offset: Floats = field(init=False)  # (N,), the bias less the mean error
+
+    def read(self) -> Floats:
+        """The weights as ``(K, N)``."""
+        array = np.asarray(_constant(self.weight), np.float32)
+        return array.T if self.is_transposed else array
+
+    @property
+    def output(self) -> ir.Value:
+        """The product with its bias."""
+        return (self.add or self.node).outputs[0]
+
+
+@dataclass
+class Site:
+    """A value that products read, with rows of it: ``(rows, K)``, and the range of each channel over all rows."""
+
+    source: ir.Value
+    products: list[Product]
+    kind: str = "other"
+    rows: Floats = field(init=False)
+    low: Floats = field(init=False)
+    high: Floats = field(init=False)
+    divisor: Floats | None = None  # that a Mul of its own applies
+    range: tuple[float, float] | None = None  # None: found anew in each run
+
+
+def find_sites(model: ir.Model) -> list[Site]:
+    """The values that are multiplied with constant weights, in the order of the graph."""
+    sites: dict[ir.Value, Site] = {}
+    for node in model.graph:
+        if (product := _product(node)) is not None and (source := node.inputs[0]) is not None:
+            site = sites.setdefault(source, Site(source, [], _kind(source)))
+            site.products.append(product)
+    return list(sites.values())
+
+
+def _product(node: ir.Node) -> Product | None:
+    if node.domain or node.op_type not in ("MatMul", "Gemm"):
+        return None
+    weight = node.inputs[1]
+    array = _constant(weight)
+    if weight is None or array is None or array.ndim != 2 or array.dtype != np.float32:
+        return None
+    if node.op_type == "Gemm":
+        given = {name: node.attributes[name].value for name in node.attributes}
+        if given.get("alpha", 1.0) != 1 or given.get("beta", 1.0) != 1 or given.get("transA", 0):
+            return None
+        is_transposed, bias = bool(given.get("transB", 0)), node.inputs[2] if len(node.inputs) > 2 else None
+        size = array.shape[0 if is_transposed else 1]
+        return Product(node, weight, is_transposed, bias) if bias is None or _is_vector(bias, size) else None
+    product, users = Product(node, weight, False), list(node.outputs[0].uses())
+    if len(users) == 1 and users[0].node.op_type == "Add" and not node.outputs[0].is_graph_output():
+        add = users[0].node
+        bias = add.inputs[1 - users[0].idx]
+        if bias is not None and _is_vector(bias, array.shape[1]):
+            product.add, product.bias = add, bias
+    return product
+
+
+def _constant(value: ir.Value | None) -> NDArray[Any] | None:
+    return None if value is None or value.const_value is None or value.is_graph_input() else value.const_value.numpy()
+
+
+def _is_vector(value: ir.Value, size: int) -> bool:
+    array = _constant(value)
+    return array is not None and array.shape == (size,) and array.dtype == np.float32
+
+
+def _kind(source: ir.Value) -> str:
+    """What has known bounds: a norm's output, and averages of values. Activation functions have rare outliers."""
+    node = source.producer()
+    while node is not None and node.op_type in _PASSING and node.inputs[0] is not None:
+        node = node.inputs[0].producer()
+    if node is None:
+        return "other"
+    if node.op_type in _NORMS or (node.op_type == "Mul" and any(_scales_channels(v) for v in node.inputs)):
+        return "norm"
+    is_average = node.op_type == "MatMul" and all(_constant(v) is None for v in node.inputs)
+    return "attention" if is_average or "Attention" in node.op_type else "other"
+
+
+def _scales_channels(value: ir.Value | None) -> bool:
+    array = _constant(value)
+    return array is not None and array.ndim == 1 and array.size > 1
+
+
+def measure(
+    model: ir.Model, sites: Sequence[Site], batches: Sequence[Mapping[str, NDArray[Any]]], name: object
+) -> None:
+    """Run the float graph; give each site rows of its value, padding left out, and the range of each channel."""
+    outputs, extra = model.graph.outputs, list[ir.Value]()
+    for site in sites:
+        if not (site.source.is_graph_output() or site.source.is_graph_input()):
+            site.source.type = site.source.type or ir.TensorType(ir.DataType.FLOAT)
+            extra.append(site.source)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "measured.onnx"
+        outputs.extend(extra)
+        try:
+            ir.save(model, path, external_data="weights")
+        finally:
+            for _ in extra:
+                outputs.pop()
+        session = open_graph(path)
+    names = [one.name for one in session.get_outputs()]
+    width = sum(site.products[0].read().shape[0] for site in sites)
+    most = min(_MOST_ROWS, max(_SEARCHED_ROWS[0], _KEPT_BYTES // (4 * width)))
+    random = np.random.default_rng(0)
+    parts: dict[str, list[Floats]] = {}
+    for batch in batches:
+        values = dict(zip(names, run_graph(session, batch, name), strict=True)) | dict(batch)
+        for site in sites:
+            rows = _rows(values[str(site.source.name)], batch)
+            ends = rows.min(0), rows.max(0)
+            before = (site.low, site.high) if site.source.name in parts else ends
+            site.low, site.high = np.minimum(ends[0], before[0]), np.maximum(ends[1], before[1])
+            chosen = random.permutation(len(rows))[: -(-most // len(batches))]
+            parts.setdefault(str(site.source.name), []).append(rows[chosen])
+    for site in sites:
+        rows = np.concatenate(parts.pop(str(site.source.name)))
+        site.rows = rows[random.permutation(len(rows))]
+
+
+def _rows(value: NDArray[Any], inputs: Mapping[str, NDArray[Any]]) -> Floats:
+    """Rows of channels, those of padding left out."""
+    rows: Floats = np.asarray(value, np.float32).reshape(-1, value.shape[-1])
+    for name in ("attention_mask", "decoder_attention_mask"):
+        mask = inputs.get(name)
+        if mask is not None and value.ndim in (2, 3) and len(rows) == mask.size > len(mask):
+            rows = rows[mask.reshape(-1).astype(bool)]
+    return rows
+
+
+def plan(site: Site, before: Mapping[ir.Value, Product], *, has_ranges: bool, has_means: bool) -> None:
+    """Divide channels where that lowers the error, choose the range, round the weights; ``rewrite`` applies it.
+
+    Of the division, what the graph can take on without a new operator is applied at once: to a norm, or to one of the
+    products ``before``, by their outputs. Where the rows do not have the data's ranges, each run finds its own; where
+    they do not have its means, the mean error stays. Channels with outliers are the same for any rows.
+    """
+    weight = np.concatenate([product.read() for product in site.products], 1)
+    fewest, most = _SEARCHED_ROWS
+    few = site.rows[: int(min(most, max(fewest, _SEARCHED_COST / weight.size)))]
+    expected = few @ weight
+    divisor, share = _find_divisor(few, weight, expected, np.maximum(np.abs(site.low), np.abs(site.high)))
+    if divisor is not None:
+        if not _absorb(site, divisor, before):
+            divisor = divisor if share <= _WORTH[site.kind] else None
+            site.divisor = divisor
+        if divisor is not None:
+            weight = weight * divisor[:, None]
+            site.rows, site.low, site.high = site.rows / divisor, site.low / divisor, site.high / divisor
+            few = few / divisor
+    rounded, scales = round_weights(weight)
+    ends = float(min(site.low.min(), 0)), float(max(site.high.max(), 0))
+    if site.kind != "other" and has_ranges:
+        restored = rounded * scales
+        errors = {c: _error(round_rows(few, c * ends[0], c * ends[1]) @ restored, expected) for c in _CLIPS}
+        clip = min(_CLIPS, key=errors.__getitem__)
+        site.range = ends = clip * ends[0], clip * ends[1]
+    lost = np.zeros(len(scales), np.float32)
+    if has_means:  # the mean over rows of a product is the product of the mean row
+        lost += site.rows.mean(0) @ weight - round_rows(site.rows, *ends).mean(0) @ (rounded * scales)
+    start = 0
+    for product in site.products:
+        part = slice(start, start + product.read().shape[1])
+        start = part.stop
+        product.rounded, product.scales = rounded[:, part], scales[part]
+        bias = np.zeros(1) if product.bias is None else np.asarray(_constant(product.bias))
+        product.offset = (lost[part] + bias).astype(np.float32)
+    del site.rows
+
+
+def _find_divisor(rows: Floats, weight: Floats, expected: Floats, largest: Floats) -> tuple[Floats | None, float]:
+    """Of each channel, and the error with it as a share of the one without; None where none lowers it."""
+    before = _error(round_rows(rows) @ _restored(weight), expected)
+    best: tuple[Floats | None, float] = None, before
+    inputs, outputs = np.maximum(largest, 1e-5), np.maximum(np.abs(weight).max(1), 1e-5)
+    for exponent in _EXPONENTS:
+        divisor = inputs**exponent / outputs ** (1 - exponent)
+        # Only channels with outliers: what is enlarged as well fits the rows at hand, and no others.
+        divisor = np.maximum(divisor / np.median(divisor), 1).astype(np.float32)
+        error = _error(round_rows(rows / divisor) @ _restored(weight * divisor[:, None]), expected)
+        if error < best[1]:
+            best = divisor, error
+    return best[0], best[1] / max(before, _SMALLEST)
+
+
+def round_weights(weight: Floats) -> tuple[NDArray[np.int8], Floats]:
+    """Integers ``(K, N)`` and the scale of each column.
+
+    Processors without VNNI add the products of two neighbours in K in 16 bits, and saturate: 255 (|a| + |b|) stays
+    below 2^15 if |a| + |b| is at most 128. So a column's scale is set by its largest neighbours, not by half the
+    range of all: most columns keep 8 bits, and the sums are the same on every processor.
+    """
+    sizes = np.abs(weight)
+    pairs = sizes if len(sizes) % 2 == 0 else np.pad(sizes, ((0, 1), (0, 0)))
+    largest = np.maximum(sizes.max(0), (pairs[0::2] + pairs[1::2]).max(0))
+    scales = (np.maximum(largest, _SMALLEST) / 127).astype(np.float32)
+    return np.clip(np.round(weight / scales), -127, 127).astype(np.int8), scales
+
+
+def round_rows(rows: Floats, low: float | None = None, high: float | None = None) -> Floats:
+    """Rows as unsigned 8-bit integers give them back, in the range from ``low`` to ``high`` or that of all."""
+    ends = float(rows.min()) if low is None else low, float(rows.max()) if high is None else high
+    scale, zero = _scale_and_zero(min(ends[0], 0.0), max(ends[1], 0.0))
+    return (np.clip(np.round(rows / scale) + np.float32(zero), 0, 255) - np.float32(zero)) * scale
+
+
+def _scale_and_zero(low: float, high: float) -> tuple[np.float32, np.uint8]:
+    scale = np.float32(max(high - low, 1e-8) / 255)
+    return scale, np.uint8(np.clip(np.round(-low / scale), 0, 255))
+
+
+def _restored(weight: Floats) -> Floats:
+    rounded, scales = round_weights(weight)
+    return rounded * scales
+
+
+def _error(actual: Floats, expected: Floats) -> float:
+    return float(np.square(actual - expected).mean())
+
+
+def _absorb(site: Site, divisor: Floats, before: Mapping[ir.Value, Product]) -> bool:
+    """Whether weights before the site took the division on, without any operator more."""
+    value, readers = site.source, {product.node for product in site.products}
+    while True:
+        node = value.producer()
+        if node is None or value.is_graph_output() or not readers.issuperset(value.consumers()):
+            return False
+        if node.op_type not in ("Reshape", "Identity") or node.inputs[0] is None:
+            break
+        value, readers = node.inputs[0], {node}  # channels stay last
+    constants = [i for i, v in enumerate(node.inputs) if v is not None and _is_vector(v, divisor.size)]
+    if (node.op_type in _NORMS and constants == [*range(1, len(node.inputs))]) or (
+        node.op_type == "Mul" and len(constants) == 1
+    ):
+        for index in constants:  # tensors of other norms may be the same: each gets its own
+            array = np.asarray(_constant(node.inputs[index])) / divisor
+            node.replace_input_with(index, _register(node.graph, f"{value.name}_divided_{index}", array))
+        return True
+    if node.op_type == "Mul":  # of a gate and a product, in Llama and its like
+        for factor in filter(None, node.inputs):
+            product = before.get(factor)
+            if product is not None and len(factor.uses()) == 1 and product.scales.shape == divisor.shape:
+                product.scales, product.offset = product.scales / divisor, product.offset / divisor
+                return True
+    return False
+
+
+def rewrite(model: ir.Model, sites: Sequence[Site]) -> None:
+    """Put the integer products of onnxruntime in the places of the float ones."""
+    graph = model.graph
+    model.opset_imports.setdefault("com.microsoft", 1)
+    for site in sites:
+        value, nodes = site.source, list[ir.Node]()
+        name = value.name
+
+        def add(operator: str, inputs: Sequence[ir.Value], outputs: Sequence[str]) -> Sequence[ir.Value]:
+            node = ir.Node("", operator, inputs, num_outputs=len(outputs), name=f"{name}_{operator}")  # noqa: B023
+            for output, suffix in zip(node.outputs, outputs, strict=True):
+                output.name = f"{name}{suffix}"  # noqa: B023
+            nodes.append(node)  # noqa: B023
+            return node.outputs
+
+        if site.divisor is not None:
+            (value,) = add("Mul", [value, _register(graph, f"{name}_factors", 1 / site.divisor)], ["_divided"])
+        if site.range is None:
+            integers, scale, zero = add("DynamicQuantizeLinear", [value], ["_integers", "_scale", "_zero"])
+        else:
+            numbers = _scale_and_zero(*site.range)
+            scale = _register(graph, f"{name}_scale", np.asarray(numbers[0]))
+            zero = _register(graph, f"{name}_zero", np.asarray(numbers[1]))
+            (integers,) = add("QuantizeLinear", [value, scale, zero], ["_integers"])
+        graph.insert_before(site.products[0].node, nodes)
+        for product in site.products:
+            base = product.node.outputs[0].name
+            arrays: dict[str, NDArray[Any]] = {
+                "rounded": product.rounded,
+                "scales": product.scales,
+                "offset": product.offset,
+            }
+            weight, scales, offset = (_register(graph, f"{base}_{key}", array) for key, array in arrays.items())
+            node = ir.Node(
+                "com.microsoft",
+                "MatMulIntegerToFloat",
+                [integers, weight, scale, scales, zero, None, offset],
+                name=f"{product.node.name or base}_int8",
+            )
+            old = [product.node, *filter(None, [product.add])]
+            ir.convenience.replace_nodes_and_values(graph, product.node, old, [node], [product.output], node.outputs)
+    unused = [value for value in graph.initializers.values() if not value.uses()]
+    for value in unused:
+        if not (value.is_graph_output() or value.is_graph_input()):
+            del graph.initializers[str(value.name)]
+
+
+def _register(graph: Any, name: str, array: NDArray[Any]) -> ir.Value:
+    value = ir.Value(name=name, const_value=ir.tensor(np.array(array, order="C"), name=name))
+    graph.register_initializer(value)
+    return value
+
+
+def batches_of(inputs: Mapping[str, NDArray[Any]], size: int = 16) -> Iterator[dict[str, NDArray[Any]]]:
+    """Some samples at a time, without columns that are padding in all of them."""
+    for start in range(0, len(next(iter(inputs.values()))), size):
+        yield without_padding({name: array[start : start + size] for name, array in inputs.items()})
+
+
+def without_padding(inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """Without the last columns, where they are padding in every sample."""
+    mask = inputs.get("attention_mask")
+    if mask is None or mask.ndim != 2:
+        return dict(inputs)
+    length = int(np.flatnonzero(mask.any(0)).max(initial=0)) + 1
+    return {name: a[:, :length] if a.shape[:2] == mask.shape else a for name, a in inputs.items()}
