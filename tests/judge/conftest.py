@@ -1,7 +1,5 @@
 """What the judge's own tests share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """The two doors: what reaches an implementation, and that nothing it does there changes the verdict."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Everything in the table of implementations conforms, at every dtype that it computes in."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 That they conform, but for what they lack, is judged in test_implementations.py.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Wrong implementations fail, each at one operation, and newcomers' mistakes are named."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

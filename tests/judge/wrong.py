@@ -4,8 +4,6 @@
 the reference's public operations and change what goes in or comes out: no local of the reference is named here.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any

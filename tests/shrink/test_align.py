@@ -1,7 +1,5 @@
 """The ridge of a refitted matrix, chosen on samples that are held out."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

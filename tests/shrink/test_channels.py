@@ -1,7 +1,5 @@
 """Channels of a stream from which the others are predicted."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Merges from the gram tensor are those of maps and value outputs; the goldens hold the weights of merged heads."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

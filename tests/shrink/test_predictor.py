@@ -1,7 +1,5 @@
 """The predictor against the published points: 22 fine-tuned DeiT-B of known attention and activation ratios."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

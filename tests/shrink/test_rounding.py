@@ -1,7 +1,5 @@
 """Rounding decides nothing: of equals the first stays, signs go by rule, and shares lie within [0, 1]."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

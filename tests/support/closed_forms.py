@@ -1,7 +1,5 @@
 """The closed forms of ``shd_ref.shrink`` as goldens name them, and the merged attention that heads must equal."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

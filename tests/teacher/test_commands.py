@@ -1,7 +1,5 @@
 """What the commands of ``shd`` refuse, before they do any work, and how they say it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

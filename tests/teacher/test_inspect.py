@@ -1,7 +1,5 @@
 """What ``shd inspect`` says, and how ``--sites`` selects."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A right program: the reference behind the protocol. With an argument, it misbehaves so at one operation."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

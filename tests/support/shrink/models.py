@@ -1,7 +1,5 @@
 """Tiny Hugging Face teachers, and a teacher whose attention logits are mixed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """stories260K as a Hugging Face Llama: the real language model that is shrunk."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

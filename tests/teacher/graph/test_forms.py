@@ -1,7 +1,5 @@
 """Forms of attention as exporters write them: each understood and equal to the reference, or refused for a reason."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Nothing here is built to suit the walker: each graph comes from a tool with its default options.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from pathlib import Path

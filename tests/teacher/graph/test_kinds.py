@@ -3,8 +3,6 @@
 Only kinds whose spelling is the exporter's are here; others are rows of ``test_forms.py`` and ``test_projection.py``.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory

@@ -1,7 +1,5 @@
 """Encoder, decoder and cross attention of one graph, in graphs written by hand."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

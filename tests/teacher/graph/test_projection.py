@@ -1,7 +1,5 @@
 """What becomes of the heads' outputs: one matrix in every spelling that is linear in them, else a refusal."""
 
-from __future__ import annotations
-
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path

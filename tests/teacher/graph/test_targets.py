@@ -3,8 +3,6 @@
 That they are what the model itself gives is tested with its architectures.
 """
 
-from __future__ import annotations
-
 import onnx
 import pytest
 from support.attention_graphs import GraphBuilder, bare_attention

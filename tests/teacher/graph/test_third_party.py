@@ -1,7 +1,5 @@
 """Graphs written by others: test fixtures of other projects, inspected and, where possible, squeezed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple

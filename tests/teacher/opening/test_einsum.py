@@ -1,7 +1,5 @@
 """Einsum written as MatMul: the same numbers for every order of the letters, and nothing else touched."""
 
-from __future__ import annotations
-
 from itertools import permutations
 from pathlib import Path
 from tempfile import TemporaryDirectory

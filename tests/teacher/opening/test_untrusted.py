@@ -1,7 +1,5 @@
 """Damaged graphs: the answer to any fault in a file is one error or a graph that runs, never a crash."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import sys

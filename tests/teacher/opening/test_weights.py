@@ -1,7 +1,5 @@
 """Large weights are apart from the graphs of a teacher, shared by its sessions, and found again."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The mean logits of several teachers, from one pass over all (CACHE-163)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Logits and hidden states of an encoder-decoder: a row for each position of the second sequence (CACHE-160)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

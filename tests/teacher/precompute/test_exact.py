@@ -1,7 +1,5 @@
 """Last states and the head: of a decoder, padded, averaged, in parts, and of heads that are none."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

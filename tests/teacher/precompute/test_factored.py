@@ -1,7 +1,5 @@
 """Precompute of queries and keys: they make the teacher's maps, and what cannot be kept so is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path

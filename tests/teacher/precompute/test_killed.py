@@ -1,7 +1,5 @@
 """``shd precompute``, of all forms, killed at several moments: the finished cache is always the undisturbed one."""
 
-from __future__ import annotations
-
 import random
 import signal
 import time

@@ -1,7 +1,5 @@
 """Matched plans in a precompute run: layer by layer, written down, and taken from there on resume."""
 
-from __future__ import annotations
-
 import struct
 from dataclasses import replace
 from pathlib import Path

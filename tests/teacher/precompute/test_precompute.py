@@ -1,7 +1,5 @@
 """Precompute from graph to cache and back: right numbers, resumable, refusing what does not fit."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

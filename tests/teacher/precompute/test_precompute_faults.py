@@ -1,7 +1,5 @@
 """What goes wrong while a cache is made: other jobs on resume, NaN, small windows, readers beside writers."""
 
-from __future__ import annotations
-
 import json
 import tracemalloc
 from collections.abc import Callable

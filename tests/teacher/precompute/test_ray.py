@@ -1,7 +1,5 @@
 """Precompute on Ray: two actors, one of them killed at work, give the bytes of a single process."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator, Sequence

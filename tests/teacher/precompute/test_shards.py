@@ -1,7 +1,5 @@
 """One job divided among processes: whoever makes which shards, the cache is the same."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Logits and hidden states from graph to cache and back, with every form of attention beside them."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Logits and hidden states alone: of a language model, and of a classifier that has no attention (CACHE-160)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

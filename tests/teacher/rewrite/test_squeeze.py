@@ -1,7 +1,5 @@
 """The squeeze in the graph computes what the reference computes; the judge also runs it in ONNX's own evaluator."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from typing import Any, TypeAlias

@@ -1,7 +1,5 @@
 """Attention in tiles of query rows: what is stored is what whole maps give, and long samples need no whole map."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise

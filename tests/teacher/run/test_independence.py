@@ -1,7 +1,5 @@
 """Maps are those of single samples, or refused: shown on a probe, and again on the user's data."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

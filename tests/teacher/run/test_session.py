@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 from support.attention_graphs import bare_attention
 from support.refusals import refusal

@@ -1,7 +1,5 @@
 """What decoders with past are fed beside the data (CACHE-36): an empty past, positions, the flag of a body."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Threads: two batches at once, and what goes wrong on any of them."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence

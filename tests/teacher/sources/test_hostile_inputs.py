@@ -1,7 +1,5 @@
 """Untrusted data files: for any headers, types and names, one error of ours."""
 
-from __future__ import annotations
-
 import datetime
 import decimal
 import json

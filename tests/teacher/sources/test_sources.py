@@ -1,7 +1,5 @@
 """Model inputs from every kind of file: the same rows, read row by row, refused in words that help."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A teacher that runs on its own squeezed attention: right numbers in every layout, and what it loses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

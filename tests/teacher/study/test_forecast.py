@@ -1,7 +1,5 @@
 """``shd plan`` and ``--dry-run``: what they say is what precompute then writes, and one way is advised."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The teacher of ``compress`` is what the model's own library gives for the user's texts, or one sentence is."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """``shd-torch shrink``, as a user types it."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """Students whose layers have sizes of their own: exact where the algebra is, saved, generated with and exported."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Depth by training: gates that change nothing while open, importance by gradient, and points for the predictor."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Students without some attention blocks and activations: exact, loaded by their own loader, refused by others."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

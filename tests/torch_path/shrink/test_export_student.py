@@ -1,7 +1,5 @@
 """A trained student goes out as ONNX: attention as one operator, equal to PyTorch, and timed beside its teacher."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Families whose architecture rules out some changes: the others work together, and an error says why not all do."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

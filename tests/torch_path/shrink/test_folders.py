@@ -1,7 +1,5 @@
 """The teacher's folder is read without trust; the student's appears whole or not at all."""
 
-from __future__ import annotations
-
 import json
 import resource
 import shlex

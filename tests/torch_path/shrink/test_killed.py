@@ -1,7 +1,5 @@
 """A run that is killed goes on where it was, to the same bytes, and nothing is left beside the student."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

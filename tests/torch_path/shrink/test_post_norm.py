@@ -1,7 +1,5 @@
 """A narrower stream of models whose norms lie on it: kept channels, refitted; heads, folders and killed runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

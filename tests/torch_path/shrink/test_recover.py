@@ -1,7 +1,5 @@
 """From a shrunk student to its training: heads, layers and plans come from shrink.json, and nothing is said twice."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A sentence-transformers folder comes out of shrink whole: pooling, normalisation, projection, prompts."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

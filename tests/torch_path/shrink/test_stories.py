@@ -1,7 +1,5 @@
 """A real language model, shrunk without training: losses in nats on sequences that the calibration has not seen."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

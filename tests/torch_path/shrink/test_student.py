@@ -1,7 +1,5 @@
 """Students of every family: exact where the specification says so, saved, loaded again, and refused in words."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

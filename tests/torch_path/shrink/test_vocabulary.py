@@ -1,7 +1,5 @@
 """A vocabulary cut to what texts use: the same pieces and outputs on them, smaller pieces elsewhere."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
