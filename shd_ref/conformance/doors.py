@@ -115,7 +115,7 @@ class Direct:
         def work(number: int) -> None:
             gate.wait(10)
             end = time.monotonic() + 0.1
-            while len(replies[number]) < 500 and (not replies[number] or time.monotonic() < end):
+            while len(replies[number]) < 250 and (not replies[number] or time.monotonic() < end):
                 replies[number].append(self._call(*calls[number], dtype)[0])
 
         threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(len(calls))]

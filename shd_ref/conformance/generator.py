@@ -173,7 +173,7 @@ class Draw:
         if self.axis and axis in (self.axis if self.axis != "LS" else ("L", "S")) and self.long_left:
             self.long_left -= 1
             sizes = [n for n in _LONG if n <= min(most, 131 if self.axis == "LS" else 520)]
-            return int(self.shape(sizes[-8:] if self.shapes.random() < 0.7 else sizes))
+            return int(self.shape(sizes[self.shape((-1 if axis in "LS" else -8, -8, -8, -8, 0)) :]))
         return int(self.shape((1, 2, 2, 3, 3, 4, 5) if self.axis in ("", "D") else (1, 2, 2, 3)))
 
     def store(self, array: Any, *, whole: bool = False) -> Array:

@@ -171,7 +171,7 @@ def make_session(
     d = Draw(operation, [*key, 1], dtype, levels)
     inputs = draw_call(operation, key, dtype, levels, (key[0], key[1], number % 2) if share_shapes else ())
     call = Call(operation, inputs, dtype, "", levels, seed=number)
-    if number % 24 == 2 and number < 130:
+    if number % 48 == 2 and number < 150:
         return [Step(call), Step(call, beside=(call, *(changed(d, call) for _ in range(3))))]
     if number % 3 != 1:
         return [Step(call), Step(spoiled(d, call)), Step(spoiled(d, call)), *([Step(call)] if not number % 3 else [])]
