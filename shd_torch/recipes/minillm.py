@@ -178,7 +178,8 @@ def minillm_policy(
         teacher_logits: u ``(B, R, V)``.
         rollout: as ``minillm_rollout`` gives it, or its fields by name; or rows of them.
         clip: c, at least 0.
-        discount, whitening: as in ``minillm_advantages``.
+        discount: as in ``minillm_advantages``.
+        whitening: as in ``minillm_advantages``.
         reverse_kl_weight: b, of the single-step term over the whole vocabulary.
         shd: the attention term beside it, of live teachers: no cache holds text that was sampled now.
 

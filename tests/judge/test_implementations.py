@@ -17,9 +17,11 @@ RUNS = [
         row,
         dtype,
         id=f"{row.name}-{dtype}",
-        # Interpreted kernels take minutes; tests/torch_path/kernels runs them in CI.
+        # Interpreted kernels take minutes; tests/torch_path/kernels runs them in CI. The reference answers its own
+        # calls: in CI test_doors.py judges it by core, and the binding tells of a judge that is too strict.
         marks=[pytest.mark.gpu] * row.name.endswith("cuda")
-        + [pytest.mark.nightly] * (dtype != row.dtypes[0] or row.name.endswith("interpreted")),
+        + [pytest.mark.nightly]
+        * (dtype != row.dtypes[0] or row.name == "shd_ref" or row.name.endswith("interpreted")),
     )
     for row in JUDGED
     for dtype in row.dtypes
@@ -50,6 +52,7 @@ def test_the_example_in_jax_conforms_to_core(
     dtype: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("jax", reason="the package jax is not installed")
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # nearly all of its time is spent in compiling
     monkeypatch.chdir(EXAMPLES)
     monkeypatch.setattr(sys, "path", list(sys.path))
     words = ["--impl", "shd_jax", "--profile", "core", "--dtype", dtype, "--seed", "0", "--timeout", "60"]
