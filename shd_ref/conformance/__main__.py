@@ -31,11 +31,13 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m shd_ref.confo
         parser.error(f"unexpected arguments: {' '.join(options.arguments)}")
     if not options.timeout > 0:
         parser.error(f"--timeout must be above 0; got {options.timeout:g}")
+    chosen = cases(options.only, options.profile)
+    if not chosen:
+        shows = f"--list{' --profile core' if options.profile == 'core' else ''} shows"
+        parser.error(f"--only names nothing that {shows}; got {' '.join(options.only)}")
     if options.list:
-        sys.stdout.write("".join(f"{case.id}\n" for case in cases(options.only)))
+        sys.stdout.write("".join(f"{case.id}\n" for case in chosen))
         return PASSED
-    if not cases(options.only):
-        parser.error(f"--only names nothing that --list shows; got {' '.join(options.only)}")
     # All that a verdict depends on is in memory before the implementation starts, and no later import searches the
     # current folder, which is its own.
     load_everything()

@@ -323,7 +323,9 @@ def _load(path: str) -> Any:
     try:
         target: Any = importlib.import_module(module_name)
     except BaseException as error:
-        raise ProgramError(f"cannot be imported: {type(error).__name__}: {error}") from error
+        absent = isinstance(error, ModuleNotFoundError) and error.name in (module_name, module_name.partition(".")[0])
+        hint = "; give a module's name, without .py, of the current folder or PYTHONPATH" if absent else ""
+        raise ProgramError(f"cannot be imported: {type(error).__name__}: {error}{hint}") from error
     for step in attribute.split(".") if attribute else ():
         if not hasattr(target, step):
             raise ProgramError(f"cannot be found: {module_name} has no {attribute}")
@@ -440,7 +442,8 @@ class Program:
         try:
             process = _Process(self.command)
         except OSError as error:
-            raise ProgramError(f"{self.name} cannot be started: {error}") from error
+            hint = "give its path, such as ./my_shd, and its interpreter before it where it is not executable"
+            raise ProgramError(f"{self.name} cannot be started: {error}; {hint}") from error
         versions = {"protocol": PROTOCOL, "spec_edition": spec_edition(), "vectors_version": VECTORS_VERSION}
         try:
             answer = process.ask({"type": "hello", **versions}, max(self.timeout, START_LIMIT))

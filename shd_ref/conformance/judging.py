@@ -54,14 +54,16 @@ class Case:
         return f"{self.operation}/{self.part}"
 
 
-def cases(only: str | Iterable[str] | None = None) -> list[Case]:
+def cases(only: str | Iterable[str] | None = None, profile: str = "full") -> list[Case]:
     """What is judged, part by part, to be run one by one with ``check``.
 
     Args:
         only: operations, ids or globs (``"solve_alpha"``, ``"*/core"``); all without it.
+        profile: ``"full"`` or ``"core"``.
     """
     patterns = [only] if isinstance(only, str) else list(only) if only is not None else ["*"]
     found = [Case(operation, part) for operation in OUTPUTS for part in PARTS]
+    found = [one for one in found if profile == "full" or (one.operation in CORE and one.part == "core")]
     return [one for one in found if any(fnmatchcase(one.id, p) or fnmatchcase(one.operation, p) for p in patterns)]
 
 
@@ -106,13 +108,14 @@ def judge(
         raise LookupError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
     load_everything()
     subject: Direct | Program = implementation if isinstance(implementation, Program) else Direct(implementation)
-    chosen = [case for case in cases(only) if profile == "full" or (case.operation in CORE and case.part == "core")]
+    chosen = cases(only, profile)
     results = []
     with np.errstate(all="ignore"):  # NumPy's own warnings about its arithmetic are not the judge's to print
         for operation in dict.fromkeys(case.operation for case in chosen):
             parts = [case.part for case in chosen if case.operation == operation]
             results.append(_Bench(subject, operation, dtype, seed).judge(parts))
-    return Report(name or subject.name, dtype, seed, profile, tuple(results))
+    offered = subject.dtypes if isinstance(subject, Program) else DTYPES
+    return Report(name or subject.name, dtype, seed, profile, tuple(results), offered)
 
 
 @dataclass
@@ -203,7 +206,8 @@ class _Bench:
             named = {token for token in tokens if token.partition("=")[0] == reply.code}
             named |= {reply.code} if reply.code == "layouts" else set()
             if call.operation == self.operation and self.part == "options" and reply.code != "unspoken":
-                self.lacks |= named or ({" with ".join(tokens)} if 0 < len(tokens) < 3 else set())
+                drawn = not call.title  # a changed call may give an option that its levels do not tell
+                self.lacks |= named or ({" with ".join(tokens)} if drawn and 0 < len(tokens) < 3 else set())
             return
         self.answered |= call.operation == self.operation
         self.ended |= reply.ended
@@ -259,5 +263,6 @@ def _examine_refusal(call: Call, reply: Reply) -> tuple[int, Difference | None]:
         return 5, Difference("", problem, refusal, reply.code)
     told = call.told if reply.code == call.answer[1] else []
     lost = [place for place in told if not re.search(rf"\b(?:{place})\b", reply.message)]
-    problem = f"the message must name {', '.join(lost)}; got: {reply.message}"
+    asked = ", ".join(place.replace("[0-9]+", "and its number") for place in lost)
+    problem = f"the message must name {asked}; got: {reply.message}"
     return 6, Difference("", problem, "", "") if lost else None

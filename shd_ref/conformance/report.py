@@ -10,7 +10,7 @@ from shd_ref.conformance.comparison import abbreviate
 from shd_ref.conformance.doors import NotSpokenError, make_request
 from shd_ref.conformance.generator import OUTPUTS
 from shd_ref.conformance.sessions import Call
-from shd_ref.conformance.specification import CORE, load_sentences, spec_edition
+from shd_ref.conformance.specification import CORE, DTYPES, load_sentences, spec_edition
 
 _LARGEST_CALL = 4096  # numbers of a call that the report spells out
 
@@ -104,6 +104,7 @@ class Report:
     seed: int
     profile: str
     results: tuple[OperationResult, ...]
+    dtypes: tuple[str, ...] = DTYPES  # that the implementation offers
 
     @property
     def failures(self) -> tuple[OperationResult, ...]:
@@ -136,8 +137,11 @@ class Report:
     def verdict(self) -> str:
         """What was judged and how, in one line; "conforms" alone where nothing is missing."""
         judged, core_only = self.judged, self.profile == "core"
+        absent = [result.operation for result in self.results if result.status == "missing"]
         if not judged:
-            return "nothing was judged"
+            if self.dtype not in self.dtypes:
+                return f"nothing was judged; lacks the dtype {self.dtype}, offers {', '.join(self.dtypes) or 'none'}"
+            return f"nothing was judged; lacks {', '.join(absent) if len(absent) < 9 else 'all operations'}"
         core = all(name in judged and "core" not in judged[name].failed_parts for name in CORE)
         if core and not self.failures and not self.lacks and not self.not_judged and not core_only:
             return "conforms"
@@ -147,7 +151,8 @@ class Report:
             [f"does not conform: {', '.join(result.operation for result in self.failures)}"] if self.failures else []
         )
         parts += [told] if core or not self.failures else []
-        parts += [f"lacks {', '.join(self.lacks)}"] if self.lacks and not core_only else []
+        lacks = absent if core_only else self.lacks
+        parts += [f"lacks {', '.join(lacks)}"] if lacks else []
         missing = ["options", "other operations"] if core_only else self.not_judged
         return "; ".join(parts + ([f"not judged: {', '.join(missing)}"] if missing else []))
 

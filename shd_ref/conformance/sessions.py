@@ -154,8 +154,10 @@ def sessions_of(
         levels[name] = next(level for level in factors[name] if level)
         inputs = draw_call(operation, [*base, len(rows)], dtype, levels, (seed, number))
         if name in inputs:  # and not inside a list of items
+            drawn = Call(operation, dict(inputs), dtype, "", levels)
+            codes = error_codes() if drawn.answer[0] == "error" else frozenset()  # wrong before: ERR-4
             inputs[name] = inputs[name].astype(kind)
-            yield [Step(Call(operation, inputs, dtype, f"with {name} of {kind}", levels, seed=number))]
+            yield [Step(Call(operation, inputs, dtype, f"with {name} of {kind}", levels, codes, seed=number))]
 
 
 def make_session(
@@ -275,11 +277,26 @@ def spoiled(d: Draw, call: Call) -> Call:
         codes = {"argument-value", "plan-invalid", "layers-invalid", "argument-shape"} if len(path) > 1 else set()
     else:
         return changed(d, call)
-    title = f"with {name}{''.join(f'[{step}]' for step in path[1:])} changed"
+    title = f"with {name}{''.join(f'[{step}]' for step in path[1:])} changed{_told_change(old, new)}"
     given = _put(inputs, path, new)
     # Where the call was wrong before, two rules are broken (ERR-4).
     right = frozenset(codes) if call.answer[0] != "error" else error_codes()
     return Call(operation, given, call.dtype, title, call.levels, right, places, call.seed)
+
+
+def _told_change(old: Any, new: Any) -> str:
+    """What became of an array, where few words say it: an entry may be beyond those that are shown."""
+    if not (isinstance(old, np.ndarray) and isinstance(new, np.ndarray)):
+        return ""
+    if old.dtype != new.dtype or old.shape != new.shape:
+        return f" from {old.dtype.name}{list(old.shape)}"
+    places = np.argwhere(~((old == new) | (np.isnan(old) & np.isnan(new))) if old.dtype.kind == "f" else old != new)
+    if not len(places):
+        return ""
+    nans = np.isnan(new[tuple(places.T)]) if new.dtype.kind == "f" else np.zeros(len(places))
+    at = tuple(places[int(nans.argmax())])
+    more = f", and {len(places) - 1} more" if len(places) > 1 else ""
+    return f": {new[at]} instead of {old[at]} at {[int(i) for i in at]}{more}"
 
 
 def _spoil_mask(d: Draw, old: Array) -> Any:

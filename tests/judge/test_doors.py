@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,8 @@ import pytest
 import shd_ref
 from shd_ref.conformance import ConformanceError, Missing, OwnDtype, Program, cases, check, judge
 from shd_ref.conformance.__main__ import main
+from shd_ref.conformance.sessions import core_factors, sessions_of
+from shd_ref.conformance.specification import CORE
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "specs" / "conformance.md").read_text(encoding="utf-8")
@@ -122,8 +125,9 @@ def test_numpy_alone(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["--impl", "no_such_module"], "cannot be imported: ModuleNotFoundError"),
+        (["--impl", "no_such.py"], "a module's name, without .py"),
         (["--impl", "shd_ref:no_such_object"], "shd_ref has no no_such_object"),
-        (["--program", "no-such-program"], "cannot be started"),
+        (["--program", "no-such-program"], "give its path, such as ./my_shd"),
         (["--program", f"{sys.executable} {PROGRAM} other-protocol"], "expected type 'hello'"),
     ],
 )
@@ -140,7 +144,9 @@ def test_the_reference_conforms_in_a_process_of_its_own(capsys: pytest.CaptureFi
 
 def test_nothing_offered_is_nothing_judged(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--impl", "json", "--only", "s*"]) == 2
-    assert "nothing was judged" in capsys.readouterr().out
+    assert "nothing was judged; lacks softmax, solve_alpha, " in capsys.readouterr().out
+    assert main(["--list", "--profile", "core", "--only", "s*"]) == 0
+    assert capsys.readouterr().out.split() == [f"{name}/core" for name in CORE if name[0] == "s"]
 
 
 @pytest.mark.parametrize(
@@ -172,8 +178,9 @@ def test_a_right_program_conforms_and_what_it_does_not_list_is_not_judged() -> N
     with Program([sys.executable, str(PROGRAM)], timeout=30.0) as program:
         report = judge(program, dtype="float32", profile="core")
     assert report.passed, report.summary()
-    assert report.verdict.startswith(
-        "conforms to softmax, merge_plan, solve_alpha, squeeze_heads, shd_loss; not judged"
+    assert report.verdict == (
+        "conforms to softmax, merge_plan, solve_alpha, squeeze_heads, shd_loss; lacks value_outputs, mix_heads; "
+        "not judged: options, other operations"
     )
     assert {"value_outputs", "mix_heads"} <= set(report.not_judged)
 
@@ -182,8 +189,10 @@ def test_the_program_of_the_page() -> None:
     (text,) = [block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "in sys.stdin:" in block]
     with Program([sys.executable, "-c", text]) as program:
         report = judge(program, only="softmax")
+        narrow = judge(program, dtype="float32", only="softmax")
     assert report.passed, report.summary()
     assert report.lacks == ("attn_mask", "temperature")
+    assert narrow.verdict == "nothing was judged; lacks the dtype float32, offers float64"
 
 
 def test_the_adapter_of_the_page() -> None:
@@ -235,6 +244,42 @@ def test_options_that_a_plain_function_lacks_are_named() -> None:
     assert {"temperature", "beta", "divergence", "support", "attn_mask", "reduction=mean"} <= set(report.lacks)
     assert report.verdict.startswith("conforms to softmax, shd_loss; lacks attn_mask, beta")
     assert "not judged: value_outputs" in report.verdict
+
+
+def test_masks_are_not_lacking_where_other_options_are() -> None:
+    def squeeze_heads(teacher_probs: Any, value_outputs: Any, num_student_heads: Any, **more: Any) -> Any:
+        if set(more) - {"query_mask"}:
+            raise NotImplementedError("masks alone")
+        return shd_ref.squeeze_heads(teacher_probs, value_outputs, num_student_heads, **more)
+
+    report = judge(SimpleNamespace(squeeze_heads=squeeze_heads), only="squeeze_heads")
+    assert report.passed, report.summary()
+    assert report.lacks == ("alpha_from", "alpha_rule", "plan", "row_sums", "strategy", "temperature")
+
+
+def test_a_mask_of_another_kind_may_be_refused_before_all_else() -> None:
+    """ERR-4: the call may be wrong without it too."""
+    wrong = 0
+    for seed in range(40):
+        with np.errstate(all="ignore"):
+            steps = list(chain(*sessions_of("shd_loss", "float64", seed, core_factors("shd_loss"), "core")))
+        for call in [step.call for step in steps if "_mask of " in step.call.title]:
+            assert "argument-dtype" in call.accepted
+            wrong += call.answer[1] != "argument-dtype"
+    assert wrong
+
+
+def test_a_failure_shows_the_entry_that_was_changed() -> None:
+    """It may lie beyond those that are shown."""
+
+    def softmax(attn_logits: Any) -> Any:
+        if attn_logits.dtype.kind != "f" or attn_logits.ndim < 2:
+            shd_ref.softmax(attn_logits)
+        return shd_ref.softmax(np.nan_to_num(attn_logits, nan=0.0, posinf=0.0, neginf=-np.inf))
+
+    (result,) = judge(SimpleNamespace(softmax=softmax), only="softmax/core", seed=1).failures
+    assert result.finding
+    assert re.search(r"attn_logits changed: (nan|inf) instead of \S+ at \[[0-9, ]+\]", result.finding.title)
 
 
 def test_the_report_is_as_its_schema_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
