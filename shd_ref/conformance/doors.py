@@ -451,7 +451,7 @@ class Program:
             if not told:
                 self._read_hello(answer)
         except _SilentError as error:
-            told = f"gave no handshake: {error}"
+            told = f"gave no handshake: {error}; it must answer one line of JSON, ended and flushed"
         if told:
             process.stop()
             raise ProgramError(f"{self.name} {told}")

@@ -78,7 +78,7 @@ def check(case: Case, implementation: Any, dtype: str = "float64", *, seed: int 
     if not report.judged:
         raise Missing(f"{case.operation} is missing")
     for result in report.failures:
-        raise ConformanceError(result.finding and result.finding.describe(dtype, seed))
+        raise ConformanceError(result.finding and result.finding.describe(dtype, seed, case.operation))
 
 
 def judge(
@@ -231,7 +231,12 @@ class _Bench:
             rank = max(rank, refused)
         if wrong is None:
             return None
-        order = (rank, len(call.inputs), sum(array.size for array in arrays_of(call.inputs)))
+        order = (
+            rank,
+            call.operation != self.operation,
+            len(call.inputs),
+            sum(array.size for array in arrays_of(call.inputs)),
+        )
         title = ", ".join(filter(None, (call.title, company)))
         spec = reply.code if reply.kind == "broken" else ""
         told = (wrong.problem, wrong.output, wrong.expected, wrong.got, title)

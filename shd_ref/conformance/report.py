@@ -37,7 +37,7 @@ class Finding:
     spec: str = ""
     narrow: bool = False
 
-    def describe(self, dtype: str, seed: int) -> str:
+    def describe(self, dtype: str, seed: int, only: str = "") -> str:
         """The failure in lines: what was asked, what came, and what it looks like."""
         sentence = load_sentences().get(self.spec, "")
         rows = {
@@ -48,7 +48,7 @@ class Finding:
             "expected": self.expected,
             "got": self.got,
             "requires": f"{self.spec}: {sentence}" if sentence else "",
-            "again": f"--dtype {dtype} --seed {seed} --only {self.operation}",
+            "again": f"--dtype {dtype} --seed {seed} --only {only or self.operation}",
         }
         lines = [f"{self.operation} at {dtype}"]
         for label, text in rows.items():
@@ -158,8 +158,10 @@ class Report:
 
     def summary(self) -> str:
         """For a terminal: one whole failure an operation, and the verdict."""
-        told = sorted((result.finding for result in self.failures if result.finding), key=lambda one: one.order)
-        parts = [f"FAILED {finding.describe(self.dtype, self.seed)}" for finding in told]
+        failed = [(result.finding, result.operation) for result in self.failures if result.finding]
+        failed.sort(key=lambda one: one[0].order)
+        parts = [f"FAILED {finding.describe(self.dtype, self.seed, operation)}" for finding, operation in failed]
+        told = [finding for finding, _ in failed]
         values = [finding for finding in told if finding.order[0] < 2]
         if values and all(finding.narrow for finding in values):
             parts.append("Your answers look like float32: judge with --dtype float32, or enable 64 bits.")

@@ -246,6 +246,17 @@ def test_options_that_a_plain_function_lacks_are_named() -> None:
     assert "not judged: value_outputs" in report.verdict
 
 
+def test_a_failure_in_between_is_drawn_again_by_the_operation_judged() -> None:
+    def solve_alpha(**inputs: Any) -> Any:
+        return shd_ref.solve_alpha(**inputs) + 0.125
+
+    subject = SimpleNamespace(squeeze_heads=shd_ref.squeeze_heads, solve_alpha=solve_alpha)
+    reports = [judge(subject, only="squeeze_heads/core", seed=seed) for seed in (4, 5)]
+    (report, *_) = [report for report in reports if report.failures]
+    assert "FAILED solve_alpha" in report.summary()
+    assert f"--seed {report.seed} --only squeeze_heads" in report.summary()
+
+
 def test_masks_are_not_lacking_where_other_options_are() -> None:
     def squeeze_heads(teacher_probs: Any, value_outputs: Any, num_student_heads: Any, **more: Any) -> Any:
         if set(more) - {"query_mask"}:
