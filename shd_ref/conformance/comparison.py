@@ -93,6 +93,8 @@ def compare(
         if name not in got or (name.startswith("num_") and dtype in ("float16", "bfloat16")):
             continue  # in half precision rounding decides what lies within [0, 1] (NUM-7)
         wide = frozenset({dtype, "float32" if narrowest == "float16" and name not in _STORED else narrowest or dtype})
+        if name == "num_clipped" and "float32" in wide and _may_be_clipped(right, got):
+            continue  # a float32 cannot tell an optimum a little above 1 from 1
         zeros = _zeros(name, inputs) if name in ("dz", "dq", "dw") else None
         rule = _Rule(wide, _reach(name, inputs), zeros)
         difference = _compare(name, name, value, [], got[name], rule)
@@ -104,6 +106,13 @@ def compare(
         problem = f"the answer lacks {', '.join(missing)}"
         return Difference(missing[0], problem, ", ".join(right), ", ".join(got) or "nothing")
     return None
+
+
+def _may_be_clipped(right: Mapping[str, Any], got: Mapping[str, Any]) -> bool:
+    """Whether a count of clipped alphas is none of more than are 0 or 1, as near as a float32 tells."""
+    atol, counts = agreement("float32", "alpha")[0], as_numbers(got["num_clipped"])
+    ends = sum(int(((array <= atol) | (array >= 1 - atol)).sum()) for array in arrays_of(right.get("alphas")))
+    return counts is not None and counts.ndim == 0 and 0 <= float(counts) <= ends
 
 
 def _narrowest(inputs: Mapping[str, Any]) -> str:

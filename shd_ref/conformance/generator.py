@@ -372,7 +372,9 @@ class Draw:
         fitting = fitting and self.operation != "intersect_support" and self.chance(0.93)
         maps = self.maps(*shape, counted=self.loss_mask, allowed=may if fitting else None, positive=reverse)
         if fitting and maps.dtype.kind == "f" and not may.all() and not self.coarse and self.chance(0.08):
-            maps[np.unravel_index(int(may.argmin()), shape)] = 2.0 ** -self.pick((11, 14, 18))  # a little on another
+            place = np.unravel_index(int(may.argmin()), shape)
+            little = 2.0 ** -self.pick((11, 14, 18))
+            maps[place] = little * bool(maps[place[:-1]].any())  # of a row without any it would be no distribution
             maps /= np.maximum(maps.sum(axis=-1, keepdims=True), 1.0)
         return maps
 

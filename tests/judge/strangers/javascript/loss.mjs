@@ -108,7 +108,7 @@ function divergenceOf(name, P, Q, logQ) {
     } else if (name === "reverse_kl") {
       if (q > 0) total += q * (logQ[j] - Math.log(p));
     } else if (name === "js") {
-      const logR = Math.log((p + q) / 2);
+      const logR = Math.log(p + q) - Math.LN2; // half of the smallest number is 0
       if (p > 0) total += 0.5 * p * (Math.log(p) - logR);
       if (q > 0) total += 0.5 * q * (logQ[j] - logR);
     } else {
@@ -128,7 +128,7 @@ function rowGradient(name, P, Q, logQ) {
   const r = Q.map((q, j) => {
     if (q === 0) return 0; // a product with Q_j = 0 is 0
     if (name === "reverse_kl") return logQ[j] - Math.log(P[j]);
-    if (name === "js") return logQ[j] - Math.log((P[j] + q) / 2);
+    if (name === "js") return logQ[j] - Math.log(P[j] + q) + Math.LN2;
     return q - P[j];
   });
   const mean = Q.reduce((total, q, j) => total + q * r[j], 0);
