@@ -11,10 +11,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache.storage.storage import write_errors
-from shd_ref.errors import ShdError, need
+from shd_ref.errors import ShdError, import_package, need
 from shd_torch.deploy.inputs import GraphInputs, open_graph, require_runtime, run_graph
-from shd_torch.deploy.products import Product, batches_of, find_sites, measure, plan, rewrite, without_padding
 from shd_torch.shrink.folders import check_positions
 
 _EXTERNAL_DATA_BYTES: Final = 1 << 30  # a protobuf file ends at 2 GiB
@@ -81,18 +79,20 @@ def quantize_graph(
         graph: an ``.onnx`` file.
         out: where to write the new graph; weights of a large one lie beside it, as ``export_student`` writes them.
         inputs: arrays of samples by name, 16 or more of the data that the graph will see: every second one gives
-            ranges and means, the others, at most 64, are compared. Default: random token ids and pixels; then all
-            ranges are those of the run, and quality is lower.
+            ranges and means, the others, at most 64, are compared; all do both if the graph fixes their number.
+            Default: random token ids and pixels; then all ranges are those of the run, and quality is lower.
 
     Raises:
-        ShdError: ``dependency-missing`` (onnx, onnxruntime), ``read-failed``, ``inputs-invalid``, ``write-failed``,
-            ``export-failed`` where no product has constant weights or the graph cannot be quantised, ``not-finite``
-            where either graph gives NaN or infinity. ``out`` is then left as it was.
+        ShdError: ``dependency-missing`` (onnx, onnx-ir, onnxruntime), ``read-failed``, ``inputs-invalid``,
+            ``write-failed``, ``export-failed`` where no product has constant weights or the graph cannot be
+            quantised, ``not-finite`` where either graph gives NaN or infinity. ``out`` is then left as it was.
     """
     require_runtime()
+    import_package("onnx_ir", "onnx-ir must be installed: pip install '.[cpu]' (in a checkout)")
     import onnx_ir as ir
 
     from shd_ref.teacher.opening.model import saving_graph
+    from shd_torch.deploy.products import Product, find_sites, measure, plan, rewrite
 
     source, target = Path(graph), Path(out)
     if target.suffix != ".onnx" or target.resolve() == source.resolve():
@@ -105,8 +105,7 @@ def quantize_graph(
     need(bool(sites), "export-failed", str(source), "hold a float product with constant weights", "none")
     opset = model.opset_imports.get("", 0)
     need(opset >= _LOWEST_OPSET, "export-failed", str(source), f"have opset {_LOWEST_OPSET} or higher", opset)
-    with write_errors(target.parent):
-        measure(model, sites, list(batches_of(calibration)), source)
+    measure(model, sites, calibration, reader)
     products: dict[ir.Value, Product] = {}
     for site in sites:
         plan(site, products, has_ranges=inputs is not None, has_means=inputs is not None or "input_ids" in arrays)
@@ -130,7 +129,7 @@ def _divide(
         first, second = (reader.draw(count, reader.longest(length), seed) for (count, length), seed in drawn)
         return first, second
     arrays = _fit(inputs, reader, reader.path)
-    if len(next(iter(arrays.values()))) < 2:
+    if len(next(iter(arrays.values()))) < 2 or not reader.has_batch:
         return arrays, arrays
     compared = {name: array[: 2 * _MOST_COMPARED : 2] for name, array in arrays.items()}
     return compared, {name: array[1::2] for name, array in arrays.items()}
@@ -140,9 +139,11 @@ def _compare_alone(
     session: Any, output: NDArray[Any], inputs: Mapping[str, NDArray[Any]], reader: GraphInputs
 ) -> float:
     """The least cosine of rows between samples alone and in their batch."""
+    from shd_torch.deploy.products import without_padding
+
     least = 1.0
     for index in range(min(_ALONE, len(output)) if reader.has_batch else 0):
-        sample = without_padding({name: array[index : index + 1] for name, array in inputs.items()})
+        sample = without_padding({name: array[index : index + 1] for name, array in inputs.items()}, reader)
         alone = run_graph(session, sample, reader.path)[0][0]
         rows, others = (a.reshape(-1, a.shape[-1]).astype(np.float64) for a in (alone, output[index][: len(alone)]))
         if rows.shape == others.shape:

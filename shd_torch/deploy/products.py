@@ -10,7 +10,8 @@ Sources: SmoothQuant (arXiv 2211.10438) for the division of channels; bias corre
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +20,8 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from shd_torch.deploy.inputs import open_graph, run_graph
+from shd_ref.cache.storage.storage import write_errors
+from shd_torch.deploy.inputs import GraphInputs, open_graph, run_graph
 
 Floats = NDArray[np.float32]
 
@@ -29,7 +31,9 @@ _EXPONENTS: Final = tuple(round(0.1 * i, 1) for i in range(1, 11))
 _CLIPS: Final = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 _WORTH: Final = {"norm": 0.8, "attention": 0.3, "other": 0.8}
 """The error, as a share of the one before, at which a division pays for a ``Mul`` of its own (3% of the time)."""
-_KEPT_BYTES: Final = 1 << 29  # of rows, all values together
+_KEPT_BYTES: Final = 1 << 29  # of rows, all sites together
+_RUN_BYTES: Final = 1 << 28  # of the values that one run of the float graph gives
+_MOST_SAMPLES: Final = 16  # of a run
 _MOST_ROWS: Final = 7000  # beyond, the mean error of a product no longer changes
 _SEARCHED_ROWS: Final = (64, 1000)
 _SEARCHED_COST: Final = 1e8  # multiplications of one trial: seconds for a large model, not minutes
@@ -67,6 +71,7 @@ class Site:
     source: ir.Value
     products: list[Product]
     kind: str = "other"
+    shares_weights: bool = False  # with products of another value, as where layers are the same
     rows: Floats = field(init=False)
     low: Floats = field(init=False)
     high: Floats = field(init=False)
@@ -81,6 +86,9 @@ def find_sites(model: ir.Model) -> list[Site]:
         if (product := _product(node)) is not None and (source := node.inputs[0]) is not None:
             site = sites.setdefault(source, Site(source, [], _kind(source)))
             site.products.append(product)
+    counts = Counter(product.weight for site in sites.values() for product in site.products)
+    for site in sites.values():
+        site.shares_weights = any(counts[product.weight] > 1 for product in site.products)
     return list(sites.values())
 
 
@@ -134,41 +142,64 @@ def _scales_channels(value: ir.Value | None) -> bool:
     return array is not None and array.ndim == 1 and array.size > 1
 
 
-def measure(
-    model: ir.Model, sites: Sequence[Site], batches: Sequence[Mapping[str, NDArray[Any]]], name: object
-) -> None:
+def measure(model: ir.Model, sites: Sequence[Site], inputs: Mapping[str, NDArray[Any]], reader: GraphInputs) -> None:
     """Run the float graph; give each site rows of its value, padding left out, and the range of each channel."""
-    outputs, extra = model.graph.outputs, list[ir.Value]()
-    for site in sites:
-        if not (site.source.is_graph_output() or site.source.is_graph_input()):
-            site.source.type = site.source.type or ir.TensorType(ir.DataType.FLOAT)
-            extra.append(site.source)
-    with tempfile.TemporaryDirectory() as folder:
+    outputs = model.graph.outputs
+    added = [site.source for site in sites if not (site.source.is_graph_output() or site.source.is_graph_input())]
+    for value in added:
+        value.type = value.type or ir.TensorType(ir.DataType.FLOAT)
+    with tempfile.TemporaryDirectory() as folder, write_errors(folder):
         path = Path(folder) / "measured.onnx"
-        outputs.extend(extra)
+        outputs.extend(added)
         try:
             ir.save(model, path, external_data="weights")
         finally:
-            for _ in extra:
+            for _ in added:  # onnx_ir does not follow a deleted slice
                 outputs.pop()
         session = open_graph(path)
     names = [one.name for one in session.get_outputs()]
     width = sum(site.products[0].read().shape[0] for site in sites)
+    batches = list(_batches(inputs, width, reader))
     most = min(_MOST_ROWS, max(_SEARCHED_ROWS[0], _KEPT_BYTES // (4 * width)))
     random = np.random.default_rng(0)
     parts: dict[str, list[Floats]] = {}
     for batch in batches:
-        values = dict(zip(names, run_graph(session, batch, name), strict=True)) | dict(batch)
+        values = dict(zip(names, run_graph(session, batch, reader.path), strict=True)) | dict(batch)
         for site in sites:
             rows = _rows(values[str(site.source.name)], batch)
-            ends = rows.min(0), rows.max(0)
-            before = (site.low, site.high) if site.source.name in parts else ends
-            site.low, site.high = np.minimum(ends[0], before[0]), np.maximum(ends[1], before[1])
+            low, high = rows.min(0), rows.max(0)
+            if site.source.name in parts:
+                low, high = np.minimum(low, site.low), np.maximum(high, site.high)
+            site.low, site.high = low, high
             chosen = random.permutation(len(rows))[: -(-most // len(batches))]
             parts.setdefault(str(site.source.name), []).append(rows[chosen])
     for site in sites:
         rows = np.concatenate(parts.pop(str(site.source.name)))
         site.rows = rows[random.permutation(len(rows))]
+
+
+def _batches(
+    inputs: Mapping[str, NDArray[Any]], width: int, reader: GraphInputs
+) -> Iterator[dict[str, NDArray[Any]]]:
+    """As many samples at a time as memory has room for; all, if the graph fixes how many it takes."""
+    samples = len(next(iter(inputs.values())))
+    length = max((array.shape[1] for array in inputs.values() if array.ndim == 2), default=_MOST_SAMPLES**2)
+    size = min(_MOST_SAMPLES, max(1, _RUN_BYTES // (4 * width * length))) if reader.has_batch else samples
+    for start in range(0, samples, size):
+        yield without_padding({name: array[start : start + size] for name, array in inputs.items()}, reader)
+
+
+def without_padding(inputs: Mapping[str, NDArray[Any]], reader: GraphInputs) -> dict[str, NDArray[Any]]:
+    """Without the last columns, where they are padding in every sample and the graph takes fewer."""
+    mask = inputs.get("attention_mask")
+    if mask is None or mask.ndim != 2 or not mask.any():
+        return dict(inputs)
+    # A decoder's inputs have a mask of their own, also where both have as many columns.
+    columns = {name for name in inputs if not name.startswith("decoder_")}
+    if any(inputs[name].shape != mask.shape or isinstance(reader.shapes[name][1], int) for name in columns):
+        return dict(inputs)
+    length = int(np.flatnonzero(mask.any(0)).max()) + 1
+    return {name: array[:, :length] if name in columns else array for name, array in inputs.items()}
 
 
 def _rows(value: NDArray[Any], inputs: Mapping[str, NDArray[Any]]) -> Floats:
@@ -177,7 +208,8 @@ def _rows(value: NDArray[Any], inputs: Mapping[str, NDArray[Any]]) -> Floats:
     for name in ("attention_mask", "decoder_attention_mask"):
         mask = inputs.get(name)
         if mask is not None and value.ndim in (2, 3) and len(rows) == mask.size > len(mask):
-            rows = rows[mask.reshape(-1).astype(bool)]
+            counted = mask.reshape(-1).astype(bool)
+            return rows[counted] if counted.any() else rows
     return rows
 
 
@@ -190,22 +222,23 @@ def plan(site: Site, before: Mapping[ir.Value, Product], *, has_ranges: bool, ha
     """
     weight = np.concatenate([product.read() for product in site.products], 1)
     fewest, most = _SEARCHED_ROWS
-    few = site.rows[: int(min(most, max(fewest, _SEARCHED_COST / weight.size)))]
-    expected = few @ weight
-    divisor, share = _find_divisor(few, weight, expected, np.maximum(np.abs(site.low), np.abs(site.high)))
-    if divisor is not None:
+    subset = site.rows[: int(min(most, max(fewest, _SEARCHED_COST / weight.size)))]
+    expected = subset @ weight
+    largest = np.maximum(np.abs(site.low), np.abs(site.high))
+    divisor, share = _find_divisor(subset, weight, expected, largest)
+    if divisor is not None and not site.shares_weights:  # which would no longer be the same
         if not _absorb(site, divisor, before):
             divisor = divisor if share <= _WORTH[site.kind] else None
             site.divisor = divisor
         if divisor is not None:
             weight = weight * divisor[:, None]
             site.rows, site.low, site.high = site.rows / divisor, site.low / divisor, site.high / divisor
-            few = few / divisor
+            subset = subset / divisor
     rounded, scales = round_weights(weight)
     ends = float(min(site.low.min(), 0)), float(max(site.high.max(), 0))
     if site.kind != "other" and has_ranges:
         restored = rounded * scales
-        errors = {c: _error(round_rows(few, c * ends[0], c * ends[1]) @ restored, expected) for c in _CLIPS}
+        errors = {c: _error(round_rows(subset, c * ends[0], c * ends[1]) @ restored, expected) for c in _CLIPS}
         clip = min(_CLIPS, key=errors.__getitem__)
         site.range = ends = clip * ends[0], clip * ends[1]
     lost = np.zeros(len(scales), np.float32)
@@ -287,12 +320,13 @@ def _absorb(site: Site, divisor: Floats, before: Mapping[ir.Value, Product]) -> 
     ):
         for index in constants:  # tensors of other norms may be the same: each gets its own
             array = np.asarray(_constant(node.inputs[index])) / divisor
-            node.replace_input_with(index, _register(node.graph, f"{value.name}_divided_{index}", array))
+            node.replace_input_with(index, _register(node.graph, f"int8/{value.name}/divided_{index}", array))
         return True
     if node.op_type == "Mul":  # of a gate and a product, in Llama and its like
         for factor in filter(None, node.inputs):
             product = before.get(factor)
-            if product is not None and len(factor.uses()) == 1 and product.scales.shape == divisor.shape:
+            is_read_once = len(factor.uses()) == 1 and not factor.is_graph_output()
+            if product is not None and is_read_once and product.scales.shape == divisor.shape:
                 product.scales, product.offset = product.scales / divisor, product.offset / divisor
                 return True
     return False
@@ -302,65 +336,46 @@ def rewrite(model: ir.Model, sites: Sequence[Site]) -> None:
     """Put the integer products of onnxruntime in the places of the float ones."""
     graph = model.graph
     model.opset_imports.setdefault("com.microsoft", 1)
+    weights: dict[tuple[ir.Value, bool], ir.Value] = {}  # products of layers that are the same share theirs
     for site in sites:
-        value, nodes = site.source, list[ir.Node]()
-        name = value.name
-
-        def add(operator: str, inputs: Sequence[ir.Value], outputs: Sequence[str]) -> Sequence[ir.Value]:
-            node = ir.Node("", operator, inputs, num_outputs=len(outputs), name=f"{name}_{operator}")  # noqa: B023
-            for output, suffix in zip(node.outputs, outputs, strict=True):
-                output.name = f"{name}{suffix}"  # noqa: B023
-            nodes.append(node)  # noqa: B023
-            return node.outputs
-
+        value, name = site.source, f"int8/{site.source.name}"
         if site.divisor is not None:
-            (value,) = add("Mul", [value, _register(graph, f"{name}_factors", 1 / site.divisor)], ["_divided"])
+            factors = _register(graph, f"{name}/factors", 1 / site.divisor)
+            (value,) = _insert(graph, site, "Mul", [value, factors], [f"{name}/divided"])
         if site.range is None:
-            integers, scale, zero = add("DynamicQuantizeLinear", [value], ["_integers", "_scale", "_zero"])
+            outputs = [f"{name}/{part}" for part in ("integers", "scale", "zero")]
+            integers, scale, zero = _insert(graph, site, "DynamicQuantizeLinear", [value], outputs)
         else:
-            numbers = _scale_and_zero(*site.range)
-            scale = _register(graph, f"{name}_scale", np.asarray(numbers[0]))
-            zero = _register(graph, f"{name}_zero", np.asarray(numbers[1]))
-            (integers,) = add("QuantizeLinear", [value, scale, zero], ["_integers"])
-        graph.insert_before(site.products[0].node, nodes)
+            step, origin = _scale_and_zero(*site.range)
+            scale = _register(graph, f"{name}/scale", np.asarray(step))
+            zero = _register(graph, f"{name}/zero", np.asarray(origin))
+            (integers,) = _insert(graph, site, "QuantizeLinear", [value, scale, zero], [f"{name}/integers"])
         for product in site.products:
-            base = product.node.outputs[0].name
-            arrays: dict[str, NDArray[Any]] = {
-                "rounded": product.rounded,
-                "scales": product.scales,
-                "offset": product.offset,
-            }
-            weight, scales, offset = (_register(graph, f"{base}_{key}", array) for key, array in arrays.items())
-            node = ir.Node(
-                "com.microsoft",
-                "MatMulIntegerToFloat",
-                [integers, weight, scale, scales, zero, None, offset],
-                name=f"{product.node.name or base}_int8",
-            )
+            base, key = f"int8/{product.node.outputs[0].name}", (product.weight, product.is_transposed)
+            if key not in weights:
+                weights[key] = _register(graph, f"{base}/weight", product.rounded)
+            scales = _register(graph, f"{base}/scales", product.scales)
+            offset = _register(graph, f"{base}/offset", product.offset)
+            operands = [integers, weights[key], scale, scales, zero, None, offset]
+            node = ir.Node("com.microsoft", "MatMulIntegerToFloat", operands, name=base)
             old = [product.node, *filter(None, [product.add])]
             ir.convenience.replace_nodes_and_values(graph, product.node, old, [node], [product.output], node.outputs)
-    unused = [value for value in graph.initializers.values() if not value.uses()]
-    for value in unused:
+    for value in [value for value in graph.initializers.values() if not value.uses()]:
         if not (value.is_graph_output() or value.is_graph_input()):
             del graph.initializers[str(value.name)]
+
+
+def _insert(
+    graph: Any, site: Site, operator: str, inputs: Sequence[ir.Value], outputs: Iterable[str]
+) -> Sequence[ir.Value]:
+    """The outputs of a node before the products of a site, which is named as the first of them."""
+    values = [ir.Value(name=name) for name in outputs]
+    node = ir.Node("", operator, inputs, outputs=values, name=values[0].name)
+    graph.insert_before(site.products[0].node, node)
+    return node.outputs
 
 
 def _register(graph: Any, name: str, array: NDArray[Any]) -> ir.Value:
     value = ir.Value(name=name, const_value=ir.tensor(np.array(array, order="C"), name=name))
     graph.register_initializer(value)
     return value
-
-
-def batches_of(inputs: Mapping[str, NDArray[Any]], size: int = 16) -> Iterator[dict[str, NDArray[Any]]]:
-    """Some samples at a time, without columns that are padding in all of them."""
-    for start in range(0, len(next(iter(inputs.values()))), size):
-        yield without_padding({name: array[start : start + size] for name, array in inputs.items()})
-
-
-def without_padding(inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """Without the last columns, where they are padding in every sample."""
-    mask = inputs.get("attention_mask")
-    if mask is None or mask.ndim != 2:
-        return dict(inputs)
-    length = int(np.flatnonzero(mask.any(0)).max(initial=0)) + 1
-    return {name: a[:, :length] if a.shape[:2] == mask.shape else a for name, a in inputs.items()}

@@ -143,6 +143,20 @@ def test_a_missing_package_is_named_with_its_extra(package: str, tmp_path: Path)
     assert f"pip install '.[{extra}]' (in a checkout" in said
 
 
+def test_graphs_are_timed_without_the_package_that_int8_needs() -> None:
+    for package in ("torch", "onnx", "onnxruntime"):
+        pytest.importorskip(package, reason="this part has other needs too")
+    code = """
+from shd_ref.errors import ShdError
+from shd_torch.deploy import quantize_graph, time_graphs
+try:
+    quantize_graph("a.onnx", "b.onnx")
+except ShdError as error:
+    print(error.code, error)
+"""
+    assert run_without(("onnx_ir",), code).startswith("dependency-missing onnx-ir must be installed: pip install")
+
+
 @pytest.mark.parametrize(
     ("package", "needs", "extra"), [("shd_ref", "numpy", "teacher"), ("shd_torch", "torch", "cpu")]
 )

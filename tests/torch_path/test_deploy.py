@@ -142,7 +142,7 @@ def test_int8_products(graph: Path, tmp_path: Path) -> None:
     for array in integers:
         # Two products of neighbours with 8 bits of an activation fit into 16, also where a processor saturates.
         assert 120 < np.abs(array).reshape(-1, 2, WIDTH).sum(1).max() <= 128
-    scales = [array for name, array in weights.items() if name.endswith("_scales")]
+    scales = [array for name, array in weights.items() if name.endswith("/scales")]
     assert [array.shape for array in scales] == [(WIDTH,)] * 2
 
 
@@ -172,6 +172,34 @@ def test_int8_is_compared_on_data(graph: Path, tmp_path: Path) -> None:
     assert deploy.quantize_graph(graph, out, {"input_ids": ids}).num_rows == 8
     with refusal("inputs-invalid", "input_ids is missing"):
         deploy.quantize_graph(graph, out, {"attention_mask": mask})
+
+
+def test_int8_of_a_graph_that_fixes_its_sizes(tmp_path: Path) -> None:
+    """Its samples are neither parted nor cut, though half of each is padding."""
+    ids = np.random.default_rng(1).integers(VOCABULARY, size=(4, 6))
+    mask = np.ones_like(ids)
+    mask[:, 3:] = 0
+    for batch, length in (("4", "6"), ("batch", "6"), ("4", "sequence")):
+        inputs = TEXT.replace("batch", batch).replace("sequence", length)
+        fixed = write_graph(tmp_path / "fixed.onnx", inputs=inputs)
+        report = deploy.quantize_graph(fixed, tmp_path / "int8.onnx", {"input_ids": ids, "attention_mask": mask})
+        assert report.num_rows == (6 if batch == "batch" else 12)
+        assert report.cosine > 0.99
+
+
+def test_int8_of_layers_that_share_weights(tmp_path: Path) -> None:
+    """They are stored once, and are what each layer multiplies by."""
+    source, out = write_graph(tmp_path / "graph.onnx", products=3), tmp_path / "int8.onnx"
+    model = onnx.load(source)
+    for node in model.graph.node:
+        if node.op_type == "MatMul":
+            node.input[1] = "weight_0"
+    onnx.save(model, source)
+    ids = np.random.default_rng(1).integers(VOCABULARY, size=(16, 8))
+    report = deploy.quantize_graph(source, out, {"input_ids": ids})
+    weights = [t for t in onnx.load(out).graph.initializer if t.data_type == onnx.TensorProto.INT8]
+    assert (report.num_products, len(weights)) == (3, 1)
+    assert report.cosine > 0.99
 
 
 BLOCKS = {
