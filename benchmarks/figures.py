@@ -1,8 +1,8 @@
 """Write the figures of README and docs from the JSON of the benchmarks; ``--check`` names those that differ.
 
 ``figures.jinja`` holds what pages say. ``@ PAGE`` begins a page. ``@@ NAME`` begins the rows of the table below
-``<!-- figures: NAME -->``, which are written anew. Every other line is a phrase of the page, found by its words,
-however wrapped; the numbers in its ``{{ }}`` are written anew.
+``<!-- figures: NAME -->``, which replace those of the page. Every other line is a phrase of the page, found by its
+words, however wrapped; the numbers in its ``{{ }}`` are replaced.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FIGURE = re.compile("\x01([^\x02]*)\x02")  # what came from JSON, in a rendered 
 
 def n(value: float, digits: int = 0, sign: bool = False, bare: bool = False) -> str:
     """A figure as pages write it: rounded half up; ``bare`` leaves out the 0 before the point."""
-    # Twelve digits first: means of binary numbers are a little beside the decimal that they stand for.
+    # Twelve digits first: means of binary numbers differ from the decimal that they stand for in the last digits.
     rounded = Decimal(f"{value:.12g}").quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP)
     text = f"{rounded:+,}" if sign else f"{rounded:,}"
     return re.sub(r"^([+-]?)0\.", r"\1.", text) if bare else text
@@ -69,8 +69,8 @@ def gain(task: str, part: str, label: str, digits: int, column: str = "gain", **
 
 def share(row: dict[str, str], digits: int | None = None) -> str:
     """Of the gradient at the first step, in percent: with one digit below a tenth."""
-    found = float(row["gradient_share"])
-    return f"{n(100 * found, int(found < 0.1) if digits is None else digits, bare=True)}%"
+    fraction = float(row["gradient_share"])
+    return f"{n(100 * fraction, int(fraction < 0.1) if digits is None else digits, bare=True)}%"
 
 
 def beta(row: dict[str, str]) -> str:
@@ -129,24 +129,24 @@ def rendered() -> Iterator[tuple[str, str, list[str]]]:
     """Page, table or ``""``, and the table's rows or one phrase; figures stand between two control characters."""
     settings = {"undefined": jinja2.StrictUndefined, "extensions": ["jinja2.ext.do"], "line_statement_prefix": "%"}
     environment = jinja2.Environment(**settings, finalize=lambda value: f"\x01{value}\x02")
-    given = (n, pm, load, pick, row, gain, share, beta, trials, losses, steps, rival, seeds)
-    given += (compared, zip, min, max, sorted, sum)
-    environment.globals |= {function.__name__: function for function in given} | {"np": np, "mean": np.mean}
+    functions = (n, pm, load, pick, row, gain, share, beta, trials, losses, steps, rival, seeds)
+    functions += (compared, zip, min, max, sorted, sum)
+    environment.globals |= {function.__name__: function for function in functions} | {"np": np, "mean": np.mean}
     environment.filters |= {"each": np.vectorize(n, otypes="O"), "share": share, "beta": beta}
-    page, table, found = "", "", list[str]()
+    page, table, rows = "", "", list[str]()
     template = environment.from_string((BENCHMARKS / "figures.jinja").read_text(encoding="utf-8"))
     for line in [*filter(None, template.render().splitlines()), "@"]:
-        said = shown(line)
-        if said.startswith("|"):
-            found.append(said)
+        text = shown(line)
+        if text.startswith("|"):
+            rows.append(text)
             continue
         if table:
-            yield page, table, found
-            table, found = "", []
-        if said.startswith("@@"):
-            table = said[2:].strip()
-        elif said.startswith("@"):
-            page = said[1:].strip()
+            yield page, table, rows
+            table, rows = "", []
+        if text.startswith("@@"):
+            table = text[2:].strip()
+        elif text.startswith("@"):
+            page = text[1:].strip()
         else:
             yield page, "", [line]
 
@@ -167,13 +167,13 @@ def written(text: str, table: str, lines: list[str]) -> str:
         pieces = [re.escape(piece) for piece in FIGURE.split(lines[0])]
         pieces[1::2] = [re.sub(r"(\\[-+]|\+)?(\\?[\d.,])*\d", r"[-+]?[\\d.,]*\\d", piece) for piece in pieces[1::2]]
         pattern = "()(" + "".join(pieces).replace("\\ ", r"\s+") + ")"
-    found = list(re.finditer(pattern, text))
-    if len(found) != 1:
-        raise ValueError(f"{len(found)} places for {table or plain!r}")
+    matches = list(re.finditer(pattern, text))
+    if len(matches) != 1:
+        raise ValueError(f"{len(matches)} places for {table or plain!r}")
     if not table:  # lines end where they did
-        spaces = iter(re.findall(r"\s+", found[0][2]))
+        spaces = iter(re.findall(r"\s+", matches[0][2]))
         plain = re.sub(r"\s+", lambda _: next(spaces), plain)
-    return text[: found[0].start(2)] + plain + text[found[0].end(2) :]
+    return text[: matches[0].start(2)] + plain + text[matches[0].end(2) :]
 
 
 def main() -> int:

