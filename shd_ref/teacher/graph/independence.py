@@ -16,13 +16,14 @@ from shd_ref.attention import check_probs
 from shd_ref.errors import ShdError, graph_unsupported
 from shd_ref.teacher.graph.inputs import BoundError, Layout, Probe, probe_feeds
 from shd_ref.teacher.graph.measure import by_sample
-from shd_ref.teacher.opening.model import all_nodes, onnx
+from shd_ref.teacher.opening.model import all_nodes, all_tensors, onnx
 from shd_ref.tolerances import load_tolerances
 
 Arrays = Mapping[str, NDArray[Any]]
 
 _ROUNDING: Final = ("DynamicQuantize", "MatMulNBits", "QAttention", "QGemm", "QLinear", "QuantizeLinear")
 """Parts of the names of operators that round to integers what a run computes; DequantizeLinear is none of them."""
+_HALVES: Final = ((int(onnx.TensorProto.BFLOAT16), "bfloat16"), (int(onnx.TensorProto.FLOAT16), "float16"))
 
 EXPORT_OTHERWISE: Final = (
     "export the model in evaluation mode (model.eval()), with the samples on the first axis of every input "
@@ -53,7 +54,7 @@ SHARED_SCALES: Final = (
 
 @dataclass(frozen=True)
 class Finding:
-    """Why a site cannot be used, or what is open, as a run showed; inputs as long as the map's rows and keys."""
+    """The part of an ``AttentionSite`` that a probe run tells."""
 
     reason: str | None = None
     note: str | None = None
@@ -69,6 +70,14 @@ def rounds_in_run(model: onnx.ModelProto, operators: tuple[str, ...] = _ROUNDING
 def shares_scales(model: onnx.ModelProto) -> bool:
     """Whether samples that run together share the scales that round them: none is then what it is alone."""
     return rounds_in_run(model, ("DynamicQuantize",))
+
+
+def _precision(model: onnx.ModelProto) -> str:
+    """The key of the tolerances: the type of the graph that rounds most."""
+    types = {int(tensor.data_type) for tensor in all_tensors(model)}
+    casts = (node for node in all_nodes(model.graph) if node.op_type == "Cast")
+    types |= {int(attribute.i) for node in casts for attribute in node.attribute}
+    return next((name for kind, name in _HALVES if kind in types), "float32")
 
 
 def probe_samples(model: onnx.ModelProto, maps: Mapping[str, tuple[Layout | None, int, str]]) -> dict[str, Finding]:
@@ -87,6 +96,7 @@ def probe_samples(model: onnx.ModelProto, maps: Mapping[str, tuple[Layout | None
 
 def _probe_samples(model: onnx.ModelProto, maps: Mapping[str, tuple[Layout | None, int, str]]) -> dict[str, Finding]:
     shared = SHARED_SCALES if shares_scales(model) else None
+    precision = None if shared else _precision(model)
     probe = Probe(model, sorted(maps))
     feeds, masking = _different_samples(probe)
     masks_all = f"its maps are NaN where input {masking!r} is 1 everywhere, so the graph masks where that is not 0"
@@ -104,9 +114,9 @@ def _probe_samples(model: onnx.ModelProto, maps: Mapping[str, tuple[Layout | Non
     # One sample, or two that show that it is samples that the first axis counts; a batch that is fixed is filled up.
     for copies in (1 if samples > 1 else 2, samples):
         places = [samples - 1] * copies
-        taken = {name: array.take(places, 0) if name in sampled else array for name, array in feeds.items()}
+        copied = {name: array.take(places, 0) if name in sampled else array for name, array in feeds.items()}
         try:
-            alone = probe.run(taken)
+            alone = probe.run(copied)
             break
         except BoundError:
             raise
@@ -114,33 +124,36 @@ def _probe_samples(model: onnx.ModelProto, maps: Mapping[str, tuple[Layout | Non
             if copies == samples:
                 raise
     frozen = _FROZEN.format(length=probe.frozen_length) if probe.is_frozen_inside() else None
+    masked = None
+    if masking is not None:
+        masked = f"{masks_all}: pass 0 (False) for every key that may be attended to, and at least one such key"
     lengths = sorted((name, array.shape[1]) for name, array in feeds.items() if array.ndim > 1)
     findings = {}
     for name, (layout, num_heads, row_sums) in maps.items():
-        together, apart = (by_sample(run[name], layout, num_heads) for run in (company, alone))
-        finding = _compare(together, apart, samples, copies, only_count=shared is not None)
+        first_run, second_run = (by_sample(run[name], layout, num_heads) for run in (company, alone))
+        finding = _compare(first_run, second_run, samples, copies, precision)
         reason = finding.reason or _why_no_distribution(company[name], row_sums, sorted(feeds))
-        notes = [finding.note or frozen, shared]
-        if masking is not None:
-            notes = [f"{masks_all}: pass 0 (False) for every key that may be attended to, and at least one such key"]
         sizes = company[name].shape[-2:]
-        rows, keys = (tuple(held for held, length in lengths if length == size) for size in sizes)
-        note = "; ".join(filter(None, notes)) or None
+        rows, keys = (tuple(source for source, length in lengths if length == size) for size in sizes)
+        note = "; ".join(filter(None, (masked or finding.note or frozen, shared))) or None
         findings[name] = Finding(reason) if reason else Finding(None, note, rows, keys)
     return findings
 
 
-def _compare(company: NDArray[Any], alone: NDArray[Any], samples: int, copies: int, *, only_count: bool) -> Finding:
-    """Of maps ``(N, H, L, S)`` the last sample's in company and alone, and how many a sample has."""
+def _compare(company: NDArray[Any], alone: NDArray[Any], samples: int, copies: int, precision: str | None) -> Finding:
+    """Of maps ``(N, H, L, S)`` the last sample's in company and alone, and how many a sample has.
+
+    Without a ``precision`` they are only counted.
+    """
     number = len(company) // samples
     if not number or (len(company), len(alone)) != (number * samples, number * copies):
         return Finding(NOT_ITS_OWN)
     first, last, table, note = company[:number], company[-number:], load_tolerances()["samples"], None
-    if samples > 1 and not only_count:
+    if samples > 1 and precision is not None:
         apart = distance(last, first)
-        limit = table["share"] * apart
+        limit = table["share"][precision] * apart
         if apart <= table["least"]:  # all that is left is what rounding does
-            limit, note = load_tolerances()["graph"]["probs"]["float16"], _NOT_TOLD
+            limit, note = load_tolerances()["graph"]["probs"][precision], _NOT_TOLD
         if last.shape[1:] != alone.shape[1:] or not distance(last, alone[:number]) <= limit:
             return Finding(NOT_ITS_OWN)
     return Finding(SEVERAL.format(number=number)) if number > 1 else Finding(note=note)
@@ -159,9 +172,9 @@ def _different_samples(probe: Probe) -> tuple[dict[str, NDArray[Any]], str | Non
             spread = np.arange(1, 1 + len(array)).reshape(-1, *[1] * (array.ndim - 1))
             drawn[name] = (array * spread).astype(array.dtype)
     for changed in (drawn, *({name: array} for name, array in drawn.items())):  # all, or as many as can
-        taken = feeds | changed | zeros[masking]
-        if _gives_numbers(probe, taken):
-            feeds = taken
+        trial = feeds | changed | zeros[masking]
+        if _gives_numbers(probe, trial):
+            feeds = trial
             if changed is drawn:
                 break
     return feeds, masking
