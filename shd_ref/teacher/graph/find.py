@@ -15,7 +15,7 @@ from shd_ref.cache.forms.attention import KINDS, KindLayers
 from shd_ref.errors import ShdError, argument_value, graph_unsupported, inputs_invalid
 from shd_ref.layers import layer_map
 from shd_ref.teacher.graph.independence import Finding, probe_samples
-from shd_ref.teacher.graph.inputs import InputSpec, Layout, Shapes, probe_tensors
+from shd_ref.teacher.graph.inputs import InputSpec, Shapes, probe_tensors
 from shd_ref.teacher.graph.measure import Measure, describe_contradiction, measure_site, static_shapes
 from shd_ref.teacher.graph.walk import Walk, ancestors, walk_graph
 from shd_ref.teacher.opening.model import MIN_OPSET, OLD_OPSET, infer_shapes, ir, onnx, opset_version, read_graph
@@ -25,8 +25,8 @@ _LARGEST_WEIGHT: Final = 1e15
 """Products of larger weights leave the range of float32."""
 
 
-@dataclass(frozen=True)
-class AttentionSite:
+@dataclass(frozen=True, kw_only=True)
+class AttentionSite(Measure, Finding):
     """One attention block of a teacher graph, with H heads.
 
     Attributes:
@@ -60,24 +60,11 @@ class AttentionSite:
     probs: str = ""
     values: str = ""
     context: str = ""
-    layout: Layout | None = None
-    num_heads: int | None = None
-    num_kv_heads: int | None = None
-    value_heads: tuple[int, ...] = ()
-    shared_values: bool = False
-    joined_values: bool = False
-    d_k: int | None = None
-    d_v: int | None = None
     d_model: int | None = None
     dtype: str | None = None
     cross: bool | None = None
     row_sums: str = "one"
-    output_projection: NDArray[Any] | None = field(default=None, repr=False, compare=False)
     supported: bool = False
-    reason: str | None = None
-    note: str | None = None
-    row_inputs: tuple[str, ...] | None = None
-    key_inputs: tuple[str, ...] | None = None
 
     @property
     def label(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -44,7 +44,7 @@ def static_shapes(model: onnx.ModelProto) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Measure:
-    """What a site's shapes tell; fields as in ``AttentionSite``."""
+    """The part of an ``AttentionSite`` that its shapes tell."""
 
     layout: Layout | None = None  # None: W_o does not read every head at every position
     num_heads: int | None = None
@@ -54,7 +54,7 @@ class Measure:
     joined_values: bool = False
     d_k: int | None = None
     d_v: int | None = None
-    output_projection: NDArray[Any] | None = None  # W_o (H * d_v, D), rows in head order
+    output_projection: NDArray[Any] | None = field(default=None, repr=False, compare=False)
 
 
 def measure_site(walk: Walk, shapes: Shapes) -> Measure | None:
