@@ -16,15 +16,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks.study.analysis import (
-    compare_all,
-    name_method,
-    print_tables,
-    stale_runs,
-    write_page,
-    write_table,
-    write_weights,
-)
+from benchmarks.study.analysis import compare_all, name_method, print_tables, stale_runs, write_table
 from benchmarks.study.arms import ALONE, PRESETS, Arm, read_grid
 from benchmarks.study.digits import UnavailableError
 from benchmarks.study.origin import hash_code, name_processor
@@ -68,9 +60,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--work", type=Path, default=Path("build/study"), help="folder of data and teachers")
     parser.add_argument(
         "--pictures", type=Path, help="folder of pictures; default docs/study, or --out with a preset"
-    )
-    parser.add_argument(
-        "--page", type=Path, help="Markdown page whose tables are rewritten, such as docs/study/tables.md"
     )
     parser.add_argument("--maps", action="store_true", help="train two students of digits again and draw their maps")
     parser.add_argument("--threads", type=int, default=1)
@@ -123,8 +112,6 @@ def main(arguments: list[str] | None = None) -> None:
             print_tables(rows, grid, console)
             write_table(rows, out / f"{name}.csv")
             draw_all(rows, grid, record, pictures)
-            if given.page is not None:
-                write_page(rows, grid, given.page)
         if given.maps and name == "images":
             arms = {arm.method: arm for arm in reversed(grid.arms) if arm.part == "beta"}
             task: Any = load_task(name)(given.work / name, grid.arms[0].settings, device)
@@ -133,8 +120,6 @@ def main(arguments: list[str] | None = None) -> None:
             )
     if given.preset is None:
         draw_starts(record, pictures / "starts.png")
-    if given.page is not None:
-        write_weights(compare_all(TASKS, record, given.preset), given.page)
 
 
 if __name__ == "__main__":

@@ -348,46 +348,6 @@ def print_tables(rows: Sequence[Row], grid: Grid, console: Console) -> None:
         console.print(table)
 
 
-def write_page(rows: Sequence[Row], grid: Grid, page: Path) -> None:
-    """Put the tables of a task into a Markdown page, between its two marks; other text stays."""
-    text = page.read_text(encoding="utf-8")
-    begin, end = f"<!-- tables of {grid.task} -->\n", f"<!-- end of {grid.task} -->"
-    before, rest = text.split(begin)
-    page.write_text(before + begin + markdown(rows, grid) + end + rest.split(end)[1], encoding="utf-8")
-
-
-def write_weights(found: Mapping[str, Sequence[Row]], page: Path) -> None:
-    """Put the table of weights into a Markdown page, between its two marks."""
-    text = page.read_text(encoding="utf-8")
-    begin, end = "<!-- weights -->\n", "<!-- end of weights -->"
-    before, rest = text.split(begin)
-    page.write_text(before + begin + weights(found) + end + rest.split(end)[1], encoding="utf-8")
-
-
-def weights(found: Mapping[str, Sequence[Row]]) -> str:
-    """Each rival at the weight that validation chose: its gain over the base loss alone, and over SHD at its own."""
-    lines = ["| arm | task | weights tried | chosen | gain over base | over SHD |", "|---|---|---|--:|--:|--:|"]
-    for task in ("images", "language"):
-        own = [row for row in found[task] if row.part == "rivals" and row.method != ALONE]
-        for best in (row for row in own if row.is_chosen):
-            tried = ", ".join(f"{beta:g}" for beta in sorted(row.beta for row in own if row.method == best.method))
-            columns = cells(best, has_starts=False)
-            lines.append(
-                f"| {best.label.split(',')[0]} | {task} | {tried} | {best.beta:g} | {columns[3]} | {columns[5]} |"
-            )
-    return "\n".join(lines) + "\n"
-
-
-def markdown(rows: Sequence[Row], grid: Grid) -> str:
-    """The tables of a task."""
-    made = []
-    for title, lines in _tables(rows, grid):
-        head, *body = lines
-        rule = ["---", *["--:"] * (len(head) - 1)]
-        made.append("\n".join([f"\n**{title}**\n", *(f"| {' | '.join(line)} |" for line in [head, rule, *body]), ""]))
-    return "".join(made) + "\n"
-
-
 def _tables(rows: Sequence[Row], grid: Grid) -> Iterator[tuple[str, list[list[str]]]]:
     """Title, and lines of cells, of each part that was run; the first line is the head."""
     for part, question in grid.questions.items():
