@@ -1,17 +1,19 @@
-"""What ``shd-torch doctor`` says of the study's pairs, beside what the study measured: the table of docs/doctor.md.
+"""What ``shd-torch doctor`` says of the study's pairs, beside what the study measured.
 
 ``python -m benchmarks.study.doctor_table`` reads the study's runs and the answers that were kept in
-``results/doctor.json``, and writes the table into the page. With ``--ask`` it first asks the doctor about every pair
-that was run and has no answer yet (``--again`` about all), which needs the study's data and trains its teachers if
-they are not there.
+``results/doctor.json``, and writes ``results/doctor.csv`` and the counts in docs/doctor.md. With ``--ask`` it first
+asks the doctor about every pair that was run and has no answer yet (``--again`` about all), which needs the study's
+data and trains its teachers if they are not there.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import math
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +25,7 @@ from benchmarks.study.runs import Record
 from benchmarks.study.tasks import TASKS, load_task
 
 RESULTS = Path(__file__).parent / "results"
-ANSWERS, RUNS = RESULTS / "doctor.json", RESULTS / "runs.jsonl"
+ANSWERS, RUNS, TABLE = (RESULTS / name for name in ("doctor.json", "runs.jsonl", "doctor.csv"))
 PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
 MARKS = "<!-- hits and misses -->", "<!-- end of hits and misses -->"
 ASKED = ("images", "language", "instructions")
@@ -156,31 +158,25 @@ def ask(setting: Setting, work: Path) -> dict[str, Any]:
     }
 
 
-def make_table(settings: Sequence[Setting], answers: dict[str, Any]) -> str:
-    """Markdown, a line for each setting with an answer."""
-    head = [
-        "setting",
-        "doctor's answer",
-        "beta advised",
-        "gain by SHD in the study, at the tried beta nearest to the advice",
-        "answer: hit?",
-        "beta: hit?",
-    ]
-    lines = [head, ["---"] * len(head)]
+def make_table(settings: Sequence[Setting], answers: dict[str, Any]) -> list[dict[str, str]]:
+    """A row for each setting with an answer; the gain is that of the tried beta nearest to the advice."""
+    table = []
     for setting in settings:
         answer = answers.get(setting.pair)
-        if answer is None:
-            continue
-        low, middle, high = answer["beta"]
-        row = setting.nearest(middle)
-        off = answer.get("attention_error")  # of answers that an earlier doctor gave
-        error = "" if off is None or answer["answer"] != "yes" else f" (attention output off by {off:.0%})"
-        words = f"{answer['answer']}{error}"
-        advised = f"{low:.1g} to {high:.1g}"
-        lines.append(
-            [setting.title, words, advised, _gain(row), _judge(answer["answer"], row), _judge_beta(setting, row)]
-        )
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        if answer is not None:
+            low, middle, high = answer["beta"]
+            row = setting.nearest(middle)
+            table.append(
+                {
+                    "setting": setting.title,
+                    "answer": answer["answer"],
+                    "beta advised": f"{low:.1g} to {high:.1g}",
+                    "gain by SHD": _gain(row),
+                    "answer: hit": _judge(answer["answer"], row, setting.rows),
+                    "beta: hit": _judge_beta(setting, row),
+                }
+            )
+    return table
 
 
 def _gain(row: Row) -> str:
@@ -190,13 +186,20 @@ def _gain(row: Row) -> str:
     return f"{factor * row.gain:+.{digits}f} ± {half:.{digits}f} {unit} (beta {row.beta:g})"
 
 
-def _judge(answer: str, row: Row) -> str:
-    """A gain that is not told from 0 bears out who did not promise one, and decides nothing about who did."""
+def _judge(answer: str, row: Row, rows: Sequence[Row]) -> str:
+    """A gain that is not told from 0 confirms who did not promise one.
+
+    It leaves a *yes* open, unless another beta does harm and none gains: then nothing speaks for the promise.
+    """
+    promised = answer == "yes"
     if row.gain > row.gain_interval:
-        return "hit" if answer == "yes" else "miss"
-    if row.gain < -row.gain_interval:
-        return "miss" if answer == "yes" else "hit"
-    return "open" if answer == "yes" else "hit"
+        return "hit" if promised else "miss"
+    harms = row.gain < -row.gain_interval
+    if promised and not harms and any(other.gain < -other.gain_interval for other in rows):
+        harms = not any(other.gain > other.gain_interval for other in rows)
+    if harms:
+        return "miss" if promised else "hit"
+    return "open" if promised else "hit"
 
 
 def _judge_beta(setting: Setting, row: Row) -> str:
@@ -206,10 +209,22 @@ def _judge_beta(setting: Setting, row: Row) -> str:
     return "hit" if row is setting.best else f"miss: {setting.best.beta:g}"
 
 
-def write_page(page: Path, table: str) -> str:
-    """The page with its table replaced by this one."""
+def write_table(table: Sequence[dict[str, str]], path: Path) -> None:
+    """One line a setting."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(table[0]))
+        writer.writeheader()
+        writer.writerows(table)
+
+
+def count_hits(table: Sequence[dict[str, str]], page: Path) -> str:
+    """The page with the counts of this table between its two marks."""
+    lines = ["| | hit | open | miss |", "|---|--:|--:|--:|"]
+    for column in ("answer", "beta"):
+        counts = Counter(row[f"{column}: hit"].partition(":")[0] for row in table)
+        lines.append(f"| {column} | {counts['hit']} | {counts['open']} | {counts['miss']} |")
     before, _, rest = page.read_text(encoding="utf-8").partition(MARKS[0])
-    return f"{before}{MARKS[0]}\n\n{table}\n\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"
+    return "\n\n".join([before + MARKS[0], "\n".join(lines), MARKS[1] + rest.partition(MARKS[1])[2]])
 
 
 def pairs_of(settings: Sequence[Setting]) -> Iterator[Setting]:
@@ -234,8 +249,9 @@ def main() -> None:
             print(setting.pair, answers[setting.pair], flush=True)
             ANSWERS.write_text(json.dumps(answers, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     table = make_table(settings, answers)
-    PAGE.write_text(write_page(PAGE, table), encoding="utf-8")
-    print(table)
+    write_table(table, TABLE)
+    PAGE.write_text(count_hits(table, PAGE), encoding="utf-8")
+    print(*(" | ".join(row.values()) for row in table), sep="\n")
 
 
 if __name__ == "__main__":
