@@ -251,6 +251,13 @@ def test_what_a_probe_could_not_refuse_the_first_samples_do(
     assert not (tmp_path / "cache").exists()
 
 
+def test_samples_that_run_alone_must_give_the_same_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unprobed(monkeypatch)
+    with refusal("graph-unsupported", "from run to run") as caught:
+        records(REFUSED["dropout"][0], tmp_path, batch_size=1)
+    assert "--batch-size 1" not in str(caught.value)
+
+
 def test_every_command_refuses_also_beside_a_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unprobed(monkeypatch)
     model = onnx.ModelProto()

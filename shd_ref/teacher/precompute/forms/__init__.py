@@ -97,38 +97,43 @@ def check_company(work: TeacherRun, forms: Held | None = None) -> None:
     """Refuse a teacher that gives a sample alone otherwise than in company: a record must not tell its batch.
 
     Two samples run together, and one of them alone; what would be stored of it must be right in company too, by the
-    rule by which a cache is checked against its teacher (CACHE-91). ``forms`` are the manifest's, where there is one.
+    rule by which a cache is checked against its teacher (CACHE-91). Where all samples run alone, one runs twice.
+    ``forms`` are the manifest's, where there is one.
     """
     work.is_moved = _moves_in_front(work)
-    groups = itertools.islice(work.groups(range(len(work.inputs))), _MOST_GROUPS)
-    for pair in ((group[0], group[-1]) for group in groups if len(group) > 1):  # the one that is padded the most
-        (alone, *_) = work.squeeze(work.inputs.batch(pair[1:]), checked=forms is None)
+    lengths = work.inputs.lengths
+    groups = list(itertools.islice(work.groups(range(len(work.inputs))), _MOST_GROUPS))
+    # The longest and the shortest of a batch. First those of which padding is the largest part, as it may move them.
+    pairs = [(group[0], group[-1]) for group in groups if len(group) > 1]
+    pairs.sort(key=lambda pair: int(lengths[pair[1]]) / max(int(lengths[pair[0]]), 1))
+    for batch in pairs or reversed(groups):
+        (alone, *_) = work.squeeze(work.inputs.batch(batch[-1:]), checked=forms is None)
         if find_faults(work, alone, stop=False):
             continue  # judged when it is its turn
         try:
-            held = forms or describe_forms(work, alone)
-            (record,) = make_records(alone, pair, held, work.inputs.seed)
+            described = forms or describe_forms(work, alone)
+            (record,) = make_records(alone, batch[-1:], described, work.inputs.seed)
         except ShdError:
             if forms is not None:
                 raise
             return  # it is refused where it is to be stored
-        coded = (name for form in held.forms for name in zip(_coded(form), form.pack(record), strict=True))
+        coded = (name for form in described.forms for name in zip(_coded(form), form.pack(record), strict=True))
         record = replace(record, parts={**record.parts, **dict(coded)})  # as it is read again
         # Where activations are rounded to integers, a last bit may move a map by much.
         dtype = "bfloat16" if rounds_in_run(work.graph.model) else work.graph.dtype
-        for part, (company, *_) in enumerate(work.squeeze_parts(work.inputs.batch(pair))):
-            for form in held.forms:
+        for part, (company, *_) in enumerate(work.squeeze_parts(work.inputs.batch(batch))):
+            for form in described.forms:
                 maker = maker_of(form)
                 try:
                     if maker.BY_LAYER or not part:
-                        maker.recheck(form, dtype, company[1], record)
+                        maker.recheck(form, dtype, company[len(batch) - 1], record)
                 except ShdError as error:
                     if error.code != "cache-mismatch":
                         raise
                     raise graph_unsupported(
                         "the teacher must give a sample in company what it gives it alone; its results change with "
                         f"the other samples of the batch, with their padding, or from run to run ({error}): "
-                        f"{EXPORT_OTHERWISE}, or run samples alone (--batch-size 1)"
+                        f"{EXPORT_OTHERWISE}{', or run samples alone (--batch-size 1)' * (len(batch) > 1)}"
                     ) from error
         return
 
