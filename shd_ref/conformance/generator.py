@@ -208,6 +208,8 @@ class Draw:
                 weights[:, first + 1] = weights[:, first] + (weights[:, first + 1] - weights[:, first]) * away
         if kind == "zeros" or self.chance(0.15):
             weights[rng.random(shape) < 0.3] = 0.0
+        if self.level("numbers") == "unread" and not self.fine:
+            weights[weights < 2.0**-40] = 0.0  # the square of an output that reads less vanishes in float32
         weights = (weights + 0.05 * positive) * (True if allowed is None else allowed)
         maps: Array = weights / np.maximum(weights.sum(axis=-1, keepdims=True), 1e-300)
         if self.coarse:  # few bits, and rows that sum to exactly one
@@ -262,10 +264,10 @@ class Draw:
     def outputs(self, maps: Array) -> Array:
         """Value outputs ``(B, H, S, D)`` for these maps; of "target" the alphas lie where something turns."""
         outputs = self.numbers(maps.shape[0], maps.shape[1], maps.shape[3], self.D)
-        if (
-            self.level("numbers") == "unread" and not self.coarse and self.chance(0.8)
-        ):  # nothing where a row of the head reads
-            return self.store(np.where((np.asarray(maps) != 0).any(axis=2)[..., None], 0.0, outputs))
+        if self.level("numbers") == "unread" and not self.coarse and self.chance(0.8):
+            # Nothing where a row of the head reads; else of one sign, as rounding would decide whether a sum is 0.
+            is_read = (np.asarray(maps) != 0).any(axis=2)[..., None]
+            return self.store(np.where(is_read, 0.0, np.abs(outputs)))
         if self.level("maps") != "target" or outputs.dtype.kind != "f":
             return outputs
         both = np.asarray(outputs, np.float64)

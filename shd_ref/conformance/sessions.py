@@ -18,10 +18,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import shd_ref
-from shd_ref.attention import Array
-from shd_ref.conformance.comparison import arrays_of, nudged, outputs_of
+from shd_ref.attention import Array, soften_rows
+from shd_ref.conformance.comparison import arrays_of, narrowest, nudged, outputs_of
 from shd_ref.conformance.generator import ARGUMENTS, FACTORS, OUTPUTS, Draw, Inputs, covering_rows, draw_call
 from shd_ref.conformance.specification import error_codes
+from shd_ref.merging.mixing import check_teacher, output_residual
+from shd_ref.merging.plans import plan_groups
 from shd_ref.tolerances import row_sum_tolerance
 
 _PLACES = re.compile(r"\b(layer|sample|head|row|key) (\d+)")
@@ -89,11 +91,15 @@ class Call:
         # Of a hundred heads that tie, some would turn the same way in each of a few.
         heads = max((math.prod(array.shape[:2]) for array in arrays_of(self.inputs) if array.ndim > 2), default=1)
         few = 3 if heads <= _SEVERAL else 24
+        dtype = "float32" if self.dtype == "float64" and narrowest(self.inputs) else self.dtype
         for size in (*[1.0] * few, 30.0, 30.0, 30.0, 30.0):
             try:
                 with np.errstate(all="ignore"):
-                    inputs = nudged(self.inputs, self.dtype, rng, size, frozen=frozen)
-                    found.append(outputs_of(self.operation, getattr(shd_ref, self.operation)(**inputs)))
+                    inputs = nudged(self.inputs, dtype, rng, size, frozen=frozen)
+                    if self.operation == "squeeze_heads":
+                        found.append(_squeeze_nudged(inputs, dtype, rng, size))
+                    else:
+                        found.append(outputs_of(self.operation, getattr(shd_ref, self.operation)(**inputs)))
             except Exception:
                 return []
         return found
@@ -109,6 +115,21 @@ class Call:
         if self.answer[1] == "support-mismatch":
             return [f"{place} [0-9]+" for place in ("layer", "sample", "head", "row", "key")]
         return [" ".join(place) for place in _PLACES.findall(self.answer[2]) if place[0] in self.places]
+
+
+def _squeeze_nudged(inputs: Inputs, dtype: str, rng: np.random.Generator, size: float) -> dict[str, Any]:
+    """``squeeze_heads`` of nudged inputs, with softened maps and C nudged too: an implementation rounds both."""
+    row_sums, mask = inputs.get("row_sums", "one"), inputs.get("query_mask")
+    maps, outputs, mask = check_teacher(inputs["teacher_probs"], inputs["value_outputs"], mask, row_sums=row_sums)
+    if inputs.get("alpha_from") == "softened":
+        softened = soften_rows(maps, float(inputs.get("temperature", 1.0)), row_sums=row_sums)
+        softened = softened if dtype == "float64" else softened.astype(np.float32)
+        probs = nudged(softened, dtype, rng, size, "teacher_probs")
+        inputs = {**inputs, "teacher_probs": probs, "temperature": 1.0, "alpha_from": "teacher"}
+    answer = shd_ref.squeeze_heads(**inputs)
+    mixing = nudged(answer.mixing, dtype, rng, size, "mixing")
+    residual = output_residual(maps, outputs, mixing, plan_groups(answer.plan, maps.shape[1]), mask)
+    return {**outputs_of("squeeze_heads", answer), "residual": residual}
 
 
 class Step(NamedTuple):

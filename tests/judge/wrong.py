@@ -557,6 +557,17 @@ def counts_one_degenerate_too_few(**inputs: Any) -> Any:
     return {**vars(answer), "num_degenerate": min(answer.num_degenerate, 1)}
 
 
+@wrong("squeeze_heads", "float32")
+def counts_no_alpha_as_clipped(**inputs: Any) -> Any:
+    return {**vars(right.squeeze_heads(**inputs)), "num_clipped": 0}
+
+
+@wrong("squeeze_heads", "bfloat16")
+def counts_degenerate_alphas_as_clipped(**inputs: Any) -> Any:
+    answer = right.squeeze_heads(**inputs)
+    return {**vars(answer), "num_clipped": answer.num_clipped + answer.num_degenerate}
+
+
 @wrong("matched_plan")
 def takes_adjacent_pairs(calibration: Any, num_student_heads: Any, by: str = "residual", **options: Any) -> Any:
     right.matched_plan(calibration, num_student_heads, by, **options)
