@@ -126,9 +126,12 @@ class Direct:
         for thread in threads:
             thread.join()
         sys.setswitchinterval(interval)
-        said = [[(one.kind, one.code, _bytes_of(one.outputs)) for one in each] for each in replies]
-        unlike = [next((n for n, one in enumerate(each) if one != each[0]), 0) for each in said]
-        return [each[0] for each in replies] + [each[n] for each, n in zip(replies, unlike, strict=True)]
+        unlike = []
+        for of_call in replies:
+            contents = [(reply.kind, reply.code, _bytes_of(reply.outputs)) for reply in of_call]
+            pairs = zip(of_call, contents, strict=True)
+            unlike.append(next((reply for reply, content in pairs if content != contents[0]), of_call[0]))
+        return [of_call[0] for of_call in replies] + unlike
 
     def _call(self, operation: str, inputs: Mapping[str, Any], dtype: str) -> tuple[Reply, Any]:
         adapter = isinstance(self.implementation, Adapter)
@@ -148,21 +151,25 @@ class Direct:
 
 def _read_error(error: BaseException, inputs: Mapping[str, Any], adapter: bool) -> Reply:
     """What an exception says: a refusal is an ``Exception`` with a code of chapter ERR, and nothing else is."""
-    told, name = str(error), type(error).__name__
+    message, name = str(error), type(error).__name__
     code = getattr(error, "code", None) if isinstance(error, Exception) else None
-    unexpected = _UNEXPECTED.search(told) if isinstance(error, TypeError) else None
+    unexpected = _UNEXPECTED.search(message) if isinstance(error, TypeError) else None
     if unexpected and unexpected[1] in inputs:
-        return Reply("missing", code=unexpected[1], message=told)
+        return Reply("missing", code=unexpected[1], message=message)
     if isinstance(error, NotImplementedError) or code == "dependency-missing":
-        return Reply("missing", message=told)
+        return Reply("missing", message=message)
     if isinstance(code, str) and (code := str.__str__(code)) in error_codes():
-        return Reply("refused", code=code, message=told)
-    odd = not all(one.flags.carray and one.dtype.isnative and one.dtype.kind != "O" for one in arrays_of(inputs))
+        return Reply("refused", code=code, message=message)
+    odd = not all(
+        array.flags.carray and array.dtype.isnative and array.dtype.kind != "O" for array in arrays_of(inputs)
+    )
     if adapter and odd and isinstance(error, TypeError | ValueError):
-        return Reply("missing", code="layouts", message=f"the adapter does not turn this array into its own: {told}")
+        return Reply(
+            "missing", code="layouts", message=f"the adapter does not turn this array into its own: {message}"
+        )
     if code:
-        return _broken(f"raised {name} with the code {code!r}, which is not in ERR-2: {told}")
-    return _broken(f"raised {name}: {told}, which has no code")
+        return _broken(f"raised {name} with the code {code!r}, which is not in ERR-2: {message}")
+    return _broken(f"raised {name}: {message}, which has no code")
 
 
 def _bytes_of(value: Any) -> list[bytes]:
@@ -312,7 +319,7 @@ def serve(path: str) -> None:
             if request["kept"]:
                 old = inputs = old if write_over(old, inputs) else inputs
             replies = [direct.ask(operation, inputs, request["dtype"], layout=request["layout"])]
-        send({"id": request["id"], "answers": [_told(reply) for reply in replies]})
+        send({"id": request["id"], "answers": [_describe(reply) for reply in replies]})
 
 
 def _load(path: str) -> Any:
@@ -336,7 +343,7 @@ def _load(path: str) -> Any:
         raise ProgramError(f"cannot be constructed: {type(error).__name__}: {error}") from error
 
 
-def _told(reply: Reply) -> dict[str, Any]:
+def _describe(reply: Reply) -> dict[str, Any]:
     """A reply in the words of the protocol; an output that cannot be read is left out."""
     if reply.kind == "missing":
         return {"error": {"code": "not-implemented", "message": reply.message, "option": reply.code}}
@@ -447,14 +454,14 @@ class Program:
         versions = {"protocol": PROTOCOL, "spec_edition": spec_edition(), "vectors_version": VECTORS_VERSION}
         try:
             answer = process.ask({"type": "hello", **versions}, max(self.timeout, START_LIMIT))
-            told = answer["error"].get("message") if isinstance(answer.get("error"), Mapping) else ""
-            if not told:
+            problem = answer["error"].get("message") if isinstance(answer.get("error"), Mapping) else ""
+            if not problem:
                 self._read_hello(answer)
         except _SilentError as error:
-            told = f"gave no handshake: {error}; it must answer one line of JSON, ended and flushed"
-        if told:
+            problem = f"gave no handshake: {error}; it must answer one line of JSON, ended and flushed"
+        if problem:
             process.stop()
-            raise ProgramError(f"{self.name} {told}")
+            raise ProgramError(f"{self.name} {problem}")
         return process
 
     def _read_hello(self, answer: Mapping[str, Any]) -> None:
@@ -481,8 +488,8 @@ def _read_reply(answer: Any) -> Reply:
             return _broken(f"answered with the error code {code!r}, which is not in ERR-2: {message}")
         return Reply("refused", code=code, message=message)
     if not isinstance(outputs, Mapping):
-        told = _short(json.dumps(answer))
-        return _broken(f"answered with neither 'outputs' nor an 'error' that has a code: {told}")
+        text = _short(json.dumps(answer))
+        return _broken(f"answered with neither 'outputs' nor an 'error' that has a code: {text}")
     try:
         return Reply("value", {name: decode(value) for name, value in outputs.items()})
     except (TypeError, ValueError, KeyError, OverflowError, RecursionError) as problem:

@@ -62,9 +62,11 @@ def cases(only: str | Iterable[str] | None = None, profile: str = "full") -> lis
         profile: ``"full"`` or ``"core"``.
     """
     patterns = [only] if isinstance(only, str) else list(only) if only is not None else ["*"]
-    found = [Case(operation, part) for operation in OUTPUTS for part in PARTS]
-    found = [one for one in found if profile == "full" or (one.operation in CORE and one.part == "core")]
-    return [one for one in found if any(fnmatchcase(one.id, p) or fnmatchcase(one.operation, p) for p in patterns)]
+    all_cases = [Case(operation, part) for operation in OUTPUTS for part in PARTS]
+    all_cases = [case for case in all_cases if profile == "full" or (case.operation in CORE and case.part == "core")]
+    return [
+        case for case in all_cases if any(fnmatchcase(case.id, p) or fnmatchcase(case.operation, p) for p in patterns)
+    ]
 
 
 def check(case: Case, implementation: Any, dtype: str = "float64", *, seed: int = 0) -> None:
@@ -169,17 +171,17 @@ class _Bench:
             if self.ended or len(self.findings) >= KEPT_FINDINGS:
                 return
             first = steps[0].call
-            kept: Inputs = copy.deepcopy(first.inputs)
+            first_inputs: Inputs = copy.deepcopy(first.inputs)
             for number, step in enumerate(steps):
                 again = number > 0 and step.call is first
-                over = (step.over or again) and write_over(kept, step.call.inputs)
+                over = (step.over or again) and write_over(first_inputs, step.call.inputs)
                 company = "its arrays written over since the last call" if step.over else ""
                 if step.beside:
                     self._ask_together(step.beside)
                     continue
-                held = kept if over or not number else copy.deepcopy(step.call.inputs)
+                inputs = first_inputs if over or not number else copy.deepcopy(step.call.inputs)
                 company = "again, after other calls" if again else company
-                reply = self._ask(step.call, held, company, kept=held is kept)
+                reply = self._ask(step.call, inputs, company, kept=inputs is first_inputs)
                 if self.ended or reply.kind == "broken" or (reply.kind == "missing" and not number):
                     break
 
@@ -203,16 +205,16 @@ class _Bench:
         self.calls += 1
         if reply.kind == "missing":
             tokens = option_tokens(call.operation, call.levels)
-            named = {token for token in tokens if token.partition("=")[0] == reply.code}
-            named |= {reply.code} if reply.code == "layouts" else set()
+            options = {token for token in tokens if token.partition("=")[0] == reply.code}
+            options |= {reply.code} if reply.code == "layouts" else set()
             if call.operation == self.operation and self.part == "options" and reply.code != "unspoken":
                 drawn = not call.title  # a changed call may give an option that its levels do not tell
-                self.lacks |= named or ({" with ".join(tokens)} if drawn and 0 < len(tokens) < 3 else set())
+                self.lacks |= options or ({" with ".join(tokens)} if drawn and 0 < len(tokens) < 3 else set())
             return
         self.answered |= call.operation == self.operation
         self.ended |= reply.ended
-        if found := self._examine(call, reply, company):
-            self.findings.append(found)
+        if finding := self._examine(call, reply, company):
+            self.findings.append(finding)
             self.failed_parts.add(self.part)
 
     def _examine(self, call: Call, reply: Reply, company: str) -> Finding | None:
@@ -239,8 +241,8 @@ class _Bench:
         )
         title = ", ".join(filter(None, (call.title, company)))
         spec = reply.code if reply.kind == "broken" else ""
-        told = (wrong.problem, wrong.output, wrong.expected, wrong.got, title)
-        return Finding(call.operation, order, *told, call, tuple(looks_like), spec, narrow)
+        words = (wrong.problem, wrong.output, wrong.expected, wrong.got, title)
+        return Finding(call.operation, order, *words, call, tuple(looks_like), spec, narrow)
 
 
 def _compare(call: Call, outputs: Mapping[str, Any], dtype: str) -> Difference | None:
@@ -266,8 +268,8 @@ def _examine_refusal(call: Call, reply: Reply) -> tuple[int, Difference | None]:
     if reply.code not in call.accepted:
         problem = f"invalid inputs were refused with another code: {reply.message}"
         return 5, Difference("", problem, refusal, reply.code)
-    told = call.told if reply.code == call.answer[1] else []
-    lost = [place for place in told if not re.search(rf"\b(?:{place})\b", reply.message)]
-    asked = ", ".join(place.replace("[0-9]+", "and its number") for place in lost)
-    problem = f"the message must name {asked}; got: {reply.message}"
-    return 6, Difference("", problem, "", "") if lost else None
+    patterns = call.patterns if reply.code == call.answer[1] else []
+    absent = [place for place in patterns if not re.search(rf"\b(?:{place})\b", reply.message)]
+    names = ", ".join(place.replace("[0-9]+", "and its number") for place in absent)
+    problem = f"the message must name {names}; got: {reply.message}"
+    return 6, Difference("", problem, "", "") if absent else None

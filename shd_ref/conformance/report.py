@@ -146,11 +146,11 @@ class Report:
         if core and not self.failures and not self.lacks and not self.not_judged and not core_only:
             return "conforms"
         few = [name for name in CORE if name in judged] if len(judged) > 8 else list(judged)
-        told = f"conforms to {'core' if core else ', '.join(few) or 'what it offers'}"
+        conformity = f"conforms to {'core' if core else ', '.join(few) or 'what it offers'}"
         parts = (
             [f"does not conform: {', '.join(result.operation for result in self.failures)}"] if self.failures else []
         )
-        parts += [told] if core or not self.failures else []
+        parts += [conformity] if core or not self.failures else []
         lacks = absent if core_only else self.lacks
         parts += [f"lacks {', '.join(lacks)}"] if lacks else []
         missing = ["options", "other operations"] if core_only else self.not_judged
@@ -161,8 +161,8 @@ class Report:
         failed = [(result.finding, result.operation) for result in self.failures if result.finding]
         failed.sort(key=lambda one: one[0].order)
         parts = [f"FAILED {finding.describe(self.dtype, self.seed, operation)}" for finding, operation in failed]
-        told = [finding for finding, _ in failed]
-        values = [finding for finding in told if finding.order[0] < 2]
+        findings = [finding for finding, _ in failed]
+        values = [finding for finding in findings if finding.order[0] < 2]
         if values and all(finding.narrow for finding in values):
             parts.append("Your answers look like float32: judge with --dtype float32, or enable 64 bits.")
         calls = sum(result.calls for result in self.results)

@@ -110,7 +110,7 @@ class Call:
         return self.codes | {self.answer[1]}
 
     @property
-    def told(self) -> list[str]:
+    def patterns(self) -> list[str]:
         """What the message of the refusal must hold, as patterns: positions, of any mass of LOSS-6."""
         if self.answer[1] == "support-mismatch":
             return [f"{place} [0-9]+" for place in ("layer", "sample", "head", "row", "key")]
@@ -127,7 +127,9 @@ def _squeeze_nudged(inputs: Inputs, dtype: str, rng: np.random.Generator, size: 
         probs = nudged(softened, dtype, rng, size, "teacher_probs")
         inputs = {**inputs, "teacher_probs": probs, "temperature": 1.0, "alpha_from": "teacher"}
     answer = shd_ref.squeeze_heads(**inputs)
-    mixing = nudged(answer.mixing, dtype, rng, size, "mixing")
+    # An alpha near 1 is rounded as 1 is, and 1 - alpha with it.
+    moves = nudged(np.ones_like(answer.mixing), dtype, rng, size, "mixing") - 1
+    mixing = answer.mixing + np.where(answer.mixing > 0, moves, 0.0)
     residual = output_residual(maps, outputs, mixing, plan_groups(answer.plan, maps.shape[1]), mask)
     return {**outputs_of("squeeze_heads", answer), "residual": residual}
 
@@ -148,10 +150,10 @@ def options_of(operation: str) -> list[str]:
 
 def option_tokens(operation: str, levels: Mapping[str, str]) -> tuple[str, ...]:
     """The options that a call of these levels gives, words with their value: what an implementation may lack."""
-    given = {name: level for name, level in levels.items() if level and name in options_of(operation)}
-    words = {name for name, level in given.items() if name in _WORDS and level != FACTORS[operation][name][1]}
-    named = {name: f"{name}={level}" for name, level in given.items() if name in words}
-    return tuple(named.get(name, name if name != "layers" else "lists of layers") for name in given)
+    chosen = {name: level for name, level in levels.items() if level and name in options_of(operation)}
+    words = {name for name, level in chosen.items() if name in _WORDS and level != FACTORS[operation][name][1]}
+    tokens = {name: f"{name}={level}" for name, level in chosen.items() if name in words}
+    return tuple(tokens.get(name, name if name != "layers" else "lists of layers") for name in chosen)
 
 
 def core_factors(operation: str) -> dict[str, tuple[str, ...]]:
@@ -169,10 +171,10 @@ def sessions_of(
     rng = np.random.default_rng(base)
     rows = covering_rows(factors, rng, threes)
     for _ in range(max(least - len(rows), least // 4)):  # and some with few options
-        few = {name: levels if rng.random() < 0.5 else levels[:1] for name, levels in factors.items()}
-        rows.append({name: levels[int(rng.integers(len(levels)))] for name, levels in few.items()})
-    for made, levels in enumerate(rows):
-        yield make_session(operation, [*base, made], dtype, levels, made, share_shapes=part == "core")
+        levels_of_few = {name: levels if rng.random() < 0.5 else levels[:1] for name, levels in factors.items()}
+        rows.append({name: levels[int(rng.integers(len(levels)))] for name, levels in levels_of_few.items()})
+    for number, levels in enumerate(rows):
+        yield make_session(operation, [*base, number], dtype, levels, number, share_shapes=part == "core")
     # A mask of each other kind, which no crossing of options is sure to reach.
     masks = [name for name in _MASKS if factors.get(name)] if part == "core" else []
     for number, (name, kind) in enumerate(product(masks, _MASK_KINDS)):
@@ -242,7 +244,9 @@ def changed(d: Draw, call: Call) -> Call:
     """The same call with the numbers of one array, or of all, in another order or its last entry another."""
     inputs = call.inputs
     lists = [(path, value) for path, value in _leaves(inputs) if isinstance(value, list) and value]
-    lists = [(path, value) for path, value in lists if all(isinstance(one, list) and _is_pair(one) for one in value)]
+    lists = [
+        (path, value) for path, value in lists if all(isinstance(item, list) and _is_pair(item) for item in value)
+    ]
     found = [(path, value) for path, value in _leaves(inputs) if isinstance(value, np.ndarray) and value.ndim]
     if isinstance(inputs.get("strategies"), list) and d.chance(0.5):
         names = sorted(("mean", "constant", "shd", "hard"), key=inputs["strategies"].__contains__)
@@ -303,14 +307,14 @@ def spoiled(d: Draw, call: Call) -> Call:
         codes = {"argument-value", "plan-invalid", "layers-invalid", "argument-shape"} if len(path) > 1 else set()
     else:
         return changed(d, call)
-    title = f"with {name}{''.join(f'[{step}]' for step in path[1:])} changed{_told_change(old, new)}"
-    given = _put(inputs, path, new)
+    title = f"with {name}{''.join(f'[{step}]' for step in path[1:])} changed{_describe_change(old, new)}"
+    changed_inputs = _put(inputs, path, new)
     # Where the call was wrong before, two rules are broken (ERR-4).
     right = frozenset(codes) if call.answer[0] != "error" else error_codes()
-    return Call(operation, given, call.dtype, title, call.levels, right, places, call.seed)
+    return Call(operation, changed_inputs, call.dtype, title, call.levels, right, places, call.seed)
 
 
-def _told_change(old: Any, new: Any) -> str:
+def _describe_change(old: Any, new: Any) -> str:
     """What became of an array, where few words say it: an entry may be beyond those that are shown."""
     if not (isinstance(old, np.ndarray) and isinstance(new, np.ndarray)):
         return ""
