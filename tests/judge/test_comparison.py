@@ -58,3 +58,14 @@ def test_a_residual_may_be_that_of_rounded_alphas() -> None:
     inputs = {"teacher_probs": maps, "value_outputs": outputs, "num_student_heads": 1}
     assert not differs(inputs, "float32", residual=np.array([3e-3]))
     assert differs(inputs, "float32", residual=np.array([0.5]))
+
+
+@pytest.mark.parametrize(("value", "agreeing"), [(0.0, {0.0, np.inf}), (1.0, {0.0})])
+def test_of_heads_that_give_nothing_a_solver_says_whether_an_optimum_is_0(value: float, agreeing: set[float]) -> None:
+    pytest.importorskip("scipy", reason="the oracles need scipy")
+    inputs = {"teacher_probs": np.eye(2)[None, None], "value_outputs": np.full((1, 1, 2, 1), value)}
+    inputs |= {"num_student_heads": 1, "strategies": []}
+    right = Call("diagnose", inputs, "float64").answer[1]
+    answers = {answer: {**right, "stochastic": np.array([answer])} for answer in (0.0, 0.5, np.inf)}
+    same = {one for one, got in answers.items() if not compare(right, list, got, "float64", inputs)}
+    assert same == agreeing
