@@ -62,12 +62,14 @@ class InputOptions:
         tokenizer: For text: tokenizer.json, or its folder; tokenizer_config.json there limits the length
             (model_max_length).
         text_column: For text: name of its column. Default: text.
+        pair_column: For pairs of texts: name of the second one's column.
         max_length: For text: maximum number of tokens. Default: the tokenizer's limit.
     """
 
     inputs: Path
     tokenizer: Annotated[Path | None, READING, Needs("inputs")] = None
     text_column: Annotated[str | None, READING, Needs("inputs")] = None
+    pair_column: Annotated[str | None, READING, Needs("inputs")] = None
     max_length: Annotated[int | None, READING, FROM_1, Needs("inputs")] = None
 
     def absolute(self) -> InputOptions:
@@ -79,9 +81,8 @@ class InputOptions:
         """The rows, by ``open_source``."""
         from shd_ref.teacher.sources import open_source
 
-        return open_source(
-            self.inputs, tokenizer=self.tokenizer, text_column=self.text_column, max_length=self.max_length
-        )
+        columns = {"text_column": self.text_column, "pair_column": self.pair_column}
+        return open_source(self.inputs, tokenizer=self.tokenizer, max_length=self.max_length, **columns)
 
 
 HEADS: Final = "num_student_heads"

@@ -47,6 +47,7 @@ def open_source(
     *,
     tokenizer: str | Path | None = None,
     text_column: str | None = None,
+    pair_column: str | None = None,
     max_length: int | None = None,
 ) -> Source:
     """Open model inputs.
@@ -55,6 +56,7 @@ def open_source(
         path: a file with a suffix of ``KINDS``, or a folder: what ``save_to_disk`` wrote, or Parquet or Arrow files.
         tokenizer: ``tokenizer.json`` or its folder, where the inputs are text.
         text_column: which column holds the text; default ``text``. Only with a tokenizer.
+        pair_column: which column holds the second text of each pair, as cross encoders read them; default: none.
         max_length: tokens to keep of a text; default: as the tokenizer's file says. Only with a tokenizer.
 
     Raises:
@@ -62,7 +64,7 @@ def open_source(
             ``dependency-missing`` naming the extra that brings its reader.
     """
     file = Path(path)
-    for name, value in (("text_column", text_column), ("max_length", max_length)):
+    for name, value in (("text_column", text_column), ("pair_column", pair_column), ("max_length", max_length)):
         if tokenizer is None and value is not None:
             raise argument_value(f"{name} must be given with a tokenizer alone; got {value!r} without one")
     try:
@@ -77,6 +79,6 @@ def open_source(
         raise inputs_invalid(f"inputs {rule}; got {path}{advice}")
     else:
         source = KINDS[file.suffix](file)
-    return (
-        source if tokenizer is None else TokenizedSource(source, Path(tokenizer), text_column or "text", max_length)
-    )
+    if tokenizer is None:
+        return source
+    return TokenizedSource(source, Path(tokenizer), text_column or "text", max_length, pair_column)

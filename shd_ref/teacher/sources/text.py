@@ -48,22 +48,31 @@ _BLOCK_CHARACTERS: Final = 2**20  # or fewer, where they are as long
 
 
 class TokenizedSource(Source):
-    """Another source with its text tokenised to ``max_length`` (None: all) and not padded; ``truncated`` were cut."""
+    """Another source with its text tokenised to ``max_length`` (None: all) and not padded; ``truncated`` were cut.
+
+    With ``pair_column`` a row is a pair of texts, the longer of which is cut, as transformers does it.
+    """
 
     def __init__(
-        self, rows: Source, tokenizer: Path, text_column: str = "text", max_length: int | None = None
+        self,
+        rows: Source,
+        tokenizer: Path,
+        text_column: str = "text",
+        max_length: int | None = None,
+        pair_column: str | None = None,
     ) -> None:
         self.name = rows.name
         self._rows = rows
-        self._text_column = text_column
-        if text_column not in rows.columns:
-            raise inputs_invalid(
-                f"text_column must be one of {', '.join(rows.columns)}, the columns of {rows.name}; got "
-                f"{text_column!r}: name the one that holds text, or give no tokenizer where none does"
-            )
+        self.made_from = (text_column, *([] if pair_column is None else [pair_column]))
+        for argument, column in zip(("text_column", "pair_column"), self.made_from, strict=False):
+            if column not in rows.columns:
+                raise inputs_invalid(
+                    f"{argument} must be one of {', '.join(rows.columns)}, the columns of {rows.name}; got "
+                    f"{column!r}: name the one that holds text, or give no tokenizer where none does"
+                )
         self.columns = (*TOKEN_COLUMNS, *(name for name in rows.columns if name not in TOKEN_COLUMNS))
-        self.made_from = (text_column,)
-        self._tokenizer, self.max_length, self._settings = _load_tokenizer(tokenizer, max_length)
+        has_pairs = pair_column is not None
+        self._tokenizer, self.max_length, self._settings = _load_tokenizer(tokenizer, max_length, pairs=has_pairs)
         self._path, self._is_compared = tokenizer, not tokenizer.is_dir()
         told = {} if self._is_compared else _read_config(tokenizer / CONFIG_NAME)
         self.pads_front = told.get("padding_side") == "left"
@@ -86,9 +95,10 @@ class TokenizedSource(Source):
         self.truncated = 0
         self._compare()
         others = [name for name in columns if name not in TOKEN_COLUMNS]
-        needed = list(dict.fromkeys([self._text_column, *others]))
+        needed = list(dict.fromkeys([*self.made_from, *others]))
         for start, block in self._blocks(self._rows.rows(needed)):
-            answer = self._encode([self._settings.prompt + row[self._text_column] for row in block], start)
+            texts = [[row[column] for column in self.made_from] for row in block]
+            answer = self._encode([[self._settings.prompt + first, *second] for first, *second in texts], start)
             for number, (row, tokens, is_cut) in enumerate(zip(block, *answer, strict=True)):
                 self.truncated += is_cut
                 if not tokens.size:
@@ -100,12 +110,13 @@ class TokenizedSource(Source):
         block: list[Row] = []
         characters = 0
         for index, row in enumerate(rows):
-            text = row[self._text_column]
-            try:
-                length = len(text.encode())
-            except (AttributeError, UnicodeEncodeError) as error:
-                kind = error if isinstance(error, UnicodeEncodeError) else f"got {type(text).__name__}"
-                raise self.refuse(f"{self._text_column} must be text; {kind}", index) from error
+            length = 0
+            for column in self.made_from:
+                try:
+                    length += len(row[column].encode())
+                except (AttributeError, UnicodeEncodeError) as error:
+                    kind = error if isinstance(error, UnicodeEncodeError) else f"got {type(row[column]).__name__}"
+                    raise self.refuse(f"{column} must be text; {kind}", index) from error
             if block and (len(block) == _BLOCK_ROWS or characters + length > _BLOCK_CHARACTERS):
                 yield index - len(block), block
                 block, characters = [], 0
@@ -114,8 +125,8 @@ class TokenizedSource(Source):
         if block:
             yield index + 1 - len(block), block
 
-    def _encode(self, texts: list[str], start: int) -> tuple[list[NDArray[np.int64]], list[bool]]:
-        seconds = SECONDS * max(1.0, sum(map(len, texts)) / _BLOCK_CHARACTERS)
+    def _encode(self, texts: list[list[str]], start: int) -> tuple[list[NDArray[np.int64]], list[bool]]:
+        seconds = SECONDS * max(1.0, sum(len(part) for text in texts for part in text) / _BLOCK_CHARACTERS)
         try:
             answer, arrays = self._tokenizer.ask(seconds, texts=texts)
         except ValueError as error:
@@ -184,7 +195,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.kill()
 
 
-def _load_tokenizer(path: Path, max_length: int | None) -> tuple[_Tokenizer, int | None, TextSettings]:
+def _load_tokenizer(
+    path: Path, max_length: int | None, *, pairs: bool
+) -> tuple[_Tokenizer, int | None, TextSettings]:
     """The tokenizer, how many tokens are kept, and what else is done with every text."""
     import_package("tokenizers")
     settings = read_texts(path)
@@ -194,7 +207,7 @@ def _load_tokenizer(path: Path, max_length: int | None) -> tuple[_Tokenizer, int
         if not file.exists():
             raise OSError(_HOW_TO_SAVE if is_folder else _HOW_TO_GET)
         tokenizer = _Tokenizer()
-        about, _ = tokenizer.ask(SECONDS, file=str(file), lower=settings.lower)
+        about, _ = tokenizer.ask(SECONDS, file=str(file), lower=settings.lower, pairs=pairs)
     except (OSError, ValueError) as error:  # a path that no file has
         raise inputs_invalid(f"tokenizer {path} must be a readable tokenizer.json: {error}") from error
     limit = settings.max_length if max_length is None else max_length
@@ -209,11 +222,12 @@ def _load_tokenizer(path: Path, max_length: int | None) -> tuple[_Tokenizer, int
     if limit <= added:  # the library would then cut nothing at all
         raise argument_value(
             f"max_length must be at least {added + 1}, since this tokenizer adds {added} special tokens to every "
-            f"text; got {limit}"
+            f"{'pair' if pairs else 'text'}; got {limit}"
         )
     side = _read_config(path / CONFIG_NAME).get("truncation_side") if is_folder else None
-    if limit != about["own"] or side:
-        tokenizer.ask(SECONDS, limit=limit, side={"direction": side} if side in ("left", "right") else {})
+    if limit != about["own"] or side or pairs:
+        changes = {"direction": side} if side in ("left", "right") else {}
+        tokenizer.ask(SECONDS, limit=limit, changes=changes | ({"strategy": "longest_first"} if pairs else {}))
     return tokenizer, limit, settings
 
 

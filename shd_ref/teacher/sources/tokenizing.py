@@ -28,13 +28,13 @@ def main() -> None:
         arrays: list[array[int]] = []
         try:
             if "file" in request:
-                tokenizer, answer = _load(request["file"], lower=request["lower"])
+                tokenizer, answer = _load(**request)
             elif "folder" in request:
                 library = _load_library(tokenizer, **request)
                 answer = {}
             elif "limit" in request:
                 # By the strategy of the tokenizer's file, and from the side that its folder says, or else the file.
-                kept = (tokenizer.truncation or {}) | request["side"]
+                kept = (tokenizer.truncation or {}) | request["changes"]
                 told = {name: kept[name] for name in ("strategy", "direction") if name in kept}
                 tokenizer.enable_truncation(request["limit"], **told)
                 answer = {}
@@ -47,7 +47,7 @@ def main() -> None:
         answers.flush()
 
 
-def _load(file: str, *, lower: bool) -> tuple[Any, dict[str, Any]]:
+def _load(file: str, *, lower: bool, pairs: bool, **_: object) -> tuple[Any, dict[str, Any]]:
     from tokenizers import Tokenizer, normalizers
 
     tokenizer = Tokenizer.from_file(file)
@@ -56,7 +56,7 @@ def _load(file: str, *, lower: bool) -> tuple[Any, dict[str, Any]]:
         own_rules = [] if tokenizer.normalizer is None else [tokenizer.normalizer]
         tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own_rules])
     own = tokenizer.truncation and tokenizer.truncation["max_length"]
-    return tokenizer, {"own": own, "added": tokenizer.num_special_tokens_to_add(False)}
+    return tokenizer, {"own": own, "added": tokenizer.num_special_tokens_to_add(pairs)}
 
 
 def _load_library(tokenizer: Any, folder: str, limit: int | None, *, lower: bool, **_: object) -> Any:
@@ -75,7 +75,12 @@ def _load_library(tokenizer: Any, folder: str, limit: int | None, *, lower: bool
     if same[1:] == same[:1] and not lower:
         return None
     kept: dict[str, Any] = {} if limit is None else {"truncation": True, "max_length": limit}
-    return lambda texts: library([text.lower() for text in texts] if lower else texts, **kept)["input_ids"]
+
+    def encode(texts: list[list[str]]) -> Any:
+        columns = [[text.lower() if lower else text for text in column] for column in zip(*texts, strict=True)]
+        return library(*columns, **kept)["input_ids"]
+
+    return encode
 
 
 def _follow_settings(tokenizer: Any, folder: str) -> None:
@@ -88,8 +93,9 @@ def _follow_settings(tokenizer: Any, folder: str) -> None:
         raise ValueError(f"it does not follow do_lower_case of {file.name}")
 
 
-def _encode(tokenizer: Any, texts: list[str], library: Any) -> tuple[dict[str, Any], list[array[int]]]:
-    encodings = tokenizer.encode_batch(texts)
+def _encode(tokenizer: Any, texts: list[list[str]], library: Any) -> tuple[dict[str, Any], list[array[int]]]:
+    """Ids, mask and types of texts, each in a list of one, or of pairs."""
+    encodings = tokenizer.encode_batch([tuple(text) if len(text) > 1 else text[0] for text in texts])
     for number, (encoding, ids) in enumerate(zip(encodings, library(texts) if library else (), strict=False)):
         if encoding.ids != list(ids):
             return {"unlike": number, "ids": [encoding.ids[:8], ids[:8]]}, []

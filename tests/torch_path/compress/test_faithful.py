@@ -456,6 +456,29 @@ def test_pairs_of_texts_keep_their_types(exported: Mapping[str, Path], tmp_path:
     assert made.supplied == "token_type_ids (zeros)"
 
 
+@pytest.mark.parametrize("max_length", [None, 9, 5])
+def test_pairs_are_cut_as_their_library_cuts_them(tmp_path: Path, max_length: int | None) -> None:
+    """From the end of the longer text, whatever the tokenizer's file once did."""
+    save_tokenizer(tmp_path, "bert", model_max_length=12)
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    told = json.loads((tmp_path / "tokenizer.json").read_text())
+    told["truncation"] = {"direction": "Right", "max_length": 9, "strategy": "OnlySecond", "stride": 0}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(told))
+    library = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    expected = library(TEXTS, TEXTS[::-1], truncation=True, max_length=max_length)
+    rows = [{"query": first, "text": second} for first, second in zip(TEXTS, TEXTS[::-1], strict=True)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns: dict[str, Any] = {"text_column": "query", "pair_column": "text"}
+    source = open_source(tmp_path / "pairs.jsonl", tokenizer=tmp_path, max_length=max_length, **columns)
+    for at, row in enumerate(source.rows(source.columns[:3])):
+        assert {name: array.tolist() for name, array in row.items()} == {name: expected[name][at] for name in row}
+    assert source.remark is not None
+    with refusal("inputs-invalid", "pair_column must be one of query, text"):
+        open_source(tmp_path / "pairs.jsonl", tokenizer=tmp_path, text_column="query", pair_column="answer")
+    with refusal("argument-value", "max_length must be at least 4.*3 special tokens to every pair"):
+        open_source(tmp_path / "pairs.jsonl", tokenizer=tmp_path, max_length=3, **columns)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_graphs_that_do_not_state_their_padding(exported: Mapping[str, Path], tmp_path: Path) -> None:
     """Of another exporter: what their head finds at the end of a text is then wrong in a batch, and right alone."""
