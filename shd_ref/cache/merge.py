@@ -13,7 +13,6 @@ from shd_ref.cache.documents.receipts import Receipt
 from shd_ref.cache.forms.form import FormFile
 from shd_ref.cache.shards import ShardFile, check_file_size, read_committed, read_pieces
 from shd_ref.cache.storage.documents import checksum_of
-from shd_ref.cache.storage.local import LocalStorage
 from shd_ref.cache.storage.storage import (
     RECEIPTS_NAME,
     Folder,
@@ -54,11 +53,7 @@ class MergeSummary:
 
 
 def merge_caches(
-    sources: Sequence[Folder],
-    out: Folder,
-    *,
-    link: bool = False,
-    on_progress: Callable[[int, int], None] | None = None,
+    sources: Sequence[Folder], out: Folder, *, on_progress: Callable[[int, int], None] | None = None
 ) -> MergeSummary:
     """Merge the shards of one job, and seal the result if it is complete.
 
@@ -68,7 +63,6 @@ def merge_caches(
     Args:
         sources: caches with the same manifest, complete or not.
         out: the merged cache, new or with the same manifest.
-        link: make hard links instead of copies if source and ``out`` are on the same file system.
         on_progress: called after every shard with the numbers of copied shards and of shards to copy.
 
     Raises:
@@ -92,7 +86,7 @@ def merge_caches(
 
     def take_shard(shard: int, source: Storage) -> int:
         receipt = read_committed(source, shard, manifest)
-        with write_errors(target.locate(shard_name(shard))), _open_copy(source, target, shard, link) as copy:
+        with write_errors(target.locate(shard_name(shard))), target.pending(shard_name(shard)) as copy:
             _copy_bytes(source, receipt, copy)
             writer.commit_file(copy, receipt)
         return receipt.size
@@ -182,10 +176,3 @@ def _copy_bytes(source: Storage, receipt: Receipt, copy: PendingFile) -> None:
         remedy = f"restore the file, or delete {source.locate(receipt_name(receipt.shard))} and write the shard again"
         raise ShdError("cache-corrupt", f"{message}: {remedy}", "CACHE-90")
     copy.sync()
-
-
-def _open_copy(source: Storage, target: Storage, shard: int, link: bool) -> PendingFile:
-    linked = None
-    if link and isinstance(source, LocalStorage) and isinstance(target, LocalStorage):
-        linked = target.pending_link(shard_name(shard), source)
-    return linked or target.pending(shard_name(shard))

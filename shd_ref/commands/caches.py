@@ -153,11 +153,7 @@ def seal(cache: CacheArgument, /) -> Document:
 
 
 def merge(
-    caches: Annotated[list[str], PLACE, Parameter(name="CACHE...")],
-    /,
-    *,
-    out: Annotated[str, PLACE],
-    link: bool = False,
+    caches: Annotated[list[str], PLACE, Parameter(name="CACHE...")], /, *, out: Annotated[str, PLACE]
 ) -> Document:
     """Merge the shards of one job from several folders, and seal the cache if none is missing.
 
@@ -168,10 +164,9 @@ def merge(
     Args:
         caches: Caches of one job, complete or not.
         out: The merged cache; use the same one again to resume.
-        link: Use hard links instead of copies on the same file system.
     """
     with show_progress("shards") as (on_progress,):
-        summary = merge_caches(caches, out, link=link, on_progress=on_progress)
+        summary = merge_caches(caches, out, on_progress=on_progress)
     console.say(f"{summary.copied} shards copied ({decimal(summary.bytes)}), {summary.present} already existed")
     if summary.sealed:
         console.print(marked("sealed", "green", ": the cache is complete"))

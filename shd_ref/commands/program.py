@@ -20,12 +20,11 @@ from typing import Annotated, Any, Final, TypeAlias, get_args
 
 from cyclopts import App, ArgumentCollection, CycloptsError, Group, Parameter
 from cyclopts.exceptions import CoercionError, MissingArgumentError, UnusedCliTokensError, ValidationError
-from cyclopts.help import DefaultFormatter, HelpPanel
 
 import shd_ref
 from shd_ref.commands.terminal import PlainConsole, console, marked, messages, quiet_progress
 from shd_ref.errors import ShdError, need
-from shd_ref.teacher.options import MERGING, OPTIONS, READING, RUNNING, STORING, TARGETS, Needs
+from shd_ref.teacher.options import OPTIONS, Needs
 
 Document: TypeAlias = dict[str, Any] | list[dict[str, Any]]
 """A command's result as JSON can say it: one object, or one for each student."""
@@ -38,17 +37,6 @@ COMMANDS: Final = {
 
 STARTS_OVER: Final = "the same command starts over"
 """After a command that keeps nothing of its work."""
-
-RARE: Final = {str(panel.group[0].name) for panel in (MERGING, STORING, TARGETS, READING, RUNNING)}  # type: ignore[index]
-"""Panels of options that only ``--help-all`` shows of a command with many, but for those of ``USUAL``."""
-
-USUAL: Final = {
-    *("--plan", "--form", "--no-attention", "--logits", "--embeddings"),
-    *("--tokenizer", "--text-column", "--max-length", "--batch-size", "--provider"),
-}
-
-_MANY: Final = 25
-"""Options that ``--help`` shows all of."""
 
 _CALLED: Final = {"pairs": "layer_pairs", "inputs": "data"}
 """What messages of functions below call an argument, and the field that its option comes from."""
@@ -75,7 +63,6 @@ class _Short:
     """Options of every command."""
 
     json: Annotated[bool, Parameter(help="Print only the result, as JSON, on standard output.")] = False
-    help_all: Annotated[bool, Parameter(help="Show all options.")] = False
 
 
 @OPTIONS
@@ -123,13 +110,11 @@ class Program:
     def __init__(self, name: str, text: str) -> None:
         self.name = name
         self.after: dict[str, str] = {}
-        self.shows_all = False
         self.app = App(
             name,
             help=text,
             help_format="markdown",
             help_flags="--help",
-            help_formatter=_Pages(),
             version=f"squeezing-heads {shd_ref.__version__}, specification {shd_ref.SPEC_VERSION}",
             version_flags="--version",
             group_commands=Group("Commands", sort_key=-5),
@@ -168,7 +153,6 @@ class Program:
         command.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
         command.__annotations__ = {}  # those of the signature count
         self.app.command(command, name=name, group=panel, sort_key=len(self.after), default_parameter=_PLAIN)
-        self.app[name].help_formatter = _Pages(self, name)
 
     def arguments(self, name: str) -> ArgumentCollection:
         return self.app[name].assemble_argument_collection(parse_docstring=False)
@@ -177,10 +161,6 @@ class Program:
         """Run a command line, by default the process's."""
         words = list(sys.argv[1:] if words is None else words)
         name = next(iter(words), "")
-        options = words[: words.index("--")] if "--" in words else words
-        self.shows_all = "--help-all" in options and name in self.after
-        if self.shows_all:
-            words = [name, "--help"]
         after = self.after.get(name, STARTS_OVER)
         try:
             self._refuse_others(words)
@@ -197,8 +177,8 @@ class Program:
             if isinstance(error.__cause__, ShdError):  # of a function that reads a value
                 return self._report(error.__cause__, name, after)
             messages.say(marked("error", "bold red", f": {_refusal(error)}"))
-            more = f"{self.name} {name} --help-all" if name in self.after else f"{self.name} --help"
-            messages.say(f"{more} says more")
+            command = f"{self.name} {name}" if name in self.after else self.name
+            messages.say(f"{command} --help says more")
             return 1 if isinstance(error, CoercionError | ValidationError) else 2
         except Failed:
             return 1
@@ -243,23 +223,6 @@ class Program:
         if error.code == "write-failed" and error.__cause__ is not None:  # else nothing was tried
             messages.say(after)
         return 1
-
-
-class _Pages(DefaultFormatter):
-    """Pages of ``--help``, where a command with many options shows the usual ones."""
-
-    def __init__(self, program: Program | None = None, name: str = "") -> None:
-        super().__init__()
-        self._program, self._name = program, name
-
-    def __call__(self, console: Any, options: Any, panel: HelpPanel) -> None:
-        program, entries = self._program, panel.entries
-        if program is None or sum(argument.parse for argument in program.arguments(self._name)) <= _MANY:
-            entries = [entry for entry in entries if "--help-all" not in entry.names]
-        elif not program.shows_all and str(panel.title) in RARE:
-            entries = [entry for entry in entries if USUAL & set(entry.names)]
-        if entries:
-            super().__call__(console, options, panel.copy(entries=entries))
 
 
 def _check_needs(app: App, words: tuple[str, ...], arguments: ArgumentCollection) -> None:

@@ -100,7 +100,7 @@ def test_a_dataclass_stands_for_its_fields() -> None:
 )
 def test_words_that_are_no_command_line(words: str, said: str) -> None:
     code = 1 if "; got" in said and "got none" not in said else 2  # a value that is refused, by whichever reader
-    assert run(bake, *words.split(), code=code) == f"error: {said}\nkitchen cook --help-all says more\n"
+    assert run(bake, *words.split(), code=code) == f"error: {said}\nkitchen cook --help says more\n"
 
 
 @pytest.mark.parametrize("words", ["--sizes=4 6", "--sizes=4,", "--sizes=0", "--sizes="])
@@ -195,7 +195,7 @@ def test_an_error_names_the_option_of_its_argument() -> None:
 
 
 def test_precompute_offers_every_option() -> None:
-    page = invoke(load_app(), ["precompute", "--help-all"]).output
+    page = invoke(load_app(), ["precompute", "--help"]).output
     for field in (*fields(PrecomputeOptions), *fields(RunOptions)):
         inner = field.name in ("plans", "alpha_rule")  # of experiments, in Python
         option = option_of(field.name.replace("teachers", "teacher"))  # given once for each

@@ -63,7 +63,7 @@ def test_commands_and_their_options_exist() -> None:
     assert len(lines) >= 35
     for line in lines:
         program, command, *words = shlex.split(line)
-        result = invoke(shd if program == "shd" else shd_torch, [command, "--help-all"])
+        result = invoke(shd if program == "shd" else shd_torch, [command, "--help"])
         assert result.exit_code == 0, result.output
         for word in words:
             if word.startswith("--"):

@@ -144,12 +144,6 @@ class LocalStorage(Storage):
     def pending(self, name: str) -> PendingFile:
         return _LocalPending(self, name)
 
-    def pending_link(self, name: str, source: LocalStorage) -> PendingFile | None:
-        """Another name for the file that a cache has under this name; None where they are on two file systems."""
-        if source.root.stat().st_dev != self.root.stat().st_dev:
-            return None
-        return _PendingLink(self, name, source)
-
     def create(self, name: str, data: bytes) -> None:
         with self.pending(name) as file:
             file.write(data)
@@ -284,31 +278,6 @@ class _LocalPending(PendingFile):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._temp, dir_fd=self._folder)  # already gone after a commit
         os.close(self._descriptor)
-        os.close(self._folder)
-
-
-class _PendingLink(_LocalPending):
-    """Another name for a file that exists: committed shards never change in place, so caches may share them."""
-
-    def __init__(self, storage: LocalStorage, name: str, source: LocalStorage) -> None:
-        self._folder, self._name = storage.open_parent(name)
-        self._temp = _temporary_name(self._name)
-        self._source = source.locate(name)
-
-    def write(self, data: Any) -> None:
-        """Nothing: the bytes are there."""
-
-    def sync(self) -> None:
-        """Nothing."""
-
-    def commit(self) -> None:
-        """Link under a temporary name and rename, so that a shard without a receipt is replaced as well."""
-        os.link(self._source, self._temp, dst_dir_fd=self._folder, follow_symlinks=False)
-        super().commit()
-
-    def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._temp, dir_fd=self._folder)
         os.close(self._folder)
 
 
