@@ -15,7 +15,19 @@ import shd_ref
 from shd_ref import ERROR_CODES
 
 ROOT = Path(__file__).resolve().parents[2]
-HEAVY = ("torch", "transformers", "onnx", "onnx_ir", "onnxruntime", "xxhash", "rich", "cyclopts", "scipy", "networkx")
+HEAVY = (
+    "torch",
+    "transformers",
+    "onnx",
+    "onnx_ir",
+    "onnxruntime",
+    "xxhash",
+    "msgspec",
+    "rich",
+    "cyclopts",
+    "scipy",
+    "networkx",
+)
 
 
 def run_without(blocked: tuple[str, ...], code: str) -> str:
@@ -42,10 +54,10 @@ assert not outside & {"torch", "onnx", "onnxruntime"} or all(sys.modules[n] is N
 
 
 def test_import_of_the_reference_leaves_the_cache_alone() -> None:
-    run_without((), "import sys, shd_ref; assert not {'shd_ref.cache', 'xxhash'} & set(sys.modules)")
+    run_without((), "import sys, shd_ref; assert not {'shd_ref.cache', 'xxhash', 'msgspec'} & set(sys.modules)")
 
 
-def test_cache_needs_numpy_and_xxhash_alone() -> None:
+def test_cache_needs_numpy_xxhash_and_msgspec_alone() -> None:
     pytest.importorskip("xxhash", reason="the cache needs the extra 'cache'")
     code = """
 before = set(sys.modules)
@@ -53,7 +65,7 @@ import shd_ref.errors, numpy
 import shd_ref.cache
 shd_ref.cache.sample_key({"x": numpy.zeros(1)})
 outside = {name.split(".")[0] for name in set(sys.modules) - before}
-foreign = outside - set(sys.stdlib_module_names) - {"numpy", "xxhash", "shd_ref"}
+foreign = outside - set(sys.stdlib_module_names) - {"numpy", "xxhash", "msgspec", "shd_ref"}
 assert not {name for name in foreign if not name.startswith(("_", "cython"))}, foreign  # NumPy 1 has Cython's
 """
     run_without((), code)

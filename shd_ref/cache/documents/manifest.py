@@ -8,22 +8,24 @@ import struct
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NotRequired, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache.documents.keys import check_key
-from shd_ref.cache.forms import Held, subjects
+from shd_ref.cache.forms import Held, kind_of, subjects
 from shd_ref.cache.forms.form import SHA256, Extent, Form, FormFile, Part, require
 from shd_ref.cache.storage.documents import (
     MAX_INTEGER,
-    build,
+    check_members,
+    convert,
     encode_document,
     fields_of,
     optional,
     parse_members,
     read_document,
+    refusing,
 )
 from shd_ref.cache.storage.storage import MANIFEST_NAME, MAX_SAMPLES, MAX_SHARDS, Folder, open_storage, xxh3_64
 from shd_ref.errors import ShdError
@@ -122,6 +124,18 @@ SHOWN_CACHES: Final = 8
 ON_ERROR: Final = ("stop", "skip")
 
 
+class _Members(TypedDict):
+    """Of a manifest beside its forms."""
+
+    spec_version: str
+    created_by: str
+    teacher: Teacher
+    inputs: SampleInputs
+    dataset: Dataset
+    shards: ShardPlan
+    on_error: NotRequired[str]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest(Held):
     """Everything that decides the numbers in a cache (CACHE-20).
@@ -204,7 +218,15 @@ class Manifest(Held):
             rule = f"{source}: format_version must be {FORMAT_VERSION!r} for this release; got {version[:20]!r}"
             remedy = "install a release of squeezing-heads that reads it, or precompute the cache again"
             raise ShdError("cache-version", f"{rule}: {remedy}", "CACHE-25")
-        return build(cls, members, source, {"forms": subjects()})
+        forms: list[Form] = []
+        for name in subjects():
+            if name in members:
+                with refusing(f"{source}: {name}"):
+                    forms.append(convert(members[name], kind_of(name, members[name])))
+        with refusing(source):
+            manifest = cls(forms=tuple(forms), **convert(members, _Members))
+        check_members(manifest.members, members, source)
+        return manifest
 
     @classmethod
     def read(cls, folder: Folder) -> Manifest:

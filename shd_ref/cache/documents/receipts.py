@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from shd_ref.cache.documents.keys import check_key, dataset_fingerprint
 from shd_ref.cache.documents.manifest import Manifest
 from shd_ref.cache.forms import error_kinds
 from shd_ref.cache.forms.form import F32, U8, Extent, Part
-from shd_ref.cache.storage.documents import build, encode_document, optional, parse_members, read_document
+from shd_ref.cache.storage.documents import build, convert, encode_document, optional, parse_members, read_document
 from shd_ref.cache.storage.storage import SEAL_NAME, Folder, open_storage, receipt_name
 from shd_ref.errors import ShdError
 
@@ -35,9 +35,13 @@ class Blob(NamedTuple):
 class Errors(dict[str, RowError]):
     """What coding cost, measured by the writer on its own rows, by ``SUBJECT`` of the manifest's forms."""
 
-    @staticmethod
-    def hints() -> dict[str, type]:
-        return error_kinds()
+    @classmethod
+    def from_members(cls, members: Any) -> Errors:
+        """Of a receipt; ValueError."""
+        kinds = error_kinds()
+        if type(members) is not dict or not members.keys() <= kinds.keys():
+            raise ValueError(f"errors must have members of {sorted(kinds)}; got {str(members)[:80]}")
+        return cls({name: convert(error, kinds[name]) for name, error in members.items()})
 
     @classmethod
     def unmeasured(cls, manifest: Manifest) -> Errors:

@@ -7,8 +7,6 @@ are listed and joined: a form from elsewhere is one class more in ``FORMS``.
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
@@ -24,10 +22,21 @@ FORMS: list[type[Form]] = [Maps, Factors, Logits, Hidden, Embeddings, Exact]
 """In the order in which records hold them (CACHE-160). A form from elsewhere is appended before a cache is opened."""
 
 
-def subjects() -> dict[str, Any]:
-    """By subject the type hint of its member in a manifest: a class, or a union that the member ``form`` decides."""
-    names = dict.fromkeys(form.SUBJECT for form in FORMS)
-    return {name: functools.reduce(operator.or_, [form for form in FORMS if name == form.SUBJECT]) for name in names}
+def subjects() -> tuple[str, ...]:
+    """Names of the forms' members in a manifest, in stored order."""
+    return tuple(dict.fromkeys(form.SUBJECT for form in FORMS))
+
+
+def kind_of(subject: str, members: Any) -> type[Form]:
+    """The class of a member of a manifest; where there are several its ``form`` tells; ValueError."""
+    kinds = [form for form in FORMS if subject == form.SUBJECT]
+    if len(kinds) == 1:
+        return kinds[0]
+    tags = {str(getattr(kind, "form", None)): kind for kind in kinds}
+    tag = members.get("form") if isinstance(members, dict) else None
+    if not isinstance(tag, str) or tag not in tags:
+        raise ValueError(f"{subject} must be an object whose form is one of {', '.join(tags)}; got {str(tag)[:80]!r}")
+    return tags[tag]
 
 
 def error_kinds() -> dict[str, type]:

@@ -247,11 +247,13 @@ def tensor_name(index: int, part: str) -> str:
     return f"{index:08d}/{part}"
 
 
+NEEDS: Final = "the supervision cache must have xxhash and msgspec; pip install '.[cache]' (in a checkout)"
+"""Both are imported late: maps are coded with numpy alone."""
+
+
 @functools.cache
 def _xxhash() -> Any:
-    # XXH3 (CACHE-5) guards against accidents, not against forgery. Imported late: maps are coded with numpy alone.
-    message = "the supervision cache must have xxhash for its checksums; pip install '.[cache]' (in a checkout)"
-    return import_package("xxhash", message)
+    return import_package("xxhash", NEEDS)  # XXH3 (CACHE-5) guards against accidents, not against forgery
 
 
 def xxh3_64(data: Any, seed: int = 0) -> int:
