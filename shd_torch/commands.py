@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -19,7 +19,7 @@ from shd_ref.commands.program import Document, Program, require_packages
 from shd_ref.commands.terminal import console, marked, narrow_table, plus_minus, print_remarks, show_progress
 from shd_ref.errors import ShdError, need
 from shd_ref.integers import check_number
-from shd_ref.teacher.options import FROM_0, FROM_1, INTEGERS, OPTIONS, Needs, at_least
+from shd_ref.teacher.options import FROM_0, FROM_1, INTEGERS, Needs, at_least
 from shd_torch.compress.options import CompressOptions
 from shd_torch.compress.samples import open_rows
 from shd_torch.shrink.folders import check_files, check_model, count_positions, find_folder, new_folder, read_config
@@ -114,48 +114,42 @@ def read_data(
     return arrays
 
 
-def print_diagnosis(found: Diagnosis) -> None:
+def print_diagnosis(diagnosis: Diagnosis) -> None:
     """The verdict, then a table of what it rests on, then what to do."""
-    verdict = found.verdict
+    verdict, teacher, student = diagnosis.verdict, diagnosis.teacher, diagnosis.student
     console.print(marked(verdict.answer, _STYLES[verdict.answer], f", because {verdict.because}"), highlight=False)
     console.print()
     table = narrow_table()
     for name in ("", "teacher", "student", ""):
         table.add_column(name, overflow="fold")
-    start = "squeezed" if found.is_squeezed else "weights from its folder" if found.has_weights else "random weights"
-    table.add_row("model", found.teacher.name, f"{found.student.name}, {start}", "")
-    for name in ("layers", "heads"):
-        if name not in {one.part for one in found.differences}:
-            table.add_row(name, str(getattr(found.teacher, name)), str(getattr(found.student, name)), "")
-    for one in found.differences:
-        table.add_row(one.part, one.teacher, one.student, one.effect)
+    start = "weights from its folder" if diagnosis.has_weights else "random weights"
+    table.add_row("model", teacher.name, f"{student.name}, {'squeezed' if diagnosis.is_squeezed else start}", "")
+    parts = {difference.part for difference in diagnosis.differences}
+    for name in sorted({"layers", "heads"} - parts, reverse=True):
+        table.add_row(name, str(getattr(teacher, name)), str(getattr(student, name)), "")
+    for difference in diagnosis.differences:
+        table.add_row(difference.part, difference.teacher, difference.student, difference.effect)
     console.print(table)
     console.print()
-    for one in found.differences:
-        console.print(f"{one.part}: {one.remedy}", highlight=False)
-    for title, text in _facts(found):
-        console.print(f"{title}: {text}", highlight=False)
-
-
-def _facts(found: Diagnosis) -> Iterator[tuple[str, str]]:
-    if found.failure is not None:
-        yield "together", f"not possible: {found.failure}"
-    if found.untried is not None:
-        yield "together", f"not tried: {found.untried}"
-    if found.objective is not None and found.beta is not None:
-        beta = found.beta
+    lines = [f"{difference.part}: {difference.remedy}" for difference in diagnosis.differences]
+    if diagnosis.failure is not None:
+        lines.append(f"together: not possible: {diagnosis.failure}")
+    if diagnosis.untried is not None:
+        lines.append(f"together: not tried: {diagnosis.untried}")
+    if (beta := diagnosis.beta) is not None and diagnosis.objective is not None:
         norm = f"{beta.middle:.1g} has a gradient norm of {beta.first:.1%} of all else's at the first step"
         later = f"{beta.later:.0%} after {beta.steps} steps without it"
-        yield "beta", f"{beta.low:.1g} to {beta.high:.1g} beside {found.objective.recipe}; {norm}, and {later}"
-    if found.probe is not None:
-        probe = found.probe
+        lines.append(
+            f"beta: {beta.low:.1g} to {beta.high:.1g} beside {diagnosis.objective.recipe}; {norm}, and {later}"
+        )
+    if (probe := diagnosis.probe) is not None:
         means = f"{np.mean(probe.without):.4g} without, {np.mean(probe.with_shd):.4g} with SHD"
-        judged = f"gain {plus_minus(probe.gain, probe.margin)} ({probe.measure} on {probe.held_out} held-out samples"
+        gain = f"gain {plus_minus(probe.gain, probe.margin)} ({probe.measure} on {probe.held_out} held-out samples"
         run = f"{probe.seeds} pairs of {probe.steps} steps, beta {probe.beta:.1g}"
-        yield "probe", f"{judged}: {means}; {run}; 95% over seeds)"
+        lines.append(f"probe: {gain}: {means}; {run}; 95% over seeds)")
+    for line in lines:
+        console.print(line, highlight=False)
 
-
-TEACHER_OPSET = 18
 
 QUALITY_SAMPLES = 256
 """Samples of ``--data``, the first, that int8 graphs are made for and compared with float ones on."""
@@ -178,34 +172,15 @@ Then create the cache with shd precompute, and train the student with SHDTrainer
 """
 
 
-@OPTIONS
-@dataclass(frozen=True)
-class Timing:
-    """What is timed, and at which settings.
-
-    Attributes:
-        beside: The teacher, a folder or an .onnx file: time it too, with fused attention (a folder), and in int8.
-        batch: Samples per run. Default: 1,32.
-        length: Tokens per sample; not for images. Default: 64.
-        threads: Threads per run (intra_op_num_threads).
-        rounds: Turns of each graph at each setting.
-    """
-
-    beside: Annotated[str | None, Parameter(metavar="TEACHER")] = None
-    batch: Annotated[tuple[int, ...] | None, INTEGERS] = None
-    length: Annotated[tuple[int, ...] | None, INTEGERS] = None
-    threads: Annotated[tuple[int, ...], INTEGERS] = (1,)
-    rounds: Annotated[int, at_least(6)] = 15
-
-
-_USUAL = Timing()
-
-
 def time_models(
     models: Annotated[list[str], Parameter(name="MODEL...")],
     /,
     *,
-    timing: Timing = _USUAL,
+    beside: Annotated[str | None, Parameter(metavar="TEACHER")] = None,
+    batch: Annotated[tuple[int, ...] | None, INTEGERS] = None,
+    length: Annotated[tuple[int, ...] | None, INTEGERS] = None,
+    threads: Annotated[tuple[int, ...], INTEGERS] = (1,),
+    rounds: Annotated[int, at_least(6)] = 15,
     int8: bool = False,
     data: Path | None = None,
     max_length: Annotated[int | None, FROM_1, Needs("data")] = None,
@@ -220,6 +195,11 @@ def time_models(
 
     Args:
         models: ONNX graphs, or folders of Hugging Face models, such as students.
+        beside: The teacher, a folder or an .onnx file: time it too, with fused attention (a folder), and in int8.
+        batch: Samples per run. Default: 1,32.
+        length: Tokens per sample; not for images. Default: 64.
+        threads: Threads per run (intra_op_num_threads).
+        rounds: Turns of each graph at each setting.
         int8: Also time each model with its products in int8.
         data: Samples like those to come, as for shrink: int8 is made for them, and compared with float.
             Default: random inputs, which make it worse.
@@ -228,79 +208,67 @@ def time_models(
     require_packages("onnx", "onnxruntime")
     is_once = len(set(models)) == len(models)
     need(is_once, "argument-value", "each model", "be given once", ", ".join(models))
-    is_used = data is None or int8 or timing.beside is not None
+    is_used = data is None or int8 or beside is not None
     need(is_used, "argument-value", "--data", "go with --beside or --int8", f"{data} without them")
-    folders = [name for name in (timing.beside, *models) if name is not None and _is_folder(name)]
     for model in models:
         check_model(model, model, or_graph=True)
+    everyone = [*models] if beside is None else [beside, *models]
+    folders = [model for model in everyone if not model.endswith(".onnx")]
     samples = read_samples(data, folders[0] if folders else None, max_length)
-    check_timing(timing, *models)
-    with tempfile.TemporaryDirectory() as temporary:
-        graphs = Graphs(Path(temporary), samples)
-        with show_progress("models") as (on_model,):
-            for model in models:
-                on_model(0, 0, says=f"{model} is prepared")
-                graphs.add(model, int8=int8)
-        return graphs.time(timing)
+    if beside is not None:
+        check_model(beside, "beside", or_graph=True)
+    from shd_torch.deploy import quantize_graph, time_graphs
+    from shd_torch.deploy.inputs import GraphInputs
+    from shd_torch.deploy.timing import check_length, find_busy
 
-
-class Graphs:
-    """Graphs by the names of their rows; those of folders and in int8 are made in a temporary place."""
-
-    def __init__(self, folder: Path, inputs: dict[str, NDArray[np.generic]] | None) -> None:
-        self.paths: dict[str, Path] = {}
-        self.reports: dict[str, Int8Report] = {}
-        self._folder = folder
-        self._inputs = inputs
-
-    def add(self, model: str, *, name: str | None = None, int8: bool = False) -> str:
-        """Add a graph as it is, or a folder exported with fused attention, and perhaps its int8; returns its row."""
-        base = name or model
-        if _is_folder(model):
-            path = self._folder / f"{len(self.paths)}.onnx"
-            row = f"{base}, {'fused' if export_folder(model, path).num_fused else 'attention not fused'}"
+    for model in everyone if length else ():  # before any is exported
+        if model in folders:
+            require_packages("torch", "transformers")
+            most = count_positions(read_config(find_folder(model, "model"), "model"))
         else:
-            path, row = Path(model), f"{base}, as it is" if name else base
-        self.paths[row] = path
+            most = GraphInputs(model).longest(max(length or ()))
+        check_length(model, most, length or ())
+    paths: dict[str, Path] = {}
+    reports: dict[str, Int8Report] = {}
+
+    def add(folder: Path, model: str, base: str, *, int8: bool) -> str:
+        """A graph, that of a folder, and perhaps its int8, by the names of their rows; returns the first."""
+        path, row = Path(model), model if base == model else f"{base}, as it is"
+        if model in folders:
+            path = folder / f"{len(paths)}.onnx"
+            row = f"{base}, {'fused' if export_folder(model, path).num_fused else 'attention not fused'}"
+        paths[row], name = path, f"{base}, int8"
         if int8:
-            self._add_int8(f"{base}, int8", path)
+            try:
+                reports[name] = quantize_graph(path, folder / f"{len(paths)}.int8.onnx", samples)
+                paths[name] = reports[name].path
+            except ShdError as error:
+                if error.code not in ("export-failed", "not-finite"):
+                    raise
+                print_remarks(f"{name} is left out: {error}")
         return row
 
-    def _add_int8(self, row: str, path: Path) -> None:
-        from shd_torch.deploy import quantize_graph
-
-        try:
-            report = quantize_graph(path, self._folder / f"{len(self.paths)}.int8.onnx", self._inputs)
-        except ShdError as error:
-            if error.code not in ("export-failed", "not-finite"):
-                raise
-            print_remarks(f"{row} is left out: {error}")
-        else:
-            self.paths[row], self.reports[row] = report.path, report
-
-    def time(self, timing: Timing) -> Document:
-        """Time all, the teacher and its int8 among them, and print a table for each setting."""
-        from shd_torch.deploy import time_graphs
-        from shd_torch.deploy.timing import find_busy
-
-        reference = next(iter(self.paths))
-        with show_progress("turns") as (on_turn,):
-            if timing.beside is not None:
-                on_turn(0, 0, says="the teacher is prepared")
-                reference = self.add(timing.beside, name="teacher", int8=True)
-            on_turn(0, 0)
-            settings = {name: value for name, value in asdict(timing).items() if name != "beside"}
-            times = time_graphs(self.paths, reference=reference, progress=on_turn, **settings)
-        print_times(times, reference, timing.rounds)
-        print_remarks(find_busy(times))
-        for name, report in self.reports.items():
-            console.say(f"{name}: {report.describe()}")
-        return {
-            "rounds": timing.rounds,
-            "reference": reference,
-            "times": [asdict(entry) for entry in times],
-            "int8": {name: asdict(report) for name, report in self.reports.items()},
-        }
+    with tempfile.TemporaryDirectory() as temporary, show_progress("turns") as (on_turn,):
+        for model in models:
+            on_turn(0, 0, says=f"{model} is prepared")
+            add(Path(temporary), model, model, int8=int8)
+        reference = next(iter(paths))
+        if beside is not None:
+            on_turn(0, 0, says="the teacher is prepared")
+            reference = add(Path(temporary), beside, "teacher", int8=True)
+        on_turn(0, 0)
+        settings: dict[str, Any] = {"batch": batch, "length": length, "threads": threads, "rounds": rounds}
+        times = time_graphs(paths, reference=reference, progress=on_turn, **settings)
+    print_times(times, reference, rounds)
+    print_remarks(find_busy(times))
+    for name, report in reports.items():
+        console.say(f"{name}: {report.describe()}")
+    return {
+        "rounds": rounds,
+        "reference": reference,
+        "times": [asdict(entry) for entry in times],
+        "int8": {name: asdict(report) for name, report in reports.items()},
+    }
 
 
 def print_times(times: Sequence[GraphTime], reference: str, rounds: int) -> None:
@@ -349,38 +317,15 @@ def read_samples(
     return read_inputs(data, QUALITY_SAMPLES, None if tokenizer is None else Path(tokenizer), max_length=max_length)
 
 
-def check_timing(timing: Timing, *models: str) -> None:
-    """Refuse a teacher that is none, and lengths beyond its positions or a model's, before any is exported."""
-    if timing.beside is not None:
-        check_model(timing.beside, "beside", or_graph=True)
-    from shd_torch.deploy.inputs import GraphInputs
-    from shd_torch.deploy.timing import check_length
-
-    lengths = timing.length or ()
-    for model in (*models, *filter(None, [timing.beside])) if lengths else ():
-        if _is_folder(model):
-            require_packages("torch", "transformers")
-            most = count_positions(read_config(find_folder(model, "model"), "model"))
-        else:
-            most = GraphInputs(model).longest(max(lengths))
-        check_length(model, most, lengths)
-
-
-def _is_folder(model: str) -> bool:
-    return not model.endswith(".onnx")
-
-
 def export(
     model: str,
     /,
     *,
     out: Path,
-    opset: Annotated[int, at_least(18, 22)] = TEACHER_OPSET,
     student: bool = False,
-    int8: bool = False,
+    int8: Annotated[bool, Needs("student")] = False,
     data: Annotated[Path | None, Needs("int8")] = None,
     max_length: Annotated[int | None, FROM_1, Needs("data")] = None,
-    timing: Timing | None = None,
 ) -> Document:
     """Export a Hugging Face teacher with its attention maps in the graph, and check it against the model.
 
@@ -388,42 +333,32 @@ def export(
 
     Uses eager attention and dynamic batch and sequence axes; the graph is compared with the model at two sizes. For
     other PyTorch modules use shd_torch.export_teacher. With --student, export a trained student for inference
-    instead; with --beside, time it as shd-torch time does.
+    instead, which shd-torch time measures.
 
     Args:
         model: A Hugging Face model with safetensors: a folder, or a hub id.
         out: The graph to write, such as teacher.onnx.
-        opset: ONNX opset of a teacher.
         student: Export a trained student for inference: one fused operator per attention.
-        int8: With --student: also write OUT.int8.onnx, its products in int8, and compare.
+        int8: Also write OUT.int8.onnx, its products in int8, and compare.
         data: Samples like those to come, as for shrink: int8 is made for them, and compared with float.
             Default: random inputs, which make it worse.
         max_length: Tokens to keep of a text of --data. Default: as the tokenizer's folder says.
     """
-    if timing is not None:
-        need(timing.beside is not None, "argument-value", "--beside", "be given to time a student", "none")
-    for option, is_given in (("--int8", int8), ("--beside", timing is not None)):
-        need(student or not is_given, "argument-value", option, "go with --student", "it without")
-        if is_given:
-            require_packages("onnxruntime")
+    if int8:
+        require_packages("onnxruntime")
     require_packages("torch", "transformers", "onnx", "onnxscript")
-    is_free = not student or opset == TEACHER_OPSET
-    need(is_free, "argument-value", "--opset", "be left out with --student, which chooses it", opset)
     check_model(model, "model")
     is_file = not output_path(out).is_dir()
     need(is_file, "write-failed", "out", "be a file, such as teacher.onnx", f"{out}, which is a folder")
     samples = read_samples(data, model, max_length)
-    if timing is not None:
-        check_timing(timing, model)
     from shd_torch.export import example_inputs, export_student, export_teacher, hide_weight_bars, load_hf_model
 
     hide_weight_bars()
     with show_progress("model") as (on_progress,):
         on_progress(0, 0, says="model is loaded")
         loaded = load_hf_model(model)
-        inputs = example_inputs(loaded)
         on_progress(0, 0, says="graph is made")
-        report = export_student(loaded, inputs, out) if student else export_teacher(loaded, inputs, out, opset=opset)
+        report = (export_student if student else export_teacher)(loaded, example_inputs(loaded), out)
     attention = f"{report.num_fused} fused attention nodes, " if student else ""
     attention += f"{report.num_softmax} softmax nodes"
     console.say(f"{report.path}: {attention}, opset {report.opset}, inputs {report.inputs}")
@@ -431,26 +366,16 @@ def export(
         console.say("not compared with the model: onnxruntime is not installed")
     else:
         console.say(f"differs from the model by at most {report.max_difference:.2g} (allowed {report.tolerance:.2g})")
-    quantized, timed = None, None
+    quantized, following = None, [] if student else [shlex.join(["shd", "inspect", str(out)])]
     if int8:
         from shd_torch.deploy import quantize_graph
 
         quantized = quantize_graph(out, out.with_suffix(".int8.onnx"), samples)
         sizes = " to ".join(f"{size / 1e6:.1f} MB" for size in (quantized.bytes_before, quantized.bytes_after))
         console.say(f"{quantized.path}: {quantized.num_products} products in int8, {sizes}; {quantized.describe()}")
-    if timing is not None:
-        with tempfile.TemporaryDirectory() as temporary:
-            graphs = Graphs(Path(temporary), samples)
-            graphs.paths |= {str(path): path for path in (out, *([quantized.path] if quantized else []))}
-            timed = graphs.time(timing)
-    following = [] if student else [shlex.join(["shd", "inspect", str(out)])]
     for command in following:
         console.say(f"next: {command}")
-    return asdict(report) | {
-        "int8": None if quantized is None else asdict(quantized),
-        "timing": timed,
-        "next": following,
-    }
+    return asdict(report) | {"int8": None if quantized is None else asdict(quantized), "next": following}
 
 
 def compress(

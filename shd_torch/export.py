@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from shd_ref.errors import ShdError, need
 from shd_ref.tolerances import load_tolerances
 
-OPSETS = range(18, 23)  # below 18 torch.onnx has to convert down; from 23 on attention is one operator
+TEACHER_OPSET = 18  # below it torch.onnx has to convert down; from 23 on attention is one operator
 FUSED_OPSETS = (24, 20)  # of students: attention as one operator, and where that fails, spelled out
 _EXTERNAL_DATA_BYTES = 1 << 30  # a protobuf file ends at 2 GiB
 _FUNCTION_DOMAIN = "squeezing_heads"
@@ -74,7 +74,6 @@ def export_teacher(
     path: str | os.PathLike[str],
     *,
     dynamic: Mapping[str, Mapping[int, str]] | None = None,
-    opset: int = 18,
 ) -> ExportReport:
     """Write a PyTorch teacher as ONNX with its attention maps in the graph, and check it.
 
@@ -91,7 +90,6 @@ def export_teacher(
             ``{"input_ids": {0: "batch", 1: "sequence"}}``; axes of one name share one size. Default: the first
             axis of every input is ``batch``, the second of two-dimensional integer inputs ``sequence``, or
             ``decoder_sequence`` where the input's name begins with ``decoder_``.
-        opset: ONNX opset, from 18 to 22.
 
     Returns:
         The report; ``max_difference`` is None if onnxruntime is not installed.
@@ -100,9 +98,7 @@ def export_teacher(
         ShdError: ``export-failed`` where the model cannot be exported or its graph differs from it,
             ``argument-value``, ``argument-shape``, ``dependency-missing`` (onnx and onnxscript), ``write-failed``.
     """
-    if opset not in OPSETS:
-        raise ShdError("argument-value", f"opset must be from {OPSETS[0]} to {OPSETS[-1]}; got {opset!r}")
-    return _export(model, example_inputs, path, dynamic, opset, "eager")
+    return _export(model, example_inputs, path, dynamic, TEACHER_OPSET, "eager")
 
 
 def export_student(

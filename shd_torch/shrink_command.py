@@ -3,78 +3,29 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import numpy as np
-from cyclopts import Parameter
 from numpy.typing import NDArray
 
 from shd_ref.commands.program import Document, option_of, require_packages
 from shd_ref.commands.terminal import console, print_remarks, show_progress
 from shd_ref.errors import ShdError, need
 from shd_ref.shrink.student import read_counts
-from shd_ref.teacher.options import FROM_1, OPTIONS, one_of, read_by, read_list
+from shd_ref.teacher.options import FROM_1
 from shd_ref.teacher.sentence_folder import find_pooling
 from shd_ref.teacher.sources import KINDS, named_inputs, open_source
-from shd_ref.teacher.sources.arrays import open_npz
+from shd_torch.compress.samples import open_rows, pad
 from shd_torch.shrink.folders import check_files, new_folder
+from shd_torch.shrink.options import ShrinkOptions
 
 if TYPE_CHECKING:
     from shd_torch.shrink import Shrunk
 
-
-def _read_count(option: str, text: str) -> int | tuple[int, ...]:
-    """``--layers 3``, ``--layers 0,2,4``."""
-    numbers = read_list(option, text, least=0)
-    return numbers if "," in text else int(numbers[0])
-
-
-COUNT = read_by(_read_count, "N|N,...")
-LAYERS = read_by(partial(read_list, least=0), "N,...")
-
-
-@OPTIONS
-@dataclass(frozen=True)
-class StudentSizes:
-    """What is asked of a student, as the command line says it; one of them must be given.
-
-    Attributes:
-        heads: Query heads: 4, or of each student layer, 4,6,4. Default: the teacher's.
-        layers: Number of layers, or a list of the teacher's: 3, or 0,2,4.
-        hidden: Channels of the student's residual stream.
-        neurons: Neurons per FFN: 768, or of each student layer, 512,768,768; the most important are kept.
-        kv_heads: Key and value heads of the student.
-        head_dim: Width of a head. BERT, RoBERTa, GPT-2: hidden / heads by default, which saves no time.
-        drop_attention: Teacher layers that lose their attention block: 1,4.
-        drop_activations: Teacher layers whose FFN loses its activation and becomes one linear map: 2,3.
-        stack: encoder or decoder: which to shrink of a model with both.
-    """
-
-    heads: Annotated[int | tuple[int, ...] | None, COUNT] = None
-    layers: Annotated[int | tuple[int, ...] | None, COUNT] = None
-    hidden: Annotated[int | None, FROM_1] = None
-    neurons: Annotated[int | tuple[int, ...] | None, COUNT] = None
-    kv_heads: Annotated[int | None, FROM_1] = None
-    head_dim: Annotated[int | None, FROM_1] = None
-    drop_attention: Annotated[tuple[int, ...] | None, LAYERS] = None
-    drop_activations: Annotated[tuple[int, ...] | None, LAYERS] = None
-    stack: str | None = None
-
-    def options(self) -> dict[str, Any]:
-        """Keywords of ``shrink``."""
-        options = {name: value for name, value in asdict(self).items() if value is not None}
-        if not options.keys() - {"stack"}:
-            names = ", ".join(option_of(name) for name in asdict(self) if name != "stack")
-            raise ShdError("argument-value", f"one of {names} must be given; got none, which reproduces the teacher")
-        return options
-
-
-_UNCHANGED = StudentSizes()
+SIZES: Final = ["heads", "layers", "hidden", "neurons", "kv_heads", "head_dim", "drop_attention", "drop_activations"]
+"""Options of which a student needs one."""
 
 
 def shrink(
@@ -83,12 +34,8 @@ def shrink(
     *,
     data: Path,
     out: Path,
-    sizes: StudentSizes = _UNCHANGED,
-    plan: Annotated[str, one_of(("auto", "matched", "balanced", "progressive"))] = "auto",
+    options: ShrinkOptions | None = None,
     samples: Annotated[int, FROM_1] = 64,
-    batch_size: Annotated[int, FROM_1] = 16,
-    align: Annotated[bool, Parameter(negative="--no-align")] = True,
-    ridge: float | None = None,
     max_length: Annotated[int | None, FROM_1] = None,
 ) -> Document:
     """Create a smaller student from the squeezed teacher, without training.
@@ -102,20 +49,21 @@ def shrink(
 
     Args:
         teacher: Folder of a Hugging Face model with safetensors.
-        data: Calibration data: .npz of the model's inputs by name, .npy of token ids or pixels, or .jsonl with a
-            column text, for the tokenizer in the teacher's folder.
+        data: Calibration data: arrays of the model's inputs by name or texts (a column text), in any file that shd
+            precompute reads; .npy of token ids or pixels too.
         out: A new folder for the student.
-        plan: Heads to merge: auto, matched, balanced or progressive.
         samples: Number of samples to use, from the start of the data.
-        batch_size: Samples per batch.
-        align: Refit matrices to the teacher's outputs, or use the closed form.
-        ridge: Ridge towards the closed form for refitted matrices. Default: chosen on every fourth sample.
         max_length: Tokens to keep of a text. Default: as the tokenizer's folder says.
     """
     require_packages("torch", "transformers")
-    options = sizes.options() | {"plan": plan, "align": align, "ridge": ridge, "batch_size": batch_size}
+    options = options or ShrinkOptions()
+    is_any = any(getattr(options, name) not in (None, ()) for name in SIZES)
+    rule = f"one of {', '.join(map(option_of, SIZES))}"
+    need(is_any, "argument-value", rule, "be given", "none, which reproduces the teacher")
     check_files(teacher, "teacher")
-    _check_heads(options.get("heads"), teacher)
+    most, _ = read_counts(teacher)  # where the configuration says it under one of the usual names
+    if options.heads is not None and most is not None and np.max(options.heads) > most:
+        raise ShdError("heads-exceed", f"heads must lie in 1..{most}, the teacher's; got {options.heads}")
     new_folder(out)
     inputs = read_inputs(data, samples, teacher, max_length=max_length)
     from shd_torch.export import hide_weight_bars
@@ -124,11 +72,7 @@ def shrink(
     hide_weight_bars()
     with show_progress("steps") as (on_step,):
         made = run(
-            str(teacher),
-            inputs,
-            progress=lambda done, total, what: on_step(done, total, says=what),
-            out=out,
-            **options,
+            str(teacher), inputs, options, out=out, progress=lambda done, total, what: on_step(done, total, says=what)
         )
     _say_what_was_made(made, out)
     has_stack = "stack" in made.report  # of which shrink.json cannot say the attention calls
@@ -140,13 +84,6 @@ def shrink(
     for command in following:
         console.say(f"next: {command}")
     return made.report | {"path": out, "next": following}
-
-
-def _check_heads(heads: int | Sequence[int] | None, teacher: Path) -> None:
-    """Refuse more heads than the configuration says, where it says so under one of the usual names."""
-    most, _ = read_counts(teacher)
-    if heads is not None and most is not None and np.max(heads) > most:
-        raise ShdError("heads-exceed", f"heads must lie in 1..{most}, the teacher's; got {heads}")
 
 
 def vocabulary(
@@ -268,51 +205,15 @@ def read_inputs(
 ) -> dict[str, NDArray[Any]]:
     """The first samples of each array but ``labels``, by the name of the model's input; nothing in the file is run.
 
-    A .npy of integers holds ``input_ids`` ``(N, L)``, one of floating point ``pixel_values`` ``(N, C, H, W)``; the
-    texts of a .jsonl are tokenised by the tokenizer's folder and padded on the right.
+    A .npy of integers holds ``input_ids`` ``(N, L)``, one of floating point ``pixel_values`` ``(N, C, H, W)``; texts
+    are tokenised by the tokenizer's folder and padded on the right.
     """
-    is_known = path.suffix in (".npy", ".npz", ".jsonl")
-    need(is_known, "read-failed", argument, "end in .npy, .npz or .jsonl", path)
-    need(path.exists(), "read-failed", argument, "exist", path)
-    if path.suffix == ".jsonl":
-        return _tokenise(path, samples, tokenizer, argument, max_length)
-    need(max_length is None, "argument-value", "max_length", "go with texts", f"{max_length} with {path}")
-    if path.suffix == ".npz":
-        with named_inputs(argument):
-            source = open_npz(path)
-        columns = [name for name in source.columns if name != "labels"]
-        rows = list(islice(source.rows(columns), samples))
-        loaded = {name: np.stack([row[name] for row in rows]) for name in columns}
-    else:
-        try:
-            mapped = np.lib.format.open_memmap(path, mode="r")
-        except (OSError, ValueError, OverflowError) as error:
-            raise ShdError("read-failed", f"{argument} must be a readable .npy; got {path}: {error}") from error
-        name = "input_ids" if mapped.dtype.kind in "iu" else "pixel_values"
-        loaded = {name: np.array(np.atleast_1d(mapped)[:samples])}
-    # torch has few unsigned integers, and no model takes any; a mask of True and False is one of ones and zeros.
-    arrays = {name: array.astype(np.int64) if array.dtype.kind in "iub" else array for name, array in loaded.items()}
-    wrong = [name for name, array in arrays.items() if array.ndim < 2 or array.dtype.kind not in "if"]
-    if wrong or not arrays:
-        rule = f"{argument} must hold the model's inputs, numbers of shape (N, ...) with two axes or more"
-        got = f"{wrong[0]!r} of {arrays[wrong[0]].dtype} {arrays[wrong[0]].shape}" if wrong else "nothing"
-        raise ShdError("argument-shape", f"{rule}, and nothing else; got {got}")
-    return arrays
-
-
-def _tokenise(
-    path: Path, samples: int, tokenizer: Path | None, argument: str, max_length: int | None
-) -> dict[str, NDArray[Any]]:
-    names = "input_ids", "attention_mask"
     with named_inputs(argument):
-        columns = open_source(path).columns
-        got = f"the columns {', '.join(columns)} of {path}"
-        need("text" in columns, "inputs-invalid", argument, "have a column text", got)
-        rule = "be .npz or .npy where no model's folder has a tokenizer.json"
-        need(tokenizer is not None, "argument-value", argument, rule, path)
-        rows = list(islice(open_source(path, tokenizer=tokenizer, max_length=max_length).rows(names), samples))
-    arrays = {name: np.zeros((len(rows), max(len(row[name]) for row in rows)), np.int64) for name in names}
-    for number, row in enumerate(rows):
-        for name in names:
-            arrays[name][number, : len(row[name])] = row[name]
-    return arrays
+        has_texts = path.suffix != ".npy" and "text" in open_source(path).columns
+    rule = "be .npz or .npy where no model's folder has a tokenizer.json"
+    need(tokenizer is not None or not has_texts, "argument-value", argument, rule, path)
+    with named_inputs(argument):
+        source, columns = open_rows(path, tokenizer or Path(), max_length, argument)
+        rows = [{name: np.asarray(row[name]) for name in columns} for row in islice(source.rows(columns), samples)]
+    # torch has few unsigned integers, and no model takes any; a mask of True and False is one of ones and zeros.
+    return {name: part.astype(np.int64) if part.dtype.kind in "iub" else part for name, part in pad(rows).items()}

@@ -181,7 +181,7 @@ def choose_students(teacher: Any, tokens: Tensor) -> dict[str, Any]:
         chosen[str(fewer)] = {"layers": whole, "parts": min(fast, key=lambda one: one["loss"])}
     return {
         "ranking": {"attention": ranking.attention, "activations": ranking.activations},
-        "disparity": ranking.disparity,
+        "disparity": sum(ranking.activations) / sum(ranking.attention),
         "chosen": chosen,
         "splits": splits,
     }

@@ -12,7 +12,8 @@ import torch
 
 from shd_torch.compress.space import Design, Space
 from shd_torch.compress.stages import TEACHER, TEACHER_INT8, Run
-from shd_torch.shrink.sizes import ShrinkOptions, make_student
+from shd_torch.shrink.options import ShrinkOptions
+from shd_torch.shrink.sizes import make_student
 from shd_torch.shrink.student import plan_student
 
 _CHECKED: Final = 3

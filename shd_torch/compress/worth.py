@@ -18,7 +18,7 @@ from shd_torch.compress.task import model_run
 from shd_torch.shrink.calibration import read_data, rotary_frequencies, run_layer, start_batches
 from shd_torch.shrink.folders import padding_of
 from shd_torch.shrink.layer import Work, make_layer
-from shd_torch.shrink.sizes import ShrinkOptions
+from shd_torch.shrink.options import ShrinkOptions
 from shd_torch.shrink.student import plan_student
 from shd_torch.shrink.unfinished import Studies
 

@@ -12,18 +12,16 @@ if TYPE_CHECKING:
     from shd_torch.shrink.folders import load_teacher as load_teacher
     from shd_torch.shrink.gates import Ranking as Ranking
     from shd_torch.shrink.gates import choose_splits as choose_splits
-    from shd_torch.shrink.gates import gate_layers as gate_layers
-    from shd_torch.shrink.gates import measure_splits as measure_splits
     from shd_torch.shrink.gates import rank_layers as rank_layers
-    from shd_torch.shrink.sizes import ShrinkOptions as ShrinkOptions
+    from shd_torch.shrink.options import ShrinkOptions as ShrinkOptions
     from shd_torch.shrink.student import Shrunk as Shrunk
     from shd_torch.shrink.student import shrink as shrink
     from shd_torch.shrink.vocabulary import cut_vocabulary as cut_vocabulary
 
 _NAMES_OF = {
     "folders": ("load_student", "load_teacher"),
-    "gates": ("Ranking", "choose_splits", "gate_layers", "measure_splits", "rank_layers"),
-    "sizes": ("ShrinkOptions",),
+    "gates": ("Ranking", "choose_splits", "rank_layers"),
+    "options": ("ShrinkOptions",),
     "student": ("Shrunk", "shrink"),
     "vocabulary": ("cut_vocabulary",),
 }

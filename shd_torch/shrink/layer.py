@@ -36,7 +36,8 @@ from shd_torch.shrink.families import (
     write_linear,
 )
 from shd_torch.shrink.heads import LayerTrace, Squeezed, squeeze_attention, study_layer
-from shd_torch.shrink.sizes import ShrinkOptions, Sizes, sizes_of
+from shd_torch.shrink.options import ShrinkOptions
+from shd_torch.shrink.sizes import Sizes, sizes_of
 from shd_torch.shrink.unfinished import Studies
 
 STAGES = ("maps", "heads", "alignment", "errors")

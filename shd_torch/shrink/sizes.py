@@ -1,75 +1,20 @@
-"""What a student is asked to be: the options of ``shrink``, and sizes that its configuration can say."""
+"""The sizes of a student: from the options of ``shrink``, and as its configuration can say them."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from shd_ref.errors import ShdError, need
-from shd_ref.integers import check_integer, check_number
-from shd_ref.shrink.heads import PLANS
-from shd_torch.checks import check_option
+from shd_ref.integers import check_integer
 from shd_torch.shrink.custom import NOTHING, Dropped, LayerSizes, custom_class, custom_config, read_sizes
 from shd_torch.shrink.families import Family
-
-
-@dataclass(frozen=True)
-class ShrinkOptions:
-    """Options of ``shrink``; each field is also a keyword of ``shrink``.
-
-    Attributes:
-        heads: query heads of the student, or a list with one number per student layer; default the teacher's.
-        layers: number of layers, or a list of the teacher's; default all.
-        hidden: channels of the stream; default the teacher's.
-        neurons: per FFN, the most important ones, or a list with one number per student layer; default the teacher's.
-        kv_heads: key and value heads; by default the teacher's number where it divides ``heads``, else the largest
-            divisor of ``heads`` below it.
-        head_dim: width of a head. Sizes that the family's configuration cannot express, such as lists, give a student
-            that loads with ``load_student``.
-        drop_attention: teacher layers that lose their attention block; such a student loads with ``load_student``.
-        drop_activations: teacher layers whose FFN becomes one linear map; also.
-        stack: ``"encoder"`` or ``"decoder"`` of a model that has both, which alone is shrunk.
-        plan: ``"matched"`` (needs networkx), ``"balanced"``, ``"progressive"``, or ``"auto"``.
-        align: refit last matrices on the student's residual stream.
-        ridge: of the alignment; by default chosen per matrix on every fourth sample, which may also keep
-            the closed form.
-        batch_size: samples per batch.
-
-    Raises:
-        ShdError: ``argument-value``.
-    """
-
-    heads: int | Sequence[int] | None = None
-    layers: int | Sequence[int] | None = None
-    hidden: int | None = None
-    neurons: int | Sequence[int] | None = None
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    drop_attention: Sequence[int] = ()
-    drop_activations: Sequence[int] = ()
-    stack: str | None = None
-    plan: str = "auto"
-    align: bool = True
-    ridge: float | None = None
-    batch_size: int = 16
-
-    def __post_init__(self) -> None:
-        check_option("plan", self.plan, PLANS)
-        object.__setattr__(self, "batch_size", check_integer("batch_size", self.batch_size, 1, None))
-        if self.ridge is not None:
-            check_number("ridge", self.ridge, least=0)
-
-    def changed(self, changes: Mapping[str, Any]) -> ShrinkOptions:
-        """These options with some replaced by name, or ``argument-value``."""
-        known = [field.name for field in fields(self)]
-        if unknown := [name for name in changes if name not in known]:
-            raise ShdError("argument-value", f"options must be of {', '.join(known)}; got {', '.join(unknown)}")
-        return replace(self, **changes)
+from shd_torch.shrink.options import ShrinkOptions
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,8 @@ from shd_torch.shrink.folders import (
     save_student,
 )
 from shd_torch.shrink.layer import STAGES, Work, fit_final, make_layer, share_merge
+from shd_torch.shrink.options import ShrinkOptions
 from shd_torch.shrink.sizes import (
-    ShrinkOptions,
     Sizes,
     check_refused,
     choose_sizes,

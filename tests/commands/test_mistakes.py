@@ -188,11 +188,11 @@ def test_commands_that_resume() -> None:
 
 EARLY = [
     ("shrink model --out new --data d.npz", "one of --heads, --layers, --hidden"),
-    ("shrink model --out new --heads 2 --data file", "--data must end in .npy, .npz or .jsonl"),
+    ("shrink model --out new --heads 2 --data file", "--data must be a folder or end in one of .npz, "),
     ("shrink model --out new --heads 2 --data gone.npz", "--data must exist; got gone.npz"),
     (
         "shrink model --out new --heads 2 --data lines.jsonl",
-        "--data must have a column text; got the columns content",
+        "--data must hold texts in a column text, or arrays of the model's inputs; got the columns content",
     ),
     ("shrink model --out new --heads 9 --data d.npz", "--heads must lie in 1..4, the teacher's; got 9"),
     ("shrink model --out model --heads 2 --data d.npz", "--out must be a new or empty folder"),
@@ -216,7 +216,10 @@ EARLY = [
     ("export model --out x.onnx --student --int8 --data gone.npz", "--data must exist; got gone.npz"),
     ("doctor gone.onnx model", "teacher must be a Hugging Face folder or hub id"),
     ("doctor model ./gone", "student must be a folder that save_pretrained wrote"),
-    ("doctor model model --data lines.jsonl", "--data must have a column text; got the columns content"),
+    (
+        "doctor model model --data lines.jsonl",
+        "--data must hold texts in a column text, or arrays of the model's inputs; got the columns content",
+    ),
     ("doctor model model --probe 9", "--probe must go with --data"),
     ("time gone.onnx", "gone.onnx must be an .onnx file"),
     ("time model --beside gone.onnx", "--beside must be an .onnx file"),

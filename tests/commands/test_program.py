@@ -144,13 +144,13 @@ def test_an_option_that_nothing_would_read_is_refused() -> None:
         "precompute t --inputs d --out c --student-heads 2 --hidden-codec int8",
         "verify c --records 9",
         "report c --samples 9",
-        "export t --out o --beside b",
+        "export t --out o --student --data d",
         "doctor t s --batch-size 4",
         "doctor t s --data d --beta 1",
     ],
 )
 def test_options_of_what_is_not_done(words: str) -> None:
-    is_torch = words.startswith("doctor") or "--beside" in words
+    is_torch = words.startswith(("doctor", "export"))
     if is_torch:
         pytest.importorskip("torch", reason="shd-torch needs the extra 'torch'")
     app = import_module("shd_torch.cli").load_app() if is_torch else load_app()

@@ -18,7 +18,7 @@ from support.refusals import refusal
 from support.shrink.models import make_data, make_teacher
 
 from shd_torch.cli import load_app
-from shd_torch.shrink_command import StudentSizes, following_commands, read_inputs
+from shd_torch.shrink_command import following_commands, read_inputs
 
 
 def run(*words: object, code: int = 0) -> str:
@@ -145,15 +145,6 @@ def test_data_files(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "false.npz", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("input_ids.npy", header((10**9, 10**3)))
     (tmp_path / "false.npy").write_bytes(header((10**9, 10**3)))
-    for name, code in (
-        ("labels.npz", "argument-shape"),
-        ("pickled.npy", "read-failed"),
-        ("text.npy", "read-failed"),
-        ("none.npy", "read-failed"),
-        ("false.npy", "read-failed"),
-        ("false.npz", "inputs-invalid"),
-        ("none.npz", "read-failed"),
-    ):
-        with refusal(code):
+    for name in ("labels.npz", "pickled.npy", "text.npy", "none.npy", "false.npy", "false.npz", "none.npz"):
+        with refusal("inputs-invalid"):
             read_inputs(tmp_path / name, 9)
-    assert [StudentSizes(layers=given).options() for given in (3, (0, 2))] == [{"layers": 3}, {"layers": (0, 2)}]
