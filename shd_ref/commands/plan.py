@@ -125,12 +125,6 @@ def _print_forecast(forecast: Forecast, num_student_heads: int, command: str | N
         means = ", ".join(f"{name.removesuffix('_mean')} {value:.2g}" for name, value in errors.items())
         size = f"{target.bytes_per_row:.0f} bytes per {target.unit}, {decimal(round(target.total_bytes))} in all"
         _say(f"of these {target.subject} {target.codec}: {size}; mean errors: {means}")
-    if forecast.offers:
-        _say("KD on logits can learn from (error of its gradient, measured on one sample):")
-        for offer in forecast.offers:
-            head = f", and the head once, {decimal(offer.head_bytes)}" if offer.head_bytes else ""
-            error = f"error {offer.gradient_error:.2g} ({offer.asks})"
-            _say(f"- {offer.way}: {offer.bytes_per_token} bytes per token{head}; {error}")
     for refused in forecast.refused:
         _say(f"not {refused}")
     if forecast.fidelity:

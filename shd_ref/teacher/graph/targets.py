@@ -128,12 +128,6 @@ def find_targets(
     return TargetTensors(_find_logits(graph, output) if logits else None, states, last, read, head)
 
 
-def find_head(model: onnx.ModelProto, output: str | None) -> GraphHead:
-    """The head that makes the logits, those of ``output`` where it is named."""
-    graph = read_graph(model)
-    return _find_head(graph, _find_logits(graph, output))
-
-
 def dtype_of(model: onnx.ModelProto, sites: Sequence[AttentionSite], targets: TargetTensors) -> str:
     """The type that a teacher computes in: of its attention, else of its targets, else float32."""
     if sites:

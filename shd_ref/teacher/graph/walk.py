@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -442,13 +441,10 @@ _WEIGHING: Final = SCALING_OPS | kinds(
 )
 """What makes numbers between 0 and 1, or other weights, of the products of queries and keys."""
 
-_BY_ENTRY: Final = ADDING_OPS | _WEIGHING | {"Clip", "Max", "Mean", "Min", "Where"}
-_FOLLOWED: Final = (
-    _BY_ENTRY | LAYOUT_OPS | MAP_CARRIERS | REPEAT_OPS | {"GatherElements", "GatherND", "Split", "Trilu"}
+_FOLLOWED: Final = (ADDING_OPS | _WEIGHING | LAYOUT_OPS | MAP_CARRIERS | REPEAT_OPS) | kinds(
+    "AveragePool Clip Conv CumSum GatherElements GatherND Max MaxPool Mean Min Pad Split"
 )
-_CUTTING: Final = frozenset({"Pad", "Slice"})
-_WINDOWS: Final = frozenset({"AveragePool", "Conv", "MaxPool"})
-_SMOOTHING: Final = PRODUCTS | _WINDOWS | {"CumSum", "Pad", "ReduceMean", "ReduceSum"}
+"""What a map may be remade by. No product with a weight: the stream behind it, as of a router, is no map."""
 
 _REMADE: Final = (
     "what multiplies its values is made of its map by {}, as in differential attention or with smoothed maps, and "
@@ -479,50 +475,18 @@ def _find_remade(
 
 
 def _products_behind(start: ir.Node, is_map: bool) -> Iterator[tuple[ir.Node, frozenset[str]]]:
-    """Products with values of all that has the axes of a map, and the operators on the way there."""
-    first = start.outputs[0]
-    queue: list[tuple[ir.Value, Counter[str] | None, frozenset[str]]] = [(first, _sizes(first, 2), frozenset())]
-    seen = {first}
-    for value, axes, passed in queue:
-        for node, number in value.uses():
+    """Products with values of all that is made of a map or of scores, and the operators on the way there."""
+    queue: list[tuple[ir.Value, frozenset[str]]] = [(start.outputs[0], frozenset())]
+    seen = {start.outputs[0]}
+    for value, passed in queue:
+        for node, slot in value.uses():
             if is_value_product(node):
-                if number == 0 or is_map:
+                if slot == 0 or is_map:
                     yield node, passed
-                continue
-            for output in node.outputs if _is_followed(node, value, axes) else ():
-                sizes = _sizes(output)
-                # Inference gives the axes of windows new names, where they had any.
-                is_cut = node.op_type in _CUTTING or (node.op_type in _WINDOWS and axes == _sizes(value, 2))
-                is_kept = axes is None or sizes is None or is_cut or axes <= sizes
-                if output in seen or not is_kept:  # rows and keys are axes no more
-                    continue
-                seen.add(output)
-                last = [None if not one.shape else str(one.shape[-1]) for one in (value, output)]
-                cut = _sizes(output, 2) if is_cut and last[0] != last[1] else None
-                queue.append((output, None if sizes is None else cut or axes, passed | {node.op_type}))
-
-
-def _is_followed(node: ir.Node, value: ir.Value, axes: Counter[str] | None) -> bool:
-    if node.op_type in _SMOOTHING:
-        return axes is not None or (node.op_type in _WINDOWS and _is_like_a_map(value))
-    # Without known axes, what a computed tensor joins may be anything, such as the stream after a router.
-    known = axes is not None or node.op_type not in (*_BY_ENTRY, "Concat")
-    joined = known or all(operand is None or operand is value or _is_like_a_map(operand) for operand in node.inputs)
-    return node.op_type in _FOLLOWED and joined
-
-
-def _is_like_a_map(value: ir.Value) -> bool:
-    if value.const_value is not None:
-        return True
-    return trace_back(value, MAP_CARRIERS, lambda node: node.op_type == "Softmax") is not None
-
-
-def _sizes(value: ir.Value, last: int = 0) -> Counter[str] | None:
-    """How often each size stands among the axes, or the last ones; None where one is unknown."""
-    if value.shape is None or len(value.shape) < 2:
-        return None
-    sizes = Counter(str(size) for size in list(value.shape)[-last:])
-    return None if "None" in sizes or "" in sizes else sizes
+            elif node.op_type in _FOLLOWED and product_weight(node, slot) is None:
+                new = [output for output in node.outputs if output not in seen]
+                seen.update(new)
+                queue += [(output, passed | {node.op_type}) for output in new]
 
 
 def trace_back(value: ir.Value | None, carriers: frozenset[str], found: Callable[[ir.Node], bool]) -> ir.Node | None:

@@ -1,13 +1,11 @@
-"""What a source of model inputs is, and rows of arrays: in memory, safetensors, numpy.savez.
-
-They are mapped where they are stored as they are, else streamed.
-"""
+"""What a source of model inputs is, and rows of arrays: in memory, safetensors, numpy.savez."""
 
 from __future__ import annotations
 
 import io
 import math
 import re
+import shutil
 import struct
 import tempfile
 import weakref
@@ -17,7 +15,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, Final, Literal, NamedTuple, TypeAlias
+from typing import IO, Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -183,105 +181,44 @@ class SafetensorsSource(IndexedSource):
 
 
 _LOCAL_HEADER: Final = struct.Struct("<4s22xHH")  # signature, ..., length of the name, of the extra field
-_SUFFIX: Final = ".npy"
-
-
-class _Member(NamedTuple):
-    info: zipfile.ZipInfo
-    shape: tuple[int, ...]
-    fortran_order: bool
-    dtype: np.dtype[Any]
-    offset: int  # of the values, after the member's own header
+_HEADERS: Final = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
 def open_npz(path: Path) -> Source:
-    """The rows of an npz file; pickled objects are refused."""
+    """The arrays of an npz file, mapped where they are stored, or in a temporary copy; pickles are refused."""
+    arrays: dict[str, NDArray[Any]] = {}
     try:
         with zipfile.ZipFile(path) as archive:
-            members = {
-                info.filename.removesuffix(_SUFFIX): _read_member(archive, info) for info in archive.infolist()
-            }
-            if len(members) < len(archive.infolist()):
-                raise ValueError("two of its arrays have one name")
+            for info in archive.infolist():
+                name = info.filename.removesuffix(".npy")
+                if name in arrays:
+                    raise ValueError("two of its arrays have one name")
+                with archive.open(info) as stream, path.open("rb") as file, tempfile.TemporaryFile() as copy:
+                    if info.compress_type == zipfile.ZIP_STORED:
+                        file.seek(info.header_offset)
+                        _, *lengths = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+                        file.seek(sum(lengths), io.SEEK_CUR)
+                        arrays[name] = _map_array(file, info)
+                    else:
+                        shutil.copyfileobj(stream, copy)
+                        copy.seek(0)
+                        arrays[name] = _map_array(copy, info)
     except Exception as error:  # zipfile, zlib and numpy's parser of headers raise what they meet
         raise inputs_invalid(
             f"inputs {path} must be a readable .npz file of plain arrays (numpy.savez): {error}"
         ) from error
-    if any(member.info.compress_type != zipfile.ZIP_STORED for member in members.values()):
-        return _CompressedNpz(path, members)
-    return ArraySource({name: _map_member(path, member) for name, member in members.items()}, str(path))
+    return ArraySource(arrays, str(path))
 
 
-class _CompressedNpz(Source):
-    """An archive of numpy.savez_compressed, decompressed row by row."""
-
-    ragged = False
-
-    def __init__(self, path: Path, members: dict[str, _Member]) -> None:
-        self.name = str(path)
-        self.columns = tuple(members)
-        self._path = path
-        self._members = members
-        self._count = common_length(self, {name: member.shape for name, member in members.items()})
-        for name, member in members.items():
-            if member.fortran_order and len(member.shape) > 1:
-                raise self.refuse(f"{name} must be in C order where it is compressed: save it with numpy.savez")
-
-    def __len__(self) -> int:
-        return self._count
-
-    def rows(self, columns: Sequence[str]) -> Iterator[Row]:
-        with zipfile.ZipFile(self._path) as archive:
-            streams = {name: archive.open(self._members[name].info) for name in columns}
-            for name, stream in streams.items():
-                stream.read(self._members[name].offset)
-            for index in range(len(self)):
-                yield {name: self._next_row(stream, self._members[name], index) for name, stream in streams.items()}
-
-    def _next_row(self, stream: IO[bytes], member: _Member, index: int) -> NDArray[Any]:
-        shape = member.shape[1:]
-        try:
-            data = stream.read(math.prod(shape) * member.dtype.itemsize)
-            return np.frombuffer(data, dtype=member.dtype).reshape(shape)
-        except Exception as error:  # a damaged stream; zlib.error is no OSError
-            raise self.refuse(f"{member.info.filename} must be what its header says: {error}", index) from error
-
-
-def _read_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Member:
-    with archive.open(info) as stream:
-        shape, fortran_order, dtype = _read_header(stream, info.filename)
-        header_size = stream.tell()
-    count = math.prod(shape) * dtype.itemsize
-    # Checked before anything is allocated by it; a member's size is the archive's own word.
-    if not all(type(size) is int and size >= 0 for size in shape) or header_size + count != info.file_size:
-        raise ValueError(
-            f"{info.filename} must hold the numbers of its shape {str(shape)[:80]}, {count} bytes; "
-            f"got {info.file_size - header_size}"
-        )
-    return _Member(info, shape, fortran_order, dtype, header_size)
-
-
-def _read_header(stream: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    version = np.lib.format.read_magic(stream)
-    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-    if version not in readers:
-        raise ValueError(f"{name} has npy format {version}")
-    shape, fortran_order, dtype = readers[version](stream)
-    if dtype.hasobject:
-        raise ValueError(f"{name} holds Python objects")
-    return shape, fortran_order, dtype
-
-
-def _map_member(path: Path, member: _Member) -> NDArray[Any]:
-    with path.open("rb") as file:
-        file.seek(member.info.header_offset)
-        _, name_length, extra_length = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-    start = member.info.header_offset + _LOCAL_HEADER.size + name_length + extra_length + member.offset
-    if 0 in member.shape or not member.shape:
-        return np.empty(member.shape, member.dtype)
-    order: Literal["F", "C"] = "F" if member.fortran_order else "C"
-    try:
-        mapped: NDArray[Any] = np.memmap(path, member.dtype, "r", start, member.shape, order)
-    except (OSError, ValueError) as error:
-        raise inputs_invalid(f"inputs {path}: {member.info.filename} ends too early: {error}") from error
-    return mapped
+def _map_array(file: IO[bytes], info: zipfile.ZipInfo) -> NDArray[Any]:
+    """An array file that begins where a file stands; a mapping outlives its file, open or not."""
+    begin = file.tell()
+    shape, is_fortran, dtype = _HEADERS[np.lib.format.read_magic(file)](file)
+    start = file.tell()
+    is_shape = all(type(size) is int and size >= 0 for size in shape)
+    if dtype.hasobject or not is_shape or start - begin + math.prod(shape) * dtype.itemsize != info.file_size:
+        got = f"{info.file_size} bytes for {str(shape)[:80]} of {dtype}"
+        raise ValueError(f"{info.filename} must hold the numbers of its shape; got {got}")
+    if 0 in shape or not shape:
+        return np.empty(shape, dtype)
+    return np.memmap(file, dtype, "r", start, shape, "F" if is_fortran else "C")

@@ -101,7 +101,7 @@ def save_npz(rows: list[dict[str, Any]], path: Path) -> Path:
 SAVERS: dict[str, tuple[Callable[[list[dict[str, Any]], Path], Path], bool]] = {
     "data.npz": (save_npz, True),
     "fortran.npz": (save_npz, True),
-    "compressed.npz": (save_npz, False),
+    "compressed.npz": (save_npz, True),
     "data.safetensors": (save_safetensors, True),
     "data.parquet": (save_parquet, False),
     "parquet": (save_parquet_folder, False),

@@ -1,6 +1,5 @@
 """The states that a head reads, and the head: of exported language models, their logits are the models' own."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -149,16 +148,3 @@ def test_another_head_is_refused(llama: tuple[Any, Path], tmp_path: Path, harm: 
     precompute(llama[1], arrays(), cache, ALONE, RUN)  # writes it again
     assert verify_cache(cache).ok
     assert path.read_bytes() == whole
-
-
-def test_the_plan_offers_targets_by_bytes_and_error(llama: tuple[Any, Path], tmp_path: Path) -> None:
-    np.savez(tmp_path / "data.npz", **arrays())
-    words = ["plan", str(llama[1]), "--inputs", str(tmp_path / "data.npz"), "--student-heads", "1"]
-    document = json.loads(shd(*words, "--logits-top", "4", "--logits", "topk", "--json"))
-    offers = {offer["way"]: offer for offer in document["offers"]}
-    assert list(offers) == ["exact float32", "exact float16", "exact int8", "top 4", "whole float16"]
-    assert [offer["bytes_per_token"] for offer in offers.values()] == [64, 32, 20, 10, 106]
-    assert [offer["head_bytes"] for offer in offers.values()] == [4 * 53 * 16] * 3 + [0, 0]
-    errors = [offer["gradient_error"] for offer in offers.values()]
-    assert errors[0] < 1e-5 < errors[1] < errors[2] < errors[3]
-    assert "exact int8: 20 bytes per token, and the head once" in shd(*words)
