@@ -30,7 +30,8 @@ from squeeze_overhead import MINILM, export, machine
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from shd_ref.cache import CacheReader, codec_error, merge_codec_errors
+from shd_ref.cache import CacheReader, CodecError, codec_error
+from shd_ref.cache.codecs.distortion import merge_errors
 from shd_ref.teacher.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.engine import precompute
 from shd_torch import SupervisedDataset
@@ -87,7 +88,7 @@ def judge(exact: CacheReader, reader: CacheReader) -> dict[str, float]:
             maps, found = exact.decode(wanted, layer), reader.decode(record, layer)
             errors.append(codec_error(maps, found))
             gradients.append(gradient_error(maps, found, near_student(maps)))
-    merged = merge_codec_errors(errors)
+    merged = merge_errors(CodecError, errors)
     return {"kl_mean": merged.kl_mean, "kl_max": merged.kl_max, "gradient_error": float(np.mean(gradients))}
 
 

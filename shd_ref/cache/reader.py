@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from shd_ref.cache.documents.manifest import Manifest
 from shd_ref.cache.documents.receipts import Blob, Errors, Receipt, Record, Seal
 from shd_ref.cache.forms import FORMS
+from shd_ref.cache.forms.attention import Factors
 from shd_ref.cache.forms.exact import Exact
 from shd_ref.cache.forms.form import F32, U8, Extent, FormFile, SampleRecord
 from shd_ref.cache.forms.rows import Embeddings, Hidden, Logits
@@ -173,7 +174,7 @@ class CacheReader:
 
         Raises ``argument-value`` for a cache of maps.
         """
-        return self.manifest.attention.decode_factors(record, layer)
+        return self.manifest.need(Factors, "queries and keys").decode_factors(record, layer)
 
     def decode_logits(self, record: SampleRecord) -> TopkTargets | NDArray[np.float32]:
         """The teacher's logits of one sample: classes of R rows, or ``(R, V)`` float32 if all are stored.

@@ -45,22 +45,7 @@ def matched_plan(
 
     Source: the ablation on head matching. Decision: D-18.
     """
-    check_option("by", by, MATCHED_BY, "PLAN-12")
-    pools, masks = read_calibration(calibration, row_sums)
-    heads = len(pools[0])
-    check_counts(heads, num_student_heads)
-    rounds: list[tuple[Pair, ...]] = []
-    while heads > num_student_heads:
-        scores = np.zeros((heads, heads))
-        for p in range(heads):
-            for q in range(p + 1, heads):
-                for pool, mask in zip(pools, masks, strict=True):
-                    scores[p, q] += score_pair(pool[p], pool[q], mask, by)
-        pairs = match_pairs(scores, min(heads // 2, heads - num_student_heads))
-        pools = [merge_round(pool, pairs, query_mask=mask)[0] for pool, mask in zip(pools, masks, strict=True)]
-        rounds.append(pairs)
-        heads = len(pools[0])
-    return tuple(rounds)
+    return _match(*read_calibration(calibration, row_sums), None, num_student_heads, by)
 
 
 def match_pairs(scores: Array, num_pairs: int) -> tuple[Pair, ...]:
@@ -137,32 +122,41 @@ def match_factored(
     row_sums: str = "one",
 ) -> MergePlan:
     """``matched_plan`` from items (maps, V, mask) and W_o; products are kept in a basis of two heads' rows."""
-    whole = np.asarray(projection, dtype=np.float64)
     items = []
     for probs, values, mask in calibration:
-        heads = np.shape(probs)[1]
-        items.append((probs, np.repeat(values, heads // values.shape[1], axis=1), mask))
-    check_option("by", by, MATCHED_BY, "PLAN-12")
+        items.append((probs, np.repeat(values, np.shape(probs)[1] // values.shape[1], axis=1), mask))
     pools, masks = read_calibration(items, row_sums)  # of each head its map and its values
-    check_counts(len(pools[0]), num_student_heads)
+    whole = np.asarray(projection, dtype=np.float64)
     weights = list(whole.reshape(len(pools[0]), -1, whole.shape[-1]))  # (d_v, D) of each head
+    return _match(pools, masks, weights, num_student_heads, by)
+
+
+def _match(
+    pools: list[list[Head]], masks: list[Mask | None], weights: list[Array] | None, num_student_heads: int, by: str
+) -> MergePlan:
+    """The rounds; with ``weights`` heads hold values in the place of value outputs."""
+    check_option("by", by, MATCHED_BY, "PLAN-12")
+    count = len(pools[0])
+    check_counts(count, num_student_heads)
     rounds: list[tuple[Pair, ...]] = []
-    while len(weights) > num_student_heads:
-        count = len(weights)
+    while count > num_student_heads:
         scores = np.zeros((count, count))
         for p, q in itertools.combinations(range(count), 2):
-            basis = _common_basis(weights[p], weights[q])
+            basis = None if weights is None else _common_basis(weights[p], weights[q])
             for pool, mask in zip(pools, masks, strict=True):
                 scores[p, q] += score_pair(*_express(pool[p], pool[q], basis), mask, by)
         pairs = match_pairs(scores, min(count // 2, count - num_student_heads))
         alone = sorted(set(range(count)) - {head for pair in pairs for head in pair})
+        bases = [None if weights is None else _common_basis(weights[p], weights[q]) for p, q in pairs]
         pools = [
-            [_merge(pool[p], pool[q], _common_basis(weights[p], weights[q]), mask) for p, q in pairs]
+            [_merge(pool[p], pool[q], basis, mask) for (p, q), basis in zip(pairs, bases, strict=True)]
             + [pool[head] for head in alone]
             for pool, mask in zip(pools, masks, strict=True)
         ]
-        weights = [np.concatenate([weights[p], weights[q]]) for p, q in pairs] + [weights[head] for head in alone]
+        if weights is not None:
+            weights = [np.concatenate([weights[p], weights[q]]) for p, q in pairs] + [weights[head] for head in alone]
         rounds.append(pairs)
+        count = len(pools[0])
     return tuple(rounds)
 
 
@@ -172,15 +166,16 @@ def _common_basis(first: Array, second: Array) -> Array:
     return rows if len(rows) >= rows.shape[1] else np.asarray(np.linalg.qr(rows.T, mode="r")).T
 
 
-def _express(first: Head, second: Head, basis: Array) -> tuple[Head, Head]:
-    """Maps, and values times their rows of the basis, in the place of value outputs."""
+def _express(first: Head, second: Head, basis: Array | None) -> tuple[Head, Head]:
+    """Maps with value outputs: as they are, or as values times their rows of the basis."""
+    if basis is None:
+        return first, second
     (a_p, v_p), (a_q, v_q) = first, second
     split = v_p.shape[-1]
     return (a_p, v_p @ basis[:split]), (a_q, v_q @ basis[split:])
 
 
-def _merge(first: Head, second: Head, basis: Array, mask: Mask | None) -> Head:
-    """The merged map, and the values of both, whose weights stand beneath each other."""
-    pair = _express(first, second, basis)
-    ((merged, _),), _ = merge_round(pair, [(0, 1)], query_mask=mask)
-    return merged, np.concatenate([first[1], second[1]], axis=-1)
+def _merge(first: Head, second: Head, basis: Array | None, mask: Mask | None) -> Head:
+    """The merged head; of values those of both, whose weights stand beneath each other."""
+    (head,), _ = merge_round(_express(first, second, basis), [(0, 1)], query_mask=mask)
+    return head if basis is None else (head[0], np.concatenate([first[1], second[1]], axis=-1))

@@ -136,13 +136,9 @@ def stochastic_optimum(probs: Array, outputs: Array, groups: Groups, *, row_sums
 
 def _free_weights(rows: Array, target: Array) -> Array:
     """Weights ``(k,)`` of at least 0 that bring ``sum_j a_j x_j`` of rows ``(k, D)`` nearest to a target ``(D,)``."""
-    nnls = import_package("scipy.optimize", _NEEDS_SCIPY, "ERR-5").nnls
     # Each of its own scale: weights may be far below one.
     unit, size = (float(np.abs(array).max(initial=0.0)) or 1.0 for array in (rows, target))
-    try:
-        return np.asarray(nnls(rows.T / unit, target / size, maxiter=30 * len(rows) + 30)[0] * (size / unit))
-    except RuntimeError:  # the solver gave up
-        return np.full(len(rows), np.inf)
+    return _solve(rows.T / unit, target / size) * (size / unit)
 
 
 def nearest_weights(points: Array) -> Array:
@@ -151,62 +147,24 @@ def nearest_weights(points: Array) -> Array:
     The minimum over ``a >= 0`` of ``||sum_j a_j p_j||^2 + (sum_j a_j - 1)^2``, by non-negative least squares, has the
     same direction: for ``a = t c``, c on the simplex, the best t leaves ``e / (1 + e)`` of ``e = ||sum c_j p_j||^2``.
     """
-    nnls = import_package("scipy.optimize", _NEEDS_SCIPY, "ERR-5").nnls
     scale = float(np.abs(points).max(initial=0.0)) or 1.0
     # Both terms of one size, for value outputs of any unit.
     system = np.vstack((points.T / scale, np.ones(len(points))))
     target = np.zeros(len(system))
     target[-1] = 1.0
+    weights = _solve(system, target)
+    normalised: Array = weights / weights.sum()
+    return normalised
+
+
+def _solve(system: Array, target: Array) -> Array:
+    """Non-negative least squares."""
+    optimize = import_package("scipy.optimize", _NEEDS_SCIPY, "ERR-5")
     try:
-        weights = np.asarray(nnls(system, target, maxiter=30 * len(points) + 30)[0], dtype=np.float64)
-    except RuntimeError:  # the solver gave up: Wolfe's method on the same points
-        return simplex_weights(points @ points.T)
-    normalised: Array = weights / weights.sum()
-    return normalised
-
-
-def simplex_weights(gram: Array) -> Array:
-    """Convex weights c that minimise ``c^T gram c``, by Wolfe's active-set method, exact in finitely many steps."""
-    k = len(gram)
-    tolerance = 1e-14 * max(float(np.trace(gram)), np.finfo(np.float64).tiny)
-    weights: Array = np.zeros(k)
-    active = [int(np.argmin(np.diag(gram)))]
-    weights[active[0]] = 1.0
-    for _ in range(8 * k * k + 8):  # finite in theory; the bound only guards against rounding cycles
-        slope = gram @ weights
-        best = int(np.argmin(slope))
-        if best in active or slope[best] >= weights @ slope - tolerance:
-            break
-        active.append(best)
-        while True:
-            affine = _affine_minimum(gram[np.ix_(active, active)])
-            if (affine > 0.0).all():
-                weights[:] = 0.0
-                weights[active] = affine
-                break
-            current = weights[active]
-            falling = affine <= 0.0
-            drop = current[falling] - affine[falling]
-            step = float(np.min(current[falling] / np.where(drop == 0.0, 1.0, drop)))
-            weights[active] = np.maximum(current + min(step, 1.0) * (affine - current), 0.0)
-            kept = [i for i in active if weights[i] > 1e-15]
-            weights[[i for i in active if i not in kept]] = 0.0
-            active = kept
-    normalised: Array = weights / weights.sum()
-    return normalised
-
-
-def _affine_minimum(gram: Array) -> Array:
-    """Weights summing to one, of any sign, that minimise the quadratic form."""
-    k = len(gram)
-    scale = max(float(np.trace(gram)) / k, np.finfo(np.float64).tiny)
-    system = np.zeros((k + 1, k + 1))
-    system[:k, :k] = gram / scale
-    system[:k, k] = system[k, :k] = 1.0
-    target = np.zeros(k + 1)
-    target[k] = 1.0
-    solution: Array = np.asarray(np.linalg.lstsq(system, target, rcond=None)[0][:k], dtype=np.float64)
-    return solution
+        solution = optimize.nnls(system, target, maxiter=30 * system.shape[1] + 30)[0]
+    except RuntimeError:  # it gave up: the same by active sets of bounds, slower
+        solution = optimize.lsq_linear(system, target, (0.0, np.inf), method="bvls", tol=1e-15).x
+    return np.asarray(solution, dtype=np.float64)
 
 
 def _group_outputs(probs: Array, outputs: Array, groups: Groups) -> tuple[Array, Array]:

@@ -16,8 +16,9 @@ from typing import Annotated, Any, Final
 from cyclopts import Group, Parameter, Token
 
 from shd_ref.attention import check_temperature
-from shd_ref.cache import CODECS, DEFAULT_FACTORED_CODEC, FACTORED_CODECS, VECTOR_CODECS
-from shd_ref.cache.codecs.factored import check_factored_codec
+from shd_ref.cache import CODECS, FACTORED_CODECS
+from shd_ref.cache.codecs.codecs import VECTOR_CODECS
+from shd_ref.cache.codecs.factored import DEFAULT_FACTORED_CODEC
 from shd_ref.cache.documents.manifest import ON_ERROR
 from shd_ref.cache.forms.attention import KINDS
 from shd_ref.errors import argument_value, need
@@ -428,7 +429,7 @@ def _check_form(options: PrecomputeOptions) -> None:
         need(bool(is_any), "argument-value", "logits or hidden", rule, "none of them", spec_id="CACHE-160")
     if not options.is_factored:
         return
-    check_factored_codec(options.factored_codec)
+    check_option("codec", options.factored_codec, FACTORED_CODECS, "CACHE-142")
     why = "it is chosen with the loss; use --form maps for others"
     rule, given = "be 1 for factored records", options.temperature
     need(given == 1.0, "argument-value", "temperature", rule, given, remedy=why, spec_id="CACHE-153")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from shd_ref.cache import POOLINGS
+from shd_ref.cache.forms.rows import POOLINGS
 from shd_ref.cache.storage.documents import parse_json
 from shd_ref.errors import ShdError, argument_value
 from shd_ref.merging.alpha import check_option

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from shd_ref.cache import POOLINGS
+from shd_ref.cache.forms.rows import POOLINGS
 from shd_ref.errors import need
 from shd_ref.integers import check_integer
 from shd_torch.checks import check_mask, check_option, check_real, check_shapes, compute_dtype, without_autocast

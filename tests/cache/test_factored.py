@@ -16,9 +16,9 @@ from shd_ref.cache import (
     codec_error,
     decode_factors,
     encode_factors,
-    factored_kl_bound,
     rebuild_maps,
 )
+from shd_ref.cache.codecs.factored import factored_kl_bound
 
 
 def vectors(heads: int, length: int, width: int, seed: int, spread: float = 2.0) -> NDArray[np.float32]:

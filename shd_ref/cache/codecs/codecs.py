@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from shd_ref.attention import check_option
 from shd_ref.errors import ShdError, need
 
 FloatArray = NDArray[np.float32] | NDArray[np.float64]
@@ -37,18 +38,19 @@ def code_dtype(codec: str) -> np.dtype[Any]:
 
 def code_bits(codec: str) -> int:
     """Bits of one stored code; below 8, several codes share a byte (CACHE-110)."""
-    rule = f"be one of {', '.join(CODECS)}"
-    need(codec in _BITS, "argument-value", "codec", rule, repr(codec), spec_id="CACHE-110")
+    check_option("codec", codec, CODECS, "CACHE-110")
     return _BITS[codec]
 
 
-def code_values(codec: str) -> NDArray[np.float32]:
-    """Decoded value of each code ``(256,)`` or ``(16,)``, before the row is made to sum to one.
+def check_finite(name: str, values: NDArray[Any], spec_id: str, code: str = "not-finite") -> None:
+    """Refuse NaN and infinity."""
+    need(bool(np.isfinite(values).all()), code, name, "be finite", "NaN or infinity", spec_id=spec_id)
 
-    Raises ``argument-value`` for ``float32``, whose codes are numbers themselves.
-    """
-    need(code_bits(codec) <= 8, "argument-value", "codec", "be sqrt8-row or u4", repr(codec), spec_id="CACHE-110")
-    return u4_table() if codec == "u4" else sqrt8_table()
+
+def check_blob(name: str, blob: NDArray[Any], size: int, layout: str, spec_id: str) -> None:
+    """Refuse bytes of another number or type: ``argument-shape``."""
+    fits, got = blob.dtype == np.uint8 and blob.shape == (size,), f"{blob.shape} {blob.dtype}"
+    need(fits, "argument-shape", name, f"be ({size},) uint8 for {layout}", got, spec_id=spec_id)
 
 
 def u4_table() -> NDArray[np.float32]:
@@ -89,8 +91,7 @@ def encode(codec: str, probs: FloatArray) -> NDArray[Any]:
     is_float = probs.dtype in (np.float32, np.float64)
     need(is_float, "argument-dtype", "probs", "be float32 or float64", probs.dtype, spec_id="CACHE-111")
     values = probs.astype(np.float32)
-    finite = bool(np.isfinite(values).all())
-    need(finite, "not-finite", "probs", "be finite", "NaN or infinity", spec_id="CACHE-111")
+    check_finite("probs", values, "CACHE-111")
     least = values.min(initial=0.0)
     need(least >= 0, "not-a-distribution", "probs", "not be negative", least, spec_id="CACHE-111")
     values[values < SMALLEST_PROB] = 0.0  # -0.0 becomes 0.0 as well
@@ -113,7 +114,7 @@ def decode(codec: str, codes: NDArray[Any]) -> NDArray[np.float32]:
     check_dtype(codec, codes)
     if codec == "float32":
         return codes.astype(np.float32)
-    values: NDArray[np.float32] = code_values(codec)[codes]
+    values: NDArray[np.float32] = (u4_table() if codec == "u4" else sqrt8_table())[codes]
     mass = values.sum(axis=-1, keepdims=True, dtype=np.float64)
     return (values / np.where(mass > 0, mass, 1.0)).astype(np.float32)
 
@@ -123,21 +124,17 @@ def check_codes(codec: str, codes: NDArray[Any]) -> None:
     check_dtype(codec, codes)
     if codec != "float32":
         return
-    name, finite = f"codes of {codec}", bool(np.isfinite(codes).all())
-    need(finite, "not-finite", name, "be finite", "NaN or infinity", spec_id="CACHE-111")
-    least = codes.min(initial=0.0)
+    name, least = f"codes of {codec}", codes.min(initial=0.0)
+    check_finite(name, codes, "CACHE-111")
     need(not np.signbit(codes).any(), "not-a-distribution", name, "not be negative", least, spec_id="CACHE-111")
 
 
 def check_dtype(codec: str, codes: NDArray[Any]) -> None:
     """Refuse codes of another type (``argument-dtype``), or beyond the codec's last code (``argument-value``)."""
-    dtype = code_dtype(codec)
-    name, is_right = f"codes of {codec}", codes.dtype == dtype
-    need(is_right, "argument-dtype", name, f"be {dtype}", codes.dtype, spec_id="CACHE-110")
-    if codec == "u4":
-        largest = codes.max(initial=0)
-        rule = f"be at most {U4_LEVELS}"
-        need(largest <= U4_LEVELS, "argument-value", name, rule, largest, spec_id="CACHE-110")
+    name, dtype = f"codes of {codec}", code_dtype(codec)
+    need(codes.dtype == dtype, "argument-dtype", name, f"be {dtype}", codes.dtype, spec_id="CACHE-110")
+    largest, last = codes.max(initial=0), U4_LEVELS
+    need(codec != "u4" or largest <= last, "argument-value", name, f"be at most {last}", largest, spec_id="CACHE-110")
 
 
 SUPPORTS: Final = ("full", "causal")
@@ -150,7 +147,7 @@ def packed_size(codec: str, support: str, num_heads: int, length: int, num_keys:
 
 def num_codes(support: str, num_heads: int, length: int, num_keys: int | None = None) -> int:
     """Codes of one blob: heads x entries of the support; as many keys as rows, unless ``num_keys`` is given."""
-    check_support(support)
+    check_option("support", support, SUPPORTS, "CACHE-125")
     num_keys = length if num_keys is None else num_keys
     got, is_square = f"{length} rows and {num_keys} keys", support != "causal" or num_keys == length
     need(is_square, "argument-shape", "maps of causal support", "be square", got, spec_id="CACHE-128")
@@ -169,7 +166,7 @@ def pack(codes: NDArray[Any], support: str, codec: str | None = None) -> NDArray
         ShdError: ``argument-shape``; ``argument-value`` (support, codec); ``argument-dtype``; ``support-mismatch``
             when causal codes hold something above the diagonal.
     """
-    check_support(support)
+    check_option("support", support, SUPPORTS, "CACHE-125")
     if codec is not None:
         check_dtype(codec, codes)
     fits = codes.ndim == 3 and (support != "causal" or codes.shape[1] == codes.shape[2])
@@ -201,9 +198,8 @@ def unpack(
     """
     num_keys = length if num_keys is None else num_keys
     size = packed_size(codec, support, num_heads, length, num_keys)
-    fits, got = blob.dtype == np.uint8 and blob.shape == (size,), f"{blob.shape} {blob.dtype}"
     layout = f"{num_heads} heads x {length} rows x {num_keys} keys ({codec}, {support})"
-    need(fits, "argument-shape", "blob", f"be ({size},) uint8 for {layout}", got, spec_id="CACHE-130")
+    check_blob("blob", blob, size, layout, "CACHE-130")
     dtype = code_dtype(codec)
     if codec == "u4":
         halves = np.stack([blob & 0x0F, blob >> 4], axis=-1).reshape(-1)
@@ -222,12 +218,6 @@ def _lower_triangle(length: int) -> NDArray[np.intp]:
     return np.flatnonzero(np.tri(length, dtype=np.bool_))
 
 
-def check_support(support: str) -> None:
-    """Refuse a support that is not in ``SUPPORTS``: ``argument-value``."""
-    rule = f"be one of {', '.join(SUPPORTS)}"
-    need(support in SUPPORTS, "argument-value", "support", rule, repr(support), spec_id="CACHE-125")
-
-
 VECTOR_CODECS: Final = ("float32", "float16", "int8")
 """Of rows that are vectors: hidden states, embeddings and last states."""
 
@@ -240,8 +230,8 @@ def to_float16(name: str, values: NDArray[Any], remedy: str = "use int8") -> NDA
     with np.errstate(over="ignore"):
         codes = values.astype(np.float16)
     if not np.isfinite(codes).all():
-        got = f"{np.abs(values).max():g}: {remedy}"
-        need(False, "argument-value", name, "be below 65520 for float16", got, spec_id="CACHE-147")
+        message = f"{name} must be below 65520 for float16; got {np.abs(values).max():g}: {remedy}"
+        raise ShdError("argument-value", message, "CACHE-147")
     return codes
 
 

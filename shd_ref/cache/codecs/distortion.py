@@ -161,10 +161,6 @@ def _row_errors(probs: NDArray[Any], decoded: NDArray[Any]) -> tuple[NDArray[np.
     return kl, 0.5 * np.abs(exact - coded).sum(axis=-1)
 
 
-def merge_codec_errors(errors: Iterable[CodecError]) -> CodecError:
-    return merge_errors(CodecError, errors)
-
-
 def merge_errors(kind: type[_Error], errors: Iterable[_Error]) -> _Error:
     """The error over all rows of several measurements: means are weighted by rows; of no row every number is 0."""
     parts = list(errors)

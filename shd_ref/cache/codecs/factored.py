@@ -7,16 +7,23 @@ smaller numbers are rounded by less. If rounding moves no logit of a row by more
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache.codecs.codecs import INT8_LEVELS, check_support, largest_move, to_float16, to_int8
-from shd_ref.cache.storage.documents import MAX_INTEGER, optional
+from shd_ref.attention import check_option
+from shd_ref.cache.codecs.codecs import (
+    INT8_LEVELS,
+    SUPPORTS,
+    check_blob,
+    check_finite,
+    largest_move,
+    to_float16,
+    to_int8,
+)
+from shd_ref.cache.storage.documents import optional
 from shd_ref.errors import ShdError, need
 
 Array32 = NDArray[np.float32]
@@ -78,13 +85,12 @@ def encode_factors(codec: str, queries: NDArray[Any], keys: NDArray[Any]) -> Cod
         ShdError: ``argument-value`` (codec, a number beyond float16), ``argument-shape``, ``argument-dtype``,
             ``not-finite``.
     """
-    check_factored_codec(codec)
+    check_option("codec", codec, FACTORED_CODECS, "CACHE-142")
     for name, values in (("queries", queries), ("keys", keys)):
         fits = values.ndim == 3 and values.shape[1:] == queries.shape[1:] and values.size > 0
         need(fits, "argument-shape", name, "be (heads, n, d)", values.shape, spec_id="CACHE-143")
         need(values.dtype == np.float32, "argument-dtype", name, "be float32", values.dtype, spec_id="CACHE-143")
-        finite = bool(np.isfinite(values).all())
-        need(finite, "not-finite", name, "be finite", "NaN or infinity", spec_id="CACHE-143")
+        check_finite(name, values, "CACHE-143")
     centred = keys - keys.mean(axis=1, keepdims=True, dtype=np.float64).astype(np.float32)
     if codec == "float16":
         return CodedFactors(to_float16("queries", queries), to_float16("keys", centred))
@@ -104,7 +110,7 @@ def decode_factors(coded: CodedFactors) -> tuple[Array32, Array32]:
 
 def factored_size(codec: str, num_heads: int, layer: LayerFactors, length: int) -> int:
     """Bytes of one blob of H_t = ``num_heads`` and n = ``length`` (CACHE-149)."""
-    check_factored_codec(codec)
+    check_option("codec", codec, FACTORED_CODECS, "CACHE-142")
     vectors = (num_heads + layer.num_key_heads) * length
     return vectors * (2 * layer.width if codec == "float16" else layer.width + 4)
 
@@ -122,9 +128,8 @@ def unpack_factors(
 ) -> CodedFactors:
     """The inverse of ``pack_factors``; ``argument-shape`` for a blob of the wrong size."""
     size = factored_size(codec, num_heads, layer, length)
-    fits, got = blob.dtype == np.uint8 and blob.shape == (size,), f"{blob.shape} {blob.dtype}"
     layout = f"{num_heads} and {layer.num_key_heads} heads x {length} positions of width {layer.width} ({codec})"
-    need(fits, "argument-shape", "blob", f"be ({size},) uint8 for {layout}", got, spec_id="CACHE-149")
+    check_blob("blob", blob, size, layout, "CACHE-149")
     dtype, vectors, start = np.dtype(codec), (num_heads + layer.num_key_heads) * length, 0
     steps: list[Array32] = []
     if codec == "int8":
@@ -139,8 +144,7 @@ def unpack_factors(
 def check_coded_factors(coded: CodedFactors) -> None:
     """Refuse codes that no encoder makes: ``not-finite``, ``argument-value`` (CACHE-150)."""
     for codes, steps in ((coded.queries, coded.query_steps), (coded.keys, coded.key_steps)):
-        finite = bool(np.isfinite(codes if steps is None else steps).all())
-        need(finite, "not-finite", "queries and keys", "be finite", "NaN or infinity", spec_id="CACHE-150")
+        check_finite("queries and keys", codes if steps is None else steps, "CACHE-150")
         if steps is not None and ((steps < 0).any() or (codes == -INT8_LEVELS - 1).any()):
             raise ShdError("argument-value", "steps must not be negative, and no code -128", "CACHE-150")
 
@@ -174,7 +178,7 @@ def rebuild_maps(
     Raises:
         ShdError: ``argument-value`` (support).
     """
-    check_support(support)
+    check_option("support", support, SUPPORTS, "CACHE-125")
     (heads, length), share = queries.shape[:2], len(queries) // len(keys)
     weights = np.eye(heads) if mixing is None else mixing.astype(np.float64)
     positions = np.arange(length)
@@ -217,7 +221,7 @@ def factored_kl_bound(
     Returns:
         ``(H_t, n)`` float64. A row of a mixed map costs at most the largest of its members'.
     """
-    check_factored_codec(codec)
+    check_option("codec", codec, FACTORED_CODECS, "CACHE-142")
     share = len(queries) // len(keys)
     keys = np.repeat(keys.astype(np.float64) - keys.mean(axis=1, keepdims=True, dtype=np.float64), share, axis=0)
     queries = queries.astype(np.float64)
@@ -231,24 +235,3 @@ def factored_kl_bound(
         key_sums, moved_keys = (values.max(axis=1, keepdims=True) for values in (key_sums, moved_keys))
     moved = scale * (moved_queries * key_sums + moved_keys * query_sums)
     return np.asarray(moved**2 / 2, dtype=np.float64)
-
-
-def check_layers(layers: Sequence[LayerFactors], num_heads: int) -> None:
-    """Refuse factors of a manifest's layers that no map can be computed with (CACHE-141): ``argument-value``."""
-    refuse = functools.partial(need, code="argument-value", spec_id="CACHE-141")
-    for layer in layers:
-        count, window = layer.num_key_heads, layer.window
-        divides = 1 <= count <= num_heads and num_heads % count == 0
-        rule = f"be a divisor of num_teacher_heads={num_heads}"
-        refuse(divides, argument="num_key_heads", rule=rule, got=count)
-        refuse(1 <= layer.width <= 10_000, argument="width", rule="be 1 to 10000", got=layer.width)
-        rule = "be above 0 and below 2^128"
-        refuse(0 < layer.scale < MAX_SCALE, argument="scale", rule=rule, got=layer.scale)
-        is_window = window is None or 1 <= window <= MAX_INTEGER
-        refuse(is_window, argument="window", rule=f"be 1 to {MAX_INTEGER}", got=window)
-
-
-def check_factored_codec(codec: str) -> None:
-    """Refuse a codec that is not in ``FACTORED_CODECS``: ``argument-value``."""
-    rule = f"be one of {', '.join(FACTORED_CODECS)}"
-    need(codec in FACTORED_CODECS, "argument-value", "codec", rule, repr(codec), spec_id="CACHE-142")

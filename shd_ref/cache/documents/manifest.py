@@ -6,7 +6,7 @@ import functools
 import hashlib
 import struct
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, Final, NotRequired, TypedDict
 
@@ -118,8 +118,8 @@ def sample_order(num_samples: int, seed: int) -> NDArray[np.int64]:
 FORMAT_VERSION: Final = "1"
 """The version of the format; another one is refused (CACHE-25). Open until release 0.1.0 (CACHE-95)."""
 
-SHOWN_CACHES: Final = 8
-"""How many are named where a folder of caches was taken for one."""
+SHOWN: Final = 8
+"""How many caches are named where a folder of them was taken for one, and differences of two manifests."""
 
 ON_ERROR: Final = ("stop", "skip")
 
@@ -241,8 +241,12 @@ class Manifest(Held):
         return cls.from_bytes(data, path)
 
     def differences(self, other: Manifest) -> list[str]:
-        """The members in which another manifest differs, as ``name: this -> other``."""
-        return list(_differences("", _plain(self), _plain(other)))
+        """The members in which another manifest differs, as ``name: this -> other``, and how many more than a few."""
+        mine, theirs = dict(_leaves("", self.members)), dict(_leaves("", other.members))
+        names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
+        names.sort(key=lambda name: "[" in name)  # a dozen layers last
+        shown = [f"{name}: {mine.get(name)!r} -> {theirs.get(name)!r}" for name in names[:SHOWN]]
+        return shown + [f"{len(names) - SHOWN} more"] * (len(names) > SHOWN)
 
     def shard_samples(self, shard: int) -> list[int]:
         """Indices of a shard's samples in stored order (CACHE-26); ``argument-value`` outside the plan."""
@@ -256,34 +260,17 @@ class Manifest(Held):
 def _list_caches(root: Path | str) -> str:
     """Where a folder of caches was named instead of a cache: the names of some of them."""
     names = sorted(path.parent.name for path in root.glob(f"*/{MANIFEST_NAME}")) if isinstance(root, Path) else []
-    shown = ", ".join(names[:SHOWN_CACHES]) + ", ..." * (len(names) > SHOWN_CACHES)
+    shown = ", ".join(names[:SHOWN]) + ", ..." * (len(names) > SHOWN)
     return f", but holds some: name one of {shown}" if names else ""
 
 
-def _differences(name: str, mine: Any, theirs: Any) -> Iterator[str]:
-    """Of equally long lists of objects the first entry that differs, so that a dozen layers are not a page."""
-    if mine == theirs:
-        return
-    if isinstance(mine, dict) and isinstance(theirs, dict):
-        for key in sorted(mine.keys() | theirs.keys()):
-            yield from _differences(f"{name}.{key}" if name else key, mine.get(key), theirs.get(key))
-    elif not (_is_list(mine) and _is_list(theirs)):
-        # Of an object its codec, if it has one: the rest has nothing to be compared with.
-        said = (str(one.get("codec", "given")) if isinstance(one, dict) else repr(one) for one in (mine, theirs))
-        yield f"{name}: {' -> '.join(said)}"
-    elif len(mine) != len(theirs):
-        yield f"{name}: {len(mine)} -> {len(theirs)} entries"
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Every number and name of a manifest with its place in it."""
+    if is_dataclass(value) or isinstance(value, dict):
+        for key, inner in sorted(fields_of(value).items()):
+            yield from _leaves(f"{name}.{key}" if name else key, inner)
+    elif isinstance(value, tuple) and any(map(is_dataclass, value)):
+        for number, inner in enumerate(value):
+            yield from _leaves(f"{name}[{number}]", inner)
     else:
-        first, *more = [number for number, entry in enumerate(mine) if entry != theirs[number]]
-        yield from _differences(f"{name}[{first}]", mine[first], theirs[first])
-        if more:
-            yield f"{name}: {len(more)} more of {len(mine)} entries"
-
-
-def _plain(manifest: Manifest) -> dict[str, Any]:
-    members = asdict(manifest)
-    return members | {form.SUBJECT: plain for form, plain in zip(manifest.forms, members.pop("forms"), strict=True)}
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(isinstance(item, dict) for item in value)
+        yield name, value

@@ -15,14 +15,24 @@ from typing import Any, ClassVar, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache.codecs.codecs import CODECS, SUPPORTS, check_codes, code_dtype, decode, pack, packed_size, unpack
+from shd_ref.cache.codecs.codecs import (
+    CODECS,
+    SUPPORTS,
+    check_codes,
+    check_finite,
+    code_dtype,
+    decode,
+    pack,
+    packed_size,
+    unpack,
+)
 from shd_ref.cache.codecs.distortion import CodecError, RowError
 from shd_ref.cache.codecs.factored import (
     FACTORED_CODECS,
+    MAX_SCALE,
     CodedFactors,
     LayerFactors,
     check_coded_factors,
-    check_layers,
     decode_factors,
     factored_size,
     pack_factors,
@@ -117,6 +127,7 @@ class Attention(Form):
     SUBJECT: ClassVar[str] = "attention"
     ERROR: ClassVar[type[RowError]] = CodecError
     CHOICE: ClassVar[str] = "layers"
+    MIXING_IS_OPTIONAL: ClassVar[bool] = True
 
     num_student_heads: int
     layers: tuple[LayerPair, ...]
@@ -175,7 +186,7 @@ class Attention(Form):
         """Weights and mixing matrices of all layers, then a blob per layer (CACHE-40)."""
         name = self.SUBJECT
         blobs = (Part(blob_name(layer), U8, name, layer, called=f"layer {layer}") for layer in self.student_layers)
-        mixing = Part("mixing", F32, name, optional=self.mixing_is_optional)
+        mixing = Part("mixing", F32, name, optional=self.MIXING_IS_OPTIONAL)
         return Part("alphas", F32, name, optional=True), mixing, *blobs
 
     def part_shapes(self, extent: Extent) -> tuple[tuple[int, ...], ...]:
@@ -215,13 +226,9 @@ class Attention(Form):
         return self.student_layers.index(layer)
 
     @property
-    def mixing_is_optional(self) -> bool:
-        return True
-
-    @property
     def bound_temperature(self) -> float | None:
-        """The attention temperature of the supervision; None if it works at any, as logits can be divided by it."""
-        return None
+        """The attention temperature of maps, which are softened before they are merged; None where any will do."""
+        return getattr(self, "temperature", None)
 
     @abstractmethod
     def blob_sizes(self, extent: Extent) -> tuple[int, ...]:
@@ -234,11 +241,6 @@ class Attention(Form):
     @abstractmethod
     def decode(self, record: SampleRecord, layer: int) -> NDArray[np.float32]:
         """The merged maps of one student layer, ``(H_s, rows, keys)``."""
-
-    def decode_factors(self, record: SampleRecord, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """The teacher's queries and keys of one student layer; ``argument-value`` for a cache of maps."""
-        message = f"the cache must hold queries and keys to decode them; it holds maps (codec {self.codec})"
-        raise ShdError("argument-value", message, "CACHE-140")
 
     def _check_plans(self) -> None:
         limit = self.num_teacher_heads
@@ -267,9 +269,9 @@ def _count_pairs(plan: Plan) -> int:
 def _check_floats(record: SampleRecord, name: str, values: NDArray[Any], shape: tuple[int, ...]) -> None:
     if values.shape != shape:
         raise misfit(record, f"{name} must be {shape}", values.shape)
-    where, finite = f"record {record.index}: {name}", bool(np.isfinite(values).all())
+    where = f"record {record.index}: {name}"
     need(values.dtype == np.float32, "argument-dtype", where, "be float32", values.dtype, spec_id="CACHE-107")
-    need(finite, "not-finite", where, "be finite", "NaN or infinity", spec_id="CACHE-107")
+    check_finite(where, values, "CACHE-107")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,11 +297,6 @@ class Maps(Attention):
         require(self.shapes in SHAPES, f"shapes must be one of {SHAPES}", self.shapes, "CACHE-128")
         own = self.shapes == "own" and self.support == "causal"
         require(not own, "shapes must be length for causal support", self.shapes, "CACHE-128")
-
-    @property
-    def bound_temperature(self) -> float:
-        """Maps are softened before they are merged."""
-        return self.temperature
 
     @property
     def stated(self) -> frozenset[str]:
@@ -374,16 +371,21 @@ class Factors(Attention):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        count, layers = len(self.factors), len(self.layers)
+        count, layers, limit = len(self.factors), len(self.layers), self.num_teacher_heads
         require(count == layers, f"factors must be {layers}", count, "CACHE-141")
         rule = f"codec must be one of {FACTORED_CODECS} where factors are given"
         require(self.codec in FACTORED_CODECS, rule, self.codec, "CACHE-141")
-        check_layers(self.factors, self.num_teacher_heads)
+        for layer in self.factors:
+            heads, window, scale = layer.num_key_heads, layer.window, layer.scale
+            divides = heads >= 1 and limit % heads == 0
+            require(divides, f"num_key_heads must be a divisor of num_teacher_heads={limit}", heads, "CACHE-141")
+            require(1 <= layer.width <= 10_000, "width must be 1 to 10000", layer.width, "CACHE-141")
+            require(0 < scale < MAX_SCALE, "scale must be above 0 and below 2^128", scale, "CACHE-141")
+            fits = window is None or 1 <= window <= MAX_INTEGER
+            require(fits, f"window must be 1 to {MAX_INTEGER}", window, "CACHE-144")
         require(self.padding in PADDING, f"padding must be one of {PADDING}", self.padding, "CACHE-145")
 
-    @property
-    def mixing_is_optional(self) -> bool:
-        return False
+    MIXING_IS_OPTIONAL: ClassVar[bool] = False  # maps are computed with it
 
     @property
     def stated(self) -> frozenset[str]:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from shd_ref.cache.codecs.codecs import check_finite
 from shd_ref.cache.forms.form import U8, FormFile, Part, require
 from shd_ref.cache.forms.rows import Vectors
 from shd_ref.cache.storage.documents import optional
@@ -166,8 +167,8 @@ class Exact(Vectors):
             need(values.shape == shape, "argument-shape", where, f"be {shape}", values.shape)
             matrix = values.reshape(-1, values.shape[-1])
             chunks = np.array_split(matrix, 1 + len(matrix) // _HELD_ROWS)
-            finite = all(np.isfinite(_widen(chunk, tensor_of.dtype)).all() for chunk in chunks)
-            need(finite, "not-finite", where, "be finite", "NaN or infinity", spec_id="CACHE-189")
+            for chunk in chunks:
+                check_finite(where, _widen(chunk, tensor_of.dtype), "CACHE-189")
             pieces.append(values.reshape(-1).view(np.uint8))
         checksum = RunningHash()
         for piece in pieces:

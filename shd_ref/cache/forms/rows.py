@@ -17,7 +17,15 @@ from typing import Any, ClassVar, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache.codecs.codecs import INT8_LEVELS, VECTOR_CODECS, largest_move, to_float16, to_int8
+from shd_ref.cache.codecs.codecs import (
+    INT8_LEVELS,
+    VECTOR_CODECS,
+    check_blob,
+    check_finite,
+    largest_move,
+    to_float16,
+    to_int8,
+)
 from shd_ref.cache.codecs.distortion import HiddenError, LogitsError, RowError
 from shd_ref.cache.codecs.logits import (
     LOGITS_CODECS,
@@ -74,22 +82,16 @@ class RowCodec(ABC):
 
     def take(self, name: str, rows: Reals, counted: Counted) -> Reals:
         """The numbers to code, with zeros in rows that do not count (CACHE-162)."""
-        need(
-            rows.ndim == 2 and rows.shape[1] == self.width,
-            "argument-shape",
-            name,
-            f"be (R, {self.width})",
-            rows.shape,
-            spec_id="CACHE-161",
-        )
+        fits = rows.ndim == 2 and rows.shape[1] == self.width
+        need(fits, "argument-shape", name, f"be (R, {self.width})", rows.shape, spec_id="CACHE-161")
         need(rows.dtype.kind == "f", "argument-dtype", name, "be floating", rows.dtype, spec_id="CACHE-161")
-        kept = rows[:, : self.stored]
+        numbers = rows[:, : self.stored]
         if counted is None:
-            return kept
-        wanted = rows.shape[:1]
-        need(counted.shape == wanted, "argument-shape", "counted", f"be {wanted}", counted.shape, spec_id="CACHE-162")
+            return numbers
+        shape = rows.shape[:1]
+        need(counted.shape == shape, "argument-shape", "counted", f"be {shape}", counted.shape, spec_id="CACHE-162")
         need(counted.dtype == bool, "argument-dtype", "counted", "be boolean", counted.dtype, spec_id="CACHE-162")
-        return kept if counted.all() else np.where(counted[:, None], kept, kept.dtype.type(0))
+        return numbers if counted.all() else np.where(counted[:, None], numbers, numbers.dtype.type(0))
 
     @abstractmethod
     def encode(self, name: str, values: Reals) -> NDArray[np.uint8]:
@@ -124,8 +126,7 @@ class VectorCodec(RowCodec):
 
     def take(self, name: str, rows: Reals, counted: Counted) -> NDArray[np.float32]:
         values = super().take(name, rows, counted).astype(np.float32)
-        finite = bool(np.isfinite(values).all())
-        need(finite, "not-finite", name, "be finite", "NaN or infinity", spec_id="CACHE-177")
+        check_finite(name, values, "CACHE-177")
         return values
 
     def encode(self, name: str, values: Reals) -> NDArray[np.uint8]:
@@ -137,8 +138,7 @@ class VectorCodec(RowCodec):
 
     def check(self, where: str, rows: NDArray[np.uint8]) -> None:
         steps, codes = self._split(rows)
-        finite = bool(np.isfinite(codes if steps is None else steps).all())
-        need(finite, "not-finite", where, "be finite", "NaN or infinity", spec_id="CACHE-177")
+        check_finite(where, codes if steps is None else steps, "CACHE-177")
         if steps is not None and ((steps < 0).any() or (codes < -INT8_LEVELS).any()):
             raise ShdError("argument-value", f"{where} must have no negative step and no code -128", "CACHE-177")
 
@@ -146,8 +146,7 @@ class VectorCodec(RowCodec):
         steps, codes = self._split(rows)
         values = codes.astype(np.float32)
         values = values if steps is None else values * steps
-        finite = bool(np.isfinite(values).all())
-        need(finite, "cache-corrupt", name, "be finite", "NaN or infinity", spec_id="CACHE-177")
+        check_finite(name, values, "CACHE-177", "cache-corrupt")
         return values
 
     def error(self, values: Reals, rows: NDArray[np.uint8]) -> HiddenError:
@@ -217,8 +216,8 @@ class Rows(Form):
     ) -> RowError:
         """Coding error over counted rows (CACHE-170, CACHE-178): arguments and result of ``encode``."""
         part, codec = self._find(layer)
-        values = codec.take(part.title, rows, counted)
-        error: RowError = codec.error(*((values, codes) if counted is None else (values[counted], codes[counted])))
+        chosen = slice(None) if counted is None else counted
+        error: RowError = codec.error(codec.take(part.title, rows, counted)[chosen], codes[chosen])
         return error
 
     def decode(self, record: SampleRecord, layer: int | None = None) -> Any:
@@ -305,10 +304,7 @@ class Rows(Form):
             message = f"record {record.index} must be read with {part.title} to decode it; got {sorted(record.parts)}"
             raise ShdError("argument-value", message, "CACHE-161")
         blob, count = record.parts[part.name], self.num_rows(record.extent)
-        size = count * codec.size
-        rule, got = f"be ({size},) uint8, {count} rows of {codec.size} bytes", f"{blob.shape} {blob.dtype}"
-        fits = blob.dtype == np.uint8 and blob.shape == (size,)
-        need(fits, "argument-shape", part.title, rule, got, spec_id="CACHE-161")
+        check_blob(part.title, blob, count * codec.size, f"{count} rows of {codec.size} bytes", "CACHE-161")
         rows: NDArray[np.uint8] = blob.reshape(count, codec.size)
         return rows
 
@@ -437,11 +433,10 @@ class LogitsCodec(RowCodec):
         return 2 * self.vocab_size if self.code is None else self.code.row_bytes
 
     def take(self, name: str, rows: Reals, counted: Counted) -> Reals:
-        kept = super().take(name, rows, counted)
-        finite = bool(np.isfinite(kept).all())
-        need(finite, "not-finite", name, "be finite", "NaN or infinity", spec_id="CACHE-165")
+        logits = super().take(name, rows, counted)
+        check_finite(name, logits, "CACHE-165")
         check_padding(rows if counted is None else rows[counted], self.vocab_size, self.temperature)
-        return kept
+        return logits
 
     def encode(self, name: str, values: Reals) -> NDArray[np.uint8]:
         if self.code is None:
@@ -452,7 +447,7 @@ class LogitsCodec(RowCodec):
     def check(self, where: str, rows: NDArray[np.uint8]) -> None:
         if self.code is not None:
             return check_row_numbers(rows)
-        need(bool(np.isfinite(rows.view("<f2")).all()), "not-finite", where, "be finite", "NaN", spec_id="CACHE-169")
+        check_finite(where, rows.view("<f2"), "CACHE-169")
 
     def decode(self, name: str, rows: NDArray[np.uint8]) -> TopkTargets | NDArray[np.float32]:
         decoded = self._decode(rows)
@@ -475,8 +470,7 @@ class LogitsCodec(RowCodec):
         if self.code is not None:
             return decode_rows(self.code, rows)
         logits = np.ascontiguousarray(rows).view("<f2").astype(np.float32)
-        finite = bool(np.isfinite(logits).all())
-        need(finite, "cache-corrupt", "logits", "be finite", "NaN or infinity", spec_id="CACHE-169")
+        check_finite("logits", logits, "CACHE-169", "cache-corrupt")
         return logits
 
 

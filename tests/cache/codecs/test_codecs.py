@@ -6,20 +6,9 @@ import pytest
 from support.refusals import refusal
 
 from shd_ref import ShdError
-from shd_ref.cache import (
-    CODECS,
-    CodecError,
-    check_codes,
-    code_dtype,
-    code_values,
-    codec_error,
-    decode,
-    encode,
-    kl_bound,
-    merge_codec_errors,
-    sqrt8_table,
-    u4_table,
-)
+from shd_ref.cache import CODECS, CodecError, codec_error, decode, encode
+from shd_ref.cache.codecs.codecs import check_codes, code_dtype, sqrt8_table, u4_table
+from shd_ref.cache.codecs.distortion import kl_bound, merge_errors
 
 LOSSY = [codec for codec in CODECS if codec != "float32"]
 
@@ -166,7 +155,9 @@ def test_bounds_are_reached_but_for_a_tenth() -> None:
 
 def _undivided(codec: str, row: np.ndarray) -> np.ndarray:
     """Decoded values before the row is made to sum to one, the largest entry kept."""
-    values: np.ndarray = code_values(codec).astype(np.float64)[encode(codec, row)] * row.max()
+    values: np.ndarray = {"u4": u4_table, "sqrt8-row": sqrt8_table}[codec]().astype(np.float64)[
+        encode(codec, row)
+    ] * row.max()
     return values
 
 
@@ -202,14 +193,16 @@ def test_lost_support_is_an_infinite_error() -> None:
 def test_no_rows_no_error() -> None:
     nothing = CodecError(0.0, 0.0, 0.0, 0)
     assert codec_error(np.zeros((2, 3)), np.zeros((2, 3))) == nothing
-    assert merge_codec_errors([]) == merge_codec_errors([nothing, nothing]) == nothing
+    assert merge_errors(CodecError, []) == merge_errors(CodecError, [nothing, nothing]) == nothing
 
 
 def test_merged_errors_are_the_error_of_all_rows() -> None:
     rows = ROWS["peaky"]
     decoded = decode("sqrt8-row", encode("sqrt8-row", rows))
     whole = codec_error(rows, decoded)
-    parts = merge_codec_errors([codec_error(rows[:10], decoded[:10]), codec_error(rows[10:], decoded[10:])])
+    parts = merge_errors(
+        CodecError, [codec_error(rows[part], decoded[part]) for part in (slice(10), slice(10, None))]
+    )
     assert (parts.kl_max, parts.rows) == (whole.kl_max, whole.rows)
     assert parts.kl_mean == pytest.approx(whole.kl_mean)
     assert parts.tv_mean == pytest.approx(whole.tv_mean)

@@ -36,18 +36,15 @@ def test_bytes_are_what_the_specification_says() -> None:
 
 
 def test_differences_name_members_and_not_whole_lists() -> None:
-    other = job(
-        layers=tuple(replace(layer, teacher_layer=layer.teacher_layer + 1) for layer in job().attention.layers),
-        logits=TOPK,
-    )
-    assert job().differences(other) == [
-        "attention.layers[0].teacher_layer: 2 -> 3",
-        "attention.layers: 1 more of 2 entries",
-        "logits: None -> topk",
-    ]
-    fewer = job(layers=job().attention.layers[:1])
-    assert job().differences(fewer) == ["attention.layers: 2 -> 1 entries"]
-    assert job(logits=TOPK).differences(job(**ALONE["topk"]))[0] == "attention: sqrt8-row -> None"
+    layers = job().attention.layers
+    other = job(layers=tuple(replace(layer, teacher_layer=layer.teacher_layer + 1) for layer in layers))
+    first, second = (f"attention.layers[{number}].teacher_layer: {2 + 2 * number} -> " for number in (0, 1))
+    assert job().differences(other) == [first + "3", second + "5"]
+    fewer = job().differences(job(layers=layers[:1]))
+    assert "attention.layers[1].num_teacher_heads: 4 -> None" in fewer
+    several = job(logits=TOPK).differences(job(**ALONE["topk"]))
+    assert "attention.codec: 'sqrt8-row' -> None" in several
+    assert several[-1] == "18 more"
 
 
 def test_same_job_same_id() -> None:

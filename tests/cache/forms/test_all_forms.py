@@ -70,7 +70,6 @@ def test_a_cache_without_attention_says_so(tmp_path: Path) -> None:
     assert len(reader.decode_hidden(record, 11)) == record.length - 1
     uses: dict[str, Callable[[], object]] = {
         "maps": lambda: reader.decode(record, 1),
-        "factors": lambda: reader.decode_factors(record, 1),
         "layers": lambda: reader.manifest.attention.student_layers,
     }
     for use in uses.values():

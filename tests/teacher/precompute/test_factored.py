@@ -13,7 +13,8 @@ from support.attention_graphs import GraphBuilder, bare_attention, encoder_layer
 from support.refusals import refusal
 from support.students import precompute, precompute_heads
 
-from shd_ref.cache import CacheReader, Factors, codec_error, factored_kl_bound, verify_cache
+from shd_ref.cache import CacheReader, Factors, codec_error, verify_cache
+from shd_ref.cache.codecs.factored import factored_kl_bound
 from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
 
 NUM_SAMPLES = 11

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from shd_ref.cache import U8, Embeddings, Errors, Exact, Factors, Form, Forms, Hidden, Logits, Maps, SampleRecord
-from shd_ref.cache.forms import Held
+from shd_ref.cache import U8, Embeddings, Errors, Exact, Factors, Form, Hidden, Logits, Maps, SampleRecord
+from shd_ref.cache.forms import Forms, Held
 from shd_ref.errors import ShdError, graph_unsupported
 from shd_ref.teacher.graph.independence import EXPORT_OTHERWISE, distance, rounds_in_run
 from shd_ref.teacher.options import NO_FORM

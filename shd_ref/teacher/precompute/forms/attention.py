@@ -29,13 +29,11 @@ from shd_ref.cache import (
     decode_factors,
     encode,
     encode_factors,
-    factored_kl_bound,
-    merge_codec_errors,
     rebuild_maps,
-    row_bounds,
 )
 from shd_ref.cache.codecs.codecs import code_dtype
-from shd_ref.cache.codecs.distortion import row_tv_bound
+from shd_ref.cache.codecs.distortion import merge_errors, row_tv_bound
+from shd_ref.cache.codecs.factored import factored_kl_bound, row_bounds
 from shd_ref.cache.forms.attention import blob_name, cut_map
 from shd_ref.errors import graph_unsupported, inputs_invalid
 from shd_ref.merging.mixing import compose_mixing
@@ -188,7 +186,7 @@ class MapsMaker(AttentionMaker[Maps]):
                     merged = merged.astype(np.float32, copy=False)
                     decoded = [decode(form.codec, encode(form.codec, head)) for head in merged]
                     errors.append(codec_error(merged, np.stack(decoded)))
-        return merge_codec_errors(errors)
+        return merge_errors(CodecError, errors)
 
     def bound(self, form: Maps, layer: LayerOutputs, extent: Extent, merged: NDArray[Any]) -> NDArray[np.float64]:
         """By CACHE-121."""
@@ -276,7 +274,7 @@ class FactorsMaker(AttentionMaker[Factors]):
                 rebuild = functools.partial(rebuild_maps, queries, keys, factors.scale, form.support, mixing)
                 for rows, maps in _cut_tiles(tiles, sample.extent):
                     errors.append(codec_error(maps["merged"], rebuild(window=factors.window, rows=rows)))
-        return merge_codec_errors(errors)
+        return merge_errors(CodecError, errors)
 
     def bound(self, form: Factors, layer: LayerOutputs, extent: Extent, merged: NDArray[Any]) -> NDArray[np.float64]:
         """By CACHE-151, and what queries and keys may make otherwise than the teacher."""
