@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from shd_ref.cache import CacheReader, CodecError, codec_error
-from shd_ref.cache.codecs.distortion import merge_errors
+from shd_ref.cache.codecs.codecs import merge_errors
 from shd_ref.teacher.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.engine import precompute
 from shd_torch import SupervisedDataset

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from shd_ref.cache import CacheReader, verify_cache
-from shd_ref.cache.listing import list_cache
+from shd_ref.cache.audit import list_cache
 from shd_torch import export_teacher
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))

@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from shd_ref.errors import ShdError
 from shd_ref.integers import check_number
+from shd_ref.integers import check_option as check_option
 from shd_ref.tolerances import row_sum_tolerance
 
 Array: TypeAlias = NDArray[np.float64]
@@ -198,12 +199,6 @@ def as_mask(value: ArrayLike, name: str, shape: tuple[int, ...] | None = None) -
 def check_temperature(temperature: Any) -> float:
     """T_a as a float above zero (TEMP-1)."""
     return check_number("temperature", temperature, "TEMP-1", above=0)
-
-
-def check_option(name: str, value: object, options: tuple[str, ...], spec_id: str | None = None) -> None:
-    """An option must be one of its list."""
-    if value not in options:
-        raise ShdError("argument-value", f"{name} must be one of {', '.join(options)}; got {value!r}", spec_id)
 
 
 def dtype_name(array: NDArray[Any]) -> str:

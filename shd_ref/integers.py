@@ -1,4 +1,4 @@
-"""Integers and other numbers among arguments (spec chapter ERR, ERR-6): booleans are none, NumPy's scalars are."""
+"""Numbers and options among arguments (spec chapter ERR, ERR-6): booleans are no numbers, NumPy's scalars are."""
 
 from __future__ import annotations
 
@@ -42,6 +42,12 @@ def check_number(
         words += f" and at most {most:g}" * (most < math.inf)
         raise ShdError("argument-value", f"{name} must be a finite number{words}; got {value!r}", spec_id)
     return number
+
+
+def check_option(name: str, value: object, options: tuple[str, ...], spec_id: str | None = None) -> None:
+    """An option must be one of its list."""
+    if value not in options:
+        raise ShdError("argument-value", f"{name} must be one of {', '.join(options)}; got {value!r}", spec_id)
 
 
 def as_index(value: object) -> int:

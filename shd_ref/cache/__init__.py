@@ -1,26 +1,30 @@
 """The supervision cache (specs/cache-format.md): computed once, read by key. Needs numpy and xxhash.
 
 A record has parts of some ``forms``, which ``codecs`` turn into bytes. ``documents`` say what a cache is made of
-and what is committed: ``writer.py`` writes a shard (``shards.py``), then its receipt, and the seal at the end;
-``reader.py`` reads records by key, ``listing.py`` lists, ``verify.py`` checks every byte, ``merge.py`` joins parts
-of a job.
+and what is committed: ``writer.py`` writes a shard (``shards.py``), then its receipt, and the seal at the end, and
+merges parts of a job; ``reader.py`` reads records by key, ``audit.py`` lists and checks every byte.
 """
 
 from types import ModuleType as _ModuleType
 
+from shd_ref.cache.audit import CacheListing as CacheListing
+from shd_ref.cache.audit import Problem as Problem
+from shd_ref.cache.audit import VerifyReport as VerifyReport
+from shd_ref.cache.audit import list_cache as list_cache
+from shd_ref.cache.audit import verify_cache as verify_cache
 from shd_ref.cache.codecs.codecs import CODECS as CODECS
 from shd_ref.cache.codecs.codecs import SUPPORTS as SUPPORTS
+from shd_ref.cache.codecs.codecs import CodecError as CodecError
+from shd_ref.cache.codecs.codecs import HiddenError as HiddenError
+from shd_ref.cache.codecs.codecs import LogitsError as LogitsError
+from shd_ref.cache.codecs.codecs import RowError as RowError
 from shd_ref.cache.codecs.codecs import code_bits as code_bits
+from shd_ref.cache.codecs.codecs import codec_error as codec_error
 from shd_ref.cache.codecs.codecs import decode as decode
 from shd_ref.cache.codecs.codecs import encode as encode
 from shd_ref.cache.codecs.codecs import pack as pack
 from shd_ref.cache.codecs.codecs import packed_size as packed_size
 from shd_ref.cache.codecs.codecs import unpack as unpack
-from shd_ref.cache.codecs.distortion import CodecError as CodecError
-from shd_ref.cache.codecs.distortion import HiddenError as HiddenError
-from shd_ref.cache.codecs.distortion import LogitsError as LogitsError
-from shd_ref.cache.codecs.distortion import RowError as RowError
-from shd_ref.cache.codecs.distortion import codec_error as codec_error
 from shd_ref.cache.codecs.factored import FACTORED_CODECS as FACTORED_CODECS
 from shd_ref.cache.codecs.factored import LayerFactors as LayerFactors
 from shd_ref.cache.codecs.factored import decode_factors as decode_factors
@@ -57,15 +61,10 @@ from shd_ref.cache.forms.rows import Embeddings as Embeddings
 from shd_ref.cache.forms.rows import Hidden as Hidden
 from shd_ref.cache.forms.rows import HiddenLayer as HiddenLayer
 from shd_ref.cache.forms.rows import Logits as Logits
-from shd_ref.cache.listing import CacheListing as CacheListing
-from shd_ref.cache.listing import list_cache as list_cache
-from shd_ref.cache.merge import MergeSummary as MergeSummary
-from shd_ref.cache.merge import merge_caches as merge_caches
 from shd_ref.cache.reader import CacheReader as CacheReader
-from shd_ref.cache.verify import Problem as Problem
-from shd_ref.cache.verify import VerifyReport as VerifyReport
-from shd_ref.cache.verify import verify_cache as verify_cache
 from shd_ref.cache.writer import CacheWriter as CacheWriter
+from shd_ref.cache.writer import MergeSummary as MergeSummary
+from shd_ref.cache.writer import merge_caches as merge_caches
 from shd_ref.kd.head import FinalNorm as FinalNorm
 from shd_ref.kd.head import TeacherHead as TeacherHead
 

@@ -23,6 +23,7 @@ from shd_ref.cache.storage.documents import MAX_INTEGER
 from shd_ref.cache.storage.storage import (
     Folder,
     PendingFile,
+    RangeFile,
     RunningHash,
     hex_64,
     open_storage,
@@ -216,17 +217,16 @@ def check_file_size(folder: Folder, file: FormFile) -> None:
         raise ShdError("cache-incomplete", f"{message}: restore it, or run the same command again", "CACHE-192")
 
 
-def read_pieces(folder: Folder, file: FormFile) -> Iterator[NDArray[np.uint8]]:
-    opened = open_storage(folder).open(file.name)
-    for start in range(0, file.size, _PIECE_BYTES):
-        yield opened.read(start, min(start + _PIECE_BYTES, file.size))
+def read_pieces(file: RangeFile | ShardFile, size: int) -> Iterator[Bytes]:
+    """A whole file, in bounded memory."""
+    return (file.read(start, min(start + _PIECE_BYTES, size)) for start in range(0, size, _PIECE_BYTES))
 
 
 def hash_file(folder: Folder, file: FormFile) -> str:
     """XXH3-128 of a file as it is now, in bounded memory."""
     check_file_size(folder, file)
     checksum = RunningHash()
-    for piece in read_pieces(folder, file):
+    for piece in read_pieces(open_storage(folder).open(file.name), file.size):
         checksum.update(piece)
     return checksum.hexdigest()
 

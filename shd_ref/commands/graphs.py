@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from rich.table import Table
 from rich.text import Text
 
-from shd_ref.cache.listing import spans
+from shd_ref.cache.audit import spans
 from shd_ref.commands.options import TeacherPath
 from shd_ref.commands.program import Document, Failed
 from shd_ref.commands.terminal import console, marked, messages, narrow_table

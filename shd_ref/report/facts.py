@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.filesize import decimal
 
 from shd_ref.cache import Attention, CacheListing
-from shd_ref.cache.listing import spans
+from shd_ref.cache.audit import spans
 
 SHOWN_SPANS = 8
 """Runs of missing shards that are printed."""

@@ -13,7 +13,6 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.attention import check_option
 from shd_ref.cache.codecs.codecs import (
     INT8_LEVELS,
     SUPPORTS,
@@ -25,6 +24,7 @@ from shd_ref.cache.codecs.codecs import (
 )
 from shd_ref.cache.storage.documents import optional
 from shd_ref.errors import ShdError, need
+from shd_ref.integers import check_option
 
 Array32 = NDArray[np.float32]
 Array64 = NDArray[np.float64]

@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache.codecs.distortion import LogitsError, merge_errors
+from shd_ref.cache.codecs.codecs import LogitsError, merge_errors
 from shd_ref.errors import need
 from shd_ref.kd.codes import DecodedRows, RowCode
 from shd_ref.tolerances import load_tolerances

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from shd_ref.cache.codecs.distortion import RowError, merge_errors
+from shd_ref.cache.codecs.codecs import RowError, merge_errors
 from shd_ref.cache.documents.keys import check_key, dataset_fingerprint
 from shd_ref.cache.documents.manifest import Manifest
 from shd_ref.cache.forms import error_kinds

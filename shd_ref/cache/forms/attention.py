@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from shd_ref.cache.codecs.codecs import (
     CODECS,
     SUPPORTS,
+    CodecError,
+    RowError,
     check_codes,
     check_finite,
     code_dtype,
@@ -26,7 +28,6 @@ from shd_ref.cache.codecs.codecs import (
     packed_size,
     unpack,
 )
-from shd_ref.cache.codecs.distortion import CodecError, RowError
 from shd_ref.cache.codecs.factored import (
     FACTORED_CODECS,
     MAX_SCALE,

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache.codecs.distortion import RowError
+from shd_ref.cache.codecs.codecs import RowError
 from shd_ref.errors import ShdError
 
 SHA256: Final = re.compile(r"[0-9a-f]{64}")

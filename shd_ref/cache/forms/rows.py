@@ -20,13 +20,15 @@ from numpy.typing import NDArray
 from shd_ref.cache.codecs.codecs import (
     INT8_LEVELS,
     VECTOR_CODECS,
+    HiddenError,
+    LogitsError,
+    RowError,
     check_blob,
     check_finite,
     largest_move,
     to_float16,
     to_int8,
 )
-from shd_ref.cache.codecs.distortion import HiddenError, LogitsError, RowError
 from shd_ref.cache.codecs.logits import (
     LOGITS_CODECS,
     check_padding,

@@ -7,8 +7,7 @@ from support.refusals import refusal
 
 from shd_ref import ShdError
 from shd_ref.cache import CODECS, CodecError, codec_error, decode, encode
-from shd_ref.cache.codecs.codecs import check_codes, code_dtype, sqrt8_table, u4_table
-from shd_ref.cache.codecs.distortion import kl_bound, merge_errors
+from shd_ref.cache.codecs.codecs import check_codes, code_dtype, kl_bound, merge_errors, sqrt8_table, u4_table
 
 LOSSY = [codec for codec in CODECS if codec != "float32"]
 

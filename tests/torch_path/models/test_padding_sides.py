@@ -15,7 +15,7 @@ from support.students import precompute
 from torch import Tensor
 
 from shd_ref.cache import CacheReader
-from shd_ref.cache.codecs.distortion import row_tv_bound
+from shd_ref.cache.codecs.codecs import row_tv_bound
 from shd_ref.conformance import load_tolerances
 from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
 from shd_torch import OnlineTeacher, SupervisedDataset, attention_kl, capture_attention

@@ -31,8 +31,7 @@ from shd_ref.cache import (
     encode_factors,
     rebuild_maps,
 )
-from shd_ref.cache.codecs.codecs import code_dtype
-from shd_ref.cache.codecs.distortion import merge_errors, row_tv_bound
+from shd_ref.cache.codecs.codecs import code_dtype, merge_errors, row_tv_bound
 from shd_ref.cache.codecs.factored import factored_kl_bound, row_bounds
 from shd_ref.cache.forms.attention import blob_name, cut_map
 from shd_ref.errors import graph_unsupported, inputs_invalid

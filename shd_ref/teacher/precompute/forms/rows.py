@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache import Embeddings, Exact, Extent, Hidden, HiddenLayer, Logits, RowError, SampleRecord
-from shd_ref.cache.codecs.distortion import merge_errors
+from shd_ref.cache.codecs.codecs import merge_errors
 from shd_ref.cache.codecs.logits import rows_moved
 from shd_ref.cache.forms.rows import Counted, Rows
 from shd_ref.errors import ShdError, need
