@@ -72,8 +72,9 @@ def quantize_graph(
 
     ``MatMul`` and ``Gemm`` with constant weights get int8 weights with one scale per output channel. Channels of
     activations with outliers are divided by what the weights can bear; activations are rounded in a constant range
-    after norms and attention, and in the range of the run elsewhere; the mean error of a product goes into its bias.
-    Embeddings, norms and attention stay in float. Integer sums are the same on every processor: none saturates.
+    after norms and attention and where there are no outliers, and in the range of the run elsewhere; the mean error
+    of a product goes into its bias. Embeddings, norms and attention stay in float. Integer sums are the same on every
+    processor: none saturates.
 
     Args:
         graph: an ``.onnx`` file.
