@@ -222,8 +222,8 @@ def plan(site: Site, before: Mapping[ir.Value, Product], *, has_ranges: bool, ha
 
     Of the division, what the graph can take on without a new operator is applied at once: to a norm, or to one of the
     products ``before``, by their outputs. Where the rows do not have the data's ranges, each run finds its own; where
-    they do not have its means, the mean error stays. Channels with outliers are the same for any rows; after activation
-    functions that have some, too, each run finds its own range.
+    they do not have its means, the mean error stays. Channels with outliers are the same for any rows; a range with
+    outliers after an activation function is that of each run too.
     """
     weight = np.concatenate([product.read() for product in site.products], 1)
     fewest, most = _SEARCHED_ROWS
