@@ -100,7 +100,7 @@ class Family:
             if self.by_head:
                 columns = columns.reshape(num_heads, 3, -1).swapaxes(0, 1).ravel()
             ends = np.cumsum(counts)[:-1] * (len(columns) // sum(counts))
-            linears = [_take_columns(linears[0], some) for some in np.split(columns, ends)]
+            linears = [take_columns(linears[0], some) for some in np.split(columns, ends)]
         query, key, value = (split_heads(matrix, count) for (matrix, _), count in zip(linears, counts, strict=True))
         query_bias, key_bias, value_bias = (
             None if bias is None else bias.reshape(count, -1)
@@ -129,7 +129,7 @@ class Family:
         fused = side_by_side(rows)
         if self.by_head:
             columns = np.arange(fused[0].shape[1]).reshape(3, weights.num_heads, -1).swapaxes(0, 1).ravel()
-            fused = _take_columns(fused, columns)
+            fused = take_columns(fused, columns)
         return [fused]
 
     def read_readers(self, layer: nn.Module) -> list[Rows]:
@@ -137,7 +137,7 @@ class Family:
         rows = [read_linear(find_part(layer, name)) for name in self.ffn[0]]
         if not (self.is_gated and len(rows) == 1):
             return rows
-        return [_take_columns(rows[0], some) for some in np.split(np.arange(rows[0][0].shape[1]), 2)]
+        return [take_columns(rows[0], some) for some in np.split(np.arange(rows[0][0].shape[1]), 2)]
 
     def write_readers(self, layer: nn.Module, readers: Sequence[Rows]) -> None:
         """Put what ``read_readers`` gave, or narrower ones, into a layer."""
@@ -464,7 +464,7 @@ def side_by_side(linears: Sequence[Rows]) -> Rows:
     return matrix, np.concatenate([np.zeros(part.shape[1]) if bias is None else bias for part, bias in linears])
 
 
-def _take_columns(rows: Rows, columns: NDArray[np.intp]) -> Rows:
+def take_columns(rows: Rows, columns: NDArray[np.intp] | list[int]) -> Rows:
     matrix, bias = rows
     return matrix[:, columns], None if bias is None else bias[columns]
 

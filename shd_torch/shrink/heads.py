@@ -59,13 +59,11 @@ def study_layer(
 
     Without maps the gram tensor is zeros: no heads merge. ``statistics`` of an earlier study are not gathered again.
     """
-    layer = family.layers_of(model)[number]
+    layer, device = family.layers_of(model)[number], streams[0].device
     names = [family.projections[0], family.middle, family.ffn[0][0], family.ffn[1]]
-    names += [] if family.end is None else [family.end]
-    names += [family.maps] if family.maps is not None and with_maps else []
-    sums = None if statistics is not None else AttentionSums(weights, streams[0].device)
-    squares, rows = torch.zeros((), dtype=torch.float64, device=streams[0].device), 0
-    seen = []
+    names += [name for name in (family.end, family.maps if with_maps else None) if name is not None]
+    sums = None if statistics is not None else AttentionSums(weights, device)
+    squares, rows, seen = torch.zeros((), dtype=torch.float64, device=device), 0, []
     masks = iter([batch.counted for batch in batches])  # the attention runs once for each batch
 
     def take(probs: Tensor, values: Tensor, rows: slice) -> None:
@@ -76,21 +74,26 @@ def study_layer(
     with recorded_attention(model, watched, take):
         runs = run_layer(layer, streams, batches, number, [find_part(layer, name) for name in names])
         for (out, read), stream, batch in zip(runs, streams, batches, strict=True):
+            if family.maps is not None and with_maps:  # an attention that transformers cannot exchange
+                take(read.pop(), project(read[0], weights.value, weights.value_bias), slice(0, None))
             if sums is not None:
-                if family.maps is not None and with_maps:  # an attention that transformers cannot exchange
-                    take(read.pop(), sums.project_values(read[0], weights), slice(0, None))
                 sums.add(read[0], batch.counted)
-            squares = squares + (read[3].double() * batch.counted[..., None]).square().sum((0, 1))
+            squares = squares + batch.rows(read[3]).double().square().sum(0)
             rows += int(batch.counted.sum())
-            middle = family.middle_of(read[1], stream)
-            seen.append((read[0], middle, read[2], read[4] if len(read) > 4 else out, out))
+            seen.append((read[0], family.middle_of(read[1], stream), read[2], read[4] if family.end else out, out))
     need(rows > 0, "argument-value", "data", "hold a row that counts", "an attention_mask of zeros")
     finite = bool(torch.isfinite(squares).all() and (sums is None or torch.isfinite(sums.gram).all()))
     need(finite, "not-finite", "the teacher", "give finite numbers", f"NaN or infinity in layer {number}")
-    if statistics is None:
-        assert sums is not None  # one of the two is there
+    if sums is not None:
         statistics = sums.read(max(stream.shape[1] for stream in streams), rows, with_maps=with_maps)
+    assert statistics is not None  # one of the two is there
     return statistics, LayerTrace(as_array(squares / rows), *zip(*seen, strict=True))
+
+
+def project(inputs: Tensor, heads: Array, bias: Array | None) -> Tensor:
+    """What each head gives for inputs ``(B, L, D)``, float64 ``(B, H, L, d)``."""
+    shift = 0.0 if bias is None else torch.from_numpy(bias)[:, None].to(inputs.device)
+    return inputs.double()[:, None] @ torch.from_numpy(heads).to(inputs.device) + shift
 
 
 class AttentionSums:
@@ -100,17 +103,8 @@ class AttentionSums:
         width, heads = weights.query.shape[1], weights.num_heads
         zeros = partial(torch.zeros, dtype=torch.float64, device=device)
         self.gram = zeros((heads,) * 4)
-        self._augmented, self._centred = zeros(width + 1, width + 1), zeros(width, width)
-        self._sizes = zeros(heads)
-        self._query, self._projection = (torch.from_numpy(one).to(device) for one in (weights.query, weights.output))
-        shift = weights.query_bias
-        self._bias = 0.0 if shift is None else torch.from_numpy(shift)[:, None].to(device)
-        self._head_dim = weights.head_dim
-
-    @staticmethod
-    def project_values(inputs: Tensor, weights: HeadWeights) -> Tensor:
-        bias = 0.0 if weights.value_bias is None else torch.from_numpy(weights.value_bias)[:, None].to(inputs.device)
-        return inputs.double()[:, None] @ torch.from_numpy(weights.value).to(inputs.device) + bias
+        self._augmented, self._centred, self._sizes = zeros(width + 1, width + 1), zeros(width, width), zeros(heads)
+        self._weights, self._projection = weights, torch.from_numpy(weights.output).to(device).flatten(0, 1)
 
     def add_maps(self, probs: Tensor, values: Tensor, counted: Tensor, rows: slice) -> None:
         """Some rows of a batch's maps, with the values; ``counted`` are all rows that count."""
@@ -118,8 +112,8 @@ class AttentionSums:
         batch, heads, height, _ = probs.shape
         size = max(1, GRAM_ENTRIES // (heads * heads * height * values.shape[3]))
         for start in range(0, batch, size):
-            some, projection = slice(start, start + size), self._projection.flatten(0, 1)
-            gram = gram_tensor(probs[some], values[some], projection, query_mask=there[some], check=False)
+            some = slice(start, start + size)
+            gram = gram_tensor(probs[some], values[some], self._projection, query_mask=there[some], check=False)
             self.gram += gram.sum(0)
 
     def add(self, inputs: Tensor, counted: Tensor) -> None:
@@ -131,11 +125,12 @@ class AttentionSums:
         ones = torch.cat([x, there.double()], dim=2).flatten(0, 1)
         self._augmented += ones.mT @ ones
         self._centred += away.mT @ away
-        self._sizes += ((x.flatten(0, 1) @ self._query + self._bias) * there.flatten(0, 1)).square().sum((1, 2))
+        queries = project(x, self._weights.query, self._weights.query_bias) * there[:, None]
+        self._sizes += queries.square().sum((0, 2, 3))
 
     def read(self, length: int, rows: int, *, with_maps: bool) -> AttentionStatistics:
         """Over so many rows that count, of samples of at most this length."""
-        query_size = (self._sizes / rows / self._head_dim).sqrt()
+        query_size = (self._sizes / rows / self._weights.head_dim).sqrt()
         means = (self._augmented / rows, self._centred / rows, query_size)
         return AttentionStatistics(length, with_maps, *map(as_array, (self.gram, *means)))
 

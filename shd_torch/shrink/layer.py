@@ -13,17 +13,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shd_ref.shrink.heads import HeadMerge, merge_heads
+from shd_ref.shrink.heads import HeadMerge, HeadWeights, merge_heads
 from shd_ref.shrink.kept import most_important, score_neurons
 from shd_torch.shrink.basis import Basis, OutputFit, final_readers, fit_norm
-from shd_torch.shrink.calibration import Batch, join_rows, run_layer
-from shd_torch.shrink.custom import Dropped, LayerSizes
+from shd_torch.shrink.calibration import Batch, held_rows, join_rows, run_layer
+from shd_torch.shrink.custom import Dropped
 from shd_torch.shrink.families import (
     Array,
     Family,
@@ -33,9 +33,10 @@ from shd_torch.shrink.families import (
     find_part,
     read_linear,
     side_by_side,
+    take_columns,
     write_linear,
 )
-from shd_torch.shrink.heads import LayerTrace, Squeezed, squeeze_attention, study_layer
+from shd_torch.shrink.heads import AttentionStatistics, LayerTrace, Squeezed, squeeze_attention, study_layer
 from shd_torch.shrink.options import ShrinkOptions
 from shd_torch.shrink.sizes import Sizes, sizes_of
 from shd_torch.shrink.unfinished import Studies
@@ -85,12 +86,28 @@ class Work:
         shift = 0.0 if bias is None else torch.from_numpy(bias).to(self.device)
         return lambda rows: rows.double() @ weight + shift
 
-    def choose_merge(self, gram: Array, teacher: LayerSizes, student: LayerSizes) -> HeadMerge:
+    def study(
+        self, source: int, streams: Sequence[Tensor], *, with_maps: bool
+    ) -> tuple[HeadWeights, AttentionStatistics, LayerTrace]:
+        """A teacher layer's attention, what it says, of an earlier study if there is one, and what the layer did."""
+        sizes = sizes_of(self.teacher.config, self.family).of_layer(source)
+        layer = self.family.layers_of(self.teacher)[source]
+        weights = self.family.read_attention(layer, sizes.heads, sizes.kv_heads)
+        kept = None if self.studies is None else self.studies.read(source, with_maps=with_maps)
+        given = self.teacher, self.family, source, streams, self.batches, weights
+        statistics, trace = study_layer(*given, with_maps=with_maps, statistics=kept)
+        if self.studies is not None and kept is None:
+            self.studies.keep(source, statistics)
+        return weights, statistics, trace
+
+    def choose_merge(self, gram: Array, source: int, number: int) -> HeadMerge:
         """By the plan that was asked for; ``auto``: matched where networkx is there, but for exact groups.
 
         Those are balanced if they fit a student's head only when they are of one size.
         """
-        plan, ratio = self.options.plan, -(-teacher.heads // student.heads)
+        teacher = sizes_of(self.teacher.config, self.family).of_layer(source)
+        student, plan = self.sizes.of_layer(number), self.options.plan
+        ratio = -(-teacher.heads // student.heads)
         if plan == "auto":
             fits = self.frequencies is None and ratio * teacher.head_dim <= student.head_dim
             uneven = teacher.heads != ratio * student.heads or ratio & (ratio - 1)
@@ -119,19 +136,17 @@ def _mix_biases(batch: Batch, merge: HeadMerge) -> Batch:
 def share_merge(work: Work) -> None:
     """One merge for all layers that attend, from the sum of their gram tensors; it mixes the biases too."""
     family = work.family
-    teacher, student = (sizes_of(model.config, family).of_layer(0) for model in (work.teacher, work.student))
     if family.biases is None:
         return
-    mixing = np.eye(teacher.heads)
-    if student.heads != teacher.heads:
+    heads, count = (sizes_of(model.config, family).of_layer(0).heads for model in (work.teacher, work.student))
+    mixing = np.eye(heads)
+    if count != heads:
         attending = [source for number, source in enumerate(work.kept) if number not in work.dropped.attention]
-        streams, gram = [batch.stream for batch in work.batches], np.zeros((teacher.heads,) * 4)
-        for number, layer in enumerate(family.layers_of(work.teacher)):
-            weights = family.read_attention(layer, teacher.heads, teacher.kv_heads)
-            is_read = number in attending
-            study = study_layer(work.teacher, family, number, streams, work.batches, weights, with_maps=is_read)
-            gram, streams = gram + study[0].gram, list(study[1].outputs)
-        work.merge = work.choose_merge(gram, teacher, student)
+        streams, gram = [batch.stream for batch in work.batches], np.zeros((heads,) * 4)
+        for number in range(len(family.layers_of(work.teacher))):
+            _, statistics, trace = work.study(number, streams, with_maps=number in attending)
+            gram, streams = gram + statistics.gram, list(trace.outputs)
+        work.merge = work.choose_merge(gram, 0, 0)
         mixing = work.merge.mixing
     table = as_array(find_part(base_of(work.teacher), family.biases)) @ mixing.T
     find_part(base_of(work.student), family.biases).copy_(torch.from_numpy(table))
@@ -145,25 +160,18 @@ def make_layer(
     ``source`` and ``following`` are the teacher layers that it and the next one come from; ``taught`` and ``own`` the
     streams of teacher and student before it, batch by batch.
     """
-    family = work.family
+    family, sizes = work.family, work.sizes.of_layer(number)
     layer, target = family.layers_of(work.teacher)[source], family.layers_of(work.student)[number]
-    teacher, sizes = sizes_of(work.teacher.config, family).of_layer(source), work.sizes.of_layer(number)
-    weights = family.read_attention(layer, teacher.heads, teacher.kv_heads)
     work.tell_stage(number, "maps")
     attends = number not in work.dropped.attention
     # A merge of all layers was chosen from their maps already.
-    with_maps = attends and sizes.heads != teacher.heads and work.merge is None
-    kept = None if work.studies is None else work.studies.read(source, with_maps=with_maps)
-    statistics, trace = study_layer(
-        work.teacher, family, source, taught, work.batches, weights, with_maps=with_maps, statistics=kept
-    )
-    if work.studies is not None and kept is None:
-        work.studies.keep(source, statistics)
+    is_merged = sizes.heads != sizes_of(work.teacher.config, family).of_layer(source).heads
+    weights, statistics, trace = work.study(source, taught, with_maps=attends and is_merged and work.merge is None)
     work.tell_stage(number, "heads")
     report: dict[str, Any] = {"case": "dropped", "exact": False}
     squeezed = None
     if attends:
-        merge = work.merge or work.choose_merge(statistics.gram, teacher, sizes)
+        merge = work.merge or work.choose_merge(statistics.gram, source, number)
         frequencies = None if work.frequencies is None else work.frequencies[source]
         positions: dict[str, Any] = {"frequencies": frequencies, "query_norm": family.query_norm is not None}
         squeezed = squeeze_attention(weights, merge, statistics, sizes.kv_heads, sizes.head_dim, **positions)
@@ -174,32 +182,34 @@ def make_layer(
             "groups": [list(group) for group in merge.groups],
             "mixing": merge.mixing.tolist(),
         }
-    ffn = _read_ffn(work, layer, sizes.neurons, trace.neuron_squares, is_linear=number in work.dropped.activations)
-    if ffn.kept is not None:
+    ffn = _read_ffn(family, layer, sizes.neurons, trace.neuron_squares)
+    if number in work.dropped.activations:
+        ffn, report["ffn"] = _Ffn(family.read_readers(layer), family.read_last(layer), is_linear=True), "linear"
+    elif ffn.kept is not None:
         report["neurons"] = ffn.kept
-    if ffn.is_linear:
-        report["ffn"] = "linear"
-    (_copy_layer if work.basis is None else _turn_layer)(work, layer, target, squeezed, ffn, taught, trace)
+    made = _Layer(work, layer, target, source, squeezed, ffn, taught, own, trace)
+    made.copy() if work.basis is None else made.turn(work.basis)
     for name in family.first_only if number == 0 else ():
         find_part(target, name).load_state_dict(find_part(family.layers_of(work.teacher)[0], name).state_dict())
     work.tell_stage(number, "alignment")
-    after, ends, last = _advance(work, source, following, trace)
+    after, ends, last = made.advance(following)
     if work.options.align:
         if family.end is not None and last is not layer and work.basis is None:
             find_part(target, family.end).load_state_dict(find_part(last, family.end).state_dict())
-        report["ridges"] = _align_layer(work, target, source, own, squeezed, ffn, trace, ends, after)
+        report["ridges"] = made.align(ends, after)
     work.tell_stage(number, "errors")
-    streams, errors = _measure(work, target, source, own, trace.middles, ends)
+    streams, errors = made.measure(ends)
     return after, streams, report | errors
 
 
-class _Ffn(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Ffn:
     """An FFN as the student has it."""
 
     readers: list[Rows]  # what reads the stream
     last: Rows  # the last matrix
-    kept: list[int] | None  # the neurons that stay, None for all
-    is_linear: bool  # whether readers and last matrix become one
+    kept: list[int] | None = None  # the neurons that stay, None for all
+    is_linear: bool = False  # whether readers and last matrix become one
 
     def write(self, family: Family, target: nn.Module) -> None:
         """Into a student's layer; without its activation as one map, ``W = W1 W2``, ``b = b1 W2 + b2``."""
@@ -213,137 +223,142 @@ class _Ffn(NamedTuple):
         family.write_last(target, last, bias)
 
 
-def _read_ffn(work: Work, layer: nn.Module, neurons: int, squares: Array, *, is_linear: bool) -> _Ffn:
-    """All neurons of a teacher's linear FFN; else the most important ones, in their order."""
-    readers = work.family.read_readers(layer)
-    matrix, bias = work.family.read_last(layer)
-    if is_linear or neurons == len(matrix):
-        return _Ffn(readers, (matrix, bias), None, is_linear)
+def _read_ffn(family: Family, layer: nn.Module, neurons: int, squares: Array) -> _Ffn:
+    """A teacher's FFN with its most important neurons, in their order."""
+    readers, (matrix, bias) = family.read_readers(layer), family.read_last(layer)
+    if neurons == len(matrix):
+        return _Ffn(readers, (matrix, bias))
     best = list(most_important(score_neurons(squares, matrix.T), neurons))
-    cut = [(reader[:, best], None if shift is None else shift[best]) for reader, shift in readers]
-    return _Ffn(cut, (matrix[best], bias), best, is_linear)
+    return _Ffn([take_columns(reader, best) for reader in readers], (matrix[best], bias), best)
 
 
-def _copy_layer(
-    work: Work, layer: nn.Module, target: nn.Module, squeezed: Squeezed | None, ffn: _Ffn, *_: Any
-) -> None:
-    """The closed form in place on a stream of the teacher's width: all but attention and FFN as they are."""
-    family = work.family
-    changed = tuple(f"{name}." for name in (*family.projections, *family.ffn[0], family.ffn[1]))
-    rest = {name: tensor for name, tensor in layer.state_dict().items() if not name.startswith(changed)}
-    target.load_state_dict(rest, strict=False)
-    if squeezed is not None:
-        family.write_attention(target, squeezed.weights)
-    ffn.write(family, target)
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """A student layer at work: the closed form in place, then refitted, then measured."""
 
+    work: Work
+    layer: nn.Module  # the teacher's
+    target: nn.Module  # the student's
+    source: int  # the number of the teacher's
+    squeezed: Squeezed | None  # the attention, None where it is dropped
+    ffn: _Ffn
+    taught: list[Tensor]  # the teacher's stream before the layer
+    own: list[Tensor]  # the student's
+    trace: LayerTrace
 
-def _turn_layer(
-    work: Work,
-    layer: nn.Module,
-    target: nn.Module,
-    squeezed: Squeezed | None,
-    ffn: _Ffn,
-    taught: Sequence[Tensor],
-    trace: LayerTrace,
-) -> None:
-    """The closed form in place on the kept axes: all that reads or writes the stream changes its basis."""
-    family, basis, batches = work.family, work.basis, work.batches
-    assert basis is not None
-    if family.norms is not None:
-        readings = [basis.through(find_part(layer, name)) for name in family.norms]
-    else:
-        held = torch.cat([batch.held_rows(stream) for batch, stream in zip(batches, taught, strict=True)])
-        readings = [basis.predicted(join_rows(rows, batches), held) for rows in (taught, trace.ffn_inputs)]
-    if squeezed is not None:
-        family.write_attention(target, basis.turn_attention(readings[0], squeezed.weights))
-        if family.query_norm is not None:
-            for name in (family.query_norm, family.query_norm.replace("q_norm", "k_norm")):
-                find_part(target, name).load_state_dict(find_part(layer, name).state_dict())
-    readers = [readings[1](*rows) for rows in ffn.readers]
-    ffn._replace(readers=readers, last=basis.write(*ffn.last)).write(family, target)
-    if family.norms is None:
-        assert family.end is not None  # a norm lies there
-        sites = (family.middle, trace.middles, trace.ffn_inputs), (family.end, trace.ends, trace.outputs)
-        for name, *pair in sites:
-            fit_norm(find_part(target, name), *(work.on_axes(join_rows(streams, batches)) for streams in pair))
-        return
-    for name, streams in zip(family.norms, (taught, taught if family.is_parallel else trace.middles), strict=True):
-        if squeezed is not None or name != family.norms[0]:
-            rows = join_rows([basis.normalise(stream) for stream in streams], batches)
-            basis.write_norm(find_part(target, name), rows)
+    def copy(self) -> None:
+        """The closed form in place on a stream of the teacher's width: all but attention and FFN as they are."""
+        family = self.work.family
+        changed = tuple(f"{name}." for name in (*family.projections, *family.ffn[0], family.ffn[1]))
+        rest = {name: tensor for name, tensor in self.layer.state_dict().items() if not name.startswith(changed)}
+        self.target.load_state_dict(rest, strict=False)
+        if self.squeezed is not None:
+            family.write_attention(self.target, self.squeezed.weights)
+        self.ffn.write(family, self.target)
 
+    def turn(self, basis: Basis) -> None:
+        """The closed form in place on the kept axes: all that reads or writes the stream changes its basis."""
+        family, batches, target, trace = self.work.family, self.work.batches, self.target, self.trace
+        if family.norms is not None:
+            readings = [basis.through(find_part(self.layer, name)) for name in family.norms]
+        else:
+            held = held_rows(self.taught, batches)
+            readings = [basis.predicted(join_rows(rows, batches), held) for rows in (self.taught, trace.ffn_inputs)]
+        if self.squeezed is not None:
+            family.write_attention(target, basis.turn_attention(readings[0], self.squeezed.weights))
+            if family.query_norm is not None:
+                for name in (family.query_norm, family.query_norm.replace("q_norm", "k_norm")):
+                    find_part(target, name).load_state_dict(find_part(self.layer, name).state_dict())
+        readers = [readings[1](*rows) for rows in self.ffn.readers]
+        replace(self.ffn, readers=readers, last=basis.write(*self.ffn.last)).write(family, target)
+        if family.norms is None:
+            assert family.end is not None  # a norm lies there
+            sites = (family.middle, trace.middles, trace.ffn_inputs), (family.end, trace.ends, trace.outputs)
+            for name, *pair in sites:
+                rows, goals = (self.work.on_axes(join_rows(streams, batches)) for streams in pair)
+                fit_norm(find_part(target, name), rows, goals)
+            return
+        middles = self.taught if family.is_parallel else trace.middles
+        for name, streams in zip(family.norms, (self.taught, middles), strict=True):
+            if self.squeezed is not None or name != family.norms[0]:
+                rows = join_rows([basis.normalise(stream) for stream in streams], batches)
+                basis.write_norm(find_part(target, name), rows)
 
-def _advance(
-    work: Work, source: int, following: int, trace: LayerTrace
-) -> tuple[list[Tensor], list[Tensor], nn.Module]:
-    """The teacher's stream before the next source layer, what the last norm on it read, and the last layer run."""
-    layers = work.family.layers_of(work.teacher)
-    taught, ends = list(trace.outputs), list(trace.ends)
-    for number in range(source + 1, following):
-        watched = [] if work.family.end is None else [find_part(layers[number], work.family.end)]
-        runs = list(run_layer(layers[number], taught, work.batches, number, watched))
-        taught = [stream for stream, _ in runs]
-        ends = [read[0] if read else stream for stream, read in runs]
-    return taught, ends, layers[following - 1]
+    def advance(self, following: int) -> tuple[list[Tensor], list[Tensor], nn.Module]:
+        """The teacher's stream before the next source layer, what its last norm read, and the last layer run."""
+        family, layers = self.work.family, self.work.family.layers_of(self.work.teacher)
+        taught, ends = list(self.trace.outputs), list(self.trace.ends)
+        for number in range(self.source + 1, following):
+            watched = [] if family.end is None else [find_part(layers[number], family.end)]
+            runs = list(run_layer(layers[number], taught, self.work.batches, number, watched))
+            taught = [stream for stream, _ in runs]
+            ends = [read[0] if read else stream for stream, read in runs]
+        return taught, ends, layers[following - 1]
 
+    def run(self, watched: Sequence[nn.Module]) -> Iterator[tuple[Tensor, list[Tensor]]]:
+        return run_layer(self.target, self.own, self.work.own_batches, self.source, watched)
 
-def _align_layer(
-    work: Work,
-    target: nn.Module,
-    source: int,
-    own: list[Tensor],
-    squeezed: Squeezed | None,
-    ffn: _Ffn,
-    trace: LayerTrace,
-    ends: Sequence[Tensor],
-    after: Sequence[Tensor],
-) -> dict[str, float | None]:
-    """Refit one matrix after the other, each on what those before it now give: their ridges."""
-    family, is_cut = work.family, work.basis is not None
+    def align(self, ends: Sequence[Tensor], after: Sequence[Tensor]) -> dict[str, float | None]:
+        """Refit one matrix after the other, each on what those before it now give: their ridges."""
+        family, trace, is_cut = self.work.family, self.trace, self.work.basis is not None
+        ridges: dict[str, float | None] = {}
+        if self.squeezed is not None:
+            if is_cut:
+                queries = side_by_side(family.attention_inputs(self.squeezed.weights))
+                ridges["attention_inputs"] = self.fit_readers(family.projections[:-1], trace.inputs, queries)
+            ridges["attention_output"] = self.fit_writer(family.projections[-1], family.middle, trace.middles)
+        if is_cut and family.end is not None:
+            self.fit_norm_at(family.middle, trace.ffn_inputs)
+        if is_cut and not self.ffn.is_linear:
+            readers = side_by_side(self.ffn.readers)
+            ridges["ffn_inputs"] = self.fit_readers(family.ffn[0], trace.ffn_inputs, readers)
+        ridges["ffn_output"] = self.fit_writer(family.ffn[1], family.end, ends)
+        if is_cut and family.end is not None:
+            self.fit_norm_at(family.end, after)
+        return ridges
 
-    def run(watched: Sequence[nn.Module]) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        return run_layer(target, own, work.own_batches, source, watched)
-
-    def fit_writer(name: str, path: str | None, goals: Sequence[Tensor]) -> float | None:
+    def fit_writer(self, name: str, path: str | None, goals: Sequence[Tensor]) -> float | None:
         """What writes to the stream, towards the teacher's at a place of the layer."""
-        module = find_part(target, name)
+        family, module = self.work.family, find_part(self.target, name)
 
         def pairs() -> Iterator[tuple[Tensor, Tensor]]:
-            runs = run([module] if path is None else [module, find_part(target, path)])
-            for (out, read), before, goal in zip(runs, own, goals, strict=True):
+            runs = self.run([module] if path is None else [module, find_part(self.target, path)])
+            for (out, read), before, goal in zip(runs, self.own, goals, strict=True):
                 stream = out if path is None else read[1]
                 stream = family.middle_of(stream, before) if path == family.middle else stream
-                left = stream.double() - module(read[0]).double()
-                yield read[0], work.on_axes(goal).double() - left
+                yield read[0], self.work.on_axes(goal).double() - (stream.double() - module(read[0]).double())
 
-        return _refit(work, [module], pairs())
+        return _refit(self.work, [module], pairs())
 
-    def fit_readers(names: Sequence[str], inputs: Sequence[Tensor], rows: Rows) -> float | None:
+    def fit_readers(self, names: Sequence[str], inputs: Sequence[Tensor], rows: Rows) -> float | None:
         """What reads a cut stream, towards what the same matrices make of the teacher's whole one."""
-        modules, project = [find_part(target, name) for name in names], work.project(*rows)
-        runs = zip(run(modules[:1]), inputs, work.batches, strict=True)
-        return _refit(work, modules, ((read[0], project(batch.rows(stream))) for (_, read), stream, batch in runs))
+        modules, project = [find_part(self.target, name) for name in names], self.work.project(*rows)
+        runs = zip(self.run(modules[:1]), inputs, self.work.batches, strict=True)
+        pairs = ((read[0], project(batch.rows(stream))) for (_, read), stream, batch in runs)
+        return _refit(self.work, modules, pairs)
 
-    def fit_norm_at(path: str, goals: Sequence[Tensor]) -> None:
+    def fit_norm_at(self, path: str, goals: Sequence[Tensor]) -> None:
         """A norm that lies on a cut stream, towards what the teacher's stream is after it."""
-        norm = find_part(target, path)
-        rows = join_rows([read[0] for _, read in run([norm])], work.batches)
-        fit_norm(norm, rows, work.on_axes(join_rows(goals, work.batches)))
+        norm, batches = find_part(self.target, path), self.work.batches
+        rows = join_rows([read[0] for _, read in self.run([norm])], batches)
+        fit_norm(norm, rows, self.work.on_axes(join_rows(goals, batches)))
 
-    ridges: dict[str, float | None] = {}
-    if squeezed is not None:
-        if is_cut:
-            queries = side_by_side(family.attention_inputs(squeezed.weights))
-            ridges["attention_inputs"] = fit_readers(family.projections[:-1], trace.inputs, queries)
-        ridges["attention_output"] = fit_writer(family.projections[-1], family.middle, trace.middles)
-    if is_cut and family.end is not None:
-        fit_norm_at(family.middle, trace.ffn_inputs)
-    if is_cut and not ffn.is_linear:
-        ridges["ffn_inputs"] = fit_readers(family.ffn[0], trace.ffn_inputs, side_by_side(ffn.readers))
-    ridges["ffn_output"] = fit_writer(family.ffn[1], family.end, ends)
-    if is_cut and family.end is not None:
-        fit_norm_at(family.end, after)
-    return ridges
+    def measure(self, ends: Sequence[Tensor]) -> tuple[list[Tensor], dict[str, float]]:
+        """The student's stream after the layer and the relative errors in it."""
+        work, family = self.work, self.work.family
+        names = [name for name in (family.middle, family.end) if name is not None]
+        sums, streams = [0.0] * 4, []
+        runs = self.run([find_part(self.target, name) for name in names])
+        for (out, read), *here, batch in zip(runs, self.own, self.trace.middles, ends, work.batches, strict=True):
+            before, *goals = here
+            streams.append(out)
+            places = family.middle_of(read[0], before), (out if family.end is None else read[1])
+            for at, (stream, goal) in enumerate(zip(places, goals, strict=True)):
+                there = batch.rows(work.on_axes(goal)).double()
+                sums[2 * at] += float((batch.rows(stream).double() - there).square().sum())
+                sums[2 * at + 1] += float(there.square().sum())
+        errors = [(gap / size) ** 0.5 if size > 0 else 0.0 for gap, size in (sums[:2], sums[2:])]
+        return streams, {"attention_error": errors[0], "layer_error": errors[1]}
 
 
 def _refit(work: Work, modules: Sequence[Any], pairs: Iterable[tuple[Tensor, Tensor]]) -> float | None:
@@ -351,11 +366,10 @@ def _refit(work: Work, modules: Sequence[Any], pairs: Iterable[tuple[Tensor, Ten
     fit = OutputFit(*side_by_side([read_linear(module) for module in modules]), work.options.ridge, work.device)
     for (read, goal), batch in zip(pairs, work.batches, strict=True):
         fit.add(batch.rows(read), batch.rows(goal), batch.held_rows(read))
-    matrix, bias = fit.solve()
+    fitted = fit.solve()
     ends = np.cumsum([read_linear(module)[0].shape[1] for module in modules])[:-1]
-    biases = [None] * len(modules) if bias is None else np.split(bias, ends)
-    for module, columns, shift in zip(modules, np.split(matrix, ends, axis=1), biases, strict=True):
-        write_linear(module, columns, shift)
+    for module, columns in zip(modules, np.split(np.arange(fitted[0].shape[1]), ends), strict=True):
+        write_linear(module, *take_columns(fitted, columns))
     return fit.chosen
 
 
@@ -368,23 +382,3 @@ def fit_final(work: Work, taught: list[Tensor], own: list[Tensor]) -> None:
             project = work.project(*read_linear(work.teacher.get_submodule(name)))
             runs = zip(own, taught, work.batches, strict=True)
             _refit(work, [module], ((cut(stream), project(batch.rows(whole(goal)))) for stream, goal, batch in runs))
-
-
-def _measure(
-    work: Work, target: nn.Module, source: int, own: list[Tensor], middles: Sequence[Tensor], ends: list[Tensor]
-) -> tuple[list[Tensor], dict[str, float]]:
-    """The student's stream after a layer and the relative errors in it."""
-    names = [work.family.middle] + ([] if work.family.end is None else [work.family.end])
-    sums = [0.0] * 4
-    streams = []
-    runs = run_layer(target, own, work.own_batches, source, [find_part(target, name) for name in names])
-    for (out, read), before, middle, end, batch in zip(runs, own, middles, ends, work.batches, strict=True):
-        streams.append(out)
-        after = work.family.middle_of(read[0], before)
-        pairs = ((after, work.on_axes(middle)), (out if len(read) == 1 else read[1], work.on_axes(end)))
-        for at, (stream, goal) in enumerate(pairs):
-            there = goal.double()[batch.counted]
-            sums[2 * at] += float((stream.double()[batch.counted] - there).square().sum())
-            sums[2 * at + 1] += float(there.square().sum())
-    errors = [(gap / size) ** 0.5 if size > 0 else 0.0 for gap, size in (sums[:2], sums[2:])]
-    return streams, {"attention_error": errors[0], "layer_error": errors[1]}
