@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations_with_replacement
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -161,17 +161,26 @@ def as_labels(
     With ``shift`` row t of ``(B, L, C)`` has the label at t + 1; of a recipe ``all_count`` every row counts, so that
     -100 is refused in its name.
     """
-    rows = tuple(logits.shape[:-1])
+    rows, size = tuple(logits.shape[:-1]), logits.shape[-1]
     check_dtype(labels, REALS, "labels must be a tensor of classes or of floats")
     if labels.dtype.is_floating_point and labels.shape == logits.shape:
         need(not shift, "argument-shape", "labels", "be hard, (B, L), to be shifted", "soft ones")
-        return _soft(labels, logits, check)
+        check_real(labels, "labels", check=check)
+        soft = labels.detach().to(logits.device, compute_dtype(logits))
+        bound = row_sum_tolerance(str(labels.dtype).removeprefix("torch."))
+        if check and bool(((soft < 0).any(-1) | ((soft.sum(-1) - 1).abs() > bound)).any()):
+            rule = f"labels must be at least 0 and sum to 1 within {bound:g} in every row"
+            raise ShdError("not-a-distribution", rule)
+        return Labels(first_largest(soft), soft, None)
     check_dtype(labels, INTEGERS, "labels must be integers, or floats of the logits' shape")
     check_shape(labels, "labels", rows)
     classes = labels.to(logits.device, torch.int64)
     need(not shift or classes.ndim == 2, "argument-shape", "labels", "be (B, L) to be shifted", rows)
-    if check:
-        _check_classes(classes, logits.shape[-1], all_count)
+    outside = ((classes < 0) | (classes >= size)) & ((classes != IGNORED) | (all_count is not None))
+    if check and outside.any():
+        rule = f"as every row of {all_count} counts" if all_count else f"or {IGNORED} where a row does not count"
+        message = f"labels must be 0 to {size - 1}, {rule}; got {int(classes[outside][0])}"
+        raise ShdError("argument-value", message)
     if shift:
         classes = F.pad(classes[:, 1:], (0, 1), value=IGNORED)
     return Labels(classes, None, None if all_count else classes != IGNORED)
@@ -190,25 +199,6 @@ def label_loss(logits: Tensor, labels: Labels) -> Tensor:
         labels.classes.clamp(min=0)[..., None], sure, torch.full_like(sure[..., 0], -math.inf), 1.0, logits.shape[-1]
     )
     return kd_loss(targets, logits, divergence="cross_entropy", loss_mask=labels.counted, check=False)
-
-
-def _check_classes(classes: Tensor, size: int, all_count: str | None) -> None:
-    outside = (classes < 0) | (classes >= size)
-    if all_count is None:
-        outside &= classes != IGNORED
-    if outside.any():
-        first = int(classes[outside][0])
-        rule = f"as every row of {all_count} counts" if all_count else f"or {IGNORED} where a row does not count"
-        raise ShdError("argument-value", f"labels must be 0 to {size - 1}, {rule}; got {first}")
-
-
-def _soft(labels: Tensor, logits: Tensor, check: bool) -> Labels:
-    check_real(labels, "labels", check=check)
-    soft = labels.detach().to(logits.device, compute_dtype(logits))
-    bound = row_sum_tolerance(str(labels.dtype).removeprefix("torch."))
-    if check and bool(((soft < 0).any(-1) | ((soft.sum(-1) - 1).abs() > bound)).any()):
-        raise ShdError("not-a-distribution", f"labels must be at least 0 and sum to 1 within {bound:g} in every row")
-    return Labels(first_largest(soft), soft, None)
 
 
 def first_largest(rows: Tensor) -> Tensor:
@@ -286,40 +276,33 @@ def scale_report(terms: Mapping[str, Term], parameters: Iterable[Tensor]) -> Sca
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     need(bool(trained), "argument-value", "parameters", "hold some that need a gradient", "none")
-    gradients = {name: _gradient(term.value, trained) for name, term in terms.items()}
-    products: dict[tuple[str, str], float] = {}
-    for first, second in combinations_with_replacement(terms, 2):
-        products[first, second] = products[second, first] = _product(gradients[first], gradients[second])
-    values = {name: float(term.value.detach()) for name, term in terms.items()}
-    weights = {name: term.weight for name, term in terms.items()}
-    norms = {name: weight * math.sqrt(max(products[name, name], 0.0)) for name, weight in weights.items()}
-    whole = math.fsum(abs(value * weights[name]) for name, value in values.items())
+    gradients = [_gradients(term.value, trained) for term in terms.values()]
+    inner = np.zeros((len(terms), len(terms)))  # products of the gradients of unweighted terms
+    for parts in zip(*gradients, strict=True):
+        rows = torch.stack([part.flatten().double() for part in parts])
+        inner += (rows @ rows.mT).cpu().numpy()
+    weights = np.array([term.weight for term in terms.values()])
+    shares = np.abs(weights * [float(term.value.detach()) for term in terms.values()])
+    weighted = np.outer(weights, weights) * inner
+    norms = np.sqrt(weighted.diagonal().clip(0.0))
     scales = {}
-    for name, value in values.items():
-        weight = weights[name]
-        others = [other for other in terms if other != name]
-        inner = math.fsum(weight * weights[other] * products[name, other] for other in others)
-        squared = math.fsum(weights[a] * weights[b] * products[a, b] for a in others for b in others)
-        length = norms[name] * math.sqrt(max(squared, 0.0))
+    for number, (name, term) in enumerate(terms.items()):
+        others = np.arange(len(terms)) != number
+        length = norms[number] * math.sqrt(max(weighted[np.ix_(others, others)].sum(), 0.0))
         scales[name] = TermScale(
-            value=value,
-            weight=weight,
-            loss_share=abs(value * weight) / whole if whole else 0.0,
-            gradient_norm=norms[name],
-            gradient_share=norms[name] / sum(norms.values()) if any(norms.values()) else 0.0,
-            cosine=min(max(inner / length, -1.0), 1.0) if length else math.nan,
+            value=float(term.value.detach()),
+            weight=term.weight,
+            loss_share=float(shares[number] / (shares.sum() or 1.0)),
+            gradient_norm=float(norms[number]),
+            gradient_share=float(norms[number] / (norms.sum() or 1.0)),
+            cosine=float(np.clip(weighted[number, others].sum() / length, -1.0, 1.0)) if length else math.nan,
         )
-    return ScaleReport(scales, products)
+    pairs = {(a, b): float(inner[i, j]) for i, a in enumerate(terms) for j, b in enumerate(terms)}
+    return ScaleReport(scales, pairs)
 
 
-def _gradient(value: Tensor, parameters: list[Tensor]) -> list[Tensor | None]:
+def _gradients(value: Tensor, parameters: list[Tensor]) -> Sequence[Tensor]:
+    """Of each parameter, zeros where the value does not depend on it."""
     if not value.requires_grad:
-        return [None] * len(parameters)
-    return list(torch.autograd.grad(value, parameters, retain_graph=True, allow_unused=True))
-
-
-def _product(left: list[Tensor | None], right: list[Tensor | None]) -> float:
-    pairs = ((a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None)
-    # One number a tensor, and one wait for the device.
-    products = [torch.dot(a.flatten().double(), b.flatten().double()) for a, b in pairs]
-    return float(torch.stack([product.to(products[0].device) for product in products]).sum()) if products else 0.0
+        return [torch.zeros_like(parameter) for parameter in parameters]
+    return torch.autograd.grad(value, parameters, retain_graph=True, allow_unused=True, materialize_grads=True)

@@ -1,0 +1,219 @@
+"""Closed forms that are exact: the student is its teacher with one change, at other sizes than those of the data."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from support.refusals import refusal
+from support.shrink.models import WIDTH, logits_of, make_data, make_teacher, mixed_logits
+from torch import nn
+
+from shd_ref.shrink import read_student
+from shd_torch.shrink import shrink
+
+GROUPED = ["llama", "mistral", "qwen2", "gemma", "phi3"]
+PLAIN = ["gpt2", "opt", "bert", "roberta", "electra", "distilbert", "vit", "deit", "dinov2"]
+HEADS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {"heads": 2}) for name in [*GROUPED, *PLAIN[:6]]},
+    **{name: (name, {"heads": 2, "head_dim": 12}) for name in PLAIN[6:]},
+    "by layer bert": ("bert", {"heads": [2, 4, 1], "head_dim": 24}),
+    "by layer gpt2": ("gpt2", {"heads": [1, 3, 2], "head_dim": 24}),
+    "by layer vit": ("vit", {"heads": [4, 1, 2], "head_dim": 24}),
+    "longer dinov2": ("dinov2", {"heads": 2, "head_dim": 13}),
+    "by layer llama": ("llama", {"heads": [2, 4, 2], "kv_heads": 2}),
+    "bart encoder": ("bart", {"stack": "encoder", "heads": 2}),
+    "bart decoder": ("bart", {"stack": "decoder", "heads": [1, 2, 4], "head_dim": 24}),
+    "whisper encoder": ("whisper", {"stack": "encoder", "heads": [4, 1, 2], "head_dim": 24}),
+    "whisper decoder": ("whisper", {"stack": "decoder", "heads": 2}),
+}
+"""Sizes at which a student head is as wide as its group, or stays inside its key/value heads."""
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_fewer_heads_are_the_teacher_with_mixed_logits(case: str) -> None:
+    name, options = HEADS[case]
+    teacher, other = make_teacher(name), make_data(name, samples=3, length=13, seed=5)
+    made = shrink(teacher, make_data(name), align=False, **options)
+    layers = made.report["layers"]
+    assert {layer["exact"] for layer in layers} == {True}
+    assert {layer["case"] for layer in layers} <= {"queries" if name in GROUPED else "side-by-side", "copied"}
+    with mixed_logits(teacher, [(layer["groups"], layer["mixing"]) for layer in layers], options.get("stack", "")):
+        exact = logits_of(teacher, other)
+    torch.testing.assert_close(logits_of(made.student, other), exact, atol=1e-10, rtol=0.0)
+    assert float((exact - logits_of(teacher, other)).abs().max()) > 1e-3  # the merge changes something
+    if "stack" in options:
+        with refusal("shrink-unsupported", "one stack"):
+            read_student(made.report)
+
+
+@pytest.mark.parametrize("options", [{"heads": 2}, {"heads": 1, "layers": [0, 2], "neurons": [20, 20]}], ids=str)
+def test_shared_position_biases_are_mixed_as_the_heads(options: dict[str, Any]) -> None:
+    """Maps of mixed logits are the normalised geometric means of MPNet's maps."""
+    teacher = make_teacher("mpnet")
+    made = shrink(teacher, make_data("mpnet"), align=False, **options)
+    merges = [(layer["groups"], layer["mixing"]) for layer in made.report["layers"]]
+    assert {layer["exact"] for layer in made.report["layers"]} == {True}
+    assert all(merge == merges[0] for merge in merges)
+    (groups, mixing), blocks = merges[0], teacher.mpnet.encoder.layer
+    homes = sorted((head, number) for number, group in enumerate(groups) for head in group)
+
+    def mix(_: nn.Module, read: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        logits = read[0].clamp_min(1e-300).log()
+        mixed = torch.einsum("ht,btls->bhls", torch.tensor(mixing, dtype=logits.dtype), logits).softmax(-1)
+        return (mixed[:, [number for _, number in homes]],)
+
+    teacher.mpnet.encoder.layer = nn.ModuleList(blocks[source] for source in made.report["sources"])
+    other = make_data("mpnet", samples=3, length=13, seed=5)
+    plain = logits_of(teacher, other)
+    for block in teacher.mpnet.encoder.layer:
+        block.attention.attn.dropout.register_forward_pre_hook(mix)
+    exact = logits_of(teacher, other)
+    assert float((exact - plain).abs().max()) > 1e-3  # the merge changes something
+    torch.testing.assert_close(logits_of(made.student, other), exact, atol=1e-10, rtol=0.0)
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "modernbert"])
+def test_rotary_heads_that_are_alike_merge_without_loss(name: str) -> None:
+    """Their form has the rank of one head where no pair of entries turns slowly."""
+    fast: dict[str, Any] = {"rope_type": "default", "rope_theta": 4.0, "partial_rotary_factor": 0.67}
+    if name == "modernbert":
+        fast = {kind: {"rope_type": "default", "rope_theta": 1.5} for kind in ("full_attention", "sliding_attention")}
+    teacher, data = make_teacher(name, rope_parameters=fast), make_data(name)
+    with torch.no_grad():
+        for label, parameter in teacher.named_parameters():
+            if "query_key_value" in label:
+                heads = parameter.view(4, -1, *parameter.shape[1:])
+                heads[1::2] = heads[::2]
+            elif "Wqkv" in label:
+                blocks = parameter.view(3, 4, -1, *parameter.shape[1:])
+                blocks[:, 1::2] = blocks[:, ::2]
+    made = shrink(teacher, data, heads=2, align=False)
+    assert {layer["case"] for layer in made.report["layers"]} == {"rotary"}
+    other = make_data(name, samples=3, length=13, seed=5)
+    close = 1e-6 if name == "modernbert" else 1e-10  # which turns queries and keys in float32
+    torch.testing.assert_close(logits_of(made.student, other), logits_of(teacher, other), atol=close, rtol=0.0)
+
+
+def test_position_biases_go_to_the_first_layer() -> None:
+    """Without T5's first layer the student is the teacher whose first layer adds nothing."""
+    teacher = make_teacher("t5")
+    made = shrink(teacher, make_data("t5"), layers=[1, 2], stack="encoder", align=False)
+    with torch.no_grad():
+        for label, parameter in teacher.named_parameters():
+            if "encoder.block.0" in label and label.endswith((".o.weight", ".wo.weight")):
+                parameter.zero_()
+    other = make_data("t5", samples=3, length=13, seed=5)
+    torch.testing.assert_close(logits_of(made.student, other), logits_of(teacher, other), atol=1e-10, rtol=0.0)
+
+
+PARTS = {
+    "llama": ("self_attn.o_proj", None),
+    "gpt2": ("attn.c_proj", "mlp.act"),
+    "bert": ("attention.output.dense", "intermediate.intermediate_act_fn"),
+    "vit": ("attention.o_proj", "mlp.activation_fn"),
+    "dinov2": ("attention.o_proj", "mlp.activation_fn"),
+    "opt": ("self_attn.out_proj", "activation_fn"),
+    "gpt_neox": ("attention.dense", "mlp.act"),
+    "olmo2": ("self_attn.o_proj", None),
+    "modernbert": ("attn.Wo", None),
+    "distilbert": ("attention.out_lin", "ffn.activation"),
+    "mpnet": ("attention.attn.o", "intermediate.intermediate_act_fn"),
+}
+"""What the attention gives to the stream, and the activation, if that can be dropped."""
+
+
+@contextmanager
+def without(teacher: Any, name: str, attention: list[int], activations: list[int]) -> Iterator[None]:
+    """The teacher with zeros in place of attention, and nothing in place of activations, by hooks."""
+    layers: Any = next(part for part in teacher.modules() if isinstance(part, nn.ModuleList) and len(part) == 3)
+    output, activation = PARTS[name]
+    hooks = [(number, output, lambda *got: torch.zeros_like(got[2])) for number in attention]
+    hooks += [(number, activation, lambda *got: got[1][0]) for number in activations]
+    handles = [layers[number].get_submodule(path).register_forward_hook(hook) for number, path, hook in hooks]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_without_some_parts_the_others_are_as_they_were(name: str) -> None:
+    teacher, activations = make_teacher(name), [] if PARTS[name][1] is None else [1, 2]
+    made = shrink(teacher, make_data(name), drop_attention=[0, 2], drop_activations=activations, align=False)
+    other = make_data(name, samples=3, length=13, seed=5)
+    with without(teacher, name, [0, 2], activations):
+        exact = logits_of(teacher, other)
+    torch.testing.assert_close(logits_of(made.student, other), exact, atol=1e-10, rtol=0.0)
+    assert float((exact - logits_of(teacher, other)).abs().max()) > 1e-3  # something was dropped
+    assert [layer["case"] for layer in made.report["layers"]] == ["dropped", "copied", "dropped"]
+    linear = ["linear" if number in activations else None for number in range(3)]
+    assert [layer.get("ffn") for layer in made.report["layers"]] == linear
+    assert (made.report["layer_map"], made.report["holes"]) == ([[0, 1]], [0, 2])
+
+
+WRITERS = ("embed_tokens", "embed_in", "dense_4h_to_h", "attention.dense", "out_proj", "o_proj", "down_proj", "fc2")
+WRITERS += ("cls_token", "position", "patch_embeddings", "mask_token")
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma", "phi3", "gpt_neox", "vit", "dinov2"])
+def test_a_stream_that_never_leaves_some_axes_is_cut_exactly(name: str) -> None:
+    """What the teacher does not use costs nothing: folding, rotation, cut and the norms' scale are exact."""
+    teacher, data = make_teacher(name, layers=2), make_data(name)
+    random = torch.Generator().manual_seed(3)
+    turn = torch.linalg.qr(torch.randn(WIDTH, WIDTH, generator=random).double())[0]
+    if name not in GROUPED:  # LayerNorms: stay orthogonal to the ones
+        turn = torch.cat([torch.ones(WIDTH, 1).double(), turn], 1)
+        turn = torch.linalg.qr(turn)[0][:, 1:]
+    flat = turn[:, :15] @ turn[:, :15].mT
+    with torch.no_grad():
+        for label, parameter in teacher.named_parameters():
+            if any(part in label for part in WRITERS):
+                axis = next(a for a, size in enumerate(parameter.shape) if size == WIDTH)
+                if label.endswith(("o_proj.weight", "out_proj.weight", "attention.dense.weight")):
+                    axis = 0
+                if "embed_tokens" in label or "embed_in" in label:
+                    axis = 1
+                parameter.copy_((parameter.movedim(axis, -1) @ flat).movedim(-1, axis))
+            elif "layer_scale" in label:
+                parameter.fill_(0.7)
+            elif label.endswith("final_layer_norm.bias"):
+                parameter.zero_()  # the output layer has no bias that could take it
+    made = shrink(teacher, data, hidden=16 if name == "dinov2" else 20, head_dim=6, align=False)
+    other = make_data(name, samples=3, length=12, seed=9)
+    torch.testing.assert_close(logits_of(made.student, other), logits_of(teacher, other), atol=2e-5, rtol=0.0)
+
+
+LAST = ("down_proj", "fc2", "mlp.c_proj", "output.dense", "lin2", "4h_to_h", "mlp.Wo")
+NEURONS = {"gpt2": 88, "dinov2": 40} | dict.fromkeys(("llama", "phi3", "olmo2", "gpt_neox", "modernbert", "bert"), 12)
+NEURONS |= dict.fromkeys(("distilbert", "mpnet", "vit"), 12)
+
+
+@pytest.mark.parametrize("name", NEURONS)
+def test_neurons_that_say_nothing_go_first(name: str) -> None:
+    teacher, data = make_teacher(name), make_data(name)
+    with torch.no_grad():
+        for label, parameter in teacher.named_parameters():
+            if label.removesuffix(".weight").endswith(LAST) and "attention" not in label and "bias" not in label:
+                (parameter if name == "gpt2" else parameter.T)[3:11] = 0.0
+    made = shrink(teacher, data, neurons=NEURONS[name], align=False)
+    assert made.report["teacher"]["neurons"] == NEURONS[name] + 8
+    for layer in made.report["layers"]:
+        assert len(layer["neurons"]) == NEURONS[name]
+        assert not set(range(3, 11)) & set(layer["neurons"])
+    torch.testing.assert_close(logits_of(made.student, data), logits_of(teacher, data), atol=1e-10, rtol=0.0)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "dinov2", "llama"])
+def test_neurons_by_layer_are_those_of_each_count(name: str) -> None:
+    """A layer has the weights that it has in a student with its count in all layers."""
+    teacher, data, counts = make_teacher(name), make_data(name), [7, 20, 12]
+    student = shrink(teacher, data, neurons=counts, align=False).student.state_dict()
+    prefix = {"gpt2": ".h.", "dinov2": ".layer.", "bert": ".layer."}.get(name, "layers.")
+    for number, count in enumerate(counts):
+        alike = shrink(teacher, data, neurons=count, align=False).student.state_dict()
+        own = {key: tensor for key, tensor in student.items() if f"{prefix}{number}." in key}
+        assert own
+        assert all(torch.equal(tensor, alike[key]) for key, tensor in own.items())

@@ -1,0 +1,173 @@
+"""Mistakes and contradictions, one line each: options, data, and folders of students."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.refusals import refusal
+from support.shrink.models import WIDTH, make_data, make_teacher
+
+from shd_ref.shrink import read_student
+from shd_torch import load_student
+from shd_torch.shrink import shrink
+
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 2,
+    "long_factor": [2.0] * 2,
+    "factor": 1.0,
+}
+SLIDING = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+OPTIONS: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
+    ("llama", {}, {"heads": 5}, "heads-exceed", "1..4"),
+    ("llama", {}, {"heads": [2, 5, 1]}, "heads-exceed", r"1\.\.4"),
+    ("llama", {}, {"heads": 0}, "argument-value", "heads"),
+    ("llama", {}, {"heads": [2, 1]}, "argument-value", "3 layers; got 2"),
+    ("llama", {}, {"layers": [0, 2], "heads": [1, 2, 1]}, "argument-value", "2 layers; got 3"),
+    ("llama", {}, {"heads": 3, "kv_heads": 2}, "argument-value", "divide heads=3"),
+    ("llama", {}, {"kv_heads": True}, "argument-value", "kv_heads"),
+    ("gpt2", {}, {"heads": 2, "kv_heads": 1}, "argument-value", "kv_heads"),
+    ("llama", {}, {"layers": [0, 3]}, "layers-invalid", "0..2"),
+    ("llama", {}, {"layers": [2, 0]}, "layers-invalid", "rising"),
+    ("llama", {}, {"layers": 4}, "layers-invalid", "1..3"),
+    ("llama", {}, {"head_dim": 0}, "argument-value", "head_dim"),
+    ("llama", {}, {"heads": 2, "head_dim": 12}, "shrink-unsupported", "head_dim must stay 6 with rotary"),
+    ("llama", {}, {"neurons": 21}, "argument-value", "1..20"),
+    ("llama", {}, {"neurons": [20, 21, 1]}, "argument-value", r"1\.\.20"),
+    ("llama", {}, {"neurons": [True, 1, 1]}, "argument-value", "integer"),
+    ("llama", {}, {"neurons": "abc"}, "argument-value", "integer"),
+    ("bert", {}, {"hidden": 30}, "argument-value", "hidden"),
+    ("llama", {}, {"plan": "best"}, "argument-value", "plan"),
+    ("llama", {}, {"batch_size": 0}, "argument-value", "batch_size"),
+    ("llama", {}, {"ridge": -1.0}, "argument-value", "ridge"),
+    ("llama", {}, {"width": 3}, "argument-value", "options must be of heads, layers"),
+    ("qwen3", {}, {"heads": 1}, "shrink-unsupported", "normed"),
+    ("llama", {}, {"drop_activations": [0]}, "shrink-unsupported", "gated"),
+    ("bert", {}, {"drop_attention": [3]}, "layers-invalid", "drop_attention"),
+    ("bert", {}, {"drop_attention": [1, 0]}, "layers-invalid", "rising"),
+    ("bert", {}, {"drop_attention": [True]}, "layers-invalid", "lists"),
+    ("bert", {}, {"drop_activations": 1}, "layers-invalid", "lists"),
+    ("bert", {}, {"drop_attention": [0, 1, 2]}, "layers-invalid", "leave a block"),
+    ("bert", {}, {"drop_activations": [1], "layers": [0, 2]}, "layers-invalid", "keeps"),
+    ("qwen2", SLIDING, {"drop_attention": [0]}, "shrink-unsupported", "attend differently"),
+    ("mpnet", {}, {"heads": [2, 2, 1]}, "shrink-unsupported", "same position biases"),
+    ("mpnet", {}, {"heads": 3, "neurons": [1, 2, 3], "hidden": 16}, "shrink-unsupported", "is not a multiple"),
+    ("olmo2", {}, {"heads": 2}, "shrink-unsupported", "over all heads"),
+    ("olmo2", {}, {"hidden": 12}, "shrink-unsupported", "do not fold"),
+    ("modernbert", {}, {"hidden": 12}, "shrink-unsupported", "lies on the stream"),
+    ("modernbert", {}, {"layers": [1, 2]}, "shrink-unsupported", "keep layer 0"),
+    ("bart", {}, {"stack": "encoder", "hidden": 12}, "shrink-unsupported", "both stacks"),
+    ("t5", {}, {"stack": "decoder", "heads": 2}, "shrink-unsupported", "both stacks"),
+    ("t5", {}, {"stack": "encoder", "drop_attention": [1]}, "shrink-unsupported", "passes the position biases"),
+    ("phi3", {}, {"heads": [4, 2, 2]}, "shrink-unsupported", "heads by layer"),
+    ("phi3", {"rope_parameters": LONG, "max_position_embeddings": 20}, {"heads": 2}, "shrink-unsupported", "short_"),
+    ("opt", {"word_embed_proj_dim": 10}, {"hidden": 12}, "shrink-unsupported", "other channels"),
+    ("opt", {"layer_norm_elementwise_affine": False}, {"hidden": 12}, "shrink-unsupported", "layer_norm.weight"),
+    ("opt", {"do_layer_norm_before": False}, {"hidden": 16}, "shrink-unsupported", "lm_head"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "options", "code", "says"), OPTIONS)
+def test_options(name: str, changes: dict[str, Any], options: dict[str, Any], code: str, says: str) -> None:
+    with refusal(code, says):
+        shrink(make_teacher(name, **changes), make_data(name), **options)
+
+
+def test_what_is_as_wide_as_the_stream_must_be_known() -> None:
+    teacher = make_teacher("bert")
+    teacher.cls.register_module("wide", torch.nn.PReLU(WIDTH).double())
+    with refusal("shrink-unsupported", "cls.wide"):
+        shrink(teacher, make_data("bert"), hidden=16)
+
+
+def test_models_data_and_places(tmp_path: Path) -> None:
+    import transformers
+
+    ctrl = transformers.CTRLConfig(n_embd=8, dff=8, n_layer=1, n_head=2, vocab_size=9)
+    with refusal("shrink-unsupported", "ctrl"):
+        shrink(transformers.CTRLModel(ctrl), {"input_ids": torch.ones(1, 2, dtype=torch.long)})
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with refusal("write-failed"):
+        shrink(make_teacher("llama"), make_data("llama"), out=tmp_path / "full")
+    teacher, ids = make_teacher("llama"), torch.ones(2, 4, dtype=torch.long)
+    for data, code in (
+        ({"input_ids": ids[:0]}, "argument-shape"),
+        ({"input_ids": ids, "attention_mask": ids[:1]}, "argument-shape"),
+        ({"input_ids": ids + 40}, "inputs-invalid"),
+        ({"pixels": ids}, "inputs-invalid"),
+        ([ids], "argument-dtype"),
+        ({"input_ids": ["a", "b"]}, "argument-dtype"),
+        ({"input_ids": 3}, "argument-shape"),
+        ({"input_ids": ids, "attention_mask": 0 * ids}, "argument-value"),
+        ({"inputs_embeds": torch.full((2, 3, WIDTH), torch.nan).double()}, "not-finite"),
+    ):
+        with refusal(code):
+            shrink(teacher, data, heads=2)
+    with torch.no_grad():
+        teacher.model.layers[1].mlp.up_proj.weight.fill_(torch.inf)
+    for options, says in (({"heads": 2}, "layer 1"), ({"hidden": 20}, "stream")):
+        with refusal("not-finite", says):
+            shrink(teacher, {"input_ids": ids}, **options)
+
+
+CONFIGURATIONS: list[tuple[dict[str, Any], str]] = [
+    ({"dropped_attention": [1, 0]}, "rising"),
+    ({"dropped_attention": [7]}, "0, 1, 2"),
+    ({"dropped_attention": "1"}, "lists"),
+    ({"dropped_attention": [0, 1, 2]}, "with attention"),
+    ({"dropped_attention": []}, "every weight"),
+    ({"dropped_activations": [0, 2]}, "every weight"),
+    ({"architectures": ["CustomPretrainedConfig"]}, "architecture"),
+    ({"architectures": ["CustomGPT2LMHeadModel"]}, "architecture"),
+    ({"architectures": []}, "architecture"),
+    ({"num_hidden_layers": 4}, "must list"),
+    ({"quantization_config": {"quant_method": "own"}}, r"quantization_config \(own\)"),
+    ({"model_type": "os with custom layers (load it with shd_torch.load_student)"}, "os"),
+    *(
+        ({"layer_sizes": [first] + [{"heads": 2, "kv_heads": 2, "head_dim": 12, "neurons": 20}] * 2}, says)
+        for first, says in (
+            ({"heads": 0, "kv_heads": 2, "head_dim": 12, "neurons": 20}, "from 1"),
+            ({"heads": "2", "kv_heads": 2, "head_dim": 12, "neurons": 20}, "integer"),
+            ({"heads": 2, "kv_heads": 1, "head_dim": 12, "neurons": 20}, "as many heads"),
+            ({"heads": 2, "kv_heads": 2, "head_dim": 5, "neurons": 20}, "one head_dim"),
+            ({"heads": 2, "kv_heads": 2, "head_dim": 12, "neurons": 1 << 40}, "from 1"),
+            ({"heads": 3, "kv_heads": 3, "head_dim": 12, "neurons": 20}, "every weight"),
+            ({"heads": 2, "kv_heads": 2, "head_dim": 12, "neurons": 20, "width": 3}, "must list"),
+        )
+    ),
+    ({"layer_sizes": []}, "must list"),
+]
+
+
+@pytest.mark.parametrize(("changes", "says"), CONFIGURATIONS, ids=str)
+def test_folders_that_contradict_themselves(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+    options = {"heads": [2, 2, 4], "drop_attention": [1], "drop_activations": [2]}
+    shrink(make_teacher("bert"), make_data("bert"), **options, align=False, out=tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(config | changes), encoding="utf-8")
+    with refusal("shrink-unsupported" if "quantization_config" in changes else "read-failed", says):
+        load_student(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"heads": 2}, "of 12 instead of 6"),
+        ({"heads": 2, "head_dim": 6}, None),
+        ({"heads": [2, 2, 4], "head_dim": 12}, "head_dim=6 saves time"),
+        ({"heads": [2, 2, 4]}, None),
+    ],
+)
+def test_heads_that_save_no_time_are_remarked(options: dict[str, Any], says: str | None) -> None:
+    remarks = shrink(make_teacher("bert"), make_data("bert"), align=False, **options).report["remarks"]
+    assert [says in remark for remark in remarks] == ([] if says is None else [True])
+
+
+def test_maps_are_merged_to_one_number_of_heads() -> None:
+    report = shrink(make_teacher("bert"), make_data("bert"), heads=[1, 2, 2], align=False).report
+    with refusal("shrink-unsupported", "different numbers of heads"):
+        read_student(json.loads(json.dumps(report)))
