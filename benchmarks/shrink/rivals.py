@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from shd_ref.shrink.heads import HeadMerge, HeadWeights
-from shd_ref.shrink.kept import Axes
 from shd_torch.shrink import heads, layer, student
 from shd_torch.shrink.families import Array
 from shd_torch.shrink.heads import AttentionStatistics, Squeezed
@@ -125,11 +124,10 @@ def pick_heads(choose: Choice) -> Callable[..., Squeezed]:
     return squeeze
 
 
-def keep_channels(moment: Array, width: int, _: str) -> Axes:
+def keep_channels(moment: Array, width: int, _: str) -> Array:
     """``axes``: the channels with the largest activation in place of the principal axes."""
-    size = moment.diagonal()
-    best = np.sort(np.argsort(-size, kind="stable")[:width])
-    return Axes(np.eye(len(moment))[:, best], float(size[best].sum() / size.sum()))
+    best = np.sort(np.argsort(-moment.diagonal(), kind="stable")[:width])
+    return np.eye(len(moment))[:, best]
 
 
 RIVALS: dict[str, dict[str, Any]] = {

@@ -6,7 +6,6 @@ A norm that the stream itself passes through has no place to fold its scale into
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import numpy as np
 
@@ -46,41 +45,28 @@ def kept_layers(num_teacher_layers: int, layers: int | Iterable[int]) -> tuple[i
     return numbers
 
 
-class Axes(NamedTuple):
-    """The kept axes of a stream."""
+def principal_axes(moment: Array, width: int, norm: str = "rms") -> Array:
+    """The axes B ``(D, width)`` that hold most of a stream's second moment ``(D, D)``; the stream x becomes ``x B``.
 
-    basis: Array  # (D, width); the stream x becomes x @ basis
-    energy: float  # share of the moment's trace that the kept axes hold, in [0, 1]
-
-
-def principal_axes(moment: Array, width: int, norm: str = "rms") -> Axes:
-    """The axes that hold most of a stream's second moment ``(D, D)``: the mean of ``y^T y`` over normalised rows y.
-
-    ``"layer"`` keeps ``width - 1`` axes orthogonal to the vector of ones, laid out over ``width`` channels whose mean
-    is zero, so that a LayerNorm finds nothing to subtract.
+    The moment is the mean of ``y^T y`` over normalised rows y. ``"layer"`` keeps ``width - 1`` axes orthogonal to the
+    vector of ones, laid out over ``width`` channels whose mean is zero: a LayerNorm finds nothing to subtract.
 
     Source: SliceGPT's rotation (arXiv 2401.15024), with one rotation for all layers.
     """
     turn = np.eye(len(moment)) if norm == "rms" else _zero_mean_axes(len(moment))
     values, vectors = np.linalg.eigh(turn.T @ ((moment + moment.T) / 2) @ turn)
-    order = np.argsort(-values, kind="stable")[: width if norm == "rms" else width - 1]
-    basis = turn @ vectors[:, order]
+    basis: Array = turn @ vectors[:, np.argsort(-values, kind="stable")[: width if norm == "rms" else width - 1]]
     basis = basis * leading_phases(basis)
-    if norm == "layer":
-        basis = basis @ _zero_mean_axes(width).T
-    total = float(np.trace(turn.T @ moment @ turn))
-    return Axes(basis, float(np.clip(values[order].sum() / total, 0.0, 1.0)) if total > 0.0 else 1.0)
+    return basis if norm == "rms" else basis @ _zero_mean_axes(width).T
 
 
-def predictive_channels(moment: Array, width: int, norm: str = "layer") -> Axes:
+def predictive_channels(moment: Array, width: int, norm: str = "layer") -> Array:
     """The channels from which the others are predicted best, chosen one after the other.
 
-    ``moment`` ``(D, D)`` is of rows less their mean; ``norm`` changes nothing. The basis has zeros and ones, rising;
-    the energy is the share of the trace that linear prediction from them explains.
+    ``moment`` ``(D, D)`` is of rows less their mean; ``norm`` changes nothing. Zeros and ones ``(D, width)``.
     """
     left = (moment + moment.T) / 2
-    total = float(np.trace(left))
-    least = degenerate_threshold() * total / len(moment)
+    least = degenerate_threshold() * float(np.trace(left)) / len(moment)
     kept: list[int] = []
     for _ in range(width):
         size = left.diagonal()
@@ -90,8 +76,7 @@ def predictive_channels(moment: Array, width: int, norm: str = "layer") -> Axes:
         if size[best] > least:
             left = left - np.outer(left[:, best], left[best]) / size[best]
         kept.append(best)
-    energy = 1.0 - float(np.trace(left)) / total if total > 0.0 else 1.0
-    return Axes(np.eye(len(moment))[:, sorted(kept)], float(np.clip(energy, 0.0, 1.0)))
+    return np.eye(len(moment))[:, sorted(kept)]
 
 
 def kept_scale(moment: Array, basis: Array) -> float:

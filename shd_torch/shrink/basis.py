@@ -322,7 +322,7 @@ def write_heads(
         if module.out_features == width:
             away = module(rows).double()
             away = away - away.mean(0)
-            chosen = predictive_channels(as_array(away.mT @ away), target.out_features).basis
+            chosen = predictive_channels(as_array(away.mT @ away), target.out_features)
             kept[axes], columns = torch.from_numpy(chosen).to(rows.device), chosen.argmax(axis=0)
         matrix, bias = read_linear(module)
         reading = replace(basis, kept=read_by).predicted(rows, held_rows(inputs, batches))

@@ -312,7 +312,7 @@ def _find_basis(work: Work, whole: Basis) -> Basis:
     choose = principal_axes if whole.is_folded else predictive_channels
     site, moment = (family.norms[1], moment_of) if family.norms is not None else (family.ffn[0][0], spread)
     summed, streams = sum_moments(work.teacher, family, work.batches, site, moment, work.tell)
-    kept = choose(summed, work.sizes.hidden, "layer" if family.norm == "layer" else "rms").basis
+    kept = choose(summed, work.sizes.hidden, "layer" if family.norm == "layer" else "rms")
     basis = replace(whole, kept=torch.from_numpy(kept).to(work.device))
     if basis.is_folded:
         turn_ends(*ends, basis, basis.normalise(join_rows(streams, work.batches)))

@@ -53,20 +53,19 @@ def test_the_signs_of_axes_are_chosen_by_rule(norm: str) -> None:
     for _ in range(10):
         rows = RANDOM.normal(size=(9, 6))
         moment = rows.T @ rows / 9
-        basis = principal_axes(moment, 6, norm).basis
+        basis = principal_axes(moment, 6, norm)
         if norm == "rms":
             assert (basis[np.abs(basis).argmax(axis=0), range(6)] > 0.0).all()
-        shaken = principal_axes(moment + 1e-13 * RANDOM.normal(size=(6, 6)), 6, norm).basis
+        shaken = principal_axes(moment + 1e-13 * RANDOM.normal(size=(6, 6)), 6, norm)
         np.testing.assert_allclose(shaken, basis, atol=1e-8)
 
 
 def test_no_share_leaves_its_range() -> None:
-    """Axes that hold nothing of a moment, and all of them."""
+    """Axes that hold nothing of a moment."""
     for _ in range(50):
         turn = np.linalg.qr(RANDOM.normal(size=(6, 6)))[0]
         thin = np.outer(turn[0], turn[0])
         assert 0.0 <= kept_scale(thin, turn[1:2].T) < 1e-6
-        assert principal_axes(thin, 6).energy <= 1.0
 
 
 def test_the_least_degree_and_the_split_with_more_attention() -> None:

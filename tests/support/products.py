@@ -69,6 +69,6 @@ PRODUCTS: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {
     "still_forms": _still,
     "value_forms": lambda answer, _: _by_head(answer, "value") @ answer.output,
     "constant": _constant,
-    "projector": lambda answer, _: answer.basis @ answer.basis.T,
+    "projector": lambda answer, _: answer @ answer.T,
 }
 """Names of products, as ``expected`` of a golden holds them instead of the factors, from an answer and its inputs."""

@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -162,12 +161,3 @@ def test_a_full_disk_is_an_error_after_which_the_run_resumes(teacher: Path, tmp_
     shrink(teacher, data, **SIZES, out=tmp_path / "whole")
     assert contents(out) == contents(tmp_path / "whole")
     assert {path.name for path in tmp_path.iterdir()} == {"whole", "student"}
-
-
-def test_files_have_the_mode_that_the_umask_gives(teacher: Path, tmp_path: Path) -> None:
-    usual = os.umask(0o027)
-    try:
-        shrink(teacher, make_data("llama"), **SIZES, out=tmp_path / "student")
-    finally:
-        os.umask(usual)
-    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "student").iterdir()} == {0o640}

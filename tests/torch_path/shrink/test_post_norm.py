@@ -1,14 +1,14 @@
-"""A narrower stream of models whose norms lie on it: kept channels, refitted; heads, folders and killed runs."""
+"""A narrower stream of models whose norms lie on it: kept channels, refitted."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.refusals import refusal
 from support.shrink.models import make_data, make_teacher
 from torch import Tensor
 
+from shd_torch import load_student
 from shd_torch.shrink import shrink
 
 transformers = pytest.importorskip("transformers", reason="the models are those of transformers")
@@ -47,35 +47,6 @@ def test_every_head_is_refitted(kind: str, tmp_path: Path) -> None:
         wanted, found = outputs_of(teacher, data, channels), outputs_of(made.student, data)
         gaps.append([float((a - b).norm() / (b - b.mean((0, 1))).norm()) for a, b in zip(found, wanted, strict=True)])
     assert all(refitted < closed < 1.2 for closed, refitted in zip(*gaps, strict=True))
-    from shd_torch import load_student
-
     loaded = load_student(tmp_path / "student-True").double()
     for one, two in zip(outputs_of(loaded, data), found, strict=True):
         torch.testing.assert_close(one, two, atol=1e-4, rtol=0.0)
-
-
-def test_a_killed_run_goes_on_with_the_same_channels(tmp_path: Path) -> None:
-    teacher, data = make_teacher("bert").float(), make_data("bert", samples=16)
-
-    def stop(done: int, _: int, what: str) -> None:
-        if what == "layer 3/3 heads":
-            raise KeyboardInterrupt
-
-    options: dict[str, Any] = {"hidden": 16, "neurons": 12}
-    with pytest.raises(KeyboardInterrupt):
-        shrink(teacher, data, **options, out=tmp_path / "student", progress=stop)
-    told: list[str] = []
-    shrink(teacher, data, **options, out=tmp_path / "student", progress=lambda *step: told.append(step[2]))
-    assert told[:2] == ["axes found", "layer 2/3 found"]
-    shrink(teacher, data, **options, out=tmp_path / "whole")
-    for name in ("model.safetensors", "shrink.json"):
-        assert (tmp_path / "student" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-
-
-def test_what_is_as_wide_as_the_stream_must_be_known() -> None:
-    teacher = make_teacher("bert")
-    teacher.cls.register_module("wide", torch.nn.PReLU(24).double())
-    with refusal("shrink-unsupported", "cls.wide"):
-        shrink(teacher, make_data("bert"), hidden=16)
-    with refusal("shrink-unsupported", "lm_head"):
-        shrink(make_teacher("opt", do_layer_norm_before=False), make_data("opt"), hidden=16)
