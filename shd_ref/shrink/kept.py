@@ -55,8 +55,8 @@ def principal_axes(moment: Array, width: int, norm: str = "rms") -> Array:
     """
     turn = np.eye(len(moment)) if norm == "rms" else _zero_mean_axes(len(moment))
     values, vectors = np.linalg.eigh(turn.T @ ((moment + moment.T) / 2) @ turn)
-    basis: Array = turn @ vectors[:, np.argsort(-values, kind="stable")[: width if norm == "rms" else width - 1]]
-    basis = basis * leading_phases(basis)
+    vectors = turn @ vectors[:, np.argsort(-values, kind="stable")[: width if norm == "rms" else width - 1]]
+    basis: Array = vectors * np.real(leading_phases(vectors))
     return basis if norm == "rms" else basis @ _zero_mean_axes(width).T
 
 
