@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.errors import ShdError, graph_invalid, need
+from shd_ref.errors import graph_invalid, import_package, need
 from shd_ref.teacher.opening.einsum import rewrite_einsum
 from shd_ref.teacher.opening.model import (
     CONTRIB_DOMAIN,
@@ -24,10 +24,11 @@ from shd_ref.teacher.opening.model import (
     all_graphs,
     all_nodes,
     all_tensors,
-    bodies,
     check_external_data,
+    copy_skeleton,
     function_nodes,
     ir,
+    is_small,
     kinds,
     load_external_data,
     onnx,
@@ -67,7 +68,6 @@ def load_teacher(path: str | Path, *, inline_bytes: int = INLINE_BYTES) -> onnx.
         raise graph_invalid(f"teacher graph {file} holds no ONNX graph: copy or export it again")
     tensors = list(all_tensors(model))
     size = check_external_data(tensors, file)
-    _check_wiring(model.graph, file)
     _check_tensors(tensors, model.graph.input, file)
     if model.functions:
         _check_functions(model.functions, list(all_nodes(model.graph)), file)
@@ -85,11 +85,8 @@ def load_teacher(path: str | Path, *, inline_bytes: int = INLINE_BYTES) -> onnx.
             f"teacher graph {file} needs operators of {', '.join(sorted(foreign))}, and custom operator "
             "libraries are never loaded: re-export the model with standard operators"
         )
-    for node in nodes:  # as onnxruntime demands too
-        problem = _signature_problem(node, opset)
-        if problem is not None:
-            raise _broken(file, f"node {node.name!r} ({node.op_type}) {problem}")
     _check_constants(nodes, [tensor for graph in graphs for tensor in graph.initializer], file)
+    _check_by_runtime(model, file)
     is_whole = size < inline_bytes
     load_external_data(model, file, everything=is_whole)
     if opset < MIN_OPSET and is_whole:  # it cannot convert what it cannot see
@@ -274,78 +271,32 @@ def _holds(tensor: onnx.TensorProto, folder: Path) -> bool:
     return bool(len(getattr(tensor, field)) == entries)
 
 
-_CONTRIB_INPUTS: Final = {
-    "DynamicQuantizeMatMul": 3,
-    "FusedGemm": 2,
-    "FusedMatMul": 2,
-    "MatMulIntegerToFloat": 4,
-    "QLinearSoftmax": 5,
-    "SkipLayerNormalization": 3,
-    "TransposeMatMul": 2,
-}
-"""Operators of onnxruntime's own domain, which have no schema here, and how many inputs they need at least."""
+def _check_by_runtime(model: onnx.ModelProto, file: Path) -> None:
+    """Refuse what onnxruntime does not take: it knows the wiring and each operator's inputs, attributes and types.
 
-_ATTRIBUTES: Final = dict.fromkeys(
-    kinds("axis batch_dims group keepdims kv_num_heads num_heads q_num_heads transA transB transBatchA transBatchB"),
-    onnx.AttributeProto.INT,
-) | {"alpha": onnx.AttributeProto.FLOAT, "beta": onnx.AttributeProto.FLOAT, "perm": onnx.AttributeProto.INTS}
-"""The type of attributes that are read, also of operators without a schema."""
-
-
-def _signature_problem(node: onnx.NodeProto, opset: int) -> str | None:
-    """What a node lacks of the inputs, outputs and attributes of its operator."""
-    if not node.output:
-        return "has no output"
-    for attribute in node.attribute:
-        if attribute.type != _ATTRIBUTES.get(attribute.name, attribute.type):
-            return f"has an attribute {attribute.name!r} of another type than the operator's"
-    if node.domain == CONTRIB_DOMAIN:
-        least = _CONTRIB_INPUTS.get(node.op_type, 0)
-        return None if sum(map(bool, node.input[:least])) == least else f"lacks one of its {least} inputs"
-    if node.domain not in STANDARD_DOMAINS or not onnx.defs.has(node.op_type):
-        return None
-    version = min(max(opset, 1), 2**31 - 1)
-    # The operator's definition in this version, or its latest: onnxruntime knows some earlier than ONNX.
-    is_known = onnx.defs.has(node.op_type, max_inclusive_version=version)
-    schema: Any = onnx.defs.get_schema(node.op_type, version if is_known else 2**31 - 1)
-    if not schema.min_input <= len(node.input) <= schema.max_input:
-        return f"has {len(node.input)} inputs, and may have {schema.min_input} to {schema.max_input}"
-    if not schema.min_output <= len(node.output) <= schema.max_output:
-        return f"has {len(node.output)} outputs, and may have {schema.min_output} to {schema.max_output}"
-    for value, formal in zip(node.input, schema.inputs, strict=False):
-        if not value and formal.option == onnx.defs.OpSchema.FormalParameterOption.Single:
-            return f"lacks its input {formal.name!r}"
-    for attribute in node.attribute:
-        formal = schema.attributes.get(attribute.name)
-        if formal is not None and attribute.type != int(formal.type):
-            return f"has an attribute {attribute.name!r} of another type than the operator's"
-    lacking = {name for name, entry in schema.attributes.items() if entry.required} - {a.name for a in node.attribute}
-    return f"lacks its attribute {min(lacking)!r}" if lacking else None
-
-
-def _check_wiring(graph: onnx.GraphProto, file: Path, outer: frozenset[str] = frozenset()) -> None:
-    """Every tensor that a graph reads must be one of its inputs, a constant, or what exactly one node gives."""
-    inputs = [value.name for value in graph.input]
-    constants = {tensor.name for tensor in graph.initializer}
-    constants |= {tensor.values.name for tensor in graph.sparse_initializer}
-    made = [name for node in graph.node for name in node.output if name]
-    names = [*inputs, *constants, *made]
-    kinds = [text for node in graph.node for text in (node.op_type, node.domain, node.name)]
-    if not all(isinstance(name, str) for name in (*names, *kinds)):  # bytes, where they are not text
-        raise _broken(file, "a tensor or node has a name that is not text")
-    if len(set(inputs)) < len(inputs) or len({*inputs, *constants, *made}) < len({*inputs, *constants}) + len(made):
-        raise _broken(file, "a tensor has two sources")
-    known = outer.union(names)
-    for node in graph.node:
-        for name in node.input:
-            if name and name not in known:
-                raise _broken(file, f"a node ({node.op_type!r}) reads the tensor {name!r}, which has no source")
-        for body in bodies(node):
-            _check_wiring(body, file, known)
-    for value in graph.output:
-        if value.name not in known:
-            raise _broken(file, f"the output {value.name!r} has no source")
-
-
-def _broken(file: Path, what: str) -> ShdError:
-    return graph_invalid(f"teacher graph {file} is broken, as {what}: copy or export it again")
+    Nothing is computed, no weight is read: those without data are inputs here.
+    """
+    onnxruntime = import_package(
+        "onnxruntime", "reading a teacher needs onnxruntime: pip install '.[teacher]' (in a checkout)"
+    )
+    trial = copy_skeleton(model)
+    known = {value.name for value in trial.graph.input}
+    for number in reversed(range(len(trial.graph.initializer))):
+        tensor = trial.graph.initializer[number]
+        if not is_small(tensor) or tensor.external_data:
+            if tensor.name not in known:
+                trial.graph.input.append(
+                    onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+                )
+            del trial.graph.initializer[number]
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(file.parent))
+    try:
+        onnxruntime.InferenceSession(trial.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime's errors share no base class but Exception
+        if type(error).__name__ != "NotImplemented":  # an operator that only other builds of it run
+            raise graph_invalid(
+                f"teacher graph {file} is broken, as onnxruntime says: {error}: copy or export it again"
+            ) from error

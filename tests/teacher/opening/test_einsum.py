@@ -106,7 +106,6 @@ def test_axes_that_an_ellipsis_stands_for() -> None:
     np.testing.assert_allclose(run(rewritten, feeds), run(model, feeds), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("shapes", [[["b", 1, 4], ["b", 3, 4]], [["b", 3, 4, 4], ["b", 3, 4]]])
-def test_sizes_that_are_broadcast_or_do_not_fit_the_letters_stay(shapes: list[list[Any]]) -> None:
-    model = model_of("bhd,bhd->bd" if len(shapes[0]) == 3 else "bhd,bhd->bh", shapes)
+def test_sizes_that_are_broadcast_stay() -> None:
+    model = model_of("bhd,bhd->bd", [["b", 1, 4], ["b", 3, 4]])
     assert rewrite_einsum(model).graph.node[0].op_type == "Einsum"

@@ -3,6 +3,7 @@
 import contextlib
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -11,7 +12,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper
-from support.attention_graphs import GraphBuilder, attention_operator, encoder_layer, only_site, reason_of, saved
+from support.attention_graphs import attention_operator, encoder_layer, only_site, reason_of, saved
 from support.refusals import refusal
 
 from shd_ref import ShdError
@@ -152,11 +153,14 @@ def test_weights_of_every_type_hold_the_numbers_of_their_shape(form: str, more: 
         graph = helper.make_graph([node], "g", [], [onnx.ValueInfoProto(name="y")], [tensor])
         path.write_bytes(helper.make_model(graph).SerializeToString())
         is_whole = more == 0 and (form == "field" or (form != "none" and kind != TensorProto.STRING))
-        if is_whole and kind not in (0, 99):
+        try:
             load_teacher(path)
-        else:
-            with refusal("graph-invalid", "no more and no less"):
-                load_teacher(path)
+            said = ""
+        except ShdError as error:
+            said = str(error)
+        # Not every type that ONNX has is one of onnxruntime's.
+        assert not said or "no more and no less" in said or "as onnxruntime says" in said
+        assert ("no more and no less" not in said) == (is_whole and kind not in (0, 99))
 
 
 def whole(name: str, numbers: list[int] | int) -> TensorProto:
@@ -344,37 +348,42 @@ def refused(model: onnx.ModelProto, folder: Path) -> str:
     return str(caught.value)
 
 
-def test_tensors_without_a_source_are_named(tmp_path: Path) -> None:
-    model = encoder_layer()
+def without_a_source(model: onnx.ModelProto) -> None:
     model.graph.node[-1].input[0] = "nowhere"
-    assert "'nowhere', which has no source" in refused(model, tmp_path)
-    model = encoder_layer()
-    model.graph.output[0].name = "nothing"
-    assert "output 'nothing' has no source" in refused(model, tmp_path)
 
 
-def test_tensors_with_two_sources_are_refused(tmp_path: Path) -> None:
-    model = encoder_layer()
+def with_two_sources(model: onnx.ModelProto) -> None:
     model.graph.node.append(model.graph.node[0])
-    assert "two sources" in refused(model, tmp_path)
 
 
-def test_attributes_are_of_their_type_where_no_schema_says_it(tmp_path: Path) -> None:
-    model = encoder_layer()
+def with_an_attribute_of_another_type(model: onnx.ModelProto) -> None:
     product = next(node for node in model.graph.node if node.op_type == "MatMul")
     product.op_type, product.domain = "FusedMatMul", "com.microsoft"
     product.attribute.append(helper.make_attribute("transA", "x"))
-    assert "'transA' of another type" in refused(model, tmp_path)
 
 
-def test_bodies_are_checked_too(tmp_path: Path) -> None:
+def with_a_body_that_reads_nothing(model: onnx.ModelProto) -> None:
     nodes = [helper.make_node("Add", ["x", "elsewhere"], ["sum"])]
-    value = helper.make_tensor_value_info("sum", TensorProto.FLOAT, None)
-    body = helper.make_graph(nodes, "body", [], [value])
-    build = GraphBuilder()
-    output = build.op("If", "wanted", then_branch=body, else_branch=body)
-    inputs = {"x": (TensorProto.FLOAT, ["batch"]), "wanted": (TensorProto.BOOL, [])}
-    assert "'elsewhere', which has no source" in refused(build.model(inputs, [output]), tmp_path)
+    body = helper.make_graph(nodes, "body", [], [helper.make_tensor_value_info("sum", TensorProto.FLOAT, None)])
+    model.graph.input.append(helper.make_tensor_value_info("wanted", TensorProto.BOOL, []))
+    model.graph.node.append(helper.make_node("If", ["wanted"], ["either"], then_branch=body, else_branch=body))
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (without_a_source, "nowhere"),
+        (with_two_sources, "matmul_0"),
+        (with_an_attribute_of_another_type, "transA"),
+        (with_a_body_that_reads_nothing, "elsewhere"),
+    ],
+)
+def test_wiring_that_onnxruntime_refuses_is_named(
+    change: Callable[[onnx.ModelProto], None], name: str, tmp_path: Path
+) -> None:
+    model = encoder_layer()
+    change(model)
+    assert name in refused(model, tmp_path)
 
 
 def test_weights_beyond_reason_are_refused() -> None:
