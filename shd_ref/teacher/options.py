@@ -22,7 +22,7 @@ from shd_ref.cache.codecs.factored import DEFAULT_FACTORED_CODEC
 from shd_ref.cache.documents.manifest import ON_ERROR
 from shd_ref.cache.forms.attention import KINDS
 from shd_ref.errors import argument_value, need
-from shd_ref.merging.alpha import ALPHA_RULES, check_option
+from shd_ref.merging.alpha import check_option
 from shd_ref.merging.matching import MATCHED_BY
 from shd_ref.merging.mixing import STRATEGIES
 from shd_ref.merging.plans import PLAN_KINDS, MergePlan
@@ -187,8 +187,7 @@ def _read_pooling(_: str, text: str) -> Pooling:
 
 
 _OF_ATTENTION: Final = (
-    "num_student_heads num_student_layers layer_pairs sites strategy plan plans alpha_rule temperature "
-    "factored_codec codec"
+    "num_student_heads num_student_layers layer_pairs sites strategy plan plans temperature factored_codec codec"
 )
 
 
@@ -201,7 +200,7 @@ class PrecomputeOptions:
     with ``layer_pairs`` it may make more than they name. A ``plan`` may also be explicit rounds, and ``plans`` in its
     place are rounds for every layer, in the order of the student's layers. The form ``"none"`` is for logits, hidden
     states and embeddings alone; the options of attention are then left alone. Maps in ``sqrt8-row`` are coded inside
-    the graph, in other codecs on the host. ``alpha_rule`` is that of ``shd_ref.solve_alpha``.
+    the graph, in other codecs on the host.
 
     Attributes:
         num_student_layers: Layers of the student. Default: as many as the teacher. Encoder-decoders: a number per
@@ -252,7 +251,6 @@ class PrecomputeOptions:
     matched_by: Annotated[str, MERGING, one_of(MATCHED_BY), Needs("plan=matched")] = "residual"
     calibration_samples: Annotated[int, MERGING, FROM_1, Needs("plan=matched")] = CALIBRATION_SAMPLES
     plans: Annotated[tuple[MergePlan, ...] | None, UNASKED] = None
-    alpha_rule: Annotated[str, UNASKED] = "least_squares"
     temperature: Annotated[float, MERGING] = 1.0
     form: Annotated[str, STORING, one_of(FORMS)] = "maps"
     factored_codec: Annotated[str, STORING, one_of(FACTORED_CODECS), Needs("form=factored")] = DEFAULT_FACTORED_CODEC
@@ -415,7 +413,6 @@ def check_options(options: PrecomputeOptions) -> None:
 def check_merge(options: PrecomputeOptions) -> None:
     """Refuse what no graph can be squeezed by."""
     check_option("strategy", options.strategy, STRATEGIES, "MIX-2")
-    check_option("alpha_rule", options.alpha_rule, ALPHA_RULES, "ALPHA-4")
     check_option("codec", options.codec, CODECS, "CACHE-110")
 
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from shd_ref.attention import Array, as_float, check_probs, soften_rows
 from shd_ref.cache.codecs.codecs import encode
 from shd_ref.errors import ShdError, argument_value
+from shd_ref.merging.alpha import ALPHA_RULES
 from shd_ref.merging.mixing import mix_maps, output_residual, solve_mixing
 from shd_ref.merging.plans import plan_groups
 from shd_ref.teacher.graph.find import projection_of
@@ -96,7 +97,7 @@ def _compare_sample(layer_outputs: LayerOutputs) -> Comparison:
     dtype = dtype if dtype in limits["probs"] else "float32"
     products, outputs = _factor_products(layer_outputs, rule.strategy, dtype)
     mixing_of = functools.partial(
-        solve_mixing, products, outputs, rule.rounds, query_mask=layer_outputs.row_mask, alpha_rule=rule.alpha_rule
+        solve_mixing, products, outputs, rule.rounds, query_mask=layer_outputs.row_mask, alpha_rule=ALPHA_RULES[0]
     )
     mixing, constant = (mixing_of(strategy=strategy)[0] for strategy in (rule.strategy, "constant"))
     groups = plan_groups(rule.rounds, products.shape[1])

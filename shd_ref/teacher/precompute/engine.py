@@ -590,7 +590,7 @@ def _decided(options: PrecomputeOptions) -> dict[str, object]:
     names += ["hidden_codec"] if options.hidden else []
     names += ["embeddings_codec"] if options.embeddings else []
     if options.has_attention:
-        names += ["num_student_heads", "strategy", "alpha_rule", "temperature", CODECS_OF[options.form][0]]
+        names += ["num_student_heads", "strategy", "temperature", CODECS_OF[options.form][0]]
         names += ["matched_by", "calibration_samples"] if options.plan == MATCHED else []
     others = [path.name for path in options.with_teachers]
     plan = MATCHED if options.plan == MATCHED else "not matched"

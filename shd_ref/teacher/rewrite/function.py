@@ -36,7 +36,6 @@ class MergeRule:
     d_v: int
     rounds: MergePlan
     strategy: str = "shd"
-    alpha_rule: str = "least_squares"
     temperature: float = 1.0
     codec: str = "float32"
     value_heads: tuple[int, ...] = ()  # of each head, the first with the same values, where that is known
@@ -272,34 +271,14 @@ def _moments(body: Body, rule: MergeRule, one_round: Round, products: str, gram:
     turned = body.op("MatMul", both, body.reshape(products, 0, num_pairs, 2, -1))  # sums, differences
     by_row = body.reshape(turned, 0, num_pairs, -1, width)  # (B, m, 2 L, E)
     in_metric = body.op("MatMul", by_row, gram)
-    terms, pick = body.op("Mul", in_metric, by_row), _pick_moments(width)
-    if rule.alpha_rule == "as_printed":
-        # Its numerator also needs differences times sums.
-        swapped = body.reshape(body.op("Gather", turned, body.const([1, 0]), axis=2), 0, num_pairs, -1, width)
-        terms = body.concat([terms, body.op("Mul", in_metric, swapped)], -1)
-        width, pick = 2 * width, _pick_printed_moments(width)
-    terms = body.reshape(terms, 0, num_pairs, 2, -1, width)  # (B, m, 2, L, E)
+    terms = body.reshape(body.op("Mul", in_metric, by_row), 0, num_pairs, 2, -1, width)  # (B, m, 2, L, E)
     totals = body.op("MatMul", body.reshape("row_mask", 0, 1, 1, 1, -1), terms)  # (B, m, 2, 1, E)
-    picked = body.const(pick.reshape(-1, 3))
-    return body.op("MatMul", body.reshape(totals, 0, num_pairs, 1, 2 * width), picked)
-
-
-def _pick_moments(width: int) -> Array32:
-    """Which columns of (sums, differences) make the numerator, the denominator and the scale: ``(2, E, 3)``."""
+    # Which columns of sums and differences make the numerator, the denominator and the scale.
     pick = np.zeros((2, width, 3), dtype=np.float32)
-    # u = (A_p - A_q) V_p is the first half of a difference.
-    pick[1, : width // 2, 0] = 1.0
+    pick[1, : width // 2, 0] = 1.0  # u = (A_p - A_q) V_p is the first half of a difference
     pick[1, :, 1] = 1.0
     pick[:, :, 2] = 0.5
-    return pick
-
-
-def _pick_printed_moments(width: int) -> Array32:
-    """The same for the printed N: ``A_p X_q - A_q X_p`` is half of (difference -+ sum), minus on p's columns."""
-    pick = np.concatenate([_pick_moments(width), np.zeros((2, width, 3), dtype=np.float32)], axis=1)
-    pick[1, :width, 0] = 0.5
-    pick[1, width:, 0] = np.repeat([-0.5, 0.5], width // 2)
-    return pick
+    return body.op("MatMul", body.reshape(totals, 0, num_pairs, 1, 2 * width), body.const(pick.reshape(-1, 3)))
 
 
 def _alphas(body: Body, rule: MergeRule, moments: str) -> tuple[str, str]:

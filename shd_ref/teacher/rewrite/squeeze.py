@@ -150,7 +150,7 @@ def squeeze_graph(
         body.prefix = f"{FUNCTION_DOMAIN}/{own}{student_layer}/"
         heads, d_v = site.num_heads or 0, site.d_v or 0  # known for supported sites
         rounds = merge_plan(heads, options.num_student_heads, plan)
-        rule = MergeRule(heads, d_v, rounds, options.strategy, options.alpha_rule, temperature, codec)
+        rule = MergeRule(heads, d_v, rounds, options.strategy, temperature, codec)
         row_mask, tiles = masks[named[student_layer]], None if tiling is None else tiling.of(site)
         if tiled is not None and tiles is not None:
             layer = _squeeze_tiles(body, rule, student_layer, tiles, tiled, row_mask, factors is None, check_outputs)

@@ -35,6 +35,7 @@ from shd_ref.cache.codecs.codecs import code_dtype, merge_errors, row_tv_bound
 from shd_ref.cache.codecs.factored import factored_kl_bound, row_bounds
 from shd_ref.cache.forms.attention import blob_name, cut_map
 from shd_ref.errors import graph_unsupported, inputs_invalid
+from shd_ref.merging.alpha import ALPHA_RULES
 from shd_ref.merging.mixing import compose_mixing
 from shd_ref.teacher.options import CODECS_OF, MATCHED, PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.forms.maker import Maker, not_now, tolerance_of
@@ -67,7 +68,7 @@ class AttentionMaker(Maker[AttentionT]):
             "plans": None if same else plans,
             "matching": matching_of(options, work.run),
             "strategy": options.strategy,
-            "alpha_rule": options.alpha_rule,
+            "alpha_rule": ALPHA_RULES[0],
             "codec": options.stored_codec,
             "num_student_layers": work.graph.num_student_layers,
             "kinds": work.graph.kinds,
@@ -84,7 +85,6 @@ class AttentionMaker(Maker[AttentionT]):
             "layer_pairs": tuple((layer.student_layer, layer.teacher_layer) for layer in form.layers),
             "plans": form.layer_plans,
             "strategy": form.strategy,
-            "alpha_rule": form.alpha_rule,
             "temperature": form.bound_temperature or 1.0,
             "form": form.form,
             CODECS_OF[form.form][0]: form.codec,
