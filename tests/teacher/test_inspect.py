@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from support.attention_graphs import (
+    GraphBuilder,
     attention_on_inputs,
     bare_attention,
     bare_samples,
@@ -31,9 +32,10 @@ FOUR = find_sites(bare_attention(2, num_layers=4))
 
 
 def fused() -> onnx.ModelProto:
-    model = encoder_layer()
-    (softmax,) = (node for node in model.graph.node if node.op_type == "Softmax")
-    softmax.op_type, softmax.domain = "Attention", "com.microsoft"
+    build = GraphBuilder()
+    output = build.op("MultiHeadAttention", "x", "x", "x", domain="com.microsoft", num_heads=2)
+    model = build.model({"x": (onnx.TensorProto.FLOAT, ["batch", "length", 6])}, [output])
+    model.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
     return model
 
 
