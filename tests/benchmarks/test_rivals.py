@@ -1,6 +1,7 @@
 """Every rival against its formula on a small pair of models, and gradients that reach the student alone."""
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -104,78 +105,83 @@ def test_merged_maps_are_taught_by_a_divergence(teacher: Any, name: str) -> None
     torch.testing.assert_close(rival(own_pass, outputs, loss_mask=COUNTED), expected)
 
 
-def test_geometric_means_of_maps(teacher: Any) -> None:
+@dataclass
+class Pair:
+    """A student's layer and the teacher's that teaches it: calls, scores ``(B, H, L, S)`` and maps."""
+
+    calls: tuple[Any, Any]
+    scores: tuple[Tensor, Tensor]
+    maps: tuple[Tensor, Tensor]
+    part: Any
+
+
+def geometric_mean(pair: Pair) -> Tensor:
     def mean(maps: Tensor) -> Tensor:
         made = maps.clamp(min=1e-30).log().mean(1, keepdim=True).exp() * (maps > 0).all(1, keepdim=True)
         return made / made.sum(-1, keepdim=True)
 
-    rival, own_pass, outputs = taught(teacher, "geometric_mean")
-    expected = torch.zeros(())
-    for own, other in zip(student_maps(own_pass), teacher_maps(outputs), strict=True):
-        expected = expected + rows_mean(kl(torch.cat([mean(other[:, :2]), mean(other[:, 2:])], dim=1), own))
-    torch.testing.assert_close(rival(own_pass, outputs, loss_mask=COUNTED), expected, atol=1e-6, rtol=1e-4)
+    own, other = pair.maps
+    return rows_mean(kl(torch.cat([mean(other[:, :2]), mean(other[:, 2:])], dim=1), own))
 
 
-def test_sums_of_scores_are_compared_for_any_numbers_of_heads(teacher: Any) -> None:
-    rival, own_pass, outputs = taught(teacher, "sum_mse")
-    expected = torch.zeros(())
-    for own, other in ((0, 1), (1, 3)):
-        mine, theirs = own_pass.captured.logits[own].detach(), outputs.calls[other].compute_logits()
-        rows = torch.ones(7, 7, dtype=torch.bool).tril() & COUNTED[:, :, None]
-        expected += (mine.sum(1) - theirs.sum(1))[rows].square().mean()
-    torch.testing.assert_close(rival(own_pass, outputs, loss_mask=COUNTED), expected)
+def sum_mse(pair: Pair) -> Tensor:
+    own, other = (scores.sum(1) for scores in pair.scores)
+    return (own - other)[torch.ones(7, 7, dtype=torch.bool).tril() & COUNTED[:, :, None]].square().mean()
 
 
-def test_means_of_scores_are_those_of_all_heads(teacher: Any) -> None:
+def mean_ce(pair: Pair) -> Tensor:
     """The KL of the softmax of mean logits, which is a cross entropy but for the teacher's entropy."""
-    rival, own_pass, outputs = taught(teacher, "mean_ce")
+    own, other = (scores.mean(1).softmax(-1) for scores in pair.scores)
+    return kl(other, own)[COUNTED].mean()
+
+
+def relation_kl(pair: Pair, heads: int = 4) -> Tensor:
+    """Of queries, keys and values, in as many heads as the teacher has, which divide all widths here."""
+    ahead, total = torch.ones(7, 7, dtype=torch.bool).triu(1) | ~COUNTED[:, None, :], torch.zeros(())
+    for name in ("query", "key", "value"):
+        sides = [torch.cat(list(getattr(call, name).detach().unbind(1)), dim=-1) for call in pair.calls]
+        parts = [[x @ x.mT / x.shape[-1] ** 0.5 for x in side.chunk(heads, dim=-1)] for side in sides]
+        own, other = ([x.masked_fill(ahead, -torch.inf).softmax(-1) for x in products] for products in parts)
+        total += sum(kl(p, q)[COUNTED].mean() for p, q in zip(other, own, strict=True)) / heads
+    return total
+
+
+def soft_alignment(pair: Pair) -> Tensor:
+    own, other = pair.maps
+    weights = F.cosine_similarity(other.flatten(2)[:, :, None], own.flatten(2)[:, None], dim=-1).softmax(2)
+    rows = weights[..., None] * kl(other[:, :, None], own[:, None])  # (B, H_t, H_s, L)
+    return rows.movedim(3, 1)[COUNTED].mean(0).sum()
+
+
+def learned_alignment(pair: Pair) -> Tensor:
+    own, other = pair.maps
+    mixing = pair.part[0].detach().softmax(-1)
+    assert mixing.argmax(0).tolist() == [0, 0, 1, 1]  # at first those that adjacent pairs merge
+    return rows_mean(kl(torch.einsum("ht,btls->bhls", mixing, other), own))
+
+
+def attention_output(pair: Pair) -> Tensor:
+    sides = []
+    for call, maps in zip(pair.calls, pair.maps, strict=True):
+        values = call.value.repeat_interleave(maps.shape[1] // call.value.shape[1], 1)
+        sides.append((maps @ values).transpose(1, 2).flatten(2)[COUNTED])
+    return (pair.part(sides[0]) - sides[1]).square().mean()
+
+
+FORMULAS = (geometric_mean, sum_mse, mean_ce, relation_kl, soft_alignment, learned_alignment, attention_output)
+
+
+@pytest.mark.parametrize("formula", FORMULAS, ids=lambda formula: formula.__name__)
+def test_other_rivals_follow_their_formulas(teacher: Any, formula: Any) -> None:
+    rival, own_pass, outputs = taught(teacher, formula.__name__)
     expected = torch.zeros(())
     for own, other in ((0, 1), (1, 3)):
-        mine = own_pass.captured.logits[own].detach().mean(1).softmax(-1)
-        expected += kl(outputs.calls[other].compute_logits().mean(1).softmax(-1), mine)[COUNTED].mean()
-    torch.testing.assert_close(rival(own_pass, outputs, loss_mask=COUNTED), expected)
-
-
-def test_relations_of_queries_keys_and_values(teacher: Any) -> None:
-    rival, own_pass, outputs = taught(teacher, "relation_kl")
-    heads = 4  # of the teacher, which divide all widths here
-    expected = torch.zeros(())
-    for own, other in ((0, 1), (1, 3)):
-        for name in ("query", "key", "value"):
-            maps = []
-            for call in (outputs.calls[other], own_pass.captured.layer(own)):
-                vectors = getattr(call, name).detach()
-                side_by_side = torch.cat(list(vectors.unbind(1)), dim=-1)
-                relations = [x @ x.mT / x.shape[-1] ** 0.5 for x in side_by_side.chunk(heads, dim=-1)]
-                ahead = torch.ones(7, 7, dtype=torch.bool).triu(1) | ~COUNTED[:, None, :]
-                maps.append([x.masked_fill(ahead, -torch.inf).softmax(-1) for x in relations])
-            expected += sum(kl(p, q)[COUNTED].mean() for p, q in zip(*maps, strict=True)) / heads
-    torch.testing.assert_close(rival(own_pass, outputs, loss_mask=COUNTED), expected)
-
-
-def test_every_teacher_head_teaches_the_student_heads_that_resemble_it(teacher: Any) -> None:
-    rival, own_pass, outputs = taught(teacher, "soft_alignment")
-    expected = torch.zeros(())
-    for own, other in zip(student_maps(own_pass), teacher_maps(outputs), strict=True):
-        similar = torch.nn.functional.cosine_similarity(other.flatten(2)[:, :, None], own.flatten(2)[:, None], dim=-1)
-        weights = similar.softmax(2)
-        for t in range(4):
-            for h in range(2):
-                expected += (weights[:, t, h, None] * kl(other[:, t], own[:, h]))[COUNTED].mean()
+        calls = own_pass.captured.layer(own), outputs.calls[other]
+        scores = own_pass.captured.logits[own].detach(), calls[1].compute_logits()
+        maps = own_pass.captured.probs[own].detach(), attention_maps(calls[1])
+        part = rival.parts[own] if len(rival.parts) else None
+        expected = expected + formula(Pair(calls, scores, maps, part))
     torch.testing.assert_close(rival(own_pass, outputs, loss_mask=COUNTED), expected, atol=1e-5, rtol=1e-4)
-
-
-def test_a_learned_alignment_mixes_by_its_own_matrix(teacher: Any) -> None:
-    rival, own_pass, outputs = taught(teacher, "learned_alignment")
-    expected = torch.zeros(())
-    for number, (own, other) in enumerate(zip(student_maps(own_pass), teacher_maps(outputs), strict=True)):
-        mixing = rival.parts[number][0].detach().softmax(-1)
-        assert mixing.argmax(0).tolist() == [0, 0, 1, 1]  # at first those that adjacent pairs merge
-        mixed = torch.stack([sum(mixing[h, t] * other[:, t] for t in range(4)) for h in range(2)], dim=1)
-        expected += rows_mean(kl(mixed, own))
-    torch.testing.assert_close(rival(own_pass, outputs, loss_mask=COUNTED), expected, atol=1e-5, rtol=1e-4)
-    rival(own_pass, outputs).backward()
-    assert all(parameter.grad.abs().max() > 0 for parameter in rival.parameters())
 
 
 @pytest.mark.parametrize("name", FEATURES)
@@ -212,22 +218,6 @@ def test_features_of_blocks(teacher: Any, name: str) -> None:
     torch.testing.assert_close(rival(*run(rival, student), loss_mask=COUNTED), expected)
 
 
-def test_outputs_of_attention_are_projected(teacher: Any) -> None:
-    rival, own_pass, outputs = taught(teacher, "attention_output")
-    expected = torch.zeros(())
-    for number, (own, other) in enumerate(((0, 1), (1, 3))):
-        sides = []
-        for call in (own_pass.captured.layer(own), outputs.calls[other]):
-            maps, value = attention_maps(call), call.value
-            assert value is not None
-            groups = maps.shape[1] // value.shape[1]
-            heads = [maps[:, head] @ value[:, head // groups] for head in range(maps.shape[1])]
-            sides.append(torch.cat(heads, -1)[COUNTED])
-        projector: Any = rival.parts[number]
-        expected = expected + (projector(sides[0]) - sides[1]).square().mean()
-    torch.testing.assert_close(rival(own_pass, outputs, loss_mask=COUNTED), expected)
-
-
 def test_copied_maps_are_what_the_student_attends_with(teacher: Any) -> None:
     student = make_model(16, 2, 2)
     rival = make_rival("attention_copy", teacher, student, BATCH)
@@ -244,14 +234,6 @@ def test_copied_maps_are_what_the_student_attends_with(teacher: Any) -> None:
     with torch.no_grad():
         outside = student(**BATCH).logits
     assert not torch.allclose(outside, inside)
-
-
-def test_a_copy_of_its_own_maps_changes_nothing(teacher: Any) -> None:
-    rival = make_rival("attention_copy", teacher, teacher, BATCH)
-    outputs = rival.teach(**BATCH)
-    with torch.no_grad(), rival.capture(teacher, outputs):
-        logits = teacher(**BATCH).logits
-    torch.testing.assert_close(logits[COUNTED], teacher(**BATCH).logits.detach()[COUNTED], atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", RIVALS)
@@ -274,19 +256,3 @@ def test_gradients_reach_the_student_alone(teacher: Any, name: str) -> None:
     else:
         assert query.abs().max() > 0
         assert all(parameter.grad.abs().max() > 0 for parameter in rival.parameters() if parameter.ndim > 1)
-
-
-def test_matched_pairs_are_those_of_the_reference(teacher: Any) -> None:
-    pytest.importorskip("networkx", reason="matched plans need networkx")
-    from shd_ref import matched_plan
-
-    student = make_model(16, 2, 2)
-    rival = make_rival("shd", teacher, student, BATCH, plan="matched")
-    outputs = rival.teach(**BATCH)
-    for squeeze, layer, maps in zip(outputs.attention.squeezes, (1, 3), teacher_maps(outputs), strict=True):
-        value = outputs.calls[layer].value
-        assert value is not None
-        projection = teacher.model.layers[layer].self_attn.o_proj.weight.detach().mT
-        products = value_outputs(value, projection).double()
-        calibration = [(maps.double().numpy(), products.numpy(), COUNTED.numpy())]
-        assert squeeze.plan == matched_plan(calibration, 2)

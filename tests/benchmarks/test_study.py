@@ -13,8 +13,6 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-STORIES = ROOT.parent / "shared" / "data" / "stories260K"
-DOLLY = ROOT.parent / "shared" / "data" / "dolly_pairs" / "dolly_pairs.jsonl"
 
 for package in ("matplotlib", "networkx", "scipy", "sklearn", "transformers"):
     pytest.importorskip(package, reason="the study needs the extras 'plot', 'oracles' and 'hf'")
@@ -47,7 +45,6 @@ def test_a_quick_study_of_images_stops_and_goes_on(tmp_path: Path, capsys: pytes
     assert "missing of rivals: attention_copy (seed 0), attention_copy (seed 1), linear_projector (seed 0)" in output
     runs = run_study(tmp_path, "images")
     assert (tmp_path / "runs.jsonl").read_bytes().startswith(before)
-    check_stale_runs(tmp_path, runs, capsys)
     assert len({run["key"] for run in runs}) == len(runs) == 12
     for run in runs:
         assert 0 <= run["test_accuracy"] <= 1
@@ -72,64 +69,10 @@ def test_a_quick_study_of_images_stops_and_goes_on(tmp_path: Path, capsys: pytes
     assert len(set(by_start.values())) == len(by_start) == 4
 
 
-def check_stale_runs(folder: Path, runs: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
-    """They are listed, stay in the table until they are run again, and are then as others."""
-    (odd,) = (run for run in runs if (run["options"]["method"], run["seed"]) == ("attention_copy", 1))
-    lines = [json.dumps(run | {"start": "another version"} if run is odd else run) + "\n" for run in runs]
-    table = (folder / "images.csv").read_bytes()
-    (folder / "runs.jsonl").write_text("".join(lines), encoding="utf-8")
-    capsys.readouterr()
-    run_study(folder, "images", "--stale", "--budget", "0s")
-    assert capsys.readouterr().out.count("images: stale: ") == 2  # it and its base loss alone
-    assert (folder / "images.csv").read_bytes().count(b"\n") == table.count(b"\n")
-    assert len(run_study(folder, "images", "--stale")) == len(runs) + 2
-    capsys.readouterr()
-    run_study(folder, "images", "--stale", "--budget", "0s")
-    assert "stale: " not in capsys.readouterr().out
-    (folder / "runs.jsonl").write_text("".join(json.dumps(run) + "\n" for run in runs), encoding="utf-8")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not STORIES.is_dir(), reason="needs ../shared/data/stories260K")
-def test_a_quick_study_of_language(tmp_path: Path) -> None:
-    runs = run_study(tmp_path, "language")
-    starts = {run["options"]["start"]: run["test_loss"] for run in runs}
-    assert 1.2 < runs[0]["teacher_loss"] < 1.6  # on windows that start anywhere
-    assert starts["squeezed"] < starts["random"]
-
-
 def test_a_quick_study_of_generation(tmp_path: Path) -> None:
     runs = run_study(tmp_path, "generation")
     assert {run["options"]["method"] for run in runs} == {"base", "shd"}
     assert all(run["test_distance"] > 0 for run in runs)
-
-
-@pytest.mark.skipif(not DOLLY.is_file(), reason="needs ../shared/data/dolly_pairs")
-def test_a_quick_study_of_instructions(tmp_path: Path) -> None:
-    for package in ("rouge_score", "tokenizers"):
-        pytest.importorskip(package, reason="answers are encoded by tokenizers and judged by rouge-score")
-    runs = run_study(tmp_path, "instructions")
-    assert {(run["options"]["method"], run["options"]["base"]) for run in runs} == {
-        (method, base) for method in ("base", "shd") for base in ("kd", "minillm")
-    }
-    for run in runs:
-        assert 0 <= run["test_rouge_l"] <= 1
-        assert 0 < run["test_loss"] < 10
-
-
-def test_a_teacher_is_kept_for_the_settings_that_it_depends_on(tmp_path: Path) -> None:
-    """Other heads have weights of the same shapes, and a smaller pool would leave the old teacher test images."""
-    from benchmarks.study.arms import read_grid
-    from benchmarks.study.tasks.images import Images
-
-    settings = read_grid("images", "quick").arms[0].settings
-    other = settings | {"teacher": settings["teacher"] | {"heads": 3}}
-    for number, given in enumerate((settings, other, settings | {"pool": 200}), 1):
-        made = Images(tmp_path, given)
-        assert len(list(tmp_path.glob("*.pt"))) == number
-    again = Images(tmp_path, given | {"steps": 1, "batch": 4})
-    assert len(list(tmp_path.glob("*.pt"))) == number
-    assert again.teacher_accuracy == made.teacher_accuracy
 
 
 def test_frechet_distance_of_two_normal_distributions() -> None:
@@ -213,20 +156,6 @@ def test_gains_are_paired_and_intervals_are_students() -> None:
     assert {seed for _, seed in stale_runs(grid, record)} == {0, 1, 2}  # the other arms have no start on record
 
 
-def test_a_hash_of_code_is_that_of_what_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks.study import origin
-
-    room = tmp_path / "benchmarks" / "study"
-    room.mkdir(parents=True)
-    monkeypatch.setattr(origin, "ROOT", tmp_path)
-    monkeypatch.setattr(origin, "ROOMS", {"rival_code": ("benchmarks/study/rivals.py",)})
-    hashes = []
-    for text in ("a = 1\n", '"""Text."""\n\na  =  1  # one\n', "a = 2\n"):
-        (room / "rivals.py").write_text(text)
-        hashes.append(origin.hash_code.__wrapped__("rival_code", "images"))
-    assert hashes[0] == hashes[1] != hashes[2]
-
-
 def test_p_values_are_adjusted_as_holm_and_benjamini_hochberg_do() -> None:
     from benchmarks.study.analysis import adjust
 
@@ -247,21 +176,6 @@ def test_tables_and_pages_have_the_figures_of_the_runs(tmp_path: Path) -> None:
         assert (tmp_path / f"{task}.csv").read_bytes() == (results / f"{task}.csv").read_bytes()
     for name in ("study.md", "study/setup.md"):
         assert f"all {count_comparisons(rows)} comparisons" in (ROOT / "docs" / name).read_text(encoding="utf-8")
-
-
-def test_grids_ask_for_each_run_once() -> None:
-    from benchmarks.study.arms import read_grid
-    from benchmarks.study.tasks import TASKS
-
-    for task in TASKS:
-        grid = read_grid(task)
-        keys = [arm.key(seed) for arm, seed in grid.runs()]
-        assert len(set(keys)) == len(keys)
-        for part in grid.questions:  # also where another part asks for the same run
-            assert {arm.key(0) for arm, _ in grid.runs([part])} == {a.key(0) for a in grid.arms if a.part == part}
-        assert all(arm.seeds >= 3 for arm in grid.arms)
-        alone = [arm for arm in grid.arms if arm.method == "base"]
-        assert all(arm.options["beta"] == 0.0 for arm in alone)
 
 
 def test_a_squeezed_denoiser_mixes_its_teachers_logits() -> None:
