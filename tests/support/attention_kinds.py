@@ -71,41 +71,6 @@ class Kind(nn.Module):
         return x + self.join(maps @ value)
 
 
-def tapped_module(module: nn.MultiheadAttention, x: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
-    """Maps and value outputs of ``nn.MultiheadAttention`` by its own weights, for ``x (B, L, D)``."""
-    projected = nn.functional.linear(x, module.in_proj_weight, module.in_proj_bias)
-    query, key, value = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in projected.chunk(3, -1))
-    logits = query @ key.transpose(-1, -2) / math.sqrt(HEAD_WIDTH)
-    logits = logits.masked_fill(padding[:, None, None, :], -math.inf)
-    return torch.softmax(logits, -1), value @ module.out_proj.weight.T.reshape(HEADS, -1, WIDTH)
-
-
-class Module(nn.Module):
-    """``nn.MultiheadAttention`` with padding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
-        self.maps: Tensor | None = None
-        self.value_outputs: Tensor | None = None
-
-    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
-        if not torch.compiler.is_exporting():
-            self.maps, self.value_outputs = tapped_module(self.attention, x, padding)
-        attended: Tensor = self.attention(x, x, x, key_padding_mask=padding, need_weights=False)[0]
-        return x + attended
-
-
-class FusedFunction(Kind):
-    """PyTorch's own fused function, with a causal mask."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.project(x)
-        allowed = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
-        self.keep(torch.softmax(self.logits(query, key).masked_fill(~allowed, -math.inf), -1), value)
-        return x + self.join(nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True))
-
-
 class FusedByPermute(Kind):
     """timm: ``(B, L, 3, H, d) -> (3, B, H, L, d)``, unbound."""
 
@@ -163,25 +128,6 @@ class Latent(Kind):
         key_turned = rotate(key_turned[:, None]).expand(-1, HEADS, -1, -1)
         query = torch.cat([query_plain, rotate(query_turned)], -1)
         return query, torch.cat([key_plain, key_turned], -1), value
-
-
-class Grouped(Kind):
-    """Llama: two key and value heads, each for two queries; rotary embedding; a causal mask."""
-
-    kv_heads = 2
-
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value = super().project(x)
-        return rotate(query), self.repeat(rotate(key)), self.repeat(value)
-
-    def repeat(self, x: Tensor) -> Tensor:
-        batch, heads, length, width = x.shape
-        return x[:, :, None].expand(batch, heads, HEADS // heads, length, width).reshape(batch, HEADS, length, width)
-
-    def logits(self, query: Tensor, key: Tensor) -> Tensor:
-        length = query.shape[2]
-        allowed = torch.ones(length, length, dtype=torch.bool).tril()
-        return super().logits(query, key).masked_fill(~allowed, torch.finfo(torch.float32).min)
 
 
 class Sinks(Kind):
@@ -297,12 +243,9 @@ class Case:
 
 
 CASES: dict[str, Case] = {
-    "module with padding": Case(Module),
-    "fused function": Case(FusedFunction),
     "fused qkv by permute": Case(FusedByPermute),
     "Perceiver": Case(Perceiver),
     "MLA": Case(Latent),
-    "GQA with RoPE": Case(Grouped),
     "sinks": Case(Sinks, row_sums="at_most_one"),
     "talking heads": Case(TalkingHeads),
     "softmax plus one, from the maximum": Case(PlusOneFromMaximum, row_sums="at_most_one"),
@@ -330,16 +273,14 @@ class Together(nn.Module):
         super().__init__()
         self.kinds = nn.ModuleList(make(name) for name in names)
 
-    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         total = x
         for kind in self.kinds:
-            output: Tensor = kind(x, padding) if isinstance(kind, Module) else kind(x)
+            output: Tensor = kind(x)
             total = total + (output if output.shape == x.shape else output.mean(1, keepdim=True))
         return total
 
 
 def sample(batch: int, length: int) -> dict[str, Tensor]:
-    """Inputs, of which the last positions of every sample but the first are padding."""
     torch.manual_seed(batch * 100 + length)
-    padding = torch.arange(length)[None] >= length - torch.arange(batch)[:, None]
-    return {"x": torch.randn(batch, length, WIDTH), "padding": padding}
+    return {"x": torch.randn(batch, length, WIDTH)}

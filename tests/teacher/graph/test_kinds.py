@@ -1,5 +1,7 @@
 """Kinds of attention as people write them in PyTorch: exported, found, and equal to what the model computes.
 
+BERT's, Llama's and PyTorch's own module are in the exports of other tests.
+
 Only kinds whose spelling is the exporter's are here; others are rows of ``test_forms.py`` and ``test_projection.py``.
 """
 
@@ -36,19 +38,16 @@ from shd_torch.export import export_teacher  # noqa: E402
 WHOLE = ("largest entries", "slots")
 """Kinds whose maps are not made in tiles: keys of a row depend on one another."""
 
-ELSEWHERE = ("module with padding", "fused function", "GQA with RoPE")
-"""Kinds that are in other tests' exports in every run: BERT's, any by transformers, Llama's."""
-
 
 @cache
-def exported(is_elsewhere: bool) -> tuple[dict[str, AttentionSite], dict[str, Any], dict[str, Any]]:
+def exported() -> tuple[dict[str, AttentionSite], dict[str, Any], dict[str, Any]]:
     """Sites of these kinds, what the graph gives at another batch and length, and the modules, by name."""
-    names = [name for name in CASES if (name in ELSEWHERE) == is_elsewhere]
+    names = list(CASES)
     module = Together(names).eval()
     axes = {0: "batch", 1: "length"}
     with TemporaryDirectory() as folder:
         path = Path(folder) / "teacher.onnx"
-        export_teacher(module, sample(2, 8), path, dynamic={"x": axes, "padding": axes})
+        export_teacher(module, sample(2, 8), path, dynamic={"x": axes})
         model = load_teacher(path)
     sites = find_sites(model)
     supported = [(number, site) for number, site in enumerate(sites) if site.supported]
@@ -83,11 +82,9 @@ def exported(is_elsewhere: bool) -> tuple[dict[str, AttentionSite], dict[str, An
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in ELSEWHERE)) for name in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_kinds_are_those_of_the_model_or_refused_for_their_own_reason(name: str) -> None:
-    sites, arrays, modules = exported(name in ELSEWHERE)
+    sites, arrays, modules = exported()
     site, case, module = sites[name], CASES[name], modules[name]
     if case.reason is not None:
         assert not site.supported
