@@ -1,11 +1,11 @@
 import math
 import struct
+from typing import Any
 
 import numpy as np
 import pytest
 from support.refusals import refusal
 
-from shd_ref import ShdError
 from shd_ref.cache import CODECS, CodecError, codec_error, decode, encode
 from shd_ref.cache.codecs.codecs import check_codes, code_dtype, kl_bound, merge_errors, sqrt8_table, u4_table
 
@@ -67,20 +67,6 @@ def test_sqrt8_keeps_the_support() -> None:
     assert encode("sqrt8-row", row).tolist() == [[255, 1, 1, 0, 0]]
 
 
-def test_sqrt8_table_is_the_formula_of_the_specification() -> None:
-    table = sqrt8_table()
-    assert table.dtype == np.float32
-    assert table[0] == 0
-    assert table[1] == np.float32(0.75 / 255**2)
-    assert table[2:].tolist() == [np.float32((code / 255) ** 2) for code in range(2, 256)]
-
-
-@pytest.mark.parametrize("codec", CODECS)
-def test_float64_rows_code_like_their_float32(codec: str) -> None:
-    rows = ROWS["attention-like"].astype(np.float64) * (1 + 1e-10)
-    np.testing.assert_array_equal(encode(codec, rows), encode(codec, rows.astype(np.float32)))
-
-
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("shape", [(5,), (3, 1), (2, 3, 4, 7), (0, 4), (2, 0, 0)])
 def test_any_shape_goes_through(codec: str, shape: tuple[int, ...]) -> None:
@@ -99,13 +85,6 @@ def test_rows_without_mass_stay_zero(codec: str) -> None:
     np.testing.assert_allclose(np.delete(decoded.sum(axis=-1, dtype=np.float64), 3), 1, atol=1e-6)
 
 
-@pytest.mark.parametrize("codec", LOSSY)
-def test_coding_what_was_decoded_changes_nothing(codec: str) -> None:
-    codes = encode(codec, ROWS["peaky"])
-    again = encode(codec, decode(codec, codes))
-    assert np.abs(again.astype(int) - codes.astype(int)).max() <= 1
-
-
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("codec", LOSSY)
 def test_error_stays_within_the_bound(codec: str, name: str) -> None:
@@ -118,26 +97,6 @@ def test_error_stays_within_the_bound(codec: str, name: str) -> None:
         error = codec_error(row, coded)
         assert error.kl_max <= bound
         assert error.tv_mean <= math.sqrt(max(error.kl_max, 1e-15) / 2) + 1e-7
-
-
-@pytest.mark.parametrize("name", ["diffuse", "attention-like"])
-def test_error_is_what_the_specification_predicts(name: str) -> None:
-    exact = ROWS[name].astype(np.float64)
-    spread = ((exact > 0).sum(axis=-1) * exact.max(axis=-1)).mean() / 255**2
-    roots = (np.sqrt(exact).sum(axis=-1) * np.sqrt(exact.max(axis=-1))).mean()
-    error = codec_error(exact, decode("sqrt8-row", encode("sqrt8-row", exact)))
-    assert 0.9 * spread / 6 <= error.kl_mean <= 1.1 * spread / 3
-    assert error.tv_mean == pytest.approx(roots / (4 * 255), rel=0.15)
-
-
-@pytest.mark.parametrize("name", ["diffuse", "attention-like"])
-def test_error_of_u4_is_what_the_specification_predicts(name: str) -> None:
-    exact = ROWS[name].astype(np.float64)
-    largest = exact.max(axis=-1, keepdims=True)
-    error = codec_error(exact, decode("u4", encode("u4", exact)))
-    expected = (largest ** (2 / 3) * exact ** (1 / 3)).sum(axis=-1).mean() / 600
-    assert expected / 1.6 <= error.kl_mean <= 1.6 * expected  # values of code 1 follow another law
-    assert error.tv_mean == pytest.approx((largest ** (1 / 3) * exact ** (2 / 3)).sum(-1).mean() / 40, rel=0.3)
 
 
 def test_bounds_are_reached_but_for_a_tenth() -> None:
@@ -170,8 +129,6 @@ def test_u4_follows_its_formula() -> None:
             assert code == (1 + above if value >= 2.0**-126 else 0)
     cubes = np.arange(1, 16, dtype=np.float32)[None] ** 3
     assert encode("u4", cubes / 3375).tolist() == [list(range(1, 16))]
-    assert u4_table()[2:].tolist() == [np.float32((code / 15) ** 3) for code in range(2, 16)]
-    assert u4_table()[1] == np.float32(0.84375 / 3375)
 
 
 def test_codec_error_by_hand() -> None:
@@ -183,16 +140,6 @@ def test_codec_error_by_hand() -> None:
     assert error.kl_mean == pytest.approx((first + math.log(2)) / 2)
     assert error.kl_max == pytest.approx(math.log(2))
     assert error.tv_mean == pytest.approx((0.25 + 0.5) / 2)
-
-
-def test_lost_support_is_an_infinite_error() -> None:
-    assert codec_error(np.array([[0.5, 0.5]]), np.array([[1.0, 0.0]])).kl_max == math.inf
-
-
-def test_no_rows_no_error() -> None:
-    nothing = CodecError(0.0, 0.0, 0.0, 0)
-    assert codec_error(np.zeros((2, 3)), np.zeros((2, 3))) == nothing
-    assert merge_errors(CodecError, []) == merge_errors(CodecError, [nothing, nothing]) == nothing
 
 
 def test_merged_errors_are_the_error_of_all_rows() -> None:
@@ -207,35 +154,32 @@ def test_merged_errors_are_the_error_of_all_rows() -> None:
     assert parts.tv_mean == pytest.approx(whole.tv_mean)
 
 
-@pytest.mark.parametrize(
-    ("codec", "probs", "code"),
-    [
-        ("zip", np.ones((1, 2), dtype=np.float32), "argument-value"),
-        ("u4", np.ones((1, 2), dtype=np.float16), "argument-dtype"),
-        ("u4", np.array([[np.nan, 1]]), "not-finite"),
-        ("float32", np.array([[np.inf, 1]]), "not-finite"),
-        ("sqrt8-row", np.array([[-0.1, 1.1]]), "not-a-distribution"),
-    ],
-)
-def test_encode_refuses(codec: str, probs: np.ndarray, code: str) -> None:
-    with refusal(code):
-        encode(codec, probs)
+def test_errors_of_no_rows_and_of_lost_support() -> None:
+    nothing = CodecError(0.0, 0.0, 0.0, 0)
+    assert codec_error(np.zeros((2, 3)), np.zeros((2, 3))) == nothing
+    assert merge_errors(CodecError, []) == merge_errors(CodecError, [nothing, nothing]) == nothing
+    assert codec_error(np.array([[0.5, 0.5]]), np.array([[1.0, 0.0]])).kl_max == math.inf
 
 
-def test_decode_refuses_codes_of_another_codec() -> None:
-    with pytest.raises(ShdError, match="must be uint8; got uint16"):
-        decode("sqrt8-row", np.zeros((1, 2), dtype=np.uint16))
+def single(*numbers: float) -> np.ndarray:
+    return np.array(numbers, dtype=np.float32)
 
 
 @pytest.mark.parametrize(
-    ("codec", "codes", "code"),
+    ("use", "codec", "array", "code"),
     [
-        ("float32", np.array([np.nan], dtype=np.float32), "not-finite"),
-        ("float32", np.array([-1], dtype=np.float32), "not-a-distribution"),
-        ("sqrt8-row", np.array([1], dtype=np.int8), "argument-dtype"),
-        ("u4", np.array([16], dtype=np.uint8), "argument-value"),
+        (encode, "zip", single(1, 1), "argument-value"),
+        (encode, "u4", np.ones((1, 2), dtype=np.float16), "argument-dtype"),
+        (encode, "u4", single(math.nan, 1), "not-finite"),
+        (encode, "float32", single(math.inf, 1), "not-finite"),
+        (encode, "sqrt8-row", single(-0.1, 1.1), "not-a-distribution"),
+        (decode, "sqrt8-row", np.zeros((1, 2), dtype=np.uint16), "argument-dtype"),
+        (check_codes, "float32", single(math.nan), "not-finite"),
+        (check_codes, "float32", single(-1), "not-a-distribution"),
+        (check_codes, "sqrt8-row", np.array([1], dtype=np.int8), "argument-dtype"),
+        (check_codes, "u4", np.array([16], dtype=np.uint8), "argument-value"),
     ],
 )
-def test_check_codes_refuses_what_no_encoder_makes(codec: str, codes: np.ndarray, code: str) -> None:
+def test_what_no_encoder_takes_or_makes_is_refused(use: Any, codec: str, array: np.ndarray, code: str) -> None:
     with refusal(code):
-        check_codes(codec, codes)
+        use(codec, array)

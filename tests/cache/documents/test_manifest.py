@@ -59,28 +59,14 @@ def test_names_may_hold_any_character() -> None:
     assert Manifest.from_bytes(manifest.to_bytes()).attention.layers[0].site == layer.site
 
 
-def test_differences_name_the_members() -> None:
-    changed = job(temperature=2.0, shards=ShardPlan(4, 17, 2))
-    assert job().differences(changed) == [
-        "attention.temperature: 1.0 -> 2.0",
-        "shards.num_shards: 4 -> 2",
-        "shards.samples_per_shard: 2 -> 4",
-    ]
-    assert job().differences(job()) == []
-
-
 def test_shards_hold_every_sample_once_in_the_specified_order() -> None:
     manifest = job(num_samples=103, samples_per_shard=10)
     by_hand = sorted(range(103), key=lambda i: (xxhash.xxh3_64_intdigest(struct.pack("<Q", i), 17), i))
     dealt = [manifest.shard_samples(shard) for shard in range(11)]
     assert [index for shard in dealt for index in shard] == by_hand
     assert [len(shard) for shard in dealt] == [10] * 10 + [3]
-
-
-@pytest.mark.parametrize("shard", [-1, 4])
-def test_no_such_shard(shard: int) -> None:
-    with pytest.raises(ShdError, match="shard must be 0 to 3"):
-        job().shard_samples(shard)
+    with refusal("argument-value", "shard must be 0 to 10"):
+        manifest.shard_samples(11)
 
 
 @pytest.mark.parametrize(
@@ -176,6 +162,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "matching without a seed": {"matching": {"by": "residual", "samples": 1}},
     "triple for a pair": {"plan": [[[0, 1, 2]]]},
     "null": {"codec": None},
+    **{f"logits are {value}": {"logits": value} for value in (None, {}, [], "topk", {"codec": "topk"}, 1)},
     "unknown codec": {"codec": "pickle"},
     "version is no string": {"format_version": 1},
 }

@@ -24,17 +24,14 @@ from support.makers import (
     errors_of,
     job,
     key_of,
-    logits_of,
     records_of,
     write_cache,
 )
-from support.plain_kd import topk_targets
 from support.refusals import refusal
 
 from shd_ref import ShdError
 from shd_ref.cache import CacheReader, CacheWriter, Logits, SampleRecord
 from shd_ref.cache.codecs.logits import pick_classes
-from shd_ref.kd import TopkTargets
 
 """The sum over the rest is made in single precision where logits are no better; it is stored in binary16."""
 CODECS = {"topk": TOPK, "narrow": NARROW, "float16": ALL_CLASSES}
@@ -60,12 +57,6 @@ def test_the_largest_of_many_are_found_wherever_they_lie() -> None:
         picked = pick_classes(logits, head, 1.0)
         wanted = np.sort(np.argsort(-logits, axis=-1, kind="stable")[:, :head], axis=-1)
         np.testing.assert_array_equal(picked.head_ids, wanted)
-
-
-def test_a_tail_of_any_size_has_a_logarithm() -> None:
-    logits = np.array([[900.0, 0.0, -5.0, 0.0]])
-    picked = pick_classes(logits, 1, 1.0)
-    np.testing.assert_allclose(picked.log_tail, np.log(2 + np.exp(-5)) - 900, rtol=1e-12)
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -206,13 +197,6 @@ def test_rows_that_cannot_be_coded(name: str, code: str, change: Any) -> None:
         CODED[name](change(rows))
 
 
-def test_numbers_beyond_float16_are_refused() -> None:
-    rows = rows_of(ALL_CLASSES, 1)
-    rows[0, 3] = 7e4
-    with refusal("argument-value", "below 65520 for float16; got 70000: use topk"):
-        ALL_CLASSES.encode(rows)
-
-
 WRONG_FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
     "codec": (TOPK, {"codec": "dense"}),
     "rows": (TOPK, {"rows": "tokens"}),
@@ -297,22 +281,13 @@ def test_bytes_that_no_encoder_writes_are_refused_by_the_decoder(codec: str) -> 
         assert caught.value.code == "cache-corrupt", name
 
 
-def test_a_reader_gives_what_the_reference_makes(tmp_path: Path) -> None:
-    manifest = job(**FORMS["topk"])
-    reader = CacheReader(write_cache(tmp_path, manifest))
-    for index in range(7):
-        found = reader.decode_logits(reader.read(key_of(index)))
-        assert isinstance(found, TopkTargets)
-        wanted = topk_targets(logits_of(manifest, index)[..., :VOCABULARY].astype(np.float64), 5, temperature=2.0)
-        np.testing.assert_array_equal(found.ids, wanted.ids)
-        np.testing.assert_allclose(np.exp(found.log_probs), np.exp(wanted.log_probs), atol=0.01)
-        np.testing.assert_allclose(found.log_tail, wanted.log_tail, rtol=2.0**-11)
-    with pytest.raises(ShdError, match="must be read with logits"):
+def test_logits_that_were_not_read_or_are_not_stored(tmp_path: Path) -> None:
+    reader = CacheReader(write_cache(tmp_path, job(**FORMS["topk"])))
+    with refusal("argument-value", "must be read with logits"):
         reader.decode_logits(reader.read(key_of(0), logits=False))
     plain = CacheReader(write_cache(tmp_path / "plain", job()))
-    with pytest.raises(ShdError, match="must hold logits for this; it holds attention: precompute it with") as e:
+    with refusal("argument-value", "must hold logits for this; it holds attention: precompute it with"):
         plain.decode_logits(plain.read(key_of(0)))
-    assert e.value.code == "argument-value"
 
 
 def test_a_large_vocabulary_takes_little_memory() -> None:
