@@ -84,7 +84,6 @@ def report(
     out: str = "report.html",
     teacher: Path | None = None,
     inputs: InputOptions | None = None,
-    samples: Annotated[int, FROM_1, Needs("teacher")] = 4,
     records: Annotated[int, FROM_1] = 512,
     provider: CheckProvider = "cpu",
 ) -> Document:
@@ -93,12 +92,11 @@ def report(
     shd report cache/ --teacher teacher.onnx --inputs data.npz
 
     A partial cache can be reported too. The page needs no network and contains no script. With the teacher it also
-    shows maps before and after merging, and compares the cache with every other strategy.
+    shows maps before merging; shd plan compares plans and strategies.
 
     Args:
         out: The page to write.
-        teacher: The cache's teacher: adds its maps and the loss of every strategy.
-        samples: Samples to run the teacher on.
+        teacher: The cache's teacher: adds the maps that were merged.
         records: Records to read merge weights from.
     """
     from shd_ref.cache import CacheReader
@@ -115,7 +113,7 @@ def report(
         if teacher is not None and inputs is not None:
             on_progress(0, 0, says="teacher's own maps")
             source = inputs.open()
-            evidence = read_evidence(reader, teacher, source, num_samples=samples, provider=provider)
+            evidence = read_evidence(reader, teacher, source, provider=provider)
             print_remarks(source.remark)
         page = render_page(reader, content, evidence)
     with drafting(page_file) as draft:

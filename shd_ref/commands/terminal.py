@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -77,7 +76,7 @@ def plus_minus(value: float, margin: float | None, most: int | None = None) -> s
 
 
 EVERY: Final = 15.0
-"""Seconds between lines of progress, and before the first: a short command says nothing."""
+"""Seconds between lines of progress, at least, and before the first: a short command says nothing."""
 
 _IS_QUIET: ContextVar[bool] = ContextVar("is_quiet", default=False)
 
@@ -112,8 +111,7 @@ def show_progress(*units: str) -> Iterator[tuple[Callable[..., None], ...]]:
         with _bars() as bars:
             yield tuple(_bar(bars, unit) for unit in units)
     else:
-        with _Lines() as lines:
-            yield tuple(lines.counter(unit) for unit in units)
+        yield tuple(map(_line, units))
 
 
 def _bars() -> Any:
@@ -145,48 +143,24 @@ def _bar(bars: Any, unit: str) -> Callable[..., None]:
     return tell
 
 
-class _Lines:
-    """A line every ``EVERY`` seconds, and after the first so many when a stage begins."""
+def _line(unit: str) -> Callable[..., None]:
+    began = stage = said = time.monotonic()
+    first = 0  # done when the stage began: a run may be resumed
 
-    def __init__(self) -> None:
-        self._begun = time.monotonic()
-        self._now: Callable[[], str] | None = None
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
+    def tell(done: int, total: int, *_: Any, says: str = unit) -> None:
+        nonlocal stage, said, first
+        now = time.monotonic()
+        if not done or not first:
+            stage, first = now, done
+        if now - said < EVERY:
+            return
+        said = now
+        count = f"{done}/{total} " if total else ""
+        left = (now - stage) / (done - first) * (total - done) if done > first else 0.0
+        ending = f", about {_clock(max(left, 1.0))} left" if left else ""
+        messages.say(f"progress: {count}{says}; {_clock(now - began)} passed{ending}")
 
-    def __enter__(self) -> _Lines:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def counter(self, unit: str) -> Callable[..., None]:
-        stage: tuple[float, int] | None = None  # when it began, and with how many done: a run may be resumed
-
-        def tell(done: int, total: int, *_: Any, says: str = unit) -> None:
-            nonlocal stage
-            now, is_new = time.monotonic(), stage is None or not done
-            began, first = stage = (now, done) if stage is None or not done else stage
-
-            def line() -> str:
-                now = time.monotonic()
-                count = f"{done}/{total} " if total else ""
-                left = (now - began) / (done - first) * (total - done) if done > first else 0.0
-                ending = f", about {_clock(max(left, 1.0))} left" if left else ""
-                return f"progress: {count}{says}; {_clock(now - self._begun)} passed{ending}"
-
-            self._now = line
-            if is_new and now - self._begun > EVERY:
-                messages.say(line())
-
-        return tell
-
-    def _run(self) -> None:
-        while not self._ended.wait(EVERY):
-            if self._now is not None:
-                messages.say(self._now())
+    return tell
 
 
 def _clock(seconds: float) -> str:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import base64
 import struct
 import zlib
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 import shd_ref
 from shd_ref.cache import Attention, CacheReader, Manifest, SampleRecord, list_cache
 from shd_ref.errors import ShdError
-from shd_ref.merging.mixing import squeeze_heads
 from shd_ref.merging.plans import MergePlan, merge_plan, merge_pool, plan_groups
 from shd_ref.report.facts import listing_facts
 from shd_ref.teacher.run.reading import AttentionReader
@@ -36,9 +35,6 @@ except ImportError as error:
     raise ShdError("dependency-missing", message) from error
 
 QUANTILES: Final = (0.05, 0.25, 0.5, 0.75, 0.95)
-CACHED: Final = "this cache"
-STRATEGIES: Final[dict[str, str]] = {"hard": "hard", "constant": "constant", "alpha per map": "shd"}
-"""Strategies by the names that the page gives them."""
 
 _ALONE: Final[dict[str, Any]] = {"logits": False, "hidden": (), "embeddings": False, "exact": False}
 """What to read of a record beside its attention: nothing."""
@@ -60,10 +56,6 @@ class MergeAlphas:
         """At ``QUANTILES``; empty without values."""
         return tuple(np.quantile(self.values, QUANTILES).tolist()) if self.values.size else ()
 
-    @property
-    def clipped(self) -> int:
-        return int(((self.values < 0) | (self.values > 1)).sum())
-
 
 @dataclass(frozen=True)
 class LayerContent:
@@ -76,17 +68,10 @@ class LayerContent:
     merges: tuple[MergeAlphas, ...]  # none of strategies without alphas
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """What the teacher told of a few samples, of which ``example`` is the key of the one that is shown.
-
-    ``residuals`` are mean relative errors by layer (MIX-8) along the cache's plan, by ``CACHED`` and the names of
-    ``STRATEGIES``; ``maps`` the teacher's of the example ``(H_t, n, n)``, by student layer.
-    """
+class Evidence(NamedTuple):
+    """The teacher's maps ``(H_t, n, n)`` by student layer, of the sample whose key is ``example``."""
 
     example: str
-    samples: int
-    residuals: dict[str, list[float]]
     maps: dict[int, NDArray[Any]]
 
 
@@ -126,9 +111,9 @@ def merge_labels(plan: MergePlan, num_teacher_heads: int) -> Iterator[str]:
 
 
 def read_evidence(
-    reader: CacheReader, teacher: str | Path, inputs: Source | Arrays, *, num_samples: int = 4, provider: str = "cpu"
+    reader: CacheReader, teacher: str | Path, inputs: Source | Arrays, *, provider: str = "cpu"
 ) -> Evidence:
-    """Run the cache's teacher on the example and some samples more, in stored order.
+    """Run the cache's teacher on the example.
 
     Raises ``cache-mismatch`` for another teacher or other inputs, ``not-finite``, ``not-a-distribution``.
     """
@@ -140,35 +125,14 @@ def read_evidence(
     work = rerun_teacher(reader, teacher, inputs, provider=provider)
     index_of = {work.inputs.key(index): index for index in reversed(range(len(work.inputs)))}
     example = choose_example(reader, index_of)
-    keys = list(dict.fromkeys([example, *(key for key in reader if key in index_of)]))[:num_samples]
     attention = AttentionReader(work.graph.model, [site for _, site in work.graph.layers], provider=provider)
-    ways = {CACHED: (form.strategy, form.alpha_rule)}
-    ways |= {name: (strategy, "least_squares") for name, strategy in STRATEGIES.items()}
-    residuals: dict[str, list[float]] = {name: [] for name in ways}
-    example_maps = {}
+    batch = work.inputs.batch([index_of[example]])  # alone: without padding, so that the maps are its own
+    shapes = form.map_shapes(reader.read(example, (), **_ALONE).extent)
+    maps = {}
     for number, (student_layer, _) in enumerate(work.graph.layers):
-        errors = np.zeros((len(keys), len(ways)))
-        # One sample a batch: without padding, so that the example's maps are its own.
-        for row, key in enumerate(keys):
-            batch = work.inputs.batch([index_of[key]])
-            mask = work.row_masks(batch)[student_layer]
-            maps, outputs = attention.read(number, batch)
-            for column, (strategy, alpha_rule) in enumerate(ways.values()):
-                errors[row, column] = squeeze_heads(
-                    maps,
-                    outputs,
-                    form.num_student_heads,
-                    plan=form.layer_plans[number],
-                    strategy=strategy,
-                    query_mask=None if mask is None else mask[: len(maps)],
-                    alpha_rule=alpha_rule,
-                ).residual.mean()
-            if key == example:
-                rows, columns = form.map_shapes(reader.read(key, (), **_ALONE).extent)[number]
-                example_maps[student_layer] = maps[0, :, :rows, :columns]
-        for name, value in zip(ways, errors.mean(axis=0).tolist(), strict=True):
-            residuals[name].append(value)
-    return Evidence(example, len(keys), residuals, example_maps)
+        rows, columns = shapes[number]
+        maps[student_layer] = attention.read_values(number, batch)[0][0, :, :rows, :columns]
+    return Evidence(example, maps)
 
 
 def choose_example(reader: CacheReader, known: Container[str] | None = None) -> str:
@@ -181,15 +145,13 @@ def choose_example(reader: CacheReader, known: Container[str] | None = None) -> 
     return min(keys, key=lambda key: (lengths[key] < _EXAMPLE_LENGTH, abs(lengths[key] - _EXAMPLE_LENGTH)))
 
 
-@dataclass(frozen=True)
-class Table:
-    """A table of the page; ``best`` marks cells by row and column."""
+class Table(NamedTuple):
+    """A table of the page; columns of text are not aligned as numbers."""
 
     caption: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     text_columns: tuple[int, ...] = ()
-    best: Mapping[int, Iterable[int]] = field(default_factory=dict)
 
 
 def render_page(reader: CacheReader, layers: Sequence[LayerContent], evidence: Evidence | None) -> str:
@@ -202,12 +164,8 @@ def render_page(reader: CacheReader, layers: Sequence[LayerContent], evidence: E
     shards = f"{len(listing.written)} of {manifest.shards.num_shards}"
     sections: dict[str, Any] = {}
     if layers:
-        sections = {
-            "alphas": _alphas(layers, manifest),
-            "residuals": _residuals(reader, evidence),
-            "maps": _maps(reader, layers, evidence),
-            "groups": _groups(layers),
-        }
+        maps = _maps(reader, layers, evidence)
+        sections = {"alphas": _alphas(layers, manifest), "maps": maps, "groups": _groups(layers)}
     held = " and ".join(form.SUBJECT for form in manifest.forms)
     return environment.from_string(source).render(
         sections,
@@ -238,32 +196,10 @@ def _alphas(layers: Sequence[LayerContent], manifest: Manifest) -> dict[str, Any
         figures.append({"svg": alpha_figure(layer), "title": title, "note": note, "label": label})
         for merge in layer.merges:
             quantiles = [f"{q:.3f}" for q in merge.quantiles or (np.nan,) * len(QUANTILES)]
-            clipped = f"{merge.clipped / max(len(merge.values), 1):.1%}"
-            rows.append([str(layer.student_layer), merge.label, *quantiles, clipped])
+            clipped = ((merge.values < 0) | (merge.values > 1)).sum() / max(len(merge.values), 1)
+            rows.append([str(layer.student_layer), merge.label, *quantiles, f"{clipped:.1%}"])
     columns = ["layer", "teacher heads", "5%", "25%", "median", "75%", "95%", "clipped"]
     return {"text": text, "figures": figures, "table": Table("Quantiles of alpha", columns, rows, (1,))}
-
-
-def _residuals(reader: CacheReader, evidence: Evidence | None) -> dict[str, Any]:
-    """Every strategy beside the cache, or how to get that."""
-    if evidence is None:
-        why = "A cache does not hold the teacher's own maps, so what merging loses is not in it"
-        how = "make this page with --teacher and --inputs to compare every strategy on some samples."
-        return {"text": f"{why}: {how}", "table": None}
-    series, layers = evidence.residuals, reader.manifest.attention.student_layers
-    means = {name: float(np.mean(values)) for name, values in series.items()}
-    by_layer = [*zip(*series.values(), strict=True), tuple(means.values())]
-    names = (*map(str, layers), "mean")
-    rows = [[name, *(f"{value:.4f}" for value in values)] for name, values in zip(names, by_layer, strict=True)]
-    best = {number: [1 + int(np.argmin(values))] for number, values in enumerate(by_layer)}
-    change = means[CACHED] / means["constant"] - 1 if means["constant"] else 0.0
-    text = (
-        "Relative error of the attention output when the merged maps read the summed value outputs, on "
-        f"{evidence.samples} samples, along this cache's plan. It loses {means[CACHED]:.4f}: "
-        f"{abs(change):.1%} {'less' if change < 0 else 'more'} than the constant merge ({means['constant']:.4f})."
-    )
-    caption = "Relative error of the attention output, the least of each row marked"
-    return {"text": text, "table": Table(caption, ["layer", *series], rows, best=best)}
 
 
 def _maps(reader: CacheReader, layers: Sequence[LayerContent], evidence: Evidence | None) -> dict[str, Any]:
@@ -274,12 +210,10 @@ def _maps(reader: CacheReader, layers: Sequence[LayerContent], evidence: Evidenc
         f"Sample {record.index}, {record.length} positions: rows are queries, columns are keys, each picture is "
         "scaled to its largest entry and its root is drawn, so that small entries show. "
     )
-    if evidence is None:
-        text += (
-            "The teacher's maps are not in a cache: give --teacher and --inputs to see them beside the merged ones."
-        )
-    else:
-        text += "Beside each merged map stand the teacher's maps it was made of, with their weights."
+    beside = "Beside each merged map stand the teacher's maps it was made of, with their weights."
+    text += (
+        "A cache lacks the teacher's maps: give --teacher and --inputs to see them." if evidence is None else beside
+    )
     if attention.bound_temperature not in (None, 1.0):
         temperature = f"{attention.bound_temperature:g}"
         text += f" Merged maps are softened with temperature {temperature}, the teacher's are not."

@@ -143,7 +143,7 @@ def test_an_option_that_nothing_would_read_is_refused() -> None:
         "precompute t --inputs d --out c --student-heads 2 --matched-by similarity",
         "precompute t --inputs d --out c --student-heads 2 --hidden-codec int8",
         "verify c --records 9",
-        "report c --samples 9",
+        "report c --provider cuda",
         "export t --out o --student --data d",
         "doctor t s --batch-size 4",
         "doctor t s --data d --beta 1",
