@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shd_torch import indexer_kl
-from shd_torch.indexer import KeptMass, draw_kept_mass, indexer_scores, indexer_select, probe_indexer
+from shd_torch.indexer import KeptMass, indexer_scores, indexer_select, probe_indexer
 from shd_torch.supervision import Factored
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
@@ -159,7 +159,23 @@ def main() -> None:
             report.setdefault("kept", {})[str(number)] = [[round(value, 4) for value in span] for span in spans]
             print(f"layer {number}: " + ", ".join(f"{span.kept:.3f} of {span.best:.3f}" for span in spans))
     RESULT.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    PICTURE.write_text(draw_kept_mass(kept), encoding="utf-8")
+    draw(kept)
+
+
+def draw(kept: dict[str, KeptMass]) -> None:
+    """The mass at each layer's top-k (blue, with 95% intervals) and at the best k keys (grey), by position."""
+    from matplotlib import pyplot as plt
+
+    figure, plots = plt.subplots(1, len(kept), sharey=True, figsize=(2.4 * len(kept), 1.8), layout="constrained")
+    for plot, (name, mass) in zip(plots, kept.items(), strict=True):
+        spans = mass.spans(16)
+        middles, means = [(span.first + span.last) / 2 for span in spans], np.array([span.kept for span in spans])
+        half = np.array([span.kept_interval for span in spans])
+        plot.plot(middles, [span.best for span in spans], color="0.5")
+        plot.plot(middles, means, color="#2166ac")
+        plot.fill_between(middles, means - half, means + half, color="#2166ac", alpha=0.25)
+        plot.set(title=name, ylim=(0, 1), xlabel="position")
+    figure.savefig(PICTURE)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ keeps of the teacher's attention, and ``capture.py`` reads scorers of live model
 
 from shd_torch.indexer.capture import ScorerCall, capture_indexers
 from shd_torch.indexer.loss import indexer_kl
-from shd_torch.indexer.probe import KeptMass, Span, draw_kept_mass, probe_indexer
+from shd_torch.indexer.probe import KeptMass, Span, probe_indexer
 from shd_torch.indexer.request import indexer_scores, indexer_select
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "ScorerCall",
     "Span",
     "capture_indexers",
-    "draw_kept_mass",
     "indexer_kl",
     "indexer_scores",
     "indexer_select",

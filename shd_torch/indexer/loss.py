@@ -68,7 +68,7 @@ def indexer_kl(
     """
     refuse_transforms(queries, keys, weights, name="indexer_kl", remedy=_REMEDY)
     check_option("reduction", reduction, REDUCTIONS, "IDX-13")
-    scorer = Scorer.of(queries, keys, weights, scale=scale, relu=relu, groups=groups, check=check)
+    scorer = Scorer(queries, keys, weights, scale, relu, groups, check=check)
     request = IndexerRequest.of(
         scorer,
         teacher,
@@ -149,7 +149,6 @@ def _divisor(counts: Tensor, segments: Tensor | None, reduction: str) -> Tensor 
     rows = counts.any(1)
     if segments is None:
         return rows.any(-1).sum().clamp_min(1)
-    # Distinct pairs of sample and segment among the rows that count.
     samples = torch.arange(rows.shape[0], device=rows.device)[:, None].expand_as(rows)
     pairs = zip(samples[rows].tolist(), segments[rows].tolist(), strict=True)
     return float(max(len(set(pairs)), 1))

@@ -6,7 +6,7 @@ No tile holds more than a few rows, and the target of a tile is summed over the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, need
 from shd_ref.integers import check_integer, check_number
 from shd_torch.checks import INTEGERS, check_option, check_query_key, check_real, check_shape, compute_dtype
 from shd_torch.supervision.factored import Factored
@@ -47,7 +47,7 @@ def indexer_scores(
     Raises:
         ShdError: ``argument-shape``, ``argument-dtype``, ``argument-value``.
     """
-    scorer = Scorer.of(queries, keys, weights, scale=scale, relu=relu, groups=groups, check=False)
+    scorer = Scorer(queries, keys, weights, scale, relu, groups, check=False)
     return scorer.scores(scorer.products(slice(None), slice(0, queries.shape[2]), slice(0, keys.shape[2])))
 
 
@@ -87,7 +87,7 @@ def indexer_select(scores: Tensor, top_k: int, allowed: Tensor | None = None) ->
 
 @dataclass(frozen=True, eq=False)
 class Scorer:
-    """The queries, keys and weights of an indexer (IDX-1), with gradient as they were given."""
+    """The queries, keys and weights of an indexer (IDX-1), checked, with gradient as they were given."""
 
     queries: Tensor
     keys: Tensor
@@ -96,33 +96,23 @@ class Scorer:
     relu: bool
     groups: int
 
-    @classmethod
-    def of(
-        cls,
-        queries: Tensor,
-        keys: Tensor,
-        weights: Tensor | None,
-        *,
-        scale: float,
-        relu: bool,
-        groups: int,
-        check: bool,
-    ) -> Scorer:
-        """The scorer after its checks."""
-        scale = check_number("scale", scale, "IDX-1")
-        groups = check_integer("groups", groups, 1, None, "IDX-6")
-        if not isinstance(relu, bool):
-            raise ShdError("argument-value", f"relu must be True or False; got {relu!r}", "IDX-2")
-        for name, tensor in (("queries", queries), ("keys", keys)):
+    check: InitVar[bool]
+
+    def __post_init__(self, check: bool) -> None:
+        queries = self.queries
+        object.__setattr__(self, "scale", check_number("scale", self.scale, "IDX-1"))
+        object.__setattr__(self, "groups", check_integer("groups", self.groups, 1, None, "IDX-6"))
+        is_truth = isinstance(self.relu, bool)
+        need(is_truth, "argument-value", "relu", "be True or False", repr(self.relu), spec_id="IDX-2")
+        for name, tensor in (("queries", queries), ("keys", self.keys)):
             check_real(tensor, name, check=check, ndim=4)
-        check_query_key(queries, keys)
-        if queries.shape[1] % groups:
-            rule = f"groups={groups} must divide the scorer's heads"
-            raise ShdError("argument-shape", f"{rule}; got {queries.shape[1]}", "IDX-1")
-        if weights is not None:
-            check_real(weights, "weights", check=check, ndim=3)
-            check_shape(weights, "weights", queries.shape[:3], "IDX-1")
-        return cls(queries, keys, weights, scale, relu, groups)
+        check_query_key(queries, self.keys)
+        heads, argument = queries.shape[1], f"groups={self.groups}"
+        is_whole = heads % self.groups == 0
+        need(is_whole, "argument-shape", argument, "divide the scorer's heads", heads, spec_id="IDX-1")
+        if self.weights is not None:
+            check_real(self.weights, "weights", check=check, ndim=3)
+            check_shape(self.weights, "weights", queries.shape[:3], "IDX-1")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -194,32 +184,30 @@ class IndexerRequest:
         teachers = (teacher,) if isinstance(teacher, Factored) else tuple(teacher)
         rests = tuple(outside) if isinstance(outside, list | tuple) else (outside,)
         rests = (None,) * len(teachers) if outside is None else rests
-        if not teachers or len(rests) != len(teachers):
-            rule = "teacher and outside must be one each, or equally long lists with one per layer"
-            raise ShdError("argument-shape", f"{rule}; got {len(teachers)} and {len(rests)}", "IDX-8")
+        fits, counts = 0 < len(teachers) == len(rests), f"{len(teachers)} and {len(rests)}"
+        rule = "be one each, or equally long lists with one per layer"
+        need(fits, "argument-shape", "teacher and outside", rule, counts, spec_id="IDX-8")
         for one in teachers:
-            if not isinstance(one, Factored):
-                rule = (
-                    "teacher must be a Factored (Factored.teacher(queries, keys, is_causal=True)), or a list of them"
-                )
-                raise ShdError("argument-value", f"{rule}; got {type(one).__name__}", "IDX-6")
+            rule = "be a Factored (Factored.teacher(queries, keys, is_causal=True)), or a list of them"
+            is_right = isinstance(one, Factored)
+            need(is_right, "argument-value", "teacher", rule, type(one).__name__, spec_id="IDX-6")
         batch, _, num_rows, _ = scorer.queries.shape
         num_keys = teachers[0].keys.shape[2]
         num_blocks = -(-num_keys // block_size)
-        if scorer.keys.shape[2] != num_blocks:
-            rule = f"keys must be (B, H_k, C, d_i) with C = {num_blocks}, {num_keys} keys in blocks of {block_size}"
-            raise ShdError("argument-shape", f"{rule}; got {tuple(scorer.keys.shape)}", "IDX-1")
+        rule = f"be (B, H_k, C, d_i) with C = {num_blocks}, {num_keys} keys in blocks of {block_size}"
+        shape = tuple(scorer.keys.shape)
+        need(shape[2] == num_blocks, "argument-shape", "keys", rule, shape, spec_id="IDX-1")
         if segments is not None:
-            if segments.dtype not in INTEGERS:
-                raise ShdError("argument-dtype", f"segments must be integers; got {segments.dtype}", "IDX-5")
+            is_right = segments.dtype in INTEGERS
+            need(is_right, "argument-dtype", "segments", "be integers", segments.dtype, spec_id="IDX-5")
             check_shape(segments, "segments", (batch, num_rows), "IDX-5")
             if num_rows != num_keys:
                 raise ShdError("argument-shape", f"segments need L = S; got {num_rows} and {num_keys}", "IDX-5")
         for layer, (one, rest) in enumerate(zip(teachers, rests, strict=True)):
             _check_teacher(one, rest, (batch, num_rows, num_keys), scorer.groups, layer, check=check)
-            if not _same_mask(one.rule, teachers[0].rule, check=check):
-                rule = f"who may attend in layer {layer} must be who may in layer 0"
-                raise ShdError("argument-value", f"{rule}; got another mask, window or causality", "IDX-8")
+            is_same, rule = _same_mask(one.rule, teachers[0].rule, check=check), "be who may in layer 0"
+            argument, got = f"who may attend in layer {layer}", "another mask, window or causality"
+            need(is_same, "argument-value", argument, rule, got, spec_id="IDX-8")
         device = scorer.queries.device
         moved = tuple(None if rest is None else rest.detach().to(device) for rest in rests)
         return cls(
@@ -438,21 +426,19 @@ def _same_mask(one: AttentionRule, other: AttentionRule, *, check: bool) -> bool
 def _check_teacher(
     teacher: Factored, outside: Tensor | None, shape: tuple[int, int, int], groups: int, layer: int, *, check: bool
 ) -> None:
-    heads = teacher.queries.shape[1]
-    if (teacher.queries.shape[0], teacher.queries.shape[2], teacher.keys.shape[2]) != shape:
-        rule = f"the teacher must have B, L and S of {shape} in layer {layer}, as the scorer and its other layers"
-        got = f"{tuple(teacher.queries.shape)} and {tuple(teacher.keys.shape)}"
-        raise ShdError("argument-shape", f"{rule}; got {got}", "IDX-8")
-    if heads % groups:
-        raise ShdError("argument-shape", f"groups must divide {heads} heads in layer {layer}; got {groups}", "IDX-6")
-    mask = teacher.rule.attn_mask
-    if mask is not None and mask.shape[1] > 1:
-        rule = f"who may attend must be the same for all heads of layer {layer}"
-        raise ShdError("argument-shape", f"{rule}; got an attn_mask of {tuple(mask.shape)}", "IDX-5")
+    (batch, heads, rows, _), mask = teacher.queries.shape, teacher.rule.attn_mask
+    rule = f"have B, L and S of {shape} in layer {layer}, as the scorer and its other layers"
+    fits, got = (batch, rows, teacher.keys.shape[2]) == shape, f"{(batch, rows)} and {tuple(teacher.keys.shape)}"
+    need(fits, "argument-shape", "the teacher", rule, got, spec_id="IDX-8")
+    rule = f"divide {heads} heads in layer {layer}"
+    need(heads % groups == 0, "argument-shape", "groups", rule, groups, spec_id="IDX-6")
+    if mask is not None:
+        rule, got = f"be the same for all heads of layer {layer}", f"an attn_mask of {tuple(mask.shape)}"
+        need(mask.shape[1] == 1, "argument-shape", "who may attend", rule, got, spec_id="IDX-5")
     for name in ("queries", "keys"):
         check_real(getattr(teacher, name), f"teacher_{name}", check=check, ndim=4, layer=layer)
     if outside is not None:
-        if teacher.row_mass is not None:
-            raise ShdError("argument-value", "outside must be None where the teacher has row_mass; got both", "IDX-7")
+        rule, is_one = "be None where the teacher has row_mass", teacher.row_mass is None
+        need(is_one, "argument-value", "outside", rule, "both", spec_id="IDX-7")
         check_real(outside, "outside", check=check, ndim=3, allow_minus_inf=True, layer=layer)
         check_shape(outside, "outside", teacher.queries.shape[:3], "IDX-7")

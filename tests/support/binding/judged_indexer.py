@@ -64,9 +64,7 @@ def _target(teachers: list[Factored], *, groups: Any = 1, block_size: Any = 1, *
     heads = check_integer("groups", groups, 1, None, "IDX-6")
     blocks = -(-teachers[0].keys.shape[2] // check_integer("block_size", block_size, 1, None, "IDX-4"))
     zeros = teachers[0].queries.new_zeros(batch, heads, rows, 1, dtype=compute_dtype(teachers[0].queries))
-    scorer = Scorer.of(
-        zeros, zeros.new_zeros(batch, 1, blocks, 1), None, scale=1.0, relu=True, groups=groups, check=False
-    )
+    scorer = Scorer(zeros, zeros.new_zeros(batch, 1, blocks, 1), None, 1.0, True, groups, check=False)
     request = IndexerRequest.of(scorer, teachers, block_size=block_size, **options)
     target = torch.zeros(request.shape, dtype=request.dtype, device=zeros.device)
     for tile in request.tiles():

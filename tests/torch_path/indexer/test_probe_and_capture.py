@@ -2,7 +2,6 @@
 
 import importlib
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -11,14 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 import shd_ref
 from shd_torch import indexer_kl
-from shd_torch.indexer import (
-    ScorerCall,
-    capture_indexers,
-    draw_kept_mass,
-    indexer_scores,
-    indexer_select,
-    probe_indexer,
-)
+from shd_torch.indexer import ScorerCall, capture_indexers, indexer_scores, indexer_select, probe_indexer
 from shd_torch.supervision import Factored
 
 CAUSAL = torch.ones(8, 8, dtype=torch.bool).tril()
@@ -51,13 +43,6 @@ def test_a_scorer_that_knows_the_teacher_keeps_the_best() -> None:
     teacher = Factored.teacher(q[:, :1], k[:, :1], scale=1.0, is_causal=True)
     mass = probe_indexer(q[:, :1], k[:, :1], teacher, top_k=3, scale=1.0, relu=False)
     torch.testing.assert_close(mass.kept, mass.best)
-    picture = draw_kept_mass({"layer <0>": mass, "layer 1": mass}, 4)
-    assert len(ElementTree.fromstring(picture).findall("{*}polyline")) == 4
-    seen = CAUSAL & (torch.arange(8)[:, None] >= 3)  # as of pooled keys, of which the first rows see none
-    late = probe_indexer(q[:, :1], k[:, :1], Factored.teacher(q[:, :1], k[:, :1], attn_mask=seen), top_k=3, scale=1.0)
-    assert "nan" not in draw_kept_mass({"layer": late}, 8)
-    with refusal("argument-value", "at least one layer"):
-        draw_kept_mass({})
     with refusal("argument-value", "top_k"):
         probe_indexer(q, k, teacher, top_k=0, scale=1.0)
 
