@@ -57,18 +57,6 @@ def test_the_ends_of_the_mixture(models: tuple[object, object]) -> None:
         TeacherMixture(teacher, 1.2)
 
 
-def test_importance_weights_undo_the_mixture() -> None:
-    """The mean of weighted samples is the student's: E over the mixture of w f is E over the student of f."""
-    student, teacher = torch.randn(1, 1, 5).double(), torch.randn(1, 1, 5).double()
-    p, t = student.softmax(-1)[0, 0], teacher.softmax(-1)[0, 0]
-    mixture, f = 0.7 * p + 0.3 * t, torch.arange(5).double()
-    every = torch.arange(5)[:, None]
-    rollout = minillm_rollout(
-        student.expand(5, 1, 5), teacher.expand(5, 1, 5), every, torch.ones(5, 1, dtype=torch.bool), mix=0.3
-    )
-    assert (mixture * rollout.weights[:, 0] * f).sum().item() == pytest.approx((p * f).sum().item())
-
-
 def test_a_draw_is_each_samples_own() -> None:
     """In any batch, in any order, on any day: what a cache was made with can be drawn again."""
     draw = draw_diffusion([3, 4, 5], (2, 4, 4), num_tokens=16, kept_tokens=10)

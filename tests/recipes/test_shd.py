@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -73,27 +72,6 @@ def test_every_recipe_of_text_takes_it(step: Step) -> None:
 
 
 @pytest.mark.slow
-def test_a_cache_serves_pretraining_text_and_no_sampled_text(trainer_cache: Path) -> None:
-    joined = SupervisedDataset(make_samples(), trainer_cache)
-    batch, supervision = joined.collate_with(pad)([joined[number] for number in range(4)])
-    student, labels = make_model(2, seed=2), batch["labels"]
-    with capture_attention(student, layers=supervision.layers) as captured:
-        logits = student(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-    shd = SHD(captured, supervision, 0.02)
-    terms = recipes.babyllama(logits, labels, [logits.detach().roll(1, -1)], shd=shd)
-    terms.total.backward()
-    live = OnlineTeacher(make_model(4, seed=1), num_student_heads=2, layer_map=2)(
-        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
-    )
-    same = SHD(captured, live, 0.02, loss_mask=batch["attention_mask"].bool())
-    assert terms["shd"].value.item() == pytest.approx(same.term().value.item(), rel=1e-4)
-    assert (shd.is_live, same.is_live, SHD(captured, [live, supervision], 0.1).is_live) == (False, True, False)
-    rollout = recipes.minillm_rollout(logits, logits, batch["input_ids"], batch["attention_mask"].bool())
-    with refusal("argument-value", "which no cache has seen"):
-        recipes.minillm_policy(logits, logits, rollout, shd=shd)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("logits", ["float16", "topk"])
 def test_a_cache_with_logits_needs_no_teacher(logits: str, cache_folder: Path) -> None:
     """What the cache holds of logits and attention gives the terms that the teacher itself gives."""
@@ -115,6 +93,10 @@ def test_a_cache_with_logits_needs_no_teacher(logits: str, cache_folder: Path) -
             else:
                 assert held[name].value.item() == pytest.approx(wanted[name].value.item(), rel=1e-3)
         held.total.backward(retain_graph=True)
+    rollout = recipes.minillm_rollout(z, u, batch["input_ids"], shds[0].loss_mask)
+    with refusal("argument-value", "which no cache has seen"):
+        recipes.minillm_policy(z, u, rollout, shd=shds[0])
+    assert [shd.is_live for shd in shds] == [False, True]
 
 
 def test_terms_add_and_scale(step: Step) -> None:
@@ -128,13 +110,6 @@ def test_terms_add_and_scale(step: Step) -> None:
     for beta in (-0.1, math.nan, "0.1"):
         with pytest.raises(ShdError, match="must be a finite number of at least 0"):
             SHD(step.captured, step.taught, beta)  # type: ignore[arg-type]
-
-
-def test_no_cosine_of_gradients_is_above_one() -> None:
-    for slope in torch.randn(50, 5, generator=torch.Generator().manual_seed(0)):
-        x = torch.zeros(5, requires_grad=True)
-        report = scale_report(Terms(base=Term(x @ slope, 1.0), shd=Term(-3 * (x @ slope), 0.3)), [x])
-        assert all(-1.0 <= each.cosine < -0.99 for each in report.terms.values())
 
 
 def test_a_report_of_terms_that_are_known() -> None:
@@ -165,25 +140,15 @@ def test_a_report_of_terms_that_are_known() -> None:
 def test_beta_is_chosen_without_a_guess(step: Step) -> None:
     """From a first look with beta 0 to the beta at which SHD pulls a quarter as hard as all else."""
     student = step.student
-    report = scale_report(step.kd(beta=0.0), student.parameters())
-    assert report.terms["shd"].gradient_norm == 0
-    beta = report.weight_for(0.25)
-    again = scale_report(step.kd(beta=beta), student.parameters())
-    terms = step.kd(beta=beta)
+    beta = scale_report(step.kd(beta=0.0), student.parameters()).weight_for(0.25)
+    again, terms = scale_report(step.kd(beta=beta), student.parameters()), step.kd(beta=beta)
     student.zero_grad()
     (terms.total - terms["shd"].weight * terms["shd"].value).backward(retain_graph=True)
-    rest = norm(student)
+    gradients = [parameter.grad for parameter in student.parameters() if parameter.grad is not None]
+    rest = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt().item()
     assert again.terms["shd"].gradient_norm == pytest.approx(0.25 * rest, rel=1e-4)
-    student.zero_grad()
-    (terms["kd"].weight * terms["kd"].value).backward(retain_graph=True)
-    assert again.terms["kd"].gradient_norm == pytest.approx(norm(student), rel=1e-4)
     student.zero_grad()
     lines = str(again).splitlines()
     assert lines[0].split() == ["term", "value", "weight", "of", "loss", "gradient", "of", "grad.", "cosine"]
     assert [line.split()[0] for line in lines[1:]] == ["cross_entropy", "kd", "shd"]
     assert len({len(line) for line in lines}) == 1
-
-
-def norm(student: Any) -> float:
-    gradients = [parameter.grad for parameter in student.parameters() if parameter.grad is not None]
-    return torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt().item()
