@@ -24,7 +24,7 @@ from torch.nn.functional import layer_norm
 
 from shd_ref.errors import need
 from shd_ref.shrink.align import RowSums, choose_change, solve_change
-from shd_ref.shrink.heads import HeadWeights, join_heads, split_heads
+from shd_ref.shrink.heads import HeadWeights
 from shd_ref.shrink.kept import kept_scale, predictive_channels
 from shd_torch.shrink.calibration import Batch, held_rows, join_rows
 from shd_torch.shrink.families import (
@@ -50,7 +50,7 @@ class Reading(NamedTuple):
     shift: Array | None  # (D,)
 
     def __call__(self, matrix: Array, bias: Array | None) -> Rows:
-        """A projection ``(D, E)`` of the teacher's as the student's."""
+        """A projection ``(..., D, E)`` of the teacher's as the student's."""
         moved = None if self.shift is None else self.shift @ matrix
         scaled = matrix if self.scale is None else self.scale[:, None] * matrix
         return self.rows @ scaled, bias if moved is None else moved if bias is None else moved + bias
@@ -100,11 +100,9 @@ class Basis:
     def turn_attention(self, reading: Reading, weights: HeadWeights) -> HeadWeights:
         """An attention that reads and writes the stream."""
         changed: dict[str, Any] = {}
-        for name in ("query", "key", "value"):
-            heads, bias = getattr(weights, name), getattr(weights, f"{name}_bias")
-            matrix, moved = reading(join_heads(heads), None if bias is None else bias.ravel())
-            changed[name] = split_heads(matrix, len(heads))
-            changed[f"{name}_bias"] = None if moved is None else moved.reshape(len(heads), -1)
+        for name in ("query", "key", "value"):  # each head alone
+            heads, biases = reading(getattr(weights, name), getattr(weights, f"{name}_bias"))
+            changed |= {name: heads, f"{name}_bias": biases}
         output, output_bias = self.write(weights.output, weights.output_bias)
         return replace(weights, **changed, output=output, output_bias=output_bias)
 

@@ -126,12 +126,16 @@ def _resize_layer(layer: nn.Module, family: Family, sizes: LayerSizes) -> None:
 def _resize(layer: nn.Module, name: str, *, inputs: int | None = None, outputs: int | None = None) -> None:
     """A Linear or a Conv1D of other sizes, where they are not as they are."""
     old = find_part(layer, name)
-    is_linear = isinstance(old, nn.Linear)
-    before = (old.in_features, old.out_features) if is_linear else (old.nx, old.nf)
+    before = _sizes_of(old)
     after = (inputs or before[0], outputs or before[1])
     if before != after:
+        is_linear = isinstance(old, nn.Linear)
         new = nn.Linear(*after, bias=old.bias is not None) if is_linear else type(old)(after[1], after[0])
         layer.set_submodule(name, new.to(dtype=old.weight.dtype, device=old.weight.device))
+
+
+def _sizes_of(module: Any) -> tuple[int, int]:
+    return (module.in_features, module.out_features) if isinstance(module, nn.Linear) else (module.nx, module.nf)
 
 
 class _Absent(nn.Module):
@@ -173,15 +177,10 @@ def _drop_attention(layer: nn.Module, family: Family) -> None:
 def _drop_activation(layer: nn.Module, family: Family) -> None:
     (first,), last = family.ffn
     assert family.activation is not None  # check_dropped
-    old = find_part(layer, last)
-    if isinstance(old, nn.Linear):
-        linear: nn.Module = nn.Linear(old.out_features, old.out_features, bias=old.bias is not None)
-    else:
-        linear = type(old)(old.nf, old.nf)  # GPT-2's Conv1D
     layer.set_submodule(first, _Absent())
     path, _, name = family.activation.rpartition(".")
     setattr(layer.get_submodule(path), name, nn.Identity())  # some are functions
-    layer.set_submodule(last, linear.to(dtype=old.weight.dtype, device=old.weight.device))
+    _resize(layer, last, inputs=_sizes_of(find_part(layer, last))[1])
 
 
 @functools.cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -102,23 +103,19 @@ class Family:
             ends = np.cumsum(counts)[:-1] * (len(columns) // sum(counts))
             linears = [take_columns(linears[0], some) for some in np.split(columns, ends)]
         query, key, value = (split_heads(matrix, count) for (matrix, _), count in zip(linears, counts, strict=True))
-        query_bias, key_bias, value_bias = (
+        biases = [
             None if bias is None else bias.reshape(count, -1)
             for (_, bias), count in zip(linears, counts, strict=True)
-        )
+        ]
         output, output_bias = self._read_scaled(layer, self.projections[-1], 0)
-        output = output.reshape(num_heads, -1, output.shape[1])
-        return HeadWeights(query, key, value, output, query_bias, key_bias, value_bias, output_bias)
+        return HeadWeights(query, key, value, output.reshape(num_heads, -1, output.shape[1]), *biases, output_bias)
 
-    @torch.no_grad()
     def write_attention(self, layer: nn.Module, weights: HeadWeights) -> None:
         """Put an attention into a layer of the right sizes; a scale after the block becomes 1."""
-        *inputs, last = (find_part(layer, name) for name in self.projections)
-        for module, rows in zip(inputs, self.attention_inputs(weights), strict=True):
-            write_linear(module, *rows)
-        write_linear(last, weights.output.reshape(-1, weights.output.shape[2]), weights.output_bias)
-        if self.layer_scales is not None:
-            find_part(layer, self.layer_scales[0]).fill_(1.0)
+        for name, rows in zip(self.projections[:-1], self.attention_inputs(weights), strict=True):
+            write_linear(find_part(layer, name), *rows)
+        output = weights.output.reshape(-1, weights.output.shape[2]), weights.output_bias
+        self._write_unscaled(layer, self.projections[-1], 0, output)
 
     def attention_inputs(self, weights: HeadWeights) -> list[Rows]:
         """The matrices of queries, keys and values as a layer stores them."""
@@ -153,19 +150,20 @@ class Family:
         """The FFN's last matrix, as rows ``(F, D)``, and its bias; a scale after the block is folded in."""
         return self._read_scaled(layer, self.ffn[1], 1)
 
+    def write_last(self, layer: nn.Module, matrix: Array, bias: Array | None) -> None:
+        self._write_unscaled(layer, self.ffn[1], 1, (matrix, bias))
+
     def _read_scaled(self, layer: nn.Module, name: str, block: int) -> Rows:
         """The matrix that writes to the stream, with the scale after its block."""
         matrix, bias = read_linear(find_part(layer, name))
-        if self.layer_scales is None:
-            return matrix, bias
-        scale = as_array(find_part(layer, self.layer_scales[block]))
+        scale = 1.0 if self.layer_scales is None else as_array(find_part(layer, self.layer_scales[block]))
         return matrix * scale, None if bias is None else bias * scale
 
     @torch.no_grad()
-    def write_last(self, layer: nn.Module, matrix: Array, bias: Array | None) -> None:
-        write_linear(find_part(layer, self.ffn[1]), matrix, bias)
+    def _write_unscaled(self, layer: nn.Module, name: str, block: int, rows: Rows) -> None:
+        write_linear(find_part(layer, name), *rows)
         if self.layer_scales is not None:
-            find_part(layer, self.layer_scales[1]).fill_(1.0)
+            find_part(layer, self.layer_scales[block]).fill_(1.0)
 
 
 _LLAMA = Family(
@@ -443,15 +441,13 @@ def find_part(module: nn.Module, path: str) -> Any:
     return member
 
 
-def has_part(module: nn.Module, path: str) -> bool:
+def has_part(module: Any, path: str) -> bool:
     """Whether the module has something other than None at a dotted path."""
     return _get_part(module, path) is not None
 
 
 def _get_part(module: Any, path: str) -> Any:
-    for name in path.split("."):
-        module = getattr(module, name, None)
-    return module
+    return reduce(lambda part, name: getattr(part, name, None), path.split("."), module)
 
 
 def side_by_side(linears: Sequence[Rows]) -> Rows:

@@ -41,9 +41,6 @@ from shd_torch.shrink.options import ShrinkOptions
 from shd_torch.shrink.sizes import Sizes, sizes_of
 from shd_torch.shrink.unfinished import Studies
 
-STAGES = ("maps", "heads", "alignment", "errors")
-"""Of a layer: what its attention says, the closed form, what is refitted, and what is measured."""
-
 
 @dataclass(eq=False)
 class Work:
@@ -68,9 +65,6 @@ class Work:
     def own_batches(self) -> list[Batch]:
         """The calibration set as layers of the student get it: biases of positions mixed as its heads."""
         return self.batches if self.merge is None else [_mix_biases(batch, self.merge) for batch in self.batches]
-
-    def tell_stage(self, number: int, stage: str) -> None:
-        self.tell(f"layer {number + 1}/{len(self.kept)} {stage}")
 
     def on_axes(self, stream: Tensor) -> Tensor:
         """The teacher's stream where the student's is compared with it."""
@@ -162,12 +156,11 @@ def make_layer(
     """
     family, sizes = work.family, work.sizes.of_layer(number)
     layer, target = family.layers_of(work.teacher)[source], family.layers_of(work.student)[number]
-    work.tell_stage(number, "maps")
+    work.tell(f"layer {number + 1}/{len(work.kept)}")
     attends = number not in work.dropped.attention
     # A merge of all layers was chosen from their maps already.
     is_merged = sizes.heads != sizes_of(work.teacher.config, family).of_layer(source).heads
     weights, statistics, trace = work.study(source, taught, with_maps=attends and is_merged and work.merge is None)
-    work.tell_stage(number, "heads")
     report: dict[str, Any] = {"case": "dropped", "exact": False}
     squeezed = None
     if attends:
@@ -191,13 +184,11 @@ def make_layer(
     made.copy() if work.basis is None else made.turn(work.basis)
     for name in family.first_only if number == 0 else ():
         find_part(target, name).load_state_dict(find_part(family.layers_of(work.teacher)[0], name).state_dict())
-    work.tell_stage(number, "alignment")
     after, ends, last = made.advance(following)
     if work.options.align:
         if family.end is not None and last is not layer and work.basis is None:
             find_part(target, family.end).load_state_dict(find_part(last, family.end).state_dict())
         report["ridges"] = made.align(ends, after)
-    work.tell_stage(number, "errors")
     streams, errors = made.measure(ends)
     return after, streams, report | errors
 

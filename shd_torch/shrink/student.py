@@ -37,7 +37,7 @@ from shd_torch.shrink.folders import (
     read_modules,
     save_student,
 )
-from shd_torch.shrink.layer import STAGES, Work, fit_final, make_layer, share_merge
+from shd_torch.shrink.layer import Work, fit_final, make_layer, share_merge
 from shd_torch.shrink.options import ShrinkOptions
 from shd_torch.shrink.sizes import (
     Sizes,
@@ -88,7 +88,7 @@ def shrink(
         options: what to make of it.
         out: a new folder for the student, with ``shrink.json``. Finished layers are saved next to it in
             ``.NAME.part``, and a killed run resumes with the same bytes.
-        progress: called with the numbers of finished and of all steps, and the next layer and stage.
+        progress: called with the numbers of finished and of all steps, and the next layer.
         studies: where statistics of the teacher's layers are kept, for other students of the same teacher, stack,
             data and batch size.
         **changes: fields of ``ShrinkOptions`` by name, as in ``shrink(model, data, heads=4, layers=3)``.
@@ -139,7 +139,7 @@ def shrink(
                 options=options,
                 frequencies=rotary_frequencies(model, family),
                 studies=None if studies is None else Studies(studies, model, basis, read_data(data)),
-                tell=_Teller(progress, len(STAGES) * len(kept) + (sizes.hidden != own.hidden) * own.layers),
+                tell=_teller(progress, len(kept) + (sizes.hidden != own.hidden) * own.layers),
             )
             _make_ends(work, saved)
             _run_layers(work, saved)
@@ -208,17 +208,18 @@ def _stored_dtype(model: Any, is_given: bool) -> torch.dtype:
     return stored
 
 
-class _Teller:
+def _teller(progress: Progress | None, total: int) -> Callable[..., None]:
     """Counts steps for ``progress``."""
+    done = 0
 
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self.progress, self.done, self.total = progress, 0, total
+    def tell(what: str, skipped: int = 0) -> None:
+        nonlocal done
+        done += skipped
+        if progress is not None:
+            progress(done, total, what)
+        done += 1
 
-    def __call__(self, what: str, skipped: int = 0) -> None:
-        self.done += skipped
-        if self.progress is not None:
-            self.progress(self.done, self.total, what)
-        self.done += 1
+    return tell
 
 
 def _run_layers(work: Work, saved: Unfinished | None) -> None:
@@ -263,7 +264,7 @@ def _resume_layers(work: Work, saved: Unfinished) -> tuple[int, list[Tensor], li
         taught, own = (
             [streams[f"{name}.{at}"].to(work.device) for at in range(len(work.batches))] for name in ("taught", "own")
         )
-    work.tell(f"layer {number}/{len(work.kept)} found", len(STAGES) * number - 1)
+    work.tell(f"layer {number}/{len(work.kept)} found", number - 1)
     return number, taught, own
 
 

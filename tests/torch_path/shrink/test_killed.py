@@ -54,7 +54,7 @@ def test_a_killed_run_gives_the_undisturbed_bytes(teacher: Path, tmp_path: Path)
     assert killed == 7
     told: list[tuple[int, int, str]] = []
     run(out, lambda *step: told.append(step))
-    assert told == [(2, 15, "axes found"), (14, 15, "layer 3/3 found"), (15, 15, "the folder is written")]
+    assert told == [(2, 6, "axes found"), (5, 6, "layer 3/3 found"), (6, 6, "the folder is written")]
     assert contents(out) == contents(tmp_path / "whole")
     assert {path.name for path in tmp_path.iterdir()} == {"whole", "student"}
 
