@@ -103,12 +103,13 @@ class Family:
             ends = np.cumsum(counts)[:-1] * (len(columns) // sum(counts))
             linears = [take_columns(linears[0], some) for some in np.split(columns, ends)]
         query, key, value = (split_heads(matrix, count) for (matrix, _), count in zip(linears, counts, strict=True))
-        biases = [
+        query_bias, key_bias, value_bias = (
             None if bias is None else bias.reshape(count, -1)
             for (_, bias), count in zip(linears, counts, strict=True)
-        ]
+        )
         output, output_bias = self._read_scaled(layer, self.projections[-1], 0)
-        return HeadWeights(query, key, value, output.reshape(num_heads, -1, output.shape[1]), *biases, output_bias)
+        output = output.reshape(num_heads, -1, output.shape[1])
+        return HeadWeights(query, key, value, output, query_bias, key_bias, value_bias, output_bias)
 
     def write_attention(self, layer: nn.Module, weights: HeadWeights) -> None:
         """Put an attention into a layer of the right sizes; a scale after the block becomes 1."""
