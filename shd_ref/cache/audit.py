@@ -15,15 +15,7 @@ from numpy.typing import NDArray
 from shd_ref.cache.documents.manifest import FORMAT_VERSION, Manifest
 from shd_ref.cache.documents.receipts import Errors, Receipt, Seal, check_fingerprint
 from shd_ref.cache.forms.form import Form
-from shd_ref.cache.shards import (
-    ShardFile,
-    check_file_size,
-    check_shard_size,
-    damaged_file,
-    hash_file,
-    read_committed,
-    shard_header,
-)
+from shd_ref.cache.shards import ShardFile, check_file, check_size, read_committed, shard_header
 from shd_ref.cache.storage.documents import checksum_of
 from shd_ref.cache.storage.storage import (
     HUB_NAMES,
@@ -268,9 +260,7 @@ class _Verification:
                 check_fingerprint(self.storage.root, manifest, receipts)
         for file in manifest.files:
             with self._noting(file.name):
-                check_file_size(self.storage, file)
-                if (actual := hash_file(self.storage, file)) != file.xxh3_128:
-                    raise damaged_file(file.name, file, actual)
+                check_file(self.storage, file)
         self._report_strays(committed, {file.name for file in manifest.files})
 
     def _check_shard(self, shard: int, manifest: Manifest, seal: Seal | None) -> Receipt | None:
@@ -287,7 +277,7 @@ class _Verification:
             self._note("cache-corrupt", path, "its records are not the samples of this shard, in order")
         known = len(self.report.problems)
         with self._noting(shard_name(shard)):
-            check_shard_size(self.storage, receipt)
+            check_size(self.storage, shard_name(shard), receipt.size)
             self._check_bytes(receipt, manifest)
         if len(self.report.problems) == known:
             self.report.shards += 1

@@ -17,7 +17,7 @@ from shd_ref.cache.forms.attention import Factors
 from shd_ref.cache.forms.exact import Exact
 from shd_ref.cache.forms.form import F32, U8, Extent, FormFile, SampleRecord
 from shd_ref.cache.forms.rows import Embeddings, Hidden, Logits
-from shd_ref.cache.shards import ShardFile, check_file_size, read_committed, read_file
+from shd_ref.cache.shards import ShardFile, check_size, read_committed, read_file
 from shd_ref.cache.storage.documents import checksum_of
 from shd_ref.cache.storage.storage import (
     RECEIPTS_NAME,
@@ -89,7 +89,7 @@ class CacheReader:
             )
         shards = committed if seal is None else range(self.manifest.shards.num_shards)
         for file in self.manifest.files if self.sealed else ():
-            check_file_size(self._storage, file)
+            check_size(self._storage, file.name, file.size)
         self._load(self._storage.map(functools.partial(self._open_receipt, seal=seal), shards))
         self._make_memos()
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, replace
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,13 +31,12 @@ from shd_ref.cache.storage.storage import (
     shard_name,
     tensor_name,
     xxh3_64,
-    xxh3_128,
 )
 from shd_ref.errors import ShdError
 
 Bytes: TypeAlias = NDArray[np.uint8]
 _ALIGNMENT: Final = 8
-_Held = TypeVar("_Held")
+_PIECE_BYTES: Final = 2**23
 
 
 def shard_header(manifest: Manifest, shard: int, records: Sequence[Record]) -> bytes:
@@ -50,12 +50,13 @@ def shard_header(manifest: Manifest, shard: int, records: Sequence[Record]) -> b
     shapes = [manifest.part_shapes(record.extent) for record in records]
     for dtype in (F32, U8):
         for record, of_parts in zip(records, shapes, strict=True):
-            for part, shape, size in zip(manifest.parts, of_parts, record.sizes, strict=True):
-                if part.dtype == dtype and size is not None:
+            for part, shape, blob in zip(manifest.parts, of_parts, record.blobs, strict=True):
+                if part.dtype == dtype and blob is not None:
+                    size = blob.end - blob.start
                     offsets, position = (position, position + size), position + size
-                    held = shape if dtype == F32 else (size,)
+                    stated = shape if dtype == F32 else (size,)
                     name = tensor_name(record.index, part.name)
-                    members[name] = {"dtype": dtype, "shape": held, "data_offsets": offsets}
+                    members[name] = {"dtype": dtype, "shape": stated, "data_offsets": offsets}
     header = json.dumps(members, separators=(",", ":")).encode("ascii")
     header += b" " * (-len(header) % _ALIGNMENT)
     return struct.pack("<Q", len(header)) + header
@@ -89,61 +90,51 @@ def write_blobs(
     """Write a shard and make its receipt; one blob is in memory at a time."""
     for record in records:
         check_record(record, manifest)
-    floats = [[_bytes_of(v) for form in manifest.forms for v in form.floats(record)] for record in records]
-    drafts = [_draft(manifest, *parts) for parts in zip(records, floats, strict=True)]
-    stream = _HashedStream(file)
-    stream.write(shard_header(manifest, shard, drafts))
-    float_places = [[None if data is None else stream.write(data) for data in values] for values in floats]
-    coded_places = [
-        [stream.write(data) for form in manifest.forms for data in form.pack(record)] for record in records
-    ]
+    drafts = [_draft(manifest, record) for record in records]
+    whole, position = RunningHash(), 0
+
+    def write(data: bytes | Bytes) -> Blob:
+        nonlocal position
+        file.write(data)
+        whole.update(data)
+        start, position = position, position + len(data)
+        return Blob(start, position, hex_64(xxh3_64(data)))
+
+    write(shard_header(manifest, shard, drafts))
+    places: list[dict[str, Blob]] = [{} for _ in records]
+    for dtype in (F32, U8):
+        names = [part.name for part in manifest.parts if part.dtype == dtype]
+        for record, blobs in zip(records, places, strict=True):
+            packed = (data for form in manifest.forms for data in form.pack(record)) if dtype == U8 else None
+            for name in names:
+                if packed is not None:
+                    blobs[name] = write(next(packed))
+                elif name in record.parts:
+                    values = np.ascontiguousarray(record.parts[name], dtype="<f4")
+                    blobs[name] = write(values.reshape(-1).view(np.uint8))
     return Receipt(
         manifest=manifest.id,
         shard=shard,
-        size=stream.position,
-        xxh3_128=stream.hash.hexdigest(),
+        size=position,
+        xxh3_128=whole.hexdigest(),
         errors=errors,
         records=tuple(
-            replace(draft, blobs=_in_order(manifest, values, codes))
-            for draft, values, codes in zip(drafts, float_places, coded_places, strict=True)
+            replace(draft, blobs=tuple(blobs.get(part.name) for part in manifest.parts))
+            for draft, blobs in zip(drafts, places, strict=True)
         ),
         skipped=tuple(skipped),
     )
 
 
-def _bytes_of(values: NDArray[np.float32] | None) -> Bytes | None:
-    return None if values is None else np.ascontiguousarray(values, dtype="<f4").reshape(-1).view(np.uint8)
-
-
-def _draft(manifest: Manifest, record: SampleRecord, floats: list[Bytes | None]) -> Record:
-    """The record with its parts' sizes alone, without making codes."""
-    sized = zip(manifest.parts, manifest.part_shapes(record.extent), strict=True)
-    sizes = (shape[0] for part, shape in sized if part.dtype == U8)
-    held = _in_order(manifest, [None if data is None else len(data) for data in floats], sizes)
-    parts = tuple(None if size is None else Blob(0, size, "") for size in held)
+def _draft(manifest: Manifest, record: SampleRecord) -> Record:
+    """The record with its parts' sizes alone, before any code is packed."""
+    sizes = (
+        math.prod(shape) * (4 if part.dtype == F32 else 1) if part.name in record.parts else None
+        for part, shape in zip(manifest.parts, manifest.part_shapes(record.extent), strict=True)
+    )
+    blobs = tuple(None if size is None else Blob(0, size, "") for size in sizes)
     length, first, shapes, decoder = astuple(record.extent)
-    return Record(record.index, record.key, length, parts, record.seed, first, shapes, decoder)
-
-
-def _in_order(manifest: Manifest, floats: Iterable[_Held | None], codes: Iterable[_Held]) -> tuple[_Held | None, ...]:
-    """What belongs to the float32 parts and to the coded ones, in the order of all parts."""
-    rest = {F32: iter(floats), U8: iter(codes)}
-    return tuple(next(rest[part.dtype]) for part in manifest.parts)
-
-
-class _HashedStream:
-    """Writes blobs one after another, and notes where each lies and what it hashes to."""
-
-    def __init__(self, file: PendingFile) -> None:
-        self._file = file
-        self.hash = RunningHash()
-        self.position = 0
-
-    def write(self, data: bytes | Bytes) -> Blob:
-        self._file.write(data)
-        self.hash.update(data)
-        start, self.position = self.position, self.position + len(data)
-        return Blob(start, self.position, hex_64(xxh3_64(data)))
+    return Record(record.index, record.key, length, blobs, record.seed, first, shapes, decoder)
 
 
 class ShardFile:
@@ -175,18 +166,18 @@ class ShardFile:
 def read_committed(folder: Folder, shard: int, manifest: Manifest) -> Receipt:
     """The receipt of a shard whose file has the size that it states; raises as ``Receipt.read``, and so."""
     receipt = Receipt.read(folder, shard, manifest)
-    check_shard_size(folder, receipt)
+    check_size(folder, shard_name(shard), receipt.size)
     return receipt
 
 
-def check_shard_size(folder: Folder, receipt: Receipt) -> None:
-    """Refuse a shard file that is absent or has another size than its receipt states (CACHE-80)."""
+def check_size(folder: Folder, name: str, size: int) -> None:
+    """Refuse a file that is absent or has another size than the documents state: ``cache-incomplete`` (CACHE-80)."""
     storage = open_storage(folder)
-    path = storage.locate(shard_name(receipt.shard))
+    path = storage.locate(name)
     with _present(path):
-        size = storage.size(shard_name(receipt.shard))
-    if size != receipt.size:
-        raise _incomplete(path, f"it must have {receipt.size} bytes and has {size}")
+        actual = storage.size(name)
+    if actual != size:
+        raise _incomplete(path, f"it must have {size} bytes and has {actual}")
 
 
 @contextlib.contextmanager
@@ -198,23 +189,7 @@ def _present(path: object) -> Iterator[None]:
 
 
 def _incomplete(path: object, problem: str) -> ShdError:
-    return ShdError("cache-incomplete", f"{path}: {problem}: restore it, or write the shard again", "CACHE-80")
-
-
-_PIECE_BYTES: Final = 2**23
-
-
-def check_file_size(folder: Folder, file: FormFile) -> None:
-    """Refuse a file that is absent or has another size than the manifest implies: ``cache-incomplete``."""
-    storage = open_storage(folder)
-    try:
-        size = storage.size(file.name)
-    except FileNotFoundError:
-        size = None
-    if size != file.size:
-        problem = "it does not exist" if size is None else f"it has {size}"
-        message = f"{storage.locate(file.name)} must have {file.size} bytes; {problem}"
-        raise ShdError("cache-incomplete", f"{message}: restore it, or run the same command again", "CACHE-192")
+    return ShdError("cache-incomplete", f"{path}: {problem}: restore it, or run the same command again", "CACHE-80")
 
 
 def read_pieces(file: RangeFile | ShardFile, size: int) -> Iterator[Bytes]:
@@ -222,26 +197,27 @@ def read_pieces(file: RangeFile | ShardFile, size: int) -> Iterator[Bytes]:
     return (file.read(start, min(start + _PIECE_BYTES, size)) for start in range(0, size, _PIECE_BYTES))
 
 
-def hash_file(folder: Folder, file: FormFile) -> str:
-    """XXH3-128 of a file as it is now, in bounded memory."""
-    check_file_size(folder, file)
-    checksum = RunningHash()
-    for piece in read_pieces(open_storage(folder).open(file.name), file.size):
+def check_file(folder: Folder, file: FormFile) -> None:
+    """Read a file in bounded memory and check every byte: ``cache-incomplete``, ``cache-corrupt``."""
+    storage, checksum = open_storage(folder), RunningHash()
+    check_size(storage, file.name, file.size)
+    for piece in read_pieces(storage.open(file.name), file.size):
         checksum.update(piece)
-    return checksum.hexdigest()
+    check_sum(storage.locate(file.name), checksum, file.xxh3_128)
 
 
-def read_file(folder: Folder, file: FormFile) -> NDArray[np.uint8]:
-    """All its bytes, checked: ``cache-incomplete``, ``cache-corrupt``."""
-    storage = open_storage(folder)
-    check_file_size(storage, file)
+def read_file(folder: Folder, file: FormFile) -> Bytes:
+    """All its bytes, checked in the same way."""
+    storage, checksum = open_storage(folder), RunningHash()
+    check_size(storage, file.name, file.size)
     data = storage.open(file.name).read(0, file.size)
-    if (actual := xxh3_128(data)) != file.xxh3_128:
-        raise damaged_file(storage.locate(file.name), file, actual)
+    checksum.update(data)
+    check_sum(storage.locate(file.name), checksum, file.xxh3_128)
     return data
 
 
-def damaged_file(path: object, file: FormFile, actual: str) -> ShdError:
-    """The error for other bytes than the manifest's: ``cache-corrupt``."""
-    message = f"{path}: XXH3-128 of the file must be {file.xxh3_128}; got {actual}: restore it from a copy"
-    return ShdError("cache-corrupt", message, "CACHE-192")
+def check_sum(path: object, whole: RunningHash, expected: str, spec_id: str = "CACHE-192") -> None:
+    """Refuse other bytes than the documents state: ``cache-corrupt``."""
+    if (actual := whole.hexdigest()) != expected:
+        message = f"{path}: XXH3-128 of the file must be {expected}; got {actual}"
+        raise ShdError("cache-corrupt", f"{message}: restore it from a copy, or write it again", spec_id)

@@ -19,9 +19,9 @@ from shd_ref.cache.documents.receipts import Errors, Receipt, Seal, Skipped, che
 from shd_ref.cache.forms.form import FormFile, SampleRecord
 from shd_ref.cache.shards import (
     ShardFile,
-    check_file_size,
-    damaged_file,
-    hash_file,
+    check_file,
+    check_size,
+    check_sum,
     read_committed,
     read_pieces,
     write_blobs,
@@ -161,15 +161,13 @@ class CacheWriter:
             ShdError: ``write-failed``.
         """
         with contextlib.suppress(ShdError, FileNotFoundError):
-            if hash_file(self._storage, file) == file.xxh3_128:
-                return
+            return check_file(self._storage, file)
         checksum = RunningHash()
         with write_errors(self._storage.locate(file.name)), self._storage.pending(file.name) as pending:
             for piece in pieces:
                 checksum.update(piece)
                 pending.write(piece)
-            if checksum.hexdigest() != file.xxh3_128:
-                raise damaged_file(self._storage.locate(file.name), file, checksum.hexdigest())
+            check_sum(self._storage.locate(file.name), checksum, file.xxh3_128)
             pending.sync()
             with self._storage.exclusive():
                 pending.commit()
@@ -183,7 +181,7 @@ class CacheWriter:
         """
         checksums: list[str] = []
         for file in self.manifest.files:
-            check_file_size(self._storage, file)
+            check_size(self._storage, file.name, file.size)
         with write_errors(self._storage.locate(SEAL_NAME)):
             # Few receipts in memory at a time: those of a large cache do not fit together.
             check_fingerprint(self.folder, self.manifest, self._receipts(checksums))
@@ -303,7 +301,7 @@ def merge_caches(
     offers = _find_offers(storages, target, manifest, set(missing))
 
     def take_file(file: FormFile, source: Storage) -> int:
-        check_file_size(source, file)
+        check_size(source, file.name, file.size)
         writer.write_file(file, read_pieces(source.open(file.name), file.size))
         return file.size
 
@@ -393,8 +391,5 @@ def _copy_bytes(source: Storage, receipt: Receipt, copy: PendingFile) -> None:
     for data in read_pieces(file, receipt.size):
         whole.update(data)
         copy.write(data)
-    if whole.hexdigest() != receipt.xxh3_128:
-        message = f"{file.path}: XXH3-128 of the file must be {receipt.xxh3_128}; got {whole.hexdigest()}"
-        remedy = f"restore the file, or delete {source.locate(receipt_name(receipt.shard))} and write the shard again"
-        raise ShdError("cache-corrupt", f"{message}: {remedy}", "CACHE-90")
+    check_sum(file.path, whole, receipt.xxh3_128, "CACHE-90")
     copy.sync()

@@ -92,10 +92,6 @@ class Record:
     def extent(self) -> Extent:
         return Extent(self.length, self.first, self.shapes, self.decoder)
 
-    @property
-    def sizes(self) -> tuple[int | None, ...]:
-        return tuple(None if blob is None else blob.end - blob.start for blob in self.blobs)
-
 
 @dataclass(frozen=True)
 class Skipped:

@@ -169,10 +169,6 @@ class Form(ABC):
     def check(self, record: SampleRecord) -> None:
         """Refuse parts that do not fit: ``argument-shape``, ``argument-dtype``, ``not-finite``; all are there."""
 
-    def floats(self, record: SampleRecord) -> Iterator[NDArray[np.float32] | None]:
-        """The ``F32`` parts of a record that was checked, padding cut off; None for one that it lacks."""
-        return (record.parts.get(part.name) for part in self.parts if part.dtype == F32)
-
     @abstractmethod
     def pack(self, record: SampleRecord) -> Iterator[NDArray[np.uint8]]:
         """The ``U8`` parts of a checked record, padding cut off; refuses what no encoder makes."""
