@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from shd_ref.cache.documents.keys import check_key
 from shd_ref.cache.forms import Held, kind_of, subjects
-from shd_ref.cache.forms.form import SHA256, Extent, Form, FormFile, Part, require
+from shd_ref.cache.forms.form import SHA256, Extent, Form, FormFile, Part, require, require_ranges
 from shd_ref.cache.storage.documents import (
     MAX_INTEGER,
     check_members,
@@ -89,8 +89,7 @@ class Dataset:
 
     def __post_init__(self) -> None:
         check_key(self.fingerprint)
-        samples = self.num_samples
-        _require(1 <= samples <= MAX_SAMPLES, f"num_samples must be 1 to {MAX_SAMPLES}", samples)
+        require_ranges(self, "CACHE-22", num_samples=(1, MAX_SAMPLES))
 
 
 @dataclass(frozen=True)
@@ -102,10 +101,8 @@ class ShardPlan:
     num_shards: int
 
     def __post_init__(self) -> None:
-        size = self.samples_per_shard
-        _require(1 <= size <= MAX_INTEGER, f"samples_per_shard must be 1 to {MAX_INTEGER}", size)
-        _require(0 <= self.seed <= MAX_INTEGER, f"seed must be 0 to {MAX_INTEGER}", self.seed)
-        _require(1 <= self.num_shards <= MAX_SHARDS, f"num_shards must be 1 to {MAX_SHARDS}", self.num_shards)
+        require_ranges(self, "CACHE-22", samples_per_shard=(1, MAX_INTEGER), seed=(0, MAX_INTEGER))
+        require_ranges(self, "CACHE-22", num_shards=(1, MAX_SHARDS))
 
 
 @functools.lru_cache(maxsize=2)

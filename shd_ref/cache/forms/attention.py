@@ -40,7 +40,7 @@ from shd_ref.cache.codecs.factored import (
     rebuild_maps,
     unpack_factors,
 )
-from shd_ref.cache.forms.form import F32, U8, Extent, Form, Part, SampleRecord, misfit, require
+from shd_ref.cache.forms.form import F32, U8, Extent, Form, Part, SampleRecord, misfit, require, require_ranges
 from shd_ref.cache.storage.documents import MAX_INTEGER, optional
 from shd_ref.cache.storage.storage import MAX_LAYERS
 from shd_ref.errors import ShdError, need
@@ -64,10 +64,8 @@ class LayerPair:
     num_teacher_heads: int
 
     def __post_init__(self) -> None:
-        layer, heads, teacher = self.student_layer, self.num_teacher_heads, self.teacher_layer
-        require(0 <= teacher <= MAX_INTEGER, f"teacher_layer must be 0 to {MAX_INTEGER}", teacher)
-        require(0 <= layer < MAX_LAYERS, f"student_layer must be 0 to {MAX_LAYERS - 1}", layer)
-        require(1 <= heads <= MAX_HEADS, f"num_teacher_heads must be 1 to {MAX_HEADS}", heads)
+        require_ranges(self, teacher_layer=(0, MAX_INTEGER), student_layer=(0, MAX_LAYERS - 1))
+        require_ranges(self, num_teacher_heads=(1, MAX_HEADS))
 
 
 @dataclass(frozen=True)
@@ -79,8 +77,7 @@ class KindLayers:
 
     def __post_init__(self) -> None:
         require(self.kind in KINDS, f"kind must be one of {KINDS}", self.kind, "CACHE-105")
-        count = self.num_student_layers
-        require(1 <= count <= MAX_LAYERS, f"num_student_layers must be 1 to {MAX_LAYERS}", count, "CACHE-105")
+        require_ranges(self, "CACHE-105", num_student_layers=(1, MAX_LAYERS))
 
 
 @dataclass(frozen=True)
@@ -98,8 +95,7 @@ class Matching:
     seed: int
 
     def __post_init__(self) -> None:
-        require(1 <= self.samples <= MAX_INTEGER, f"matching.samples must be 1 to {MAX_INTEGER}", self.samples)
-        require(0 <= self.seed <= MAX_INTEGER, f"matching.seed must be 0 to {MAX_INTEGER}", self.seed)
+        require_ranges(self, of="matching.", samples=(1, MAX_INTEGER), seed=(0, MAX_INTEGER))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,8 +144,7 @@ class Attention(Form):
         students = self.student_layers
         require(students == sorted(set(students)), "student layers must ascend", students)
         if self.num_student_layers is not None:
-            meant, last = self.num_student_layers, students[-1]
-            require(last < meant <= MAX_LAYERS, f"num_student_layers must be {last + 1} to {MAX_LAYERS}", meant)
+            require_ranges(self, num_student_layers=(students[-1] + 1, MAX_LAYERS))
         names = [entry.kind for entry in self.kinds]
         expected = [kind for kind in KINDS if kind in names]
         require(names == expected, f"kinds must be some of {KINDS} in this order", names, "CACHE-105")
@@ -158,8 +153,8 @@ class Attention(Form):
         require(fits, f"num_student_layers must be {total}, the sum of all kinds", count, "CACHE-105")
         heads = {layer.num_teacher_heads for layer in self.layers}
         require(len(heads) == 1, "num_teacher_heads must agree in all layers, as one plan serves all", heads)
-        limit, wanted_heads = self.num_teacher_heads, self.num_student_heads
-        require(1 <= wanted_heads <= limit, f"num_student_heads must be 1 to num_teacher_heads={limit}", wanted_heads)
+        limit, count = self.num_teacher_heads, self.num_student_heads
+        require(1 <= count <= limit, f"num_student_heads must be 1 to num_teacher_heads={limit}", count)
         self._check_plans()
         require(self.alpha_per == "map", "alpha_per must be map", self.alpha_per)
         require(self.support in SUPPORTS, f"support must be one of {SUPPORTS}", self.support)
@@ -193,9 +188,8 @@ class Attention(Form):
     def part_shapes(self, extent: Extent) -> tuple[tuple[int, ...], ...]:
         """``(layers, n_pairs)`` and ``(layers, H_s, H_t)``, and the size of each blob."""
         layers = len(self.layers)
-        alphas = (layers, self.num_alphas)
         mixing = (layers, self.num_student_heads, self.num_teacher_heads)
-        return alphas, mixing, *((size,) for size in self.blob_sizes(extent))
+        return (layers, self.num_alphas), mixing, *((size,) for size in self.blob_sizes(extent))
 
     def num_rows(self, extent: Extent) -> int:
         """Rows of the layer with the most rows, without leading padding; a decoder's rows are its positions."""
@@ -377,13 +371,13 @@ class Factors(Attention):
         rule = f"codec must be one of {FACTORED_CODECS} where factors are given"
         require(self.codec in FACTORED_CODECS, rule, self.codec, "CACHE-141")
         for layer in self.factors:
-            heads, window, scale = layer.num_key_heads, layer.window, layer.scale
+            heads = layer.num_key_heads
             divides = heads >= 1 and limit % heads == 0
             require(divides, f"num_key_heads must be a divisor of num_teacher_heads={limit}", heads, "CACHE-141")
-            require(1 <= layer.width <= 10_000, "width must be 1 to 10000", layer.width, "CACHE-141")
-            require(0 < scale < MAX_SCALE, "scale must be above 0 and below 2^128", scale, "CACHE-141")
-            fits = window is None or 1 <= window <= MAX_INTEGER
-            require(fits, f"window must be 1 to {MAX_INTEGER}", window, "CACHE-144")
+            require_ranges(layer, "CACHE-141", width=(1, 10_000))
+            require(0 < layer.scale < MAX_SCALE, "scale must be above 0 and below 2^128", layer.scale, "CACHE-141")
+            if layer.window is not None:
+                require_ranges(layer, "CACHE-144", window=(1, MAX_INTEGER))
         require(self.padding in PADDING, f"padding must be one of {PADDING}", self.padding, "CACHE-145")
 
     MIXING_IS_OPTIONAL: ClassVar[bool] = False  # maps are computed with it

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache.codecs.codecs import check_finite
-from shd_ref.cache.forms.form import U8, FormFile, Part, require
+from shd_ref.cache.forms.form import U8, FormFile, Part, require, require_ranges
 from shd_ref.cache.forms.rows import Vectors
 from shd_ref.cache.storage.documents import optional
 from shd_ref.cache.storage.storage import RunningHash
@@ -71,7 +71,7 @@ class Head:
     def __post_init__(self) -> None:
         size, padded, cap, norm = self.vocab_size, self.padded_vocab_size, self.soft_cap, self.norm
         _require(bool(_XXH3_128.fullmatch(self.xxh3_128)), "head.xxh3_128 must be 32 hex digits", self.xxh3_128)
-        _require(1 <= size <= MAX_VOCABULARY, f"head.vocab_size must be 1 to {MAX_VOCABULARY}", size)
+        require_ranges(self, "CACHE-188", "head.", vocab_size=(1, MAX_VOCABULARY))
         fits = padded is None or size < padded <= MAX_VOCABULARY
         _require(fits, "head.padded_vocab_size must be None, or above vocab_size", padded)
         _require(self.dtype in HEAD_DTYPES, f"head.dtype must be one of {tuple(HEAD_DTYPES)}", self.dtype)

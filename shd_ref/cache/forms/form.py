@@ -200,6 +200,13 @@ def require(holds: bool, rule: str, value: object, spec_id: str = "CACHE-101") -
         raise ShdError("argument-value", f"{rule}; got {value!r}", spec_id)
 
 
+def require_ranges(owner: object, spec_id: str = "CACHE-101", of: str = "", **ranges: tuple[int, int]) -> None:
+    """Refuse numbers of ``owner`` that are not from the first to the second: ``argument-value``."""
+    for name, (low, high) in ranges.items():
+        value = getattr(owner, name)
+        require(low <= value <= high, f"{of}{name} must be {low} to {high}", value, spec_id)
+
+
 def misfit(record: SampleRecord, rule: str, value: object, spec_id: str = "CACHE-40") -> ShdError:
     """The error for a record that is not as the manifest says: ``argument-shape``."""
     return ShdError("argument-shape", f"record {record.index}: {rule}; got {value}", spec_id)

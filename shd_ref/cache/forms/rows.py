@@ -39,7 +39,7 @@ from shd_ref.cache.codecs.logits import (
     pick_classes,
     rows_moved,
 )
-from shd_ref.cache.forms.form import SHA256, U8, Extent, Form, Part, SampleRecord, misfit, require
+from shd_ref.cache.forms.form import SHA256, U8, Extent, Form, Part, SampleRecord, misfit, require, require_ranges
 from shd_ref.cache.storage.documents import optional
 from shd_ref.cache.storage.storage import MAX_LAYERS
 from shd_ref.errors import ShdError, need
@@ -153,17 +153,16 @@ class VectorCodec(RowCodec):
 
     def error(self, values: Reals, rows: NDArray[np.uint8]) -> HiddenError:
         """As shares of the rows' norms (CACHE-178, CACHE-184)."""
-        if not len(values):
-            return HiddenError(0.0, 0.0, 0)
-        moved = np.linalg.norm(self.decode("rows", rows) - values.astype(np.float64), axis=-1) / _norms(values)
-        return HiddenError(float(moved.mean()), float(moved.max()), len(moved))
+        moved = self.compare("rows", values, rows)[0]
+        return HiddenError(float(moved.mean()) if len(moved) else 0.0, float(moved.max(initial=0.0)), len(moved))
 
     def bound(self, values: Reals) -> NDArray[np.float64]:
         """Largest coding error of a number in each row of ``(R, width)``: ``(R,)`` (CACHE-179, CACHE-185)."""
         return np.zeros(len(values)) if self.codec == "float32" else largest_move(self.codec, values)
 
     def compare(self, name: str, values: Reals, rows: NDArray[np.uint8]) -> Moves:
-        norms = _norms(values)
+        norms = np.linalg.norm(values.astype(np.float64), axis=-1)
+        norms[norms == 0] = 1.0
         moved = np.linalg.norm(self.decode(name, rows).astype(np.float64) - values, axis=-1) / norms
         return moved, np.sqrt(self.width) * self.bound(values) / norms
 
@@ -368,7 +367,7 @@ class Logits(Rows):
         super().__post_init__()
         require(self.codec in LOGITS_CODECS, f"logits.codec must be one of {LOGITS_CODECS}", self.codec, "CACHE-164")
         size = self.vocab_size
-        _of_logits(1 <= size <= MAX_VOCABULARY, f"vocab_size must be 1 to {MAX_VOCABULARY}", size)
+        require_ranges(self, "CACHE-165", "logits.", vocab_size=(1, MAX_VOCABULARY), head=(0, MAX_CLASSES))
         for padded in (self.padded_vocab_size, *(teacher.padded_vocab_size for teacher in self.with_teachers)):
             fits = padded is None or size < padded <= MAX_VOCABULARY
             _of_logits(fits, f"padded_vocab_size must be None, or above vocab_size, at most {MAX_VOCABULARY}", padded)
@@ -383,7 +382,6 @@ class Logits(Rows):
             object.__setattr__(self, "temperature", float(self.temperature))  # 1 and 1.0 are the same job
         warm = self.temperature is not None and 0 < self.temperature < math.inf
         _of_logits(warm, "temperature must be finite and above 0", self.temperature)
-        _of_logits(self.head <= MAX_CLASSES, f"head must be at most {MAX_CLASSES}", self.head)
         _ = self.code  # which checks head and value_bits
 
     def check_manifest(self, teacher: str, *, has_decoder: bool) -> None:
@@ -492,8 +490,7 @@ class HiddenLayer:
     width: int
 
     def __post_init__(self) -> None:
-        require(0 <= self.layer <= MAX_LAYERS, f"hidden layer must be 0 to {MAX_LAYERS}", self.layer, "CACHE-176")
-        require(1 <= self.width <= MAX_WIDTH, f"hidden width must be 1 to {MAX_WIDTH}", self.width, "CACHE-176")
+        require_ranges(self, "CACHE-176", "hidden ", layer=(0, MAX_LAYERS), width=(1, MAX_WIDTH))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -553,8 +550,7 @@ class Vectors(Rows):
         super().__post_init__()
         rule = f"{self.SUBJECT}.codec must be one of {VECTOR_CODECS}"
         require(self.codec in VECTOR_CODECS, rule, self.codec, self.SPEC_ID)
-        rule = f"{self.SUBJECT}.width must be 1 to {MAX_WIDTH}"
-        require(1 <= self.width <= MAX_WIDTH, rule, self.width, self.SPEC_ID)
+        require_ranges(self, self.SPEC_ID, f"{self.SUBJECT}.", width=(1, MAX_WIDTH))
 
     @functools.cached_property
     def coded(self) -> tuple[tuple[Part, RowCodec], ...]:
@@ -597,12 +593,6 @@ class Embeddings(Vectors):
         pooled = f"width {self.width}, pooling {self.pooling}{', normalized' if self.normalize else ''}"
         codec = f"{self.codec}, {self.row_sizes[0]} bytes per {self.unit}"
         return [("embeddings", pooled), ("embedding codec", codec)]
-
-
-def _norms(values: Reals) -> NDArray[np.float64]:
-    """Of rows, 1 for a row of zeros."""
-    norms = np.linalg.norm(values.astype(np.float64), axis=-1)
-    return np.where(norms > 0, norms, 1.0)
 
 
 def _of_logits(holds: bool, rule: str, value: object) -> None:
