@@ -84,7 +84,6 @@ def report(
     out: str = "report.html",
     teacher: Path | None = None,
     inputs: InputOptions | None = None,
-    records: Annotated[int, FROM_1] = 512,
     provider: CheckProvider = "cpu",
 ) -> Document:
     """Write a self-contained HTML page about a cache: contents, merge weights and maps.
@@ -97,7 +96,6 @@ def report(
     Args:
         out: The page to write.
         teacher: The cache's teacher: adds the maps that were merged.
-        records: Records to read merge weights from.
     """
     from shd_ref.cache import CacheReader
     from shd_ref.cache.storage.drafts import drafting, output_file
@@ -109,7 +107,7 @@ def report(
     evidence = None
     with show_progress("records") as (on_progress,):
         on_progress(0, 0)
-        content = read_content(reader, max_records=records)
+        content = read_content(reader)
         if teacher is not None and inputs is not None:
             on_progress(0, 0, says="teacher's own maps")
             source = inputs.open()

@@ -7,19 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from rich.table import Table
-from rich.text import Text
 
 from shd_ref.cache.audit import spans
 from shd_ref.commands.options import TeacherPath
 from shd_ref.commands.program import Document, Failed
 from shd_ref.commands.terminal import console, marked, messages, narrow_table
-from shd_ref.errors import ShdError
 
 if TYPE_CHECKING:
-    from shd_ref.teacher.graph.factors import SiteFactors
     from shd_ref.teacher.graph.find import AttentionSite
     from shd_ref.teacher.graph.inputs import InputSpec
-    from shd_ref.teacher.opening.model import onnx
 
 REPORT_VERSION: Final = 1
 """Of the JSON; ``specs/schemas/inspect.schema.json`` describes it. Members may be added under the same number."""
@@ -48,7 +44,7 @@ _FIELDS: Final = (
 )
 
 
-def inspect(teacher: TeacherPath, /, *, sites: str | None = None, factored: bool = False) -> Document:
+def inspect(teacher: TeacherPath, /, *, sites: str | None = None) -> Document:
     """List the attention sites of a teacher graph, whether they can be squeezed, and the graph's inputs.
 
     shd inspect teacher.onnx
@@ -57,7 +53,6 @@ def inspect(teacher: TeacherPath, /, *, sites: str | None = None, factored: bool
 
     Args:
         sites: Sites by number, name or kind: 0,2,4-7, encoder*, self, cross. Default: all.
-        factored: Also run the graph once on tiny inputs, to find queries and keys.
     """
     from shd_ref.teacher.graph.find import find_kinds, find_sites, select_sites
     from shd_ref.teacher.graph.independence import rounds_in_run
@@ -69,15 +64,14 @@ def inspect(teacher: TeacherPath, /, *, sites: str | None = None, factored: bool
     everything, specs = find_sites(model), input_specs(model)
     chosen = select_sites(everything, sites)
     decoder = find_kinds(model, everything, specs).decoder_inputs
-    factors = _find_factors(model, chosen) if factored else ()
-    console.print(_table(teacher, chosen, factors))
-    for reason in _reasons(chosen, factors):
+    console.print(_table(teacher, chosen))
+    for reason in _reasons(chosen):
         console.print(reason, highlight=False)
     if rounds_in_run(model):
         console.print(_ROUNDS.format(describe_session()), highlight=False)
     console.print()
     console.print(_inputs_table(specs, decoder))
-    document = report_sites(teacher, chosen, factors, specs, decoder)
+    document = report_sites(teacher, chosen, specs, decoder)
     if not any(site.supported for site in chosen):
         if not chosen:
             messages.print("no attention found: export the model with eager attention (shd-torch export does)")
@@ -86,23 +80,12 @@ def inspect(teacher: TeacherPath, /, *, sites: str | None = None, factored: bool
 
 
 def report_sites(
-    teacher: Path,
-    sites: Sequence[AttentionSite],
-    factors: Sequence[SiteFactors] = (),
-    specs: Sequence[InputSpec] = (),
-    decoder: Collection[str] = (),
+    teacher: Path, sites: Sequence[AttentionSite], specs: Sequence[InputSpec], decoder: Collection[str]
 ) -> dict[str, Any]:
-    """What ``shd inspect --json`` prints; without factors where they were not asked for."""
+    """What ``shd inspect --json`` prints."""
     from shd_ref.teacher.graph.inputs import SUPPLIED
 
-    entries = []
-    for number, site in enumerate(sites):
-        entry = {field: getattr(site, field) for field in _FIELDS}
-        one = factors[number] if factors else None
-        held = one if one and one.supported else None
-        sizes = {name: getattr(held, name, None) for name in ("num_kv_heads", "d", "scale")}
-        entry["factored"] = one and {"supported": one.supported, "reason": one.reason, **sizes}
-        entries.append(entry)
+    entries = [{field: getattr(site, field) for field in _FIELDS} for site in sites]
     inputs = [
         {
             "name": spec.name,
@@ -117,40 +100,26 @@ def report_sites(
     return {"report_version": REPORT_VERSION, "teacher": str(teacher), "sites": entries, "inputs": inputs}
 
 
-def _find_factors(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tuple[SiteFactors, ...]:
-    from shd_ref.teacher.graph.factors import SiteFactors, find_factors
-
-    try:
-        return find_factors(model, sites)
-    except ShdError as error:  # a graph that does not run can still be listed
-        return tuple(SiteFactors(site, reason=str(error)) for site in sites)
-
-
-def _table(teacher: Path, sites: Sequence[AttentionSite], factors: Sequence[SiteFactors]) -> Table:
+def _table(teacher: Path, sites: Sequence[AttentionSite]) -> Table:
     table = narrow_table(f"{teacher.name}: {len(sites)} attention site{'s' * (len(sites) != 1)}")
     for title in ("layer", "kind", "heads", "kv\nheads", "d_k", "d_v", "D", "squeeze"):
         table.add_column(title, justify="left" if title in ("kind", "squeeze") else "right")
-    if factors:
-        table.add_column("queries\nand keys")
     table.add_column("name", overflow="fold")
-    for number, site in enumerate(sites):
+    for site in sites:
         kind = {True: "cross", False: "self", None: "?"}[site.cross]
         sizes = (site.num_heads, site.num_kv_heads, site.d_k, site.d_v, site.d_model)
-        verdicts = [_verdict(site.supported), *(_verdict(one.supported) for one in factors[number : number + 1])]
         shown = ("?" if size is None else str(size) for size in sizes)
-        table.add_row(str(site.layer), kind, *shown, *verdicts, site.name)
+        verdict = marked("yes", "green") if site.supported else marked("no", "red")
+        table.add_row(str(site.layer), kind, *shown, verdict, site.name)
     return table
 
 
-def _reasons(sites: Sequence[AttentionSite], factors: Sequence[SiteFactors]) -> list[str]:
-    """Why sites cannot be squeezed, what is to be known of the others, and why queries and keys cannot be stored."""
+def _reasons(sites: Sequence[AttentionSite]) -> list[str]:
+    """Why sites cannot be squeezed, and what is to be known of the others."""
     layers: dict[str, list[int]] = {}
     for site in sites:
         if reason := site.reason or site.note:
             layers.setdefault(reason, []).append(site.layer)
-    for one in factors:
-        if one.reason and one.reason != one.site.reason:
-            layers.setdefault(f"queries and keys: {one.reason}", []).append(one.site.layer)
     runs = {reason: ", ".join(f"{a}-{b}" if a < b else str(a) for a, b in spans(of)) for reason, of in layers.items()}
     return [f"layer{'s' * (len(layers[reason]) > 1)} {numbers}: {reason}" for reason, numbers in runs.items()]
 
@@ -177,7 +146,3 @@ def _origin(spec: InputSpec, is_decoder: bool) -> str:
     if spec.part in defaults:
         return spec.past_problem or f"shd: {defaults[spec.part]}, unless the data hold it"
     return "the data" + ", for the decoder" * is_decoder + " (mask of padding)" * (spec.part == "mask")
-
-
-def _verdict(supported: bool) -> Text:
-    return marked("yes", "green") if supported else marked("no", "red")

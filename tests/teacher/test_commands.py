@@ -164,7 +164,7 @@ def test_tables_fit_a_terminal(made: Path, tmp_path: Path) -> None:
     words = "t.onnx", "--inputs", "d.npz", "--student-heads", "2"
     cache = str(tmp_path / "part")
     commands = [
-        ("inspect", "t.onnx", "--factored"),
+        ("inspect", "t.onnx"),
         ("plan", *words, "--plan", "balanced", "--strategy", "hard", "--logits", "topk", "--hidden", "last"),
         ("precompute", *words, "--out", cache, "--samples-per-shard", "5", "--shards", "0/3"),
         ("ls", cache),

@@ -9,7 +9,6 @@ import onnx
 import pytest
 from support.attention_graphs import (
     GraphBuilder,
-    attention_on_inputs,
     bare_attention,
     bare_samples,
     encoder_layer,
@@ -46,17 +45,15 @@ def schema_errors(document: Any) -> list[str]:
     return [error.message for error in validator.iter_errors(document)]
 
 
-@pytest.mark.parametrize("factored", [False, True])
 @pytest.mark.parametrize(
     "model", [encoder_layer(num_kv_heads=2), bare_attention(3, num_layers=2), fused()], ids=["plain", "bare", "fused"]
 )
-def test_json_follows_its_schema(model: onnx.ModelProto, factored: bool, tmp_path: Path) -> None:
+def test_json_follows_its_schema(model: onnx.ModelProto, tmp_path: Path) -> None:
     sites = find_sites(model)
-    words = ["inspect", saved(model, tmp_path), "--json", *(["--factored"] if factored else [])]
+    words = ["inspect", saved(model, tmp_path), "--json"]
     document = json.loads(shd(*words, code=not any(site.supported for site in sites)))
     assert schema_errors(document) == []
     assert [entry["name"] for entry in document["sites"]] == [site.name for site in sites]
-    assert all((entry["factored"] is None) != factored for entry in document["sites"])
     del document["sites"][0]["cross"]
     assert schema_errors(document) != []
 
@@ -80,15 +77,6 @@ def test_inputs_are_listed_with_where_they_come_from(tmp_path: Path) -> None:
     table = shd("inspect", teacher)
     assert "past_key_values.0.key and 1 more" in table
     assert "shd: an empty past" in table
-
-
-def test_queries_and_keys_are_listed_on_request(tmp_path: Path) -> None:
-    teacher = saved(encoder_layer(num_kv_heads=2), tmp_path)
-    (site,) = json.loads(shd("inspect", teacher, "--json", "--factored"))["sites"]
-    assert site["factored"] == {"supported": True, "reason": None, "num_kv_heads": 2, "d": 3, "scale": 1.0}
-    assert shd("inspect", teacher, "--factored").count("yes") == 2
-    softcapped = attention_on_inputs(lambda build, logits: build.op("Tanh", logits))
-    assert "softcapped at 1" in shd("inspect", saved(softcapped, tmp_path), "--factored")
 
 
 @pytest.mark.parametrize(
