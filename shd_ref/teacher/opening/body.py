@@ -100,19 +100,6 @@ class Body:
         """A body of a graph that a node of this one will hold."""
         return Body(f"{self.prefix}{kind}{len(self.nodes)}/", self.opset)
 
-    def choose(self, condition: str, *branches: Callable[[Body], Sequence[str]]) -> list[str]:
-        """What the first of two makes where a condition holds, else the second; only that one runs."""
-        graphs = []
-        for number, make in enumerate(branches):
-            inner = self.inside(f"branch{number}-")
-            outputs = [onnx.ValueInfoProto(name=inner.op("Identity", name)) for name in make(inner)]
-            graphs.append(onnx.helper.make_graph(inner.nodes, f"{inner.prefix}body", [], outputs))
-        name = self._fresh("If")
-        chosen = [f"{name}_{number}" for number in range(len(graphs[0].output))]
-        bodies = {"then_branch": graphs[0], "else_branch": graphs[1]}
-        self.nodes.append(onnx.helper.make_node("If", [condition], chosen, name=name, **bodies))
-        return chosen
-
     def output(self, value: str, name: str, elem_type: int, rank: int | None) -> None:
         """Make a value a graph output of that name; its rank may be open."""
         self.rename(value, name)

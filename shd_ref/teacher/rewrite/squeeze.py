@@ -39,7 +39,7 @@ from shd_ref.teacher.rewrite.function import (
     squeeze_function,
     values_of,
 )
-from shd_ref.teacher.rewrite.tiles import FUSED_DOMAIN, TiledAttention, TiledRows, Tiling, add_codes
+from shd_ref.teacher.rewrite.tiles import TiledAttention, TiledRows, Tiling, add_codes
 
 _MIN_IR_VERSION: Final = 8  # the first with model-local functions
 _RANKS: Final = {"alphas": 2, "degenerate": 2}  # everything else is (B, H, L, S)
@@ -326,8 +326,8 @@ def assemble_graph(model: onnx.ModelProto, body: Body, replaced: Set[str] = froz
     grown.graph.initializer.extend(body.initializers)
     del grown.graph.output[:]
     grown.graph.output.extend(body.outputs)
-    missing = {FUNCTION_DOMAIN, FUSED_DOMAIN} - {opset.domain for opset in grown.opset_import}
-    grown.opset_import.extend(onnx.helper.make_opsetid(domain, 1) for domain in sorted(missing))
+    if all(opset.domain != FUNCTION_DOMAIN for opset in grown.opset_import):
+        grown.opset_import.append(onnx.helper.make_opsetid(FUNCTION_DOMAIN, 1))
     grown.functions.extend(body.functions.values())
     pruned = ir.from_proto(grown)
     pruned.graph.sort()

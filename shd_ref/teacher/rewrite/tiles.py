@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from shd_ref.teacher.graph.factors import MASKED, SiteFactors
+from shd_ref.teacher.graph.factors import MASKED
 from shd_ref.teacher.graph.find import AttentionSite
 from shd_ref.teacher.graph.tiles import Key, Seen, SiteTiles, Step
 from shd_ref.teacher.opening.body import FLOAT, Body
 from shd_ref.teacher.opening.model import onnx
-from shd_ref.teacher.rewrite.function import MergeRule, add_factors, batch_heads, merge_and_code, spans_of, values_of
+from shd_ref.teacher.rewrite.function import MergeRule, batch_heads, merge_and_code, spans_of, values_of
 
 Span: TypeAlias = tuple[str, str]
 """Names of the first position and of the one behind the last, int64 ``(1,)``."""
@@ -30,10 +29,6 @@ TILE_BYTES: Final = 2**24
 """Maps of a tile in float32, about."""
 WHOLE_BYTES: Final = 2**24
 """Maps of a batch in float32 that are made whole."""
-FUSED_DOMAIN: Final = "com.microsoft"
-"""Of onnxruntime's own operators, which all its builds for the CPU have."""
-_FUSED_ROWS: Final = 64
-"""Rows of a tile of such an operator, at least: one copies all earlier keys for each tile."""
 _LEAST_ROWS: Final = 16
 _MOST_ROWS: Final = 256
 
@@ -50,14 +45,12 @@ def choose_tile(heads: int, samples: int, rows: int, keys: int) -> int:
 class Tiling:
     """How a teacher's attention runs: ``rows`` in a tile, by site, and whose values each map is multiplied by.
 
-    ``slots`` are by site, for each head as many heads with distinct values, its own first. ``fused`` are sites that
-    one operator of onnxruntime runs wherever each row sees all keys up to itself, see ``can_fuse``.
+    ``slots`` are by site, for each head as many heads with distinct values, its own first.
     """
 
     rows: int
     sites: Mapping[int, SiteTiles]
     slots: Mapping[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
-    fused: Mapping[int, SiteFactors] = field(default_factory=dict)
 
     @property
     def whole(self) -> tuple[SiteTiles, ...]:
@@ -68,15 +61,6 @@ class Tiling:
         """The tiles of a site; None where its maps are made whole."""
         tiles = self.sites.get(site.layer)
         return None if tiles is None or tiles.reason is not None else tiles
-
-
-def can_fuse(tiles: SiteTiles, factors: SiteFactors) -> bool:
-    """Whether a float32 site is ``softmax(scale * Q K^T) V`` of equal widths but for a mask."""
-    makers = [(step.node.op_type, step.inputs) for step in tiles.steps if step.output == tiles.probs]
-    is_plain = tiles.is_plain and makers == [("Softmax", (tiles.logits,))] and bool(tiles.masks)
-    is_known = factors.supported and factors.scale > 0 and factors.layout == "batch-heads"
-    fits = tiles.site.d_v == factors.d and factors.d % 8 == 0  # the operator's rule
-    return is_plain and is_known and fits and (tiles.site.dtype or "float32") == "float32"
 
 
 def list_slots(tiles: SiteTiles, groups: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
@@ -161,19 +145,11 @@ class _Result:
 class TileLoop:
     """A Loop over the tiles of one site's rows, in the making."""
 
-    def __init__(self, body: Body, tiles: SiteTiles, rows: int | None, spans: str | None = None) -> None:
-        """``spans``: first, last and number of each row's keys ``(_, _, L, 3)``, outside; None: look at all keys.
-
-        ``rows`` None: as many as suit onnxruntime's operator without maps.
-        """
+    def __init__(self, body: Body, tiles: SiteTiles, rows: int, spans: str | None = None) -> None:
+        """``spans``: first, last and number of each row's keys ``(_, _, L, 3)``, outside; None: look at all keys."""
         self.body, self.tiles = body, tiles
         self._length = body.sizes(*tiles.shape_source(0))
-        if rows is None:
-            least, most = (body.const(np.array(number)) for number in (_FUSED_ROWS, _MOST_ROWS))
-            fitting = body.op("Clip", body.op("Div", self._length, body.const([32])), least, most)
-        else:
-            fitting = body.const([rows])
-        self._tile = body.op("Min", fitting, self._length)
+        self._tile = body.op("Min", body.const([rows]), self._length)
         inner = self.inner = body.inside("loop")
         self._number, self._keep = f"{inner.prefix}number", f"{inner.prefix}keep"
         begun = inner.op("Mul", inner.reshape(self._number, 1), self._tile)
@@ -268,7 +244,6 @@ class TiledAttention:
         self.replaced: set[str] = set()
         self.forward: dict[int, Forward] = {}
         spans: dict[tuple[Seen, ...], str | None] = {}
-        causal: dict[str, str] = {}
         for layer, tiles in tiling.sites.items():
             if tiles.reason is not None:
                 continue
@@ -276,14 +251,8 @@ class TiledAttention:
             if tiles.masks is not None and tiles.masks not in spans:
                 spans[tiles.masks] = add_spans_of_masks(body, tiles, tiling.rows)
             span = None if tiles.masks is None else spans[tiles.masks]
-            slots, factors = tiling.slots.get(layer), tiling.fused.get(layer)
-            make = partial(self._add_loop, tiles=tiles, rows=tiling.rows, spans=span, slots=slots)
-            if factors is None or span is None:
-                made = make(body)
-            else:
-                causal[span] = causal.get(span) or _is_causal(body, span)
-                fused = partial(_add_fused, tiles=tiles, factors=factors, slots=slots)
-                made = body.choose(causal[span], fused, make)
+            slots = tiling.slots.get(layer)
+            made = self._add_loop(body, tiles, tiling.rows, span, slots)
             self.forward[layer] = Forward(span, self._take(body, tiles, slots, *made))
 
     def _add_loop(
@@ -328,51 +297,6 @@ class TiledAttention:
         return body.reshape(
             body.op("Transpose", split, perm=[0, 1, 3, 2, 4]), 0, len(slots), -1, width * (site.d_v or 0)
         )
-
-
-def _is_causal(body: Body, spans: str) -> str:
-    """Whether each row sees all keys up to itself and no other."""
-    length = body.op("Squeeze", body.sizes(spans, 2))
-    zero, one = (body.const(np.array(number)) for number in (0, 1))
-    rows = body.reshape(body.op("Range", zero, length, one), -1, 1)
-    expected = body.concat([body.op("Mul", rows, zero), rows, body.op("Add", rows, one)], -1)
-    equal = body.op("Cast", body.op("Equal", spans, expected), to=onnx.TensorProto.INT32)
-    return body.op("Cast", body.op("ReduceMin", equal, keepdims=0), to=onnx.TensorProto.BOOL)
-
-
-def _add_fused(
-    body: Body, tiles: SiteTiles, factors: SiteFactors, slots: Sequence[Sequence[int]] | None
-) -> list[str]:
-    """Context and products of a causal site, from an operator without maps, to which earlier keys are its past."""
-    heads, share = len(tiles.value_heads), len(tiles.value_heads) // factors.num_kv_heads
-    queries, keys = add_factors(body, factors)
-    values = values_of(body, tiles.site)
-    loop = TileLoop(body, tiles, None)
-    inner, (start, stop), rows_axis = loop.inner, loop.tile.rows, (-2, None)
-
-    def by_position(tensor: str) -> str:
-        cut = loop.tile.cut(tensor, rows_axis)
-        return inner.reshape(inner.op("Transpose", cut, perm=[0, 2, 1, 3]), 0, 0, -1)
-
-    rows = by_position(queries)
-    counts = inner.op("Sub", stop, inner.const([1])), inner.op("Squeeze", stop)
-    sizes = [inner.op("Cast", count, to=onnx.TensorProto.INT32) for count in counts]
-    results = []
-    for column in zip(*(slots or [[head] for head in tiles.value_heads]), strict=True):
-        # Heads that share their keys may still need values of their own.
-        shared = column[::share] if column == tuple(np.repeat(column[::share], share)) else None
-        own = (
-            keys if shared else body.op("Gather", keys, body.const([head // share for head in range(heads)]), axis=1)
-        )
-        both = own, body.op("Gather", values, body.const(shared or column), axis=1)
-        now = [by_position(tensor) for tensor in both]
-        past = [inner.op("Slice", tensor, inner.const([0]), start, inner.const([2])) for tensor in both]
-        attributes = {"num_heads": heads, "kv_num_heads": len(shared or column), "scale": factors.scale}
-        made = inner.op("GroupQueryAttention", rows, *now, *past, *sizes, domain=FUSED_DOMAIN, **attributes)
-        inner.nodes[-1].output.extend(f"{made}_{name}" for name in ("keys", "values"))
-        results.append(inner.op("Transpose", inner.reshape(made, 0, 0, heads, -1), perm=[0, 2, 1, 3]))
-    context, *products = loop.finish(*map(_Result, results))
-    return [context, body.concat(products, -1)] if products else [context]
 
 
 def add_codes(

@@ -18,7 +18,7 @@ from shd_ref.cache.codecs.logits import check_padding
 from shd_ref.cache.forms.attention import KindLayers
 from shd_ref.errors import ShdError, graph_unsupported, need
 from shd_ref.merging.plans import PLAN_KINDS, merge_plan, plan_groups
-from shd_ref.teacher.graph.factors import SiteFactors, choose_stored, find_factors
+from shd_ref.teacher.graph.factors import SiteFactors, choose_stored
 from shd_ref.teacher.graph.find import (
     AttentionSite,
     Chosen,
@@ -36,7 +36,7 @@ from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.opening.model import Weights, hash_teacher, onnx, take_weights
 from shd_ref.teacher.options import MATCHED, PrecomputeOptions, RunOptions, check_options
 from shd_ref.teacher.rewrite.squeeze import SqueezedGraph, SqueezedLayer, squeeze_graph
-from shd_ref.teacher.rewrite.tiles import Tiling, can_fuse, choose_tile, list_slots
+from shd_ref.teacher.rewrite.tiles import Tiling, choose_tile, list_slots
 from shd_ref.teacher.run.averaged import LogitsTeacher, average_logits, count_classes
 from shd_ref.teacher.run.inputs import Batch, ModelInputs, run_batch
 from shd_ref.teacher.run.outputs import LayerOutputs, MapRows, Student, StudentOutputs, TargetOutputs
@@ -482,18 +482,13 @@ def _choose_tiling(
     if not rows:
         return None
     sites = {tiles.site.layer: tiles for tiles in find_tiles(graph.model, graph.sites)}
-    # On other providers the operator may lack float32, and with several samples it takes no keys from before.
-    alone = run.batch_size == 1 and inputs.fixed_batch in (None, 1)
-    can = alone and is_cpu(run.provider)
-    found = find_factors(graph.model, [tiles.site for tiles in sites.values() if can and tiles.reason is None])
     groups = {}
     for number, (_, site) in enumerate(graph.layers):
         plans = [plan_groups(student.plans[number], graph.num_heads) for student in students]
         mean = graph.options.strategy == "mean"
         groups[site.layer] = [range(graph.num_heads)] if mean else [group for plan in plans for group in plan]
     slots = {layer: list_slots(sites[layer], own) for layer, own in groups.items() if sites[layer].reason is None}
-    fused = {one.site.layer: one for one in found if can_fuse(sites[one.site.layer], one)}
-    return Tiling(rows, sites, slots, fused)
+    return Tiling(rows, sites, slots)
 
 
 class Session(NamedTuple):

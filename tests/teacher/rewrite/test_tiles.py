@@ -25,10 +25,8 @@ from shd_ref.errors import ShdError
 from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
 from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.graph.tiles import find_tiles
-from shd_ref.teacher.opening.body import Body
 from shd_ref.teacher.opening.load import load_teacher
-from shd_ref.teacher.rewrite import tiles as tiles_module
-from shd_ref.teacher.rewrite.tiles import TiledAttention, choose_tile
+from shd_ref.teacher.rewrite.tiles import choose_tile
 from shd_ref.teacher.run.inputs import run_batch
 from shd_ref.teacher.run.outputs import choose_rows
 from shd_ref.teacher.run.teacher import TeacherRun
@@ -113,33 +111,6 @@ def test_attention_as_its_operator_defines_it(tmp_path: Path, opset: int) -> Non
     model = load_teacher(teacher)
     assert [tiles.reason for tiles in find_tiles(model, find_sites(model))] == [None]
     compare_with_whole_maps(teacher, make_inputs(), PrecomputeOptions(2, codec="float32"), tmp_path, mask="mask")
-
-
-@pytest.mark.parametrize("form", ["maps", "factored"])
-@pytest.mark.parametrize("kv_heads", [2, 4])
-@pytest.mark.parametrize("padded", [False, True])
-def test_a_sample_whose_rows_see_all_up_to_themselves_needs_no_tile(
-    tmp_path: Path, form: str, kv_heads: int, padded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tiles are wrong here, and only read where padding stands in front. Key heads serve two heads each, or one."""
-    made = TiledAttention._add_loop
-
-    def add_wrong(self: TiledAttention, body: Body, **arguments: Any) -> list[str]:
-        return [body.op("Mul", name, body.const(2.0)) for name in made(self, body, **arguments)]
-
-    monkeypatch.setattr(TiledAttention, "_add_loop", add_wrong)
-    monkeypatch.setattr(tiles_module, "_FUSED_ROWS", 4)
-    teacher = saved(encoder_layer(num_heads=4, num_kv_heads=kv_heads, d_v=8, mask="causal"), tmp_path)
-    x = np.random.default_rng(0).normal(size=(2, LENGTH, 32)).astype(np.float32)
-    inputs = {"x": x, "mask": np.ones((2, LENGTH), np.int64)}
-    inputs["mask"][:, 0] = not padded
-    options = PrecomputeOptions(2, codec="float32", form=form, factored_codec="float16")
-    compare = partial(compare_with_whole_maps, teacher, inputs, options, tmp_path, mask="mask", batch_size=1)
-    if not padded:
-        compare()
-    else:
-        with pytest.raises(ShdError, match="products of maps and values"):
-            compare()
 
 
 def test_a_bias_that_begins_beyond_short_samples_is_no_mask(tmp_path: Path) -> None:
