@@ -73,11 +73,8 @@ def choose_stored(
     """Queries and keys of the layers where these are stored; refuse a form or a codec that cannot hold the layers."""
     for _, site in layers:
         if options.is_factored and kinds.kinds and kinds.kind(site) != "encoder":
-            raise graph_unsupported(
-                f"{site.label} cannot be stored as queries and keys: its rows are those of a decoder with cross "
-                "attention (--form maps)",
-                "CACHE-128",
-            )
+            why = "its rows are those of a decoder with cross attention (--form maps)"
+            raise graph_unsupported(f"{site.label} cannot be stored as queries and keys: {why}", "CACHE-128")
         check_sinks(site, "float32" if options.is_factored else options.codec, options.temperature)
     stored = find_factors(model, [site for _, site in layers]) if options.is_factored else ()
     for factors in stored:

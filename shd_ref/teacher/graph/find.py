@@ -123,10 +123,7 @@ def find_sites(model: onnx.ModelProto) -> tuple[AttentionSite, ...]:
 
 def _why_unfit(measure: Measure) -> str | None:
     if measure.layout is None:
-        return (
-            "the output projection reads only a part of the heads' outputs: re-export with eager attention, so that "
-            "it reads every head at every position"
-        )
+        return "the output projection reads only a part of the heads' outputs: re-export with eager attention"
     weight = measure.output_projection
     if weight is not None and not (np.abs(weight) < _LARGEST_WEIGHT).all():
         return "its output projection holds NaN or numbers beyond reason: copy or export the model again"
@@ -280,8 +277,8 @@ def choose_layers(
         return (), None, ()
     if not sites:
         raise graph_unsupported(
-            "teacher graph must hold an attention site (a softmax whose map multiplies values); found none: "
-            "export the model with eager attention, or store only its logits (--no-attention)"
+            "teacher graph must hold an attention site (a softmax whose map multiplies values); found none: export "
+            "it with eager attention, or store only its logits (--no-attention)"
         )
     pairs, meant = options.layer_pairs, options.num_student_layers
     if options.sites is not None and pairs is not None:
@@ -323,13 +320,11 @@ def _choose_by_kind(
         meant = dict.fromkeys(held, meant)
     if isinstance(meant, int) or (meant is not None and not (meant and meant.keys() <= held.keys())):
         example = ",".join(f"{kind}={count}" for kind, count in held.items())
-        raise ShdError(
-            "layers-invalid",
-            f"num_student_layers must be a number for each kind of attention that is taught, of {', '.join(held)}, "
-            f"as the graph has cross attention; got {meant if isinstance(meant, int) else dict(meant)}: give "
-            f"--student-layers {example}, or choose one kind with --sites",
-            "CACHE-105",
-        )
+        got = meant if isinstance(meant, int) else dict(meant)
+        rule = f"be a number for each kind of attention that is taught, of {', '.join(held)}"
+        remedy = f"give --student-layers {example}, or choose one kind with --sites"
+        message = f"num_student_layers must {rule}; got {got}: {remedy}"
+        raise ShdError("layers-invalid", message, "CACHE-105")
     chosen: list[tuple[int, AttentionSite]] = []
     counts: list[KindLayers] = []
     for kind in KINDS:

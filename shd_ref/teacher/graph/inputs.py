@@ -65,9 +65,8 @@ class InputSpec:
             return None
         if 0 not in InputSizes(1, 1).shapes([self])[self.name]:
             return (
-                f"the graph cannot take {self.name} empty, as its shape is {list(self.shape)}; take the graph for "
-                "whole samples (decoder_model.onnx beside decoder_with_past_model.onnx), or re-export with an open "
-                "past_sequence_length or with use_cache off"
+                f"the graph cannot take {self.name} {list(self.shape)} empty: take the graph for whole samples "
+                "(decoder_model.onnx beside decoder_with_past_model.onnx), or re-export with use_cache off"
             )
         # A stack, (2, B, H, past, d), stands before the batch: heads and width are among the last three axes.
         count = len(self.shape)
@@ -75,7 +74,7 @@ class InputSpec:
         if len(opened) > 2 or sum(position >= max(-3, 1 - count) for position in opened) > 1:
             return (
                 f"{self.name} must have open axes for the batch and the past alone, so that it can be fed empty; got "
-                f"the shape {list(self.shape)}: re-export with heads and width fixed, or with use_cache off"
+                f"{list(self.shape)}: re-export with heads and width fixed, or with use_cache off"
             )
         return None
 
@@ -457,14 +456,11 @@ def check_bounds(
 
 def _remedy(specs: Sequence[InputSpec]) -> str:
     problem = next((spec.past_problem for spec in specs if spec.past_problem is not None), None)
-    if problem is not None:
-        return problem
-    if all(isinstance(axis, int) for spec in specs for axis in spec.shape):
-        return "these are the sizes that its inputs fix, so the graph itself is at fault: copy or export it again"
-    return (
-        "its axes are dynamic, so either the exporter left the sizes of its example in the constants, as PyTorch's "
-        "older one does (export with torch.onnx.export(..., dynamo=True, dynamic_shapes=...)), or the graph itself "
-        "is at fault: see whether onnxruntime runs it at all"
+    if problem is None and all(isinstance(axis, int) for spec in specs for axis in spec.shape):
+        problem = "these are the sizes that its inputs fix, so the graph itself is at fault: copy or export it again"
+    return problem or (
+        "its axes are dynamic, so the exporter may have left the sizes of its example in the constants, as PyTorch's "
+        "older one does: export with torch.onnx.export(..., dynamo=True, dynamic_shapes=...)"
     )
 
 

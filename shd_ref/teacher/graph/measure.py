@@ -120,21 +120,14 @@ def describe_contradiction(walk: Walk, shapes: Shapes) -> str:
         if value is not None
     }
     probs, context = sizes.get("map", []), sizes.get("outputs", [])
-    if len(context) > 4:
-        return (
-            f"its map has {len(probs)} axes {probs}, as those of windows of an image or of frames of a video have, "
-            "and only (B, H, L, S) and (B * H, L, S) are understood: select other sites (--sites), or take a teacher "
-            "whose attention spans the whole sample"
-        )
-    if probs[:-2] != context[:-2]:
-        return (
-            f"its map {probs} is one for several samples or heads, whose outputs are {context}: select other sites "
-            "(--sites), as such a map is not the attention of one sample"
-        )
     listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
+    why = f"the number of heads cannot be determined from its sizes ({listed})"
+    if len(context) > 4:
+        why = f"its map has {len(probs)} axes {probs}, as of windows of an image, and not 4, or 3 of heads joined"
+    elif probs[:-2] != context[:-2]:
+        why = f"its map {probs} is one for several samples or heads, whose outputs are {context}"
     return (
-        f"the number of heads cannot be determined from its sizes ({listed}): re-export with eager attention, so "
-        "that the output projection reads the heads side by side, or select other sites (--sites)"
+        f"{why}: select other sites (--sites), or take a teacher of one map a head, whose projection reads all heads"
     )
 
 

@@ -333,36 +333,27 @@ def _multiply(node: ir.Node, place: int, reading: _Linear) -> _Linear | None:
 
 def _describe_bends(bends: list[ir.Node]) -> str:
     met = {node.op_type for node in bends}
-    between = f" (they go to {', '.join(sorted(met))})" if met else ""
-    if met & NORMS:
-        return (
-            f"a norm stands between the heads' outputs and their projection{between}, so the attention output is not "
-            "the sum of what the heads give: choose other layers, or export a model without it"
-        )
-    if any(
-        node.op_type in SCALING_OPS
-        and not any(one is not None and one.const_value is not None for one in node.inputs)
-        for node in bends
-    ):
-        return (
-            "the heads' outputs are multiplied by a computed tensor, such as a gate, before their projection"
-            f"{between}, so the attention output is not the sum of what the heads give: choose other layers, or "
-            "export a model without it"
-        )
+    between = f" (they go to {', '.join(sorted(met))})"
+    scales = [node for node in bends if node.op_type in SCALING_OPS]
     fed = next((name for node in bends if (name := _fed_weight(node)) is not None), None)
-    if fed is not None:
-        return (
-            f"the weight of its output projection is an input of the graph ({fed}), so there is no output projection "
-            "in it: export the model with its weights inside"
-        )
     if not met:
         return (
-            "the heads' outputs are results of the graph and reach no weight, so there is no output projection: "
-            "export the model up to and including the attention block's output projection"
+            "the heads' outputs are results of the graph and reach no weight: export the model up to and including "
+            "the attention block's output projection"
         )
+    if met & NORMS:
+        why = f"a norm stands between the heads' outputs and their projection{between}"
+    elif any(all(one is None or one.const_value is None for one in node.inputs) for node in scales):
+        why = f"the heads' outputs are multiplied by a computed tensor, such as a gate, first{between}"
+    elif fed is not None:
+        return (
+            f"the weight of its output projection is an input of the graph ({fed}): export it with its weights inside"
+        )
+    else:
+        why = f"the heads' outputs reach no constant weight before other operators change them{between}"
     return (
-        f"the heads' outputs reach no product with a constant weight before other operators change them{between}, so "
-        "there is no output projection: choose other layers (--sites), or a model that projects its heads first"
+        f"{why}, so the attention output is not the sum of what the heads give: choose other layers (--sites), or "
+        "export a model without it"
     )
 
 

@@ -8,15 +8,9 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from shd_ref.teacher.opening.model import STANDARD_DOMAINS, ir, kinds
+from shd_ref.teacher.opening.model import STANDARD_DOMAINS, ir
 
 _SHAPING: Final = frozenset({"Cast", "Dropout", "Expand", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
-_CONDITIONS: Final = kinds("And Equal Greater GreaterOrEqual IsNaN Less LessOrEqual Not Or")
-_POSITIVE: Final = _CONDITIONS | {"Abs", "Exp", "HardSigmoid", "Relu", "Sigmoid", "Softmax", "Softplus", "Sqrt"}
-_OF_FIRST: Final = _SHAPING | {"Gather", "GatherND", "Slice", "Split", "Transpose", "Trilu"}
-_OF_ALL: Final = frozenset({"Add", "AveragePool", "Concat", "Div", "MaxPool", "Min", "Mul"})
-"""Operators that give numbers of at least zero, in all cases or where their first input or all of them do."""
-
 _NEGLIGIBLE: Final = 1e-6
 """Beside a sum of about one: it keeps the quotient finite and takes nothing from a row."""
 _DEEPEST: Final = 8  # a sum's casts, shapes and guards
@@ -24,7 +18,10 @@ _DEEPEST: Final = 8  # a sum's casts, shapes and guards
 
 @dataclass(frozen=True)
 class Quotient:
-    """Numbers of at least zero over their sum along the last axis, or over more: then ``sums_to_one`` is False."""
+    """Numbers over their sum along the last axis, or over more: then ``sums_to_one`` is False.
+
+    That they are at least zero, a probe shows, and precompute on its data.
+    """
 
     numbers: ir.Value
     sums_to_one: bool
@@ -81,10 +78,10 @@ def _read_log_softmax(node: ir.Node) -> ir.Value | None:
 
 
 def read_quotient(node: ir.Node) -> Quotient | None:
-    """An operator as a quotient; None where it does something else, or where numbers may be negative."""
+    """An operator as a quotient; None where it does something else."""
     for numbers, total in _fractions(node):
         sums_to_one = _read_sum(total, _before_casts(numbers))
-        if sums_to_one is not None and _is_positive(numbers):
+        if sums_to_one is not None:
             return Quotient(numbers, sums_to_one)
     return None
 
@@ -126,7 +123,7 @@ def _read_sum(value: ir.Value, numbers: ir.Value, depth: int = 0) -> bool | None
     sums = [reading for reading in read if reading is not None]
     others = [operand for operand, reading in zip(inputs, read, strict=True) if reading is None]
     is_bounded = node.op_type == "Clip" and len(node.inputs) > 2 and node.inputs[2] is not None
-    if len(sums) != 1 or is_bounded or (node.op_type == "Add" and not all(map(_is_positive, others))):
+    if len(sums) != 1 or is_bounded:
         return None
     constants = [None if operand.const_value is None else operand.const_value.numpy() for operand in others]
     if node.op_type == "Where":  # another denominator for rows without any
@@ -142,40 +139,3 @@ def _sums_last_axis(total: ir.Node) -> bool:
     source = total.inputs[0]
     last = (-1,) if source is None or source.shape is None else (-1, len(source.shape) - 1)
     return axes is not None and len(axes) == 1 and axes[0] in last
-
-
-def _is_positive(value: ir.Value) -> bool:
-    waiting, seen = [value], {value}
-    while waiting:
-        current = waiting.pop()
-        node = current.producer()
-        if current.const_value is not None:
-            if not (current.const_value.numpy() >= 0).all():
-                return False
-            continue
-        if node is None or current.dtype == ir.DataType.BOOL or node.op_type in _POSITIVE or _has_floor(node):
-            continue
-        if node.op_type not in (*_OF_FIRST, *_OF_ALL, "Where"):
-            return False
-        sources = (
-            node.inputs[1:] if node.op_type == "Where" else node.inputs[: None if node.op_type in _OF_ALL else 1]
-        )
-        waiting += [source for source in sources if source is not None and source not in seen]
-        seen.update(source for source in sources if source is not None)
-    return True
-
-
-def _has_floor(node: ir.Node) -> bool:
-    """Whether it fills with a number of at least zero, squares, or cuts numbers off there."""
-    if node.op_type == "ConstantOfShape":
-        filled = node.attributes.get_tensor("value")
-        return filled is None or bool((filled.numpy() >= 0).all())
-    if node.op_type == "Mul":
-        return node.inputs[0] is node.inputs[1]
-    if node.op_type not in ("Clip", "Max", "Pow"):
-        return False
-    fixed = [None if one is None or one.const_value is None else one.const_value.numpy() for one in node.inputs]
-    if node.op_type == "Pow":
-        return fixed[1] is not None and bool((fixed[1] % 2 == 0).all())
-    floors = fixed[1:2] if node.op_type == "Clip" else fixed
-    return any(floor is not None and bool((floor >= 0).all()) for floor in floors)

@@ -70,18 +70,11 @@ def choose_targets(
     of_decoder = bool(kinds.kinds)
     own = [site for site in sites if kinds.kind(site) in (None, "decoder")]
     if options.hidden_layers and of_decoder and not (own and kinds.decoder_inputs):
-        raise graph_unsupported(
-            "hidden states of a graph with cross attention are those of its decoder, which must have "
-            "self-attention and inputs for its sequence; this graph lacks them: store its attention and logits, "
-            "and run the teacher beside the student (OnlineTeacher) for hidden states",
-            "CACHE-175",
-        )
+        rule = "hidden states beside cross attention are a decoder's, with self-attention and inputs of its own"
+        raise graph_unsupported(f"{rule}; this graph lacks them: run the teacher live (OnlineTeacher)", "CACHE-175")
     if options.embeddings is not None and of_decoder:
-        raise graph_unsupported(
-            "embeddings are made of a single sequence, and this graph has a second one, of its decoder: export "
-            "the encoder alone",
-            "CACHE-181",
-        )
+        rule = "embeddings are made of a single sequence, and this graph has a decoder's too"
+        raise graph_unsupported(f"{rule}: export the encoder alone", "CACHE-181")
     return find_targets(
         model,
         own,
@@ -118,11 +111,9 @@ def find_targets(
     states = _find_hidden(graph, sites, layers, LAST_STATES[: 1 if of_decoder else 2]) if layers else ()
     last = _last_state(graph, LAST_STATES) if pooled else None
     if pooled and last is None:
-        raise graph_unsupported(
-            f"embeddings must be pooled from what leaves the last block, an output named {' or '.join(LAST_STATES)}; "
-            f"the graph has {', '.join(str(value.name) for value in graph.outputs)}: export the encoder so",
-            "CACHE-181",
-        )
+        rule = f"be pooled from an output named {' or '.join(LAST_STATES)}"
+        got = f"{', '.join(str(value.name) for value in graph.outputs)}: export the encoder so"
+        need(False, "graph-unsupported", "embeddings", rule, got, spec_id="CACHE-181")
     head = _find_head(graph, _find_logits(graph, output, _LAST_NEEDS)) if exact else None
     read = None if head is None else head.states
     return TargetTensors(_find_logits(graph, output) if logits else None, states, last, read, head)
@@ -154,9 +145,8 @@ def _find_logits(graph: ir.Graph, output: str | None, argument: str = "logits") 
     fitting = [name for name, rank in ranks.items() if rank in (None, 2, 3) and "hidden" not in name]
     if len(fitting) != 1:
         raise argument_value(
-            f"{argument} must come from an output of the graph named logits, or its only one of two or three axes; "
-            f"it has {', '.join(outputs) or 'none of real numbers'}: name it (--logits-output), or export the model "
-            "with its head"
+            f"{argument} must come from an output named logits, or the only one of two or three axes; it has "
+            f"{', '.join(outputs) or 'none of real numbers'}: name it (--logits-output), or export the model's head"
         )
     return fitting[0]
 
@@ -167,15 +157,12 @@ def _find_hidden(
     count = len(sites)
     if not count:
         raise graph_unsupported(
-            f"hidden states are found by the attention of their blocks, and the graph has none; got layers "
-            f"{', '.join(map(str, layers))}: store only its logits"
+            "hidden states are found by the attention of their blocks, and the graph has none: store only its logits"
         )
     wrong = [layer for layer in layers if not 0 <= layer <= count]
     if wrong:
-        raise argument_value(
-            f"hidden must hold layers from 0 (what enters the first block) to {count} (what leaves the last); got "
-            f"{wrong[0]}"
-        )
+        rule = f"hold layers from 0 (what enters the first block) to {count} (what leaves the last)"
+        need(False, "argument-value", "hidden", rule, wrong[0])
     states = []
     for layer in layers:
         state = _last_state(graph, last_states) if layer == count else _entering_state(sites[layer])
@@ -185,8 +172,8 @@ def _find_hidden(
     names = [name for _, name in states]
     if len(set(names)) != len(names):
         raise graph_unsupported(
-            f"hidden states of layers {', '.join(map(str, layers))} must be different tensors, but attention sites "
-            "share a block (as a decoder's do with cross attention): ask for fewer layers"
+            f"hidden states of layers {', '.join(map(str, layers))} must be different tensors, but their attention "
+            "sites share a block: ask for fewer layers"
         )
     return tuple(states)
 
@@ -194,9 +181,8 @@ def _find_hidden(
 def _advice(layer: int, count: int, sites: Sequence[AttentionSite]) -> str:
     if layer == count:
         return (
-            f"hidden state {layer}, what leaves the last block, must be an output of the graph named "
-            f"{' or '.join(LAST_STATES)}, or what its head multiplies to make the output logits: export it so, or "
-            f"ask for layers below {layer}"
+            f"hidden state {layer}, what leaves the last block, must be an output named {' or '.join(LAST_STATES)}, "
+            f"or what the head of logits reads: export it so, or ask for layers below {layer}"
         )
     site = sites[layer]
     return (

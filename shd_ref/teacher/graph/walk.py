@@ -119,9 +119,8 @@ def _inside_reason(node: ir.Node, graph: ir.Graph) -> str:
     chosen_by = node.inputs[0] if node.inputs else None
     if node.op_type == "If" and chosen_by is not None and chosen_by in graph.inputs:
         return (
-            f"{inside}: this is a merged decoder, whose input {chosen_by.name!r} chooses one of two bodies; "
-            "take the file with one body beside it (decoder_model.onnx, or model.onnx of a newer export), or export "
-            "it again unmerged (optimum-cli export onnx --no-post-process)"
+            f"{inside}: a merged decoder, whose input {chosen_by.name!r} chooses one of two bodies: take the file "
+            "with one body beside it (decoder_model.onnx), or export without merging (optimum-cli --no-post-process)"
         )
     return f"{inside}: re-export the model without control flow (one forward pass, use_cache off)"
 
@@ -162,8 +161,8 @@ def _walk_map(softmax: ir.Node, spelling: Spelling, all_met: set[ir.Node]) -> It
     producer = trace_back(values, LAYOUT_OPS, lambda node: node.op_type not in LAYOUT_OPS)
     if scores is None and producer is not None and is_value_product(producer):
         reason = (
-            "it is linear attention: keys and values are multiplied first, so what its softmax gives is a feature of "
-            "a query and no attention to keys: choose other layers (--sites), or another teacher"
+            "it is linear attention, whose keys and values are multiplied first, so its softmax gives no attention "
+            "to keys: choose other layers (--sites), or another teacher"
         )
     walk = Walk(softmax, reason, probs=probs, values=values, context=product.outputs[0])
     if reason is not None:
@@ -192,8 +191,8 @@ def _why_unreadable(meetings: list[_Meeting]) -> str | None:
         return f"map and values meet in {product.op_type}: {form}"
     if trail.is_mixed and (trail.mixing is None or trail.axes != _AXES):
         return (
-            "its maps are mixed after the softmax in a way that is not a matrix over heads, so what multiplies the "
-            "values is not made of them alone: choose other layers, or export a model without it"
+            "its maps are mixed after the softmax by what is not a matrix over heads: choose other layers, or export "
+            "a model without it"
         )
     if trail.axes[-1] != -1:
         return f"the map is transposed on its way to the values: {_EAGER}"
@@ -204,9 +203,8 @@ def _why_unreadable(meetings: list[_Meeting]) -> str | None:
     tensors = {meeting.values for meeting in meetings}
     if len(tensors) > 1:
         return (
-            f"its map multiplies {len(tensors)} tensors, as where layers share a map or one attends in parts, so "
-            "what one of them gives is not all that the map makes: choose other layers (--sites), or export the "
-            "model with one product of map and values"
+            f"its map multiplies {len(tensors)} tensors, so what one of them gives is not all that the map makes: "
+            "choose other layers (--sites), or export the model with one product of map and values"
         )
     return None
 

@@ -215,11 +215,9 @@ def infer_shapes(model: onnx.ModelProto, *, data_prop: bool = True) -> onnx.Mode
         size = math.prod(dim.dim_value if dim.HasField("dim_value") else 1 for dim in dims)
         most = max(MOST_ENTRIES if value.name in folded else _MOST_ACTIVATIONS, weights)
         if size > most:
-            raise graph_invalid(
-                f"tensor {value.name!r} of the teacher graph must have at most {most} entries; its shape is "
-                f"{[dim.dim_value for dim in dims][:8]}: export the model again, with dynamic axes in place of large "
-                "fixed ones"
-            )
+            rule = f"tensor {value.name!r} of the teacher graph must have at most {most} entries"
+            got = f"{[dim.dim_value for dim in dims][:8]}: export it with dynamic axes in place of large fixed ones"
+            raise graph_invalid(f"{rule}; got {got}")
     return inferred
 
 
@@ -406,9 +404,8 @@ def _count_held(node: ir.Node, inputs: list[NDArray[Any]], held: int, most: int)
         products = entries * left[-1]
     if held + entries > most or products > _MOST_PRODUCTS:
         raise graph_invalid(
-            f"constants of the graph must be computed from one another within {most} entries and "
-            f"{_MOST_PRODUCTS} multiplications; node {node.name!r} ({node.op_type}) needs more: export the model "
-            "with its constants folded"
+            f"constants of the graph must follow from one another within {most} entries and {_MOST_PRODUCTS} "
+            f"multiplications; node {node.name!r} ({node.op_type}) needs more: export it with its constants folded"
         )
     return held + entries
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from shd_ref.cache import AveragedTeacher
 from shd_ref.cache.codecs.logits import check_padding
-from shd_ref.errors import ShdError, argument_value, inputs_invalid, need
+from shd_ref.errors import ShdError, inputs_invalid, need
 from shd_ref.teacher.graph.inputs import SUPPLIED, check_bounds, input_specs
 from shd_ref.teacher.graph.targets import TargetTensors, dtype_of, find_targets
 from shd_ref.teacher.opening.load import load_teacher
@@ -47,11 +47,9 @@ class LogitsTeacher:
         self._supply, self._mask = Supply(supplied), inputs.mask
         missing = sorted(self._specs.keys() - set(inputs.names) - {spec.name for spec in supplied})
         if missing:
-            raise inputs_invalid(
-                f"{self.who} must take inputs that the first teacher takes too ({', '.join(inputs.names)}), since "
-                f"these find a sample; it also takes {', '.join(missing)}: export both with the same inputs",
-                "CACHE-36",
-            )
+            rule = f"take inputs that the first teacher takes too ({', '.join(inputs.names)})"
+            got = f"also {', '.join(missing)}: export both with the same inputs"
+            need(False, "inputs-invalid", self.who, rule, got, spec_id="CACHE-36")
         unread = [name for name in (inputs.mask, inputs.decoder_mask) if name not in {None, *self._specs}]
         if unread:
             raise inputs_invalid(
@@ -62,10 +60,8 @@ class LogitsTeacher:
             own, first = self._specs[name].shape, inputs.spec(name).shape
             axes = zip(own, first, strict=False)
             if len(own) != len(first) or any(isinstance(axis, int) and axis != other for axis, other in axes):
-                raise inputs_invalid(
-                    f"{self.who} must take {name} as the first teacher does, {list(first)}; it takes {list(own)}: "
-                    "export it with open axes"
-                )
+                rule = f"take {name} as the first teacher does, {list(first)}"
+                need(False, "inputs-invalid", self.who, rule, list(own), remedy="export it with open axes")
         with naming(self.who):
             check_bounds(self.model, [str(self._targets.logits)], lambda: self._feeds(inputs.shortest()))
 
@@ -73,11 +69,9 @@ class LogitsTeacher:
         """Refuse another number of classes, as soon as this teacher's are known."""
         if self.columns is None or self.columns == size or (self.columns > size and not exact):
             return
-        raise argument_value(
-            f"{self.who} must have the first teacher's classes for a mean of logits, {size}; got {self.columns}: "
-            "take teachers of one vocabulary, and where one pads it, say how many classes count (--vocab-size)",
-            "CACHE-163",
-        )
+        remedy = "take teachers of one vocabulary; where one pads it, say how many classes count (--vocab-size)"
+        rule = f"have the first teacher's classes for a mean of logits, {size}"
+        need(False, "argument-value", self.who, rule, self.columns, remedy=remedy, spec_id="CACHE-163")
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         """Its logits of a batch, float32 ``(B, L, V)`` or ``(B, V)`` with padding; a fixed batch keeps its fill."""

@@ -67,6 +67,7 @@ def group_shards(
         yield shards[start : start + size]
 
 
+_FOREIGN: Final = "take the teacher's own tokenizer (--tokenizer), and no labels in place of tokens"
 Sample = dict[str, NDArray[Any]]
 MASK_NAMES: tuple[str, ...] = ("attention_mask", "input_mask")
 """Inputs taken for the attention mask when none is named."""
@@ -91,10 +92,10 @@ class Supply:
             if spec.past_problem is not None:
                 raise inputs_invalid(f"inputs must hold {spec.name}: {spec.past_problem}")
             if spec.part == "positions" and len(spec.shape) != 2:
-                raise inputs_invalid(
-                    f"inputs must hold {spec.name}, since the graph takes it with {len(spec.shape)} axes and only "
-                    "(B, L) follows from the attention mask: give it as a column"
+                rule = (
+                    f"inputs must hold {spec.name}, since only (B, L) follows from the mask, and the graph takes it"
                 )
+                raise inputs_invalid(f"{rule} with {len(spec.shape)} axes: give it as a column")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -423,8 +424,7 @@ class ModelInputs:
                 position = np.argwhere((array < 0) | (array >= rows))[0].tolist()
                 raise self._source.refuse(
                     f"{name} must be 0 to {rows - 1}, as the teacher's table has {rows} rows; got "
-                    f"{array[tuple(position)]} at position {', '.join(map(str, position)) or 0}: take the teacher's "
-                    "own tokenizer (--tokenizer), and no labels in place of tokens",
+                    f"{array[tuple(position)]} at position {', '.join(map(str, position)) or 0}: {_FOREIGN}",
                     index,
                 )
         tables = [self._rows[name] for name in self.supplied if name in self._rows and name != TYPES]  # of positions
@@ -511,9 +511,7 @@ def run_batch(session: Any, names: Sequence[str], batch: Batch) -> dict[str, NDA
         foreign = "indices element out of data bounds" in str(error)
         raise inputs_invalid(
             f"inputs must be what the teacher can run on; samples {list(batch.indices)[:8]} and their batch of "
-            f"{len(batch.indices)} failed: {error}"
-            + ": an id is outside of the teacher's vocabulary; take the teacher's own tokenizer (--tokenizer)"
-            * foreign
+            f"{len(batch.indices)} failed: {error}" + f": {_FOREIGN}" * foreign
         ) from error
     return dict(zip(names, values, strict=True))
 

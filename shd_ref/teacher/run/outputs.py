@@ -244,12 +244,9 @@ def find_faults(work: TeacherRun, outputs: StudentOutputs, *, stop: bool | None 
             reasons[index] = f"the teacher gives NaN or infinity in {title}"
     if reasons and (work.options.on_error == "stop" if stop is None else stop):
         index = min(reasons)
-        raise ShdError(
-            "not-finite",
-            f"sample {index} (key {outputs.keys[indices.index(index)]}): {reasons[index]}: check its inputs, or skip "
-            "such samples (--on-error skip)",
-            "MAP-5",
-        )
+        where = f"sample {index} (key {outputs.keys[indices.index(index)]})"
+        remedy = "check its inputs, or skip such samples (--on-error skip)"
+        raise ShdError("not-finite", f"{where}: {reasons[index]}: {remedy}", "MAP-5")
     return reasons
 
 

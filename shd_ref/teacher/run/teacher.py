@@ -162,10 +162,9 @@ class TeacherGraph:
             for axis, mask, sources in zip(("rows", "keys"), masks[site.layer], read, strict=True):
                 if mask is not None and sources is not None and mask not in sources:
                     raise graph_unsupported(
-                        f"{site.label} must have as many {axis} as {mask} has positions, but tokens are joined to "
-                        "the sequence inside the graph (a class token, registers), or it is made shorter: export a "
-                        "wrapper whose inputs and mask have a position for each of them, such as a placeholder in "
-                        "front, or select other sites (--sites)"
+                        f"{site.label} must have as many {axis} as {mask} has positions, but the graph joins tokens "
+                        "to the sequence (a class token, registers), or shortens it: export a wrapper whose inputs "
+                        "and mask have a position for each, a placeholder, or select other sites (--sites)"
                     )
         return masks
 

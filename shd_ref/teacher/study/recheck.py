@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from shd_ref.cache import AveragedTeacher, CacheReader, Teacher
-from shd_ref.errors import ShdError, argument_value
+from shd_ref.errors import ShdError, need
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.opening.model import hash_teacher
 from shd_ref.teacher.options import PrecomputeOptions, RunOptions
@@ -114,12 +114,9 @@ def _check_teachers(reader: CacheReader, teachers: Sequence[str | Path], *, has_
     manifest = reader.manifest
     averaged = manifest.logits.with_teachers if has_targets and manifest.logits is not None else ()
     if len(averaged) != len(teachers) - 1:
-        raise argument_value(
-            "with_teachers must be the further teachers whose logits were averaged, "
-            f"{', '.join(repr(teacher.name) for teacher in averaged) or 'none'}, in this order; got "
-            f"{', '.join(map(str, teachers[1:])) or 'none'}",
-            "CACHE-163",
-        )
+        names = ", ".join(repr(teacher.name) for teacher in averaged) or "none"
+        rule, got = f"be those whose logits were averaged, {names}, in this order", ", ".join(map(str, teachers[1:]))
+        need(False, "argument-value", "with_teachers", rule, got or "none", spec_id="CACHE-163")
     expected: tuple[Teacher | AveragedTeacher, ...] = (manifest.teacher, *averaged)
     for path, known in zip(teachers, expected, strict=True):
         load_teacher(path)  # refuses external data outside the folder before anything is hashed

@@ -145,7 +145,7 @@ WRONG: dict[str, tuple[Callable[[], onnx.ModelProto], dict[str, Any], str, str]]
     "no padding": (lambda: language_model(vocabulary=56), {"vocab_size": 50}, "argument-value", "cut padding alone"),
     "other positions": (lambda: language_model(head="last"), {}, "graph-unsupported", "positions, .*got .*1]"),
     "one row a sample": (lambda: language_model(head="sample"), {}, "graph-unsupported", "samples and positions"),
-    "other inputs": (lambda: other_mask(language_model()), {}, "inputs-invalid", "it also takes mask"),
+    "other inputs": (lambda: other_mask(language_model()), {}, "inputs-invalid", "got also mask"),
     "a teacher twice": (language_model, {"with_teachers": (Path("a.onnx"),) * 2}, "argument-value", "once"),
     "no logits asked for": (language_model, {"logits": "none"}, "argument-value", "must go with logits"),
 }

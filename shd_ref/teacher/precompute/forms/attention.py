@@ -34,7 +34,7 @@ from shd_ref.cache import (
 from shd_ref.cache.codecs.codecs import code_dtype, merge_errors, row_tv_bound
 from shd_ref.cache.codecs.factored import factored_kl_bound, row_bounds
 from shd_ref.cache.forms.attention import blob_name, cut_map
-from shd_ref.errors import graph_unsupported, inputs_invalid
+from shd_ref.errors import inputs_invalid, need
 from shd_ref.merging.alpha import ALPHA_RULES
 from shd_ref.merging.mixing import compose_mixing
 from shd_ref.teacher.options import CODECS_OF, MATCHED, PrecomputeOptions, RunOptions
@@ -307,11 +307,9 @@ def _cut_tiles(
 def _check_sample(sample: StudentOutputs, support: str, windows: Sequence[int | None]) -> None:
     mask = sample.layers[0].row_mask
     if mask is not None and not mask[sample.extent.first : sample.extent.length].all():
-        raise inputs_invalid(
-            f"sample {sample.index} must have its positions in one run to be stored as queries and keys; got padding "
-            "between them: pad in front or behind, or use --form maps",
-            "CACHE-145",
-        )
+        rule = f"sample {sample.index} must have its positions in one run to be stored as queries and keys"
+        remedy = "pad in front or behind, or use --form maps"
+        raise inputs_invalid(f"{rule}; got padding between them: {remedy}", "CACHE-145")
     check_mask(sample, support, windows)
 
 
@@ -334,12 +332,10 @@ def _compare_maps(
             difference = float(np.maximum(difference, (0.5 * np.abs(made, out=made).sum(axis=-1)).max()))
     limit = tolerance_of("factored", site.dtype or "float32")
     if not difference <= limit:
-        raise graph_unsupported(
-            f"attention site {site.layer} ({site.name}) must have the maps that its queries and keys "
-            f"make, within a total variation of {limit:g}; got {difference:.3g}: something else takes part, such "
-            "as a bias; use --form maps",
-            "CACHE-143",
-        )
+        rule = f"have the maps that its queries and keys make, within a total variation of {limit:g}"
+        remedy = "something else takes part, such as a bias; use --form maps"
+        got = f"{difference:.3g}"
+        need(False, "graph-unsupported", site.label, rule, got, remedy=remedy, spec_id="CACHE-143")
 
 
 def describe_mask(spans: Sequence[NDArray[Any]]) -> tuple[str, tuple[int | None, ...]]:
@@ -374,10 +370,7 @@ def check_mask(sample: StudentOutputs, support: str, windows: Sequence[int | Non
         if len(wrong):
             head, row = (int(index) for index in wrong[0])
             seen, limits = actual[head, row].tolist(), expected[row].tolist()
-            raise graph_unsupported(
-                f"attention site {layer.site.layer} ({layer.site.name}) must let a row see the keys that causality "
-                f"and a window say, {limits[2]} from {limits[0]} to {limits[1]} for row {first + row} "
-                f"({support}, window {window}); got {seen[2]} from {seen[0]} to {seen[1]} in head "
-                f"{head}: it has a mask of its own; use --form maps",
-                "CACHE-143",
-            )
+            span = f"{limits[2]} from {limits[0]} to {limits[1]} for row {first + row} ({support}, window {window})"
+            rule = f"let a row see the keys that causality and a window say, {span}"
+            got = f"{seen[2]} from {seen[0]} to {seen[1]} in head {head}: it has a mask of its own; use --form maps"
+            need(False, "graph-unsupported", layer.site.label, rule, got, spec_id="CACHE-143")

@@ -18,7 +18,7 @@ from shd_ref.cache import Embeddings, Exact, Extent, Hidden, HiddenLayer, Logits
 from shd_ref.cache.codecs.codecs import merge_errors
 from shd_ref.cache.codecs.logits import rows_moved
 from shd_ref.cache.forms.rows import Counted, Rows
-from shd_ref.errors import ShdError, need
+from shd_ref.errors import ShdError, graph_unsupported, need
 from shd_ref.teacher.options import LAST
 from shd_ref.teacher.precompute.forms.maker import Maker, not_now, tolerance_of
 from shd_ref.teacher.run.averaged import naming
@@ -155,12 +155,8 @@ class EmbeddingsMaker(RowsMaker[Embeddings]):
         if pooling is None or states is None:
             return None
         if mask is None:
-            raise ShdError(
-                "graph-unsupported",
-                "embeddings are pooled over the positions that the graph's padding mask counts, and it takes none: "
-                "export it with attention_mask, or name its mask (--mask)",
-                "CACHE-181",
-            )
+            rule = "embeddings are pooled over the positions that the graph's padding mask counts, and it takes none"
+            raise graph_unsupported(f"{rule}: export it with attention_mask, or name its mask (--mask)", "CACHE-181")
         rule = f"be pooled from {(*mask.shape, 'width')} states, one of each position"
         got = f"{states.shape} in {work.graph.targets.pooled}"
         fits = states.ndim == 3 and states.shape[:2] == mask.shape
