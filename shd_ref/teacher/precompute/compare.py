@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +21,6 @@ from shd_ref.teacher.rewrite.squeeze import SqueezedGraph, SqueezedLayer
 from shd_ref.teacher.run.outputs import COMPARED_ENTRIES, LayerOutputs
 from shd_ref.teacher.session import SMALL_PRODUCT, run_ahead, threads_for
 from shd_ref.tolerances import load_tolerances
-
-QueryMask: TypeAlias = NDArray[np.bool_] | Mapping[int, NDArray[np.bool_] | None] | None
 
 
 @dataclass(frozen=True)
@@ -50,12 +48,12 @@ class Comparison:
 
 
 def compare_with_reference(
-    squeezed: SqueezedGraph, outputs: Mapping[str, NDArray[Any]], *, query_mask: QueryMask = None
+    squeezed: SqueezedGraph, outputs: Mapping[str, NDArray[Any]], *, query_mask: NDArray[np.bool_] | None = None
 ) -> Comparison:
     """Judge the outputs by name of a graph made with ``check_outputs=True`` by the float64 reference.
 
     Args:
-        query_mask: boolean ``(B, L)``, what was fed to ``row_mask_input``; or that of each layer, by student layer.
+        query_mask: boolean ``(B, L)``, what was fed to ``row_mask_input``.
 
     Raises:
         ShdError: ``graph-mismatch`` above the thresholds of ``specs/tolerances.json``; ``argument-value`` for a
@@ -64,12 +62,7 @@ def compare_with_reference(
     """
     if not squeezed.check_outputs:
         raise argument_value("squeezed must be made with check_outputs=True to be compared")
-    masks = (
-        query_mask
-        if isinstance(query_mask, Mapping)
-        else dict.fromkeys((layer.student_layer for layer in squeezed.layers), query_mask)
-    )
-    layers = [LayerOutputs.read(layer, outputs, masks[layer.student_layer]) for layer in squeezed.layers]
+    layers = [LayerOutputs.read(layer, outputs, query_mask) for layer in squeezed.layers]
     return Comparison.merged(compare_layers(layers))
 
 
