@@ -338,8 +338,8 @@ def _describe_bends(bends: list[ir.Node]) -> str:
     fed = next((name for node in bends if (name := _fed_weight(node)) is not None), None)
     if not met:
         return (
-            "the heads' outputs are results of the graph and reach no weight, so there is no output projection: export "
-            "the model up to and including that of the attention block"
+            "the heads' outputs are results of the graph and reach no weight, so there is no output projection: "
+            "export the model up to and including that of the attention block"
         )
     if met & NORMS:
         why = f"a norm stands between the heads' outputs and their projection{between}"
