@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from shd_ref.cache.codecs.codecs import to_int8
-from shd_ref.kd.codes import RowCode
+from shd_ref.cache.codecs.logits import RowCode
 from shd_ref.teacher.options import LAST, PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.engine import precompute
 from shd_torch import ExactTargets, SupervisedDataset, TeacherHead, export_teacher, kd_loss, linear_kd_loss

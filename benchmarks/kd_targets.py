@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shd_ref.kd.codes import RowCode
+from shd_ref.cache.codecs.logits import RowCode
 from shd_torch.kd import TopkTargets, kd_loss, kd_targets_topk
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))

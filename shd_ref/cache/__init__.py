@@ -51,6 +51,8 @@ from shd_ref.cache.forms.attention import LayerPair as LayerPair
 from shd_ref.cache.forms.attention import Maps as Maps
 from shd_ref.cache.forms.attention import Matching as Matching
 from shd_ref.cache.forms.exact import Exact as Exact
+from shd_ref.cache.forms.exact import FinalNorm as FinalNorm
+from shd_ref.cache.forms.exact import TeacherHead as TeacherHead
 from shd_ref.cache.forms.form import U8 as U8
 from shd_ref.cache.forms.form import Extent as Extent
 from shd_ref.cache.forms.form import Form as Form
@@ -65,7 +67,5 @@ from shd_ref.cache.reader import CacheReader as CacheReader
 from shd_ref.cache.writer import CacheWriter as CacheWriter
 from shd_ref.cache.writer import MergeSummary as MergeSummary
 from shd_ref.cache.writer import merge_caches as merge_caches
-from shd_ref.kd.head import FinalNorm as FinalNorm
-from shd_ref.kd.head import TeacherHead as TeacherHead
 
 __all__ = [name for name, value in globals().items() if name[0] != "_" and not isinstance(value, _ModuleType)]

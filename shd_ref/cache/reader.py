@@ -10,11 +10,12 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from shd_ref.cache.codecs.logits import TopkTargets
 from shd_ref.cache.documents.manifest import Manifest
 from shd_ref.cache.documents.receipts import Blob, Errors, Receipt, Record, Seal
 from shd_ref.cache.forms import FORMS
 from shd_ref.cache.forms.attention import Factors
-from shd_ref.cache.forms.exact import Exact
+from shd_ref.cache.forms.exact import Exact, TeacherHead
 from shd_ref.cache.forms.form import F32, U8, Extent, FormFile, SampleRecord
 from shd_ref.cache.forms.rows import Embeddings, Hidden, Logits
 from shd_ref.cache.shards import ShardFile, check_size, read_committed, read_file
@@ -30,8 +31,6 @@ from shd_ref.cache.storage.storage import (
     xxh3_64,
 )
 from shd_ref.errors import ShdError
-from shd_ref.kd.codes import TopkTargets
-from shd_ref.kd.head import TeacherHead
 
 Choice: TypeAlias = Iterable[int] | bool | None
 """What to read of a form: some of its layers, all of it (None and True), or nothing."""

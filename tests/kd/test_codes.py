@@ -8,7 +8,7 @@ from support.plain_kd import topk_targets
 from support.refusals import refusal
 
 from shd_ref import ShdError
-from shd_ref.kd.codes import RowCode
+from shd_ref.cache.codecs.logits import RowCode
 
 RNG = np.random.default_rng(3)
 SHAPES = [(512, 50, 8), (151936, 50, 8), (151936, 1, 4), (32000, 16, 6), (7, 7, 16)]

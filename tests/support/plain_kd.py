@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from shd_ref.kd import TopkTargets
+from shd_ref.cache.codecs.logits import TopkTargets
 
 Array = NDArray[Any]
 

@@ -31,6 +31,9 @@ from shd_ref.cache.codecs.codecs import (
 )
 from shd_ref.cache.codecs.logits import (
     LOGITS_CODECS,
+    MAX_VOCABULARY,
+    RowCode,
+    TopkTargets,
     check_padding,
     check_row_numbers,
     decode_rows,
@@ -43,7 +46,6 @@ from shd_ref.cache.forms.form import SHA256, U8, Extent, Form, Part, SampleRecor
 from shd_ref.cache.storage.documents import optional
 from shd_ref.cache.storage.storage import MAX_LAYERS
 from shd_ref.errors import ShdError, need
-from shd_ref.kd.codes import MAX_VOCABULARY, RowCode, TopkTargets
 
 Reals: TypeAlias = NDArray[np.floating[Any]]
 Counted: TypeAlias = NDArray[np.bool_] | None

@@ -13,8 +13,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from shd_ref.cache.forms.exact import TeacherHead
 from shd_ref.errors import argument_value, graph_unsupported, need
-from shd_ref.kd.head import TeacherHead
 from shd_ref.teacher.graph.find import AttentionSite, SiteKinds
 from shd_ref.teacher.graph.projection import product_weight
 from shd_ref.teacher.graph.walk import FLOATS, Logits, ancestors, read_logits
