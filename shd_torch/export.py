@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shd_ref.errors import ShdError, need
+from shd_ref.errors import ShdError, import_package, need
 from shd_ref.tolerances import load_tolerances
 
 TEACHER_OPSET = 18  # below it torch.onnx has to convert down; from 23 on attention is one operator
@@ -139,10 +139,7 @@ def _export(
     attention: str,
 ) -> ExportReport:
     for package in ("onnx", "onnxscript"):
-        if importlib.util.find_spec(package) is None:
-            raise ShdError(
-                "dependency-missing", f"{package} must be installed to export: pip install '.[torch]' (in a checkout)"
-            )
+        import_package(package, f"{package} must be installed to export: pip install '.[torch]' (in a checkout)")
     target = Path(path)
     inputs = _name_inputs(model, example_inputs)
     axes = _read_axes(inputs, dynamic)
@@ -209,11 +206,8 @@ def load_hf_model(model: str | os.PathLike[str], *, dtype: torch.dtype = torch.f
         ShdError: ``dependency-missing`` (transformers), ``read-failed`` for a hub id that is not found, and for a
             folder that lacks a weight of the model, or whose files are elsewhere.
     """
-    if importlib.util.find_spec("transformers") is None:
-        raise ShdError(
-            "dependency-missing",
-            "transformers must be installed to load a Hugging Face model: pip install '.[hf]' (in a checkout)",
-        )
+    remedy = "pip install '.[hf]' (in a checkout)"
+    import_package("transformers", f"transformers must be installed to load a Hugging Face model: {remedy}")
     from shd_torch.shrink.folders import find_folder, is_custom, load_model, model_class, read_config
 
     folder = find_folder(model, "model")
@@ -271,11 +265,9 @@ def example_inputs(model: nn.Module, names: Collection[str] | None = None) -> di
     if main_input == "pixel_values" and size is not None:
         height, width = size if isinstance(size, list | tuple) else (size, size)
         return {"pixel_values": torch.zeros(2, getattr(config, "num_channels", 3), height, width)} | second
-    raise ShdError(
-        "export-failed",
-        f"model must be a Hugging Face text or image model; got {type(model).__name__} with main input "
-        f"{main_input!r}: call shd_torch.export_teacher with example inputs of your own",
-    )
+    got = f"{type(model).__name__} with main input {main_input!r}"
+    remedy = "call shd_torch.export_teacher with example inputs of your own"
+    raise ShdError("export-failed", f"model must be a Hugging Face text or image model; got {got}: {remedy}")
 
 
 def refuse(
@@ -351,10 +343,9 @@ def _read_axes(
                 named[name][1] = "decoder_sequence" if name.startswith("decoder_") else "sequence"
         return named
     for name, named_axes in dynamic.items():
-        if name not in inputs or not all(0 <= axis < inputs[name].ndim for axis in named_axes):
-            raise ShdError(
-                "argument-value", f"dynamic must name axes of {_shapes(inputs)}; got {name!r}: {dict(named_axes)}"
-            )
+        is_there = name in inputs and all(0 <= axis < inputs[name].ndim for axis in named_axes)
+        rule, got = f"name axes of {_shapes(inputs)}", f"{name!r}: {dict(named_axes)}"
+        need(is_there, "argument-value", "dynamic", rule, got)
     return {name: dict(dynamic.get(name, {})) for name in inputs}
 
 
@@ -553,12 +544,8 @@ def _compare(
         reference = output.cpu().double()
         difference = float((torch.from_numpy(result).double() - reference).abs().max())
         bound = relative * max(1.0, float(reference.abs().max()))
-        if not difference <= bound:
-            raise ShdError(
-                "export-failed",
-                f"the graph must give the model's output within {bound:.3g}; got a difference of "
-                f"{difference:.3g} at {_shapes(sample)}: something in the model depends on the sizes it was "
-                "exported with",
-            )
+        rule, got = f"give the model's output within {bound:.3g}", f"{difference:.3g} at {_shapes(sample)}"
+        remedy = "something in the model depends on the sizes it was exported with"
+        need(difference <= bound, "export-failed", "the graph", rule, f"a difference of {got}", remedy=remedy)
         largest, tolerance = max(largest, difference), max(tolerance, bound)
     return largest, tolerance

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
@@ -209,7 +208,10 @@ def text_inputs(folder: str | Path) -> list[str]:
 
 def load_weights(source: str | os.PathLike[str], config: Any) -> Any:
     """The model of a folder whose configuration ``read_config`` gave."""
-    _check_stored(Path(source), getattr(config, "quantization_config", None))
+    quantised = getattr(config, "quantization_config", None)  # it needs the code that quantised it
+    kind = quantised.get("quant_method") if isinstance(quantised, Mapping) else type(quantised).__name__
+    got, remedy = f"{str(source)!r} with a quantization_config ({kind})", "give the model it was made from"
+    need(quantised is None, "shrink-unsupported", "the model", "not be quantised", got, remedy=remedy)
     return load_model(Path(source), model_class(config))
 
 
@@ -250,14 +252,6 @@ def load_student(source: str | os.PathLike[str]) -> Any:
 
 
 _LOCAL: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
-
-
-def _check_stored(folder: Path, quantised: object) -> None:
-    """Weights must be numbers as they are: those of a quantised model need the code that quantised them."""
-    if quantised is not None:
-        kind = quantised.get("quant_method") if isinstance(quantised, Mapping) else type(quantised).__name__
-        rule = f"the model must not be quantised; {str(folder)!r} has a quantization_config ({kind})"
-        raise ShdError("shrink-unsupported", f"{rule}: give the model it was made from")
 
 
 def find_class(architectures: object, prefix: str = "") -> Any:
@@ -370,19 +364,12 @@ READERS = (
 
 def copy_readers(source: Path, target: Path) -> None:
     """Copy ``READERS`` from a folder that ``check_files`` let pass; a configuration that names code stays behind."""
-    home = find_home(source)
     for name in READERS:
-        real = Path(os.path.realpath(source / name))
-        if not real.exists() or (target / name).exists():
+        if not (source / name).exists() or (target / name).exists():
             continue
-        if not real.is_relative_to(home) or not real.is_file():
-            raise ShdError("read-failed", f"{str(source)!r} must hold its own files; {name!r} is none of them")
-        try:
-            config = read_json(real) if name.endswith("_config.json") else {}
-        except ValueError as error:
-            raise ShdError("read-failed", f"{str(real)!r} must hold a JSON object: {error}") from error
+        config = parse_file(source, name) if name.endswith("_config.json") else {}
         if not (isinstance(config, dict) and "auto_map" in config):
-            shutil.copyfile(real, target / name, follow_symlinks=False)
+            (target / name).write_bytes(read_file(source, name))
 
 
 def new_folder(out: str | os.PathLike[str]) -> Path:

@@ -29,7 +29,6 @@ from shd_torch.shrink.families import base_of
 from shd_torch.shrink.folders import (
     READERS,
     count_positions,
-    load_student,
     load_weights,
     new_folder,
     read_config,
@@ -38,7 +37,7 @@ from shd_torch.shrink.folders import (
 )
 from shd_torch.shrink.sizes import count_parameters
 
-_REMEDY: Final = "of the tokenizers library: load the tokenizer with AutoTokenizer and save it again"
+_REMEDY: Final = "of the tokenizers library: load the tokenizer with AutoTokenizer and save it"
 
 
 class Pieces:
@@ -56,9 +55,9 @@ class Pieces:
             if isinstance(model["vocab"], list)
             else dict(model["vocab"])
         )
-        if model.get("end_of_word_suffix") or ("merges" in model and model.get("continuing_subword_prefix")):
-            rule = "merges must join characters as they are, without a prefix or a suffix of words"
-            raise ShdError("shrink-unsupported", f"{rule}; got {model['type']}")
+        is_marked = model.get("end_of_word_suffix") or ("merges" in model and model.get("continuing_subword_prefix"))
+        rule = "join characters as they are, without a prefix or a suffix of words"
+        need(not is_marked, "shrink-unsupported", "merges", rule, model["type"])
         self._ranks = {_pair(merge): rank for rank, merge in enumerate(model.get("merges", ()))}
         self._joined = {left + right for left, right in self._ranks}
         self.added = {entry["id"] for entry in content["added_tokens"]}
@@ -204,15 +203,13 @@ def cut_vocabulary(
             ``dependency-missing``.
     """
     source, folder = Path(source), new_folder(out)
-    model = _load(source)
+    model = load_weights(source, read_config(source, "model"))  # a student's too, or of no family
+    kind, is_text = f"a {type(model).__name__}", getattr(model, "main_input_name", None) == "input_ids"
+    need(is_text, "shrink-unsupported", "the model", "be one of text", kind)
     embeddings = model.get_input_embeddings().weight
     rows, width = (int(length) for length in embeddings.shape)
     files = read_modules(source, width, width)
-    content = _read(source, _TOKENIZER)
-    if content is None:
-        rule = f"{str(source)!r} must hold a tokenizer.json of the tokenizers library"
-        raise ShdError("shrink-unsupported", f"{rule}: load the tokenizer with AutoTokenizer and save it")
-    pieces = read_pieces(content, rows)
+    pieces = read_pieces(_read(source, _TOKENIZER), rows)
     texts = _open(data, source, text_column)
     total, steps = np.zeros(rows, np.int64), 2 * len(texts)
     tell = progress or (lambda *_: None)
@@ -240,22 +237,11 @@ def cut_vocabulary(
     report |= {"changed_texts": changed, "old_parameters": count_parameters(model)}
     report |= {"parameters": count_parameters(student), "kept": kept}
     files["vocabulary.json"] = _bytes(report)
-    save_student(student, _update_report(source, student), folder, modules=files)
+    shrunk = _read(source, _REPORT)
+    if isinstance(shrunk, dict) and isinstance(shrunk.get("student"), dict):  # what shrink said about the model
+        shrunk["student"]["parameters"] = report["parameters"]
+    save_student(student, shrunk if isinstance(shrunk, dict) else None, folder, modules=files)
     return report
-
-
-def _load(source: Path) -> Any:
-    """A student, or any other model of text."""
-    try:
-        model = load_student(source)
-    except ShdError as error:
-        if error.code != "shrink-unsupported":
-            raise
-        model = load_weights(source, read_config(source, "model"))  # of no family
-    if getattr(model, "main_input_name", None) != "input_ids":
-        rule = "the model must be one of text"
-        raise ShdError("shrink-unsupported", f"{rule}; got a {type(model).__name__}")
-    return model
 
 
 def _read(folder: Path, name: str) -> Any:
@@ -327,10 +313,9 @@ def _make(model: Any, kept: list[int], rows: int) -> Any:
         axes = [
             axis for axis, lengths in enumerate(zip(weight.shape, target.shape, strict=True)) if len({*lengths}) > 1
         ]
-        if axes and (len(axes) > 1 or weight.shape[axes[0]] != rows):
-            rule = "a weight must have a row for each piece of the vocabulary, or none"
-            message = f"{rule}; got {name} {tuple(weight.shape)}"
-            raise ShdError("shrink-unsupported", message)
+        fits = not axes or (len(axes) == 1 and weight.shape[axes[0]] == rows)
+        rule, shape = "have a row for each piece of the vocabulary, or none", f"{name} {tuple(weight.shape)}"
+        need(fits, "shrink-unsupported", "a weight", rule, shape)
         target.copy_(weight.index_select(axes[0], index) if axes else weight)
     return student
 
@@ -346,10 +331,10 @@ def _compare(model: Any, student: Any, before: NDArray[np.int64], after: NDArray
             inputs["decoder_input_ids"] = inputs["input_ids"]
         outputs.append(base_of(network)(**inputs)[0].float())
     gap, size = float((outputs[0] - outputs[1]).abs().max()), float(outputs[0].abs().max())
-    if not gap <= load_tolerances()["graph"]["probs"]["float32"] * max(1.0, size):
-        rule = "the model must give the same output for the same pieces under other numbers"
-        message = f"{rule}; got a difference of {gap:.3g}: its code reads the numbers of pieces"
-        raise ShdError("shrink-unsupported", message)
+    is_same = gap <= load_tolerances()["graph"]["probs"]["float32"] * max(1.0, size)
+    rule, got = "give the same output for the same pieces under other numbers", f"a difference of {gap:.3g}"
+    remedy = "its code reads the numbers of pieces"
+    need(is_same, "shrink-unsupported", "the model", rule, got, remedy=remedy)
 
 
 def _other_files(source: Path, kept: list[int]) -> dict[str, bytes]:
@@ -370,12 +355,3 @@ def _other_files(source: Path, kept: list[int]) -> dict[str, bytes]:
     else:
         files.pop(_SETTINGS, None)
     return files
-
-
-def _update_report(source: Path, student: Any) -> dict[str, Any] | None:
-    """What ``shrink`` said about the model, where it comes from there."""
-    report = _read(source, _REPORT)
-    if isinstance(report, dict) and isinstance(report.get("student"), dict):
-        report["student"]["parameters"] = count_parameters(student)
-        return report
-    return None
