@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from functools import partial
 from typing import Any, Final
 
@@ -87,3 +88,11 @@ argument_value: Final = partial(ShdError, "argument-value")
 inputs_invalid: Final = partial(ShdError, "inputs-invalid")
 graph_invalid: Final = partial(ShdError, "graph-invalid")
 graph_unsupported: Final = partial(ShdError, "graph-unsupported")
+
+_UNPRINTABLE: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters but tab and line feed, those that turn the direction of text, and lone surrogates."""
+
+
+def printable(text: str) -> str:
+    """The text with unprintable characters as Python spells them: they could rewrite what a terminal shows."""
+    return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text)

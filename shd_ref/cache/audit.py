@@ -12,8 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache.documents.manifest import FORMAT_VERSION, Manifest
-from shd_ref.cache.documents.receipts import Errors, Receipt, Seal, check_fingerprint
+from shd_ref.cache.documents import FORMAT_VERSION, Errors, Manifest, Receipt, Seal, check_fingerprint
 from shd_ref.cache.forms.form import Form
 from shd_ref.cache.shards import ShardFile, check_file, check_size, read_committed, shard_header
 from shd_ref.cache.storage.documents import checksum_of

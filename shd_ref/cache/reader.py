@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache.codecs.logits import TopkTargets
-from shd_ref.cache.documents.manifest import Manifest
-from shd_ref.cache.documents.receipts import Blob, Errors, Receipt, Record, Seal
+from shd_ref.cache.documents import Blob, Errors, Manifest, Receipt, Record, Seal
 from shd_ref.cache.forms import FORMS
 from shd_ref.cache.forms.attention import Factors
 from shd_ref.cache.forms.exact import Exact, TeacherHead
@@ -254,7 +253,7 @@ class CacheReader:
             errors.append(receipt.errors)
             records = receipt.records
             self._keys += [record.key for record in records]
-            self._seeds |= receipt.sample_seeds()
+            self._seeds |= {one.index: one.seed for one in receipt.samples if one.seed is not None}
             self.skipped |= {sample.key: sample.reason for sample in receipt.skipped}
             if records:
                 places = [(receipt.shard, r.index, r.length, r.first, r.decoder) for r in records]

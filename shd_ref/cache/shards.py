@@ -16,11 +16,10 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache.documents.keys import check_key
-from shd_ref.cache.documents.manifest import FORMAT_VERSION, Manifest
-from shd_ref.cache.documents.receipts import Blob, Errors, Receipt, Record, Skipped
+from shd_ref.cache.documents import FORMAT_VERSION, Blob, Errors, Manifest, Receipt, Record, Skipped
 from shd_ref.cache.forms.form import F32, U8, FormFile, SampleRecord, misfit
 from shd_ref.cache.storage.documents import MAX_INTEGER
+from shd_ref.cache.storage.keys import check_key
 from shd_ref.cache.storage.storage import (
     Folder,
     PendingFile,

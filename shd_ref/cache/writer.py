@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from shd_ref.cache.documents.manifest import Manifest
-from shd_ref.cache.documents.receipts import Errors, Receipt, Seal, Skipped, check_fingerprint
+from shd_ref.cache.documents import Errors, Manifest, Receipt, Seal, Skipped, check_fingerprint
 from shd_ref.cache.forms.form import FormFile, SampleRecord
 from shd_ref.cache.shards import (
     ShardFile,

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from shd_ref.printable import printable
+from shd_ref.errors import printable
 
 
 class PlainConsole(Console):

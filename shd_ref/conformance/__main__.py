@@ -14,7 +14,7 @@ from shd_ref.conformance.doors import Program, ProgramError, serve
 from shd_ref.conformance.generator import OUTPUTS
 from shd_ref.conformance.judging import cases, judge
 from shd_ref.conformance.specification import DTYPES, load_everything
-from shd_ref.printable import printable
+from shd_ref.errors import printable
 
 PASSED, FAILED, UNUSABLE = 0, 1, 2
 

@@ -260,7 +260,7 @@ def _imported(path: Path) -> set[str]:
 
 
 SHD_REF = """
-errors integers tolerances printable cache/storage cache/codecs cache/forms cache/documents cache
+errors integers tolerances cache/storage cache/codecs cache/forms cache/documents cache
 chapters merging top shrink conformance teacher/sentence_folder
 teacher/options teacher/opening teacher/session
 teacher/graph teacher/rewrite teacher/sources teacher/run teacher/precompute teacher/study

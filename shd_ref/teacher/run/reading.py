@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.attention import value_outputs
-from shd_ref.cache.documents.manifest import sample_order
+from shd_ref.cache.documents import sample_order
 from shd_ref.merging.matching import match_factored
 from shd_ref.merging.plans import MergePlan
 from shd_ref.teacher.graph.find import AttentionSite, projection_of

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache.documents.manifest import sample_order
+from shd_ref.cache.documents import sample_order
 from shd_ref.errors import ShdError
 from shd_ref.merging.plans import MergePlan, merge_plan
 from shd_ref.teacher.graph.find import AttentionSite, projection_of

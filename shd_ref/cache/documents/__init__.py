@@ -1,1 +1,0 @@
-"""Manifest, receipts, seal and sample keys. Imports ``storage``, ``codecs`` and ``forms``."""
