@@ -21,7 +21,7 @@ from shd_ref.errors import ShdError, need
 from shd_ref.integers import check_number
 from shd_ref.teacher.options import FROM_0, FROM_1, INTEGERS, Needs, at_least
 from shd_torch.compress.options import CompressOptions
-from shd_torch.compress.samples import open_rows
+from shd_torch.compress.samples import Columns, open_rows
 from shd_torch.shrink.folders import check_files, check_model, count_positions, find_folder, new_folder, read_config
 from shd_torch.shrink_command import read_inputs, shrink, vocabulary
 
@@ -314,7 +314,8 @@ def read_samples(
     """What int8 is made for and compared on: the first samples of a file, or None for random inputs."""
     if data is None:
         return None
-    return read_inputs(data, QUALITY_SAMPLES, None if tokenizer is None else Path(tokenizer), max_length=max_length)
+    folder = None if tokenizer is None else Path(tokenizer)
+    return read_inputs(data, QUALITY_SAMPLES, folder, max_length=max_length, as_model=True)
 
 
 def export(
@@ -399,9 +400,11 @@ def compress(
 
     Args:
         teacher: Folder of a Hugging Face model, or of sentence-transformers.
-        data: Texts (a column text) or arrays without labels, in any file that shd precompute reads; .npy too.
+        data: Texts (a column text), pairs (text and text_pair) or arrays, in any file that shd precompute reads, or
+            .npy; no labels are needed.
         out: A new folder for the student, its graphs and a page; only --dry-run needs none.
-        held_out: Other data to judge on. Default: a tenth of the data, at most 500 samples.
+        held_out: Other data to judge on; a column label or score there gives MAP, accuracy or the like. Default: a
+            tenth of the data, at most 500 samples.
         dry_run: Say what would be tried, and for how long.
     """
     require_packages("torch", "transformers", "accelerate", "scipy", "onnxruntime", "tokenizers")
@@ -412,7 +415,8 @@ def compress(
     check_files(teacher, "teacher")
     for argument, path in {"data": data, "held_out": held_out}.items():
         if path is not None:
-            open_rows(path, teacher, wanted.max_length, argument)
+            columns = Columns(wanted.text_column, wanted.pair_column)
+            open_rows(path, teacher, wanted.max_length, argument, columns=columns)
     if out is not None:
         new_folder(out)
     from shd_torch.compress.run import compress as run
@@ -440,11 +444,13 @@ def _print_front(document: dict[str, Any]) -> None:
     from shd_torch.compress.handover import find_points, settings_of
 
     table = narrow_table(caption=f"quality: {document['measure']}; times faster: {'; '.join(settings_of(document))}")
-    for number, heading in enumerate(("model", "quality", "times faster", "MB")):
+    points = find_points(document)
+    for number, heading in enumerate(("model", "quality", *points[0].others, "times faster", "MB")):
         table.add_column(heading, justify="right" if number else "left")
-    for point in find_points(document):
-        name, quality, *speeds, megabytes = point.cells
-        table.add_row(name, quality, ", ".join(speeds), megabytes)
+    for point in points:
+        speeds = 2 + len(point.others)
+        *figures, megabytes = point.cells
+        table.add_row(*figures[:speeds], ", ".join(figures[speeds:]), megabytes)
     console.print(table)
     if not document["students"]:
         console.say("the teacher in int8 is fast enough; --go-on makes a student all the same")

@@ -25,12 +25,14 @@ from torch import Tensor, nn
 
 from shd_ref.errors import ShdError, import_package, need
 from shd_ref.tolerances import load_tolerances
+from shd_torch.capture.outputs import read_every_hidden_state
 
 TEACHER_OPSET = 18  # below it torch.onnx has to convert down; from 23 on attention is one operator
 FUSED_OPSETS = (24, 20)  # of students: attention as one operator, and where that fails, spelled out
 _EXTERNAL_DATA_BYTES = 1 << 30  # a protobuf file ends at 2 GiB
 _FUNCTION_DOMAIN = "squeezing_heads"
 _CAUSE_LENGTH = 200  # of another library's message, which may have pages
+_STATES = "last_hidden_state"  # by which precompute finds them
 _REMEDY = (
     "take a model whose attention is plain in its graph (no windows or chunks that depend on sizes, no state space), "
     "name fewer axes as dynamic, teach with the model itself where it can be captured (shd_torch.OnlineTeacher), or "
@@ -74,6 +76,7 @@ def export_teacher(
     path: str | os.PathLike[str],
     *,
     dynamic: Mapping[str, Mapping[int, str]] | None = None,
+    with_states: bool = False,
 ) -> ExportReport:
     """Write a PyTorch teacher as ONNX with its attention maps in the graph, and check it.
 
@@ -98,7 +101,7 @@ def export_teacher(
         ShdError: ``export-failed`` where the model cannot be exported or its graph differs from it,
             ``argument-value``, ``argument-shape``, ``dependency-missing`` (onnx and onnxscript), ``write-failed``.
     """
-    return _export(model, example_inputs, path, dynamic, TEACHER_OPSET, "eager")
+    return _export(model, example_inputs, path, dynamic, TEACHER_OPSET, "eager", with_states=with_states)
 
 
 def export_student(
@@ -137,6 +140,8 @@ def _export(
     dynamic: Mapping[str, Mapping[int, str]] | None,
     opset: int,
     attention: str,
+    *,
+    with_states: bool = False,
 ) -> ExportReport:
     for package in ("onnx", "onnxscript"):
         import_package(package, f"{package} must be installed to export: pip install '.[torch]' (in a checkout)")
@@ -146,7 +151,7 @@ def _export(
     with _ready_for_export(model, attention), torch.no_grad():
         # torch.export takes an axis of size 0 or 1 for a constant.
         inputs = _resized(inputs, axes, lambda size, _: max(size, 2))
-        wrapper = _Positional(model, tuple(inputs))
+        wrapper = _Positional(model, tuple(inputs), with_states=with_states)
         wrapper.eval()
         try:
             output_name = _first_output(model(**inputs))[0]
@@ -295,13 +300,16 @@ def refuse(
 class _Positional(nn.Module):
     """The model behind positional arguments: ``**kwargs`` cannot be exported with dynamic axes."""
 
-    def __init__(self, model: nn.Module, names: tuple[str, ...]) -> None:
+    def __init__(self, model: nn.Module, names: tuple[str, ...], *, with_states: bool) -> None:
         super().__init__()
         self.model = model
         self.names = names
+        self.keywords = {"output_hidden_states": True} if with_states else {}
 
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return _first_output(self.model(**dict(zip(self.names, inputs, strict=True))))[1]
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        output = self.model(**dict(zip(self.names, inputs, strict=True)), **self.keywords)
+        states = read_every_hidden_state(output, type(self.model).__name__)[-1:] if self.keywords else ()
+        return _first_output(output)[1], *states
 
 
 def _first_output(output: Any) -> tuple[str, Tensor]:
@@ -414,7 +422,7 @@ def _trace(
                 wrapper,
                 tuple(inputs.values()),
                 input_names=list(inputs),
-                output_names=[output_name],
+                output_names=[output_name, *([_STATES] if wrapper.keywords else [])],
                 dynamic_shapes={"inputs": shapes},
                 opset_version=opset,
                 dynamo=True,
@@ -427,12 +435,12 @@ def _trace(
         logging.disable(disabled)
 
 
-def _run_model(wrapper: _Positional, sample: Mapping[str, Tensor]) -> Tensor:
+def _run_model(wrapper: _Positional, sample: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
     try:
-        output: Tensor = wrapper(*sample.values())
+        outputs: tuple[Tensor, ...] = wrapper(*sample.values())
     except Exception as error:
         raise refuse(wrapper.model, f"accept every size of its dynamic axes, as {_shapes(sample)}", error) from error
-    return output
+    return outputs
 
 
 def _strip_metadata(program: Any) -> None:
@@ -526,7 +534,7 @@ def _part_norms(model: Any) -> None:
 
 
 def _compare(
-    path: Path, samples: Sequence[Mapping[str, Tensor]], expected: Sequence[Tensor]
+    path: Path, samples: Sequence[Mapping[str, Tensor]], expected: Sequence[tuple[Tensor, ...]]
 ) -> tuple[float | None, float | None]:
     """Run the graph on every sample; the largest difference and what was allowed, or None without onnxruntime."""
     if importlib.util.find_spec("onnxruntime") is None:
@@ -536,11 +544,14 @@ def _compare(
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # errors are raised, and said in one sentence
     allowed = load_tolerances()["graph"]["probs"]
-    relative = float(allowed.get(str(expected[0].dtype).removeprefix("torch."), allowed["float32"]))
+    relative = float(allowed.get(str(expected[0][0].dtype).removeprefix("torch."), allowed["float32"]))
     largest, tolerance = 0.0, relative
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    for sample, output in zip(samples, expected, strict=True):
-        (result,) = session.run(None, {name: tensor.cpu().numpy() for name, tensor in sample.items()})
+    pairs = []
+    for sample, outputs in zip(samples, expected, strict=True):
+        results = session.run(None, {name: tensor.cpu().numpy() for name, tensor in sample.items()})
+        pairs += [(sample, *pair) for pair in zip(results, outputs, strict=True)]
+    for sample, result, output in pairs:
         reference = output.cpu().double()
         difference = float((torch.from_numpy(result).double() - reference).abs().max())
         bound = relative * max(1.0, float(reference.abs().max()))

@@ -17,8 +17,8 @@ from shd_ref.shrink.student import read_counts
 from shd_ref.teacher.options import FROM_1
 from shd_ref.teacher.sentence_folder import find_pooling
 from shd_ref.teacher.sources import KINDS, named_inputs, open_source
-from shd_torch.compress.samples import open_rows, pad
-from shd_torch.shrink.folders import check_files, new_folder
+from shd_torch.compress.samples import PAIR_COLUMN, TEXTS, Columns, open_rows, pad
+from shd_torch.shrink.folders import check_files, forward_inputs, model_class, new_folder, read_config
 from shd_torch.shrink.options import ShrinkOptions
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def shrink(
     if options.heads is not None and most is not None and np.max(options.heads) > most:
         raise ShdError("heads-exceed", f"heads must lie in 1..{most}, the teacher's; got {options.heads}")
     new_folder(out)
-    inputs = read_inputs(data, samples, teacher, max_length=max_length)
+    inputs = read_inputs(data, samples, teacher, max_length=max_length, as_model=True)
     from shd_torch.export import hide_weight_bars
     from shd_torch.shrink import shrink as run
 
@@ -189,6 +189,8 @@ def following_commands(
         logits = read_logits(student(**rows | floats))
     words = ["shd", "precompute", graph, "--inputs", str(file)]
     words += ["--tokenizer", str(teacher)] * (data.suffix == ".jsonl")
+    has_pairs = logits is not None and logits.ndim == 2 and data.suffix in KINDS
+    words += ["--pair-column", PAIR_COLUMN] * (has_pairs and PAIR_COLUMN in open_source(data).columns)
     words += [] if max_length is None else ["--max-length", str(max_length)]
     if logits is None and find_pooling(teacher) is not None:  # a squeezed start has most of what maps would teach it
         words += ["--embeddings", str(teacher), "--no-attention"]
@@ -201,19 +203,30 @@ def following_commands(
 
 
 def read_inputs(
-    path: Path, samples: int, tokenizer: Path | None = None, argument: str = "data", *, max_length: int | None = None
+    path: Path,
+    samples: int,
+    tokenizer: Path | None = None,
+    argument: str = "data",
+    *,
+    max_length: int | None = None,
+    as_model: bool = False,
 ) -> dict[str, NDArray[Any]]:
     """The first samples of each array but ``labels``, by the name of the model's input; nothing in the file is run.
 
     A .npy of integers holds ``input_ids`` ``(N, L)``, one of floating point ``pixel_values`` ``(N, C, H, W)``; texts
-    are tokenised by the tokenizer's folder and padded on the right.
+    are tokenised by the tokenizer's folder and padded on the right: ``as_model``, with all inputs of the model there,
+    which has a head for classes or scores where pairs are read as pairs.
     """
     with named_inputs(argument):
         has_texts = path.suffix != ".npy" and "text" in open_source(path).columns
     rule = "be .npz or .npy where no model's folder has a tokenizer.json"
     need(tokenizer is not None or not has_texts, "argument-value", argument, rule, path)
+    takes, columns = [], TEXTS
+    if as_model and has_texts and tokenizer is not None:
+        config = read_config(tokenizer, "model")
+        takes, columns = forward_inputs(config), Columns(reads_pairs="Classification" in model_class(config).__name__)
     with named_inputs(argument):
-        source, columns = open_rows(path, tokenizer or Path(), max_length, argument)
-        rows = [{name: np.asarray(row[name]) for name in columns} for row in islice(source.rows(columns), samples)]
+        (source,), names = open_rows(path, tokenizer or Path(), max_length, argument, takes, columns)
+        rows = [{name: np.asarray(row[name]) for name in names} for row in islice(source.rows(names), samples)]
     # torch has few unsigned integers, and no model takes any; a mask of True and False is one of ones and zeros.
     return {name: part.astype(np.int64) if part.dtype.kind in "iub" else part for name, part in pad(rows).items()}

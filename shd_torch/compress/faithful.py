@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
 from shd_ref.errors import ShdError
-from shd_ref.teacher.sentence_folder import PADS_FRONT
+from shd_ref.teacher.sentence_folder import MODULES, PADS_FRONT
 from shd_ref.tolerances import load_tolerances
-from shd_torch.compress.samples import Row, pad
-from shd_torch.compress.task import SentenceEncoder, Task, model_run, summarise
+from shd_torch.compress.samples import Row, inputs_of, pad
+from shd_torch.compress.task import Reranker, SentenceEncoder, Task, model_run, summarise
 from shd_torch.shrink.folders import padding_of
 
 CHECKED: Final = 16
@@ -23,19 +23,23 @@ CHECKED: Final = 16
 
 
 def check_teacher(
-    task: Task, model: Any, folder: Path, texts: list[str], rows: Sequence[Row], max_length: int | None
+    task: Task, model: Any, folder: Path, texts: list[tuple[str, ...]], rows: Sequence[Row], max_length: int | None
 ) -> str | None:
-    """``shrink-unsupported`` where the library of a model makes something else of ``texts``, which ``rows`` are.
+    """``shrink-unsupported`` where the library of a model makes something else of texts or pairs, which ``rows`` are.
 
     Returns a remark where it does so in a batch alone.
     """
     forward = model_run(model)
-    own = summarise(task, forward, [pad(rows, padding_of(model.config))])
-    problem = ""
+    own = summarise(task, forward, [pad(list(map(inputs_of, rows)), padding_of(model.config))])
+    problem, library = "", "transformers"
+    if isinstance(task, SentenceEncoder) or (isinstance(task, Reranker) and (folder / MODULES).exists()):
+        library = "sentence-transformers"
     try:
         for size in (len(texts), 1):
             if isinstance(task, SentenceEncoder):
                 other = _encode(folder, texts, max_length, size)
+            elif library == "sentence-transformers":
+                other = _score(task, folder, texts, max_length, size)
             else:
                 other = summarise(task, forward, _tokenise(folder, texts, max_length, model, size))
             remark, problem = PADS_FRONT if problem else None, "" if other is None else _compare(own, other)
@@ -46,7 +50,6 @@ def check_teacher(
     except Exception as error:  # of another library
         cause = str(error).strip().partition("\n")[0]
         raise ShdError("read-failed", f"{folder} must run in its own library; got {cause}") from error
-    library = "sentence-transformers" if isinstance(task, SentenceEncoder) else "transformers"
     rule = f"the teacher must give what {library} gives for the same texts; got {problem}"
     raise ShdError("shrink-unsupported", f"{rule}: tokenise them with it and give arrays (.npz), or set --max-length")
 
@@ -65,7 +68,7 @@ def _distances(first: Tensor, second: Tensor) -> Tensor:
     return (first - second).reshape(len(first), -1).square().mean(-1).sqrt()
 
 
-def _encode(folder: Path, texts: list[str], max_length: int | None, size: int) -> Tensor | None:
+def _encode(folder: Path, texts: list[tuple[str, ...]], max_length: int | None, size: int) -> Tensor | None:
     """What ``SentenceTransformer.encode`` gives; None where it is not installed."""
     if find_spec("sentence_transformers") is None:
         return None
@@ -75,11 +78,26 @@ def _encode(folder: Path, texts: list[str], max_length: int | None, size: int) -
     encoder = SentenceTransformer(str(folder), device="cpu", local_files_only=True, model_kwargs=kept)
     if max_length is not None:
         encoder.max_seq_length = max_length
-    return encoder.encode(texts, batch_size=size, show_progress_bar=False, convert_to_tensor=True)
+    firsts = [text[0] for text in texts]
+    return encoder.encode(firsts, batch_size=size, show_progress_bar=False, convert_to_tensor=True)
+
+
+def _score(
+    task: Task, folder: Path, texts: list[tuple[str, ...]], max_length: int | None, size: int
+) -> Tensor | None:
+    """What ``CrossEncoder.predict`` gives before its activation; None as above."""
+    if find_spec("sentence_transformers") is None:
+        return None
+    from sentence_transformers import CrossEncoder
+
+    kept: Any = {"dtype": "float32"}
+    encoder = CrossEncoder(str(folder), device="cpu", local_files_only=True, max_length=max_length, model_kwargs=kept)
+    told: Any = {"activation_fn": nn.Identity(), "convert_to_tensor": True, "show_progress_bar": False}
+    return task.summarise(encoder.predict(texts, batch_size=size, **told)[:, None], {})
 
 
 def _tokenise(
-    folder: Path, texts: list[str], max_length: int | None, model: Any, size: int
+    folder: Path, texts: list[tuple[str, ...]], max_length: int | None, model: Any, size: int
 ) -> Iterator[dict[str, Any]]:
     """Batches by the tokenizer of transformers, which read the same texts in a bounded process before."""
     from transformers import AutoTokenizer
@@ -88,7 +106,8 @@ def _tokenise(
     length = tokenizer.model_max_length if max_length is None else max_length
     kept: dict[str, Any] = {"truncation": True, "max_length": length} if length < 10**18 else {}
     for start in range(0, len(texts), size):
-        batch = tokenizer(texts[start : start + size], padding=tokenizer.pad_token is not None, **kept)
+        columns = map(list, zip(*texts[start : start + size], strict=True))
+        batch = tokenizer(*columns, padding=tokenizer.pad_token is not None, **kept)
         names = [name for name in batch if name in inspect.signature(model.forward).parameters]
         count = len(batch["input_ids"])
         yield pad([{name: np.array(batch[name][at]) for name in names} for at in range(count)])

@@ -76,13 +76,16 @@ class Point:
 
     name: str
     quality: float
+    others: dict[str, float]  # other figures by name
     speeds: list[float]  # times faster than the teacher, a number for each setting
     megabytes: float
 
     @property
     def cells(self) -> list[str]:
         """Its row of a table."""
-        return [self.name, f"{self.quality:.4f}", *(f"{speed:.2f}" for speed in self.speeds), f"{self.megabytes:.1f}"]
+        figures = [self.quality, *self.others.values()]
+        cells = [f"{figure:.4f}" for figure in figures] + [f"{speed:.2f}" for speed in self.speeds]
+        return [self.name, *cells, f"{self.megabytes:.1f}"]
 
 
 def find_points(document: Mapping[str, Any]) -> list[Point]:
@@ -92,12 +95,18 @@ def find_points(document: Mapping[str, Any]) -> list[Point]:
         if kind in teacher["quality"]:
             pairs = zip(teacher["seconds"]["float"], teacher["seconds"][kind], strict=True)
             speeds = _speeds(students[0], name) if students else [before / after for before, after in pairs]
-            points.append(Point(name, teacher["quality"][kind]["value"], speeds, teacher["bytes"][kind] / 1e6))
+            points.append(_point(document, name, teacher, kind, speeds))
     for student in students:
-        for kind, quality in student["quality"].items():
+        for kind in student["quality"]:
             name = f"{student['name'] if len(students) > 1 else 'student'}, {kind}"
-            points.append(Point(name, quality["value"], _speeds(student, kind), student["bytes"][kind] / 1e6))
+            points.append(_point(document, name, student, kind, _speeds(student, kind)))
     return points
+
+
+def _point(document: Mapping[str, Any], name: str, model: Mapping[str, Any], kind: str, speeds: list[float]) -> Point:
+    quality, size = model["quality"][kind], model["bytes"][kind] / 1e6
+    details = {name: quality["details"][name] for name in document["details"] if name in quality["details"]}
+    return Point(name, quality["value"], details | quality["labels"], speeds, size)
 
 
 def _speeds(student: Mapping[str, Any], graph: str) -> list[float]:
@@ -146,17 +155,23 @@ def _page(document: Mapping[str, Any], has_picture: bool) -> Iterator[str]:
     if not students:
         yield "**The teacher in int8 is fast enough**: no student was made. `--go-on` makes one all the same."
         yield ""
+    points = find_points(document)
+    others, labels = list(points[0].others), document["teacher"]["quality"]["float"]["labels"]
     yield from _table(
-        ["model", "quality", *(f"times faster, {setting}" for setting in settings), "MB"],
-        [point.cells for point in find_points(document)],
+        ["model", "quality", *others, *(f"times faster, {setting}" for setting in settings), "MB"],
+        [point.cells for point in points],
     )
+    yield from (f"- {name}: {words}." for name, words in document["details"].items() if name in others)
+    yield from (f"- {name}: by the labels of `--held-out`." for name in labels)
+    yield ""
     if has_picture:
         yield from ("![Quality against speed](front.svg)", "")
     for student in students:
         yield from _student_lines(student, settings)
     if students:
-        yield "`shd_torch.load_student(folder)` loads it; after that, in the same process, also the Auto classes"
-        yield from ("and `SentenceTransformer`. The graphs in `onnx/` need onnxruntime alone.", "")
+        yield "`shd_torch.load_student(folder)` loads it; after that, in the same process, also the Auto classes and"
+        yield "`SentenceTransformer` or `CrossEncoder`. The graphs in `onnx/` need onnxruntime alone; they give"
+        yield from ("logits, before any sigmoid.", "")
     yield from ("## What the data did not cover", "")
     yield f"The student learned from {samples['train']:,} samples"
     if long > 1:

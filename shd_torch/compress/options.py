@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from shd_ref.errors import need
 from shd_ref.integers import check_integer, check_number
-from shd_ref.teacher.options import FLOATS, FROM_0, FROM_1, INTEGERS, OPTIONS, panel
+from shd_ref.teacher.options import FLOATS, FROM_0, FROM_1, INTEGERS, OPTIONS, panel, read_by
 
 FASTEST: Final = "fastest"
 """The name of the wish where only a quality is asked for."""
@@ -19,6 +19,16 @@ FASTEST: Final = "fastest"
 WISHES = panel("What is wanted", 1)
 RUNNING = panel("How it will be run", 2)
 LOOKING = panel("How long to look", 3)
+READING = panel("How texts are read", 4)
+
+
+def _read_least(option: str, text: str) -> float | tuple[str, float]:
+    """``.95``, ``map=.8``."""
+    name, _, value = text.rpartition("=")
+    try:
+        return (name, float(value)) if name else float(value)
+    except ValueError:
+        raise ValueError(f"{option} must be a number, or NAME=NUMBER; got {text}") from None
 
 
 @OPTIONS
@@ -31,11 +41,14 @@ class CompressOptions:
             front: 3,4,6.
         ms: Milliseconds of a run, with one batch and length.
         mb: Megabytes of the graph with its weights.
-        at_least: Quality to keep, 1 being the teacher; alone: the fastest student that keeps it.
+        at_least: Quality to keep, 1 being the teacher; alone: the fastest student that keeps it. Or another figure of
+            the page by its name, also by labels: map=.8.
         batch: Samples per run; a target must hold for each.
         length: Tokens per sample; not for images.
         threads: Threads of onnxruntime.
-        max_length: Tokens to keep of a text. Default: as the tokenizer's file says.
+        max_length: Tokens to keep of a text or pair. Default: as the tokenizer's file says.
+        text_column: The column of the texts, or of the first texts of pairs.
+        pair_column: The column of the second texts. Default: text_pair, where there is one and the model reads pairs.
         budget: Minutes of training, of all students together, above 0.
         candidates: Students to try for each target.
         learning_rate: Of training, at its height. Default: the best of three after 100 steps.
@@ -47,11 +60,13 @@ class CompressOptions:
     faster: Annotated[tuple[float, ...], WISHES, FLOATS] = ()
     ms: Annotated[tuple[float, ...], WISHES, FLOATS] = ()
     mb: Annotated[tuple[float, ...], WISHES, FLOATS] = ()
-    at_least: Annotated[float | None, WISHES] = None
+    at_least: Annotated[float | tuple[str, float] | None, WISHES, read_by(_read_least, "NUMBER")] = None
     batch: Annotated[tuple[int, ...], RUNNING, INTEGERS] = (1, 32)
     length: Annotated[tuple[int, ...], RUNNING, INTEGERS] = (64,)
     threads: Annotated[int, RUNNING, FROM_1] = 1
-    max_length: Annotated[int | None, RUNNING, FROM_1] = None
+    max_length: Annotated[int | None, READING, FROM_1] = None
+    text_column: Annotated[str, READING] = "text"
+    pair_column: Annotated[str | None, READING] = None
     budget: Annotated[float, LOOKING] = 30.0
     candidates: Annotated[int, LOOKING, FROM_1] = 4
     learning_rate: Annotated[float | None, LOOKING] = None
@@ -65,7 +80,7 @@ class CompressOptions:
             if number is not None:
                 check_number(name, number, above=1 if name == "faster" else 0)
         if self.at_least is not None:
-            check_number("at_least", self.at_least, above=0, most=1)
+            check_number("at_least", self.least[1], above=0, most=1)
         for name, count in (("candidates", self.candidates), ("threads", self.threads)):
             check_integer(name, count, 1, None)
         is_one = len({name for name, _ in targets}) <= 1 and len(set(targets)) == len(targets)
@@ -76,6 +91,13 @@ class CompressOptions:
         is_single = not self.ms or len(self.batch) * len(self.length) == 1
         got = f"batch {self.batch} and length {self.length}"
         need(is_single, "argument-value", "ms", "go with one batch and one length", got)
+
+    @property
+    def least(self) -> tuple[str, float]:
+        """The figure that is to be kept, by name, and its least value."""
+        if isinstance(self.at_least, tuple):
+            return self.at_least
+        return "quality", self.at_least or 0.0
 
     def targets(self) -> Iterator[tuple[str, float]]:
         """All that are given: the name of an option and a number."""
@@ -94,7 +116,8 @@ class CompressOptions:
                 wishes.append(Wish(f"{value:g}ms", f"{value:g} ms", [value / 1e3, math.inf]))
             else:
                 wishes.append(Wish(f"{value:g}mb", f"{value:g} MB", [*free[:-1], 1e6 * value]))
-        return wishes or [Wish(FASTEST, f"quality of at least {self.at_least:g}", free)]
+        name, least = self.least
+        return wishes or [Wish(FASTEST, f"{name} of at least {least:g}", free)]
 
 
 @dataclass(frozen=True)

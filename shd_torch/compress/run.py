@@ -20,11 +20,12 @@ from shd_torch.compress.candidates import find_candidates
 from shd_torch.compress.costs import Costs, measure_costs
 from shd_torch.compress.faithful import CHECKED, check_teacher
 from shd_torch.compress.handover import hand_over, judge_graphs
+from shd_torch.compress.labels import read_labels
 from shd_torch.compress.options import CompressOptions
-from shd_torch.compress.samples import divide, length_of, read_rows, read_texts
+from shd_torch.compress.samples import Columns, divide, length_of, read_rows, read_texts
 from shd_torch.compress.stages import Progress, Run
 from shd_torch.compress.students import RATES, SHD_SEEDS, SHORT_STEPS, compare, prepare_training, train_best
-from shd_torch.compress.task import find_task
+from shd_torch.compress.task import SentenceEncoder, find_task, read_measure
 from shd_torch.compress.training import BATCH, time_step
 from shd_torch.compress.worth import Worths, measure_worths
 from shd_torch.deploy.inputs import require_runtime
@@ -55,10 +56,10 @@ def compress(
 
     Args:
         teacher: folder of a Hugging Face model, or of sentence-transformers.
-        data: texts or arrays without labels, in any file that ``shd precompute`` reads, or a .npy.
+        data: texts, pairs of texts or arrays without labels, in any file that ``shd precompute`` reads, or a .npy.
         options: what is wanted.
         out: a new folder. Finished stages are kept next to it in ``.NAME.part``; a killed run goes on there.
-        held_out: other data to judge on; default: a tenth of the data, at most 500 samples.
+        held_out: other data to judge on, with labels or without; default: a tenth of the data, at most 500 samples.
         progress: called with steps that are done, all steps, and what is done now.
         command: the words that repeat this, for the page.
 
@@ -89,16 +90,22 @@ def _open_run(
     progress(0, 0, "data are read")
     config = read_config(teacher)
     check_config(config)
-    find_task(teacher, config)  # before the data are read
+    task = find_task(teacher, config)
     takes, most = forward_inputs(config), count_positions(config)
+    is_apart = isinstance(task, SentenceEncoder)
+    columns = Columns(options.text_column, options.pair_column, task.READS_PAIRS, is_apart)
     check_length("the teacher", most, options.length)
-    rows = read_rows(data, teacher, options.max_length, takes=takes, most=most)
-    judged = None if held_out is None else read_rows(held_out, teacher, options.max_length, "held_out", takes, most)
+    rows = read_rows(data, teacher, options.max_length, takes=takes, most=most, columns=columns)
+    judged, labels = None, None
+    if held_out is not None:
+        judged = read_rows(held_out, teacher, options.max_length, "held_out", takes, most, columns)
+        labels = read_labels(held_out, judged, task, config)
     samples = divide(rows, judged, options.seed)
     inputs = {"samples": samples.digest, "onnxruntime": require_runtime().__version__}
+    inputs["labels"] = "" if labels is None else labels.digest
     with Unfinished(folder, run_key(teacher, asdict(options) | inputs)) as keeper:
-        run = Run(teacher, options, keeper, progress, samples)
-        if texts := read_texts(data, CHECKED):
+        run = Run(teacher, options, keeper, progress, samples, labels)
+        if texts := read_texts(data, CHECKED, columns):
             checked = run.task, run.model, teacher, texts, rows[: len(texts)], options.max_length
             run.remarks = [remark] if (remark := check_teacher(*checked)) else []
         yield run
@@ -151,12 +158,16 @@ def forecast(
 def _compress(run: Run) -> dict[str, Any]:
     """Everything but the hand-over."""
     teacher = run.find("teacher", lambda: study_teacher(run), "graphs/teacher.*")
+    figures = teacher["quality"]["float"]
+    # Without a target it also chooses among candidates, on samples without labels.
+    read_measure(figures if any(run.options.targets()) else figures | {"labels": {}}, run.options.least[0])
     lengths = sorted(map(length_of, run.samples.train))
     document: dict[str, Any] = {
         "format": 1,
         "options": asdict(run.options),
         "task": run.task.NAME,
         "measure": run.task.MEASURE,
+        "details": dict(run.task.DETAILS),
         "samples": {name: len(getattr(run.samples, name)) for name in ("train", "choices", "held_out")},
         "lengths": [lengths[0], lengths[len(lengths) // 2], lengths[-1]],
         "space": asdict(run.space),
@@ -200,4 +211,5 @@ def _teacher_suffices(options: CompressOptions, teacher: Mapping[str, Any]) -> b
     before, after = ([*teacher["seconds"][kind], teacher["bytes"][kind]] for kind in ("float", "int8"))
     (wish,) = options.wishes(before)
     is_reached = all(cost <= limit for cost, limit in zip(after, wish.limits, strict=True))
-    return is_reached and bool(teacher["quality"]["int8"]["value"] >= (options.at_least or ENOUGH))
+    name, least = options.least
+    return is_reached and bool(read_measure(teacher["quality"]["int8"], name) >= (least or ENOUGH))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,19 +21,49 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Row: TypeAlias = dict[str, NDArray[Any]]
-"""One sample: the model's inputs by name, without a batch axis and without padding."""
+"""One sample: the model's inputs by name, without a batch axis and without padding; of a pair also ``QUERY``."""
 
+QUERY: Final = "labels_query"
+"""The number of a pair's first text ``()``: pairs with the same one are compared with each other.
+
+``SHDTrainer`` keeps what begins with labels from the student.
+"""
+PAIR_COLUMN: Final = "text_pair"
+LABEL_COLUMNS: Final = ("label", "score")
 TOKENS: Final = ("input_ids", "attention_mask")
 CALIBRATION: Final = 128
 """Samples from which students are made, the first of the training set."""
 MOST_HELD: Final = 500
 """Samples for choices, and as many others for the final judgement: at most a tenth of the data each."""
 LEAST: Final = 40
+_TOGETHER: Final = 4  # pairs of one query that are next to each other in training
+
+
+class Columns(NamedTuple):
+    """Where the texts of a file are."""
+
+    text: str = "text"
+    pair: str | None = None  # of the second text; None: PAIR_COLUMN, where there is one and the model reads pairs
+    reads_pairs: bool = False
+    is_apart: bool = False  # each text of a pair is a sample
+
+    def find(self, source: Source) -> tuple[str, ...]:
+        """The one or two of a source; none of one that holds arrays."""
+        is_named = self.pair is not None or self.text != TEXTS.text
+        if not is_named and self.text not in source.columns:
+            return ()
+        has_pairs = self.reads_pairs and PAIR_COLUMN in source.columns
+        pair = self.pair or (PAIR_COLUMN if has_pairs else None)
+        return (self.text,) if pair is None else (self.text, pair)
+
+
+TEXTS: Final = Columns()
+"""Single texts in a column text."""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Rows by their use; no row is in two of them."""
+    """Rows by their use; no row is in two of them, and no query of pairs."""
 
     train: list[Row]
     choices: list[Row]  # what candidates are compared on
@@ -41,12 +72,17 @@ class Samples:
 
     def calibration(self, most: int = CALIBRATION, pad_id: int = 0) -> dict[str, NDArray[Any]]:
         """The first rows of the training set, short ones first, padded, as ``shrink`` takes them."""
-        return pad(sorted(self.train[:most], key=length_of), pad_id)
+        return pad(sorted(map(inputs_of, self.train[:most]), key=length_of), pad_id)
+
+
+def inputs_of(row: Mapping[str, NDArray[Any]]) -> Row:
+    """What the model takes of a row, or of a batch."""
+    return {name: array for name, array in row.items() if name != QUERY}
 
 
 def row_source(rows: Sequence[Row]) -> ArraySource:
     """Rows of any length, as ``shd precompute`` reads them."""
-    arrays = {name: np.fromiter((row[name] for row in rows), object, len(rows)) for name in rows[0]}
+    arrays = {name: np.fromiter((row[name] for row in rows), object, len(rows)) for name in inputs_of(rows[0])}
     return ArraySource(arrays, "data")
 
 
@@ -57,16 +93,23 @@ def read_rows(
     argument: str = "data",
     takes: Sequence[str] = (),
     most: int | None = None,
+    columns: Columns = TEXTS,
 ) -> list[Row]:
     """The samples of a file: texts for the tokenizer in the model's folder, or arrays of what it ``takes``, none with
-    more than ``most`` positions.
+    more than ``most`` positions. Of pairs that are apart, first the first texts of all, then the second ones.
 
     Raises:
         ShdError: ``inputs-invalid``, ``argument-value``, ``dependency-missing``.
     """
     with named_inputs(argument):
-        source, columns = open_rows(path, folder, max_length, argument, takes)
-        rows = [{name: np.asarray(row[name]) for name in columns} for row in source.rows(columns)]
+        sources, names = open_rows(path, folder, max_length, argument, takes, columns)
+        queries = [] if len(sources[0].made_from) < 2 else [columns.text]
+        rows = []
+        for row in (row for source in sources for row in source.rows([*names, *queries])):
+            rows.append({name: np.asarray(row[name]) for name in names})
+            for name in queries:  # 48 bits, which float64 holds too
+                number = int.from_bytes(hashlib.blake2b(row[name].encode(), digest_size=6).digest())
+                rows[-1][QUERY] = np.asarray(number, np.int64)
     for row in rows:
         for name, array in row.items():
             if array.dtype.kind in "iub":
@@ -81,37 +124,45 @@ def read_rows(
 
 
 def open_rows(
-    path: Path, folder: Path, max_length: int | None, argument: str = "data", takes: Sequence[str] = ()
-) -> tuple[Source, Sequence[str]]:
-    """The file, and the columns that are read; of its rows the first alone is looked at.
+    path: Path,
+    folder: Path,
+    max_length: int | None,
+    argument: str = "data",
+    takes: Sequence[str] = (),
+    columns: Columns = TEXTS,
+) -> tuple[list[Source], Sequence[str]]:
+    """The file, once or for each text of pairs that are apart, and what is read of it; its first row is looked at.
 
     Raises:
         ShdError: as ``read_rows``.
     """
     with named_inputs(argument):
         source = _open_array(path) if path.suffix == ".npy" else open_source(path)
-        if "text" in source.columns:
-            source = open_source(path, tokenizer=folder, max_length=max_length)
-            return source, [name for name in text_inputs(folder) if name in takes] if takes else TOKENS
-        columns = [name for name in source.columns if name != "labels"]
-        first = {name: np.asarray(array) for name, array in next(iter(source.rows(columns)), {}).items()}
+        if texts := columns.find(source):
+            read = partial(open_source, path, tokenizer=folder, max_length=max_length)
+            pairs = [(text, None) for text in texts] if columns.is_apart else [(texts[0], *texts[1:], None)[:2]]
+            sources = [read(text_column=text, pair_column=pair) for text, pair in pairs]
+            return sources, [name for name in text_inputs(folder) if name in takes] if takes else TOKENS
+        names = [name for name in source.columns if name not in ("labels", *LABEL_COLUMNS)]
+        first = {name: np.asarray(array) for name, array in next(iter(source.rows(names)), {}).items()}
     if not first or any(array.dtype.kind not in "iufb" or not array.ndim for array in first.values()):
         rule = f"{argument} must hold texts in a column text, or arrays of the model's inputs"
         raise ShdError("inputs-invalid", f"{rule}; got the columns {', '.join(source.columns)} of {path}")
-    if others := [name for name in columns if takes and name not in takes]:
+    if others := [name for name in names if takes and name not in takes]:
         rule = (
             f"{argument} must hold inputs of the model, and labels; got {', '.join(others)}: leave it out of {path}"
         )
         raise ShdError("inputs-invalid", rule)
     need(max_length is None, "argument-value", "max_length", "go with texts", f"{max_length} with {path}")
-    return source, columns
+    return [source], names
 
 
-def read_texts(path: Path, count: int) -> list[str]:
-    """The first texts of a file; none of one that holds arrays."""
+def read_texts(path: Path, count: int, columns: Columns = TEXTS) -> list[tuple[str, ...]]:
+    """The first texts of a file, or pairs of them if they are read together; none of one that holds arrays."""
     source = None if path.suffix == ".npy" else open_source(path)
-    has_texts = source is not None and "text" in source.columns
-    return [row["text"] for row in islice(source.rows(["text"]), count)] if source and has_texts else []
+    if source is None or not (names := columns.find(source)[: 1 if columns.is_apart else 2]):
+        return []
+    return [tuple(row[name] for name in names) for row in islice(source.rows(names), count)]
 
 
 def _open_array(path: Path) -> ArraySource:
@@ -133,36 +184,61 @@ def _without_padding(row: Row) -> Row:
 
 
 def divide(rows: Sequence[Row], held_out: Sequence[Row] | None, seed: int) -> Samples:
-    """Distinct rows in an order that depends on their content and the seed, not on the file's order.
+    """Distinct rows in an order that depends on their content and the seed, not on the file's order; whole queries.
 
     Raises:
         ShdError: ``argument-value`` for too few.
     """
     kept = _distinct(rows, seed)
     judged = [] if held_out is None else _distinct(held_out, seed)
-    known = {digest for digest, _ in judged}
-    kept = [(digest, row) for digest, row in kept if digest not in known]
+    known = {entry.digest for entry in judged}
+    kept = [entry for entry in kept if entry.digest not in known]
     if len(kept) < LEAST or (held_out is not None and len(judged) < LEAST // 2):
         got = f"{len(kept)}" if held_out is None else f"{len(kept)}, and {len(judged)} held out"
         raise ShdError("argument-value", f"data must hold {LEAST} distinct samples or more; got {got}")
-    digest = hashlib.blake2b(b"".join(digest for digest, _ in (*kept, *judged)), digest_size=16).hexdigest()
-    ordered = [row for _, row in kept]
-    count = min(len(ordered) // 10, MOST_HELD)
-    choices, ordered = ordered[:count], ordered[count:]
+    digest = hashlib.blake2b(b"".join(entry.digest for entry in (*kept, *judged)), digest_size=16).hexdigest()
+    count = min(len(kept) // 10, MOST_HELD)
+    choices, kept = _cut(kept, count)
     if held_out is None:
-        return Samples(ordered[count:], choices, ordered[:count], digest)
-    return Samples(ordered, choices, [row for _, row in judged[:MOST_HELD]], digest)
+        judged, kept = _cut(kept, count)
+    need(bool(kept), "argument-value", "data", "hold pairs of three first texts or more", "one or two")
+    # By content again: the first rows of each part are then of many queries.
+    parts = kept, choices, _cut(judged, MOST_HELD)[0]
+    train, choice_rows, judged_rows = ([entry.row for entry in sorted(part)] for part in parts)
+    return Samples(train, choice_rows, judged_rows, digest)
 
 
-def _distinct(rows: Sequence[Row], seed: int) -> list[tuple[bytes, Row]]:
-    distinct: dict[bytes, Row] = {}
+@dataclass(frozen=True, order=True)
+class _Entry:
+    """A row by its content."""
+
+    digest: bytes
+    row: Row = field(compare=False)
+    query: bytes = field(compare=False)  # by the content of a pair's first text; of other rows the digest
+
+
+def _cut(entries: list[_Entry], count: int) -> tuple[list[_Entry], list[_Entry]]:
+    """So many and the others: fewer where a query would be cut in two, the whole first query at least."""
+    ends = [at for at, (one, other) in enumerate(pairwise(entries), 1) if one.query != other.query]
+    end = max((at for at in (*ends, len(entries)) if at <= count), default=(*ends, len(entries))[0])
+    return entries[:end], entries[end:]
+
+
+def _distinct(rows: Sequence[Row], seed: int) -> list[_Entry]:
+    distinct: dict[bytes, _Entry] = {}
     for row in rows:
-        digest = hashlib.blake2b(str(seed).encode(), digest_size=16)
-        for name, array in sorted(row.items()):
-            digest.update(f"{name} {array.dtype} {array.shape};".encode())
-            digest.update(np.ascontiguousarray(array).data)
-        distinct.setdefault(digest.digest(), row)
-    return sorted(distinct.items(), key=lambda pair: pair[0])
+        digest = _digest(inputs_of(row), seed)
+        query = _digest({QUERY: row[QUERY]}, seed) if QUERY in row else digest
+        distinct.setdefault(digest, _Entry(digest, row, query))
+    return sorted(distinct.values(), key=lambda entry: (entry.query, entry.digest))
+
+
+def _digest(row: Row, seed: int) -> bytes:
+    digest = hashlib.blake2b(str(seed).encode(), digest_size=16)
+    for name, array in sorted(row.items()):
+        digest.update(f"{name} {array.dtype} {array.shape};".encode())
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.digest()
 
 
 def pad(rows: Sequence[Row], pad_id: int = 0) -> dict[str, NDArray[Any]]:
@@ -173,7 +249,8 @@ def pad(rows: Sequence[Row], pad_id: int = 0) -> dict[str, NDArray[Any]]:
         shape = tuple(map(max, zip(*(array.shape for array in arrays), strict=True)))
         batch[name] = np.full((len(rows), *shape), pad_id * (name == "input_ids"), arrays[0].dtype)
         for number, array in enumerate(arrays):
-            batch[name][number][tuple(map(slice, array.shape))] = array
+            place: tuple[Any, ...] = (number, *map(slice, array.shape))
+            batch[name][place] = array
     return batch
 
 
@@ -208,7 +285,7 @@ def add_crops(rows: Sequence[Row], seed: int) -> list[Row]:
 
 def length_of(row: Row) -> int:
     """The longest axis that can vary."""
-    return max((len(array) for array in row.values() if array.dtype.kind == "i"), default=1)
+    return max((len(array) for array in row.values() if array.dtype.kind == "i" and array.ndim), default=1)
 
 
 def batches(rows: Sequence[Row], size: int = 32, pad_id: int = 0) -> Iterator[dict[str, NDArray[Any]]]:
@@ -218,15 +295,37 @@ def batches(rows: Sequence[Row], size: int = 32, pad_id: int = 0) -> Iterator[di
 
 
 def training_order(rows: Sequence[Row], steps: int, size: int, seed: int) -> list[int]:
-    """Indices of ``steps`` batches, which hold samples of similar length: less padding, in a random order."""
+    """Indices of ``steps`` batches, which hold samples of similar length: less padding, in a random order.
+
+    Pairs of one query, by fours, are as long as their mean, so that a batch has several to compare.
+    """
     generator = np.random.default_rng(seed)
-    lengths = np.array([length_of(row) for row in rows])
+    lengths = np.array([length_of(row) for row in rows], np.float64)
     order: list[int] = []
     while len(order) < steps * size:
         shuffled = generator.permutation(len(rows))
+        if QUERY in rows[0]:
+            groups = _group(rows, shuffled)
+            shuffled = np.array([index for at in generator.permutation(len(groups)) for index in groups[at]])
+            for group in groups:
+                lengths[group] = np.mean([length_of(rows[at]) for at in group])
         for start in range(0, len(rows), 50 * size):
             pool = shuffled[start : start + 50 * size]
             pool = pool[np.argsort(lengths[pool], kind="stable")]
             whole = [pool[at : at + size] for at in range(0, len(pool) - size + 1, size)] or [np.resize(pool, size)]
             order += [int(index) for at in generator.permutation(len(whole)) for index in whole[at]]
     return order[: steps * size]
+
+
+def _group(rows: Sequence[Row], order: NDArray[np.int64]) -> list[list[int]]:
+    """Indices of rows in an order, those of one query in groups."""
+    groups: list[list[int]] = []
+    open_group: dict[int, list[int]] = {}
+    for index in order.tolist():
+        group = open_group.setdefault(int(rows[index][QUERY]), [])
+        if not group:
+            groups.append(group)
+        group.append(index)
+        if len(group) == _TOGETHER:
+            del open_group[int(rows[index][QUERY])]
+    return groups

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from shd_torch.compress.labels import Labelled
 from shd_torch.compress.options import CompressOptions
 from shd_torch.compress.samples import Samples
 from shd_torch.compress.space import find_space
@@ -32,9 +33,15 @@ class Run:
     """What all stages read; each result is kept, as JSON, when it is finished."""
 
     def __init__(
-        self, teacher: Path, options: CompressOptions, keeper: Unfinished, progress: Progress, samples: Samples
+        self,
+        teacher: Path,
+        options: CompressOptions,
+        keeper: Unfinished,
+        progress: Progress,
+        samples: Samples,
+        labels: Labelled | None = None,
     ) -> None:
-        self.teacher, self.options, self.keeper = teacher, options, keeper
+        self.teacher, self.options, self.keeper, self.labels = teacher, options, keeper, labels
         self.progress, self.samples, self.folder = progress, samples, keeper.folder
         self.model = load_teacher(teacher).float()  # a folder may keep halves, which graphs and NumPy do not take
         self.family = family_of(self.model, None)
@@ -60,7 +67,10 @@ class Run:
         self.progress(0, 0, "quality is measured")
         if (use, most) not in self._judges:
             rows, pad_id = getattr(self.samples, use)[:most], padding_of(self.model.config)
-            self._judges[use, most] = Judge(self.task, rows, model_run(self.model), pad_id)
+            labels = self.labels if use == "held_out" else None
+            self._judges[use, most] = Judge(self.task, rows, model_run(self.model), pad_id, labels)
+            if use == "held_out":
+                self._judges[use, most].check()
         return self._judges[use, most]
 
     def tell(self, what: str) -> Callable[[int, int], None]:

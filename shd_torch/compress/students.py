@@ -23,7 +23,7 @@ from shd_torch.compress.options import FASTEST, Wish
 from shd_torch.compress.samples import Row, add_crops, row_source
 from shd_torch.compress.space import Design
 from shd_torch.compress.stages import TEACHER, Run
-from shd_torch.compress.task import Decoder, SentenceEncoder, model_run
+from shd_torch.compress.task import Decoder, SentenceEncoder, model_run, read_measure
 from shd_torch.compress.training import BATCH, TrainingConfig, half_is_faster, train
 from shd_torch.export import example_inputs, export_teacher
 from shd_torch.shrink.folders import padding_of, read_modules, save_student
@@ -48,7 +48,8 @@ def prepare_training(run: Run) -> TrainingConfig:
 
     def write_maps() -> None:
         run.progress(0, 0, "the teacher is exported with its maps")
-        export_teacher(run.model, example_inputs(run.model, list(rows[0])), run.graphs / MAPS)
+        inputs, with_states = example_inputs(run.model, list(rows[0])), run.task.hides_states
+        export_teacher(run.model, inputs, run.graphs / MAPS, with_states=with_states)
 
     run.find("maps", write_maps, f"graphs/{MAPS}*")
     cache = _write_cache(run, rows, run.task.targets(run.space.num_layers), "cache", "the teacher runs")
@@ -87,7 +88,8 @@ def compare(
             running = running[: (len(running) + 1) // 2]
     best = running[0]
     if wish.name == FASTEST:  # it gets better still, which only makes the answer safe
-        good = [row for row in running if row["rounds"][-1]["value"] >= (run.options.at_least or 0.0)]
+        name, least = run.options.least
+        good = [row for row in running if read_measure(row["rounds"][-1], name) >= least]
         best = min(good, key=lambda row: row["seconds"][0], default=best)
     return tried, best, config
 
@@ -224,7 +226,7 @@ def _judge_student(run: Run, wish: Wish, student: Any) -> dict[str, Any]:
         speeds = ", ".join(f"{entry.times_faster.median:.3g}" for entry in deployed)
         got = f"{speeds} times faster, {costs[-1] / 1e6:.3g} MB"
         missed.append(f"{wish.text} was asked for; the student, by the last timing, is {got}")
-    quality, least = result["quality"][kind]["value"], run.options.at_least
-    if least is not None and quality < least:
-        missed.append(f"a quality of {least:g} was asked for; the student has {quality:.4f}")
+    name, least = run.options.least
+    if run.options.at_least is not None and (value := read_measure(result["quality"][kind], name)) < least:
+        missed.append(f"a {name} of {least:g} was asked for; the student has {value:.4f}")
     return result | {"missed": missed}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -15,10 +15,13 @@ from torch import Tensor, nn
 
 from shd_ref.errors import ShdError, need
 from shd_ref.teacher.options import NO_FORM, PrecomputeOptions
-from shd_ref.teacher.sentence_folder import Pooling, read_pooling, read_texts
+from shd_ref.teacher.sentence_folder import MODULES, Pooling, modules_after_model, read_pooling, read_texts
 from shd_ref.tolerances import load_tolerances
 from shd_torch.capture.outputs import read_logits, read_output
-from shd_torch.compress.samples import Row, batches
+from shd_torch.compress.labels import Labelled
+from shd_torch.compress.measures import compare_labels, compare_orders, correlate, rank_relevant
+from shd_torch.compress.samples import LABEL_COLUMNS, QUERY, Row, batches, inputs_of
+from shd_torch.compress.terms import LabelTerm, ScoreTerm
 from shd_torch.deploy.inputs import open_graph, run_graph
 from shd_torch.export import refuse
 from shd_torch.kd import compare_embeddings, pool_states
@@ -37,11 +40,13 @@ class Quality:
         value: of the task's measure; 1 is the teacher's.
         loss: what rises while the model gets worse, in steps that can be added.
         details: other figures by name.
+        labels: agreement with the labels of the samples, by name, where they have any.
     """
 
     value: float
     loss: float
     details: Mapping[str, float]
+    labels: Mapping[str, float] = field(default_factory=dict)
 
 
 class Task(ABC):
@@ -50,15 +55,23 @@ class Task(ABC):
     Attributes:
         NAME: of the kind.
         MEASURE: of the quality, in words.
+        DETAILS: other figures that the page shows, 1 being the teacher's, in words by name.
+        LABELS: columns that its labels may be in, the first that a file has.
         LOGITS: form in which the cache holds them.
+        HAS_STATES: whether the cache holds the last states, which the student learns.
         HAS_LABELS: whether the student has a loss of its own, on the text.
+        READS_PAIRS: of texts.
         FREEZES_EMBEDDINGS: of tokens: they cost a sixth of a step and change little.
     """
 
     NAME: ClassVar[str]
     MEASURE: ClassVar[str]
+    DETAILS: ClassVar[Mapping[str, str]] = {}
+    LABELS: ClassVar[Sequence[str]] = ()
     LOGITS: ClassVar[str] = "none"
+    HAS_STATES: ClassVar[bool] = False
     HAS_LABELS: ClassVar[bool] = False
+    READS_PAIRS: ClassVar[bool] = False
     FREEZES_EMBEDDINGS: ClassVar[bool] = True
 
     @abstractmethod
@@ -69,12 +82,32 @@ class Task(ABC):
     def compare(self, teacher: Tensor, student: Tensor) -> Quality:
         """Of the summaries of all batches."""
 
+    def tells_apart(self, summary: Tensor) -> bool:
+        """Whether not every student that gives one answer to all samples agrees with these answers."""
+        return True
+
+    def grade(self, summary: Tensor, labels: Labelled) -> dict[str, float]:
+        """Agreement with labels by name, of the summary of all labelled rows in their order; nothing: undefined."""
+        return {}
+
+    @property
+    def hides_states(self) -> bool:
+        """Whether the last states are behind a head."""
+        return self.HAS_STATES and self.LOGITS != "none"
+
     def targets(self, num_layers: int) -> PrecomputeOptions:
         """What the cache holds of a teacher with so many layers, without attention."""
-        return PrecomputeOptions(num_student_heads=0, form=NO_FORM, logits=self.LOGITS)
+        hidden = (num_layers,) if self.HAS_STATES else ()
+        return PrecomputeOptions(num_student_heads=0, form=NO_FORM, logits=self.LOGITS, hidden=hidden)
 
     def terms(self, num_layers: int, student: Any) -> dict[str, Any]:
         """Keywords of ``SHDTrainer``."""
+        pair = (int(student.config.num_hidden_layers), num_layers)
+        hidden = {"hidden": HiddenTerm([pair], distance="normalized_mse")} if self.HAS_STATES else {}
+        return self.own_terms() | hidden
+
+    def own_terms(self) -> dict[str, Any]:
+        """Those beside the last states."""
         return {"kd": KdTerm()}
 
 
@@ -105,7 +138,10 @@ class Classifier(Task):
 
     NAME: ClassVar[str] = "classifier"
     MEASURE: ClassVar[str] = "same class as the teacher"
+    DETAILS: ClassVar[Mapping[str, str]] = {"kappa": "the same beyond chance, 0 for a student that knows nothing"}
+    LABELS: ClassVar[Sequence[str]] = ("label",)
     LOGITS: ClassVar[str] = "float16"
+    READS_PAIRS: ClassVar[bool] = True
 
     def summarise(self, output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         """Logits ``(B, C)``."""
@@ -116,7 +152,104 @@ class Classifier(Task):
         agreement = float((teacher.argmax(-1) == student.argmax(-1)).double().mean())
         first, second = (side.double().log_softmax(-1) for side in (teacher, student))
         kl = float((first.exp() * (first - second)).sum(-1).mean())
-        return Quality(agreement, kl, {"kl": kl})
+        classes = (nn.functional.one_hot(side.argmax(-1), side.shape[-1]) > 0 for side in (teacher, student))
+        return Quality(agreement, kl, {"kl": kl, "kappa": compare_labels(*classes)["kappa"]})
+
+    def tells_apart(self, summary: Tensor) -> bool:
+        classes = summary.argmax(-1)
+        return bool((classes != classes[0]).any())
+
+    def grade(self, summary: Tensor, labels: Labelled) -> dict[str, float]:
+        """Share of samples whose class is the label."""
+        return {"accuracy": float((summary.argmax(-1) == labels.classes(summary.shape[-1])).double().mean())}
+
+
+class IndependentLabels(Classifier):
+    """A classifier each of whose labels a sample has or not."""
+
+    NAME: ClassVar[str] = "classifier of independent labels"
+    MEASURE: ClassVar[str] = "agreement with the teacher's labels beyond chance (kappa)"
+    DETAILS: ClassVar[Mapping[str, str]] = {
+        "worst": "kappa of the label with the least",
+        "agreement": "share of equal labels, which is high by chance where most samples lack most labels",
+    }
+
+    def compare(self, teacher: Tensor, student: Tensor) -> Quality:
+        """Kappa over all labels, and the divergence of their probabilities, summed over labels."""
+        details = compare_labels(teacher > 0, student > 0)
+        first, second = (side.double() for side in (teacher, student))
+        signs = torch.tensor([1.0, -1.0])[:, None, None]
+        logs = [nn.functional.logsigmoid(signs * side) for side in (first, second)]
+        kl = float((logs[0].exp() * (logs[0] - logs[1])).sum((0, -1)).mean())
+        return Quality(details.pop("kappa"), kl, details | {"kl": kl})
+
+    def tells_apart(self, summary: Tensor) -> bool:
+        return bool(((summary > 0) != (summary[0] > 0)).any())
+
+    def grade(self, summary: Tensor, labels: Labelled) -> dict[str, float]:
+        """F1 over all labels together."""
+        own, human = summary > 0, labels.flags(summary.shape[-1])
+        return {"f1": float(2 * (own & human).sum() / (own.sum() + human.sum()).clamp(min=1))}
+
+    def own_terms(self) -> dict[str, Any]:
+        return {"kd": LabelTerm()}
+
+
+class Regressor(Task):
+    """A model of one score or several of a text, a pair of texts or an image."""
+
+    NAME: ClassVar[str] = "regressor"
+    MEASURE: ClassVar[str] = "Spearman of scores with the teacher's"
+    DETAILS: ClassVar[Mapping[str, str]] = {
+        "kendall": "Kendall's coefficient within a query, the pairs with one first text",
+        "ndcg": "NDCG@10 within a query by the teacher's scores, on a scale where a random order has 0",
+        "worst": "Spearman of the score with the least",
+    }
+    LABELS: ClassVar[Sequence[str]] = tuple(reversed(LABEL_COLUMNS))
+    LOGITS: ClassVar[str] = "float16"
+    HAS_STATES: ClassVar[bool] = True
+    READS_PAIRS: ClassVar[bool] = True
+
+    def summarise(self, output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """The number of the query, -1 where there is none, and the scores ``(B, 1 + K)``."""
+        queries = batch.get(QUERY, torch.full((len(output),), -1))
+        return torch.cat([queries[:, None].double(), output.double()], -1)
+
+    def compare(self, teacher: Tensor, student: Tensor) -> Quality:
+        """Mean rank correlation of scores, orders within queries, and the squared error over the variance."""
+        queries, (first, second) = teacher[:, 0], (side[:, 1:] for side in (teacher, student))
+        correlations = correlate(first, second) or [0.0]
+        details = {"worst": min(correlations)} if len(correlations) > 1 else {}
+        if first.shape[1] == 1 and bool((queries >= 0).all()):
+            details |= compare_orders(first[:, 0], second[:, 0], queries)
+        variance = first.var(0)
+        error = (first - second).square().mean(0) / torch.where(variance > 0, variance, 1.0)
+        return Quality(sum(correlations) / len(correlations), float(error.mean()), details)
+
+    def tells_apart(self, summary: Tensor) -> bool:
+        return bool((summary[:, 1:] != summary[0, 1:]).any())
+
+    def grade(self, summary: Tensor, labels: Labelled) -> dict[str, float]:
+        """Rank correlation with the labels, the mean over scores."""
+        correlations = correlate(labels.numbers(summary.shape[1] - 1), summary[:, 1:])
+        return {"spearman": sum(correlations) / len(correlations)} if correlations else {}
+
+    def own_terms(self) -> dict[str, Any]:
+        return {"terms": {"logits": ScoreTerm()}}
+
+
+class Reranker(Regressor):
+    """A cross encoder: one score of a query and a text."""
+
+    NAME: ClassVar[str] = "reranker"
+    LABELS: ClassVar[Sequence[str]] = LABEL_COLUMNS
+
+    def grade(self, summary: Tensor, labels: Labelled) -> dict[str, float]:
+        """MAP and MRR of texts whose label is above 0, where queries have several; else the rank correlation."""
+        queries = summary[:, 0]
+        if labels.column != "label" or len(torch.unique(queries)) in (1, len(queries)):
+            return super().grade(summary, labels)
+        return rank_relevant(summary[:, 1], labels.numbers(1)[:, 0] > 0, queries)
 
 
 class Encoder(Task):
@@ -124,6 +257,7 @@ class Encoder(Task):
 
     NAME: ClassVar[str] = "encoder"
     MEASURE: ClassVar[str] = "cosine of last states"
+    HAS_STATES: ClassVar[bool] = True
 
     def summarise(self, output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         """States of the positions that count ``(rows, D)``."""
@@ -136,14 +270,8 @@ class Encoder(Task):
         error = float((teacher - student).square().mean() / teacher.square().mean())
         return Quality(cosine, error, {"relative_error": error})
 
-    def targets(self, num_layers: int) -> PrecomputeOptions:
-        """The last states."""
-        return replace(super().targets(num_layers), hidden=(num_layers,))
-
-    def terms(self, num_layers: int, student: Any) -> dict[str, Any]:
-        """On the last states."""
-        pair = (int(student.config.num_hidden_layers), num_layers)
-        return {"hidden": HiddenTerm([pair], distance="normalized_mse")}
+    def own_terms(self) -> dict[str, Any]:
+        return {}
 
 
 @dataclass(frozen=True)
@@ -152,6 +280,9 @@ class SentenceEncoder(Encoder):
 
     NAME: ClassVar[str] = "sentence encoder"
     MEASURE: ClassVar[str] = "Spearman of cosines"
+    DETAILS: ClassVar[Mapping[str, str]] = {"neighbours": "share of a text's ten nearest that are the teacher's"}
+    LABELS: ClassVar[Sequence[str]] = tuple(reversed(LABEL_COLUMNS))
+    READS_PAIRS: ClassVar[bool] = True
 
     pooling: Pooling
 
@@ -166,13 +297,25 @@ class SentenceEncoder(Encoder):
         loss = float(1 - nn.functional.cosine_similarity(teacher, student).mean())
         return Quality(agreement.spearman, loss, {"neighbours": agreement.neighbours})
 
+    def grade(self, summary: Tensor, labels: Labelled) -> dict[str, float]:
+        """Rank correlation of the cosines of pairs with the labels; texts alone have none."""
+        first, second = summary[: len(labels.values)], summary[len(labels.values) :]
+        cosines = nn.functional.cosine_similarity(first, second)[:, None]
+        return {"spearman": sum(found)} if (found := correlate(labels.numbers(1), cosines)) else {}
+
     def targets(self, num_layers: int) -> PrecomputeOptions:
         """Embeddings too."""
         return replace(super().targets(num_layers), embeddings=self.pooling)
 
-    def terms(self, num_layers: int, student: Any) -> dict[str, Any]:
-        """On both."""
-        return {"embeddings": EmbeddingTerm()} | super().terms(num_layers, student)
+    def own_terms(self) -> dict[str, Any]:
+        return {"embeddings": EmbeddingTerm()}
+
+
+_BY_PROBLEM: Final[Mapping[str, Task]] = {
+    "single_label_classification": Classifier(),
+    "multi_label_classification": IndependentLabels(),
+    "regression": Regressor(),
+}
 
 
 def find_task(folder: Path, config: Any) -> Task:
@@ -187,16 +330,16 @@ def find_task(folder: Path, config: Any) -> Task:
         raise ShdError("shrink-unsupported", f"{rule}; got the encoder-decoder {name}: shrink its stacks yourself")
     if read_texts(folder).drops_head:
         return SentenceEncoder(read_pooling(folder))
+    if (folder / MODULES).exists() and (others := modules_after_model(folder)):
+        rule = "teacher must give its scores or classes by the head of its model"
+        raise ShdError("shrink-unsupported", f"{rule}; got the module {others[0]['type']} in {MODULES}")
     if name.endswith(("ForCausalLM", "LMHeadModel")):
         return Decoder()
     if "Classification" in name and "Token" not in name:
-        kind = getattr(config, "problem_type", None) or "single_label_classification"
-        if config.num_labels > 1 and kind == "single_label_classification":
-            return Classifier()
-        rule = "teacher must choose one of two classes or more"
-        got = f"got {name} with num_labels={config.num_labels} and problem_type={config.problem_type!r}"
-        remedy = "compress has no measure for scores and independent labels yet: use shd-torch shrink, then train"
-        raise ShdError("shrink-unsupported", f"{rule}; {got}; {remedy}")
+        problem = getattr(config, "problem_type", None)
+        if config.num_labels == 1 and problem != "regression" and "Sequence" in name:
+            return Reranker()  # one class is none to choose: such heads are trained to score
+        return _BY_PROBLEM[problem or ("single_label_classification" if config.num_labels > 1 else "regression")]
     if name.endswith("Model"):
         return Encoder()
     rule = "teacher must be a sentence encoder, a decoder, a classifier, or a model without a head"
@@ -206,14 +349,34 @@ def find_task(folder: Path, config: Any) -> Task:
 class Judge:
     """Some samples, with what the teacher makes of them."""
 
-    def __init__(self, task: Task, rows: Sequence[Row], teacher: Forward, pad_id: int = 0) -> None:
-        self.task, self._batches = task, list(batches(rows, pad_id=pad_id))
+    def __init__(
+        self, task: Task, rows: Sequence[Row], teacher: Forward, pad_id: int = 0, labels: Labelled | None = None
+    ) -> None:
+        self.task, self._batches, self._labels = task, list(batches(rows, pad_id=pad_id)), labels
         self._teacher = summarise(task, teacher, self._batches)
+        self._pad_id = pad_id
+
+    def check(self) -> None:
+        """Refuse samples on which a student that knows nothing would agree: ``inputs-invalid``."""
+        rule, remedy = "differ in what the teacher answers", "give more of them, or others (--held-out)"
+        fits = self.task.tells_apart(self._teacher)
+        need(fits, "inputs-invalid", "held-out samples", rule, "one answer for all", remedy=remedy)
 
     @torch.no_grad()
     def measure(self, forward: Forward) -> Quality:
         """A model's quality; ``not-finite`` where it gives NaN or infinity."""
-        return self.task.compare(self._teacher, summarise(self.task, forward, self._batches))
+        quality = self.task.compare(self._teacher, summarise(self.task, forward, self._batches))
+        if self._labels is None:
+            return quality
+        summary = summarise(self.task, forward, batches(self._labels.rows, pad_id=self._pad_id))
+        return replace(quality, labels=self.task.grade(self._labels.restore(summary), self._labels))
+
+
+def read_measure(quality: Mapping[str, Any], name: str) -> float:
+    """Of a ``Quality`` as a mapping: its value as ``quality``, or a detail or agreement with labels by its name."""
+    figures: dict[str, float] = {"quality": quality["value"]} | quality["details"] | quality["labels"]
+    need(name in figures, "argument-value", "at_least", f"name one of {', '.join(figures)}", name)
+    return figures[name]
 
 
 def summarise(task: Task, forward: Forward, batches: Iterable[Mapping[str, NDArray[Any]]]) -> Tensor:
@@ -247,7 +410,7 @@ def model_run(model: Any) -> Forward:
     @torch.no_grad()
     def forward(batch: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
         device = next(model.parameters()).device
-        tensors = {name: torch.from_numpy(array).to(device) for name, array in batch.items()}
+        tensors = {name: torch.from_numpy(array).to(device) for name, array in inputs_of(batch).items()}
         try:
             outputs = model(**tensors, **keywords)
         except Exception as error:  # a model raises what it likes

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
-from shd_torch.compress.samples import Row, collate, collate_with_labels, training_order
+from shd_torch.compress.samples import Row, collate, collate_with_labels, inputs_of, training_order
 from shd_torch.compress.task import Task
 from shd_torch.data import SupervisedDataset
 from shd_torch.shrink.folders import padding_of
@@ -134,7 +134,8 @@ def time_step(model: Any, rows: Sequence[Row], *, half: bool = False) -> tuple[f
     """Seconds of a forward pass and of a step over one batch, the better of two, where training will run."""
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     model.to(device)
-    batch = {name: tensor.to(device) for name, tensor in collate(rows[:BATCH], padding_of(model.config)).items()}
+    batch_rows = [inputs_of(row) for row in rows[:BATCH]]
+    batch = {name: tensor.to(device) for name, tensor in collate(batch_rows, padding_of(model.config)).items()}
     seconds = []
     for _ in range(2):
         started = time.perf_counter()

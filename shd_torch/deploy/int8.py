@@ -36,8 +36,8 @@ class Int8Report:
         bytes_after: size of the int8 graph with its weights.
         is_random: whether it was compared on random inputs, not on data.
         num_rows: output vectors that were compared, those of padding left out.
-        cosine: mean cosine between the two graphs' output vectors.
-        agreement: share of rows in which the largest logit is the same; None where the output is no logits.
+        cosine: mean cosine between the two graphs' output vectors; of single numbers their correlation.
+        agreement: share of rows in which the largest logit is the same; None where the output is no logits, or one.
         kl: mean divergence from the float to the int8 distribution, in nats per row; None as ``agreement``.
         alone: least cosine between a row of a sample that is run alone and the same row in a batch: what activation
             functions give is rounded in a range that all samples of a run share. 1.0 where the graph has no batch.
@@ -142,17 +142,20 @@ def _compare_alone(
     """The least cosine of rows between samples alone and in their batch."""
     from shd_torch.deploy.products import without_padding
 
-    least = 1.0
+    pairs = []
     for index in range(min(_ALONE, len(output)) if reader.has_batch else 0):
         sample = without_padding({name: array[index : index + 1] for name, array in inputs.items()}, reader)
         alone = run_graph(session, sample, reader.path)[0][0]
         rows, others = (a.reshape(-1, a.shape[-1]).astype(np.float64) for a in (alone, output[index][: len(alone)]))
         if rows.shape == others.shape:
-            least = min(least, float(_cosines(rows, others).min()))
-    return least
+            pairs.append((rows, others))
+    return min(1.0, *_cosines(*map(np.concatenate, zip(*pairs, strict=True))).tolist()) if pairs else 1.0
 
 
 def _cosines(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Of each row; of rows of one number, such as scores, one alone: their correlation."""
+    if a.shape[-1] == 1:
+        a, b = a.T - a.mean(), b.T - b.mean()
     norms = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
     cosines: NDArray[np.float64] = (a * b).sum(-1) / np.maximum(norms, np.finfo(np.float64).tiny)
     return cosines
@@ -183,7 +186,7 @@ def _compare(
     keep = mask.astype(bool) if has_padding and mask is not None else np.ones(expected.shape[:-1], bool)
     a, b = expected[keep].astype(np.float64), output[keep].astype(np.float64)
     cosine = float(_cosines(a, b).mean())
-    if not is_logits:
+    if not is_logits or a.shape[-1] == 1:  # one logit is always the largest
         return len(a), cosine, None, None
     log_p, log_q = (x - x.max(-1, keepdims=True) for x in (a, b))
     log_p, log_q = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (log_p, log_q))

@@ -138,13 +138,18 @@ def compare_embeddings(teacher: Tensor, student: Tensor, *, k: int = 10) -> Embe
     need(_LEAST_TEXTS <= count <= MOST_TEXTS, "argument-value", "texts", rule, count)
     sides = [_cosines(vectors.detach().to(torch.float64)) for vectors in (teacher, student.to(teacher.device))]
     above = torch.ones_like(sides[0], dtype=torch.bool).triu(1)
-    spearman = torch.corrcoef(torch.stack([_ranks(cosines[above]) for cosines in sides]))[0, 1].nan_to_num(0.0)
+    spearman = rank_correlation(*(cosines[above] for cosines in sides))
     k = min(k, count - 1)
     nearest = [torch.zeros_like(above) for _ in sides]
     for chosen, cosines in zip(nearest, sides, strict=True):
         chosen.scatter_(1, cosines.fill_diagonal_(-torch.inf).topk(k).indices, value=True)
     shared = float((nearest[0] & nearest[1]).sum()) / (k * count)
-    return EmbeddingAgreement(float(spearman), shared, k, count)
+    return EmbeddingAgreement(spearman, shared, k, count)
+
+
+def rank_correlation(first: Tensor, second: Tensor) -> float:
+    """Spearman's coefficient of two vectors ``(N,)``; 0 where one of them holds equal numbers alone."""
+    return float(torch.corrcoef(torch.stack([_ranks(first), _ranks(second)]))[0, 1].nan_to_num(0.0))
 
 
 def _cosines(vectors: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.commands import invoke
+from support.folders import TEXTS, Settings, random_like, save_model, save_modules, save_tokenizer
 from support.refusals import refusal
 
 transformers: Any = pytest.importorskip("transformers", reason="teachers are Hugging Face models")
@@ -34,59 +35,7 @@ from shd_torch.compress.task import Decoder, Judge, find_task, graph_run, model_
 from shd_torch.export import example_inputs, export_teacher, load_hf_model  # noqa: E402
 from shd_torch.shrink.folders import forward_inputs, load_teacher, padding_of, read_config  # noqa: E402
 
-WORDS = ["the", "cat", "The", "dog", "sat", "on", "a", "mat", "Cat", "ran", "far", "no", "yes", "red", "fox", "Mat"]
-MARKS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "</s>"]
-SIZES: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 OPTIONS = CompressOptions(faster=(2.0,), batch=(1,), length=(8,))
-Settings = dict[str, Any]
-
-
-def make_texts() -> list[str]:
-    random = np.random.default_rng(0)
-    return [" ".join(random.choice(WORDS, random.integers(1, 12))) for _ in range(60)]
-
-
-TEXTS = make_texts()
-
-
-def save_tokenizer(folder: Path, kind: str, *, pad: int | None = 0, **settings: Any) -> None:
-    """Words by whitespace; BERT's marks around them, or the one at the end."""
-    marks = MARKS if pad is None else [*MARKS[1 : pad + 1], MARKS[0], *MARKS[pad + 1 :]]
-    vocabulary = {word: number for number, word in enumerate([*marks, *WORDS])}
-    if kind == "bert":
-        transformers.BertTokenizer(vocab=vocabulary, **settings).save_pretrained(folder)
-        return
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    end = [("</s>", vocabulary["</s>"])]
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing("$A </s>", special_tokens=end)
-    settings |= {} if pad is None else {"pad_token": "[PAD]"}
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="[UNK]", eos_token="</s>", **settings
-    ).save_pretrained(folder)
-
-
-def save_model(folder: Path, name: str, **changes: Any) -> None:
-    torch.manual_seed(0)
-    kind = getattr(transformers, name)
-    text = {"vocab_size": 30, "max_position_embeddings": 64, "initializer_range": 0.4, "num_labels": 3}
-    model = kind(kind.config_class(**SIZES | text | changes))
-    for parameter in model.parameters():
-        parameter.data += 0.05 * torch.randn(parameter.shape)
-    model.save_pretrained(folder)
-
-
-def save_modules(folder: Path, *modules: str, pooling: Settings, **files: Settings) -> None:
-    names = ["Transformer", "Pooling", *modules]
-    listed = [
-        {"idx": at, "name": str(at), "path": f"part_{at}" * (at > 0), "type": f"sentence_transformers.models.{name}"}
-        for at, name in enumerate(names)
-    ]
-    (folder / "modules.json").write_text(json.dumps(listed))
-    (folder / "part_1").mkdir()
-    (folder / "part_1" / "config.json").write_text(json.dumps({"word_embedding_dimension": 16} | pooling))
-    for name, settings in files.items():
-        (folder / f"{name}.json").write_text(json.dumps(settings))
 
 
 MEAN = {"pooling_mode_mean_tokens": True}
@@ -177,6 +126,12 @@ def make_folder(folder: Path, case: str) -> None:
             told = {"text": {"method": "forward", "method_output_name": "logits"}}
             settings = {"transformer_task": "sequence-classification", "modality_config": told}
             (folder / "sentence_bert_config.json").write_text(json.dumps(settings))
+        case "scores by a module":
+            save_model(folder, "LlamaForCausalLM", pad_token_id=3, **llama)
+            save_tokenizer(folder, "words", pad=3)
+            save_modules(folder, pooling={}, sentence_bert_config={"transformer_task": "text-generation"})
+            listed = (folder / "modules.json").read_text().replace("Pooling", "LogitScore")
+            (folder / "modules.json").write_text(listed)
         case "a projection of sentences":
             save_model(folder, "BertModel")
             save_tokenizer(folder, "bert")
@@ -329,9 +284,7 @@ def samples_of(rows: Any) -> Any:
         ("a projection of sentences", "must make embeddings by Pooling, and then Normalize or nothing"),
         ("states of another layer", "got modality_config: tokenise"),
         ("tokens that the table lacks", "with no id beyond its table"),
-        ('{"num_labels": 1}', "compress has no measure for scores and independent labels yet"),
-        ('{"problem_type": "regression"}', "compress has no measure for scores"),
-        ('{"problem_type": "multi_label_classification"}', "compress has no measure for scores"),
+        ("scores by a module", "its scores or classes by the head of its model; got the module .*LogitScore"),
     ],
 )
 def test_other_teachers_are_refused_in_one_sentence(tmp_path: Path, case: str, said: str) -> None:
@@ -530,12 +483,6 @@ def test_a_graph_whose_quantisation_rounds_its_mask(exported: Mapping[str, Path]
     assert recheck_records(tmp_path / "alone", graph, source).records == 8
 
 
-def random_like(model: Any) -> Any:
-    """A student that learned nothing."""
-    torch.manual_seed(7)
-    return type(model)(model.config).eval()
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "case",
@@ -581,9 +528,9 @@ def test_the_graph_of_a_teacher_takes_what_the_samples_hold(exported: Mapping[st
     with _open_run(folder, tmp_path / "pairs.npz", None, options, tmp_path / "run", lambda *_: None) as run:
         paths = run.write_graphs(run.model, "teacher")
         assert run.judge("train").measure(graph_run(paths["float"])).value == 1
-    np.savez(tmp_path / "scored.npz", **batch, score=np.zeros((60, 1)))
-    with refusal("inputs-invalid", "data must hold inputs of the model, and labels; got score"):
-        read_rows(tmp_path / "scored.npz", folder, None, takes=list(batch))
+    np.savez(tmp_path / "priced.npz", **batch, score=np.zeros(60), price=np.zeros((60, 1)))
+    with refusal("inputs-invalid", "data must hold inputs of the model, and labels; got price"):
+        read_rows(tmp_path / "priced.npz", folder, None, takes=list(batch))
 
 
 def test_a_teacher_that_is_not_its_graph_is_no_teacher(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,12 +139,12 @@ def test_data_files(tmp_path: Path) -> None:
     assert {name: (part.shape, str(part.dtype)) for name, part in masked.items()} == dict.fromkeys(
         ("input_ids", "attention_mask"), ((2, 5), "int64")
     )
-    np.savez(tmp_path / "labels.npz", input_ids=np.ones((3, 5), dtype=int), label=np.ones(3))
+    np.savez(tmp_path / "prices.npz", input_ids=np.ones((3, 5), dtype=int), price=np.ones(3))
     np.save(tmp_path / "pickled.npy", np.array([{}], dtype=object), allow_pickle=True)
     (tmp_path / "text.npy").write_text("no array")
     with zipfile.ZipFile(tmp_path / "false.npz", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("input_ids.npy", header((10**9, 10**3)))
     (tmp_path / "false.npy").write_bytes(header((10**9, 10**3)))
-    for name in ("labels.npz", "pickled.npy", "text.npy", "none.npy", "false.npy", "false.npz", "none.npz"):
+    for name in ("prices.npz", "pickled.npy", "text.npy", "none.npy", "false.npy", "false.npz", "none.npz"):
         with refusal("inputs-invalid"):
             read_inputs(tmp_path / name, 9)

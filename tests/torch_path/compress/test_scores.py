@@ -1,0 +1,240 @@
+"""Rerankers, regressors and independent labels: measures that no ignorant student passes, pairs, and labels."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.commands import invoke
+from support.folders import WORDS, random_like, save_model, save_tokenizer
+from support.refusals import refusal
+
+transformers: Any = pytest.importorskip("transformers", reason="teachers are Hugging Face models")
+pytest.importorskip("onnxruntime", reason="graphs are run")
+pytest.importorskip("scipy", reason="compress needs scipy")
+
+from shd_torch.cli import load_app  # noqa: E402
+from shd_torch.compress import CompressOptions  # noqa: E402
+from shd_torch.compress.measures import compare_labels, compare_orders, rank_relevant  # noqa: E402
+from shd_torch.compress.run import _open_run  # noqa: E402
+from shd_torch.compress.samples import QUERY, Columns, collate, divide, read_rows, training_order  # noqa: E402
+from shd_torch.compress.students import prepare_training  # noqa: E402
+from shd_torch.compress.task import Judge, find_task, model_run  # noqa: E402
+from shd_torch.compress.terms import ScoreTerm  # noqa: E402
+from shd_torch.compress.training import train  # noqa: E402
+from shd_torch.deploy import quantize_graph  # noqa: E402
+from shd_torch.shrink.folders import load_teacher, read_config  # noqa: E402
+from shd_torch.shrink_command import read_inputs  # noqa: E402
+
+OPTIONS = CompressOptions(mb=(0.045,), batch=(1,), length=(8,), budget=1e-4, candidates=1, go_on=True)
+PAIRS = Columns(reads_pairs=True)
+KINDS: dict[str, dict[str, Any]] = {
+    "reranker": {"num_labels": 1},
+    "regressor": {"num_labels": 2, "problem_type": "regression"},
+    "classifier of independent labels": {"num_labels": 4, "problem_type": "multi_label_classification"},
+    "classifier": {"num_labels": 3},
+}
+
+
+def make_pairs(queries: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Eight texts of each query."""
+    random = np.random.default_rng(seed)
+    rows = []
+    for _ in range(queries):
+        query = " ".join(random.choice(WORDS, 5))
+        texts = [" ".join(random.choice(WORDS, random.integers(2, 9))) for _ in range(8)]
+        rows += [{"text": query, "text_pair": text, "label": int(at % 3 == 0)} for at, text in enumerate(texts)]
+    return rows
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def make_teacher(folder: Path, kind: str) -> Path:
+    save_model(folder, "BertForSequenceClassification", **KINDS[kind])
+    save_tokenizer(folder, "bert")
+    return folder
+
+
+def test_orders_are_compared_within_queries() -> None:
+    """By hand: of three pairs of pairs one is in the other order; a query of one text does not count."""
+    teacher, student = torch.tensor([3.0, 2.0, 1.0, 9.0]), torch.tensor([0.3, 0.1, 0.2, 0.0])
+    queries = torch.tensor([5, 5, 5, 7])
+    figures = compare_orders(teacher, student, queries)
+    second, third = 1 / np.log2(3), 1 / np.log2(4)
+    random, best = 2 * (1 + second + third), 3 + 2 * second + third
+    assert figures["kendall"] == pytest.approx(1 / 3)
+    assert figures["ndcg"] == pytest.approx((3 + second + 2 * third - random) / (best - random))
+    assert compare_orders(5 + 2 * teacher, student, queries) == pytest.approx(figures)
+    assert compare_orders(teacher, teacher, queries) == {"kendall": 1, "ndcg": 1}
+    assert compare_orders(teacher, torch.ones(4), queries) == pytest.approx({"kendall": 0, "ndcg": 0}, abs=1e-6)
+    assert compare_orders(teacher, student, torch.arange(4)) == {}
+
+
+def test_relevant_texts_are_ranked_by_hand() -> None:
+    is_relevant = torch.tensor([True, False, True, False, True, True])
+    queries = torch.tensor([0, 0, 0, 0, 1, 1])  # the second has no other texts
+    figures = rank_relevant(torch.tensor([0.1, 0.9, 0.5, 0.2, 1.0, 0.0]), is_relevant, queries)
+    assert figures == pytest.approx({"map": (1 / 2 + 2 / 4) / 2, "mrr": 1 / 2})
+    assert rank_relevant(torch.zeros(6), is_relevant, queries) == pytest.approx(
+        {"map": (1 / 3 + 2 / 4) / 2, "mrr": 1 / 3}
+    )
+    assert rank_relevant(torch.zeros(6), is_relevant, torch.arange(6)) == {}
+
+
+def test_labels_that_most_samples_lack_agree_by_chance() -> None:
+    teacher = torch.rand(400, 3, generator=torch.Generator().manual_seed(0)) < torch.tensor([0.05, 0.5, 0.0])
+    none = compare_labels(teacher, torch.zeros_like(teacher))
+    assert none["agreement"] > 0.75
+    assert none["kappa"] == none["worst"] == 0
+    own = compare_labels(teacher, teacher)
+    assert (own["kappa"], own["worst"]) == (1, 1)
+    student = teacher.clone()
+    student[:, 0] = False
+    figures = compare_labels(teacher, student)
+    assert figures["worst"] == 0
+    assert 0 < figures["kappa"] < 1
+    assert compare_labels(teacher[:, 2:], student[:, 2:])["kappa"] == 0  # nobody could tell
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_measure_lets_an_ignorant_student_pass(tmp_path: Path, kind: str) -> None:
+    """A random student, the teacher's answers to other samples, and one answer for all."""
+    folder = make_teacher(tmp_path / "teacher", kind)
+    rows = read_rows(write_rows(tmp_path / "d.jsonl", make_pairs(30)), folder, None, columns=PAIRS)
+    model = load_teacher(folder)
+    task = find_task(folder, model.config)
+    assert kind == task.NAME
+    judge = Judge(task, rows, model_run(model))
+    own = judge.measure(model_run(model))
+    assert own.value == pytest.approx(1, abs=1e-6)
+    forward, random = model_run(model), np.random.default_rng(0)
+    others = {
+        "random": model_run(random_like(model)),
+        "shuffled": lambda batch: random.permutation(forward(batch)),
+        "constant": lambda batch: np.ones_like(forward(batch)),
+    }
+    for name, other in others.items():
+        quality = judge.measure(other)
+        # Many samples have the most frequent class, which kappa allows for.
+        assert quality.value < (0.9 if kind == "classifier" else 0.35), name
+        assert quality.loss > 10 * max(own.loss, 1e-3)
+        for detail in task.DETAILS.keys() & quality.details.keys() - {"agreement"}:
+            assert own.details[detail] == pytest.approx(1, abs=1e-6)
+            assert quality.details[detail] < 0.35, (name, detail)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_teacher_that_gives_one_answer_to_all_is_refused(tmp_path: Path, kind: str) -> None:
+    """Every student that does the same would agree with it."""
+    folder = make_teacher(tmp_path / "teacher", kind)
+    model = load_teacher(folder)
+    model.classifier.weight.data.zero_()
+    model.save_pretrained(folder)
+    data = write_rows(tmp_path / "d.jsonl", make_pairs(30))
+    with (
+        refusal("inputs-invalid", "held-out samples must differ in what the teacher answers; got one answer for all"),
+        _open_run(folder, data, None, OPTIONS, tmp_path / "run", lambda *_: None) as run,
+    ):
+        run.judge("held_out")
+
+
+def test_queries_stay_whole(tmp_path: Path) -> None:
+    """In one part of the data, and in training next to others of their own."""
+    folder = make_teacher(tmp_path / "teacher", "reranker")
+    rows = read_rows(write_rows(tmp_path / "d.jsonl", make_pairs(31)), folder, None, columns=PAIRS)
+    samples = divide(rows, None, 0)
+    parts = [{int(row[QUERY]) for row in part} for part in (samples.train, samples.choices, samples.held_out)]
+    assert [len(part) for part in parts] == [25, 3, 3]
+    assert not (parts[0] & parts[1] | parts[0] & parts[2] | parts[1] & parts[2])
+    assert len({int(row[QUERY]) for row in samples.train[:16]}) > 8  # what calibrates is not of two queries
+    assert samples.calibration(16).keys() == {"input_ids", "attention_mask"}
+    order = training_order(rows[:240], steps=15, size=16, seed=0)
+    assert sorted(order) == list(range(240))
+    queries = np.array([int(rows[at][QUERY]) for at in order]).reshape(15, 4, 4)
+    assert (queries == queries[..., :1]).all()
+    assert collate(rows[:3])[QUERY].tolist() == [int(row[QUERY]) for row in rows[:3]]
+    with refusal("argument-value", "data must hold pairs of three first texts or more"):
+        divide([row | {QUERY: row[QUERY] * 0} for row in rows], None, 0)
+
+
+def test_scores_are_compared_in_units_of_the_teacher() -> None:
+    """By hand: errors of 2, 0 and 4 with a deviation of 2; the first two are of one query."""
+    term = ScoreTerm()
+    term._deviation[:] = [torch.tensor([2.0])]
+    scores, own = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[3.0], [2.0], [7.0]])
+    taught, batch = SimpleNamespace(targets=lambda: scores), SimpleNamespace(inputs={QUERY: torch.tensor([4, 4, 5])})
+    forward: Any = SimpleNamespace(outputs={"logits": own}, learn=lambda read, _: [read(taught)], batch=batch)
+    losses = term.measure(forward).losses
+    assert {name: float(loss) for name, loss in losses.items()} == {
+        "_errors": pytest.approx(5 / 3),
+        "_differences": 1,
+    }
+
+
+@pytest.mark.parametrize("kind", ["reranker", "classifier of independent labels"])
+def test_a_student_learns_what_its_kind_is_judged_by(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its head was disturbed; scores are also compared within queries."""
+    folder = make_teacher(tmp_path / "teacher", kind)
+    data = write_rows(tmp_path / "d.jsonl", make_pairs(30))
+    measure, seen = ScoreTerm.measure, []
+
+    def spy(term: ScoreTerm, forward: Any) -> Any:
+        seen.append(measure(term, forward))
+        return seen[-1]
+
+    monkeypatch.setattr(ScoreTerm, "measure", spy)
+    with _open_run(folder, data, None, OPTIONS, tmp_path / "run", lambda *_: None) as run:
+        config = replace(prepare_training(run), steps=60, learning_rate=5e-3)
+        student = load_teacher(folder)
+        torch.manual_seed(1)
+        student.classifier.weight.data += torch.randn(student.classifier.weight.shape)
+        before = run.judge("choices").measure(model_run(student))
+        train(run.task, student, 2, config, tmp_path / "training")
+        assert run.judge("choices").measure(model_run(student)).loss < 0.2 * before.loss
+    assert all(measured.losses["_differences"] > 0 for measured in seen)
+    assert len(seen) == (60 if kind == "reranker" else 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "kind"),
+    [
+        ("BertForSequenceClassification", {"problem_type": "regression"}, "regressor"),
+        ("LlamaForSequenceClassification", {"num_key_value_heads": 1}, "reranker"),
+        ("ViTForImageClassification", {"image_size": 8, "patch_size": 4}, "regressor"),
+    ],
+)
+def test_models_of_one_score_are_told_by_their_folder(
+    tmp_path: Path, name: str, changes: dict[str, Any], kind: str
+) -> None:
+    save_model(tmp_path, name, num_labels=1, **changes)
+    assert kind == find_task(tmp_path, read_config(tmp_path)).NAME
+
+
+def test_other_commands_read_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the head takes them, and int8 of one score is not judged by its largest logit."""
+    monkeypatch.chdir(tmp_path)
+    make_teacher(Path("teacher"), "reranker")
+    write_rows(Path("d.jsonl"), make_pairs(8))
+    model = load_teacher("teacher")
+    inputs = read_inputs(Path("d.jsonl"), 64, Path("teacher"), as_model=True)
+    assert inputs["token_type_ids"].any(1).all()
+    model.classifier.weight.data *= 1e-3  # beside a large mean, int8 loses what tells samples apart
+    model.classifier.bias.data.fill_(3.0)
+    model.save_pretrained("teacher")
+    words = ["export", "teacher", "--student", "--int8", "--data", "d.jsonl", "--out", "s.onnx"]
+    assert invoke(load_app(), words).exit_code == 0
+    report = quantize_graph("s.onnx", "again.onnx", inputs)
+    assert (report.agreement, report.kl) == (None, None)
+    assert 0.8 < report.cosine < 0.99999
+    result = invoke(load_app(), ["shrink", "teacher", "--data", "d.jsonl", "--heads", "1", "--out", "student"])
+    assert "--tokenizer teacher --pair-column text_pair" in " ".join(result.output.split())
