@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shd_ref.conformance.doors import Program, ProgramError, serve
-from shd_ref.conformance.generator import OUTPUTS
 from shd_ref.conformance.judging import cases, judge
 from shd_ref.conformance.specification import DTYPES, load_everything
 from shd_ref.errors import printable
@@ -56,7 +55,7 @@ def _judge(options: argparse.Namespace) -> int:
     command = [options.program, *options.arguments] if options.arguments else shlex.split(options.program or "")
     command = [sys.executable, "-m", "shd_ref.conformance", "--host", options.impl] if options.impl else command
     name = f"--impl {options.impl}" if options.impl else None
-    with Program(command, timeout=options.timeout, max_restarts=len(OUTPUTS), name=name) as program:
+    with Program(command, timeout=options.timeout, name=name) as program:
         reports = [judge(program, dtype=dtype, **chosen) for dtype in options.dtype or ["float64"]]
     if options.report:
         document = {"runs": [report.to_json() for report in reports]}

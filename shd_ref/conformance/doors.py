@@ -1,9 +1,9 @@
 """The two doors: an object of this process, and a program that speaks JSON lines over stdin and stdout.
 
-A Python module on the command line goes through the second door too, in a host of its own (``serve``): nothing that
-it does there reaches the reference, the comparison or the exit status, which stay with the judge. A program is not
-trusted to answer, to answer in order or to stop: every wait has a limit, an answer a largest size, and a program that
-fails is started again a few times. No answer runs code or takes memory by a number that was sent.
+A Python module on the command line goes through the second door too, in a host (``serve``): nothing that it does
+there reaches the reference, the comparison or the exit status, which stay with the judge. A program is not trusted to
+answer, to answer in order or to stop: every wait has a limit, an answer a largest size, and a program that fails is
+started again a few times. No answer runs code or takes memory by a number that was sent.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import contextlib
 import importlib
 import json
 import math
+import operator
 import os
 import pickle
-import queue
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -23,7 +24,8 @@ import threading
 import time
 from binascii import a2b_base64, b2a_base64
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -31,12 +33,12 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
-from shd_ref.attention import Array
-from shd_ref.conformance.comparison import arrays_of, fields_of, outputs_of
+from shd_ref.conformance.comparison import abbreviate, arrays_of, fields_of, outputs_of
 from shd_ref.conformance.generator import OUTPUTS, Inputs, OwnDtype, relay
 from shd_ref.conformance.specification import DTYPES, VECTORS_VERSION, error_codes, spec_edition
 
 Calls: TypeAlias = Sequence[tuple[str, Inputs]]
+_UNEXPECTED = re.compile(r"unexpected keyword argument '(\w+)'")
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,6 @@ class Reply:
     ended: bool = False
 
 
-def _broken(message: str, code: str = "", *, ended: bool = False) -> Reply:
-    return Reply("broken", code=code, message=message, ended=ended)
-
-
 @runtime_checkable
 class Adapter(Protocol):
     """An implementation behind one method, for those that need the dtype's name or other arrays."""
@@ -72,76 +70,63 @@ class Adapter(Protocol):
         """
 
 
-_UNEXPECTED = re.compile(r"unexpected keyword argument '(\w+)'")
-
-
 class Direct:
-    """An object of this process: a module or object with the operations' functions, or an ``Adapter``.
-
-    It is for an implementer's own tests and promises less, as the object shares the judge's process.
-    """
+    """An object of this process: a module or object with the operations' functions, or an ``Adapter``."""
 
     def __init__(self, implementation: Any) -> None:
         self.implementation = implementation
         self.name = getattr(implementation, "__name__", type(implementation).__name__)
-        self._earlier: deque[tuple[str, list[Array], list[bytes]]] = deque(maxlen=4)
+        self._earlier: deque[tuple[str, Any, Any]] = deque(maxlen=4)
 
     def ask(self, operation: str, inputs: Inputs, dtype: str, *, layout: int = 0, kept: bool = False) -> Reply:
         """One call, its arrays lying oddly in memory by a seed; nothing that the implementation raises is raised."""
         inputs = relay(np.random.default_rng(layout), inputs) if layout else inputs
-        before = {name: (_lengths(value), _bytes_of(value)) for name, value in inputs.items()}
+        before = _image(inputs)
         reply, answer = self._call(operation, inputs, dtype)
         if reply.kind not in ("value", "refused"):
             return reply
-        for name, value in inputs.items():
-            if (_lengths(value), _bytes_of(value)) != before[name]:
-                return _broken(f"changed its argument {name}: a caller's arrays are not its own", "MAP-8")
-        for earlier, arrays, held in self._earlier:
-            if held != _bytes_of(arrays):
+        for (name, after), (_, earlier) in zip(_image(inputs), before, strict=True):
+            if after != earlier:
+                return Reply("broken", {}, "MAP-8", f"changed its argument {name}: a caller's arrays are not its own")
+        for name, arrays, image in self._earlier:
+            if image != _image(arrays):
                 self._earlier.clear()
-                return _broken(f"changed what an earlier call of {earlier} had answered", "NUM-9")
+                return Reply("broken", {}, "NUM-9", f"changed what an earlier call of {name} had answered")
         answered = arrays_of(answer) if reply.kind == "value" else []
-        if any(np.may_share_memory(one, other) for one, other in product(answered, arrays_of(inputs))):
-            return _broken("answered with memory of an argument: what a caller writes there changes both", "NUM-9")
+        if any(np.may_share_memory(*pair) for pair in product(answered, arrays_of(inputs))):
+            problem = "answered with memory of an argument: what a caller writes there changes both"
+            return Reply("broken", {}, "NUM-9", problem)
         small = [array for array in answered if array.nbytes < 1 << 22]
-        self._earlier.append((operation, small, _bytes_of(small)))
+        self._earlier.append((operation, small, _image(small)))
         return reply
 
     def ask_together(self, calls: Calls, dtype: str) -> list[Reply]:
         """These calls from as many threads at once, again and again: the first reply of each, then one unlike it."""
-        replies: list[list[Reply]] = [[] for _ in calls]
         gate = threading.Barrier(len(calls))
 
-        def work(number: int) -> None:
+        def work(call: tuple[str, Inputs]) -> list[Reply]:
             gate.wait(10)
-            end = time.monotonic() + 0.1
-            while len(replies[number]) < 250 and (not replies[number] or time.monotonic() < end):
-                replies[number].append(self._call(*calls[number], dtype)[0])
+            replies, end = [self._call(*call, dtype)[0]], time.monotonic() + 0.1
+            while len(replies) < 250 and time.monotonic() < end:
+                replies.append(self._call(*call, dtype)[0])
+            images = [(reply.kind, reply.code, _image(reply.outputs)) for reply in replies]
+            return [replies[0], next((r for r, i in zip(replies, images, strict=True) if i != images[0]), replies[0])]
 
-        threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(len(calls))]
         interval = sys.getswitchinterval()
         sys.setswitchinterval(1e-6)  # so that threads meet in the middle of a call
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(len(calls)) as pool:
+            firsts, others = zip(*pool.map(work, calls), strict=True)
         sys.setswitchinterval(interval)
-        unlike = []
-        for of_call in replies:
-            contents = [(reply.kind, reply.code, _bytes_of(reply.outputs)) for reply in of_call]
-            pairs = zip(of_call, contents, strict=True)
-            unlike.append(next((reply for reply, content in pairs if content != contents[0]), of_call[0]))
-        return [of_call[0] for of_call in replies] + unlike
+        return [*firsts, *others]
 
     def _call(self, operation: str, inputs: Mapping[str, Any], dtype: str) -> tuple[Reply, Any]:
         adapter = isinstance(self.implementation, Adapter)
-        function: Any = None if adapter else getattr(self.implementation, operation, None)
-        if not adapter and not callable(function):
+        function: Any = getattr(self.implementation, "run_operation" if adapter else operation, None)
+        if not callable(function):
             return Reply("missing", message=f"no function {operation}"), None
         try:
             with np.errstate(all="ignore"):
-                run = self.implementation.run_operation if adapter else None
-                answer = run(operation, inputs, dtype) if run else function(**inputs)
+                answer = function(operation, inputs, dtype) if adapter else function(**inputs)
                 return Reply("value", outputs_of(operation, answer)), answer
         except BaseException as error:
             if type(error) is KeyboardInterrupt:
@@ -151,35 +136,43 @@ class Direct:
 
 def _read_error(error: BaseException, inputs: Mapping[str, Any], adapter: bool) -> Reply:
     """What an exception says: a refusal is an ``Exception`` with a code of chapter ERR, and nothing else is."""
-    message, name = str(error), type(error).__name__
+    message = str(error)
     code = getattr(error, "code", None) if isinstance(error, Exception) else None
     unexpected = _UNEXPECTED.search(message) if isinstance(error, TypeError) else None
     if unexpected and unexpected[1] in inputs:
-        return Reply("missing", code=unexpected[1], message=message)
+        return Reply("missing", {}, unexpected[1], message)
     if isinstance(error, NotImplementedError) or code == "dependency-missing":
         return Reply("missing", message=message)
     if isinstance(code, str) and (code := str.__str__(code)) in error_codes():
-        return Reply("refused", code=code, message=message)
+        return Reply("refused", {}, code, message)
     odd = not all(
-        array.flags.carray and array.dtype.isnative and array.dtype.kind != "O" for array in arrays_of(inputs)
+        array.flags.carray and array.dtype.isnative and array.dtype != object for array in arrays_of(inputs)
     )
     if adapter and odd and isinstance(error, TypeError | ValueError):
-        return Reply(
-            "missing", code="layouts", message=f"the adapter does not turn this array into its own: {message}"
-        )
-    if code:
-        return _broken(f"raised {name} with the code {code!r}, which is not in ERR-2: {message}")
-    return _broken(f"raised {name}: {message}, which has no code")
+        return Reply("missing", {}, "layouts", f"the adapter does not turn this array into its own: {message}")
+    about = f"with the code {code!r}, which is not in ERR-2: {message}" if code else f"{message}, which has no code"
+    return Reply("broken", message=f"raised {type(error).__name__} {about}")
 
 
-def _bytes_of(value: Any) -> list[bytes]:
-    return [array.tobytes() for array in arrays_of(value)]
+def _image(value: Any) -> Any:
+    """What a value holds, to see later whether it still does."""
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    items = list(enumerate(value)) if isinstance(value, list | tuple) else list(fields_of(value).items())
+    return [(name, _image(item)) for name, item in items] if items else repr(value)
 
 
-def _lengths(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return [_lengths(item) for item in value]
-    return 0 if isinstance(value, np.ndarray) else repr(value)
+def write_over(old: Any, new: Any) -> bool:
+    """Write the new numbers into the old arrays and lists; False where they do not fit, and nothing is written."""
+    fits = _form(old) == _form(new)
+    for key in (old if isinstance(old, dict) else range(len(old))) if fits else ():
+        if isinstance(old[key], np.ndarray):
+            old[key][...] = new[key]
+        elif isinstance(old[key], list | tuple):
+            write_over(old[key], new[key])
+        elif not isinstance(old, tuple):
+            old[key] = new[key]
+    return fits
 
 
 def _form(value: Any, *, fixed: bool = False) -> Any:
@@ -193,94 +186,81 @@ def _form(value: Any, *, fixed: bool = False) -> Any:
     return repr(value) if fixed else type(value)
 
 
-def write_over(old: Any, new: Any) -> bool:
-    """Write the new numbers into the old arrays and lists; False where they do not fit, and nothing is written."""
-    if _form(old) != _form(new):
-        return False
-    for key in old if isinstance(old, dict) else range(len(old)):
-        if isinstance(old[key], np.ndarray):
-            old[key][...] = new[key]
-        elif isinstance(old[key], list | tuple):
-            write_over(old[key], new[key])
-        elif not isinstance(old, tuple):
-            old[key] = new[key]
-    return True
-
-
 # --- how values travel --------------------------------------------------------------------------------------------
 
 MAX_ANSWER = 1 << 26  # bytes of the longest line that is read
 PROTOCOL = "1"
 START_LIMIT = 60.0  # seconds for a program to start: a library may take long to load
 _SPECIALS = {"-inf": -np.inf, "inf": np.inf, "nan": np.nan}
-_NUMBERS = re.compile("[<>|][biufc][0-9]{1,2}")
+_KINDS = {"b": "bool", "f": "float", "c": "complex128", "i": "int64", "u": "int64"}
 
 
 class NotSpokenError(Exception):
     """A value that the protocol has no words for."""
 
 
-def encode(value: Any, *, answer: bool = False) -> Any:
-    """An argument, arrays spelled out; or an answer of a host, with their bytes, and records by their fields."""
-    if isinstance(value, np.generic) and not answer:
-        return encode(value.item())
+def make_request(operation: str, inputs: Inputs, dtype: str, number: int = 1) -> dict[str, Any]:
+    """The question that asks a program for one call."""
+    encoded = {name: _encode(value, _spell) for name, value in inputs.items()}
+    return {"type": "call", "id": number, "operation": operation, "dtype": dtype, "inputs": encoded}
+
+
+def _encode(value: Any, write: Callable[[Any], Any]) -> Any:
+    """A value in JSON: arrays as ``write`` has them, records by their fields."""
     if hasattr(value, "__array__") and not isinstance(value, Mapping):
-        array = np.asarray(value, np.float64 if "float" in str(getattr(value, "dtype", "")) and answer else None)
-        if answer and array.nbytes > MAX_ANSWER // 2:
-            raise ValueError(f"an array of shape {list(array.shape)}, which is too large to be read")
-        if answer and array.dtype.kind in "biufc":
-            data = b2a_base64(array.tobytes(), newline=False).decode()
-            return {"shape": array.shape, "dtype": array.dtype.str, "bytes": data}
-        kind = {"b": "bool", "f": "float", "c": "complex128", "O": "", "V": ""}.get(array.dtype.kind, "int64")
-        kind = array.dtype.newbyteorder("=").name if isinstance(value, OwnDtype) and kind == "float" else kind
-        if answer or kind in ("", "float16") or (kind == "int64" and array.size and int(array.max()) >= 2**63):
-            raise NotSpokenError(f"an array of {array.dtype}")
-        return {"shape": list(array.shape), "dtype": kind, "data": [_number(x) for x in array.real.ravel().tolist()]}
+        return write(value)
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else {"number": _number(value)}
     if isinstance(value, list | tuple) and not hasattr(value, "_asdict"):
-        return [encode(item, answer=answer) for item in value]
-    return {str(name): encode(item, answer=answer) for name, item in fields_of(value).items()}
+        return [_encode(item, write) for item in value]
+    return {str(name): _encode(item, write) for name, item in fields_of(value).items()}
 
 
-def decode(value: Any) -> Any:
+def _spell(array: Any) -> Any:
+    """An array of a question, spelled out."""
+    if isinstance(array, np.generic):
+        return _encode(array.item(), _spell)
+    kind = _KINDS.get(array.dtype.kind, "")
+    kind = array.dtype.newbyteorder("=").name if isinstance(array, OwnDtype) and kind == "float" else kind
+    if kind in ("", "float16") or (kind == "int64" and array.size and int(array.max()) >= 2**63):
+        raise NotSpokenError(f"an array of {array.dtype}")
+    return {"shape": array.shape, "dtype": kind, "data": [_number(x) for x in array.real.ravel().tolist()]}
+
+
+def _pack(value: Any) -> Any:
+    """An array of a host's answer, as its bytes."""
+    array = np.asarray(value, np.float64 if "float" in str(getattr(value, "dtype", "")) else None)
+    if array.nbytes > MAX_ANSWER // 2:
+        raise ValueError(f"an array of shape {list(array.shape)}, which is too large to be read")
+    data = b2a_base64(array.astype(array.dtype.newbyteorder("<")).tobytes(), newline=False).decode()
+    return {"shape": array.shape, "dtype": array.dtype.name, "bytes": data}
+
+
+def _number(item: Any) -> Any:
+    return str(item) if isinstance(item, float) and not math.isfinite(item) else item
+
+
+def _decode(value: Any) -> Any:
     """An array of any form, or a plain value."""
     if isinstance(value, list):
-        return [decode(item) for item in value]
+        return [_decode(item) for item in value]
     if not isinstance(value, dict):
         return _SPECIALS.get(value, value) if isinstance(value, str) else value
     if value.keys() == {"number"}:
         return _SPECIALS[value["number"]]
     if "shape" not in value or not {"data", "bytes"} & set(value):
-        return {name: decode(item) for name, item in value.items()}
+        return {name: _decode(item) for name, item in value.items()}
     # NumPy takes -1 for a size that it finds out; an answer says its sizes.
     if not isinstance(value["shape"], list) or not all(type(size) is int and size >= 0 for size in value["shape"]):
         raise ValueError("a shape is a list of sizes from 0 on")
     if "data" in value:
         data = [_SPECIALS[item] if isinstance(item, str) else item for item in value["data"]]
         return np.array(data, dtype=np.float64).reshape(value["shape"])
-    if not _NUMBERS.fullmatch(value["dtype"]):
+    if not re.fullmatch("bool|u?int[0-9]+|float[0-9]+|complex[0-9]+", value["dtype"]):
         raise ValueError(f"an array of {value['dtype']}")
     return np.frombuffer(a2b_base64(value["bytes"]), dtype=value["dtype"]).reshape(value["shape"])
-
-
-def _number(item: Any) -> Any:
-    if isinstance(item, float) and not math.isfinite(item):
-        return "nan" if math.isnan(item) else "inf" if item > 0 else "-inf"
-    return item
-
-
-def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= 200 else text[:197] + "..."
-
-
-def make_request(operation: str, inputs: Inputs, dtype: str, number: int = 1) -> dict[str, Any]:
-    """The question that asks a program for one call."""
-    encoded = {name: encode(value) for name, value in inputs.items()}
-    return {"type": "call", "id": number, "operation": operation, "dtype": dtype, "inputs": encoded}
 
 
 # --- the host of a module -----------------------------------------------------------------------------------------
@@ -293,7 +273,7 @@ def serve(path: str) -> None:
     judge wrote over are written over.
     """
     error_codes()  # read before the module can change the file
-    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    questions, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     # What the implementation reads is empty, and what it prints is for people and no answer.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
@@ -302,7 +282,7 @@ def serve(path: str) -> None:
         answers.write(json.dumps(answer).encode() + b"\n")
         answers.flush()
 
-    hello = json.loads(requests.readline())
+    hello = json.loads(questions.readline())
     try:
         direct = Direct(_load(path))
     except ProgramError as error:
@@ -310,54 +290,68 @@ def serve(path: str) -> None:
         return
     send({**hello, "name": path, "operations": list(OUTPUTS), "dtypes": list(DTYPES), "arrays": "bytes"})
     old: Inputs = {}
-    for request in map(json.loads, requests):
-        calls = pickle.loads(a2b_base64(request["pickled"]))  # of the judge, which started this process
-        if request["type"] == "together":
-            replies = direct.ask_together(calls, request["dtype"])
+    for question in map(json.loads, questions):
+        calls = pickle.loads(a2b_base64(question["pickled"]))  # of the judge, which started this process
+        if question["type"] == "together":
+            replies = direct.ask_together(calls, question["dtype"])
         else:
             ((operation, inputs),) = calls
-            if request["kept"]:
+            if question["kept"]:
                 old = inputs = old if write_over(old, inputs) else inputs
-            replies = [direct.ask(operation, inputs, request["dtype"], layout=request["layout"])]
-        send({"id": request["id"], "answers": [_describe(reply) for reply in replies]})
+            replies = [direct.ask(operation, inputs, question["dtype"], layout=question["layout"])]
+        send({"id": question["id"], "answers": [_write_reply(reply) for reply in replies]})
 
 
 def _load(path: str) -> Any:
     """Modules are looked for in the current folder too; somebody else's may fail in any way."""
-    module_name, _, attribute = path.partition(":")
+    name, _, attribute = path.partition(":")
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
+    step = "imported"
     try:
-        target: Any = importlib.import_module(module_name)
-    except BaseException as error:
-        absent = isinstance(error, ModuleNotFoundError) and error.name in (module_name, module_name.partition(".")[0])
-        hint = "; give a module's name, without .py, of the current folder or PYTHONPATH" if absent else ""
-        raise ProgramError(f"cannot be imported: {type(error).__name__}: {error}{hint}") from error
-    for step in attribute.split(".") if attribute else ():
-        if not hasattr(target, step):
-            raise ProgramError(f"cannot be found: {module_name} has no {attribute}")
-        target = getattr(target, step)
-    try:
+        target: Any = importlib.import_module(name)
+        step = "found"
+        target = operator.attrgetter(attribute)(target) if attribute else target
+        step = "constructed"
         return target() if isinstance(target, type) else target
     except BaseException as error:
-        raise ProgramError(f"cannot be constructed: {type(error).__name__}: {error}") from error
+        absent = isinstance(error, ModuleNotFoundError) and error.name in (name, name.partition(".")[0])
+        hint = "; give a module's name, without .py, of the current folder or PYTHONPATH" if absent else ""
+        raise ProgramError(f"cannot be {step}: {type(error).__name__}: {error}{hint}") from error
 
 
-def _describe(reply: Reply) -> dict[str, Any]:
+def _write_reply(reply: Reply) -> dict[str, Any]:
     """A reply in the words of the protocol; an output that cannot be read is left out."""
-    if reply.kind == "missing":
-        return {"error": {"code": "not-implemented", "message": reply.message, "option": reply.code}}
-    if reply.kind == "refused":
-        return {"error": {"code": reply.code, "message": reply.message}}
-    if reply.kind == "broken":
-        return {"broken": {"message": reply.message, "spec": reply.code}}
     outputs, problem = {}, ""
     for name, value in reply.outputs.items():
         try:
-            outputs[name] = encode(value, answer=True)
+            outputs[name] = _encode(value, _pack)
         except BaseException as error:
             problem = f"answered as {name} what cannot be read: {type(error).__name__}: {error}"
-    return {"broken": {"message": problem}} if problem and not outputs else {"outputs": outputs}
+    if reply.kind == "value" and (outputs or not problem):
+        return {"outputs": outputs}
+    code = {"missing": "not-implemented", "refused": reply.code}.get(reply.kind, "internal")
+    return {"error": {"code": code, "message": problem or reply.message, "detail": reply.code}}
+
+
+def _read_reply(answer: Any) -> Reply:
+    answer = answer if isinstance(answer, Mapping) else {}
+    error, outputs = answer.get("error"), answer.get("outputs")
+    if isinstance(error, Mapping) and isinstance(error.get("code"), str):
+        code, message, detail = (str(error.get(name) or "") for name in ("code", "message", "detail"))
+        if code in error_codes():
+            return Reply("refused", {}, code, message)
+        if code in ("not-implemented", "dependency-missing"):
+            return Reply("missing", {}, detail, message)
+        other = "" if code == "internal" else f"answered with the error code {code!r}, which is not in ERR-2: "
+        return Reply("broken", {}, detail, other + message)
+    if not isinstance(outputs, Mapping):
+        problem = f"answered with neither 'outputs' nor an 'error' that has a code: {abbreviate(answer)}"
+        return Reply("broken", message=problem)
+    try:
+        return Reply("value", {name: _decode(value) for name, value in outputs.items()})
+    except (TypeError, ValueError, KeyError, OverflowError, RecursionError) as problem:
+        return Reply("broken", message=f"answered an array that cannot be read ({problem!r}): {abbreviate(answer)}")
 
 
 # --- programs -----------------------------------------------------------------------------------------------------
@@ -371,32 +365,36 @@ class _SilentError(Exception):
     """No answer that can be read; the program must be started again."""
 
 
+def _ends(process: subprocess.Popen[bytes]) -> list[int]:
+    """The judge's ends of its input, output and stderr."""
+    return [pipe.fileno() for pipe in (process.stdin, process.stdout, process.stderr) if pipe]
+
+
 class Program:
     """A program behind the protocol of ``specs/conformance.md``, a context manager that stops it.
 
-    An answer has ``timeout`` seconds; a program that crashed, hung or answered garbage is started again
-    ``max_restarts`` times. ``name`` is for reports, until the program says one.
+    An answer has ``timeout`` seconds; a program that crashed, hung or answered garbage is started again when it is
+    next asked, which the judge does for another operation. ``name`` is for reports, until the program says one.
     """
 
-    def __init__(
-        self, command: Sequence[str], *, timeout: float = 2.0, max_restarts: int = 10, name: str | None = None
-    ) -> None:
+    def __init__(self, command: Sequence[str], *, timeout: float = 2.0, name: str | None = None) -> None:
         self.command, self.timeout, self.name = list(command), timeout, name or " ".join(command)
         self.operations: tuple[str, ...] = ()
         self.dtypes: tuple[str, ...] = ()
-        self._restarts_left = self._max_restarts = max_restarts
-        self._process: _Process | None = None
-        self._last_id = 0
-        self._host = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._unread, self._last_words, self._last_id, self._host = b"", b"", 0, False
 
     def __enter__(self) -> Program:
-        self._process = self._start()
+        self._start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._process:
-            self._process.close()
-            self._process = None
+        """Let the program see the end of its input and stop by itself; end it where it does not."""
+        if self._process and self._process.stdin:
+            self._process.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=2.0)
+        self._stop()
 
     def ask(self, operation: str, inputs: Inputs, dtype: str, *, layout: int = 0, kept: bool = False) -> Reply:
         """One question and its answer; ``kept`` inputs are the very ones of the last such question."""
@@ -410,165 +408,117 @@ class Program:
 
     def _ask(self, calls: Calls, dtype: str, more: Mapping[str, Any]) -> list[Reply]:
         self._last_id += 1
-        request: dict[str, Any] = {"id": self._last_id, "dtype": dtype, **more}
+        question: dict[str, Any] = {"id": self._last_id, "dtype": dtype, **more}
         operation, inputs = calls[0]
         if operation not in self.operations or dtype not in self.dtypes:
             lacked = operation if operation not in self.operations else f"the dtype {dtype}"
             return [Reply("missing", message=f"the program does not list {lacked}")]
         try:
             if self._host:
-                request["pickled"] = b2a_base64(pickle.dumps(calls), newline=False).decode()
+                question["pickled"] = b2a_base64(pickle.dumps(calls), newline=False).decode()
             else:
-                request = make_request(operation, inputs, dtype, self._last_id)
-            answer = self._running().ask(request, self.timeout * len(calls))
+                question = make_request(operation, inputs, dtype, self._last_id)
+            if not self._process:
+                self._start()
+            answer = self._exchange(question, self.timeout * len(calls))
             if answer.get("id") != self._last_id:
                 raise _SilentError(f"answered question {answer.get('id')!r} when asked question {self._last_id}")
         except NotSpokenError as error:
-            return [Reply("missing", code="unspoken", message=str(error))]
-        except _SilentError as error:
-            # What it may still say belongs to no question: start it again.
-            if self._process:
-                self._process.stop()
-            self._process = None
-            return [_broken(str(error), ended=True)]
+            return [Reply("missing", {}, "unspoken", str(error))]
+        except (_SilentError, ProgramError) as error:
+            self._stop()  # what it may still say belongs to no question
+            return [Reply("broken", message=str(error), ended=True)]
         replies = answer.get("answers") if self._host else None
         return [_read_reply(reply) for reply in (replies if isinstance(replies, list) and replies else [answer])]
 
-    def _running(self) -> _Process:
-        if self._process is None:
-            if not self._restarts_left:
-                raise _SilentError(f"not asked: the program failed {self._max_restarts + 1} times and is given up")
-            self._restarts_left -= 1
-            try:
-                self._process = self._start()
-            except ProgramError as error:
-                raise _SilentError(f"the program could not be started again: {error}") from error
-        return self._process
-
-    def _start(self) -> _Process:
+    def _start(self) -> None:
+        self._unread, self._last_words, pipe = b"", b"", subprocess.PIPE
         try:
-            process = _Process(self.command)
+            # Its own group, so that its children end with it; pipes that never block, whatever it does.
+            self._process = process = subprocess.Popen(
+                self.command, bufsize=0, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+            )
         except OSError as error:
             hint = "give its path, such as ./my_shd, and its interpreter before it where it is not executable"
             raise ProgramError(f"{self.name} cannot be started: {error}; {hint}") from error
+        for end in _ends(process):
+            os.set_blocking(end, False)
         versions = {"protocol": PROTOCOL, "spec_edition": spec_edition(), "vectors_version": VECTORS_VERSION}
         try:
-            answer = process.ask({"type": "hello", **versions}, max(self.timeout, START_LIMIT))
+            answer = self._exchange({"type": "hello", **versions}, max(self.timeout, START_LIMIT))
             problem = answer["error"].get("message") if isinstance(answer.get("error"), Mapping) else ""
             if not problem:
                 self._read_hello(answer)
         except _SilentError as error:
             problem = f"gave no handshake: {error}; it must answer one line of JSON, ended and flushed"
         if problem:
-            process.stop()
+            self._stop()
             raise ProgramError(f"{self.name} {problem}")
-        return process
 
     def _read_hello(self, answer: Mapping[str, Any]) -> None:
         if answer.get("type") != "hello" or answer.get("protocol") != PROTOCOL:
-            raise _SilentError(f"expected type 'hello' and protocol {PROTOCOL!r}; got {_short(json.dumps(answer))}")
+            raise _SilentError(f"expected type 'hello' and protocol {PROTOCOL!r}; got {abbreviate(answer)}")
         for key in ("operations", "dtypes"):
             names = answer.get(key)
             if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-                raise _SilentError(f"expected a list of names as {key!r}; got {_short(names)}")
+                raise _SilentError(f"expected a list of names as {key!r}; got {abbreviate(names)}")
         self.operations, self.dtypes = tuple(answer["operations"]), tuple(answer["dtypes"])
         self.name, self._host = str(answer.get("name") or self.name), answer.get("arrays") == "bytes"
 
-
-def _read_reply(answer: Any) -> Reply:
-    answer = answer if isinstance(answer, Mapping) else {}
-    error, broken, outputs = (answer.get(name) for name in ("error", "broken", "outputs"))
-    if isinstance(broken, Mapping):  # a host saw what no other program is asked about
-        return _broken(str(broken.get("message", "")), str(broken.get("spec") or ""))
-    if isinstance(error, Mapping) and isinstance(error.get("code"), str):
-        code, message = error["code"], str(error.get("message", ""))
-        if code in ("not-implemented", "dependency-missing"):
-            return Reply("missing", code=str(error.get("option") or ""), message=message)
-        if code not in error_codes():
-            return _broken(f"answered with the error code {code!r}, which is not in ERR-2: {message}")
-        return Reply("refused", code=code, message=message)
-    if not isinstance(outputs, Mapping):
-        text = _short(json.dumps(answer))
-        return _broken(f"answered with neither 'outputs' nor an 'error' that has a code: {text}")
-    try:
-        return Reply("value", {name: decode(value) for name, value in outputs.items()})
-    except (TypeError, ValueError, KeyError, OverflowError, RecursionError) as problem:
-        return _broken(f"answered an array that cannot be read ({problem!r}): {_short(json.dumps(answer))}")
-
-
-class _Process:
-    """A running program; threads write to it and read what it says, so that no pipe can block the judge."""
-
-    def __init__(self, command: Sequence[str]) -> None:
-        # Its own group, so that its children end with it.
-        pipe = subprocess.PIPE
-        self._popen = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
-        self._lines: queue.Queue[bytes] = queue.Queue(maxsize=1)  # more than was asked for waits in the pipe
-        self._questions: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._said = b""  # the end of its stderr
-        for work in (self._read, self._write, self._listen):
-            threading.Thread(target=work, daemon=True).start()
-
-    def ask(self, message: Mapping[str, Any], timeout: float) -> Mapping[str, Any]:
+    def _exchange(self, message: Mapping[str, Any], timeout: float) -> Mapping[str, Any]:
         """Send one line and wait for one: in time, not too long, and a JSON object."""
-        self._questions.put(json.dumps(message).encode() + b"\n")
+        process, end = self._process, time.monotonic() + timeout
+        assert process
+        inlet, outlet, aside = _ends(process)
+        question, sources = json.dumps(message).encode() + b"\n", {outlet, aside}
+        chunk, line = self._unread, bytearray(self._unread)
+        while b"\n" not in chunk:
+            ready, room, _ = select.select(sources, [inlet] if question else (), (), max(0.0, end - time.monotonic()))
+            if not ready + room or time.monotonic() > end:
+                raise _SilentError(f"no answer within {timeout:g} seconds{self._words()}")
+            if room:
+                try:
+                    question = question[os.write(inlet, question) :]
+                except OSError:  # it ended, as the other pipe will show
+                    question = b""
+            if aside in ready and not self._listen():
+                sources.remove(aside)
+            if outlet in ready:
+                chunk = os.read(outlet, 1 << 16)
+                if not chunk:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(timeout=1.0)
+                    status = process.poll()
+                    how = "closed its output" if status is None else f"ended with status {status}"
+                    raise _SilentError(f"the program {how} instead of answering{self._words()}")
+                line += chunk
+            if len(line) > MAX_ANSWER:
+                raise _SilentError(f"answered a line of more than {MAX_ANSWER} bytes")
+        text, _, self._unread = bytes(line).partition(b"\n")
         try:
-            line = self._lines.get(timeout=timeout)
-        except queue.Empty:
-            raise _SilentError(f"no answer within {timeout:g} seconds{self._words()}") from None
-        if len(line) > MAX_ANSWER:
-            raise _SilentError(f"answered a line of more than {MAX_ANSWER} bytes")
-        if not line.endswith(b"\n"):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._popen.wait(timeout=1.0)
-            status = self._popen.poll()
-            how = "closed its output" if status is None else f"ended with status {status}"
-            raise _SilentError(f"the program {how} instead of answering{self._words()}")
-        try:
-            answer = json.loads(line)
+            answer = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise _SilentError(f"answered a line that is not JSON ({error}): {_short(line[:300])}") from None
+            raise _SilentError(f"answered a line that is not JSON ({error}): {abbreviate(text[:300])}") from None
         if not isinstance(answer, dict):
-            raise _SilentError(f"must answer a JSON object a line; got {_short(answer)}")
+            raise _SilentError(f"must answer a JSON object a line; got {abbreviate(answer)}")
         return answer
 
-    def close(self) -> None:
-        """Let the program see the end of its input and stop by itself; end it where it does not."""
-        self._questions.put(None)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._popen.wait(timeout=2.0)
-        self.stop()
-
-    def stop(self) -> None:
-        """End the program and everything it started."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._popen.pid, signal.SIGKILL)
-        self._popen.wait()
-        self._questions.put(None)
-
-    def _read(self) -> None:
-        assert self._popen.stdout
-        with self._popen.stdout as answers:
-            line = b"\n"
-            while line.endswith(b"\n"):
-                line = answers.readline(MAX_ANSWER + 1)
-                self._lines.put(line)
-
-    def _write(self) -> None:
-        assert self._popen.stdin
-        # A program that ended cannot be written to; the reader says so.
-        with contextlib.suppress(OSError), self._popen.stdin as questions:
-            while (question := self._questions.get()) is not None:
-                questions.write(question)
-                questions.flush()
-
-    def _listen(self) -> None:
-        assert self._popen.stderr
-        with self._popen.stderr as words:
-            while said := os.read(words.fileno(), 1 << 16):
-                self._said = (self._said + said)[-300:]
+    def _listen(self) -> bool:
+        """Keep the end of what it writes to its stderr; False where that is closed."""
+        assert self._process
+        words = os.read(_ends(self._process)[2], 1 << 16)
+        self._last_words = (self._last_words + words)[-300:]
+        return bool(words)
 
     def _words(self) -> str:
-        time.sleep(0.1)  # its last words may still be in the pipe
-        text = self._said.decode("utf-8", errors="replace").strip()
-        return f"; the end of its stderr: {_short(text)}" if text else ""
+        with contextlib.suppress(OSError):  # its last words may still be in the pipe
+            self._listen()
+        text = self._last_words.decode("utf-8", errors="replace").strip()
+        return f"; the end of its stderr: {abbreviate(text)}" if text else ""
+
+    def _stop(self) -> None:
+        """End the program and everything it started."""
+        process, self._process = self._process, None
+        if process:
+            with process, contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)

@@ -5,32 +5,22 @@ from __future__ import annotations
 import copy
 import re
 import unittest
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from shd_ref.conformance.comparison import Difference, abbreviate, arrays_of, compare, compare_matched
 from shd_ref.conformance.doors import Direct, Program, Reply, write_over
-from shd_ref.conformance.generator import FACTORS, OUTPUTS, Inputs
+from shd_ref.conformance.generator import FACTORS, OUTPUTS, Inputs, draw_call
 from shd_ref.conformance.mistakes import recognise
 from shd_ref.conformance.report import Finding, OperationResult, Report
-from shd_ref.conformance.sessions import (
-    Call,
-    Step,
-    core_factors,
-    make_session,
-    option_tokens,
-    options_of,
-    sessions_of,
-)
+from shd_ref.conformance.sessions import Call, Step, core_factors, option_tokens, options_of, sessions_of
 from shd_ref.conformance.specification import CORE, DTYPES, load_everything
 
-PARTS = ("core", "options")
 KEPT_FINDINGS = 40
-_FEWEST = {"core": 24, "options": 240}  # sessions of an operation
+_FEWEST = {"core": 24, "options": 240}  # sessions of an operation, by part
 
 
 class ConformanceError(AssertionError):
@@ -41,8 +31,7 @@ class Missing(unittest.SkipTest):
     """The implementation lacks an operation. Test runners report it as a skip."""
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """A part of what is judged of one operation, such as ``softmax/core``."""
 
     operation: str
@@ -61,12 +50,10 @@ def cases(only: str | Iterable[str] | None = None, profile: str = "full") -> lis
         only: operations, ids or globs (``"solve_alpha"``, ``"*/core"``); all without it.
         profile: ``"full"`` or ``"core"``.
     """
-    patterns = [only] if isinstance(only, str) else list(only) if only is not None else ["*"]
-    all_cases = [Case(operation, part) for operation in OUTPUTS for part in PARTS]
-    all_cases = [case for case in all_cases if profile == "full" or (case.operation in CORE and case.part == "core")]
-    return [
-        case for case in all_cases if any(fnmatchcase(case.id, p) or fnmatchcase(case.operation, p) for p in patterns)
-    ]
+    patterns = [only] if isinstance(only, str) else ["*"] if only is None else list(only)
+    chosen = [Case(operation, part) for operation in OUTPUTS for part in _FEWEST]
+    chosen = [case for case in chosen if profile == "full" or (case.operation in CORE and case.part == "core")]
+    return [case for case in chosen if any(fnmatchcase(n, p) for n in (case.id, case.operation) for p in patterns)]
 
 
 def check(case: Case, implementation: Any, dtype: str = "float64", *, seed: int = 0) -> None:
@@ -110,80 +97,68 @@ def judge(
         raise LookupError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
     load_everything()
     subject: Direct | Program = implementation if isinstance(implementation, Program) else Direct(implementation)
-    chosen = cases(only, profile)
-    results = []
+    chosen: dict[str, list[str]] = {}
+    for case in cases(only, profile):
+        chosen.setdefault(case.operation, []).append(case.part)
     with np.errstate(all="ignore"):  # NumPy's own warnings about its arithmetic are not the judge's to print
-        for operation in dict.fromkeys(case.operation for case in chosen):
-            parts = [case.part for case in chosen if case.operation == operation]
-            results.append(_Bench(subject, operation, dtype, seed).judge(parts))
+        results = [_Bench(subject, operation, dtype, seed).judge(parts) for operation, parts in chosen.items()]
     offered = subject.dtypes if isinstance(subject, Program) else DTYPES
     return Report(name or subject.name, dtype, seed, profile, tuple(results), offered)
 
 
-@dataclass
 class _Bench:
     """One operation of one implementation under judgement."""
 
-    subject: Direct | Program
-    operation: str
-    dtype: str
-    seed: int
-    calls: int = 0
-    answered: bool = False
-    ended: bool = False
-    part: str = "core"
-    findings: list[Finding] = field(default_factory=list)
-    lacks: set[str] = field(default_factory=set)
-    failed_parts: set[str] = field(default_factory=set)
+    def __init__(self, subject: Direct | Program, operation: str, dtype: str, seed: int) -> None:
+        self.subject, self.operation, self.dtype, self.seed = subject, operation, dtype, seed
+        self.result, self.ended, self.part = OperationResult(operation), False, "core"
 
     def judge(self, parts: Sequence[str]) -> OperationResult:
         """All parts in order, until the implementation answers no more."""
         core = core_factors(self.operation)
         self._has({})
         offered = self._offered([name for name in options_of(self.operation) if name in core or "options" in parts])
-        for self.part in [part for part in PARTS if part in parts and self.answered]:
-            factors = {name: levels for name, levels in offered.items() if name in core or self.part == "options"}
-            self._run(sessions_of(self.operation, self.dtype, self.seed, factors, self.part, _FEWEST[self.part]))
-        best = min(self.findings, key=lambda finding: finding.order, default=None)
-        lacks, failed = tuple(sorted(self.lacks)), tuple(sorted(self.failed_parts))
-        return OperationResult(self.operation, self.calls, self.answered, best, len(self.findings), lacks, failed)
+        for part in parts if self.result.answered else ():
+            self.part = part
+            factors = {name: levels for name, levels in offered.items() if name in core or part == "options"}
+            fewest = _FEWEST[part]
+            for steps in sessions_of(self.operation, self.dtype, self.seed, factors, self.part, fewest):
+                if self.ended or len(self.result.findings) >= KEPT_FINDINGS:
+                    break
+                self._run(steps)
+        return self.result
 
     def _offered(self, options: Sequence[str]) -> dict[str, tuple[str, ...]]:
         """The factors with the levels that the implementation has, each asked for alone."""
         offered = dict(FACTORS[self.operation])
-        for name in options if self.answered else ():
+        for name in options if self.result.answered else ():
             lacking = [level for level in offered[name] if level and not self._has({name: level})]
             offered[name] = tuple(level for level in offered[name] if level not in lacking)
             tokens = [option_tokens(self.operation, {name: level})[0] for level in lacking]
-            self.lacks |= {tokens[0].partition("=")[0]} if lacking and not any(offered[name]) else set(tokens)
+            self.result.lacks |= {tokens[0].partition("=")[0]} if lacking and not any(offered[name]) else set(tokens)
         return {name: levels for name, levels in offered.items() if len(levels) > 1}
 
     def _has(self, levels: dict[str, str]) -> bool:
         """Whether the implementation has an option, by a call that gives no other."""
-        base = {name: first for name, (first, *_) in FACTORS[self.operation].items() if first}
-        words = sum(map(ord, "".join(levels) + "".join(levels.values())))
-        key = [self.seed, list(OUTPUTS).index(self.operation), words]
-        call = make_session(self.operation, key, self.dtype, base | levels, 0)[0].call
+        levels = {name: first for name, (first, *_) in FACTORS[self.operation].items() if first} | levels
+        key = [self.seed, list(OUTPUTS).index(self.operation), sum(map(ord, "".join(map("".join, levels.items()))))]
+        call = Call(self.operation, draw_call(self.operation, key, self.dtype, levels), self.dtype, levels=levels)
         return self.ended or self._ask(call, copy.deepcopy(call.inputs)).kind != "missing"
 
-    def _run(self, sessions: Iterator[list[Step]]) -> None:
-        for steps in sessions:
-            if self.ended or len(self.findings) >= KEPT_FINDINGS:
-                return
-            first = steps[0].call
-            first_inputs: Inputs = copy.deepcopy(first.inputs)
-            for number, step in enumerate(steps):
-                again = number > 0 and step.call is first
-                over = (step.over or again) and write_over(first_inputs, step.call.inputs)
-                company = "its arrays written over since the last call" if step.over else ""
-                if step.beside:
-                    self._ask_together(step.beside)
-                    continue
-                inputs = first_inputs if over or not number else copy.deepcopy(step.call.inputs)
-                company = "again, after other calls" if again else company
-                reply = self._ask(step.call, inputs, company, kept=inputs is first_inputs)
-                if self.ended or reply.kind == "broken" or (reply.kind == "missing" and not number):
-                    break
+    def _run(self, steps: Sequence[Step]) -> None:
+        """A session, to the first call that cannot be answered; arguments of the first are those written over."""
+        first = copy.deepcopy(steps[0].call.inputs)
+        for number, (call, over, beside) in enumerate(steps):
+            if beside:
+                self._ask_together(beside)
+                continue
+            again = number > 0 and call is steps[0].call
+            kept = not number or ((over or again) and write_over(first, call.inputs))
+            company = "its arrays written over since the last call" if over else ""
+            company = "again, after other calls" if again else company
+            reply = self._ask(call, first if kept else copy.deepcopy(call.inputs), company, kept=kept)
+            if self.ended or reply.kind == "broken" or (reply.kind == "missing" and not number):
+                break
 
     def _ask(self, call: Call, inputs: Inputs, company: str = "", *, kept: bool = False) -> Reply:
         """One call, with what is wrong with its reply kept as a finding."""
@@ -194,33 +169,27 @@ class _Bench:
         self._take(call, reply, company)
         return reply
 
-    def _ask_together(self, beside: Sequence[Call]) -> None:
-        beside = [call for call in beside if call.answer[0] != "skip"]
-        calls = [(call.operation, copy.deepcopy(call.inputs)) for call in beside]
-        replies = self.subject.ask_together(calls, self.dtype) if calls else []
-        for call, reply in zip([*beside, *beside], replies, strict=False):
+    def _ask_together(self, calls: Sequence[Call]) -> None:
+        calls = [call for call in calls if call.answer[0] != "skip"]
+        asked = [(call.operation, copy.deepcopy(call.inputs)) for call in calls]
+        replies = self.subject.ask_together(asked, self.dtype) if asked else []
+        for call, reply in zip([*calls, *calls], replies, strict=False):
             self._take(call, reply, "in one of several threads")
 
     def _take(self, call: Call, reply: Reply, company: str) -> None:
-        self.calls += 1
+        result, mine = self.result, call.operation == self.operation
+        result.calls += 1
         if reply.kind == "missing":
             tokens = option_tokens(call.operation, call.levels)
             options = {token for token in tokens if token.partition("=")[0] == reply.code}
             options |= {reply.code} if reply.code == "layouts" else set()
-            if call.operation == self.operation and self.part == "options" and reply.code != "unspoken":
+            if mine and self.part == "options" and reply.code != "unspoken":
                 drawn = not call.title  # a changed call may give an option that its levels do not tell
-                self.lacks |= options or ({" with ".join(tokens)} if drawn and 0 < len(tokens) < 3 else set())
+                result.lacks |= options or ({" with ".join(tokens)} if drawn and 0 < len(tokens) < 3 else set())
             return
-        self.answered |= call.operation == self.operation
+        result.answered |= mine
         self.ended |= reply.ended
-        if finding := self._examine(call, reply, company):
-            self.findings.append(finding)
-            self.failed_parts.add(self.part)
-
-    def _examine(self, call: Call, reply: Reply, company: str) -> Finding | None:
-        """What is wrong with a reply, or None."""
-        looks_like: Sequence[str] = ()
-        rank, narrow = 3 if company else 1, False
+        rank, looks_like, narrow = 3 if company else 1, [], False
         if reply.kind == "value" and call.answer[0] == "value":
             wrong = _compare(call, reply.outputs, self.dtype)
             if wrong:
@@ -231,18 +200,12 @@ class _Bench:
         else:
             refused, wrong = _examine_refusal(call, reply)
             rank = max(rank, refused)
-        if wrong is None:
-            return None
-        order = (
-            rank,
-            call.operation != self.operation,
-            len(call.inputs),
-            sum(array.size for array in arrays_of(call.inputs)),
-        )
-        title = ", ".join(filter(None, (call.title, company)))
-        spec = reply.code if reply.kind == "broken" else ""
-        words = (wrong.problem, wrong.output, wrong.expected, wrong.got, title)
-        return Finding(call.operation, order, *words, call, tuple(looks_like), spec, narrow)
+        if wrong:
+            order = (rank, not mine, len(call.inputs), sum(array.size for array in arrays_of(call.inputs)))
+            title = ", ".join(filter(None, (call.title, company)))
+            spec = reply.code if reply.kind == "broken" else ""
+            result.findings.append(Finding(call, wrong, order, title, tuple(looks_like), spec, narrow))
+            result.failed_parts.add(self.part)
 
 
 def _compare(call: Call, outputs: Mapping[str, Any], dtype: str) -> Difference | None:

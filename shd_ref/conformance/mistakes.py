@@ -1,7 +1,8 @@
-"""The mistakes that newcomers make, recognised by what they give: ``specs/mistakes.json`` has the words.
+"""The mistakes that newcomers make, recognised by what they give.
 
-Each is a call of the reference with something changed, or a few lines of its own. It decides nothing: a failure that
-equals what a mistake would give is told in the mistake's words.
+``specs/mistakes.json`` has for each its words, and by operation what gives the same: other arguments of the reference
+(null: left out), or a way of this file with its options. It decides nothing: a failure that equals what a mistake
+would give is told in the mistake's words.
 """
 
 from __future__ import annotations
@@ -13,58 +14,83 @@ import numpy as np
 
 import shd_ref
 from shd_ref.attention import Array
-from shd_ref.conformance.comparison import QUANTITIES, as_numbers, as_plain
+from shd_ref.conformance.comparison import QUANTITIES, as_numbers, as_plain, fields_of
 from shd_ref.conformance.specification import agreement, load_mistakes
+from shd_ref.merging.mixing import make_pool, merge_round
 
 Inputs = Mapping[str, Any]
 
 
-def _changed(inputs: Inputs, **changes: Any) -> dict[str, Any]:
-    """The arguments with these, or without those that are None."""
-    return {name: value for name, value in {**inputs, **changes}.items() if value is not None}
+def _answer(call: Any, inputs: Inputs, times: float = 1, plus: float = 0, power_of_t: int = 0) -> Any:
+    """What the reference gives, times this factor and that power of the temperature, plus a number."""
+    return plus + times * np.asarray(call(**inputs)) * (inputs["temperature"] ** power_of_t if power_of_t else 1)
 
 
-def _alpha(inputs: Inputs, *, clip: bool = True, shared: bool = False) -> Array:
-    """The quotient of ALPHA-2 without the threshold of ALPHA-6: not clipped, or one for the whole batch."""
+def _inverse(call: Any, inputs: Inputs, argument: str) -> Any:
+    value = inputs[argument]
+    return call(**{**inputs, argument: ~value if isinstance(value, np.ndarray) else 1 / value})
+
+
+def _empty_rows(call: Any, inputs: Inputs, fill: str) -> Array:
+    probs = call(**inputs)
+    return np.where(probs.sum(-1, keepdims=True) == 0, np.nan if fill == "nan" else 1 / probs.shape[-1], probs)
+
+
+def _softened_after(call: Any, inputs: Inputs) -> dict[str, Any]:
+    sharp = call(**{name: value for name, value in inputs.items() if name != "temperature"}).probs
+    return {"probs": shd_ref.soften(sharp, inputs["temperature"], row_sums="at_most_one")}
+
+
+def _cycled(_: Any, inputs: Inputs) -> Array:
+    values, weights = inputs["values"], inputs["output_projection"]
+    heads = weights.shape[0] // values.shape[3]
+    return np.asarray(values[:, np.arange(heads) % values.shape[1]] @ weights.reshape(heads, values.shape[3], -1))
+
+
+def _quotient(_: Any, inputs: Inputs, *, clipped: bool = True, shared: bool = False) -> Array:
+    """ALPHA-2 without the threshold of ALPHA-6: not clipped, or one for the whole batch."""
     a_p, a_q, x_p, x_q = (
         np.asarray(inputs[f"{name}_{side}"], np.float64) for name in ("probs", "value_outputs") for side in "pq"
     )
     m, u, mask = (a_p - a_q) @ (x_p + x_q), (a_p - a_q) @ x_p, inputs.get("query_mask")
     top, bottom = (((x * m).sum(-1) * (1 if mask is None else mask)).sum(-1) for x in (u, m))
     alpha = top.sum() / bottom.sum() + 0 * top if shared else top / bottom
-    return np.asarray(np.clip(alpha, 0.0, 1.0) if clip else alpha)
+    return np.asarray(np.clip(alpha, 0.0, 1.0) if clipped else alpha)
 
 
-def _squeeze(inputs: Inputs, *, merged: str = "sum", in_place: bool = False) -> dict[str, Any]:
+def _pool(_: Any, inputs: Inputs, *, merged: str = "sum", in_place: bool = False) -> dict[str, Any]:
     """MIX-4 with another value output of a merged head, or PLAN-4 with merged heads in the place of their first."""
-    maps, outputs = (np.asarray(inputs[name], np.float64) for name in ("teacher_probs", "value_outputs"))
-    heads = [(maps[:, t], outputs[:, t], np.tile(row, (len(maps), 1))) for t, row in enumerate(np.eye(maps.shape[1]))]
-    given: dict[str, Any] = {"query_mask": inputs.get("query_mask"), "row_sums": "at_most_one"}
-    for one in shd_ref.merge_plan(maps.shape[1], inputs["num_student_heads"], inputs.get("plan") or "progressive"):
-        pool: dict[int, Any] = dict(enumerate(heads))
-        for p, q in one:
-            (a_p, x_p, c_p), (a_q, x_q, c_q) = heads[p], heads[q]
-            a = shd_ref.solve_alpha(a_p, a_q, x_p, x_q, **given)[:, None, None]
+    pool = make_pool(*(np.asarray(inputs[name], np.float64) for name in ("teacher_probs", "value_outputs")))
+    for pairs in shd_ref.merge_plan(len(pool), inputs["num_student_heads"], inputs.get("plan") or "progressive"):
+        heads, solutions = merge_round(pool, pairs, query_mask=inputs.get("query_mask"))
+        for number, ((p, q), solution) in enumerate(zip(pairs, solutions, strict=True)):
+            a, x_p, x_q = solution.clipped[:, None, None], pool[p][1], pool[q][1]
             output = {"sum": x_p + x_q, "mean": (x_p + x_q) / 2, "mixed": a * x_p + (1 - a) * x_q}[merged]
-            pool[p] = a * a_p + (1 - a) * a_q, output, a[:, 0] * c_p + (1 - a[:, 0]) * c_q
-            del pool[q]
-        heads = [*([] if in_place else [pool.pop(p) for p, _ in one]), *pool.values()]
-    probs, mixing = (np.stack([head[part] for head in heads], axis=1) for part in (0, 2))
-    return {"probs": probs, "mixing": mixing}
+            heads[number] = heads[number][0], output
+        used = [place for pair in pairs for place in pair]
+        places = [pair[0] for pair in pairs] + [place for place in range(len(pool)) if place not in used]
+        pool = [heads[number] for number in np.argsort(places)] if in_place else heads
+    return {"probs": np.stack([maps for maps, _ in pool], axis=1)}
 
 
-def _plan(inputs: Inputs, way: str) -> Any:
-    """PLAN-5 with too many pairs, or the last ones."""
+def _rounds(_: Any, inputs: Inputs, pairs: str) -> Any:
+    """PLAN-5 with all pairs of every round, or the last ones."""
     heads, students, rounds = int(inputs["num_teacher_heads"]), int(inputs["num_student_heads"]), []
     while heads > students:
-        count = heads // 2 if way == "overshoot" else min(heads // 2, heads - students)
-        first = heads - 2 * count if way == "last" else 0
+        count = heads // 2 if pairs == "all" else min(heads // 2, heads - students)
+        first = heads - 2 * count if pairs == "last" else 0
         rounds.append([[first + 2 * i, first + 2 * i + 1] for i in range(count)])
         heads -= count
     return rounds
 
 
-def _loss(inputs: Inputs, *, term: str = "kl", divide: str = "") -> float:
+def _layers(_: Any, inputs: Inputs, halves: str) -> Any:
+    teachers, students = int(inputs["num_teacher_layers"]), int(inputs["num_student_layers"])
+    rounded = int if halves == "down" else round
+    return [[s - 1, rounded(s * teachers / students) - 1] for s in range(1, students + 1)]
+
+
+def _loss(_: Any, inputs: Inputs, *, term: str = "kl", divide: str = "") -> float:
     """LOSS-1 to -5 with another divergence or denominator."""
     total, num_maps = 0.0, 0
     maps, logits, mask = inputs["supervision"], inputs["student_logits"], inputs.get("loss_mask")
@@ -82,87 +108,32 @@ def _loss(inputs: Inputs, *, term: str = "kl", divide: str = "") -> float:
     return float(inputs.get("beta", 1)) * float(total) / (num_maps if inputs.get("reduction") == "mean" else 1)
 
 
-def _filled(inputs: Inputs, fill: float) -> Array:
-    probs = shd_ref.softmax(**inputs)
-    return np.where(probs.sum(-1, keepdims=True) == 0, fill or 1 / probs.shape[-1], probs)
-
-
-def _cycled(inputs: Inputs) -> Array:
-    values, weights = inputs["values"], inputs["output_projection"]
-    heads = weights.shape[0] // values.shape[3]
-    return np.asarray(values[:, np.arange(heads) % values.shape[1]] @ weights.reshape(heads, values.shape[3], -1))
-
-
-def _layers(inputs: Inputs, rounded: Callable[[float], int]) -> Any:
-    teachers, students = int(inputs["num_teacher_layers"]), int(inputs["num_student_layers"])
-    return [[s - 1, rounded(s * teachers / students) - 1] for s in range(1, students + 1)]
-
-
-def _late(inputs: Inputs) -> dict[str, Any]:
-    sharp = shd_ref.squeeze_heads(**_changed(inputs, temperature=None)).probs
-    return {"probs": shd_ref.soften(sharp, inputs["temperature"], row_sums="at_most_one")}
-
-
-# By operation and name: the arguments that the mistake changes, or what it gives.
-MISTAKES: dict[str, dict[str, dict[str, Any] | Callable[[Inputs], Any]]] = {
-    "solve_alpha": {
-        "alpha-misprinted": {"rule": "as_printed"},
-        "alpha-swapped": lambda i: 1 - shd_ref.solve_alpha(**i),
-        "alpha-unclipped": lambda i: _alpha(i, clip=False),
-        "alpha-padded-rows": {"query_mask": None},
-        "alpha-solved-once": lambda i: _alpha(i, shared=True),
-        "degenerate-formula": _alpha,
-    },
-    "squeeze_heads": {
-        "alpha-misprinted": {"alpha_rule": "as_printed"},
-        "alpha-padded-rows": {"query_mask": None},
-        "merged-outputs-mean": lambda i: _squeeze(i, merged="mean"),
-        "merged-outputs-mixed": lambda i: _squeeze(i, merged="mixed"),
-        "pool-in-place": lambda i: _squeeze(i, in_place=True),
-        "temperature-ignored": {"temperature": None},
-        "softened-after": _late,
-    },
-    "softmax": {
-        "attn-mask-inverted": lambda i: shd_ref.softmax(**{**i, "attn_mask": ~i["attn_mask"]}),
-        "attn-mask-ignored": {"attn_mask": None},
-        "masked-row-is-nan": lambda i: _filled(i, np.nan),
-        "masked-row-is-uniform": lambda i: _filled(i, 0.0),
-        "temperature-inverted": lambda i: shd_ref.softmax(**{**i, "temperature": 1 / i["temperature"]}),
-        "temperature-ignored": {"temperature": None},
-    },
-    "value_outputs": {"value-heads-cycled": _cycled},
-    "merge_plan": {"plan-overshoot": lambda i: _plan(i, "overshoot"), "plan-last-pairs": lambda i: _plan(i, "last")},
-    "shd_loss": {
-        "cross-entropy-called-kl": lambda i: _loss(i, term="cross entropy"),
-        "kl-reversed": lambda i: _loss(i, term="reversed"),
-        "mean-over-all-rows": lambda i: _loss(i, divide="all"),
-        "mean-per-sample": lambda i: _loss(i, divide="sample"),
-        "rows-summed": lambda i: _loss(i, divide="none"),
-        "loss-padded-rows": {"loss_mask": None},
-        "loss-times-t-squared": lambda i: shd_ref.shd_loss(**i) * i["temperature"] ** 2,
-    },
-    "shd_loss_gradient": {"gradient-sign": lambda i: -np.asarray(shd_ref.shd_loss_gradient(**i))},
-    "layer_map": {"layers-floor": lambda i: _layers(i, int), "layers-half-even": lambda i: _layers(i, round)},
-}
+_FUNCTIONS = (_answer, _inverse, _empty_rows, _softened_after, _cycled, _quotient, _pool, _rounds, _layers, _loss)
+WAYS: dict[str, Callable[..., Any]] = {function.__name__[1:]: function for function in _FUNCTIONS}
 
 
 def recognise(
     operation: str, inputs: Inputs, right: Mapping[str, Any], got: Mapping[str, Any], output: str, dtype: str
 ) -> list[str]:
     """The sentences of the mistakes that give this wrong output of a call; empty where none does."""
-    found = []
-    for name, mistake in MISTAKES.get(operation, {}).items():
+    sentences, call = [], getattr(shd_ref, operation)
+    for mistake in load_mistakes().values():
+        if not (options := dict(mistake["gives"].get(operation, {}))):
+            continue
         try:
             with np.errstate(all="ignore"):
-                call = getattr(shd_ref, operation)
-                wrong = mistake(inputs) if callable(mistake) else call(**_changed(inputs, **mistake))
+                if way := options.pop("way", None):
+                    wrong = WAYS[way](call, inputs, **options)
+                else:
+                    wrong = call(
+                        **{name: value for name, value in {**inputs, **options}.items() if value is not None}
+                    )
         except Exception:
             continue  # inputs outside what the mistake is about
-        if operation == "squeeze_heads":
-            wrong = wrong.get(output) if isinstance(wrong, dict) else getattr(wrong, output)
+        wrong = fields_of(wrong).get(output) if operation == "squeeze_heads" else wrong
         if _same(wrong, got.get(output), output, dtype) and not _same(wrong, right.get(output), output, dtype):
-            found.append(load_mistakes()[name])
-    return found
+            sentences.append(mistake["message"])
+    return sentences
 
 
 def _same(left: Any, right: Any, output: str, dtype: str) -> bool:

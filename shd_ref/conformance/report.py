@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import textwrap
 from dataclasses import dataclass, field
 from typing import Any
 
-from shd_ref.conformance.comparison import abbreviate
+from shd_ref.conformance.comparison import Difference, abbreviate
 from shd_ref.conformance.doors import NotSpokenError, make_request
 from shd_ref.conformance.generator import OUTPUTS
 from shd_ref.conformance.sessions import Call
@@ -21,36 +22,38 @@ class Finding:
 
     Attributes:
         order: the smallest says most: recognised mistakes, then values, then state, then refusals.
+        title: what was changed in the call, or done around it.
         spec: the sentence that was broken, if it is just one.
         narrow: whether the answer is right for a narrower dtype.
     """
 
-    operation: str
+    call: Call
+    wrong: Difference
     order: tuple[int, ...]
-    problem: str
-    output: str
-    expected: str
-    got: str
     title: str
-    call: Call = field(repr=False)
     looks_like: tuple[str, ...] = ()
     spec: str = ""
     narrow: bool = False
 
-    def describe(self, dtype: str, seed: int, only: str = "") -> str:
+    @property
+    def called(self) -> str:
+        """The call, its arguments abbreviated."""
+        return f"{self.call.operation}({abbreviate(self.call.inputs)})"
+
+    def describe(self, dtype: str, seed: int, only: str) -> str:
         """The failure in lines: what was asked, what came, and what it looks like."""
         sentence = load_sentences().get(self.spec, "")
         rows = {
-            "problem": self.problem,
+            "problem": self.wrong.problem,
             "looks like": "; ".join(f"this equals what you get if {sentence}" for sentence in self.looks_like),
-            "called": f"{self.operation}({abbreviate(self.call.inputs)})",
+            "called": self.called,
             "company": self.title,
-            "expected": self.expected,
-            "got": self.got,
+            "expected": self.wrong.expected,
+            "got": self.wrong.got,
             "requires": f"{self.spec}: {sentence}" if sentence else "",
-            "again": f"--dtype {dtype} --seed {seed} --only {only or self.operation}",
+            "again": f"--dtype {dtype} --seed {seed} --only {only}",
         }
-        lines = [f"{self.operation} at {dtype}"]
+        lines = [f"{self.call.operation} at {dtype}"]
         for label, text in rows.items():
             wrapped = textwrap.wrap(text, 66, break_long_words=False, break_on_hyphens=False)
             lines += [f"  {'' if number else label:<11}{line}" for number, line in enumerate(wrapped)]
@@ -58,40 +61,44 @@ class Finding:
 
     def to_json(self) -> dict[str, Any]:
         """As ``specs/schemas/report.schema.json`` says; the exact call too, where it is small."""
-        names = ("problem", "output", "expected", "got", "title", "spec")
-        entry: dict[str, Any] = {name: getattr(self, name) for name in names}
-        entry["called"] = f"{self.operation}({abbreviate(self.call.inputs)})"
-        entry["looks_like"] = list(self.looks_like)
-        try:
+        entry = {**self.wrong._asdict(), "called": self.called, "looks_like": list(self.looks_like)}
+        entry |= {"title": self.title, "spec": self.spec}
+        with contextlib.suppress(NotSpokenError):
             if self.order[-1] <= _LARGEST_CALL:
-                entry["call"] = make_request(self.operation, self.call.inputs, self.call.dtype)
-        except NotSpokenError:
-            pass
+                entry["call"] = make_request(self.call.operation, self.call.inputs, self.call.dtype)
         return entry
 
 
-@dataclass(frozen=True)
+@dataclass
 class OperationResult:
-    """How one operation was judged."""
+    """How one operation was judged.
+
+    Attributes:
+        answered: whether anything but that it is missing was said.
+        lacks: options that are missing, words with their value.
+    """
 
     operation: str
-    calls: int
-    answered: bool
-    finding: Finding | None
-    num_findings: int
-    lacks: tuple[str, ...]
-    failed_parts: tuple[str, ...]
+    calls: int = 0
+    answered: bool = False
+    findings: list[Finding] = field(default_factory=list)
+    lacks: set[str] = field(default_factory=set)
+    failed_parts: set[str] = field(default_factory=set)
+
+    @property
+    def finding(self) -> Finding | None:
+        """The failure that says most."""
+        return min(self.findings, key=lambda finding: finding.order, default=None)
 
     @property
     def status(self) -> str:
         """``missing``, ``failed`` or ``passed``."""
-        return "failed" if self.finding else "passed" if self.answered else "missing"
+        return "failed" if self.findings else "passed" if self.answered else "missing"
 
     def to_json(self) -> dict[str, Any]:
         """As the schema says."""
-        entry: dict[str, Any] = {name: getattr(self, name) for name in ("operation", "status", "calls")}
-        entry["lacks"] = list(self.lacks)
-        more = {"failures": self.num_findings, "finding": self.finding.to_json()} if self.finding else {}
+        entry = {"operation": self.operation, "status": self.status, "calls": self.calls, "lacks": sorted(self.lacks)}
+        more = {"failures": len(self.findings), "finding": self.finding.to_json()} if self.finding else {}
         return entry | more
 
 
@@ -109,7 +116,7 @@ class Report:
     @property
     def failures(self) -> tuple[OperationResult, ...]:
         """The operations that failed."""
-        return tuple(result for result in self.results if result.finding)
+        return tuple(result for result in self.results if result.findings)
 
     @property
     def judged(self) -> dict[str, OperationResult]:
@@ -124,7 +131,7 @@ class Report:
     @property
     def lacks(self) -> tuple[str, ...]:
         """The options that the judged operations lack."""
-        return tuple(sorted({option for result in self.results for option in result.lacks if result.answered}))
+        return tuple(sorted({option for result in self.judged.values() for option in result.lacks}))
 
     @property
     def not_judged(self) -> tuple[str, ...]:
@@ -138,44 +145,38 @@ class Report:
         """What was judged and how, in one line; "conforms" alone where nothing is missing."""
         judged, core_only = self.judged, self.profile == "core"
         absent = [result.operation for result in self.results if result.status == "missing"]
+        if not judged and self.dtype not in self.dtypes:
+            return f"nothing was judged; lacks the dtype {self.dtype}, offers {', '.join(self.dtypes) or 'none'}"
         if not judged:
-            if self.dtype not in self.dtypes:
-                return f"nothing was judged; lacks the dtype {self.dtype}, offers {', '.join(self.dtypes) or 'none'}"
             return f"nothing was judged; lacks {', '.join(absent) if len(absent) < 9 else 'all operations'}"
         core = all(name in judged and "core" not in judged[name].failed_parts for name in CORE)
-        if core and not self.failures and not self.lacks and not self.not_judged and not core_only:
-            return "conforms"
         few = [name for name in CORE if name in judged] if len(judged) > 8 else list(judged)
-        conformity = f"conforms to {'core' if core else ', '.join(few) or 'what it offers'}"
-        parts = (
-            [f"does not conform: {', '.join(result.operation for result in self.failures)}"] if self.failures else []
-        )
-        parts += [conformity] if core or not self.failures else []
-        lacks = absent if core_only else self.lacks
-        parts += [f"lacks {', '.join(lacks)}"] if lacks else []
         missing = ["options", "other operations"] if core_only else self.not_judged
-        return "; ".join(parts + ([f"not judged: {', '.join(missing)}"] if missing else []))
+        lacks = absent if core_only else self.lacks
+        if core and not (self.failures or lacks or missing):
+            return "conforms"
+        parts = {
+            "does not conform: ": [result.operation for result in self.failures],
+            "conforms to ": ["core"] if core else [] if self.failures else few or ["what it offers"],
+            "lacks ": lacks,
+            "not judged: ": missing,
+        }
+        return "; ".join(begin + ", ".join(names) for begin, names in parts.items() if names)
 
     def summary(self) -> str:
         """For a terminal: one whole failure an operation, and the verdict."""
         failed = [(result.finding, result.operation) for result in self.failures if result.finding]
-        failed.sort(key=lambda one: one[0].order)
+        failed.sort(key=lambda pair: pair[0].order)
         parts = [f"FAILED {finding.describe(self.dtype, self.seed, operation)}" for finding, operation in failed]
-        findings = [finding for finding, _ in failed]
-        values = [finding for finding in findings if finding.order[0] < 2]
+        values = [finding for finding, _ in failed if finding.order[0] < 2]
         if values and all(finding.narrow for finding in values):
             parts.append("Your answers look like float32: judge with --dtype float32, or enable 64 bits.")
         calls = sum(result.calls for result in self.results)
-        parts.append(
-            f"{self.name} at {self.dtype}, specification {spec_edition()}, {calls} calls, seed {self.seed}:\n"
-            f"{self.verdict}"
-        )
-        return "\n\n".join(parts)
+        head = f"{self.name} at {self.dtype}, specification {spec_edition()}, {calls} calls, seed {self.seed}:"
+        return "\n\n".join([*parts, f"{head}\n{self.verdict}"])
 
     def to_json(self) -> dict[str, Any]:
         """As ``specs/schemas/report.schema.json`` says."""
         names = ("dtype", "seed", "profile", "passed", "verdict", "lacks", "not_judged")
-        entry = {name: getattr(self, name) for name in names}
-        results = [result.to_json() for result in self.results]
-        entry |= {"report_version": "2", "implementation": self.name, "spec_edition": spec_edition()}
-        return entry | {"results": results}
+        entry = {name: getattr(self, name) for name in names} | {"results": [one.to_json() for one in self.results]}
+        return entry | {"report_version": "2", "implementation": self.name, "spec_edition": spec_edition()}

@@ -7,6 +7,7 @@ import json
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from shd_ref.tolerances import load_tolerances
 
@@ -40,9 +41,9 @@ def error_codes() -> frozenset[str]:
 
 
 @cache
-def load_mistakes() -> dict[str, str]:
-    """Well-known mistakes by name, each as words that complete "this equals what you get if ..."."""
-    loaded: dict[str, str] = json.loads(_read("mistakes.json"))
+def load_mistakes() -> dict[str, dict[str, Any]]:
+    """Well-known mistakes: what ``gives`` the same, and words that complete "this equals what you get if ..."."""
+    loaded: dict[str, dict[str, Any]] = json.loads(_read("mistakes.json"))
     return loaded
 
 

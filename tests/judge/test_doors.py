@@ -126,7 +126,7 @@ def test_numpy_alone(tmp_path: Path) -> None:
     [
         (["--impl", "no_such_module"], "cannot be imported: ModuleNotFoundError"),
         (["--impl", "no_such.py"], "a module's name, without .py"),
-        (["--impl", "shd_ref:no_such_object"], "shd_ref has no no_such_object"),
+        (["--impl", "shd_ref:no_such_object"], "has no attribute 'no_such_object'"),
         (["--program", "no-such-program"], "give its path, such as ./my_shd"),
         (["--program", f"{sys.executable} {PROGRAM} other-protocol"], "expected type 'hello'"),
     ],

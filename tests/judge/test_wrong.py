@@ -1,5 +1,6 @@
 """Wrong implementations fail, each at one operation, and newcomers' mistakes are named."""
 
+import inspect
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from judge.wrong import WRONG
 
 import shd_ref
 from shd_ref.conformance import judge, judging
-from shd_ref.conformance.mistakes import MISTAKES
+from shd_ref.conformance.mistakes import WAYS
 from shd_ref.conformance.specification import load_mistakes
 
 
@@ -69,11 +70,14 @@ def _overshoot(num_teacher_heads: int, num_student_heads: int) -> Any:
 def test_a_newcomers_mistake_is_named(mistake: str) -> None:
     operation, function = NAMED[mistake]
     report = judge(SimpleNamespace(**{operation: function}), only=f"{operation}/core")
-    assert load_mistakes()[mistake] in report.summary().replace("\n             ", " ")
+    assert load_mistakes()[mistake]["message"] in report.summary().replace("\n             ", " ")
 
 
-def test_every_sentence_of_mistakes_is_recognised() -> None:
-    assert {name for table in MISTAKES.values() for name in table} == set(load_mistakes())
+def test_every_mistake_is_data_that_can_be_read() -> None:
+    for mistake in load_mistakes().values():
+        for operation, options in mistake["gives"].items():
+            assert options.get("way", "answer") in WAYS
+            assert "way" in options or set(options) <= set(inspect.signature(getattr(shd_ref, operation)).parameters)
 
 
 def test_float32_answers_are_told() -> None:
