@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shd_ref.conformance.doors import Program, ProgramError, serve
-from shd_ref.conformance.judging import cases, judge
+from shd_ref.conformance.judging import judge, parts_of
 from shd_ref.conformance.specification import DTYPES, load_everything
 from shd_ref.errors import printable
 
@@ -30,12 +30,12 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m shd_ref.confo
         parser.error(f"unexpected arguments: {' '.join(options.arguments)}")
     if not options.timeout > 0:
         parser.error(f"--timeout must be above 0; got {options.timeout:g}")
-    chosen = cases(options.only, options.profile)
+    chosen = parts_of(options.only, options.profile)
     if not chosen:
         shows = f"--list{' --profile core' if options.profile == 'core' else ''} shows"
         parser.error(f"--only names nothing that {shows}; got {' '.join(options.only)}")
     if options.list:
-        sys.stdout.write("".join(f"{case.id}\n" for case in chosen))
+        sys.stdout.write("".join(f"{name}/{part}\n" for name, parts in chosen.items() for part in parts))
         return PASSED
     # All that a verdict depends on is in memory before the implementation starts, and no later import searches the
     # current folder, which is its own.

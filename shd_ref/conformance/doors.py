@@ -9,6 +9,7 @@ started again a few times. No answer runs code or takes memory by a number that 
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import json
 import math
@@ -29,7 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -57,60 +58,57 @@ class Reply:
     ended: bool = False
 
 
-@runtime_checkable
-class Adapter(Protocol):
-    """An implementation behind one method, for those that need the dtype's name or other arrays."""
-
-    def run_operation(self, operation: str, inputs: Mapping[str, Any], dtype: str) -> Any:
-        """Answer an operation of ``specs/shd.md``; arguments and answers are as ``specs/conformance.md`` has them.
-
-        Raises:
-            NotImplementedError: this operation, option or dtype is missing.
-            Exception: with a ``code`` of chapter ERR, where the inputs must be refused.
-        """
-
-
 class Direct:
-    """An object of this process: a module or object with the operations' functions, or an ``Adapter``."""
+    """An object of this process: the operations' functions, or ``run_operation(operation, inputs, dtype)``."""
+
+    dtypes = DTYPES
 
     def __init__(self, implementation: Any) -> None:
         self.implementation = implementation
         self.name = getattr(implementation, "__name__", type(implementation).__name__)
         self._earlier: deque[tuple[str, Any, Any]] = deque(maxlen=4)
 
-    def ask(self, operation: str, inputs: Inputs, dtype: str, *, layout: int = 0, kept: bool = False) -> Reply:
-        """One call, its arrays lying oddly in memory by a seed; nothing that the implementation raises is raised."""
+    def ask(self, calls: Calls, dtype: str, *, layout: int = 0, over: bool = False) -> list[Reply]:
+        """One call, its arrays lying oddly in memory by a seed; nothing that the implementation raises is raised.
+
+        Or several from as many threads at once, again and again: the first reply to each, then one unlike it.
+        """
+        if len(calls) > 1:
+            return self._ask_together(calls, dtype)
+        ((operation, inputs),) = calls
         inputs = relay(np.random.default_rng(layout), inputs) if layout else inputs
         before = _image(inputs)
         reply, answer = self._call(operation, inputs, dtype)
         if reply.kind not in ("value", "refused"):
-            return reply
+            return [reply]
         for (name, after), (_, earlier) in zip(_image(inputs), before, strict=True):
             if after != earlier:
-                return Reply("broken", {}, "MAP-8", f"changed its argument {name}: a caller's arrays are not its own")
+                return [
+                    Reply("broken", {}, "MAP-8", f"changed its argument {name}: a caller's arrays are not its own")
+                ]
         for name, arrays, image in self._earlier:
             if image != _image(arrays):
                 self._earlier.clear()
-                return Reply("broken", {}, "NUM-9", f"changed what an earlier call of {name} had answered")
+                return [Reply("broken", {}, "NUM-9", f"changed what an earlier call of {name} had answered")]
         answered = arrays_of(answer) if reply.kind == "value" else []
         if any(np.may_share_memory(*pair) for pair in product(answered, arrays_of(inputs))):
             problem = "answered with memory of an argument: what a caller writes there changes both"
-            return Reply("broken", {}, "NUM-9", problem)
+            return [Reply("broken", {}, "NUM-9", problem)]
         small = [array for array in answered if array.nbytes < 1 << 22]
         self._earlier.append((operation, small, _image(small)))
-        return reply
+        return [reply]
 
-    def ask_together(self, calls: Calls, dtype: str) -> list[Reply]:
-        """These calls from as many threads at once, again and again: the first reply of each, then one unlike it."""
+    def _ask_together(self, calls: Calls, dtype: str) -> list[Reply]:
         gate = threading.Barrier(len(calls))
 
-        def work(call: tuple[str, Inputs]) -> list[Reply]:
+        def work(call: tuple[str, Inputs]) -> tuple[Reply, Reply]:
             gate.wait(10)
-            replies, end = [self._call(*call, dtype)[0]], time.monotonic() + 0.1
-            while len(replies) < 250 and time.monotonic() < end:
+            # Processor time, as a busy machine has the threads meet less often.
+            replies, end, late = [self._call(*call, dtype)[0]], time.process_time() + 0.1, time.monotonic() + 1.0
+            while len(replies) < 250 and time.process_time() < end and time.monotonic() < late:
                 replies.append(self._call(*call, dtype)[0])
             images = [(reply.kind, reply.code, _image(reply.outputs)) for reply in replies]
-            return [replies[0], next((r for r, i in zip(replies, images, strict=True) if i != images[0]), replies[0])]
+            return replies[0], next((r for r, i in zip(replies, images, strict=True) if i != images[0]), replies[0])
 
         interval = sys.getswitchinterval()
         sys.setswitchinterval(1e-6)  # so that threads meet in the middle of a call
@@ -120,7 +118,7 @@ class Direct:
         return [*firsts, *others]
 
     def _call(self, operation: str, inputs: Mapping[str, Any], dtype: str) -> tuple[Reply, Any]:
-        adapter = isinstance(self.implementation, Adapter)
+        adapter = hasattr(self.implementation, "run_operation")
         function: Any = getattr(self.implementation, "run_operation" if adapter else operation, None)
         if not callable(function):
             return Reply("missing", message=f"no function {operation}"), None
@@ -162,28 +160,14 @@ def _image(value: Any) -> Any:
     return [(name, _image(item)) for name, item in items] if items else repr(value)
 
 
-def write_over(old: Any, new: Any) -> bool:
-    """Write the new numbers into the old arrays and lists; False where they do not fit, and nothing is written."""
-    fits = _form(old) == _form(new)
-    for key in (old if isinstance(old, dict) else range(len(old))) if fits else ():
-        if isinstance(old[key], np.ndarray):
-            old[key][...] = new[key]
-        elif isinstance(old[key], list | tuple):
-            write_over(old[key], new[key])
-        elif not isinstance(old, tuple):
-            old[key] = new[key]
-    return fits
-
-
-def _form(value: Any, *, fixed: bool = False) -> Any:
-    """What must be alike to write one value over another; of a tuple that are its plain items too."""
-    if isinstance(value, dict):
-        return {name: _form(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [type(value), *(_form(item, fixed=isinstance(value, tuple)) for item in value)]
-    if isinstance(value, np.ndarray):
-        return value.shape, value.dtype, type(value)
-    return repr(value) if fixed else type(value)
+def write_over(old: Inputs, new: Inputs) -> Inputs:
+    """The new arguments, their arrays written into the old ones where these have the same shapes and dtypes."""
+    pairs = list(zip(arrays_of(new), arrays_of(old), strict=False))
+    if any((a.shape, a.dtype, type(a)) != (b.shape, b.dtype, type(b)) for a, b in pairs) or old.keys() != new.keys():
+        return copy.deepcopy(new)
+    for array, place in pairs:
+        place[...] = array
+    return copy.deepcopy(new, {id(array): place for array, place in pairs})
 
 
 # --- how values travel --------------------------------------------------------------------------------------------
@@ -292,13 +276,10 @@ def serve(path: str) -> None:
     old: Inputs = {}
     for question in map(json.loads, questions):
         calls = pickle.loads(a2b_base64(question["pickled"]))  # of the judge, which started this process
-        if question["type"] == "together":
-            replies = direct.ask_together(calls, question["dtype"])
-        else:
-            ((operation, inputs),) = calls
-            if question["kept"]:
-                old = inputs = old if write_over(old, inputs) else inputs
-            replies = [direct.ask(operation, inputs, question["dtype"], layout=question["layout"])]
+        if question["over"]:
+            old = write_over(old, calls[0][1])
+            calls = [(calls[0][0], old)]
+        replies = direct.ask(calls, question["dtype"], layout=question["layout"])
         send({"id": question["id"], "answers": [_write_reply(reply) for reply in replies]})
 
 
@@ -396,26 +377,19 @@ class Program:
                 self._process.wait(timeout=2.0)
         self._stop()
 
-    def ask(self, operation: str, inputs: Inputs, dtype: str, *, layout: int = 0, kept: bool = False) -> Reply:
-        """One question and its answer; ``kept`` inputs are the very ones of the last such question."""
-        return self._ask([(operation, inputs)], dtype, {"type": "call", "layout": layout, "kept": kept})[0]
-
-    def ask_together(self, calls: Calls, dtype: str) -> list[Reply]:
-        """Calls at once, in a host of Python; of another program one after another."""
-        if self._host:
-            return self._ask(calls, dtype, {"type": "together"})
-        return [self.ask(*call, dtype) for call in calls]
-
-    def _ask(self, calls: Calls, dtype: str, more: Mapping[str, Any]) -> list[Reply]:
+    def ask(self, calls: Calls, dtype: str, *, layout: int = 0, over: bool = False) -> list[Reply]:
+        """A question and its answer, as of ``Direct``; ``over``: in the arrays of the last such call."""
+        if len(calls) > 1 and not self._host:
+            return [reply for call in calls for reply in self.ask([call], dtype)]
         self._last_id += 1
-        question: dict[str, Any] = {"id": self._last_id, "dtype": dtype, **more}
         operation, inputs = calls[0]
         if operation not in self.operations or dtype not in self.dtypes:
             lacked = operation if operation not in self.operations else f"the dtype {dtype}"
             return [Reply("missing", message=f"the program does not list {lacked}")]
         try:
             if self._host:
-                question["pickled"] = b2a_base64(pickle.dumps(calls), newline=False).decode()
+                data = b2a_base64(pickle.dumps(calls), newline=False).decode()
+                question = {"id": self._last_id, "dtype": dtype, "layout": layout, "over": over, "pickled": data}
             else:
                 question = make_request(operation, inputs, dtype, self._last_id)
             if not self._process:

@@ -28,12 +28,14 @@ FACTORS: dict[str, dict[str, tuple[str, ...]]] = {}
 ARGUMENTS: dict[str, dict[str, str]] = {}
 OUTPUTS: dict[str, tuple[str, ...]] = {}
 """By operation: what can differ between two calls, the recipe of each argument, the results in their order."""
+WORDS: list[str] = []
+"""Options that are words, of which an implementation may lack some."""
 _MOST: dict[str, dict[str, int]] = {}
 _LONG = (6, 7, 9, 16, 17, 18, 33, 64, 65, 67, 70, 129, 131, 260, 300, 520)
 
 
 def _read_operations() -> None:
-    levels: dict[str, list[str]] = {}
+    levels: dict[str, list[str]] = {"words": WORDS}
     for line in (Path(__file__).parent / "operations.txt").read_text(encoding="utf-8").splitlines():
         call, colon, factors = line.partition(" : ")
         name, *words = call.partition(" -> ")[0].split() or ["#"]
@@ -41,10 +43,10 @@ def _read_operations() -> None:
             continue
         if name == "most":
             _MOST[words[0]] = {word[0]: int(word[2:]) for word in words[1:]}
-        elif not colon:
-            levels[name] = words
-        else:
+        elif colon:
             FACTORS[name] = {}
+        else:
+            levels.setdefault(name, []).extend(words)
         for factor, _, listed in (part.partition("=") for part in factors.split()):
             named = [word for each in levels.get(listed, listed.split(",")) for word in levels.get(each, [each])]
             FACTORS[name] |= {factor: tuple("" if w == "-" else w for w in named)} if listed else FACTORS[factor]
@@ -102,13 +104,13 @@ class OwnDtype(np.ndarray[Any, np.dtype[Any]]):
 def round_to(array: Array, dtype: str) -> Array:
     """A copy rounded to a dtype: float64, or float32 that holds only numbers of it, since NumPy has no bfloat16."""
     if dtype != "bfloat16":
-        kept = array.astype(dtype)
-        return kept if dtype == "float64" else kept.astype(np.float32)
+        rounded = array.astype(dtype)
+        return rounded if dtype == "float64" else rounded.astype(np.float32)
     # bfloat16 is the upper half of a float32: round to nearest, ties to even.
     single = np.ascontiguousarray(array, dtype=np.float32)
     bits = single.view(np.uint32)
-    rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) & np.uint32(0xFFFF0000)
-    return np.where(np.isfinite(single), rounded.view(np.float32), single)
+    halves = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) & np.uint32(0xFFFF0000)
+    return np.where(np.isfinite(single), halves.view(np.float32), single)
 
 
 class Draw:
@@ -129,16 +131,13 @@ class Draw:
         self.coarse = dtype in ("float16", "bfloat16") or self.kind in ("half", "mixed")
         self.row_sum = row_sum_tolerance("float32" if self.kind == "single" else dtype)
         self.fine, self.whole = dtype == "float64" and not self.kind, self.kind in ("unsigned", "signed")
+        self.item = 0  # of a calibration
 
     def __getattr__(self, name: str) -> Any:
         if name not in _RECIPES and name not in "BHLSDG":
             raise AttributeError(name)
         drawn = _RECIPES[name](self) if name in _RECIPES else self.size(name)
         return self.__dict__.setdefault(name, drawn)
-
-    def set(self, name: str, value: Any) -> None:
-        """Have this value in place of a drawn one."""
-        self.__dict__[name] = value
 
     def level(self, name: str) -> str:
         """The level of a factor; "" where the operation has none."""
@@ -170,7 +169,7 @@ class Draw:
         most = _MOST.get(self.operation, {}).get(axis, 131 if axis == "H" else 520)
         if self.axis == "equal":
             return min(self.same, most)
-        if self.axis and axis in (self.axis if self.axis != "LS" else ("L", "S")) and self.long_left:
+        if self.axis and axis in self.axis and self.long_left:
             self.long_left -= 1
             sizes = [n for n in _LONG if n <= min(most, 131 if self.axis == "LS" else 520)]
             return int(self.shape(sizes[self.shape((-1 if axis in "LS" else -8, -8, -8, -8, 0)) :]))
@@ -180,9 +179,7 @@ class Draw:
         """Numbers in the dtype that the call gives them in; ``whole`` where they are integers already."""
         kind = self.pick(("", "single", "half")) if self.kind == "mixed" else self.kind
         if whole and kind in ("unsigned", "signed"):
-            return np.asarray(array).astype(
-                ("u" if kind == "unsigned" else "") + f"int{self.pick((8, 8, 16, 32, 64))}"
-            )
+            return np.asarray(array).astype(f"{'u' * (kind == 'unsigned')}int{self.pick((8, 8, 16, 32, 64))}")
         if kind in ("single", "half") and self.dtype in ("float64", "float32"):
             return np.asarray(array, np.float64).astype(np.float32 if kind == "single" else np.float16).view(OwnDtype)
         return round_to(np.asarray(array, np.float64), self.dtype)
@@ -213,13 +210,10 @@ class Draw:
         weights = (weights + 0.05 * positive) * (True if allowed is None else allowed)
         maps: Array = weights / np.maximum(weights.sum(axis=-1, keepdims=True), 1e-300)
         if self.coarse:  # few bits, and rows that sum to exactly one
-            units = 2.0 ** (6 if self.dtype == "bfloat16" else 8)
-            least = (weights > 0) * float(positive and shape[-1] < units)
-            counts = least + np.floor((units - least.sum(axis=-1, keepdims=True)) * maps)
-            counts += (
-                (counts > 0) * (np.cumsum(counts > 0, axis=-1) == 1) * (units - counts.sum(axis=-1, keepdims=True))
-            )
-            maps = counts / units
+            units = 2 ** (6 if self.dtype == "bfloat16" else 8)
+            least = (weights > 0) * (positive and shape[-1] < units)
+            counts = least + rng.multinomial(units - least.sum(axis=-1), maps)
+            maps = np.where(maps.any(axis=-1, keepdims=True), counts / units, 0.0)
         if kind == "zeros":
             maps[rng.random(shape[:-1]) < 0.3] = 0.0
         if "at_most_one" in (self.level("row_sums"), self.level("sums")):
@@ -312,8 +306,8 @@ class Draw:
 
     def layered(self, draw: Callable[[int], Array]) -> Any:
         """One array, or a list with one a layer."""
-        arrays = [draw(layer) for layer in range(self.num_layers)]
-        return arrays if self.level("layers") else arrays[0]
+        number = {"two": 2, "three": 3, "many": self.many_layers}.get(self.level("layers"), 1)
+        return [draw(layer) for layer in range(number)] if self.level("layers") else draw(0)
 
     def count(self, number: int) -> Any:
         """A whole number, of NumPy's kinds where the level says so."""
@@ -327,16 +321,11 @@ class Draw:
         chosen = self.shape([n for n in range(1, heads + 1) if heads % n == 0])
         return int({"one": 1, "all": heads}.get(self.level("kv"), chosen))
 
-    def heads_of(self, layer: int) -> int:
-        """The student's heads, which differ between layers where no mask says otherwise."""
-        return int(self.shape((1, 2, 3)) if layer and self.level("attn_mask") not in _PER_HEAD else self.H)
-
     def multiple(self, kv: int) -> int:
         """Query heads of an indexer or its teacher: a multiple of the key heads and of the groups."""
         least = kv * int(self.given("groups", 1))
-        return least * int(
-            -(-int(self.pick((5, 9, 17, 33, 66, 129))) // least) if self.axis == "H" else self.pick((1, 2))
-        )
+        factor = -(-self.pick((5, 9, 17, 33, 66, 129)) // least) if self.axis == "H" else self.pick((1, 2))
+        return least * int(factor)
 
     def scored(self, *shape: int) -> Array:
         """What an indexer scores with."""
@@ -352,7 +341,7 @@ class Draw:
         lengths = places[: self.L] < rng.integers(1, self.L + 1, size=(self.B, 1))
         sample = mask & (places[: self.B] != rng.integers(self.B))[:, None]
         named = {"lengths": lengths, "sample": sample, "none": mask & False, "all": mask | True}
-        return named.get(level, mask) if level and (level != "first" or not self.__dict__.get("item")) else None
+        return named.get(level, mask) if level and (level != "first" or not self.item) else None
 
     def positions(self, name: str, size: int) -> Any:
         """A list of positions kept."""
@@ -385,16 +374,21 @@ def _num_heads(d: Draw) -> int:
     """The teacher's heads, more of them where no other axis is long."""
     if d.operation == "merge_plan":
         return int(d.pick((64, 65, 70, 100, 131, 200) if d.axis == "H" else (*range(1, 41), 48)))
-    heads = 2 if d.operation == "solve_alpha" else int(d.H)
-    if heads < 5 and d.axis in ("", "H", "D") and d.operation != "solve_alpha" and d.shapes.random() < 0.6:
-        heads = min(int(d.shape((4, 5, 6, 7, 8, 9, 12, 16, 18, 19))), _MOST.get(d.operation, {}).get("H", 131))
-    return heads
+    if d.operation == "solve_alpha":
+        return 2
+    if d.operation == "value_outputs":
+        return max(int(d.H), int(d.shape((1, 2, 4, 6))))
+    more = bool(d.H < 5) and d.axis in ("", "H", "D") and d.shapes.random() < 0.6
+    most = _MOST.get(d.operation, {}).get("H", 131)
+    heads = min(int(d.shape((4, 5, 6, 7, 8, 9, 12, 16, 18, 19))), most) if more else int(d.H)
+    return max(heads, 2) if d.operation in _OF_PLANS else heads
 
 
 def _students(d: Draw) -> int:
     named = {"all": d.num_heads, "one": 1, "many": max(1, d.num_heads - 1)}.get(d.level("heads"))
     named = d.num_heads if d.axis == "equal" and d.operation in ("mix_heads", "merge_plan") else named
-    return named or int(d.shapes.integers(1, d.num_heads + 1))
+    students = named or int(d.shapes.integers(1, d.num_heads + 1))
+    return min(students, d.num_heads - d.chance(0.95)) if d.operation in _OF_PLANS else students
 
 
 def _attn_mask(d: Draw) -> Array | None:
@@ -414,12 +408,8 @@ def _attn_mask(d: Draw) -> Array | None:
 def _plan(d: Draw) -> Any:
     """A kind of plan, or explicit rounds; rounds alone where the operation takes no other."""
     level: Any = d.level("plan") or d.level("kind")
-    if d.operation in ("plan_groups", "compose_mixing"):
-        d.set("num_heads", max(d.num_heads, 2))
-        d.set("num_students", min(d.num_students, d.num_heads - d.chance(0.95)))
-        level = merge_plan(d.num_heads, d.num_students, level) if level in ("progressive", "balanced") else level
     if level not in ("rounds", "numpy"):
-        return level
+        return merge_plan(d.num_heads, d.num_students, level) if d.operation in _OF_PLANS else level
     rounds, heads = [], d.num_heads
     while heads > d.num_students:
         count = int(d.rng.integers(1, min(heads // 2, heads - d.num_students) + 1))
@@ -460,7 +450,7 @@ def _mixing(d: Draw) -> Array:
 def _calibration(d: Draw) -> list[Any]:
     items: list[Any] = []
     for number in range({"two": 2, "three": 3}.get(d.level("items"), 1)):
-        d.set("item", number)
+        d.item = number
         for name in ("teacher_probs", "value_outputs", "query_mask", *"BLSD"):
             d.__dict__.pop(name, None)
         item = (d.teacher_probs, d.value_outputs, d.query_mask)
@@ -471,6 +461,10 @@ def _calibration(d: Draw) -> list[Any]:
 def _gram(d: Draw) -> Array:
     """The gram tensor of a pool."""
     batch, heads, width, kind, rng = d.B, max(2, d.H), d.pick((1, 2, 3)), d.level("gram"), d.rng
+    low = 0 if d.kind == "unsigned" else -3
+    if kind == "below":  # what rounding leaves of a norm, on a larger scale
+        half = rng.integers(low, 3, size=(batch, *(heads,) * 4))
+        return d.store(half + half.transpose(0, 3, 4, 1, 2), whole=True)
     maps: Array = rng.random((batch, heads, d.pick((1, 2, 3)), d.pick((2, 3, 4))))
     outputs: Array = rng.normal(size=(batch, heads, maps.shape[3], width))
     maps /= maps.sum(axis=-1, keepdims=True)
@@ -485,10 +479,6 @@ def _gram(d: Draw) -> Array:
         outputs *= 2.0 ** d.pick((-40, -3, 20) if d.dtype == "float64" else (-4, 4))
     if kind in ("scaled", "near"):
         outputs *= 2.0 ** (rng.integers(-6, 6, size=(batch, 1, 1, 1)) * (not d.coarse))
-    low = 0 if d.kind == "unsigned" else -3
-    if kind == "below":  # what rounding leaves of a norm, on a larger scale
-        half = rng.integers(low, 3, size=(batch, *(heads,) * 4))
-        return d.store(half + half.transpose(0, 3, 4, 1, 2), whole=True)
     if kind == "whole" or d.coarse or d.whole:
         maps, outputs = rng.integers(0, 2, size=maps.shape), rng.integers(low, 4, size=outputs.shape)
     products = np.einsum("bils,bjsd->bijld", maps, outputs)
@@ -498,7 +488,7 @@ def _gram(d: Draw) -> Array:
 
 def _outside(d: Draw) -> Any:
     shape, level = (d.B, d.teacher_heads, d.L), d.level("outside")
-    far = {"far": (-1e4, -300.0, 40.0, 500.0, 1e4)}.get(level, (0.0,))
+    far = (-1e4, -300.0, 40.0, 500.0, 1e4) if level == "far" else (0.0,)
     share = {"nothing": 1.0, "mixed": 0.4}.get(level, 0.0)
 
     def rest(_: int) -> Array:
@@ -526,22 +516,29 @@ def _weights(d: Draw) -> Array:
     return {"positive": np.abs(weights), "zeros": weights * 0}.get(d.level("weights"), weights).view(type(weights))
 
 
-def _pair(array: str, head: int) -> Callable[[Draw], Array]:
+def _head(array: str, head: int) -> Callable[[Draw], Array]:
     return lambda d: getattr(d, array)[:, head].copy().view(type(getattr(d, array)))
 
 
-_PER_HEAD = ("full", "head", "rows", "none")
+def _sides(d: Draw) -> list[tuple[int, ...]]:
+    """Shapes of the student's maps; heads differ between layers where no mask says otherwise."""
+    alike = d.level("attn_mask") in ("full", "head", "rows", "none")
+    return [(d.B, int(d.shape((1, 2, 3)) if layer and not alike else d.H), d.L, d.S) for layer in range(8)]
+
+
+_OF_PLANS = ("plan_groups", "compose_mixing")
 _LEAD = {"2": "", "3": "H", "5": "HBG"}
 _RECIPES: dict[str, Callable[[Draw], Any]] = {
-    # Shapes; heads differ between layers where no mask says otherwise.
+    # Shapes.
+    "S": lambda d: d.L if d.level("segments") else d.size("S"),
     "num_heads": _num_heads,
     "num_students": _students,
-    "num_layers": lambda d: {"two": 2, "three": 3, "many": int(d.shape((4, 5, 7)))}.get(d.level("layers"), 1),
+    "many_layers": lambda d: int(d.shape((4, 5, 7))),
     "lead": lambda d: [
         getattr(d, n) for n in _LEAD.get(d.level("axes"), "BH" if "index" not in d.operation else "BO")
     ],
     "O": lambda _: 1,
-    "sides": lambda d: [(d.B, d.heads_of(layer), d.L, d.S) for layer in range(d.num_layers)],
+    "sides": _sides,
     "width": lambda d: d.pick((1, 2, 3, 4)),
     "layers": _layers,
     # Masks.
@@ -560,10 +557,10 @@ _RECIPES: dict[str, Callable[[Draw], Any]] = {
     # The teacher.
     "teacher_probs": lambda d: d.maps(d.B, d.num_heads, d.L, d.S, counted=d.query_mask),
     "value_outputs": lambda d: d.outputs(d.teacher_probs),
-    "probs_p": _pair("teacher_probs", 0),
-    "probs_q": _pair("teacher_probs", 1),
-    "value_outputs_p": _pair("value_outputs", 0),
-    "value_outputs_q": _pair("value_outputs", 1),
+    "probs_p": _head("teacher_probs", 0),
+    "probs_q": _head("teacher_probs", 1),
+    "value_outputs_p": _head("value_outputs", 0),
+    "value_outputs_q": _head("value_outputs", 1),
     "attn_probs": lambda d: d.maps(*d.lead, d.L, d.S, counted=d.query_mask),
     "attn_logits": lambda d: d.logits(*d.lead, d.L, d.S, lowest=float(np.finfo(np.float32).min)),
     "values": lambda d: d.numbers(d.B, d.divisor(d.num_heads), d.S, d.shape((1, 2, 3))),
@@ -605,10 +602,6 @@ _RECIPES: dict[str, Callable[[Draw], Any]] = {
 def draw_call(operation: str, key: Sequence[int], dtype: str, levels: Levels, shapes: Sequence[int] = ()) -> Inputs:
     """One valid call of an operation, mostly: arguments by name."""
     d = Draw(operation, key, dtype, levels, shapes)
-    if d.level("segments"):
-        d.set("S", d.L)
-    if operation == "value_outputs":
-        d.set("num_heads", max(d.H, d.shape((1, 2, 4, 6))))
     names = [name for name in ARGUMENTS[operation] if name not in FACTORS[operation] or d.level(name)]
     return {name: d.given(name) for name in names}
 
@@ -623,10 +616,10 @@ def relay(rng: np.random.Generator, value: Any) -> Any:
         return value
     every, same = (slice(None, None, -1),) * value.ndim, (value == value[:1]).all()
     packed, wide = np.zeros(value.shape, [("other", "u1"), ("field", value.dtype)]), value.repeat(2, -1)
-    packed["field"], wide[..., 1::2], kept = value, 1, value.copy()
-    kept.flags.writeable = False
+    packed["field"], wide[..., 1::2], fixed = value, 1, value.copy()
+    fixed.flags.writeable = False
     ways = [
-        *(np.asfortranarray(value), value[..., ::-1].copy()[..., ::-1], value[every].copy()[every], kept),
+        *(np.asfortranarray(value), value[..., ::-1].copy()[..., ::-1], value[every].copy()[every], fixed),
         *(wide[..., ::2], packed["field"], value.T.copy().T, value.astype(value.dtype.newbyteorder())),
         np.broadcast_to(value[:1], value.shape) if same else value,
     ]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import re
-import unittest
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from itertools import product
+from typing import Any
 
 import numpy as np
 
@@ -23,51 +23,21 @@ KEPT_FINDINGS = 40
 _FEWEST = {"core": 24, "options": 240}  # sessions of an operation, by part
 
 
-class ConformanceError(AssertionError):
-    """An implementation failed a case; the message is the whole report of it."""
-
-
-class Missing(unittest.SkipTest):
-    """The implementation lacks an operation. Test runners report it as a skip."""
-
-
-class Case(NamedTuple):
-    """A part of what is judged of one operation, such as ``softmax/core``."""
-
-    operation: str
-    part: str
-
-    @property
-    def id(self) -> str:
-        """Its name."""
-        return f"{self.operation}/{self.part}"
-
-
-def cases(only: str | Iterable[str] | None = None, profile: str = "full") -> list[Case]:
-    """What is judged, part by part, to be run one by one with ``check``.
+def parts_of(only: str | Iterable[str] | None = None, profile: str = "full") -> dict[str, list[str]]:
+    """What is judged of each operation: ``core``, ``options`` or both.
 
     Args:
-        only: operations, ids or globs (``"solve_alpha"``, ``"*/core"``); all without it.
+        only: operations, ids such as ``"softmax/core"``, or globs; all without it.
         profile: ``"full"`` or ``"core"``.
     """
     patterns = [only] if isinstance(only, str) else ["*"] if only is None else list(only)
-    chosen = [Case(operation, part) for operation in OUTPUTS for part in _FEWEST]
-    chosen = [case for case in chosen if profile == "full" or (case.operation in CORE and case.part == "core")]
-    return [case for case in chosen if any(fnmatchcase(n, p) for n in (case.id, case.operation) for p in patterns)]
-
-
-def check(case: Case, implementation: Any, dtype: str = "float64", *, seed: int = 0) -> None:
-    """One case against one implementation, for your own tests; ``judge`` says what that does not promise.
-
-    Raises:
-        ConformanceError: it failed; an ``AssertionError`` whose message says how.
-        Missing: it lacks the operation; a ``unittest.SkipTest``.
-    """
-    report = judge(implementation, dtype=dtype, only=case.id, seed=seed)
-    if not report.judged:
-        raise Missing(f"{case.operation} is missing")
-    for result in report.failures:
-        raise ConformanceError(result.finding and result.finding.describe(dtype, seed, case.operation))
+    chosen: dict[str, list[str]] = {}
+    for operation, part in product(
+        CORE if profile == "core" else OUTPUTS, _FEWEST if profile == "full" else ["core"]
+    ):
+        if any(fnmatchcase(name, pattern) for name in (operation, f"{operation}/{part}") for pattern in patterns):
+            chosen.setdefault(operation, []).append(part)
+    return chosen
 
 
 def judge(
@@ -88,7 +58,7 @@ def judge(
     Args:
         implementation: a module or object with the operations' functions, an ``Adapter``, or a ``Program``.
         dtype: what the implementation computes in.
-        only: operations, ids or globs, as in ``cases``.
+        only: operations, ids such as ``"softmax/core"``, or globs; all without it.
         seed: of everything that is drawn.
         profile: ``"full"``, or ``"core"`` for seven operations with masks and no other option.
         name: of the implementation in the report.
@@ -97,13 +67,10 @@ def judge(
         raise LookupError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
     load_everything()
     subject: Direct | Program = implementation if isinstance(implementation, Program) else Direct(implementation)
-    chosen: dict[str, list[str]] = {}
-    for case in cases(only, profile):
-        chosen.setdefault(case.operation, []).append(case.part)
+    chosen = parts_of(only, profile)
     with np.errstate(all="ignore"):  # NumPy's own warnings about its arithmetic are not the judge's to print
         results = [_Bench(subject, operation, dtype, seed).judge(parts) for operation, parts in chosen.items()]
-    offered = subject.dtypes if isinstance(subject, Program) else DTYPES
-    return Report(name or subject.name, dtype, seed, profile, tuple(results), offered)
+    return Report(name or subject.name, dtype, seed, profile, tuple(results), subject.dtypes)
 
 
 class _Bench:
@@ -143,38 +110,34 @@ class _Bench:
         levels = {name: first for name, (first, *_) in FACTORS[self.operation].items() if first} | levels
         key = [self.seed, list(OUTPUTS).index(self.operation), sum(map(ord, "".join(map("".join, levels.items()))))]
         call = Call(self.operation, draw_call(self.operation, key, self.dtype, levels), self.dtype, levels=levels)
-        return self.ended or self._ask(call, copy.deepcopy(call.inputs)).kind != "missing"
+        return self.ended or any(reply.kind != "missing" for reply in self._ask([call]))
 
     def _run(self, steps: Sequence[Step]) -> None:
-        """A session, to the first call that cannot be answered; arguments of the first are those written over."""
-        first = copy.deepcopy(steps[0].call.inputs)
-        for number, (call, over, beside) in enumerate(steps):
-            if beside:
-                self._ask_together(beside)
-                continue
-            again = number > 0 and call is steps[0].call
-            kept = not number or ((over or again) and write_over(first, call.inputs))
-            company = "its arrays written over since the last call" if over else ""
-            company = "again, after other calls" if again else company
-            reply = self._ask(call, first if kept else copy.deepcopy(call.inputs), company, kept=kept)
-            if self.ended or reply.kind == "broken" or (reply.kind == "missing" and not number):
+        """A session, to a call that cannot be answered; the arrays of the first call are those written over."""
+        inputs: Inputs = {}
+        (first,) = steps[0].calls
+        for number, (calls, over) in enumerate(steps):
+            again = calls[0] is first and len(calls) == 1
+            company = "again, after other calls" if again and number else "its arrays written over" if over else ""
+            company = "in one of several threads" if len(calls) > 1 else company
+            if over or again:
+                inputs = write_over(inputs, calls[0].inputs)
+            replies = self._ask(calls, company, inputs if over or again else None)
+            kinds = {reply.kind for reply in replies}
+            if self.ended or "broken" in kinds or ("missing" in kinds and not number):
                 break
 
-    def _ask(self, call: Call, inputs: Inputs, company: str = "", *, kept: bool = False) -> Reply:
-        """One call, with what is wrong with its reply kept as a finding."""
-        if call.answer[0] == "skip":
-            return Reply("missing", code="unspoken")
-        layout = call.seed + 1 if call.levels.get("layout") else 0
-        reply = self.subject.ask(call.operation, inputs, self.dtype, layout=layout, kept=kept and not layout)
-        self._take(call, reply, company)
-        return reply
-
-    def _ask_together(self, calls: Sequence[Call]) -> None:
+    def _ask(self, calls: Sequence[Call], company: str = "", over: Inputs | None = None) -> list[Reply]:
+        """One call, perhaps in the arrays ``over``, or several at once; what is wrong with the replies is kept."""
         calls = [call for call in calls if call.answer[0] != "skip"]
-        asked = [(call.operation, copy.deepcopy(call.inputs)) for call in calls]
-        replies = self.subject.ask_together(asked, self.dtype) if asked else []
+        if not calls:
+            return []
+        asked = [(call.operation, copy.deepcopy(call.inputs) if over is None else over) for call in calls]
+        layout = calls[0].seed + 1 if calls[0].levels.get("layout") and len(calls) == 1 else 0
+        replies = self.subject.ask(asked, self.dtype, layout=layout, over=over is not None and not layout)
         for call, reply in zip([*calls, *calls], replies, strict=False):
-            self._take(call, reply, "in one of several threads")
+            self._take(call, reply, company)
+        return replies
 
     def _take(self, call: Call, reply: Reply, company: str) -> None:
         result, mine = self.result, call.operation == self.operation

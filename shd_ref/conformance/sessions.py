@@ -20,7 +20,7 @@ import numpy as np
 import shd_ref
 from shd_ref.attention import Array, soften_rows
 from shd_ref.conformance.comparison import arrays_of, narrowest, nudged, outputs_of
-from shd_ref.conformance.generator import ARGUMENTS, FACTORS, OUTPUTS, Draw, Inputs, covering_rows, draw_call
+from shd_ref.conformance.generator import ARGUMENTS, FACTORS, OUTPUTS, WORDS, Draw, Inputs, covering_rows, draw_call
 from shd_ref.conformance.specification import error_codes
 from shd_ref.merging.mixing import check_teacher, output_residual
 from shd_ref.merging.plans import plan_groups
@@ -40,8 +40,6 @@ _TRIED = {
     **dict.fromkeys("pq", (-1, 99, True, 0.5)),
     "relu": (1, 0, 0.5),
 }
-_WORDS = ("rule", "row_sums", "strategy", "alpha_rule", "alpha_from", "reduction", "divergence", "support", "by",
-          "restriction", "kind", "plan")  # fmt: skip
 _SEVERAL = 32  # heads of all samples
 _OF_VALUES = {"support-mismatch", "not-a-distribution"}  # what other numbers may break
 
@@ -84,25 +82,24 @@ class Call:
     @cached_property
     def near(self) -> list[dict[str, Any]]:
         """The reference's outputs for nudged inputs, the last four 30 times as far; none where it refuses some."""
-        rng, found = np.random.default_rng(self.seed), []
+        rng, answers = np.random.default_rng(self.seed), []
         scores = self.inputs.get("queries", 0.5) if "scores" in FACTORS[self.operation] else 0.5
         tied = bool(np.all(scores == np.round(scores)))  # equal scores stay equal
         frozen = ("queries", "keys", "weights") if tied else ()
         # Of a hundred heads that tie, some would turn the same way in each of a few.
         heads = max((math.prod(array.shape[:2]) for array in arrays_of(self.inputs) if array.ndim > 2), default=1)
-        few = 3 if heads <= _SEVERAL else 24
         dtype = "float32" if self.dtype == "float64" and narrowest(self.inputs) else self.dtype
-        for size in (*[1.0] * few, 30.0, 30.0, 30.0, 30.0):
+        for size in (*[1.0] * (3 if heads <= _SEVERAL else 24), 30.0, 30.0, 30.0, 30.0):
             try:
                 with np.errstate(all="ignore"):
                     inputs = nudged(self.inputs, dtype, rng, size, frozen=frozen)
                     if self.operation == "squeeze_heads":
-                        found.append(_squeeze_nudged(inputs, dtype, rng, size))
+                        answers.append(_squeeze_nudged(inputs, dtype, rng, size))
                     else:
-                        found.append(outputs_of(self.operation, getattr(shd_ref, self.operation)(**inputs)))
+                        answers.append(outputs_of(self.operation, getattr(shd_ref, self.operation)(**inputs)))
             except Exception:
                 return []
-        return found
+        return answers
 
     @property
     def accepted(self) -> frozenset[str]:
@@ -128,18 +125,16 @@ def _squeeze_nudged(inputs: Inputs, dtype: str, rng: np.random.Generator, size: 
         inputs = {**inputs, "teacher_probs": probs, "temperature": 1.0, "alpha_from": "teacher"}
     answer = shd_ref.squeeze_heads(**inputs)
     # An alpha near 1 is rounded as 1 is, and 1 - alpha with it.
-    moves = nudged(np.ones_like(answer.mixing), dtype, rng, size, "mixing") - 1
-    mixing = answer.mixing + np.where(answer.mixing > 0, moves, 0.0)
+    mixing = nudged(answer.mixing, dtype, rng, size, "mixing")
     residual = output_residual(maps, outputs, mixing, plan_groups(answer.plan, maps.shape[1]), mask)
     return {**outputs_of("squeeze_heads", answer), "residual": residual}
 
 
 class Step(NamedTuple):
-    """A call of a session; ``over`` writes it into the arrays of the first, ``beside`` runs calls at once."""
+    """A call of a session, or several at once; ``over`` writes it into the arrays of the first."""
 
-    call: Call
+    calls: tuple[Call, ...]
     over: bool = False
-    beside: tuple[Call, ...] = ()
 
 
 def options_of(operation: str) -> list[str]:
@@ -150,10 +145,10 @@ def options_of(operation: str) -> list[str]:
 
 def option_tokens(operation: str, levels: Mapping[str, str]) -> tuple[str, ...]:
     """The options that a call of these levels gives, words with their value: what an implementation may lack."""
-    chosen = {name: level for name, level in levels.items() if level and name in options_of(operation)}
-    words = {name for name, level in chosen.items() if name in _WORDS and level != FACTORS[operation][name][1]}
-    tokens = {name: f"{name}={level}" for name, level in chosen.items() if name in words}
-    return tuple(tokens.get(name, name if name != "layers" else "lists of layers") for name in chosen)
+    options = {name: level for name, level in levels.items() if level and name in options_of(operation)}
+    usual = {name: FACTORS[operation][name][1] for name in options}
+    named = {name: f"{name}={level}" for name, level in options.items() if name in WORDS and level != usual[name]}
+    return tuple(named.get(name, name if name != "layers" else "lists of layers") for name in options)
 
 
 def core_factors(operation: str) -> dict[str, tuple[str, ...]]:
@@ -167,51 +162,44 @@ def sessions_of(
 ) -> Iterator[list[Step]]:
     """A session for every row of a covering array, and more, so that there are at least so many."""
     base = [seed, list(OUTPUTS).index(operation), sum(map(ord, part))]
-    threes = options_of(operation) if part == "options" else ()
     rng = np.random.default_rng(base)
-    rows = covering_rows(factors, rng, threes)
+    rows = covering_rows(factors, rng, options_of(operation) if part == "options" else ())
     for _ in range(max(least - len(rows), least // 4)):  # and some with few options
-        levels_of_few = {name: levels if rng.random() < 0.5 else levels[:1] for name, levels in factors.items()}
-        rows.append({name: levels[int(rng.integers(len(levels)))] for name, levels in levels_of_few.items()})
+        few = {name: levels if rng.random() < 0.5 else levels[:1] for name, levels in factors.items()}
+        rows.append({name: levels[int(rng.integers(len(levels)))] for name, levels in few.items()})
     for number, levels in enumerate(rows):
-        yield make_session(operation, [*base, number], dtype, levels, number, share_shapes=part == "core")
+        shapes = (seed, base[1], number % 2) if part == "core" else ()
+        yield make_session(operation, [*base, number], dtype, levels, shapes)
     # A mask of each other kind, which no crossing of options is sure to reach.
     masks = [name for name in _MASKS if factors.get(name)] if part == "core" else []
     for number, (name, kind) in enumerate(product(masks, _MASK_KINDS)):
-        levels = {each: first for each, (first, *_) in FACTORS[operation].items() if first}
+        levels = {other: first for other, (first, *_) in FACTORS[operation].items() if first}
         levels[name] = next(level for level in factors[name] if level)
         inputs = draw_call(operation, [*base, len(rows)], dtype, levels, (seed, number))
         if name in inputs:  # and not inside a list of items
-            drawn = Call(operation, dict(inputs), dtype, "", levels)
-            codes = error_codes() if drawn.answer[0] == "error" else frozenset()  # wrong before: ERR-4
-            inputs[name] = inputs[name].astype(kind)
-            yield [Step(Call(operation, inputs, dtype, f"with {name} of {kind}", levels, codes, seed=number))]
+            wrong_before = Call(operation, inputs, dtype).answer[0] == "error"  # ERR-4
+            codes = error_codes() if wrong_before else frozenset()
+            inputs = {**inputs, name: inputs[name].astype(kind)}
+            yield [Step((Call(operation, inputs, dtype, f"with {name} of {kind}", levels, codes, seed=number),))]
 
 
 def make_session(
-    operation: str,
-    key: Sequence[int],
-    dtype: str,
-    levels: Mapping[str, str],
-    number: int,
-    *,
-    share_shapes: bool = False,
+    operation: str, key: Sequence[int], dtype: str, levels: Mapping[str, str], shapes: Sequence[int] = ()
 ) -> list[Step]:
-    """A drawn call and its company; which company, its number says."""
-    d = Draw(operation, [*key, 1], dtype, levels)
-    inputs = draw_call(operation, key, dtype, levels, (key[0], key[1], number % 2) if share_shapes else ())
-    call = Call(operation, inputs, dtype, "", levels, seed=number)
+    """A drawn call and its company; which company, the last number of the key says."""
+    d, number = Draw(operation, [*key, 1], dtype, levels), key[-1]
+    call = Call(operation, draw_call(operation, key, dtype, levels, shapes), dtype, "", levels, seed=number)
     if number % 48 == 2 and number < 150:
-        return [Step(call), Step(call, beside=(call, *(changed(d, call) for _ in range(3))))]
+        return [Step((call,)), Step((call, *(changed(d, call) for _ in range(3))))]
     if number % 3 != 1:
-        return [Step(call), Step(spoiled(d, call)), Step(spoiled(d, call)), *([Step(call)] if not number % 3 else [])]
-    steps = [Step(call), Step(changed(d, call), over=d.chance(0.6))]
+        return [Step((one,)) for one in (call, spoiled(d, call), spoiled(d, call), call)[: 3 + (number % 3 == 0)]]
+    steps = [Step((call,)), Step((changed(d, call),), over=d.chance(0.6))]
     if d.chance(0.4):
         other = d.pick([name for name in OUTPUTS if name not in ("matched_plan", "diagnose")])
         usual = {name: levels[0] for name, levels in FACTORS[other].items() if levels[0]}
-        plain = draw_call(other, [*key, 2], dtype, usual)
-        steps.append(Step(Call(other, plain, dtype, f"{other} in between", seed=number)))
-    return [*steps, Step(call)]
+        inputs = draw_call(other, [*key, 2], dtype, usual)
+        steps.append(Step((Call(other, inputs, dtype, f"{other} in between", seed=number),)))
+    return [*steps, Step((call,))]
 
 
 # --- changes ------------------------------------------------------------------------------------------------------
@@ -242,19 +230,17 @@ def _is_pair(value: Any) -> bool:
 
 def changed(d: Draw, call: Call) -> Call:
     """The same call with the numbers of one array, or of all, in another order or its last entry another."""
-    inputs = call.inputs
-    lists = [(path, value) for path, value in _leaves(inputs) if isinstance(value, list) and value]
-    lists = [
-        (path, value) for path, value in lists if all(isinstance(item, list) and _is_pair(item) for item in value)
-    ]
-    found = [(path, value) for path, value in _leaves(inputs) if isinstance(value, np.ndarray) and value.ndim]
+    inputs, leaves = call.inputs, list(_leaves(call.inputs))
+    arrays = [(path, value) for path, value in leaves if isinstance(value, np.ndarray) and value.ndim]
+    rounds = [(path, value) for path, value in leaves if isinstance(value, list) and value]
+    rounds = [(path, value) for path, value in rounds if all(isinstance(p, list) and _is_pair(p) for p in value)]
     if isinstance(inputs.get("strategies"), list) and d.chance(0.5):
         names = sorted(("mean", "constant", "shd", "hard"), key=inputs["strategies"].__contains__)
-        found, inputs = [], {**inputs, "strategies": names[: len(inputs["strategies"])]}
-    elif lists and (not found or d.chance(0.4)):
-        path, value = d.pick(lists)
-        found, inputs = [], _put(inputs, path, [[q, p] for p, q in value][:: d.pick((1, -1))])
-    for path, value in found if not found or d.chance(0.2) else [d.pick(found)]:
+        arrays, inputs = [], {**inputs, "strategies": names[: len(inputs["strategies"])]}
+    elif rounds and (not arrays or d.chance(0.4)):
+        path, pairs = d.pick(rounds)
+        arrays, inputs = [], _put(inputs, path, [[q, p] for p, q in pairs][:: d.pick((1, -1))])
+    for path, value in arrays if not arrays or d.chance(0.2) else [d.pick(arrays)]:
         if value.dtype == bool:
             new = value ^ (d.rng.random(value.shape) < 0.3)
         elif d.chance(0.6) or path == ("gram",):  # heads of a gram tensor keep their places
@@ -272,16 +258,17 @@ def changed(d: Draw, call: Call) -> Call:
 def spoiled(d: Draw, call: Call) -> Call:
     """One thing changed; whether that is wrong, and how, the reference says."""
     inputs, operation = call.inputs, call.operation
-    idle = [name for name in options_of(operation) if name not in inputs and (name in _TRIED or name in _WORDS)]
+    idle = [name for name in options_of(operation) if name not in inputs and (name in _TRIED or name in WORDS)]
     name = d.pick(idle) if idle and d.chance(0.2) else d.pick(list(inputs))
     path, old = d.pick(list(_leaves({name: inputs.get(name)})))
     codes: set[str] = set()
     places: tuple[str, ...] = ()
+    told = ""
     is_map = "probs" in name or name in ("supervision", "calibration")
     if isinstance(old, np.ndarray) and old.dtype == bool:
         new, codes = _spoil_mask(d, old), _OF_VALUES
     elif isinstance(old, np.ndarray) and old.ndim:
-        new, codes, places = _spoil_array(d, old, is_map)
+        new, codes, places, told = _spoil_array(d, old, is_map)
         in_list = len(path) > 1 and not name.startswith("teacher") and name != "calibration"
         unnamed = operation in ("softmax", "soften") or old.ndim < 3 or name in ("gram", "outside")
         places = () if unnamed else places[: 1 if old.ndim == 3 else 2] + (("layer",) if in_list and places else ())
@@ -292,11 +279,12 @@ def spoiled(d: Draw, call: Call) -> Call:
     elif name in _TRIED and not isinstance(old, list | tuple | np.ndarray):
         near = (old + 1, old - 1, old + 9) if name.startswith(("num_", "groups", "top_k")) and old is not None else ()
         new = d.pick((*_TRIED[name], *near))
-        codes = {"argument-value", "heads-exceed"} if name.startswith("num_") else set()
         planned = bool({"plan", "kind"} & inputs.keys())
+        codes = (
+            {"argument-value", "heads-exceed"} if name.startswith("num_") and (planned or new in _COUNT) else set()
+        )
         codes |= {"plan-invalid", "argument-shape"} if codes and planned else set()
-        codes = codes if planned or new in _COUNT else set()
-    elif isinstance(old, str) or (old is None and name in _WORDS):
+    elif isinstance(old, str) or (old is None and name in WORDS):
         new = d.pick(("another", "", "ONE", "shd2"))
     elif isinstance(old, list | tuple) and (len(path) == 1 or not _is_pair(old)):
         items = list(old)
@@ -307,26 +295,10 @@ def spoiled(d: Draw, call: Call) -> Call:
         codes = {"argument-value", "plan-invalid", "layers-invalid", "argument-shape"} if len(path) > 1 else set()
     else:
         return changed(d, call)
-    title = f"with {name}{''.join(f'[{step}]' for step in path[1:])} changed{_describe_change(old, new)}"
-    changed_inputs = _put(inputs, path, new)
+    title = f"with {name}{''.join(f'[{step}]' for step in path[1:])} changed{told}"
     # Where the call was wrong before, two rules are broken (ERR-4).
     right = frozenset(codes) if call.answer[0] != "error" else error_codes()
-    return Call(operation, changed_inputs, call.dtype, title, call.levels, right, places, call.seed)
-
-
-def _describe_change(old: Any, new: Any) -> str:
-    """What became of an array, where few words say it: an entry may be beyond those that are shown."""
-    if not (isinstance(old, np.ndarray) and isinstance(new, np.ndarray)):
-        return ""
-    if old.dtype != new.dtype or old.shape != new.shape:
-        return f" from {old.dtype.name}{list(old.shape)}"
-    places = np.argwhere(~((old == new) | (np.isnan(old) & np.isnan(new))) if old.dtype.kind == "f" else old != new)
-    if not len(places):
-        return ""
-    nans = np.isnan(new[tuple(places.T)]) if new.dtype.kind == "f" else np.zeros(len(places))
-    at = tuple(places[int(nans.argmax())])
-    more = f", and {len(places) - 1} more" if len(places) > 1 else ""
-    return f": {new[at]} instead of {old[at]} at {[int(i) for i in at]}{more}"
+    return Call(operation, _put(inputs, path, new), call.dtype, title, call.levels, right, places, call.seed)
 
 
 def _spoil_mask(d: Draw, old: Array) -> Any:
@@ -337,33 +309,25 @@ def _spoil_mask(d: Draw, old: Array) -> Any:
         return d.pick((np.logical_not(old), np.zeros_like(old), np.ones_like(old)))
     if len(old) == 1 and d.chance(0.5):
         return np.asarray(old[0])
-    ways = (
-        old.T,
-        old[..., :-1],
-        old[None],
-        old[:1],
-        old[0],
-        old[..., :1],
-        np.r_[old, old[:1]],
-        np.ones((7, 7), bool),
-    )
-    return np.asarray(d.pick(ways))
+    ways = (old.T, old[..., :-1], old[None], old[:1], old[0], old[..., :1], np.r_[old, old[:1]])
+    return np.asarray(d.pick((*ways, np.ones((7, 7), bool))))
 
 
-def _spoil_array(d: Draw, old: Array, is_map: bool) -> tuple[Any, set[str], tuple[str, ...]]:
-    """Another array, other codes that are right too, and what a message must name."""
+def _spoil_array(d: Draw, old: Array, is_map: bool) -> tuple[Any, set[str], tuple[str, ...], str]:
+    """Another array, other codes that are right too, what a message must name, and words for the change."""
     last = 0.6 if d.axis else 0.3
     index = tuple(n - 1 if d.chance(last) else int(d.rng.integers(n)) for n in old.shape)
     kinds = ("entry", "entry", "shape", "shape", "dtype", "sum" if is_map else "other")
     kind = d.pick((*kinds, "entry", "sum") if is_map else kinds)
+    values, from_ = np.array(old), f" from {old.dtype.name}{list(old.shape)}"
     if kind == "dtype" or (kind in ("entry", "sum") and old.dtype.kind != "f"):
-        return d.pick((old.astype(complex), old > 0, old.astype(object))), {"argument-dtype"}, ()
-    values = np.array(old)
+        return d.pick((old.astype(complex), old > 0, old.astype(object))), {"argument-dtype"}, (), from_
     if kind == "entry":
         value = values[index] = d.pick((np.nan, np.nan, np.inf, -np.inf, -0.25, -(2.0**-20), 1.5))
         codes = {"not-a-distribution"} if is_map and (np.isfinite(value) or value == -np.inf) else set()
         codes |= {"not-finite"} if value == -np.inf and not is_map else set()
-        return values.view(type(old)), codes, () if np.isfinite(value) else ("sample", "head")
+        places = () if np.isfinite(value) else ("sample", "head")
+        return values.view(type(old)), codes, places, f": {value} instead of {old[index]} at {list(index)}"
     if kind == "sum":
         off = row_sum_tolerance(d.dtype if d.dtype in ("float16", "bfloat16") else old.dtype.newbyteorder("=").name)
         away = d.pick((1.4, -1.4, 0.6, -0.6, 5, 30)) if d.dtype in ("float64", "float32") else d.pick((1.4, -1.4, 30))
@@ -371,7 +335,7 @@ def _spoil_array(d: Draw, old: Array, is_map: bool) -> tuple[Any, set[str], tupl
         row[:] = row / (row.sum() or 1.0) * (1 + away * off)
         if d.chance(0.2):
             row[:] = np.where(np.arange(len(row)) == 0, 2.0**-24, 0.0)  # next to nothing is not a masked row
-        return values.view(type(old)), {"not-a-distribution"}, ()
+        return values.view(type(old)), {"not-a-distribution"}, (), f": the sum of the row {list(index[:-1])}"
     if kind == "shape":
         ways = [old[0], old[None], old[..., :-1], np.concatenate([old, old], -1), old[:1], np.r_[old, old[-1:]]]
         ways.append(old[(0,) * (old.ndim - 1)])
@@ -381,6 +345,6 @@ def _spoil_array(d: Draw, old: Array, is_map: bool) -> tuple[Any, set[str], tupl
         if is_map and d.coarse:  # whose sums may be right by one dtype and wrong by another
             ways = ways[:2]
         codes = {"argument-shape", "argument-value"} | ({"not-a-distribution"} if is_map else set())
-        return np.asarray(d.pick(ways)).view(type(old)), codes, ()
+        return np.asarray(d.pick(ways)).view(type(old)), codes, (), from_
     factor = d.pick((-1, 0.5, 0) if old.dtype.kind == "f" else (0, 1))
-    return (values * float(factor)).astype(old.dtype).view(type(old)), {"argument-value"}, ()
+    return (values * float(factor)).astype(old.dtype).view(type(old)), {"argument-value"}, (), f": times {factor}"

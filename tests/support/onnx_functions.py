@@ -84,7 +84,7 @@ def make_call(
 
 
 class OnnxAdapter:
-    """``squeeze_heads`` and ``solve_alpha`` as ONNX graphs, for the judge; see ``shd_ref.conformance.Adapter``.
+    """``squeeze_heads`` and ``solve_alpha`` as ONNX graphs, for the judge.
 
     ``python -m shd_ref.conformance --impl support.onnx_functions:OnnxAdapter --dtype float32`` judges them in
     onnxruntime. Models are built once for each set of options, number of heads and width.
