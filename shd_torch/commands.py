@@ -299,7 +299,6 @@ def _say_number(value: float) -> str:
 
 
 def export_folder(model: str, out: Path) -> ExportReport:
-    """The model of a folder or hub id as a graph with fused attention."""
     require_packages("torch")
     from shd_torch.export import example_inputs, export_student, hide_weight_bars, load_hf_model
 
@@ -460,7 +459,6 @@ def _print_front(document: dict[str, Any]) -> None:
 
 
 def make_program() -> Program:
-    """``shd-torch``."""
     program = Program("shd-torch", _TEXT)
     resumes = "the same command resumes: finished {} are kept beside --out, in .NAME.part"
     program.add(compress, after=resumes.format("stages"))

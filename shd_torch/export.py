@@ -342,7 +342,6 @@ def _name_inputs(
 def _read_axes(
     inputs: Mapping[str, Tensor], dynamic: Mapping[str, Mapping[int, str]] | None
 ) -> dict[str, dict[int, str]]:
-    """The dynamic axes of every input, by their names."""
     if dynamic is None:
         named: dict[str, dict[int, str]] = {name: {0: "batch"} for name in inputs}
         for name, tensor in inputs.items():

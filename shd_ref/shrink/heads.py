@@ -51,17 +51,14 @@ class HeadWeights:
 
     @property
     def num_heads(self) -> int:
-        """H."""
         return len(self.query)
 
     @property
     def num_kv_heads(self) -> int:
-        """H_kv."""
         return len(self.key)
 
     @property
     def head_dim(self) -> int:
-        """Entries of a query."""
         return int(self.query.shape[2])
 
     @property
@@ -72,7 +69,6 @@ class HeadWeights:
 
     @property
     def logit_scale(self) -> float:
-        """The factor of ``q k^T``."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
 

@@ -128,7 +128,6 @@ def _monomials(a: Array, t: Array, degree: int) -> Array:
 
 
 def _design(points: ArrayLike, degree: int) -> tuple[Array, Array]:
-    """Checked points, and the monomials of their ratios."""
     rows = _check_points(points)
     _check_degree(degree)
     return rows, _monomials(rows[:, 0], rows[:, 1], degree)

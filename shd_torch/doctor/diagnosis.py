@@ -94,7 +94,6 @@ class Diagnosis:
     failure: str | None = None
 
     def document(self) -> dict[str, Any]:
-        """What ``--json`` prints."""
         return asdict(self) | {"indistinguishable": None if self.probe is None else not self.probe.is_distinguishable}
 
 
@@ -204,7 +203,6 @@ def _try(
     options: DiagnosisOptions,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Fields of the diagnosis that come of running both models."""
     tokens, size = batch.get("input_ids"), found.student.vocabulary
     if tokens is not None and size is not None and int(tokens.max()) >= size:
         problem = f"the data has token {int(tokens.max())}, and the student a vocabulary of {size}"

@@ -78,7 +78,6 @@ class Parts:
 
 
 def parts_of(model: nn.Module) -> Parts:
-    """Read off a Hugging Face model, from its modules' names and its configuration."""
     config: Any = model.config
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     modules = dict(model.named_modules())
@@ -117,7 +116,6 @@ def _positions(config: Any, shapes: Iterable[str], modules: Iterable[str]) -> st
 
 
 def _patches(config: Any) -> tuple[int, ...] | None:
-    """Rows and columns of patches, and channels."""
     image, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
     if image is None or patch is None:
         return None
@@ -131,7 +129,6 @@ def _any(pattern: re.Pattern[str], names: Iterable[str]) -> bool:
 
 
 def _first(config: Any, *names: str) -> int | None:
-    """The first of a configuration's numbers that is there."""
     values = (getattr(config, name, None) for name in names)
     return next((value for value in values if isinstance(value, int)), None)
 

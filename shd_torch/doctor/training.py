@@ -191,7 +191,6 @@ def mask_of(batch: Batch) -> Tensor | None:
 
 
 def inputs_of(batch: Batch) -> dict[str, Any]:
-    """A batch without its labels, as keywords of a model."""
     return {name: array for name, array in batch.items() if name != "labels"}
 
 
@@ -261,7 +260,6 @@ class Trial:
 
     @torch.no_grad()
     def _judge(self, students: Sequence[Any], rows: Tensor) -> tuple[float, ...]:
-        """The measure of each student on held-out samples, a mean over them; ``not-finite`` where one diverged."""
         sums = np.zeros(len(students))
         for batch in self._batches(rows):
             taught = self.teacher(**inputs_of(batch))

@@ -121,7 +121,6 @@ def _removed_tokens(noise: Tensor, shape: tuple[int, int], part: float) -> Tenso
 
 
 def _as_picture(tokens: Tensor, grid: tuple[int, int] | None) -> Tensor:
-    """``(B, N, D)`` as ``(B, D, h, w)``."""
     count = tokens.shape[1]
     height, width = grid or (math.isqrt(count),) * 2
     if height * width != count:

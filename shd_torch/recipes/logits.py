@@ -67,7 +67,6 @@ def prepare(
 
 
 def _join_kd(shd: SHD | None, student_logits: Tensor, labels: Labels, soft: Tensor, weight: float) -> Terms:
-    """Cross entropy and KD, which share the weight 1."""
     cross_entropy = Term(label_loss(student_logits, labels), 1 - weight)
     return join(shd, cross_entropy=cross_entropy, kd=Term(soft, weight))
 

@@ -112,7 +112,6 @@ class SHD:
 
 
 def join(shd: SHD | None, **terms: Term) -> Terms:
-    """A recipe's terms, and ``shd`` after them where it is given."""
     return Terms(terms if shd is None else {**terms, "shd": shd.term()})
 
 
@@ -127,7 +126,6 @@ def check_share(name: str, value: Any) -> float:
 
 
 def check_integers(value: Any, name: str, shape: tuple[int, ...]) -> None:
-    """A tensor of integers of this shape."""
     check_dtype(value, INTEGERS, f"{name} must be a tensor of integers")
     check_shape(value, name, shape)
 

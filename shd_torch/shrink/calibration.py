@@ -104,7 +104,6 @@ def _without_padding(inputs: Mapping[str, Tensor], mask: Tensor) -> dict[str, Te
 def _note_calls(
     model: Any, layers: nn.ModuleList, inputs: dict[str, Any]
 ) -> tuple[Tensor, list[tuple[tuple[Any, ...], dict[str, Any]]]]:
-    """What the first layer reads, and the other arguments of all."""
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     streams: list[Tensor] = []
 

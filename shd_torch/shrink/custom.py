@@ -85,7 +85,6 @@ def check_dropped(dropped: Dropped, family: Family, config: Any, kept: Sequence[
 
 
 def build_layers(model: nn.Module, family: Family, config: Any) -> None:
-    """Replace modules in place; new ones get random weights."""
     dropped, layers = read_dropped(config), family.layers_of(model)
     if (sizes := read_sizes(config, family)) is not None:
         for layer, own in zip(layers, sizes, strict=True):

@@ -443,7 +443,6 @@ def find_part(module: nn.Module, path: str) -> Any:
 
 
 def has_part(module: Any, path: str) -> bool:
-    """Whether the module has something other than None at a dotted path."""
     return _get_part(module, path) is not None
 
 

@@ -182,7 +182,6 @@ def padding_of(config: Any) -> int:
 
 
 def forward_inputs(config: Any) -> list[str]:
-    """Names that the model of a configuration takes."""
     from transformers import AutoModel
 
     kind: Any = model_class(config)
@@ -207,7 +206,6 @@ def text_inputs(folder: str | Path) -> list[str]:
 
 
 def load_weights(source: str | os.PathLike[str], config: Any) -> Any:
-    """The model of a folder whose configuration ``read_config`` gave."""
     quantised = getattr(config, "quantization_config", None)  # it needs the code that quantised it
     kind = quantised.get("quant_method") if isinstance(quantised, Mapping) else type(quantised).__name__
     got, remedy = f"{str(source)!r} with a quantization_config ({kind})", "give the model it was made from"
@@ -216,7 +214,6 @@ def load_weights(source: str | os.PathLike[str], config: Any) -> Any:
 
 
 def is_custom(config: Any) -> bool:
-    """Whether the configuration is one of a student that stock classes do not load."""
     from shd_torch.shrink.custom import read_kind
 
     return read_kind({"model_type": config.model_type}) is not None

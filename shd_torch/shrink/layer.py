@@ -215,7 +215,6 @@ class _Ffn:
 
 
 def _read_ffn(family: Family, layer: nn.Module, neurons: int, squares: Array) -> _Ffn:
-    """A teacher's FFN with its most important neurons, in their order."""
     readers, (matrix, bias) = family.read_readers(layer), family.read_last(layer)
     if neurons == len(matrix):
         return _Ffn(readers, (matrix, bias))

@@ -40,7 +40,6 @@ class Sizes:
 
 
 def sizes_of(config: Any, family: Family) -> Sizes:
-    """What a configuration says."""
     heads = getattr(config, family.sizes.heads)
     if (listed := read_sizes(config, family)) is not None:
         heads, kv_heads, neurons = (
@@ -90,7 +89,6 @@ def _join(sizes: tuple[int, ...]) -> int | tuple[int, ...]:
 
 
 def choose_sizes(options: ShrinkOptions, teacher: Sizes, family: Family, layers: int) -> Sizes:
-    """The student's sizes, with their defaults."""
     limits = teacher.of_layer(0)
     heads = _read_counts("heads", options.heads, limits.heads, layers)
     neurons = _read_counts("neurons", options.neurons, limits.neurons, layers)
@@ -123,7 +121,6 @@ def _read_counts(name: str, value: int | Sequence[int] | None, most: int, layers
 
 
 def _choose_kv_heads(value: int | None, heads: int, teacher: LayerSizes, family: Family) -> int:
-    """Of a layer with so many query heads."""
     if value is None:
         fitting = (count for count in range(min(teacher.kv_heads, heads), 0, -1) if heads % count == 0)
         return next(fitting) if family.grouped else heads
