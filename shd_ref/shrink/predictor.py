@@ -13,34 +13,31 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from shd_ref.attention import Array, as_float, check_option
+from shd_ref.attention import Array, as_float
 from shd_ref.errors import need
 from shd_ref.integers import check_integer
 from shd_ref.tolerances import tie_width
 
-MEANINGS: tuple[str, ...] = ("retained", "pruned")
 DEGREES: tuple[int, ...] = (1, 2, 3, 4)
 
 
 @dataclass(frozen=True)
 class Predictor:
-    """A polynomial of quality over the ratios of attention blocks and of activations."""
+    """A polynomial of quality over the ratios of attention blocks and of activations that are kept."""
 
     degree: int  # from 1 to 4
     # of 1, a, t, a^2, a t, t^2, a^3, a^2 t, ...: by total degree, then by falling power of a
     coefficients: tuple[float, ...]
-    meaning: str = "retained"  # whether the ratios count what is "retained" or what is "pruned"
 
     def __post_init__(self) -> None:
         _check_degree(self.degree)
-        check_option("meaning", self.meaning, MEANINGS)
         count = (self.degree + 1) * (self.degree + 2) // 2
         fits = as_float(self.coefficients, "coefficients").shape == (count,)
         rule, got = f"be {count} for degree {self.degree}", len(self.coefficients)
         need(fits, "argument-shape", "coefficients", rule, got)
 
     def predict(self, attention: ArrayLike, activation: ArrayLike) -> Array:
-        """The polynomial at these ratios, which broadcast, in this predictor's own meaning."""
+        """The polynomial at these ratios, which broadcast."""
         a, t = np.broadcast_arrays(as_float(attention, "attention"), as_float(activation, "activation"))
         values: Array = _monomials(a.ravel(), t.ravel(), self.degree) @ np.array(self.coefficients)
         return values.reshape(a.shape)
@@ -48,20 +45,19 @@ class Predictor:
 
 @dataclass(frozen=True)
 class Split:
-    """The best split of a budget: numbers of kept layers, for either meaning of the ratios."""
+    """The best split of a budget: numbers of kept layers."""
 
     attention: int  # attention blocks that are kept
     activation: int  # activations that are kept
     quality: float  # what the polynomial predicts there
 
 
-def fit_predictor(points: ArrayLike, degree: int, meaning: str = "retained") -> Predictor:
+def fit_predictor(points: ArrayLike, degree: int) -> Predictor:
     """The least-squares polynomial through measured points.
 
     Args:
-        points: rows ``(attention ratio, activation ratio, quality)``, ratios in [0, 1].
+        points: rows ``(attention ratio, activation ratio, quality)``, ratios of kept parts in [0, 1].
         degree: from 1 to 4.
-        meaning: of the ratios, ``"retained"`` or ``"pruned"``.
 
     Raises:
         ShdError: ``argument-value``, ``argument-shape`` (too few points, or points that leave a coefficient open),
@@ -74,7 +70,7 @@ def fit_predictor(points: ArrayLike, degree: int, meaning: str = "retained") -> 
     rule = f"determine the {design.shape[1]} coefficients of degree {degree}"
     got, remedy = f"{len(design)} points of rank {rank}", "measure more splits, or lower the degree"
     need(rank == design.shape[1], "argument-shape", "points", rule, got, remedy=remedy)
-    return Predictor(degree, tuple(float(c) for c in solution), meaning)
+    return Predictor(degree, tuple(float(c) for c in solution))
 
 
 def cross_validate(points: ArrayLike, degree: int) -> float:
@@ -96,14 +92,13 @@ def choose_degree(points: ArrayLike, degrees: Sequence[int] = DEGREES) -> int:
     return min(degree for degree, error in errors.items() if error <= equal)
 
 
-def best_split(predictor: Predictor, num_layers: int, budget: int, meaning: str = "retained") -> Split:
+def best_split(predictor: Predictor, num_layers: int, budget: int) -> Split:
     """The split of a budget that the polynomial likes best, by enumeration.
 
     Args:
         predictor: from ``fit_predictor``.
         num_layers: L of the teacher.
-        budget: K, attention blocks and activations together.
-        meaning: whether K of 2 L are ``"retained"`` or ``"pruned"``.
+        budget: K of 2 L, attention blocks and activations that are kept together.
 
     Returns:
         Kept counts; of equal predictions the one that keeps more attention blocks.
@@ -111,15 +106,12 @@ def best_split(predictor: Predictor, num_layers: int, budget: int, meaning: str 
     Raises:
         ShdError: ``argument-value``.
     """
-    check_option("meaning", meaning, MEANINGS)
     num_layers = check_integer("num_layers", num_layers, 1, None)
     budget = check_integer("budget", budget, 0, 2 * num_layers)
-    kept = budget if meaning == "retained" else 2 * num_layers - budget
-    attention = np.arange(min(num_layers, kept), max(0, kept - num_layers) - 1, -1)  # more attention blocks first
-    ratios = np.stack([attention, kept - attention]) / num_layers
-    values = predictor.predict(*(ratios if predictor.meaning == "retained" else 1.0 - ratios))
+    attention = np.arange(min(num_layers, budget), max(0, budget - num_layers) - 1, -1)  # more attention blocks first
+    values = predictor.predict(attention / num_layers, (budget - attention) / num_layers)
     best = int(np.argmax(values >= values.max() - tie_width() * np.abs(values).max()))
-    return Split(int(attention[best]), int(kept - attention[best]), float(values[best]))
+    return Split(int(attention[best]), int(budget - attention[best]), float(values[best]))
 
 
 def _monomials(a: Array, t: Array, degree: int) -> Array:
