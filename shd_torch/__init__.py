@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shd_ref.errors import ShdError as ShdError
     from shd_torch.capture import capture_attention as capture_attention
-    from shd_torch.capture import record_attention as record_attention
     from shd_torch.capture import record_query_key as record_query_key
     from shd_torch.data import SupervisedDataset as SupervisedDataset
     from shd_torch.data import SupervisedStream as SupervisedStream
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
 
 _ROOMS = {
     "shd_ref.errors": ("ShdError",),
-    "shd_torch.capture": ("capture_attention", "record_attention", "record_query_key"),
+    "shd_torch.capture": ("capture_attention", "record_query_key"),
     "shd_torch.data": ("SupervisedDataset", "SupervisedStream", "read_texts"),
     "shd_torch.export": ("export_student", "export_teacher"),
     "shd_torch.indexer": ("indexer_kl",),

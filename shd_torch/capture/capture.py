@@ -1,5 +1,9 @@
 """Capture: a student's queries and keys, with gradient, while its own forward pass stays bit for bit the same.
 
+First what one attention call says, then the recording of a pass. Transformers' attention functions share one
+signature; what differs is how each reads its mask. "sdpa" is read from the fused call that it makes, which cannot be
+misread.
+
 Activation checkpointing: with ``use_reentrant=False`` the first run of a layer builds the graph, so what is noted
 there carries the gradient, and the second, hidden run is not recorded. With ``use_reentrant=True`` the first run has
 no graph at all and PyTorch keeps the second one to itself: that is refused.
@@ -9,15 +13,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, need
 from shd_ref.integers import as_index
-from shd_torch.capture.call import AttentionCall, LogitsCall, read_hf_call
 from shd_torch.capture.layers import (
     Layer,
     SameLayers,
@@ -27,14 +30,159 @@ from shd_torch.capture.layers import (
     find_call_kinds,
     number_layers,
 )
-from shd_torch.capture.outputs import fill_own_padding, keep_padded_zeros
 from shd_torch.capture.taps import RawCall, add_call, is_recording, never_compiled, record
 from shd_torch.checks import check_query_key
 from shd_torch.maps.attention import softmax
-from shd_torch.supervision.mask import AttentionRule
+from shd_torch.supervision.mask import AttentionRule, RuleKeywords, is_allowed
 from shd_torch.supervision.taught import Kinds, TaughtLayers
 
-Call: TypeAlias = AttentionCall | LogitsCall
+
+@dataclass(frozen=True, eq=False)
+class AttentionCall:
+    """One attention call: the tensors that its logits are made of, by reference and with their gradient.
+
+    Attributes:
+        query: ``(B, H, L, d_k)`` as the model multiplies them (rotated, normalised).
+        key: ``(B, H_kv, S, d_k)``, rotated and normalised too; query head h reads key head ``h // (H / H_kv)``.
+        rule: how the two become logits, and who may attend; its mask has four axes.
+        value: ``(B, H_kv, S, d_v)``, where values were asked for.
+        output: what the call returned, ``(B, H, L, d_v)`` or ``(B, L, H, d_v)``, where values were asked for.
+        module: the attention module, where it is known.
+    """
+
+    query: Tensor
+    key: Tensor
+    rule: AttentionRule
+    value: Tensor | None = None
+    output: Tensor | None = None
+    module: nn.Module | None = None
+
+    @property
+    def num_heads(self) -> int:
+        return self.query.shape[1]
+
+    @property
+    def mask_keywords(self) -> RuleKeywords:
+        """The keywords of ``attention_kl`` that describe this call beside ``query`` and ``key``."""
+        rule = self.rule
+        return RuleKeywords(
+            attn_mask=rule.attn_mask,
+            is_causal=rule.is_causal,
+            window=rule.window,
+            scale=rule.scale,
+            softcap=rule.softcap,
+        )
+
+    def compute_logits(self) -> Tensor:
+        """The logits ``(B, H, L, S)``, with gradient; -inf where attending is not allowed.
+
+        Computed at every call, like a fused kernel: never accumulated in half precision.
+        """
+        return self.rule.logits(self.query, self.key)
+
+
+_KNOWN_TENSORS = frozenset({"position_bias", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k"})
+"""Tensors beside queries, keys, values and mask that attention functions are given, and whose meaning is known."""
+
+
+def _read_call(raw: RawCall, opened: dict[int, Tensor], ignored_arguments: frozenset[str]) -> AttentionCall:
+    """What a tap saw; ``opened`` are the block masks of the same pass that were opened before, by their identity."""
+    name = "a fused call" if raw.source is None else type(raw.source).__name__
+    check_query_key(raw.query, raw.key, f"queries and keys of {name}", code="capture-failed")
+    key, mask = raw.key, raw.attn_mask
+    if raw.keywords is not None:
+        _check_arguments(raw.keywords, ignored_arguments, name)
+        if raw.inner is None:
+            rule = _read_rule(raw, raw.keywords, opened, name)
+        else:
+            key, rule = key[:, :, : raw.inner.key.shape[2]], _read_fused(raw.inner, raw.query)
+    else:
+        mask = None if mask is None else mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
+        rule = AttentionRule(mask, bool(raw.is_causal), scale=raw.scale, softcap=raw.softcap)
+    return AttentionCall(raw.query, key, rule, raw.value, raw.output, raw.source)
+
+
+def _check_arguments(keywords: dict[str, Any], ignored: frozenset[str], name: str) -> None:
+    """Tensors of a Hugging Face attention function whose part in its maps is not known may be sinks."""
+    if keywords.get("s_aux") is not None:
+        raise _unsupported(name, "be a softmax over its keys", "attention sinks")
+    for argument, value in keywords.items():
+        if _holds_tensor(value) and argument not in _KNOWN_TENSORS | ignored:
+            raise ShdError(
+                "capture-failed",
+                f"attention of {name} must be called with tensors whose part in its maps is known; got {argument!r}, "
+                "which may be a bias or attention sinks: leave its layer out, call shd_torch.record_query_key in its "
+                f"attention, or, if it changes no map, capture with ignored_arguments=[{argument!r}]",
+            )
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(_holds_tensor(item) for item in value)
+    # One number in a tensor may be a count or a switch, and cannot be a vector of sinks.
+    return isinstance(value, Tensor) and value.ndim > 0
+
+
+def _read_rule(raw: RawCall, keywords: dict[str, Any], opened: dict[int, Tensor], name: str) -> AttentionRule:
+    query, key, mask = raw.query, raw.key, raw.attn_mask
+    rule = AttentionRule(scale=keywords.get("scaling"), softcap=keywords.get("softcap"))
+    bias = keywords.get("position_bias")
+    if mask is not None and not isinstance(mask, Tensor):
+        if id(mask) not in opened:  # a BlockMask, with one head or sample where it was made for all of them
+            from torch.nn.attention.flex_attention import create_mask
+
+            samples, heads = mask.shape[:2]
+            opened[id(mask)] = create_mask(
+                mask.mask_mod, samples, heads, query.shape[2], key.shape[2], device=query.device
+            )
+        return replace(rule, attn_mask=_add_bias(opened[id(mask)], bias))
+    if mask is not None and (mask.ndim == 4 or raw.implementation == "eager"):
+        return replace(rule, attn_mask=_add_bias(mask[..., : key.shape[2]], bias))
+    if raw.implementation in ("eager", "flex_attention"):
+        return replace(rule, attn_mask=bias)
+    return _read_flash(raw, keywords, rule, name)
+
+
+def _read_fused(inner: RawCall, query: Tensor) -> AttentionRule:
+    """From the arguments of the fused call, whose keys may be repeated and whose queries may be packed."""
+    mask = inner.attn_mask
+    if mask is not None and inner.query.shape != query.shape and mask.shape[1] != 1:
+        mask = mask.reshape(mask.shape[0], query.shape[1], query.shape[2], mask.shape[3])
+    return AttentionRule(mask, bool(inner.is_causal), scale=inner.scale)
+
+
+def _read_flash(raw: RawCall, keywords: dict[str, Any], rule: AttentionRule, name: str) -> AttentionRule:
+    """A function whose mask is padding ``(B, S)`` or nothing, and whose structure is in its keywords."""
+    query, positions = raw.query, keywords.get("position_ids")
+    packed = query.shape[0] == 1 and positions is not None and bool((positions.diff() < 0).any())
+    if packed or keywords.get("cu_seq_lens_q") is not None:
+        raise _unsupported(name, "see each sample by itself", "packed sequences")
+    length, num_keys, window = query.shape[2], raw.key.shape[2], keywords.get("sliding_window")
+    is_causal = keywords.get("is_causal")
+    is_causal = getattr(raw.module, "is_causal", True) if is_causal is None else is_causal
+    structure = AttentionRule(
+        is_causal=bool(is_causal) and length > 1, window=window if window is not None and window < num_keys else None
+    )
+    mask = None if raw.attn_mask is None else raw.attn_mask[:, None, None, -num_keys:].bool()
+    if length == num_keys:
+        return replace(rule, attn_mask=mask, is_causal=structure.is_causal, window=structure.window)
+    # These kernels count from the last key.
+    near = structure.allowed(slice(num_keys - length, num_keys), slice(0, num_keys), query.device)
+    if mask is None or near is None:
+        return replace(rule, attn_mask=near if mask is None else mask)
+    return replace(rule, attn_mask=mask & near)
+
+
+def _add_bias(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
+    if bias is None or mask is None:
+        return mask if bias is None else bias
+    return torch.where(is_allowed(mask), bias if mask.dtype == torch.bool else bias + mask, -torch.inf)
+
+
+def _unsupported(name: str, rule: str, got: str) -> ShdError:
+    return ShdError(
+        "capture-failed", f"attention of {name} must {rule}; got {got}, which cannot be captured: leave its layer out"
+    )
 
 
 class Captured:
@@ -46,62 +194,40 @@ class Captured:
         self._layers = layers  # the calls to keep, in the order they were asked for; None keeps all
         self._kinds = kinds  # by which they are numbered, where there are several
         self._ignored_arguments = ignored_arguments
-        self._kept: dict[int, Call] = {}
+        self._kept: dict[int, AttentionCall] = {}
         self.num_calls = 0
 
     @property
-    def attention(self) -> list[Call]:
-        """One call per layer, in the order that ``layers`` gave: ``AttentionCall``, or ``LogitsCall``.
+    def calls(self) -> list[AttentionCall]:
+        """One call per layer, in the order that ``layers`` gave: queries, keys and masks, as ``attention_kl`` needs.
 
         Raises:
             ShdError: ``capture-failed`` where no forward pass has finished since the start or ``clear``.
         """
-        if not self._kept:
-            raise ShdError(
-                "capture-failed", "captured attention must come from a forward pass of the student; none was run yet"
-            )
+        rule = "come from a forward pass of the student"
+        need(bool(self._kept), "capture-failed", "captured attention", rule, "none, as none was run yet")
         return [self._kept[i] for i in (range(self.num_calls) if self._layers is None else self._layers)]
 
     @property
-    def calls(self) -> list[AttentionCall]:
-        """Queries, keys and masks, one ``AttentionCall`` a layer: what ``attention_kl`` asks for.
-
-        Raises:
-            ShdError: ``capture-failed`` where no forward pass has finished, or a module gave its logits alone.
-        """
-        return [_with_query_key(call, index) for index, call in enumerate(self.attention)]
+    def logits(self) -> list[Tensor]:
+        """Attention logits ``(B, H_s, L, S)``, one tensor per layer, computed at each read; -inf = masked."""
+        return [call.compute_logits() for call in self.calls]
 
     @property
-    def logits(self) -> Sequence[Tensor]:
-        """Attention logits ``(B, H_s, L, S)``, one tensor per layer, each computed when it is read.
-
-        -inf where attending is not allowed. Each read computes them again: keep what is used twice.
-        """
-        return _Lazy(self.attention, lambda call: call.compute_logits())
-
-    @property
-    def probs(self) -> Sequence[Tensor]:
-        """Attention maps ``(B, H_s, L, S)``, before dropout, each computed when it is read.
-
-        Rows that may not attend at all are zero.
-        """
-        return _Lazy(self.attention, lambda call: softmax(call.compute_logits(), check=False))
+    def probs(self) -> list[Tensor]:
+        """Attention maps ``(B, H_s, L, S)``, before dropout, computed at each read; fully masked rows are zero."""
+        return [softmax(logits, check=False) for logits in self.logits]
 
     def layer(self, number: int) -> AttentionCall:
         """Queries, keys and masks of one attention call, by its zero-based number in the forward pass.
 
         Raises:
-            ShdError: ``capture-failed`` where it was not kept, or its module gave its logits alone.
+            ShdError: ``capture-failed`` where it was not kept.
         """
-        call = self._kept.get(number)
-        if call is None:
-            kept = sorted(self._kept)
-            raise ShdError(
-                "capture-failed",
-                f"layer {number} must be among the captured attention calls; got {kept or 'no forward pass yet'}: "
-                "capture all layers, or name it in layers",
-            )
-        return _with_query_key(call, number)
+        rule, got = "be among the captured attention calls", sorted(self._kept) or "no forward pass yet"
+        advice = "capture all layers, or name it in layers"
+        need(number in self._kept, "capture-failed", f"layer {number}", rule, got, remedy=advice)
+        return self._kept[number]
 
     def check_taught(self, layers: tuple[int, ...]) -> None:
         """Refuse a student of another depth, or calls that are numbered otherwise, than its teaching was made for.
@@ -116,14 +242,11 @@ class Captured:
         """
         if not isinstance(layers, TaughtLayers) or not self.num_calls:
             return
-        if layers.kinds != self._kinds:
-            raise ShdError(
-                "cache-mismatch",
-                f"attention must be captured by the kinds that its teaching was made for, {layers.kinds or 'one'}; "
-                f"got {self._kinds or 'calls in the order they ran'}: give capture_attention the layers of the "
-                "supervision (layers=supervision.layers)",
-                "CACHE-105",
-            )
+        rule = f"be captured by the kinds that its teaching was made for, {layers.kinds or 'one'}"
+        got = self._kinds or "calls in the order they ran"
+        advice = "give capture_attention the layers of the supervision (layers=supervision.layers)"
+        fits = layers.kinds == self._kinds
+        need(fits, "cache-mismatch", "attention", rule, got, remedy=advice, spec_id="CACHE-105")
         layers.check_calls(self.num_calls, "the student")
 
     def clear(self) -> None:
@@ -148,11 +271,7 @@ class Captured:
 
 
 class AttentionCapture:
-    """Records a student between ``start`` and ``stop``, or inside a ``with`` block; as ``capture_attention``.
-
-    Raises:
-        ShdError: ``argument-value`` for bad ``layers`` or ``ignored_arguments``.
-    """
+    """Records a student between ``start`` and ``stop``, or inside a ``with`` block; see ``capture_attention``."""
 
     def __init__(
         self,
@@ -162,8 +281,7 @@ class AttentionCapture:
         keep_values: bool = False,
         ignored_arguments: Sequence[str] = (),
     ) -> None:
-        self._expected, kept = _read_layers(layers)
-        self._kept = kept
+        self._expected, self._kept = _read_layers(layers)
         self._taught = layers if isinstance(layers, TaughtLayers) else None
         self._same = SameLayers(student)
         self._checked_count = 0  # of calls that are known to be those of every layer
@@ -173,12 +291,11 @@ class AttentionCapture:
         self._student = student
         self._keep_values = keep_values
         self._undo: Callable[[], None] | None = None
-        if isinstance(ignored_arguments, str) or not all(isinstance(name, str) for name in ignored_arguments):
-            raise ShdError(
-                "argument-value", f"ignored_arguments must be a list of argument names; got {ignored_arguments!r}"
-            )
+        named = not isinstance(ignored_arguments, str) and all(isinstance(name, str) for name in ignored_arguments)
+        rule = "be a list of argument names"
+        need(named, "argument-value", "ignored_arguments", rule, repr(ignored_arguments))
         kinds = () if self._taught is None else self._taught.kinds
-        self.captured = Captured(kept, frozenset(ignored_arguments), kinds)
+        self.captured = Captured(self._kept, frozenset(ignored_arguments), kinds)
 
     def start(self) -> Captured:
         """Record every forward pass from now on; the result fills itself.
@@ -186,8 +303,7 @@ class AttentionCapture:
         Raises:
             ShdError: ``capture-failed`` if it was started before and not stopped.
         """
-        if self._undo is not None:
-            raise ShdError("capture-failed", "a capture must be stopped before it starts again; it is running")
+        need(self._undo is None, "capture-failed", "a capture", "be stopped before it starts again", "one that runs")
         self._undo = self._wrap()
         return self.captured
 
@@ -225,11 +341,8 @@ class AttentionCapture:
     def _run(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.captured.clear()
         grad_enabled = torch.is_grad_enabled()
-        with ExitStack() as hooks:
-            keep_padded_zeros(self._student, hooks)
-            with record(self._student, values=self._keep_values) as calls:
-                result = original(*args, **kwargs)
-        result = fill_own_padding(self._student, args, kwargs, result)
+        with record(self._student, values=self._keep_values) as calls:
+            result = original(*args, **kwargs)
         name = type(self._student).__name__
         is_count = self._expected == len(calls)  # call is meant, also of modules that make several
         layers: list[Layer] = [[call] for call in calls] if is_count else number_layers(calls, self._student)
@@ -243,12 +356,9 @@ class AttentionCapture:
         if self._kept is not None:
             self._same.check(layers, self._kept)
         if not self._is_count_given and len(layers) != self._checked_count:
-            encoder_ran = kwargs.get("encoder_outputs") is None
-            remedy = (
-                f"give their count (layers={len(calls)}) or capture the part of the model that is seen (such as its "
-                "decoder)"
-            )
-            check_every_layer(self._student, calls, encoder_ran, remedy)
+            remedy = f"give their count (layers={len(calls)}) or capture the part of the model that is seen "
+            remedy += "(such as its decoder)"
+            check_every_layer(self._student, calls, kwargs.get("encoder_outputs") is None, remedy)
             self._checked_count = len(layers)
         try:
             self.captured.take(layers, grad_enabled)
@@ -289,16 +399,17 @@ def capture_attention(
 ) -> AttentionCapture:
     """Record the queries and keys of every forward pass of ``student``, in a ``with`` block or from start to stop.
 
-    The last forward pass wins. Outputs are bit-identical to those without capture. A layer is one run of an attention
-    module, numbered in execution order: a shared module counts each time, and each direct call by the student is a
-    layer. Calls whose tensors do not have the four axes ``(B, H, L, d)`` are not counted, nor is a head that pools
-    all positions with one query: capture it separately. A module with several calls per run (differential attention)
-    counts once and is rejected, unless its number is omitted or the count of all calls is given. An encoder-decoder
-    makes the calls of its encoder's layers first, then self- and cross-attention of each decoder layer in turn: with
-    n encoder layers, decoder layer i is calls ``n + 2 i`` and ``n + 2 i + 1``; the ``layers`` of a supervision with
-    several kinds of attention number the calls of each kind separately. A student may be compiled, before or after,
-    and wrapped in any way: capture the module that is called, or one inside it. A deep copy (such as an average of
-    its weights) is independent.
+    The last forward pass wins. Outputs are bit-identical to those without capture; only the padded rows of a
+    ``torch.nn.TransformerEncoder``, which its inference-only fast path leaves zero, are computed like all others.
+    A layer is one run of an attention module, numbered in execution order: a shared module counts each time, and each
+    direct call by the student is a layer. Calls whose tensors do not have the four axes ``(B, H, L, d)`` are not
+    counted, nor is a head that pools all positions with one query: capture it separately. A module with several calls
+    per run (differential attention) counts once and is rejected, unless its number is omitted or the count of all
+    calls is given. An encoder-decoder makes the calls of its encoder's layers first, then self- and cross-attention
+    of each decoder layer in turn: with n encoder layers, decoder layer i is calls ``n + 2 i`` and ``n + 2 i + 1``;
+    the ``layers`` of a supervision with several kinds of attention number the calls of each kind separately. A
+    student may be compiled, before or after, and wrapped in any way: capture the module that is called, or one inside
+    it. A deep copy (such as an average of its weights) is independent.
 
     Tensors are kept by reference, except for FlexAttention: its ``BlockMask`` is expanded to booleans, one byte per
     entry of ``(B, 1, L, S)`` (``(1, 1, L, S)`` if made with ``B=None``, ``(B, H, L, S)`` if made with ``H``), once
@@ -329,34 +440,6 @@ def capture_attention(
     return AttentionCapture(student, layers, keep_values=keep_values, ignored_arguments=ignored_arguments)
 
 
-def record_attention(module: nn.Module, attn_logits: Tensor) -> Tensor:
-    """Pass a module's attention logits to the capture in progress, if any.
-
-    For modules with a custom attention implementation: call it before the softmax. If queries and keys are available,
-    prefer ``record_query_key``: ``attention_kl`` needs no logits.
-
-    Args:
-        module: the caller, named in errors.
-        attn_logits: ``(B, H, L, S)``, after scaling and masking, before softmax.
-
-    Returns:
-        ``attn_logits``, unchanged.
-
-    Raises:
-        ShdError: ``capture-failed`` where a capture is in progress and the logits do not have four axes.
-
-    Source: the student's side of Eq. 10.
-    """
-    if is_recording():
-        if attn_logits.ndim != 4:
-            raise ShdError(
-                "capture-failed",
-                f"attn_logits of {type(module).__name__} must be (B, H, L, S); got {tuple(attn_logits.shape)}",
-            )
-        add_call(RawCall(logits=attn_logits, module=module))
-    return attn_logits
-
-
 def record_query_key(
     module: nn.Module,
     query: Tensor,
@@ -370,6 +453,9 @@ def record_query_key(
     output: Tensor | None = None,
 ) -> None:
     """Pass a module's queries and keys to the capture in progress, if any.
+
+    For modules with a custom attention implementation. Where logits are no products of queries and keys, call
+    ``shd_torch.maps.shd_loss`` on them.
 
     Args:
         module: the caller, named in errors.
@@ -389,67 +475,8 @@ def record_query_key(
     """
     if is_recording():
         check_query_key(query, key, f"queries and keys of {type(module).__name__}", code="capture-failed")
-        add_call(
-            RawCall(
-                query,
-                key,
-                attn_mask,
-                is_causal=is_causal,
-                scale=scale,
-                softcap=softcap,
-                value=value,
-                output=output,
-                module=module,
-            )
-        )
-
-
-class _Lazy(Sequence[Tensor]):
-    """One tensor per layer, each computed when it is read."""
-
-    def __init__(self, calls: list[Call], compute: Callable[[Call], Tensor]) -> None:
-        self._calls = calls
-        self._compute = compute
-
-    def __len__(self) -> int:
-        return len(self._calls)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return _Lazy(self._calls[index], self._compute)
-        return self._compute(self._calls[index])
-
-
-def _with_query_key(call: Call, number: int) -> AttentionCall:
-    if isinstance(call, LogitsCall):
-        raise ShdError(
-            "capture-failed",
-            f"layer {number} must show its queries and keys; it showed its logits alone: call "
-            "shd_torch.record_query_key instead of record_attention, or use captured.logits",
-        )
-    return call
-
-
-def _read_call(raw: RawCall, opened: dict[int, Tensor], ignored_arguments: frozenset[str]) -> Call:
-    if raw.logits is not None:
-        return LogitsCall(raw.logits)
-    if raw.function is not None:
-        return read_hf_call(raw, opened, ignored_arguments)
-    assert raw.query is not None
-    assert raw.key is not None
-    name = "a fused call" if raw.source is None else type(raw.source).__name__
-    check_query_key(raw.query, raw.key, f"queries and keys of {name}", code="capture-failed")
-    mask = raw.attn_mask
-    if mask is not None:
-        mask = mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
-    return AttentionCall(
-        raw.query,
-        raw.key,
-        AttentionRule(mask, bool(raw.is_causal), scale=raw.scale, softcap=raw.softcap),
-        value=raw.value,
-        output=raw.output,
-        module=raw.source,
-    )
+        structure: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "softcap": softcap}
+        add_call(RawCall(query, key, attn_mask, value=value, output=output, module=module, **structure))
 
 
 def _read_layers(layers: int | Sequence[int] | None) -> tuple[int | None, tuple[int, ...] | None]:
@@ -461,9 +488,7 @@ def _read_layers(layers: int | Sequence[int] | None) -> tuple[int | None, tuple[
         numbers = tuple(as_index(number) for number in ((layers,) if isinstance(layers, int) else layers))
     except TypeError:
         numbers = ()
-    if not numbers or len(set(numbers)) < len(numbers) or min(numbers) < smallest:
-        raise ShdError(
-            "argument-value",
-            f"layers must be a count of at least 1 or distinct zero-based layer numbers; got {layers!r}",
-        )
+    fits = bool(numbers) and len(set(numbers)) == len(numbers) and min(numbers) >= smallest
+    rule = "be a count of at least 1 or distinct zero-based layer numbers"
+    need(fits, "argument-value", "layers", rule, repr(layers))
     return (numbers[0], None) if isinstance(layers, int) else (None, numbers)

@@ -18,7 +18,7 @@ Layer: TypeAlias = Sequence[RawCall]
 
 _REMEDY = (
     "use a model that calls torch.nn.functional.scaled_dot_product_attention (by that name), set "
-    "attn_implementation to 'sdpa', or call shd_torch.record_query_key (or record_attention) in its attention; "
+    "attn_implementation to 'sdpa', or call shd_torch.record_query_key in its attention; "
     "a student with 'eager' attention must not be compiled before it is captured"
 )
 
@@ -33,7 +33,7 @@ def number_layers(calls: Sequence[RawCall], model: nn.Module) -> list[Layer]:
         if not run:
             layers.append(run)
         run.append(call)
-    pooled = [layer for layer in layers if layer[0].num_rows == 1 < layer[0].num_keys]
+    pooled = [layer for layer in layers if layer[0].query.shape[2] == 1 < layer[0].key.shape[2]]
     if pooled:
         paths = _find_paths(model, (layer[0].source for layer in layers))
         numbered = [re.search(r"\.\d+\.", f".{path}.") is not None for path in paths]
@@ -212,7 +212,7 @@ def find_call_kinds(calls: Sequence[RawCall], student: nn.Module, taught: Sequen
 def _is_cross(call: RawCall, path: str) -> bool:
     if call.is_cross is not None:
         return call.is_cross
-    if call.num_rows != call.num_keys:
+    if call.query.shape[2] != call.key.shape[2]:
         return True
     if getattr(call.source, "is_cross_attention", False) is True:
         return True

@@ -1,14 +1,10 @@
-"""What a model's forward pass gave: logits and hidden states, padded rows as its fast path leaves them, and W_o.
-
-The output projection is the matrix that a call's output meets.
-"""
+"""What a model's forward pass gave: logits and hidden states, and W_o, the matrix that a call's output meets."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shd_ref.errors import ShdError
-from shd_torch.capture.taps import RawCall, last_call, never_compiled
+from shd_torch.capture.taps import RawCall, last_call
 
 
 def read_logits(output: Any) -> Tensor | None:
@@ -65,48 +61,6 @@ def without(output: Any, *names: str) -> Any:
 def read_output(output: Any, name: str) -> Any:
     """A field of an output of Hugging Face, or an entry of a mapping; None where it has none."""
     return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
-
-
-@never_compiled
-def keep_padded_zeros(student: nn.Module, stack: ExitStack) -> None:
-    """Give padded rows of encoders inside a student what the fast path, which packs them, would while it is off."""
-    for module in student.modules():
-        if module is not student and _packs(module):  # the student's own hooks have been looked for already
-            stack.callback(module.register_forward_hook(_fill_padding, with_kwargs=True).remove)
-
-
-@never_compiled
-def fill_own_padding(student: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """Like ``keep_padded_zeros``, for the output of a student that is such an encoder itself."""
-    filled = _fill_padding(student, args, kwargs, output) if _packs(student) else None
-    return output if filled is None else filled
-
-
-def _packs(module: nn.Module) -> TypeGuard[nn.TransformerEncoder]:
-    return (
-        isinstance(module, nn.TransformerEncoder)
-        and torch.backends.mha.get_fastpath_enabled()
-        and bool(module.use_nested_tensor)
-        and not module.layers[0].training
-    )
-
-
-def _fill_padding(
-    encoder: nn.TransformerEncoder, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
-) -> Tensor | None:
-    arguments = dict(zip(("src", "mask", "src_key_padding_mask", "is_causal"), args, strict=False)) | kwargs
-    source, padding = arguments["src"], arguments.get("src_key_padding_mask")
-    if padding is None or arguments.get("mask") is not None or source.is_nested or source.ndim != 3:
-        return None
-    if torch.is_autocast_enabled() or torch.compiler.is_compiling():
-        return None
-    if torch.is_grad_enabled() and (source.requires_grad or any(p.requires_grad for p in encoder.parameters())):
-        return None
-    kept = padding.logical_not()  # also of additive masks, which hold 0 and -inf
-    if getattr(encoder, "mask_check", True) and not torch._nested_tensor_from_mask_left_aligned(source, kept):
-        return None
-    empty = torch.zeros_like(output)
-    return torch.where(kept[..., None], output, empty if encoder.norm is None else encoder.norm(empty))
 
 
 class Projection(NamedTuple):

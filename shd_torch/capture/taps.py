@@ -61,20 +61,18 @@ def _disable(function: Callable[P, R], recursive: bool) -> Callable[P, R]:
 
 @dataclass(eq=False)
 class RawCall:
-    """One attention call as a tap saw it; ``call.py`` and ``capture.py`` make sense of it."""
+    """One attention call as a tap saw it; ``capture.py`` makes sense of it."""
 
-    query: Tensor | None = None
-    key: Tensor | None = None
+    query: Tensor
+    key: Tensor
     attn_mask: Any = None
     is_causal: bool | None = None
     scale: float | None = None
     softcap: float | None = None
     value: Tensor | None = None
     output: Tensor | None = None
-    logits: Tensor | None = None  # of a call that gives nothing else
     module: nn.Module | None = None
-    implementation: str | None = None  # this and the next three are of a Hugging Face call
-    function: Callable[..., Any] | None = None
+    implementation: str | None = None  # this and the next two are of a Hugging Face call
     keywords: dict[str, Any] | None = None
     inner: RawCall | None = None  # the fused call inside of it
     projection: Tensor | None = None  # (D, H * d_v), of a function that attends and projects in one
@@ -87,21 +85,6 @@ class RawCall:
     def source(self) -> nn.Module | None:
         """The module that made the call; None where that is the recorded model itself."""
         return self.module if self.module is not None or self.run is None else self.run.module
-
-    @property
-    def num_rows(self) -> int:
-        """L, the number of queries."""
-        rows = self.logits if self.query is None else self.query
-        assert rows is not None
-        return rows.shape[2]
-
-    @property
-    def num_keys(self) -> int:
-        """S."""
-        if self.key is not None:
-            return self.key.shape[2]
-        assert self.logits is not None
-        return self.logits.shape[3]
 
 
 @dataclass(eq=False)
@@ -214,7 +197,6 @@ def tap_interface(implementation: str, function: Callable[..., Any]) -> Callable
                 output=result[0] if recorder.wants_values else None,
                 module=module,
                 implementation=implementation,
-                function=function,
                 keywords=kwargs,
                 inner=inner,
             )
@@ -326,32 +308,34 @@ def _tap_multi_head(original: Callable[..., Any]) -> Callable[..., Any]:
         # tapped by itself.
         if not is_recording():
             return original(query, key, value, embed_dim_to_check, num_heads, *args, **kwargs)
-        projection = args[6] if len(args) > 6 else kwargs.get("out_proj_weight")
+        recorder = _threads.recorder
         products: list[tuple[Tensor, ...]] = []
-        before = _threads.recorder.last
+        before = recorder.last
         with ExitStack() as stack:
             for name in ("bmm", "baddbmm"):
                 _replace(stack, torch, name, _watch(products, getattr(torch, name), threading.get_ident()))
             result = original(query, key, value, embed_dim_to_check, num_heads, *args, **kwargs)
-        if products and _threads.recorder.last is before:  # else this tap was passed twice, by a TorchFunctionMode
-            # The first is of queries and keys, the second of weights and values.
-            *mask, scaled, transposed = products[0]
-            heads = [t.reshape(-1, num_heads, *t.shape[1:]) for t in (scaled, transposed.mT)]
-            bias = None if not mask else mask[0]
-            if bias is not None:
-                bias = bias[None] if bias.shape[0] == 1 else bias.reshape(-1, num_heads, *bias.shape[1:])
-            values = products[1][1] if _threads.recorder.wants_values else None
-            values = None if values is None else values.reshape(-1, num_heads, *values.shape[1:])
-            add_call(
-                RawCall(heads[0], heads[1], bias, is_causal=False, scale=1.0, value=values, projection=projection)
-            )
-        elif _threads.recorder.last is not None and _threads.recorder.last is not before:
-            _threads.recorder.last.projection = projection
-        if _threads.recorder.last is not None and _threads.recorder.last is not before:
-            _threads.recorder.last.is_cross = key is not query
+        if products and recorder.last is before:  # else this tap was passed twice, by a TorchFunctionMode
+            add_call(_read_products(products, num_heads, recorder.wants_values))
+        call = recorder.last
+        if call is not None and call is not before:
+            call.projection = args[6] if len(args) > 6 else kwargs.get("out_proj_weight")
+            call.is_cross = key is not query
         return result
 
     return attend
+
+
+def _read_products(products: list[tuple[Tensor, ...]], num_heads: int, wants_values: bool) -> RawCall:
+    """A call by hand, of products ``(B * H, ...)``: first of queries and keys, then of weights and values."""
+
+    def by_heads(tensor: Tensor) -> Tensor:
+        return tensor.reshape(-1, num_heads, *tensor.shape[1:])
+
+    *mask, scaled, transposed = products[0]
+    bias = None if not mask else mask[0][None] if mask[0].shape[0] == 1 else by_heads(mask[0])
+    value = by_heads(products[1][1]) if wants_values else None
+    return RawCall(by_heads(scaled), by_heads(transposed.mT), bias, is_causal=False, scale=1.0, value=value)
 
 
 def _watch(products: list[tuple[Tensor, ...]], original: Callable[..., Tensor], thread: int) -> Callable[..., Tensor]:

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from shd_ref.errors import ShdError
 from shd_ref.layers import layer_map as pair_layers
 from shd_ref.merging.plans import check_count
-from shd_torch.capture.call import AttentionCall
-from shd_torch.capture.capture import Captured
+from shd_torch.capture.capture import AttentionCall, Captured
 from shd_torch.capture.layers import Layer, SameLayers, check_calls, check_every_layer, check_single, number_layers
 from shd_torch.capture.outputs import Projection, ProjectionWatch, read_hidden_states, read_logits, without
 from shd_torch.capture.taps import RawCall, never_compiled, record, run_eagerly

@@ -272,11 +272,6 @@ def is_allowed(mask: Tensor) -> Tensor:
     return mask if mask.dtype == torch.bool else ~(mask.detach() <= torch.finfo(mask.dtype).min / 2)
 
 
-def mark_masked(logits: Tensor) -> Tensor:
-    """Logits with -inf where an additive mask spoke."""
-    return logits.masked_fill(~is_allowed(logits), -torch.inf)
-
-
 def _check_mask(mask: Tensor, shape: Sequence[int]) -> None:
     if not (mask.dtype == torch.bool or mask.is_floating_point()):
         message = f"attn_mask must be a boolean tensor (True = may attend) or a floating-point one; got {mask.dtype}"

@@ -7,30 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from support.binding.models import HF_MODELS, NUM_HEADS, NUM_LAYERS, PlainBlock, PlainViT, hf_inputs, hf_model
+from support.binding.models import HF_MODELS, NUM_HEADS, NUM_LAYERS, PlainViT, hf_inputs, hf_model
 from support.refusals import refusal
 from torch import Tensor, nn
 
 import shd_torch.maps as shd
-from shd_torch import ShdError, capture_attention, record_attention
-
-
-def first_output(output: Any) -> Tensor:
-    result: Tensor = output if isinstance(output, Tensor) else output[0]
-    return result
-
-
-@pytest.mark.parametrize("name", HF_MODELS)
-def test_masked_keys_are_minus_infinity(name: str) -> None:
-    logits = {}
-    for attn_implementation in ("eager", "sdpa"):
-        model = hf_model(name, attn_implementation)
-        with capture_attention(model) as captured:
-            model(**hf_inputs(name))
-        logits[attn_implementation] = captured.logits[0]
-    assert torch.equal(torch.isneginf(logits["eager"]), torch.isneginf(logits["sdpa"]))
-    assert torch.isneginf(logits["eager"]).any() == (name != "vit")
-    torch.testing.assert_close(logits["eager"], logits["sdpa"], atol=1e-6, rtol=1e-5)
+from shd_torch import ShdError, capture_attention
 
 
 @pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
@@ -44,31 +26,16 @@ def test_hf_training_gradients(name: str, attn_implementation: str) -> None:
         model.zero_grad()
         torch.manual_seed(1)
         if beta is None:
-            first_output(model(**inputs)).square().mean().backward()
+            model(**inputs)[0].square().mean().backward()
         else:
             with capture_attention(model) as captured:
-                loss = first_output(model(**inputs)).square().mean()
+                loss = model(**inputs)[0].square().mean()
                 teacher = [torch.softmax(2 * t.detach(), -1) for t in captured.logits]
                 (loss + shd.shd_loss(teacher, captured.logits, beta=beta)).backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     torch.testing.assert_close(gradients[0], gradients[1], atol=1e-8, rtol=1e-5)
     assert torch.isfinite(gradients[2]).all()
     assert not torch.allclose(gradients[1], gradients[2], atol=1e-4)
-
-
-def test_plain_module_with_sdpa() -> None:
-    torch.manual_seed(0)
-    model, images = PlainViT(), torch.randn(2, 3, 16, 16)
-    plain = model(images)
-    with capture_attention(model, NUM_LAYERS) as captured:
-        watched = model(images)
-    assert torch.equal(plain, watched)
-    block = model.blocks[0]
-    hidden = model.patches(images).flatten(2).transpose(1, 2) + model.positions
-    query, key, _ = block.qkv(block.norm(hidden)).reshape(2, 16, 3, NUM_HEADS, 8).permute(2, 0, 3, 1, 4)
-    torch.testing.assert_close(captured.logits[0], query @ key.mT / 8**0.5)
-    captured.logits[0].sum().backward()
-    assert model.blocks[0].qkv.weight.grad is not None
 
 
 class Sdpa(nn.Module):
@@ -133,57 +100,21 @@ def test_multihead_attention(need_weights: bool, training: bool) -> None:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
 @pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("padding", [None, "right", "left", "additive"])
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("nested", [True, False])
-@pytest.mark.parametrize("norm", [None, "first", "last"])
-def test_transformer_encoder_keeps_its_outputs(
-    norm: str | None, nested: bool, training: bool, padding: str | None, context: Any
-) -> None:
+def test_transformer_encoder_keeps_its_outputs(training: bool, padded: bool, context: Any) -> None:
+    """Its fast path is off during a capture; it left padded rows zero."""
     torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(32, NUM_HEADS, 48, batch_first=True, norm_first=norm == "first")
-    last = nn.LayerNorm(32) if norm == "last" else None
-    if last is not None:
-        nn.init.normal_(last.bias)  # what padded rows are, then
-    encoder = nn.TransformerEncoder(layer, 2, last, enable_nested_tensor=nested).train(training)
-    mask: Tensor | None = None
-    if padding is not None:
-        mask = torch.arange(7) >= torch.tensor([7, 5, 3])[:, None]
-        mask = mask.flip(1) if padding == "left" else mask
-        mask = torch.zeros(3, 7).masked_fill(mask, -torch.inf) if padding == "additive" else mask
+    layer = nn.TransformerEncoderLayer(32, NUM_HEADS, 48, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2).train(training)
+    real = torch.arange(7) < torch.tensor([7, 5, 3])[:, None]
     source, outputs = torch.randn(3, 7, 32), []
-    inside = nn.ModuleDict({"encoder": encoder})
-    inside.forward = lambda source: inside["encoder"](source, src_key_padding_mask=mask)  # type: ignore[method-assign]
-    for capture in (nullcontext(), capture_attention(encoder, 2), capture_attention(inside, 2)):
+    for capture in (nullcontext(), capture_attention(encoder, 2)):
         torch.manual_seed(1)  # dropout
         with context(), capture:
-            outputs.append(inside(source))
-    for watched in outputs[1:]:
-        torch.testing.assert_close(watched, outputs[0], atol=0.0 if training else 1e-5, rtol=0.0)
-    assert not encoder._forward_hooks
-
-
-class OwnAttention(PlainBlock):
-    """Attention in its own way, with the one line that makes it visible."""
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        logits = record_attention(self, query @ key.mT / query.shape[-1] ** 0.5)
-        return logits.softmax(-1) @ value
-
-
-def test_record_attention() -> None:
-    torch.manual_seed(0)
-    model, hidden = OwnAttention(32, NUM_HEADS), torch.randn(2, 7, 32)
-    plain = model(hidden)
-    with capture_attention(model, 1) as captured:
-        assert torch.equal(model(hidden), plain)
-    assert captured.logits[0].shape == (2, NUM_HEADS, 7, 7)
-    assert captured.logits[0].requires_grad
-    with pytest.raises(ShdError, match="record_query_key instead"):
-        _ = captured.calls
-    model.attend = lambda q, k, v: record_attention(model, (q @ k.mT)[0])
-    with capture_attention(model), refusal("capture-failed", "OwnAttention must be"):
-        model(hidden)
+            outputs.append(encoder(source, src_key_padding_mask=~real if padded else None))
+    rows = real if padded else torch.ones_like(real)
+    torch.testing.assert_close(outputs[1][rows], outputs[0][rows], atol=0.0 if training else 1e-5, rtol=0.0)
 
 
 def test_layers_are_kept_in_the_order_asked_for() -> None:
@@ -262,11 +193,11 @@ def test_counts_that_differ(layers: Any, message: str) -> None:
 
 def test_nothing_recorded_says_what_to_do() -> None:
     model = nn.Linear(3, 3)
-    with capture_attention(model), refusal("capture-failed", r"got 0 calls: use .*record_attention"):
+    with capture_attention(model), refusal("capture-failed", r"got 0 calls: use .*record_query_key"):
         model(torch.randn(2, 3))
 
 
-@pytest.mark.parametrize("layers", [0, [], [1, 1], [-1], True, [False], [1.5], ["0"], "01", 2.0])
+@pytest.mark.parametrize("layers", [0, [], [1, 1], [-1], True, [1.5], "01"])
 def test_bad_layers(layers: Any) -> None:
     with refusal("argument-value", "layers must be"):
         capture_attention(nn.Identity(), layers)

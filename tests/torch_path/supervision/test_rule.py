@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from shd_torch.supervision import AttentionRule
-from shd_torch.supervision.mask import mark_masked
 
 BATCH, HEADS, KEY_HEADS, ROWS, KEYS, WIDTH = 2, 4, 2, 7, 9, 3
 STRUCTURES: tuple[dict[str, Any], ...] = ({}, {"is_causal": True}, {"window": 3}, {"is_causal": True, "window": 2})
@@ -83,11 +82,3 @@ def test_a_learned_bias_gets_its_gradient_and_masked_keys_none() -> None:
     logits.masked_fill(torch.isneginf(logits), 0.0).sum().backward()
     assert bias.grad is not None
     assert bias.grad.tolist() == [[1.0, 0.0], [1.0, 1.0]]
-
-
-def test_what_was_masked_is_known_again_and_nan_is_no_mask() -> None:
-    low = torch.finfo(torch.float32).min
-    marked = mark_masked(torch.tensor([1.0, low, low / 2, low / 4, torch.nan]))
-    assert marked[1:3].tolist() == [-math.inf, -math.inf]
-    assert torch.isfinite(marked[[0, 3]]).all()
-    assert marked[4].isnan()
