@@ -48,7 +48,6 @@ def kd_loss(targets: Targets, student_logits: Tensor, **keywords: Unpack[KdKeywo
             reduction: ``"mean"`` over counted rows, ``"sum"``, or ``"batch_mean"``, the sum divided by B.
             vocab_size: number of classes to read on either side; the others are padding.
             check: validate the values, which costs a device sync; default True.
-            chunk_rows: rows to widen at once; the default depends on the device.
 
     Returns:
         The loss ``()`` in nats, float64 if the logits are, else float32; 0 where no row counts. Only first-order
@@ -124,7 +123,7 @@ class _LossOnLogits(torch.autograd.Function):
         ctx.save_for_backward(z)
         ctx.rows = rows
         total = torch.zeros((), dtype=rows.factor.dtype, device=z.device)
-        for chunk in row_chunks(rows.count(len(z)), rows.vocab_size, z.device, rows.chunk_rows):
+        for chunk in row_chunks(rows.count(len(z)), rows.vocab_size, z.device):
             at = rows.rows_of(chunk)
             total += rows.terms(z[at].to(total.dtype, copy=True), at, wants_gradient=False)[0].sum()
         return total.mul_(rows.factor)
@@ -134,7 +133,7 @@ class _LossOnLogits(torch.autograd.Function):
         (z,), rows = ctx.saved_tensors, ctx.rows
         factor = upstream.detach() * rows.factor / rows.temperature
         dz = torch.zeros_like(z) if rows.index is not None else torch.empty_like(z)
-        for chunk in row_chunks(rows.count(len(z)), rows.vocab_size, z.device, rows.chunk_rows):
+        for chunk in row_chunks(rows.count(len(z)), rows.vocab_size, z.device):
             at = rows.rows_of(chunk)
             slope = rows.terms(z.detach()[at].to(factor.dtype, copy=True), at, wants_gradient=True)[1]
             dz[at] = slope.mul_(factor).to(z.dtype)
@@ -155,7 +154,7 @@ class _LossOfHead(torch.autograd.Function):
             for value, expected in zip((hidden, weight, bias), wants[:3], strict=True)
         )
         head = weight.to(product)
-        for chunk in row_chunks(rows.count(len(hidden)), rows.vocab_size, hidden.device, rows.chunk_rows):
+        for chunk in row_chunks(rows.count(len(hidden)), rows.vocab_size, hidden.device):
             at = rows.rows_of(chunk)
             read = hidden[at].to(product)
             logits = (read @ head.mT).to(wide)

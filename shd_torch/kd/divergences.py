@@ -44,7 +44,6 @@ class KdKeywords(TypedDict, total=False):
     reduction: str
     vocab_size: int | None
     check: bool
-    chunk_rows: int | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,13 +58,10 @@ class KdOptions:
     reduction: str = "mean"
     vocab_size: int | None = None
     check: bool = True
-    chunk_rows: int | None = None
 
     def __post_init__(self) -> None:
         check_option("divergence", self.divergence, DIVERGENCES)
         check_option("reduction", self.reduction, REDUCTIONS)
-        if self.chunk_rows is not None:
-            check_integer("chunk_rows", self.chunk_rows, 1, None, "ERR-6")
         object.__setattr__(self, "mixing", check_number("mixing", self.mixing, least=0, most=1))
         is_flag = isinstance(self.t_squared, bool)
         need(is_flag, "argument-value", "t_squared", "be True or False", repr(self.t_squared))
@@ -83,7 +79,6 @@ class KdRows:
     index: Tensor | None  # of the rows that count; None where all rows are read, and counted is applied
     vocab_size: int  # V, after the cut
     taught: Tensor | ExactTargets | TopkTargets  # the teacher's logits (R, V) or what makes them, or its record
-    chunk_rows: int | None  # as given
 
     def rows_of(self, chunk: slice) -> slice | Tensor:
         """The rows of a chunk: a slice of all, or of the index of those that count."""
@@ -198,7 +193,6 @@ def kd_rows(
         index=counted.nonzero()[:, 0] if counted is not None and check else None,
         vocab_size=num_classes,
         taught=taught,
-        chunk_rows=options.chunk_rows,
     )
 
 

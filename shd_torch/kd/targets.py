@@ -14,16 +14,9 @@ from torch.nn import functional as F
 
 from shd_ref.cache import CacheReader, Exact, FinalNorm
 from shd_ref.errors import ShdError, need
-from shd_ref.integers import check_integer, check_number
+from shd_ref.integers import check_integer
 from shd_ref.tolerances import load_tolerances
-from shd_torch.checks import (
-    check_option,
-    check_real,
-    check_shapes,
-    check_temperature,
-    compute_dtype,
-    without_autocast,
-)
+from shd_torch.checks import check_real, check_shapes, check_temperature, compute_dtype, without_autocast
 from shd_torch.supervision.taught import TopkTargets
 
 _ENTRIES = {"cpu": 1 << 22}
@@ -31,9 +24,9 @@ _ENTRIES_OF_A_DEVICE = 1 << 26  # 256 MiB of float32: products large enough for 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def row_chunks(rows: int, width: int, device: torch.device, chunk_rows: int | None) -> Iterator[slice]:
-    """Slices over rows, each of at most ``chunk_rows`` rows, or of what a device is given at once."""
-    size = chunk_rows or max(_ENTRIES.get(device.type, _ENTRIES_OF_A_DEVICE) // max(width, 1), 1)
+def row_chunks(rows: int, width: int, device: torch.device) -> Iterator[slice]:
+    """Slices over rows of ``width`` numbers, each of what a device is given at once."""
+    size = max(_ENTRIES.get(device.type, _ENTRIES_OF_A_DEVICE) // max(width, 1), 1)
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 
@@ -44,32 +37,19 @@ def check_rows(value: Tensor, name: str, *, check: bool, ndim: int | None = None
         check_real(value, name, check=check)
         return
     rows = value.flatten(0, -2)
-    chunks = row_chunks(len(rows), rows.shape[-1], value.device, None)
+    chunks = row_chunks(len(rows), rows.shape[-1], value.device)
     finite = [torch.isfinite(rows[chunk]).all() for chunk in chunks]
     if finite and not bool(torch.stack(finite).all()):
         check_real(value, name, check=True)
 
 
-MEANS: tuple[str, ...] = ("logits", "probs")
-
-
 @without_autocast
 @torch.no_grad()
-def mean_logits(
-    logits: Sequence[Tensor],
-    *,
-    of: str = "logits",
-    weights: Sequence[float] | None = None,
-    temperature: float = 1.0,
-    check: bool = True,
-) -> Tensor:
-    """The mean of several teachers, as logits: ``sum w_i u_i``, or ``T log sum w_i softmax(u_i / T)``.
+def mean_logits(logits: Sequence[Tensor], *, check: bool = True) -> Tensor:
+    """The mean of several teachers (BabyLlama).
 
     Args:
         logits: one tensor ``(..., V)`` a teacher, all of one shape.
-        of: ``"logits"`` (BabyLlama), or ``"probs"``: the result's softmax at the temperature is the mean of theirs.
-        weights: one number above 0 a teacher, divided by their sum; equal without it.
-        temperature: T, of the probabilities.
         check: validate the values, which costs a device sync.
 
     Returns:
@@ -78,35 +58,21 @@ def mean_logits(
     Raises:
         ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``.
     """
-    check_option("of", of, MEANS)
-    temperature = check_temperature(temperature)
+    need(len(logits) > 0, "argument-value", "logits", "hold at least one teacher", "none")
     for number, teacher in enumerate(logits):
         check_logits(teacher, f"logits[{number}]", check=check)
-    shares = _check_shares(weights, len(logits))
     alike = all(teacher.shape == logits[0].shape for teacher in logits)
     check_shapes(alike, "logits must have one shape, of teachers that share vocabulary and rows", *logits)
     mean = torch.zeros(logits[0].shape, dtype=compute_dtype(*logits), device=logits[0].device)
-    if of == "logits":
-        for share, teacher in zip(shares, logits, strict=True):
-            mean.add_(teacher.to(mean.dtype), alpha=share)
-        return mean
-    mean.fill_(-math.inf)
-    for share, teacher in zip(shares, logits, strict=True):
-        log_p = (teacher.to(mean.dtype) / temperature).log_softmax(-1)
-        torch.logaddexp(mean, log_p.add_(math.log(share)), out=mean)
-    return mean.mul_(temperature)
+    for teacher in logits:
+        mean.add_(teacher.to(mean.dtype), alpha=1 / len(logits))
+    return mean
 
 
 @without_autocast
 @torch.no_grad()
 def kd_targets_topk(
-    teacher_logits: Tensor,
-    k: int,
-    *,
-    temperature: float = 1.0,
-    vocab_size: int | None = None,
-    check: bool = True,
-    chunk_rows: int | None = None,
+    teacher_logits: Tensor, k: int, *, temperature: float = 1.0, vocab_size: int | None = None, check: bool = True
 ) -> TopkTargets:
     """The k largest classes of every row with their log-probabilities, and the mass of the rest.
 
@@ -119,7 +85,6 @@ def kd_targets_topk(
         temperature: T > 0, to which the targets are bound from now on.
         vocab_size: number of classes to read; the others must be padding without mass.
         check: validate the values, which costs a device sync.
-        chunk_rows: rows to widen at once; the default depends on the device.
 
     Returns:
         The record; ids ascend. Log-probabilities are float64 where the logits are, else float32.
@@ -136,7 +101,7 @@ def kd_targets_topk(
     ids = torch.empty((len(flat), k), dtype=torch.int64, device=flat.device)
     log_probs = torch.empty((len(flat), k), dtype=compute_dtype(flat), device=flat.device)
     log_tail = torch.empty(len(flat), dtype=log_probs.dtype, device=flat.device)
-    for chunk in row_chunks(len(flat), size, flat.device, chunk_rows):
+    for chunk in row_chunks(len(flat), size, flat.device):
         ids[chunk] = flat[chunk].topk(k, -1).indices.sort(-1).values
         log_p = (flat[chunk].to(log_probs.dtype) / temperature).log_softmax(-1)
         log_probs[chunk] = log_p.gather(-1, ids[chunk])
@@ -168,7 +133,7 @@ def cut_teacher(
     size, allowed = kept.shape[-1], float(load_tolerances()["constants"]["cut_mass"])
     flat, dtype = logits.reshape(-1, logits.shape[-1]), compute_dtype(logits)
     worst = 0.0
-    for chunk in row_chunks(len(flat), flat.shape[-1], flat.device, None):
+    for chunk in row_chunks(len(flat), flat.shape[-1], flat.device):
         mass = (flat[chunk].to(dtype) / temperature).softmax(-1)[:, size:].sum(-1)
         if counted is not None:
             mass = mass.masked_fill(~counted.reshape(-1)[chunk], 0.0)
@@ -199,15 +164,6 @@ def check_classes(name: str, given: int, num_classes: int, *, can_cut: bool = Tr
         remedy = f"precompute with --vocab-size {least}"
     rule = f"{name} must have the student's {num_classes} classes"
     raise ShdError("argument-shape", f"{rule}; got {given}: if those from {least} on are padding, {remedy}")
-
-
-def _check_shares(weights: Sequence[float] | None, teachers: int) -> list[float]:
-    shares_given = [1.0] * teachers if weights is None else list(weights)
-    shares = [check_number(f"weights[{index}]", share, above=0) for index, share in enumerate(shares_given)]
-    rule = "hold at least one teacher, and weights one number per teacher"
-    got = f"{teachers} teachers and {len(shares)} weights"
-    need(0 < teachers == len(shares), "argument-value", "logits", rule, got)
-    return [share / sum(shares) for share in shares]
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,7 +225,7 @@ class TeacherHead:
             logits = hidden @ self.weight.mT
         else:  # some classes of a narrow matrix are widened at a time
             logits = hidden.new_empty((len(hidden), len(self.weight)))
-            for classes in row_chunks(len(self.weight), self.weight.shape[1], self.weight.device, None):
+            for classes in row_chunks(len(self.weight), self.weight.shape[1], self.weight.device):
                 torch.matmul(hidden, self.weight[classes].to(dtype).mT, out=logits[:, classes])
         if self.scale != 1.0:
             logits *= self.scale
@@ -325,7 +281,7 @@ def check_exact(
         check_classes("the teacher's head", given, num_classes)
     if num_classes < given and options.check:
         counted = None if options.loss_mask is None else options.loss_mask.reshape(-1).to(device)
-        for chunk in row_chunks(len(states), given, device, options.chunk_rows):
+        for chunk in row_chunks(len(states), given, device):
             chunk_mask = None if counted is None else counted[chunk]
             cut_teacher(head.logits(states[chunk]), size, temperature, check=True, counted=chunk_mask)
     return ExactTargets(states, head.cut(num_classes) if num_classes < given else head)

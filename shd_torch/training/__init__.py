@@ -6,25 +6,18 @@ loss) measures its losses on this pass; weighed by its schedule, their shares of
 """
 
 from collections.abc import Callable
+from functools import partial
 
 from shd_torch.training.batch import batch_share
 from shd_torch.training.embeddings import EmbeddingLoss
 from shd_torch.training.recipe import Recipe
-from shd_torch.training.terms import (
-    BetaSchedule,
-    EmbeddingTerm,
-    HiddenTerm,
-    KdTerm,
-    LossBalancer,
-    RowsTerm,
-    exact_term,
-)
+from shd_torch.training.terms import BetaSchedule, EmbeddingTerm, HiddenTerm, KdTerm, LossBalancer, RowsTerm
 
 TERMS: dict[str, Callable[..., RowsTerm]] = {
     "logits": KdTerm,
     "hidden": HiddenTerm,
     "embeddings": EmbeddingTerm,
-    "exact": exact_term,
+    "exact": partial(KdTerm, exact=True),
 }
 """By the subject of a form the term that ``SHDTrainer(terms={subject: weight})`` makes; others may be entered."""
 

@@ -64,8 +64,6 @@ class SupervisedCollator:
 
 
 class _Samples(Dataset[Any]):
-    """Supervised data without its supervision."""
-
     def __init__(self, supervised: SupervisedDataset) -> None:
         self._supervised = supervised
 
@@ -97,19 +95,12 @@ def _check_padding(mask: Tensor, seen: Sequence[Tensor]) -> None:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What a collator made, taken apart.
+    """What a collator made, taken apart."""
 
-    Attributes:
-        inputs: of the student, with labels.
-        stored: what a cache holds of it.
-        tallies: counts that a cache states of its records, by subject.
-        has_decoder: whether the rows of the student's outputs are those of a decoder, beside an encoder.
-    """
-
-    inputs: dict[str, Any]
-    stored: CachedSupervision | None
-    tallies: Mapping[str, Tensor]
-    has_decoder: bool
+    inputs: dict[str, Any]  # of the student, with labels
+    stored: CachedSupervision | None  # what a cache holds of it
+    tallies: Mapping[str, Tensor]  # counts that a cache states of its records, by subject
+    has_decoder: bool  # whether the rows of the student's outputs are those of a decoder, beside an encoder
 
     @classmethod
     def of(cls, collated: Mapping[str, Any], *, has_decoder: bool) -> MicroBatch:
@@ -162,7 +153,7 @@ def every_row(batch: MicroBatch) -> None:
 def labelled_rows(batch: MicroBatch) -> Tensor:
     labels = batch.inputs.get("labels")
     if not isinstance(labels, Tensor) or labels.ndim != 2:
-        got = "none" if labels is None else f"{tuple(getattr(labels, 'shape', ()))}"
+        got = tuple(labels.shape) if isinstance(labels, Tensor) else "none"
         raise ShdError(
             "argument-value", f"a batch must hold labels (B, L) where they say which rows count; got {got}"
         )
@@ -206,40 +197,28 @@ def _first(batch: MicroBatch) -> Tensor:
 
 @dataclass(frozen=True)
 class Forward:
-    """A pass of the student over a micro-batch, and what its terms compare it with.
+    """A pass of the student over a micro-batch, and what its terms compare it with."""
 
-    Attributes:
-        batch: on the device.
-        taught: what each teacher gives, the cache first.
-        outputs: of the student.
-        captured: its attention, where a term is on it; ``layers`` are those that are taught.
-        student: the name of its class, for errors.
-        project: takes its hidden states, by number, to the teachers' widths.
-        check: whether values are validated, which costs a device sync.
-        totals: rows that count in the whole step of this rank, by their counter.
-        seen: where an evaluation gathers embeddings.
-    """
-
-    batch: MicroBatch
-    taught: Sequence[Taught]
-    outputs: Any
-    captured: Captured | None
-    layers: TaughtLayers
-    student: str
-    project: Callable[[Mapping[int, Tensor]], dict[int, Tensor]]
-    check: bool
+    batch: MicroBatch  # on the device
+    taught: Sequence[Taught]  # what each teacher gives, the cache first
+    outputs: Any  # of the student
+    captured: Captured | None  # its attention, where a term is on it
+    layers: TaughtLayers  # those that are taught
+    student: str  # the name of its class, for errors
+    project: Callable[[Mapping[int, Tensor]], dict[int, Tensor]]  # hidden states, by number, to the teachers' widths
+    check: bool  # whether values are validated, which costs a device sync
     is_training: bool
-    totals: Mapping[Counter, int]
+    totals: Mapping[Counter, int]  # rows that count in the whole step of this rank
     device: torch.device
-    seen: SeenEmbeddings | None
+    seen: SeenEmbeddings | None  # where an evaluation gathers embeddings
     _shares: dict[Counter, Tensor] = field(default_factory=dict)
 
     def learn(self, read: Callable[[Taught], _T | None], lacking: str) -> list[_T]:
         """What each teacher gives of something; where none does, ``argument-value`` with this text."""
-        found = [target for teaching in self.taught if (target := read(teaching)) is not None]
-        if not found:
+        targets = [target for teaching in self.taught if (target := read(teaching)) is not None]
+        if not targets:
             raise ShdError("argument-value", lacking)
-        return found
+        return targets
 
     def share(self, counter: Counter) -> Tensor:
         """What part of the whole step's rows, on all ranks, this micro-batch has; the ranks are asked once each."""

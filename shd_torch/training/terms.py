@@ -108,7 +108,7 @@ class LossBalancer:
 
 Weight: TypeAlias = float | Callable[[float], float]
 
-TEACHERS: Final[tuple[str, ...]] = ("losses", "logits", "probs")
+TEACHERS: Final[tuple[str, ...]] = ("losses", "logits")
 """What is averaged where several teachers have logits."""
 
 DECODER_KINDS: Final = ("decoder", "cross")
@@ -243,8 +243,8 @@ class KdTerm(RowsTerm):
         vocab_size: number of classes to read on both sides; the others are padding.
         exact: learn from the cache's last states and the teacher's head (``shd precompute --hidden last``), over the
             whole vocabulary; the head is on the device, and its logits are made some rows at a time.
-        teachers: with several teachers, average the ``"losses"``, or the ``"logits"`` or ``"probs"`` before one loss,
-            which needs all logits of every teacher.
+        teachers: with several teachers, average the ``"losses"``, or the ``"logits"`` before one loss, which needs
+            all logits of every teacher.
 
     Raises:
         ShdError: ``argument-value``.
@@ -298,7 +298,16 @@ class KdTerm(RowsTerm):
         lacking = "kd must have a teacher that returns logits (..., V); got none"
         targets = forward.learn(lambda taught: self._read(taught, length), lacking)
         mask = forward.batch.counted(ROWS[self.rows], length) if has_rows else None
-        loss = self.loss(targets, logits, loss_mask=mask, check=forward.check)
+        if len(targets) > 1 and self.teachers == "logits":
+            whole = all(isinstance(target, Tensor) for target in targets)
+            rule = "have teachers='losses' where a teacher gives some of its classes alone"
+            reason = "the mean of truncated rows is not the truncated mean"
+            need(whole, "argument-value", "kd", rule, repr(self.teachers), remedy=reason)
+            targets = [mean_logits(targets, check=forward.check)]
+        names = ("divergence", "mixing", "temperature", "t_squared", "vocab_size")
+        options: dict[str, Any] = {name: getattr(self, name) for name in names}
+        losses = [kd_loss(target, logits, loss_mask=mask, check=forward.check, **options) for target in targets]
+        loss = sum(losses[1:], losses[0]) / len(losses)
         return Measured({"": loss}, self.count if has_rows else count_samples)
 
     def _read(self, taught: Taught, length: int | None) -> Any:
@@ -308,35 +317,6 @@ class KdTerm(RowsTerm):
         if self._head[0].weight.device != states.device:
             self._head[0] = self._head[0].to(states.device)
         return ExactTargets(states, self._head[0])
-
-    def loss(self, targets: Sequence[Any], logits: Tensor, *, loss_mask: Tensor | None, check: bool) -> Tensor:
-        """The mean over counted rows, before the weight.
-
-        Args:
-            targets: one per teacher, each as in ``kd_loss``.
-            logits: of the student ``(B, L, V)``, or ``(B, V)``.
-            loss_mask: boolean, the shape of the rows; True = counts.
-            check: validate the values, which costs a device sync.
-
-        Raises:
-            ShdError: what ``kd_loss`` raises; ``argument-value`` for records where teachers' logits are averaged.
-        """
-        sources = list(targets)
-        if len(sources) > 1 and self.teachers != "losses":
-            whole = all(isinstance(source, Tensor) for source in sources)
-            rule = "have teachers='losses' where a teacher gives some of its classes alone"
-            reason = "the mean of truncated rows is not the truncated mean"
-            need(whole, "argument-value", "kd", rule, repr(self.teachers), remedy=reason)
-            temperature = 1.0 if self.temperature is None else self.temperature
-            sources = [mean_logits(sources, of=self.teachers, temperature=temperature, check=check)]
-        names = ("divergence", "mixing", "temperature", "t_squared", "vocab_size")
-        options: dict[str, Any] = {name: getattr(self, name) for name in names}
-        terms = [kd_loss(source, logits, loss_mask=loss_mask, check=check, **options) for source in sources]
-        return sum(terms[1:], terms[0]) / len(terms)
-
-
-def exact_term(weight: Weight) -> KdTerm:
-    return KdTerm(weight=weight, exact=True)
 
 
 @dataclass(frozen=True, eq=False)

@@ -66,13 +66,16 @@ def pairs_of(loss: Callable[..., Tensor], *arguments: Tensor, **keywords: Any) -
     "options",
     [
         {},
-        {"temperature": 2.0, "loss_mask": MASK, "chunk_rows": 2},
-        {"temperature": 0.5, "t_squared": False, "reduction": "sum", "chunk_rows": 4},
-        {"reduction": "batch_mean", "loss_mask": MASK, "check": False, "mixing": 0.1, "chunk_rows": 3},
+        {"temperature": 2.0, "loss_mask": MASK},
+        {"temperature": 0.5, "t_squared": False, "reduction": "sum"},
+        {"reduction": "batch_mean", "loss_mask": MASK, "check": False, "mixing": 0.1},
     ],
     ids=["plain", "warm", "cold", "batch"],
 )
-def test_exact_targets_are_whole_logits(kind: str, divergence: str, options: dict[str, Any]) -> None:
+def test_exact_targets_are_whole_logits(
+    kind: str, divergence: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(targets._ENTRIES, "cpu", 2 * CLASSES)
     states, head = random(*ROWS, WIDTH, seed=7), head_of(kind)
     exact, whole = ExactTargets(states, head), whole_logits(states, head)
     student = random(*ROWS, CLASSES, seed=8)
@@ -118,7 +121,7 @@ def test_a_students_prefix_of_the_classes(divergence: str) -> None:
     bias[size:] = -1e4
     head = replace(head_of(), bias=bias, scale=0.7, soft_cap=500.0)
     parts = random(*ROWS, OWN, seed=23), random(CLASSES, OWN, seed=24)
-    keywords: dict[str, Any] = {"divergence": divergence, "temperature": 1.5, "loss_mask": MASK, "chunk_rows": 2}
+    keywords: dict[str, Any] = {"divergence": divergence, "temperature": 1.5, "loss_mask": MASK}
     actual = pairs_of(partial(linear_kd_loss, ExactTargets(states, head), vocab_size=size, **keywords), *parts)
     hidden, weight = parts
     expected = pairs_of(
@@ -144,13 +147,14 @@ def test_what_does_not_fit_is_refused() -> None:
         kd_loss(ExactTargets(states, head), student.to("meta"), check=False)
 
 
-def test_no_logits_of_all_rows_are_held() -> None:
+def test_no_logits_of_all_rows_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest tensor is a chunk, or an argument or its gradient."""
     rows, classes, chunk = 256, 2000, 4
     states, hidden = random(rows, WIDTH, seed=18).float(), random(rows, OWN, seed=19).float().requires_grad_()
     head = TeacherHead(random(classes, WIDTH, seed=20).float())
     weight = random(classes, OWN, seed=21).float().requires_grad_()
     sizes: list[int] = []
+    monkeypatch.setitem(targets._ENTRIES, "cpu", chunk * classes)
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -161,5 +165,5 @@ def test_no_logits_of_all_rows_are_held() -> None:
             return made
 
     with Watch():
-        linear_kd_loss(ExactTargets(states, head), hidden, weight, chunk_rows=chunk).backward()
+        linear_kd_loss(ExactTargets(states, head), hidden, weight).backward()
     assert max(sizes) <= max(chunk * classes, classes * WIDTH)

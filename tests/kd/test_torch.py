@@ -114,28 +114,20 @@ def test_half_precision_is_for_storage(kind: str) -> None:
     assert hidden.grad.dtype == weight.grad.dtype == torch.float32
 
 
-def test_ids_of_a_narrow_dtype() -> None:
-    topk = shd_torch.kd.kd_targets_topk(tensor(TEACHER), 4)
-    wanted = shd_torch.kd.kd_loss(topk, tensor(STUDENT))
-    for dtype in (torch.uint8, torch.uint16, torch.int32):
-        assert shd_torch.kd.kd_loss(topk._replace(ids=topk.ids.to(dtype)), tensor(STUDENT)) == wanted
-    assert shd_torch.kd.kd_loss(topk._asdict(), tensor(STUDENT)) == wanted
-
-
 @pytest.mark.parametrize("kind", ["logits", "topk"])
 @pytest.mark.parametrize("masked", [False, True])
-def test_no_wide_copy_of_the_logits_is_made(kind: str, masked: bool) -> None:
+def test_no_wide_copy_of_the_logits_is_made(kind: str, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, width, size, chunk = 512, 8, 1000, 4
     some = 16 * 8 * chunk * size  # a few chunks of float64
     shape = (2, rows // 2)
     kd, teacher = shd_torch.kd, torch.randn(*shape, size, dtype=torch.bfloat16)
     assert some < teacher.nbytes / 1.9
-    keywords: dict[str, Any] = {"chunk_rows": chunk, "temperature": 2.0, "check": False}
+    monkeypatch.setitem(shd_torch.kd.targets._ENTRIES, "cpu", chunk * size)
+    keywords: dict[str, Any] = {"temperature": 2.0, "check": False}
     if masked:
         keywords["loss_mask"] = torch.rand(shape) < 0.9
-    options = {"temperature": 2.0, "chunk_rows": chunk, "check": False}
     with Live(teacher) as making:
-        targets = teacher if kind == "logits" else kd.kd_targets_topk(teacher, 8, **options)
+        targets = teacher if kind == "logits" else kd.kd_targets_topk(teacher, 8, temperature=2.0, check=False)
     assert making.most < some
     held = [teacher, *(targets[:3] if kind != "logits" else ())]
     z = torch.randn(*shape, size, dtype=torch.bfloat16, requires_grad=True)
@@ -165,11 +157,7 @@ def test_counts_of_numpy_are_integers() -> None:
         shd_torch.kd.kd_targets_topk(tensor(TEACHER), 3.0)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "targets",
-    [None, "logits", object(), {"ids": 1}, [[1.0], [1.0, 2.0]]],
-    ids=["none", "text", "object", "mapping", "ragged"],
-)
+@pytest.mark.parametrize("targets", [None, object(), {"ids": 1}])
 def test_targets_that_are_no_arrays_are_refused(targets: Any) -> None:
     with refusal("argument-value", "targets must be logits, or have the fields ids"):
         shd_torch.kd.kd_loss(targets, torch.zeros(2, 3))

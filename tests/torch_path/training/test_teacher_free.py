@@ -118,12 +118,12 @@ def test_loss_and_gradient_are_within_the_stated_error(form: str, cached: Callab
     _, supervision = dataset.collate_with(pad)([dataset[index] for index in range(8)])
     mask = batch["attention_mask"].bool()
     seen = {name: value for name, value in batch.items() if name != "labels"}
-    online, term = live(**kept)(**seen), KdTerm(temperature=2.0)
+    online = live(**kept)(**seen)
     logits = torch.randn(8, 12, 30, generator=torch.Generator().manual_seed(0))
     found = []
     for targets in (supervision.targets(), online.targets()):
         z = logits.clone().requires_grad_()
-        loss = term.loss([targets], z, loss_mask=mask, check=True)
+        loss = kd_loss(targets, z, temperature=2.0, loss_mask=mask)
         loss.backward()
         found.append((loss.detach(), z.grad))
     assert reader.errors["logits"] is not None
@@ -155,11 +155,10 @@ def test_several_teachers_teach_the_same_from_a_cache(cached: Callable[..., Path
     mask = seen["attention_mask"].bool()
     both, alone = live(with_teachers=[make_model(4, seed=5)], **kept)(**seen), live(**kept)(**seen)
     logits = torch.randn(8, 12, 30, generator=torch.Generator().manual_seed(0))
-    term = KdTerm(temperature=2.0)
     gradients = []
     for targets in (supervision.targets(), both.targets(), alone.targets()):
         z = logits.clone().requires_grad_()
-        term.loss([targets], z, loss_mask=mask, check=True).backward()
+        kd_loss(targets, z, temperature=2.0, loss_mask=mask).backward()
         gradients.append(z.grad)
     assert reader.errors["logits"] is not None
     rows = 2.0 / int(mask.sum()) * math.sqrt(2 * reader.errors["logits"].kl_max)
@@ -262,7 +261,7 @@ def test_no_wide_copy_of_the_logits_is_made(name: str, tmp_path: Path, monkeypat
     slots = targets.ids.shape[-1]
     held = list(targets[:3])
     with Live(z, mask, *held) as training:
-        KdTerm().loss([targets], z, loss_mask=mask, check=False).backward()
+        kd_loss(targets, z, loss_mask=mask, check=False).backward()
     wide = 4 * z.numel()
     assert sum(field.nbytes for field in held) <= mask.numel() * (12 * slots + 4)
     assert training.most < z.nbytes + wide / 4
