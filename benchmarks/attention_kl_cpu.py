@@ -120,7 +120,8 @@ def ours(supervision: Supervision, **options: Any) -> Callable[[list[Tensor], li
 def make_ways(length: int, compiled: bool) -> list[Way]:
     factored = make_factored(length)
     coded = make_coded(factored)
-    maps, entropy = coded.probs(), coded.entropies()
+    maps = coded.probs()
+    entropy = -torch.special.xlogy(maps, maps).sum(-1)
 
     def eager(function: Callable[..., Tensor]) -> Callable[[list[Tensor], list[Tensor]], Tensor]:
         return lambda queries, keys: torch.stack(

@@ -21,8 +21,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shd_torch.kernels.divergence import DTYPES, CodedOperands, FactoredOperands, Heads, Mask, constant, make_heads
-from shd_torch.kernels.tiles import MAX_FLOAT32_WIDTH, MAX_WIDTH, Tile, choose_tile, count_unrolled, pad_width
+from shd_torch.kernels.divergence import (
+    DTYPES,
+    MAX_FLOAT32_WIDTH,
+    MAX_WIDTH,
+    CodedOperands,
+    FactoredOperands,
+    Heads,
+    Mask,
+    Tile,
+    choose_tile,
+    constant,
+    count_unrolled,
+    make_heads,
+    pad_width,
+)
 
 PROGRAMS: tuple[str, ...] = ("lse", "rows", "keys")
 

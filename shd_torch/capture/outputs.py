@@ -70,7 +70,6 @@ class Projection(NamedTuple):
     is_linear: bool = True  # the former
 
     def matrix(self, model: nn.Module) -> Tensor:
-        """W_o ``(H * d_v, D)``."""
         weight = self.weight
         if isinstance(weight, str):
             try:

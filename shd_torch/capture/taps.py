@@ -176,7 +176,6 @@ _once = functools.lru_cache(maxsize=64)
 
 
 def tap_interface(implementation: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A Hugging Face attention function that notes its arguments."""
 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any

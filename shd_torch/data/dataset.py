@@ -48,7 +48,6 @@ class ReadBatch(list[tuple[Any, SampleRecord]]):
         self._buffer, self._layers = buffer, layers
 
     def buffer_of(self, layers: Sequence[int]) -> Tensor | None:
-        """The buffer, where it holds these layers of what is in the list now; else None."""
         unchanged = len(self) == len(self._read) and all(a is b for (_, a), b in zip(self, self._read, strict=True))
         return self._buffer if unchanged and tuple(layers) == tuple(self._layers) else None
 
@@ -244,7 +243,6 @@ class SupervisedDataset(CacheJoin, Dataset[tuple[Any, SampleRecord]]):
         return ReadBatch(pairs, buffers[0], self.layers) if buffers else pairs
 
     def _seen_sample(self, index: int) -> Any:
-        """A sample, found to be what the teacher saw (CACHE-84)."""
         sample = self.sample(index)
         key = self.key(sample)
         if key == self.keys[index]:

@@ -145,7 +145,6 @@ def cut_teacher(
 
 
 def cut(logits: Tensor, vocab_size: int | None, name: str) -> Tensor:
-    """A view of the first ``vocab_size`` classes."""
     if vocab_size is None:
         return logits
     size = check_integer("vocab_size", vocab_size, 1, None)
@@ -155,7 +154,6 @@ def cut(logits: Tensor, vocab_size: int | None, name: str) -> Tensor:
 
 
 def check_classes(name: str, given: int, num_classes: int, *, can_cut: bool = True) -> None:
-    """The targets must have as many classes as the student: ``argument-shape`` with what cuts a padded vocabulary."""
     if given == num_classes:
         return
     least = min(given, num_classes)
@@ -206,7 +204,6 @@ class TeacherHead:
         return cls(tensors["weight"], tensors.get("bias"), head.scale, head.soft_cap, head.norm, *norm)
 
     def to(self, device: torch.device | str) -> Self:
-        """A copy on another device."""
         fields: dict[str, Any] = vars(self)
         on_device: dict[str, Any] = {
             name: value.to(device) for name, value in fields.items() if isinstance(value, Tensor)
@@ -214,7 +211,6 @@ class TeacherHead:
         return replace(self, **on_device)
 
     def cut(self, size: int) -> Self:
-        """The head of its first classes."""
         return replace(self, weight=self.weight[:size], bias=None if self.bias is None else self.bias[:size])
 
     def logits(self, states: Tensor) -> Tensor:
@@ -250,7 +246,6 @@ class ExactTargets(NamedTuple):
     head: TeacherHead
 
     def rows(self, at: slice | Tensor) -> Tensor:
-        """The logits of some rows, of states ``(R, D_t)``."""
         return self.head.logits(self.hidden[at])
 
 

@@ -202,7 +202,6 @@ def _prepare(
 def _match(
     student_q: Layers, student_k: Layers, supervision: Supervisions
 ) -> list[tuple[Tensor, Tensor, Supervision]]:
-    """The layers of the three (LOSS-3)."""
     lists = match_layers(student_q=student_q, student_k=student_k, supervision=supervision)
     for name, layers in zip(("student_q", "student_k", "supervision"), lists, strict=True):
         for layer in layers:

@@ -15,13 +15,11 @@ from shd_torch.supervision.supervision import ALL
 
 
 def unsupported_reason(request: KlRequest) -> str | None:
-    """Nothing is beyond this backend."""
     return None
 
 
 @torch.no_grad()
 def run(request: KlRequest) -> KlResult:
-    """Value and gradients of one layer, tile by tile."""
     dtype = request.dtype
     value = request.mass_term
     if not request.wants_gradient:

@@ -108,12 +108,10 @@ class KlRequest:
 
     @property
     def scale(self) -> float:
-        """Of the student's products."""
         return self.rule.scale_for(self.queries.shape[3])
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """``(B, H_s, L, S)``."""
         return self.supervision.shape
 
     def key_range(self, rows: slice) -> slice:
@@ -227,7 +225,6 @@ def _place(
 
 
 def _check_added(rule: AttentionRule, layer: int) -> None:
-    """What is added to logits must be numbers; -inf in a mask is a key that is masked (MAP-7)."""
     added = rule.attn_mask
     if added is not None and added.dtype != torch.bool:
         check_real(added.detach(), "attn_mask", check=True, allow_minus_inf=True, layer=layer)

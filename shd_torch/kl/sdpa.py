@@ -37,7 +37,6 @@ def unsupported_reason(request: KlRequest) -> str | None:
 
 @torch.no_grad()
 def run(request: KlRequest) -> KlResult:
-    """Value and gradients of one layer from products with the student's keys and queries."""
     value = weighted_kl(request) if request.wants_value else None
     if not request.wants_gradient:
         return KlResult(value)

@@ -46,7 +46,6 @@ def unsupported_reason(request: KlRequest) -> str | None:
 
 @torch.no_grad()
 def run(request: KlRequest) -> KlResult:
-    """Value and gradients of one layer by the kernels."""
     taught = cast(Coded | Factored, request.supervision)  # any other was refused
     rows = kernels.kl_rows(
         request.queries,
@@ -66,7 +65,6 @@ def run(request: KlRequest) -> KlResult:
 
 
 def _logits_reason(request: KlRequest) -> str | None:
-    """Why the logits are not products alone."""
     taught = request.supervision
     if request.wants_bias_gradient:
         return "the gradient of an added mask is a map"

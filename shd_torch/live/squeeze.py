@@ -16,32 +16,16 @@ from shd_ref.merging.plans import MergePlan, merge_plan, plan_groups
 from shd_torch.checks import without_autocast
 from shd_torch.maps.alpha import AlphaSolution, constant_alphas
 from shd_torch.maps.gram import gram_of_products, merge_gram, solve_gram_pair, split_projection
-from shd_torch.maps.mixing import check_strategy, compose_rounds, relative_error
+from shd_torch.maps.mixing import SqueezeReport, check_strategy, compose_rounds, relative_error, report_squeeze
 from shd_torch.supervision.factored import Factored
 from shd_torch.supervision.fused import expand_heads
 
 
 @dataclass(frozen=True, eq=False)
-class FactoredSqueeze:
-    """What ``squeeze_factored`` returns: the report of ``SqueezeResult``, with a supervision in place of maps.
+class FactoredSqueeze(SqueezeReport):
+    """What ``squeeze_factored`` returns: the report of the merging, and the teacher with its mixing."""
 
-    Attributes:
-        supervision: the teacher with its mixing; at any temperature.
-        mixing: C ``(B, H_s, H_t)``.
-        alphas: one tensor ``(B, num_pairs)`` per round, clipped.
-        residual: ``(B,)``, relative error of the merged attention output at temperature 1.
-        num_clipped: how many alphas lay outside [0, 1]; ``()`` on the device.
-        num_degenerate: how many pairs had no preferred alpha; ``()`` on the device.
-        plan: the rounds that were run.
-    """
-
-    supervision: Factored
-    mixing: Tensor
-    alphas: tuple[Tensor, ...]
-    residual: Tensor
-    num_clipped: Tensor
-    num_degenerate: Tensor
-    plan: MergePlan
+    supervision: Factored  # at any temperature
 
 
 @torch.no_grad()
@@ -109,20 +93,11 @@ def squeeze_factored(
         mixing=mixing,
         groups=groups if products is not None else (tuple(range(teacher.num_heads)),) * num_student_heads,
     )
-    none = torch.zeros((), dtype=torch.int64, device=teacher.device)
-    return FactoredSqueeze(
-        supervision=supervision,
-        mixing=supervision.mixing,
-        alphas=tuple(solution.clipped.to(teacher.dtype) for solution in solutions),
-        residual=_residual(supervision, teacher, values, projection, products, groups, query_mask),
-        num_clipped=sum((((solution.raw < 0) | (solution.raw > 1)).sum() for solution in solutions), none),
-        num_degenerate=sum((solution.degenerate.sum() for solution in solutions), none),
-        plan=rounds,
-    )
+    residual = _residual(supervision, teacher, values, projection, products, groups, query_mask)
+    return FactoredSqueeze(**report_squeeze(mixing, solutions, residual, rounds), supervision=supervision)
 
 
 def _group_products(teacher: Factored, values: Tensor, groups: Sequence[Sequence[int]]) -> list[Tensor]:
-    """``A_i V_j`` of all heads i and j of each group: one tensor ``(B, k, k, L, d_v)`` a group."""
     group_of = {member: group for group in groups for member in group}
     slots = []
     for slot in range(max(len(group) for group in groups)):
@@ -133,7 +108,6 @@ def _group_products(teacher: Factored, values: Tensor, groups: Sequence[Sequence
 
 
 def _identity(teacher: Factored) -> Tensor:
-    """Where composition starts: ``(B, H_t, H_t)``."""
     batch, heads = teacher.shape[:2]
     return teacher.mixing.expand(batch, heads, heads)
 

@@ -83,7 +83,6 @@ def soften(attn_probs: Tensor, temperature: float, *, row_sums: str = "one", che
 
 
 def soften_probs(probs: Tensor, temperature: float, row_sums: str = "one") -> Tensor:
-    """``soften`` on checked maps in the compute dtype."""
     if temperature == 1.0 or probs.numel() == 0:
         return probs
     # Relative to the row's maximum, so that a large 1/T cannot underflow a whole row (TEMP-6).

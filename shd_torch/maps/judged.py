@@ -30,7 +30,6 @@ class Adapter:
         return _as_arrays(self.call(operation, **arguments))
 
     def call(self, operation: str, **arguments: Any) -> Any:
-        """The function of that name, on tensors."""
         if operation not in maps.__all__:
             raise NotImplementedError(f"shd_torch.maps has no {operation}")
         return getattr(maps, operation)(**arguments)

@@ -178,14 +178,11 @@ def shd_loss(
     Source: Eq. 11. Decisions: D-13 to D-17.
     """
     options = LossOptions(beta, loss_mask, attn_mask, temperature, reduction, divergence, support, row_sums, check)
-    layers = layer_rows(supervision, student_logits, options)
-    terms = [_layer_loss(rows, divergence) for rows in layers]
+    terms = []
+    for rows in layer_rows(supervision, student_logits, options):
+        by_row = rows.mass * row_divergence(rows.p, rows.log_q, rows.may_attend, divergence)
+        terms.append((rows.weight * by_row.masked_fill(rows.violated, math.inf).sum((0, 2))[:, None]).sum())
     return torch.stack([term.to(terms[0].device) for term in terms]).sum()
-
-
-def _layer_loss(rows: LayerRows, divergence: str) -> Tensor:
-    terms = rows.mass * row_divergence(rows.p, rows.log_q, rows.may_attend, divergence)
-    return (rows.weight * terms.masked_fill(rows.violated, math.inf).sum((0, 2))[:, None]).sum()
 
 
 def layer_rows(supervision: Layers, student_logits: Layers, options: LossOptions) -> list[LayerRows]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,14 +35,11 @@ STRATEGIES: tuple[str, ...] = ("shd", "constant", "hard", "mean")
 ALPHA_FROM: tuple[str, ...] = ("teacher", "softened")
 
 
-@dataclass(frozen=True)
-class SqueezeResult:
-    """What ``squeeze_heads`` returns (MIX-9).
-
-    Everything but ``probs`` is float64 if an argument was, else float32.
+@dataclass(frozen=True, eq=False)
+class SqueezeReport:
+    """How heads were merged; float64 if an argument was, else float32 (MIX-9).
 
     Attributes:
-        probs: the merged maps ``(B, H_s, L, S)``, at the temperature asked for, in the dtype of the teacher's.
         mixing: C ``(B, H_s, H_t)``.
         alphas: one tensor ``(B, num_pairs)`` per round, clipped; empty for the strategy ``mean``, which has no
             pairwise weights.
@@ -53,13 +51,38 @@ class SqueezeResult:
         plan: the rounds that were run.
     """
 
-    probs: Tensor
     mixing: Tensor
     alphas: tuple[Tensor, ...]
     residual: Tensor
     num_clipped: Tensor
     num_degenerate: Tensor
     plan: MergePlan
+
+
+@dataclass(frozen=True, eq=False)
+class SqueezeResult(SqueezeReport):
+    """What ``squeeze_heads`` returns: the report of the merging, and the merged maps.
+
+    Attributes:
+        probs: ``(B, H_s, L, S)``, at the temperature asked for, in the dtype of the teacher's.
+    """
+
+    probs: Tensor
+
+
+def report_squeeze(
+    mixing: Tensor, solutions: Sequence[AlphaSolution], residual: Tensor, plan: MergePlan
+) -> dict[str, Any]:
+    """The fields of a ``SqueezeReport``."""
+    none = torch.zeros((), dtype=torch.int64, device=mixing.device)
+    return {
+        "mixing": mixing,
+        "alphas": tuple(solution.clipped.to(residual.dtype) for solution in solutions),
+        "residual": residual,
+        "num_clipped": sum((((s.raw < 0) | (s.raw > 1)).sum() for s in solutions), none),
+        "num_degenerate": sum((s.degenerate.sum() for s in solutions), none),
+        "plan": plan,
+    }
 
 
 @torch.no_grad()
@@ -108,17 +131,10 @@ def squeeze_heads(
         identity = torch.eye(num_heads, dtype=dtype, device=probs.device).expand(batch, -1, -1)
         mixing = compose_rounds([s.clipped for s in solutions], rounds, identity)
     merged = _mix(softened, mixing)
-    none = torch.zeros((), dtype=torch.int64, device=probs.device)
-    return SqueezeResult(
-        probs=merged.to(map_dtype(teacher_probs)),
-        mixing=mixing,
-        alphas=tuple(s.clipped for s in solutions),
-        # The residual is defined on the maps at temperature 1, also where softened ones supervise.
-        residual=_residual(probs, outputs, merged if temperature == 1.0 else _mix(probs, mixing), groups, query_mask),
-        num_clipped=sum((((s.raw < 0) | (s.raw > 1)).sum() for s in solutions), none),
-        num_degenerate=sum((s.degenerate.sum() for s in solutions), none),
-        plan=rounds,
-    )
+    # The residual is defined on the maps at temperature 1, also where softened ones supervise.
+    residual = _residual(probs, outputs, merged if temperature == 1.0 else _mix(probs, mixing), groups, query_mask)
+    report = report_squeeze(mixing, solutions, residual, rounds)
+    return SqueezeResult(probs=merged.to(map_dtype(teacher_probs)), **report)
 
 
 @without_autocast
@@ -149,7 +165,6 @@ def mix_heads(teacher_probs: Tensor, mixing: Tensor, *, check: bool = True) -> T
 
 
 def check_strategy(strategy: str, alpha_rule: str) -> None:
-    """The options of a squeeze must be of their lists."""
     check_option("strategy", strategy, STRATEGIES, "MIX-2")
     check_option("alpha_rule", alpha_rule, ALPHA_RULES, "ALPHA-4")
 
@@ -236,7 +251,6 @@ def _merge_round(pool: Tensor, one_round: Sequence[tuple[int, int]], weight: Ten
 def _solve_rounds(
     probs: Tensor, outputs: Tensor, rounds: MergePlan, strategy: str, query_mask: Tensor | None, alpha_rule: str
 ) -> list[AlphaSolution]:
-    """Run the plan, a round at once (MIX-4, MIX-5)."""
     solutions = []
     for number, one_round in enumerate(rounds):
         first, second = [p for p, _ in one_round], [q for _, q in one_round]

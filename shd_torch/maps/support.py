@@ -46,7 +46,6 @@ def intersect_support(
 
 
 def intersect(teacher: Tensor, may_attend: Tensor) -> IntersectedMaps:
-    """``intersect_support`` on a checked layer."""
     dropped = teacher.masked_fill(may_attend, 0.0).sum(-1)
     return IntersectedMaps(rescale_rows(teacher.masked_fill(~may_attend, 0.0), teacher.sum(-1), dropped), dropped)
 
@@ -97,7 +96,6 @@ def find_violations(teacher: Tensor, may_attend: Tensor, counted: Tensor, diverg
 
 
 def check_support(teacher: Tensor, violations: Tensor, layer: int) -> None:
-    """No counted row may have a violation; the message names where the first is (LOSS-6, LOSS-13)."""
     if not violations.any():
         return
     b, h, i, j = (int(index) for index in violations.nonzero()[0])

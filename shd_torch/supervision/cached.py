@@ -8,8 +8,9 @@ processes and devices as one tensor.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, Self, TypeAlias
@@ -48,39 +49,23 @@ from shd_torch.supervision.taught import (
     view_rows,
 )
 
-Groups: TypeAlias = tuple[tuple[int, ...], ...]
-
 
 @dataclass(frozen=True)
 class CachedBatch(Taught):
-    """A batch of a cache in one buffer, whatever its form of attention.
+    """A batch of a cache in one buffer, whatever its form of attention."""
 
-    Attributes:
-        buffer: uint8: the codes of attention, then the rows of all other forms, part by part.
-        lengths: positions of each sample.
-        layers: student layers in the buffer's order; give it to ``capture_attention``, which then refuses a student
-            with another number of layers than the cache was made for. None of a cache without attention.
-        num_student_heads: H_s.
-        codec: of the attention.
-        support: ``"full"`` or ``"causal"``.
-        firsts: positions of padding in front of each sample, which have no row; empty where no sample has any.
-        decoder: positions of each sample's second sequence, where a form has a row for each; else empty.
-        start: where the first row begins in the buffer; None where there are no rows.
-        forms: that have rows, in stored order.
-        names: of their parts that the buffer holds.
-    """
-
-    buffer: Tensor
-    lengths: tuple[int, ...]
+    buffer: Tensor  # uint8: the codes of attention, then the rows of all other forms, part by part
+    lengths: tuple[int, ...]  # positions of each sample
+    # In the buffer's order; given to ``capture_attention``, they refuse a student of another depth than was meant.
     layers: tuple[int, ...]
     num_student_heads: int
-    codec: str
+    codec: str  # of the attention, as is the support, "full" or "causal"
     support: str
-    firsts: tuple[int, ...] = field(default=(), kw_only=True)
-    decoder: tuple[int, ...] = field(default=(), kw_only=True)
-    start: int | None = field(default=None, kw_only=True)
-    forms: tuple[Rows, ...] = field(default=(), kw_only=True)
-    names: frozenset[str] = field(default=frozenset(), kw_only=True)
+    firsts: tuple[int, ...]  # positions of padding in front of each sample, without a row; empty where there are none
+    decoder: tuple[int, ...]  # positions of the second sequence, where a form has a row for each; else empty
+    start: int  # where the first row begins in the buffer
+    forms: tuple[Rows, ...]  # that have rows, in stored order
+    names: frozenset[str]  # of their parts that the buffer holds
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
         return move(self, device, non_blocking=non_blocking)
@@ -91,7 +76,6 @@ class CachedBatch(Taught):
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Positions of each sample without padding in front: those that the buffer holds."""
         firsts = self.firsts or (0,) * len(self.lengths)
         return tuple(n - first for n, first in zip(self.lengths, firsts, strict=True))
 
@@ -106,7 +90,7 @@ class CachedBatch(Taught):
     def stored_rows(self, subject: str, length: int | None = None) -> StoredRows | None:
         """The rows of a form, by its ``SUBJECT``, spread over ``length`` positions; None where none were read."""
         num_rows = {"positions": sum(self.counts), "decoder": sum(self.decoder), "sample": len(self.lengths)}
-        start = self.start or 0
+        start = self.start
         for form in self.forms:
             codes: dict[str, Tensor] = {}
             for part, size in zip(form.parts, form.row_sizes, strict=True):
@@ -195,20 +179,14 @@ class CachedBatch(Taught):
 
 @dataclass(frozen=True)
 class CodedSupervision(CachedBatch):
-    """The supervision of a batch as the cache stores it: a byte or two an entry; see ``CachedBatch``.
+    """The supervision of a batch as the cache stores it: a byte or two an entry (CACHE-125, CACHE-126).
 
     The buffer holds the packed codes layer by layer, sample by sample.
-
-    Attributes:
-        temperature: T_a of the cache, where it is known.
-        shapes: by layer, rows and keys of each sample's maps, where these are not its positions (cross attention);
-            else empty.
-
-    Source: CACHE-125, CACHE-126.
     """
 
-    temperature: float | None = None
-    shapes: tuple[tuple[tuple[int, int], ...], ...] = ()
+    temperature: float | None  # T_a of the cache, where it is known
+    # By layer, rows and keys of each sample's maps, where these are not its positions (cross attention); else empty.
+    shapes: tuple[tuple[tuple[int, int], ...], ...]
 
     def supervise(self, length: Length = None) -> list[Coded]:
         """One ``Coded`` a layer, for ``attention_kl``: maps are made tile by tile, and never held.
@@ -252,29 +230,17 @@ class CodedSupervision(CachedBatch):
 
 @dataclass(frozen=True)
 class FactoredCodes(CachedBatch):
-    """The supervision of a batch from a cache of queries and keys; see ``CachedBatch``.
+    """The supervision of a batch from a cache of queries and keys (CACHE-140).
 
     The buffer holds the mixing matrices and steps of all layers and samples, then their codes.
-
-    Attributes:
-        factors: how each layer's queries and keys make its maps.
-        groups: the teacher heads merged into each student head, by layer; None where all are.
-        num_teacher_heads: H_t.
-
-    Source: CACHE-140.
     """
 
-    factors: tuple[LayerFactors, ...]
-    groups: tuple[Groups | None, ...]
+    factors: tuple[LayerFactors, ...]  # how each layer's queries and keys make its maps
+    groups: tuple[tuple[tuple[int, ...], ...] | None, ...]  # merged into each student head, by layer; None: all are
     num_teacher_heads: int
 
-    def supervise(self, length: Length = None, dtype: torch.dtype = torch.float32) -> list[Factored]:
-        """What ``attention_kl`` takes: one ``Factored`` a layer, on the buffer's device; no map is formed.
-
-        Args:
-            length: L to pad to, as for ``CodedSupervision``; padded rows do not count, and padded keys are masked.
-            dtype: of queries and keys.
-        """
+    def supervise(self, length: Length = None) -> list[Factored]:
+        """One ``Factored`` a layer, as for ``CodedSupervision``: padded rows do not count, padded keys are masked."""
         size = check_length(self.lengths, most_rows(length))
         mixing, steps, codes = self._sections()
         present = self.query_mask(size)
@@ -286,7 +252,7 @@ class FactoredCodes(CachedBatch):
             values = self._spread(codes[number], heads, factors.width, size)
             if steps is not None:
                 values *= self._spread(steps[number], heads, 1, size)
-            queries, keys = torch.split(values.to(dtype), [self.num_teacher_heads, factors.num_key_heads], dim=1)
+            queries, keys = torch.split(values, [self.num_teacher_heads, factors.num_key_heads], dim=1)
             supervision.append(
                 Factored(
                     queries,
@@ -303,11 +269,10 @@ class FactoredCodes(CachedBatch):
         return supervision
 
     def _sections(self) -> tuple[Tensor, tuple[Tensor, ...] | None, tuple[Tensor, ...]]:
-        """Mixing ``(layers, B, H_s, H_t)``, and the steps and codes of each layer."""
         shape = (len(self.layers), len(self.lengths), self.num_student_heads, self.num_teacher_heads)
         vectors = [(self.num_teacher_heads + layer.num_key_heads) * sum(self.counts) for layer in self.factors]
         # Numbers of four bytes come first, so that every section is aligned.
-        start = 4 * shape[0] * shape[1] * shape[2] * shape[3]
+        start = 4 * math.prod(shape)
         mixing = self.buffer[:start].view(torch.float32).view(shape)
         steps = None
         if self.codec == "int8":
@@ -403,7 +368,6 @@ def _decode_vectors(stored: StoredRows, codes: Tensor) -> Tensor:
 
 
 def most_rows(length: Length) -> int | None:
-    """One length for all layers."""
     return max(rows for rows, _ in length) if isinstance(length, Sequence) else length
 
 

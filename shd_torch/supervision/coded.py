@@ -30,43 +30,28 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Coded(Supervision):
-    """Merged maps as the bytes of a cache: a byte per entry, or less, until a tile is read.
-
-    Attributes:
-        buffer: uint8, one axis: the codes of one layer, sample by sample; may hold other layers as well.
-        starts: where each sample's codes begin in it.
-        lengths: positions of each sample.
-        num_student_heads: H_s.
-        codec: of the cache (CACHE-110).
-        support: ``"full"``, or ``"causal"`` with only the lower triangle stored.
-        length: L, to which shorter samples are padded; there rows are 0 and do not count.
-        temperature: T_a of the cache; with None any that the loss is called with.
-        key_lengths: keys of each sample, where queries and keys are of two sequences; by default ``lengths``.
-        num_keys: S, to which shorter samples are padded; by default L.
-        counted: boolean ``(B, L)``, True = the row counts, where a loss has said so (``drop_rows``).
+    """Merged maps as the bytes of a cache: a byte per entry, or less, until a tile is read (CACHE-125, CACHE-126).
 
     Raises:
         ShdError: ``argument-shape`` where a sample is longer than ``length``, or the buffer does not hold its codes;
             ``argument-dtype`` for another buffer than bytes.
-
-    Source: CACHE-125, CACHE-126.
     """
 
     PER_SAMPLE: ClassVar[tuple[str, ...]] = ("starts", "lengths", "key_lengths", "counted")
     REMEDY: ClassVar[str] = "precompute with --temperature {:g}"
 
-    buffer: Tensor
-    starts: tuple[int, ...]
-    lengths: tuple[int, ...]
+    buffer: Tensor  # uint8, one axis: the codes of one layer, sample by sample; may hold other layers as well
+    starts: tuple[int, ...]  # where each sample's codes begin in it
+    lengths: tuple[int, ...]  # positions of each sample
     num_student_heads: int
-    codec: str
-    support: str
-    length: int
-    temperature: float | None = None
-    key_lengths: tuple[int, ...] | None = None
-    num_keys: int | None = None
+    codec: str  # of the cache (CACHE-110)
+    support: str  # "full", or "causal" with only the lower triangle stored
+    length: int  # L, to which shorter samples are padded; there rows are 0 and do not count
+    temperature: float | None = None  # T_a of the cache; with None any that the loss is called with
+    key_lengths: tuple[int, ...] | None = None  # of each sample, where keys are of another sequence than queries
+    num_keys: int | None = None  # S, to which shorter samples are padded; by default L
     row_sums: str = "one"
-    counted: Tensor | None = None
+    counted: Tensor | None = None  # boolean (B, L), True = the row counts, where a loss has said so (``drop_rows``)
     _parts: tuple[_Part, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -181,7 +166,6 @@ class Coded(Supervision):
         return torch.stack(heads, dim=1)
 
     def _tile(self, rows: slice, keys: slice, dtype: torch.dtype) -> Tensor:
-        """Codes as numbers ``(B, H_s, R, K)``, 0 where nothing is stored."""
         top, bottom, _ = rows.indices(self.length)
         left, right, _ = keys.indices(self.shape[3])
         part = self._parts[0]

@@ -24,7 +24,7 @@ class Factored(Supervision):
 
     ``A_t = softmax(logits_t / T)`` over the keys that the rule allows.
 
-    Attributes:
+    Args:
         queries: ``(B, H_t, L, d)``, rotated and normalised as the teacher multiplies them.
         keys: ``(B, H_kv, S, d)``, rotated and normalised too; query head t reads key head ``t // (H_t / H_kv)``.
         mixing: C ``(B, H_s, H_t)``.
@@ -33,12 +33,6 @@ class Factored(Supervision):
         groups: the teacher heads merged into each student head (``plan_groups``), outside of which C is zero;
             without it every pair of heads costs a product.
         row_mass: rho ``(B, H_t, L)``, what each teacher row sums to at T = 1 where attention sinks take the rest.
-        pair_weights: ``C[h,t] rho_t`` of each of the ``pairs``, ``(B, pairs, 1 or L)``; 0 on the teacher's fully
-            masked rows.
-        pair_heads: student heads and teacher heads of the ``pairs``, on the device: copied there once, as a copy in
-            every call would make the host wait.
-
-    Args:
         **described: fields of the rule, such as ``is_causal=True``.
 
     Raises:
@@ -56,7 +50,9 @@ class Factored(Supervision):
     rule: AttentionRule
     groups: tuple[tuple[int, ...], ...] | None
     row_mass: Tensor | None
+    # ``C[h,t] rho_t`` of each of the ``pairs``, (B, pairs, 1 or L); 0 on the teacher's fully masked rows.
     pair_weights: Tensor = field(init=False, repr=False)
+    # Their student and teacher heads, on the device: a copy in every call would make the host wait.
     pair_heads: tuple[Tensor, Tensor] = field(init=False, repr=False)
 
     def __init__(
@@ -96,7 +92,6 @@ class Factored(Supervision):
 
     @property
     def row_sums(self) -> str:  # type: ignore[override]  # a fact about the fields
-        """``"at_most_one"`` where ``row_mass`` is given."""
         return "one" if self.row_mass is None else "at_most_one"
 
     @property
@@ -196,7 +191,6 @@ class Factored(Supervision):
         return self._sum_pairs(weights * product), self._sum_pairs(transposed.to(wide))
 
     def _members(self, dtype: torch.dtype, temperature: float) -> MapFactors:
-        """The teacher's map of every pair."""
         teachers = self.pair_heads[1]
         held = expand_heads(center_keys(self.keys.detach(), dtype), self.queries.shape[1])[:, teachers]
         queries = self.queries.detach().to(dtype)[:, teachers]
@@ -222,7 +216,6 @@ class Factored(Supervision):
 def _check_merging(
     queries: Tensor, mixing: Tensor, groups: tuple[tuple[int, ...], ...] | None, row_mass: Tensor | None
 ) -> None:
-    """What is merged must fit the queries ``(B, H_t, L, d)`` (MIX-3, PLAN-6)."""
     check_real(mixing, "mixing", check=False)
     batch, heads, rows, _ = queries.shape
     shape = tuple(mixing.shape)

@@ -70,7 +70,6 @@ class AttentionRule:
 
     @property
     def is_structural(self) -> bool:
-        """True if who may attend is defined by causality and the window alone."""
         return self.attn_mask is None
 
     @property
@@ -79,7 +78,6 @@ class AttentionRule:
         return self.alibi_slopes is not None or (self.attn_mask is not None and self.attn_mask.dtype != torch.bool)
 
     def scale_for(self, width: int) -> float:
-        """The factor of the products of heads of size ``width``."""
         return 1.0 / math.sqrt(width) if self.scale is None else float(self.scale)
 
     def check(self) -> None:
@@ -165,7 +163,6 @@ class AttentionRule:
         return replace(self, attn_mask=parts[0], alibi_slopes=parts[1])
 
     def key_range(self, rows: slice, num_keys: int) -> slice:
-        """The keys outside of which no row of the slice may attend, from causality and window; at least one."""
         first, end = 0, num_keys
         if self.is_causal:
             end = min(end, rows.stop)

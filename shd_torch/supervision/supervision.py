@@ -33,7 +33,6 @@ ALL: slice = slice(None)
 
 
 def tile_entries(device: torch.device) -> int:
-    """Entries of the largest tile that is formed at once on a device."""
     return TILE_ENTRIES if device.type == "cpu" else ACCELERATOR_TILE_ENTRIES
 
 
@@ -69,7 +68,6 @@ class Supervision(ABC):
 
     @property
     def num_heads(self) -> int:
-        """H_s."""
         return self.shape[1]
 
     @abstractmethod
@@ -94,7 +92,6 @@ class Supervision(ABC):
         """What each row sums to, ``(B, H_s, L)``; 0 where a row does not count. The same at every temperature."""
 
     def samples(self, start: int, stop: int) -> Self:
-        """The supervision of samples ``start .. stop - 1``."""
         record: Any = self
         held = {name: value for name in self.PER_SAMPLE if (value := getattr(record, name)) is not None}
         return replace(record, **{name: value[start:stop] for name, value in held.items()})  # type: ignore[no-any-return]
@@ -108,7 +105,6 @@ class Supervision(ABC):
         return self
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
-        """A copy on another device."""
         return move(self, device, non_blocking=non_blocking)
 
     @abstractmethod
@@ -178,16 +174,6 @@ class Supervision(ABC):
             forward[samples, :, rows] = probs @ vectors[samples, :, keys]
             transposed[samples, :, keys] += probs.mT @ weighted[samples, :, rows]
         return forward, transposed
-
-    def entropies(self, *, temperature: float = 1.0) -> Tensor:
-        """``- sum_j A~_j log A~_j`` of each row ``(B, H_s, L)``, in nats; 0 for a row without mass."""
-        result = torch.empty(self.shape[:3], dtype=self.dtype, device=self.device)
-        for subset, samples, rows in self.tiles():
-            probs = subset.probs(rows, subset.key_range(rows), temperature=temperature)
-            # The logarithm of 0 takes ten times that of a number; times 0 either is 0.
-            logs = probs.clamp(min=torch.finfo(probs.dtype).tiny).log_()
-            result[samples, :, rows] = -logs.mul_(probs).sum(-1)
-        return result
 
 
 @dataclass(frozen=True, eq=False)

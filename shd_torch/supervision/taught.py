@@ -147,15 +147,12 @@ class Taught:
         return None
 
     def hidden_states(self, length: int | None = None) -> Mapping[int, Tensor]:
-        """Hidden states ``(B, L, D)`` by the teacher's number."""
         return {}
 
     def embeddings(self) -> EmbeddingTargets | None:
-        """One vector a text."""
         return None
 
     def last_states(self, length: int | None = None) -> Tensor | None:
-        """What the teacher's head reads, ``(B, L, D)``."""
         return None
 
     def stored_rows(self, subject: str, length: int | None = None) -> StoredRows | None:

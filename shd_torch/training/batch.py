@@ -108,7 +108,6 @@ class MicroBatch:
         return cls(inputs, inputs.pop("supervision", None), inputs.pop("tallies", {}), has_decoder)
 
     def to(self, device: torch.device) -> MicroBatch:
-        """With the teaching on a device, where the base class has put the inputs already."""
         return replace(self, stored=None if self.stored is None else self.stored.to(device, non_blocking=True))
 
     @property
@@ -221,7 +220,6 @@ class Forward:
         return targets
 
     def share(self, counter: Counter) -> Tensor:
-        """What part of the whole step's rows, on all ranks, this micro-batch has; the ranks are asked once each."""
         if counter not in self._shares:
             rows = torch.tensor(counter(self.batch), device=self.device)
             self._shares[counter] = batch_share(rows, num_rows_in_all=self.totals[counter])
@@ -265,7 +263,6 @@ def batch_share(
 
 
 def _read_number(name: str, value: object, least: float | Tensor) -> Tensor:
-    """A number as float64; of a tensor on an accelerator the value is not read."""
     if not isinstance(value, Tensor):
         return torch.tensor(check_number(name, value, least=float(least)), dtype=torch.float64)
     is_number = not (value.ndim or value.dtype == torch.bool or value.is_complex())

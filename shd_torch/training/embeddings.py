@@ -30,7 +30,6 @@ class SeenEmbeddings:
         self._left -= len(kept[0])
 
     def agreement(self) -> EmbeddingAgreement | None:
-        """None of fewer than three texts."""
         if MOST_TEXTS - self._left < 3:
             return None
         teacher, student = (torch.cat(side) for side in zip(*self._pairs, strict=True))

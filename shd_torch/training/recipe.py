@@ -87,7 +87,6 @@ class Recipe:
 
     @property
     def is_taught(self) -> bool:
-        """Whether it has a term on a teacher's logits."""
         return self.kind.targets != "none"
 
     def for_student(self, student: Any) -> RecipeTerms:

@@ -390,7 +390,6 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
 
     @property
     def _takes_labels(self) -> bool:
-        """Whether a student of this kind can have a loss of its own."""
         return bool(self.label_names) or self.compute_loss_func is not None or self._is_self_taught
 
     def _has_own_loss(self, inputs: Mapping[str, Any]) -> bool:
@@ -506,7 +505,6 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         return bool(getattr(getattr(self._student, "config", None), "is_encoder_decoder", False))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the terms of the steps since the last log."""
         if "loss" in logs and self._record is not None:
             here = self._record.means(self.state.global_step)
             self._record = StepRecord(self.state.global_step)
@@ -541,7 +539,6 @@ def _for_sampler(dataset: Any) -> Any:
 
 
 def _read_terms(terms: Mapping[str, Weight | RowsTerm]) -> list[RowsTerm]:
-    """Terms by subject, made of their weights where these are given."""
     unknown = sorted(terms.keys() - TERMS.keys())
     need(not unknown, "argument-value", "terms", f"be of {', '.join(TERMS)}", ", ".join(unknown))
     return [term if isinstance(term, RowsTerm) else TERMS[name](weight=term) for name, term in terms.items()]
@@ -554,7 +551,6 @@ def _count_attention(config: Any) -> int | None:
 
 
 def _find_width(model: Any) -> int | None:
-    """The width of a model's hidden states, as its configuration says; None without one."""
     width = getattr(getattr(model, "config", None), "hidden_size", None)
     return width if isinstance(width, int) else None
 
@@ -589,7 +585,6 @@ class StepRecord:
                 self._alphas.append((squeeze.num_clipped, sum(numbers)))
 
     def means(self, step: int) -> dict[str, float]:
-        """Means over the steps up to this one; ``clipped`` and ``alphas`` are numbers."""
         steps = max(step - self._first_step, 1)
         means = {name: float(value) / steps for name, value in self._sums.items()}
         means |= {name: float(weight) for name, weight in self._weights.items()}

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.kernel_resources import Resources, Variant, choose_variant_tile, measure  # noqa: E402  (after the path)
-from shd_torch.kernels.tiles import MAX_FLOAT32_WIDTH, MAX_WIDTH, Tile, choose_tile, count_unrolled, pad_width  # noqa: E402
+from shd_torch.kernels.divergence import MAX_FLOAT32_WIDTH, MAX_WIDTH, Tile, choose_tile, count_unrolled, pad_width  # noqa: E402
 
 KIB = 1024
 SHARED = {80: 99 * KIB, 90: 227 * KIB}

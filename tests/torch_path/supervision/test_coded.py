@@ -37,7 +37,8 @@ def make_batch(codec: str, support: str) -> tuple[CodedSupervision, list[NDArray
             maps[sample, :, :length, :length] = decode(codec, codes)
         expected.append(maps)
     buffer = torch.from_numpy(np.concatenate(blobs))
-    return CodedSupervision(buffer, LENGTHS, (0, 2), HEADS, codec, support, 2.0), expected
+    rows = ((), (), 0, (), frozenset())  # of no other form
+    return CodedSupervision(buffer, LENGTHS, (0, 2), HEADS, codec, support, *rows, 2.0, ()), expected
 
 
 @pytest.mark.parametrize("support", ["full", "causal"])
