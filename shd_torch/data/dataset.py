@@ -16,7 +16,6 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from shd_ref.cache import CacheReader, Factors, Manifest, SampleRecord, sample_key, trim_inputs
 from shd_ref.errors import ShdError, need
-from shd_ref.merging.plans import MergePlan
 from shd_ref.teacher.sources import open_source
 from shd_torch.supervision.cached import CachedSupervision, pack_records
 from shd_torch.supervision.taught import taught_layers
@@ -274,10 +273,8 @@ def check_cache(
     num_student_heads: int | None = None,
     num_student_layers: int | None = None,
     temperature: float | None = None,
-    plan: MergePlan | tuple[MergePlan, ...] | None = None,
-    teacher_sha256: str | None = None,
 ) -> None:
-    """Refuse a cache that was made for another student or by another teacher, before the first step.
+    """Refuse a cache that was made for another student, before the first step.
 
     Args:
         cache: the open cache.
@@ -285,23 +282,18 @@ def check_cache(
         num_student_layers: how many attention calls it makes: as many as the cache was made for, or where explicit
             pairs left that open, more than the last layer that is taught.
         temperature: the T_a that ``shd_loss`` will be called with; a cache of queries and keys serves any.
-        plan: the merge plan, if the student relies on one; where layers have their own, all of them in order.
-        teacher_sha256: of the teacher, where it is at hand.
 
     Raises:
         ShdError: ``cache-mismatch`` naming what differs.
 
     Source: silent. Specification: the manifest of ``specs/cache-format.md``.
     """
-    manifest, form = cache.manifest, cache.manifest.attention
+    form = cache.manifest.attention
     bound = form.bound_temperature
-    checks: list[tuple[str, object, object]] = [
+    for name, own, stored in (
         ("num_student_heads", num_student_heads, form.num_student_heads),
         ("temperature", None if temperature is None or bound is None else float(temperature), bound),
-        ("plan", plan, form.plan if form.plans is None else form.plans),
-        ("teacher_sha256", teacher_sha256, manifest.teacher.sha256),
-    ]
-    for name, own, stored in checks:
+    ):
         rule, remedy = f"be {stored!r}, as {cache.folder} was made", "precompute one for this student"
         need(own is None or own == stored, "cache-mismatch", name, rule, repr(own), remedy=remedy)
     if num_student_layers is None:

@@ -13,7 +13,7 @@ from support.refusals import refusal
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shd_torch import ShdError, attention_kl, capture_attention, record_query_key
+from shd_torch import attention_kl, capture_attention, record_query_key
 from shd_torch.capture import Captured
 
 
@@ -46,11 +46,9 @@ def assert_same(first: dict[str, Tensor], second: dict[str, Tensor], tolerance: 
 
 
 @pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", ["bert", "llama"])
-def test_hugging_face_checkpointing_keeps_the_gradients(name: str, attn_implementation: str) -> None:
+def test_hugging_face_checkpointing_keeps_the_gradients(attn_implementation: str) -> None:
     pytest.importorskip("transformers", reason="a Hugging Face student")
-    changes = {"attention_probs_dropout_prob": 0.2} if name == "bert" else {"attention_dropout": 0.2}
-    model, inputs = hf_model(name, attn_implementation, **changes).train(), hf_inputs(name)
+    model, inputs = hf_model("llama", attn_implementation, attention_dropout=0.2).train(), hf_inputs("llama")
     plain = step(model, inputs)
     model.activation_checkpointing_enable({"use_reentrant": False})
     assert_same(plain, step(model, inputs))
@@ -118,26 +116,6 @@ def test_compiled_students(way: str) -> None:
     assert captured.num_calls == 0
 
 
-@pytest.mark.slow
-def test_a_compiled_hugging_face_student_works_or_says_why() -> None:
-    pytest.importorskip("transformers", reason="a Hugging Face student")
-    torch._dynamo.reset()
-    for attn_implementation in ("sdpa", "eager"):
-        model, inputs = hf_model("llama", attn_implementation, num_hidden_layers=1), hf_inputs("llama")
-        compiled = torch.compile(model, backend="eager")
-        if attn_implementation == "sdpa":
-            compiled(**inputs)
-        with capture_attention(compiled, 1) as captured:
-            compiled(**inputs)
-        assert all(call.query.requires_grad for call in captured.calls)
-        assert captured.calls[0].key.shape[1] == 2
-    torch._dynamo.reset()
-    compiled = torch.compile(hf_model("llama", "eager", num_hidden_layers=1), backend="eager")
-    compiled(**inputs)
-    with capture_attention(compiled), pytest.raises(ShdError, match="must not be compiled before"):
-        compiled(**inputs)
-
-
 def test_autocast() -> None:
     torch.manual_seed(0)
     model, images = PlainViT(), torch.randn(2, 3, 16, 16)
@@ -168,22 +146,6 @@ def test_adapters_learn_from_attention(checkpointed: bool) -> None:
     found = gradients(adapted, kl_of(captured))
     assert set(found) == {name for name, p in adapted.named_parameters() if p.requires_grad}
     assert all(gradient.abs().sum() > 0 for gradient in found.values())
-
-
-def test_accumulated_gradients_are_those_of_the_whole_batch() -> None:
-    torch.manual_seed(0)
-    model, images = PlainViT(), torch.randn(4, 3, 16, 16)
-    with capture_attention(model, 2) as captured:
-        model(images)
-    whole = gradients(model, kl_of(captured))
-    model.zero_grad()
-    capture = capture_attention(model, 2)
-    captured = capture.start()
-    for half in images.split(2):
-        model(half)
-        (kl_of(captured) / 2).backward()
-    capture.stop()
-    assert_same(whole, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
 
 
 def test_start_and_stop() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.binding.store_loader import read_store
-from support.makers import OTHER_PLAN, PLAN, job, key_of, length_of, probs_of, write_cache
+from support.makers import job, key_of, length_of, probs_of, write_cache
 from support.refusals import refusal
 from support.started_processes import SERVER
 from torch.utils.data import DataLoader
@@ -72,26 +72,6 @@ def _alone(batch: list[Any]) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("support", "workers"), [("full", 0), ("causal", 2)])
-def test_loader_joins_by_key_in_any_order(tmp_path: Path, workers: int, support: str) -> None:
-    reader = CacheReader(write_cache(tmp_path, job(NUM_SAMPLES, support=support)))
-    joined = SupervisedDataset(TokenData(), reader, layers=[2], preload=workers == 0)
-
-    options = {"num_workers": workers, "multiprocessing_context": SERVER if workers else None}
-    generator = torch.Generator().manual_seed(1)
-    loader = DataLoader(joined, shuffle=True, generator=generator, collate_fn=joined.collate, **options)
-    seen = []
-    for sample, supervision in loader:
-        index = int(sample["number"])
-        seen.append(index)
-        assert supervision.layers == (2,)
-        expected = reader.decode(reader.read(key_of(index)), 2)
-        np.testing.assert_allclose(supervision.decode()[0][0].numpy(), expected, rtol=1e-6)
-    assert sorted(seen) == list(range(NUM_SAMPLES))
-    assert seen != sorted(seen)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_loader_reads_an_object_store_in_worker_processes(bucket: str, start: str) -> None:
     address = write_cache(f"{bucket}/cache", job(NUM_SAMPLES))
@@ -144,7 +124,6 @@ class ChangingData(TokenData):
 READS = {
     "item": lambda joined, _: joined[4],
     "items": lambda joined, _: joined.__getitems__([1, 4]),
-    "subset": lambda joined, _: torch.utils.data.Subset(joined, [4, 2])[0],
     "subset-items": lambda joined, _: torch.utils.data.Subset(joined, [4, 2]).__getitems__([0, 1]),
     "loader": lambda joined, loader: list(loader),
 }
@@ -167,23 +146,6 @@ def test_data_that_change_after_joining_are_refused(tmp_path: Path, read: str, p
             READS[read](joined, loader)
         data.change, data.order = "", list(range(NUM_SAMPLES))
         READS[read](joined, loader)
-
-
-def test_data_that_change_are_refused_in_workers(tmp_path: Path) -> None:
-    data = ChangingData()
-    joined = SupervisedDataset(data, write_cache(tmp_path, job(NUM_SAMPLES)))
-    loader = DataLoader(joined, 3, num_workers=1, collate_fn=joined.collate_with(_numbers))
-    assert len(list(loader)) == 4
-    data.set_epoch(1)
-    with pytest.raises(RuntimeError, match=r"sample \d+ has key [0-9a-f]{32}, its record"):  # PyTorch's own wrapping
-        list(loader)
-
-
-def test_data_may_change_where_no_sample_does(tmp_path: Path) -> None:
-    data = ChangingData()
-    joined = SupervisedDataset(data, write_cache(tmp_path, job(NUM_SAMPLES)))
-    data.set_epoch(0)
-    assert [record.key for _, record in joined.__getitems__(range(NUM_SAMPLES))] == joined.keys
 
 
 class Renumbered(SupervisedDataset):
@@ -302,20 +264,11 @@ def test_augmentation_needs_seeds(tmp_path: Path) -> None:
         ({"num_student_heads": 3}, "num_student_heads must be 2"),
         ({"num_student_layers": 2}, "num_student_layers must be above 2"),
         ({"temperature": 2.0}, "temperature must be 1.0"),
-        ({"plan": ()}, "plan must be"),
-        ({"teacher_sha256": "00" * 32}, "teacher_sha256 must be"),
     ],
 )
 def test_another_students_cache_is_refused(tmp_path: Path, wanted: dict[str, Any], text: str) -> None:
     reader = CacheReader(write_cache(tmp_path, job(NUM_SAMPLES)))
-    check_cache(
-        reader,
-        num_student_heads=2,
-        num_student_layers=3,
-        temperature=1.0,
-        plan=reader.manifest.attention.plan,
-        teacher_sha256="ab" * 32,
-    )
+    check_cache(reader, num_student_heads=2, num_student_layers=3, temperature=1.0)
     with refusal("cache-mismatch", text):
         check_cache(reader, **wanted)
 
@@ -326,14 +279,6 @@ def test_a_layer_map_is_for_one_number_of_student_layers(tmp_path: Path, layers:
     check_cache(reader, num_student_layers=4)
     with refusal("cache-mismatch", f"num_student_layers must be 4, .*; got {layers}"):
         check_cache(reader, num_student_layers=layers)
-
-
-def test_plans_of_layers_are_compared_one_by_one(tmp_path: Path) -> None:
-    reader = CacheReader(write_cache(tmp_path, job(NUM_SAMPLES, plan=(), plans=(PLAN, OTHER_PLAN))))
-    check_cache(reader, plan=(PLAN, OTHER_PLAN))
-    for plan in (PLAN, (OTHER_PLAN, PLAN)):
-        with refusal("cache-mismatch", "plan must be"):
-            check_cache(reader, plan=plan)
 
 
 @pytest.mark.parametrize(

@@ -111,12 +111,6 @@ def test_a_batch_of_a_cache(loss: Loss, support: str) -> None:
     assert_agrees(actual, case.expected(decode("sqrt8-row", codes).astype(np.float64)), "float32")
 
 
-def test_groups_need_not_be_given(loss: Loss) -> None:
-    case = CASES[3]
-    actual = loss(factored(case) | {"groups": None}, arguments(case))
-    assert_agrees(actual, case.expected(), case.dtype)
-
-
 def test_gradients_without_the_value(loss: Loss) -> None:
     case = CASES[0]
     actual = loss(factored(case), arguments(case, value="surrogate"))

@@ -43,25 +43,22 @@ def cases() -> list[Any]:
     biased[..., rng.random((63, 63)) > 0.8] = -np.inf
     biased[..., 0] = 0.0
     table: dict[str, KlCase] = {
-        "L63": make_case(63),
         "L197-S65": make_case(197, 65, student_heads=3, key_heads=3, teacher_heads=6, grouped=True),
         "L65-S197-causal": make_case(65, 197, **both(is_causal=True)),
         "L257-causal": make_case(257, **both(is_causal=True)),
+        "L530-left-padded": make_case(530, **both(is_causal=True, attn_mask=padded(2, 530, left=True))),
         "L300-window": make_case(300, batch=1, **both(window=17)),
         "L300-S40-window-dead-rows": make_case(300, 40, batch=1, **both(window=17)),
         "L300-causal-window": make_case(300, batch=1, **both(is_causal=True, window=40)),
         "padded": make_case(**both(attn_mask=padded(2, 63))),
         "padded-causal": make_case(**both(attn_mask=padded(2, 63), is_causal=True)),
         "left-padded-causal-dead-rows": make_case(300, **both(attn_mask=padded(2, 300, left=True), is_causal=True)),
-        "left-padded-window": make_case(**both(attn_mask=padded(2, 63, left=True), window=9)),
         "additive": make_case(**both(attn_mask=biased)),
-        "additive-causal": make_case(**both(attn_mask=biased, is_causal=True)),
         "alibi": make_case(
             masks={"is_causal": True, "alibi_slopes": np.array([0.5, 0.0625])},
             teacher_masks={"is_causal": True, "alibi_slopes": 0.5 ** np.arange(1, 6)},
         ),
         "student-sees-more": make_case(teacher_masks={"is_causal": True, "window": 11}, masks={"is_causal": True}),
-        "one-member": make_case(student_heads=5, key_heads=5, grouped=True),
         "six-members": make_case(student_heads=1, teacher_heads=6, teacher_key_heads=2, grouped=True),
         "unequal-groups": make_case(student_heads=3, key_heads=1, teacher_heads=7, grouped=True),
         "every-pair": make_case(student_heads=4, key_heads=2, teacher_heads=6, teacher_key_heads=3),
@@ -151,20 +148,6 @@ def test_half_precision_inputs_are_computed_in_float32(dtype: str, backend: str)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("gap", [0.05, 0.3, 3.0])
-def test_small_divergences_keep_their_gradient(gap: float, backend: str) -> None:
-    """The student is the teacher but for a small step: the KL falls with its square, the gradient with it."""
-    case = make_case(student_heads=1, teacher_heads=1, width=24)
-    step = np.random.default_rng(1).standard_normal(case.queries.shape)
-    case = replace(case, queries=case.teacher_queries + gap * step, keys=case.teacher_keys, beta=1.0)
-    value, dq, dk = run(case, case.supervision(torch.float32), backend, torch.float32)
-    expected = case.expected()
-    assert value == pytest.approx(expected[0], abs=1e-6, rel=1e-4)
-    for got, want in zip((dq, dk), expected[1:], strict=True):
-        assert np.linalg.norm(got - want) < 2e-4 * np.linalg.norm(want)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_small_divergences_in_half_precision_lose_no_more_than_the_last_rounding(dtype: str, backend: str) -> None:
     half = getattr(torch, dtype)
@@ -229,22 +212,6 @@ def test_autocast_changes_nothing(form: str, backend: str) -> None:
         assert torch.ones(2, 2).mm(torch.ones(2, 2)).dtype == torch.bfloat16
     for one, other in zip(outside, inside, strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_surrogate_has_the_gradient(backend: str) -> None:
-    case = make_case(**both(is_causal=True))
-    _, *exact = run(case, case.supervision(torch.float64), backend, torch.float64)
-    value, *gradients = run(case, case.supervision(torch.float64), backend, torch.float64, value="surrogate")
-    for got, want in zip(gradients, exact, strict=True):
-        np.testing.assert_array_equal(got, want)
-    assert value == pytest.approx(float((case.queries * exact[0]).sum()))
-    q, k = case.student(torch.float64)
-    with torch.no_grad():  # no gradient is asked for: the number is the divergence
-        loss = attention_kl(
-            q, k, case.supervision(torch.float64), backend=backend, value="surrogate", **case.options()
-        )
-    assert loss.item() == pytest.approx(case.expected()[0])
 
 
 def penalise(f: LossOf, q: Tensor, k: Tensor) -> Any:
@@ -424,15 +391,6 @@ def test_support_error_names_where() -> None:
         attention_kl(*case.student(torch.float64), case.supervision(torch.float64), attn_mask=mask)
 
 
-def test_samples_and_rows_are_cut_alike() -> None:
-    """Longer than two chunks of rows, and more entries than a tile."""
-    case = make_case(530, **both(is_causal=True, attn_mask=padded(2, 530, left=True)))
-    expected = case.expected()
-    for backend in BACKENDS:
-        for supervision in (case.supervision(torch.float64), torch.from_numpy(case.maps())):
-            assert_close(run(case, supervision, backend, torch.float64), expected, "float64")
-
-
 @pytest.mark.parametrize(
     ("changes", "code"),
     [
@@ -453,21 +411,13 @@ def test_samples_and_rows_are_cut_alike() -> None:
         ({"attn_mask": torch.ones(9, 9, dtype=torch.int64)}, "argument-dtype"),
         ({"alibi_slopes": torch.ones(3)}, "argument-shape"),
         ({"attn_mask": torch.full((9, 9), torch.nan)}, "not-finite"),
-        ({"attn_mask": torch.full((9, 9), torch.nan), "support": "intersect"}, "not-finite"),
-        ({"attn_mask": torch.full((9, 9), torch.inf)}, "not-finite"),
         ({"alibi_slopes": torch.tensor([0.5, torch.nan])}, "not-finite"),
-        ({"alibi_slopes": torch.tensor([0.5, -torch.inf])}, "not-finite"),
         ({"loss_mask": torch.ones(2, 9)}, "argument-dtype"),
         ({"supervision": None}, "argument-dtype"),
-        ({"student_q": None}, "argument-dtype"),
-        ({"student_k": np.zeros((2, 1, 9, 40))}, "argument-dtype"),
         ({"attn_mask": [1]}, "argument-dtype"),
-        ({"alibi_slopes": [0.1, 0.2]}, "argument-dtype"),
         ({"alibi_slopes": torch.ones(2, requires_grad=True)}, "argument-value"),
         ({"is_causal": "no"}, "argument-value"),
         ({"product_dtype": "float16"}, "argument-dtype"),
-        ({"product_dtype": torch.int8}, "argument-dtype"),
-        ({"student_q": torch.zeros(2, 2, 9, 40).to(torch.float8_e4m3fn)}, "argument-dtype"),
     ],
     ids=str,
 )
@@ -479,12 +429,6 @@ def test_refuses(changes: dict[str, Any], code: str) -> None:
         changes = changes | {"supervision": Dense(torch.from_numpy(case.maps()).float(), temperature=1.0)}
     with refusal(code):
         attention_kl(**arguments | changes)
-
-
-@pytest.mark.parametrize("groups", [((0, 1),), ((0, 1), (2, 5)), ((0, 1), (2, 2))])
-def test_groups_name_each_head_of_the_teacher_once(groups: tuple[tuple[int, ...], ...]) -> None:
-    with refusal("argument-value", r"groups must name heads of 0\.\.4, each once, for each of 2"):
-        replace(make_case(5).supervision(torch.float32), groups=groups)
 
 
 def test_backend_is_explained() -> None:
@@ -541,13 +485,3 @@ def test_queries_and_keys_are_taught_without_a_copy_to_the_device(
     assert isinstance(taught, Factored)
     monkeypatch.setattr(torch, "tensor", lambda *given, **keywords: pytest.fail("copies"))
     attention_kl(q, k, taught, backend=backend, check=False).backward()
-
-
-def test_loss_scaling_in_float16() -> None:
-    """A gradient scaler's factor meets the gradient in float32."""
-    case = make_case(beta=1e-5, dtype="float16")
-    q, k = case.student(torch.float16)
-    (65536.0 * attention_kl(q, k, case.supervision(torch.float16), beta=1e-5)).backward()
-    assert q.grad is not None
-    want = 65536.0 * case.expected()[1]
-    assert np.linalg.norm(to_float64(q.grad) - want) < 1e-3 * np.linalg.norm(want)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.binding.architectures import ARCHITECTURES, make_inputs, make_model
-from support.binding.models import NUM_HEADS, PlainBlock, PlainViT
+from support.binding.models import NUM_HEADS, PlainViT
 from support.binding.twins import assert_agrees, to_float64
 from support.refusals import refusal
 from torch import Tensor, nn
@@ -130,15 +130,6 @@ def test_several_teachers_are_averaged() -> None:
         layer_kls(captured, [])
 
 
-def test_layers_that_were_not_captured_are_named() -> None:
-    _, online, images = student_and_teacher()
-    student = two_heads()
-    with capture_attention(student, [1]) as captured:
-        student(images)
-    with refusal("capture-failed", r"layer 0 must be among .* got \[1\]"):
-        layer_kls(captured, online(images))
-
-
 class Stack(nn.Module):
     """Layers of ``nn.MultiheadAttention``, with or without asking it for its weights."""
 
@@ -211,38 +202,6 @@ def test_compiled_and_narrow_teachers(way: str) -> None:
             )
 
 
-def test_fused_attention_is_kept_and_no_map_is_formed() -> None:
-    largest = 0
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            nonlocal largest
-            result = func(*args, **(kwargs or {}))
-            for tensor in result if isinstance(result, tuple) else (result,):
-                if isinstance(tensor, Tensor) and tensor.numel() > largest:
-                    largest = tensor.numel()
-            return result
-
-    torch.manual_seed(0)
-    length = 700
-
-    class Long(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = PlainBlock(8, 4, causal=True)
-
-        def forward(self, hidden: Tensor) -> Tensor:
-            output: Tensor = self.block(hidden)
-            return output
-
-    online = OnlineTeacher(Long(), 2, 1)
-    hidden = torch.randn(1, length, 8)
-    online(hidden)
-    with Watch():
-        online(hidden, check=True)
-    assert largest < length * length
-
-
 class Gated(nn.Module):
     """A gate between attention and its projection."""
 
@@ -274,17 +233,6 @@ def test_an_adapter_beside_the_projection_is_not_overlooked() -> None:
     with pytest.raises(ShdError, match="got 2: merge adapters"):
         OnlineTeacher(adapted, 2, 1)(**make_inputs("llama"))
     OnlineTeacher(adapted.merge_and_unload(), 2, 1)(**make_inputs("llama"))
-
-
-def test_a_projection_that_is_moved_or_trained_stays_the_right_one() -> None:
-    _, online, images = student_and_teacher()
-    before = online(images).squeezes[0].mixing
-    block = online.model.blocks[1]
-    with torch.no_grad():
-        block.proj.weight[:, :8] *= 10.0  # of head 0
-    assert not torch.allclose(before, online(images).squeezes[0].mixing, atol=1e-3)
-    fresh = OnlineTeacher(online.model, 2, 2)(images).squeezes[0].mixing
-    torch.testing.assert_close(online(images).squeezes[0].mixing, fresh)
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -338,13 +286,8 @@ def test_a_student_may_teach_itself() -> None:
     ("changes", "code", "message"),
     [
         ({"num_student_heads": -1}, "argument-value", "num_student_heads must be an integer of at least 1; got -1"),
-        ({"num_student_heads": "2"}, "argument-value", "num_student_heads must be .*; got '2'"),
         ({"layer_map": 0}, "layers-invalid", "layer_map must be .*; got 0"),
-        ({"layer_map": "x"}, "layers-invalid", "layer_map must be .*; got 'x'"),
-        ({"layer_map": None}, "layers-invalid", "layer_map must be .*; got None"),
-        ({"layer_map": []}, "layers-invalid", "layer_map must be"),
         ({"layer_map": [(0,)]}, "layers-invalid", "layer_map must be"),
-        ({"layer_map": [(-1, 0)]}, "layers-invalid", "layer_map must be"),
         ({"layer_map": [(0, -1)]}, "layers-invalid", "layer_map must be"),
         ({"layer_map": [(0, 0), (0, 1)]}, "layers-invalid", "layer_map must be"),
         ({"plan": "random"}, "argument-value", "plan must be one of"),

@@ -13,7 +13,7 @@ from support.commands import invoke
 from support.past_decoders import DECODERS, VOCABULARY, export_with_past, make_decoder
 from support.students import precompute
 
-from shd_ref.cache import CacheReader, Factors, sample_key, trim_sample
+from shd_ref.cache import CacheReader, sample_key, trim_sample
 from shd_ref.cli import load_app
 from shd_ref.conformance import load_tolerances
 from shd_ref.teacher import (
@@ -117,16 +117,6 @@ def test_the_command_tells_what_it_fed_besides(taught: Taught, tmp_path: Path) -
     assert result.exit_code == 0, result.output
     assert "past_key_values.0.key and 3 more (an empty past)" in result.output
     assert ("position_ids (counted from the mask)" in result.output) == (taught.name != "opt")
-
-
-@FEW
-def test_factored_records_keep_causality_beside_an_empty_past(taught: Taught, tmp_path: Path) -> None:
-    options = PrecomputeOptions(num_student_heads=2, form="factored", factored_codec="float16")
-    precompute(taught.graph, make_data(), tmp_path / "cache", options)
-    manifest = CacheReader(tmp_path / "cache").manifest
-    assert manifest.attention.support == "causal"
-    assert isinstance(manifest.attention, Factors)
-    assert manifest.attention.padding == "around"
 
 
 def test_no_output_of_the_past_is_computed(taught: Taught) -> None:

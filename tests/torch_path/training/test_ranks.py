@@ -61,13 +61,9 @@ def test_shares() -> None:
     [
         ({"num_rows": -1}, "num_rows must be a finite number of at least 0; got -1"),
         ({"num_rows": "a"}, "num_rows must be .*; got 'a'"),
-        ({"num_rows": True}, "num_rows must be .*; got True"),
-        ({"num_rows": float("nan")}, "num_rows must be .*; got nan"),
         ({"num_rows": torch.tensor(float("inf"))}, "num_rows must be .*; got inf"),
         ({"num_rows": torch.ones(2)}, "num_rows must be"),
         ({"num_rows": 3, "num_rows_in_all": 2}, "num_rows_in_all must be a finite number of at least 3; got 2"),
-        ({"num_rows": 3, "num_rows_in_all": float("nan")}, "num_rows_in_all must be .*; got nan"),
-        ({"num_rows": 3, "num_rows_in_all": [4]}, r"num_rows_in_all must be .*; got \[4\]"),
     ],
 )
 def test_shares_of_no_number_are_refused(arguments: dict[str, Any], message: str) -> None:

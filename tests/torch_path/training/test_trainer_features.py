@@ -1,13 +1,13 @@
 """SHDTrainer with what the base class offers: autocast, compilation, checkpointing, adapters, streams, resuming."""
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from support.binding.trainer_cases import LENGTHS, make_model, make_samples, make_trainer, pad, trained, weights
+from support.binding.trainer_cases import make_model, make_samples, make_trainer, pad, trained, weights
 from support.refusals import refusal
 
 from shd_torch import (
@@ -210,21 +210,6 @@ def test_samples_are_grouped_by_length(strategy: str, trainer_cache: Path, tmp_p
         assert lengths[:4] == sorted(lengths[:4], reverse=True)
 
 
-def test_the_best_student_is_loaded_at_the_end(trainer_cache: Path, tmp_path: Path) -> None:
-    joined = SupervisedDataset(make_samples(), trainer_cache)
-    arguments = {"max_steps": 4, "learning_rate": 5.0}  # it gets worse at once
-    arguments |= {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
-    arguments |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
-    trainer = trained(tmp_path, train=joined, eval_dataset=joined, beta=0.5, arguments=arguments)
-    losses = {log["step"]: log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log}
-    best = min(losses, key=lambda step: losses[step])
-    assert sorted(losses) == [1, 2, 3, 4]
-    assert best != 4  # or the last would do
-    assert trainer.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
-    assert_same(trainer.model.state_dict(), load_file(tmp_path / f"checkpoint-{best}" / "model.safetensors"))
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(losses[best], rel=1e-6)
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_trains_as_the_same_data_in_that_order(workers: int, trainer_cache: Path, tmp_path: Path) -> None:
     arguments = {
@@ -245,55 +230,6 @@ def test_a_stream_trains_as_the_same_data_in_that_order(workers: int, trainer_ca
     stream = trained(tmp_path, train=SupervisedStream(samples, trainer_cache), beta=0.5, arguments=arguments)
     assert_same(weights(stream), weights(joined))
     assert stream.state.log_history[2]["shd_loss"] == joined.state.log_history[2]["shd_loss"]
-
-
-def test_a_stream_hears_of_every_epoch(trainer_cache: Path, tmp_path: Path) -> None:
-    """So that its data can shuffle again."""
-
-    class Turning:
-        epoch = 0
-        given: ClassVar[list[tuple[int, int]]] = []
-
-        def set_epoch(self, epoch: int) -> None:
-            self.epoch = epoch
-
-        def __iter__(self) -> Any:
-            for sample in make_samples()[:: -1 if self.epoch % 2 else 1]:
-                self.given.append((self.epoch, len(sample["input_ids"])))
-                yield sample
-
-    stream = SupervisedStream(Turning(), trainer_cache)
-    make_trainer(tmp_path, train=stream, beta=0.5, arguments={"max_steps": 4}).train()
-    assert Turning.given == [(0, length) for length in LENGTHS] + [(1, length) for length in reversed(LENGTHS)]
-
-
-def test_a_stream_with_a_live_teacher_needs_no_cache(trainer_cache: Path, tmp_path: Path) -> None:
-    class Stream(torch.utils.data.IterableDataset[Any]):
-        def __iter__(self) -> Any:
-            yield from make_samples()
-
-    teacher = OnlineTeacher(make_model(4, seed=1), 2, 2)
-    live = trained(tmp_path, train=Stream(), teacher=teacher, beta=0.5)
-    cached = trained(tmp_path, train=SupervisedStream(make_samples(), trainer_cache), beta=0.5)
-    for one, two in zip(live.state.log_history[:2], cached.state.log_history[:2], strict=True):
-        assert one["shd_loss"] == pytest.approx(two["shd_loss"], rel=1e-3)
-
-
-def test_columns_that_the_student_does_not_take_are_left_out(trainer_cache: Path, tmp_path: Path) -> None:
-    seen: list[set[str]] = []
-
-    def collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        seen.extend(set(sample) for sample in samples)
-        return pad(samples)
-
-    samples = [sample | {"text": f"sample {index}"} for index, sample in enumerate(make_samples())]
-    joined = SupervisedDataset(samples, trainer_cache)
-    trainer = trained(
-        tmp_path, train=joined, eval_dataset=joined, collate=collate, beta=0.5, arguments={"max_steps": 1}
-    )
-    trainer.evaluate()
-    assert len(seen) >= 4 + len(LENGTHS)
-    assert all(names == {"input_ids", "attention_mask", "labels"} for names in seen)
 
 
 def test_what_a_stream_cannot_do_is_refused(trainer_cache: Path, tmp_path: Path) -> None:
