@@ -23,6 +23,7 @@ ROW_SUMS: tuple[str, ...] = ("one", "at_most_one")
 
 INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 REALS = INTEGERS | {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+_ADDED_MASKS = REALS - INTEGERS | {torch.bool}
 _AXES = {4: ("sample", "head", "row", "key"), 3: ("sample", "head", "row")}
 
 
@@ -116,20 +117,19 @@ def check_probs(
 
 def check_mask(mask: Tensor, name: str, shape: Sequence[int]) -> None:
     """A mask must be boolean and of exactly this shape; other dtypes are refused, never guessed (MAP-7)."""
-    _check_boolean(mask, name)
+    check_dtype(mask, (torch.bool,), f"{name} must be a boolean tensor (True = counts / may attend)", "MAP-7")
     check_shape(mask, name, shape, "MAP-7")
 
 
-def check_attn_mask(attn_mask: Tensor, shape: Sequence[int]) -> None:
-    """An attention mask must be boolean and broadcast to the logits' shape (MAP-10)."""
-    _check_boolean(attn_mask, "attn_mask")
+def check_attn_mask(attn_mask: Tensor, shape: Sequence[int], *, may_add: bool = False) -> None:
+    """An attention mask must broadcast to the logits' shape; boolean, or one that is added (MAP-7, MAP-10)."""
+    rule = f"attn_mask must be a boolean tensor (True = may attend){' or a floating-point one' * may_add}"
+    check_dtype(attn_mask, _ADDED_MASKS if may_add else (torch.bool,), rule, "MAP-7")
     pairs = zip(reversed(attn_mask.shape), reversed(shape), strict=False)
-    if attn_mask.ndim > len(shape) or any(size not in (1, full) for size, full in pairs):
-        raise ShdError(
-            "argument-shape",
-            f"attn_mask must broadcast to the logits' shape {tuple(shape)}; got {tuple(attn_mask.shape)}",
-            "MAP-10",
-        )
+    fits = attn_mask.ndim <= len(shape) and all(size in (1, full) for size, full in pairs)
+    if not fits:
+        rule = f"attn_mask must broadcast to the logits' shape {tuple(shape)}"
+        raise ShdError("argument-shape", f"{rule}; got {tuple(attn_mask.shape)}", "MAP-10")
 
 
 def check_query_key(
@@ -161,10 +161,6 @@ def check_dtype(value: object, dtypes: Collection[torch.dtype], rule: str, spec_
     if not isinstance(value, Tensor) or value.dtype not in dtypes:
         kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise ShdError("argument-dtype", f"{rule}; got {kind}", spec_id)
-
-
-def _check_boolean(mask: Tensor, name: str) -> None:
-    check_dtype(mask, (torch.bool,), f"{name} must be a boolean tensor (True = counts / may attend)", "MAP-7")
 
 
 def _check_entries(

@@ -7,7 +7,6 @@ tiles of query rows and keys when they are needed, so that memory stays linear i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypedDict, TypeVar
 
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from shd_ref.errors import ShdError
 from shd_ref.integers import check_number
-from shd_torch.checks import compute_dtype, without_autocast
+from shd_torch.checks import check_attn_mask, compute_dtype, without_autocast
 
 CHUNK = 256
 """Rows that are looked at together where a mask must be read as a whole."""
@@ -103,7 +102,7 @@ class AttentionRule:
         shape, device = (*queries.shape[:3], keys.shape[2]), queries.device
         mask, slopes = self.attn_mask, self.alibi_slopes
         if mask is not None:
-            _check_mask(mask, shape)
+            check_attn_mask(mask, shape, may_add=True)
             mask = mask.to(device).reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
         if slopes is not None:
             if not slopes.is_floating_point() or tuple(slopes.shape) not in ((shape[1],), (1, shape[1]), shape[:2]):
@@ -267,13 +266,3 @@ def is_allowed(mask: Tensor) -> Tensor:
     product of activations, and not for the sum of one and the mask. NaN masks nothing: it shows in the loss.
     """
     return mask if mask.dtype == torch.bool else ~(mask.detach() <= torch.finfo(mask.dtype).min / 2)
-
-
-def _check_mask(mask: Tensor, shape: Sequence[int]) -> None:
-    if not (mask.dtype == torch.bool or mask.is_floating_point()):
-        message = f"attn_mask must be a boolean tensor (True = may attend) or a floating-point one; got {mask.dtype}"
-        raise ShdError("argument-dtype", message, "MAP-7")
-    pairs = zip(reversed(mask.shape), reversed(shape), strict=False)
-    if mask.ndim > 4 or any(size not in (1, full) for size, full in pairs):
-        message = f"attn_mask must broadcast to (B, H, L, S) = {tuple(shape)}; got {tuple(mask.shape)}"
-        raise ShdError("argument-shape", message, "MAP-10")

@@ -24,23 +24,24 @@ class _Kind:
     """How a recipe is called."""
 
     run: Callable[..., Terms]
-    # of the teachers: "none", "one" teacher's targets in any form, one's "logits" as they are, or "several" of those
-    targets: str
     of_text: bool | None = False  # whether its rows are those of a text, (B, L, V); None = as the labels are
-    divergence: str = "cross_entropy"  # that decides which targets will do
+    is_taught: bool = True  # by a teacher's targets
+    needs_all: bool = False  # all logits of a teacher, not the likeliest alone
+    takes_several: bool = False  # logits of one or more teachers
+    at_any_temperature: bool = True  # whether its targets may be of another than 1
     has_token: bool = False  # whether the student has a distillation token
     by_sample: tuple[str, ...] = ()  # terms that are a mean (or a sum) over samples where the others count rows
 
 
 RECIPES: Final[Mapping[str, _Kind]] = {
-    "cross_entropy": _Kind(recipes.cross_entropy, "none", of_text=None),
-    "language_kd": _Kind(recipes.language_kd, "one", of_text=True),
-    "gkd": _Kind(recipes.gkd, "one", of_text=True, divergence="jsd"),
-    "babyllama": _Kind(recipes.babyllama, "several", of_text=True, by_sample=("kd",)),
-    "image_kd": _Kind(recipes.image_kd, "one"),
-    "nkd": _Kind(recipes.nkd, "logits"),
-    "deit_soft": _Kind(recipes.deit_soft, "one", divergence="kl", has_token=True),
-    "deit_hard": _Kind(recipes.deit_hard, "logits", has_token=True),
+    "cross_entropy": _Kind(recipes.cross_entropy, of_text=None, is_taught=False),
+    "language_kd": _Kind(recipes.language_kd, of_text=True),
+    "gkd": _Kind(recipes.gkd, of_text=True, at_any_temperature=False),
+    "babyllama": _Kind(recipes.babyllama, of_text=True, needs_all=True, takes_several=True, by_sample=("kd",)),
+    "image_kd": _Kind(recipes.image_kd),
+    "nkd": _Kind(recipes.nkd, needs_all=True),
+    "deit_soft": _Kind(recipes.deit_soft, has_token=True),
+    "deit_hard": _Kind(recipes.deit_hard, needs_all=True, has_token=True),
 }
 """Recipes that need nothing but logits and labels of a batch."""
 
@@ -85,30 +86,22 @@ class Recipe:
         options = "".join(f", {name}={value!r}" for name, value in self.options.items())
         return f"Recipe({self.name!r}{options})"
 
-    @property
-    def is_taught(self) -> bool:
-        return self.kind.targets != "none"
-
     def for_student(self, student: Any) -> RecipeTerms:
         """Its terms; labels of a causal language model of Hugging Face are not shifted yet."""
         return RecipeTerms(self, is_causal_model(student) if self.shift is None else self.shift)
 
     def check_cache(self, codec: str, temperature: float | None, origin: str) -> None:
         """Refuse logits of the cache ``origin`` that this recipe cannot learn from: ``argument-value``."""
-        if not self.is_taught:
+        if not self.kind.is_taught:
             return
-        if self.kind.targets != "one" and codec != "float16":
+        if self.kind.needs_all and codec != "float16":
             rule = f"recipe {self.name} must have all logits of a teacher; {origin} has {codec} ones"
             advice = "precompute with --logits float16, or give a live teacher"
             raise ShdError("argument-value", f"{rule}, a part of the classes: {advice}")
-        expected = 1.0 if self.kind.divergence == "jsd" else self._temperature
-        check_targets("recipe", expected, temperature, origin)
-
-    @property
-    def _temperature(self) -> float | None:
-        """T of both sides; None = that of the targets, and of a recipe without one."""
         parameter = inspect.signature(self.kind.run).parameters.get("temperature")
-        return None if parameter is None else self.options.get("temperature", parameter.default)
+        # None = that of the targets, as of a recipe without one.
+        own = None if parameter is None else self.options.get("temperature", parameter.default)
+        check_targets("recipe", own if self.kind.at_any_temperature else 1.0, temperature, origin)
 
     def _try(self) -> None:
         """Let the recipe look at its options before there is a batch: it is run on three rows of zeros."""
@@ -117,7 +110,7 @@ class Recipe:
         rows = torch.zeros((1, 2, classes) if self.kind.of_text else (2, classes))
         labels = torch.zeros(rows.shape[:-1], dtype=torch.int64)
         tokens = [rows] if self.kind.has_token else []
-        teachers = [] if not self.is_taught else [[rows] if self.kind.targets == "several" else rows]
+        teachers = [] if not self.kind.is_taught else [[rows] if self.kind.takes_several else rows]
         self.kind.run(rows, labels, *tokens, *teachers, **self.options)
 
 
@@ -170,16 +163,16 @@ class RecipeTerms:
             yield term, weight, Measured({"": value}, count_samples if term in kind.by_sample else self.count)
 
     def _learn(self, forward: Forward, length: int) -> list[Any]:
-        if not self.recipe.is_taught:
-            return []
         name, kind = f"recipe {self.recipe.name}", self.recipe.kind
-        found = [target for teaching in forward.taught if (target := teaching.targets(length)) is not None]
-        several = kind.targets == "several"
-        rule = f"have {'a' if several else 'one'} teacher that returns logits, cached or live"
-        need(len(found) == 1 or (several and bool(found)), "argument-value", name, rule, len(found))
-        whole = kind.targets == "one" or all(isinstance(target, Tensor) for target in found)
+        if not kind.is_taught:
+            return []
+        targets = [target for teaching in forward.taught if (target := teaching.targets(length)) is not None]
+        rule = f"have {'a' if kind.takes_several else 'one'} teacher that returns logits, cached or live"
+        fits = len(targets) == 1 or (kind.takes_several and bool(targets))
+        need(fits, "argument-value", name, rule, len(targets))
+        whole = not kind.needs_all or all(isinstance(target, Tensor) for target in targets)
         need(whole, "argument-value", name, "have all logits of a teacher", "a part of the classes")
-        return [found] if several else found
+        return [targets] if kind.takes_several else targets
 
     @property
     def _rule(self) -> Rule:

@@ -164,7 +164,9 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
             )
         else:
             # A recipe of labels alone is a baseline.
-            taught = bool(self.terms) or self.attention is not None or self.recipe is None or self.recipe.is_taught
+            taught = (
+                bool(self.terms) or self.attention is not None or self.recipe is None or self.recipe.kind.is_taught
+            )
             rule = "be a SupervisedDataset or SupervisedStream, or teacher an OnlineTeacher"
             need(not taught or bool(self.teachers), "argument-value", "train_dataset", rule, "neither")
         if self.eval_dataset is not None and self.args.eval_strategy != "no":
@@ -203,7 +205,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         folder, form = str(joined.cache.folder), joined.logits
         if self.recipe is not None and form is not None:
             self.recipe.check_cache(form.codec, form.temperature, folder)
-        elif self.recipe is not None and self.recipe.is_taught and not self.teachers:
+        elif self.recipe is not None and self.recipe.kind.is_taught and not self.teachers:
             raise ShdError("cache-mismatch", no_logits("recipe", folder), "CACHE-160")
         for term in self.terms:
             term.check_cache(joined, has_teacher=bool(self.teachers))
