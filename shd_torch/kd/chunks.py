@@ -200,7 +200,6 @@ def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 
 DISTANCES: tuple[str, ...] = ("mse", "cosine", "normalized_mse")
-REDUCTIONS: tuple[str, ...] = ("sum", "mean")
 
 
 @without_autocast
@@ -210,7 +209,6 @@ def hidden_loss(
     *,
     distance: str = "mse",
     loss_mask: Tensor | None = None,
-    reduction: str = "sum",
     check: bool = True,
 ) -> Tensor:
     """The distance between hidden states: the mean over counted rows, the sum over layers.
@@ -221,7 +219,6 @@ def hidden_loss(
         distance: ``"mse"`` (mean over features), ``"cosine"`` (one minus the cosine), or ``"normalized_mse"``
             (squared distance of the unit vectors; that of a zero vector is zero).
         loss_mask: boolean, the shape of the rows, for all layers; True = counts.
-        reduction: ``"sum"`` over layers or ``"mean"``.
         check: validate the values, which costs a device sync.
 
     Returns:
@@ -232,7 +229,6 @@ def hidden_loss(
         ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``.
     """
     check_option("distance", distance, DISTANCES)
-    check_option("reduction", reduction, REDUCTIONS)
     students, teachers = match_layers(student_hidden=student_hidden, teacher_hidden=teacher_hidden)
     terms = []
     for number, (student, teacher) in enumerate(zip(students, teachers, strict=True)):
@@ -243,8 +239,7 @@ def hidden_loss(
         if loss_mask is not None:
             check_mask(loss_mask, "loss_mask", student.shape[:-1])
         terms.append(_layer_loss(student, teacher, loss_mask, distance))
-    total = torch.stack([term.to(terms[0].device) for term in terms]).sum()
-    return total / len(terms) if reduction == "mean" else total
+    return torch.stack([term.to(terms[0].device) for term in terms]).sum()
 
 
 def _layer_loss(student: Tensor, teacher: Tensor, loss_mask: Tensor | None, distance: str) -> Tensor:

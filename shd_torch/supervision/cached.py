@@ -145,18 +145,14 @@ class CachedBatch(Taught):
         (codes,) = stored.codes.values()
         return _decode_vectors(stored, codes)
 
-    def decode(
-        self, length: Length = None, dtype: torch.dtype = torch.float32, *, temperature: float = 1.0
-    ) -> list[Tensor]:
+    def decode(self, length: Length = None, *, temperature: float = 1.0) -> list[Tensor]:
         """The merged maps, one tensor ``(B, H_s, L, S)`` a layer, on the buffer's device; padding is zero.
 
         Args:
             length: as for ``supervise``.
-            dtype: of the maps; the arithmetic is float32.
             temperature: the T_a that the loss will be called with, where the cache leaves it open.
         """
-        softened = ((layer, layer.temperature or temperature) for layer in self.supervise(length))
-        return [layer.probs(temperature=one).to(dtype) for layer, one in softened]
+        return [layer.probs(temperature=layer.temperature or temperature) for layer in self.supervise(length)]
 
     def _pad_rows(self, form: Rows, length: int | None, values: Tensor) -> Tensor:
         """``(R, ...)`` as ``(B, L, ...)``, zero where nothing is stored; one row per sample stays as it is.

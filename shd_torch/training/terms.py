@@ -21,7 +21,6 @@ from shd_torch.capture.outputs import read_every_hidden_state, read_hidden_state
 from shd_torch.checks import check_option, check_temperature
 from shd_torch.kd import ExactTargets, TeacherHead, embedding_loss, hidden_loss, kd_loss, mean_logits, pool_states
 from shd_torch.kd.chunks import DISTANCES, unit
-from shd_torch.kd.chunks import REDUCTIONS as OVER_LAYERS
 from shd_torch.kd.divergences import DIVERGENCES
 from shd_torch.kd.embeddings import DISTANCES as OF_EMBEDDINGS
 from shd_torch.live.online import LayerKeywords, layer_kls
@@ -327,7 +326,6 @@ class HiddenTerm(RowsTerm):
             of block k; each of the student's at most once.
         weight: as of ``KdTerm``.
         distance: ``"mse"``, ``"cosine"`` or ``"normalized_mse"``.
-        reduction: ``"sum"`` over pairs or ``"mean"``.
         projectors: from the student's width to the teacher's: a module for all pairs, or modules by student number;
             None creates a linear layer per pair with different widths. They are trained with the student, and saved
             in checkpoints in a separate file.
@@ -343,13 +341,11 @@ class HiddenTerm(RowsTerm):
     pairs: Sequence[tuple[int, int]] = ()
     weight: Weight = 1.0
     distance: str = "mse"
-    reduction: str = "sum"
     projectors: nn.Module | Mapping[int, nn.Module] | None = None
 
     def __post_init__(self) -> None:
         read_weight(self.weight)
         check_option("distance", self.distance, DISTANCES)
-        check_option("reduction", self.reduction, OVER_LAYERS)
         pairs = tuple(self.pairs)
         good = bool(pairs) and all(
             isinstance(pair, tuple | list) and len(pair) == 2 and all(type(n) is int and n >= 0 for n in pair)
@@ -401,17 +397,11 @@ class HiddenTerm(RowsTerm):
         lacking += f": give OnlineTeacher hidden_layers={self.teacher_layers}"
         teachers = forward.learn(lambda taught: taught.hidden_states(length) or None, lacking)
         mask = forward.batch.counted(ROWS[self.rows], length)
-        count = len(teachers) * (len(self.pairs) if self.reduction == "mean" else 1)
+        options: dict[str, Any] = {"distance": self.distance, "loss_mask": mask, "check": forward.check}
         losses: dict[str, Tensor] = {}
         for number, source in sorted(self.pairs):
-            distances = [
-                hidden_loss(
-                    students[number], states[source], distance=self.distance, loss_mask=mask, check=forward.check
-                )
-                / count
-                for states in teachers
-            ]
-            losses[f"_layer_{number}"] = sum(distances[1:], distances[0])
+            distances = [hidden_loss(students[number], states[source], **options) for states in teachers]
+            losses[f"_layer_{number}"] = sum(distances[1:], distances[0]) / len(distances)
         return Measured(losses, self.count)
 
 
