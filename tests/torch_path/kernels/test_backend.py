@@ -51,7 +51,6 @@ KEYS = torch.ones(2, 1, 1, 8, dtype=torch.bool)
         (teach(heads(), attn_mask=torch.zeros(8, 8)), {}, "the teacher has an added mask"),
         (teach(heads()), {"attn_mask": torch.zeros(8, 8, requires_grad=True)}, "the gradient of an added mask"),
         (teach(heads()), {"attn_mask": torch.ones(8, 8, dtype=torch.bool)}, r"of heads or rows \(1, 1, 8, 8\)"),
-        (teach(heads(), is_causal=True), {}, "must have one mask"),
         (teach(heads(), is_causal=True, window=3), {"is_causal": True, "window": 4}, "must have one mask"),
         (teach(heads(), attn_mask=KEYS.clone()), {"attn_mask": KEYS}, "must have one mask"),
         (teach(heads(), attn_mask=KEYS), {"attn_mask": KEYS}, None),
@@ -95,7 +94,6 @@ def test_device_dtype_and_head_size_are_said_first() -> None:
     [
         (2048, torch.bfloat16, {(9, 0): 1024}, "triton", "measured"),
         (512, torch.bfloat16, {(9, 0): 1024}, "sdpa", "512 or more"),
-        (2048, torch.bfloat16, {(8, 0): 1024}, "sdpa", "512 or more"),
         (2048, torch.float32, {(9, 0): 1024}, "sdpa", "512 or more"),
         (256, torch.bfloat16, {(9, 0): 0}, "dense", "fewer than 512"),
         (2048, torch.bfloat16, {}, "sdpa", "512 or more"),

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.kernel_resources import Resources, Variant, choose_variant_tile, measure  # noqa: E402  (after the path)
-from shd_torch.kernels.divergence import MAX_FLOAT32_WIDTH, MAX_WIDTH, Tile, choose_tile, count_unrolled, pad_width  # noqa: E402
+from shd_torch.kernels.divergence import MAX_FLOAT32_WIDTH, MAX_WIDTH, Tile, choose_tile, pad_width  # noqa: E402
 
 KIB = 1024
 SHARED = {80: 99 * KIB, 90: 227 * KIB}
@@ -36,29 +36,9 @@ VARIANTS = [
 ]
 """Every program, width, dtype and kind of groups at least once: each takes the compiler two seconds."""
 
-REPEATED = [
-    (Variant("keys", 32, HALF), 90),
-    (Variant("rows", 64, atomic=True), 90),
-    (Variant("keys", 64, members=None), 80),
-    (Variant("rows", 64, FLOAT32, members=None), 90),
-    (Variant("rows", 128, HALF, members=None), 90),
-    (Variant("keys", 256, HALF), 80),
-    (Variant("rows", 64), 80),
-    (Variant("rows", 64, members=None, atomic=True), 90),
-    (Variant("keys", 64), 80),
-    (Variant("keys", 64, members=None), 90),
-    (Variant("rows", 128, HALF, atomic=True), 80),
-    (Variant("keys", 128), 90),
-    (Variant("keys", 128, members=None), 80),
-    (Variant("keys", 256, members=None), 90),
-]
-"""The same for another width, device or kind of groups."""
-
 
 @pytest.mark.parametrize(
-    ("variant", "capability"),
-    [*VARIANTS, *(pytest.param(*repeated, marks=pytest.mark.nightly) for repeated in REPEATED)],
-    ids=lambda value: value.name if isinstance(value, Variant) else f"sm_{value}",
+    ("variant", "capability"), VARIANTS, ids=lambda value: value.name if isinstance(value, Variant) else f"sm_{value}"
 )
 def test_programs_stay_in_registers_and_shared_memory(variant: Variant, capability: int) -> None:
     taken = measure(variant, capability)
@@ -109,12 +89,3 @@ def test_every_head_size_has_a_tile(program: str, capability: tuple[int, int] | 
             for members in (None, 0, 2, 4):
                 tile = choose_tile(program, row_bytes, members, capability, is_float32=item_size == 4)
                 assert min(tile.rows, tile.keys) >= 16
-
-
-def test_groups_are_unrolled_where_they_are_alike_and_small() -> None:
-    assert count_unrolled({2}, 128, is_float32=False) == 2
-    assert count_unrolled({4}, 256, is_float32=False) == 4
-    assert count_unrolled({4}, 512, is_float32=False) == 0
-    assert count_unrolled({2, 3}, 128, is_float32=False) == 0
-    assert count_unrolled({0}, 128, is_float32=False) == 0
-    assert count_unrolled({1}, 128, is_float32=True) == 0

@@ -59,20 +59,6 @@ def test_automatic_differentiation_gives_the_closed_form(divergence: str, varian
     assert (student.grad[closed == 0] == 0).all()
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 3])
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_gradients_of_queries_and_keys_are_autograds(divergence: str, num_kv_heads: int) -> None:
-    rng = np.random.default_rng(1)
-    q, k = (to_tensor(rng.standard_normal((2, *shape, 4))) for shape in ((3, 5), (num_kv_heads, 7)))
-    options = case("plain", "float64")[2] | {"divergence": divergence, "temperature": 1.3}
-    supervision = to_tensor(shd_ref.softmax(rng.standard_normal(SHAPE), options["attn_mask"]))
-    tensors = {name: to_tensor(v) if isinstance(v, np.ndarray) else v for name, v in options.items()}
-    closed = shd.shd_loss_gradient_qk(supervision, q, k, scale=0.5, **tensors)
-    logits = 0.5 * q.requires_grad_() @ k.requires_grad_().repeat_interleave(3 // num_kv_heads, dim=1).mT
-    shd.shd_loss(supervision, logits, **tensors).backward()
-    torch.testing.assert_close((q.grad, k.grad), closed, rtol=1e-9, atol=1e-12)
-
-
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize("empty", ["loss_mask", "supervision", "intersection"])
 def test_nothing_counted_is_exactly_zero_and_attached(empty: str, divergence: str) -> None:

@@ -111,7 +111,7 @@ def test_numbers_that_are_no_distribution_are_found() -> None:
 
 
 @pytest.mark.parametrize("support", ["full", "causal"])
-@pytest.mark.parametrize("codec", ["sqrt8-row", "u4", "float32"])
+@pytest.mark.parametrize("codec", CODECS)
 def test_mass_is_found_by_tiles(request: pytest.FixtureRequest, support: str, codec: str) -> None:
     """Codes are a byte an entry: nothing of that size may be made beside them."""
     lengths = (9, 7, 7)
