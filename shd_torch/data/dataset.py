@@ -276,17 +276,11 @@ def check_cache(
 ) -> None:
     """Refuse a cache that was made for another student, before the first step.
 
-    Args:
-        cache: the open cache.
-        num_student_heads: H_s of the student.
-        num_student_layers: how many attention calls it makes: as many as the cache was made for, or where explicit
-            pairs left that open, more than the last layer that is taught.
-        temperature: the T_a that ``shd_loss`` will be called with; a cache of queries and keys serves any.
+    It must make as many attention calls as the cache was made for, or, where explicit pairs left that open, more than
+    the last layer that is taught; a cache of queries and keys serves any temperature of the loss.
 
     Raises:
         ShdError: ``cache-mismatch`` naming what differs.
-
-    Source: silent. Specification: the manifest of ``specs/cache-format.md``.
     """
     form = cache.manifest.attention
     bound = form.bound_temperature

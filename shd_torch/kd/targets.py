@@ -46,14 +46,7 @@ def check_rows(value: Tensor, name: str, *, check: bool, ndim: int | None = None
 @without_autocast
 @torch.no_grad()
 def mean_logits(logits: Sequence[Tensor], *, check: bool = True) -> Tensor:
-    """The mean of several teachers (BabyLlama).
-
-    Args:
-        logits: one tensor ``(..., V)`` a teacher, all of one shape.
-        check: validate the values, which costs a device sync.
-
-    Returns:
-        Logits ``(..., V)``, float64 if a teacher's are, else float32; without a graph.
+    """The mean ``(..., V)`` of teachers' logits of one shape (BabyLlama), in float32 or wider, without a graph.
 
     Raises:
         ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``.

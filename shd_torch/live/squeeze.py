@@ -44,24 +44,13 @@ def squeeze_factored(
 ) -> FactoredSqueeze:
     """``squeeze_heads`` without maps: the mixing of any strategy from gram tensors (GRAM-1..5, MIX-1..17).
 
-    Alphas are solved on the maps at temperature 1; the supervision is softened where it is used (TEMP-3).
+    Alphas are solved on the maps at temperature 1; the supervision is softened where it is used (TEMP-3). Options and
+    errors are those of ``squeeze_heads``.
 
     Args:
         teacher: its queries, keys and masks, see ``Factored.teacher``; the mixing plays no part.
         values: V ``(B, H_kv, S, d_v)``; query head i reads value head ``i // (H_t / H_kv)``.
         output_projection: W_o ``(H_t * d_v, D)``; ``torch.nn.Linear`` stores the transpose.
-        num_student_heads: H_s, from 1 to H_t.
-        plan: a kind or explicit rounds, see ``squeeze_heads``.
-        strategy: see ``squeeze_heads``.
-        query_mask: boolean ``(B, L)``, True = the row counts; default all.
-        alpha_rule: see ``solve_alpha``.
-        check: validate the values of the arguments, which costs a device sync.
-
-    Returns:
-        The supervision and its report; float64 if queries or keys are, else float32.
-
-    Raises:
-        ShdError: any code of the meaning; see the spec's chapter ERR.
 
     Source: Algorithm 1, Eq. 5-10. Deviations: D-1, D-2, D-22.
     """
