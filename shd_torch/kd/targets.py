@@ -197,6 +197,7 @@ class TeacherHead:
         return cls(tensors["weight"], tensors.get("bias"), head.scale, head.soft_cap, head.norm, *norm)
 
     def to(self, device: torch.device | str) -> Self:
+        """A copy on another device."""
         fields: dict[str, Any] = vars(self)
         on_device: dict[str, Any] = {
             name: value.to(device) for name, value in fields.items() if isinstance(value, Tensor)
@@ -204,6 +205,7 @@ class TeacherHead:
         return replace(self, **on_device)
 
     def cut(self, size: int) -> Self:
+        """The head of its first classes."""
         return replace(self, weight=self.weight[:size], bias=None if self.bias is None else self.bias[:size])
 
     def logits(self, states: Tensor) -> Tensor:
@@ -239,6 +241,7 @@ class ExactTargets(NamedTuple):
     head: TeacherHead
 
     def rows(self, at: slice | Tensor) -> Tensor:
+        """The logits of some rows, of states ``(R, D_t)``."""
         return self.head.logits(self.hidden[at])
 
 

@@ -219,6 +219,7 @@ class RowsTerm(Term):
     def make_projectors(
         self, student_width: int | None, manifest: Manifest | None, teacher_width: int | None
     ) -> Mapping[int, nn.Module]:
+        """What takes the student's states, by number, to the width of a cache, or to that of a live teacher."""
         return {}
 
     def count(self, batch: MicroBatch) -> int:
@@ -358,6 +359,7 @@ class HiddenTerm(RowsTerm):
 
     @property
     def teacher_layers(self) -> tuple[int, ...]:
+        """The teacher's hidden states that are compared, each once, ascending."""
         return tuple(sorted({teacher for _, teacher in self.pairs}))
 
     def check_cache(self, joined: CacheJoin, *, has_teacher: bool) -> None:
@@ -371,6 +373,7 @@ class HiddenTerm(RowsTerm):
     def make_projectors(
         self, student_width: int | None, manifest: Manifest | None, teacher_width: int | None
     ) -> Mapping[int, nn.Module]:
+        """The term's own modules, or a linear layer for each pair of different widths, as far as they are known."""
         students = [student for student, _ in self.pairs]
         if isinstance(self.projectors, nn.Module):
             return dict.fromkeys(students, self.projectors)

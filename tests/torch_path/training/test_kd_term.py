@@ -67,26 +67,6 @@ def test_a_step_is_what_the_formula_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", ["positions", "next_labels"])
-def test_accumulated_micro_batches_are_the_batch(rows: str, tmp_path: Path) -> None:
-    """Rows of KD and rows of attention are shared out each by its own count."""
-    samples = make_samples()
-    for number, sample in enumerate(samples):
-        sample["labels"] = sample["labels"].clone()
-        sample["labels"][: number % 4 + 1] = -100  # a prompt that is not trained on
-    given: dict[str, Any] = {"train": samples, "kd": KdTerm(rows=rows), "hidden": HiddenTerm([(2, 2)])}
-    parts = {"max_steps": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
-    trainers = [
-        trained(tmp_path, teacher=live(hidden_layers=[2]), beta=0.3, arguments=arguments, **given)
-        for arguments in ({**WHOLE, "max_steps": 2}, parts)
-    ]
-    assert_same(weights(trainers[1]), weights(trainers[0]))
-    logs = [trainer.state.log_history[0] for trainer in trainers]
-    for key in ("loss", "base_loss", "shd_loss", "kd_loss", "hidden_loss"):
-        assert logs[1][key] == pytest.approx(logs[0][key], rel=1e-4), key
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("averaged", ["losses", "logits"])
 def test_two_teachers_are_averaged(averaged: str, tmp_path: Path) -> None:
     trainer = trained(
