@@ -297,17 +297,21 @@ class KdTerm(RowsTerm):
         lacking = "kd must have a teacher that returns logits (..., V); got none"
         targets = forward.learn(lambda taught: self._read(taught, length), lacking)
         mask = forward.batch.counted(ROWS[self.rows], length) if has_rows else None
+        loss = self.loss(targets, logits, loss_mask=mask, check=forward.check)
+        return Measured({"": loss}, self.count if has_rows else count_samples)
+
+    def loss(self, targets: Sequence[Any], logits: Tensor, *, loss_mask: Tensor | None, check: bool) -> Tensor:
+        """The mean over counted rows of logits ``(B, L, V)`` or ``(B, V)``; ``targets`` are one per teacher."""
         if len(targets) > 1 and self.teachers == "logits":
             whole = all(isinstance(target, Tensor) for target in targets)
             rule = "have teachers='losses' where a teacher gives some of its classes alone"
             reason = "the mean of truncated rows is not the truncated mean"
             need(whole, "argument-value", "kd", rule, repr(self.teachers), remedy=reason)
-            targets = [mean_logits(targets, check=forward.check)]
+            targets = [mean_logits(targets, check=check)]
         names = ("divergence", "mixing", "temperature", "t_squared", "vocab_size")
         options: dict[str, Any] = {name: getattr(self, name) for name in names}
-        losses = [kd_loss(target, logits, loss_mask=mask, check=forward.check, **options) for target in targets]
-        loss = sum(losses[1:], losses[0]) / len(losses)
-        return Measured({"": loss}, self.count if has_rows else count_samples)
+        losses = [kd_loss(target, logits, loss_mask=loss_mask, check=check, **options) for target in targets]
+        return sum(losses[1:], losses[0]) / len(losses)
 
     def _read(self, taught: Taught, length: int | None) -> Any:
         states = taught.last_states(length) if self.exact else None
