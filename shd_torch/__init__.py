@@ -8,6 +8,7 @@ arguments and errors of ``shd_ref`` and written independently of it.
 
 from importlib import import_module
 from importlib.util import find_spec
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -63,23 +64,7 @@ _ROOMS = {
     "shd_torch.training.trainer": ("SHDTrainer",),  # the one that needs transformers
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
-_MODULES = {
-    "capture",
-    "compress",
-    "data",
-    "deploy",
-    "doctor",
-    "export",
-    "indexer",
-    "kd",
-    "kl",
-    "maps",
-    "recipes",
-    "shrink",
-    "supervision",
-    "live",
-    "training",
-}
+_MODULES = {module.name for module in iter_modules(__path__)}
 # A star import, and all that walks the names of a module, must work without transformers.
 __all__ = sorted(_ROOM_OF.keys() - {"SHDTrainer"})
 

@@ -241,3 +241,13 @@ def test_a_padded_vocabulary_names_what_cuts_it() -> None:
         assert cut == kd_loss(targets, student[..., :36])
     with refusal("argument-shape", "precompute with --vocab-size 30"):
         kd_loss(record, student[..., :30])
+
+
+def test_a_second_training_logs_means_over_its_own_steps(tmp_path: Path) -> None:
+    arguments = {"logging_steps": 2, "learning_rate": 0.0}
+    trainer = make_trainer(tmp_path, train=make_samples(), teacher=live(), kd=KdTerm(), arguments=arguments)
+    logged = []
+    for _ in range(2):
+        trainer.train()
+        logged += [log["kd_loss"] for log in trainer.state.log_history if "kd_loss" in log]
+    assert logged[1] == pytest.approx(logged[0], rel=1e-4)  # nothing is learned, and all samples are seen

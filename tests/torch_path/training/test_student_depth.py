@@ -13,6 +13,7 @@ from support.students import precompute
 from torch.utils.data import DataLoader
 
 from shd_ref import ShdError
+from shd_ref.cache import CacheReader
 from shd_ref.teacher import PrecomputeOptions, RunOptions
 from shd_torch import OnlineTeacher, SupervisedDataset, SupervisedStream, capture_attention, layer_kls
 
@@ -93,3 +94,11 @@ def test_live_teacher(tmp_path: Path, layers: int) -> None:
     student = make_model(2, seed=2, layers=layers)
     with pytest.raises(ShdError, match=f"must make 3 attention calls.*layer_map={layers}"):
         make_trainer(tmp_path, train=make_samples(), model=student, teacher=teacher, beta=0.1).train()
+
+
+def test_layers_named_by_pairs_leave_the_others_open(caches: dict[str, Path]) -> None:
+    for layers in (3, 4, 5):
+        assert sorted(teach_once(caches["pairs"], layers)) == [0, 2]
+    with pytest.raises(ShdError, match=r"layers must lie in 0\.\.1"):
+        teach_once(caches["pairs"], 2)
+    assert CacheReader(caches["pairs"]).manifest.attention.num_student_layers is None

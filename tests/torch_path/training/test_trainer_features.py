@@ -1,13 +1,13 @@
 """SHDTrainer with what the base class offers: autocast, compilation, checkpointing, adapters, streams, resuming."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from support.binding.trainer_cases import make_model, make_samples, make_trainer, pad, trained, weights
+from support.binding.trainer_cases import LENGTHS, make_model, make_samples, make_trainer, pad, trained, weights
 from support.refusals import refusal
 
 from shd_torch import (
@@ -204,7 +204,9 @@ def test_samples_are_grouped_by_length(strategy: str, trainer_cache: Path, tmp_p
     arguments = {"train_sampling_strategy": strategy, "max_steps": 2}
     trainer = trained(tmp_path, train=joined, eval_dataset=joined, beta=0.5, arguments=arguments)
     assert "shd_loss" in trainer.state.log_history[0]
-    assert trainer.evaluate()["eval_loss"] > 0
+    with torch.no_grad():  # the student's own loss alone
+        own = float(trainer.model.eval()(**pad(make_samples())).loss)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(own, rel=1e-4)
     if strategy == "group_by_length":
         lengths = [len(joined.sample(index)["input_ids"]) for index in trainer._get_train_sampler()]
         assert lengths[:4] == sorted(lengths[:4], reverse=True)
@@ -328,3 +330,23 @@ def test_what_a_student_without_a_head_cannot_do(trainer_cache: Path, tmp_path: 
         trainer.train()
     trainer = make_trainer(tmp_path, model=headless(2, 2), compute_metrics=lambda _: {"of": 1.0}, **given)
     assert "eval_loss" not in trainer.evaluate()
+
+
+def test_a_stream_hears_of_every_epoch(trainer_cache: Path, tmp_path: Path) -> None:
+    """So that its data can shuffle again."""
+
+    class Turning:
+        epoch = 0
+        given: ClassVar[list[tuple[int, int]]] = []
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __iter__(self) -> Any:
+            for sample in make_samples()[:: -1 if self.epoch % 2 else 1]:
+                self.given.append((self.epoch, len(sample["input_ids"])))
+                yield sample
+
+    stream = SupervisedStream(Turning(), trainer_cache)
+    make_trainer(tmp_path, train=stream, beta=0.5, arguments={"max_steps": 4}).train()
+    assert Turning.given == [(0, length) for length in LENGTHS] + [(1, length) for length in reversed(LENGTHS)]
