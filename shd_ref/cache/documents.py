@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple, NotRequired, TypedDict
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -140,7 +140,8 @@ SHOWN: Final = 8
 ON_ERROR: Final = ("stop", "skip")
 
 
-class _Members(TypedDict):
+@dataclass(frozen=True, kw_only=True)
+class _Members:
     """Of a manifest beside its forms."""
 
     spec_version: str
@@ -149,11 +150,11 @@ class _Members(TypedDict):
     inputs: SampleInputs
     dataset: Dataset
     shards: ShardPlan
-    on_error: NotRequired[str]
+    on_error: str = optional("stop")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest(Held):
+class Manifest(_Members, Held):
     """Everything that decides the numbers in a cache (CACHE-20).
 
     Attributes:
@@ -171,14 +172,7 @@ class Manifest(Held):
         ShdError: ``argument-value`` for a number or name outside its range.
     """
 
-    spec_version: str
-    created_by: str
-    teacher: Teacher
     forms: tuple[Form, ...]
-    inputs: SampleInputs
-    dataset: Dataset
-    shards: ShardPlan
-    on_error: str = optional("stop")
 
     def __post_init__(self) -> None:
         names = [form.SUBJECT for form in self.forms]
@@ -240,7 +234,7 @@ class Manifest(Held):
                 with refusing(f"{source}: {name}"):
                     forms.append(convert(members[name], kind_of(name, members[name])))
         with refusing(source):
-            manifest = cls(forms=tuple(forms), **convert(members, _Members))
+            manifest = cls(forms=tuple(forms), **vars(convert(members, _Members)))
         check_members(manifest.members, members, source)
         return manifest
 

@@ -161,12 +161,10 @@ def pack(codes: NDArray[Any], support: str, codec: str | None = None) -> NDArray
 
     Args:
         codes: ``(H_s, n, n)`` codes, with full support also ``(H_s, n, S)``; zero is probability zero in every codec.
-        support: ``"full"`` or ``"causal"``.
+        support: ``"full"``, or ``"causal"``: nothing may stand above the diagonal (``support-mismatch``).
         codec: needed for ``u4``, which packs two codes into a byte.
 
-    Raises:
-        ShdError: ``argument-shape``; ``argument-value`` (support, codec); ``argument-dtype``; ``support-mismatch``
-            when causal codes hold something above the diagonal.
+    Raises ``argument-shape``, ``argument-value`` (support, codec) and ``argument-dtype``.
     """
     check_option("support", support, SUPPORTS, "CACHE-125")
     if codec is not None:
@@ -339,25 +337,12 @@ _Error = TypeVar("_Error", bound=RowError)
 def kl_bound(codec: str, num_positive: Any, largest: Any) -> Any:
     """The most that a codec can cost a row, in nats, stated before anything is coded (CACHE-121).
 
-    Before normalisation ``KL <= sum (p log(p/q) - p + q)``. ``sqrt8-row``: with x = 255 sqrt(p/m), a term in units of
-    m / 255^2 is about 2 e^2 for codes from 2 on, |e| <= 1/2, and below 0.98 for code 1. ``u4``: with
-    x = 15 (p/m)^(1/3), in units of m / 15^3 about 4.5 c e^2, at most 16.4.
-
-    Args:
-        codec: one of ``CODECS``.
-        num_positive: S, how many entries of the row are positive; a number or an array of rows.
-        largest: m, the largest of them.
-
-    Raises:
-        ShdError: ``argument-value`` (codec).
+    Of a row with ``num_positive`` positive entries, of which m is the ``largest``. Before normalisation
+    ``KL <= sum (p log(p/q) - p + q)``. ``sqrt8-row``: with x = 255 sqrt(p/m), a term in units of m / 255^2 is about
+    2 e^2 for codes from 2 on, |e| <= 1/2, and below 0.98 for code 1. ``u4``: with x = 15 (p/m)^(1/3), in units of
+    m / 15^3 about 4.5 c e^2, at most 16.4.
     """
-    code_dtype(codec)
-    bounds = {
-        "float32": 0.0 * num_positive,
-        "sqrt8-row": num_positive * largest / 255**2,
-        "u4": num_positive * largest / 206,
-    }
-    return bounds[codec]
+    return num_positive * largest * {"float32": 0.0, "sqrt8-row": 1 / 255**2, "u4": 1 / 206}[codec]
 
 
 def row_tv_bound(codec: str, probs: NDArray[Any]) -> NDArray[np.float64]:
@@ -367,31 +352,20 @@ def row_tv_bound(codec: str, probs: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def codec_error(probs: NDArray[Any], decoded: NDArray[Any]) -> CodecError:
-    """Compare exact rows with decoded ones, in float64 (CACHE-120).
+    """Compare exact rows ``(..., L, S)`` with decoded ones, in float64 (CACHE-120); ``argument-shape``.
 
-    Args:
-        probs: ``(..., L, S)`` exact rows; rows without mass are not measured.
-        decoded: the same shape, from ``decode``.
-
-    Returns:
-        The error; ``kl_max`` is infinite if a decoder lost part of the support.
-
-    Raises:
-        ShdError: ``argument-shape``.
+    Rows without mass are not measured; ``kl_max`` is infinite if a decoder lost part of the support.
     """
     fits, rule = probs.shape == decoded.shape, f"have the shape of probs {probs.shape}"
     need(fits, "argument-shape", "decoded", rule, decoded.shape, spec_id="CACHE-120")
     exact, coded = (maps.reshape(-1, maps.shape[-1]) for maps in (probs, decoded))
     size = max(1, _TILE_BYTES // (8 * max(exact.shape[-1], 1)))
-    tiles = [_row_errors(exact[row : row + size], coded[row : row + size]) for row in range(0, len(exact), size)]
-    kl, tv = (np.concatenate(rows) for rows in zip(*tiles, strict=True)) if tiles else (np.empty(0), np.empty(0))
-    if not len(kl):
-        return CodecError(0.0, 0.0, 0.0, 0)
-    return CodecError(float(kl.mean()), float(kl.max()), float(tv.mean()), len(kl))
+    tiles = (_tile_error(exact[row : row + size], coded[row : row + size]) for row in range(0, len(exact), size))
+    return merge_errors(CodecError, tiles)
 
 
-def _row_errors(probs: NDArray[Any], decoded: NDArray[Any]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Divergence and total variation of the rows ``(rows, S)`` that have mass."""
+def _tile_error(probs: NDArray[Any], decoded: NDArray[Any]) -> CodecError:
+    """Of the rows ``(rows, S)`` that have mass."""
     exact = probs.astype(np.float64)
     exact[exact < SMALLEST_PROB] = 0.0
     counted = exact.sum(axis=-1) > 0
@@ -402,7 +376,11 @@ def _row_errors(probs: NDArray[Any], decoded: NDArray[Any]) -> tuple[NDArray[np.
         np.divide(exact, coded, out=ratios, where=exact > 0)
     log_ratios = np.log(ratios, out=ratios)
     kl = np.maximum((exact * log_ratios).sum(axis=-1), 0.0)  # rounding can leave -1e-17
-    return kl, 0.5 * np.abs(exact - coded).sum(axis=-1)
+    if not len(kl):
+        return CodecError(0.0, 0.0, 0.0, 0)
+    return CodecError(
+        float(kl.mean()), float(kl.max()), float(np.abs(exact - coded).sum(axis=-1).mean() / 2), len(kl)
+    )
 
 
 def merge_errors(kind: type[_Error], errors: Iterable[_Error]) -> _Error:

@@ -166,7 +166,7 @@ def rebuild_maps(
         queries: ``(H_t, n - first, d)``.
         keys: ``(H_kv, n - first, d)``.
         scale: of their products.
-        support: ``"full"`` or ``"causal"``.
+        support: ``"full"`` or ``"causal"``; ``argument-value`` for another.
         mixing: ``(H_s, H_t)``, or None for the teacher's own maps.
         window: see ``LayerFactors``.
         first: positions of padding before the first that counts; their rows and columns are zero.
@@ -174,9 +174,6 @@ def rebuild_maps(
 
     Returns:
         ``(H_s or H_t, n, n)`` float32, made in float64 head by head; or ``(H_s or H_t, rows, n - first)``.
-
-    Raises:
-        ShdError: ``argument-value`` (support).
     """
     check_option("support", support, SUPPORTS, "CACHE-125")
     (heads, length), share = queries.shape[:2], len(queries) // len(keys)
@@ -208,18 +205,10 @@ def row_bounds(length: int, support: str, window: int | None) -> tuple[NDArray[n
 def factored_kl_bound(
     codec: str, queries: NDArray[Any], keys: NDArray[Any], scale: float, support: str = "full"
 ) -> Array64:
-    """The most that coding can cost each row of the teacher's maps, in nats (CACHE-151).
+    """The most that coding can cost each row of the teacher's maps, in nats ``(H_t, n)`` float64 (CACHE-151).
 
-    Args:
-        codec: one of ``FACTORED_CODECS``.
-        queries: ``(H_t, n, d)``, before coding.
-        keys: ``(H_kv, n, d)``, before coding.
-        scale: of their products.
-        support: ``"full"`` or ``"causal"``: which keys a row looks at. Within a window there are fewer, and the bound
-            holds all the more.
-
-    Returns:
-        ``(H_t, n)`` float64. A row of a mixed map costs at most the largest of its members'.
+    From queries ``(H_t, n, d)`` and keys ``(H_kv, n, d)`` before coding. Within a window a row attends to fewer keys,
+    and the bound holds all the more. A row of a mixed map costs at most the largest of its members'.
     """
     check_option("codec", codec, FACTORED_CODECS, "CACHE-142")
     share = len(queries) // len(keys)

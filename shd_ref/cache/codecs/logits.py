@@ -43,19 +43,9 @@ def pick_classes(logits: NDArray[Any], head: int, temperature: float) -> Decoded
     return _joined(_pick(logits[rows], head, temperature) for rows in _slices(*logits.shape))
 
 
-def decode_rows(code: RowCode, rows: NDArray[np.uint8]) -> DecodedRows:
-    """What rows of bytes say, at least one, in bounded memory; ``cache-corrupt`` for bytes that no encoder writes."""
-    return _joined(code.decode(rows[some]) for some in _coded_slices(code, len(rows)))
-
-
 def _joined(parts: Iterable[DecodedRows]) -> DecodedRows:
     ids, log_probs, log_tail = map(np.concatenate, zip(*parts, strict=True))
     return DecodedRows(ids, log_probs, log_tail)
-
-
-def head_moves(code: RowCode, rows: NDArray[np.uint8]) -> Array:
-    """The most that coding moved the probabilities of each row's head, summed ``(R,)``, in bounded memory."""
-    return np.concatenate([code.bound(rows[some]).sum(axis=-1) for some in _coded_slices(code, len(rows))])
 
 
 def check_row_numbers(rows: NDArray[np.uint8]) -> None:
@@ -176,11 +166,6 @@ def _logsumexp(values: Array) -> Array:
         return np.asarray(np.log(np.exp(values - peak).sum(axis=-1)) + peak[:, 0], dtype=np.float64)
 
 
-def _coded_slices(code: RowCode, num_rows: int) -> Iterator[slice]:
-    step = max(1, _HELD_BYTES // code.row_bytes)
-    return (slice(start, start + step) for start in range(0, num_rows, step))
-
-
 def _slices(num_rows: int, width: int) -> Iterator[slice]:
     """Some rows at a time; all of them in one where there are few."""
     step = max(1, _HELD_NUMBERS // width)
@@ -247,6 +232,14 @@ class RowCode:
         rows = np.asarray(rows)
         if rows.dtype != np.uint8 or rows.ndim != 2 or rows.shape[1] != self.row_bytes:
             raise _corrupt(f"rows must be bytes (R, {self.row_bytes}); got {rows.dtype} {rows.shape}")
+        return _joined(map(self._decode, self._slices(rows)))
+
+    def _slices(self, rows: Bytes) -> Iterator[Bytes]:
+        """Some rows at a time, for bounded memory; one at least."""
+        step = max(1, _HELD_BYTES // self.row_bytes)
+        return (rows[start : start + step] for start in range(0, max(len(rows), 1), step))
+
+    def _decode(self, rows: Bytes) -> DecodedRows:
         numbers, values, _ = self._parts()
         log_tail = np.ascontiguousarray(rows[:, :numbers]).view("<f2").astype(np.float64)[:, 0]
         if not (log_tail <= 0.0).all():  # nor NaN
@@ -255,6 +248,10 @@ class RowCode:
         shares = self._shares(rows)
         log_probs = np.log(shares / shares.sum(axis=-1, keepdims=True)) + _log_rest(log_tail)[:, None]
         return DecodedRows(head_ids, log_probs, log_tail)
+
+    def head_moves(self, rows: Bytes) -> Array:
+        """The most that coding moved the probabilities of each row's head, summed ``(R,)``."""
+        return np.concatenate([self.bound(some).sum(axis=-1) for some in self._slices(rows)])
 
     def bound(self, rows: Bytes) -> Array:
         """How far a decoded probability of the head may be from what was encoded ``(R, head)``.

@@ -36,8 +36,6 @@ from shd_ref.cache.codecs.logits import (
     TopkTargets,
     check_padding,
     check_row_numbers,
-    decode_rows,
-    head_moves,
     logits_error,
     pick_classes,
     rows_moved,
@@ -466,11 +464,11 @@ class LogitsCodec(RowCodec):
         if self.code is None:
             return moved, largest_move("float16", values) / self.temperature / 2
         # Of a tail, whose logarithm x is rounded: exp(x) |x| 2^-11 is less than half of 2^-11.
-        return moved, (head_moves(self.code, rows) + 2.0**-11) / 2
+        return moved, (self.code.head_moves(rows) + 2.0**-11) / 2
 
     def _decode(self, rows: NDArray[np.uint8]) -> Any:
         if self.code is not None:
-            return decode_rows(self.code, rows)
+            return self.code.decode(rows)
         logits = np.ascontiguousarray(rows).view("<f2").astype(np.float32)
         check_finite("logits", logits, "CACHE-169", "cache-corrupt")
         return logits
