@@ -314,22 +314,13 @@ class _Verification:
     def _report_strays(self, committed: list[int], files: set[str]) -> None:
         known = {MANIFEST_NAME, SEAL_NAME, *files}
         known |= {name(shard) for shard in committed for name in (shard_name, receipt_name)}
-        names = self._list_names()
-        links = set(self.storage.links()) if names else set()
-        for name in names:
-            if name in links:
-                self._note("path-unsafe", name, "it is a link; a cache holds none")
-            elif name in HUB_NAMES:
-                self._is_empty(name)  # a file, of any content
-            elif name not in known and not (name == LOCK_NAME and self._is_empty(name)):
-                message = "no receipt knows this file: a writer died or is at work, or it is foreign"
-                self._note("cache-corrupt", name, message)
-
-    def _is_empty(self, name: str) -> bool:
-        size = 0
-        with suppress(FileNotFoundError), self._noting(name):  # a moment ago it was there
-            size = self.storage.size(name)
-        return size == 0
+        for name in self._list_names():
+            # A link or a folder is no file; a moment ago there was one.
+            with suppress(FileNotFoundError), self._noting(name):
+                size = self.storage.size(name)
+                if not (name in known or name in HUB_NAMES or (name == LOCK_NAME and not size)):
+                    message = "no receipt knows this file: a writer died or is at work, or it is foreign"
+                    raise ShdError("cache-corrupt", message)
 
     def _list_names(self, folder: str = "") -> list[str]:
         names: list[str] = []

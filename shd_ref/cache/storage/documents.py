@@ -49,7 +49,7 @@ def read_document(storage: Storage, name: str) -> bytes:
     if size > MAX_DOCUMENT_BYTES:
         message = f"{storage.locate(name)} must hold at most {MAX_DOCUMENT_BYTES} bytes; got {size}"
         raise ShdError("cache-corrupt", message, "CACHE-14")
-    return storage.read(name)
+    return storage.open(name).read(0, size).tobytes()
 
 
 def parse_members(data: bytes, source: object) -> dict[str, Any]:

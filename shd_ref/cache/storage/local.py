@@ -64,10 +64,6 @@ class LocalStorage(Storage):
         with self.reads(name), self._parent(name) as (folder, base):
             return self._check_regular(name, os.stat(base, dir_fd=folder, follow_symlinks=False))
 
-    def read(self, name: str) -> bytes:
-        with self.reads(name), os.fdopen(self.open_regular(name), "rb") as file:
-            return file.read()
-
     def open(self, name: str) -> RangeFile:
         return _LocalFile(self, name)
 
@@ -112,9 +108,6 @@ class LocalStorage(Storage):
         with contextlib.suppress(FileNotFoundError), self.reads(name), self._parent(name) as (folder, base):
             if stat.S_ISDIR(os.stat(base, dir_fd=folder, follow_symlinks=False).st_mode):
                 raise IsADirectoryError
-
-    def links(self) -> list[str]:
-        return [name for name in self.names() if (self.root / name).is_symlink()]
 
     def prepare(self) -> None:
         """Create the folder, and hold it: from now on every file is one of this folder, wherever it is."""

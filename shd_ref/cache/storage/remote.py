@@ -47,9 +47,6 @@ class RemoteStorage(Storage):
             filesystem.invalidate_cache(path)
             return int(filesystem.info(path)["size"])
 
-    def read(self, name: str) -> bytes:
-        return self._read(name, None, None)
-
     def open(self, name: str) -> RangeFile:
         return _RemoteFile(self, name)
 
@@ -94,8 +91,10 @@ class RemoteStorage(Storage):
         """Bytes of an object, fewer where it ends before."""
         if end <= start:
             return b""
+        filesystem, path = self._connect(name)
         try:
-            return self._read(name, start, end)
+            with self._reads(name):
+                return bytes(filesystem.cat_file(path, start=start, end=end))
         except ShdError:
             if self.size(name) > start:
                 raise
@@ -114,12 +113,6 @@ class RemoteStorage(Storage):
             self._connections = {process: _open_filesystem(self.root)}
         filesystem, prefix = self._connections[process]
         return filesystem, f"{prefix}/{name}" if name else prefix
-
-    def _read(self, name: str, start: int | None, end: int | None) -> bytes:
-        filesystem, path = self._connect(name)
-        with self._reads(name):
-            data: bytes = filesystem.cat_file(path, start=start, end=end)
-        return data
 
     @contextlib.contextmanager
     def _reads(self, name: str) -> Iterator[None]:

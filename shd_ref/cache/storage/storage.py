@@ -92,20 +92,12 @@ class Storage(abc.ABC):
         return True
 
     @abc.abstractmethod
-    def read(self, name: str) -> bytes:
-        """A whole file."""
-
-    @abc.abstractmethod
     def open(self, name: str) -> RangeFile:
         """A file to be read by position; some storages find out at the first read that it is absent."""
 
     @abc.abstractmethod
     def names(self, folder: str = "") -> list[str]:
         """Every file below a folder, ascending; none where there is no folder."""
-
-    def links(self) -> list[str]:
-        """Names that are links, of which a cache holds none."""
-        return []
 
     def check_place(self, name: str) -> None:  # noqa: B027  (a store has no folders)
         """Refuse a place where a folder is, or a file in a folder's place: ``cache-corrupt`` (CACHE-83)."""
