@@ -6,7 +6,7 @@ timed in the same turns. Everything is one command; the folder that it writes is
 sentence-transformers and by a loop over onnxruntime.
 
 Prints a table and writes ``compress_minilm.json`` here.
-    python benchmarks/compress_minilm.py [--faster 5.3] [--budget 30] [--keep FOLDER]
+    python benchmarks/compress_minilm.py [--faster 5.3] [--minutes 60] [--keep FOLDER]
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def processor() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faster", default="5.3")
-    parser.add_argument("--budget", type=float, default=30.0)
+    parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--keep", type=Path, help="where the student stays; a killed run resumes there")
     parser.add_argument("--again", action="store_true", help="only the loops, of the students that --keep has")
     arguments = parser.parse_args()
@@ -161,7 +161,7 @@ def main() -> None:
         train = write_texts(home / "texts.jsonl", sample(wikitext("valid") + dolly(), 0))
         judged = write_texts(home / "test.jsonl", test)
         words = ["shd-torch", "compress", str(teacher), "--data", str(train), "--held-out", str(judged)]
-        words += ["--faster", arguments.faster, "--budget", str(arguments.budget), "--out", str(home / "student")]
+        words += ["--faster", arguments.faster, "--minutes", str(arguments.minutes), "--out", str(home / "student")]
         started, before = time.monotonic(), os.times()
         subprocess.run([Path(sys.executable).parent / words[0], *words[1:]], check=True)
         after = os.times()

@@ -16,7 +16,15 @@ from numpy.typing import NDArray
 
 from shd_ref.cache.storage.drafts import output_path
 from shd_ref.commands.program import Document, Program, require_packages
-from shd_ref.commands.terminal import console, marked, narrow_table, plus_minus, print_remarks, show_progress
+from shd_ref.commands.terminal import (
+    console,
+    marked,
+    narrow_table,
+    plus_minus,
+    print_remarks,
+    print_stage,
+    show_progress,
+)
 from shd_ref.errors import ShdError, need
 from shd_ref.integers import check_number
 from shd_ref.teacher.options import FROM_0, FROM_1, INTEGERS, Needs, at_least
@@ -429,7 +437,7 @@ def compress(
         if out is None:
             lines = forecast(teacher, data, **settings)
         else:
-            document = run(teacher, data, out=out, command=["shd-torch", *sys.argv[1:]], **settings)
+            document = run(teacher, data, out=out, command=["shd-torch", *sys.argv[1:]], say=print_stage, **settings)
     if out is None:
         console.say("\n".join(lines))
         return {"stages": lines}

@@ -98,6 +98,12 @@ def quiet_progress(is_quiet: bool) -> Iterator[None]:
         _IS_QUIET.reset(token)
 
 
+def print_stage(text: str) -> None:
+    """A line of progress that stays on the error stream."""
+    if not _IS_QUIET.get():
+        messages.say(f"progress: {text}")
+
+
 @contextmanager
 def show_progress(*units: str) -> Iterator[tuple[Callable[..., None], ...]]:
     """Progress on the error stream while work is done: bars on a terminal, elsewhere a line now and then.

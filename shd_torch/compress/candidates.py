@@ -80,7 +80,7 @@ def find_candidates(run: Run, costs: Costs, worths: Worths, wish: Wish) -> list[
     Raises:
         ShdError: ``argument-value`` where no student is small enough.
     """
-    space, most = run.space, run.options.candidates
+    space, most = run.space, run.options.most_candidates
     is_ladder = wish.name == FASTEST
     pending = [
         (design, limits)

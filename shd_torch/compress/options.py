@@ -49,9 +49,10 @@ class CompressOptions:
         max_length: Tokens to keep of a text or pair. Default: as the tokenizer's file says.
         text_column: The column of the texts, or of the first texts of pairs.
         pair_column: The column of the second texts. Default: text_pair, where there is one and the model reads pairs.
-        budget: Minutes of training, of all students together, above 0.
-        candidates: Students to try for each target.
-        learning_rate: Of training, at its height. Default: the best of three after 100 steps.
+        minutes: Minutes for everything, above 0. Default: 60, or 12 with --quick.
+        quick: A first answer: two candidates for each target, and no trial of SHD.
+        candidates: Students to try for each target. Default: 4, or 2 with --quick.
+        learning_rate: Of training, at its height. Default: the best of four after a short one.
         seed: Seed for the division of the data and their order.
         int8: Deploy products in int8, or in float.
         go_on: Also if the teacher in int8 is fast enough.
@@ -67,8 +68,9 @@ class CompressOptions:
     max_length: Annotated[int | None, READING, FROM_1] = None
     text_column: Annotated[str, READING] = "text"
     pair_column: Annotated[str | None, READING] = None
-    budget: Annotated[float, LOOKING] = 30.0
-    candidates: Annotated[int, LOOKING, FROM_1] = 4
+    minutes: Annotated[float | None, LOOKING] = None
+    quick: Annotated[bool, LOOKING, Parameter(negative="")] = False
+    candidates: Annotated[int | None, LOOKING, FROM_1] = None
     learning_rate: Annotated[float | None, LOOKING] = None
     seed: Annotated[int, LOOKING, FROM_0] = 0
     int8: Annotated[bool, Parameter(negative="--no-int8")] = True
@@ -76,12 +78,12 @@ class CompressOptions:
 
     def __post_init__(self) -> None:
         targets = list(self.targets())
-        for name, number in (*targets, ("budget", self.budget), ("learning_rate", self.learning_rate)):
+        for name, number in (*targets, ("minutes", self.minutes), ("learning_rate", self.learning_rate)):
             if number is not None:
                 check_number(name, number, above=1 if name == "faster" else 0)
         if self.at_least is not None:
             check_number("at_least", self.least[1], above=0, most=1)
-        for name, count in (("candidates", self.candidates), ("threads", self.threads)):
+        for name, count in (("candidates", self.most_candidates), ("threads", self.threads)):
             check_integer(name, count, 1, None)
         is_one = len({name for name, _ in targets}) <= 1 and len(set(targets)) == len(targets)
         got = ", ".join(f"{name} {value:g}" for name, value in targets)
@@ -98,6 +100,16 @@ class CompressOptions:
         if isinstance(self.at_least, tuple):
             return self.at_least
         return "quality", self.at_least or 0.0
+
+    @property
+    def most_minutes(self) -> float:
+        """For everything."""
+        return self.minutes or (12.0 if self.quick else 60.0)
+
+    @property
+    def most_candidates(self) -> int:
+        """For each target."""
+        return self.candidates if self.candidates is not None else 2 if self.quick else 4
 
     def targets(self) -> Iterator[tuple[str, float]]:
         """All that are given: the name of an option and a number."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import math
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -23,13 +22,14 @@ from shd_torch.compress.handover import hand_over, judge_graphs
 from shd_torch.compress.labels import read_labels
 from shd_torch.compress.options import CompressOptions
 from shd_torch.compress.samples import Columns, divide, length_of, read_rows, read_texts
-from shd_torch.compress.stages import Progress, Run
-from shd_torch.compress.students import RATES, SHD_SEEDS, SHORT_STEPS, compare, prepare_training, train_best
+from shd_torch.compress.schedule import Paces, Schedule
+from shd_torch.compress.stages import Progress, Run, in_minutes
+from shd_torch.compress.students import compare, prepare_training, train_best
 from shd_torch.compress.task import SentenceEncoder, find_task, read_measure
 from shd_torch.compress.training import BATCH, time_step
 from shd_torch.compress.worth import Worths, measure_worths
 from shd_torch.deploy.inputs import require_runtime
-from shd_torch.deploy.timing import check_length
+from shd_torch.deploy.timing import LEAST_ROUNDS, check_length
 from shd_torch.shrink.families import check_config
 from shd_torch.shrink.folders import count_positions, forward_inputs, new_folder, read_config
 from shd_torch.shrink.unfinished import Unfinished, run_key
@@ -51,6 +51,7 @@ def compress(
     held_out: str | os.PathLike[str] | None = None,
     progress: Progress = lambda done, total, what: None,
     command: Sequence[str] = (),
+    say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Find, train and write the student that loses least at the wanted speed (docs/compress.md says how).
 
@@ -62,6 +63,7 @@ def compress(
         held_out: other data to judge on, with labels or without; default: a tenth of the data, at most 500 samples.
         progress: called with steps that are done, all steps, and what is done now.
         command: the words that repeat this, for the page.
+        say: called before each stage with what it will take, and what is left of the whole time.
 
     Returns:
         What ``compress.json`` in the folder says; times in seconds, ``times_faster`` than the teacher with fused
@@ -71,11 +73,10 @@ def compress(
         ShdError: ``argument-value`` for wishes that contradict each other or that no student meets, with the fastest
             that is possible; what ``shrink``, ``export_student``, ``precompute`` and ``SHDTrainer`` raise.
     """
-    started = time.monotonic()
     folder, source, judged = new_folder(out), Path(teacher), None if held_out is None else Path(held_out)
-    with _open_run(source, Path(data), judged, options, part_folder(folder), progress) as run:
+    with _open_run(source, Path(data), judged, options, part_folder(folder), progress, say) as run:
         document = _compress(run) | {"command": list(command)}
-        document |= {"remarks": [*run.remarks, *run.find("busy", list)], "seconds": time.monotonic() - started}
+        document |= {"remarks": [*run.remarks, *run.find("busy", list)], "seconds": run.spent}
         progress(0, 0, "the folder is written")
         hand_over(run.folder, folder, source, document)
     return document
@@ -83,7 +84,13 @@ def compress(
 
 @contextmanager
 def _open_run(
-    teacher: Path, data: Path, held_out: Path | None, options: CompressOptions, folder: Path, progress: Progress
+    teacher: Path,
+    data: Path,
+    held_out: Path | None,
+    options: CompressOptions,
+    folder: Path,
+    progress: Progress,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Run]:
     """Everything that is read, and the stages of an earlier run in the folder."""
     import_package("scipy", "compress needs the package scipy: pip install '.[cpu]' (in a checkout)")
@@ -104,7 +111,7 @@ def _open_run(
     inputs = {"samples": samples.digest, "onnxruntime": require_runtime().__version__}
     inputs["labels"] = "" if labels is None else labels.digest
     with Unfinished(folder, run_key(teacher, asdict(options) | inputs)) as keeper:
-        run = Run(teacher, options, keeper, progress, samples, labels)
+        run = Run(teacher, options, keeper, progress, samples, labels, say)
         if texts := read_texts(data, CHECKED, columns):
             checked = run.task, run.model, teacher, texts, rows[: len(texts)], options.max_length
             run.remarks = [remark] if (remark := check_teacher(*checked)) else []
@@ -122,42 +129,37 @@ def forecast(
     """What ``compress`` would try, and about how long each stage takes on this machine, a line each."""
     opened = teacher, data, held_out, options
     with tempfile.TemporaryDirectory() as folder, _open_run(*opened, Path(folder) / "run", progress) as run:
-        space, samples = run.space, run.samples
         started = time.monotonic()
-        study = study_teacher(run)
-        export = time.monotonic() - started
-        forward, step = time_step(copy.deepcopy(run.model), samples.train[:BATCH])
-        heads, neurons = (
-            ", ".join(str(count or "none") for count in counts) for counts in (space.heads, space.neurons)
-        )
-        graphs, parts = len(space.heads) + len(space.neurons) + 3, len(space.heads) + len(space.neurons) - 1
-        wishes = max(len(list(options.targets())), 1)
-        tried, probes = options.candidates * wishes, wishes * (2 * SHD_SEEDS + len(RATES) - 1)
-        steps = tried * (SHORT_STEPS[0] + SHORT_STEPS[1] / 2) + probes * SHORT_STEPS[0]
-        seconds = {
-            f"costs: {graphs} graphs; heads {heads}; neurons {neurons}": graphs * export,
-            f"worths: {parts} parts of {space.num_layers} layers": 8 * parts * space.num_layers * forward,
-            f"candidates: {tried}": tried * (export + 50 * forward),
-            f"cache: {len(samples.train):,} samples": forward * len(samples.train) / BATCH,
-            "short trainings, and a probe of SHD": steps * step,
-            f"training: {wishes}": 60 * options.budget,
-            "graphs, times and the page": 2 * wishes * export,
+        run.price(run.write_graphs(run.model, "teacher"), LEAST_ROUNDS)
+        schedule = run.schedule(_measure_paces(run, time.monotonic() - started))
+        space, count = run.space, options.most_candidates * max(len(list(options.targets())), 1)
+        heads, neurons = (", ".join(str(n or "none") for n in counts) for counts in (space.heads, space.neurons))
+        words = {
+            "costs": f"heads {heads}; neurons {neurons}",
+            "parts": f"of {space.num_layers} layers, on {run.search.judged} samples",
+            "candidates": f"{count} students",
+            "cache": f"{schedule.samples:,} of {len(run.samples.train):,} samples",
+            "short trainings": f"{run.search.steps[0]} and {run.search.steps[1]} steps"
+            + ("; with and without SHD" if run.search.tries_shd else ""),
+            "graphs": "times, quality, the page",
         }
-        lines = [f"{run.task.NAME}; quality: {run.task.MEASURE}, on {len(samples.held_out)} held-out samples"]
-        for kind, quality in study["quality"].items():
-            lines.append(f"the teacher in {kind}: quality {quality['value']:.4f}")
-        lines += [f"{what}: about {math.ceil(duration / 60)} min" for what, duration in seconds.items()]
-        return [
-            *lines,
-            *run.remarks,
-            *run.find("busy", list),
-            f"in all about {math.ceil(sum(seconds.values()) / 60)} min",
-        ]
+        lines = [f"{run.task.NAME}; quality: {run.task.MEASURE}, on {len(run.samples.held_out)} held-out samples"]
+        for stage, seconds in schedule.seconds.items():
+            lines.append(f"{stage}{f' ({words[stage]})' if stage in words else ''}: about {in_minutes(seconds)}")
+        total = f"in all about {in_minutes(sum(schedule.seconds.values()))}"
+        return [*lines, *run.remarks, *run.find("busy", list), total]
+
+
+def _measure_paces(run: Run, graph: float) -> Paces:
+    """``graph``: seconds that the teacher's graphs took."""
+    run.progress(0, 0, "steps are timed")
+    return Paces(graph, *time_step(copy.deepcopy(run.model), run.samples.train[:BATCH]))
 
 
 def _compress(run: Run) -> dict[str, Any]:
     """Everything but the hand-over."""
     teacher = run.find("teacher", lambda: study_teacher(run), "graphs/teacher.*")
+    graph = teacher.pop("graph_seconds")
     figures = teacher["quality"]["float"]
     # Without a target it also chooses among candidates, on samples without labels.
     read_measure(figures if any(run.options.targets()) else figures | {"labels": {}}, run.options.least[0])
@@ -176,16 +178,26 @@ def _compress(run: Run) -> dict[str, Any]:
     }
     if _teacher_suffices(run.options, teacher):
         return document
+    schedule = run.follow(
+        Schedule.read(run.find("schedule", lambda: run.schedule(_measure_paces(run, graph)).write()))
+    )
+    document["space"] = asdict(run.space)
+    run.announce("costs")
     costs = Costs(**run.find("costs", lambda: asdict(measure_costs(run))))
+    run.announce("parts")
     worths = Worths(**run.find("worths", lambda: asdict(measure_worths(run))))
     wishes = run.options.wishes(costs.teacher)
+    run.announce("candidates")
     candidates = [
         run.find(f"candidates-{wish.name}", partial(find_candidates, run, costs, worths, wish)) for wish in wishes
     ]
-    shared = prepare_training(run)
-    for wish, rows in zip(wishes, candidates, strict=True):
+    run.announce("cache")
+    shared = prepare_training(run, schedule.samples)
+    for at, (wish, rows) in enumerate(zip(wishes, candidates, strict=True)):
+        end = run.spent + run.left / (len(wishes) - at)
+        run.announce("short trainings")
         tried, best, config = compare(run, wish, rows, shared)
-        student = train_best(run, wish, best, config, run.options.budget / len(wishes))
+        student = train_best(run, wish, best, config, end)
         document["students"].append(student | {"tried": tried})
     return document | {"costs": asdict(costs), "worths": asdict(worths)}
 
@@ -193,9 +205,11 @@ def _compress(run: Run) -> dict[str, Any]:
 def study_teacher(run: Run) -> dict[str, Any]:
     """The teacher as it would be deployed without a student: time, size and quality of its graphs."""
     run.progress(0, 0, "the teacher is exported")
+    started = time.monotonic()
     graphs = run.write_graphs(run.model, "teacher")
     seconds = {kind: row[:-1] for kind, row in run.price(graphs).items()}
-    judged = judge_graphs(graphs, run.judge("held_out")) | {"seconds": seconds}
+    pace = time.monotonic() - started
+    judged = judge_graphs(graphs, run.judge("held_out")) | {"seconds": seconds, "graph_seconds": pace}
     if not abs(1 - (value := judged["quality"]["float"]["value"])) <= 1 - FAITHFUL:
         rule = f"the teacher's graph must have a quality of {FAITHFUL} or more of the teacher itself"
         raise ShdError(

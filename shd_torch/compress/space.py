@@ -79,8 +79,8 @@ class Design:
         return "; ".join(words)
 
 
-def find_space(teacher: Sizes, family: Family, config: Any) -> Space:
-    """What a family lets be cut.
+def find_space(teacher: Sizes, family: Family, config: Any, fractions: tuple[float, ...] = FRACTIONS) -> Space:
+    """What a family lets be cut, to these fractions of its heads and neurons.
 
     Raises:
         ShdError: ``shrink-unsupported`` where nothing can be, and for a teacher whose own layers differ.
@@ -91,10 +91,10 @@ def find_space(teacher: Sizes, family: Family, config: Any) -> Space:
     refused = {name for name, _ in family.refused}
     heads, neurons = [teacher.heads], [teacher.neurons]
     if family.biases is None and not refused & {"heads", "head_dim", "heads by layer"}:
-        heads += _fractions(teacher.heads, 1)
+        heads += _sizes(teacher.heads, fractions, 1)
     if "neurons" not in refused:
         # Rows of a multiple of 16 fill the registers of every processor.
-        neurons += _fractions(teacher.neurons, 16 if teacher.neurons % 16 == 0 else 1)
+        neurons += _sizes(teacher.neurons, fractions, 16 if teacher.neurons % 16 == 0 else 1)
     kinds = set(getattr(config, "layer_types", None) or ())
     if "drop_attention" not in refused and len(kinds) < 2 and family.biases is None and teacher.layers > 1:
         heads.append(NONE)
@@ -105,6 +105,6 @@ def find_space(teacher: Sizes, family: Family, config: Any) -> Space:
     return Space(teacher.layers, tuple(heads), tuple(neurons), "layers" in refused, teacher.head_dim)
 
 
-def _fractions(whole: int, unit: int) -> list[int]:
-    sizes = dict.fromkeys(max(unit, round(whole * fraction / unit) * unit) for fraction in FRACTIONS)
+def _sizes(whole: int, fractions: tuple[float, ...], unit: int) -> list[int]:
+    sizes = dict.fromkeys(max(unit, round(whole * fraction / unit) * unit) for fraction in fractions)
     return [size for size in sizes if size < whole]

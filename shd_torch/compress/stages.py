@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -9,8 +11,9 @@ from typing import Any, Final
 from shd_torch.compress.labels import Labelled
 from shd_torch.compress.options import CompressOptions
 from shd_torch.compress.samples import Samples
-from shd_torch.compress.space import find_space
-from shd_torch.compress.task import Decoder, Judge, check_causal, find_task, model_run
+from shd_torch.compress.schedule import STAGES, Paces, Schedule, Search, plan_schedule
+from shd_torch.compress.space import Space, find_space
+from shd_torch.compress.task import Decoder, Judge, SentenceEncoder, check_causal, find_task, model_run
 from shd_torch.deploy import GraphTime, quantize_graph, time_graphs
 from shd_torch.deploy.timing import find_busy
 from shd_torch.export import example_inputs, export_student
@@ -20,8 +23,6 @@ from shd_torch.shrink.sizes import sizes_of
 from shd_torch.shrink.unfinished import Unfinished
 
 Progress = Callable[[int, int, str], None]
-JUDGED: Final = 64
-"""Samples on which parts are weighed."""
 INT8_SAMPLES: Final = 128
 """Of the training set, which int8 graphs are made for."""
 ROUNDS: Final = 9
@@ -40,13 +41,15 @@ class Run:
         progress: Progress,
         samples: Samples,
         labels: Labelled | None = None,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.teacher, self.options, self.keeper, self.labels = teacher, options, keeper, labels
         self.progress, self.samples, self.folder = progress, samples, keeper.folder
         self.model = load_teacher(teacher).float()  # a folder may keep halves, which graphs and NumPy do not take
         self.family = family_of(self.model, None)
         self.sizes = sizes_of(self.model.config, self.family)
-        self.space = find_space(self.sizes, self.family, self.model.config)
+        self.space = self._space_of()
+        self.search = Search()
         self.task = find_task(teacher, self.model.config)
         if isinstance(self.task, Decoder):
             check_causal(model_run(self.model))
@@ -54,12 +57,56 @@ class Run:
         self.graphs = keeper.folder / "graphs"
         self.graphs.mkdir(exist_ok=True)
         self._judges: dict[tuple[str, int | None], Judge] = {}
+        self._say, self._seconds = say, dict.fromkeys(STAGES, 0.0)
+        earlier = keeper.get("spent")
+        self._begun = time.monotonic() - (0.0 if earlier is None else earlier[1])
+
+    def _space_of(self, *fractions: float) -> Space:
+        chosen = {"fractions": fractions} if fractions else {}
+        return find_space(self.sizes, self.family, self.model.config, **chosen)
+
+    @property
+    def spent(self) -> float:
+        """Seconds, those of a killed run up to its last finished stage included."""
+        return time.monotonic() - self._begun
+
+    @property
+    def left(self) -> float:
+        """Seconds of the minutes that were given."""
+        return 60 * self.options.most_minutes - self.spent
+
+    def schedule(self, paces: Paces) -> Schedule:
+        """How the minutes are divided; it sets what is looked at."""
+        schedule = plan_schedule(
+            self.options,
+            paces,
+            self.spent,
+            len(self.samples.train),
+            lambda fractions: self._space_of(*fractions),
+            may_gain=not isinstance(self.task, SentenceEncoder),  # none did (docs/compress.md)
+        )
+        return self.follow(schedule)
+
+    def follow(self, schedule: Schedule) -> Schedule:
+        self.search, self._seconds = schedule.search, schedule.seconds
+        self.space = self._space_of(*self.search.fractions)
+        return schedule
+
+    def seconds_of(self, stage: str) -> float:
+        return self._seconds[stage]
+
+    def announce(self, stage: str) -> None:
+        """What a stage will take, and the rest of the command, before it starts."""
+        later = [self._seconds[name] for name in STAGES[STAGES.index(stage) :]]
+        left = in_minutes(max(self.left, sum(later)))
+        self._say(f"{stage}: about {in_minutes(later[0])}; about {left} left in all")
 
     def find(self, name: str, make: Callable[[], Any], files: str = "") -> Any:
         """What an earlier run found, or what is found now, with files that it makes in the run's folder."""
         piece = self.keeper.get(name)
         if piece is None:
             self.keeper.put(name, {}, make(), files)
+            self.keeper.put("spent", {}, self.spent)
             piece = self.keeper.require(name)  # also now as a run that goes on gets it
         return piece[1]
 
@@ -103,14 +150,23 @@ class Run:
             self.keeper.put("busy", {}, [remark])  # also for a run that goes on
         return times
 
-    def price(self, graphs: Mapping[str, Path]) -> dict[str, list[float]]:
-        """Median seconds of a run of each graph, one for each batch and length, in order; then its bytes."""
+    def price(self, graphs: Mapping[str, Path], rounds: int = ROUNDS) -> dict[str, list[float]]:
+        """Median seconds of a run of each graph, one for each batch and length, in order; then its bytes.
+
+        Of one thread it is the processor's time, which other programs move less; the last judgement is by the clock.
+        """
         prices: dict[str, list[float]] = {name: [] for name in graphs}
-        for entry in self.time(graphs):
-            prices[entry.graph].append(entry.wall.median)
+        for entry in self.time(graphs, rounds):
+            seconds = entry.processor if self.options.threads == 1 else entry.wall
+            prices[entry.graph].append(seconds.median)
         for name, path in graphs.items():
             prices[name].append(float(count_bytes(path)))
         return prices
+
+
+def in_minutes(seconds: float) -> str:
+    """As people say it."""
+    return f"{math.ceil(seconds)} s" if seconds < 90 else f"{round(seconds / 60)} min"
 
 
 def count_bytes(graph: Path) -> int:

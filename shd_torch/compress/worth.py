@@ -13,7 +13,7 @@ from torch import nn
 from shd_torch.checks import without_autocast
 from shd_torch.compress.costs import random_student
 from shd_torch.compress.space import NONE, Design, Space
-from shd_torch.compress.stages import JUDGED, Run
+from shd_torch.compress.stages import Run
 from shd_torch.compress.task import model_run
 from shd_torch.shrink.calibration import read_data, rotary_frequencies, run_layer, start_batches
 from shd_torch.shrink.folders import padding_of
@@ -53,8 +53,8 @@ def measure_worths(run: Run) -> Worths:
 
     Statistics of the teacher's attention are gathered once, into the run's folder.
     """
-    teacher, family, space, judge = run.model, run.family, run.space, run.judge("choices", JUDGED)
-    calibration = run.samples.calibration(JUDGED, padding_of(teacher.config))
+    teacher, family, space, judge = run.model, run.family, run.space, run.judge("choices", run.search.judged)
+    calibration = run.samples.calibration(run.search.judged, padding_of(teacher.config))
     layers = family.layers_of(teacher)
     teacher.eval()
     batches = start_batches(teacher, family, calibration, ShrinkOptions().batch_size)

@@ -106,7 +106,7 @@ def test_compress_page_runs_a_graph(run_in: Callable[..., Path], monkeypatch: py
 @pytest.mark.nightly
 def test_compress_page_runs(run_apart: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(run_apart("python make_data.py --steps 30"))
-    exec(compile(COMPRESSION.replace("budget=1.0", "budget=0.005"), "compress.md", "exec"), {})
+    exec(compile(COMPRESSION.replace("minutes=2.0", "minutes=0.01"), "compress.md", "exec"), {})
     Path("small").rename("student")
     assert deploy().shape[0] == 2
 

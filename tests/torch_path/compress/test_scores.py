@@ -31,7 +31,7 @@ from shd_torch.deploy import quantize_graph  # noqa: E402
 from shd_torch.shrink.folders import load_teacher, read_config  # noqa: E402
 from shd_torch.shrink_command import read_inputs  # noqa: E402
 
-OPTIONS = CompressOptions(mb=(0.045,), batch=(1,), length=(8,), budget=1e-4, candidates=1, go_on=True)
+OPTIONS = CompressOptions(mb=(0.045,), batch=(1,), length=(8,), minutes=1e-4, candidates=1, go_on=True)
 PAIRS = Columns(reads_pairs=True)
 KINDS: dict[str, dict[str, Any]] = {
     "reranker": {"num_labels": 1},

@@ -1,0 +1,134 @@
+"""An hour that is an hour: how the minutes of a run are divided among its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+from shd_torch.compress.options import CompressOptions
+from shd_torch.compress.space import FRACTIONS, Space
+from shd_torch.compress.training import BATCH
+
+STAGES: Final = ("teacher", "costs", "parts", "candidates", "cache", "short trainings", "training", "graphs")
+"""Names of the stages, in order; several targets go through the last three one by one."""
+
+_TRAINED: Final = 0.4
+"""Share of the time that the long training shall have; the search is made smaller until it leaves as much."""
+_CACHED: Final = 0.2
+"""Share of the time in which the teacher may run over the training set."""
+_RATES: Final = 4  # learning rates that are tried
+_PROBES: Final = 6  # short trainings that tell whether SHD gains
+_SHRUNK: Final = 50  # passes of a batch through the teacher, from which a student is made
+_WEIGHED: Final = 8  # such passes to make a part of a layer smaller, and to judge it
+_ENDING: Final = 4  # graphs that are written and timed, as long as the last judgement takes
+_STUDENT: Final = 0.7  # of the teacher's time that a step takes a student
+
+
+@dataclass(frozen=True)
+class Paces:
+    """Seconds on this machine, measured on the teacher.
+
+    Attributes:
+        graph: to export a model, round it to int8, and time both at every setting.
+        forward: of a batch of 32 samples through the teacher.
+        step: of training on such a batch.
+    """
+
+    graph: float
+    forward: float
+    step: float
+
+
+@dataclass(frozen=True)
+class Search:
+    """How much is looked at before the long training."""
+
+    fractions: tuple[float, ...] = FRACTIONS  # of heads and neurons
+    judged: int = 64  # samples on which parts are weighed
+    steps: tuple[int, int] = (100, 300)  # of short trainings; the better half of the candidates has the longer one
+    tries_shd: bool = True
+
+
+def _searches() -> Iterator[Search]:
+    """From the widest to the one that takes least; what tells least for its time goes first."""
+    search = Search()
+    yield search
+    for change in (
+        {"tries_shd": False},
+        {"fractions": FRACTIONS[:2]},
+        {"judged": 32},
+        {"steps": (50, 150)},
+        {"fractions": FRACTIONS[1:2]},
+        {"judged": 16, "steps": (25, 75)},
+    ):
+        search = replace(search, **change)
+        yield search
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What is looked at, and about how many seconds each stage takes.
+
+    Attributes:
+        search: the widest that leaves the long training its share.
+        samples: of the training set, that the teacher has time for.
+        seconds: of each stage, by name, in order.
+    """
+
+    search: Search
+    samples: int
+    seconds: dict[str, float]
+
+    @classmethod
+    def read(cls, document: Mapping[str, Any]) -> Schedule:
+        """From what ``asdict`` and JSON made of it."""
+        lists = document["search"]
+        search = Search(**lists | {name: tuple(lists[name]) for name in ("fractions", "steps")})
+        return cls(search, document["samples"], document["seconds"])
+
+    def write(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def plan_schedule(
+    options: CompressOptions,
+    paces: Paces,
+    spent: float,
+    num_samples: int,
+    space_of: Callable[[tuple[float, ...]], Space],
+    may_gain: bool,
+) -> Schedule:
+    """Divide what is left of the minutes after ``spent`` seconds; ``may_gain``: whether SHD is worth a trial."""
+    whole = 60 * options.most_minutes
+    samples = min(num_samples, max(int(_CACHED * whole / paces.forward), 1) * BATCH)
+    schedule = None
+    for search in _searches():
+        if search.tries_shd and (options.quick or not may_gain):
+            continue
+        space = space_of(search.fractions)
+        seconds = {"teacher": spent} | _estimate(options, paces, search, space, max(samples, BATCH * search.steps[0]))
+        left = whole - sum(seconds.values())
+        seconds["training"] = max(left, _STUDENT * search.steps[0] * paces.step)
+        ordered = {name: seconds[name] for name in STAGES}
+        schedule = Schedule(search, min(num_samples, max(samples, BATCH * search.steps[0])), ordered)
+        if left >= _TRAINED * whole:
+            break
+    assert schedule is not None
+    return schedule
+
+
+def _estimate(options: CompressOptions, paces: Paces, search: Search, space: Space, samples: int) -> dict[str, float]:
+    """Seconds of all stages but the teacher's and the long training."""
+    wishes = max(len(list(options.targets())), 1)
+    tried, parts = options.most_candidates * wishes, len(space.heads) + len(space.neurons) - 1
+    first, second = search.steps
+    trainings = (tried + wishes * (_RATES - 1 + _PROBES * search.tries_shd)) * first + tried / 2 * second
+    return {
+        "costs": (len(space.heads) + len(space.neurons) + 3) * paces.graph,
+        "parts": _WEIGHED * parts * space.num_layers * paces.forward * search.judged / 64,
+        "candidates": tried * (paces.graph + _SHRUNK * paces.forward),
+        "cache": samples / BATCH * paces.forward,
+        "short trainings": _STUDENT * trainings * paces.step,
+        "graphs": _ENDING * wishes * paces.graph,
+    }
