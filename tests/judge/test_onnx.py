@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 onnx = pytest.importorskip("onnx", reason="the package onnx is not installed (extra 'teacher')")
 pytest.importorskip("onnx_ir", reason="the package onnx_ir is not installed (extra 'teacher')")
 
-from support.calls import calls_of  # noqa: E402  (after the skips)
 from support.onnx_functions import OnnxAdapter  # noqa: E402  (after the skips)
 from support.refusals import refusal  # noqa: E402
 
@@ -51,13 +50,14 @@ def swapped(body: Any, *rest: Any) -> Any:
     return FACTORS(body, *rest[:-1], body.op("Sub", body.const(1.0), rest[-1]))
 
 
-def other_half(width: int) -> NDArray[np.float32]:
-    """<w, u + w> in place of <u, u + w>."""
-    return np.concatenate([PICK(width)[:, ::-1, :1], PICK(width)[:, :, 1:]], axis=2)
+def other_half(body: Any, *rest: Any) -> Any:
+    """<w, u + w> in place of <u, u + w>, as numerator."""
+    exchange = np.array([[-1, 0, 0], [1, 1, 0], [0, 0, 1]], np.float32)
+    return body.op("MatMul", MOMENTS(body, *rest), body.const(exchange))
 
 
-FACTORS, PICK = function.factors_of_round, function._pick_moments
-MISTAKES = {"factors_of_round": swapped, "degenerate_threshold": lambda: 0.01, "_pick_moments": other_half}
+FACTORS, MOMENTS = function.factors_of_round, function._moments
+MISTAKES = {"factors_of_round": swapped, "degenerate_threshold": lambda: 0.01, "_moments": other_half}
 
 
 @pytest.mark.slow
@@ -124,21 +124,6 @@ def test_arrays_that_must_be_refused_are_not_an_answer(change: dict[str, Any]) -
         OnnxAdapter("onnx.reference").run_operation("squeeze_heads", two_heads(**change), "float32")
 
 
-def test_an_unknown_backend_is_refused() -> None:
-    with refusal("argument-value", r"onnxruntime, onnx\.reference"):
-        OnnxAdapter("tensorrt")
-
-
-def test_models_are_built_once_for_any_batch_and_lengths() -> None:
-    adapter = OnnxAdapter("onnx.reference")
-    adapter.run_operation("squeeze_heads", two_heads(), "float32")
-    maps, outputs = np.full((3, 2, 4, 5), 0.2, dtype=np.float32), np.ones((3, 2, 5, 1), dtype=np.float32)
-    again = two_heads(teacher_probs=maps, value_outputs=outputs)
-    with calls_of("build_bare_model") as built:
-        assert adapter.run_operation("squeeze_heads", again, "float32")["probs"].shape == (3, 1, 4, 5)
-    assert built == []
-
-
 # --- the backend tests ------------------------------------------------------------------------------------------
 
 
@@ -173,9 +158,3 @@ def test_backends_pass_the_generated_tests(test: Path, backend: str) -> None:
         np.testing.assert_allclose(got, wanted, rtol=rtol, atol=atol, err_msg=name)
         # The tolerances of ONNX's own runner, which knows nothing of ours.
         np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-7, err_msg=name)
-
-
-def test_the_generated_tests_cover_the_functions() -> None:
-    names = " ".join(test.name for test in TESTS)
-    for part in ("hard", "constant", "mean", "temperature", "mask", "balanced", "identity"):
-        assert part in names, part

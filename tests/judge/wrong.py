@@ -27,6 +27,14 @@ def wrong(operation: str, dtype: str = "float64") -> Callable[[Function], Functi
     return add
 
 
+def named(table: Mapping[str, Function], make: Callable[[str, Function], Function]) -> None:
+    """Adds a wrong implementation for each row: its name, perhaps with a dtype, and what is changed."""
+    for name, change in table.items():
+        name, _, dtype = name.partition(" @ ")
+        operation = name.partition(":")[0]
+        WRONG[name] = operation, dtype or "float64", make(operation, change)
+
+
 def first(value: Any) -> Any:
     return value[0] if isinstance(value, list | tuple) else value
 
@@ -90,41 +98,6 @@ def limited(operation: str, argument: str, axis: int, limit: int) -> Function:
 for _operation, _argument, _axis, _limit in _LIMITS:
     _name = f"{_operation}: right up to {_limit} on axis {_axis} of {_argument}"
     WRONG[_name] = _operation, "float64", limited(_operation, _argument, _axis, _limit)
-
-
-@wrong("shd_loss")
-def forgets_the_third_layer(**inputs: Any) -> Any:
-    if isinstance(inputs["supervision"], list):
-        inputs |= {name: inputs[name][:2] for name in ("supervision", "student_logits")}
-    return right.shd_loss(**inputs)
-
-
-@wrong("shd_loss_gradient")
-def forgets_the_fourth_layer(**inputs: Any) -> Any:
-    answer = right.shd_loss_gradient(**inputs)
-    return [g if number < 3 else 0 * g for number, g in enumerate(answer)] if isinstance(answer, list) else answer
-
-
-@wrong("merge_plan")
-def adjacent_beyond_64_heads(num_teacher_heads: Any, num_student_heads: Any, kind: Any = "progressive") -> Any:
-    if num_teacher_heads > 64 and isinstance(kind, str):
-        kind = "progressive"
-    return right.merge_plan(num_teacher_heads, num_student_heads, kind)
-
-
-@wrong("compose_mixing")
-def sixteen_rounds_at_most(alphas: Any, plan: Any, num_teacher_heads: Any) -> Any:
-    mixing = right.compose_mixing(alphas, plan, num_teacher_heads)
-    return mixing * 1.001 if len(alphas) > 6 else mixing
-
-
-@wrong("layer_map")
-def rounds_in_floating_point(num_teacher_layers: Any, num_student_layers: Any, pairs: Any = None) -> Any:
-    answer = right.layer_map(num_teacher_layers, num_student_layers, pairs)
-    if pairs is not None:
-        return answer
-    ratio = np.float32(num_teacher_layers) / np.float32(num_student_layers)
-    return [(s, int(np.floor((s + 1) * ratio + np.float32(0.5))) - 1) for s, _ in answer]
 
 
 # --- an option that something else makes it forget ----------------------------------------------------------------
@@ -213,49 +186,157 @@ def differences_of_unsigned_integers_wrap(**inputs: Any) -> Any:
     return right.solve_alpha(**inputs)
 
 
+# --- other arguments than those given, or another answer ----------------------------------------------------------
+
+
+def altered(operation: str, change: Function) -> Function:
+    """Computes with changed arguments, once the reference has taken them as they are."""
+
+    def call(**inputs: Any) -> Any:
+        getattr(right, operation)(**inputs)
+        return getattr(right, operation)(**{**inputs, **change(inputs)})
+
+    return call
+
+
+def answered(operation: str, change: Function) -> Function:
+    """Changes the answer, by what it is and by the arguments."""
+    return lambda **inputs: change(getattr(right, operation)(**inputs), inputs)
+
+
+def each(change: Function, value: Any) -> Any:
+    return [change(item) for item in value] if isinstance(value, list) else change(value)
+
+
+def lists_to(number: int) -> Function:
+    return lambda i: {name: value[:number] for name, value in i.items() if isinstance(value, list)}
+
+
+def with_float32(*names: str) -> Function:
+    return lambda i: {name: float(np.float32(i[name])) for name in names if name in i}
+
+
+def renamed(segments: Any) -> Any:
+    """Runs of equal ids, numbered: an id that returns is another segment."""
+    steps = np.diff(segments, axis=1, prepend=segments[:, :1]) != 0
+    return np.cumsum(steps, axis=1)
+
+
+def segments_as(change: Function) -> Function:
+    return lambda i: {"segments": change(i["segments"])} if "segments" in i else {}
+
+
+def narrow_outputs(inputs: Mapping[str, Any]) -> Any:
+    narrow = np.asarray(inputs["value_outputs"], np.float32).astype(np.float64)
+    return {"value_outputs": narrow} if np.isfinite(narrow).all() else {}
+
+
+def flipped_keys(inputs: Mapping[str, Any]) -> Any:
+    plain = not isinstance(inputs["teacher_keys"], list) and inputs.get("block_size", 1) == 1
+    plain = plain and inputs.get("top_k") is not None and not {"attn_mask", "segments"} & set(inputs)
+    return {name: inputs[name][:, :, ::-1] for name in ("keys", "teacher_keys")} if plain else {}
+
+
+def clamped(inputs: Mapping[str, Any]) -> Any:
+    def below_60(array: Any) -> Any:
+        return np.minimum(np.asarray(array, np.float64), 60.0)
+
+    return {"outside": each(below_60, inputs["outside"])} if "outside" in inputs else {}
+
+
+def no_small_mass(maps: Any) -> Any:
+    return np.where(np.asarray(maps, np.float64) < 1e-8, 0, maps).astype(maps.dtype)
+
+
+named(
+    {
+        "shd_loss: forgets the third layer": lists_to(2),
+        "indexer_target: three layers are two": lists_to(2),
+        "merge_plan: adjacent beyond 64 heads": lambda i: (
+            {"kind": "progressive"} if i["num_teacher_heads"] > 64 and isinstance(i.get("kind"), str) else {}
+        ),
+        "softmax: temperature is float32": with_float32("temperature"),
+        "shd_loss: beta is float32": with_float32("beta"),
+        "indexer_loss: scale is float32": with_float32("scale", "teacher_scale"),
+        "squeeze_heads: value outputs are float32": narrow_outputs,
+        "indexer_loss: a negative scale selects by size": lambda i: (
+            {} if i.get("top_k") is None else {"scale": abs(i["scale"])}
+        ),
+        "indexer_target: a negative scale is its size": lambda i: {"teacher_scale": abs(i["teacher_scale"])},
+        "indexer_target: segments that return are others": segments_as(renamed),
+        "indexer_loss: segments that return are other samples": lambda i: (
+            segments_as(renamed)(i) if i.get("reduction") == "samples" else {}
+        ),
+        "indexer_target: segments are small integers": segments_as(lambda ids: ids.astype(np.int32)),
+        "indexer_loss: ties go to the last": flipped_keys,
+        "indexer_target: far sinks are clamped": clamped,
+        "shd_loss: mass below 1e-8 is dropped": lambda i: {"supervision": each(no_small_mass, i["supervision"])},
+        "align_tokens: sorts its columns": lambda i: {"columns": sorted(i["columns"])} if i.get("columns") else {},
+    },
+    altered,
+)
+
+
+def halved_in_part(probs: Any, _: Any) -> Any:
+    probs[..., ::2] *= 0.5
+    return probs
+
+
+def with_a_floor(right_probs: Any, inputs: Mapping[str, Any]) -> Any:
+    """A row whose peak is below 1e-12 is lost at small temperatures (TEMP-6)."""
+    maps = np.asarray(inputs["attn_probs"], np.float64)
+    powers = (maps / np.maximum(maps.max(-1, keepdims=True), 1e-12)) ** (1 / float(inputs["temperature"]))
+    return right_probs if inputs["temperature"] == 1 else right_probs * powers.any(-1, keepdims=True)
+
+
+def rounded_in_float32(pairs: Any, inputs: Mapping[str, Any]) -> Any:
+    ratio = np.float32(inputs["num_teacher_layers"]) / np.float32(inputs["num_student_layers"])
+    rounded = [(s, int(np.floor((s + 1) * ratio + np.float32(0.5))) - 1) for s, _ in pairs]
+    return pairs if inputs.get("pairs") is not None else rounded
+
+
+def other_half(answer: Any, inputs: Mapping[str, Any]) -> Any:
+    alone = inputs.get("strategy") == "hard" and answer.num_degenerate and len(answer.plan) == 1
+    return {**vars(answer), "alphas": [1 - alpha for alpha in answer.alphas]} if alone else answer
+
+
+named(
+    {
+        "shd_loss_gradient: forgets the fourth layer": lambda a, _: (
+            [g if number < 3 else 0 * g for number, g in enumerate(a)] if isinstance(a, list) else a
+        ),
+        "compose_mixing: six rounds at most": lambda a, i: a * 1.001 if len(i["alphas"]) > 6 else a,
+        "layer_map: rounds in floating point": rounded_in_float32,
+        "indexer_loss_gradient: the sign of the scale is lost": lambda a, i: (
+            tuple(-part for part in a) if i["scale"] < 0 else a
+        ),
+        "softmax: loses row sums in half of its entries": halved_in_part,
+        "soften: its peak has a floor": with_a_floor,
+        "solve_alpha: snaps to one @ float32": lambda a, _: np.where(np.abs(a - 1) < 9e-4, 1.0, a),
+        "squeeze_heads: hard takes the second at a tie": other_half,
+        "squeeze_heads: counts one degenerate too few": lambda a, _: {
+            **vars(a),
+            "num_degenerate": min(a.num_degenerate, 1),
+        },
+        "squeeze_heads: counts no alpha as clipped @ float32": lambda a, _: {**vars(a), "num_clipped": 0},
+        "squeeze_heads: counts degenerate alphas as clipped @ bfloat16": lambda a, _: {
+            **vars(a),
+            "num_clipped": a.num_clipped + a.num_degenerate,
+        },
+        "matched_plan: takes adjacent pairs": lambda _, i: right.merge_plan(
+            np.shape(i["calibration"][0][0])[1], i["num_student_heads"]
+        ),
+        "shd_loss: is cut off at zero": lambda a, _: max(a, 0.0),
+    },
+    answered,
+)
+
+
 @wrong("value_outputs")
 def sums_of_bytes_wrap(values: Any, output_projection: Any) -> Any:
     if np.asarray(output_projection).dtype == np.uint8:
         output_projection = np.asarray(output_projection).astype(np.int8)
     return right.value_outputs(values, output_projection)
-
-
-@wrong("softmax")
-def temperature_is_float32(attn_logits: Any, attn_mask: Any = None, *, temperature: Any = 1) -> Any:
-    checked = right.softmax(attn_logits, attn_mask, temperature=temperature)
-    return (
-        right.softmax(attn_logits, attn_mask, temperature=float(np.float32(temperature)))
-        if checked is not None
-        else checked
-    )
-
-
-@wrong("shd_loss")
-def beta_is_float32(**inputs: Any) -> Any:
-    right.shd_loss(**inputs)
-    return right.shd_loss(**{**inputs, "beta": float(np.float32(inputs.get("beta", 1)))})
-
-
-@wrong("squeeze_heads")
-def value_outputs_are_float32(**inputs: Any) -> Any:
-    right.squeeze_heads(**inputs)
-    with np.errstate(all="ignore"):
-        narrow = np.asarray(inputs["value_outputs"], np.float32).astype(np.float64)
-    return right.squeeze_heads(
-        **{**inputs, "value_outputs": narrow if np.isfinite(narrow).all() else inputs["value_outputs"]}
-    )
-
-
-@wrong("indexer_loss")
-def scale_is_float32(**inputs: Any) -> Any:
-    right.indexer_loss(**inputs)
-    return right.indexer_loss(
-        **{
-            **inputs,
-            "scale": float(np.float32(inputs["scale"])),
-            "teacher_scale": float(np.float32(inputs["teacher_scale"])) * (1 + 1e-7),
-        }
-    )
 
 
 @wrong("mix_heads")
@@ -265,88 +346,6 @@ def sums_of_mixing_are_checked_as_float64(teacher_probs: Any, mixing: Any) -> An
     if raw.dtype == np.float32 and (np.abs(raw.astype(np.float64).sum(2) - 1) > 1e-9).any():
         raise ShdError("mixing-invalid", "rows of mixing must sum to 1")
     return answer
-
-
-# --- indexers -----------------------------------------------------------------------------------------------------
-
-
-@wrong("indexer_loss")
-def a_negative_scale_selects_by_size(**inputs: Any) -> Any:
-    if inputs["scale"] < 0 and inputs.get("top_k") is not None:
-        right.indexer_loss(**inputs)
-        return right.indexer_loss(**{**inputs, "scale": -inputs["scale"]})
-    return right.indexer_loss(**inputs)
-
-
-@wrong("indexer_loss_gradient")
-def the_sign_of_the_scale_is_lost(**inputs: Any) -> Any:
-    answer = right.indexer_loss_gradient(**inputs)
-    return tuple(-part for part in answer) if inputs["scale"] < 0 else answer
-
-
-@wrong("indexer_target")
-def a_negative_scale_is_its_size(**inputs: Any) -> Any:
-    right.indexer_target(**inputs)
-    return right.indexer_target(**{**inputs, "teacher_scale": abs(inputs["teacher_scale"])})
-
-
-def renamed(segments: Any) -> Any:
-    """Runs of equal ids, numbered: an id that returns is another segment."""
-    steps = np.diff(segments, axis=1, prepend=segments[:, :1]) != 0
-    return np.cumsum(steps, axis=1)
-
-
-@wrong("indexer_target")
-def segments_that_return_are_others(**inputs: Any) -> Any:
-    right.indexer_target(**inputs)
-    return right.indexer_target(
-        **{**inputs, **({"segments": renamed(inputs["segments"])} if "segments" in inputs else {})}
-    )
-
-
-@wrong("indexer_loss")
-def segments_that_return_are_other_samples(**inputs: Any) -> Any:
-    answer = right.indexer_loss(**inputs)
-    if "segments" in inputs and inputs.get("reduction") == "samples":
-        return right.indexer_loss(**{**inputs, "segments": renamed(inputs["segments"])})
-    return answer
-
-
-@wrong("indexer_target")
-def segments_are_small_integers(**inputs: Any) -> Any:
-    right.indexer_target(**inputs)
-    small = {"segments": inputs["segments"].astype(np.int32)} if "segments" in inputs else {}
-    return right.indexer_target(**{**inputs, **small})
-
-
-@wrong("indexer_loss")
-def ties_go_to_the_last(**inputs: Any) -> Any:
-    answer = right.indexer_loss(**inputs)
-    if inputs.get("top_k") is None or isinstance(inputs["teacher_keys"], list) or inputs.get("block_size", 1) != 1:
-        return answer
-    flipped = {name: inputs[name][:, :, ::-1] for name in ("keys", "teacher_keys")}
-    if "attn_mask" in inputs or "segments" in inputs:
-        return answer
-    return right.indexer_loss(**{**inputs, **flipped})
-
-
-@wrong("indexer_target")
-def three_layers_are_two(**inputs: Any) -> Any:
-    right.indexer_target(**inputs)
-    lists = {name: value[:2] for name, value in inputs.items() if isinstance(value, list)}
-    return right.indexer_target(**{**inputs, **lists})
-
-
-@wrong("indexer_target")
-def far_sinks_are_clamped(**inputs: Any) -> Any:
-    right.indexer_target(**inputs)
-    if "outside" not in inputs:
-        return right.indexer_target(**inputs)
-    clamp = [
-        np.minimum(np.asarray(one, np.float64), 60.0)
-        for one in (inputs["outside"] if isinstance(inputs["outside"], list) else [inputs["outside"]])
-    ]
-    return right.indexer_target(**{**inputs, "outside": clamp if isinstance(inputs["outside"], list) else clamp[0]})
 
 
 @wrong("indexer_loss")
@@ -409,6 +408,14 @@ for _operation in ("softmax", "soften", "value_outputs"):
     )
 for _operation in ("softmax", "value_outputs", "gram_tensor"):
     WRONG[f"{_operation}: remembered by shape and sum"] = _operation, "float64", remembering(_operation, _by_sum)
+
+
+for _operation in ("solve_alpha_from_gram", "merge_gram"):
+    WRONG[f"{_operation}: gram remembered by bytes"] = (
+        _operation,
+        "float64",
+        remembering(_operation, lambda inputs: inputs["gram"].tobytes()),
+    )
 
 
 def sticking(operation: str, option: str) -> Function:
@@ -499,20 +506,7 @@ def empties_its_plan(alphas: Any, plan: Any, num_teacher_heads: Any) -> Any:
     return mixing
 
 
-# --- values, thresholds and refusals ------------------------------------------------------------------------------
-
-
-@wrong("softmax")
-def loses_row_sums_in_half_of_its_entries(**inputs: Any) -> Any:
-    probs = right.softmax(**inputs)
-    probs[..., ::2] *= 0.5
-    return probs
-
-
-@wrong("solve_alpha", "float32")
-def snaps_to_one(**inputs: Any) -> Any:
-    alpha = right.solve_alpha(**inputs)
-    return np.where(np.abs(alpha - 1) < 9e-4, 1.0, alpha)
+# --- thresholds and refusals ---------------------------------------------------------------------------------------
 
 
 @wrong("solve_alpha")
@@ -543,42 +537,6 @@ def threshold(inputs: Mapping[str, Any], limit: float) -> Any:
     )
 
 
-@wrong("squeeze_heads")
-def hard_takes_the_second_at_a_tie(**inputs: Any) -> Any:
-    answer = right.squeeze_heads(**inputs)
-    if inputs.get("strategy") == "hard" and answer.num_degenerate and len(answer.plan) == 1:
-        return {**vars(answer), "alphas": [1 - alpha for alpha in answer.alphas]}
-    return answer
-
-
-@wrong("squeeze_heads")
-def counts_one_degenerate_too_few(**inputs: Any) -> Any:
-    answer = right.squeeze_heads(**inputs)
-    return {**vars(answer), "num_degenerate": min(answer.num_degenerate, 1)}
-
-
-@wrong("squeeze_heads", "float32")
-def counts_no_alpha_as_clipped(**inputs: Any) -> Any:
-    return {**vars(right.squeeze_heads(**inputs)), "num_clipped": 0}
-
-
-@wrong("squeeze_heads", "bfloat16")
-def counts_degenerate_alphas_as_clipped(**inputs: Any) -> Any:
-    answer = right.squeeze_heads(**inputs)
-    return {**vars(answer), "num_clipped": answer.num_clipped + answer.num_degenerate}
-
-
-@wrong("matched_plan")
-def takes_adjacent_pairs(calibration: Any, num_student_heads: Any, by: str = "residual", **options: Any) -> Any:
-    right.matched_plan(calibration, num_student_heads, by, **options)
-    return right.merge_plan(np.shape(calibration[0][0])[1], num_student_heads)
-
-
-@wrong("shd_loss")
-def is_cut_off_at_zero(**inputs: Any) -> Any:
-    return max(right.shd_loss(**inputs), 0.0)
-
-
 @wrong("shd_loss")
 def names_no_positions(**inputs: Any) -> Any:
     try:
@@ -592,14 +550,6 @@ def refuses_minus_infinity_in_whole_rows(**inputs: Any) -> Any:
     if np.isneginf(np.asarray(inputs["attn_logits"], np.float64)).all(-1).any():
         raise ShdError("not-finite", "a row without keys")
     return right.softmax(**inputs)
-
-
-@wrong("align_tokens")
-def sorts_its_columns(**inputs: Any) -> Any:
-    right.align_tokens(**inputs)
-    return right.align_tokens(
-        **{**inputs, **({"columns": sorted(inputs["columns"])} if inputs.get("columns") else {})}
-    )
 
 
 def accepting(operation: str, code: str) -> Function:

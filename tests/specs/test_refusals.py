@@ -21,30 +21,19 @@ REFUSED: list[tuple[str, str, Callable[[], Any]]] = [
     ("MAP-3", "not-a-distribution", lambda: shd_ref.soften([[1.0, -1e-300]], 1.0)),
     ("MAP-3", "not-a-distribution", lambda: shd_ref.align_tokens(-HALF, query_mask=np.zeros((1, 1), dtype=bool))),
     ("MAP-5", "not-finite", lambda: shd_ref.compose_mixing([np.array([[np.nan]])], ROUNDS, 2)),
-    ("MAP-5", "argument-dtype", lambda: shd_ref.compose_mixing([np.array([[True]])], ROUNDS, 2)),
     ("PLAN-1", "argument-value", lambda: shd_ref.merge_plan(True, 1)),
-    ("PLAN-1", "argument-value", lambda: shd_ref.merge_plan(2.0, 1)),  # type: ignore[arg-type]
     ("PLAN-1", "argument-value", lambda: shd_ref.plan_groups([], 0)),
     ("PLAN-1", "argument-value", lambda: shd_ref.compose_mixing(ALPHAS, ROUNDS, 2.0)),  # type: ignore[arg-type]
-    ("PLAN-7", "plan-invalid", lambda: shd_ref.merge_plan(3, 1, ROUNDS)),
     ("PLAN-7", "plan-invalid", lambda: shd_ref.merge_plan(2, 1, [[[0, True]]])),
-    ("PLAN-7", "plan-invalid", lambda: shd_ref.plan_groups([[[0, 1, 2]]], 3)),
     ("PLAN-7", "plan-invalid", lambda: shd_ref.plan_groups([0, 1], 3)),  # type: ignore[list-item]
     ("PLAN-7", "plan-invalid", lambda: shd_ref.compose_mixing(ALPHAS, [[[0, 1.0]]], 2)),  # type: ignore[list-item]
     ("MIX-13", "argument-shape", lambda: shd_ref.compose_mixing([], [], 2)),
-    ("MIX-13", "argument-shape", lambda: shd_ref.compose_mixing([], ROUNDS, 2)),
     ("MIX-13", "argument-shape", lambda: shd_ref.compose_mixing(ALPHAS * 2, ROUNDS, 2)),
     ("MIX-13", "argument-shape", lambda: shd_ref.compose_mixing([np.full((2, 2), 0.5)], ROUNDS, 2)),
-    ("MIX-13", "argument-shape", lambda: shd_ref.compose_mixing([np.full(2, 0.5)], ROUNDS, 2)),
     ("MIX-13", "argument-shape", lambda: shd_ref.compose_mixing([*ALPHAS, np.full((1, 1), 0.5)], ROUNDS * 2, 3)),
-    ("MIX-13", "argument-shape", lambda: shd_ref.compose_mixing([*ALPHAS, np.full((2, 1, 4), 0.5)], ROUNDS * 2, 3)),
-    ("MIX-13", "mixing-invalid", lambda: shd_ref.compose_mixing([np.array([[1.25]])], ROUNDS, 2)),
-    ("MIX-13", "mixing-invalid", lambda: shd_ref.compose_mixing([np.array([[-1e-9]])], ROUNDS, 2)),
     ("GRAM-6", "mixing-invalid", lambda: shd_ref.merge_gram(GRAM, 0, 1, [1.5])),
     ("GRAM-6", "argument-value", lambda: shd_ref.merge_gram(GRAM, 0, True, [0.5])),
     ("GRAM-6", "argument-value", lambda: shd_ref.solve_alpha_from_gram(GRAM, 0, 1.0)),  # type: ignore[arg-type]
-    ("GRAM-6", "argument-shape", lambda: shd_ref.solve_alpha_from_gram(GRAM[:, :1], 0, 1)),
-    ("MIX-3", "argument-shape", lambda: shd_ref.mix_heads(HALF, np.full((1, 1, 2, 3), 0.5))),
     ("MIX-3", "mixing-invalid", lambda: shd_ref.mix_heads(HALF, np.full((1, 1, 2), 0.50004))),
     ("MAP-3", "not-a-distribution", lambda: shd_ref.mix_heads(-HALF, np.full((1, 1, 2), 0.5))),
     ("MAP-9", "not-a-distribution", lambda: shd_ref.mix_heads(HALF * 1.5, np.full((1, 1, 2), 0.5))),
@@ -52,14 +41,10 @@ REFUSED: list[tuple[str, str, Callable[[], Any]]] = [
     ("ORACLE-7", "argument-value", lambda: shd_ref.diagnose(HALF, OUTPUTS, 1, strategies=("shd", "matched"))),
     ("LOSS-3", "argument-shape", lambda: shd_ref.shd_loss([], [])),
     ("LOSS-3", "argument-shape", lambda: shd_ref.shd_loss(HALF, [HALF])),
-    ("LOSS-3", "argument-shape", lambda: shd_ref.shd_loss_gradient([HALF], HALF)),
     ("LOSS-3", "argument-shape", lambda: shd_ref.shd_loss_gradient_qk([HALF], HALF, HALF[:, :, [0, 0]], scale=1.0)),
-    ("LAYER-2", "layers-invalid", lambda: shd_ref.layer_map(2, True)),
     ("LAYER-2", "layers-invalid", lambda: shd_ref.layer_map(2, 2.0)),  # type: ignore[arg-type]
     ("LAYER-4", "layers-invalid", lambda: shd_ref.layer_map(2, 2, [(0, 1.0)])),  # type: ignore[list-item]
-    ("LAYER-4", "layers-invalid", lambda: shd_ref.layer_map(2, 2, [(False, 1)])),
     ("LAYER-4", "layers-invalid", lambda: shd_ref.layer_map(2, 2, [(0,)])),  # type: ignore[list-item]
-    ("TOKEN-4", "argument-value", lambda: shd_ref.align_tokens(HALF, columns=[True])),
     ("TOKEN-4", "argument-value", lambda: shd_ref.align_tokens(HALF, columns=[1.0])),  # type: ignore[list-item]
     ("TOKEN-4", "argument-value", lambda: shd_ref.align_tokens(HALF, rows=["0"])),  # type: ignore[list-item]
 ]

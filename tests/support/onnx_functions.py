@@ -80,7 +80,9 @@ def make_call(
     if temperature != 1.0 and row_sums == "at_most_one":
         raise NotImplementedError("the function softens rows that sum to one, and does not keep a row's mass")
     width = feeds["value_outputs"].shape[3]
-    return GraphCall(MergeRule(num_heads, width, rounds, strategy, alpha_rule, temperature), feeds)
+    if alpha_rule != "least_squares":
+        raise NotImplementedError("the function solves alphas by least squares alone")
+    return GraphCall(MergeRule(num_heads, width, rounds, strategy, temperature), feeds)
 
 
 class OnnxAdapter:
