@@ -13,7 +13,7 @@ from pathlib import Path
 from shd_ref.conformance.doors import Program, ProgramError, serve
 from shd_ref.conformance.judging import judge, parts_of
 from shd_ref.conformance.specification import DTYPES, load_everything
-from shd_ref.printable import printable
+from shd_ref.errors import printable
 
 PASSED, FAILED, UNUSABLE = 0, 1, 2
 
