@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.commands import invoke
-from support.folders import WORDS, random_like, save_model, save_tokenizer
+from support.folders import WORDS, random_like, save_model, save_modules, save_tokenizer
 from support.refusals import refusal
 
 transformers: Any = pytest.importorskip("transformers", reason="teachers are Hugging Face models")
@@ -20,15 +20,18 @@ pytest.importorskip("scipy", reason="compress needs scipy")
 
 from shd_torch.cli import load_app  # noqa: E402
 from shd_torch.compress import CompressOptions  # noqa: E402
+from shd_torch.compress.labels import read_labels  # noqa: E402
 from shd_torch.compress.measures import compare_labels, compare_orders, rank_relevant  # noqa: E402
 from shd_torch.compress.run import _open_run  # noqa: E402
 from shd_torch.compress.samples import QUERY, Columns, collate, divide, read_rows, training_order  # noqa: E402
-from shd_torch.compress.students import prepare_training  # noqa: E402
-from shd_torch.compress.task import Judge, find_task, model_run  # noqa: E402
+from shd_torch.compress.space import Design  # noqa: E402
+from shd_torch.compress.students import _make, prepare_training  # noqa: E402
+from shd_torch.compress.task import Judge, Quality, SentenceEncoder, find_task, graph_run, model_run, read_measure  # noqa: E402
 from shd_torch.compress.terms import ScoreTerm  # noqa: E402
 from shd_torch.compress.training import train  # noqa: E402
 from shd_torch.deploy import quantize_graph  # noqa: E402
-from shd_torch.shrink.folders import load_teacher, read_config  # noqa: E402
+from shd_torch.shrink import load_student  # noqa: E402
+from shd_torch.shrink.folders import forward_inputs, load_teacher, read_config, read_modules, save_student  # noqa: E402
 from shd_torch.shrink_command import read_inputs  # noqa: E402
 
 OPTIONS = CompressOptions(mb=(0.045,), batch=(1,), length=(8,), minutes=1e-4, candidates=1, go_on=True)
@@ -42,12 +45,12 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def make_pairs(queries: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Eight texts of each query."""
-    random = np.random.default_rng(seed)
+    """Eight texts of each query, none the same in lower case."""
+    random, words = np.random.default_rng(seed), sorted({word.lower() for word in WORDS})
     rows = []
     for _ in range(queries):
-        query = " ".join(random.choice(WORDS, 5))
-        texts = [" ".join(random.choice(WORDS, random.integers(2, 9))) for _ in range(8)]
+        query = " ".join(random.choice(words, 5))
+        texts = [" ".join([words[at], *random.choice(words, random.integers(1, 8))]) for at in range(8)]
         rows += [{"text": query, "text_pair": text, "label": int(at % 3 == 0)} for at, text in enumerate(texts)]
     return rows
 
@@ -238,3 +241,198 @@ def test_other_commands_read_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert 0.8 < report.cosine < 0.99999
     result = invoke(load_app(), ["shrink", "teacher", "--data", "d.jsonl", "--heads", "1", "--out", "student"])
     assert "--tokenizer teacher --pair-column text_pair" in " ".join(result.output.split())
+
+
+def grade(folder: Path, path: Path, columns: Columns = PAIRS) -> dict[str, float]:
+    """What the labels of a file say of the model in a folder."""
+    model = load_teacher(folder)
+    task = find_task(folder, model.config)
+    columns = columns._replace(is_apart=isinstance(task, SentenceEncoder))
+    rows = read_rows(path, folder, None, "held_out", takes=forward_inputs(model.config), columns=columns)
+    labels = read_labels(path, rows, task, model.config)
+    judge = Judge(task, rows[:10], model_run(model), labels=labels)
+    return dict(judge.measure(model_run(model)).labels)
+
+
+def run_texts(folder: Path, rows: list[dict[str, Any]], *names: str) -> np.ndarray[Any, Any]:
+    """Logits of transformers, or last states of first positions, a row at a time."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = load_teacher(folder)
+    with torch.no_grad():
+        outputs = [model(**tokenizer(*(row[name] for name in names), return_tensors="pt"))[0] for row in rows]
+    return torch.cat([output if output.ndim == 2 else output.mean(1) for output in outputs]).numpy()
+
+
+def test_labels_of_each_kind_are_compared_with_its_answers(tmp_path: Path) -> None:
+    """By other code, from transformers' own outputs, in files whose rows differ in length."""
+    from scipy.stats import spearmanr
+
+    rows = make_pairs(12)
+    random = np.random.default_rng(0)
+    folder = make_teacher(tmp_path / "reranker", "reranker")
+    scores = run_texts(folder, rows, "text", "text_pair")[:, 0]
+    precisions, ranks = [], []
+    for start in range(0, 96, 8):
+        order = np.argsort(-scores[start : start + 8])
+        hits = np.array([row["label"] for row in rows[start : start + 8]])[order]
+        precisions.append((np.cumsum(hits) / np.arange(1, 9))[hits == 1].mean())
+        ranks.append(1 / (hits.argmax() + 1))
+    path = write_rows(tmp_path / "labelled.jsonl", rows)
+    assert grade(folder, path) == pytest.approx({"map": np.mean(precisions), "mrr": np.mean(ranks)})
+    scored = [
+        {"text": row["text"], "text_pair": row["text_pair"], "score": float(score)}
+        for row, score in zip(rows, random.random(96), strict=True)
+    ]
+    expected = spearmanr(scores, [row["score"] for row in scored]).statistic
+    path = write_rows(tmp_path / "scored.jsonl", scored)
+    assert grade(folder, path) == pytest.approx({"spearman": expected})
+    sentences = tmp_path / "sentences"
+    save_model(sentences, "BertModel")
+    save_tokenizer(sentences, "bert")
+    save_modules(sentences, pooling={"pooling_mode_mean_tokens": True})
+    sides = [run_texts(sentences, scored, name) for name in ("text", "text_pair")]
+    cosines = [(a @ b) / np.linalg.norm(a) / np.linalg.norm(b) for a, b in zip(*sides, strict=True)]
+    expected = spearmanr(cosines, [row["score"] for row in scored]).statistic
+    assert grade(sentences, path) == pytest.approx({"spearman": expected}, abs=1e-4)
+    assert grade(sentences, write_rows(tmp_path / "single.jsonl", [{"text": "a", "score": 1.0}] * 20)) == {}
+    classes = make_teacher(tmp_path / "classifier", "classifier")
+    chosen = run_texts(classes, rows, "text").argmax(1)
+    named = [{"text": row["text"], "label": f"LABEL_{at % 3}"} for at, row in enumerate(rows)]
+    expected = (chosen == np.arange(96) % 3).mean()
+    assert grade(classes, write_rows(tmp_path / "named.jsonl", named)) == {"accuracy": pytest.approx(expected)}
+    several = make_teacher(tmp_path / "labels", "classifier of independent labels")
+    own, flags = run_texts(several, rows, "text") > 0, random.random((96, 4)) < 0.5
+    told = [{"text": row["text"], "label": list(map(int, flag))} for row, flag in zip(rows, flags, strict=True)]
+    expected = 2 * (own & flags).sum() / (own.sum() + flags.sum())
+    assert grade(several, write_rows(tmp_path / "flags.jsonl", told)) == {"f1": pytest.approx(expected)}
+
+
+def test_images_have_labels_too(tmp_path: Path) -> None:
+    save_model(tmp_path, "ViTForImageClassification", image_size=8, patch_size=4)
+    pixels = np.random.default_rng(0).standard_normal((30, 3, 8, 8)).astype(np.float32)
+    with torch.no_grad():
+        classes = load_teacher(tmp_path)(torch.from_numpy(pixels)).logits.argmax(-1).numpy()
+    np.savez(
+        tmp_path / "held.npz", pixel_values=pixels, label=np.where(np.arange(30) < 6, (classes + 1) % 3, classes)
+    )
+    assert grade(tmp_path, tmp_path / "held.npz") == {"accuracy": pytest.approx(0.8)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "column", "values", "said"),
+    [
+        ("reranker", "label", ["yes", "no"], "column label numbers"),
+        ("reranker", "label", [1, 1], "labels that differ between samples, and of a reranker between the texts"),
+        ("reranker", "score", [float("nan"), 1.0], "line 1 must be JSON: NaN"),
+        ("reranker", "score", [[1, 2], [2, 3]], "column score a number"),
+        ("classifier", "label", [0, 3], "one of the model's classes, 0 to 2 or its name"),
+        ("classifier", "label", [0, 0.5], "one of the model's classes"),
+        ("classifier", "label", ["LABEL_0", "great"], "names of classes; got 'great'"),
+        ("classifier", "label", [0, None], "held_out .*row 1: label must be numbers"),
+        ("classifier of independent labels", "label", [[1, 0, 0, 0], [1, 0]], "as many in each line"),
+        ("classifier of independent labels", "label", [[1, 0], [0, 1]], "4 finite numbers"),
+        ("classifier of independent labels", "label", [[1, 0, 0, 2]] * 2, "4 numbers of 0 and 1"),
+    ],
+)
+def test_bad_labels_are_refused_before_anything_runs(
+    tmp_path: Path, kind: str, column: str, values: list[Any], said: str
+) -> None:
+    folder = make_teacher(tmp_path / "teacher", kind)
+    rows: list[dict[str, Any]] = [
+        {"text": "the cat", "text_pair": WORDS[at], column: values[at % 2]} for at in range(16)
+    ]
+    path = write_rows(tmp_path / "held.jsonl", rows)
+    samples = read_rows(path, folder, None, "held_out", columns=PAIRS)
+    config = read_config(folder)
+    with refusal("inputs-invalid", said):
+        read_labels(path, samples, find_task(folder, config), config)
+
+
+def test_any_figure_of_the_page_can_be_asked_for() -> None:
+    quality = asdict(Quality(0.9, 0.1, {"kendall": 0.8}, {"map": 0.7}))
+    figures = {name: read_measure(quality, name) for name in ("quality", "kendall", "map")}
+    assert figures == {"quality": 0.9, "kendall": 0.8, "map": 0.7}
+    with refusal("argument-value", "at_least must name one of quality, kendall, map; got mrr"):
+        read_measure(quality, "mrr")
+    assert CompressOptions(faster=(2.0,), at_least=("map", 0.8)).least == ("map", 0.8)
+    with refusal("argument-value", "at_least must be a finite number above 0 and at most 1"):
+        CompressOptions(faster=(2.0,), at_least=("map", 8.0))
+
+
+def save_cross_encoder(folder: Path, *, is_old: bool) -> Any:
+    """A folder as sentence-transformers writes it, today or before version 5."""
+    library = pytest.importorskip("sentence_transformers", reason="its own folders")
+    make_teacher(folder / "bert", "reranker")
+    function = torch.nn.Identity()
+    told: Any = {"device": "cpu", "local_files_only": True, "max_length": 12}
+    encoder = library.CrossEncoder(str(folder / "bert"), activation_fn=function, **told)
+    encoder.save_pretrained(str(folder / "teacher"))
+    if is_old:
+        for name in ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"):
+            (folder / "teacher" / name).unlink()
+        config = json.loads((folder / "teacher" / "config.json").read_text())
+        config["sentence_transformers"] = {"activation_fn": "torch.nn.modules.linear.Identity", "version": "4.1.0"}
+        (folder / "teacher" / "config.json").write_text(json.dumps(config))
+    else:
+        file = folder / "teacher" / "config_sentence_transformers.json"
+        told = {"prompts": {"query": "red fox "}, "default_prompt_name": "query"}
+        file.write_text(json.dumps(json.loads(file.read_text()) | told))
+    return library.CrossEncoder
+
+
+@pytest.mark.filterwarnings("ignore")  # of the library
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_cross_encoder_is_that_of_its_library_before_and_after(tmp_path: Path, is_old: bool) -> None:
+    """The teacher's scores, with its prompt and its limit; a student's folder gives what its graph gives."""
+    cross_encoder = save_cross_encoder(tmp_path, is_old=is_old)
+    rows = make_pairs(10)
+    texts = [(row["text"], row["text_pair"]) for row in rows]
+    data = write_rows(tmp_path / "d.jsonl", rows)
+    options = replace(OPTIONS, int8=False)
+    with _open_run(tmp_path / "teacher", data, None, options, tmp_path / "run", lambda *_: None) as run:
+        assert run.task.NAME == "reranker"
+        samples = read_rows(data, tmp_path / "teacher", None, columns=PAIRS, takes=forward_inputs(run.model.config))
+        own = [float(model_run(run.model)(collate_one(row))[0, 0]) for row in samples]
+        expected = cross_encoder(str(tmp_path / "teacher"), device="cpu", local_files_only=True).predict(texts)
+        np.testing.assert_allclose(own, expected, atol=2e-5 * np.abs(expected).max())
+        for number, design in enumerate((Design((0,), (2,), (16,)), Design((0, 1), (2, 1), (32, 16)))):
+            wish = run.options.wishes([1.0])[0]
+            made = _make(run, wish, number, {"design": asdict(design)})
+            folder = tmp_path / f"student-{number}"
+            save_student(made.student, made.report, folder, run.teacher, read_modules(run.teacher, 16, 16))
+            graph = graph_run(run.write_graphs(made.student, "student")["float"])
+            load_student(folder)
+            student = cross_encoder(str(folder), device="cpu", local_files_only=True)
+            assert isinstance(student.activation_fn, torch.nn.Identity)
+            given = [float(graph(collate_one(row))[0, 0]) for row in samples]
+            np.testing.assert_allclose(given, student.predict(texts), atol=1e-4)
+            assert np.abs(np.array(given) - expected).max() > 1e-2
+
+
+def collate_one(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: array[None] for name, array in row.items()}
+
+
+@pytest.mark.nightly
+def test_a_reranker_by_one_command(tmp_path: Path) -> None:
+    """With labels on the page, and a figure of theirs that was asked for in vain."""
+    make_teacher(tmp_path / "teacher", "reranker")
+    data, held = write_rows(tmp_path / "d.jsonl", make_pairs(50)), write_rows(tmp_path / "h.jsonl", make_pairs(10, 1))
+    words = ["--mb", "0.045", "--batch", "1", "--length", "8", "--budget", "1e-4", "--candidates", "1", "--go-on"]
+    words += ["--data", str(data), "--held-out", str(held), "--out", str(tmp_path / "student")]
+    result = invoke(load_app(), ["compress", str(tmp_path / "teacher"), *words, "--at-least", "map=0.99"])
+    assert result.exit_code == 0, result.output
+    document = json.loads((tmp_path / "student" / "compress.json").read_text())
+    (student,) = document["students"]
+    figures = student["quality"]["int8"]
+    assert figures["labels"].keys() == {"map", "mrr"}
+    assert {"kendall", "ndcg"} <= figures["details"].keys()
+    page = (tmp_path / "student" / "README.md").read_text()
+    assert "| model | quality | kendall | ndcg | map | mrr |" in page
+    assert f"| {figures['labels']['map']:.4f} |" in page
+    assert "a map of 0.99 was asked for" in student["missed"][0]
+    other = ["compress", str(tmp_path / "teacher"), *words[:-2], "--out", str(tmp_path / "other")]
+    result = invoke(
+        load_app(), [*other[: other.index("--mb")], *other[other.index("--mb") + 2 :], "--at-least", "map=.9"]
+    )
+    assert "--at-least must name one of quality, kendall, ndcg; got map" in " ".join(result.output.split())

