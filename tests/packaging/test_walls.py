@@ -155,20 +155,6 @@ def test_a_missing_package_is_named_with_its_extra(package: str, tmp_path: Path)
     assert f"pip install '.[{extra}]' (in a checkout" in said
 
 
-def test_graphs_are_timed_without_the_package_that_int8_needs() -> None:
-    for package in ("torch", "onnx", "onnxruntime"):
-        pytest.importorskip(package, reason="this part has other needs too")
-    code = """
-from shd_ref.errors import ShdError
-from shd_torch.deploy import quantize_graph, time_graphs
-try:
-    quantize_graph("a.onnx", "b.onnx")
-except ShdError as error:
-    print(error.code, error)
-"""
-    assert run_without(("onnx_ir",), code).startswith("dependency-missing onnx-ir must be installed: pip install")
-
-
 @pytest.mark.parametrize(
     ("package", "needs", "extra"), [("shd_ref", "numpy", "teacher"), ("shd_torch", "torch", "cpu")]
 )
@@ -240,13 +226,6 @@ def test_binding_shares_no_mathematics_with_the_reference(path: Path) -> None:
     for module in _imported(path):
         if module.split(".")[0] == "shd_ref":
             assert any(module == name or module.startswith(f"{name}.") for name in allowed), module
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "shd_ref").rglob("*.py")), ids=lambda p: f"{p.parent.name}/{p.name}")
-def test_reference_never_names_torch(path: Path) -> None:
-    compared = {"transformers"} if path.name == "tokenizing.py" else set()  # in a process of its own, if it is there
-    named = {module.split(".")[0] for module in _imported(path)}
-    assert not named & ({"torch", "transformers", "shd_torch"} - compared)
 
 
 def _imported(path: Path) -> set[str]:
