@@ -123,8 +123,7 @@ class _LossOnLogits(torch.autograd.Function):
         ctx.save_for_backward(z)
         ctx.rows = rows
         total = torch.zeros((), dtype=rows.factor.dtype, device=z.device)
-        for chunk in row_chunks(rows.count(len(z)), rows.vocab_size, z.device):
-            at = rows.rows_of(chunk)
+        for at in row_chunks(len(z), rows.vocab_size, z.device):
             total += rows.terms(z[at].to(total.dtype, copy=True), at, wants_gradient=False)[0].sum()
         return total.mul_(rows.factor)
 
@@ -132,9 +131,8 @@ class _LossOnLogits(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
         (z,), rows = ctx.saved_tensors, ctx.rows
         factor = upstream.detach() * rows.factor / rows.temperature
-        dz = torch.zeros_like(z) if rows.index is not None else torch.empty_like(z)
-        for chunk in row_chunks(rows.count(len(z)), rows.vocab_size, z.device):
-            at = rows.rows_of(chunk)
+        dz = torch.empty_like(z)
+        for at in row_chunks(len(z), rows.vocab_size, z.device):
             slope = rows.terms(z.detach()[at].to(factor.dtype, copy=True), at, wants_gradient=True)[1]
             dz[at] = slope.mul_(factor).to(z.dtype)
         return once(dz, upstream, z), None
@@ -154,8 +152,7 @@ class _LossOfHead(torch.autograd.Function):
             for value, expected in zip((hidden, weight, bias), wants[:3], strict=True)
         )
         head = weight.to(product)
-        for chunk in row_chunks(rows.count(len(hidden)), rows.vocab_size, hidden.device):
-            at = rows.rows_of(chunk)
+        for at in row_chunks(len(hidden), rows.vocab_size, hidden.device):
             read = hidden[at].to(product)
             logits = (read @ head.mT).to(wide)
             if bias is not None:

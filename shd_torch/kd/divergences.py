@@ -76,18 +76,10 @@ class KdRows:
     temperature: float  # T
     factor: Tensor  # (), of the sum over counted rows of their divergences, T^2 included
     counted: Tensor | None  # (R,) boolean, None where all rows count
-    index: Tensor | None  # of the rows that count; None where all rows are read, and counted is applied
     vocab_size: int  # V, after the cut
     taught: Tensor | ExactTargets | TopkTargets  # the teacher's logits (R, V) or what makes them, or its record
 
-    def rows_of(self, chunk: slice) -> slice | Tensor:
-        """The rows of a chunk: a slice of all, or of the index of those that count."""
-        return chunk if self.index is None else self.index[chunk]
-
-    def count(self, rows: int) -> int:
-        return rows if self.index is None else len(self.index)
-
-    def terms(self, z: Tensor, at: slice | Tensor, *, wants_gradient: bool) -> tuple[Tensor, Tensor | None]:
+    def terms(self, z: Tensor, at: slice, *, wants_gradient: bool) -> tuple[Tensor, Tensor | None]:
         """A chunk's divergences ``(r,)`` and, if wanted, their gradient with respect to ``z / T`` ``(r, V)``.
 
         ``z`` are the student's logits of the rows ``at``, ``(r, V)`` in a wide dtype; they are overwritten.
@@ -100,7 +92,7 @@ class KdRows:
             logits = self.taught.rows(at) if isinstance(self.taught, ExactTargets) else self.taught[at]
             log_p = _log_softmax_(logits.to(log_q.dtype, copy=not exact), self.temperature)
             values, gradient = self._classes(log_p, log_q, wants_gradient)
-        if self.index is None and self.counted is not None:
+        if self.counted is not None:
             uncounted = ~self.counted[at]
             values = values.masked_fill(uncounted, 0.0)
             if gradient is not None:
@@ -129,7 +121,7 @@ class KdRows:
         return values, slope.sub_((q * slope).sum(-1, keepdim=True)).mul_(q)
 
     def _topk(
-        self, record: TopkTargets, log_q: Tensor, at: slice | Tensor, wants_gradient: bool
+        self, record: TopkTargets, log_q: Tensor, at: slice, wants_gradient: bool
     ) -> tuple[Tensor, Tensor | None]:
         ids = record.ids[at].long()
         own = log_q.gather(-1, ids)
@@ -189,8 +181,6 @@ def kd_rows(
         temperature=temperature,
         factor=scale / divisor,
         counted=counted,
-        # Rows that do not count are not computed, where the host waits for the device in any case.
-        index=counted.nonzero()[:, 0] if counted is not None and check else None,
         vocab_size=num_classes,
         taught=taught,
     )

@@ -240,7 +240,7 @@ class ExactTargets(NamedTuple):
     hidden: Tensor  # (..., D_t)
     head: TeacherHead
 
-    def rows(self, at: slice | Tensor) -> Tensor:
+    def rows(self, at: slice) -> Tensor:
         """The logits of some rows, of states ``(R, D_t)``."""
         return self.head.logits(self.hidden[at])
 
