@@ -171,7 +171,10 @@ class OnlineTeacher:
         self._layer_map = _read_layer_map(layer_map)
         self._squeeze: dict[str, Any] = {"strategy": strategy, "alpha_rule": alpha_rule}
         self._plan = _read_plans(plan, num_student_heads, self._layer_map)
-        self._given = _read_projections(output_projections)
+        self._given = dict(output_projections or {})
+        for layer, weight in self._given.items():
+            check_integer("layers of output_projections", layer, 0, None)
+            check_real(weight, f"output_projections[{layer}]", check=False, ndim=2)
         self.hidden_layers = _read_hidden_layers(hidden_layers)
         self._targets = targets or LiveTargets()
         self.with_teachers = tuple(with_teachers)
@@ -246,16 +249,16 @@ class OnlineTeacher:
         return self._gather(tuple(squeezes[teacher] for _, teacher in self._pairs), output, logits, check=check)
 
     def _average(self, first: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any], *, check: bool) -> Tensor:
-        options, parts = self._targets, []
-        for model in (self.model, *self.with_teachers):
-            logits = first
-            if model is not self.model:
-                with eval_mode(model):
-                    logits = read_logits(model(*args, **kwargs))
-            if logits is None:
-                raise ShdError("capture-failed", f"{type(model).__name__} must return logits for a mean of them")
-            parts.append(cut_teacher(logits, options.vocab_size, options.temperature, check=check))
-        return mean_logits(parts, check=check)
+        options, parts = self._targets, [first]
+        for model in self.with_teachers:
+            with eval_mode(model):
+                parts.append(read_logits(model(*args, **kwargs)))
+        every = [logits for logits in parts if logits is not None]
+        need(
+            len(every) == len(parts), "capture-failed", "all teachers", "return logits for a mean of them", len(every)
+        )
+        cut = [cut_teacher(logits, options.vocab_size, options.temperature, check=check) for logits in every]
+        return mean_logits(cut, check=check)
 
     def _gather(
         self, squeezes: tuple[FactoredSqueeze, ...], output: Any, logits: Tensor | None, *, check: bool
@@ -306,11 +309,8 @@ class OnlineTeacher:
         self, layer: int, call: AttentionCall, query_mask: Tensor | None, check: bool
     ) -> FactoredSqueeze:
         if call.value is None:
-            raise ShdError(
-                "capture-failed",
-                f"attention call {layer} of {type(self.model).__name__} must show its values; it showed queries and "
-                "keys alone: give record_query_key value= and output=",
-            )
+            rule = f"attention call {layer} of {type(self.model).__name__} must show its values; got queries and keys"
+            raise ShdError("capture-failed", f"{rule} alone: give record_query_key value= and output=")
         try:
             return squeeze_factored(
                 Factored.teacher(call.query, call.key, rule=call.rule),
@@ -415,13 +415,13 @@ def _read_layer_map(layer_map: int | Iterable[tuple[int, int]]) -> int | tuple[t
         except (TypeError, ValueError):
             pairs = ()
     once = len({student for student, _ in pairs}) == len(pairs)
-    if not (count is not None and count >= 1) and not (pairs and once and min(map(min, pairs)) >= 0):
-        raise ShdError(
-            "layers-invalid",
-            "layer_map must be a number of student layers, at least 1, or pairs (student layer, teacher layer) of "
-            f"integers of at least 0 that name each student layer once; got {layer_map!r}",
-            "LAYER-2" if count is not None else "LAYER-4",
-        )
+    fits = count >= 1 if count is not None else bool(pairs) and once and min(map(min, pairs)) >= 0
+    rule = (
+        "be a number of student layers, at least 1, or pairs (student layer, teacher layer) of integers of at least "
+    )
+    rule += "0 that name each student layer once"
+    spec_id = "LAYER-2" if count is not None else "LAYER-4"
+    need(fits, "layers-invalid", "layer_map", rule, repr(layer_map), spec_id=spec_id)
     return pairs if count is None else count
 
 
@@ -448,27 +448,10 @@ def _read_plans(
     if not isinstance(plan, Mapping):
         return _read_plan(plan, num_student_heads)
     paired = None if isinstance(layer_map, int) else {teacher for _, teacher in layer_map}
-    if paired is None or set(plan) != paired:
-        raise ShdError(
-            "plan-invalid",
-            "plan must hold the rounds of each teacher layer of an explicit layer_map, "
-            f"{'which is missing' if paired is None else sorted(paired)}; got those of {sorted(map(str, plan))}",
-            "PLAN-7",
-        )
+    rule = "hold the rounds of each teacher layer of an explicit layer_map, "
+    rule += "which is missing" if paired is None else f"{sorted(paired)}"
+    need(paired == set(plan), "plan-invalid", "plan", rule, f"those of {sorted(map(str, plan))}", spec_id="PLAN-7")
     return {layer: _read_plan(rounds, num_student_heads) for layer, rounds in plan.items()}
-
-
-def _read_projections(given: Mapping[int, Tensor] | None) -> dict[int, Tensor]:
-    if given is not None and not isinstance(given, Mapping):
-        raise ShdError(
-            "argument-value",
-            f"output_projections must be W_o (H_t * d_v, D) by teacher layer; got {type(given).__name__}",
-        )
-    for layer, weight in (given or {}).items():
-        if isinstance(layer, bool) or not isinstance(layer, int) or layer < 0:
-            raise ShdError("argument-value", f"output_projections must name teacher layers from 0 on; got {layer!r}")
-        check_real(weight, f"output_projections[{layer}]", check=False, ndim=2)
-    return dict(given or {})
 
 
 def _read_hidden_layers(layers: Iterable[int]) -> tuple[int, ...]:
