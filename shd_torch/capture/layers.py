@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from torch import nn
 
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, need
 from shd_torch.capture.taps import RawCall, never_compiled
 
 Layer: TypeAlias = Sequence[RawCall]
@@ -69,41 +69,29 @@ class SameLayers:
         sources, name = [layer[0].source for layer in layers], type(self._model).__name__
         if not self._paths:
             self._sources, self._paths = sources, _find_paths(self._model, sources)
-        if len(sources) != len(self._sources):
-            raise ShdError(
-                "capture-failed",
-                f"a forward pass of {name} must make {len(self._sources)} attention calls, as the first one did; "
-                f"got {len(sources)}: their numbers would mean other layers, so switch off what skips some (layer "
-                "drop, a fast path)",
-            )
-        if all(source is first for source, first in zip(sources, self._sources, strict=True)):
+        rule, fits = (
+            f"make {len(self._sources)} attention calls, as the first one did",
+            len(sources) == len(self._sources),
+        )
+        advice = "their numbers would mean other layers, so switch off what skips some (layer drop, a fast path)"
+        need(fits, "capture-failed", f"a forward pass of {name}", rule, len(sources), remedy=advice)
+        if all(source is known for source, known in zip(sources, self._sources, strict=True)):
             return
         paths = _find_paths(self._model, sources)  # of modules that were replaced, which is no other layer
         for number in numbers:
-            if paths[number] != self._paths[number]:
-                raise ShdError(
-                    "capture-failed",
-                    f"layer {number} of {name} must be {self._paths[number]} in every forward pass, as in the first "
-                    f"one; got {paths[number]}: switch off what skips layers (layer drop, a router)",
-                )
+            rule = f"be {self._paths[number]} in every forward pass, as in the first one"
+            advice, fits = "switch off what skips layers (layer drop, a router)", paths[number] == self._paths[number]
+            need(fits, "capture-failed", f"layer {number} of {name}", rule, paths[number], remedy=advice)
 
 
 def check_calls(calls: int, expected: int | None, kept: tuple[int, ...] | None, name: str) -> None:
     """A forward pass must make attention calls, as many as expected, those to keep among them."""
-    if calls == 0:
-        raise ShdError("capture-failed", f"a forward pass of {name} must show its attention; got 0 calls: {_REMEDY}")
-    if expected is not None and calls != expected:
-        raise ShdError(
-            "capture-failed",
-            f"a forward pass of {name} must make layers={expected} attention calls; got {calls}: give the numbers of "
-            f"those to keep as layers, or {_REMEDY}",
-        )
-    if kept is not None and max(kept) >= calls:
-        raise ShdError(
-            "capture-failed",
-            f"layers must lie in 0..{calls - 1}, as a forward pass of {name} makes {calls} attention calls; "
-            f"got {list(kept)}",
-        )
+    who, code = f"a forward pass of {name}", "capture-failed"
+    need(calls > 0, code, who, "show its attention", "0 calls", remedy=_REMEDY)
+    advice = f"give the numbers of those to keep as layers, or {_REMEDY}"
+    need(expected in (None, calls), code, who, f"make layers={expected} attention calls", calls, remedy=advice)
+    rule = f"lie in 0..{calls - 1}, as {who} makes {calls} attention calls"
+    need(kept is None or max(kept) < calls, code, "layers", rule, kept)
 
 
 @never_compiled
@@ -114,14 +102,11 @@ def check_every_layer(model: nn.Module, calls: Sequence[RawCall], encoder_ran: b
     leave such layers out.
     """
     unseen = _find_unseen(model, calls, encoder_ran=encoder_ran)
-    if unseen:
-        names = ", ".join(unseen[:3]) + (", ..." if len(unseen) > 3 else "")
-        raise ShdError(
-            "capture-failed",
-            f"a forward pass of {type(model).__name__} must show the attention of every layer; got {len(calls)} "
-            f"calls for more layers, of which these are among the unseen or cannot be told: {names}. The numbers of "
-            f"calls would mean other layers: where that is meant, {remedy}; else {_REMEDY}",
-        )
+    names = ", ".join(unseen[:3]) + (", ..." if len(unseen) > 3 else "")
+    got = f"{len(calls)} calls for more layers, of which these are among the unseen or cannot be told: {names}. The "
+    got += "numbers of calls would mean other layers"
+    who, advice = f"a forward pass of {type(model).__name__}", f"where that is meant, {remedy}; else {_REMEDY}"
+    need(not unseen, "capture-failed", who, "show the attention of every layer", got, remedy=advice)
 
 
 def _find_paths(model: nn.Module, modules: Iterable[nn.Module | None]) -> list[str]:
