@@ -69,10 +69,8 @@ class SameLayers:
         sources, name = [layer[0].source for layer in layers], type(self._model).__name__
         if not self._paths:
             self._sources, self._paths = sources, _find_paths(self._model, sources)
-        rule, fits = (
-            f"make {len(self._sources)} attention calls, as the first one did",
-            len(sources) == len(self._sources),
-        )
+        meant = len(self._sources)
+        rule, fits = f"make {meant} attention calls, as the first one did", len(sources) == meant
         advice = "their numbers would mean other layers, so switch off what skips some (layer drop, a fast path)"
         need(fits, "capture-failed", f"a forward pass of {name}", rule, len(sources), remedy=advice)
         if all(source is known for source, known in zip(sources, self._sources, strict=True)):

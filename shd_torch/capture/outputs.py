@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, need
 from shd_torch.capture.taps import RawCall, last_call
 
 
@@ -28,24 +28,19 @@ def read_hidden_states(output: Any, layers: Sequence[int], name: str) -> dict[in
     are the decoder's (``decoder_hidden_states``). ``name`` is the model's, for errors.
     """
     states = read_every_hidden_state(output, name)
+    rule = f"be from 0, its embeddings, to {len(states) - 1}"
     for layer in layers:
-        if not 0 <= layer < len(states):
-            raise ShdError(
-                "layers-invalid",
-                f"hidden layers of {name} must be from 0, its embeddings, to {len(states) - 1}; got {layer}",
-            )
+        need(0 <= layer < len(states), "layers-invalid", f"hidden layers of {name}", rule, layer)
     return {layer: states[layer] for layer in layers}
 
 
 def read_every_hidden_state(output: Any, name: str) -> tuple[Tensor, ...]:
     states = read_output(output, "hidden_states")
     states = read_output(output, "decoder_hidden_states") if states is None else states
-    if not isinstance(states, Sequence) or not all(isinstance(state, Tensor) for state in states):
-        raise ShdError(
-            "capture-failed",
-            f"{name} must return hidden_states, a tensor per layer, when called with output_hidden_states=True; "
-            f"got {type(output).__name__} without them: call shd_torch.hidden_loss in a loop of your own",
-        )
+    has_states = isinstance(states, Sequence) and all(isinstance(state, Tensor) for state in states)
+    rule = "return hidden_states, a tensor per layer, when called with output_hidden_states=True"
+    got, advice = f"{type(output).__name__} without them", "call shd_torch.hidden_loss in a loop of your own"
+    need(has_states, "capture-failed", name, rule, got, remedy=advice)
     last = read_output(output, "last_hidden_state")  # some vision models list the state before their final norm
     is_same = isinstance(last, Tensor) and last.shape == states[-1].shape
     return (*states[:-1], last) if is_same else tuple(states)
@@ -103,13 +98,9 @@ class ProjectionWatch(TorchFunctionMode):
         if call.projection is not None:
             return self._name(Projection(call.projection))
         projections = [projection for seen, projection in self._found if seen is call]
-        if len(projections) != 1:
-            raise ShdError(
-                "capture-failed",
-                f"attention call {layer} of {self._model_name} must hand its output to one output projection; got "
-                f"{len(projections)}: merge adapters into it, or give W_o (H_t * d_v, D) as "
-                f"output_projections={{{layer}: ...}}",
-            )
+        who, rule = f"attention call {layer} of {self._model_name}", "hand its output to one output projection"
+        advice = f"merge adapters into it, or give W_o (H_t * d_v, D) as output_projections={{{layer}: ...}}"
+        need(len(projections) == 1, "capture-failed", who, rule, len(projections), remedy=advice)
         return projections[0]
 
     def __torch_function__(

@@ -282,11 +282,9 @@ def _read_sdpa(
 ) -> RawCall | None:
     """A call of ``scaled_dot_product_attention``; None for one without heads."""
     if unknown:
-        raise ShdError(
-            "capture-failed",
-            "scaled_dot_product_attention must be called with the keywords of PyTorch's own; got "
-            f"{', '.join(unknown)}, whose meaning is not known: leave them out, or call record_query_key",
-        )
+        rule = "scaled_dot_product_attention must be called with the keywords of PyTorch's own"
+        advice = "whose meaning is not known: leave them out, or call record_query_key"
+        raise ShdError("capture-failed", f"{rule}; got {', '.join(unknown)}, {advice}")
     if query.ndim != 4:
         return None
     call = RawCall(query, key, attn_mask, is_causal=is_causal, scale=scale)
