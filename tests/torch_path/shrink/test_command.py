@@ -66,19 +66,17 @@ def test_what_follows_a_sentence_encoder_are_its_embeddings(tmp_path: Path) -> N
 
 
 def test_dropped_layers(tmp_path: Path) -> None:
-    from shd_torch import load_student
-
     make_teacher("bert").float().save_pretrained(tmp_path / "teacher")
     np.save(tmp_path / "ids.npy", make_data("bert")["input_ids"].numpy())
     words = [tmp_path / "teacher", "--data", tmp_path / "ids.npy", "--out", tmp_path / "student"]
     assert "--drop-attention must be numbers" in run(*words, "--drop-attention", "half", code=1)
+    assert "--layers must be" in run(*words, "--layers", "half", code=1)
+    assert "one of --heads, --layers" in run(*words, "--plan", "balanced", code=1)
     assert "layers-invalid" in run(*words, "--drop-attention", 3, code=1)
-    output = run(*words, "--heads", 2, "--drop-attention", 1, "--drop-activations", "0,2")
-    assert "load_student" in output
+    assert "load_student" in run(*words, "--heads", 2, "--drop-attention", 1, "--drop-activations", "0,2")
     report = json.loads((tmp_path / "student" / "shrink.json").read_text(encoding="utf-8"))
     assert [layer["case"] == "dropped" for layer in report["layers"]] == [False, True, False]
     assert [layer.get("ffn") for layer in report["layers"]] == ["linear", None, "linear"]
-    assert load_student(tmp_path / "student").num_parameters() == report["student"]["parameters"]
 
 
 def test_next_lines_follow_the_student(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,17 +107,6 @@ def test_next_lines_follow_the_student(tmp_path: Path, monkeypatch: pytest.Monke
                 "input_ids": ids.tolist(),
                 "attention_mask": np.ones((3, 5)).tolist(),
             }
-
-
-def test_errors_name_what_was_typed(tmp_path: Path) -> None:
-    make_teacher("bert").float().save_pretrained(tmp_path / "teacher")
-    np.save(tmp_path / "ids.npy", np.ones((3, 5), dtype=np.uint16))
-    words = [tmp_path / "teacher", "--data", tmp_path / "ids.npy", "--out", tmp_path / "student"]
-    assert "argument-value" in run(*words, "--hidden", 25, code=1)
-    assert "layers-invalid" in run(*words, "--layers", 7, code=1)
-    assert "argument-value" in run(*words, "--layers", "half", code=1)
-    assert "read-failed" in run(tmp_path, *words[1:], "--heads", 2, code=1)
-    assert not (tmp_path / "student").exists()
 
 
 def header(shape: tuple[int, ...]) -> bytes:

@@ -119,13 +119,6 @@ def test_folders_that_cannot_be_trusted(
         load_teacher(folder)
 
 
-def test_a_configuration_cannot_ask_for_a_downloaded_kernel(teacher_folder: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "teacher"
-    shutil.copytree(teacher_folder, folder)
-    configure(attn_implementation="kernels-community/some-kernel")(folder)
-    assert load_teacher(folder).config._attn_implementation == "sdpa"
-
-
 def test_a_student_ends_its_texts_where_the_teacher_does(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

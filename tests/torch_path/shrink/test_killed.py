@@ -68,7 +68,7 @@ def test_a_kill_after_the_student_took_its_name(teacher: Path, tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == ["student"]
 
 
-@pytest.mark.parametrize("left", [["lock", "layer-0.safetensors"], ["lock"], []], ids=len)
+@pytest.mark.parametrize("left", [["lock", "layer-0.safetensors"], []], ids=len)
 def test_a_kill_while_a_finished_run_is_cleared_away(tmp_path: Path, left: list[str]) -> None:
     """The lock goes last: at any moment what is left is known by it, or empty."""
     out, part = tmp_path / "student", tmp_path / ".student.part"
