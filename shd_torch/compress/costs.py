@@ -51,8 +51,8 @@ class Costs:
 
 def random_student(run: Run, design: Design) -> Any:
     """A student's model, its weights random: also its biases, as a graph holds equal tensors once."""
-    sizes, kept, dropped = plan_student(run.model, run.family, ShrinkOptions(**design.options(run.space)))
-    student = make_student(run.model, run.family, sizes, kept, dropped.among(kept))
+    sizes, kept = plan_student(run.model, run.family, ShrinkOptions(**design.options(run.space)))
+    student = make_student(run.model, run.family, sizes, kept)
     with torch.no_grad():
         for parameter in student.parameters():
             parameter.normal_(0.0, 0.02)

@@ -81,14 +81,13 @@ def measure_worths(run: Run) -> Worths:
 
     def work_of(design: Design) -> Work:
         shrink_options = ShrinkOptions(**design.options(space))
-        sizes, kept, dropped = plan_student(teacher, family, shrink_options)
+        sizes, kept = plan_student(teacher, family, shrink_options)
         return Work(
             teacher=teacher,
             student=random_student(run, design),
             family=family,
             batches=batches,
             kept=kept,
-            dropped=dropped.among(kept),
             sizes=sizes,
             options=shrink_options,
             frequencies=frequencies,

@@ -23,7 +23,6 @@ from shd_ref.shrink.heads import HeadMerge, HeadWeights, merge_heads
 from shd_ref.shrink.kept import most_important, score_neurons
 from shd_torch.shrink.basis import Basis, OutputFit, final_readers, fit_norm
 from shd_torch.shrink.calibration import Batch, held_rows, join_rows, run_layer
-from shd_torch.shrink.custom import Dropped
 from shd_torch.shrink.families import (
     Array,
     Family,
@@ -51,7 +50,6 @@ class Work:
     family: Family  # of both
     batches: list[Batch]  # the calibration set before the first layer
     kept: tuple[int, ...]  # the teacher layer of each student layer
-    dropped: Dropped  # what student layers lack
     sizes: Sizes  # of the student
     options: ShrinkOptions  # of shrink
     frequencies: list[Array] | None  # of rotary positions of each teacher layer, or None
@@ -135,7 +133,7 @@ def share_merge(work: Work) -> None:
     heads, count = (sizes_of(model.config, family).of_layer(0).heads for model in (work.teacher, work.student))
     mixing = np.eye(heads)
     if count != heads:
-        attending = [source for number, source in enumerate(work.kept) if number not in work.dropped.attention]
+        attending = [source for number, source in enumerate(work.kept) if number not in work.sizes.dropped.attention]
         streams, gram = [batch.stream for batch in work.batches], np.zeros((heads,) * 4)
         for number in range(len(family.layers_of(work.teacher))):
             _, statistics, trace = work.study(number, streams, with_maps=number in attending)
@@ -157,7 +155,7 @@ def make_layer(
     family, sizes = work.family, work.sizes.of_layer(number)
     layer, target = family.layers_of(work.teacher)[source], family.layers_of(work.student)[number]
     work.tell(f"layer {number + 1}/{len(work.kept)}")
-    attends = number not in work.dropped.attention
+    attends = number not in work.sizes.dropped.attention
     # A merge of all layers was chosen from their maps already.
     is_merged = sizes.heads != sizes_of(work.teacher.config, family).of_layer(source).heads
     weights, statistics, trace = work.study(source, taught, with_maps=attends and is_merged and work.merge is None)
@@ -176,7 +174,7 @@ def make_layer(
             "mixing": merge.mixing.tolist(),
         }
     ffn = _read_ffn(family, layer, sizes.neurons, trace.neuron_squares)
-    if number in work.dropped.activations:
+    if number in work.sizes.dropped.activations:
         ffn, report["ffn"] = _Ffn(family.read_readers(layer), family.read_last(layer), is_linear=True), "linear"
     elif ffn.kept is not None:
         report["neurons"] = ffn.kept

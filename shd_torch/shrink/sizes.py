@@ -27,12 +27,17 @@ class Sizes:
     layers: int  # how many
     hidden: int  # channels of the stream
     neurons: int | tuple[int, ...]  # of an FFN
+    dropped: Dropped = NOTHING  # what its layers lack, by their numbers
 
     def of_layer(self, number: int) -> LayerSizes:
         heads, kv_heads, neurons = (
             size[number] if isinstance(size, tuple) else size for size in (self.heads, self.kv_heads, self.neurons)
         )
         return LayerSizes(heads, kv_heads, self.head_dim, neurons)
+
+    def report(self) -> dict[str, Any]:
+        """What ``shrink.json`` says of them; its layers say what they lack."""
+        return {name: value for name, value in vars(self).items() if name != "dropped"}
 
     @property
     def of_layers(self) -> tuple[LayerSizes, ...]:
@@ -61,9 +66,7 @@ def _count_neurons(config: Any, family: Family) -> int:
     return int(hidden * value) if family.sizes.neurons == "mlp_ratio" else int(value or 4 * hidden)
 
 
-def check_refused(
-    family: Family, model_type: str, teacher: Sizes, sizes: Sizes, kept: Sequence[int], dropped: Dropped
-) -> None:
+def check_refused(family: Family, model_type: str, teacher: Sizes, sizes: Sizes, kept: Sequence[int]) -> None:
     """Refuse changes that the family's architecture rules out, with its reason."""
     stays = f"must stay the teacher's in {model_type}"
     is_empty = f"must be empty for {model_type}"
@@ -74,8 +77,8 @@ def check_refused(
         "hidden": (stays, sizes.hidden != teacher.hidden),
         "neurons": (stays, sizes.neurons != teacher.neurons),
         "layers": (f"must keep layer 0 in {model_type}", kept[0] != 0),
-        "drop_attention": (is_empty, dropped.attention),
-        "drop_activations": (is_empty, dropped.activations),
+        "drop_attention": (is_empty, sizes.dropped.attention),
+        "drop_activations": (is_empty, sizes.dropped.activations),
     }
     for change, reason in family.refused:
         rule, is_asked = asked[change]
@@ -143,9 +146,7 @@ def find_remarks(teacher: Sizes, student: Sizes) -> list[str]:
     return [f"{longer} {before.heads}: head_dim={before.head_dim} saves time"]
 
 
-def make_student(
-    teacher: nn.Module, family: Family, sizes: Sizes, kept: Sequence[int], dropped: Dropped = NOTHING
-) -> Any:
+def make_student(teacher: nn.Module, family: Family, sizes: Sizes, kept: Sequence[int]) -> Any:
     """A model of the teacher's class, or of its ``custom_class``, with these sizes, its weights still random."""
     from huggingface_hub.errors import StrictDataclassError
 
@@ -177,8 +178,8 @@ def make_student(
             setattr(config, family.sizes.neurons, -(-neurons // sizes.hidden) if is_ratio else neurons)
         kind: Any = type(teacher)
         listed = None if is_stock(sizes, family, config) else sizes.of_layers
-        if dropped or listed is not None:
-            config, kind = custom_config(config, family, dropped, listed), custom_class(kind)
+        if sizes.dropped or listed is not None:
+            config, kind = custom_config(config, family, sizes.dropped, listed), custom_class(kind)
         config.validate()  # it would be refused when it is read again
         student = kind(config)
     except (TypeError, ValueError, StrictDataclassError) as error:

@@ -26,7 +26,7 @@ from shd_torch.shrink.calibration import (
     start_batches,
     sum_moments,
 )
-from shd_torch.shrink.custom import Dropped, as_dropped, check_dropped
+from shd_torch.shrink.custom import as_dropped, check_dropped
 from shd_torch.shrink.families import Family, base_of, family_of, find_part
 from shd_torch.shrink.folders import (
     check_positions,
@@ -113,16 +113,16 @@ def shrink(
     options = options.changed({"align": options.align and family.is_aligned})
     stored = _stored_dtype(model, isinstance(teacher, nn.Module))
     own = sizes_of(model.config, family)
-    sizes, kept, dropped = plan_student(model, family, options)
+    sizes, kept = plan_student(model, family, options)
     if sizes.hidden != own.hidden:
         check_ends(model, family)
     modules = {} if isinstance(teacher, nn.Module) else read_modules(Path(teacher), own.hidden, sizes.hidden)
-    student = make_student(model, family, sizes, kept, dropped.among(kept))
+    student = make_student(model, family, sizes, kept)
     keeper: AbstractContextManager[Unfinished | None] = nullcontext()
     basis = {"batch_size": options.batch_size, "stack": family.stack}  # of what is computed from the teacher alone
     if folder is not None:
         settings = basis | {name: getattr(options, name) for name in ("plan", "align", "ridge")}
-        settings |= {**sizes.__dict__, "kept": kept, **dropped.__dict__}
+        settings |= {**sizes.report(), "kept": kept, **vars(sizes.dropped)}
         keeper = Unfinished(part_folder(folder), run_key(teacher, settings, data=read_data(data)))
     mode = model.training
     model.eval()
@@ -134,7 +134,6 @@ def shrink(
                 family=family,
                 batches=start_batches(model, family, data, options.batch_size),
                 kept=kept,
-                dropped=dropped.among(kept),
                 sizes=sizes,
                 options=options,
                 frequencies=rotary_frequencies(model, family),
@@ -155,15 +154,15 @@ def shrink(
     return Shrunk(student, report)
 
 
-def plan_student(model: Any, family: Family, options: ShrinkOptions) -> tuple[Sizes, tuple[int, ...], Dropped]:
-    """A student's sizes, the teacher layers that it keeps, and those that lose a part, or an error."""
+def plan_student(model: Any, family: Family, options: ShrinkOptions) -> tuple[Sizes, tuple[int, ...]]:
+    """A student's sizes and the teacher layers that it keeps, or an error."""
     own = sizes_of(model.config, family)
     kept = kept_layers(own.layers, own.layers if options.layers is None else options.layers)
     dropped = as_dropped(options.drop_attention, options.drop_activations)
     check_dropped(dropped, family, model.config, kept)
-    sizes = choose_sizes(options, own, family, len(kept))
-    check_refused(family, model.config.model_type, own, sizes, kept, dropped)
-    return sizes, kept, dropped
+    sizes = replace(choose_sizes(options, own, family, len(kept)), dropped=dropped.among(kept))
+    check_refused(family, model.config.model_type, own, sizes, kept)
+    return sizes, kept
 
 
 def read_made(folder: str | os.PathLike[str]) -> Shrunk:
@@ -179,13 +178,13 @@ def read_made(folder: str | os.PathLike[str]) -> Shrunk:
 def _report(work: Work, own: Sizes) -> dict[str, Any]:
     """What ``shrink.json`` holds; the layer map counts blocks with attention."""
     stack = {} if work.family.stack is None or work.family.is_alone else {"stack": work.family.stack}
-    sources = [source for number, source in enumerate(work.kept) if number not in work.dropped.attention]
+    sources = [source for number, source in enumerate(work.kept) if number not in work.sizes.dropped.attention]
     return {
         "format": FORMAT,
         "model_type": work.teacher.config.model_type,
         **stack,
-        "teacher": own.__dict__ | {"parameters": count_parameters(work.teacher)},
-        "student": work.sizes.__dict__ | {"parameters": count_parameters(work.student)},
+        "teacher": own.report() | {"parameters": count_parameters(work.teacher)},
+        "student": work.sizes.report() | {"parameters": count_parameters(work.student)},
         "aligned": work.options.align,
         "remarks": find_remarks(own, work.sizes),
         **({} if work.basis is None else {"stream": work.basis.report()}),
