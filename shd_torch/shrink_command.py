@@ -139,7 +139,7 @@ def vocabulary(
 
 
 def _say_what_was_made(made: Shrunk, out: Path) -> None:
-    from shd_torch.shrink.custom import read_kind
+    from shd_torch.shrink.sizes import read_kind
 
     report = made.report
     for number, (source, layer) in enumerate(zip(report["sources"], report["layers"], strict=True)):

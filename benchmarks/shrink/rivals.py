@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from shd_ref.shrink.heads import HeadMerge, HeadWeights
-from shd_torch.shrink import heads, layer, student
+from shd_torch.shrink import layer, student
 from shd_torch.shrink.families import Array
-from shd_torch.shrink.heads import AttentionStatistics, Squeezed
+from shd_torch.shrink.layer import AttentionStatistics, Squeezed
 from shd_torch.shrink.student import Shrunk
 
 
@@ -36,7 +36,7 @@ def _count_attention(query: Sequence[int], key: Sequence[int], value: Sequence[i
     return 2 * samples * heads * length * key[2] * (size + value[3])
 
 
-class _Sums(heads.AttentionSums):
+class _Sums(layer.AttentionSums):
     """Also ``output_size``: the mean length of each head's output before the projection ``(H,)``."""
 
     def __init__(self, weights: HeadWeights, device: torch.device) -> None:
@@ -60,7 +60,7 @@ def shrink(teacher: Any, data: Mapping[str, Any], **options: Any) -> Shrunk:
     parts = ((student, "principal_axes", "axes"), (student, "predictive_channels", "axes"))
     parts += ((layer, "squeeze_attention", "squeezer"), (layer, "score_neurons", "importance"))
     with ExitStack() as stack:
-        stack.enter_context(patch.object(heads, "AttentionSums", _Sums))
+        stack.enter_context(patch.object(layer, "AttentionSums", _Sums))
         for module, name, part in parts:
             if part in own:
                 stack.enter_context(patch.object(module, name, own[part]))

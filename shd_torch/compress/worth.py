@@ -17,10 +17,9 @@ from shd_torch.compress.stages import Run
 from shd_torch.compress.task import model_run
 from shd_torch.shrink.calibration import read_data, rotary_frequencies, run_layer, start_batches
 from shd_torch.shrink.folders import padding_of
-from shd_torch.shrink.layer import Work, make_layer
+from shd_torch.shrink.layer import Studies, Work, make_layer
 from shd_torch.shrink.options import ShrinkOptions
 from shd_torch.shrink.student import plan_student
-from shd_torch.shrink.unfinished import Studies
 
 
 @dataclass(frozen=True)

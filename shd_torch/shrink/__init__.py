@@ -1,7 +1,8 @@
 """A student that starts as its squeezed teacher: ``shrink`` takes and gives a Hugging Face model.
 
-``families`` alone knows names of modules; ``heads`` and ``width`` call the algebra of ``shd_ref.shrink``, ``layer``
-joins them, and ``student`` the layers. ``custom`` holds what no stock configuration can express. Imports ``maps``.
+``families`` alone knows names of modules; ``layer`` calls the algebra of ``shd_ref.shrink`` for one layer, in a
+``basis`` of the stream, and ``student`` joins the layers. ``sizes`` holds what no stock configuration can express.
+Imports ``maps``.
 """
 
 from importlib import import_module

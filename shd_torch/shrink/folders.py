@@ -120,8 +120,8 @@ def read_config(source: str | os.PathLike[str], argument: str = "teacher", *, ke
     """
     from transformers import AutoConfig, PreTrainedConfig
 
-    from shd_torch.shrink.custom import PREFIX, check_dropped, custom_class, read_dropped, read_kind
     from shd_torch.shrink.families import FAMILIES, row_of
+    from shd_torch.shrink.sizes import PREFIX, check_dropped, custom_class, read_dropped, read_kind
 
     folder = Path(source)
     check_files(folder, argument)
@@ -214,7 +214,7 @@ def load_weights(source: str | os.PathLike[str], config: Any) -> Any:
 
 
 def is_custom(config: Any) -> bool:
-    from shd_torch.shrink.custom import read_kind
+    from shd_torch.shrink.sizes import read_kind
 
     return read_kind({"model_type": config.model_type}) is not None
 
@@ -223,7 +223,7 @@ def model_class(config: Any) -> Any:
     """The class that a configuration names, or that of the bare model."""
     from transformers import AutoModel
 
-    from shd_torch.shrink.custom import PREFIX, custom_class
+    from shd_torch.shrink.sizes import PREFIX, custom_class
 
     if is_custom(config):
         return custom_class(find_class(config.architectures, PREFIX))

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from shd_ref.errors import ShdError, need
 from shd_ref.integers import check_integer
 from shd_ref.shrink.kept import most_important
-from shd_torch.shrink.custom import Dropped
 from shd_torch.shrink.families import Family, family_of, find_part
+from shd_torch.shrink.sizes import Dropped
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ from shd_torch.shrink.calibration import (
     start_batches,
     sum_moments,
 )
-from shd_torch.shrink.custom import as_dropped, check_dropped
 from shd_torch.shrink.families import Family, base_of, family_of, find_part
 from shd_torch.shrink.folders import (
     check_positions,
@@ -37,10 +36,12 @@ from shd_torch.shrink.folders import (
     read_modules,
     save_student,
 )
-from shd_torch.shrink.layer import Work, fit_final, make_layer, share_merge
+from shd_torch.shrink.layer import Studies, Work, fit_final, make_layer, share_merge
 from shd_torch.shrink.options import ShrinkOptions
 from shd_torch.shrink.sizes import (
     Sizes,
+    as_dropped,
+    check_dropped,
     check_refused,
     choose_sizes,
     count_parameters,
@@ -48,7 +49,7 @@ from shd_torch.shrink.sizes import (
     make_student,
     sizes_of,
 )
-from shd_torch.shrink.unfinished import Studies, Unfinished, run_key
+from shd_torch.shrink.unfinished import Unfinished, run_key
 
 FORMAT = 1
 Progress = Callable[[int, int, str], None]

@@ -12,7 +12,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,7 +21,6 @@ from shd_ref.cache.storage.storage import write_errors
 from shd_ref.errors import ShdError
 from shd_ref.teacher.sentence_folder import MODULES, modules_after_model
 from shd_torch.shrink.folders import check_files
-from shd_torch.shrink.heads import AttentionStatistics
 
 HEAD = "run.json"
 _SUFFIX = ".safetensors"
@@ -133,29 +131,6 @@ class Unfinished(DraftFolder):
         rule = f"{self.folder} must hold what an unfinished run of this version left"
         message = f"{rule}; got {error!r}: remove it, and the run begins at its start"
         return ShdError("read-failed", message)
-
-
-class Studies:
-    """What the attention of teacher layers says, for other students of the same teacher (and stack) and data."""
-
-    def __init__(self, pieces: Unfinished, teacher: nn.Module, options: Mapping[str, Any], data: Mapping[str, Any]):
-        key = json.dumps(run_key(teacher, options, data=data), sort_keys=True, default=str)
-        self._pieces, self._name = pieces, f"study-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-
-    def keep(self, layer: int, statistics: AttentionStatistics) -> None:
-        arrays = {name: value for name, value in vars(statistics).items() if isinstance(value, np.ndarray)}
-        others = {name: value for name, value in vars(statistics).items() if name not in arrays}
-        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        self._pieces.put(f"{self._name}-{layer}", tensors, others)
-
-    def read(self, layer: int, *, with_maps: bool) -> AttentionStatistics | None:
-        """Those of a layer; None where none were kept, or without the maps that are needed."""
-        piece = self._pieces.get(f"{self._name}-{layer}")
-        if piece is None or (with_maps and not piece[1]["with_maps"]):
-            return None
-        with self._pieces.reading():
-            entries: dict[str, Any] = {name: tensor.numpy() for name, tensor in piece[0].items()}
-            return AttentionStatistics(**entries, **piece[1])
 
 
 def run_key(teacher: nn.Module | str | os.PathLike[str], options: Mapping[str, Any], **data: Any) -> dict[str, Any]:
