@@ -418,7 +418,7 @@ def test_a_reranker_by_one_command(tmp_path: Path) -> None:
     """With labels on the page, and a figure of theirs that was asked for in vain."""
     make_teacher(tmp_path / "teacher", "reranker")
     data, held = write_rows(tmp_path / "d.jsonl", make_pairs(50)), write_rows(tmp_path / "h.jsonl", make_pairs(10, 1))
-    words = ["--mb", "0.045", "--batch", "1", "--length", "8", "--budget", "1e-4", "--candidates", "1", "--go-on"]
+    words = ["--mb", "0.045", "--batch", "1", "--length", "8", "--minutes", ".01", "--candidates", "1", "--go-on"]
     words += ["--data", str(data), "--held-out", str(held), "--out", str(tmp_path / "student")]
     result = invoke(load_app(), ["compress", str(tmp_path / "teacher"), *words, "--at-least", "map=0.99"])
     assert result.exit_code == 0, result.output
