@@ -40,7 +40,8 @@ class ScoreTerm(RowsTerm):
         cache = joined.cache
         records = (cache.read(key, (), logits=True, hidden=()) for key in sorted(cache.keys())[:_MEASURED])
         scores = torch.stack([torch.as_tensor(cache.decode_logits(record)).reshape(-1) for record in records])
-        self._deviation[:] = [scores.float().std(0).clamp(min=torch.finfo(torch.float16).tiny)]
+        deviation = scores.float().std(0)
+        self._deviation[:] = [torch.where(deviation > 0, deviation, 1.0)]
 
     def count(self, batch: MicroBatch) -> int:
         return count_samples(batch)
