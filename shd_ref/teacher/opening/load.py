@@ -7,10 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Final
 
 from shd_ref.errors import graph_invalid, import_package, need
 from shd_ref.teacher.opening.einsum import rewrite_einsum
@@ -85,7 +82,7 @@ def load_teacher(path: str | Path, *, inline_bytes: int = INLINE_BYTES) -> onnx.
             f"teacher graph {file} needs operators of {', '.join(sorted(foreign))}, and custom operator "
             "libraries are never loaded: re-export the model with standard operators"
         )
-    _check_constants(nodes, [tensor for graph in graphs for tensor in graph.initializer], file)
+    _check_joined(nodes, [tensor for graph in graphs for tensor in graph.initializer], file)
     _check_by_runtime(model, file)
     is_whole = size < inline_bytes
     load_external_data(model, file, everything=is_whole)
@@ -126,14 +123,12 @@ def _modernise(model: onnx.ModelProto, opset: int) -> onnx.ModelProto:
 _MOST_JOINED: Final = 2**20  # inference writes down shapes that are joined, entry by entry
 _MOST_NODES: Final = 100_000
 _MOST_NESTED: Final = 128  # the inliner calls itself
-_SMALL: Final = 2**10  # entries of a constant that may be a shape
 _SHAPE_ARITHMETIC: Final = kinds(
     "Abs Add Cast Concat Div Gather Identity Max Min Mul Neg Pow ReduceProd ReduceSum Reshape Shape Size "
     "Slice Squeeze Sub Transpose Unsqueeze"
 )
 _PACKED_BITS: Final = (2, 4)  # an entry of a field is a byte, which holds several
 _COMPLEX: Final = (onnx.TensorProto.COMPLEX64, onnx.TensorProto.COMPLEX128)  # two entries a number
-_SHAPE_INPUTS: Final = {"ConstantOfShape": 0, "Expand": 1, "Tile": 1}
 
 
 def _check_tensors(tensors: Iterable[onnx.TensorProto], inputs: Iterable[onnx.ValueInfoProto], file: Path) -> None:
@@ -145,8 +140,10 @@ def _check_tensors(tensors: Iterable[onnx.TensorProto], inputs: Iterable[onnx.Va
                 f"{list(tensor.dims)[:8]}, no more and no less: copy or export it again"
             )
     for value in inputs:
-        axes = value.type.tensor_type.shape.dim
-        _check_shape(file, value.name, [axis.dim_value for axis in axes if axis.HasField("dim_value")])
+        shape = [axis.dim_value for axis in value.type.tensor_type.shape.dim if axis.HasField("dim_value")]
+        fits = min(shape, default=0) >= 0 and math.prod(shape) <= MOST_ENTRIES
+        rule, got = f"have at most {MOST_ENTRIES} entries", f"{shape[:8]}: export it again, with dynamic axes"
+        need(fits, "graph-invalid", f"input {value.name!r} of teacher graph {file}", rule, got)
 
 
 def _check_functions(functions: Iterable[onnx.FunctionProto], nodes: Sequence[onnx.NodeProto], file: Path) -> None:
@@ -179,70 +176,18 @@ def _check_functions(functions: Iterable[onnx.FunctionProto], nodes: Sequence[on
     )
 
 
-def _check_constants(nodes: Iterable[onnx.NodeProto], constants: Sequence[onnx.TensorProto], file: Path) -> None:
-    """What operators make of constant shapes, which inference and onnxruntime compute first, may not be too large."""
+def _check_joined(nodes: Iterable[onnx.NodeProto], constants: Iterable[onnx.TensorProto], file: Path) -> None:
+    """Shapes that are joined may not be too long: inference writes them down, entry by entry."""
     sizes = {tensor.name: math.prod(tensor.dims) for tensor in constants}
-    known: dict[str, NDArray[Any]] = {
-        tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in constants if _is_readable(tensor)
-    }
     most = max(_MOST_JOINED, 8 * sum(sizes.values()))
     for node in nodes:
         # What depends on the inputs has sizes that are theirs, and counts as one.
-        carriers = node.input if node.op_type in _SHAPE_ARITHMETIC else []
-        size = max((sizes.get(name, 1) for name in carriers[node.op_type == "Gather" :]), default=1)
-        if node.op_type == "Concat":  # of itself again and again it would grow without bound
-            size = sum(sizes.get(name, 1) for name in node.input)
-            joined = f"one of {size} entries at node {node.name!r}: export it again"
-            need(size <= most, "graph-invalid", f"teacher graph {file}", f"join tensors to {most} at most", joined)
+        carriers = node.input[node.op_type == "Gather" :] if node.op_type in _SHAPE_ARITHMETIC else []
+        joined = [sizes.get(name, 1) for name in carriers]
+        size = sum(joined) if node.op_type == "Concat" else max(joined, default=1)  # of itself it grows without bound
+        got = f"one of {size} entries at node {node.name!r}: export it again"
+        need(size <= most, "graph-invalid", f"teacher graph {file}", f"join tensors to {most} at most", got)
         sizes.update(dict.fromkeys(node.output, size))
-        if node.op_type == "Constant":
-            tensor = node.attribute[0].t if node.attribute and node.attribute[0].HasField("t") else None
-            if tensor is not None and _is_readable(tensor):
-                known[node.output[0]] = onnx.numpy_helper.to_array(tensor)
-            continue
-        inputs = [known.get(name) for name in node.input]
-        shape = _made_shape(node.op_type, inputs)
-        if shape is not None:
-            _check_shape(file, node.name, shape)
-        elif node.op_type in _SHAPE_ARITHMETIC and all(i is not None for i in inputs):
-            # What cannot be computed is refused by onnxruntime.
-            with contextlib.suppress(Exception), np.errstate(all="ignore"):
-                feeds = dict(zip(node.input, inputs, strict=True))
-                (value,) = onnx.reference.ReferenceEvaluator(node).run(None, feeds)
-                if np.size(value) <= _SMALL:
-                    known[node.output[0]] = np.asarray(value)
-
-
-def _is_readable(tensor: onnx.TensorProto) -> bool:
-    """Whether a tensor may be a shape, or what one is computed from."""
-    is_text = tensor.data_type == onnx.TensorProto.STRING
-    return not is_text and not tensor.external_data and math.prod(tensor.dims) <= _SMALL
-
-
-def _made_shape(op_type: str, inputs: Sequence[NDArray[Any] | None]) -> list[int] | None:
-    """The shape that an operator makes, as far as its constant inputs tell; None where they tell nothing."""
-    position = _SHAPE_INPUTS.get(op_type)
-    if op_type == "Resize" and len(inputs) > 3:
-        position = 3
-    if op_type == "OneHot" and inputs[1] is not None:
-        indices = 1 if inputs[0] is None else inputs[0].size
-        return [indices, *(abs(int(size)) for size in inputs[1].ravel()[:1])]
-    if op_type == "Range" and not any(limit is None or limit.size != 1 for limit in inputs):
-        start, stop, step = (float(limit.ravel()[0]) for limit in inputs if limit is not None)
-        count = (stop - start) / step if step else 0.0
-        return [int(min(max(count, 0.0), 2.0**62))] if math.isfinite(count) else [2**62]
-    shape = inputs[position] if position is not None and position < len(inputs) else None
-    if shape is None or shape.dtype.kind not in "iu":
-        return None
-    held = inputs[0].size if op_type == "Tile" and inputs[0] is not None else 1
-    return [held, *(abs(int(size)) for size in shape.ravel())]
-
-
-def _check_shape(file: Path, name: str, shape: Sequence[int]) -> None:
-    fits = min(shape, default=0) >= 0 and math.prod(shape) <= MOST_ENTRIES
-    rule, remedy = f"be of at most {MOST_ENTRIES} entries", "with dynamic axes in place of large fixed ones"
-    got = f"{list(shape)[:8]} for {name!r}: export it again, {remedy}"
-    need(fits, "graph-invalid", f"shapes of teacher graph {file}", rule, got)
 
 
 def _holds(tensor: onnx.TensorProto, folder: Path) -> bool:

@@ -135,12 +135,6 @@ def custom_operator(_: Path) -> onnx.ModelProto:
     return model
 
 
-def huge_constant(_: Path) -> onnx.ModelProto:
-    build = GraphBuilder()
-    huge = build.op("ConstantOfShape", [2**20, 2**20])
-    return build.model({"x": (TensorProto.FLOAT, ["batch", 3])}, [build.op("Add", "x", huge)])
-
-
 def huge_input(_: Path) -> onnx.ModelProto:
     build = GraphBuilder()
     return build.model({"x": (TensorProto.FLOAT, ["batch", 2**40])}, [build.op("Identity", "x")])
@@ -163,7 +157,6 @@ HOSTILE: dict[str, tuple[Callable[[Path], onnx.ModelProto | None], str]] = {
     "missing data": (lambda folder: external(folder, Path.unlink), "missing"),
     "a word for an offset": (bad_offset, "wrongly"),
     "a custom operator": (custom_operator, "evil.example"),
-    "a huge constant": (huge_constant, "at most 268435456 entries"),
     "a huge input": (huge_input, "dynamic axes"),
     "another shape": (wrong_shape, "numbers of its shape"),
     **{f"{place} from above": (partial(hidden_above, place), "outside its own folder") for place in PLACES},

@@ -171,7 +171,7 @@ BOMBS: dict[str, list[tuple[str, ...]]] = {
     "range": [("Range", "zero", "much", "one")],
     "computed": [("Mul", "many", "many"), ("ConstantOfShape", "0")],
     "expanded": [("Mul", "many", "many"), ("Expand", "one", "0")],
-    "one-hot": [("OneHot", "zero", "much", "pair")],
+    "one-hot": [("OneHot", "pair", "much", "pair")],
     "tiled": [("Tile", "pair", "many")] + [("Tile", str(n), "many") for n in range(5)],
     "joined": [("Concat", "pair", "pair")] + [("Concat", str(n), str(n)) for n in range(40)],
 }
