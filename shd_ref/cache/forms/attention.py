@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, TypeAlias
 
@@ -237,6 +237,11 @@ class Attention(Form):
     def decode(self, record: SampleRecord, layer: int) -> NDArray[np.float32]:
         """The merged maps of one student layer, ``(H_s, rows, keys)``."""
 
+    def decode_rows(self, record: SampleRecord, layer: int) -> Callable[[slice], NDArray[np.float32]]:
+        """The same of some rows at a time, where whole maps would be large."""
+        maps = self.decode(record, layer)
+        return lambda rows: maps[:, rows]
+
     def _check_plans(self) -> None:
         limit = self.num_teacher_heads
         for plan in (self.plan, *(self.plans or ())):
@@ -331,10 +336,12 @@ class Maps(Attention):
 
     def decode(self, record: SampleRecord, layer: int) -> NDArray[np.float32]:
         """``(H_s, rows, keys)`` float32; rows sum to one or are zero."""
-        num_rows, num_keys = self.map_shapes(record.extent)[self.column(layer)]
-        heads = self.num_student_heads
-        codes = unpack(record.parts[blob_name(layer)], self.codec, self.support, heads, num_rows, num_keys)
-        return decode(self.codec, codes)
+        return self.decode_rows(record, layer)(slice(None))
+
+    def decode_rows(self, record: SampleRecord, layer: int) -> Callable[[slice], NDArray[np.float32]]:
+        shape = self.map_shapes(record.extent)[self.column(layer)]
+        codes = unpack(record.parts[blob_name(layer)], self.codec, self.support, self.num_student_heads, *shape)
+        return lambda rows: decode(self.codec, codes[:, rows])
 
     def describe(self) -> list[tuple[str, str]]:
         return [("form", f"maps, {self.support} support, temperature {self.temperature:g}"), ("codec", self.codec)]

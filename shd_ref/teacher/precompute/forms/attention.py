@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Final, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Final, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +46,8 @@ CODED_IN_GRAPH: Final = "sqrt8-row"
 """The codec whose quantiser ends the graph; the others code the graph's float32 maps on the host."""
 
 AttentionT = TypeVar("AttentionT", Maps, Factors)
+Bound: TypeAlias = Callable[[NDArray[Any], slice], NDArray[np.float64]]
+"""Of some rows of merged maps ``(H_s, rows, S)``, by where they lie: ``(H_s, rows)``."""
 
 
 class AttentionMaker(Maker[AttentionT]):
@@ -113,34 +115,31 @@ class AttentionMaker(Maker[AttentionT]):
         """The codes of each layer."""
 
     @abstractmethod
-    def bound(
-        self, form: AttentionT, layer: LayerOutputs, extent: Extent, merged: NDArray[Any]
-    ) -> NDArray[np.float64]:
-        """The total variation that coding may cost each row of a sample's merged maps, ``(H_s, n)`` (CACHE-91)."""
+    def bound(self, form: AttentionT, layer: LayerOutputs, extent: Extent) -> Bound:
+        """The total variation that coding may cost each row of a sample's merged maps (CACHE-91)."""
 
     def recheck(
         self, form: AttentionT, dtype: str, sample: StudentOutputs, record: SampleRecord
     ) -> tuple[int, float]:
         """The total variation between each stored row, decoded, and the row that the teacher gives now."""
-        rows, largest = 0, 0.0
+        count, largest = 0, 0.0
         for layer in sample.layers:
             student_layer = layer.layer.student_layer
-            stored = form.decode(record, student_layer)
-            n, keys = form.map_shapes(record.extent)[form.column(student_layer)]
-            merged = [maps["merged"][..., :keys] for _, maps in layer.tiles(shape=(n, keys))]
-            again = np.concatenate(merged, axis=1).astype(np.float32)
-            again[:, : record.first] = 0.0  # rows of padding in front, which factored records leave out
-            if layer.row_mask is not None:
-                again[:, ~layer.row_mask[:n]] = 0.0  # rows of padding hold nothing (CACHE-129)
-            difference = 0.5 * np.abs(stored - again).sum(axis=-1, dtype=np.float64)
-            rows += difference.size
-            largest = max(largest, float(difference.max()))
-            limits = self.bound(form, layer, record.extent, again) + tolerance_of("recheck", dtype)
-            if not (difference <= limits).all():
-                head, row = np.unravel_index(int((difference - limits).argmax()), difference.shape)
-                where = f"layer {student_layer} head {head} row {row}"
-                raise not_now(record, where, limits[head, row], difference[head, row])
-        return rows, largest
+            stored, bound = form.decode_rows(record, student_layer), self.bound(form, layer, record.extent)
+            num_rows, keys = form.map_shapes(record.extent)[form.column(student_layer)]
+            # Rows of padding hold nothing (CACHE-129), and factored records leave out those in front.
+            counted = np.arange(num_rows) >= record.first
+            counted &= True if layer.row_mask is None else layer.row_mask[:num_rows]
+            for rows, maps in layer.tiles(shape=(num_rows, keys)):  # not all at once: a sample may be long
+                again = np.where(counted[rows, None], maps["merged"][..., :keys], 0.0).astype(np.float32)
+                difference = 0.5 * np.abs(stored(rows) - again).sum(axis=-1, dtype=np.float64)
+                limits = bound(again, rows) + tolerance_of("recheck", dtype)
+                if not (difference <= limits).all():
+                    head, row = np.unravel_index(int((difference - limits).argmax()), difference.shape)
+                    where = f"layer {student_layer} head {head} row {rows.start + row}"
+                    raise not_now(record, where, limits[head, row], difference[head, row])
+                count, largest = count + difference.size, max(largest, float(difference.max()))
+        return count, largest
 
 
 class MapsMaker(AttentionMaker[Maps]):
@@ -187,9 +186,9 @@ class MapsMaker(AttentionMaker[Maps]):
                     errors.append(codec_error(merged, np.stack(decoded)))
         return merge_errors(CodecError, errors)
 
-    def bound(self, form: Maps, layer: LayerOutputs, extent: Extent, merged: NDArray[Any]) -> NDArray[np.float64]:
+    def bound(self, form: Maps, layer: LayerOutputs, extent: Extent) -> Bound:
         """By CACHE-121."""
-        return row_tv_bound(form.codec, merged)
+        return lambda merged, _: row_tv_bound(form.codec, merged)
 
 
 def matching_of(options: PrecomputeOptions, run: RunOptions) -> Matching | None:
@@ -275,14 +274,14 @@ class FactorsMaker(AttentionMaker[Factors]):
                     errors.append(codec_error(maps["merged"], rebuild(window=factors.window, rows=rows)))
         return merge_errors(CodecError, errors)
 
-    def bound(self, form: Factors, layer: LayerOutputs, extent: Extent, merged: NDArray[Any]) -> NDArray[np.float64]:
+    def bound(self, form: Factors, layer: LayerOutputs, extent: Extent) -> Bound:
         """By CACHE-151, and what queries and keys may make otherwise than the teacher."""
         factors = form.factors[form.column(layer.layer.student_layer)]
         bound = factored_kl_bound(form.codec, *_cut(layer, extent), factors.scale, form.support)
         # A merged row is moved at most as far as the row of its head that is moved the most.
-        limits = np.full(merged.shape[:-1], tolerance_of("factored", layer.layer.site.dtype or "float32"))
-        limits[:, extent.first :] += np.sqrt(bound.max(axis=0) / 2)
-        return limits
+        limits = np.full(extent.length, tolerance_of("factored", layer.layer.site.dtype or "float32"))
+        limits[extent.first :] += np.sqrt(bound.max(axis=0) / 2)
+        return lambda merged, rows: np.broadcast_to(limits[rows], merged.shape[:-1])
 
 
 def _cut(layer: LayerOutputs, extent: Extent) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
