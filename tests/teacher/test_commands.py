@@ -180,14 +180,6 @@ def test_tables_fit_a_terminal(made: Path, tmp_path: Path) -> None:
     assert "2 of 3 shards are missing" in shd("ls", cache)
 
 
-def test_an_error_stands_alone(made: Path, tmp_path: Path) -> None:
-    """Without the bar of the work that it ended."""
-    words = "precompute", *run_of(made)[:-1]
-    too_many, twice = (shd(*words, heads, "--out", tmp_path / "c", code=1) for heads in ("9", "2,2"))
-    assert too_many.startswith("error (heads-exceed): --student-heads must be at most")
-    assert twice.startswith("error (argument-value): --student-heads must be distinct")
-
-
 HOSTILE = "x[/b][red]:smile:\x1b[31m"
 SHOWN = r"x[/b][red]:smile:\x1b[31m"
 

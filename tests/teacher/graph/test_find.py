@@ -84,13 +84,6 @@ def test_every_form_is_understood(form: dict[str, Any]) -> None:
         np.testing.assert_allclose(merged, plain, atol=5e-3 if "float16" in form else 1e-6)
 
 
-def test_the_map_is_the_last_float_value_before_the_product() -> None:
-    assert only_site(encoder_layer(mask="where", nan_guard=True)).probs == "guarded"
-    assert only_site(encoder_layer(head_mask=True)).probs == "head_masked"
-    rounded = only_site(encoder_layer(float16=True))
-    assert (rounded.probs, rounded.dtype) == ("softmax", "float32"), "the float32 map before its cast to float16"
-
-
 def test_sites_follow_the_data_and_have_unique_names() -> None:
     model = attention_graphs.bare_attention(3, num_layers=3)
     for node in model.graph.node:
@@ -214,18 +207,6 @@ def test_rows_of_the_projection_are_put_in_head_order() -> None:
     assert site.supported, site.reason
     interleaved = random_projection(12, 14, 4).reshape(3, 4, 14)
     np.testing.assert_array_equal(site.output_projection, interleaved.swapaxes(0, 1).reshape(12, 14))
-
-
-def test_a_transposed_map_is_refused() -> None:
-    build = GraphBuilder()
-    probs = build.op("Softmax", "logits", axis=-1)
-    context = build.op("MatMul", "values", probs)  # V^T A^T
-    output = build.op("MatMul", context, random_projection(5, 4))
-    shapes = {
-        "logits": (TensorProto.FLOAT, ["batch", 2, "keys", 5]),
-        "values": (TensorProto.FLOAT, ["batch", 2, 3, "keys"]),
-    }
-    assert "transposed" in reason_of(build.model(shapes, [output]))
 
 
 def test_a_circular_graph_is_refused() -> None:

@@ -248,11 +248,6 @@ def test_the_output_is_the_sum_of_what_the_heads_give(name: str, tmp_path: Path)
     np.testing.assert_allclose(difference.reshape(2, 4, D_MODEL), heads.sum(axis=1), atol=1e-5)
 
 
-def test_one_product_is_taken_as_it_is(tmp_path: Path) -> None:
-    _, site = loaded_site(teacher(LINEAR["one product"]), tmp_path)
-    np.testing.assert_array_equal(site.output_projection, weight())
-
-
 def gated(gate: str) -> Spelling:
     return lambda b, c: times(b, join(b, b.op("Mul", c, b.op("Sigmoid", gate or c))))
 

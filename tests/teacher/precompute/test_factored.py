@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto
 from support.attention_graphs import GraphBuilder, bare_attention, encoder_layer, saved, vector_samples
 from support.refusals import refusal
-from support.students import precompute, precompute_heads
+from support.students import precompute
 
 from shd_ref.cache import CacheReader, Factors, codec_error, verify_cache
 from shd_ref.cache.codecs.factored import factored_kl_bound
@@ -81,31 +81,6 @@ def test_softmax_of_flat_rows(tile: int | None, tmp_path: Path) -> None:
     for key in maps:
         expected = maps.decode(maps.read(key), 0)
         np.testing.assert_allclose(factored.decode(factored.read(key), 0), expected, atol=5e-3)
-
-
-def test_several_students_in_one_pass(teacher: Path, tmp_path: Path) -> None:
-    inputs = make_inputs()
-    precompute_heads(teacher, inputs, tmp_path / "both", OPTIONS, [2, 3], RUN)
-    precompute(teacher, inputs, tmp_path / "alone", OPTIONS, RUN)
-    both, alone = CacheReader(tmp_path / "both" / "heads-2"), CacheReader(tmp_path / "alone")
-    for key in alone:
-        np.testing.assert_allclose(
-            both.decode(both.read(key), 0), alone.decode(alone.read(key), 0), rtol=0, atol=1e-5
-        )
-    assert CacheReader(tmp_path / "both" / "heads-3").manifest.attention.num_student_heads == 3
-
-
-@pytest.mark.parametrize("strategy", ["constant", "mean", "hard"])
-def test_other_strategies(teacher: Path, tmp_path: Path, strategy: str) -> None:
-    inputs = make_inputs()
-    maps, factored = tmp_path / "maps", tmp_path / "factored"
-    dense = PrecomputeOptions(num_student_heads=2, strategy=strategy, codec="float32")
-    precompute(teacher, inputs, maps, dense, RUN)
-    precompute(teacher, inputs, factored, replace(OPTIONS, strategy=strategy, factored_codec="float16"), RUN)
-    reader, wanted = CacheReader(factored), CacheReader(maps)
-    for key in wanted:
-        found = reader.decode(reader.read(key), 0)
-        np.testing.assert_allclose(found, wanted.decode(wanted.read(key), 0), atol=5e-3)
 
 
 def product_graph(change: Any) -> onnx.ModelProto:
@@ -245,19 +220,3 @@ def test_padding_between_positions_is_refused(teacher: Path, tmp_path: Path) -> 
     inputs["mask"][3] = [1, 0, 1, 1, 0, 0, 0, 0, 0]
     with refusal("inputs-invalid", "pad in front or behind"):
         precompute(teacher, inputs, tmp_path / "cache", OPTIONS, RUN)
-
-
-def test_sample_with_nan_is_named_and_skipped(teacher: Path, tmp_path: Path) -> None:
-    inputs = make_inputs()
-    inputs["x"][5, 0, 0] = np.nan
-    with refusal("not-finite", "sample 5 "):
-        precompute(teacher, inputs, tmp_path / "stopped", OPTIONS, RUN)
-    summary = precompute(teacher, inputs, tmp_path / "skipped", replace(OPTIONS, on_error="skip"), RUN)
-    assert (summary.samples, summary.skipped) == (NUM_SAMPLES - 1, 1)
-    assert verify_cache(tmp_path / "skipped").ok
-
-
-@pytest.mark.parametrize("changes", [{"temperature": 2.0}, {"form": "both"}], ids=str)
-def test_options_that_do_not_go_with_it(teacher: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
-    with refusal("argument-value"):
-        precompute(teacher, make_inputs(), tmp_path / "cache", replace(OPTIONS, **changes), RUN)

@@ -93,15 +93,6 @@ def test_every_layer_has_the_plan_that_the_reference_finds(teacher: Path, tmp_pa
     assert recheck_records(tmp_path / "cache", teacher, make_inputs()).records == SAMPLES
 
 
-def test_equal_plans_of_all_layers_are_written_once(teacher: Path, tmp_path: Path) -> None:
-    options = PrecomputeOptions(2, plan="matched", calibration_samples=3, layer_pairs=((0, 1),))
-    precompute(teacher, make_inputs(), tmp_path / "cache", options, RUN)
-    manifest = CacheReader(tmp_path / "cache").manifest
-    assert manifest.attention.plans is None
-    maps, outputs = read_layer(teacher, 1, DRAWN[:3])
-    assert manifest.attention.plan == matched_plan([(maps, outputs)], 2)
-
-
 def test_resuming_takes_the_plans_from_the_manifest(teacher: Path, tmp_path: Path) -> None:
     whole, cache = tmp_path / "whole", tmp_path / "cache"
     precompute(teacher, make_inputs(), whole, MATCHED, RUN)
@@ -146,11 +137,6 @@ def test_samples_that_are_skipped_do_not_choose(teacher: Path, tmp_path: Path) -
     assert reader.manifest.attention.layer_plans[1] == matched_plan([read_layer(teacher, 1, [second])], 2)
     with refusal("not-finite"):
         precompute(teacher, arrays, tmp_path / "other", replace(options, on_error="stop"), RUN)
-
-
-def test_plans_must_fit_the_layers(teacher: Path, tmp_path: Path) -> None:
-    with refusal("plan-invalid", "one for each of 2 layers; got 1"):
-        precompute(teacher, make_inputs(), tmp_path / "cache", PrecomputeOptions(6, plans=((),)), RUN)
 
 
 def test_the_command_matches_and_repeats_itself(teacher: Path, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Logits and hidden states from graph to cache and back, with every form of attention beside them."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 from numpy.typing import NDArray
 from support.attention_graphs import language_model, saved, token_samples
 from support.calls import calls_of
-from support.commands import shd
 from support.plain_kd import topk_targets
 from support.refusals import refusal
 from support.students import precompute, precompute_heads
@@ -267,11 +265,3 @@ def test_options_that_do_not_fit_are_refused_before_anything_is_written(
     with refusal("argument-value", message):
         precompute(teacher, make_inputs(), tmp_path / "cache", PrecomputeOptions(num_student_heads=2, **changes))
     assert not (tmp_path / "cache").exists()
-
-
-def test_what_is_wrong_with_a_sample_names_the_option(tmp_path: Path) -> None:
-    onnx.save(language_model(padding=6), tmp_path / "teacher.onnx")
-    np.savez(tmp_path / "data.npz", **make_inputs())
-    asked = (tmp_path / "teacher.onnx", "--inputs", tmp_path / "data.npz", "--student-heads", 2, "--logits", "topk")
-    said = shd("precompute", *asked, "--out", tmp_path / "cache", "--vocab-size", 40, code=1)
-    assert re.search(r"sample \d+ \(key \w+\): --vocab-size must cut padding alone", said)

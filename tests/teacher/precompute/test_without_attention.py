@@ -147,12 +147,6 @@ def test_options_that_do_not_fit_are_refused(teachers: dict[str, Path], tmp_path
     assert not (tmp_path / "cache").exists()
 
 
-def test_hidden_states_need_blocks_with_attention(teachers: dict[str, Path], tmp_path: Path) -> None:
-    options = PrecomputeOptions(form="none", logits="float16", hidden=(0,))
-    with refusal("graph-unsupported", "hidden states are found by the attention"):
-        precompute(teachers["images"], make_images(), tmp_path / "cache", options, RUN)
-
-
 @pytest.mark.parametrize("kind", ["tokens", "images"])
 def test_the_commands_plan_make_check_and_show_it(teachers: dict[str, Path], tmp_path: Path, kind: str) -> None:
     np.savez(tmp_path / "data.npz", **(make_tokens() if kind == "tokens" else make_images()))

@@ -8,7 +8,7 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto
-from support.attention_graphs import GraphBuilder, bare_attention, encoder_layer, run_session
+from support.attention_graphs import GraphBuilder, bare_attention, run_session
 from support.refusals import refusal
 
 from shd_ref import ShdError, squeeze_heads, value_outputs
@@ -135,17 +135,6 @@ def test_equal_heads_are_degenerate_and_merge_to_themselves() -> None:
     assert_agrees(graph, outputs, mask=True)
 
 
-def test_nearly_equal_heads_keep_their_maps_exact() -> None:
-    """Where alpha is ill-conditioned the maps still agree: they hardly depend on it."""
-    rng = np.random.default_rng(3)
-    feeds = random_inputs(4)
-    for exponent in range(-7, -1):
-        noise = 10.0**exponent * rng.normal(size=feeds["logits_0"][:, 0].shape)
-        feeds["logits_0"][:, 1] = feeds["logits_0"][:, 0] + noise.astype(np.float32)
-        graph = squeeze(bare_attention(4), 2)
-        compare_with_reference(graph, run(graph, feeds))
-
-
 def test_probabilities_below_the_smallest_normal_number_get_code_zero() -> None:
     feeds = random_inputs(2)
     feeds["logits_0"][:] = np.array([0, -80, -86, -88, -95, -200, -np.inf], np.float32)
@@ -169,15 +158,6 @@ def test_what_no_output_needs_is_pruned() -> None:
     assert model.SerializeToString() == before, "the teacher is not changed"
     assert "logits_1" not in {name for node in graph.model.graph.node for name in node.input}
     onnx.checker.check_model(graph.model, full_check=True)
-
-
-def test_student_layers_may_choose_their_sites() -> None:
-    model = bare_attention(4, num_layers=3)
-    sites = find_sites(model)
-    graph = squeeze_graph(model, [(0, sites[2]), (1, sites[0])], PrecomputeOptions(2), check_outputs=True)
-    outputs = run(graph, random_inputs(4, num_layers=3))
-    assert [layer.site.layer for layer in graph.layers] == [2, 0]
-    assert_agrees(graph, outputs, mask=False)
 
 
 def test_a_wrong_squeeze_is_found_out() -> None:
@@ -212,41 +192,6 @@ def test_comparison_reports_residuals() -> None:
     assert comparison.map_difference < 1e-6
     with pytest.raises(ShdError, match="check_outputs=True"):
         compare_with_reference(replace(graph, check_outputs=False), outputs)
-
-
-@pytest.mark.parametrize(
-    ("options", "code"),
-    [
-        ({"num_student_heads": 5}, "heads-exceed"),
-        ({"plan": "spiral"}, "argument-value"),
-        ({"plan": (((0, 0),),)}, "plan-invalid"),
-        ({"plan": (((0, 1, 2),),)}, "plan-invalid"),
-        ({"plan": 3}, "plan-invalid"),
-        ({"plans": (((0, 1), (2, 3)),) * 2}, "plan-invalid"),
-        ({"strategy": "best"}, "argument-value"),
-        ({"temperature": 0.0}, "argument-value"),
-        ({"codec": "zip"}, "argument-value"),
-        ({"row_mask_input": "absent"}, "inputs-invalid"),
-        ({"row_mask_input": "logits_0"}, "inputs-invalid"),
-        ({"layers": ()}, "layers-invalid"),
-        ({"layers": "twice"}, "layers-invalid"),
-    ],
-    ids=str,
-)
-def test_arguments_are_checked(options: dict[str, Any], code: str) -> None:
-    model = bare_attention(4)
-    (site,) = find_sites(model)
-    layers = options.pop("layers", [(0, site)])
-    layers = [(0, site), (0, site)] if layers == "twice" else layers
-    mask = options.pop("row_mask_input", None)
-    with refusal(code):
-        squeeze_graph(model, layers, PrecomputeOptions(**{"num_student_heads": 2, **options}), row_mask_input=mask)
-
-
-def test_sites_of_another_model_are_refused() -> None:
-    layers = [(0, find_sites(encoder_layer())[0])]
-    with refusal("graph-unsupported", "find_sites on the same model"):
-        squeeze_graph(bare_attention(4), layers, PrecomputeOptions(2))
 
 
 def test_a_single_value_head_that_the_product_broadcasts() -> None:

@@ -21,12 +21,10 @@ from support.students import precompute, precompute_heads
 from support.two_sequences import encoder_decoder
 
 from shd_ref.cache import CacheReader, list_cache
-from shd_ref.errors import ShdError
 from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
 from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.graph.tiles import find_tiles
 from shd_ref.teacher.opening.load import load_teacher
-from shd_ref.teacher.rewrite.tiles import choose_tile
 from shd_ref.teacher.run.inputs import run_batch
 from shd_ref.teacher.run.outputs import choose_rows
 from shd_ref.teacher.run.teacher import TeacherRun
@@ -216,25 +214,6 @@ def test_shared_value_heads_and_masks_are_found(tmp_path: Path, kv_heads: int, h
     assert tiles.reason is None
     assert tiles.value_heads == heads
     assert "Softmax" in [step.node.op_type for step in tiles.steps]
-
-
-def test_no_output_of_the_forward_pass_is_a_whole_map(teacher: Path) -> None:
-    model = load_teacher(teacher)
-    (tiles,) = find_tiles(model, find_sites(model))
-    assert all(None in axes for _, axes in tiles.sources())
-    assert onnx.load(teacher).graph.output
-
-
-def test_small_maps_stay_whole() -> None:
-    assert choose_tile(8, 1, 512, 512) == 0
-    assert 16 <= choose_tile(8, 1, 16384, 16384) <= 256
-    assert choose_tile(32, 4, 8192, 8192) == 16
-
-
-def test_a_negative_tile_is_refused(teacher: Path, tmp_path: Path) -> None:
-    with pytest.raises(ShdError) as error:
-        precompute(teacher, make_inputs(), tmp_path / "cache", PrecomputeOptions(2), _run(-1))
-    assert error.value.code == "argument-value"
 
 
 @pytest.mark.parametrize("form", ["maps", "factored"])

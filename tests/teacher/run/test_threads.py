@@ -69,19 +69,6 @@ def test_small_products_take_one_thread() -> None:
         assert blas_threads() == before
 
 
-@pytest.mark.parametrize(
-    ("num_threads", "on_cpu", "shares"),
-    [
-        *((1, True, (0, 1)), (2, True, (2, 1)), (8, True, (2, 7))),
-        *((None, False, (2, None)), (1, False, (0, 1)), (4, False, (2, 4))),
-    ],
-)
-def test_a_run_takes_the_threads_that_it_may(
-    num_threads: int | None, on_cpu: bool, shares: tuple[int, int | None]
-) -> None:
-    assert share_threads(num_threads, on_cpu=on_cpu) == shares
-
-
 def test_a_run_on_the_cpu_takes_the_cores_that_the_process_may_use() -> None:
     cores = count_cores()
     assert 1 <= cores <= (os.cpu_count() or 1)

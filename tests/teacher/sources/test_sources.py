@@ -1,8 +1,6 @@
 """Model inputs from every kind of file: the same rows, read row by row, refused in words that help."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -247,13 +245,6 @@ def test_settings_of_a_tokenizer_that_say_nothing_usable_are_refused(
         open_source(tmp_path / "data.jsonl", tokenizer=folder)
 
 
-def test_text_that_is_none_is_refused_by_its_row(tmp_path: Path) -> None:
-    save_json_lines([{"text": "the"}, {"text": "\ud800"}], tmp_path / "data.jsonl")
-    source = open_source(tmp_path / "data.jsonl", tokenizer=save_tokenizer(tmp_path))
-    with refusal("inputs-invalid", "row 1: text must be text"):
-        ModelInputs(source, TOKEN_SPECS)
-
-
 @pytest.mark.parametrize("save", [save_json_lines, save_parquet], ids=["jsonl", "parquet"])
 @pytest.mark.parametrize("column", ["text", "body"])
 def test_a_tokenizer_is_suggested_where_text_meets_tokens(
@@ -388,22 +379,3 @@ def test_memory_stays_flat_however_long_the_data() -> None:
         tracemalloc.stop()
         assert batch.arrays["input_ids"][0, 0] == count - 1
     assert peaks[1] < 1.3 * peaks[0] + 2**16
-
-
-def test_a_full_disk_is_told_once() -> None:
-    """By the error, and by no traceback of a file that is closed later."""
-    code = """
-import resource, signal, numpy as np
-from shd_ref.errors import ShdError
-from shd_ref.teacher.sources.arrays import Spool
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-spool = Spool({"x": np.dtype("int64")})
-try:
-    while True:
-        spool.append({"x": np.ones(100)})
-except ShdError as error:
-    print(error.code)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert (done.stdout, done.stderr) == ("write-failed\n", "")

@@ -12,12 +12,11 @@ import pytest
 from onnx import numpy_helper
 from support.attention_graphs import bare_attention, bare_samples, language_model, saved, token_samples, token_teacher
 from support.commands import shd
-from support.refusals import refusal
 from support.students import precompute
 
-from shd_ref.cache import CODECS, FACTORED_CODECS, CacheReader, CodecError, Extent, Logits, Receipt, SampleRecord
+from shd_ref.cache import CODECS, FACTORED_CODECS, CacheReader, CodecError, Receipt
 from shd_ref.teacher import PlanOptions, PrecomputeOptions, RunOptions, forecast_cache
-from shd_ref.teacher.study.forecast import Forecast, FormForecast, advise, record_sizes
+from shd_ref.teacher.study.forecast import Forecast, FormForecast, advise
 
 OPTIONS = PrecomputeOptions(num_student_heads=2)
 
@@ -118,36 +117,10 @@ def test_logits_and_hidden_states_count_in_every_form(tmp_path: Path) -> None:
                 assert getattr(each.error, name) == pytest.approx(getattr(measured, name), rel=0.5)
 
 
-def test_any_form_says_its_own_sizes() -> None:
-    """Nothing here knows logits: the size of a record follows from the parts that a form names."""
-    form = Logits(
-        codec="topk", rows="positions", tensor="logits", vocab_size=512, temperature=1.0, head=8, value_bits=8
-    )
-    record = SampleRecord(0, "0" * 32, 5, {})
-    sizes = record_sizes(form, record, [Extent(5), Extent(9, first=2)])
-    assert sizes.tolist() == [5 * form.row_sizes[0], 7 * form.row_sizes[0]]
-
-
 def test_a_long_data_set_is_read_in_part_and_lengths_are_represented(teacher: Path) -> None:
     forecast = forecast_cache(teacher, make_tokens(1300), OPTIONS, plan=PlanOptions(samples=3))
     assert (forecast.num_samples, forecast.read_samples) == (1300, 1000)
     assert forecast.ways[0].total_bytes == pytest.approx(1300 * forecast.ways[0].bytes_per_sample)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"samples": 0},
-        {"read_bandwidth": 0.0},
-        {"read_bandwidth": float("nan")},
-        {"max_error": 0.0},
-        {"max_error": 1.5},
-        {"fidelity_samples": -1},
-    ],
-)
-def test_what_says_nothing_is_refused(teacher: Path, changes: dict[str, Any]) -> None:
-    with refusal("argument-value", next(iter(changes))):
-        forecast_cache(teacher, make_tokens(), OPTIONS, plan=PlanOptions(**changes))
 
 
 def way(title: str, size: float, moved: float) -> FormForecast:
