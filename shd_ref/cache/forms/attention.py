@@ -237,10 +237,9 @@ class Attention(Form):
     def decode(self, record: SampleRecord, layer: int) -> NDArray[np.float32]:
         """The merged maps of one student layer, ``(H_s, rows, keys)``."""
 
+    @abstractmethod
     def decode_rows(self, record: SampleRecord, layer: int) -> Callable[[slice], NDArray[np.float32]]:
-        """The same of some rows at a time, where whole maps would be large."""
-        maps = self.decode(record, layer)
-        return lambda rows: maps[:, rows]
+        """The same of some rows at a time, by where they begin and end, as whole maps may be large."""
 
     def _check_plans(self) -> None:
         limit = self.num_teacher_heads
@@ -428,6 +427,18 @@ class Factors(Attention):
         column = self.column(layer)
         one, mixing = self.factors[column], record.parts["mixing"][column]
         return rebuild_maps(queries, keys, one.scale, self.support, mixing, window=one.window, first=record.first)
+
+    def decode_rows(self, record: SampleRecord, layer: int) -> Callable[[slice], NDArray[np.float32]]:
+        queries, keys = self.decode_factors(record, layer)
+        column, first = self.column(layer), record.first
+        one, mixing = self.factors[column], record.parts["mixing"][column]
+
+        def decode_some(rows: slice) -> NDArray[np.float32]:
+            counted = slice(max(rows.start - first, 0), max(rows.stop - first, 0))
+            maps = rebuild_maps(queries, keys, one.scale, self.support, mixing, window=one.window, rows=counted)
+            return np.pad(maps, ((0, 0), (rows.stop - rows.start - maps.shape[1], 0), (first, 0)))
+
+        return decode_some
 
     def decode_factors(self, record: SampleRecord, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Queries ``(H_t, n, d)`` and centred keys ``(H_kv, n, d)``, float32, without padding in front."""
