@@ -35,7 +35,8 @@ def stored_sizes(folder: Path) -> list[int]:
     manifest = CacheReader(folder).manifest
     shards = range(manifest.shards.num_shards)
     receipts = [Receipt.read(folder, shard, manifest) for shard in shards]
-    return [sum(size or 0 for size in record.sizes) for receipt in receipts for record in receipt.records]
+    records = [record for receipt in receipts for record in receipt.records]
+    return [sum(blob.end - blob.start for blob in record.blobs if blob is not None) for record in records]
 
 
 @pytest.mark.parametrize("front", [False, True], ids=["padding behind", "padding in front"])
