@@ -417,9 +417,6 @@ class Receipt:
             raise ShdError("cache-corrupt", f"{source}: {problem}", "CACHE-53")
         return receipt
 
-    def to_bytes(self) -> bytes:
-        return encode_document(self)
-
     @property
     def samples(self) -> tuple[Record | Skipped, ...]:
         """Records, and skipped samples after them."""
@@ -537,9 +534,6 @@ class Seal:
         if (seal.num_samples, len(seal.receipts)) != (samples, shards):
             raise ShdError("cache-corrupt", f"{path} must count {samples} samples in {shards} shards", "CACHE-55")
         return seal
-
-    def to_bytes(self) -> bytes:
-        return encode_document(self)
 
 
 def _check_manifest(document: Receipt | Seal, manifest: Manifest, source: object) -> None:

@@ -25,7 +25,7 @@ from shd_ref.cache.shards import (
     read_pieces,
     write_blobs,
 )
-from shd_ref.cache.storage.documents import checksum_of
+from shd_ref.cache.storage.documents import checksum_of, encode_document
 from shd_ref.cache.storage.storage import (
     MANIFEST_NAME,
     RECEIPTS_NAME,
@@ -81,29 +81,24 @@ class CacheWriter:
     """
 
     def __init__(self, folder: Folder, manifest: Manifest) -> None:
-        self._storage = open_storage(folder)
-        self.folder = self._storage.root
+        self.storage = open_storage(folder)
+        self.folder = self.storage.root
         self.manifest = manifest
         self.written: set[int] = set()  # shards that this writer committed: others were first elsewhere
-        check_free(self._storage)
+        check_free(self.storage)
         with write_errors(self.folder):
-            self._storage.prepare()
-            self._storage.create(MANIFEST_NAME, manifest.to_bytes())
-        held = Manifest.read(self._storage)
+            self.storage.prepare()
+            self.storage.create(MANIFEST_NAME, manifest.to_bytes())
+        held = Manifest.read(self.storage)
         if held.id != manifest.id:
             raise other_job(self.folder, held.differences(manifest))
         with write_errors(self.folder):
-            self._storage.remove_stale()
-
-    @property
-    def storage(self) -> Storage:
-        """Where the cache is written."""
-        return self._storage
+            self.storage.remove_stale()
 
     def missing_shards(self, shards: Sequence[int] | None = None) -> list[int]:
         """Those of some shards, by default all, without a valid receipt, or whose file size differs from it."""
         shards = range(self.manifest.shards.num_shards) if shards is None else shards
-        committed = self._storage.map(lambda shard: self._committed(shard) is not None, shards)
+        committed = self.storage.map(lambda shard: self._committed(shard) is not None, shards)
         return [shard for shard, is_committed in zip(shards, committed, strict=True) if not is_committed]
 
     def write_shard(
@@ -132,7 +127,7 @@ class CacheWriter:
         if committed is not None:
             return committed
         name = shard_name(shard)
-        with write_errors(self._storage.locate(name)), self._storage.pending(name) as shard_file:
+        with write_errors(self.storage.locate(name)), self.storage.pending(name) as shard_file:
             receipt = write_blobs(shard_file, self.manifest, shard, ordered, errors, left_out)
             shard_file.sync()
             return self.commit_file(shard_file, receipt)
@@ -143,10 +138,10 @@ class CacheWriter:
         Returns the committed receipt: an earlier one if the shard had been committed before. Raises ``write-failed``.
         """
         name = receipt_name(receipt.shard)
-        with write_errors(self._storage.locate(name)), self._storage.pending(name) as receipt_file:
-            receipt_file.write(receipt.to_bytes())
+        with write_errors(self.storage.locate(name)), self.storage.pending(name) as receipt_file:
+            receipt_file.write(encode_document(receipt))
             receipt_file.sync()
-            with self._storage.exclusive():
+            with self.storage.exclusive():
                 return self._commit(shard_file, receipt_file, receipt)
 
     def write_file(self, file: FormFile, pieces: Iterable[Any]) -> None:
@@ -160,15 +155,15 @@ class CacheWriter:
             ShdError: ``write-failed``.
         """
         with contextlib.suppress(ShdError, FileNotFoundError):
-            return check_file(self._storage, file)
+            return check_file(self.storage, file)
         checksum = RunningHash()
-        with write_errors(self._storage.locate(file.name)), self._storage.pending(file.name) as pending:
+        with write_errors(self.storage.locate(file.name)), self.storage.pending(file.name) as pending:
             for piece in pieces:
                 checksum.update(piece)
                 pending.write(piece)
-            check_sum(self._storage.locate(file.name), checksum, file.xxh3_128)
+            check_sum(self.storage.locate(file.name), checksum, file.xxh3_128)
             pending.sync()
-            with self._storage.exclusive():
+            with self.storage.exclusive():
                 pending.commit()
 
     def seal(self) -> Seal:
@@ -180,17 +175,20 @@ class CacheWriter:
         """
         checksums: list[str] = []
         for file in self.manifest.files:
-            check_size(self._storage, file.name, file.size)
-        with write_errors(self._storage.locate(SEAL_NAME)):
+            check_size(self.storage, file.name, file.size)
+        with write_errors(self.storage.locate(SEAL_NAME)):
             # Few receipts in memory at a time: those of a large cache do not fit together.
             check_fingerprint(self.folder, self.manifest, self._receipts(checksums))
             seal = Seal(self.manifest.id, self.manifest.dataset.num_samples, tuple(checksums))
-            self._storage.write_whole(SEAL_NAME, seal.to_bytes())
+            with self.storage.pending(SEAL_NAME) as pending:
+                pending.write(encode_document(seal))
+                pending.sync()
+                pending.commit()
         return seal
 
     def _receipts(self, checksums: list[str]) -> Iterator[Receipt]:
         shards = range(self.manifest.shards.num_shards)
-        for shard, receipt in zip(shards, self._storage.map(self._committed, shards), strict=True):
+        for shard, receipt in zip(shards, self.storage.map(self._committed, shards), strict=True):
             if receipt is None:
                 missing = self.missing_shards(shards[shard:])
                 rule = f"{self.folder} must hold all {len(shards)} shards before it is sealed"
@@ -202,13 +200,13 @@ class CacheWriter:
 
     def _committed(self, shard: int) -> Receipt | None:
         try:
-            return read_committed(self._storage, shard, self.manifest)
+            return read_committed(self.storage, shard, self.manifest)
         except ShdError as error:
             if error.code == "read-failed":
                 raise  # nothing is known of the shard
             # Absent, or damaged in any way: the cure is to write the shard again.
         for name in (receipt_name(shard), shard_name(shard)):
-            self._storage.check_place(name)
+            self.storage.check_place(name)
         return None
 
     def _ordered(
@@ -238,17 +236,17 @@ class CacheWriter:
             if attempt:  # writers in step would replace each other for ever
                 time.sleep(random.uniform(0.0, 0.05 * 2**attempt))
             # A shard that is written again makes a seal and a damaged receipt untrue: they go before it changes.
-            self._storage.remove(SEAL_NAME)
-            self._storage.remove(receipt_name(receipt.shard))
+            self.storage.remove(SEAL_NAME)
+            self.storage.remove(receipt_name(receipt.shard))
             shard_file.commit()
             receipt_file.commit()
             # Where there are no locks, a racing writer may have put its own shard between the two (CACHE-71).
             if shard_file.stands():
                 self.written.add(receipt.shard)
                 return receipt
-            self._storage.remove(receipt_name(receipt.shard))  # no reader takes it for that of the other's shard
+            self.storage.remove(receipt_name(receipt.shard))  # no reader takes it for that of the other's shard
         message = f"other writers replaced it {ATTEMPTS} times: let each process write its own shards (--shards i/n)"
-        raise ShdError("write-failed", f"{self._storage.locate(shard_name(receipt.shard))}: {message}", "CACHE-71")
+        raise ShdError("write-failed", f"{self.storage.locate(shard_name(receipt.shard))}: {message}", "CACHE-71")
 
 
 @dataclass(frozen=True)

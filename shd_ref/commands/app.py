@@ -36,13 +36,13 @@ def make_program() -> Program:
     files = Group("Caches as files", sort_key=-2)
     others = Group("Implementations", sort_key=-1)
     shards = "the same command resumes: the finished shards are kept in --out"
-    program.add(inspect, panel=look, is_long=False)
+    program.add(inspect, panel=look)
     program.add(plan, panel=look)
     program.add(precompute, panel=make, after=shards)
     program.add(verify, panel=make)
     program.add(report, panel=make)
-    program.add(ls, panel=files, is_long=False)
-    program.add(seal, panel=files, is_long=False)
+    program.add(ls, panel=files)
+    program.add(seal, panel=files)
     program.add(merge, panel=files, after=shards)
     # It reads its own options, as it does where there is no cyclopts.
     judge = App("conformance", group=others, help_flags=(), version_flags=(), end_of_options_delimiter="")

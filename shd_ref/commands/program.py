@@ -59,17 +59,10 @@ class Failed(Exception):  # noqa: N818  (no error of the command)
 
 @OPTIONS
 @dataclass(frozen=True)
-class _Short:
+class _Common:
     """Options of every command."""
 
     json: Annotated[bool, Parameter(help="Print only the result, as JSON, on standard output.")] = False
-
-
-@OPTIONS
-@dataclass(frozen=True)
-class _Long(_Short):
-    """Options of every command that shows its progress."""
-
     quiet: Annotated[bool, Parameter(help="Hide progress; results, remarks and errors are still shown.")] = False
 
 
@@ -132,13 +125,9 @@ class Program:
         *,
         name: str | None = None,
         panel: Group | None = None,
-        is_long: bool = True,
         after: str = STARTS_OVER,
     ) -> None:
-        """Add a command; ``is_long`` gives it ``--quiet``.
-
-        ``after`` says what the same command does after one that was stopped, or that could not write.
-        """
+        """Add a command; ``after`` says what the same one does after it was stopped, or could not write."""
         name = name or function.__name__
         self.after[name] = after
 
@@ -147,8 +136,7 @@ class Program:
 
         command.__name__, command.__doc__ = function.__name__, function.__doc__
         signature = inspect.signature(function, eval_str=True)
-        common = _Long if is_long else _Short
-        last = inspect.Parameter("common", inspect.Parameter.KEYWORD_ONLY, default=common(), annotation=common)
+        last = inspect.Parameter("common", inspect.Parameter.KEYWORD_ONLY, default=_Common(), annotation=_Common)
         own = [*signature.parameters.values(), last]
         command.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
         command.__annotations__ = {}  # those of the signature count
@@ -169,7 +157,7 @@ class Program:
             )
             if "common" not in bound.signature.parameters:  # --help, --version, and the judge
                 return function(*bound.args, **bound.kwargs) or 0
-            self._run(function, bound, bound.arguments.pop("common", _Short()))
+            self._run(function, bound, bound.arguments.pop("common", _Common()))
             sys.stdout.flush()
         except ShdError as error:
             return self._report(error, name, after)
@@ -195,11 +183,11 @@ class Program:
             if program != self.name and words and words[0] in names:
                 raise CycloptsError(f"{words[0]} is a command of {program}: {shlex.join([program, *words])}")
 
-    def _run(self, function: Callable[..., Any], bound: inspect.BoundArguments, common: _Short) -> None:
+    def _run(self, function: Callable[..., Any], bound: inspect.BoundArguments, common: _Common) -> None:
         """Run a command; where JSON is wanted its result is printed, and the console is silent meanwhile."""
         silent, console.quiet = console.quiet, common.json or console.quiet
         try:
-            with quiet_progress(isinstance(common, _Long) and common.quiet):
+            with quiet_progress(common.quiet):
                 _print_json(function(*bound.args, **bound.kwargs), common.json)
         except Failed as failed:
             _print_json(failed.document, common.json)

@@ -128,13 +128,6 @@ class Storage(abc.ABC):
         """Exclude other writers, where the storage can; where it cannot, ``PendingFile.stands`` tells."""
         return contextlib.nullcontext()
 
-    def write_whole(self, name: str, data: bytes) -> None:
-        """Write a small file atomically."""
-        with self.pending(name) as file:
-            file.write(data)
-            file.sync()
-            file.commit()
-
     def map(self, function: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
         """Apply a function that reads files to each item, in order; many at once where reading is mostly waiting."""
         return map(function, items)
