@@ -101,9 +101,9 @@ def make_stories(home: Path) -> tuple[Path, Path, Path]:
 
 
 TEACHERS: dict[str, tuple[Any, CompressOptions]] = {
-    "minilm": (make_minilm, CompressOptions(faster=(2.0,))),
+    "minilm": (make_minilm, CompressOptions(faster=(2.0,), length=(64,))),
     "vit_s": (make_vit, CompressOptions(faster=(2.0,), batch=(1,), candidates=1)),
-    "stories": (make_stories, CompressOptions(faster=(2.0,), batch=(1,), int8=False)),
+    "stories": (make_stories, CompressOptions(faster=(2.0,), batch=(1,), length=(64,), int8=False)),
 }
 
 

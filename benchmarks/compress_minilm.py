@@ -161,7 +161,16 @@ def main() -> None:
         train = write_texts(home / "texts.jsonl", sample(wikitext("valid") + dolly(), 0))
         judged = write_texts(home / "test.jsonl", test)
         words = ["shd-torch", "compress", str(teacher), "--data", str(train), "--held-out", str(judged)]
-        words += ["--faster", arguments.faster, "--minutes", str(arguments.minutes), "--out", str(home / "student")]
+        words += [
+            "--faster",
+            arguments.faster,
+            "--length",
+            "64",
+            "--minutes",
+            str(arguments.minutes),
+            "--out",
+            str(home / "student"),
+        ]
         started, before = time.monotonic(), os.times()
         subprocess.run([Path(sys.executable).parent / words[0], *words[1:]], check=True)
         after = os.times()

@@ -44,7 +44,7 @@ class CompressOptions:
         at_least: Quality to keep, 1 being the teacher; alone: the fastest student that keeps it. Or another figure of
             the page by its name, also by labels: map=.8.
         batch: Samples per run; a target must hold for each.
-        length: Tokens per sample; not for images.
+        length: Tokens per sample; not for images. Default: the median of the data, to the next multiple of 8.
         threads: Threads of onnxruntime.
         max_length: Tokens to keep of a text or pair. Default: as the tokenizer's file says.
         text_column: The column of the texts, or of the first texts of pairs.
@@ -63,7 +63,7 @@ class CompressOptions:
     mb: Annotated[tuple[float, ...], WISHES, FLOATS] = ()
     at_least: Annotated[float | tuple[str, float] | None, WISHES, read_by(_read_least, "NUMBER")] = None
     batch: Annotated[tuple[int, ...], RUNNING, INTEGERS] = (1, 32)
-    length: Annotated[tuple[int, ...], RUNNING, INTEGERS] = (64,)
+    length: Annotated[tuple[int, ...], RUNNING, INTEGERS] = ()
     threads: Annotated[int, RUNNING, FROM_1] = 1
     max_length: Annotated[int | None, READING, FROM_1] = None
     text_column: Annotated[str, READING] = "text"
@@ -90,7 +90,7 @@ class CompressOptions:
         need(is_one, "argument-value", "faster, ms and mb", "not be mixed, and hold each number once", got)
         is_any = bool(targets) or self.at_least is not None
         need(is_any, "argument-value", "faster, ms, mb or at_least", "be given", "none")
-        is_single = not self.ms or len(self.batch) * len(self.length) == 1
+        is_single = not self.ms or len(self.batch) * max(len(self.length), 1) == 1
         got = f"batch {self.batch} and length {self.length}"
         need(is_single, "argument-value", "ms", "go with one batch and one length", got)
 

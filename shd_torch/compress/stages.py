@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from shd_torch.compress.labels import Labelled
 from shd_torch.compress.options import CompressOptions
-from shd_torch.compress.samples import Samples
+from shd_torch.compress.samples import Samples, length_of
 from shd_torch.compress.schedule import STAGES, Paces, Schedule, Search, plan_schedule
 from shd_torch.compress.space import Space, find_space
 from shd_torch.compress.task import Decoder, Judge, SentenceEncoder, check_causal, find_task, model_run
@@ -18,7 +20,7 @@ from shd_torch.deploy import GraphTime, quantize_graph, time_graphs
 from shd_torch.deploy.timing import find_busy
 from shd_torch.export import example_inputs, export_student
 from shd_torch.shrink.families import family_of
-from shd_torch.shrink.folders import load_teacher, padding_of
+from shd_torch.shrink.folders import count_positions, load_teacher, padding_of
 from shd_torch.shrink.sizes import sizes_of
 from shd_torch.shrink.unfinished import Unfinished
 
@@ -26,6 +28,8 @@ Progress = Callable[[int, int, str], None]
 INT8_SAMPLES: Final = 128
 """Of the training set, which int8 graphs are made for."""
 ROUNDS: Final = 9
+_ROUNDED: Final = 8
+"""Lengths to time are multiples of it."""
 TEACHER: Final = "teacher"
 TEACHER_INT8: Final = "teacher, int8"
 
@@ -46,6 +50,10 @@ class Run:
         self.teacher, self.options, self.keeper, self.labels = teacher, options, keeper, labels
         self.progress, self.samples, self.folder = progress, samples, keeper.folder
         self.model = load_teacher(teacher).float()  # a folder may keep halves, which graphs and NumPy do not take
+        if "input_ids" in samples.train[0] and not options.length:
+            middle = statistics.median_high(map(length_of, samples.train))
+            length = -(-middle // _ROUNDED) * _ROUNDED
+            self.options = replace(options, length=(min(length, count_positions(self.model.config) or length),))
         self.family = family_of(self.model, None)
         self.sizes = sizes_of(self.model.config, self.family)
         self.space = self._space_of()

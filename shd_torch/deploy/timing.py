@@ -159,7 +159,7 @@ def find_busy(times: Sequence[GraphTime]) -> str | None:
 
 def check_length(name: str, most: int | None, lengths: Sequence[int]) -> None:
     """Refuse samples that a graph or a model has no positions for: ``argument-value``."""
-    if most is not None and max(lengths) > most:
+    if most is not None and max(lengths, default=0) > most:
         rule = f"length must be at most {most}, the longest text that {name} takes"
         raise ShdError("argument-value", f"{rule}; got {max(lengths)}")
 

@@ -412,6 +412,15 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in files}
 
 
+def test_graphs_are_timed_at_the_length_of_the_data(tmp_path: Path) -> None:
+    teacher, data = write_teacher(tmp_path, "classifier")
+    samples = divide(read_rows(data, teacher, None), None, 0)
+    with Unfinished(tmp_path / "run", {}) as keeper:
+        (length,) = Run(teacher, replace(OPTIONS, length=()), keeper, lambda *_: None, samples).options.length
+    assert length % 8 == 0
+    assert length - 8 < np.median([len(row["input_ids"]) for row in samples.train]) <= length
+
+
 def test_a_folder_counts_once_it_is_vouched_for_and_as_it_was_then(tmp_path: Path) -> None:
     teacher, data = write_teacher(tmp_path, "classifier")
     samples = divide(read_rows(data, teacher, None), None, 0)
