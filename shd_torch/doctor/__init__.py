@@ -3,8 +3,16 @@
 Imports ``recipes``, ``live``, ``training`` and ``shrink``. Start with ``diagnosis.py``.
 """
 
-from shd_torch.doctor.diagnosis import Diagnosis, Verdict, diagnose
-from shd_torch.doctor.pair import Difference, Parts, compare_parts, compare_tokenizers, parts_of
+from shd_torch.doctor.diagnosis import (
+    Diagnosis,
+    Difference,
+    Parts,
+    Verdict,
+    compare_parts,
+    compare_tokenizers,
+    diagnose,
+    parts_of,
+)
 from shd_torch.doctor.training import DiagnosisOptions, Probe
 
 __all__ = [

@@ -22,8 +22,7 @@ from shd_torch.doctor import (
     diagnose,
     parts_of,
 )
-from shd_torch.doctor.diagnosis import judge
-from shd_torch.doctor.pair import EFFECTS
+from shd_torch.doctor.diagnosis import EFFECTS, judge
 
 
 def parts(name: str, **changes: Any) -> Parts:
