@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shd_ref.cache.documents import FORMAT_VERSION, Errors, Manifest, Receipt, Seal, check_fingerprint
 from shd_ref.cache.forms.form import Form
-from shd_ref.cache.shards import ShardFile, check_file, check_size, read_committed, shard_header
+from shd_ref.cache.shards import ShardFile, check_file, check_size, read_committed, read_pieces, shard_header
 from shd_ref.cache.storage.documents import checksum_of
 from shd_ref.cache.storage.storage import (
     HUB_NAMES,
@@ -174,10 +173,6 @@ def spans(numbers: Iterable[int]) -> list[tuple[int, int]]:
     return runs
 
 
-READ_BYTES: Final = 2**23
-"""Bytes that are asked for at once: every request to an object store costs a round trip."""
-
-
 @dataclass(frozen=True)
 class Problem:
     """Something wrong with a cache.
@@ -289,15 +284,20 @@ class _Verification:
         header = shard_header(manifest, receipt.shard, receipt.records)
         blobs = list(receipt.stored_parts(manifest))
         whole = RunningHash()
-        file = _ReadAhead(ShardFile(self.storage, receipt.shard), receipt.size)
+        # In large pieces, as every request to an object store costs a round trip, and memory is bounded.
+        pieces, piece = read_pieces(ShardFile(self.storage, receipt.shard), receipt.size), np.empty(0, np.uint8)
         start = blobs[0][2].start if blobs else receipt.size
 
         def digest(count: int) -> str:
             """XXH3-64 of the next bytes, which the whole file's hash takes in too."""
+            nonlocal piece
             running = RunningHash(64)
-            for piece in file.pieces(count):
-                whole.update(piece)
-                running.update(piece)
+            while count:
+                piece = piece if len(piece) else next(pieces)  # blobs end where the file does
+                some, piece = piece[:count], piece[count:]
+                count -= len(some)
+                whole.update(some)
+                running.update(some)
             return running.hexdigest()
 
         if digest(start) != hex_64(xxh3_64(header)) or len(header) != start:
@@ -338,23 +338,3 @@ class _Verification:
 
     def _note(self, code: str, name: str, message: str, record: int | None = None) -> None:
         self.report.problems.append(Problem(code, name, record, message))
-
-
-class _ReadAhead:
-    """A shard file from beginning to end, in large pieces: however large a blob is, memory is bounded."""
-
-    def __init__(self, file: ShardFile, size: int) -> None:
-        self._file, self._size = file, size
-        self._position = 0  # of the first byte that was not asked for
-        self._piece: NDArray[np.uint8] = np.empty(0, np.uint8)
-
-    def pieces(self, count: int) -> Iterator[NDArray[np.uint8]]:
-        """The next bytes."""
-        while count:
-            if not len(self._piece):
-                end = max(self._position + 1, min(self._size, self._position + READ_BYTES))
-                self._piece = self._file.read(self._position, end)
-                self._position = end
-            piece, self._piece = self._piece[:count], self._piece[count:]
-            count -= len(piece)
-            yield piece
