@@ -221,10 +221,8 @@ def decoder_of(manifest: Manifest, index: int) -> int:
     return 1 + index * 3 % 4 if manifest.has_decoder_rows else 0
 
 
-def record_of(manifest: Manifest, index: int, *, with_mixing: bool = True, **changes: Any) -> SampleRecord:
+def record_of(manifest: Manifest, index: int, **changes: Any) -> SampleRecord:
     parts = parts_of(manifest, index)
-    if not with_mixing:
-        del parts["mixing"]
     parts |= changes.pop("parts", {})
     record = SampleRecord(
         index=index,
