@@ -260,8 +260,8 @@ def example_inputs(model: nn.Module, names: Collection[str] | None = None) -> di
         ids = torch.where(mask == 1, 2 if pad == 1 else 1, pad)
         folder = getattr(model, "name_or_path", None) or os.devnull  # in which no file is
         named = text_inputs(folder) if names is None else names
-        given = {name: torch.zeros_like(ids) for name in named if name in takes}
-        return given | {"input_ids": ids} | ({"attention_mask": mask} if "attention_mask" in given else {}) | second
+        inputs = {name: torch.zeros_like(ids) for name in named if name in takes}
+        return inputs | {"input_ids": ids} | ({"attention_mask": mask} if "attention_mask" in inputs else {}) | second
     bins, frames = getattr(config, "num_mel_bins", None), getattr(config, "max_source_positions", None)
     if main_input == "input_features" and second and bins and frames:
         # Whisper halves the frames before its encoder, and takes no fewer than it has positions for.

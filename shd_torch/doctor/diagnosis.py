@@ -182,12 +182,12 @@ def compare_parts(teacher: Parts, student: Parts) -> list[Difference]:
     What hurts is what arXiv 2605.07191 found: where the teacher's attention relies on LayerScale or registers,
     students without them lose by attention transfer.
     """
-    found: list[Difference] = []
+    differences: list[Difference] = []
 
     def note(part: str, own: object, other: object, effect: str, remedy: str) -> None:
         words = ("no", "yes")[own is True], ("no", "yes")[other is True]
         own, other = words if isinstance(own, bool) else (own, other)
-        found.append(Difference(part, str(own), str(other), effect, remedy))
+        differences.append(Difference(part, str(own), str(other), effect, remedy))
 
     if student.heads > teacher.heads:
         note("heads", teacher.heads, student.heads, BLOCKS, "heads can be merged, not split: use fewer")
@@ -214,7 +214,7 @@ def compare_parts(teacher: Parts, student: Parts) -> list[Difference]:
     if teacher.positions != student.positions:
         remedy = "distance is encoded differently: use the teacher's kind of positions"
         note("positions", teacher.positions, student.positions, HURTS, remedy)
-    return sorted(found, key=lambda one: EFFECTS.index(one.effect))
+    return sorted(differences, key=lambda difference: EFFECTS.index(difference.effect))
 
 
 def _compare_inputs(teacher: Parts, student: Parts, note: Callable[[str, object, object, str, str], None]) -> None:
@@ -351,14 +351,21 @@ def diagnose(
         folders.check_positions(data or {}, folders.count_positions(config))
     tokens = compare_tokenizers(folder, learner.folder) if own.patches is None else []
     # Of tokenizers first: other tokens make all else vain.
-    differences = sorted([*tokens, *compare_parts(parts, own)], key=lambda one: EFFECTS.index(one.effect))
-    found = Diagnosis(Verdict("", "", ""), parts, own, tuple(differences), learner.has_weights, learner.is_squeezed)
-    if data is not None and not any(one.effect == BLOCKS for one in differences):
+    differences = sorted(
+        [*tokens, *compare_parts(parts, own)], key=lambda difference: EFFECTS.index(difference.effect)
+    )
+    diagnosis = Diagnosis(
+        Verdict("", "", ""), parts, own, tuple(differences), learner.has_weights, learner.is_squeezed
+    )
+    if data is not None and not any(difference.effect == BLOCKS for difference in differences):
         pooling = find_pooling(folder)
         mode = None if pooling is None else pooling.mode
-        found = replace(found, **_try(found, model, learner, _read(data, parts, own), mode, options, progress))
+        diagnosis = replace(
+            diagnosis, **_try(diagnosis, model, learner, _read(data, parts, own), mode, options, progress)
+        )
     return replace(
-        found, verdict=judge(differences, found.probe, is_squeezed=found.is_squeezed, failure=found.failure)
+        diagnosis,
+        verdict=judge(differences, diagnosis.probe, is_squeezed=diagnosis.is_squeezed, failure=diagnosis.failure),
     )
 
 
@@ -373,7 +380,7 @@ def judge(
                 return Verdict(NO, f"the pair cannot be run together: {failure}", rests_on)
             if probe is not None:
                 return Verdict(*_of_probe(probe), "probe")
-        those = [one for one in differences if one.effect == effect]
+        those = [difference for difference in differences if difference.effect == effect]
         if those:
             first, more = those[0], f" and {len(those) - 1} more" if len(those) > 1 else ""
             both = f"they differ in {first.part}{more} (teacher {first.teacher}, student {first.student})"
@@ -418,7 +425,7 @@ def _read(data: Arrays, teacher: Parts, student: Parts) -> dict[str, Tensor]:
 
 
 def _try(
-    found: Diagnosis,
+    diagnosis: Diagnosis,
     model: Any,
     student: Student,
     batch: dict[str, Tensor],
@@ -426,20 +433,20 @@ def _try(
     options: DiagnosisOptions,
     progress: Progress,
 ) -> dict[str, Any]:
-    tokens, size = batch.get("input_ids"), found.student.vocabulary
+    tokens, size = batch.get("input_ids"), diagnosis.student.vocabulary
     if tokens is not None and size is not None and int(tokens.max()) >= size:
         problem = f"the data has token {int(tokens.max())}, and the student a vocabulary of {size}"
         return {"failure": f"{problem}: give it the teacher's tokenizer and vocabulary"}
     if getattr(model.config, "is_encoder_decoder", False):
         return {"untried": "an encoder-decoder is not trained here; examples/encoder_decoder.py trains one"}
-    if found.teacher.patches is not None and found.teacher.specials != found.student.specials:
-        return {
-            "untried": f"the teacher has {found.teacher.specials} extra tokens besides the patches, the student "
-            f"{found.student.specials}: give it the same, or cut the merged maps with shd_torch.maps.align_tokens in "
-            "your own training"
-        }
+    if diagnosis.teacher.patches is not None and diagnosis.teacher.specials != diagnosis.student.specials:
+        extra = (
+            f"{diagnosis.teacher.specials} extra tokens besides the patches, the student {diagnosis.student.specials}"
+        )
+        remedy = "give it the same, or cut the merged maps with shd_torch.maps.align_tokens in your own training"
+        return {"untried": f"the teacher has {extra}: {remedy}"}
     start, few = student.make(0), {name: array[:2] for name, array in batch.items()}
-    live, problems = _run_together(found, model, student, start, few)
+    live, problems = _run_together(diagnosis, model, student, start, few)
     if live is None:
         return problems
     objective = choose_objective(start, model, few, pooling)
@@ -459,7 +466,7 @@ def _try(
 
 
 def _run_together(
-    found: Diagnosis, model: Any, student: Student, start: Any, batch: Mapping[str, Tensor]
+    diagnosis: Diagnosis, model: Any, student: Student, start: Any, batch: Mapping[str, Tensor]
 ) -> tuple[OnlineTeacher | None, dict[str, Any]]:
     """The live teacher, squeezed as the student was, after both ran on a batch; None and why, if they did not.
 
@@ -470,8 +477,8 @@ def _run_together(
         if student.is_squeezed:
             live = OnlineTeacher.for_student(model, student.folder)
         else:
-            pairs = layer_map(found.teacher.layers, min(found.student.layers, found.teacher.layers))
-            live = OnlineTeacher(model, found.student.heads, pairs)
+            pairs = layer_map(diagnosis.teacher.layers, min(diagnosis.student.layers, diagnosis.teacher.layers))
+            live = OnlineTeacher(model, diagnosis.student.heads, pairs)
         taught = live(**inputs)
     except Exception as error:  # of the model's own code too, on data that it does not take
         problem = f"the teacher {_say_error(error)}"

@@ -187,10 +187,10 @@ class IndexerRequest:
         fits, counts = 0 < len(teachers) == len(rests), f"{len(teachers)} and {len(rests)}"
         rule = "be one each, or equally long lists with one per layer"
         need(fits, "argument-shape", "teacher and outside", rule, counts, spec_id="IDX-8")
-        for one in teachers:
+        for layer_teacher in teachers:
             rule = "be a Factored (Factored.teacher(queries, keys, is_causal=True)), or a list of them"
-            is_right = isinstance(one, Factored)
-            need(is_right, "argument-value", "teacher", rule, type(one).__name__, spec_id="IDX-6")
+            is_right = isinstance(layer_teacher, Factored)
+            need(is_right, "argument-value", "teacher", rule, type(layer_teacher).__name__, spec_id="IDX-6")
         batch, _, num_rows, _ = scorer.queries.shape
         num_keys = teachers[0].keys.shape[2]
         num_blocks = -(-num_keys // block_size)
@@ -203,22 +203,24 @@ class IndexerRequest:
             check_shape(segments, "segments", (batch, num_rows), "IDX-5")
             if num_rows != num_keys:
                 raise ShdError("argument-shape", f"segments need L = S; got {num_rows} and {num_keys}", "IDX-5")
-        for layer, (one, rest) in enumerate(zip(teachers, rests, strict=True)):
-            _check_teacher(one, rest, (batch, num_rows, num_keys), scorer.groups, layer, check=check)
-            is_same, rule = _same_mask(one.rule, teachers[0].rule, check=check), "be who may in layer 0"
+        for layer, (layer_teacher, rest) in enumerate(zip(teachers, rests, strict=True)):
+            _check_teacher(layer_teacher, rest, (batch, num_rows, num_keys), scorer.groups, layer, check=check)
+            is_same, rule = _same_mask(layer_teacher.rule, teachers[0].rule, check=check), "be who may in layer 0"
             argument, got = f"who may attend in layer {layer}", "another mask, window or causality"
             need(is_same, "argument-value", argument, rule, got, spec_id="IDX-8")
         device = scorer.queries.device
         moved = tuple(None if rest is None else rest.detach().to(device) for rest in rests)
         return cls(
             scorer=scorer,
-            teachers=tuple(one.to(device) for one in teachers),
+            teachers=tuple(layer_teacher.to(device) for layer_teacher in teachers),
             outside=moved,
             block_size=block_size,
             top_k=top_k,
             mask_first=restriction == "mask_first" and top_k is not None,
             segments=None if segments is None else segments.to(device),
-            dtype=torch.promote_types(scorer.dtype, compute_dtype(*(one.queries for one in teachers))),
+            dtype=torch.promote_types(
+                scorer.dtype, compute_dtype(*(layer_teacher.queries for layer_teacher in teachers))
+            ),
         )
 
     @property

@@ -195,8 +195,8 @@ def rotary_frequencies(model: Any, family: Family) -> list[Array] | None:
     base, count = base_of(model), len(family.layers_of(model))
     kinds = getattr(model.config, "layer_types", None) or [""] * count
     tables = {kind: family.rotary.format(kind) for kind in kinds}
-    found = all(has_part(base, table) for table in tables.values())
-    need(found, "shrink-unsupported", "teacher", "have one table of rotary frequencies", "none")
+    has_tables = all(has_part(base, table) for table in tables.values())
+    need(has_tables, "shrink-unsupported", "teacher", "have one table of rotary frequencies", "none")
     return [as_array(find_part(base, tables[kind])) for kind in kinds]
 
 

@@ -196,12 +196,14 @@ def text_inputs(folder: str | Path) -> list[str]:
     """
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
 
-    told: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name in ("config.json", "tokenizer_config.json") if (Path(folder) / "tokenizer.json").is_file() else ():
         with suppress(OSError, ValueError, TypeError):
-            told |= read_json(Path(folder) / name)
-    kind = told.get("tokenizer_class") or TOKENIZER_MAPPING_NAMES.get(str(told.get("model_type")))
-    named = told.get("model_input_names") or getattr(tokenizer_class_from_name(str(kind)), "model_input_names", [])
+            settings |= read_json(Path(folder) / name)
+    kind = settings.get("tokenizer_class") or TOKENIZER_MAPPING_NAMES.get(str(settings.get("model_type")))
+    named = settings.get("model_input_names") or getattr(
+        tokenizer_class_from_name(str(kind)), "model_input_names", []
+    )
     return list(dict.fromkeys(("input_ids", "attention_mask", *map(str, named))))
 
 
@@ -316,7 +318,7 @@ def check_files(folder: Path, argument: str = "model") -> list[Path]:
         ]
         indices = [read_json(file)["weight_map"] for file in files if file.name.endswith(".index.json")]
         shards = {folder / str(shard) for index in indices for shard in index.values()}
-        held = [file for file in {*files, *shards} if file.is_file()]
+        present = [file for file in {*files, *shards} if file.is_file()]
         real = {file: Path(os.path.realpath(file)) for file in (*files, *shards)}  # a name may hold a NUL
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ShdError("read-failed", f"{name} must hold readable files: {error!r:.200}") from error
@@ -324,7 +326,7 @@ def check_files(folder: Path, argument: str = "model") -> list[Path]:
         if not place.is_relative_to(home):
             rule = f"{name} must hold its own files; {str(file)!r} lies elsewhere"
             raise ShdError("read-failed", f"{rule}: put the model's files, not links to them, into one folder")
-    return held
+    return present
 
 
 def _conversion(folder: Path) -> str:

@@ -76,9 +76,9 @@ class Unfinished(DraftFolder):
             seen.add(there)
         with write_errors(self.folder):
             hashes = hash_files(self.folder, files) if files else {}
-        said = {"notes": json.dumps(notes), "pattern": files, "files": json.dumps(hashes)}
-        said["sha256"] = _hash_tensors(own, *said.values())
-        self._put(name + _SUFFIX, lambda draft: save_file(own, draft, said))
+        metadata = {"notes": json.dumps(notes), "pattern": files, "files": json.dumps(hashes)}
+        metadata["sha256"] = _hash_tensors(own, *metadata.values())
+        self._put(name + _SUFFIX, lambda draft: save_file(own, draft, metadata))
 
     def get(self, name: str) -> tuple[dict[str, Tensor], Any] | None:
         """A piece, its tensors on the CPU; None where it is not finished, ``read-failed`` where it is damaged."""
@@ -89,14 +89,14 @@ class Unfinished(DraftFolder):
             return None
         try:
             with safe_open(path, "pt") as file:
-                names, said = file.keys(), file.metadata()
+                names, metadata = file.keys(), file.metadata()
                 tensors = {name: file.get_tensor(name) for name in names}
-            pattern = said["pattern"]
-            if said["sha256"] != _hash_tensors(tensors, said["notes"], pattern, said["files"]):
+            pattern = metadata["pattern"]
+            if metadata["sha256"] != _hash_tensors(tensors, metadata["notes"], pattern, metadata["files"]):
                 raise ValueError(f"a damaged {path.name}")
-            if pattern and hash_files(self.folder, pattern) != json.loads(said["files"]):
+            if pattern and hash_files(self.folder, pattern) != json.loads(metadata["files"]):
                 raise ValueError(f"damaged files {pattern}")
-            return tensors, json.loads(said["notes"])
+            return tensors, json.loads(metadata["notes"])
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise self._unreadable(error) from error
 
@@ -136,10 +136,10 @@ class Unfinished(DraftFolder):
 def run_key(teacher: nn.Module | str | os.PathLike[str], options: Mapping[str, Any], **data: Any) -> dict[str, Any]:
     """What pieces depend on: hashes of the teacher and of each set of data, the options, and the software."""
     versions = {name: version(name) for name in ("torch", "transformers", "squeezing-heads")}
-    tensors = {name: {key: torch.as_tensor(array) for key, array in one.items()} for name, one in data.items()}
+    tensors = {name: {key: torch.as_tensor(array) for key, array in arrays.items()} for name, arrays in data.items()}
     return {
         "teacher": _hash_model(teacher) if isinstance(teacher, nn.Module) else _hash_folder(Path(teacher)),
-        **{name: _hash_tensors(one) for name, one in tensors.items()},
+        **{name: _hash_tensors(inputs) for name, inputs in tensors.items()},
         "options": dict(options),
         "versions": versions | {"machine": platform.machine()},
     }
