@@ -305,16 +305,20 @@ def merge_caches(
     def take_shard(shard: int, source: Storage) -> int:
         receipt = read_committed(source, shard, manifest)
         with write_errors(target.locate(shard_name(shard))), target.pending(shard_name(shard)) as copy:
-            _copy_bytes(source, receipt, copy)
+            file, whole = ShardFile(source, shard), RunningHash()
+            for data in read_pieces(file, receipt.size):
+                whole.update(data)
+                copy.write(data)
+            check_sum(file.path, whole, receipt.xxh3_128, "CACHE-90")
+            copy.sync()
             writer.commit_file(copy, receipt)
         return receipt.size
 
-    for kept in manifest.files:
-        _from_first(storages, functools.partial(take_file, kept))
-    written, done = 0, 0
-    for shard in sorted(offers):
+    for file_of_form in manifest.files:
+        _from_first(storages, functools.partial(take_file, file_of_form))
+    written = 0
+    for done, shard in enumerate(sorted(offers), start=1):
         written += _from_first(offers[shard], functools.partial(take_shard, shard))
-        done += 1
         if on_progress is not None:
             on_progress(done, len(offers))
     left = tuple(shard for shard in missing if shard not in offers)
@@ -322,7 +326,7 @@ def merge_caches(
         writer.seal()
     return MergeSummary(
         folder=target.root,
-        copied=done,
+        copied=len(offers),
         present=manifest.shards.num_shards - len(missing),
         missing=left,
         bytes=written,
@@ -381,12 +385,3 @@ def _from_first(sources: Sequence[Storage], copy: Callable[[Storage], int]) -> i
                 raise
             problems.append(error)
     raise problems[0]
-
-
-def _copy_bytes(source: Storage, receipt: Receipt, copy: PendingFile) -> None:
-    file, whole = ShardFile(source, receipt.shard), RunningHash()
-    for data in read_pieces(file, receipt.size):
-        whole.update(data)
-        copy.write(data)
-    check_sum(file.path, whole, receipt.xxh3_128, "CACHE-90")
-    copy.sync()

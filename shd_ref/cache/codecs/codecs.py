@@ -19,7 +19,6 @@ from shd_ref.integers import check_option
 FloatArray = NDArray[np.float32] | NDArray[np.float64]
 
 CODECS: Final = ("float32", "sqrt8-row", "u4")
-DEFAULT_CODEC: Final = "sqrt8-row"
 
 SMALLEST_PROB: Final = 2.0**-126
 """The smallest normal float32. Anything below counts as zero: accelerators flush it (CACHE-111)."""
