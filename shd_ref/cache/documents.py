@@ -545,14 +545,14 @@ def _check_manifest(document: Receipt | Seal, manifest: Manifest, source: object
 def check_fingerprint(folder: object, manifest: Manifest, receipts: Iterable[Receipt]) -> None:
     """Refuse a set of receipts whose keys, by sample index, are not the data set's (CACHE-37)."""
     keys = np.zeros((manifest.dataset.num_samples, 16), dtype=np.uint8)
-    held = np.zeros(len(keys), dtype=np.bool_)
+    present = np.zeros(len(keys), dtype=np.bool_)
     for receipt in receipts:
         for sample in receipt.samples:
             keys[sample.index] = np.frombuffer(bytes.fromhex(sample.key), dtype=np.uint8)
-            held[sample.index] = True
+            present[sample.index] = True
     fingerprint = dataset_fingerprint(key.tobytes().hex() for key in keys)
     expected = manifest.dataset.fingerprint
-    if fingerprint != expected or not held.all():
-        rule = f"{folder}: the fingerprint of its {held.sum()} sample keys must be {expected}, as in the manifest"
+    if fingerprint != expected or not present.all():
+        rule = f"{folder}: the fingerprint of its {present.sum()} sample keys must be {expected}, as in the manifest"
         remedy = "the data set or the tokenizer changed while the cache was written; start over in another folder"
         raise ShdError("cache-mismatch", f"{rule}; got {fingerprint}: {remedy}", "CACHE-37")

@@ -210,13 +210,13 @@ class CacheReader:
         """Numbers of the coded parts of a form that are asked for, by the keyword of its choice."""
         chosen = {form.SUBJECT for form in self.manifest.forms if name == form.CHOICE}
         coded = [number for number, part in enumerate(self.manifest.parts) if part.dtype == U8]
-        held = {part.layer: number for number in coded if (part := self.manifest.parts[number]).subject in chosen}
+        numbers = {part.layer: number for number in coded if (part := self.manifest.parts[number]).subject in chosen}
         if choice is None or isinstance(choice, bool):
-            return [] if choice is False else list(held.values())
+            return [] if choice is False else list(numbers.values())
         for layer in choice:
-            if layer not in held:
-                raise ShdError("argument-value", f"{name} must be among {list(held)}; got {layer}", "CACHE-81")
-        return [held[layer] for layer in dict.fromkeys(choice)]
+            if layer not in numbers:
+                raise ShdError("argument-value", f"{name} must be among {list(numbers)}; got {layer}", "CACHE-81")
+        return [numbers[layer] for layer in dict.fromkeys(choice)]
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("_open", "_part_shapes")}
@@ -253,7 +253,7 @@ class CacheReader:
             errors.append(receipt.errors)
             records = receipt.records
             self._keys += [record.key for record in records]
-            self._seeds |= {one.index: one.seed for one in receipt.samples if one.seed is not None}
+            self._seeds |= {sample.index: sample.seed for sample in receipt.samples if sample.seed is not None}
             self.skipped |= {sample.key: sample.reason for sample in receipt.skipped}
             if records:
                 places = [(receipt.shard, r.index, r.length, r.first, r.decoder) for r in records]

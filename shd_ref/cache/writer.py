@@ -89,9 +89,9 @@ class CacheWriter:
         with write_errors(self.folder):
             self.storage.prepare()
             self.storage.create(MANIFEST_NAME, manifest.to_bytes())
-        held = Manifest.read(self.storage)
-        if held.id != manifest.id:
-            raise other_job(self.folder, held.differences(manifest))
+        written = Manifest.read(self.storage)
+        if written.id != manifest.id:
+            raise other_job(self.folder, written.differences(manifest))
         with write_errors(self.folder):
             self.storage.remove_stale()
 
@@ -365,7 +365,7 @@ def _find_offers(
             if checksum is not None:
                 expected, holder = first_seen.setdefault(shard, (checksum, source))
                 if checksum != expected:
-                    places = " and ".join(str(one.locate(receipt_name(shard))) for one in (holder, source))
+                    places = " and ".join(str(storage.locate(receipt_name(shard))) for storage in (holder, source))
                     message = f"shard {shard} must be the same wherever it is held; {places} differ"
                     remedy = "it was made twice, so remove one of the two receipts with its shard"
                     raise ShdError("cache-mismatch", f"{message}: {remedy}", "CACHE-63")

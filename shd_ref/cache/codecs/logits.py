@@ -89,7 +89,7 @@ def rows_moved(
 
 def _pick(logits: NDArray[Any], head: int, temperature: float) -> DecodedRows:
     ids = np.stack([_largest(row, head) for row in logits])
-    kept = np.take_along_axis(logits, ids, -1).astype(np.float64) / temperature
+    likeliest = np.take_along_axis(logits, ids, -1).astype(np.float64) / temperature
     # The rest in single precision where the teacher's is no better: its sum is stored in binary16.
     rest = logits.astype(np.promote_types(logits.dtype, np.float32))
     np.put_along_axis(rest, ids, -np.inf, -1)
@@ -101,8 +101,8 @@ def _pick(logits: NDArray[Any], head: int, temperature: float) -> DecodedRows:
     sums, peaks = shares.sum(axis=-1, dtype=np.float64), peak[:, 0].astype(np.float64) / temperature
     with np.errstate(divide="ignore"):  # there may be no rest
         log_rest = np.log(sums) + peaks
-    whole = np.logaddexp(log_rest, _logsumexp(kept))
-    return DecodedRows(ids, kept - whole[:, None], log_rest - whole)
+    whole = np.logaddexp(log_rest, _logsumexp(likeliest))
+    return DecodedRows(ids, likeliest - whole[:, None], log_rest - whole)
 
 
 def _largest(row: NDArray[Any], count: int) -> NDArray[np.int64]:
@@ -124,13 +124,13 @@ def _error(logits: NDArray[Any], temperature: float, decoded: DecodedRows | NDAr
     log_p = _log_softmax(logits, temperature)
     p = np.exp(log_p)
     log_classes, log_coded = _told_apart(log_p, temperature, decoded)
-    said = np.exp(log_coded) if isinstance(decoded, np.ndarray) else _expand(decoded, p.shape[1])
+    probs = np.exp(log_coded) if isinstance(decoded, np.ndarray) else _expand(decoded, p.shape[1])
     classes = np.exp(log_classes)
     ratios = np.zeros_like(classes)
     np.subtract(log_classes, log_coded, out=ratios, where=classes > 0)
     kl = np.maximum((classes * ratios).sum(axis=-1), 0.0)  # rounding can leave -1e-17
     tv = np.abs(classes - np.exp(log_coded)).sum(axis=-1) / 2
-    gradient = np.linalg.norm(said - p, axis=-1) / np.linalg.norm(p, axis=-1)
+    gradient = np.linalg.norm(probs - p, axis=-1) / np.linalg.norm(p, axis=-1)
     return LogitsError(float(kl.mean()), float(kl.max()), float(tv.mean()), float(gradient.mean()), len(p))
 
 
@@ -148,10 +148,10 @@ def _told_apart(log_p: Array, temperature: float, decoded: DecodedRows | NDArray
 
 def _expand(rows: DecodedRows, vocab_size: int) -> Array:
     """What a record says of every class: of its tail, that the classes are equally likely."""
-    said = np.empty((len(rows.log_tail), vocab_size))
-    said[:] = np.exp(rows.log_tail)[:, None] / max(vocab_size - rows.head_ids.shape[1], 1)
-    np.put_along_axis(said, rows.head_ids, np.exp(rows.log_probs), -1)
-    return said
+    probs = np.empty((len(rows.log_tail), vocab_size))
+    probs[:] = np.exp(rows.log_tail)[:, None] / max(vocab_size - rows.head_ids.shape[1], 1)
+    np.put_along_axis(probs, rows.head_ids, np.exp(rows.log_probs), -1)
+    return probs
 
 
 def _log_softmax(logits: NDArray[Any], temperature: float) -> Array:

@@ -57,8 +57,8 @@ class Held:
         """The same, where there must be one: ``argument-value``."""
         form = self.find(kind)
         if form is None:
-            held = ", ".join(form.SUBJECT for form in self.forms)
-            message = f"the cache must hold {name} for this; it holds {held}: precompute it with {name}"
+            names = ", ".join(form.SUBJECT for form in self.forms)
+            message = f"the cache must hold {name} for this; it holds {names}: precompute it with {name}"
             raise ShdError("argument-value", message, "CACHE-160")
         return form
 

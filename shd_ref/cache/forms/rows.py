@@ -400,9 +400,9 @@ class Logits(Rows):
     @functools.cached_property
     def coded(self) -> tuple[tuple[Part, RowCodec], ...]:
         """The classes that the coded rows have: several teachers' rows are cut before averaging."""
-        given = self.vocab_size if self.with_teachers else self.padded_vocab_size or self.vocab_size
-        kept = None if self.codec == "float16" else self.code
-        codec = LogitsCodec(given, self.vocab_size, self.temperature or 1.0, kept)
+        width = self.vocab_size if self.with_teachers else self.padded_vocab_size or self.vocab_size
+        code = None if self.codec == "float16" else self.code
+        codec = LogitsCodec(width, self.vocab_size, self.temperature or 1.0, code)
         return ((Part("logits", U8, self.SUBJECT), codec),)
 
     def describe(self) -> list[tuple[str, str]]:

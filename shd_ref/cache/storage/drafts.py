@@ -99,10 +99,10 @@ def settle(path: Path) -> None:
     """Wait until a file or a folder is on the disk, with the mode of new files: safetensors' are for their owner."""
     mask = os.umask(0o077)  # no other way to read it
     os.umask(mask)
-    for one in (*path.rglob("*"), path):
-        if one.is_file():
-            one.chmod(0o666 & ~mask)
-        sync(one)
+    for part in (*path.rglob("*"), path):
+        if part.is_file():
+            part.chmod(0o666 & ~mask)
+        sync(part)
 
 
 def hash_files(folder: Path, pattern: str) -> dict[str, str]:

@@ -232,7 +232,7 @@ class LocalStorage(Storage):
                 message = f"{self.root} is not a cache folder: name the folder that holds manifest.json"
                 return ShdError("cache-incomplete", message, "CACHE-83")
             ancestors = (path, *path.parents)
-            blocking = next((one for one in ancestors if one.exists() and not one.is_dir()), path)
+            blocking = next((place for place in ancestors if place.exists() and not place.is_dir()), path)
             message = f"{blocking} must be a folder; it is a file: move it away, then restore the folder"
             return ShdError("cache-corrupt", message, "CACHE-83")
         if isinstance(error, IsADirectoryError):

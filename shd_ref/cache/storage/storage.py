@@ -60,8 +60,8 @@ class RangeFile(abc.ABC):
         data = self.read(start, start + sum(map(len, parts)))
         offset = 0
         for buffer in parts:
-            held = data[offset : offset + len(buffer)]
-            buffer[: len(held)] = held
+            piece = data[offset : offset + len(buffer)]
+            buffer[: len(piece)] = piece
             offset += len(buffer)
         return len(data)
 
