@@ -406,11 +406,9 @@ class Factors(Attention):
                 raise misfit(record, "codes must be queries and keys for factors", coded.shape)
             parts = ((heads, coded.queries, coded.query_steps), (factors.num_key_heads, coded.keys, coded.key_steps))
             for count, codes, steps in parts:
-                if codes.shape != (count, length, factors.width):
-                    raise misfit(record, f"factors must be ({count}, {length}, {factors.width})", codes.shape)
-                if (steps is not None) != has_steps or (steps is not None and steps.shape != (count, length)):
-                    steps_shape = None if steps is None else steps.shape
-                    raise misfit(record, f"steps must be ({count}, {length}) for int8, else None", steps_shape)
+                shapes = (count, length, factors.width), (count, length) if has_steps else None
+                if (actual := (codes.shape, None if steps is None else steps.shape)) != shapes:
+                    raise misfit(record, "factors and steps must be {} and {}".format(*shapes), actual)
                 if codes.dtype != dtype or (steps is not None and steps.dtype != np.float32):
                     message = f"record {record.index}: factors must be {dtype} with float32 steps; got {codes.dtype}"
                     raise ShdError("argument-dtype", message, "CACHE-142")
@@ -425,8 +423,8 @@ class Factors(Attention):
     def decode(self, record: SampleRecord, layer: int) -> NDArray[np.float32]:
         queries, keys = self.decode_factors(record, layer)
         column = self.column(layer)
-        one, mixing = self.factors[column], record.parts["mixing"][column]
-        return rebuild_maps(queries, keys, one.scale, self.support, mixing, window=one.window, first=record.first)
+        factors, mixing, first = self.factors[column], record.parts["mixing"][column], record.first
+        return rebuild_maps(queries, keys, factors.scale, self.support, mixing, window=factors.window, first=first)
 
     def decode_rows(self, record: SampleRecord, layer: int) -> Callable[[slice], NDArray[np.float32]]:
         queries, keys = self.decode_factors(record, layer)

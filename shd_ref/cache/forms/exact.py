@@ -215,16 +215,8 @@ class Exact(Vectors):
         A matrix of bfloat16 has the type of the package ml_dtypes. Raises ``not-finite``, ``argument-shape``.
         """
         (size, width), bias, dtype = head.weight.shape, head.bias is not None, head.weight.dtype.name
-        about = Head(
-            xxh3_128="0" * 32,
-            vocab_size=size,
-            padded_vocab_size=padded,
-            dtype=dtype,
-            bias=bias,
-            scale=head.scale,
-            soft_cap=head.soft_cap,
-            norm=head.norm,
-        )
+        facts: dict[str, Any] = {"bias": bias, "scale": head.scale, "soft_cap": head.soft_cap, "norm": head.norm}
+        about = Head(xxh3_128="0" * 32, vocab_size=size, padded_vocab_size=padded, dtype=dtype, **facts)
         form = cls(codec=codec, rows=rows, tensor=tensor, width=width, head=about)
         arrays = {"bias": head.bias, "norm.weight": head.norm_weight, "norm.bias": head.norm_bias}
         arrays["weight"] = head.weight.view(np.uint16) if dtype == "bfloat16" else head.weight
@@ -245,12 +237,10 @@ class Exact(Vectors):
 
     def read_head(self, data: NDArray[np.uint8]) -> TeacherHead:
         """The head from the bytes of its file, whose checksum was compared; the matrix in float32 or float16."""
-        arrays = {
-            name: _widen(data[tensor.start : tensor.end].view(_NUMPY[tensor.dtype]), tensor.dtype).reshape(
-                tensor.shape
-            )
-            for name, tensor in self.head_layout.items()
-        }
+        arrays = {}
+        for name, tensor in self.head_layout.items():
+            numbers = data[tensor.start : tensor.end].view(_NUMPY[tensor.dtype])
+            arrays[name] = _widen(numbers, tensor.dtype).reshape(tensor.shape)
         norm = arrays.get("norm.weight"), arrays.get("norm.bias")
         head = self.head
         return TeacherHead(arrays["weight"], arrays.get("bias"), head.scale, head.soft_cap, head.norm, *norm)
