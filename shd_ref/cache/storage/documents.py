@@ -86,8 +86,9 @@ def convert(value: Any, kind: type[_Content]) -> _Content:
 def check_members(content: dict[str, Any], members: dict[str, Any], source: object) -> None:
     """Refuse members that do not come back where content made of them is written: ``cache-corrupt``."""
     if _serialise(content) != _serialise(members):
-        rule = "its members must be those of the specification, each of its type"
-        raise _corrupt(source, f"{rule}; some is unknown, or must be left out where it has its default", "CACHE-15")
+        odd = ", ".join(sorted(members.keys() ^ content.keys())) or "an inner one"
+        problem = f"{odd} is unknown, or must be left out where it has its default"
+        raise _corrupt(source, f"its members must be those of the specification; {problem}", "CACHE-15")
 
 
 @contextlib.contextmanager

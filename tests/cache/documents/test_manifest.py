@@ -223,7 +223,7 @@ def test_optional_member_is_left_out_where_it_is_the_default() -> None:
     assert "on_error" not in members_of(job())
     assert not {"plans", "matching", "shapes", "kinds"} & members_of(job())["attention"].keys()
     assert "seed" not in members_of(job())["inputs"]
-    with refusal("cache-corrupt", "must be left out where it has its default"):
+    with refusal("cache-corrupt", "on_error is unknown, or must be left out where it has its default"):
         Manifest.from_bytes(document(members_of(job()) | {"on_error": "stop"}))
 
 
