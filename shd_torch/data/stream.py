@@ -77,7 +77,7 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, SampleRecord]]):
         self._given = 0  # samples of this process's share, of the pass that is running
         self._resume = 0
         self._saved_epoch: int | None = None
-        self._saved_among: _Readers | None = None  # how many shared the stream when the loaded state was saved
+        self._saved_among: tuple[int, int] | None = None  # ranks and workers when the loaded state was saved
         self._place: tuple[int, int] | None = None
         self._read_by_workers = _make_shared(torch.bool)
 
@@ -101,9 +101,12 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, SampleRecord]]):
         rule = f"be of the epoch that is read now, {epoch}"
         advice = f"call set_epoch({saved}) first, that of the loader where Accelerate made it"
         need(saved in (None, epoch), "argument-value", "state", rule, f"one of {saved}", remedy=advice)
-        rule = f"be of as many ranks and workers as read now, {tuple(share.readers)}"
-        advice, fits = "load it where they are as many, or start the pass over", among in (None, share.readers)
-        need(fits, "argument-value", "state", rule, f"one of {tuple(among or ())}", remedy=advice)
+        rule = f"be of as many ranks and workers as read now, {(share.ranks, share.workers)}"
+        advice, fits = (
+            "load it where they are as many, or start the pass over",
+            among in (None, (share.ranks, share.workers)),
+        )
+        need(fits, "argument-value", "state", rule, f"one of {among}", remedy=advice)
         self._given, self._resume, self._saved_among, self._saved_epoch = self._resume, 0, None, None
         self._read_by_workers.fill_(get_worker_info() is not None)
         return self._read(share)
@@ -131,7 +134,8 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, SampleRecord]]):
             rule = "state_dict must be asked where the stream is read; got the process beside a DataLoader's workers"
             advice = "use torchdata's StatefulDataLoader and its state_dict, or num_workers=0"
             raise ShdError("argument-value", f"{rule}: {advice}")
-        return {"given": self._given, "epoch": int(self._epoch), **self._find_share().readers._asdict()}
+        share = self._find_share()
+        return {"given": self._given, "epoch": int(self._epoch), "ranks": share.ranks, "workers": share.workers}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue the next pass after that many samples; ranks, workers and epoch must be the same.
@@ -139,19 +143,19 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, SampleRecord]]):
         Raises:
             ShdError: ``argument-value``; also from the next pass, if ranks, workers or the epoch differ.
         """
-        numbers = [state.get(name) for name in ("given", "epoch", *_Readers._fields)]
+        numbers = [state.get(name) for name in ("given", "epoch", "ranks", "workers")]
         least = (0, 0, 1, 1)
         if any(type(n) is not int or n < bound for n, bound in zip(numbers, least, strict=True)):
             rule = "state must hold 'given' and 'epoch', at least 0, 'ranks' and 'workers', at least 1"
             raise ShdError("argument-value", f"{rule}, as state_dict returned it; got {dict(state)}")
         self._resume = self._given = state["given"]
-        self._saved_among = _Readers(state["ranks"], state["workers"])
+        self._saved_among = state["ranks"], state["workers"]
         self._saved_epoch = state["epoch"] if state["given"] else None  # at the start of a pass any will do
         self._read_by_workers.zero_()
 
     def _read(self, share: _Share) -> Iterator[tuple[Any, SampleRecord]]:
-        start = share.worker + self._given * share.readers.workers
-        for number, sample in islice(self._rank_share(share), start, None, share.readers.workers):
+        start = share.worker + self._given * share.workers
+        for number, sample in islice(self._rank_share(share.rank, share.ranks), start, None, share.workers):
             self._given += 1
             key = self.key(sample)
             if key not in self.cache:
@@ -162,8 +166,7 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, SampleRecord]]):
         if get_worker_info() is None:
             self._given = 0
 
-    def _rank_share(self, share: _Share) -> Iterator[tuple[int, Any]]:
-        rank, ranks = share.rank, share.readers.ranks
+    def _rank_share(self, rank: int, ranks: int) -> Iterator[tuple[int, Any]]:
         mine: list[tuple[int, Any]] = []
         total = 0
         for total, entry in enumerate(self._entries(), 1):
@@ -184,26 +187,20 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, SampleRecord]]):
 
     def _find_share(self) -> _Share:
         if not self._divide:
-            return _Share(0, 0, _Readers(1, 1))
+            return _Share(0, 1, 0, 1)
         rank, ranks = _find_rank() or self._place or (0, 1)
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        return _Share(rank, number, _Readers(ranks, workers))
-
-
-class _Readers(NamedTuple):
-    """How many read the same stream."""
-
-    ranks: int
-    workers: int
+        return _Share(rank, ranks, number, workers)
 
 
 class _Share(NamedTuple):
     """Which part of the stream a process reads."""
 
     rank: int
+    ranks: int
     worker: int
-    readers: _Readers
+    workers: int
 
 
 def _make_shared(dtype: torch.dtype) -> Tensor:
