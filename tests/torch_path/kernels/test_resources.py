@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.kernel_resources import Resources, Variant, choose_variant_tile, measure  # noqa: E402  (after the path)
-from shd_torch.kernels.divergence import MAX_FLOAT32_WIDTH, MAX_WIDTH, Tile, choose_tile, pad_width  # noqa: E402
+from shd_torch.kernels.divergence import MAX_FLOAT32_WIDTH, MAX_WIDTH, Tile  # noqa: E402
 
 KIB = 1024
 SHARED = {80: 99 * KIB, 90: 227 * KIB}
@@ -77,15 +77,3 @@ def test_a_tile_that_is_too_large_shows() -> None:
     taken = measure(Variant("rows", 64), 90, Tile(128, 64, 4, 2))
     assert taken == Resources(255, taken.spilled_bytes, taken.shared_bytes)
     assert taken.spilled_bytes > 100
-
-
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0), None])
-@pytest.mark.parametrize("program", ["lse", "rows", "keys"])
-def test_every_head_size_has_a_tile(program: str, capability: tuple[int, int] | None) -> None:
-    for width in range(1, MAX_WIDTH + 1):
-        assert width <= pad_width(width) <= max(2 * width, 16)
-        for item_size in (2, 4) if width <= MAX_FLOAT32_WIDTH else (2,):
-            row_bytes = pad_width(width) * item_size
-            for members in (None, 0, 2, 4):
-                tile = choose_tile(program, row_bytes, members, capability, is_float32=item_size == 4)
-                assert min(tile.rows, tile.keys) >= 16
