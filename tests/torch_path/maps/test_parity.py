@@ -9,6 +9,7 @@ from support.binding.twins import DTYPES, row_mask, teacher_case, to_tensor
 
 import shd_ref
 import shd_torch.maps as shd
+from shd_ref import ShdError
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -73,6 +74,18 @@ def test_squeeze_heads_compiles_whole(strategy: str) -> None:
     compiled = torch.compile(merge, fullgraph=True, backend="eager")
     for actual, expected in zip(compiled(probs, outputs), merge(probs, outputs), strict=True):
         torch.testing.assert_close(actual, expected)
+
+
+def test_values_are_named_with_their_place_and_pass_without_checks() -> None:
+    probs, outputs = (to_tensor(array) for array in teacher_case(2, 4, 5, 6, 3, "float64"))
+    assert shd.squeeze_heads(0.9 * probs, outputs, 2, check=False) is not None
+    sunk = torch.full((1, 2), 0.4)
+    torch.testing.assert_close(shd.soften(sunk, 2.0, check=False), torch.full((1, 2), 0.5))
+    with pytest.raises(ShdError, match="H_t=4"):
+        shd.squeeze_heads(probs, outputs[:, :3], 2, check=False)
+    probs[1, 2, 0, 3] = torch.nan
+    with pytest.raises(ShdError, match="got nan at sample 1, head 2, row 0, key 3"):
+        shd.squeeze_heads(probs, outputs, 2)
 
 
 FUNCTIONS = (
