@@ -153,7 +153,7 @@ def without_mask() -> onnx.ModelProto:
 
 GRAPHS = {
     "no mask": (without_mask, "positions that the graph's padding mask counts, and it takes none"),
-    "no last state": (token_teacher, "an output named last_hidden_state or encoder_last_hidden_state; the graph has"),
+    "no last state": (token_teacher, "an output named last_hidden_state or encoder_last_hidden_state; got matmul"),
     "pooled already": (
         lambda: language_model(head="sample"),
         r"embeddings must be pooled from \(., ., 'width'\) states",
