@@ -27,6 +27,7 @@ QUANTITIES = {
     "loss": "loss",
 }
 _STORED = frozenset({"attn_probs", "probs", "supervision"})  # in the dtype of the maps they were made from (MAP-14)
+_PLAIN = (np.ndarray, np.generic, int, float, str)
 _TINY = {"float64": 1e-290, "float32": 1e-30}
 _LAST_BITS = {"float64": 4e-16, "float32": 1.2e-7, "float16": 1.2e-7, "bfloat16": 1.2e-7}
 
@@ -295,11 +296,13 @@ def outputs_of(operation: str, answer: Any) -> dict[str, Any]:
 
 def fields_of(value: Any) -> Mapping[Any, Any]:
     """The named fields of a mapping, a named tuple, a dataclass or a plain object; of anything else none."""
+    if value is None or isinstance(value, _PLAIN):
+        return {}
     if isinstance(value, Mapping):
         return value
     if hasattr(value, "_asdict"):
         return dict(value._asdict())
-    if isinstance(value, np.ndarray | np.generic) or callable(value) or not hasattr(value, "__dict__"):
+    if callable(value) or not hasattr(value, "__dict__"):
         return {}
     return {name: item for name, item in vars(value).items() if not name.startswith("_")}
 

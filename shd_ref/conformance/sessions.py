@@ -6,7 +6,6 @@ first call again; or several calls at once. Whatever the reference does (a value
 
 from __future__ import annotations
 
-import copy
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -69,7 +68,7 @@ class Call:
             return "skip", "MAP-12", ""
         try:
             with np.errstate(all="ignore"):
-                got = getattr(shd_ref, self.operation)(**copy.deepcopy(self.inputs))
+                got = getattr(shd_ref, self.operation)(**self.inputs)
         except shd_ref.ShdError as error:
             return ("error", error.code, str(error)) if error.code in error_codes() else ("skip", error.code, "")
         except Exception as error:  # what ERR-8 leaves to the language
