@@ -27,7 +27,7 @@ from shd_ref.commands.terminal import (
 )
 from shd_ref.errors import ShdError, need
 from shd_ref.integers import check_number
-from shd_ref.teacher.options import FROM_0, FROM_1, INTEGERS, Needs, at_least
+from shd_ref.teacher.options import FROM_0, FROM_1, INTEGERS, PATHS, Needs, at_least
 from shd_torch.compress.options import CompressOptions
 from shd_torch.compress.samples import Columns, open_rows
 from shd_torch.shrink.folders import check_files, check_model, count_positions, find_folder, new_folder, read_config
@@ -390,7 +390,7 @@ def compress(
     teacher: Path,
     /,
     *,
-    data: Path,
+    data: Annotated[tuple[Path, ...], PATHS],
     options: CompressOptions | None = None,
     out: Path | None = None,
     held_out: Path | None = None,
@@ -408,7 +408,7 @@ def compress(
     Args:
         teacher: Folder of a Hugging Face model, or of sentence-transformers.
         data: Texts (a column text), pairs (text and text_pair) or arrays, in any file that shd precompute reads, or
-            .npy; no labels are needed.
+            .npy; no labels are needed. Of several files the page has the quality of each.
         out: A new folder for the student, its graphs and a page; only --dry-run needs none.
         held_out: Other data to judge on; a column label or score there gives MAP, accuracy or the like. Default: a
             tenth of the data, at most 500 samples.
@@ -420,7 +420,7 @@ def compress(
     out = None if dry_run else out
     wanted = options or CompressOptions()  # which refuses that nothing is wanted
     check_files(teacher, "teacher")
-    for argument, path in {"data": data, "held_out": held_out}.items():
+    for argument, path in [*(("data", path) for path in data), ("held_out", held_out)]:
         if path is not None:
             columns = Columns(wanted.text_column, wanted.pair_column)
             open_rows(path, teacher, wanted.max_length, argument, columns=columns)

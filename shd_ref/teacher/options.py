@@ -128,6 +128,13 @@ INTEGERS: Final = read_by(read_list, "N,...")
 FLOATS: Final = read_by(partial(read_list, kind=float), "X,...")
 
 
+def _read_paths(_: str, text: str) -> tuple[Path, ...]:
+    return (Path(text),) if Path(text).exists() else tuple(map(Path, text.split(",")))
+
+
+PATHS: Final = read_by(_read_paths, "FILE,...")
+
+
 def _read_layers(option: str, text: str) -> int | dict[str, int]:
     """A number of layers, or one for each kind."""
     parts = [word.strip().partition("=") for word in text.split(",")]

@@ -24,10 +24,12 @@ PROMPT: Final = 64
 """Tokens before the one whose time is measured."""
 
 
-def judge_graphs(paths: Mapping[str, Path], judge: Judge) -> dict[str, Any]:
+def judge_graphs(paths: Mapping[str, Path], judge: Judge, by_file: Mapping[str, Judge]) -> dict[str, Any]:
     """Quality and bytes of a model's graphs, as onnxruntime runs them."""
     quality = {kind: asdict(judge.measure(graph_run(path))) for kind, path in paths.items()}
-    return {"quality": quality, "bytes": {kind: count_bytes(path) for kind, path in paths.items()}}
+    *_, deployed = paths.values()
+    files = {name: judge.measure(graph_run(deployed)).value for name, judge in by_file.items()}
+    return {"quality": quality, "by_file": files, "bytes": {kind: count_bytes(path) for kind, path in paths.items()}}
 
 
 @torch.no_grad()
@@ -164,6 +166,11 @@ def _page(document: Mapping[str, Any], has_picture: bool) -> Iterator[str]:
     yield from (f"- {name}: {words}." for name, words in document["details"].items() if name in others)
     yield from (f"- {name}: by the labels of `--held-out`." for name in labels)
     yield ""
+    if names := list(document["teacher"]["by_file"]):
+        models = [("teacher", document["teacher"]), *((student["name"], student) for student in students)]
+        rows = [[name, *(f"{model['by_file'][file]:.4f}" for file in names)] for name, model in models]
+        yield from ("Quality by file of `--data`, on its held-out samples, as deployed:", "")
+        yield from _table(["model", *names], rows)
     if has_picture:
         yield from ("![Quality against speed](front.svg)", "")
     for student in students:

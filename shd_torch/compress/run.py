@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,7 +45,7 @@ FAITHFUL: Final = 0.999
 
 def compress(
     teacher: str | os.PathLike[str],
-    data: str | os.PathLike[str],
+    data: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     options: CompressOptions,
     *,
     out: str | os.PathLike[str],
@@ -57,7 +58,8 @@ def compress(
 
     Args:
         teacher: folder of a Hugging Face model, or of sentence-transformers.
-        data: texts, pairs of texts or arrays without labels, in any file that ``shd precompute`` reads, or a .npy.
+        data: texts, pairs of texts or arrays without labels, in any file that ``shd precompute`` reads, or a .npy;
+            of several files the page has the quality by file.
         options: what is wanted.
         out: a new folder. Finished stages are kept next to it in ``.NAME.part``; a killed run goes on there.
         held_out: other data to judge on, with labels or without; default: a tenth of the data, at most 500 samples.
@@ -74,7 +76,7 @@ def compress(
             that is possible; what ``shrink``, ``export_student``, ``precompute`` and ``SHDTrainer`` raise.
     """
     folder, source, judged = new_folder(out), Path(teacher), None if held_out is None else Path(held_out)
-    with _open_run(source, Path(data), judged, options, part_folder(folder), progress, say) as run:
+    with _open_run(source, data, judged, options, part_folder(folder), progress, say) as run:
         document = _compress(run) | {"command": list(command)}
         document |= {"remarks": [*run.remarks, *run.find("busy", list)], "seconds": run.spent}
         progress(0, 0, "the folder is written")
@@ -85,7 +87,7 @@ def compress(
 @contextmanager
 def _open_run(
     teacher: Path,
-    data: Path,
+    data: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     held_out: Path | None,
     options: CompressOptions,
     folder: Path,
@@ -102,25 +104,29 @@ def _open_run(
     is_apart = isinstance(task, SentenceEncoder)
     columns = Columns(options.text_column, options.pair_column, task.READS_PAIRS, is_apart)
     check_length("the teacher", most, options.length)
-    rows = read_rows(data, teacher, options.max_length, takes=takes, most=most, columns=columns)
+    paths = [data] if isinstance(data, str | os.PathLike) else data
+    parts = [read_rows(Path(path), teacher, options.max_length, "data", takes, most, columns) for path in paths]
+    rows = list(chain.from_iterable(parts))
+    names = [str(path) for path, part in zip(paths, parts, strict=True) for _ in part] if len(parts) > 1 else None
     judged, labels = None, None
     if held_out is not None:
         judged = read_rows(held_out, teacher, options.max_length, "held_out", takes, most, columns)
         labels = read_labels(held_out, judged, task, config)
-    samples = divide(rows, judged, options.seed)
+    samples = divide(rows, judged, options.seed, names)
     inputs = {"samples": samples.digest, "onnxruntime": require_runtime().__version__}
     inputs["labels"] = "" if labels is None else labels.digest
     with Unfinished(folder, run_key(teacher, asdict(options) | inputs)) as keeper:
         run = Run(teacher, options, keeper, progress, samples, labels, say)
-        if texts := read_texts(data, CHECKED, columns):
+        if texts := read_texts(Path(paths[0]), CHECKED, columns):
             checked = run.task, run.model, teacher, texts, rows[: len(texts)], options.max_length
             run.remarks = [remark] if (remark := check_teacher(*checked)) else []
+        run.remarks += run.thin_files()
         yield run
 
 
 def forecast(
     teacher: Path,
-    data: Path,
+    data: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     options: CompressOptions,
     *,
     held_out: Path | None = None,
@@ -209,7 +215,8 @@ def study_teacher(run: Run) -> dict[str, Any]:
     graphs = run.write_graphs(run.model, "teacher")
     seconds = {kind: row[:-1] for kind, row in run.price(graphs).items()}
     pace = time.monotonic() - started
-    judged = judge_graphs(graphs, run.judge("held_out")) | {"seconds": seconds, "graph_seconds": pace}
+    judged = judge_graphs(graphs, run.judge("held_out"), run.judges_by_file())
+    judged |= {"seconds": seconds, "graph_seconds": pace}
     if not abs(1 - (value := judged["quality"]["float"]["value"])) <= 1 - FAITHFUL:
         rule = f"the teacher's graph must have a quality of {FAITHFUL} or more of the teacher itself"
         raise ShdError(

@@ -225,7 +225,9 @@ def _judge_student(run: Run, wish: Wish, student: Any) -> dict[str, Any]:
     run.progress(0, 0, "the student is exported")
     graphs = run.write_graphs(student, wish.name)
     times = run.time(run.teacher_graphs | graphs, _ROUNDS)
-    result = judge_graphs(graphs, run.judge("held_out")) | {"times": [asdict(entry) for entry in times]}
+    result = judge_graphs(graphs, run.judge("held_out"), run.judges_by_file()) | {
+        "times": [asdict(entry) for entry in times]
+    }
     if isinstance(run.task, Decoder):
         result["token_seconds"] = {TEACHER: time_token(run.model), "student": time_token(student)}
     kind = [*graphs][-1]
