@@ -280,7 +280,10 @@ class SentenceEncoder(Encoder):
 
     NAME: ClassVar[str] = "sentence encoder"
     MEASURE: ClassVar[str] = "Spearman of cosines"
-    DETAILS: ClassVar[Mapping[str, str]] = {"neighbours": "share of a text's ten nearest that are the teacher's"}
+    DETAILS: ClassVar[Mapping[str, str]] = {
+        "neighbours": "share of a text's ten nearest that are the teacher's",
+        "index": "the same among embeddings of the teacher, as where it made the index and the student the query",
+    }
     LABELS: ClassVar[Sequence[str]] = tuple(reversed(LABEL_COLUMNS))
     READS_PAIRS: ClassVar[bool] = True
 
@@ -295,7 +298,8 @@ class SentenceEncoder(Encoder):
         """Rank correlation of the cosines of all pairs of texts, and shared neighbours."""
         agreement = compare_embeddings(teacher, student)
         loss = float(1 - nn.functional.cosine_similarity(teacher, student).mean())
-        return Quality(agreement.spearman, loss, {"neighbours": agreement.neighbours})
+        shares = {"neighbours": agreement.neighbours, "index": agreement.index}
+        return Quality(agreement.spearman, loss, {name: share for name, share in shares.items() if share is not None})
 
     def grade(self, summary: Tensor, labels: Labelled) -> dict[str, float]:
         """Rank correlation of the cosines of pairs with the labels; texts alone have none."""

@@ -105,12 +105,15 @@ class EmbeddingAgreement:
             all pairs are alike to one of them.
         neighbours: mean share of a text's ``k`` nearest others by the teacher's cosine that are among the student's,
             in [0, 1].
+        index: the same where the student's embedding searches among the teacher's of the other texts, as in an index
+            that the teacher made; None where widths differ.
         k: neighbours of each text, fewer where there are no more texts.
         texts: that were compared.
     """
 
     spearman: float
     neighbours: float
+    index: float | None
     k: int
     texts: int
 
@@ -140,11 +143,18 @@ def compare_embeddings(teacher: Tensor, student: Tensor, *, k: int = 10) -> Embe
     above = torch.ones_like(sides[0], dtype=torch.bool).triu(1)
     spearman = rank_correlation(*(cosines[above] for cosines in sides))
     k = min(k, count - 1)
-    nearest = [torch.zeros_like(above) for _ in sides]
-    for chosen, cosines in zip(nearest, sides, strict=True):
-        chosen.scatter_(1, cosines.fill_diagonal_(-torch.inf).topk(k).indices, value=True)
-    shared = float((nearest[0] & nearest[1]).sum()) / (k * count)
-    return EmbeddingAgreement(spearman, shared, k, count)
+    expected, own = (_nearest(cosines, k) for cosines in sides)
+    shared, index = float((expected & own).sum()) / (k * count), None
+    if teacher.shape == student.shape:
+        first, second = (unit(side.detach().to(torch.float64)) for side in (teacher, student.to(teacher.device)))
+        index = float((expected & _nearest(second @ first.T, k)).sum()) / (k * count)
+    return EmbeddingAgreement(spearman, shared, index, k, count)
+
+
+def _nearest(cosines: Tensor, k: int) -> Tensor:
+    """Booleans ``(N, N)``: which others are among the ``k`` nearest of each text."""
+    others = cosines.clone().fill_diagonal_(-torch.inf)
+    return torch.zeros_like(others, dtype=torch.bool).scatter_(1, others.topk(k).indices, value=True)
 
 
 def rank_correlation(first: Tensor, second: Tensor) -> float:
