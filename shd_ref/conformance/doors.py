@@ -421,22 +421,17 @@ class Program:
         try:
             answer = self._exchange({"type": "hello", **versions}, max(self.timeout, START_LIMIT))
             problem = answer["error"].get("message") if isinstance(answer.get("error"), Mapping) else ""
-            if not problem:
-                self._read_hello(answer)
+            names: list[Any] = [answer.get(key) for key in ("operations", "dtypes")]
+            listed = all(isinstance(those, list) and all(isinstance(n, str) for n in those) for those in names)
+            if not problem and (answer.get("type"), answer.get("protocol"), listed) != ("hello", PROTOCOL, True):
+                expected = f"type 'hello', protocol {PROTOCOL!r} and lists of names as operations and dtypes"
+                raise _SilentError(f"expected {expected}; got {abbreviate(answer)}")
         except _SilentError as error:
             problem = f"gave no handshake: {error}; it must answer one line of JSON, ended and flushed"
         if problem:
             self._stop()
             raise ProgramError(f"{self.name} {problem}")
-
-    def _read_hello(self, answer: Mapping[str, Any]) -> None:
-        if answer.get("type") != "hello" or answer.get("protocol") != PROTOCOL:
-            raise _SilentError(f"expected type 'hello' and protocol {PROTOCOL!r}; got {abbreviate(answer)}")
-        for key in ("operations", "dtypes"):
-            names = answer.get(key)
-            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-                raise _SilentError(f"expected a list of names as {key!r}; got {abbreviate(names)}")
-        self.operations, self.dtypes = tuple(answer["operations"]), tuple(answer["dtypes"])
+        self.operations, self.dtypes = (tuple(those) for those in names)
         self.name, self._host = str(answer.get("name") or self.name), answer.get("arrays") == "bytes"
 
     def _exchange(self, message: Mapping[str, Any], timeout: float) -> Mapping[str, Any]:
@@ -455,8 +450,10 @@ class Program:
                     question = question[os.write(inlet, question) :]
                 except OSError:  # it ended, as the other pipe will show
                     question = b""
-            if aside in ready and not self._listen():
-                sources.remove(aside)
+            if aside in ready:
+                words = os.read(aside, 1 << 16)
+                self._last_words = (self._last_words + words)[-300:]
+                sources -= {aside} if not words else set()
             if outlet in ready:
                 chunk = os.read(outlet, 1 << 16)
                 if not chunk:
@@ -477,17 +474,11 @@ class Program:
             raise _SilentError(f"must answer a JSON object a line; got {abbreviate(answer)}")
         return answer
 
-    def _listen(self) -> bool:
-        """Keep the end of what it writes to its stderr; False where that is closed."""
-        assert self._process
-        words = os.read(_ends(self._process)[2], 1 << 16)
-        self._last_words = (self._last_words + words)[-300:]
-        return bool(words)
-
     def _words(self) -> str:
-        with contextlib.suppress(OSError):  # its last words may still be in the pipe
-            self._listen()
-        text = self._last_words.decode("utf-8", errors="replace").strip()
+        if self._process:
+            with contextlib.suppress(OSError):  # its last words may still be in the pipe
+                self._last_words += os.read(_ends(self._process)[2], 1 << 16)
+        text = self._last_words[-300:].decode("utf-8", errors="replace").strip()
         return f"; the end of its stderr: {abbreviate(text)}" if text else ""
 
     def _stop(self) -> None:

@@ -7,18 +7,17 @@ would give is told in the mistake's words.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 import shd_ref
 from shd_ref.attention import Array
-from shd_ref.conformance.comparison import QUANTITIES, as_numbers, as_plain, fields_of
-from shd_ref.conformance.specification import agreement, load_mistakes
+from shd_ref.conformance.comparison import compare, fields_of
+from shd_ref.conformance.generator import Inputs
+from shd_ref.conformance.specification import load_mistakes
 from shd_ref.merging.mixing import make_pool, merge_round
-
-Inputs = Mapping[str, Any]
 
 
 def _answer(call: Any, inputs: Inputs, times: float = 1, plus: float = 0, power_of_t: int = 0) -> Any:
@@ -131,19 +130,9 @@ def recognise(
         except Exception:
             continue  # inputs outside what the mistake is about
         wrong = fields_of(wrong).get(output) if operation == "squeeze_heads" else wrong
-        if _same(wrong, got.get(output), output, dtype) and not _same(wrong, right.get(output), output, dtype):
+        same = [
+            compare({output: wrong}, list, {output: part.get(output)}, dtype, inputs) is None for part in (got, right)
+        ]
+        if same == [True, False]:
             sentences.append(mistake["message"])
     return sentences
-
-
-def _same(left: Any, right: Any, output: str, dtype: str) -> bool:
-    if output in ("plan", "pairs"):
-        return bool(as_plain(left) == as_plain(right))
-    if isinstance(left, Sequence):
-        same = isinstance(right, Sequence) and len(left) == len(right) > 0
-        return same and all(_same(*pair, output, dtype) for pair in zip(left, right, strict=True))
-    a, b = (as_numbers(value) for value in (left, right))
-    if a is None or b is None or a.shape != b.shape:
-        return False
-    atol, rtol = agreement(dtype, QUANTITIES.get(output, "probs"))
-    return bool(np.allclose(a, b, atol=atol, rtol=rtol, equal_nan=True))
