@@ -80,7 +80,10 @@ def build(kind: type[_Content], members: dict[str, Any], source: object) -> _Con
 def convert(value: Any, kind: type[_Content]) -> _Content:
     """A value by its type hints; ValueError for another type, or a member that is missing."""
     msgspec = import_package("msgspec", NEEDS)
-    return cast(_Content, msgspec.convert(value, kind, dec_hook=lambda custom, inner: custom.from_members(inner)))
+    try:
+        return cast(_Content, msgspec.convert(value, kind, dec_hook=lambda custom, inner: custom.from_members(inner)))
+    except msgspec.ValidationError as error:  # no ValueError in all releases
+        raise ValueError(str(error)) from error
 
 
 def check_members(content: dict[str, Any], members: dict[str, Any], source: object) -> None:
