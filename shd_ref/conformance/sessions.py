@@ -265,7 +265,8 @@ def spoiled(d: Draw, call: Call) -> Call:
     told = ""
     is_map = "probs" in name or name in ("supervision", "calibration")
     if isinstance(old, np.ndarray) and old.dtype == bool:
-        new, codes = _spoil_mask(d, old), _OF_VALUES
+        new, _, _, told = _spoil_array(d, old, is_map=False)
+        codes = _OF_VALUES
     elif isinstance(old, np.ndarray) and old.ndim:
         new, codes, places, told = _spoil_array(d, old, is_map)
         in_list = len(path) > 1 and not name.startswith("teacher") and name != "calibration"
@@ -300,27 +301,16 @@ def spoiled(d: Draw, call: Call) -> Call:
     return Call(operation, _put(inputs, path, new), call.dtype, title, call.levels, right, places, call.seed)
 
 
-def _spoil_mask(d: Draw, old: Array) -> Any:
-    kind = d.pick(("dtype", "dtype", "shape", "shape", "other"))
-    if kind == "dtype":
-        return old.astype(d.pick(_MASK_KINDS))
-    if kind == "other":
-        return d.pick((np.logical_not(old), np.zeros_like(old), np.ones_like(old)))
-    if len(old) == 1 and d.chance(0.5):
-        return np.asarray(old[0])
-    ways = (old.T, old[..., :-1], old[None], old[:1], old[0], old[..., :1], np.r_[old, old[:1]])
-    return np.asarray(d.pick((*ways, np.ones((7, 7), bool))))
-
-
 def _spoil_array(d: Draw, old: Array, is_map: bool) -> tuple[Any, set[str], tuple[str, ...], str]:
     """Another array, other codes that are right too, what a message must name, and words for the change."""
-    last = 0.6 if d.axis else 0.3
+    last, is_mask = 0.6 if d.axis else 0.3, old.dtype == bool
     index = tuple(n - 1 if d.chance(last) else int(d.rng.integers(n)) for n in old.shape)
-    kinds = ("entry", "entry", "shape", "shape", "dtype", "sum" if is_map else "other")
-    kind = d.pick((*kinds, "entry", "sum") if is_map else kinds)
-    values, from_ = np.array(old), f" from {old.dtype.name}{list(old.shape)}"
+    kinds = ["shape", "shape", "dtype", *(("dtype", "other") if is_mask else ("entry", "entry"))]
+    kind = d.pick([*kinds, *(("entry", "sum", "sum") if is_map else () if is_mask else ("other",))])
+    values, before = np.array(old), f" from {old.dtype.name}{list(old.shape)}"
     if kind == "dtype" or (kind in ("entry", "sum") and old.dtype.kind != "f"):
-        return d.pick((old.astype(complex), old > 0, old.astype(object))), {"argument-dtype"}, (), from_
+        others = [old.astype(kind) for kind in _MASK_KINDS] if is_mask else [old.astype(complex), old > 0]
+        return d.pick([*others, *([old.astype(object)] if not is_mask else [])]), {"argument-dtype"}, (), before
     if kind == "entry":
         value = values[index] = d.pick((np.nan, np.nan, np.inf, -np.inf, -0.25, -(2.0**-20), 1.5))
         codes = {"not-a-distribution"} if is_map and (np.isfinite(value) or value == -np.inf) else set()
@@ -337,13 +327,15 @@ def _spoil_array(d: Draw, old: Array, is_map: bool) -> tuple[Any, set[str], tupl
         return values.view(type(old)), {"not-a-distribution"}, (), f": the sum of the row {list(index[:-1])}"
     if kind == "shape":
         ways = [old[0], old[None], old[..., :-1], np.concatenate([old, old], -1), old[:1], np.r_[old, old[-1:]]]
-        ways.append(old[(0,) * (old.ndim - 1)])
+        ways += [old[(0,) * (old.ndim - 1)], old.T, old[..., :1], *[old[0]] * (6 * (is_mask and len(old) == 1))]
         if old.ndim > 1:
             ways += [old[:, :1], old.swapaxes(-1, -2), old.swapaxes(0, 1), np.concatenate([old, old], 1)]
             ways += [old[:, :-1], old[..., :-1, :]]
         if is_map and d.coarse:  # whose sums may be right by one dtype and wrong by another
             ways = ways[:2]
         codes = {"argument-shape", "argument-value"} | ({"not-a-distribution"} if is_map else set())
-        return np.asarray(d.pick(ways)).view(type(old)), codes, (), from_
+        return np.asarray(d.pick(ways)).view(type(old)), codes, (), before
+    if is_mask:
+        return d.pick((np.logical_not(old), np.zeros_like(old), np.ones_like(old))), set(), (), ""
     factor = d.pick((-1, 0.5, 0) if old.dtype.kind == "f" else (0, 1))
     return (values * float(factor)).astype(old.dtype).view(type(old)), {"argument-value"}, (), f": times {factor}"
