@@ -52,7 +52,7 @@ def teacher():
 
 if way == "cache":
     from shd_ref.teacher import PrecomputeOptions, RunOptions
-    from shd_ref.teacher.precompute import precompute
+    from shd_ref.teacher.precompute.engine import precompute
     options = PrecomputeOptions(4, form="factored")
     run = RunOptions(batch_size=1, num_threads=1)
     precompute(folder / "teacher.onnx", inputs, [(folder / f"cache-{length}", options)], run)

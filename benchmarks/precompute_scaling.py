@@ -27,7 +27,7 @@ import transformers
 from numpy.typing import NDArray
 
 from shd_ref.teacher.options import PrecomputeOptions, RunOptions
-from shd_ref.teacher.precompute import PrecomputeJob, precompute
+from shd_ref.teacher.precompute.engine import PrecomputeJob, precompute
 from shd_ref.teacher.session import open_session
 from shd_torch import export_teacher
 
@@ -39,7 +39,7 @@ PART = """
 import sys
 from pathlib import Path
 import numpy as np
-from shd_ref.teacher.precompute import PrecomputeJob
+from shd_ref.teacher.precompute.engine import PrecomputeJob
 from shd_ref.teacher.options import PrecomputeOptions, RunOptions
 teacher, data, out, part, parts = sys.argv[1:]
 run = RunOptions(batch_size=8, samples_per_shard=32, num_threads=1, shards=(int(part), int(parts)))

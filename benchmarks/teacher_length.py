@@ -78,7 +78,7 @@ if way.startswith("PyTorch"):
             note()
 else:
     from shd_ref.teacher import PrecomputeOptions, RunOptions
-    from shd_ref.teacher.precompute import precompute
+    from shd_ref.teacher.precompute.engine import precompute
     from shd_ref.teacher.run.inputs import run_batch
     from shd_ref.teacher.run.teacher import TeacherRun
     tile = 0 if kind == "whole maps" else None

@@ -188,11 +188,7 @@ def write_value(field: str, value: Any) -> str:
     return str(value)
 
 
-def _read_pooling(_: str, text: str) -> Pooling:
-    """A way of pooling, or that of a folder."""
-    return Pooling.parse(text) or read_pooling(Path(text))
-
-
+_POOLING: Final = read_by(lambda _, text: Pooling.parse(text) or read_pooling(Path(text)), "POOLING")
 _OF_ATTENTION: Final = (
     "num_student_heads num_student_layers layer_pairs sites strategy plan plans temperature factored_codec codec"
 )
@@ -275,7 +271,7 @@ class PrecomputeOptions:
     hidden: Annotated[tuple[int, ...], TARGETS, read_by(_read_hidden, "K,...|last")] = ()
     hidden_codec: Annotated[str, TARGETS, one_of(VECTOR_CODECS), Needs("hidden")] = "float16"
 
-    embeddings: Annotated[Pooling | None, TARGETS, read_by(_read_pooling, "POOLING")] = None
+    embeddings: Annotated[Pooling | None, TARGETS, _POOLING] = None
     embeddings_codec: Annotated[str, TARGETS, one_of(VECTOR_CODECS), Needs("embeddings")] = "float32"
 
     @property

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import shd_ref.teacher.precompute as engine
+import shd_ref.teacher.precompute.engine as engine
 from shd_ref.teacher import PrecomputeOptions, PrecomputeSummary, RunOptions
 
 

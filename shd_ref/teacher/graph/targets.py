@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shd_ref.cache.forms.exact import TeacherHead
 from shd_ref.errors import argument_value, graph_unsupported, need
@@ -273,12 +272,8 @@ def _find_head(graph: ir.Graph, logits: str) -> GraphHead:
     matrix = np.ascontiguousarray(weight.matrix.T)
     bias = np.zeros(len(matrix)) + sum(scale * one.astype(np.float64).reshape(-1) for scale, one in added)
     scale = 1.0 if read.softcap is not None and abs(read.scale - 1) < _ROUNDING else read.scale
-    head = TeacherHead(_narrow(matrix), bias.astype(np.float32) if bias.any() else None, scale, read.softcap)
-    return GraphHead(str(read.queries.name), logits, head)
-
-
-def _narrow(matrix: NDArray[Any]) -> NDArray[Any]:
-    """In binary16 where that loses nothing, as of a teacher that was exported in it."""
     with np.errstate(over="ignore"):
-        half = matrix.astype(np.float16)
-    return half if np.array_equal(half, matrix) else matrix.astype(np.float32)
+        half = matrix.astype(np.float16)  # where that loses nothing, as of a teacher that was exported in it
+    weights = half if np.array_equal(half, matrix) else matrix.astype(np.float32)
+    head = TeacherHead(weights, bias.astype(np.float32) if bias.any() else None, scale, read.softcap)
+    return GraphHead(str(read.queries.name), logits, head)

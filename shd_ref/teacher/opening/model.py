@@ -476,6 +476,9 @@ def _is_whole(tensor: onnx.TensorProto) -> bool:
     return bool(min(tensor.dims) > 0 and len(tensor.raw_data) == size)
 
 
+_DATA_SUFFIX: Final = re.compile(r"\.[0-9a-f]{16}\.data")
+
+
 @contextmanager
 def saving_graph(model: ir.Model, target: Path, *, large: bool) -> Iterator[tuple[Path, Path | None]]:
     """The draft of a graph, and the place of its weights beside it; both are in place when the block has not failed.
@@ -496,7 +499,8 @@ def saving_graph(model: ir.Model, target: Path, *, large: bool) -> Iterator[tupl
             put(data, weights_file)
     with write_errors(target):
         for file in target.parent.iterdir():  # also of graphs that were never finished
-            if _is_data_of(target, file.name) and file != weights_file:
+            is_data = file.name.startswith(target.name) and _DATA_SUFFIX.fullmatch(file.name[len(target.name) :])
+            if is_data and file != weights_file:
                 file.unlink(missing_ok=True)
 
 
@@ -507,7 +511,3 @@ def _name_data(graph: Path, name: str) -> None:
             if entry.key == "location":
                 entry.value = name
     graph.write_bytes(proto.SerializeToString())
-
-
-def _is_data_of(graph: Path, name: str) -> bool:
-    return name.startswith(graph.name) and re.fullmatch(r"\.[0-9a-f]{16}\.data", name[len(graph.name) :]) is not None

@@ -225,7 +225,6 @@ class PrecomputeJob:
             check_destination(folder, teacher, options, run)
         options_of = [adopt_plans(folder, options, run) for folder, options in students]
         work = self._work = TeacherRun.open(teacher, inputs, options_of, run, on_read, ahead=True)
-        work.sessions.begin(work.callers)
         first, comparisons = self._check_first()
         manifests = make_manifests(work, first)
         for manifest, outputs in zip(manifests, first, strict=True):

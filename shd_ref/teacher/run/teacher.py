@@ -302,7 +302,8 @@ class TeacherRun:
 
     def squeeze_parts(self, batch: Batch) -> Iterator[tuple[StudentOutputs, ...]]:
         """The same with check outputs, of some layers at a time, as many as may be held; targets are in the first."""
-        most = self._count_layers(batch)
+        longest = max((array.shape[1] for array in batch.arrays.values() if array.ndim > 1), default=1)
+        most = self._count_held(len(batch.arrays[self.inputs.names[0]]), longest)
         if self.tiling is not None:  # what tiles read grows linearly with the length
             heads, size = self.graph.num_heads, self.inputs.longest_axis(batch.indices)
             width = max(((site.d_v or 0) + (site.d_k or 0) for _, site in self.graph.layers), default=0)
@@ -417,11 +418,6 @@ class TeacherRun:
             return 1
         return min(len(indices), self._count_held(len(self.graph.layers), self.inputs.longest_axis(indices)))
 
-    def _count_layers(self, batch: Batch) -> int:
-        arrays = [array for array in batch.arrays.values() if array.ndim > 1]
-        longest = max((array.shape[1] for array in arrays), default=1)
-        return self._count_held(len(batch.arrays[self.inputs.names[0]]), longest)
-
     def _count_held(self, maps: int, longest: int) -> int:
         """How many things with so many maps of every head each may be among the check outputs."""
         heads = self.graph.num_heads + max(student.options.num_student_heads for student in self.students)
@@ -516,22 +512,13 @@ class Sessions:
 
     def __post_init__(self) -> None:
         self._opened: dict[bool, Session] = {}
-        self._opening: Callable[[], Session] | None = None
         self.turn: AbstractContextManager[object] = nullcontext() if is_cpu(self.provider) else threading.Lock()
-
-    def begin(self, callers: int) -> None:
-        """Start what a whole run will need, beside what comes next: the plain session."""
-        # No daemon: the interpreter must not end while a session is being opened.
-        if is_cpu(self.provider):
-            # Others redirect stdout and change onnxruntime's log while they load, which belong to the whole process.
-            self._opening = run_beside(functools.partial(self.make, False), callers)
 
     def open(self, *, checked: bool = False) -> Session:
         """What ``squeeze`` needs, opened by one thread, as two would not know of each other."""
         checked = checked and bool(self.graph.layers)
         if checked not in self._opened:
-            begun = None if checked else self._opening
-            self._opened[checked] = self.make(checked) if begun is None else begun()
+            self._opened[checked] = self.make(checked)
         return self._opened[checked]
 
     def run(self, opened: Session, names: Sequence[str], batch: Batch) -> dict[str, NDArray[Any]]:

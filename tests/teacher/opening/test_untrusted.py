@@ -17,7 +17,7 @@ from support.refusals import refusal
 
 from shd_ref import ShdError
 from shd_ref.teacher import PrecomputeOptions, RunOptions, find_sites, load_teacher, open_session, squeeze_graph
-from shd_ref.teacher.precompute import precompute
+from shd_ref.teacher.precompute.engine import precompute
 
 CODES = {"graph-invalid", "graph-unsupported"}
 GRAPHS = {
@@ -280,7 +280,7 @@ import sys, time
 from pathlib import Path
 import numpy as np
 from shd_ref.errors import ShdError
-from shd_ref.teacher.precompute import precompute
+from shd_ref.teacher.precompute.engine import precompute
 from shd_ref.teacher.options import PrecomputeOptions
 folder, length, started = sys.argv[1], int(sys.argv[2]), time.monotonic()
 try:

@@ -13,7 +13,7 @@ from support.attention_graphs import language_model, token_samples
 
 from shd_ref.teacher import PrecomputeOptions, find_sites, load_teacher, open_session
 from shd_ref.teacher.opening.model import Weights, put_back, take_weights
-from shd_ref.teacher.precompute import precompute
+from shd_ref.teacher.precompute.engine import precompute
 
 WIDTH = 64
 FEEDS = {"x": np.random.default_rng(0).normal(size=(2, WIDTH)).astype(np.float32)}

@@ -32,8 +32,8 @@ from support.students import precompute, precompute_heads
 from shd_ref import ShdError
 from shd_ref.cache import CacheReader, Receipt, sample_key, verify_cache
 from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
-from shd_ref.teacher.precompute import PrecomputeJob
-from shd_ref.teacher.precompute import precompute as precompute_students
+from shd_ref.teacher.precompute.engine import PrecomputeJob
+from shd_ref.teacher.precompute.engine import precompute as precompute_students
 
 NUM_SAMPLES = 60
 OPTIONS = PrecomputeOptions(num_student_heads=2)

@@ -52,7 +52,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_killed_actor_changes_nothing(teacher: Path, tmp_path: Path) -> None:
-    from shd_ref.teacher.precompute import RayEngine
+    from shd_ref.teacher.precompute.ray_engine import RayEngine
 
     folder, driver = tmp_path / "cache", os.getpid()
     precompute(teacher, make_tokens(), tmp_path / "whole", OPTIONS, RUN)
@@ -86,7 +86,7 @@ def test_a_killed_actor_changes_nothing(teacher: Path, tmp_path: Path) -> None:
 
 
 def test_what_an_actor_raises_comes_out_and_the_run_resumes(teacher: Path, tmp_path: Path) -> None:
-    from shd_ref.teacher.precompute import RayEngine
+    from shd_ref.teacher.precompute.ray_engine import RayEngine
 
     driver = os.getpid()
 
@@ -108,7 +108,7 @@ def test_what_an_actor_raises_comes_out_and_the_run_resumes(teacher: Path, tmp_p
 
 
 def test_a_cluster_without_room_is_named(teacher: Path, tmp_path: Path) -> None:
-    from shd_ref.teacher.precompute import RayEngine
+    from shd_ref.teacher.precompute.ray_engine import RayEngine
 
     inputs = ArraySource(make_tokens())
     with refusal("argument-value", "workers must be 1 to 2"):
@@ -128,7 +128,7 @@ def test_a_cluster_without_room_is_named(teacher: Path, tmp_path: Path) -> None:
 
 def test_students_in_one_pass(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One student's cache may hold more already than another's; paths are relative, though actors work elsewhere."""
-    from shd_ref.teacher.precompute import RayEngine
+    from shd_ref.teacher.precompute.ray_engine import RayEngine
 
     monkeypatch.chdir(tmp_path)
     np.savez("data.npz", **make_tokens())

@@ -16,7 +16,7 @@ from support.calls import calls_of
 from support.makers import contents
 
 from shd_ref.teacher import ModelInputs, PrecomputeOptions, RunOptions, Source, input_specs
-from shd_ref.teacher.precompute import precompute
+from shd_ref.teacher.precompute.engine import precompute
 from shd_ref.teacher.session import SMALL_PRODUCT, count_cores, share_threads, threads_for
 
 

@@ -85,10 +85,6 @@ def measure_errors(outputs: StudentOutputs, records: Sequence[SampleRecord], for
     return Errors({form.SUBJECT: maker_of(form).measure(form, samples, records) for form in forms.forms})
 
 
-def _coded(form: Form) -> list[str]:
-    return [part.name for part in form.parts if part.dtype == U8]
-
-
 _MOST_GROUPS: Final = 1000
 """Batches that are looked through for samples that run together and give numbers."""
 
@@ -117,8 +113,11 @@ def check_company(work: TeacherRun, forms: Held | None = None) -> None:
             if forms is not None:
                 raise
             return  # it is refused where it is to be stored
-        coded = (name for form in described.forms for name in zip(_coded(form), form.pack(record), strict=True))
-        record = replace(record, parts={**record.parts, **dict(coded)})  # as it is read again
+        parts = {**record.parts}  # as they are read again
+        for form in described.forms:
+            coded = (part.name for part in form.parts if part.dtype == U8)
+            parts |= dict(zip(coded, form.pack(record), strict=True))
+        record = replace(record, parts=parts)
         # Where activations are rounded to integers, a last bit may move a map by much.
         dtype = "bfloat16" if rounds_in_run(work.graph.model) else work.graph.dtype
         for part, (company, *_) in enumerate(work.squeeze_parts(work.inputs.batch(batch))):
