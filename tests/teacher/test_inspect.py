@@ -4,18 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 import pytest
-from support.attention_graphs import (
-    GraphBuilder,
-    bare_attention,
-    bare_samples,
-    encoder_layer,
-    saved,
-    token_samples,
-    token_teacher,
-)
+from support.attention_graphs import GraphBuilder, bare_attention, bare_samples, encoder_layer, saved, token_teacher
 from support.refusals import refusal
 
 pytest.importorskip("cyclopts", reason="the commands need cyclopts")
@@ -130,13 +121,3 @@ def test_sites_that_cannot_be_squeezed_can_be_left_out(tmp_path: Path) -> None:
     both = PrecomputeOptions(2, sites="0", layer_pairs=((0, 0),))
     with pytest.raises(ShdError, match="select sites themselves"):
         precompute(teacher, data, tmp_path / "both", both, run_options)
-
-
-def test_every_command_takes_sites(tmp_path: Path) -> None:
-    teacher = saved(token_teacher(), tmp_path)
-    np.savez(tmp_path / "data.npz", **token_samples(8, 6, least=6))
-    common = (teacher, "--inputs", tmp_path / "data.npz", "--student-heads", 2, "--threads", 1)
-    for command, more in (("precompute", ("--out", tmp_path / "cache")), ("plan", ())):
-        assert "names none" in shd(command, *common, *more, "--sites", "7", code=1)
-    assert "--sites self" in shd("plan", *common, "--sites", "self", "--samples", 4)
-    shd("precompute", *common, "--out", tmp_path / "cache", "--sites", "self")

@@ -199,16 +199,6 @@ def test_fused_attention_is_reported_with_the_remedy(op_type: str, domain: str) 
     assert "attention fusion off" in site.reason
 
 
-def test_rows_of_the_projection_are_put_in_head_order() -> None:
-    model = encoder_layer()
-    join = next(node for node in model.graph.node if list(node.input) == ["context"])
-    join.attribute[0].ints[:] = [0, 2, 3, 1]  # (B, L, d_v, H): rows of W_o interleave the heads
-    site = only_site(model)
-    assert site.supported, site.reason
-    interleaved = random_projection(12, 14, 4).reshape(3, 4, 14)
-    np.testing.assert_array_equal(site.output_projection, interleaved.swapaxes(0, 1).reshape(12, 14))
-
-
 def test_a_circular_graph_is_refused() -> None:
     model = encoder_layer()
     first = next(node for node in model.graph.node if node.op_type == "MatMul")

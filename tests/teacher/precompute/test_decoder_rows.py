@@ -10,7 +10,6 @@ import onnxruntime
 import pytest
 from numpy.typing import NDArray
 from support.attention_graphs import saved
-from support.commands import shd
 from support.plain_kd import topk_targets
 from support.refusals import refusal
 from support.students import precompute
@@ -132,14 +131,3 @@ def test_what_does_not_fit_is_refused(teacher: Path, tmp_path: Path) -> None:
     with refusal("cache-mismatch"):
         precompute(teacher, changed, tmp_path / "cache", ALONE, RUN)
     CacheWriter(tmp_path / "cache", manifest).seal()
-
-
-def test_the_commands(teacher: Path, tmp_path: Path) -> None:
-    np.savez(tmp_path / "data.npz", **make_inputs())
-    data, cache = ("--inputs", tmp_path / "data.npz"), tmp_path / "cache"
-    asked = (teacher, *data, "--student-heads", 2, "--logits", "topk", "--hidden", "0,1")
-    said = " ".join(shd("plan", *asked, "--samples", 3).split())
-    assert "of these hidden float16: 48 bytes per position of the decoder" in said  # 2 states, 12 wide
-    shd(*shd("precompute", *asked, "--out", cache).rpartition("next: shd ")[2].split())
-    shd("report", cache, "--out", tmp_path / "page.html")
-    assert "48.0 bytes per position of the decoder" in " ".join(shd("ls", cache).replace("│", " ").split())

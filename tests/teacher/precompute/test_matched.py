@@ -16,7 +16,6 @@ from support.refusals import refusal
 pytest.importorskip("networkx", reason="matched plans need networkx")
 
 from support.calls import calls_of
-from support.commands import shd
 from support.students import precompute
 
 from shd_ref import compose_mixing, matched_plan, squeeze_heads
@@ -137,12 +136,3 @@ def test_samples_that_are_skipped_do_not_choose(teacher: Path, tmp_path: Path) -
     assert reader.manifest.attention.layer_plans[1] == matched_plan([read_layer(teacher, 1, [second])], 2)
     with refusal("not-finite"):
         precompute(teacher, arrays, tmp_path / "other", replace(options, on_error="stop"), RUN)
-
-
-def test_the_command_matches_and_repeats_itself(teacher: Path, tmp_path: Path) -> None:
-    np.savez(tmp_path / "data.npz", **make_inputs())
-    plan = ("--plan", "matched", "--matched-by", "similarity", "--calibration-samples", 2)
-    words = (teacher, "--inputs", tmp_path / "data.npz", "--student-heads", 2, "--mask", "mask", *plan)
-    for _ in range(2):
-        shd("precompute", *words, "--out", tmp_path / "cache")
-    assert CacheReader(tmp_path / "cache").manifest.attention.matching == Matching("similarity", 2, 0)

@@ -327,14 +327,6 @@ def test_texts_beyond_the_positions_are_named(how: str, tmp_path: Path) -> None:
         precompute(saved(model, tmp_path), inputs, tmp_path / "cache", OPTIONS)
 
 
-def test_nan_in_every_sample_is_an_error_even_where_it_may_be_skipped(tmp_path: Path) -> None:
-    onnx.save(encoder_layer(num_heads=4, mask="where"), tmp_path / "teacher.onnx")
-    inputs = {"x": np.full((5, 3, 12), np.nan, np.float32), "mask": np.ones((5, 3), np.int64)}
-    options = PrecomputeOptions(num_student_heads=2, on_error="skip")
-    with refusal("not-finite", "on every sample"):
-        precompute(tmp_path / "teacher.onnx", inputs, tmp_path / "cache", options, RunOptions(mask="mask"))
-
-
 def test_seeds_travel_from_the_inputs_to_the_reader(teacher: Path, tmp_path: Path) -> None:
     inputs = make_tokens() | {"augmentation": np.arange(NUM_SAMPLES) * 7}
     options = PrecomputeOptions(num_student_heads=2, seed_column="augmentation")

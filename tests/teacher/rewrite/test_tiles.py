@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from shd_ref.teacher.graph.find import find_sites
 from shd_ref.teacher.graph.tiles import find_tiles
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.run.inputs import run_batch
-from shd_ref.teacher.run.outputs import choose_rows
 from shd_ref.teacher.run.teacher import TeacherRun
 
 LENGTH = 9
@@ -234,13 +232,3 @@ def test_errors_of_some_rows_leave_the_records_as_they_are(
     assert 0 < some.kl_max <= whole.kl_max * (1 + 1e-4)
     shards = [sorted((tmp_path / name / "shards").rglob("*.safetensors")) for name in ("all", "some")]
     assert [one.read_bytes() for one in shards[0]] == [one.read_bytes() for one in shards[1]]
-
-
-def test_chosen_rows_are_spread_by_the_seed_alone() -> None:
-    chosen = [choose_rows(4, 100, 50, 4 * 50 * 40, seed) for seed in (1, 1, 2)]
-    assert chosen[0] == chosen[1] != chosen[2]
-    for tiles in chosen:
-        assert (tiles[0].start, tiles[-1].stop, len(tiles)) == (0, 100, 8)
-        assert all(before.stop <= after.start for before, after in pairwise(tiles))
-    assert choose_rows(4, 100, 50, None, 1)[-1] == slice(0, 100)
-    assert choose_rows(4, 3, 10**6, 5, 1) == [slice(0, 1), slice(2, 3)]

@@ -251,19 +251,6 @@ def test_every_command_refuses_also_beside_a_flag(tmp_path: Path, monkeypatch: p
             command()
 
 
-def test_a_graph_that_only_runs_on_long_samples_says_what_is_unproven(tmp_path: Path) -> None:
-    """No number in it says how long."""
-
-    def compared(build: GraphBuilder, source: str) -> str:
-        return build.op("Add", source, build.op("Gather", source, [7], axis=1))
-
-    model = attention(compared, length="length")
-    site = only_site(model)
-    assert site.supported
-    assert "could not show" in str(site.note)
-    assert len(records(model, tmp_path)) == 7
-
-
 @pytest.mark.parametrize(("name", "axes"), [("hidden_keys", 4), ("attention_mask", 2)])
 def test_an_input_that_masks_everything_is_named(name: str, axes: int, tmp_path: Path) -> None:
     """As in Megatron's layers, whose mask is True where nothing may be attended to."""

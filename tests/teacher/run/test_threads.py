@@ -1,6 +1,5 @@
 """Threads: two batches at once, and what goes wrong on any of them."""
 
-import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ from support.makers import contents
 
 from shd_ref.teacher import ModelInputs, PrecomputeOptions, RunOptions, Source, input_specs
 from shd_ref.teacher.precompute.engine import precompute
-from shd_ref.teacher.session import SMALL_PRODUCT, count_cores, share_threads, threads_for
+from shd_ref.teacher.session import SMALL_PRODUCT, threads_for
 
 
 class Streamed(Source):
@@ -67,21 +66,6 @@ def test_small_products_take_one_thread() -> None:
         with pytest.raises(ValueError, match="inside"), threads_for(1):
             raise ValueError("inside")
         assert blas_threads() == before
-
-
-def test_a_run_on_the_cpu_takes_the_cores_that_the_process_may_use() -> None:
-    cores = count_cores()
-    assert 1 <= cores <= (os.cpu_count() or 1)
-    assert share_threads(None, on_cpu=True) == ((0, 1) if cores == 1 else (2, cores - 1))
-    if not hasattr(os, "sched_setaffinity"):
-        pytest.skip("this system binds no process to cores")
-    usable = os.sched_getaffinity(0)
-    try:
-        os.sched_setaffinity(0, {min(usable)})
-        assert count_cores() == 1
-        assert share_threads(None, on_cpu=True) == (0, 1)
-    finally:
-        os.sched_setaffinity(0, usable)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])

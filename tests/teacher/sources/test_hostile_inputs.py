@@ -170,19 +170,6 @@ def test_lists_that_end_beyond_their_numbers(tmp_path: Path) -> None:
     assert "must be readable Arrow files" in refused(tmp_path / "data.arrow")
 
 
-def test_unread_columns_of_other_types_are_no_problem(tmp_path: Path) -> None:
-    pa = pytest.importorskip("pyarrow", reason="Arrow needs the extra 'inputs'")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    ids = pa.array([[1, 2], [3]])
-    categories = pa.array(["x", "y"]).dictionary_encode()
-    table = pa.table({"input_ids": ids, "attention_mask": ids, "meta": pa.array([{"a": 1}, {"a": 2}])})
-    table = table.set_column(1, "attention_mask", pa.array([[1, 1], [1]]).cast(pa.list_(pa.int8())))
-    parquet.write_table(table.append_column("kind", categories), tmp_path / "data.parquet")
-    source = open_source(tmp_path / "data.parquet")
-    assert ModelInputs(source, SPECS).lengths.tolist() == [2, 1]
-    assert [row["kind"] for row in source.rows(["kind"])] == ["x", "y"], "categories are read as what they stand for"
-
-
 LONG = "x" * 300
 NAMES = ["a\0b", LONG, "/".join(["d" * 200] * 30), "\ud800"]
 
