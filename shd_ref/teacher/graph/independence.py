@@ -171,13 +171,8 @@ def _different_samples(probe: Probe) -> tuple[dict[str, NDArray[Any]], str | Non
         if array.ndim and array.dtype.kind == "f":  # other statistics, not only other numbers
             spread = np.arange(1, 1 + len(array)).reshape(-1, *[1] * (array.ndim - 1))
             drawn[name] = (array * spread).astype(array.dtype)
-    for changed in (drawn, *({name: array} for name, array in drawn.items())):  # all, or as many as can
-        trial = feeds | changed | zeros[masking]
-        if _gives_numbers(probe, trial):
-            feeds = trial
-            if changed is drawn:
-                break
-    return feeds, masking
+    differing = feeds | drawn | zeros[masking]
+    return (differing if _gives_numbers(probe, differing) else feeds), masking
 
 
 def _gives_numbers(probe: Probe, feeds: Arrays) -> bool:

@@ -35,7 +35,7 @@ from shd_ref.cache import (
 from shd_ref.cache.shards import ShardFile
 from shd_ref.cache.storage.storage import MANIFEST_NAME, Folder, is_address, open_storage, subfolder, write_errors
 from shd_ref.cache.writer import check_free, other_job
-from shd_ref.errors import ShdError, argument_value, need
+from shd_ref.errors import ShdError, need
 from shd_ref.merging.plans import merge_plan
 from shd_ref.teacher.options import CODECS_OF, MATCHED, PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.compare import Comparison, compare_layers
@@ -512,18 +512,14 @@ def _check_students(students: Students) -> None:
     need(apart, "argument-value", "students", rule, ", ".join(places))
     first = students[0][1]
     for _, options in students[1:]:
-        differing = [
-            f"{field.name} {getattr(first, field.name)!r} and {getattr(options, field.name)!r}"
-            for field in fields(options)
-            if field.name not in ("num_student_heads", "plans")
-            and getattr(first, field.name) != getattr(options, field.name)
-            and repr(getattr(first, field.name)) != repr(getattr(options, field.name))  # NaN, refused by its own rule
-        ]
-        if differing:
-            raise argument_value(
-                "students of one pass must have the same options except num_student_heads and plans; got "
-                f"{', '.join(differing)}: give each its own run"
-            )
+        # As they are written: NaN, which is refused by its own rule, is no difference.
+        pairs = (
+            (field.name, *(repr(getattr(one, field.name)) for one in (first, options))) for field in fields(options)
+        )
+        own = ("num_student_heads", "plans")
+        differing = [f"{name} {one} and {other}" for name, one, other in pairs if name not in own and one != other]
+        rule, got = "have the same options except num_student_heads and plans", ", ".join(differing)
+        need(not differing, "argument-value", "students of one pass", rule, got, remedy="give each its own run")
 
 
 def _seal(writer: CacheWriter) -> int:

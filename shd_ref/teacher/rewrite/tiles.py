@@ -121,25 +121,13 @@ class TileBody:
         counts = (self._count, None if self._span is None else self.body.op("Sub", self._span[1], self._span[0]))
         for axis, count in zip(step.output[1], counts, strict=True):
             if axis is not None and count is not None:
-                places = self.body.op("Range", *self._range(shape))
+                # From the end: an expanded shape may be shorter than its result.
+                length = self.body.op("Squeeze", self.body.op("Shape", shape))
+                zero, one = (self.body.const(np.array(number)) for number in (0, 1))
+                places = self.body.op("Range", self.body.op("Neg", length), zero, one)
                 is_axis = self.body.op("Equal", places, self.body.const([axis]))
                 shape = self.body.op("Where", is_axis, count, shape)
         return shape
-
-    def _range(self, shape: str) -> tuple[str, str, str]:
-        """Arguments of a Range of places from the end: an expanded shape may be shorter than its result."""
-        length = self.body.op("Squeeze", self.body.op("Shape", shape))
-        zero, one = (self.body.const(np.array(number)) for number in (0, 1))
-        return self.body.op("Neg", length), zero, one
-
-
-@dataclass(frozen=True)
-class _Result:
-    """A result of a tile, and where its rows lie, from the end."""
-
-    name: str
-    rows: int = -2
-    rank: int = 4
 
 
 class TileLoop:
@@ -168,8 +156,8 @@ class TileLoop:
         self.span = low, inner.op("ReduceMax", inner.op("Add", last, inner.const([1])), keepdims=1)
         self.tile = TileBody(inner, tiles, (start, stop), self.span)
 
-    def finish(self, *results: _Result) -> list[str]:
-        """Close the Loop: the names of its results with all rows."""
+    def finish(self, *results: tuple[str, int]) -> list[str]:
+        """Close the Loop, of tiles and their ranks: names of results with all rows, on their last axis but one."""
         body, inner = self.body, self.inner
         kept = inner.op("Identity", self._keep)
         graph = onnx.helper.make_graph(
@@ -181,29 +169,29 @@ class TileLoop:
             ],
             [
                 onnx.helper.make_tensor_value_info(kept, onnx.TensorProto.BOOL, []),
-                *(onnx.ValueInfoProto(name=result.name) for result in results),
+                *(onnx.ValueInfoProto(name=name) for name, _ in results),
             ],
         )
         ahead = body.op("Sub", body.op("Add", self._length, self._tile), body.const([1]))
         count = body.op("Squeeze", body.op("Div", ahead, self._tile))
         stacked = [f"{inner.prefix}stacked{number}" for number in range(len(results))]
         body.nodes.append(onnx.helper.make_node("Loop", [count, ""], stacked, name=f"{inner.prefix}loop", body=graph))
-        return [self._joined(name, result) for name, result in zip(stacked, results, strict=True)]
+        return [self._joined(name, rank) for name, (_, rank) in zip(stacked, results, strict=True)]
 
-    def _joined(self, stacked: str, result: _Result) -> str:
+    def _joined(self, stacked: str, rank: int) -> str:
         """Tiles ``(T, ..., tile, ...)`` as ``(..., L, ...)``, without the rows that two of them have."""
-        body, rank, axis = self.body, result.rank, result.rank + result.rows
+        body, axis = self.body, rank - 2
         order = [*range(1, axis + 1), 0, *range(axis + 1, rank + 1)]
         moved = body.op("Transpose", stacked, perm=order)
         ends = [body.sizes(moved, *range(low, high)) for low, high in ((0, axis), (axis + 2, rank + 1))]
         rows = body.op("Reshape", moved, body.concat([ends[0], body.const([-1]), ends[1]], 0))
-        total = body.sizes(rows, result.rows)
+        total = body.sizes(rows, -2)
         twice = body.op("Sub", total, self._length)
         head = body.op("Sub", total, self._tile)
-        axes = body.const([result.rows])
+        axes = body.const([-2])
         first = body.op("Slice", rows, body.const([0]), head, axes)
         last = body.op("Slice", rows, body.op("Add", head, twice), total, axes)
-        return body.concat([first, last], result.rows)
+        return body.concat([first, last], -2)
 
 
 def add_spans_of_masks(body: Body, tiles: SiteTiles, rows: int) -> str | None:
@@ -218,7 +206,7 @@ def add_spans_of_masks(body: Body, tiles: SiteTiles, rows: int) -> str | None:
         one = one if mask.rank == 4 else inner.op("Unsqueeze", one, inner.const(list(range(4 - mask.rank))))
         seen = inner.op("And", seen, one) if seen else one
     whole = inner.concat([inner.const([1, 1]), loop.tile._count, inner.sizes(*tiles.shape_source(1))], 0)
-    return loop.finish(_Result(spans_of(inner, inner.op("Expand", seen, whole))))[0]
+    return loop.finish((spans_of(inner, inner.op("Expand", seen, whole)), 4))[0]
 
 
 def _seen(body: Body, mask: Seen, name: str) -> str:
@@ -261,11 +249,11 @@ class TiledAttention:
         site = tiles.site
         others = "" if slots is None else self._other_values(body, tiles, slots)
         loop = TileLoop(body, tiles, rows, spans)
-        results = [_Result(loop.tile.make(tiles.context), rank=tiles.rank)]
+        results = [(loop.tile.make(tiles.context), tiles.rank)]
         if others:
             probs = batch_heads(loop.inner, loop.tile.make(tiles.probs), site.layout, site.num_heads or 1)
             maps = loop.inner.op("Cast", probs, to=FLOAT)
-            results.append(_Result(loop.inner.op("MatMul", maps, loop.tile.cut(others, (None, -2)))))
+            results.append((loop.inner.op("MatMul", maps, loop.tile.cut(others, (None, -2))), 4))
         return loop.finish(*results)
 
     def _take(
@@ -313,7 +301,7 @@ def add_codes(
         none = inner.const(np.zeros(1, np.uint8 if rule.codec == "sqrt8-row" else np.float32))
         before, behind = (inner.op("Expand", none, inner.concat([lead, size], 0)) for size in sizes)
         codes = inner.concat([before, codes, behind], -1)
-    return loop.finish(_Result(codes))[0]
+    return loop.finish((codes, 4))[0]
 
 
 def merge_rows(tile: TileBody, rule: MergeRule, weights: str | None) -> dict[str, str]:

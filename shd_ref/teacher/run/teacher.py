@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from shd_ref.cache import Extent, Teacher
 from shd_ref.cache.codecs.logits import check_padding
 from shd_ref.cache.forms.attention import KindLayers
-from shd_ref.errors import ShdError, graph_unsupported, need
+from shd_ref.errors import graph_unsupported, need
 from shd_ref.merging.plans import PLAN_KINDS, merge_plan, plan_groups
 from shd_ref.teacher.graph.factors import SiteFactors, choose_stored
 from shd_ref.teacher.graph.find import (
@@ -35,7 +35,7 @@ from shd_ref.teacher.graph.tiles import find_tiles
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.opening.model import Weights, hash_teacher, onnx, take_weights
 from shd_ref.teacher.options import MATCHED, PrecomputeOptions, RunOptions, check_options
-from shd_ref.teacher.rewrite.squeeze import SqueezedGraph, SqueezedLayer, squeeze_graph
+from shd_ref.teacher.rewrite.squeeze import SqueezedGraph, SqueezedLayer, list_plans, squeeze_graph
 from shd_ref.teacher.rewrite.tiles import Tiling, choose_tile, list_slots
 from shd_ref.teacher.run.averaged import LogitsTeacher, average_logits, count_classes
 from shd_ref.teacher.run.inputs import Batch, ModelInputs, run_batch
@@ -241,11 +241,8 @@ class TeacherRun:
                 other.check_classes(size, exact=stated is None)
         count, given = len(graph.layers), []
         for student in students:
-            plans = (student.plan,) * count if student.plans is None else student.plans
-            if len(plans) != count:
-                raise ShdError("plan-invalid", f"plans must be one for each of {count} layers; got {len(plans)}")
             # A plan that is matched on the data comes later; its number of heads is refused now.
-            known = (PLAN_KINDS[0] if plan == MATCHED else plan for plan in plans)
+            known = (PLAN_KINDS[0] if plan == MATCHED else plan for plan in list_plans(student, count))
             given.append(tuple(merge_plan(graph.num_heads, student.num_student_heads, plan) for plan in known))
         # After what can be refused at once, because it reads the whole data set.
         inputs = ModelInputs(
