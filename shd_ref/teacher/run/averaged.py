@@ -56,12 +56,6 @@ class LogitsTeacher:
                 f"{self.who} must take {unread[0]}, as the first teacher does, or padding would change its logits; "
                 f"it takes {', '.join(sorted(self._specs))}: export it with its mask"
             )
-        for name in self._specs.keys() & set(inputs.names):
-            own, first = self._specs[name].shape, inputs.spec(name).shape
-            axes = zip(own, first, strict=False)
-            if len(own) != len(first) or any(isinstance(axis, int) and axis != other for axis, other in axes):
-                rule = f"take {name} as the first teacher does, {list(first)}"
-                need(False, "inputs-invalid", self.who, rule, list(own), remedy="export it with open axes")
         with naming(self.who):
             check_bounds(self.model, [str(self._targets.logits)], lambda: self._feeds(inputs.shortest()))
 

@@ -30,16 +30,10 @@ CONFIG_NAME: Final = "tokenizer_config.json"
 SECONDS: Final = 20.0
 """What the tokenizer may take for its file, and for each 2^20 characters of text that are encoded together."""
 
-_HOW_TO_SAVE: Final = (
-    "the folder has none; AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of transformers writes it"
-)
-_HOW_TO_GET: Final = (
-    "no such file or folder; for a model of the hub, hf download NAME tokenizer.json --local-dir FOLDER brings it"
-)
-_HOW_TO_AGREE: Final = (
-    "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of transformers makes them agree; or give the "
-    "tokenizer.json itself"
-)
+_SAVING: Final = "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of transformers"
+_HOW_TO_SAVE: Final = f"the folder has none; {_SAVING} writes it"
+_HOW_TO_GET: Final = "there is none; hf download NAME tokenizer.json --local-dir FOLDER brings that of a hub's model"
+_HOW_TO_AGREE: Final = f"{_SAVING} makes them agree; or give the tokenizer.json itself"
 _LIBRARY_SECONDS: Final = 300.0  # to import transformers, also on a busy machine
 _MEMORY: Final = 2**31  # bytes that it may take
 _UNLIMITED: Final = 10**18  # transformers writes 1e30 where no length is known
