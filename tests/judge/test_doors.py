@@ -143,6 +143,7 @@ def test_nothing_offered_is_nothing_judged(capsys: pytest.CaptureFixture[str]) -
     [
         ("garbage", "not JSON"),
         ("order", "answered question"),
+        ("twice", "answered question"),
         ("shape", "cannot be read"),
         ("minus", "cannot be read"),
         ("escapes", "which is not in ERR-2"),
@@ -164,7 +165,8 @@ def test_a_program_that_misbehaves_fails_there_alone(how: str, words: str) -> No
 
 
 def test_a_right_program_conforms_and_what_it_does_not_list_is_not_judged() -> None:
-    with Program([sys.executable, str(PROGRAM)], timeout=30.0) as program:
+    """Nor does it matter that it fills its stderr."""
+    with Program([sys.executable, str(PROGRAM), "stderr"], timeout=30.0) as program:
         report = judge(program, dtype="float32", profile="core")
     assert report.passed, report.summary()
     assert report.verdict == (
