@@ -53,8 +53,6 @@ class Student:
 
     def make(self, seed: int) -> Any:
         """A new one in float32: with the folder's weights, or with random ones by the seed."""
-        if self.is_squeezed:
-            return folders.load_student(self.folder).float()
         config = copy.deepcopy(self.config)
         if self.has_weights:
             return folders.load_weights(self.folder, config).float()
@@ -69,9 +67,8 @@ class Student:
 def read_student(source: str) -> Student:
     """A student from a folder or a hub id; a configuration without weights will do."""
     folder = folders.find_folder(source, "student")
-    is_squeezed = (folder / "shrink.json").is_file()
-    config = folders.load_student(folder).config if is_squeezed else folders.read_config(folder, "student")
-    return Student(folder, config, any(folder.glob("*.safetensors")), is_squeezed)
+    has_weights, is_squeezed = any(folder.glob("*.safetensors")), (folder / "shrink.json").is_file()
+    return Student(folder, folders.read_config(folder, "student"), has_weights, is_squeezed)
 
 
 @dataclass(frozen=True)
