@@ -286,10 +286,7 @@ class Trial:
         """
         warm = max(steps // 10, 1)
         optimizers = [torch.optim.AdamW(student.parameters(), self.options.learning_rate) for student in students]
-        schedules = [
-            torch.optim.lr_scheduler.LambdaLR(one, lambda step: min((step + 1) / warm, 1.0)) for one in optimizers
-        ]
-        runs = list(zip(students, optimizers, schedules, betas, strict=True))
+        runs = list(zip(students, optimizers, betas, strict=True))
         source, step = torch.Generator().manual_seed(seed), 0
         for student in students:
             student.train()
@@ -298,13 +295,13 @@ class Trial:
                 shuffled = rows[torch.randperm(len(rows), generator=source)]
                 for batch in islice(self._batches(shuffled), steps - step):
                     taught = self.teacher(**inputs_of(batch))
-                    for student, optimizer, schedule, beta in runs:
+                    for student, optimizer, beta in runs:
+                        optimizer.param_groups[0]["lr"] = self.options.learning_rate * min((step + 1) / warm, 1.0)
                         torch.manual_seed(1_000_003 * seed + step)
                         loss = self.terms(student, taught, batch, beta).total
                         optimizer.zero_grad()
                         loss.backward()  # type: ignore[no-untyped-call]
                         torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
                         optimizer.step()
-                        schedule.step()
                     step += 1
                     done(step)

@@ -160,13 +160,11 @@ class _Tables(NamedTuple):
 
 def _schedule(betas: Tensor | None, t: Tensor, like: Tensor, check: bool) -> _Tables:
     """Tables in float64, read at the steps of the batch and then brought to the dtype of ``like``."""
-    if betas is None:
-        table = linear_betas()
-    else:
-        check_real(betas, "betas", check=check, ndim=1)
-        table = betas.detach().double().cpu()
-        if len(table) < 2 or bool(((table <= 0) | (table >= 1)).any()):
-            raise ShdError("argument-value", "betas must be two numbers at least, each between 0 and 1")
+    betas = linear_betas() if betas is None else betas
+    check_real(betas, "betas", check=check, ndim=1)
+    table = betas.detach().double().cpu()
+    if len(table) < 2 or bool(((table <= 0) | (table >= 1)).any()):
+        raise ShdError("argument-value", "betas must be two numbers at least, each between 0 and 1")
     check_integers(t, "t", (len(like),))
     at = t.to(like.device, torch.int64)
     if check and bool(((at < 0) | (at >= len(table))).any()):
