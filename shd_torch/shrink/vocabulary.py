@@ -209,7 +209,9 @@ def cut_vocabulary(
     embeddings = model.get_input_embeddings().weight
     rows, width = (int(length) for length in embeddings.shape)
     files = read_modules(source, width, width)
-    pieces = read_pieces(_read(source, _TOKENIZER), rows)
+    content = _read(source, _TOKENIZER)
+    need(content is not None, "shrink-unsupported", repr(str(source)), f"hold a tokenizer.json {_REMEDY}", "none")
+    pieces = read_pieces(content, rows)
     texts = _open(data, source, text_column)
     total, steps = np.zeros(rows, np.int64), 2 * len(texts)
     tell = progress or (lambda *_: None)

@@ -158,6 +158,6 @@ def test_what_cannot_be_cut(tmp_path: Path) -> None:
         with refusal("shrink-unsupported", says):
             cut_vocabulary(tmp_path / "old", texts, tmp_path / "new")
     file.unlink()
-    with refusal("shrink-unsupported", "AutoTokenizer"):
+    with refusal("shrink-unsupported", "must hold a tokenizer.json .*AutoTokenizer"):
         cut_vocabulary(tmp_path / "old", texts, tmp_path / "new")
     assert not (tmp_path / "new").exists()
