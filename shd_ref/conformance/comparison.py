@@ -61,7 +61,7 @@ def compare(
         answer = _pick(got, keys)
         check = _compare_exactly if keys[0] in EXACT or keys[-1] == "length" else _compare_numbers
         difference = check(keys, value, [], answer, dtype, inputs)
-        if difference and (others := [_pick(one, keys) for one in near()]):
+        if difference and (others := [_pick(answers, keys) for answers in near()]):
             difference = check(keys, value, others, answer, dtype, inputs)
         clipped = keys[0] == "num_clipped" and "plan" in right
         if difference and not (clipped and _may_be_clipped(inputs, right["plan"], answer, dtype)):
@@ -97,29 +97,29 @@ def _pick(value: Any, keys: Sequence[Any]) -> Any:
     return value
 
 
-def _told(keys: Sequence[Any]) -> str:
+def _path(keys: Sequence[Any]) -> str:
     return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).lstrip(".")
 
 
 def _compare_exactly(keys: Sequence[Any], right: Any, near: Sequence[Any], got: Any, *_: Any) -> Difference | None:
     expected, actual = as_plain(right), as_plain(got)
-    turned = any(as_plain(one) != expected for one in near)  # last bits decide
+    turned = any(as_plain(other) != expected for other in near)  # last bits decide
     if turned or (actual == expected and _kinds(actual) == _kinds(expected)):
         return None
-    return Difference(_told(keys), f"{_told(keys)} is wrong", abbreviate(expected), abbreviate(actual))
+    return Difference(_path(keys), f"{_path(keys)} is wrong", abbreviate(expected), abbreviate(actual))
 
 
 def _compare_numbers(
     keys: Sequence[Any], expected: Any, near: Sequence[Any], got: Any, dtype: str, inputs: Inputs
 ) -> Difference | None:
-    name, path = [key for key in keys if isinstance(key, str)][-1], _told(keys)
+    name, path = [key for key in keys if isinstance(key, str)][-1], _path(keys)
     numbers, right = as_numbers(got), np.asarray(expected, np.float64)
     if numbers is None or numbers.shape != right.shape:
-        told = f"numbers of the shape {list(right.shape)}; got {got if numbers is None else list(numbers.shape)}"
-        return Difference(path, f"{path} must be {told}", abbreviate(right), abbreviate(got))
+        rule = f"numbers of the shape {list(right.shape)}; got {got if numbers is None else list(numbers.shape)}"
+        return Difference(path, f"{path} must be {rule}", abbreviate(right), abbreviate(got))
     dtypes = _dtypes(name, dtype, inputs)
-    pairs = [agreement(one, QUANTITIES.get(name, "probs")) for one in dtypes]
-    others = [np.asarray(one, np.float64) for one in near if one is not None and np.shape(one) == right.shape]
+    pairs = [agreement(by, QUANTITIES.get(name, "probs")) for by in dtypes]
+    others = [np.asarray(a, np.float64) for a in near if a is not None and np.shape(a) == right.shape]
     with np.errstate(all="ignore"):
         slack = np.zeros(right.shape)
         for number, other in enumerate(others):
@@ -133,7 +133,7 @@ def _compare_numbers(
         wrong = ~(away <= allowed)
         if name in _STORED or name == "target":
             # A zero of the text stays one however the inputs are nudged; the last numbers of a dtype are as good.
-            always = np.logical_and.reduce([one == 0 for one in (right, *others)])
+            always = np.logical_and.reduce([answer == 0 for answer in (right, *others)])
             wrong |= always & (np.abs(numbers) > (1e-300 if dtypes == {"float64"} else 1e-37))
         if name in _STORED and (lost := _TINY.get(dtype)) and right.ndim:
             # No temperature and no small weight turns a row with mass into zeros (TEMP-6).
@@ -202,7 +202,7 @@ def _may_be_clipped(inputs: Inputs, plan: Any, got: Any, dtype: str) -> bool:
     """Whether a count of clipped alphas is right: an optimum within the tolerance of 0 or 1 counts or not (NUM-7)."""
     if inputs.get("strategy", "shd") != "shd" or type(as_plain(got)) is not int:
         return False
-    atol = max(agreement(one, "alpha")[0] for one in _dtypes("num_clipped", dtype, inputs))
+    atol = max(agreement(by, "alpha")[0] for by in _dtypes("num_clipped", dtype, inputs))
     maps, outputs, mask = _teacher(inputs)
     if inputs.get("alpha_from") == "softened":
         temperature = float(inputs.get("temperature", 1.0))
@@ -221,8 +221,8 @@ def _silent(inputs: Inputs) -> Any:
 
 
 def _teacher(inputs: Inputs) -> Any:
-    given = (inputs["teacher_probs"], inputs["value_outputs"], inputs.get("query_mask"))
-    return check_teacher(*given, row_sums=inputs.get("row_sums", "one"))
+    teacher = (inputs["teacher_probs"], inputs["value_outputs"], inputs.get("query_mask"))
+    return check_teacher(*teacher, row_sums=inputs.get("row_sums", "one"))
 
 
 def compare_matched(inputs: Inputs, got: Any, dtype: str) -> Difference | None:

@@ -104,7 +104,7 @@ class Direct:
         def work(call: tuple[str, Inputs]) -> tuple[Reply, Reply]:
             gate.wait(10)
             # Processor time, as a busy machine has the threads meet less often.
-            replies, end, late = [self._call(*call, dtype)[0]], time.process_time() + 0.06, time.monotonic() + 1.0
+            replies, end, late = [self._call(*call, dtype)[0]], time.process_time() + 0.15, time.monotonic() + 1.5
             while len(replies) < 250 and time.process_time() < end and time.monotonic() < late:
                 replies.append(self._call(*call, dtype)[0])
             images = [(reply.kind, reply.code, _image(reply.outputs)) for reply in replies]
@@ -421,8 +421,8 @@ class Program:
         try:
             answer = self._exchange({"type": "hello", **versions}, max(self.timeout, START_LIMIT))
             problem = answer["error"].get("message") if isinstance(answer.get("error"), Mapping) else ""
-            names: list[Any] = [answer.get(key) for key in ("operations", "dtypes")]
-            listed = all(isinstance(those, list) and all(isinstance(n, str) for n in those) for those in names)
+            lists: list[Any] = [answer.get(key) for key in ("operations", "dtypes")]
+            listed = all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in lists)
             if not problem and (answer.get("type"), answer.get("protocol"), listed) != ("hello", PROTOCOL, True):
                 expected = f"type 'hello', protocol {PROTOCOL!r} and lists of names as operations and dtypes"
                 raise _SilentError(f"expected {expected}; got {abbreviate(answer)}")
@@ -431,7 +431,7 @@ class Program:
         if problem:
             self._stop()
             raise ProgramError(f"{self.name} {problem}")
-        self.operations, self.dtypes = (tuple(those) for those in names)
+        self.operations, self.dtypes = map(tuple, lists)
         self.name, self._host = str(answer.get("name") or self.name), answer.get("arrays") == "bytes"
 
     def _exchange(self, message: Mapping[str, Any], timeout: float) -> Mapping[str, Any]:

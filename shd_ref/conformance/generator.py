@@ -48,7 +48,7 @@ def _read_operations() -> None:
         else:
             levels.setdefault(name, []).extend(words)
         for factor, _, listed in (part.partition("=") for part in factors.split()):
-            named = [word for each in levels.get(listed, listed.split(",")) for word in levels.get(each, [each])]
+            named = [word for level in levels.get(listed, listed.split(",")) for word in levels.get(level, [level])]
             FACTORS[name] |= {factor: tuple("" if w == "-" else w for w in named)} if listed else FACTORS[factor]
         if "->" in call:
             ARGUMENTS[name] = {word.partition(":")[0]: word.rpartition(":")[2] for word in words}
@@ -155,7 +155,7 @@ class Draw:
         """True in this share of all draws."""
         return bool(self.rng.random() < share)
 
-    def given(self, name: str, default: Any = None) -> Any:
+    def argument(self, name: str, default: Any = None) -> Any:
         """An argument of the call; the default where the call does not give it."""
         recipe = ARGUMENTS[self.operation].get(name, "")
         if not recipe or (name in FACTORS[self.operation] and not self.level(name)):
@@ -292,7 +292,7 @@ class Draw:
         elif kind == "tied":
             logits = np.round(logits * 2) / 2
         elif kind == "floor":
-            lowest = (-6e4 if self.coarse else lowest) * min(1.0, 0.5 * float(self.given("temperature", 2)))
+            lowest = (-6e4 if self.coarse else lowest) * min(1.0, 0.5 * float(self.argument("temperature", 2)))
             logits = np.where(rng.random(shape) < 0.3, lowest * self.pick((1, 0.5, 0.1)), logits)
         elif kind == "shifted":
             logits += rng.choice([-1e3, 1e3] if self.coarse else [-1e4, -1e9, 1e3, 1e4], size=(*shape[:-1], 1))
@@ -323,7 +323,7 @@ class Draw:
 
     def multiple(self, kv: int) -> int:
         """Query heads of an indexer or its teacher: a multiple of the key heads and of the groups."""
-        least = kv * int(self.given("groups", 1))
+        least = kv * int(self.argument("groups", 1))
         factor = -(-self.pick((5, 9, 17, 33, 66, 129)) // least) if self.axis == "H" else self.pick((1, 2))
         return least * int(factor)
 
@@ -350,16 +350,16 @@ class Draw:
 
     def maps_taught(self, layer: int) -> Array:
         """Supervision that has mass where the student may attend, mostly."""
-        shape, logits = self.sides[layer], self.given("student_logits")
+        shape, logits = self.sides[layer], self.argument("student_logits")
         numbers = np.zeros(shape) if logits is None else np.asarray(logits[layer] if self.level("layers") else logits)
         may = ~np.isneginf(numbers) & (True if self.attn_mask is None else np.broadcast_to(self.attn_mask, shape))
-        reverse = self.given("divergence") == "reverse_kl"
+        reverse = self.argument("divergence") == "reverse_kl"
         if logits is not None and not self.coarse and self.chance(0.08):
             # The student's own map with less mass: a divergence below zero.
             odds = np.where(may, np.exp(np.clip(np.asarray(numbers, np.float64), -30, 30)), 0.0)
             mass = 0.5 if self.level("row_sums") == "at_most_one" else 1 - 0.9 * self.row_sum
             return self.store(mass * odds / np.maximum(odds.sum(axis=-1, keepdims=True), 1e-30))
-        fitting = reverse or self.given("support") != "intersect" or self.chance(0.3)
+        fitting = reverse or self.argument("support") != "intersect" or self.chance(0.3)
         fitting = fitting and self.operation != "intersect_support" and self.chance(0.93)
         maps = self.maps(*shape, counted=self.loss_mask, allowed=may if fitting else None, positive=reverse)
         if fitting and maps.dtype.kind == "f" and not may.all() and not self.coarse and self.chance(0.08):
@@ -396,12 +396,12 @@ def _attn_mask(d: Draw) -> Array | None:
     level, shape = d.level("attn_mask"), (*d.lead, d.L, d.S)
     ones = (1,) * (len(shape) - 2)
     shapes = {"head": (*ones[1:], *shape[-3:]), "sample": (shape[0], *ones, shape[-1]), "matrix": shape[-2:]}
-    wanted = {**shapes, "keys": shape[-1:], "rows": (*shape[:-1], 1)}.get(level, shape)
-    mask: Array = d.rng.random(wanted) < float(d.pick((0.5, 0.8, 0.95)))
-    if level == "matrix" and wanted[0] > 1 and d.chance(0.5):
-        mask = np.tri(*wanted, dtype=bool)
+    size = {**shapes, "keys": shape[-1:], "rows": (*shape[:-1], 1)}.get(level, shape)
+    mask: Array = d.rng.random(size) < float(d.pick((0.5, 0.8, 0.95)))
+    if level == "matrix" and size[0] > 1 and d.chance(0.5):
+        mask = np.tri(*size, dtype=bool)
     if level == "none":
-        mask[d.rng.random(wanted[:-1]) < 0.5] = False
+        mask[d.rng.random(size[:-1]) < 0.5] = False
     return mask if level else None
 
 
@@ -416,9 +416,9 @@ def _plan(d: Draw) -> Any:
         rounds.append(d.rng.permutation(heads)[: 2 * count].reshape(-1, 2))
         heads -= count
     if level == "numpy":
-        return [[tuple(pair) for pair in one.astype(d.pick(("int64", "uint8", "int32")))] for one in rounds]
-    lists = [one.tolist() for one in rounds]
-    return lists if d.chance(0.7) else tuple(tuple(map(tuple, one)) for one in lists)
+        return [[tuple(pair) for pair in pairs.astype(d.pick(("int64", "uint8", "int32")))] for pairs in rounds]
+    lists = [pairs.tolist() for pairs in rounds]
+    return lists if d.chance(0.7) else tuple(tuple(map(tuple, pairs)) for pairs in lists)
 
 
 def _layers(d: Draw) -> tuple[int, int]:
@@ -566,7 +566,7 @@ _RECIPES: dict[str, Callable[[Draw], Any]] = {
     "values": lambda d: d.numbers(d.B, d.divisor(d.num_heads), d.S, d.shape((1, 2, 3))),
     "output_projection": lambda d: d.numbers(d.num_heads * d.values.shape[3], d.D, scaled=False),
     "mixing": _mixing,
-    "alphas": lambda d: [d.shares(d.B, len(one)) for one in d.plan],
+    "alphas": lambda d: [d.shares(d.B, len(pairs)) for pairs in d.plan],
     "calibration": _calibration,
     "gram": _gram,
     "two": lambda d: [int(i) for i in d.rng.permutation(max(2, d.H))[:2]],
@@ -588,7 +588,7 @@ _RECIPES: dict[str, Callable[[Draw], Any]] = {
     "outside": _outside,
     "segments": _segments,
     "block_size": lambda d: d.S + 2 if d.level("block_size") == "beyond" else int(d.level("block_size")),
-    "blocks": lambda d: -(-d.S // d.given("block_size", 1)),
+    "blocks": lambda d: -(-d.S // d.argument("block_size", 1)),
     "top_k": _top_k,
     "tied": lambda d: d.level("scores") == "tied" or d.chance(0.3),
     "scorer": lambda d: d.multiple(d.scorer_keys),
@@ -603,7 +603,7 @@ def draw_call(operation: str, key: Sequence[int], dtype: str, levels: Levels, sh
     """One valid call of an operation, mostly: arguments by name."""
     d = Draw(operation, key, dtype, levels, shapes)
     names = [name for name in ARGUMENTS[operation] if name not in FACTORS[operation] or d.level(name)]
-    return {name: d.given(name) for name in names}
+    return {name: d.argument(name) for name in names}
 
 
 def relay(rng: np.random.Generator, value: Any) -> Any:

@@ -133,9 +133,9 @@ class _Bench:
         if not calls:
             return []
         shared = over is None and isinstance(self.subject, Direct)  # no other gets these very arrays
-        asked = [(call.operation, copy.deepcopy(call.inputs) if shared else over or call.inputs) for call in calls]
+        requests = [(call.operation, copy.deepcopy(call.inputs) if shared else over or call.inputs) for call in calls]
         layout = calls[0].seed + 1 if calls[0].levels.get("layout") and len(calls) == 1 else 0
-        replies = self.subject.ask(asked, self.dtype, layout=layout, over=over is not None and not layout)
+        replies = self.subject.ask(requests, self.dtype, layout=layout, over=over is not None and not layout)
         for call, reply in zip([*calls, *calls], replies, strict=False):
             self._take(call, reply, company)
         return replies

@@ -165,12 +165,16 @@ class Report:
             entry: dict[str, Any] = {name: getattr(result, name) for name in ("operation", "status", "calls")}
             results.append(entry | {"lacks": sorted(result.lacks)})
             if finding := result.finding:
-                told = {**finding.wrong._asdict(), "called": finding.called, "looks_like": list(finding.looks_like)}
-                told |= {"title": finding.title, "spec": finding.spec}
+                document = {
+                    **finding.wrong._asdict(),
+                    "called": finding.called,
+                    "looks_like": list(finding.looks_like),
+                }
+                document |= {"title": finding.title, "spec": finding.spec}
                 with contextlib.suppress(NotSpokenError):
                     if finding.order[-1] <= _LARGEST_CALL:
-                        told["call"] = make_request(finding.call.operation, finding.call.inputs, self.dtype)
-                results[-1] |= {"failures": len(result.findings), "finding": told}
+                        document["call"] = make_request(finding.call.operation, finding.call.inputs, self.dtype)
+                results[-1] |= {"failures": len(result.findings), "finding": document}
         names = ("dtype", "seed", "profile", "passed", "verdict", "lacks", "not_judged")
         run = {name: getattr(self, name) for name in names} | {"implementation": self.name, "results": results}
         return run | {"report_version": "2", "spec_edition": spec_edition()}

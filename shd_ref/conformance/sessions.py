@@ -188,10 +188,13 @@ def make_session(
     """A drawn call and its company; which company, the last number of the key says."""
     d, number = Draw(operation, [*key, 1], dtype, levels), key[-1]
     call = Call(operation, draw_call(operation, key, dtype, levels, shapes), dtype, "", levels, seed=number)
-    if number % 48 == 2 and number < 150:
+    if number % 48 == 2 and number < 100:
         return [Step((call,)), Step((call, *(changed(d, call) for _ in range(3))))]
     if number % 3 != 1:
-        return [Step((one,)) for one in (call, spoiled(d, call), spoiled(d, call), call)[: 3 + (number % 3 == 0)]]
+        return [
+            Step((next_call,))
+            for next_call in (call, spoiled(d, call), spoiled(d, call), call)[: 3 + (number % 3 == 0)]
+        ]
     steps = [Step((call,)), Step((changed(d, call),), over=d.chance(0.6))]
     if d.chance(0.4):
         other = d.pick([name for name in OUTPUTS if name not in ("matched_plan", "diagnose")])
@@ -262,13 +265,13 @@ def spoiled(d: Draw, call: Call) -> Call:
     path, old = d.pick(list(_leaves({name: inputs.get(name)})))
     codes: set[str] = set()
     places: tuple[str, ...] = ()
-    told = ""
+    change = ""
     is_map = "probs" in name or name in ("supervision", "calibration")
     if isinstance(old, np.ndarray) and old.dtype == bool:
-        new, _, _, told = _spoil_array(d, old, is_map=False)
+        new, _, _, change = _spoil_array(d, old, is_map=False)
         codes = _OF_VALUES
     elif isinstance(old, np.ndarray) and old.ndim:
-        new, codes, places, told = _spoil_array(d, old, is_map)
+        new, codes, places, change = _spoil_array(d, old, is_map)
         in_list = len(path) > 1 and not name.startswith("teacher") and name != "calibration"
         unnamed = operation in ("softmax", "soften") or old.ndim < 3 or name in ("gram", "outside")
         places = () if unnamed else places[: 1 if old.ndim == 3 else 2] + (("layer",) if in_list and places else ())
@@ -295,7 +298,7 @@ def spoiled(d: Draw, call: Call) -> Call:
         codes = {"argument-value", "plan-invalid", "layers-invalid", "argument-shape"} if len(path) > 1 else set()
     else:
         return changed(d, call)
-    title = f"with {name}{''.join(f'[{step}]' for step in path[1:])} changed{told}"
+    title = f"with {name}{''.join(f'[{step}]' for step in path[1:])} changed{change}"
     # Where the call was wrong before, two rules are broken (ERR-4).
     right = frozenset(codes) if call.answer[0] != "error" else error_codes()
     return Call(operation, _put(inputs, path, new), call.dtype, title, call.levels, right, places, call.seed)
