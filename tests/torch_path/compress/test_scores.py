@@ -342,9 +342,9 @@ def test_bad_labels_are_refused_before_anything_runs(
         {"text": "the cat", "text_pair": WORDS[at], column: values[at % 2]} for at in range(16)
     ]
     path = write_rows(tmp_path / "held.jsonl", rows)
-    samples = read_rows(path, folder, None, "held_out", columns=PAIRS)
     config = read_config(folder)
     with refusal("inputs-invalid", said):
+        samples = read_rows(path, folder, None, "held_out", columns=PAIRS)
         read_labels(path, samples, find_task(folder, config), config)
 
 
