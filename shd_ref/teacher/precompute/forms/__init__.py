@@ -22,7 +22,7 @@ from shd_ref.teacher.options import NO_FORM
 from shd_ref.teacher.precompute.forms.attention import FactorsMaker, MapsMaker
 from shd_ref.teacher.precompute.forms.maker import Maker
 from shd_ref.teacher.precompute.forms.rows import EmbeddingsMaker, ExactMaker, HiddenMaker, LogitsMaker
-from shd_ref.teacher.run.outputs import StudentOutputs, find_faults
+from shd_ref.teacher.run.outputs import COMPARED_ENTRIES, StudentOutputs, find_faults
 from shd_ref.teacher.run.teacher import TeacherRun
 from shd_ref.tolerances import load_tolerances
 
@@ -125,7 +125,7 @@ def check_company(work: TeacherRun, forms: Held | None = None) -> None:
                 maker = maker_of(form)
                 try:
                     if maker.BY_LAYER or not part:
-                        maker.recheck(form, dtype, company[len(batch) - 1], record)
+                        maker.recheck(form, dtype, company[len(batch) - 1], record, COMPARED_ENTRIES)
                 except ShdError as error:
                     if error.code != "cache-mismatch":
                         raise

@@ -119,7 +119,7 @@ class AttentionMaker(Maker[AttentionT]):
         """The total variation that coding may cost each row of a sample's merged maps (CACHE-91)."""
 
     def recheck(
-        self, form: AttentionT, dtype: str, sample: StudentOutputs, record: SampleRecord
+        self, form: AttentionT, dtype: str, sample: StudentOutputs, record: SampleRecord, entries: int | None = None
     ) -> tuple[int, float]:
         """The total variation between each stored row, decoded, and the row that the teacher gives now."""
         count, largest = 0, 0.0
@@ -130,7 +130,7 @@ class AttentionMaker(Maker[AttentionT]):
             # Rows of padding hold nothing (CACHE-129), and factored records leave out those in front.
             counted = np.arange(num_rows) >= record.first
             counted &= True if layer.row_mask is None else layer.row_mask[:num_rows]
-            for rows, maps in layer.tiles(shape=(num_rows, keys)):  # not all at once: a sample may be long
+            for rows, maps in layer.tiles(entries, shape=(num_rows, keys)):  # not all at once: a sample may be long
                 again = np.where(counted[rows, None], maps["merged"][..., :keys], 0.0).astype(np.float32)
                 difference = 0.5 * np.abs(stored(rows) - again).sum(axis=-1, dtype=np.float64)
                 limits = bound(again, rows) + tolerance_of("recheck", dtype)

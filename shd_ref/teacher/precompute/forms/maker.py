@@ -44,8 +44,13 @@ class Maker(ABC, Generic[FormT]):
         """What coding cost these samples, on the rows that count; of attention they have check outputs."""
 
     @abstractmethod
-    def recheck(self, form: FormT, dtype: str, sample: StudentOutputs, record: SampleRecord) -> tuple[int, float]:
-        """Refuse a record that is not what the teacher gives now (CACHE-91); rows compared, largest difference."""
+    def recheck(
+        self, form: FormT, dtype: str, sample: StudentOutputs, record: SampleRecord, entries: int | None = None
+    ) -> tuple[int, float]:
+        """Refuse a record that is not what the teacher gives now (CACHE-91); rows compared, largest difference.
+
+        Of all rows, or of maps on rows of so many entries, see ``LayerOutputs.tiles``.
+        """
 
 
 def tolerance_of(name: str, dtype: str) -> float:

@@ -65,7 +65,9 @@ class RowsMaker(Maker[RowsT]):
                 errors.append(form.measure(rows, record.parts[part.name], counted, layer))
         return merge_errors(form.ERROR, errors)
 
-    def recheck(self, form: RowsT, dtype: str, sample: StudentOutputs, record: SampleRecord) -> tuple[int, float]:
+    def recheck(
+        self, form: RowsT, dtype: str, sample: StudentOutputs, record: SampleRecord, entries: int | None = None
+    ) -> tuple[int, float]:
         # A mean moves no further than the teacher of it that moves most.
         dtypes = [dtype, *(teacher.dtype for teacher in form.averaged)]
         again = max(tolerance_of("recheck", one) for one in dtypes)
