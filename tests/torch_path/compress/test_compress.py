@@ -267,7 +267,12 @@ def write_teacher(folder: Path, kind: str, **changes: int) -> tuple[Path, Path]:
             model = classes[kind](transformers.BertConfig(**sizes, **text, num_labels=3))
     for parameter in model.parameters():  # as a trained model has them: a graph holds equal tensors once
         parameter.data += 0.05 * torch.randn(parameter.shape)
-    model.eval().save_pretrained(folder / "teacher")
+    model.eval()
+    if kind == "classifier":  # one that answers everything alike is refused
+        with torch.no_grad():
+            logits = model(**{name: torch.from_numpy(array) for name, array in arrays.items()}).logits
+            model.classifier.bias -= logits.mean(0)
+    model.save_pretrained(folder / "teacher")
     if kind == "sentences":
         modules = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
         listed = [
