@@ -45,13 +45,12 @@ from shd_torch.compress.students import _make, compare, prepare_training
 from shd_torch.compress.task import Judge, graph_run, model_run, summarise
 from shd_torch.compress.training import train
 from shd_torch.compress.worth import Worths, measure_worths
-from shd_torch.shrink.folders import padding_of
+from shd_torch.shrink.folders import padding_of, save_student
+from shd_torch.shrink.student import read_made
 
 RESULT = Path(__file__).with_suffix(".json")
-GRAPHS = {TEACHER_INT8: "teacher.int8", TEACHER: "teacher", "student, int8": "student-0.int8"}
-"""By turns; others are compared with the first."""
 MOST = 64  # tokens of a pair
-WRONG = 8  # answers of a question from which the teacher learns, beside all right ones
+WRONG = 15  # answers of a question from which the teacher learns, beside all right ones
 
 
 def read_pairs(part: str) -> list[dict[str, Any]]:
@@ -94,7 +93,7 @@ def unlabelled(count: int) -> list[dict[str, Any]]:
     return chosen
 
 
-def train_teacher(folder: Path, epochs: int, rows: Sequence[dict[str, Any]]) -> None:
+def train_teacher(folder: Path, epochs: int, pairs: Sequence[dict[str, Any]]) -> None:
     """All right answers and some wrong ones of each question, binary cross entropy, as cross encoders are trained."""
     torch.manual_seed(0)
     draw = random.Random(0)
@@ -102,20 +101,23 @@ def train_teacher(folder: Path, epochs: int, rows: Sequence[dict[str, Any]]) -> 
     tokenizer = AutoTokenizer.from_pretrained(source, model_max_length=MOST)
     model = AutoModelForSequenceClassification.from_pretrained(source, num_labels=1)
     chosen = []
-    for group in by_question(rows).values():
+    for group in by_question(pairs).values():
         wrong = [row for row in group if not row["label"]]
         chosen += [row for row in group if row["label"]] + draw.sample(wrong, min(WRONG, len(wrong)))
     total = max(epochs * math.ceil(len(chosen) / 32), 1)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: min(1, (at + 1) / 20) * (1 - at / total))
-    weight = torch.tensor(sum(not row["label"] for row in chosen) / sum(row["label"] for row in chosen))
+    weight = torch.tensor(2.0)
     model.train()
     for _ in range(epochs):
+        print(f"the teacher learns from {len(chosen)} pairs", flush=True)
         draw.shuffle(chosen)
         for start in range(0, len(chosen), 32):
             batch = chosen[start : start + 32]
             texts = [[row[name] for row in batch] for name in ("text", "text_pair")]
-            logits = model(**tokenizer(*texts, padding=True, truncation=True, return_tensors="pt")).logits[:, 0]
+            rows = tokenizer(*texts, padding=True, truncation=True, return_tensors="pt")
+            with torch.autocast("cpu", torch.bfloat16):
+                logits = model(**rows).logits[:, 0].float()
             labels = torch.tensor([float(row["label"]) for row in batch])
             loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels, pos_weight=weight)
             loss.backward()
@@ -189,18 +191,21 @@ def compress(run: Run, arguments: argparse.Namespace, rows: Sequence[dict[str, A
     }
     students = []
     for seed in range(arguments.seeds):
+        name = f"student-{arguments.steps}-{seed}"
 
-        def make(seed: int = seed) -> dict[str, Any]:
-            student = _make(run, wish, best["number"], best).student
+        def make(seed: int = seed, name: str = name) -> dict[str, Any]:
+            shrunk, trained = _make(run, wish, best["number"], best), run.folder / f"trained-{name}"
             whole = replace(config, steps=arguments.steps, seed=seed)
-            train(
-                run.task, student, run.space.num_layers, whole, run.folder / f"training-{seed}", run.tell("training")
-            )
-            graphs = run.write_graphs(student, f"student-{seed}")
+            folder = run.folder / f"training-{name}"
+            train(run.task, shrunk.student, run.space.num_layers, whole, folder, run.tell("training"))
+            save_student(shrunk.student, shrunk.report, trained)  # without the trainer's half precision
+            graphs = run.write_graphs(read_made(trained).student, name)
             return {kind: bench.measure(path) for kind, path in graphs.items()}
 
-        students.append(run.find(f"student-{seed}", make, f"graphs/student-{seed}.*"))
-    graphs = {name: run.graphs / f"{file}.onnx" for name, file in GRAPHS.items()}
+        students.append(run.find(name, make, f"graphs/{name}.*"))
+        print(f"seed {seed}: {students[-1]['int8']['labels']} {students[-1]['int8']['details']}", flush=True)
+    graphs = dict(reversed(run.teacher_graphs.items()))  # others are compared with the first
+    graphs |= {"student, int8": run.graphs / f"student-{arguments.steps}-0.int8.onnx"}
     return {
         "design": best["text"],
         "learning_rate": config.learning_rate,
@@ -234,7 +239,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--pairs", type=int, default=4000)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--faster", type=float, default=2.0)
     parser.add_argument("--like", type=Path, help="compress_minilm.json, whose last design is taken without a search")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32])
