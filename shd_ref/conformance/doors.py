@@ -9,7 +9,6 @@ started again a few times. No answer runs code or takes memory by a number that 
 from __future__ import annotations
 
 import contextlib
-import copy
 import importlib
 import json
 import math
@@ -160,14 +159,23 @@ def _image(value: Any) -> Any:
     return [(name, _image(item)) for name, item in items] if items else repr(value)
 
 
-def write_over(old: Inputs, new: Inputs) -> Inputs:
-    """The new arguments, their arrays written into the old ones where these have the same shapes and dtypes."""
-    pairs = list(zip(arrays_of(new), arrays_of(old), strict=False))
-    if any((a.shape, a.dtype, type(a)) != (b.shape, b.dtype, type(b)) for a, b in pairs) or old.keys() != new.keys():
-        return copy.deepcopy(new)
-    for array, place in pairs:
-        place[...] = array
-    return copy.deepcopy(new, {id(array): place for array, place in pairs})
+def write_over(old: Any, new: Any) -> Any:
+    """The new value, in the old arrays and lists where these have its shapes and dtypes."""
+    if isinstance(new, np.ndarray):
+        if (type(old), getattr(old, "shape", ()), getattr(old, "dtype", "")) != (type(new), new.shape, new.dtype):
+            return new.copy()
+        old[...] = new
+        return old
+    if isinstance(new, dict):
+        return {name: write_over(old.get(name), item) for name, item in new.items()}
+    if not isinstance(new, list | tuple):
+        return new
+    olds = [*old, *[None] * len(new)] if type(old) is type(new) else [None] * len(new)
+    items = [write_over(*pair) for pair in zip(olds, new, strict=False)]
+    if type(old) is not list or type(new) is not list:
+        return type(new)(items)
+    old[:] = items
+    return old
 
 
 # --- how values travel --------------------------------------------------------------------------------------------

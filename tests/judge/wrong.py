@@ -398,7 +398,7 @@ def _by_sum(inputs: Mapping[str, Any]) -> Any:
     return repr(arrays), repr(rest)
 
 
-for _operation in ("softmax", "solve_alpha", "shd_loss", "mix_heads", "indexer_target"):
+for _operation in ("softmax", "solve_alpha", "shd_loss", "mix_heads", "indexer_target", "plan_groups"):
     WRONG[f"{_operation}: remembered by identity"] = _operation, "float64", remembering(_operation, _by_identity)
 for _operation in ("softmax", "soften", "value_outputs"):
     WRONG[f"{_operation}: remembered by shape and first entry"] = (
