@@ -37,15 +37,18 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m shd_ref.confo
     if options.list:
         sys.stdout.write("".join(f"{operation}/{part}\n" for operation in parts for part in parts[operation]))
         return PASSED
-    # All that a verdict depends on is in memory before the implementation starts, and no later import searches the
-    # current folder, which is its own.
+    # All that a verdict depends on is in memory before the implementation starts, and no import meanwhile searches
+    # the current folder, which is its own.
     load_everything()
-    sys.path[:] = [folder for folder in sys.path if folder not in ("", str(Path.cwd()))]
+    searched = list(sys.path)
+    sys.path[:] = [folder for folder in searched if folder not in ("", str(Path.cwd()))]
     try:
         return _judge(options)
     except (ProgramError, OSError) as error:
         sys.stderr.write(printable(f"shd_ref.conformance: {error}\n"))
         return UNUSABLE
+    finally:
+        sys.path[:] = searched
 
 
 def _judge(options: argparse.Namespace) -> int:

@@ -121,8 +121,10 @@ def test_numpy_alone(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_judged(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    searched = list(sys.path)
     assert main(arguments) == 2
     assert words in capsys.readouterr().err
+    assert sys.path == searched  # an implementer's own tests go on importing from their folder
 
 
 def test_the_reference_conforms_in_a_process_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
