@@ -50,7 +50,7 @@ from shd_torch.shrink.student import read_made
 
 RESULT = Path(__file__).with_suffix(".json")
 MOST = 64  # tokens of a pair
-WRONG = 15  # answers of a question from which the teacher learns, beside all right ones
+WRONG = 15  # wrong answers of a question from which the teacher learns, with all right ones
 
 
 def read_pairs(part: str) -> list[dict[str, Any]]:
@@ -140,8 +140,8 @@ def average_precisions(scores: np.ndarray, rows: Sequence[dict[str, Any]]) -> di
     for query, pairs in groups.items():
         labels = [label for _, label in sorted(pairs, key=lambda pair: -pair[0])]
         if 0 < sum(labels) < len(labels):
-            found = [sum(labels[: at + 1]) / (at + 1) for at, label in enumerate(labels) if label]
-            precisions[query] = sum(found) / len(found)
+            at_right = [sum(labels[: at + 1]) / (at + 1) for at, label in enumerate(labels) if label]
+            precisions[query] = sum(at_right) / len(at_right)
     return precisions
 
 

@@ -1,4 +1,4 @@
-"""What ``shd-torch doctor`` says of the study's pairs, beside what the study measured.
+"""What ``shd-torch doctor`` says of the study's pairs, and what the study measured.
 
 ``python -m benchmarks.study.doctor_table`` reads the study's runs and the answers that were kept in
 ``results/doctor.json``, and writes ``results/doctor.csv`` and the counts in docs/doctor.md. With ``--ask`` it first
@@ -187,7 +187,7 @@ def _gain(row: Row) -> str:
 
 
 def _judge(answer: str, row: Row, rows: Sequence[Row]) -> str:
-    """A gain that is not told from 0 confirms who did not promise one.
+    """An insignificant gain confirms an answer that promised none.
 
     It leaves a *yes* open, unless another beta does harm and none gains: then nothing speaks for the promise.
     """

@@ -210,9 +210,9 @@ def _maps(reader: CacheReader, layers: Sequence[LayerContent], evidence: Evidenc
         f"Sample {record.index}, {record.length} positions: rows are queries, columns are keys, each picture is "
         "scaled to its largest entry and its root is drawn, so that small entries show. "
     )
-    beside = "Beside each merged map stand the teacher's maps it was made of, with their weights."
+    sources = "Each merged map stands with the teacher's maps that it was made of, and their weights."
     text += (
-        "A cache lacks the teacher's maps: give --teacher and --inputs to see them." if evidence is None else beside
+        "A cache lacks the teacher's maps: give --teacher and --inputs to see them." if evidence is None else sources
     )
     if attention.bound_temperature not in (None, 1.0):
         temperature = f"{attention.bound_temperature:g}"

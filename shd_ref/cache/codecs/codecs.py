@@ -6,6 +6,7 @@ rounds correctly, so that an ONNX graph can end in the same quantiser. ``kl_boun
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, Final, TypeVar
@@ -254,14 +255,14 @@ def largest_move(codec: str, values: NDArray[Any]) -> NDArray[np.float64]:
     return np.asarray(np.maximum(largest * 2.0**-11, 2.0**-25) * (1 + 2.0**-10), dtype=np.float64)
 
 
-class RowError:
+class RowError(ABC):
     """What coding cost rows: a dataclass of numbers whose names end in ``_mean`` or ``_max``, and ``rows``."""
 
     rows: int
 
+    @abstractmethod
     def describe(self) -> str:
         """For a listing and a report."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
