@@ -95,6 +95,7 @@ def _open_run(
     say: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Run]:
     """Everything that is read, and the stages of an earlier run in the folder."""
+    began = time.monotonic()
     import_package("scipy", "compress needs the package scipy: pip install '.[cpu]' (in a checkout)")
     progress(0, 0, "data are read")
     config = read_config(teacher)
@@ -116,7 +117,7 @@ def _open_run(
     inputs = {"samples": samples.digest, "onnxruntime": require_runtime().__version__}
     inputs["labels"] = "" if labels is None else labels.digest
     with Unfinished(folder, run_key(teacher, asdict(options) | inputs)) as keeper:
-        run = Run(teacher, options, keeper, progress, samples, labels, say)
+        run = Run(teacher, options, keeper, progress, samples, labels, say, began)
         if texts := read_texts(Path(paths[0]), CHECKED, columns):
             checked = run.task, run.model, teacher, texts, rows[: len(texts)], options.max_length
             run.remarks = [remark] if (remark := check_teacher(*checked)) else []
@@ -188,9 +189,10 @@ def _compress(run: Run) -> dict[str, Any]:
         Schedule.read(run.find("schedule", lambda: run.schedule(_measure_paces(run, graph)).write()))
     )
     document["space"] = asdict(run.space)
-    run.announce("costs")
+    document["samples"]["train"] = schedule.samples  # that there is time for
+    run.announce("costs", "costs")
     costs = Costs(**run.find("costs", lambda: asdict(measure_costs(run))))
-    run.announce("parts")
+    run.announce("parts", "worths")
     worths = Worths(**run.find("worths", lambda: asdict(measure_worths(run))))
     wishes = run.options.wishes(costs.teacher)
     run.announce("candidates")

@@ -47,6 +47,7 @@ class Run:
         samples: Samples,
         labels: Labelled | None = None,
         say: Callable[[str], None] = lambda text: None,
+        began: float | None = None,
     ) -> None:
         self.teacher, self.options, self.keeper, self.labels = teacher, options, keeper, labels
         self.progress, self.samples, self.folder = progress, samples, keeper.folder
@@ -68,7 +69,7 @@ class Run:
         self._judges: dict[tuple[str, int | None], Judge] = {}
         self._say, self._seconds = say, dict.fromkeys(STAGES, 0.0)
         earlier = keeper.get("spent")
-        self._begun = time.monotonic() - (0.0 if earlier is None else earlier[1])
+        self._begun = (time.monotonic() if began is None else began) - (0.0 if earlier is None else earlier[1])
 
     def _space_of(self, *fractions: float) -> Space:
         chosen = {"fractions": fractions} if fractions else {}
@@ -104,11 +105,17 @@ class Run:
     def seconds_of(self, stage: str) -> float:
         return self._seconds[stage]
 
-    def announce(self, stage: str) -> None:
-        """What a stage will take, and the rest of the command, before it starts."""
-        later = [self._seconds[name] for name in STAGES[STAGES.index(stage) :]]
-        left = in_minutes(max(self.left, sum(later)))
-        self._say(f"{stage}: about {in_minutes(later[0])}; about {left} left in all")
+    def announce(self, stage: str, name: str = "", seconds: float | None = None) -> None:
+        """What a stage will take, and the rest of the command, before it starts.
+
+        Nothing, if the result of that ``name`` is there; ``seconds`` in place of what was planned, if they are known.
+        """
+        if name and self.keeper.get(name) is not None:
+            return
+        own, *later = (self._seconds[following] for following in STAGES[STAGES.index(stage) :])
+        own = own if seconds is None else seconds
+        left = in_minutes(max(self.left, own + sum(later)))
+        self._say(f"{stage}: about {in_minutes(own)}; about {left} left in all")
 
     def find(self, name: str, make: Callable[[], Any], files: str = "") -> Any:
         """What an earlier run found, or what is found now, with files that it makes in the run's folder."""

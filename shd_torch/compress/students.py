@@ -200,8 +200,8 @@ def train_best(run: Run, wish: Wish, row: dict[str, Any], config: TrainingConfig
         seconds = end - run.spent - run.seconds_of("graphs") / max(len(list(run.options.targets())), 1)
         return max(run.search.steps[0], int(seconds / max(row["rounds"][-1]["pace"], 1e-6)))
 
-    run.announce("training")
     steps = run.find(f"steps-{wish.name}", count_steps)
+    run.announce("training", f"trained-{wish.name}", steps * row["rounds"][-1]["pace"])
     folder, checkpoints = (run.folder / f"{kind}-{wish.name}" for kind in ("trained", "training"))
 
     def make() -> None:

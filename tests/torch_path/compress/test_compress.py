@@ -327,9 +327,15 @@ def test_pixels_without_int8(
     for file, part in zip(files, (pixels, pixels[:3] + 1), strict=True):
         np.save(file, part)
     monkeypatch.setattr(stages, "LEAST", 4)
-    monkeypatch.setattr(schedule, "_searches", lambda: iter([Search()]))  # with SHD, for which there is no time
+    # With SHD, for which there is no time, and of the samples as many as the least training takes.
+    monkeypatch.setattr(schedule, "_searches", lambda: iter([Search(steps=(1, 2))]))
+    monkeypatch.setattr(schedule, "_CACHED", 0.0)
+    told: list[str] = []
     options = CompressOptions(mb=(0.0247,), batch=(1,), minutes=0.001, candidates=1, int8=False)
-    document = compress(teacher, files, options, out=tmp_path / "student")
+    document = compress(teacher, files, options, out=tmp_path / "student", say=told.append)
+    assert document["samples"]["train"] == 32
+    assert [line.partition(":")[0] for line in told] == list(schedule.STAGES[1:-1])
+    assert all(line.endswith(" left in all") for line in told)
     assert any(f"{files[1]} has" in remark for remark in document["remarks"])
     (student,) = document["students"]
     assert student["bytes"]["float"] <= 24_700
