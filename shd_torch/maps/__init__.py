@@ -19,7 +19,14 @@ from shd_torch.maps.attention import soften, softmax, value_outputs
 from shd_torch.maps.gram import gram_tensor, merge_gram, solve_alpha_from_gram
 from shd_torch.maps.loss import shd_loss, shd_loss_gradient, shd_loss_gradient_qk
 from shd_torch.maps.mixing import SqueezeResult, compose_mixing, mix_heads, squeeze_heads
-from shd_torch.maps.support import AlignedMaps, IntersectedMaps, align_tokens, intersect_support
+from shd_torch.maps.support import (
+    AlignedMaps,
+    IntersectedMaps,
+    align_tokens,
+    id_groups,
+    intersect_support,
+    pool_tokens,
+)
 
 __all__ = [
     "ERROR_CODES",
@@ -31,12 +38,14 @@ __all__ = [
     "align_tokens",
     "compose_mixing",
     "gram_tensor",
+    "id_groups",
     "intersect_support",
     "layer_map",
     "merge_gram",
     "merge_plan",
     "mix_heads",
     "plan_groups",
+    "pool_tokens",
     "shd_loss",
     "shd_loss_gradient",
     "shd_loss_gradient_qk",

@@ -10,7 +10,18 @@ from torch import Tensor
 
 from shd_ref.errors import ShdError
 from shd_ref.integers import check_integer
-from shd_torch.checks import check_mask, check_probs, check_real, check_shapes, compute_dtype, map_dtype
+from shd_torch.checks import (
+    INTEGERS,
+    check_dtype,
+    check_entries,
+    check_mask,
+    check_probs,
+    check_real,
+    check_shapes,
+    compute_dtype,
+    map_dtype,
+    without_autocast,
+)
 from shd_torch.maps.attention import mask_logits
 
 
@@ -117,10 +128,10 @@ def check_support(teacher: Tensor, violations: Tensor, layer: int) -> None:
 
 
 class AlignedMaps(NamedTuple):
-    """What ``align_tokens`` returns (TOKEN-2)."""
+    """What ``align_tokens`` and ``pool_tokens`` return (TOKEN-2, TOKEN-9)."""
 
-    probs: Tensor  # (B, H, len(rows), len(columns)), rows with the sums they had, or zero where nothing is left
-    dropped: Tensor  # (B, H, len(rows)), the mass that lay on columns not kept
+    probs: Tensor  # (B, H, l, s), rows with the sums they had, or zero where nothing is left
+    dropped: Tensor  # (B, H, l), the mass that lay on columns not kept, or on tokens without a group
 
 
 @torch.no_grad()
@@ -143,11 +154,7 @@ def align_tokens(
     Returns:
         The aligned maps in the dtype they came in, and the dropped mass of each kept row in float64 or float32.
     """
-    check_real(attn_probs, "attn_probs", check=False, ndim=4)
-    batch, _, num_rows, num_columns = attn_probs.shape
-    if query_mask is not None:
-        check_mask(query_mask, "query_mask", (batch, num_rows))
-    check_probs(attn_probs, "attn_probs", check=check, query_mask=query_mask, row_sums=row_sums)
+    num_rows, num_columns = _check_maps(attn_probs, query_mask, row_sums, check)
     kept_rows = _check_positions("rows", rows, num_rows)
     kept_columns = _check_positions("columns", columns, num_columns)
     probs = attn_probs.detach()[:, :, kept_rows].to(compute_dtype(attn_probs))
@@ -155,6 +162,82 @@ def align_tokens(
     dropped = probs[..., others].sum(-1)
     aligned = rescale_rows(probs[..., kept_columns], probs.sum(-1), dropped)
     return AlignedMaps(aligned.to(map_dtype(attn_probs)), dropped)
+
+
+@without_autocast
+def pool_tokens(
+    attn_probs: Tensor,
+    row_groups: Tensor | None = None,
+    column_groups: Tensor | None = None,
+    *,
+    query_mask: Tensor | None = None,
+    row_sums: str = "one",
+    check: bool = True,
+) -> AlignedMaps:
+    """Maps over the tokens of a student that cuts its input otherwise: rows averaged, columns summed (TOKEN-8..11).
+
+    For merged maps, after ``squeeze_heads`` (TOKEN-12). Gradients reach ``attn_probs``. Groups are on its device;
+    ``torch.from_numpy`` takes those of ``shd_ref``, and ``id_groups`` makes them of tokens merged in a forward pass.
+
+    Arguments and errors are those of ``shd_ref.pool_tokens``.
+
+    Returns:
+        The pooled maps in the dtype they came in, and the dropped mass of each row in float64 or float32.
+    """
+    num_rows, num_columns = _check_maps(attn_probs, query_mask, row_sums, check)
+    dtype = compute_dtype(attn_probs)
+    rows = _check_groups("row_groups", row_groups, attn_probs, num_rows, check)
+    columns = _check_groups("column_groups", column_groups, attn_probs, num_columns, check)
+    counted = (attn_probs != 0).any(-1)  # (B, H, L)
+    if query_mask is not None:
+        counted = counted & query_mask[:, None]
+    weights = rows * counted[:, :, None]  # (B, H, l, L)
+    total, shared = weights.sum(-1, keepdim=True), columns.sum(-2, keepdim=True)
+    weights = weights / total.masked_fill(total == 0, 1)
+    shares = columns / shared.masked_fill(shared == 0, 1)
+    # Rows that do not count may hold anything, which a weight of 0 would not hide.
+    probs = attn_probs.to(dtype).masked_fill(~counted[..., None], 0)
+    averaged = weights @ probs
+    dropped = averaged.masked_fill(shared != 0, 0).sum(-1)
+    return AlignedMaps(
+        rescale_rows(averaged @ shares.mT, averaged.sum(-1), dropped).to(map_dtype(attn_probs)), dropped
+    )
+
+
+def id_groups(ids: Tensor, num_groups: int | None = None) -> Tensor:
+    """Groups ``(l, L)`` or ``(B, l, L)`` in float32, for ``pool_tokens``, of tokens that were merged.
+
+    Arguments and errors are those of ``shd_ref.id_groups``; with ``num_groups`` nothing waits for the device.
+    """
+    check_dtype(ids, INTEGERS, "ids must be a tensor of integers")
+    check_shapes(ids.ndim in (1, 2), "ids must be (L,) or (B, L)", ids)
+    if num_groups is None:
+        num_groups = max(int(ids.max()) + 1, 1)
+    count = torch.arange(check_integer("num_groups", num_groups, 1, None), device=ids.device)
+    return (ids[..., None, :] == count[:, None]).float()
+
+
+def _check_maps(attn_probs: Tensor, query_mask: Tensor | None, row_sums: str, check: bool) -> tuple[int, int]:
+    check_real(attn_probs, "attn_probs", check=False, ndim=4)
+    if query_mask is not None:
+        check_mask(query_mask, "query_mask", (attn_probs.shape[0], attn_probs.shape[2]))
+    check_probs(attn_probs, "attn_probs", check=check, query_mask=query_mask, row_sums=row_sums)
+    return attn_probs.shape[2], attn_probs.shape[3]
+
+
+def _check_groups(name: str, groups: Tensor | None, maps: Tensor, size: int, check: bool) -> Tensor:
+    """Weights ``(B or 1, 1, l, L)`` in the dtype that is computed in (TOKEN-8, TOKEN-11)."""
+    dtype = compute_dtype(maps)
+    if groups is None:
+        return torch.eye(size, dtype=dtype, device=maps.device)[None, None]
+    check_real(groups, name, check=check)
+    by_sample = groups.ndim == 3
+    fits = groups.ndim in (2, 3) and groups.shape[-1] == size and (not by_sample or len(groups) == len(maps))
+    rule = f"{name} must be (groups, tokens), or (B, groups, tokens) by sample, with the maps' tokens and B"
+    check_shapes(fits, rule, groups, maps, spec_id="TOKEN-11")
+    if check:
+        check_entries(groups, groups < 0, "argument-value", f"{name} must be at least 0", "TOKEN-11")
+    return (groups[:, None] if by_sample else groups[None, None]).to(dtype)
 
 
 def _check_positions(name: str, positions: Sequence[int] | None, size: int) -> list[int]:

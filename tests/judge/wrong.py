@@ -75,6 +75,7 @@ _LIMITS: list[tuple[str, str, int, int]] = [
     *(("shd_loss_gradient_qk", "queries", axis, limit) for axis, limit in ((0, 4), (1, 64), (2, 64))),
     *(("intersect_support", "supervision", axis, limit) for axis, limit in ((0, 4), (1, 64), (3, 64))),
     *(("align_tokens", "attn_probs", axis, limit) for axis, limit in ((0, 4), (1, 64), (2, 64), (3, 128))),
+    *(("pool_tokens", "attn_probs", axis, limit) for axis, limit in ((0, 4), (1, 64), (2, 64), (3, 128))),
     *(("gram_tensor", "teacher_probs", axis, limit) for axis, limit in ((0, 4), (2, 64), (3, 64))),
     ("solve_alpha_from_gram", "gram", 0, 4),
     ("merge_gram", "gram", 1, 4),
@@ -132,6 +133,8 @@ _FORGOTTEN: list[tuple[str, str, tuple[str, ...]]] = [
     ("diagnose", "query_mask", ("plan",)),
     ("matched_plan", "by", ("row_sums",)),
     ("align_tokens", "columns", ("rows", "query_mask")),
+    ("pool_tokens", "query_mask", ("row_groups",)),
+    ("pool_tokens", "column_groups", ("row_groups", "query_mask")),
     ("gram_tensor", "query_mask", ("row_sums",)),
 ]
 
@@ -226,6 +229,14 @@ def segments_as(change: Function) -> Function:
     return lambda i: {"segments": change(i["segments"])} if "segments" in i else {}
 
 
+def first_of_groups(inputs: Mapping[str, Any]) -> Any:
+    """Gives a key that lies in two groups to the first alone."""
+    groups = inputs.get("column_groups")
+    if groups is None:
+        return {}
+    return {"column_groups": groups * ((groups != 0).cumsum(axis=-2) == 1)}
+
+
 def narrow_outputs(inputs: Mapping[str, Any]) -> Any:
     narrow = np.asarray(inputs["value_outputs"], np.float32).astype(np.float64)
     return {"value_outputs": narrow} if np.isfinite(narrow).all() else {}
@@ -271,6 +282,10 @@ named(
         "indexer_loss: ties go to the last": flipped_keys,
         "indexer_target: far sinks are clamped": clamped,
         "shd_loss: mass below 1e-8 is dropped": lambda i: {"supervision": each(no_small_mass, i["supervision"])},
+        "pool_tokens: a key in two groups is the first one's": first_of_groups,
+        "pool_tokens: rows weigh alike": lambda i: (
+            {} if i.get("row_groups") is None else {"row_groups": (i["row_groups"] != 0).astype(float)}
+        ),
         "align_tokens: sorts its columns": lambda i: {"columns": sorted(i["columns"])} if i.get("columns") else {},
     },
     altered,
@@ -327,6 +342,12 @@ named(
             np.shape(i["calibration"][0][0])[1], i["num_student_heads"]
         ),
         "shd_loss: is cut off at zero": lambda a, _: max(a, 0.0),
+        "pool_tokens: dropped mass is not scaled back": lambda a, i: a._replace(
+            probs=a.probs * (1 - a.dropped / np.maximum(a.dropped + a.probs.sum(-1), 1e-300))[..., None]
+        ),
+        "pool_tokens: an empty group attends alike": lambda a, _: a._replace(
+            probs=np.where(a.probs.any(-1, keepdims=True), a.probs, 1 / a.probs.shape[-1])
+        ),
     },
     answered,
 )

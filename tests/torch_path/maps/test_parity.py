@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support.binding.twins import DTYPES, row_mask, teacher_case, to_tensor
+from support.pooled import draw_groups
 
 import shd_ref
 import shd_torch.maps as shd
@@ -30,6 +31,7 @@ def test_results_keep_the_dtype(dtype: str) -> None:
         shd.soften(probs, 1.0),
         shd.mix_heads(probs, squeezed.mixing),
         shd.align_tokens(probs, [6, 0], [8, 0, 3]).probs,
+        shd.pool_tokens(probs, torch.ones(2, 7, dtype=real)).probs,
         shd.intersect_support(squeezed.probs, logits).supervision,
     ):
         assert maps.dtype == real
@@ -90,6 +92,7 @@ def test_values_are_named_with_their_place_and_pass_without_checks() -> None:
 
 FUNCTIONS = (
     "align_tokens compose_mixing gram_tensor intersect_support layer_map merge_gram merge_plan mix_heads plan_groups "
+    "pool_tokens "
     "shd_loss shd_loss_gradient shd_loss_gradient_qk soften softmax solve_alpha solve_alpha_from_gram squeeze_heads "
     "value_outputs"
 )
@@ -107,3 +110,22 @@ def test_signatures_are_the_reference_ones_plus_check(function: str) -> None:
 
 def test_result_fields_are_the_reference_ones() -> None:
     assert set(shd.SqueezeResult.__dataclass_fields__) == set(shd_ref.SqueezeResult.__dataclass_fields__)
+
+
+def test_pooled_maps_are_the_reference_ones_and_have_a_gradient() -> None:
+    """On the 200 groupings that the reference is held to plain loops with, in both precisions."""
+    for number in range(200):
+        rng = np.random.default_rng(number)
+        maps = rng.dirichlet(np.ones(7), size=(2, 2, 5))
+        groups, mask = (draw_groups(rng, 5), draw_groups(rng, 7)), rng.random((2, 5)) < 0.9
+        right, loose = shd_ref.pool_tokens(maps, *groups, query_mask=mask), shd_ref.tolerances.load_tolerances()
+        for dtype, atol in ((torch.float64, 1e-12), (torch.float32, loose["agreement"]["float32"]["probs"]["atol"])):
+            tensors = [torch.from_numpy(array).to(dtype) for array in (maps, *groups)]
+            got = shd.pool_tokens(*tensors, query_mask=torch.from_numpy(mask), row_sums="at_most_one")
+            np.testing.assert_allclose(got.probs.double(), right.probs, rtol=0, atol=atol)
+            np.testing.assert_allclose(got.dropped.double(), right.dropped, rtol=0, atol=atol)
+    probs = torch.from_numpy(maps).requires_grad_()
+    few, several = torch.tensor([0, 0, 1, -1, 1]), torch.from_numpy(draw_groups(rng, 7))
+    assert torch.autograd.gradcheck(lambda x: shd.pool_tokens(x, shd.id_groups(few), several, check=False), (probs,))
+    ids = shd.id_groups(torch.stack([few, few.flip(0)]), 3)
+    np.testing.assert_array_equal(ids, shd_ref.id_groups(np.stack([few, few.flip(0)]), 3))
