@@ -169,6 +169,7 @@ def _export(
         program.model.metadata_props[PAD_KEY] = str(padding_of(config))
     if attention != "eager":  # a teacher's graph is read, not deployed
         _join_heads(program.model)
+        _compute_first(program.model)
         _part_norms(program.model)
     num_fused = _wrap_attention(program.model)
     from shd_ref.teacher.opening.model import saving_graph
@@ -486,12 +487,90 @@ def _join_heads(model: Any) -> None:
             node.replace_input_with(index, split.inputs[0])
         node.attributes.add(ir.AttrInt64("q_num_heads", heads[0]))
         node.attributes.add(ir.AttrInt64("kv_num_heads", heads[1]))
+        shape = after.outputs[0].shape
         node.outputs[0].shape = None  # which was by heads
         ir.convenience.replace_all_uses_with(after.outputs[0], node.outputs[0])
         model.graph.remove(after, safe=True)
+        for use in list(node.outputs[0].uses()):  # joins what is joined now
+            joined = use.node.outputs[0]
+            has_shapes = use.node.op_type == "Reshape" and shape is not None and joined.shape is not None
+            if has_shapes and len(joined.shape) == 3 and list(joined.shape)[:2] == list(shape)[:2]:
+                node.outputs[0].shape = joined.shape
+                ir.convenience.replace_all_uses_with(joined, node.outputs[0])
+                model.graph.remove(use.node, safe=True)
         for unused in (*parts, *splits):
             if unused.graph is not None and not any(output.uses() for output in unused.outputs):
                 model.graph.remove(unused, safe=True)
+
+
+_FIRST = "first/"  # of names of what reads the first position
+# Operators that compute each position from the same position of their inputs.
+_BY_POSITION = ("Add", "Sub", "Mul", "Div", "Erf", "Gelu", "Tanh", "Relu", "Sigmoid", "LayerNormalization", "MatMul")
+
+
+def _compute_first(model: Any) -> None:
+    """Compute the first position alone of what follows the last keys and values, where the head reads no other.
+
+    So do most encoders with a head: a sixth of the work goes where there are six layers. The numbers are the same.
+    """
+    import onnx_ir as ir
+
+    graph, alone, slices = model.graph, {}, {}  # nodes that compute one position, and what they read of others
+
+    def is_constant(value: Any, *ranks: int) -> bool:
+        array = None if value.const_value is None or value.is_graph_input() else value.const_value.numpy()
+        return array is not None and array.ndim in ranks
+
+    def is_computed(value: Any, rank: int = 3) -> bool:
+        return value.producer() is not None and value.shape is not None and len(value.shape) == rank
+
+    def is_head(node: Any) -> bool:
+        is_gather = node.op_type == "Gather" and node.attributes.get_int("axis", 0) == 1
+        is_first = is_gather and is_constant(node.inputs[1], 0) and node.inputs[1].const_value.numpy() == 0
+        return is_first and is_computed(node.inputs[0])
+
+    def reads_first(use: Any) -> bool:
+        is_query = use.node.op_type != "Attention" or use.idx == 0
+        return is_head(use.node) or (use.node in alone and is_query)
+
+    def computes_by_position(node: Any) -> bool:
+        if node.op_type == "MatMul":
+            return is_computed(node.inputs[0]) and is_constant(node.inputs[1], 2)
+        if node.op_type == "Attention":  # the mask is (batch, heads, queries, keys)
+            is_joined = "q_num_heads" in node.attributes and not node.attributes.get_int("is_causal", 0)
+            mask = node.inputs[3] if len(node.inputs) == 4 else None
+            return is_joined and len(node.inputs) <= 4 and (mask is None or is_computed(mask, 4))
+        return node.op_type in _BY_POSITION and all(is_constant(v, 0, 1) or is_computed(v) for v in node.inputs)
+
+    def first_of(value: Any, axis: int) -> Any:
+        if value not in slices:
+            ends = [ir.Value(name=f"{_FIRST}{axis}/{end}", const_value=ir.tensor([end])) for end in (0, 1, axis)]
+            operands = [graph.initializers.setdefault(end.name, end) for end in ends]
+            node = ir.Node("", "Slice", [value, *operands], name=f"{_FIRST}{value.name}")
+            slices[value] = node.outputs[0]
+            slices[value].name = node.name
+            graph.insert_after(value.producer(), node)
+        return slices[value]
+
+    for node in reversed(list(graph)):
+        uses = [] if node.outputs[0].is_graph_output() else list(node.outputs[0].uses())
+        if uses and len(node.outputs) == 1 and all(map(reads_first, uses)) and computes_by_position(node):
+            alone[node] = [0, 3] if node.op_type == "Attention" else range(len(node.inputs))
+    for node, indices in alone.items():
+        for index in indices:
+            value = node.inputs[index] if index < len(node.inputs) else None
+            if value is not None and value.producer() not in (None, *alone):
+                node.replace_input_with(index, first_of(value, 2 if index == 3 else 1))
+    for node in alone:
+        node.outputs[0].shape = None
+
+
+def computes_first(graph: Path) -> bool:
+    """Whether the last layer of a graph that was exported here computes the first position alone."""
+    import onnx
+
+    nodes = onnx.load(graph, load_external_data=False).graph.node
+    return any(node.name.startswith(_FIRST) for node in nodes)
 
 
 def _wrap_attention(model: Any) -> int:

@@ -47,8 +47,13 @@ def choose_design(
         (np.tile(attends, layers), 1, layers),
         (np.tile(has_heads, layers), num_layers, num_layers),
     ]
-    for limit, base, *sizes in zip(limits, costs.base, costs.heads, costs.neurons, strict=True):
-        row = np.tile(np.concatenate(sizes), layers) / limit
+    if (
+        costs.reads_first
+    ):  # the teacher's last layer stays, which the head is fitted to, in full where only time counts
+        constraints.append((np.kron(per_layer[-1], has_heads), 1, 1))
+    for at, (limit, base, *sizes) in enumerate(zip(limits, costs.base, costs.heads, costs.neurons, strict=True)):
+        costly = np.ones(layers) - per_layer[-1] * costs.is_free(at)
+        row = np.kron(costly, np.concatenate(sizes)) / limit
         constraints.append((row, 0, max(1 - base / limit, 0)))
     solution = milp(
         loss.ravel(),

@@ -12,6 +12,7 @@ import torch
 
 from shd_torch.compress.space import Design, Space
 from shd_torch.compress.stages import TEACHER, TEACHER_INT8, Run
+from shd_torch.export import computes_first
 from shd_torch.shrink.options import ShrinkOptions
 from shd_torch.shrink.sizes import make_student
 from shd_torch.shrink.student import plan_student
@@ -30,6 +31,7 @@ class Costs:
         neurons: of a layer with the smallest attention, by its number of neurons ``(settings, options)``.
         teacher: of the teacher, fused and in float.
         errors: of students of mixed sizes, the sum over the measured time, less 1.
+        reads_first: the head reads the first position alone, so that the last layer takes next to no time.
     """
 
     base: list[float]
@@ -38,15 +40,20 @@ class Costs:
     teacher: list[float]
     teacher_int8: list[float] | None
     errors: list[float]
+    reads_first: bool = False
 
     def predict(self, design: Design, space: Space) -> list[float]:
         """Of a student: seconds at each setting, and bytes."""
-        return [
-            base
-            + sum(heads[space.heads.index(count)] for count in design.heads)
-            + sum(neurons[space.neurons.index(count)] for count in design.neurons)
-            for base, heads, neurons in zip(self.base, self.heads, self.neurons, strict=True)
-        ]
+        costs = list(self.base)
+        for at, (heads, neurons) in enumerate(zip(self.heads, self.neurons, strict=True)):
+            costly = slice(len(design.kept) - self.is_free(at))
+            costs[at] += sum(heads[space.heads.index(count)] for count in design.heads[costly])
+            costs[at] += sum(neurons[space.neurons.index(count)] for count in design.neurons[costly])
+        return costs
+
+    def is_free(self, row: int) -> bool:
+        """Whether the last layer costs nothing beyond the base, in one row."""
+        return self.reads_first and row < len(self.base) - 1
 
 
 def random_student(run: Run, design: Design) -> Any:
@@ -83,7 +90,8 @@ def measure_costs(run: Run) -> Costs:
     if space.num_layers == 1:
         del designs["half"]
     graphs = run.teacher_graphs | _write_random(run, designs, "graphs to time are written")
-    return fit_costs(run.price(graphs), designs, space)
+    reads_first = space.num_layers > 1 and computes_first(graphs[TEACHER])
+    return fit_costs(run.price(graphs), designs, space, reads_first=reads_first)
 
 
 def mixed_designs(space: Space) -> list[Design]:
@@ -99,7 +107,9 @@ def mixed_designs(space: Space) -> list[Design]:
     return designs
 
 
-def fit_costs(prices: Mapping[str, Sequence[float]], designs: Mapping[str, Design], space: Space) -> Costs:
+def fit_costs(
+    prices: Mapping[str, Sequence[float]], designs: Mapping[str, Design], space: Space, *, reads_first: bool = False
+) -> Costs:
     """Least squares of relative errors over students that differ in one thing, in steps from each size to the next.
 
     No step costs less than 0. Small parts are faster than their share, as they fit into the processor's caches: with
@@ -108,22 +118,24 @@ def fit_costs(prices: Mapping[str, Sequence[float]], designs: Mapping[str, Desig
     from scipy.optimize import nnls
 
     names = [name for name in designs if not name.startswith("mixed")]
-    rows = []
-    for at in range(len(prices["whole"])):
-        relative = [np.array(_count_steps(designs[name], space)) / prices[name][at] for name in names]
+    rows, settings = [], len(prices["whole"]) - 1
+    for at in range(settings + 1):
+        free = int(reads_first and at < settings)
+        relative = [np.array(_count_steps(designs[name], space, free)) / prices[name][at] for name in names]
         base, *steps = np.split(nnls(np.array(relative), np.ones(len(names)))[0], [1, len(space.heads)])
         of_heads, of_neurons = (np.cumsum(sizes[::-1])[::-1].tolist() for sizes in steps)
         rows.append((float(base[0]), [*of_heads, 0.0], of_neurons))
     int8 = list(prices[TEACHER_INT8]) if TEACHER_INT8 in prices else None
     bases, heads, neurons = map(list, zip(*rows, strict=True))
-    fitted = Costs(bases, heads, neurons, list(prices[TEACHER]), int8, [])
+    fitted = Costs(bases, heads, neurons, list(prices[TEACHER]), int8, [], reads_first)
     for name in sorted(designs.keys() - set(names)):
         pairs = list(zip(fitted.predict(designs[name], space), prices[name], strict=True))
         fitted.errors.extend(predicted / measured - 1 for predicted, measured in pairs[:-1])  # of times
     return fitted
 
 
-def _count_steps(design: Design, space: Space) -> list[int]:
-    """Once what is outside the layers, and how many layers have each size or a larger one."""
-    heads = [sum(count >= size for count in design.heads) for size in space.heads[:-1]]
-    return [1, *heads, *(sum(count >= size for count in design.neurons) for size in space.neurons)]
+def _count_steps(design: Design, space: Space, free: int) -> list[int]:
+    """Once what is outside the layers, and how many but the last ``free`` have each size or a larger one."""
+    costly = slice(len(design.kept) - free)
+    heads = [sum(count >= size for count in design.heads[costly]) for size in space.heads[:-1]]
+    return [1, *heads, *(sum(count >= size for count in design.neurons[costly]) for size in space.neurons)]

@@ -26,7 +26,7 @@ from shd_torch.deploy.inputs import GraphInputs, open_graph, run_graph
 Floats = NDArray[np.float32]
 
 _NORMS: Final = ("LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization")
-_PASSING: Final = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity")
+_PASSING: Final = ("Reshape", "Slice", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity")
 _EXPONENTS: Final = tuple(round(0.1 * i, 1) for i in range(1, 11))
 _CLIPS: Final = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 _WORTH: Final = {"norm": 0.8, "attention": 0.3, "other": 0.3}

@@ -109,5 +109,36 @@ def test_norms_are_not_fused_with_additions(family: str, tmp_path: Path) -> None
     assert operators.count("Sum") >= 3, operators
 
 
+HEADS = {
+    "bert": "BertForSequenceClassification",
+    "roberta": "RobertaForSequenceClassification",
+    "distilbert": "DistilBertForSequenceClassification",
+    "vit": "ViTForImageClassification",
+    "dinov2": "Dinov2ForImageClassification",  # its head reads all positions
+}
+
+
+@pytest.mark.parametrize("family", HEADS)
+def test_what_the_head_does_not_read_is_not_computed(family: str, tmp_path: Path) -> None:
+    """The last attention has one query for each sample; the outputs are the model's at another batch and length."""
+    onnx, transformers = pytest.importorskip("onnx"), pytest.importorskip("transformers")
+    model = make_teacher(family, layers=2)
+    model = getattr(transformers, HEADS[family])(model.config).eval()
+    data = {name: part.float() if part.is_floating_point() else part for name, part in make_data(family).items()}
+    report = export.export_student(model, data, tmp_path / "model.onnx")
+    assert report.num_fused == 2
+    graph = onnx.load(report.path)
+    outputs = [node.output[0] for node in graph.graph.node if node.op_type.startswith("FusedAttention")]
+    graph.graph.output.extend(onnx.helper.make_empty_tensor_value_info(name) for name in outputs)
+    session = onnxruntime.InferenceSession(graph.SerializeToString(), providers=["CPUExecutionProvider"])
+    other = make_data(family, samples=3, length=7, seed=4)
+    other = {name: part.float() if part.is_floating_point() else part for name, part in other.items()}
+    logits, *states = session.run(None, {name: part.numpy() for name, part in other.items()})
+    np.testing.assert_allclose(logits, model(**other).logits.detach().numpy(), atol=1e-5)
+    lengths = [array.shape[1] for array in states]
+    assert lengths == [lengths[0], lengths[0] if family == "dinov2" else 1]
+    assert lengths[0] > 1
+
+
 def _images() -> dict[str, Any]:
     return {name: part.float() for name, part in make_data("vit").items()}
