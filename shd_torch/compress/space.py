@@ -98,7 +98,7 @@ def find_space(teacher: Sizes, family: Family, config: Any, fractions: tuple[flo
     kinds = set(getattr(config, "layer_types", None) or ())
     if "drop_attention" not in refused and len(kinds) < 2 and family.biases is None and teacher.layers > 1:
         heads.append(NONE)
-    if "drop_activations" not in refused and not family.is_gated:
+    if "drop_activations" not in refused:
         neurons.append(NONE)
     if len(heads) == len(neurons) == teacher.layers == 1:
         raise ShdError("shrink-unsupported", f"teacher must have something to cut; got {config.model_type}")

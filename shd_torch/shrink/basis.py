@@ -128,6 +128,7 @@ class OutputFit:
         size, like = len(self.start), self._start
         # Of the rows that are fitted, and of those held out: Z^T Z, Z^T (T - Z W0), their number and ||T||^2.
         self._sums: list[list[Any]] = [[like.new_zeros(size, size), torch.zeros_like(like), 0, 0.0] for _ in "fh"]
+        self._left = [0.0, 0.0]  # ||T - Z W0||^2 of both
 
     def add(self, inputs: Tensor, targets: Tensor, held: Tensor) -> None:
         """Rows that count: what the matrix reads ``(n, F)`` and should give ``(n, D)``, and which are held out."""
@@ -135,20 +136,35 @@ class OutputFit:
         if self.biased:
             z = torch.cat([z, z.new_ones(len(z), 1)], dim=1)
         parts = [(z, goal)] if self.ridge is not None else [(z[some], goal[some]) for some in (~held, held)]
-        for sums, (read, there) in zip(self._sums, parts, strict=False):
+        for at, (read, there) in enumerate(parts):
+            sums, rest = self._sums[at], there - read @ self._start
             sums[0] += read.mT @ read
-            sums[1] += read.mT @ (there - read @ self._start)
+            sums[1] += read.mT @ rest
             sums[2] += len(read)
             sums[3] += float(there.square().sum())
+            self._left[at] += float(rest.square().sum())
+
+    def _read_sums(self) -> list[RowSums]:
+        return [RowSums(as_array(inner), as_array(cross), *rest) for inner, cross, *rest in self._sums]
 
     def solve(self) -> Rows:
-        fitted, held = (RowSums(as_array(inner), as_array(cross), *rest) for inner, cross, *rest in self._sums)
+        fitted, held = self._read_sums()
         if self.ridge is not None:
             change: Array | None = solve_change(fitted, self.ridge, biased=self.biased)
         else:
             change, self.chosen = choose_change(fitted, held, biased=self.biased)
         refitted = self.start if change is None else self.start + change
         return (refitted[:-1], refitted[-1]) if self.biased else (refitted, None)
+
+    def held_error(self) -> float:
+        """After ``solve``: the relative error of a fit on held-out rows, or on all where none are held out."""
+        fitted, held = self._read_sums()
+        at = int(held.rows > 0 and fitted.rows > 0)
+        judged, left = (fitted, held)[at], self._left[at]
+        if self.chosen is not None:
+            change = solve_change(fitted, self.chosen, biased=self.biased)
+            left += float((change * (judged.inner @ change - 2.0 * judged.cross)).sum())
+        return float(np.sqrt(max(left, 0.0) / judged.size)) if judged.size > 0.0 else 0.0
 
 
 @torch.no_grad()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from shd_ref.errors import ShdError, need
 from shd_ref.integers import check_integer
+from shd_ref.shrink.align import HELD_OUT
 from shd_ref.shrink.kept import most_important
+from shd_torch.shrink.basis import OutputFit
 from shd_torch.shrink.families import Family, family_of, find_part
 from shd_torch.shrink.sizes import Dropped
 
@@ -26,7 +28,7 @@ class Ranking:
 
     Attributes:
         attention: importance of each layer's attention, at least 0.
-        activations: of each layer's activation; empty where FFNs are gated.
+        activations: of each layer's activation, or gated FFN.
     """
 
     attention: tuple[float, ...]
@@ -62,11 +64,11 @@ def rank_layers(
     """Importance of every attention block and activation of a trained model, without training.
 
     A gate g = 1 multiplies what a part adds: ``g * attention(x)``, and in an FFN ``W2 (g * act(h) + (1 - g) * h)``.
-    A closed gate is exactly what ``shrink`` drops.
+    A gated FFN becomes ``g * ffn(x) + (1 - g) * (W x + b)``, with the ridge fit of ``shrink`` on these batches.
 
     Args:
         model: of a known family; its weights and their gradients are not changed.
-        batches: inputs by name, on the model's device; start with 16 batches.
+        batches: inputs by name, on the model's device; start with 16 batches. Those of gated FFNs are read twice.
         loss: of the model and a batch, a scalar; default the ``loss`` that the model returns for its ``labels``.
 
     Returns:
@@ -78,14 +80,15 @@ def rank_layers(
     family, example, mode = family_of(model), next(model.parameters()), model.training
     count = len(family.layers_of(model))
     dtype = torch.promote_types(example.dtype, torch.float32)
-    gates = [
-        torch.ones(size, dtype=dtype, device=example.device, requires_grad=True)
-        for size in (count, 0 if family.is_gated else count)
-    ]
+    gates = [torch.ones(count, dtype=dtype, device=example.device, requires_grad=True) for _ in "ab"]
     sums, number = [torch.zeros_like(gate) for gate in gates], 0
     model.eval()
     try:
-        with _gated(model, family, *gates), torch.enable_grad():
+        fits: list[tuple[Tensor, Tensor]] = []
+        if family.is_gated:
+            batches = list(batches)
+            fits = _fit_ffns(model, family, batches)
+        with _gated(model, family, gates[0], gates[1], fits), torch.enable_grad():
             for batch in batches:
                 value = model(**batch).loss if loss is None else loss(model, batch)
                 if not isinstance(value, Tensor) or value.ndim or not value.requires_grad:
@@ -103,9 +106,62 @@ def rank_layers(
     return Ranking(*(tuple((total / number).tolist()) for total in sums))
 
 
+_Change: TypeAlias = Callable[[int, Tensor, Tensor], Tensor | None]
+
+
+def _change_ffns(model: Any, family: Family, change: _Change) -> list[Any]:
+    """Hooks: ``change`` gets a layer, what its FFN read and what this gave, and may return something in its place."""
+    handles, read = [], {}
+
+    def keep(number: int) -> Callable[..., None]:
+        return lambda _, inputs: read.update({number: inputs[0]})
+
+    def give(number: int) -> Callable[..., Tensor | None]:
+        return lambda _, inputs, output: change(number, read.pop(number), output)
+
+    for number, layer in enumerate(family.layers_of(model)):
+        handles.append(find_part(layer, family.ffn[0][0]).register_forward_pre_hook(keep(number)))
+        handles.append(find_part(layer, family.ffn[1]).register_forward_hook(give(number)))
+    return handles
+
+
+@torch.no_grad()
+def _fit_ffns(model: Any, family: Family, batches: Iterable[Mapping[str, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Of each FFN the matrix ``(D, D)`` and bias that come nearest to it on these batches."""
+    fits: dict[int, OutputFit] = {}
+    mask: Tensor | None = None
+
+    def add(number: int, read: Tensor, output: Tensor) -> None:
+        width = read.shape[-1]
+        held = (torch.arange(len(read), device=read.device) % HELD_OUT == HELD_OUT - 1)[:, None].expand(
+            read.shape[:2]
+        )
+        counted = torch.ones_like(held) if mask is None or mask.shape != held.shape else mask.bool()
+        start = np.zeros((width, width)), np.zeros(width), None, read.device
+        fits.setdefault(number, OutputFit(*start)).add(read[counted], output[counted], held[counted])
+
+    handles = _change_ffns(model, family, add)
+    try:
+        for batch in batches:
+            mask = batch.get("decoder_attention_mask" if family.stack == "decoder" else "attention_mask")
+            model(**batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    example = next(model.parameters())
+    solved = [fits[number].solve() for number in sorted(fits)]
+    return [(torch.from_numpy(matrix).to(example), torch.from_numpy(bias).to(example)) for matrix, bias in solved]
+
+
 @contextmanager
-def _gated(model: Any, family: Family, attention: Tensor, activations: Tensor) -> Iterator[None]:
+def _gated(
+    model: Any, family: Family, attention: Tensor, activations: Tensor, fits: Sequence[tuple[Tensor, Tensor]]
+) -> Iterator[None]:
     """A model whose parts are multiplied by gates."""
+
+    def gate_ffn(number: int, read: Tensor, output: Tensor) -> Tensor:
+        value, (matrix, bias) = activations[number].to(output.dtype), fits[number]
+        return value * output + (1 - value) * (read @ matrix + bias)
 
     def gate_attention(number: int) -> Callable[..., Tensor]:
         return lambda _, inputs, output: attention[number].to(output.dtype) * output
@@ -119,6 +175,8 @@ def _gated(model: Any, family: Family, attention: Tensor, activations: Tensor) -
 
     handles: list[Any] = []
     try:
+        if family.is_gated:
+            handles += _change_ffns(model, family, gate_ffn)
         for number, layer in enumerate(family.layers_of(model)):
             output = find_part(layer, family.projections[-1])
             handles.append(output.register_forward_hook(gate_attention(number)))

@@ -360,11 +360,13 @@ def make_layer(
             "groups": [list(group) for group in merge.groups],
             "mixing": merge.mixing.tolist(),
         }
-    ffn = _read_ffn(family, layer, sizes.neurons, trace.neuron_squares)
     if number in work.sizes.dropped.activations:
-        ffn, report["ffn"] = _Ffn(family.read_readers(layer), family.read_last(layer), is_linear=True), "linear"
-    elif ffn.kept is not None:
-        report["neurons"] = ffn.kept
+        fit = fit_ffn(work, source, taught)
+        ffn = _Ffn([], fit.solve(), is_linear=True)
+        report |= {"ffn": "linear", "ffn_error": fit.held_error()}
+    else:
+        ffn = _read_ffn(family, layer, sizes.neurons, trace.neuron_squares)
+        report |= {} if ffn.kept is None else {"neurons": ffn.kept}
     made = _Layer(work, layer, target, source, squeezed, ffn, taught, own, trace)
     made.copy() if work.basis is None else made.turn(work.basis)
     for name in family.first_only if number == 0 else ():
@@ -382,21 +384,15 @@ def make_layer(
 class _Ffn:
     """An FFN as the student has it."""
 
-    readers: list[Rows]  # what reads the stream
+    readers: list[Rows]  # what reads the stream, before the last matrix
     last: Rows  # the last matrix
     kept: list[int] | None = None  # the neurons that stay, None for all
-    is_linear: bool = False  # whether readers and last matrix become one
+    is_linear: bool = False  # whether the last matrix reads the stream itself
 
     def write(self, family: Family, target: nn.Module) -> None:
-        """Into a student's layer; without its activation as one map, ``W = W1 W2``, ``b = b1 W2 + b2``."""
-        readers, (last, bias) = self.readers, self.last
         if not self.is_linear:
-            family.write_readers(target, readers)
-        else:
-            (first, shift), *_ = readers
-            terms = [term for term in (None if shift is None else last.T @ shift, bias) if term is not None]
-            last, bias = (last.T @ first.T).T, np.sum(terms, axis=0) if terms else None
-        family.write_last(target, last, bias)
+            family.write_readers(target, self.readers)
+        family.write_last(target, *self.last)
 
 
 def _read_ffn(family: Family, layer: nn.Module, neurons: int, squares: Array) -> _Ffn:
@@ -405,6 +401,26 @@ def _read_ffn(family: Family, layer: nn.Module, neurons: int, squares: Array) ->
         return _Ffn(readers, (matrix, bias))
     best = list(most_important(score_neurons(squares, matrix.T), neurons))
     return _Ffn([take_columns(reader, best) for reader in readers], (matrix[best], bias), best)
+
+
+def fit_ffn(work: Work, source: int, streams: Sequence[Tensor]) -> OutputFit:
+    """The ridge regression of a teacher FFN's output on what it reads: one map and a bias in its place.
+
+    It starts from the two matrices merged, ``W1 W2``, where the FFN has no gate, else from zero.
+    """
+    family, layer = work.family, work.family.layers_of(work.teacher)[source]
+    readers, last = family.read_readers(layer), family.read_last(layer)
+    start, shift = np.zeros((len(readers[0][0]), last[0].shape[1])), np.zeros(last[0].shape[1])
+    if not family.is_gated:
+        first, inner = readers[0]
+        start = first @ last[0]
+        shift = shift + (0.0 if inner is None else inner @ last[0]) + (0.0 if last[1] is None else last[1])
+    fit, output = OutputFit(start, shift, work.options.ridge, work.device), work.project(*last)
+    ends = [find_part(layer, name) for name in (family.ffn[0][0], family.ffn[1])]
+    runs = run_layer(layer, streams, work.batches, source, ends)
+    for (_, (read, neurons)), batch in zip(runs, work.batches, strict=True):
+        fit.add(batch.rows(read), output(batch.rows(neurons)), batch.held_rows(read))
+    return fit
 
 
 @dataclass(frozen=True, eq=False)
@@ -445,7 +461,8 @@ class _Layer:
                 for name in (family.query_norm, family.query_norm.replace("q_norm", "k_norm")):
                     find_part(target, name).load_state_dict(find_part(self.layer, name).state_dict())
         readers = [readings[1](*rows) for rows in self.ffn.readers]
-        replace(self.ffn, readers=readers, last=basis.write(*self.ffn.last)).write(family, target)
+        last = readings[1](*self.ffn.last) if self.ffn.is_linear else self.ffn.last
+        replace(self.ffn, readers=readers, last=basis.write(*last)).write(family, target)
         if family.norms is None:
             assert family.end is not None  # a norm lies there
             sites = (family.middle, trace.middles, trace.ffn_inputs), (family.end, trace.ends, trace.outputs)

@@ -39,7 +39,7 @@ class ShrinkOptions:
             largest divisor of heads below it.
         head_dim: Width of a head. BERT, RoBERTa, GPT-2: hidden / heads by default, which saves no time.
         drop_attention: Teacher layers that lose their attention block: 1,4.
-        drop_activations: Teacher layers whose FFN loses its activation and becomes one linear map: 2,3.
+        drop_activations: Teacher layers whose FFN becomes one linear map: 2,3.
         stack: encoder or decoder: which to shrink of a model with both.
         plan: Heads to merge: auto, matched (needs networkx), balanced or progressive.
         align: Refit matrices to the teacher's outputs, or use the closed form.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
@@ -274,10 +275,6 @@ def check_dropped(dropped: Dropped, family: Family, config: Any, kept: Sequence[
         need(rising, "layers-invalid", name, rule, list(layers))
     rule = "leave a block with attention"
     need(len(dropped.attention) != len(kept), "layers-invalid", "drop_attention", rule, f"all of {list(kept)}")
-    if dropped.activations and family.is_gated:
-        rule = f"drop_activations must be empty for {config.model_type}: its gated FFNs multiply two functions of"
-        message = f"{rule} their input, and no linear map equals them; drop attention or whole layers"
-        raise ShdError("shrink-unsupported", message)
     kinds = set(getattr(config, "layer_types", None) or ())
     if dropped.attention and len(kinds) > 1 and getattr(config, "use_cache", None) is not None:
         rule = f"drop_attention must be empty where layers attend differently ({', '.join(sorted(kinds))})"
@@ -375,12 +372,18 @@ def _drop_attention(layer: nn.Module, family: Family) -> None:
 
 
 def _drop_activation(layer: nn.Module, family: Family) -> None:
-    (first,), last = family.ffn
-    assert family.activation is not None  # check_dropped
+    """One linear map, with a bias, in place of an FFN; it has the name of the last matrix."""
+    (first, *_), last = family.ffn
+    old = find_part(layer, last)
+    linear = nn.Linear(*2 * _sizes_of(old)[1:], dtype=old.weight.dtype, device=old.weight.device)
+    if family.activation is None:  # the block computes its product of two functions itself
+        block, _, name = last.rpartition(".")
+        layer.set_submodule(block, nn.Sequential(OrderedDict({first.rpartition(".")[2]: _Absent(), name: linear})))
+        return
     layer.set_submodule(first, _Absent())
+    layer.set_submodule(last, linear)
     path, _, name = family.activation.rpartition(".")
     setattr(layer.get_submodule(path), name, nn.Identity())  # some are functions
-    _resize(layer, last, inputs=_sizes_of(find_part(layer, last))[1])
 
 
 @functools.cache

@@ -34,12 +34,14 @@ from shd_torch.compress.candidates import choose_design, choose_designs  # noqa:
 from shd_torch.compress.costs import TEACHER, Costs, fit_costs, mixed_designs  # noqa: E402
 from shd_torch.compress.samples import add_crops, divide, read_rows, training_order  # noqa: E402
 from shd_torch.compress.schedule import Search  # noqa: E402
-from shd_torch.compress.space import NONE, Design, Space  # noqa: E402
+from shd_torch.compress.space import NONE, Design, Space, find_space  # noqa: E402
 from shd_torch.compress.stages import Run  # noqa: E402
 from shd_torch.compress.students import RATES  # noqa: E402
 from shd_torch.compress.training import TrainingConfig, train  # noqa: E402
 from shd_torch.compress.worth import Worths  # noqa: E402
 from shd_torch.shrink import load_student  # noqa: E402
+from shd_torch.shrink.families import FAMILIES  # noqa: E402
+from shd_torch.shrink.sizes import sizes_of  # noqa: E402
 from shd_torch.shrink.unfinished import Unfinished  # noqa: E402
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "compress.md").read_text(encoding="utf-8")
@@ -132,6 +134,11 @@ def test_no_layer_costs_less_than_nothing() -> None:
     assert costs.heads[0] == sorted(costs.heads[0], reverse=True)
     assert min(heads + neurons for heads in costs.heads[0] for neurons in costs.neurons[0]) >= 0
     assert costs.predict(smallest, SPACE)[0] >= costs.predict(SPACE.uniform(4, 4, 1), SPACE)[0]
+
+
+def test_gated_ffns_may_become_one_map() -> None:
+    config, family = transformers.LlamaConfig(), FAMILIES["llama"]
+    assert find_space(sizes_of(config, family), family, config).neurons[-1] == NONE
 
 
 def test_samples_are_divided_by_content() -> None:

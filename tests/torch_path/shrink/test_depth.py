@@ -36,8 +36,7 @@ def test_importance_is_the_slope_of_the_loss(name: str) -> None:
     )
     gates = (lambda g, x, y: g * y), (lambda g, x, y: g * y + (1 - g) * x)
     for path, scores, gate in zip(PARTS[name], (ranking.attention, ranking.activations), gates, strict=True):
-        assert len(scores) == (0 if path is None else 3)
-        for layer, score in zip(layers, scores, strict=bool(scores)):
+        for layer, score in zip(layers, scores if path else (), strict=path is not None):
             values = []
             for g in (1.0 - 1e-3, 1.0 + 1e-3):
                 hook = layer.get_submodule(path).register_forward_hook(
@@ -48,6 +47,23 @@ def test_importance_is_the_slope_of_the_loss(name: str) -> None:
                 hook.remove()
             assert score == pytest.approx(abs(values[1] - values[0]) / 2e-3, rel=1e-3)
     assert all(part.grad is None for part in teacher.parameters())
+
+
+@pytest.mark.parametrize("name", ["llama", "modernbert"])
+def test_a_closed_gate_of_a_gated_ffn_is_what_shrink_has_in_its_place(name: str) -> None:
+    teacher, data = make_teacher(name), make_data(name)
+    student = shrink(teacher, data, drop_activations=[0, 1, 2], align=False).student
+    gates, handles = torch.ones(3, dtype=torch.float64, requires_grad=True), []
+    blocks = [[part for path, part in model.named_modules() if path.endswith("mlp")] for model in (teacher, student)]
+    for gate, block, linear in zip(gates, *blocks, strict=True):
+        change = lambda _, x, y, gate=gate, linear=linear: gate * y + (1 - gate) * linear(x[0])  # noqa: E731
+        handles.append(block.register_forward_hook(change))
+    slopes = torch.autograd.grad(square(teacher, data), gates)[0]
+    for handle in handles:
+        handle.remove()
+    ranking = rank_layers(teacher, [data], square)
+    assert ranking.activations == pytest.approx(slopes.abs().tolist(), rel=1e-6)
+    assert min(ranking.activations) > 0
 
 
 def test_a_part_that_says_nothing_goes_first() -> None:

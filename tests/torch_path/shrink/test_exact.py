@@ -109,28 +109,32 @@ def test_position_biases_go_to_the_first_layer() -> None:
 
 
 PARTS = {
-    "llama": ("self_attn.o_proj", None),
-    "gpt2": ("attn.c_proj", "mlp.act"),
-    "bert": ("attention.output.dense", "intermediate.intermediate_act_fn"),
-    "vit": ("attention.o_proj", "mlp.activation_fn"),
-    "dinov2": ("attention.o_proj", "mlp.activation_fn"),
-    "opt": ("self_attn.out_proj", "activation_fn"),
-    "gpt_neox": ("attention.dense", "mlp.act"),
-    "olmo2": ("self_attn.o_proj", None),
-    "modernbert": ("attn.Wo", None),
-    "distilbert": ("attention.out_lin", "ffn.activation"),
-    "mpnet": ("attention.attn.o", "intermediate.intermediate_act_fn"),
+    "llama": ("self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"),
+    "gpt2": ("attn.c_proj", "mlp.c_fc", "mlp.c_proj"),
+    "bert": ("attention.output.dense", "intermediate.dense", "output.dense"),
+    "vit": ("attention.o_proj", "mlp.fc1", "mlp.fc2"),
+    "dinov2": ("attention.o_proj", "mlp.fc1", "mlp.fc2"),
+    "opt": ("self_attn.out_proj", "fc1", "fc2"),
+    "gpt_neox": ("attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
+    "olmo2": ("self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"),
+    "modernbert": ("attn.Wo", "mlp.Wi", "mlp.Wo"),
+    "distilbert": ("attention.out_lin", "ffn.lin1", "ffn.lin2"),
+    "mpnet": ("attention.attn.o", "intermediate.dense", "output.dense"),
 }
-"""What the attention gives to the stream, and the activation, if that can be dropped."""
+"""What the attention gives to the stream; what the FFN reads by, and gives."""
+
+
+def _layers(model: Any) -> Any:
+    return next(part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part) == 3)
 
 
 @contextmanager
-def without(teacher: Any, name: str, attention: list[int], activations: list[int]) -> Iterator[None]:
-    """The teacher with zeros in place of attention, and nothing in place of activations, by hooks."""
-    layers: Any = next(part for part in teacher.modules() if isinstance(part, nn.ModuleList) and len(part) == 3)
-    output, activation = PARTS[name]
-    hooks = [(number, output, lambda *got: torch.zeros_like(got[2])) for number in attention]
-    hooks += [(number, activation, lambda *got: got[1][0]) for number in activations]
+def without(teacher: Any, name: str, attention: list[int], linear: dict[int, Any]) -> Iterator[None]:
+    """The teacher with zeros in place of attention, and maps of what they read in place of FFNs, by hooks."""
+    layers, (output, first, last), read = _layers(teacher), PARTS[name], {}
+    hooks: list[Any] = [(number, output, lambda *got: torch.zeros_like(got[2])) for number in attention]
+    hooks += [(number, first, lambda *got, number=number: read.update({number: got[1][0]})) for number in linear]
+    hooks += [(number, last, lambda *_, number=number: linear[number](read[number])) for number in linear]
     handles = [layers[number].get_submodule(path).register_forward_hook(hook) for number, path, hook in hooks]
     try:
         yield
@@ -141,16 +145,19 @@ def without(teacher: Any, name: str, attention: list[int], activations: list[int
 
 @pytest.mark.parametrize("name", PARTS)
 def test_without_some_parts_the_others_are_as_they_were(name: str) -> None:
-    teacher, activations = make_teacher(name), [] if PARTS[name][1] is None else [1, 2]
-    made = shrink(teacher, make_data(name), drop_attention=[0, 2], drop_activations=activations, align=False)
+    teacher = make_teacher(name)
+    made = shrink(teacher, make_data(name), drop_attention=[0, 2], drop_activations=[1, 2], align=False)
     other = make_data(name, samples=3, length=13, seed=5)
-    with without(teacher, name, [0, 2], activations):
+    linear = {number: _layers(made.student)[number].get_submodule(PARTS[name][2]) for number in (1, 2)}
+    if name == "dinov2":  # the scale after the block is folded in
+        scales = {number: _layers(teacher)[number].layer_scale2.lambda1 for number in linear}
+        linear = {number: lambda x, own=own, by=scales[number]: own(x) / by for number, own in linear.items()}
+    with without(teacher, name, [0, 2], linear):
         exact = logits_of(teacher, other)
     torch.testing.assert_close(logits_of(made.student, other), exact, atol=1e-10, rtol=0.0)
     assert float((exact - logits_of(teacher, other)).abs().max()) > 1e-3  # something was dropped
     assert [layer["case"] for layer in made.report["layers"]] == ["dropped", "copied", "dropped"]
-    linear = ["linear" if number in activations else None for number in range(3)]
-    assert [layer.get("ffn") for layer in made.report["layers"]] == linear
+    assert [layer.get("ffn") for layer in made.report["layers"]] == [None, "linear", "linear"]
     assert (made.report["layer_map"], made.report["holes"]) == ([[0, 1]], [0, 2])
 
 

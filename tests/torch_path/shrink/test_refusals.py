@@ -45,7 +45,6 @@ OPTIONS: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
     ("llama", {}, {"ridge": -1.0}, "argument-value", "ridge"),
     ("llama", {}, {"width": 3}, "argument-value", "options must be of heads, layers"),
     ("qwen3", {}, {"heads": 1}, "shrink-unsupported", "normed"),
-    ("llama", {}, {"drop_activations": [0]}, "shrink-unsupported", "gated"),
     ("bert", {}, {"drop_attention": [3]}, "layers-invalid", "drop_attention"),
     ("bert", {}, {"drop_attention": [1, 0]}, "layers-invalid", "rising"),
     ("bert", {}, {"drop_attention": [True]}, "layers-invalid", "lists"),
