@@ -5,7 +5,22 @@
 are rows, so a projection is ``x @ W``. ``predictor.py`` is MAP's, ``student.py`` reads a finished student's report.
 """
 
-from shd_ref.shrink.predictor import Predictor, best_split, choose_degree, cross_validate, fit_predictor
+from shd_ref.shrink.predictor import (
+    Predictor,
+    best_split,
+    choose_degree,
+    cross_validate,
+    fit_predictor,
+    split_stability,
+)
 from shd_ref.shrink.student import read_student
 
-__all__ = ["Predictor", "best_split", "choose_degree", "cross_validate", "fit_predictor", "read_student"]
+__all__ = [
+    "Predictor",
+    "best_split",
+    "choose_degree",
+    "cross_validate",
+    "fit_predictor",
+    "read_student",
+    "split_stability",
+]

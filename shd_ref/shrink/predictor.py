@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 
 from shd_ref.attention import Array, as_float
 from shd_ref.errors import need
-from shd_ref.integers import check_integer
+from shd_ref.integers import check_integer, check_number
 from shd_ref.tolerances import tie_width
 
 DEGREES: tuple[int, ...] = (1, 2, 3, 4)
@@ -112,6 +112,44 @@ def best_split(predictor: Predictor, num_layers: int, budget: int) -> Split:
     values = predictor.predict(attention / num_layers, (budget - attention) / num_layers)
     best = int(np.argmax(values >= values.max() - tie_width() * np.abs(values).max()))
     return Split(int(attention[best]), int(budget - attention[best]), float(values[best]))
+
+
+@dataclass(frozen=True)
+class Stability:
+    """How often noise in the measured points leaves the best split where it is: shares of all draws."""
+
+    unchanged: float
+    off_by_one: float  # one attention block more or less
+    further: float
+
+
+def split_stability(
+    points: ArrayLike, noise: float, *, num_layers: int, budget: int, degree: int = 2, draws: int = 1000, seed: int
+) -> Stability:
+    """How sure a best split is: Monte Carlo over the error of the measured qualities.
+
+    Args:
+        points: as in ``fit_predictor``.
+        noise: standard deviation of a measured quality, in its unit, as between seeds of one split; normal.
+        num_layers: L of the teacher.
+        budget: K of 2 L, as in ``best_split``.
+        degree: of the polynomial, the same in every draw.
+        draws: at least 1.
+        seed: of the draws, at least 0.
+
+    Raises:
+        ShdError: those of ``fit_predictor`` and ``best_split``.
+    """
+    check_number("noise", noise, least=0)
+    draws, seed = check_integer("draws", draws, 1, None), check_integer("seed", seed, 0, None)
+    best = best_split(fit_predictor(points, degree), num_layers, budget)
+    rows, random = _check_points(points), np.random.default_rng(seed)
+    counts = np.zeros(3)
+    for _ in range(draws):
+        drawn = rows + np.outer(random.normal(0.0, noise, len(rows)), [0.0, 0.0, 1.0])
+        split = best_split(fit_predictor(drawn, degree), num_layers, budget)
+        counts[min(abs(split.attention - best.attention), 2)] += 1
+    return Stability(*(counts / draws).tolist())
 
 
 def _monomials(a: Array, t: Array, degree: int) -> Array:

@@ -101,3 +101,20 @@ def test_merging_nothing_is_exact() -> None:
 def test_bad_arguments() -> None:
     with refusal("argument-value"):
         diagnose(*teacher(), 2, strategies=["best"])
+
+
+def test_a_softmax_has_any_rank() -> None:
+    """D-26: the source bounds a map's rank by the width of its head."""
+    logits = np.outer(np.arange(3.0), np.arange(3.0))
+    assert (np.linalg.matrix_rank(logits), np.linalg.matrix_rank(softmax(logits))) == (1, 3)
+
+
+@pytest.mark.parametrize(("keys", "is_zero"), [(2, False), (3, False), (4, True), (9, True)])
+def test_the_loss_reaches_zero_with_as_many_keys_as_values_are_wide(keys: int, is_zero: bool) -> None:
+    """D-27, for two heads of width 2 as one; rows of probabilities leave a rest with four keys too."""
+    rng = np.random.default_rng(0)
+    maps, values = softmax(rng.normal(size=(1, 2, 9, keys))), rng.normal(size=(1, 2, keys, 2))
+    report = diagnose(maps, values @ rng.normal(size=(1, 2, 2, 8)), 1, strategies=("constant",))
+    assert (report.unconstrained[0] < 1e-10) == is_zero
+    assert report.unconstrained[0] > 0.05 or is_zero
+    assert report.stochastic[0] > 0.05 or keys > 4
