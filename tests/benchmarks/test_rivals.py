@@ -160,6 +160,14 @@ def learned_alignment(pair: Pair) -> Tensor:
     return rows_mean(kl(torch.einsum("ht,btls->bhls", mixing, other), own))
 
 
+def random_heads(pair: Pair) -> Tensor:
+    own, other = pair.maps
+    heads = pair.part.heads
+    assert sorted({*heads.tolist()}) == heads.tolist()
+    assert len(heads) == own.shape[1]
+    return rows_mean(kl(other[:, heads], own))
+
+
 def attention_output(pair: Pair) -> Tensor:
     sides = []
     for call, maps in zip(pair.calls, pair.maps, strict=True):
@@ -168,7 +176,8 @@ def attention_output(pair: Pair) -> Tensor:
     return (pair.part(sides[0]) - sides[1]).square().mean()
 
 
-FORMULAS = (geometric_mean, sum_mse, mean_ce, relation_kl, soft_alignment, learned_alignment, attention_output)
+FORMULAS = (geometric_mean, sum_mse, mean_ce, relation_kl, soft_alignment, learned_alignment, random_heads)
+FORMULAS += (attention_output,)
 
 
 @pytest.mark.parametrize("formula", FORMULAS, ids=lambda formula: formula.__name__)

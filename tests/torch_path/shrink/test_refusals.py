@@ -45,6 +45,7 @@ OPTIONS: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
     ("llama", {}, {"ridge": -1.0}, "argument-value", "ridge"),
     ("llama", {}, {"width": 3}, "argument-value", "options must be of heads, layers"),
     ("qwen3", {}, {"heads": 1}, "shrink-unsupported", "normed"),
+    ("gpt2", {"n_head": 240, "n_embd": 240}, {"heads": 120}, "shrink-unsupported", "a layer, 25 GiB"),
     ("bert", {}, {"drop_attention": [3]}, "layers-invalid", "drop_attention"),
     ("bert", {}, {"drop_attention": [1, 0]}, "layers-invalid", "rising"),
     ("bert", {}, {"drop_attention": [True]}, "layers-invalid", "lists"),
