@@ -93,6 +93,12 @@ def pool_tokens(
     probs, mask = _check_maps(attn_probs, query_mask, row_sums)
     rows = _check_groups("row_groups", row_groups, probs.shape[0], probs.shape[2])
     columns = _check_groups("column_groups", column_groups, probs.shape[0], probs.shape[3])
+    pooled = pool_maps(probs, rows, columns, mask)
+    return AlignedMaps(in_dtype_of(attn_probs, pooled.probs), pooled.dropped)
+
+
+def pool_maps(probs: Array, rows: Array, columns: Array, mask: Mask | None) -> AlignedMaps:
+    """``pool_tokens`` on checked arrays, groups ``(B or 1, 1, l, L)``."""
     counted: Mask = np.any(probs > 0.0, axis=-1)  # (B, H, L)
     if mask is not None:
         counted &= mask[:, None]
@@ -102,7 +108,7 @@ def pool_tokens(
     dropped: Array = (weights @ np.where(grouped, 0.0, kept).sum(axis=-1)[..., None])[..., 0]
     mass = (weights @ kept.sum(axis=-1)[..., None])[..., 0]
     pooled = weights @ kept @ _normalised(columns, axis=-2).swapaxes(-1, -2)
-    return AlignedMaps(in_dtype_of(attn_probs, rescale_rows(pooled, mass, dropped)), dropped)
+    return AlignedMaps(rescale_rows(pooled, mass, dropped), dropped)
 
 
 def patch_groups(teacher_grid: Sequence[int], student_grid: Sequence[int], *, extra: int = 0) -> Array:

@@ -12,6 +12,7 @@ from cyclopts import Parameter
 from shd_ref.commands.program import option_of
 from shd_ref.errors import ShdError, need
 from shd_ref.teacher.options import (
+    BY_CHARACTERS,
     FROM_1,
     INTEGERS,
     NO_FORM,
@@ -64,6 +65,8 @@ class InputOptions:
         text_column: For text: name of its column. Default: text.
         pair_column: For pairs of texts: name of the second one's column.
         max_length: For text: maximum number of tokens. Default: the tokenizer's limit.
+        student_tokenizer: For a student with another tokenizer: its tokenizer.json, or its folder. Maps are pooled
+            over its tokens, by characters in common.
     """
 
     inputs: Path
@@ -71,18 +74,29 @@ class InputOptions:
     text_column: Annotated[str | None, READING, Needs("inputs")] = None
     pair_column: Annotated[str | None, READING, Needs("inputs")] = None
     max_length: Annotated[int | None, READING, FROM_1, Needs("inputs")] = None
+    student_tokenizer: Annotated[Path | None, READING, Needs("tokenizer")] = None
 
     def absolute(self) -> InputOptions:
         """The same for another process."""
         tokenizer = self.tokenizer and self.tokenizer.absolute()
-        return replace(self, inputs=self.inputs.absolute(), tokenizer=tokenizer)
+        student = self.student_tokenizer and self.student_tokenizer.absolute()
+        return replace(self, inputs=self.inputs.absolute(), tokenizer=tokenizer, student_tokenizer=student)
 
     def open(self) -> Source:
         """The rows, by ``open_source``."""
         from shd_ref.teacher.sources import open_source
 
         columns = {"text_column": self.text_column, "pair_column": self.pair_column}
-        return open_source(self.inputs, tokenizer=self.tokenizer, max_length=self.max_length, **columns)
+        student, length = self.student_tokenizer, self.max_length
+        return open_source(
+            self.inputs, tokenizer=self.tokenizer, max_length=length, student_tokenizer=student, **columns
+        )
+
+    def pool(self, options: PrecomputeOptions) -> PrecomputeOptions:
+        """The options, with groups by characters where a student's tokenizer is given."""
+        if self.student_tokenizer is None or options.groups is not None or not options.has_attention:
+            return options
+        return replace(options, groups=BY_CHARACTERS)
 
 
 HEADS: Final = "num_student_heads"

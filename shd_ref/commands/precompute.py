@@ -68,6 +68,7 @@ def precompute(
         options, student_heads = _read_student(student, options, student_heads)
         student = student if options.plans else None  # else as if its numbers had been given
     heads_given, options = heads_of(student_heads, options, no_attention=no_attention, or_student=True)
+    options = inputs.pool(options)
     from shd_ref.teacher.precompute.engine import precompute as precompute_caches
     from shd_ref.teacher.precompute.engine import run_here, students_of
 

@@ -21,6 +21,7 @@ from shd_ref.cache.codecs.codecs import VECTOR_CODECS
 from shd_ref.cache.codecs.factored import DEFAULT_FACTORED_CODEC
 from shd_ref.cache.documents import ON_ERROR
 from shd_ref.cache.forms.attention import KINDS
+from shd_ref.cache.forms.groups import TokenGroups
 from shd_ref.errors import argument_value, need
 from shd_ref.merging.alpha import check_option
 from shd_ref.merging.matching import MATCHED_BY
@@ -41,6 +42,9 @@ PAD_KEY: Final = "squeezing_heads.pad_token_id"
 """Of a graph's metadata: what its model takes for padding among token ids."""
 NO_FORM: Final = "none"
 """The form of records without attention: logits, hidden states and embeddings alone."""
+
+BY_CHARACTERS: Final = "weights:token_groups"
+"""The groups of a student with another tokenizer, which text is read with beside the teacher's."""
 
 LOGIT_FORMS: Final = ("none", "topk", "float16")
 """How the teacher's logits are stored: not at all, by top-k records, or whole."""
@@ -190,7 +194,8 @@ def write_value(field: str, value: Any) -> str:
 
 _POOLING: Final = read_by(lambda _, text: Pooling.parse(text) or read_pooling(Path(text)), "POOLING")
 _OF_ATTENTION: Final = (
-    "num_student_heads num_student_layers layer_pairs sites strategy plan plans temperature factored_codec codec"
+    "num_student_heads num_student_layers layer_pairs sites strategy plan plans temperature factored_codec codec "
+    "groups"
 )
 
 
@@ -223,6 +228,8 @@ class PrecomputeOptions:
             samples, with a free temperature. shd plan compares them.
         factored_codec: Codec of queries and keys: int8 (1 byte per number) or float16 (2).
         codec: Codec of maps: sqrt8-row (1 byte per entry), u4 (1/2), float32 (4).
+        groups: Pool the maps for a student with fewer tokens: patches:14x14:7x7 for larger patches, with :1 at the
+            end for a class token; ids:COLUMN or weights:COLUMN, the groups of each sample's tokens.
         on_error: If a sample gives NaN: stop and name it, or skip and record it.
         seed_column: Column of augmentation seeds, stored with the maps and reused in training.
         logits: Store the teacher's logits, for KD without a teacher: topk (the likeliest classes and the total mass
@@ -258,6 +265,7 @@ class PrecomputeOptions:
     form: Annotated[str, STORING, one_of(FORMS)] = "maps"
     factored_codec: Annotated[str, STORING, one_of(FACTORED_CODECS), Needs("form=factored")] = DEFAULT_FACTORED_CODEC
     codec: Annotated[str, STORING, one_of(CODECS), Needs("form=maps")] = "sqrt8-row"
+    groups: Annotated[str | None, STORING, Needs("form=maps")] = None
     on_error: Annotated[str, RUNNING, one_of(ON_ERROR)] = "stop"
     seed_column: Annotated[str | None, STORING] = None
 
@@ -427,6 +435,12 @@ def _check_form(options: PrecomputeOptions) -> None:
         is_any = options.logits != "none" or options.hidden or options.embeddings is not None
         rule = "be requested without attention, or embeddings"
         need(bool(is_any), "argument-value", "logits or hidden", rule, "none of them", spec_id="CACHE-160")
+    if options.groups is not None:
+        TokenGroups.parse(options.groups)
+        rule, why = "be left out where maps are pooled", "theirs are the teacher's tokens"
+        others = {"form": options.is_factored, "hidden": bool(options.hidden)}
+        for name, is_given in others.items():
+            need(not is_given, "argument-value", name, rule, getattr(options, name), remedy=why, spec_id="CACHE-131")
     if not options.is_factored:
         return
     check_option("codec", options.factored_codec, FACTORED_CODECS, "CACHE-142")

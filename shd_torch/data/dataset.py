@@ -17,6 +17,8 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from shd_ref.cache import CacheReader, Factors, Manifest, SampleRecord, sample_key, trim_inputs
 from shd_ref.errors import ShdError, need
 from shd_ref.teacher.sources import open_source
+from shd_ref.teacher.sources.text import GROUPS_COLUMN
+from shd_ref.tokens import span_groups
 from shd_torch.supervision.cached import CachedSupervision, pack_records
 from shd_torch.supervision.taught import taught_layers
 
@@ -308,6 +310,7 @@ def read_texts(
     *,
     text_column: str = "text",
     max_length: int | None = None,
+    teacher_tokenizer: Callable[..., Mapping[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
     """The samples of a file that ``shd precompute --inputs`` reads, tokenised, for a ``SupervisedDataset``.
 
@@ -316,9 +319,14 @@ def read_texts(
         tokenizer: a Hugging Face tokenizer, from the folder given to ``--tokenizer``.
         text_column: as ``--text-column``.
         max_length: as ``--max-length``; by default the tokenizer's ``model_max_length``.
+        teacher_tokenizer: of a teacher with another tokenizer, from the folder given to ``--tokenizer``; then
+            ``tokenizer`` is the student's, given to ``--student-tokenizer``, and ``max_length`` the teacher's. Both
+            are fast ones.
 
     Returns:
-        For each text the tokenizer's result: ``input_ids`` and ``attention_mask``, not padded.
+        For each text the tokenizer's result: ``input_ids`` and ``attention_mask``, not padded. With a teacher's
+        tokenizer also ``teacher``, its result and ``token_groups``: what a ``SupervisedDataset`` of a cache with
+        pooled maps is told by ``model_inputs=operator.itemgetter("teacher")``.
 
     Raises:
         ShdError: ``inputs-invalid`` for a file that cannot be read, without the column, or with anything but text in
@@ -334,7 +342,13 @@ def read_texts(
         text = row[text_column]
         if not isinstance(text, str):
             raise source.refuse(f"{text_column} must be text; got {type(text).__name__}", number)
-        samples.append(dict(tokenizer(text, truncation=True, max_length=max_length)))
+        if teacher_tokenizer is None:
+            samples.append(dict(tokenizer(text, truncation=True, max_length=max_length)))
+            continue
+        teacher = dict(teacher_tokenizer(text, truncation=True, max_length=max_length, return_offsets_mapping=True))
+        student = dict(tokenizer(text, truncation=True, return_offsets_mapping=True))
+        groups = span_groups(teacher.pop("offset_mapping"), student.pop("offset_mapping"))
+        samples.append(student | {"teacher": teacher | {GROUPS_COLUMN: groups.T.astype(np.int64)}})
     return samples
 
 

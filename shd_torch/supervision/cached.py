@@ -34,6 +34,7 @@ from shd_ref.cache import (
 )
 from shd_ref.cache.forms.attention import blob_name
 from shd_ref.cache.forms.rows import Rows
+from shd_ref.errors import ShdError
 from shd_ref.merging.plans import plan_groups
 from shd_torch.supervision.coded import Coded, check_length
 from shd_torch.supervision.factored import Factored
@@ -183,6 +184,7 @@ class CodedSupervision(CachedBatch):
     temperature: float | None  # T_a of the cache, where it is known
     # By layer, rows and keys of each sample's maps, where these are not its positions (cross attention); else empty.
     shapes: tuple[tuple[tuple[int, int], ...], ...]
+    groups: str | None = None  # of the cache, where its maps are pooled
 
     def supervise(self, length: Length = None) -> list[Coded]:
         """One ``Coded`` a layer, for ``attention_kl``: maps are made tile by tile, and never held.
@@ -204,6 +206,11 @@ class CodedSupervision(CachedBatch):
                 num_rows, num_keys = max(rows), max(keys)
             else:
                 num_rows, num_keys = (length, length) if isinstance(length, int) else length[layer]
+            if self.groups is not None and self.groups.startswith("patches:"):  # which nothing may pad
+                rule = f"a student must have the {rows[0]} tokens of groups {self.groups}, as the cache was made"
+                message = f"{rule}; got {num_rows}: count tokens beside patches in them (patches:14x14:7x7:1)"
+                if num_rows != rows[0]:
+                    raise ShdError("cache-mismatch", message, "CACHE-131")
             supervisions.append(
                 Coded(
                     self.buffer,
@@ -332,7 +339,8 @@ def pack_records(
         )
     shapes = [[record.extent.shapes[column] for record in records] for column in columns if records[0].shapes]
     temperature = None if form is None else form.bound_temperature
-    return CodedSupervision(**batch, temperature=temperature, shapes=tuple(map(tuple, shapes)))
+    groups = None if form is None else getattr(form, "groups", None)
+    return CodedSupervision(**batch, temperature=temperature, shapes=tuple(map(tuple, shapes)), groups=groups)
 
 
 def _attention_blobs(

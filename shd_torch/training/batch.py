@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from shd_ref.cache import Manifest, SampleRecord
+from shd_ref.cache import Manifest, Maps, SampleRecord
 from shd_ref.errors import ShdError, need
 from shd_ref.integers import check_number
 from shd_torch.capture.capture import Captured
@@ -57,7 +57,9 @@ class SupervisedCollator:
 
     def _seen(self, sample: Any, record: SampleRecord) -> Tensor:
         """``(n,)``, the mask of the positions that the teacher saw; ones where the sample does not hold it."""
-        name = self.manifest.inputs.mask
+        name, form = self.manifest.inputs.mask, self.manifest.find(Maps)
+        if form is not None and form.groups is not None:  # which are of the student's tokens, without padding
+            return torch.ones(record.shapes[0][0], dtype=torch.bool)
         if name is None or not isinstance(sample, Mapping) or name not in sample:
             return torch.ones(record.length, dtype=torch.bool)
         return torch.as_tensor(sample[name])[: record.length].bool()

@@ -41,6 +41,7 @@ from shd_ref.cache.codecs.factored import (
     unpack_factors,
 )
 from shd_ref.cache.forms.form import F32, U8, Extent, Form, Part, SampleRecord, misfit, require, require_ranges
+from shd_ref.cache.forms.groups import TokenGroups
 from shd_ref.cache.storage.documents import MAX_INTEGER, optional
 from shd_ref.cache.storage.storage import MAX_LAYERS
 from shd_ref.errors import ShdError, need
@@ -282,11 +283,13 @@ class Maps(Attention):
         temperature: the attention temperature of the maps, above 0.
         shapes: ``"own"`` if each record gives the rows and keys of every layer's maps, else ``"length"``: n and n
             (CACHE-128).
+        groups: which teacher tokens a student token is made of, where maps are stored pooled (CACHE-131).
     """
 
     form: str = field(default="maps", init=False)
     temperature: float
     shapes: str = optional("length")
+    groups: str | None = optional(None)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "temperature", float(self.temperature))  # 1 and 1.0 are the same job
@@ -296,6 +299,10 @@ class Maps(Attention):
         require(self.shapes in SHAPES, f"shapes must be one of {SHAPES}", self.shapes, "CACHE-128")
         own = self.shapes == "own" and self.support == "causal"
         require(not own, "shapes must be length for causal support", self.shapes, "CACHE-128")
+        if self.groups is not None:
+            TokenGroups.parse(self.groups)
+            require(self.shapes == "own", "shapes must be own where maps are pooled", self.shapes, "CACHE-131")
+            require(not self.kinds, "groups must be of one sequence, without kinds", self.groups, "CACHE-131")
 
     @property
     def stated(self) -> frozenset[str]:
@@ -306,6 +313,9 @@ class Maps(Attention):
         count, sizes = len(self.layers), [size for shape in extent.shapes for size in shape]
         if self.shapes == "own" and (len(extent.shapes) != count or not all(1 <= size < 2**31 for size in sizes)):
             yield f"shapes must be rows and keys, at least 1, of {count} layers; got {str(extent.shapes)[:80]}"
+        sizes_of = None if self.groups is None else TokenGroups.parse(self.groups).sizes
+        if sizes_of is not None and {*sizes} != {sizes_of[1]}:
+            yield f"shapes must be {sizes_of[1]} rows and keys, as groups {self.groups} say; got {extent.shapes[:2]}"
 
     def blob_sizes(self, extent: Extent) -> tuple[int, ...]:
         heads = self.num_student_heads
@@ -343,7 +353,8 @@ class Maps(Attention):
         return lambda rows: decode(self.codec, codes[:, rows])
 
     def describe(self) -> list[tuple[str, str]]:
-        return [("form", f"maps, {self.support} support, temperature {self.temperature:g}"), ("codec", self.codec)]
+        lines = [("form", f"maps, {self.support} support, temperature {self.temperature:g}"), ("codec", self.codec)]
+        return lines + ([] if self.groups is None else [("groups", self.groups)])
 
 
 def cut_map(codes: NDArray[Any], num_rows: int, num_keys: int, where: str) -> NDArray[Any]:

@@ -23,6 +23,7 @@ class Body:
         self.opset = opset
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: list[onnx.TensorProto] = []
+        self.inputs: list[onnx.ValueInfoProto] = []
         self.outputs: list[onnx.ValueInfoProto] = []
         self.functions: dict[Hashable, onnx.FunctionProto] = {}
 

@@ -20,6 +20,7 @@ from shd_ref.teacher.graph.find import projection_of
 from shd_ref.teacher.rewrite.squeeze import SqueezedGraph, SqueezedLayer
 from shd_ref.teacher.run.outputs import COMPARED_ENTRIES, LayerOutputs
 from shd_ref.teacher.session import SMALL_PRODUCT, run_ahead, threads_for
+from shd_ref.tokens import pool_maps
 from shd_ref.tolerances import load_tolerances
 
 
@@ -95,8 +96,7 @@ def _compare_sample(layer_outputs: LayerOutputs) -> Comparison:
     mixing, constant = (mixing_of(strategy=strategy)[0] for strategy in (rule.strategy, "constant"))
     groups = plan_groups(rule.rounds, products.shape[1])
     difference = wrong = count = 0.0
-    for rows, probs, merged in _tiles(layer_outputs, dtype):
-        expected = mix_maps(soften_rows(probs, rule.temperature, row_sums=layer.site.row_sums), mixing)
+    for rows, expected, merged in _mixed(layer_outputs, dtype, mixing):
         actual = merged
         count += merged.size
         if layer_outputs.rows is not None and "codes" in layer_outputs.arrays and rule.codec != "sqrt8-row":
@@ -122,7 +122,8 @@ def _compare_sample(layer_outputs: LayerOutputs) -> Comparison:
 def _factor_products(layer_outputs: LayerOutputs, strategy: str, dtype: str) -> tuple[Array, Array]:
     """Factors ``(1, H, L, m)``, ``(1, H, m, D)`` of the ``A_p X_q = (A_p V_q) W_q`` within groups; m is their d_v."""
     values, rule = as_float(layer_outputs.values, "values", ndim=4), layer_outputs.layer.rule
-    heads, d_v, rows = rule.num_heads, values.shape[-1], layer_outputs.map_axes[0]
+    heads, d_v = rule.num_heads, values.shape[-1]
+    rows = (layer_outputs.probs if layer_outputs.rows is None else layer_outputs.sums).shape[-2]
     projection = projection_of(layer_outputs.layer.site).astype(np.float64).reshape(heads, d_v, -1)
     values = np.repeat(values, heads // values.shape[1], axis=1)
     groups = [tuple(range(heads))] if strategy == "mean" else plan_groups(rule.rounds, heads)
@@ -169,6 +170,21 @@ def _tiles(layer_outputs: LayerOutputs, dtype: str) -> Iterator[tuple[slice, Arr
         counted = None if mask is None else mask[:, tile]
         checked = check_probs(maps, name, query_mask=counted, row_sums=layer_outputs.layer.site.row_sums)
         yield tile, checked, made["merged"]
+
+
+def _mixed(layer_outputs: LayerOutputs, dtype: str, mixing: Array) -> Iterator[tuple[slice, Array, Array]]:
+    """Merged maps by the reference beside the graph's, some rows at a time; of pooled ones all at once."""
+    layer, rule = layer_outputs.layer, layer_outputs.layer.rule
+    whole = []
+    for tile, probs, merged in _tiles(layer_outputs, dtype):
+        expected = mix_maps(soften_rows(probs, rule.temperature, row_sums=layer.site.row_sums), mixing)
+        whole.append(expected)
+        if not rule.pooled:
+            yield tile, expected, merged
+    if rule.pooled:
+        groups = layer_outputs.arrays["groups"].astype(np.float64)[:, None]
+        pooled = pool_maps(np.concatenate(whole, axis=2), groups, groups, layer_outputs.row_mask)
+        yield slice(None), pooled.probs, layer_outputs.merged
 
 
 def _mean(numbers: Iterable[float]) -> float:

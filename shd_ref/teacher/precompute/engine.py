@@ -585,7 +585,7 @@ def _decided(options: PrecomputeOptions) -> dict[str, object]:
     names += ["hidden_codec"] if options.hidden else []
     names += ["embeddings_codec"] if options.embeddings else []
     if options.has_attention:
-        names += ["num_student_heads", "strategy", "temperature", CODECS_OF[options.form][0]]
+        names += ["num_student_heads", "strategy", "temperature", CODECS_OF[options.form][0], "groups"]
         names += ["matched_by", "calibration_samples"] if options.plan == MATCHED else []
     others = [path.name for path in options.with_teachers]
     plan = MATCHED if options.plan == MATCHED else "not matched"
@@ -619,6 +619,10 @@ def make_manifests(work: TeacherRun, outputs: Sequence[StudentOutputs]) -> list[
     """The manifest of every student, with equally many samples per shard, so that all share their batches."""
     run, inputs, count = work.run, work.inputs, len(work.inputs)
     forms = [describe_forms(work, output) for output in outputs]
+    for held in forms if work.options.groups is not None else ():
+        others = [form.SUBJECT for form in held.forms if getattr(form, "rows", "sample") != "sample"]
+        rule, why = "be left out where rows of positions are stored", "these are of the teacher's tokens"
+        need(not others, "argument-value", "groups", rule, ", ".join(others), remedy=why, spec_id="CACHE-131")
     per_sample = max(
         sum(form.coded_size(of_student.extent_of(output[0].extent)) for form in of_student.forms)
         for of_student, output in zip(forms, outputs, strict=True)

@@ -38,6 +38,7 @@ class MergeRule:
     strategy: str = "shd"
     temperature: float = 1.0
     codec: str = "float32"
+    pooled: bool = False  # over groups of tokens, before coding
     value_heads: tuple[int, ...] = ()  # of each head, the first with the same values, where that is known
 
     @property
@@ -103,7 +104,10 @@ def gram_matrices(rule: MergeRule, output_projection: NDArray[Any]) -> list[Arra
 
 
 def squeeze_function(rule: MergeRule, opset: int) -> onnx.FunctionProto:
-    """``(probs[, values, row_mask, gram of each round]) -> (codes, merged[, alphas, degenerate])``."""
+    """``(probs[, values, row_mask, gram of each round][, groups]) -> (codes, merged[, alphas, degenerate])``.
+
+    Of a pooled rule the groups ``(B, l, L)`` come last, and ``row_mask`` is among the inputs; merged maps are pooled.
+    """
     body = Body("", opset)
     inputs, outputs = ["probs"], ["codes", "merged"]
     maps = body.op("Cast", "probs", to=FLOAT)
@@ -113,6 +117,9 @@ def squeeze_function(rule: MergeRule, opset: int) -> onnx.FunctionProto:
         outputs += ["alphas", "degenerate"]
         values = body.op("Cast", "values", to=FLOAT)
         weights = _solve(body, rule, functools.partial(_products, body, rule, maps, values))
+    elif rule.pooled:
+        inputs.append("row_mask")
+    inputs += ["groups"] * rule.pooled
     merged, codes = merge_and_code(body, rule, maps, weights)
     body.rename(merged, "merged")
     body.rename(codes, "codes")
@@ -124,7 +131,23 @@ def squeeze_function(rule: MergeRule, opset: int) -> onnx.FunctionProto:
 def merge_and_code(body: Body, rule: MergeRule, maps: str, weights: str | None) -> tuple[str, str]:
     """Merged maps of some rows, and their codes, from maps in float32 and every head's weight in its group."""
     merged = _mix(body, _soften(body, maps, rule.temperature), final_mixing(rule), weights)
+    merged = _pool(body, merged) if rule.pooled else merged
     return merged, _sqrt8_codes(body, merged) if rule.codec == "sqrt8-row" else merged
+
+
+def _pool(body: Body, maps: str) -> str:
+    """Maps ``(B, n, L, L)`` over the tokens of ``groups``, from rows of ``row_mask``: ``(B, n, l, l)`` (TOKEN-9)."""
+    counted = body.op("Greater", body.reshape("row_mask", 0, 1, -1, 1), body.const(0.0))
+    # Rows of padding may be NaN; what is NaN elsewhere stays so, for then its row has weight.
+    kept = body.op("Where", counted, maps, body.const(0.0))
+    empty = body.op("Equal", body.reduce_sum(kept, -1, keepdims=1), body.const(0.0))
+    has_weight = body.op("Cast", body.op("Not", empty), to=FLOAT)  # (B, n, L, 1)
+    groups = body.op("Unsqueeze", "groups", body.const([1]))
+    shares = body.op("Div", groups, body.or_one(body.reduce_sum(groups, 2, keepdims=1)))
+    rows = body.op("Div", body.op("MatMul", groups, kept), body.or_one(body.op("MatMul", groups, has_weight)))
+    pooled = body.op("MatMul", rows, body.op("Transpose", shares, perm=[0, 1, 3, 2]))
+    mass, left = (body.reduce_sum(value, -1, keepdims=1) for value in (rows, pooled))
+    return body.op("Mul", body.op("Div", pooled, body.or_one(left)), mass)
 
 
 def final_mixing(rule: MergeRule) -> Array32 | None:

@@ -42,7 +42,9 @@ from shd_ref.teacher.rewrite.function import (
 from shd_ref.teacher.rewrite.tiles import TiledAttention, TiledRows, Tiling, add_codes
 
 _MIN_IR_VERSION: Final = 8  # the first with model-local functions
-_RANKS: Final = {"alphas": 2, "degenerate": 2}  # everything else is (B, H, L, S)
+_RANKS: Final = {"alphas": 2, "degenerate": 2, "groups": 3}  # everything else is (B, H, L, S)
+GROUPS_INPUT: Final = f"{FUNCTION_DOMAIN}/groups"
+"""Of a squeezed graph whose maps are pooled: the weight ``(B, l, L)`` of each teacher token in each student token."""
 _MASK_TYPES: Final = (onnx.TensorProto.BOOL, onnx.TensorProto.INT32, onnx.TensorProto.INT64)
 
 
@@ -55,7 +57,8 @@ class SqueezedLayer:
             ``(B, num_pairs)`` or ``(B, num_pairs, L)``: all rounds in order, before clipping, 1/2 where degenerate
             or not counted; ``degenerate``, bool, where they are solved for; ``queries`` ``(B, H_t, L, d)``, ``keys``
             ``(B, H_kv, S, d)`` and int32 ``spans`` ``(B, H_t, L, 3)`` with factors. With ``check_outputs`` only:
-            maps ``probs`` ``(B, H_t, L, S)``, V ``values`` ``(B, H_t, S, d_v)``, ``merged`` maps before coding.
+            maps ``probs`` ``(B, H_t, L, S)``, V ``values`` ``(B, H_t, S, d_v)``, ``merged`` maps before coding, and
+            ``groups`` where these are pooled.
         rows: with ``check_outputs``, of a layer in tiles: how these maps are made, some rows at a time, from more
             outputs; ``sums`` are products of maps and values.
     """
@@ -113,7 +116,7 @@ def squeeze_graph(
             graph of targets alone.
         options: heads, plan (or plans, one for each of ``layers``), strategy, alphas, temperature and codec count:
             ``sqrt8-row`` codes in the graph, the other codecs output float32 maps. Those of several students differ
-            in heads and plans alone.
+            in heads and plans alone. With ``groups`` the graph has one more input, ``GROUPS_INPUT``.
         row_mask_input: a model input ``(B, L)``, integer or boolean, non-zero = the row counts; default all. Or one
             by student layer, where rows are not of one sequence.
         check_outputs: also output each layer's teacher map, V and merged maps, see ``compare_with_reference``.
@@ -137,6 +140,9 @@ def squeeze_graph(
     masks = {name: row_mask_of(body, model, name) for name in dict.fromkeys(named.values())}
     tiled = TiledAttention(body, tiling) if tiling is not None else None
     squeezed: list[list[SqueezedLayer]] = [[] for _ in students]
+    pooled = options.groups is not None
+    if pooled:
+        body.inputs.append(onnx.helper.make_tensor_value_info(GROUPS_INPUT, FLOAT, [None] * 3))
     rules = [
         (number, layer, plan)
         for number, one in enumerate(students)
@@ -150,12 +156,14 @@ def squeeze_graph(
         body.prefix = f"{FUNCTION_DOMAIN}/{own}{student_layer}/"
         heads, d_v = site.num_heads or 0, site.d_v or 0  # known for supported sites
         rounds = merge_plan(heads, options.num_student_heads, plan)
-        rule = MergeRule(heads, d_v, rounds, options.strategy, temperature, codec)
+        rule = MergeRule(heads, d_v, rounds, options.strategy, temperature, codec, pooled)
         row_mask, tiles = masks[named[student_layer]], None if tiling is None else tiling.of(site)
         if tiled is not None and tiles is not None:
             layer = _squeeze_tiles(body, rule, student_layer, tiles, tiled, row_mask, factors is None, check_outputs)
         else:
-            hidden = () if check_outputs else ("probs", "values", "merged", *(("codes",) if factors else ()))
+            hidden = (
+                () if check_outputs else ("probs", "values", "merged", "groups", *(("codes",) if factors else ()))
+            )
             layer = _squeeze_layer(body, rule, student_layer, site, row_mask, hidden)
         if factors is not None:
             names = {role: f"{body.prefix}{role}" for role in ("queries", "keys", "spans")}
@@ -259,6 +267,7 @@ def _squeeze_layer(
     probs, values = site_tensors(body, site)
     results = call_squeeze(body, rule, site, probs, values, row_mask)
     results |= {name: body.op("Cast", source, to=FLOAT) for name, source in (("probs", probs), ("values", values))}
+    results |= {"groups": GROUPS_INPUT} if rule.pooled else {}
     if not rule.solves:
         results["alphas"] = constant_alphas(body, rule, probs)
     return SqueezedLayer(student_layer, site, rule, _output_results(body, rule, results, hidden))
@@ -297,6 +306,9 @@ def call_squeeze(
     if rule.solves:
         grams = [body.weight(gram) for gram in gram_matrices(rule, projection_of(site))]
         inputs += [values, row_mask or every_row(body, probs), *grams]
+    elif rule.pooled:
+        inputs.append(row_mask or every_row(body, probs))
+    inputs += [GROUPS_INPUT] * rule.pooled
     shared = rule if rule.solves else replace(rule, d_v=0)  # which then reads no values
     return body.call(shared, lambda: squeeze_function(shared, body.opset), inputs)
 
@@ -323,6 +335,7 @@ def assemble_graph(model: onnx.ModelProto, body: Body, replaced: Set[str] = froz
             del grown.graph.node[number]
     grown.ir_version = max(grown.ir_version, _MIN_IR_VERSION)
     grown.graph.node.extend(body.nodes)
+    grown.graph.input.extend(body.inputs)
     grown.graph.initializer.extend(body.initializers)
     del grown.graph.output[:]
     grown.graph.output.extend(body.outputs)

@@ -140,6 +140,7 @@ class ModelInputs:
         decoder: inputs of a second sequence, whose padding is not the mask's.
         decoder_mask: which of them is its mask, if any; without one, samples of different lengths run apart.
         pads: of inputs that are not padded with 0, what they are padded with.
+        groups: which input holds the groups of a sample's tokens; padded with -1 on all axes.
 
     Attributes:
         names, supplied: inputs that the data give, which make a key; those that follow, see ``Supply``.
@@ -163,8 +164,10 @@ class ModelInputs:
         decoder_mask: str | None = None,
         rows: Mapping[str, int] | None = None,
         pads: Mapping[str, int] | None = None,
+        groups: str | None = None,
     ) -> None:
-        self._rows, self._pads = dict(rows or {}), dict(pads or {})
+        self._rows, self._pads = dict(rows or {}), dict(pads or {}) | ({} if groups is None else {groups: -1})
+        self._groups = groups
         self._source = source if isinstance(source, Source) else ArraySource(source)
         self._reading = threading.Lock()  # a file has one position, and a source need know nothing of threads
         columns = self._source.columns if names is None else names
@@ -414,7 +417,21 @@ class ModelInputs:
             self.firsts[index] = np.flatnonzero(sample[self.mask])[0]
         self._check_length(sample, index)
         self._check_rows(sample, index)
+        self._check_groups(sample, index)
         return sample
+
+    def _check_groups(self, sample: Sample, index: int) -> None:
+        """Groups of a sample are of its tokens, and no more than them: they are memory that a file asks for."""
+        if self._groups is None:
+            return
+        groups, tokens = sample[self._groups], len(sample[self._groups if self.mask is None else self.mask])
+        by_number = groups.ndim == 1
+        count = int(groups.max()) + 1 if by_number else groups.shape[1]
+        if len(groups) != tokens or not 1 <= count <= 2 * tokens + 64 or (not by_number and groups.min() < 0):
+            rule = f"{self._groups} must name a group for each of {tokens} tokens, or hold weights of at least 0"
+            raise self._source.refuse(
+                f"{rule}; got shape {groups.shape}, {count} groups, least {groups.min()}", index
+            )
 
     def _check_rows(self, sample: Sample, index: int) -> None:
         """Numbers of rows must be those of a table: ONNX counts negative ones from its end, and PyTorch refuses."""
@@ -479,6 +496,11 @@ class ModelInputs:
             value = self._pads.get(name, 0)
             arrays = [np.pad(array, edge, constant_values=value) for array, edge in zip(arrays, edges, strict=True)]
         shapes = sorted({array.shape for array in arrays})
+        if len(shapes) > 1 and name == self._groups and arrays[0].ndim == 2:  # each with student tokens of its own
+            width = max(array.shape[1] for array in arrays)
+            edges = [[(0, 0), (0, width - array.shape[1])] for array in arrays]
+            arrays = [np.pad(array, edge, constant_values=-1) for array, edge in zip(arrays, edges, strict=True)]
+            shapes = sorted({array.shape for array in arrays})
         if len(shapes) > 1:
             raise self._source.refuse(f"{name} must have one shape in samples that run together; got {shapes}")
         return np.stack(arrays)

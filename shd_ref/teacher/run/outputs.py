@@ -32,7 +32,7 @@ class Student:
     plans: tuple[MergePlan, ...]
 
 
-_OF_CHECKS: Final = ("probs", "values", "merged", "sums", "weights")
+_OF_CHECKS: Final = ("probs", "values", "merged", "groups", "sums", "weights")
 
 
 def _array(role: str) -> property:
@@ -75,6 +75,11 @@ class LayerOutputs:
         return LayerOutputs(self.layer, row_mask, arrays, ahead, None if self.rows is None else self.rows[samples])
 
     @property
+    def stored_mask(self) -> NDArray[np.bool_] | None:
+        """``row_mask`` of what is stored; None of pooled maps too, whose rows without weight are empty."""
+        return None if self.layer.rule.pooled else self.row_mask
+
+    @property
     def has_check(self) -> bool:
         """Whether it holds what the reference needs to judge the squeeze."""
         return "merged" in self.arrays or self.rows is not None
@@ -107,7 +112,7 @@ class LayerOutputs:
         ahead = [[np.triu(head, 1).any(axis=-1) for head in maps] for maps in whole]
         rows: NDArray[np.bool_] = np.any(ahead, axis=1)  # (B, L)
         # What rows of padding look at is not stored (CACHE-129), and often all keys.
-        mask = None if self.row_mask is None or rows.shape != self.row_mask.shape else self.row_mask
+        mask = None if self.stored_mask is None or rows.shape != self.stored_mask.shape else self.stored_mask
         seen: NDArray[np.bool_] = np.any(rows if mask is None else rows & mask, axis=1)
         return seen
 
@@ -220,8 +225,11 @@ def find_faults(work: TeacherRun, outputs: StudentOutputs, *, stop: bool | None 
     """
     indices, targets = outputs.indices, outputs.targets
     suspect = np.zeros(len(indices), dtype=np.bool_)
-    for layer in outputs.layers:
-        rows = np.array(True) if layer.row_mask is None else layer.row_mask[:, None, :]
+    for column, layer in enumerate(outputs.layers):
+        rows = np.array(True) if layer.stored_mask is None else layer.stored_mask[:, None, :]
+        if layer.layer.rule.pooled:  # groups behind a sample's own are empty
+            counts = np.array([extent.shapes[column][0] for extent in outputs.extents])
+            rows = (np.arange(layer.map_axes[0]) < counts[:, None])[:, None]
         suspect |= ~np.isfinite(layer.alphas).reshape(len(indices), -1).all(axis=1)
         if "queries" in layer.arrays:
             for factor in (layer.queries, layer.keys):
@@ -285,7 +293,8 @@ def _why_not_finite(sample: StudentOutputs) -> str | None:
         # Values are those of the keys, which are the rows where the map is square.
         finite &= sound if sound.shape == finite.shape else sound.all(axis=-1, keepdims=True)
         heads = np.flatnonzero((~finite & counted).any(axis=-1))
-        if len(heads) or not (merged | ~counted).all() or not np.isfinite(outputs.alphas).all():
+        uncounted = False if outputs.layer.rule.pooled else ~counted
+        if len(heads) or not (merged | uncounted).all() or not np.isfinite(outputs.alphas).all():
             what = f"head {heads[0]}" if len(heads) else "in what is made of its maps"
             where = f"layer {layer.student_layer} ({layer.site.name})"
             return f"the teacher gives NaN or infinity at {where}, {what}"

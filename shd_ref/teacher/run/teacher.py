@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from shd_ref.cache import Extent, Teacher
 from shd_ref.cache.codecs.logits import check_padding
 from shd_ref.cache.forms.attention import KindLayers
-from shd_ref.errors import graph_unsupported, need
+from shd_ref.cache.forms.groups import TokenGroups
+from shd_ref.errors import ShdError, graph_unsupported, need
 from shd_ref.merging.plans import PLAN_KINDS, merge_plan, plan_groups
 from shd_ref.teacher.graph.factors import SiteFactors, choose_stored
 from shd_ref.teacher.graph.find import (
@@ -29,13 +30,21 @@ from shd_ref.teacher.graph.find import (
     select_sites,
 )
 from shd_ref.teacher.graph.independence import NOT_ITS_OWN, SEVERAL, SHARED_SCALES, rounds_in_run, shares_scales
-from shd_ref.teacher.graph.inputs import TOO_MUCH, check_bounds, count_rows, frozen_specs, input_specs, read_pads
+from shd_ref.teacher.graph.inputs import (
+    TOO_MUCH,
+    InputSpec,
+    check_bounds,
+    count_rows,
+    frozen_specs,
+    input_specs,
+    read_pads,
+)
 from shd_ref.teacher.graph.targets import GraphHead, TargetTensors, choose_targets, dtype_of
 from shd_ref.teacher.graph.tiles import find_tiles
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.opening.model import Weights, hash_teacher, onnx, take_weights
 from shd_ref.teacher.options import MATCHED, PrecomputeOptions, RunOptions, check_options
-from shd_ref.teacher.rewrite.squeeze import SqueezedGraph, SqueezedLayer, list_plans, squeeze_graph
+from shd_ref.teacher.rewrite.squeeze import GROUPS_INPUT, SqueezedGraph, SqueezedLayer, list_plans, squeeze_graph
 from shd_ref.teacher.rewrite.tiles import Tiling, choose_tile, list_slots
 from shd_ref.teacher.run.averaged import LogitsTeacher, average_logits, count_classes
 from shd_ref.teacher.run.inputs import Batch, ModelInputs, run_batch
@@ -52,6 +61,7 @@ from shd_ref.teacher.session import (
     share_threads,
 )
 from shd_ref.teacher.sources import Arrays, Source
+from shd_ref.tokens import id_groups, patch_groups
 
 CHECKED_BYTES: Final = 2**28
 """Maps of the teacher and merged maps, in float32, that are asked of the graph at once (but at least a sample's)."""
@@ -245,9 +255,18 @@ class TeacherRun:
             known = (PLAN_KINDS[0] if plan == MATCHED else plan for plan in list_plans(student, count))
             given.append(tuple(merge_plan(graph.num_heads, student.num_student_heads, plan) for plan in known))
         # After what can be refused at once, because it reads the whole data set.
+        groups = None if options.groups is None else TokenGroups.parse(options.groups)
+        rule, got = "be left out for a teacher with two sequences", options.groups
+        need(groups is None or not graph.kinds, "argument-value", "groups", rule, got, spec_id="CACHE-131")
+        rule = "be 0, or left out, where maps are pooled"
+        need(groups is None or not run.tile, "argument-value", "tile", rule, run.tile, spec_id="CACHE-131")
+        own = None if groups is None or not groups.column else groups.column
         inputs = ModelInputs(
             source,
-            frozen_specs(graph.model, [site.walk.probs for _, site in graph.layers]),
+            [
+                *frozen_specs(graph.model, [site.walk.probs for _, site in graph.layers]),
+                *([] if groups is None else groups_specs(groups)),
+            ],
             run.mask,
             options.seed_column,
             on_read,
@@ -256,6 +275,7 @@ class TeacherRun:
             decoder_mask=graph.site_kinds.decoder_mask,
             rows=count_rows(graph.model),
             pads=read_pads(graph.model),
+            groups=own,
         )
         read = [name for _, site in graph.layers for name in (site.probs, site.values)] + list(graph.targets.titles)
         check_bounds(graph.model, read, lambda: inputs.shortest().arrays)
@@ -361,6 +381,13 @@ class TeacherRun:
             length = batch.lengths[number]
             if self.inputs.mask is None:
                 length = positions or max(length, 1)  # an image has no positions
+            if self.sessions.groups is not None:
+                weights = batch_groups(self.sessions.groups, batch)
+                length = length if self.inputs.mask is not None else weights.shape[2]
+                count = int((weights[number] >= 0).any(axis=-1).sum())
+                shapes = [(count, count)] * len(layers)
+                extents.append(Extent(length, int(self.inputs.firsts[index]), tuple(shapes)))
+                continue
             shapes = []
             for layer in layers:
                 of_rows, of_keys = self._masks[layer.layer.site.layer]
@@ -463,7 +490,7 @@ def _choose_tiling(
     graph: TeacherGraph, inputs: ModelInputs, students: Sequence[Student], run: RunOptions
 ) -> Tiling | None:
     """Tiles of query rows where whole maps of a batch are large, or as asked for."""
-    rows = run.tile
+    rows = run.tile if graph.options.groups is None else 0
     if rows is None:
         longest = inputs.longest
         heads = max((site.num_heads or 1 for site in graph.sites), default=1)
@@ -481,6 +508,26 @@ def _choose_tiling(
         groups[site.layer] = [range(graph.num_heads)] if mean else [group for plan in plans for group in plan]
     slots = {layer: list_slots(sites[layer], own) for layer, own in groups.items() if sites[layer].reason is None}
     return Tiling(rows, sites, slots)
+
+
+def groups_specs(groups: TokenGroups) -> list[InputSpec]:
+    """The column that holds a sample's groups, as if the graph took it: so it is checked, padded, and in the key."""
+    axes: dict[str, tuple[str, ...]] = {"ids": ("B", "tokens"), "weights": ("B", "tokens", "groups")}
+    return [InputSpec(groups.column, "int64", axes[groups.kind])] if groups.column else []
+
+
+def batch_groups(groups: TokenGroups, batch: Batch) -> NDArray[Any]:
+    """Weights ``(B, l, L)`` of a batch, with its fill; -1 in all of a row behind a sample's own groups."""
+    if not groups.column:
+        weights = patch_groups(groups.teacher_grid, groups.student_grid, extra=groups.extra)
+        count = len(next(iter(batch.arrays.values())))
+        return np.broadcast_to(weights, (count, *weights.shape))
+    column = batch.arrays[groups.column]
+    if groups.kind == "weights":
+        return column.swapaxes(1, 2)
+    weights = id_groups(column)
+    own = np.arange(weights.shape[1]) <= column.max(axis=1, keepdims=True)
+    return np.where(own[..., None], weights, -1)
 
 
 class Session(NamedTuple):
@@ -509,6 +556,8 @@ class Sessions:
 
     def __post_init__(self) -> None:
         self._opened: dict[bool, Session] = {}
+        asked = self.graph.options.groups
+        self.groups = None if asked is None else TokenGroups.parse(asked)
         self.turn: AbstractContextManager[object] = nullcontext() if is_cpu(self.provider) else threading.Lock()
 
     def open(self, *, checked: bool = False) -> Session:
@@ -519,8 +568,21 @@ class Sessions:
         return self._opened[checked]
 
     def run(self, opened: Session, names: Sequence[str], batch: Batch) -> dict[str, NDArray[Any]]:
-        with self.turn:
-            values = run_batch(opened.session, names, batch)
+        if self.groups is not None:
+            weights = np.maximum(batch_groups(self.groups, batch), 0).astype(np.float32)
+            batch = replace(batch, arrays=batch.arrays | {GROUPS_INPUT: weights})
+        try:
+            with self.turn:
+                values = run_batch(opened.session, names, batch)
+        except ShdError as error:
+            if self.groups is None or "dimension mismatch" not in str(error):
+                raise
+            rule = f"groups {self.graph.options.groups} must have a place for each token of the teacher's maps"
+            advice = (
+                "count tokens that are no patches (patches:14x14:7x7:1)" if not self.groups.column else "give each"
+            )
+            got = f"{weights.shape[2]} tokens"
+            raise ShdError("argument-shape", f"{rule}; got {got}: {advice} ({error})", "CACHE-131") from error
         titles = opened.graph.targets.titles
         columns = [array.shape[-1] if array.ndim > 2 else 0 for name, array in values.items() if name in titles]
         if columns:

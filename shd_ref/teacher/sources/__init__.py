@@ -49,6 +49,7 @@ def open_source(
     text_column: str | None = None,
     pair_column: str | None = None,
     max_length: int | None = None,
+    student_tokenizer: str | Path | None = None,
 ) -> Source:
     """Open model inputs.
 
@@ -58,13 +59,16 @@ def open_source(
         text_column: which column holds the text; default ``text``. Only with a tokenizer.
         pair_column: which column holds the second text of each pair, as cross encoders read them; default: none.
         max_length: tokens to keep of a text; default: as the tokenizer's file says. Only with a tokenizer.
+        student_tokenizer: of a student with another tokenizer: rows then have the column ``token_groups`` ``(L, l)``,
+            the characters in common of each token with each of the student's. Only with a tokenizer.
 
     Raises:
         ShdError: ``argument-value``; ``inputs-invalid`` for a file that is absent, unreadable or of no known kind;
             ``dependency-missing`` naming the extra that brings its reader.
     """
     file = Path(path)
-    for name, value in (("text_column", text_column), ("pair_column", pair_column), ("max_length", max_length)):
+    others = {"text_column": text_column, "pair_column": pair_column, "max_length": max_length}
+    for name, value in (others | {"student_tokenizer": student_tokenizer}).items():
         if tokenizer is None and value is not None:
             raise argument_value(f"{name} must be given with a tokenizer alone; got {value!r} without one")
     try:
@@ -81,4 +85,5 @@ def open_source(
         source = KINDS[file.suffix](file)
     if tokenizer is None:
         return source
-    return TokenizedSource(source, Path(tokenizer), text_column or "text", max_length, pair_column)
+    student = None if student_tokenizer is None else Path(student_tokenizer)
+    return TokenizedSource(source, Path(tokenizer), text_column or "text", max_length, pair_column, student)

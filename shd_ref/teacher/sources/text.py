@@ -20,9 +20,13 @@ from shd_ref.cache.storage.documents import read_json
 from shd_ref.errors import argument_value, inputs_invalid
 from shd_ref.teacher.sentence_folder import TextSettings, read_texts
 from shd_ref.teacher.sources.arrays import Row, Source, import_package
+from shd_ref.tokens import span_groups
 
 TOKEN_COLUMNS: Final = ("input_ids", "attention_mask", "token_type_ids")
 """What a tokenizer adds to a row."""
+
+GROUPS_COLUMN: Final = "token_groups"
+"""What a student's tokenizer beside it adds: characters in common of the teacher's tokens and the student's."""
 
 CONFIG_NAME: Final = "tokenizer_config.json"
 """Beside ``tokenizer.json`` in a folder: what the model takes."""
@@ -44,7 +48,8 @@ _BLOCK_CHARACTERS: Final = 2**20  # or fewer, where they are as long
 class TokenizedSource(Source):
     """Another source with its text tokenised to ``max_length`` (None: all) and not padded; ``truncated`` were cut.
 
-    With ``pair_column`` a row is a pair of texts, the longer of which is cut, as transformers does it.
+    With ``pair_column`` a row is a pair of texts, the longer of which is cut, as transformers does it. With a
+    ``student_tokenizer`` each row has weights ``(L, l)`` too, see ``span_groups``.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class TokenizedSource(Source):
         text_column: str = "text",
         max_length: int | None = None,
         pair_column: str | None = None,
+        student_tokenizer: Path | None = None,
     ) -> None:
         self.name = rows.name
         self._rows = rows
@@ -64,8 +70,14 @@ class TokenizedSource(Source):
                     f"{argument} must be one of {', '.join(rows.columns)}, the columns of {rows.name}; got "
                     f"{column!r}: name the one that holds text, or give no tokenizer where none does"
                 )
-        self.columns = (*TOKEN_COLUMNS, *(name for name in rows.columns if name not in TOKEN_COLUMNS))
-        has_pairs = pair_column is not None
+        has_pairs, self._student = pair_column is not None, None
+        self._made: tuple[str, ...] = TOKEN_COLUMNS
+        if student_tokenizer is not None:
+            if has_pairs:
+                raise argument_value("student_tokenizer must be left out for pairs of texts; got both")
+            self._student = TokenizedSource(rows, student_tokenizer, text_column)
+            self._made = (*TOKEN_COLUMNS, GROUPS_COLUMN)
+        self.columns = (*self._made, *(name for name in rows.columns if name not in self._made))
         self._tokenizer, self.max_length, self._settings = _load_tokenizer(tokenizer, max_length, pairs=has_pairs)
         self._path, self._is_compared = tokenizer, not tokenizer.is_dir()
         told = {} if self._is_compared else _read_config(tokenizer / CONFIG_NAME)
@@ -88,16 +100,23 @@ class TokenizedSource(Source):
     def rows(self, columns: Sequence[str]) -> Iterator[Row]:
         self.truncated = 0
         self._compare()
-        others = [name for name in columns if name not in TOKEN_COLUMNS]
+        with_spans = self._student is not None and GROUPS_COLUMN in columns
+        others = [name for name in columns if name not in self._made]
         needed = list(dict.fromkeys([*self.made_from, *others]))
         for start, block in self._blocks(self._rows.rows(needed)):
             texts = [[row[column] for column in self.made_from] for row in block]
-            answer = self._encode([[self._settings.prompt + first, *second] for first, *second in texts], start)
+            answer = self._encode(texts, start, with_spans=with_spans)
+            spans: list[NDArray[np.int64]] = []
+            if self._student is not None and with_spans:
+                self._student._compare()
+                spans = [tokens[3:].T for tokens in self._student._encode(texts, start, with_spans=True)[0]]
             for number, (row, tokens, is_cut) in enumerate(zip(block, *answer, strict=True)):
                 self.truncated += is_cut
                 if not tokens.size:
                     raise self.refuse("the text must give at least one token; got none", start + number)
-                made = dict(zip(TOKEN_COLUMNS, tokens, strict=True))
+                made = dict(zip(TOKEN_COLUMNS, tokens[:3], strict=True))
+                if spans:
+                    made[GROUPS_COLUMN] = span_groups(tokens[3:].T, spans[number]).T.astype(np.int64)
                 yield {name: made[name] if name in made else row[name] for name in columns}
 
     def _blocks(self, rows: Iterator[Row]) -> Iterator[tuple[int, list[Row]]]:
@@ -119,10 +138,15 @@ class TokenizedSource(Source):
         if block:
             yield index + 1 - len(block), block
 
-    def _encode(self, texts: list[list[str]], start: int) -> tuple[list[NDArray[np.int64]], list[bool]]:
+    def _encode(
+        self, texts: list[list[str]], start: int, *, with_spans: bool
+    ) -> tuple[list[NDArray[np.int64]], list[bool]]:
+        """Tokens ``(3, L)`` of each text, with spans of characters ``(5, L)``, and whether it was cut."""
+        prompt = self._settings.prompt
+        texts = [[prompt + first, *second] for first, *second in texts]
         seconds = SECONDS * max(1.0, sum(len(part) for text in texts for part in text) / _BLOCK_CHARACTERS)
         try:
-            answer, arrays = self._tokenizer.ask(seconds, texts=texts)
+            answer, arrays = self._tokenizer.ask(seconds, texts=texts, with_spans=with_spans)
         except ValueError as error:
             raise self.refuse(f"the texts must be what the tokenizer can read: {error}", start) from error
         if "unlike" in answer:
@@ -132,6 +156,8 @@ class TokenizedSource(Source):
                 f"the text {rule}; tokenizer.json alone gives {own}, and not {others}: {_HOW_TO_AGREE}",
                 start + answer["unlike"],
             )
+        for tokens in arrays if with_spans else ():
+            tokens[3:] -= len(prompt)  # which the other side may not have
         return arrays, answer["cut"]
 
     def _compare(self) -> None:
@@ -164,7 +190,11 @@ class _Tokenizer:
         weakref.finalize(self, _end, self._process)
 
     def ask(self, seconds: float, **request: Any) -> tuple[dict[str, Any], list[NDArray[np.int64]]]:
-        """The answer to a request, and for each of its texts the ids, mask and types, an array (3, tokens)."""
+        """The answer to a request, and for each of its texts the ids, mask and types, an array (3, tokens).
+
+        With ``with_spans`` (5, tokens): also where each begins and ends in the text.
+        """
+        rows = 5 if request.get("with_spans") else 3
         process = self._process
         assert process.stdin is not None  # both are pipes
         assert process.stdout is not None
@@ -179,8 +209,9 @@ class _Tokenizer:
                 raise ValueError(f"it needs more than {rule}: give another tokenizer, or shorter texts") from None
             if "error" in answer:
                 raise ValueError(answer["error"])
-            sizes = [3 * count for count in answer.get("counts", ())]
-            tokens = [np.frombuffer(process.stdout.read(8 * size), np.int64).reshape(3, -1) for size in sizes]
+            sizes = [rows * count for count in answer.get("counts", ())]
+            read = [bytearray(process.stdout.read(8 * size)) for size in sizes]
+            tokens = [np.frombuffer(held, np.int64).reshape(rows, -1) for held in read]
         return answer, tokens
 
 

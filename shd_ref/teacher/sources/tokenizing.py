@@ -39,7 +39,7 @@ def main() -> None:
                 tokenizer.enable_truncation(request["limit"], **told)
                 answer = {}
             else:
-                answer, arrays = _encode(tokenizer, request["texts"], library)
+                answer, arrays = _encode(tokenizer, request["texts"], library, with_spans=request["with_spans"])
         except BaseException as error:  # a panic of the library is no Exception
             answer = {"error": str(error) if isinstance(error, Exception) else "its rules fail on it"}
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -93,14 +93,19 @@ def _follow_settings(tokenizer: Any, folder: str) -> None:
         raise ValueError(f"it does not follow do_lower_case of {file.name}")
 
 
-def _encode(tokenizer: Any, texts: list[list[str]], library: Any) -> tuple[dict[str, Any], list[array[int]]]:
-    """Ids, mask and types of texts, each in a list of one, or of pairs."""
+def _encode(
+    tokenizer: Any, texts: list[list[str]], library: Any, *, with_spans: bool
+) -> tuple[dict[str, Any], list[array[int]]]:
+    """Ids, mask and types of texts, each in a list of one, or of pairs; and where each token begins and ends."""
     encodings = tokenizer.encode_batch([tuple(text) if len(text) > 1 else text[0] for text in texts])
     for number, (encoding, ids) in enumerate(zip(encodings, library(texts) if library else (), strict=False)):
         if encoding.ids != list(ids):
             return {"unlike": number, "ids": [encoding.ids[:8], ids[:8]]}, []
     names = "ids", "attention_mask", "type_ids"
     arrays = [array("q", getattr(encoding, name)) for encoding in encodings for name in names]
+    if with_spans:
+        sides = [[array("q", side) for side in zip(*encoding.offsets, strict=True)] for encoding in encodings]
+        arrays = [one for number, spans in enumerate(sides) for one in (*arrays[3 * number : 3 * number + 3], *spans)]
     counts = [len(encoding.ids) for encoding in encodings]
     return {"counts": counts, "cut": [bool(encoding.overflowing) for encoding in encodings]}, arrays
 

@@ -89,6 +89,7 @@ class AttentionMaker(Maker[AttentionT]):
             "strategy": form.strategy,
             "temperature": form.bound_temperature or 1.0,
             "form": form.form,
+            "groups": getattr(form, "groups", None),
             CODECS_OF[form.form][0]: form.codec,
         }
         if form.matching is not None:
@@ -128,8 +129,8 @@ class AttentionMaker(Maker[AttentionT]):
             stored, bound = form.decode_rows(record, student_layer), self.bound(form, layer, record.extent)
             num_rows, keys = form.map_shapes(record.extent)[form.column(student_layer)]
             # Rows of padding hold nothing (CACHE-129), and factored records leave out those in front.
-            counted = np.arange(num_rows) >= record.first
-            counted &= True if layer.row_mask is None else layer.row_mask[:num_rows]
+            counted = (np.arange(num_rows) >= record.first) | layer.layer.rule.pooled
+            counted &= True if layer.stored_mask is None else layer.stored_mask[:num_rows]
             for rows, maps in layer.tiles(entries, shape=(num_rows, keys)):  # not all at once: a sample may be long
                 again = np.where(counted[rows, None], maps["merged"][..., :keys], 0.0).astype(np.float32)
                 difference = 0.5 * np.abs(stored(rows) - again).sum(axis=-1, dtype=np.float64)
@@ -151,7 +152,9 @@ class MapsMaker(AttentionMaker[Maps]):
         """Causal where no row that counts looks ahead; each record with its shape where maps are not square."""
         axes = {layer.map_axes for layer in outputs.layers}
         one_sequence = {work.graph.site_kinds.kind(site) for _, site in work.graph.layers} <= {None, "encoder"}
+        groups = outputs.student.options.groups
         own = not one_sequence or len(axes) > 1 or any(rows != keys for rows, keys in axes)  # CACHE-128
+        own = own or groups is not None
         first = outputs.layers[0]
         rows = first.map_axes[0] if first.row_mask is None else first.row_mask.sum(axis=-1).max()
         # Of one row, behind padding in front or not, none can tell.
@@ -161,6 +164,7 @@ class MapsMaker(AttentionMaker[Maps]):
             support="full" if full else "causal",
             temperature=outputs.student.options.temperature,
             shapes="own" if own else "length",
+            groups=groups,
         )
 
     def make_codes(self, form: Maps, sample: StudentOutputs) -> list[Any]:
@@ -220,8 +224,8 @@ def mixings_of(form: Attention, raw_alphas: NDArray[np.float32]) -> NDArray[np.f
 def _without_padding(maps: NDArray[Any], layer: LayerOutputs, start: int = 0) -> NDArray[Any]:
     """A copy of maps or codes ``(H_s, rows, keys)`` from a row on, with 0 in the rows of padding (CACHE-129)."""
     rows = maps.copy()
-    if layer.row_mask is not None:
-        rows[:, ~layer.row_mask[start : start + rows.shape[1]]] = 0
+    if layer.stored_mask is not None:
+        rows[:, ~layer.stored_mask[start : start + rows.shape[1]]] = 0
     return rows
 
 
