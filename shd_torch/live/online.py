@@ -30,6 +30,7 @@ from shd_torch.live.squeeze import FactoredSqueeze, squeeze_factored
 from shd_torch.maps.loss import REDUCTIONS
 from shd_torch.maps.mixing import check_strategy
 from shd_torch.supervision.factored import Factored
+from shd_torch.supervision.supervision import pool_supervision
 from shd_torch.supervision.taught import Length, Taught, TaughtLayers, TopkTargets
 
 Rounds: TypeAlias = Iterable[Iterable[Sequence[int]]]
@@ -334,6 +335,7 @@ def layer_kls(
     temperature: float = 1.0,
     beta: float = 1.0,
     reduction: str = "sum",
+    groups: Tensor | Mapping[int, Tensor] | None = None,
     **keywords: Unpack[LayerKeywords],
 ) -> dict[int, Tensor]:
     """The SHD terms of a captured student, one per layer; the loss is their sum, averaged over teachers.
@@ -343,10 +345,14 @@ def layer_kls(
         taught: supervision from one or several teachers, live or cached, which may differ in everything but the
             positions they see.
         loss_mask: boolean ``(B, L)``, True = the row counts; or one per student layer, if rows belong to different
-            sequences.
+            sequences. Of layers with ``groups`` it is over the teacher's tokens.
         temperature: T_a of both maps.
         beta: weight of the term.
         reduction: ``"sum"`` over layers and heads, or ``"mean"`` over both.
+        groups: where the student has other tokens than the teacher, such as merged ones: of each of the teacher's
+            tokens the number of the student's that it is part of, integers ``(L,)`` or ``(B, L)``, below 0 for none,
+            or weights ``(l, L)`` or ``(B, l, L)`` in floating point, see ``shd_torch.maps.pool_tokens``; by student
+            layer where they differ. Maps are then held as a whole, one layer at a time.
         **keywords: more of ``attention_kl``'s: ``support``, ``value``, ``backend``, ``product_dtype``, ``check``.
 
     Returns:
@@ -368,13 +374,29 @@ def layer_kls(
         captured.check_taught(teacher.layers)
         calls = [captured.layer(layer) for layer in teacher.layers]
         num_maps = sum(call.num_heads for call in calls) if reduction == "mean" else 1
-        sizes = [(call.query.shape[2], call.key.shape[2]) for call in calls]
-        for layer, call, supervision in zip(teacher.layers, calls, teacher.supervise(sizes), strict=True):
+        parts = [groups.get(layer) if isinstance(groups, Mapping) else groups for layer in teacher.layers]
+        sizes = [
+            (call.query.shape[2], call.key.shape[2]) if part is None else (part.shape[-1], part.shape[-1])
+            for call, part in zip(calls, parts, strict=True)
+        ]
+        of_layers = zip(teacher.layers, calls, parts, teacher.supervise(sizes), strict=True)
+        for layer, call, part, supervision in of_layers:
+            counted = loss_mask.get(layer) if isinstance(loss_mask, Mapping) else loss_mask
+            if part is not None:
+                supervision = pool_supervision(
+                    supervision,
+                    part,
+                    call.query.shape[2],
+                    query_mask=counted,
+                    temperature=temperature,
+                    check=keywords.get("check", True),
+                )
+                counted = None  # a token without a part that counts is an empty row
             term = attention_kl(
                 call.query,
                 call.key,
                 supervision,
-                loss_mask=loss_mask.get(layer) if isinstance(loss_mask, Mapping) else loss_mask,
+                loss_mask=counted,
                 temperature=temperature,
                 beta=beta,
                 **call.mask_keywords,

@@ -20,6 +20,7 @@ from shd_torch.checks import (
     compute_dtype,
     without_autocast,
 )
+from shd_torch.maps.support import id_groups, pool_tokens
 from shd_torch.supervision.fused import expand_heads
 from shd_torch.supervision.mask import move
 
@@ -235,3 +236,39 @@ class Dense(Supervision):
     def check(self, loss_mask: Tensor | None, layer: int) -> None:
         maps = self.maps if loss_mask is None else self.maps.masked_fill(~loss_mask[:, None, :, None], 0)
         check_probs(maps, "supervision", check=True, layer=layer, row_sums=self.row_sums)
+
+
+@torch.no_grad()
+def pool_supervision(
+    supervision: Supervision,
+    groups: Tensor,
+    num_tokens: int,
+    *,
+    query_mask: Tensor | None,
+    temperature: float,
+    check: bool,
+) -> Dense:
+    """Maps pooled over the tokens that a student made of the teacher's (TOKEN-9); whole ones exist for a moment.
+
+    Args:
+        supervision: over the teacher's tokens, L rows and keys.
+        groups: of each of them the number of its group, integers ``(L,)`` or ``(B, L)``, below 0 for none; or its
+            weight in each, ``(l, L)`` or ``(B, l, L)``, floating point.
+        num_tokens: l, the student's.
+        query_mask: boolean ``(B, L)``, True = the row counts.
+        temperature: T_a of the loss.
+        check: look at the values, which costs a device sync.
+
+    Raises:
+        ShdError: ``argument-shape``, ``argument-value``.
+    """
+    groups = groups.detach().to(supervision.device)
+    if not groups.is_floating_point():
+        if check and int(groups.max()) >= num_tokens:
+            rule = f"groups must be numbers below {num_tokens}, the tokens of the student's layer"
+            raise ShdError("argument-value", f"{rule}; got {int(groups.max())}", "TOKEN-11")
+        groups = id_groups(groups, num_tokens)
+    maps = supervision.probs(temperature=temperature)
+    options: dict[str, Any] = {"query_mask": query_mask, "row_sums": supervision.row_sums, "check": check}
+    pooled = pool_tokens(maps, groups, groups, **options).probs
+    return Dense(pooled, temperature, supervision.row_sums)

@@ -151,6 +151,12 @@ class Term(ABC):
         return f"{self.NAME}_weight"
 
 
+TokenGroups: TypeAlias = Tensor | Mapping[int, Tensor]
+"""Which of the student's tokens each of the teacher's is part of, see ``layer_kls``."""
+Groups: TypeAlias = TokenGroups | Callable[[Any], TokenGroups]
+"""The same, or what makes it of the student's outputs."""
+
+
 class AttentionKeywords(LayerKeywords, total=False):
     """Keywords of ``attention_kl`` that the term on attention takes."""
 
@@ -165,6 +171,7 @@ class AttentionTerm(Term):
     weight: Weight
     balancer: LossBalancer | None
     kl: AttentionKeywords
+    groups: Groups | None = None
 
     def count(self, batch: MicroBatch) -> int:
         return count_positions(batch)
@@ -172,12 +179,13 @@ class AttentionTerm(Term):
     def measure(self, forward: Forward) -> Measured:
         assert forward.captured is not None
         layers, batch = forward.layers, forward.batch
+        groups = self.groups(forward.outputs) if callable(self.groups) else self.groups
         masks = {layer: batch.padding_mask(of_decoder=layers.kind(layer) in DECODER_KINDS) for layer in layers}
         keywords = AttentionKeywords(**({"check": forward.check} | self.kl))
         if not forward.is_training:
             keywords["value"] = "exact"  # a surrogate is for gradients
         taught = [teaching for teaching in forward.taught if teaching.layers]
-        kls = layer_kls(forward.captured, taught, loss_mask=masks, **keywords)
+        kls = layer_kls(forward.captured, taught, loss_mask=masks, groups=groups, **keywords)
         return Measured({f"_layer_{layer}": kl for layer, kl in kls.items()}, self.count)
 
     def weigh(self, progress: float, value: Tensor, base: Tensor | None) -> float | Tensor:

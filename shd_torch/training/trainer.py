@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from shd_ref.cache import Attention, CacheReader
+from shd_ref.cache import Attention, CacheReader, Maps
 from shd_ref.cache.storage.documents import read_json
 from shd_ref.cache.storage.drafts import hash_files, put, settle, sync
 from shd_ref.cache.storage.storage import write_errors
@@ -46,6 +46,7 @@ from shd_torch.training.terms import (
     AttentionKeywords,
     AttentionTerm,
     EmbeddingTerm,
+    Groups,
     HiddenTerm,
     KdTerm,
     LossBalancer,
@@ -108,6 +109,9 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
             ranks; requires a base loss.
         kl: keywords of ``attention_kl``: ``temperature``, T_a of both maps; ``backend``, ``value``, ``support``,
             ``product_dtype``; and ``check``, which is on at the first step only, unless given, for all terms.
+        groups: for a student with fewer tokens than its teacher: which token each of the teacher's is part of, as for
+            ``layer_kls``; or a function of the student's outputs, where it merges tokens in its forward pass. Records
+            must not be pooled already. None where both have the same tokens, or the cache's maps are pooled.
         **kwargs: as for ``transformers.Trainer``.
 
     Raises:
@@ -129,6 +133,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         teacher: OnlineTeacher | Sequence[OnlineTeacher] | None = None,
         balancer: LossBalancer | None = None,
         kl: AttentionKeywords | None = None,
+        groups: Groups | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -136,7 +141,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         if not torch.accelerator.is_available():
             self.args.dataloader_pin_memory = False  # there is nothing to pin for, of which PyTorch warns
         self.kl = AttentionKeywords(**(kl or {}))
-        self.attention = None if beta is None else AttentionTerm(beta, balancer, self.kl)
+        self.attention = None if beta is None else AttentionTerm(beta, balancer, self.kl, groups)
         self.terms: list[RowsTerm] = [term for term in (kd, hidden, embeddings) if term is not None]
         self.terms += _read_terms(terms or {})
         self.recipe = Recipe(recipe) if isinstance(recipe, str) else recipe
@@ -181,6 +186,11 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
 
     def _check_cache(self, cache: CacheReader) -> None:
         """Refuse a cache for another student before the first step, as far as the student's config says."""
+        form = cache.manifest.find(Maps)
+        pooled = None if form is None else form.groups
+        whole = self.attention is None or self.attention.groups is None or pooled is None
+        rule, why = "be left out for a cache whose maps are pooled", "precompute without --groups"
+        need(whole, "argument-value", "groups", rule, pooled, remedy=why, spec_id="CACHE-131")
         config = getattr(self._student, "config", None)
         # Where they differ by layer, the first forward pass counts them.
         heads = None if getattr(config, "layer_sizes", None) else getattr(config, "num_attention_heads", None)

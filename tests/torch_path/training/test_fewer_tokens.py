@@ -5,15 +5,17 @@ from typing import Any
 
 import pytest
 import torch
+from support.binding.models import PlainBlock
 from support.binding.trainer_cases import make_trainer, trained
 from support.exported_models import trace
 from support.refusals import refusal
 from support.students import precompute
 
+import shd_ref
 import shd_torch.maps as shd
 from shd_ref import patch_groups
 from shd_ref.teacher import PrecomputeOptions, RunOptions
-from shd_torch.capture import capture_attention
+from shd_torch import OnlineTeacher, capture_attention, layer_kls
 from shd_torch.data import SupervisedDataset
 
 transformers = pytest.importorskip("transformers")
@@ -97,3 +99,76 @@ def test_a_student_with_other_tokens_is_refused(teacher: Any, tmp_path: Path) ->
     data = cached(teacher, tmp_path / "cache", "patches:14x14:7x7:1", "sqrt8-row")
     with refusal("cache-mismatch", r"must have the 50 tokens of groups .*; got 197"):
         make_trainer(tmp_path / "out", train=data, model=make_vit(2, 2, seed=2), beta=1.0, collate=stack).train()
+
+
+class MergingViT(torch.nn.Module):
+    """A student that pairs its most similar neighbouring tokens in its forward pass, as ToMe does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = torch.nn.Linear(4, 16)
+        self.blocks = torch.nn.ModuleList(PlainBlock(16, 2) for _ in range(2))
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
+        patches = torch.nn.functional.unfold(pixel_values, 2, stride=2).mT
+        hidden = self.blocks[0](self.embed(torch.nn.functional.pad(patches, (0, 0, 1, 0))))  # a class token in front
+        pairs = hidden[:, 1:].unflatten(1, (-1, 2))
+        alike = torch.nn.functional.cosine_similarity(*pairs.unbind(2), dim=-1)
+        merges = torch.zeros_like(alike, dtype=torch.bool).scatter_(1, alike.topk(49, 1).indices, True)
+        starts = torch.stack([torch.ones_like(merges), ~merges], 2).flatten(1)  # a token begins: with a merge once
+        ids = torch.nn.functional.pad(starts.long().cumsum(1), (1, 0))
+        groups = shd.id_groups(ids, 148)
+        hidden = self.blocks[1](groups @ hidden / groups.sum(-1, keepdim=True))
+        return {"loss": hidden.square().mean(), "token_groups": {1: ids}}
+
+
+@pytest.mark.parametrize("form", ["maps", "factored"])
+def test_tokens_that_a_student_merges_are_pooled_at_reading(teacher: Any, tmp_path: Path, form: str) -> None:
+    """Groups per sample and layer; the loss is that of maps pooled by the reference."""
+    path, samples = teacher
+    options = {"codec": "float32"} if form == "maps" else {"form": form, "factored_codec": "float16"}
+    precompute(path, images_of(stack(samples)), tmp_path / "c", PrecomputeOptions(num_student_heads=2, **options))
+    data = SupervisedDataset(samples, tmp_path / "c", model_inputs=images_of)
+    _, batch = data.collate_with(stack)([data[n] for n in range(COUNT)])
+    student = MergingViT()
+    with capture_attention(student, batch.layers) as captured, torch.no_grad():
+        ids = student(**stack(samples))["token_groups"][1]
+    assert len({tuple(row) for row in ids.tolist()}) > 1
+    expected = 0.0
+    for layer, maps in enumerate(batch.decode(197)):
+        groups = None if layer == 0 else shd_ref.id_groups(ids.numpy())
+        pooled = shd_ref.pool_tokens(maps.double().numpy(), groups, groups, row_sums="at_most_one").probs
+        call = captured.layer(layer)
+        logits = call.query @ call.key.mT / call.query.shape[-1] ** 0.5
+        expected += shd_ref.shd_loss(pooled, logits.double().numpy())
+    told = {"train": data, "beta": 1.0, "collate": stack, "arguments": {"per_device_train_batch_size": COUNT}}
+    trainer = trained(tmp_path / "out", **told, model=MergingViT(), groups=lambda outputs: outputs["token_groups"])
+    logged = [entry["shd_loss"] for entry in trainer.state.log_history if "shd_loss" in entry]
+    assert logged[0] == pytest.approx(expected, rel=1e-3)
+    with refusal("argument-value", "groups must be numbers below 148"):
+        trained(
+            tmp_path / "b", **told, model=MergingViT(), groups=lambda outputs: {1: outputs["token_groups"][1] + 1}
+        )
+
+
+def test_groups_of_a_pooled_cache_are_refused(teacher: Any, tmp_path: Path) -> None:
+    data = cached(teacher, tmp_path / "cache", "patches:14x14:7x7:1", "sqrt8-row")
+    with refusal("argument-value", "groups must be left out for a cache whose maps are pooled"):
+        make_trainer(tmp_path / "a", train=data, model=make_vit(2, 4, 2), beta=1.0, groups=torch.zeros(197).long())
+
+
+def test_a_live_teacher_with_smaller_patches_is_pooled(teacher: Any) -> None:
+    """Fixed groups serve a live teacher, which sees the student's own inputs."""
+    images = images_of(stack(teacher[1]))
+    taught = OnlineTeacher(make_vit(4, 2, seed=1), 2, 2)(**images)
+    student, weights = make_vit(2, 4, seed=2), torch.from_numpy(patch_groups((14, 14), (7, 7), extra=1))
+    with capture_attention(student, range(2)) as captured, torch.no_grad():
+        student(**images)
+    counted = torch.rand(COUNT, 197) < 0.9
+    kls = layer_kls(captured, taught, groups=weights, loss_mask=counted)
+    for layer, supervision in enumerate(taught.supervise()):
+        maps = shd.pool_tokens(supervision.probs(), weights, weights, query_mask=counted).probs
+        call = captured.layer(layer)
+        right = shd.shd_loss(maps, call.query @ call.key.mT / call.query.shape[-1] ** 0.5)
+        assert float(kls[layer]) == pytest.approx(float(right), rel=1e-4)
