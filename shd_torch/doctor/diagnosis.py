@@ -218,7 +218,12 @@ def _compare_inputs(teacher: Parts, student: Parts, note: Callable[[str, object,
     """Tokens and their order, of two models of texts or of images."""
     if teacher.patches != student.patches:
         own, other = (" x ".join(map(str, parts.patches or ())) for parts in (teacher, student))
-        note("patches", own, other, BLOCKS, "choose image size, patch size and channels so that the grids agree")
+        channels = [(parts.patches or ())[2:] for parts in (teacher, student)]
+        grids = ":".join("x".join(map(str, (parts.patches or ())[:2])) for parts in (teacher, student))
+        remedy = f"pool the maps in a cache: shd precompute --groups patches:{grids}:{student.specials}"
+        if channels[0] != channels[1]:
+            remedy = "choose a teacher of images with as many channels"
+        note("patches", own, other, HURTS if channels[0] == channels[1] else BLOCKS, remedy)
     elif teacher.specials != student.specials:
         remedy = "give the student the same, or cut merged maps with shd_torch.maps.align_tokens"
         note("tokens beside patches", teacher.specials, student.specials, HURTS, remedy)
@@ -244,8 +249,10 @@ def compare_tokenizers(teacher: Path | None, student: Path) -> list[Difference]:
         return []
     # Tokens that were added do not change what other text becomes.
     is_model = names != ["added_tokens"]
-    effect = BLOCKS if is_model else NOTE
-    remedy = "train the student with the teacher's tokenizer" if is_model else "keep added tokens out of shared texts"
+    effect = HURTS if is_model else NOTE
+    remedy = "keep added tokens out of shared texts"
+    if is_model:
+        remedy = "give it the teacher's, or pool the maps in a cache: shd precompute --student-tokenizer FOLDER"
     another = f"another {', '.join(name.replace('_', ' ') for name in names)}"
     return [Difference("tokenizer", "its own", another, effect, remedy)]
 
@@ -430,6 +437,9 @@ def _try(
     options: DiagnosisOptions,
     progress: Progress,
 ) -> dict[str, Any]:
+    for one in diagnosis.differences:
+        if one.part in ("patches", "tokenizer") and one.effect == HURTS:
+            return {"untried": f"the student makes other tokens: {one.remedy}"}
     tokens, size = batch.get("input_ids"), diagnosis.student.vocabulary
     if tokens is not None and size is not None and int(tokens.max()) >= size:
         problem = f"the data has token {int(tokens.max())}, and the student a vocabulary of {size}"

@@ -81,7 +81,10 @@ def test_sizes_that_differ() -> None:
     more = compare_parts(parts("llama", heads=2), parts("llama", layers=4, vocab_size=40))
     assert {one.part: one.effect for one in more} == {"heads": "blocks", "layers": "note", "vocabulary": "note"}
     (grid,) = compare_parts(parts("vit"), parts("vit", patch_size=6))
-    assert (grid.part, grid.teacher, grid.student, grid.effect) == ("patches", "3 x 3 x 2", "2 x 2 x 2", "blocks")
+    assert (grid.part, grid.teacher, grid.student, grid.effect) == ("patches", "3 x 3 x 2", "2 x 2 x 2", "hurts")
+    assert "--groups patches:3x3:2x2:1" in grid.remedy
+    (grid,) = compare_parts(parts("vit"), parts("vit", patch_size=6, num_channels=1))
+    assert grid.effect == "blocks"
 
 
 def test_tokenizers(tmp_path: Path) -> None:
@@ -97,7 +100,7 @@ def test_tokenizers(tmp_path: Path) -> None:
     assert compare_tokenizers(folders[0], tmp_path) == []
     assert [one.effect for one in compare_tokenizers(folders[0], folders[1])] == ["note"]
     (other,) = compare_tokenizers(folders[0], folders[2])
-    assert (other.effect, other.student) == ("blocks", "another model")
+    assert (other.effect, other.student) == ("hurts", "another model")
     (folders[0] / "tokenizer.json").write_text("{")
     with pytest.raises(ShdError, match="must be a tokenizer's JSON"):
         compare_tokenizers(folders[0], folders[1])
