@@ -202,11 +202,12 @@ def rotary_frequencies(model: Any, family: Family) -> list[Array] | None:
 
 @contextmanager
 def recorded_attention(
-    model: Any, watched: nn.Module | None = None, take: Callable[[Tensor, Tensor, slice], None] | None = None
+    model: Any, watched: nn.Module | None = None, take: Callable[..., None] | None = None
 ) -> Iterator[None]:
     """The model with fused attention and masks as tensors.
 
-    Maps of the watched module are made some rows at a time: ``take`` gets these, its values, and which rows they are.
+    Maps of the watched module are made some rows at a time: ``take`` gets these, its values, which rows they are, its
+    scaled queries of these rows, and its keys.
     """
     from transformers.masking_utils import AttentionMaskInterface, eager_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -227,9 +228,10 @@ def recorded_attention(
         size = max(1, min(_MAP_ENTRIES // key.shape[2], GRAM_ENTRIES // (heads * width)) // (batch * heads))
         for start in range(0, rows, size):
             tile = slice(start, start + size)
-            logits = query[:, :, tile] @ keys.mT * scaling
+            asking = query[:, :, tile] * scaling
+            logits = asking @ keys.mT
             probs = (logits if mask is None else logits + mask.expand(-1, -1, rows, -1)[:, :, tile]).softmax(-1)
-            take(probs, value, tile)
+            take(probs, value, tile, asking, key)
             outputs.append(probs @ values)
         return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
 

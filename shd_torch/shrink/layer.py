@@ -40,11 +40,16 @@ from shd_torch.shrink.families import (
     write_linear,
 )
 from shd_torch.shrink.options import ShrinkOptions
+from shd_torch.shrink.sharing import share_attention
 from shd_torch.shrink.sizes import Sizes, sizes_of
 from shd_torch.shrink.unfinished import Unfinished, run_key
 
 SLOW_ANGLE = 1.0
 """A rotated pair that turns by less than this, in radians, over a calibration sample is slow."""
+
+NEARER = 0.95
+"""Share of the first way's error that another must stay below: errors of a layer that differ by 2% say nothing of the
+whole student."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +99,7 @@ def study_layer(
     squares, rows, seen = torch.zeros((), dtype=torch.float64, device=device), 0, []
     masks = iter([batch.counted for batch in batches])  # the attention runs once for each batch
 
-    def take(probs: Tensor, values: Tensor, rows: slice) -> None:
+    def take(probs: Tensor, values: Tensor, rows: slice, *_: Tensor) -> None:
         if sums is not None:
             sums.add_maps(probs, values, next(masks) if rows.start == 0 else sums.counted, rows)
 
@@ -347,15 +352,11 @@ def make_layer(
     is_merged = sizes.heads != sizes_of(work.teacher.config, family).of_layer(source).heads
     weights, statistics, trace = work.study(source, taught, with_maps=attends and is_merged and work.merge is None)
     report: dict[str, Any] = {"case": "dropped", "exact": False}
-    squeezed = None
+    ways: list[Squeezed | None] = [None]
     if attends:
         merge = work.merge or work.choose_merge(statistics.gram, source, number)
-        frequencies = None if work.frequencies is None else work.frequencies[source]
-        positions: dict[str, Any] = {"frequencies": frequencies, "query_norm": family.query_norm is not None}
-        squeezed = squeeze_attention(weights, merge, statistics, sizes.kv_heads, sizes.head_dim, **positions)
-        report = {
-            "case": squeezed.case,
-            "exact": squeezed.exact,
+        ways = [*_squeeze_ways(work, source, number, taught, weights, merge, statistics)]
+        report |= {
             "plan": [[list(pair) for pair in pairs] for pairs in merge.plan],
             "groups": [list(group) for group in merge.groups],
             "mixing": merge.mixing.tolist(),
@@ -367,17 +368,70 @@ def make_layer(
     else:
         ffn = _read_ffn(family, layer, sizes.neurons, trace.neuron_squares)
         report |= {} if ffn.kept is None else {"neurons": ffn.kept}
-    made = _Layer(work, layer, target, source, squeezed, ffn, taught, own, trace)
-    made.copy() if work.basis is None else made.turn(work.basis)
     for name in family.first_only if number == 0 else ():
         find_part(target, name).load_state_dict(find_part(family.layers_of(work.teacher)[0], name).state_dict())
-    after, ends, last = made.advance(following)
-    if work.options.align:
-        if family.end is not None and last is not layer and work.basis is None:
-            find_part(target, family.end).load_state_dict(find_part(last, family.end).state_dict())
-        report["ridges"] = made.align(ends, after)
-    streams, errors = made.measure(ends)
-    return after, streams, report | errors
+    after, ends, last = _advance(work, trace, source, following)
+    best: tuple[dict[str, Any], list[Tensor], dict[str, Tensor]] | None = None
+    for squeezed in ways:
+        made = _Layer(work, layer, target, source, squeezed, ffn, taught, own, trace)
+        made.copy() if work.basis is None else made.turn(work.basis)
+        result: dict[str, Any] = {} if squeezed is None else {"case": squeezed.case, "exact": squeezed.exact}
+        if work.options.align:
+            if family.end is not None and last is not layer and work.basis is None:
+                find_part(target, family.end).load_state_dict(find_part(last, family.end).state_dict())
+            result["ridges"] = made.align(ends, after)
+        streams, errors = made.measure(ends)
+        if best is None or errors["attention_error"] < NEARER * best[0]["attention_error"]:
+            state = {name: tensor.clone() for name, tensor in target.state_dict().items()} if len(ways) > 1 else {}
+            best = result | errors, streams, state
+    assert best is not None  # there is a way
+    result, streams, state = best
+    if state:
+        target.load_state_dict(state)
+    return after, streams, report | result
+
+
+def _advance(
+    work: Work, trace: LayerTrace, source: int, following: int
+) -> tuple[list[Tensor], list[Tensor], nn.Module]:
+    """The teacher's stream before the next source layer, what its last norm read, and the last layer run."""
+    family, layers = work.family, work.family.layers_of(work.teacher)
+    taught, ends = list(trace.outputs), list(trace.ends)
+    for number in range(source + 1, following):
+        watched = [] if family.end is None else [find_part(layers[number], family.end)]
+        runs = list(run_layer(layers[number], taught, work.batches, number, watched))
+        taught = [stream for stream, _ in runs]
+        ends = [read[0] if read else stream for stream, read in runs]
+    return taught, ends, layers[following - 1]
+
+
+def _squeeze_ways(
+    work: Work,
+    source: int,
+    number: int,
+    taught: Sequence[Tensor],
+    weights: HeadWeights,
+    merge: HeadMerge,
+    statistics: AttentionStatistics,
+) -> list[Squeezed]:
+    """The closed forms of a layer's attention, of which the first is taken unless another is clearly nearer.
+
+    With rotary positions heads that are turned towards each other come first where query heads share them, and those
+    of least rank where every query head has its own.
+    """
+    family, sizes = work.family, work.sizes.of_layer(number)
+    frequencies = None if work.frequencies is None else work.frequencies[source]
+    query_norm, stays = family.query_norm is not None, len(merge.groups) == weights.num_heads
+    ways = []
+    if not (query_norm and stays and sizes.kv_heads != weights.num_kv_heads):
+        positions: dict[str, Any] = {"frequencies": frequencies, "query_norm": query_norm}
+        ways.append(squeeze_attention(weights, merge, statistics, sizes.kv_heads, sizes.head_dim, **positions))
+    if not ways or ways[0].case == "rotary":
+        pairs = 0 if frequencies is None else len(frequencies)
+        places = work.teacher, family, source, taught, work.batches
+        shared = share_attention(*places, weights, merge, statistics.augmented, sizes.kv_heads, pairs)
+        ways.append(Squeezed(shared[0], "turned", shared[1]))
+    return ways[::-1] if sizes.kv_heads < sizes.heads else ways
 
 
 @dataclass(frozen=True, eq=False)
@@ -475,17 +529,6 @@ class _Layer:
             if self.squeezed is not None or name != family.norms[0]:
                 rows = join_rows([basis.normalise(stream) for stream in streams], batches)
                 basis.write_norm(find_part(target, name), rows)
-
-    def advance(self, following: int) -> tuple[list[Tensor], list[Tensor], nn.Module]:
-        """The teacher's stream before the next source layer, what its last norm read, and the last layer run."""
-        family, layers = self.work.family, self.work.family.layers_of(self.work.teacher)
-        taught, ends = list(self.trace.outputs), list(self.trace.ends)
-        for number in range(self.source + 1, following):
-            watched = [] if family.end is None else [find_part(layers[number], family.end)]
-            runs = list(run_layer(layers[number], taught, self.work.batches, number, watched))
-            taught = [stream for stream, _ in runs]
-            ends = [read[0] if read else stream for stream, read in runs]
-        return taught, ends, layers[following - 1]
 
     def run(self, watched: Sequence[nn.Module]) -> Iterator[tuple[Tensor, list[Tensor]]]:
         return run_layer(self.target, self.own, self.work.own_batches, self.source, watched)

@@ -142,7 +142,7 @@ def _join(sizes: tuple[int, ...]) -> int | tuple[int, ...]:
     return sizes[0] if len(set(sizes)) == 1 else sizes
 
 
-def choose_sizes(options: ShrinkOptions, teacher: Sizes, family: Family, layers: int) -> Sizes:
+def choose_sizes(options: ShrinkOptions, teacher: Sizes, family: Family, model_type: str, layers: int) -> Sizes:
     limits = teacher.of_layer(0)
     heads = _read_counts("heads", options.heads, limits.heads, layers)
     neurons = _read_counts("neurons", options.neurons, limits.neurons, layers)
@@ -150,7 +150,7 @@ def choose_sizes(options: ShrinkOptions, teacher: Sizes, family: Family, layers:
     if options.hidden is not None:
         least = 2 if family.norm == "layer" else 1
         hidden = check_integer("hidden", options.hidden, least, teacher.hidden)
-    kv_heads = _join(tuple(_choose_kv_heads(options.kv_heads, count, limits, family) for count in heads))
+    kv_heads = _join(tuple(_choose_kv_heads(options.kv_heads, count, limits, family, model_type) for count in heads))
     is_whole = len(set(heads)) == 1 and hidden % heads[0] == 0
     head_dim = teacher.head_dim if family.free_head_dim or family.rotary or not is_whole else hidden // heads[0]
     if options.head_dim is not None:
@@ -174,13 +174,14 @@ def _read_counts(name: str, value: int | Sequence[int] | None, most: int, layers
     return checked
 
 
-def _choose_kv_heads(value: int | None, heads: int, teacher: LayerSizes, family: Family) -> int:
+def _choose_kv_heads(value: int | None, heads: int, teacher: LayerSizes, family: Family, model_type: str) -> int:
     if value is None:
         fitting = (count for count in range(min(teacher.kv_heads, heads), 0, -1) if heads % count == 0)
         return next(fitting) if family.grouped else heads
     kv_heads = check_integer("kv_heads", value, 1, heads)
     if heads % kv_heads or (kv_heads != heads and not family.grouped):
-        rule = f"kv_heads must divide heads={heads}{'' if family.grouped else ', and be equal to it in this family'}"
+        equal = "" if family.grouped else f", and be equal to it in {model_type}, which has no grouped heads"
+        rule = f"kv_heads must divide heads={heads}{equal}"
         raise ShdError("argument-value", f"{rule}; got {kv_heads!r}")
     return kv_heads
 

@@ -161,7 +161,8 @@ def plan_student(model: Any, family: Family, options: ShrinkOptions) -> tuple[Si
     kept = kept_layers(own.layers, own.layers if options.layers is None else options.layers)
     dropped = as_dropped(options.drop_attention, options.drop_activations)
     check_dropped(dropped, family, model.config, kept)
-    sizes = replace(choose_sizes(options, own, family, len(kept)), dropped=dropped.among(kept))
+    sizes = choose_sizes(options, own, family, model.config.model_type, len(kept))
+    sizes = replace(sizes, dropped=dropped.among(kept))
     check_refused(family, model.config.model_type, own, sizes, kept)
     return sizes, kept
 

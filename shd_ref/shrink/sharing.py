@@ -1,0 +1,280 @@
+"""Fewer key and value heads under query heads that stay: turned towards each other, averaged, then refined.
+
+Turns change nothing that an attention gives: one of a value head is undone in W_O, one of a key head in the queries
+that read it. With rotary positions only an angle for each rotated pair commutes with them; where queries and keys are
+normed with a scale for each entry, an angle only on pairs of equal scales, else a sign. A group's heads are turned by
+generalised orthogonal Procrustes under the inputs' moment, so heads that are equal, or turns of each other, merge
+without any error. Others are averaged, and what a calibration saw refines the average (``share_heads``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from shd_ref.attention import Array, Mask
+from shd_ref.shrink.heads import RIDGE, Forms, HeadMerge, HeadWeights, moment_roots
+from shd_ref.tolerances import tie_width
+
+SWEEPS = 30
+"""Over the heads of a group, each turned towards the sum of the others."""
+ROUNDS = 4
+"""Of alternating least squares; more fit the model of the error better than the error itself."""
+STEPS = 12
+"""Of conjugate gradients, for the values of a round."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """What becomes one key and value head."""
+
+    heads: tuple[int, ...]  # query heads that will read it
+    members: tuple[int, ...]  # key and value heads that they read now
+    homes: tuple[int, ...]  # for each of heads the position in members
+
+
+@dataclass(frozen=True, eq=False)
+class SeenGroup:
+    """Moments of what the query heads of a group saw, of heads that are turned already, summed over calibration rows.
+
+    ``z = sum_g b_g f_g`` is a logit with ``f_g`` the products of the entries of a query and of member g's key: for
+    each rotated pair, as complex numbers, the real and the negative imaginary part of ``conj(q) k``, then the entries
+    that are not rotated.
+    """
+
+    keys: Array  # (heads, G * d, G * d): variance of f under a row's own map, which logits' error has to first order
+    values: Array  # (heads, G * d_v, G * d_v): of the members' values under the head's map
+
+
+def group_heads(weights: HeadWeights, merge: HeadMerge, num_kv_heads: int) -> list[Group]:
+    """The groups of a student with so many key and value heads, in its order."""
+    per, reads, groups = len(merge.groups) // num_kv_heads, weights.reads, []
+    for start in range(0, len(merge.groups), per):
+        heads = tuple(sorted(head for group in merge.groups[start : start + per] for head in group))
+        members = tuple(sorted({reads[head] for head in heads}))
+        groups.append(Group(heads, members, tuple(members.index(reads[head]) for head in heads)))
+    return groups
+
+
+def find_turns(
+    weights: HeadWeights, groups: Sequence[Group], moment: Array, pairs: int, free: Mask | None = None
+) -> tuple[Array, Array]:
+    """What brings the keys and the values of each group together, for ``turn_heads``.
+
+    Args:
+        weights: of the teacher.
+        groups: as ``group_heads`` makes them.
+        moment: mean of ``[x, 1]^T [x, 1]`` over calibration rows ``(D + 1, D + 1)``.
+        pairs: how many pairs of entries (i, i + pairs) positions rotate; 0 without rotary positions.
+        free: where queries and keys are normed, one boolean a pair: whether any angle commutes with their scales.
+
+    Returns:
+        Turns of keys ``(M, d, d)`` and of values ``(M, d_v, d_v)``, for the members of all groups, group by group.
+    """
+    root, _ = moment_roots(moment, RIDGE)
+    keys, values = (root @ rows for rows in (_rows(weights, "key"), _rows(weights, "value")))
+    own = [list(group.members) for group in groups]
+    turns = [turn_keys(keys[members], pairs, free) for members in own]
+    return np.concatenate(turns), np.concatenate([turn_frames(values[members]) for members in own])
+
+
+def turn_heads(weights: HeadWeights, groups: Sequence[Group], turns: tuple[Array, Array]) -> HeadWeights:
+    """The same attention with keys and values turned, and queries and W_O with them.
+
+    It has a key and value head for each member of each group, group by group; query heads, in the teacher's order,
+    read the one of their ``homes``.
+    """
+    key_turns, value_turns = turns
+    members = [member for group in groups for member in group.members]
+    key, value = _rows(weights, "key")[members] @ key_turns, _rows(weights, "value")[members] @ value_turns
+    query, output, end = _rows(weights, "query"), weights.output.copy(), 0
+    for group in groups:
+        start, end = end, end + len(group.members)
+        for head, home in zip(group.heads, group.homes, strict=True):
+            query[head] = query[head] @ key_turns[start + home]
+            output[head] = value_turns[start + home].T @ output[head]
+    return _with_rows(weights, query, key, value, output)
+
+
+def _rows(weights: HeadWeights, name: str) -> Array:
+    """Heads with their biases, or zeros, as last rows ``(H, D + 1, d)``."""
+    heads, bias = getattr(weights, name), getattr(weights, f"{name}_bias")
+    row = np.zeros((len(heads), heads.shape[2])) if bias is None else bias
+    return np.concatenate([heads, row[:, None]], axis=1)
+
+
+def _with_rows(weights: HeadWeights, query: Array, key: Array, value: Array, output: Array) -> HeadWeights:
+    """An attention of such rows, with biases where it had some."""
+    rows, made = {"query": query, "key": key, "value": value}, dict[str, Any](output=output)
+    for name, some in rows.items():
+        made[name] = some[:, :-1]
+        if getattr(weights, f"{name}_bias") is not None:
+            made[f"{name}_bias"] = some[:, -1]
+    return replace(weights, **made)
+
+
+def turn_keys(sides: Array, pairs: int, free: Mask | None) -> Array:
+    """For keys ``(G, rows, d)`` the turns ``(G, d, d)`` that commute with positions, and with norms."""
+    turns = np.tile(np.eye(sides.shape[2]), (len(sides), 1, 1))
+    for i, j in zip(range(pairs), range(pairs, 2 * pairs), strict=True):
+        if free is None or free[i]:
+            angle = turn_frames(sides[..., [i]] + 1j * sides[..., [j]])[:, 0, 0]
+        else:  # the real product of both entries is all that a sign can raise
+            angle = turn_frames(np.concatenate([sides[..., [i]], sides[..., [j]]], axis=1))[:, 0, 0] + 0j
+        turns[:, i, i] = turns[:, j, j] = angle.real
+        turns[:, i, j], turns[:, j, i] = angle.imag, -angle.imag
+    if free is None and sides.shape[2] > 2 * pairs:
+        turns[:, 2 * pairs :, 2 * pairs :] = turn_frames(sides[..., 2 * pairs :])
+    return turns
+
+
+def turn_frames(sides: Forms) -> Forms:
+    """Orthogonal, or unitary, turns ``(G, n, n)`` that bring sides ``(G, rows, n)`` together (Procrustes).
+
+    From each side turned to the first, which is the answer for two of them and where all are turns of one.
+    """
+    gram = np.einsum("arn,brm->abnm", sides.conj(), sides)
+    turns = np.stack([_polar(gram[at, 0]) for at in range(len(sides))])
+    for _ in range(SWEEPS if len(sides) > 2 else 0):
+        for at in range(len(sides)):
+            others = [gram[at, other] @ turns[other] for other in range(len(sides)) if other != at]
+            turns[at] = _polar(np.sum(others, axis=0))
+    return turns
+
+
+def _polar(matrix: Forms) -> Forms:
+    left, _, right = np.linalg.svd(matrix)
+    return np.asarray(left @ right)
+
+
+def share_heads(
+    turned: HeadWeights,
+    groups: Sequence[Group],
+    pairs: int,
+    seen: Sequence[SeenGroup] | None,
+    *,
+    normed: bool = False,
+) -> tuple[HeadWeights, bool]:
+    """One key and value head for each group of ``turn_heads``, and whether that is exact.
+
+    Keys become ``sum_g a_g k_g`` and the queries of head t ``c_t q_t``, with a number for each entry, complex for a
+    rotated pair. From the average, ``seen`` refines both by alternating least squares, for the least variance of the
+    logits' error under each head's own map: to second order its KL divergence is half of that. Values become
+    ``sum_g v_g B_g`` and W_O follows, for the least error of what each head gives. Without ``seen``, and where keys
+    are ``normed``, the average stays, of keys of equal length.
+    """
+    query, output, end, exact = _rows(turned, "query"), turned.output.copy(), 0, True
+    keys, values, made = _rows(turned, "key"), _rows(turned, "value"), []
+    unit = np.ones(turned.head_dim)
+    unit[pairs : 2 * pairs] = 0.0
+    for number, group in enumerate(groups):
+        start, end = end, end + len(group.members)
+        own_keys, own_values, size = keys[start:end], values[start:end], len(group.members)
+        sight, own = None if seen is None else seen[number], list(group.heads)
+        weigh, scale = np.tile(unit / size, (size, 1)), np.tile(unit, (len(own), 1))
+        if not _is_equal(own_keys):
+            exact = False
+            if normed:
+                lengths = np.linalg.norm(own_keys, axis=(1, 2), keepdims=True)
+                own_keys = own_keys * (lengths.mean() / np.maximum(lengths, np.finfo(np.float64).tiny))
+            elif sight is not None:
+                weigh, scale = fit_keys(sight.keys, group.homes, weigh, scale, pairs)
+        key = np.sum([rows @ _product(a, pairs).T for rows, a in zip(own_keys, weigh, strict=True)], axis=0)
+        for head, c in zip(own, scale, strict=True):
+            query[head] = query[head] @ _product(c, pairs).T
+        mix = np.tile(np.eye(values.shape[2]) / size, (size, 1))
+        if not _is_equal(own_values):
+            exact = False
+            if sight is not None:
+                mix, output[own] = fit_values(sight.values, group.homes, mix, output[own])
+        made.append((key, np.concatenate(list(own_values), axis=1) @ mix))
+    key, value = (np.stack(heads) for heads in zip(*made, strict=True))
+    return _with_rows(turned, query, key, value, output), exact
+
+
+def _is_equal(members: Array) -> bool:
+    """Whether all are their mean, up to rounding."""
+    away = np.linalg.norm(members - members.mean(axis=0))
+    return bool(away <= tie_width() * np.linalg.norm(members))
+
+
+def _product(factor: Array, pairs: int) -> Array:
+    """The matrix of a product with the numbers ``factor`` ``(d,)``: real parts, imaginary parts, the rest."""
+    matrix = np.diag(factor)
+    first, second = np.arange(pairs), np.arange(pairs, 2 * pairs)
+    matrix[second, second] = factor[first]
+    matrix[second, first], matrix[first, second] = factor[second], -factor[second]
+    return matrix
+
+
+def _conjugate(factor: Array, pairs: int) -> Array:
+    signs = np.ones(factor.shape[-1])
+    signs[pairs : 2 * pairs] = -1.0
+    return factor * signs
+
+
+def fit_keys(moments: Array, homes: Sequence[int], weigh: Array, scale: Array, pairs: int) -> tuple[Array, Array]:
+    """Refined ``a`` ``(G, d)`` and ``c`` ``(heads, d)``: the logits' form is ``b_g = conj(c) a_g`` for ``b = 1``."""
+    size, d = weigh.shape
+    goals = np.zeros((len(homes), size, d))
+    for goal, home in zip(goals, homes, strict=True):
+        goal[home, :pairs] = goal[home, 2 * pairs :] = 1.0
+    pulls = [moment @ goal.ravel() for moment, goal in zip(moments, goals, strict=True)]
+    for _ in range(ROUNDS):
+        forms = np.concatenate([_product(a, pairs) for a in weigh])
+        sides = [
+            _solve(forms.T @ moment @ forms, forms.T @ pull) for moment, pull in zip(moments, pulls, strict=True)
+        ]
+        held, pulled = np.zeros_like(moments[0]), np.zeros(size * d)
+        for side, moment, pull in zip(sides, moments, pulls, strict=True):
+            blocks = np.kron(np.eye(size), _product(side, pairs))
+            held += blocks.T @ moment @ blocks
+            pulled += blocks.T @ pull
+        weigh, scale = _solve(held, pulled).reshape(size, d), np.stack(sides)
+    return weigh, _conjugate(scale, pairs)
+
+
+def fit_values(moments: Array, homes: Sequence[int], mix: Array, outputs: Array) -> tuple[Array, Array]:
+    """Refined B ``(G * d_v, d_v)`` and W_O ``(heads, d_v, D)``: ``N_t`` is W_O in the rows of its member.
+
+    For the least ``sum_t || C_t^(1/2) (N_t - B W_O,t') ||^2``: W_O' is solved for, B takes conjugate gradients.
+    """
+    d = mix.shape[1]
+    columns = [moment[:, home * d : home * d + d] for moment, home in zip(moments, homes, strict=True)]
+    goals = np.stack([side @ output for side, output in zip(columns, outputs, strict=True)])  # C_t N_t
+    fitted = outputs
+    for number in range(ROUNDS):
+        if number:
+            squares = fitted @ fitted.swapaxes(1, 2)
+            pulled = np.einsum("tnD,tvD->nv", goals, fitted)
+            mix = np.linalg.qr(_descend(moments, squares, pulled, mix))[0]
+        fitted = np.stack([_solve(mix.T @ c @ mix, mix.T @ goal) for c, goal in zip(moments, goals, strict=True)])
+    return mix, fitted
+
+
+def _descend(moments: Array, squares: Array, pulled: Array, start: Array) -> Array:
+    """Conjugate gradients towards ``sum_t C_t B S_t = pulled``, from ``start``."""
+
+    def apply(matrix: Array) -> Array:
+        return np.asarray((moments @ matrix @ squares).sum(axis=0))
+
+    at, left = start, pulled - apply(start)
+    step, size = left, np.square(left).sum()
+    for _ in range(STEPS):
+        if size <= tie_width() ** 2 * np.square(pulled).sum():
+            break
+        image = apply(step)
+        share = size / (step * image).sum()
+        at, left = at + share * step, left - share * image
+        before, size = size, np.square(left).sum()
+        step = left + size / before * step
+    return at
+
+
+def _solve(matrix: Array, goal: Array) -> Array:
+    """With a small ridge: entries that no row has may have any number."""
+    held = RIDGE * max(float(matrix.trace()) / len(matrix), np.finfo(np.float64).tiny)
+    return np.asarray(np.linalg.solve(matrix + held * np.eye(len(matrix)), goal))
