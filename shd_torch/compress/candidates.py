@@ -25,9 +25,11 @@ def choose_designs(space: Space, costs: Costs, worths: Worths, limits: Sequence[
 
 
 def choose_design(
-    space: Space, costs: Costs, worths: Worths, limits: Sequence[float], num_layers: int
+    space: Space, costs: Costs, worths: Worths, limits: Sequence[float], num_layers: int, *, whole: bool = False
 ) -> Design | None:
     """The student of so many layers with the least predicted loss; None where none is fast enough.
+
+    ``whole``: its layers are those of the teacher, with all heads and neurons.
 
     Unknowns are 0 or 1: for each layer one a size of its attention, then one a size of its FFN. A layer is left out
     where it has neither.
@@ -55,10 +57,12 @@ def choose_design(
         costly = np.ones(layers) - per_layer[-1] * costs.is_free(at)
         row = np.kron(costly, np.concatenate(sizes)) / limit
         constraints.append((row, 0, max(1 - base / limit, 0)))
+    is_largest = np.isin(np.arange(heads + neurons), (0, heads))
+    allowed = np.tile(is_largest | (not whole), layers)
     solution = milp(
         loss.ravel(),
         integrality=np.ones(loss.size),
-        bounds=Bounds(0, 1),
+        bounds=Bounds(0, allowed.astype(float)),
         constraints=constraints,
         options={"mip_rel_gap": 1e-6},
     )
@@ -71,6 +75,13 @@ def choose_design(
         tuple(space.heads[int(table[at, :heads].argmax())] for at in kept),
         tuple(space.neurons[int(table[at, heads:].argmax())] for at in kept),
     )
+
+
+def keep_layers(space: Space, costs: Costs, worths: Worths, limits: Sequence[float]) -> Design | None:
+    """As many whole layers of the teacher as the limits allow, and which: what one would try without a search."""
+    counts = range(space.num_layers - 1, 0, -1)
+    designs = (choose_design(space, costs, worths, limits, count, whole=True) for count in counts)
+    return next((design for design in designs if design is not None), None)
 
 
 _REPEATS: Final = 3
@@ -92,6 +103,9 @@ def find_candidates(run: Run, costs: Costs, worths: Worths, wish: Wish) -> list[
         for limits in (_ladder(space, costs) if is_ladder else [wish.limits])
         for design in choose_designs(space, costs, worths, limits)[: 1 if is_ladder else most]
     ]
+    kept = None if is_ladder else keep_layers(space, costs, worths, wish.limits)
+    if kept is not None and (kept, wish.limits) not in pending:
+        pending.append((kept, wish.limits))
     candidates: dict[Design, dict[str, Any]] = {}
     for _ in range(_REPEATS):
         if not pending:
@@ -104,6 +118,7 @@ def find_candidates(run: Run, costs: Costs, worths: Worths, wish: Wish) -> list[
                 candidates[design] = {
                     "design": asdict(design),
                     "text": design.describe(space),
+                    "keeps_layers": design.keeps_layers(space),
                     "seconds": row[:-1],
                     "bytes": row[-1],
                     "predicted_seconds": expected[:-1],
@@ -111,7 +126,11 @@ def find_candidates(run: Run, costs: Costs, worths: Worths, wish: Wish) -> list[
                 }
                 continue
             tighter = [limit * min(sums / cost, 1.0) for limit, sums, cost in zip(limits, expected, row, strict=True)]
-            smaller = choose_design(space, costs, worths, tighter, len(design.kept))
+            smaller = (
+                keep_layers(space, costs, worths, tighter)
+                if design.keeps_layers(space)
+                else choose_design(space, costs, worths, tighter, len(design.kept))
+            )
             if smaller not in (None, design) and smaller not in candidates:
                 again.append((smaller, limits))
         pending = again

@@ -16,19 +16,21 @@ from typing import Any, Final
 import torch
 
 from shd_ref.cache.storage.drafts import drafting
-from shd_torch.compress.stages import TEACHER, TEACHER_INT8, count_bytes
-from shd_torch.compress.task import Judge, graph_run
+from shd_torch.compress.stages import STATIC, TEACHER, TEACHER_INT8, count_bytes
+from shd_torch.compress.task import Judge, Task, graph_run
 from shd_torch.shrink.folders import copy_readers
 
 PROMPT: Final = 64
 """Tokens before the one whose time is measured."""
 
 
-def judge_graphs(paths: Mapping[str, Path], judge: Judge, by_file: Mapping[str, Judge]) -> dict[str, Any]:
-    """Quality and bytes of a model's graphs, as onnxruntime runs them."""
-    quality = {kind: asdict(judge.measure(graph_run(path))) for kind, path in paths.items()}
+def judge_graphs(
+    paths: Mapping[str, Path], judge: Judge, by_file: Mapping[str, Judge], task: Task | None = None
+) -> dict[str, Any]:
+    """Quality and bytes of a model's graphs, as onnxruntime runs them; ``task``: one that pools in its own way."""
+    quality = {kind: asdict(judge.measure(graph_run(path), task)) for kind, path in paths.items()}
     *_, deployed = paths.values()
-    files = {name: judge.measure(graph_run(deployed)).value for name, judge in by_file.items()}
+    files = {name: judge.measure(graph_run(deployed), task).value for name, judge in by_file.items()}
     return {"quality": quality, "by_file": files, "bytes": {kind: count_bytes(path) for kind, path in paths.items()}}
 
 
@@ -57,6 +59,8 @@ def hand_over(home: Path, folder: Path, teacher: Path, document: dict[str, Any])
         if not students:
             copy_readers(teacher, draft)
             _copy_graphs(home / "graphs", "teacher", draft / "onnx")
+        if document["options"]["static"]:
+            shutil.copytree(home / STATIC, draft / STATIC)
         has_picture = find_spec("matplotlib") is not None and bool(students)
         if has_picture:
             draw_front(document, draft / "front.svg")
@@ -102,7 +106,21 @@ def find_points(document: Mapping[str, Any]) -> list[Point]:
         for kind in student["quality"]:
             name = f"{student['name'] if len(students) > 1 else 'student'}, {kind}"
             points.append(_point(document, name, student, kind, _speeds(student, kind)))
+    if (table := document["static"]) and students:
+        points.append(_point(document, f"{STATIC} table", table, "float", _speeds(students[0], STATIC)))
     return points
+
+
+def describe_regions(points: Sequence[Point]) -> str:
+    """Which model is the best of those that are as fast, by speeds at the slowest setting; in words."""
+    best: list[Point] = []
+    for point in sorted(points, key=lambda point: (min(point.speeds), point.quality), reverse=True):
+        if not best or point.quality > best[-1].quality:
+            best.append(point)
+    regions = [f"up to {min(point.speeds):.3g} times {point.name}" for point in reversed(best)]
+    others = [point.name for point in points if point not in best]
+    never = f". Nowhere: {'; '.join(others)}" * bool(others)
+    return f"Best by speed, at the slowest setting: {'; '.join(regions)}{never}."
 
 
 def _point(document: Mapping[str, Any], name: str, model: Mapping[str, Any], kind: str, speeds: list[float]) -> Point:
@@ -165,9 +183,10 @@ def _page(document: Mapping[str, Any], has_picture: bool) -> Iterator[str]:
     )
     yield from (f"- {name}: {words}." for name, words in document["details"].items() if name in others)
     yield from (f"- {name}: by the labels of `--held-out`." for name in labels)
-    yield ""
+    yield from ("", describe_regions(points), "")
     if names := list(document["teacher"]["by_file"]):
         models = [("teacher", document["teacher"]), *((student["name"], student) for student in students)]
+        models += [(f"{STATIC} table", table)] if (table := document["static"]) else []
         rows = [[name, *(f"{model['by_file'][file]:.4f}" for file in names)] for name, model in models]
         yield from ("Quality by file of `--data`, on its held-out samples, as deployed:", "")
         yield from _table(["model", *names], rows)
@@ -198,13 +217,16 @@ def _student_lines(student: Mapping[str, Any], settings: Sequence[str]) -> Itera
         ratio, ms = tokens[TEACHER] / tokens["student"], 1e3 * tokens["student"]
         yield f"One token after {PROMPT}, with its cache of keys, in PyTorch: {ms:.2f} ms, {ratio:.2f} times faster."
     yield ""
+    if not student["tried"]:
+        return
     yield from _table(
-        ["tried", "predicted loss", "untrained", "quality (steps)", *(f"ms, {setting}" for setting in settings)],
+        ["tried", "predicted loss", "untrained", "rate", "quality (steps)", *(f"ms, {end}" for end in settings)],
         [
             [
-                row["text"],
+                row["text"] + " (kept layers)" * row["keeps_layers"],
                 f"{row['predicted_loss']:.3f}",
                 f"{row['untrained']['value']:.4f}",
+                f"{row['learning_rate']:g}",
                 ", ".join(f"{result['value']:.4f} ({result['steps']})" for result in row["rounds"]),
                 *(f"{1e3 * seconds:.3g}" for seconds in row["seconds"]),
             ]

@@ -56,6 +56,8 @@ class CompressOptions:
         seed: Seed for the division of the data and their order.
         int8: Deploy products in int8, or in float.
         go_on: Also if the teacher in int8 is fast enough.
+        kept_layers: Train kept layers of the teacher as long as each student, for its target; they share the time.
+        static: Write static/ too, a table of one vector a token for sentence-transformers; of sentence encoders.
     """
 
     faster: Annotated[tuple[float, ...], WISHES, FLOATS] = ()
@@ -75,6 +77,8 @@ class CompressOptions:
     seed: Annotated[int, LOOKING, FROM_0] = 0
     int8: Annotated[bool, Parameter(negative="--no-int8")] = True
     go_on: bool = False
+    kept_layers: Annotated[bool, Parameter(negative="")] = False
+    static: Annotated[bool, Parameter(negative="")] = False
 
     def __post_init__(self) -> None:
         targets = list(self.targets())

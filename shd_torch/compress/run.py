@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -25,6 +25,7 @@ from shd_torch.compress.options import CompressOptions
 from shd_torch.compress.samples import Columns, divide, length_of, read_rows, read_texts
 from shd_torch.compress.schedule import Paces, Schedule
 from shd_torch.compress.stages import Progress, Run, in_minutes
+from shd_torch.compress.static import judge_static
 from shd_torch.compress.students import compare, prepare_training, train_best
 from shd_torch.compress.task import SentenceEncoder, find_task, read_measure
 from shd_torch.compress.training import BATCH, time_step
@@ -182,6 +183,7 @@ def _compress(run: Run) -> dict[str, Any]:
         "space": asdict(run.space),
         "teacher": teacher,
         "students": [],
+        "static": None,
     }
     if _teacher_suffices(run.options, teacher):
         return document
@@ -201,12 +203,17 @@ def _compress(run: Run) -> dict[str, Any]:
     ]
     run.announce("cache")
     shared = prepare_training(run, schedule.samples)
+    document["static"] = judge_static(run, shared)
     for at, (wish, rows) in enumerate(zip(wishes, candidates, strict=True)):
         end = run.spent + run.left / (len(wishes) - at)
         run.announce("short trainings")
         tried, best, config = compare(run, wish, rows, shared)
-        student = train_best(run, wish, best, config, end)
-        document["students"].append(student | {"tried": tried})
+        rivals = [row for row in tried if row["keeps_layers"] and row is not best and run.options.kept_layers]
+        middle = run.spent + (end - run.spent) / (1 + len(rivals))
+        document["students"].append(train_best(run, wish, best, config, middle) | {"tried": tried})
+        for row in rivals:  # as long, at its own learning rate
+            named = replace(wish, name=f"{wish.name}-kept", text=f"kept layers, {wish.text}")
+            document["students"].append(train_best(run, named, row, config, end) | {"tried": []})
     return document | {"costs": asdict(costs), "worths": asdict(worths)}
 
 
@@ -229,7 +236,7 @@ def study_teacher(run: Run) -> dict[str, Any]:
 
 def _teacher_suffices(options: CompressOptions, teacher: Mapping[str, Any]) -> bool:
     """Whether int8 alone gives what is asked for."""
-    if options.go_on or not options.int8 or len(list(options.targets())) != 1:
+    if options.go_on or options.static or not options.int8 or len(list(options.targets())) != 1:
         return False
     before, after = ([*teacher["seconds"][kind], teacher["bytes"][kind]] for kind in ("float", "int8"))
     (wish,) = options.wishes(before)

@@ -121,9 +121,10 @@ def plan_schedule(
 def _estimate(options: CompressOptions, paces: Paces, search: Search, space: Space, samples: int) -> dict[str, float]:
     """Seconds of all stages but the teacher's and the long training."""
     wishes = max(len(list(options.targets())), 1)
-    tried, parts = options.most_candidates * wishes, len(space.heads) + len(space.neurons) - 1
+    # Kept layers are tried too, at a rate of their own.
+    tried, parts = (options.most_candidates + 1) * wishes, len(space.heads) + len(space.neurons) - 1
     first, second = search.steps
-    trainings = (tried + wishes * (_RATES - 1 + _PROBES * search.tries_shd)) * first + tried / 2 * second
+    trainings = (tried + wishes * (2 * (_RATES - 1) + _PROBES * search.tries_shd)) * first + tried / 2 * second
     return {
         "costs": (len(space.heads) + len(space.neurons) + 3) * paces.graph,
         "parts": _WEIGHED * parts * space.num_layers * paces.forward * search.judged / 64,

@@ -69,6 +69,10 @@ class Design:
                 options[name] = [layer for layer, count in zip(self.kept, counts, strict=True) if count == NONE]
         return options
 
+    def keeps_layers(self, space: Space) -> bool:
+        """Whether its layers are as large as the teacher's."""
+        return {*self.heads} == {space.heads[0]} and {*self.neurons} == {space.neurons[0]}
+
     def describe(self, space: Space) -> str:
         """In a few words, such as ``5 of 6 layers; neurons 1536, 768``."""
         words = [f"{len(self.kept)} of {space.num_layers} layers"]

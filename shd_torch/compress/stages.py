@@ -33,6 +33,8 @@ _ROUNDED: Final = 8
 """Lengths to time are multiples of it."""
 TEACHER: Final = "teacher"
 TEACHER_INT8: Final = "teacher, int8"
+STATIC: Final = "static"
+"""Folder of the static table."""
 
 
 class Run:

@@ -23,7 +23,7 @@ from shd_torch.compress.handover import judge_graphs, time_token
 from shd_torch.compress.options import FASTEST, Wish
 from shd_torch.compress.samples import Row, add_crops, row_source
 from shd_torch.compress.space import Design
-from shd_torch.compress.stages import TEACHER, Run
+from shd_torch.compress.stages import STATIC, TEACHER, Run
 from shd_torch.compress.task import Decoder, SentenceEncoder, model_run, read_measure
 from shd_torch.compress.training import BATCH, TrainingConfig, half_is_faster, train
 from shd_torch.export import example_inputs, export_teacher
@@ -75,13 +75,17 @@ def compare(
         student, judge = _make(run, wish, number, row).student, run.judge("choices")
         quality = run.find(f"untrained-{wish.name}-{number}", lambda: asdict(judge.measure(model_run(student))))  # noqa: B023
         tried.append(row | {"number": number, "untrained": quality, "rounds": []})
-    config = replace(config, learning_rate=_choose_rate(run, wish, tried[0], config))
+    own = [row for row in tried if row["keeps_layers"]]  # as far from the teacher as no other: it has its own rate
+    for row in [*tried[:1], *own]:
+        row["learning_rate"] = _choose_rate(run, wish, row, config)
+    for row in tried:
+        row.setdefault("learning_rate", tried[0]["learning_rate"])
     running = tried
     for steps in run.search.steps:
         if len(running) == 1 and running[0]["rounds"]:
             break
         for row in running:
-            row["rounds"].append(_train_short(run, wish, row, replace(config, steps=steps)))
+            row["rounds"].append(_train_short(run, wish, row, _short(row, config, steps)))
         running = sorted(running, key=lambda row: row["rounds"][-1]["value"], reverse=True)
         if wish.name != FASTEST:
             running = running[: (len(running) + 1) // 2]
@@ -90,7 +94,14 @@ def compare(
         name, least = run.options.least
         good = [row for row in running if read_measure(row["rounds"][-1], name) >= least]
         best = min(good, key=lambda row: row["seconds"][0], default=best)
+    for row in own:
+        for result in best["rounds"][len(row["rounds"]) :]:
+            row["rounds"].append(_train_short(run, wish, row, _short(row, config, result["steps"])))
     return tried, best, config
+
+
+def _short(row: Mapping[str, Any], config: TrainingConfig, steps: int) -> TrainingConfig:
+    return replace(config, steps=steps, learning_rate=row["learning_rate"])
 
 
 def _choose_rate(run: Run, wish: Wish, row: Mapping[str, Any], config: TrainingConfig) -> float:
@@ -192,6 +203,7 @@ def probe_shd(run: Run, wish: Wish, row: Mapping[str, Any], config: TrainingConf
 
 def train_best(run: Run, wish: Wish, row: dict[str, Any], config: TrainingConfig, end: float) -> dict[str, Any]:
     """The chosen student after its whole training, with its graphs judged and timed by ``end`` seconds of the run."""
+    config = replace(config, learning_rate=row["learning_rate"])
     shd = {"is_used": False, "why": "SHD was not tried"}
     if run.search.tries_shd:
         shd = run.find(f"shd-{wish.name}", lambda: probe_shd(run, wish, row, config))
@@ -224,7 +236,8 @@ def _judge_student(run: Run, wish: Wish, student: Any) -> dict[str, Any]:
     """Its graphs, judged on samples that no choice saw, and timed by turns with the teacher's."""
     run.progress(0, 0, "the student is exported")
     graphs = run.write_graphs(student, wish.name)
-    times = run.time(run.teacher_graphs | graphs, _ROUNDS)
+    table = {STATIC: path} if (path := run.folder / STATIC / "onnx" / "model.onnx").exists() else {}
+    times = run.time(run.teacher_graphs | graphs | table, _ROUNDS)
     result = judge_graphs(graphs, run.judge("held_out"), run.judges_by_file()) | {
         "times": [asdict(entry) for entry in times]
     }

@@ -367,12 +367,13 @@ class Judge:
         need(fits, "inputs-invalid", "held-out samples", rule, "one answer for all", remedy=remedy)
 
     @torch.no_grad()
-    def measure(self, forward: Forward) -> Quality:
-        """A model's quality; ``not-finite`` where it gives NaN or infinity."""
-        quality = self.task.compare(self._teacher, summarise(self.task, forward, self._batches))
+    def measure(self, forward: Forward, task: Task | None = None) -> Quality:
+        """A model's quality; ``not-finite`` where it gives NaN or infinity; ``task``: one that pools otherwise."""
+        task = task or self.task
+        quality = self.task.compare(self._teacher, summarise(task, forward, self._batches))
         if self._labels is None:
             return quality
-        summary = summarise(self.task, forward, batches(self._labels.rows, pad_id=self._pad_id))
+        summary = summarise(task, forward, batches(self._labels.rows, pad_id=self._pad_id))
         return replace(quality, labels=self.task.grade(self._labels.restore(summary), self._labels))
 
 

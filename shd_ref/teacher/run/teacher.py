@@ -321,7 +321,7 @@ class TeacherRun:
         """The same with check outputs, of some layers at a time, as many as may be held; targets are in the first."""
         longest = max((array.shape[1] for array in batch.arrays.values() if array.ndim > 1), default=1)
         most = self._count_held(len(batch.arrays[self.inputs.names[0]]), longest)
-        if self.tiling is not None:  # what tiles read grows linearly with the length
+        if self.tiling is not None and self.graph.layers:  # what tiles read grows linearly with the length
             heads, size = self.graph.num_heads, self.inputs.longest_axis(batch.indices)
             width = max(((site.d_v or 0) + (site.d_k or 0) for _, site in self.graph.layers), default=0)
             most = max(1, CHECKED_BYTES // (4 * heads * max(size, 1) * max(4 * width, 1)))
